@@ -57,22 +57,7 @@ MODELS = ("words", "words-hybrid")
 STREAMS = 64
 WITHIN_S = 600.0
 PATIENT = f"max_wait_s={WITHIN_S:g}"
-WORDS = (
-    "the",
-    "a",
-    "of",
-    "king",
-    "river",
-    "stone",
-    "and",
-    "ship",
-    "night",
-    "under",
-    "every",
-    "was",
-    "came",
-    "said",
-)
+WORDS = "the a of king river stone and ship night under every was came said".split()
 Heard = Callable[[int], None]
 """Hears of every piece of a stream."""
 Headers = Mapping[str, str]

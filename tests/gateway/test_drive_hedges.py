@@ -11,9 +11,9 @@ from drive_kit import EOS, MODEL, VOCAB, Clock, Desk, Fleet, Heard, asked, drive
 from drive_stage import Stage
 
 from potluck.core.brain.actions import Twin
-from potluck.core.brain.events import Failed, Finished, FirstToken, SegmentDone
+from potluck.core.brain.events import Arrived, Failed, Finished, FirstToken, SegmentDone
 from potluck.core.brain.policy import Policy
-from potluck.core.values.route import Route, aggregated, handed_over
+from potluck.core.values.route import Route, Segment, aggregated, handed_over
 from potluck.gateway.door.cards import ModelCard
 from potluck.gateway.door.front import FrontDoor
 from potluck.gateway.drive.patience import LEAST_FIRST_S
@@ -172,3 +172,17 @@ def test_from_the_client_to_the_bill_a_silent_engine_costs_a_moment_and_counts_o
     assert [type(each) for each in desk.told if isinstance(each, Finished | Failed)] == [Finished]
     assert rides.sizes() == {"open": 0, "watched": 0, "news": 0}
     assert not any(view.open_requests for view in desk.brain.fleet.views.values())
+
+
+def test_an_exact_request_asks_for_whole_kv_in_every_attempt_and_hedge() -> None:
+    stage = Stage("a", "b", "c", "d", far=("a", "c"))
+    stage.fleet.codecs = {("far", "near"): "int8", ("near", "near"): "int4", ("near", "far"): "int4"}
+    what = asked(exact=True)
+    stage.begin(what, Route((Segment("a", 0, 5), Segment("b", 5, 12), Segment("c", 12, None))))
+    stage.rides.act([Twin("r", handed_over("c", "d", 12), 1, what.prompt_tokens, 0)])
+    stage.again(what, handed_over("b", "a", 12), 2, 0)
+    arrived = stage.line.told[0]
+    assert isinstance(arrived, Arrived)
+    assert arrived.request.exact
+    assert [call.replica for call in stage.fleet.sent] == ["a", "b", "c", "c", "d", "b", "a"]
+    assert not [call.replica for call in stage.fleet.sent if "codec" in call.body]

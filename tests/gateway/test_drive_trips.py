@@ -8,9 +8,8 @@ import pytest
 from drive_kit import EOS, Heard, asked, right_answer
 from drive_stage import LIES, Stage
 
-from potluck.core.brain.actions import Abandon, Inquire, Refuse, Run, Twin
+from potluck.core.brain.actions import Abandon, Inquire, Refuse, Run
 from potluck.core.brain.events import (
-    Arrived,
     Cancelled,
     Computed,
     Failed,
@@ -68,20 +67,6 @@ def test_segments_are_sent_at_once_with_a_new_handle_for_each_hand_over() -> Non
         FirstToken("r", 0),
     ]
     stage.at_rest()
-
-
-def test_an_exact_request_asks_for_whole_kv_in_every_attempt_and_hedge() -> None:
-    stage = Stage("a", "b", "c", "d", far=("a", "c"))
-    stage.fleet.codecs = {("far", "near"): "int8", ("near", "near"): "int4", ("near", "far"): "int4"}
-    what = asked(exact=True)
-    stage.begin(what, Route((Segment("a", 0, 5), Segment("b", 5, 12), Segment("c", 12, None))))
-    stage.rides.act([Twin("r", handed_over("c", "d", 12), 1, what.prompt_tokens, 0)])
-    stage.again(what, handed_over("b", "a", 12), 2, 0)
-    arrived = stage.line.told[0]
-    assert isinstance(arrived, Arrived)
-    assert arrived.request.exact
-    assert [call.replica for call in stage.fleet.sent] == ["a", "b", "c", "c", "d", "b", "a"]
-    assert not [call.replica for call in stage.fleet.sent if "codec" in call.body]
 
 
 def test_a_prompt_that_yields_is_asked_for_below_all_others_and_its_answer_is_not() -> None:

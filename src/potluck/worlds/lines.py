@@ -230,7 +230,8 @@ def _read_arrived(fields: list[Any], place: str) -> events.Arrived:
 
 
 def _read_request(fields: list[Any]) -> Request:
-    return Request(*fields[:7], blocks_of(fields[7]), *fields[8:])
+    fields[7] = blocks_of(fields[7])
+    return Request(*fields)
 
 
 def _read_adopted(fields: list[Any], place: str) -> events.Adopted:

@@ -253,11 +253,8 @@ class Journeys:
     def _first(self, at_s: float, site: Site, journey: Journey) -> None:
         request = journey.request
         # KV that came whole from elsewhere was kept when it arrived.
-        if (
-            request.blocks
-            and journey.codec == LOSSLESS
-            and journey.segments[-1].start < journey.prompt_tokens
-        ):
+        computed = journey.segments[-1].start < journey.prompt_tokens
+        if request.blocks and computed and journey.codec == LOSSLESS:
             site.keep(at_s, request.blocks)
         self._tell(at_s, tuple.__new__(FirstToken, (request.id, journey.attempt)))
 
