@@ -57,7 +57,8 @@ MODELS = ("words", "words-hybrid")
 STREAMS = 64
 WITHIN_S = 600.0
 PATIENT = f"max_wait_s={WITHIN_S:g}"
-WORDS = "the a of king river stone and ship night under every was came said".split()
+WORDS = ("the", "a", "of", "king", "river", "stone", "and", "ship", "night", "under")
+WORDS += ("every", "was", "came", "said")  # type: ignore[assignment]
 Heard = Callable[[int], None]
 """Hears of every piece of a stream."""
 Headers = Mapping[str, str]

@@ -249,6 +249,25 @@ def test_flips_recounts_moves_and_plans_asked_for() -> None:
     run(body)
 
 
+def test_another_plan_may_have_kv_cross_in_another_codec() -> None:
+    async def body(yard: Yard) -> None:
+        yard.keeper.enlist(_entries(1))
+        yard.keeper.act([Start(_member("a"))])
+        await yard.up(1)
+        heard: list[str] = []
+        yard.keeper.on_endpoints.append(lambda: heard.append("changed"))
+        found = yard.keeper.find("a")
+        assert found is not None
+        assert found.codec == "int8"
+        yard.keeper._codec_inside = {"t": "raw"}.__getitem__
+        yard.keeper.planned()
+        found = yard.keeper.find("a")
+        assert found is not None
+        assert (found.codec, heard) == ("raw", ["changed"])
+
+    run(body)
+
+
 def test_plain_servers_get_whole_requests_under_their_own_name() -> None:
     async def body(yard: Yard) -> None:
         yard.keeper.enlist(_entries(1, kind="openai", model="m", cache_salt=True))

@@ -1,0 +1,55 @@
+"""Where a plan lets KV lose something, `up`, `status` and the page say so; where nothing is lost, none of them does."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from potluck.cli.serving.operate import looks
+from potluck.cli.serving.up.show import Served, ready_json, show_ready
+from potluck.control.store.store import Store
+from potluck.control.view import Service
+from potluck.core.values.plan import Deployment, Flow, Plan
+from potluck.core.values.types import Codec
+from potluck.gateway.page.sight import Flows, Sight
+
+LINE = "KV of words crosses west → east in int8 (lossy: allowed by kv_codecs)"
+
+
+def plan(codec: Codec) -> Plan:
+    flows = (Flow("words", 0, "west", "east", 1.0, codec),)
+    return Plan("auto", (), (Deployment("words: prefill", "west", 1),), (), (), flows, (), 1.0, 0.0)
+
+
+@pytest.mark.parametrize(("codec", "lines"), [("int8", [LINE]), ("fp16", [])])
+def test_it_is_said_before_what_is_deployed(
+    codec: Codec, lines: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    served = Served("http://h:1", ("words",), plan(codec), (), 1.0)
+    show_ready(served)
+    assert capsys.readouterr().out.splitlines()[2 : 2 + len(lines)] == lines
+    assert ready_json(served)["notices"] == lines
+    store = Store(tmp_path / "state.db")
+    store.add_plan(plan(codec), 1.0, "for a test")
+    store.close()
+    service = Service(tmp_path)
+    try:
+        found = service.status(2.0)
+    finally:
+        service.close()
+    assert found["plan"]["notices"] == lines
+    looks._show(found, 2.0)
+    shown = capsys.readouterr().out.splitlines()
+    assert shown[2 : 2 + len(lines)] == [f"notice: {each}" for each in lines]
+    center: Any = SimpleNamespace(
+        plan=plan(codec),
+        plan_version=1,
+        plan_why="",
+        policy=SimpleNamespace(scaling="none"),
+        brain=SimpleNamespace(steward=SimpleNamespace(why=lambda: "", notes=())),
+        desk=SimpleNamespace(open_requests=0),
+    )
+    assert Sight(center, Flows())._plan_row({})["notices"] == lines
