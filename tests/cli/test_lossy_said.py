@@ -1,4 +1,4 @@
-"""Where a plan lets KV lose something, `up`, `status` and the page say so; where nothing is lost, none of them does."""
+"""Where a plan lets KV lose something, `up`, `status` and the page say so; where nothing is lost, none does."""
 
 from __future__ import annotations
 
