@@ -14,7 +14,7 @@ from potluck.core.values.plan import Plan
 from potluck.core.values.types import LengthBin, Offer, Region, Slo, Traffic
 from potluck.plan.assemble.columns import codecs_of
 from potluck.plan.check.verify import verify
-from potluck.plan.problem import Problem, ask
+from potluck.plan.problem import CODECS, Problem, ask
 from potluck.plan.strategies import STRATEGIES, Settings, Workshop
 from potluck.plan.timing.cards import wire_bits
 from potluck.sim.load.workload import of_traffic
@@ -32,7 +32,7 @@ def a_problem(gbps: float, rate_per_s: float = 8.0) -> Problem:
     offers = tuple(Offer(t.name, usd, 24) for t, usd in zip(types, (1.86, 1.0), strict=True))
     traffic = replace(TRAFFIC, rate_per_s=rate_per_s)
     asked = ask("chat", models.model("Llama-3.1-8B"), SLO, traffic)
-    return Problem((asked,), (Region("here", offers),), types)
+    return Problem((asked,), (Region("here", offers),), types, codecs=CODECS)
 
 
 def scene(problem: Problem, plan: Plan) -> Scene:
