@@ -9,12 +9,13 @@ A gateway in a process of its own stands before engines that compute the shipped
     remote      the prompt in another region
     recovered   two of four engines (or one of two) are killed with SIGKILL while answers are under way
 
-Half of the answers are drawn with a seed, half greedy; texts, tokens and chats as prompts, streamed or not, with stop
-strings, log probabilities, several choices. Compared are text, reason to end, log probabilities to the last bit, and
-the usage. Caches go raw; with a lossy codec (`compared`) all is asked twice, the second time with x-potluck-exact,
-when the first has left what it may in caches: that must be the lone engine's again. Which way each answer took is
-read from the gateway's log: `taken` counts those that ended on a route of that kind, `cuts` the different places at
-which prompts were cut. What is refused is a mismatch too.
+Half of the answers are drawn with a seed, half greedy; texts, tokens and chats as prompts, streamed or not (the lone
+engine the other way round), with stop strings at random, penalties, biases, JSON, log probabilities, several choices.
+Compared are text, reason to end, log probabilities to the last bit, and the usage. Caches go raw; with a lossy codec
+(`compared`) all is asked twice, the second time with x-potluck-exact, when the first has left what it may in caches:
+that must be the lone engine's again. Which way each answer took is read from the gateway's log: `taken` counts those
+that ended on a route of that kind, `cuts` the different places at which prompts were cut. What is refused is a
+mismatch too.
 """
 
 from __future__ import annotations
@@ -22,7 +23,6 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
-import random
 import signal
 import sys
 import tempfile
@@ -47,6 +47,7 @@ from live_fleet import LiveFleet, Process, listening
 from live_plans import COMBO, MODEL, PAIR, REMOTE, WHOLE, Unit, write_plans
 
 import potluck.engine
+from parts.same_asks import Ask, asks_of, other_way
 from potluck.core.brain.actions import Run, Start
 from potluck.core.brain.events import Finished
 from potluck.core.values.types import Codec
@@ -57,8 +58,6 @@ MODELS = ("words", "words-hybrid")
 STREAMS = 64
 WITHIN_S = 600.0
 PATIENT = f"max_wait_s={WITHIN_S:g}"
-WORDS = ("the", "a", "of", "king", "river", "stone", "and", "ship", "night", "under")
-WORDS += ("every", "was", "came", "said")  # type: ignore[assignment]
 Heard = Callable[[int], None]
 """Hears of every piece of a stream."""
 Headers = Mapping[str, str]
@@ -88,14 +87,6 @@ WAYS = {
     "remote": Way(tuple(REMOTE), flows=(("far", "near"),)),
     "recovered": Way((*WHOLE, *COMBO, *WHOLE), kill=(0, 2)),
 }
-
-
-@dataclass(frozen=True)
-class Ask:
-    """One request, as a client sends it."""
-
-    path: str
-    body: dict[str, Any]
 
 
 @dataclass
@@ -130,40 +121,8 @@ class Said:
 
 def _rows(logs: dict[str, Any]) -> list[Any]:
     """Token by token, so that it does not matter how they were cut into pieces."""
-    return list(zip(logs["tokens"], logs["token_logprobs"], logs["top_logprobs"], strict=True))
-
-
-def asks_of(count: int, output: int, seed: int) -> list[Ask]:
-    """All manners of asking, spread so that each meets each."""
-    chance = random.Random(seed)
-    made = []
-    for place in range(count):
-        words = " ".join(chance.choices(WORDS, k=chance.randrange(20, 220)))
-        body: dict[str, Any] = {"model": MODEL, "max_tokens": chance.randrange(output // 2, output + 1)}
-        if place % 2:
-            body |= {"temperature": 0.9, "seed": place, "top_p": 0.95, "top_k": 200 if place % 3 else -1}
-        else:
-            body |= {"temperature": 0}
-        if place % 4 < 2:
-            body["ignore_eos"] = True
-        if place % 5 == 1:
-            body["stop"] = ["e ", "qu"]
-            body["min_tokens"] = 4
-        if place % 8 != 6:
-            body |= {"stream": True, "stream_options": {"include_usage": True}}
-        if place % 11 == 3:
-            body["n"] = 2
-        chat = place % 4 == 2
-        if chat:
-            body["messages"] = [{"role": "user", "content": words}]
-        elif place % 4 == 1:
-            body["prompt"] = [chance.randrange(5, 4000) for _ in range(chance.randrange(30, 400))]
-        else:
-            body["prompt"] = words
-        if place % 3 == 0:
-            body |= {"logprobs": True, "top_logprobs": 2} if chat else {"logprobs": 2}
-        made.append(Ask("/v1/chat/completions" if chat else "/v1/completions", body))
-    return made
+    columns = ("tokens", "token_logprobs", "top_logprobs", "text_offset")
+    return list(zip(*(logs[name] for name in columns), strict=True))
 
 
 async def said_of(session: aiohttp.ClientSession, url: str, ask: Ask, heard: Heard, headers: Headers) -> Said:
@@ -336,9 +295,17 @@ def _fitting(units: tuple[Unit, ...], engines: int) -> tuple[Unit, ...]:
 
 
 def compared(
-    model: str, kinds: Sequence[str], count: int, output: int, engines: int, seed: int, codec: Codec = "fp16"
+    model: str,
+    kinds: Sequence[str],
+    count: int,
+    output: int,
+    engines: int,
+    seed: int,
+    codec: Codec = "fp16",
+    repeats: int = 1,
 ) -> dict[str, float]:
-    """One model over all kinds of routes. The engines are the same for all: only the gateway is another."""
+    """One model over all kinds of routes. The engines are the same for all: only the gateway is another. Each request
+    is sent so many times, all at once."""
     asks = asks_of(count, output, seed)
     figures: dict[str, float] = {}
     with ExitStack() as stack:
@@ -346,12 +313,13 @@ def compared(
         started = start_engines(engines, model, folder, count)
         for process in started:
             stack.callback(process.end)
-        expected = asyncio.run(all_said(str(started[0].said["url"]), asks, 1))
+        alone = [other_way(ask) for ask in asks]
+        expected = asyncio.run(all_said(str(started[0].said["url"]), alone, 1))
         problems = [said.problem for said in expected if said.problem]
         if problems:
             raise RuntimeError(f"the lone engine says {problems[0]}")
         for kind in kinds:
-            found = trial(kind, started, model, asks, expected, codec)
+            found = trial(kind, started, model, asks * repeats, expected * repeats, codec)
             for name, value in found.items():
                 print(f"{model}, {name}: {value:g}", file=sys.stderr)
                 figures[f"{model}, {name}"] = value

@@ -63,7 +63,7 @@ def test_openais_client_is_served() -> None:
             assert usages[-1].completion_tokens == 16
             assert set(usages[:-1]) == {None}
             with pytest.raises(BadRequestError) as bad:
-                await client.chat.completions.create(**chat, presence_penalty=1)  # type: ignore[call-overload]
+                await client.chat.completions.create(**chat, presence_penalty=3)  # type: ignore[call-overload]
             assert bad.value.param == "presence_penalty"
             with pytest.raises(NotFoundError) as missing:
                 await client.models.retrieve("gpt")

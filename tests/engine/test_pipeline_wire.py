@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from potluck.core.errors import FormatError, PotluckError
-from potluck.core.values.sampling import Sampling
+from potluck.core.values.sampling import Drawing
 from potluck.engine.pipeline import wire
 from potluck.engine.pipeline.inputs import Arrived, Inputs
 from potluck.engine.pipeline.messages import (
@@ -167,7 +167,7 @@ def test_a_listener_that_does_not_know_the_secret_is_found_out() -> None:
 
 
 def test_messages_survive_and_others_are_refused() -> None:
-    message = Step(3, 2, 1, (Sampling(0.5, seed=9), Sampling(logprobs=2)))
+    message = Step(3, 2, 1, (Drawing(0.5, seed=9), Drawing(logprobs=2)))
     assert read_command(to_bytes(message)) == message
     for head in (
         b"",

@@ -104,24 +104,6 @@ def test_streamed_choices_come_as_they_come() -> None:
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_a_stop_string_ends_it_and_the_rest_is_not_wanted(stream: bool) -> None:
-    scene = Scene()
-    found = scene.complete("x", stop=["lo w"], stream=stream, max_tokens=20)
-    answer = scene.driver.answer
-    assert not answer.tokens(choices("Hel"))
-    assert not answer.tokens(choices("lo"))
-    assert answer.tokens(choices(" world"))
-    assert found.over
-    if stream:
-        text = "".join(part["choices"][0]["text"] for part in found.events)
-        finish = found.events[-1]["choices"][0]["finish_reason"]
-    else:
-        text, finish = found.json["choices"][0]["text"], found.json["choices"][0]["finish_reason"]
-    assert (text, finish) == ("Hel", "stop")
-    assert scene.meter.told[0].output_tokens == 7
-
-
-@pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("chat", [False, True])
 def test_log_probabilities(stream: bool, chat: bool) -> None:
     def script(asked: Any, answer: Any) -> None:
@@ -241,7 +223,13 @@ WRONG: list[tuple[dict[str, Any], int, str | None]] = [
     ({"prompt": "x" * 600}, 400, None),
     ({"prompt": "x" * 490, "max_tokens": 25}, 400, None),
     ({"max_tokens": 0}, 400, "max_tokens"),
-    ({"presence_penalty": 1}, 400, "presence_penalty"),
+    ({"presence_penalty": 3}, 400, "presence_penalty"),
+    ({"logit_bias": {"100000": 1}}, 400, "logit_bias"),
+    ({"logit_bias": {"5": -101}}, 400, "logit_bias"),
+    ({"response_format": {"type": "yaml"}}, 400, "response_format"),
+    ({"response_format": {"type": "json_object"}, "min_tokens": 2, "max_tokens": 9}, 400, "min_tokens"),
+    ({"response_format": {"type": "json_object"}, "ignore_eos": True}, 400, "ignore_eos"),
+    ({"echo": True}, 400, "echo"),
     ({"bogus": 1}, 400, "bogus"),
     ({"service_tier": "gold"}, 400, "service_tier"),
     ({"priority": 1 << 40}, 400, "priority"),

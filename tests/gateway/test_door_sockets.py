@@ -81,7 +81,7 @@ def test_openais_client_is_served() -> None:
             assert "".join(texts) == "Hello, "
             assert parts[-1].usage is not None
             with pytest.raises(BadRequestError) as bad:
-                await client.chat.completions.create(**chat, presence_penalty=1)
+                await client.chat.completions.create(**chat, presence_penalty=3)
             assert bad.value.param == "presence_penalty"
             with pytest.raises(NotFoundError):
                 await client.models.retrieve("gpt")

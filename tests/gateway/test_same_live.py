@@ -32,8 +32,8 @@ def same() -> ModuleType:
 
 
 def test_answers_are_those_of_a_lone_engine_whatever_way_they_took(same: ModuleType) -> None:
-    kinds = ("P/D", "split", "remote", "recovered")
-    figures = same.compared("words", kinds, count=12, output=40, engines=2, seed=3)
+    kinds = ("in place", "P/D", "split", "remote", "recovered")
+    figures = same.compared("words", kinds, count=12, output=32, engines=2, seed=3, repeats=2)
     for kind in kinds:
         assert figures[f"words, {kind}: mismatches"] == 0, kind
         assert figures[f"words, {kind}: taken"] > 0, f"nothing went by {kind}"
@@ -61,10 +61,21 @@ def test_an_answer_that_differs_is_found(same: ModuleType) -> None:
         return made
 
     def piece(text: str, value: float, ended: str | None = None) -> dict[str, object]:
-        logs = {"tokens": [text], "token_logprobs": [value], "top_logprobs": [{text: value}]}
+        at = "ab".find(text)
+        logs = {
+            "tokens": [text],
+            "token_logprobs": [value],
+            "top_logprobs": [{text: value}],
+            "text_offset": [at],
+        }
         return {"choices": [{"index": 0, "text": text, "logprobs": logs, "finish_reason": ended}]}
 
-    both = {"tokens": ["a", "b"], "token_logprobs": [-1.0, -2.0], "top_logprobs": [{"a": -1.0}, {"b": -2.0}]}
+    both = {
+        "tokens": ["a", "b"],
+        "token_logprobs": [-1.0, -2.0],
+        "top_logprobs": [{"a": -1.0}, {"b": -2.0}],
+        "text_offset": [0, 1],
+    }
     whole = {"choices": [{"index": 0, "text": "ab", "logprobs": both, "finish_reason": "length"}]}
     usage = {"choices": [], "usage": {"prompt_tokens": 3, "completion_tokens": 2}}
     right = said(whole, usage)

@@ -54,6 +54,25 @@ def test_a_segment_that_hands_on_leaves_the_last_token_to_whoever_decodes() -> N
     assert body["kv_transfer_params"] == {"potluck": {"request": "r", "give": give}}
 
 
+def test_penalties_biases_and_formats_are_said_in_vllms_words_and_only_where_asked_for() -> None:
+    way = {
+        "presence_penalty": 1.5,
+        "repetition_penalty": 1.1,
+        "logit_bias": [[7, -100.0]],
+        "json_schema": "{}",
+    }
+    said = {
+        "presence_penalty": 1.5,
+        "repetition_penalty": 1.1,
+        "logit_bias": {"7": -100.0},
+        "structured_outputs": {"json": "{}"},
+    }
+    body = body_of(part(max_tokens=3, sampling=way), None, 1.0, 60.0)
+    assert {name: body[name] for name in said} == said
+    assert "frequency_penalty" not in body
+    assert not said.keys() & body_of(part(max_tokens=3), None, 1.0, 60.0).keys()
+
+
 def test_whole_requests_say_nothing_of_hand_overs() -> None:
     assert "kv_transfer_params" not in body_of(part(max_tokens=3), None, 1.0, 60.0)
 

@@ -3,6 +3,7 @@
 bodies.py     JSON from a client, strictly
 fields.py     which fields change nothing, which need an engine that can do them: `Abilities`
 asks.py       /v1/completions and /v1/chat/completions as values;  messages.py: a chat's messages
+drawing.py    logit_bias and response_format as how tokens are drawn
 own.py        requests that ask for more than tokens, for engines that can do it
 tokens.py     text to tokens and back, chat templates
 growth.py     an answer's text, token by token;  stops.py: stop strings in it

@@ -88,6 +88,16 @@ def part_choice(
     return {**base, "text": delta.text}
 
 
+def offset_behind(choice: Json, offset: int) -> int:
+    """Where the token behind a part's last one begins, in the text of all tokens: as in an answer that is not
+    streamed, however it was cut into parts, and whatever of its text is still held back."""
+    logs = choice["logprobs"]
+    if not isinstance(logs, dict) or not logs.get("text_offset"):
+        return offset
+    last: int = logs["text_offset"][-1] + len(logs["tokens"][-1])
+    return last
+
+
 def _logs(head: Head, choices: Sequence[Choice], text: Text | None, offset: int) -> Json:
     def name(token: int) -> str:
         return f"token_id:{token}" if text is None else text.token_text(token)

@@ -5,10 +5,11 @@ What a request leaves out stays None where a model may have a default of its own
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 
 from potluck.api.bodies import shaped, tokens_of
+from potluck.api.drawing import bias_of, schema_of
 from potluck.api.fields import Abilities, what_counts
 from potluck.api.growth import Shown
 from potluck.api.messages import Message, messages_of
@@ -60,6 +61,12 @@ class Common:
     """Higher first."""
     cache_salt: str | None = None
     """Prefixes are shared only with requests of the same salt."""
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    repetition_penalty: float | None = None
+    logit_bias: tuple[tuple[int, float], ...] = ()
+    response_format: str = ""
+    """As a JSON schema; empty: text."""
 
     @property
     def shown(self) -> Shown:
@@ -108,7 +115,21 @@ def sampling_of(
     top_k = max(defaults.top_k if asked.top_k is None else asked.top_k, 0)
     top_p = defaults.top_p if asked.top_p is None else asked.top_p
     min_p = defaults.min_p if asked.min_p is None else asked.min_p
-    return _drawing(temperature, top_k, top_p, min_p, seed, logprobs)
+    repetition = asked.repetition_penalty
+    if repetition is None:
+        repetition = defaults.repetition_penalty
+    way = _drawing(temperature, top_k, top_p, min_p, seed, logprobs)
+    presence, frequency = asked.presence_penalty or 0.0, asked.frequency_penalty or 0.0
+    if not (presence or frequency or repetition != 1 or asked.logit_bias or asked.response_format):
+        return way
+    return replace(
+        way,
+        presence_penalty=presence,
+        frequency_penalty=frequency,
+        repetition_penalty=repetition,
+        logit_bias=asked.logit_bias,
+        json_schema=asked.response_format,
+    )
 
 
 @lru_cache(maxsize=256)
@@ -123,7 +144,7 @@ def completion_of(body: dict[str, object], able: Abilities) -> tuple[Completion,
     """A completion and its prompts, each text or tokens."""
     body = dict(body)
     prompt = body.pop("prompt", None)
-    asked = shaped(Completion, what_counts(body, able))
+    asked = shaped(Completion, _read(body, able))
     _check(asked, able)
     _within("logprobs", asked.logprobs or 0, 0, able.most_logprobs)
     if asked.best_of != 1 and (asked.best_of < asked.n or (asked.best_of > asked.n and not able.more_draws)):
@@ -146,12 +167,21 @@ def completion_of(body: dict[str, object], able: Abilities) -> tuple[Completion,
 def chat_of(body: dict[str, object], able: Abilities) -> tuple[Chat, list[Message]]:
     body = dict(body)
     messages = body.pop("messages", None)
-    asked = shaped(Chat, what_counts(body, able))
+    asked = shaped(Chat, _read(body, able))
     _check(asked, able)
     _within("top_logprobs", asked.top_logprobs, 0, able.most_logprobs)
     if asked.top_logprobs and not asked.logprobs:
         raise InputError("top_logprobs", "needs logprobs to be true")
     return asked, messages_of(messages, tools=able.tools)
+
+
+def _read(body: dict[str, object], able: Abilities) -> dict[str, object]:
+    """What counts of a body, in the reader's own values."""
+    kept = what_counts(body, able)
+    for name, read in (("logit_bias", bias_of), ("response_format", schema_of)):
+        if name in kept:
+            kept[name] = read(kept[name])
+    return kept
 
 
 def _check(asked: Completion | Chat, able: Abilities) -> None:
@@ -166,6 +196,9 @@ def _check(asked: Completion | Chat, able: Abilities) -> None:
         raise InputError("seed", "must fit in 64 bits")
     if asked.cache_salt is not None and not 1 <= len(asked.cache_salt) <= LONGEST_SALT:
         raise InputError("cache_salt", f"must have 1 to {LONGEST_SALT} characters")
+    if asked.response_format and (asked.min_tokens or asked.ignore_eos):
+        name = "min_tokens" if asked.min_tokens else "ignore_eos"
+        raise InputError(name, "cannot be kept with a response_format of JSON, which ends when it is whole")
     limit = asked.limit
     if limit is not None and limit < 1:
         name = "max_tokens" if isinstance(asked, Completion) or asked.max_completion_tokens is None else ""

@@ -77,6 +77,8 @@ OTHERS: dict[str, tuple[object, ...]] = {
     "verbosity": ("medium",),
     "web_search_options": (),
 }
+DRAWN = frozenset(PENALTIES) | {"logit_bias", "response_format"}
+"""What engines that run segments can do, each time a token is drawn (`drawing.py`)."""
 KNOWN = PENALTIES | TOOLS | BEAMS | GUIDES | OTHERS
 """Fields that some engine honours, each with the values that ask for nothing."""
 ODD = frozenset(KNOWN) | {"response_format"}
@@ -95,6 +97,8 @@ class Abilities:
     most_logprobs: int = 20
     more_draws: bool = False
     """Whether `best_of` may be more than `n`."""
+    draws: bool = False
+    """Whether DRAWN is read here, for engines that run segments."""
 
     def __post_init__(self) -> None:
         unknown = self.fields - KNOWN.keys()
@@ -114,7 +118,9 @@ def what_counts(body: dict[str, object], able: Abilities) -> dict[str, object]:
     """
     kept = {}
     for name, value in body.items():
-        if value is None or name in SILENT or (name in ODD and _settled(name, value, able)):
+        if value is None or name in SILENT:
+            continue
+        if name in ODD and not (able.draws and name in DRAWN) and _settled(name, value, able):
             continue
         kept[name] = _said(value) if name == "stream_options" else value
     return kept

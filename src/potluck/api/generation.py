@@ -2,7 +2,7 @@
 
 Its end tokens count beside those of config.json, and its sampling is the default for requests that do not say
 otherwise. Only what the file says counts: `do_sample: false` means greedy, but a file that leaves it out does not.
-What the engine cannot do (penalties, beams) is left out and named, so that whoever starts it can be told.
+What the engine cannot do (beams, forced words) is left out and named, so that whoever starts it can be told.
 """
 
 from __future__ import annotations
@@ -35,7 +35,6 @@ NEUTRAL: dict[str, tuple[object, ...]] = {
     "penalty_alpha": (0.0,),
     "presence_penalty": (0.0,),
     "frequency_penalty": (0.0,),
-    "repetition_penalty": (1.0,),
     "sequence_bias": ({},),
     "stop_strings": ([],),
     "suppress_tokens": ([],),
@@ -71,6 +70,7 @@ def read_generation(directory: str | Path) -> Generation:
             top_k=plain.top_k if greedy else max(int(members.number("top_k", plain.top_k)), 0),
             top_p=plain.top_p if greedy else members.number("top_p", plain.top_p),
             min_p=plain.min_p if greedy else members.number("min_p", plain.min_p),
+            repetition_penalty=members.number("repetition_penalty", plain.repetition_penalty),
         )
     except FormatError:
         raise

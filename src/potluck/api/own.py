@@ -12,12 +12,12 @@ from dataclasses import fields
 from typing import Any
 
 from potluck.api.asks import Chat, Completion, chat_of, completion_of
-from potluck.api.fields import SILENT, Abilities, goes_beyond
+from potluck.api.fields import DRAWN, SILENT, Abilities, goes_beyond
 from potluck.api.messages import TOOL_KEYS, TOOL_SPEAKERS, Message
 from potluck.core.errors import FormatError, InputError
 
-READ_CHAT = frozenset(each.name for each in fields(Chat)) | {"messages"}
-READ_COMPLETION = frozenset(each.name for each in fields(Completion)) | {"prompt"}
+READ_CHAT = frozenset(each.name for each in fields(Chat)) - DRAWN | {"messages"}
+READ_COMPLETION = frozenset(each.name for each in fields(Completion)) - DRAWN | {"prompt"}
 KEPT_BACK = frozenset(
     {"best_of", "cache_salt", "n", "priority", "prompt_cache_key", "request_id", "seed", "service_tier"}
 )

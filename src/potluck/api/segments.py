@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from typing import Literal
 
 from potluck.api.bodies import shaped, tokens_of
@@ -20,6 +20,8 @@ class Source:
     handle: str
 
 
+UNSUPPORTED = "unsupported_value"
+"""The code of an engine that cannot do what a request asks for, such as JSON of a schema: no other engine can."""
 COMPLETIONS, CHATS = "/v1/completions", "/v1/chat/completions"
 
 
@@ -45,10 +47,15 @@ class Draws:
     min_p: float = 0.0
     seed: int = 0
     logprobs: int | None = None
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    logit_bias: tuple[tuple[int, float], ...] = ()
+    json_schema: str = ""
 
     @property
     def sampling(self) -> Sampling:
-        return Sampling(self.temperature, self.top_k, self.top_p, self.min_p, self.seed, self.logprobs)
+        return Sampling(**{each.name: getattr(self, each.name) for each in fields(self)})
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,6 +73,8 @@ class SegmentAsk:
     ignore_eos: bool = False
     min_tokens: int = 0
     """Nothing that ends the output is drawn before there are so many."""
+    generated: int = 0
+    """How many of the last tokens are output already, of an attempt before: penalties and formats count them so."""
     priority: int = 0
     tenant: str = ""
     """Whose it is: tenants share what is computed, by their weights."""
@@ -92,6 +101,8 @@ class SegmentAsk:
             raise InputError("source", "is needed when start is beyond 0, and only then")
         if not 0 <= self.min_tokens <= self.max_tokens:
             raise InputError("min_tokens", f"must be 0 to max_tokens, is {self.min_tokens}")
+        if self.generated < 0:
+            raise InputError("generated", f"must not be negative, is {self.generated}")
         if self.handle is not None and self.stop is None:
             raise InputError("handle", "is only for a segment with a stop")
         if self.codec != "raw" and self.stop is None:

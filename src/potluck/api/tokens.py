@@ -72,6 +72,11 @@ class Text:
         text: str = self._tokenizer.decode(list(tokens), skip_special_tokens=not special)
         return text
 
+    def described(self) -> str:
+        """The tokenizer itself, as `tokenizer.json` has it."""
+        text: str = self._tokenizer.to_str()
+        return text
+
     def token_text(self, token: int) -> str:
         """One token as it is shown among log probabilities."""
         return self.decode([token], special=True)

@@ -7,11 +7,15 @@ from dataclasses import dataclass
 from potluck.core.errors import InputError
 
 MOST_LOGPROBS = 20
+MOST_BIASES = 1024
+LARGEST_PENALTY = 2.0
+LARGEST_REPETITION = 100.0
+LARGEST_BIAS = 100.0
 
 
 @dataclass(frozen=True, slots=True)
-class Sampling:
-    """How one request's tokens are drawn. Temperature 0 is greedy."""
+class Drawing:
+    """How a token is drawn from logits. Temperature 0 is greedy."""
 
     temperature: float = 0.0
     top_k: int = 0
@@ -47,6 +51,53 @@ class Sampling:
 
 
 @dataclass(frozen=True, slots=True)
+class Sampling(Drawing):
+    """How one request's tokens are drawn: the same, and what changes logits before."""
+
+    presence_penalty: float = 0.0
+    """Taken off the logit of every token that the output has already ..."""
+    frequency_penalty: float = 0.0
+    """... and once more for each time that it has it."""
+    repetition_penalty: float = 1.0
+    """Divides positive logits of tokens that the prompt or the output has, and multiplies negative ones."""
+    logit_bias: tuple[tuple[int, float], ...] = ()
+    """(token, what is added to its logit)."""
+    json_schema: str = ""
+    """The output is JSON that is valid under this schema; empty: any text."""
+
+    def __post_init__(self) -> None:
+        Drawing.__post_init__(self)  # `super()` does not know classes with slots
+        if not self.edits:
+            return
+        for name in ("presence_penalty", "frequency_penalty"):
+            value = getattr(self, name)
+            if not abs(value) <= LARGEST_PENALTY:
+                raise InputError(name, f"must be {-LARGEST_PENALTY:g} to {LARGEST_PENALTY:g}, is {value:g}")
+        if not 0 < self.repetition_penalty <= LARGEST_REPETITION:
+            limits = f"above 0 and at most {LARGEST_REPETITION:g}"
+            raise InputError("repetition_penalty", f"must be {limits}, is {self.repetition_penalty:g}")
+        if len(self.logit_bias) > MOST_BIASES:
+            raise InputError("logit_bias", f"at most {MOST_BIASES} tokens, got {len(self.logit_bias)}")
+        for token, bias in self.logit_bias:
+            if not abs(bias) <= LARGEST_BIAS:
+                limits = f"{-LARGEST_BIAS:g} to {LARGEST_BIAS:g}"
+                raise InputError("logit_bias", f"must be {limits}, is {bias:g} for token {token}")
+        if len({token for token, _ in self.logit_bias}) < len(self.logit_bias):
+            raise InputError("logit_bias", "names a token twice")
+
+    @property
+    def edits(self) -> bool:
+        """Whether logits change with what was said, or by token, before anything is drawn."""
+        return bool(
+            self.presence_penalty
+            or self.frequency_penalty
+            or self.repetition_penalty != 1
+            or self.logit_bias
+            or self.json_schema
+        )
+
+
+@dataclass(frozen=True, slots=True)
 class SamplingDefaults:
     """What holds where a request does not say; a model may bring its own."""
 
@@ -54,9 +105,17 @@ class SamplingDefaults:
     top_k: int = 0
     top_p: float = 1.0
     min_p: float = 0.0
+    repetition_penalty: float = 1.0
 
     def __post_init__(self) -> None:
-        Sampling(self.temperature, self.top_k, self.top_p, self.min_p)  # says what is wrong with them
+        # Says what is wrong with them.
+        Sampling(
+            self.temperature,
+            self.top_k,
+            self.top_p,
+            self.min_p,
+            repetition_penalty=self.repetition_penalty,
+        )
 
 
 @dataclass(frozen=True, slots=True)

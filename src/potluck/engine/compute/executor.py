@@ -23,6 +23,7 @@ from typing import Protocol
 
 from potluck.core.errors import PotluckError
 from potluck.core.values.sampling import Choice, Sampling
+from potluck.engine.compute.edits import LogitEdit
 from potluck.engine.compute.work import Size, Work
 from potluck.engine.model.config import Config
 from potluck.engine.numbers.exactness import Exactness
@@ -37,6 +38,7 @@ class Draw:
 
     way: Sampling
     position: int
+    edit: LogitEdit | None = None
 
 
 @dataclass(frozen=True, slots=True)

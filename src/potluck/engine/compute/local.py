@@ -68,7 +68,8 @@ class LocalExecutor:
         logits = self._runner.step(works, on_layer=on_layer)
         if not draws:
             return []
-        return sample(logits, [draw.way for draw in draws], [draw.position for draw in draws])
+        ways, places = [draw.way for draw in draws], [draw.position for draw in draws]
+        return sample(logits, ways, places, [draw.edit for draw in draws])
 
     def begin(
         self,

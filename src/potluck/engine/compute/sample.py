@@ -12,10 +12,15 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from potluck.core.values.sampling import Choice, Sampling
+from potluck.core.values.sampling import Choice, Drawing
+from potluck.engine.compute.edits import LogitEdit
 
 FIRST_LOOK = 256
 """Tokens that are sorted at first: nearly always they hold all that top-p and min-p leave."""
+
+
+COLDEST = 1e-5
+"""Temperatures below this are greedy in all but name, and would lead beyond what a number can hold."""
 
 
 def chance(seed: int, position: int) -> float:
@@ -25,9 +30,15 @@ def chance(seed: int, position: int) -> float:
 
 
 @torch.inference_mode()
-def sample(logits: Tensor, ways: Sequence[Sampling], positions: Sequence[int]) -> list[Choice]:
-    """One token for each row of `logits`; `positions` are the places that the tokens will take."""
-    said, logits = logits, _without_barred(logits, ways, positions)
+def sample(
+    logits: Tensor,
+    ways: Sequence[Drawing],
+    positions: Sequence[int],
+    edits: Sequence[LogitEdit | None] = (),
+) -> list[Choice]:
+    """One token for each row of `logits`; `positions` are the places that the tokens will take. `edits`: of each row,
+    or none at all. Log probabilities are the model's own."""
+    said, logits = logits, _without_barred(_edited(logits, edits), ways, positions)
     # On a CPU numpy's argmax is ten times as fast as torch's.
     best = logits.float().numpy().argmax(-1) if logits.device.type == "cpu" else logits.argmax(-1)
     tokens: list[int] = best.tolist()
@@ -43,7 +54,28 @@ def sample(logits: Tensor, ways: Sequence[Sampling], positions: Sequence[int]) -
     return _with_logprobs(said, ways, tokens)
 
 
-def _without_barred(logits: Tensor, ways: Sequence[Sampling], positions: Sequence[int]) -> Tensor:
+def _edited(logits: Tensor, edits: Sequence[LogitEdit | None]) -> Tensor:
+    """The logits with biases, penalties and grammars; a copy only where there are any."""
+    if not any(edit is not None for edit in edits):
+        return logits
+    logits = logits.float().clone()
+    for row, edit in enumerate(edits):
+        if edit is None:
+            continue
+        if len(edit.tokens):
+            places, bias, repetition, penalty = (
+                torch.from_numpy(array).to(logits.device)
+                for array in (edit.tokens.astype("int64"), edit.bias, edit.repetition, edit.penalty)
+            )
+            value = logits[row, places] + bias
+            logits[row, places] = torch.where(value > 0, value / repetition, value * repetition) - penalty
+        if edit.allowed:
+            allowed = torch.from_numpy(edit.allows(logits.shape[1])).to(logits.device)
+            logits[row].masked_fill_(~allowed, -torch.inf)
+    return logits
+
+
+def _without_barred(logits: Tensor, ways: Sequence[Drawing], positions: Sequence[int]) -> Tensor:
     """The logits of what may be drawn; a copy only where something may not."""
     rows = [
         row
@@ -57,10 +89,11 @@ def _without_barred(logits: Tensor, ways: Sequence[Sampling], positions: Sequenc
     return logits
 
 
-def _draw(logits: Tensor, ways: Sequence[Sampling], chances: Sequence[float]) -> list[int]:
+def _draw(logits: Tensor, ways: Sequence[Drawing], chances: Sequence[float]) -> list[int]:
     """A token for each row. What a row draws from, in which order, depends on its own way alone: on the tokens that
     its cuts leave, in the order of the vocabulary."""
-    heat = torch.tensor([way.temperature for way in ways], dtype=torch.float64, device=logits.device)
+    warmth = [max(way.temperature, COLDEST) for way in ways]
+    heat = torch.tensor(warmth, dtype=torch.float64, device=logits.device)
     probabilities = torch.softmax(logits.double() / heat[:, None], -1)
     tokens = [0] * len(ways)
     whole = [row for row, way in enumerate(ways) if not way.cuts]
@@ -98,7 +131,7 @@ def _in_order(values: Tensor, names: Tensor) -> tuple[Tensor, Tensor]:
     return values, names.gather(1, order)
 
 
-def _cut(likely: Tensor, ways: Sequence[Sampling]) -> tuple[Tensor, Tensor]:
+def _cut(likely: Tensor, ways: Sequence[Drawing]) -> tuple[Tensor, Tensor]:
     """What the cuts leave of each row, likeliest first; and for which rows nothing beyond, nor anything that is as
     likely as the last one here, could be left too."""
 
@@ -140,7 +173,7 @@ def _likeliest(values: Tensor, count: int) -> tuple[Tensor, Tensor]:
     return best, names
 
 
-def _with_logprobs(logits: Tensor, ways: Sequence[Sampling], tokens: list[int]) -> list[Choice]:
+def _with_logprobs(logits: Tensor, ways: Sequence[Drawing], tokens: list[int]) -> list[Choice]:
     logs = torch.log_softmax(logits.float(), -1)
     own = logs.gather(1, torch.tensor(tokens, device=logits.device)[:, None])[:, 0].tolist()
     values, places = _likeliest(logs, min(max(1, *(way.logprobs or 0 for way in ways)), logits.shape[1]))

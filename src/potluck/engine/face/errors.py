@@ -9,6 +9,7 @@ from http import HTTPStatus
 from aiohttp import web
 
 from potluck.api.errors import Refused, error_object, refusal
+from potluck.api.segments import UNSUPPORTED
 from potluck.engine.compute.executor import WorkerLost
 from potluck.engine.loop.driver import Stopped
 from potluck.engine.loop.requests import Ended
@@ -18,6 +19,8 @@ log = logging.getLogger(__name__)
 
 def ended(end: Ended) -> Refused:
     """A request that the loop could not complete."""
+    if end.code == UNSUPPORTED:
+        return Refused(400, end.problem, end.code, "response_format")
     why = f"the request could not be completed ({end.problem or end.reason})"
     return Refused(503, why, "try_again") if end.again else Refused(500, why)
 

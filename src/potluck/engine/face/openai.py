@@ -17,6 +17,7 @@ from potluck.api.answers import (
     Json,
     event,
     model_entry,
+    offset_behind,
     part_choice,
     usage,
     whole_choice,
@@ -33,7 +34,7 @@ from potluck.engine.face.generate import answer, whole_answer
 from potluck.engine.face.service import SERVICE, Service
 from potluck.engine.loop.requests import Job
 
-EMBEDDED = Abilities(most_logprobs=MOST_LOGPROBS)
+EMBEDDED = Abilities(most_logprobs=MOST_LOGPROBS, draws=True)
 """What this engine can do."""
 
 
@@ -61,7 +62,7 @@ async def completions(request: web.Request) -> web.StreamResponse:
         for prompt in prompts:
             if isinstance(prompt, str):
                 prompt = tuple(await service.encode(prompt, special=asked.add_special_tokens is not False))
-            jobs += _jobs(service, asked, prompt)
+            jobs += await _jobs(service, asked, prompt)
         return await _reply(request, Reply(service, _head(service, asked), asked, jobs))
 
 
@@ -80,7 +81,7 @@ async def chat_completions(request: web.Request) -> web.StreamResponse:
         prompt = await asyncio.to_thread(text.chat, messages)
         added = asked.add_special_tokens
         special = not text.chat_has_specials if added is None else added
-        jobs = _jobs(service, asked, tuple(await service.encode(prompt, special=special)))
+        jobs = await _jobs(service, asked, tuple(await service.encode(prompt, special=special)))
         return await _reply(request, Reply(service, _head(service, asked), asked, jobs))
 
 
@@ -96,7 +97,7 @@ def _must_decode(service: Service) -> None:
         raise Refused(409, "this engine's role is prefill: it hands on what it computes", "role")
 
 
-def _jobs(service: Service, asked: Completion | Chat, tokens: tuple[int, ...]) -> list[Job]:
+async def _jobs(service: Service, asked: Completion | Chat, tokens: tuple[int, ...]) -> list[Job]:
     if not tokens:
         raise InputError("prompt", "must have at least one token")
     output = service.room_for(len(tokens), asked.limit)
@@ -117,6 +118,7 @@ def _jobs(service: Service, asked: Completion | Chat, tokens: tuple[int, ...]) -
             ends=ends,
             priority=asked.priority,
             salt=asked.cache_salt or "",
+            guide=await service.grammars.guide(way.json_schema),
         )
         jobs.append(job)
     return jobs
@@ -183,7 +185,7 @@ async def _stream(request: web.Request, reply: Reply) -> web.StreamResponse:
                     choice = part_choice(
                         head, index, delta, words, logprobs=reply.logprobs, offset=offsets[index], first=first
                     )
-                    offsets[index] += len(delta.text)
+                    offsets[index] = offset_behind(choice, offsets[index])
                     await response.write(event(head.reply([choice], chunk=True, usage=so_far())))
         if reply.asked.stream_options.include_usage:
             whole = usage(reply.prompt_tokens, output, cached)

@@ -41,7 +41,7 @@ async def segments(request: web.Request) -> web.StreamResponse:
         raise Refused(400, "own: this engine draws tokens, and no more", "unsupported", "own")
     if asked.source is not None:
         service.must_be_peer(address_of(asked.source.kv, "source.kv"))
-    job = _job(service, asked, tokens)
+    job = await _job(service, asked, tokens)
     handle = None
     if job.hands_on:
         handle = new_handle() if asked.handle is None else checked_handle(asked.handle)
@@ -62,9 +62,13 @@ async def segments(request: web.Request) -> web.StreamResponse:
         return await _tell(request, job, channel, handle, fate)
 
 
-def _job(service: Service, asked: SegmentAsk, tokens: tuple[int, ...]) -> Job:
+async def _job(service: Service, asked: SegmentAsk, tokens: tuple[int, ...]) -> Job:
+    schema = ""
     if asked.stop is None:
         service.room_for(len(tokens), asked.max_tokens)
+        schema = asked.sampling.json_schema
+    if schema and (asked.ignore_eos or asked.min_tokens):
+        raise InputError("json_schema", "ends the output when it is whole: without ignore_eos and min_tokens")
     ends = frozenset(asked.end_tokens) | (frozenset() if asked.ignore_eos else service.eos)
     return Job(
         service.hub.next_key(),
@@ -78,6 +82,8 @@ def _job(service: Service, asked: SegmentAsk, tokens: tuple[int, ...]) -> Job:
         tenant=asked.tenant,
         weight=asked.weight,
         salt=asked.salt,
+        generated=asked.generated,
+        guide=await service.grammars.guide(schema),
     )
 
 

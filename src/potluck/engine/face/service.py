@@ -17,6 +17,7 @@ from potluck.api.generation import Generation
 from potluck.api.tokens import Text
 from potluck.core.errors import CapacityError, InputError, UnknownNameError
 from potluck.core.values.sampling import Sampling
+from potluck.engine.compute.grammars import Grammars
 from potluck.engine.compute.paced import Paced
 from potluck.engine.face.carriage import Carriage, KvSettings
 from potluck.engine.face.freight import Freight, PlainFreight
@@ -112,6 +113,7 @@ class Service:
         self.fingerprint = executor.fingerprint
         self.layers = executor.config.model.layer_count
         self.most_tokens = loop.most_tokens
+        self.grammars = Grammars(text, self.vocab, self.eos)
         self.freight = freight or PlainFreight(executor.kv if isinstance(executor, Paced) else None)
 
     @property

@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import replace
 
 from potluck.core.brain.facts import BLOCK_TOKENS
-from potluck.engine.compute.executor import Executor, Export, Incoming
+from potluck.engine.compute.edits import Edits
+from potluck.engine.compute.executor import Draw, Executor, Export, Incoming
 from potluck.engine.compute.work import Work
 from potluck.engine.loop.requests import Job, Times
 from potluck.engine.loop.status import Counters
@@ -18,6 +19,7 @@ class LiveJob:
 
     __slots__ = (
         "computed",
+        "edits",
         "exact",
         "fetched_from",
         "found",
@@ -33,6 +35,11 @@ class LiveJob:
         self.job = job
         self.tokens = list(job.prompt)
         """The prompt and what was drawn behind it."""
+        way = job.sampling
+        self.edits = (
+            Edits(way, job.prompt, job.generated, job.guide) if way.edits and not job.hands_on else None
+        )
+        """What changes of the logits that its tokens are drawn from."""
         self.row: int | None = None
         self.times = Times(now_s)
         self.found: tuple[int, list[Parcel]] | None = None
@@ -45,6 +52,17 @@ class LiveJob:
         self.computed = False
         self.exact = True
         """Nothing in it came through a codec that loses something; else it must not become a prefix of others."""
+
+    def draw(self, goal: int) -> Draw | None:
+        """How the token behind a step up to `goal` is drawn; None where that one draws none."""
+        if self.job.hands_on or goal != len(self.tokens):
+            return None
+        return Draw(self.job.sampling, goal, None if self.edits is None else self.edits.next())
+
+    def drew(self, token: int) -> None:
+        self.tokens.append(token)
+        if self.edits is not None:
+            self.edits.drew((token,))
 
     def leaving(self, row: int, goal: int) -> list[Export]:
         """What goes to the receiver, if it is there, with a step that computes up to `goal`."""

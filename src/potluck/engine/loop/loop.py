@@ -19,10 +19,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 
-from potluck.core.errors import CapacityError, InputError
+from potluck.core.errors import InputError
 from potluck.core.replica.batch import DONE, FINISHED, Limits, Step
 from potluck.core.values.sampling import Choice
-from potluck.engine.compute.executor import Draw, Executor, Export, Incoming, WorkerLost
+from potluck.engine.compute.executor import Draw, Executor, Export, Incoming
 from potluck.engine.compute.work import Work
 from potluck.engine.loop.aside import Aside
 from potluck.engine.loop.gates import Gate, spare_rows
@@ -30,7 +30,7 @@ from potluck.engine.loop.jobs import LiveJob, Rows
 from potluck.engine.loop.lanes import Lane, Lanes, StepUnderWay
 from potluck.engine.loop.requests import NOT_FETCHED, Computed, Ended, Event, Job, RowReady, Sent, Token
 from potluck.engine.loop.status import Counters
-from potluck.engine.loop.steps import FAILURES, Steps
+from potluck.engine.loop.steps import FAILURES, Steps, problem_of
 from potluck.engine.memory.prefix import PrefixCache, Prefixes
 from potluck.kv.parcels import Manifest, Parcel, data_bytes, token_hash
 
@@ -265,16 +265,15 @@ class Loop:
             run = self._runs[key]
             try:
                 row, start = self._ready(run, goal)
+                draw = run.draw(goal) if start < goal else None
             except FAILURES as error:
                 self._lose([key], error)
                 continue
             if start >= goal:
                 continue
-            draws_token = goal == run.whole and not run.job.hands_on
-            works.append(Work(row, start, run.tokens[start:goal], "last" if draws_token else "none"))
+            works.append(Work(row, start, run.tokens[start:goal], "none" if draw is None else "last"))
             exports += run.leaving(row, goal)
-            if draws_token:
-                draws.append(Draw(run.job.sampling, goal))
+            draws += () if draw is None else (draw,)
         return StepUnderWay(step, self._now_s, works, draws, exports)
 
     def _ready(self, run: LiveJob, goal: int) -> tuple[int, int]:
@@ -314,9 +313,9 @@ class Loop:
     def _lose(self, keys: list[int], error: Exception) -> None:
         keys = [key for key in keys if key in self._runs]
         self.counters.failures += len(keys)
-        again = isinstance(error, WorkerLost | CapacityError)
+        line, again, code = problem_of(error)
         for key in keys:
-            self._end(key, "error", (str(error).splitlines() or [type(error).__name__])[0], again=again)
+            self._end(key, "error", line, again=again, code=code)
 
     def _send(self, row: int, parcels: tuple[Parcel, ...]) -> None:
         self.counters.sent_bytes += sum(map(self._weigh, parcels))
@@ -338,7 +337,7 @@ class Loop:
         if first:
             self.counters.prompt_tokens += len(run.job.prompt)
             self._keep(run)
-        run.tokens.append(choice.token)
+        run.drew(choice.token)
         self.counters.output_tokens += 1
         self._said.append((key, Token(choice, gap_s)))
         if choice.token in run.job.ends:

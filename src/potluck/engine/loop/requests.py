@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from potluck.core.errors import CapacityError, InputError
 from potluck.core.replica.sharing import require_weight
 from potluck.core.values.sampling import Choice, Sampling
+from potluck.engine.compute.edits import Guide
 from potluck.kv.parcels import Parcel
 
 NOT_FETCHED = "not_fetched"
@@ -38,9 +39,15 @@ class Job:
     weight: float = 1.0
     salt: str = ""
     """Prefixes are shared only with those of the same salt."""
+    generated: int = 0
+    """How many of the prompt's last tokens are output already."""
+    guide: Guide | None = field(default=None, compare=False)
+    """For output of `sampling.json_schema`; of this job alone, and the loop's once it is submitted."""
 
     def __post_init__(self) -> None:
         require_weight(self.weight)
+        if not 0 <= self.generated < max(len(self.prompt), 1):
+            raise InputError("generated", f"must leave a prompt of the {len(self.prompt)} tokens")
         length = len(self.prompt)
         if not length:
             raise InputError("prompt", "must have at least one token")
@@ -62,6 +69,9 @@ class Job:
         if min(self.prompt) < 0 or max(self.prompt) >= vocab:
             wrong = next(token for token in self.prompt if not 0 <= token < vocab)
             raise InputError("prompt", f"token {wrong} is not in the vocabulary of {vocab}")
+        strange = next((token for token, _ in self.sampling.logit_bias if not 0 <= token < vocab), None)
+        if strange is not None:
+            raise InputError("logit_bias", f"token {strange} is not in the vocabulary of {vocab}")
         if self.whole + max(self.output_tokens - 1, 0) > most_tokens:
             raise CapacityError(
                 f"{self.whole} + {self.output_tokens} tokens are more than the {most_tokens} that fit"

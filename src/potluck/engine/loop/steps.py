@@ -4,14 +4,23 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from potluck.core.errors import PotluckError
+from potluck.api.segments import UNSUPPORTED
+from potluck.core.errors import CapacityError, PotluckError
 from potluck.core.values.sampling import Choice
-from potluck.engine.compute.executor import Deliver, Executor
+from potluck.engine.compute.edits import UnfitFormat
+from potluck.engine.compute.executor import Deliver, Executor, WorkerLost
 from potluck.engine.loop.jobs import Rows
 from potluck.engine.loop.lanes import StepUnderWay
 
 FAILURES = (PotluckError, RuntimeError, ValueError, OSError)
 """What may go wrong inside an executor: the requests at hand fail, the engine lives on."""
+
+
+def problem_of(error: Exception) -> tuple[str, bool, str]:
+    """What the end of a request says of an error: a line, whether to ask again, and a code."""
+    again = isinstance(error, WorkerLost | CapacityError)
+    code = UNSUPPORTED if isinstance(error, UnfitFormat) else ""
+    return (str(error).splitlines() or [type(error).__name__])[0], again, code
 
 
 class Steps:

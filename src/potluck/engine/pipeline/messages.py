@@ -15,8 +15,9 @@ import numpy as np
 from potluck.core.codec import decode, encode
 from potluck.core.errors import CapacityError, FormatError, InputError, PotluckError
 from potluck.core.values.model import Model
-from potluck.core.values.sampling import Choice, Sampling
+from potluck.core.values.sampling import Choice, Drawing
 from potluck.core.values.types import NodeType
+from potluck.engine.compute.edits import LogitEdit
 from potluck.engine.compute.work import Work
 from potluck.engine.memory.handover import Manifest, Parcel, Part
 from potluck.engine.model.config import Config
@@ -93,16 +94,25 @@ class RowChanges:
 
 
 @dataclass(frozen=True, slots=True)
+class EditSize:
+    """A `LogitEdit` without its arrays, which lie in the body; `way` is its place among the ways."""
+
+    way: int
+    tokens: int
+    allowed_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
 class Step:
     """A micro-batch. Body: [works, 7] of (row, start, tokens, logits, worker before, worker behind, position of the
-    token to draw), then [exports, 4] of (work, start, stop, end of
-    the hand-over), then for the first stage the tokens. `ways` are for the
-    works that ask for their last logits."""
+    token to draw), then [exports, 4] of (work, start, stop, end of the hand-over), then for the first stage the
+    tokens, and for the last one the arrays of `edits`. `ways` are for the works that ask for their last logits."""
 
     call: int
     works: int
     exports: int = 0
-    ways: tuple[Sampling, ...] = ()
+    ways: tuple[Drawing, ...] = ()
+    edits: tuple[EditSize, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -265,6 +275,28 @@ def read_numbers(body: bytearray | memoryview, *shape: int) -> np.ndarray:
     if len(body) != size:
         raise FormatError("message", f"has a body of {len(body)} bytes, expected {size}")
     return np.frombuffer(body, dtype="<i4").reshape(shape)
+
+
+def edit_bytes(edit: LogitEdit) -> bytes:
+    floats = (np.asarray(array, "<f4").tobytes() for array in (edit.bias, edit.repetition, edit.penalty))
+    return b"".join((numbers(edit.tokens), *floats, edit.allowed))
+
+
+def read_edits(sizes: Sequence[EditSize], ways: int, body: memoryview) -> list[LogitEdit | None]:
+    """For each way."""
+    found: list[LogitEdit | None] = [None] * ways
+    for size in sizes:
+        if not 0 <= size.way < ways or size.tokens < 0 or size.allowed_bytes < 0:
+            raise FormatError("edits", "are of no way, or of no size")
+        end = size.tokens * 16
+        arrays = np.frombuffer(body[:end], "<f4").reshape(4, size.tokens).copy()
+        tokens, bias, repetition, penalty = arrays
+        allowed = bytes(body[end : end + size.allowed_bytes])
+        found[size.way] = LogitEdit(tokens.view("<i4"), bias, repetition, penalty, allowed)
+        body = body[end + size.allowed_bytes :]
+    if body:
+        raise FormatError("edits", f"leave {len(body)} bytes of the message")
+    return found
 
 
 def label_of(parcel: Parcel) -> Label:

@@ -6,7 +6,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from potluck.core.errors import FormatError, InputError
-from potluck.core.values.sampling import Choice, Sampling
+from potluck.core.values.sampling import Choice, Drawing, Sampling
+from potluck.engine.compute.edits import LogitEdit
 from potluck.engine.compute.executor import Deliver, Draw, Export
 from potluck.engine.compute.runner import Work
 from potluck.engine.compute.step import check
@@ -15,9 +16,11 @@ from potluck.engine.pipeline.batches import Piece
 from potluck.engine.pipeline.messages import (
     NOBODY,
     Answer,
+    EditSize,
     Parcels,
     Step,
     Stepped,
+    edit_bytes,
     numbers,
     parcels_of,
     read_numbers,
@@ -80,12 +83,19 @@ class PipelineStep:
             for place, piece in enumerate(pieces)
             if piece.last and (export := self._exports.get(piece.part.row)) is not None
         ]
-        ways = tuple(_plain(self._draws[piece.work].way) for piece in pieces if piece.part.logits == "last")
+        drawn = [self._draws[piece.work] for piece in pieces if piece.part.logits == "last"]
+        ways: tuple[Drawing, ...] = ()
+        edits: dict[int, LogitEdit] = {}
+        if stage + 1 == stages:
+            ways = tuple(_plain(draw.way) for draw in drawn)
+            edits = {place: draw.edit for place, draw in enumerate(drawn) if draw.edit is not None}
+        sizes = tuple(EditSize(place, len(edit.tokens), len(edit.allowed)) for place, edit in edits.items())
         tokens = [token for piece in pieces for token in piece.part.tokens] if not stage else []
-        command = Step(call, len(table), len(exports), ways if stage + 1 == stages else ())
+        command = Step(call, len(table), len(exports), ways, sizes)
         self.awaited[call, remote] = pieces
         self._posted.append((call, remote, pieces))
-        remote.post(command, [numbers(table), numbers(exports), numbers(tokens)])
+        changes = map(edit_bytes, edits.values())
+        remote.post(command, [numbers(table), numbers(exports), numbers(tokens), *changes])
         for piece, row in zip(pieces, rows, strict=True):
             remote.tables.advance(row, piece.part.start + len(piece.part.tokens))
         for row in rows:
@@ -153,11 +163,20 @@ class PipelineStep:
         return {piece.part.row for number, _, pieces in self._posted if number == call for piece in pieces}
 
 
-def _plain(way: Sampling) -> Sampling:
-    """Greedy is greedy, whatever else is said but what may not be drawn."""
-    if way.temperature > 0:
-        return way
-    return Sampling(logprobs=way.logprobs, barred=way.barred, barred_before=way.barred_before)
+def _plain(way: Sampling) -> Drawing:
+    """Greedy is greedy, whatever else is said but what may not be drawn; biases and all that have become edits."""
+    if way.temperature == 0:
+        return Drawing(logprobs=way.logprobs, barred=way.barred, barred_before=way.barred_before)
+    return Drawing(
+        way.temperature,
+        way.top_k,
+        way.top_p,
+        way.min_p,
+        way.seed,
+        way.logprobs,
+        way.barred,
+        way.barred_before,
+    )
 
 
 def must_be_sound(

@@ -55,6 +55,7 @@ from potluck.engine.pipeline.messages import (
     numbers,
     parcel_of,
     read_command,
+    read_edits,
     read_numbers,
     to_bytes,
 )
@@ -237,7 +238,9 @@ class Worker:
         if self._pacer is not None:
             self._pacer.begin(part.works)
         out = runner.step(part.works, hidden, self._exporter(part) if part.exports else None)
-        choices = sample(out, command.ways, part.positions) if runner.stack.has_head and command.ways else []
+        choices = []
+        if runner.stack.has_head and command.ways:
+            choices = sample(out, command.ways, part.positions, part.edits)
         late = self._pacer.end() if self._pacer is not None else False
         ended = time.monotonic()
         if not runner.stack.has_head:
@@ -320,7 +323,11 @@ class _Part:
         self.positions = [row[6] for row in table.tolist() if LOGITS[row[3]] == "last"]
         exports = read_numbers(view[split:rest], command.exports, EXPORT_NUMBERS)
         self.exports: list[list[int]] = exports.tolist()
-        tokens = read_numbers(view[rest:], self.tokens).tolist() if first_stage else [0] * self.tokens
+        behind = rest + self.tokens * 4 * first_stage
+        tokens = [0] * self.tokens
+        if first_stage:
+            tokens = read_numbers(view[rest:behind], self.tokens).tolist()
+        self.edits = read_edits(command.edits, len(command.ways), view[behind:])
         self._firsts = np.concatenate(([0], np.cumsum(self.sizes)))
         self.works = [
             Work(row, start, tokens[first : first + size], LOGITS[logits])  # type: ignore[arg-type]

@@ -204,7 +204,7 @@ class PretendExecutor:
             here.tokens += len(work.tokens)
             if work.logits == "last":
                 draw = next(next_draw)
-                choices.append(self._words.draw(here.history, draw.way, draw.position))
+                choices.append(self._words.draw(here.history, draw.way, draw.position, draw.edit))
         return choices
 
     def _check(self, works: Sequence[Work]) -> None:

@@ -1,7 +1,8 @@
 """Tokens drawn from a history: ordinary words, and now and then the end.
 
-Greedy requests draw by the history alone, others by their seed as well. Temperatures and cuts change nothing else:
-there are no probabilities here, and those that are reported are made up.
+Greedy requests draw by the history alone, others by their seed as well, and JSON from what its grammar allows.
+Temperatures, cuts, biases and penalties change nothing else: there are no probabilities here, and those that are
+reported are made up.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from math import log
 
 from potluck.core.errors import InputError
 from potluck.core.values.sampling import Choice, Sampling
+from potluck.engine.compute.edits import LogitEdit
 from potluck.engine.pretend.history import MASK, mixed
 
 LIKELY, LIKELIER = 0.5, 0.4
@@ -44,12 +46,15 @@ class Words:
         numbers = (self.vocab, -1 if self.end is None else self.end, self.mean_tokens, *self.ordinary)
         return hashlib.sha256(struct.pack(f"<{len(numbers)}q", *numbers)).hexdigest()
 
-    def draw(self, history: int, way: Sampling, position: int) -> Choice:
+    def draw(self, history: int, way: Sampling, position: int, edit: LogitEdit | None = None) -> Choice:
         """The token behind a history, which will take this place."""
         number = mixed(history)
         if way.temperature > 0:
             number = mixed(number ^ mixed((way.seed + 1) & MASK))
         token = self._token(number)
+        if edit is not None and edit.allowed:
+            allowed = edit.allows(self.vocab).nonzero()[0]
+            token = int(allowed[number % len(allowed)])
         if way.barred and position < way.barred_before and token in way.barred:
             token = self._allowed(number, way.barred)
         if way.logprobs is None:

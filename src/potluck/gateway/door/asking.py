@@ -37,6 +37,8 @@ class Asking:
         if card.plain:
             return [self._plain(card, word, prompts)]
         self._ends = tuple(ends_of(wish))
+        if wish.asked is not None:
+            _check_biases(card, wish.asked.logit_bias)
         made: list[Asked] = []
         alone = len(prompts) * wish.n == 1
         for prompt in prompts:
@@ -167,6 +169,12 @@ def ends_of(wish: Wish) -> frozenset[int]:
         return wish.card.ends
     ends = frozenset[int]() if asked.ignore_eos else wish.card.ends
     return ends.union(asked.stop_token_ids) if asked.stop_token_ids else ends
+
+
+def _check_biases(card: ModelCard, biases: tuple[tuple[int, float], ...]) -> None:
+    for token, _ in biases:
+        if card.vocab and token >= card.vocab:
+            raise InputError("logit_bias", f"token {token} is not in the vocabulary of {card.vocab}")
 
 
 def _checked(card: ModelCard, prompt: tuple[int, ...]) -> int:

@@ -12,7 +12,7 @@ from potluck.api.tokens import Text
 from potluck.core.errors import CapacityError
 from potluck.core.values.sampling import MOST_LOGPROBS, SamplingDefaults
 
-ENGINES = Abilities(frozenset({"service_tier"}), most_logprobs=MOST_LOGPROBS)
+ENGINES = Abilities(frozenset({"service_tier"}), most_logprobs=MOST_LOGPROBS, draws=True)
 """What engines can do that run segments; a service tier is the gateway's own affair."""
 OWN_FORM = "potluck"
 """Configurations that the engine writes itself, such as the shipped hybrid model's."""

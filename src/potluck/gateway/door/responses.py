@@ -78,7 +78,7 @@ def chat_of_response(body: Json) -> Json:
         elif name == "max_output_tokens":
             chat["max_completion_tokens"] = value
         elif name == "text":
-            _check_text(value)
+            chat["response_format"] = _format(value)
         elif name == "stream_options":
             _check_options(value)
         elif name not in NEUTRAL:
@@ -91,10 +91,21 @@ def chat_of_response(body: Json) -> Json:
     return chat
 
 
-def _check_text(value: object) -> None:
-    form = value.get("format") if isinstance(value, dict) else value
-    if not isinstance(value, dict) or (form is not None and form != {"type": "text"}):
-        raise InputError("text", "may only have a format of type text")
+def _format(value: object) -> Json | None:
+    """`text.format` as a chat's `response_format`, which has a schema's keys one level deeper."""
+    if not isinstance(value, dict):
+        raise FormatError("text", "must be an object")
+    form = value.get("format")
+    if form is None or form == {"type": "text"}:
+        return None
+    if not isinstance(form, dict):
+        raise FormatError("text.format", "must be an object with a type")
+    if form.get("type") != "json_schema":
+        return form
+    return {
+        "type": "json_schema",
+        "json_schema": {name: each for name, each in form.items() if name != "type"},
+    }
 
 
 def _check_options(value: object) -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Literal
 
-from potluck.api.answers import Json, event, part_choice, usage, whole_choice
+from potluck.api.answers import Json, event, offset_behind, part_choice, usage, whole_choice
 from potluck.api.chunks import Chunks
 from potluck.api.errors import Refused
 from potluck.api.growth import Delta, Growth
@@ -63,12 +63,14 @@ class Voice:
         assert answering.wish is not None
         if answering.logprobs:
             self._with_logs(tuple(choices[:seen]), text)
-        elif not answering.wish.stream:
-            self.texts.append(text)
+            text = ""
         elif not growth.met:
-            self._part(text)
+            if answering.wish.stream:
+                self._part(text)
+            else:
+                self.texts.append(text)
         if growth.met:
-            self._end("" if answering.logprobs else text, "stop", 0)
+            self._end(text, "stop", 0)
         return growth.met
 
     def finished(self, reason: Literal["stop", "length"], cached_tokens: int) -> None:
@@ -120,7 +122,7 @@ class Voice:
             first=self._chunks is None,
         )
         self._chunks = self._chunks or Chunks(answering.head, self._index)
-        self._offset += len(text)
+        self._offset = offset_behind(made, self._offset)
         counts = (
             answering.wish.asked is not None and answering.wish.asked.stream_options.continuous_usage_stats
         )
@@ -128,7 +130,7 @@ class Voice:
         answering.say(event(answering.head.reply([made], chunk=True, usage=told)))
 
     def _end(self, text: str, finish: str, cached_tokens: int) -> None:
-        """No more comes; `text` is what was held back."""
+        """No more comes; `text` is what was not said yet."""
         answering = self._answering
         self.over, self.finish = True, finish
         assert answering.wish is not None
@@ -239,6 +241,9 @@ class Voice:
                 answering.fail(Refused(502, str(error), "upstream_failed"), "upstream")
                 return
             choices = found.get("choices")
+            if 400 <= self._status < 500:
+                answering.fail(_refusal(self._status, found), "upstream")
+                return
             if self._status >= 400 or not isinstance(choices, list) or not choices:
                 line = f"the server answered with status {self._status} and no choice"
                 answering.fail(Refused(502, line, "upstream_failed"), "upstream")
@@ -248,3 +253,11 @@ class Voice:
             answering.output += (counts or counted(body)).output or 0
         self.over = True
         answering.done(0 if counts is None else counts.cached)
+
+
+def _refusal(status: int, said: Json) -> Refused:
+    """What an engine or a server finds wrong with a request, for all of its choices."""
+    error = said.get("error")
+    error = error if isinstance(error, dict) else {}
+    code, param = (str(error[name]) if error.get(name) is not None else None for name in ("code", "param"))
+    return Refused(status, str(error.get("message") or "the request was refused"), code, param)

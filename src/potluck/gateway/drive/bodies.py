@@ -5,14 +5,15 @@ from __future__ import annotations
 import json
 import secrets
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
+from potluck.api.segments import Draws
 from potluck.core.values.route import Segment
 from potluck.core.values.sampling import Sampling
 from potluck.gateway.parts import Asked
 
 DEFAULTS = Sampling()
-DRAWS = ("temperature", "top_k", "top_p", "min_p", "seed", "logprobs")
+DRAWS = tuple(each.name for each in fields(Draws))
 
 
 def new_handle() -> str:
@@ -97,6 +98,8 @@ def segment_body(
         drawn = {name: value for name, value in drawn.items() if value != getattr(DEFAULTS, name)}
         if drawn:
             said["sampling"] = drawn
+        if streamed and asked.sampling.edits:
+            said["generated"] = streamed
     return _spliced(said, tokens)
 
 

@@ -9,6 +9,8 @@ import json
 from abc import abstractmethod
 from typing import TYPE_CHECKING
 
+from potluck.api.errors import error_object
+from potluck.api.segments import UNSUPPORTED
 from potluck.core.brain.events import FailureKind
 from potluck.core.values.sampling import Choice
 from potluck.gateway.drive.bodies import Stretch
@@ -23,6 +25,7 @@ if TYPE_CHECKING:
 LONGEST_ERROR = 1 << 13
 """Bytes of an error's body that are looked at."""
 FINGERPRINT = b"x-potluck-fingerprint"
+CLIENTS_FAULT = 400
 
 
 class Leg(Debtor):
@@ -143,6 +146,13 @@ class DecodingLeg(Leg):
 
     __slots__ = ()
 
+    def done(self) -> None:
+        if not self.over and self._status == CLIENTS_FAULT and _code(self._error) == UNSUPPORTED:
+            self.call, self.over = None, True
+            self.trip.turned_down(self, self._status, self._error)
+        else:
+            super().done()
+
     def _said(self, found: list[Said | Garbage]) -> None:
         choices: list[Choice] = []
         end: Said | Garbage | None = None
@@ -170,6 +180,11 @@ class DecodingLeg(Leg):
             self._lied(str(end))
         elif not isinstance(end, Last):
             self._lied("a line that says nothing")
+        elif end.code == UNSUPPORTED and end.reason == "error":
+            self.over = True
+            line = "response_format: the grammar became too complex, or the model has no token that fits it"
+            error = error_object(CLIENTS_FAULT, line, param="response_format", code=UNSUPPORTED)
+            self.trip.turned_down(self, CLIENTS_FAULT, json.dumps(error).encode())
         elif end.reason not in ("stop", "length"):
             self._fail(ended(end.code, self.has_source, hands_on=False))
         elif more or not self._adds_up(end):

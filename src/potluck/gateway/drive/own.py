@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from potluck.core.values.sampling import Choice
 from potluck.gateway.drive.bodies import Stretch
-from potluck.gateway.drive.leg import Leg
+from potluck.gateway.drive.leg import CLIENTS_FAULT, Leg
 from potluck.gateway.drive.lines import Garbage, Last, Lines, Said
 from potluck.gateway.drive.verdicts import ended
 from potluck.gateway.parts import Counts, Endpoint
@@ -27,7 +27,6 @@ if TYPE_CHECKING:
 LONGEST_LINE = 64 << 20
 """An answer that is not streamed is one line."""
 OTHER_PROMPT = "other_prompt"
-CLIENTS_FAULT = 400
 MOST_PROMPT = 1 << 24
 
 

@@ -316,8 +316,8 @@ class Ride:
     def turned_down(self, status: int, kind: bytes, body: bytes) -> None:
         """The server says that the request is at fault, which is passed on: there is nothing to learn from it."""
         self._going = None
-        if self._words is not None and self._words.begun:
-            self._otherwise(f"asked again, the engine refused it ({status})")
+        if self.output or (self._words is not None and self._words.begun):
+            self._otherwise(f"asked to go on, the engine refused it ({status})")
         elif not self._ended:
             self._end(Cancelled(self.asked.id))
             self.answer.relay_whole(status, kind, body)

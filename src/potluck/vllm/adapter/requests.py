@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from potluck.api.errors import Refused
-from potluck.api.segments import SegmentAsk
+from potluck.api.segments import Draws, SegmentAsk
 from potluck.core.errors import InputError
 
 TOO_LONG = ("maximum context length", "maximum model length", "longer than the maximum", "max_model_len")
@@ -97,11 +97,24 @@ def body_of(part: Part, handle: str | None, lasts_s: float, within_s: float) -> 
         "ignore_eos": asked.ignore_eos,
         "stop_token_ids": list(asked.end_tokens),
     }
+    body |= _edits(sampling)
     if sampling.temperature > 0:
         body["seed"] = folded(sampling.seed)
     if sampling.logprobs is not None:
         body |= {"logprobs": sampling.logprobs, "return_tokens_as_token_ids": True, "detokenize": True}
     return body
+
+
+def _edits(sampling: Draws) -> Json:
+    """Biases, penalties and a format, in vLLM's words; only those that are asked for."""
+    found: Json = {
+        "presence_penalty": sampling.presence_penalty or None,
+        "frequency_penalty": sampling.frequency_penalty or None,
+        "repetition_penalty": None if sampling.repetition_penalty == 1 else sampling.repetition_penalty,
+        "logit_bias": {str(token): bias for token, bias in sampling.logit_bias} or None,
+        "structured_outputs": {"json": sampling.json_schema} if sampling.json_schema else None,
+    }
+    return {name: value for name, value in found.items() if value is not None}
 
 
 @dataclass(frozen=True, slots=True)

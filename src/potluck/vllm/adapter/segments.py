@@ -17,7 +17,7 @@ from aiohttp import web
 
 from potluck.api.bodies import parse_object
 from potluck.api.errors import Refused
-from potluck.api.segments import segment_of
+from potluck.api.segments import UNSUPPORTED, segment_of
 from potluck.kv.handles import checked_handle, new_handle
 from potluck.vllm.adapter.ears import Gave
 from potluck.vllm.adapter.own import answer_own
@@ -39,6 +39,10 @@ async def segments(request: web.Request) -> web.StreamResponse:
     part = Part(asked, tokens)
     if not part.hands_on and asked.own is None and asked.max_tokens < 1:
         raise Refused(400, f"max_tokens: must be at least 1, is {asked.max_tokens}", param="max_tokens")
+    draws = asked.sampling
+    if asked.generated and (draws.presence_penalty or draws.frequency_penalty or draws.json_schema):
+        # vLLM takes what was generated before for the prompt, which these do not count.
+        raise Refused(400, "vLLM cannot go on within an answer with penalties or a format", UNSUPPORTED)
     async with service.admitted(part.whole - part.received) as held:
         if part.hands_on:
             return await _hand_on(request, service, part, held)
