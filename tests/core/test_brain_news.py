@@ -179,6 +179,33 @@ def test_a_request_that_kills_replicas_is_stopped() -> None:
     assert run.attempt == 0
 
 
+def test_a_request_that_kills_replicas_after_some_tokens_is_stopped_too() -> None:
+    """It gets no further than where it killed the first: only that first loss is not held against it."""
+    world = build.world(many(8), Policy(retries=2))
+    world.arrive(build.request("poison", output=50))
+    killed = 0
+    while "poison" in world.jobs:
+        world.tell(FirstToken("poison", world.jobs["poison"].run.attempt))
+        decoder = world.jobs["poison"].run.route.decoder
+        world.fail("poison", "replica", decoder, streamed=7)
+        killed += 1
+        world.now_s += 2 * TOGETHER_S
+        world.tell(Tick())
+    assert killed == 4
+
+
+def test_a_request_that_gets_further_each_time_is_not_what_kills() -> None:
+    """Engines are frozen one after another, each while it is there: it goes on as long as somebody is."""
+    world = build.world(many(8), Policy(retries=2))
+    world.arrive(build.request("unlucky", output=50))
+    for number in range(1, 8):
+        world.fail("unlucky", "replica", world.jobs["unlucky"].run.route.decoder, streamed=5 * number)
+        world.now_s += 2 * TOGETHER_S
+        world.tell(Tick())
+        assert world.jobs["unlucky"].run.streamed_tokens == 5 * number
+    assert world.ended == {}
+
+
 @pytest.mark.parametrize(("deadline_s", "reason"), [(None, "no_capacity"), (4.0, "deadline")])
 def test_waiting_for_a_pair_ends_as_well(deadline_s: float | None, reason: str) -> None:
     pair = build.template("pair", ("prefill", "mixed"), "pair", closed=(1.0,))

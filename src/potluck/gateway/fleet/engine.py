@@ -7,7 +7,7 @@ import json
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from potluck.core.brain.events import Cached
+from potluck.core.brain.events import Cached, Reported
 from potluck.core.errors import PotluckError
 from potluck.gateway.fleet.answers import Answers
 from potluck.gateway.fleet.roster import Entry
@@ -51,6 +51,8 @@ class Engine:
     answers: Answers = Answers()
     waited_s: float = 0.0
     """How long it was waited for since it last answered."""
+    told: tuple[float, Reported | None] = (0.0, None)
+    """When the Brain was last told how it fares, and what."""
     links: dict[str, tuple[float, float]] = field(default_factory=dict)
     resent: dict[str, float] = field(default_factory=dict)
     """Segments of TCP sent again, by receiver."""

@@ -29,6 +29,8 @@ SILENT_S = 2.5
 WAIT_S = 0.1
 AGAIN_S = 0.5
 """Between two words that an engine is silent."""
+SAME_S = 2.0
+"""Between two reports to the Brain that say the same."""
 AWAY_S = 0.5
 """Between two looks at an address where nobody answered."""
 
@@ -125,7 +127,7 @@ class Watch:
         replica = engine.replica
         if not replica or keeper.find(replica) is None:
             return
-        self._tell(Reported(replica, said.status))
+        self._report(engine, Reported(replica, said.status))
         if self._grants and replica in self._granted:
             with suppress(NotAnswered):  # one that knows no grants sends as it always did
                 await caller.grants(engine, self._granted[replica], LASTS_S)
@@ -133,6 +135,14 @@ class Watch:
             for report in await caller.cache(engine):
                 if engine.replica == replica:
                     self._tell(report)
+
+    def _report(self, engine: Engine, report: Reported) -> None:
+        """What says nothing new is told now and then: it is written down each time."""
+        now_s = time.monotonic()
+        told_s, told = engine.told
+        if report != told or now_s - told_s >= SAME_S:
+            engine.told = now_s, report
+            self._tell(report)
 
     async def _prompt(self, engine: Engine, question: Coroutine[Any, Any, Answer]) -> Answer:
         """Its answer; while that takes longer than it ever does, the keeper hears so."""
@@ -142,7 +152,7 @@ class Watch:
             while not (await asyncio.wait({asking}, timeout=WAIT_S))[0]:
                 engine.waited_s += WAIT_S
                 if engine.waited_s >= max(engine.answers.limit_s, said_s + AGAIN_S):
-                    said_s = engine.waited_s
+                    said_s, engine.told = engine.waited_s, (0.0, None)  # that it answers again is news
                     self._keeper.silent(engine)
             answer = asking.result()
         finally:
