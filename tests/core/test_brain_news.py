@@ -13,7 +13,10 @@ from potluck.core.brain.events import (
     Finished,
     FirstToken,
     ReplicaLost,
+    Reported,
     SegmentDone,
+    Silent,
+    Status,
     Tick,
     Underway,
 )
@@ -192,6 +195,30 @@ def test_a_request_that_kills_replicas_after_some_tokens_is_stopped_too() -> Non
         world.now_s += 2 * TOGETHER_S
         world.tell(Tick())
     assert killed == 4
+
+
+@pytest.mark.parametrize("sign", ["none", "another", "woke"])
+def test_a_request_on_replicas_that_fall_silent_is_what_silences_them_unless_others_do_or_wake(
+    sign: str,
+) -> None:
+    """It gets no further, each time: a prompt that takes long on a machine that stops its engines in turn."""
+    world = build.world(many(12), Policy(retries=2))
+    first = sent(world.arrive(build.request("a"))).route.decoder
+    spared = [name for name in sorted(world.members) if name != first]
+    if sign == "another":
+        world.tell(Silent(spared[0]))
+    if sign == "woke":
+        world.tell(Silent(first))
+        world.tell(Reported(first, Status(0, 0, 0, 0, 1, 1, 0.0)))
+    silenced = 0
+    while "a" in world.jobs and silenced < 8:
+        world.now_s += 1.1 * TOGETHER_S
+        world.tell(Tick())
+        replica = world.jobs["a"].run.route.decoder
+        world.tell(Silent(replica))
+        world.fail("a", "replica", replica)
+        silenced += 1
+    assert silenced == (3 if sign == "none" else 8)
 
 
 def test_a_request_that_gets_further_each_time_is_not_what_kills() -> None:

@@ -100,7 +100,9 @@ class Recovery:
         lost = kind == "replica"
         flight.failed_by |= {where}
         flight.losses += lost
-        killed = lost and not advanced and self._losses.alone(at_s, where, flight.failed_by)
+        if lost:
+            flight.lost_on |= {where}
+        killed = lost and not advanced and self._losses.alone(at_s, where, flight.lost_on)
         if killed or kind not in LOSSES:
             flight.failures += 1
 
@@ -219,7 +221,7 @@ class Recovery:
         view = self._fleet.views.get(event.replica)
         if view is None or view.state != "ready":
             return []
-        self._losses.note(at_s, view.member)
+        self._losses.silent(at_s, view.member)
         until_s = max(self._doubts.get(event.replica, at_s), at_s + QUARANTINE_S)
         known, self._doubts[event.replica] = view.doubted, until_s
         self._fleet.doubt(view, True, strike=False)
@@ -227,6 +229,7 @@ class Recovery:
 
     def reported(self, at_s: float, view: View) -> list[Action]:
         """A replica that is doubted says that it is well."""
+        self._losses.reported(at_s, view.member.id)
         if view.strikes > FREE_STRIKES and at_s < self._doubts.get(view.member.id, at_s):
             return []
         return self.trust(at_s, view)
