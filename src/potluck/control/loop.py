@@ -230,8 +230,9 @@ class Controller:
         return True
 
     def _end(self, name: str, insist: bool) -> None:
-        kills = insist and isinstance(self._launcher, Killer)
-        (self._launcher.kill if kills else self._launcher.stop)(name, self._store.places().get(name, {}))
+        launcher, place = self._launcher, self._store.places().get(name, {})
+        end = launcher.kill if insist and isinstance(launcher, Killer) else launcher.stop
+        end(name, place)
 
     def _launch(self, want: Want, why: str) -> bool:
         name = f"{want.make.model}-{secrets.token_hex(4)}"

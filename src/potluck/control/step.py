@@ -6,9 +6,9 @@
 3. Else one is started, unless starts of this make failed lately: then later, ever more rarely (`failing.py`).
 4. An engine that is free is stopped once that lasted `linger_s`, sooner never: a plan often changes its mind.
    One that was started by hand is left alone. One whose replica was drained by hand goes at once.
-5. A start that takes longer than `start_s` has failed, and is ended without asking. So is an engine that is silent for
-   `silent_s`: it was up and does not answer, nor does the gateway reach it, or its process stands still. What is dead
-   is cleared away, with its reason.
+5. A start that takes longer than `start_s` has failed, and is ended without asking. So is an engine that is silent
+   for `silent_s`: it was up and does not answer, nor does the gateway reach it, or its process stands still. What is
+   dead is cleared away, with its reason.
 
 Orders of one call can be carried out in any order, all or some of them: the next call sees what became of them.
 """
@@ -77,7 +77,7 @@ def step(
             why = each.problem or stuck or "ended by itself"
             orders.append(Clear(each.name, why) if each.state == "dead" else Halt(each.name, why, True))
             # It never was up: a start that failed. Of one that was late that is known when it ends.
-            if stuck == late and not each.problem or each.state == "dead" and not each.url and why != late:
+            if (stuck == late and not each.problem) or (each.state == "dead" and not each.url and why != late):
                 memory = memory.failed(each.make, now_s, why, each.name)
         else:
             living.append(each)

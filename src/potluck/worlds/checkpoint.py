@@ -36,16 +36,14 @@ def checkpoint(root: object) -> dict[str, Any]:
     """What `restored` makes `root` of again, as JSON can write it."""
     writer = _Writer()
     value = writer.value(root)
-    things = []
-    for each in writer.found:  # grows on the way
-        things.append(writer.thing(each))
-    return {"root": value, "things": things}
+    return {"root": value, "things": [writer.thing(each) for each in writer.found]}  # they grow on the way
 
 
 class _Writer:
     def __init__(self) -> None:
         self.found: list[object] = []
         self._numbers: dict[int, int] = {}
+        self._attributes: dict[type[Any], tuple[str, ...]] = {}
 
     def value(self, value: Any) -> Any:
         kind = type(value)
@@ -79,7 +77,9 @@ class _Writer:
             return [CONTAINERS[kind], self._values(thing)]
         if kind is deque:
             return ["deque", thing.maxlen, self._values(thing)]
-        names = [*_attributes(kind), *getattr(thing, "__dict__", ())]
+        if kind not in self._attributes:
+            self._attributes[kind] = _attributes(kind)
+        names = [*self._attributes[kind], *getattr(thing, "__dict__", ())]
         return [
             "object",
             _name(kind),
@@ -87,7 +87,6 @@ class _Writer:
         ]
 
 
-@cache
 def _attributes(kind: type[Any]) -> tuple[str, ...]:
     """Names of what its objects hold outside a `__dict__`; compiled classes have a list of their own."""
     found: dict[str, None] = {}

@@ -4,8 +4,8 @@
     brain.log.000007        cut off, and about to be packed
     brain.log.000007.gz     packed; the one with the least number goes when there are too many
 
-Packing is another thread's: whoever writes does not wait for it. A piece is replaced by its packed form in one step, so
-that a crash at any moment leaves one of them; what is left over is put in order when the log is next opened.
+Packing is another thread's: whoever writes does not wait for it. A piece is replaced by its packed form in one step,
+so that a crash at any moment leaves one of them; what is left over is put in order when the log is next opened.
 """
 
 from __future__ import annotations
@@ -92,7 +92,9 @@ class Pieces:
         def work() -> None:
             if before is not None:
                 before.join()
-            with suppress(OSError):  # the disk is full, say: what is not packed now is when the next piece is cut
+            with suppress(
+                OSError
+            ):  # the disk is full, say: what is not packed now is when the next piece is cut
                 pack(self._path, self._most_bytes)
 
         self._packing = threading.Thread(target=work, name="pack-log", daemon=True)

@@ -30,7 +30,7 @@ def replay(context: click.Context, logs: tuple[Path, ...], as_json: bool) -> Non
     \b
     Examples:
       potluck simulate potluck.yaml --log run.jsonl && potluck replay run.jsonl
-      potluck replay ~/.local/state/potluck/demo     the log of a service, in its folder of state
+      potluck replay STATE                   the log of a service, in the folder that --state named
       potluck replay gateway.log.1.gz gateway.log --json
     """
     from potluck.core.brain.brain import Brain

@@ -10,9 +10,9 @@ their deadline passed; so are those that wait for their turn on a pair.
 
 A request that fails as if its replica were gone is news for the others as well: nobody is sent there until it
 reports again, or for QUARANTINE_S; the same each time that a replica is said to be silent. One that fails again and
-again, with no answer completed between, is not believed any more when it only says that it is well, and is tried ever more seldom. When a replica comes up, it gets no more of
-those held than it can take at once, as others may come up beside it; at the next tick all that are left go to whoever
-is there.
+again, with no answer completed between, is not believed any more when it only says that it is well, and is tried ever
+more seldom. When a replica comes up, it gets no more of those held than it can take at once, as others may come up
+beside it; at the next tick all that are left go to whoever is there.
 """
 
 from __future__ import annotations
@@ -94,9 +94,7 @@ class Recovery:
             self._blame(at_s, left, kind, where, advanced=False)
         return actions + self._flights.release(at_s, lost)
 
-    def _blame(
-        self, at_s: float, flight: Flight, kind: told.FailureKind, where: str, advanced: bool
-    ) -> None:
+    def _blame(self, at_s: float, flight: Flight, kind: told.FailureKind, where: str, advanced: bool) -> None:
         lost = kind == "replica"
         flight.failed_by |= {where}
         flight.losses += lost

@@ -22,6 +22,6 @@ class Answers(NamedTuple):
         return min(MOST_S, max(LEAST_S, FACTOR * self.longest_s))
 
     def heard(self, took_s: float) -> Answers:
-        """After another answer. One that stood still and goes on counts as little more than what was borne before: else
-        the next time would be noticed late. If it is merely slower than it was, a few of them are enough."""
+        """After another answer. One that stood still counts as little more than what was borne before: else the next
+        time would be noticed late. If it is merely slower than it was, a few answers are enough."""
         return Answers(max(KEEP * self.longest_s, min(took_s, self.limit_s / 2)))

@@ -2,9 +2,9 @@
 
 So what the Brain knows of a replica is at most POLL_S + ASK_S old. One that takes longer to answer than it ever does
 (`answers.py`) is silent: its requests go elsewhere, and it gets none until it answers. One that has not answered for
-SILENT_S, or at whose address nobody listens any more, is lost. Waiting is counted in steps of WAIT_S that passed here:
-where this process is held up as well, by a busy machine perhaps, few of them do. Servers of plain OpenAI only say that
-they are alive.
+SILENT_S, or at whose address nobody listens any more, is lost. Waiting is counted in steps of WAIT_S that passed
+here: where this process is held up as well, by a busy machine perhaps, few of them do. Servers of plain OpenAI only
+say that they are alive.
 """
 
 from __future__ import annotations
