@@ -43,7 +43,6 @@ class Machine:
     killed: list[str] = field(default_factory=list)
     told: list[NodeNews] = field(default_factory=list)
     broken: bool = False
-    frozen: set[str] = field(default_factory=set)
 
     def start(self, name: str, make: Make) -> Place:
         if self.broken:
@@ -62,8 +61,6 @@ class Machine:
             state = self.running.get(str(place.get("pid", "")))
             if state is None:
                 found.append(Sighting(name, "dead", problem="is not there"))
-            elif name in self.frozen:
-                found.append(Sighting(name, "starting", stands_still=state == "starting"))
             elif state == "starting":
                 self.running[name] = "up"
                 found.append(Sighting(name, "starting"))
@@ -96,8 +93,6 @@ class Gateway:
     mark: str | None = None
     urls: bool = False
     """Whether it says where replicas are reached."""
-    at: str = ""
-    """Where, of all of them."""
     step_tokens: int = 0
     kill: list[str] = field(default_factory=list)
     drained: list[str] = field(default_factory=list)
@@ -114,7 +109,7 @@ class Gateway:
             "draining": False,
             "unit": "t@east#0",
             "step_tokens": self.step_tokens,
-            "url": (self.at or "http://somewhere") if self.urls else "",
+            "url": "http://somewhere" if self.urls else "",
         }
         return {
             "replicas": [{**each, "id": name} for name in self.replicas],
