@@ -77,7 +77,9 @@ def step(
             why = each.problem or stuck or "ended by itself"
             orders.append(Clear(each.name, why) if each.state == "dead" else Halt(each.name, why, True))
             # It never was up: a start that failed. Of one that was late that is known when it ends.
-            if (stuck == late and not each.problem) or (each.state == "dead" and not each.url and why != late):
+            if (stuck == late and not each.problem) or (
+                each.state == "dead" and not each.url and why != late
+            ):
                 memory = memory.failed(each.make, now_s, why, each.name)
         else:
             living.append(each)
