@@ -96,10 +96,10 @@ class Pulse:
 
     __slots__ = ("debtors", "gap_s", "heard_s", "replica", "token_s")
 
-    def __init__(self, replica: str, now_s: float) -> None:
+    def __init__(self, replica: str) -> None:
         self.replica = replica
         self.debtors: dict[Debtor, None] = {}
-        self.heard_s = now_s
+        self.heard_s = -inf
         self.gap_s = START_GAP_S
         self.token_s = START_TOKEN_S
 
@@ -134,7 +134,7 @@ class Watch:
     def join(self, debtor: Debtor, replica: str, now_s: float) -> None:
         pulse = self._pulses.get(replica)
         if pulse is None:
-            pulse = self._pulses[replica] = Pulse(replica, now_s)
+            pulse = self._pulses[replica] = Pulse(replica)
         debtor.pulse = pulse
         debtor.since_s = debtor.heard_s = now_s
         pulse.debtors[debtor] = None
