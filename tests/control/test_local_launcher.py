@@ -109,6 +109,20 @@ def test_one_that_does_not_listen_to_reason_is_made_to_end(tmp_path: Path) -> No
     until(lambda: launcher.look({"i1": place})[0].state == "dead")
 
 
+def test_one_that_stands_still_is_seen_to_and_is_killed_as_it_stands(tmp_path: Path) -> None:
+    launcher = LocalLauncher(Scripts(), tmp_path, str(tmp_path))
+    place = launcher.start("i1", MAKE)
+    until(lambda: launcher.look({"i1": place})[0].state == "up")
+    number = int(str(place["pid"]))
+    os.kill(number, signal.SIGSTOP)
+    until(lambda: launcher.look({"i1": place})[0].stands_still)
+    os.kill(number, signal.SIGCONT)
+    until(lambda: launcher.look({"i1": place})[0].state == "up")
+    os.kill(number, signal.SIGSTOP)
+    launcher.kill("i1", place)
+    until(lambda: launcher.look({"i1": place})[0].state == "dead")
+
+
 def test_a_number_that_was_used_again_is_somebody_else(tmp_path: Path) -> None:
     pid = spawn([sys.executable, "-S", "-c", "import time; time.sleep(60)"], {}, tmp_path / "log")
     other = Pid(pid.number, pid.started + 1)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import sys
 import time
 from collections.abc import Iterator
@@ -77,6 +79,15 @@ def test_it_outlives_the_nursery_and_is_known_by_its_mark(nursery: Nursery, tmp_
     assert nursery.fork(arguments, log) is None, "who asks then starts a process instead"
     end(pid)
     _until(lambda: not alive(pid))
+
+
+def test_one_that_stands_still_is_given_up_and_killed(nursery: Nursery, tmp_path: Path) -> None:
+    assert nursery.wait_ready(WITHIN_S)
+    process = nursery._process
+    os.kill(process.pid, signal.SIGSTOP)
+    assert nursery.fork(["--version"], tmp_path / "log") is None, "who asks then starts a process instead"
+    assert process.returncode == -signal.SIGKILL
+    assert list(engines_of(str(tmp_path))) == []
 
 
 def test_with_threads_it_refuses_to_fork(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

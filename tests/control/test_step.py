@@ -81,6 +81,24 @@ def test_a_start_that_takes_too_long_has_failed() -> None:
     found = step([_want("r")], [slow], Memory(), 11.0, start_s=10.0)
     assert [type(order) for order in found.orders] == [Halt]
     assert found.memory.failures[A].count == 1
+    again = step([], [replace(slow, problem="was not ready after 10 s")], found.memory, 12.0, start_s=10.0)
+    gone = replace(slow, state="dead", problem="was not ready after 10 s")
+    ended = step([], [gone], again.memory, 13.0, start_s=10.0)
+    assert ended.memory.failures[A].count == 1, "one start failed, however long its end takes"
+
+
+def test_one_that_is_silent_for_long_is_ended_without_asking_and_another_is_started() -> None:
+    hand = replace(_up("hand", "h"), pinned=True)
+    wants, fleet = [_want("r"), _want("h")], [_up("i", "r"), hand]
+    both = ("i", "hand")
+    first = step(wants, fleet, Memory(), 0.0, silent=both, silent_s=20.0)
+    assert first.orders == (), "it may be busy"
+    heard = step(wants, fleet, first.memory, 19.0, silent_s=20.0)
+    since = step(wants, fleet, heard.memory, 20.0, silent=both, silent_s=20.0)
+    assert since.orders == (), "it was heard of between"
+    late = step(wants, fleet, since.memory, 40.0, silent=both, silent_s=20.0)
+    assert [type(order) for order in late.orders] == [Halt, Launch]
+    assert late.orders[0] == Halt("i", "was silent for 20 s", True)
 
 
 def test_what_drains_is_not_replaced() -> None:

@@ -13,7 +13,10 @@ from potluck.core.brain.events import (
     Finished,
     FirstToken,
     ReplicaLost,
+    Reported,
     SegmentDone,
+    Silent,
+    Status,
     Tick,
     Underway,
 )
@@ -177,6 +180,57 @@ def test_a_request_that_kills_replicas_is_stopped() -> None:
     assert killed == 3
     assert world.ended == {"poison": "refused"}
     assert run.attempt == 0
+
+
+def test_a_request_that_kills_replicas_after_some_tokens_is_stopped_too() -> None:
+    """It gets no further than where it killed the first: only that first loss is not held against it."""
+    world = build.world(many(8), Policy(retries=2))
+    world.arrive(build.request("poison", output=50))
+    killed = 0
+    while "poison" in world.jobs:
+        world.tell(FirstToken("poison", world.jobs["poison"].run.attempt))
+        decoder = world.jobs["poison"].run.route.decoder
+        world.fail("poison", "replica", decoder, streamed=7)
+        killed += 1
+        world.now_s += 2 * TOGETHER_S
+        world.tell(Tick())
+    assert killed == 4
+
+
+@pytest.mark.parametrize("sign", ["none", "another", "woke"])
+def test_a_request_on_replicas_that_fall_silent_is_what_silences_them_unless_others_do_or_wake(
+    sign: str,
+) -> None:
+    """It gets no further, each time: a prompt that takes long on a machine that stops its engines in turn."""
+    world = build.world(many(12), Policy(retries=2))
+    first = sent(world.arrive(build.request("a"))).route.decoder
+    spared = [name for name in sorted(world.members) if name != first]
+    if sign == "another":
+        world.tell(Silent(spared[0]))
+    if sign == "woke":
+        world.tell(Silent(first))
+        world.tell(Reported(first, Status(0, 0, 0, 0, 1, 1, 0.0)))
+    silenced = 0
+    while "a" in world.jobs and silenced < 8:
+        world.now_s += 1.1 * TOGETHER_S
+        world.tell(Tick())
+        replica = world.jobs["a"].run.route.decoder
+        world.tell(Silent(replica))
+        world.fail("a", "replica", replica)
+        silenced += 1
+    assert silenced == (3 if sign == "none" else 8)
+
+
+def test_a_request_that_gets_further_each_time_is_not_what_kills() -> None:
+    """Engines are frozen one after another, each while it is there: it goes on as long as somebody is."""
+    world = build.world(many(8), Policy(retries=2))
+    world.arrive(build.request("unlucky", output=50))
+    for number in range(1, 8):
+        world.fail("unlucky", "replica", world.jobs["unlucky"].run.route.decoder, streamed=5 * number)
+        world.now_s += 2 * TOGETHER_S
+        world.tell(Tick())
+        assert world.jobs["unlucky"].run.streamed_tokens == 5 * number
+    assert world.ended == {}
 
 
 @pytest.mark.parametrize(("deadline_s", "reason"), [(None, "no_capacity"), (4.0, "deadline")])

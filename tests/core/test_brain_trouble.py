@@ -8,7 +8,7 @@ import brain_builders as build
 import pytest
 
 from potluck.core.brain.actions import Run
-from potluck.core.brain.events import Reported, Status, Tick
+from potluck.core.brain.events import Reported, Silent, Status, Tick
 from potluck.core.brain.fleet import Fleet
 from potluck.core.brain.policy import Policy
 from potluck.core.brain.recovery import QUARANTINE_S
@@ -54,6 +54,26 @@ def test_a_replica_that_may_be_gone_gets_nobody_until_it_is_heard_of(plan: build
         world.now_s = QUARANTINE_S
         world.tell(Tick())
     assert doubted in sent(world, "d")
+
+
+def test_a_silent_replica_gets_nobody_for_as_long_as_that_is_said() -> None:
+    """Many times a day perhaps: what it says once it answers is believed, however often it was silent."""
+    world = build.world(THREE)
+    silent = "one@near#1/0"
+    for turn in range(5):
+        start_s = world.now_s
+        while world.now_s < start_s + 3 * QUARANTINE_S:
+            world.tell(Silent(silent))
+            world.now_s += QUARANTINE_S / 2
+            world.tell(Tick())
+            assert silent not in sent(world, f"{turn} {world.now_s} ", 3)
+        world.tell(Reported(silent, IDLE))
+        assert silent in sent(world, f"{turn} again ")
+    world.tell(Silent(silent))
+    world.now_s += QUARANTINE_S
+    world.tell(Tick())
+    assert silent in sent(world, "time ", 12), "some do not report; nobody says that it is silent any more"
+    assert world.tell(Silent("nobody")) == []
 
 
 def test_other_failures_are_no_reason_to_doubt_a_replica() -> None:

@@ -59,6 +59,20 @@ def test_one_that_left_the_directory_and_says_nothing_is_dead() -> None:
     assert [each for each in stage.news if isinstance(each, Failed)] == [Failed("a", 0, "replica", "x", 0)]
 
 
+def test_one_that_is_said_to_be_silent_fails_its_requests_unless_its_answers_flow() -> None:
+    """Long before its own limits: a prompt that is computed says nothing for a long time."""
+    stage = Stage("x", "y")
+    stage.begin(asked("a", most=99, ends=()), aggregated("x"))
+    stage.begin(asked("b", most=99, ends=()), aggregated("y"))
+    for _ in range(20):
+        stage.clock.pass_s(0.05)
+        stage.call("y").step()
+    for replica in ("x", "y"):
+        stage.rides.gone(replica)
+    assert stage.clock.now_s() < LEAST_FIRST_S
+    assert [each for each in stage.news if isinstance(each, Failed)] == [Failed("a", 0, "replica", "x", 0)]
+
+
 @pytest.mark.parametrize(
     ("steps", "silent", "kind", "where"),
     [(0, "p", "replica", "p"), (1, "p", "replica", "p"), (2, "", "transfer", "d"), (3, "d", "replica", "d")],

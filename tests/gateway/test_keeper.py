@@ -7,7 +7,16 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 from potluck.core.brain.actions import Drain, Flip, Move, Recount, Replan, Start, Stop
-from potluck.core.brain.events import Drained, Event, Ordered, ReplicaLost, ReplicaReady, Status
+from potluck.core.brain.events import (
+    Cancelled,
+    Drained,
+    Event,
+    Ordered,
+    ReplicaLost,
+    ReplicaReady,
+    Silent,
+    Status,
+)
 from potluck.core.values.member import Member
 from potluck.gateway.fleet.engine import Engine, NotAnswered
 from potluck.gateway.fleet.keeper import Keeper
@@ -129,6 +138,22 @@ def test_all_learn_of_a_new_peer_before_it_is_ready() -> None:
         peers = [(url, value) for url, what, value in yard.caller.calls if what == "peers"]
         assert sorted(peers) == [("http://h:1", ["h:1002"]), ("http://h:2", ["h:1001"])]
         assert yard.told == [ReplicaReady("a"), ReplicaReady("b")]
+
+    run(body)
+
+
+def test_of_an_engine_that_is_silent_the_brain_hears_before_its_requests_fail() -> None:
+    async def body(yard: Yard) -> None:
+        yard.keeper.on_gone.append(lambda replica: yard.told.append(Cancelled(replica)))
+        yard.keeper.enlist(_entries(1))
+        yard.keeper.act([Start(_member("a"))])
+        yard.keeper.silent(yard.engine(1))
+        assert yard.told == [], "it is nobody yet"
+        await yard.up(1)
+        yard.told.clear()
+        yard.keeper.silent(yard.engine(1))
+        assert yard.told == [Silent("a"), Cancelled("a")]
+        assert yard.keeper.find("a") is not None, "it is not lost for that"
 
     run(body)
 

@@ -9,13 +9,14 @@ from typing import Any
 
 import pytest
 
-from potluck.core.brain.events import LinkReported, Status
+from potluck.core.brain.events import LinkReported, Reported, Status
+from potluck.gateway.fleet.answers import LEAST_S, MOST_S, Answers
 from potluck.gateway.fleet.engine import Engine, NotAnswered
 from potluck.gateway.fleet.grants import LASTS_S, hosts_of
 from potluck.gateway.fleet.links import Passed, link_reports
 from potluck.gateway.fleet.roster import Entry
 from potluck.gateway.fleet.status import LinkSaid, Said
-from potluck.gateway.fleet.watch import Watch
+from potluck.gateway.fleet.watch import AGAIN_S, Watch
 from potluck.gateway.parts import Address, Endpoint
 
 SAID = Said("m", "f", "mixed", "ready", "", 1.0, 100, 16, Status(0, 0, 0, 0, 1, 1, 0.0), (), "")
@@ -152,4 +153,58 @@ def test_engines_are_told_their_grants_when_they_are_asked_how_they_fare(knows: 
     watch._grants, watch._granted = True, {"b": [{"link": "east->west"}]}
     asyncio.run(watch._ask(engine))
     assert given == [([{"link": "east->west"}], LASTS_S)]
+    assert len(told) == 1, "what says nothing new is not told twice"
+    engine.told = (0.0, None)
+    asyncio.run(watch._ask(engine))
     assert len(told) == 2, "it is heard all the same"
+
+
+def test_an_engine_that_takes_longer_than_ever_is_silent_until_it_answers(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Time is steps that passed here, not seconds of a clock: whoever is slow himself waits for longer."""
+    monkeypatch.setattr("potluck.gateway.fleet.watch.WAIT_S", 1e-3)
+    watch, engine, _ = _watch()
+    silent: list[float] = []
+    told: list[object] = []
+    answer = asyncio.Event()
+
+    def hear(each: Engine) -> None:
+        silent.append(each.waited_s)
+        if len(silent) == 3:
+            answer.set()
+
+    async def status(engine: Engine) -> Said:
+        await answer.wait()
+        return SAID
+
+    watch._keeper.caller = SimpleNamespace(status=status)  # type: ignore[assignment]
+    watch._keeper.silent = hear  # type: ignore[method-assign]
+    watch._keeper.heard = lambda engine: None  # type: ignore[method-assign]
+    watch._tell = told.append
+    engine.answers = Answers(1e-9)
+    engine.told = (1e12, Reported("b", SAID.status))
+    asyncio.run(watch._ask(engine))
+    assert silent == pytest.approx([LEAST_S, LEAST_S + AGAIN_S, LEAST_S + 2 * AGAIN_S], abs=5e-3)
+    assert engine.waited_s == 0.0
+    assert told == [Reported("b", SAID.status)], "that it answers again is news, whatever it says"
+    asyncio.run(watch._ask(engine))
+    assert len(silent) == 3
+
+
+def test_how_long_an_engine_may_take_is_learned_from_its_answers() -> None:
+    new = Answers()
+    assert new.limit_s == MOST_S, "of one that is new nothing is known"
+    quick = new
+    for _ in range(200):
+        quick = quick.heard(0.01)
+    assert quick.limit_s == LEAST_S
+    froze = quick.heard(30.0)
+    assert LEAST_S < froze.limit_s <= 2 * LEAST_S, "one that was stopped once is not waited for much longer"
+    busy = quick
+    for _ in range(8):
+        busy = busy.heard(1.5)
+    assert busy.limit_s == MOST_S, "one that is slow now is given time after a few answers"
+    for _ in range(200):
+        busy = busy.heard(0.01)
+    assert busy.limit_s == LEAST_S

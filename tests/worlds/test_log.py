@@ -21,6 +21,7 @@ from potluck.sim.run import simulate
 from potluck.sim.world.faults import Faults, Rates
 from potluck.worlds import lines as lines_
 from potluck.worlds import log
+from potluck.worlds.pieces import Pieces
 from potluck.worlds.replay import Head, LogReader, log_lines, read, replay
 
 
@@ -105,7 +106,7 @@ def test_a_live_log_goes_on_after_a_kill(tmp_path: Path) -> None:
     path = tmp_path / "gateway.log"
     facts, policy = _facts_of(lines[0])
     told = list(read(lines))
-    first = log.open_log(path)
+    first = Pieces(path)
     mind = log.Logged(Brain(facts, policy), first, facts, policy, zero_utc_s=1e9 + 0.1, flush_s=1.0)
     for at_s, event, _ in told[:50]:
         mind.on(at_s, event)
@@ -114,7 +115,7 @@ def test_a_live_log_goes_on_after_a_kill(tmp_path: Path) -> None:
     os.truncate(path, path.stat().st_size - 7)
     first.close()
     facts, policy = _facts_of(lines[0])
-    again = log.Logged(Brain(facts, policy), log.open_log(path), facts, policy, zero_utc_s=1e9 + 60.3)
+    again = log.Logged(Brain(facts, policy), Pieces(path), facts, policy, zero_utc_s=1e9 + 60.3)
     for at_s, event, _ in told:
         again.on(at_s, event)
     again.close()

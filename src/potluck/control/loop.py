@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import secrets
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -116,7 +116,7 @@ class Controller:
             self._kill(frozenset(wanted.get("kill", ())))
             if untold := self._cordons.heed(wanted):
                 self._note_once("cordon", "cordon", untold)
-        instances = self._seen()
+        instances, silent = self._seen()
         self._let_go(instances, frozenset(wanted.get("leave", ())))
         self._heed_notices(instances, wanted)
         self._learn_of(wanted)
@@ -129,6 +129,7 @@ class Controller:
             linger_s=self._linger_s,
             start_s=self._start_s,
             leaving=leaving(self._store),
+            silent=() if problem else silent - _reached(wanted, instances),
         )
         self._memory = found.memory
         done = tuple(order for order in found.orders if self._lease.held and self._do(order))
@@ -183,28 +184,29 @@ class Controller:
             self._store.set("wanted", wanted)
         return wanted, ""
 
-    def _seen(self) -> tuple[Instance, ...]:
-        """What the launcher finds, written down where it is new."""
+    def _seen(self) -> tuple[tuple[Instance, ...], frozenset[str]]:
+        """What the launcher finds, written down where it is new; and which of them do nothing that can be seen."""
+        silent: set[str] = set()
         instances = {each.name: each for each in self._store.instances()}
         for seen in self._launcher.look(self._store.places()):
             before = instances.get(seen.name)
-            if before is None or (before.state, before.problem) == (seen.state, seen.problem):
-                continue
-            if before.state == "dead":
+            if before is None or before.state == "dead":
                 continue  # why is known from when it died
-            if before.state == "up" and seen.state == "starting":
+            if seen.stands_still or (before.state == "up" and seen.state == "starting"):
+                silent.add(seen.name)
+            if before.state == seen.state or (before.state == "up" and seen.state == "starting"):
                 continue  # it is busy for a moment; whether it serves is the gateway's to say
             now = replace(
                 before,
                 state=seen.state,
                 since_s=self._clock(),
                 url=seen.url or before.url,
-                problem=seen.problem,
+                problem=before.problem or seen.problem,
             )
             self._store.put(now)
             instances[seen.name] = now
-            self._note(seen.state, seen.name, seen.problem or f"for {before.replica or 'no replica'}")
-        return tuple(instances.values())
+            self._note(seen.state, seen.name, now.problem or f"for {before.replica or 'no replica'}")
+        return tuple(instances.values()), frozenset(silent)
 
     def _do(self, order: Order) -> bool:
         """Carry out one order; whether something was done."""
@@ -216,13 +218,21 @@ class Controller:
                 if found is not None:
                     self._store.put(replace(found, replica=replica))
                     self._note("assign", f"{name} serves as {replica}" if replica else f"{name} is free", why)
-            case Halt(name, why):
-                self._launcher.stop(name, self._store.places().get(name, {}))
+            case Halt(name, why, insist):
+                found = self._one(name)
+                if insist and found is not None and not found.problem:
+                    self._store.put(replace(found, problem=why))  # what it dies of is known already
+                self._end(name, insist)
                 self._note_once(f"stop {name}", "stop", why)
             case Clear(name, why):
                 self._store.remove(name)
                 self._note("clear", name, why)
         return True
+
+    def _end(self, name: str, insist: bool) -> None:
+        launcher, place = self._launcher, self._store.places().get(name, {})
+        end = launcher.kill if insist and isinstance(launcher, Killer) else launcher.stop
+        end(name, place)
 
     def _launch(self, want: Want, why: str) -> bool:
         name = f"{want.make.model}-{secrets.token_hex(4)}"
@@ -243,9 +253,7 @@ class Controller:
         for each in self._store.instances() if replicas else ():
             if each.replica not in replicas or each.state == "dead":
                 continue
-            place = self._store.places().get(each.name, {})
-            kill = self._launcher.kill if isinstance(self._launcher, Killer) else self._launcher.stop
-            kill(each.name, place)
+            self._end(each.name, insist=True)
             self._note_once(f"kill {each.name}", "kill", f"{each.replica} by hand")
 
     def _let_go(self, instances: tuple[Instance, ...], urls: frozenset[str]) -> None:
@@ -376,3 +384,9 @@ class Controller:
     def close(self) -> None:
         self.planning.close()
         self._lease.release()
+
+
+def _reached(wanted: dict[str, Any], instances: Iterable[Instance]) -> frozenset[str]:
+    """Engines that the gateway has for replicas: to it they answer."""
+    urls = {each.get("url") for each in wanted.get("replicas", ())} - {"", None}
+    return frozenset(each.name for each in instances if each.url in urls)

@@ -6,7 +6,9 @@
 3. Else one is started, unless starts of this make failed lately: then later, ever more rarely (`failing.py`).
 4. An engine that is free is stopped once that lasted `linger_s`, sooner never: a plan often changes its mind.
    One that was started by hand is left alone. One whose replica was drained by hand goes at once.
-5. A start that takes longer than `start_s` has failed. What is dead is cleared away, with its reason.
+5. A start that takes longer than `start_s` has failed, and is ended without asking. So is an engine that is silent
+   for `silent_s`: it was up and does not answer, nor does the gateway reach it, or its process stands still. What is
+   dead is cleared away, with its reason.
 
 Orders of one call can be carried out in any order, all or some of them: the next call sees what became of them.
 """
@@ -22,6 +24,7 @@ from potluck.control.values import Assign, Clear, Halt, Instance, Launch, Make, 
 LINGER_S = 20.0
 MOST_WHY = 160
 START_S = 600.0
+SILENT_S = 20.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,6 +34,8 @@ class Memory:
     failures: Mapping[Make, Failures] = field(default_factory=dict)
     idle_since_s: Mapping[str, float] = field(default_factory=dict)
     """Engine to when it was first seen to be free."""
+    silent_since_s: Mapping[str, float] = field(default_factory=dict)
+    """Engine to when it was first seen to be silent."""
 
     def failed(self, make: Make, at_s: float, why: str, engine: str = "") -> Memory:
         before = self.failures.get(make, Failures())
@@ -54,16 +59,27 @@ def step(
     linger_s: float = LINGER_S,
     start_s: float = START_S,
     leaving: Collection[str] = (),
+    silent: Collection[str] = (),
+    silent_s: float = SILENT_S,
 ) -> Step:
     """What to do now; engines that are `leaving` are not used again."""
     orders: list[Order] = []
     living: list[Instance] = []
+    memory = replace(memory, silent_since_s={name: memory.silent_since_s.get(name, now_s) for name in silent})
+    late = f"was not ready after {start_s:g} s"
     for each in instances:
-        late = each.state == "starting" and now_s - each.since_s > start_s
-        if each.state == "dead" or late:
-            why = each.problem or (f"was not ready after {start_s:g} s" if late else "ended by itself")
-            orders.append(Halt(each.name, why) if late else Clear(each.name, why))
-            if late or not each.url:  # it never was up: a start that failed
+        stuck = ""
+        if each.state == "starting" and now_s - each.since_s > start_s:
+            stuck = late
+        elif now_s - memory.silent_since_s.get(each.name, now_s) >= silent_s and not each.pinned:
+            stuck = f"was silent for {silent_s:g} s"
+        if each.state == "dead" or stuck:
+            why = each.problem or stuck or "ended by itself"
+            orders.append(Clear(each.name, why) if each.state == "dead" else Halt(each.name, why, True))
+            # It never was up: a start that failed. Of one that was late that is known when it ends.
+            if (stuck == late and not each.problem) or (
+                each.state == "dead" and not each.url and why != late
+            ):
                 memory = memory.failed(each.make, now_s, why, each.name)
         else:
             living.append(each)

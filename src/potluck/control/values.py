@@ -81,6 +81,8 @@ class Halt:
 
     instance: str
     why: str
+    insist: bool = False
+    """Without asking it: it would not hear."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -37,6 +37,7 @@ EVENTS: dict[str, type[Any]] = {
         events.Underway,
         events.Cancelled,
         events.Reported,
+        events.Silent,
         events.LinkReported,
         events.Cached,
         events.ReplicaReady,

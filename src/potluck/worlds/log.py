@@ -2,8 +2,10 @@
 
 JSON lines, the same from a simulation and from a live gateway. A header has the facts and the policy; each other line
 is `[time, event, actions]` (`lines.py`). A header says what begins with it: `run` a new Brain, whose time starts at 0
-again, `facts` only that more is known from here on, since a later plan brought templates that were not known before.
-So a gateway that starts again goes on writing to the same file. A live header also says when its time 0 was.
+again, `facts` only that more is known from here on, since a later plan brought templates that were not known before,
+`state` a piece of a live log (`pieces.py`) that can be read without those before it: it has the Brain as it is there
+(`checkpoint.py`). So a gateway that starts again goes on writing to the same file, and old pieces can be dropped. A
+live header also says when its time 0 was.
 
 Nothing that was asked or answered is in a log: prompts are numbers of tokens and the names of their blocks, which are
 hashes. Tenants, models and replicas appear by their names.
@@ -11,9 +13,8 @@ hashes. Tenants, models and replicas appear by their names.
 
 from __future__ import annotations
 
-import os
+from contextlib import suppress
 from math import inf
-from pathlib import Path
 from typing import IO, Any, Literal
 
 from potluck.core.brain.actions import Action
@@ -21,16 +22,18 @@ from potluck.core.brain.events import Event, Planned
 from potluck.core.brain.facts import Facts
 from potluck.core.brain.policy import Policy
 from potluck.core.codec import encode
-from potluck.core.errors import InputError
+from potluck.worlds.checkpoint import NotPlain, checkpoint
 from potluck.worlds.lines import dumps, line
 from potluck.worlds.mind import Mind
+from potluck.worlds.pieces import Pieces
 
 FORMAT, VERSION = "potluck.log", 3
 FLUSH_S = 1.0
 """A live log is this far behind at most: what a killed gateway loses of it."""
-BUFFER_BYTES = 1 << 18
+STATE_S = 900.0
+"""A piece that begins so long after the last state has one: all else waits while it is written down."""
 
-Begins = Literal["run", "facts"]
+Begins = Literal["run", "facts", "state"]
 
 
 class Logged:
@@ -44,20 +47,20 @@ class Logged:
     def __init__(
         self,
         mind: Mind,
-        out: IO[str],
+        out: IO[str] | Pieces,
         facts: Facts,
         policy: Policy,
         *,
         zero_utc_s: float | None = None,
         flush_s: float = inf,
     ) -> None:
-        self._on = mind.on
+        self._mind, self._on = mind, mind.on
         self._out = out
         self._facts = facts
         self._policy = policy
         self._zero_utc_s = zero_utc_s
         self._flush_s = flush_s
-        self._flushed_s = 0.0
+        self._flushed_s = self._state_s = 0.0
         self._known = -1
         self._body: dict[str, Any] = {}
         self.trouble = ""
@@ -73,9 +76,21 @@ class Logged:
                 if at_s - self._flushed_s >= self._flush_s:
                     self._flushed_s = at_s
                     self._out.flush()
+                if isinstance(self._out, Pieces) and self._out.full and self._out.cut():
+                    self._begin_piece(at_s)
             except OSError as error:
                 self._failed(error)
         return answer
+
+    def _begin_piece(self, at_s: float) -> None:
+        """Its first line."""
+        begins: Begins = "facts"
+        state = None
+        if at_s - self._state_s >= STATE_S:
+            with suppress(NotPlain):
+                state = checkpoint((self._mind, self._facts))
+                begins, self._state_s = "state", at_s
+        self._out.write(header(self._facts, self._policy, begins, self._zero_utc_s, state))
 
     def close(self) -> None:
         """Everything reaches the file."""
@@ -101,22 +116,17 @@ class Logged:
         self.trouble = self.trouble or f"the log ends here: {error.strerror or error}"
 
 
-def open_log(path: Path) -> IO[str]:
-    """A file to go on writing to, for its owner's eyes; what a killed writer left of a line gets its end."""
-    try:
-        opened = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT, 0o600)
-        size = os.fstat(opened).st_size
-        if size and os.pread(opened, 1, size - 1) != b"\n":
-            os.write(opened, b"\n")
-        return os.fdopen(opened, "a", buffering=BUFFER_BYTES, encoding="ascii", newline="\n")
-    except OSError as error:
-        raise InputError(f"log {path}", error.strerror or "cannot be written") from error
-
-
-def header(facts: Facts, policy: Policy, begins: Begins = "run", zero_utc_s: float | None = None) -> str:
+def header(
+    facts: Facts,
+    policy: Policy,
+    begins: Begins = "run",
+    zero_utc_s: float | None = None,
+    state: object = None,
+) -> str:
     """The line that says what all others rest on."""
     start = {"format": FORMAT, "version": VERSION, "begins": begins, "zero_utc_s": zero_utc_s}
-    return dumps(start | {"policy": encode(policy)} | facts_body(facts)) + "\n"
+    has = {} if state is None else {"state": state}
+    return dumps(start | {"policy": encode(policy)} | facts_body(facts) | has) + "\n"
 
 
 def facts_body(facts: Facts) -> dict[str, Any]:

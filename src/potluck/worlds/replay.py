@@ -7,7 +7,7 @@ import json
 from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from itertools import chain
+from itertools import chain, dropwhile
 from pathlib import Path
 from typing import IO, Any, NamedTuple, cast, get_args
 
@@ -18,19 +18,23 @@ from potluck.core.brain.policy import Policy
 from potluck.core.codec import decode
 from potluck.core.errors import FormatError, InputError
 from potluck.core.values.types import Region
+from potluck.worlds.checkpoint import restored
 from potluck.worlds.lines import kind_of, read_line, written
 from potluck.worlds.log import FORMAT, VERSION, Begins
 from potluck.worlds.mind import Mind
+from potluck.worlds.pieces import NAME, pieces_of
 
 
 class Head(NamedTuple):
-    """What begins here: a run, or only that more is known."""
+    """What begins here: a run, a piece of one, or only that more is known."""
 
     begins: Begins
     facts: Facts
     policy: Policy
     zero_utc_s: float | None
     """The wall clock at the run's time 0, in UTC seconds; None in a simulation."""
+    state: Any = None
+    """The Brain and its facts at the beginning of a piece, as `checkpoint` wrote them."""
 
 
 class Told(NamedTuple):
@@ -71,7 +75,7 @@ class LogReader:
                     raise half or error from None
                 half = error
                 continue
-            new_run = head is not None and head.begins == "run"
+            new_run = head is not None and head.begins != "facts"
             if half is not None:
                 if not new_run:
                     raise half
@@ -103,6 +107,8 @@ class Replayed:
     """The first line at which the Brain asked for something else; empty when none."""
     cuts: tuple[int, ...] = ()
     """Numbers of lines that were cut off in writing, and passed over."""
+    since_s: float = 0.0
+    """When its first run's part begins that is there; what was before it was dropped."""
 
 
 def replay(
@@ -113,6 +119,7 @@ def replay(
     """Feed a log to a fresh Brain and compare; each of its runs gets one of its own."""
     reader = LogReader(lines)
     events = asked = runs = 0
+    since_s: float | None = None
     mind: Mind | None = None
     facts = Facts({}, {})
     for entry in reader:
@@ -120,10 +127,15 @@ def replay(
             if entry.begins == "run":
                 facts, runs = entry.facts, runs + 1
                 mind = brain(facts, entry.policy)
+                since_s = since_s or 0.0
+            elif entry.begins == "state":
+                mind, facts = restored(entry.state, "log")
+                runs = runs or 1
             else:
                 _grow(facts, entry.facts)
             continue
         assert mind is not None
+        since_s = entry.at_s if since_s is None else since_s
         answer = mind.on(entry.at_s, entry.event)
         events += 1
         asked += len(answer)
@@ -132,8 +144,8 @@ def replay(
         if (answer or entry.actions) and written(answer) != written(entry.actions):
             where = f"line {entry.line}: {type(entry.event).__name__} at {entry.at_s:g} s"
             difference = f"{where}: {_short(answer)} instead of {_short(entry.actions)}"
-            return Replayed(events, asked, runs, difference, tuple(reader.cuts))
-    return Replayed(events, asked, runs, "", tuple(reader.cuts))
+            return Replayed(events, asked, runs, difference, tuple(reader.cuts), since_s)
+    return Replayed(events, asked, runs, "", tuple(reader.cuts), since_s or 0.0)
 
 
 def read(lines: Iterable[str]) -> Iterator[tuple[float, Event, list[Action]]]:
@@ -145,12 +157,27 @@ def read(lines: Iterable[str]) -> Iterator[tuple[float, Event, list[Action]]]:
 
 @contextmanager
 def log_lines(paths: Iterable[Path]) -> Iterator[Iterator[str]]:
-    """The lines of these files, one after another; those that end in `.gz` are unpacked."""
+    """The lines of these files, one after another; those that end in `.gz` are unpacked.
+
+    A folder stands for the pieces of the log in it; where the first of them were dropped, from where it can be read.
+    """
     with ExitStack() as stack:
         try:
-            yield chain.from_iterable(_lines(stack.enter_context(_open(path)), path) for path in paths)
+            yield chain.from_iterable(
+                _readable(path, stack) if path.is_dir() else _lines(stack.enter_context(_open(path)), path)
+                for path in paths
+            )
         except OSError as error:
             raise InputError("log", error.strerror or str(error)) from error
+
+
+def _readable(folder: Path, stack: ExitStack) -> Iterator[str]:
+    """The lines of a folder's log, from the first header that needs none before it."""
+    pieces = pieces_of(folder / NAME)
+    if not pieces:
+        raise InputError(str(folder), f"has no {NAME}; name the files of the log")
+    lines = chain.from_iterable(_lines(stack.enter_context(_open(path)), path) for path in pieces)
+    return dropwhile(lambda text: not text.startswith("{") or '"begins":"facts"' in text[:100], lines)
 
 
 def _open(path: Path) -> IO[str]:
@@ -209,7 +236,10 @@ def _read_header(text: str, where: str) -> Head:
             raise FormatError(f"{where}: begins", f"must be one of {', '.join(get_args(Begins))}")
         if zero_utc_s is not None:
             zero_utc_s = decode(float, zero_utc_s, f"{where}: zero_utc_s")
-        return Head(cast(Any, begins), facts, decode(Policy, data["policy"], "policy"), zero_utc_s)
+        if begins == "state" and "state" not in data:
+            raise FormatError(f"{where}: state", "is missing")
+        policy = decode(Policy, data["policy"], "policy")
+        return Head(cast(Any, begins), facts, policy, zero_utc_s, data.get("state"))
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise FormatError(where, f"lacks or garbles {error}") from error
 

@@ -73,8 +73,9 @@ def options(command: Command) -> Command:
             "--from-log",
             "logs",
             multiple=True,
-            type=click.Path(exists=True, dir_okay=False, path_type=Path),
-            help="Serve the requests of this LOG again, live or simulated; again for further files, in order.",
+            type=click.Path(exists=True, path_type=Path),
+            help="Serve the requests of this LOG again, live or simulated, or of the brain.log in this folder; again "
+            "for further files, in order.",
         ),
         click.option(
             "--workload",

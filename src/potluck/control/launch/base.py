@@ -21,6 +21,8 @@ class Sighting:
     url: str = ""
     problem: str = ""
     """Why it is dead, in one line."""
+    stands_still: bool = False
+    """Its process was stopped, and does nothing until somebody lets it go on."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -20,6 +20,7 @@ from potluck.control.launch.process import (
     parent_of,
     rotate,
     spawn,
+    stands_still,
     title_of,
 )
 from potluck.control.launch.room import Free, free_bytes, must_have_room
@@ -114,6 +115,8 @@ class LocalLauncher:
             return Sighting(name, "dead", problem=problem)
         rotate(log)
         url = str(place.get("url", ""))
+        if stands_still(pid):  # it is not waited for
+            return Sighting(name, "starting", stands_still=True)
         return Sighting(name, "up", url) if healthy(url) else Sighting(name, "starting")
 
     def stop(self, name: str, place: Place) -> None:
@@ -125,6 +128,7 @@ class LocalLauncher:
     def kill(self, name: str, place: Place) -> None:
         pid = _pid(place)
         if pid is not None:
+            self._chips.pop(name, None)  # the one in its place has them
             end(pid, insist=True)
 
     def _insist(self, places: dict[str, Place]) -> None:

@@ -92,10 +92,5 @@ class Nursery:
             if pipe is not None:
                 with suppress(OSError):
                     pipe.close()
-        if self._process.poll() is None:
-            self._process.terminate()
-            try:
-                self._process.wait(2.0)
-            except subprocess.TimeoutExpired:
-                self._process.kill()
-                self._process.wait()
+        self._process.kill()  # it has nothing to put in order, and may have been stopped
+        self._process.wait()

@@ -74,23 +74,30 @@ def _end_with_parent() -> None:
         os.setpriority(os.PRIO_PROCESS, 0, 0)
 
 
-def started_at(number: int) -> int | None:
-    """When a process started; None when there is none, or only what is left of one."""
+def _stat(number: int) -> list[str]:
+    """What /proc says of a process, from its state on; nothing where it is gone."""
     try:
         text = (PROC / str(number) / "stat").read_text()
     except OSError:
-        return None
-    fields = text[text.rindex(")") + 2 :].split()
-    return None if fields[0] in ("Z", "X") else int(fields[START_FIELD])
+        return []
+    return text[text.rindex(")") + 2 :].split()
+
+
+def started_at(number: int) -> int | None:
+    """When a process started; None when there is none, or only what is left of one."""
+    fields = _stat(number)
+    return None if not fields or fields[0] in ("Z", "X") else int(fields[START_FIELD])
+
+
+def stands_still(pid: Pid) -> bool:
+    """Whether somebody stopped it (SIGSTOP)."""
+    return _stat(pid.number)[:1] == ["T"]
 
 
 def parent_of(pid: Pid) -> int:
     """The number of the process that started it; 0 where it is gone."""
-    try:
-        text = (PROC / str(pid.number) / "stat").read_text()
-    except OSError:
-        return 0
-    return int(text[text.rindex(")") + 2 :].split()[1])
+    fields = _stat(pid.number)
+    return int(fields[1]) if fields else 0
 
 
 def title_of(pid: Pid) -> str:
@@ -119,10 +126,10 @@ def end(pid: Pid, *, insist: bool = False) -> None:
     if not alive(pid):
         return
     try:
-        os.kill(pid.number, signal.SIGCONT)
-        if insist:
+        if insist:  # that ends one that was stopped as well
             os.killpg(pid.number, signal.SIGKILL)
         else:
+            os.kill(pid.number, signal.SIGCONT)
             os.kill(pid.number, signal.SIGTERM)
     except (ProcessLookupError, PermissionError):
         return

@@ -112,6 +112,7 @@ class Brain:
             told.Underway: self._recovery.underway,
             told.Cancelled: flights.cancelled,
             told.Reported: self._reported,
+            told.Silent: self._recovery.silent,
             told.LinkReported: self._link_reported,
             told.Cached: self.caches.reported,
             told.ReplicaReady: self._ready,

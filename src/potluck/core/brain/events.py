@@ -117,6 +117,12 @@ class Reported(NamedTuple):
     status: Status
 
 
+class Silent(NamedTuple):
+    """A replica has not answered for longer than it ever takes; told again and again until it does, or is lost."""
+
+    replica: str
+
+
 class LinkReported(NamedTuple):
     """A link between regions: how full it was lately, and what waits for it."""
 
@@ -204,6 +210,7 @@ Event = (
     | Underway
     | Cancelled
     | Reported
+    | Silent
     | LinkReported
     | Cached
     | ReplicaReady

@@ -179,9 +179,9 @@ class Fleet:
         self._changed(unit)
         return view
 
-    def doubt(self, view: View, doubted: bool) -> None:
+    def doubt(self, view: View, doubted: bool, strike: bool = True) -> None:
         """Whether it may be gone. That is no change of the fleet: nothing is to be started for it."""
-        view.strikes += doubted and not view.doubted
+        view.strikes += doubted and strike and not view.doubted
         view.doubted = doubted
 
     def cordon(self, view: View, cordoned: bool) -> None:

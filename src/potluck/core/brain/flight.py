@@ -79,6 +79,8 @@ class Flight:
     heard_s = 0.0
     """When it was last sent, or last said to be under way."""
     streamed_tokens = 0
+    lost_on: frozenset[str] = NOWHERE
+    """Replicas that were lost, or seemed so, while it was there."""
     failed_by: frozenset[str] = NOWHERE
     """Replicas and links (`source->target`) that failed it."""
     avoid: frozenset[str] = NOWHERE

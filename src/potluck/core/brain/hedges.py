@@ -187,6 +187,7 @@ class Hedges:
         twin = Flight(request)
         twin.weight, twin.heavy = flight.weight, flight.heavy
         twin.failed_by, twin.failures, twin.losses = flight.failed_by, flight.failures, flight.losses
+        twin.lost_on = flight.lost_on
         twin.avoid = flight.failed_by | frozenset(flight.workers())
         # As a newcomer, so that it is asked whether there is room: retries go wherever they may.
         if self._admission.backlogs and self._admission.behind(twin, table.kind(twin)):

@@ -4,14 +4,15 @@ silently.
 A request that lost its replica, link or transfer is sent again over prompt + streamed tokens, away from what failed
 it and from what may be dying with it (losses.py), while it has retries left and somebody still waits for it. Links
 that break and replicas that are lost together with others do not count against its retries; a replica that is lost by
-itself does, as the request may be what kills it. Requests that nobody can take are held, and refused once they
-waited `max_wait_s` or their deadline passed; so are those that wait for their turn on a pair.
+itself does, as the request may be what kills it. That it is not where the attempt brought new tokens: it got beyond
+where the one before it ended. Requests that nobody can take are held, and refused once they waited `max_wait_s` or
+their deadline passed; so are those that wait for their turn on a pair.
 
 A request that fails as if its replica were gone is news for the others as well: nobody is sent there until it
-reports again, or for QUARANTINE_S. One that fails again and again, with no answer completed between, is not believed
-any more when it only says that it is well, and is tried ever more seldom. When a replica comes up, it gets no more of
-those held than it can take at once, as others may come up beside it; at the next tick all that are left go to whoever
-is there.
+reports again, or for QUARANTINE_S; the same each time that a replica is said to be silent. One that fails again and
+again, with no answer completed between, is not believed any more when it only says that it is well, and is tried ever
+more seldom. When a replica comes up, it gets no more of those held than it can take at once, as others may come up
+beside it; at the next tick all that are left go to whoever is there.
 """
 
 from __future__ import annotations
@@ -70,6 +71,7 @@ class Recovery:
             actions += self._doubt(at_s, where)
         actions += self._flights.release(at_s, flight)
         request = flight.request
+        advanced = event.streamed_tokens > flight.streamed_tokens
         flight.streamed_tokens = max(flight.streamed_tokens, event.streamed_tokens)
         if flight.streamed_tokens >= request.max_output_tokens:  # the user has it all
             del self._flights.open[request.id]
@@ -78,7 +80,7 @@ class Recovery:
         flight.prompt_tokens = request.prompt_tokens + flight.streamed_tokens
         flight.attempt += 1 + flight.twins
         flight.twins = 0
-        self._blame(at_s, flight, kind, where)
+        self._blame(at_s, flight, kind, where, advanced)
         problem = verdict(flight, at_s, self._policy)
         if problem is not None:
             return actions + self._flights.refuse(at_s, flight, *problem)
@@ -89,14 +91,17 @@ class Recovery:
         kind, where = event.kind, event.where
         actions = self._doubt(at_s, where) if kind == "replica" else []
         if where:
-            self._blame(at_s, left, kind, where)
+            self._blame(at_s, left, kind, where, advanced=False)
         return actions + self._flights.release(at_s, lost)
 
-    def _blame(self, at_s: float, flight: Flight, kind: told.FailureKind, where: str) -> None:
+    def _blame(self, at_s: float, flight: Flight, kind: told.FailureKind, where: str, advanced: bool) -> None:
         lost = kind == "replica"
         flight.failed_by |= {where}
         flight.losses += lost
-        if (lost and self._losses.alone(at_s, where, flight.failed_by)) or kind not in LOSSES:
+        if lost:
+            flight.lost_on |= {where}
+        killed = lost and not advanced and self._losses.alone(at_s, where, flight.lost_on)
+        if killed or kind not in LOSSES:
             flight.failures += 1
 
     def _again(self, at_s: float, flight: Flight, kind: told.FailureKind) -> list[Action]:
@@ -209,8 +214,20 @@ class Recovery:
             self._doubts[replica] = at_s + QUARANTINE_S * (1 << (strikes - 1))
         return self._flights.changed(at_s, view)
 
+    def silent(self, at_s: float, event: told.Silent) -> list[Action]:
+        """A replica does not answer: nobody is sent there for now. What it has fails by itself."""
+        view = self._fleet.views.get(event.replica)
+        if view is None or view.state != "ready":
+            return []
+        self._losses.silent(at_s, view.member)
+        until_s = max(self._doubts.get(event.replica, at_s), at_s + QUARANTINE_S)
+        known, self._doubts[event.replica] = view.doubted, until_s
+        self._fleet.doubt(view, True, strike=False)
+        return [] if known else self._flights.changed(at_s, view)
+
     def reported(self, at_s: float, view: View) -> list[Action]:
         """A replica that is doubted says that it is well."""
+        self._losses.reported(at_s, view.member.id)
         if view.strikes > FREE_STRIKES and at_s < self._doubts.get(view.member.id, at_s):
             return []
         return self.trust(at_s, view)

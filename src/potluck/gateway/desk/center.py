@@ -22,8 +22,9 @@ from potluck.gateway.fleet.roster import Entry, RosterFile
 from potluck.gateway.fleet.watch import Watch
 from potluck.gateway.parts import Outgoing
 from potluck.worlds.kits import Kits
-from potluck.worlds.log import FLUSH_S, Logged, open_log
+from potluck.worlds.log import FLUSH_S, Logged
 from potluck.worlds.mind import Mind
+from potluck.worlds.pieces import Pieces
 from potluck.worlds.scene import Scene
 
 CODECS = {"fp16": "raw", "int8": "int8", "int4": "int4"}
@@ -69,8 +70,9 @@ class Center:
         self.logged: Logged | None = None
         mind: Mind = self.brain
         if log is not None:
-            out = open_log(log)
-            mind = self.logged = Logged(mind, out, facts, policy, zero_utc_s=time.time(), flush_s=FLUSH_S)
+            mind = self.logged = Logged(
+                mind, Pieces(log), facts, policy, zero_utc_s=time.time(), flush_s=FLUSH_S
+            )
         self.desk = Desk(mind, self.brain.flights, tick_s=policy.tick_s, clock=clock)
         self.keeper = Keeper(
             self.desk.tell, outgoing, self._busy, codec=self.codec, codec_inside=self.codec_inside

@@ -3,6 +3,7 @@
 Several times a second every engine that owes something is looked at:
 
     it is not in the directory any more, and says nothing       GONE_S
+    whoever keeps the fleet says that it is gone or silent      HEARD_S, or a few of its usual gaps
     answers flow, and then none of them does                    FACTOR times its usual gap, LEAST_S to MOST_S
     only prompts are under way, and nothing is heard            FACTOR times what such prompts take, LEAST_FIRST_S to
                                                                 MOST_FIRST_S
@@ -29,6 +30,7 @@ LEAST_FIRST_S, MOST_FIRST_S = 10.0, 120.0
 ALONE = 5.0
 """One that has no blocks left may set an answer aside for a while."""
 GONE_S = 1.0
+HEARD_S, GAPS = 0.5, 3.0
 HANDOVER_S = 60.0
 START_GAP_S, START_TOKEN_S = 0.2, 2e-3
 """Before anything is known of an engine: between tokens, and for each token of a prompt."""
@@ -94,10 +96,10 @@ class Pulse:
 
     __slots__ = ("debtors", "gap_s", "heard_s", "replica", "token_s")
 
-    def __init__(self, replica: str, now_s: float) -> None:
+    def __init__(self, replica: str) -> None:
         self.replica = replica
         self.debtors: dict[Debtor, None] = {}
-        self.heard_s = now_s
+        self.heard_s = -inf
         self.gap_s = START_GAP_S
         self.token_s = START_TOKEN_S
 
@@ -132,7 +134,7 @@ class Watch:
     def join(self, debtor: Debtor, replica: str, now_s: float) -> None:
         pulse = self._pulses.get(replica)
         if pulse is None:
-            pulse = self._pulses[replica] = Pulse(replica, now_s)
+            pulse = self._pulses[replica] = Pulse(replica)
         debtor.pulse = pulse
         debtor.since_s = debtor.heard_s = now_s
         pulse.debtors[debtor] = None
@@ -150,9 +152,9 @@ class Watch:
             self._open -= 1
 
     def gone(self, replica: str) -> None:
-        """Whoever keeps the fleet says that it is gone."""
+        """Whoever keeps the fleet says that it is gone, or silent. Where its answers flow, that is not believed."""
         pulse = self._pulses.get(replica)
-        if pulse is not None:
+        if pulse is not None and self._now_s() - pulse.heard_s > max(HEARD_S, GAPS * pulse.gap_s):
             _stall(list(pulse.debtors), "replica")
 
     def sweep(self) -> None:

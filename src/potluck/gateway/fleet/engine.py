@@ -7,8 +7,9 @@ import json
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from potluck.core.brain.events import Cached
+from potluck.core.brain.events import Cached, Reported
 from potluck.core.errors import PotluckError
+from potluck.gateway.fleet.answers import Answers
 from potluck.gateway.fleet.roster import Entry
 from potluck.gateway.fleet.status import Said, read_cache, read_status
 from potluck.gateway.http.fetch import fetch
@@ -47,6 +48,11 @@ class Engine:
     drained_elsewhere: bool = False
     """Whether somebody else told it so: another gateway, or a person."""
     watching: asyncio.Task[None] | None = None
+    answers: Answers = Answers()
+    waited_s: float = 0.0
+    """How long it was waited for since it last answered."""
+    told: tuple[float, Reported | None] = (0.0, None)
+    """When the Brain was last told how it fares, and what."""
     links: dict[str, tuple[float, float]] = field(default_factory=dict)
     resent: dict[str, float] = field(default_factory=dict)
     """Segments of TCP sent again, by receiver."""

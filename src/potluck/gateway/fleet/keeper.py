@@ -18,7 +18,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from potluck.core.brain.actions import Action, Drain, Flip, Move, Recast, Recount, Replan, Start, Stop
-from potluck.core.brain.events import Drained, Event, Ordered, ReplicaLost, ReplicaReady
+from potluck.core.brain.events import Drained, Event, Ordered, ReplicaLost, ReplicaReady, Silent
 from potluck.core.errors import PotluckError
 from potluck.core.values.member import Member
 from potluck.core.values.types import Role
@@ -86,7 +86,7 @@ class Keeper:
         self.on_endpoints: list[Callable[[], None]] = []
         """Told when who can be reached has changed."""
         self.on_gone: list[Callable[[str], None]] = []
-        """Told which replica is gone, before the Brain is: what runs there has failed."""
+        """Told which replica is gone or silent: what runs there has failed."""
 
     # What workers ask (parts.Directory), beside `find`.
 
@@ -233,6 +233,14 @@ class Keeper:
         if empties and not engine.drained and post is not None and post.ready and not post.draining:
             engine.drained_elsewhere = True
             self._tell(Ordered(engine.replica, "drain"))
+
+    def silent(self, engine: Engine) -> None:
+        """It takes longer to answer than it ever does. The Brain hears it first: nothing new is sent there."""
+        post = self._posts.get(engine.replica)
+        if post is not None and post.ready:
+            self._tell(Silent(engine.replica))
+            for call in self.on_gone:
+                call(engine.replica)
 
     def lost(self, engine: Engine, why: str) -> None:
         """It does not answer, is not who it was, or is not listed any more."""

@@ -1,15 +1,19 @@
 """Looking after engines: each is asked how it fares every POLL_S, and what changed in its prefix cache.
 
-So what the Brain knows of a replica is at most POLL_S + ASK_S old; one that has not answered for SILENT_S, or at
-whose address nobody listens any more, is lost. Servers of plain OpenAI only say that they are alive.
+So what the Brain knows of a replica is at most POLL_S + ASK_S old. One that takes longer to answer than it ever does
+(`answers.py`) is silent: its requests go elsewhere, and it gets none until it answers. One that has not answered for
+SILENT_S, or at whose address nobody listens any more, is lost. Waiting is counted in steps of WAIT_S that passed
+here: where this process is held up as well, by a busy machine perhaps, few of them do. Servers of plain OpenAI only
+say that they are alive.
 """
 
 from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Coroutine, Mapping
 from contextlib import suppress
+from typing import Any, TypeVar
 
 from potluck.core.brain.events import LinkReported, Reported
 from potluck.core.errors import PotluckError
@@ -22,8 +26,16 @@ from potluck.gateway.fleet.links import Passed, link_reports
 POLL_S = 0.5
 SILENT_S = 2.5
 """Without an answer for so long, an engine that can still be connected to is lost."""
+WAIT_S = 0.1
+AGAIN_S = 0.5
+"""Between two words that an engine is silent."""
+SAME_S = 2.0
+"""Between two reports to the Brain that say the same."""
 AWAY_S = 0.5
 """Between two looks at an address where nobody answered."""
+
+
+Answer = TypeVar("Answer")
 
 
 class Watch:
@@ -99,10 +111,10 @@ class Watch:
     async def _ask(self, engine: Engine) -> None:
         caller, keeper = self._keeper.caller, self._keeper
         if engine.entry.kind == "openai":
-            await caller.ask(engine, b"GET", b"/health")
+            await self._prompt(engine, caller.ask(engine, b"GET", b"/health"))
             keeper.heard(engine)
             return
-        said, before = await caller.status(engine), engine.said
+        said, before = await self._prompt(engine, caller.status(engine)), engine.said
         engine.said = said
         if before is not None and engine.replica:
             if said.uptime_s < before.uptime_s:
@@ -115,7 +127,7 @@ class Watch:
         replica = engine.replica
         if not replica or keeper.find(replica) is None:
             return
-        self._tell(Reported(replica, said.status))
+        self._report(engine, Reported(replica, said.status))
         if self._grants and replica in self._granted:
             with suppress(NotAnswered):  # one that knows no grants sends as it always did
                 await caller.grants(engine, self._granted[replica], LASTS_S)
@@ -123,6 +135,30 @@ class Watch:
             for report in await caller.cache(engine):
                 if engine.replica == replica:
                     self._tell(report)
+
+    def _report(self, engine: Engine, report: Reported) -> None:
+        """What says nothing new is told now and then: it is written down each time."""
+        now_s = time.monotonic()
+        told_s, told = engine.told
+        if report != told or now_s - told_s >= SAME_S:
+            engine.told = now_s, report
+            self._tell(report)
+
+    async def _prompt(self, engine: Engine, question: Coroutine[Any, Any, Answer]) -> Answer:
+        """Its answer; while that takes longer than it ever does, the keeper hears so."""
+        asking = asyncio.ensure_future(question)
+        said_s = -AGAIN_S
+        try:
+            while not (await asyncio.wait({asking}, timeout=WAIT_S))[0]:
+                engine.waited_s += WAIT_S
+                if engine.waited_s >= max(engine.answers.limit_s, said_s + AGAIN_S):
+                    said_s, engine.told = engine.waited_s, (0.0, None)  # that it answers again is news
+                    self._keeper.silent(engine)
+            answer = asking.result()
+        finally:
+            asking.cancel()
+        engine.answers, engine.waited_s = engine.answers.heard(engine.waited_s), 0.0
+        return answer
 
     def _silent(self, engine: Engine, why: str) -> None:
         """Nobody listens there: gone at once. Somebody does, but says nothing: gone after a while."""

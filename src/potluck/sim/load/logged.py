@@ -2,7 +2,8 @@
 
 A request that was answered is as long as its answer. One that was refused or cancelled, or was still on its way
 where the log or its run ends, keeps the length that it asked for. Runs follow each other as they did by the wall
-clock, where the log has it; else each begins where the one before it ended.
+clock, where the log has it; else each begins where the one before it ended. Of a run whose beginning was dropped, the
+first request that is left comes at time 0.
 """
 
 from __future__ import annotations
@@ -53,11 +54,12 @@ def from_log(lines: Iterable[str], progress: Callable[[int], None] | None = None
     rows = _Rows()
     places: dict[str, int] = {}
     facts = None
-    runs, shift_s, zero_utc_s = 0, 0.0, None
+    runs, shift_s, zero_utc_s, dropped = 0, 0.0, None, False
     for entry in reader:
         if isinstance(entry, Head):
             facts = entry.facts
-            if entry.begins == "run":
+            if entry.begins == "run" or runs == 0:
+                dropped = entry.begins == "state"
                 last_s = rows.arrival_s[-1] if rows.arrival_s else 0.0
                 if runs == 0:
                     zero_utc_s = entry.zero_utc_s
@@ -71,6 +73,9 @@ def from_log(lines: Iterable[str], progress: Callable[[int], None] | None = None
             continue
         if isinstance(entry.event, Arrived):
             request = entry.event.request
+            if dropped:
+                dropped, shift_s = False, -request.arrival_s
+                zero_utc_s = None if zero_utc_s is None else zero_utc_s + request.arrival_s
             place = places[request.id] = len(rows.requests)
             rows.requests.append(request)
             rows.arrival_s.append(request.arrival_s + shift_s)
