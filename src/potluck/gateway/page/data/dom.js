@@ -74,6 +74,11 @@ export function short(name, rows) {
   return name.slice(name.indexOf("@") + 1);
 }
 
+/** The same of names in a line that somebody else wrote: "words: decode 1xL4 tp1@near#3/0 is ready". */
+export function plain(line) {
+  return line.replace(/(?:[^\s:;,()]+: )?(?:[^@:;,()]*? )?(\d+x[^\s@]+)[^@:;,()]*@([^\s#]+)#(\d+)\/\d+/g, (_, node, region, number) => `${gpu(node)} ${region} #${number}`);
+}
+
 export function ago(at_s, now_s) {
   const value = Math.max(0, now_s - at_s);
   return value < 60 ? `${Math.round(value)} s` : value < 3600 ? `${Math.round(value / 60)} min` : `${(value / 3600).toFixed(1)} h`;
@@ -82,9 +87,9 @@ export function ago(at_s, now_s) {
 export function table(element, columns, rows, caption) {
   element.replaceChildren(
     h("caption", { class: "sr" }, caption),
-    h("thead", {}, h("tr", {}, columns.map((each) => h("th", { scope: "col", class: each.right ? "right" : null }, each.name)))),
+    h("thead", {}, h("tr", {}, columns.map((each) => h("th", { scope: "col", class: each.right ? "n" : null }, each.name)))),
     h("tbody", {}, rows.map((row) => h("tr", {}, row.map((cell, place) => {
-      const kind = columns[place].right ? "right" : null;
+      const kind = columns[place].right ? "n" : null;
       return place === 0 ? h("th", { scope: "row", class: kind }, cell) : h("td", { class: kind }, cell);
     })))),
   );
