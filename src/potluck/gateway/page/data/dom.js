@@ -41,6 +41,9 @@ export function seconds(value) {
   return value < 60 ? `${value.toFixed(value < 10 ? 2 : 1)} s` : `${Math.floor(value / 60)} min${value % 60 >= 0.5 ? ` ${Math.round(value % 60)} s` : ""}`;
 }
 
+/** A figure on an axis: 2 s, not 2.00 s. */
+export const brief = (words) => words.startsWith("$") ? words.replace(/\.00$/, "") : words.replace(/\.(\d*?)0+(?=\D|$)/, (_, rest) => (rest ? `.${rest}` : ""));
+
 export function count(value) {
   if (value === null || value === undefined) return "–";
   if (Math.abs(value) >= 1e6) return `${(value / 1e6).toFixed(1)}M`;
@@ -76,7 +79,7 @@ export function short(name, rows) {
 
 /** The same of names in a line that somebody else wrote: "words: decode 1xL4 tp1@near#3/0 is ready". */
 export function plain(line) {
-  return line.replace(/(?:[^\s:;,()]+: )?(?:[^@:;,()]*? )?(\d+x[^\s@]+)[^@:;,()]*@([^\s#]+)#(\d+)\/\d+/g, (_, node, region, number) => `${gpu(node)} ${region} #${number}`);
+  return line.replace(/(?:[^\s:;,()]+: )?(?:[^@:;,()]*? )?(\d+x[^\s@]+)[^@:;,()]*@([^\s#]+)#(\d+)\/\d+/g, (_, node, region, number) => `${gpu(node)} ${region} #${number}`).replaceAll("->", " → ");
 }
 
 export function ago(at_s, now_s) {

@@ -71,7 +71,7 @@ function line(row, scale, now_s) {
   const open = opened === row.id;
   const ttft = row.first_s;
   const refused = row.state === "refused";
-  const words = refused ? `refused after ${seconds(row.ended_s)}` : row.state === "done" ? `first token ${seconds(ttft)}, all ${seconds(row.ended_s)}` : row.state === "running" ? (ttft === undefined ? "prompt" : "writing") : row.state;
+  const words = refused ? row.ended_s < 0.05 ? "refused at once" : `refused after ${seconds(row.ended_s)}` : row.state === "done" ? `first token ${seconds(ttft)}, all ${seconds(row.ended_s)}` : row.state === "running" ? (ttft === undefined ? "prompt" : "writing") : row.state;
   const summary = h("button", { type: "button", class: "request", "aria-expanded": open, onclick: () => { opened = open ? null : row.id; drawn.clear(); repaint(); } },
     h("span", { class: "who" }, h("span", { class: "id" }, row.id.slice(0, 6)), ` ${count(row.prompt_tokens)} tok${row.tenant && row.tenant !== "default" ? ` · ${row.tenant}` : ""}`),
     track(row, scale, now_s),

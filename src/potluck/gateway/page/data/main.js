@@ -1,6 +1,6 @@
 // The page as a whole: its head, the time that is shown, the key, light and dark.
 
-import { $, h, text, usd, count, percent, clock, seconds } from "/page/dom.js";
+import { $, h, text, usd, count, percent, clock, seconds, brief } from "/page/dom.js";
 import { state, shown, draws, touched } from "/page/state.js";
 import { ask, listen, hasKey, setKey } from "/page/stream.js";
 import { secret, toast } from "/page/ask.js";
@@ -34,7 +34,7 @@ function say(what, last) {
   link = what;
   if (last) {
     text($("bye-what"), last.what);
-    text($("bye-why"), last.why);
+    $("bye-why").replaceChildren(...last.why.split("`").map((each, at) => (at % 2 ? h("code", {}, each) : each)));
   }
   $("bye").hidden = what !== "bye";
   head();
@@ -74,7 +74,7 @@ function head() {
   const off = ["lost", "starting", "draining"].map((kind) => [kind, replicas.filter((each) => each.state === kind).length]);
   const ready = replicas.filter((each) => each.state === "ready").length;
   figure("In time", timely === null ? "–" : String(Math.round(timely * 100)), "%", least ? `objective ${percent(least)}` : "no objective", timely !== null && timely < least);
-  figure("First token, 9 of 10", waited, unit, `${models.length > 1 ? `${one}, ` : ""}${limit ? `objective ${seconds(limit)}` : "no objective"}`, ttft !== null && limit !== undefined && ttft > limit);
+  figure("First token, 9 of 10", waited, unit, `${models.length > 1 ? `${one}, ` : ""}${limit ? `objective ${brief(seconds(limit))}` : "no objective"}`, ttft !== null && limit !== undefined && ttft > limit);
   figure("Requests", count(all), "per second", `${now("running")} run, ${now("waiting")} wait`);
   figure("Tokens", count(sum("tokens_per_s")), "per second", "of answers");
   figure("Cost", usd(tables.plan?.now?.now_usd_per_h), "an hour", `${usd(lately(one, "usd_per_mtok"))} per million tokens`);

@@ -12,7 +12,7 @@ const map = $("map");
 const tiles = new Map();
 const arcs = new Map();
 const overlay = svg("svg", { class: "flows", "aria-hidden": "true" });
-const arrow = svg("marker", { id: "arrow", viewBox: "0 0 8 8", refX: 7, refY: 4, markerWidth: 9, markerHeight: 9, markerUnits: "userSpaceOnUse", orient: "auto-start-reverse" }, svg("path", { d: "M0 0L8 4L0 8z", class: "tip" }));
+const arrow = svg("marker", { id: "arrow", viewBox: "0 0 8 8", refX: 7, refY: 4, markerWidth: 8, markerHeight: 8, markerUnits: "userSpaceOnUse", orient: "auto-start-reverse" }, svg("path", { d: "M0 0L8 4L0 8z", class: "tip" }));
 overlay.append(svg("defs", {}, arrow));
 const links = h("ul", { class: "links", "aria-label": "KV on the move, and links between regions" });
 let built = "";
@@ -21,7 +21,7 @@ let chosen = null;
 let waiting = [];
 
 legend($("map-legend"), [["prefill", "P computes prompts"], ["decode", "D writes answers"], ["mixed", "M does both"],
-  ["lost", "✕ lost"], ["starting", "starting, draining"], ["kv", "KV on the move"]]);
+  ["lost", "✕ lost"], ["starting", "starting, draining"], ["kv", "KV on the move: the wider, the more"]]);
 
 function structure(rows, regions) {
   tiles.clear();
@@ -126,7 +126,7 @@ function flows(rows, replicas) {
     const from = end(each.source, key), to = end(each.target, key);
     const bend = Math.max(26, Math.abs(to.x - from.x) * 0.5);
     attribute(path, "d", `M${from.x} ${from.y}C${from.x + from.out * bend} ${from.y} ${to.x + to.out * bend} ${to.y} ${to.x} ${to.y}`);
-    attribute(path, "stroke-width", (1.2 + Math.min(4, Math.log10(1 + each.mbit_per_s))).toFixed(1));
+    attribute(path, "stroke-width", (1 + Math.min(2.2, Math.log10(1 + each.mbit_per_s) * 0.6)).toFixed(1));
     text(path.firstChild, flowWords(each, replicas));
   }
   for (const [key, path] of arcs) {

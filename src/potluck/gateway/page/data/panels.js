@@ -1,6 +1,6 @@
 // The plan and why, planned beside observed, tenants, and the log of decisions.
 
-import { $, h, text, table, usd, seconds, count, percent, clock, gpu, plain } from "/page/dom.js";
+import { $, h, text, table, usd, seconds, count, percent, clock, gpu, plain, brief } from "/page/dom.js";
 import { state, shown, draws } from "/page/state.js";
 
 const KINDS = { pair: "two GPUs share each prompt", pipeline: "layers spread over nodes", group: "a group of machines" };
@@ -28,7 +28,7 @@ export function doing(each) {
 }
 
 function reason(tables) {
-  const said = Object.entries(tables.models || {}).filter(([, each]) => each.planned && each.slo).map(([name, each]) => `${count(each.planned.demand_per_s)} requests/s of ${name} (${count(each.planned.capacity_per_s)}/s possible), first tokens within ${seconds(each.slo.ttft_s)} and ${seconds(each.slo.tpot_s)} per token`);
+  const said = Object.entries(tables.models || {}).filter(([, each]) => each.planned && each.slo).map(([name, each]) => `${count(each.planned.demand_per_s)} requests/s of ${name} (${count(each.planned.capacity_per_s)}/s possible), first tokens within ${brief(seconds(each.slo.ttft_s))} and ${brief(seconds(each.slo.tpot_s))} per token`);
   return said.length ? `It is for ${said.join("; ")}.` : "";
 }
 
@@ -141,13 +141,13 @@ find.addEventListener("input", repaintEvents);
 
 const TOLD = { act: "What happens", outcome: "What came of it", saving: "What it saved", end: "The end", note: "Note" };
 const CAUSES = ["lost", "market", "order"];
-const QUIET = ["ready", "start", "stop", "cache", "drain", "replan"];
+const QUIET = ["ready", "start", "stop", "cache", "drain", "replan", "recast"];
 const MOST_CHOSEN = 3;
 
 function storyLine(each) {
   return h("p", { class: each.kind }, h("a", { href: `#t=${Math.floor(each.at_s)}` }, clock(each.at_s)),
     h("b", {}, TOLD[each.kind] || (CAUSES.includes(each.kind) ? "What happened" : "What was chosen")),
-    h("span", {}, each.kind === "act" ? h("strong", {}, `${each.what}: `) : plain(each.what), each.why ? h("span", { class: "why" }, `${each.kind === "act" ? "" : " "}${sentence(plain(each.why))}`) : null));
+    h("span", {}, each.kind === "act" ? h("strong", {}, each.what) : sentence(plain(each.what)), each.why ? h("span", { class: "why" }, ` ${sentence(plain(each.why))}`) : null));
 }
 
 const sentence = (words) => `${words.charAt(0).toUpperCase()}${words.slice(1)}${/[.!?]$/.test(words) ? "" : "."}`;

@@ -1,6 +1,6 @@
 // Four small plots: lines over time, with the objective and what was planned named at the edge. SVG, dressed by base.css.
 
-import { $, h, svg, seconds, usd, count, clock, legend, text } from "/page/dom.js";
+import { $, h, svg, seconds, usd, count, clock, legend, text, brief } from "/page/dom.js";
 import { state, draws, shown } from "/page/state.js";
 
 const PLOTS = [
@@ -10,13 +10,13 @@ const PLOTS = [
   { name: "Cost of a million tokens", lines: ["usd_per_mtok"], level: () => [], says: usd, smooth: 15 },
 ];
 const NAMES = { ttft_p50_s: "median", ttft_p90_s: "9 of 10", tpot_p50_s: "median", tpot_p90_s: "9 of 10", ended_per_s: "all", in_time_per_s: "in time", usd_per_mtok: "cost" };
-const HIGH = 124, LEFT = 52, RIGHT = 104, UP = 12, BOTTOM = 20;
+const HIGH = 124, LEFT = 52, RIGHT = 112, UP = 12, BOTTOM = 20;
 const SPIKE = 2.5; // times the objective, or what nine of ten points are below: what is beyond is cut off, and marked
 const grid = $("plot-grid");
 const model = $("plot-model"), span = $("plot-span");
 let pointer = null;
 
-legend($("plot-legend"), [["line-a", "median; in time"], ["line-b", "9 of 10; all"], ["line-bad", "beyond the objective"], ["line-slo", "objective"], ["line-plan", "planned"]]);
+legend($("plot-legend"), [["line-a", "median; in time"], ["line-b", "9 of 10; all"], ["line-bad", "too late"], ["line-slo", "objective"], ["line-plan", "planned"]]);
 
 const boxes = PLOTS.map((plot, number) => {
   const chart = svg("svg", { class: "plot", role: "img", tabindex: "0" });
@@ -92,7 +92,7 @@ function draw({ plot, chart, value, number }) {
   for (const part of [0, 0.5, 1]) {
     const at = Math.round(y(top * part)) + 0.5;
     add("path", { class: part ? "grid" : "axis", d: `M${LEFT} ${at}H${edge}` });
-    add("text", { x: LEFT - 7, y: at + 4, "text-anchor": "end" }, plot.says(top * part));
+    add("text", { x: LEFT - 7, y: at + 4, "text-anchor": "end" }, brief(plot.says(top * part)));
     add("text", { x: LEFT + (edge - LEFT) * part, y: HIGH - 4, "text-anchor": ["start", "middle", "end"][part * 2] }, clock(begin + (end - begin) * part));
   }
   drawLines(add, series, times, x, y, { slo: slo < top ? slo : null, edge, number });
@@ -131,17 +131,18 @@ function drawLines(add, series, times, x, y, { slo, edge, number }) {
   });
 }
 
-/** What is beyond the top: a mark with the value where it was, one for each run of points. */
+/** What is beyond the top: a mark for each run of points, with the highest value where the next mark leaves room. */
 function drawSpikes(add, series, times, x, top, says) {
   const highest = times.map((_, at) => Math.max(...series.map((each) => each.values[at] ?? 0)));
-  let from = null, told = -Infinity;
+  const peaks = [];
   highest.forEach((each, at) => {
-    if (each > top && (from === null || each > highest[from])) from = at;
-    if (from === null || (each > top && at < highest.length - 1)) return;
-    const place = x(times[from]), words = `${says(highest[from])} at ${clock(times[from])}, beyond what is drawn`;
-    add("path", { class: "spike", d: `M${place - 5} ${UP}L${place} ${UP - 8}L${place + 5} ${UP}Z` }, svg("title", {}, words));
-    if (place - told > 64) { add("text", { class: "cut", x: place + 8, y: UP - 1 }, says(highest[from])); told = place; }
-    from = null;
+    if (each <= top) return;
+    if (at && highest[at - 1] > top) { if (each > highest[peaks.at(-1)]) peaks[peaks.length - 1] = at; } else peaks.push(at);
+  });
+  peaks.forEach((at, place) => {
+    const here = x(times[at]), next = place + 1 < peaks.length ? x(times[peaks[place + 1]]) : Infinity;
+    add("path", { class: "spike", d: `M${here - 5} ${UP}L${here} ${UP - 8}L${here + 5} ${UP}Z` }, svg("title", {}, `${says(highest[at])} at ${clock(times[at])}, beyond what is drawn`));
+    if (next - here > 64) add("text", { class: "cut", x: here + 8, y: UP - 1 }, says(highest[at]));
   });
 }
 
@@ -152,7 +153,7 @@ function drawLevels(add, levels, y, top, edge, says) {
     if (!one.far) add("path", { class: `level ${one.kind}`, d: `M${LEFT} ${one.at}H${edge + 4}` });
     one.says = Math.max(one.at, place ? named[place - 1].says + 13 : -Infinity);
   });
-  for (const one of named) add("text", { class: `named ${one.kind}`, x: edge + 8, y: one.says + 4 }, `${one.name} ${says(one.each)}${one.far ? " ↑" : ""}`);
+  for (const one of named) add("text", { class: `named ${one.kind}`, x: edge + 8, y: one.says + 4 }, `${one.name} ${brief(says(one.each))}${one.far ? " ↑" : ""}`);
 }
 
 function paint() {

@@ -131,7 +131,7 @@ def _models(summary: Summary) -> str:
 def _model_row(model: ModelSummary) -> tuple[str, ...]:
     slo = model.slo
     promised = f"{digits(slo.attainment * 100)} %" if slo else "–"
-    mark = {True: ' <i>✓</i>', False: ' <i class="bad">✗</i>', None: ""}[model.holds]
+    mark = {True: " <i>✓</i>", False: ' <i class="bad">✗</i>', None: ""}[model.holds]
     return (
         escape(model.model),
         f"{model.requests:,}",
