@@ -165,8 +165,8 @@ def peak(seen: Seen) -> str:
 
 def in_place(seen: Seen) -> str:
     changed = _many(seen.changed_roles, "replica", "replicas")
-    roles = f"{changed} changed roles without loading weights again."
-    return " ".join([roles] * (seen.changed_roles > 0) + [_price(seen)])
+    roles = f" {changed} changed roles without loading weights again." if seen.changed_roles else ""
+    return f"The fleet was planned anew for these lengths.{roles} {_price(seen)}"
 
 
 def went_on(seen: Seen) -> str:
@@ -190,14 +190,14 @@ def shielded(seen: Seen) -> str:
 
 
 def cheaper_now(seen: Seen) -> str:
-    return f"Replicas moved to the cheaper GPUs. {_price(seen)}"
+    return f"The fleet moved to the cheaper GPUs. {_price(seen)}"
 
 
 def _price(seen: Seen) -> str:
     before, now = seen.before.usd_per_h, seen.now.usd_per_h
     if abs(now - before) < LEAST_USD:
-        return f"The fleet costs ${now:.2f} an hour, as before."
-    return f"The fleet costs ${now:.2f} an hour instead of ${before:.2f}."
+        return f"It costs ${now:.2f} an hour, as before."
+    return f"It costs ${now:.2f} an hour instead of ${before:.2f}."
 
 
 def _many(count: int, one: str, several: str) -> str:

@@ -74,7 +74,7 @@ export function copy(name, rows) {
 export function short(name, rows) {
   const row = rows?.[name];
   if (row) return `${gpu(row.gpu)} ${row.region} ${copy(name, rows)}`.trim();
-  return name.slice(name.indexOf("@") + 1);
+  return plain(name);
 }
 
 /** The same of names in a line that somebody else wrote: "words: decode 1xL4 tp1@near#3/0 is ready". */

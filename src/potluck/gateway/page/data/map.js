@@ -21,7 +21,7 @@ let chosen = null;
 let waiting = [];
 
 legend($("map-legend"), [["prefill", "P computes prompts"], ["decode", "D writes answers"], ["mixed", "M does both"],
-  ["lost", "✕ lost"], ["starting", "starting, draining"], ["kv", "KV on the move: the wider, the more"]]);
+  ["lost", "✕ lost"], ["starting", "starting, draining"], ["kv", "KV on the move"]]);
 
 function structure(rows, regions) {
   tiles.clear();
@@ -36,7 +36,7 @@ function structure(rows, regions) {
     const right = mine.filter((name) => !left.includes(name));
     const side = (those, name) => h("div", { class: `side ${name}` }, those.map((each) => tile(each, rows, many > DENSE)));
     return h("section", { class: "region", "aria-label": `Region ${region}` },
-      h("h3", {}, region, h("span", { class: "offer" }, offers(regions[region]))),
+      h("h3", {}, h("span", {}, region), h("span", { class: "offer" }, offers(regions[region]))),
       h("div", { class: "lane" }, side(left, "left"), right.length ? side(right, "right") : null));
   });
   map.replaceChildren(overlay, ...lanes, links);
@@ -124,7 +124,7 @@ function flows(rows, replicas) {
       overlay.append(path);
     }
     const from = end(each.source, key), to = end(each.target, key);
-    const bend = Math.max(26, Math.abs(to.x - from.x) * 0.5);
+    const bend = from.out === to.out ? Math.min(90, 18 + Math.abs(to.y - from.y) * 0.25) : Math.abs(to.x - from.x) * 0.6;
     attribute(path, "d", `M${from.x} ${from.y}C${from.x + from.out * bend} ${from.y} ${to.x + to.out * bend} ${to.y} ${to.x} ${to.y}`);
     attribute(path, "stroke-width", (1 + Math.min(2.2, Math.log10(1 + each.mbit_per_s) * 0.6)).toFixed(1));
     text(path.firstChild, flowWords(each, replicas));

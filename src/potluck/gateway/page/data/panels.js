@@ -147,7 +147,7 @@ const MOST_CHOSEN = 3;
 function storyLine(each) {
   return h("p", { class: each.kind }, h("a", { href: `#t=${Math.floor(each.at_s)}` }, clock(each.at_s)),
     h("b", {}, TOLD[each.kind] || (CAUSES.includes(each.kind) ? "What happened" : "What was chosen")),
-    h("span", {}, each.kind === "act" ? h("strong", {}, each.what) : sentence(plain(each.what)), each.why ? h("span", { class: "why" }, ` ${sentence(plain(each.why))}`) : null));
+    h("span", {}, each.kind === "act" ? h("strong", {}, sentence(each.what)) : sentence(plain(each.what)), each.why ? h("span", { class: "why" }, ` ${sentence(plain(each.why))}`) : null));
 }
 
 const sentence = (words) => `${words.charAt(0).toUpperCase()}${words.slice(1)}${/[.!?]$/.test(words) ? "" : "."}`;

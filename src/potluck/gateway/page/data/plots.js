@@ -4,10 +4,10 @@ import { $, h, svg, seconds, usd, count, clock, legend, text, brief } from "/pag
 import { state, draws, shown } from "/page/state.js";
 
 const PLOTS = [
-  { term: "TTFT", name: "Time to first token", lines: ["ttft_p50_s", "ttft_p90_s"], level: (row) => [row.slo?.ttft_s, row.planned?.ttft_s], says: seconds },
-  { term: "TPOT", name: "Time per output token", lines: ["tpot_p50_s", "tpot_p90_s"], level: (row) => [row.slo?.tpot_s, row.planned?.tpot_s], says: seconds },
+  { term: "TTFT", name: "Time to first token", lines: ["ttft_p50_s", "ttft_p90_s"], level: (row) => [row.slo?.ttft_s, row.planned?.ttft_s], says: seconds, cuts: true },
+  { term: "TPOT", name: "Time per output token", lines: ["tpot_p50_s", "tpot_p90_s"], level: (row) => [row.slo?.tpot_s, row.planned?.tpot_s], says: seconds, cuts: true },
   { name: "Requests per second", lines: ["in_time_per_s", "ended_per_s"], level: (row) => [null, row.planned?.capacity_per_s, "capacity"], says: (value) => `${count(value)}/s` },
-  { name: "Cost of a million tokens", lines: ["usd_per_mtok"], level: () => [], says: usd, smooth: 15 },
+  { name: "Cost of a million tokens", lines: ["usd_per_mtok"], level: () => [], says: usd, smooth: 15, cuts: true },
 ];
 const NAMES = { ttft_p50_s: "median", ttft_p90_s: "9 of 10", tpot_p50_s: "median", tpot_p90_s: "9 of 10", ended_per_s: "all", in_time_per_s: "in time", usd_per_mtok: "cost" };
 const HIGH = 124, LEFT = 52, RIGHT = 112, UP = 12, BOTTOM = 20;
@@ -52,13 +52,13 @@ function nice(top) {
 }
 
 /** Up to where it is drawn: all that was seen, but for a few spikes that would flatten the rest. */
-export function ceiling(values, levels) {
+function ceiling(values, levels, cuts) {
   if (!values.length) return nice(Math.max(...levels, 1e-6) * 1.1);
   const sorted = [...values].sort((a, b) => a - b);
   const most = sorted[sorted.length - 1], usual = sorted[Math.floor(sorted.length * 0.9)];
   const near = levels.filter((each) => each <= most * 4); // one far above all that was seen would flatten it as well
   const bound = SPIKE * Math.max(usual, ...near);
-  return nice(Math.max(bound > 0 && most > bound ? Math.max(usual * 1.2, ...near.map((each) => each * 1.5)) : most * 1.08, ...near.map((each) => each * 1.08), 1e-6));
+  return nice(Math.max(cuts && bound > 0 && most > bound ? Math.max(usual * 1.2, ...near.map((each) => each * 1.5)) : most * 1.08, ...near.map((each) => each * 1.08), 1e-6));
 }
 
 function path(times, values, x, y) {
@@ -84,7 +84,7 @@ function draw({ plot, chart, value, number }) {
   const series = plot.lines.map((name) => ({ name, values: smoothed((figures[name] || []).slice(first), plot.smooth) }));
   const [slo, planned, label = "planned"] = plot.level(row);
   const levels = [["objective", slo, "slo"], [label, planned, "plan"]].filter((each) => each[1]);
-  const top = ceiling(series.flatMap((each) => each.values.filter(known)), levels.map((each) => each[1]));
+  const top = ceiling(series.flatMap((each) => each.values.filter(known)), levels.map((each) => each[1]), plot.cuts);
   const x = (at) => LEFT + ((at - begin) / (end - begin)) * (edge - LEFT);
   const y = (each) => base - Math.min(1.02, each / top) * (base - UP);
   const parts = [];
@@ -96,7 +96,7 @@ function draw({ plot, chart, value, number }) {
     add("text", { x: LEFT + (edge - LEFT) * part, y: HIGH - 4, "text-anchor": ["start", "middle", "end"][part * 2] }, clock(begin + (end - begin) * part));
   }
   drawLines(add, series, times, x, y, { slo: slo < top ? slo : null, edge, number });
-  drawSpikes(add, series, times, x, top, plot.says);
+  drawSpikes(add, series, times, x, top, plot.says, slo ? "late" : "c0");
   drawLevels(add, levels, y, top, edge, plot.says);
   const mark = (at) => add("path", { class: "cursor", d: `M${x(at)} ${UP}V${base}` });
   if (state.past) mark(state.past.at_s);
@@ -132,7 +132,7 @@ function drawLines(add, series, times, x, y, { slo, edge, number }) {
 }
 
 /** What is beyond the top: a mark for each run of points, with the highest value where the next mark leaves room. */
-function drawSpikes(add, series, times, x, top, says) {
+function drawSpikes(add, series, times, x, top, says, kind) {
   const highest = times.map((_, at) => Math.max(...series.map((each) => each.values[at] ?? 0)));
   const peaks = [];
   highest.forEach((each, at) => {
@@ -141,8 +141,8 @@ function drawSpikes(add, series, times, x, top, says) {
   });
   peaks.forEach((at, place) => {
     const here = x(times[at]), next = place + 1 < peaks.length ? x(times[peaks[place + 1]]) : Infinity;
-    add("path", { class: "spike", d: `M${here - 5} ${UP}L${here} ${UP - 8}L${here + 5} ${UP}Z` }, svg("title", {}, `${says(highest[at])} at ${clock(times[at])}, beyond what is drawn`));
-    if (next - here > 64) add("text", { class: "cut", x: here + 8, y: UP - 1 }, says(highest[at]));
+    add("path", { class: `spike ${kind}`, d: `M${here - 5} ${UP}L${here} ${UP - 8}L${here + 5} ${UP}Z` }, svg("title", {}, `${says(highest[at])} at ${clock(times[at])}, beyond what is drawn`));
+    if (next - here > 64) add("text", { class: `cut ${kind}`, x: here + 8, y: UP - 1 }, says(highest[at]));
   });
 }
 
