@@ -104,6 +104,7 @@ let lastScale = 0;
 function paint() {
   const rows = held || picked();
   $("fall-note").hidden = rows.length > 0;
+  $("fall-axis").hidden = !rows.length;
   const now_s = state.at_s;
   let scale = 0.05;
   for (const row of rows) scale = Math.max(scale, row.ended_s ?? now_s - row.came_s);

@@ -70,14 +70,15 @@ function head() {
   const least = Math.max(0, ...models.map(([, each]) => each.slo?.attainment || 0));
   const one = tables.models[currentModel()] ? currentModel() : models[0][0];
   const ttft = lately(one, "ttft_p90_s", 15), limit = tables.models[one].slo?.ttft_s;
+  const usd_per_mtok = lately(one, "usd_per_mtok");
   const [waited, unit = ""] = seconds(ttft).split(" ");
   const off = ["lost", "starting", "draining"].map((kind) => [kind, replicas.filter((each) => each.state === kind).length]);
   const ready = replicas.filter((each) => each.state === "ready").length;
-  figure("In time", timely === null ? "–" : String(Math.round(timely * 100)), "%", least ? `objective ${percent(least)}` : "no objective", timely !== null && timely < least);
+  figure("In time", timely === null ? "–" : String(Math.round(timely * 100)), timely === null ? "" : "%", least ? `objective ${percent(least)}` : "no objective", timely !== null && timely < least);
   figure("First token, 9 of 10", waited, unit, `${models.length > 1 ? `${one}, ` : ""}${limit ? `objective ${brief(seconds(limit))}` : "no objective"}`, ttft !== null && limit !== undefined && ttft > limit);
   figure("Requests", count(all), "per second", `${now("running")} run, ${now("waiting")} wait`);
   figure("Tokens", count(sum("tokens_per_s")), "per second", "of answers");
-  figure("Cost", usd(tables.plan?.now?.now_usd_per_h), "an hour", `${usd(lately(one, "usd_per_mtok"))} per million tokens`);
+  figure("Cost", usd(tables.plan?.now?.now_usd_per_h), "an hour", usd_per_mtok === null ? "no tokens yet" : `${usd(usd_per_mtok)} per million tokens`);
   figure("Replicas", String(ready), "ready", off.filter(([, many]) => many).map(([kind, many]) => `${many} ${kind}`).join(", ") || "all of them", off[0][1] > 0);
 }
 draws($("figures"), ["models", "replicas", "points", "plan"], head, 500);

@@ -53,7 +53,7 @@ function nice(top) {
 
 /** Up to where it is drawn: all that was seen, but for a few spikes that would flatten the rest. */
 function ceiling(values, levels, cuts) {
-  if (!values.length) return nice(Math.max(...levels, 1e-6) * 1.1);
+  if (!values.some((each) => each > 0)) return nice(Math.max(0, ...levels) * 1.1 || 1);
   const sorted = [...values].sort((a, b) => a - b);
   const most = sorted[sorted.length - 1], usual = sorted[Math.floor(sorted.length * 0.9)];
   const near = levels.filter((each) => each <= most * 4); // one far above all that was seen would flatten it as well
