@@ -48,7 +48,7 @@ export function count(value) {
   if (value === null || value === undefined) return "–";
   if (Math.abs(value) >= 1e6) return `${(value / 1e6).toFixed(1)}M`;
   if (Math.abs(value) >= 1e4) return `${(value / 1e3).toFixed(0)}k`;
-  return Number.isInteger(value) ? String(value) : value.toFixed(value < 10 ? 1 : 0);
+  return value >= 1e3 ? Math.round(value).toLocaleString("en") : Number.isInteger(value) ? String(value) : value.toFixed(value < 10 ? 1 : 0);
 }
 
 export const usd = (value) => (value === null || value === undefined ? "–" : `$${value.toFixed(2)}`);

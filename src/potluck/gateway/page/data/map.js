@@ -36,16 +36,16 @@ function structure(rows, regions) {
     const right = mine.filter((name) => !left.includes(name));
     const side = (those, name) => h("div", { class: `side ${name}` }, those.map((each) => tile(each, rows, many > DENSE)));
     return h("section", { class: "region", "aria-label": `Region ${region}` },
-      h("h3", {}, h("span", {}, region), h("span", { class: "offer" }, offers(regions[region]))),
-      h("div", { class: "lane" }, side(left, "left"), right.length ? side(right, "right") : null));
+      h("h3", {}, h("span", {}, region), h("span", { class: "offer" }, offers(regions[region], many > DENSE))),
+      h("div", { class: "lane", "--columns": many > DENSE && right.length ? `${left.length}fr ${right.length}fr` : null }, side(left, "left"), right.length ? side(right, "right") : null));
   });
   map.replaceChildren(overlay, ...lanes, links);
 }
 
-/** What is rented where for how much, and what could be. */
-function offers(region) {
-  return (region?.offers || []).filter((each) => each.available || each.rented)
-    .map((each) => `${gpu(each.node)} ${usd(each.usd_per_h)}/h, ${each.rented} of ${Math.max(each.available, each.rented)} rented`).join(" · ");
+/** What is rented where for how much, and, where there is room to say it, what could be. */
+function offers(region, dense) {
+  return (region?.offers || []).filter((each) => each.rented || (each.available && !dense))
+    .map((each) => `${gpu(each.node)} ${usd(each.usd_per_h)}/h, ${each.rented} of ${Math.max(each.available, each.rented)}${dense ? "" : " rented"}`).join(" · ");
 }
 
 function tile(name, rows, dense) {
