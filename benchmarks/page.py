@@ -99,7 +99,7 @@ async def measured(quick: bool) -> dict[str, float]:
                 found["watched"].append(own)
                 found["browser"].append(its)
                 assert tab.errors == [], tab.errors
-            while made.operators.page.show.requests is not None:
+            while made.operators.page.show.watched:
                 await asyncio.sleep(0.2)
         took_s = time.monotonic() - start_s
         figures = {

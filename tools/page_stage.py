@@ -39,6 +39,7 @@ from potluck.core.brain.policy import Policy
 from potluck.core.values.plan import Plan
 from potluck.core.values.service import Tenant
 from potluck.core.values.types import Link, Region, Request, Slo
+from potluck.gateway.admin.families import SEGMENT_TOKENS
 from potluck.gateway.desk.center import Center
 from potluck.gateway.desk.oversight import Oversight
 from potluck.gateway.http.calls import Calls
@@ -232,6 +233,7 @@ class Stage:
 
     def _handed(self, ride: Ride, run: Run, place: int, source: str, target: str, size: int) -> None:
         self.operators._moved(source, target, "raw", size, 0.01)
+        self.operators.meter.count(SEGMENT_TOKENS, (source,), size // KV_BYTES_PER_TOKEN)
         views = self.center.brain.fleet.views
         if source in views and target in views:
             ends = (views[source].member.region, views[target].member.region)
@@ -248,6 +250,7 @@ class Stage:
             ride.news.put_nowait(ANSWER.split()[(ride.streamed - 1) % ANSWER_WORDS])
         if ride.streamed >= ride.output_tokens:
             self.line.tell(Finished(ride.request.id, run.attempt, ride.streamed))
+            self.operators.meter.count(SEGMENT_TOKENS, (run.route.decoder,), ride.streamed)
             self._ended(ride, "length", 200)
             return
         # One timer per token for who reads them; else one for many, which nobody sees.

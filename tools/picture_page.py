@@ -14,6 +14,7 @@ from pathlib import Path
 
 from browser import Browser, Tab, browser, chromium
 from page_fleets import large_fleet
+from page_lab import live
 from page_stage import stage
 
 MOST_BYTES = 200_000
@@ -45,10 +46,6 @@ INDEXED = """(async () => {
 })()"""
 """A picture as places in a list of its 256 most frequent colours that differ."""
 QUESTION = "What is a potluck?"
-
-
-async def live(tab: Tab) -> None:
-    await tab.until("says('#link') === 'live' && all('.tile').length > 0")
 
 
 def png(width: int, height: int, colours: list[int], places: bytes) -> bytes:

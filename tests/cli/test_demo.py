@@ -54,20 +54,41 @@ def test_an_answer_shows_only_where_the_service_said_and_did_it() -> None:
     assert not ACTS["burst"].shown(seen(one, two)), "more replicas, and no plan that says why"
     assert not ACTS["burst"].shown(seen(one, one, ("plan", "p"))), "a plan, and no replica yet"
     assert ACTS["burst"].shown(seen(one, two, ("plan", "p")))
-    assert "replicas more: 1, for $1.00/h" in ACTS["burst"].saved(seen(one, two, ("plan", "p")))
+    assert "1 more replica serves, for $1.00 an hour more" in ACTS["burst"].result(
+        seen(one, two, ("plan", "p"))
+    )
 
 
 def test_a_shift_is_answered_by_a_plan_for_the_lengths_and_by_what_is_done_for_it() -> None:
-    act, one, lengths = ACTS["shift"], look(standing("a")), "answers of words moved from 60 to 10 tokens"
+    act, one, lengths = ACTS["shift"], look(standing("a")), "answers of words fell from 60 to 10 tokens"
     assert act.shown(seen(one, one, ("plan", "p"), ("recast", "r"), why=lengths))
     assert not act.shown(seen(one, one, ("plan", "p"), why=lengths)), "nothing was done for it yet"
     assert not act.shown(seen(one, one, ("recast", "r"), ("plan", "p"), why=lengths)), "that was before it"
     assert not act.shown(
-        seen(one, one, ("plan", "p"), ("recast", "r"), why="words moved from 8 to 4 requests/s")
+        seen(one, one, ("plan", "p"), ("recast", "r"), why="requests for words fell from 8 to 4 a second")
     )
-    assert act.saved(seen(one, one, ("recast", "r"))).endswith("without loading weights: 1")
-    assert act.saved(seen(one, look(usd=1.5), ("recast", "r"))).endswith("; $2.00/h became $1.50/h")
-    assert act.saved(seen(one, look(usd=2.5))) == "$2.00/h became $2.50/h"
+    flipped = look(standing("a", "decode"), usd=1.5)
+    assert (
+        act.result(seen(one, flipped)).split(". ")[1]
+        == "1 replica changed roles without loading weights again"
+    )
+    assert act.result(seen(one, look(usd=2.5))).endswith("lengths. It costs $2.50 an hour instead of $2.00.")
+    same = act.result(seen(one, one, ("recast", "r")))
+    assert same.endswith("lengths. It costs $2.00 an hour, as before."), "another template, the old role"
+
+
+def test_only_what_was_saved_is_told_as_saved() -> None:
+    same, cheap, dear = look(usd=2.0), look(usd=1.5), look(usd=2.5)
+    for name, before, now, saved in (
+        ("cheaper", same, cheap, 0.5),
+        ("shift", same, cheap, 0.5),
+        ("shift", same, dear, -0.5),
+        ("burst", same, cheap, 0.0),
+        ("killed", same, cheap, 0.0),
+        ("steady", same, same, 0.0),
+    ):
+        assert ACTS[name].saved_usd_per_h(seen(before, now)) == pytest.approx(saved), name
+    assert ACTS["steady"].saved_usd_per_h(seen(same, same, near_usd=3.0)) == pytest.approx(1.0)
 
 
 def test_the_morning_tells_what_the_other_region_saves() -> None:
@@ -76,8 +97,8 @@ def test_the_morning_tells_what_the_other_region_saves() -> None:
     assert act.shown(there)
     assert not act.shown(replace(there, by_tenant=NONE)), "nobody was answered yet"
     assert not act.shown(replace(there, now=look())), "nothing crossed"
-    assert "3.0 GB of KV came: $2.00/h instead of $3.00/h" in act.saved(there)
-    assert "instead" not in act.saved(replace(there, near_usd_per_h=2.0)), "it saved nothing"
+    assert "3.0 GB so far. The fleet costs $2.00 an hour instead of $3.00" in act.result(there)
+    assert "instead" not in act.result(replace(there, near_usd_per_h=2.0)), "it saved nothing"
 
 
 def test_a_dead_node_is_answered_after_its_own_loss() -> None:
@@ -86,25 +107,30 @@ def test_a_dead_node_is_answered_after_its_own_loss() -> None:
     assert not act.shown(seen(before, before, ("ready", "b is ready"), ("lost", "a is lost"), victim="a"))
     assert act.shown(seen(before, before, ("lost", "a is lost"), ("ready", "a is ready"), victim="a"))
     after = replace(before, moved=3)
-    assert "3 attempts went on elsewhere" in act.saved(seen(before, after, victim="a"))
+    assert "3 attempts went on at another replica; no requests were lost" in act.result(
+        seen(before, after, victim="a")
+    )
 
 
 def test_a_thin_link_a_flood_and_a_sale() -> None:
     before, thin = look(standing("a")), ACTS["thin"]
     now = look(standing("a"), threshold=1100.0)
     assert thin.shown(
-        seen(before, now, ("remark", "words: prompts beyond 1300 tokens may go over far->near"))
+        seen(before, now, ("remark", "only prompts of words beyond 1300 tokens go over far->near now"))
     )
     assert not thin.shown(
-        seen(before, now, ("remark", "words: prompts beyond 1100 tokens may go over far->near"))
+        seen(before, now, ("remark", "only prompts of words beyond 1100 tokens go over far->near now"))
     )
-    assert not thin.shown(seen(before, now, ("remark", "words: prompts beyond 1300 tokens may go over x->y")))
+    assert not thin.shown(
+        seen(before, now, ("remark", "only prompts of words beyond 1300 tokens go over x->y now"))
+    )
     lines = [
-        f"words: prompts beyond {tokens} tokens may go over far->near" for tokens in (1100, 1300, 1700, 1200)
+        f"only prompts of words beyond {tokens} tokens go over far->near now"
+        for tokens in (1100, 1300, 1700, 1200)
     ]
     moving = seen(before, now, *(("remark", line) for line in lines))
     assert "beyond 1300 tokens" in chosen(thin, moving), "not the last, when the link was clear again"
-    assert "beyond 1300 tokens" in thin.saved(moving)
+    assert "beyond 1,300 tokens" in thin.result(moving)
     pace = ("remark", "a takes 2.0 times as long as planned")
     assert not thin.shown(seen(before, now, pace)), "that is about something else"
     assert not thin.moment(seen(before, look(standing("a"), threshold=0.0))), (
@@ -124,16 +150,16 @@ def test_a_flood_is_answered_where_who_keeps_to_its_share_is_served() -> None:
     fair = replace(
         seen(there, there),
         earlier=earlier,
-        by_tenant={SHOP: mine, LAB: Counts(90, 9, 71, no="it may wait 9 s")},
+        by_tenant={SHOP: mine, LAB: Counts(90, 9, 71, no="its turn would come after 9 s")},
     )
     assert act.moment(fair)
     assert not act.moment(replace(fair, earlier=NONE)), "nobody knows how long answers took before"
     assert not act.moment(replace(fair, now=look(standing("a", state="starting"))))
     assert act.shown(fair)
-    assert chosen(act, fair) == "lab is told: it may wait 9 s"
-    told_of = act.saved(fair)
-    assert "shop: 95% of 20 answered, 19 of 20 begun within 0.9 s (0.8 s before)" in told_of
-    assert "lab: 21% of 90 answered, 50% of all that was served" in told_of
+    assert chosen(act, fair) == "lab is told: its turn would come after 9 s"
+    told_of = act.result(fair)
+    assert "shop had 95% of its 20 requests answered, 19 of 20 begun within 0.9 s (0.8 s before)" in told_of
+    assert "lab had 21% of 90 answered" in told_of
     for mine, flood in ((Counts(20, 1, 19), Counts(90, 9, 71)), (Counts(20, 20), Counts(90, 90))):
         assert not act.shown(replace(fair, by_tenant={SHOP: mine, LAB: flood}))
     assert not act.shown(replace(fair, by_tenant={SHOP: Counts(3, 3), LAB: Counts(90, 9, 71)})), (
@@ -162,7 +188,7 @@ def test_only_a_whole_day_without_a_lost_request_ends_well(
     shown: bool, lost: int, code: int, capsys: pytest.CaptureFixture[str]
 ) -> None:
     outcomes = [
-        (Outcome(act, shown, "chosen", "saved", 1.0, 0, (1, 2), (1.0, 2.0)), Counts(10, 9, lost=lost))
+        (Outcome(act, shown, "chosen", "result", 0.0, 1.0, 0, (1, 2), (1.0, 2.0)), Counts(10, 9, lost=lost))
         for act in the_day()
     ]
     assert told(outcomes, as_json=True) == code
@@ -184,12 +210,13 @@ def test_a_short_day_shows_every_answer_and_leaves_nothing_behind(tmp_path: Path
         assert row["shown"]
         assert row["requests"] > 0
         assert row["chosen"], "what was decided, and why"
-        assert row["saved"]
-    assert "instead of $" in rows["steady"]["saved"]
+        assert row["result"]
+    assert rows["steady"]["saved_usd_per_h"] > 0
+    assert rows["burst"]["saved_usd_per_h"] == 0
     assert rows["burst"]["replicas"][1] > rows["burst"]["replicas"][0]
-    assert "plan of prfaas adopted" in rows["burst"]["chosen"]
+    assert "is adopted instead of $" in rows["burst"]["chosen"]
     assert "is lost" in rows["killed"]["chosen"]
-    assert "may go over far->near" in rows["thin"]["chosen"]
+    assert "go over far->near" in rows["thin"]["chosen"]
     assert rows["flood"]["refused"] > 0
     assert rows["cheaper"]["usd_per_h"][1] < rows["cheaper"]["usd_per_h"][0]
     assert list(tmp_path.iterdir()) == []

@@ -14,7 +14,8 @@ from potluck.control.store.store import Store
 from potluck.control.view import Service
 from potluck.core.values.plan import Deployment, Flow, Plan
 from potluck.core.values.types import Codec
-from potluck.gateway.page.sight import Flows, Sight
+from potluck.gateway.page.notices import notices
+from potluck.gateway.settings import Settings
 
 LINE = "KV of words crosses west → east in int8 (lossy: allowed by kv_codecs)"
 
@@ -44,12 +45,5 @@ def test_it_is_said_before_what_is_deployed(
     looks._show(found, 2.0)
     shown = capsys.readouterr().out.splitlines()
     assert shown[2 : 2 + len(lines)] == [f"notice: {each}" for each in lines]
-    center: Any = SimpleNamespace(
-        plan=plan(codec),
-        plan_version=1,
-        plan_why="",
-        policy=SimpleNamespace(scaling="none"),
-        brain=SimpleNamespace(steward=SimpleNamespace(why=lambda: "", notes=())),
-        desk=SimpleNamespace(open_requests=0),
-    )
-    assert Sight(center, Flows())._plan_row({})["notices"] == lines
+    center: Any = SimpleNamespace(plan=plan(codec))
+    assert [*notices(center, Settings())] == lines

@@ -249,8 +249,8 @@ def test_thresholds_that_move_are_spoken_of_with_the_reason() -> None:
         world.tell(report)
         said += [each for each in world.tell(Tick()) if isinstance(each, Remark)]
     assert [each.what for each in said[:2]] == [
-        "m: prompts beyond 2500 tokens may go over far->near",
-        "m: prompts beyond 3125 tokens may go over far->near",
+        "only prompts of m beyond 2500 tokens go over far->near now",
+        "only prompts of m beyond 3125 tokens go over far->near now",
     ]
     assert "too much to do" in said[0].why
     assert "clear again" in said[-1].why

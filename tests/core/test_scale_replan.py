@@ -53,7 +53,7 @@ def test_it_asks_every_interval_while_rates_move_and_names_every_model() -> None
     rates = dict(each.rates_per_s)
     assert 20.0 * 1.04 < rates["m"] < 20.0 * 1.2
     assert 0 < rates["o"] < 0.1  # a model nobody asks for keeps a copy
-    assert "m moved from 10 to 20 requests/s" in each.reason
+    assert "requests for m rose from 10 to 20 a second" in each.reason
     assert [at_s for at_s, _ in asked(rule, 1000, 1500, traffic(30.0), quiet)] == [1080]
 
 
@@ -96,7 +96,7 @@ def test_other_lengths_are_a_reason_too_and_their_noise_is_not() -> None:
     assert asked(rule, 730, 1090, few) == [], "of too few answers"
     ((_, each),) = asked(rule, 1090, 1450, traffic(10.0, prompt=1000, output=30))
     assert isinstance(each, AskReplan)
-    assert each.reason == "answers of m moved from 100 to 30 tokens"
+    assert each.reason == "answers of m fell from 100 to 30 tokens"
     assert asked(rule, 1450, 1810, traffic(10.0, prompt=1000, output=30)) == [], "asked for already"
 
 

@@ -130,7 +130,7 @@ def test_a_shift_to_long_answers_turns_prefill_replicas_to_decode_and_back() -> 
     second = settled(rule, fleet, there, long, 600)
     assert second
     assert all(isinstance(each, FlipRole) and each.role == "decode" for each in second)
-    assert "mean answer moved from 70 to 700" in second[0].reason
+    assert "answers rose from 70 to 700" in second[0].reason
     assert len(second) <= MAX_FLIPS
     assert settled(rule, fleet, there, long, 2000) == []
     roles = [view.role for view in fleet.views.values()]

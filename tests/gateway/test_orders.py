@@ -247,7 +247,7 @@ def test_the_market_is_told_and_decisions_are_read_over_http() -> None:
     first, second = bodies[4], bodies[5]
     assert [each["number"] for each in first["decisions"]] == list(range(1, len(first["decisions"]) + 1))
     assert second["decisions"] == first["decisions"][1:]
-    assert first["decisions"][0]["what"].startswith("plan of")
+    assert first["decisions"][0]["what"].startswith("the plan for")
     assert first["thinks"] == "scaling is off"
 
 

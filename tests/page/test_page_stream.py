@@ -5,24 +5,23 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import Awaitable, Callable
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from aiohttp import ClientSession
+from aiohttp import ClientError, ClientSession
 from hypothesis import given
 from hypothesis import strategies as st
 from page_fleets import MODEL
 from page_stage import KEY, Stage, stage
 
-from potluck.core.brain.events import LinkReported
 from potluck.core.values.types import Slo
 from potluck.gateway.page import show as showing
 from potluck.gateway.page.files import files
 from potluck.gateway.page.hour import FRAME_S, FRAMES, POINT_S, POINTS, Hour, quantile
+from potluck.gateway.page.notices import notices
 from potluck.gateway.page.show import Watcher, changes
-from potluck.gateway.page.sight import Flows, Sight
 from potluck.gateway.parts import Told
+from potluck.gateway.settings import Settings
 
 rows = st.dictionaries(st.sampled_from("abcd"), st.dictionaries(st.sampled_from("xyz"), st.integers(0, 2)))
 tables = st.dictionaries(st.sampled_from(["one", "two"]), rows)
@@ -108,11 +107,9 @@ def test_all_who_watch_read_the_same_bytes_and_nobody_costs_nothing(monkeypatch:
     made_of: list[str] = []
     real = showing.message
     monkeypatch.setattr(showing, "message", lambda kind, what: made_of.append(kind) or real(kind, what))
-    monkeypatch.setattr(showing, "LINGER_S", 0.05)
 
     async def run(made: Stage, url: str, client: ClientSession) -> None:
         show = made.operators.page.show
-        watchers = list(made.center.desk.watchers)
         await asyncio.sleep(2.5 * showing.TICK_S)
         assert made_of == []
         one, other = show.watch(), show.watch()
@@ -126,8 +123,6 @@ def test_all_who_watch_read_the_same_bytes_and_nobody_costs_nothing(monkeypatch:
         assert made_of.count("news") == news[0].count(b"event: news"), "once a tick, however many watch"
         show.leave(one)
         show.leave(other)
-        await asyncio.sleep(0.1)
-        assert made.center.desk.watchers == watchers, "requests are not followed any more"
         before = len(made_of)
         await asyncio.sleep(2.5 * showing.TICK_S)
         assert len(made_of) == before
@@ -171,6 +166,74 @@ def test_a_request_is_a_row_with_its_times_in_order() -> None:
     times += [attempt["first_s"], row["ended_s"]]
     assert times == sorted(times)
     assert row["first_s"] == attempt["first_s"]
+
+
+async def whole(client: ClientSession, url: str) -> Any:
+    async with client.get(f"{url}/live") as answer:
+        return body(await answer.content.readuntil(b"\n\n"))
+
+
+def test_requests_from_before_anybody_watched_are_in_the_first_message() -> None:
+    async def run(made: Stage, url: str, client: ClientSession) -> Any:
+        names = [made.send(200, 4) for _ in range(3)]
+        while made.rides:
+            await asyncio.sleep(0.02)
+        return names, (await whole(client, url))["requests"]
+
+    names, requests = on_stage(run)
+    assert list(requests) == names
+    assert all(row["state"] == "done" for row in requests.values())
+
+
+@pytest.mark.parametrize(
+    ("note", "said"),
+    [(None, showing.STOPPED), (("The demo is over.", "Bye."), ("The demo is over.", "Bye."))],
+)
+def test_the_last_line_of_a_gateway_that_ends_is_a_goodbye(
+    note: tuple[str, str] | None, said: tuple[str, str]
+) -> None:
+    async def run(made: Stage, url: str, client: ClientSession) -> Any:
+        async with client.get(f"{url}/live") as answer:
+            await answer.content.readuntil(b"\n\n")
+            if note is not None:
+                async with client.post(
+                    f"{url}/note",
+                    json={"what": note[0], "why": note[1], "kind": "end"},
+                    headers={"Authorization": f"Bearer {KEY}"},
+                ) as told_of:
+                    assert told_of.status == 200
+            await made.operators.close()
+            return (await answer.content.read()).strip().split(b"\n\n")[-1]
+
+    last = on_stage(run)
+    assert last.startswith(b"event: bye\n")
+    assert body(last + b"\n\n") == {"what": said[0], "why": said[1]}
+
+
+def test_who_is_followed_by_another_gateway_says_no_goodbye() -> None:
+    async def run(made: Stage, url: str, client: ClientSession) -> bytes:
+        async with client.get(f"{url}/live") as answer:
+            await answer.content.readuntil(b"\n\n")
+            await made.operators.close(followed=True)
+            return await answer.content.read()
+
+    with pytest.raises(ClientError):  # the stream breaks off, and the page asks again
+        on_stage(run)
+
+
+def test_notices_and_tokens_are_in_what_is_sent() -> None:
+    async def run(made: Stage, url: str, client: ClientSession) -> Any:
+        made.operators.page.show._tables(0.0)  # what was made before the first look counts for nothing
+        made.send(300, 40)
+        while made.rides:
+            await asyncio.sleep(0.02)
+        return (await whole(client, url))["tables"]
+
+    found = on_stage(run)
+    assert found["plan"]["now"]["notices"] == []
+    assert sum(row["tokens_per_s"] for row in found["replicas"].values()) > 0
+    center: Any = None
+    assert any("Mock engines" in line for line in notices(center, Settings(pretended=True)))
 
 
 def test_reading_is_open_here_and_orders_never_are() -> None:
@@ -289,17 +352,3 @@ def test_the_playground_speaks_with_the_clients_key() -> None:
         return found
 
     assert on_stage(run) == ("Bearer sk-1", "4013"), "the operators' key goes nowhere"
-
-
-def test_a_link_is_as_busy_as_what_crossed_it_lately() -> None:
-    def links(used: float) -> tuple[LinkReported, ...]:
-        return (LinkReported("east", "west", used, 0.0, 10.0),)
-
-    center: Any = SimpleNamespace(links_gbps={}, watch=SimpleNamespace(links=links(0.8)))
-    sight = Sight(center, Flows())
-    assert sight._links(1e9)["east > west"]["used"] == 0.8
-    center.watch.links = links(0.0)
-    later = [sight._links(0.5)["east > west"]["used"] for _ in range(40)]
-    assert later == sorted(later, reverse=True)
-    assert 0.4 < float(str(later[0])) < 0.8, "a moment without transfers is not an idle link"
-    assert later[-1] == 0.0

@@ -290,7 +290,7 @@ class Controller:
             return wanted
         try:
             self._gateway.set_market(regions)
-            self._note("market", "prices or nodes are others", self._market.changes())
+            self._note("market", "prices or offers of GPUs changed", self._market.changes())
             return self._wanted()[0]
         except PotluckError as error:
             self._note_once("market", "market", str(error))

@@ -72,9 +72,9 @@ class Replanner:
         more = plan.fraction - now.served_fraction
         saves = now.cost_usd_per_h - plan.cost_usd_per_h
         if more > 1e-6:
-            return Reply(plan, f"serves {plan.fraction:.0%} instead of {now.served_fraction:.0%}")
+            return Reply(plan, f"this plan serves {plan.fraction:.0%} instead of {now.served_fraction:.0%}")
         if more > -1e-6 and saves > SAME:
-            return Reply(plan, f"saves ${saves:.2f}/h")
+            return Reply(plan, f"this plan saves ${saves:.2f}/h")
         if running is not None and now.step == "flip" and now.flips:
             why = f"{now.flips} replicas in other roles serve {now.served_fraction:.0%}"
             return Reply(_inherited(now.plan, running), why)

@@ -15,6 +15,11 @@ def digits(value: float) -> str:
     return f"{value:.2f}" if size >= 0.9995 else f"{value:.3g}"
 
 
+def moved(old: float, new: float, form: str = ".0f") -> str:
+    """`rose from 4 to 7.2`."""
+    return f"{'rose' if new > old else 'fell'} from {old:{form}} to {new:{form}}"
+
+
 def seconds(value_s: float) -> str:
     """`12.3 ms`."""
     for limit_s, factor, unit in (

@@ -32,6 +32,7 @@ from potluck.gateway.http.calls import Calls
 from potluck.gateway.http.limits import allow_open_files
 from potluck.gateway.http.port import bound
 from potluck.gateway.http.takeover import Heritage, take_over
+from potluck.gateway.page.notices import notices
 from potluck.gateway.page.routes import Page
 from potluck.gateway.page.show import Show
 from potluck.gateway.parts import Meter, Told
@@ -57,7 +58,7 @@ class Operators:
         self._settings = settings
         self._usage = None if settings.usage is None else UsageFile(settings.usage, time.time)
         self._spans = None if settings.otlp is None else Spans(settings.otlp)
-        self.page = Page(Show(center))
+        self.page = Page(Show(center, self._tokens, lambda: notices(center, settings)))
         told = self.page.show.hour.told if self._usage is None else self._told
         self.meter = FullMeter(told, self._spans, self._region_of(center))
         self._keys = None
@@ -90,6 +91,9 @@ class Operators:
     def _moved(self, source: str, target: str, codec: str, moved_bytes: int, took_s: float) -> None:
         self.meter.moved(source, target, codec, moved_bytes, took_s)
         self.page.show.flows.moved(source, target, codec, moved_bytes, took_s)
+
+    def _tokens(self) -> dict[str, float]:
+        return {replica: count for (replica,), count in self.meter.counted(families.SEGMENT_TOKENS).items()}
 
     def _flush(self) -> None:
         if self._usage is not None:
@@ -144,7 +148,10 @@ class Operators:
             for site in tuple(self._runner.sites):
                 await site.stop()
 
-    async def close(self) -> None:
+    async def close(self, followed: bool = False) -> None:
+        """`followed`: who watches is at home with the next gateway, and needs no goodbye."""
+        if not followed:
+            self.page.show.goodbye()
         if self._runner is not None:
             await self._runner.cleanup()
         if self._usage is not None:
@@ -258,7 +265,7 @@ async def serve(
         else:
             await workers.close(settings.drain_s)
         await center.close()
-        await operators.close()
+        await operators.close(followed)
         await outgoing.close()
 
 

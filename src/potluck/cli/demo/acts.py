@@ -75,7 +75,8 @@ class Act:
     told: tuple[str, ...]
     """Kinds of decisions that the answer is told by, the latest of each (of remarks the first that
     kept clearly more from crossing); `no`: what the refused were told."""
-    saved: Callable[[Seen], str]
+    result: Callable[[Seen], str]
+    """What came of it, in sentences."""
     begin: Callable[[Means, Look], str] = _nothing
     """Does it; the replica that it is done to, if any."""
     moment: Callable[[Seen], bool] = signs.always
@@ -84,6 +85,7 @@ class Act:
     """What is asked until then; nothing: what was asked before."""
     prepare: Callable[[Means, Look], str] = _nothing
     """Done before that."""
+    saved_usd_per_h: Callable[[Seen], float] = signs.nothing_saved
 
 
 def chosen(act: Act, seen: Seen) -> str:
@@ -143,16 +145,17 @@ def _morning() -> tuple[Act, ...]:
         Act(
             "steady",
             "Morning",
-            f"{RATE_PER_S:g} chats/s, as planned",
+            f"Two tenants chat as planned, {RATE_PER_S:g} requests a second together.",
             asked(RATE_PER_S, CHAT),
             signs.crossed,
             ("plan",),
             signs.far_share,
+            saved_usd_per_h=signs.saved_by_far,
         ),
         Act(
             "burst",
             "A burst",
-            f"{BURST:g} times the chats",
+            f"{BURST:g} times as many chats arrive.",
             asked(BURST * RATE_PER_S, CHAT),
             signs.grown,
             ("plan", "replan"),
@@ -161,11 +164,13 @@ def _morning() -> tuple[Act, ...]:
         Act(
             "shift",
             "Chats become coding",
-            f"no burst; prompts of {CODE[0]} tokens instead of {CHAT[0]}, answers of {CODE[1]}, not {CHAT[1]}",
+            f"The burst is over; prompts have {CODE[0]:,} tokens instead of {CHAT[0]:,}, answers {CODE[1]} instead "
+            f"of {CHAT[1]}.",
             asked(RATE_PER_S, CODE),
             signs.reshaped,
             ("plan", "recast", "flip"),
             signs.in_place,
+            saved_usd_per_h=signs.saved_since,
         ),
     )
 
@@ -175,7 +180,7 @@ def _troubles(coding: tuple[Ask, ...]) -> tuple[Act, ...]:
         Act(
             "killed",
             "A node dies",
-            "the engine of the busiest replica that computes prompts is killed, and its node is gone",
+            "The busiest replica that computes prompts is killed, and its node does not come back.",
             coding,
             signs.replaced,
             ("lost", "plan", "ready"),
@@ -185,7 +190,7 @@ def _troubles(coding: tuple[Ask, ...]) -> tuple[Act, ...]:
         Act(
             "thin",
             "A thin link",
-            f"the way from {FAR} to {NEAR} carries {THIN_GBPS:g} Gbit/s instead of {WIDE_GBPS:g}",
+            f"The link from {FAR} to {NEAR} carries {THIN_GBPS:g} Gbit/s instead of {WIDE_GBPS:g}.",
             coding,
             signs.kept_near,
             ("remark",),
@@ -202,7 +207,7 @@ def _evening(coding: tuple[Ask, ...]) -> tuple[Act, ...]:
         Act(
             "flood",
             "A tenant floods",
-            f"{LAB} sends {2 * FLOOD:g} times what it did, and no further GPUs can be had",
+            f"The tenant {LAB} sends {2 * FLOOD:g} times as much as before, and no more GPUs can be rented.",
             (told_no[0], Ask(LAB, FLOOD * RATE_PER_S, *CODE, "interactive")),
             signs.fair,
             ("no",),
@@ -214,11 +219,12 @@ def _evening(coding: tuple[Ask, ...]) -> tuple[Act, ...]:
         Act(
             "cheaper",
             "A cheaper GPU",
-            f"{CHEAP_COUNT} {CHEAP.removeprefix('1x')}s can be had in {NEAR}, for ${CHEAP_USD_PER_H:.2f}/h each",
+            f"{CHEAP_COUNT} {CHEAP.removeprefix('1x')}s can be rented in {NEAR} for ${CHEAP_USD_PER_H:.2f}/h each.",
             coding,
             signs.moving_house,
             ("plan", "replan"),
             signs.cheaper_now,
             _cheaper,
+            saved_usd_per_h=signs.saved_since,
         ),
     )

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from potluck.cli.demo.told import told
+from potluck.cli.demo.told import summary, told
 from potluck.core.errors import PotluckError
 
 if TYPE_CHECKING:
@@ -53,7 +53,7 @@ def demo(seconds: float, port: int, stay: bool, as_json: bool) -> None:
     """Play a day on a small fleet that needs no GPU: a burst, a shift, a dead node, a thin link, a flood, a sale.
 
     Everything but the GPUs is real: gateway, controller, planner, and engines that take the planned GPUs' time and
-    make their tokens up. Its page tells what happens, what was chosen and why, and what that saved. The exit
+    make their tokens up. Its page tells what happens, what was chosen and why, and what came of it. The exit
     code is 0 if every act showed its answer, and no request was lost.
 
     \b
@@ -124,6 +124,9 @@ class _Day:
             self.player.play(acts)
         except PotluckError as error:
             self.failed = str(error)
+        what = "The demo was stopped." if self.interrupted or self.failed else "The demo is over."
+        with suppress(PotluckError):
+            client.note(what, summary(self.player.told()), "end")
         if self.stay and not self.stop.is_set():
             self.say("The day is over; it serves on until Ctrl-C.")
         else:
@@ -145,8 +148,7 @@ def _play(folder: Path, seconds: float, port: int, stay: bool, as_json: bool) ->
         with suppress(PotluckError):
             stand.down()
             stand.close()
-    player = found.player
-    outcomes = [] if player is None else [(each, player.counts(each.act)) for each in player.outcomes]
+    outcomes = [] if found.player is None else found.player.told()
     if found.failed:
         click.echo(f"potluck: {found.failed}", err=True)
     code = told(outcomes, as_json)

@@ -1,4 +1,4 @@
-"""Plays the acts of a day, one after the other, and says on the page what happens, what was chosen, what it saved."""
+"""Plays the acts of a day, one after the other, and says on the page what happens and what came of it."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import TypeVar
 
 from potluck.cli.demo.acts import Act, Means, chosen
 from potluck.cli.demo.looks import Decided, Look, decided_since, look_at
-from potluck.cli.demo.signs import FAR, LAB, LINK, SHOP, Seen
+from potluck.cli.demo.signs import FAR, LAB, LEAST_USD, LINK, SHOP, Seen
 from potluck.cli.demo.traffic import Counts, Traffic, counted
 from potluck.control.gateway import GatewayAway
 from potluck.core.values.types import Slo
@@ -30,7 +30,9 @@ class Outcome:
     act: Act
     shown: bool
     chosen: str
-    saved: str
+    result: str
+    """In sentences."""
+    saved_usd_per_h: float
     lasted_s: float
     moved: int
     replicas: tuple[int, int]
@@ -80,21 +82,24 @@ class Player:
             lasted_s = time.monotonic() - began_s
             if self.stopped() or lasted_s >= (self.least_s if shown else self.least_s + PATIENCE_S):
                 break
-        what, saved = chosen(act, seen), act.saved(seen) if shown else "nothing like it was seen"
+        what, result = (
+            chosen(act, seen),
+            act.result(seen) if shown else "Nothing like the expected answer was seen.",
+        )
+        saved = act.saved_usd_per_h(seen) if shown else 0.0
         counts = self.counts(act)
         in_time = (
-            f"{counts.attained:.0%} of {counts.requests} requests in time"
-            if counts.requests
-            else "none ended yet"
+            f"{counts.attained:.0%} of {counts.requests} requests were in time." if counts.requests else ""
         )
-        why = f"{what}; {in_time}".lstrip("; ")[:MOST_WORDS]
-        patient(lambda: client.note(f"{act.title}: {saved}"[:MOST_WORDS], why, "outcome"))
-        self.said(f"  {saved}; {in_time}" + (f"\n    {what}" if what else ""))
+        kind = "saving" if saved > LEAST_USD else "outcome"
+        patient(lambda: client.note(result[:MOST_WORDS], in_time, kind))
+        self.said(f"  {result} {in_time}".rstrip() + (f"\n    {what}" if what else ""))
         return Outcome(
             act,
             shown,
             what,
-            saved,
+            result,
+            max(0.0, saved),
             lasted_s,
             seen.moved,
             (len(before.ready()), len(seen.now.ready())),
@@ -114,6 +119,9 @@ class Player:
             if self.stopped() or waited_s >= (least_s if act.moment(seen) else PATIENCE_S):
                 return seen.now
             time.sleep(LOOK_S)
+
+    def told(self) -> list[tuple[Outcome, Counts]]:
+        return [(each, self.counts(each.act)) for each in self.outcomes]
 
     def counts(self, act: Act) -> Counts:
         """Of its requests that have ended."""

@@ -1,4 +1,4 @@
-"""By which signs the answers of the demo's acts show, and what is told of what they saved.
+"""By which signs the answers of the demo's acts show, and what is told of what came of them.
 
 Pure: all of it is read from what the service says of itself, its decisions with their reasons, its prices, its fleet
 before and after, and from what its clients saw.
@@ -18,8 +18,8 @@ LINK = f"{FAR}->{NEAR}"
 SHOP, LAB = "shop", "lab"
 CHEAP = "1xA10"
 """The node that is on offer at last."""
-CROSSES = re.compile(rf"prompts beyond (\d+) tokens may go over {LINK}")
-LENGTHS = re.compile(r"(prompts|answers) of .* moved from")
+CROSSES = re.compile(rf"prompts of .* beyond (\d+) tokens go over {LINK}")
+LENGTHS = re.compile(r"(prompts|answers) of .* (rose|fell) from")
 RAISED = 1.2
 LEAST_USD = 0.01
 LEAST_ASKED, LEAST_SEEN = 8, 4
@@ -58,8 +58,10 @@ class Seen:
         return len(self.now.ready()) - len(self.before.ready())
 
     @property
-    def saved_usd_per_h(self) -> float:
-        return self.before.usd_per_h - self.now.usd_per_h
+    def changed_roles(self) -> int:
+        """Replicas that were there before, in another role."""
+        roles = {each.name: each.role for each in self.before.replicas}
+        return sum(roles.get(each.name, each.role) != each.role for each in self.now.ready())
 
     @property
     def moved(self) -> int:
@@ -141,50 +143,78 @@ def fair(seen: Seen) -> bool:
 
 
 def moving_house(seen: Seen) -> bool:
-    cheaper = bool(seen.of("plan")) and seen.saved_usd_per_h > LEAST_USD
+    cheaper = bool(seen.of("plan")) and saved_since(seen) > LEAST_USD
     return cheaper and any(CHEAP in each.template for each in seen.now.ready(region=NEAR))
 
 
-# What it saved.
+# What came of it.
 
 
 def far_share(seen: Seen) -> str:
     usd, alone = seen.now.usd_per_h, seen.near_usd_per_h
-    told = f"the longer prompts are computed in {FAR}, from where {seen.crossed_gb:.1f} GB of KV came"
-    return told + (f": ${usd:.2f}/h instead of ${alone:.2f}/h in {NEAR} alone" if alone > usd else "")
+    told = f"Longer prompts are computed in {FAR}, and their KV crosses to {NEAR}: {seen.crossed_gb:.1f} GB so far."
+    price = f" The fleet costs ${usd:.2f} an hour instead of ${alone:.2f} in {NEAR} alone."
+    return told + (price if alone > usd else "")
 
 
 def peak(seen: Seen) -> str:
     more = seen.now.usd_per_h - seen.before.usd_per_h
-    return f"replicas more: {seen.more}, for ${more:.2f}/h, paid while the burst lasts and not all day"
+    joined = _many(seen.more, "more replica serves", "more replicas serve")
+    return f"{joined}, for ${more:.2f} an hour more, and only while the burst lasts."
 
 
 def in_place(seen: Seen) -> str:
-    changed, saved = len(seen.of("recast", "flip")), seen.saved_usd_per_h
-    usd = f"${seen.before.usd_per_h:.2f}/h became ${seen.now.usd_per_h:.2f}/h"
-    sides = f"replicas that changed sides without loading weights: {changed}"
-    return "; ".join([sides] * (changed > 0) + [usd] * (not changed or saved > LEAST_USD))
+    changed = _many(seen.changed_roles, "replica", "replicas")
+    roles = f" {changed} changed roles without loading weights again." if seen.changed_roles else ""
+    return f"The fleet was planned anew for these lengths.{roles} {_price(seen)}"
 
 
 def went_on(seen: Seen) -> str:
     lost = sum(each.lost for each in seen.by_tenant.values())
-    return f"{seen.moved} attempts went on elsewhere; {lost} requests lost"
+    moved = _many(seen.moved, "attempt", "attempts")
+    return f"{moved} went on at another replica; {_many(lost, 'request was', 'requests were')} lost."
 
 
 def not_sent(seen: Seen) -> str:
     now, before = seen.raised_tokens, seen.before.threshold_tokens
-    return f"only prompts beyond {now:.0f} tokens wait for the thin link, not those beyond {before:.0f}"
+    return f"Only prompts beyond {now:,.0f} tokens still cross the thin link, not those beyond {before:,.0f}."
 
 
 def shielded(seen: Seen) -> str:
     mine, flood, before = seen.by_tenant[SHOP], seen.by_tenant[LAB], seen.earlier[SHOP]
-    served = max(1, mine.answered + flood.answered)
     return (
-        f"{SHOP}: {mine.answered_share:.0%} of {mine.requests} answered, 19 of 20 begun within {mine.ttft_s:.1f} s "
-        f"({before.ttft_s:.1f} s before); {LAB}: {flood.answered_share:.0%} of {flood.requests} answered, "
-        f"{flood.answered / served:.0%} of all that was served, the rest told at once when to come again"
+        f"The tenant {SHOP} had {mine.answered_share:.0%} of its {mine.requests} requests answered, 19 of 20 begun "
+        f"within {mine.ttft_s:.1f} s ({before.ttft_s:.1f} s before). {LAB} had {flood.answered_share:.0%} of "
+        f"{flood.requests} answered; the rest were told at once when to come again."
     )
 
 
 def cheaper_now(seen: Seen) -> str:
-    return f"${seen.before.usd_per_h:.2f}/h became ${seen.now.usd_per_h:.2f}/h"
+    return f"The fleet moved to the cheaper GPUs. {_price(seen)}"
+
+
+def _price(seen: Seen) -> str:
+    before, now = seen.before.usd_per_h, seen.now.usd_per_h
+    if abs(now - before) < LEAST_USD:
+        return f"It costs ${now:.2f} an hour, as before."
+    return f"It costs ${now:.2f} an hour instead of ${before:.2f}."
+
+
+def _many(count: int, one: str, several: str) -> str:
+    """`no replicas`, `1 replica`, `2 replicas`."""
+    return f"{count or 'no'} {one if count == 1 else several}"
+
+
+# What it saved, in USD an hour.
+
+
+def nothing_saved(seen: Seen) -> float:
+    return 0.0
+
+
+def saved_by_far(seen: Seen) -> float:
+    return seen.near_usd_per_h - seen.now.usd_per_h if seen.near_usd_per_h else 0.0
+
+
+def saved_since(seen: Seen) -> float:
+    return seen.before.usd_per_h - seen.now.usd_per_h

@@ -11,7 +11,7 @@ from potluck.cli.demo.acts import the_day
 from potluck.cli.demo.play import Outcome
 from potluck.cli.demo.traffic import Counts
 
-FORMAT, VERSION = "potluck.demo", 1
+FORMAT, VERSION = "potluck.demo", 2
 
 
 def told(outcomes: Sequence[tuple[Outcome, Counts]], as_json: bool) -> int:
@@ -28,6 +28,21 @@ def told(outcomes: Sequence[tuple[Outcome, Counts]], as_json: bool) -> int:
     return 0 if whole and not lost else 1
 
 
+def summary(outcomes: Sequence[tuple[Outcome, Counts]]) -> str:
+    """The day in a few sentences, for who watched it."""
+    again = "Start again with `potluck demo`."
+    if not outcomes:
+        return again
+    sent = sum(counts.requests for _, counts in outcomes)
+    lost = sum(counts.lost for _, counts in outcomes)
+    timely = sum(counts.in_time for _, counts in outcomes) / max(1, sent)
+    first, last = outcomes[0][0].usd_per_h[0], outcomes[-1][0].usd_per_h[1]
+    return (
+        f"{sent:,} requests in {len(outcomes)} acts, {lost or 'none'} lost, {timely:.0%} in time. "
+        f"The fleet cost ${first:.2f} an hour at first and ${last:.2f} at the end. {again}"
+    )
+
+
 def _row(each: Outcome, counts: Counts) -> dict[str, object]:
     return {
         "act": each.act.name,
@@ -40,7 +55,8 @@ def _row(each: Outcome, counts: Counts) -> dict[str, object]:
         "replicas": list(each.replicas),
         "usd_per_h": [round(usd, 3) for usd in each.usd_per_h],
         "lasted_s": round(each.lasted_s, 1),
-        "saved": each.saved,
+        "result": each.result,
+        "saved_usd_per_h": round(each.saved_usd_per_h, 3),
         "chosen": each.chosen,
     }
 
@@ -59,7 +75,7 @@ def _table(outcomes: Sequence[tuple[Outcome, Counts]]) -> None:
                 each.moved,
                 f"{each.replicas[0]} > {each.replicas[1]}",
                 f"${each.usd_per_h[0]:.2f} > ${each.usd_per_h[1]:.2f}",
-                each.saved if each.shown else f"NOT SHOWN: {each.saved}",
+                each.result if each.shown else f"NOT SHOWN: {each.result}",
             )
             for each, counts in outcomes
         ],

@@ -55,7 +55,7 @@ class Remarks:
                 if before is not None and not _moved(before, now):
                     continue
                 self._thresholds[model, link] = now
-                what = f"{model}: prompts beyond {now.tokens:.0f} tokens may go over {link}"
+                what = f"only prompts of {model} beyond {now.tokens:.0f} tokens go over {link} now"
                 found.append(Remark(what, _why(before, now, thinks)))
         return found
 
@@ -68,7 +68,7 @@ def _moved(before: Threshold, now: Threshold) -> bool:
 def _why(before: Threshold | None, now: Threshold, thinks: str) -> str:
     if before is None or before.base_tokens != now.base_tokens:
         return thinks
-    away = f"{before.tokens:.0f} before; {now.base_tokens:.0f} are planned"
+    away = f"before it was {before.tokens:.0f}, planned are {now.base_tokens:.0f}"
     if now.tokens > before.tokens:
-        return f"the link, or prefill at its far end, has too much to do ({away})"
-    return f"the link and its far end are clear again ({away})"
+        return f"the link, or prefill at its far end, has too much to do; {away}"
+    return f"the link and its far end are clear again; {away}"

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from potluck.core.brain.fleet import Fleet
 from potluck.core.brain.policy import Policy
+from potluck.core.figures import moved
 from potluck.core.scale.base import (
     LEAST_SEEN,
     QUOTED,
@@ -67,15 +68,15 @@ class PeriodicReplan:
             return ()
         self._looked_s = at_s
         known = [seen for seen in observed.models if self._known(at_s, seen)]
-        moved = [said for seen in known for said in (self._moved(seen), self._shifted(seen)) if said]
+        reasons = [said for seen in known for said in (self._moved(seen), self._shifted(seen)) if said]
         missing = missing_copies(fleet, plan)
         if missing:
-            moved.append(f"{missing} copies of the plan are not there")
+            reasons.append(f"{missing} copies of the plan are not there")
         if self._quoted:
-            moved.append(QUOTED)
-        if not moved and at_s - self._asked_s >= self._policy.global_window_s:
-            moved.append("prices and nodes may have changed")
-        if not moved or not observed.models:
+            reasons.append(QUOTED)
+        if not reasons and at_s - self._asked_s >= self._policy.global_window_s:
+            reasons.append("prices and nodes may have changed")
+        if not reasons or not observed.models:
             self._notes.say(
                 "replan",
                 f"no rate moved by {LEAST_MOVE:.0%}, no length by {LENGTHS_MOVE:.0%}, or not beyond noise",
@@ -85,7 +86,7 @@ class PeriodicReplan:
         asked = tuple((seen.model, self._with_margin(seen, fleet)) for seen in observed.models)
         self._rates.update({seen.model: seen.rate_per_s for seen in observed.models})
         self._tokens.update({seen.model: _tokens(seen) for seen in observed.models if _told(seen)})
-        reason = ", ".join(moved)
+        reason = ", ".join(reasons)
         self._notes.say("replan", f"asks for a plan: {reason}")
         return (AskReplan(asked, reason),)
 
@@ -96,7 +97,7 @@ class PeriodicReplan:
     def _moved(self, seen: ModelObserved) -> str:
         old = self._rates.get(seen.model, 0.0)
         if abs(seen.rate_per_s - old) > max(LEAST_MOVE * old, NOISE * seen.error_per_s):
-            return f"{seen.model} moved from {old:.3g} to {seen.rate_per_s:.3g} requests/s"
+            return f"requests for {seen.model} {moved(old, seen.rate_per_s, '.2g')} a second"
         return ""
 
     def _shifted(self, seen: ModelObserved) -> str:
@@ -107,7 +108,7 @@ class PeriodicReplan:
         errors = (seen.prompt_error_tokens, seen.output_error_tokens)
         for what, old, new, error in zip(("prompts", "answers"), before, _tokens(seen), errors, strict=True):
             if abs(new - old) > max(LENGTHS_MOVE * old, NOISE * error):
-                return f"{what} of {seen.model} moved from {old:.0f} to {new:.0f} tokens"
+                return f"{what} of {seen.model} {moved(old, new)} tokens"
         return ""
 
     def _with_margin(self, seen: ModelObserved, fleet: Fleet) -> float:

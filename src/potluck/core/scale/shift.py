@@ -27,6 +27,7 @@ from math import hypot, inf
 from potluck.core.brain.facts import Facts
 from potluck.core.brain.fleet import Fleet, Unit
 from potluck.core.brain.policy import Policy
+from potluck.core.figures import moved
 from potluck.core.routing.groups import Lengths
 from potluck.core.scale.base import FlipRole, Notes, ScaleDecision, SetLengths
 from potluck.core.scale.regroup import best_roles
@@ -198,12 +199,12 @@ class ShiftFlips:
         band = self._policy.ratio
         noise = NOISE * hypot(old.prompt_error_tokens, now.prompt_error_tokens)
         if abs(now.prompt_tokens - old.prompt_tokens) > max(band * old.prompt_tokens, noise):
-            return f"mean prompt moved from {old.prompt_tokens:.0f} to {now.prompt_tokens:.0f} tokens"
+            return f"prompts {moved(old.prompt_tokens, now.prompt_tokens)} tokens"
         noise = NOISE * hypot(old.output_error_tokens, now.output_error_tokens)
         if abs(now.output_tokens - old.output_tokens) > max(band * old.output_tokens, noise):
-            return f"mean answer moved from {old.output_tokens:.0f} to {now.output_tokens:.0f} tokens"
+            return f"answers {moved(old.output_tokens, now.output_tokens)} tokens"
         if abs(now.rate_per_s - old.rate_per_s) > max(band * old.rate_per_s, NOISE * seen.error_per_s):
-            return f"rate moved from {old.rate_per_s:.3g} to {now.rate_per_s:.3g} requests/s"
+            return f"requests {moved(old.rate_per_s, now.rate_per_s, '.2g')} a second"
         if now.replicas != old.replicas:
             return f"{now.replicas} replicas instead of {old.replicas}"
         return ""

@@ -111,16 +111,16 @@ class Herald:
             case Planned(plan):
                 self._adopted(plan)
             case Quoted():
-                self.say("market", "prices or nodes are others", "the market was told")
+                self.say("market", "prices or offers of GPUs changed", "the market says so")
         for action in actions:
             self._act(action, event)
 
     def _adopted(self, plan: Plan) -> None:
         before, self._plan = self._plan, plan
-        cost = f"${plan.cost_usd_per_h:.2f}/h"
+        what = f"the plan for ${plan.cost_usd_per_h:.2f}/h is adopted"
         if before is not None:
-            cost += f" instead of ${before.cost_usd_per_h:.2f}/h: {copies_changed(before, plan)}"
-        self.say("plan", f"plan of {plan.strategy} adopted, {cost}", self._plan_why())
+            what += f" instead of ${before.cost_usd_per_h:.2f}/h: {copies_changed(before, plan)}"
+        self.say("plan", what, self._plan_why())
 
     def _stands_by(self, member: Member) -> bool:
         """Whether it did before."""

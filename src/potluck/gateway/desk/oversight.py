@@ -25,7 +25,7 @@ CONTROLLER_S = 10.0
 DRAINED_S = 60.0
 """For so long a controller may hear whose engines were drained by hand."""
 MOST_NOTE = 400
-NOTES = ("note", "act", "outcome")
+NOTES = ("note", "act", "outcome", "saving", "end")
 """Kinds of lines that come from outside."""
 
 

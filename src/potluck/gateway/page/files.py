@@ -7,13 +7,15 @@ from functools import cache
 from importlib import resources
 from typing import NamedTuple
 
+from potluck.worlds.look import base_css
+
 KINDS = {
     ".html": "text/html; charset=utf-8",
     ".css": "text/css; charset=utf-8",
     ".js": "text/javascript; charset=utf-8",
     ".svg": "image/svg+xml",
 }
-FIRST = "index.html"
+FIRST, BASE = "index.html", "base.css"
 HEADERS = {
     "Content-Security-Policy": (
         "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self'; connect-src 'self'; "
@@ -38,12 +40,14 @@ class File(NamedTuple):
 @cache
 def files() -> dict[str, File]:
     """By name."""
-    found = {}
+    found = {BASE: _file(BASE, base_css().encode())}
     for each in sorted(
         resources.files("potluck.gateway.page").joinpath("data").iterdir(), key=lambda one: one.name
     ):
-        kind = KINDS.get(each.name[each.name.rfind(".") :])
-        if kind is not None:
-            body = each.read_bytes()
-            found[each.name] = File(body, kind, f'"{hashlib.sha256(body).hexdigest()[:16]}"')
+        if each.name[each.name.rfind(".") :] in KINDS:
+            found[each.name] = _file(each.name, each.read_bytes())
     return found
+
+
+def _file(name: str, body: bytes) -> File:
+    return File(body, KINDS[name[name.rfind(".") :]], f'"{hashlib.sha256(body).hexdigest()[:16]}"')

@@ -63,7 +63,7 @@ def add_page(app: web.Application, page: Page) -> None:
         return _json(found)
 
     async def one(request: web.Request) -> web.StreamResponse:
-        row = None if show.requests is None else show.requests.row(request.query.get("id", ""))
+        row = show.requests.row(request.query.get("id", ""))
         if row is None:
             raise Refused(
                 404, "no such request is known; requests are kept only while a page is open", "not_found"
@@ -103,8 +103,12 @@ async def _live(request: web.Request, show: Show) -> web.StreamResponse:
             }
         )
         await response.prepare(request)
-        while True:
-            await response.write(await watcher.next(QUIET_S))
+        over = False
+        while not over:
+            said = await watcher.next(QUIET_S)
+            over = watcher.over
+            await response.write(said)
+        return response
     except ConnectionError:
         return response
     finally:

@@ -5,7 +5,10 @@
     news    {"at_s": ..., "set": {table: {name: {field: value}}}, "gone": {table: [name]}, "requests": {...},
              "events": [...], "point": {...}}      what is empty is left out
 
-Between ticks nothing is done; with nobody watching only a point of history every few seconds.
+    bye     {"what": ..., "why": ...}      the last line of a gateway that was asked to end
+
+Between ticks nothing is done; with nobody watching only a point of history every few seconds, and some requests are
+followed.
 """
 
 from __future__ import annotations
@@ -14,7 +17,7 @@ import asyncio
 import json
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from potluck.core.values.types import Slo
@@ -26,9 +29,7 @@ from potluck.gateway.page.waterfall import Waterfall
 
 FORMAT, VERSION = "potluck.page", 1
 TICK_S = 0.25
-LINGER_S = 10.0
-"""Requests are still followed for so long after the last one left: a page that is loaded again finds them."""
-LATEST = 60
+STOPPED = ("The service was stopped.", "This page goes on when it is started again.")
 MOST_WATCHERS = 16
 MOST_MESSAGES = 40
 """That wait for one reader; one that has more is given the whole again."""
@@ -42,6 +43,8 @@ class Watcher:
         self._news = asyncio.Event()
         self.late = False
         """It was too slow: what waits for it is not all there was."""
+        self.over = False
+        """Nothing more comes."""
 
     def put(self, message: bytes) -> None:
         if len(self._messages) >= MOST_MESSAGES:
@@ -55,6 +58,11 @@ class Watcher:
         self._messages.clear()
         self.late = False
         self.put(whole)
+
+    def end(self, last: bytes) -> None:
+        self._messages.append(last)
+        self.over = True
+        self._news.set()
 
     async def next(self, wait_s: float) -> bytes:
         try:
@@ -72,20 +80,24 @@ class Show:
     """Made once. `look` is called at every tick of the desk, `listen` begins the stream's own ticks."""
 
     def __init__(
-        self, center: Center, clock: Callable[[], float] = time.time, tick_s: float = TICK_S
+        self,
+        center: Center,
+        tokens: Callable[[], Mapping[str, float]] = dict,
+        notices: Callable[[], Iterable[str]] = tuple,
+        clock: Callable[[], float] = time.time,
+        tick_s: float = TICK_S,
     ) -> None:
         self._center, self._clock, self._tick_s = center, clock, tick_s
         self.flows = Flows()
         self.hour = Hour(self._slos())
-        self._sight = Sight(center, self.flows)
+        self._sight = Sight(center, self.flows, tokens, notices)
         self._watchers: list[Watcher] = []
         self._before: Tables = {}
         self._event = 0
         self._point: Row | None = None
         self._ticking: asyncio.TimerHandle | None = None
-        self._ending: asyncio.TimerHandle | None = None
-        self.requests: Waterfall | None = None
-        """While somebody watches, and a little longer."""
+        self.requests = Waterfall(clock() - center.desk.now_s())
+        center.desk.watchers.append(self.requests)
 
     def _slos(self) -> dict[str, Slo]:
         return dict(self._center.kits.scene.slos)
@@ -135,36 +147,34 @@ class Show:
     def leave(self, watcher: Watcher) -> None:
         if watcher in self._watchers:
             self._watchers.remove(watcher)
-        if not self._watchers and self._ending is None:
+        if not self._watchers:
             self._rest()
-            self._ending = asyncio.get_running_loop().call_later(LINGER_S, self._end)
 
     @property
     def watched(self) -> bool:
         return bool(self._watchers)
 
     def _begin(self) -> None:
-        if self._ending is not None:
-            self._ending.cancel()
-            self._ending = None
-        if self.requests is None:
-            self.requests = Waterfall(self._clock() - self._center.desk.now_s())
-            self._center.desk.watchers.append(self.requests)
+        self.requests.watched(True)
         self._before, self._point = self._tables(self._clock()), None
         kept = self._center.herald.kept
         self._event = kept[-1].number if kept else 0
         self._ticking = asyncio.get_running_loop().call_later(self._tick_s, self._tick)
 
     def _rest(self) -> None:
+        self.requests.watched(False)
         if self._ticking is not None:
             self._ticking.cancel()
             self._ticking = None
 
-    def _end(self) -> None:
-        self._ending = None
-        if self.requests in self._center.desk.watchers:
-            self._center.desk.watchers.remove(self.requests)
-        self.requests = None
+    def goodbye(self) -> None:
+        """The last line to all who watch: that the gateway was asked to end, or what was said of it."""
+        last = next((each for each in reversed(self._center.herald.kept) if each.kind == "end"), None)
+        what, why = STOPPED if last is None else (last.what, last.why)
+        line = message("bye", {"what": what, "why": why})
+        self._rest()
+        for watcher in self._watchers:
+            watcher.end(line)
 
     # What they read.
 
@@ -177,7 +187,7 @@ class Show:
                 "at_s": round(self._clock(), 3),
                 "tick_s": self._tick_s,
                 "tables": self._before,
-                "requests": {} if self.requests is None else self.requests.latest(LATEST),
+                "requests": self.requests.latest(),
                 "events": [event_of(each) for each in self._center.herald.kept if each.number <= self._event],
                 "points": self.hour.columns(),
             },
@@ -206,7 +216,7 @@ class Show:
             found["set"] = changed
         if gone:
             found["gone"] = gone
-        if self.requests is not None and (rows := self.requests.changed()):
+        if rows := self.requests.changed():
             found["requests"] = rows
         new = [each for each in self._center.herald.kept if each.number > self._event]
         if new:

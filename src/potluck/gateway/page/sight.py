@@ -4,11 +4,10 @@ sees, so that what has not really changed is not told again."""
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, Generic, TypeVar
 
 from potluck.core.brain.fleet import View
-from potluck.core.values.crossings import lossy_notices
 from potluck.core.values.layout import Layout
 from potluck.core.values.plan import Plan, Template
 from potluck.gateway.admin.overseer import QueueSeen
@@ -22,29 +21,46 @@ LOST_S = 60.0
 BUSY_S = 3.0
 """Over which a replica's work is averaged."""
 FLOW_S = 4.0
+TOKENS_S = 8.0
+"""Over which a replica's tokens are averaged: they are counted when its part in a request ends."""
 MOST_FLOWS = 60
 LEAST_FLOW_BYTES_PER_S = 1_000.0
+Key = TypeVar("Key")
+
+
+class Rates(Generic[Key]):
+    """Amounts a second over the last `over_s`: each enters the average once and fades."""
+
+    def __init__(self, over_s: float, least: float) -> None:
+        self._over_s, self._least = over_s, least
+        self._new: Counter[Key] = Counter()
+        self._rates: dict[Key, float] = {}
+
+    def add(self, key: Key, amount: float) -> None:
+        self._new[key] += amount  # type: ignore[assignment]
+
+    def look(self, span_s: float) -> dict[Key, float]:
+        """`span_s` since the look before; those below the least are left out."""
+        keep = max(0.0, 1.0 - span_s / self._over_s)
+        new, self._new = self._new, Counter()
+        found = {
+            key: self._rates.get(key, 0.0) * keep + new[key] / self._over_s for key in {*self._rates, *new}
+        }
+        self._rates = {key: rate for key, rate in found.items() if rate > self._least}
+        return self._rates
 
 
 class Flows:
     """KV that crosses between replicas lately: bytes a second, averaged."""
 
     def __init__(self) -> None:
-        self._moved: Counter[tuple[str, str, str]] = Counter()
-        self._rates: dict[tuple[str, str, str], float] = {}
+        self._rates: Rates[tuple[str, str, str]] = Rates(FLOW_S, LEAST_FLOW_BYTES_PER_S)
 
     def moved(self, source: str, target: str, codec: str, moved_bytes: int, took_s: float) -> None:
-        self._moved[source, target, codec] += moved_bytes
+        self._rates.add((source, target, codec), moved_bytes)
 
     def look(self, span_s: float) -> dict[str, Row]:
-        keep = max(0.0, 1.0 - span_s / FLOW_S)
-        moved, self._moved = self._moved, Counter()
-        rates = {
-            key: self._rates.get(key, 0.0) * keep + moved[key] / FLOW_S
-            for key in {*self._rates, *moved}  # bytes enter the average once and fade
-        }
-        self._rates = {key: rate for key, rate in rates.items() if rate > LEAST_FLOW_BYTES_PER_S}
-        largest = sorted(self._rates.items(), key=lambda each: -each[1])[:MOST_FLOWS]
+        largest = sorted(self._rates.look(span_s).items(), key=lambda each: -each[1])[:MOST_FLOWS]
         return {
             f"{source} > {target}": {
                 "source": source,
@@ -59,8 +75,18 @@ class Flows:
 class Sight:
     """Looks at a center. `look` may be called at any pace; averages go by the time between two."""
 
-    def __init__(self, center: Center, flows: Flows) -> None:
+    def __init__(
+        self,
+        center: Center,
+        flows: Flows,
+        tokens: Callable[[], Mapping[str, float]] = dict,
+        notices: Callable[[], Iterable[str]] = tuple,
+    ) -> None:
+        """`tokens`: what each replica computed or streamed since the gateway began."""
         self._center, self._flows = center, flows
+        self._tokens, self._notices = tokens, notices
+        self._counted: Mapping[str, float] | None = None
+        self._token_rates: Rates[str] = Rates(TOKENS_S, 0.05)
         self._overseer = Oversight(center)
         self._plain: dict[str, tuple[object, Row]] = {}
         self._rows: dict[str, Row] = {}
@@ -102,7 +128,7 @@ class Sight:
             "thinks": center.brain.steward.why(),
             "open_requests": center.desk.open_requests,
             "problems": [*center.brain.steward.notes],
-            "notices": [*lossy_notices(plan)],
+            "notices": [*self._notices()],
         }
 
     def _deployments(self) -> dict[str, Row]:
@@ -205,7 +231,8 @@ class Sight:
     def _replicas(self, span_s: float, now_utc_s: float) -> dict[str, Row]:
         weight = min(1.0, span_s / BUSY_S)
         views = self._center.brain.fleet.views
-        rows = {name: self._replica(name, view, weight) for name, view in views.items()}
+        tokens = self._tokens_per_s(span_s)
+        rows = {name: self._replica(name, view, weight, tokens) for name, view in views.items()}
         for name, (lost_s, why) in self._center.herald.lost.items():
             if name not in rows and name in self._rows and now_utc_s - lost_s < LOST_S:
                 row = self._rows[name]
@@ -218,6 +245,7 @@ class Sight:
                         "why": why,
                         "open": 0,
                         "busy": 0.0,
+                        "tokens_per_s": 0.0,
                         "running": 0,
                         "waiting": 0,
                     }
@@ -227,7 +255,13 @@ class Sight:
         self._rows = rows
         return rows
 
-    def _replica(self, name: str, view: View, weight: float) -> Row:
+    def _tokens_per_s(self, span_s: float) -> Mapping[str, float]:
+        before, self._counted = self._counted, self._tokens()
+        for name, count in self._counted.items():
+            self._token_rates.add(name, count - (count if before is None else before.get(name, 0.0)))
+        return self._token_rates.look(span_s)
+
+    def _replica(self, name: str, view: View, weight: float, tokens: Mapping[str, float]) -> Row:
         known = self._plain.get(name)
         if known is None or known[0] is not view.member:
             known = self._plain[name] = (view.member, self._plain_row(view))
@@ -247,6 +281,7 @@ class Sight:
             "waiting": 0 if status is None else status.queued,
             "kv": round(1.0 - status.free_blocks / total, 2) if status is not None and total else 0.0,
             "busy": round(busy, 1),
+            "tokens_per_s": float(f"{tokens.get(name, 0.0):.2g}"),
             "pace": round(view.pace, 2),
         }
 

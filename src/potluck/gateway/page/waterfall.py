@@ -1,11 +1,12 @@
-"""Requests as the desk hears of them, while somebody watches: when each came, was sent, handed on, answered.
+"""Requests as the desk hears of them: when each came, was sent, handed on, answered.
 
-One row per request. Of many a second only some are shown as they go, and those that fail; all are kept for a while,
-for who asks by name.
+One row per request. Of many a second only some are followed as they go, and those that fail. While somebody watches
+all are kept for a while, for who asks by name; else only the followed, for who comes next.
 """
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -28,22 +29,28 @@ _HEARD = (Computed, SegmentDone, FirstToken, Failed, Finished, Cancelled)
 MOST_ROWS = 4_000
 MOST_SHOWN = 400
 """Rows under way that are followed live."""
-NEW_PER_TICK = 6
-"""Requests that begin to be followed between two looks, of however many come."""
+NEW_PER_S = 24
+"""Requests that begin to be followed in a second, of however many come."""
+LATEST = 60
+"""That have ended, and are told to who comes."""
 
 
 class Waterfall:
     """A watcher of the desk. Times are seconds since the request came."""
 
-    def __init__(self, zero_utc_s: float, shown: Mapping[str, Row] | None = None) -> None:
+    def __init__(self, zero_utc_s: float) -> None:
         """`zero_utc_s`: the time of day when the desk's time was 0."""
         self._zero_utc_s = zero_utc_s
-        self._rows: dict[str, Row] = dict(shown or {})
+        self._rows: dict[str, Row] = {}
         self._came_s: dict[str, float] = {}
         """Those under way; by the desk's time."""
         self._shown: set[str] = set()
+        """Of those, the followed."""
+        self._ended: deque[str] = deque(maxlen=LATEST)
         self._changed: dict[str, None] = {}
-        self._begun = 0
+        self._begun = (0, 0)
+        """A second, and how many began to be followed in it."""
+        self._watched = False
 
     def __call__(self, at_s: float, event: Event, actions: Sequence[Action]) -> None:
         if isinstance(event, Arrived):
@@ -56,28 +63,39 @@ class Waterfall:
             if type(action) is Run or type(action) is Twin:
                 self._sent(at_s, action)
             elif type(action) is Refuse:
-                self._over(at_s, action.request, "refused", {"why": action.detail or action.reason})
+                self._over(at_s, action.request, "refused", {"why": action.detail, "reason": action.reason})
 
     def row(self, request: str) -> Row | None:
         return self._rows.get(request)
 
-    def latest(self, most: int) -> dict[str, Row]:
-        return dict(list(self._rows.items())[-most:])
+    def watched(self, watched: bool) -> None:
+        """Whether somebody looks from now on."""
+        self._watched, self._changed = watched, {}
+
+    def latest(self) -> dict[str, Row]:
+        """The last that ended, and the followed that have not."""
+        wanted = {*self._ended, *self._shown}
+        return {name: row for name, row in self._rows.items() if name in wanted}
 
     def changed(self) -> dict[str, Row]:
         """Rows that are followed and are not what they were at the last look."""
         found = {name: self._rows[name] for name in self._changed if name in self._rows}
-        self._changed, self._begun = {}, 0
-        self._shown = {name for name in self._shown if name in self._came_s}
+        self._changed = {}
         return found
 
     # One request.
 
     def _arrived(self, at_s: float, request: Request) -> None:
+        second, begun = self._begun if self._begun[0] == int(at_s) else (int(at_s), 0)
+        followed = begun < NEW_PER_S and len(self._shown) < MOST_SHOWN
+        if not followed and not self._watched:
+            return
+        self._begun = (second, begun + followed)
         while len(self._rows) >= MOST_ROWS:
             gone = next(iter(self._rows))
             del self._rows[gone]
             self._came_s.pop(gone, None)
+            self._shown.discard(gone)
         self._came_s[request.id] = at_s
         self._rows[request.id] = {
             "model": request.model,
@@ -88,16 +106,12 @@ class Waterfall:
             "state": "waiting",
             "attempts": [],
         }
-        if self._begun < NEW_PER_TICK and len(self._shown) < MOST_SHOWN:
-            self._begun += 1
-            self._follow(request.id)
-
-    def _follow(self, request: str) -> None:
-        self._shown.add(request)
-        self._changed[request] = None
+        if followed:
+            self._shown.add(request.id)
+            self._touch(request.id)
 
     def _touch(self, request: str) -> None:
-        if request in self._shown:
+        if self._watched and request in self._shown:
             self._changed[request] = None
 
     def _sent(self, at_s: float, run: Run | Twin) -> None:
@@ -159,6 +173,8 @@ class Waterfall:
             return
         row.update(more, state=state, ended_s=_short(at_s - (came_s if since is None else since)))
         self._touch(request)
+        self._shown.discard(request)
+        self._ended.append(request)
 
 
 def _short(after_s: float) -> float:

@@ -41,11 +41,14 @@ export function seconds(value) {
   return value < 60 ? `${value.toFixed(value < 10 ? 2 : 1)} s` : `${Math.floor(value / 60)} min${value % 60 >= 0.5 ? ` ${Math.round(value % 60)} s` : ""}`;
 }
 
+/** A figure on an axis: 2 s, not 2.00 s. */
+export const brief = (words) => words.startsWith("$") ? words.replace(/\.00$/, "") : words.replace(/\.(\d*?)0+(?=\D|$)/, (_, rest) => (rest ? `.${rest}` : ""));
+
 export function count(value) {
   if (value === null || value === undefined) return "–";
   if (Math.abs(value) >= 1e6) return `${(value / 1e6).toFixed(1)}M`;
   if (Math.abs(value) >= 1e4) return `${(value / 1e3).toFixed(0)}k`;
-  return Number.isInteger(value) ? String(value) : value.toFixed(value < 10 ? 1 : 0);
+  return value >= 1e3 ? Math.round(value).toLocaleString("en") : Number.isInteger(value) ? String(value) : value.toFixed(value < 10 ? 1 : 0);
 }
 
 export const usd = (value) => (value === null || value === undefined ? "–" : `$${value.toFixed(2)}`);
@@ -71,7 +74,12 @@ export function copy(name, rows) {
 export function short(name, rows) {
   const row = rows?.[name];
   if (row) return `${gpu(row.gpu)} ${row.region} ${copy(name, rows)}`.trim();
-  return name.slice(name.indexOf("@") + 1);
+  return plain(name);
+}
+
+/** The same of names in a line that somebody else wrote: "words: decode 1xL4 tp1@near#3/0 is ready". */
+export function plain(line) {
+  return line.replace(/(?:[^\s:;,()]+: )?(?:[^@:;,()]*? )?(\d+x[^\s@]+)[^@:;,()]*@([^\s#]+)#(\d+)\/\d+/g, (_, node, region, number) => `${gpu(node)} ${region} #${number}`).replaceAll("->", " → ");
 }
 
 export function ago(at_s, now_s) {
@@ -82,9 +90,9 @@ export function ago(at_s, now_s) {
 export function table(element, columns, rows, caption) {
   element.replaceChildren(
     h("caption", { class: "sr" }, caption),
-    h("thead", {}, h("tr", {}, columns.map((each) => h("th", { scope: "col", class: each.right ? "right" : null }, each.name)))),
+    h("thead", {}, h("tr", {}, columns.map((each) => h("th", { scope: "col", class: each.right ? "n" : null }, each.name)))),
     h("tbody", {}, rows.map((row) => h("tr", {}, row.map((cell, place) => {
-      const kind = columns[place].right ? "right" : null;
+      const kind = columns[place].right ? "n" : null;
       return place === 0 ? h("th", { scope: "row", class: kind }, cell) : h("td", { class: kind }, cell);
     })))),
   );

@@ -9,7 +9,11 @@ let held = null;
 let opened = null;
 let drawn = new Map();
 
-legend($("fall-legend"), [["queue", "waits for its turn"], ["prefill", "prompt computed"], ["kv", "KV handed on"], ["decode", "answer written"], ["lost", "attempt failed"]]);
+const REASONS = { overloaded: "too busy", no_capacity: "nobody can take it", too_long: "too long for every replica", deadline: "its deadline has passed", retries: "failed too often", lost: "its replica was lost", unknown_model: "no such model", unknown_class: "no such class" };
+/** Why it was refused, as people say it. */
+const refusal = (row) => `${REASONS[row.reason] || row.reason || "refused"}${row.why ? `: ${row.why}` : ""}`;
+
+legend($("fall-legend"), [["queue", "waits for its turn"], ["prefill", "prompt computed"], ["kv", "KV handed on"], ["decode", "answer written"], ["lost", "failed or refused"]]);
 
 /** What happened when, of one request: [kind, from, to, words]. */
 export function parts(row, now_s) {
@@ -18,7 +22,7 @@ export function parts(row, now_s) {
   let last = 0;
   const name = (replica) => short(replica, shown().replicas);
   const add = (kind, from, to, words) => { if (to > from) found.push([kind, from, to, words]); last = Math.max(last, to); };
-  if (!row.attempts.length) add("queue", 0, end, row.state === "refused" ? `refused: ${row.why}` : "waits for its turn");
+  if (!row.attempts.length) add("queue", 0, end, "waits for its turn");
   row.attempts.forEach((attempt, place) => {
     const next = row.attempts[place + 1];
     const over = attempt.ended_s ?? (next ? next.sent_s : end);
@@ -40,6 +44,7 @@ export function parts(row, now_s) {
     if (attempt.failed) found.push(["lost", over, over, `${attempt.where ? name(attempt.where) : "the attempt"} failed (${attempt.failed})`]);
     last = Math.max(last, over);
   });
+  if (row.state === "refused") found.push(["lost", end, end, `refused, ${refusal(row)}`]);
   return { found, end };
 }
 
@@ -65,12 +70,13 @@ export function steps(row, now_s) {
 function line(row, scale, now_s) {
   const open = opened === row.id;
   const ttft = row.first_s;
-  const words = row.state === "done" ? `first token ${seconds(ttft)}, all ${seconds(row.ended_s)}` : row.state === "running" ? (ttft === undefined ? "prompt" : "writing") : row.state;
+  const refused = row.state === "refused";
+  const words = refused ? row.ended_s < 0.05 ? "refused at once" : `refused after ${seconds(row.ended_s)}` : row.state === "done" ? `first token ${seconds(ttft)}, all ${seconds(row.ended_s)}` : row.state === "running" ? (ttft === undefined ? "prompt" : "writing") : row.state;
   const summary = h("button", { type: "button", class: "request", "aria-expanded": open, onclick: () => { opened = open ? null : row.id; drawn.clear(); repaint(); } },
     h("span", { class: "who" }, h("span", { class: "id" }, row.id.slice(0, 6)), ` ${count(row.prompt_tokens)} tok${row.tenant && row.tenant !== "default" ? ` · ${row.tenant}` : ""}`),
     track(row, scale, now_s),
-    h("span", { class: "how" }, words),
-    h("span", { class: "route" }, routeOf(row)));
+    h("span", { class: refused ? "how bad" : "how" }, words),
+    h("span", { class: refused ? "route bad" : "route" }, refused ? refusal(row) : routeOf(row)));
   return h("li", { class: row.attempts.length > 1 ? "moved" : null, "data-id": row.id }, summary, open ? h("div", {}, h("p", { class: "note" }, `came at ${clock(row.came_s)}, for ${row.model}, class ${row.class}`), steps(row, now_s)) : null);
 }
 
@@ -98,6 +104,7 @@ let lastScale = 0;
 function paint() {
   const rows = held || picked();
   $("fall-note").hidden = rows.length > 0;
+  $("fall-axis").hidden = !rows.length;
   const now_s = state.at_s;
   let scale = 0.05;
   for (const row of rows) scale = Math.max(scale, row.ended_s ?? now_s - row.came_s);

@@ -1,11 +1,11 @@
 // The page as a whole: its head, the time that is shown, the key, light and dark.
 
-import { $, h, text, usd, count, percent, clock } from "/page/dom.js";
+import { $, h, text, usd, count, percent, clock, seconds, brief } from "/page/dom.js";
 import { state, shown, draws, touched } from "/page/state.js";
 import { ask, listen, hasKey, setKey } from "/page/stream.js";
 import { secret, toast } from "/page/ask.js";
 import "/page/map.js";
-import { repaint as repaintPlots } from "/page/plots.js";
+import { currentModel } from "/page/plots.js";
 import "/page/fall.js";
 import "/page/chat.js";
 import { lately } from "/page/panels.js";
@@ -17,7 +17,6 @@ const THEME = "potluck-theme";
 function dress(theme) {
   if (theme) document.documentElement.dataset.theme = theme; else delete document.documentElement.dataset.theme;
   text($("theme"), theme ? `Theme: ${theme}` : "Theme: auto");
-  repaintPlots();
 }
 let theme = localStorage.getItem(THEME) || "";
 dress(theme);
@@ -26,27 +25,36 @@ $("theme").addEventListener("click", () => {
   if (theme) localStorage.setItem(THEME, theme); else localStorage.removeItem(THEME);
   dress(theme);
 });
-matchMedia("(prefers-color-scheme: dark)").addEventListener("change", repaintPlots);
 
 // The head.
 
 let link = "connecting";
-const LINKS = { live: "live", away: "the gateway does not answer", key: "the operators' key is needed", full: "too many watch already", connecting: "connecting" };
-function say(what) {
+const LINKS = { live: "live", away: "connection lost; trying again", bye: "ended", key: "the operators' key is needed", full: "too many watch already", connecting: "connecting" };
+function say(what, last) {
   link = what;
+  if (last) {
+    text($("bye-what"), last.what);
+    $("bye-why").replaceChildren(...last.why.split("`").map((each, at) => (at % 2 ? h("code", {}, each) : each)));
+  }
+  $("bye").hidden = what !== "bye";
   head();
   if (what === "key" && !$("ask").open) askKey();
 }
 
 const figures = new Map();
-function figure(name, value) {
+/** A large number, its unit, and what it is beside. */
+function figure(name, value, unit, note, bad = false) {
   let found = figures.get(name);
   if (!found) {
-    found = h("dd", {});
+    found = { box: h("div", { class: "figure" }), value: h("b"), unit: h("span"), note: h("small") };
+    found.box.append(h("h2", {}, name), h("p", {}, found.value, " ", found.unit), found.note);
     figures.set(name, found);
-    $("figures").append(h("div", {}, h("dt", {}, name), found));
+    $("figures").append(found.box);
   }
-  text(found, value);
+  text(found.value, value);
+  text(found.unit, unit);
+  text(found.note, note);
+  found.box.classList.toggle("bad", bad);
 }
 
 function head() {
@@ -57,13 +65,21 @@ function head() {
   if (!models.length) return;
   const replicas = Object.values(tables.replicas || {});
   const sum = (name) => models.reduce((total, [model]) => total + (lately(model, name, 15) || 0), 0);
-  const all = sum("ended_per_s");
-  const lost = replicas.filter((each) => each.state === "lost").length;
-  figure("replicas ready", `${replicas.filter((each) => each.state === "ready").length} of ${replicas.length - lost}${lost ? `, ${lost} lost` : ""}`);
-  figure("requests", `${count(all)}/s, ${models.reduce((total, [, each]) => total + each.running + each.waiting, 0)} open`);
-  figure("in time", all ? percent(sum("in_time_per_s") / all) : "–");
-  figure("tokens", `${count(sum("tokens_per_s"))}/s`);
-  figure("cost", `${usd(tables.plan?.now?.now_usd_per_h)}/h`);
+  const now = (name) => models.reduce((total, [, each]) => total + each[name], 0);
+  const all = sum("ended_per_s"), timely = all ? sum("in_time_per_s") / all : null;
+  const least = Math.max(0, ...models.map(([, each]) => each.slo?.attainment || 0));
+  const one = tables.models[currentModel()] ? currentModel() : models[0][0];
+  const ttft = lately(one, "ttft_p90_s", 15), limit = tables.models[one].slo?.ttft_s;
+  const usd_per_mtok = lately(one, "usd_per_mtok");
+  const [waited, unit = ""] = seconds(ttft).split(" ");
+  const off = ["lost", "starting", "draining"].map((kind) => [kind, replicas.filter((each) => each.state === kind).length]);
+  const ready = replicas.filter((each) => each.state === "ready").length;
+  figure("In time", timely === null ? "–" : String(Math.round(timely * 100)), timely === null ? "" : "%", least ? `objective ${percent(least)}` : "no objective", timely !== null && timely < least);
+  figure("First token, 9 of 10", waited, unit, `${models.length > 1 ? `${one}, ` : ""}${limit ? `objective ${brief(seconds(limit))}` : "no objective"}`, ttft !== null && limit !== undefined && ttft > limit);
+  figure("Requests", count(all), "per second", `${now("running")} run, ${now("waiting")} wait`);
+  figure("Tokens", count(sum("tokens_per_s")), "per second", "of answers");
+  figure("Cost", usd(tables.plan?.now?.now_usd_per_h), "an hour", usd_per_mtok === null ? "no tokens yet" : `${usd(usd_per_mtok)} per million tokens`);
+  figure("Replicas", String(ready), "ready", off.filter(([, many]) => many).map(([kind, many]) => `${many} ${kind}`).join(", ") || "all of them", off[0][1] > 0);
 }
 draws($("figures"), ["models", "replicas", "points", "plan"], head, 500);
 

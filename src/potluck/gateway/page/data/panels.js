@@ -1,9 +1,9 @@
 // The plan and why, planned beside observed, tenants, and the log of decisions.
 
-import { $, h, text, table, usd, seconds, count, percent, clock, gpu } from "/page/dom.js";
+import { $, h, text, table, usd, seconds, count, percent, clock, gpu, plain, brief } from "/page/dom.js";
 import { state, shown, draws } from "/page/state.js";
 
-const KINDS = { homogeneous: "whole requests", combo: "prompts apart from answers", pair: "prompts shared by two GPUs", pipeline: "layers spread over nodes", group: "a group of machines", remote_prefill: "prompts computed elsewhere" };
+const KINDS = { pair: "two GPUs share each prompt", pipeline: "layers spread over nodes", group: "a group of machines" };
 const CONFIDENCE = { measured: "measured GPUs", transferred: "figures carried over from like GPUs", assumed: "figures assumed" };
 
 draws($("plan"), ["plan", "deployments", "models", "points"], () => {
@@ -14,14 +14,21 @@ draws($("plan"), ["plan", "deployments", "models", "points"], () => {
   const whole = plan.fraction < 1 ? ` It can serve only ${percent(plan.fraction)} of what is asked for, on averages.` : "";
   text($("plan-why"), `Version ${plan.version}, strategy ${plan.strategy}: ${usd(plan.usd_per_h)}/h planned, ${usd(plan.now_usd_per_h)}/h rented now; ${sure}.${whole} ${reason(tables)} Why now: ${plan.why}. ${plan.thinks ? `Scaling (${plan.scaling}): ${plan.thinks}.` : `Scaling: ${plan.scaling}.`}`);
   const rows = Object.entries(tables.deployments || {}).sort().map(([, each]) => [
-    h("span", {}, `${each.count} × `, h("b", {}, each.replicas.map((one) => `${gpu(one.gpu)}${one.role === "mixed" ? "" : ` (${one.role})`}`).join(" + ")), h("div", { class: "note" }, `${KINDS[each.kind] || each.kind}; ${CONFIDENCE[each.confidence] || each.confidence}`), stageBars(each)),
+    h("span", {}, `${each.count} × `, h("b", {}, each.replicas.map((one) => `${gpu(one.gpu)}${one.role === "mixed" ? "" : ` (${one.role})`}`).join(" + ")), h("div", { class: "note" }, `${doing(each)}; ${CONFIDENCE[each.confidence] || each.confidence}`), stageBars(each)),
     each.region, each.model, takes(each), usd(each.usd_per_h)]);
   table($("deployments"), [{ name: "What" }, { name: "Where" }, { name: "Model" }, { name: "Takes" }, { name: "$/h", right: true }], rows, "What the plan deploys");
   promises(tables);
 }, 1500);
 
+/** Which part of requests a copy does, by the roles of its replicas. */
+export function doing(each) {
+  const roles = new Set(each.replicas.map((one) => one.role));
+  const part = roles.has("mixed") ? "whole requests" : roles.size > 1 ? "prompts apart from answers" : roles.has("prefill") ? "prompts only" : "answers only";
+  return KINDS[each.kind] ? `${part}, ${KINDS[each.kind]}` : part;
+}
+
 function reason(tables) {
-  const said = Object.entries(tables.models || {}).filter(([, each]) => each.planned && each.slo).map(([name, each]) => `${count(each.planned.demand_per_s)} requests/s of ${name} (${count(each.planned.capacity_per_s)}/s possible), first tokens within ${seconds(each.slo.ttft_s)} and ${seconds(each.slo.tpot_s)} per token`);
+  const said = Object.entries(tables.models || {}).filter(([, each]) => each.planned && each.slo).map(([name, each]) => `${count(each.planned.demand_per_s)} requests/s of ${name} (${count(each.planned.capacity_per_s)}/s possible), first tokens within ${brief(seconds(each.slo.ttft_s))} and ${brief(seconds(each.slo.tpot_s))} per token`);
   return said.length ? `It is for ${said.join("; ")}.` : "";
 }
 
@@ -73,13 +80,13 @@ function promises(tables) {
   for (const [name, each] of Object.entries(tables.models || {})) {
     const said = each.planned, slo = each.slo;
     const all = lately(name, "ended_per_s"), timely = lately(name, "in_time_per_s");
-    const verdict = (value, limit) => (value === null || !limit ? "" : value <= limit ? "✓ kept" : "✗ missed");
+    const verdict = (value, limit) => (value === null || !limit ? "" : value <= limit ? "✓ kept" : h("span", { class: "bad" }, "✗ missed"));
     const ttft = lately(name, "ttft_p90_s"), tpot = lately(name, "tpot_p90_s");
     rows.push(
       [`${name}: time to first token, 9 of 10`, seconds(slo?.ttft_s), seconds(said?.ttft_s), seconds(ttft), verdict(ttft, slo?.ttft_s)],
       [`${name}: time per token, 9 of 10`, seconds(slo?.tpot_s), seconds(said?.tpot_s), seconds(tpot), verdict(tpot, slo?.tpot_s)],
       [`${name}: requests`, "–", said ? `${count(said.demand_per_s)}/s of ${count(said.capacity_per_s)}/s` : "–", all === null ? "–" : `${count(all)}/s`, ""],
-      [`${name}: in time`, slo ? percent(slo.attainment) : "–", "–", all ? percent(timely / all) : "–", all && slo ? (timely / all >= slo.attainment ? "✓ kept" : "✗ missed") : ""],
+      [`${name}: in time`, slo ? percent(slo.attainment) : "–", "–", all ? percent(timely / all) : "–", all && slo ? (timely / all >= slo.attainment ? "✓ kept" : h("span", { class: "bad" }, "✗ missed")) : ""],
       ...perClass(name, slo),
       [`${name}: cost`, "–", "–", `${usd(each.usd_per_h)}/h, ${usd(lately(name, "usd_per_mtok"))} per million tokens`, ""]);
   }
@@ -106,8 +113,8 @@ function eventLine(each) {
   return h("li", { class: `event ${each.kind}` },
     h("a", { href: `#t=${Math.floor(each.at_s)}` }, clock(each.at_s)),
     h("span", { class: "kind" }, each.kind),
-    h("span", { class: "what" }, each.what),
-    each.why ? h("span", { class: "why" }, each.why) : null);
+    h("span", { class: "what", title: each.what }, plain(each.what)),
+    each.why ? h("span", { class: "why" }, plain(each.why)) : null);
 }
 
 let first = null;
@@ -130,17 +137,20 @@ const repaintEvents = draws($("events"), ["events"], () => {
 kind.addEventListener("change", repaintEvents);
 find.addEventListener("input", repaintEvents);
 
-// What happens, what was chosen, what it saved: the lines of an act, or the latest decision.
+// The story: what happens, what was chosen, what came of it; the lines of an act, or the latest decision.
 
-const TOLD = { act: "what happens", outcome: "what it saved", note: "note" };
+const TOLD = { act: "What happens", outcome: "What came of it", saving: "What it saved", end: "The end", note: "Note" };
 const CAUSES = ["lost", "market", "order"];
-const QUIET = ["ready", "start", "stop", "cache", "drain"];
+const QUIET = ["ready", "start", "stop", "cache", "drain", "replan", "recast"];
 const MOST_CHOSEN = 3;
 
 function storyLine(each) {
   return h("p", { class: each.kind }, h("a", { href: `#t=${Math.floor(each.at_s)}` }, clock(each.at_s)),
-    h("b", {}, TOLD[each.kind] || (CAUSES.includes(each.kind) ? "what happened" : "what was chosen")), h("span", {}, each.what, each.why ? h("span", { class: "why" }, ` — ${each.why}`) : null));
+    h("b", {}, TOLD[each.kind] || (CAUSES.includes(each.kind) ? "What happened" : "What was chosen")),
+    h("span", {}, each.kind === "act" ? h("strong", {}, sentence(each.what)) : sentence(plain(each.what)), each.why ? h("span", { class: "why" }, ` ${sentence(plain(each.why))}`) : null));
 }
+
+const sentence = (words) => `${words.charAt(0).toUpperCase()}${words.slice(1)}${/[.!?]$/.test(words) ? "" : "."}`;
 
 let told = "";
 draws(null, ["events"], () => {
@@ -150,12 +160,11 @@ draws(null, ["events"], () => {
   let lines = loud.slice(-1);
   if (act >= 0 && (loud.at(-1).kind !== "note" || loud.length - act < 40)) {
     const since = loud.slice(act + 1);
-    // Of what is said again and again, how far prompts may go, only the latest: plans and losses are to be seen beside it.
-    const latest = since.findLast((each) => each.kind === "remark");
-    const choices = since.filter((each) => !(each.kind in TOLD) && (each.kind !== "remark" || each === latest));
-    // What the act before it saved stays to be read: it was told only a moment before this one began.
-    const last = loud.slice(0, act).findLast((each) => each.kind === "outcome" || each.kind === "act");
-    lines = [...(last?.kind === "outcome" ? [last] : []), loud[act], ...choices.slice(-MOST_CHOSEN), ...since.filter((each) => each.kind in TOLD).slice(-1)];
+    // Of what is said again and again, how far prompts may go or who changes sides, only the latest.
+    const choices = since.filter((each, at) => !(each.kind in TOLD) && since.findLastIndex((one) => one.kind === each.kind) === at);
+    // What came of the act before it stays to be read: it was told only a moment before this one began.
+    const last = loud.slice(0, act).findLast((each) => each.kind in TOLD);
+    lines = [...(last && last.kind !== "act" && last.kind !== "note" ? [last] : []), loud[act], ...choices.slice(-MOST_CHOSEN), ...since.filter((each) => each.kind in TOLD).slice(-1)];
   }
   const now = JSON.stringify(lines.map((each) => each.number));
   if (now === told) return;
@@ -163,3 +172,10 @@ draws(null, ["events"], () => {
   $("story").hidden = !lines.length;
   $("story").replaceChildren(...lines.map(storyLine));
 }, 800);
+
+draws(null, ["plan"], () => {
+  const lines = shown().plan?.now?.notices || [];
+  if ([...$("notices").children].map((each) => each.textContent).join() === lines.join()) return;
+  $("notices").hidden = !lines.length;
+  $("notices").replaceChildren(...lines.map((each) => h("li", {}, each)));
+}, 500);

@@ -1,152 +1,159 @@
-// Four small plots on canvases of our own: lines over time, the objective and what was planned as levels.
+// Four small plots: lines over time, with the objective and what was planned named at the edge. SVG, dressed by base.css.
 
-import { $, h, seconds, usd, count, clock, legend, text } from "/page/dom.js";
+import { $, h, svg, seconds, usd, count, clock, legend, text, brief } from "/page/dom.js";
 import { state, draws, shown } from "/page/state.js";
 
 const PLOTS = [
-  { id: "ttft", term: "TTFT", name: "Time to first token", lines: [["ttft_p50_s", "a"], ["ttft_p90_s", "b"]], level: (row) => [row.slo?.ttft_s, row.planned?.ttft_s], says: seconds },
-  { id: "tpot", term: "TPOT", name: "Time per output token", lines: [["tpot_p50_s", "a"], ["tpot_p90_s", "b"]], level: (row) => [row.slo?.tpot_s, row.planned?.tpot_s], says: seconds },
-  { id: "goodput", name: "Requests per second", lines: [["ended_per_s", "b"], ["in_time_per_s", "a"]], level: (row) => [null, row.planned?.capacity_per_s, "capacity"], says: (value) => `${count(value)}/s` },
-  { id: "cost", name: "Cost of a million tokens", lines: [["usd_per_mtok", "a"]], level: () => [null, null], says: usd, smooth: 15 },
+  { term: "TTFT", name: "Time to first token", lines: ["ttft_p50_s", "ttft_p90_s"], level: (row) => [row.slo?.ttft_s, row.planned?.ttft_s], says: seconds, cuts: true },
+  { term: "TPOT", name: "Time per output token", lines: ["tpot_p50_s", "tpot_p90_s"], level: (row) => [row.slo?.tpot_s, row.planned?.tpot_s], says: seconds, cuts: true },
+  { name: "Requests per second", lines: ["in_time_per_s", "ended_per_s"], level: (row) => [null, row.planned?.capacity_per_s, "capacity"], says: (value) => `${count(value)}/s` },
+  { name: "Cost of a million tokens", lines: ["usd_per_mtok"], level: () => [], says: usd, smooth: 15, cuts: true },
 ];
 const NAMES = { ttft_p50_s: "median", ttft_p90_s: "9 of 10", tpot_p50_s: "median", tpot_p90_s: "9 of 10", ended_per_s: "all", in_time_per_s: "in time", usd_per_mtok: "cost" };
+const HIGH = 124, LEFT = 52, RIGHT = 112, UP = 12, BOTTOM = 20;
+const SPIKE = 2.5; // times the objective, or what nine of ten points are below: what is beyond is cut off, and marked
 const grid = $("plot-grid");
 const model = $("plot-model"), span = $("plot-span");
 let pointer = null;
 
-legend($("plot-legend"), [["line-a", "median; in time"], ["line-b", "9 of 10; all"], ["line-slo", "objective"], ["line-plan", "planned"]]);
+legend($("plot-legend"), [["line-a", "median; in time"], ["line-b", "9 of 10; all"], ["line-bad", "too late"], ["line-slo", "objective"], ["line-plan", "planned"]]);
 
-const boxes = PLOTS.map((plot) => {
-  const canvas = h("canvas", { role: "img", tabindex: "0" });
+const boxes = PLOTS.map((plot, number) => {
+  const chart = svg("svg", { class: "plot", role: "img", tabindex: "0" });
   const value = h("span", { class: "value" });
-  grid.append(h("figure", {}, h("figcaption", {}, h("span", plot.term ? { "data-term": plot.term } : {}, plot.name), value), canvas));
-  const move = (event) => { pointer = (event.clientX - canvas.getBoundingClientRect().left) / canvas.clientWidth; repaint(); };
-  canvas.addEventListener("pointermove", move);
-  canvas.addEventListener("pointerleave", () => { pointer = null; repaint(); });
-  canvas.addEventListener("keydown", (event) => {
+  grid.append(h("figure", {}, h("figcaption", {}, h("span", plot.term ? { "data-term": plot.term } : {}, plot.name), value), chart));
+  const at = (place) => { pointer = place === null ? null : Math.min(1, Math.max(0, place)); repaint(); };
+  chart.addEventListener("pointermove", (event) => at((event.clientX - chart.getBoundingClientRect().left - LEFT) / (chart.clientWidth - LEFT - RIGHT)));
+  chart.addEventListener("pointerleave", () => at(null));
+  chart.addEventListener("blur", () => at(null));
+  chart.addEventListener("keydown", (event) => {
     const step = event.key === "ArrowLeft" ? -0.03 : event.key === "ArrowRight" ? 0.03 : 0;
     if (!step) return;
     event.preventDefault();
-    pointer = Math.min(1, Math.max(0, (pointer ?? 1) + step));
-    repaint();
+    at((pointer ?? 1) + step);
   });
-  canvas.addEventListener("blur", () => { pointer = null; repaint(); });
-  return { plot, canvas, value };
+  return { plot, chart, value, number };
 });
 
-function colours() {
-  const style = getComputedStyle(document.documentElement);
-  const of = (name) => style.getPropertyValue(name).trim();
-  return { a: of("--blue"), b: of("--ink"), slo: of("--bad"), plan: of("--green"), text: of("--dim"), line: of("--line"), ink: of("--ink"), paper: of("--card") };
-}
+const known = (each) => each !== null && each !== undefined;
 
 /** Means over a few points, for what jumps. */
 function smoothed(values, width) {
   if (!width) return values;
   return values.map((_, at) => {
-    const near = values.slice(Math.max(0, at - width + 1), at + 1).filter((each) => each !== null && each !== undefined);
+    const near = values.slice(Math.max(0, at - width + 1), at + 1).filter(known);
     return near.length ? near.reduce((sum, each) => sum + each, 0) / near.length : null;
   });
 }
 
 function nice(top) {
   const power = 10 ** Math.floor(Math.log10(top));
-  return [1, 2, 2.5, 5, 10].map((each) => each * power).find((each) => each >= top * 0.999) || top;
+  return [1, 1.5, 2, 3, 4, 5, 6, 8, 10].map((each) => each * power).find((each) => each >= top * 0.999) || top;
 }
 
-function draw({ plot, canvas, value }, ink) {
+/** Up to where it is drawn: all that was seen, but for a few spikes that would flatten the rest. */
+function ceiling(values, levels, cuts) {
+  if (!values.some((each) => each > 0)) return nice(Math.max(0, ...levels) * 1.1 || 1);
+  const sorted = [...values].sort((a, b) => a - b);
+  const most = sorted[sorted.length - 1], usual = sorted[Math.floor(sorted.length * 0.9)];
+  const near = levels.filter((each) => each <= most * 4); // one far above all that was seen would flatten it as well
+  const bound = SPIKE * Math.max(usual, ...near);
+  return nice(Math.max(cuts && bound > 0 && most > bound ? Math.max(usual * 1.2, ...near.map((each) => each * 1.5)) : most * 1.08, ...near.map((each) => each * 1.08), 1e-6));
+}
+
+function path(times, values, x, y) {
+  let last = -Infinity, found = "";
+  values.forEach((each, at) => {
+    if (!known(each)) return;
+    found += `${times[at] - last > 30 ? "M" : "L"}${x(times[at]).toFixed(1)} ${y(each).toFixed(1)}`;
+    last = times[at];
+  });
+  return found;
+}
+
+function draw({ plot, chart, value, number }) {
   const row = (shown().models || {})[model.value] || {};
   const { at_s, models } = state.points;
   const figures = models[model.value] || {};
-  const width = canvas.clientWidth, height = canvas.clientHeight;
-  const scale = Math.min(2, window.devicePixelRatio || 1);
-  if (canvas.width !== Math.round(width * scale) || canvas.height !== Math.round(height * scale)) {
-    canvas.width = Math.round(width * scale);
-    canvas.height = Math.round(height * scale);
-  }
-  const pen = canvas.getContext("2d");
-  pen.setTransform(scale, 0, 0, scale, 0, 0);
-  pen.clearRect(0, 0, width, height);
-  pen.font = "11px system-ui, sans-serif";
+  const wide = Math.max(240, chart.clientWidth), edge = wide - RIGHT, base = HIGH - BOTTOM;
   const end = at_s.length ? at_s[at_s.length - 1] : state.at_s;
   const begin = Math.max(end - Number(span.value), Math.min(at_s[0] ?? end, end - 60));
   let first = at_s.findIndex((each) => each >= begin - 2);
   if (first < 0) first = at_s.length;
   const times = at_s.slice(first);
-  const series = plot.lines.map(([name, colour]) => ({ name, colour: ink[colour], values: smoothed((figures[name] || []).slice(first), plot.smooth) }));
+  const series = plot.lines.map((name) => ({ name, values: smoothed((figures[name] || []).slice(first), plot.smooth) }));
   const [slo, planned, label = "planned"] = plot.level(row);
-  const all = series.flatMap((each) => each.values.filter((one) => one !== null && one !== undefined));
-  const seen = all.length ? Math.max(...all) : 0;
-  // A level far above all that was seen would flatten it; it is then told at the edge.
-  const levels = [slo, planned].filter((each) => each && (each <= seen * 4 || !seen));
-  const top = nice(Math.max(seen * 1.1, ...levels.map((each) => each * 1.08), 1e-6));
-  const left = 52, bottom = 18, right = 6, up = 6;
-  const x = (at) => left + ((at - begin) / (end - begin)) * (width - left - right);
-  const y = (each) => up + (1 - each / top) * (height - up - bottom);
-  pen.fillStyle = ink.text;
-  pen.strokeStyle = ink.line;
-  pen.lineWidth = 1;
-  pen.textBaseline = "middle";
+  const levels = [["objective", slo, "slo"], [label, planned, "plan"]].filter((each) => each[1]);
+  const top = ceiling(series.flatMap((each) => each.values.filter(known)), levels.map((each) => each[1]), plot.cuts);
+  const x = (at) => LEFT + ((at - begin) / (end - begin)) * (edge - LEFT);
+  const y = (each) => base - Math.min(1.02, each / top) * (base - UP);
+  const parts = [];
+  const add = (tag, attributes, ...inside) => parts.push(svg(tag, attributes, ...inside));
   for (const part of [0, 0.5, 1]) {
     const at = Math.round(y(top * part)) + 0.5;
-    pen.beginPath(); pen.moveTo(left, at); pen.lineTo(width - right, at); pen.stroke();
-    pen.textAlign = "right";
-    pen.fillText(plot.says(top * part), left - 6, at);
+    add("path", { class: part ? "grid" : "axis", d: `M${LEFT} ${at}H${edge}` });
+    add("text", { x: LEFT - 7, y: at + 4, "text-anchor": "end" }, brief(plot.says(top * part)));
+    add("text", { x: LEFT + (edge - LEFT) * part, y: HIGH - 4, "text-anchor": ["start", "middle", "end"][part * 2] }, clock(begin + (end - begin) * part));
   }
-  pen.textBaseline = "alphabetic";
-  for (const part of [0, 0.5, 1]) {
-    pen.textAlign = part === 0 ? "left" : part === 1 ? "right" : "center";
-    pen.fillText(clock(begin + (end - begin) * part), left + (width - left - right) * part, height - 4);
-  }
-  const levelLine = (each, colour, dash, words, below) => {
-    if (!each) return;
-    const beyond = each > top;
-    pen.strokeStyle = pen.fillStyle = colour;
-    pen.textAlign = "right";
-    if (!beyond) {
-      pen.setLineDash(dash); pen.lineWidth = 1.5;
-      pen.beginPath(); pen.moveTo(left, y(each)); pen.lineTo(width - right, y(each)); pen.stroke();
-      pen.setLineDash([]);
-    }
-    const said = `${words} ${plot.says(each)}${beyond ? " ↑" : ""}`;
-    const at = beyond ? up + 10 : below ? y(each) + 13 : y(each) - 5;
-    const long = pen.measureText(said).width;
-    pen.fillStyle = ink.paper;
-    pen.globalAlpha = 0.85;
-    pen.fillRect(width - right - long - 6, at - 10, long + 6, 13);
-    pen.globalAlpha = 1;
-    pen.fillStyle = colour;
-    pen.fillText(said, width - right - 2, at);
-  };
-  pen.save();
-  pen.beginPath(); pen.rect(left, 0, width - left - right, height - bottom + 1); pen.clip();
-  for (const { values, colour } of series) {
-    pen.strokeStyle = colour;
-    pen.lineWidth = 1.8;
-    pen.beginPath();
-    let last = -Infinity;
-    values.forEach((each, at) => {
-      if (each === null || each === undefined) return;
-      if (times[at] - last > 30) pen.moveTo(x(times[at]), y(each)); else pen.lineTo(x(times[at]), y(each));
-      last = times[at];
-    });
-    pen.stroke();
-  }
-  pen.restore();
-  levelLine(slo, ink.slo, [6, 4], "objective", false);
-  levelLine(planned, ink.plan, [2, 3], label, slo && planned && planned < slo && slo - planned < top * 0.2);
-  if (state.past) { pen.strokeStyle = ink.ink; pen.beginPath(); pen.moveTo(x(state.past.at_s), up); pen.lineTo(x(state.past.at_s), height - bottom); pen.stroke(); }
+  drawLines(add, series, times, x, y, { slo: slo < top ? slo : null, edge, number });
+  drawSpikes(add, series, times, x, top, plot.says, slo ? "late" : "c0");
+  drawLevels(add, levels, y, top, edge, plot.says);
+  const mark = (at) => add("path", { class: "cursor", d: `M${x(at)} ${UP}V${base}` });
+  if (state.past) mark(state.past.at_s);
   let at = times.length - 1;
-  if (pointer !== null && times.length) {
-    const wanted = begin + (Math.min(1, Math.max(0, (pointer * width - left) / (width - left - right)))) * (end - begin);
+  const pointed = pointer !== null && times.length > 0;
+  if (pointed) {
+    const wanted = begin + pointer * (end - begin);
     at = times.reduce((best, each, place) => (Math.abs(each - wanted) < Math.abs(times[best] - wanted) ? place : best), 0);
-    pen.strokeStyle = ink.text;
-    pen.beginPath(); pen.moveTo(x(times[at]), up); pen.lineTo(x(times[at]), height - bottom); pen.stroke();
+    mark(times[at]);
   }
-  const near = (values) => { for (let place = at; place >= Math.max(0, at - 5); place--) if (values[place] !== null && values[place] !== undefined) return values[place]; return null; };
+  chart.setAttribute("viewBox", `0 0 ${wide} ${HIGH}`);
+  chart.replaceChildren(...parts);
+  const near = (values) => values.slice(Math.max(0, at - 5), at + 1).findLast(known);
   const words = series.map((each) => `${NAMES[each.name]} ${plot.says(near(each.values))}`).join(" · ");
-  text(value, `${pointer !== null && times.length ? `${clock(times[at])}  ` : ""}${words}`);
-  canvas.setAttribute("aria-label", `${plot.name}: ${words}${slo ? `, objective ${plot.says(slo)}` : ""}${planned ? `, ${label} ${plot.says(planned)}` : ""}`);
+  text(value, `${pointed ? `${clock(times[at])}  ` : ""}${words}`);
+  chart.setAttribute("aria-label", `${plot.name}: ${words}${levels.map(([name, each]) => `, ${name} ${plot.says(each)}`).join("")}`);
+}
+
+/** The first is filled and thick, the second thin; what is beyond the objective is red. */
+function drawLines(add, series, times, x, y, { slo, edge, number }) {
+  if (slo) add("clipPath", { id: `late-${number}` }, svg("rect", { x: LEFT, y: 0, width: edge - LEFT, height: y(slo) }));
+  series.forEach(({ values }, place) => {
+    const d = path(times, values, x, y);
+    if (!d) return;
+    if (!place) {
+      const solid = d.split("M").slice(1).map((each) => `M${each}V${HIGH - BOTTOM}H${each.split(" ")[0]}Z`).join("");
+      add("path", { class: "area c0", d: solid });
+    }
+    const kind = place ? "line thin c0" : "line c0";
+    add("path", { class: kind, d });
+    if (slo) add("path", { class: kind.replace("c0", "late"), d, "clip-path": `url(#late-${number})` });
+  });
+}
+
+/** What is beyond the top: a mark for each run of points, with the highest value where the next mark leaves room. */
+function drawSpikes(add, series, times, x, top, says, kind) {
+  const highest = times.map((_, at) => Math.max(...series.map((each) => each.values[at] ?? 0)));
+  const peaks = [];
+  highest.forEach((each, at) => {
+    if (each <= top) return;
+    if (at && highest[at - 1] > top) { if (each > highest[peaks.at(-1)]) peaks[peaks.length - 1] = at; } else peaks.push(at);
+  });
+  peaks.forEach((at, place) => {
+    const here = x(times[at]), next = place + 1 < peaks.length ? x(times[peaks[place + 1]]) : Infinity;
+    add("path", { class: `spike ${kind}`, d: `M${here - 5} ${UP}L${here} ${UP - 8}L${here + 5} ${UP}Z` }, svg("title", {}, `${says(highest[at])} at ${clock(times[at])}, beyond what is drawn`));
+    if (next - here > 64) add("text", { class: `cut ${kind}`, x: here + 8, y: UP - 1 }, says(highest[at]));
+  });
+}
+
+/** Their names stand to the right of all points, never above each other. */
+function drawLevels(add, levels, y, top, edge, says) {
+  const named = levels.map(([name, each, kind]) => ({ name, each, kind, at: each > top ? UP : y(each), far: each > top })).sort((a, b) => a.at - b.at);
+  named.forEach((one, place) => {
+    if (!one.far) add("path", { class: `level ${one.kind}`, d: `M${LEFT} ${one.at}H${edge + 4}` });
+    one.says = Math.max(one.at, place ? named[place - 1].says + 13 : -Infinity);
+  });
+  for (const one of named) add("text", { class: `named ${one.kind}`, x: edge + 8, y: one.says + 4 }, `${one.name} ${brief(says(one.each))}${one.far ? " ↑" : ""}`);
 }
 
 function paint() {
@@ -157,11 +164,10 @@ function paint() {
     if (names.includes(before)) model.value = before;
     model.parentElement.hidden = names.length < 2;
   }
-  const ink = colours();
-  for (const box of boxes) draw(box, ink);
+  for (const box of boxes) draw(box);
 }
 
-export const repaint = draws($("plots"), ["points", "models"], paint, 200);
+const repaint = draws($("plots"), ["points"], paint, 200);
 model.addEventListener("change", repaint);
 span.addEventListener("change", repaint);
 new ResizeObserver(repaint).observe(grid);

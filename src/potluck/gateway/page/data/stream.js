@@ -49,22 +49,27 @@ export async function* events(answer) {
   }
 }
 
-/** Reads the stream until the page closes; begins anew when it breaks. `said` hears live, key, full or away. */
+/** Reads the stream until the page closes; begins anew when it breaks. `said` hears live, key, full, away, or bye with
+    what the gateway said before it ended, after which its silence is no surprise. */
 export async function listen(said) {
+  let ended = false;
   for (let wait_ms = 500; ; wait_ms = Math.min(5000, wait_ms * 2)) {
+    const away = () => { if (!ended) said("away"); };
     again = new AbortController();
     try {
       const answer = await fetch("/live", { headers: headers(), signal: again.signal });
       if (answer.ok) {
         for await (const [event, data] of events(answer)) {
           const body = JSON.parse(data);
-          if (event === "whole") { flows = true; whole(body); said("live"); wait_ms = 500; }
+          if (event === "whole") { flows = true; ended = false; whole(body); said("live"); wait_ms = 500; }
           else if (event === "news") news(body);
+          else if (event === "bye") { ended = true; said("bye", body); }
         }
-        said("away");
-      } else said(answer.status === 401 ? "key" : answer.status === 429 ? "full" : "away");
+        away();
+      } else if (answer.status === 401 || answer.status === 429) said(answer.status === 401 ? "key" : "full");
+      else away();
     } catch {
-      said("away");
+      away();
     }
     flows = false;
     await new Promise((done) => { again.signal.addEventListener("abort", done); setTimeout(done, wait_ms); });

@@ -12,6 +12,7 @@ from potluck.sim.results.records import SimResult
 from potluck.sim.results.report import charts
 from potluck.sim.results.report.plots import moment
 from potluck.sim.results.series import Series, series
+from potluck.worlds.look import base_css
 
 PARTS = ("mean", "p50", "p90", "p99")
 
@@ -37,6 +38,7 @@ def page(summary: Summary, over_time: Series, title: str = "Potluck simulation")
 def sheet(title: str, body: str) -> str:
     """A page around what is shown, with all that it needs."""
     style, script = (_data(name) for name in ("style.css", "page.js"))
+    style = base_css() + style
     return (
         '<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
         '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
@@ -89,7 +91,7 @@ def _tiles(summary: Summary) -> str:
     why = ", ".join(f"{reason.replace('_', ' ')} {n:,}" for reason, n in total.outcomes.refusals.items())
     note = f"{total.outcomes.refused:,} refused{f' ({why})' if why else ''}, {total.outcomes.cancelled:,} cancelled"
     tiles.append(_tile("Not answered", f"{lost:,}", "", note, "bad" if total.outcomes.refused else ""))
-    return f'<section class="tiles">{"".join(tiles)}</section>'
+    return f'<section class="figures">{"".join(tiles)}</section>'
 
 
 def _attainment_tile(summary: Summary) -> str:
@@ -100,12 +102,12 @@ def _attainment_tile(summary: Summary) -> str:
         )
     missed = [model.model for model in summary.models if model.holds is False]
     note = f"✗ missed by {', '.join(missed)}" if missed else "✓ every model keeps its promise"
-    return _tile("SLO attainment", _exact_percent(total.attainment), "%", note, "bad" if missed else "good")
+    return _tile("SLO attainment", _exact_percent(total.attainment), "%", note, "bad" if missed else "")
 
 
 def _tile(label: str, value: str, unit: str, note: str, name: str = "") -> str:
     return (
-        f'<div class="tile {name}"><h2>{escape(label)}</h2>'
+        f'<div class="figure {name}"><h2>{escape(label)}</h2>'
         f"<p><b>{escape(value)}</b> <span>{escape(unit)}</span></p><small>{escape(note)}</small></div>"
     )
 
@@ -129,7 +131,7 @@ def _models(summary: Summary) -> str:
 def _model_row(model: ModelSummary) -> tuple[str, ...]:
     slo = model.slo
     promised = f"{digits(slo.attainment * 100)} %" if slo else "–"
-    mark = {True: ' <i class="good">✓</i>', False: ' <i class="bad">✗</i>', None: ""}[model.holds]
+    mark = {True: " <i>✓</i>", False: ' <i class="bad">✗</i>', None: ""}[model.holds]
     return (
         escape(model.model),
         f"{model.requests:,}",
