@@ -8,6 +8,7 @@ from typing import Literal, cast
 
 import click
 
+from potluck.cli.common.files import named, read_text
 from potluck.cli.common.render import emit_json, table
 from potluck.core.errors import InputError
 from potluck.export.words import KEY_FILE
@@ -93,14 +94,14 @@ def export(
     from potluck.export.words import Wording
 
     _must_be_empty(out)
-    loaded, text = read_spec(spec), plan.read_text(encoding="utf-8")
-    made = plan_from_json(text)
+    made = named(plan, plan_from_json)
+    loaded, text = read_spec(spec), read_text(plan)
     fleet = roomed(made, loaded.node_types, loaded.regions)
     folders = {each.name: f"{models.rstrip('/')}/{each.name}" for each in loaded.models}
     key_file = "" if kind == "skypilot" else KEY_FILE
     style_ = cast("Literal['vllm', 'embedded']", style)
     wording = Wording(style_, folders, key_file, weights=weights_in(loaded, made))
-    served = {"plan.json": text, "potluck.yaml": spec.read_text(encoding="utf-8"), **_traces(spec, loaded)}
+    served = {"plan.json": text, "potluck.yaml": read_text(spec), **_traces(spec, loaded)}
     regions, boxes = {each.name for each in loaded.regions}, {each.name for each in fleet.boxes}
     where = _pairs("--address", addresses, boxes)
     if kind == "commands":
@@ -126,8 +127,8 @@ def _traces(spec: Path, loaded: Spec) -> dict[str, str]:
         if model.trace is not None:
             try:
                 name = model.trace.resolve().relative_to(spec.parent.resolve()).as_posix()
-                found[name] = model.trace.read_text(encoding="utf-8")
-            except (ValueError, UnicodeDecodeError) as error:
+                found[name] = read_text(model.trace)
+            except (ValueError, InputError) as error:
                 raise InputError(
                     f"model {model.name}: trace",
                     "must be text beside the spec to travel with it; or write lengths",

@@ -15,6 +15,7 @@ from potluck.cli.common.files import Saves, named, require_writable
 from potluck.cli.common.progress import progress
 from potluck.cli.common.render import emit_json, paragraph, usd
 from potluck.cli.planning.estimate import measured, profile_option
+from potluck.cli.planning.evidence import noted
 from potluck.cli.planning.options import (
     html_option,
     json_option,
@@ -115,7 +116,7 @@ def plan(
         if tried is not None:
             outcome = replace(outcome, plan=tried.best.plan)
         outcome = _offering(workshop, outcome, spec)
-        found = outcome.plan
+        found = noted(outcome.plan, tried, spec, problem, asked.cv)
         saves.text("--out", out, lambda: plan_to_json(found))
         searched = dict(workshop.searched)
         saves("--trace", trace_path, lambda to: write_trace(to, searched))

@@ -67,7 +67,6 @@ def prepared_for(
         files = tuple((model.name, shipped_model()) for model in spec.models)
         names = tuple((each.name, each.model.name) for each in spec.models)
         maker = EngineMaker(style, files, names, links=() if spec.pool is None else spec.pool.links)
-    said("planning")
     chosen = replace(wishes, here=True, single=True) if style == "emulated" else wishes
     try:
         found = prepared(paths, spec, chosen, said)

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 import click
 
 from potluck.cli.common.progress import progress
+from potluck.cli.common.render import unstyled
 from potluck.core.errors import CapacityError
 from potluck.core.figures import seconds
 
@@ -52,7 +53,7 @@ class Served:
 def startup(total: int) -> Iterator[Callable[[str], None]]:
     """Says what is being done: a bar on a terminal, else a line for each kind of thing."""
     with progress(total) as bar:
-        yield bar if sys.stderr.isatty() else _lines()
+        yield bar if sys.stderr.isatty() and not unstyled() else _lines()
 
 
 def _lines() -> Callable[[str], None]:
