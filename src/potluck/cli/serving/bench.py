@@ -128,10 +128,8 @@ def bench(
     client.server_of(url)
     model = _model(url, model, key := key or os.environ.get(KEY_VARIABLE, ""))
     open_loop = rate_per_s is not None or workload is not None
-    rows: Iterable[Row]
-    if workload is not None:
-        rows = [(at_s, model, prompt, output) for at_s, prompt, output in traced]
-    else:
+    rows: Iterable[Row] = ((at_s, model, sent, wanted) for at_s, sent, wanted in traced)
+    if workload is None:
         rows = prompts.same(_times(rate_per_s, requests, seconds, seed), model, prompt, output)
     made = prompts.shots(rows, seed=seed, style=style, key=key, until_eos=until_eos)
     if open_loop:
@@ -145,8 +143,7 @@ def bench(
         render.emit_json(_json(url, model, found, slo, open_loop, concurrency))
     else:
         _show(url, model, found, slo, None if open_loop else concurrency or 1)
-    if slo_text is not None:
-        _keep(found, slo, as_json)
+    _keep(found, slo if slo_text else None, as_json)
     if not found.answered:
         raise click.exceptions.Exit(1)
 
