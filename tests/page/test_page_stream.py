@@ -303,3 +303,18 @@ def test_a_link_is_as_busy_as_what_crossed_it_lately() -> None:
     assert later == sorted(later, reverse=True)
     assert 0.4 < float(str(later[0])) < 0.8, "a moment without transfers is not an idle link"
     assert later[-1] == 0.0
+
+
+def test_a_machine_that_is_too_slow_for_its_gpus_is_told_of() -> None:
+    async def run(made: Stage, url: str, client: ClientSession) -> tuple[Any, Any]:
+        late = made.center.watch.lateness
+        late.told("engine", 0.0, 0.0)
+        late.told("engine", 10.0, 42.0)
+        async with client.get(f"{url}/snapshot", headers={"Authorization": f"Bearer {KEY}"}) as answer:
+            said = await answer.json()
+        return said, Sight(made.center, Flows()).look(0.0, {})["plan"]["now"]["notices"]
+
+    said, shown = on_stage(run)
+    assert said["slowdown"] == pytest.approx(4.2)
+    assert shown == said["notices"]
+    assert shown[0].startswith("this machine computes 4.2 times slower than the GPUs it stands for")

@@ -48,10 +48,17 @@ def bold(text: str) -> str:
     return text if unstyled() else click.style(text, bold=True)
 
 
-def paragraph(text: str) -> None:
+def paragraph(text: str, indent: str = "") -> None:
     """A line of words, folded where it is too long; with an empty one below where it ends in a new line."""
     whole = _FIGURE.sub("\xa0", text)
-    folded = textwrap.fill(whole, _width(), break_on_hyphens=False, break_long_words=False)
+    folded = textwrap.fill(
+        whole,
+        _width(),
+        break_on_hyphens=False,
+        break_long_words=False,
+        initial_indent=indent,
+        subsequent_indent=2 * indent,
+    )
     click.echo(folded.replace("\xa0", " "))
     if text.endswith("\n"):
         click.echo()

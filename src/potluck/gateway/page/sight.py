@@ -13,6 +13,7 @@ from potluck.core.values.plan import Plan, Template
 from potluck.gateway.admin.overseer import QueueSeen
 from potluck.gateway.desk.center import Center
 from potluck.gateway.desk.oversight import Oversight
+from potluck.gateway.fleet.lateness import slow_lines
 
 Row = dict[str, Any]
 Tables = dict[str, dict[str, Row]]
@@ -101,6 +102,7 @@ class Sight:
             "thinks": center.brain.steward.why(),
             "open_requests": center.desk.open_requests,
             "problems": [*center.brain.steward.notes],
+            "notices": slow_lines(center.watch.lateness.slowdown),
         }
 
     def _deployments(self) -> dict[str, Row]:

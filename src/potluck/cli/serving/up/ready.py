@@ -26,6 +26,8 @@ from potluck.core.errors import CapacityError, InputError
 
 if TYPE_CHECKING:
     from potluck.cli.serving.up.on import Elsewhere
+    from potluck.cli.serving.up.plan import Prepared
+    from potluck.control.launch.cpu import CpuCost
     from potluck.control.planning import Planner
     from potluck.core.brain.policy import Policy
     from potluck.plan.problem import Problem
@@ -109,6 +111,14 @@ def start_s(ready: Ready) -> float:
     if ready.maker.style not in ("gpu", "vllm"):
         return START_S
     return max(START_S, SLACK * longest_start_s(inputs.problem, startups_of(inputs.spec)))
+
+
+def slow_line_of(found: Prepared, cost: CpuCost) -> str:
+    """What is said before anything is served where this machine is too slow for the plan's GPUs."""
+    from potluck.control.launch.cpu import cpu_count, slow_line
+
+    inputs = found.inputs
+    return slow_line(inputs.plan, (model.traffic for model in inputs.spec.models), cost, cpu_count())
 
 
 def must_be_nobodys(folder: Path) -> None:

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 import click
 
 from potluck.cli.common.progress import progress
-from potluck.cli.common.render import unstyled
+from potluck.cli.common.render import paragraph, unstyled
 from potluck.core.errors import CapacityError
 from potluck.core.figures import seconds
 
@@ -80,7 +80,7 @@ def show_ready(served: Served) -> None:
         if flow[0] != flow[1]:
             click.echo(f"  prompts computed in {flow[0]} are answered in {flow[1]}")
     for line in served.lines:
-        click.echo(f"  {line}")
+        paragraph(line, "  ")
     if served.page:
         click.echo(f"Watch it at {served.page}/")
         click.echo(f"  (orders there need the key in {served.key_file})")
