@@ -48,7 +48,7 @@ def test_a_machine_that_is_too_slow_is_told_how_far_it_reaches() -> None:
     cost = CpuCost(4e-4, 5e-3, 0.0)
     line = slow_line(PLAN, asked(10.0), cost, 1)
     assert line.startswith("this machine would have to compute 2.4 times faster to stand for these GPUs")
-    assert "at the planned 10.0 requests/s: beyond about 4.17 requests/s latencies are the CPU's" in line
+    assert "at the planned 10.0 requests/s: beyond about 3.00 requests/s latencies are the CPU's" in line
     assert slow_line(PLAN, asked(10.0), cost, 2) == ""
 
 

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from math import isfinite
 
 from potluck.core.figures import digits
@@ -22,6 +22,7 @@ from potluck.core.values.types import Traffic
 
 SLOW = 1.25
 """Times as many CPUs as there are that may be asked for before it is said."""
+HALVINGS = 12
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,9 +70,14 @@ def slow_line(plan: Plan, traffic: Iterable[Traffic], cost: CpuCost, cpus: int) 
     if times < SLOW:
         return ""
     rate = sum(each.rate_per_s for each in asked)
+    low, high = 0.0, 1.0  # shares of that rate; what is needed grows with it, and not evenly
+    for _ in range(HALVINGS):
+        share = (low + high) / 2
+        less = (replace(each, rate_per_s=share * each.rate_per_s) for each in asked)
+        low, high = (share, high) if needed_cpus(plan, less, cost) <= cpus else (low, share)
     return (
         f"this machine would have to compute {times:.1f} times faster to stand for these GPUs at the planned "
-        f"{digits(rate)} requests/s: beyond about {digits(rate / times)} requests/s latencies are the CPU's, not the "
+        f"{digits(rate)} requests/s: beyond about {digits(rate * low)} requests/s latencies are the CPU's, not the "
         "plan's (`--engine pretended` computes nothing, and keeps their pace)"
     )
 
