@@ -2,8 +2,8 @@
 
 It runs as `python -m potluck.cli.serving.engine.nursery STYLE`.
 Whoever started it writes lines of JSON, {"arguments": ["engine", "serve", ...], "log": PATH}, and reads one for each:
-{"pid": N} or {"refused": WHY}; before them {"ready": true}, once everything is loaded, where engines compute with what
-that takes here as "cpu" (`control.launch.cpu`). It ends when its input does; its engines go on.
+{"pid": N} or {"refused": WHY}; before them {"ready": true}, once everything is loaded, with what computing takes here
+as "cpu" (`control.launch.cpu`) where engines compute. It ends when its input does; its engines go on.
 
 Forking is only sound while there is one thread: torch computes with one here, as it does for models as small as the
 shipped one anyhow, and nothing of CUDA is touched. Where there are more threads all the same it refuses.

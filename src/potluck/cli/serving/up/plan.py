@@ -126,15 +126,22 @@ def _problem(spec: Spec, wishes: Wishes) -> Problem:
 def workshop_of(problem: Problem, wishes: Wishes, said: Said = lambda line: None) -> Workshop:
     """With the kinds of templates that the engines here can be."""
     from potluck.plan.strategies import Workshop
-    from potluck.plan.strategies.pools import machines_key
 
     made = Workshop(problem, said=said)
+    limit(made, wishes)
+    return made
+
+
+def limit(workshop: Workshop, wishes: Wishes) -> None:
+    """Leave the kinds of templates out that the engines here cannot be."""
+    from potluck.plan.strategies.pools import machines_key
+
+    problem = workshop.problem
     for ask in (variant for each in problem.asks for variant in each.variants):
         if wishes.single:
-            made.made["pipeline", ask.key] = []
+            workshop.made["pipeline", ask.key] = []
         if wishes.here:
-            made.made[f"group of {machines_key(problem)}", ask.key] = []
-    return made
+            workshop.made[f"group of {machines_key(problem)}", ask.key] = []
 
 
 def _short_of(problem: Problem, outcome: Outcome) -> tuple[str, ...]:

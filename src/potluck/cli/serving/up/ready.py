@@ -27,7 +27,7 @@ from potluck.core.errors import CapacityError, InputError
 if TYPE_CHECKING:
     from potluck.cli.serving.up.on import Elsewhere
     from potluck.cli.serving.up.plan import Prepared
-    from potluck.control.launch.cpu import CpuCost
+    from potluck.control.launch.nursery import Nursery
     from potluck.control.planning import Planner
     from potluck.core.brain.policy import Policy
     from potluck.plan.problem import Problem
@@ -113,12 +113,15 @@ def start_s(ready: Ready) -> float:
     return max(START_S, SLACK * longest_start_s(inputs.problem, startups_of(inputs.spec)))
 
 
-def slow_line_of(found: Prepared, cost: CpuCost) -> str:
-    """What is said before anything is served where this machine is too slow for the plan's GPUs."""
+def told_slow(found: Prepared, nursery: Nursery | None) -> Prepared:
+    """With a line, before anything is served, where this machine is too slow for the plan's GPUs."""
     from potluck.control.launch.cpu import cpu_count, slow_line
 
-    inputs = found.inputs
-    return slow_line(inputs.plan, (model.traffic for model in inputs.spec.models), cost, cpu_count())
+    if nursery is None or nursery.cpu is None:
+        return found
+    traffic = [model.traffic for model in found.inputs.spec.models]
+    line = slow_line(found.inputs.plan, traffic, nursery.cpu, cpu_count())
+    return replace(found, lines=(*found.lines, line)) if line else found
 
 
 def must_be_nobodys(folder: Path) -> None:
