@@ -10,7 +10,6 @@ import re
 import subprocess
 import sys
 import tempfile
-from itertools import pairwise
 from pathlib import Path
 
 from book.text import blocks
@@ -33,13 +32,8 @@ def in_page() -> str:
     return next(block.text for block in blocks(PAGE.read_text("utf-8")) if block.language == "text")
 
 
-def heads(output: str) -> list[list[str]]:
-    """The columns of each table that was printed."""
-    found = [above for above, below in pairwise(output.splitlines()) if below.startswith("───")]
-    return [re.split(r"\s{2,}", line.strip()) for line in found]
-
-
-def main() -> None:
+def printed() -> str:
+    """What is printed now."""
     with tempfile.TemporaryDirectory() as folder:
         Path(folder, "potluck.yaml").write_text(spec(), "utf-8")
         command = [sys.executable, "-m", "potluck.cli.main", *COMMAND]
@@ -47,7 +41,11 @@ def main() -> None:
         done = subprocess.run(
             command, cwd=folder, env={**os.environ, **path}, check=True, capture_output=True, text=True
         )
-    output = "\n".join(line.rstrip() for line in done.stdout.rstrip().splitlines())
+    return "\n".join(line.rstrip() for line in done.stdout.rstrip().splitlines())
+
+
+def main() -> None:
+    output = printed()
     text = PAGE.read_text("utf-8")
     PAGE.write_text(
         re.sub(r"```text\n.*?```", lambda _: f"```text\n{output}\n```", text, count=1, flags=re.DOTALL)
