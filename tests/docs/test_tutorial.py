@@ -201,7 +201,7 @@ def test_the_plan_that_is_explained_is_the_one_that_is_printed() -> None:
         ("10 of 10 requests\n", "9 of 10 requests\n", False, False),
         ("took 4.2 s\n", "took 380 ms\n", False, True),
         ("words that\nare folded\n", "words\nthat are folded\n", False, True),
-        ("in /home/you/x\n", "in /tmp/me/x\n", False, True),
+        ("in ~/x\n", "in /tmp/me/x\n", False, True),
         ("chat-1c478792 runs\n", "chat-aaaaaaaa runs\n", False, True),
         ("best after 3.1 ms, so\n", "best after 9 s, so\n", True, True),
         ("a\n", "notice: this machine computes 3.1 times slower: not the plan's\na\n", False, True),

@@ -10,6 +10,7 @@ import re
 import subprocess
 import sys
 import tempfile
+from itertools import pairwise
 from pathlib import Path
 
 from book.text import blocks
@@ -30,6 +31,12 @@ def spec() -> str:
 def in_page() -> str:
     """What the page shows."""
     return next(block.text for block in blocks(PAGE.read_text("utf-8")) if block.language == "text")
+
+
+def heads(output: str) -> list[list[str]]:
+    """The columns of each table that was printed."""
+    found = [above for above, below in pairwise(output.splitlines()) if below.startswith("───")]
+    return [re.split(r"\s{2,}", line.strip()) for line in found]
 
 
 def printed() -> str:

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from book.text import blocks
 
-HOME = "/home/you"
+HOME = "~"
 SEARCHED = re.compile(r"best after [\d.]+ \S+,")
 """How long a search took is never the same."""
 SOMETIMES = (
