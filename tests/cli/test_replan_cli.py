@@ -99,7 +99,7 @@ def test_bad_options_get_one_line(
 
 def test_a_file_that_is_no_plan(files: tuple[str, str], capsys: pytest.CaptureFixture[str]) -> None:
     assert run(["replan", files[1], files[1]]) == 2
-    assert "is not JSON" in capsys.readouterr().err
+    assert "is no plan but looks like a spec; the plan (JSON) is named first" in capsys.readouterr().err
 
 
 CHANCE = """\

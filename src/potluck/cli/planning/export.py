@@ -8,7 +8,7 @@ from typing import Literal, cast
 
 import click
 
-from potluck.cli.common.files import named, read_text
+from potluck.cli.common.files import read_text
 from potluck.cli.common.render import emit_json, table
 from potluck.core.errors import InputError
 from potluck.export.words import KEY_FILE
@@ -18,7 +18,7 @@ KINDS = ("commands", "compose", "kubernetes", "skypilot")
 
 
 @click.command()
-@click.argument("kind", type=click.Choice(KINDS))
+@click.argument("kind", metavar="KIND", type=click.Choice(KINDS))
 @click.argument("plan", type=click.Path(path_type=Path, exists=True, dir_okay=False))
 @click.argument("spec", type=click.Path(path_type=Path, exists=True, dir_okay=False))
 @click.option(
@@ -77,7 +77,8 @@ def export(
 ) -> None:
     """Write PLAN, made for SPEC, as files that start it: shell commands, Compose, Kubernetes, SkyPilot.
 
-    Nothing is started or rented, and no file has a secret in it. docs/deploy.md tells what each needs.
+    KIND is one of commands, compose, kubernetes, skypilot. Nothing is started or rented, and no file has a secret in it.
+    docs/deploy.md tells what each needs.
 
     \b
     Examples:
@@ -86,15 +87,14 @@ def export(
       potluck export skypilot plan.json potluck.yaml --out sky --infra us-east-1=aws/us-east-1
     """
     from potluck.cli.common.formats import weights_in
-    from potluck.cli.common.problems import read_spec
+    from potluck.cli.common.problems import read_plan, read_spec
     from potluck.control.launch.kubernetes.pods import Cluster
-    from potluck.core.values.plan import plan_from_json
     from potluck.export import compose, kubernetes, shell, skypilot
     from potluck.export.seats import roomed
     from potluck.export.words import Wording
 
     _must_be_empty(out)
-    made = named(plan, plan_from_json)
+    made = read_plan(plan)
     loaded, text = read_spec(spec), read_text(plan)
     fleet = roomed(made, loaded.node_types, loaded.regions)
     folders = {each.name: f"{models.rstrip('/')}/{each.name}" for each in loaded.models}

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING
 import click
 
 from potluck.cli.common.exits import missed
-from potluck.cli.common.files import Saves, named, require_writable
-from potluck.cli.common.problems import load_problem, read_spec
+from potluck.cli.common.files import Saves, require_writable
+from potluck.cli.common.problems import load_problem, read_plan, read_spec
 from potluck.cli.common.progress import progress
 from potluck.cli.common.render import emit_json, paragraph, percent, table, usd
 from potluck.cli.planning.changes import Changes, changed_problem, changed_spec
@@ -109,7 +109,7 @@ def replan(
       potluck replan plan.json pool.yaml --lose node3,node7 --workload coding
       potluck replan --live --rate words=2x --apply
     """
-    from potluck.core.values.plan import plan_from_json, plan_to_json
+    from potluck.core.values.plan import plan_to_json
     from potluck.plan.strategies import Settings
 
     if not 0 < time_limit_s < float("inf"):
@@ -131,7 +131,7 @@ def replan(
         elif plan_path is None or spec_path is None:
             raise InputError("PLAN SPEC", "are needed, or --live")
         else:
-            running, spec = named(plan_path, plan_from_json), read_spec(spec_path)
+            running, spec = read_plan(plan_path), read_spec(spec_path)
         spec = changed_spec(spec, changes)
         problem = load_problem(spec, headroom, None, (), init_penalty)
         if now is not None:

@@ -10,15 +10,15 @@ from typing import TYPE_CHECKING, TypeVar
 
 import click
 
-from potluck.cli.common.files import named, read_text
+from potluck.cli.common.files import read_text
 from potluck.cli.common.objectives import scaled
-from potluck.cli.common.problems import load_problem, read_spec
+from potluck.cli.common.problems import load_problem, read_plan, read_spec
 from potluck.cli.common.workloads import DEFAULT_REQUESTS, Asked, load
 from potluck.cli.planning.estimate import measured
 from potluck.core.brain.policy import LISTS, Policy
 from potluck.core.codec import decode
 from potluck.core.errors import CapacityError, FormatError, InputError, UnknownNameError
-from potluck.core.values.plan import Plan, plan_from_json
+from potluck.core.values.plan import Plan
 
 if TYPE_CHECKING:
     from potluck.control.schedule import Schedule
@@ -62,7 +62,7 @@ def read_inputs(
     if len(paths) > 2:
         raise InputError("files", "takes a SPEC, or a PLAN and its SPEC")
     if len(paths) == 2:
-        named(paths[0], plan_from_json)  # before the spec: files in the wrong order are told by it
+        read_plan(paths[0])  # before the spec: files in the wrong order are told by it
         spec, schedule = _at_first(scaled(read_spec(paths[1]), slo_scale), market)
         return replace(read_plan_and_spec(paths[0], spec, profiles), schedule=schedule), make(spec)
     spec, schedule = _at_first(scaled(read_one_spec(paths), slo_scale), market)
@@ -99,7 +99,7 @@ def _at_first(spec: Spec, market: Path | None) -> tuple[Spec, Schedule | None]:
 
 def read_plan_and_spec(plan: Path, spec: Spec, profiles: tuple[Path, ...] = ()) -> Inputs:
     problem = measured(load_problem(spec, 0.8, None, (), 0.0), profiles)
-    return Inputs(spec, problem, named(plan, plan_from_json))
+    return Inputs(spec, problem, read_plan(plan))
 
 
 def read_one_spec(paths: tuple[Path, ...]) -> Spec:
