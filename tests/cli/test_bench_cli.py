@@ -111,6 +111,21 @@ def test_no_answer_at_all_is_a_no(server: Server, capsys: pytest.CaptureFixture[
     assert "TTFT" not in text
 
 
+def test_a_promise_that_is_missed_is_exit_code_3(server: Server, capsys: pytest.CaptureFixture[str]) -> None:
+    """Every third request is refused: two thirds are in time."""
+    words = ["bench", server.url, "--requests", "6", "--output", "2", "--slo"]
+    assert run([*words, "ttft=1000s,attainment=0.95"]) == 3
+    *_, last = capsys.readouterr().out.strip().splitlines()
+    assert last == "promise missed: 66.7 % of all requests in time, 95.0 % promised"
+    assert run([*words, "ttft=1000s,e2e=2000s,share=60%"]) == 0
+    assert "promise" not in capsys.readouterr().out
+    assert run([*words, "ttft=1000s,share=0.95", "--json"]) == 3
+    found = json.loads(capsys.readouterr().out)
+    assert found["objective"] == {"ttft_s": 1000.0, "tpot_s": None, "e2e_s": None, "attainment": 0.95}
+    assert run([*words[:-1], "--ttft", "1000"]) == 0, "an objective is counted; only a promise may be missed"
+    assert run(["bench", server.url, "--requests", "2", "--output", "99", "--slo", "ttft=1s"]) == 3
+
+
 def test_seconds_end_a_closed_loop(server: Server, capsys: pytest.CaptureFixture[str]) -> None:
     found = json.loads(_said(capsys, server.url, "--seconds", "0.2", "--output", "1", "--json"))
     assert found["requests"] == len(server.asked) > 0
@@ -125,6 +140,15 @@ def test_seconds_end_a_closed_loop(server: Server, capsys: pytest.CaptureFixture
         (("--rate", "1", "--concurrency", "2"), "give either"),
         (("--plot", "x.png"), "must end in .html"),
         (("--ttft", "-1"), "slo: ttft_s"),
+        (("--slo", "ttft"), "--slo: 'ttft' is not NAME=VALUE"),
+        (("--slo", "tpto=2s"), "--slo: unknown 'tpto'; did you mean 'tpot'?"),
+        (("--slo", "ttft=2"), "--slo: ttft=2 must be a time with its unit"),
+        (("--slo", "ttft=0s"), "--slo: ttft=0s must be a time with its unit"),
+        (("--slo", "ttft=nans"), "--slo: ttft=nans must be a time with its unit"),
+        (("--slo", "ttft=2s,share=95"), "--slo: attainment=95 must be above 0 and at most 1"),
+        (("--slo", "share=0.5"), "--slo: must have one of ttft, tpot, e2e"),
+        (("--slo", "ttft=2s,ttft=1s"), "--slo: ttft stands there twice"),
+        (("--slo", "ttft=2s", "--tpot", "1"), "--slo: has the objectives in it"),
         (("--workload", "nowhere.csv"), "nowhere.csv"),
     ],
 )

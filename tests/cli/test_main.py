@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 
@@ -160,8 +161,19 @@ def test_numbers() -> None:
     assert [render.count(n) for n in (1234567, 6.4, 0, 123.4)] == ["1,234,567", "6.40", "0", "123"]
     assert [render.short(n) for n in (8.03e9, 999_999, 12)] == ["8.03 B", "1.00 M", "12"]
     assert [render.usd(x) for x in (2.69, 1234.5, 0.00123, 0)] == ["$2.69", "$1,234.50", "$0.00123", "$0.00"]
+    assert [render.usd(x) for x in (0.1, 0.0999999, 0.05, 0.01, 0.005, 2e-5)] == [
+        "$0.10",
+        "$0.10",
+        "$0.05",
+        "$0.01",
+        "$0.005",
+        "$0.00002",
+    ]
+    assert [render.usd(x) for x in (-1.5, -0.004, 1e-14, -1e-14)] == ["-$1.50", "-$0.004", "$0.00", "$0.00"]
     assert [render.bytes_(x) for x in (16.06e9, 10, 1500)] == ["16.1 GB", "10 B", "1.50 kB"]
     assert [render.percent(x) for x in (0.9, 1, 0)] == ["90.0 %", "100 %", "0 %"]
+    assert [render.percent(x) for x in (1.39e-16, -1e-15, 3e-7)] == ["0 %", "0 %", "0.00003 %"]
+    assert figures.digits(float("nan")) == "nan"
 
 
 def test_tables_in_a_pipe_are_plain_and_whole(
@@ -204,3 +216,24 @@ def test_json(capsys: pytest.CaptureFixture[str]) -> None:
     assert json.loads(capsys.readouterr().out) == {"a": [1, "µ"]}
     with pytest.raises(ValueError):
         render.emit_json({"a": float("nan")})
+
+
+@pytest.mark.parametrize(("name", "value"), [("NO_COLOR", "1"), ("TERM", "dumb")])
+def test_no_escape_codes_where_none_are_wanted(
+    name: str, value: str, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """On a terminal, too."""
+    code = (
+        "import sys; sys.stdout.isatty = sys.stderr.isatty = lambda: True\n"
+        "from potluck.cli.common import render, progress\n"
+        "import click; click.utils.should_strip_ansi = lambda *_: False\n"
+        "with progress.progress(2) as said: said('one')\n"
+        "render.table('Things', ['name'], [('x',)])"
+    )
+    plain = {key: text for key, text in os.environ.items() if key not in ("NO_COLOR", "TERM")}
+    env = plain | {"COLUMNS": "80", "TERM": "xterm"}
+    for more, codes in (({}, True), ({name: value}, False)):
+        subprocess.run([sys.executable, "-c", code], check=True, env=env | more)
+        said = capfd.readouterr()
+        assert ("\x1b" in said.out) == codes
+        assert codes or "\x1b" not in said.err

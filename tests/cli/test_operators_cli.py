@@ -122,6 +122,8 @@ SNAPSHOT = {
     "wanted": {"replicas": [{"id": f"t@east#{n}/0", "model": "words", "draining": False} for n in range(2)]},
     "links": [{"source": "east", "target": "west", "utilisation": 0.37, "queued_bytes": 2e9, "gbps": 10.0}],
     "open_requests": 3,
+    "slowdown": 3.1,
+    "notices": ["this machine computes 3.1 times slower"],
     "notes": ["words: mixed t@west: 1 wanted, but there are no nodes"],
     "problems": [],
 }
@@ -172,7 +174,9 @@ def test_status_shows_what_is_there_and_what_is_not(folder: Path, capsys: pytest
         assert part in text
     assert re.search(r"missing: t@east#1/0: words-2 is starting, since \d+ s", text)
     assert "missing: words: mixed t@west: 1 wanted, but there are no nodes" in text
+    assert "notice: this machine computes 3.1 times slower" in text
     found = json.loads(_said(capsys, "status", "--state", folder, "--json"))
+    assert found["slowdown"] == 3.1
     assert found["plan"]["version"] == 1
     assert found["lacking"][1]["what"] == "words: mixed t@west"
     first = found["replicas"][0]

@@ -9,7 +9,12 @@ import numpy as np
 import pytest
 
 from potluck.cli.main import run
-from potluck.core.values.plan import plan_from_json
+from potluck.cli.planning import rehearse as rehearsing
+from potluck.cli.planning.evidence import evidence_line
+from potluck.cli.serving.up.plan import Prepared, Wishes, prepared
+from potluck.core.values.plan import Plan, plan_from_json
+from potluck.rehearse.evidence import Evidence
+from potluck.spec.load import load_spec
 
 SPEC = """\
 models:
@@ -162,3 +167,49 @@ def test_compare_shows_what_is_attained_beside_the_cost(
     assert rows["melange"]["promised"] == 0.9
     assert 0 < rows["melange"]["attained"] < 0.9
     assert rows["melange"]["requests"] > 300
+
+
+def test_what_a_plan_was_proven_to_do_travels_with_it(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`up` says what the fresh runs showed, not what a smaller sample would; with another spec it tries anew."""
+    out, path = tmp_path / "plan.json", a_spec(tmp_path)
+    assert run(["plan", str(path), *QUICK, "--out", str(out)]) == 0
+    (proven,) = [line for line in capsys.readouterr().out.splitlines() if line.startswith("rehearsed: ")]
+    assert "(6 fresh runs), holds its 90.0 %" in proven
+    few = Evidence("chat", 0.9, (0.8, 1.0), 40)
+    asked: list[Plan] = []
+
+    def tried(_: object, plan: Plan, *__: object) -> tuple[Evidence, ...]:
+        asked.append(plan)
+        return (few,)
+
+    monkeypatch.setattr(rehearsing, "tried", tried)
+
+    def said(spec: Path, plan: Path) -> Prepared:
+        return prepared((plan, spec), load_spec(spec), Wishes(5.0), lambda _: None)
+
+    found = said(path, out)
+    assert [f"{line}." for line in found.lines] == [proven]
+    assert found.holds
+    assert not asked
+    other = tmp_path / "more.yaml"
+    other.write_text(path.read_text().replace("rate_per_s: 8", "rate_per_s: 9"))
+    found = said(other, out)
+    assert len(asked) == 1
+    assert not found.holds
+    changed = tmp_path / "other.json"
+    changed.write_text(out.read_text().replace('"count": ', '"count": 1'))
+    said(path, changed)
+    assert len(asked) == 2
+
+
+def test_a_promise_that_was_kept_by_little_is_not_called_missed() -> None:
+    kept = Evidence("chat", 0.95, (0.94, 0.96, 0.97), 900).told()
+    assert kept.verdict == "unsure"
+    line = evidence_line(kept)
+    assert "misses" not in line
+    assert "is not sure to hold its 95.0 % (93.1 % or more is sure; more runs may tell)" in line
+    late = evidence_line(Evidence("chat", 0.95, (0.9496,) * 3, 9000).told())
+    assert "in time for 94.96 % of 9,000 requests (3 runs), misses its 95.0 %" in late
+    assert Evidence("chat", 0.95, (1.0,) * 3, 9000, answered=(0.9,) * 3).told().verdict == "misses"

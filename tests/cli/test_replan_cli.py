@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import json
+from contextlib import nullcontext
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from potluck.cli.main import run
-from potluck.core.values.plan import plan_from_json
+from potluck.cli.planning import replan as replan_module
+from potluck.cli.planning.replan_live import Live
+from potluck.core.values.plan import Plan, plan_from_json
 
 SPEC = """\
 models:
@@ -41,14 +45,14 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, str]:
 
 
 def answers(options: list[str], capsys: pytest.CaptureFixture[str]) -> dict[str, dict[str, float]]:
-    assert run(["replan", *options, "--json"]) == 0
+    assert run(["replan", *options, "--averages", "--json"]) == 0
     return {each["step"]: each for each in json.loads(capsys.readouterr().out)["answers"]}
 
 
 def test_nothing_happened(files: tuple[str, str], capsys: pytest.CaptureFixture[str]) -> None:
     found = answers(list(files), capsys)
     assert found["reroute"]["served_fraction"] == 1
-    assert run(["replan", *files]) == 0
+    assert run(["replan", *files, "--averages"]) == 0
     out = capsys.readouterr().out
     assert "reroute (best)" in out
     assert "at once" in out
@@ -95,4 +99,75 @@ def test_bad_options_get_one_line(
 
 def test_a_file_that_is_no_plan(files: tuple[str, str], capsys: pytest.CaptureFixture[str]) -> None:
     assert run(["replan", files[1], files[1]]) == 2
-    assert "is not JSON" in capsys.readouterr().err
+    assert "is no plan but looks like a spec; the plan (JSON) is named first" in capsys.readouterr().err
+
+
+CHANCE = """\
+models:
+- model: Llama-3.1-8B
+  name: chat
+  slo: {ttft_ms: 2000, tpot_ms: 80}
+  traffic: {rate_per_s: 3, input: {mean: 600, cv: 0.6}, output: {mean: 100, cv: 0.5}}
+fleet:
+  regions:
+  - name: office
+    nodes:
+    - {node: 1xL4, available: %d, price_usd_per_h: 0.80}
+    - {node: 1xL40S, available: 1, price_usd_per_h: 1.86}
+"""
+
+
+def test_an_answer_is_judged_by_the_evidence_that_plans_are(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Two L4 do on averages and miss when tried; without the L40S it takes all four."""
+    spec, plan = tmp_path / "potluck.yaml", tmp_path / "plan.json"
+    spec.write_text(CHANCE % 4)
+    assert run(["plan", str(spec), "--averages", "--what-if", "office:1xL4=0", "--out", str(plan)]) == 0
+    capsys.readouterr()
+    words = ["replan", str(plan), str(spec), "--lose", "office:1xL40S=1"]
+    assert run([*words, "--averages", "--json"]) == 0
+    quick = json.loads(capsys.readouterr().out)
+    assert (quick["answers"][-1]["cost_usd_per_h"], quick["rehearsed"]) == (1.6, [])
+    assert run([*words, "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["best"] == "reallocate"
+    assert found["answers"][-1]["cost_usd_per_h"] == pytest.approx(3.2)
+    assert [each["verdict"] for each in found["rehearsed"]] == ["holds"]
+
+
+class Told:
+    """Stands for a service that runs: what it is told is put into force."""
+
+    gateway_lives = True
+
+    def __init__(self, plan: Plan, spec: Path) -> None:
+        self.newest, self.folder, self.applied = SimpleNamespace(version=1, plan=plan), spec.parent, []
+        self.client = SimpleNamespace(set_plan=lambda plan, why: self.applied.append(plan))
+        self.store = SimpleNamespace(
+            plan=lambda: self.newest, add_plan=lambda *_: 2, note=lambda *_: None, get=lambda _: None
+        )
+        self.live = Live(1, plan, spec, (), (), style="emulated")
+
+
+def test_an_answer_that_misses_is_not_put_into_force_unasked(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With two L4 left nothing holds: the answer is shown, and refused with exit code 3."""
+    spec, plan = tmp_path / "potluck.yaml", tmp_path / "plan.json"
+    spec.write_text(CHANCE % 2)
+    assert run(["plan", str(spec), "--averages", "--what-if", "office:1xL4=0", "--out", str(plan)]) == 0
+    capsys.readouterr()
+    service = Told(plan_from_json(plan.read_text()), spec)
+    monkeypatch.setattr(replan_module, "opened", lambda _: nullcontext(service))
+    monkeypatch.setattr(replan_module, "live_of", lambda _: service.live)
+    monkeypatch.setenv("COLUMNS", "200")
+    words = ["replan", "--live", "--lose", "office:1xL40S=1", "--apply"]
+    assert run(words) == 3
+    said = capsys.readouterr().out
+    assert "misses its 90.0 %" in said
+    assert "not applied: this misses in rehearsal. `--yes` applies it all the same" in said
+    assert service.applied == []
+    assert run([*words, "--yes"]) == 0
+    assert "plan 2 is in force: reallocate, $1.60/h (was $1.86/h)" in capsys.readouterr().out
+    assert [each.cost_usd_per_h for each in service.applied] == [1.6]

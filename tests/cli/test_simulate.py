@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from potluck.cli.common.render import percent
 from potluck.cli.main import run
 from potluck.cli.trying.goodput import Step, search
 from potluck.core.brain.brain import Brain
@@ -121,27 +122,40 @@ def test_several_models_share_the_rate(tmp_path: Path, capsys: pytest.CaptureFix
     assert "MODEL=NAME" in capsys.readouterr().err
 
 
-def test_goodput_brackets_the_rate(files: tuple[str, str], capsys: pytest.CaptureFixture[str]) -> None:
+def test_goodput_brackets_the_rate_and_says_what_it_found(
+    files: tuple[str, str], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     assert run(["goodput", *files, "--requests", "400", "--tolerance", "0.1", "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
     held = [step["rate_per_s"] for step in found["steps"] if step["holds"]]
     missed = [step["rate_per_s"] for step in found["steps"] if not step["holds"]]
     assert max(held) == found["goodput_per_s"]
     assert min(missed) <= max(held) * 1.1 * 1.001
-    assert run(["goodput", *files, "--requests", "400", "--tolerance", "0.5"]) == 0
-    assert "Goodput:" in capsys.readouterr().out
+    monkeypatch.setenv("COLUMNS", "200")
+    assert run(["goodput", *files, "--requests", "400", "--tolerance", "0.1"]) == 0
+    said = capsys.readouterr().out
+    *_, last = said.strip().splitlines()
+    assert last.startswith(f"Goodput: {max(held):.4g} requests/s; there chat is in time for ")
+    assert f"promised. At {min(missed):.4g} requests/s chat would be in time for " in last
+
+
+def test_a_share_below_a_promise_does_not_look_like_it() -> None:
+    assert percent(0.9496, 0.95) == "94.96 %"
+    assert percent(0.94999, 0.95) == "94.999 %"
+    assert percent(0.9997, 0.9999) == "99.97 %"
+    assert [percent(x, 0.95) for x in (0.94, 0.95, 0.9504)] == ["94.0 %", "95.0 %", "95.0 %"]
 
 
 @pytest.mark.parametrize("limit", [0.001, 0.3, 1.0, 7.3, 2000.0])
 def test_the_search_finds_a_threshold(limit: float) -> None:
-    steps, best = search(lambda scale: Step(scale, scale, scale <= limit, 0.0, "m", 0.0, 0.0), 0.01)
+    steps, best = search(lambda scale: Step(scale, scale, scale <= limit, 0.0, 0.9, "m", 0.0, 0.0), 0.01)
     assert best is not None
     assert best.scale <= limit < best.scale * 1.0101
     assert best == max((step for step in steps if step.holds), key=lambda step: step.scale)
 
 
 def test_no_rate_holds() -> None:
-    steps, best = search(lambda scale: Step(scale, scale, False, 0.0, "m", 0.0, 0.0), 0.01)
+    steps, best = search(lambda scale: Step(scale, scale, False, 0.0, 0.9, "m", 0.0, 0.0), 0.01)
     assert best is None
     assert len(steps) < 20
 

@@ -173,3 +173,22 @@ def test_workloads_for_a_run(azure: Path, mooncake: Path) -> None:
 
 def test_a_sparkline_shows_whatever_is_there() -> None:
     assert sparkline(np.array([0.0, 0.01, 0.5, 1.0])) == " ▁▄█"
+
+
+def test_what_was_written_is_said_for_machines(
+    mooncake: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "made.csv"
+    for words, requests, blocks in (
+        (["scale", mooncake, "--rate", "2"], 50, True),
+        (["convert", mooncake], 50, True),
+        (["make", "azure-conv", "--requests", "70"], 70, False),
+    ):
+        arguments = ["trace", *words, "--to", "azure", "--out", out, "--json"]
+        assert run([str(each) for each in arguments]) == 0
+        said = capsys.readouterr()
+        found = json.loads(said.out)
+        assert said.err == ""
+        assert (found["file"], found["format"], found["requests"]) == (str(out), "azure", requests)
+        assert found["blocks_left_out"] is blocks
+        assert found["rate_per_s"] == pytest.approx(load_trace(out).rate_per_s, rel=0.01)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 from itertools import accumulate
 from math import isfinite
@@ -54,6 +55,10 @@ def grouped(kind: str) -> Plan:
     return plan([one], {(kind, "near"): 2}, {(kind, "near", "closed"): (5.0, 5.0)})
 
 
+WAITS = re.compile(
+    r"it would wait up to ([\d.]+) s for its turn; of the ([\d.]+) s to its first token "
+    r"at most ([\d.]+) s may pass in waiting"
+)
 FLEETS = {"alike": alike(3), "apart": apart(), "combo": grouped("combo"), "pair": grouped("pair")}
 
 
@@ -79,6 +84,14 @@ def test_a_flood_fills_replicas_no_further_than_they_can_begin_soon(name: str) -
     assert told
     assert all(each.reason == "overloaded" for each in told)
     assert all(each.retry_after_s is not None and 0 < each.retry_after_s < 3600 for each in told)
+    compared = [WAITS.fullmatch(each.detail) for each in told if "would wait" in each.detail]
+    assert compared
+    for found in compared:
+        assert found is not None
+        wait_s, objective_s, most_s = map(float, found.groups())
+        assert objective_s == SLO.ttft_s
+        assert most_s < objective_s
+        assert wait_s >= most_s, "what is compared is what is said"
     waiting = [flight for flight in there.brain.flights.values() if flight.place is not None]
     assert waiting
     for view in there.brain.fleet.views.values():

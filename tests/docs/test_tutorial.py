@@ -1,4 +1,5 @@
-"""The tutorial, as a reader would do it: its files written, its commands run in order, by processes of their own."""
+"""The tutorial, as a reader would do it: its files written, its commands run in order, by processes of their own, and
+what they print compared with what the page shows."""
 
 from __future__ import annotations
 
@@ -21,6 +22,7 @@ from typing import Any
 import pytest
 from book import sample
 from book.assemble import ROOT
+from book.shown_output import Shown, alike, same, shown
 from book.text import blocks
 
 from potluck.cli.main import run
@@ -31,15 +33,11 @@ from potluck.core.values.plan import Plan, plan_from_json
 TEXT = (ROOT / "docs" / "tutorial.md").read_text("utf-8")
 WITHIN_S = 400.0
 """For machines that have much else to do."""
+COLUMNS = "80"
+EXACT = ("potluck check ", "potluck plan ")
+"""Commands that print the same whenever and wherever they are run."""
 ELSEWHERE = ("git clone POTLUCK potluck && cd potluck", "make up", "source .venv/bin/activate")
 """Not run here: tests/cli/test_up_demo.py has what `make up` starts."""
-
-
-def shown_commands() -> list[str]:
-    lines = [
-        line for block in blocks(TEXT) if block.language == "console" for line in block.text.splitlines()
-    ]
-    return [line.removeprefix("$ ") for line in lines]
 
 
 @dataclass
@@ -68,11 +66,11 @@ class Reader:
         return done.stdout
 
     def env(self) -> dict[str, str]:
-        return {**os.environ, "HOME": str(self.home), "COLUMNS": sample.COLUMNS}
+        return {**os.environ, "HOME": str(self.home), "COLUMNS": COLUMNS}
 
-    def serve(self, command: str) -> None:
-        """In another terminal, until it says where; at a free port, as others may be here."""
-        words = [*self.words(command), "--port", "0", "--json"]
+    def serve(self, command: str) -> str:
+        """In another terminal, until it has said all; at a free port, as others may be here."""
+        words = [*self.words(command), "--port", "0"]
         self.up = subprocess.Popen(
             words, cwd=self.home, env=self.env(), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
         )
@@ -80,10 +78,15 @@ class Reader:
         watchdog.start()
         assert self.up.stdout is not None
         assert self.up.stderr is not None
-        line = self.up.stdout.readline()
+        lines = []
+        for line in self.up.stdout:
+            lines.append(line)
+            if '"max_tokens"' in line:
+                break
         watchdog.cancel()
-        assert line, self.up.stderr.read()
-        self.url = json.loads(line)["url"]
+        assert lines, self.up.stderr.read()
+        self.url = lines[0].split()[-1]
+        return "".join(lines)
 
     def ask(self, command: str) -> str:
         """What curl would."""
@@ -94,7 +97,9 @@ class Reader:
             f"{self.url}/v1/chat/completions", words[words.index("-d") + 1].encode(), head
         )
         with urllib.request.urlopen(asked, timeout=WITHIN_S) as answer:
-            return str(json.load(answer)["choices"][0]["message"]["content"])
+            said = str(answer.read().decode())
+        assert json.loads(said)["choices"][0]["message"]["content"]
+        return said
 
     def status(self) -> dict[str, Any]:
         """Asked for often, so in this process."""
@@ -134,32 +139,35 @@ def reader(tmp_path: Path) -> Iterator[Reader]:
             store.close()
 
 
-def test_the_tutorial_can_be_followed(reader: Reader) -> None:
-    commands = shown_commands()
-    assert tuple(commands[:3]) == ELSEWHERE
+def must_match(each: Shown, printed: str, home: Path) -> None:
+    if each.command.startswith(EXACT):
+        assert same(each.output, printed), f"{each.command} prints:\n{printed}"
+    else:
+        assert alike(each.output, printed, str(home)), f"{each.command} prints:\n{printed}"
+
+
+def test_the_tutorial_can_be_followed_and_prints_what_it_shows(reader: Reader) -> None:
+    told = list(shown(TEXT))
+    assert tuple(each.command for each in told[:3]) == ELSEWHERE
+    assert all(each.output for each in told[3:]), "every command is shown with what it prints"
     (reader.home / "potluck.yaml").write_text(sample.spec())
-    said: dict[str, str] = {}
     before: list[str] = []
-    for command in commands[3:]:
+    for each in told[3:]:
+        command = each.command
         if command.startswith("curl "):
-            assert reader.ask(command)
+            printed = reader.ask(command)
         elif command.startswith("potluck up "):
-            reader.serve(command)
+            printed = reader.serve(command)
             before = reader.fleet()
         else:
             if command == "potluck down":
                 after = reader.fleet()
-            said[command] = reader.run(command)
-    assert "potluck.yaml is valid" in said["potluck check potluck.yaml"]
-    printed = said[" ".join(("potluck", *sample.COMMAND))]
-    assert sample.heads(printed) == sample.heads(sample.in_page()), "run: python -m book.sample"
+            printed = reader.run(command)
+        must_match(each, printed, reader.home)
     _must_be_as_told((reader.home / "plan.json").read_text())
     assert [("L40S" in name, "L4 " in name) for name in before] == [(True, False)], "it begins with the L40S"
-    assert after, "something serves at the end"
-    assert all("1xL4 " in name for name in after), after
-    assert "by hand" in said["potluck events"]
-    bench = next(text for command, text in said.items() if command.startswith("potluck bench"))
-    assert "10 of 10 requests answered" in bench
+    assert len(after) == 4, "all four L4 serve at the end"
+    assert all("1xL4" in name for name in after), after
     assert reader.up is not None
     assert reader.up.wait(WITHIN_S) == 0, "down ends what `up` looks after"
 
@@ -167,6 +175,38 @@ def test_the_tutorial_can_be_followed(reader: Reader) -> None:
 def _must_be_as_told(text: str) -> None:
     """The prose gives two prices: the plan's, and the one of L4s, which does not hold."""
     plan: Plan = plan_from_json(text)
-    prices = [float(each) for each in re.findall(r"\$(\d+\.\d+)", TEXT)]
+    prose = TEXT
+    for block in blocks(TEXT):
+        prose = prose.replace(block.text, "")
+    prices = [float(each) for each in re.findall(r"\$(\d+\.\d+)", prose)]
     assert prices == [1.60, pytest.approx(plan.cost_usd_per_h)]
     assert [plan.template(each.template).name for each in plan.deployments] == ["chat: mixed 1xL40S tp1"]
+
+
+def test_the_plan_that_is_explained_is_the_one_that_is_printed() -> None:
+    assert same(sample.in_page(), sample.printed()), "run: PYTHONPATH=src:tools python -m book.sample"
+
+
+@pytest.mark.parametrize(
+    ("said", "printed", "exact", "live"),
+    [
+        ("a 3\n", "a 3\n", True, True),
+        ("a 3\n", "a 4\n", False, True),
+        ("a 3\n", "b 3\n", False, False),
+        ("a\n...\nc\n", "a\nx\ny\nc\n", True, True),
+        ("a\n...\nc\n", "a\nc\n", True, True),
+        ("a\n...\n", "a\n", True, True),
+        ("a\n...\nc\n", "a\nx\n", False, False),
+        ("costs $1.86/h\n", "costs $1.60/h\n", False, False),
+        ("10 of 10 requests\n", "9 of 10 requests\n", False, False),
+        ("took 4.2 s\n", "took 380 ms\n", False, True),
+        ("words that\nare folded\n", "words\nthat are folded\n", False, True),
+        ("in ~/x\n", "in /tmp/me/x\n", False, True),
+        ("chat-1c478792 runs\n", "chat-aaaaaaaa runs\n", False, True),
+        ("best after 3.1 ms, so\n", "best after 9 s, so\n", True, True),
+        ("a\n", "notice: this machine computes 3.1 times slower: not the plan's\na\n", False, True),
+    ],
+)
+def test_outputs_are_compared_strictly(said: str, printed: str, exact: bool, live: bool) -> None:
+    assert same(said, printed) is exact
+    assert alike(said, printed, "/tmp/me") is live

@@ -108,6 +108,17 @@ def test_steps_that_are_too_slow_are_counted_and_not_slept_for() -> None:
     assert pacer.notes()["emulated_late_steps"] == 2
 
 
+def test_steps_tell_how_much_longer_than_the_gpu_this_machine_computes() -> None:
+    """Three times as long, however much of it the step before had left: that one is counted with it."""
+    fake = FakeTime()
+    pacer = Pacer(Fixed(), 1.0, fake.clock, fake.sleep)
+    run(pacer, fake, [1] * 5, work_s=3.0, gap_s=0.0)
+    assert pacer.took_s / pacer.predicted_s == pytest.approx(3.0)
+    quick = Pacer(Fixed(), 1.0, fake.clock, fake.sleep)
+    run(quick, fake, [1] * 5, work_s=0.3, gap_s=0.0)
+    assert quick.notes()["emulated_took_s"] == pytest.approx(quick.predicted_s)
+
+
 def test_what_is_too_slow_for_good_is_not_made_up_for_without_end() -> None:
     fake = FakeTime()
     pacer = Pacer(Fixed(), 1.0, fake.clock, fake.sleep, host_s=0.0)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import Awaitable, Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -352,3 +353,19 @@ def test_the_playground_speaks_with_the_clients_key() -> None:
         return found
 
     assert on_stage(run) == ("Bearer sk-1", "4013"), "the operators' key goes nowhere"
+
+
+def test_a_machine_that_is_too_slow_for_its_gpus_is_told_of() -> None:
+    async def run(made: Stage, url: str, client: ClientSession) -> tuple[Any, list[str]]:
+        late = made.center.watch.lateness
+        late.told("engine", 0.0, 0.0)
+        late.told("engine", 10.0, 42.0)
+        async with client.get(f"{url}/snapshot", headers={"Authorization": f"Bearer {KEY}"}) as answer:
+            said = await answer.json()
+        settings: Any = SimpleNamespace(pretended=False)
+        return said, [*notices(made.center, settings)]
+
+    said, shown = on_stage(run)
+    assert said["slowdown"] == pytest.approx(4.2)
+    assert shown[0] == said["notices"][0]
+    assert shown[0].startswith("this machine computes 4.2 times slower than the GPUs it stands for")

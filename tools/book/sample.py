@@ -39,7 +39,8 @@ def heads(output: str) -> list[list[str]]:
     return [re.split(r"\s{2,}", line.strip()) for line in found]
 
 
-def main() -> None:
+def printed() -> str:
+    """What is printed now."""
     with tempfile.TemporaryDirectory() as folder:
         Path(folder, "potluck.yaml").write_text(spec(), "utf-8")
         command = [sys.executable, "-m", "potluck.cli.main", *COMMAND]
@@ -47,7 +48,11 @@ def main() -> None:
         done = subprocess.run(
             command, cwd=folder, env={**os.environ, **path}, check=True, capture_output=True, text=True
         )
-    output = "\n".join(line.rstrip() for line in done.stdout.rstrip().splitlines())
+    return "\n".join(line.rstrip() for line in done.stdout.rstrip().splitlines())
+
+
+def main() -> None:
+    output = printed()
     text = PAGE.read_text("utf-8")
     PAGE.write_text(
         re.sub(r"```text\n.*?```", lambda _: f"```text\n{output}\n```", text, count=1, flags=re.DOTALL)

@@ -23,6 +23,7 @@ from potluck.catalog.prices import Price
 from potluck.core.errors import FormatError, InputError, UnknownNameError
 
 INSTALLED = Path.home() / ".sky" / "catalogs"
+MOST_BYTES = 256 << 20
 COLUMNS = ("InstanceType", "AcceleratorName", "AcceleratorCount", "Price", "Region", "SpotPrice")
 CALLED = {"A100": "A100-40", "V100": "V100-16"}
 """GPUs that SkyPilot and our catalog mean different sizes by."""
@@ -67,7 +68,12 @@ def read(path: Path) -> Listed:
     """One cloud's file; the cloud is named by its folder (`aws/vms.csv`) or by itself (`aws.csv`)."""
     cloud = path.parent.name if path.stem == "vms" else path.stem
     try:
-        date = datetime.fromtimestamp(path.stat().st_mtime, UTC).date().isoformat()
+        found = path.stat()
+        if found.st_size > MOST_BYTES:
+            raise InputError(
+                "--from", f"{path} is larger than {MOST_BYTES >> 20} MiB; is it SkyPilot's vms.csv?"
+            )
+        date = datetime.fromtimestamp(found.st_mtime, UTC).date().isoformat()
         with path.open(encoding="utf-8", newline="") as file:
             rows = csv.DictReader(file)
             missing = [name for name in COLUMNS if name not in (rows.fieldnames or ())]

@@ -100,7 +100,8 @@ class Stand:
         )
         self.store.set("controller", {"pid": os.getpid(), "started": started_at(os.getpid())})
         profiles = [str(path) for path in settings.profiles]
-        self.store.set("spec files", {"path": str(settings.spec), "profiles": profiles})
+        files = {"path": str(settings.spec), "profiles": profiles, "style": settings.maker.style}
+        self.store.set("spec files", files)
         self.plan = self._chosen(plan)
         self._plan_file = self.folder / "plan.json"
         self.key_file = self._secret("admin.key")

@@ -91,6 +91,8 @@ class Service:
                 }
                 for each in instances
             ],
+            "slowdown": snapshot.get("slowdown"),
+            "notices": list(snapshot.get("notices", ())),
             "problems": [each for each in (problem, *snapshot.get("problems", ())) if each],
             "notes": [
                 {"id": each.id, "at_s": each.at_s, "kind": each.kind, "what": each.what, "why": each.why}

@@ -20,7 +20,7 @@ from math import sqrt
 import numpy as np
 
 from potluck.core.brain.policy import Policy
-from potluck.core.values.plan import Plan
+from potluck.core.values.plan import Plan, Tried
 from potluck.sim.load.workload import Workload
 from potluck.sim.results.metrics import summarise
 from potluck.sim.results.planned import SERVED, compared, described, disagreements
@@ -78,6 +78,23 @@ class Evidence:
     @property
     def holds(self) -> bool:
         return self.lower >= self.promised and self.answers
+
+    def told(self, fresh: bool = False, gap_cv: float | None = None) -> Tried:
+        """As a plan keeps it."""
+        least = min(self.answered, default=1.0)
+        runs = len(self.attained)
+        return Tried(
+            self.model,
+            self.promised,
+            self.mean,
+            self.lower,
+            least,
+            self.requests,
+            runs,
+            self.answers,
+            fresh,
+            gap_cv,
+        )
 
     @property
     def runs_kept(self) -> int:

@@ -207,6 +207,9 @@ class _Search:
         if outcome.plan.fraction < 1 or not outcome.plan.deployments:
             return
         even = evened(shop.problem, outcome.plan, self.settings.time_limit_s, self.settings.clock)
+        parts = _parts(restored(even, self.workshop.problem, factors), self.brackets)
+        if all(key in self.seen for key in parts.values()):
+            return  # it is the very plan that missed
         step = self._try(replace(outcome, plan=even), factors)
         self.sure = step if step.holds else None
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import gzip
 import json
-from collections.abc import Callable, Collection, Iterable, Iterator
+import zlib
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from itertools import chain, dropwhile
@@ -23,6 +24,9 @@ from potluck.worlds.lines import kind_of, read_line, written
 from potluck.worlds.log import FORMAT, VERSION, Begins
 from potluck.worlds.mind import Mind
 from potluck.worlds.pieces import NAME, pieces_of
+
+MOST_LETTERS = 64 << 20
+"""Of a line; those that begin a run have all its facts."""
 
 
 class Head(NamedTuple):
@@ -162,13 +166,24 @@ def log_lines(paths: Iterable[Path]) -> Iterator[Iterator[str]]:
     A folder stands for the pieces of the log in it; where the first of them were dropped, from where it can be read.
     """
     with ExitStack() as stack:
+        paths, field = tuple(paths), "log"
         try:
             yield chain.from_iterable(
                 _readable(path, stack) if path.is_dir() else _lines(stack.enter_context(_open(path)), path)
                 for path in paths
             )
         except OSError as error:
-            raise InputError("log", error.strerror or str(error)) from error
+            raise InputError(_named(paths), error.strerror or str(error)) from error
+        except InputError as error:
+            first, _, rest = error.field.partition(": ")
+            if first != field:
+                raise
+            raise InputError(": ".join(filter(None, (_named(paths), rest))), error.problem) from error
+
+
+def _named(paths: Sequence[Path]) -> str:
+    """A log by its first file; whoever reads its lines knows no name."""
+    return f"{paths[0]}" + (f" and {len(paths) - 1} more" if len(paths) > 1 else "")
 
 
 def _readable(folder: Path, stack: ExitStack) -> Iterator[str]:
@@ -191,8 +206,11 @@ def _open(path: Path) -> IO[str]:
 
 def _lines(file: IO[str], path: Path) -> Iterator[str]:
     try:
-        yield from file
-    except (UnicodeDecodeError, EOFError) as error:
+        while line := file.readline(MOST_LETTERS + 1):
+            if len(line) > MOST_LETTERS:
+                raise InputError(str(path), f"is not a log (a line is longer than {MOST_LETTERS >> 20} MiB)")
+            yield line
+    except (UnicodeDecodeError, EOFError, zlib.error) as error:
         raise InputError(str(path), f"is not a log ({error})") from error
 
 

@@ -15,7 +15,8 @@ MEANINGS = (
     (BAD_INPUT, "bad input, or nothing can serve it: one line names the field and the fix"),
     (
         MISSED,
-        "done, but a promise is not kept (`simulate`, `plan`): an objective is missed, or some demand not met",
+        "done, but a promise is not kept (`simulate`, `plan`, `bench --slo`): an objective is missed, or some "
+        "demand not met",
     ),
     (BUG, "a bug of ours (POTLUCK_DEBUG=1 shows the traceback)"),
     (INTERRUPTED, "interrupted"),

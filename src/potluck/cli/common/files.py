@@ -13,6 +13,8 @@ from typing import TypeVar
 from potluck.core.errors import InputError, PotluckError
 
 T = TypeVar("T")
+MOST_BYTES = 256 << 20
+"""Of a file that is read as a whole; plans, profiles and markets take a few MB at most."""
 
 
 def require_writable(option: str, path: Path | None) -> None:
@@ -28,16 +30,37 @@ def require_writable(option: str, path: Path | None) -> None:
         raise InputError(option, f"{str(path)!r} may not be written")
 
 
-def named(path: Path, read: Callable[[str], T]) -> T:
-    """What a text file holds; whatever is wrong with it is said with its name."""
+def read_bytes(path: Path, option: str = "") -> bytes:
+    """All of a file; what cannot be read is said with its name, and with the option that named it."""
+    where = f"{option}: {path}" if option else str(path)
     try:
-        return read(path.read_text(encoding="utf-8"))
-    except UnicodeDecodeError as error:
-        raise InputError(str(path), "is not text in UTF-8") from error
+        with path.open("rb") as file:
+            found = file.read(MOST_BYTES + 1)
     except OSError as error:
-        raise InputError(str(path), error.strerror or "cannot be read") from error
+        raise InputError(where, f"cannot be read: {error.strerror or error}") from error
+    if len(found) > MOST_BYTES:
+        raise InputError(where, f"is larger than {MOST_BYTES >> 20} MiB; name another file")
+    return found
+
+
+def read_text(path: Path, option: str = "") -> str:
+    """The same as text."""
+    try:
+        return read_bytes(path, option).decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise InputError(f"{option}: {path}" if option else str(path), "is not text in UTF-8") from error
+
+
+def named(path: Path, read: Callable[[str], T], option: str = "") -> T:
+    """What a text file holds; whatever is wrong with it is said with its name."""
+    text = read_text(path, option)
+    try:
+        return read(text)
     except PotluckError as error:
-        raise InputError(str(path), str(error)) from error
+        # A parser that knows no name speaks of its "file".
+        nameless = isinstance(error, InputError) and error.field == "file"
+        problem = error.problem if isinstance(error, InputError) and nameless else str(error)
+        raise InputError(f"{option}: {path}" if option else str(path), problem) from error
 
 
 @dataclass(slots=True)

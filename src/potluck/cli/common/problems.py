@@ -8,9 +8,11 @@ from importlib import resources
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from potluck.cli.common.files import named
 from potluck.core.errors import InputError, UnknownNameError
 
 if TYPE_CHECKING:
+    from potluck.core.values.plan import Plan
     from potluck.plan.problem import Problem
     from potluck.spec.values import Spec
 
@@ -25,6 +27,15 @@ def read_spec(path: Path | None) -> Spec:
         return load_spec(path)
     raw = resources.files("potluck.spec").joinpath("data/example.yaml").read_bytes()
     return parse_spec(raw, file="example.yaml")
+
+
+def read_plan(path: Path) -> Plan:
+    """The plan in a file; a spec in its place is told so."""
+    from potluck.core.values.plan import plan_from_json
+
+    if path.suffix in (".yaml", ".yml") and path.is_file():
+        raise InputError(str(path), "is no plan but looks like a spec; the plan (JSON) is named first")
+    return named(path, plan_from_json)
 
 
 def load_problem(

@@ -1,4 +1,4 @@
-"""A progress bar on stderr for work that takes seconds; silent when stderr is not a terminal."""
+"""A progress bar on stderr for work that takes seconds; silent where there is no terminal for it."""
 
 from __future__ import annotations
 
@@ -7,6 +7,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
+
+from potluck.cli.common.render import unstyled
 
 if TYPE_CHECKING:
     from rich.progress import Progress, TaskID
@@ -34,6 +36,6 @@ def progress(total: int) -> Iterator[Bar]:
     from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
     columns = (TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn())
-    console, hidden = Console(stderr=True), not sys.stderr.isatty()
+    console, hidden = Console(stderr=True), not sys.stderr.isatty() or unstyled()
     with Progress(*columns, console=console, transient=True, disable=hidden) as bar:
         yield Bar(bar, bar.add_task("starting", total=total))

@@ -18,6 +18,7 @@ from dataclasses import dataclass
 import click
 
 from potluck.core.figures import digits
+from potluck.core.figures import usd as usd
 
 LEAST_WIDTH, WIDEST = 40, 200
 LISTING_WIDTH = 80
@@ -27,6 +28,8 @@ LEAST_TEXT = 18
 """To what a column of words is folded before a table is printed in parts."""
 PADDING = 3
 """Of a column, with the line that is not drawn between two."""
+_FIGURE = re.compile(r"(?<=\d) (?=(?:%|[mµ]?s\b|min\b|h\b))")
+"""Between a figure and its unit no line ends."""
 _NUMBER = re.compile(r"[-+$]*[0-9][0-9.,]*( \S+|%)?\Z")
 
 
@@ -35,9 +38,28 @@ def emit_json(value: object) -> None:
     click.echo(json.dumps(value, indent=1, allow_nan=False, ensure_ascii=False))
 
 
-def paragraph(text: str) -> None:
+def unstyled() -> bool:
+    """Whether somebody asked for text without escape codes (https://no-color.org), or the terminal knows none."""
+    return bool(os.environ.get("NO_COLOR")) or os.environ.get("TERM") == "dumb"
+
+
+def bold(text: str) -> str:
+    """For a terminal; click leaves the codes out where output goes into a pipe."""
+    return text if unstyled() else click.style(text, bold=True)
+
+
+def paragraph(text: str, indent: str = "") -> None:
     """A line of words, folded where it is too long; with an empty one below where it ends in a new line."""
-    click.echo(textwrap.fill(text, _width(), break_on_hyphens=False, break_long_words=False))
+    whole = _FIGURE.sub("\xa0", text)
+    folded = textwrap.fill(
+        whole,
+        _width(),
+        break_on_hyphens=False,
+        break_long_words=False,
+        initial_indent=indent,
+        subsequent_indent=2 * indent,
+    )
+    click.echo(folded.replace("\xa0", " "))
     if text.endswith("\n"):
         click.echo()
 
@@ -72,7 +94,7 @@ def table(title: str, columns: Sequence[str], rows: Sequence[Sequence[object]]) 
         _Column(head, ["" if row[place] is None else str(row[place]) for row in rows])
         for place, head in enumerate(columns)
     ]
-    lines = [click.style("\n".join(_folded(title, width)), bold=True)]
+    lines = [bold("\n".join(_folded(title, width)))]
     for part in _parts(made, width):
         lines += [*_grid(part, width), ""]
     click.echo("\n".join(lines))
@@ -108,7 +130,7 @@ def _grid(columns: list[_Column], width: int) -> list[str]:
     right = [each.numeric for each in columns]
     high = max(map(len, heads))
     heads = [[""] * (high - len(head)) + head for head in heads]
-    lines = [click.style(line, bold=True) for line in _lines(heads, widths, right)]
+    lines = [bold(line) for line in _lines(heads, widths, right)]
     lines.append("─" * min(sum(widths) + PADDING * len(widths) - 1, width))
     for row in rows:
         lines += _lines(row, widths, right)
@@ -205,13 +227,6 @@ def short(value: float) -> str:
     return count(value)
 
 
-def usd(value_usd: float) -> str:
-    """`$2.69`; small prices keep three digits."""
-    if value_usd == 0 or abs(value_usd) >= 0.1:
-        return f"${value_usd:,.2f}"
-    return f"${value_usd:.3g}"
-
-
 def bytes_(value_bytes: float) -> str:
     """`16.1 GB`, decimal as GPU makers count."""
     for limit, unit in ((1e12, "TB"), (1e9, "GB"), (1e6, "MB"), (1e3, "kB")):
@@ -220,6 +235,13 @@ def bytes_(value_bytes: float) -> str:
     return f"{value_bytes:.0f} B"
 
 
-def percent(share: float) -> str:
-    """`37.4 %`."""
-    return f"{digits(share * 100)} %"
+def percent(share: float, below: float | None = None) -> str:
+    """`37.4 %`; with more digits where that looks like what it is below."""
+    text = f"{digits(share * 100)} %"
+    if below is None or share >= below:
+        return text
+    for places in range(2, 7):
+        if text != f"{digits(below * 100)} %" and float(text[:-2]) < below * 100:
+            break
+        text = f"{share * 100:.{places}f} %"
+    return text

@@ -51,16 +51,16 @@ def load(what: str, model: str, asked: Asked) -> Workload:
         from potluck.spec.traces import load_trace
 
         return of_trace(load_trace(Path(what), blocks=True), model, asked)
-    return of_name(what, model, asked)
+    try:
+        return of_name(what, model, asked)
+    except UnknownNameError as error:
+        raise InputError("workload", f"{error.problem} (or give a trace file)") from error
 
 
 def of_name(name: str, model: str, asked: Asked) -> Workload:
     from potluck.catalog import workloads
 
-    try:
-        named = workloads.workload(name)
-    except UnknownNameError as error:
-        raise InputError("workload", f"{error.problem}; or give a trace file") from error
+    named = workloads.workload(name)
     rate_per_s = asked.rate_per_s if asked.rate_per_s is not None else named.rate_per_s
     if rate_per_s is None:
         raise InputError("--rate", f"is needed: the source of workload {named.name!r} gives none")

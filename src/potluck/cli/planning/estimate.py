@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from potluck.cli.common.files import named
 from potluck.cli.common.render import bytes_, count, emit_json, table, usd
 from potluck.core.errors import InputError
 from potluck.core.figures import seconds
@@ -121,10 +122,7 @@ def read_profiles(
 
     found = []
     for path in paths:
-        try:
-            profile = profile_from_json(path.read_text("utf-8"))
-        except (OSError, UnicodeDecodeError) as error:
-            raise InputError("--profile", f"{path} cannot be read") from error
+        profile = named(path, profile_from_json, "--profile")
         if not any(profile_for([profile], model, node, profile.tp) for model in models for node in nodes):
             raise InputError(
                 "--profile", f"{path} is of {profile.model} on {profile.gpu}, which is not asked about"

@@ -8,6 +8,7 @@ from typing import Literal, cast
 
 import click
 
+from potluck.cli.common.files import read_text
 from potluck.cli.common.render import emit_json, table
 from potluck.core.errors import InputError
 from potluck.export.words import KEY_FILE
@@ -17,7 +18,7 @@ KINDS = ("commands", "compose", "kubernetes", "skypilot")
 
 
 @click.command()
-@click.argument("kind", type=click.Choice(KINDS))
+@click.argument("kind", metavar="KIND", type=click.Choice(KINDS))
 @click.argument("plan", type=click.Path(path_type=Path, exists=True, dir_okay=False))
 @click.argument("spec", type=click.Path(path_type=Path, exists=True, dir_okay=False))
 @click.option(
@@ -76,7 +77,8 @@ def export(
 ) -> None:
     """Write PLAN, made for SPEC, as files that start it: shell commands, Compose, Kubernetes, SkyPilot.
 
-    Nothing is started or rented, and no file has a secret in it. docs/deploy.md tells what each needs.
+    KIND is one of commands, compose, kubernetes, skypilot. Nothing is started or rented, and no file has a secret in it.
+    docs/deploy.md tells what each needs.
 
     \b
     Examples:
@@ -85,22 +87,21 @@ def export(
       potluck export skypilot plan.json potluck.yaml --out sky --infra us-east-1=aws/us-east-1
     """
     from potluck.cli.common.formats import weights_in
-    from potluck.cli.common.problems import read_spec
+    from potluck.cli.common.problems import read_plan, read_spec
     from potluck.control.launch.kubernetes.pods import Cluster
-    from potluck.core.values.plan import plan_from_json
     from potluck.export import compose, kubernetes, shell, skypilot
     from potluck.export.seats import roomed
     from potluck.export.words import Wording
 
     _must_be_empty(out)
-    loaded, text = read_spec(spec), plan.read_text(encoding="utf-8")
-    made = plan_from_json(text)
+    made = read_plan(plan)
+    loaded, text = read_spec(spec), read_text(plan)
     fleet = roomed(made, loaded.node_types, loaded.regions)
     folders = {each.name: f"{models.rstrip('/')}/{each.name}" for each in loaded.models}
     key_file = "" if kind == "skypilot" else KEY_FILE
     style_ = cast("Literal['vllm', 'embedded']", style)
     wording = Wording(style_, folders, key_file, weights=weights_in(loaded, made))
-    served = {"plan.json": text, "potluck.yaml": spec.read_text(encoding="utf-8"), **_traces(spec, loaded)}
+    served = {"plan.json": text, "potluck.yaml": read_text(spec), **_traces(spec, loaded)}
     regions, boxes = {each.name for each in loaded.regions}, {each.name for each in fleet.boxes}
     where = _pairs("--address", addresses, boxes)
     if kind == "commands":
@@ -126,8 +127,8 @@ def _traces(spec: Path, loaded: Spec) -> dict[str, str]:
         if model.trace is not None:
             try:
                 name = model.trace.resolve().relative_to(spec.parent.resolve()).as_posix()
-                found[name] = model.trace.read_text(encoding="utf-8")
-            except (ValueError, UnicodeDecodeError) as error:
+                found[name] = read_text(model.trace)
+            except (ValueError, InputError) as error:
                 raise InputError(
                     f"model {model.name}: trace",
                     "must be text beside the spec to travel with it; or write lengths",

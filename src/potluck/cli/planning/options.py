@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
-from potluck.cli.common.files import named
+from potluck.cli.common.files import read_text
 from potluck.cli.common.objectives import scale_option, scaled
 from potluck.cli.common.problems import load_problem, read_spec
 from potluck.core.errors import InputError, UnknownNameError
@@ -47,7 +47,9 @@ class Posed:
             return spec
         from potluck.control.market import read_market
 
-        market = named(self.market, lambda text: read_market(text, str(self.market), spec.regions))
+        market = read_market(read_text(self.market), str(self.market), spec.regions)
+        if not market.quotes and not market.notices:
+            raise InputError(str(self.market), "has no offers and no notices")
         return replace(spec, regions=market.regions(spec.regions))
 
     def problem(self, spec: Spec, init_penalty: float = 0.0) -> Problem:

@@ -11,10 +11,12 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from potluck.cli.common.exits import missed
-from potluck.cli.common.files import Saves, named, require_writable
+from potluck.cli.common.files import Saves, require_writable
+from potluck.cli.common.problems import read_plan
 from potluck.cli.common.progress import progress
 from potluck.cli.common.render import emit_json, paragraph, usd
 from potluck.cli.planning.estimate import measured, profile_option
+from potluck.cli.planning.evidence import noted
 from potluck.cli.planning.options import (
     html_option,
     json_option,
@@ -92,7 +94,7 @@ def plan(
       potluck plan pool.yaml --strategy thunderserve --trace search.html
     """
     from potluck.core.values.crossings import lossy_notices
-    from potluck.core.values.plan import plan_from_json, plan_to_json
+    from potluck.core.values.plan import plan_to_json
     from potluck.plan.reasons.explain import explain
     from potluck.plan.reasons.unservable import planned_rest
     from potluck.plan.strategies import Workshop
@@ -101,7 +103,7 @@ def plan(
     planner, spec, asked, saves = strategy_of(strategy), posed.spec(), asked_of(rest), Saves()
     _require_places(out, trace_path, html_path)
     problem = exact(measured(posed.problem(spec, init_penalty), profile_paths), exact_kv)
-    before = None if running is None else named(running, plan_from_json)
+    before = None if running is None else read_plan(running)
     estimate = estimate_of(spec, problem, asked, posed.seed)
     settings = posed.settings(running=before, pins=tuple(map(_pin, pinned)), estimate=estimate)
     with progress(4 * len(problem.asks) + 1) as said:
@@ -116,7 +118,7 @@ def plan(
         if tried is not None:
             outcome = replace(outcome, plan=tried.best.plan)
         outcome = _offering(workshop, outcome, spec)
-        found = outcome.plan
+        found = noted(outcome.plan, tried, spec, problem, asked.cv)
         notes = (*lossy_notices(found), *notes)
         saves.text("--out", out, lambda: plan_to_json(found))
         searched = dict(workshop.searched)

@@ -103,7 +103,7 @@ def _attained(row: Compared) -> str:
         return "-"
     if row.attained >= row.promised:
         return percent(row.attained)
-    return f"{percent(row.attained)} < {percent(row.promised)}"
+    return f"{percent(row.attained, row.promised)} < {percent(row.promised)}"
 
 
 def show_plan(problem: Problem, outcome: Outcome, standby: int = 0, basis: str = "on averages") -> None:

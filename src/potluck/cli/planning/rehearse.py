@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import click
 
 from potluck.cli.common.render import paragraph, percent, table, usd
+from potluck.cli.planning.evidence import KEPT, evidence_line
 from potluck.cli.planning.options import strategy_of
 from potluck.core.errors import InputError
 
@@ -308,7 +309,7 @@ def show_rehearsal(found: Rehearsal | None, asked: Asked, plan: Plan) -> None:
         _show_rounds(found)
     best, first = found.best, found.first
     for each in best.evidence:
-        paragraph(f"{evidence_line(each)}.")
+        paragraph(f"{evidence_line(each.told(best.fresh, asked.cv))}.")
     wrong = dict.fromkeys(line for each in best.evidence for line in each.disagreed)
     for line in list(wrong)[:MOST_LINES]:
         paragraph(f"Not as planned: {line}.")
@@ -324,20 +325,10 @@ def show_rehearsal(found: Rehearsal | None, asked: Asked, plan: Plan) -> None:
         before = f"{usd(abs(change))}/h {'more' if change > 0 else 'less'} than"
         if abs(change) < 0.005:
             before = "as much as"
-        kept = "held" if first.holds else "missed"
+        missed = any(each.told().verdict == "misses" for each in first.evidence)
+        kept = "held" if first.holds else "missed" if missed else "was not sure to hold"
         paragraph(f"The plan {found.reason}: {before} the first plan, which {kept} with the same requests.")
     click.echo()
-
-
-def evidence_line(seen: Evidence) -> str:
-    """What simulation says of one model, with how much it saw."""
-    kept = "holds" if seen.holds else "misses"
-    refused = "" if seen.answers else f"; answered {percent(min(seen.answered))} or more"
-    runs = f"{len(seen.attained)} runs" if len(seen.attained) > 1 else "one run"
-    return (
-        f"rehearsed: {seen.model} in time for {percent(seen.mean)} of {seen.requests:,} requests "
-        f"({runs}), {kept} its {percent(seen.promised)}{refused}"
-    )
 
 
 def _show_rounds(found: Rehearsal) -> None:
@@ -347,10 +338,12 @@ def _show_rounds(found: Rehearsal) -> None:
         runs = max((len(each.attained) for each in step.evidence), default=0)
         told = (f"{step.number}", f"{runs} fresh" if step.fresh else f"{runs}", usd(step.cost_usd_per_h))
         for each in step.evidence:
-            verdict = "holds" if each.holds else "misses"
+            promised = each.promised
+            verdict = f"{KEPT[each.told().verdict]} {percent(promised)}"
             refused = "" if each.answers else ", refuses"
-            cells = (f"x {step.factors[each.model]:.3g}", percent(each.mean), percent(each.lower))
-            rows.append((*told, each.model, *cells, f"{verdict} {percent(each.promised)}{refused}"))
+            shares = (percent(each.mean, promised), percent(each.lower, promised))
+            cells = (f"x {step.factors[each.model]:.3g}", *shares, f"{verdict}{refused}")
+            rows.append((*told, each.model, *cells))
             told = ("", "", "")
     columns = ("round", "runs", "USD/h", "model", "headroom", "attained", "at least", "objective")
     table("Rehearsal", columns, rows)

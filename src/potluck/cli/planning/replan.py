@@ -3,28 +3,36 @@
 from __future__ import annotations
 
 from contextlib import ExitStack
-from dataclasses import replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import click
 
-from potluck.cli.common.files import Saves, named, require_writable
-from potluck.cli.common.problems import load_problem, read_spec
+from potluck.cli.common.exits import missed
+from potluck.cli.common.files import Saves, require_writable
+from potluck.cli.common.problems import load_problem, read_plan, read_spec
 from potluck.cli.common.progress import progress
 from potluck.cli.common.render import emit_json, paragraph, percent, table, usd
 from potluck.cli.planning.changes import Changes, changed_problem, changed_spec
 from potluck.cli.planning.estimate import measured
+from potluck.cli.planning.evidence import evidence_line
 from potluck.cli.planning.plan_show import show_groups
-from potluck.cli.planning.replan_live import apply, live_of, said_of, with_paces
+from potluck.cli.planning.rehearse import averages_option
+from potluck.cli.planning.replan_live import Live, apply, for_engines, live_of, said_of, with_paces
+from potluck.cli.planning.replan_tried import best_tried, rehearsing
 from potluck.cli.serving.operate.service import opened, state_option
 from potluck.core.errors import CapacityError, InputError
 from potluck.core.figures import seconds
 
 if TYPE_CHECKING:
-    from potluck.core.values.plan import Plan
+    from potluck.core.values.plan import Plan, Tried
     from potluck.plan.problem import Problem
     from potluck.plan.running.ladder import Answer
+    from potluck.plan.strategies import Settings
+    from potluck.spec.values import Spec
+
+REFUSED = "not applied: this misses in rehearsal. `--yes` applies it all the same; more nodes may help"
 
 
 @click.command()
@@ -36,7 +44,14 @@ if TYPE_CHECKING:
 )
 @click.argument("spec_path", metavar="[SPEC]", required=False, type=click.Path(path_type=Path))
 @click.option("--live", is_flag=True, help="For the service that runs here, without PLAN and SPEC.")
-@click.option("--apply", "applied", is_flag=True, help="With --live: put the best answer into force.")
+@click.option(
+    "--apply",
+    "applied",
+    is_flag=True,
+    help="With --live: put the best answer into force, unless a short rehearsal shows that it misses.",
+)
+@click.option("--yes", "anyway", is_flag=True, help="With --apply: also one that misses.")
+@averages_option
 @state_option
 @click.option(
     "--lose",
@@ -70,6 +85,8 @@ def replan(
     spec_path: Path | None,
     live: bool,
     applied: bool,
+    anyway: bool,
+    averages: bool,
     state: Path | None,
     lose: tuple[str, ...],
     rate: tuple[str, ...],
@@ -92,7 +109,8 @@ def replan(
       potluck replan plan.json pool.yaml --lose node3,node7 --workload coding
       potluck replan --live --rate words=2x --apply
     """
-    from potluck.core.values.plan import plan_from_json, plan_to_json
+    from potluck.core.values.plan import plan_to_json
+    from potluck.plan.strategies import Settings
 
     if not 0 < time_limit_s < float("inf"):
         raise InputError("time-limit", f"must be positive, is {time_limit_s:g}")
@@ -100,6 +118,7 @@ def replan(
         raise InputError("--apply", "is for a service that runs; add --live")
     require_writable("--out", out)
     changes, saves = Changes(lose, rate, workload, link, price), Saves()
+    now: Live | None = None
     with ExitStack() as stack:
         if live:
             if plan_path is not None:
@@ -112,56 +131,91 @@ def replan(
         elif plan_path is None or spec_path is None:
             raise InputError("PLAN SPEC", "are needed, or --live")
         else:
-            running, spec = named(plan_path, plan_from_json), read_spec(spec_path)
-        problem = load_problem(changed_spec(spec, changes), headroom, None, (), init_penalty)
-        if live:
+            running, spec = read_plan(plan_path), read_spec(spec_path)
+        spec = changed_spec(spec, changes)
+        problem = load_problem(spec, headroom, None, (), init_penalty)
+        if now is not None:
             problem = with_paces(measured(problem, now.profiles), now)
         problem = changed_problem(problem, running, changes)
-        answers, best = _answered(problem, running, time_limit_s, seed)
-        saves.text("--out", out, lambda: plan_to_json(best.plan))
-        done = apply(service, now, best) if live and applied else ""
+        settings = Settings(time_limit_s=time_limit_s, seed=seed)
+        found = _answered(problem, running, spec, settings, averages, now.style if now else "")
+        saves.text("--out", out, lambda: plan_to_json(found.best.plan))
+        refused = applied and found.misses and not anyway
+        done = REFUSED if refused else ""
+        if now is not None and applied and not refused:
+            done = apply(service, now, found.best)
+    _print(found, now, done, as_json)
+    saves.complain()
+    if refused:
+        missed()
+
+
+@dataclass(frozen=True, slots=True)
+class Answered:
+    """All answers, the best of them, and what a rehearsal showed of that one."""
+
+    answers: tuple[Answer, ...]
+    best: Answer
+    tried: tuple[Tried, ...] | None
+    """None: on averages alone."""
+
+    @property
+    def misses(self) -> bool:
+        return any(each.verdict == "misses" for each in self.tried or ())
+
+
+def _print(found: Answered, now: Live | None, done: str, as_json: bool) -> None:
     if as_json:
         from potluck.core.codec import encode
 
-        found = {"best": best.step, "answers": [encode(answer) for answer in answers]}
-        emit_json(found | ({"version": now.version, "done": done} if live else {}))
-    else:
-        if live:
-            said_of(now)
-        _show(answers, best)
-        if done:
-            paragraph(done)
-    saves.complain()
+        body: dict[str, object] = {
+            "best": found.best.step,
+            "answers": [encode(answer) for answer in found.answers],
+            "rehearsed": [{**asdict(each), "verdict": each.verdict} for each in found.tried or ()],
+        }
+        emit_json(body | ({} if now is None else {"version": now.version, "done": done}))
+        return
+    if now is not None:
+        said_of(now)
+    _show(found)
+    for each in found.tried or ():
+        paragraph(f"{evidence_line(each)}.")
+    if done:
+        paragraph(done)
 
 
 def _answered(
-    problem: Problem, running: Plan, time_limit_s: float, seed: int
-) -> tuple[tuple[Answer, ...], Answer]:
+    problem: Problem, running: Plan, spec: Spec, settings: Settings, averages: bool, style: str
+) -> Answered:
     """All answers, each checked, and the best of them."""
     from potluck.core.values.terms import Terms
     from potluck.plan.check.verify import verify
     from potluck.plan.running.ladder import best_answer, ladder
-    from potluck.plan.strategies import STRATEGIES, Settings
+    from potluck.plan.strategies import STRATEGIES
 
     with progress(3) as said:
         said("rerouting, flipping, reallocating")
-        settings = Settings(time_limit_s=time_limit_s, seed=seed)
-        answers = ladder(problem, running, STRATEGIES["auto"], settings)
+        auto = for_engines(STRATEGIES["auto"], style)
+        planner = auto if averages else rehearsing(auto, spec)
+        answers = ladder(problem, running, planner, settings)
         # New routes and roles use what is left as well as they can; only a new plan keeps its owner's terms.
         plain = replace(problem, asks=tuple(replace(ask, terms=Terms()) for ask in problem.asks))
         for answer in answers:
             violations = verify(problem if answer.step == "reallocate" else plain, answer.plan)
             if violations:
                 raise CapacityError(f"the answer {answer.step!r} failed its own check: {violations[0]}")
-    best = best_answer(answers)
-    if best.served_fraction <= 0 and any(ask.rate_per_s > 0 for ask in problem.asks):
-        raise CapacityError(
-            "nothing that is left can serve the demand within its objective; add nodes or relax it"
-        )
-    return answers, best
+        best = best_answer(answers)
+        if best.served_fraction <= 0 and any(ask.rate_per_s > 0 for ask in problem.asks):
+            raise CapacityError(
+                "nothing that is left can serve the demand within its objective; add nodes or relax it"
+            )
+        if averages:
+            return Answered(answers, best, None)
+        return Answered(answers, *best_tried(answers, spec, problem, said))
 
 
-def _show(answers: tuple[Answer, ...], best: Answer) -> None:
+def _show(found: Answered) -> None:
+    best = found.best
     rows = [
         (
             f"{answer.step} (best)" if answer is best else answer.step,
@@ -173,10 +227,15 @@ def _show(answers: tuple[Answer, ...], best: Answer) -> None:
             answer.starts,
             answer.stops,
         )
-        for answer in answers
+        for answer in found.answers
     ]
     columns = ("answer", "served", "USD/h", "in force", "to start", "flips", "starts", "stops")
-    table("Answers, from cheap to dear; served on averages, not rehearsed", columns, rows)
+    judged = (
+        "served on averages, not rehearsed"
+        if found.tried is None
+        else "served on averages, the best rehearsed"
+    )
+    table(f"Answers, from cheap to dear; {judged}", columns, rows)
     table(
         f"With {best.step}",
         ("region", "copies", "template"),

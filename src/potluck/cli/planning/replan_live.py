@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from math import isclose
@@ -20,7 +21,9 @@ if TYPE_CHECKING:
     from potluck.core.values.plan import Plan
     from potluck.plan.problem import Problem
     from potluck.plan.running.ladder import Answer
+    from potluck.plan.strategies import Outcome, Settings, Workshop
 
+Planner = Callable[["Workshop", "Settings"], "Outcome"]
 LEAST_PER_S = 1e-3
 """A model that was asked for less keeps the rate that its spec has: a pause is no reason to plan for nothing."""
 
@@ -37,6 +40,8 @@ class Live:
     """What was asked of it in the last ten minutes that are over, as `--rate` has it."""
     paces: tuple[Pace, ...] = ()
     """What its replicas really take."""
+    style: str = ""
+    """Of its engines; empty: of a service that an earlier release started."""
 
 
 def live_of(service: Service) -> Live:
@@ -56,7 +61,22 @@ def live_of(service: Service) -> Live:
     )
     profiles = tuple(Path(each) for each in known.get("profiles", ()))
     paces = paces_of(service.store, now_s)
-    return Live(newest.version, newest.plan, Path(known["path"]), profiles, rates, paces)
+    style = str(known.get("style", ""))
+    return Live(newest.version, newest.plan, Path(known["path"]), profiles, rates, paces, style)
+
+
+def for_engines(planner: Planner, style: str) -> Planner:
+    """The planner without what the engines of a service cannot be."""
+    from potluck.cli.serving.up.plan import Wishes, limit
+
+    if style != "emulated":
+        return planner
+
+    def planned(workshop: Workshop, settings: Settings) -> Outcome:
+        limit(workshop, Wishes(settings.time_limit_s, here=True, single=True))
+        return planner(workshop, settings)
+
+    return planned
 
 
 def with_paces(problem: Problem, running: Live) -> Problem:

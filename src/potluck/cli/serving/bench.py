@@ -17,6 +17,8 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from potluck.cli.common import render
+from potluck.cli.common.exits import missed
+from potluck.cli.common.objectives import UNSAID_S, slo_option, written_slo
 from potluck.cli.serving.operate.service import running_url
 from potluck.core import figures
 from potluck.core.errors import InputError, UnknownNameError
@@ -34,8 +36,6 @@ KEY_VARIABLE = "OPENAI_API_KEY"
 ASK_S = 10.0
 LATE_S = 0.05
 """A client that was later than this is said to have been."""
-UNSAID_S = 1e9
-"""An objective that nothing misses."""
 Row = tuple[float, str, int, int]
 
 
@@ -71,6 +71,7 @@ Row = tuple[float, str, int, int]
 @click.option("--ttft", "ttft_s", type=float, help="Objective, in s; counts how many requests keep it.")
 @click.option("--tpot", "tpot_s", type=float, help="Objective, in s per token after the first.")
 @click.option("--e2e", "e2e_s", type=float, help="Objective, in s, for the whole answer.")
+@slo_option
 @click.option("--timeout", "within_s", type=click.FloatRange(0.1), default=600.0, show_default=True)
 @click.option("--seed", type=int, default=0, show_default=True)
 @click.option("--key", help=f"API key; else ${KEY_VARIABLE}.")
@@ -91,6 +92,7 @@ def bench(
     ttft_s: float | None,
     tpot_s: float | None,
     e2e_s: float | None,
+    slo_text: str | None,
     within_s: float,
     seed: int,
     key: str | None,
@@ -105,12 +107,13 @@ def bench(
     been sent. In a closed loop (--concurrency) a slow server is asked less: latencies then look better than users
     would find them.
 
-    Exits with 1 where no request at all was answered.
+    Exits with 1 where no request at all was answered, with 3 where a promise of --slo is not kept.
 
     \b
     Examples:
       potluck bench --concurrency 8 --requests 200
       potluck bench http://host:8000 --rate 20 --seconds 60 --input 512 --output 64 --ttft 1 --tpot 0.05
+      potluck bench --rate 5 --slo ttft=2s,tpot=50ms,attainment=0.95
       potluck bench --workload trace.jsonl --rate 5 --requests 500 --plot bench.html
     """
     from potluck.load import client, measured, prompts
@@ -119,19 +122,15 @@ def bench(
         raise InputError("--plot", f"{plot.name} must end in .html")
     if concurrency is not None and (rate_per_s is not None or workload is not None):
         raise InputError("--concurrency", "is a closed loop, --rate and --workload an open one: give either")
-    slo = _slo(ttft_s, tpot_s, e2e_s)
+    slo = _slo(slo_text, ttft_s, tpot_s, e2e_s)
+    traced = () if workload is None else _traced(workload, rate_per_s, requests, seconds, seed)
     url = url or running_url() or DEFAULT_URL
     client.server_of(url)
     model = _model(url, model, key := key or os.environ.get(KEY_VARIABLE, ""))
-    count = requests or (None if seconds is not None else DEFAULT_REQUESTS)
     open_loop = rate_per_s is not None or workload is not None
-    rows: Iterable[Row]
-    if workload is not None:
-        rows = _traced(workload, model, rate_per_s, requests, seconds, seed)
-    elif rate_per_s is not None:
-        rows = prompts.same(prompts.poisson(Random(seed), rate_per_s, count, seconds), model, prompt, output)
-    else:
-        rows = prompts.same(repeat(0.0) if count is None else repeat(0.0, count), model, prompt, output)
+    rows: Iterable[Row] = ((at_s, model, sent, wanted) for at_s, sent, wanted in traced)
+    if workload is None:
+        rows = prompts.same(_times(rate_per_s, requests, seconds, seed), model, prompt, output)
     made = prompts.shots(rows, seed=seed, style=style, key=key, until_eos=until_eos)
     if open_loop:
         client.shoot(url, shots := list(made), within_s=within_s)
@@ -144,11 +143,27 @@ def bench(
         render.emit_json(_json(url, model, found, slo, open_loop, concurrency))
     else:
         _show(url, model, found, slo, None if open_loop else concurrency or 1)
+    _keep(found, slo if slo_text else None, as_json)
     if not found.answered:
         raise click.exceptions.Exit(1)
 
 
-def _slo(ttft_s: float | None, tpot_s: float | None, e2e_s: float | None) -> Slo | None:
+def _keep(found: Findings, slo: Slo | None, as_json: bool) -> None:
+    """A promise that is not kept is an exit code, and the last line."""
+    attained = found.attainment or 0.0
+    if slo is None or attained >= slo.attainment:
+        return
+    if not as_json:
+        kept, promised = render.percent(attained, slo.attainment), render.percent(slo.attainment)
+        click.echo(f"promise missed: {kept} of all requests in time, {promised} promised")
+    missed()
+
+
+def _slo(text: str | None, ttft_s: float | None, tpot_s: float | None, e2e_s: float | None) -> Slo | None:
+    if text is not None:
+        if not (ttft_s is None and tpot_s is None and e2e_s is None):
+            raise InputError("--slo", "has the objectives in it; leave --ttft, --tpot and --e2e out")
+        return written_slo(text)
     if ttft_s is None and tpot_s is None and e2e_s is None:
         return None
     return Slo(UNSAID_S if ttft_s is None else ttft_s, UNSAID_S if tpot_s is None else tpot_s, e2e_s=e2e_s)
@@ -182,18 +197,29 @@ def _model(url: str, model: str | None, key: str) -> str:
     return model or names[0]
 
 
+def _times(
+    rate_per_s: float | None, requests: int | None, seconds: float | None, seed: int
+) -> Iterable[float]:
+    """When requests are sent: at times of chance, or in a closed loop all at once, by turns."""
+    from potluck.load.prompts import poisson
+
+    count = requests or (None if seconds is not None else DEFAULT_REQUESTS)
+    if rate_per_s is not None:
+        return poisson(Random(seed), rate_per_s, count, seconds)
+    return repeat(0.0) if count is None else repeat(0.0, count)
+
+
 def _traced(
-    what: str, model: str, rate_per_s: float | None, count: int | None, seconds: float | None, seed: int
-) -> list[Row]:
+    what: str, rate_per_s: float | None, count: int | None, seconds: float | None, seed: int
+) -> list[tuple[float, int, int]]:
     """A trace is sent whole unless told otherwise; what is drawn by chance has no end of its own."""
     from potluck.cli.common.workloads import Asked, is_file, load
 
     if count is None and not is_file(what):
         count = DEFAULT_REQUESTS if seconds is None else MOST_REQUESTS
-    made = load(what, model, Asked(rate_per_s, count, seed))
+    made = load(what, "", Asked(rate_per_s, count, seed))
     columns = (made.arrival_s.tolist(), made.prompt_tokens.tolist(), made.output_tokens.tolist())
-    rows = [(at_s, model, prompt, output) for at_s, prompt, output in zip(*columns, strict=True)]
-    return [row for row in rows if seconds is None or row[0] <= seconds]
+    return [row for row in zip(*columns, strict=True) if seconds is None or row[0] <= seconds]
 
 
 def _show(url: str, model: str, found: Findings, slo: Slo | None, at_once: int | None) -> None:
@@ -227,8 +253,14 @@ def _show(url: str, model: str, found: Findings, slo: Slo | None, at_once: int |
 
 
 def _said(slo: Slo | None) -> str:
-    parts = [] if slo is None else [("TTFT", slo.ttft_s), ("TPOT", slo.tpot_s), ("E2E", slo.e2e_s)]
-    return ", ".join(f"{name} <= {figures.seconds(s)}" for name, s in parts if s is not None and s < UNSAID_S)
+    parts = [] if slo is None else _parts(slo)
+    return ", ".join(f"{name} <= {figures.seconds(s)}" for name, s in parts if s is not None)
+
+
+def _parts(slo: Slo) -> list[tuple[str, float | None]]:
+    """Its times; None where nothing was said."""
+    said = (("TTFT", slo.ttft_s), ("TPOT", slo.tpot_s), ("E2E", slo.e2e_s))
+    return [(name, limit_s if limit_s is not None and limit_s < UNSAID_S else None) for name, limit_s in said]
 
 
 def _json(
@@ -246,7 +278,10 @@ def _json(
         "attainment": found.attainment,
         "objective": None
         if slo is None
-        else {"ttft_s": slo.ttft_s, "tpot_s": slo.tpot_s, "e2e_s": slo.e2e_s},
+        else {
+            **{f"{name.lower()}_s": limit_s for name, limit_s in _parts(slo)},
+            "attainment": slo.attainment,
+        },
         "requests_per_s": found.requests_per_s,
         "output_tokens_per_s": found.output_tokens_per_s,
     }

@@ -11,6 +11,7 @@ from secrets import token_bytes
 
 import click
 
+from potluck.cli.common.files import read_bytes, read_text
 from potluck.cli.planning.estimate import profile_option
 from potluck.cli.serving.engine.doorstep import LOOPBACK, api_key, key_in, tls_for
 from potluck.cli.trying.simulation import policy_of, read_inputs, scene_of
@@ -196,9 +197,9 @@ def _history(file: Path | None, spec: Spec) -> dict[str, tuple[float, ...]]:
     if file is None:
         return {}
     try:
-        found = json.loads(file.read_text("utf-8"))
-    except (OSError, ValueError) as error:
-        raise InputError("--history", f"{file} cannot be read as JSON") from error
+        found = json.loads(read_text(file, "--history"))
+    except (ValueError, RecursionError) as error:
+        raise InputError("--history", f"{file} is not JSON") from error
     try:
         rates = {str(name): tuple(float(each) for each in listed) for name, listed in found.items()}
     except (AttributeError, TypeError, ValueError) as error:
@@ -210,10 +211,7 @@ def _history(file: Path | None, spec: Spec) -> dict[str, tuple[float, ...]]:
 
 
 def _secret(file: Path) -> bytes:
-    try:
-        found = file.read_bytes().strip()
-    except OSError as error:
-        raise InputError("--secret-file", f"{file} cannot be read") from error
+    found = read_bytes(file, "--secret-file").strip()
     if len(found) < 16:
         raise InputError("--secret-file", f"{file} must have at least 16 bytes that nobody can guess")
     return found

@@ -10,7 +10,7 @@ import click
 import numpy as np
 
 from potluck.cli.common.progress import progress
-from potluck.cli.common.render import emit_json, percent, table
+from potluck.cli.common.render import emit_json, paragraph, percent, table
 from potluck.cli.trying.simulate import options, require_positive
 from potluck.cli.trying.simulation import offered, planner_of, policy_of, read_inputs, requests, scene_of
 from potluck.core.errors import InputError
@@ -34,6 +34,8 @@ class Step:
     holds: bool
     attainment: float
     """Of the model that is worst off against its own promise."""
+    promised: float
+    """To that model."""
     model: str
     ttft_p99_s: float
     tpot_p99_s: float
@@ -155,6 +157,7 @@ def step_of(summary: Summary, scale: float, base_per_s: float) -> Step:
         base_per_s * scale,
         all(model.holds for model in judged),
         worst.attainment or 0.0,
+        worst.slo.attainment if worst.slo else 0.0,
         worst.model,
         worst.ttft_s.p99 if worst.ttft_s else float("nan"),
         worst.tpot_s.p99 if worst.tpot_s else float("nan"),
@@ -166,18 +169,29 @@ def _show(steps: list[Step], best: Step | None) -> None:
         (
             f"{step.rate_per_s:.4g}",
             "holds" if step.holds else "misses",
-            percent(step.attainment),
+            percent(step.attainment, step.promised),
+            percent(step.promised),
             step.model,
             seconds(step.ttft_p99_s),
             seconds(step.tpot_p99_s),
         )
         for step in steps
     ]
-    columns = ("requests/s", "objective", "attained", "worst model", "TTFT p99", "TPOT p99")
+    columns = ("requests/s", "objective", "attained", "promised", "worst model", "TTFT p99", "TPOT p99")
     table("Rates tried", columns, rows)
     if best is None:
         click.echo("No rate that was tried keeps the objective.")
-    elif all(step.holds for step in steps):
-        click.echo(f"Goodput: at least {best.rate_per_s:.4g} requests/s; every rate that was tried holds")
-    else:
-        click.echo(f"Goodput: {best.rate_per_s:.4g} requests/s")
+        return
+    attained, promised = percent(best.attainment), percent(best.promised)
+    kept = f"there {best.model} is in time for {attained} of requests, {promised} promised"
+    above = min((step for step in steps if not step.holds), key=lambda step: step.rate_per_s, default=None)
+    if above is None:
+        paragraph(
+            f"Goodput: at least {best.rate_per_s:.4g} requests/s; {kept}. Every rate that was tried holds."
+        )
+        return
+    late = percent(above.attainment, above.promised)
+    paragraph(
+        f"Goodput: {best.rate_per_s:.4g} requests/s; {kept}. At {above.rate_per_s:.4g} requests/s "
+        f"{above.model} would be in time for {late} only."
+    )

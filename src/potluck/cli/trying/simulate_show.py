@@ -101,7 +101,8 @@ def _promises(title: str, what: str, models: list[ModelSummary]) -> None:
     rows = []
     for model in models:
         ends = model.outcomes
-        kept = "-" if model.attainment is None else percent(model.attainment)
+        promised = None if model.slo is None else model.slo.attainment
+        kept = "-" if model.attainment is None else percent(model.attainment, promised)
         if model.holds is not None and model.slo is not None:
             kept += f" ({'holds' if model.holds else 'misses'} {percent(model.slo.attainment)})"
         rows.append(

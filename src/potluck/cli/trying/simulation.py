@@ -10,15 +10,16 @@ from typing import TYPE_CHECKING, TypeVar
 
 import click
 
+from potluck.cli.common.files import read_text
 from potluck.cli.common.objectives import scaled
-from potluck.cli.common.problems import load_problem, read_spec
+from potluck.cli.common.problems import load_problem, read_plan, read_spec
 from potluck.cli.common.workloads import DEFAULT_REQUESTS, Asked, load
 from potluck.cli.planning.estimate import measured
 from potluck.core.brain.policy import LISTS, Policy
 from potluck.core.codec import decode
 from potluck.core.errors import CapacityError, FormatError, InputError, UnknownNameError
 from potluck.core.values.crossings import lossy_crossings
-from potluck.core.values.plan import Plan, plan_from_json
+from potluck.core.values.plan import Plan
 
 if TYPE_CHECKING:
     from potluck.control.schedule import Schedule
@@ -62,7 +63,7 @@ def read_inputs(
     if len(paths) > 2:
         raise InputError("files", "takes a SPEC, or a PLAN and its SPEC")
     if len(paths) == 2:
-        plan_from_json(_text(paths[0]))  # before the spec: files in the wrong order are told by it
+        read_plan(paths[0])  # before the spec: files in the wrong order are told by it
         spec, schedule = _at_first(scaled(read_spec(paths[1]), slo_scale), market)
         return replace(read_plan_and_spec(paths[0], spec, profiles), schedule=schedule), make(spec)
     spec, schedule = _at_first(scaled(read_one_spec(paths), slo_scale), market)
@@ -91,13 +92,15 @@ def _at_first(spec: Spec, market: Path | None) -> tuple[Spec, Schedule | None]:
 
     if market is None:
         return spec, None
-    schedule = read_schedule(_text(market), market.name, spec.regions)
+    schedule = read_schedule(read_text(market), str(market), spec.regions)
+    if not schedule.changes and not schedule.leaves:
+        raise InputError(str(market), "has no offers and no notices")
     return replace(spec, regions=schedule.regions(spec.regions)), schedule
 
 
 def read_plan_and_spec(plan: Path, spec: Spec, profiles: tuple[Path, ...] = ()) -> Inputs:
     problem = measured(load_problem(spec, 0.8, None, (), 0.0), profiles)
-    inputs = Inputs(spec, problem, plan_from_json(_text(plan)))
+    inputs = Inputs(spec, problem, read_plan(plan))
     for each in lossy_crossings(inputs.plan):
         if each.codec not in spec.kv_codecs:
             what = f"sends KV {each.where} in {each.codec}, which the spec does not allow"
@@ -109,7 +112,7 @@ def read_one_spec(paths: tuple[Path, ...]) -> Spec:
     """The spec that is named last; the bundled example where none is."""
     if len(paths) > 2:
         raise InputError("files", "takes a SPEC, or a PLAN and its SPEC")
-    if len(paths) == 1 and _text(paths[0]).lstrip().startswith("{") and _is_plan(paths[0]):
+    if len(paths) == 1 and read_text(paths[0]).lstrip().startswith("{") and _is_plan(paths[0]):
         raise InputError(str(paths[0]), f"is a plan; name its spec too: {paths[0].name} potluck.yaml")
     return read_spec(paths[-1] if paths else None)
 
@@ -303,7 +306,7 @@ def planner_of(inputs: Inputs, policy: Policy, time_limit_s: float) -> Planner |
 def read_faults(path: Path | None) -> Faults | None:
     from potluck.sim.world.faults import parse_faults
 
-    return None if path is None else parse_faults(_text(path), path.name)
+    return None if path is None else parse_faults(read_text(path), path.name)
 
 
 def with_schedule(faults: Faults | None, schedule: Schedule | None) -> Faults | None:
@@ -362,17 +365,9 @@ def _plain(text: str) -> object:
         return text
 
 
-def _text(path: Path) -> str:
-    try:
-        return path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        problem = error.strerror if isinstance(error, OSError) else "is not text"
-        raise InputError(str(path), problem or "cannot be read") from error
-
-
 def _is_plan(path: Path) -> bool:
     try:
-        data = json.loads(_text(path))
-    except ValueError:
+        data = json.loads(read_text(path))
+    except (ValueError, RecursionError):
         return False
     return isinstance(data, dict) and data.get("format") == "potluck.plan"

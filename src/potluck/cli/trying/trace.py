@@ -29,6 +29,7 @@ _to = click.option(
     "--to", "to", type=click.Choice(["azure", "mooncake", "burstgpt"]), help="Format to write."
 )
 _seed = click.option("--seed", default=0, show_default=True, help="Seed of whatever is drawn at random.")
+_json = click.option("--json", "as_json", is_flag=True, help="Say what was written as JSON.")
 _positive = click.FloatRange(min=0, min_open=True, max=1e9)
 
 
@@ -70,7 +71,10 @@ def stats_command(file: Path, as_json: bool) -> None:
 @_to
 @_seed
 @_out
-def scale_command(file: Path, rate: float, how: str, to: str | None, seed: int, out: Path) -> None:
+@_json
+def scale_command(
+    file: Path, rate: float, how: str, to: str | None, seed: int, out: Path, as_json: bool
+) -> None:
     """Bring FILE to another rate. A file without times gets Poisson arrivals."""
     from potluck.cli.common.workloads import Asked, of_trace, to_trace
     from potluck.spec.traces import load_trace
@@ -83,14 +87,15 @@ def scale_command(file: Path, rate: float, how: str, to: str | None, seed: int, 
         raise click.UsageError(f"at {rate:g} requests/s nothing is left of {file.name}")
     start_s = float(loaded.time_s[0]) if loaded.format_name == "azure" else 0.0
     own = loaded.format_name if loaded.format_name != "sharegpt" else None
-    _write(to_trace(made, loaded.format_name, start_s), out, to or own)
+    _write(to_trace(made, loaded.format_name, start_s), out, to or own, as_json)
 
 
 @trace.command("convert")
 @_file
 @_to
 @_out
-def convert_command(file: Path, to: str | None, out: Path) -> None:
+@_json
+def convert_command(file: Path, to: str | None, out: Path, as_json: bool) -> None:
     """Write FILE in another format."""
     from potluck.core.errors import InputError
     from potluck.spec.traces import load_trace
@@ -98,7 +103,7 @@ def convert_command(file: Path, to: str | None, out: Path) -> None:
     loaded = load_trace(file, blocks=True)
     if loaded.format_name == "sharegpt":
         raise InputError(file.name, "has no arrival times; make them with `potluck trace scale --rate`")
-    _write(loaded, out, to)
+    _write(loaded, out, to, as_json)
 
 
 @trace.command("make")
@@ -111,25 +116,38 @@ def convert_command(file: Path, to: str | None, out: Path) -> None:
 @_to
 @_seed
 @_out
+@_json
 def make_command(
-    name: str, rate: float | None, requests: int, cv: float | None, to: str | None, seed: int, out: Path
+    name: str,
+    rate: float | None,
+    requests: int,
+    cv: float | None,
+    to: str | None,
+    seed: int,
+    out: Path,
+    as_json: bool,
 ) -> None:
     """Draw requests of the catalog's workload NAME; `potluck catalog workloads` lists them."""
     from potluck.cli.common.workloads import Asked, of_name, to_trace
 
     made = of_name(name, "", Asked(rate, requests, seed, cv))
-    _write(to_trace(made), out, to)
+    _write(to_trace(made), out, to, as_json)
 
 
-def _write(made: Trace, out: Path, to: str | None) -> None:
+def _write(made: Trace, out: Path, to: str | None, as_json: bool) -> None:
     from potluck.spec.trace_write import FORMATS, format_of, write_trace
 
     wanted: list[Format] = [known for known in FORMATS if known == to] or [format_of(out)]
     chosen = wanted[0]
     write_trace(made, out, chosen)
+    blocks_left_out = made.block_ids is not None and chosen != "mooncake"
+    if as_json:
+        said = {"file": str(out), "format": chosen, "requests": len(made), "rate_per_s": made.rate_per_s}
+        emit_json(said | {"blocks_left_out": blocks_left_out})
+        return
     rate = f", {made.rate_per_s:.4g} requests/s" if made.rate_per_s else ""
     click.echo(f"{out}: {len(made):,} requests{rate}, {chosen}", err=True)
-    if made.block_ids is not None and chosen != "mooncake":
+    if blocks_left_out:
         click.echo(f"{out}: prefix block ids are left out, {chosen} has no column for them", err=True)
 
 

@@ -12,6 +12,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 
+from potluck.control.launch.cpu import CpuCost, cost_of
 from potluck.control.launch.process import Pid, started_at
 
 MODULE = "potluck.cli.serving.engine.nursery"
@@ -31,6 +32,8 @@ class Nursery:
         log.parent.mkdir(parents=True, exist_ok=True)
         self._ready = False
         self._read = b""
+        self.cpu: CpuCost | None = None
+        """What computing takes here, once it is ready; None where engines compute nothing."""
         with log.open("ab") as out:
             self._process = subprocess.Popen(
                 [sys.executable, "-m", module, style],
@@ -43,7 +46,9 @@ class Nursery:
 
     def wait_ready(self, within_s: float = READY_S) -> bool:
         """Whether it has loaded everything by then; if not it is given up."""
-        self._ready = self._ready or self._line(within_s).get("ready") is True
+        if not self._ready:
+            said = self._line(within_s)
+            self._ready, self.cpu = said.get("ready") is True, cost_of(said.get("cpu"))
         if not self._ready:
             self.close()
         return self._ready

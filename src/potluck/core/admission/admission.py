@@ -142,7 +142,10 @@ class Admission:
             most_s = min(WAIT * slo.ttft_s, left_s - AHEAD * slo.ttft_s)
             if wait_s > most_s:
                 self._forget(model)
-                why = f"its turn would come after {wait_s:.1f} s, too late for its objective of {slo.ttft_s:g} s"
+                why = (
+                    f"it would wait up to {wait_s:.2f} s for its turn; of the {slo.ttft_s:g} s to its first token "
+                    f"at most {max(0.0, most_s):.2f} s may pass in waiting"
+                )
                 return [Refusal(flight, "overloaded", why, _retry(wait_s - max(0.0, most_s)))]
         if backlog.tenant_count(tenant) >= self._policy.queue_requests:
             least = backlog.least(tenant)

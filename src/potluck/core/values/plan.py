@@ -200,6 +200,46 @@ class Charge:
 
 
 @dataclass(frozen=True, slots=True)
+class Tried:
+    """What simulation showed of one model under a plan."""
+
+    model: str
+    promised: float
+    """Share of requests that must be in time."""
+    attained: float
+    """Share that was, over all runs."""
+    at_least: float
+    """The same less what chance may have given."""
+    answered: float
+    """Share of the run in which it was least."""
+    requests: int
+    """Judged, over all runs."""
+    runs: int
+    answers: bool = True
+    """Whether hardly anybody was turned away."""
+    fresh: bool = False
+    """Whether in runs that the search for the plan had not seen."""
+    gap_cv: float | None = None
+    """Variation of the gaps between requests, where another one than the spec's was asked for."""
+
+    @property
+    def verdict(self) -> Literal["holds", "unsure", "misses"]:
+        """Unsure: it did, by so little that chance may have helped."""
+        if self.at_least >= self.promised and self.answers:
+            return "holds"
+        return "unsure" if self.attained >= self.promised and self.answers else "misses"
+
+
+@dataclass(frozen=True, slots=True)
+class Rehearsed:
+    """The evidence that a plan was chosen by."""
+
+    of: str
+    """A mark of the plan and of all that it was tried with: with another spec this says nothing."""
+    models: tuple[Tried, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class Plan:
     """What to rent, how it is laid out and how requests flow, with the price and the promise."""
 
@@ -225,6 +265,8 @@ class Plan:
     formats: tuple[tuple[str, Format], ...] = ()
     """Model to the format of its weights, where the spec names some; others are as their checkpoints have them.
     All replicas of a model share it, for any two may come to hand KV to each other."""
+    rehearsed: Rehearsed | None = None
+    """What it was proven to do in simulation, before it was written down; None: it was not tried."""
 
     def __post_init__(self) -> None:
         for name in ("cost_usd_per_h", "gap", "fraction", "start_usd_per_h"):

@@ -76,12 +76,14 @@ class Pacer:
         """How much longer, added up."""
         self.predicted_s = 0.0
         """Of all steps together, as they are paced."""
+        self.took_s = 0.0
+        """The same as they were: no less than predicted, more where this machine computed for longer."""
         self._timer, self._speed_up, self._clock, self._sleep = timer, speed_up, clock, sleep
         self._host_s = host_s / speed_up
         self._last_end_s = -float("inf")
         self._over_s = 0.0
         """By how much the last step ended too late."""
-        self._start_s = self._length_s = 0.0
+        self._start_s = self._length_s = self._began_s = 0.0
 
     def change(self, speed_up: float) -> None:
         """Steps that begin from now on are so many times faster."""
@@ -94,7 +96,7 @@ class Pacer:
 
     def start(self, predicted_s: float) -> tuple[float, float]:
         """A step starts now that takes so long: (from when it is paced, and for how long)."""
-        now = self._clock()
+        now = self._began_s = self._clock()
         self._length_s = predicted_s / self._speed_up
         credit = self._host_s + self._over_s
         follows = now - self._last_end_s <= FOLLOWS * credit
@@ -114,7 +116,7 @@ class Pacer:
         """Sleep until the step would be over; whether it is late already."""
         due, now = self.due_s, self._clock()
         late = now > due
-        self._count(now - due if late else 0.0, late)
+        self._count(now - due if late else 0.0, late, now - self._began_s)
         self._until(due)
         self._follow(self._clock())
         return late
@@ -123,11 +125,12 @@ class Pacer:
         """The step was over when it was due, and nobody slept: this is when its end is seen."""
         now = self._clock()
         over_s = max(0.0, now - self.due_s)
-        self._count(over_s, over_s > LATE_SHARE * self._length_s)
+        self._count(over_s, over_s > LATE_SHARE * self._length_s, self._length_s + over_s)
         self._follow(now)
 
-    def _count(self, late_s: float, late: bool) -> None:
+    def _count(self, late_s: float, late: bool, took_s: float) -> None:
         self.steps += 1
+        self.took_s += max(took_s, self._length_s)
         self.predicted_s += self._length_s
         self.late_steps += late
         self.late_s += late_s
@@ -149,6 +152,7 @@ class Pacer:
             "emulated_late_steps": float(self.late_steps),
             "emulated_late_s": self.late_s,
             "emulated_predicted_s": self.predicted_s,
+            "emulated_took_s": self.took_s,
         }
 
 

@@ -18,6 +18,7 @@ from potluck.core.values.plan import plan_from_json
 from potluck.core.values.types import Region
 from potluck.gateway.admin.overseer import Json, QueueSeen, ReplicaSeen
 from potluck.gateway.desk.center import Center
+from potluck.gateway.fleet.lateness import slow_lines
 from potluck.gateway.fleet.roster import read_roster
 
 CONTROLLER_S = 10.0
@@ -111,6 +112,8 @@ class Oversight:
             "wanted": self._wanted(),
             "open_requests": center.desk.open_requests,
             "notes": list(center.brain.steward.notes),
+            "slowdown": center.watch.lateness.slowdown,
+            "notices": slow_lines(center.watch.lateness.slowdown),
             "problems": [problem for problem in self._problems() if problem],
         }
 

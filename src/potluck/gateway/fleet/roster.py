@@ -24,6 +24,7 @@ from potluck.core.values.member import Member
 from potluck.gateway.parts import Address, EngineKind
 
 MOST_ENGINES = 4096
+MOST_BYTES = 64 << 20
 KINDS = get_args(EngineKind)
 
 
@@ -205,6 +206,8 @@ class RosterFile:
 
     def _read(self) -> tuple[Entry, ...]:
         try:
+            if self._path.stat().st_size > MOST_BYTES:
+                raise InputError(str(self._path), f"is larger than {MOST_BYTES >> 20} MiB")
             text = self._path.read_text("utf-8")
         except (OSError, UnicodeDecodeError) as error:
             raise InputError(str(self._path), "cannot be read") from error

@@ -52,6 +52,10 @@ class Said:
     version: str = ""
     kv_version: int = 0
     """Of the format in which caches cross."""
+    predicted_s: float = 0.0
+    """Of one that acts as a GPU: how long all its steps should have taken since it started ..."""
+    took_s: float = 0.0
+    """... and how long they took."""
 
 
 def read_status(body: bytes, host: str = "") -> Said:
@@ -73,6 +77,8 @@ def read_status(body: bytes, host: str = "") -> Said:
     links = data.get("links", [])
     if not isinstance(links, list):
         raise FormatError("status: links", "must be a list")
+    notes = data.get("notes")
+    notes = notes if isinstance(notes, dict) else {}
     return Said(
         _text(data, "model"),
         _text(data, "fingerprint"),
@@ -89,6 +95,8 @@ def read_status(body: bytes, host: str = "") -> Said:
         _words(data, "adapters"),
         _text(data, "version"),
         _whole(data, "kv_version") if "kv_version" in data else FIRST_KV_VERSION,
+        _number(notes, "emulated_predicted_s"),
+        _number(notes, "emulated_took_s"),
     )
 
 

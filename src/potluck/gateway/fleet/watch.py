@@ -21,6 +21,7 @@ from potluck.core.routing.grants import eased
 from potluck.gateway.fleet.engine import Engine, NotAnswered
 from potluck.gateway.fleet.grants import LASTS_S, granted
 from potluck.gateway.fleet.keeper import Keeper, Tell
+from potluck.gateway.fleet.lateness import Lateness
 from potluck.gateway.fleet.links import Passed, link_reports
 
 POLL_S = 0.5
@@ -62,6 +63,7 @@ class Watch:
         self._looked_s = time.monotonic()
         self.links: tuple[LinkReported, ...] = ()
         """As last told."""
+        self.lateness = Lateness()
         self.moved: Callable[[str, str, str, int, float], None] = lambda source, target, codec, size, took_s: (
             None
         )
@@ -116,6 +118,7 @@ class Watch:
             return
         said, before = await self._prompt(engine, caller.status(engine)), engine.said
         engine.said = said
+        self.lateness.told(engine.entry.url, said.predicted_s, said.took_s)
         if before is not None and engine.replica:
             if said.uptime_s < before.uptime_s:
                 keeper.lost(engine, "was restarted")

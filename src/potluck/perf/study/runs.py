@@ -18,6 +18,7 @@ from pathlib import Path
 from potluck.core.errors import InputError
 from potluck.core.values.layout import Ep
 
+MOST_BYTES = 1 << 30
 COLUMNS: Mapping[str, tuple[str, ...]] = {
     "model": ("model", "model_path", "model_name", "model_id"),
     "gpu": ("gpu", "system", "gpu_type", "gpu_name", "accelerator", "hardware", "device"),
@@ -174,6 +175,8 @@ def _plain(name: str) -> str:
 def _rows(path: Path) -> list[Mapping[str, object]]:
     """A table's rows, whatever the file's format."""
     try:
+        if path.stat().st_size > MOST_BYTES:
+            raise InputError(path.name, f"is larger than {MOST_BYTES >> 20} MiB; cut it")
         if path.suffix == ".parquet":
             return _parquet(path)
         raw = gzip.decompress(path.read_bytes()) if path.suffix == ".gz" else path.read_bytes()

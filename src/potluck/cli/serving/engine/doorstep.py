@@ -11,6 +11,7 @@ from pathlib import Path
 import click
 
 from potluck.api.tls import server_tls
+from potluck.cli.common.files import read_text
 from potluck.core.errors import InputError
 
 KEY_VARIABLE = "POTLUCK_API_KEY"
@@ -80,10 +81,7 @@ def api_key(file: Path | None, option: str = "--api-key-file") -> str | None:
 
 
 def key_in(file: Path, field: str) -> str:
-    try:
-        found = file.read_text("utf-8").strip()
-    except (OSError, UnicodeDecodeError) as error:
-        raise InputError(field, f"{file} cannot be read") from error
+    found = read_text(file, field).strip()
     if not found:
         raise InputError(field, f"{file} is empty")
     return found

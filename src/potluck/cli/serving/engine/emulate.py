@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from potluck.cli.common.files import read_text
 from potluck.core.codec import decode
 from potluck.core.errors import FormatError, InputError
 from potluck.core.values.layout import Layout, Stage, StageNode
@@ -246,10 +247,7 @@ def _secret(file: Path | None, stages: Sequence[PipelineStage] | None) -> bytes 
         if elsewhere:
             raise InputError("--secret-file", "is needed for workers that run elsewhere")
         return None
-    try:
-        found = file.read_text("utf-8").strip().encode()
-    except (OSError, UnicodeDecodeError) as error:
-        raise InputError("--secret-file", f"{file} cannot be read") from error
+    found = read_text(file, "--secret-file").strip().encode()
     if len(found) < 16:
         raise InputError("--secret-file", f"{file} must hold 16 characters or more")
     return found

@@ -2,8 +2,8 @@
 
 It runs as `python -m potluck.cli.serving.engine.nursery STYLE`.
 Whoever started it writes lines of JSON, {"arguments": ["engine", "serve", ...], "log": PATH}, and reads one for each:
-{"pid": N} or {"refused": WHY}; before them {"ready": true}, once everything is loaded. It ends when its input does;
-its engines go on.
+{"pid": N} or {"refused": WHY}; before them {"ready": true}, once everything is loaded, with what computing takes here
+as "cpu" (`control.launch.cpu`) where engines compute. It ends when its input does; its engines go on.
 
 Forking is only sound while there is one thread: torch computes with one here, as it does for models as small as the
 shipped one anyhow, and nothing of CUDA is touched. Where there are more threads all the same it refuses.
@@ -16,9 +16,13 @@ import json
 import os
 import signal
 import sys
+import time
 from importlib import import_module
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from potluck.engine.compute.executor import Executor
 
 MODULES = (
     "potluck.cli.serving.engine.command",
@@ -42,15 +46,17 @@ PRETENDED = (
 )
 """The same for one that pretends: no torch, nothing that computes."""
 
+PROMPT_TOKENS, SEQUENCES, TRIES = 64, 4, 3
+"""With which computing is measured."""
 ENGINE_TITLE = "potluck-engine"
 """What the system calls an engine that was forked; the nursery itself keeps the interpreter's name."""
 
 
-def load(style: str = "emulated") -> None:
-    """Everything that an engine of the shipped model needs, its machine code too."""
+def load(style: str = "emulated") -> dict[str, float]:
+    """Everything that an engine of the shipped model needs, its machine code too; what computing takes of a CPU."""
     if style == "pretended":
         load_pretended()
-        return
+        return {}
     import torch
 
     torch.set_num_threads(1)
@@ -73,14 +79,47 @@ def load(style: str = "emulated") -> None:
     directory = shipped_model()
     config = read_config(directory, described(directory))
     # Run once, so that what is made at the first step is made here.
-    size = Size(2, 4, 64, 32)
+    size = Size(SEQUENCES + 1, 8 * SEQUENCES, 2 * PROMPT_TOKENS, PROMPT_TOKENS)
     runner = Runner(config, Files(directory), size, device="cpu")
-    warm_up(LocalExecutor(runner, size))
+    executor = LocalExecutor(runner, size)
+    warm_up(executor)
+    cost = _cpu_cost(executor)
     for kept in runner.cache.layers:
         if isinstance(kept, Pages):
             kept.read(torch.zeros(1, dtype=torch.int64))
     gc.collect()
     gc.freeze()  # what is shared with the engines is not written to by collecting
+    return cost
+
+
+def _cpu_cost(executor: Executor) -> dict[str, float]:
+    """CPU-seconds of a prompt token, of a step of answers, and of each sequence in it: the best of some tries."""
+    from potluck.core.values.sampling import Sampling
+    from potluck.engine.compute.executor import Draw
+    from potluck.engine.compute.work import Work
+
+    def cost_s(works: list[Work], draws: list[Draw]) -> float:
+        began_s = time.process_time()
+        executor.step(works, draws)
+        return time.process_time() - began_s
+
+    def answers_s(rows: list[int], start: int) -> float:
+        return min(
+            cost_s([Work(row, place, [0]) for row in rows], [Draw(Sampling(), place + 1)] * len(rows))
+            for place in range(start, start + TRIES)
+        )
+
+    rows = [executor.open() for _ in range(SEQUENCES)]
+    for row in rows:
+        executor.grow(row, PROMPT_TOKENS + 2 * TRIES)
+    prompt_s = min(cost_s([Work(row, 0, [0] * PROMPT_TOKENS, "none")], []) for row in rows)
+    together_s = answers_s(rows, PROMPT_TOKENS)
+    alone_s = answers_s(rows[:1], PROMPT_TOKENS + TRIES)
+    for row in rows:
+        executor.close(row)
+    sequence_s = max(0.0, together_s - alone_s) / (SEQUENCES - 1)
+    step_s = max(0.0, alone_s - sequence_s)
+    return {"prompt_token_s": prompt_s / PROMPT_TOKENS, "step_s": step_s, "sequence_s": sequence_s}
 
 
 def load_pretended() -> None:
@@ -143,8 +182,8 @@ def main() -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # the system clears engines away that end
     answers = sys.stdout
-    load(*sys.argv[1:2])
-    print(json.dumps({"ready": True}), file=answers, flush=True)
+    cost = load(*sys.argv[1:2])
+    print(json.dumps({"ready": True, "cpu": cost}), file=answers, flush=True)
     for line in sys.stdin:
         print(json.dumps(_answer(line)), file=answers, flush=True)
 

@@ -74,6 +74,8 @@ def _show(found: dict[str, Any], now_s: float) -> None:
             if slo.get("e2e_s"):
                 aim += f", E2E <= {figures.seconds(slo['e2e_s'])}"
         click.echo(f"model {name}: {'ready' if model['ready'] else model['why']}{aim}")
+    for line in found["notices"]:
+        render.paragraph(f"notice: {line}")
     click.echo()
     if found["replicas"]:
         columns = ("replica", "role", "state", "engine", "pace", "open", "KV")

@@ -43,12 +43,12 @@ def top(state: Path | None, every_s: float, once: bool, as_json: bool) -> None:
     with opened(state) as service:
         if not service.gateway_lives:
             raise nothing(f"no gateway runs in {service.folder}; `potluck status` says what does")
-        recent = Recent()
+        recent, codes = Recent(), False if render.unstyled() else None
         _look(service, recent)
-        console = Console(highlight=False)
+        console = Console(highlight=False, force_terminal=codes)
         with suppress(KeyboardInterrupt):
             if once or as_json or not console.is_terminal:
-                plain = Console(width=WIDTH, highlight=False)
+                plain = Console(width=WIDTH, highlight=False, force_terminal=codes)
                 while True:
                     time.sleep(every_s)
                     shown = _figures(service, _look(service, recent), recent)

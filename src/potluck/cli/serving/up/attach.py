@@ -14,6 +14,7 @@ from secrets import token_bytes
 
 import click
 
+from potluck.cli.common.files import read_text
 from potluck.cli.serving.serve import announced, files_of
 from potluck.cli.trying.simulation import Inputs, policy_of, read_inputs, read_one_spec, scene_of
 from potluck.core.errors import InputError
@@ -67,17 +68,14 @@ def asked(entries: tuple[Entry, ...], file: Path, folder: Path) -> tuple[Inputs,
         )
     spec_path, roster = folder / "spec.yaml", folder / "servers.yaml"
     spec_path.write_text(spec_text(found), "utf-8")
-    roster.write_text(roster_text(found, file.resolve().parent, file.read_text("utf-8")), "utf-8")
+    roster.write_text(roster_text(found, file.resolve().parent, read_text(file, "--attach")), "utf-8")
     spec = read_one_spec((spec_path,))
     plan = plan_of(found, {model.name: len(model.model.layers) for model in spec.models})
     return Inputs(spec, load_problem(spec, 0.8, None, (), 0.0), plan), roster
 
 
 def read_entries(file: Path) -> tuple[Entry, ...]:
-    try:
-        text = file.read_text("utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise InputError("--attach", f"{file} cannot be read") from error
+    text = read_text(file, "--attach")
     entries = read_roster(text, file.name, file.parent)
     if not entries:
         raise InputError("--attach", f"{file} names no server")

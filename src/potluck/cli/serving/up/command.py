@@ -21,7 +21,7 @@ from potluck.cli.planning.rehearse import SHORT_RUNS
 from potluck.cli.serving.up.gpus import prepared_for_gpus
 from potluck.cli.serving.up.on import Elsewhere, elsewhere_options
 from potluck.cli.serving.up.plan import Prepared, Wishes, with_offers, workshop_of
-from potluck.cli.serving.up.ready import must_be_nobodys, planner_of, prepared_for, start_s
+from potluck.cli.serving.up.ready import must_be_nobodys, planner_of, prepared_for, start_s, told_slow
 from potluck.cli.serving.up.show import Served, ask, own_key, ready_json, show_answer, show_ready, startup
 from potluck.cli.trying.simulation import policy_of
 from potluck.control.launch.ports import must_be_free
@@ -194,7 +194,7 @@ def _up(
         )
         settings = elsewhere.settled(settings, spec)
         shop = partial(workshop_of, wishes=ready.wishes)
-        found = with_offers(ready.prepared, rules, shop)
+        found = told_slow(with_offers(ready.prepared, rules, shop), nursery)
         planner = planner_of(found.inputs, rules, time_limit_s, shop)
         stand = Stand(settings, found.inputs.plan, planner, nursery)
         elsewhere.remembered(stand.store)

@@ -55,14 +55,17 @@ def prepared(paths: tuple[Path, ...], spec: Spec, wishes: Wishes, said: Said) ->
 
 
 def tried_as_it_is(inputs: Inputs, wishes: Wishes, said: Said) -> Prepared:
-    """A plan that stays, with what simulation says of it."""
-    from potluck.cli.planning.rehearse import Asked, evidence_line, trial_of, tried
+    """A plan that stays, with what simulation says of it: what it was proven to do is not tried again in less."""
+    from potluck.cli.planning.evidence import evidence_line, known_of
+    from potluck.cli.planning.rehearse import Asked, trial_of, tried
 
     if wishes.averages or not any(model.traffic.rate_per_s > 0 for model in inputs.spec.models):
         return Prepared(inputs)
-    trial, _ = trial_of(inputs.spec, inputs.problem, inputs.plan, Asked())
-    shown = tried(trial, inputs.plan, SHORT_RUNS, said)
-    return Prepared(inputs, tuple(map(evidence_line, shown)), all(each.holds for each in shown))
+    shown = known_of(inputs.plan, inputs.spec, inputs.problem)
+    if not shown:
+        trial, _ = trial_of(inputs.spec, inputs.problem, inputs.plan, Asked())
+        shown = tuple(each.told() for each in tried(trial, inputs.plan, SHORT_RUNS, said))
+    return Prepared(inputs, tuple(map(evidence_line, shown)), all(each.verdict == "holds" for each in shown))
 
 
 def _planned(spec: Spec, wishes: Wishes, said: Said) -> Prepared:
@@ -70,6 +73,7 @@ def _planned(spec: Spec, wishes: Wishes, said: Said) -> Prepared:
     from potluck.plan.reasons.unservable import planned_rest
     from potluck.plan.strategies import STRATEGIES, Settings
 
+    said("planning")
     problem = _problem(spec, wishes)
     workshop = workshop_of(problem, wishes, said)
     settings = Settings(time_limit_s=wishes.time_limit_s)
@@ -122,15 +126,22 @@ def _problem(spec: Spec, wishes: Wishes) -> Problem:
 def workshop_of(problem: Problem, wishes: Wishes, said: Said = lambda line: None) -> Workshop:
     """With the kinds of templates that the engines here can be."""
     from potluck.plan.strategies import Workshop
-    from potluck.plan.strategies.pools import machines_key
 
     made = Workshop(problem, said=said)
+    limit(made, wishes)
+    return made
+
+
+def limit(workshop: Workshop, wishes: Wishes) -> None:
+    """Leave the kinds of templates out that the engines here cannot be."""
+    from potluck.plan.strategies.pools import machines_key
+
+    problem = workshop.problem
     for ask in (variant for each in problem.asks for variant in each.variants):
         if wishes.single:
-            made.made["pipeline", ask.key] = []
+            workshop.made["pipeline", ask.key] = []
         if wishes.here:
-            made.made[f"group of {machines_key(problem)}", ask.key] = []
-    return made
+            workshop.made[f"group of {machines_key(problem)}", ask.key] = []
 
 
 def _short_of(problem: Problem, outcome: Outcome) -> tuple[str, ...]:
@@ -147,14 +158,15 @@ def _rehearsed(
     spec: Spec, workshop: Workshop, outcome: Outcome, settings: Settings
 ) -> tuple[Plan, tuple[str, ...]]:
     """The first plan with headroom enough to hold in simulation; the one that came closest where none does."""
-    from potluck.cli.planning.rehearse import Asked, evidence_line, rehearsed
+    from potluck.cli.planning.evidence import evidence_line
+    from potluck.cli.planning.rehearse import Asked, rehearsed
     from potluck.plan.strategies import STRATEGIES
 
     found = rehearsed(spec, workshop, outcome, STRATEGIES["auto"], settings, Asked())
     if found is None:
         return outcome.plan, ()
     best = found.best
-    lines = tuple(map(evidence_line, best.evidence))
+    lines = tuple(evidence_line(each.told()) for each in best.evidence)
     more = best.cost_usd_per_h - found.first.cost_usd_per_h
     if found.chosen is None:
         lines = (*lines, f"no plan held in simulation ({found.reason}); this one came closest")

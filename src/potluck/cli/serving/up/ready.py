@@ -26,6 +26,8 @@ from potluck.core.errors import CapacityError, InputError
 
 if TYPE_CHECKING:
     from potluck.cli.serving.up.on import Elsewhere
+    from potluck.cli.serving.up.plan import Prepared
+    from potluck.control.launch.nursery import Nursery
     from potluck.control.planning import Planner
     from potluck.core.brain.policy import Policy
     from potluck.plan.problem import Problem
@@ -67,7 +69,6 @@ def prepared_for(
         files = tuple((model.name, shipped_model()) for model in spec.models)
         names = tuple((each.name, each.model.name) for each in spec.models)
         maker = EngineMaker(style, files, names, links=() if spec.pool is None else spec.pool.links)
-    said("planning")
     chosen = replace(wishes, here=True, single=True) if style == "emulated" else wishes
     try:
         found = prepared(paths, spec, chosen, said)
@@ -110,6 +111,17 @@ def start_s(ready: Ready) -> float:
     if ready.maker.style not in ("gpu", "vllm"):
         return START_S
     return max(START_S, SLACK * longest_start_s(inputs.problem, startups_of(inputs.spec)))
+
+
+def told_slow(found: Prepared, nursery: Nursery | None) -> Prepared:
+    """With a line, before anything is served, where this machine is too slow for the plan's GPUs."""
+    from potluck.control.launch.cpu import cpu_count, slow_line
+
+    if nursery is None or nursery.cpu is None:
+        return found
+    traffic = [model.traffic for model in found.inputs.spec.models]
+    line = slow_line(found.inputs.plan, traffic, nursery.cpu, cpu_count())
+    return replace(found, lines=(*found.lines, line)) if line else found
 
 
 def must_be_nobodys(folder: Path) -> None:

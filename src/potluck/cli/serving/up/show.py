@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 import click
 
 from potluck.cli.common.progress import progress
+from potluck.cli.common.render import paragraph, unstyled
 from potluck.core.errors import CapacityError
 from potluck.core.figures import seconds
 from potluck.core.values.crossings import lossy_notices
@@ -53,7 +54,7 @@ class Served:
 def startup(total: int) -> Iterator[Callable[[str], None]]:
     """Says what is being done: a bar on a terminal, else a line for each kind of thing."""
     with progress(total) as bar:
-        yield bar if sys.stderr.isatty() else _lines()
+        yield bar if sys.stderr.isatty() and not unstyled() else _lines()
 
 
 def _lines() -> Callable[[str], None]:
@@ -82,7 +83,7 @@ def show_ready(served: Served) -> None:
         if flow[0] != flow[1]:
             click.echo(f"  prompts computed in {flow[0]} are answered in {flow[1]}")
     for line in served.lines:
-        click.echo(f"  {line}")
+        paragraph(line, "  ")
     if served.page:
         click.echo(f"Watch it at {served.page}/")
         click.echo(f"  (orders there need the key in {served.key_file})")

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from html import escape
 from importlib import resources
 
-from potluck.core.figures import digits, seconds
+from potluck.core.figures import digits, seconds, usd
 from potluck.sim.results.metrics import ModelSummary, Spread, Summary
 from potluck.sim.results.records import SimResult
 from potluck.sim.results.report import charts
@@ -80,9 +80,7 @@ def _tiles(summary: Summary) -> str:
         value, unit = _large(summary.output_tokens_per_usd)
         tokens_per_s = f"{digits(total.output_tokens_per_s)} tokens/s"
         tiles.append(_tile("Output per dollar", value, f"{unit}tokens", tokens_per_s))
-    tiles.append(
-        _tile("Cost", f"${digits(summary.cost_usd_per_h)}", "an hour", f"${digits(summary.cost_usd)} in all")
-    )
+    tiles.append(_tile("Cost", usd(summary.cost_usd_per_h), "an hour", f"{usd(summary.cost_usd)} in all"))
     gpu_h = sum(one.gpu_h for one in summary.hardware)
     if gpu_h > 0:
         busy = sum(one.busy_share * one.gpu_h for one in summary.hardware) / gpu_h
