@@ -77,8 +77,8 @@ def export(
 ) -> None:
     """Write PLAN, made for SPEC, as files that start it: shell commands, Compose, Kubernetes, SkyPilot.
 
-    KIND is one of commands, compose, kubernetes, skypilot. Nothing is started or rented, and no file has a secret in it.
-    docs/deploy.md tells what each needs.
+    KIND is one of commands, compose, kubernetes, skypilot. Nothing is started or rented, and no file has a secret
+    in it. docs/deploy.md tells what each needs.
 
     \b
     Examples:
