@@ -236,8 +236,7 @@ class Keeper:
 
     def silent(self, engine: Engine) -> None:
         """It takes longer to answer than it ever does. The Brain hears it first: nothing new is sent there."""
-        post = self._posts.get(engine.replica)
-        if post is not None and post.ready:
+        if engine.replica in self._endpoints:
             self._tell(Silent(engine.replica))
             for call in self.on_gone:
                 call(engine.replica)
@@ -366,9 +365,7 @@ class Keeper:
         unaware = [each for each in there if each.peers != known]
         for engine in unaware:
             engine.peers = known
-        told = [
-            self.caller.peers(engine, known - {engine.said.kv if engine.said else ""}) for engine in unaware
-        ]
+        told = [self.caller.peers(each, known - {each.said.kv if each.said else ""}) for each in unaware]
         for engine, outcome in zip(unaware, await asyncio.gather(*told, return_exceptions=True), strict=True):
             if isinstance(outcome, BaseException):
                 engine.peers = None
