@@ -45,5 +45,6 @@ def test_it_is_said_before_what_is_deployed(
     looks._show(found, 2.0)
     shown = capsys.readouterr().out.splitlines()
     assert shown[2 : 2 + len(lines)] == [f"notice: {each}" for each in lines]
-    center: Any = SimpleNamespace(plan=plan(codec))
+    watch = SimpleNamespace(lateness=SimpleNamespace(slowdown=1.0))
+    center: Any = SimpleNamespace(plan=plan(codec), watch=watch)
     assert [*notices(center, Settings())] == lines

@@ -54,7 +54,8 @@ class LossyChaos(Chaos):
     def _run(self, run: Run) -> None:
         links, flight = self.brain.router.links, self.brain.flights.get(run.request)
         job = self.jobs.get(run.request)
-        if flight is not None and job is not None and flight.link:
+        # Links are those of the attempt in lead: another may run beside it, or have taken its place already.
+        if flight is not None and job is not None and flight.link and flight.route == run.route:
             source, target = flight.link.split("->")
             planned = links.codecs.get((job.request.model, source, target), "fp16")
             codec = "fp16" if job.request.exact else planned

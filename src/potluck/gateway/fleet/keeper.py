@@ -186,11 +186,9 @@ class Keeper:
         """Somebody answered the last Replan, or told another plan, which may have KV cross in other codecs."""
         self._replan = None
         self._version += 1
-        for name, endpoint in self._endpoints.items():
-            post = self._posts.get(name)
-            if post is not None:
-                codec = self._codec_inside(post.member.template)
-                self._endpoints[name] = replace(endpoint, codec=codec)
+        for name, post in self._posts.items():
+            if (endpoint := self._endpoints.get(name)) is not None:
+                self._endpoints[name] = replace(endpoint, codec=self._codec_inside(post.member.template))
         self._changed()
 
     def _move(self, action: Move) -> None:
