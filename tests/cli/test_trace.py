@@ -146,7 +146,8 @@ def test_what_is_wrong_is_one_line(azure: Path, tmp_path: Path, capsys: pytest.C
     azure.write_text(AZURE.replace("GeneratedTokens", "Tokens"))
     assert "'GeneratedTokens' is missing" in fails(capsys, "trace", "convert", azure, "--out", out)
     assert "--rate" in fails(capsys, "trace", "scale", azure, "--rate", 0, "--out", out)
-    assert "give a trace file" in fails(capsys, "trace", "make", "nonsense-name", "--rate", 1, "--out", out)
+    unknown = fails(capsys, "trace", "make", "nonsense-name", "--rate", 1, "--out", out)
+    assert unknown.endswith("NAME: unknown 'nonsense-name' (`potluck catalog workloads` lists them)")
     assert "--rate: is needed" in fails(capsys, "trace", "make", "prfaas", "--out", out)
     assert "neither .csv nor .jsonl" in fails(
         capsys, "trace", "make", "coding", "--rate", 1, "--out", tmp_path / "x"

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 import click
 
 from potluck.cli.common.render import count, emit_json, percent, table
+from potluck.core.errors import InputError, UnknownNameError
 from potluck.core.figures import seconds
 
 if TYPE_CHECKING:
@@ -97,7 +98,6 @@ def scale_command(
 @_json
 def convert_command(file: Path, to: str | None, out: Path, as_json: bool) -> None:
     """Write FILE in another format."""
-    from potluck.core.errors import InputError
     from potluck.spec.traces import load_trace
 
     loaded = load_trace(file, blocks=True)
@@ -130,7 +130,10 @@ def make_command(
     """Draw requests of the catalog's workload NAME; `potluck catalog workloads` lists them."""
     from potluck.cli.common.workloads import Asked, of_name, to_trace
 
-    made = of_name(name, "", Asked(rate, requests, seed, cv))
+    try:
+        made = of_name(name, "", Asked(rate, requests, seed, cv))
+    except UnknownNameError as error:
+        raise InputError("NAME", f"{error.problem} (`potluck catalog workloads` lists them)") from error
     _write(to_trace(made), out, to, as_json)
 
 
