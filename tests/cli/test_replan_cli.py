@@ -143,7 +143,7 @@ class Told:
 
     def __init__(self, plan: Plan, spec: Path) -> None:
         self.newest, self.folder, self.applied = SimpleNamespace(version=1, plan=plan), spec.parent, []
-        self.client = SimpleNamespace(set_plan=lambda plan, why: self.applied.append(plan))
+        self.client = SimpleNamespace(set_plan=lambda plan, *_: self.applied.append(plan))
         self.store = SimpleNamespace(
             plan=lambda: self.newest, add_plan=lambda *_: 2, note=lambda *_: None, get=lambda _: None
         )
