@@ -14,8 +14,8 @@ from dataclasses import dataclass
 from book.text import blocks
 
 HOME = "~"
-SEARCHED = re.compile(r"best after [\d.]+ \S+,")
-"""How long a search took is never the same."""
+SEARCHED = re.compile(r"best after [\d.]+ \S+,(?: [\d,]+ states)?")
+"""How long a search took is never the same, and how many states it saw is nobody's business."""
 SOMETIMES = (
     re.compile(r"^notice: this machine computes .*?not the plan's\n", re.MULTILINE | re.DOTALL),
     re.compile(r"^ *this machine would have to compute .*?their\s+pace\)\n", re.MULTILINE | re.DOTALL),
