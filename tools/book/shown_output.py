@@ -15,7 +15,7 @@ from book.text import blocks
 
 HOME = "~"
 SEARCHED = re.compile(r"best after [\d.]+ \S+,(?: [\d,]+ states)?")
-"""How long a search took is never the same, and how many states it saw is nobody's business."""
+"""How long a search took is never the same, nor need be how many states it saw."""
 SOMETIMES = (
     re.compile(r"^notice: this machine computes .*?not the plan's\n", re.MULTILINE | re.DOTALL),
     re.compile(r"^ *this machine would have to compute .*?their\s+pace\)\n", re.MULTILINE | re.DOTALL),
