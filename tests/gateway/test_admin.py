@@ -316,6 +316,21 @@ def test_the_operators_port() -> None:
     played(scene)
 
 
+def test_the_operators_port_refuses_names_with_white_space_at_once() -> None:
+    async def scene() -> None:
+        async with office() as (session, fleet, *_):
+            at = session._base_url
+            assert at is not None
+            for name in (b"TE\t", b"TE ", b"Transfer-Encoding\t", b"Content-Length "):
+                reader, writer = await asyncio.open_connection(at.host, at.port)
+                writer.write(b"PUT /fleet HTTP/1.1\r\nHost: 127.0.0.1\r\n" + name + b": chunked\r\n")
+                assert b" 400 " in (await reader.read()).split(b"\r\n")[0]  # and is closed
+                writer.close()
+            assert fleet.put == []
+
+    played(scene)
+
+
 def test_the_operators_port_has_a_key_of_its_own() -> None:
     async def scene() -> None:
         async with office("k" * 20) as (session, *_):
