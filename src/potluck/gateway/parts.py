@@ -322,6 +322,8 @@ class Told(NamedTuple):
     """Whether tokens were guessed, since neither a tokenizer nor the server's usage told them."""
     choices: int = 1
     """Answers that it asked for."""
+    id: str = ""
+    """Of its record: unguessable, and the same if it is written twice."""
 
 
 class Meter(Protocol):

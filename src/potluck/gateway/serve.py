@@ -59,8 +59,13 @@ class Operators:
         self._usage = None if settings.usage is None else UsageFile(settings.usage, time.time)
         self._spans = None if settings.otlp is None else Spans(settings.otlp)
         self.page = Page(Show(center, self._tokens, lambda: notices(center, settings)))
-        told = self.page.show.hour.told if self._usage is None else self._told
-        self.meter = FullMeter(told, self._spans, self._region_of(center))
+        self.meter = FullMeter(
+            self.page.show.hour.told,
+            self._spans,
+            self._region_of(center),
+            record=None if self._usage is None else self._record,
+        )
+        self._syncing: asyncio.Future[None] | None = None
         self._keys = None
         if settings.keys is not None:
             unreachable = settings.places.unreachable
@@ -83,10 +88,9 @@ class Operators:
         center.watch.moved = self._moved
         center.desk.at_ticks += [self.metrics.look, self._flush, self.page.show.look]
 
-    def _told(self, told: Told) -> None:
+    def _record(self, told: Told) -> None:
         assert self._usage is not None
         self._usage.record(told, time.monotonic())
-        self.page.show.hour.told(told)
 
     def _moved(self, source: str, target: str, codec: str, moved_bytes: int, took_s: float) -> None:
         self.meter.moved(source, target, codec, moved_bytes, took_s)
@@ -97,9 +101,17 @@ class Operators:
 
     def _flush(self) -> None:
         if self._usage is not None:
-            self._usage.flush()
+            self._usage.look()
+            self._sync(self._usage)
         if self._keys is not None:
             self._keys.look(time.monotonic())
+
+    def _sync(self, usage: UsageFile) -> None:
+        """A disk may take its time, so a thread waits for it; one at a time."""
+        if self._syncing is None or self._syncing.done():
+            sync = usage.unsynced()
+            if sync is not None:
+                self._syncing = asyncio.get_running_loop().run_in_executor(None, sync)
 
     def _gauges(self) -> dict[families.Family, float]:
         if self._keys is None:
@@ -111,7 +123,9 @@ class Operators:
         if self._keys is not None:
             found["keys"] = {"known": len(self._keys), "problem": self._keys.problem}
         if self._usage is not None:
-            found["usage"] = {"lost": self._usage.lost, "problem": self._usage.problem}
+            said = [(self._usage.problem, self._usage.lost), *self.meter.usage_notes.values()]
+            problem = next((why for why, _ in said if why), "")
+            found["usage"] = {"lost": sum(lost for _, lost in said), "problem": problem}
         return found
 
     def _watched(self, read: bool) -> None:

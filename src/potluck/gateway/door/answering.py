@@ -11,6 +11,7 @@ from typing import Protocol
 from potluck.api.answers import LAST_EVENT, Head, Json, event, usage
 from potluck.api.chunks import usage_text, whole_reply
 from potluck.api.errors import Refused
+from potluck.api.ids import random_word
 from potluck.gateway.door.keys import ApiKey
 from potluck.gateway.door.replies import (
     AS_IT_COMES,
@@ -165,12 +166,15 @@ class Answering:
         if self._left or self.over:
             return
         assert self.wish is not None
-        if self.wish.stream:
+        self.over = True
+        stream, finish = self.wish.stream, self.voices[0].finish or "stop"
+        whole = b"" if stream else self._whole()
+        # Its record first: nobody has the end of an answer that was not written down.
+        self._tell(finish, 200)
+        if stream:
             self._end_stream()
         else:
-            self._exchange.reply(200, self._whole(), (JSON, self._tag), self.limits)
-        self.over = True
-        self._tell(self.voices[0].finish or "stop", 200)
+            self._exchange.reply(200, whole, (JSON, self._tag), self.limits)
 
     def _end_stream(self) -> None:
         assert self.wish is not None
@@ -201,12 +205,12 @@ class Answering:
             if self.wish is not None and self.wish.length is not None:
                 self.wish.length.learn(self.wish.chars, counts.prompt)
         self._cached = counts.cached
+        self.over = True
+        self._tell("stop" if status < 400 else "upstream", status)
         if body is not None:
             self._exchange.reply(status, body, ((b"content-type", kind), self._tag), self.limits)
         else:
             self._exchange.end()
-        self.over = True
-        self._tell("stop" if status < 400 else "upstream", status)
 
     # What goes wrong.
 
@@ -216,6 +220,7 @@ class Answering:
             return
         self.over = True
         self._cancel()
+        self._tell(outcome, error.status)
         if not self._begun:
             reply_error(self._exchange, self._tag, error, after_s)
         elif self.wish is not None and self.wish.stream:
@@ -223,7 +228,6 @@ class Answering:
             self._exchange.end()
         else:
             self._exchange.drop()
-        self._tell(outcome, error.status)
 
     def gone(self) -> None:
         """The client left."""
@@ -269,5 +273,6 @@ class Answering:
                 wish is not None and wish.stream,
                 self.estimated,
                 self._choices,
+                self._word or random_word(),
             )
         )

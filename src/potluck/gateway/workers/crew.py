@@ -145,6 +145,7 @@ class Crew:
             settings.drain_s,
             settings.gateways,
             settings.otlp is not None,
+            None if settings.usage is None else str(settings.usage.absolute()),
         )
 
     def _endpoints(self) -> str:

@@ -11,8 +11,10 @@ import json
 import logging
 import signal
 import sys
+import time
 from contextlib import suppress
 
+from potluck.gateway.admin.usage import UsageFile
 from potluck.gateway.collector import calm
 from potluck.gateway.desk.desk import Act
 from potluck.gateway.door.slates import Slate
@@ -169,7 +171,8 @@ async def work(path: str, place: int) -> None:
     mail = hand.mail
     await hand.join()
     setup = await hand.setup
-    hand.meter = meter = HandMeter(mail, hand.region, spans=setup.spans)
+    usage = None if setup.usage is None else UsageFile(setup.usage, time.time)
+    hand.meter = meter = HandMeter(mail, hand.region, spans=setup.spans, usage=usage)
     meter.watch(hand.watched)
     settings = setup.settings
     outgoing = calls_of(settings)
@@ -195,6 +198,8 @@ async def work(path: str, place: int) -> None:
         flushing.cancel()
     await worker.close(setup.drain_s if in_order else min(setup.drain_s, ORPHAN_S))
     meter.flush()
+    if usage is not None:
+        usage.close()
     mail.close()
     await outgoing.close()
 

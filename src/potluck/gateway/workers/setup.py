@@ -60,6 +60,8 @@ class Setup:
     drain_s: float
     gateways: int
     spans: bool
+    usage: str | None = None
+    """Where records of use are written."""
 
     def text(self) -> str:
         return json.dumps(encode(self))
