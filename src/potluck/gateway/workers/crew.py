@@ -131,7 +131,7 @@ class Crew:
             place,
             self._count,
             settings.places.host,
-            int(self._post.clients.getsockname()[1]),
+            int(self._post.clients[0][0].getsockname()[1]),
             self._cards,
             tuple(each.name for each in self.center.policy.classes),
             self.center.policy.shared_prefixes,

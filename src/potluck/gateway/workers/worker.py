@@ -64,21 +64,20 @@ class Worker:
         )
         self.port: Port | None = None
 
-    async def listen(
-        self, settings: Settings, *, shared: bool = False, taken: Sequence[socket.socket] = ()
-    ) -> str:
+    async def listen(self, settings: Settings, sockets: Sequence[socket.socket] = ()) -> str:
+        """At `sockets` that listen already, if there are any."""
         places = settings.places
         tls = None if settings.tls is None else server_tls(*settings.tls)
-        self.port = await open_port(self.door, places.host, places.port, tls=tls, shared=shared, taken=taken)
+        self.port = await open_port(self.door, places.host, places.port, tls=tls, taken=sockets)
         return self.port.address
 
-    async def close(self, within_s: float, *, followed: bool = False) -> None:
+    async def close(self, within_s: float, *, followed: bool = False, for_good: bool = False) -> None:
         """Nothing new is taken; what is open may end. Where a successor has the port, what comes by connections that
         were made before is answered too: their clients need not know."""
         if not followed:
             self.door.closing = "the gateway is shutting down; try again"
         if self.port is not None:
-            await self.port.close(within_s, gently=followed)
+            await self.port.close(within_s, gently=followed, for_good=for_good)
         self.door.close()
 
 
