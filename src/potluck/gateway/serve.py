@@ -38,7 +38,7 @@ from potluck.gateway.page.show import Show
 from potluck.gateway.parts import Meter, Told
 from potluck.gateway.settings import LOOPBACK, Settings
 from potluck.gateway.workers.crew import Crew
-from potluck.gateway.workers.parent import FOLLOWED, SERVES, Parent, Post
+from potluck.gateway.workers.parent import FOLLOWED, SERVES, Parent, Post, answers_in
 from potluck.gateway.workers.setup import CardNote
 from potluck.gateway.workers.worker import Worker, calls_of
 from potluck.worlds.scene import Scene
@@ -200,6 +200,7 @@ class Alone:
         meter: Meter,
         settings: Settings,
         notes: tuple[CardNote, ...],
+        answers: Path | None = None,
     ) -> None:
         self._settings = settings
         self._worker = Worker(
@@ -212,6 +213,7 @@ class Alone:
             center.policy.shared_prefixes,
             center.lacking,
             center.desk.line,
+            answers=answers,
         )
         center.keeper.on_gone.append(lambda replica: self._worker.rides.gone(replica))
 
@@ -249,7 +251,8 @@ async def serve(scene: Scene, policy: Policy, settings: Settings, ready: Ready, 
     notes = notes_of(scene, settings.files, entries, settings.pretended)
     workers: Alone | Crew
     if settings.places.workers == 1:
-        workers = Alone(center, outgoing, operators.meter, settings, notes)
+        answers = answers_in(settings, post)
+        workers = Alone(center, outgoing, operators.meter, settings, notes, answers)
     else:
         workers = Crew(center, operators.meter, settings, notes, post)
     stop = asyncio.Event()

@@ -104,13 +104,13 @@ class UsageReader:
                 return Read(), 0
             hours: list[int] = []
 
-            def first(name: str, hour: int) -> bool:
+            def unseen(name: str, hour: int) -> bool:
                 hours.append(hour)
                 return bool(
                     db.execute("INSERT OR IGNORE INTO usage_ids VALUES (?, ?)", (name, hour)).rowcount
                 )
 
-            counts, records, garbled = counted(data[:end].splitlines(), first)
+            counts, records, garbled = counted(data[:end].splitlines(), unseen)
             if hours:
                 db.execute("DELETE FROM usage_ids WHERE hour < ?", (max(hours) - IDS_H,))
             db.executemany(

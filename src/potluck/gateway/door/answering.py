@@ -13,6 +13,7 @@ from potluck.api.chunks import usage_text, whole_reply
 from potluck.api.errors import Refused
 from potluck.api.ids import random_word
 from potluck.gateway.door.keys import ApiKey
+from potluck.gateway.door.recording import Recording
 from potluck.gateway.door.replies import (
     AS_IT_COMES,
     EVENTS,
@@ -67,6 +68,8 @@ class Answering:
     _head: Head | None = None
     _created_s = 0.0
     _word = ""
+    recording: Recording | None = None
+    """Where it is kept for whoever asks again."""
     gap: Callable[[float], None] | None = None
     """Hears what is between two tokens, as soon as there was one."""
 
@@ -220,6 +223,8 @@ class Answering:
             return
         self.over = True
         self._cancel()
+        if self.recording is not None:
+            self.recording.spoil()
         self._tell(outcome, error.status)
         if not self._begun:
             reply_error(self._exchange, self._tag, error, after_s)

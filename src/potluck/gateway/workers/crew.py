@@ -18,7 +18,7 @@ from potluck.gateway.desk.center import Center
 from potluck.gateway.settings import Settings
 from potluck.gateway.workers import remote
 from potluck.gateway.workers.mail import Mail
-from potluck.gateway.workers.parent import Post
+from potluck.gateway.workers.parent import Post, answers_in
 from potluck.gateway.workers.remote import HandHeard
 from potluck.gateway.workers.setup import CardNote, Setup
 
@@ -146,6 +146,7 @@ class Crew:
             settings.gateways,
             settings.otlp is not None,
             None if settings.usage is None else str(settings.usage.absolute()),
+            str(answers_in(settings, self._post).absolute()),
         )
 
     def _endpoints(self) -> str:

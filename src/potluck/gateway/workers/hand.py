@@ -14,6 +14,7 @@ import socket
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from pathlib import Path
 
 from potluck.gateway.admin.usage import UsageFile
 from potluck.gateway.collector import calm
@@ -188,6 +189,7 @@ async def work(path: str, place: int, sockets: Sequence[socket.socket], serves: 
         hand.lacking,
         hand.connect,
         slate=Slate(setup.slate, setup.place, setup.workers),
+        answers=None if setup.answers is None else Path(setup.answers),
     )
     flushing = loop.create_task(_flush(meter))
     try:

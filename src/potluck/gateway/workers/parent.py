@@ -33,7 +33,7 @@ from potluck.gateway.collector import calm
 from potluck.gateway.http.inherited import inherited
 from potluck.gateway.http.port import bound
 from potluck.gateway.http.takeover import Taken, take_over
-from potluck.gateway.settings import Places
+from potluck.gateway.settings import Places, Settings
 from potluck.gateway.workers import hand
 
 AGAIN_S = (0.0, 0.2, 1.0)
@@ -78,6 +78,11 @@ class Post:
         for each in (self.desk, *self.operators, *(each for held in self.clients for each in held)):
             each.close()
         shutil.rmtree(self.home, ignore_errors=True)
+
+
+def answers_in(settings: Settings, post: Post) -> Path:
+    """Where answers lie for whoever asks again."""
+    return (settings.state or post.home) / "answers"
 
 
 async def make_post(places: Places, takeover: Path | None = None) -> Post:

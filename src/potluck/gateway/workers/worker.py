@@ -6,6 +6,7 @@ import asyncio
 import socket
 import time
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 
 from potluck.api.tls import client_tls, server_tls
 from potluck.core.values.service import Sharing
@@ -13,6 +14,7 @@ from potluck.gateway.desk.desk import Act
 from potluck.gateway.door.cards import ModelCard
 from potluck.gateway.door.front import DoorSettings, FrontDoor
 from potluck.gateway.door.keys import KeyRing
+from potluck.gateway.door.repeats import Repeats
 from potluck.gateway.door.slates import Slate
 from potluck.gateway.drive.rides import Rides
 from potluck.gateway.http.calls import Calls
@@ -37,9 +39,10 @@ class Worker:
         connect: Callable[[Act], Line],
         *,
         slate: Slate | None = None,
+        answers: Path | None = None,
     ) -> None:
         """`connect` makes the line to the desk from what the desk's orders go to. With other workers beside it, all
-        have a `slate` for their keys' limits."""
+        have a `slate` for their keys' limits. In `answers` they lie for whoever asks again."""
         loop = asyncio.get_running_loop()
         line = connect(lambda actions: self.rides.act(actions))
         self.rides = Rides(line, directory, outgoing, time.monotonic, loop.call_later, meter=meter)
@@ -61,6 +64,7 @@ class Worker:
             settings=DoorSettings(classes=classes, secret=settings.secret, sharing=sharing),
             ready=ready,
             directory=directory,
+            repeats=None if answers is None else Repeats(answers, loop.call_later),
         )
         self.port: Port | None = None
 
