@@ -75,7 +75,7 @@ def killing(pids: Callable[[], list[int]]) -> Callable[[bytes], None]:
     return heard
 
 
-@pytest.mark.parametrize(("words", "title"), [((), "potluck gateway"), (("--workers", "2"), "workers.hand")])
+@pytest.mark.parametrize(("words", "title"), [((), "potluck-gateway"), (("--workers", "2"), "workers.hand")])
 def test_a_stream_that_was_cut_goes_on_for_whoever_asks_again(
     tmp_path: Path, words: tuple[str, ...], title: str
 ) -> None:
@@ -120,7 +120,7 @@ def test_answers_under_way_end_although_the_supervisor_is_killed(tmp_path: Path)
     plan, spec = write_plans(tmp_path, WHOLE)
     with LiveFleet(plan, spec, gateway=("--files", f"{MODEL}={shipped_model()}")) as fleet:
         parent = pid_of(fleet)
-        (child,) = children_of(parent, "potluck gateway")
+        (child,) = children_of(parent, "potluck-gateway")
         _, _, whole = asked(fleet.url, {}, killing(lambda: [parent]))
         assert whole
         until_s = time.monotonic() + 60
@@ -137,7 +137,7 @@ def test_a_gateway_whose_ports_can_be_taken_over_outlives_its_supervisor(tmp_pat
     words = ("--files", f"{MODEL}={shipped_model()}", "--takeover", str(takeover), "--state", str(state))
     with LiveFleet(plan, spec, gateway=words) as fleet:
         parent = pid_of(fleet)
-        (child,) = children_of(parent, "potluck gateway")
+        (child,) = children_of(parent, "potluck-gateway")
         os.kill(parent, signal.SIGKILL)
         assert asked(fleet.url, {})[2], "it serves on"
         succeeding = threading.Thread(target=fleet.succeed)

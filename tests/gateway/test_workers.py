@@ -16,6 +16,7 @@ from typing import Any, cast
 import pytest
 import uvloop
 
+from potluck.api.ids import random_word
 from potluck.core.brain.actions import Abandon, Action, Inquire, Refuse, Run
 from potluck.core.brain.events import (
     Adopted,
@@ -193,6 +194,20 @@ def test_workers_share_the_brain_and_the_limits_and_are_replaced(tmp_path: Path)
         os.waitpid(supervisor, 0)
         post.close()
     assert not home.exists()
+
+
+def test_no_two_processes_make_up_the_same_names() -> None:
+    """Names are drawn many at a time; a fork draws its own."""
+    random_word()
+    heard, say = os.pipe()
+    pid = os.fork()
+    if not pid:
+        os.write(say, random_word().encode())
+        os._exit(0)
+    os.waitpid(pid, 0)
+    os.close(say)
+    with os.fdopen(heard) as file:
+        assert file.read() not in {random_word() for _ in range(200)}
 
 
 EVENTS: list[Event] = [

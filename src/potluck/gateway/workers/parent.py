@@ -88,7 +88,11 @@ def answers_in(settings: Settings, post: Post) -> Path:
 async def make_post(places: Places, takeover: Path | None = None) -> Post:
     """Ports that another gateway hands over, that whoever started this one holds, or that are opened here."""
     taken = None if takeover is None else take_over(takeover)
-    held, operators = inherited() if taken is None else (taken.clients, taken.operators)
+    held, operators = inherited()
+    if taken is not None:
+        for each in (*held, *operators):
+            each.close()
+        held, operators = taken.clients, taken.operators
     operators = operators or await bound(places.admin_host, places.admin_port)
     clients, port = [], places.port
     for _ in range(places.workers):
@@ -206,7 +210,7 @@ class Parent:
         self._run_desk = desk
         self._stopping = False
         self._desk = Child(
-            "potluck gateway" if places.workers == 1 else "potluck gateway desk", self._be_desk
+            "potluck-gateway" if places.workers == 1 else "potluck-gateway-desk", self._be_desk
         )
         self._workers: list[Child] = []
         if places.workers > 1:
