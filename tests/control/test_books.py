@@ -76,6 +76,30 @@ def total(store: Store) -> dict[str, Any]:
 # Usage.
 
 
+def test_a_record_that_is_written_twice_counts_once(tmp_path: Path, store: Store) -> None:
+    """By a gateway that was killed, and by the one that took its place."""
+    path = tmp_path / "usage.jsonl"
+    write(path, line(id="a"), line(id="b"), line(id="a", output_tokens=99), line(), line())
+    count_all(store, tmp_path, 7.0)
+    write(path, line(HOUR + 1, id="b"), line(HOUR + 1, id="c"))
+    count_all(store, tmp_path, 8.0)
+    assert (total(store)["requests"], total(store)["output_tokens"]) == (5, 55)
+    write(path, line(HOUR + 9, id="d"))
+    count_all(store, tmp_path, 9.0)
+    assert store.rows("SELECT id FROM usage_ids") == [("d",)], "ids are not remembered for ever"
+    (tmp_path / "state.db").unlink()
+    again = Store(tmp_path / "state.db")
+    count_all(again, tmp_path, 10.0)
+    assert total(again)["requests"] == 6
+
+
+def test_a_record_behind_one_that_was_cut_off_counts(tmp_path: Path, store: Store) -> None:
+    """Somebody was killed within a line, and another process wrote on."""
+    write(tmp_path / "usage.jsonl", line(), line(id="x")[:-9] + line(id="y"), line()[:-9] + line()[:-3])
+    count_all(store, tmp_path, 7.0)
+    assert total(store)["requests"] == 2
+
+
 def test_records_are_counted_once_whoever_reads(tmp_path: Path, store: Store) -> None:
     now = tmp_path / "usage.jsonl"
     write(now, line(), line(HOUR + 1, key="bob", outcome="overloaded", output_tokens=0))
@@ -139,7 +163,6 @@ def test_large_files_are_read_in_pieces(tmp_path: Path, store: Store) -> None:
         "no json",
         "[1]",
         "null",
-        line()[:-9] + line(),  # a gateway was killed within a line
         line(time="yesterday"),
         line(prompt_tokens=-1),
         line(prompt_tokens=True),

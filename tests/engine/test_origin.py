@@ -115,11 +115,21 @@ def test_no_page_drains_an_engine_and_every_answer_has_a_name() -> None:
             status, wrong = await one.get("/v1/models/meta/llama")
             assert (status, wrong["error"]["code"]) == (404, "model_not_found")
             host, port = one.url.removeprefix("http://").split(":")
-            reader, writer = await asyncio.open_connection(host, int(port))
-            writer.write(b"GARBAGE\r\n\r\n")
-            head, _, rest = (await reader.read()).partition(b"\r\n\r\n")
-            assert b"x-request-id: req-" in head
-            assert rest.startswith(b'{"error": {"message": "the request cannot be read as HTTP')
-            writer.close()
+            begun = b"POST /v1/completions HTTP/1.1\r\nHost: here\r\n"
+            for wrong_bytes in (
+                b"GARBAGE\r\n\r\n",
+                begun + b"TE\t: chunked\r\n",  # refused before the head is whole
+                begun + b"TE : chunked\r\n",
+                begun + b"Transfer-Encoding\t: chunked\r\n\r\n0\r\n\r\n",
+                begun + b"Content-Length : 4\r\n\r\nabcd",
+                begun + b"X: a\r\n folded\r\n",
+            ):
+                reader, writer = await asyncio.open_connection(host, int(port))
+                writer.write(wrong_bytes)
+                head, _, rest = (await reader.read()).partition(b"\r\n\r\n")
+                assert b" 400 " in head.split(b"\r\n")[0]
+                assert b"x-request-id: req-" in head
+                assert rest.startswith(b'{"error": {"message": "the request cannot be read as HTTP')
+                writer.close()
 
     played(scene)

@@ -121,6 +121,7 @@ class FakeDriver:
         self.asked: list[Asked] = []
         self.answers: dict[str, Answer] = {}
         self.cancelled: list[str] = []
+        self.resumed: list[list[int]] = []
         self.rooms: list[tuple[str, bool]] = []
         self._script = script
 
@@ -129,6 +130,10 @@ class FakeDriver:
         self.answers[asked.id] = answer
         if self._script is not None:
             self._script(asked, answer)
+
+    def resume(self, asked: Asked, answer: Answer, output: Sequence[int]) -> None:
+        self.resumed.append(list(output))
+        self.begin(asked, answer)
 
     def cancel(self, request: str) -> None:
         self.cancelled.append(request)
@@ -152,6 +157,7 @@ class FakeMeter:
         self.seen_s: list[float] = []
         self.let_in: list[tuple[str, str]] = []
         self.turned: list[tuple[int, str]] = []
+        self.replays = 0
 
     def came(self, model: str, tenant: str) -> None:
         self.let_in.append((model, tenant))
@@ -164,6 +170,9 @@ class FakeMeter:
 
     def turned_away(self, status: int, code: str) -> None:
         self.turned.append((status, code))
+
+    def replayed(self) -> None:
+        self.replays += 1
 
     def routed(self, *args: object) -> None: ...
 

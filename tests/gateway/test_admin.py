@@ -7,7 +7,6 @@ import hashlib
 import json
 import re
 import threading
-import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from http.server import BaseHTTPRequestHandler, HTTPServer
@@ -35,7 +34,6 @@ from potluck.gateway.admin.metrics import Metrics
 from potluck.gateway.admin.overseer import Json, QueueSeen, ReplicaSeen, Unseen
 from potluck.gateway.admin.spans import Spans
 from potluck.gateway.admin.tally import MOST_SERIES, Tally
-from potluck.gateway.admin.usage import UsageFile
 from potluck.gateway.door.keys import KeyRing
 from potluck.gateway.parts import Asked, Told
 
@@ -181,62 +179,6 @@ def test_tallies_of_several_processes_add_up(told: list[tuple[int, str, float]])
                 assert main.seen(family)[labels].total == pytest.approx(histogram.total)
 
 
-def test_usage_is_kept_line_by_line_and_begins_anew_each_day(tmp_path: Path) -> None:
-    now_s = [1_900_000_000.0]  # 2030-03-17
-    path = tmp_path / "usage.jsonl"
-    usage = UsageFile(path, lambda: now_s[0])
-    usage.record(TOLD, TOLD.ended_s + 1)
-    assert path.read_text() == ""
-    usage.flush()
-    (line,) = path.read_text().splitlines()
-    record = json.loads(line)
-    assert record["time"] == "2030-03-17T17:46:39.000+00:00"
-    assert (record["key"], record["tenant"], record["model"], record["outcome"]) == ("ann", "co", "m", "stop")
-    assert (record["prompt_tokens"], record["cached_tokens"], record["output_tokens"]) == (100, 60, 11)
-    assert path.stat().st_mode & 0o077 == 0
-    now_s[0] += 86_400
-    usage.record(TOLD, 0.0)
-    usage.close()
-    assert len(path.read_text().splitlines()) == 1
-    assert len((tmp_path / "usage-2030-03-17.jsonl").read_text().splitlines()) == 1
-    again = UsageFile(path, lambda: now_s[0], largest_bytes=10)
-    again.record(TOLD, 0.0)
-    again.flush()
-    again.record(TOLD, 0.0)
-    again.close()
-    whole = "".join(each.read_text() for each in tmp_path.iterdir())
-    assert len([json.loads(each) for each in whole.splitlines()]) == 4
-    with pytest.raises(InputError, match="cannot be written"):
-        UsageFile(tmp_path / "no" / "usage", lambda: 0.0)
-
-
-def test_usage_that_cannot_be_written_waits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    path = tmp_path / "usage"
-    usage = UsageFile(path, lambda: 0.0)
-    usage.record(TOLD, 0.0)
-
-    def full(descriptor: int, data: bytes) -> int:
-        raise OSError(28, "No space left on device")
-
-    with monkeypatch.context() as patched:
-        patched.setattr("os.write", full)
-        usage.flush()
-    assert usage.problem == "No space left on device"
-    usage.record(TOLD, 0.0)
-    usage.flush()
-    assert (usage.problem, len(path.read_text().splitlines())) == ("", 2)
-    usage.close()
-
-
-def test_records_begin_on_a_line_of_their_own_after_one_that_was_cut_off(tmp_path: Path) -> None:
-    path = tmp_path / "usage"
-    path.write_bytes(b'{"time":"203')  # whoever wrote it was killed
-    usage = UsageFile(path, time.time)
-    usage.record(TOLD, 0.0)
-    usage.close()
-    assert json.loads(path.read_bytes().splitlines()[1])["key"] == "ann"
-
-
 def test_a_slow_reader_of_events_loses_the_oldest_and_is_told() -> None:
     async def scene() -> None:
         read: list[bool] = []
@@ -312,6 +254,21 @@ def test_the_operators_port() -> None:
                 meter.answered(TOLD)
                 lines = [await reply.content.readline() for _ in range(4)]
                 assert b"event: request\n" in lines
+
+    played(scene)
+
+
+def test_the_operators_port_refuses_names_with_white_space_at_once() -> None:
+    async def scene() -> None:
+        async with office() as (session, fleet, *_):
+            at = session._base_url
+            assert at is not None
+            for name in (b"TE\t", b"TE ", b"Transfer-Encoding\t", b"Content-Length "):
+                reader, writer = await asyncio.open_connection(at.host, at.port)
+                writer.write(b"PUT /fleet HTTP/1.1\r\nHost: 127.0.0.1\r\n" + name + b": chunked\r\n")
+                assert b" 400 " in (await reader.read()).split(b"\r\n")[0]  # and is closed
+                writer.close()
+            assert fleet.put == []
 
     played(scene)
 

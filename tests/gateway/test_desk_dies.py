@@ -86,13 +86,13 @@ def shots_of() -> list[Shot]:
 
 
 def test_streams_go_on_while_the_desk_is_killed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    keys, log = tmp_path / "keys", tmp_path / "log"
+    keys, log, usage = tmp_path / "keys", tmp_path / "log", tmp_path / "usage.jsonl"
     key, line = new_key("one")
     limited, other = new_key("few")
     keys.write_text(f"{line}\n{json.dumps({**json.loads(other), 'requests_per_min': 3})}\n")
     plan, spec = write_plans(tmp_path, [*WHOLE, *COMBO])
     files = ("--files", f"{MODEL}={shipped_model()}")
-    gateway = (*files, "--workers", "2", "--log", str(log), "--keys", str(keys))
+    gateway = (*files, "--workers", "2", "--log", str(log), "--keys", str(keys), "--usage", str(usage))
     with LiveFleet(plan, spec, gateway=gateway, engine=("--pretend",)) as fleet:
         shots = shots_of()
         for shot in shots:
@@ -123,6 +123,10 @@ def test_streams_go_on_while_the_desk_is_killed(tmp_path: Path, capsys: pytest.C
         assert [*used, *(status_of(fleet.url, short, limited) for _ in range(3))] == [200, 200, 200, 429, 429]
         wait_until(lambda: '["Adopted",' in log.read_text())  # what is not flushed dies with it
         os.kill(desk_of(fleet), signal.SIGKILL)
+        # Whoever has an answer has a record, whatever becomes of the desk.
+        records = [json.loads(line) for line in usage.read_text().splitlines()]
+        assert sum(each["status"] == 200 for each in records) == STREAMS + 3
+        assert len({each["id"] for each in records}) == len(records)
         assert status_of(fleet.url, short, key) == 200, "one that comes meanwhile waits"
         wait_until(lambda: snapshot(fleet)["open_requests"] == 0)  # the last news may be on their way
         assert fleet.gateway is not None

@@ -71,6 +71,12 @@ SMUGGLED = {
     "chunked in 1.0": b"POST / HTTP/1.0\r\nTransfer-Encoding: chunked\r\n\r\n0\r\n\r\n",
     "space before colon": b"POST / HTTP/1.1\r\n" + HOST + b"Transfer-Encoding : chunked\r\n\r\n0\r\n\r\n",
     "tab before colon": b"POST / HTTP/1.1\r\n" + HOST + b"Content-Length\t: 4\r\n\r\nabcd",
+    "tab after the colon": b"POST / HTTP/1.1\r\n" + HOST + b"Transfer-Encoding:\tchunked\r\n\r\n0\r\n\r\n",
+    "tab after the coding": b"POST / HTTP/1.1\r\n" + HOST + b"Transfer-Encoding: chunked\t\r\n\r\n0\r\n\r\n",
+    "tab before a length": b"POST / HTTP/1.1\r\n" + HOST + b"Content-Length:\t4\r\n\r\nabcd",
+    "a length in a trailer": b"POST / HTTP/1.1\r\n"
+    + HOST
+    + b"Transfer-Encoding: chunked\r\n\r\n0\r\nContent-Length: 4\r\n\r\n",
     "folded": b"POST / HTTP/1.1\r\n" + HOST + b"X: a\r\n b\r\nContent-Length: 4\r\n\r\nabcd",
     "folded at once": b"POST / HTTP/1.1\r\n Host: here\r\n\r\n",
     "bare LF": b"GET / HTTP/1.1\nHost: here\n\n",
@@ -125,6 +131,33 @@ def test_doubtful_messages_are_refused_however_they_are_cut(data: bytes) -> None
     assert read([data]) == ([], True)
     assert read([data[i : i + 1] for i in range(len(data))]) == ([], True)
     assert refusal(data).status in (400, 501, 505)
+
+
+NAMES = (
+    b"TE\t",
+    b"TE ",
+    b" TE",
+    b"\tTE",
+    b"T E",
+    b"T\tE",
+    b"TE\x0b",
+    b"TE\xa0",
+    b"(TE)",
+    b"",
+    b"Transfer-Encoding\t",
+)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_name_with_white_space_is_refused_before_the_head_is_whole(name: bytes) -> None:
+    """Nobody waits for the rest of what can never be read."""
+    begun = b"POST / HTTP/1.1\r\n" + HOST + name + b": chunked"
+    assert refusal(begun).status == 400
+    assert read([begun[i : i + 1] for i in range(len(begun))]) == ([], True)
+    later = b"POST / HTTP/1.1\r\n" + HOST + b"X: a b\tc: d\r\nTE"
+    assert read([later]) == ([], False)
+    assert read([later, b"\t"]) == ([], True)
+    assert read([later, b"\r\n"]) == ([], True)
 
 
 def test_what_is_too_large_is_told_apart() -> None:

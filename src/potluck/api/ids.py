@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import secrets
 
@@ -11,6 +12,7 @@ GOOD = re.compile(r"[A-Za-z0-9._:/+=@-]{1,128}")
 
 WORD_CHARS = 24
 _words: list[str] = []
+os.register_at_fork(after_in_child=_words.clear)  # a process and its forks must not give the same ones
 
 
 def random_word() -> str:

@@ -241,6 +241,10 @@ def main() -> NoReturn:
     for name in ("stdout", "stderr"):
         if getattr(sys, name) is None:
             setattr(sys, name, io.StringIO())
+    if sys.argv[1:2] == ["up"] and "--attach" not in sys.argv:
+        from potluck.cli.supervised import supervised
+
+        sys.exit(supervised(run))
     sys.exit(run())
 
 

@@ -8,7 +8,8 @@ from collections.abc import Iterable, Mapping
 from potluck.control.books import count_all
 from potluck.control.launch.base import Killer, Launcher, Place
 from potluck.control.launch.local import engines_of
-from potluck.control.launch.process import Pid, alive, end
+from potluck.control.launch.process import Pid, alive, end, marked
+from potluck.control.revive import GATEWAY_MARK
 from potluck.control.store.store import Store
 
 DRAIN_S = 45.0
@@ -43,19 +44,26 @@ def owner_of(store: Store) -> str:
     return str(store.path.resolve())
 
 
+def gateways_of(store: Store) -> list[Pid]:
+    """The gateway's supervisor, and whoever answers, which may outlive it."""
+    written = pid_of(store.get("gateway"))
+    found = [pid for pid, _ in marked(GATEWAY_MARK, str(store.path.parent.resolve()))]
+    return list(dict.fromkeys([*([written] if written is not None else []), *found]))
+
+
 def stop_all(store: Store, why: str, within_s: float = DRAIN_S, launcher: Launcher | None = None) -> int:
     """The gateway drains and ends, then the engines; how many processes had to be made to end. `launcher` is who
     started engines elsewhere."""
-    gateway = pid_of(store.get("gateway"))
-    if gateway is not None:
-        end(gateway)
-        wait([gateway], within_s)
+    gateways = gateways_of(store)
+    for pid in gateways:
+        end(pid)
+    wait(gateways, within_s)
     places = store.places()
     elsewhere = 0 if launcher is None else _ended(launcher, places)
     found = [pid_of(place) for place in places.values()]
     # Those that were started and never written down carry the mark all the same.
     found += engines_of(owner_of(store))
-    pids = list({pid for pid in [gateway, *found] if pid is not None})
+    pids = list({pid for pid in [*gateways, *found] if pid is not None})
     for pid in pids:
         end(pid)
     left = wait(pids, ENGINES_S)

@@ -21,16 +21,18 @@ from potluck.control.chronicle import history_of
 from potluck.control.ending import DRAIN_S, INSIST_S, living, owner_of, stop_all, wait
 from potluck.control.files import written
 from potluck.control.gateway import GatewayClient
+from potluck.control.held import Held, hands_over, takeover_in
 from potluck.control.launch.base import Launcher
 from potluck.control.launch.command import EngineMaker
 from potluck.control.launch.local import FORK_MARK, OWNER_MARK, LocalLauncher
 from potluck.control.launch.nursery import Nursery
 from potluck.control.launch.ports import free_port, must_be_free, next_free, taken
-from potluck.control.launch.process import alive, end, last_words, marked, rotate, spawn, started_at
+from potluck.control.launch.process import Pid, alive, end, last_words, marked, rotate, started_at
 from potluck.control.launch.room import GATEWAY_BYTES, must_have_room
 from potluck.control.loop import Controller, Turn
 from potluck.control.market import MarketSource
 from potluck.control.planning import Planner
+from potluck.control.revive import GATEWAY_MARK, LOOPBACK, launched
 from potluck.control.step import START_S
 from potluck.control.store.keys import KEY_FILE, is_open, publish_keys
 from potluck.control.store.lease import Lease
@@ -42,11 +44,9 @@ from potluck.core.values.plan import Plan, mark_of, plan_to_json
 TURN_S = 0.5
 GATEWAY_S = 90.0
 """In which a gateway must listen."""
-LOOPBACK = "127.0.0.1"
 USUAL_PORT = 8000
 """Where clients ask unless told; operators and the page have the next one. `potluck serve` has the same."""
 PORT_TRIES = 3
-GATEWAY_MARK = "POTLUCK_GATEWAY"
 FORKED = ("emulated", "pretended")
 """Styles of engines that share what they loaded."""
 
@@ -74,6 +74,8 @@ class StandSettings:
     """Where the gateway listens."""
     why: str = "potluck up"
     """The reason for the plan that is begun with."""
+    held: Held = field(default_factory=Held)
+    """The gateway's listening sockets, where an earlier controller had them."""
 
 
 class Stand:
@@ -104,6 +106,10 @@ class Stand:
         self.store.set("spec files", files)
         self.plan = self._chosen(plan)
         self._plan_file = self.folder / "plan.json"
+        self._takeover = takeover_in(self.folder)
+        self._held = settings.held
+        self._told = False
+        """Whether somebody was told that they are held."""
         self.key_file = self._secret("admin.key")
         self.client = GatewayClient("", self.key_file.read_text("utf-8"))
         self.controller = Controller(
@@ -177,13 +183,26 @@ class Stand:
         """Find the gateway that is there, or start one."""
         place = self.store.get("gateway") or {}
         if not living(place):
-            self._end_forgotten()
+            if not self._kept(place):
+                self._end_forgotten()
+                self._held.close()
             place = self._started(place)
             self.fresh = True
         self.url, self.client.url = str(place["url"]), str(place["admin"])
+        if not self._told and (self._held or self._held.fetch(self._takeover)):
+            self._told = True
+            self._held.give(self.folder)
+
+    def _kept(self, before: Mapping[str, object]) -> bool:
+        """Whether the ports of the gateway that was here are held, by us or by whoever outlived its supervisor."""
+        if before.get("port") is None or self._settings.port not in (None, 0, before["port"]):
+            return False
+        return bool(self._held) or hands_over(self._takeover)
 
     def _started(self, before: Mapping[str, object]) -> dict[str, object]:
         """A gateway. Where nobody said which ports, others are tried if somebody was quicker to take them."""
+        if self._kept(before):
+            return self._start_gateway(int(str(before["port"])), int(str(before["admin"]).rpartition(":")[2]))
         for left in reversed(range(PORT_TRIES)):
             port = self._port(before)
             admin = self._admin_port(port, before)
@@ -240,21 +259,21 @@ class Stand:
             *("--history", str(self._history()), "--usage", str(self.folder / USAGE_FILE)),
             *("--keys", str(self.folder / KEY_FILE), "--secret-file", str(self._secret("salts.key"))),
             *(f"--profile={path}" for path in settings.profiles),
+            *("--state", str(self.folder / "gateway"), "--takeover", str(self._takeover)),
             f"--why={settings.why if newest is None else newest.reason}",
             f"--plan-version={1 if newest is None else newest.version}",
             *settings.gateway,
         ]
         log = self.folder / "logs" / "gateway.log"
-        pid = spawn(command, {GATEWAY_MARK: str(self.folder.resolve())}, log)
         place: dict[str, object] = {
-            "pid": pid.number,
-            "started": pid.started,
             "port": port,
             "host": settings.host,
             "keyed": True,
             "url": f"http://{LOOPBACK}:{port}",
             "admin": f"http://{LOOPBACK}:{admin}",
         }
+        place = launched(self.folder, command, place, self._held)
+        pid = Pid(int(str(place["pid"])), int(str(place["started"])))
         self.store.set("gateway", place)
         until_s = time.monotonic() + GATEWAY_S
         while not _answers(port, "/health"):
@@ -311,6 +330,7 @@ class Stand:
         """Leave everything as it is, for a successor."""
         if self._nursery is not None:
             self._nursery.close()
+        self._held.close()
         self.controller.close()
         self.store.close()
 

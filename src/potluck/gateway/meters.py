@@ -21,6 +21,8 @@ class SilentMeter:
 
     def turned_away(self, status: int, code: str) -> None: ...
 
+    def replayed(self) -> None: ...
+
     def gaps(self, model: str) -> Callable[[float], None]:
         return _nobody
 

@@ -211,6 +211,9 @@ class Driver(Protocol):
     def begin(self, asked: Asked, answer: Answer) -> None:
         """Have it answered. The answer may hear of it before this returns."""
 
+    def resume(self, asked: Asked, answer: Answer, output: Sequence[int]) -> None:
+        """The same from where another process left it: the answer has these tokens already."""
+
     def cancel(self, request: str) -> None:
         """The client went away."""
 
@@ -322,6 +325,8 @@ class Told(NamedTuple):
     """Whether tokens were guessed, since neither a tokenizer nor the server's usage told them."""
     choices: int = 1
     """Answers that it asked for."""
+    id: str = ""
+    """Of its record: unguessable, and the same if it is written twice."""
 
 
 class Meter(Protocol):
@@ -334,6 +339,9 @@ class Meter(Protocol):
 
     def turned_away(self, status: int, code: str) -> None:
         """A request was not let in: no key, over its limits, nothing at that path."""
+
+    def replayed(self) -> None:
+        """Somebody asked again, and reads an answer that was computed before, or is for another."""
 
     def gaps(self, model: str) -> Callable[[float], None]:
         """Who is to hear of the seconds between two tokens of one answer, or two pieces of it where tokens are not

@@ -31,14 +31,14 @@ from potluck.gateway.fleet.roster import Entry
 from potluck.gateway.http.calls import Calls
 from potluck.gateway.http.limits import allow_open_files
 from potluck.gateway.http.port import bound
-from potluck.gateway.http.takeover import Heritage, take_over
+from potluck.gateway.http.takeover import Heritage
 from potluck.gateway.page.notices import notices
 from potluck.gateway.page.routes import Page
 from potluck.gateway.page.show import Show
 from potluck.gateway.parts import Meter, Told
 from potluck.gateway.settings import LOOPBACK, Settings
 from potluck.gateway.workers.crew import Crew
-from potluck.gateway.workers.parent import Parent, Post
+from potluck.gateway.workers.parent import FOLLOWED, SERVES, Parent, Post, answers_in
 from potluck.gateway.workers.setup import CardNote
 from potluck.gateway.workers.worker import Worker, calls_of
 from potluck.worlds.scene import Scene
@@ -46,7 +46,10 @@ from potluck.worlds.scene import Scene
 HANDED_S = 600.0
 """A gateway that another has followed ends when its last answer has, however long: as long as engines allow."""
 KNOWN_S = 30.0
-LOOK_S = 0.05
+"""In which one that is to follow another, which serves meanwhile, has met its engines."""
+MET_S = 2.0
+"""The same where nobody serves meanwhile."""
+LOOK_S = 0.01
 Ready = Callable[[str, str], None]
 """Hears the addresses for clients and for operators."""
 
@@ -59,8 +62,13 @@ class Operators:
         self._usage = None if settings.usage is None else UsageFile(settings.usage, time.time)
         self._spans = None if settings.otlp is None else Spans(settings.otlp)
         self.page = Page(Show(center, self._tokens, lambda: notices(center, settings)))
-        told = self.page.show.hour.told if self._usage is None else self._told
-        self.meter = FullMeter(told, self._spans, self._region_of(center))
+        self.meter = FullMeter(
+            self.page.show.hour.told,
+            self._spans,
+            self._region_of(center),
+            record=None if self._usage is None else self._record,
+        )
+        self._syncing: asyncio.Future[None] | None = None
         self._keys = None
         if settings.keys is not None:
             unreachable = settings.places.unreachable
@@ -83,10 +91,9 @@ class Operators:
         center.watch.moved = self._moved
         center.desk.at_ticks += [self.metrics.look, self._flush, self.page.show.look]
 
-    def _told(self, told: Told) -> None:
+    def _record(self, told: Told) -> None:
         assert self._usage is not None
         self._usage.record(told, time.monotonic())
-        self.page.show.hour.told(told)
 
     def _moved(self, source: str, target: str, codec: str, moved_bytes: int, took_s: float) -> None:
         self.meter.moved(source, target, codec, moved_bytes, took_s)
@@ -97,9 +104,17 @@ class Operators:
 
     def _flush(self) -> None:
         if self._usage is not None:
-            self._usage.flush()
+            self._usage.look()
+            self._sync(self._usage)
         if self._keys is not None:
             self._keys.look(time.monotonic())
+
+    def _sync(self, usage: UsageFile) -> None:
+        """A disk may take its time, so a thread waits for it; one at a time."""
+        if self._syncing is None or self._syncing.done():
+            sync = usage.unsynced()
+            if sync is not None:
+                self._syncing = asyncio.get_running_loop().run_in_executor(None, sync)
 
     def _gauges(self) -> dict[families.Family, float]:
         if self._keys is None:
@@ -111,7 +126,9 @@ class Operators:
         if self._keys is not None:
             found["keys"] = {"known": len(self._keys), "problem": self._keys.problem}
         if self._usage is not None:
-            found["usage"] = {"lost": self._usage.lost, "problem": self._usage.problem}
+            said = [(self._usage.problem, self._usage.lost), *self.meter.usage_notes.values()]
+            problem = next((why for why, _ in said if why), "")
+            found["usage"] = {"lost": sum(lost for _, lost in said), "problem": problem}
         return found
 
     def _watched(self, read: bool) -> None:
@@ -183,6 +200,7 @@ class Alone:
         meter: Meter,
         settings: Settings,
         notes: tuple[CardNote, ...],
+        answers: Path | None = None,
     ) -> None:
         self._settings = settings
         self._worker = Worker(
@@ -195,37 +213,36 @@ class Alone:
             center.policy.shared_prefixes,
             center.lacking,
             center.desk.line,
+            answers=answers,
         )
         center.keeper.on_gone.append(lambda replica: self._worker.rides.gone(replica))
 
-    async def start(self, taken: Sequence[socket.socket] = ()) -> str:
-        return await self._worker.listen(self._settings, taken=taken)
+    async def start(self, sockets: Sequence[socket.socket]) -> str:
+        return await self._worker.listen(self._settings, sockets)
 
     @property
     def sockets(self) -> list[socket.socket]:
         return [] if self._worker.port is None else self._worker.port.sockets
 
     async def close(self, within_s: float, followed: bool) -> None:
-        await self._worker.close(within_s, followed=followed)
+        await self._worker.close(within_s, followed=followed, for_good=not followed)
 
 
-async def serve(
-    scene: Scene, policy: Policy, settings: Settings, ready: Ready, post: Post | None = None
-) -> None:
+async def serve(scene: Scene, policy: Policy, settings: Settings, ready: Ready, post: Post) -> None:
     """Serve until a signal says to end; `ready` hears the addresses.
 
-    With a `post` workers have processes of their own, and a parent looks after all of them.
+    A parent looks after this process, and holds its ports; where the post is for several workers they have processes
+    of their own.
     """
     allow_open_files()
     outgoing = calls_of(settings)
-    memory = None if post is None else Memory(post.home)
     center = Center(
         scene,
         policy,
         outgoing,
         roster=settings.engines,
         log=settings.log,
-        memory=memory,
+        memory=_memory(settings, post),
         why=settings.why,
         plan_version=settings.plan_version,
     )
@@ -233,29 +250,33 @@ async def serve(
     entries = () if center.roster is None else center.roster.entries
     notes = notes_of(scene, settings.files, entries, settings.pretended)
     workers: Alone | Crew
-    if post is None:
-        workers = Alone(center, outgoing, operators.meter, settings, notes)
+    if settings.places.workers == 1:
+        answers = answers_in(settings, post)
+        workers = Alone(center, outgoing, operators.meter, settings, notes, answers)
     else:
         workers = Crew(center, operators.meter, settings, notes, post)
     stop = asyncio.Event()
     loop = asyncio.get_running_loop()
     for number in (signal.SIGINT, signal.SIGTERM):
         loop.add_signal_handler(number, stop.set)
-    if post is not None and post.life >= 0:
-        loop.add_reader(post.life, _parent_is_gone, loop, post.life, stop)
+    if post.life >= 0:
+        loop.add_reader(post.life, _parent_is_gone, loop, post, stop, settings.takeover is not None)
     heritage: Heritage | None = None
     try:
-        if isinstance(workers, Alone) and settings.takeover is not None:
-            url, admin, heritage = await _succeed(center, workers, operators, settings.takeover, stop)
+        if isinstance(workers, Alone):
+            url, admin, heritage = await _succeed(center, workers, operators, settings, post, stop)
         else:
-            url, admin = await workers.start(), await operators.listen(() if post is None else post.operators)
+            url, admin = await workers.start(), await operators.listen(post.operators)
             center.start()
         operators.page.chat.url = url
         calm()
         ready(url, admin)
+        post.tell(SERVES)
         await stop.wait()
     finally:
         followed = heritage is not None and heritage.handed
+        if followed:
+            post.tell(FOLLOWED)
         if heritage is not None:
             heritage.close()
         if followed:
@@ -267,53 +288,65 @@ async def serve(
         await center.close()
         await operators.close(followed)
         await outgoing.close()
+        if post.orphaned:
+            post.close()
+
+
+def _memory(settings: Settings, post: Post) -> Memory:
+    """What this gateway was told before its process died; of one that was started anew, only which engines run."""
+    if settings.state is None:
+        return Memory(post.home)
+    settings.state.mkdir(mode=0o700, parents=True, exist_ok=True)
+    memory = Memory(settings.state)
+    if not post.again:
+        memory.only_entries()
+    return memory
 
 
 async def _succeed(
-    center: Center, workers: Alone, operators: Operators, path: Path, stop: asyncio.Event
-) -> tuple[str, str, Heritage]:
-    """Take the place of the gateway that serves at these ports, once the fleet is known; or be the first one."""
-    taken = take_over(path)
+    center: Center, workers: Alone, operators: Operators, settings: Settings, post: Post, stop: asyncio.Event
+) -> tuple[str, str, Heritage | None]:
+    """Take the place of the gateway that had these ports, once the fleet is known; or be the first one."""
+    taken = None if post.again else post.taken
     if taken is not None:
         center.cordons.inherit(taken.cordons)
     center.start()
-    if taken is not None:
-        with contextlib.suppress(
-            TimeoutError
-        ):  # what the one before cannot serve either need not be waited for
-            async with asyncio.timeout(KNOWN_S):
+    if center.keeper.engines:  # else somebody will say which there are
+        # What the one before cannot serve either need not be waited for; nobody is refused meanwhile.
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(KNOWN_S if taken is not None else MET_S if post.again else 0.0):
                 while any(map(center.lacking, center.kits.scene.models)):
                     await asyncio.sleep(LOOK_S)
-    url = await workers.start(() if taken is None else taken.clients)
-    admin = await operators.listen(() if taken is None else taken.operators)
-    marks = center.cordons
-    heritage = Heritage(path, workers.sockets, operators.sockets, stop.set, lambda: marks.marks)
+    url = await workers.start(post.clients[0])
+    admin = await operators.listen(post.operators)
+    heritage = None
+    if settings.takeover is not None:
+        marks = center.cordons
+        heritage = Heritage(
+            settings.takeover, workers.sockets, operators.sockets, stop.set, lambda: marks.marks
+        )
     if taken is not None:
         taken.serving()
     return url, admin, heritage
 
 
-def _parent_is_gone(loop: asyncio.AbstractEventLoop, life: int, stop: asyncio.Event) -> None:
-    loop.remove_reader(life)
-    stop.set()
+def _parent_is_gone(loop: asyncio.AbstractEventLoop, post: Post, stop: asyncio.Event, lasts: bool) -> None:
+    """Nobody would take this process' place; where its ports can be taken over, it serves until that is done."""
+    loop.remove_reader(post.life)
+    post.orphaned = True
+    if not lasts:
+        stop.set()
 
 
 def serve_forever(scene: Scene, policy: Policy, settings: Settings, ready: Ready) -> None:
     import uvloop
 
-    def run(post: Post | None, said: Ready) -> None:
-        with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-            runner.run(serve(scene, policy, settings, said, post))
-
-    def desk(post: Post, serves: Callable[[], None]) -> None:
+    def desk(post: Post) -> None:
         def said(url: str, admin: str) -> None:
             if not post.again:
                 ready(url, admin)
-            serves()
 
-        run(post, said)
+        with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+            runner.run(serve(scene, policy, settings, said, post))
 
-    if settings.places.workers == 1:
-        run(None, ready)
-    else:
-        Parent(settings.places, desk).run()
+    Parent(settings.places, desk, settings.takeover).run()

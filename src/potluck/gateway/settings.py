@@ -57,5 +57,7 @@ class Settings:
     """How long open requests may take when it ends."""
     gateways: int = 1
     """So many share the clients: each grants its part of every key's limits."""
+    state: Path | None = None
+    """A directory that outlives the gateway: which engines there are, and answers for whoever asks again."""
     takeover: Path | None = None
     """Where a gateway hands its ports to the next one, or gets them from the one before."""

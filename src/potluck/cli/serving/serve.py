@@ -72,6 +72,11 @@ _file = click.Path(dir_okay=False, path_type=Path)
     help="So many share the clients: each grants its part of keys' limits.",
 )
 @click.option(
+    "--state",
+    type=click.Path(file_okay=False, path_type=Path),
+    help="Which engines there are, and answers for whoever asks again, are kept here over a restart.",
+)
+@click.option(
     "--takeover",
     type=_file,
     metavar="SOCKET",
@@ -106,6 +111,7 @@ def serve(
     tls: tuple[Path, Path] | None,
     engine_ca: Path | None,
     gateways: int,
+    state: Path | None,
     takeover: Path | None,
     otlp: str | None,
     policy: tuple[str, ...],
@@ -142,6 +148,7 @@ def serve(
         tls=tls,
         engine_ca=engine_ca,
         gateways=gateways,
+        state=state,
         takeover=takeover,
         otlp=otlp,
         admin_key=_admin_key(admin_key_file, admin_host),

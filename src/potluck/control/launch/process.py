@@ -34,10 +34,16 @@ class Pid:
 
 
 def spawn(
-    command: Sequence[str], marks: Mapping[str, str], log: Path, *, told: str = "", with_us: bool = False
+    command: Sequence[str],
+    marks: Mapping[str, str],
+    log: Path,
+    *,
+    told: str = "",
+    with_us: bool = False,
+    files: Sequence[int] = (),
 ) -> Pid:
     """Start a process in a session of its own; what it prints goes to the end of a file, it reads what it is `told`.
-    It outlives us, unless it is to end `with_us`."""
+    It outlives us, unless it is to end `with_us`; it gets these `files` of ours."""
     try:
         log.parent.mkdir(parents=True, exist_ok=True)
         out = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
@@ -52,6 +58,7 @@ def spawn(
             env={**os.environ, **marks},
             start_new_session=True,
             close_fds=True,
+            pass_fds=files,
             preexec_fn=_end_with_parent if with_us else None,
         )
         if made.stdin is not None:

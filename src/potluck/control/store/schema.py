@@ -76,6 +76,10 @@ MIGRATIONS: tuple[tuple[str, ...], ...] = (
             garbled INTEGER NOT NULL
         ) WITHOUT ROWID""",
     ),
+    (
+        """CREATE TABLE usage_ids (id TEXT PRIMARY KEY, hour INTEGER NOT NULL) WITHOUT ROWID""",
+        """CREATE INDEX usage_ids_by_hour ON usage_ids (hour)""",
+    ),
 )
 VERSION = len(MIGRATIONS)
 

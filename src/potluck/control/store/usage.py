@@ -3,6 +3,9 @@
 A file of records is known by its first line, whatever it is called: it is renamed when a day is over, and a copy is
 the same file. How far it was read is kept in the transaction that counts what was read, so that it does not matter
 who reads, how often, and who is killed meanwhile. A lost state is counted anew from the files that are there.
+
+A record may be written twice, by a gateway that was killed and by the one that took its place: of one `id` the first
+counts. Both are written within minutes, so that ids are remembered for the last hours alone.
 """
 
 from __future__ import annotations
@@ -10,7 +13,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
@@ -25,12 +28,17 @@ HOUR_S = 3600
 AT_ONCE_BYTES = 4_000_000
 """Of one transaction, and of one turn: whoever acts on the fleet must not be kept for long."""
 LONGEST_LINE = 100_000
+IDS_H = 2
+"""How long ids are remembered, in hours of the records themselves."""
 NAMES = ("key", "tenant", "model", "class", "outcome")
 FIGURES = ("prompt_tokens", "cached_tokens", "output_tokens")
 ANSWERED = ("stop", "length")
 SERVED = (*ANSWERED, "cancelled")
 """Outcomes of requests that something was computed for: only their tokens count, unless outcomes are asked for."""
 PERIODS = {"hour": "hour", "day": "hour / 24"}
+BEGIN = b'{"time":'
+"""Of every record."""
+_NO_RECORD = (ValueError, KeyError, TypeError, OverflowError, RecursionError)
 _SUMS = ("requests", *FIGURES, "estimated")
 
 
@@ -94,7 +102,17 @@ class UsageReader:
                 end = len(data)  # no line of ours is as long
             if not end:
                 return Read(), 0
-            counts, records, garbled = counted(data[:end].splitlines())
+            hours: list[int] = []
+
+            def unseen(name: str, hour: int) -> bool:
+                hours.append(hour)
+                return bool(
+                    db.execute("INSERT OR IGNORE INTO usage_ids VALUES (?, ?)", (name, hour)).rowcount
+                )
+
+            counts, records, garbled = counted(data[:end].splitlines(), unseen)
+            if hours:
+                db.execute("DELETE FROM usage_ids WHERE hour < ?", (max(hours) - IDS_H,))
             db.executemany(
                 f"INSERT INTO usage (hour, {', '.join(NAMES)}, {', '.join(_SUMS)}) "
                 "VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?) ON CONFLICT DO UPDATE SET "
@@ -109,32 +127,46 @@ class UsageReader:
 
 
 def counted(
-    lines: Iterable[bytes],
+    lines: Iterable[bytes], first: Callable[[str, int], bool] = lambda name, hour: True
 ) -> tuple[list[tuple[tuple[Any, ...], tuple[int, ...]]], int, int]:
-    """What lines add up to, by hour and names; how many were records, and how many were none."""
+    """What lines add up to, by hour and names; how many were records, and how many were none.
+
+    `first` says whether a record of this id and hour has not been counted before.
+    """
     sums: dict[tuple[Any, ...], Counter[str]] = {}
     records = garbled = 0
     for line in lines:
         try:
-            of, figures = _record(line)
-        except (ValueError, KeyError, TypeError, OverflowError, RecursionError):
+            name, of, figures = _record(line)
+        except _NO_RECORD:
             garbled += bool(line.strip())
+            behind = line.rfind(
+                BEGIN
+            )  # somebody was killed within a line, and another's record follows on it
+            if behind <= 0:
+                continue
+            try:
+                name, of, figures = _record(line[behind:])
+            except _NO_RECORD:
+                continue
+        if name and not first(name, of[0]):
             continue
         records += 1
         sums.setdefault(of, Counter()).update(figures)
     return [(of, tuple(found[each] for each in _SUMS)) for of, found in sums.items()], records, garbled
 
 
-def _record(line: bytes) -> tuple[tuple[Any, ...], dict[str, int]]:
+def _record(line: bytes) -> tuple[str, tuple[Any, ...], dict[str, int]]:
     found = json.loads(line)
     hour = int(datetime.fromisoformat(found["time"]).timestamp() // HOUR_S)
     names = [found[name] for name in NAMES]
     figures = {name: found[name] for name in FIGURES}
-    if not all(type(each) is str for each in names):
+    id = found.get("id", "")
+    if not all(type(each) is str for each in (id, *names)):
         raise TypeError
     if not all(type(each) is int and 0 <= each < 1 << 40 for each in figures.values()):
         raise ValueError
-    return (hour, *names), {"requests": 1, **figures, "estimated": int(found["estimated"] is True)}
+    return id, (hour, *names), {"requests": 1, **figures, "estimated": int(found["estimated"] is True)}
 
 
 def used(

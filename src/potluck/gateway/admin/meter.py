@@ -19,11 +19,18 @@ class FullMeter(Tally):
         told: Callable[[Told], None] | None = None,
         spans: Spans | None = None,
         region_of: Callable[[str], str] = lambda replica: "",
+        *,
+        record: Callable[[Told], None] | None = None,
     ) -> None:
+        """`record` writes down what this process answered; `told` hears of other processes' answers as well."""
         super().__init__(region_of)
-        self._told, self._spans = told, spans
+        self._told, self._spans, self._record = told, spans, record
+        self.usage_notes: dict[object, tuple[str, int]] = {}
+        """What other processes say of their records: what is wrong, and how many were lost."""
 
     def answered(self, told: Told) -> None:
+        if self._record is not None:
+            self._record(told)
         super().answered(told)
         if self._told is not None:
             self._told(told)

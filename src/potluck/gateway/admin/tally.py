@@ -182,6 +182,9 @@ class Tally:
     def turned_away(self, status: int, code: str) -> None:
         self.count(known.TURNED_AWAY, (str(status), code))
 
+    def replayed(self) -> None:
+        self.count(known.REPLAYED)
+
     def routed(self, asked: Asked, run: Run) -> None:
         if run.attempt == 0 and len(run.route.segments) == 1 and self.published is None:
             self._routes[asked.model, "in_place"] += 1  # Most of them.

@@ -1,11 +1,17 @@
 """Who used what, as records one can bill from: one JSON object per request and line, kept in a file.
 
-Lines are written together, a moment after they come. A new day (UTC) or a large file begins a new one: what was
-`usage.jsonl` is then called `usage-2031-01-31.jsonl`, or `usage-2031-01-31.1.jsonl` where that is taken.
+A record is in the file before the end of its answer is sent, by whichever process answered: all of a gateway's
+processes append to one file, a line at a time, so that killing any of them loses no record of an answer that somebody
+has. A line tells its record's `id`: should it be there twice, it counts once. What a machine that loses its power
+has not written yet is what `sync` was not called for.
+
+A new day (UTC) or a large file begins a new one: what was `usage.jsonl` is then called `usage-2031-01-31.jsonl`, or
+`usage-2031-01-31.1.jsonl` where that is taken. Whoever notices first does it; the others find another file there.
 """
 
 from __future__ import annotations
 
+import fcntl
 import json
 import logging
 import os
@@ -18,13 +24,14 @@ from potluck.gateway.parts import Told
 
 log = logging.getLogger(__name__)
 
+DAY_S = 86_400
 LARGEST_BYTES = 256_000_000
 MOST_WAITING_BYTES = 16_000_000
 """Of lines that could not be written; beyond it the oldest are lost, which is logged."""
 
 
 class UsageFile:
-    """The file of records. `calendar` says the time; `flush` is called every moment by whoever runs the gateway."""
+    """The file of records. `calendar` says the time; `look` is called every moment by whoever runs the gateway."""
 
     def __init__(
         self, path: str | Path, calendar: Callable[[], float], largest_bytes: int = LARGEST_BYTES
@@ -32,21 +39,25 @@ class UsageFile:
         self._path, self._calendar, self._largest = Path(path), calendar, largest_bytes
         self._waiting: list[bytes] = []
         self._waiting_bytes = 0
+        self._file: int | None = None
+        self._day, self._ends_s = "", 0.0
+        """The day that the file is of, and when that is over."""
+        self._synced_bytes = -1
         self.lost = 0
         """Records that could not be written."""
         self.problem = ""
         try:
-            self._file: int | None = self._opened()
-            found = os.fstat(self._file)
+            self._open()
         except OSError as error:
             raise InputError(str(path), f"cannot be written ({error.strerror or error})") from error
-        self._day = self._today() if not found.st_size else _day(found.st_mtime)
 
     def record(self, told: Told, monotonic_s: float) -> None:
+        """Write it; whoever has the end of its answer can be billed for it."""
         ended_s = self._calendar() - (monotonic_s - told.ended_s)
         line = json.dumps(
             {
                 "time": datetime.fromtimestamp(ended_s, UTC).isoformat(timespec="milliseconds"),
+                "id": told.id,
                 "request": told.request,
                 "key": told.key,
                 "tenant": told.tenant,
@@ -68,48 +79,121 @@ class UsageFile:
         while self._waiting_bytes > MOST_WAITING_BYTES:
             self._waiting_bytes -= len(self._waiting.pop(0))
             self.lost += 1
+        if not self.problem:  # else once in a moment, by `look`
+            self._write()
 
-    def flush(self) -> None:
-        """Write what waits. What cannot be written waits on, and `problem` says why."""
+    def look(self) -> None:
+        """Find another file in its place, begin a new one when it is time, and write what could not be written."""
+        try:
+            if self._file is not None and not self._is_there():
+                self._close()
+            if self._file is None:
+                self._open()
+            assert self._file is not None
+            size = os.fstat(self._file).st_size
+            if size and (self._calendar() >= self._ends_s or size > self._largest):
+                self._turn()
+        except OSError as error:
+            self._failed(error)
+            return
+        self._write()
+
+    def _write(self) -> None:
+        """What cannot be written waits, and `problem` says why."""
         if not self._waiting:
             return
         try:
-            if self._file is None:
-                self._file = self._opened()
-            if self._today() != self._day or os.fstat(self._file).st_size > self._largest:
-                self._turn()
+            if self._file is None or self._calendar() >= self._ends_s:
+                self._file = self._renewed()
             data = b"".join(self._waiting)
-            left = data[os.write(self._file, data) :]  # A disk that is full may take a part.
+            left = len(data) - os.write(self._file, data)
         except OSError as error:
-            if not self.problem:
-                log.error("usage cannot be written: %s", error.strerror or error)
-            self.problem = str(error.strerror or error)
+            self._failed(error)
             return
-        self._waiting, self._waiting_bytes, self.problem = [left] if left else [], len(left), ""
+        if left:  # A disk that is full took a part: that line is told again, behind a line end.
+            whole = data[: len(data) - left].rfind(b"\n") + 1
+            data = data[whole:]
+            self._waiting, self._waiting_bytes = [b"\n" + data], len(data) + 1
+            self.problem = self.problem or "only a part could be written"
+            return
+        self._waiting, self._waiting_bytes, self.problem = [], 0, ""
+
+    def _renewed(self) -> int:
+        """The file of now."""
+        if self._file is None:
+            self._open()
+        elif os.fstat(self._file).st_size:
+            self._turn()
+        else:
+            self._dated(self._calendar())
+        assert self._file is not None
+        return self._file
+
+    def _failed(self, error: OSError) -> None:
+        if not self.problem:
+            log.error("usage cannot be written: %s", error.strerror or error)
+        self.problem = str(error.strerror or error)
+
+    def unsynced(self) -> Callable[[], None] | None:
+        """What a thread is to do, so that what was written outlives the machine's power; None where nothing was."""
+        if self._file is None or (size := os.fstat(self._file).st_size) == self._synced_bytes:
+            return None
+        self._synced_bytes = size
+        file = os.dup(self._file)
+
+        def sync() -> None:
+            try:
+                os.fdatasync(file)
+            except OSError as error:
+                log.error("usage cannot be made to last: %s", error.strerror or error)
+            finally:
+                os.close(file)
+
+        return sync
 
     def close(self) -> None:
-        self.flush()
+        self._write()
+        self._close()
+
+    def _close(self) -> None:
         if self._file is not None:
             os.close(self._file)
             self._file = None
 
-    def _opened(self) -> int:
+    def _open(self) -> None:
         """At a line's beginning: whoever wrote before may have been killed, or found no room, within one."""
         file = os.open(self._path, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o600)
-        size = os.fstat(file).st_size
-        if size and os.pread(file, 1, size - 1) != b"\n":
+        found = os.fstat(file)
+        first = not self._day
+        self._file, self._synced_bytes = file, -1
+        if found.st_size and os.pread(file, 1, found.st_size - 1) != b"\n":
             os.write(file, b"\n")
-        return file
+        # Later, what lies there was begun a moment ago, by this process or another.
+        self._dated(found.st_mtime if first and found.st_size else self._calendar())
+
+    def _dated(self, at_s: float) -> None:
+        self._day, self._ends_s = _day(at_s), (at_s // DAY_S + 1) * DAY_S
+
+    def _is_there(self) -> bool:
+        """Whether the file that is open is the one that has the name."""
+        assert self._file is not None
+        try:
+            return os.path.samestat(os.fstat(self._file), os.stat(self._path))
+        except FileNotFoundError:
+            return False
 
     def _turn(self) -> None:
-        """Begin a new file; the old one gets the day's name."""
+        """Begin a new file; the old one gets the day's name, unless another process was first."""
         assert self._file is not None
-        os.close(self._file)
-        self._file = None
-        if self._path.exists() and self._path.stat().st_size:
-            os.rename(self._path, self._free_name())
-        self._file = self._opened()
-        self._day = self._today()
+        fcntl.flock(self._file, fcntl.LOCK_EX)
+        try:
+            if self._is_there():
+                os.fdatasync(self._file)
+                os.rename(self._path, self._free_name())
+        finally:
+            fcntl.flock(self._file, fcntl.LOCK_UN)
+            self._close()
+        self._open()
 
     def _free_name(self) -> Path:
         stem, suffix = self._path.stem, self._path.suffix
@@ -119,9 +203,6 @@ class UsageFile:
             if not (found := self._path.with_name(name)).exists():
                 return found
             number += 1
-
-    def _today(self) -> str:
-        return _day(self._calendar())
 
 
 def _day(time_s: float) -> str:

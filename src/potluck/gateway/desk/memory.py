@@ -1,6 +1,6 @@
 """What operators told a desk, kept for another one that takes its place: the plan, the roster, prices, cordons.
 
-Files in a directory for nobody else's eyes, which ends with the gateway.
+Files in a directory for nobody else's eyes, which ends with the gateway unless it was given one (`--state`).
 """
 
 from __future__ import annotations
@@ -23,6 +23,11 @@ T = TypeVar("T")
 class Memory:
     def __init__(self, folder: Path) -> None:
         self._folder = folder
+
+    def only_entries(self) -> None:
+        """Forget all but the roster: whoever starts a gateway says the rest, and engines may run from before."""
+        for name in ("plan", "market", "cordons"):
+            (self._folder / name).unlink(missing_ok=True)
 
     def planned(self, plan: Plan, version: int, why: str) -> None:
         self._keep("plan", {"plan": encode(plan), "version": version, "why": why})

@@ -11,7 +11,9 @@ from typing import Protocol
 from potluck.api.answers import LAST_EVENT, Head, Json, event, usage
 from potluck.api.chunks import usage_text, whole_reply
 from potluck.api.errors import Refused
+from potluck.api.ids import random_word
 from potluck.gateway.door.keys import ApiKey
+from potluck.gateway.door.recording import Recording
 from potluck.gateway.door.replies import (
     AS_IT_COMES,
     EVENTS,
@@ -66,6 +68,8 @@ class Answering:
     _head: Head | None = None
     _created_s = 0.0
     _word = ""
+    recording: Recording | None = None
+    """Where it is kept for whoever asks again."""
     gap: Callable[[float], None] | None = None
     """Hears what is between two tokens, as soon as there was one."""
 
@@ -165,12 +169,15 @@ class Answering:
         if self._left or self.over:
             return
         assert self.wish is not None
-        if self.wish.stream:
+        self.over = True
+        stream, finish = self.wish.stream, self.voices[0].finish or "stop"
+        whole = b"" if stream else self._whole()
+        # Its record first: nobody has the end of an answer that was not written down.
+        self._tell(finish, 200)
+        if stream:
             self._end_stream()
         else:
-            self._exchange.reply(200, self._whole(), (JSON, self._tag), self.limits)
-        self.over = True
-        self._tell(self.voices[0].finish or "stop", 200)
+            self._exchange.reply(200, whole, (JSON, self._tag), self.limits)
 
     def _end_stream(self) -> None:
         assert self.wish is not None
@@ -201,12 +208,12 @@ class Answering:
             if self.wish is not None and self.wish.length is not None:
                 self.wish.length.learn(self.wish.chars, counts.prompt)
         self._cached = counts.cached
+        self.over = True
+        self._tell("stop" if status < 400 else "upstream", status)
         if body is not None:
             self._exchange.reply(status, body, ((b"content-type", kind), self._tag), self.limits)
         else:
             self._exchange.end()
-        self.over = True
-        self._tell("stop" if status < 400 else "upstream", status)
 
     # What goes wrong.
 
@@ -216,6 +223,9 @@ class Answering:
             return
         self.over = True
         self._cancel()
+        if self.recording is not None:
+            self.recording.spoil()
+        self._tell(outcome, error.status)
         if not self._begun:
             reply_error(self._exchange, self._tag, error, after_s)
         elif self.wish is not None and self.wish.stream:
@@ -223,7 +233,6 @@ class Answering:
             self._exchange.end()
         else:
             self._exchange.drop()
-        self._tell(outcome, error.status)
 
     def gone(self) -> None:
         """The client left."""
@@ -269,5 +278,6 @@ class Answering:
                 wish is not None and wish.stream,
                 self.estimated,
                 self._choices,
+                self._word or random_word(),
             )
         )

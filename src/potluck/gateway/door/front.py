@@ -23,14 +23,15 @@ from potluck.api.origin import Served, check_origin
 from potluck.core.errors import InputError, UnknownNameError
 from potluck.core.values.service import CLASSES, Sharing
 from potluck.core.values.types import DEFAULT_TENANT
-from potluck.gateway.door.allowances import Spent
 from potluck.gateway.door.answering import Answering
 from potluck.gateway.door.asking import Asking, growth_of
 from potluck.gateway.door.cards import ModelCard
 from potluck.gateway.door.counting import Counting
 from potluck.gateway.door.keys import ApiKey, KeyRing, nobody
 from potluck.gateway.door.lengths import Length, Lengths
-from potluck.gateway.door.replies import JSON, Limited, compact, reply_error, reply_json
+from potluck.gateway.door.recording import Recording, meet
+from potluck.gateway.door.repeats import Repeats
+from potluck.gateway.door.replies import JSON, Limited, compact, limited, reply_error, reply_json
 from potluck.gateway.door.responses import Responding
 from potluck.gateway.door.voice import Voice
 from potluck.gateway.door.wishes import Wish, manner_of, plain_wish, wish_of
@@ -77,6 +78,7 @@ class FrontDoor:
         ready: Ready = lambda model: "",
         directory: Directory | None = None,
         counting: Counting | None = None,
+        repeats: Repeats | None = None,
         clock: Callable[[], float] = time.monotonic,
         calendar: Callable[[], float] = time.time,
     ) -> None:
@@ -84,7 +86,7 @@ class FrontDoor:
         self._settings = settings or DoorSettings()
         self._ready, self._clock, self._calendar = ready, clock, calendar
         self._directory, self._lengths = directory, Lengths()
-        self._counting = counting or Counting()
+        self._counting, self._repeats = counting or Counting(), repeats
         self._nobody = nobody(clock())
         self._secret = self._settings.secret or secrets.token_bytes(32)
         self._salts: dict[str, str] = {}
@@ -109,12 +111,21 @@ class FrontDoor:
                     key = keys.who(exchange.headers.get(b"authorization"), now_s)
                 if exchange.method != b"POST":
                     raise Refused(405, f"{_shown(path)} takes POST", "method_not_allowed")
+                named = given is not None or b"idempotency-key" in exchange.headers
+                if named and self._repeats is not None and not self.closing:
+                    met = meet(self._repeats, exchange, key.tenant, name, self)
+                    if met is None:
+                        self._meter.replayed()
+                        return
+                    exchange = met
+                recording = exchange if isinstance(exchange, Recording) else None
                 if path == b"/v1/responses":
                     exchange = responding = Responding(exchange)
                     answering = self._enter(exchange, name, key)
                     responding.read()
                 else:
                     answering = self._enter(exchange, name, key)
+                answering.recording = recording
                 self._generate(exchange, answering, key, chat=path != b"/v1/completions")
             else:
                 self._other(exchange, (b"x-request-id", name.encode()))
@@ -158,7 +169,7 @@ class FrontDoor:
         allowance, now_s = key.allowance, self._clock()
         spent = allowance.enter(now_s)
         if spent is not None:
-            raise _limited(key, spent, now_s)
+            raise limited(key.allowance, spent, now_s)
         self.open += 1
         answering = Answering(exchange, name, key, self._driver, self._meter, self._clock, self)
         exchange.on_gone = answering.gone
@@ -260,18 +271,24 @@ class FrontDoor:
             voices = (Voice(answering, word, 0, None if wish.asked is None else growth_of(wish)),)
         else:
             voices = [Voice(answering, asked.id, place, growth_of(wish)) for place, asked in enumerate(asks)]
-        answering.start(wish, word, self._calendar(), voices, asking.prompt_tokens)
+        created_s, recording = self._calendar(), answering.recording
+        if recording is not None:
+            asks, word, created_s = recording.begins(asks, word, created_s)
+        answering.start(wish, word, created_s, voices, asking.prompt_tokens)
         for asked, voice in zip(asks, voices, strict=True):
             if answering.over:  # an earlier one was refused at once
                 break
             voice.begun = True
-            self._driver.begin(asked, voice)
+            if recording is None:
+                self._driver.begin(asked, voice)
+            else:
+                recording.drive(self._driver, asked, voice)
 
     def _charge(self, answering: Answering, key: ApiKey, tokens: int) -> None:
         now_s = self._clock()
         spent = key.allowance.charge(tokens, now_s)
         if spent is not None:
-            raise _limited(key, spent, now_s)
+            raise limited(key.allowance, spent, now_s)
         answering.charged = tokens
         answering.limits = key.allowance.headers(now_s)
 
@@ -356,17 +373,6 @@ def openapi(models: Iterable[str]) -> bytes:
     for name in ("CompletionRequest", "ChatRequest", "ResponseRequest"):
         found["components"]["schemas"][name]["properties"]["model"]["enum"] = list(models)
     return compact(found)
-
-
-def _limited(key: ApiKey, spent: Spent, now_s: float) -> Limited:
-    quota = key.allowance.quota
-    what = {
-        "requests": f"{quota.requests_per_min:g} requests a minute" if quota.requests_per_min else "",
-        "tokens": f"{quota.tokens_per_min:g} tokens a minute" if quota.tokens_per_min else "",
-        "concurrent": f"{quota.concurrent} requests at once",
-    }[spent.kind]
-    line = f"this key may use {what}; try again in {spent.retry_after_s:.1f} s"
-    return Limited(line, "rate_limit_exceeded", spent.retry_after_s, key.allowance.headers(now_s))
 
 
 def _outcome(error: Refused) -> str:

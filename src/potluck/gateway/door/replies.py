@@ -8,6 +8,7 @@ from math import ceil
 
 from potluck.api.errors import Refused, error_object
 from potluck.core.brain.actions import RefusalReason, Refuse
+from potluck.gateway.door.allowances import Allowance, Spent
 from potluck.gateway.parts import Exchange
 
 Pairs = list[tuple[bytes, bytes]]
@@ -38,6 +39,18 @@ class Limited(Refused):
         super().__init__(429, message, code)
         self.retry_after_s = retry_after_s
         self.lines = lines
+
+
+def limited(allowance: Allowance, spent: Spent, now_s: float) -> Limited:
+    """That a key has used all it may for now."""
+    quota = allowance.quota
+    what = {
+        "requests": f"{quota.requests_per_min:g} requests a minute" if quota.requests_per_min else "",
+        "tokens": f"{quota.tokens_per_min:g} tokens a minute" if quota.tokens_per_min else "",
+        "concurrent": f"{quota.concurrent} requests at once",
+    }[spent.kind]
+    line = f"this key may use {what}; try again in {spent.retry_after_s:.1f} s"
+    return Limited(line, "rate_limit_exceeded", spent.retry_after_s, allowance.headers(now_s))
 
 
 def refused_by_brain(refusal: Refuse) -> tuple[Refused, float | None]:

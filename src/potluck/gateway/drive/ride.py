@@ -80,6 +80,17 @@ class Ride:
         self._words = Words(asked, answer) if asked.own else None
         """What engines said of it in their own words."""
 
+    def resume(self, output: Sequence[int], request: Request) -> Event | None:
+        """From tokens that another process passed on; what the Brain is told, unless they are all of it."""
+        self._keep([Choice(token) for token in output])
+        if self._whole is not None:
+            self._ended = True
+            self._over(self, None)
+            self.answer.finished(self._whole, 0)
+            return None
+        self._attempt = 0
+        return Adopted(request, 0, len(self.output), None)
+
     # What the Brain wants.
 
     def run(self, run: Run) -> None:

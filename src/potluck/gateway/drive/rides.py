@@ -58,6 +58,13 @@ class Rides:
         self._open[asked.id] = Ride(asked, answer, self._means, self._tell, self._over)
         self._tell(Arrived(request))
 
+    def resume(self, asked: Asked, answer: Answer, output: Sequence[int]) -> None:
+        ride = Ride(asked, answer, self._means, self._tell, self._over)
+        self._open[asked.id] = ride
+        event = ride.resume(output, self._request(asked, self._line.now_s()))
+        if event is not None:
+            self._tell(event)
+
     def _request(self, asked: Asked, arrival_s: float) -> Request:
         deadline_s = asked.deadline_s
         if deadline_s is not None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 
 from potluck.api.errors import Refused
-from potluck.gateway.http.heads import field
+from potluck.gateway.http.heads import FRAMING, field
 
 _SIZE = re.compile(rb"([0-9A-Fa-f]{1,8})(?:[ \t]*;[\t\x20-\x7e\x80-\xff]*)?")
 LINE_BYTES = 1024
@@ -92,7 +92,8 @@ class Chunks:
             self.over = True
             self.rest = data[at + 2 :]
         else:
-            field(data[at:stop])
+            if field(data[at:stop])[0] in FRAMING:
+                raise Refused(400, "a length after the body: it says nothing that may be believed")
             self._trailers += 1
             if self._trailers > TRAILERS:
                 raise Refused(431, f"there are more than {TRAILERS} trailers")

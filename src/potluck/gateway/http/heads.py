@@ -32,6 +32,8 @@ ONCE = frozenset(
     }
 )
 """Fields that may come once only: of two, nobody can say which one counts."""
+FRAMING = frozenset({b"content-length", b"transfer-encoding"})
+"""Fields that say where a body ends: written without tabs, and never after the body."""
 SECRET = frozenset({b"authorization", b"proxy-authorization", b"x-api-key", b"cookie"})
 
 KEPT_LINES = 2048
@@ -115,6 +117,8 @@ def field(line: bytes) -> tuple[bytes, bytes]:
     if match is None:
         raise Refused(400, "a header cannot be read: NAME: VALUE is wanted, on one line that ends in CR LF")
     name, value = match[1].lower(), match[2].rstrip(b" \t")
+    if name in FRAMING and b"\t" in line:  # some readers take a tab for a part of the value
+        raise Refused(400, f"{name.decode()}: a tab beside its value; a space is wanted")
     if name not in SECRET and len(line) <= KEPT_BYTES:
         if len(_fields_read) >= KEPT_LINES:
             _fields_read.clear()

@@ -14,6 +14,7 @@ import ssl
 import time
 from collections import Counter
 from collections.abc import Sequence
+from contextlib import suppress
 from email.utils import formatdate
 from functools import partial
 
@@ -75,15 +76,22 @@ class Port:
             self._servers.append(made)
         self._watching = loop.call_later(self._watch_s, self._watch)
 
-    async def close(self, within_s: float = 5.0, *, gently: bool = False) -> None:
+    async def close(self, within_s: float = 5.0, *, gently: bool = False, for_good: bool = False) -> None:
         """Nobody comes in any more; what is being answered may end, for a while. Then the rest is cut off.
+
+        `for_good`: the port closes, although other processes hold its sockets too; else they may go on with it.
 
         `gently`: whoever has come in may still ask, once; a request may be on its way, and would be lost. How long a
         connection may wait is limited as ever.
         """
         self.closing, self._gentle = True, gently
+        held = [each.dup() for each in self.sockets] if for_good else []
         for server in self._servers:
             server.close()
+        for each in held:
+            with suppress(OSError):
+                each.shutdown(socket.SHUT_RDWR)
+            each.close()
         if gently:
             # Those that still shake hands are not among them yet, and do it in this time or not at all.
             await asyncio.sleep(min(within_s, self._handshake_s))
@@ -168,12 +176,10 @@ async def open_port(
     *,
     limits: HttpLimits | None = None,
     tls: ssl.SSLContext | None = None,
-    shared: bool = False,
     taken: Sequence[socket.socket] = (),
 ) -> Port:
-    """Listen for clients. `shared`: other processes listen on the same port, and the system deals connections out.
-    `taken` are sockets that listen already."""
-    sockets = list(taken) or await bound(host, port, shared)
+    """Listen for clients. `taken` are sockets that listen already."""
+    sockets = list(taken) or await bound(host, port)
     made = Port(handler, limits or HttpLimits())
     first = sockets[0].getsockname()
     shown = f"[{first[0]}]" if ":" in first[0] else first[0]
@@ -188,7 +194,8 @@ async def open_port(
 
 
 async def bound(host: str, port: int, shared: bool = False) -> list[socket.socket]:
-    """Sockets for each address of a host, on one port."""
+    """Sockets for each address of a host, on one port. `shared`: there are several of each, and the system deals
+    connections out among them."""
     made: list[socket.socket] = []
     try:
         loop = asyncio.get_running_loop()

@@ -10,11 +10,15 @@ import re
 
 from potluck.api.errors import Refused
 from potluck.gateway.http.chunks import Chunks
-from potluck.gateway.http.heads import CHUNKED, NO_LENGTH, fields, length_of, request_line, stays
+from potluck.gateway.http.heads import CHUNKED, NO_LENGTH, TOKEN, fields, length_of, request_line, stays
 from potluck.gateway.http.limits import HttpLimits
 
 _NEVER = re.compile(rb"[\x00-\x08\x0b\x0c\x0e-\x1f\x7f]|(?<!\r)\n|\r(?!\n|\Z)")
 """What no head contains: to be told at once, and not when its end did not come in time."""
+_NEVER_NAME = re.compile(
+    rb"\r\n(?:" + TOKEN + rb"+(?:\r|(?!" + TOKEN + rb")[^:])|(?!" + TOKEN + rb"|\r).)", re.S
+)
+"""Nor this: a line that begins with no name, or whose name has white space in it or before its colon."""
 
 
 class Request:
@@ -162,6 +166,9 @@ class RequestReader:
             raise Refused(
                 400, "the request cannot be read as HTTP: lines of plain text that end in CR LF are wanted"
             )
+        line_at = buffer.rfind(b"\r\n", 0, self._scanned)  # what stands before it was looked at
+        if _NEVER_NAME.search(buffer, max(0, line_at)):
+            raise Refused(400, "a header cannot be read: NAME: VALUE is wanted, without white space in NAME")
         if len(buffer) >= limits.line_bytes + 2 and b"\r\n" not in buffer[: limits.line_bytes + 2]:
             raise Refused(414, f"the request's first line is longer than {limits.line_bytes} bytes")
         if len(buffer) >= limits.head_bytes + 4:

@@ -15,7 +15,7 @@ import contextlib
 import json
 import os
 import socket
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 from potluck.core.errors import InputError
@@ -25,6 +25,7 @@ SERVING = b"serving"
 ANSWER_S = 5.0
 MOST_SOCKETS = 64
 MOST_BYTES = 65_536
+LONGEST_ADDRESS = 100
 
 
 class Taken:
@@ -49,12 +50,26 @@ class Taken:
         self._link.close()
 
 
+@contextlib.contextmanager
+def _short(path: Path) -> Iterator[str]:
+    """An address of such a socket has 107 bytes at most; its folder may be deeper than that."""
+    if len(os.fsencode(path)) <= LONGEST_ADDRESS:
+        yield str(path)
+        return
+    folder = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        yield f"/proc/self/fd/{folder}/{path.name}"
+    finally:
+        os.close(folder)
+
+
 def take_over(path: Path) -> Taken | None:
     """The ports of whoever serves here; None where nobody does."""
     link = socket.socket(socket.AF_UNIX)
     link.settimeout(ANSWER_S)
     try:
-        link.connect(str(path))
+        with _short(path) as address:
+            link.connect(address)
         said, numbers, _, _ = socket.recv_fds(link, MOST_BYTES, MOST_SOCKETS)
         told = json.loads(said)
         count, cordons = told["clients"], tuple(map(str, told.get("cordons", ())))
@@ -93,7 +108,8 @@ class Heritage:
             before = os.umask(0o177)
             try:
                 fresh.unlink(missing_ok=True)
-                self._door.bind(str(fresh))
+                with _short(fresh) as address:
+                    self._door.bind(address)
             finally:
                 os.umask(before)
             self._door.listen(4)

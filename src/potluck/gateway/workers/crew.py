@@ -18,7 +18,7 @@ from potluck.gateway.desk.center import Center
 from potluck.gateway.settings import Settings
 from potluck.gateway.workers import remote
 from potluck.gateway.workers.mail import Mail
-from potluck.gateway.workers.parent import Post
+from potluck.gateway.workers.parent import Post, answers_in
 from potluck.gateway.workers.remote import HandHeard
 from potluck.gateway.workers.setup import CardNote, Setup
 
@@ -131,7 +131,7 @@ class Crew:
             place,
             self._count,
             settings.places.host,
-            int(self._post.clients.getsockname()[1]),
+            int(self._post.clients[0][0].getsockname()[1]),
             self._cards,
             tuple(each.name for each in self.center.policy.classes),
             self.center.policy.shared_prefixes,
@@ -145,6 +145,8 @@ class Crew:
             settings.drain_s,
             settings.gateways,
             settings.otlp is not None,
+            None if settings.usage is None else str(settings.usage.absolute()),
+            str(answers_in(settings, self._post).absolute()),
         )
 
     def _endpoints(self) -> str:

@@ -1,4 +1,4 @@
-"""A worker's process: `python -m potluck.gateway.workers.hand SOCKET PLACE`, started by `parent.py`.
+"""A worker's process, forked by `parent.py`.
 
 It ends when it is told to. When the desk's process is gone its answers go on; another desk that takes its place hears
 of all that is open. With none after LONELY_S it ends as well.
@@ -10,9 +10,13 @@ import asyncio
 import json
 import logging
 import signal
-import sys
+import socket
+import time
+from collections.abc import Callable, Sequence
 from contextlib import suppress
+from pathlib import Path
 
+from potluck.gateway.admin.usage import UsageFile
 from potluck.gateway.collector import calm
 from potluck.gateway.desk.desk import Act
 from potluck.gateway.door.slates import Slate
@@ -160,7 +164,7 @@ class Hand:
         return self.reasons.get(model, "")
 
 
-async def work(path: str, place: int) -> None:
+async def work(path: str, place: int, sockets: Sequence[socket.socket], serves: Callable[[], None]) -> None:
     loop = asyncio.get_running_loop()
     for number in (signal.SIGINT, signal.SIGTERM):
         loop.add_signal_handler(number, lambda: None)  # The desk's process says when to end.
@@ -169,7 +173,8 @@ async def work(path: str, place: int) -> None:
     mail = hand.mail
     await hand.join()
     setup = await hand.setup
-    hand.meter = meter = HandMeter(mail, hand.region, spans=setup.spans)
+    usage = None if setup.usage is None else UsageFile(setup.usage, time.time)
+    hand.meter = meter = HandMeter(mail, hand.region, spans=setup.spans, usage=usage)
     meter.watch(hand.watched)
     settings = setup.settings
     outgoing = calls_of(settings)
@@ -184,17 +189,22 @@ async def work(path: str, place: int) -> None:
         hand.lacking,
         hand.connect,
         slate=Slate(setup.slate, setup.place, setup.workers),
+        answers=None if setup.answers is None else Path(setup.answers),
     )
     flushing = loop.create_task(_flush(meter))
     try:
-        hand.url = await worker.listen(settings, shared=True)
+        hand.url = await worker.listen(settings, sockets)
         mail.send(remote.READY, hand.url)
+        serves()
         calm()
         in_order = await hand.ending
     finally:
         flushing.cancel()
-    await worker.close(setup.drain_s if in_order else min(setup.drain_s, ORPHAN_S))
+    within_s = setup.drain_s if in_order else min(setup.drain_s, ORPHAN_S)
+    await worker.close(within_s, for_good=in_order)
     meter.flush()
+    if usage is not None:
+        usage.close()
     mail.close()
     await outgoing.close()
 
@@ -205,12 +215,9 @@ async def _flush(meter: HandMeter) -> None:
         meter.flush()
 
 
-def main() -> None:
+def run(path: str, place: int, sockets: Sequence[socket.socket], serves: Callable[[], None]) -> None:
+    """Until it is told to end: it listens at `sockets`, and says when it `serves`."""
     import uvloop
 
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        runner.run(work(sys.argv[1], int(sys.argv[2])))
-
-
-if __name__ == "__main__":
-    main()
+        runner.run(work(path, place, sockets, serves))

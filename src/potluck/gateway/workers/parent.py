@@ -1,24 +1,25 @@
-"""The first process of a gateway with several workers: it starts the desk and them, and again when they die.
+"""The supervisor, the first process of every gateway: it forks the others, and again when they die.
 
-    parent ─┬─ desk: the Brain, the fleet, the log, the operators' port
-            └─ workers: clients; each has a line to the desk
+    parent ─┬─ desk: the Brain, the fleet, the log, the operators' port; with one worker, clients as well
+            └─ workers, where there are several: clients; each has a line to the desk
 
-It does nothing else, and holds what must outlive a desk: the ports, the socket that workers call, a directory. A desk
-is a fork of it, so that a successor is there within milliseconds; what is under way it hears from the workers. Should
-the parent itself die, the desk ends as if it were told to, and the workers with it.
+It does nothing else, and holds what must outlive them: the listening sockets, so that nobody is refused while one is
+replaced, the socket that workers call, a directory. All are forks of it, so that a successor is there within
+milliseconds; what is under way a desk hears from the workers. Should the parent itself die, the desk ends as if it
+were told to, and the workers with it; one whose ports can be taken over serves until a successor does that.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import ctypes
 import logging
 import os
 import select
 import shutil
 import signal
 import socket
-import subprocess
 import sys
 import tempfile
 import time
@@ -27,101 +28,152 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from potluck.core.errors import InputError, PotluckError
+from potluck.core.errors import PotluckError
 from potluck.gateway.collector import calm
+from potluck.gateway.http.inherited import inherited
 from potluck.gateway.http.port import bound
-from potluck.gateway.settings import Places
+from potluck.gateway.http.takeover import Taken, take_over
+from potluck.gateway.settings import Places, Settings
+from potluck.gateway.workers import hand
 
 AGAIN_S = (0.0, 0.2, 1.0)
-"""Before one is started again that died: the longer, the sooner it died before."""
-STEADY_S = 30.0
-"""One that lived so long did not die at its start."""
+"""Before one is started again that did not come to serve: the longer, the more often."""
 LOOK_S = 0.5
 """How often children are looked after when no signal tells of them."""
 LEAVE_S = 1.0
 BACKLOG = 128
+SERVES, FOLLOWED = b"+", b"-"
+"""What a child tells: that it serves; that another gateway has its ports, so that nobody is to take its place."""
 
 log = logging.getLogger(__name__)
 
 
 @dataclass
 class Post:
-    """What all desks of a gateway have from their parent."""
+    """What all processes of a gateway have from their parent."""
 
     home: Path
     """A directory for nobody else's eyes."""
     desk: socket.socket
     """Where workers call."""
-    clients: socket.socket
-    """The clients' port, so that no worker finds it taken, and so that 0 is the same for all."""
+    clients: Sequence[Sequence[socket.socket]]
+    """The clients' port: for each worker the sockets that it listens on."""
     operators: Sequence[socket.socket] = ()
     life: int = -1
     """Readable when the parent is gone."""
     again: bool = False
     """Whether there was a desk before."""
+    taken: Taken | None = None
+    """The gateway whose ports these were, until this one serves."""
+    orphaned: bool = False
+    """In a child: whether the parent is gone."""
+    tell: Callable[[bytes], None] = lambda said: None
+    """In a child: the parent hears it."""
 
     @property
     def path(self) -> str:
         return str(self.home / "desk")
 
     def close(self) -> None:
-        for each in (self.desk, self.clients, *self.operators):
+        for each in (self.desk, *self.operators, *(each for held in self.clients for each in held)):
             each.close()
         shutil.rmtree(self.home, ignore_errors=True)
 
 
-def make_post(places: Places, operators: Sequence[socket.socket] = ()) -> Post:
+def answers_in(settings: Settings, post: Post) -> Path:
+    """Where answers lie for whoever asks again."""
+    return (settings.state or post.home) / "answers"
+
+
+async def make_post(places: Places, takeover: Path | None = None) -> Post:
+    """Ports that another gateway hands over, that whoever started this one holds, or that are opened here."""
+    taken = None if takeover is None else take_over(takeover)
+    held, operators = inherited()
+    if taken is not None:
+        for each in (*held, *operators):
+            each.close()
+        held, operators = taken.clients, taken.operators
+    operators = operators or await bound(places.admin_host, places.admin_port)
+    clients, port = [], places.port
+    for _ in range(places.workers):
+        mine = held or await bound(places.host, port, shared=places.workers > 1)
+        port = mine[0].getsockname()[1]
+        clients.append(mine)
     home = Path(tempfile.mkdtemp(prefix="potluck-"))
     desk = socket.socket(socket.AF_UNIX)
     desk.bind(str(home / "desk"))
     desk.listen(BACKLOG)
-    found = socket.getaddrinfo(places.host, places.port, type=socket.SOCK_STREAM)[0]
-    clients = socket.socket(found[0], found[1])
-    clients.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
-    post = Post(home, desk, clients, operators)
-    try:
-        clients.bind(found[4])
-    except OSError as error:
-        post.close()
-        why = error.strerror or error
-        raise InputError("--port", f"{places.host}:{places.port} cannot be used ({why})") from error
-    return post
+    return Post(home, desk, clients, operators, taken=taken)
 
 
 class Child:
-    """A process that is started again whenever it dies. `start` makes one, `ended` has its code when it is over."""
+    """A process that is started again whenever it dies: a fork that does `run`, given whom to tell how it is."""
 
-    def __init__(self, name: str, start: Callable[[], int], ended: Callable[[], int | None]) -> None:
-        self.name, self._start, self._ended = name, start, ended
+    def __init__(self, name: str, run: Callable[[Callable[[bytes], None]], None]) -> None:
+        self.name, self._run = name, run
         self.pid = 0
         """0 while there is none."""
-        self._began_s = self._due_s = 0.0
-        self.tries = 0
+        self.said = b""
+        """What the last one that ended had told."""
+        self._said = -1
+        self._due_s = 0.0
+        self._tries = 0
         """Starts in a row that came to nothing."""
 
     def look(self, now_s: float) -> int | None:
         """Start it when it is time to; its code if it has just ended."""
-        if self.pid:
-            code = self._ended()
-            if code is None:
-                return None
-            self.pid = 0
-            if now_s - self._began_s > STEADY_S:
-                self.tries = 0
-            self._due_s = now_s + AGAIN_S[min(self.tries, len(AGAIN_S) - 1)]
-            self.tries += 1
-            log.error("%s ended with %s; another one takes its place", self.name, code)
-            if now_s < self._due_s:
-                return code
-            self._begin(now_s)
-            return code
-        if now_s >= self._due_s:
-            self._begin(now_s)
-        return None
+        if not self.pid:
+            if now_s >= self._due_s:
+                self._fork()
+            return None
+        code = self.ended()
+        if code is None:
+            return None
+        if SERVES in self.said:  # Clients wait for another, at once.
+            self._tries = 0
+        self._due_s = now_s + AGAIN_S[min(self._tries, len(AGAIN_S) - 1)]
+        self._tries += 1
+        if code == 0 or FOLLOWED in self.said:
+            return 0
+        log.error("%s ended with %s; another one takes its place", self.name, code)
+        return code
 
-    def _begin(self, now_s: float) -> None:
-        self._began_s = now_s
-        self.pid = self._start()
+    def ended(self) -> int | None:
+        """Its code, if it has."""
+        pid, status = os.waitpid(self.pid, os.WNOHANG)
+        if not pid:
+            return None
+        self.pid = 0
+        self.said = os.read(self._said, 4096)
+        os.close(self._said)
+        return os.waitstatus_to_exitcode(status)
+
+    def _fork(self) -> None:
+        self._said, say = os.pipe()
+        sys.stdout.flush()
+        self.pid = os.fork()
+        if self.pid:
+            os.close(say)
+            return
+        code = 1
+        try:
+            os.close(self._said)
+            os.setsid()  # Ctrl-C is the parent's to hear.
+            _entitle(self.name)
+            signal.set_wakeup_fd(-1)
+            for number in (signal.SIGINT, signal.SIGTERM, signal.SIGCHLD):
+                signal.signal(number, signal.SIG_DFL)
+            self._run(lambda said: _tell(say, said))
+            code = 0
+        except PotluckError as error:
+            _tell(say, str(error).encode()[:4000])
+            code = 2
+        except BaseException:
+            traceback.print_exc()
+        finally:
+            sys.stdout.flush()
+            sys.stderr.flush()
+            os._exit(code)
 
     def send(self, number: signal.Signals) -> None:
         if self.pid:
@@ -131,37 +183,47 @@ class Child:
     def end(self, within_s: float) -> None:
         """By itself if it does so in time."""
         until_s = time.monotonic() + within_s
-        while self.pid and self._ended() is None:
+        while self.pid and self.ended() is None:
             if time.monotonic() >= until_s:
                 self.send(signal.SIGKILL)
             time.sleep(0.01)
-        self.pid = 0
 
 
-def worker(post: Post, place: int) -> Child:
-    """A process for clients."""
-    kept: list[subprocess.Popen[bytes]] = []
+def worker(post: Post, place: int, first: Callable[[], None] = lambda: None) -> Child:
+    """A process for clients. `first` is what such a process does before all else."""
 
-    def start() -> int:
-        command = (sys.executable, "-m", "potluck.gateway.workers.hand", post.path, str(place))
-        kept[:] = [subprocess.Popen(command, start_new_session=True)]
-        return kept[0].pid
+    def run(tell: Callable[[bytes], None]) -> None:
+        first()
+        hand.run(post.path, place, post.clients[place], lambda: tell(SERVES))
 
-    return Child(f"worker {place}", start, lambda: kept[0].poll())
+    return Child(f"{hand.__name__} {place}", run)
+
+
+Desk = Callable[[Post], None]
+"""What a desk does until it is told to end."""
 
 
 class Parent:
-    """`desk` is what a desk does until it is told to end, given the post and whom to tell that it serves."""
-
-    def __init__(self, places: Places, desk: Callable[[Post, Callable[[], None]], None]) -> None:
-        operators = asyncio.run(bound(places.admin_host, places.admin_port))
-        self._post = make_post(places, operators)
+    def __init__(self, places: Places, desk: Desk, takeover: Path | None = None) -> None:
+        self._post = asyncio.run(make_post(places, takeover))
         self._post.life, self._alive = os.pipe()
         self._run_desk = desk
-        self._said = -1
         self._stopping = False
-        self._desk = Child("the desk", self._fork, self._desk_ended)
-        self._workers = [worker(self._post, place) for place in range(places.workers)]
+        self._desk = Child(
+            "potluck-gateway" if places.workers == 1 else "potluck-gateway-desk", self._be_desk
+        )
+        self._workers: list[Child] = []
+        if places.workers > 1:
+            self._workers = [worker(self._post, place, self._forked) for place in range(places.workers)]
+
+    def _forked(self) -> None:
+        """In a child: only the parent keeps the end of the pipe by which it is known to live."""
+        os.close(self._alive)
+
+    def _be_desk(self, tell: Callable[[bytes], None]) -> None:
+        self._forked()
+        self._post.tell = tell
+        self._run_desk(self._post)
 
     def run(self) -> None:
         """Until a signal says to end; raises what kept the first desk from serving."""
@@ -181,6 +243,8 @@ class Parent:
         finally:
             self._end()
             signal.set_wakeup_fd(before)
+            woken.close()
+            wake.close()
 
     def _stop(self, number: int, frame: object) -> None:
         self._stopping = True
@@ -188,15 +252,21 @@ class Parent:
 
     def _look(self, now_s: float) -> bool:
         """Whether to go on."""
-        if self._stopping and not self._desk.pid:
-            return False
-        code = self._desk_ended() if self._stopping else self._desk.look(now_s)
         if self._stopping:
-            return code is None
-        if code == 0:  # It was told to end itself.
-            return False
+            return bool(self._desk.pid) and self._desk.ended() is None
+        code = self._desk.look(now_s)
+        if code is not None:
+            said = self._desk.said
+            if SERVES not in said and not self._post.again:
+                text = said.decode("utf-8", "replace")
+                raise PotluckError(text or f"the desk's process ended with {code}; its log says why")
+            if code == 0:  # It was told to end, or another gateway serves.
+                return False
+            self._post.again = True
+            self._desk.look(now_s)
         for each in self._workers:
-            each.look(now_s)
+            if each.look(now_s) is not None:
+                each.look(now_s)
         return True
 
     def _end(self) -> None:
@@ -206,57 +276,21 @@ class Parent:
         for each in self._workers:
             each.end(LEAVE_S)
         os.close(self._alive)
+        os.close(self._post.life)
         self._post.close()
 
-    # The desk.
 
-    def _fork(self) -> int:
-        said, say = os.pipe()
-        sys.stdout.flush()
-        pid = os.fork()
-        if pid:
-            os.close(say)
-            self._said = said
-            return pid
-        os.close(said)
-        self._be_desk(say)
-        raise AssertionError("a desk does not come back")
-
-    def _be_desk(self, say: int) -> None:
-        code = 1
-        try:
-            os.setsid()  # Ctrl-C is the parent's to hear.
-            signal.set_wakeup_fd(-1)
-            for number in (signal.SIGINT, signal.SIGTERM, signal.SIGCHLD):
-                signal.signal(number, signal.SIG_DFL)
-            os.close(self._alive)
-            self._run_desk(self._post, lambda: _tell(say, b"+"))
-            code = 0
-        except PotluckError as error:
-            _tell(say, str(error).encode())
-            code = 2
-        except BaseException:
-            traceback.print_exc()
-        finally:
-            sys.stdout.flush()
-            sys.stderr.flush()
-            os._exit(code)
-
-    def _desk_ended(self) -> int | None:
-        pid, status = os.waitpid(self._desk.pid, os.WNOHANG)
-        if not pid:
-            return None
-        self._desk.pid = 0
-        text = os.read(self._said, 4096).decode("utf-8", "replace")
-        os.close(self._said)
-        if text.startswith("+"):  # It did serve: clients wait for another, at once.
-            self._desk.tries = 0
-        served, self._post.again = text.startswith("+") or self._post.again, True
-        code = os.waitstatus_to_exitcode(status)
-        if not served and not self._stopping:
-            raise PotluckError(text or f"the desk's process ended with {code}; its log says why")
-        return code
+def _entitle(title: str) -> None:
+    """What `ps` shows of this process, where the system lets it be said: over the words that its parent was started
+    with, whose place is in /proc/self/stat (fields 48 and 49; its name, which may hold anything, is the second)."""
+    with contextlib.suppress(OSError, ValueError, IndexError):
+        fields = Path("/proc/self/stat").read_text().rpartition(")")[2].split()
+        start, room = int(fields[45]), int(fields[46]) - int(fields[45])
+        if start and room > 0:
+            ctypes.memset(start, 0, room)
+            ctypes.memmove(start, title.encode()[: room - 1], min(len(title), room - 1))
 
 
-def _tell(pipe: int, text: bytes) -> None:
-    os.write(pipe, text[:4000])
+def _tell(pipe: int, said: bytes) -> None:
+    with contextlib.suppress(BrokenPipeError):  # the parent is gone
+        os.write(pipe, said)

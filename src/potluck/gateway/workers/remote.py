@@ -26,6 +26,7 @@ from potluck.core.values.route import Route, aggregated
 from potluck.core.values.types import Request
 from potluck.gateway.admin.meter import FullMeter
 from potluck.gateway.admin.tally import Tally
+from potluck.gateway.admin.usage import UsageFile
 from potluck.gateway.fleet.skills import skills_of
 from potluck.gateway.parts import Address, Asked, Endpoint, Told
 from potluck.gateway.workers.mail import Mail
@@ -188,16 +189,23 @@ class RemoteLine:
 
 
 class HandMeter(Tally):
-    """The `Meter` of a worker: it counts by itself, and its counts are added to the desk's now and then. One by one
-    go records of use; spans and what is watched, where somebody wants them."""
+    """The `Meter` of a worker: it counts by itself, and its counts are added to the desk's now and then. Records of
+    use it writes itself, as a desk may die. One by one the desk hears how answers went; of spans and what is watched,
+    where somebody wants them."""
 
-    def __init__(self, mail: Mail, region_of: Callable[[str], str], *, spans: bool) -> None:
+    def __init__(
+        self, mail: Mail, region_of: Callable[[str], str], *, spans: bool, usage: UsageFile | None = None
+    ) -> None:
         super().__init__(region_of)
-        self._mail, self._spans = mail, spans
+        self._mail, self._spans, self._usage = mail, spans, usage
         self._said = ""
 
     def flush(self) -> None:
-        said = json.dumps(self.take())
+        taken = self.take()
+        if self._usage is not None:
+            self._usage.look()
+            taken["usage"] = (self._usage.problem, self._usage.lost)
+        said = json.dumps(taken)
         if said != self._said:
             self._said = said
             self._mail.later(COUNTS, said)
@@ -214,6 +222,8 @@ class HandMeter(Tally):
         self._mail.later(WATCHED, json.dumps([kind, what]))
 
     def answered(self, told: Told) -> None:
+        if self._usage is not None:
+            self._usage.record(told, time.monotonic())
         super().answered(told)
         self._mail.later(USED, json.dumps(told))
 
@@ -267,6 +277,9 @@ class HandHeard:
             taken = json.loads(text)
             self._meter.add(taken)
             self._has_open(int(taken["open"]))
+            if "usage" in taken:
+                problem, lost = taken["usage"]
+                self._meter.usage_notes[self] = (problem, lost)
         elif letter == USED:
             self._meter.used(Told(*json.loads(text)))
         elif letter == SPAN:
@@ -281,6 +294,7 @@ class HandHeard:
 
     def gone(self) -> None:
         self._has_open(0)
+        self._meter.usage_notes.pop(self, None)
 
     def _has_open(self, now: int) -> None:
         self._meter.open += now - self._open

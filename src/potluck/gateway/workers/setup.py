@@ -60,6 +60,10 @@ class Setup:
     drain_s: float
     gateways: int
     spans: bool
+    usage: str | None = None
+    """Where records of use are written."""
+    answers: str | None = None
+    """Where answers lie for whoever asks again."""
 
     def text(self) -> str:
         return json.dumps(encode(self))

@@ -6,6 +6,7 @@ import asyncio
 import socket
 import time
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 
 from potluck.api.tls import client_tls, server_tls
 from potluck.core.values.service import Sharing
@@ -13,6 +14,7 @@ from potluck.gateway.desk.desk import Act
 from potluck.gateway.door.cards import ModelCard
 from potluck.gateway.door.front import DoorSettings, FrontDoor
 from potluck.gateway.door.keys import KeyRing
+from potluck.gateway.door.repeats import Repeats
 from potluck.gateway.door.slates import Slate
 from potluck.gateway.drive.rides import Rides
 from potluck.gateway.http.calls import Calls
@@ -37,9 +39,10 @@ class Worker:
         connect: Callable[[Act], Line],
         *,
         slate: Slate | None = None,
+        answers: Path | None = None,
     ) -> None:
         """`connect` makes the line to the desk from what the desk's orders go to. With other workers beside it, all
-        have a `slate` for their keys' limits."""
+        have a `slate` for their keys' limits. In `answers` they lie for whoever asks again."""
         loop = asyncio.get_running_loop()
         line = connect(lambda actions: self.rides.act(actions))
         self.rides = Rides(line, directory, outgoing, time.monotonic, loop.call_later, meter=meter)
@@ -61,24 +64,24 @@ class Worker:
             settings=DoorSettings(classes=classes, secret=settings.secret, sharing=sharing),
             ready=ready,
             directory=directory,
+            repeats=None if answers is None else Repeats(answers, loop.call_later),
         )
         self.port: Port | None = None
 
-    async def listen(
-        self, settings: Settings, *, shared: bool = False, taken: Sequence[socket.socket] = ()
-    ) -> str:
+    async def listen(self, settings: Settings, sockets: Sequence[socket.socket] = ()) -> str:
+        """At `sockets` that listen already, if there are any."""
         places = settings.places
         tls = None if settings.tls is None else server_tls(*settings.tls)
-        self.port = await open_port(self.door, places.host, places.port, tls=tls, shared=shared, taken=taken)
+        self.port = await open_port(self.door, places.host, places.port, tls=tls, taken=sockets)
         return self.port.address
 
-    async def close(self, within_s: float, *, followed: bool = False) -> None:
+    async def close(self, within_s: float, *, followed: bool = False, for_good: bool = False) -> None:
         """Nothing new is taken; what is open may end. Where a successor has the port, what comes by connections that
         were made before is answered too: their clients need not know."""
         if not followed:
             self.door.closing = "the gateway is shutting down; try again"
         if self.port is not None:
-            await self.port.close(within_s, gently=followed)
+            await self.port.close(within_s, gently=followed, for_good=for_good)
         self.door.close()
 
 

@@ -23,6 +23,7 @@ from potluck.cli.serving.up.on import Elsewhere, elsewhere_options
 from potluck.cli.serving.up.plan import Prepared, Wishes, with_offers, workshop_of
 from potluck.cli.serving.up.ready import must_be_nobodys, planner_of, prepared_for, start_s, told_slow
 from potluck.cli.serving.up.show import Served, ask, own_key, ready_json, show_answer, show_ready, startup
+from potluck.cli.supervised import SUPERVISED
 from potluck.cli.trying.simulation import policy_of
 from potluck.control.launch.ports import must_be_free
 from potluck.control.launch.process import last_lines
@@ -152,8 +153,7 @@ def _up(
     from potluck.control.market import MarketFile
     from potluck.control.stand import Stand, StandSettings, nursery_of
 
-    began_s = time.monotonic()
-    here = elsewhere.on == "here"
+    began_s, here = time.monotonic(), elsewhere.on == "here"
     if model is not None and (paths or not here):
         raise InputError("--model", "is for a spec that is made here; leave PLAN, SPEC and --on out")
     spec_path = paths[-1] if paths else demo()
@@ -190,6 +190,7 @@ def _up(
             profiles=ready.profiles,
             start_s=start_s(ready),
             host=elsewhere.host,
+            held=SUPERVISED.held,
             why="; ".join((f"potluck up {ready.spec_path.name}", *ready.prepared.lines)),
         )
         settings = elsewhere.settled(settings, spec)
@@ -218,6 +219,8 @@ class _Show:
     failed: str = ""
     last: str = ""
     last_s: float = 0.0
+    again: bool = field(default_factory=lambda: SUPERVISED.again)
+    """Whether all of it was told before, by one that was killed."""
     stop: threading.Event = field(default_factory=threading.Event)
 
     def seen(self, turn: Turn) -> None:
@@ -278,6 +281,8 @@ class _Show:
             self.stand.client.url,
             str(self.stand.key_file),
         )
+        if self.again:
+            return
         if not self.check:
             click.echo(json.dumps(ready_json(served))) if self.as_json else show_ready(served)
             return

@@ -1,0 +1,186 @@
+"""Gateway and controller of `potluck up` are killed together, again and again, while clients ask.
+
+    python benchmarks/up_kill.py [--seconds 60] [--every 6] [--clients 8] [--whole]
+
+Each client asks for answers of two to four seconds, one after the other, each under a name of its own
+(Idempotency-Key), and asks again at once whenever a connection is refused or cut off, or the answer is an error.
+Counted are connections that were refused or cut off, answers, how long they took from the first time of asking, and
+what was billed. What is killed are the processes that the state names; with --whole all of the gateway's: its
+supervisor, and whoever answers. Should `potluck up` itself end, it is started again.
+"""
+
+from __future__ import annotations
+
+import argparse
+import http.client
+import json
+import os
+import random
+import signal
+import sqlite3
+import statistics
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections import Counter
+from contextlib import suppress
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT / "tools"))
+
+from live_plans import MODEL, WHOLE, write_plans  # noqa: E402
+
+PATIENCE_S = 60.0
+
+
+class Service:
+    """`potluck up` over a state folder, started again when it ends."""
+
+    def __init__(self, folder: Path) -> None:
+        plan, spec = write_plans(folder, WHOLE * 2)
+        self.state = folder / "state"
+        command = [sys.executable, "-m", "potluck.cli.main", "up", str(plan), str(spec), "--json"]
+        self._command = [
+            *command,
+            "--state",
+            str(self.state),
+            "--engine",
+            "pretended",
+            "--averages",
+            "--port",
+            "0",
+        ]
+        self._log = (folder / "up.log").open("w")
+        self.starts = 0
+        self.process = self._started(subprocess.PIPE)
+        assert self.process.stdout is not None
+        self.url = str(json.loads(self.process.stdout.readline())["url"])
+
+    def _started(self, out: int) -> subprocess.Popen[str]:
+        self.starts += 1
+        return subprocess.Popen(self._command, stdout=out, stderr=self._log, text=True)
+
+    def place(self, name: str) -> int:
+        """The process that the state names."""
+        with sqlite3.connect(self.state / "state.db", timeout=10) as db:
+            (text,) = db.execute("SELECT value FROM settings WHERE name = ?", (name,)).fetchone()
+        return int(json.loads(text)["pid"])
+
+    def strike(self, whole: bool) -> None:
+        gateway, controller = self.place("gateway"), self.place("controller")
+        family = [gateway, *(children_of(gateway) if whole else ()), controller]
+        for pid in family:
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+
+    def look(self) -> None:
+        if self.process.poll() is not None:
+            self.process = self._started(subprocess.DEVNULL)
+
+    def close(self) -> None:
+        self.process.kill()
+        self.process.wait()
+        time.sleep(1.0)
+        command = [sys.executable, "-m", "potluck.cli.main", "down", "--state", str(self.state)]
+        subprocess.run(command, stdout=subprocess.DEVNULL, stderr=self._log, check=False)
+
+
+def children_of(pid: int) -> list[int]:
+    try:
+        return [int(each) for each in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+    except OSError:
+        return []
+
+
+class Clients:
+    def __init__(self, url: str, count: int) -> None:
+        self._at = url.removeprefix("http://")
+        self.counts: Counter[str] = Counter()
+        self.took_s: list[float] = []
+        self.over = threading.Event()
+        self._threads = [
+            threading.Thread(target=self._ask, args=(place,), daemon=True) for place in range(count)
+        ]
+        for each in self._threads:
+            each.start()
+
+    def _ask(self, place: int) -> None:
+        drawn, number = random.Random(place), 0
+        while not self.over.is_set():
+            number += 1
+            body = {"model": MODEL, "prompt": [5 + place, 6, number], "max_tokens": drawn.randint(60, 120)}
+            body |= {"stream": True, "ignore_eos": True}
+            began_s = time.monotonic()
+            while time.monotonic() - began_s < PATIENCE_S and not self.over.is_set():
+                how = self._once(json.dumps(body), f"{place}-{number}")
+                self.counts[how] += 1
+                if how == "answered":
+                    self.took_s.append(time.monotonic() - began_s)
+                    break
+                time.sleep(0.01)
+
+    def _once(self, body: str, name: str) -> str:
+        connection = http.client.HTTPConnection(self._at, timeout=30)
+        try:
+            try:
+                connection.connect()
+            except OSError:
+                return "refused"
+            connection.request("POST", "/v1/completions", body, {"Idempotency-Key": name})
+            answer = connection.getresponse()
+            data = answer.read()
+            if answer.status != 200:
+                return f"status {answer.status}"
+            if not data.endswith(b"[DONE]\n\n") or b'"error"' in data:
+                return "broke off"
+            self.counts["replayed"] += answer.headers.get("x-potluck-replayed") is not None
+            return "answered"
+        except (OSError, http.client.HTTPException):
+            return "cut off"
+        finally:
+            connection.close()
+
+    def close(self) -> None:
+        self.over.set()
+        for each in self._threads:
+            each.join(40)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--seconds", type=float, default=60.0)
+    parser.add_argument("--every", type=float, default=6.0)
+    parser.add_argument("--clients", type=int, default=8)
+    parser.add_argument("--whole", action="store_true")
+    asked = parser.parse_args()
+    folder = Path(tempfile.mkdtemp(prefix="potluck-up-kill-"))
+    service = Service(folder)
+    try:
+        clients = Clients(service.url, asked.clients)
+        began_s, struck = time.monotonic(), 0
+        while time.monotonic() - began_s < asked.seconds:
+            if time.monotonic() - began_s > (struck + 1) * asked.every:
+                struck += 1
+                service.strike(asked.whole)
+            service.look()
+            time.sleep(0.02)
+        clients.close()
+        records = [json.loads(line) for line in (service.state / "usage.jsonl").read_text().splitlines()]
+    finally:
+        service.close()
+    took_s = sorted(clients.took_s) or [0.0]
+    print(
+        f"struck {struck} times in {asked.seconds:g} s, load {os.getloadavg()[0]:.0f}; "
+        f"`up` was started {service.starts} times"
+    )
+    print(", ".join(f"{name} {count}" for name, count in sorted(clients.counts.items())))
+    print(f"an answer took {statistics.median(took_s):.1f} s (median), {took_s[-1]:.1f} s (most)")
+    billed = {each.get("id", place) for place, each in enumerate(records) if each["status"] == 200}
+    print(f"billed {len(billed)} for {clients.counts['answered']} answers")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,117 @@
+"""Gateway and controller of a service are killed together: both come back by themselves, and clients go on."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from live_plans import MODEL, write_plans
+
+from potluck.control.ending import living, stop_all
+from potluck.control.store.store import Store
+
+WITHIN_S = 120.0
+TOKENS = 80
+
+
+def children_of(pid: int) -> list[int]:
+    return [int(each) for each in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+
+
+def asked(url: str, heard: Callable[[bytes], None] = lambda data: None) -> tuple[bytes, bool]:
+    connection = http.client.HTTPConnection(url.removeprefix("http://"), timeout=WITHIN_S)
+    body = {"model": MODEL, "prompt": [5, 6, 7], "max_tokens": TOKENS, "stream": True, "ignore_eos": True}
+    data = b""
+    try:
+        connection.request("POST", "/v1/completions", json.dumps(body), {"Idempotency-Key": "once"})
+        answer = connection.getresponse()
+        assert answer.status == 200, answer.read()
+        while part := answer.read1(65536):
+            data += part
+            heard(data)
+        return data, data.endswith(b"[DONE]\n\n")
+    except http.client.IncompleteRead:
+        return data, False
+    finally:
+        connection.close()
+
+
+def until(holds: Callable[[], bool]) -> None:
+    until_s = time.monotonic() + WITHIN_S
+    while not holds():
+        assert time.monotonic() < until_s
+        time.sleep(0.05)
+
+
+@pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="finds processes by /proc")
+def test_all_of_the_gateway_and_the_controller_are_killed_at_once(tmp_path: Path) -> None:
+    plan, spec = write_plans(tmp_path, [("homogeneous", ("mixed",), "near")])
+    state = tmp_path / "state"
+    command = [sys.executable, "-m", "potluck.cli.main", "up", str(plan), str(spec)]
+    command += ["--state", str(state), "--engine", "pretended", "--averages", "--port", "0", "--json"]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    assert process.stdout is not None
+    assert process.stderr is not None
+    watchdog = threading.Timer(3 * WITHIN_S, process.kill)
+    watchdog.start()
+    try:
+        line = process.stdout.readline()
+        assert line, process.stderr.read()
+        url = json.loads(line)["url"]
+        store = Store(state / "state.db")
+        gateway, controller = store.get("gateway"), store.get("controller")
+        assert gateway is not None
+        assert controller is not None
+        noted = len(store.happenings(most=1000))
+        engines = {name: place["pid"] for name, place in store.places().items()}
+        struck: list[int] = []
+
+        def strike(data: bytes) -> None:
+            if data.count(b"data: ") > 10 and not struck:
+                struck.extend([gateway["pid"], *children_of(gateway["pid"]), controller["pid"]])
+                for pid in struck:
+                    os.kill(pid, signal.SIGKILL)
+
+        first, whole = asked(url, strike)
+        assert not whole
+        assert len(struck) == 3
+        # Nobody listens, and nobody is refused; the answer goes on where it was.
+        socket.create_connection(("127.0.0.1", int(url.rsplit(":", 1)[1])), timeout=WITHIN_S).close()
+        second, whole = asked(url)
+        assert whole
+        assert second.startswith(first)
+        until(lambda: living(store.get("gateway")) and living(store.get("controller")))
+        again = store.get("gateway")
+        assert again is not None
+        assert (again["url"], again["admin"]) == (gateway["url"], gateway["admin"])
+        assert {name: place["pid"] for name, place in store.places().items()} == engines, (
+            "they were found again"
+        )
+        records = [json.loads(each) for each in (state / "usage.jsonl").read_text().splitlines()]
+        assert [each["output_tokens"] for each in records] == [TOKENS]
+        until(
+            lambda: "brain" in [each.kind for each in store.happenings(most=1000)[noted:]]
+        )  # it took a turn
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(WITHIN_S) == 0
+        assert not living(again)
+        store.close()
+    finally:
+        watchdog.cancel()
+        process.kill()
+        process.wait()
+        process.stdout.close()
+        process.stderr.close()
+        store = Store(state / "state.db")
+        stop_all(store, "the test is over", 5.0)
+        store.close()

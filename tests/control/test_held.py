@@ -1,0 +1,231 @@
+"""Listening sockets that outlive whoever listens: fetched, passed on to a process, given to a supervisor."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import select
+import socket
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+
+from potluck.control.held import MOST_BYTES, MOST_SOCKETS, Held, hands_over, takeover_in
+from potluck.control.launch.process import Pid, alive, started_at
+from potluck.control.revive import revive
+from potluck.control.store.store import Store
+from potluck.gateway.http.takeover import Heritage
+
+PROBE = """
+import json, sys
+from potluck.gateway.http.inherited import inherited
+clients, operators = inherited()
+print(json.dumps([[each.getsockname()[1] for each in held] for held in (clients, operators)]))
+"""
+
+
+@pytest.fixture
+def deep(tmp_path: Path) -> Path:
+    """A folder whose sockets have longer names than the system takes."""
+    folder = tmp_path / ("d" * 120)
+    folder.mkdir()
+    return folder
+
+
+def listening() -> socket.socket:
+    return socket.create_server(("127.0.0.1", 0))
+
+
+def test_ports_are_fetched_and_the_gateway_goes_on(deep: Path) -> None:
+    async def scene() -> None:
+        client, operator, handed = listening(), listening(), asyncio.Event()
+        path, held = takeover_in(deep), Held()
+        assert not hands_over(path)
+        assert not held.fetch(path)
+        heritage = Heritage(path, [client], [operator], handed.set)
+        assert await asyncio.to_thread(held.fetch, path)
+        assert await asyncio.to_thread(hands_over, path)
+        assert [each.getsockname() for each in (*held.clients, *held.operators)] == [
+            client.getsockname(),
+            operator.getsockname(),
+        ]
+        await asyncio.sleep(0.05)
+        assert not handed.is_set(), "nobody took its place"
+        heritage.close()
+        at = client.getsockname()
+        client.close()
+        operator.close()
+        socket.create_connection(at, timeout=10).close()  # whoever comes now waits, and is not refused
+        held.close()
+        with pytest.raises(OSError):
+            socket.create_connection(at, timeout=10)
+
+    asyncio.run(scene())
+
+
+def test_a_process_that_is_started_finds_them() -> None:
+    held = Held()
+    held.clients, held.operators = [listening(), listening()], [listening()]
+    files, said = held.passed()
+    try:
+        out = subprocess.run(
+            [sys.executable, "-c", PROBE],
+            pass_fds=files,
+            env={**os.environ, **said},
+            stdout=subprocess.PIPE,
+            check=True,
+        ).stdout
+    finally:
+        for each in files:
+            os.close(each)
+    assert json.loads(out) == [
+        [each.getsockname()[1] for each in held.clients],
+        [each.getsockname()[1] for each in held.operators],
+    ]
+    held.close()
+    for wrong in ({}, {"LISTEN_FDS": "2", "LISTEN_PID": "1"}, {"LISTEN_FDS": "x"}):
+        out = subprocess.run(
+            [sys.executable, "-c", PROBE], env={**os.environ, **wrong}, stdout=subprocess.PIPE, check=True
+        ).stdout
+        assert json.loads(out) == [[], []], "those are for somebody else"
+
+
+def test_a_supervisor_has_them_too() -> None:
+    mine, theirs = socket.socketpair()
+    held, kept = Held(), Held()
+    held.give(Path("/nobody"))  # without a supervisor nothing happens
+    held.clients, held.link = [listening()], theirs
+    held.give(Path("/state"))
+    said, numbers, _, _ = socket.recv_fds(mine, MOST_BYTES, MOST_SOCKETS)
+    kept.told(said, list(numbers))
+    assert (kept.folder, len(kept.clients), len(kept.operators)) == ("/state", 1, 0)
+    assert kept.clients[0].getsockname() == held.clients[0].getsockname()
+    for each in (held, kept, mine, theirs):
+        each.close()
+
+
+def test_a_gateway_that_is_gone_is_started_as_it_was(tmp_path: Path) -> None:
+    held = Held()
+    revive(tmp_path, held)  # of a state that is not there nothing is started
+    assert not (tmp_path / "state.db").exists()
+    held.clients = [listening()]
+    said = tmp_path / "said"
+    command = [
+        sys.executable,
+        "-c",
+        f"{PROBE.replace('print(', 'open(sys.argv[1], chr(119)).write(')}",
+        str(said),
+    ]
+    place = {"pid": os.getpid(), "started": started_at(os.getpid()), "port": 1, "command": command}
+    place |= {"url": "http://127.0.0.1:1", "admin": "http://127.0.0.1:2"}
+    store = Store(tmp_path / "state.db")
+    store.set("gateway", place)
+    revive(tmp_path, held)
+    assert store.get("gateway") == place, "it lives"
+    store.set("gateway", {**place, "started": 1})
+    revive(tmp_path, held)
+    found = store.get("gateway")
+    assert found is not None
+    assert (found["port"], found["admin"], found["command"]) == (1, "http://127.0.0.1:2", command)
+    assert not alive(Pid(found["pid"], found["started"])), "it is waited for until it serves or ends"
+    assert json.loads(said.read_text()) == [[held.clients[0].getsockname()[1]], []]
+    held.close()
+    store.close()
+
+
+SUPERVISOR = """
+import os, sys
+from pathlib import Path
+from potluck.cli.supervised import SUPERVISED, supervised
+from potluck.control.held import Held
+import socket, time
+
+def run():
+    if len(sys.argv) > 2 and not SUPERVISED.again:
+        SUPERVISED.held.clients = [socket.create_server(("127.0.0.1", 0))]
+        SUPERVISED.held.give(Path(sys.argv[1]))
+    port = SUPERVISED.held.clients[0].getsockname()[1] if SUPERVISED.held else 0
+    print(os.getpid(), SUPERVISED.again, port, flush=True)
+    sys.stdin.readline()
+    return 7
+
+sys.exit(supervised(run))
+"""
+
+
+def start(*words: str) -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        [sys.executable, "-c", SUPERVISOR, *words],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+
+
+def line_of(process: subprocess.Popen[str]) -> tuple[int, str, int]:
+    assert process.stdout is not None
+    pid, again, port = process.stdout.readline().split()
+    return int(pid), again, int(port)
+
+
+def ended(process: subprocess.Popen[str]) -> int:
+    code = process.wait(60)
+    for each in (process.stdin, process.stdout):
+        assert each is not None
+        each.close()
+    return code
+
+
+def test_a_command_that_served_is_brought_back_with_what_it_held(tmp_path: Path) -> None:
+    state = Store(tmp_path / "state.db")
+    process = start(str(tmp_path), "serves")
+    pid, again, port = line_of(process)
+    assert again == "False"
+    os.kill(pid, 9)
+    second, again, same = line_of(process)
+    assert (again, same) == ("True", port)
+    assert second != pid
+    socket.create_connection(("127.0.0.1", port), timeout=10).close()
+    assert process.stdin is not None
+    process.stdin.write("\n")
+    process.stdin.flush()
+    assert ended(process) == 7, "it ended by itself"
+    state.close()
+
+
+def test_a_command_that_never_served_ends_as_it_ends(tmp_path: Path) -> None:
+    process = start(str(tmp_path))
+    os.kill(line_of(process)[0], 9)
+    assert ended(process) == 128 + 9
+
+
+@pytest.mark.parametrize("number", [15, 2])
+def test_a_command_hears_what_its_supervisor_is_told(tmp_path: Path, number: int) -> None:
+    process = start(str(tmp_path), "serves")
+    line_of(process)
+    os.kill(process.pid, number)
+    assert ended(process) != 7
+
+
+def test_a_command_dies_with_its_supervisor(tmp_path: Path) -> None:
+    process = start(str(tmp_path), "serves")
+    pid, _, _ = line_of(process)
+    gone = threading.Event()
+
+    def watch() -> None:
+        watched = os.pidfd_open(pid)
+        select.select([watched], [], [], 60)
+        os.close(watched)
+        gone.set()
+
+    watching = threading.Thread(target=watch)
+    watching.start()
+    process.kill()
+    assert gone.wait(60)
+    watching.join()
+    ended(process)

@@ -1,0 +1,303 @@
+"""Whoever asks again under the same name gets the answer that is there, and pays once."""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from door_kit import NAME, SERVER, FakeExchange, Scene, choices, refusing, saying, tokens
+
+from potluck.gateway.door import repeats
+from potluck.gateway.door.repeats import Asked, Kept, Repeats, Seen, frames_of
+
+
+class Worker(Scene):
+    """A door in a process of its own, which may die: its locks go with it."""
+
+    def __init__(self, folder: Path, script: Any = None, **fields: Any) -> None:
+        self.due: list[Callable[[], None]] = []
+        self.repeats = Repeats(folder, lambda delay_s, call: self.due.append(call))
+        super().__init__(script, repeats=self.repeats, **fields)
+
+    def pass_time(self) -> None:
+        due, self.due = self.due, []
+        for call in due:
+            call()
+
+
+@pytest.fixture
+def files(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """All that are being written, so that they can be closed as by a death."""
+    made: list[int] = []
+    init = Kept.__init__
+
+    def noted(self: Kept, owner: Repeats, path: Path, file: int, had: Any) -> None:
+        made.append(file)
+        init(self, owner, path, file, had)
+
+    monkeypatch.setattr(Kept, "__init__", noted)
+    return made
+
+
+def named(**more: str) -> dict[str, str]:
+    return {"idempotency_key": "once", **more}
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("header", ["idempotency_key", "x_request_id"])
+def test_an_answer_that_is_there_is_given_again_at_any_worker(
+    tmp_path: Path, stream: bool, header: str
+) -> None:
+    one, other = Worker(tmp_path, saying("world")), Worker(tmp_path, saying("never"))
+    name = {header: "once"}
+    first = one.complete("Hello", name, max_tokens=5, stream=stream)
+    again = other.complete("Hello", name, max_tokens=5, stream=stream)
+    assert (again.status, again.data, again.over) == (200, first.data, True)
+    assert again.sent["x-potluck-replayed"] == "1"
+    assert again.sent["content-type"] == first.sent["content-type"]
+    assert "x-potluck-replayed" not in first.sent
+    if header == "x_request_id":
+        assert again.sent["x-request-id"] == "once"
+    assert other.driver.asked == []
+    assert (len(one.meter.told), len(other.meter.told), other.meter.replays) == (1, 0, 1), "one bill"
+    (kept,) = tmp_path.iterdir()
+    assert kept.stat().st_mode & 0o077 == 0
+
+
+def test_what_is_asked_and_by_whom_belongs_to_the_name(tmp_path: Path) -> None:
+    worker = Worker(tmp_path, saying("world"))
+    assert worker.complete("Hello", named()).status == 200
+    wrong = worker.complete("Goodbye", named())
+    assert (wrong.status, wrong.json["error"]["code"]) == (422, "idempotency_key_reused")
+    assert worker.chat("Hello", named()).status == 422, "another endpoint"
+    assert worker.complete("Hello", {"idempotency_key": "k" * 256}).status == 400
+    # An x-request-id may be a whole trace's: with another body it is another request.
+    for text in ("Hello", "Goodbye", "Hello"):
+        assert worker.complete(text, {"x_request_id": "trace"}).status == 200
+    assert len(worker.driver.asked) == 3
+    tenants = [repeats.asked_of(tenant, b"k", None, b"/", b"") for tenant in ("a", "b")]
+    assert tenants[0] != tenants[1]
+    assert repeats.asked_of("a", None, None, b"/", b"") is None
+
+
+def test_what_failed_is_tried_again(tmp_path: Path) -> None:
+    worker = Worker(tmp_path, refusing("overloaded"))
+    assert [worker.complete("Hello", named()).status for _ in range(2)] == [429, 429]
+    assert len(worker.driver.asked) == 2
+
+    def breaks(asked: Any, answer: Any) -> None:
+        answer.tokens(choices("wo"))
+        refusing("lost")(asked, answer)
+
+    broken = Worker(tmp_path, breaks)
+    for _ in range(2):
+        found = broken.complete("Hello", named(), stream=True)
+        assert "error" in found.events[-1]
+        assert "x-potluck-replayed" not in found.sent
+    assert len(broken.driver.asked) == 2
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_one_that_is_under_way_is_joined(tmp_path: Path) -> None:
+    one, other = Worker(tmp_path), Worker(tmp_path)
+    first = one.complete("Hello", named(), stream=True, max_tokens=5)
+    one.driver.answer.tokens(choices("wo"))
+    again = other.complete("Hello", named(), stream=True, max_tokens=5)
+    assert again.data == first.data
+    assert not again.over
+    one.driver.answer.tokens(choices("rld"))
+    other.pass_time()
+    assert again.data == first.data
+    one.driver.answer.finished("length", 0)
+    other.pass_time()
+    assert (again.data, again.over) == (first.data, True)
+    assert other.driver.asked == []
+
+
+def test_a_slow_reader_of_what_is_kept_is_waited_for(tmp_path: Path) -> None:
+    one, other = Worker(tmp_path), Worker(tmp_path)
+    one.complete("Hello", named(), stream=True, max_tokens=5)
+    again = other.complete("Hello", named(), stream=True, max_tokens=5)
+    assert again.on_room is not None
+    again.on_room(False)
+    saying("world")(one.driver.asked[0], one.driver.answer)
+    other.pass_time()
+    assert again.data == b""
+    again.on_room(True)
+    other.pass_time()
+    assert again.over
+
+
+def test_a_client_with_a_key_may_leave_and_come_back(tmp_path: Path) -> None:
+    worker = Worker(tmp_path)
+    first = worker.complete("Hello", named(), max_tokens=5)
+    assert first.on_gone is not None
+    first.on_gone()
+    assert worker.driver.cancelled == []
+    first.reply = lambda *_, **__: None  # type: ignore[method-assign]  # its connection is gone
+    saying("world")(worker.driver.asked[0], worker.driver.answer)
+    again = worker.complete("Hello", named(), max_tokens=5)
+    assert (again.status, again.json["choices"][0]["text"]) == (200, "world")
+    assert [told.outcome for told in worker.meter.told] == ["length"]
+
+
+def test_a_client_without_a_key_cancels_by_leaving(tmp_path: Path) -> None:
+    worker, other = Worker(tmp_path), Worker(tmp_path)
+    name = {"x_request_id": "r"}
+    first = worker.complete("Hello", name, max_tokens=5)
+    again = other.complete("Hello", name, max_tokens=5)
+    assert first.on_gone is not None
+    first.on_gone()
+    assert worker.driver.cancelled == [worker.driver.asked[0].id]
+    assert [told.outcome for told in worker.meter.told] == ["cancelled"]
+    for _ in range(20):
+        other.pass_time()
+    assert len(other.driver.asked) == 1, "who waited for it has it computed"
+    saying("world")(other.driver.asked[0], other.driver.answer)
+    assert again.json["choices"][0]["text"] == "world"
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_one_whose_process_died_is_continued_from_its_tokens(
+    tmp_path: Path, files: list[int], stream: bool
+) -> None:
+    one, other = Worker(tmp_path), Worker(tmp_path)
+    asked = {"max_tokens": 5, "stream": stream, "temperature": 0.8, "logprobs": 1}
+    first = one.complete("Hello", {"x_request_id": "r"}, **asked)
+    one.driver.answer.tokens(choices("wo"))
+    one.driver.answer.tokens(choices("r"))
+    waiting = other.complete("Hello", {"x_request_id": "r"}, **asked)
+    os.close(files[0])  # it is killed, and has told nobody of any use
+    again = other.complete("Hello", {"x_request_id": "r"}, **asked)
+    assert other.driver.resumed == [tokens("wor")], "not a second computation"
+    assert other.driver.asked[0].sampling == one.driver.asked[0].sampling, "the same chance"
+    assert other.driver.asked[0].id != one.driver.asked[0].id, "the Brain has seen the end of that one"
+    saying("ld")(other.driver.asked[0], other.driver.answer)
+    assert again.sent["x-potluck-replayed"] == "1"
+    (told,) = other.meter.told
+    assert (told.output_tokens, told.prompt_tokens) == (5, 5), "the whole of it is billed, once"
+    if stream:
+        assert again.data.startswith(first.data), "the same answer, by the same name"
+        parts = [each for each in again.events if each["choices"]]
+        assert "".join(each["choices"][0]["text"] for each in parts) == "world"
+        assert told.id in parts[0]["id"]
+    else:
+        assert again.json["choices"][0]["text"] == "world"
+    for _ in range(20):
+        other.pass_time()
+    if not stream:
+        assert waiting.data == again.data, "who had waited for the dead one reads the other's"
+    else:
+        assert waiting.dropped, "what had begun breaks off, as for the first"
+
+
+def test_one_that_died_after_its_last_token_only_ends(tmp_path: Path, files: list[int]) -> None:
+    one, other = Worker(tmp_path), Worker(tmp_path)
+    one.complete("Hello", named(), max_tokens=5, stop="rl")
+    one.driver.answer.tokens(choices("wo"))
+    os.close(files[0])
+    again = other.complete("Hello", named(), max_tokens=5, stop="rl")
+    other.driver.answer.tokens(choices("rl"))
+    assert again.json["choices"][0]["text"] == "wo"
+
+
+def test_one_that_cannot_be_continued_is_computed_anew(tmp_path: Path, files: list[int]) -> None:
+    """Of a server of plain OpenAI nobody has tokens; nor can several answers be told apart."""
+    one, other = Worker(tmp_path), Worker(tmp_path)
+    body = {"model": SERVER, "prompt": "Hello", "stream": True}
+    one.ask("/v1/completions", body, **named())
+    one.driver.answer.relay_begin(200, b"text/event-stream")
+    one.driver.answer.relay(b"data: {}\n\n")
+    os.close(files[0])
+    again = other.ask("/v1/completions", body, **named())
+    assert (len(other.driver.asked), other.driver.resumed) == (1, [])
+    other.driver.answer.relay_whole(200, b"text/event-stream", b"data: [DONE]\n\n")
+    assert (again.status, again.over) == (200, True)
+    assert "x-potluck-replayed" not in again.sent
+    several = one.complete("Hello", {"x_request_id": "n"}, n=2, max_tokens=2)
+    one.driver.answer.tokens(choices("w"))
+    os.close(files[2])
+    assert several.status is None
+    other.complete("Hello", {"x_request_id": "n"}, n=2, max_tokens=2)
+    assert (len(other.driver.asked), other.driver.resumed) == (3, [])
+
+
+def test_answers_are_forgotten(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, files: list[int]) -> None:
+    worker = Worker(tmp_path, saying("world"))
+    worker.complete("Hello", named())
+    (path,) = tmp_path.iterdir()
+    past_s = time.time() - repeats.KEPT_S - 1
+    os.utime(path, (past_s, past_s))
+    assert worker.complete("Hello", named()).status == 200
+    assert len(worker.driver.asked) == 2, "after a minute it is another request"
+    # What was being written when its process died goes too; what is being written does not.
+    held = Worker(tmp_path)
+    for place in range(2):
+        held.complete("Hello", {"x_request_id": f"r{place}"})
+    os.close(files[2])
+    for each in tmp_path.iterdir():
+        os.utime(each, (past_s, past_s))
+    Repeats(tmp_path, lambda *_: None)
+    assert len(list(tmp_path.iterdir())) == 1
+    monkeypatch.setattr(repeats, "MOST_BYTES", 100)
+    for place in range(3):
+        worker.complete("Hello", {"x_request_id": f"s{place}"})
+    assert len(list(tmp_path.iterdir())) == 1, "nor are more kept than there is room for"
+    os.close(files[3])
+
+
+def test_a_disk_that_is_full_keeps_nothing_and_stops_nobody(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    worker = Worker(tmp_path, saying("world"))
+
+    def full(file: int, data: bytes) -> int:
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as patched:
+        patched.setattr("os.write", full)
+        assert worker.complete("Hello", named()).status == 200
+    monkeypatch.setattr(repeats, "MOST_ANSWER_BYTES", 200)
+    assert worker.complete("Hello", named()).status == 200
+    assert worker.complete("Hello", named()).status == 200
+    assert len(worker.driver.asked) == 3
+    (tmp_path / "x").write_text("")
+    missing = Worker(tmp_path / "sub", saying("world"))
+    (tmp_path / "sub").rmdir()
+    assert missing.complete("Hello", named()).status == 200
+
+
+def test_frames_that_were_cut_off_end_before() -> None:
+    whole = b"D\0\0\0\3abcE\0\0\0\0"
+    assert frames_of(whole) == ([(b"D", b"abc"), (b"E", b"")], len(whole))
+    for size in range(8):
+        assert frames_of(whole[:size])[0] == []
+    assert frames_of(whole[:12])[0] == [(b"D", b"abc")]
+
+
+def test_of_two_that_find_nothing_one_writes(tmp_path: Path) -> None:
+    made = Repeats(tmp_path, lambda *_: None)
+    asked = Asked("a", "d", True)
+    first, second = made.claim(asked), made.claim(asked)
+    assert isinstance(first, Kept)
+    assert isinstance(second, Seen)
+    first.forget()
+    assert second.forsaken
+    second.close()
+    assert json.dumps({"digest": "d"}).encode() not in b"".join(
+        each.read_bytes() for each in tmp_path.iterdir()
+    )
+
+
+def test_responses_are_kept_as_their_clients_read_them(tmp_path: Path) -> None:
+    worker = Worker(tmp_path, saying("world", "stop"))
+    body = {"model": NAME, "input": "Hello"}
+    found: list[FakeExchange] = [worker.ask("/v1/responses", body, **named()) for _ in range(2)]
+    assert found[0].json["object"] == "response"
+    assert found[1].data == found[0].data
+    assert len(worker.driver.asked) == 1
