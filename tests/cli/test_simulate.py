@@ -183,7 +183,7 @@ def test_stricter_objectives_are_scaled_and_scanned(
     ("options", "says"),
     [
         (["PLAN"], "name its spec too"),
-        (["SPEC", "PLAN"], "is not JSON"),
+        (["SPEC", "PLAN"], "is no plan but looks like a spec"),
         (["PLAN", "SPEC", "SPEC"], "takes a SPEC, or a PLAN and its SPEC"),
         (["PLAN", "SPEC", "--policy", "balanc=x"], "unknown 'balanc'; did you mean 'balance'"),
         (["PLAN", "SPEC", "--policy", "balance=x"], "balance: 'x' is not one of its values"),

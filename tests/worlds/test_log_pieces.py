@@ -17,7 +17,7 @@ from potluck.cli.main import cli
 from potluck.core.brain.brain import Brain
 from potluck.core.brain.facts import Facts
 from potluck.core.brain.policy import Balance, Policy, Scaling
-from potluck.core.errors import FormatError
+from potluck.core.errors import FormatError, InputError
 from potluck.sim.load.logged import from_log
 from potluck.sim.run import simulate
 from potluck.sim.world.faults import Faults, Rates
@@ -153,7 +153,7 @@ def test_where_old_pieces_were_dropped_a_log_begins_at_the_first_state_that_is_l
     assert "older pieces were dropped" in ran.output
     gone = next((each for each in pieces if _begins(each) == "facts"), None)
     if gone is not None:
-        with pytest.raises(FormatError, match="goes on with a run"):
+        with pytest.raises(InputError, match="goes on with a run"):
             _replayed(gone)
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import tempfile
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -103,6 +102,8 @@ def _whole(path: Path, write: Callable[[Path], object]) -> None:
 
 def _elsewhere(path: Path, write: Callable[[Path], object]) -> str:
     try:
+        import tempfile
+
         other = Path(tempfile.mkdtemp(prefix="potluck-")) / f"{path.stem or 'file'}{path.suffix}"
         _whole(other, write)
     except OSError:
