@@ -133,10 +133,10 @@ def test_a_controller_that_comes_back_keeps_a_plan_by_hand_while_it_is_served(
     assert again.plan == other
     assert store.happenings()[-1].what == "version 2 stays"
 
-    def no_more(*_: object) -> None:
+    def no_more(*_: object, **__: object) -> None:
         raise CapacityError("no processes left")
 
-    monkeypatch.setattr("potluck.control.stand.spawn", no_more)
+    monkeypatch.setattr("potluck.control.revive.spawn", no_more)
     store.set("gateway", None)
     with pytest.raises(CapacityError, match="no processes left"):
         again.open()
