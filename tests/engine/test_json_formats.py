@@ -173,7 +173,7 @@ def in_stages(workers: Sequence[tuple[str, int]]) -> Any:
 @pytest.mark.parametrize("name", WAYS)
 def test_every_way_gives_the_same(name: str, workers: list[tuple[str, int]]) -> None:
     """Whole; handed over at several cuts; gone on with behind every token; in a pipeline; among others."""
-    way, output = WAYS[name], 32
+    way, output = WAYS[name], 20
 
     async def scene() -> None:
         first, second = words_service(), words_service(prefix_cache_bytes=0)
