@@ -160,6 +160,10 @@ def _empty(written: list[Any]) -> Any:
     match written:
         case ["object", name, _]:
             kind = _found(name)
+            if hasattr(kind, "__mypyc_attrs__"):
+                raise ValueError(
+                    "compiled classes cannot be made of it: replay it with the package as source"
+                )
             return kind.__new__(kind)
         case ["deque", most, _]:
             return deque(maxlen=most)

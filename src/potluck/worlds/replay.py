@@ -132,9 +132,9 @@ def replay(
                 facts, runs = entry.facts, runs + 1
                 mind = brain(facts, entry.policy)
                 since_s = since_s or 0.0
-            elif entry.begins == "state":
+            elif entry.begins == "state" and mind is None:
                 mind, facts = restored(entry.state, "log")
-                runs = runs or 1
+                runs = 1
             else:
                 _grow(facts, entry.facts)
             continue
