@@ -315,7 +315,7 @@ def test_a_roster_without_an_engine_loses_it_and_keeps_the_others() -> None:
         await yard.up(1)
         await yard.up(2)
         yard.keeper.enlist(_entries(2))
-        assert yard.told[-1] == ReplicaLost("a", "was taken off the roster")
+        assert yard.told[-1] == ReplicaLost("a", "was removed from the list of engines")
         assert yard.keeper.find("b") is not None
 
     run(body)

@@ -138,7 +138,7 @@ class Keeper:
     def _dismiss(self, engine: Engine) -> None:
         if engine.watching is not None:
             engine.watching.cancel()
-        self.lost(engine, "was taken off the roster")
+        self.lost(engine, "was removed from the list of engines")
 
     # What the Brain asks (Desk.manage).
 
