@@ -14,15 +14,17 @@ from typing import Any
 from setuptools import setup
 
 COMPILED = {
-    "core/admission": "admission apart backlog between lobby mixes room timely",
-    "core/brain": "brain caches fleet flight flights hedges held inquiries losses recovery",
-    "core/replica": "batch batch_values lockstep sequences sharing spare",
-    "core/routing": "affinity balance charges detours index links offers opportunistic pairs rebalance router speeds"
-    " split table targets threshold thresholds ways weighted",
-    "sim/links": "handover link network",
-    "sim/replicas": "gaps replica rounds steps",
+    "core/admission": "admission capacity deadlines isolation queue queueing tenant_mix tenant_placement",
+    "core/brain": "attempt_queries brain failure_domains hedging prefix_caches recovery requests waiting",
+    "core/replica": "batch batch_values lockstep sequences spare_cache tenant_shares",
+    "core/routing": "balance learned_speeds link_avoidance link_states load_accounting opportunistic options "
+    "pair_state prefix_affinity prefix_index prefix_rebalance round_robin router routing_table "
+    "split targets template_weights threshold thresholds",
+    "core/state": "fleet request_state",
+    "sim/links": "handovers link sim_network",
+    "sim/replicas": "gaps round_table sim_engine step_table",
     "sim/results": "ledger",
-    "sim/world": "agenda ground journeys reports state world",
+    "sim/world": "attempts common_state event_queue sim_state status_reports world",
 }
 
 

@@ -25,12 +25,12 @@ import numpy as np
 from parts.common import Budget, run
 from potluck.catalog import models, nodes, prices
 from potluck.core.values.types import Slo
+from potluck.plan.allocate.allocation import Allocation
 from potluck.plan.allocate.colgen import relax
 from potluck.plan.allocate.cover_data import prepare
 from potluck.plan.allocate.deadline import Deadline
 from potluck.plan.allocate.highs import solve_milp
-from potluck.plan.allocate.program import Count, CoverDemand, CoverProgram, Fleet
-from potluck.plan.allocate.result import Allocation
+from potluck.plan.allocate.program import ColumnCount, CoverDemand, CoverProgram, NodeSupply
 from potluck.plan.allocate.solve import solve
 from potluck.plan.allocate.survivors import Columns, Restricted
 from potluck.plan.templates.pipeline import pipeline_library
@@ -118,7 +118,7 @@ def program(name: str) -> CoverProgram:
         price[r] = [listed.get(node.name, 0.0) for node in types]
     ample = np.where(price > 0, 1000, 0)
     return CoverProgram(
-        Fleet(setting.regions, tuple(node.name for node in types), price, ample), tuple(demands)
+        NodeSupply(setting.regions, tuple(node.name for node in types), price, ample), tuple(demands)
     )
 
 
@@ -202,7 +202,7 @@ def plain(asked: CoverProgram, ours: Allocation, limit_s: float) -> tuple[float,
     return spent_s / max(ours.cpu_s, 1e-9), proven
 
 
-def changed(before: CoverProgram, plan: tuple[Count, ...], seed: int) -> CoverProgram:
+def changed(before: CoverProgram, plan: tuple[ColumnCount, ...], seed: int) -> CoverProgram:
     """Every demand up to 10 % up or down, with the plan running."""
     rng = np.random.default_rng(seed)
     demands = tuple(replace(demand, rate=demand.rate * rng.uniform(0.9, 1.1)) for demand in before.demands)

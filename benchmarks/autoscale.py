@@ -28,22 +28,22 @@ import numpy as np
 
 from parts.common import Budget, run, skip
 from potluck.catalog import models, nodes, prices
-from potluck.catalog import workloads as named
-from potluck.core.brain.policy import Policy
-from potluck.core.values.lengths import Lengths
+from potluck.catalog import named_workloads as named
+from potluck.core.state.policy import Policy
+from potluck.core.values.length_laws import Lengths
 from potluck.core.values.plan import Plan
-from potluck.core.values.types import LengthBin, Offer, Region, Slo, Traffic
-from potluck.plan.problem import CODECS, Problem, ask
-from potluck.plan.strategies import STRATEGIES, Settings, Workshop
-from potluck.rehearse.factors import scaled
+from potluck.core.values.types import LengthBin, NodeOffer, Region, Slo, Traffic
+from potluck.plan.problem import CODECS, PlanningProblem, ask
+from potluck.plan.strategies import STRATEGIES, SolveSettings, TemplateFactory
+from potluck.rehearse.demand_factors import scaled
+from potluck.runtime.resolved_plan import ResolvedPlan
 from potluck.sim.load import arrivals
-from potluck.sim.load.lengths import draw
+from potluck.sim.load.draw_lengths import draw
 from potluck.sim.load.workload import Workload, workload
-from potluck.sim.results.metrics import Summary, summarise
+from potluck.sim.results.metrics import RunSummary, summarise
 from potluck.sim.results.records import SimResult
 from potluck.sim.run import simulate
-from potluck.sim.settings import Settings as Running
-from potluck.worlds.scene import Scene
+from potluck.sim.sim_settings import SimSettings as Running
 
 DATA = Path(os.environ.get("POTLUCK_DATA", Path(__file__).resolve().parents[2] / "shared" / "data"))
 SOURCE, DAY = "m-large", 0
@@ -87,7 +87,7 @@ def lengths() -> Lengths:
     return named.workload(LENGTHS).lengths
 
 
-def the_problem(rate_per_s: float) -> Problem:
+def the_problem(rate_per_s: float) -> PlanningProblem:
     """Demand in bins drawn from the workload's lengths, so that the planner knows their spread."""
     prompt, output = draw(np.random.default_rng(0), lengths(), 4000)
     order = np.argsort(prompt)
@@ -98,28 +98,28 @@ def the_problem(rate_per_s: float) -> Problem:
     traffic = Traffic(NAME, rate_per_s, tuple(bins))
     types = [nodes.node_type(each) for each in NODES]
     offers = tuple(
-        Offer(node.name, prices.price_usd_per_h(node.name).price_usd_per_h, AVAILABLE) for node in types
+        NodeOffer(node.name, prices.price_usd_per_h(node.name).price_usd_per_h, AVAILABLE) for node in types
     )
     asked = ask(NAME, models.model(MODEL), SLO, traffic)
-    return Problem((asked,), (Region("here", offers),), tuple(types), codecs=CODECS)
+    return PlanningProblem((asked,), (Region("here", offers),), tuple(types), codecs=CODECS)
 
 
-def planner(workshop: Workshop, strategy: str) -> Callable[[float], Plan]:
+def planner(factory: TemplateFactory, strategy: str) -> Callable[[float], Plan]:
     """Plans for any rate; templates are made once."""
-    base = workshop.problem
+    base = factory.problem
 
     def plan(rate_per_s: float) -> Plan:
-        shop = replace(workshop, problem=scaled(base, {NAME: rate_per_s / base.asks[0].rate_per_s}))
-        return STRATEGIES[strategy](shop, Settings(time_limit_s=5.0)).plan
+        shop = replace(factory, problem=scaled(base, {NAME: rate_per_s / base.asks[0].rate_per_s}))
+        return STRATEGIES[strategy](shop, SolveSettings(time_limit_s=5.0)).plan
 
     return plan
 
 
-def served(row: Row, workshop: Workshop, load: Workload) -> tuple[Summary, SimResult]:
+def served(row: Row, factory: TemplateFactory, load: Workload) -> tuple[RunSummary, SimResult]:
     """The day with one way to provide for it."""
-    plan = planner(workshop, row.strategy)
-    problem = workshop.problem
-    world = Scene(
+    plan = planner(factory, row.strategy)
+    problem = factory.problem
+    world = ResolvedPlan(
         plan(row.rate_per_s),
         {NAME: problem.asks[0].model},
         problem.by_name,
@@ -145,7 +145,7 @@ def measure(rates: np.ndarray, quick: bool) -> dict[str, float]:
     rng = np.random.default_rng(SEED)
     when = arrivals.curve(rng, list(rates), STEP_S)
     load = workload(NAME, when, *draw(rng, lengths(), len(when)))
-    workshop = Workshop(the_problem(RATE_PER_S))
+    factory = TemplateFactory(the_problem(RATE_PER_S))
     mean, peak, first = float(rates.mean()), float(rates.max()), float(rates[0])
     base = Policy(tick_s=RUNNING.tick_s)
     rows = [
@@ -166,7 +166,7 @@ def measure(rates: np.ndarray, quick: bool) -> dict[str, float]:
         if not budget.allows(row.name, 4.0):
             continue
         start_s = time.process_time()
-        summary, result = served(row, workshop, load)
+        summary, result = served(row, factory, load)
         key = row.name.replace(" ", "_")
         model = summary.models[0]
         figures[f"{key}_usd"] = summary.cost_usd

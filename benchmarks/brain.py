@@ -1,4 +1,4 @@
-"""What a decision costs: CPU-microseconds of the Brain per request (Arrived, FirstToken, Finished together).
+"""What a decision costs: CPU-microseconds of the Brain per request (Arrived, FirstToken, RequestFinished together).
 
 A fleet of like replicas, requests of the Azure conversation trace's mean size, 200 of them open at a time. Each
 figure is the least of several runs, since the machine may be busy with other things.
@@ -12,21 +12,29 @@ import time
 from collections.abc import Sequence
 
 from parts.common import run
-from potluck.core.brain.actions import Start
 from potluck.core.brain.brain import Brain
-from potluck.core.brain.events import Arrived, Event, Finished, FirstToken, Planned, ReplicaReady, SegmentDone
-from potluck.core.brain.facts import Facts, ModelFacts, ReplicaFacts
-from potluck.core.brain.policy import Balance, Policy
+from potluck.core.state.actions import StartReplica
+from potluck.core.state.events import (
+    Event,
+    FirstToken,
+    PlanReceived,
+    ReplicaReady,
+    RequestArrived,
+    RequestFinished,
+    SegmentDone,
+)
+from potluck.core.state.facts import FleetFacts, ModelFacts, ReplicaFacts
+from potluck.core.state.policy import Balance, Policy
 from potluck.core.values.layout import single
 from potluck.core.values.plan import (
-    Bucket,
     BucketCapacity,
     Deployment,
-    Flow,
+    LengthBucket,
     NodeCount,
     Plan,
-    Replica,
-    Share,
+    PlannedFlow,
+    PlannedReplica,
+    PlannedShare,
     Template,
     TemplateKind,
 )
@@ -44,20 +52,24 @@ TARGETS = {
 
 def template(name: str, roles: Sequence[Role], kind: TemplateKind = "homogeneous") -> Template:
     capacity = (BucketCapacity(0, 5.0, 5.0, 5.0, 0.1, 0.02), BucketCapacity(1, 2.0, 2.0, 2.0, 0.1, 0.02))
-    replicas = tuple(Replica(role, single("node", 1, 8)) for role in roles)
+    replicas = tuple(PlannedReplica(role, single("node", 1, 8)) for role in roles)
     return Template(name, kind, "m", (NodeCount("node", 1),), replicas, capacity, "measured")
 
 
 def plan(templates: Sequence[Template], count: int) -> Plan:
     """So many copies of each; several templates are prefill and decode of one flow."""
-    buckets = (Bucket("m", 0, 2000, 1.0), Bucket("m", 1, 8000, 1.0))
+    buckets = (LengthBucket("m", 0, 2000, 1.0), LengthBucket("m", 1, 8000, 1.0))
     phases = ("closed",) if len(templates) == 1 else ("prefill", "decode")
     shares = tuple(
-        Share(each.name, "home", bucket, phase, rate * count)  # type: ignore[arg-type]
+        PlannedShare(each.name, "home", bucket, phase, rate * count)  # type: ignore[arg-type]
         for each, phase in zip(templates, phases, strict=True)
         for bucket, rate in enumerate((3.0, 0.6))
     )
-    flows = tuple(Flow("m", bucket, "home", "home", 1.0) for bucket in (0, 1)) if len(templates) > 1 else ()
+    flows = (
+        tuple(PlannedFlow("m", bucket, "home", "home", 1.0) for bucket in (0, 1))
+        if len(templates) > 1
+        else ()
+    )
     deployments = tuple(Deployment(each.name, "home", count) for each in templates)
     return Plan("benchmark", tuple(templates), deployments, buckets, shares, flows, (), 1.0, 0.0)
 
@@ -68,9 +80,9 @@ def started(templates: Sequence[Template], count: int, policy: Policy) -> Brain:
         for each in templates
         for place in range(len(each.replicas))
     }
-    brain = Brain(Facts({"m": ModelFacts(1e5)}, replicas), policy)
-    for action in brain.on(0.0, Planned(plan(templates, count))):
-        if isinstance(action, Start):
+    brain = Brain(FleetFacts({"m": ModelFacts(1e5)}, replicas), policy)
+    for action in brain.on(0.0, PlanReceived(plan(templates, count))):
+        if isinstance(action, StartReplica):
             brain.on(0.0, ReplicaReady(action.member.id))
     return brain
 
@@ -82,8 +94,8 @@ def cost_us(templates: Sequence[Template], count: int, policy: Policy, requests:
     begins: list[list[Event]] = []
     for each in asked:
         middle: list[Event] = [SegmentDone(each.id, 0, 0)] if len(templates) > 1 else []
-        begins.append([Arrived(each), *middle, FirstToken(each.id, 0)])
-    ends = [Finished(each.id, 0, OUTPUT_TOKENS) for each in asked]
+        begins.append([RequestArrived(each), *middle, FirstToken(each.id, 0)])
+    ends = [RequestFinished(each.id, 0, OUTPUT_TOKENS) for each in asked]
     gc.collect()
     gc.disable()
     begin_s = time.process_time()

@@ -20,20 +20,20 @@ import numpy as np
 
 from parts.common import run
 from potluck.catalog import models, nodes
-from potluck.core.brain.policy import Policy
+from potluck.core.state.policy import Policy
 from potluck.core.values.plan import Deployment, Plan
-from potluck.core.values.types import LengthBin, Offer, Region, Slo, Traffic
-from potluck.plan.problem import CODECS, Problem, ask
-from potluck.plan.running.candidates import with_candidates
-from potluck.plan.strategies import STRATEGIES, Settings, Workshop
-from potluck.plan.strategies.base import allocated
+from potluck.core.values.types import LengthBin, NodeOffer, Region, Slo, Traffic
+from potluck.plan.problem import CODECS, PlanningProblem, ask
+from potluck.plan.replan.scaling_candidates import with_candidates
+from potluck.plan.strategies import STRATEGIES, SolveSettings, TemplateFactory
+from potluck.plan.strategies.template_factory import allocated
+from potluck.runtime.resolved_plan import ResolvedPlan
 from potluck.sim.load import arrivals
 from potluck.sim.load.workload import Workload, workload
 from potluck.sim.results.metrics import summarise
 from potluck.sim.results.records import SimResult
 from potluck.sim.run import simulate
 from potluck.sim.world.faults import Fault, Faults
-from potluck.worlds.scene import Scene
 
 USD_PER_H = {"1xH800": 2.69, "1xA800-PCIe": 1.19, "1xH20": 1.50}
 SLO = Slo(1.0, 0.03)
@@ -44,11 +44,11 @@ SEED = 3
 
 def the_problem(
     rate_per_s: float, available: int = 4, lengths: tuple[int, int] = LENGTHS, slo: Slo = SLO
-) -> Problem:
+) -> PlanningProblem:
     traffic = Traffic("m", rate_per_s, (LengthBin(*lengths, 1.0),))
-    offers = tuple(Offer(node, usd, available) for node, usd in USD_PER_H.items())
+    offers = tuple(NodeOffer(node, usd, available) for node, usd in USD_PER_H.items())
     types = tuple(nodes.node_type(name) for name in USD_PER_H)
-    return Problem(
+    return PlanningProblem(
         (ask("m", models.model("Llama-3.1-8B"), slo, traffic),),
         (Region("cluster", offers),),
         types,
@@ -56,8 +56,10 @@ def the_problem(
     )
 
 
-def scene(plan: Plan, problem: Problem, lengths: tuple[int, int] = LENGTHS, slo: Slo = SLO) -> Scene:
-    return Scene(
+def scene(
+    plan: Plan, problem: PlanningProblem, lengths: tuple[int, int] = LENGTHS, slo: Slo = SLO
+) -> ResolvedPlan:
+    return ResolvedPlan(
         plan,
         {"m": problem.asks[0].model},
         problem.by_name,
@@ -84,12 +86,12 @@ def kept(result: SimResult, from_s: float, to_s: float, slo: Slo = SLO) -> float
 
 def out(strategy: str) -> dict[str, float]:
     problem = the_problem(10.0)
-    workshop = Workshop(problem)
-    plan = STRATEGIES[strategy](workshop, Settings(time_limit_s=10)).plan
+    factory = TemplateFactory(problem)
+    plan = STRATEGIES[strategy](factory, SolveSettings(time_limit_s=10)).plan
     load = load_of([10.0, 40.0, 40.0, 40.0], 300.0)
     policy = Policy(scaling="cauchy")
     figures = {}
-    for name, each in (("own", plan), ("offer", with_candidates(workshop, plan))):
+    for name, each in (("own", plan), ("offer", with_candidates(factory, plan))):
         result = simulate(scene(each, problem), load, policy, seed=SEED)
         key = f"out_{strategy}_{name}"
         figures[f"{key}_kept_after"] = kept(result, 600.0, 1200.0)
@@ -102,14 +104,14 @@ def out(strategy: str) -> dict[str, float]:
     return figures
 
 
-def combos_of(copies: int, rate_per_s: float) -> tuple[Problem, Plan]:
+def combos_of(copies: int, rate_per_s: float) -> tuple[PlanningProblem, Plan]:
     """So many combos of three H20, whatever a strategy would have chosen."""
     problem = the_problem(rate_per_s, 16, NEWS, NEWS_SLO)
-    made = {each.name: each for each in Workshop(problem).combos(problem.asks[0])}
+    made = {each.name: each for each in TemplateFactory(problem).combos(problem.asks[0])}
     chosen = (Deployment("m: combo 2 1xH20 -> 1 1xH20", "cluster", copies),)
     templates = {"m": [made[chosen[0].template]]}
-    pinned = Settings(time_limit_s=5, pins=chosen)
-    return problem, allocated(Workshop(problem), pinned, "cauchy", templates).plan
+    pinned = SolveSettings(time_limit_s=5, pins=chosen)
+    return problem, allocated(TemplateFactory(problem), pinned, "cauchy", templates).plan
 
 
 def roles() -> dict[str, float]:

@@ -21,30 +21,37 @@ from pathlib import Path
 from typing import Any
 
 from parts.common import run
-from potluck.control.gateway import GatewayClient
-from potluck.control.launch.base import NodeNews, Place, Sighting
-from potluck.control.loop import Controller
+from potluck.control.control_values import EngineSpec
+from potluck.control.controller import Controller
+from potluck.control.gateway_client import GatewayClient
+from potluck.control.launchers.launcher import EngineSighting, NodeNews, Place
 from potluck.control.store.lease import Lease
-from potluck.control.store.store import Store
-from potluck.control.values import Make
-from potluck.core.brain.actions import Action, Start
+from potluck.control.store.state_store import StateStore
 from potluck.core.brain.brain import Brain
-from potluck.core.brain.events import Planned, ReplicaLost, ReplicaReady, Reported, Status, Tick
-from potluck.core.brain.facts import Facts, ModelFacts, ReplicaFacts
-from potluck.core.brain.policy import Policy
+from potluck.core.state.actions import Action, StartReplica
+from potluck.core.state.events import (
+    PlanReceived,
+    ReplicaLost,
+    ReplicaReady,
+    ReplicaReported,
+    ReplicaStatus,
+    Tick,
+)
+from potluck.core.state.facts import FleetFacts, ModelFacts, ReplicaFacts
+from potluck.core.state.policy import Policy
 from potluck.core.values.layout import Layout, Stage, StageNode
-from potluck.core.values.member import Member
 from potluck.core.values.plan import (
-    Bucket,
     BucketCapacity,
     Deployment,
+    LengthBucket,
     NodeCount,
     Plan,
-    Replica,
-    Share,
+    PlannedReplica,
+    PlannedShare,
     Template,
     plan_mark,
 )
+from potluck.core.values.replica_spec import ReplicaSpec
 
 TEMPLATES, COPIES, REGIONS = 30, 10, 10
 LOST = 30
@@ -61,19 +68,34 @@ def template_of(place: int) -> Template:
     counts = tuple(NodeCount(name, names.count(name)) for name in dict.fromkeys(names))
     capacity = (BucketCapacity(0, 0.0, 0.0, 4.0, 0.2, 0.03),)
     return Template(
-        f"t{place}", "homogeneous", "m", counts, (Replica("mixed", Layout(stages)),), capacity, "measured"
+        f"t{place}",
+        "homogeneous",
+        "m",
+        counts,
+        (PlannedReplica("mixed", Layout(stages)),),
+        capacity,
+        "measured",
     )
 
 
 def plan_of() -> Plan:
     templates = tuple(map(template_of, range(TEMPLATES)))
     shares = tuple(
-        Share(each.name, f"r{p % REGIONS}", 0, "closed", 4.0 * COPIES) for p, each in enumerate(templates)
+        PlannedShare(each.name, f"r{p % REGIONS}", 0, "closed", 4.0 * COPIES)
+        for p, each in enumerate(templates)
     )
     deployments = tuple(Deployment(each.name, f"r{p % REGIONS}", COPIES) for p, each in enumerate(templates))
     rate_per_s = 4.0 * COPIES * TEMPLATES
     return Plan(
-        "auto", templates, deployments, (Bucket("m", 0, 100_000, rate_per_s),), shares, (), (), 1000.0, 0.0
+        "auto",
+        templates,
+        deployments,
+        (LengthBucket("m", 0, 100_000, rate_per_s),),
+        shares,
+        (),
+        (),
+        1000.0,
+        0.0,
     )
 
 
@@ -83,20 +105,20 @@ class Machines:
     def __init__(self) -> None:
         self.running: dict[str, str] = {}
 
-    def start(self, name: str, make: Make) -> Place:
+    def start(self, name: str, make: EngineSpec) -> Place:
         self.running[name] = "starting"
         return {"pid": name}
 
-    def look(self, places: dict[str, Place]) -> tuple[Sighting, ...]:
+    def look(self, places: dict[str, Place]) -> tuple[EngineSighting, ...]:
         found = []
         for name in places:
             state = self.running.get(name)
             if state is None:
-                found.append(Sighting(name, "dead", problem="its node is gone"))
+                found.append(EngineSighting(name, "dead", problem="its node is gone"))
             else:
                 self.running[name] = "up"
                 url = f"http://{name}:8100" if state == "up" else ""
-                found.append(Sighting(name, "up" if state == "up" else "starting", url))
+                found.append(EngineSighting(name, "up" if state == "up" else "starting", url))
         return tuple(found)
 
     def stop(self, name: str, place: Place) -> None:
@@ -112,14 +134,16 @@ class Gateway(GatewayClient):
     def __init__(self, brain: Brain, plan: Plan) -> None:
         super().__init__("http://127.0.0.1:1")
         self._brain, self._mark, self.now_s = brain, plan_mark(plan), 0.0
-        self.wanted_members: dict[str, Member] = {}
+        self.wanted_members: dict[str, ReplicaSpec] = {}
         self.urls: dict[str, str] = {}
 
     def hear(self, event: Any) -> None:
         self.act(self._brain.on(self.now_s, event))
 
     def act(self, actions: list[Action]) -> None:
-        self.wanted_members |= {each.member.id: each.member for each in actions if isinstance(each, Start)}
+        self.wanted_members |= {
+            each.member.id: each.member for each in actions if isinstance(each, StartReplica)
+        }
 
     def _said(self, method: str, path: str, body: object = None) -> bytes:
         if path == "/fleet":
@@ -151,7 +175,7 @@ class Gateway(GatewayClient):
 
 def measure(quick: bool) -> dict[str, float]:
     plan = plan_of()
-    facts = Facts(
+    facts = FleetFacts(
         {"m": ModelFacts(1e5)},
         {(each.name, 0): ReplicaFacts(1e-4, 1e-3, 0.02, 64, 20_000, 100_000) for each in plan.templates},
         {},
@@ -168,10 +192,10 @@ def measure(quick: bool) -> dict[str, float]:
         figures[f"{name}_cpu_s"] = (time.process_time() - before_s) / repeats
 
     with tempfile.TemporaryDirectory() as folder:
-        store = Store(Path(folder) / "state.db")
+        store = StateStore(Path(folder) / "state.db")
         store.add_plan(plan, 0.0, "benchmark")
         controller = Controller(store, Lease(store), machines, gateway)
-        timed("adopt", lambda: gateway.hear(Planned(plan)))
+        timed("adopt", lambda: gateway.hear(PlanReceived(plan)))
         figures["replicas"] = len(gateway.wanted_members)
         figures["nodes"] = sum(
             sum(plan.template(each.template).replicas[0].layout.node_counts.values())
@@ -203,7 +227,7 @@ def measure(quick: bool) -> dict[str, float]:
 def reports(gateway: Gateway) -> None:
     gateway.now_s += 0.5
     for name in gateway.urls:
-        gateway.hear(Reported(name, Status(0, 3, 0, 900, 1000, 1200, 0.02)))
+        gateway.hear(ReplicaReported(name, ReplicaStatus(0, 3, 0, 900, 1000, 1200, 0.02)))
     gateway.hear(Tick())
 
 

@@ -20,27 +20,27 @@ import time
 from parts.common import run
 from potluck.catalog import models, nodes
 from potluck.cli.serving.engine.emulate import emulation
-from potluck.core.replica.batch import Limits
+from potluck.core.replica.batch import BatchLimits
 from potluck.core.values.model import DenseFfn, FullAttention, Layer, Model
 from potluck.core.values.sampling import Sampling
-from potluck.engine.compute.executor import Draw, Executor
-from potluck.engine.compute.local import LocalExecutor
-from potluck.engine.compute.paced import Paced, steps_of
-from potluck.engine.compute.runner import Runner, Size, Work
-from potluck.engine.loop.loop import Loop
-from potluck.engine.loop.requests import Job, Token
-from potluck.engine.model.checkpoint import Seeded
-from potluck.engine.model.config import Config
+from potluck.engine.compute.emulated import EmulatedExecutor, steps_of
+from potluck.engine.compute.executor import Executor, TokenDraw
+from potluck.engine.compute.local_executor import LocalExecutor
+from potluck.engine.compute.runner import Runner, RunnerSize, SequenceWork
+from potluck.engine.loop.engine_loop import EngineLoop
+from potluck.engine.loop.messages import Job, OutputToken
+from potluck.engine.model.checkpoint import RandomSource
+from potluck.engine.model.config import EngineModelConfig
 from potluck.engine.pipeline.launch import launch, parse_stages
-from potluck.engine.pipeline.under_way import PipelineStep
+from potluck.engine.pipeline.pipeline_step import PipelineStep
 from potluck.perf.serving.phases import decode_step_s
-from potluck.perf.step import StepTimer
-from potluck.perf.timers.host import NO_HOST
+from potluck.perf.step_timer import StepTimer
+from potluck.perf.timers.engine_host import NO_HOST
 from potluck.perf.timers.roofline import roofline
 
 LAYER = Layer(FullAttention(2, 1, 16, 16), DenseFfn(64))
-SMALL = Config(Model("tiny", 32, 256, (LAYER,) * 2, 8192))
-SIZE = Size(34, 34 * 160, 2560, 2048)
+SMALL = EngineModelConfig(Model("tiny", 32, 256, (LAYER,) * 2, 8192))
+SIZE = RunnerSize(34, 34 * 160, 2560, 2048)
 SHAPES: tuple[tuple[int, int, int], ...] = (
     (0, 1, 128),
     (0, 8, 512),
@@ -62,12 +62,12 @@ def measure(quick: bool) -> dict[str, float]:
     import torch
 
     torch.set_num_threads(1)
-    local = LocalExecutor(Runner(SMALL, Seeded(1), SIZE), SIZE)
+    local = LocalExecutor(Runner(SMALL, RandomSource(1), SIZE), SIZE)
     figures: dict[str, float] = {}
     means, singles, late = [], [], 0
     for name, (node, model) in list(CASES.items())[: 1 if quick else None]:
         timer = roofline(models.model(model), nodes.node_type(node), 1)
-        paced = Paced(local, timer)
+        paced = EmulatedExecutor(local, timer)
         for shape in SHAPES:
             mean, each = step_errors(paced, local, shape, timer, 12 if quick else 30)
             figures[f"{name}_{shape[0]}_new_{shape[1]}x{shape[2]}"] = mean
@@ -84,7 +84,7 @@ def measure(quick: bool) -> dict[str, float]:
 
 
 def step_errors(
-    paced: Paced, inner: Executor, shape: tuple[int, int, int], timer: StepTimer, repeats: int
+    paced: EmulatedExecutor, inner: Executor, shape: tuple[int, int, int], timer: StepTimer, repeats: int
 ) -> tuple[float, list[float]]:
     """(error of the mean time from one step's end to the next one's, errors of the single ones) of one shape.
 
@@ -94,15 +94,15 @@ def step_errors(
     rows = [inner.open() for _ in range(decodes)]
     for row in rows:
         inner.grow(row, context + repeats + 2)
-        inner.step([Work(row, 0, [1] * context, "none")], [])
+        inner.step([SequenceWork(row, 0, [1] * context, "none")], [])
     ends, asked = [], []
     for _ in range(repeats + 1):
-        works = [Work(row, paced.held(row), [1]) for row in rows]
+        works = [SequenceWork(row, paced.held(row), [1]) for row in rows]
         extra = [paced.open()] if new else []
         for row in extra:
             paced.grow(row, new)
-            works.append(Work(row, 0, [1] * new))
-        paced.step(works, [Draw(Sampling(), 1)] * len(works))
+            works.append(SequenceWork(row, 0, [1] * new))
+        paced.step(works, [TokenDraw(Sampling(), 1)] * len(works))
         ends.append(time.monotonic())
         asked.append(works)
         for row in extra:
@@ -121,11 +121,11 @@ def overlap(rounds: int) -> dict[str, float]:
     lanes = [[executor.open() for _ in range(BATCH)] for _ in range(2)]
     for row in (each for lane in lanes for each in lane):
         executor.grow(row, 2 * rounds + 20)
-    executor.step([Work(row, 0, [1] * 8, "none") for lane in lanes for row in lane], [])
+    executor.step([SequenceWork(row, 0, [1] * 8, "none") for lane in lanes for row in lane], [])
 
     def begin(lane: list[int]) -> PipelineStep:
-        works = [Work(row, executor.held(row), [1]) for row in lane]
-        return executor.submit(works, [Draw(Sampling(), 1)] * len(works))
+        works = [SequenceWork(row, executor.held(row), [1]) for row in lane]
+        return executor.submit(works, [TokenDraw(Sampling(), 1)] * len(works))
 
     began = time.monotonic()
     for _ in range(rounds):
@@ -150,7 +150,7 @@ def overlap(rounds: int) -> dict[str, float]:
             row = executor.open()
             executor.grow(row, 2048)
             began = time.monotonic()
-            executor.step([Work(row, 0, [1] * 2048, "none")], [])
+            executor.step([SequenceWork(row, 0, [1] * 2048, "none")], [])
             times.append(time.monotonic() - began)
             executor.close(row)
         prompt_s[batches] = statistics.median(times)
@@ -165,7 +165,7 @@ def lanes(requests: int, context: int, speed_up: float) -> dict[str, float]:
     """The same pipeline behind the engine's loop, with a batch for each stage against one for both: output tokens per
     second while all requests decode, over what `perf` says it should be."""
     like = emulation("A10,A10:llama-3.1-8b", speed_up)
-    size = Size(requests + 4, requests * (context // 16 + 8), context + 100, 2048)
+    size = RunnerSize(requests + 4, requests * (context // 16 + 8), context + 100, 2048)
     executor = launch(SMALL, like.stages(parse_stages("1,1")), size, seed=1, threads=1)
     speeds = {}
     for count in (1, 2):
@@ -180,10 +180,10 @@ def lanes(requests: int, context: int, speed_up: float) -> dict[str, float]:
 def decode_speed(executor: Executor, requests: int, context: int) -> float:
     """Tokens per second from when all have begun to decode."""
     firsts: set[int] = set()
-    loop = Loop(
+    loop = EngineLoop(
         executor,
-        Limits(executor.size.blocks, 2048, requests),
-        lambda said: firsts.update(key for key, event in said if isinstance(event, Token)),
+        BatchLimits(executor.size.blocks, 2048, requests),
+        lambda said: firsts.update(key for key, event in said if isinstance(event, OutputToken)),
     )
     for key in range(requests):
         prompt = tuple((key * 31 + place * 7) % 256 for place in range(context))

@@ -79,7 +79,7 @@ def asks(count: int, vocab: int, quick: bool, *, even: bool = False) -> list[Ask
 
 
 def model_directory() -> Path:
-    from potluck.engine.shipped import shipped_model
+    from potluck.engine.shipped_model import shipped_model
 
     given = os.environ.get("POTLUCK_BENCH_MODEL")
     return Path(given) if given else shipped_model()
@@ -91,26 +91,26 @@ class Ours:
     def __init__(self, directory: Path) -> None:
         import torch
 
-        from potluck.cli.serving.engine.kinds import described
-        from potluck.core.replica.batch import Limits
-        from potluck.engine.loop.loop import Loop
-        from potluck.engine.memory.prefix import PrefixCache
-        from potluck.engine.model.checkpoint import Files
+        from potluck.cli.serving.engine.engine_kinds import described
+        from potluck.core.replica.batch import BatchLimits
+        from potluck.engine.loop.engine_loop import EngineLoop
+        from potluck.engine.memory.prefix_cache import PrefixCache
+        from potluck.engine.model.checkpoint import SafetensorsSource
         from potluck.engine.model.config import read_config
-        from potluck.engine.serve import Settings, local_executor
+        from potluck.engine.serve import EngineSettings, local_executor
 
         torch.set_num_threads(1)
-        config, settings = read_config(directory, described(directory)), Settings()
-        executor = local_executor(config, Files(directory), settings.size(config.model), "cpu")
-        limits = Limits(executor.size.blocks, settings.token_budget, settings.max_running)
+        config, settings = read_config(directory, described(directory)), EngineSettings()
+        executor = local_executor(config, SafetensorsSource(directory), settings.size(config.model), "cpu")
+        limits = BatchLimits(executor.size.blocks, settings.token_budget, settings.max_running)
         prefixes = PrefixCache(config, settings.prefix_cache_bytes)
-        self._loop = Loop(executor, limits, lambda events: None, prefixes=prefixes)
+        self._loop = EngineLoop(executor, limits, lambda events: None, prefixes=prefixes)
         self._key = self._runs = 0
         self.vocab = config.model.vocab
 
     def cpu_s(self, wanted: Sequence[Ask]) -> float:
         """CPU-seconds to answer all, submitted at once."""
-        from potluck.engine.loop.requests import Job
+        from potluck.engine.loop.messages import Job
 
         loop = self._loop
         self._runs += 1

@@ -22,9 +22,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "src"))
 
 from parts.common import skip
 from potluck.core.values.model import DenseFfn, FullAttention, Layer, Model
-from potluck.engine.compute.runner import Runner, Size, Work
-from potluck.engine.model.checkpoint import Files, Seeded, Source
-from potluck.engine.model.config import Config, Rope, read_config
+from potluck.engine.compute.runner import Runner, RunnerSize, SequenceWork
+from potluck.engine.model.checkpoint import RandomSource, SafetensorsSource, WeightSource
+from potluck.engine.model.config import EngineModelConfig, RopeConfig, read_config
 
 DATA = Path(__file__).resolve().parents[1] / "src" / "potluck" / "engine" / "data"
 SHIPPED = Model(
@@ -55,7 +55,7 @@ class Shared:
         if name.endswith("norm.weight"):
             return torch.ones(shape)
         if shape not in self._known:
-            self._known[shape] = Seeded(3).take("any", *shape)
+            self._known[shape] = RandomSource(3).take("any", *shape)
         return self._known[shape]
 
 
@@ -72,13 +72,13 @@ def steps(
         row = engine.tables.open()
         engine.tables.grow(row, prompt + decode)
         given = torch.randint(1, 4000, (prompt,), generator=chance).tolist()
-        tokens.append([int(engine.step([Work(row, 0, given)])[-1].argmax())])
+        tokens.append([int(engine.step([SequenceWork(row, 0, given)])[-1].argmax())])
         rows.append(row)
     took = []
     for place in range(decode - 1):
         behind = history or tokens
         works = [
-            Work(row, engine.tables.lengths[row], said[place : place + 1])
+            SequenceWork(row, engine.tables.lengths[row], said[place : place + 1])
             for row, said in zip(rows, behind, strict=True)
         ]
         torch.cuda.synchronize()
@@ -92,8 +92,10 @@ def steps(
     return tokens, took[5:]
 
 
-def compare(config: Config, source: Source, dtype: torch.dtype, prompt: int, decode: int) -> dict[str, float]:
-    engine = Runner(config, source, Size(40, 40 * 32, 2048), device="cuda", dtype=dtype)
+def compare(
+    config: EngineModelConfig, source: WeightSource, dtype: torch.dtype, prompt: int, decode: int
+) -> dict[str, float]:
+    engine = Runner(config, source, RunnerSize(40, 40 * 32, 2048), device="cuda", dtype=dtype)
     graphs, figures = engine._graphs, {}
     assert graphs is not None
     for count in (1, 8, 32):
@@ -118,14 +120,16 @@ def main() -> int:
     if not torch.cuda.is_available():
         return skip("engine_gpu", "there is no CUDA device")
     found: dict[str, object] = {"device": torch.cuda.get_device_name(), "torch": torch.__version__}
-    shipped = Config(SHIPPED, rope=Rope(theta=10000.0), norm_eps=1e-6)
+    shipped = EngineModelConfig(SHIPPED, rope=RopeConfig(theta=10000.0), norm_eps=1e-6)
     hybrid = read_config(DATA / "words-hybrid", None)
-    words = Files(DATA / "words")
+    words = SafetensorsSource(DATA / "words")
     found["words float32"] = compare(shipped, words, torch.float32, 150, 60)
     found["words bfloat16"] = compare(shipped, words, torch.bfloat16, 150, 60)
-    found["words-hybrid float32"] = compare(hybrid, Files(DATA / "words-hybrid"), torch.float32, 150, 40)
+    found["words-hybrid float32"] = compare(
+        hybrid, SafetensorsSource(DATA / "words-hybrid"), torch.float32, 150, 40
+    )
     found["large bfloat16"] = compare(
-        Config(LARGE, rope=Rope(theta=10000.0)), Shared(), torch.bfloat16, 300, 60
+        EngineModelConfig(LARGE, rope=RopeConfig(theta=10000.0)), Shared(), torch.bfloat16, 300, 60
     )
     print(json.dumps(found, indent=1))
     return 0

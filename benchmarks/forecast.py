@@ -6,11 +6,11 @@ history that the forecaster learns from; the second is served, in simulation, se
     oracle           for every ten minutes the cheapest plan that serves them; no start-up, nothing to be drained
     static peak      one plan for the week's highest ten minutes; static mean: for its mean
     replan           re-allocation every six minutes at the rates now seen
-    ahead            re-allocation at the rates forecast (core/scale/ahead.py)
+    ahead            re-allocation at the rates forecast (core/scaling/predictive.py)
 
 The oracle's plans are served too: all the ten minutes that have the same plan, one after another, on that plan. What
 the others pay over it is taken apart, and what they miss (forecast_parts.py). Engines take steps that fit the
-objective (perf/serving/budget.py); `POTLUCK_PACED=0` gives all of them 2048 tokens a step.
+objective (perf/serving/step_budget.py); `POTLUCK_PACED=0` gives all of them 2048 tokens a step.
 
 A reversal is a start and a drain of one template within 30 minutes. `--quick` serves the first hour of the week with
 `replan` and `ahead`.
@@ -31,20 +31,20 @@ import numpy as np
 from autoscale import DATA, NAME, RATE_PER_S, RUNNING, SEED, SLO, STEP_S, lengths, the_problem
 from parts.common import run, skip
 from parts.forecast_parts import Stairs, missed, paid
-from potluck.core.brain.policy import Policy
-from potluck.core.scale.ahead import BURST_S
-from potluck.core.scale.replan import MARGIN
+from potluck.core.scaling.periodic_replan import MARGIN
+from potluck.core.scaling.predictive import BURST_S
+from potluck.core.state.policy import Policy
 from potluck.core.values.plan import Plan
-from potluck.plan.strategies import STRATEGIES, Settings, Workshop
-from potluck.rehearse.factors import scaled
+from potluck.plan.strategies import STRATEGIES, SolveSettings, TemplateFactory
+from potluck.rehearse.demand_factors import scaled
+from potluck.runtime.resolved_plan import ResolvedPlan
 from potluck.sim.load import arrivals
-from potluck.sim.load.lengths import draw
+from potluck.sim.load.draw_lengths import draw
 from potluck.sim.load.workload import Workload, workload
 from potluck.sim.results.metrics import summarise
 from potluck.sim.results.records import ReplicaRecord, SimResult
 from potluck.sim.run import simulate
-from potluck.sim.world.moment import Moment
-from potluck.worlds.scene import Scene
+from potluck.sim.world.plan_question import PlanQuestion
 
 SOURCE = os.environ.get("POTLUCK_SOURCE", "m-large")
 DAYS = int(os.environ.get("POTLUCK_DAYS", "7"))
@@ -80,8 +80,8 @@ def two_weeks() -> np.ndarray | None:
 class Planner:
     """Plans for any rate, from what runs: starting a copy has its price. Templates are made once."""
 
-    def __init__(self, workshop: Workshop) -> None:
-        self._workshop = workshop
+    def __init__(self, factory: TemplateFactory) -> None:
+        self._workshop = factory
         self._running: Plan | None = None
         self._known: dict[float, Plan] = {}
         self.asked: list[tuple[float, float, float]] = []
@@ -99,7 +99,7 @@ class Planner:
         self.asked = [(0.0, rate_per_s, self._running.cost_usd_per_h)]
         return self._running
 
-    def next(self, moment: Moment) -> Plan:
+    def next(self, moment: PlanQuestion) -> Plan:
         rate_per_s = max(dict(moment.rates_per_s)[NAME], 0.05)
         self._running = self._plan(rate_per_s, self._running)
         self.asked.append((moment.at_s, rate_per_s, self._running.cost_usd_per_h))
@@ -111,11 +111,11 @@ class Planner:
         if running is not None:
             problem = replace(problem, init_penalty=START_S / LIFE_S)
         shop = replace(self._workshop, problem=problem)
-        return STRATEGIES["auto"](shop, Settings(time_limit_s=LIMIT_S, running=running)).plan
+        return STRATEGIES["auto"](shop, SolveSettings(time_limit_s=LIMIT_S, running=running)).plan
 
 
 def served(
-    policy: Policy, planner: Planner, problem: Scene, load: Workload, react: Callable[..., Plan]
+    policy: Policy, planner: Planner, problem: ResolvedPlan, load: Workload, react: Callable[..., Plan]
 ) -> tuple[dict[str, float], SimResult]:
     start_s = time.process_time()
     result = simulate(
@@ -167,7 +167,7 @@ def asks(policy: Policy) -> Callable[[np.ndarray], np.ndarray]:
 
 
 def oracle_kept(
-    planner: Planner, workshop: Workshop, stairs: Stairs, week: np.ndarray, load: Workload
+    planner: Planner, factory: TemplateFactory, stairs: Stairs, week: np.ndarray, load: Workload
 ) -> dict[str, float]:
     """The oracle's plans at work: its attainment and what it misses. Plans that cost the same are the same."""
     bins: dict[float, list[int]] = {}
@@ -186,16 +186,16 @@ def oracle_kept(
             continue
         mine = workload(NAME, np.concatenate(when), load.prompt_tokens[rows], load.output_tokens[rows])
         policy = Policy(tick_s=RUNNING.tick_s)
-        result = simulate(scene(plan, workshop, load, ()), mine, policy, seed=SEED, settings=RUNNING)
+        result = simulate(scene(plan, factory, load, ()), mine, policy, seed=SEED, settings=RUNNING)
         kept = {"attainment": summarise(result).models[0].attainment or 0.0} | missed(result)
         for name, value in kept.items():
             found[name] += value * len(rows) / len(load)
     return found
 
 
-def scene(plan: Plan, workshop: Workshop, load: Workload, history: Sequence[float]) -> Scene:
-    problem = workshop.problem
-    return Scene(
+def scene(plan: Plan, factory: TemplateFactory, load: Workload, history: Sequence[float]) -> ResolvedPlan:
+    problem = factory.problem
+    return ResolvedPlan(
         plan,
         {NAME: problem.asks[0].model},
         problem.by_name,
@@ -214,12 +214,12 @@ def measure(rates: np.ndarray, quick: bool) -> dict[str, float]:
     rng = np.random.default_rng(SEED)
     when = arrivals.curve(rng, list(week), STEP_S)
     load = workload(NAME, when, *draw(rng, lengths(), len(when)))
-    workshop = Workshop(the_problem(RATE_PER_S))
-    planner = Planner(workshop)
+    factory = TemplateFactory(the_problem(RATE_PER_S))
+    planner = Planner(factory)
     stairs = Stairs(lambda rate_per_s: planner.fresh(rate_per_s).cost_usd_per_h)
     oracle_usd = stairs.usd(week, STEP_S)
     figures = {"requests": float(len(load)), "hours": len(week) / 6, "oracle_usd": oracle_usd}
-    oracle = oracle_kept(planner, workshop, stairs, week, load)
+    oracle = oracle_kept(planner, factory, stairs, week, load)
     figures |= {f"oracle_{name}": value for name, value in oracle.items()}
     say(
         f"  oracle       {oracle_usd:8.2f} USD  {oracle['attainment']:7.2%} within the objective{causes(oracle)}"
@@ -235,7 +235,7 @@ def measure(rates: np.ndarray, quick: bool) -> dict[str, float]:
         say(f"left out: all but {len(week) / 6:g} h, the fleets that stay")
     for name, policy, start in rows[2:] if quick else rows:
         plan = planner.begin(start)
-        problem = scene(plan, workshop, load, history)
+        problem = scene(plan, factory, load, history)
         found, result = served(policy, planner, problem, load, planner.next)
         key = name.replace(" ", "_")
         lost = missed(result)
@@ -249,7 +249,7 @@ def measure(rates: np.ndarray, quick: bool) -> dict[str, float]:
         )
         if policy.scaling != "none":
             keep_s = policy.keep_s if policy.scaling == "ahead" else 0.0
-            regions = workshop.problem.regions
+            regions = factory.problem.regions
             parts = paid(result, regions, week, STEP_S, planner.asked, asks(policy), keep_s, stairs)
             figures |= {f"{key}_part_{what}": value for what, value in parts.items()}
             say("               " + ", ".join(f"{what} {value:+.1%}" for what, value in parts.items()))

@@ -24,12 +24,12 @@ from pathlib import Path
 from typing import Any
 
 from parts import common
-from potluck.core.values.sampling import Choice
-from potluck.gateway.door.cards import ModelCard
-from potluck.gateway.door.front import FrontDoor
-from potluck.gateway.http.port import open_port
+from potluck.core.values.sampling import SampledToken
+from potluck.gateway.http.client_listener import open_port
+from potluck.gateway.interfaces import AnswerSink, ChoiceRequest
 from potluck.gateway.meters import SilentMeter
-from potluck.gateway.parts import Answer, Asked
+from potluck.gateway.openai.handler import ClientHandler
+from potluck.gateway.openai.model_card import ModelCard
 
 SEED = 14
 MODEL = "tiny"
@@ -83,12 +83,12 @@ LIMITS = (
 class Instant:
     """A driver whose engines answer at once."""
 
-    def begin(self, asked: Asked, answer: Answer) -> None:
+    def begin(self, asked: ChoiceRequest, answer: AnswerSink) -> None:
         if not asked.prompt:
             answer.relay_begin(200, b"application/json")
             answer.relay(json.dumps(PLAIN_CHAT if b"chat" in asked.path else PLAIN_TEXT).encode())
             answer.relay_end()
-        elif not answer.tokens([Choice(7, -0.5, ((7, -0.5),)), Choice(8, -0.5, ())]):
+        elif not answer.tokens([SampledToken(7, -0.5, ((7, -0.5),)), SampledToken(8, -0.5, ())]):
             answer.finished("length", 0)
 
     def cancel(self, request: str) -> None: ...
@@ -105,7 +105,7 @@ async def serve() -> None:
         MODEL: ModelCard(MODEL, 4096, None, vocab=100),
         "plain": ModelCard("plain", 4096, None, plain=True),
     }
-    port = await open_port(FrontDoor(cards, Instant(), SilentMeter()), "127.0.0.1", 0)
+    port = await open_port(ClientHandler(cards, Instant(), SilentMeter()), "127.0.0.1", 0)
     print(port.address, flush=True)
     await asyncio.Event().wait()
 

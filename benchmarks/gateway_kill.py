@@ -38,7 +38,7 @@ from live_fleet import LiveFleet, Process
 from live_plans import COMBO, MODEL, WHOLE, Unit, write_plans
 
 import potluck.engine
-from potluck.load.client import Shot, shoot
+from potluck.loadgen.load_client import TimedRequest, shoot
 
 WORDS = Path(potluck.engine.__file__).parent / "data" / "words"
 KINDS = ("killed", "stopped", "lying", "desk")
@@ -60,7 +60,7 @@ class Load:
     stopped_s: float = 4.0
 
 
-def shots_of(load: Load, seed: int) -> list[Shot]:
+def shots_of(load: Load, seed: int) -> list[TimedRequest]:
     """Half of them greedy, half drawn with a seed; every fourth with a stop string."""
     chance = random.Random(seed)
     made = []
@@ -73,11 +73,11 @@ def shots_of(load: Load, seed: int) -> list[Shot]:
             extra |= {"temperature": 0.9, "seed": place}
         if place % 4 == 3:
             extra |= {"stop": ["qu", "zzz"]}
-        made.append(Shot(place * load.over_s / load.streams, MODEL, prompt, load.output, extra=extra))
+        made.append(TimedRequest(place * load.over_s / load.streams, MODEL, prompt, load.output, extra=extra))
     return made
 
 
-def reference(url: str, shot: Shot) -> str:
+def reference(url: str, shot: TimedRequest) -> str:
     """What an engine says that nobody disturbs."""
     body = {
         "model": shot.model,
@@ -161,10 +161,10 @@ class LyingFleet(LiveFleet):
     def _start_engines(self) -> None:
         super()._start_engines()
         liar = Path(__file__).resolve().parent.parent / "tools" / "lying_engine.py"
-        arguments = [sys.executable, str(liar), str(self.roster[0]["url"])]
+        arguments = [sys.executable, str(liar), str(self.engine_list[0]["url"])]
         self.liar = Process(arguments, self.folder / "liar.log", self._env)
         self.liar.start()
-        self.roster[0]["url"] = self.liar.hear()["url"]
+        self.engine_list[0]["url"] = self.liar.hear()["url"]
 
     def close(self) -> None:
         super().close()
@@ -208,7 +208,9 @@ def failures_of(fleet: LiveFleet) -> float:
     return sum(map(float, counts))
 
 
-def figures_of(shots: list[Shot], expected: list[str], happened: int, failures: float) -> dict[str, float]:
+def figures_of(
+    shots: list[TimedRequest], expected: list[str], happened: int, failures: float
+) -> dict[str, float]:
     right = [shot.ended and shot.text == text for shot, text in zip(shots, expected, strict=True)]
     for shot, text, fine in zip(shots, expected, right, strict=True):
         if not fine:

@@ -37,10 +37,10 @@ from parts.common import ROOT, run
 sys.path.insert(0, str(ROOT / "tools"))
 from live_fleet import LiveFleet
 
-from potluck.cli.trying.simulation import Inputs, read_inputs, scene_of
-from potluck.core.brain.policy import Policy
-from potluck.gateway.door.keys import new_key
-from potluck.load.client import Shot, fire, server_of, shoot
+from potluck.cli.simulating.simulation import SimulationInputs, read_inputs, scene_of
+from potluck.core.state.policy import Policy
+from potluck.gateway.openai.keys import new_key
+from potluck.loadgen.load_client import TimedRequest, fire, server_of, shoot
 from potluck.sim.load.workload import Workload, at_rate, of_traffic
 from potluck.sim.run import simulate
 
@@ -116,9 +116,9 @@ class Live:
         self.spec, self.plan = self.folder / "spec.yaml", self.folder / "plan.json"
         self.spec.write_text(SPEC)
         potluck("plan", str(self.spec), "--strategy", strategy, "--out", str(self.plan))
-        self.inputs: Inputs = read_inputs((self.plan, self.spec), 0.0, lambda line: None, lambda spec: None)[
-            0
-        ]
+        self.inputs: SimulationInputs = read_inputs(
+            (self.plan, self.spec), 0.0, lambda line: None, lambda spec: None
+        )[0]
 
     def requests(self, count: int, rate_per_s: float | None = None, seed: int = SEED) -> Workload:
         made = of_traffic([model.traffic for model in self.inputs.spec.models], count, seed)
@@ -195,11 +195,11 @@ def fidelity(live: Live, count: int) -> dict[str, float]:
     return figures
 
 
-def good(shot: Shot) -> bool:
+def good(shot: TimedRequest) -> bool:
     return shot.ended and shot.ttft_s <= TTFT_S and shot.tpot_s <= TPOT_S
 
 
-async def probed(url: str, shots: Sequence[Shot]) -> list[float]:
+async def probed(url: str, shots: Sequence[TimedRequest]) -> list[float]:
     """Send all shots, and meanwhile ask for the gateway's health; how long that took each time."""
     to, took_s = server_of(url), []
 

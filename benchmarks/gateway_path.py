@@ -32,16 +32,16 @@ from parts import common
 from parts import gateway_clients as clients
 from parts import gateway_proxies as proxies
 from parts import gateway_upstream as upstream
-from potluck.cli.trying.simulation import policy_of, read_inputs, scene_of
-from potluck.gateway.collector import calm
-from potluck.gateway.desk.center import Center
-from potluck.gateway.http.calls import Calls
+from potluck.cli.simulating.simulation import policy_of, read_inputs, scene_of
+from potluck.gateway.brain_loop.gateway_core import GatewayCore
+from potluck.gateway.gc_tuning import calm
+from potluck.gateway.http.client_connection import ClientConnection
+from potluck.gateway.http.client_listener import ClientListener
+from potluck.gateway.http.connection_pool import ConnectionPool
+from potluck.gateway.http.engine_connection import EngineCall, EngineConnection
 from potluck.gateway.http.limits import HttpLimits
-from potluck.gateway.http.port import Port
-from potluck.gateway.http.visit import Visit
-from potluck.gateway.http.wire import OpenCall, Wire
-from potluck.gateway.serve import Alone, Operators, notes_of
-from potluck.gateway.settings import Places, Settings
+from potluck.gateway.serve import AdminServer, SingleWorker, notes_of
+from potluck.gateway.settings import GatewaySettings, ListenAddresses
 
 ENGINES = 16
 TOKENS = 64
@@ -71,7 +71,7 @@ class Sink:
 class Answering(Sink):
     """The engine's end of a connection: probes are answered at once, requests wait to be asked for."""
 
-    def __init__(self, wire: Wire, waiting: list[Wire]) -> None:
+    def __init__(self, wire: EngineConnection, waiting: list[EngineConnection]) -> None:
         super().__init__()
         self._wire, self._waiting = wire, waiting
         self.write = self._asked  # type: ignore[assignment]
@@ -84,16 +84,16 @@ class Answering(Sink):
             asyncio.get_running_loop().call_soon(self._wire.data_received, known)
 
 
-class Bench(Calls):
+class Bench(ConnectionPool):
     """Calls that open no connections."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.waiting: list[Wire] = []
+        self.waiting: list[EngineConnection] = []
 
-    def _open(self, call: OpenCall) -> None:
+    def _open(self, call: EngineCall) -> None:
         call.fresh = True
-        wire = Wire(self, call.address)
+        wire = EngineConnection(self, call.address)
         wire.connection_made(cast(asyncio.Transport, Answering(wire, self.waiting)))
         wire.take(call)
 
@@ -105,22 +105,22 @@ class Stage:
         inputs, rules = read_inputs(
             (home / "plan.json", home / "spec.yaml"), 0.0, print, lambda read: policy_of((), read.policy)
         )
-        scene = scene_of(inputs)
-        settings = Settings(Places(), engines=home / "engines.yaml", keys=home / "keys.jsonl")
+        resolved = scene_of(inputs)
+        settings = GatewaySettings(ListenAddresses(), engines=home / "engines.yaml", keys=home / "keys.jsonl")
         self.calls = Bench()
-        self.center = Center(scene, rules, self.calls, roster=settings.engines)
-        operators = Operators(self.center, settings)
-        assert self.center.roster is not None
-        notes = notes_of(scene, {}, self.center.roster.entries)
-        alone = Alone(self.center, self.calls, operators.meter, settings, notes)
-        self.port = Port(alone._worker.door, HttpLimits())
+        self.core = GatewayCore(resolved, rules, self.calls, engine_list=settings.engines)
+        operators = AdminServer(self.core, settings)
+        assert self.core.engine_list is not None
+        notes = notes_of(resolved, {}, self.core.engine_list.entries)
+        alone = SingleWorker(self.core, self.calls, operators.meter, settings, notes)
+        self.port = ClientListener(alone._worker.door, HttpLimits())
         self.sink = Sink()
-        self.visit = Visit(self.port)
+        self.visit = ClientConnection(self.port)
 
     async def start(self) -> None:
-        self.center.start()
+        self.core.start()
         until_s = time.monotonic() + 10
-        while self.center.lacking("bench") and time.monotonic() < until_s:
+        while self.core.lacking("bench") and time.monotonic() < until_s:
             await asyncio.sleep(0.05)
         self.visit.connection_made(cast(asyncio.Transport, self.sink))
         calm()
@@ -225,7 +225,7 @@ async def measured(home: Path, quick: bool, shown: bool) -> dict[str, float]:
         "us_per_token": 1e5 * (least_s(tokens, rounds) - least_s(begun, rounds)) / TOKENS,
     }
     found["request_by_hop"] = found["us_per_request"] / (1e6 * hop_s())
-    await stage.center.close()
+    await stage.core.close()
     await stage.calls.close()
     return found
 

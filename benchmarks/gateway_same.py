@@ -48,10 +48,10 @@ from live_plans import COMBO, MODEL, PAIR, REMOTE, WHOLE, Unit, write_plans
 
 import potluck.engine
 from parts.same_asks import Ask, asks_of, other_way
-from potluck.core.brain.actions import Run, Start
-from potluck.core.brain.events import Finished
+from potluck.core.state.actions import Run, StartReplica
+from potluck.core.state.events import RequestFinished
 from potluck.core.values.types import Codec
-from potluck.worlds.lines import read_line
+from potluck.runtime.log_lines import read_line
 
 DATA = Path(potluck.engine.__file__).parent / "data"
 MODELS = ("words", "words-hybrid")
@@ -202,11 +202,11 @@ def taken_of(log: Path) -> tuple[Counter[str], set[int]]:
             continue
         _, event, actions = read_line(text, f"log:{number}")
         for action in actions:
-            if isinstance(action, Start):
+            if isinstance(action, StartReplica):
                 regions[action.member.id] = action.member.region
             elif isinstance(action, Run):
                 runs[action.request, action.attempt] = action
-        if isinstance(event, Finished):
+        if isinstance(event, RequestFinished):
             run = runs[event.request, event.attempt]
             taken[kind_of(run, regions)] += 1
             cuts |= {each.stop for each in run.route.segments if each.stop not in (None, run.prompt_tokens)}
@@ -231,7 +231,7 @@ def wait_for_all(fleet: LiveFleet) -> None:
     while time.monotonic() < until_s:
         with urllib.request.urlopen(f"{fleet.admin}/snapshot", timeout=10) as answer:
             states = [each["state"] for each in json.load(answer)["replicas"]]
-        if states == ["ready"] * len(fleet.roster):
+        if states == ["ready"] * len(fleet.engine_list):
             return
         time.sleep(0.1)
     raise RuntimeError(f"not all replicas got ready: {states}")

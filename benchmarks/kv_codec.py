@@ -28,7 +28,7 @@ from texts import unseen
 
 if TYPE_CHECKING:
     from potluck.engine.compute.runner import Runner
-    from potluck.engine.memory.handover import Parcel
+    from potluck.engine.memory.handover import KvChunk
 
 SHAPE = (2048, 2, 8, 128)
 PREFIX, SCORED = 384, 128
@@ -110,7 +110,7 @@ def windows(name: str) -> list[list[int]]:
     return [ids[start : start + size + 1] for start in range(0, len(ids) - size, size)]
 
 
-def handed_over(parcel: Parcel, codec: Codec, errors: dict[str, Errors]) -> Parcel:
+def handed_over(parcel: KvChunk, codec: Codec, errors: dict[str, Errors]) -> KvChunk:
     found = encode(parcel.data, parcel.part, parcel.dtype, parcel.shape, codec)
     data = decode(found.parameters, found.payload, parcel.part, parcel.dtype, parcel.shape, codec)
     if codec != "raw":
@@ -123,7 +123,7 @@ def handed_over(parcel: Parcel, codec: Codec, errors: dict[str, Errors]) -> Parc
     return replace(parcel, data=data)
 
 
-def states_in_four_bits(parcel: Parcel) -> Parcel:
+def states_in_four_bits(parcel: KvChunk) -> KvChunk:
     """What the codec does not do: a state as if it were values, so that rows have groups of 64 in four bits."""
     if parcel.part not in ("conv", "memory"):
         return handed_over(parcel, "int4", {})
@@ -138,20 +138,20 @@ def states_in_four_bits(parcel: Parcel) -> Parcel:
     return replace(parcel, data=from_floats(data.reshape(shape)[:, 1].copy(), parcel.dtype))
 
 
-def scored(runner: Runner, tokens: list[int], parcels: list[Parcel]) -> float:
+def scored(runner: Runner, tokens: list[int], parcels: list[KvChunk]) -> float:
     """The loss of the tokens behind the prefix, summed."""
     import torch
 
-    from potluck.engine.compute.runner import Work
-    from potluck.engine.memory.handover import Arrival, manifest
+    from potluck.engine.compute.runner import SequenceWork
+    from potluck.engine.memory.handover import IncomingHandover, manifest
 
     row = runner.tables.open()
-    arrival = Arrival(runner, row, manifest(runner, tokens, 0, PREFIX), tokens)
+    arrival = IncomingHandover(runner, row, manifest(runner, tokens, 0, PREFIX), tokens)
     for parcel in parcels:
         arrival.accept(parcel)
     arrival.finish()
     runner.tables.grow(row, PREFIX + SCORED)
-    logits = runner.step([Work(row, PREFIX, tokens[PREFIX : PREFIX + SCORED], "all")])
+    logits = runner.step([SequenceWork(row, PREFIX, tokens[PREFIX : PREFIX + SCORED], "all")])
     runner.tables.close(row)
     wanted = torch.tensor(tokens[PREFIX + 1 : PREFIX + SCORED + 1])
     return float(torch.nn.functional.cross_entropy(logits.float(), wanted, reduction="sum"))
@@ -161,24 +161,24 @@ def perplexities(name: str, dtype: str, most: int | None) -> Iterator[tuple[str,
     import torch
 
     import potluck.engine
-    from potluck.cli.serving.engine.kinds import described
-    from potluck.engine.compute.runner import Runner, Size, Work
+    from potluck.cli.serving.engine.engine_kinds import described
+    from potluck.engine.compute.runner import Runner, RunnerSize, SequenceWork
     from potluck.engine.memory.handover import pack
-    from potluck.engine.model.checkpoint import Files
+    from potluck.engine.model.checkpoint import SafetensorsSource
     from potluck.engine.model.config import read_config
 
     torch.set_num_threads(1)
     directory = Path(potluck.engine.__file__).parent / "data" / name
     config = read_config(directory, described(directory))
-    size = Size(rows=2, blocks=100, max_tokens=1024)
-    runner = Runner(config, Files(directory), size, dtype=getattr(torch, dtype))
+    size = RunnerSize(rows=2, blocks=100, max_tokens=1024)
+    runner = Runner(config, SafetensorsSource(directory), size, dtype=getattr(torch, dtype))
     losses: dict[Codec, float] = {"raw": 0.0, "int8": 0.0, "int4": 0.0}
     errors: dict[Codec, dict[str, Errors]] = {codec: {} for codec in losses}
     count, four_bit_states = 0, 0.0
     for tokens in windows(name)[:most]:
         row = runner.tables.open()
         runner.tables.grow(row, PREFIX)
-        runner.step([Work(row, 0, tokens[:PREFIX], "none")])
+        runner.step([SequenceWork(row, 0, tokens[:PREFIX], "none")])
         layers = range(config.model.layer_count)
         parcels = [parcel for layer in layers for parcel in pack(runner, row, layer, 0, PREFIX)]
         for codec in losses:

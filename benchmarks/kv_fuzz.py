@@ -18,12 +18,12 @@ import zlib
 
 from parts import common
 from potluck.core.errors import FormatError
-from potluck.kv.codec.layout import CODEC_IDS, Codec, sizes
-from potluck.kv.parcels import Manifest, Parcel
-from potluck.kv.receive.assembly import Assembly
-from potluck.kv.send.load import Load, pack
+from potluck.kv.chunks import KvChunk, KvManifest
+from potluck.kv.codec.codec_layout import CODEC_IDS, Codec, sizes
+from potluck.kv.receive.assembly import ChunkAssembly
+from potluck.kv.send.send_queue import SendQueue, pack
 from potluck.kv.wire import frames as wire
-from potluck.kv.wire.check import sums
+from potluck.kv.wire.checksum import sums
 
 SEED = 20
 WINDOW_BYTES, CHUNK_BYTES = 1 << 15, 1 << 10
@@ -33,7 +33,7 @@ TARGETS = {"crashes": ("==", 0.0)}
 
 def sound(draw: random.Random) -> list[tuple[wire.Message, bytes]]:
     """A stream as a sender would send it."""
-    load = Load(CHUNK_BYTES)
+    load = SendQueue(CHUNK_BYTES)
     load.open(1 << 30)
     load.join(0, 1 << 20)
     for layer in range(draw.randint(1, 3)):
@@ -43,16 +43,25 @@ def sound(draw: random.Random) -> list[tuple[wire.Message, bytes]]:
         dtype = draw.choice(wire.DTYPES)
         size = sizes(part, dtype, shape, codec)
         data, parameters = draw.randbytes(size.payload_bytes), draw.randbytes(size.parameter_bytes)
-        load.put(pack(Parcel(layer, part, 0, shape[0], dtype, shape, data, codec, parameters), CHUNK_BYTES))
+        load.put(pack(KvChunk(layer, part, 0, shape[0], dtype, shape, data, codec, parameters), CHUNK_BYTES))
     load.finish()
-    manifest = Manifest("f" * 32, 0, 9, "ab" * 32)
-    stream: list[tuple[wire.Message, bytes]] = [(wire.Opening(bytes(16), manifest, CHUNK_BYTES, False), b"")]
+    manifest = KvManifest("f" * 32, 0, 9, "ab" * 32)
+    stream: list[tuple[wire.Message, bytes]] = [
+        (wire.TransferOpening(bytes(16), manifest, CHUNK_BYTES, False), b"")
+    ]
     while (todo := load.next(0)) is not None:
         stream.append((todo[0], bytes(todo[1])) if isinstance(todo, tuple) else (todo, b""))
         if draw.random() < 0.1:
-            stream.append((wire.Beat(), b""))
-    stream.append((draw.choice((wire.Ack(1, 2), wire.Done(), wire.Problem("x"), wire.Refused())), b""))
-    hello = wire.Hello(bytes(16), bytes(32), "h" * 43, 0, 9, 9, 9, wire.Shared(bytes(16), bytes(16), 2))
+            stream.append((wire.Heartbeat(), b""))
+    stream.append(
+        (
+            draw.choice((wire.Ack(1, 2), wire.TransferDone(), wire.SenderProblem("x"), wire.HandleRefused())),
+            b"",
+        )
+    )
+    hello = wire.Hello(
+        bytes(16), bytes(32), "h" * 43, 0, 9, 9, 9, wire.SharedMemoryOffer(bytes(16), bytes(16), 2)
+    )
     return [*stream, (hello, b"")]
 
 
@@ -96,7 +105,7 @@ class Receiver:
         self._sent = sent
         self.held_bytes = 0
         self.parcels = 0
-        self._assembly = Assembly(WINDOW_BYTES, CHUNK_BYTES, self._take, self._give)
+        self._assembly = ChunkAssembly(WINDOW_BYTES, CHUNK_BYTES, self._take, self._give)
 
     def _take(self, size: int) -> memoryview:
         self.held_bytes += size
@@ -108,9 +117,9 @@ class Receiver:
         self.held_bytes -= len(buffer)
 
     def take(self, message: wire.Message, data: bytes) -> None:
-        if isinstance(message, wire.End):
+        if isinstance(message, wire.TransferEnd):
             self._assembly.ended(message)
-        if not isinstance(message, wire.Chunk) or not message.inline:
+        if not isinstance(message, wire.ChunkPiece) or not message.inline:
             return
         place = self._assembly.place(message, 1)
         if place is None:

@@ -24,8 +24,8 @@ from pathlib import Path
 from parts.common import ROOT, cpu_s, run, skip
 from potluck.catalog.models import model
 from potluck.core.replica.block_layout import checkpoints_at, pool_layout
-from potluck.core.replica.blocks import BlockPool, Changes, Found
-from potluck.core.routing.index import Announcer, GlobalIndex
+from potluck.core.replica.blocks import BlockPool, CacheChanges, PrefixHit
+from potluck.core.routing.prefix_index import CacheAnnouncer, PrefixIndex
 
 TRACE = "mooncake_fast25_conversation.jsonl.gz"
 DATA = Path(os.environ.get("POTLUCK_DATA", ROOT.parent / "shared" / "data"))
@@ -35,7 +35,7 @@ SHARES = (1.0, 0.5, 0.2, 0.1, 0.05, 0.02, 0.01)
 QUICK_SHARES = (1.0, 0.1)
 SEED = 7
 
-Policy = Callable[[Found, int], Sequence[int]]
+Policy = Callable[[PrefixHit, int], Sequence[int]]
 POLICIES: dict[str, Policy] = {
     "ends": lambda found, blocks: (blocks,) if blocks else (),
     "branches": checkpoints_at,
@@ -74,7 +74,7 @@ def infinite(trace: Sequence[Prompt], policy: Policy | None = None) -> tuple[flo
         total += len(prompt)
         blocks.update(prompt)
         if policy is not None:
-            about = Found(found * TOKENS, found, None, shared)
+            about = PrefixHit(found * TOKENS, found, None, shared)
             marks.update(prompt[depth - 1] for depth in policy(about, prompt.full))
     return hits / total, len(blocks), len(marks)
 
@@ -154,15 +154,15 @@ def operations(trace: Sequence[Prompt], quick: bool) -> Iterator[tuple[str, floa
 
 def index_operations(trace: Sequence[Prompt], quick: bool) -> Iterator[tuple[str, float]]:
     """Eight replicas in two clusters report what they keep of the trace; then its prompts are looked up."""
-    index = GlobalIndex()
-    announcers = [Announcer(f"r{place}", 1) for place in range(8)]
+    index = PrefixIndex()
+    announcers = [CacheAnnouncer(f"r{place}", 1) for place in range(8)]
     pools = [BlockPool(20_000, block_tokens=TOKENS) for _ in announcers]
     events = []
     blocks = 0
     for place, prompt in enumerate(trace):
         pool = pools[place % 8]
         pool.keep(prompt)
-        changes: Changes = pool.changes()
+        changes: CacheChanges = pool.changes()
         blocks += len(changes.added) + len(changes.removed)
         events.append(announcers[place % 8].report(changes))
 

@@ -2,7 +2,7 @@
 
 Arrivals are smooth (gaps with a variation of 0.1) and lengths just as often as was planned for, in random order:
 nothing but the plan, the routing and the hardware decides.
-A run passes when (`sim/results/planned.py` has the rules)
+A run passes when (`sim/results/plan_comparison.py` has the rules)
 
     served      the answered share is within 2 points of the planned one
     attained    as many are within the objective as was promised
@@ -43,23 +43,23 @@ from pathlib import Path
 
 from parts.common import ROOT, Budget, run
 from parts.planned_specs import KINDS, spec_text
-from potluck.cli.common.problems import load_problem, read_spec
-from potluck.cli.planning.rehearse import Asked, trial_of
-from potluck.cli.trying.simulation import Inputs, scene_of
+from potluck.cli.common.problem_options import load_problem, read_spec
+from potluck.cli.planning.rehearsal_options import RehearsalOptions, trial_of
+from potluck.cli.simulating.simulation import SimulationInputs, scene_of
 from potluck.core.errors import PotluckError
 from potluck.core.values.plan import Plan
 from potluck.plan.problem import CODECS
-from potluck.plan.strategies import STRATEGIES, Settings, Workshop
-from potluck.plan.strategies.base import Outcome, allocated
-from potluck.rehearse.loop import rehearse
-from potluck.rehearse.sources import made_up
+from potluck.plan.strategies import STRATEGIES, SolveSettings, TemplateFactory
+from potluck.plan.strategies.template_factory import PlanOutcome, allocated
+from potluck.rehearse.rehearsal import rehearse
+from potluck.rehearse.request_sources import made_up
+from potluck.runtime.expectations import ValueRange
 from potluck.sim.load.workload import Workload, at_rate, of_traffic
 from potluck.sim.results.metrics import summarise
-from potluck.sim.results.planned import Comparison, Verdict, compared, described, disagreements
+from potluck.sim.results.plan_comparison import PlanDeviation, Verdict, compared, described, disagreements
 from potluck.sim.results.records import SimResult
 from potluck.sim.run import simulate
-from potluck.spec.values import Spec
-from potluck.worlds.promises import Span
+from potluck.spec.spec_values import Spec
 
 SPECS = 40
 QUICK_PER_KIND = 1
@@ -72,10 +72,10 @@ Z = 2.326
 PARTS = {"served": "served", "attainment": "attained", "busy": "busy", "link": "bytes", "work": "worked"}
 
 
-def aggregated(workshop: Workshop, settings: Settings) -> Outcome:
+def aggregated(factory: TemplateFactory, settings: SolveSettings) -> PlanOutcome:
     """Pipelines that do both phases alone."""
-    templates = {ask.name: workshop.aggregated(ask) for ask in workshop.problem.asks}
-    return allocated(workshop, settings, "aggregated", templates)
+    templates = {ask.name: factory.aggregated(ask) for ask in factory.problem.asks}
+    return allocated(factory, settings, "aggregated", templates)
 
 
 PLANNERS = {**STRATEGIES, "aggregated": aggregated}
@@ -88,9 +88,9 @@ class Run:
     spec: str
     strategy: str
     plan: Plan
-    found: tuple[Comparison, ...]
+    found: tuple[PlanDeviation, ...]
 
-    def wrong(self, part: str) -> list[Comparison]:
+    def wrong(self, part: str) -> list[PlanDeviation]:
         return [each for each in disagreements(self.found) if PARTS.get(each.what) == part]
 
     @property
@@ -123,17 +123,17 @@ def tried(name: str, path: Path, strategies: tuple[str, ...], time_limit_s: floa
     """Plan and simulate; strategies that cannot plan it are passed over."""
     spec = read_spec(path)
     problem = replace(load_problem(spec, 0.8, None, (), 0.0), codecs=CODECS)
-    workshop = Workshop(problem)
+    factory = TemplateFactory(problem)
     for strategy in strategies:
         try:
-            plan = PLANNERS[strategy](workshop, Settings(time_limit_s=time_limit_s)).plan
+            plan = PLANNERS[strategy](factory, SolveSettings(time_limit_s=time_limit_s)).plan
         except PotluckError:
             continue
         if not plan.deployments or plan.fraction < 0.02:
             continue
-        scene = scene_of(Inputs(spec, problem, plan))
-        result = simulate(scene, smooth(spec, plan.fraction), spec.policy)
-        yield Run(name, strategy, plan, compared(scene, result, spec.policy.balance))
+        resolved = scene_of(SimulationInputs(spec, problem, plan))
+        result = simulate(resolved, smooth(spec, plan.fraction), spec.policy)
+        yield Run(name, strategy, plan, compared(resolved, result, spec.policy.balance))
 
 
 def rehearsed(name: str, path: Path, strategies: tuple[str, ...], time_limit_s: float) -> Iterator[Run | str]:
@@ -141,28 +141,30 @@ def rehearsed(name: str, path: Path, strategies: tuple[str, ...], time_limit_s: 
     spec = read_spec(path)
     problem = replace(load_problem(spec, 0.8, None, (), 0.0), codecs=CODECS)
     traffic = [model.traffic for model in spec.models if model.traffic.rate_per_s > 0]
-    workshop = Workshop(problem)
+    factory = TemplateFactory(problem)
     for strategy in strategies:
-        settings = Settings(time_limit_s=time_limit_s)
+        settings = SolveSettings(time_limit_s=time_limit_s)
         try:
-            first = PLANNERS[strategy](workshop, settings)
+            first = PLANNERS[strategy](factory, settings)
             if not first.plan.deployments or first.plan.fraction < 1:
                 continue
-            trial, _ = trial_of(spec, problem, first.plan, Asked(True, 1.0, None, 5))
-            found = rehearse(workshop, PLANNERS[strategy], settings, trial)
+            trial, _ = trial_of(spec, problem, first.plan, RehearsalOptions(True, 1.0, None, 5))
+            found = rehearse(factory, PLANNERS[strategy], settings, trial)
         except PotluckError:
             continue
         if found.chosen is None:
             yield strategy
             continue
-        scene, source = replace(trial.world, plan=found.chosen.plan), made_up(traffic)
-        results = [simulate(scene, source(SEED + run), spec.policy, seed=SEED + run) for run in range(RUNS)]
-        parts = tuple(compared(scene, results[0], spec.policy.balance))
+        resolved, source = replace(trial.world, plan=found.chosen.plan), made_up(traffic)
+        results = [
+            simulate(resolved, source(SEED + run), spec.policy, seed=SEED + run) for run in range(RUNS)
+        ]
+        parts = tuple(compared(resolved, results[0], spec.policy.balance))
         parts = tuple(each for each in parts if each.what != "attainment")
         yield Run(name, strategy, found.chosen.plan, (*parts, *kept(results)))
 
 
-def kept(results: Sequence[SimResult]) -> Iterator[Comparison]:
+def kept(results: Sequence[SimResult]) -> Iterator[PlanDeviation]:
     """Of all runs together, by model: whether as many were in time as was promised, but for chance."""
     counts: dict[str, tuple[float, int]] = {}
     for result in results:
@@ -175,7 +177,7 @@ def kept(results: Sequence[SimResult]) -> Iterator[Comparison]:
         promise = results[0].slos[name].attainment
         least = promise - Z * sqrt(promise * (1 - promise) / judged)
         verdict: Verdict = "agrees" if met / judged >= least else "differs"
-        yield Comparison("attainment", name, Span(least, 1.0), met / judged, verdict)
+        yield PlanDeviation("attainment", name, ValueRange(least, 1.0), met / judged, verdict)
 
 
 def measure(quick: bool, *, only: Sequence[str], chosen: Sequence[str], poisson: bool) -> dict[str, float]:

@@ -30,23 +30,23 @@ from parts.adapt_rig import Rig, service, shots_of_load
 from parts.adapt_scenarios import NEVER_S, report
 from parts.common import run
 from parts.planned_live_kinds import KINDS, Happened, Kind, News, load_of
-from potluck.cli.common.problems import load_problem, read_spec
-from potluck.cli.trying.simulation import Inputs, planner_of, policy_of, scene_of
-from potluck.core.brain.actions import Run
-from potluck.core.routing.offers import offers
+from potluck.cli.common.problem_options import load_problem, read_spec
+from potluck.cli.simulating.simulation import SimulationInputs, planner_of, policy_of, scene_of
+from potluck.core.routing.template_weights import offers
+from potluck.core.state.actions import Run
 from potluck.core.values.plan import Plan, plan_to_json
-from potluck.gateway.admin.tally import Tally
-from potluck.gateway.desk.herald import Herald
-from potluck.load.measured import kept
-from potluck.plan.strategies import STRATEGIES, Settings, Workshop
+from potluck.gateway.admin.counters import Counters
+from potluck.gateway.brain_loop.decision_log import DecisionLog
+from potluck.loadgen.load_result import kept
+from potluck.plan.strategies import STRATEGIES, SolveSettings, TemplateFactory
+from potluck.runtime.expectations import promises
+from potluck.runtime.replay import read
+from potluck.runtime.replica_models import ReplicaModels
 from potluck.sim.load.workload import Workload
 from potluck.sim.results.metrics import judge, tpot
-from potluck.sim.results.planned import lengths_of
+from potluck.sim.results.plan_comparison import lengths_of
 from potluck.sim.results.records import SimResult
 from potluck.sim.run import simulate
-from potluck.worlds.kits import Kits
-from potluck.worlds.promises import promises
-from potluck.worlds.replay import read
 
 SEED = 11
 SETTLED = 1 / 3
@@ -105,7 +105,7 @@ def place_of(replica: str) -> str:
 
 
 def simulated(
-    kind: Kind, inputs: Inputs, load: Workload, cause_s: float
+    kind: Kind, inputs: SimulationInputs, load: Workload, cause_s: float
 ) -> tuple[SimResult, list[Sent], list[News]]:
     policy = policy_of(tuple(f"{name}={value}" for name, value in kind.rules.items()), inputs.spec.policy)
     log = io.StringIO()
@@ -114,10 +114,10 @@ def simulated(
         scene_of(inputs), load, policy, faults=kind.wrong(inputs.plan, cause_s), planner=planner, log=log
     )
     regions = {each.id: each.region for each in result.replicas}
-    tally = Tally(regions.__getitem__)
+    counters = Counters(regions.__getitem__)
     sent: list[Sent] = []
     news: list[News] = []
-    herald = Herald(lambda: "")
+    herald = DecisionLog(lambda: "")
     log.seek(0)
     for at_s, event, actions in read(log):
         known = len(herald.kept)
@@ -126,7 +126,7 @@ def simulated(
         for action in actions:
             if isinstance(action, Run) and not action.attempt:
                 names = tuple(each.replica for each in action.route.segments)
-                sent.append((at_s, tally.route_kind(action), names))
+                sent.append((at_s, counters.route_kind(action), names))
     return result, sent, news
 
 
@@ -138,14 +138,14 @@ def live_sent(rig: Rig) -> list[Sent]:
     ]
 
 
-def planned(inputs: Inputs, result: SimResult) -> Seen:
+def planned(inputs: SimulationInputs, result: SimResult) -> Seen:
     """What the plan says, in requests of a thousand."""
-    scene, plan = scene_of(inputs), inputs.plan
-    kits = Kits(scene)
-    kits.learn(plan)
+    resolved, plan = scene_of(inputs), inputs.plan
+    replica_models = ReplicaModels(resolved)
+    replica_models.learn(plan)
     policy = inputs.spec.policy
     lengths = lengths_of(result.records, offers(plan, policy.balance))
-    said = promises(plan, kits, lengths, policy.balance)
+    said = promises(plan, replica_models, lengths, policy.balance)
     total = sum(each.served_per_s for each in said.models)
     found = Seen()
     found.kinds["all"] = 1000
@@ -180,10 +180,10 @@ def served(kind: Kind, folder: Path, quick: bool, say: Say) -> dict[str, float]:
     spec_path.write_text(kind.text(), "utf-8")
     spec = read_spec(spec_path)
     problem = load_problem(spec, 0.8, None, (), 0.0)
-    plan = STRATEGIES[kind.strategy](Workshop(problem), Settings(time_limit_s=kind.plan_s)).plan
+    plan = STRATEGIES[kind.strategy](TemplateFactory(problem), SolveSettings(time_limit_s=kind.plan_s)).plan
     plan_path = folder / "plan.json"
     plan_path.write_text(plan_to_json(plan), "utf-8")
-    inputs = Inputs(spec, problem, plan)
+    inputs = SimulationInputs(spec, problem, plan)
     parts = kind.parts(quick)
     load, cause_s = load_of(spec, parts, plan.fraction, SEED), parts[0].lasts_s
     begin_s = SETTLED * cause_s

@@ -18,24 +18,24 @@ from collections.abc import Mapping
 import numpy as np
 
 from parts.common import ROOT, run
-from potluck.cli.common.problems import load_problem, read_spec
-from potluck.cli.trying.simulation import Inputs, scene_of
-from potluck.core.brain.policy import Policy
-from potluck.plan.search.pool import workload_of
-from potluck.plan.search.result import to_templates
-from potluck.plan.search.tabu import Limits, search
-from potluck.plan.search.tabu import Settings as Searching
-from potluck.plan.strategies import Settings, Workshop
-from potluck.plan.strategies.base import allocated
-from potluck.plan.timing.machines import region_pool
+from potluck.cli.common.problem_options import load_problem, read_spec
+from potluck.cli.simulating.simulation import SimulationInputs, scene_of
+from potluck.core.state.policy import Policy
+from potluck.plan.search.pool_workload import workload_of
+from potluck.plan.search.search_templates import to_templates
+from potluck.plan.search.tabu import SearchLimits, search
+from potluck.plan.search.tabu import SearchSettings as Searching
+from potluck.plan.strategies import SolveSettings, TemplateFactory
+from potluck.plan.strategies.template_factory import allocated
+from potluck.plan.timing.named_machines import region_pool
+from potluck.runtime.resolved_plan import ResolvedPlan
 from potluck.sim.load import arrivals
 from potluck.sim.load.workload import Workload, workload
 from potluck.sim.results.metrics import judge
 from potluck.sim.results.records import SimResult
 from potluck.sim.run import simulate
-from potluck.sim.settings import Settings as Running
+from potluck.sim.sim_settings import SimSettings as Running
 from potluck.sim.world.faults import Fault, Faults
-from potluck.worlds.scene import Scene
 
 HAPPENS_S, SPAN_S, LAST_S, BIN_S = 400.0, 1200.0, 300.0, 30.0
 HEARTBEAT_S = 5.0
@@ -49,18 +49,20 @@ CHAT, CODE = (1155, 211), (2000, 28)
 """Mean prompts and answers of the Azure trace."""
 
 
-def planned() -> Scene:
+def planned() -> ResolvedPlan:
     spec = read_spec(ROOT / "examples" / "pool.yaml")
     problem = load_problem(spec, 0.8, None, (), 0.0)
     ask, pool = problem.asks[0], region_pool(problem, problem.regions[0].name)
     assert pool is not None
     work = workload_of(ask, problem.codecs[-1], problem.headroom)
     # A walk that is counted, not timed: the same plan on every machine.
-    limits = Limits(walks=2, steps=STEPS, time_limit_s=600.0)
+    limits = SearchLimits(walks=2, steps=STEPS, time_limit_s=600.0)
     found = search(pool, work, Searching(phases=("prefill", "decode"), limits=limits))
     templates = {ask.name: to_templates(problem, ask, pool, found)}
-    plan = allocated(Workshop(problem), Settings(time_limit_s=20.0), "thunderserve", templates).plan
-    return scene_of(Inputs(spec, problem, plan))
+    plan = allocated(
+        TemplateFactory(problem), SolveSettings(time_limit_s=20.0), "thunderserve", templates
+    ).plan
+    return scene_of(SimulationInputs(spec, problem, plan))
 
 
 def asked(rate_per_s: float, shifts: bool = False) -> Workload:
@@ -71,10 +73,10 @@ def asked(rate_per_s: float, shifts: bool = False) -> Workload:
     return workload("llama", arrival_s, np.where(code, CODE[0], CHAT[0]), np.where(code, CODE[1], CHAT[1]))
 
 
-def served(scene: Scene, load: Workload, lost: str, flips: bool) -> SimResult:
+def served(resolved: ResolvedPlan, load: Workload, lost: str, flips: bool) -> SimResult:
     policy = Policy(scaling="flips" if flips else "none")
     faults = Faults((Fault(HAPPENS_S, "node", node=lost),)) if lost else None
-    return simulate(scene, load, policy, seed=1, settings=Running(heartbeat_s=HEARTBEAT_S), faults=faults)
+    return simulate(resolved, load, policy, seed=1, settings=Running(heartbeat_s=HEARTBEAT_S), faults=faults)
 
 
 def kept(result: SimResult) -> tuple[float, float]:
@@ -104,12 +106,12 @@ def first_flip_s(result: SimResult) -> float:
 
 
 def measure(quick: bool) -> dict[str, float]:
-    scene = planned()
+    resolved = planned()
     figures: dict[str, float] = {}
     cases = [(f"{name} lost", asked(rate), name) for name, rate in LOSSES.items()]
     cases.append(("code", asked(SHIFT_PER_S, shifts=True), ""))
     for what, load, lost in cases[-2:] if quick else cases:
-        still, moved = (served(scene, load, lost, flips) for flips in (False, True))
+        still, moved = (served(resolved, load, lost, flips) for flips in (False, True))
         figures[f"kept, {what}"] = kept(still)[0]
         figures[f"kept with flips, {what}"], recovered_s = kept(moved)
         figures[f"flipped, {what}"] = first_flip_s(moved)

@@ -21,23 +21,23 @@ from aiohttp import ClientSession, ClientTimeout, TCPConnector
 
 from parts.common import most_resident_mb, run, spent_cpu_s
 from potluck.catalog import models, nodes
-from potluck.core.replica.batch import Limits
+from potluck.core.replica.batch import BatchLimits
 from potluck.core.values.model import Model
-from potluck.engine.compute.work import Size
-from potluck.engine.loop.loop import Loop
-from potluck.engine.loop.requests import Job
-from potluck.engine.model.config import Config
-from potluck.engine.pretend.cargo import Cargo
-from potluck.engine.pretend.engine import LAYER
-from potluck.engine.pretend.executor import PretendExecutor
-from potluck.engine.pretend.lasting import Lasting
-from potluck.engine.pretend.words import Words
+from potluck.engine.compute.work import RunnerSize
+from potluck.engine.loop.engine_loop import EngineLoop
+from potluck.engine.loop.messages import Job
+from potluck.engine.mock.kv_sizes import KvSizes
+from potluck.engine.mock.mock_engine import LAYER
+from potluck.engine.mock.mock_executor import MockExecutor
+from potluck.engine.mock.step_durations import StepDurations
+from potluck.engine.mock.vocabulary import Vocabulary
+from potluck.engine.model.config import EngineModelConfig
 from potluck.perf.timers.roofline import roofline
 
 GPU, MODEL = "A100", "llama-3.1-8b"
 ROWS = 64
 FLEET, FLEET_ROWS = 20, 4
-WORDS = Words(4096, tuple(range(3, 4096)), 2)
+WORDS = Vocabulary(4096, tuple(range(3, 4096)), 2)
 TARGETS = {
     "resident_mb": ("<=", 100.0),
     "start_cpu_s": ("<=", 2.0),
@@ -57,11 +57,11 @@ def measure(quick: bool) -> dict[str, float]:
 def loop_step_ms(steps: int) -> float:
     """CPU of a turn with 64 decodes, and nobody listening."""
     large = models.model(MODEL)
-    config = Config(Model("p", 1, WORDS.vocab, (LAYER,) * Cargo(large).layers, 1 << 17))
-    size = Size(ROWS + 8, 20_000, 1 << 17)
-    lasts = Lasting(roofline(large, nodes.node_type(GPU), 1))
-    executor = PretendExecutor(config, size, WORDS, lasts, fingerprint="f")
-    loop = Loop(executor, Limits(size.blocks, 2048, ROWS), lambda events: None, awaits=False)
+    config = EngineModelConfig(Model("p", 1, WORDS.vocab, (LAYER,) * KvSizes(large).layers, 1 << 17))
+    size = RunnerSize(ROWS + 8, 20_000, 1 << 17)
+    lasts = StepDurations(roofline(large, nodes.node_type(GPU), 1))
+    executor = MockExecutor(config, size, WORDS, lasts, fingerprint="f")
+    loop = EngineLoop(executor, BatchLimits(size.blocks, 2048, ROWS), lambda events: None, awaits=False)
     for key in range(ROWS):
         loop.submit(Job(key, tuple(range(3, 203)), output_tokens=steps + 100), 0.0)
     for _ in range(50):

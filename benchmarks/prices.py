@@ -26,23 +26,23 @@ import numpy as np
 from parts.common import Budget, run
 from parts.prices_market import NODES, NOTICE_S, ON_DEMAND, Market, the_market
 from potluck.catalog import models, nodes
-from potluck.catalog import workloads as named
-from potluck.core.brain.policy import Policy
+from potluck.catalog import named_workloads as named
 from potluck.core.errors import CapacityError
+from potluck.core.state.policy import Policy
 from potluck.core.values.plan import Plan
 from potluck.core.values.types import LengthBin, Region, Slo, Traffic
-from potluck.plan.problem import CODECS, Problem, ask
-from potluck.plan.running.again import INTERVAL_S, Workshops, problem_now
-from potluck.plan.strategies import STRATEGIES, Settings
+from potluck.plan.problem import CODECS, PlanningProblem, ask
+from potluck.plan.replan.current_problem import INTERVAL_S, TemplateFactories, problem_now
+from potluck.plan.strategies import STRATEGIES, SolveSettings
+from potluck.runtime.resolved_plan import ResolvedPlan
 from potluck.sim.load import arrivals
-from potluck.sim.load.lengths import draw
+from potluck.sim.load.draw_lengths import draw
 from potluck.sim.load.workload import Workload, merge, workload
 from potluck.sim.results.metrics import summarise
 from potluck.sim.run import simulate
-from potluck.sim.settings import Settings as Running
+from potluck.sim.sim_settings import SimSettings as Running
 from potluck.sim.world.faults import Faults, PriceChange, SupplyChange
-from potluck.sim.world.moment import Moment, Planner
-from potluck.worlds.scene import Scene
+from potluck.sim.world.plan_question import Planner, PlanQuestion
 
 ASKED = (
     ("chat", "Llama-3.1-8B", "azure-conv", 3.0, Slo(2.0, 0.08)),
@@ -79,14 +79,14 @@ ROWS = (
 class Planners:
     """Plans for any moment of the market; templates are made once for a set of prices."""
 
-    def __init__(self, problem: Problem) -> None:
+    def __init__(self, problem: PlanningProblem) -> None:
         self.problem = problem
-        self._shops = Workshops()
+        self._shops = TemplateFactories()
         self.cpu_s = 0.0
 
-    def plan(self, problem: Problem, running: Plan | None = None) -> Plan:
+    def plan(self, problem: PlanningProblem, running: Plan | None = None) -> Plan:
         start_s = time.process_time()
-        settings = Settings(time_limit_s=LIMIT_S, gap_target=1e-3, running=running)
+        settings = SolveSettings(time_limit_s=LIMIT_S, gap_target=1e-3, running=running)
         plan = STRATEGIES["coral"](self._shops.at(problem), settings).plan
         self.cpu_s += time.process_time() - start_s
         return plan
@@ -96,7 +96,7 @@ class Planners:
         return self.plan(replace(self.problem, regions=regions))
 
     def again(self, interval_s: float) -> Planner:
-        def answer(moment: Moment) -> Plan | None:
+        def answer(moment: PlanQuestion) -> Plan | None:
             try:
                 rates = dict(moment.rates_per_s)
                 now = problem_now(self.problem, rates, moment.lengths, moment.regions, interval_s)
@@ -108,7 +108,7 @@ class Planners:
         return answer
 
 
-def the_problem(market: Market) -> Problem:
+def the_problem(market: Market) -> PlanningProblem:
     """Demand in bins drawn from the workloads' lengths, so that the planner knows their spread."""
     asks = []
     for name, model, lengths, rate_per_s, slo in ASKED:
@@ -119,7 +119,7 @@ def the_problem(market: Market) -> Problem:
         ]
         asks.append(ask(name, models.model(model), slo, Traffic(name, rate_per_s, tuple(bins))))
     types = tuple(nodes.node_type(each) for each in NODES)
-    return Problem(tuple(asks), market.regions(0.0), types, codecs=CODECS)
+    return PlanningProblem(tuple(asks), market.regions(0.0), types, codecs=CODECS)
 
 
 def the_load(hours: float) -> Workload:
@@ -137,7 +137,7 @@ def served(row: Row, planners: Planners, market: Market, load: Workload, hours: 
     regions = market.regions(0.0)
     offered = tuple(each for each in regions if each.name == ON_DEMAND) if row.on_demand else regions
     first = planners.at(offered)
-    scene = Scene(
+    resolved = ResolvedPlan(
         first,
         {each.name: each.model for each in problem.asks},
         problem.by_name,
@@ -148,7 +148,7 @@ def served(row: Row, planners: Planners, market: Market, load: Workload, hours: 
     )
     policy = Policy(tick_s=5.0, scaling="replan" if row.scaling else "none", replan_s=REPLAN_S)
     result = simulate(
-        scene,
+        resolved,
         load,
         policy,
         seed=SEED,

@@ -22,36 +22,36 @@ from pathlib import Path
 
 from parts.common import ROOT
 from parts.planned_specs import KINDS, spec_text
-from potluck.cli.common.problems import load_problem, read_spec
-from potluck.cli.planning.rehearse import Asked, trial_of
-from potluck.core.brain.policy import Policy
+from potluck.cli.common.problem_options import load_problem, read_spec
+from potluck.cli.planning.rehearsal_options import RehearsalOptions, trial_of
 from potluck.core.errors import PotluckError
+from potluck.core.state.policy import Policy
 from potluck.core.values.plan import Plan
-from potluck.plan.problem import CODECS, Problem
-from potluck.plan.strategies import STRATEGIES, Settings, Workshop
-from potluck.rehearse.evidence import Trial, evidence_of
-from potluck.rehearse.factors import restored
-from potluck.rehearse.margins import margined
-from potluck.rehearse.sources import made_up
-from potluck.sim.settings import Settings as Running
-from potluck.spec.values import Spec
-from potluck.worlds.scene import Scene
+from potluck.plan.problem import CODECS, PlanningProblem
+from potluck.plan.strategies import STRATEGIES, SolveSettings, TemplateFactory
+from potluck.rehearse.demand_factors import restored
+from potluck.rehearse.evidence import TrialSetup, evidence_of
+from potluck.rehearse.queueing_margins import margined
+from potluck.rehearse.request_sources import made_up
+from potluck.runtime.resolved_plan import ResolvedPlan
+from potluck.sim.sim_settings import SimSettings as Running
+from potluck.spec.spec_values import Spec
 from rehearse import Case, case
 
 CVS = (1.0, 2.0, 3.5)
 RUNS, REQUESTS = 2, 2_000
 LIMIT_S = 12.0
-Maker = Callable[[Plan, float], Trial]
+Maker = Callable[[Plan, float], TrialSetup]
 
 
-def of_spec(spec: Spec, problem: Problem) -> Maker:
-    return lambda plan, cv: trial_of(spec, problem, plan, Asked(cv=cv))[0]
+def of_spec(spec: Spec, problem: PlanningProblem) -> Maker:
+    return lambda plan, cv: trial_of(spec, problem, plan, RehearsalOptions(cv=cv))[0]
 
 
 def of_case(each: Case) -> Maker:
-    def made(plan: Plan, cv: float) -> Trial:
+    def made(plan: Plan, cv: float) -> TrialSetup:
         asks = each.problem.asks
-        world = Scene(
+        world = ResolvedPlan(
             plan,
             {ask.name: ask.model for ask in asks},
             each.problem.by_name,
@@ -60,12 +60,12 @@ def of_case(each: Case) -> Maker:
             {ask.name: ask.slo for ask in asks},
             {one.model: (one.mean_input_tokens, one.mean_output_tokens) for one in each.traffic},
         )
-        return Trial(world, made_up(each.traffic, cv, REQUESTS), Policy(), Running())
+        return TrialSetup(world, made_up(each.traffic, cv, REQUESTS), Policy(), Running())
 
     return made
 
 
-def specs(count: int, folder: Path) -> Iterator[tuple[str, Problem, Maker]]:
+def specs(count: int, folder: Path) -> Iterator[tuple[str, PlanningProblem, Maker]]:
     paths: list[tuple[str, Path | None]] = [("bundled", None)]
     paths += [(path.stem, path) for path in sorted((ROOT / "examples").glob("*.yaml"))]
     for number in range(count):
@@ -82,18 +82,18 @@ def specs(count: int, folder: Path) -> Iterator[tuple[str, Problem, Maker]]:
         yield f"random-{seed}", each.problem, of_case(each)
 
 
-def tried(name: str, problem: Problem, trial: Maker) -> Iterator[dict[str, object]]:
+def tried(name: str, problem: PlanningProblem, trial: Maker) -> Iterator[dict[str, object]]:
     """A row for each variation of gaps."""
-    settings, planner = Settings(LIMIT_S), STRATEGIES["auto"]
-    workshop = Workshop(problem)
+    settings, planner = SolveSettings(LIMIT_S), STRATEGIES["auto"]
+    factory = TemplateFactory(problem)
     start_s = time.process_time()
-    first = planner(workshop, settings)
+    first = planner(factory, settings)
     plan_s = time.process_time() - start_s
     if first.plan.fraction < 1 or not first.plan.deployments:
         return
     for cv in CVS:
         start_s = time.process_time()
-        more = margined(workshop, first, planner, settings, cv)
+        more = margined(factory, first, planner, settings, cv)
         margin_s = time.process_time() - start_s
         plain, roomy = first.plan, restored(more.outcome.plan, problem, more.factors)
         start_s = time.process_time()
@@ -114,7 +114,7 @@ def tried(name: str, problem: Problem, trial: Maker) -> Iterator[dict[str, objec
         }
 
 
-def _holds(trial: Trial, plan: Plan) -> bool:
+def _holds(trial: TrialSetup, plan: Plan) -> bool:
     return all(each.mean >= each.promised for each in evidence_of(trial, plan, range(RUNS)))
 
 

@@ -17,19 +17,19 @@ import numpy as np
 
 from parts.common import run
 from potluck.catalog import models, nodes, prices
-from potluck.core.brain.policy import Policy
-from potluck.core.values.lengths import Binned
-from potluck.core.values.types import LengthBin, Offer, Region, Slo, Traffic
-from potluck.plan.problem import CODECS, Problem, ask
-from potluck.plan.strategies import STRATEGIES, Settings, Workshop
-from potluck.rehearse.evidence import Evidence, Trial, evidence_of
-from potluck.rehearse.loop import Rehearsal, Rules, rehearse
-from potluck.rehearse.sources import FRESH, Source, enough, made_up
+from potluck.core.state.policy import Policy
+from potluck.core.values.length_laws import Binned
+from potluck.core.values.types import LengthBin, NodeOffer, Region, Slo, Traffic
+from potluck.plan.problem import CODECS, PlanningProblem, ask
+from potluck.plan.strategies import STRATEGIES, SolveSettings, TemplateFactory
+from potluck.rehearse.evidence import Evidence, TrialSetup, evidence_of
+from potluck.rehearse.rehearsal import Rehearsal, RehearsalRules, rehearse
+from potluck.rehearse.request_sources import FRESH, Source, enough, made_up
+from potluck.runtime.resolved_plan import ResolvedPlan
 from potluck.sim.load import arrivals
-from potluck.sim.load.lengths import draw
+from potluck.sim.load.draw_lengths import draw
 from potluck.sim.load.workload import Workload, merge, workload
-from potluck.sim.settings import Settings as Running
-from potluck.worlds.scene import Scene
+from potluck.sim.sim_settings import SimSettings as Running
 
 MODELS = {
     "Llama-3.1-8B": (1.0, 0.05),
@@ -41,8 +41,8 @@ MODELS = {
 NODES = ("1xL4", "1xA10G", "1xL40S", "2xL40S", "1xA100-80GB", "1xH100")
 AVAILABLE = 60
 SPECS, QUICK_SPECS = 10, 3
-RULES, TEST_RUNS = Rules(), 10
-QUICK_RULES, QUICK_TEST_RUNS = Rules(runs=3, verdict_runs=6), 6
+RULES, TEST_RUNS = RehearsalRules(), 10
+QUICK_RULES, QUICK_TEST_RUNS = RehearsalRules(runs=3, verdict_runs=6), 6
 TEST = 2 * FRESH
 """Numbers of the runs that decide here."""
 SWITCH_S = 5.0
@@ -53,7 +53,7 @@ class Case:
     """A spec, as the planner and the simulator see it."""
 
     seed: int
-    problem: Problem
+    problem: PlanningProblem
     traffic: tuple[Traffic, ...]
     source: Source
     bursts: str
@@ -74,9 +74,9 @@ def case(seed: int, quick: bool = False) -> Case:
         asks.append(ask(name, models.model(name), slo, one))
     types = [nodes.node_type(str(each)) for each in rng.choice(NODES, size=4, replace=False)]
     offers = tuple(
-        Offer(node.name, prices.price_usd_per_h(node.name).price_usd_per_h, AVAILABLE) for node in types
+        NodeOffer(node.name, prices.price_usd_per_h(node.name).price_usd_per_h, AVAILABLE) for node in types
     )
-    problem = Problem(tuple(asks), (Region("here", offers),), tuple(types), codecs=CODECS)
+    problem = PlanningProblem(tuple(asks), (Region("here", offers),), tuple(types), codecs=CODECS)
     count = enough(traffic) // (2 if quick else 1)
     if seed % 2:
         cv = float(rng.uniform(2.0, 4.0))
@@ -119,13 +119,13 @@ def switching(traffic: tuple[Traffic, ...], peak: float, count: int) -> Source:
 Tried = tuple[Rehearsal, tuple[Evidence, ...], tuple[Evidence, ...]]
 
 
-def tried(each: Case, settings: Settings, rules: Rules, test_runs: int) -> Tried | None:
+def tried(each: Case, settings: SolveSettings, rules: RehearsalRules, test_runs: int) -> Tried | None:
     """The rehearsal, and what the plans without and with it do with requests that nobody has seen."""
-    workshop = Workshop(each.problem)
-    first = STRATEGIES["auto"](workshop, settings)
+    factory = TemplateFactory(each.problem)
+    first = STRATEGIES["auto"](factory, settings)
     if first.plan.fraction < 1:
         return None
-    world = Scene(
+    world = ResolvedPlan(
         first.plan,
         {one.name: one.model for one in each.problem.asks},
         each.problem.by_name,
@@ -134,8 +134,8 @@ def tried(each: Case, settings: Settings, rules: Rules, test_runs: int) -> Tried
         {one.name: one.slo for one in each.problem.asks},
         {one.model: (one.mean_input_tokens, one.mean_output_tokens) for one in each.traffic},
     )
-    trial = Trial(world, each.source, Policy(admission=False), Running())
-    found = rehearse(workshop, STRATEGIES["auto"], settings, trial, rules)
+    trial = TrialSetup(world, each.source, Policy(admission=False), Running())
+    found = rehearse(factory, STRATEGIES["auto"], settings, trial, rules)
     runs = range(TEST, TEST + test_runs)
     return found, evidence_of(trial, first.plan, runs), evidence_of(trial, found.best.plan, runs)
 
@@ -154,7 +154,7 @@ def _told(each: Case, found: Rehearsal, before: tuple[Evidence, ...], after: tup
 
 
 def measure(quick: bool) -> dict[str, float]:
-    settings = Settings(time_limit_s=10.0)
+    settings = SolveSettings(time_limit_s=10.0)
     wanted, seed, left_out = (QUICK_SPECS if quick else SPECS), 0, 0
     rules, test_runs = (QUICK_RULES, QUICK_TEST_RUNS) if quick else (RULES, TEST_RUNS)
     start_s = time.process_time()

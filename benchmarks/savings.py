@@ -22,11 +22,11 @@ from collections.abc import Iterator, Sequence
 from parts.common import run
 from potluck.catalog import models, nodes, prices
 from potluck.core.values.plan import Plan, Template
-from potluck.core.values.types import LengthBin, Offer, Region, Slo, Traffic
+from potluck.core.values.types import LengthBin, NodeOffer, Region, Slo, Traffic
 from potluck.plan.check.verify import verify
-from potluck.plan.problem import CODECS, Problem, ask
-from potluck.plan.strategies import STRATEGIES, Outcome, Settings, Workshop
-from potluck.plan.strategies.base import allocated
+from potluck.plan.problem import CODECS, PlanningProblem, ask
+from potluck.plan.strategies import STRATEGIES, PlanOutcome, SolveSettings, TemplateFactory
+from potluck.plan.strategies.template_factory import allocated
 
 LENGTHS = {"conv": (1155, 211), "code": (2048, 28), "burst": (768, 195)}
 CORE = {
@@ -50,7 +50,7 @@ RIVALS = {
 }
 
 
-def problem(setting: str) -> Problem:
+def problem(setting: str) -> PlanningProblem:
     """CORAL's setting: some models, GPU types times 1, 2, 4, 8, and regions with the catalog's prices."""
     core = setting == "core"
     asked, gpus = (
@@ -67,14 +67,14 @@ def problem(setting: str) -> Problem:
         for node in types:
             found = [price for price in prices.in_region(place) if price.node == node.name]
             if found:
-                offers.append(Offer(node.name, found[0].price_usd_per_h, AMPLE))
+                offers.append(NodeOffer(node.name, found[0].price_usd_per_h, AMPLE))
         regions.append(Region(place, tuple(offers)))
-    return Problem(tuple(asks), tuple(regions), tuple(types), codecs=CODECS)
+    return PlanningProblem(tuple(asks), tuple(regions), tuple(types), codecs=CODECS)
 
 
-def as_printed(each: Problem) -> Workshop:
+def as_printed(each: PlanningProblem) -> TemplateFactory:
     """A workshop whose nodes are one replica each, which does one phase."""
-    shop = Workshop(each)
+    shop = TemplateFactory(each)
     for one in each.asks:
         whole = [t for t in shop.phased(one) if len(t.replicas) == 1]
         there = {t.replicas[0].role for t in whole}
@@ -84,7 +84,7 @@ def as_printed(each: Problem) -> Workshop:
     return shop
 
 
-def homo_as_printed(shop: Workshop, settings: Settings) -> Outcome:
+def homo_as_printed(shop: TemplateFactory, settings: SolveSettings) -> PlanOutcome:
     """For each model and phase the type that does most for a dollar."""
 
     def worth(template: Template) -> float:
@@ -99,15 +99,15 @@ def homo_as_printed(shop: Workshop, settings: Settings) -> Outcome:
     return allocated(shop, settings, "homo", chosen)
 
 
-def single(shop: Workshop, settings: Settings) -> Outcome:
+def single(shop: TemplateFactory, settings: SolveSettings) -> PlanOutcome:
     """Single nodes of every kind, by the program: the best there is without a replica of several nodes."""
     made = {one.name: shop.homogeneous(one) for one in shop.problem.asks}
     return allocated(shop, settings, "single", made)
 
 
-def plans(each: Problem, limit_s: float) -> Iterator[tuple[str, Plan, float]]:
+def plans(each: PlanningProblem, limit_s: float) -> Iterator[tuple[str, Plan, float]]:
     """(name, plan, CPU-seconds) of every strategy."""
-    ours, theirs = Workshop(each), as_printed(each)
+    ours, theirs = TemplateFactory(each), as_printed(each)
     ways = {
         "homo as printed": (theirs, homo_as_printed),
         "cauchy as printed": (theirs, STRATEGIES["cauchy"]),
@@ -120,7 +120,7 @@ def plans(each: Problem, limit_s: float) -> Iterator[tuple[str, Plan, float]]:
     }
     for name, (shop, strategy) in ways.items():
         start_s = time.process_time()
-        yield name, strategy(shop, Settings(time_limit_s=limit_s)).plan, time.process_time() - start_s
+        yield name, strategy(shop, SolveSettings(time_limit_s=limit_s)).plan, time.process_time() - start_s
 
 
 def measure(quick: bool, settings: Sequence[str], limit_s: float) -> dict[str, float]:
@@ -148,11 +148,11 @@ def measure(quick: bool, settings: Sequence[str], limit_s: float) -> dict[str, f
     return figures
 
 
-def gpus(each: Problem, plan: Plan) -> int:
+def gpus(each: PlanningProblem, plan: Plan) -> int:
     return sum(each.node(node).gpus * count for (_, node), count in plan.nodes.items())
 
 
-def by_phase(each: Problem, plan: Plan) -> dict[tuple[str, str], float]:
+def by_phase(each: PlanningProblem, plan: Plan) -> dict[tuple[str, str], float]:
     """Rent of each model's prefill, decode and other nodes."""
     paid = {
         (region.name, offer.node): offer.price_usd_per_h for region in each.regions for offer in region.offers

@@ -26,7 +26,7 @@ KEYS = {
 }
 
 
-def requests() -> tuple[cronus.Requests, bool]:
+def requests() -> tuple[cronus.RequestLengthList, bool]:
     """What CRONUS ran, and whether it is the real trace."""
     folder = Path(os.environ.get("POTLUCK_DATA", ROOT.parent / "shared" / "data"))
     trace = folder / cronus.TRACE

@@ -25,13 +25,13 @@ import numpy as np
 from parts.common import Budget, cpu_s, run
 from potluck.catalog import gpus, models, nodes
 from potluck.core.values.types import NodeType, Role, Slo
-from potluck.perf.step import steps
+from potluck.perf.step_timer import steps
 from potluck.plan.search.bound import class_bound, exact_bound
-from potluck.plan.search.costs import Calibrated, Peak, Timing
 from potluck.plan.search.deduce import Takes
-from potluck.plan.search.pool import Pool, PoolNode, Workload
+from potluck.plan.search.pool_workload import Pool, PoolNode, PoolWorkload
 from potluck.plan.search.reschedule import reschedule, survivors
-from potluck.plan.search.tabu import Found, Limits, Settings, search
+from potluck.plan.search.stage_costs import CalibratedCosts, LayerTiming, PeakCosts
+from potluck.plan.search.tabu import SearchLimits, SearchResult, SearchSettings, search
 
 SEED = 1
 SEEDS = (1, 2, 3, 4, 5)
@@ -70,7 +70,7 @@ TARGETS = {
 
 
 def measure(quick: bool) -> dict[str, float]:
-    search(cloud(1), work("coding"), settings(ALL, limits=Limits(steps=2)))  # load compiled code
+    search(cloud(1), work("coding"), settings(ALL, limits=SearchLimits(steps=2)))  # load compiled code
     figures: dict[str, float] = {}
     budget = Budget(quick)
     if quick:
@@ -84,12 +84,12 @@ def measure(quick: bool) -> dict[str, float]:
         figures |= large_pool()
     figures |= losing_a_node(found["conversation"], quick)
     if budget.allows("table 5", QUICK_SEARCH_S):
-        figures |= table_5("", Peak(), "paper")
+        figures |= table_5("", PeakCosts(), "paper")
     if budget.allows("small pools", QUICK_SEARCH_S):
         figures |= small_pools(1 if quick else 12)
     if not quick:
         figures |= table_3(found)
-        figures |= table_5("vendor_", Calibrated(), "catalog")
+        figures |= table_5("vendor_", CalibratedCosts(), "catalog")
     return figures
 
 
@@ -116,51 +116,51 @@ def cloud(copies: int, figures: str = "paper", links_seed: int = SEED) -> Pool:
     return pool_of(machines, links)
 
 
-def work(name: str, rate_per_s: float = RATE_PER_S) -> Workload:
-    return Workload(models.model("LLaMA-30B"), SLO, *WORK[name], rate_per_s, "int4")
+def work(name: str, rate_per_s: float = RATE_PER_S) -> PoolWorkload:
+    return PoolWorkload(models.model("LLaMA-30B"), SLO, *WORK[name], rate_per_s, "int4")
 
 
 def settings(
     phases: tuple[Role, ...],
-    timing: Timing | None = None,
+    timing: LayerTiming | None = None,
     seed: int = SEED,
-    limits: Limits | None = None,
+    limits: SearchLimits | None = None,
     max_group_gpus: int | None = None,
-) -> Settings:
+) -> SearchSettings:
     """Limits count CPU time, so that a busy machine searches as far as an idle one."""
-    chosen = limits or Limits()
-    return Settings(phases, max_group_gpus, seed, chosen, timing or Peak(), time.process_time)
+    chosen = limits or SearchLimits()
+    return SearchSettings(phases, max_group_gpus, seed, chosen, timing or PeakCosts(), time.process_time)
 
 
-def timed(pool: Pool, wanted: Workload, chosen: Settings) -> tuple[Found, float]:
+def timed(pool: Pool, wanted: PoolWorkload, chosen: SearchSettings) -> tuple[SearchResult, float]:
     start = time.process_time()
     found = search(pool, wanted, chosen)
     return found, time.process_time() - start
 
 
 def several(
-    pool: Pool, wanted: Workload, phases: tuple[Role, ...], seeds: Sequence[int]
-) -> list[tuple[Found, float]]:
+    pool: Pool, wanted: PoolWorkload, phases: tuple[Role, ...], seeds: Sequence[int]
+) -> list[tuple[SearchResult, float]]:
     return [timed(pool, wanted, settings(phases, seed=seed)) for seed in seeds]
 
 
 def longer(
     pool: Pool,
-    wanted: Workload,
+    wanted: PoolWorkload,
     phases: tuple[Role, ...],
-    short: Sequence[tuple[Found, float]],
+    short: Sequence[tuple[SearchResult, float]],
     times: float,
 ) -> float:
     """What a search attains that takes so many times the mean of the short ones."""
     mean_s = sum(took_s for _, took_s in short) / len(short)
-    limits = replace(Limits(), walks=10**6, time_limit_s=times * mean_s)
+    limits = replace(SearchLimits(), walks=10**6, time_limit_s=times * mean_s)
     return search(pool, wanted, settings(phases, seed=LONG_SEED, limits=limits)).score.attainment
 
 
-def schedule(figures: dict[str, float], quick: bool, budget: Budget) -> dict[str, Found]:
+def schedule(figures: dict[str, float], quick: bool, budget: Budget) -> dict[str, SearchResult]:
     """Both workloads in both spaces, each against a longer search and a bound."""
     pool, times = cloud(1), 20.0
-    answers: dict[str, Found] = {}
+    answers: dict[str, SearchResult] = {}
     if not quick:
         figures["longer_times"] = times
     for prefix, phases in SPACES:
@@ -181,7 +181,9 @@ def schedule(figures: dict[str, float], quick: bool, budget: Budget) -> dict[str
                 figures[f"{prefix}{name}_over_longer"] = min(attained) / long
                 figures[f"{prefix}{name}_mean_over_longer"] = float(np.mean(attained)) / long
                 best = max(*attained, long) * RATE_PER_S
-                bound = exact_bound(pool, work(name), Peak(), phases, known_per_s=best, time_limit_s=240.0)
+                bound = exact_bound(
+                    pool, work(name), PeakCosts(), phases, known_per_s=best, time_limit_s=240.0
+                )
                 figures[f"{prefix}{name}_gap_32_gpus"] = 1.0 - min(attained) * RATE_PER_S / bound
                 figures[f"{prefix}{name}_best_gap_32_gpus"] = 1.0 - best / bound
         figures[f"{prefix}schedule_cpu_s"] = max(took)
@@ -201,7 +203,7 @@ def held_out() -> dict[str, float]:
     return {"held_out_over_longer": min(ratios), "held_out_mean_over_longer": float(np.mean(ratios))}
 
 
-def losing_a_node(before: Found, quick: bool) -> dict[str, float]:
+def losing_a_node(before: SearchResult, quick: bool) -> dict[str, float]:
     """Four of 32 GPUs go: as it is, lightly rescheduled, searched anew; with large groups and with small ones."""
     pool, wanted = cloud(1), work("conversation")
     figures: dict[str, float] = {}
@@ -211,7 +213,7 @@ def losing_a_node(before: Found, quick: bool) -> dict[str, float]:
         if most is not None:
             before = search(pool, wanted, settings(PAPER, max_group_gpus=most))
         left = survivors(pool, before, {"node0": 4})
-        untouched = reschedule(left, before, wanted, settings(PAPER, limits=Limits(steps=0)))
+        untouched = reschedule(left, before, wanted, settings(PAPER, limits=SearchLimits(steps=0)))
         light = reschedule(left, before, wanted, settings(PAPER))
         figures[f"lost_{label}attainment_before"] = before.score.attainment
         figures[f"lost_{label}attainment_untouched"] = untouched.score.attainment
@@ -234,9 +236,9 @@ def small_pools(count: int) -> dict[str, float]:
             sizes.append(int(rng.integers(1, min(4, 12 - sum(sizes)) + 1)))
         machines = [nodes.node_type(f"{size}x{rng.choice(SMALL)}") for size in sizes]
         pool = pool_of(machines, rng.choice([1.0, 5.0, 10.0, 40.0, 100.0], (len(sizes), len(sizes))))
-        wanted = Workload(models.model("Llama-3.1-8B"), Slo(1.0, 0.06), 1155, 211, 500.0, "int4")
+        wanted = PoolWorkload(models.model("Llama-3.1-8B"), Slo(1.0, 0.06), 1155, 211, 500.0, "int4")
         got_per_s = search(pool, wanted, settings(ALL, seed=index)).score.goodput_per_s
-        bound = exact_bound(pool, wanted, Peak(), known_per_s=got_per_s)
+        bound = exact_bound(pool, wanted, PeakCosts(), known_per_s=got_per_s)
         gaps.append(1.0 - got_per_s / bound)
     return {
         "pools_of_12_gpus": count,
@@ -248,9 +250,9 @@ def small_pools(count: int) -> dict[str, float]:
 def large_pool() -> dict[str, float]:
     """Four times the cloud, four times the traffic."""
     pool, wanted = cloud(4), work("conversation", 4 * RATE_PER_S)
-    found, took_s = timed(pool, wanted, settings(PAPER, limits=Limits(time_limit_s=50.0)))
+    found, took_s = timed(pool, wanted, settings(PAPER, limits=SearchLimits(time_limit_s=50.0)))
     got_per_s = found.score.attainment * wanted.rate_per_s
-    bound = class_bound(pool, wanted, Peak(), PAPER, known_per_s=got_per_s, time_limit_s=240.0)
+    bound = class_bound(pool, wanted, PeakCosts(), PAPER, known_per_s=got_per_s, time_limit_s=240.0)
     return {
         "schedule_128_cpu_s": took_s,
         "attainment_128": found.score.attainment,
@@ -259,7 +261,7 @@ def large_pool() -> dict[str, float]:
     }
 
 
-def share(found: Found, phase: int, gpu: str | None = None) -> float:
+def share(found: SearchResult, phase: int, gpu: str | None = None) -> float:
     """Share of the GPUs (of one type) that are in groups of a phase."""
     mine = [place for place, (name, _) in enumerate(CLOUD) if gpu in (None, name)]
     total = sum(count for name, count in CLOUD if gpu in (None, name))
@@ -271,13 +273,13 @@ def _count(takes: Takes, mine: Sequence[int]) -> int:
     return sum(count for place, count in takes if place in mine)
 
 
-def table_3(found: Mapping[str, Found]) -> dict[str, float]:
+def table_3(found: Mapping[str, SearchResult]) -> dict[str, float]:
     """Who prefills and who decodes: free, in groups of up to four as the paper's are, and with other figures."""
     figures: dict[str, float] = {}
     small = {name: search(cloud(1), work(name), settings(PAPER, max_group_gpus=4)) for name in WORK}
     plans = {"": {name: found[name] for name in WORK}, "of_4_": small}
     rich = cloud(1, "catalog")
-    plans["vendor_"] = {name: search(rich, work(name), settings(PAPER, Calibrated())) for name in WORK}
+    plans["vendor_"] = {name: search(rich, work(name), settings(PAPER, CalibratedCosts())) for name in WORK}
     for label, mine in plans.items():
         for name, plan in mine.items():
             figures[f"table_3_{label}{name}_prefill_share"] = share(plan, 0)
@@ -301,7 +303,7 @@ def table_3(found: Mapping[str, Found]) -> dict[str, float]:
     }
 
 
-def table_5(label: str, timing: Timing, kind: str) -> dict[str, float]:
+def table_5(label: str, timing: LayerTiming, kind: str) -> dict[str, float]:
     """4 x A40 and 4 x 3090Ti, 1024 tokens in: fast links split by type, thin ones put both in both."""
     figures: dict[str, float] = {}
     model = models.model("LLaMA-30B")
@@ -311,7 +313,7 @@ def table_5(label: str, timing: Timing, kind: str) -> dict[str, float]:
     figures[f"table_5_{label}output_tokens"] = output
     for gbps, what in ((40.0, "apart_at_40"), (5.0, "across_at_5")):
         pool = pool_of([node("A40", 4, kind), node("3090Ti", 4, kind)], np.full((2, 2), gbps))
-        wanted = Workload(model, Slo(10.0, 0.2), 1024, output, 100.0, "int4")
+        wanted = PoolWorkload(model, Slo(10.0, 0.2), 1024, output, 100.0, "int4")
         split = search(pool, wanted, settings(PAPER, timing))
         groups = [(group.phase, group.takes) for group in split.state.groups]
         types = {(phase, node) for phase, takes in groups for node, _ in takes}

@@ -27,11 +27,11 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 from potluck.catalog import models, nodes
-from potluck.core.values.types import LengthBin, Link, Offer, Region, Slo, Traffic
+from potluck.core.values.types import LengthBin, Link, NodeOffer, Region, Slo, Traffic
 from potluck.plan.assemble.priorities import served
 from potluck.plan.check.verify import verify
-from potluck.plan.problem import CODECS, Ask, Problem, ask
-from potluck.plan.strategies import STRATEGIES, Outcome, Settings, Workshop
+from potluck.plan.problem import CODECS, ModelDemand, PlanningProblem, ask
+from potluck.plan.strategies import STRATEGIES, PlanOutcome, SolveSettings, TemplateFactory
 
 NODES = (
     "1xL4",
@@ -67,7 +67,7 @@ class Row:
     sound: bool
 
 
-def problem_of(seed: int) -> Problem:
+def problem_of(seed: int) -> PlanningProblem:
     """A spec by its number: models, traffic, fleet and links at random; supply from plenty to far too little."""
     draw = random.Random(seed)
     count = draw.choice((1, 1, 2, 2, 3, 4, 6, 10, 20))
@@ -77,16 +77,16 @@ def problem_of(seed: int) -> Problem:
     for name in ("east", "west")[: draw.randint(1, 2)]:
         kinds = draw.sample(NODES, draw.randint(2, 6))
         offers = [
-            Offer(nodes.canonical(kind), _price(draw, kind), _available(draw, plenty)) for kind in kinds
+            NodeOffer(nodes.canonical(kind), _price(draw, kind), _available(draw, plenty)) for kind in kinds
         ]
         regions.append(Region(name, tuple(offers)))
     used = {offer.node for region in regions for offer in region.offers}
     links = (Link("east", "west", 10.0, 0.02),) if len(regions) == 2 and draw.random() < 0.5 else ()
     types = tuple(nodes.node_type(kind) for kind in NODES if nodes.canonical(kind) in used)
-    return Problem(asks, tuple(regions), types, links, codecs=CODECS)
+    return PlanningProblem(asks, tuple(regions), types, links, codecs=CODECS)
 
 
-def _ask(draw: random.Random, place: int) -> Ask:
+def _ask(draw: random.Random, place: int) -> ModelDemand:
     name = f"model-{place}"
     mean_in, mean_out = draw.choice((300, 1000, 3000)), draw.choice((100, 300))
     lengths = (LengthBin(mean_in / 2, mean_out, 0.6), LengthBin(2 * mean_in, mean_out, 0.4))
@@ -122,7 +122,7 @@ def made(task: tuple[int, str, float]) -> Made:
     with TemporaryDirectory() as folder:
         os.environ["XDG_CACHE_HOME"] = folder
         start_s = time.process_time()
-        found = STRATEGIES[strategy](Workshop(problem), Settings(limit_s))
+        found = STRATEGIES[strategy](TemplateFactory(problem), SolveSettings(limit_s))
         cpu_s = time.process_time() - start_s
     plan = found.plan
     sound = strategy != "auto" or not verify(problem, plan)
@@ -164,7 +164,7 @@ def _beaten(best: Made, other: Made) -> bool:
     return any(other.served) and other.usd_per_h < best.usd_per_h * (1 - SAME)
 
 
-def _gap(outcome: Outcome) -> float:
+def _gap(outcome: PlanOutcome) -> float:
     short = outcome.allocation.shortfall
     if short is not None:
         return (short.fraction_bound - short.fraction) / max(short.fraction_bound, 1e-9)

@@ -24,16 +24,16 @@ import numpy as np
 
 from parts import simulate_fleets as fleets
 from parts.common import COMPILED, ROOT, compiled_copy, cpu_s, run
-from potluck.core.replica.batch import FINISHED, Limits
+from potluck.core.replica.batch import FINISHED, BatchLimits
 from potluck.core.values.confidence import Confidence
-from potluck.perf.step import Floats, Steps
+from potluck.perf.step_timer import Floats, StepBatch
 from potluck.perf.timers.roofline import roofline
-from potluck.sim.replicas import steps
-from potluck.sim.replicas.replica import Replica, replica_limits
-from potluck.sim.replicas.rounds import step_table
+from potluck.runtime.resolved_plan import ResolvedPlan
+from potluck.sim.replicas import step_table as step_table_module
+from potluck.sim.replicas.round_table import step_table
+from potluck.sim.replicas.sim_engine import SimEngine, replica_limits
 from potluck.sim.run import simulate
-from potluck.sim.settings import Settings
-from potluck.worlds.scene import Scene
+from potluck.sim.sim_settings import SimSettings
 
 SEED = 5
 TARGETS = {
@@ -60,7 +60,7 @@ print(common.peak_bytes())
 
 def measure(quick: bool) -> dict[str, float]:
     """Both, where there are both."""
-    interpreted = steps.__file__.endswith(".py")
+    interpreted = step_table_module.__file__.endswith(".py")
     if not interpreted or not compiled_copy():
         return {"compiled": float(not interpreted)} | everything(quick)
     print("interpreted ...", file=sys.stderr)
@@ -112,7 +112,7 @@ def growth_with_replicas(quick: bool) -> float:
     return many_s / run_s(fleets.aggregated(1), count, repeats)
 
 
-def run_s(problem: Scene, count: int, repeats: int, block_tokens: int = 0) -> float:
+def run_s(problem: ResolvedPlan, count: int, repeats: int, block_tokens: int = 0) -> float:
     """CPU-seconds of a whole run, from the plan to the records; with shared prefixes in such blocks, if any."""
     made = fleets.requests(problem, count, SEED, block_tokens)
 
@@ -128,7 +128,7 @@ def stepping_over_jumping(count: int) -> float:
     problem = fleets.aggregated(1)
     made = fleets.requests(problem, count, SEED)
     both = [
-        cpu_s(lambda on=on: simulate(problem, made, seed=SEED, settings=Settings(fast_forward=on)))
+        cpu_s(lambda on=on: simulate(problem, made, seed=SEED, settings=SimSettings(fast_forward=on)))
         for on in (False, True)
     ]
     return both[0] / both[1]
@@ -142,10 +142,12 @@ def replica_alone_s(count: int, repeats: int) -> float:
     )
     table = step_table(roofline(fleets.LLAMA, fleets.NODE, 1))
     limits = replica_limits(table, 28_000)
-    return cpu_s(lambda: ends_s(Replica(table, limits), arrivals_s, prompts, outputs), repeats)
+    return cpu_s(lambda: ends_s(SimEngine(table, limits), arrivals_s, prompts, outputs), repeats)
 
 
-def ends_s(replica: Replica, arrivals_s: list[float], prompts: list[int], outputs: list[int]) -> list[float]:
+def ends_s(
+    replica: SimEngine, arrivals_s: list[float], prompts: list[int], outputs: list[int]
+) -> list[float]:
     """When each request ends."""
     found, place, count = [0.0] * len(arrivals_s), 0, len(arrivals_s)
     while True:
@@ -214,7 +216,7 @@ class Steady:
     def __init__(self, seconds: float) -> None:
         self._s = seconds
 
-    def step_s(self, batch: Steps) -> Floats:
+    def step_s(self, batch: StepBatch) -> Floats:
         return np.where(batch.tokens > 0, self._s, 0.0)
 
 
@@ -241,8 +243,8 @@ def queueing(count: int) -> dict[str, float]:
 
 
 def _served(arrivals_s: Floats, outputs: list[int], slots: int, step_s: float) -> list[float]:
-    limits = Limits(1 << 24, token_budget=1 << 20, max_running=slots)
-    replica = Replica(step_table(Steady(step_s)), limits)
+    limits = BatchLimits(1 << 24, token_budget=1 << 20, max_running=slots)
+    replica = SimEngine(step_table(Steady(step_s)), limits)
     return ends_s(replica, arrivals_s.tolist(), [1] * len(outputs), outputs)
 
 

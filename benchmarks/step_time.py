@@ -15,7 +15,7 @@ import numpy as np
 
 from parts.common import child_cpu_s, cpu_s, run
 from potluck.catalog import models, nodes
-from potluck.perf.step import Steps, steps
+from potluck.perf.step_timer import StepBatch, steps
 from potluck.perf.timers.roofline import RooflineTimer, roofline
 
 SEED = 20
@@ -35,7 +35,7 @@ TARGETS = {f"million_{name}_cpu_s": ("<=", 1.0) for name in CASES} | {
 }
 
 
-def mixed_steps(count: int, chunks: int = 1) -> Steps:
+def mixed_steps(count: int, chunks: int = 1) -> StepBatch:
     """Steps as a planner asks for them: chunks behind cached context beside decodes, in any proportion."""
     rng = np.random.default_rng(SEED)
     decodes = rng.integers(0, 257, count)
@@ -66,7 +66,7 @@ def measure(quick: bool) -> dict[str, float]:
     return figures
 
 
-def one_by_one(timer: RooflineTimer, batch: Steps) -> float:
+def one_by_one(timer: RooflineTimer, batch: StepBatch) -> float:
     """The plain loop: one call for each step."""
     total = 0.0
     for row in range(len(batch)):

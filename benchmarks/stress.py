@@ -29,10 +29,10 @@ from parts.stress_more import MORE
 from parts.stress_scenarios import SCENARIOS, Scenario
 from parts.stress_speed import COMPILED as RUNS_COMPILED
 from parts.stress_speed import SCENARIOS as SPEEDS
-from potluck.cli.trying.simulation import policy_of
-from potluck.core.brain.policy import Policy
+from potluck.cli.simulating.simulation import policy_of
 from potluck.core.codec import decode
 from potluck.core.errors import PotluckError
+from potluck.core.state.policy import Policy
 
 ALL = (*SCENARIOS, *SPEEDS)
 EVERY = (*ALL, *MORE)

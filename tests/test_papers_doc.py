@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from potluck.core.brain.policy import Policy
+from potluck.core.state.policy import Policy
 from potluck.plan.strategies import STRATEGIES
 
 ROOT = Path(__file__).parent.parent

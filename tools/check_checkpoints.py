@@ -27,9 +27,9 @@ from torch import Tensor
 
 from potluck.catalog.huggingface import read_model
 from potluck.core.errors import PotluckError
-from potluck.engine.compute.runner import Runner, Size, Work
-from potluck.engine.model.checkpoint import Files
-from potluck.engine.model.config import Config, read_config
+from potluck.engine.compute.runner import Runner, RunnerSize, SequenceWork
+from potluck.engine.model.checkpoint import SafetensorsSource
+from potluck.engine.model.config import EngineModelConfig, read_config
 
 SAME_CODE = {"kimi_k2": "deepseek_v3"}
 """Model types that transformers runs by another's code, from the model's own repository."""
@@ -77,19 +77,21 @@ def truth(values: Values, folder: Path) -> Any:
     return model
 
 
-def configured(folder: Path) -> Config:
+def configured(folder: Path) -> EngineModelConfig:
     """What the engine makes of a config.json."""
     return read_config(folder, read_model(folder))
 
 
 def engine_logits(folder: Path, tokens: Tensor) -> Tensor:
-    runner = Runner(configured(folder), Files(folder), Size(rows=1, blocks=8, max_tokens=len(tokens)))
+    runner = Runner(
+        configured(folder), SafetensorsSource(folder), RunnerSize(rows=1, blocks=8, max_tokens=len(tokens))
+    )
     row = runner.tables.open()
     runner.tables.grow(row, len(tokens))
     return torch.cat(
         [
-            runner.step([Work(row, 0, tokens[:FIRST].tolist(), "all")]),
-            *(runner.step([Work(row, i, [int(tokens[i])])]) for i in range(FIRST, len(tokens))),
+            runner.step([SequenceWork(row, 0, tokens[:FIRST].tolist(), "all")]),
+            *(runner.step([SequenceWork(row, i, [int(tokens[i])])]) for i in range(FIRST, len(tokens))),
         ]
     )
 

@@ -32,9 +32,9 @@ from torch import Tensor
 from potluck.catalog.huggingface import read_model
 from potluck.core.errors import PotluckError
 from potluck.engine.compute.graphs import DecodeGraphs, recordable
-from potluck.engine.compute.runner import Runner, Size, Work
-from potluck.engine.model.checkpoint import Seeded
-from potluck.engine.model.config import Config, read_config
+from potluck.engine.compute.runner import Runner, RunnerSize, SequenceWork
+from potluck.engine.model.checkpoint import RandomSource
+from potluck.engine.model.config import EngineModelConfig, read_config
 
 PROMPTS = (5, 37, 64, 90, 21, 130)
 """Tokens; some are shorter than a chunk, some longer than the windows."""
@@ -62,17 +62,17 @@ class Row:
         return not self.problem and self.off <= self.allowed
 
 
-def sample_config(name: str) -> Config:
+def sample_config(name: str) -> EngineModelConfig:
     family, changes = SAMPLES[name]
     with tempfile.TemporaryDirectory() as folder:
         Path(folder, "config.json").write_text(json.dumps(config_of(family, changes)))
         return read_config(folder, read_model(folder))
 
 
-def start(config: Config, device: str, dtype: torch.dtype, *, recorded: bool) -> Runner:
+def start(config: EngineModelConfig, device: str, dtype: torch.dtype, *, recorded: bool) -> Runner:
     longest = max(PROMPTS) + DECODES
-    size = Size(len(PROMPTS) + 1, 200, longest, max_chunk_tokens=2 * CHUNK)
-    engine = Runner(config, Seeded(SEED, SPREAD), size, device=device, dtype=dtype)
+    size = RunnerSize(len(PROMPTS) + 1, 200, longest, max_chunk_tokens=2 * CHUNK)
+    engine = Runner(config, RandomSource(SEED, SPREAD), size, device=device, dtype=dtype)
     if not recorded:
         engine._graphs = None
     elif engine._graphs is None:
@@ -91,7 +91,7 @@ def logits(engine: Runner) -> Tensor:
         engine.tables.grow(rows[-1], len(tokens))
     for first in range(0, max(PROMPTS), CHUNK):  # prompts side by side, in chunks of unlike sizes
         works = {
-            index: Work(rows[index], first, tokens[first : min(first + CHUNK, length)], "all")
+            index: SequenceWork(rows[index], first, tokens[first : min(first + CHUNK, length)], "all")
             for index, (tokens, length) in enumerate(zip(said, PROMPTS, strict=True))
             if first < length
         }
@@ -101,7 +101,7 @@ def logits(engine: Runner) -> Tensor:
     for step in range(DECODES):
         places = [length + step for length in PROMPTS]
         works_now = [
-            Work(row, place, tokens[place : place + 1])
+            SequenceWork(row, place, tokens[place : place + 1])
             for row, place, tokens in zip(rows, places, said, strict=True)
         ]
         for index, part in enumerate(engine.step(works_now).float().cpu().clone()):
@@ -140,7 +140,7 @@ def check(name: str, device: str) -> list[Row]:
 
 
 def off_by(
-    config: Config, device: str, dtype: torch.dtype, recorded: bool, expected: Tensor
+    config: EngineModelConfig, device: str, dtype: torch.dtype, recorded: bool, expected: Tensor
 ) -> tuple[float, str]:
     """How far the logits are from those expected, and what went wrong if anything did."""
     try:

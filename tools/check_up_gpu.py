@@ -22,7 +22,7 @@ import time
 from pathlib import Path
 
 from potluck.core.codec import encode
-from potluck.engine.shipped import shipped_model
+from potluck.engine.shipped_model import shipped_model
 from potluck.perf.timers.profile import profile_from_json
 
 READY_S, BENCH_S, END_S = 420.0, 120.0, 90.0

@@ -33,13 +33,13 @@ from torch import Tensor
 
 from potluck.kv.codec import convert
 from potluck.kv.handles import new_handle
-from potluck.kv.link.links import Links
-from potluck.kv.send.outbox import Outbox
-from potluck.kv.wire import check
-from potluck.vllm.blocks import Layer, Plain
-from potluck.vllm.booking import Ask, Offer, Place, Read
-from potluck.vllm.giving import Giving
-from potluck.vllm.taking import Taking
+from potluck.kv.link.peer_connections import PeerConnections
+from potluck.kv.send.kv_sender import KvSender
+from potluck.kv.wire import checksum
+from potluck.vllm.receive_worker import ReceiveWorker
+from potluck.vllm.send_worker import SendWorker
+from potluck.vllm.transfer_scheduler import FetchOrder, PlaceBlocks, ReadBlocks, SendOffer
+from potluck.vllm.vllm_blocks import PlainBlocks, VllmLayer
 
 DEVICE = "cuda"
 DEADLINE_S = 60.0
@@ -78,10 +78,10 @@ CASES = (
 )
 
 
-def blocks_of(model: Model, order: str, dtype: torch.dtype, size: int) -> dict[int, Layer]:
+def blocks_of(model: Model, order: str, dtype: torch.dtype, size: int) -> dict[int, VllmLayer]:
     """Twice as many as one prompt needs."""
     count = 2 * -(-model.tokens // size) + 2
-    found: dict[int, Layer] = {}
+    found: dict[int, VllmLayer] = {}
     for layer in range(model.layers):
         if order == "NHD":
             lies = torch.zeros(
@@ -89,7 +89,7 @@ def blocks_of(model: Model, order: str, dtype: torch.dtype, size: int) -> dict[i
             ).transpose(1, 2)
         else:
             lies = torch.zeros(count, model.heads, size, 2 * model.width, dtype=dtype, device=DEVICE)
-        found[layer] = Layer(Plain(lies, "kv"))
+        found[layer] = VllmLayer(PlainBlocks(lies, "kv"))
     return found
 
 
@@ -98,7 +98,7 @@ class Worker:
     """One that computes: weights, blocks and a stream."""
 
     model: Model
-    blocks: dict[int, Layer]
+    blocks: dict[int, VllmLayer]
     dtype: torch.dtype
     stream: torch.cuda.Stream = field(default_factory=torch.cuda.Stream)
 
@@ -141,12 +141,14 @@ class Rig:
         self.values = {
             layer: torch.randn(shape, dtype=self.dtype, device=DEVICE) for layer in range(model.layers)
         }
-        outbox = Outbox()
+        outbox = KvSender()
         host, port = outbox.address
         self.kv = f"{host}:{port}"
         self.told: list[dict[str, object]] = []
-        self.giving = Giving(outbox, self.giver.blocks, "check", self.told.append)
-        self.taking = Taking(Links([(host, port)]), self.taker.blocks, "check", 0, self.told.append)
+        self.giving = SendWorker(outbox, self.giver.blocks, "check", self.told.append)
+        self.taking = ReceiveWorker(
+            PeerConnections([(host, port)]), self.taker.blocks, "check", 0, self.told.append
+        )
         torch.cuda.synchronize()
 
     def table(self, side: int, backwards: bool = False) -> tuple[int, ...]:
@@ -155,16 +157,16 @@ class Rig:
 
     def offer(self, key: str, handle: str, lasts_s: float = DEADLINE_S) -> None:
         codec = self.case.codec
-        self.giving.offer(Offer(key, key, handle, codec, lasts_s, self.model.tokens, "0" * 64))  # type: ignore[arg-type]
+        self.giving.offer(SendOffer(key, key, handle, codec, lasts_s, self.model.tokens, "0" * 64))  # type: ignore[arg-type]
 
     def compute(self, key: str) -> tuple[float, float]:
         """One prompt; seconds of the host in hooks, and until the GPU had computed it."""
         model, table = self.model, self.table(0)
         hooks_s, began_s = 0.0, time.perf_counter()
         for first in range(0, model.tokens, model.chunk):
-            read = Read(key, (table,), min(first + model.chunk, model.tokens))
+            read = ReadBlocks(key, (table,), min(first + model.chunk, model.tokens))
 
-            def after(layer: int, read: Read = read) -> None:
+            def after(layer: int, read: ReadBlocks = read) -> None:
                 nonlocal hooks_s
                 at_s = time.perf_counter()
                 self.giving.read_layer(layer, [read])
@@ -173,7 +175,7 @@ class Rig:
             self.giver.step(table, first, self.values, after)
         self.giver.stream.synchronize()
         took_s = time.perf_counter() - began_s
-        self.giving.keep(Read(key, (table,), model.tokens))
+        self.giving.keep(ReadBlocks(key, (table,), model.tokens))
         self.free(key)
         return hooks_s, took_s
 
@@ -221,8 +223,8 @@ def tried(model: Model, case: Case) -> bool:
     began_s = time.perf_counter()
     handle = new_handle()
     rig.offer("one", handle)
-    rig.taking.ask(Ask("one", "one", rig.kv, handle, DEADLINE_S, 0, model.tokens, "0" * 64))
-    rig.taking.put(Place("one", (rig.table(1, backwards=True),), 0))
+    rig.taking.ask(FetchOrder("one", "one", rig.kv, handle, DEADLINE_S, 0, model.tokens, "0" * 64))
+    rig.taking.put(PlaceBlocks("one", (rig.table(1, backwards=True),), 0))
     rig.compute("one")
     rig.received("one")
     took_s = time.perf_counter() - began_s
@@ -243,15 +245,15 @@ def take(model: Model, dtype: str, kv: str, handles: Sequence[str]) -> None:
     size = 16
     count = -(-model.tokens // size) + 1
     shape = (count, model.heads, size, 2 * model.width)
-    blocks: dict[int, Layer] = {
-        layer: Layer(Plain(torch.zeros(shape, dtype=getattr(torch, dtype)), "kv"))
+    blocks: dict[int, VllmLayer] = {
+        layer: VllmLayer(PlainBlocks(torch.zeros(shape, dtype=getattr(torch, dtype)), "kv"))
         for layer in range(model.layers)
     }
     host, port = kv.rsplit(":", 1)
-    taking = Taking(Links([(host, int(port))]), blocks, "check", 0, lambda line: None)
+    taking = ReceiveWorker(PeerConnections([(host, int(port))]), blocks, "check", 0, lambda line: None)
     for handle in handles:
-        taking.ask(Ask(handle, handle, kv, handle, DEADLINE_S, 0, model.tokens, "0" * 64))
-        taking.put(Place(handle, (tuple(range(1, count)),), 0))
+        taking.ask(FetchOrder(handle, handle, kv, handle, DEADLINE_S, 0, model.tokens, "0" * 64))
+        taking.put(PlaceBlocks(handle, (tuple(range(1, count)),), 0))
         until(lambda handle=handle: handle in set().union(*taking.results()))  # type: ignore[misc]
     taking.close()
 
@@ -288,7 +290,7 @@ def main() -> int:
     )
     parser.add_argument("--small", action="store_true", help="few layers, few tokens")
     model = SMALL if parser.parse_args().small else Model()
-    check.load()
+    checksum.load()
     convert.load()
     fine = [tried(model, case) for case in CASES]
     cost(model)

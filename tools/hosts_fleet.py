@@ -19,7 +19,7 @@ from certificates import make_certificates
 from host_bed import Bed, Host
 from live_fleet import LiveFleet, Process
 
-from potluck.gateway.door.keys import new_key
+from potluck.gateway.openai.keys import new_key
 
 ODD = str(Path(__file__).parent / "odd_process.py")
 ENGINE_KEY, ADMIN_KEY = "what engines ask for", "what operators show"
@@ -117,7 +117,7 @@ class HostsFleet(LiveFleet):
     # Gateways.
 
     def _start_gateway(self) -> None:
-        for entry in self.roster:
+        for entry in self.engine_list:
             entry["key_file"] = str(self.folder / "engine.key")
         for place in range(len(self._gateway_hosts)):
             self.gateways.append(self.gateway_process(place))

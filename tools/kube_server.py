@@ -27,7 +27,7 @@ from urllib.parse import parse_qs, urlsplit
 
 import kubernetes_validate
 
-from potluck.control.launch.ports import healthy
+from potluck.control.launchers.ports import healthy
 
 GPUS = "nvidia.com/gpu"
 VERSION = "1.33"

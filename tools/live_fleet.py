@@ -23,7 +23,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, Any, Self
 
-from potluck.cli.common.problems import read_spec
+from potluck.cli.common.problem_options import read_spec
 from potluck.core.values.layout import Layout
 from potluck.core.values.plan import Plan, plan_from_json
 
@@ -120,7 +120,7 @@ class LiveFleet:
         self._env = env or {}
         self._over, self._program = list(over), program
         self.engines: list[Process] = []
-        self.roster: list[dict[str, object]] = []
+        self.engine_list: list[dict[str, object]] = []
         self.gateway: Process | None = None
         self._gone: list[Process] = []
         """Gateways that others took the place of."""
@@ -157,10 +157,10 @@ class LiveFleet:
                         name = f"{template.name}-{copy}-{index}"
                         self.engines.append(self._engine_process(like, template.model, name))
                         self.engines[-1].start()
-                    self.roster.append(
+                    self.engine_list.append(
                         {"template": template.name, "index": index, "region": deployment.region}
                     )
-        for process, entry in zip(self._over or self.engines, self.roster, strict=True):
+        for process, entry in zip(self._over or self.engines, self.engine_list, strict=True):
             entry["url"] = process.said["url"] if self._over else listening(process)
 
     def _engine_process(self, like: str, model: str, name: str) -> Process:
@@ -181,11 +181,11 @@ class LiveFleet:
         return Process(arguments, self.folder / f"{name.replace('/', '_')}.log", self._env)
 
     def _gateway_process(self) -> Process:
-        roster = self.folder / "engines.yaml"
-        roster.write_text(json.dumps({"engines": self.roster}))
+        engine_list = self.folder / "engines.yaml"
+        engine_list.write_text(json.dumps({"engines": self.engine_list}))
         arguments = [
             *(sys.executable, *self._program, "serve", str(self._plan_path), str(self._spec_path)),
-            *("--engines", str(roster), "--port", "0", "--admin-port", "0", "--json", *self._gateway),
+            *("--engines", str(engine_list), "--port", "0", "--admin-port", "0", "--json", *self._gateway),
         ]
         return Process(arguments, self.folder / "gateway.log", self._env)
 

@@ -12,14 +12,14 @@ from typing import Literal, cast
 
 from potluck.core.values.layout import single
 from potluck.core.values.plan import (
-    Bucket,
     BucketCapacity,
     Deployment,
-    Flow,
+    LengthBucket,
     NodeCount,
     Plan,
-    Replica,
-    Share,
+    PlannedFlow,
+    PlannedReplica,
+    PlannedShare,
     Template,
     TemplateKind,
     plan_to_json,
@@ -63,25 +63,25 @@ def write_plans(
     KV crosses in this codec, which the spec allows.
     """
     templates: list[Template] = []
-    shares: list[Share] = []
+    shares: list[PlannedShare] = []
     for place, (kind, roles, region) in enumerate(units):
         phases = [role for role in roles if role != "mixed"] if flows else ["closed"]
         rates = [1.0 if phase in phases else 0.0 for phase in ("prefill", "decode", "closed")]
         capacity = (BucketCapacity(0, *rates, 0.1, 0.02),)
-        replicas = tuple(Replica(cast(Role, role), single(NODE, 1, LAYERS)) for role in roles)
+        replicas = tuple(PlannedReplica(cast(Role, role), single(NODE, 1, LAYERS)) for role in roles)
         count = (NodeCount(NODE, len(roles)),)
         name = f"unit{place}"
         templates.append(
             Template(name, cast(TemplateKind, kind), MODEL, count, replicas, capacity, "measured", codec)
         )
-        shares += [Share(name, region, 0, cast(Phase, phase), 1.0) for phase in phases]
+        shares += [PlannedShare(name, region, 0, cast(Phase, phase), 1.0) for phase in phases]
     plan = Plan(
         "by hand",
         tuple(templates),
         tuple(Deployment(each.name, unit[2], 1) for each, unit in zip(templates, units, strict=True)),
-        (Bucket(MODEL, 0, 100_000, 1.0),),
+        (LengthBucket(MODEL, 0, 100_000, 1.0),),
         tuple(shares),
-        tuple(Flow(MODEL, 0, source, target, 1.0, codec) for source, target in flows),
+        tuple(PlannedFlow(MODEL, 0, source, target, 1.0, codec) for source, target in flows),
         (),
         float(len(units)),
         0.0,

@@ -8,17 +8,17 @@ from typing import Any
 from potluck.catalog import models
 from potluck.core.values.layout import single
 from potluck.core.values.plan import (
-    Bucket,
     BucketCapacity,
     Deployment,
+    LengthBucket,
     NodeCount,
     Plan,
+    PlannedReplica,
+    PlannedShare,
     Prediction,
-    Replica,
-    Share,
     Template,
 )
-from potluck.core.values.types import Link, Offer, Region
+from potluck.core.values.types import Link, NodeOffer, Region
 
 MODEL = "chat"
 PREFILL_PER_S = {"1xL4": 4200.0, "1xA10": 6000.0, "1xL40S": 14000.0, "1xA100-80": 22000.0, "1xH100": 45000.0}
@@ -36,7 +36,7 @@ def template(name: str, kind: Any, parts: Sequence[tuple[Any, str]]) -> Template
         kind,
         MODEL,
         tuple(NodeCount(node, count) for node, count in counts.items()),
-        tuple(Replica(role, single(node, 1, layers)) for role, node in parts),
+        tuple(PlannedReplica(role, single(node, 1, layers)) for role, node in parts),
         (BucketCapacity(0, 0.0, 0.0, 9.0, 0.4, 0.02), BucketCapacity(1, 0.0, 0.0, 4.0, 0.9, 0.02)),
         "transferred",
     )
@@ -86,13 +86,13 @@ def large_fleet(replicas: int = 200) -> tuple[Plan, tuple[Region, ...], tuple[Li
 
 
 def _region(name: str, available: dict[str, int]) -> Region:
-    return Region(name, tuple(Offer(node, PRICE[node], count) for node, count in available.items()))
+    return Region(name, tuple(NodeOffer(node, PRICE[node], count) for node, count in available.items()))
 
 
 def _plan(kinds: tuple[Template, ...], held: tuple[Deployment, ...], rate: float) -> Plan:
     copies = sum(each.count for each in held)
     shares = tuple(
-        Share(each.template, each.region, bucket, "closed", rate * part * each.count / copies)
+        PlannedShare(each.template, each.region, bucket, "closed", rate * part * each.count / copies)
         for each in held
         for bucket, part in ((0, 0.7), (1, 0.3))
     )
@@ -106,7 +106,7 @@ def _plan(kinds: tuple[Template, ...], held: tuple[Deployment, ...], rate: float
         "auto",
         kinds,
         held,
-        (Bucket(MODEL, 0, 800, rate * 0.7), Bucket(MODEL, 1, 8000, rate * 0.3)),
+        (LengthBucket(MODEL, 0, 800, rate * 0.7), LengthBucket(MODEL, 1, 8000, rate * 0.3)),
         shares,
         (),
         (Prediction(MODEL, rate * 0.8, rate, 0.62, 0.024, "transferred"),),

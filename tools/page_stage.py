@@ -20,33 +20,33 @@ from aiohttp import web
 from page_fleets import MODEL, PREFILL_PER_S, TPOT_S, small_fleet
 
 from potluck.catalog import models, nodes
-from potluck.core.brain.actions import Action, Drain, Refuse, Run, Start, Stop
-from potluck.core.brain.events import (
-    Arrived,
-    Computed,
-    Drained,
-    Failed,
-    Finished,
+from potluck.core.state.actions import Action, DrainReplica, Refuse, Run, StartReplica, StopReplica
+from potluck.core.state.events import (
+    AttemptFailed,
     FirstToken,
     LinkReported,
+    ReplicaDrained,
     ReplicaLost,
     ReplicaReady,
-    Reported,
+    ReplicaReported,
+    ReplicaStatus,
+    RequestArrived,
+    RequestFinished,
+    SegmentComputed,
     SegmentDone,
-    Status,
 )
-from potluck.core.brain.policy import Policy
+from potluck.core.state.policy import Policy
 from potluck.core.values.plan import Plan
 from potluck.core.values.service import Tenant
 from potluck.core.values.types import Link, Region, Request, Slo
 from potluck.gateway.admin.families import SEGMENT_TOKENS
-from potluck.gateway.desk.center import Center
-from potluck.gateway.desk.oversight import Oversight
-from potluck.gateway.http.calls import Calls
-from potluck.gateway.parts import Told
-from potluck.gateway.serve import Operators
-from potluck.gateway.settings import Places, Settings
-from potluck.worlds.scene import Scene
+from potluck.gateway.brain_loop.gateway_core import GatewayCore
+from potluck.gateway.brain_loop.operations import Operations
+from potluck.gateway.http.connection_pool import ConnectionPool
+from potluck.gateway.interfaces import RequestOutcome
+from potluck.gateway.serve import AdminServer
+from potluck.gateway.settings import GatewaySettings, ListenAddresses
+from potluck.runtime.resolved_plan import ResolvedPlan
 
 KEY = "the-operators-key"
 TENANTS = (("search", 2.0), ("support", 1.0), ("batch", 1.0))
@@ -56,7 +56,7 @@ ANSWER_WORDS = ANSWER.count(" ") + 1
 
 
 @dataclass(slots=True)
-class Ride:
+class StagedRequest:
     """A request under way."""
 
     request: Request
@@ -79,19 +79,19 @@ class Stage:
         plan, regions, links = fleet
         model = models.model("llama-3.1-8b")
         types = {offer.node: nodes.node_type(offer.node) for region in regions for offer in region.offers}
-        scene = Scene(
+        resolved = ResolvedPlan(
             plan, {MODEL: model}, types, regions, links, {MODEL: Slo(1.5, 0.045)}, {MODEL: (500.0, 60.0)}
         )
         policy = Policy(tenants=tuple(Tenant(name, weight) for name, weight in TENANTS))
         self._chance = random.Random(seed)
-        self.center = Center(scene, policy, Calls())
-        self.operators = Operators(self.center, Settings(Places(admin_port=0), admin_key=key))
-        self.overseer = Oversight(self.center)
-        self.line = self.center.desk.line(self._act)
-        self.center.desk.manage = self._manage
-        self.center.desk.at_ticks.remove(self.center.watch.look)
-        self.center.lacking = lambda model: ""  # type: ignore[method-assign]
-        self.rides: dict[str, Ride] = {}
+        self.core = GatewayCore(resolved, policy, ConnectionPool())
+        self.operators = AdminServer(self.core, GatewaySettings(ListenAddresses(admin_port=0), admin_key=key))
+        self.operations = Operations(self.core)
+        self.line = self.core.brain_loop.line(self._act)
+        self.core.brain_loop.manage = self._manage
+        self.core.brain_loop.at_ticks.remove(self.core.watch.look)
+        self.core.lacking = lambda model: ""  # type: ignore[method-assign]
+        self.open_requests: dict[str, StagedRequest] = {}
         self._tasks: list[asyncio.Task[None]] = []
         self.sent = 0
         self.starts_s = 3.0
@@ -103,7 +103,7 @@ class Stage:
     async def start(self) -> str:
         """Where operators look."""
         url = await self.operators.listen()
-        self.center.start()
+        self.core.start()
         self._begun = True
         self.operators.page.chat.url = await self._clients()
         self._tasks += [asyncio.create_task(self._report()), asyncio.create_task(self._control())]
@@ -114,7 +114,7 @@ class Stage:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
         await self._runner.cleanup()
-        await self.center.close()
+        await self.core.close()
         await self.operators.close()
 
     # The fleet.
@@ -122,54 +122,58 @@ class Stage:
     def _manage(self, actions: Sequence[Action]) -> None:
         for action in actions:
             match action:
-                case Start(member):
+                case StartReplica(member):
                     wait_s = self.starts_s if self._begun else 0.0
                     self._later(wait_s, self._ready, member.id)
-                case Drain(replica):
+                case DrainReplica(replica):
                     self._later(0.2, self._drained, replica)
-                case Stop():
+                case StopReplica():
                     pass
 
     def _ready(self, replica: str) -> None:
-        if replica in self.center.brain.fleet.views:
-            self.center.desk.tell(ReplicaReady(replica))
+        if replica in self.core.brain.fleet.views:
+            self.core.brain_loop.tell(ReplicaReady(replica))
 
     def _drained(self, replica: str) -> None:
-        view = self.center.brain.fleet.views.get(replica)
+        view = self.core.brain.fleet.views.get(replica)
         if view is not None and view.open_requests:
             self._later(0.2, self._drained, replica)
         elif view is not None:
-            self.center.desk.tell(Drained(replica))
+            self.core.brain_loop.tell(ReplicaDrained(replica))
 
     def kill(self, replica: str) -> None:
         """Its engine is gone, and all that it worked on has failed."""
-        self.center.desk.tell(ReplicaLost(replica, "its process ended"))
-        for ride in list(self.rides.values()):
-            run = ride.run
+        self.core.brain_loop.tell(ReplicaLost(replica, "its process ended"))
+        for staged in list(self.open_requests.values()):
+            run = staged.run
             if run is not None and any(each.replica == replica for each in run.route.segments):
-                self._stop(ride)
-                self.line.tell(Failed(ride.request.id, run.attempt, "replica", replica, ride.streamed))
+                self._stop(staged)
+                self.line.tell(
+                    AttemptFailed(staged.request.id, run.attempt, "replica", replica, staged.streamed)
+                )
 
     async def _control(self) -> None:
         """As a controller does: asks what is wanted, and kills whom it should."""
         while True:
-            for replica in list(self.overseer.wanted()["kill"]):  # type: ignore[call-overload]
+            for replica in list(self.operations.wanted()["kill"]):  # type: ignore[call-overload]
                 self.kill(replica)
             await asyncio.sleep(0.2)
 
     async def _report(self) -> None:
         while True:
-            views = self.center.brain.fleet.views
+            views = self.core.brain.fleet.views
             for name, view in list(views.items()):
                 if view.state == "starting":
                     continue
                 total = 4000
                 used = min(total - 1, view.open_context_tokens // 16 + view.open_requests)
-                status = Status(0, view.open_requests, view.open_prefill_tokens, 0, total - used, total, 0.02)
-                self.center.desk.tell(Reported(name, status))
-            self.center.watch.links = tuple(
+                status = ReplicaStatus(
+                    0, view.open_requests, view.open_prefill_tokens, 0, total - used, total, 0.02
+                )
+                self.core.brain_loop.tell(ReplicaReported(name, status))
+            self.core.watch.links = tuple(
                 LinkReported(*ends, min(1.0, self._moved.pop(ends, 0.0) * 2 * 8e-9 / gbps), 0.0, gbps)
-                for ends, gbps in self.center.links_gbps.items()
+                for ends, gbps in self.core.links_gbps.items()
             )
             await asyncio.sleep(0.5)
 
@@ -179,32 +183,32 @@ class Stage:
         self, prompt_tokens: int, output_tokens: int, tenant: str = "search", name: str = "", news: Any = None
     ) -> str:
         name = name or secrets.token_hex(12)
-        now_s = self.center.desk.now_s()
+        now_s = self.core.brain_loop.now_s()
         request = Request(name, MODEL, now_s, prompt_tokens, output_tokens, tenant=tenant)
-        self.rides[name] = Ride(request, output_tokens, time.monotonic(), news=news)
+        self.open_requests[name] = StagedRequest(request, output_tokens, time.monotonic(), news=news)
         self.sent += 1
-        self.line.tell(Arrived(request))
+        self.line.tell(RequestArrived(request))
         return name
 
     def _act(self, actions: Sequence[Action]) -> None:
         for action in actions:
-            ride = self.rides.get(action.request)  # type: ignore[union-attr]
-            if ride is None:
+            staged = self.open_requests.get(action.request)  # type: ignore[union-attr]
+            if staged is None:
                 continue
             if isinstance(action, Run):
-                self._stop(ride)
-                ride.run = action
-                self._run(ride, action)
+                self._stop(staged)
+                staged.run = action
+                self._run(staged, action)
             elif isinstance(action, Refuse):
-                self._ended(ride, "overloaded", 429)
+                self._ended(staged, "overloaded", 429)
 
-    def _stop(self, ride: Ride) -> None:
-        for timer in ride.timers:
+    def _stop(self, staged: StagedRequest) -> None:
+        for timer in staged.timers:
             timer.cancel()
-        ride.timers.clear()
+        staged.timers.clear()
 
-    def _run(self, ride: Ride, run: Run) -> None:
-        at_s, name = 0.003, ride.request.id
+    def _run(self, staged: StagedRequest, run: Run) -> None:
+        at_s, name = 0.003, staged.request.id
         segments = run.route.segments
         for place, segment in enumerate(segments):
             node, crowd = self._node(segment.replica)
@@ -212,59 +216,61 @@ class Stage:
             at_s += (stop - segment.start) / PREFILL_PER_S[node] * crowd + 0.012
             if segment.stop is None:
                 break
-            ride.timers.append(self._later(at_s, self.line.tell, Computed(name, run.attempt, place)))
+            staged.timers.append(self._later(at_s, self.line.tell, SegmentComputed(name, run.attempt, place)))
             size = (stop - segment.start) * KV_BYTES_PER_TOKEN
             at_s += 0.008 + size / 2.5e9
             target = segments[place + 1].replica
-            ride.timers.append(
-                self._later(at_s, self._handed, ride, run, place, segment.replica, target, size)
+            staged.timers.append(
+                self._later(at_s, self._handed, staged, run, place, segment.replica, target, size)
             )
         node, crowd = self._node(run.route.decoder)
-        ride.timers.append(self._later(at_s, self._token, ride, run, TPOT_S[node] * crowd))
+        staged.timers.append(self._later(at_s, self._token, staged, run, TPOT_S[node] * crowd))
 
     def _node(self, replica: str) -> tuple[str, float]:
         """Its type, and how much longer all takes with what it has to do."""
-        view = self.center.brain.fleet.views.get(replica)
+        view = self.core.brain.fleet.views.get(replica)
         if view is None:
             return "1xL4", 1.0
-        part = self.center.kits.templates[view.member.template].replicas[view.member.index]
+        part = self.core.replica_models.templates[view.member.template].replicas[view.member.index]
         node = next(iter(part.layout.node_counts))
         return node, (1.0 + 0.06 * view.open_requests) * self._chance.uniform(0.92, 1.12)
 
-    def _handed(self, ride: Ride, run: Run, place: int, source: str, target: str, size: int) -> None:
+    def _handed(
+        self, staged: StagedRequest, run: Run, place: int, source: str, target: str, size: int
+    ) -> None:
         self.operators._moved(source, target, "raw", size, 0.01)
         self.operators.meter.count(SEGMENT_TOKENS, (source,), size // KV_BYTES_PER_TOKEN)
-        views = self.center.brain.fleet.views
+        views = self.core.brain.fleet.views
         if source in views and target in views:
             ends = (views[source].member.region, views[target].member.region)
             self._moved[ends] = self._moved.get(ends, 0.0) + size
-        self.line.tell(SegmentDone(ride.request.id, run.attempt, place))
+        self.line.tell(SegmentDone(staged.request.id, run.attempt, place))
 
-    def _token(self, ride: Ride, run: Run, tpot_s: float) -> None:
-        if ride.first_s is None:
-            ride.first_s = time.monotonic()
-        if ride.streamed == run.streamed_tokens:
-            self.line.tell(FirstToken(ride.request.id, run.attempt))
-        ride.streamed += 1
-        if ride.news is not None:
-            ride.news.put_nowait(ANSWER.split()[(ride.streamed - 1) % ANSWER_WORDS])
-        if ride.streamed >= ride.output_tokens:
-            self.line.tell(Finished(ride.request.id, run.attempt, ride.streamed))
-            self.operators.meter.count(SEGMENT_TOKENS, (run.route.decoder,), ride.streamed)
-            self._ended(ride, "length", 200)
+    def _token(self, staged: StagedRequest, run: Run, tpot_s: float) -> None:
+        if staged.first_s is None:
+            staged.first_s = time.monotonic()
+        if staged.streamed == run.streamed_tokens:
+            self.line.tell(FirstToken(staged.request.id, run.attempt))
+        staged.streamed += 1
+        if staged.news is not None:
+            staged.news.put_nowait(ANSWER.split()[(staged.streamed - 1) % ANSWER_WORDS])
+        if staged.streamed >= staged.output_tokens:
+            self.line.tell(RequestFinished(staged.request.id, run.attempt, staged.streamed))
+            self.operators.meter.count(SEGMENT_TOKENS, (run.route.decoder,), staged.streamed)
+            self._ended(staged, "length", 200)
             return
         # One timer per token for who reads them; else one for many, which nobody sees.
-        step = 1 if ride.news is not None else min(8, ride.output_tokens - ride.streamed)
-        ride.streamed += step - 1
-        ride.timers[:] = [self._later(tpot_s * step, self._token, ride, run, tpot_s)]
+        step = 1 if staged.news is not None else min(8, staged.output_tokens - staged.streamed)
+        staged.streamed += step - 1
+        staged.timers[:] = [self._later(tpot_s * step, self._token, staged, run, tpot_s)]
 
-    def _ended(self, ride: Ride, outcome: str, status: int) -> None:
-        self.rides.pop(ride.request.id, None)
-        if ride.news is not None:
-            ride.news.put_nowait(None)
-        request = ride.request
+    def _ended(self, staged: StagedRequest, outcome: str, status: int) -> None:
+        self.open_requests.pop(staged.request.id, None)
+        if staged.news is not None:
+            staged.news.put_nowait(None)
+        request = staged.request
         self.operators.meter.answered(
-            Told(
+            RequestOutcome(
                 request.id,
                 "",
                 request.tenant,
@@ -274,9 +280,9 @@ class Stage:
                 status,
                 request.prompt_tokens,
                 0,
-                ride.streamed,
-                ride.came_s,
-                ride.first_s,
+                staged.streamed,
+                staged.came_s,
+                staged.first_s,
                 time.monotonic(),
                 True,
             )

@@ -94,7 +94,7 @@ async def small(out: Path, seconds: float) -> None:
         await asyncio.sleep(seconds)
         await tab.run(f"one('#chat-text').value = {QUESTION!r}; one('#chat').requestSubmit()")
         await tab.until("/answered; first token/.test(says('#chat-route'))")
-        busy = max(made.center.brain.fleet.views.values(), key=lambda view: view.open_requests)
+        busy = max(made.core.brain.fleet.views.values(), key=lambda view: view.open_requests)
         made.starts_s = 30.0
         made.kill(busy.member.id)
         await asyncio.sleep(1.5)

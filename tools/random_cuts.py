@@ -12,11 +12,11 @@ from random import Random
 from typing import Any
 
 from potluck.cli.main import main
-from potluck.core.brain.actions import Action, Run
 from potluck.core.brain.brain import Brain
-from potluck.core.brain.events import Event
+from potluck.core.state.actions import Action, Run
+from potluck.core.state.events import Event
 from potluck.core.values.route import Route, Segment
-from potluck.gateway.desk import center
+from potluck.gateway.brain_loop import gateway_core
 
 SEED = 7
 
@@ -44,5 +44,5 @@ class RandomCuts:
 
 
 if __name__ == "__main__":
-    center.Brain = RandomCuts  # type: ignore[misc, assignment]
+    gateway_core.Brain = RandomCuts  # type: ignore[misc, assignment]
     sys.exit(main())

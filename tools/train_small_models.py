@@ -26,8 +26,8 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from torch import Tensor
 
 from potluck.core.values.model import DenseFfn, FullAttention, Layer, LinearAttention, Model
-from potluck.engine.model.config import Config, Rope, write_config
-from potluck.engine.model.reference import Fresh, Reference
+from potluck.engine.model.config import EngineModelConfig, RopeConfig, write_config
+from potluck.engine.model.reference import FreshWeights, ReferenceModel
 
 VOCAB, HIDDEN, INNER, CONTEXT = 4096, 256, 704, 2048
 END = "<|end|>"
@@ -37,7 +37,7 @@ CHUNK = 64
 """Tokens; `--length` is a multiple of it."""
 
 
-class Trainee(Reference):
+class Trainee(ReferenceModel):
     """The reference with the same sums in an order that a GPU likes."""
 
     def _attend(self, query: Tensor, key: Tensor, value: Tensor, scale: float, window: int | None) -> Tensor:
@@ -124,7 +124,7 @@ def batch(data: Tensor, rows: int, length: int, generator: torch.Generator) -> T
     return torch.stack([data[s : s + length + 1] for s in starts.tolist()])
 
 
-def held_out_loss(model: Reference, data: Tensor, length: int, device: str) -> float:
+def held_out_loss(model: ReferenceModel, data: Tensor, length: int, device: str) -> float:
     usable = (len(data) - 1) // length
     rows = torch.stack([data[i * length : i * length + length + 1] for i in range(usable)]).to(device)
     total = 0.0
@@ -135,10 +135,12 @@ def held_out_loss(model: Reference, data: Tensor, length: int, device: str) -> f
     return total / usable
 
 
-def train(config: Config, texts: dict[str, Tensor], args: argparse.Namespace) -> tuple[Reference, list[Any]]:
+def train(
+    config: EngineModelConfig, texts: dict[str, Tensor], args: argparse.Namespace
+) -> tuple[ReferenceModel, list[Any]]:
     device = args.device
     torch.manual_seed(args.seed)
-    model = Trainee(config, Fresh(args.seed)).to(device)
+    model = Trainee(config, FreshWeights(args.seed)).to(device)
     flat = [each for each in model.parameters() if each.dim() < 2]
     matrices = [each for each in model.parameters() if each.dim() >= 2]
     groups = [{"params": matrices, "weight_decay": 0.1}, {"params": flat, "weight_decay": 0.0}]
@@ -200,7 +202,9 @@ def hugging_face(model: Model, end: int) -> dict[str, Any]:
     }
 
 
-def write(out: Path, config: Config, model: Reference, made: Tokenizer, report: dict[str, Any]) -> None:
+def write(
+    out: Path, config: EngineModelConfig, model: ReferenceModel, made: Tokenizer, report: dict[str, Any]
+) -> None:
     out.mkdir(parents=True, exist_ok=True)
     weights = {name: each.to(torch.bfloat16).contiguous().cpu() for name, each in model.tensors().items()}
     save_file(weights, out / "model.safetensors", metadata={"format": "pt"})
@@ -233,7 +237,7 @@ def main() -> None:
     data = {"train": stream(made, rest), "held_out": stream(made, held)}
     end = made.token_to_id(END)
     model = words() if args.model == "words" else words_hybrid()
-    config = Config(model, rope=Rope(theta=10_000.0), dtype="bfloat16", eos_tokens=(end,))
+    config = EngineModelConfig(model, rope=RopeConfig(theta=10_000.0), dtype="bfloat16", eos_tokens=(end,))
     trained, log = train(config, data, args)
     report = {
         "parameters": sum(each.numel() for each in trained.parameters()),

@@ -21,8 +21,8 @@ from parts.adapt_scenarios import (
     write_plan,
     write_spec,
 )
-from potluck.control.store.store import Store
-from potluck.core.scale.forecast import BIN_S, DAY
+from potluck.control.store.state_store import StateStore
+from potluck.core.scaling.forecast import BIN_S, DAY
 from potluck.core.values.types import Slo
 
 DAYS = 9
@@ -75,7 +75,7 @@ def ahead(folder: Path, seed: int, say: Say) -> Figures:
 def remember(state: Path, base_per_s: float) -> None:
     """Days that all rose at the time that it is now."""
     state.mkdir(parents=True, exist_ok=True)
-    store = Store(state / "state.db")
+    store = StateStore(state / "state.db")
     now = int(time.time() // BIN_S)
     for place in range(now - DAYS * DAY, now):
         high = (place - now) % DAY < HIGH_BINS

@@ -21,8 +21,8 @@ from parts.adapt_scenarios import (
     write_plan,
     write_spec,
 )
-from potluck.control.byhand import BY_HAND, scaled
-from potluck.control.store.store import Store
+from potluck.control.manual_changes import BY_HAND, scaled
+from potluck.control.store.state_store import StateStore
 
 KILLS = 20
 
@@ -81,7 +81,7 @@ class Twice(threading.Thread):
         self.seen = 0
 
     def run(self) -> None:
-        store = Store(self._path)
+        store = StateStore(self._path)
         while not self._over.wait(0.2):
             lives = {name for _, name in self._rig.engines()}
             there = [each.replica for each in store.instances() if each.replica and each.name in lives]

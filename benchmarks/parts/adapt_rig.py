@@ -21,15 +21,15 @@ from typing import Any
 
 import numpy as np
 
-from potluck.control.ending import owner_of, pid_of, stop_all
-from potluck.control.gateway import GatewayClient
-from potluck.control.launch.local import engines_of
-from potluck.control.launch.process import Pid
-from potluck.control.store.store import Happening, Store
+from potluck.control.gateway_client import GatewayClient
+from potluck.control.launchers.local_launcher import engines_of
+from potluck.control.launchers.process import ProcessId
+from potluck.control.shutdown import owner_of, pid_of, stop_all
+from potluck.control.store.state_store import RecordedEvent, StateStore
 from potluck.core.errors import PotluckError
 from potluck.core.values.types import Slo
-from potluck.load.client import Shot, shoot
-from potluck.load.measured import kept, whole
+from potluck.loadgen.load_client import TimedRequest, shoot
+from potluck.loadgen.load_result import kept, whole
 from potluck.sim.load.workload import Workload
 
 MODEL = "m"
@@ -50,7 +50,7 @@ class Phase:
     output_tokens: int
 
 
-def shots_of(phases: Sequence[Phase], seed: int) -> list[Shot]:
+def shots_of(phases: Sequence[Phase], seed: int) -> list[TimedRequest]:
     """Poisson arrivals; lengths within a quarter of their mean; no two prompts alike."""
     chance = random.Random(seed)
     made, begins_s = [], 0.0
@@ -61,16 +61,18 @@ def shots_of(phases: Sequence[Phase], seed: int) -> list[Shot]:
             if at_s >= begins_s + phase.lasts_s:
                 break
             prompt = chance.choices(TOKENS, k=_about(chance, phase.prompt_tokens))
-            made.append(Shot(at_s, MODEL, prompt, _about(chance, phase.output_tokens)))
+            made.append(TimedRequest(at_s, MODEL, prompt, _about(chance, phase.output_tokens)))
         begins_s += phase.lasts_s
     return made
 
 
-def shots_of_load(load: Workload, key: str = "", seed: int = 11) -> list[Shot]:
+def shots_of_load(load: Workload, key: str = "", seed: int = 11) -> list[TimedRequest]:
     """The simulator's requests for a live gateway; no two prompts begin alike."""
     numbers = np.random.default_rng(seed)
     return [
-        Shot(at_s, load.models[model], numbers.integers(20, 400, size=prompt).tolist(), output, key=key)
+        TimedRequest(
+            at_s, load.models[model], numbers.integers(20, 400, size=prompt).tolist(), output, key=key
+        )
         for at_s, model, prompt, output in zip(
             load.arrival_s.tolist(),
             load.model.tolist(),
@@ -109,8 +111,8 @@ class Rig:
     process: subprocess.Popen[str]
     command: list[str]
     client: GatewayClient
-    store: Store
-    shots: list[Shot] = field(default_factory=list)
+    store: StateStore
+    shots: list[TimedRequest] = field(default_factory=list)
     looks: list[Seen] = field(default_factory=list)
     news: list[tuple[float, str, str]] = field(default_factory=list)
     """What the gateway said happened: when, what, why."""
@@ -135,7 +137,7 @@ class Rig:
             yield
 
     @contextmanager
-    def fired(self, shots: list[Shot]) -> Iterator[None]:
+    def fired(self, shots: list[TimedRequest]) -> Iterator[None]:
         """The same for requests that somebody made."""
         self.shots = shots
         self.zero_s = time.time() + 0.2
@@ -189,7 +191,7 @@ class Rig:
 
     # What was seen.
 
-    def notes(self, *kinds: str) -> list[Happening]:
+    def notes(self, *kinds: str) -> list[RecordedEvent]:
         return [each for each in self.store.happenings(most=10_000) if each.kind in kinds]
 
     def note_s(self, kind: str, after_s: float, part: str = "") -> float | None:
@@ -225,7 +227,7 @@ class Rig:
 
     # Processes.
 
-    def engines(self) -> list[tuple[Pid, str]]:
+    def engines(self) -> list[tuple[ProcessId, str]]:
         """Those that run and carry this service's mark, each with its name; one that nobody wrote down has none."""
         names = {pid_of(place): name for name, place in self.store.places().items()}
         return [(pid, names.get(pid, f"process {pid.number}")) for pid in engines_of(owner_of(self.store))]
@@ -280,7 +282,7 @@ def service(
     watchdog.cancel()
     if not line:
         raise RuntimeError(f"no service: {(folder / 'up.log').read_text()[-2000:]}")
-    store = Store(state / "state.db")
+    store = StateStore(state / "state.db")
     place = store.get("gateway")
     key = (state / "admin.key").read_text()
     rig = Rig(state, json.loads(line)["url"], process, command, GatewayClient(place["admin"], key), store)

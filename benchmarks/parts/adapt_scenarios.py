@@ -17,8 +17,8 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from parts.adapt_rig import MODEL, Phase, Rig, Seen, service
-from potluck.control.byhand import scaled
-from potluck.control.values import Instance
+from potluck.control.control_values import EngineInstance
+from potluck.control.manual_changes import scaled
 from potluck.core.values.plan import Plan, plan_to_json
 from potluck.core.values.types import Slo
 
@@ -58,11 +58,11 @@ def write_spec(
 
 def plan_as(strategy: str, spec: Path) -> Plan:
     """A plan of one strategy, where `auto` would not show what is to be shown."""
-    from potluck.cli.common.problems import load_problem, read_spec
-    from potluck.plan.strategies import STRATEGIES, Settings, Workshop
+    from potluck.cli.common.problem_options import load_problem, read_spec
+    from potluck.plan.strategies import STRATEGIES, SolveSettings, TemplateFactory
 
     problem = load_problem(read_spec(spec), 0.8, None, (), 0.0)
-    return STRATEGIES[strategy](Workshop(problem), Settings(time_limit_s=20.0)).plan
+    return STRATEGIES[strategy](TemplateFactory(problem), SolveSettings(time_limit_s=20.0)).plan
 
 
 def write_plan(plan: Plan, spec: Path) -> Path:
@@ -306,7 +306,7 @@ def after(at_s: float | None, happens_s: float) -> float:
     return NEVER_S if at_s is None else at_s - happens_s
 
 
-def _instance(rig: Rig) -> Instance:
+def _instance(rig: Rig) -> EngineInstance:
     return next(each for each in rig.store.instances() if each.state == "up" and each.replica)
 
 

@@ -11,10 +11,10 @@ import sys
 
 import uvloop
 
-from potluck.gateway.http.calls import Calls
+from potluck.gateway.http.client_listener import open_port
+from potluck.gateway.http.connection_pool import ConnectionPool
 from potluck.gateway.http.limits import allow_open_files
-from potluck.gateway.http.port import open_port
-from potluck.gateway.parts import Address, Exchange, Headers
+from potluck.gateway.interfaces import Address, Exchange, Headers
 
 
 class Relay:
@@ -56,7 +56,7 @@ class Relay:
 
 async def main(port: int, engines: list[int]) -> None:
     allow_open_files()
-    calls = Calls()
+    calls = ConnectionPool()
     addresses = itertools.cycle([Address("127.0.0.1", each) for each in engines])
     fields = ((b"content-type", b"application/json"),)
 

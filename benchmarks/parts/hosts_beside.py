@@ -14,7 +14,7 @@ import uvloop
 from hosts_fleet import HostsFleet
 from live_plans import MODEL, WHOLE, write_plans
 
-from potluck.load.client import Range, Shot
+from potluck.loadgen.load_client import LoadTarget, TimedRequest
 
 WORDS = Path(__file__).parents[2] / "src" / "potluck" / "engine" / "data" / "words"
 REQUESTS_PER_MIN = 60
@@ -56,10 +56,10 @@ def run(work: Coroutine[Any, Any, float]) -> float:
 
 class Balancer:
     def __init__(self, fleet: HostsFleet, kind: str) -> None:
-        self._to = [Range(each.url, False, 120.0, fleet.tls) for each in fleet.gateways]
+        self._to = [LoadTarget(each.url, False, 120.0, fleet.tls) for each in fleet.gateways]
         self._kind, self._turn, self._chance = kind, 0, random.Random(1)
 
-    async def send(self, shot: Shot) -> None:
+    async def send(self, shot: TimedRequest) -> None:
         self._turn += 1
         place = (
             self._chance.randrange(len(self._to)) if self._kind == "random" else self._turn % len(self._to)
@@ -71,7 +71,7 @@ async def crowd(fleet: HostsFleet, kind: str, lasts_s: float) -> float:
     """Far more than a key may ask for: how much was granted, as a share of its limit over that time."""
     balancer = Balancer(fleet, kind)
     count = round(ASKED_PER_S * lasts_s)
-    shots = [Shot(0.0, MODEL, [7, place % 100 + 5, 9], 1, key=fleet.key) for place in range(count)]
+    shots = [TimedRequest(0.0, MODEL, [7, place % 100 + 5, 9], 1, key=fleet.key) for place in range(count)]
     sent = []
     for shot in shots:
         sent.append(asyncio.ensure_future(balancer.send(shot)))
@@ -97,7 +97,9 @@ async def talk(fleet: HostsFleet, balancer: Balancer, place: int) -> tuple[float
     for turn in range(TURNS):
         before = len(said)
         said = [*said, *(chance.randrange(5, 200) for _ in range(TURN_TOKENS))]
-        shot = Shot(0.0, MODEL, said, 4, key=fleet.key, extra={"stream_options": {"include_usage": True}})
+        shot = TimedRequest(
+            0.0, MODEL, said, 4, key=fleet.key, extra={"stream_options": {"include_usage": True}}
+        )
         await balancer.send(shot)
         if not shot.ended:
             raise RuntimeError(f"a conversation was not answered: {shot.problem}")

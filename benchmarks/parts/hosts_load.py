@@ -14,18 +14,18 @@ import uvloop
 from live_fleet import LiveFleet
 from live_plans import MODEL
 
-from potluck.load.client import Range, Shot
+from potluck.loadgen.load_client import LoadTarget, TimedRequest
 
 VOCAB = 200
 """Prompts are of these tokens, which every model has."""
 
 
-def shot_of(place: int, at_s: float, key: str, prompt: int, output: int) -> Shot:
+def shot_of(place: int, at_s: float, key: str, prompt: int, output: int) -> TimedRequest:
     """Half of them greedy, half drawn with a seed; no two alike."""
     chance = random.Random(place)
     tokens = [place % VOCAB + 5, *(chance.randrange(5, VOCAB) for _ in range(prompt))]
     extra: dict[str, object] = {"temperature": 0.9, "seed": place} if place % 2 else {}
-    return Shot(at_s, MODEL, tokens, output, key=key, extra=extra)
+    return TimedRequest(at_s, MODEL, tokens, output, key=key, extra=extra)
 
 
 class Load(threading.Thread):
@@ -46,7 +46,7 @@ class Load(threading.Thread):
         self._enough = threading.Event()
         self.urls = fleet.urls
         """Those that the balancer sends to; may be changed meanwhile."""
-        self.shots: list[Shot] = []
+        self.shots: list[TimedRequest] = []
         self._problem: Exception | None = None
 
     def run(self) -> None:
@@ -59,14 +59,14 @@ class Load(threading.Thread):
     async def _send(self) -> None:
         to = {}
         under_way = []
-        clock = Range(self.urls[0], True, self._within_s, self._fleet.tls)
+        clock = LoadTarget(self.urls[0], True, self._within_s, self._fleet.tls)
         place = 0
         while not self._enough.is_set():
             at_s = place / self._rate_per_s
             await clock.wait(at_s)
             url = self.urls[place % len(self.urls)]
             if url not in to:
-                to[url] = Range(url, True, self._within_s, self._fleet.tls)
+                to[url] = LoadTarget(url, True, self._within_s, self._fleet.tls)
                 to[url].start_s = clock.start_s
             shot = shot_of(place, at_s, self._fleet.key, self._prompt, self._output)
             self.shots.append(shot)
@@ -74,7 +74,7 @@ class Load(threading.Thread):
             place += 1
         await asyncio.gather(*under_way)
 
-    def end(self) -> list[Shot]:
+    def end(self) -> list[TimedRequest]:
         """No more are sent; all that were, are over."""
         self._enough.set()
         self.join()
@@ -83,11 +83,11 @@ class Load(threading.Thread):
         return self.shots
 
 
-def wrong(fleet: LiveFleet, shots: Sequence[Shot], by: int) -> list[str]:
+def wrong(fleet: LiveFleet, shots: Sequence[TimedRequest], by: int) -> list[str]:
     """What is wrong with answers, beside those of an engine that is asked directly."""
-    url = str(fleet.roster[by]["url"])
+    url = str(fleet.engine_list[by]["url"])
 
-    def right(shot: Shot) -> str:
+    def right(shot: TimedRequest) -> str:
         body = json.loads(shot.body()) | {"stream": False}
         head = {"Content-Type": "application/json", "Authorization": f"Bearer {fleet.engine_key}"}
         request = urllib.request.Request(f"{url}/v1/completions", json.dumps(body).encode(), head)

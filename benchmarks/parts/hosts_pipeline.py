@@ -82,7 +82,7 @@ class PipelineFleet(HostsFleet):
 
     def status(self) -> dict[str, Any]:
         """What the pipeline says of itself."""
-        url = str(self.roster[0]["url"])
+        url = str(self.engine_list[0]["url"])
         request = urllib.request.Request(f"{url}/status", headers={"Authorization": f"Bearer {ENGINE_KEY}"})
         with urllib.request.urlopen(request, timeout=10, context=self.tls) as answer:
             return dict(json.load(answer))

@@ -41,7 +41,7 @@ class Troubles:
 
     def row(self, place: int) -> dict[str, Any] | None:
         """An engine's replica as the first gateway knows it; None while it sends nothing there."""
-        url = self._fleet.roster[place]["url"]
+        url = self._fleet.engine_list[place]["url"]
         for each in self._fleet.ask(0, "/snapshot")["replicas"]:
             if each["url"] == url and each["state"] == "ready" and not each["doubted"]:
                 return dict(each)

@@ -16,12 +16,12 @@ from typing import Any
 
 import numpy as np
 
+from potluck.kv.chunks import KvChunk, KvManifest
 from potluck.kv.handles import bound_to
-from potluck.kv.link.links import Links
-from potluck.kv.parcels import Manifest, Parcel
-from potluck.kv.receive.fetch import Wanted, fetch
-from potluck.kv.send.outbox import Outbox
-from potluck.kv.send.shipment import Shipment
+from potluck.kv.link.peer_connections import PeerConnections
+from potluck.kv.receive.fetch import FetchRequest, fetch
+from potluck.kv.send.kv_sender import KvSender
+from potluck.kv.send.outgoing_transfer import OutgoingTransfer
 
 FINGERPRINT, TOKEN_HASH, REQUEST = "f" * 32, "ab" * 32, "benchmark"
 HEADS, DIM, ITEM_BYTES = 8, 128, 2
@@ -36,13 +36,13 @@ def layer_bytes(tokens: int) -> int:
 
 class Peer:
     def __init__(self, host: str, shared_memory: bool) -> None:
-        self._outbox = Outbox(host, shared_memory=shared_memory)
-        self._links: Links | None = None
+        self._outbox = KvSender(host, shared_memory=shared_memory)
+        self._links: PeerConnections | None = None
         self._shared = shared_memory
         self._host = host
         self._bare: list[socket.socket] = []
         self._memory = np.zeros(0, dtype=np.uint8)
-        self._shipments: list[Shipment] = []
+        self._shipments: list[OutgoingTransfer] = []
         self._computed_s = 0.0
 
     def _room(self, size: int) -> memoryview:
@@ -61,17 +61,19 @@ class Peer:
         size = layer_bytes(tokens)
         memory = self._room(size * layers)
         parcels = [
-            Parcel(n, "kv", 0, tokens, "bfloat16", (tokens, 2, HEADS, DIM), memory[n * size : (n + 1) * size])
+            KvChunk(
+                n, "kv", 0, tokens, "bfloat16", (tokens, 2, HEADS, DIM), memory[n * size : (n + 1) * size]
+            )
             for n in range(layers)
         ]
         begin = threading.Event()
 
-        def opened(_have: int) -> Manifest:
+        def opened(_have: int) -> KvManifest:
             begin.set()
-            return Manifest(FINGERPRINT, 0, tokens, TOKEN_HASH)
+            return KvManifest(FINGERPRINT, 0, tokens, TOKEN_HASH)
 
         bound = bound_to(REQUEST, FINGERPRINT, TOKEN_HASH)
-        shipment = self._outbox.offer(asked["handle"], bound, opened, 120.0)
+        transfer = self._outbox.offer(asked["handle"], bound, opened, 120.0)
 
         def fill() -> None:
             if when != "ready":
@@ -83,18 +85,18 @@ class Peer:
                     if late_s > 0:
                         time.sleep(late_s)
                 if when != "bulk":
-                    shipment.put(parcel)
+                    transfer.put(parcel)
             self._computed_s = time.monotonic()
             if when == "bulk":
                 for parcel in parcels:
-                    shipment.put(parcel)
-            shipment.finish()
+                    transfer.put(parcel)
+            transfer.finish()
 
         if when == "ready":
             fill()
         else:
             threading.Thread(target=fill, daemon=True).start()
-        self._shipments.append(shipment)
+        self._shipments.append(transfer)
         return {}
 
     def sent(self, _: dict[str, Any]) -> dict[str, Any]:
@@ -129,8 +131,8 @@ class Peer:
     def fetch(self, asked: dict[str, Any]) -> dict[str, Any]:
         address = (asked["host"], asked["port"])
         if self._links is None:
-            self._links = Links([address], shared_memory=self._shared)
-        wanted = Wanted(asked["handle"], REQUEST, FINGERPRINT, TOKEN_HASH)
+            self._links = PeerConnections([address], shared_memory=self._shared)
+        wanted = FetchRequest(asked["handle"], REQUEST, FINGERPRINT, TOKEN_HASH)
         sizes: list[int] = []
         start_s, cpu_s = time.monotonic(), time.process_time()
         fetched = fetch(

@@ -13,7 +13,7 @@ from potluck.core.values.plan import Plan
 from potluck.core.values.types import LengthBin, Traffic
 from potluck.sim.load.workload import Workload, merge, of_traffic
 from potluck.sim.world.faults import Fault, Faults, PriceChange, SupplyChange
-from potluck.spec.values import Spec
+from potluck.spec.spec_values import Spec
 
 SMOOTH = 0.1
 """Variation of the gaps between requests: nothing but the plan, the routing and the hardware decides."""

@@ -18,7 +18,7 @@ from pathlib import Path
 
 import numpy as np
 
-from potluck.core.values.types import Offer, Region
+from potluck.core.values.types import NodeOffer, Region
 
 DATA = Path(os.environ.get("POTLUCK_DATA", Path(__file__).resolve().parents[3] / "shared" / "data"))
 INSTANCES = {"g6.xlarge": "1xL4", "g5.xlarge": "1xA10G", "g6e.xlarge": "1xL40S"}
@@ -66,15 +66,15 @@ class Market:
         return replace(self, changes=tuple(moved))
 
     def regions(self, at_s: float) -> tuple[Region, ...]:
-        offers: dict[Key, Offer] = {}
+        offers: dict[Key, NodeOffer] = {}
         for change in self.changes:
             if change.at_s > at_s:
                 break
             key = (change.region, change.node)
-            old = offers.get(key, Offer(change.node, 0.0, 0, spot=change.region != ON_DEMAND))
+            old = offers.get(key, NodeOffer(change.node, 0.0, 0, spot=change.region != ON_DEMAND))
             price = old.price_usd_per_h if change.usd_per_h is None else change.usd_per_h
             count = old.available if change.available is None else change.available
-            offers[key] = Offer(old.node, price, count, old.spot)
+            offers[key] = NodeOffer(old.node, price, count, old.spot)
         names = dict.fromkeys(region for region, _ in offers)
         return tuple(Region(n, tuple(o for (region, _), o in offers.items() if region == n)) for n in names)
 

@@ -14,31 +14,31 @@ import numpy as np
 from numpy.typing import NDArray
 
 from parts import simulate_fleets as fleets
+from potluck.catalog import named_workloads as named
 from potluck.catalog import nodes
-from potluck.catalog import workloads as named
-from potluck.cli.trying.goodput import Step, faster, search, step_of
-from potluck.core.brain.policy import Policy
+from potluck.cli.simulating.goodput import RateTrial, faster, search, step_of
+from potluck.core.state.policy import Policy
 from potluck.core.values.plan import (
-    Bucket,
     BucketCapacity,
     Deployment,
-    Flow,
+    LengthBucket,
     Plan,
+    PlannedFlow,
+    PlannedShare,
     Prediction,
-    Share,
     Template,
 )
-from potluck.core.values.types import Link, Offer, Region, Role, Slo
+from potluck.core.values.types import Link, NodeOffer, Region, Role, Slo
 from potluck.perf.serving.throughput import best_operating
 from potluck.perf.timers.roofline import roofline
+from potluck.runtime.resolved_plan import ResolvedPlan
 from potluck.sim.load import arrivals
 from potluck.sim.load.workload import Workload, merge, synthetic, workload
 from potluck.sim.results.metrics import judge, summarise
-from potluck.sim.results.records import REFUSED, Records, SimResult
+from potluck.sim.results.records import REFUSED, RequestRecords, SimResult
 from potluck.sim.run import simulate
-from potluck.sim.settings import Settings
+from potluck.sim.sim_settings import SimSettings
 from potluck.sim.world.faults import Fault, Faults
-from potluck.worlds.scene import Scene
 
 MODEL = fleets.MODEL
 SEED = 11
@@ -60,10 +60,10 @@ class Rules:
 
     def run(
         self,
-        problem: Scene,
+        problem: ResolvedPlan,
         load: Workload,
         faults: Sequence[Fault] = (),
-        settings: Settings | None = None,
+        settings: SimSettings | None = None,
     ) -> SimResult:
         return simulate(
             problem,
@@ -85,7 +85,7 @@ def per_s(node: str, role: Role = "mixed") -> float:
     return found.requests_per_s
 
 
-def alike(replicas: int) -> Scene:
+def alike(replicas: int) -> ResolvedPlan:
     """So many H100s that each do the whole work. Prompts of any length belong to the one bucket."""
     return closed([(mixed(FAST), "east", replicas)])
 
@@ -97,15 +97,17 @@ def mixed(node: str, weight: float = 1.0) -> Template:
     )
 
 
-def closed(fleet: Sequence[tuple[Template, str, int]], slo: Slo = SLO, links: Sequence[Link] = ()) -> Scene:
+def closed(
+    fleet: Sequence[tuple[Template, str, int]], slo: Slo = SLO, links: Sequence[Link] = ()
+) -> ResolvedPlan:
     """(template, region, copies): each serves by itself."""
     shares = tuple(
-        Share(t.name, region, 0, "closed", n * t.capacity[0].closed_per_s) for t, region, n in fleet
+        PlannedShare(t.name, region, 0, "closed", n * t.capacity[0].closed_per_s) for t, region, n in fleet
     )
     return _problem(fleet, shares, (), slo, links)
 
 
-def apart(prefills: Sequence[tuple[str, int]], decodes: tuple[str, int], gbps: float) -> Scene:
+def apart(prefills: Sequence[tuple[str, int]], decodes: tuple[str, int], gbps: float) -> ResolvedPlan:
     """(region, replicas): prefill in some regions, decode in one, with a link from each of the former."""
     first = fleets.template(
         "chat: prefill", "homogeneous", [("prefill", FAST)], (per_s(FAST, "prefill"), 0.0, 0.0)
@@ -115,9 +117,9 @@ def apart(prefills: Sequence[tuple[str, int]], decodes: tuple[str, int], gbps: f
     )
     place, count = decodes
     rates = {region: n * first.capacity[0].prefill_per_s for region, n in prefills}
-    shares = [Share(first.name, region, 0, "prefill", rate) for region, rate in rates.items()]
-    shares.append(Share(last.name, place, 0, "decode", count * last.capacity[0].decode_per_s))
-    flows = tuple(Flow(MODEL, 0, region, place, rate) for region, rate in rates.items())
+    shares = [PlannedShare(first.name, region, 0, "prefill", rate) for region, rate in rates.items()]
+    shares.append(PlannedShare(last.name, place, 0, "decode", count * last.capacity[0].decode_per_s))
+    flows = tuple(PlannedFlow(MODEL, 0, region, place, rate) for region, rate in rates.items())
     links = [
         Link(*ends, gbps, 0.01)
         for region in rates
@@ -130,18 +132,18 @@ def apart(prefills: Sequence[tuple[str, int]], decodes: tuple[str, int], gbps: f
 
 def _problem(
     fleet: Sequence[tuple[Template, str, int]],
-    shares: tuple[Share, ...],
-    flows: tuple[Flow, ...],
+    shares: tuple[PlannedShare, ...],
+    flows: tuple[PlannedFlow, ...],
     slo: Slo,
     links: Sequence[Link],
-) -> Scene:
+) -> ResolvedPlan:
     rate = sum(n * max(_rates(t.capacity[0])) for t, _, n in fleet)
     templates = tuple({t.name: t for t, _, _ in fleet}.values())
     plan = Plan(
         "by hand",
         templates,
         tuple(Deployment(t.name, region, n) for t, region, n in fleet),
-        (Bucket(MODEL, 0, 1 << 20, rate),),
+        (LengthBucket(MODEL, 0, 1 << 20, rate),),
         shares,
         flows,
         (Prediction(MODEL, rate, rate, 0.2, 0.03, "measured"),),
@@ -149,10 +151,10 @@ def _problem(
         0.0,
     )
     used = {each.node: nodes.node_type(each.node) for t in templates for each in t.nodes}
-    offers = tuple(Offer(name, 2.0, 100_000) for name in used)
+    offers = tuple(NodeOffer(name, 2.0, 100_000) for name in used)
     regions = tuple(Region(name, offers) for name in dict.fromkeys(region for _, region, _ in fleet))
     mean = {MODEL: (float(fleets.INPUT), float(fleets.OUTPUT))}
-    return Scene(plan, {MODEL: fleets.LLAMA}, used, regions, tuple(links), {MODEL: slo}, mean)
+    return ResolvedPlan(plan, {MODEL: fleets.LLAMA}, used, regions, tuple(links), {MODEL: slo}, mean)
 
 
 def _rates(capacity: BucketCapacity) -> tuple[float, float, float]:
@@ -186,18 +188,18 @@ def phases(*parts: tuple[float, float]) -> Workload:
     return merge(loads)
 
 
-def capacity_per_s(make: Callable[[], Scene], rules: Rules) -> float:
+def capacity_per_s(make: Callable[[], ResolvedPlan], rules: Rules) -> float:
     """What `potluck goodput` finds for a fleet: the highest rate that keeps the objective, with nobody refused."""
     return _capacity(make, replace(rules.policy, admission=False), rules.span_s(120.0, 60.0))
 
 
 @cache
-def _capacity(make: Callable[[], Scene], policy: Policy, span_s: float) -> float:
+def _capacity(make: Callable[[], ResolvedPlan], policy: Policy, span_s: float) -> float:
     problem = make()
     base = chat(problem.plan.predictions[0].capacity_per_s, span_s)
     base_per_s = len(base) / float(base.arrival_s[-1])
 
-    def tried(scale: float) -> Step:
+    def tried(scale: float) -> RateTrial:
         result = simulate(problem, faster(base, scale), policy, seed=SEED)
         return step_of(summarise(result), scale, base_per_s)
 
@@ -212,7 +214,7 @@ def good(result: SimResult) -> Mask:
     return judge(result.records, result.slos, result.end_s).met
 
 
-def between(records: Records, from_s: float, to_s: float) -> Mask:
+def between(records: RequestRecords, from_s: float, to_s: float) -> Mask:
     """Which requests arrived in a time."""
     found: Mask = (records.arrival_s >= from_s) & (records.arrival_s < to_s)
     return found

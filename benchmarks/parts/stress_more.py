@@ -16,13 +16,13 @@ from parts.stress_fleets import FAST, SMALL, Rules
 from parts.stress_scenarios import Figures, Scenario, four
 from potluck.core.values.plan import Deployment
 from potluck.core.values.service import Tenant
-from potluck.core.values.types import Offer, Region
-from potluck.sim.load.labels import Labels
+from potluck.core.values.types import NodeOffer, Region
+from potluck.runtime.resolved_plan import ResolvedPlan
+from potluck.sim.load.request_labels import RequestLabels
 from potluck.sim.load.workload import Workload, labelled, merge
 from potluck.sim.results.records import ANSWERED, SimResult
-from potluck.sim.settings import Settings
+from potluck.sim.sim_settings import SimSettings
 from potluck.sim.world.faults import Fault
-from potluck.worlds.scene import Scene
 
 END_S = 120.0
 
@@ -56,7 +56,7 @@ def reports(rules: Rules) -> Figures:
     rate = fleet.capacity_per_s(four, rules)
     slow = Fault(0.0, "slow", replica="*#0/0", factor=2.0)
     mute = Fault(0.0, "reports", replica="*", duration_s=END_S)
-    late = Settings(tick_s=rules.policy.tick_s, report_delay_s=5.0)
+    late = SimSettings(tick_s=rules.policy.tick_s, report_delay_s=5.0)
     tenth = Fault(20.0, "link", source="west", target="east", factor=0.1, duration_s=20.0)
     chat, few = fleet.chat(0.75 * rate, END_S), fleet.chat(0.3 * 2 * fleet.per_s(FAST), 60.0)
     apart = fleet.apart([("west", 2)], ("east", 2), 100.0)
@@ -114,18 +114,18 @@ def kinds(rules: Rules) -> Figures:
     return figures
 
 
-def _combos() -> Scene:
+def _combos() -> ResolvedPlan:
     return simulate_fleets.combos(2)
 
 
-def _pairs() -> Scene:
+def _pairs() -> ResolvedPlan:
     pair = simulate_fleets.template(
         "chat: pair", "pair", [("prefill", SMALL), ("mixed", FAST)], (0.0, 0.0, 24.0)
     )
     return fleet.closed([(pair, "east", 2)])
 
 
-def _apart() -> Scene:
+def _apart() -> ResolvedPlan:
     return fleet.apart([("east", 2)], ("east", 2), 100.0)
 
 
@@ -143,7 +143,7 @@ def models(rules: Rules) -> Figures:
         shares=tuple(replace(plan.shares[0], template=t.name) for t in templates),
         predictions=tuple(replace(plan.predictions[0], model=name) for name in names),
     )
-    offers = Region("east", (Offer(FAST, 2.0, 100),))
+    offers = Region("east", (NodeOffer(FAST, 2.0, 100),))
     problem = replace(
         base,
         plan=plan,
@@ -217,7 +217,7 @@ def _labelled_by_chance(load: Workload, count: int) -> Workload:
     who = np.random.default_rng(fleet.SEED).integers(count, size=len(load)).astype(np.int32)
     names = tuple(f"tenant {n}" for n in range(count))
     same = np.zeros(len(load), dtype=np.int32)
-    return replace(load, labels=Labels(names, who, ("standard",), same, np.full(len(load), np.inf)))
+    return replace(load, labels=RequestLabels(names, who, ("standard",), same, np.full(len(load), np.inf)))
 
 
 MORE = tuple(

@@ -16,13 +16,13 @@ import numpy as np
 
 from parts import stress_fleets as fleet
 from parts.stress_fleets import FAST, SMALL, Rules
-from potluck.cli.common.workloads import Asked, load
+from potluck.cli.common.workload_options import WorkloadOptions, load
 from potluck.core.values.types import Slo
+from potluck.runtime.resolved_plan import ResolvedPlan
 from potluck.sim.load.workload import first, labelled, merge
 from potluck.sim.results.metrics import ModelSummary, summarise, tpot
 from potluck.sim.results.records import ANSWERED, SimResult
 from potluck.sim.world.faults import Fault
-from potluck.worlds.scene import Scene
 
 DATA = Path(os.environ.get("POTLUCK_DATA", Path(__file__).resolve().parents[3] / "shared" / "data"))
 TRACES = {
@@ -44,7 +44,7 @@ class Scenario:
     targets: dict[str, tuple[str, float]]
 
 
-def four() -> Scene:
+def four() -> ResolvedPlan:
     return fleet.alike(4)
 
 
@@ -205,7 +205,7 @@ def prefix(rules: Rules) -> Figures:
     for trace in TRACES:
         if not _path(trace).exists():
             continue
-        requests = load(str(_path(trace)), fleet.MODEL, Asked())
+        requests = load(str(_path(trace)), fleet.MODEL, WorkloadOptions())
         if rules.quick and len(requests) > 4000:
             requests = first(requests, 2000)
         key, both, free = _key(trace), (rules, plain), replace(four(), slos={})

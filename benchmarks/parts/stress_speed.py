@@ -11,12 +11,12 @@ from parts import simulate_fleets as fleets
 from parts.common import cpu_s
 from parts.stress_fleets import SEED, Rules
 from parts.stress_scenarios import Figures, Scenario
+from potluck.runtime.resolved_plan import ResolvedPlan
 from potluck.sim.load.workload import Workload
-from potluck.sim.replicas import steps
+from potluck.sim.replicas import step_table
 from potluck.sim.run import simulate
-from potluck.worlds.scene import Scene
 
-COMPILED = not steps.__file__.endswith(".py")
+COMPILED = not step_table.__file__.endswith(".py")
 
 
 def growth(rules: Rules) -> Figures:
@@ -44,7 +44,7 @@ def lookup(rules: Rules) -> Figures:
     }
 
 
-def _least_s(rules: Rules, problem: Scene, count: int, repeats: int, block_tokens: int = 0) -> float:
+def _least_s(rules: Rules, problem: ResolvedPlan, count: int, repeats: int, block_tokens: int = 0) -> float:
     made: Workload = fleets.requests(problem, count, SEED, block_tokens)
 
     def once() -> None:

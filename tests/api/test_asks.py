@@ -9,21 +9,21 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from potluck.api.asks import Chat, Completion, chat_of, completion_of, sampling_of
-from potluck.api.errors import refusal
-from potluck.api.fields import KNOWN, PENALTIES, SILENT, TOOLS, Abilities
+from potluck.api.fields import KNOWN, PENALTIES, SILENT, TOOLS, EngineAbilities
+from potluck.api.http_errors import refusal
+from potluck.api.openai_requests import ChatRequest, CompletionRequest, chat_of, completion_of, sampling_of
 from potluck.core.errors import InputError, PotluckError
 from potluck.core.values.sampling import Sampling, SamplingDefaults
 
-PLAIN = Abilities()
+PLAIN = EngineAbilities()
 SAID = [{"role": "user", "content": "Hello"}]
 
 
-def completion(able: Abilities = PLAIN, **fields: object) -> Completion:
+def completion(able: EngineAbilities = PLAIN, **fields: object) -> CompletionRequest:
     return completion_of({"model": "m", "prompt": "x", **fields}, able)[0]
 
 
-def chat(able: Abilities = PLAIN, **fields: object) -> tuple[Chat, list[dict[str, Any]]]:
+def chat(able: EngineAbilities = PLAIN, **fields: object) -> tuple[ChatRequest, list[dict[str, Any]]]:
     return chat_of({"model": "m", "messages": SAID, **fields}, able)
 
 
@@ -53,7 +53,7 @@ def test_what_asks_for_nothing_passes_and_leaves_no_trace() -> None:
 
 REFUSED: list[tuple[str, dict[str, object]]] = [
     ("bogus", {"bogus": 0}),
-    ("type", {"type": "Completion"}),
+    ("type", {"type": "CompletionRequest"}),
     ("presence_penalty", {"presence_penalty": 0.5}),
     ("repetition_penalty", {"repetition_penalty": 1.1}),
     ("presence_penalty", {"presence_penalty": False}),
@@ -121,7 +121,7 @@ def test_names_that_only_one_of_the_two_has() -> None:
 
 
 def test_an_engine_that_can_do_more_is_asked_more() -> None:
-    able = Abilities(fields=frozenset(PENALTIES | TOOLS), formats=frozenset({"text", "json_object"}))
+    able = EngineAbilities(fields=frozenset(PENALTIES | TOOLS), formats=frozenset({"text", "json_object"}))
     completion(able, presence_penalty=0.5, repetition_penalty=1.1)
     called = {"role": "assistant", "tool_calls": [{"id": "c1"}]}
     answered = {"role": "tool", "tool_call_id": "c1", "content": "42"}
@@ -136,7 +136,7 @@ def test_an_engine_that_can_do_more_is_asked_more() -> None:
     with pytest.raises(InputError):
         chat(messages=[answered])
     with pytest.raises(InputError, match="no field"):
-        Abilities(fields=frozenset({"bogus"}))
+        EngineAbilities(fields=frozenset({"bogus"}))
 
 
 def test_messages_have_text_in_any_of_its_forms() -> None:

@@ -11,11 +11,11 @@ from hypothesis import strategies as st
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
 from tokenizers.trainers import BpeTrainer
 
-from potluck.api import stretches
-from potluck.api.seams import BY_LINE, seams_of
-from potluck.api.stretches import Stretches, stretches_of
-from potluck.api.tokens import Text
-from potluck.engine.shipped import shipped_model
+from potluck.api import incremental_tokenizer
+from potluck.api.incremental_tokenizer import IncrementalTokenizer, stretches_of
+from potluck.api.token_boundaries import BY_LINE, seams_of
+from potluck.api.tokenizer import ModelTokenizer
+from potluck.engine.shipped_model import shipped_model
 
 SPECIALS = ["<|im_start|>", "<|im_end|>", "<|eot|>", "<|eot|>x", "<|im", "d|><|"]
 """The last three make trouble: one holds another, one begins one, one overlaps with two."""
@@ -91,7 +91,7 @@ def tokenizer(kind: str) -> Tokenizer:
 KINDS = ["shipped", "gpt2", "template", "llama3", "qwen2", "metaspace"]
 
 
-def remembering(kind: str, most_bytes: int = 1 << 20) -> Stretches:
+def remembering(kind: str, most_bytes: int = 1 << 20) -> IncrementalTokenizer:
     made = stretches_of(tokenizer(kind), most_bytes)
     assert made is not None
     return made
@@ -99,7 +99,7 @@ def remembering(kind: str, most_bytes: int = 1 << 20) -> Stretches:
 
 @pytest.fixture(params=[1, 7])
 def short(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> int:
-    monkeypatch.setattr(stretches, "STRETCH_CHARS", request.param)
+    monkeypatch.setattr(incremental_tokenizer, "STRETCH_CHARS", request.param)
     return int(request.param)
 
 
@@ -130,7 +130,7 @@ def test_only_tokens_that_are_found_anywhere_are_cut_behind() -> None:
 
 
 def test_a_conversation_that_grows_is_tokenised_once() -> None:
-    text = Text(tokenizer("llama3"), remember_bytes=1 << 20)
+    text = ModelTokenizer(tokenizer("llama3"), remember_bytes=1 << 20)
     assert text.stretches is not None
     said = ""
     for turn in range(20):
@@ -151,7 +151,9 @@ def test_memory_is_bounded_by_bytes() -> None:
         text = "".join(f"line {turn} {place} {'word ' * 60}.\nThe end" for place in range(4))
         assert made.encode(text, True) == tokenizer("shipped").encode(text).ids
     assert 15_000 < made.held_bytes <= 20_000
-    assert made.held_bytes == sum(stretches._bytes(key[1], found) for key, found in made._known.items())
+    assert made.held_bytes == sum(
+        incremental_tokenizer._bytes(key[1], found) for key, found in made._known.items()
+    )
 
 
 def test_threads_may_share_it(short: int) -> None:
@@ -161,7 +163,9 @@ def test_threads_may_share_it(short: int) -> None:
         assert list(pool.map(lambda text: made.encode(text, True), texts)) == [
             plain.encode(t).ids for t in texts
         ]
-    assert made.held_bytes == sum(stretches._bytes(key[1], found) for key, found in made._known.items())
+    assert made.held_bytes == sum(
+        incremental_tokenizer._bytes(key[1], found) for key, found in made._known.items()
+    )
 
 
 def changed(kind: str) -> Tokenizer:
@@ -189,5 +193,5 @@ def changed(kind: str) -> Tokenizer:
 def test_what_cannot_be_shown_to_be_the_same_is_not_cut(kind: str) -> None:
     assert seams_of(tokenizer("llama3")) is not None
     assert seams_of(changed(kind)) is None
-    text = Text(changed(kind), remember_bytes=1 << 20)
+    text = ModelTokenizer(changed(kind), remember_bytes=1 << 20)
     assert text.stretches is None

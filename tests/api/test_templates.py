@@ -12,8 +12,8 @@ from chat_templates import CHATML, LLAMA3, TEMPLATES
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 
-from potluck.api.templates import Templates, read_templates
-from potluck.api.tokens import Text
+from potluck.api.chat_templates import ChatTemplates, read_templates
+from potluck.api.tokenizer import ModelTokenizer
 from potluck.core.errors import FormatError, InputError
 
 SETTINGS: dict[str, Any] = {
@@ -119,7 +119,7 @@ def test_files_beside_the_settings_win(tmp_path: Path) -> None:
     (folder / "additional_chat_templates" / "tool_use.jinja").write_text("with {{ tools | length }} tools")
     assert ours(folder, [HELLO]) == theirs(folder, [HELLO]) == "from the fileTrue"
     assert ours(folder, [HELLO], tools=[TOOL]) == theirs(folder, [HELLO], tools=[TOOL]) == "with 1 tools"
-    text = Text.read(folder)
+    text = ModelTokenizer.read(folder)
     assert text is not None
     assert text.chat([HELLO]) == "from the fileTrue"
     assert text.chat_has_specials
@@ -127,7 +127,7 @@ def test_files_beside_the_settings_win(tmp_path: Path) -> None:
 
 def test_named_templates_are_not_replaced_by_the_plain_one(tmp_path: Path) -> None:
     named = [{"name": "default", "template": "D{{ bos_token }}"}, {"name": "tool_use", "template": "T"}]
-    text = Text.read(write(tmp_path / "a", named))
+    text = ModelTokenizer.read(write(tmp_path / "a", named))
     assert text is not None
     assert text.chat([HELLO]) == "D<s>"
     only = read_templates(write(tmp_path / "b"), {"chat_template": named[1:]})
@@ -139,21 +139,21 @@ def test_named_templates_are_not_replaced_by_the_plain_one(tmp_path: Path) -> No
 @pytest.mark.parametrize("bad", [3, [], {}, [{"name": "default"}], ["text"], [{"name": 1, "template": "x"}]])
 def test_a_chat_template_of_another_shape_is_one_line(bad: object, tmp_path: Path) -> None:
     with pytest.raises(FormatError, match="chat_template"):
-        Text.read(write(tmp_path, bad))
+        ModelTokenizer.read(write(tmp_path, bad))
     (tmp_path / "chat_template.jinja").write_bytes(b"\xff\xfe")
     with pytest.raises(FormatError, match=r"chat_template\.jinja"):
-        Text.read(tmp_path)
+        ModelTokenizer.read(tmp_path)
 
 
 def test_the_date_is_that_of_the_clock() -> None:
-    text = Templates({"default": LLAMA3}, {"bos_token": "<s>"}).render(
+    text = ChatTemplates({"default": LLAMA3}, {"bos_token": "<s>"}).render(
         [HELLO], now=lambda: datetime(2031, 2, 3)
     )
     assert "Today Date: 03 Feb 2031" in text
 
 
 def test_a_refusal_is_the_templates_own_word() -> None:
-    templates = Templates({"default": "{{ raise_exception('Only one\nline') }}"})
+    templates = ChatTemplates({"default": "{{ raise_exception('Only one\nline') }}"})
     with pytest.raises(InputError, match="^messages: Only one$"):
         templates.render([HELLO])
 
@@ -170,10 +170,10 @@ def test_a_refusal_is_the_templates_own_word() -> None:
 )
 def test_templates_cannot_reach_out(template: str) -> None:
     with pytest.raises(InputError, match="chat template refuses"):
-        Templates({"default": template}).render([HELLO])
+        ChatTemplates({"default": template}).render([HELLO])
 
 
 def test_messages_stay_as_they_were() -> None:
     message = dict(REASONED)
-    Templates({"default": CHATML}).render([message])
+    ChatTemplates({"default": CHATML}).render([message])
     assert message == REASONED

@@ -6,8 +6,8 @@ import re
 
 import pytest
 
-from potluck.catalog import gpus, models, nodes, prices, workloads
-from potluck.catalog.sources import Facts, load_toml, plain, sources
+from potluck.catalog import gpus, models, named_workloads, nodes, prices
+from potluck.catalog.figure_sources import EntryFacts, load_toml, plain, sources
 from potluck.core.errors import UnknownNameError
 
 DATE = re.compile(r"\d{4}(-\d{2}(-\d{2})?)?")
@@ -65,7 +65,7 @@ ISSUE_MODELS = [
 ]
 
 
-def _check(facts: Facts) -> None:
+def _check(facts: EntryFacts) -> None:
     assert facts.figures
     for figure in facts.figures:
         assert figure.source.id in sources(), (facts.name, figure.field)
@@ -84,10 +84,10 @@ def test_sources_are_dated_and_used() -> None:
         assert key in used, f"source {key} is never used"
 
 
-def _all_facts() -> list[Facts]:
+def _all_facts() -> list[EntryFacts]:
     found = [gpus.facts(name) for name in gpus.names()]
     found += [models.facts(name) for name in models.names()]
-    found += [workloads.facts(name) for name in workloads.names()]
+    found += [named_workloads.facts(name) for name in named_workloads.names()]
     return found + [nodes.facts(name) for name in nodes.names()]
 
 

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from potluck.catalog import huggingface
 from potluck.catalog.hf_families import FAMILIES
-from potluck.catalog.hf_fields import Fields
+from potluck.catalog.hf_fields import ConfigFields
 from potluck.core.errors import InputError
 from potluck.core.values.model import FullAttention, LatentAttention, LinearAttention, MoeFfn
 from potluck.perf.sizes import memory
@@ -63,7 +63,7 @@ def config(kind: str = "llama", **changes: Any) -> dict[str, Any]:
 
 
 def read(values: dict[str, Any]) -> Any:
-    return huggingface.model_from(Fields(values), "m")
+    return huggingface.model_from(ConfigFields(values), "m")
 
 
 @pytest.mark.parametrize("kind", sorted(FAMILIES))

@@ -12,38 +12,38 @@ from pathlib import Path
 import pytest
 
 from potluck.cli.demo.acts import chosen, the_day
-from potluck.cli.demo.looks import Decided, Look, Standing
-from potluck.cli.demo.play import Outcome
-from potluck.cli.demo.signs import LAB, SHOP, Seen
-from potluck.cli.demo.told import told
-from potluck.cli.demo.traffic import Counts, Sent, counted
+from potluck.cli.demo.fleet_looks import FleetLook, LoggedDecision, ReplicaLook
+from potluck.cli.demo.play import ActOutcome
+from potluck.cli.demo.signs import LAB, SHOP, ActEvidence
+from potluck.cli.demo.summary import told
+from potluck.cli.demo.traffic import RequestCounts, SentRequest, counted
 from potluck.core.values.types import Slo
-from potluck.load.client import Shot
+from potluck.loadgen.load_client import TimedRequest
 
 WITHIN_S = 900.0
-NONE = {SHOP: Counts(), LAB: Counts()}
+NONE = {SHOP: RequestCounts(), LAB: RequestCounts()}
 
 
-def standing(name: str, role: str = "prefill", state: str = "ready", node: str = "1xL4") -> Standing:
-    return Standing(name, role, state, "near", f"words: {role} {node} tp1", "http://127.0.0.1:1", 0)
+def standing(name: str, role: str = "prefill", state: str = "ready", node: str = "1xL4") -> ReplicaLook:
+    return ReplicaLook(name, role, state, "near", f"words: {role} {node} tp1", "http://127.0.0.1:1", 0)
 
 
 def look(
-    *replicas: Standing, usd: float = 2.0, threshold: float = 1000.0, moved: int = 0, crossed: float = 0.0
-) -> Look:
-    return Look(0.0, replicas, usd, threshold, crossed, moved, 0)
+    *replicas: ReplicaLook, usd: float = 2.0, threshold: float = 1000.0, moved: int = 0, crossed: float = 0.0
+) -> FleetLook:
+    return FleetLook(0.0, replicas, usd, threshold, crossed, moved, 0)
 
 
 def seen(
-    before: Look,
-    now: Look,
+    before: FleetLook,
+    now: FleetLook,
     *decided: tuple[str, str],
     victim: str = "",
     why: str = "why",
     near_usd: float = 0.0,
-) -> Seen:
-    lines = tuple(Decided(at + 1, kind, what, why) for at, (kind, what) in enumerate(decided))
-    return Seen(before, now, lines, NONE, NONE, victim, near_usd)
+) -> ActEvidence:
+    lines = tuple(LoggedDecision(at + 1, kind, what, why) for at, (kind, what) in enumerate(decided))
+    return ActEvidence(before, now, lines, NONE, NONE, victim, near_usd)
 
 
 ACTS = {act.name: act for act in the_day()}
@@ -92,7 +92,7 @@ def test_only_what_was_saved_is_told_as_saved() -> None:
 
 
 def test_the_morning_tells_what_the_other_region_saves() -> None:
-    act, asked = ACTS["steady"], {SHOP: Counts(20, 20), LAB: Counts(20, 20)}
+    act, asked = ACTS["steady"], {SHOP: RequestCounts(20, 20), LAB: RequestCounts(20, 20)}
     there = replace(seen(look(), look(crossed=3e9), near_usd=3.0), by_tenant=asked)
     assert act.shown(there)
     assert not act.shown(replace(there, by_tenant=NONE)), "nobody was answered yet"
@@ -145,12 +145,12 @@ def test_a_thin_link_a_flood_and_a_sale() -> None:
 
 def test_a_flood_is_answered_where_who_keeps_to_its_share_is_served() -> None:
     act, there = ACTS["flood"], look(standing("a"))
-    earlier = {SHOP: Counts(20, 20, ttft_s=0.8), LAB: Counts(20, 20)}
-    mine = Counts(20, 19, refused=1, ttft_s=0.9)
+    earlier = {SHOP: RequestCounts(20, 20, ttft_s=0.8), LAB: RequestCounts(20, 20)}
+    mine = RequestCounts(20, 19, refused=1, ttft_s=0.9)
     fair = replace(
         seen(there, there),
         earlier=earlier,
-        by_tenant={SHOP: mine, LAB: Counts(90, 9, 71, no="its turn would come after 9 s")},
+        by_tenant={SHOP: mine, LAB: RequestCounts(90, 9, 71, no="its turn would come after 9 s")},
     )
     assert act.moment(fair)
     assert not act.moment(replace(fair, earlier=NONE)), "nobody knows how long answers took before"
@@ -160,11 +160,14 @@ def test_a_flood_is_answered_where_who_keeps_to_its_share_is_served() -> None:
     told_of = act.result(fair)
     assert "shop had 95% of its 20 requests answered, 19 of 20 begun within 0.9 s (0.8 s before)" in told_of
     assert "lab had 21% of 90 answered" in told_of
-    for mine, flood in ((Counts(20, 1, 19), Counts(90, 9, 71)), (Counts(20, 20), Counts(90, 90))):
+    for mine, flood in (
+        (RequestCounts(20, 1, 19), RequestCounts(90, 9, 71)),
+        (RequestCounts(20, 20), RequestCounts(90, 90)),
+    ):
         assert not act.shown(replace(fair, by_tenant={SHOP: mine, LAB: flood}))
-    assert not act.shown(replace(fair, by_tenant={SHOP: Counts(3, 3), LAB: Counts(90, 9, 71)})), (
-        "too few to tell"
-    )
+    assert not act.shown(
+        replace(fair, by_tenant={SHOP: RequestCounts(3, 3), LAB: RequestCounts(90, 9, 71)})
+    ), "too few to tell"
 
 
 def test_what_was_chosen_is_told_in_the_services_own_words() -> None:
@@ -173,13 +176,15 @@ def test_what_was_chosen_is_told_in_the_services_own_words() -> None:
 
 
 def test_requests_are_answered_told_no_or_lost() -> None:
-    whole = Shot(0.0, "m", [1], 2, first_s=0.1, last_s=0.2, ended=True, status=200, done_s=0.2)
-    late = Shot(0.0, "m", [1], 2, first_s=5.0, last_s=5.1, ended=True, status=200, done_s=5.1)
-    no = Shot(0.0, "m", [1], 2, status=429, problem='{"error": {"message": "overloaded"}}', done_s=0.1)
-    cut = Shot(0.0, "m", [1], 2, status=200, problem="cut off", done_s=0.1)
-    sent = [Sent("a", SHOP, each) for each in (whole, late, no, cut)]
+    whole = TimedRequest(0.0, "m", [1], 2, first_s=0.1, last_s=0.2, ended=True, status=200, done_s=0.2)
+    late = TimedRequest(0.0, "m", [1], 2, first_s=5.0, last_s=5.1, ended=True, status=200, done_s=5.1)
+    no = TimedRequest(
+        0.0, "m", [1], 2, status=429, problem='{"error": {"message": "overloaded"}}', done_s=0.1
+    )
+    cut = TimedRequest(0.0, "m", [1], 2, status=200, problem="cut off", done_s=0.1)
+    sent = [SentRequest("a", SHOP, each) for each in (whole, late, no, cut)]
     found = counted(sent, Slo(3.0, 0.2))
-    assert found == Counts(4, 1, 1, 1, ttft_s=5.0, no="overloaded")
+    assert found == RequestCounts(4, 1, 1, 1, ttft_s=5.0, no="overloaded")
     assert (found.answered, found.answered_share, found.attained) == (2, 0.5, 0.25)
 
 
@@ -188,7 +193,10 @@ def test_only_a_whole_day_without_a_lost_request_ends_well(
     shown: bool, lost: int, code: int, capsys: pytest.CaptureFixture[str]
 ) -> None:
     outcomes = [
-        (Outcome(act, shown, "chosen", "result", 0.0, 1.0, 0, (1, 2), (1.0, 2.0)), Counts(10, 9, lost=lost))
+        (
+            ActOutcome(act, shown, "chosen", "result", 0.0, 1.0, 0, (1, 2), (1.0, 2.0)),
+            RequestCounts(10, 9, lost=lost),
+        )
         for act in the_day()
     ]
     assert told(outcomes, as_json=True) == code

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from potluck.cli.main import run
-from potluck.spec.load import load_spec
+from potluck.spec.load_spec import load_spec
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 

@@ -11,13 +11,13 @@ from threading import Thread
 
 import pytest
 
-from potluck.api.errors import Refused
+from potluck.api.http_errors import HttpRefusal
 from potluck.cli.main import run
-from potluck.cli.serving.operate import keys as module
-from potluck.control.launch.process import started_at
-from potluck.control.store.keys import KEY_FILE, is_open, kept_keys, publish_keys
-from potluck.control.store.store import Store
-from potluck.gateway.door.keys import KeyRing
+from potluck.cli.serving.operate import keys_command as module
+from potluck.control.launchers.process import started_at
+from potluck.control.store.state_store import StateStore
+from potluck.control.store.stored_keys import KEY_FILE, is_open, kept_keys, publish_keys
+from potluck.gateway.openai.keys import KeyRing
 
 NOW_S = 2e9
 
@@ -25,7 +25,7 @@ NOW_S = 2e9
 @pytest.fixture
 def state(tmp_path: Path) -> Path:
     """Of a service whose gateway is this very process."""
-    store = Store(tmp_path / "state.db")
+    store = StateStore(tmp_path / "state.db")
     me = {"pid": os.getpid(), "started": started_at(os.getpid()), "keyed": True, "host": "127.0.0.1"}
     store.set("gateway", {**me, "url": "http://127.0.0.1:1", "admin": "http://127.0.0.1:2"})
     publish_keys(store, tmp_path, 0.0)
@@ -44,7 +44,7 @@ def _lets_in(state: Path, key: str = "") -> bool:
     ring = KeyRing(state / KEY_FILE, 0.0, lambda: NOW_S, may_open=True)
     try:
         return ring.open or ring.who(f"Bearer {key}".encode(), 0.0) is not None
-    except Refused:
+    except HttpRefusal:
         return False
 
 
@@ -89,7 +89,7 @@ def test_open_and_close_keep_the_keys(state: Path, capsys: pytest.CaptureFixture
     shown = ring.shown(f"Bearer {key}".encode(), 0.0)
     assert shown is not None
     assert shown.name == "ann"
-    lost = Store(state / "another.db")  # a state that was lost is as its file says
+    lost = StateStore(state / "another.db")  # a state that was lost is as its file says
     publish_keys(lost, state, 0.0)
     assert is_open(lost)
     assert [each.name for each in kept_keys(lost)] == ["ann"]
@@ -100,7 +100,7 @@ def test_open_and_close_keep_the_keys(state: Path, capsys: pytest.CaptureFixture
 
 
 def test_a_gateway_that_others_reach_is_never_opened(state: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    store = Store(state / "state.db")
+    store = StateStore(state / "state.db")
     _keys(capsys, state, "add", "ann")
     store.set("gateway", {**store.get("gateway"), "host": "0.0.0.0"})
     assert "listens at 0.0.0.0, where others can reach it" in _keys(capsys, state, "open", rc=1)[1]

@@ -8,20 +8,20 @@ from typing import Any
 
 import pytest
 
-from potluck.cli.serving.operate import looks
-from potluck.cli.serving.up.show import Served, ready_json, show_ready
-from potluck.control.store.store import Store
-from potluck.control.view import Service
-from potluck.core.values.plan import Deployment, Flow, Plan
+from potluck.cli.serving.operate import status
+from potluck.cli.serving.up.up_output import ServiceSummary, ready_json, show_ready
+from potluck.control.service_view import ServiceView
+from potluck.control.store.state_store import StateStore
+from potluck.core.values.plan import Deployment, Plan, PlannedFlow
 from potluck.core.values.types import Codec
 from potluck.gateway.page.notices import notices
-from potluck.gateway.settings import Settings
+from potluck.gateway.settings import GatewaySettings
 
 LINE = "KV of words crosses west → east in int8 (lossy: allowed by kv_codecs)"
 
 
 def plan(codec: Codec) -> Plan:
-    flows = (Flow("words", 0, "west", "east", 1.0, codec),)
+    flows = (PlannedFlow("words", 0, "west", "east", 1.0, codec),)
     return Plan("auto", (), (Deployment("words: prefill", "west", 1),), (), (), flows, (), 1.0, 0.0)
 
 
@@ -29,22 +29,22 @@ def plan(codec: Codec) -> Plan:
 def test_it_is_said_before_what_is_deployed(
     codec: Codec, lines: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    served = Served("http://h:1", ("words",), plan(codec), (), 1.0)
+    served = ServiceSummary("http://h:1", ("words",), plan(codec), (), 1.0)
     show_ready(served)
     assert capsys.readouterr().out.splitlines()[2 : 2 + len(lines)] == lines
     assert ready_json(served)["notices"] == lines
-    store = Store(tmp_path / "state.db")
+    store = StateStore(tmp_path / "state.db")
     store.add_plan(plan(codec), 1.0, "for a test")
     store.close()
-    service = Service(tmp_path)
+    service = ServiceView(tmp_path)
     try:
         found = service.status(2.0)
     finally:
         service.close()
     assert found["plan"]["notices"] == lines
-    looks._show(found, 2.0)
+    status._show(found, 2.0)
     shown = capsys.readouterr().out.splitlines()
     assert shown[2 : 2 + len(lines)] == [f"notice: {each}" for each in lines]
     watch = SimpleNamespace(lateness=SimpleNamespace(slowdown=1.0))
-    center: Any = SimpleNamespace(plan=plan(codec), watch=watch)
-    assert [*notices(center, Settings())] == lines
+    core: Any = SimpleNamespace(plan=plan(codec), watch=watch)
+    assert [*notices(core, GatewaySettings())] == lines

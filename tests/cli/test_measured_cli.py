@@ -10,7 +10,7 @@ import pytest
 from potluck.catalog import models, nodes
 from potluck.cli.main import run
 from potluck.core.values.plan import Plan, plan_from_json
-from potluck.perf.step import steps
+from potluck.perf.step_timer import steps
 from potluck.perf.timers.profile import Profile, ProfilePoint, profile_to_json
 from potluck.perf.timers.roofline import roofline
 

@@ -10,9 +10,9 @@ import pytest
 from test_operators_cli import Port, _said, _sleeper, folder, port
 
 from potluck.cli.main import run
-from potluck.cli.serving.operate import looks
-from potluck.control.launch.process import alive, end
-from potluck.control.store.store import Store
+from potluck.cli.serving.operate import status
+from potluck.control.launchers.process import alive, end
+from potluck.control.store.state_store import StateStore
 
 __all__ = ["folder", "port"]
 
@@ -55,7 +55,7 @@ def test_logs_as_json(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_down_as_json(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    store = Store(tmp_path / "state.db")
+    store = StateStore(tmp_path / "state.db")
     gateway = _sleeper(tmp_path, "gateway")
     try:
         store.set("gateway", {"pid": gateway.number, "started": gateway.started})
@@ -76,7 +76,7 @@ def test_a_key_for_a_file_as_json(tmp_path: Path, capsys: pytest.CaptureFixture[
 
 def test_events_are_in_the_order_of_their_time(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """What the gateway decided is read, and noted, at the controller's next turn."""
-    store, now_s = Store(folder / "state.db"), time.time() + 10
+    store, now_s = StateStore(folder / "state.db"), time.time() + 10
     for at_s, what in ((3.0, "third"), (1.0, "first"), (2.0, "second")):
         store.note(now_s + at_s, "brain", what, "")
     want = ["words-2 for t@east#1/0", "first", "second", "third"]
@@ -91,7 +91,7 @@ def test_events_are_in_the_order_of_their_time(folder: Path, capsys: pytest.Capt
 def test_events_that_are_followed_are_in_order_too(
     folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    store, clock = Store(folder / "state.db"), [time.time() + 10]
+    store, clock = StateStore(folder / "state.db"), [time.time() + 10]
     turns: list[None] = []
 
     def sleep(_: float) -> None:
@@ -105,8 +105,8 @@ def test_events_that_are_followed_are_in_order_too(
             raise KeyboardInterrupt
         clock[0] += 0.5
 
-    monkeypatch.setattr(looks.time, "sleep", sleep)
-    monkeypatch.setattr(looks.time, "time", lambda: clock[0])
+    monkeypatch.setattr(status.time, "sleep", sleep)
+    monkeypatch.setattr(status.time, "time", lambda: clock[0])
     assert run(["events", "--follow", "--json", "--state", str(folder)]) == 130
     lines = capsys.readouterr().out.splitlines()
     assert [json.loads(line)["what"] for line in lines] == ["words-2 for t@east#1/0", "first", "second"]

@@ -15,18 +15,18 @@ from typing import Any
 import pytest
 
 from potluck.cli.main import run
-from potluck.control.byhand import leaving
-from potluck.control.ending import owner_of
-from potluck.control.launch.local import NAME_MARK, OWNER_MARK
-from potluck.control.launch.process import Pid, alive, end, spawn, started_at
-from potluck.control.store.store import Store
-from potluck.control.values import Instance, Make
+from potluck.control.control_values import EngineInstance, EngineSpec
+from potluck.control.launchers.local_launcher import NAME_MARK, OWNER_MARK
+from potluck.control.launchers.process import ProcessId, alive, end, spawn, started_at
+from potluck.control.manual_changes import leaving
+from potluck.control.shutdown import owner_of
+from potluck.control.store.state_store import StateStore
 from potluck.core.values.layout import single
-from potluck.core.values.plan import Deployment, NodeCount, Plan, Replica, Template, plan_from_json
+from potluck.core.values.plan import Deployment, NodeCount, Plan, PlannedReplica, Template, plan_from_json
 
 LAYOUT = single("1xA10", 1, 2)
 TEMPLATE = Template(
-    "t", "homogeneous", "words", (NodeCount("1xA10", 1),), (Replica("mixed", LAYOUT),), (), "measured"
+    "t", "homogeneous", "words", (NodeCount("1xA10", 1),), (PlannedReplica("mixed", LAYOUT),), (), "measured"
 )
 PLAN = Plan("auto", (TEMPLATE,), (Deployment("t", "east", 2),), (), (), (), (), 1.5, 0.0)
 METRICS = """# TYPE vllm:request_success_total counter
@@ -142,14 +142,14 @@ def port() -> Iterator[Port]:
 @pytest.fixture
 def folder(tmp_path: Path, port: Port) -> Path:
     """A service whose gateway and controller are this very process."""
-    store = Store(tmp_path / "state.db")
+    store = StateStore(tmp_path / "state.db")
     store.add_plan(PLAN, time.time() - 60, "potluck up")
     me = {"pid": os.getpid(), "started": started_at(os.getpid())}
     store.set("gateway", {**me, "url": "http://127.0.0.1:1", "admin": port.url})
     store.set("controller", me)
-    make = Make("words", LAYOUT, "east")
-    store.put(Instance("words-1", make, "up", time.time(), "http://e1", "t@east#0/0"))
-    store.put(Instance("words-2", make, "starting", time.time() - 9, "", "t@east#1/0"))
+    make = EngineSpec("words", LAYOUT, "east")
+    store.put(EngineInstance("words-1", make, "up", time.time(), "http://e1", "t@east#0/0"))
+    store.put(EngineInstance("words-2", make, "starting", time.time() - 9, "", "t@east#1/0"))
     store.note(time.time(), "start", "words-2 for t@east#1/0", "the plan wants it")
     store.close()
     (tmp_path / "admin.key").write_text("secret")
@@ -187,7 +187,7 @@ def test_where_nothing_runs_there_is_one_line_and_one(
     command: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert "nothing runs in" in _said(capsys, *command.split(), "--state", tmp_path, rc=1)
-    Store(tmp_path / "state.db").close()
+    StateStore(tmp_path / "state.db").close()
     assert "nothing runs in" in _said(capsys, *command.split(), "--state", tmp_path, rc=1)
 
 
@@ -199,7 +199,7 @@ def test_a_damaged_state_is_said_in_one_line(tmp_path: Path, capsys: pytest.Capt
 def test_a_gateway_that_is_gone_is_told_and_its_last_wishes_shown(
     folder: Path, port: Port, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    store = Store(folder / "state.db")
+    store = StateStore(folder / "state.db")
     store.set("gateway", {**store.get("gateway"), "started": 1})
     store.set("wanted", {"replicas": [{"id": "t@east#2/0", "model": "words"}]})
     store.close()
@@ -260,7 +260,7 @@ def test_a_drain_goes_to_the_gateway_and_its_engine_leaves(
     folder: Path, port: Port, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert "replica: unknown 'x'" in _said(capsys, "drain", "t@east#1/0", "--state", folder, rc=2)
-    store = Store(folder / "state.db")
+    store = StateStore(folder / "state.db")
     assert leaving(store) == frozenset()
     assert "is a part of several" in _said(capsys, "drain", "east", "--state", folder, rc=2)
     assert "did you mean 't@east#" in _said(capsys, "drain", "t@east#2/0", "--state", folder, rc=2)
@@ -292,7 +292,7 @@ def test_a_count_is_a_plan_version_that_holds_until_it_is_handed_back(
     what, body = port.asked[-1]
     assert what == "PUT /plan?why=by%20hand%3A%20t%40east%3D3&version=2", "one number everywhere"
     assert plan_from_json(json.dumps(body)).deployments == (Deployment("t", "east", 3),)
-    store = Store(folder / "state.db")
+    store = StateStore(folder / "state.db")
     newest = store.plan()
     assert newest is not None
     assert (newest.version, newest.reason) == (2, "by hand: t@east=3")
@@ -318,12 +318,12 @@ def test_a_count_is_a_plan_version_that_holds_until_it_is_handed_back(
     assert "and not both" in _said(capsys, "scale", "--state", folder, rc=2)
 
 
-def _sleeper(folder: Path, name: str, **marks: str) -> Pid:
+def _sleeper(folder: Path, name: str, **marks: str) -> ProcessId:
     return spawn(["sleep", "60"], marks, folder / f"{name}.log")
 
 
 def test_down_asks_the_controller_that_lives(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    store = Store(tmp_path / "state.db")
+    store = StateStore(tmp_path / "state.db")
     controller, gateway = _sleeper(tmp_path, "controller"), _sleeper(tmp_path, "gateway")
     try:
         store.set("controller", {"pid": controller.number, "started": controller.started})
@@ -339,7 +339,7 @@ def test_down_asks_the_controller_that_lives(tmp_path: Path, capsys: pytest.Capt
 def test_down_ends_all_itself_where_no_controller_lives(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    store = Store(tmp_path / "state.db")
+    store = StateStore(tmp_path / "state.db")
     gateway, engine = _sleeper(tmp_path, "gateway"), _sleeper(tmp_path, "engine")
     unwritten = _sleeper(tmp_path, "unwritten", **{OWNER_MARK: owner_of(store), NAME_MARK: "w"})
     stranger = _sleeper(tmp_path, "stranger")
@@ -347,7 +347,7 @@ def test_down_ends_all_itself_where_no_controller_lives(
         store.set("controller", {"pid": os.getpid(), "started": 1})
         store.set("gateway", {"pid": gateway.number, "started": gateway.started})
         place = {"pid": engine.number, "started": engine.started}
-        store.put(Instance("w-1", Make("words", LAYOUT, "east"), "up", 0.0, replica="r"), place)
+        store.put(EngineInstance("w-1", EngineSpec("words", LAYOUT, "east"), "up", 0.0, replica="r"), place)
         assert store.claim("one that was killed", time.time(), 0.5) is not None
         assert _said(capsys, "down", "--state", tmp_path) == "stopped\n"
         assert not any(map(alive, (gateway, engine, unwritten)))
@@ -364,18 +364,18 @@ def test_the_only_service_that_runs_need_not_be_named(
 ) -> None:
     home = tmp_path / "all"
     home.mkdir()
-    monkeypatch.setattr("potluck.cli.serving.operate.service.STATE", home)
+    monkeypatch.setattr("potluck.cli.serving.operate.which_service.STATE", home)
     for command in (["status"], ["top", "--once"], ["down"]):
         assert "potluck: nothing runs; start it with" in _said(capsys, *command, rc=1)
     (home / "one").symlink_to(folder)
-    Store(home / "two" / "state.db").close()
+    StateStore(home / "two" / "state.db").close()
     assert "plan 1 (auto)" in _said(capsys, "status")
     assert "answers at http://127.0.0.1:1 " in _said(capsys, "bench", rc=2)
     (home / "three").symlink_to(folder)
     assert "several run: " in _said(capsys, "status", rc=2)
     for name in ("one", "three"):
         (home / name).unlink()
-    Store(home / "four" / "state.db").close()
+    StateStore(home / "four" / "state.db").close()
     for command in (["status"], ["top", "--once"], ["down"], ["cordon", "x"], ["events", "--follow"]):
         assert _said(capsys, *command, rc=1) == "potluck: nothing runs; start it with `potluck up`\n"
     assert "nothing runs now, and several have ended: " in _said(capsys, "logs", rc=2)
@@ -384,13 +384,13 @@ def test_the_only_service_that_runs_need_not_be_named(
 def test_engines_that_were_left_alone_still_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr("potluck.cli.serving.operate.service.STATE", tmp_path)
-    Store(tmp_path / "ended" / "state.db").close()
-    store = Store(tmp_path / "left" / "state.db")
+    monkeypatch.setattr("potluck.cli.serving.operate.which_service.STATE", tmp_path)
+    StateStore(tmp_path / "ended" / "state.db").close()
+    store = StateStore(tmp_path / "left" / "state.db")
     engine = _sleeper(tmp_path, "engine")
     try:
         place = {"pid": engine.number, "started": engine.started}
-        store.put(Instance("w-1", Make("words", LAYOUT, "east"), "up", 0.0, replica="r"), place)
+        store.put(EngineInstance("w-1", EngineSpec("words", LAYOUT, "east"), "up", 0.0, replica="r"), place)
         assert "gateway is gone, controller is gone" in _said(capsys, "status")
         assert _said(capsys, "down") == "stopped\n"
         assert not alive(engine)

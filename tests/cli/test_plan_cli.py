@@ -10,12 +10,12 @@ from pathlib import Path
 
 import pytest
 
-from potluck.cli.common.problems import load_problem, read_spec
+from potluck.cli.common.problem_options import load_problem, read_spec
 from potluck.cli.main import run
-from potluck.cli.planning.plan import _hurried
-from potluck.cli.serving.up.plan import Wishes, prepared
+from potluck.cli.planning.plan_command import _hurried
+from potluck.cli.serving.up.up_plan import PlanChoices, prepared
 from potluck.core.values.plan import plan_from_json
-from potluck.plan.strategies import Workshop
+from potluck.plan.strategies import TemplateFactory
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 SPEC = """\
@@ -255,7 +255,7 @@ def test_one_model_that_nothing_serves_spares_the_others(
     assert said in capsys.readouterr().out
     assert run(["simulate", str(path), "--requests", "100", "--time-limit", "2"]) == 3
     assert said in capsys.readouterr().err
-    found = prepared((path,), read_spec(path), Wishes(2.0, averages=True), lambda line: None)
+    found = prepared((path,), read_spec(path), PlanChoices(2.0, averages=True), lambda line: None)
     assert any(said in line for line in found.lines)
     assert {template.model for template in found.inputs.plan.templates} == {"chat"}
 
@@ -295,7 +295,7 @@ def test_objectives_in_seconds_are_noticed(tmp_path: Path, capsys: pytest.Captur
 
 
 def test_kinds_that_there_was_no_time_for_are_named() -> None:
-    workshop = Workshop(load_problem(read_spec(None), 0.8, None, (), 0.0), enough=lambda: True)
-    assert _hurried(workshop) == ()
-    assert workshop.pairs(workshop.problem.asks[0]) == []
-    assert "no time for templates of these kinds: pair" in _hurried(workshop)[0]
+    factory = TemplateFactory(load_problem(read_spec(None), 0.8, None, (), 0.0), enough=lambda: True)
+    assert _hurried(factory) == ()
+    assert factory.pairs(factory.problem.asks[0]) == []
+    assert "no time for templates of these kinds: pair" in _hurried(factory)[0]

@@ -7,13 +7,13 @@ from pathlib import Path
 
 import pytest
 
-from potluck.cli.common.problems import load_problem, read_spec
+from potluck.cli.common.problem_options import load_problem, read_spec
 from potluck.cli.main import run
 from potluck.cli.planning import plan_show
 from potluck.cli.planning.plan_draw import compared_html, plan_html
-from potluck.cli.planning.plan_show import Compared
+from potluck.cli.planning.plan_show import ComparedStrategy
 from potluck.core.values.layout import Layout, Stage, StageNode
-from potluck.core.values.plan import Deployment, NodeCount, Plan, Prediction, Replica, Template
+from potluck.core.values.plan import Deployment, NodeCount, Plan, PlannedReplica, Prediction, Template
 from potluck.plan.reasons.explain import Explanation, ModelReason, NodeValue
 
 SPEC = """\
@@ -38,7 +38,7 @@ TEMPLATE = Template(
     "pipeline",
     "chat",
     (NodeCount("1xL40S", 1), NodeCount("1xA10G", 2)),
-    (Replica("mixed", LAYOUT),),
+    (PlannedReplica("mixed", LAYOUT),),
     (),
     "measured",
 )
@@ -116,7 +116,8 @@ def test_stages_are_as_wide_as_they_have_layers_and_bars_say_what_is_late(spec: 
 def test_strategies_are_drawn_side_by_side(spec: Path) -> None:
     problem = load_problem(read_spec(spec), 0.8, None, (), 0.0)
     rows = [
-        Compared(name, cost, 1.0, 1.0, 2.0, 3, 0.0, 0.1, ()) for name, cost in (("auto", 4.0), (NASTY, 8.0))
+        ComparedStrategy(name, cost, 1.0, 1.0, 2.0, 3, 0.0, 0.1, ())
+        for name, cost in (("auto", 4.0), (NASTY, 8.0))
     ]
     found = seen(compared_html(rows, problem, {"auto": PLAN}))
     assert [each for each in found.styles if "width" in each] == ["width: 50.0%", "width: 100.0%"]

@@ -9,12 +9,12 @@ import numpy as np
 import pytest
 
 from potluck.cli.main import run
-from potluck.cli.planning import rehearse as rehearsing
+from potluck.cli.planning import rehearsal_options as rehearsing
 from potluck.cli.planning.evidence import evidence_line
-from potluck.cli.serving.up.plan import Prepared, Wishes, prepared
+from potluck.cli.serving.up.up_plan import PlanChoices, PreparedPlan, prepared
 from potluck.core.values.plan import Plan, plan_from_json
 from potluck.rehearse.evidence import Evidence
-from potluck.spec.load import load_spec
+from potluck.spec.load_spec import load_spec
 
 SPEC = """\
 models:
@@ -186,8 +186,8 @@ def test_what_a_plan_was_proven_to_do_travels_with_it(
 
     monkeypatch.setattr(rehearsing, "tried", tried)
 
-    def said(spec: Path, plan: Path) -> Prepared:
-        return prepared((plan, spec), load_spec(spec), Wishes(5.0), lambda _: None)
+    def said(spec: Path, plan: Path) -> PreparedPlan:
+        return prepared((plan, spec), load_spec(spec), PlanChoices(5.0), lambda _: None)
 
     found = said(path, out)
     assert [f"{line}." for line in found.lines] == [proven]

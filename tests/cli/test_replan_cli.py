@@ -10,8 +10,8 @@ from types import SimpleNamespace
 import pytest
 
 from potluck.cli.main import run
-from potluck.cli.planning import replan as replan_module
-from potluck.cli.planning.replan_live import Live
+from potluck.cli.planning import replan_command as replan_module
+from potluck.cli.planning.replan_live import LiveService
 from potluck.core.values.plan import Plan, plan_from_json
 
 SPEC = """\
@@ -147,7 +147,7 @@ class Told:
         self.store = SimpleNamespace(
             plan=lambda: self.newest, add_plan=lambda *_: 2, note=lambda *_: None, get=lambda _: None
         )
-        self.live = Live(1, plan, spec, (), (), style="emulated")
+        self.live = LiveService(1, plan, spec, (), (), style="emulated")
 
 
 def test_an_answer_that_misses_is_not_put_into_force_unasked(

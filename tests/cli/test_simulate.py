@@ -10,9 +10,9 @@ import pytest
 
 from potluck.cli.common.render import percent
 from potluck.cli.main import run
-from potluck.cli.trying.goodput import Step, search
+from potluck.cli.simulating.goodput import RateTrial, search
 from potluck.core.brain.brain import Brain
-from potluck.worlds.replay import replay
+from potluck.runtime.replay import replay
 
 SPEC = """\
 models:
@@ -148,14 +148,14 @@ def test_a_share_below_a_promise_does_not_look_like_it() -> None:
 
 @pytest.mark.parametrize("limit", [0.001, 0.3, 1.0, 7.3, 2000.0])
 def test_the_search_finds_a_threshold(limit: float) -> None:
-    steps, best = search(lambda scale: Step(scale, scale, scale <= limit, 0.0, 0.9, "m", 0.0, 0.0), 0.01)
+    steps, best = search(lambda scale: RateTrial(scale, scale, scale <= limit, 0.0, 0.9, "m", 0.0, 0.0), 0.01)
     assert best is not None
     assert best.scale <= limit < best.scale * 1.0101
     assert best == max((step for step in steps if step.holds), key=lambda step: step.scale)
 
 
 def test_no_rate_holds() -> None:
-    steps, best = search(lambda scale: Step(scale, scale, False, 0.0, 0.9, "m", 0.0, 0.0), 0.01)
+    steps, best = search(lambda scale: RateTrial(scale, scale, False, 0.0, 0.9, "m", 0.0, 0.0), 0.01)
     assert best is None
     assert len(steps) < 20
 
@@ -243,15 +243,15 @@ def test_a_market_over_time_is_followed_by_planner_and_fleet(
 def test_what_is_not_as_planned_fits_eighty_columns_and_keeps_every_word(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    from potluck.cli.trying.simulate_show import show_planned
-    from potluck.sim.results.planned import Comparison
-    from potluck.worlds.promises import Span
+    from potluck.cli.simulating.simulate_show import show_planned
+    from potluck.runtime.expectations import ValueRange
+    from potluck.sim.results.plan_comparison import PlanDeviation
 
     name = "documents: pipeline 2xRTX4090 tp2 + 2xRTX4090 tp2 mixed@a-far-away-region#12/0 and 3 like it"
     show_planned(
         [
-            Comparison("rate", name, Span(0.123, 0.456), 0.789, "differs"),
-            Comparison("busy", "agrees", Span(0.1, 0.2), 0.2, "agrees"),
+            PlanDeviation("rate", name, ValueRange(0.123, 0.456), 0.789, "differs"),
+            PlanDeviation("busy", "agrees", ValueRange(0.1, 0.2), 0.2, "agrees"),
         ]
     )
     lines = capsys.readouterr().out.splitlines()

@@ -8,9 +8,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from potluck.cli.common.workloads import Asked, load
+from potluck.cli.common.workload_options import WorkloadOptions, load
 from potluck.cli.main import run
-from potluck.cli.trying.trace import sparkline
+from potluck.cli.simulating.trace import sparkline
 from potluck.core.errors import InputError
 from potluck.spec.traces import load_trace
 
@@ -158,18 +158,18 @@ def test_what_is_wrong_is_one_line(azure: Path, tmp_path: Path, capsys: pytest.C
 
 
 def test_workloads_for_a_run(azure: Path, mooncake: Path) -> None:
-    own = load(str(azure), "chat", Asked())
+    own = load(str(azure), "chat", WorkloadOptions())
     assert own.models == ("chat",)
     assert own.arrival_s.tolist() == pytest.approx([0, 4.314579, 10])
-    assert len(load(str(azure), "chat", Asked(requests=7))) == 7
-    shared = load(str(mooncake), "chat", Asked(rate_per_s=100))
+    assert len(load(str(azure), "chat", WorkloadOptions(requests=7))) == 7
+    shared = load(str(mooncake), "chat", WorkloadOptions(rate_per_s=100))
     assert shared.prefix_blocks(3) == (0, 1, 103)
     assert shared.rate_per_s == pytest.approx(100)
-    named = load("mooncake", "chat", Asked(requests=300))
+    named = load("mooncake", "chat", WorkloadOptions(requests=300))
     assert named.blocks is not None
     assert len(named) == 300
     with pytest.raises(InputError, match="did you mean 'azure-conv'"):
-        load("azure-con", "chat", Asked())
+        load("azure-con", "chat", WorkloadOptions())
 
 
 def test_a_sparkline_shows_whatever_is_there() -> None:

@@ -14,14 +14,14 @@ import pytest
 
 from potluck.cli.serving.up.attach import asked, attach, planned_for, read_entries
 from potluck.cli.serving.up.gpus import must_have_chips
-from potluck.control.launch.command import EngineMaker
-from potluck.control.launch.local import LocalLauncher
-from potluck.control.launch.process import Pid
-from potluck.control.values import Make
+from potluck.control.control_values import EngineSpec
+from potluck.control.launchers.engine_command import EngineCommands
+from potluck.control.launchers.local_launcher import LocalLauncher
+from potluck.control.launchers.process import ProcessId
 from potluck.core.errors import CapacityError, InputError
 from potluck.core.values.layout import Layout, Stage, StageNode, single
-from potluck.core.values.plan import Deployment, Plan, Replica, Template
-from potluck.engine.shipped import shipped_model
+from potluck.core.values.plan import Deployment, Plan, PlannedReplica, Template
+from potluck.engine.shipped_model import shipped_model
 
 SPEC = """
 models:
@@ -59,11 +59,11 @@ def test_without_a_spec_or_a_server_there_is_nothing_to_attach(tmp_path: Path) -
 
 
 def test_engines_of_vllm_are_started_with_the_planned_layout() -> None:
-    def make(*widths: int) -> Make:
+    def make(*widths: int) -> EngineSpec:
         stages = tuple(Stage(16, (StageNode("8xH100", tp),)) for tp in widths)
-        return Make("m", Layout(stages), "here")
+        return EngineSpec("m", Layout(stages), "here")
 
-    maker = EngineMaker("vllm", (("m", Path("dir")),), python="py", more=("--dtype", "float32"))
+    maker = EngineCommands("vllm", (("m", Path("dir")),), python="py", more=("--dtype", "float32"))
     words = maker.command(make(4, 4), 8000, 9000)
     assert words[4:6] == ["vllm", "--json"]
     assert words[words.index("--tensor-parallel") + 1] == "4"
@@ -76,16 +76,16 @@ def test_engines_of_vllm_are_started_with_the_planned_layout() -> None:
 def test_gpus_of_this_machine_are_given_to_each_vllm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Two of four GPUs to each of two engines, ports in a row for their workers, and no third engine."""
     chips = tuple(("1xH100", f"GPU-{place}") for place in range(4))
-    maker = EngineMaker("vllm", (("m", Path("dir")),), chips=chips, gpus=(("8xH100", "1xH100"),))
+    maker = EngineCommands("vllm", (("m", Path("dir")),), chips=chips, gpus=(("8xH100", "1xH100"),))
     node = StageNode("8xH100", 2, ep="tp")
-    make = Make("m", Layout((Stage(32, (node,)),)), "here")
+    make = EngineSpec("m", Layout((Stage(32, (node,)),)), "here")
     spawned: list[tuple[list[str], dict[str, str]]] = []
 
-    def spawn(command: list[str], marks: dict[str, str], log: Path) -> Pid:
+    def spawn(command: list[str], marks: dict[str, str], log: Path) -> ProcessId:
         spawned.append((command, marks))
-        return Pid(len(spawned), 1)
+        return ProcessId(len(spawned), 1)
 
-    monkeypatch.setattr("potluck.control.launch.local.spawn", spawn)
+    monkeypatch.setattr("potluck.control.launchers.local_launcher.spawn", spawn)
     launcher = LocalLauncher(maker, tmp_path, "me", free=lambda: None)
     launcher.start("a", make)
     launcher.start("b", make)
@@ -94,16 +94,16 @@ def test_gpus_of_this_machine_are_given_to_each_vllm(tmp_path: Path, monkeypatch
     with pytest.raises(CapacityError, match="1xH100"):
         launcher.start("c", make)
     with pytest.raises(InputError, match="spreads experts"):
-        maker.command(Make("m", Layout((Stage(32, (StageNode("8xH100", 2, ep="dp"),)),)), "here"), 1, 2)
+        maker.command(EngineSpec("m", Layout((Stage(32, (StageNode("8xH100", 2, ep="dp"),)),)), "here"), 1, 2)
 
 
 def test_a_plan_for_more_gpus_than_there_are_is_refused() -> None:
     template = Template(
-        "t", "homogeneous", "m", (), (Replica("mixed", single("2xL4", 2, 32)),), (), "measured"
+        "t", "homogeneous", "m", (), (PlannedReplica("mixed", single("2xL4", 2, 32)),), (), "measured"
     )
     plan = Plan("x", (template,), (Deployment("t", "here", 2),), (), (), (), (), 0.0, 0.0)
     chips = tuple(("1xL4", f"GPU-{place}") for place in range(3))
-    maker = EngineMaker("vllm", (("m", Path("dir")),), chips=chips, gpus=(("2xL4", "1xL4"),))
+    maker = EngineCommands("vllm", (("m", Path("dir")),), chips=chips, gpus=(("2xL4", "1xL4"),))
     with pytest.raises(InputError, match="4 GPUs of type 1xL4, this machine has 3"):
         must_have_chips(plan, maker)
     must_have_chips(plan, replace(maker, chips=()))

@@ -8,9 +8,9 @@ import subprocess
 import sys
 from pathlib import Path
 
-from potluck.control.ending import owner_of
-from potluck.control.launch.local import engines_of
-from potluck.control.store.store import Store
+from potluck.control.launchers.local_launcher import engines_of
+from potluck.control.shutdown import owner_of
+from potluck.control.store.state_store import StateStore
 from potluck.core.values.plan import Plan
 
 WITHIN_S = 400.0
@@ -26,7 +26,7 @@ def test_the_demo_is_rehearsed_answers_and_leaves_nothing_behind(tmp_path: Path)
     assert said["models"] == ["words"]
     assert [each["text"] != "" for each in said["answers"]] == [True]
     assert any("holds its" in line for line in said["lines"]), said["lines"]
-    store = Store(state / "state.db")
+    store = StateStore(state / "state.db")
     try:
         version = store.plan()
         assert store.instances() == ()
@@ -35,8 +35,8 @@ def test_the_demo_is_rehearsed_answers_and_leaves_nothing_behind(tmp_path: Path)
         store.close()
     assert version is not None
     _must_share_prompts_in_every_way(version.plan)
-    nursery = (state / "logs" / "nursery.log").read_text()
-    assert "Traceback" not in nursery, nursery
+    fork_server = (state / "logs" / "nursery.log").read_text()
+    assert "Traceback" not in fork_server, fork_server
     if os.path.exists("/proc/self/smaps_rollup"):
         forked = [log for log in (state / "logs").glob("words-*.log") if '"url"' in log.read_text()]
         assert len(forked) >= 3

@@ -16,11 +16,12 @@ from pathlib import Path
 import pytest
 
 from potluck.catalog import gpus
-from potluck.cli.common.problems import load_problem
+from potluck.cli.common.problem_options import load_problem
 from potluck.cli.main import run
 from potluck.cli.serving.up import gpus as up_gpus
+from potluck.cli.serving.up.before_start import start_s
 from potluck.cli.serving.up.gpus import (
-    Ready,
+    GpuSetup,
     flags_of,
     for_this_machine,
     gpu_of,
@@ -29,22 +30,21 @@ from potluck.cli.serving.up.gpus import (
     must_run_here,
     spec_text,
 )
-from potluck.cli.serving.up.plan import Prepared, Wishes, planned_for_all
-from potluck.cli.serving.up.ready import start_s
-from potluck.cli.trying.simulation import Inputs, startups_of
-from potluck.control.launch.chips import Chip, find_chips
-from potluck.control.launch.command import EngineMaker, stages_of
-from potluck.control.launch.local import OWNER_MARK, LocalLauncher, engines_of
-from potluck.control.launch.process import alive, end, marked
-from potluck.control.values import Make
+from potluck.cli.serving.up.up_plan import PlanChoices, PreparedPlan, planned_for_all
+from potluck.cli.simulating.simulation import SimulationInputs, startups_of
+from potluck.control.control_values import EngineSpec
+from potluck.control.launchers.engine_command import EngineCommands, stages_of
+from potluck.control.launchers.local_gpus import LocalGpu, find_chips
+from potluck.control.launchers.local_launcher import OWNER_MARK, LocalLauncher, engines_of
+from potluck.control.launchers.process import alive, end, marked
 from potluck.core.errors import CapacityError, InputError
 from potluck.core.values.layout import Layout, Stage, StageNode, single
 from potluck.core.values.plan import Plan
 from potluck.engine.pipeline.launch import devices_of, parse_stages
-from potluck.engine.shipped import shipped_model
+from potluck.engine.shipped_model import shipped_model
 from potluck.perf.sizes.memory import weight_bytes
-from potluck.plan.running.again import start_share
-from potluck.spec.load import load_spec
+from potluck.plan.replan.current_problem import start_share
+from potluck.spec.load_spec import load_spec
 
 MIXED = "0, GPU-a, NVIDIA L4, 23034\n1, GPU-b, NVIDIA A10, 23028\n2, GPU-c, NVIDIA A10, 23028\n"
 GB = 1_000_000_000
@@ -108,14 +108,14 @@ def test_a_driver_that_fails_is_told_in_one_line(
 )
 def test_drivers_names_are_found_in_the_catalog(name: str, found: str) -> None:
     memory = int(gpus.gpu(found).memory_gb * GB)
-    assert gpu_of(Chip(0, "GPU-a", name, memory)) == found
+    assert gpu_of(LocalGpu(0, "GPU-a", name, memory)) == found
     with pytest.raises(InputError, match="a part of one"):
-        gpu_of(Chip(0, "GPU-a", name, memory // 4))
+        gpu_of(LocalGpu(0, "GPU-a", name, memory // 4))
 
 
 def test_an_unknown_gpu_says_what_to_add() -> None:
     with pytest.raises(InputError, match="GPU 3 .*RTX 2060.*gpus:.*fp16_tflops.*CUDA_VISIBLE_DEVICES"):
-        gpu_of(Chip(3, "GPU-a", "NVIDIA GeForce RTX 2060", 6 * GB))
+        gpu_of(LocalGpu(3, "GPU-a", "NVIDIA GeForce RTX 2060", 6 * GB))
 
 
 @pytest.fixture
@@ -135,7 +135,7 @@ def test_the_plan_is_for_exactly_what_is_there(counts: dict[str, int], large: Pa
     path = tmp_path / "spec.yaml"
     path.write_text(spec_text(large, "large", Counter(counts), 1.0))
     spec = load_spec(path)
-    rate_per_s, make = planned_for_all(spec, Wishes(10.0, here=True, single=True), lambda line: None)
+    rate_per_s, make = planned_for_all(spec, PlanChoices(10.0, here=True, single=True), lambda line: None)
     path.write_text(spec_text(large, "large", Counter(counts), rate_per_s))
     plan = make(load_spec(path)).plan
     assert plan.nodes == {("here", f"1x{gpu}"): count for gpu, count in counts.items()}, (
@@ -154,8 +154,8 @@ def test_a_model_too_large_for_one_gpu_is_laid_over_several(large: Path, tmp_pat
     path, counts = tmp_path / "spec.yaml", Counter({"L4": 2, "A100-40": 1})
     path.write_text(spec_text(large, "large", counts, 1.0, {"ttft_ms": 8000, "tpot_ms": 400}))
     spec = load_spec(path)
-    wishes = for_this_machine(Wishes(10.0), spec)
-    assert wishes == Wishes(10.0, here=True, single=False)
+    wishes = for_this_machine(PlanChoices(10.0), spec)
+    assert wishes == PlanChoices(10.0, here=True, single=False)
     _, make = planned_for_all(spec, wishes, lambda line: None)
     plan = make(spec).plan
     must_run_here(plan, "gpu")
@@ -166,7 +166,7 @@ def test_a_model_too_large_for_one_gpu_is_laid_over_several(large: Path, tmp_pat
     chips = (_chip("L4", "a"), _chip("A100-SXM4-40GB", "b"), _chip("L4", "c"))
     maker = maker_of(spec, chips, "cpu")
     for layout in pipelines:
-        command = maker.command(Make("large", layout, "here"), 1, 2)
+        command = maker.command(EngineSpec("large", layout, "here"), 1, 2)
         stages = command[command.index("--stages") + 1].split(",")
         assert [int(part.partition("x")[0]) for part in stages] == [stage.layers for stage in layout.stages]
         assert sum(stage.layers for stage in layout.stages) == 64
@@ -175,8 +175,8 @@ def test_a_model_too_large_for_one_gpu_is_laid_over_several(large: Path, tmp_pat
         must_run_here(plan, "emulated")
 
 
-def _chip(name: str, uuid: str) -> Chip:
-    return Chip(0, f"GPU-{uuid}", f"NVIDIA {name}", 40 * GB)
+def _chip(name: str, uuid: str) -> LocalGpu:
+    return LocalGpu(0, f"GPU-{uuid}", f"NVIDIA {name}", 40 * GB)
 
 
 def test_more_of_the_layers_go_where_more_fits(large: Path, tmp_path: Path) -> None:
@@ -187,10 +187,10 @@ def test_more_of_the_layers_go_where_more_fits(large: Path, tmp_path: Path) -> N
     def blocks(*layers: int) -> int:
         nodes = ("1xL4", "1xA100-40")
         stages = [Stage(n, (StageNode(node, 1),)) for n, node in zip(layers, nodes, strict=True)]
-        return int(flags(Make("large", Layout(tuple(stages)), "here"))[1])
+        return int(flags(EngineSpec("large", Layout(tuple(stages)), "here"))[1])
 
     assert blocks(8, 24) > blocks(24, 8) > 0
-    assert blocks(16, 16) > int(flags(Make("large", single("1xL4", 1, 32), "here"))[1])
+    assert blocks(16, 16) > int(flags(EngineSpec("large", single("1xL4", 1, 32), "here"))[1])
 
 
 def test_a_model_that_fits_nowhere_is_told(large: Path, tmp_path: Path) -> None:
@@ -199,15 +199,15 @@ def test_a_model_that_fits_nowhere_is_told(large: Path, tmp_path: Path) -> None:
     path = tmp_path / "spec.yaml"
     path.write_text(spec_text(large, "large", Counter({"L4": 2}), 1.0))
     with pytest.raises(CapacityError, match="large"):
-        planned_for_all(load_spec(path), Wishes(10.0, here=True, single=True), lambda line: None)
+        planned_for_all(load_spec(path), PlanChoices(10.0, here=True, single=True), lambda line: None)
 
 
 @dataclass(frozen=True)
-class Sleeper(EngineMaker):
+class Sleeper(EngineCommands):
     """Engines that only wait."""
 
-    def command(self, make: Make, port: int, kv_port: int) -> list[str]:
-        EngineMaker.command(self, make, port, kv_port)
+    def command(self, make: EngineSpec, port: int, kv_port: int) -> list[str]:
+        EngineCommands.command(self, make, port, kv_port)
         return [sys.executable, "-c", "import time; time.sleep(60)"]
 
 
@@ -220,7 +220,7 @@ def launcher(tmp_path: Path) -> Iterator[LocalLauncher]:
 
 
 def test_each_engine_has_a_gpu_of_its_own(launcher: LocalLauncher) -> None:
-    a10 = Make("m", single("1xA10", 1, 2), "here")
+    a10 = EngineSpec("m", single("1xA10", 1, 2), "here")
     places = {name: launcher.start(name, a10) for name in ("one", "two")}
     assert {place["chip"] for place in places.values()} == {"GPU-b", "GPU-c"}
     for place in places.values():
@@ -237,7 +237,7 @@ def test_each_engine_has_a_gpu_of_its_own(launcher: LocalLauncher) -> None:
         time.sleep(0.05)
     assert launcher.start("three", a10)["chip"] == places["one"]["chip"]
     with pytest.raises(InputError, match="no tensor parallelism"):
-        launcher.start("four", Make("m", single("2xA10", 2, 2), "here"))
+        launcher.start("four", EngineSpec("m", single("2xA10", 2, 2), "here"))
 
 
 def test_each_worker_of_a_pipeline_computes_on_the_next_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -252,22 +252,22 @@ def _pipeline(*stages: tuple[int, str]) -> Layout:
 
 
 def test_a_pipeline_has_a_gpu_for_each_stage_in_their_order(launcher: LocalLauncher) -> None:
-    make = Make("m", _pipeline((3, "1xA10"), (5, "1xL4")), "here")
+    make = EngineSpec("m", _pipeline((3, "1xA10"), (5, "1xL4")), "here")
     assert stages_of(make) == ("--stages", "3,5")
     shared = Layout((Stage(3, (StageNode("1xL4", 1),)), Stage(5, (StageNode("1xA10", 1),) * 2)))
-    assert stages_of(Make("m", shared, "here")) == ("--stages", "3,5x2")
+    assert stages_of(EngineSpec("m", shared, "here")) == ("--stages", "3,5x2")
     place = launcher.start("one", make)
     assert place["chip"] == "GPU-b,GPU-a"
     with pytest.raises(CapacityError, match="all 1 GPUs of type 1xL4"):
         launcher.start("two", make)
-    assert launcher.start("three", Make("m", single("1xA10", 1, 2), "here"))["chip"] == "GPU-c"
+    assert launcher.start("three", EngineSpec("m", single("1xA10", 1, 2), "here"))["chip"] == "GPU-c"
 
 
 @dataclass(frozen=True)
-class Family(EngineMaker):
+class Family(EngineCommands):
     """Engines with a worker in a session of its own, as those of a pipeline are."""
 
-    def command(self, make: Make, port: int, kv_port: int) -> list[str]:
+    def command(self, make: EngineSpec, port: int, kv_port: int) -> list[str]:
         worker = "[sys.executable, '-c', 'import time; time.sleep(60)']"
         start = f"subprocess.Popen({worker}, start_new_session=True)"
         return [sys.executable, "-c", f"import subprocess, sys, time; {start}; time.sleep(60)"]
@@ -279,7 +279,7 @@ def test_workers_of_a_pipeline_live_and_end_with_their_engine(tmp_path: Path) ->
     launcher = LocalLauncher(
         Family("gpu", chips=(("1xL4", "GPU-a"), ("1xA10", "GPU-b"))), tmp_path, owner, free=lambda: None
     )
-    make = Make("m", _pipeline((3, "1xL4"), (5, "1xA10")), "here")
+    make = EngineSpec("m", _pipeline((3, "1xL4"), (5, "1xA10")), "here")
     assert [stage.layers for stage in parse_stages(stages_of(make)[1])] == [3, 5], "the engine reads it so"
     places = {"one": launcher.start("one", make)}
     until_s = time.monotonic() + 60.0
@@ -325,10 +325,10 @@ def test_weights_are_read_from_where_the_spec_says(
     (store / "words" / "model.safetensors").touch()
     maker = maker_of(load_spec(spec), (_chip("L4", "a"),))
     assert maker.files == (("words", store / "words"),)
-    command = maker.command(Make("words", single("1xL4", 1, 6), "here"), 1, 2)
+    command = maker.command(EngineSpec("words", single("1xL4", 1, 6), "here"), 1, 2)
     assert command[command.index("--model") + 1] == str(store / "words")
-    inputs = Inputs(load_spec(spec), load_problem(load_spec(spec), 0.8, None, (), 0.0), PLAN)
-    slow = start_s(Ready(spec, Prepared(inputs), maker, ()))
+    inputs = SimulationInputs(load_spec(spec), load_problem(load_spec(spec), 0.8, None, (), 0.0), PLAN)
+    slow = start_s(GpuSetup(spec, PreparedPlan(inputs), maker, ()))
     assert slow > 3 * weight_bytes(inputs.spec.models[0].model) / 1e6, "read at a megabyte a second"
     assert start_share(inputs.problem, startups=startups_of(inputs.spec)) > start_share(inputs.problem)
 
@@ -341,7 +341,7 @@ def test_what_cannot_be_measured_is_said_and_what_was_is_kept(
     begun = []
 
     def measuring(
-        model: Path, name: str, gpu: str, chip: Chip, out: Path, device: str
+        model: Path, name: str, gpu: str, chip: LocalGpu, out: Path, device: str
     ) -> subprocess.Popen[str]:
         begun.append((gpu, chip.uuid))
         code = f"import pathlib, sys; p = pathlib.Path({str(out)!r})\n"
@@ -349,7 +349,7 @@ def test_what_cannot_be_measured_is_said_and_what_was_is_kept(
         return subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
 
     monkeypatch.setattr(up_gpus, "_measuring", measuring)
-    chips = (Chip(0, "GPU-a", "NVIDIA L4", 24 * GB), Chip(1, "GPU-b", "NVIDIA A10", 24 * GB))
+    chips = (LocalGpu(0, "GPU-a", "NVIDIA L4", 24 * GB), LocalGpu(1, "GPU-b", "NVIDIA A10", 24 * GB))
     arguments = (load_spec(path), shipped_model(), chips, tmp_path / "profiles", "cpu", lambda line: None)
     found, notes = measured_briefly(*arguments)
     assert [each.name for each in found] == ["L4-words.json"]
@@ -362,7 +362,7 @@ def test_a_spec_of_other_gpus_is_not_served_on_these(tmp_path: Path) -> None:
     path = tmp_path / "spec.yaml"
     path.write_text(spec_text(shipped_model(), "words", Counter({"H200": 1}), 1.0))
     with pytest.raises(InputError, match="the spec has 1xH200, this machine has 1xL4"):
-        maker_of(load_spec(path), (Chip(0, "GPU-a", "NVIDIA L4", 24 * GB),))
+        maker_of(load_spec(path), (LocalGpu(0, "GPU-a", "NVIDIA L4", 24 * GB),))
 
 
 def test_a_service_on_gpus_that_are_found(

@@ -17,8 +17,8 @@ from pathlib import Path
 import pytest
 from live_plans import MODEL, write_plans
 
-from potluck.control.ending import living, stop_all
-from potluck.control.store.store import Store
+from potluck.control.shutdown import living, stop_all
+from potluck.control.store.state_store import StateStore
 
 WITHIN_S = 120.0
 TOKENS = 80
@@ -68,7 +68,7 @@ def test_all_of_the_gateway_and_the_controller_are_killed_at_once(tmp_path: Path
         line = process.stdout.readline()
         assert line, process.stderr.read()
         url = json.loads(line)["url"]
-        store = Store(state / "state.db")
+        store = StateStore(state / "state.db")
         gateway, controller = store.get("gateway"), store.get("controller")
         assert gateway is not None
         assert controller is not None
@@ -112,6 +112,6 @@ def test_all_of_the_gateway_and_the_controller_are_killed_at_once(tmp_path: Path
         process.wait()
         process.stdout.close()
         process.stderr.close()
-        store = Store(state / "state.db")
+        store = StateStore(state / "state.db")
         stop_all(store, "the test is over", 5.0)
         store.close()

@@ -15,10 +15,10 @@ import pytest
 from live_plans import write_plans
 
 from potluck.cli.main import run
-from potluck.control.ending import living, owner_of, stop_all
-from potluck.control.launch.local import OWNER_MARK
-from potluck.control.launch.process import marked
-from potluck.control.store.store import Store
+from potluck.control.launchers.local_launcher import OWNER_MARK
+from potluck.control.launchers.process import marked
+from potluck.control.shutdown import living, owner_of, stop_all
+from potluck.control.store.state_store import StateStore
 
 WITHIN_S = 120.0
 """For machines that have much else to do."""
@@ -49,7 +49,7 @@ def up(tmp_path: Path) -> Iterator[tuple[Path, str, subprocess.Popen[str]]]:
         process.wait()
         process.stdout.close()
         process.stderr.close()
-        store = Store(state / "state.db")
+        store = StateStore(state / "state.db")
         stop_all(store, "the test is over", 5.0)
         store.close()
 
@@ -98,7 +98,7 @@ def test_a_service_is_watched_loaded_drained_and_brought_down(
     assert (rows[0]["model"], rows[0]["answered"], rows[0]["output_tokens"]) == ("live", 16, 64)
     assert "unit0@near#0/0" in _said(capsys, "top", "--once", "--every", "0.2", "--state", state)
     _cordoned(capsys, state, url, load)
-    store = Store(state / "state.db")
+    store = StateStore(state / "state.db")
     engines = {each.replica: each.name for each in store.instances()}
     _said(capsys, "drain", "unit0@near#0/0", "--state", state)
     until_s = time.monotonic() + WITHIN_S
@@ -128,7 +128,7 @@ def _versions(capsys: pytest.CaptureFixture[str], state: Path) -> set[int]:
     """The number of the plan, wherever it is shown."""
     status = json.loads(_said(capsys, "status", "--json", "--state", state))
     top = json.loads(_said(capsys, "top", "--once", "--every", "0.2", "--json", "--state", state))
-    store = Store(state / "state.db")
+    store = StateStore(state / "state.db")
     place = store.get("gateway")
     store.close()
     with urllib.request.urlopen(f"{place['admin']}/live", timeout=WITHIN_S) as answer:  # what the page reads
@@ -137,7 +137,7 @@ def _versions(capsys: pytest.CaptureFixture[str], state: Path) -> set[int]:
     return {status["plan"]["version"], top["plan"]["version"], page["version"]}
 
 
-def _handed_back(capsys: pytest.CaptureFixture[str], state: Path, store: Store) -> None:
+def _handed_back(capsys: pytest.CaptureFixture[str], state: Path, store: StateStore) -> None:
     """What was made by hand goes, and a plan has one number everywhere."""
     newest, first = store.plan(), store.plan(1)
     assert newest is not None
@@ -154,7 +154,7 @@ def _handed_back(capsys: pytest.CaptureFixture[str], state: Path, store: Store) 
     assert _versions(capsys, state) == {newest.version + 1}
 
 
-def _replanned(capsys: pytest.CaptureFixture[str], state: Path, store: Store) -> None:
+def _replanned(capsys: pytest.CaptureFixture[str], state: Path, store: StateStore) -> None:
     """Answers for what runs; the best is put into force."""
     asked = ("replan", "--live", "--state", state, "--rate", "live=14")
     newest = store.plan()

@@ -17,48 +17,48 @@ import pytest
 from live_plans import WHOLE, write_plans
 
 from potluck.cli.main import run
-from potluck.cli.serving.up import command as up_module
-from potluck.cli.serving.up.plan import Prepared
-from potluck.cli.trying.simulation import read_one_spec, read_plan_and_spec
-from potluck.control import stand as stand_module
-from potluck.control.ending import owner_of, stop_all
-from potluck.control.failing import Failures, Stuck
-from potluck.control.files import written
-from potluck.control.launch.command import EngineMaker
-from potluck.control.launch.local import LocalLauncher, engines_of
-from potluck.control.launch.ports import taken
-from potluck.control.launch.process import alive, end, marked, spawn
-from potluck.control.launch.room import free_bytes, must_have_room
-from potluck.control.loop import Turn
-from potluck.control.stand import GATEWAY_MARK, Stand, StandSettings
-from potluck.control.store.store import StateError, Store
-from potluck.control.values import Make
+from potluck.cli.serving.up import up_command as up_module
+from potluck.cli.serving.up.up_plan import PreparedPlan
+from potluck.cli.simulating.simulation import read_one_spec, read_plan_and_spec
+from potluck.control import local_stack as stand_module
+from potluck.control.atomic_files import written
+from potluck.control.control_values import EngineSpec
+from potluck.control.controller import ControllerTurn
+from potluck.control.launchers.engine_command import EngineCommands
+from potluck.control.launchers.local_launcher import LocalLauncher, engines_of
+from potluck.control.launchers.memory_check import free_bytes, must_have_room
+from potluck.control.launchers.ports import taken
+from potluck.control.launchers.process import alive, end, marked, spawn
+from potluck.control.local_stack import GATEWAY_MARK, LocalStack, LocalStackSettings
+from potluck.control.shutdown import owner_of, stop_all
+from potluck.control.start_failures import StartFailures, StuckReplica
+from potluck.control.store.state_store import StateError, StateStore
 from potluck.core.errors import CapacityError, InputError
 from potluck.core.values.layout import single
 
-A10 = Make("live", single("1xA10", 1, 32), "near")
+A10 = EngineSpec("live", single("1xA10", 1, 32), "near")
 KB = 1024
 
 
 @dataclass(frozen=True)
-class Other(EngineMaker):
+class Other(EngineCommands):
     """Engines that run some other program."""
 
     program: str = "import time; time.sleep(600)"
 
-    def command(self, make: Make, port: int, kv_port: int) -> list[str]:
+    def command(self, make: EngineSpec, port: int, kv_port: int) -> list[str]:
         return [sys.executable, "-c", self.program]
 
 
-def _stand(tmp_path: Path, maker: EngineMaker, port: int | None = 0) -> tuple[Stand, Prepared]:
+def _stand(tmp_path: Path, maker: EngineCommands, port: int | None = 0) -> tuple[LocalStack, PreparedPlan]:
     plan, spec = write_plans(tmp_path, WHOLE)
     inputs = read_plan_and_spec(plan, read_one_spec((spec,)))
-    settings = StandSettings(tmp_path / "state", spec, port, maker)
-    return Stand(settings, inputs.plan), Prepared(inputs)
+    settings = LocalStackSettings(tmp_path / "state", spec, port, maker)
+    return LocalStack(settings, inputs.plan), PreparedPlan(inputs)
 
 
 @pytest.fixture
-def stand(tmp_path: Path) -> Iterator[Stand]:
+def stand(tmp_path: Path) -> Iterator[LocalStack]:
     made, _ = _stand(tmp_path, Other("pretended"), None)
     yield made
     stop_all(made.store, "the test is over", 5.0)
@@ -105,7 +105,7 @@ def test_a_model_that_no_single_node_holds(
     assert not (tmp_path / "state" / "state.db").exists(), "nothing was begun"
 
 
-def test_a_port_in_use(stand: Stand, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_port_in_use(stand: LocalStack, monkeypatch: pytest.MonkeyPatch) -> None:
     with socket.socket() as other:
         other.bind(("127.0.0.1", 0))
         other.listen()
@@ -118,7 +118,7 @@ def test_a_port_in_use(stand: Stand, monkeypatch: pytest.MonkeyPatch) -> None:
         assert stand.said == [f"port {held} is taken; it is {port} instead"]
 
 
-def test_who_is_quicker_has_the_port(stand: Stand, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_who_is_quicker_has_the_port(stand: LocalStack, monkeypatch: pytest.MonkeyPatch) -> None:
     """Two that start at once find the same one free; the later one takes the next."""
     first = next(port for port in range(30_000, 32_000) if not any(map(taken, range(port, port + 4))))
     monkeypatch.setattr(stand_module, "USUAL_PORT", first)
@@ -147,7 +147,7 @@ def test_who_is_quicker_has_the_port(stand: Stand, monkeypatch: pytest.MonkeyPat
 
 
 def test_the_ports_are_the_same_at_every_start(
-    stand: Stand, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    stand: LocalStack, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     first = next(port for port in range(20_000, 30_000) if not taken(port) and not taken(port + 1))
     monkeypatch.setattr(stand_module, "USUAL_PORT", first)
@@ -173,7 +173,7 @@ def test_the_ports_are_the_same_at_every_start(
 def test_a_corrupt_state_file(text: bytes, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     plan, spec = write_plans(tmp_path, WHOLE)
     state = tmp_path / "state"
-    store = Store(state / "state.db")
+    store = StateStore(state / "state.db")
     for number in range(200):
         store.note(0.0, "kind", f"{number}", "why" * 50)
     store.close()
@@ -189,7 +189,7 @@ def test_a_corrupt_state_file(text: bytes, tmp_path: Path, capsys: pytest.Captur
     assert "is damaged" in _said(capsys)
 
 
-def test_what_a_lost_state_left_running_is_ended(stand: Stand) -> None:
+def test_what_a_lost_state_left_running_is_ended(stand: LocalStack) -> None:
     folder = str(stand.folder.resolve())
     left = spawn(
         [sys.executable, "-c", "import time; time.sleep(600)"], {GATEWAY_MARK: folder}, Path("/dev/null")
@@ -233,7 +233,7 @@ def test_a_file_that_could_not_be_written_leaves_the_one_before(tmp_path: Path) 
     path = tmp_path / "plan.json"
     written(path, "before")
     code = (
-        "import resource, sys; from pathlib import Path; from potluck.control.files import written\n"
+        "import resource, sys; from pathlib import Path; from potluck.control.atomic_files import written\n"
         "resource.setrlimit(resource.RLIMIT_FSIZE, (100, 100))\n"
         "try:\n    written(Path(sys.argv[1]), 'x' * 1000)\nexcept Exception as error:\n    print(error)"
     )
@@ -281,10 +281,10 @@ def test_a_service_that_is_taken_over_is_not_stopped_for_one_engine(tmp_path: Pa
     show = up_module._Show(
         stand, prepared, False, time.monotonic(), False, 600.0, lambda line: None, lambda: None
     )
-    failures = Failures()
+    failures = StartFailures()
     for _ in range(3):
         failures = failures.more(0.0, "no memory", "live-1")
-    turn = Turn(True, 1, 0, stuck=(Stuck("r", failures),))
+    turn = ControllerTurn(True, 1, 0, stuck=(StuckReplica("r", failures),))
     show.seen(turn)
     assert not show.stop.is_set()
     stand.fresh = True
@@ -323,7 +323,7 @@ def test_an_engine_that_has_no_memory_says_so(tmp_path: Path) -> None:
 
 
 def test_memory_is_asked_for_before_anything_is_started(
-    tmp_path: Path, stand: Stand, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, stand: LocalStack, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with pytest.raises(
         CapacityError, match=r"5 engines need about 2\.1 GB of memory, 1\.0 GB are free; .*pretended"

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from potluck.cli.common.render import LEAST_WIDTH, table
 from potluck.cli.main import run
-from potluck.cli.planning.plan_show import Compared, show_compared
+from potluck.cli.planning.plan_show import ComparedStrategy, show_compared
 
 SPEC = """\
 models:
@@ -78,7 +78,7 @@ def test_a_comparison_fits_80_columns_and_says_who_misses(
 ) -> None:
     monkeypatch.setenv("COLUMNS", "80")
     rows = [
-        Compared(name, 1234.5, 0.123, 1.0, 5.0, 12, 0.05, 12.3, broken, seen, 0.9, "chat", 3000)
+        ComparedStrategy(name, 1234.5, 0.123, 1.0, 5.0, 12, 0.05, 12.3, broken, seen, 0.9, "chat", 3000)
         for name, seen, broken in (("thunderserve", 0.95, ()), ("auto", 0.42, ("too many nodes",)))
     ]
     show_compared(rows)

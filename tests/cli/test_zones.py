@@ -6,16 +6,16 @@ from pathlib import Path
 
 import sim_fleets as fleets
 
-from potluck.cli.trying.simulation import read_inputs, scene_of
-from potluck.core.brain.actions import Run, Start
+from potluck.cli.simulating.simulation import read_inputs, scene_of
 from potluck.core.brain.brain import Brain
-from potluck.core.brain.events import Arrived, Failed, Planned, ReplicaLost, ReplicaReady
-from potluck.core.brain.policy import Policy
+from potluck.core.state.actions import Run, StartReplica
+from potluck.core.state.events import AttemptFailed, PlanReceived, ReplicaLost, ReplicaReady, RequestArrived
+from potluck.core.state.policy import Policy
 from potluck.core.values.layout import Layout, Stage, StageNode
-from potluck.core.values.plan import NodeCount, Plan, Replica, Template, plan_to_json
+from potluck.core.values.plan import NodeCount, Plan, PlannedReplica, Template, plan_to_json
 from potluck.core.values.types import Request
-from potluck.worlds.kits import Kits
-from potluck.worlds.scene import Scene
+from potluck.runtime.replica_models import ReplicaModels
+from potluck.runtime.resolved_plan import ResolvedPlan
 
 SPEC = """\
 models:
@@ -40,11 +40,17 @@ def on_machine(name: str) -> Template:
     made = fleets.template(f"chat on {name}", "homogeneous", [("mixed", fleets.FAST)], (0.0, 0.0, 10.0))
     counts = (NodeCount("1xH100-SXM", 1),)
     return Template(
-        made.name, made.kind, made.model, counts, (Replica("mixed", layout),), made.capacity, "measured"
+        made.name,
+        made.kind,
+        made.model,
+        counts,
+        (PlannedReplica("mixed", layout),),
+        made.capacity,
+        "measured",
     )
 
 
-def fleet(spec: str, folder: Path) -> tuple[Plan, Scene]:
+def fleet(spec: str, folder: Path) -> tuple[Plan, ResolvedPlan]:
     plan = fleets.closed_plan(*((on_machine(name), "pool", 1) for name in MACHINES))
     (folder / "potluck.yaml").write_text(spec)
     (folder / "plan.json").write_text(plan_to_json(plan))
@@ -55,17 +61,19 @@ def fleet(spec: str, folder: Path) -> tuple[Plan, Scene]:
 
 def after_two_losses(spec: str, folder: Path) -> tuple[dict[str, str], set[str]]:
     """Replicas to machines; and where requests go when `one` and `two` are lost with six on them."""
-    plan, scene = fleet(spec, folder)
-    kits = Kits(scene)
-    kits.learn(plan)
-    brain = Brain(kits.facts(), Policy(balance="round-robin"))
-    members = [action.member for action in brain.on(0.0, Planned(plan)) if isinstance(action, Start)]
+    plan, resolved = fleet(spec, folder)
+    replica_models = ReplicaModels(resolved)
+    replica_models.learn(plan)
+    brain = Brain(replica_models.facts(), Policy(balance="round-robin"))
+    members = [
+        action.member for action in brain.on(0.0, PlanReceived(plan)) if isinstance(action, StartReplica)
+    ]
     where = {member.id: member.nodes[0] for member in members}
     for name in where:
         brain.on(0.0, ReplicaReady(name))
     runs: dict[str, str] = {}
     for number in range(12):
-        (run,) = brain.on(1.0, Arrived(Request(str(number), "chat", 1.0, 100, 50)))
+        (run,) = brain.on(1.0, RequestArrived(Request(str(number), "chat", 1.0, 100, 50)))
         assert isinstance(run, Run)
         runs[run.request] = run.route.decoder
     lost = [name for name, machine in where.items() if machine in ("one", "two")]
@@ -75,7 +83,7 @@ def after_two_losses(spec: str, folder: Path) -> tuple[dict[str, str], set[str]]
         action.route.decoder
         for request, name in runs.items()
         if name in lost
-        for action in brain.on(2.1, Failed(request, 0, "replica", name, 3))
+        for action in brain.on(2.1, AttemptFailed(request, 0, "replica", name, 3))
         if isinstance(action, Run)
     }
     return {member.id: member.zone for member in members}, {where[name] for name in again}

@@ -14,7 +14,7 @@ import pytest
 from kube_server import Kube, potluck_itself
 from live_plans import write_plans
 
-from potluck.control.view import Service
+from potluck.control.service_view import ServiceView
 
 WITHIN_S = 180.0
 
@@ -35,7 +35,7 @@ def potluck(*words: str) -> list[str]:
 
 def status(state: Path) -> dict[str, Any]:
     """What `potluck status --json` would say, without another process."""
-    service = Service(state)
+    service = ServiceView(state)
     try:
         return service.status(time.time())
     finally:

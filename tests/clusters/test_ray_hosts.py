@@ -17,7 +17,7 @@ from host_bed import Bed, Host, missing
 from ray_kit import NODES, STORE_BYTES
 from test_ray_live import WITHIN_S, potluck, written
 
-from potluck.control.store.store import Store
+from potluck.control.store.state_store import StateStore
 
 RAY = Path(sys.executable).parent / "ray"
 TEMPORARY = Path("/tmp/ray")
@@ -110,7 +110,7 @@ def test_a_host_is_cut_off_under_load_and_no_request_is_lost(
             head.inside(potluck("bench", url, *load, "--json")), stdout=subprocess.PIPE, text=True
         )
         came_to(head, state, lambda now: now["open_requests"] >= 2)
-        store = Store(state / "state.db")
+        store = StateStore(state / "state.db")
         assert all(each.url.startswith("https://") for each in store.instances())
         store.close()
         cluster.bed.cut(cluster.named["L4"])

@@ -14,16 +14,16 @@ from typing import Any
 
 import pytest
 
-from potluck.control.cluster import Spelling
-from potluck.control.launch.base import Place, Sighting
-from potluck.control.launch.command import EngineMaker
-from potluck.control.launch.ray.launcher import RayLauncher, Terms, connect
-from potluck.control.values import Make
+from potluck.control.cluster import NodeTypeLabels
+from potluck.control.control_values import EngineSpec
+from potluck.control.launchers.engine_command import EngineCommands
+from potluck.control.launchers.launcher import EngineSighting, Place
+from potluck.control.launchers.ray.ray_launcher import RayLauncher, RayOptions, connect
 from potluck.core.errors import CapacityError
 from potluck.core.values.layout import Layout, Stage, StageNode, single
 
 WITHIN_S = 300.0
-SPELLINGS = {f"1x{name}": Spelling(1, (name,)) for name in ("L4", "A10", "L40S", "H100-SXM")}
+SPELLINGS = {f"1x{name}": NodeTypeLabels(1, (name,)) for name in ("L4", "A10", "L40S", "H100-SXM")}
 ENGINE = """
 import http.server, sys
 class Handler(http.server.BaseHTTPRequestHandler):
@@ -36,10 +36,10 @@ http.server.HTTPServer((sys.argv[1], int(sys.argv[2])), Handler).serve_forever()
 
 
 @dataclass(frozen=True, slots=True)
-class Scripts(EngineMaker):
+class Scripts(EngineCommands):
     """Engines that are a few lines of Python."""
 
-    def command(self, make: Make, port: int | str, kv_port: int | str) -> list[str]:
+    def command(self, make: EngineSpec, port: int | str, kv_port: int | str) -> list[str]:
         return [sys.executable, "-S", "-c", ENGINE, self.host, str(port)]
 
 
@@ -50,8 +50,8 @@ Made = Callable[..., RayLauncher]
 def made(cluster: tuple[Any, dict[str, Any]], tmp_path: Path) -> Iterator[Made]:
     ray = connect(cluster[0].address)
 
-    def make(maker: EngineMaker = Scripts("pretended"), **more: Any) -> RayLauncher:  # noqa: B008
-        terms = Terms(maker, SPELLINGS, ("east", "west"), python=os.environ.get("POTLUCK_PYTHON", ""))
+    def make(maker: EngineCommands = Scripts("pretended"), **more: Any) -> RayLauncher:  # noqa: B008
+        terms = RayOptions(maker, SPELLINGS, ("east", "west"), python=os.environ.get("POTLUCK_PYTHON", ""))
         return RayLauncher(ray, terms, tmp_path, str(tmp_path), **more)
 
     yield make
@@ -69,13 +69,13 @@ def until(what: Callable[[], Any], within_s: float = WITHIN_S) -> Any:
     return found
 
 
-def come_to(launcher: RayLauncher, places: dict[str, Place], state: str) -> Sighting:
-    def there() -> Sighting | None:
+def come_to(launcher: RayLauncher, places: dict[str, Place], state: str) -> EngineSighting:
+    def there() -> EngineSighting | None:
         (seen,) = launcher.look(places)
         assert seen.state == state or seen.state != "dead", seen
         return seen if seen.state == state else None
 
-    found: Sighting = until(there)
+    found: EngineSighting = until(there)
     return found
 
 
@@ -90,7 +90,7 @@ def test_an_engine_is_on_the_node_that_has_its_gpu_and_is_found_again(
 ) -> None:
     nodes, launcher = cluster[1], made()
     places = {
-        name: launcher.start(name, Make("m", single(f"1x{name}", 1, 2), region))
+        name: launcher.start(name, EngineSpec("m", single(f"1x{name}", 1, 2), region))
         for name, region in (("L4", "east"), ("A10", "east"), ("L40S", "west"))
     }
     until(lambda: {each.state for each in launcher.look(places)} == {"up"})
@@ -98,7 +98,7 @@ def test_an_engine_is_on_the_node_that_has_its_gpu_and_is_found_again(
         assert node_of(launcher, name) == nodes[name].node_id
     assert launcher.log_of("L4").read_text() == "listens\n", "its words are brought here"
     with pytest.raises(CapacityError, match="no node of the Ray cluster has H100-SXM; it has A10, L4, L40S"):
-        launcher.start("no", Make("m", single("1xH100-SXM", 1, 2), "east"))
+        launcher.start("no", EngineSpec("m", single("1xH100-SXM", 1, 2), "east"))
     # Another controller on the same state finds them; what it does not know of, it ends.
     successor = made()
     del places["A10"]
@@ -126,7 +126,7 @@ def test_a_pipeline_has_all_of_its_nodes_and_is_given_up_when_one_falls_silent(
 ) -> None:
     nodes, launcher = cluster[1], made(lost_s=2.0)
     layout = Layout((Stage(1, (StageNode("1xL4", 1),)), Stage(1, (StageNode("1xA10", 1),))))
-    places = {"p": launcher.start("p", Make("m", layout, "east"))}
+    places = {"p": launcher.start("p", EngineSpec("m", layout, "east"))}
     come_to(launcher, places, "up")
     found = [node_of(launcher, "p"), node_of(launcher, "p", 0), node_of(launcher, "p", 1)]
     assert found == [nodes["L4"].node_id, nodes["L4"].node_id, nodes["A10"].node_id]
@@ -150,12 +150,12 @@ def test_a_pipeline_has_all_of_its_nodes_and_is_given_up_when_one_falls_silent(
     "POTLUCK_PYTHON" not in os.environ, reason="needs torch: POTLUCK_PYTHON, as make test-ray sets it"
 )
 def test_the_engine_itself_computes_over_two_nodes(made: Made) -> None:
-    from potluck.engine.shipped import shipped_model
+    from potluck.engine.shipped_model import shipped_model
 
-    maker = EngineMaker("gpu", (("words", shipped_model()),), device="cpu")
+    maker = EngineCommands("gpu", (("words", shipped_model()),), device="cpu")
     launcher = made(maker)
     layout = Layout((Stage(2, (StageNode("1xL4", 1),)), Stage(4, (StageNode("1xA10", 1),))))
-    places = {"w": launcher.start("w", Make("words", layout, "east"))}
+    places = {"w": launcher.start("w", EngineSpec("words", layout, "east"))}
     url = come_to(launcher, places, "up").url
     body = b'{"model": "words", "prompt": "Once upon a time", "max_tokens": 4, "temperature": 0}'
     asked = urllib.request.Request(f"{url}/v1/completions", body, {"Content-Type": "application/json"})

@@ -12,16 +12,16 @@ from typing import Any
 
 import pytest
 
-from potluck.control.view import Service
+from potluck.control.service_view import ServiceView
 from potluck.core.values.layout import single
 from potluck.core.values.plan import (
-    Bucket,
     BucketCapacity,
     Deployment,
+    LengthBucket,
     NodeCount,
     Plan,
-    Replica,
-    Share,
+    PlannedReplica,
+    PlannedShare,
     Template,
     plan_to_json,
 )
@@ -54,7 +54,7 @@ def written(folder: Path) -> tuple[Path, Path]:
             "homogeneous",
             "live",
             (NodeCount(node, 1),),
-            (Replica("mixed", single(node, 1, 32)),),
+            (PlannedReplica("mixed", single(node, 1, 32)),),
             (BucketCapacity(0, 0.0, 0.0, 1.0, 0.1, 0.02),),
             "measured",
         )
@@ -64,8 +64,8 @@ def written(folder: Path) -> tuple[Path, Path]:
         "by hand",
         templates,
         tuple(Deployment(f"on {node}", region, 1) for node, region in PLACES),
-        (Bucket("live", 0, 100_000, 2.0),),
-        tuple(Share(f"on {node}", region, 0, "closed", 0.66) for node, region in PLACES),
+        (LengthBucket("live", 0, 100_000, 2.0),),
+        tuple(PlannedShare(f"on {node}", region, 0, "closed", 0.66) for node, region in PLACES),
         (),
         (),
         3.3,
@@ -101,7 +101,7 @@ def up(cluster: tuple[Any, dict[str, Any]], tmp_path: Path) -> Iterator[tuple[Pa
 
 def status(state: Path) -> dict[str, Any]:
     """What `potluck status --json` would say, without another process."""
-    service = Service(state)
+    service = ServiceView(state)
     try:
         return service.status(time.time())
     finally:

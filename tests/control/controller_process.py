@@ -10,13 +10,13 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-from potluck.control.ending import owner_of
-from potluck.control.gateway import GatewayClient
-from potluck.control.launch.local import LocalLauncher
-from potluck.control.loop import Controller
+from potluck.control.control_values import EngineSpec
+from potluck.control.controller import Controller
+from potluck.control.gateway_client import GatewayClient
+from potluck.control.launchers.local_launcher import LocalLauncher
+from potluck.control.shutdown import owner_of
 from potluck.control.store.lease import Lease
-from potluck.control.store.store import Store
-from potluck.control.values import Make
+from potluck.control.store.state_store import StateStore
 
 ENGINE = """
 import socket, sys
@@ -36,18 +36,18 @@ class SmallMaker:
     host: str = "127.0.0.1"
     style: str = "pretended"
 
-    def workers(self, make: Make) -> int:
+    def workers(self, make: EngineSpec) -> int:
         return 1
 
-    def chips_for(self, make: Make) -> tuple[str, ...]:
+    def chips_for(self, make: EngineSpec) -> tuple[str, ...]:
         return ()
 
-    def command(self, make: Make, port: int, kv_port: int) -> list[str]:
+    def command(self, make: EngineSpec, port: int, kv_port: int) -> list[str]:
         return [sys.executable, "-S", "-E", "-c", ENGINE, str(port)]
 
 
 def main(folder: Path, url: str) -> None:
-    store = Store(folder / "state.db")
+    store = StateStore(folder / "state.db")
     lease = Lease(store)
     while not lease.inherit():
         time.sleep(0.05)

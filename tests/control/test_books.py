@@ -12,10 +12,12 @@ from typing import Any
 
 import pytest
 
-from potluck.api.errors import Refused
+from potluck.api.http_errors import HttpRefusal
 from potluck.cli.main import run
-from potluck.control.books import Books, count_all
-from potluck.control.store.keys import (
+from potluck.control.accounts import Accounts, count_all
+from potluck.control.store.schema import VERSION
+from potluck.control.store.state_store import StateError, StateStore
+from potluck.control.store.stored_keys import (
     KEY_FILE,
     KeptKey,
     add_key,
@@ -24,11 +26,9 @@ from potluck.control.store.keys import (
     revoke_key,
     rotate_key,
 )
-from potluck.control.store.schema import VERSION
-from potluck.control.store.store import StateError, Store
-from potluck.control.store.usage import Read, UsageReader, used
+from potluck.control.store.stored_usage import UsageRead, UsageReader, used
 from potluck.core.errors import CapacityError, InputError, PotluckError, UnknownNameError
-from potluck.gateway.door.keys import KeyRing, new_key
+from potluck.gateway.openai.keys import KeyRing, new_key
 
 HOUR = 480_000
 """Of 2024."""
@@ -64,11 +64,11 @@ def write(path: Path, *lines: str, end: str = "\n") -> None:
 
 
 @pytest.fixture
-def store(tmp_path: Path) -> Store:
-    return Store(tmp_path / "state.db")
+def store(tmp_path: Path) -> StateStore:
+    return StateStore(tmp_path / "state.db")
 
 
-def total(store: Store) -> dict[str, Any]:
+def total(store: StateStore) -> dict[str, Any]:
     (row,) = used(store, ())
     return row
 
@@ -76,7 +76,7 @@ def total(store: Store) -> dict[str, Any]:
 # Usage.
 
 
-def test_a_record_that_is_written_twice_counts_once(tmp_path: Path, store: Store) -> None:
+def test_a_record_that_is_written_twice_counts_once(tmp_path: Path, store: StateStore) -> None:
     """By a gateway that was killed, and by the one that took its place."""
     path = tmp_path / "usage.jsonl"
     write(path, line(id="a"), line(id="b"), line(id="a", output_tokens=99), line(), line())
@@ -88,33 +88,33 @@ def test_a_record_that_is_written_twice_counts_once(tmp_path: Path, store: Store
     count_all(store, tmp_path, 9.0)
     assert store.rows("SELECT id FROM usage_ids") == [("d",)], "ids are not remembered for ever"
     (tmp_path / "state.db").unlink()
-    again = Store(tmp_path / "state.db")
+    again = StateStore(tmp_path / "state.db")
     count_all(again, tmp_path, 10.0)
     assert total(again)["requests"] == 6
 
 
-def test_a_record_behind_one_that_was_cut_off_counts(tmp_path: Path, store: Store) -> None:
+def test_a_record_behind_one_that_was_cut_off_counts(tmp_path: Path, store: StateStore) -> None:
     """Somebody was killed within a line, and another process wrote on."""
     write(tmp_path / "usage.jsonl", line(), line(id="x")[:-9] + line(id="y"), line()[:-9] + line()[:-3])
     count_all(store, tmp_path, 7.0)
     assert total(store)["requests"] == 2
 
 
-def test_records_are_counted_once_whoever_reads(tmp_path: Path, store: Store) -> None:
+def test_records_are_counted_once_whoever_reads(tmp_path: Path, store: StateStore) -> None:
     now = tmp_path / "usage.jsonl"
     write(now, line(), line(HOUR + 1, key="bob", outcome="overloaded", output_tokens=0))
-    assert UsageReader(store, tmp_path).turn() == Read(2)
-    assert UsageReader(Store(tmp_path / "state.db"), tmp_path).turn() == Read()
+    assert UsageReader(store, tmp_path).turn() == UsageRead(2)
+    assert UsageReader(StateStore(tmp_path / "state.db"), tmp_path).turn() == UsageRead()
     write(now, line(estimated=True), end="")
     reader = UsageReader(store, tmp_path)
-    assert reader.turn() == Read(), "its end has not come yet"
+    assert reader.turn() == UsageRead(), "its end has not come yet"
     write(now, "")
-    assert reader.turn() == Read(1)
+    assert reader.turn() == UsageRead(1)
     now.rename(tmp_path / "usage-2024-10-04.jsonl")  # a day is over
     write(now, line(HOUR + 24))
-    assert reader.turn() == Read(1)
+    assert reader.turn() == UsageRead(1)
     (tmp_path / "usage-copy.jsonl").write_bytes(now.read_bytes())
-    assert reader.turn() == Read()
+    assert reader.turn() == UsageRead()
     assert total(store) == {
         "requests": 4,
         "answered": 3,
@@ -136,19 +136,19 @@ def test_records_are_counted_once_whoever_reads(tmp_path: Path, store: Store) ->
     ]
 
 
-def test_a_lost_state_is_counted_anew_from_the_files(tmp_path: Path, store: Store) -> None:
+def test_a_lost_state_is_counted_anew_from_the_files(tmp_path: Path, store: StateStore) -> None:
     write(tmp_path / "usage.jsonl", *[line()] * 5)
     write(tmp_path / "usage-2024-10-03.jsonl", line(HOUR - 30))
     count_all(store, tmp_path, 0.0)
     before = used(store, ("hour", "key"))
     store.close()
     (tmp_path / "state.db").unlink()
-    again = Store(tmp_path / "state.db")
+    again = StateStore(tmp_path / "state.db")
     count_all(again, tmp_path, 0.0)
     assert used(again, ("hour", "key")) == before
 
 
-def test_large_files_are_read_in_pieces(tmp_path: Path, store: Store) -> None:
+def test_large_files_are_read_in_pieces(tmp_path: Path, store: StateStore) -> None:
     write(tmp_path / "usage.jsonl", *[line(request=f"r{number}") for number in range(2000)])
     reader, turns = UsageReader(store, tmp_path), 0
     while reader.turn(100_000).more:
@@ -173,7 +173,7 @@ def test_large_files_are_read_in_pieces(tmp_path: Path, store: Store) -> None:
         "x" * 300_000,
     ],
 )
-def test_what_is_no_record_counts_nowhere_and_is_said(bad: str, tmp_path: Path, store: Store) -> None:
+def test_what_is_no_record_counts_nowhere_and_is_said(bad: str, tmp_path: Path, store: StateStore) -> None:
     write(tmp_path / "usage.jsonl", line(), bad, line())
     count_all(store, tmp_path, 7.0)
     assert total(store)["requests"] == 2
@@ -183,8 +183,8 @@ def test_what_is_no_record_counts_nowhere_and_is_said(bad: str, tmp_path: Path, 
 KILLED = """
 import os, sys, threading
 from pathlib import Path
-from potluck.control.store.store import Store
-from potluck.control.store.usage import UsageReader
+from potluck.control.store.state_store import Store
+from potluck.control.store.stored_usage import UsageReader
 folder = Path(sys.argv[1])
 threading.Timer(float(sys.argv[2]), lambda: os._exit(9)).start()
 reader = UsageReader(Store(folder / "state.db"), folder)
@@ -195,7 +195,7 @@ os._exit(0)
 
 
 def test_readers_killed_at_any_instant_count_nothing_twice(
-    tmp_path: Path, store: Store, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, store: StateStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     write(tmp_path / "usage.jsonl", *[line(prompt_tokens=number) for number in range(20_000)])
     for after_s in (0.01, 0.03):
@@ -209,7 +209,7 @@ def test_readers_killed_at_any_instant_count_nothing_twice(
     assert total(store)["prompt_tokens"] == sum(range(20_000))
 
 
-def test_a_disk_without_room_is_said_as_for_all_else(tmp_path: Path, store: Store) -> None:
+def test_a_disk_without_room_is_said_as_for_all_else(tmp_path: Path, store: StateStore) -> None:
     write(tmp_path / "usage.jsonl", *[line(key=f"k{number}") for number in range(3000)])
     (pages,) = store.rows("PRAGMA page_count")[0]
     store.rows(f"PRAGMA max_page_count = {pages + 2}")
@@ -242,11 +242,11 @@ class Gateway:
             return True
         try:
             return self.ring.who(f"Bearer {key}".encode(), 0.0).tenant == "co"
-        except Refused:
+        except HttpRefusal:
             return False
 
 
-def test_keys_reach_the_gateway_and_leave_it(tmp_path: Path, store: Store) -> None:
+def test_keys_reach_the_gateway_and_leave_it(tmp_path: Path, store: StateStore) -> None:
     assert publish_keys(store, tmp_path, 0.0)
     gateway = Gateway(tmp_path)
     assert gateway.lets_in(""), "until there is a key none is asked for"
@@ -278,7 +278,7 @@ def test_keys_reach_the_gateway_and_leave_it(tmp_path: Path, store: Store) -> No
     assert (tmp_path / KEY_FILE).stat().st_mode & 0o077 == 0
 
 
-def test_a_file_that_cannot_be_written_changes_no_key(tmp_path: Path, store: Store) -> None:
+def test_a_file_that_cannot_be_written_changes_no_key(tmp_path: Path, store: StateStore) -> None:
     publish_keys(store, tmp_path, 0.0)
     before = (tmp_path / KEY_FILE).read_text()
     os.mkdir(tmp_path / f"{KEY_FILE}.new")
@@ -288,11 +288,11 @@ def test_a_file_that_cannot_be_written_changes_no_key(tmp_path: Path, store: Sto
     assert (tmp_path / KEY_FILE).read_text() == before
 
 
-def test_a_file_changed_by_hand_is_made_good_and_that_is_said(tmp_path: Path, store: Store) -> None:
+def test_a_file_changed_by_hand_is_made_good_and_that_is_said(tmp_path: Path, store: StateStore) -> None:
     add_key(store, tmp_path, made("ann", 0.0)[1])
     notes: list[tuple[str, ...]] = []
     now_s = [0.0]
-    books = Books(store, tmp_path, lambda *what: notes.append(what), lambda: now_s[0])
+    books = Accounts(store, tmp_path, lambda *what: notes.append(what), lambda: now_s[0])
     books.turn()
     assert notes == []
     whole = (tmp_path / KEY_FILE).read_text()
@@ -305,10 +305,10 @@ def test_a_file_changed_by_hand_is_made_good_and_that_is_said(tmp_path: Path, st
     assert [each[0] for each in notes] == ["keys"]
 
 
-def test_a_state_that_was_lost_takes_its_keys_from_the_file(tmp_path: Path, store: Store) -> None:
+def test_a_state_that_was_lost_takes_its_keys_from_the_file(tmp_path: Path, store: StateStore) -> None:
     key, kept = made("ann", 1000.0, concurrent=4)
     add_key(store, tmp_path, kept)
-    again = Store(tmp_path / "another.db")
+    again = StateStore(tmp_path / "another.db")
     publish_keys(again, tmp_path, 2000.0)
     assert [(each.name, each.line) for each in kept_keys(again)] == [("ann", kept.line)]
     gateway = Gateway(tmp_path)
@@ -316,7 +316,7 @@ def test_a_state_that_was_lost_takes_its_keys_from_the_file(tmp_path: Path, stor
     assert not gateway.lets_in(""), "what was closed stays closed"
     (tmp_path / KEY_FILE).write_text('{"name": "ann", "sha256": "no hash"}')
     with pytest.raises(InputError, match=r"keys.jsonl:1: is no key"):
-        publish_keys(Store(tmp_path / "third.db"), tmp_path, 0.0)
+        publish_keys(StateStore(tmp_path / "third.db"), tmp_path, 0.0)
 
 
 # The file, and the commands.
@@ -326,7 +326,7 @@ def test_a_file_of_version_one_is_brought_up_to_date(tmp_path: Path) -> None:
     path = tmp_path / "state.db"
     with sqlite3.connect(path) as db:
         db.executescript((Path(__file__).parent / "state_v1.sql").read_text())
-    store = Store(path)
+    store = StateStore(path)
     assert store.rows("PRAGMA user_version") == [(VERSION,)]
     newest = store.plan()
     assert newest is not None
@@ -338,7 +338,7 @@ def test_a_file_of_version_one_is_brought_up_to_date(tmp_path: Path) -> None:
     count_all(store, tmp_path, 0.0)
     assert total(store)["requests"] == 1
     add_key(store, tmp_path, made("ann", 0.0)[1])
-    assert [each.name for each in kept_keys(Store(path))] == ["ann"]
+    assert [each.name for each in kept_keys(StateStore(path))] == ["ann"]
 
 
 def test_the_commands(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -383,4 +383,4 @@ def test_the_commands(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Non
 def test_damage_is_a_line_of_ours(tmp_path: Path) -> None:
     (tmp_path / "state.db").write_bytes(b"no database" * 100)
     with pytest.raises(PotluckError, match="damaged"):
-        kept_keys(Store(tmp_path / "state.db"))
+        kept_keys(StateStore(tmp_path / "state.db"))

@@ -10,7 +10,10 @@ from pathlib import Path
 import pytest
 from test_controller import PLAN, TEMPLATE, Fixed, World, planned
 
-from potluck.control.byhand import (
+from potluck.control.control_values import EngineInstance, EngineSpec, LaunchEngine, StopEngine, WantedReplica
+from potluck.control.launchers.process import started_at
+from potluck.control.local_stack import LocalStack, LocalStackSettings
+from potluck.control.manual_changes import (
     KeptCordons,
     is_by_hand,
     leave,
@@ -20,16 +23,13 @@ from potluck.control.byhand import (
     scaled,
     stay,
 )
-from potluck.control.launch.process import started_at
-from potluck.control.stand import Stand, StandSettings
-from potluck.control.step import Memory, step
-from potluck.control.store.store import PlanVersion, Store
-from potluck.control.values import Halt, Instance, Launch, Make, Want
+from potluck.control.reconciler import ReconcilerMemory, step
+from potluck.control.store.state_store import PlanVersion, StateStore
 from potluck.core.errors import CapacityError, InputError, PotluckError
 from potluck.core.values.layout import single
-from potluck.core.values.plan import BucketCapacity, Deployment, Plan, Share, plan_from_json, plan_mark
+from potluck.core.values.plan import BucketCapacity, Deployment, Plan, PlannedShare, plan_from_json, plan_mark
 
-MAKE = Make("m", single("1xA10", 1, 2), "east")
+MAKE = EngineSpec("m", single("1xA10", 1, 2), "east")
 
 
 def test_a_count_by_hand_changes_copies_and_cost() -> None:
@@ -51,30 +51,33 @@ def test_copies_by_hand_are_sent_requests_as_the_planned_ones_are() -> None:
         PLAN,
         templates=(able, never),
         deployments=(Deployment("t", "east", 2),),
-        shares=(Share("t", "east", 0, "closed", 4.0),),
+        shares=(PlannedShare("t", "east", 0, "closed", 4.0),),
     )
     usd = {"east": 1.0, "west": 1.0}
-    assert scaled(plan, "t", "east", 3, usd).shares == (Share("t", "east", 0, "closed", 6.0),)
+    assert scaled(plan, "t", "east", 3, usd).shares == (PlannedShare("t", "east", 0, "closed", 6.0),)
     both = scaled(plan, "t", "west", 2, usd)
-    assert both.shares == (*plan.shares, Share("t", "west", 0, "closed", 4.0))
+    assert both.shares == (*plan.shares, PlannedShare("t", "west", 0, "closed", 4.0))
     assert scaled(both, "t", "west", 0, usd).shares == plan.shares
-    assert scaled(plan, "u", "west", 2, usd).shares == (*plan.shares, Share("u", "west", 0, "closed", 6.0))
+    assert scaled(plan, "u", "west", 2, usd).shares == (
+        *plan.shares,
+        PlannedShare("u", "west", 0, "closed", 6.0),
+    )
     assert scaled(PLAN, "t", "east", 2, usd).shares == ()
 
 
 def test_an_engine_that_leaves_is_used_for_nothing_else_and_goes_at_once() -> None:
-    engine = Instance("i", MAKE, "up", 0.0, "http://i", "old")
-    kept = step([Want("old", MAKE, "mixed", True)], [engine], Memory(), 0.0, leaving={"i"})
+    engine = EngineInstance("i", MAKE, "up", 0.0, "http://i", "old")
+    kept = step([WantedReplica("old", MAKE, "mixed", True)], [engine], ReconcilerMemory(), 0.0, leaving={"i"})
     assert kept.orders == (), "it is still being emptied"
-    found = step([Want("new", MAKE, "mixed")], [engine], Memory(), 0.0, leaving={"i"})
-    assert [order.want.replica for order in found.orders if isinstance(order, Launch)] == ["new"]
-    assert Halt("i", "its replica was drained by hand, or its machine goes") in found.orders
+    found = step([WantedReplica("new", MAKE, "mixed")], [engine], ReconcilerMemory(), 0.0, leaving={"i"})
+    assert [order.want.replica for order in found.orders if isinstance(order, LaunchEngine)] == ["new"]
+    assert StopEngine("i", "its replica was drained by hand, or its machine goes") in found.orders
 
 
 def test_who_leaves_is_remembered_as_long_as_it_is_there(tmp_path: Path) -> None:
-    store = Store(tmp_path / "state.db")
+    store = StateStore(tmp_path / "state.db")
     for name in ("a", "b", "c"):
-        store.put(Instance(name, MAKE, "up", 0.0))
+        store.put(EngineInstance(name, MAKE, "up", 0.0))
     leave(store, ["a"])
     leave(store, ["b", "c"])
     stay(store, ["c"])
@@ -90,7 +93,7 @@ def test_a_drained_replica_gets_a_fresh_engine(tmp_path: Path) -> None:
     controller = world.controller()
     world.turns(controller, 4)
     (old,) = world.machine.running
-    leave(Store(world.path), [old])
+    leave(StateStore(world.path), [old])
     world.gateway.replicas = ["b"]
     world.turns(controller, 5)
     assert old not in world.machine.running
@@ -100,7 +103,7 @@ def test_a_drained_replica_gets_a_fresh_engine(tmp_path: Path) -> None:
 
 def test_the_planner_only_advises_while_a_plan_by_hand_holds(tmp_path: Path) -> None:
     world = World(tmp_path)
-    store = Store(world.path)
+    store = StateStore(world.path)
     store.add_plan(PLAN, 0.0, "by hand: t@east=2")
     assert is_by_hand(store.plan())
     assert not is_by_hand(PlanVersion(1, 0.0, "potluck up", PLAN))
@@ -121,28 +124,28 @@ def test_the_planner_only_advises_while_a_plan_by_hand_holds(tmp_path: Path) -> 
 def test_a_controller_that_comes_back_keeps_a_plan_by_hand_while_it_is_served(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    settings = StandSettings(tmp_path, tmp_path / "potluck.yaml")
+    settings = LocalStackSettings(tmp_path, tmp_path / "potluck.yaml")
     other = scaled(PLAN, "t", "east", 2, {"east": 0.75})
-    Stand(settings, PLAN).close()
-    store = Store(tmp_path / "state.db")
+    LocalStack(settings, PLAN).close()
+    store = StateStore(tmp_path / "state.db")
     me = {"pid": os.getpid(), "started": started_at(os.getpid())}
     assert store.get("controller") == me, "so that it can be asked to end"
     store.add_plan(other, 1.0, "by hand: t@east=2")
     store.set("gateway", me)
-    again = Stand(settings, PLAN)
+    again = LocalStack(settings, PLAN)
     assert again.plan == other
     assert store.happenings()[-1].what == "version 2 stays"
 
     def no_more(*_: object, **__: object) -> None:
         raise CapacityError("no processes left")
 
-    monkeypatch.setattr("potluck.control.revive.spawn", no_more)
+    monkeypatch.setattr("potluck.control.restart_gateway.spawn", no_more)
     store.set("gateway", None)
     with pytest.raises(CapacityError, match="no processes left"):
         again.open()
     assert plan_from_json((tmp_path / "plan.json").read_text()) == other, "a gateway begins with the newest"
     again.close()
-    anew = Stand(settings, PLAN)
+    anew = LocalStack(settings, PLAN)
     assert anew.plan == PLAN
     assert "version 2, made by hand, goes" in [each.what for each in store.happenings()]
     anew.close()
@@ -152,17 +155,17 @@ def test_a_controller_that_comes_back_keeps_the_plan_that_its_gateway_serves(tmp
     """Unless the spec is another one: then what was planned for it counts."""
     spec = tmp_path / "potluck.yaml"
     spec.write_text("one")
-    settings = StandSettings(tmp_path, spec)
-    Stand(settings, PLAN).close()
-    store = Store(tmp_path / "state.db")
+    settings = LocalStackSettings(tmp_path, spec)
+    LocalStack(settings, PLAN).close()
+    store = StateStore(tmp_path / "state.db")
     other = scaled(PLAN, "t", "east", 2, {"east": 0.75})
     store.add_plan(other, 1.0, "more is asked for")
     store.set("gateway", {"pid": os.getpid(), "started": started_at(os.getpid())})
-    again = Stand(settings, PLAN)
+    again = LocalStack(settings, PLAN)
     assert again.plan == other
     again.close()
     spec.write_text("another")
-    anew = Stand(settings, PLAN)
+    anew = LocalStack(settings, PLAN)
     assert anew.plan == PLAN
     newest = store.plan()
     assert newest is not None
@@ -171,7 +174,7 @@ def test_a_controller_that_comes_back_keeps_the_plan_that_its_gateway_serves(tmp
 
 
 def test_a_gateway_that_is_started_again_is_told_of_cordons_again(tmp_path: Path) -> None:
-    store, told = Store(tmp_path / "state.db"), list[list[str]]()
+    store, told = StateStore(tmp_path / "state.db"), list[list[str]]()
 
     def tell(marks: Iterable[str]) -> None:
         if not told:
@@ -195,7 +198,7 @@ def test_a_gateway_that_is_started_again_is_told_of_cordons_again(tmp_path: Path
 def test_a_gateway_with_another_number_for_the_plan_is_told_once(tmp_path: Path) -> None:
     """One of an older release keeps its own; it is not told the plan again and again."""
     world = World(tmp_path)
-    store = Store(world.path)
+    store = StateStore(world.path)
     store.add_plan(PLAN, 1.0, "handed back: as version 1")
     told: list[int] = []
     wanted = world.gateway.wanted
@@ -207,7 +210,7 @@ def test_a_gateway_with_another_number_for_the_plan_is_told_once(tmp_path: Path)
 
 
 def test_a_plan_that_the_gateway_does_not_take_is_forgotten(tmp_path: Path) -> None:
-    store = Store(World(tmp_path).path)
+    store = StateStore(World(tmp_path).path)
 
     def refuse(plan: Plan, why: str, version: int) -> None:
         assert version == 2

@@ -6,9 +6,9 @@ from math import sin, tau
 from pathlib import Path
 from typing import Any
 
-from potluck.control.chronicle import DAY_BINS, Chronicle, history_of, without_gaps
-from potluck.control.store.store import Store
-from potluck.core.scale.forecast import BIN_S, Forecaster
+from potluck.control.decision_history import DAY_BINS, DecisionHistory, history_of, without_gaps
+from potluck.control.store.state_store import StateStore
+from potluck.core.scaling.forecast import BIN_S, Forecaster
 
 
 class Gateway:
@@ -34,55 +34,55 @@ class Scene:
         self.path, self.now_s, self.gateway = path / "state.db", 100 * BIN_S, Gateway()
         self.said: list[str] = []
 
-    def chronicle(self) -> Chronicle:
+    def chronicle(self) -> DecisionHistory:
         """A controller that was just started."""
-        return Chronicle(
-            Store(self.path),
+        return DecisionHistory(
+            StateStore(self.path),
             self.gateway,  # type: ignore[arg-type]
             lambda key, kind, why: self.said.append(why),
             lambda: self.now_s,
         )
 
     def noted(self) -> list[str]:
-        return [each.what for each in Store(self.path).happenings() if each.kind == "brain"]
+        return [each.what for each in StateStore(self.path).happenings() if each.kind == "brain"]
 
 
 def test_each_decision_is_noted_once_by_whichever_controller(tmp_path: Path) -> None:
-    scene = Scene(tmp_path)
-    scene.gateway.said = 2
-    scene.chronicle().turn()
-    scene.chronicle().turn()
-    scene.gateway.said = 3
-    scene.chronicle().turn()
-    assert scene.noted() == ["what 1", "what 2", "what 3"]
-    scene.gateway.epoch, scene.gateway.said = "two", 1  # another gateway begins at 1 again
-    scene.chronicle().turn()
-    assert scene.noted() == ["what 1", "what 2", "what 3", "what 1"]
-    assert scene.said[0] == "m: 4 requests/s is steady"
+    resolved = Scene(tmp_path)
+    resolved.gateway.said = 2
+    resolved.chronicle().turn()
+    resolved.chronicle().turn()
+    resolved.gateway.said = 3
+    resolved.chronicle().turn()
+    assert resolved.noted() == ["what 1", "what 2", "what 3"]
+    resolved.gateway.epoch, resolved.gateway.said = "two", 1  # another gateway begins at 1 again
+    resolved.chronicle().turn()
+    assert resolved.noted() == ["what 1", "what 2", "what 3", "what 1"]
+    assert resolved.said[0] == "m: 4 requests/s is steady"
 
 
 def test_requests_become_rates_of_bins_across_restarts_of_both(tmp_path: Path) -> None:
-    scene = Scene(tmp_path)
+    resolved = Scene(tmp_path)
     for _ in range(60):  # a bin and a bit, 2 requests a second; both are restarted in between
-        scene.chronicle().turn()
-        scene.now_s += 20.0
-        scene.gateway.ended += 40
-        if scene.now_s == 100 * BIN_S + 300.0:
-            scene.gateway.epoch, scene.gateway.ended = "two", 40
-    (first,) = Store(scene.path).rates("m", 100, 1)
+        resolved.chronicle().turn()
+        resolved.now_s += 20.0
+        resolved.gateway.ended += 40
+        if resolved.now_s == 100 * BIN_S + 300.0:
+            resolved.gateway.epoch, resolved.gateway.ended = "two", 40
+    (first,) = StateStore(resolved.path).rates("m", 100, 1)
     assert first is not None
     assert abs(first - 2.0) < 0.15
-    assert Store(scene.path).rates("m", 101, 2)[0] == first
+    assert StateStore(resolved.path).rates("m", 101, 2)[0] == first
 
 
 def test_a_bin_that_was_hardly_watched_is_no_rate(tmp_path: Path) -> None:
-    scene = Scene(tmp_path)
-    scene.now_s += 500.0
+    resolved = Scene(tmp_path)
+    resolved.now_s += 500.0
     for _ in range(20):
-        scene.chronicle().turn()
-        scene.now_s += 10.0
-        scene.gateway.ended += 10
-    assert Store(scene.path).rates("m", 100, 1) == (None,)
+        resolved.chronicle().turn()
+        resolved.now_s += 10.0
+        resolved.gateway.ended += 10
+    assert StateStore(resolved.path).rates("m", 100, 1) == (None,)
 
 
 def test_gaps_are_as_the_day_before_or_as_last_seen() -> None:
@@ -93,7 +93,7 @@ def test_gaps_are_as_the_day_before_or_as_last_seen() -> None:
 
 def test_a_forecast_from_the_state_sees_the_morning_coming(tmp_path: Path) -> None:
     """Five days of a daily swing are in the state; at night's end the forecast is above the rate at hand."""
-    store = Store(tmp_path / "state.db")
+    store = StateStore(tmp_path / "state.db")
     night = 5 * DAY_BINS + DAY_BINS // 4 + 9  # the sine was lowest, and has begun to rise
     for place in range(night):
         store.add_rates(place, [("m", 10.0 - 8.0 * sin(tau * place / DAY_BINS))])

@@ -12,17 +12,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from potluck.cli.main import run
-from potluck.control.cluster import ClusterMarket, ClusterNode, Spelling, quotes_of
-from potluck.control.launch.ray.nodes import ask_of, cluster_nodes, must_name_regions
+from potluck.control.cluster import ClusterMarket, ClusterNode, NodeTypeLabels, quotes_of
+from potluck.control.launchers.ray.ray_nodes import ask_of, cluster_nodes, must_name_regions
 from potluck.control.market import Market, Quote
 from potluck.core.errors import CapacityError, InputError
-from potluck.core.values.types import Offer, Region
+from potluck.core.values.types import NodeOffer, Region
 
-L4, A100 = Spelling(1, ("L4",)), Spelling(2, ("A100-80", "A100"))
+L4, A100 = NodeTypeLabels(1, ("L4",)), NodeTypeLabels(2, ("A100-80", "A100"))
 SPELLINGS = {"1xL4": L4, "2xA100-80": A100}
 REGIONS = (
-    Region("east", (Offer("1xL4", 0.8, 9), Offer("2xA100-80", 7.0, 9))),
-    Region("west", (Offer("1xL4", 0.7, 9),)),
+    Region("east", (NodeOffer("1xL4", 0.8, 9), NodeOffer("2xA100-80", 7.0, 9))),
+    Region("west", (NodeOffer("1xL4", 0.7, 9),)),
 )
 
 
@@ -84,7 +84,7 @@ def test_prices_are_the_files_and_counts_the_clusters() -> None:
     market = ClusterMarket(lambda: there[0], SPELLINGS, REGIONS, Prices())
     market.look()
     assert market.problem == "line 3 is odd"
-    assert market.regions[0].offers[0] == Offer("1xL4", 0.3, 4)
+    assert market.regions[0].offers[0] == NodeOffer("1xL4", 0.3, 4)
     assert "4 x 1xL4 in east at $0.30/h" in market.changes()
     there[0] = list(cluster_nodes(NODES, ("a",)))
     market.look()
@@ -108,7 +108,7 @@ def test_ray_is_asked_by_type_by_a_resource_of_that_name_or_by_a_label() -> None
     assert cluster_nodes(labelled)[0].count(L4) == 1
     assert ask_of(A100, 2, "east", NODES).bundle == {"GPU": 2, "accelerator_type:A100": 0.001}
     with pytest.raises(CapacityError, match="no node of the Ray cluster has T4; it has A100, L4"):
-        ask_of(Spelling(1, ("T4",)), 1, "east", NODES)
+        ask_of(NodeTypeLabels(1, ("T4",)), 1, "east", NODES)
 
 
 def test_several_regions_need_nodes_that_say_theirs() -> None:

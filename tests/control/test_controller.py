@@ -10,20 +10,20 @@ from typing import Any
 
 import pytest
 
-from potluck.control.gateway import GatewayAway
-from potluck.control.launch.base import NodeNews, Place, Sighting
-from potluck.control.loop import Controller
-from potluck.control.planning import Planner
+from potluck.control.control_values import EngineInstance, EngineSpec, PlanReply, PlanRequest
+from potluck.control.controller import Controller
+from potluck.control.gateway_client import GatewayAway
+from potluck.control.launchers.launcher import EngineSighting, NodeNews, Place
+from potluck.control.plan_requests import Planner
 from potluck.control.store.lease import Lease
-from potluck.control.store.store import Store
-from potluck.control.values import Asked, Instance, Make, Reply
+from potluck.control.store.state_store import StateStore
 from potluck.core.errors import CapacityError
 from potluck.core.values.layout import single
-from potluck.core.values.plan import NodeCount, Plan, Replica, Template, plan_mark
+from potluck.core.values.plan import NodeCount, Plan, PlannedReplica, Template, plan_mark
 
 LAYOUT = single("1xA10", 1, 2)
 TEMPLATE = Template(
-    "t", "homogeneous", "m", (NodeCount("1xA10", 1),), (Replica("mixed", LAYOUT),), (), "measured"
+    "t", "homogeneous", "m", (NodeCount("1xA10", 1),), (PlannedReplica("mixed", LAYOUT),), (), "measured"
 )
 PLAN = Plan("auto", (TEMPLATE,), (), (), (), (), (), 1.5, 0.0)
 
@@ -44,7 +44,7 @@ class Machine:
     told: list[NodeNews] = field(default_factory=list)
     broken: bool = False
 
-    def start(self, name: str, make: Make) -> Place:
+    def start(self, name: str, make: EngineSpec) -> Place:
         if self.broken:
             raise CapacityError("no memory left")
         self.started += 1
@@ -52,7 +52,7 @@ class Machine:
         self.running[name] = "starting"
         return {"pid": name}
 
-    def look(self, places: dict[str, Place]) -> tuple[Sighting, ...]:
+    def look(self, places: dict[str, Place]) -> tuple[EngineSighting, ...]:
         known = {place.get("pid") for place in places.values()}
         for name in [name for name in self.running if name not in known]:
             del self.running[name]
@@ -60,12 +60,12 @@ class Machine:
         for name, place in places.items():
             state = self.running.get(str(place.get("pid", "")))
             if state is None:
-                found.append(Sighting(name, "dead", problem="is not there"))
+                found.append(EngineSighting(name, "dead", problem="is not there"))
             elif state == "starting":
                 self.running[name] = "up"
-                found.append(Sighting(name, "starting"))
+                found.append(EngineSighting(name, "starting"))
             else:
-                found.append(Sighting(name, "up", f"http://{name}"))
+                found.append(EngineSighting(name, "up", f"http://{name}"))
         return tuple(found)
 
     def stop(self, name: str, place: Place) -> None:
@@ -87,7 +87,7 @@ class Machine:
 class Gateway:
     replicas: list[str] = field(default_factory=list)
     replan: dict[str, Any] | None = None
-    fleet: tuple[Instance, ...] = ()
+    fleet: tuple[EngineInstance, ...] = ()
     plans: list[Plan] = field(default_factory=list)
     away: bool = False
     mark: str | None = None
@@ -118,7 +118,7 @@ class Gateway:
             "plan_mark": self.mark,
         }
 
-    def set_fleet(self, instances: tuple[Instance, ...]) -> None:
+    def set_fleet(self, instances: tuple[EngineInstance, ...]) -> None:
         if self.away:
             raise GatewayAway("refused")
         self.fleet = tuple(each for each in instances if each.state == "up" and each.replica)
@@ -139,16 +139,16 @@ class Fixed:
     """A planner that has one answer."""
 
     plan: Plan | None
-    asked: list[Asked] = field(default_factory=list)
+    asked: list[PlanRequest] = field(default_factory=list)
     left: Plan | None = None
     """What to do at once."""
 
-    def first(self, asked: Asked) -> Reply:
-        return Reply(self.left, "what is left")
+    def first(self, asked: PlanRequest) -> PlanReply:
+        return PlanReply(self.left, "what is left")
 
-    def full(self, asked: Asked) -> Reply:
+    def full(self, asked: PlanRequest) -> PlanReply:
         self.asked.append(asked)
-        return Reply(self.plan, "better")
+        return PlanReply(self.plan, "better")
 
 
 def planned(world: World, controller: Controller) -> None:
@@ -164,10 +164,10 @@ class World:
         self.now_s = 1000.0
         self.path = tmp_path / "state.db"
         self.machine, self.gateway = Machine(), Gateway()
-        Store(self.path).add_plan(PLAN, 0.0, "begin")
+        StateStore(self.path).add_plan(PLAN, 0.0, "begin")
 
     def controller(self, planner: Planner | None = None, **settings: Any) -> Controller:
-        store = Store(self.path)
+        store = StateStore(self.path)
         return Controller(
             store,
             Lease(store, lambda: self.now_s),
@@ -200,7 +200,7 @@ def test_what_is_wanted_is_started_told_and_stopped_again(world: World) -> None:
     world.turns(controller, 10)
     assert [each.replica for each in world.gateway.fleet] == ["b"]
     assert len(world.machine.running) == 1
-    kinds = [each.kind for each in Store(world.path).happenings()]
+    kinds = [each.kind for each in StateStore(world.path).happenings()]
     assert kinds.count("start") == 2
     assert "stop" in kinds
 
@@ -245,7 +245,7 @@ def test_engines_serve_on_while_the_gateway_is_away_and_dead_ones_come_back(worl
     world.turns(controller, 8)
     assert len(world.machine.running) == 2
     assert world.machine.started == 3
-    away = [each for each in Store(world.path).happenings() if each.kind == "away"]
+    away = [each for each in StateStore(world.path).happenings() if each.kind == "away"]
     assert len(away) == 1, "said once, not every second"
 
 
@@ -254,10 +254,10 @@ def test_a_start_that_cannot_be_is_tried_again_later(world: World) -> None:
     world.machine.broken = True
     controller = world.controller()
     world.turns(controller, 12)
-    failed = [each for each in Store(world.path).happenings() if each.kind == "failed"]
+    failed = [each for each in StateStore(world.path).happenings() if each.kind == "failed"]
     assert 2 <= len(failed) <= 5
     assert failed[0].why == "no memory left"
-    waits = [each.why for each in Store(world.path).happenings() if each.kind == "waits"]
+    waits = [each.why for each in StateStore(world.path).happenings() if each.kind == "waits"]
     assert waits
     assert all("'no memory left'" in why for why in waits), "why it failed is not forgotten"
     world.machine.broken = False
@@ -273,7 +273,7 @@ def test_machines_that_go_or_will_go_are_noted_and_their_engines_used_no_more(wo
     going = NodeNews("notice", "n2", "cordoned", 30, (name,))
     world.machine.told = [NodeNews("gone", "n1", "was not heard"), going]
     world.turns(controller, 1)
-    told = [(each.kind, each.what) for each in Store(world.path).happenings()]
+    told = [(each.kind, each.what) for each in StateStore(world.path).happenings()]
     assert {("gone", "n1"), ("notice", name)} <= {*told}
     assert world.gateway.drained == ["a"]
 
@@ -292,7 +292,7 @@ def test_two_never_act_at_once(world: World) -> None:
 
 
 def test_a_plan_that_is_asked_for_is_made_once_and_handed_over(world: World) -> None:
-    asked: list[Asked] = []
+    asked: list[PlanRequest] = []
 
     controller = world.controller(Fixed(PLAN, asked))
     world.gateway.replan = {"rates_per_s": {"m": 3.0}, "reason": "more is asked for"}
@@ -300,7 +300,7 @@ def test_a_plan_that_is_asked_for_is_made_once_and_handed_over(world: World) -> 
     planned(world, controller)
     assert [each.rates_per_s for each in asked] == [{"m": 3.0}]
     assert world.gateway.plans == [PLAN]
-    newest = Store(world.path).plan()
+    newest = StateStore(world.path).plan()
     assert newest is not None
     assert (newest.version, newest.reason) == (2, "more is asked for; better")
 
@@ -311,7 +311,7 @@ def test_advice_changes_nothing(world: World) -> None:
     world.turns(controller, 1)
     planned(world, controller)
     assert world.gateway.plans == []
-    assert [each.kind for each in Store(world.path).happenings() if each.kind == "advice"] == ["advice"]
+    assert [each.kind for each in StateStore(world.path).happenings() if each.kind == "advice"] == ["advice"]
 
 
 @pytest.mark.parametrize("seed", range(8))
@@ -367,7 +367,7 @@ def test_what_is_left_counts_before_the_full_plan_is_there(world: World) -> None
 
 
 def test_a_plan_that_was_written_down_and_not_told_is_told_by_the_next(world: World) -> None:
-    store = Store(world.path)
+    store = StateStore(world.path)
     newer = replace(PLAN, cost_usd_per_h=9.0)
     store.add_plan(newer, 1.0, "more")  # and then it was killed
     world.gateway.mark = plan_mark(PLAN)
@@ -384,7 +384,7 @@ def test_a_plan_that_was_written_down_and_not_told_is_told_by_the_next(world: Wo
 
 def test_a_planner_that_breaks_leaves_the_controller_and_says_so(world: World) -> None:
     class Broken(Fixed):
-        def full(self, asked: Asked) -> Reply:
+        def full(self, asked: PlanRequest) -> PlanReply:
             raise ZeroDivisionError
 
     controller = world.controller(Broken(PLAN))
@@ -396,5 +396,5 @@ def test_a_planner_that_breaks_leaves_the_controller_and_says_so(world: World) -
         world.turns(controller, 1)
     world.turns(controller, 3)
     assert world.last.settled
-    said = [each.why for each in Store(world.path).happenings() if each.what == "stays"]
+    said = [each.why for each in StateStore(world.path).happenings() if each.what == "stays"]
     assert ["the planner failed" in each for each in said] == [True]

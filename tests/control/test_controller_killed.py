@@ -18,10 +18,10 @@ from pathlib import Path
 import pytest
 from test_controller import PLAN
 
-from potluck.control.ending import owner_of, stop_all
-from potluck.control.launch.local import NAME_MARK, OWNER_MARK
-from potluck.control.launch.process import marked
-from potluck.control.store.store import Store
+from potluck.control.launchers.local_launcher import NAME_MARK, OWNER_MARK
+from potluck.control.launchers.process import marked
+from potluck.control.shutdown import owner_of, stop_all
+from potluck.control.store.state_store import StateStore
 from potluck.core.values.plan import plan_mark
 
 PROCESS = Path(__file__).with_name("controller_process.py")
@@ -73,13 +73,13 @@ def gateway() -> Iterator[Wanting]:
     made.server.server_close()
 
 
-def running(store: Store) -> list[str]:
+def running(store: StateStore) -> list[str]:
     """Engines that live, by their names."""
     return [marks[NAME_MARK] for _, marks in marked(OWNER_MARK, owner_of(store)) if NAME_MARK in marks]
 
 
 def test_whenever_it_is_killed_it_ends_with_just_what_is_wanted(tmp_path: Path, gateway: Wanting) -> None:
-    store = Store(tmp_path / "state.db")
+    store = StateStore(tmp_path / "state.db")
     store.add_plan(PLAN, 0.0, "begin")
     chance = random.Random(int.from_bytes(os.urandom(4)))
     command = [sys.executable, str(PROCESS), str(tmp_path), gateway.url]
@@ -113,7 +113,7 @@ def test_whenever_it_is_killed_it_ends_with_just_what_is_wanted(tmp_path: Path, 
 
 
 def test_two_controllers_of_one_state_never_act_at_once(tmp_path: Path, gateway: Wanting) -> None:
-    store = Store(tmp_path / "state.db")
+    store = StateStore(tmp_path / "state.db")
     store.add_plan(PLAN, 0.0, "begin")
     gateway.replicas = ["a", "b"]
     command = [sys.executable, str(PROCESS), str(tmp_path), gateway.url]

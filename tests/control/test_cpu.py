@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from potluck.control.launch.cpu import CpuCost, cost_of, needed_cpus, slow_line
+from potluck.control.launchers.cpu_capacity import CpuCost, cost_of, needed_cpus, slow_line
 from potluck.core.values.layout import single
-from potluck.core.values.plan import Deployment, Plan, Prediction, Replica, Template
+from potluck.core.values.plan import Deployment, Plan, PlannedReplica, Prediction, Template
 from potluck.core.values.types import LengthBin, Traffic
 
 L4 = single("1xL4", 1, 32)
@@ -15,7 +15,7 @@ TEMPLATE = Template(
     "combo",
     "words",
     (),
-    (Replica("prefill", L4), Replica("decode", L4), Replica("mixed", L4)),
+    (PlannedReplica("prefill", L4), PlannedReplica("decode", L4), PlannedReplica("mixed", L4)),
     (),
     "measured",
 )

@@ -7,14 +7,14 @@ from pathlib import Path
 from test_controller import World
 from test_step import A, B, _up, _want
 
-from potluck.control.failing import Failures, Stuck, stuck
-from potluck.control.store.store import Store
-from potluck.control.values import Instance
-from potluck.control.view import Service
+from potluck.control.control_values import EngineInstance
+from potluck.control.service_view import ServiceView
+from potluck.control.start_failures import StartFailures, StuckReplica, stuck
+from potluck.control.store.state_store import StateStore
 
 
 def test_starts_that_fail_alike_are_given_up_for_longer_and_longer() -> None:
-    failures, waits = Failures(), []
+    failures, waits = StartFailures(), []
     for number in range(9):
         # Ports and names of engines differ from try to try.
         failures = failures.more(
@@ -30,9 +30,9 @@ def test_starts_that_fail_alike_are_given_up_for_longer_and_longer() -> None:
 
 def test_who_is_stuck() -> None:
     wants = [_want("r1"), _want("r2"), _want("r3", B), _want("r4", draining=True)]
-    failures = {A: Failures(2, 5.0, "no memory", 2, "i9")}
-    dead = Instance("i9", A, "dead", 5.0, replica="r1")
-    assert stuck(wants, [dead, _up("i2", "r2")], failures) == (Stuck("r1", failures[A]),)
+    failures = {A: StartFailures(2, 5.0, "no memory", 2, "i9")}
+    dead = EngineInstance("i9", A, "dead", 5.0, replica="r1")
+    assert stuck(wants, [dead, _up("i2", "r2")], failures) == (StuckReplica("r1", failures[A]),)
 
 
 def test_a_controller_stops_hammering_and_status_says_why(tmp_path: Path) -> None:
@@ -41,12 +41,12 @@ def test_a_controller_stops_hammering_and_status_says_why(tmp_path: Path) -> Non
     world.machine.broken = True
     controller = world.controller()
     world.turns(controller, 50)
-    store = Store(world.path)
+    store = StateStore(world.path)
     failed = [each for each in store.happenings() if each.kind == "failed"]
     assert len(failed) == 3, "in 50 s, and the next not before a minute has passed"
     (tmp_path / "logs").mkdir()
     (tmp_path / "logs" / f"{failed[-1].what}.log").write_text("a line before\nno memory left\n")
-    service = Service(world.path.parent)
+    service = ServiceView(world.path.parent)
     service.controller_lives = True
     (lacking,) = service.status(world.now_s)["lacking"]
     assert lacking["why"].startswith("3 starts failed in the same way: no memory left; the next try in ")

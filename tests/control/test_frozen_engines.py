@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 from test_controller import Gateway, Machine, World
 
-from potluck.control.launch.base import Place, Sighting
-from potluck.control.store.store import Store
+from potluck.control.launchers.launcher import EngineSighting, Place
+from potluck.control.store.state_store import StateStore
 
 
 @dataclass
@@ -19,12 +19,12 @@ class Freezer(Machine):
 
     frozen: set[str] = field(default_factory=set)
 
-    def look(self, places: dict[str, Place]) -> tuple[Sighting, ...]:
+    def look(self, places: dict[str, Place]) -> tuple[EngineSighting, ...]:
         states = dict(self.running)
         found = super().look(places)
         self.running |= {name: states[name] for name in self.frozen & self.running.keys()}
         return tuple(
-            Sighting(each.name, "starting", stands_still=states[each.name] == "starting")
+            EngineSighting(each.name, "starting", stands_still=states[each.name] == "starting")
             if each.name in self.frozen & self.running.keys()
             else each
             for each in found
@@ -69,7 +69,7 @@ def test_an_engine_that_is_frozen_for_good_is_killed_and_another_comes(world: Fr
     assert world.machine.killed == [victim]
     (serving,) = world.gateway.fleet
     assert (serving.replica, serving.name == victim) == ("again", False)
-    (cleared,) = [each for each in Store(world.path).happenings() if each.kind == "clear"]
+    (cleared,) = [each for each in StateStore(world.path).happenings() if each.kind == "clear"]
     assert (cleared.what, cleared.why) == (victim, "was silent for 20 s")
 
 

@@ -14,15 +14,15 @@ from pathlib import Path
 
 import pytest
 
-from potluck.control.held import MOST_BYTES, MOST_SOCKETS, Held, hands_over, takeover_in
-from potluck.control.launch.process import Pid, alive, started_at
-from potluck.control.revive import revive
-from potluck.control.store.store import Store
-from potluck.gateway.http.takeover import Heritage
+from potluck.control.held_sockets import MOST_BYTES, MOST_SOCKETS, HeldSockets, hands_over, takeover_in
+from potluck.control.launchers.process import ProcessId, alive, started_at
+from potluck.control.restart_gateway import revive
+from potluck.control.store.state_store import StateStore
+from potluck.gateway.http.takeover import SocketHandover
 
 PROBE = """
 import json, sys
-from potluck.gateway.http.inherited import inherited
+from potluck.gateway.http.inherited_sockets import inherited
 clients, operators = inherited()
 print(json.dumps([[each.getsockname()[1] for each in held] for held in (clients, operators)]))
 """
@@ -41,12 +41,12 @@ def listening() -> socket.socket:
 
 
 def test_ports_are_fetched_and_the_gateway_goes_on(deep: Path) -> None:
-    async def scene() -> None:
+    async def scenario() -> None:
         client, operator, handed = listening(), listening(), asyncio.Event()
-        path, held = takeover_in(deep), Held()
+        path, held = takeover_in(deep), HeldSockets()
         assert not hands_over(path)
         assert not held.fetch(path)
-        heritage = Heritage(path, [client], [operator], handed.set)
+        heritage = SocketHandover(path, [client], [operator], handed.set)
         assert await asyncio.to_thread(held.fetch, path)
         assert await asyncio.to_thread(hands_over, path)
         assert [each.getsockname() for each in (*held.clients, *held.operators)] == [
@@ -64,11 +64,11 @@ def test_ports_are_fetched_and_the_gateway_goes_on(deep: Path) -> None:
         with pytest.raises(OSError):
             socket.create_connection(at, timeout=10)
 
-    asyncio.run(scene())
+    asyncio.run(scenario())
 
 
 def test_a_process_that_is_started_finds_them() -> None:
-    held = Held()
+    held = HeldSockets()
     held.clients, held.operators = [listening(), listening()], [listening()]
     files, said = held.passed()
     try:
@@ -96,7 +96,7 @@ def test_a_process_that_is_started_finds_them() -> None:
 
 def test_a_supervisor_has_them_too() -> None:
     mine, theirs = socket.socketpair()
-    held, kept = Held(), Held()
+    held, kept = HeldSockets(), HeldSockets()
     held.give(Path("/nobody"))  # without a supervisor nothing happens
     held.clients, held.link = [listening()], theirs
     held.give(Path("/state"))
@@ -109,7 +109,7 @@ def test_a_supervisor_has_them_too() -> None:
 
 
 def test_a_gateway_that_is_gone_is_started_as_it_was(tmp_path: Path) -> None:
-    held = Held()
+    held = HeldSockets()
     revive(tmp_path, held)  # of a state that is not there nothing is started
     assert not (tmp_path / "state.db").exists()
     held.clients = [listening()]
@@ -122,7 +122,7 @@ def test_a_gateway_that_is_gone_is_started_as_it_was(tmp_path: Path) -> None:
     ]
     place = {"pid": os.getpid(), "started": started_at(os.getpid()), "port": 1, "command": command}
     place |= {"url": "http://127.0.0.1:1", "admin": "http://127.0.0.1:2"}
-    store = Store(tmp_path / "state.db")
+    store = StateStore(tmp_path / "state.db")
     store.set("gateway", place)
     revive(tmp_path, held)
     assert store.get("gateway") == place, "it lives"
@@ -131,7 +131,7 @@ def test_a_gateway_that_is_gone_is_started_as_it_was(tmp_path: Path) -> None:
     found = store.get("gateway")
     assert found is not None
     assert (found["port"], found["admin"], found["command"]) == (1, "http://127.0.0.1:2", command)
-    assert not alive(Pid(found["pid"], found["started"])), "it is waited for until it serves or ends"
+    assert not alive(ProcessId(found["pid"], found["started"])), "it is waited for until it serves or ends"
     assert json.loads(said.read_text()) == [[held.clients[0].getsockname()[1]], []]
     held.close()
     store.close()
@@ -140,8 +140,8 @@ def test_a_gateway_that_is_gone_is_started_as_it_was(tmp_path: Path) -> None:
 SUPERVISOR = """
 import os, sys
 from pathlib import Path
-from potluck.cli.supervised import SUPERVISED, supervised
-from potluck.control.held import Held
+from potluck.cli.supervisor import SUPERVISED, supervised
+from potluck.control.held_sockets import Held
 import socket, time
 
 def run():
@@ -182,7 +182,7 @@ def ended(process: subprocess.Popen[str]) -> int:
 
 
 def test_a_command_that_served_is_brought_back_with_what_it_held(tmp_path: Path) -> None:
-    state = Store(tmp_path / "state.db")
+    state = StateStore(tmp_path / "state.db")
     process = start(str(tmp_path), "serves")
     pid, again, port = line_of(process)
     assert again == "False"

@@ -11,18 +11,18 @@ import pytest
 from kube_server import Kube
 from test_kubernetes_launcher import ENGINE, SPELLINGS, come_to
 
-from potluck.cli.serving.engine.command import serve
-from potluck.control.launch.base import Place
-from potluck.control.launch.command import EngineMaker
-from potluck.control.launch.kubernetes.api import connect
-from potluck.control.launch.kubernetes.launcher import KubernetesLauncher, Terms
-from potluck.control.launch.kubernetes.pods import Cluster
-from potluck.control.values import Make
+from potluck.cli.serving.engine.engine_command import serve
+from potluck.control.control_values import EngineSpec
+from potluck.control.launchers.engine_command import EngineCommands
+from potluck.control.launchers.kubernetes.kube_api import connect
+from potluck.control.launchers.kubernetes.kubernetes_launcher import KubernetesLauncher, KubernetesOptions
+from potluck.control.launchers.kubernetes.pods import ManifestOptions
+from potluck.control.launchers.launcher import Place
 from potluck.core.values.layout import Layout, Stage, StageNode
 from potluck.engine.pipeline.launch import parse_stages
 
 LAYOUT = Layout((Stage(2, (StageNode("1xA10", 1),)), Stage(4, (StageNode("1xL4", 1),) * 2)))
-MAKE = Make("m", LAYOUT, "east")
+MAKE = EngineSpec("m", LAYOUT, "east")
 NAMES = ["p-1-w0", "p-1-w1", "p-1-w2"]
 WORKER = "import socket,sys,time;s=socket.create_server((sys.argv[1],7100));print(sys.stdin.read());time.sleep(999)"
 
@@ -48,7 +48,9 @@ def kube(tmp_path: Path) -> Iterator[Kube]:
 
 @pytest.fixture
 def launcher(kube: Kube, tmp_path: Path) -> Iterator[KubernetesLauncher]:
-    terms = Terms(EngineMaker("gpu"), SPELLINGS, Cluster("registry/potluck:1"), "the key")
+    terms = KubernetesOptions(
+        EngineCommands("gpu"), SPELLINGS, ManifestOptions("registry/potluck:1"), "the key"
+    )
     made = KubernetesLauncher(connect(kube.url), terms, tmp_path, str(tmp_path))
     yield made
     made.close()

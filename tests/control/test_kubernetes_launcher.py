@@ -14,20 +14,20 @@ import pytest
 import yaml
 from kube_server import Kube
 
-from potluck.cli.serving.up.command import up
-from potluck.control.cluster import Spelling
-from potluck.control.launch.base import Place, Sighting
-from potluck.control.launch.command import EngineMaker
-from potluck.control.launch.kubernetes.api import KubeApi, Refused, connect
-from potluck.control.launch.kubernetes.launcher import KubernetesLauncher, Terms
-from potluck.control.launch.kubernetes.machines import spelled_out
-from potluck.control.launch.kubernetes.pods import Cluster
-from potluck.control.values import Make
+from potluck.cli.serving.up.up_command import up
+from potluck.control.cluster import NodeTypeLabels
+from potluck.control.control_values import EngineSpec
+from potluck.control.launchers.engine_command import EngineCommands
+from potluck.control.launchers.kubernetes.kube_api import ApiRefused, KubeApi, connect
+from potluck.control.launchers.kubernetes.kube_nodes import spelled_out
+from potluck.control.launchers.kubernetes.kubernetes_launcher import KubernetesLauncher, KubernetesOptions
+from potluck.control.launchers.kubernetes.pods import ManifestOptions
+from potluck.control.launchers.launcher import EngineSighting, Place
 from potluck.core.errors import CapacityError, InputError
 from potluck.core.values.layout import Layout, Stage, StageNode, single
 
-SPELLINGS = {f"1x{name}": spelled_out(Spelling(1, (name,))) for name in ("L4", "A10", "T4")}
-MAKE = Make("m", single("1xL4", 1, 2), "east")
+SPELLINGS = {f"1x{name}": spelled_out(NodeTypeLabels(1, (name,))) for name in ("L4", "A10", "T4")}
+MAKE = EngineSpec("m", single("1xL4", 1, 2), "east")
 ENGINE = """
 import http.server, sys
 class Handler(http.server.BaseHTTPRequestHandler):
@@ -63,7 +63,9 @@ def made(kube: Kube, tmp_path: Path) -> Iterator[Made]:
     launchers = []
 
     def make(**more: Any) -> KubernetesLauncher:
-        terms = Terms(EngineMaker("pretended"), SPELLINGS, Cluster("registry/potluck:1"), "the key")
+        terms = KubernetesOptions(
+            EngineCommands("pretended"), SPELLINGS, ManifestOptions("registry/potluck:1"), "the key"
+        )
         launchers.append(KubernetesLauncher(connect(kube.url), terms, tmp_path, str(tmp_path), **more))
         return launchers[-1]
 
@@ -72,7 +74,7 @@ def made(kube: Kube, tmp_path: Path) -> Iterator[Made]:
         each.close()
 
 
-def come_to(launcher: KubernetesLauncher, places: dict[str, Place], state: str) -> Sighting:
+def come_to(launcher: KubernetesLauncher, places: dict[str, Place], state: str) -> EngineSighting:
     until_s = time.monotonic() + 60.0
     while True:
         seen = launcher.look(places)
@@ -111,11 +113,11 @@ def test_an_engine_is_a_pod_that_a_successor_finds_and_that_is_deleted(kube: Kub
 def test_what_cannot_be_is_refused_in_one_line(kube: Kube, made: Made) -> None:
     launcher = made()
     with pytest.raises(CapacityError, match="no node of the cluster has T4; it has NVIDIA-A10, NVIDIA-L4"):
-        launcher.start("t-1", Make("m", single("1xT4", 1, 2), "east"))
+        launcher.start("t-1", EngineSpec("m", single("1xT4", 1, 2), "east"))
     pipeline = Layout((Stage(1, (StageNode("1xL4", 1),)), Stage(1, (StageNode("1xA10", 1),))))
     with pytest.raises(InputError, match="run with --engine gpu"):
-        launcher.start("p-1", Make("m", pipeline, "east"))
-    with pytest.raises(Refused, match="refuses POST /api/v1/namespaces/potluck/pods: .*"):
+        launcher.start("p-1", EngineSpec("m", pipeline, "east"))
+    with pytest.raises(ApiRefused, match="refuses POST /api/v1/namespaces/potluck/pods: .*"):
         KubeApi(kube.url).ask(
             "POST", "/api/v1/namespaces/potluck/pods", {"apiVersion": "v1", "kind": "Pod", "odd": 1}
         )

@@ -13,16 +13,16 @@ from pathlib import Path
 
 import pytest
 
-from potluck.control.launch.command import EngineMaker, emulate_text
-from potluck.control.launch.local import LocalLauncher
-from potluck.control.launch.process import Pid, alive, end, last_words, marked, rotate, spawn
-from potluck.control.values import Make
+from potluck.control.control_values import EngineSpec
+from potluck.control.launchers.engine_command import EngineCommands, emulate_text
+from potluck.control.launchers.local_launcher import LocalLauncher
+from potluck.control.launchers.process import ProcessId, alive, end, last_words, marked, rotate, spawn
 from potluck.core.codec import decode
 from potluck.core.errors import InputError
+from potluck.core.values.emulated import EmulatedReplica
 from potluck.core.values.layout import Layout, Stage, StageNode, single
-from potluck.core.values.likeness import Likeness
 
-MAKE = Make("m", single("1xA10", 1, 2), "east")
+MAKE = EngineSpec("m", single("1xA10", 1, 2), "east")
 HEALTHY = """
 import http.server, sys
 class Handler(http.server.BaseHTTPRequestHandler):
@@ -42,12 +42,12 @@ def until(what: Callable[[], bool], within_s: float = 20.0) -> None:
 
 
 @dataclass(frozen=True, slots=True)
-class Scripts(EngineMaker):
+class Scripts(EngineCommands):
     """Engines that are a few lines of Python."""
 
     script: str = HEALTHY
 
-    def command(self, make: Make, port: int, kv_port: int) -> list[str]:
+    def command(self, make: EngineSpec, port: int, kv_port: int) -> list[str]:
         return [sys.executable, "-S", "-c", self.script, str(port)]
 
 
@@ -68,7 +68,7 @@ def test_one_that_was_never_written_down_is_ended(tmp_path: Path) -> None:
     owner = str(tmp_path)
     lost = LocalLauncher(Scripts(), tmp_path, owner)
     place = lost.start("i1", MAKE)
-    pid = Pid(int(str(place["pid"])), int(str(place["started"])))
+    pid = ProcessId(int(str(place["pid"])), int(str(place["started"])))
     assert alive(pid)
     successor = LocalLauncher(Scripts(), tmp_path, owner)
 
@@ -125,7 +125,7 @@ def test_one_that_stands_still_is_seen_to_and_is_killed_as_it_stands(tmp_path: P
 
 def test_a_number_that_was_used_again_is_somebody_else(tmp_path: Path) -> None:
     pid = spawn([sys.executable, "-S", "-c", "import time; time.sleep(60)"], {}, tmp_path / "log")
-    other = Pid(pid.number, pid.started + 1)
+    other = ProcessId(pid.number, pid.started + 1)
     assert not alive(other)
     end(other)
     assert alive(pid)
@@ -147,21 +147,21 @@ def test_a_log_does_not_grow_for_ever_and_its_writer_goes_on(tmp_path: Path) -> 
 
 
 def test_commands_say_what_was_planned() -> None:
-    command = EngineMaker(style="pretended", catalog_names=(("m", "llama-3.1-8b"),)).command(MAKE, 1, 2)
+    command = EngineCommands(style="pretended", catalog_names=(("m", "llama-3.1-8b"),)).command(MAKE, 1, 2)
     assert command[command.index("--emulate") + 1] == "1xA10:llama-3.1-8b:1"
     assert "--pretend" in command
     long = Layout(
         (Stage(2, (StageNode("1xA10", 1),)), Stage(2, (StageNode("1xL4", 1), StageNode("1xL4", 1))))
     )
-    said = json.loads(emulate_text(Make("m", long, "east"), "x"))
-    assert decode(Likeness, said) == Likeness("x", long)
-    planned = EngineMaker(style="pretended").command(replace(MAKE, step_tokens=192), 1, 2)
+    said = json.loads(emulate_text(EngineSpec("m", long, "east"), "x"))
+    assert decode(EmulatedReplica, said) == EmulatedReplica("x", long)
+    planned = EngineCommands(style="pretended").command(replace(MAKE, step_tokens=192), 1, 2)
     assert planned[planned.index("--token-budget") + 1] == "192"
     assert "--token-budget" not in command, "nothing was said of it"
     with pytest.raises(InputError, match="layout"):
-        EngineMaker().command(Make("m", long, "east"), 1, 2)
+        EngineCommands().command(EngineSpec("m", long, "east"), 1, 2)
     with pytest.raises(InputError, match="--engine"):
-        EngineMaker(style="magic")
+        EngineCommands(style="magic")
 
 
 @pytest.mark.skipif(not hasattr(os, "killpg"), reason="needs process groups")

@@ -9,23 +9,23 @@ from typing import Any
 import pytest
 from test_controller import PLAN, Fixed, World, planned
 
-from potluck.control.byhand import leaving
-from potluck.control.market import MarketFile, Notice, read_market
-from potluck.control.store.store import Store
+from potluck.control.manual_changes import leaving
+from potluck.control.market import MarketFile, VanishNotice, read_market
+from potluck.control.store.state_store import StateStore
 from potluck.core.errors import PotluckError
-from potluck.core.values.types import Offer, Region
+from potluck.core.values.types import NodeOffer, Region
 
 SPEC = (
-    Region("east", (Offer("1xA10", 0.8, 4), Offer("1xL4", 0.5, 0))),
-    Region("west", (Offer("1xA10", 0.7, 2),)),
+    Region("east", (NodeOffer("1xA10", 0.8, 4), NodeOffer("1xL4", 0.5, 0))),
+    Region("west", (NodeOffer("1xA10", 0.7, 2),)),
 )
 
 
 def test_what_the_file_does_not_name_is_as_the_spec_has_it() -> None:
     text = "offers: [{region: east, node: 1xL4, available: 3}, {region: west, node: 1xA10, price_usd_per_h: 0.2}]"
     assert read_market(text, "m", SPEC).regions(SPEC) == (
-        Region("east", (Offer("1xA10", 0.8, 4), Offer("1xL4", 0.5, 3))),
-        Region("west", (Offer("1xA10", 0.2, 2),)),
+        Region("east", (NodeOffer("1xA10", 0.8, 4), NodeOffer("1xL4", 0.5, 3))),
+        Region("west", (NodeOffer("1xA10", 0.2, 2),)),
     )
     assert read_market("", "m", SPEC).regions(SPEC) == SPEC
 
@@ -55,7 +55,7 @@ def test_what_is_wrong_is_said_in_one_line(text: str, says: str) -> None:
 def test_times_are_dates_or_seconds() -> None:
     times = {"a": "1763265600", "b": "2025-11-16T04:00:00Z", "c": "'2025-11-16 04:00'"}
     text = "notices: [" + ", ".join(f"{{engine: {name}, at: {at}}}" for name, at in times.items()) + "]"
-    assert read_market(text, "m", SPEC).notices == tuple(Notice(1763265600.0, name) for name in "abc")
+    assert read_market(text, "m", SPEC).notices == tuple(VanishNotice(1763265600.0, name) for name in "abc")
 
 
 def test_a_broken_file_leaves_what_was_read_last(tmp_path: Path) -> None:
@@ -127,21 +127,23 @@ def test_a_noticed_engine_is_drained_not_used_again_and_replaced(tmp_path: Path)
     path.write_text(f"notices: [{{engine: {victim.name}, at: {world.now_s + 60}}}]")
     world.turns(controller, 3)
     assert drained == ["a"]
-    assert leaving(Store(world.path)) == {victim.name}
+    assert leaving(StateStore(world.path)) == {victim.name}
     world.gateway.replicas = ["b", "c"]
     world.turns(controller, 4)
     assert victim.name not in world.machine.running
     assert sorted(each.replica for each in world.gateway.fleet) == ["b", "c"]
-    noted = [each for each in Store(world.path).happenings() if each.kind == "notice"]
+    noted = [each for each in StateStore(world.path).happenings() if each.kind == "notice"]
     assert [each.what for each in noted] == [victim.name]
 
 
 def test_of_a_type_as_many_go_as_were_named() -> None:
     from test_controller import LAYOUT
 
-    from potluck.control.values import Instance, Make
+    from potluck.control.control_values import EngineInstance, EngineSpec
 
-    engines = [Instance(name, Make("m", LAYOUT, "east"), "up", float(n)) for n, name in enumerate("abc")]
+    engines = [
+        EngineInstance(name, EngineSpec("m", LAYOUT, "east"), "up", float(n)) for n, name in enumerate("abc")
+    ]
     market = read_market(
         "notices: [{region: east, node: 1xA10, count: 2, at: 5}, {engine: c, at: 9}]", "m", SPEC
     )

@@ -12,30 +12,30 @@ from pathlib import Path
 
 import pytest
 
-from potluck.cli.serving.engine.nursery import MODULES, PRETENDED
-from potluck.control.launch.local import FORK_MARK, OWNER_MARK, engines_of
-from potluck.control.launch.nursery import Nursery
-from potluck.control.launch.process import alive, end
+from potluck.cli.serving.engine.fork_server import MODULES, PRETENDED
+from potluck.control.launchers.fork_server_client import ForkServer
+from potluck.control.launchers.local_launcher import FORK_MARK, OWNER_MARK, engines_of
+from potluck.control.launchers.process import alive, end
 
 WITHIN_S = 60.0
 TINY = """
 import threading, time
-from potluck.cli.serving.engine import nursery
+from potluck.cli.serving.engine import fork_server as nursery
 nursery.load = lambda style: {load}
 nursery.main()
 """
 
 
-def _nursery(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, load: str) -> Nursery:
+def _nursery(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, load: str) -> ForkServer:
     """The real one, but that it loads nothing: engines import what they need."""
     (tmp_path / "tiny_nursery.py").write_text(TINY.format(load=load))
     monkeypatch.setenv("PYTHONPATH", ":".join([str(tmp_path), *filter(None, sys.path)]))
     marks = {OWNER_MARK: str(tmp_path), FORK_MARK: "1"}
-    return Nursery(marks, tmp_path / "logs" / "nursery.log", "tiny_nursery")
+    return ForkServer(marks, tmp_path / "logs" / "nursery.log", "tiny_nursery")
 
 
 @pytest.fixture
-def nursery(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Nursery]:
+def nursery(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[ForkServer]:
     found = _nursery(tmp_path, monkeypatch, "None")
     yield found
     found.close()
@@ -56,36 +56,36 @@ def test_what_it_loads_is_there(module: str) -> None:
     assert find_spec(module) is not None
 
 
-def test_a_forked_engine_runs_logs_ends_and_is_cleared_away(nursery: Nursery, tmp_path: Path) -> None:
+def test_a_forked_engine_runs_logs_ends_and_is_cleared_away(fork_server: ForkServer, tmp_path: Path) -> None:
     log = tmp_path / "one.log"
-    assert nursery.fork(["--version"], log) is None, "not before it is ready"
-    assert nursery.wait_ready(WITHIN_S)
-    pid = nursery.fork(["--version"], log)
+    assert fork_server.fork(["--version"], log) is None, "not before it is ready"
+    assert fork_server.wait_ready(WITHIN_S)
+    pid = fork_server.fork(["--version"], log)
     assert pid is not None
     _until(lambda: not alive(pid))
     assert log.read_text().startswith("potluck, version")
 
 
-def test_it_outlives_the_nursery_and_is_known_by_its_mark(nursery: Nursery, tmp_path: Path) -> None:
-    assert nursery.wait_ready(WITHIN_S)
+def test_it_outlives_the_nursery_and_is_known_by_its_mark(fork_server: ForkServer, tmp_path: Path) -> None:
+    assert fork_server.wait_ready(WITHIN_S)
     arguments = ["engine", "serve", "--emulate", "A10:llama-3.1-8b", "--pretend", "--port", "0", "--json"]
     log = tmp_path / "two.log"
-    pid = nursery.fork(arguments, log)
+    pid = fork_server.fork(arguments, log)
     assert pid is not None
     _until(lambda: log.exists() and '"url"' in log.read_text())
-    nursery.close()
+    fork_server.close()
     assert alive(pid)
     assert list(engines_of(str(tmp_path))) == [pid], "the nursery itself is no engine"
-    assert nursery.fork(arguments, log) is None, "who asks then starts a process instead"
+    assert fork_server.fork(arguments, log) is None, "who asks then starts a process instead"
     end(pid)
     _until(lambda: not alive(pid))
 
 
-def test_one_that_stands_still_is_given_up_and_killed(nursery: Nursery, tmp_path: Path) -> None:
-    assert nursery.wait_ready(WITHIN_S)
-    process = nursery._process
+def test_one_that_stands_still_is_given_up_and_killed(fork_server: ForkServer, tmp_path: Path) -> None:
+    assert fork_server.wait_ready(WITHIN_S)
+    process = fork_server._process
     os.kill(process.pid, signal.SIGSTOP)
-    assert nursery.fork(["--version"], tmp_path / "log") is None, "who asks then starts a process instead"
+    assert fork_server.fork(["--version"], tmp_path / "log") is None, "who asks then starts a process instead"
     assert process.returncode == -signal.SIGKILL
     assert list(engines_of(str(tmp_path))) == []
 

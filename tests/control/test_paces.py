@@ -11,15 +11,15 @@ import pytest
 from live_plans import WHOLE, write_plans
 
 from potluck.cli.main import run
-from potluck.control.paces import ENOUGH, FORGET_S, LOOK_S, Paces
-from potluck.control.store.store import Store
+from potluck.control.observed_speeds import ENOUGH, FORGET_S, LOOK_S, ObservedSpeeds
+from potluck.control.store.state_store import StateStore
 from potluck.core.values.layout import Layout, Stage, StageNode, single
-from potluck.core.values.plan import Replica, Template, plan_from_json
+from potluck.core.values.plan import PlannedReplica, Template, plan_from_json
 from potluck.perf.timers.profile import profile_from_json
 
 
 def template(name: str, layout: Layout) -> Template:
-    return Template(name, "homogeneous", "live", (), (Replica("mixed", layout),), (), "measured")
+    return Template(name, "homogeneous", "live", (), (PlannedReplica("mixed", layout),), (), "measured")
 
 
 L4 = single("1xL4", 1, 32)
@@ -29,10 +29,10 @@ TWO = Layout((Stage(16, (StageNode("1xL4", 1),)), Stage(16, (StageNode("1xA10", 
 class Scene:
     def __init__(self, path: Path) -> None:
         self.now_s, self.work = 1000.0, 0
-        self.store = Store(path / "state.db")
+        self.store = StateStore(path / "state.db")
         self.store.set("spec", "mark")
         self.templates = {"one": template("one", L4), "two": template("two", TWO)}
-        self.paces = Paces(self.store, self.templates, lambda: self.now_s)
+        self.paces = ObservedSpeeds(self.store, self.templates, lambda: self.now_s)
 
     def look(self, looks: int = 1, *, idle: bool = False, **ratios: float) -> None:
         """The Brain tells of replicas that took so many times as long as they should have."""
@@ -61,54 +61,54 @@ def scene(tmp_path: Path) -> Scene:
     return Scene(tmp_path)
 
 
-def test_a_kind_is_as_fast_as_the_middle_of_its_replicas_once_enough_was_seen(scene: Scene) -> None:
-    scene.look(ENOUGH - 1, a=1.4, b=1.3, c=3.0)
-    assert scene.found == []
-    scene.look(a=1.4, b=1.3, c=3.0)
-    assert scene.found == [("1xL4", 1, 1.4, 3)], "one that is ill says nothing about its kind"
-    again = Paces(Store(scene.store.path), scene.templates, lambda: scene.now_s)
-    assert again.now() == scene.paces.now(), "another controller knows it, too"
-    scene.now_s += FORGET_S
-    assert scene.found == []
+def test_a_kind_is_as_fast_as_the_middle_of_its_replicas_once_enough_was_seen(scenario: Scene) -> None:
+    scenario.look(ENOUGH - 1, a=1.4, b=1.3, c=3.0)
+    assert scenario.found == []
+    scenario.look(a=1.4, b=1.3, c=3.0)
+    assert scenario.found == [("1xL4", 1, 1.4, 3)], "one that is ill says nothing about its kind"
+    again = ObservedSpeeds(StateStore(scenario.store.path), scenario.templates, lambda: scenario.now_s)
+    assert again.now() == scenario.paces.now(), "another controller knows it, too"
+    scenario.now_s += FORGET_S
+    assert scenario.found == []
 
 
-def test_a_replica_that_does_nothing_new_tells_nothing_new(scene: Scene) -> None:
-    scene.look(1, a=2.0)
-    scene.look(3 * ENOUGH, idle=True, a=2.0)
-    assert scene.found == []
+def test_a_replica_that_does_nothing_new_tells_nothing_new(scenario: Scene) -> None:
+    scenario.look(1, a=2.0)
+    scenario.look(3 * ENOUGH, idle=True, a=2.0)
+    assert scenario.found == []
     for _ in range(2 * ENOUGH):
-        scene.work += 1
-        scene.now_s += LOOK_S
-        scene.paces.hear([scene.said("b", 2.0, planned_s=0.2), scene.said("c", 2.0, "two")])
-        scene.paces.hear([scene.said("d", 2.0)])  # too soon after the last look
-    assert scene.found == [], "too little work, several nodes, or nobody's template"
+        scenario.work += 1
+        scenario.now_s += LOOK_S
+        scenario.paces.hear([scenario.said("b", 2.0, planned_s=0.2), scenario.said("c", 2.0, "two")])
+        scenario.paces.hear([scenario.said("d", 2.0)])  # too soon after the last look
+    assert scenario.found == [], "too little work, several nodes, or nobody's template"
 
 
-def test_a_mean_moves_with_what_is_seen(scene: Scene) -> None:
-    scene.look(ENOUGH, a=2.0)
-    scene.look(30, a=1.0)
-    assert scene.found == [("1xL4", 1, 1.0, 1)]
+def test_a_mean_moves_with_what_is_seen(scenario: Scene) -> None:
+    scenario.look(ENOUGH, a=2.0)
+    scenario.look(30, a=1.0)
+    assert scenario.found == [("1xL4", 1, 1.0, 1)]
 
 
-def test_another_spec_has_other_facts(scene: Scene) -> None:
-    scene.look(ENOUGH, a=2.0)
-    scene.store.set("spec", "another")
-    assert scene.found == []
-    scene.look(ENOUGH, a=1.5)
-    assert scene.found == [("1xL4", 1, 1.5, 1)]
+def test_another_spec_has_other_facts(scenario: Scene) -> None:
+    scenario.look(ENOUGH, a=2.0)
+    scenario.store.set("spec", "another")
+    assert scenario.found == []
+    scenario.look(ENOUGH, a=1.5)
+    assert scenario.found == [("1xL4", 1, 1.5, 1)]
 
 
 def test_profiles_of_a_service(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     plan_path, spec = write_plans(tmp_path, WHOLE)
     plan = plan_from_json(plan_path.read_text())
-    scene = Scene(tmp_path / "state")
-    scene.store.set("spec files", {"path": str(spec), "profiles": []})
+    scenario = Scene(tmp_path / "state")
+    scenario.store.set("spec files", {"path": str(spec), "profiles": []})
     out = tmp_path / "observed.json"
     arguments = ["profile", "--live", "--state", str(tmp_path / "state"), "--out", str(out)]
     assert run(arguments) == 1
     assert "too little was seen" in capsys.readouterr().err
-    scene.templates["one"], scene.now_s = plan.templates[0], time.time()
-    scene.look(ENOUGH, a=1.5)
+    scenario.templates["one"], scenario.now_s = plan.templates[0], time.time()
+    scenario.look(ENOUGH, a=1.5)
     assert run([*arguments, "--json"]) == 0
     (row,) = json.loads(capsys.readouterr().out)
     node = plan.templates[0].replicas[0].layout.stages[0].nodes[0].node

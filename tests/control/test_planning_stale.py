@@ -7,12 +7,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from potluck.control.planning import Planning
-from potluck.control.store.store import Store
-from potluck.control.values import Asked, Reply
+from potluck.control.control_values import PlanReply, PlanRequest
+from potluck.control.plan_requests import PlanRequests
+from potluck.control.store.state_store import StateStore
 from potluck.core.values.layout import single
-from potluck.core.values.plan import Deployment, NodeCount, Plan, Replica, Template
-from potluck.core.values.types import Offer, Region
+from potluck.core.values.plan import Deployment, NodeCount, Plan, PlannedReplica, Template
+from potluck.core.values.types import NodeOffer, Region
 
 WANTED: dict[str, Any] = {"replan": {"reason": "prices"}, "replicas": []}
 
@@ -20,13 +20,13 @@ WANTED: dict[str, Any] = {"replan": {"reason": "prices"}, "replicas": []}
 def plan(count: int) -> Plan:
     layout = single("1xL4", 1, 2)
     template = Template(
-        "t", "homogeneous", "m", (NodeCount("1xL4", 1),), (Replica("mixed", layout),), (), "measured"
+        "t", "homogeneous", "m", (NodeCount("1xL4", 1),), (PlannedReplica("mixed", layout),), (), "measured"
     )
     return Plan("auto", (template,), (Deployment("t", "east", count),), (), (), (), (), 1.5, 0.0)
 
 
 def nodes(count: int) -> tuple[Region, ...]:
-    return (Region("east", (Offer("1xL4", 1.0, count),)),)
+    return (Region("east", (NodeOffer("1xL4", 1.0, count),)),)
 
 
 @dataclass
@@ -36,20 +36,20 @@ class Slow:
     go: threading.Event = field(default_factory=threading.Event)
     asked: list[int] = field(default_factory=list)
 
-    def first(self, asked: Asked) -> Reply:
-        return Reply(None, "")
+    def first(self, asked: PlanRequest) -> PlanReply:
+        return PlanReply(None, "")
 
-    def full(self, asked: Asked) -> Reply:
+    def full(self, asked: PlanRequest) -> PlanReply:
         assert asked.regions is not None
         self.asked.append(asked.regions[0].offers[0].available)
         assert self.go.wait(60)
-        return Reply(plan(self.asked[-1]), "more")
+        return PlanReply(plan(self.asked[-1]), "more")
 
 
 def test_a_plan_for_nodes_that_have_gone_is_made_anew(tmp_path: Path) -> None:
     slow, adopted, notes = Slow(), [], []
-    planning = Planning(
-        Store(tmp_path / "state.db"),
+    planning = PlanRequests(
+        StateStore(tmp_path / "state.db"),
         slow,
         lambda made, reason: adopted.append(made.deployments[0].count) or len(adopted),
         lambda kind, what, why: notes.append(f"{what}: {why}"),
@@ -73,8 +73,8 @@ def test_a_plan_for_nodes_that_have_gone_is_made_anew(tmp_path: Path) -> None:
 def test_more_nodes_than_it_was_made_for_do_no_harm(tmp_path: Path) -> None:
     slow, adopted = Slow(), []
     slow.go.set()
-    planning = Planning(
-        Store(tmp_path / "state.db"),
+    planning = PlanRequests(
+        StateStore(tmp_path / "state.db"),
         slow,
         lambda made, reason: adopted.append(made.deployments[0].count) or len(adopted),
         lambda kind, what, why: None,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from potluck.control.recent import Recent, read
+from potluck.control.recent_metrics import RecentMetrics, read
 
 TEXT = """# TYPE answered_total counter
 answered_total{{model="a"}} {a}
@@ -18,8 +18,8 @@ wait_seconds_count{{model="a"}} {all}
 """
 
 
-def _recent(*steps: tuple[float, dict[str, int]]) -> Recent:
-    recent = Recent(window_s=10.0)
+def _recent(*steps: tuple[float, dict[str, int]]) -> RecentMetrics:
+    recent = RecentMetrics(window_s=10.0)
     for at_s, values in steps:
         recent.add(read(TEXT.format(**values), at_s))
     return recent

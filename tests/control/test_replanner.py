@@ -7,21 +7,21 @@ from dataclasses import replace
 import pytest
 
 from potluck.catalog import models, nodes
+from potluck.control.control_values import PlanRequest
 from potluck.control.replanner import Replanner
-from potluck.control.values import Asked
-from potluck.core.brain.actions import SeenLengths
 from potluck.core.errors import CapacityError
+from potluck.core.state.actions import SeenLengths
 from potluck.core.values.layout import single
-from potluck.core.values.pace import Pace, spoken
+from potluck.core.values.observed_speed import ObservedSpeed, spoken
 from potluck.core.values.plan import Deployment, Plan
-from potluck.core.values.types import LengthBin, Offer, Region, Slo, Traffic
-from potluck.perf.step import steps
+from potluck.core.values.types import LengthBin, NodeOffer, Region, Slo, Traffic
+from potluck.perf.step_timer import steps
 from potluck.perf.timers.profile import ProfileTimer
-from potluck.plan.problem import Problem, ask
-from potluck.plan.running.again import drifted
-from potluck.plan.running.observed import observed, profile_of
-from potluck.plan.strategies import STRATEGIES, Settings, Workshop
-from potluck.plan.timing.rates import layout_timer
+from potluck.plan.problem import PlanningProblem, ask
+from potluck.plan.replan.current_problem import drifted
+from potluck.plan.replan.observed_profiles import observed, profile_of
+from potluck.plan.strategies import STRATEGIES, SolveSettings, TemplateFactory
+from potluck.plan.timing.replica_rates import layout_timer
 
 L4, A10 = nodes.node_type("1xL4"), nodes.node_type("1xA10")
 TRAFFIC = Traffic("m", 6.0, (LengthBin(1200.0, 40.0, 1.0),))
@@ -29,15 +29,15 @@ ASK = ask("m", models.model("Llama-3.1-8B"), Slo(4.0, 0.25), TRAFFIC)
 
 
 def regions(l4: int, a10: int, a10_usd: float = 3.0) -> tuple[Region, ...]:
-    return (Region("east", (Offer("1xL4", 0.6, l4), Offer("1xA10", a10_usd, a10))),)
+    return (Region("east", (NodeOffer("1xL4", 0.6, l4), NodeOffer("1xA10", a10_usd, a10))),)
 
 
-PROBLEM = Problem((ASK,), regions(6, 2), (L4, A10))
+PROBLEM = PlanningProblem((ASK,), regions(6, 2), (L4, A10))
 
 
 @pytest.fixture(scope="module")
 def running() -> Plan:
-    return STRATEGIES["melange"](Workshop(PROBLEM), Settings(time_limit_s=20.0)).plan
+    return STRATEGIES["melange"](TemplateFactory(PROBLEM), SolveSettings(time_limit_s=20.0)).plan
 
 
 @pytest.fixture(scope="module")
@@ -52,7 +52,7 @@ def copies(plan: Plan | None, node: str) -> int:
 
 def test_what_is_left_is_routed_anew_and_then_replaced(running: Plan, planner: Replanner) -> None:
     there = copies(running, "L4")
-    asked = Asked({"m": 6.0}, "a node died", regions=regions(there - 1, 2), running=running)
+    asked = PlanRequest({"m": 6.0}, "a node died", regions=regions(there - 1, 2), running=running)
     first = planner.first(asked)
     assert copies(first.plan, "L4") == there - 1
     assert copies(first.plan, "A10") == 0
@@ -69,28 +69,30 @@ def test_what_is_left_is_routed_anew_and_then_replaced(running: Plan, planner: R
 
 
 def test_nothing_is_done_at_once_where_all_machines_are_there(running: Plan, planner: Replanner) -> None:
-    assert planner.first(Asked({"m": 6.0}, "prices", running=running)).plan is None
-    assert planner.full(Asked({"m": 6.0}, "prices", running=running)).plan is None
+    assert planner.first(PlanRequest({"m": 6.0}, "prices", running=running)).plan is None
+    assert planner.full(PlanRequest({"m": 6.0}, "prices", running=running)).plan is None
 
 
 def test_a_cheaper_gpu_is_taken_and_one_that_saves_less_than_a_start_is_not(
     running: Plan, planner: Replanner
 ) -> None:
-    cheap = planner.full(Asked({"m": 6.0}, "prices", regions=regions(6, 4, 0.3), running=running))
+    cheap = planner.full(PlanRequest({"m": 6.0}, "prices", regions=regions(6, 4, 0.3), running=running))
     assert "saves" in cheap.why
     assert copies(cheap.plan, "A10") > 0
     per_a10 = running.cost_usd_per_h / 2
-    same = planner.full(Asked({"m": 6.0}, "prices", regions=regions(6, 4, per_a10 * 0.99), running=running))
+    same = planner.full(
+        PlanRequest({"m": 6.0}, "prices", regions=regions(6, 4, per_a10 * 0.99), running=running)
+    )
     assert same.plan is None
 
 
 def test_rates_and_lengths_that_were_seen_are_planned_for(running: Plan, planner: Replanner) -> None:
-    more = planner.full(Asked({"m": 9.0}, "more", running=running))
+    more = planner.full(PlanRequest({"m": 9.0}, "more", running=running))
     assert copies(more.plan, "L4") + copies(more.plan, "A10") > copies(running, "L4")
     seen = SeenLengths("m", 12.0, ((300.0, 60.0),))
     assert drifted(ASK, seen)
     assert not drifted(ASK, SeenLengths("m", 42.0, ((1150.0, 60.0),)))
-    short = planner.full(Asked({"m": 6.0}, "shorter", (seen,), running=running))
+    short = planner.full(PlanRequest({"m": 6.0}, "shorter", (seen,), running=running))
     assert short.plan is not None
     assert short.plan.cost_usd_per_h < running.cost_usd_per_h
 
@@ -99,34 +101,38 @@ def test_other_roles_are_no_start(planner: Replanner) -> None:
     """A plan for long answers, asked for long prompts: what comes back keeps to the layouts that are there."""
     talk = Traffic("m", 6.0, (LengthBin(300.0, 120.0, 1.0),))
     problem = replace(PROBLEM, asks=(ask("m", ASK.model, ASK.slo, talk),), regions=regions(5, 0))
-    plan = STRATEGIES["prfaas"](Workshop(problem), Settings(time_limit_s=10.0)).plan
+    plan = STRATEGIES["prfaas"](TemplateFactory(problem), SolveSettings(time_limit_s=10.0)).plan
     counts = {each.template: 1 if "prefill" in each.template else 4 for each in plan.deployments}
     plan = replace(plan, deployments=tuple(Deployment(name, "east", n) for name, n in counts.items()))
     seen = SeenLengths("m", 12.0, ((1200.0, 60.0),))
-    reply = Replanner(problem, 10.0).full(Asked({"m": 6.0}, "shift", (seen,), running=plan))
+    reply = Replanner(problem, 10.0).full(PlanRequest({"m": 6.0}, "shift", (seen,), running=plan))
     assert reply.plan is not None
     assert sum(each.count for each in reply.plan.deployments) <= 5
 
 
 def test_without_any_node_it_says_so(planner: Replanner) -> None:
     with pytest.raises(CapacityError, match="no region has any node"):
-        planner.full(Asked({"m": 1.0}, "all gone", regions=regions(0, 0)))
+        planner.full(PlanRequest({"m": 1.0}, "all gone", regions=regions(0, 0)))
 
 
 def test_a_kind_of_node_that_is_slower_than_its_facts_is_planned_as_slow_as_it_is(
     running: Plan, planner: Replanner
 ) -> None:
     assert copies(running, "A10") == 0
-    asked = Asked({"m": 6.0}, "as usual", running=running)
+    asked = PlanRequest({"m": 6.0}, "as usual", running=running)
     assert planner.full(asked).plan is None, "at the speed of its facts it is the best there is"
-    slow = replace(asked, paces=(Pace("m", "1xL4", 1, 2.0),))
+    slow = replace(asked, paces=(ObservedSpeed("m", "1xL4", 1, 2.0),))
     reply = planner.full(slow)
     assert reply.plan is not None
     assert copies(reply.plan, "A10") > 0, "twice the L4s are not there"
     assert "instead of" in reply.why
-    assert planner.full(replace(asked, paces=(Pace("m", "1xL4", 1, 1.05),))).plan is None, "near enough"
-    assert planner.full(replace(asked, paces=(Pace("other", "1xL4", 1, 2.0),))).plan is None
-    assert planner.full(replace(asked, paces=(Pace("m", "1xH100", 1, 2.0),))).plan is None, "no such node"
+    assert planner.full(replace(asked, paces=(ObservedSpeed("m", "1xL4", 1, 1.05),))).plan is None, (
+        "near enough"
+    )
+    assert planner.full(replace(asked, paces=(ObservedSpeed("other", "1xL4", 1, 2.0),))).plan is None
+    assert planner.full(replace(asked, paces=(ObservedSpeed("m", "1xH100", 1, 2.0),))).plan is None, (
+        "no such node"
+    )
 
 
 def test_an_observed_profile_is_the_facts_times_the_pace() -> None:
@@ -139,13 +145,13 @@ def test_an_observed_profile_is_the_facts_times_the_pace() -> None:
     )
     facts = layout_timer(ASK, layout, PROBLEM.by_name).step_s(batch)
     for pace, believed in ((2.0, 2.0), (0.6, 0.6), (50.0, 4.0), (0.01, 0.5)):
-        found = profile_of(PROBLEM, ASK, Pace("m", "1xL4", 1, pace), "2031-01-31")
+        found = profile_of(PROBLEM, ASK, ObservedSpeed("m", "1xL4", 1, pace), "2031-01-31")
         assert ProfileTimer(found).step_s(batch) / facts == pytest.approx(believed, rel=0.08)
-    slow = observed(PROBLEM, (Pace("m", "1xL4", 1, 2.0),), "2031-01-31")
+    slow = observed(PROBLEM, (ObservedSpeed("m", "1xL4", 1, 2.0),), "2031-01-31")
     assert layout_timer(slow.asks[0], layout, PROBLEM.by_name).step_s(batch) / facts == pytest.approx(
         2, rel=0.08
     )
-    assert observed(PROBLEM, (Pace("m", "1xL4", 1, 0.95),), "2031-01-31") == PROBLEM
-    assert spoken((Pace("m", "1xL4", 1, 1.349), Pace("m", "1xA10", 1, 1.0))) == (
+    assert observed(PROBLEM, (ObservedSpeed("m", "1xL4", 1, 0.95),), "2031-01-31") == PROBLEM
+    assert spoken((ObservedSpeed("m", "1xL4", 1, 1.349), ObservedSpeed("m", "1xA10", 1, 1.0))) == (
         "plans with 1xL4 at 1.35 of its facts for m"
     )

@@ -9,7 +9,7 @@ import click
 import pytest
 
 from potluck.cli.serving.operate import upgrade
-from potluck.control.rolling import Turn, due, lacks, turns
+from potluck.control.rolling_upgrade import UpgradeTurn, due, lacks, turns
 from potluck.core.errors import PotluckError
 
 
@@ -88,7 +88,7 @@ def test_what_came_back_by_itself_is_not_replaced_again() -> None:
 def test_what_is_waited_for_is_named() -> None:
     before = Fleet({"a": 2}).snapshot()
     (turn, _) = turns(before)
-    assert turn == Turn(("a#0/0", "a#0/1"), ("http://a-0-0", "http://a-0-1"))
+    assert turn == UpgradeTurn(("a#0/0", "a#0/1"), ("http://a-0-0", "http://a-0-1"))
     assert lacks(before, before, turn, 5.0) == "a#0/0 still has requests"
     after = Fleet({"a": 2})
     after.replicas = after.replicas[2:]

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import pytest
 
-from potluck.control.schedule import Leave, read_schedule
+from potluck.control.market_schedule import NodesLeave, read_schedule
 from potluck.core.errors import PotluckError
-from potluck.core.values.types import Offer, Region
+from potluck.core.values.types import NodeOffer, Region
 
 SPEC = (
-    Region("east", (Offer("1xL4", 0.6, 4), Offer("1xA10", 1.0, 2))),
-    Region("west", (Offer("1xL4", 0.5, 1),)),
+    Region("east", (NodeOffer("1xL4", 0.6, 4), NodeOffer("1xA10", 1.0, 2))),
+    Region("west", (NodeOffer("1xL4", 0.5, 1),)),
 )
 TEXT = """\
 offers:
@@ -32,7 +32,7 @@ def test_each_line_holds_from_its_second_on_and_changes_what_it_names() -> None:
     assert offers(schedule.regions(SPEC, 3600.0)) == [(0.9, 4), (1.0, 2), (0.5, 3)]
     assert offers(schedule.regions(SPEC, 1e9)) == [(0.9, 1), (1.0, 2), (0.5, 3)]
     assert [change.notice_s for change in schedule.changes] == [30.0, 30.0, 120.0]
-    assert schedule.leaves == (Leave(9000.0, "west", "1xL4", 2, 30.0),)
+    assert schedule.leaves == (NodesLeave(9000.0, "west", "1xL4", 2, 30.0),)
     assert read_schedule("", "day.yaml", SPEC).regions(SPEC) == SPEC
 
 

@@ -10,31 +10,31 @@ from pathlib import Path
 
 import pytest
 
+from potluck.control.control_values import EngineInstance, EngineSpec
 from potluck.control.store import schema
 from potluck.control.store.lease import Lease
-from potluck.control.store.store import StateError, Store
-from potluck.control.values import Instance, Make
+from potluck.control.store.state_store import StateError, StateStore
 from potluck.core.errors import PotluckError
 from potluck.core.values.layout import single
 from potluck.core.values.plan import Plan
 
-MAKE = Make("m", single("1xA10", 1, 2), "east")
+MAKE = EngineSpec("m", single("1xA10", 1, 2), "east")
 PLAN = Plan("auto", (), (), (), (), (), (), 1.5, 0.0)
 
 
 def test_everything_is_there_again_after_a_restart(tmp_path: Path) -> None:
     path = tmp_path / "deep" / "state.db"
-    store = Store(path)
+    store = StateStore(path)
     first = store.add_plan(PLAN, 10.0, "begin")
     second = store.add_plan(replace(PLAN, cost_usd_per_h=2.0), 11.0, "more load")
-    one = Instance("i1", MAKE, "starting", 5.0, replica="r1")
+    one = EngineInstance("i1", MAKE, "starting", 5.0, replica="r1")
     store.put(one, {"pid": 7})
     store.put(replace(one, state="up", url="http://h:1"))
     store.note(1.0, "start", "i1", "wanted")
     store.add_rates(100, [("m", 2.5)])
     store.set("gateway", {"url": "http://g"})
     store.close()
-    again = Store(path)
+    again = StateStore(path)
     assert again.instances() == (replace(one, state="up", url="http://h:1"),)
     assert again.places() == {"i1": {"pid": 7}}
     newest = again.plan()
@@ -57,7 +57,7 @@ def test_a_damaged_file_is_said_to_be_one_and_left_alone(tmp_path: Path) -> None
     path = tmp_path / "state.db"
     path.write_bytes(b"this is not a database, however long it may be " * 50)
     with pytest.raises(StateError) as error:
-        Store(path)
+        StateStore(path)
     assert "damaged" in str(error.value)
     assert "mv " in str(error.value)
     assert path.read_bytes().startswith(b"this is not")
@@ -65,22 +65,22 @@ def test_a_damaged_file_is_said_to_be_one_and_left_alone(tmp_path: Path) -> None
 
 def test_a_newer_releases_file_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "state.db"
-    Store(path).close()
+    StateStore(path).close()
     with sqlite3.connect(path) as db:
         db.execute(f"PRAGMA user_version = {schema.VERSION + 1}")
     with pytest.raises(PotluckError, match="newer release"):
-        Store(path)
+        StateStore(path)
 
 
 def test_an_older_file_is_brought_up_to_date(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "state.db"
-    store = Store(path)
-    store.put(Instance("i", MAKE, "up", 0.0))
+    store = StateStore(path)
+    store.put(EngineInstance("i", MAKE, "up", 0.0))
     store.close()
     more = (*schema.MIGRATIONS, ("ALTER TABLE instances ADD COLUMN colour TEXT NOT NULL DEFAULT 'red'",))
     monkeypatch.setattr(schema, "MIGRATIONS", more)
     monkeypatch.setattr(schema, "VERSION", len(more))
-    again = Store(path)
+    again = StateStore(path)
     assert [each.name for each in again.instances()] == ["i"]
     assert again.rows("SELECT colour FROM instances") == [("red",)]
 
@@ -88,11 +88,11 @@ def test_an_older_file_is_brought_up_to_date(tmp_path: Path, monkeypatch: pytest
 def test_a_file_where_no_folder_can_be(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(PotluckError, match="--state"):
-        Store(tmp_path / "file" / "state.db")
+        StateStore(tmp_path / "file" / "state.db")
 
 
 def test_a_change_that_breaks_off_leaves_nothing(tmp_path: Path) -> None:
-    store = Store(tmp_path / "state.db")
+    store = StateStore(tmp_path / "state.db")
 
     def breaks_off() -> None:
         with store.change() as db:
@@ -107,9 +107,9 @@ def test_a_change_that_breaks_off_leaves_nothing(tmp_path: Path) -> None:
 
 
 def test_events_are_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("potluck.control.store.store.MOST_EVENTS", 20)
-    monkeypatch.setattr("potluck.control.store.store.BATCH", 10)
-    store = Store(tmp_path / "state.db")
+    monkeypatch.setattr("potluck.control.store.state_store.MOST_EVENTS", 20)
+    monkeypatch.setattr("potluck.control.store.state_store.BATCH", 10)
+    store = StateStore(tmp_path / "state.db")
     for place in range(60):
         store.note(float(place), "k", str(place), "")
     found = store.happenings(most=1000)
@@ -119,8 +119,8 @@ def test_events_are_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
 
 def test_only_one_holds_the_lease_and_it_passes_on_when_it_ends(tmp_path: Path) -> None:
     now = [0.0]
-    one = Lease(Store(tmp_path / "state.db"), lambda: now[0])
-    two = Lease(Store(tmp_path / "state.db"), lambda: now[0])
+    one = Lease(StateStore(tmp_path / "state.db"), lambda: now[0])
+    two = Lease(StateStore(tmp_path / "state.db"), lambda: now[0])
     assert one.renew()
     assert not two.renew()
     assert one.held
@@ -137,14 +137,14 @@ def test_only_one_holds_the_lease_and_it_passes_on_when_it_ends(tmp_path: Path) 
 
 
 def test_a_dead_process_of_this_machine_leaves_its_lease_at_once(tmp_path: Path) -> None:
-    one, two = (Lease(Store(tmp_path / "state.db")) for _ in range(2))
+    one, two = (Lease(StateStore(tmp_path / "state.db")) for _ in range(2))
     assert one.renew()
     assert not two.inherit(), "its holder, this process, lives"
     ended = subprocess.Popen(["true"])
     ended.wait()
     host = one.holder.rsplit("-", 2)[0]
     for holder, free in ((f"{host}-{ended.pid}-ab", True), (f"elsewhere-{ended.pid}-ab", False)):
-        store = Store(tmp_path / "state.db")
+        store = StateStore(tmp_path / "state.db")
         store.release(one.holder)
         store.release(two.holder)
         assert store.claim(holder, time.time(), 60.0) is not None

@@ -12,8 +12,8 @@ from typing import Any
 
 import pytest
 
-from potluck.control.launch.process import Pid, alive, started_at
-from potluck.control.launch.ray.supervisor import HOST, PORT, PYTHON, SECRET_FILE, Supervisor
+from potluck.control.launchers.process import ProcessId, alive, started_at
+from potluck.control.launchers.ray.process_actor import HOST, PORT, PYTHON, SECRET_FILE, ProcessActor
 
 ENGINE = """
 import socket, sys
@@ -27,17 +27,17 @@ while True:
 """
 TWO = """
 import os, sys, time
-from potluck.control.launch.ray.supervisor import Supervisor
-it = Supervisor("tied", "engine", {}, here=lambda: ("127.0.0.1", "n"))
+from potluck.control.launchers.ray.process_actor import ProcessActor
+it = ProcessActor("tied", "engine", {}, here=lambda: ("127.0.0.1", "n"))
 it.begin([sys.executable, "-S", "-c", "import time; time.sleep(600)"])
 print(it._pid.number, flush=True)
 time.sleep(600)
 """
 
 
-def made(name: str, errand: Any, monkeypatch: pytest.MonkeyPatch, folder: Path) -> Supervisor:
+def made(name: str, errand: Any, monkeypatch: pytest.MonkeyPatch, folder: Path) -> ProcessActor:
     monkeypatch.setattr("tempfile.tempdir", str(folder))
-    return Supervisor(name, errand, {}, secret="s" * 20, here=lambda: ("127.0.0.1", "node-1"))
+    return ProcessActor(name, errand, {}, secret="s" * 20, here=lambda: ("127.0.0.1", "node-1"))
 
 
 def until(what: Callable[[], Any]) -> Any:
@@ -82,7 +82,7 @@ def test_what_it_looks_after_ends_with_it(tmp_path: Path) -> None:
     process = subprocess.Popen([sys.executable, "-c", TWO], stdout=subprocess.PIPE, text=True, env=variables)
     assert process.stdout is not None
     number = int(process.stdout.readline())
-    pid = Pid(number, started_at(number) or 0)
+    pid = ProcessId(number, started_at(number) or 0)
     assert alive(pid)
     process.kill()
     process.wait()

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from math import ceil
 
-from potluck.core.replica.batch import DONE, FINISHED, FIRST, RESUMED, Happening, Limits
+from potluck.core.replica.batch import DONE, FINISHED, FIRST, RESUMED, BatchLimits, Happening
 from potluck.core.replica.batch_values import LATE, LOWEST
 
 
@@ -29,7 +29,7 @@ class Plain:
 class PlainBatcher:
     """What `Batcher` must be equal to."""
 
-    def __init__(self, limits: Limits) -> None:
+    def __init__(self, limits: BatchLimits) -> None:
         self.limits = limits
         self.all: list[Plain] = []
         self.reserved: dict[int, int] = {}

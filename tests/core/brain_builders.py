@@ -6,38 +6,48 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
-from potluck.core.brain.actions import Abandon, Action, Drain, Flip, Inquire, Refuse, Run, Start, Stop
 from potluck.core.brain.brain import Brain
-from potluck.core.brain.events import (
-    Arrived,
-    Drained,
+from potluck.core.state.actions import (
+    Abort,
+    Action,
+    DrainReplica,
+    FlipReplica,
+    QueryAttempt,
+    Refuse,
+    Run,
+    StartReplica,
+    StopReplica,
+)
+from potluck.core.state.events import (
+    AttemptFailed,
+    AttemptRunning,
     Event,
-    Failed,
     FailureKind,
-    Finished,
     FirstToken,
-    Planned,
+    PlanReceived,
+    ReplicaDrained,
     ReplicaLost,
     ReplicaReady,
+    RequestArrived,
+    RequestFinished,
     SegmentDone,
-    Underway,
 )
-from potluck.core.brain.facts import Facts, ModelFacts, ReplicaFacts, SplitFacts
-from potluck.core.brain.policy import Policy
+from potluck.core.state.facts import FleetFacts, ModelFacts, ReplicaFacts, SplitFacts
+from potluck.core.state.policy import Policy
 from potluck.core.values.layout import single
-from potluck.core.values.member import Member
 from potluck.core.values.plan import (
-    Bucket,
     BucketCapacity,
     Deployment,
-    Flow,
+    LengthBucket,
     NodeCount,
     Plan,
-    Replica,
-    Share,
+    PlannedFlow,
+    PlannedReplica,
+    PlannedShare,
     Template,
     TemplateKind,
 )
+from potluck.core.values.replica_spec import ReplicaSpec
 from potluck.core.values.types import Request, Role
 
 Phase = Literal["closed", "prefill", "decode"]
@@ -58,7 +68,7 @@ def template(
     size = max(len(closed), len(prefill), len(decode))
     rates = [list(each) + [0.0] * (size - len(each)) for each in (prefill, decode, closed)]
     capacity = tuple(BucketCapacity(b, *(each[b] for each in rates), 0.1, 0.02) for b in range(size))
-    replicas = tuple(Replica(role, single("node", 1, 8)) for role in roles)
+    replicas = tuple(PlannedReplica(role, single("node", 1, 8)) for role in roles)
     return Template(name, kind, model, (NodeCount("node", 1),), replicas, capacity, "measured")
 
 
@@ -75,10 +85,15 @@ def plan(
         "test",
         tuple(templates),
         tuple(Deployment(name, region, count) for (name, region), count in counts.items()),
-        tuple(Bucket(m, b, tokens, 1.0) for m in models for b, tokens in enumerate(longest)),
-        tuple(Share(t, r, b, p, x) for (t, r, p), rates in shares.items() for b, x in enumerate(rates) if x),
+        tuple(LengthBucket(m, b, tokens, 1.0) for m in models for b, tokens in enumerate(longest)),
         tuple(
-            Flow(m, b, s, d, x)
+            PlannedShare(t, r, b, p, x)
+            for (t, r, p), rates in shares.items()
+            for b, x in enumerate(rates)
+            if x
+        ),
+        tuple(
+            PlannedFlow(m, b, s, d, x)
             for (m, s, d), rates in (flows or {}).items()
             for b, x in enumerate(rates)
             if x
@@ -95,7 +110,7 @@ def facts(
     batch: int = 8,
     longest: dict[str, int] | None = None,
     exact: bool = False,
-) -> Facts:
+) -> FleetFacts:
     limits = longest or {}
     replicas = {
         (each.name, i): ReplicaFacts(1e-4, 1e-3, 0.02, batch, 20_000, limits.get(each.name, 200_000))
@@ -104,7 +119,7 @@ def facts(
     }
     models = {each.model: ModelFacts(1e5, exact_prefix=exact) for each in templates}
     splits = {each.name: SPLIT for each in templates if each.kind == "pair"}
-    return Facts(models, replicas, splits, {("far", "near"): 10.0, ("near", "far"): 10.0})
+    return FleetFacts(models, replicas, splits, {("far", "near"): 10.0, ("near", "far"): 10.0})
 
 
 def request(
@@ -137,10 +152,10 @@ class World:
 
     brain: Brain
     jobs: dict[str, Job] = field(default_factory=dict)
-    members: dict[str, Member] = field(default_factory=dict)
+    members: dict[str, ReplicaSpec] = field(default_factory=dict)
     ready: set[str] = field(default_factory=set)
     draining: set[str] = field(default_factory=set)
-    dying: dict[str, Member] = field(default_factory=dict)
+    dying: dict[str, ReplicaSpec] = field(default_factory=dict)
     """Gone, and the Brain does not know yet: it may still send there, and that fails."""
     requests: dict[str, Request] = field(default_factory=dict)
     ended: dict[str, str] = field(default_factory=dict)
@@ -153,7 +168,7 @@ class World:
     now_s: float = 0.0
 
     def tell(self, event: Event) -> list[Action]:
-        if isinstance(event, Arrived) and event.request.id not in self.requests:
+        if isinstance(event, RequestArrived) and event.request.id not in self.requests:
             self.requests[event.request.id] = event.request
         actions = self.brain.on(self.now_s, event)
         self.log.append((self.now_s, event, tuple(actions)))
@@ -168,28 +183,28 @@ class World:
             case Refuse(name, _, detail):
                 assert detail
                 self._end(name, "refused")
-            case Abandon(name, replicas):
+            case Abort(name, replicas):
                 assert replicas
                 assert set(replicas) <= self.members.keys() | self.dying.keys()
                 job = self.jobs.pop(name, None)
                 if job is not None:
                     self.left[name] = job.run.streamed_tokens + int(job.first)
-            case Inquire(name, attempt) if self.answers:
+            case QueryAttempt(name, attempt) if self.answers:
                 if name in self.jobs:
                     assert self.jobs[name].run.attempt == attempt
-                    self.tell(Underway(name, attempt))
+                    self.tell(AttemptRunning(name, attempt))
                 else:
-                    self.tell(Failed(name, attempt, "timeout", "", self.left.pop(name)))
-            case Start(member):
+                    self.tell(AttemptFailed(name, attempt, "timeout", "", self.left.pop(name)))
+            case StartReplica(member):
                 assert member.id not in self.members
                 self.members[member.id] = member
-            case Drain(replica):
+            case DrainReplica(replica):
                 assert replica in self.ready
                 self.ready.discard(replica)
                 self.draining.add(replica)
-            case Stop(replica):
+            case StopReplica(replica):
                 self.lose(replica, tell=False)
-            case Flip(replica, _):
+            case FlipReplica(replica, _):
                 assert replica in self.members
 
     def _run(self, run: Run) -> None:
@@ -217,7 +232,7 @@ class World:
         return self.tell(ReplicaReady(replica, kv_version))
 
     def plan(self, new: Plan, ready: bool = True) -> list[Action]:
-        actions = self.tell(Planned(new))
+        actions = self.tell(PlanReceived(new))
         if ready:
             self.all_ready()
         return actions
@@ -227,7 +242,7 @@ class World:
             self.make_ready(replica)
 
     def arrive(self, new: Request) -> list[Action]:
-        return self.tell(Arrived(new))
+        return self.tell(RequestArrived(new))
 
     def advance(self, name: str) -> list[Action]:
         """The next thing on a request's way."""
@@ -239,7 +254,7 @@ class World:
             job.first = True
             return self.tell(FirstToken(name, job.run.attempt))
         self._end(name, "answered")
-        return self.tell(Finished(name, job.run.attempt, self.requests[name].max_output_tokens))
+        return self.tell(RequestFinished(name, job.run.attempt, self.requests[name].max_output_tokens))
 
     def finish(self, name: str) -> None:
         while name in self.jobs:
@@ -247,7 +262,7 @@ class World:
 
     def fail(self, name: str, kind: FailureKind, where: str, streamed: int = 0) -> list[Action]:
         attempt = self.jobs.pop(name).run.attempt
-        return self.tell(Failed(name, attempt, kind, where, streamed))
+        return self.tell(AttemptFailed(name, attempt, kind, where, streamed))
 
     def lose(self, replica: str, tell: bool = True, late: bool = False) -> None:
         """A replica dies, or was stopped; its requests fail, before or after that is known."""
@@ -268,10 +283,12 @@ class World:
     def drain_out(self, replica: str) -> None:
         while busy := [name for name, job in self.jobs.items() if job.needs(replica)]:
             self.finish(busy[0])
-        self.tell(Drained(replica))
+        self.tell(ReplicaDrained(replica))
 
 
-def world(new: Plan, policy: Policy | None = None, known: Facts | None = None, ready: bool = True) -> World:
+def world(
+    new: Plan, policy: Policy | None = None, known: FleetFacts | None = None, ready: bool = True
+) -> World:
     made = World(Brain(known or facts(new.templates), policy or Policy()))
     made.plan(new, ready)
     return made
@@ -279,7 +296,7 @@ def world(new: Plan, policy: Policy | None = None, known: Facts | None = None, r
 
 def assert_at_rest(brain: Brain) -> None:
     """With nothing open, every count is back at nothing."""
-    assert brain.flights == {}
+    assert brain.requests == {}
     for view in brain.fleet.views.values():
         assert (view.open_requests, view.open_prefill_tokens, view.open_context_tokens) == (0, 0, 0)
         assert view.yielding_tokens == 0

@@ -1,8 +1,9 @@
 """A driver from hell for the Brain: events come late, twice, out of order or not at all, over random fleets.
 
 It keeps the truth itself: which replicas are up, where each attempt is, how many tokens reached each user. What it
-promises the Brain is only what docs/policies.md asks of a driver: `Arrived`, `Cancelled`, `ReplicaReady` and
-`ReplicaLost` arrive in the end, and an `Inquire` is answered with the truth, though that answer may get lost as well.
+promises the Brain is only what docs/policies.md asks of a driver: `RequestArrived`, `RequestCancelled`,
+`ReplicaReady` and `ReplicaLost` arrive in the end, and an `QueryAttempt` is answered with the truth, though that
+answer may get lost as well.
 
 Whatever the Brain does is held against that: `Broken` is raised when a request ends twice or not at all, when work is
 asked for on one that ended, when tokens would be repeated, or when a count does not return to nothing.
@@ -18,33 +19,44 @@ import brain_builders as build
 from brain_chaos_fleets import Broken, Job, facts, plan, policy
 from brain_chaos_twins import run_beside
 
-from potluck.core.brain.actions import Abandon, Action, Drain, Flip, Inquire, Refuse, Run, Start, Stop, Twin
 from potluck.core.brain.brain import Brain
-from potluck.core.brain.events import (
-    Arrived,
-    Cancelled,
-    Computed,
-    Drained,
+from potluck.core.brain.requests import ENDED
+from potluck.core.state.actions import (
+    Abort,
+    Action,
+    DrainReplica,
+    FlipReplica,
+    Hedge,
+    QueryAttempt,
+    Refuse,
+    Run,
+    StartReplica,
+    StopReplica,
+)
+from potluck.core.state.events import (
+    AttemptFailed,
+    AttemptRunning,
     Event,
-    Failed,
     FailureKind,
-    Finished,
     FirstToken,
     LinkReported,
-    Planned,
+    PlanReceived,
+    ReplicaDrained,
     ReplicaLost,
     ReplicaReady,
-    Reported,
+    ReplicaReported,
+    ReplicaStatus,
+    RequestArrived,
+    RequestCancelled,
+    RequestFinished,
+    SegmentComputed,
     SegmentDone,
-    Status,
     Tick,
-    Underway,
 )
-from potluck.core.brain.fleet import View
-from potluck.core.brain.flights import ENDED
-from potluck.core.values.member import Member
+from potluck.core.state.fleet import ReplicaState
+from potluck.core.values.replica_spec import ReplicaSpec
 
-SURE = (Arrived, Cancelled, ReplicaReady, ReplicaLost, Planned, Tick)
+SURE = (RequestArrived, RequestCancelled, ReplicaReady, ReplicaLost, PlanReceived, Tick)
 """They may be late or doubled, but come."""
 MODELS = (*("m",) * 12, *("f",) * 6, "other")
 KINDS = ("interactive", "standard", "batch", "hasty", "none such")
@@ -72,14 +84,14 @@ class Chaos:
         self.jobs: dict[str, Job] = {}
         self.recent: list[str] = []
         """Some that ended, whose events may still be under way."""
-        self.members: dict[str, Member] = {}
+        self.members: dict[str, ReplicaSpec] = {}
         self.up: set[str] = set()
         self.draining: set[str] = set()
         self.late: list[Event] = []
-        self.views: list[View] = []
+        self.views: list[ReplicaState] = []
         self._news: deque[Event] = deque()
         self.calm = False
-        self.tell(Planned(plan(chance)))
+        self.tell(PlanReceived(plan(chance)))
 
     # Telling.
 
@@ -91,7 +103,7 @@ class Chaos:
             return
         if dice < 0.08 and not isinstance(event, SURE):
             return
-        if dice < 0.14 and not isinstance(event, Planned) and len(self.late) < LATE_MOST:
+        if dice < 0.14 and not isinstance(event, PlanReceived) and len(self.late) < LATE_MOST:
             self.late.append(event)
         self._on(event)
 
@@ -110,27 +122,27 @@ class Chaos:
         match action:
             case Run():
                 self._run(action)
-            case Twin():
+            case Hedge():
                 run_beside(self, action)
             case Refuse(name):
                 job = self._open(name, action)
                 self._end(job, "refused")
-            case Abandon(name):
+            case Abort(name):
                 if name in self.jobs:
                     self.jobs[name].run = None
-            case Inquire(name, attempt):
+            case QueryAttempt(name, attempt):
                 self._answer(name, attempt)
-            case Start(member):
+            case StartReplica(member):
                 if member.id in self.members:
                     raise Broken(f"{member.id} was started twice")
                 self.members[member.id] = member
                 self.views.append(self.brain.fleet.views[member.id])
-            case Drain(replica):
+            case DrainReplica(replica):
                 if replica in self.up:
                     self.draining.add(replica)
-            case Stop(replica):
+            case StopReplica(replica):
                 self._down(replica)
-            case Flip(replica):
+            case FlipReplica(replica):
                 if replica not in self.members and not self._unheard(replica):
                     raise Broken(f"{replica} is flipped and not there")
 
@@ -168,21 +180,21 @@ class Chaos:
 
     def _answer(self, name: str, attempt: int) -> None:
         self.asked += 1
-        job = self._open(name, Inquire(name, attempt))
+        job = self._open(name, QueryAttempt(name, attempt))
         if job.run is not None and job.attempt == attempt:
-            self.tell(Underway(name, attempt))
+            self.tell(AttemptRunning(name, attempt))
         elif job.last is not None and job.last.attempt == attempt:
             self.tell(job.last)
         elif job.run is not None and attempt < job.attempt:  # its twin took its place
-            self.tell(Failed(name, attempt, "timeout", "", 0))
+            self.tell(AttemptFailed(name, attempt, "timeout", "", 0))
         elif job.fate != "cancelled":
-            self.tell(Failed(name, attempt, "timeout", "", job.streamed))
+            self.tell(AttemptFailed(name, attempt, "timeout", "", job.streamed))
 
     def _fail(self, job: Job, kind: FailureKind, where: str) -> None:
         job.run = None
         if job.streamed >= job.request.max_output_tokens:  # nothing is missing
             self._end(job, "answered")
-        job.last = Failed(job.request.id, job.attempt, kind, where, job.streamed)
+        job.last = AttemptFailed(job.request.id, job.attempt, kind, where, job.streamed)
         self.tell(job.last)
 
     def _end(self, job: Job, fate: str) -> None:
@@ -228,7 +240,7 @@ class Chaos:
     def _arrive(self) -> None:
         chance = self.random
         if self.recent and chance.random() < 0.05:  # said again although it is long over
-            self._on(Arrived(build.request(chance.choice(self.recent[-ENDED:]), at_s=self.now_s)))
+            self._on(RequestArrived(build.request(chance.choice(self.recent[-ENDED:]), at_s=self.now_s)))
             return
         self._number += 1
         wait_s = chance.choice((None, None, None, 0.5, 5.0))
@@ -241,7 +253,7 @@ class Chaos:
             None if wait_s is None else self.now_s + wait_s,
         )._replace(tenant=chance.choice("xy"), request_class=chance.choice(KINDS))
         self.jobs[request.id] = Job(request)
-        self.tell(Arrived(request))
+        self.tell(RequestArrived(request))
 
     def _any(self) -> Job:
         """One of the requests, mostly of the oldest."""
@@ -258,7 +270,7 @@ class Chaos:
         if job.done < len(run.route.segments) - 1:
             job.done += 1
             if self.random.random() < 0.3:  # late or not at all, as drivers may be
-                self.tell(Computed(name, job.attempt, job.done - 1))
+                self.tell(SegmentComputed(name, job.attempt, job.done - 1))
             self.tell(SegmentDone(name, job.attempt, job.done - 1))
         elif not job.first:
             job.first = True
@@ -269,7 +281,7 @@ class Chaos:
         else:
             job.streamed = job.request.max_output_tokens
             self._end(job, "answered")
-            job.last = Finished(name, job.attempt, job.streamed)
+            job.last = RequestFinished(name, job.attempt, job.streamed)
             self.tell(job.last)
 
     def _trouble(self) -> None:
@@ -289,7 +301,7 @@ class Chaos:
             job = self._any()
             if not job.fate:
                 self._end(job, "cancelled")
-                self.tell(Cancelled(job.request.id))
+                self.tell(RequestCancelled(job.request.id))
         elif self.members:
             count = 1 if chance.random() < 0.8 else len(self.members) // 2
             for replica in chance.sample(sorted(self.members), max(1, count)):
@@ -304,14 +316,14 @@ class Chaos:
             self.up.add(replica := chance.choice(starting))
             self.tell(ReplicaReady(replica))
         elif dice < 0.65:
-            self.tell(Planned(plan(chance)))
+            self.tell(PlanReceived(plan(chance)))
         elif dice < 0.75 and self.draining:
             replica = chance.choice(sorted(self.draining))
-            self.tell(Drained(replica))
+            self.tell(ReplicaDrained(replica))
         elif dice < 0.9 and self.members:
             free = chance.randrange(20_000)
-            status = Status(chance.randrange(4), chance.randrange(4), 5000, 9000, free, 20_000, 0.02)
-            self.tell(Reported(chance.choice(list(self.members)), status))
+            status = ReplicaStatus(chance.randrange(4), chance.randrange(4), 5000, 9000, free, 20_000, 0.02)
+            self.tell(ReplicaReported(chance.choice(list(self.members)), status))
         else:
             self.tell(LinkReported("far", "near", chance.random(), 1e9, chance.choice((0.0, 10.0))))
 
@@ -319,8 +331,11 @@ class Chaos:
 
     def _sweep(self) -> None:
         """Let go of those that ended on both sides."""
-        flights, waiting = self.brain.flights, {e.request.id for e in self.late if isinstance(e, Arrived)}
-        for name in [name for name, job in self.jobs.items() if job.fate and name not in flights]:
+        requests, waiting = (
+            self.brain.requests,
+            {e.request.id for e in self.late if isinstance(e, RequestArrived)},
+        )
+        for name in [name for name, job in self.jobs.items() if job.fate and name not in requests]:
             if name not in waiting:
                 del self.jobs[name]
                 self.recent.append(name)
@@ -357,14 +372,14 @@ class Chaos:
             return
         job.streamed = job.request.max_output_tokens
         self._end(job, "answered")
-        job.last = Finished(job.request.id, job.attempt, job.streamed)
+        job.last = RequestFinished(job.request.id, job.attempt, job.streamed)
         self.tell(job.last)
 
     def _at_rest(self) -> None:
         brain = self.brain
-        if self.jobs or brain.flights:
-            left = sorted({*self.jobs, *brain.flights})[:5]
-            raise Broken(f"{len(self.jobs)} and {len(brain.flights)} requests never end, such as {left}")
+        if self.jobs or brain.requests:
+            left = sorted({*self.jobs, *brain.requests})[:5]
+            raise Broken(f"{len(self.jobs)} and {len(brain.requests)} requests never end, such as {left}")
         for view in (*self.views, *brain.fleet.views.values()):
             counts = (view.open_requests, view.open_prefill_tokens, view.open_context_tokens)
             if counts != (0, 0, 0):

@@ -7,10 +7,10 @@ from random import Random
 
 import brain_builders as build
 
-from potluck.core.brain.actions import Run
-from potluck.core.brain.events import Failed, Finished
-from potluck.core.brain.facts import Facts
-from potluck.core.brain.policy import Balance, Policy, Scaling
+from potluck.core.state.actions import Run
+from potluck.core.state.events import AttemptFailed, RequestFinished
+from potluck.core.state.facts import FleetFacts
+from potluck.core.state.policy import Balance, Policy, Scaling
 from potluck.core.values.plan import Plan
 from potluck.core.values.service import RequestClass, with_built_in
 from potluck.core.values.types import Request, Slo
@@ -46,11 +46,11 @@ class Job:
     streamed: int = 0
     """Tokens that the user has."""
     fate: str = ""
-    last: Finished | Failed | None = None
+    last: RequestFinished | AttemptFailed | None = None
     """How the last attempt ended, to be told again when asked."""
 
 
-def facts(chance: Random) -> Facts:
+def facts(chance: Random) -> FleetFacts:
     slo = chance.choice((None, None, Slo(2.0, 0.1)))
     known = build.facts(TEMPLATES, batch=chance.choice((2, 8)), longest={"plain": 5000})
     models = {name: replace(each, slo=slo) for name, each in known.models.items()}

@@ -6,17 +6,17 @@ from typing import TYPE_CHECKING
 
 from brain_chaos_fleets import Broken
 
-from potluck.core.brain.actions import Run, Twin
-from potluck.core.brain.events import Failed, FirstToken
+from potluck.core.state.actions import Hedge, Run
+from potluck.core.state.events import AttemptFailed, FirstToken
 
 if TYPE_CHECKING:
     from brain_chaos_driver import Chaos
 
 
-def run_beside(chaos: Chaos, twin: Twin) -> None:
-    job, run = chaos._open(twin.request, twin), Run(*twin)
+def run_beside(chaos: Chaos, hedge: Hedge) -> None:
+    job, run = chaos._open(hedge.request, hedge), Run(*hedge)
     if run.attempt <= job.attempt or run.streamed_tokens:
-        raise Broken(f"{twin} is no attempt beside {job.attempt}")
+        raise Broken(f"{hedge} is no attempt beside {job.attempt}")
     if job.fate or job.streamed:  # the first one has a token, which the Brain has not heard
         return
     chaos.twins += 1
@@ -25,15 +25,15 @@ def run_beside(chaos: Chaos, twin: Twin) -> None:
         return
     there = {segment.replica for segment in run.route.segments}
     if not there.isdisjoint(segment.replica for segment in job.run.route.segments[job.done :]):
-        raise Broken(f"{twin} is where the first attempt is")
+        raise Broken(f"{hedge} is where the first attempt is")
     dice, name = chaos.random.random(), job.request.id
     if dice < 0.3 or not there <= chaos.up:
-        chaos.tell(Failed(name, run.attempt, "replica", run.route.decoder, 0))
+        chaos.tell(AttemptFailed(name, run.attempt, "replica", run.route.decoder, 0))
         return
     before, job.attempt, job.run = job.attempt, run.attempt, run
     if dice < 0.6:
         job.done = 0
-        chaos.tell(Failed(name, before, "replica", run.route.decoder, 0))
+        chaos.tell(AttemptFailed(name, before, "replica", run.route.decoder, 0))
     else:
         job.done, job.first, job.streamed = len(run.route.segments) - 1, True, 1
         chaos.tell(FirstToken(name, run.attempt))

@@ -19,15 +19,15 @@ from potluck.core.values.model import (
     MoeFfn,
 )
 from potluck.core.values.plan import (
-    Bucket,
     BucketCapacity,
     Deployment,
-    Flow,
+    LengthBucket,
     NodeCount,
     Plan,
+    PlannedFlow,
+    PlannedReplica,
+    PlannedShare,
     Prediction,
-    Replica,
-    Share,
     Template,
     TemplateKind,
 )
@@ -38,8 +38,8 @@ from potluck.core.values.types import (
     Interconnect,
     LengthBin,
     Link,
+    NodeOffer,
     NodeType,
-    Offer,
     Region,
     Request,
     Role,
@@ -88,7 +88,7 @@ node_types = st.builds(
     NodeType, name=names, gpu=gpus, gpus=small, interconnect=interconnects, network_gbps=positive
 )
 offers = st.builds(
-    Offer, node=names, price_usd_per_h=not_negative, available=st.integers(0, 99), spot=st.booleans()
+    NodeOffer, node=names, price_usd_per_h=not_negative, available=st.integers(0, 99), spot=st.booleans()
 )
 regions = st.builds(Region, name=names, offers=tuples_of(offers))
 links = st.builds(Link, source=names, target=names, gbps=positive, rtt_s=not_negative)
@@ -178,7 +178,7 @@ stages = st.builds(
     Stage, layers=small, nodes=tuples_of(st.builds(StageNode, node=node_names, tp=small), least=1)
 )
 layouts = st.builds(Layout, stages=tuples_of(stages, least=1))
-replicas = st.builds(Replica, role=roles, layout=layouts)
+replicas = st.builds(PlannedReplica, role=roles, layout=layouts)
 capacities = st.builds(
     BucketCapacity,
     bucket=counts,
@@ -201,7 +201,7 @@ templates = st.builds(
 )
 deployments = st.builds(Deployment, template=names, region=names, count=st.integers(0, 99))
 flows = st.builds(
-    Flow,
+    PlannedFlow,
     model=names,
     bucket=counts,
     prefill_region=names,
@@ -209,9 +209,9 @@ flows = st.builds(
     rate_per_s=not_negative,
     codec=st.sampled_from(get_args(Codec)),
 )
-buckets = st.builds(Bucket, model=names, bucket=counts, longest_tokens=counts, rate_per_s=not_negative)
+buckets = st.builds(LengthBucket, model=names, bucket=counts, longest_tokens=counts, rate_per_s=not_negative)
 shares = st.builds(
-    Share,
+    PlannedShare,
     template=names,
     region=names,
     bucket=counts,

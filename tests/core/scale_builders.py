@@ -8,16 +8,24 @@ from dataclasses import replace
 from math import sqrt
 from typing import Any
 
-from potluck.core.brain.actions import Action, Drain, Recast, Start, Stop
-from potluck.core.brain.events import LinkReported
-from potluck.core.brain.fleet import Fleet, Unit
-from potluck.core.scale.capacity import Blueprint, Key, blueprints
-from potluck.core.scale.progress import Progress, Step
-from potluck.core.scale.rates import Rates, total
-from potluck.core.scale.reconcile import reconcile
-from potluck.core.scale.window import LengthCount, ModelObserved, Observed
+from potluck.core.scaling.copy_capacity import Key, TemplateCapacity, blueprints
+from potluck.core.scaling.copy_rates import CopyRates, total
+from potluck.core.scaling.reconcile import reconcile
+from potluck.core.scaling.reconcile_state import ReconcileState, ReconcileStep
+from potluck.core.scaling.traffic_window import LengthCount, ModelTraffic, ObservedTraffic
+from potluck.core.state.actions import Action, DrainReplica, Reassign, StartReplica, StopReplica
+from potluck.core.state.events import LinkReported
+from potluck.core.state.fleet import FleetState, TemplateCopy
 from potluck.core.values.layout import single
-from potluck.core.values.plan import Bucket, BucketCapacity, Deployment, NodeCount, Plan, Replica, Template
+from potluck.core.values.plan import (
+    BucketCapacity,
+    Deployment,
+    LengthBucket,
+    NodeCount,
+    Plan,
+    PlannedReplica,
+    Template,
+)
 from potluck.core.values.types import Role
 
 
@@ -35,20 +43,20 @@ def template(
     capacity = (BucketCapacity(0, prefill, decode, closed, 0.1, 0.01),) if closed + prefill + decode else ()
     counts = tuple(NodeCount(node, count) for node, count in (nodes or {"n": 1}).items())
     kind = "homogeneous" if len(set(roles)) == 1 else "combo"
-    replicas = tuple(Replica(role, single("n", 1, 1)) for role in roles)
+    replicas = tuple(PlannedReplica(role, single("n", 1, 1)) for role in roles)
     return Template(name, kind, model, counts, replicas, capacity, "measured")
 
 
 def plan_of(
-    templates: Sequence[Template], counts: Mapping[Key, int], buckets: Sequence[Bucket] | None = None
+    templates: Sequence[Template], counts: Mapping[Key, int], buckets: Sequence[LengthBucket] | None = None
 ) -> Plan:
     models = sorted({each.model for each in templates})
-    found = buckets or [Bucket(model, 0, 10**6, 1.0) for model in models]
+    found = buckets or [LengthBucket(model, 0, 10**6, 1.0) for model in models]
     deployments = tuple(Deployment(name, region, count) for (name, region), count in counts.items())
     return Plan("test", tuple(templates), deployments, tuple(found), (), (), (), 0.0, 0.0)
 
 
-def fleet_of(plan: Plan) -> Fleet:
+def fleet_of(plan: Plan) -> FleetState:
     """The plan's copies, all ready."""
     world = World(blueprints(plan), {}, random.Random(0))
     for each in plan.deployments:
@@ -64,7 +72,7 @@ class World:
 
     def __init__(
         self,
-        known: Mapping[str, Blueprint],
+        known: Mapping[str, TemplateCapacity],
         wanted: Mapping[Key, int],
         chance: random.Random,
         available: Mapping[tuple[str, str], int] | None = None,
@@ -73,12 +81,12 @@ class World:
     ) -> None:
         self.known, self.wanted, self.chance = dict(known), dict(wanted), chance
         self.available, self.dip, self.grace_s = available, dip, grace_s
-        self.fleet, self.progress, self.at_s = Fleet(), Progress(), 0.0
+        self.fleet, self.progress, self.at_s = FleetState(), ReconcileState(), 0.0
         self.standby: dict[Key, int] = {}
         self.units_seen: set[str] = set()
         self.ids_seen: set[str] = set()
 
-    def call(self) -> Step:
+    def call(self) -> ReconcileStep:
         step = reconcile(
             self.fleet,
             self.wanted,
@@ -91,7 +99,7 @@ class World:
             standby=self.standby,
         )
         self.progress = step.progress
-        new = {action.member.unit for action in step.actions if isinstance(action, Start)}
+        new = {action.member.unit for action in step.actions if isinstance(action, StartReplica)}
         new -= set(self.fleet.units)
         assert not new & self.units_seen, "a number was used twice"
         self.units_seen |= new
@@ -100,18 +108,18 @@ class World:
         return step
 
     def carry_out(self, action: Action) -> None:
-        if isinstance(action, Start):
+        if isinstance(action, StartReplica):
             assert action.member.id not in self.ids_seen
             self.ids_seen.add(action.member.id)
             self.fleet.add(action.member)
-        elif isinstance(action, Drain):
+        elif isinstance(action, DrainReplica):
             assert self.fleet.views[action.replica].state == "ready"
             self.fleet.drain(action.replica)
-        elif isinstance(action, Recast):
+        elif isinstance(action, Reassign):
             assert self.fleet.views[action.member.id].member.standby != action.member.standby
             self.fleet.recast(action.member)
         else:
-            assert isinstance(action, Stop)
+            assert isinstance(action, StopReplica)
             assert self.fleet.remove(action.replica) is not None
 
     def pass_time(self, lose: float = 0.0) -> None:
@@ -130,7 +138,7 @@ class World:
         whole = [unit.template for unit in units if self.whole(unit) and not unit.standby]
         return served(self.known, whole, model)
 
-    def whole(self, unit: Unit) -> bool:
+    def whole(self, unit: TemplateCopy) -> bool:
         return unit.whole and len(unit.views) == len(self.known[unit.template].template.replicas)
 
     def counts(self, standby: bool = False) -> dict[Key, int]:
@@ -151,13 +159,13 @@ class World:
         return held
 
 
-def served(known: Mapping[str, Blueprint], names: Sequence[str], model: str) -> float:
+def served(known: Mapping[str, TemplateCapacity], names: Sequence[str], model: str) -> float:
     """What copies of these templates serve together, worked out anew."""
     rates = total(known[name].rates for name in names if known[name].template.model == model)
-    return Rates(*rates).served_per_s
+    return CopyRates(*rates).served_per_s
 
 
-def target_per_s(known: Mapping[str, Blueprint], wanted: Mapping[Key, int], model: str) -> float:
+def target_per_s(known: Mapping[str, TemplateCapacity], wanted: Mapping[Key, int], model: str) -> float:
     return served(known, [name for (name, _), count in wanted.items() for _ in range(count)], model)
 
 
@@ -170,12 +178,12 @@ def traffic(
     span_s: float = 120.0,
     error: float | None = None,
     **more: Any,
-) -> ModelObserved:
+) -> ModelTraffic:
     """A window of equal requests."""
     arrivals = round(rate_per_s * span_s)
     spread = sqrt(max(arrivals, 1)) / span_s if error is None else error
     lengths = (LengthCount(prompt, prompt + 1, arrivals, arrivals * prompt),) if arrivals else ()
-    plain = ModelObserved(
+    plain = ModelTraffic(
         model=model,
         span_s=span_s,
         arrivals=arrivals,
@@ -196,5 +204,5 @@ def traffic(
     return replace(plain, **more)
 
 
-def observed(at_s: float, *models: ModelObserved, links: tuple[LinkReported, ...] = ()) -> Observed:
-    return Observed(at_s, models, links)
+def observed(at_s: float, *models: ModelTraffic, links: tuple[LinkReported, ...] = ()) -> ObservedTraffic:
+    return ObservedTraffic(at_s, models, links)

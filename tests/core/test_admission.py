@@ -13,12 +13,12 @@ from brain_builders import World, assert_at_rest, facts, plan, request, template
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from potluck.core.admission.admission import Rate
-from potluck.core.admission.room import AHEAD, AHEAD_APART
-from potluck.core.brain.actions import Action, Refuse, Run
-from potluck.core.brain.events import Cancelled, Tick
-from potluck.core.brain.facts import Facts
-from potluck.core.brain.policy import Policy
+from potluck.core.admission.admission import ServiceRate
+from potluck.core.admission.capacity import AHEAD, AHEAD_APART
+from potluck.core.state.actions import Action, Refuse, Run
+from potluck.core.state.events import RequestCancelled, Tick
+from potluck.core.state.facts import FleetFacts
+from potluck.core.state.policy import Policy
 from potluck.core.values.plan import Plan, Template
 from potluck.core.values.service import RequestClass, Tenant, with_built_in
 from potluck.core.values.types import Request, Slo
@@ -28,7 +28,7 @@ PROMPT_S = 1e-4
 """Seconds of a prompt token, as `brain_builders.facts` says."""
 
 
-def promised(templates: tuple[Template, ...], batch: int = 8) -> Facts:
+def promised(templates: tuple[Template, ...], batch: int = 8) -> FleetFacts:
     known = facts(templates, batch=batch)
     models = {name: replace(each, slo=SLO) for name, each in known.models.items()}
     replicas = {key: replace(each, decode_first_s=0.01) for key, each in known.replicas.items()}
@@ -92,7 +92,7 @@ def test_a_flood_fills_replicas_no_further_than_they_can_begin_soon(name: str) -
         assert objective_s == SLO.ttft_s
         assert most_s < objective_s
         assert wait_s >= most_s, "what is compared is what is said"
-    waiting = [flight for flight in there.brain.flights.values() if flight.place is not None]
+    waiting = [req for req in there.brain.requests.values() if req.place is not None]
     assert waiting
     for view in there.brain.fleet.views.values():
         ahead = AHEAD_APART if view.role == "prefill" else AHEAD
@@ -153,15 +153,15 @@ def live(there: World, steps: list[tuple[str, int, str, str, int]]) -> None:
             there.arrive(asks(str(number), there.now_s, tenant, kind, prompt=prompt))
         elif what == "advance" and there.jobs:
             there.advance(sorted(there.jobs)[pick % len(there.jobs)])
-        elif what == "cancel" and there.brain.flights:
-            name = sorted(there.brain.flights)[pick % len(there.brain.flights)]
+        elif what == "cancel" and there.brain.requests:
+            name = sorted(there.brain.requests)[pick % len(there.brain.requests)]
             there.ended[name] = "cancelled"
-            there.tell(Cancelled(name))
+            there.tell(RequestCancelled(name))
             there.jobs.pop(name, None)
         elif what == "tick":
             there.tell(Tick())
         backlogs = there.brain.admission.backlogs
-        waiting = [flight for flight in there.brain.flights.values() if flight.place is not None]
+        waiting = [req for req in there.brain.requests.values() if req.place is not None]
         assert sum(each.count for each in backlogs.values()) == len(waiting)
         assert all(each.count for each in backlogs.values())
         if waiting and there.brain.table.models["m"].offers.flows == ():
@@ -185,7 +185,7 @@ def test_nobody_waits_beside_an_idle_replica_and_all_end(
         for job in list(there.jobs):
             if job in there.jobs:
                 there.finish(job)
-        if not there.brain.flights:
+        if not there.brain.requests:
             break
     assert set(there.ended) == set(there.requests)
     assert_at_rest(there.brain)
@@ -212,7 +212,7 @@ def test_waits_are_hardly_ever_longer_than_predicted(each: float, spread: bool) 
     chance = Random(5)
     works = [chance.expovariate(1.0 / each) if spread else each for _ in range(4000)]
     times_s = list(accumulate(chance.expovariate(10_000.0 / each) for _ in works))
-    rate, late, foretold_s, mean_s = Rate(10_000.0), 0, 0.0, 0.0
+    rate, late, foretold_s, mean_s = ServiceRate(10_000.0), 0, 0.0, 0.0
     rate.began(0.0)
     for place, (now_s, work) in enumerate(zip(times_s[:-20], works, strict=False)):
         rate.took(now_s, work)
@@ -244,7 +244,7 @@ def test_waiting_ends_at_the_objective_the_deadline_or_the_longest_wait() -> Non
     assert ends["deadline"] == (3.0, "deadline")
     assert ends["batch"] == (5.0, "overloaded")
     assert ends["patient"] == (60.0, "overloaded")
-    assert "objective" not in there.brain.flights
+    assert "objective" not in there.brain.requests
 
 
 def test_what_matters_least_gives_way() -> None:
@@ -259,7 +259,7 @@ def test_what_matters_least_gives_way() -> None:
     assert [each.request for each in told] == ["batch2"]
     head = there.brain.admission.backlogs["m"].head()
     assert head is not None
-    assert head.flight.request.id == "now"
+    assert head.req.request.id == "now"
 
 
 def test_a_running_request_is_stopped_at_its_deadline_where_its_class_says_so() -> None:
@@ -270,7 +270,7 @@ def test_a_running_request_is_stopped_at_its_deadline_where_its_class_says_so() 
     there.now_s = 2.0
     told = refusals(there.tell(Tick()))
     assert [(each.request, each.reason) for each in told] == [("a", "deadline")]
-    assert list(there.brain.flights) == ["b"]
+    assert list(there.brain.requests) == ["b"]
 
 
 def test_an_unknown_class_is_refused_by_name() -> None:

@@ -9,10 +9,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 from test_brain_stateful import PLANS, POLICIES
 
-from potluck.core.brain.actions import Abandon, Run
 from potluck.core.brain.brain import Brain
-from potluck.core.brain.events import Adopted, Arrived, Cancelled, Failed, Finished, Tick
-from potluck.core.brain.policy import Policy
+from potluck.core.state.actions import Abort, Run
+from potluck.core.state.events import (
+    AttemptFailed,
+    RequestAdopted,
+    RequestArrived,
+    RequestCancelled,
+    RequestFinished,
+    Tick,
+)
+from potluck.core.state.policy import Policy
 from potluck.core.values.plan import Plan
 from potluck.core.values.route import aggregated, handed_over
 
@@ -27,12 +34,12 @@ def adopt(world: World, plan: Plan, policy: Policy, ready: bool) -> World:
         after.requests[name] = request
         job = world.jobs.get(name)
         if job is None:
-            after.tell(Arrived(request))
+            after.tell(RequestArrived(request))
             continue
         run = job.run
         after.attempts[name] = run.attempt + 1
         actions = after.tell(
-            Adopted(request, run.attempt, run.streamed_tokens, run.route, job.done, job.first)
+            RequestAdopted(request, run.attempt, run.streamed_tokens, run.route, job.done, job.first)
         )
         if not actions:
             after.jobs[name] = job
@@ -59,7 +66,7 @@ def test_whatever_is_under_way_is_counted_and_let_go_of(
                 world.advance(f"r{place}")
     under_way = set(world.jobs)
     after = adopt(world, plan, policy, ready)
-    assert set(after.brain.flights) == set(world.requests) - set(world.ended) - set(after.ended)
+    assert set(after.brain.requests) == set(world.requests) - set(world.ended) - set(after.ended)
     assert under_way <= set(after.jobs) | set(after.ended)
     before, now = world.brain.fleet.views, after.brain.fleet.views
     if set(world.jobs) == set(after.jobs):
@@ -93,13 +100,13 @@ def world() -> World:
 def test_it_goes_on_and_recovers_as_any_other(world: World) -> None:
     one, other = sorted(world.members)
     request = world.requests["r"]
-    assert world.tell(Adopted(request, 2, 10, aggregated(one), 0, True)) == []
-    assert world.tell(Adopted(request, 2, 10, aggregated(other), 0, True)) == [], "once"
-    assert world.tell(Arrived(request)) == []
-    assert world.tell(Finished("r", 1, 50)) == [], "of an earlier attempt"
+    assert world.tell(RequestAdopted(request, 2, 10, aggregated(one), 0, True)) == []
+    assert world.tell(RequestAdopted(request, 2, 10, aggregated(other), 0, True)) == [], "once"
+    assert world.tell(RequestArrived(request)) == []
+    assert world.tell(RequestFinished("r", 1, 50)) == [], "of an earlier attempt"
     world.attempts["r"] = 3
     (run,) = [
-        each for each in world.tell(Failed("r", 2, "replica", one, 17)) if not isinstance(each, Abandon)
+        each for each in world.tell(AttemptFailed("r", 2, "replica", one, 17)) if not isinstance(each, Abort)
     ]
     assert run == Run("r", aggregated(other), 3, 117, 17)
     world.finish("r")
@@ -109,7 +116,7 @@ def test_it_goes_on_and_recovers_as_any_other(world: World) -> None:
 def test_what_is_nowhere_is_sent_from_where_its_user_is(world: World) -> None:
     request = world.requests["r"]
     world.attempts["r"] = 5
-    (run,) = world.tell(Adopted(request, 4, 20, None))
+    (run,) = world.tell(RequestAdopted(request, 4, 20, None))
     assert isinstance(run, Run)
     assert (run.attempt, run.streamed_tokens, run.prompt_tokens) == (5, 20, 120)
     world.finish("r")
@@ -120,8 +127,8 @@ def test_where_a_replica_is_not_known_it_is_sent_again(world: World) -> None:
     one = min(world.members)
     request = world.requests["r"]
     world.attempts["r"] = 1
-    (run,) = world.tell(Adopted(request, 0, 0, handed_over("gone", one, 60), 0, False))
+    (run,) = world.tell(RequestAdopted(request, 0, 0, handed_over("gone", one, 60), 0, False))
     assert isinstance(run, Run)
     assert run.attempt == 1
-    assert world.tell(Cancelled("r"))
+    assert world.tell(RequestCancelled("r"))
     build.assert_at_rest(world.brain)

@@ -5,9 +5,9 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from potluck.core.brain.events import Cached
-from potluck.core.routing.affinity import best_holder
-from potluck.core.routing.index import GlobalIndex
+from potluck.core.routing.prefix_affinity import best_holder
+from potluck.core.routing.prefix_index import PrefixIndex
+from potluck.core.state.events import CacheReported
 
 CHAINS = [tuple(100 * chain + place if place > 1 else place for place in range(8)) for chain in range(1, 4)]
 """Three prompts of eight blocks that share their first two."""
@@ -22,7 +22,7 @@ def test_the_deepest_prefix_of_those_that_are_wanted_is_found(
     steps: list[tuple[str, int, int, int]], asked: int, wanted: set[str], exact: bool
 ) -> None:
     """Caches hold prefixes (a block never goes before those that build on it), so bisection finds the longest."""
-    index = GlobalIndex()
+    index = PrefixIndex()
     held: dict[str, set[int]] = {name: set() for name in "abc"}
     marks: dict[str, set[int]] = {name: set() for name in "abc"}
     for number, (replica, chain, longest, kept) in enumerate(steps):
@@ -35,8 +35,8 @@ def test_the_deepest_prefix_of_those_that_are_wanted_is_found(
         others = {block for other in CHAINS if other != blocks for block in other}
         gone = [block for block in blocks[kept:] if block in held[replica] and block not in others]
         before = sum(step[0] == replica for step in steps[:number])
-        index.apply(Cached(replica, 2 * before + 1, tuple(added), marked=ends), "here")
-        index.apply(Cached(replica, 2 * before + 2, (), tuple(gone)), "here")
+        index.apply(CacheReported(replica, 2 * before + 1, tuple(added), marked=ends), "here")
+        index.apply(CacheReported(replica, 2 * before + 2, (), tuple(gone)), "here")
         held[replica] -= set(gone)
         marks[replica] -= set(gone)
     blocks = CHAINS[asked]

@@ -8,13 +8,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 from test_admission import alike, asks, made
 
-from potluck.core.admission.apart import AWAY, CALM_S, Load, away, busiest, fewest, spare
-from potluck.core.brain.actions import Run
-from potluck.core.brain.events import FirstToken, SegmentDone
-from potluck.core.brain.policy import Policy
+from potluck.core.admission.isolation import AWAY, CALM_S, OthersLoad, away, busiest, fewest, spare
+from potluck.core.state.actions import Run
+from potluck.core.state.events import FirstToken, SegmentDone
+from potluck.core.state.policy import Policy
 
 LOADS = st.builds(
-    lambda count, steps, prompts: Load(count, steps * count, prompts * count, count - 1),
+    lambda count, steps, prompts: OthersLoad(count, steps * count, prompts * count, count - 1),
     st.integers(2, 40),
     st.floats(0.0, 0.49),
     st.floats(0.001, 0.49),
@@ -22,7 +22,9 @@ LOADS = st.builds(
 
 
 @given(LOADS, st.floats(0.0, 50.0), st.floats(0.001, 0.3))
-def test_the_others_have_their_pace_and_nothing_is_lost(load: Load, asked: float, slower: float) -> None:
+def test_the_others_have_their_pace_and_nothing_is_lost(
+    load: OthersLoad, asked: float, slower: float
+) -> None:
     """With k apart, the rest is as busy as its pace allows, and what the k compute and spare is all of their time."""
     k = fewest(load, asked, slower)
     assert 0 <= k < load.count
@@ -41,11 +43,11 @@ def test_the_others_have_their_pace_and_nothing_is_lost(load: Load, asked: float
 
 
 def test_a_light_load_of_long_prompts_needs_no_replica_of_its_own() -> None:
-    load = Load(4, 0.5, 1.1, 3)
+    load = OthersLoad(4, 0.5, 1.1, 3)
     assert fewest(load, 0.01, 0.08) == 0
     assert fewest(load, 0.5, 0.08) == 1
     assert fewest(load, 3.0, 0.08) == 2  # with three the last one could not make all answers
-    assert fewest(Load(4, 0.5, 1.1, 1), 3.0, 0.08) == 1
+    assert fewest(OthersLoad(4, 0.5, 1.1, 1), 3.0, 0.08) == 1
 
 
 def test_nothing_is_handed_over_where_engines_cannot() -> None:

@@ -5,18 +5,18 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from potluck.core.admission.backlog import Backlog
-from potluck.core.brain.flight import Flight, Place
+from potluck.core.admission.queue import RequestQueue
+from potluck.core.state.request_state import QueuePosition, RequestState
 from potluck.core.values.types import Request
 
 KIND = (0, 0)
 
 
-def flight(name: int, tenant: str, priority: int = 0) -> Flight:
-    return Flight(Request(str(name), "m", 0.0, 10, 10, priority, None, (), tenant))
+def flight(name: int, tenant: str, priority: int = 0) -> RequestState:
+    return RequestState(Request(str(name), "m", 0.0, 10, 10, priority, None, (), tenant))
 
 
-def taken(backlog: Backlog) -> Place:
+def taken(backlog: RequestQueue) -> QueuePosition:
     place = backlog.head()
     assert place is not None
     backlog.take(place)
@@ -32,7 +32,7 @@ WORKS = st.lists(st.floats(1.0, 500.0), min_size=1, max_size=12)
 def test_while_all_wait_none_gets_less_than_its_share(tenants: dict[str, tuple[float, list[float]]]) -> None:
     """Of two tenants that both wait, work over weight differs by no more than one request of each."""
     weights = {name: weight for name, (weight, _) in tenants.items()}
-    backlog, count = Backlog(weights), 0
+    backlog, count = RequestQueue(weights), 0
     for name, (_, works) in tenants.items():
         for work in works:
             backlog.add(0.0, flight(count, name), 1, KIND, work)
@@ -53,15 +53,15 @@ def test_while_all_wait_none_gets_less_than_its_share(tenants: dict[str, tuple[f
 @given(st.lists(st.tuples(st.sampled_from("ab"), st.integers(0, 2), st.integers(0, 2)), max_size=30))
 def test_all_leave_in_order(asked: list[tuple[str, int, int]]) -> None:
     """What matters more goes first; within a tenant higher priority, then earlier arrival. Nothing is left over."""
-    backlog = Backlog({})
+    backlog = RequestQueue({})
     for number, (tenant, level, priority) in enumerate(asked):
         backlog.add(0.0, flight(number, tenant, priority), level, KIND, 1.0)
     assert backlog.count == len(asked) == len(backlog.places())
     seen: list[tuple[str, int, int, int]] = []
     while backlog.count:
         place = taken(backlog)
-        number = int(place.flight.request.id)
-        seen.append((place.tenant, -place.level, -place.flight.request.priority, number))
+        number = int(place.req.request.id)
+        seen.append((place.tenant, -place.level, -place.req.request.priority, number))
     assert [level for _, level, _, _ in seen] == sorted(level for _, level, _, _ in seen)
     for tenant in "ab":
         own = [each[1:] for each in seen if each[0] == tenant]
@@ -70,7 +70,7 @@ def test_all_leave_in_order(asked: list[tuple[str, int, int]]) -> None:
 
 
 def test_who_is_stuck_stands_in_nobodys_way() -> None:
-    backlog = Backlog({})
+    backlog = RequestQueue({})
     first = backlog.add(0.0, flight(0, "a"), 1, (1, 0), 1.0)
     second = backlog.add(0.0, flight(1, "a"), 1, KIND, 1.0)
     assert backlog.head() is first
@@ -81,7 +81,7 @@ def test_who_is_stuck_stands_in_nobodys_way() -> None:
 
 
 def test_those_not_tried_yet_come_before_those_that_found_no_room() -> None:
-    backlog = Backlog({})
+    backlog = RequestQueue({})
     places = {name: backlog.add(0.0, flight(number, name), 1, KIND, 1.0) for number, name in enumerate("abc")}
     assert backlog.head() is places["a"]
     backlog.stuck.add(("a", KIND))
@@ -96,7 +96,7 @@ def test_those_not_tried_yet_come_before_those_that_found_no_room() -> None:
 
 
 def test_one_that_stands_aside_may_come_with_another_kind() -> None:
-    backlog = Backlog({})
+    backlog = RequestQueue({})
     backlog.add(0.0, flight(0, "a"), 1, KIND, 1.0)
     backlog.stuck.add(("a", KIND))
     assert backlog.head() is None
@@ -108,7 +108,7 @@ def test_one_that_stands_aside_may_come_with_another_kind() -> None:
 
 
 def test_a_newcomer_waits_for_its_own_and_for_as_much_of_others_as_is_their_due() -> None:
-    backlog = Backlog({"b": 2.0})
+    backlog = RequestQueue({"b": 2.0})
     for number in range(10):
         backlog.add(0.0, flight(number, "b"), 1, KIND, 100.0)
     assert backlog.ahead("a", 1) == 0.0
@@ -120,7 +120,7 @@ def test_a_newcomer_waits_for_its_own_and_for_as_much_of_others_as_is_their_due(
 
 
 def test_one_that_leaves_is_not_met_again() -> None:
-    backlog = Backlog({})
+    backlog = RequestQueue({})
     places = [backlog.add(0.0, flight(number, "a"), 1, KIND, 1.0) for number in range(3)]
     backlog.remove(places[0])
     assert backlog.head() is places[1]

@@ -9,18 +9,20 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from potluck.core.brain.actions import Run
-from potluck.core.brain.facts import ReplicaFacts
-from potluck.core.brain.fleet import View
-from potluck.core.brain.policy import Policy
-from potluck.core.routing.balance import Least, decode_seconds, prefill_seconds, request_seconds
+from potluck.core.routing.balance import LeastLoaded, decode_seconds, prefill_seconds, request_seconds
 from potluck.core.routing.targets import PLAIN, Target
-from potluck.core.values.member import Member
+from potluck.core.state.actions import Run
+from potluck.core.state.facts import ReplicaFacts
+from potluck.core.state.fleet import ReplicaState
+from potluck.core.state.policy import Policy
+from potluck.core.values.replica_spec import ReplicaSpec
 
 
 def targets(count: int) -> list[Target]:
-    members = [Member(f"r{i}", f"u{i}", "t", 0, "homogeneous", "m", "mixed", "here") for i in range(count)]
-    return [Target(PLAIN, member.unit, View(member)) for member in members]
+    members = [
+        ReplicaSpec(f"r{i}", f"u{i}", "t", 0, "homogeneous", "m", "mixed", "here") for i in range(count)
+    ]
+    return [Target(PLAIN, member.unit, ReplicaState(member)) for member in members]
 
 
 steps = st.lists(
@@ -34,7 +36,7 @@ steps = st.lists(
 @given(steps)
 @settings(max_examples=200)
 def test_the_least_loaded_is_picked(steps: list[tuple[str, int, float]]) -> None:
-    index = Least(lambda target, weight: 1.0 / weight)
+    index = LeastLoaded(lambda target, weight: 1.0 / weight)
     all_targets, weights = targets(6), dict[int, float]()
     for what, place, number in steps:
         target = all_targets[place]

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from potluck.core.errors import CapacityError, InputError
-from potluck.core.replica.batch import DONE, FINISHED, FIRST, RESUMED, Batcher, Happening, Limits
+from potluck.core.replica.batch import DONE, FINISHED, FIRST, RESUMED, Batcher, BatchLimits, Happening
 from potluck.core.replica.batch_values import LATE
 
 Op = tuple[str, int, int, int, int]
@@ -18,7 +18,7 @@ Op = tuple[str, int, int, int, int]
 
 KINDS = ["add", "add", "add", "received", "hand over", "cancel", "release", "step", "steps", "steps"]
 limits = st.builds(
-    Limits,
+    BatchLimits,
     total_blocks=st.integers(6, 40),
     token_budget=st.integers(12, 96),
     max_running=st.integers(2, 12),
@@ -39,11 +39,11 @@ operations: st.SearchStrategy[list[Op]] = st.lists(
 )
 
 
-def fits(rules: Limits, tokens: int) -> bool:
+def fits(rules: BatchLimits, tokens: int) -> bool:
     return tokens <= rules.total_blocks * rules.block_tokens
 
 
-def touch(batch: Batcher | PlainBatcher, rules: Limits, op: Op, key: int) -> None:
+def touch(batch: Batcher | PlainBatcher, rules: BatchLimits, op: Op, key: int) -> None:
     """Carry out everything but steps."""
     what, first, second, third, priority = op
     plain = isinstance(batch, PlainBatcher)
@@ -78,7 +78,7 @@ def seen(batch: Batcher) -> tuple[object, ...]:
 
 @settings(max_examples=150)
 @given(limits, operations)
-def test_every_step_is_what_the_plain_rules_say(rules: Limits, ops: list[Op]) -> None:
+def test_every_step_is_what_the_plain_rules_say(rules: BatchLimits, ops: list[Op]) -> None:
     batch, plain = Batcher(rules), PlainBatcher(rules)
     for key, op in enumerate(ops):
         touch(batch, rules, op, key)
@@ -101,7 +101,7 @@ def test_every_step_is_what_the_plain_rules_say(rules: Limits, ops: list[Op]) ->
 
 @settings(max_examples=150)
 @given(limits, operations, st.integers(0, 1 << 30))
-def test_many_steps_at_once_are_as_many_single_steps(rules: Limits, ops: list[Op], chance: int) -> None:
+def test_many_steps_at_once_are_as_many_single_steps(rules: BatchLimits, ops: list[Op], chance: int) -> None:
     jumping, stepping = Batcher(rules), Batcher(rules)
     for key, op in enumerate(ops):
         touch(jumping, rules, op, key)
@@ -129,7 +129,7 @@ def test_many_steps_at_once_are_as_many_single_steps(rules: Limits, ops: list[Op
 
 
 @given(limits, operations)
-def test_steps_stay_within_budget_slots_and_memory(rules: Limits, ops: list[Op]) -> None:
+def test_steps_stay_within_budget_slots_and_memory(rules: BatchLimits, ops: list[Op]) -> None:
     batch = Batcher(rules)
     for key, op in enumerate(ops):
         touch(batch, rules, op, key)
@@ -146,7 +146,7 @@ def test_steps_stay_within_budget_slots_and_memory(rules: Limits, ops: list[Op])
 
 
 @given(limits, operations)
-def test_everyone_ends_in_bounded_time_and_in_order(rules: Limits, ops: list[Op]) -> None:
+def test_everyone_ends_in_bounded_time_and_in_order(rules: BatchLimits, ops: list[Op]) -> None:
     """The first in line among those running always gets on, so the steps are at most all tokens once more."""
     batch = Batcher(rules)
     bound, begun, priorities = 1, {}, {}
@@ -192,14 +192,14 @@ def run(batch: Batcher, stop: Callable[[list[Happening]], bool], most: int = 10_
 def test_a_lone_request_takes_its_chunks_and_a_step_per_further_token(
     prompt: int, output: int, budget: int
 ) -> None:
-    batch = Batcher(Limits(100, token_budget=budget, max_running=4))
+    batch = Batcher(BatchLimits(100, token_budget=budget, max_running=4))
     batch.add(0, prompt, 0, output)
     steps = run(batch, lambda found: (FINISHED, 0) in found)
     assert steps == -(-prompt // budget) + output - 1
 
 
 def test_received_kv_decodes_at_once_and_holds_what_a_local_prefill_would() -> None:
-    local, remote = (Batcher(Limits(100, token_budget=64, max_running=4)) for _ in range(2))
+    local, remote = (Batcher(BatchLimits(100, token_budget=64, max_running=4)) for _ in range(2))
     local.add(0, 48, 0, 20)
     local.commit(local.next_step())
     assert remote.reserve(0, 48)
@@ -212,7 +212,7 @@ def test_received_kv_decodes_at_once_and_holds_what_a_local_prefill_would() -> N
 
 
 def test_a_segment_that_hands_over_keeps_its_blocks_until_released() -> None:
-    batch = Batcher(Limits(10, token_budget=64, max_running=4))
+    batch = Batcher(BatchLimits(10, token_budget=64, max_running=4))
     batch.add(7, 40)
     assert batch.commit(batch.next_step()) == [(DONE, 7)]
     assert batch.running == 0
@@ -224,7 +224,7 @@ def test_a_segment_that_hands_over_keeps_its_blocks_until_released() -> None:
 
 def test_those_with_their_kv_pass_one_that_waits_for_room() -> None:
     """Else it would wait for blocks that they hold, and they for it."""
-    batch = Batcher(Limits(10, token_budget=64, max_running=4, spare_blocks=0))
+    batch = Batcher(BatchLimits(10, token_budget=64, max_running=4, spare_blocks=0))
     assert batch.reserve(1, 96)
     batch.add(0, 80, 0, 5)
     batch.add(1, 0, 96, 5)
@@ -233,7 +233,7 @@ def test_those_with_their_kv_pass_one_that_waits_for_room() -> None:
 
 
 def test_blocks_set_aside_that_do_not_suffice_are_free_for_the_next_in_line() -> None:
-    batch = Batcher(Limits(10, token_budget=256, max_running=4, spare_blocks=0))
+    batch = Batcher(BatchLimits(10, token_budget=256, max_running=4, spare_blocks=0))
     assert batch.reserve(9, 48)
     batch.add(0, 60, 0, 5)
     batch.add(1, 64, 0, 5)
@@ -246,7 +246,7 @@ def test_blocks_set_aside_that_do_not_suffice_are_free_for_the_next_in_line() ->
 
 
 def test_the_lowest_and_latest_is_preempted_and_resumes_with_its_progress() -> None:
-    batch = Batcher(Limits(8, token_budget=64, max_running=4, spare_blocks=0))
+    batch = Batcher(BatchLimits(8, token_budget=64, max_running=4, spare_blocks=0))
     for key, priority in ((0, 0), (1, 1), (2, 0)):
         batch.add(key, 30, 0, 40, priority)
     preempted: list[int] = []
@@ -265,12 +265,12 @@ def test_the_lowest_and_latest_is_preempted_and_resumes_with_its_progress() -> N
 
 @pytest.mark.parametrize(("spare", "begins"), [(0, True), (1, True), (2, False)])
 def test_beside_others_some_blocks_stay_spare(spare: int, begins: bool) -> None:
-    batch = Batcher(Limits(10, token_budget=200, max_running=4, spare_blocks=spare))
+    batch = Batcher(BatchLimits(10, token_budget=200, max_running=4, spare_blocks=spare))
     batch.add(0, 33, 0, 2)
     batch.commit(batch.next_step())
     batch.add(1, 96, 0, 2)
     assert bool(batch.next_step().chunks) == begins
-    alone = Batcher(Limits(10, token_budget=200, max_running=4, spare_blocks=spare))
+    alone = Batcher(BatchLimits(10, token_budget=200, max_running=4, spare_blocks=spare))
     alone.add(1, 160)
     assert alone.next_step().chunks
 
@@ -288,7 +288,7 @@ def test_beside_others_some_blocks_stay_spare(spare: int, begins: bool) -> None:
 )
 def test_a_beginning_is_foreseen_only_when_it_is_sure(prompts: list[int], steps: int, foreseen: bool) -> None:
     """Not after steps that fill the memory; nor for what would not fit, or not be alone."""
-    batch = Batcher(Limits(10, token_budget=256, max_running=2, spare_blocks=1))
+    batch = Batcher(BatchLimits(10, token_budget=256, max_running=2, spare_blocks=1))
     batch.add(0, 33, 0, 100)
     batch.commit(batch.next_step())
     assert batch.lone(steps) is None
@@ -305,7 +305,7 @@ def test_a_beginning_is_foreseen_only_when_it_is_sure(prompts: list[int], steps:
 
 
 def test_an_end_that_was_not_foreseen_frees_its_blocks() -> None:
-    batch = Batcher(Limits(10, token_budget=64, max_running=4))
+    batch = Batcher(BatchLimits(10, token_budget=64, max_running=4))
     batch.add(0, 30, 0, 1000 // 10)
     batch.commit(batch.next_step())
     step = batch.next_step()
@@ -316,7 +316,7 @@ def test_an_end_that_was_not_foreseen_frees_its_blocks() -> None:
 
 
 def test_what_cannot_be_is_refused() -> None:
-    batch = Batcher(Limits(4, token_budget=64, max_running=4))
+    batch = Batcher(BatchLimits(4, token_budget=64, max_running=4))
     with pytest.raises(CapacityError, match="can never fit"):
         batch.add(0, 60, 0, 6)
     batch.add(0, 60, 0, 5)
@@ -331,11 +331,11 @@ def test_what_cannot_be_is_refused() -> None:
     with pytest.raises(InputError, match="not the step"):
         batch.commit(step)
     with pytest.raises(InputError, match="token_budget"):
-        Limits(10, token_budget=3, max_running=4)
+        BatchLimits(10, token_budget=3, max_running=4)
 
 
 def test_prompts_that_are_late_anyway_let_others_go_before_them_and_run_one_at_a_time() -> None:
-    batch = Batcher(Limits(100, token_budget=32, max_running=4))
+    batch = Batcher(BatchLimits(100, token_budget=32, max_running=4))
     batch.add(0, 128, 0, 1, LATE)
     batch.add(1, 64, 0, 1, LATE)
     batch.commit(batch.next_step())

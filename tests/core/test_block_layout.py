@@ -6,7 +6,7 @@ import pytest
 
 from potluck.catalog.models import model, names
 from potluck.core.replica.block_layout import checkpoints_at, pool_layout
-from potluck.core.replica.blocks import Found
+from potluck.core.replica.blocks import PrefixHit
 from potluck.core.values.model import DenseFfn, FullAttention, LatentAttention, Layer, LinearAttention, Model
 
 FULL = FullAttention(4, 2, 16, 24)
@@ -57,7 +57,7 @@ def test_every_model_of_the_catalog_has_a_layout(name: str) -> None:
 
 
 def test_checkpoints_are_wanted_at_the_end_and_where_prompts_part() -> None:
-    assert checkpoints_at(Found(0, 0, None, 0), 9) == (9,)
-    assert checkpoints_at(Found(32, 2, None, 5), 9) == (5, 9)
-    assert checkpoints_at(Found(80, 5, None, 5), 9) == (9,)
-    assert checkpoints_at(Found(0, 0, None, 0), 0) == ()
+    assert checkpoints_at(PrefixHit(0, 0, None, 0), 9) == (9,)
+    assert checkpoints_at(PrefixHit(32, 2, None, 5), 9) == (5, 9)
+    assert checkpoints_at(PrefixHit(80, 5, None, 5), 9) == (9,)
+    assert checkpoints_at(PrefixHit(0, 0, None, 0), 0) == ()

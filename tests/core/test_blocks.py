@@ -11,8 +11,8 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from potluck.core.errors import InputError
 from potluck.core.replica import block_values
-from potluck.core.replica.block_values import NameBook
-from potluck.core.replica.blocks import BlockPool, Checkpoint, Name, Placed, block_hashes
+from potluck.core.replica.block_values import BlockNamer
+from potluck.core.replica.blocks import BlockPlacement, BlockPool, Checkpoint, Name, block_hashes
 
 SIZE = 4
 PROMPTS = st.builds(
@@ -58,7 +58,7 @@ def test_names_stay_what_they_are_in_files_and_at_other_engines() -> None:
 )
 def test_a_name_book_says_what_the_names_are(asks: list[tuple[int, int, str]]) -> None:
     """Prompts that share beginnings of different lengths, in few runs, so that some are forgotten."""
-    book = NameBook(2, block_tokens=1)
+    book = BlockNamer(2, block_tokens=1)
     for length, turn, salt in asks:
         tokens = [0] * (length * turn // 3) + [turn] * (length - length * turn // 3)
         assert book.names(tokens, "m", salt) == block_hashes(tokens, "m", 1, salt=salt)
@@ -66,7 +66,7 @@ def test_a_name_book_says_what_the_names_are(asks: list[tuple[int, int, str]]) -
 
 
 def test_a_name_book_keeps_no_tokens_and_looks_runs_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    book, tokens = NameBook(), list(range(1000))
+    book, tokens = BlockNamer(), list(range(1000))
     names = book.names(tokens, "m")
     seen: list[int] = []
     chain = block_values._chain
@@ -158,7 +158,7 @@ class PoolMachine(RuleBasedStateMachine):
             count += 1
         return count
 
-    def went(self, gone: list[Placed], expected: Any) -> None:
+    def went(self, gone: list[BlockPlacement], expected: Any) -> None:
         assert [one.name for one in gone] == list(expected)
         for one in gone:
             assert self.places.pop(one.name) == one.places

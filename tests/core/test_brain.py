@@ -8,14 +8,32 @@ from dataclasses import replace
 import brain_builders as build
 import pytest
 
-from potluck.core.brain.actions import Abandon, Action, Drain, Refuse, Remark, Replan, Run, Start, Stop
 from potluck.core.brain.brain import Brain
-from potluck.core.brain.events import Arrived, Cancelled, Failed, Finished, Planned, Quoted, Tick
-from potluck.core.brain.policy import Policy
+from potluck.core.state.actions import (
+    Abort,
+    Action,
+    DrainReplica,
+    OperatorNote,
+    Refuse,
+    Replan,
+    Run,
+    StartReplica,
+    StopReplica,
+)
+from potluck.core.state.events import (
+    AttemptFailed,
+    MarketReported,
+    PlanReceived,
+    RequestArrived,
+    RequestCancelled,
+    RequestFinished,
+    Tick,
+)
+from potluck.core.state.policy import Policy
 from potluck.core.values.layout import single
-from potluck.core.values.plan import Replica
+from potluck.core.values.plan import PlannedReplica
 from potluck.core.values.route import aggregated
-from potluck.core.values.types import Offer, Region, Slo
+from potluck.core.values.types import NodeOffer, Region, Slo
 
 ONE = build.template("one", closed=(1.0, 1.0))
 PLAIN = build.plan((ONE,), {("one", "near"): 1}, {("one", "near", "closed"): (0.5, 0.5)})
@@ -37,8 +55,8 @@ def only_refusal(actions: list[Action]) -> Refuse:
 def test_the_first_plan_starts_every_replica() -> None:
     template = build.template("two", ("mixed", "mixed"), closed=(1.0,))
     plan = build.plan((template,), {("two", "near"): 2}, {}, longest=(1000,))
-    actions = Brain(build.facts((template,)), Policy()).on(0.0, Planned(plan))
-    names = [action.member.id for action in actions if isinstance(action, Start)]
+    actions = Brain(build.facts((template,)), Policy()).on(0.0, PlanReceived(plan))
+    names = [action.member.id for action in actions if isinstance(action, StartReplica)]
     assert names == ["two@near#0/0", "two@near#0/1", "two@near#1/0", "two@near#1/1"]
     assert len(actions) == 4
 
@@ -133,7 +151,7 @@ def test_retries_end_and_so_does_patience() -> None:
     first = only_run(world.arrive(build.request("a")))
     again = only_run(world.fail("a", "timeout", first.route.decoder)[1:])
     abandoned, refusal = world.fail("a", "timeout", again.route.decoder)
-    assert isinstance(abandoned, Abandon)
+    assert isinstance(abandoned, Abort)
     assert isinstance(refusal, Refuse)
     assert refusal.reason == "retries"
     run = only_run(world.arrive(build.request("b", deadline_s=5.0)))
@@ -146,7 +164,7 @@ def test_the_only_replica_is_tried_again_unless_it_was_lost() -> None:
     world = build.world(PLAIN)
     run = only_run(world.arrive(build.request("a")))
     abandoned, again = world.fail("a", "timeout", run.route.decoder)
-    assert abandoned == Abandon("a", (run.route.decoder,))
+    assert abandoned == Abort("a", (run.route.decoder,))
     assert isinstance(again, Run)
     assert world.fail("a", "replica", run.route.decoder) == []  # held: it may be gone
     world.now_s = 1.0
@@ -157,10 +175,10 @@ def test_late_and_repeated_failures_are_ignored() -> None:
     world = build.world(TWO)
     first = only_run(world.arrive(build.request("a")))
     world.fail("a", "replica", first.route.decoder)
-    assert world.tell(Failed("a", 0, "replica", first.route.decoder, 0)) == []
+    assert world.tell(AttemptFailed("a", 0, "replica", first.route.decoder, 0)) == []
     world.finish("a")
-    assert world.tell(Failed("a", 1, "replica", first.route.decoder, 0)) == []
-    assert world.tell(Finished("a", 1, 100)) == []
+    assert world.tell(AttemptFailed("a", 1, "replica", first.route.decoder, 0)) == []
+    assert world.tell(RequestFinished("a", 1, 100)) == []
     build.assert_at_rest(world.brain)
 
 
@@ -174,8 +192,8 @@ def test_a_failure_after_the_last_token_is_no_failure() -> None:
 def test_cancelling_frees_the_replica() -> None:
     world = build.world(PLAIN)
     run = only_run(world.arrive(build.request("a")))
-    assert world.tell(Cancelled("a")) == [Abandon("a", (run.route.decoder,))]
-    assert world.tell(Cancelled("a")) == []
+    assert world.tell(RequestCancelled("a")) == [Abort("a", (run.route.decoder,))]
+    assert world.tell(RequestCancelled("a")) == []
     build.assert_at_rest(world.brain)
 
 
@@ -183,23 +201,23 @@ def test_a_repeated_arrival_is_one_request() -> None:
     world = build.world(PLAIN)
     asked = build.request("a")
     world.arrive(asked)
-    assert world.tell(Arrived(asked)) == []
+    assert world.tell(RequestArrived(asked)) == []
 
 
 def test_while_plans_change_the_old_copies_serve_until_the_new_are_ready() -> None:
     other = build.template("other", closed=(1.0, 1.0))
-    other = replace(other, replicas=(Replica("mixed", single("another", 1, 8)),))
+    other = replace(other, replicas=(PlannedReplica("mixed", single("another", 1, 8)),))
     new = build.plan((other,), {("other", "near"): 1}, {("other", "near", "closed"): (0.5, 0.5)})
     world = build.world(PLAIN, known=build.facts((ONE, other)))
     actions = world.plan(new, ready=False)
-    assert [type(action) for action in actions] == [Start]
+    assert [type(action) for action in actions] == [StartReplica]
     assert only_run(world.arrive(build.request("a"))).route.decoder == "one@near#0/0"
     world.make_ready("other@near#1/0")
     world.now_s = 1.0
-    assert world.tell(Tick()) == [Drain("one@near#0/0")]
+    assert world.tell(Tick()) == [DrainReplica("one@near#0/0")]
     assert only_run(world.arrive(build.request("b"))).route.decoder == "other@near#1/0"
     world.drain_out("one@near#0/0")
-    assert world.log[-1][2] == (Stop("one@near#0/0"),)
+    assert world.log[-1][2] == (StopReplica("one@near#0/0"),)
     world.finish("b")
     build.assert_at_rest(world.brain)
 
@@ -211,7 +229,7 @@ def test_a_lost_replica_is_started_again() -> None:
     assert {only_run(world.arrive(build.request(str(n)))).route.decoder for n in range(4)} == {"one@near#1/0"}
     world.now_s = 1.0
     (start,) = world.tell(Tick())
-    assert isinstance(start, Start)
+    assert isinstance(start, StartReplica)
     assert start.member.unit != "one@near#1"
 
 
@@ -224,9 +242,9 @@ def test_under_a_rush_the_scaler_adds_copies() -> None:
         if number % 10 == 9:
             world.tell(Tick())
         world.finish(str(number))
-    started = [a for _, _, actions in world.log for a in actions if isinstance(a, Start)]
+    started = [a for _, _, actions in world.log for a in actions if isinstance(a, StartReplica)]
     assert len(started) > 1
-    assert world.brain.steward.why()
+    assert world.brain.autoscaler.why()
 
 
 @pytest.mark.parametrize("balance", ["goodput", "round-robin", "least-work", "token", "fixed"])
@@ -249,8 +267,8 @@ def test_advice_is_said_and_nothing_is_done() -> None:
             world.tell(Tick())
         world.finish(str(number))
     actions = [a for _, _, made in world.log for a in made]
-    assert len([a for a in actions if isinstance(a, Start)]) == 1
-    advice = [a.what for a in actions if isinstance(a, Remark)]
+    assert len([a for a in actions if isinstance(a, StartReplica)]) == 1
+    advice = [a.what for a in actions if isinstance(a, OperatorNote)]
     assert any("advice: " in each and "of one in near" in each for each in advice)
     assert len(advice) == len(set(advice)), "said once"
 
@@ -261,7 +279,7 @@ def test_a_slow_replica_is_said_to_be_slow_once_and_when_it_is_well_again() -> N
     said = []
     for pace in (1.0, 1.6, 2.5, 1.4, 1.1, 1.1):
         view.pace = pace
-        said += [each.what for each in world.tell(Tick()) if isinstance(each, Remark)]
+        said += [each.what for each in world.tell(Tick()) if isinstance(each, OperatorNote)]
     assert [each.partition(" ")[2] for each in said] == [
         "takes 1.6 times as long as planned",
         "is about as fast as planned again",
@@ -272,9 +290,9 @@ def test_a_slow_replica_is_said_to_be_slow_once_and_when_it_is_well_again() -> N
 def test_other_prices_call_for_a_plan_at_once(scaling: str) -> None:
     world = build.world(PLAIN, Policy(scaling=scaling))  # type: ignore[arg-type]
     world.tell(Tick())
-    cheaper = (Region("near", (Offer("node", 0.1, 5),)),)
+    cheaper = (Region("near", (NodeOffer("node", 0.1, 5),)),)
     world.now_s = 1.0
-    (asked,) = [each for each in world.tell(Quoted(cheaper)) if isinstance(each, Replan)]
+    (asked,) = [each for each in world.tell(MarketReported(cheaper)) if isinstance(each, Replan)]
     assert "prices or nodes changed" in asked.reason
     world.now_s = 2.0
     assert not [each for each in world.tell(Tick()) if isinstance(each, Replan)]
@@ -291,11 +309,11 @@ def test_a_service_that_has_just_started_lets_nothing_go_for_want_of_requests() 
 
 
 def test_nodes_that_can_be_had_now_are_used_at_once() -> None:
-    known = replace(build.facts((ONE,)), regions=(Region("near", (Offer("node", 1.0, 1),)),))
+    known = replace(build.facts((ONE,)), regions=(Region("near", (NodeOffer("node", 1.0, 1),)),))
     world = build.world(TWO, known=known)
     assert len(world.brain.fleet.views) == 1
-    actions = world.tell(Quoted((Region("near", (Offer("node", 1.0, 2),)),)))
-    assert [type(each) for each in actions] == [Start]
+    actions = world.tell(MarketReported((Region("near", (NodeOffer("node", 1.0, 2),)),)))
+    assert [type(each) for each in actions] == [StartReplica]
 
 
 def test_requests_that_wait_for_room_are_demand_to_scaling() -> None:
@@ -308,7 +326,7 @@ def test_requests_that_wait_for_room_are_demand_to_scaling() -> None:
     waiting = world.brain.admission.backlogs["m"].count
     assert waiting > 50
     seen: list[int] = []
-    scaler = world.brain.steward._scaler
+    scaler = world.brain.autoscaler._scaler
     told = scaler.on_tick
     scaler.on_tick = lambda at_s, observed, fleet, plan: (  # type: ignore[method-assign]
         seen.append(observed.of("m").held),  # type: ignore[union-attr]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import brain_chaos_driver as driver
 import pytest
 
-from potluck.core.brain.actions import Refuse
+from potluck.core.state.actions import Refuse
 
 
 @pytest.mark.parametrize("seed", range(4))

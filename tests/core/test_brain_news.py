@@ -5,26 +5,26 @@ from __future__ import annotations
 import brain_builders as build
 import pytest
 
-from potluck.core.brain.actions import Abandon, Action, Inquire, Refuse, Run
-from potluck.core.brain.events import (
-    Arrived,
-    Cancelled,
-    Failed,
-    Finished,
+from potluck.core.brain.attempt_queries import ANSWER_S, FAILED_S, QUESTIONS, SILENCE_S
+from potluck.core.brain.failure_domains import TOGETHER_S, RecentLosses, smallest
+from potluck.core.brain.requests import ENDED
+from potluck.core.state.actions import Abort, Action, QueryAttempt, Refuse, Run
+from potluck.core.state.events import (
+    AttemptFailed,
+    AttemptRunning,
     FirstToken,
     ReplicaLost,
-    Reported,
+    ReplicaReported,
+    ReplicaSilent,
+    ReplicaStatus,
+    RequestArrived,
+    RequestCancelled,
+    RequestFinished,
     SegmentDone,
-    Silent,
-    Status,
     Tick,
-    Underway,
 )
-from potluck.core.brain.flights import ENDED
-from potluck.core.brain.inquiries import ANSWER_S, FAILED_S, QUESTIONS, SILENCE_S
-from potluck.core.brain.losses import TOGETHER_S, Losses, smallest
-from potluck.core.brain.policy import Policy
-from potluck.core.values.member import Member
+from potluck.core.state.policy import Policy
+from potluck.core.values.replica_spec import ReplicaSpec
 
 ONE = build.template("one", closed=(1.0,))
 
@@ -49,14 +49,14 @@ def test_news_of_an_attempt_that_is_over_change_nothing() -> None:
     for late in (
         SegmentDone("a", 0, 0),
         FirstToken("a", 0),
-        Finished("a", 0, 100),
-        Failed("a", 0, "timeout", first.route.decoder, 3),
-        Failed("a", 0, "timeout", again.route.decoder, 3),
-        Failed("a", 2, "timeout", again.route.decoder, 3),
+        RequestFinished("a", 0, 100),
+        AttemptFailed("a", 0, "timeout", first.route.decoder, 3),
+        AttemptFailed("a", 0, "timeout", again.route.decoder, 3),
+        AttemptFailed("a", 2, "timeout", again.route.decoder, 3),
     ):
         assert world.tell(late) == []
         assert (view.open_requests, view.open_prefill_tokens, view.open_context_tokens) == counts
-    assert world.brain.flights["a"].failures == 1
+    assert world.brain.requests["a"].failures == 1
     world.finish("a")
     build.assert_at_rest(world.brain)
 
@@ -66,17 +66,17 @@ def test_what_ended_does_not_begin_again(end: str) -> None:
     world = build.world(many(1))
     asked = build.request("a", deadline_s=0.0 if end == "refused" else None)
     if end == "before":
-        assert world.tell(Cancelled("a")) == []
-        assert world.tell(Arrived(asked)) == []
+        assert world.tell(RequestCancelled("a")) == []
+        assert world.tell(RequestArrived(asked)) == []
     else:
         assert world.arrive(asked)
     if end == "finished":
         world.finish("a")
     elif end == "cancelled":
-        assert world.tell(Cancelled("a")) == [Abandon("a", ("one@near#0/0",))]
-    assert world.tell(Arrived(asked)) == []
+        assert world.tell(RequestCancelled("a")) == [Abort("a", ("one@near#0/0",))]
+    assert world.tell(RequestArrived(asked)) == []
     for number in range(2 * ENDED):
-        world.brain.on(0.0, Cancelled(f"other{number}"))
+        world.brain.on(0.0, RequestCancelled(f"other{number}"))
     assert world.brain.sizes()["ended"] <= 2 * ENDED
 
 
@@ -87,12 +87,12 @@ def test_a_loss_without_its_failures_is_asked_about_and_resumed_where_the_user_i
     lost = run.route.decoder
     world.tell(ReplicaLost(lost, "died"))
     world.now_s = FAILED_S - 0.1
-    assert not [each for each in world.tell(Tick()) if isinstance(each, Inquire)]
+    assert not [each for each in world.tell(Tick()) if isinstance(each, QueryAttempt)]
     world.now_s = FAILED_S
-    assert Inquire("a", 0) in world.tell(Tick())
+    assert QueryAttempt("a", 0) in world.tell(Tick())
     again = sent(world.fail("a", "replica", lost, streamed=57))
     assert (again.attempt, again.streamed_tokens, again.prompt_tokens) == (1, 57, 1057)
-    assert world.tell(Failed("a", 0, "replica", lost, 57)) == []
+    assert world.tell(AttemptFailed("a", 0, "replica", lost, 57)) == []
     world.finish("a")
     build.assert_at_rest(world.brain)
 
@@ -103,15 +103,15 @@ def test_a_loss_that_was_not_one_and_notice_leave_requests_alone() -> None:
     world.tell(ReplicaLost(run.route.decoder, "spot", 30.0))
     for second in range(1, 34):
         world.now_s = float(second)
-        assert not [each for each in world.tell(Tick()) if isinstance(each, Inquire | Refuse)]
+        assert not [each for each in world.tell(Tick()) if isinstance(each, QueryAttempt | Refuse)]
     asked = 0
     for second in range(34, 200):
         world.now_s = float(second)
-        if Inquire("a", 0) in world.tell(Tick()):
+        if QueryAttempt("a", 0) in world.tell(Tick()):
             asked += 1
-            world.tell(Underway("a", 0))
+            world.tell(AttemptRunning("a", 0))
     assert asked > 10
-    assert "a" in world.brain.flights
+    assert "a" in world.brain.requests
     world.finish("a")
     build.assert_at_rest(world.brain)
 
@@ -121,18 +121,18 @@ def test_silence_ends_in_a_question_and_then_in_a_refusal() -> None:
     world.arrive(build.request("a"))
     world.now_s = SILENCE_S
     for _ in range(QUESTIONS):
-        assert world.tell(Tick()) == [Inquire("a", 0)]
+        assert world.tell(Tick()) == [QueryAttempt("a", 0)]
         world.now_s += ANSWER_S
     abandoned, refused = world.tell(Tick())
-    assert abandoned == Abandon("a", ("one@near#0/0",))
+    assert abandoned == Abort("a", ("one@near#0/0",))
     assert isinstance(refused, Refuse)
     assert refused.reason == "lost"
     build.assert_at_rest(world.brain)
     assert world.brain.sizes()["inquiries"] == 0
 
 
-def member(name: str, region: str = "near", nodes: tuple[str, ...] = (), zone: str = "") -> Member:
-    return Member(name, name, "t", 0, "homogeneous", "m", "mixed", region, nodes, zone)
+def member(name: str, region: str = "near", nodes: tuple[str, ...] = (), zone: str = "") -> ReplicaSpec:
+    return ReplicaSpec(name, name, "t", 0, "homogeneous", "m", "mixed", region, nodes, zone)
 
 
 def test_the_smallest_domain_that_explains_all_losses() -> None:
@@ -146,7 +146,7 @@ def test_the_smallest_domain_that_explains_all_losses() -> None:
 
 
 def test_losses_are_forgotten_mended_and_kept_apart_by_region() -> None:
-    losses = Losses()
+    losses = RecentLosses()
     losses.note(0.0, member("a", nodes=("n1",)))
     losses.note(1.0, member("b", "far", nodes=("n1",)))
     assert losses.suspects(1.0) == {"node near/n1", "node far/n1"}
@@ -206,16 +206,16 @@ def test_a_request_on_replicas_that_fall_silent_is_what_silences_them_unless_oth
     first = sent(world.arrive(build.request("a"))).route.decoder
     spared = [name for name in sorted(world.members) if name != first]
     if sign == "another":
-        world.tell(Silent(spared[0]))
+        world.tell(ReplicaSilent(spared[0]))
     if sign == "woke":
-        world.tell(Silent(first))
-        world.tell(Reported(first, Status(0, 0, 0, 0, 1, 1, 0.0)))
+        world.tell(ReplicaSilent(first))
+        world.tell(ReplicaReported(first, ReplicaStatus(0, 0, 0, 0, 1, 1, 0.0)))
     silenced = 0
     while "a" in world.jobs and silenced < 8:
         world.now_s += 1.1 * TOGETHER_S
         world.tell(Tick())
         replica = world.jobs["a"].run.route.decoder
-        world.tell(Silent(replica))
+        world.tell(ReplicaSilent(replica))
         world.fail("a", "replica", replica)
         silenced += 1
     assert silenced == (3 if sign == "none" else 8)

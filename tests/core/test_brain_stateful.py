@@ -7,28 +7,28 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from potluck.core.brain.actions import Recount, Run
 from potluck.core.brain.brain import Brain
-from potluck.core.brain.events import (
-    Arrived,
-    Cached,
-    Cancelled,
-    Drained,
-    Failed,
-    Finished,
+from potluck.core.brain.recovery import MOST_ATTEMPTS
+from potluck.core.scaling.roles import FLIPPABLE
+from potluck.core.state.actions import ResyncCache, Run
+from potluck.core.state.events import (
+    AttemptFailed,
+    CacheReported,
     FirstToken,
     LinkReported,
-    Ordered,
+    OperatorOrdered,
+    ReplicaDrained,
     ReplicaLost,
     ReplicaReady,
-    Reported,
+    ReplicaReported,
+    ReplicaStatus,
+    RequestArrived,
+    RequestCancelled,
+    RequestFinished,
     SegmentDone,
-    Status,
     Tick,
 )
-from potluck.core.brain.policy import Policy
-from potluck.core.brain.recovery import MOST_ATTEMPTS
-from potluck.core.scale.roles import FLIPPABLE
+from potluck.core.state.policy import Policy
 
 TEMPLATES = (
     build.template("plain", ("mixed", "mixed"), closed=(4.0, 1.0)),
@@ -147,7 +147,7 @@ class Everything(RuleBasedStateMachine):
     def cancel(self, data: st.DataObject) -> None:
         name = self.any_of(data, self.world.requests)
         if name not in self.world.ended:
-            self.world.tell(Cancelled(name))
+            self.world.tell(RequestCancelled(name))
             assert name not in self.world.jobs, "work on it goes on"
             self.world.ended[name] = "cancelled"
 
@@ -180,7 +180,7 @@ class Everything(RuleBasedStateMachine):
         if what in ("drain", "cordon", "uncordon") or (
             view.role != "mixed" and view.member.kind in FLIPPABLE
         ):
-            self.world.tell(Ordered(replica, what))  # type: ignore[arg-type]
+            self.world.tell(OperatorOrdered(replica, what))  # type: ignore[arg-type]
 
     @rule(passed_s=st.sampled_from([0.1, 1.0, 4.0]))
     def tick(self, passed_s: float) -> None:
@@ -191,9 +191,11 @@ class Everything(RuleBasedStateMachine):
     @rule(data=st.data(), busy=st.booleans())
     def report(self, data: st.DataObject, busy: bool) -> None:
         status = (
-            Status(3, 2, 5000, 9000, 10, 20_000, 0.02) if busy else Status(0, 0, 0, 0, 20_000, 20_000, 0.0)
+            ReplicaStatus(3, 2, 5000, 9000, 10, 20_000, 0.02)
+            if busy
+            else ReplicaStatus(0, 0, 0, 0, 20_000, 20_000, 0.0)
         )
-        self.world.tell(Reported(self.any_of(data, self.world.members), status))
+        self.world.tell(ReplicaReported(self.any_of(data, self.world.members), status))
 
     @rule(use=st.floats(0, 1), queued=st.sampled_from([0.0, 1e10]), gbps=st.sampled_from([0.0, 1.0, 10.0]))
     def link(self, use: float, queued: float, gbps: float) -> None:
@@ -216,11 +218,13 @@ class Everything(RuleBasedStateMachine):
         self.caches[replica] = held, sequence + 1
         if lost:
             return
-        event = Cached(replica, sequence + 1, () if gone else blocks, blocks if gone else ())
+        event = CacheReported(replica, sequence + 1, () if gone else blocks, blocks if gone else ())
         for action in self.world.tell(event):
-            if isinstance(action, Recount):
+            if isinstance(action, ResyncCache):
                 assert action.replica == replica
-                assert not self.world.tell(Cached(replica, sequence + 1, tuple(sorted(held)), whole=True))
+                assert not self.world.tell(
+                    CacheReported(replica, sequence + 1, tuple(sorted(held)), whole=True)
+                )
 
     @rule(
         name=st.sampled_from(["q1", "q2", "nobody"]), replica=st.sampled_from(["nowhere", "plain@near#0/0"])
@@ -231,26 +235,26 @@ class Everything(RuleBasedStateMachine):
             for event in (
                 SegmentDone(name, 0, 0),
                 FirstToken(name, 0),
-                Finished(name, 0, 5),
-                Cancelled("nobody"),
+                RequestFinished(name, 0, 5),
+                RequestCancelled("nobody"),
             ):
                 assert self.world.tell(event) == []
         for attempt in (self.world.attempts.get(name, 0), -1):  # the next one and none
-            assert self.world.tell(Failed(name, attempt, "replica", "elsewhere", 1)) == []
+            assert self.world.tell(AttemptFailed(name, attempt, "replica", "elsewhere", 1)) == []
             assert self.world.tell(SegmentDone(name, attempt, 7)) == []
             assert self.world.tell(FirstToken(name, attempt)) == []
-            assert self.world.tell(Finished(name, attempt, 1)) == []
-        for event in (ReplicaLost("nowhere", ""), ReplicaReady("nowhere"), Drained("nowhere")):
+            assert self.world.tell(RequestFinished(name, attempt, 1)) == []
+        for event in (ReplicaLost("nowhere", ""), ReplicaReady("nowhere"), ReplicaDrained("nowhere")):
             assert self.world.tell(event) == []
         if name in self.world.requests:
-            assert self.world.tell(Arrived(self.world.requests[name])) == []
-        assert self.world.tell(Reported(replica, Status(0, 0, 0, 0, 1, 1, 0.0))) == []
+            assert self.world.tell(RequestArrived(self.world.requests[name])) == []
+        assert self.world.tell(ReplicaReported(replica, ReplicaStatus(0, 0, 0, 0, 1, 1, 0.0))) == []
 
     @invariant()
     def counts_are_right(self) -> None:
         brain = self.world.brain
         open_ids = set(self.world.requests) - set(self.world.ended)
-        assert set(brain.flights) == open_ids
+        assert set(brain.requests) == open_ids
         sent = {view.member.id: 0 for view in brain.fleet.views.values()}
         for job in self.world.jobs.values():
             for segment in job.run.route.segments[job.done :]:
@@ -261,7 +265,7 @@ class Everything(RuleBasedStateMachine):
             assert view.open_prefill_tokens >= 0
             assert view.open_context_tokens >= 0
         assert all(count <= MOST_ATTEMPTS for count in self.world.attempts.values())
-        assert all(flight.failures <= self.policy.retries for flight in brain.flights.values())
+        assert all(req.failures <= self.policy.retries for req in brain.requests.values())
 
     def teardown(self) -> None:
         if not hasattr(self, "world"):

@@ -7,12 +7,12 @@ from dataclasses import replace
 import brain_builders as build
 import pytest
 
-from potluck.core.brain.actions import Run
-from potluck.core.brain.events import Reported, Silent, Status, Tick
-from potluck.core.brain.fleet import Fleet
-from potluck.core.brain.policy import Policy
 from potluck.core.brain.recovery import QUARANTINE_S
-from potluck.core.values.member import Member
+from potluck.core.state.actions import Run
+from potluck.core.state.events import ReplicaReported, ReplicaSilent, ReplicaStatus, Tick
+from potluck.core.state.fleet import FleetState
+from potluck.core.state.policy import Policy
+from potluck.core.values.replica_spec import ReplicaSpec
 from potluck.core.values.types import Slo
 
 ONE = build.template("one", closed=(1.0,))
@@ -21,7 +21,7 @@ COMBO = build.template("combo", ("prefill", "decode", "decode"), kind="combo", c
 COMBOS = build.plan(
     (COMBO,), {("combo", "near"): 2}, {("combo", "near", "closed"): (1.0,)}, longest=(200_000,)
 )
-IDLE = Status(0, 0, 0, 0, 100, 100, 0.0)
+IDLE = ReplicaStatus(0, 0, 0, 0, 100, 100, 0.0)
 
 
 def sent(world: build.World, prefix: str, count: int = 12) -> set[str]:
@@ -46,10 +46,10 @@ def test_a_replica_that_may_be_gone_gets_nobody_until_it_is_heard_of(plan: build
     assert doubted not in sent(world, "b")
     world.now_s = 0.5 * QUARANTINE_S
     world.tell(Tick())
-    world.tell(Reported(again.route.decoder, IDLE))
+    world.tell(ReplicaReported(again.route.decoder, IDLE))
     assert doubted not in sent(world, "c")
     if heals == "report":
-        world.tell(Reported(doubted, IDLE))
+        world.tell(ReplicaReported(doubted, IDLE))
     else:
         world.now_s = QUARANTINE_S
         world.tell(Tick())
@@ -63,17 +63,17 @@ def test_a_silent_replica_gets_nobody_for_as_long_as_that_is_said() -> None:
     for turn in range(5):
         start_s = world.now_s
         while world.now_s < start_s + 3 * QUARANTINE_S:
-            world.tell(Silent(silent))
+            world.tell(ReplicaSilent(silent))
             world.now_s += QUARANTINE_S / 2
             world.tell(Tick())
             assert silent not in sent(world, f"{turn} {world.now_s} ", 3)
-        world.tell(Reported(silent, IDLE))
+        world.tell(ReplicaReported(silent, IDLE))
         assert silent in sent(world, f"{turn} again ")
-    world.tell(Silent(silent))
+    world.tell(ReplicaSilent(silent))
     world.now_s += QUARANTINE_S
     world.tell(Tick())
     assert silent in sent(world, "time ", 12), "some do not report; nobody says that it is silent any more"
-    assert world.tell(Silent("nobody")) == []
+    assert world.tell(ReplicaSilent("nobody")) == []
 
 
 def test_other_failures_are_no_reason_to_doubt_a_replica() -> None:
@@ -116,13 +116,13 @@ def test_answers_that_came_too_late_do_not_count_as_attained(slo: Slo | None, at
     world.advance("fast")
     world.now_s = 2.8
     world.advance("slow")
-    (seen,) = world.brain.steward.window.observed(3.0).models
+    (seen,) = world.brain.autoscaler.window.observed(3.0).models
     assert (seen.finished, seen.attained) == (2, attained)
 
 
 def test_a_copy_that_lost_a_replica_is_not_whole_until_it_has_it_again() -> None:
-    fleet = Fleet()
-    members = [Member(f"u/{i}", "u", "t", i, "combo", "m", "mixed", "near") for i in range(2)]
+    fleet = FleetState()
+    members = [ReplicaSpec(f"u/{i}", "u", "t", i, "combo", "m", "mixed", "near") for i in range(2)]
     for member in members:
         fleet.add(member)
         fleet.ready(member.id)
@@ -146,7 +146,7 @@ def test_one_that_fails_again_and_again_is_tried_ever_more_seldom_however_well_i
     for number in range(900):
         world.now_s = number / 10
         world.tell(Tick())
-        world.tell(Reported(bad, IDLE))
+        world.tell(ReplicaReported(bad, IDLE))
         name = f"r{number}"
         world.arrive(build.request(name))
         while world.jobs[name].run.route.decoder == bad and not (heals and number >= 300):

@@ -7,11 +7,11 @@ from dataclasses import replace
 import brain_builders as build
 import pytest
 
-from potluck.core.brain.actions import Run
-from potluck.core.brain.events import Cached, LinkReported, Reported, Status
-from potluck.core.brain.facts import Facts
-from potluck.core.brain.policy import Policy
-from potluck.core.routing.threshold import Threshold
+from potluck.core.routing.threshold import LengthThreshold
+from potluck.core.state.actions import Run
+from potluck.core.state.events import CacheReported, LinkReported, ReplicaReported, ReplicaStatus
+from potluck.core.state.facts import FleetFacts
+from potluck.core.state.policy import Policy
 from potluck.core.values.plan import Plan
 
 P = build.template("p", ("prefill",), prefill=(2.0, 2.0))
@@ -39,7 +39,7 @@ CLEAR = LinkReported("far", "near", 0.1, 0.0, 10.0)
 BLOCKS = tuple(range(1, 1 + 2880 // 16))
 
 
-def quick(plan: Plan) -> Facts:
+def quick(plan: Plan) -> FleetFacts:
     """Cards of 100 Gbit/s."""
     facts = build.facts(plan.templates)
     return replace(facts, replicas={k: replace(v, card_gbps=100.0) for k, v in facts.replicas.items()})
@@ -68,7 +68,7 @@ def named(world: build.World, template: str, region: str = "near") -> list[str]:
 def test_what_a_decoder_holds_is_not_computed_again() -> None:
     for holder in (0, 1):
         world = build.world(HOME)
-        world.tell(Cached(named(world, "d")[holder], 1, BLOCKS))
+        world.tell(CacheReported(named(world, "d")[holder], 1, BLOCKS))
         run = sent(world)
         first = run.route.segments[0]
         # The decoder does all where it was to decode anyway; else it lends, and the rest is computed elsewhere.
@@ -81,7 +81,7 @@ def test_what_a_decoder_holds_is_not_computed_again() -> None:
 def test_a_busy_holder_lends_to_a_replica_with_less_to_do() -> None:
     world = build.world(ALONE, known=quick(ALONE))
     one, two = named(world, "mix")
-    world.tell(Cached(one, 1, BLOCKS))
+    world.tell(CacheReported(one, 1, BLOCKS))
     found = [places(sent(world)) for _ in range(12)]
     assert [(one, 0, 2880), (two, 2880, None)] in found
     at_rest(world)
@@ -90,17 +90,17 @@ def test_a_busy_holder_lends_to_a_replica_with_less_to_do() -> None:
 @pytest.mark.parametrize(
     ("status", "lends"),
     [
-        (Status(0, 4, 0, 0, 180, 20_000, 0.02), True),
-        (Status(1, 4, 0, 0, 180, 20_000, 0.02), False),
-        (Status(0, 4, 0, 0, 179, 20_000, 0.02), False),
+        (ReplicaStatus(0, 4, 0, 0, 180, 20_000, 0.02), True),
+        (ReplicaStatus(1, 4, 0, 0, 180, 20_000, 0.02), False),
+        (ReplicaStatus(0, 4, 0, 0, 179, 20_000, 0.02), False),
     ],
     ids=["has room", "others wait", "no blocks"],
 )
-def test_who_has_no_room_does_not_lend(status: Status, lends: bool) -> None:
+def test_who_has_no_room_does_not_lend(status: ReplicaStatus, lends: bool) -> None:
     world = build.world(HOME)
     one = named(world, "d")[0]
-    world.tell(Cached(one, 1, BLOCKS))
-    world.tell(Reported(one, status))
+    world.tell(CacheReported(one, 1, BLOCKS))
+    world.tell(ReplicaReported(one, status))
     found = [places(sent(world)) for _ in range(6)]
     assert any(len(each) == 3 for each in found) == lends
 
@@ -111,7 +111,7 @@ def test_who_has_no_room_does_not_lend(status: Status, lends: bool) -> None:
 def test_the_pool_can_be_switched_off(policy: Policy) -> None:
     world = build.world(HOME, policy)
     for name in named(world, "d"):
-        world.tell(Cached(name, 1, BLOCKS))
+        world.tell(CacheReported(name, 1, BLOCKS))
     assert places(sent(world))[0] == (named(world, "p")[0], 0, 3000)
 
 
@@ -119,7 +119,7 @@ def test_a_prefix_is_computed_where_that_is_sooner_than_reading_it() -> None:
     facts = build.facts((P, D))
     heavy = replace(facts, models={"m": replace(facts.models["m"], kv_bytes_per_token=1e7)})
     world = build.world(HOME, known=heavy)
-    world.tell(Cached(named(world, "d")[0], 1, BLOCKS))
+    world.tell(CacheReported(named(world, "d")[0], 1, BLOCKS))
     assert {places(sent(world))[0][0] for _ in range(4)} <= {named(world, "p")[0], named(world, "d")[0]}
     assert all(len(job.run.route.segments) < 3 for job in world.jobs.values())
 
@@ -127,7 +127,7 @@ def test_a_prefix_is_computed_where_that_is_sooner_than_reading_it() -> None:
 def test_whoever_failed_a_request_does_not_lend_to_it() -> None:
     world = build.world(ALONE, known=quick(ALONE))
     one, _ = named(world, "mix")
-    world.tell(Cached(one, 1, BLOCKS))
+    world.tell(CacheReported(one, 1, BLOCKS))
     runs = [sent(world) for _ in range(12)]
     lent = next(run for run in runs if len(run.route.segments) == 2)
     again = [each for each in world.fail(lent.request, "replica", one) if isinstance(each, Run)]
@@ -137,7 +137,7 @@ def test_whoever_failed_a_request_does_not_lend_to_it() -> None:
 def test_a_far_prefix_is_fetched_for_a_replica_that_does_all_but_not_over_a_dead_link() -> None:
     world = build.world(AWAY)
     far, mix = named(world, "p", "far")[0], named(world, "mix")[0]
-    world.tell(Cached(far, 1, BLOCKS))
+    world.tell(CacheReported(far, 1, BLOCKS))
     world.tell(CLEAR)
     assert places(sent(world)) == [(far, 0, 2880), (mix, 2880, None)]
     world.tell(CLEAR._replace(gbps=0.0))
@@ -221,7 +221,7 @@ def test_a_threshold_can_be_set_where_the_plan_has_none() -> None:
     world.brain.router.thresholds.rebase("m", 4000)
     assert region(500) == "near"
     assert region(9000) == "far"
-    assert world.brain.router.thresholds.links["m"] == {"far->near": Threshold(4000, 4000)}
+    assert world.brain.router.thresholds.links["m"] == {"far->near": LengthThreshold(4000, 4000)}
     at_rest(world)
 
 
@@ -238,7 +238,7 @@ def test_what_resumes_at_checkpoints_alone_is_lent_one_token_beyond(checkpoint: 
     hybrid = replace(facts.models["m"], exact_prefix=True, state_bytes=1e6)
     world = build.world(HOME, known=replace(facts, models={"m": hybrid}))
     one = named(world, "d")[0]
-    world.tell(Cached(one, 1, BLOCKS, (), (BLOCKS[checkpoint - 1],)))
+    world.tell(CacheReported(one, 1, BLOCKS, (), (BLOCKS[checkpoint - 1],)))
     stops = {places(sent(world))[0][2] for _ in range(4)}
     assert 16 * checkpoint + 1 in stops
     at_rest(world)

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from potluck.core.codec import decode, dumps, encode, loads
 from potluck.core.errors import FormatError
 from potluck.core.values import layout, model, plan, route, types
-from potluck.core.values.model import Layer, Model
+from potluck.core.values.model import Layer
 from potluck.core.values.plan import Plan, Prediction, plan_from_json, plan_to_json
 from potluck.core.values.route import Route, Segment
 from potluck.core.values.types import Gpu, Slo
@@ -127,7 +127,7 @@ def test_a_key_left_out_is_named_unless_it_has_a_default(value: object, data: st
 @given(build.anything, st.data())
 def test_a_wrong_type_anywhere_is_named_by_its_path(value: object, data: st.DataObject) -> None:
     body = encode(value)
-    place = data.draw(st.sampled_from(list(places(body))))
+    place = data.draw(st.sampled_from([place for place in places(body) if place[-1:] != ("type",)]))
     wrong: object = "text" if isinstance(at(body, place), list | dict) else [1]
     with pytest.raises(FormatError) as caught:
         decode(type(value), put(body, place, wrong))
@@ -235,7 +235,7 @@ def test_a_union_without_its_type_lists_what_it_may_be() -> None:
 def test_a_literal_gets_the_nearest_value() -> None:
     slow = {"model": "m", "bucket": 1, "prefill_region": "a", "decode_region": "b", "rate_per_s": 1}
     with pytest.raises(FormatError, match="codec: 'fp61' is not one of its values; did you mean 'fp16'?"):
-        decode(plan.Flow, slow | {"codec": "fp61"})
+        decode(plan.PlannedFlow, slow | {"codec": "fp61"})
 
 
 @dataclass(frozen=True)
@@ -270,7 +270,9 @@ def test_only_plain_values_are_encoded() -> None:
         encode(Gpu)
 
 
-def test_a_type_that_is_not_the_expected_one_is_refused() -> None:
-    body = encode(Route((Segment("a", 0, None),)))
-    with pytest.raises(FormatError, match="type: is 'Route', expected 'Model'"):
-        decode(Model, body)
+def test_a_type_is_read_only_where_there_is_a_choice() -> None:
+    """Classes may have had other names in the release that wrote a file."""
+    route = Route((Segment("a", 0, None),))
+    body = encode(route)
+    assert isinstance(body, dict)
+    assert decode(Route, {**body, "type": "Path"}) == route

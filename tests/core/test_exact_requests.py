@@ -11,9 +11,9 @@ from brain_chaos_fleets import Broken
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from potluck.core.brain.actions import Run
-from potluck.core.brain.events import Arrived, Event, Planned
-from potluck.core.values.crossings import codecs_between, lossy_crossings, lossy_notices
+from potluck.core.state.actions import Run
+from potluck.core.state.events import Event, PlanReceived, RequestArrived
+from potluck.core.values.lossy_hops import codecs_between, lossy_crossings, lossy_notices
 from potluck.core.values.plan import Plan
 from potluck.core.values.types import Codec
 
@@ -43,26 +43,26 @@ class LossyChaos(Chaos):
     crossings = 0
 
     def tell(self, event: Event) -> None:
-        if isinstance(event, Planned):
-            event = Planned(in_codec(event.plan, self.random.choice(("int8", "int4"))))
-        elif isinstance(event, Arrived) and event.request.id in self.jobs:
+        if isinstance(event, PlanReceived):
+            event = PlanReceived(in_codec(event.plan, self.random.choice(("int8", "int4"))))
+        elif isinstance(event, RequestArrived) and event.request.id in self.jobs:
             request = event.request._replace(exact=int(event.request.id[1:]) % 2 == 0)
             self.jobs[request.id].request = request
-            event = Arrived(request)
+            event = RequestArrived(request)
         super().tell(event)
 
     def _run(self, run: Run) -> None:
-        links, flight = self.brain.router.links, self.brain.flights.get(run.request)
+        links, req = self.brain.router.links, self.brain.requests.get(run.request)
         job = self.jobs.get(run.request)
         # Links are those of the attempt in lead: another may run beside it, or have taken its place already.
-        if flight is not None and job is not None and flight.link and flight.route == run.route:
-            source, target = flight.link.split("->")
+        if req is not None and job is not None and req.link and req.route == run.route:
+            source, target = req.link.split("->")
             planned = links.codecs.get((job.request.model, source, target), "fp16")
             codec = "fp16" if job.request.exact else planned
-            size_bytes = build.facts((P,)).models["m"].wire_bytes(flight.prompt_tokens, codec)
-            if links.codec(flight, source, target) != codec:
-                raise Broken(f"{run} crosses in {links.codec(flight, source, target)}, not in {codec}")
-            if links._open[flight.link][flight] != pytest.approx(size_bytes):
+            size_bytes = build.facts((P,)).models["m"].wire_bytes(req.prompt_tokens, codec)
+            if links.codec(req, source, target) != codec:
+                raise Broken(f"{run} crosses in {links.codec(req, source, target)}, not in {codec}")
+            if links._open[req.link][req] != pytest.approx(size_bytes):
                 raise Broken(f"{run} is counted as if it crossed in another codec than {codec}")
             self.crossings += job.request.exact
         super()._run(run)

@@ -10,12 +10,12 @@ import scale_builders as build
 from hypothesis import given
 from hypothesis import strategies as st
 
-from potluck.core.brain.facts import Facts
-from potluck.core.brain.policy import Policy
 from potluck.core.errors import InputError
-from potluck.core.scale import AskReplan, scaler_of
-from potluck.core.scale.ahead import BURST_S, LOOK_S
-from potluck.core.scale.forecast import BIN_S, DAY, Forecaster, _solved
+from potluck.core.scaling import AskReplan, scaler_of
+from potluck.core.scaling.forecast import BIN_S, DAY, Forecaster, _solved
+from potluck.core.scaling.predictive import BURST_S, LOOK_S
+from potluck.core.state.facts import FleetFacts
+from potluck.core.state.policy import Policy
 
 PLAN = build.plan_of((build.template("t", closed=2.0),), {("t", "here"): 2})
 FLEET = build.fleet_of(PLAN)
@@ -133,7 +133,7 @@ class Asked:
     """A rule that is shown a rate over time; what it asked for."""
 
     def __init__(self, policy: Policy, history: list[float]) -> None:
-        self._scaler = scaler_of(policy, Facts({}, {}, history={"m": tuple(history)}))
+        self._scaler = scaler_of(policy, FleetFacts({}, {}, history={"m": tuple(history)}))
         self._ever = 0.0
         self.asked: list[tuple[float, float]] = []
 

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from potluck.core.routing.grants import EASED, GRANTED, KEPT, LEAST, LOSSY, eased, grants
+from potluck.core.routing.bandwidth_grants import EASED, GRANTED, KEPT, LEAST, LOSSY, eased, grants
 
 wanted = st.dictionaries(
     st.text("abcdef", min_size=1, max_size=3), st.floats(0, 1e10), min_size=1, max_size=8

@@ -13,13 +13,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from potluck.core.brain.brain import Brain
-from potluck.core.brain.events import Arrived, Planned, Tick
-from potluck.core.brain.facts import Facts, GroupFacts, ModelFacts, ReplicaFacts
-from potluck.core.brain.policy import Policy
 from potluck.core.errors import InputError
-from potluck.core.routing.groups import Lengths, Pace, rated
-from potluck.core.routing.orchestrate import Pair, orchestrated
-from potluck.core.scale.regroup import ALIKE, ROLES, _Choices, _tabu, best_roles
+from potluck.core.routing.group_sharing import GroupRates, MeanLengths, rated
+from potluck.core.routing.transportation import KvPair, orchestrated
+from potluck.core.scaling.group_roles import ALIKE, ROLES, _Choices, _tabu, best_roles
+from potluck.core.state.events import PlanReceived, RequestArrived, Tick
+from potluck.core.state.facts import FleetFacts, GroupFacts, ModelFacts, ReplicaFacts
+from potluck.core.state.policy import Policy
 from potluck.core.values.plan import Template, TemplateFlow, plan_from_json, plan_to_json
 from potluck.core.values.types import Role, Slo
 from potluck.plan.search.orchestrate import transport
@@ -40,14 +40,14 @@ def facts_of(
     prefill: tuple[float, ...] = (),
     decode: tuple[float, ...] = (),
     ttft_s: float = 100.0,
-) -> Facts:
+) -> FleetFacts:
     """`links` have seconds for each byte, one of their own for each pair; rates are for 1000 and 100 tokens."""
     firsts, seconds = prefill or (5.0,) * count, decode or (5.0,) * count
     hops = tuple(
         (i, j, ((f"{i}->{j}", 0.0, (links or {}).get((i, j), 0.0)),))
         for i, j in product(range(count), repeat=2)
     )
-    return Facts(
+    return FleetFacts(
         {"m": ModelFacts(1.0, slo=Slo(ttft_s, 1.0))},
         {
             # one answer at a time, so that a mixed one prefills and decodes by turns
@@ -58,10 +58,10 @@ def facts_of(
     )
 
 
-def world_of(facts: Facts, policy: Policy | None = None, made: Template | None = None) -> World:
+def world_of(facts: FleetFacts, policy: Policy | None = None, made: Template | None = None) -> World:
     made = made or group()
     world = World(Brain(facts, policy or Policy(admission=False)))
-    world.tell(Planned(plan([made], {("g", "near"): 1}, {("g", "near", "closed"): (5.0, 1.0)})))
+    world.tell(PlanReceived(plan([made], {("g", "near"): 1}, {("g", "near", "closed"): (5.0, 1.0)})))
     world.all_ready()
     return world
 
@@ -70,7 +70,7 @@ def ends(world: World, count: int, start: int = 0, prompt: int = 1000) -> Counte
     """Where requests went: (who prefills, who decodes), by the places of the replicas."""
     seen: Counter[tuple[int, int]] = Counter()
     for number in range(start, start + count):
-        world.tell(Arrived(request(f"r{number}", prompt, at_s=world.now_s)))
+        world.tell(RequestArrived(request(f"r{number}", prompt, at_s=world.now_s)))
         route = world.jobs[f"r{number}"].run.route
         first, last = (int(s.replica.rpartition("/")[2]) for s in (route.segments[0], route.segments[-1]))
         assert len(route.segments) == (1 if first == last else 2)
@@ -131,7 +131,7 @@ def test_routing_is_the_transportation_problem_of_the_planner(seed: int) -> None
     busy = rng.uniform(0, 0.6, (links, m, n)) * (rng.random((links, m, n)) < 0.5)
     value, _ = transport(first, second, np.ones((m, n)), links=busy)
     pairs = [
-        Pair(i, j, tuple((str(k), float(busy[k, i, j])) for k in range(links) if busy[k, i, j]), 0.0)
+        KvPair(i, j, tuple((str(k), float(busy[k, i, j])) for k in range(links) if busy[k, i, j]), 0.0)
         for i, j in product(range(m), range(n))
     ]
     flows = orchestrated(first.tolist(), second.tolist(), pairs)
@@ -151,7 +151,7 @@ def test_new_roles_serve_as_much_as_any_with_the_fewest_flips(seed: int, count: 
         (i, j): float(rng.choice([0.0, 1e-4, 1e-3])) for i, j in product(range(count), repeat=2) if i != j
     }
     rates = [tuple(rng.uniform(1, 9, count).tolist()) for _ in range(2)]
-    facts, lengths = facts_of(count, links, *rates), Lengths(1000.0, 100.0)
+    facts, lengths = facts_of(count, links, *rates), MeanLengths(1000.0, 100.0)
     now: dict[int, Role] = {i: ROLES[int(rng.integers(3))] for i in range(count)}
 
     def served(roles: dict[int, Role]) -> float:
@@ -173,10 +173,10 @@ def test_new_roles_serve_as_much_as_any_with_the_fewest_flips(seed: int, count: 
 
 
 def test_roles_stay_for_less_than_the_gain_that_was_asked_for() -> None:
-    facts, lengths = facts_of(2, prefill=(5.0, 5.0), decode=(5.0, 5.5)), Lengths(1000.0, 100.0)
+    facts, lengths = facts_of(2, prefill=(5.0, 5.0), decode=(5.0, 5.5)), MeanLengths(1000.0, 100.0)
     now: dict[int, Role] = {0: "decode", 1: "prefill"}
     assert best_roles(facts, "g", now, lengths, 0.5)[0] == now
-    assert Pace(facts, "g", lengths).mixed(0) == pytest.approx(2.0)
+    assert GroupRates(facts, "g", lengths).mixed(0) == pytest.approx(2.0)
 
 
 def test_a_lost_replica_makes_others_flip_at_the_next_tick() -> None:

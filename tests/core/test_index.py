@@ -7,11 +7,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from potluck.core.brain.events import Cached
 from potluck.core.errors import InputError
 from potluck.core.replica.blocks import BlockPool, block_hashes
-from potluck.core.routing.index import SWEEP_AT, Announcer, GlobalIndex, Match
-from potluck.core.routing.rebalance import Costs, Heat, Hot, Load, rebalance
+from potluck.core.routing.prefix_index import SWEEP_AT, CacheAnnouncer, PrefixIndex, PrefixMatch
+from potluck.core.routing.prefix_rebalance import CopyCosts, HotPrefix, PrefixHeat, ReplicaLoad, rebalance
+from potluck.core.state.events import CacheReported
 
 CLUSTERS = {"a1": "a", "a2": "a", "b1": "b"}
 REPLICAS = st.sampled_from(sorted(CLUSTERS))
@@ -28,10 +28,10 @@ class Replica:
     def __init__(self, name: str, epoch: int) -> None:
         self.pool = BlockPool(6, exact=True, block_tokens=1)
         self.epoch = epoch
-        self.announcer = Announcer(name, epoch)
+        self.announcer = CacheAnnouncer(name, epoch)
         self.past = {0: (frozenset[int](), frozenset[int]())}
 
-    def report(self) -> Cached:
+    def report(self) -> CacheReported:
         event = self.announcer.report(self.pool.changes())
         held = {name for name in self.pool.names() if isinstance(name, int)}
         marked = {name.after for name in self.pool.names() if not isinstance(name, int)}
@@ -42,9 +42,9 @@ class Replica:
 class IndexMachine(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
-        self.index = GlobalIndex(most_late=3)
+        self.index = PrefixIndex(most_late=3)
         self.replicas = {name: Replica(name, 1) for name in CLUSTERS}
-        self.flying: list[Cached] = []
+        self.flying: list[CacheReported] = []
         self.seen: dict[str, int] = {}
 
     @rule(
@@ -117,7 +117,7 @@ class IndexMachine(RuleBasedStateMachine):
         believed = self.believed()
         if set(believed) != set(self.index.view()):
             return  # somebody's earlier life is still in it
-        best: dict[str, Match] = {}
+        best: dict[str, PrefixMatch] = {}
         for replica, (held, marked) in sorted(believed.items()):
             depth = 0
             while depth < len(names) and names[depth] in held:
@@ -126,10 +126,10 @@ class IndexMachine(RuleBasedStateMachine):
                 depth -= 1
             assert self.index.held_by(replica, names, exact=exact) == depth
             cluster = CLUSTERS[replica]
-            if depth > best.get(cluster, Match(0, ())).blocks:
-                best[cluster] = Match(depth, ())
+            if depth > best.get(cluster, PrefixMatch(0, ())).blocks:
+                best[cluster] = PrefixMatch(depth, ())
             if depth and depth == best[cluster].blocks:
-                best[cluster] = Match(depth, (*best[cluster].replicas, replica))
+                best[cluster] = PrefixMatch(depth, (*best[cluster].replicas, replica))
         found = self.index.longest(names, exact=exact)
         assert {c: (m.blocks, sorted(m.replicas)) for c, m in found.items()} == {
             c: (
@@ -159,50 +159,50 @@ TestIndex = IndexMachine.TestCase
 TestIndex.settings = settings(max_examples=80, stateful_step_count=40, deadline=None)
 
 
-def event(replica: str, sequence: int, added: tuple[int, ...], whole: bool = False) -> Cached:
-    return Cached(replica, sequence, added, epoch=1, whole=whole)
+def event(replica: str, sequence: int, added: tuple[int, ...], whole: bool = False) -> CacheReported:
+    return CacheReported(replica, sequence, added, epoch=1, whole=whole)
 
 
 def test_a_gap_makes_stale_and_a_snapshot_heals() -> None:
-    index = GlobalIndex()
+    index = PrefixIndex()
     assert not index.apply(event("r", 1, (1,)), "c")
-    assert index.longest((1, 2)) == {"c": Match(1, ("r",))}
+    assert index.longest((1, 2)) == {"c": PrefixMatch(1, ("r",))}
     assert index.apply(event("r", 3, (3,)), "c"), "2 is missing: a snapshot is wanted"
     assert index.longest((1, 2)) == {}
     assert not index.apply(event("r", 2, (1, 2), whole=True), "c"), "and 3, which waited, goes on top"
-    assert index.longest((1, 2, 3)) == {"c": Match(3, ("r",))}
+    assert index.longest((1, 2, 3)) == {"c": PrefixMatch(3, ("r",))}
     assert not index.apply(event("r", 2, (9,)), "c"), "an old report changes nothing"
     assert index.holders(9) == ()
 
 
 def test_what_a_snapshot_covers_is_not_waited_for() -> None:
-    index = GlobalIndex(most_late=2)
+    index = PrefixIndex(most_late=2)
     for sequence in (2, 3, 4, 5):
         assert index.apply(event("r", sequence, (sequence,)), "c")
     assert not index.apply(event("r", 4, (1, 2, 3, 4), whole=True), "c")
-    assert index.longest((1, 2, 3, 4, 5)) == {"c": Match(5, ("r",))}
+    assert index.longest((1, 2, 3, 4, 5)) == {"c": PrefixMatch(5, ("r",))}
     assert not index.apply(event("r", 3, (9,), whole=True), "c"), "an old snapshot"
-    assert index.longest((1, 2, 3, 4, 5)) == {"c": Match(5, ("r",))}
+    assert index.longest((1, 2, 3, 4, 5)) == {"c": PrefixMatch(5, ("r",))}
 
 
 def test_nothing_from_before_a_restart_counts() -> None:
-    index = GlobalIndex()
+    index = PrefixIndex()
     index.apply(event("r", 1, (1,)), "c")
-    assert not index.apply(Cached("r", 1, (2,), epoch=2), "c")
+    assert not index.apply(CacheReported("r", 1, (2,), epoch=2), "c")
     assert not index.apply(event("r", 2, (3,)), "c")
     assert not index.apply(event("r", 9, (1, 3), whole=True), "c")
     assert index.view() == {"r": (1, frozenset({2}))}
 
 
 def test_a_late_report_heals_as_well() -> None:
-    index = GlobalIndex()
+    index = PrefixIndex()
     assert index.apply(event("r", 2, (2,)), "c")
     assert not index.apply(event("r", 1, (1,)), "c")
-    assert index.longest((1, 2)) == {"c": Match(2, ("r",))}
+    assert index.longest((1, 2)) == {"c": PrefixMatch(2, ("r",))}
 
 
 def test_replicas_come_and_go_without_leaving_anything_behind() -> None:
-    index = GlobalIndex()
+    index = PrefixIndex()
     for number in range(3 * SWEEP_AT):
         index.apply(event(f"r{number}", 1, (1, 2, 100 + number)), "c")
         if number >= 2:
@@ -213,7 +213,7 @@ def test_replicas_come_and_go_without_leaving_anything_behind() -> None:
 
 
 def test_the_index_is_bounded_and_keeps_what_is_asked_for() -> None:
-    index = GlobalIndex(most_blocks=160)
+    index = PrefixIndex(most_blocks=160)
     index.apply(event("r", 1, tuple(range(1000, 1010))), "c")
     for number in range(100):
         start = 10_000 + 50 * number
@@ -222,11 +222,11 @@ def test_the_index_is_bounded_and_keeps_what_is_asked_for() -> None:
         assert index.longest(tuple(range(1000, 1010)))["c"].blocks == 10
     assert index.longest(tuple(range(10_000, 10_050))) == {}
     with pytest.raises(InputError):
-        GlobalIndex(0)
+        PrefixIndex(0)
 
 
 def test_heat_fades_and_is_bounded() -> None:
-    heat = Heat(half_life_s=10.0, most=8)
+    heat = PrefixHeat(half_life_s=10.0, most=8)
     for step in range(8):
         heat.add(chain(1, 5), float(step))
     heat.add(chain(2, 5), 100.0)
@@ -235,7 +235,7 @@ def test_heat_fades_and_is_bounded() -> None:
         heat.add((block,), 101.0)
     assert len(heat) <= 8
     # A steady rate is reported as such: n per second for long enough gives n.
-    steady = Heat(half_life_s=5.0)
+    steady = PrefixHeat(half_life_s=5.0)
     for step in range(2000):
         steady.add((1,), step * 0.05)
     assert steady.hottest(1, 100.0)[0].uses_per_s == pytest.approx(20, rel=0.05)
@@ -245,11 +245,11 @@ def chain(block: int, blocks: int) -> tuple[int, ...]:
     return (*range(1000 * block, 1000 * block + blocks - 1), block)
 
 
-def hot(block: int, blocks: int, uses_per_s: float) -> Hot:
-    return Hot(chain(block, blocks), uses_per_s)
+def hot(block: int, blocks: int, uses_per_s: float) -> HotPrefix:
+    return HotPrefix(chain(block, blocks), uses_per_s)
 
 
-LOADS = st.builds(Load, st.sampled_from("ab"), st.sampled_from([0.0, 0.5, 1.0]), st.integers(0, 9))
+LOADS = st.builds(ReplicaLoad, st.sampled_from("ab"), st.sampled_from([0.0, 0.5, 1.0]), st.integers(0, 9))
 ROOM = st.sampled_from([0, 30, 60, 1000])
 
 
@@ -268,10 +268,10 @@ ROOM = st.sampled_from([0, 30, 60, 1000])
 def test_moves_go_to_the_less_busy_and_never_beyond_what_there_is(  # type: ignore[no-untyped-def]
     holders, loads, wanted, room, state
 ) -> None:
-    index = GlobalIndex()
+    index = PrefixIndex()
     for replica, blocks in holders.items():
-        index.apply(Cached(replica, 1, tuple(blocks)), "a")
-    costs = Costs(10, state)
+        index.apply(CacheReported(replica, 1, tuple(blocks)), "a")
+    costs = CopyCosts(10, state)
     moves = rebalance(index, wanted, loads, room, costs, most_moves=3)
     assert len(moves) <= 3
     assert len({move.block for move in moves}) == len(moves)
@@ -292,16 +292,16 @@ def test_moves_go_to_the_less_busy_and_never_beyond_what_there_is(  # type: igno
 
 
 def test_the_hottest_prefix_goes_to_the_idle_neighbour_and_abroad_only_with_room() -> None:
-    index = GlobalIndex()
-    index.apply(Cached("r0", 1, (1, 2), (), (2,)), "a")
+    index = PrefixIndex()
+    index.apply(CacheReported("r0", 1, (1, 2), (), (2,)), "a")
     wanted = [hot(1, 1, 0.5), hot(2, 8, 5.0)]
-    loads = {"r0": Load("a", 0.9, 0), "r1": Load("a", 0.3, 50), "r2": Load("b", 0.1, 50)}
-    costs = Costs(10, 7, exact=True)
+    loads = {"r0": ReplicaLoad("a", 0.9, 0), "r1": ReplicaLoad("a", 0.3, 50), "r2": ReplicaLoad("b", 0.1, 50)}
+    costs = CopyCosts(10, 7, exact=True)
     near = {("a", "a"): 1000}
     assert [(m.block, m.target, m.size_bytes) for m in rebalance(index, wanted, loads, near, costs)] == [
         (2, "r1", 87)
     ]
-    crowded = {**loads, "r1": Load("a", 0.8, 50)}
+    crowded = {**loads, "r1": ReplicaLoad("a", 0.8, 50)}
     assert rebalance(index, wanted, crowded, near, costs) == []
     far = {("a", "a"): 1000, ("a", "b"): 87}
     assert [(m.block, m.target) for m in rebalance(index, wanted, crowded, far, costs)] == [(2, "r2")]
@@ -309,10 +309,10 @@ def test_the_hottest_prefix_goes_to_the_idle_neighbour_and_abroad_only_with_room
 
 
 def test_a_target_takes_no_more_than_it_has_room_for() -> None:
-    index = GlobalIndex()
-    index.apply(Cached("r0", 1, (1,)), "a")
-    index.apply(Cached("r1", 1, (2,)), "a")
-    loads = {"r0": Load("a", 1.0, 0), "r1": Load("a", 5.0, 0), "r2": Load("a", 0.0, 9)}
+    index = PrefixIndex()
+    index.apply(CacheReported("r0", 1, (1,)), "a")
+    index.apply(CacheReported("r1", 1, (2,)), "a")
+    loads = {"r0": ReplicaLoad("a", 1.0, 0), "r1": ReplicaLoad("a", 5.0, 0), "r2": ReplicaLoad("a", 0.0, 9)}
     room = {("a", "a"): 1000}
-    assert len(rebalance(index, [hot(1, 5, 9.0), hot(2, 4, 1.0)], loads, room, Costs(1))) == 2
-    assert len(rebalance(index, [hot(1, 5, 9.0), hot(2, 5, 1.0)], loads, room, Costs(1))) == 1
+    assert len(rebalance(index, [hot(1, 5, 9.0), hot(2, 4, 1.0)], loads, room, CopyCosts(1))) == 2
+    assert len(rebalance(index, [hot(1, 5, 9.0), hot(2, 5, 1.0)], loads, room, CopyCosts(1))) == 1

@@ -7,11 +7,18 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from potluck.core.brain.actions import Abandon, Inquire, Refuse, Run
-from potluck.core.brain.events import Failed, Finished, FirstToken, LinkReported, Tick, Underway
-from potluck.core.brain.flight import Flight
-from potluck.core.brain.policy import Policy
-from potluck.core.routing.links import Links
+from potluck.core.routing.link_states import LinkStates
+from potluck.core.state.actions import Abort, QueryAttempt, Refuse, Run
+from potluck.core.state.events import (
+    AttemptFailed,
+    AttemptRunning,
+    FirstToken,
+    LinkReported,
+    RequestFinished,
+    Tick,
+)
+from potluck.core.state.policy import Policy
+from potluck.core.state.request_state import RequestState
 
 P = build.template("p", ("prefill",), prefill=(9.0,))
 D = build.template("d", ("decode",), decode=(9.0,))
@@ -79,16 +86,16 @@ def test_what_is_stuck_is_done_again_elsewhere_once() -> None:
     world = build.world(ACROSS)
     runs = send(world, 3)
     actions = world.tell(slow(0.1))
-    asked = [action for action in actions if isinstance(action, Inquire)]
+    asked = [action for action in actions if isinstance(action, QueryAttempt)]
     assert [action.request for action in asked] == [run.request for run in runs[::-1]]
-    assert sum(isinstance(action, Abandon) for action in actions) == 3
+    assert sum(isinstance(action, Abort) for action in actions) == 3
     assert len(actions) == 6  # nothing is sent while the first may still be streaming
     assert world.tell(slow(0.05)) == []
-    told = [each for name in asked for each in world.tell(Failed(name.request, 0, "timeout", "", 0))]
+    told = [each for name in asked for each in world.tell(AttemptFailed(name.request, 0, "timeout", "", 0))]
     again = [action for action in told if isinstance(action, Run)]
     assert {action.attempt for action in again} == {1}
     assert {hops(action) for action in again} == {1}
-    assert world.brain.flights["r0"].failures == 0
+    assert world.brain.requests["r0"].failures == 0
     assert world.tell(slow(0.05)) == []
     for job in list(world.jobs):
         world.finish(job)
@@ -100,21 +107,23 @@ def test_what_streams_already_goes_on_from_where_its_user_is() -> None:
     world = build.world(ACROSS)
     send(world, 3)
     world.tell(slow(0.1))
-    told = world.tell(Failed("r0", 0, "timeout", "", 7))
+    told = world.tell(AttemptFailed("r0", 0, "timeout", "", 7))
     (run,) = (action for action in told if isinstance(action, Run))
     assert (run.attempt, run.streamed_tokens, run.prompt_tokens) == (
         1,
         7,
         world.requests["r0"].prompt_tokens + 7,
     )
-    assert world.tell(Finished("r1", 0, 50)) == []  # it was complete before it was stopped: that counts
-    assert "r1" not in world.brain.flights
+    assert (
+        world.tell(RequestFinished("r1", 0, 50)) == []
+    )  # it was complete before it was stopped: that counts
+    assert "r1" not in world.brain.requests
     world.jobs.pop("r1", None)
     assert world.tell(FirstToken("r2", 0)) == []
-    world.tell(Underway("r2", 0))  # it could not be stopped: then it goes on
+    world.tell(AttemptRunning("r2", 0))  # it could not be stopped: then it goes on
     world.now_s = 60.0
     assert not any(isinstance(action, Run | Refuse) for action in world.tell(Tick()))
-    world.tell(Finished("r2", 0, 50))
+    world.tell(RequestFinished("r2", 0, 50))
     world.finish("r0")
     build.assert_at_rest(world.brain)
 
@@ -122,7 +131,7 @@ def test_what_streams_already_goes_on_from_where_its_user_is() -> None:
 def test_nobody_answers_for_what_was_recalled() -> None:
     world = build.world(ACROSS)
     send(world, 1, prompt=20_000)
-    assert any(isinstance(action, Inquire) for action in world.tell(slow(0.1)))
+    assert any(isinstance(action, QueryAttempt) for action in world.tell(slow(0.1)))
     told = []
     for _ in range(6):
         world.now_s += 5.0
@@ -148,22 +157,22 @@ def test_nothing_is_done_again_where_no_retry_is_allowed() -> None:
 
 @given(st.lists(st.tuples(st.integers(0, 9), st.integers(1, 50_000)), max_size=60), st.floats(0.01, 20.0))
 def test_lateness_is_the_bytes_before_and_ones_own(steps: list[tuple[int, int]], gbps: float) -> None:
-    links = Links(build.facts((P, D)))
+    links = LinkStates(build.facts((P, D)))
     links.reported(slow(gbps))
-    flights: dict[int, Flight] = {}
+    requests: dict[int, RequestState] = {}
     for name, tokens in steps:
-        if name in flights:
-            links.arrived(flights.pop(name))
+        if name in requests:
+            links.arrived(requests.pop(name))
         else:
-            flights[name] = Flight(build.request(str(name), tokens))
-            links.send(flights[name], "far", "near", tokens)
-    before = sum(flight.prompt_tokens for flight in flights.values()) * 1e5
-    own = Flight(build.request("own", 1000))
+            requests[name] = RequestState(build.request(str(name), tokens))
+            links.send(requests[name], "far", "near", tokens)
+    before = sum(req.prompt_tokens for req in requests.values()) * 1e5
+    own = RequestState(build.request("own", 1000))
     want = before * 8e-9 / gbps + 1e8 * 8e-9 * (1 / gbps - 1 / 10.0)
     assert links.late_s("far", "near", own) == pytest.approx(max(0.0, want), rel=1e-6, abs=1e-9)
     assert links.late_s("near", "near", own) == 0.0
     if gbps < 5.0:
-        assert [name for name, _ in links.waits_s(slow(gbps))] == [str(name) for name in flights][::-1]
+        assert [name for name, _ in links.waits_s(slow(gbps))] == [str(name) for name in requests][::-1]
 
 
 @given(
@@ -172,16 +181,16 @@ def test_lateness_is_the_bytes_before_and_ones_own(steps: list[tuple[int, int]],
 )
 def test_a_link_is_late_for_who_floods_it(sent: list[tuple[str, int]], weights: tuple[float, ...]) -> None:
     """Before one's KV is all of one's own, and of the others no more than their due meanwhile, nor than they have."""
-    links, weight = Links(build.facts((P, D))), dict(zip("abc", weights, strict=True))
+    links, weight = LinkStates(build.facts((P, D))), dict(zip("abc", weights, strict=True))
     has = dict.fromkeys("abc", 0.0)
-    flights = []
+    requests = []
     for number, (tenant, tokens) in enumerate(sent):
-        flight = Flight(build.request(str(number), tokens)._replace(tenant=tenant))
-        flight.weight = weight[tenant]
-        links.send(flight, "far", "near", tokens)
-        flights.append(flight)
+        req = RequestState(build.request(str(number), tokens)._replace(tenant=tenant))
+        req.weight = weight[tenant]
+        links.send(req, "far", "near", tokens)
+        requests.append(req)
         has[tenant] += tokens * 1e5
-    own = Flight(build.request("own", 1000)._replace(tenant="a"))
+    own = RequestState(build.request("own", 1000)._replace(tenant="a"))
     own.weight = weight["a"]
     passing = has["a"] + 1e8
     others = sum(min(has[name], passing * weight[name] / weight["a"]) for name in "bc")
@@ -190,6 +199,6 @@ def test_a_link_is_late_for_who_floods_it(sent: list[tuple[str, int]], weights: 
     over_s = dict(links.waits_s(slow(1.0)))
     if sent:
         assert max(over_s.values()) == pytest.approx(sum(has.values()) * 8e-9, rel=1e-6)
-    for flight in flights:
-        links.arrived(flight)
+    for req in requests:
+        links.arrived(req)
     assert links.open_bytes == 0.0

@@ -6,9 +6,9 @@ from dataclasses import replace
 
 import brain_builders as build
 
-from potluck.core.brain.actions import Drain, Refuse, Remark, Run, Start, Stop
-from potluck.core.brain.events import Tick
-from potluck.core.brain.policy import Policy
+from potluck.core.state.actions import DrainReplica, OperatorNote, Refuse, Run, StartReplica, StopReplica
+from potluck.core.state.events import Tick
+from potluck.core.state.policy import Policy
 from potluck.core.values.types import Slo
 
 ONE = build.template("one", closed=(1.0, 1.0))
@@ -33,16 +33,16 @@ def pass_time(world: build.World, until_s: float) -> list[object]:
 def test_it_sleeps_after_a_while_and_the_first_request_waits_for_a_replica() -> None:
     world = build.world(PLAN, Policy(max_wait_s=120.0), known=facts(30.0, Slo(1.0, 0.1)))
     said = pass_time(world, 29.0)
-    assert not [each for each in said if isinstance(each, Remark | Drain)]
+    assert not [each for each in said if isinstance(each, OperatorNote | DrainReplica)]
     said = pass_time(world, 32.0)
-    assert [each.what for each in said if isinstance(each, Remark)] == ["m sleeps"]
-    for name in [each.replica for each in said if isinstance(each, Drain)]:
+    assert [each.what for each in said if isinstance(each, OperatorNote)] == ["m sleeps"]
+    for name in [each.replica for each in said if isinstance(each, DrainReplica)]:
         world.drain_out(name)
     assert not world.brain.fleet.views
     assert world.arrive(build.request("a")) == []
     said = pass_time(world, 34.0)
-    assert [each.what for each in said if isinstance(each, Remark)] == ["m wakes"]
-    starts = [each for each in said if isinstance(each, Start)]
+    assert [each.what for each in said if isinstance(each, OperatorNote)] == ["m wakes"]
+    starts = [each for each in said if isinstance(each, StartReplica)]
     assert len(starts) == 2
     pass_time(world, 60.0)
     actions = world.make_ready(starts[0].member.id)
@@ -53,8 +53,10 @@ def test_it_sleeps_after_a_while_and_the_first_request_waits_for_a_replica() -> 
 def test_one_that_has_something_to_do_stays_awake_and_others_never_sleep() -> None:
     world = build.world(PLAN, known=facts(10.0))
     world.arrive(build.request("a"))
-    assert not [each for each in pass_time(world, 30.0) if isinstance(each, Remark | Drain | Stop)]
+    assert not [
+        each for each in pass_time(world, 30.0) if isinstance(each, OperatorNote | DrainReplica | StopReplica)
+    ]
     world.finish("a")
-    assert [each for each in pass_time(world, 45.0) if isinstance(each, Drain)]
+    assert [each for each in pass_time(world, 45.0) if isinstance(each, DrainReplica)]
     world = build.world(PLAN, known=facts(None))
     assert not pass_time(world, 200.0)

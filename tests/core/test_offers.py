@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from potluck.core.routing.offers import Offers, merged, offers
+from potluck.core.routing.template_weights import ModelWeights, merged, offers
 
 A = build.template("a", closed=(1.0, 1.0))
 B = build.template("b", closed=(1.0, 1.0))
@@ -90,4 +90,4 @@ def test_what_an_old_plan_runs_keeps_its_weights_by_length() -> None:
     assert both.copies["a", "near"].closed == (1.0, 1.0, 0.0)
     assert both.copies["b", "near"] == new.copies["b", "near"]
     assert merged(new, old, {("b", "near")}) == new  # its copies are gone
-    assert isinstance(both, Offers)
+    assert isinstance(both, ModelWeights)

@@ -8,10 +8,10 @@ import brain_builders as build
 from hypothesis import given
 from hypothesis import strategies as st
 
-from potluck.core.brain.actions import Recast, Start
-from potluck.core.brain.events import Ordered, Planned
+from potluck.core.state.actions import Reassign, StartReplica
+from potluck.core.state.events import OperatorOrdered, PlanReceived
 from potluck.core.values.layout import single
-from potluck.core.values.plan import Plan, Replica, Template
+from potluck.core.values.plan import Plan, PlannedReplica, Template
 from potluck.core.values.types import Role
 
 FAR = single("another", 1, 8)
@@ -20,7 +20,7 @@ FAR = single("another", 1, 8)
 def one_role(role: Role, node: str = "node") -> Template:
     prefill, decode, closed = (4.0 if role == each else 0.0 for each in ("prefill", "decode", "mixed"))
     made = build.template(f"{role} {node}", (role,), prefill=(prefill,), decode=(decode,), closed=(closed,))
-    return replace(made, replicas=(Replica(role, single(node, 1, 8)),))
+    return replace(made, replicas=(PlannedReplica(role, single(node, 1, 8)),))
 
 
 def plan_of(counts: dict[tuple[Role, str], int]) -> Plan:
@@ -46,7 +46,7 @@ def test_roles_change_in_place_and_only_what_is_missing_is_started() -> None:
     )
     names = set(world.brain.fleet.views)
     actions = world.plan(plan_of({("prefill", "node"): 3, ("decode", "node"): 2}))
-    assert [type(each) for each in actions] == [Recast, Start]
+    assert [type(each) for each in actions] == [Reassign, StartReplica]
     assert names <= set(world.brain.fleet.views)
     roles = sorted(view.role for view in world.brain.fleet.views.values())
     assert roles == ["decode", "decode", "prefill", "prefill", "prefill"]
@@ -68,10 +68,10 @@ def test_flipped_replicas_are_taken_first_and_roles_by_hand_stay() -> None:
     before = plan_of({("prefill", "node"): 2, ("decode", "node"): 3})
     world = build.world(before, known=build.facts(TEMPLATES))
     decodes = [name for name, view in world.brain.fleet.views.items() if view.role == "decode"]
-    world.tell(Ordered(decodes[2], "prefill"))
+    world.tell(OperatorOrdered(decodes[2], "prefill"))
     world.brain.fleet.flip(decodes[1], "prefill")
     actions = world.plan(plan_of({("prefill", "node"): 3, ("decode", "node"): 2}))
-    assert [each.member.id for each in actions if isinstance(each, Recast)] == [decodes[1]]
+    assert [each.member.id for each in actions if isinstance(each, Reassign)] == [decodes[1]]
     assert world.brain.fleet.views[decodes[2]].role == "prefill"
     assert world.brain.fleet.views[decodes[2]].member.role == "decode"
 
@@ -81,9 +81,9 @@ def test_other_layouts_and_copies_that_work_together_are_started_anew() -> None:
     together = build.plan((combo,), {("combo", "near"): 1}, {}, longest=(1000,))
     known = build.facts((*TEMPLATES, combo))
     world = build.world(plan_of({("mixed", "node"): 2}), known=known)
-    assert not [each for each in world.plan(together) if isinstance(each, Recast)]
+    assert not [each for each in world.plan(together) if isinstance(each, Reassign)]
     world = build.world(plan_of({("mixed", "node"): 2}), known=known)
-    assert not [each for each in world.plan(plan_of({("mixed", "another"): 2})) if isinstance(each, Recast)]
+    assert not [each for each in world.plan(plan_of({("mixed", "another"): 2})) if isinstance(each, Reassign)]
 
 
 counts = st.dictionaries(
@@ -97,11 +97,11 @@ counts = st.dictionaries(
 def test_no_more_is_started_than_layouts_lack(before: dict, after: dict) -> None:  # type: ignore[type-arg]
     """Per layout, what starts is what is wanted beyond what is there, whatever the roles."""
     world = build.world(plan_of(before), known=build.facts(TEMPLATES))
-    actions = world.brain.on(1.0, Planned(plan_of(after)))
+    actions = world.brain.on(1.0, PlanReceived(plan_of(after)))
     for node in ("node", "another"):
         there = sum(n for (_, where), n in before.items() if where == node)
         wanted = sum(n for (_, where), n in after.items() if where == node)
-        started = [a for a in actions if isinstance(a, Start) and a.member.template.endswith(node)]
+        started = [a for a in actions if isinstance(a, StartReplica) and a.member.template.endswith(node)]
         assert len(started) == max(0, wanted - there)
-    recast = [each.member.id for each in actions if isinstance(each, Recast)]
+    recast = [each.member.id for each in actions if isinstance(each, Reassign)]
     assert len(recast) == len(set(recast))

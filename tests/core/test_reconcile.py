@@ -11,13 +11,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scale_builders import World, plan_of, served, target_per_s, template
 
-from potluck.core.brain.actions import Drain, Flip, Start, Stop
-from potluck.core.brain.events import Status
-from potluck.core.scale.capacity import Key, blueprints
-from potluck.core.scale.reconcile import restored, wanted_counts
+from potluck.core.scaling.copy_capacity import Key, blueprints
+from potluck.core.scaling.reconcile import restored, wanted_counts
+from potluck.core.state.actions import DrainReplica, FlipReplica, StartReplica, StopReplica
+from potluck.core.state.events import ReplicaStatus
 from potluck.core.values.layout import Layout, Stage, StageNode
-from potluck.core.values.member import Member
-from potluck.core.values.plan import Replica
+from potluck.core.values.plan import PlannedReplica
+from potluck.core.values.replica_spec import ReplicaSpec
 
 TEMPLATES = (
     template("small", 3.0),
@@ -157,15 +157,15 @@ def test_new_copies_start_first_and_the_least_loaded_old_ones_leave_as_they_get_
         view.open_requests = load
     replaced(world, {("large", "east"): 1, ("small", "east"): 1})
     first = world.call()
-    assert [type(action) for action in first.actions] == [Start]
+    assert [type(action) for action in first.actions] == [StartReplica]
     world.fleet.ready("large@east#3/0")
-    assert world.call().actions == (Drain("small@east#1/0"), Drain("small@east#2/0"))
+    assert world.call().actions == (DrainReplica("small@east#1/0"), DrainReplica("small@east#2/0"))
     world.progress = world.progress.drained("small@east#2/0")
-    assert world.call().actions == (Stop("small@east#2/0"),)
+    assert world.call().actions == (StopReplica("small@east#2/0"),)
     world.at_s += 29.9
     assert world.call().actions == ()
     world.at_s += 0.2
-    assert world.call().actions == (Stop("small@east#1/0"),)
+    assert world.call().actions == (StopReplica("small@east#1/0"),)
     assert world.call().settled
 
 
@@ -176,9 +176,9 @@ def test_copies_that_do_not_serve_yet_are_stopped_not_drained() -> None:
         world.fleet.ready(replica)
     world.wanted["combo", "east"] = 1
     assert world.call().actions == (
-        Drain("combo@east#0/0"),
-        Stop("combo@east#0/1"),
-        Stop("combo@east#0/2"),
+        DrainReplica("combo@east#0/0"),
+        StopReplica("combo@east#0/1"),
+        StopReplica("combo@east#0/2"),
     )
 
 
@@ -186,7 +186,7 @@ def test_a_copy_that_lost_a_replica_gets_it_back_under_a_new_id() -> None:
     world = at_rest({("combo", "east"): 1})
     world.fleet.remove("combo@east#0/1")
     (start,) = world.call().actions
-    assert isinstance(start, Start)
+    assert isinstance(start, StartReplica)
     assert (start.member.unit, start.member.index, start.member.role) == ("combo@east#0", 1, "decode")
     assert start.member.id != "combo@east#0/1"
 
@@ -214,27 +214,32 @@ def test_starts_that_fail_are_tried_again_ever_more_slowly() -> None:
 def test_without_spare_nodes_it_says_which_dip_it_needs() -> None:
     world = at_rest({("small", "east"): 4}, {("east", "n"): 4})
     replaced(world, {("dec", "east"): 2, ("small", "east"): 2})
-    assert world.call().actions[0] == Drain("small@east#3/0")  # the decode copies bring nothing by themselves
+    assert world.call().actions[0] == DrainReplica(
+        "small@east#3/0"
+    )  # the decode copies bring nothing by themselves
     world = at_rest({("small", "east"): 4}, {("east", "n"): 5})
     world.known["better"] = KNOWN["small"]._replace(template=template("better", 3.0, nodes={"n": 2}))
     world.available = {("east", "n"): 4}
     replaced(world, {("better", "east"): 2})
     step = world.call()
-    assert [type(action) for action in step.actions] == [Drain, Drain]  # four served 12, two are wanted
+    assert [type(action) for action in step.actions] == [
+        DrainReplica,
+        DrainReplica,
+    ]  # four served 12, two are wanted
     for view in list(world.fleet.views.values()):
         if view.state == "draining":
             world.progress = world.progress.drained(view.member.id)
-    assert [type(action) for action in world.call().actions] == [Stop, Stop, Start]
+    assert [type(action) for action in world.call().actions] == [StopReplica, StopReplica, StartReplica]
     started(world)
     step = world.call()
-    assert [type(action) for action in step.actions] == [Drain]  # 3 + 3 + 3 serve, 6 are needed
+    assert [type(action) for action in step.actions] == [DrainReplica]  # 3 + 3 + 3 serve, 6 are needed
     world.progress = world.progress.drained(step.actions[0][0])
     step = world.call()
-    assert [type(action) for action in step.actions] == [Stop]
+    assert [type(action) for action in step.actions] == [StopReplica]
     assert "a dip of 50% would let" in step.notes[0]
     world.dip = 0.5
     step = world.call()
-    assert [type(action) for action in step.actions] == [Drain]
+    assert [type(action) for action in step.actions] == [DrainReplica]
     assert "no spare nodes, so" in step.notes[0]
 
 
@@ -283,15 +288,15 @@ def test_a_start_that_was_called_off_is_no_failure() -> None:
     world = World(KNOWN, {("small", "east"): 1}, random.Random(0))
     world.call()
     world.wanted["small", "east"] = 0
-    assert world.call().actions == (Stop("small@east#0/0"),)
+    assert world.call().actions == (StopReplica("small@east#0/0"),)
     world.wanted["small", "east"] = 1
-    assert [type(action) for action in world.call().actions] == [Start]
+    assert [type(action) for action in world.call().actions] == [StartReplica]
     assert not world.progress.attempts
 
 
 def test_what_nobody_asked_for_is_left_alone() -> None:
     world = at_rest({("small", "east"): 1})
-    stray = Member("mine", "mine#7", "handmade", 0, "homogeneous", "m", "mixed", "east")
+    stray = ReplicaSpec("mine", "mine#7", "handmade", 0, "homogeneous", "m", "mixed", "east")
     world.fleet.add(stray)
     world.fleet.ready("mine")
     assert world.call().actions == ()
@@ -306,25 +311,25 @@ def test_a_replica_drained_by_hand_takes_its_copy_out_and_is_replaced() -> None:
     world = at_rest({("combo", "east"): 1})
     world.fleet.drain("combo@east#0/1")
     actions = world.call().actions
-    assert actions[:2] == (Drain("combo@east#0/0"), Drain("combo@east#0/2"))
-    assert sum(isinstance(action, Start) for action in actions) == 3
+    assert actions[:2] == (DrainReplica("combo@east#0/0"), DrainReplica("combo@east#0/2"))
+    assert sum(isinstance(action, StartReplica) for action in actions) == 3
 
 
 def test_copies_whose_rates_are_unknown_are_counted() -> None:
     world = at_rest({("dull", "east"): 3})
     replaced(world, {("dull", "west"): 2})
     step = world.call()
-    drains = [action for action in step.actions if isinstance(action, Drain)]
+    drains = [action for action in step.actions if isinstance(action, DrainReplica)]
     assert len(drains) == 1
     started(world)
-    assert sum(isinstance(action, Drain) for action in world.call().actions) == 2
+    assert sum(isinstance(action, DrainReplica) for action in world.call().actions) == 2
 
 
 def test_a_flipped_copy_is_not_taken_for_what_it_was() -> None:
     world = at_rest({("pre", "east"): 1, ("dec", "east"): 2})
     world.fleet.flip("dec@east#0/0", "prefill")
     replaced(world, {("pre", "east"): 1, ("dec", "east"): 1})
-    drains = [action.replica for action in world.call().actions if isinstance(action, Drain)]
+    drains = [action.replica for action in world.call().actions if isinstance(action, DrainReplica)]
     assert drains == ["dec@east#0/0"]
 
 
@@ -332,13 +337,13 @@ def test_a_new_plan_gives_roles_back() -> None:
     world = at_rest({("pre", "east"): 2, ("dec", "east"): 1})
     assert restored(world.fleet) == ()
     world.fleet.flip("pre@east#1/0", "decode")
-    assert restored(world.fleet) == (Flip("pre@east#1/0", "prefill"),)
+    assert restored(world.fleet) == (FlipReplica("pre@east#1/0", "prefill"),)
 
 
 def test_a_named_machine_must_be_free_first() -> None:
     layout = Layout((Stage(1, (StageNode("n", 4, "rack-7"),)),))
     old, new = (
-        replace(template(name, 3.0), replicas=(Replica(role, layout),))
+        replace(template(name, 3.0), replicas=(PlannedReplica(role, layout),))
         for name, role in (("old", "mixed"), ("new", "mixed"))
     )
     world = World(blueprints(plan_of((old, new), {})), {("old", "east"): 1}, random.Random(0))
@@ -349,17 +354,17 @@ def test_a_named_machine_must_be_free_first() -> None:
     assert step.actions == ()
     assert "a dip of 100% would let" in step.notes[0]
     world.dip = 1.0
-    assert [type(action) for action in world.call().actions] == [Drain]
+    assert [type(action) for action in world.call().actions] == [DrainReplica]
     world.progress = world.progress.drained("old@east#0/0")
-    assert [type(action) for action in world.call().actions] == [Stop, Start]
+    assert [type(action) for action in world.call().actions] == [StopReplica, StartReplica]
 
 
 def test_busy_reports_do_not_count_as_load_but_open_requests_do() -> None:
     world = at_rest({("small", "east"): 2})
-    world.fleet.views["small@east#0/0"].status = Status(9, 9, 9, 9, 0, 1, 0.1)
+    world.fleet.views["small@east#0/0"].status = ReplicaStatus(9, 9, 9, 9, 0, 1, 0.1)
     world.fleet.views["small@east#1/0"].open_requests = 1
     world.wanted["small", "east"] = 1
-    assert world.call().actions == (Drain("small@east#0/0"),)
+    assert world.call().actions == (DrainReplica("small@east#0/0"),)
 
 
 def test_wanted_counts_end_what_the_plan_no_longer_names() -> None:

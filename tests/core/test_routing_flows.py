@@ -7,11 +7,11 @@ from collections import Counter
 import brain_builders as build
 import pytest
 
-from potluck.core.brain.actions import Abandon, Flip, Remark, Run
-from potluck.core.brain.events import Cached, Computed, LinkReported, SegmentDone, Tick
-from potluck.core.brain.fleet import Fleet
-from potluck.core.brain.policy import Policy
-from potluck.core.routing.table import Table
+from potluck.core.routing.routing_table import RoutingTable
+from potluck.core.state.actions import Abort, FlipReplica, OperatorNote, Run
+from potluck.core.state.events import CacheReported, LinkReported, SegmentComputed, SegmentDone, Tick
+from potluck.core.state.fleet import FleetState
+from potluck.core.state.policy import Policy
 
 P = build.template("p", ("prefill",), prefill=(2.0, 2.0))
 D = build.template("d", ("decode",), decode=(2.0, 2.0))
@@ -101,7 +101,7 @@ def test_a_failed_link_is_avoided_by_the_request_it_failed() -> None:
     world = build.world(LENGTHS)
     run = sent(world, 50_000)
     abandoned, again = world.fail(run.request, "link", "far->near")
-    assert isinstance(abandoned, Abandon)
+    assert isinstance(abandoned, Abort)
     assert set(abandoned.replicas) == {segment.replica for segment in run.route.segments}
     assert isinstance(again, Run)
     assert regions(world, again) == ["near", "near"]
@@ -111,8 +111,8 @@ def test_cached_tokens_do_not_count_as_long() -> None:
     world = build.world(LENGTHS)
     blocks = tuple(range(1, 3000 // 16))
     assert regions(world, sent(world, 3000, blocks)) == ["far", "near"]
-    world.tell(Cached("p@near#2/0", 1, blocks))
-    world.tell(Cached("p@near#1/0", 1, blocks))  # one of the two is there, whatever its number
+    world.tell(CacheReported("p@near#2/0", 1, blocks))
+    world.tell(CacheReported("p@near#1/0", 1, blocks))  # one of the two is there, whatever its number
     assert regions(world, sent(world, 3000, blocks)) == ["near", "near"]
 
 
@@ -121,7 +121,7 @@ def test_with_bandwidth_to_spare_a_far_prefix_is_fetched() -> None:
     far = next(name for name, member in world.members.items() if member.region == "far")
     near = next(name for name, m in world.members.items() if m.region == "near" and m.template == "p")
     blocks = tuple(range(1, 1 + 2880 // 16))
-    world.tell(Cached(far, 1, blocks))
+    world.tell(CacheReported(far, 1, blocks))
     assert regions(world, sent(world, 3000, blocks)) == ["far", "near"]  # scarce: far has it, and it is long
     world.tell(CLEAR)
     run = sent(world, 3000, blocks)
@@ -144,20 +144,20 @@ def test_requests_follow_their_prefix_until_waiting_costs_more() -> None:
     world = build.world(AGGREGATED)
     blocks = tuple(range(1, 1 + 1600 // 16))
     warm = "mix@near#2/0"
-    world.tell(Cached(warm, 1, blocks))
+    world.tell(CacheReported(warm, 1, blocks))
     # Each saves 0.16 s of prefill there and adds 0.01 s for the next; beyond its batch of 8 they would wait longer.
     assert {sent(world, 1700, blocks).route.decoder for _ in range(8)} == {warm}
-    world.tell(Cached(warm, 2, (), blocks))
+    world.tell(CacheReported(warm, 2, (), blocks))
     assert sent(world, 1700, tuple(-b for b in blocks)).route.decoder != warm  # nothing of it is cached there
     cold = build.world(AGGREGATED, Policy(affinity=0.0))
-    cold.tell(Cached(warm, 1, blocks))
+    cold.tell(CacheReported(warm, 1, blocks))
     assert len({sent(cold, 1700, blocks).route.decoder for _ in range(4)}) == 4
 
 
 def test_a_hot_prefix_does_not_pile_up_on_one_replica() -> None:
     world = build.world(AGGREGATED)
     blocks = tuple(range(1, 1 + 1600 // 16))
-    world.tell(Cached("mix@near#2/0", 1, blocks))
+    world.tell(CacheReported("mix@near#2/0", 1, blocks))
     counts = Counter(sent(world, 1700, blocks).route.decoder for _ in range(40))
     assert len(counts) == 4
     assert max(counts.values()) <= 16
@@ -165,7 +165,7 @@ def test_a_hot_prefix_does_not_pile_up_on_one_replica() -> None:
 
 def test_what_has_no_blocks_never_asks_the_index() -> None:
     world = build.world(AGGREGATED)
-    world.tell(Cached("mix@near#2/0", 1, tuple(range(100))))
+    world.tell(CacheReported("mix@near#2/0", 1, tuple(range(100))))
     assert len({sent(world, 1700).route.decoder for _ in range(4)}) == 4
 
 
@@ -178,7 +178,7 @@ def test_a_flipped_replica_changes_sides_with_a_fair_weight() -> None:
     )
     world = build.world(plan)
     flipped = next(name for name, member in world.members.items() if member.template == "p")
-    world.brain._carry_out(0.0, [Flip(flipped, "decode")])
+    world.brain._carry_out(0.0, [FlipReplica(flipped, "decode")])
     runs = [sent(world, 500) for _ in range(40)]
     assert flipped not in {run.route.segments[0].replica for run in runs}
     # As fast by the facts as the other decode replica, so it gets half.
@@ -195,7 +195,7 @@ def test_lanes_follow_each_replica_as_if_built_anew() -> None:
     world.all_ready()
     world.lose(next(iter(world.members)))
     old = world.brain.table
-    fresh = Table(build.facts(TEMPLATES), Policy(), world.brain.fleet)
+    fresh = RoutingTable(build.facts(TEMPLATES), Policy(), world.brain.fleet)
     fresh.adopt(LENGTHS)
     for view in world.brain.fleet.views.values():
         fresh.update(view.member.unit, view)
@@ -204,7 +204,7 @@ def test_lanes_follow_each_replica_as_if_built_anew() -> None:
         for mine, theirs in zip([ways.closed, *ways.flows], [again.closed, *again.flows], strict=True):
             assert ways.turns.weight(mine) == again.turns.weight(theirs)
             assert mine.prefills.total == theirs.prefills.total
-    assert isinstance(world.brain.fleet, Fleet)
+    assert isinstance(world.brain.fleet, FleetState)
 
 
 def two_flows() -> build.World:
@@ -243,11 +243,13 @@ def test_a_flow_weighs_as_much_as_its_tighter_side_is_ready() -> None:
 
 def test_thresholds_that_move_are_spoken_of_with_the_reason() -> None:
     world = build.world(LENGTHS)
-    assert not [each for each in world.tell(Tick()) if isinstance(each, Remark)], "the plan's own is no news"
+    assert not [each for each in world.tell(Tick()) if isinstance(each, OperatorNote)], (
+        "the plan's own is no news"
+    )
     said = []
     for report in (CONGESTED, CONGESTED, *[CLEAR] * 40):
         world.tell(report)
-        said += [each for each in world.tell(Tick()) if isinstance(each, Remark)]
+        said += [each for each in world.tell(Tick()) if isinstance(each, OperatorNote)]
     assert [each.what for each in said[:2]] == [
         "only prompts of m beyond 2500 tokens go over far->near now",
         "only prompts of m beyond 3125 tokens go over far->near now",
@@ -265,7 +267,7 @@ def test_a_prompt_counts_until_its_kv_has_crossed_and_says_nothing_of_how_fast_i
     planned_s = far.facts.prefill_fixed_s + 4000 * far.facts.prefill_s_per_token  # type: ignore[union-attr]
     assert far.open_prefill_tokens == 4000
     world.now_s += planned_s
-    assert world.tell(Computed(run.request, run.attempt, 0)) == []
+    assert world.tell(SegmentComputed(run.request, run.attempt, 0)) == []
     assert (far.open_prefill_tokens, far.open_requests) == (4000, 1), "its KV is still there"
     world.now_s += 100 * planned_s
     world.tell(SegmentDone(run.request, run.attempt, 0))

@@ -8,14 +8,20 @@ from dataclasses import replace
 import brain_builders as build
 import pytest
 
-from potluck.core.brain.actions import Run
-from potluck.core.brain.events import Cancelled, Computed, Reported, SegmentDone, Status
-from potluck.core.brain.facts import ReplicaFacts
-from potluck.core.brain.fleet import View
-from potluck.core.brain.policy import Policy
-from potluck.core.routing.opportunistic import Usage, busier, in_place, step_seconds
+from potluck.core.routing.opportunistic import PrefillUtilization, busier, in_place, step_seconds
 from potluck.core.routing.split import partial_tokens, printed_tokens
-from potluck.core.values.member import Member
+from potluck.core.state.actions import Run
+from potluck.core.state.events import (
+    ReplicaReported,
+    ReplicaStatus,
+    RequestCancelled,
+    SegmentComputed,
+    SegmentDone,
+)
+from potluck.core.state.facts import ReplicaFacts
+from potluck.core.state.fleet import ReplicaState
+from potluck.core.state.policy import Policy
+from potluck.core.values.replica_spec import ReplicaSpec
 from potluck.core.values.route import aggregated, handed_over
 
 COMBO = build.template("combo", ("prefill", "decode", "decode"), "combo", closed=(2.0, 2.0))
@@ -63,13 +69,13 @@ def test_an_idle_prefill_replica_is_used_while_decode_replicas_are_busier() -> N
     assert run.route == aggregated(P)  # all prompts are computed, both others decode three
 
 
-def view(name: str, role: str, requests: int = 0, prompt: int = 0) -> View:
-    member = Member(name, "u", "t", 0, "combo", "m", role, "here")  # type: ignore[arg-type]
-    return View(member, "ready", role, open_requests=requests, open_prefill_tokens=prompt)  # type: ignore[arg-type]
+def view(name: str, role: str, requests: int = 0, prompt: int = 0) -> ReplicaState:
+    member = ReplicaSpec(name, "u", "t", 0, "combo", "m", role, "here")  # type: ignore[arg-type]
+    return ReplicaState(member, "ready", role, open_requests=requests, open_prefill_tokens=prompt)  # type: ignore[arg-type]
 
 
 def test_the_rules_of_running_in_place() -> None:
-    def step(each: View) -> float:
+    def step(each: ReplicaState) -> float:
         return each.open_requests + 1.0
 
     idle_p, busy_p = view("p", "prefill"), view("p", "prefill", 1, 500)
@@ -86,7 +92,7 @@ def test_the_rules_of_running_in_place() -> None:
     assert in_place([decoding_p], [full_d], step, 0.2) is None
     assert in_place([view("p", "prefill", 5)], [full_d], step, 0.0) is None
     reporting = view("d", "decode")
-    reporting.status = Status(0, 2, 0, 100, 5, 10, 0.02)
+    reporting.status = ReplicaStatus(0, 2, 0, 100, 5, 10, 0.02)
     assert in_place([busy_p], [reporting], step, 0.0) is None  # others' work, by its own word
 
 
@@ -134,7 +140,7 @@ def test_a_pair_takes_two_prompts_at_a_time_on_its_low_end() -> None:
     (after,) = world.advance("a")  # its part is done: the next may come
     assert isinstance(after, Run)
     assert after.request == "c"
-    world.tell(Cancelled("d"))
+    world.tell(RequestCancelled("d"))
     world.requests.pop("d")
     for name in "abc":
         world.finish(name)
@@ -143,13 +149,13 @@ def test_a_pair_takes_two_prompts_at_a_time_on_its_low_end() -> None:
 
 def test_the_split_follows_the_high_end_replicas_report() -> None:
     world = build.world(PAIRS)
-    world.tell(Reported(HIGH, Status(0, 40, 0, 60_000, 10_000, 20_000, 0.04)))
+    world.tell(ReplicaReported(HIGH, ReplicaStatus(0, 40, 0, 60_000, 10_000, 20_000, 0.04)))
     run = sent(world, "a", 4000)
     assert run is not None
     expected = partial_tokens(4000, build.SPLIT, 40, 60_000.0, 10_000, 16)
     assert run.route == handed_over(LOW, HIGH, expected)
     assert 1 < expected < 4000
-    world.tell(Reported(HIGH, Status(0, 40, 0, 60_000, 100, 20_000, 0.04)))
+    world.tell(ReplicaReported(HIGH, ReplicaStatus(0, 40, 0, 60_000, 100, 20_000, 0.04)))
     whole = sent(world, "b", 4000)
     assert whole is not None
     assert whole.route == handed_over(LOW, HIGH, 4000)  # 100 blocks do not hold it
@@ -185,7 +191,7 @@ def test_a_prompt_that_finds_no_place_may_go_whole_to_the_high_end() -> None:
     whole = sent(world, "c")
     assert whole is not None
     assert whole.route == aggregated(HIGH)
-    world.tell(Reported(HIGH, Status(0, 40, 0, 60_000, 10, 20_000, 0.04)))
+    world.tell(ReplicaReported(HIGH, ReplicaStatus(0, 40, 0, 60_000, 10, 20_000, 0.04)))
     assert sent(world, "d") is None  # it has no blocks for it
 
 
@@ -229,9 +235,9 @@ def test_a_low_end_place_is_free_once_its_prefill_is_computed() -> None:
     for name in "abcd":
         sent(world, name)
     assert set(world.jobs) == {"a", "b"}
-    assert len(world.tell(Computed("a", 0, 0))) == 1  # c
-    assert world.tell(Computed("a", 0, 0)) == []
-    assert world.tell(Computed("a", 1, 0)) == []  # of another attempt
+    assert len(world.tell(SegmentComputed("a", 0, 0))) == 1  # c
+    assert world.tell(SegmentComputed("a", 0, 0)) == []
+    assert world.tell(SegmentComputed("a", 1, 0)) == []  # of another attempt
     assert world.advance("a") == []  # handed over: its place was given away already
     assert len(world.advance("b")) == 1  # d, though nobody said that b was computed
     for name in "abcd":
@@ -262,7 +268,7 @@ def test_arrivals_in_turn_do_not_hide_how_busy_a_prefill_replica_is() -> None:
     facts = prefill[0].facts
     assert facts is not None
     prompt_s = facts.prefill_fixed_s + 1000 * facts.prefill_s_per_token
-    usage = Usage()
+    usage = PrefillUtilization()
     came = [build.request("r", 1000)._replace(arrival_s=number * prompt_s / 0.8) for number in range(200)]
     found = [usage.seen(each.arrival_s, each.prompt_tokens, prefill) for each in came]
     assert found[0] == 0.0

@@ -8,18 +8,18 @@ from math import inf
 from hypothesis import given
 from hypothesis import strategies as st
 
-from potluck.core.brain.events import LinkReported
-from potluck.core.routing.offers import Crossing, Offer, Offers
+from potluck.core.routing.template_weights import ModelWeights, RegionFlow, TemplateWeights
 from potluck.core.routing.threshold import (
     LEAST_TOKENS,
     MOST_RAISED,
-    Prefill,
-    Threshold,
+    LengthThreshold,
+    PrefillChoice,
     after_report,
     decide,
     planned,
     rebased,
 )
+from potluck.core.state.events import LinkReported
 
 tokens = st.integers(1, 200_000)
 
@@ -31,15 +31,15 @@ def report(utilisation: float, queued_bytes: float = 0.0, gbps: float = 10.0) ->
 @given(tokens, tokens, tokens, tokens)
 def test_scarce_bandwidth_looks_at_the_local_cache_only(t: int, total: int, here: int, there: int) -> None:
     here, there = min(here, total), min(there, total)
-    choice = decide(Threshold(t, t, scarce=True), total, here, there)
-    assert choice == Prefill(total - here > t, False)
-    assert choice == decide(Threshold(t, t, scarce=True), total, here, 0)
+    choice = decide(LengthThreshold(t, t, scarce=True), total, here, there)
+    assert choice == PrefillChoice(total - here > t, False)
+    assert choice == decide(LengthThreshold(t, t, scarce=True), total, here, 0)
 
 
 @given(tokens, tokens, tokens, tokens)
 def test_abundant_bandwidth_uses_the_best_cache_anywhere(t: int, total: int, here: int, there: int) -> None:
     here, there = min(here, total), min(there, total)
-    choice = decide(Threshold(t, t, scarce=False), total, here, there)
+    choice = decide(LengthThreshold(t, t, scarce=False), total, here, there)
     assert choice.remote == (total - max(here, there) > t)
     # The KV crosses exactly when the region that does not compute has the longer prefix.
     computing, other = (there, here) if choice.remote else (here, there)
@@ -47,7 +47,7 @@ def test_abundant_bandwidth_uses_the_best_cache_anywhere(t: int, total: int, her
 
 
 def test_a_congested_link_raises_the_threshold_until_it_clears() -> None:
-    threshold = Threshold(10_000.0, 10_000.0)
+    threshold = LengthThreshold(10_000.0, 10_000.0)
     seen = [threshold.tokens]
     for _ in range(5):
         threshold = after_report(threshold, report(0.95))
@@ -61,7 +61,7 @@ def test_a_congested_link_raises_the_threshold_until_it_clears() -> None:
 
 
 def test_a_queue_is_congestion_even_when_utilisation_is_low() -> None:
-    threshold = Threshold(10_000.0, 10_000.0)
+    threshold = LengthThreshold(10_000.0, 10_000.0)
     half_a_second = 0.5 * 10e9 / 8
     assert after_report(threshold, report(0.1, half_a_second * 0.9)).tokens == 10_000.0
     assert after_report(threshold, report(0.1, half_a_second * 1.1)).tokens > 10_000.0
@@ -75,7 +75,7 @@ def test_a_queue_is_congestion_even_when_utilisation_is_low() -> None:
 def test_the_threshold_stays_between_its_base_and_a_limit(
     base: float, reports: list[tuple[float, float, float]]
 ) -> None:
-    threshold = Threshold(base, base)
+    threshold = LengthThreshold(base, base)
     for utilisation, queued, gbps in reports:
         threshold = after_report(threshold, report(utilisation, queued, gbps))
         assert base - 1e-6 <= threshold.tokens <= max(base, LEAST_TOKENS) * MOST_RAISED + 1e-6
@@ -83,7 +83,7 @@ def test_the_threshold_stays_between_its_base_and_a_limit(
 
 
 def test_loss_and_a_long_queue_of_prompts_are_congestion_too() -> None:
-    threshold = Threshold(10_000.0, 10_000.0, scarce=False)
+    threshold = LengthThreshold(10_000.0, 10_000.0, scarce=False)
     calm = report(0.1)
     assert after_report(threshold, calm._replace(lost_share=0.005)).tokens == 10_000.0
     lossy = after_report(threshold, calm._replace(lost_share=0.05))
@@ -96,7 +96,7 @@ def test_loss_and_a_long_queue_of_prompts_are_congestion_too() -> None:
 
 
 def test_a_threshold_of_nothing_rises_and_returns() -> None:
-    threshold = Threshold(0.0, 0.0)
+    threshold = LengthThreshold(0.0, 0.0)
     for _ in range(12):
         threshold = after_report(threshold, report(0.95))
     assert threshold.tokens > 5000
@@ -104,12 +104,12 @@ def test_a_threshold_of_nothing_rises_and_returns() -> None:
     for _ in range(150):
         threshold = after_report(threshold, report(0.1))
     assert threshold.tokens < 1.0
-    assert rebased(Threshold(0.0, 0.0), 700.0) == Threshold(700.0, 700.0)
-    assert rebased(Threshold(1000.0, 1500.0), 0.0).tokens > 512.0
+    assert rebased(LengthThreshold(0.0, 0.0), 700.0) == LengthThreshold(700.0, 700.0)
+    assert rebased(LengthThreshold(1000.0, 1500.0), 0.0).tokens > 512.0
 
 
 def test_the_regime_has_a_gap_between_its_two_edges() -> None:
-    threshold = Threshold(1.0, 1.0, scarce=True)
+    threshold = LengthThreshold(1.0, 1.0, scarce=True)
     assert after_report(threshold, report(0.6)).scarce
     abundant = after_report(threshold, report(0.4))
     assert not abundant.scarce
@@ -118,22 +118,22 @@ def test_the_regime_has_a_gap_between_its_two_edges() -> None:
 
 
 def test_a_new_base_keeps_the_reaction_to_congestion() -> None:
-    raised = replace(Threshold(1000.0, 1000.0), tokens=1500.0)
-    assert rebased(raised, 2000.0) == Threshold(2000.0, 3000.0)
+    raised = replace(LengthThreshold(1000.0, 1000.0), tokens=1500.0)
+    assert rebased(raised, 2000.0) == LengthThreshold(2000.0, 3000.0)
 
 
-def offers(local: tuple[float, ...], crossing: tuple[float, ...]) -> Offers:
+def offers(local: tuple[float, ...], crossing: tuple[float, ...]) -> ModelWeights:
     longest = (1000.0, 4000.0, inf)
     none = (0.0, 0.0, 0.0)
-    flows = (Crossing("there", "here", crossing),) if any(crossing) else ()
-    return Offers("m", longest, {("t", "here"): Offer(local, none, none)}, flows)
+    flows = (RegionFlow("there", "here", crossing),) if any(crossing) else ()
+    return ModelWeights("m", longest, {("t", "here"): TemplateWeights(local, none, none)}, flows)
 
 
 def test_the_plan_says_where_the_threshold_starts() -> None:
-    assert planned(offers((1.0, 1.0, 0.0), (0.0, 0.0, 1.0))) == Threshold(4000.0, 4000.0)
-    assert planned(offers((1.0, 0.0, 0.0), (0.0, 1.0, 1.0))) == Threshold(1000.0, 1000.0)
+    assert planned(offers((1.0, 1.0, 0.0), (0.0, 0.0, 1.0))) == LengthThreshold(4000.0, 4000.0)
+    assert planned(offers((1.0, 0.0, 0.0), (0.0, 1.0, 1.0))) == LengthThreshold(1000.0, 1000.0)
     # A third of the middle bucket crosses: its longest third.
-    assert planned(offers((1.0, 2.0, 0.0), (0.0, 1.0, 1.0))) == Threshold(3000.0, 3000.0)
+    assert planned(offers((1.0, 2.0, 0.0), (0.0, 1.0, 1.0))) == LengthThreshold(3000.0, 3000.0)
 
 
 def test_there_is_no_threshold_where_length_does_not_decide() -> None:

@@ -14,24 +14,24 @@ from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 from scale_builders import World, fleet_of, observed, plan_of, template, traffic
 
-from potluck.core.brain.events import Status
-from potluck.core.brain.facts import ModelFacts
-from potluck.core.brain.fleet import Fleet
-from potluck.core.brain.policy import Policy
-from potluck.core.scale.base import AskReplan, Resize, ScaleDecision
-from potluck.core.scale.capacity import blueprints
-from potluck.core.scale.cauchy import Cauchy
-from potluck.core.scale.cover import Option, cheapest_cover, largest_within
-from potluck.core.scale.rates import Rates, rates_of
-from potluck.core.scale.reconcile import wanted_counts
-from potluck.core.scale.window import ModelObserved, Window
-from potluck.core.values.member import Member
-from potluck.core.values.plan import Bucket, BucketCapacity, Plan
-from potluck.core.values.types import Offer, Region, Request
+from potluck.core.scaling.cauchy_scaling import CauchyScaling
+from potluck.core.scaling.cheapest_cover import CopyOption, cheapest_cover, largest_within
+from potluck.core.scaling.copy_capacity import blueprints
+from potluck.core.scaling.copy_rates import CopyRates, rates_of
+from potluck.core.scaling.reconcile import wanted_counts
+from potluck.core.scaling.rule import AskReplan, Resize, ScaleDecision
+from potluck.core.scaling.traffic_window import ModelTraffic, TrafficWindow
+from potluck.core.state.events import ReplicaStatus
+from potluck.core.state.facts import ModelFacts
+from potluck.core.state.fleet import FleetState
+from potluck.core.state.policy import Policy
+from potluck.core.values.plan import BucketCapacity, LengthBucket, Plan
+from potluck.core.values.replica_spec import ReplicaSpec
+from potluck.core.values.types import NodeOffer, Region, Request
 
 POLICY = Policy(scaling="cauchy")
 SMALL, LARGE = template("small", 10.0), template("large", 25.0, nodes={"big": 1})
-REGIONS = (Region("east", (Offer("n", 1.0, 10), Offer("big", 3.0, 4))),)
+REGIONS = (Region("east", (NodeOffer("n", 1.0, 10), NodeOffer("big", 3.0, 4))),)
 
 
 def plan(small: int = 2, large: int = 0) -> Plan:
@@ -39,13 +39,13 @@ def plan(small: int = 2, large: int = 0) -> Plan:
 
 
 def ask(
-    seen: ModelObserved,
+    seen: ModelTraffic,
     there: Plan | None = None,
     regions: tuple[Region, ...] = REGIONS,
-    fleet: Fleet | None = None,
+    fleet: FleetState | None = None,
 ) -> tuple[tuple[ScaleDecision, ...], str]:
     there = there or plan()
-    rule = Cauchy(POLICY, regions)
+    rule = CauchyScaling(POLICY, regions)
     found = rule.on_tick(1000.0, observed(1000.0, seen), fleet or fleet_of(there), there)
     return found, rule.why()
 
@@ -71,7 +71,7 @@ def test_a_deficit_is_covered_by_the_cheapest_copies() -> None:
 
 
 def test_it_takes_what_nodes_there_are() -> None:
-    tight = (Region("east", (Offer("n", 1.0, 3), Offer("big", 3.0, 0))),)
+    tight = (Region("east", (NodeOffer("n", 1.0, 3), NodeOffer("big", 3.0, 0))),)
     found, why = ask(traffic(100.0), regions=tight)
     assert counts(found) == {"small": 3}
     assert "all that nodes allow" in why
@@ -106,7 +106,7 @@ def test_a_spare_copy_stays_where_a_node_may_be_lost(
 ) -> None:
     """What is left without any one copy serves the share: it is started where it does not, and never taken away."""
     there, seen = plan(small, large), traffic(rate)
-    rule = Cauchy(POLICY, REGIONS, {seen.model: ModelFacts(1.0, survive="node", survive_share=share)})
+    rule = CauchyScaling(POLICY, REGIONS, {seen.model: ModelFacts(1.0, survive="node", survive_share=share)})
     found = rule.on_tick(1000.0, observed(1000.0, seen), fleet_of(there), there)
     begin = {"small": small, "large": large}
     left = begin | counts(found)
@@ -125,15 +125,15 @@ def test_a_spare_copy_stays_where_a_node_may_be_lost(
 def test_a_fleet_with_a_spare_copy_is_left_alone() -> None:
     there, seen = plan(3), traffic(11.0)  # 24 served of 11, and 16 without one
     assert counts(
-        Cauchy(POLICY, REGIONS).on_tick(1000.0, observed(1000.0, seen), fleet_of(there), there)
+        CauchyScaling(POLICY, REGIONS).on_tick(1000.0, observed(1000.0, seen), fleet_of(there), there)
     ) == {"small": 2}
-    rule = Cauchy(POLICY, REGIONS, {seen.model: ModelFacts(1.0, survive="node")})
+    rule = CauchyScaling(POLICY, REGIONS, {seen.model: ModelFacts(1.0, survive="node")})
     assert rule.on_tick(1000.0, observed(1000.0, seen), fleet_of(there), there) == ()
-    far = Cauchy(POLICY, REGIONS, {seen.model: ModelFacts(1.0, survive="region", survive_share=0.5)})
+    far = CauchyScaling(POLICY, REGIONS, {seen.model: ModelFacts(1.0, survive="region", survive_share=0.5)})
     assert "starts" in _why(far, there, seen)  # one region alone: nothing would be left of it
 
 
-def _why(rule: Cauchy, there: Plan, seen: ModelObserved) -> str:
+def _why(rule: CauchyScaling, there: Plan, seen: ModelTraffic) -> str:
     rule.on_tick(1000.0, observed(1000.0, seen), fleet_of(there), there)
     return rule.why()
 
@@ -142,14 +142,14 @@ def test_what_queues_is_demand() -> None:
     fleet = fleet_of(plan())
     assert ask(traffic(10.0), fleet=fleet)[0] == ()
     for view in fleet.views.values():
-        view.status = Status(900, 5, 10**5, 10**5, 0, 100, 0.1)
+        view.status = ReplicaStatus(900, 5, 10**5, 10**5, 0, 100, 0.1)
     found, why = ask(traffic(10.0), fleet=fleet)  # 1800 queued in a window of 120 s are 15 a second more
     assert counts(found)["small"] > 2 or counts(found).get("large")
     assert "1800 queued" in why
     assert counts(ask(traffic(10.0, held=1800))[0]) == counts(found)
     fleet = fleet_of(plan(4))
     for view in fleet.views.values():
-        view.status = Status(500, 5, 10**5, 10**5, 0, 100, 0.1)
+        view.status = ReplicaStatus(500, 5, 10**5, 10**5, 0, 100, 0.1)
     assert ask(traffic(5.0), plan(4), fleet=fleet)[0] == ()  # few arrive, but nothing is taken from a backlog
 
 
@@ -169,12 +169,12 @@ def test_unknown_capacity_is_not_scaled_and_said() -> None:
 
 def test_copies_put_there_by_hand_count_and_are_not_touched() -> None:
     fleet = fleet_of(plan())
-    fleet.add(Member("x", "x", "large", 0, "homogeneous", "m", "mixed", "west"))
+    fleet.add(ReplicaSpec("x", "x", "large", 0, "homogeneous", "m", "mixed", "west"))
     fleet.ready("x")
     assert ask(traffic(30.0), fleet=fleet)[0] == ()  # 45 of capacity: 36
     found, _ = ask(traffic(0.0), fleet=fleet)
     assert {each.region for each in found if isinstance(each, Resize)} == {"east"}
-    fleet.add(Member("y", "y", "strange", 0, "homogeneous", "m", "mixed", "west"))
+    fleet.add(ReplicaSpec("y", "y", "strange", 0, "homogeneous", "m", "mixed", "west"))
     assert "capacity of strange is not known" in ask(traffic(30.0), fleet=fleet)[1]
 
 
@@ -188,14 +188,14 @@ def test_copies_that_are_gone_are_missed_whatever_was_planned() -> None:
 
 def test_while_copies_start_or_leave_nothing_is_taken_away() -> None:
     fleet = fleet_of(plan(4))
-    fleet.add(Member("s", "small@east#9", "small", 0, "homogeneous", "m", "mixed", "east"))
+    fleet.add(ReplicaSpec("s", "small@east#9", "small", 0, "homogeneous", "m", "mixed", "east"))
     found, why = ask(traffic(5.0), plan(4), fleet=fleet)
     assert found == ()
     assert "waits for 1 copies" in why
 
 
 def test_it_looks_once_a_window_and_asks_for_a_plan_when_the_rate_held() -> None:
-    rule, there = Cauchy(POLICY, REGIONS), plan()
+    rule, there = CauchyScaling(POLICY, REGIONS), plan()
     fleet = fleet_of(there)
     assert rule.on_tick(100.0, observed(100.0, traffic(50.0, span_s=100.0)), fleet, there) == ()
     assert "looks again in 20 s" in rule.why()
@@ -204,7 +204,7 @@ def test_it_looks_once_a_window_and_asks_for_a_plan_when_the_rate_held() -> None
     assert rule.on_tick(170.0, observed(170.0, traffic(1.0)), fleet, there) == (), "nothing goes so soon"
     assert rule.on_tick(180.0, observed(180.0, traffic(500.0)), fleet, there) != (), "but more may come"
     asked = []
-    rule = Cauchy(POLICY, REGIONS)
+    rule = CauchyScaling(POLICY, REGIONS)
     for tick in range(4000):
         found = rule.on_tick(float(tick), observed(float(tick), traffic(16.0, span_s=120.0)), fleet, there)
         asked += [(tick, each) for each in found]
@@ -240,9 +240,11 @@ def test_prefill_and_decode_apart_are_each_brought_up() -> None:
 def test_capacity_follows_the_lengths_now_seen() -> None:
     capacity = (BucketCapacity(0, 0, 0, 20.0, 0.1, 0.01), BucketCapacity(1, 0, 0, 5.0, 0.1, 0.01))
     two = replace(SMALL, capacity=capacity)
-    there = plan_of((two,), {("small", "east"): 2}, [Bucket("m", 0, 1023, 1.0), Bucket("m", 1, 99999, 1.0)])
-    assert rates_of(two, {0: 1.0, 1: 1.0}) == Rates(closed_per_s=pytest.approx(8.0))
-    assert rates_of(two, {}) == Rates()
+    there = plan_of(
+        (two,), {("small", "east"): 2}, [LengthBucket("m", 0, 1023, 1.0), LengthBucket("m", 1, 99999, 1.0)]
+    )
+    assert rates_of(two, {0: 1.0, 1: 1.0}) == CopyRates(closed_per_s=pytest.approx(8.0))
+    assert rates_of(two, {}) == CopyRates()
     assert ask(traffic(20.0, prompt=500), there)[0] == ()  # 32 counted on, one copy would serve 16
     assert counts(ask(traffic(20.0, prompt=5000), there)[0]) == {"small": 5}
 
@@ -250,9 +252,9 @@ def test_capacity_follows_the_lengths_now_seen() -> None:
 # The cover
 
 
-def options() -> st.SearchStrategy[list[Option]]:
+def options() -> st.SearchStrategy[list[CopyOption]]:
     one = st.builds(
-        lambda name, q, c, n: Option((name, "r"), q, c, n),
+        lambda name, q, c, n: CopyOption((name, "r"), q, c, n),
         st.sampled_from("abcd"),
         st.integers(1, 6).map(float),
         st.integers(1, 9).map(float),
@@ -263,7 +265,7 @@ def options() -> st.SearchStrategy[list[Option]]:
 
 @given(options(), st.integers(1, 14), st.integers(0, 6), st.integers(0, 6))
 @settings(max_examples=200, deadline=None)
-def test_the_cover_is_the_cheapest_there_is(each: list[Option], deficit: int, n: int, k: int) -> None:
+def test_the_cover_is_the_cheapest_there_is(each: list[CopyOption], deficit: int, n: int, k: int) -> None:
     free = {("r", "n"): n, ("r", "k"): k}
     cheapest = inf
     for counts_ in product(*(range(ceil(deficit / o.serves_per_s) + 1) for o in each)):
@@ -299,7 +301,7 @@ def day(
     first = max(1, round(rates[0] / POLICY.headroom / unit))
     there = plan_of((template("small", unit),), {("small", "east"): first})
     world = World(blueprints(there), wanted_counts(there), chance)
-    window, rule = Window(POLICY.window_s, POLICY.global_window_s), Cauchy(POLICY)
+    window, rule = TrafficWindow(POLICY.window_s, POLICY.global_window_s), CauchyScaling(POLICY)
     world.call()
     for replica in list(world.fleet.views):
         world.fleet.ready(replica)

@@ -9,12 +9,12 @@ from itertools import product
 import pytest
 from scale_builders import fleet_of, observed, plan_of, template, traffic
 
-from potluck.core.brain.facts import Facts, ReplicaFacts
-from potluck.core.brain.fleet import Fleet
-from potluck.core.brain.policy import Policy
-from potluck.core.scale import scaler_of
-from potluck.core.scale.base import FlipRole
-from potluck.core.scale.inside import CALM_S, HOLD_S, Able, Inside, best_inside, served
+from potluck.core.scaling import scaler_of
+from potluck.core.scaling.copy_roles import CALM_S, HOLD_S, CopyRoles, RoleRates, best_inside, served
+from potluck.core.scaling.rule import FlipRole
+from potluck.core.state.facts import FleetFacts, ReplicaFacts
+from potluck.core.state.fleet import FleetState
+from potluck.core.state.policy import Policy
 from potluck.core.values.plan import Plan
 from potluck.core.values.types import Role
 
@@ -26,23 +26,23 @@ COMBO = template("combo", 20.0, roles=("prefill", "prefill", "decode", "decode")
 PLAN = plan_of((COMBO,), {("combo", "east"): 1})
 
 
-def fleet(plan: Plan = PLAN) -> Fleet:
+def fleet(plan: Plan = PLAN) -> FleetState:
     made = fleet_of(plan)
     for view in made.views.values():
         view.facts = FACTS
     return made
 
 
-def rule() -> Inside:
-    return Inside(Policy(scaling="cauchy"), Facts({}, {}))
+def rule() -> CopyRoles:
+    return CopyRoles(Policy(scaling="cauchy"), FleetFacts({}, {}))
 
 
-def roles(fleet: Fleet) -> list[Role]:
+def roles(fleet: FleetState) -> list[Role]:
     return [view.role for view in fleet.views.values()]
 
 
 def ask(
-    rule: Inside, fleet: Fleet, at_s: float, rate: float, output: int = OUTPUT, **more: float
+    rule: CopyRoles, fleet: FleetState, at_s: float, rate: float, output: int = OUTPUT, **more: float
 ) -> list[FlipRole]:
     found = rule.on_tick(
         at_s, observed(at_s, traffic(rate, prompt=PROMPT, output=output, **more)), fleet, PLAN
@@ -118,7 +118,7 @@ def test_the_best_roles_of_all(seed: int) -> None:
     """Brute force over all roles that change replicas one way or, where some are gone, make all mixed."""
     chance = random.Random(seed)
     count = chance.randint(1, 5)
-    kinds = [Able(chance.uniform(1, 20), chance.uniform(1, 20)) for _ in range(2)]
+    kinds = [RoleRates(chance.uniform(1, 20), chance.uniform(1, 20)) for _ in range(2)]
     there = fleet_of(
         plan_of((replace(COMBO, replicas=COMBO.replicas + COMBO.replicas[:1]),), {("combo", "east"): 1})
     )
@@ -139,7 +139,7 @@ def test_the_best_roles_of_all(seed: int) -> None:
 def test_the_rules_that_change_roles_say_what_they_think() -> None:
     there = fleet()
     for scaling in ("cauchy", "flips"):
-        scaler = scaler_of(Policy(scaling=scaling), Facts({}, {}))
+        scaler = scaler_of(Policy(scaling=scaling), FleetFacts({}, {}))
         found = scaler.on_tick(1000.0, observed(1000.0, traffic(12.0, output=300)), there, PLAN)
         assert any(isinstance(each, FlipRole) for each in found)
         assert "as decode" in scaler.why()

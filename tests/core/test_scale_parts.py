@@ -10,17 +10,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 from scale_builders import fleet_of, observed, plan_of, template, traffic
 
-from potluck.core.brain.policy import Policy
-from potluck.core.scale.base import Resize
-from potluck.core.scale.cauchy import Cauchy
-from potluck.core.scale.parts import busy_copies, missing_copies, served_by
-from potluck.core.scale.window import LengthCount
-from potluck.core.values.plan import Bucket, BucketCapacity, Plan, Share
-from potluck.core.values.types import Offer, Region
+from potluck.core.scaling.cauchy_scaling import CauchyScaling
+from potluck.core.scaling.partial_service import busy_copies, missing_copies, served_by
+from potluck.core.scaling.rule import Resize
+from potluck.core.scaling.traffic_window import LengthCount
+from potluck.core.state.policy import Policy
+from potluck.core.values.plan import BucketCapacity, LengthBucket, Plan, PlannedShare
+from potluck.core.values.types import NodeOffer, Region
 
 SHORT, LONG = 1000, 100_000
-BUCKETS = (Bucket("m", 0, SHORT, 6.0), Bucket("m", 1, LONG, 2.0))
-REGIONS = (Region("east", (Offer("n", 1.0, 40),)),)
+BUCKETS = (LengthBucket("m", 0, SHORT, 6.0), LengthBucket("m", 1, LONG, 2.0))
+REGIONS = (Region("east", (NodeOffer("n", 1.0, 40),)),)
 
 
 def a_template(name: str, *rates: tuple[float, float, float]) -> object:
@@ -38,9 +38,9 @@ def split_plan(prefills: int = 2, decodes: int = 1, wholes: int = 2) -> Plan:
     )
     counts = {("prefill", "east"): prefills, ("decode", "east"): decodes, ("whole", "east"): wholes}
     shares = (
-        Share("prefill", "east", 0, "prefill", 6.0),
-        Share("decode", "east", 0, "decode", 6.0),
-        Share("whole", "east", 1, "closed", 2.0),
+        PlannedShare("prefill", "east", 0, "prefill", 6.0),
+        PlannedShare("decode", "east", 0, "decode", 6.0),
+        PlannedShare("whole", "east", 1, "closed", 2.0),
     )
     return replace(plan_of(templates, counts, BUCKETS), shares=shares)
 
@@ -56,7 +56,7 @@ def seen(rate_per_s: float, short_share: float = 0.75, **more: object) -> object
 
 
 def asked(rate_per_s: float, plan: Plan, short_share: float = 0.75, **more: object) -> dict[str, int]:
-    rule = Cauchy(Policy(scaling="cauchy"), REGIONS)
+    rule = CauchyScaling(Policy(scaling="cauchy"), REGIONS)
     found = rule.on_tick(
         1000.0, observed(1000.0, seen(rate_per_s, short_share, **more)), fleet_of(plan), plan
     )
@@ -85,10 +85,12 @@ def test_each_part_shrinks_to_its_own_need_and_none_vanishes() -> None:
 
 def test_a_plan_whose_copies_all_take_everything_is_no_plan_of_parts() -> None:
     plan = split_plan()
-    closed = tuple(Share("whole", "east", bucket, "closed", rate) for bucket, rate in ((0, 6.0), (1, 2.0)))
+    closed = tuple(
+        PlannedShare("whole", "east", bucket, "closed", rate) for bucket, rate in ((0, 6.0), (1, 2.0))
+    )
     assert busy_copies(replace(plan, shares=closed), "m", {0: 0.75, 1: 0.25}) is None
     apart = tuple(
-        Share(name, "east", bucket, name, rate)
+        PlannedShare(name, "east", bucket, name, rate)
         for name in ("prefill", "decode")
         for bucket, rate in ((0, 6.0), (1, 2.0))
     )

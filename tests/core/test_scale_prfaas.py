@@ -12,22 +12,22 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scale_builders import fleet_of, observed, plan_of, template, traffic
 
-from potluck.core.brain.events import LinkReported
-from potluck.core.brain.facts import Facts, ModelFacts, ReplicaFacts
-from potluck.core.brain.policy import Policy
-from potluck.core.scale.base import FlipRole, ScaleDecision, SetThreshold
-from potluck.core.scale.prfaas import (
+from potluck.core.scaling.prfaas_scaling import (
     NEVER_TOKENS,
-    PrfaasSplit,
-    Site,
+    ClusterBalance,
+    PrfaasScaling,
     best_split,
     best_threshold,
     rate_per_s,
     split_lengths,
 )
-from potluck.core.scale.roles import Flippable, decode_per_s, prefill_per_s
-from potluck.core.scale.window import LengthCount, ModelObserved, Window
-from potluck.core.values.plan import Bucket, Flow, Plan
+from potluck.core.scaling.roles import Flippable, decode_per_s, prefill_per_s
+from potluck.core.scaling.rule import FlipRole, ScaleDecision, SetThreshold
+from potluck.core.scaling.traffic_window import LengthCount, ModelTraffic, TrafficWindow
+from potluck.core.state.events import LinkReported
+from potluck.core.state.facts import FleetFacts, ModelFacts, ReplicaFacts
+from potluck.core.state.policy import Policy
+from potluck.core.values.plan import LengthBucket, Plan, PlannedFlow
 from potluck.core.values.types import Request, Role
 from potluck.plan.strategies import threshold as planner
 
@@ -47,12 +47,12 @@ def local(count: int, prefills: int, facts: ReplicaFacts = SLOW) -> list[Flippab
     return [one(place) for place in range(count)]
 
 
-def site(remote: int, here: list[Flippable], gbps: float = 100.0) -> Site:
-    return Site(Counter({FAST: remote} if remote else {}), tuple(here), gbps * 1e9 / 8, CARGO)
+def site(remote: int, here: list[Flippable], gbps: float = 100.0) -> ClusterBalance:
+    return ClusterBalance(Counter({FAST: remote} if remote else {}), tuple(here), gbps * 1e9 / 8, CARGO)
 
 
-def window_of(lengths: list[int]) -> ModelObserved:
-    window = Window()
+def window_of(lengths: list[int]) -> ModelTraffic:
+    window = TrafficWindow()
     for tokens in lengths:
         window.arrived(0.0, Request("r", "m", 0.0, tokens, 1))
     seen = window.observed(1.0).of("m")
@@ -150,7 +150,7 @@ TEMPLATES = (
     template("pre", prefill=1.0, roles=("prefill",)),
     template("dec", decode=1.0, roles=("decode",)),
 )
-FACTS = Facts(
+FACTS = FleetFacts(
     models={"m": CARGO},
     replicas={("far", 0): FAST, ("pre", 0): SLOW, ("dec", 0): SLOW},
     links_gbps={("there", "here"): 100.0},
@@ -161,7 +161,7 @@ def plan(far: int = 4, pre: int = 3, dec: int = 5) -> Plan:
     return plan_of(TEMPLATES, {("far", "there"): far, ("pre", "here"): pre, ("dec", "here"): dec})
 
 
-def seen(scale: float = 1.0) -> ModelObserved:
+def seen(scale: float = 1.0) -> ModelTraffic:
     bins = window_of([max(1, int(each * scale)) for each in LENGTHS])
     sure = traffic(20.0, output=int(OUTPUT))
     return replace(
@@ -170,9 +170,9 @@ def seen(scale: float = 1.0) -> ModelObserved:
 
 
 def run(
-    rule: PrfaasSplit,
+    rule: PrfaasScaling,
     there: Plan,
-    found: ModelObserved,
+    found: ModelTraffic,
     from_s: int,
     to_s: int,
     links: tuple[LinkReported, ...] = (),
@@ -191,7 +191,7 @@ FLEETS = {each: fleet_of(each) for each in (plan(), plan(4, 6, 2), plan(0))}
 
 
 def test_the_threshold_is_set_after_a_window_and_moves_with_lengths_and_link_only() -> None:
-    rule, there = PrfaasSplit(POLICY, FACTS), plan()
+    rule, there = PrfaasScaling(POLICY, FACTS), plan()
     first = run(rule, there, seen(), 0, 600)
     assert [at_s for at_s, _ in first] == [120]
     assert isinstance(first[0][1], SetThreshold)
@@ -209,19 +209,19 @@ def test_the_plans_own_threshold_is_kept_unless_another_is_better() -> None:
     """It begins where the plan has it, and does not move for what the lengths' noise could feign."""
     best = best_threshold(site(4, local(8, 3)), BINS, [each.role == "decode" for each in local(8, 3)])[1]
     for cut, moves in ((best * 0.95, False), (best * 6.0, True)):
-        buckets = [Bucket("m", 0, round(cut), 0.5), Bucket("m", 1, 10**6, 0.5)]
-        flows = (Flow("m", 0, "here", "here", 0.5), Flow("m", 1, "there", "here", 0.5))
+        buckets = [LengthBucket("m", 0, round(cut), 0.5), LengthBucket("m", 1, 10**6, 0.5)]
+        flows = (PlannedFlow("m", 0, "here", "here", 0.5), PlannedFlow("m", 1, "there", "here", 0.5))
         counts = {("far", "there"): 4, ("pre", "here"): 3, ("dec", "here"): 5}
         there = replace(plan_of(TEMPLATES, counts, buckets), flows=flows)
         FLEETS[there] = fleet_of(there)
-        rule = PrfaasSplit(POLICY, FACTS)
+        rule = PrfaasScaling(POLICY, FACTS)
         made = run(rule, there, seen(), 0, 600)
         assert bool(made) == moves
         assert moves or f"keeps {round(cut)} tokens" in rule.why()
 
 
 def test_roles_change_on_the_long_timescale_only_and_restore_the_balance() -> None:
-    rule, there = PrfaasSplit(POLICY, FACTS), plan(4, 6, 2)
+    rule, there = PrfaasScaling(POLICY, FACTS), plan(4, 6, 2)
     made = run(rule, there, seen(), 0, 1800)
     assert not any(isinstance(each, FlipRole) for _, each in made)
     made = run(rule, there, seen(), 1800, 4000)
@@ -234,12 +234,12 @@ def test_roles_change_on_the_long_timescale_only_and_restore_the_balance() -> No
 
 
 def test_it_says_why_it_does_nothing() -> None:
-    rule, there = PrfaasSplit(POLICY, FACTS), plan()
+    rule, there = PrfaasScaling(POLICY, FACTS), plan()
     rule.on_tick(0.0, observed(0.0), FLEETS[there], there)
     assert "looks again in 120 s" in rule.why()
     rule.on_tick(130.0, observed(130.0, traffic(0.1)), FLEETS[there], there)
     assert "fewer than 50 requests" in rule.why()
-    untimed = PrfaasSplit(POLICY, replace(FACTS, replicas={("far", 0): FAST}))
+    untimed = PrfaasScaling(POLICY, replace(FACTS, replicas={("far", 0): FAST}))
     assert run(untimed, there, seen(), 0, 300) == []
     assert "no times are known of dec, pre" in untimed.why()
     alone = plan_of(TEMPLATES, {("dec", "here"): 2})
@@ -249,23 +249,23 @@ def test_it_says_why_it_does_nothing() -> None:
 
 
 def test_without_another_region_nothing_is_sent() -> None:
-    made = run(PrfaasSplit(POLICY, FACTS), plan(0), seen(), 0, 600)
+    made = run(PrfaasScaling(POLICY, FACTS), plan(0), seen(), 0, 600)
     assert [each.tokens for _, each in made if isinstance(each, SetThreshold)] == [NEVER_TOKENS]
 
 
 def test_a_codec_widens_the_link() -> None:
     there = plan()
-    packed = replace(there, flows=(Flow("m", 0, "there", "here", 1.0, "int4"),))
+    packed = replace(there, flows=(PlannedFlow("m", 0, "there", "here", 1.0, "int4"),))
     FLEETS[packed] = FLEETS[there]
     thin = (LinkReported("there", "here", 0.5, 0.0, 2.0),)
-    plain, small = (run(PrfaasSplit(POLICY, FACTS), each, seen(), 0, 200, thin) for each in (there, packed))
+    plain, small = (run(PrfaasScaling(POLICY, FACTS), each, seen(), 0, 200, thin) for each in (there, packed))
     assert isinstance(plain[0][1], SetThreshold)
     assert isinstance(small[0][1], SetThreshold)
     assert small[0][1].tokens < plain[0][1].tokens
 
 
 def test_small_samples_do_not_move_the_threshold() -> None:
-    rule, there = PrfaasSplit(POLICY, FACTS), plan()
+    rule, there = PrfaasScaling(POLICY, FACTS), plan()
     run(rule, there, seen(), 0, 200)
     unsure = replace(seen(0.8), prompt_error_tokens=0.2 * seen().mean_prompt_tokens)
     assert run(rule, there, unsure, 200, 600) == []
@@ -284,7 +284,7 @@ def test_prompts_are_timed_by_their_curve_where_it_is_known() -> None:
     assert curved.prompt_s(1000, 400) == pytest.approx(curved.prompt_s(1000) - curved.prompt_s(400) + 0.1)
     assert FAST.prompt_s(1000, 400) == pytest.approx(0.2 + 600 * 5e-5)
     here = tuple(local(8, 4))
-    bent = Site(Counter({curved: 2}), here, 1e12, CARGO)
+    bent = ClusterBalance(Counter({curved: 2}), here, 1e12, CARGO)
     t = 20_000
     p, long, short = split_lengths(BINS, t)
     now = [each.role == "decode" for each in here]

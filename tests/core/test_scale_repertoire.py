@@ -8,20 +8,23 @@ from dataclasses import replace
 import pytest
 from scale_builders import fleet_of, observed, plan_of, template, traffic
 
-from potluck.core.brain.policy import Policy
-from potluck.core.routing.offers import merged, offers
-from potluck.core.scale.base import Resize
-from potluck.core.scale.capacity import blueprints
-from potluck.core.scale.cauchy import Cauchy
-from potluck.core.scale.repertoire import startable
-from potluck.core.scale.window import LengthCount
-from potluck.core.values.plan import Bucket, BucketCapacity, Flow, Plan, Share, Template
-from potluck.core.values.types import Offer, Region
+from potluck.core.routing.template_weights import merged, offers
+from potluck.core.scaling.cauchy_scaling import CauchyScaling
+from potluck.core.scaling.copy_capacity import blueprints
+from potluck.core.scaling.rule import Resize
+from potluck.core.scaling.startable import startable
+from potluck.core.scaling.traffic_window import LengthCount
+from potluck.core.state.policy import Policy
+from potluck.core.values.plan import BucketCapacity, LengthBucket, Plan, PlannedFlow, PlannedShare, Template
+from potluck.core.values.types import NodeOffer, Region
 
 SMALL = template("small", 10.0)
 OTHER = template("other", 30.0, nodes={"big": 1})
 DEAR = template("dear", 40.0, nodes={"big": 2})
-MARKET = (Region("east", (Offer("n", 1.0, 2), Offer("big", 3.0, 1))), Region("west", (Offer("big", 2.5, 3),)))
+MARKET = (
+    Region("east", (NodeOffer("n", 1.0, 2), NodeOffer("big", 3.0, 1))),
+    Region("west", (NodeOffer("big", 2.5, 3),)),
+)
 
 
 def plan(*candidates: Template, strategy: str = "auto") -> Plan:
@@ -32,7 +35,7 @@ def plan(*candidates: Template, strategy: str = "auto") -> Plan:
 def resized(
     there: Plan, rate_per_s: float, regions: tuple[Region, ...] = MARKET
 ) -> tuple[dict[tuple[str, str], int], str]:
-    rule = Cauchy(Policy(scaling="cauchy"), regions)
+    rule = CauchyScaling(Policy(scaling="cauchy"), regions)
     found = rule.on_tick(1000.0, observed(1000.0, traffic(rate_per_s)), fleet_of(there), there)
     return {(r.template, r.region): r.copies for r in found if isinstance(r, Resize)}, rule.why()
 
@@ -56,7 +59,7 @@ def test_what_was_started_counts_and_goes_again() -> None:
     grown = there.holding({("small", "east"): 2, ("other", "west"): 1})
     assert {each.name for each in grown.templates} == {"small", "other"}
     assert grown.candidates == ()
-    rule = Cauchy(Policy(scaling="cauchy"), MARKET)
+    rule = CauchyScaling(Policy(scaling="cauchy"), MARKET)
     rule.on_tick(1000.0, observed(1000.0, traffic(24.0)), fleet_of(there), there)
     found = rule.on_tick(2000.0, observed(2000.0, traffic(36.0)), fleet_of(grown), there)
     assert found == (), "50 are served, 40 counted on"
@@ -76,7 +79,7 @@ def test_a_template_that_lacks_a_length_is_not_started() -> None:
 def test_phases_are_started_where_they_have_somebody_to_work_with() -> None:
     """Prefill replicas for a region from which the plan has a flow, and nowhere else."""
     first = template("first", prefill=10.0, roles=("prefill",), nodes={"big": 1})
-    there = replace(plan(first), flows=(Flow("m", 0, "west", "east", 1.0),))
+    there = replace(plan(first), flows=(PlannedFlow("m", 0, "west", "east", 1.0),))
     assert ("first", "west") in startable(there, "m", {0: 1.0}, MARKET, ())
     assert ("first", "east") not in startable(there, "m", {0: 1.0}, MARKET, ())
 
@@ -89,17 +92,17 @@ def test_where_copies_take_different_lengths_one_that_takes_all_may_be_better() 
     )
     whole = replace(template("all", nodes={"big": 1}), capacity=buckets(40.0, 40.0))
     made = plan_of((short, long), {("short", "east"): 1, ("long", "east"): 1}, two_buckets())
-    shares = (Share("short", "east", 0, "closed", 8.0), Share("long", "east", 1, "closed", 8.0))
+    shares = (PlannedShare("short", "east", 0, "closed", 8.0), PlannedShare("long", "east", 1, "closed", 8.0))
     there = replace(made, shares=shares, candidates=(whole,), strategy="auto")
     seen = traffic(60.0, prompt=100)
     half = seen.arrivals // 2
     long_too = replace(
         seen, lengths=(LengthCount(100, 101, half, 100 * half), LengthCount(5000, 5001, half, 5000 * half))
     )
-    cheap = (Region("east", (Offer("n", 3.0, 9), Offer("big", 1.0, 9))),)
-    dear = (Region("east", (Offer("n", 0.1, 9), Offer("big", 9.0, 9))),)
+    cheap = (Region("east", (NodeOffer("n", 3.0, 9), NodeOffer("big", 1.0, 9))),)
+    dear = (Region("east", (NodeOffer("n", 0.1, 9), NodeOffer("big", 9.0, 9))),)
     for regions, names in ((cheap, {"all"}), (dear, {"short", "long"})):
-        rule = Cauchy(Policy(scaling="cauchy"), regions)
+        rule = CauchyScaling(Policy(scaling="cauchy"), regions)
         found = rule.on_tick(1000.0, observed(1000.0, long_too), fleet_of(there), there)
         assert {r.template for r in found if isinstance(r, Resize)} == names, rule.why()
 
@@ -108,7 +111,10 @@ def test_a_copy_that_scaling_began_is_sent_what_it_serves_of_the_mix() -> None:
     there = replace(
         plan(replace(OTHER, capacity=buckets(30.0, 10.0))),
         buckets=two_buckets(),
-        shares=(Share("small", "east", 0, "closed", 15.0), Share("small", "east", 1, "closed", 5.0)),
+        shares=(
+            PlannedShare("small", "east", 0, "closed", 15.0),
+            PlannedShare("small", "east", 1, "closed", 5.0),
+        ),
     )
     read = offers(there, "goodput")["m"]
     assert ("other", "west") not in read.copies
@@ -127,5 +133,5 @@ def buckets(short: float, long: float) -> tuple[BucketCapacity, ...]:
     return tuple(BucketCapacity(b, 0.0, 0.0, rate, 0.1, 0.01) for b, rate in enumerate((short, long)))
 
 
-def two_buckets() -> Sequence[Bucket]:
-    return (Bucket("m", 0, 1000, 8.0), Bucket("m", 1, 10**6, 8.0))
+def two_buckets() -> Sequence[LengthBucket]:
+    return (LengthBucket("m", 0, 1000, 8.0), LengthBucket("m", 1, 10**6, 8.0))

@@ -8,18 +8,18 @@ from dataclasses import replace
 import pytest
 from scale_builders import fleet_of, observed, plan_of, template, traffic
 
-from potluck.core.brain.events import Status
-from potluck.core.brain.facts import Facts
-from potluck.core.brain.policy import Policy, Scaling
 from potluck.core.errors import InputError
-from potluck.core.scale import NoScaling, scaler_of
-from potluck.core.scale.base import LEAST_SEEN, AskReplan, ScaleDecision
-from potluck.core.scale.cauchy import Cauchy
-from potluck.core.scale.inside import WithInside
-from potluck.core.scale.prfaas import PrfaasSplit
-from potluck.core.scale.replan import PeriodicReplan
-from potluck.core.scale.shift import ShiftFlips
-from potluck.core.scale.window import ModelObserved, Window
+from potluck.core.scaling import NoScaling, scaler_of
+from potluck.core.scaling.cauchy_scaling import CauchyScaling
+from potluck.core.scaling.copy_roles import WithCopyRoles
+from potluck.core.scaling.periodic_replan import PeriodicReplan
+from potluck.core.scaling.prfaas_scaling import PrfaasScaling
+from potluck.core.scaling.role_shift import ShiftFlips
+from potluck.core.scaling.rule import LEAST_SEEN, AskReplan, ScaleDecision
+from potluck.core.scaling.traffic_window import ModelTraffic, TrafficWindow
+from potluck.core.state.events import ReplicaStatus
+from potluck.core.state.facts import FleetFacts
+from potluck.core.state.policy import Policy, Scaling
 from potluck.core.values.plan import Plan, Prediction
 from potluck.core.values.types import Request
 
@@ -32,7 +32,7 @@ def plan(rate: float = 10.0) -> Plan:
 
 
 def asked(
-    rule: PeriodicReplan, from_s: int, to_s: int, *seen: ModelObserved, there: Plan | None = None
+    rule: PeriodicReplan, from_s: int, to_s: int, *seen: ModelTraffic, there: Plan | None = None
 ) -> list[tuple[int, ScaleDecision]]:
     there = there or plan()
     fleet = fleet_of(there)
@@ -78,7 +78,7 @@ def test_a_missing_copy_and_a_queue_count() -> None:
     (each,) = rule.on_tick(360.0, observed(360.0, traffic(10.0)), fleet, there)
     assert "1 copies of the plan are not there" in each.reason
     for view in fleet.views.values():
-        view.status = Status(3600, 0, 0, 0, 0, 1, 0.0)
+        view.status = ReplicaStatus(3600, 0, 0, 0, 0, 1, 0.0)
     rule = PeriodicReplan(POLICY)
     rule.on_tick(0.0, observed(0.0), fleet, there)
     (more,) = rule.on_tick(360.0, observed(360.0, traffic(10.0)), fleet, there)
@@ -112,7 +112,7 @@ def test_nobody_who_has_come_yet_is_no_reason_to_let_copies_go() -> None:
 def test_noise_alone_does_not_ask(rate: float) -> None:
     chance, made = random.Random(3), 0
     there = plan(rate)
-    fleet, rule, window = fleet_of(there), PeriodicReplan(POLICY), Window()
+    fleet, rule, window = fleet_of(there), PeriodicReplan(POLICY), TrafficWindow()
     next_s = 0.0
     for tick in range(960):
         at_s = tick * 30.0
@@ -125,20 +125,20 @@ def test_noise_alone_does_not_ask(rate: float) -> None:
 
 
 def test_the_policy_names_the_rule() -> None:
-    facts = Facts(models={}, replicas={})
+    facts = FleetFacts(models={}, replicas={})
     rules: dict[Scaling, type] = {
         "none": NoScaling,
-        "cauchy": Cauchy,
+        "cauchy": CauchyScaling,
         "flips": ShiftFlips,
-        "prfaas": PrfaasSplit,
+        "prfaas": PrfaasScaling,
         "replan": PeriodicReplan,
     }
     for name, kind in rules.items():
         rule = scaler_of(Policy(scaling=name), facts)
         assert rule.why()
-        whole = rule.rule if isinstance(rule, WithInside) else rule
+        whole = rule.rule if isinstance(rule, WithCopyRoles) else rule
         assert type(whole) is kind
-        assert isinstance(rule, WithInside) == (name in ("cauchy", "flips"))
+        assert isinstance(rule, WithCopyRoles) == (name in ("cauchy", "flips"))
     there = plan()
     assert NoScaling().on_tick(0.0, observed(0.0, traffic(99.0)), fleet_of(there), there) == ()
     for wrong in ({"headroom": 0.0}, {"headroom": 1.1}, {"dip": -0.1}, {"dip": 1.1}):

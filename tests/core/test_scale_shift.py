@@ -11,13 +11,13 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from scale_builders import fleet_of, observed, plan_of, template, traffic
 
-from potluck.core.brain.facts import Facts, ModelFacts, ReplicaFacts
-from potluck.core.brain.fleet import Fleet
-from potluck.core.brain.policy import Policy
-from potluck.core.scale.base import FlipRole, ScaleDecision
-from potluck.core.scale.roles import Flippable, decode_per_s, flippable, prefill_per_s
-from potluck.core.scale.shift import LEAST_GAIN, MAX_FLIPS, ShiftFlips, best_flips
-from potluck.core.scale.window import ModelObserved, Window
+from potluck.core.scaling.role_shift import LEAST_GAIN, MAX_FLIPS, ShiftFlips, best_flips
+from potluck.core.scaling.roles import Flippable, decode_per_s, flippable, prefill_per_s
+from potluck.core.scaling.rule import FlipRole, ScaleDecision
+from potluck.core.scaling.traffic_window import ModelTraffic, TrafficWindow
+from potluck.core.state.facts import FleetFacts, ModelFacts, ReplicaFacts
+from potluck.core.state.fleet import FleetState
+from potluck.core.state.policy import Policy
 from potluck.core.values.plan import Plan
 from potluck.core.values.types import Request, Role
 
@@ -35,7 +35,7 @@ TEMPLATES = (
     template("dec", decode=9.0, roles=("decode",)),
     template("combo", 5.0, roles=("prefill", "decode")),
 )
-FACTS = Facts(models={}, replicas={("pre", 0): TIMED, ("dec", 0): TIMED})
+FACTS = FleetFacts(models={}, replicas={("pre", 0): TIMED, ("dec", 0): TIMED})
 
 
 def plan(pre: int, dec: int) -> Plan:
@@ -107,7 +107,7 @@ def test_the_last_of_a_role_in_a_region_stays_and_ties_go_to_the_least_loaded() 
 
 
 def settled(
-    rule: ShiftFlips, fleet: Fleet, there: Plan, seen: ModelObserved, until_s: float
+    rule: ShiftFlips, fleet: FleetState, there: Plan, seen: ModelTraffic, until_s: float
 ) -> list[ScaleDecision]:
     found: list[ScaleDecision] = []
     for tick in range(0, int(until_s), 10):
@@ -145,7 +145,7 @@ def test_it_says_why_nothing_flips() -> None:
     assert rule.why() == "not asked yet"
     rule.on_tick(0.0, observed(0.0), fleet, there)
     assert "has not seen a window of requests" in rule.why()
-    nobody = ShiftFlips(POLICY, Facts(models={}, replicas={}))
+    nobody = ShiftFlips(POLICY, FleetFacts(models={}, replicas={}))
     assert settled(nobody, fleet, there, traffic(20.0), 300) == []
     assert "no times are known of dec, pre" in nobody.why()
     combos = plan_of(TEMPLATES, {("combo", "east"): 2})
@@ -212,7 +212,7 @@ def test_away_from_the_balance_a_steady_workload_settles(output: float, rate: fl
 
 def steady_flips(output: float, rate: float, seed: int) -> int:
     chance, there = random.Random(seed), plan(3, 3)
-    fleet, rule, window = fleet_of(there), ShiftFlips(POLICY, FACTS), Window()
+    fleet, rule, window = fleet_of(there), ShiftFlips(POLICY, FACTS), TrafficWindow()
     flips, next_s = 0, 0.0
     for tick in range(240):
         at_s = tick * 30.0
@@ -230,7 +230,7 @@ def steady_flips(output: float, rate: float, seed: int) -> int:
 def test_nobody_is_counted_for_more_than_its_card_carries() -> None:
     """Long prompts and short answers: by times alone one replica would decode for all others."""
     carded = replace(TIMED, card_gbps=8.0)
-    facts = Facts(
+    facts = FleetFacts(
         models={"m": ModelFacts(kv_bytes_per_token=1e5)}, replicas={("pre", 0): carded, ("dec", 0): carded}
     )
     fleet = fleet_of(plan(1, 5))

@@ -5,8 +5,8 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from potluck.core.replica.batch import FINISHED, FIRST, Batcher, Limits
-from potluck.core.replica.sharing import divided
+from potluck.core.replica.batch import FINISHED, FIRST, Batcher, BatchLimits
+from potluck.core.replica.tenant_shares import divided
 
 WANTS = st.lists(st.tuples(st.floats(0.25, 4.0), st.integers(0, 3000)), min_size=1, max_size=6)
 
@@ -23,7 +23,7 @@ def test_parts_are_fair_and_none_is_idle(budget: int, wants: list[tuple[float, i
 
 
 def batcher(budget: int = 512, slots: int = 64) -> Batcher:
-    return Batcher(Limits(10_000, token_budget=budget, max_running=slots))
+    return Batcher(BatchLimits(10_000, token_budget=budget, max_running=slots))
 
 
 def first_token_steps(batch: Batcher, steps: int) -> dict[int, int]:
@@ -83,7 +83,7 @@ def test_one_tenant_by_name_is_the_same_as_none(asked: list[tuple[int, int, int]
     )
 )
 def test_everybody_ends_and_nothing_is_left(asked: list[tuple[int, int, str, int]]) -> None:
-    batch, ended = Batcher(Limits(80, token_budget=128, max_running=5)), set()
+    batch, ended = Batcher(BatchLimits(80, token_budget=128, max_running=5)), set()
     for key, (prompt, output, tenant, priority) in enumerate(asked):
         batch.add(key, prompt, 0, output, priority, tenant)
     for _ in range(400):

@@ -5,8 +5,8 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from potluck.core.replica.block_values import Changes
-from potluck.core.replica.spare import SpareCache
+from potluck.core.replica.block_values import CacheChanges
+from potluck.core.replica.spare_cache import SpareCache
 
 CHAINS = [tuple(range(10 * group, 10 * group + length)) for group in range(4) for length in (1, 2, 4, 7, 10)]
 
@@ -68,20 +68,20 @@ def test_exact_caches_resume_only_where_a_prompt_ended() -> None:
     cache.shrink(1000)
     assert cache.match((1, 2, 9)) == 2
     assert cache.held_tokens == 3 * 16 + 2 * 8
-    assert cache.changes() == Changes((1, 2, 3), (), (3, 2), ())
+    assert cache.changes() == CacheChanges((1, 2, 3), (), (3, 2), ())
     cache.keep((1, 2, 3, 4))
     cache.shrink(1000)
-    assert cache.changes() == Changes((4,), (), (4,), ())
-    assert cache.everything() == Changes((1, 2, 3, 4), (), (4, 3, 2), ())
+    assert cache.changes() == CacheChanges((4,), (), (4,), ())
+    assert cache.everything() == CacheChanges((1, 2, 3, 4), (), (4, 3, 2), ())
     cache.shrink(0)
     assert (len(cache), cache.held_tokens) == (0, 0)
-    assert cache.changes() == Changes((), (4, 3, 2, 1), (), (4, 3, 2))
+    assert cache.changes() == CacheChanges((), (4, 3, 2, 1), (), (4, 3, 2))
 
 
 def test_what_came_and_went_unseen_is_told_as_gone() -> None:
     cache = SpareCache(16)
     cache.keep((1, 2))
     cache.shrink(16)
-    assert cache.changes() == Changes((1,), (2,))
+    assert cache.changes() == CacheChanges((1,), (2,))
     assert not cache.changed
     assert not cache.changes()

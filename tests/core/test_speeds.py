@@ -10,22 +10,22 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from potluck.core.brain.actions import Run
-from potluck.core.brain.events import Finished, FirstToken, Tick
-from potluck.core.brain.fleet import LEAST, MOST, Fleet
-from potluck.core.brain.policy import Policy
-from potluck.core.routing.speeds import FADE_S
+from potluck.core.routing.learned_speeds import FADE_S
 from potluck.core.routing.targets import LATE, MANY
-from potluck.core.values.member import Member
+from potluck.core.state.actions import Run
+from potluck.core.state.events import FirstToken, RequestFinished, Tick
+from potluck.core.state.fleet import LEAST, MOST, FleetState
+from potluck.core.state.policy import Policy
+from potluck.core.values.replica_spec import ReplicaSpec
 from potluck.core.values.types import Slo
 
 SAME = build.template("same", closed=(2.0, 1.0))
 TWO = build.plan((SAME,), {("same", "near"): 2}, {("same", "near", "closed"): (1.0, 0.5)})
 
 
-def fleet_of_one() -> Fleet:
-    fleet = Fleet(build.facts((SAME,)).replicas)
-    fleet.add(Member("r", "u", "same", 0, "homogeneous", "m", "mixed", "near"))
+def fleet_of_one() -> FleetState:
+    fleet = FleetState(build.facts((SAME,)).replicas)
+    fleet.add(ReplicaSpec("r", "u", "same", 0, "homogeneous", "m", "mixed", "near"))
     return fleet
 
 
@@ -76,7 +76,7 @@ def serve(world: build.World, slow: str, factor: float, count: int, step_s: floa
         world.now_s += 99 * step_s * pace
         del world.jobs[name]
         world._end(name, "answered")
-        world.tell(Finished(name, 0, 100))
+        world.tell(RequestFinished(name, 0, 100))
     return counts
 
 
@@ -135,7 +135,7 @@ def test_answers_count_as_long_as_they_were_not_as_long_as_they_may_get() -> Non
     assert isinstance(run, Run)
     before = world.brain.table.singles[run.route.decoder].load
     world.tell(FirstToken("a", 0))
-    world.tell(Finished("a", 0, 50))
+    world.tell(RequestFinished("a", 0, 50))
     (run,) = world.arrive(build.request("b", output=4000))
     assert isinstance(run, Run)
     after = world.brain.table.singles[run.route.decoder].load
@@ -153,7 +153,7 @@ def test_an_answer_that_came_whole_teaches_its_length_and_no_pace() -> None:
     world.now_s += 1e-6  # far too soon for a hundred tokens, had anybody timed them
     del world.jobs["whole"]
     world._end("whole", "answered")
-    world.tell(Finished("whole", 0, 100))
+    world.tell(RequestFinished("whole", 0, 100))
     assert (view.pace, view.late_share) == (1.0, 0.0)
     assert (view.open_requests, view.open_prefill_tokens, view.open_context_tokens) == (0, 0, 0)
     assert view.done_prompts == 1

@@ -9,7 +9,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from potluck.core.brain.facts import ReplicaFacts, SplitFacts
 from potluck.core.routing.split import (
     chunked_s,
     keeps_decode,
@@ -18,6 +17,7 @@ from potluck.core.routing.split import (
     printed_tokens,
     sooner_whole,
 )
+from potluck.core.state.facts import ReplicaFacts, SplitFacts
 
 BLOCK = 16
 PLENTY = 1 << 30

@@ -10,21 +10,21 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scale_builders import World, observed, plan_of, target_per_s, template, traffic
 
-from potluck.core.brain.actions import Drain, Recast, Run, Start, Stop
-from potluck.core.brain.events import Tick
-from potluck.core.brain.policy import Policy
 from potluck.core.errors import InputError
-from potluck.core.scale.base import Resize, missing_copies
-from potluck.core.scale.capacity import Key, blueprints
-from potluck.core.scale.cauchy import Cauchy
-from potluck.core.scale.standby import spoken, standby_counts, standby_usd_per_h
-from potluck.core.values.plan import Bucket, Plan, Share
-from potluck.core.values.types import Offer, Region
+from potluck.core.scaling.cauchy_scaling import CauchyScaling
+from potluck.core.scaling.copy_capacity import Key, blueprints
+from potluck.core.scaling.rule import Resize, missing_copies
+from potluck.core.scaling.standby import spoken, standby_counts, standby_usd_per_h
+from potluck.core.state.actions import DrainReplica, Reassign, Run, StartReplica, StopReplica
+from potluck.core.state.events import Tick
+from potluck.core.state.policy import Policy
+from potluck.core.values.plan import LengthBucket, Plan, PlannedShare
+from potluck.core.values.types import NodeOffer, Region
 
 SMALL, LARGE = template("small", 10.0), template("large", 25.0, nodes={"big": 1})
 COMBO = template("combo", 5.0, roles=("prefill", "decode"))
 KNOWN = blueprints(plan_of((SMALL, LARGE, COMBO), {}))
-REGIONS = (Region("east", (Offer("n", 1.0, 10), Offer("big", 2.0, 4))),)
+REGIONS = (Region("east", (NodeOffer("n", 1.0, 10), NodeOffer("big", 2.0, 4))),)
 S, L, C = ("small", "east"), ("large", "east"), ("combo", "east")
 counts = st.dictionaries(st.sampled_from([S, L, C]), st.integers(0, 3))
 
@@ -85,9 +85,9 @@ def test_more_is_there_at_once_and_the_place_is_filled_again() -> None:
     world = settled({S: 1}, {S: 1})
     world.wanted = {S: 2}
     actions = world.call().actions
-    assert [type(each) for each in actions] == [Recast, Start]
+    assert [type(each) for each in actions] == [Reassign, StartReplica]
     assert world.serving_per_s("m") == 20.0
-    assert isinstance(actions[1], Start)
+    assert isinstance(actions[1], StartReplica)
     assert actions[1].member.standby
 
 
@@ -97,10 +97,10 @@ def test_what_is_too_much_takes_the_place_of_one_that_is_still_starting() -> Non
     world.call()
     world.wanted = {S: 1}
     actions = world.call().actions
-    assert [type(each) for each in actions] == [Recast, Stop], "nothing is drained"
+    assert [type(each) for each in actions] == [Reassign, StopReplica], "nothing is drained"
     assert world.counts() == world.counts(standby=True) == {S: 1}
     world.wanted = {S: 0}
-    assert [type(each) for each in world.call().actions] == [Drain], "its place is taken"
+    assert [type(each) for each in world.call().actions] == [DrainReplica], "its place is taken"
 
 
 def test_a_copy_with_other_roles_than_planned_does_not_go_on_standby() -> None:
@@ -109,8 +109,8 @@ def test_a_copy_with_other_roles_than_planned_does_not_go_on_standby() -> None:
         world.fleet.flip(view.member.id, "mixed")
     world.wanted, world.standby = {C: 1}, {C: 1}
     kinds = {type(each) for each in world.call().actions}
-    assert Recast not in kinds
-    assert Drain in kinds
+    assert Reassign not in kinds
+    assert DrainReplica in kinds
 
 
 def test_a_lost_replica_of_a_copy_on_standby_comes_back_on_standby() -> None:
@@ -118,7 +118,7 @@ def test_a_lost_replica_of_a_copy_on_standby_comes_back_on_standby() -> None:
     idle = next(view.member for view in world.fleet.views.values() if view.member.standby)
     world.fleet.remove(idle.id)
     (action,) = world.call().actions
-    assert isinstance(action, Start)
+    assert isinstance(action, StartReplica)
     assert (action.member.unit, action.member.index, action.member.standby) == (idle.unit, idle.index, True)
 
 
@@ -126,7 +126,7 @@ def test_nodes_go_to_what_is_to_serve() -> None:
     world = settled({C: 1}, {S: 1}, nodes=2)
     world.wanted = {C: 2}
     step = world.call()
-    assert [type(each) for each in step.actions] == [Drain], "the one on standby goes"
+    assert [type(each) for each in step.actions] == [DrainReplica], "the one on standby goes"
     for _ in range(30):
         world.pass_time()
         step = world.call()
@@ -137,10 +137,10 @@ def test_nodes_go_to_what_is_to_serve() -> None:
 def test_scale_out_takes_ready_copies_first_whatever_others_cost() -> None:
     plan = plan_of((SMALL, LARGE), {S: 2, L: 0})
     world = settled({S: 2}, {S: 1})
-    rule = Cauchy(Policy(scaling="cauchy"), REGIONS)
+    rule = CauchyScaling(Policy(scaling="cauchy"), REGIONS)
     found = rule.on_tick(1000.0, observed(1000.0, traffic(24.0)), world.fleet, plan)
     assert [each[:3] for each in found if isinstance(each, Resize)] == [("small", "east", 3)]
-    rule = Cauchy(Policy(scaling="cauchy"), REGIONS)
+    rule = CauchyScaling(Policy(scaling="cauchy"), REGIONS)
     found = rule.on_tick(1000.0, observed(1000.0, traffic(40.0)), world.fleet, plan)
     more = {each.template: each.copies for each in found if isinstance(each, Resize)}
     assert more == {"small": 3, "large": 1}, "only what they leave is started: 2 of 3 and a large one"
@@ -149,7 +149,7 @@ def test_scale_out_takes_ready_copies_first_whatever_others_cost() -> None:
 def test_scaling_counts_no_copy_on_standby() -> None:
     plan = plan_of((SMALL, LARGE), {S: 2})
     world = settled({S: 2}, {S: 2})
-    rule = Cauchy(Policy(scaling="cauchy"), REGIONS)
+    rule = CauchyScaling(Policy(scaling="cauchy"), REGIONS)
     assert not rule.on_tick(1000.0, observed(1000.0, traffic(16.0)), world.fleet, plan)
     assert "served are 16" in rule.why()
     lacks = settled({S: 1}, {S: 2})
@@ -173,9 +173,12 @@ def test_where_phases_or_lengths_are_apart_each_part_has_its_own() -> None:
     )
     keys = {("pre", "east"): 1, ("dec", "east"): 2}
     assert standby_counts(plan_of((pre, dec), keys), 1, REGIONS) == dict.fromkeys(keys, 1)
-    buckets = (Bucket("m", 0, 1000, 1.0), Bucket("m", 1, 9000, 1.0))
+    buckets = (LengthBucket("m", 0, 1000, 1.0), LengthBucket("m", 1, 9000, 1.0))
     both = plan_of((SMALL, LARGE), {S: 1, L: 1}, buckets)
-    shares = (Share("small", "east", 0, "closed", 1.0), Share("large", "east", 1, "closed", 1.0))
+    shares = (
+        PlannedShare("small", "east", 0, "closed", 1.0),
+        PlannedShare("large", "east", 1, "closed", 1.0),
+    )
     parted = Plan("t", both.templates, both.deployments, buckets, shares, (), (), 0.0, 0.0)
     assert set(standby_counts(parted, 1, REGIONS)) >= {S}
 
@@ -199,9 +202,9 @@ def test_no_request_is_sent_to_a_copy_on_standby_until_it_takes_over() -> None:
     assert "held" not in world.jobs
     world.now_s += 1.0
     actions = world.tell(Tick())
-    assert [type(each) for each in actions[:2]] == [Recast, Run], "there at once, with what was held"
+    assert [type(each) for each in actions[:2]] == [Reassign, Run], "there at once, with what was held"
     assert world.jobs["held"].run.route.segments[0].replica == idle[0]
-    (refill,) = [each.member for each in actions if isinstance(each, Start)]
+    (refill,) = [each.member for each in actions if isinstance(each, StartReplica)]
     assert refill.standby
 
 
@@ -217,7 +220,7 @@ def test_what_runs_on_a_copy_that_goes_on_standby_ends_there() -> None:
     assert len(set(places.values())) == 2
     world.lose(idle)
     actions = world.plan(brains.plan([one], {("t", "near"): 1}, {("t", "near", "closed"): (1.0, 1.0)}))
-    (moved,) = [each.member.id for each in actions if isinstance(each, Recast)]
+    (moved,) = [each.member.id for each in actions if isinstance(each, Reassign)]
     assert moved in places.values()
     world.arrive(brains.request("c"))
     world.arrive(brains.request("d"))

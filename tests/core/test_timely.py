@@ -6,11 +6,11 @@ from dataclasses import replace
 
 from brain_builders import World, assert_at_rest, facts, plan, request, template, world
 
-from potluck.core.admission.room import AHEAD
-from potluck.core.brain.actions import Action, Refuse, Run
-from potluck.core.brain.events import Cached, Cancelled, Tick
-from potluck.core.brain.flight import Flight
-from potluck.core.brain.policy import Policy
+from potluck.core.admission.capacity import AHEAD
+from potluck.core.state.actions import Action, Refuse, Run
+from potluck.core.state.events import CacheReported, RequestCancelled, Tick
+from potluck.core.state.policy import Policy
+from potluck.core.state.request_state import RequestState
 from potluck.core.values.types import Slo
 
 SLO = Slo(2.0, 0.06)
@@ -86,7 +86,7 @@ def test_it_goes_where_its_prompt_is_computed_first_and_what_is_cached_counts() 
     there.now_s = 1.0
     # 0.9 + 0.8 s are not left; the other replica has 1.1 s before it, but nearly all of the prompt.
     holder = there.jobs["b"].run.route.segments[0].replica
-    there.tell(Cached(holder, 1, blocks[:440]))
+    there.tell(CacheReported(holder, 1, blocks[:440]))
     first = there.jobs["a"].run.route.segments[0].replica
     assert holder != first
     there.brain.fleet.prefilled(there.brain.fleet.views[holder], 3000)
@@ -155,9 +155,9 @@ def test_a_prefix_is_worth_more_beside_many_answers_and_costs_more_there() -> No
         busy, calm = sorted(views, key=lambda name: -views[name].open_requests)
         for name in [n for n, job in there.jobs.items() if job.run.route.segments[0].replica == calm]:
             there.ended[name] = "cancelled"
-            there.tell(Cancelled(name))
+            there.tell(RequestCancelled(name))
         blocks = tuple(range(250))
-        there.tell(Cached(busy, 1, blocks[:50]))
+        there.tell(CacheReported(busy, 1, blocks[:50]))
         (run,) = there.arrive(request("new", prompt=4000, blocks=blocks))
         assert isinstance(run, Run)
         chosen.append(run.route.decoder == busy)  # who lends what it holds does little
@@ -205,7 +205,7 @@ def test_a_prompt_that_is_late_anyway_yields_and_nobody_waits_for_it() -> None:
     (again,) = there.arrive(request("again", prompt=12_000))
     assert isinstance(again, Run)
     assert again.yields
-    there.tell(Cancelled("again"))
+    there.tell(RequestCancelled("again"))
     there.ended["again"] = "cancelled"
     while there.jobs:
         there.finish(next(iter(there.jobs)))
@@ -216,7 +216,7 @@ def test_a_decoder_computes_prompts_only_if_answers_there_keep_their_pace() -> N
     """Answers of 100 tokens at 12 ms, of which 54 are allowed: 4.2 s of a prompt make 42 more, 4.3 s too many."""
     there = apart(max_tokens=200_000)
     view = there.brain.fleet.views["d@near#0/0"]
-    new = Flight(request("new", prompt=1000, output=100))
+    new = RequestState(request("new", prompt=1000, output=100))
     assert there.brain.admission.room.bears(view, new, 100_000)  # nobody is there
     for number in range(10):
         there.arrive(request(str(number), prompt=160, output=100))
@@ -230,10 +230,12 @@ def test_prompts_on_a_decoder_add_up_until_an_answers_time_has_passed() -> None:
     view, room = there.brain.fleet.views["d@near#0/0"], there.brain.admission.room
     for number in range(10):
         there.arrive(request(str(number), prompt=160, output=100))
-    first = Flight(request("first", prompt=30_000, output=100))
+    first = RequestState(request("first", prompt=30_000, output=100))
     first.last_tokens = 30_000
     room.borne(view, first)
     for passed_s, tokens in ((0.0, 12_000), (3.0, 27_000), (6.0, 42_000)):
-        later = Flight(request("later", output=100)._replace(arrival_s=first.request.arrival_s + passed_s))
+        later = RequestState(
+            request("later", output=100)._replace(arrival_s=first.request.arrival_s + passed_s)
+        )
         assert room.bears(view, later, tokens)
         assert not room.bears(view, later, tokens + 1000)

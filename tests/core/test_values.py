@@ -28,8 +28,8 @@ from potluck.core.values.types import (
     Interconnect,
     LengthBin,
     Link,
+    NodeOffer,
     NodeType,
-    Offer,
     Region,
     Request,
     Slo,
@@ -39,7 +39,7 @@ from potluck.core.values.types import (
 GPU = Gpu("L4", 121, 24, 300)
 PCIE = Interconnect("pcie", 25, 1e-5)
 NODE = NodeType("2xL4", GPU, 2, PCIE, 25)
-OFFER = Offer("2xL4", 1.5, 4)
+OFFER = NodeOffer("2xL4", 1.5, 4)
 LINK = Link("east", "west", 100, 0.04)
 SLO = Slo(0.5, 0.05)
 BIN = LengthBin(1024, 256, 1)
@@ -187,7 +187,7 @@ def test_tighter_phases_keep_an_objective_for_the_whole_answer(
 
 
 def test_a_region_finds_its_offer() -> None:
-    region = Region("east", (OFFER, Offer("1xL4", 0.8, 2)))
+    region = Region("east", (OFFER, NodeOffer("1xL4", 0.8, 2)))
     assert region.offer("2xL4") is OFFER
     assert region.offer("8xH100") is None
 

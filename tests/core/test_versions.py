@@ -5,8 +5,8 @@ from __future__ import annotations
 import brain_builders as build
 import pytest
 
-from potluck.core.brain.actions import Run
-from potluck.core.brain.policy import Policy
+from potluck.core.state.actions import Run
+from potluck.core.state.policy import Policy
 from potluck.core.values.plan import Plan
 
 FIRST = build.template("first", ("prefill",), prefill=(1.0,))

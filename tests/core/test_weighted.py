@@ -8,13 +8,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from potluck.core.routing.weighted import Turns
+from potluck.core.routing.round_robin import WeightedRoundRobin
 
 weights = st.lists(st.floats(0.01, 100.0), min_size=1, max_size=12)
 
 
-def turns_of(each: list[float]) -> Turns[int]:
-    turns: Turns[int] = Turns()
+def turns_of(each: list[float]) -> WeightedRoundRobin[int]:
+    turns: WeightedRoundRobin[int] = WeightedRoundRobin()
     for member, weight in enumerate(each):
         turns.set(member, weight)
     return turns
@@ -70,7 +70,7 @@ changes = st.lists(
 @given(changes)
 @settings(max_examples=150)
 def test_lags_always_add_up_to_nothing_and_stay_small(steps: list[tuple[str, int, float]]) -> None:
-    turns: Turns[int] = Turns()
+    turns: WeightedRoundRobin[int] = WeightedRoundRobin()
     present: dict[int, float] = {}
     removals = 0
     for what, number, weight in steps:
@@ -137,7 +137,7 @@ def test_a_thousand_members_have_their_turn_once_each() -> None:
 
 
 def test_nobody_is_picked_from_nobody() -> None:
-    turns: Turns[int] = Turns()
+    turns: WeightedRoundRobin[int] = WeightedRoundRobin()
     assert turns.pick() is None
     turns.set(1, 1.0)
     turns.set(1, 0.0)

@@ -12,8 +12,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from potluck.core.brain.events import LinkReported
-from potluck.core.scale.window import SLOTS, ModelObserved, Window
+from potluck.core.scaling.traffic_window import SLOTS, ModelTraffic, TrafficWindow
+from potluck.core.state.events import LinkReported
 from potluck.core.values.types import Request, Slo
 
 LENGTHS = st.integers(1, 200_000)
@@ -23,7 +23,7 @@ def request(tokens: int, model: str = "m", at_s: float = 0.0) -> Request:
     return Request("r", model, at_s, tokens, 1)
 
 
-def seen(window: Window, at_s: float, model: str = "m") -> ModelObserved:
+def seen(window: TrafficWindow, at_s: float, model: str = "m") -> ModelTraffic:
     found = window.observed(at_s).of(model)
     assert found is not None
     return found
@@ -33,7 +33,7 @@ def seen(window: Window, at_s: float, model: str = "m") -> ModelObserved:
 def test_counts_and_means_are_those_of_the_slots_in_the_window(
     gaps: list[tuple[float, int]], window_s: float
 ) -> None:
-    window, at_s, all_ = Window(window_s, 5 * window_s), 0.0, []
+    window, at_s, all_ = TrafficWindow(window_s, 5 * window_s), 0.0, []
     for gap, tokens in gaps:
         at_s += gap
         window.arrived(at_s, request(tokens))
@@ -55,7 +55,7 @@ def test_counts_and_means_are_those_of_the_slots_in_the_window(
 
 @given(st.lists(LENGTHS, min_size=1, max_size=60))
 def test_every_length_lies_in_its_bin_and_bins_are_narrow(lengths: list[int]) -> None:
-    window = Window()
+    window = TrafficWindow()
     for tokens in lengths:
         window.arrived(0.0, request(tokens))
     bins = seen(window, 0.0).lengths
@@ -68,7 +68,7 @@ def test_every_length_lies_in_its_bin_and_bins_are_narrow(lengths: list[int]) ->
 
 @given(st.lists(LENGTHS, min_size=1, max_size=200), st.lists(LENGTHS, min_size=1, max_size=6, unique=True))
 def test_bucket_shares_add_up_and_are_off_by_a_bin_at_most(lengths: list[int], edges: list[int]) -> None:
-    window = Window()
+    window = TrafficWindow()
     for tokens in lengths:
         window.arrived(0.0, request(tokens))
     got, edges = seen(window, 0.0), sorted(edges)
@@ -90,7 +90,7 @@ def test_the_error_is_that_of_a_poisson_rate_and_grows_with_bursts() -> None:
     chance = random.Random(1)
     errors, rates = [], []
     for _ in range(60):
-        window, at_s = Window(120.0), 0.0
+        window, at_s = TrafficWindow(120.0), 0.0
         while at_s < 1200.0:
             at_s += chance.expovariate(5.0)
             window.arrived(at_s, request(10))
@@ -99,7 +99,7 @@ def test_the_error_is_that_of_a_poisson_rate_and_grows_with_bursts() -> None:
         rates.append(got.rate_per_s)
     assert fmean(errors) == pytest.approx(sqrt(5.0 / 122.5), rel=0.25)
     assert fmean(errors) == pytest.approx(pstdev(rates), rel=0.3)
-    window = Window(120.0)
+    window = TrafficWindow(120.0)
     for slot in range(48):
         for _ in range(50 if slot // 6 % 2 else 0):
             window.arrived(slot * 5.0 + 1.0, request(10))
@@ -108,7 +108,7 @@ def test_the_error_is_that_of_a_poisson_rate_and_grows_with_bursts() -> None:
 
 
 def test_ends_are_held_against_the_objective_and_refusals_count_as_missed() -> None:
-    window = Window(120.0, slos={"m": Slo(1.0, 0.1)})
+    window = TrafficWindow(120.0, slos={"m": Slo(1.0, 0.1)})
     for ttft_s, tpot_s in ((0.5, 0.05), (2.0, 0.05), (0.5, 0.2), (1.0, 0.1)):
         window.finished(1.0, "m", 100, ttft_s, tpot_s)
     window.refused(1.0, "m")
@@ -120,14 +120,14 @@ def test_ends_are_held_against_the_objective_and_refusals_count_as_missed() -> N
 
 
 def test_an_answer_that_took_too_long_as_a_whole_misses_its_objective() -> None:
-    window = Window(120.0, slos={"m": Slo(1.0, 0.1, e2e_s=5.5)})
+    window = TrafficWindow(120.0, slos={"m": Slo(1.0, 0.1, e2e_s=5.5)})
     for output_tokens in (51, 52):  # the first token after 0.5 s, then 0.1 s each
         window.finished(1.0, "m", output_tokens, 0.5, 0.1)
     assert seen(window, 2.0).attained == 1
 
 
 def test_a_mean_answer_outlives_the_short_window() -> None:
-    window = Window(120.0, 1800.0)
+    window = TrafficWindow(120.0, 1800.0)
     window.finished(1.0, "m", 100)
     assert seen(window, 600.0).mean_output_tokens == 100.0
     assert seen(window, 600.0).finished == 0
@@ -135,7 +135,7 @@ def test_a_mean_answer_outlives_the_short_window() -> None:
 
 
 def test_a_watched_model_without_requests_shows_a_rate_of_none() -> None:
-    window = Window(120.0)
+    window = TrafficWindow(120.0)
     window.watch(0.0, "m")
     got = seen(window, 60.0)
     assert (got.arrivals, got.rate_per_s, got.span_s) == (0, 0.0, 60.0)
@@ -145,7 +145,7 @@ def test_a_watched_model_without_requests_shows_a_rate_of_none() -> None:
 
 
 def test_errors_of_means_are_those_of_the_sample() -> None:
-    window, chance = Window(), random.Random(2)
+    window, chance = TrafficWindow(), random.Random(2)
     prompts = [chance.randint(50, 5000) for _ in range(400)]
     for tokens in prompts:
         window.arrived(1.0, request(tokens))
@@ -156,7 +156,7 @@ def test_errors_of_means_are_those_of_the_sample() -> None:
 
 
 def test_caches_shorten_prompts_links_and_held_requests_are_passed_on() -> None:
-    window = Window()
+    window = TrafficWindow()
     window.arrived(1.0, request(1000), cached_tokens=900)
     window.arrived(1.0, request(10), cached_tokens=10)
     old, new = LinkReported("a", "b", 0.1, 0.0, 10.0), LinkReported("a", "b", 0.9, 5.0, 8.0)
@@ -169,7 +169,7 @@ def test_caches_shorten_prompts_links_and_held_requests_are_passed_on() -> None:
 
 
 def test_late_news_counts_now_and_nothing_goes_back() -> None:
-    window = Window(24.0)
+    window = TrafficWindow(24.0)
     window.arrived(100.0, request(5))
     window.arrived(90.0, request(5))
     assert seen(window, 100.0).arrivals == 2
@@ -177,7 +177,7 @@ def test_late_news_counts_now_and_nothing_goes_back() -> None:
 
 @given(st.lists(st.floats(0, 5), min_size=1, max_size=50))
 def test_looking_changes_nothing(gaps: list[float]) -> None:
-    plain, looked, at_s = Window(10.0), Window(10.0), 0.0
+    plain, looked, at_s = TrafficWindow(10.0), TrafficWindow(10.0), 0.0
     for gap in gaps:
         at_s += gap
         plain.arrived(at_s, request(9))
@@ -189,7 +189,7 @@ def test_looking_changes_nothing(gaps: list[float]) -> None:
 def test_a_rate_that_jumped_is_no_noise() -> None:
     """A quarter of an hour at 2 a second, then 6: within half a window the rise is beyond three deviations."""
     chance = random.Random(3)
-    window, at_s = Window(120.0), 0.0
+    window, at_s = TrafficWindow(120.0), 0.0
     while at_s < 960.0:
         at_s += chance.expovariate(2.0 if at_s < 900.0 else 6.0)
         window.arrived(at_s, request(10))

@@ -17,8 +17,8 @@ from book.text import anchors, blocks, outside_code, phrases, slug
 
 from potluck.catalog import gpus, models, prices
 from potluck.cli.main import COMMANDS, run
-from potluck.gateway.page.show import FORMAT as PAGE_FORMAT
-from potluck.gateway.page.show import VERSION as PAGE_VERSION
+from potluck.gateway.page.stream import FORMAT as PAGE_FORMAT
+from potluck.gateway.page.stream import VERSION as PAGE_VERSION
 from potluck.sim.world.faults import FaultKind, parse_faults
 
 PLACES = re.compile(r"(?:[\w-]+/)+[\w.-]+\.(?:py|md|yaml|csv|jsonl|svg|png|html)\Z")
@@ -133,7 +133,7 @@ def test_every_command_and_option_is_in_the_reference() -> None:
 
 def test_anchors_are_those_that_github_makes() -> None:
     assert (
-        slug("From here to there (`core/scale/reconcile.py`)".replace("`", ""))
+        slug("From here to there (`core/scaling/reconcile.py`)".replace("`", ""))
         == "from-here-to-there-corescalereconcilepy"
     )
     assert anchors("# A b\n\n## A b\n\n```\n# no\n```\n") == {"a-b", "a-b-1"}

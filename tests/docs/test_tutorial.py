@@ -26,8 +26,8 @@ from book.shown_output import Shown, alike, same, shown
 from book.text import blocks
 
 from potluck.cli.main import run
-from potluck.control.ending import stop_all
-from potluck.control.store.store import Store
+from potluck.control.shutdown import stop_all
+from potluck.control.store.state_store import StateStore
 from potluck.core.values.plan import Plan, plan_from_json
 
 TEXT = (ROOT / "docs" / "tutorial.md").read_text("utf-8")
@@ -134,7 +134,7 @@ def reader(tmp_path: Path) -> Iterator[Reader]:
                 assert stream is not None
                 stream.close()
         for path in tmp_path.rglob("state.db"):
-            store = Store(path)
+            store = StateStore(path)
             stop_all(store, "the test is over", 5.0)
             store.close()
 

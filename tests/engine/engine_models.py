@@ -18,10 +18,10 @@ from potluck.core.values.model import (
     Model,
     MoeFfn,
 )
-from potluck.engine.compute.runner import Runner, Size, Work
-from potluck.engine.model.checkpoint import Seeded
-from potluck.engine.model.config import Config, Rope, Routing
-from potluck.engine.numbers.filling import exactness
+from potluck.engine.compute.runner import Runner, RunnerSize, SequenceWork
+from potluck.engine.model.checkpoint import RandomSource
+from potluck.engine.model.config import EngineModelConfig, ExpertRouting, RopeConfig
+from potluck.engine.numbers.row_padding import exactness
 
 VOCAB = 200
 WINDOW = 24
@@ -37,14 +37,14 @@ PLAIN_LATENT = LatentAttention(4, 16, 12, 8, 20)
 LINEAR = LinearAttention("gated_delta", 2, 4, 16, 24, conv_kernel=4)
 
 
-def stack(*layers: tuple[Attention, DenseFfn | MoeFfn], tied: bool = False) -> Config:
+def stack(*layers: tuple[Attention, DenseFfn | MoeFfn], tied: bool = False) -> EngineModelConfig:
     model = Model("small", 64, VOCAB, tuple(Layer(*layer) for layer in layers), 2048, tied_embeddings=tied)
     sigmoid = any(layer[1] == SIGMOID_MOE for layer in layers)
-    routing = Routing("sigmoid", True, 1.3, 4, 2) if sigmoid else Routing()
-    return Config(model, rope=Rope(theta=5000.0), routing=routing)
+    routing = ExpertRouting("sigmoid", True, 1.3, 4, 2) if sigmoid else ExpertRouting()
+    return EngineModelConfig(model, rope=RopeConfig(theta=5000.0), routing=routing)
 
 
-KINDS: dict[str, Config] = {
+KINDS: dict[str, EngineModelConfig] = {
     "full": stack((FULL, DENSE), (FULL, DENSE), tied=True),
     "full-fancy": stack((FANCY, DENSE), (FANCY, MOE)),
     "window": stack((SHORT, DENSE), (SHORT, DENSE)),
@@ -55,9 +55,9 @@ KINDS: dict[str, Config] = {
 }
 
 
-def runner(config: Config, first: int = 0, last: int | None = None, **size: int) -> Runner:
+def runner(config: EngineModelConfig, first: int = 0, last: int | None = None, **size: int) -> Runner:
     values = {"rows": 20, "blocks": 1200, "max_tokens": 1024, **size}
-    return Runner(config, Seeded(7), Size(**values), first=first, last=last)
+    return Runner(config, RandomSource(7), RunnerSize(**values), first=first, last=last)
 
 
 def prompt(length: int, seed: int = 0) -> list[int]:
@@ -76,7 +76,7 @@ def run(engine: Runner, row: int, tokens: Sequence[int], sizes: Iterable[int]) -
     found, first, start = [], 0, engine.tables.lengths[row]
     for size in sizes:
         chunk = list(tokens[first : first + size])
-        found.append(engine.step([Work(row, start + first, chunk, "all")]))
+        found.append(engine.step([SequenceWork(row, start + first, chunk, "all")]))
         first += len(chunk)
         if first == len(tokens):
             break
@@ -89,7 +89,7 @@ def greedy(engine: Runner, row: int, logits: Tensor, count: int) -> list[int]:
     for _ in range(count - 1):
         length = engine.tables.lengths[row]
         engine.tables.grow(row, length + 1)
-        found.append(int(engine.step([Work(row, length, found[-1:])])[-1].argmax()))
+        found.append(int(engine.step([SequenceWork(row, length, found[-1:])])[-1].argmax()))
     return found
 
 

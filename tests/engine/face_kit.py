@@ -14,14 +14,14 @@ from tokenizers import Tokenizer
 from tokenizers.decoders import Fuse
 from tokenizers.models import BPE
 
-from potluck.api.tokens import Text
+from potluck.api.tokenizer import ModelTokenizer
 from potluck.core.values.model import Model
-from potluck.engine.face.carriage import KvSettings
-from potluck.engine.face.listen import Face, open_face
-from potluck.engine.face.service import FaceLimits, Service
-from potluck.engine.model.checkpoint import Seeded
-from potluck.engine.serve import Settings, local_executor, service_of
-from potluck.kv.link.links import ANY_PORT
+from potluck.engine.model.checkpoint import RandomSource
+from potluck.engine.serve import EngineSettings, local_executor, service_of
+from potluck.engine.server.engine_service import EngineService, RequestLimits
+from potluck.engine.server.kv_connector import KvSettings
+from potluck.engine.server.listener import EngineServer, open_face
+from potluck.kv.link.peer_connections import ANY_PORT
 
 NAME = "tiny"
 TRIAL = KvSettings(fleet=(("127.0.0.1", ANY_PORT),))
@@ -29,12 +29,12 @@ TRIAL = KvSettings(fleet=(("127.0.0.1", ANY_PORT),))
 LETTERS = [chr(code) for code in range(0x20, 0x7F)] + [chr(code) for code in range(0xC0, 0x17F)]
 
 
-def letters() -> Text:
+def letters() -> ModelTokenizer:
     """Token n is the n-th letter."""
     vocab = {letter: place for place, letter in enumerate(LETTERS[:VOCAB])}
     tokenizer = Tokenizer(BPE(vocab=vocab, merges=[]))
     tokenizer.decoder = Fuse()
-    return Text(tokenizer)
+    return ModelTokenizer(tokenizer)
 
 
 def spell(tokens: list[int] | tuple[int, ...]) -> str:
@@ -43,15 +43,17 @@ def spell(tokens: list[int] | tuple[int, ...]) -> str:
 
 def make_service(
     kind: str = "hybrid",
-    limits: FaceLimits | None = None,
+    limits: RequestLimits | None = None,
     text: bool = True,
     kv: KvSettings = TRIAL,
     **fields: Any,
-) -> Service:
-    settings = Settings(**{"max_running": 8, "max_tokens": 512, "prefix_cache_bytes": 2_000_000, **fields})
+) -> EngineService:
+    settings = EngineSettings(
+        **{"max_running": 8, "max_tokens": 512, "prefix_cache_bytes": 2_000_000, **fields}
+    )
     config = KINDS[kind]
     model: Model = config.model
-    executor = local_executor(config, Seeded(7), settings.size(model), "cpu")
+    executor = local_executor(config, RandomSource(7), settings.size(model), "cpu")
     words = letters() if text else None
     return service_of(executor, settings, name=NAME, text=words, limits=limits, kv=kv)
 
@@ -59,11 +61,11 @@ def make_service(
 class Client:
     """A server and a client of it."""
 
-    def __init__(self, service: Service, session: ClientSession, url: str, key: str | None) -> None:
+    def __init__(self, service: EngineService, session: ClientSession, url: str, key: str | None) -> None:
         self.service, self.session, self.url = service, session, url
-        self.kv = service.carriage.address if service.carriage else ""
+        self.kv = service.kv_connector.address if service.kv_connector else ""
         """Where caches are fetched from it."""
-        self.opened: Face
+        self.opened: EngineServer
         """The server, if it is in this process."""
         self.headers = {} if key is None else {"Authorization": f"Bearer {key}"}
 
@@ -102,7 +104,7 @@ class Client:
 
 
 @asynccontextmanager
-async def face(service: Service, key: str | None = None) -> AsyncIterator[Client]:
+async def face(service: EngineService, key: str | None = None) -> AsyncIterator[Client]:
     opened = await open_face(service, "127.0.0.1", 0, api_key=key)
     async with ClientSession(timeout=ClientTimeout(total=60)) as session:
         client = Client(service, session, opened.address, key)
@@ -113,8 +115,8 @@ async def face(service: Service, key: str | None = None) -> AsyncIterator[Client
             await opened.close()
 
 
-def played(scene: Callable[[], Awaitable[None]]) -> None:
-    asyncio.run(scene())  # type: ignore[arg-type]
+def played(resolved: Callable[[], Awaitable[None]]) -> None:
+    asyncio.run(resolved())  # type: ignore[arg-type]
 
 
 def tokens_in(lines: list[dict[str, Any]]) -> list[int]:

@@ -10,9 +10,9 @@ from check_checkpoints import truth
 from sample_models import SAMPLES, config_of
 
 from potluck.catalog.huggingface import read_model
-from potluck.engine.compute.runner import Runner, Size
-from potluck.engine.model.checkpoint import Files
-from potluck.engine.model.config import Config, read_config
+from potluck.engine.compute.runner import Runner, RunnerSize
+from potluck.engine.model.checkpoint import SafetensorsSource
+from potluck.engine.model.config import EngineModelConfig, read_config
 
 
 def make(name: str, folder: Path) -> Any:
@@ -25,8 +25,8 @@ def make(name: str, folder: Path) -> Any:
     return model
 
 
-def load(folder: Path, **values: Any) -> tuple[Config, Runner]:
+def load(folder: Path, **values: Any) -> tuple[EngineModelConfig, Runner]:
     """The engine's view of the same directory."""
     config = read_config(folder, read_model(folder))
     size = {"rows": 4, "blocks": 256, "max_tokens": 512, **values}
-    return config, Runner(config, Files(folder), Size(**size))
+    return config, Runner(config, SafetensorsSource(folder), RunnerSize(**size))

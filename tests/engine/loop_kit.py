@@ -6,16 +6,16 @@ from collections.abc import Sequence
 
 from engine_models import KINDS, VOCAB, prompt
 
-from potluck.core.replica.batch import Limits
+from potluck.core.replica.batch import BatchLimits
 from potluck.engine.compute.executor import Executor
-from potluck.engine.compute.local import LocalExecutor
-from potluck.engine.compute.runner import Runner, Size
-from potluck.engine.loop.loop import Loop
-from potluck.engine.loop.requests import Ended, Event, Job, RowReady, Sent, Token
-from potluck.engine.memory.handover import Manifest, Parcel
-from potluck.engine.memory.prefix import PrefixCache
-from potluck.engine.model.checkpoint import Seeded
-from potluck.engine.model.config import Config
+from potluck.engine.compute.local_executor import LocalExecutor
+from potluck.engine.compute.runner import Runner, RunnerSize
+from potluck.engine.loop.engine_loop import EngineLoop
+from potluck.engine.loop.messages import Event, Job, JobEnded, LayerSent, OutputToken, RowReady
+from potluck.engine.memory.handover import KvChunk, KvManifest
+from potluck.engine.memory.prefix_cache import PrefixCache
+from potluck.engine.model.checkpoint import RandomSource
+from potluck.engine.model.config import EngineModelConfig
 
 __all__ = ["KINDS", "VOCAB", "Desk", "desk", "prompt"]
 
@@ -25,7 +25,7 @@ class Desk:
 
     def __init__(
         self,
-        config: Config,
+        config: EngineModelConfig,
         *,
         rows: int = 24,
         max_running: int = 18,
@@ -37,12 +37,12 @@ class Desk:
         lease_s: float = 60.0,
         executor: Executor | None = None,
     ) -> None:
-        size = Size(rows, blocks, max_tokens, 512)
-        self.executor = executor or LocalExecutor(Runner(config, Seeded(7), size), size)
-        limits = Limits(blocks, max(budget, max_running), max_running, chunk)
+        size = RunnerSize(rows, blocks, max_tokens, 512)
+        self.executor = executor or LocalExecutor(Runner(config, RandomSource(7), size), size)
+        limits = BatchLimits(blocks, max(budget, max_running), max_running, chunk)
         self.prefixes = PrefixCache(config, prefix_bytes, self.executor.fingerprint)
         self.said: dict[int, list[Event]] = {}
-        self.loop = Loop(self.executor, limits, self._hear, prefixes=self.prefixes, lease_s=lease_s)
+        self.loop = EngineLoop(self.executor, limits, self._hear, prefixes=self.prefixes, lease_s=lease_s)
         self.now_s = 0.0
         self._keys = 0
 
@@ -70,16 +70,16 @@ class Desk:
             self.loop.check()
 
     def tokens(self, key: int) -> list[int]:
-        return [event.choice.token for event in self.said[key] if isinstance(event, Token)]
+        return [event.choice.token for event in self.said[key] if isinstance(event, OutputToken)]
 
-    def end(self, key: int) -> Ended:
-        ends = [event for event in self.said[key] if isinstance(event, Ended)]
+    def end(self, key: int) -> JobEnded:
+        ends = [event for event in self.said[key] if isinstance(event, JobEnded)]
         assert len(ends) == 1, f"{len(ends)} ends"
         assert self.said[key][-1] is ends[0]
         return ends[0]
 
-    def parcels(self, key: int) -> list[Parcel]:
-        return [p for event in self.said[key] if isinstance(event, Sent) for p in event.parcels]
+    def parcels(self, key: int) -> list[KvChunk]:
+        return [p for event in self.said[key] if isinstance(event, LayerSent) for p in event.parcels]
 
     def answer(self, tokens: Sequence[int], output: int, **fields: object) -> list[int]:
         key = self.submit(tokens, output, **fields)
@@ -97,7 +97,7 @@ def carry(sender: Desk, source: int, receiver: Desk, target: int, *, late: bool 
     have = receiver.loop.look_up(target)
     if late:
         sender.run()
-    about: Manifest = sender.loop.attach(source, have, sender.now_s)
+    about: KvManifest = sender.loop.attach(source, have, sender.now_s)
     sender.run()
     receiver.loop.want(target)
     receiver.turn()

@@ -9,27 +9,27 @@ from dataclasses import replace
 
 from engine_models import DENSE, FULL, LATENT, LINEAR, MOE, SHORT, prompt, stack
 
-from potluck.core.values.sampling import Choice, Sampling
-from potluck.engine.compute.executor import Draw, Executor
-from potluck.engine.compute.local import LocalExecutor
-from potluck.engine.compute.runner import Runner, Size, Work
-from potluck.engine.model.checkpoint import Seeded
-from potluck.engine.model.config import Config
-from potluck.engine.pipeline.driver import PipelineExecutor
-from potluck.engine.pipeline.launch import PipelineStage, Place, launch, parse_stages
-from potluck.engine.pipeline.serving import serve
+from potluck.core.values.sampling import SampledToken, Sampling
+from potluck.engine.compute.executor import Executor, TokenDraw
+from potluck.engine.compute.local_executor import LocalExecutor
+from potluck.engine.compute.runner import Runner, RunnerSize, SequenceWork
+from potluck.engine.model.checkpoint import RandomSource
+from potluck.engine.model.config import EngineModelConfig
+from potluck.engine.pipeline.launch import PipelineStage, WorkerPlace, launch, parse_stages
+from potluck.engine.pipeline.pipeline_executor import PipelineExecutor
+from potluck.engine.pipeline.worker_listener import serve
 
 SECRET = b"a secret of the tests, long enough"
 SEED = 7
-SIZE = Size(12, 400, 512, 256)
+SIZE = RunnerSize(12, 400, 512, 256)
 HYBRID = stack((LINEAR, DENSE), (FULL, MOE), (SHORT, DENSE), (LATENT, DENSE), (FULL, DENSE))
 PLAIN = stack((FULL, DENSE), (FULL, DENSE), (FULL, DENSE), tied=True)
 PROMPTS = [prompt(length, seed) for seed, length in enumerate((5, 40, 130, 77, 1))]
 GREEDY = Sampling()
 
 
-def local(config: Config) -> LocalExecutor:
-    return LocalExecutor(Runner(config, Seeded(SEED), SIZE), SIZE)
+def local(config: EngineModelConfig) -> LocalExecutor:
+    return LocalExecutor(Runner(config, RandomSource(SEED), SIZE), SIZE)
 
 
 def standing(count: int) -> list[tuple[str, int]]:
@@ -52,14 +52,14 @@ def placed(text: str, addresses: Sequence[tuple[str, int]]) -> list[PipelineStag
 
 
 def pipeline(
-    config: Config, text: str, addresses: Sequence[tuple[str, int]], **more: object
+    config: EngineModelConfig, text: str, addresses: Sequence[tuple[str, int]], **more: object
 ) -> PipelineExecutor:
     stages = placed(text, addresses)
     return launch(config, stages, SIZE, seed=SEED, secret=SECRET, wait_s=20.0, worth_tokens=2, **more)  # type: ignore[arg-type]
 
 
 def weighted(stage: PipelineStage, *weights: float) -> PipelineStage:
-    places: list[Place] = [replace(p, weight=w) for p, w in zip(stage.places, weights, strict=True)]
+    places: list[WorkerPlace] = [replace(p, weight=w) for p, w in zip(stage.places, weights, strict=True)]
     return replace(stage, places=tuple(places))
 
 
@@ -72,7 +72,7 @@ class Loop:
         self.executor, self.way = executor, way
         self.rows = [executor.open() for _ in prompts]
         self.tokens = [list(each) for each in prompts]
-        self.said: list[list[Choice]] = [[] for _ in prompts]
+        self.said: list[list[SampledToken]] = [[] for _ in prompts]
         for row in self.rows:
             executor.grow(row, most)
 
@@ -83,9 +83,9 @@ class Loop:
             held = self.executor.held(row)
             part = tokens[held : held + chunk]
             last = held + len(part) == len(tokens)
-            works.append(Work(row, held, part, "last" if last else "none"))
+            works.append(SequenceWork(row, held, part, "last" if last else "none"))
             if last:
-                draws.append(Draw(self.way, len(tokens)))
+                draws.append(TokenDraw(self.way, len(tokens)))
                 drawn.append(index)
         for index, choice in zip(drawn, self.executor.step(works, draws), strict=True):
             self.said[index].append(choice)
@@ -102,7 +102,7 @@ def generate(
     count: int = 6,
     chunk: int = 64,
     way: Sampling = GREEDY,
-) -> list[list[Choice]]:
+) -> list[list[SampledToken]]:
     """`count` tokens behind each prompt; all start together, shorter prompts go on while longer ones are read."""
     loop = Loop(executor, prompts, way)
     while any(len(said) < count for said in loop.said):

@@ -9,21 +9,21 @@ from face_kit import NAME, TRIAL
 from loop_kit import Desk
 
 from potluck.catalog import models, nodes
-from potluck.core.replica.batch import Limits
+from potluck.core.replica.batch import BatchLimits
 from potluck.core.values.model import Model
-from potluck.engine.compute.paced import Clock
-from potluck.engine.compute.work import Size
-from potluck.engine.face.service import FaceLimits, Service
-from potluck.engine.loop.loop import Loop
-from potluck.engine.model.config import Config
-from potluck.engine.pretend.cargo import Cargo
-from potluck.engine.pretend.engine import LAYER, on_node, pretend
-from potluck.engine.pretend.executor import PretendExecutor
-from potluck.engine.pretend.lasting import Lasting
-from potluck.engine.pretend.prefixes import PretendPrefixes
-from potluck.engine.pretend.words import Words
-from potluck.engine.serve import Settings
-from potluck.engine.shipped import shipped_model
+from potluck.engine.compute.emulated import Clock
+from potluck.engine.compute.work import RunnerSize
+from potluck.engine.loop.engine_loop import EngineLoop
+from potluck.engine.mock.kv_sizes import KvSizes
+from potluck.engine.mock.mock_engine import LAYER, on_node, pretend
+from potluck.engine.mock.mock_executor import MockExecutor
+from potluck.engine.mock.mock_prefix_cache import MockPrefixCache
+from potluck.engine.mock.step_durations import StepDurations
+from potluck.engine.mock.vocabulary import Vocabulary
+from potluck.engine.model.config import EngineModelConfig
+from potluck.engine.serve import EngineSettings
+from potluck.engine.server.engine_service import EngineService, RequestLimits
+from potluck.engine.shipped_model import shipped_model
 from potluck.perf.timers.roofline import roofline
 
 LLAMA = models.model("llama-3.1-8b")
@@ -31,18 +31,22 @@ HYBRID = models.model("Kimi-Linear-48B-A3B")
 WINDOWED = models.model("GPT-OSS-20B")
 A100 = nodes.node_type("A100")
 VOCAB = 500
-WORDS = Words(VOCAB, tuple(range(3, VOCAB)), 2)
+WORDS = Vocabulary(VOCAB, tuple(range(3, VOCAB)), 2)
 TIMER = roofline(LLAMA, A100, 1)
 FAST = 50.0
 """So many times as fast as the GPU, where a test has to wait for it."""
 
 
 def executor(
-    size: Size, model: Model = LLAMA, words: Words = WORDS, clock: Clock | None = None, fingerprint: str = "f"
-) -> PretendExecutor:
-    config = Config(Model("p", 1, words.vocab, (LAYER,) * Cargo(model).layers, 1 << 17))
+    size: RunnerSize,
+    model: Model = LLAMA,
+    words: Vocabulary = WORDS,
+    clock: Clock | None = None,
+    fingerprint: str = "f",
+) -> MockExecutor:
+    config = EngineModelConfig(Model("p", 1, words.vocab, (LAYER,) * KvSizes(model).layers, 1 << 17))
     more = {} if clock is None else {"clock": clock}
-    return PretendExecutor(config, size, words, Lasting(TIMER), fingerprint=fingerprint, **more)
+    return MockExecutor(config, size, words, StepDurations(TIMER), fingerprint=fingerprint, **more)
 
 
 class PretendDesk(Desk):
@@ -56,20 +60,22 @@ class PretendDesk(Desk):
         chunk: int | None = None,
         budget: int = 512,
         most_blocks: int | None = 0,
-        words: Words = WORDS,
+        words: Vocabulary = WORDS,
         lease_s: float = 60.0,
     ) -> None:
-        made = executor(Size(24, blocks, 1 << 16, 512), model, words)
+        made = executor(RunnerSize(24, blocks, 1 << 16, 512), model, words)
         super().__init__(made.config, executor=made, blocks=blocks)
         self.pretended = made
-        self.spare = PretendPrefixes(made, Cargo(model), most_blocks)
-        limits = Limits(blocks, max(budget, 18), 18, chunk)
-        self.loop = Loop(
+        self.spare = MockPrefixCache(made, KvSizes(model), most_blocks)
+        limits = BatchLimits(blocks, max(budget, 18), 18, chunk)
+        self.loop = EngineLoop(
             made, limits, self._hear, prefixes=self.spare, lease_s=lease_s, awaits=False, join=made.join
         )
 
 
-def pretend_service(limits: FaceLimits | None = None, *, mean_output: int = 0, **fields: Any) -> Service:
-    settings = Settings(**{"max_running": 8, **fields})
+def pretend_service(
+    limits: RequestLimits | None = None, *, mean_output: int = 0, **fields: Any
+) -> EngineService:
+    settings = EngineSettings(**{"max_running": 8, **fields})
     what = replace(on_node(LLAMA, A100, 1, FAST), mean_output_tokens=mean_output)
     return pretend(shipped_model(), what, settings, name=NAME, limits=limits, kv=TRIAL)

@@ -9,7 +9,7 @@ import torch
 from hugging_face_models import load, make
 from sample_models import SAMPLES
 
-from potluck.engine.compute.runner import Work
+from potluck.engine.compute.runner import SequenceWork
 
 TOKENS = 50
 """More than twice the windows that are tried."""
@@ -25,8 +25,8 @@ def test_logits_are_those_of_transformers(name: str, tmp_path: Path) -> None:
     row = runner.tables.open()
     runner.tables.grow(row, TOKENS)
     found = [
-        runner.step([Work(row, 0, tokens[:37].tolist(), "all")]),
-        *(runner.step([Work(row, i, [int(tokens[i])])]) for i in range(37, TOKENS)),
+        runner.step([SequenceWork(row, 0, tokens[:37].tolist(), "all")]),
+        *(runner.step([SequenceWork(row, i, [int(tokens[i])])]) for i in range(37, TOKENS)),
     ]
     scale = float(expected.std())
     assert scale > 0.05

@@ -17,23 +17,23 @@ from sample_models import BASE, LLAMA3, YARN
 
 from potluck.core.errors import InputError, PotluckError
 from potluck.core.values.model import FullAttention, Layer, LinearAttention, Model
-from potluck.engine.compute.runner import Runner, Size
-from potluck.engine.model.checkpoint import Files, InMemory, Seeded, fingerprint, save
-from potluck.engine.model.config import Config, read_config
-from potluck.engine.model.reference import Fresh, Reference
+from potluck.engine.compute.runner import Runner, RunnerSize
+from potluck.engine.model.checkpoint import InMemorySource, RandomSource, SafetensorsSource, fingerprint, save
+from potluck.engine.model.config import EngineModelConfig, read_config
+from potluck.engine.model.reference import FreshWeights, ReferenceModel
 
-SIZE = Size(rows=1, blocks=20, max_tokens=64)
+SIZE = RunnerSize(rows=1, blocks=20, max_tokens=64)
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("model")
-    save(path, KINDS["hybrid"], Reference(KINDS["hybrid"], Seeded(1)).tensors())
+    save(path, KINDS["hybrid"], ReferenceModel(KINDS["hybrid"], RandomSource(1)).tensors())
     return path
 
 
 def start(folder: Path) -> Runner:
-    return Runner(read_config(folder), Files(folder), SIZE)
+    return Runner(read_config(folder), SafetensorsSource(folder), SIZE)
 
 
 def one_line(folder: Path, *words: str) -> None:
@@ -46,7 +46,7 @@ def one_line(folder: Path, *words: str) -> None:
 
 def test_a_directory_runs_as_the_tensors_it_was_made_of(folder: Path) -> None:
     engine = start(folder)
-    memory = Runner(KINDS["hybrid"], InMemory(load_file(folder / "model.safetensors")), SIZE)
+    memory = Runner(KINDS["hybrid"], InMemorySource(load_file(folder / "model.safetensors")), SIZE)
     tokens = prompt(40)
     one, two = (run(each, opened(each, 40), tokens, [40]) for each in (engine, memory))
     assert torch.equal(one, two)
@@ -130,12 +130,12 @@ def test_several_files_with_an_index(folder: Path, tmp_path: Path) -> None:
 
 
 def test_a_stage_reads_its_own_layers_only() -> None:
-    class Spy(Seeded):
+    class Spy(RandomSource):
         taken: list[str] = []  # noqa: RUF012
 
         def take(self, name: str, *shape: int) -> torch.Tensor:
             Spy.taken.append(name)
-            return Seeded.take(self, name, *shape)
+            return RandomSource.take(self, name, *shape)
 
     Runner(KINDS["hybrid"], Spy(1), SIZE, first=1, last=3)
     assert {name.split(".")[2] for name in Spy.taken} == {"1", "2"}
@@ -147,17 +147,17 @@ def test_a_stage_reads_its_own_layers_only() -> None:
 
 def test_fingerprints_tell_weights_and_models_apart() -> None:
     config, other = KINDS["hybrid"], KINDS["full"]
-    weights = Reference(config, Seeded(1)).tensors()
+    weights = ReferenceModel(config, RandomSource(1)).tensors()
     changed = {**weights, "model.norm.weight": weights["model.norm.weight"] + 1e-3}
     pairs = (
-        (config, Seeded(1)),
-        (config, Seeded(2)),
-        (other, Seeded(1)),
-        (config, InMemory(weights)),
-        (config, InMemory(changed)),
+        (config, RandomSource(1)),
+        (config, RandomSource(2)),
+        (other, RandomSource(1)),
+        (config, InMemorySource(weights)),
+        (config, InMemorySource(changed)),
     )
     assert len({fingerprint(*pair) for pair in pairs}) == len(pairs)
-    assert fingerprint(config, Fresh(1)) == fingerprint(config, Fresh(1))
+    assert fingerprint(config, FreshWeights(1)) == fingerprint(config, FreshWeights(1))
 
 
 @pytest.mark.parametrize(
@@ -181,7 +181,7 @@ def test_a_directory_without_files_is_one_line(tmp_path: Path) -> None:
     one_line(tmp_path, "config.json")
     (tmp_path / "config.json").write_text("{}")
     with pytest.raises(InputError, match="safetensors"):
-        Files(tmp_path)
+        SafetensorsSource(tmp_path)
 
 
 def test_both_spellings_of_rope_are_read(tmp_path: Path) -> None:
@@ -221,4 +221,4 @@ def test_layers_that_cannot_be_run_are_refused_at_once(part: FullAttention | Lin
     ffn = KINDS["full"].model.layers[0].ffn
     model = Model("odd", BASE["hidden_size"], 10, (Layer(FANCY, ffn), Layer(part, ffn)), 64)
     with pytest.raises(InputError, match="^layer 1: .*cannot be run"):
-        Config(model)
+        EngineModelConfig(model)

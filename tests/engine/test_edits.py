@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 
 from potluck.core.errors import FormatError, InputError
 from potluck.core.values.sampling import Sampling
-from potluck.engine.compute.edits import Edits, LogitEdit
+from potluck.engine.compute.logit_edits import LogitEdit, LogitEdits
 from potluck.engine.compute.sample import sample
-from potluck.engine.pipeline.messages import EditSize, edit_bytes, read_edits
+from potluck.engine.pipeline.pipeline_messages import EditSize, edit_bytes, read_edits
 
 VOCAB = 40
 TOKENS = st.integers(0, VOCAB - 1)
@@ -63,7 +63,7 @@ def likeliest(row: np.ndarray, edit: LogitEdit | None, way: Sampling | None = No
 def test_penalties_and_biases_are_those_of_the_formula(
     way: Sampling, prompt: list[int], output: list[int], seed: int
 ) -> None:
-    row, edits = logits(seed), Edits(way, prompt, 0, None)
+    row, edits = logits(seed), LogitEdits(way, prompt, 0, None)
     for token in output:
         edits.drew((token,))
     right = by_the_formula(row, way, prompt, output)
@@ -77,11 +77,11 @@ def test_what_changes_depends_on_prompt_and_output_alone(
     way: Sampling, prompt: list[int], output: list[int], data: st.DataObject
 ) -> None:
     """Whoever goes on behind tokens that another has streamed changes the same; so does who gets it over a wire."""
-    whole = Edits(way, prompt, 0, None)
+    whole = LogitEdits(way, prompt, 0, None)
     for token in output:
         whole.drew((token,))
     cut = data.draw(st.integers(0, len(output)))
-    later = Edits(way, prompt + output[:cut], cut, None)
+    later = LogitEdits(way, prompt + output[:cut], cut, None)
     later.drew(output[cut:])
     right = changes(whole.next())
     assert changes(later.next()) == right
@@ -108,7 +108,7 @@ def test_a_bias_of_100_either_way_settles_it(token: int, seed: int, temperature:
     row = logits(seed)
     for bias in (-100.0, 100.0):
         way = Sampling(temperature, seed=chance, logit_bias=((token, bias),))
-        drawn = likeliest(row, Edits(way, [1], 0, None).next(), way)
+        drawn = likeliest(row, LogitEdits(way, [1], 0, None).next(), way)
         assert (drawn == token) == (bias > 0)
 
 
@@ -136,7 +136,7 @@ def test_what_a_grammar_does_not_allow_is_never_drawn(
 def test_rows_with_and_without_changes_do_not_touch_each_other(way: Sampling, seed: int) -> None:
     rows = torch.from_numpy(np.stack([logits(seed + place) for place in range(3)]))
     before, plain = rows.clone(), Sampling(1.0, seed=seed, logprobs=2)
-    edit = Edits(way, [1, 2, 3], 1, None).next()
+    edit = LogitEdits(way, [1, 2, 3], 1, None).next()
     together = sample(rows, [plain] * 3, [5, 6, 7], [None, edit, None])
     assert torch.equal(rows, before)
     for place, one in enumerate([None, edit, None]):

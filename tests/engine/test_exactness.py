@@ -11,8 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from potluck.core.values.model import DenseFfn, FullAttention, Layer, Model
-from potluck.engine.compute.runner import Runner, Work
-from potluck.engine.model.config import Config
+from potluck.engine.compute.runner import Runner, SequenceWork
+from potluck.engine.model.config import EngineModelConfig
 from potluck.engine.numbers.exact import (
     LONGEST_SUM,
     PART,
@@ -64,7 +64,7 @@ def test_a_chunk_that_leaves_one_query_over() -> None:
 def test_widths_of_a_model_that_ships() -> None:
     """Wide enough that the library has several ways to multiply, which differ for 1, 7 and 64 rows."""
     layer = Layer(FullAttention(8, 4, 32, 32), DenseFfn(704))
-    engine = runner(Config(Model("wide", 256, 1000, (layer, layer), 1024)))
+    engine = runner(EngineModelConfig(Model("wide", 256, 1000, (layer, layer), 1024)))
     tokens = prompt(140, seed=2)
     row = opened(engine, 140)
     whole = run(engine, row, tokens, [140])
@@ -92,7 +92,7 @@ def neighbours(engine: Runner, tokens: list[int], sizes: list[int], seed: int) -
     row, found, first = opened(engine, len(tokens)), [], 0
     for size in sizes:
         chunk = tokens[first : first + size]
-        works = [Work(row, first, chunk, "all")]
+        works = [SequenceWork(row, first, chunk, "all")]
         for other in [other for other in others if others[other] > 200]:
             engine.tables.close(other)
             del others[other]
@@ -100,7 +100,7 @@ def neighbours(engine: Runner, tokens: list[int], sizes: list[int], seed: int) -
             others[opened(engine, 400)] = 0
         for other, length in others.items():
             count = chance.choice((1, 1, 1, 3, 30))
-            works.append(Work(other, length, [chance.randrange(VOCAB) for _ in range(count)], "none"))
+            works.append(SequenceWork(other, length, [chance.randrange(VOCAB) for _ in range(count)], "none"))
             others[other] = length + count
         chance.shuffle(works)
         found.append(engine.step(works))

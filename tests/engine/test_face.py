@@ -11,11 +11,11 @@ from engine_models import EXACT, VOCAB, prompt
 from face_kit import NAME, Client, face, make_service, played, tokens_in
 from loop_kit import desk
 
-from potluck.engine.face.service import FaceLimits
+from potluck.engine.server.engine_service import RequestLimits
 from potluck.kv.handles import new_handle
 
 TOKENS, OUTPUT = prompt(90), 10
-QUICK = FaceLimits(
+QUICK = RequestLimits(
     handover_s=2.0, attach_s=0.3, lease_s=0.3, deadline_s=20.0, body_bytes=20_000, open_requests=6
 )
 
@@ -36,7 +36,7 @@ async def pair(sender: Client, receiver: Client, cut: int, **fields: object) -> 
 
 
 def test_segments_across_two_faces_answer_as_one(expected: list[int]) -> None:
-    async def scene() -> None:
+    async def scenario() -> None:
         async with face(make_service()) as one, face(make_service()) as two:
             status, lines = await one.segment(TOKENS, max_tokens=OUTPUT)
             assert status == 200
@@ -51,11 +51,11 @@ def test_segments_across_two_faces_answer_as_one(expected: list[int]) -> None:
             await one.until_idle()
             await two.until_idle()
 
-    played(scene)
+    played(scenario)
 
 
 def test_a_role_says_what_an_engine_is_for_not_what_it_can_do(expected: list[int]) -> None:
-    async def scene() -> None:
+    async def scenario() -> None:
         async with face(make_service()) as one:
             running = asyncio.create_task(one.segment(TOKENS, max_tokens=200, ignore_eos=True))
             while not (await one.get("/status"))[1]["running"]:
@@ -81,11 +81,11 @@ def test_a_role_says_what_an_engine_is_for_not_what_it_can_do(expected: list[int
             for wrong in ({"role": "king"}, {"action": "activate"}, {"action": "x"}, {"bogus": 1}):
                 assert (await one.post("/role", wrong))[0] == 400
 
-    played(scene)
+    played(scenario)
 
 
 def test_draining_refuses_new_ones_and_ends() -> None:
-    async def scene() -> None:
+    async def scenario() -> None:
         async with face(make_service()) as one:
             running = asyncio.create_task(one.segment(TOKENS, max_tokens=100, ignore_eos=True))
             while not (await one.get("/status"))[1]["running"]:
@@ -103,11 +103,11 @@ def test_draining_refuses_new_ones_and_ends() -> None:
             await one.post("/drain", {"resume": True})
             assert (await one.segment(TOKENS, max_tokens=1))[0] == 200
 
-    played(scene)
+    played(scenario)
 
 
 def test_a_client_that_leaves_cancels() -> None:
-    async def scene() -> None:
+    async def scenario() -> None:
         async with face(make_service()) as one:
             body = {"request": "r", "model": NAME, "tokens": TOKENS, "max_tokens": 400, "ignore_eos": True}
             async with one.session.post(one.url + "/segments", json=body) as reply:
@@ -118,11 +118,11 @@ def test_a_client_that_leaves_cancels() -> None:
             assert counters.ended == {"cancelled": 1}
             assert counters.output_tokens < 400
 
-    played(scene)
+    played(scenario)
 
 
 def test_a_cache_that_nobody_fetches_is_let_go() -> None:
-    async def scene() -> None:
+    async def scenario() -> None:
         async with face(make_service(limits=QUICK)) as one:
             status, lines = await one.segment(TOKENS, stop=50)
             assert status == 200
@@ -133,7 +133,7 @@ def test_a_cache_that_nobody_fetches_is_let_go() -> None:
             assert (status, body["error"]["code"]) == (424, "hand_over")
             await one.until_idle()
 
-    played(scene)
+    played(scenario)
 
 
 WRONG: list[tuple[dict[str, Any], str]] = [
@@ -157,7 +157,7 @@ WRONG: list[tuple[dict[str, Any], str]] = [
 
 
 def test_wrong_segments_are_refused_in_one_line() -> None:
-    async def scene() -> None:
+    async def scenario() -> None:
         async with face(make_service(limits=QUICK)) as one:
             for fields, says in WRONG:
                 body = {"request": "r", "model": NAME, "tokens": [1, 2, 3], "max_tokens": 4, **fields}
@@ -176,13 +176,13 @@ def test_wrong_segments_are_refused_in_one_line() -> None:
             assert (await one.get("/segments"))[0] == 405
             await one.until_idle()
 
-    played(scene)
+    played(scenario)
 
 
 def test_too_many_requests_are_told_so_and_a_deadline_ends_one() -> None:
-    limits = FaceLimits(open_requests=2, deadline_s=1.5, handover_s=30)
+    limits = RequestLimits(open_requests=2, deadline_s=1.5, handover_s=30)
 
-    async def scene() -> None:
+    async def scenario() -> None:
         async with face(make_service(limits=limits)) as one:
             # Two that wait until their caches are fetched, which nobody does.
             slow = [asyncio.create_task(one.segment(TOKENS, stop=50)) for _ in range(2)]
@@ -195,11 +195,11 @@ def test_too_many_requests_are_told_so_and_a_deadline_ends_one() -> None:
             await one.until_idle()
             assert one.service.counters.ended == {"error": 2}
 
-    played(scene)
+    played(scenario)
 
 
 def test_a_key_opens_everything_but_health() -> None:
-    async def scene() -> None:
+    async def scenario() -> None:
         async with face(make_service(), key="a secret") as one:
             assert (await one.get("/status"))[0] == 200
             one.headers = {"Authorization": "Bearer another"}
@@ -209,11 +209,11 @@ def test_a_key_opens_everything_but_health() -> None:
             assert (await one.post("/v1/completions", {"model": NAME, "prompt": "x"}))[0] == 401
             assert (await one.get("/health"))[0] == 200
 
-    played(scene)
+    played(scenario)
 
 
 def test_status_and_metrics_say_what_happened() -> None:
-    async def scene() -> None:
+    async def scenario() -> None:
         async with face(make_service()) as one:
             await one.segment(TOKENS, max_tokens=OUTPUT, ignore_eos=True)
             await one.segment(TOKENS, max_tokens=OUTPUT, ignore_eos=True)
@@ -238,11 +238,11 @@ def test_status_and_metrics_say_what_happened() -> None:
             assert float(values[f"vllm:kv_cache_usage_perc{names}"]) == 0
             assert json.dumps(status)
 
-    played(scene)
+    played(scenario)
 
 
 def test_a_loop_that_fails_answers_everybody() -> None:
-    async def scene() -> None:
+    async def scenario() -> None:
         async with face(make_service()) as one:
 
             def broken(*_: object) -> object:
@@ -256,4 +256,4 @@ def test_a_loop_that_fails_answers_everybody() -> None:
             assert (status, body["status"]) == (503, "failed")
             assert (await one.segment(TOKENS, max_tokens=5))[0] == 503
 
-    played(scene)
+    played(scenario)

@@ -16,15 +16,15 @@ import pytest
 from engine_models import VOCAB
 from face_kit import NAME, Client, face, make_service
 
-from potluck.core.brain.actions import Refuse, Run
-from potluck.core.brain.events import Arrived, Event, Failed, Finished
+from potluck.core.state.actions import Refuse, Run
+from potluck.core.state.events import AttemptFailed, Event, RequestArrived, RequestFinished
 from potluck.core.values.route import Route, Segment, aggregated, handed_over
-from potluck.core.values.sampling import Choice, Sampling
+from potluck.core.values.sampling import SampledToken, Sampling
 from potluck.core.values.types import Request
-from potluck.gateway.drive import patience
-from potluck.gateway.drive.rides import Rides
-from potluck.gateway.http.calls import Calls
-from potluck.gateway.parts import Address, Asked, Endpoint
+from potluck.gateway.dispatch import silence
+from potluck.gateway.dispatch.dispatcher import Dispatcher
+from potluck.gateway.http.connection_pool import ConnectionPool
+from potluck.gateway.interfaces import Address, ChoiceRequest, Endpoint
 
 STREAMS, TOKENS = 64, 6
 NAMES = ("a", "b", "c")
@@ -34,11 +34,11 @@ NAMES = ("a", "b", "c")
 class Heard:
     """One answer."""
 
-    choices: list[Choice] = field(default_factory=list)
+    choices: list[SampledToken] = field(default_factory=list)
     over: asyncio.Event = field(default_factory=asyncio.Event)
     reason: str = ""
 
-    def tokens(self, choices: Sequence[Choice]) -> bool:
+    def tokens(self, choices: Sequence[SampledToken]) -> bool:
         assert not self.reason
         self.choices += choices
         return False
@@ -65,8 +65,8 @@ class Chooser:
     """A Line that draws a route of a given kind for every attempt, and a Directory of the engines."""
 
     def __init__(self, engines: Sequence[Client], kinds: Sequence[str], seed: int) -> None:
-        self.rides: Rides | None = None
-        self.failed: list[Failed] = []
+        self.dispatcher: Dispatcher | None = None
+        self.failed: list[AttemptFailed] = []
         self.finished = 0
         self._chance = Random(seed)
         self._kinds = kinds
@@ -89,21 +89,21 @@ class Chooser:
         return asyncio.get_running_loop().time()
 
     def tell(self, event: Event) -> None:
-        assert self.rides is not None
-        if isinstance(event, Arrived):
+        assert self.dispatcher is not None
+        if isinstance(event, RequestArrived):
             self._open[event.request.id] = event.request
             self._run(event.request, 0, 0)
-        elif isinstance(event, Failed):
+        elif isinstance(event, AttemptFailed):
             self.failed.append(event)
             self._run(self._open[event.request], event.attempt + 1, event.streamed_tokens)
-        elif isinstance(event, Finished):
+        elif isinstance(event, RequestFinished):
             self.finished += 1
 
     def _run(self, request: Request, attempt: int, streamed: int) -> None:
-        assert self.rides is not None
+        assert self.dispatcher is not None
         length = request.prompt_tokens + streamed
         route = self._route(self._chance.choice(self._kinds), length)
-        self.rides.act([Run(request.id, route, attempt, length, streamed)])
+        self.dispatcher.act([Run(request.id, route, attempt, length, streamed)])
 
     def _route(self, kind: str, length: int) -> Route:
         one, two, three = self._chance.sample(NAMES, 3)
@@ -117,7 +117,7 @@ class Chooser:
         return Route((Segment(one, 0, first), Segment(two, first, second), Segment(three, second, None)))
 
 
-def questions(seed: int) -> list[Asked]:
+def questions(seed: int) -> list[ChoiceRequest]:
     """Half greedy, half drawn with a seed; some that may not end early, some with log probabilities."""
     chance = Random(seed)
     made = []
@@ -127,22 +127,24 @@ def questions(seed: int) -> list[Asked]:
         if place % 8 == 0:
             way = Sampling(logprobs=2)
         made.append(
-            Asked(f"q{place}", NAME, prompt, len(prompt), TOKENS, way, min_tokens=place % 3, vocab=VOCAB)
+            ChoiceRequest(
+                f"q{place}", NAME, prompt, len(prompt), TOKENS, way, min_tokens=place % 3, vocab=VOCAB
+            )
         )
     return made
 
 
 async def answers(
-    engines: Sequence[Client], kinds: Sequence[str], asked: Sequence[Asked], troubles: int = 0
+    engines: Sequence[Client], kinds: Sequence[str], asked: Sequence[ChoiceRequest], troubles: int = 0
 ) -> tuple[list[Heard], Chooser]:
     """All at once; now and then all engines are said to be gone while they stream."""
     loop = asyncio.get_running_loop()
-    calls = Calls()
+    calls = ConnectionPool()
     chooser = Chooser(engines, kinds, 5)
-    rides = chooser.rides = Rides(chooser, chooser, calls, loop.time, loop.call_later)
+    dispatcher = chooser.dispatcher = Dispatcher(chooser, chooser, calls, loop.time, loop.call_later)
     heard = [Heard() for _ in asked]
     for what, answer in zip(asked, heard, strict=True):
-        rides.begin(what, answer)
+        dispatcher.begin(what, answer)
     async with asyncio.timeout(60):
         for _ in range(troubles):
             # Somebody has some of an answer and not all of it: all engines are gone for a moment.
@@ -150,14 +152,14 @@ async def answers(
                 assert not all(each.over.is_set() for each in heard), "all were answered before"
                 await asyncio.sleep(0)
             for name in NAMES:
-                rides.gone(name)
+                dispatcher.gone(name)
             enough = sum(len(each.choices) for each in heard) + 40
             while sum(len(each.choices) for each in heard) < enough and not all(
                 each.over.is_set() for each in heard
             ):
                 await asyncio.sleep(0)
         await asyncio.gather(*(each.over.wait() for each in heard))
-    assert rides.sizes() == {"open": 0, "watched": 0, "news": 0}
+    assert dispatcher.sizes() == {"open": 0, "watched": 0, "news": 0}
     await calls.close()
     return heard, chooser
 
@@ -166,8 +168,8 @@ def test_every_route_and_every_recovery_gives_the_tokens_of_one_engine(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     # Engines are said to be gone while they stream, which is otherwise not believed.
-    monkeypatch.setattr(patience, "HEARD_S", -1.0)
-    monkeypatch.setattr(patience, "GAPS", -1.0)
+    monkeypatch.setattr(silence, "HEARD_S", -1.0)
+    monkeypatch.setattr(silence, "GAPS", -1.0)
 
     async def run() -> None:
         services = [make_service("full", max_running=2 * STREAMS) for _ in NAMES]

@@ -18,11 +18,11 @@ from engine_models import KINDS, prompt
 from face_kit import NAME, face, make_service, played, spell, tokens_in
 
 from potluck.cli.main import run
-from potluck.engine.face import app, bodies, hub, openai
-from potluck.engine.face.service import FaceLimits, Service
-from potluck.engine.model.checkpoint import Seeded, save
-from potluck.engine.model.reference import Reference
+from potluck.engine.model.checkpoint import RandomSource, save
+from potluck.engine.model.reference import ReferenceModel
 from potluck.engine.serve import serve
+from potluck.engine.server import channels, control_bodies, engine_app, openai_routes
+from potluck.engine.server.engine_service import EngineService, RequestLimits
 
 TOKENS = prompt(40)
 Handling = Callable[[web.Request], Awaitable[web.StreamResponse]]
@@ -46,7 +46,7 @@ Handling = Callable[[web.Request], Awaitable[web.StreamResponse]]
     ],
 )
 def test_odd_bodies_are_refused_in_one_line(body: bytes, caplog: pytest.LogCaptureFixture) -> None:
-    async def scene() -> None:
+    async def scenario() -> None:
         async with face(make_service("full")) as one:
             status, reply = await one.post("/v1/completions", body)
             assert status in (400, 404), reply
@@ -55,11 +55,11 @@ def test_odd_bodies_are_refused_in_one_line(body: bytes, caplog: pytest.LogCaptu
                 0
             ] == 200
 
-    played(scene)
+    played(scenario)
     assert "Traceback" not in caplog.text
 
 
-async def served(service: Service, visit: Callable[[str], Awaitable[None]]) -> None:
+async def served(service: EngineService, visit: Callable[[str], Awaitable[None]]) -> None:
     """A visit to the server as `potluck engine serve` starts it."""
     address: asyncio.Future[str] = asyncio.get_running_loop().create_future()
     serving = asyncio.create_task(serve(service, "127.0.0.1", 0, api_key=None, ready=address.set_result))
@@ -129,7 +129,7 @@ def test_a_key_is_compared_whatever_it_is_and_never_told(caplog: pytest.LogCaptu
     caplog.set_level(logging.DEBUG)
     key = "the-secret-of-this-engine"
 
-    async def scene() -> None:
+    async def scenario() -> None:
         async with face(make_service("full"), key=key) as one:
             assert (await one.segment(TOKENS, max_tokens=2))[0] == 200
             assert (await one.segment(TOKENS, max_tokens=0))[0] == 400
@@ -152,12 +152,12 @@ def test_a_key_is_compared_whatever_it_is_and_never_told(caplog: pytest.LogCaptu
                 assert b" 401 " in reply.splitlines()[0]
                 assert key.encode() not in reply
 
-    played(scene)
+    played(scenario)
     assert key not in caplog.text
 
 
 def test_the_page_needs_nothing_from_elsewhere_and_no_key() -> None:
-    async def scene() -> None:
+    async def scenario() -> None:
         async with face(make_service("full"), key="a secret") as one, one.session.get(one.url + "/") as reply:
             text = await reply.text()
             assert reply.status == 200
@@ -165,13 +165,13 @@ def test_the_page_needs_nothing_from_elsewhere_and_no_key() -> None:
             assert not re.search(r"https?://|@import|src=", text)
             assert NAME not in text
 
-    played(scene)
+    played(scenario)
 
 
 def test_a_body_that_does_not_come_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(bodies, "BODY_S", 0.1)
+    monkeypatch.setattr(control_bodies, "BODY_S", 0.1)
 
-    async def scene() -> None:
+    async def scenario() -> None:
         async with face(make_service("full")) as one:
             host, port = one.url.removeprefix("http://").split(":")
             reader, writer = await asyncio.open_connection(host, int(port))
@@ -180,7 +180,7 @@ def test_a_body_that_does_not_come_is_not_waited_for(monkeypatch: pytest.MonkeyP
             assert b" 408 " in line
             writer.close()
 
-    played(scene)
+    played(scenario)
 
 
 async def _begun(request: web.Request) -> web.StreamResponse:
@@ -211,37 +211,37 @@ def test_an_answer_that_breaks_off_is_seen_to_be_broken(
     handler: Handling, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """A second answer in the middle of the first, or a clean end, would be taken for the whole."""
-    monkeypatch.setattr(app, "STALLED_S", 0.1)
-    monkeypatch.setattr(openai, "models", handler)
+    monkeypatch.setattr(engine_app, "STALLED_S", 0.1)
+    monkeypatch.setattr(openai_routes, "models", handler)
 
-    async def scene() -> None:
-        async with face(make_service("full", FaceLimits(deadline_s=0.2))) as one:
+    async def scenario() -> None:
+        async with face(make_service("full", RequestLimits(deadline_s=0.2))) as one:
             with pytest.raises((ClientPayloadError, ServerDisconnectedError, ConnectionError)):
                 await one.get("/v1/models")
             assert (await one.get("/status"))[0] == 200
 
-    played(scene)
+    played(scenario)
     assert ("a bug" in caplog.text) == (handler is _fails)
 
 
 def test_a_handler_that_hangs_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(app, "STALLED_S", 0.1)
-    monkeypatch.setattr(openai, "models", _hangs)
+    monkeypatch.setattr(engine_app, "STALLED_S", 0.1)
+    monkeypatch.setattr(openai_routes, "models", _hangs)
 
-    async def scene() -> None:
-        async with face(make_service("full", FaceLimits(deadline_s=0.2))) as one:
+    async def scenario() -> None:
+        async with face(make_service("full", RequestLimits(deadline_s=0.2))) as one:
             status, body = await one.get("/v1/models")
             assert (status, body["error"]["code"]) == (504, "deadline")
 
-    played(scene)
+    played(scenario)
 
 
 def test_a_loop_that_hangs_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(hub, "LAST_WORD_S", 0.1)
+    monkeypatch.setattr(channels, "LAST_WORD_S", 0.1)
     go_on = threading.Event()
 
-    async def scene() -> None:
-        service = make_service("full", FaceLimits(deadline_s=0.3))
+    async def scenario() -> None:
+        service = make_service("full", RequestLimits(deadline_s=0.3))
         async with face(service) as one:
             step = service._loop.executor.step
 
@@ -258,7 +258,7 @@ def test_a_loop_that_hangs_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) ->
             await one.until_idle()
             assert tokens_in((await one.segment(TOKENS, max_tokens=2))[1])
 
-    played(scene)
+    played(scenario)
 
 
 @pytest.mark.parametrize("n", [1, 3])
@@ -273,7 +273,7 @@ def test_a_stream_that_fails_says_so_and_ends(n: int, monkeypatch: pytest.Monkey
 
     monkeypatch.setattr(web.StreamResponse, "write", slowly)
 
-    async def scene() -> None:
+    async def scenario() -> None:
         service = make_service("full")
         async with face(service) as one:
             step, calls = service._loop.executor.step, []
@@ -294,13 +294,13 @@ def test_a_stream_that_fails_says_so_and_ends(n: int, monkeypatch: pytest.Monkey
             await one.until_idle()
             assert (await one.post("/v1/completions", {**body, "stream": False}))[0] == 200
 
-    played(scene)
+    played(scenario)
 
 
 @pytest.fixture(scope="module")
 def stored(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("model") / "m"
-    save(folder, KINDS["full"], Reference(KINDS["full"], Seeded(1)).tensors())
+    save(folder, KINDS["full"], ReferenceModel(KINDS["full"], RandomSource(1)).tensors())
     return folder
 
 

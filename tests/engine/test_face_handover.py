@@ -14,17 +14,17 @@ from engine_models import prompt
 from face_kit import face, make_service, played, tokens_in
 from loop_kit import desk
 
-from potluck.engine.face.carriage import KvSettings
-from potluck.engine.face.service import FaceLimits
-from potluck.engine.memory.handover import Manifest, token_hash
-from potluck.gateway.fleet.grants import LASTS_S, granted
-from potluck.gateway.parts import Address, Endpoint
+from potluck.engine.memory.handover import KvManifest, token_hash
+from potluck.engine.server.engine_service import RequestLimits
+from potluck.engine.server.kv_connector import KvSettings
+from potluck.gateway.interfaces import Address, Endpoint
+from potluck.gateway.registry.link_grants import LASTS_S, granted
 from potluck.kv.handles import bound_to, new_handle
-from potluck.kv.send.outbox import Outbox
-from potluck.kv.send.stream import OutboxLimits
+from potluck.kv.send.kv_sender import KvSender
+from potluck.kv.send.send_connection import SenderLimits
 
 TOKENS, OUTPUT = prompt(90), 10
-QUICK = FaceLimits(handover_s=2.0, attach_s=0.3, lease_s=0.3, deadline_s=20.0)
+QUICK = RequestLimits(handover_s=2.0, attach_s=0.3, lease_s=0.3, deadline_s=20.0)
 
 
 @pytest.fixture(scope="module")
@@ -33,8 +33,8 @@ def expected() -> list[int]:
 
 
 def test_a_handle_is_good_for_one_request_only() -> None:
-    async def scene() -> None:
-        async with face(make_service(limits=FaceLimits(attach_s=0.3))) as one, face(make_service()) as two:
+    async def scenario() -> None:
+        async with face(make_service(limits=RequestLimits(attach_s=0.3))) as one, face(make_service()) as two:
             handle = new_handle()
             segment = asyncio.create_task(one.segment(TOKENS, stop=50, handle=handle))
             source = {"kv": one.kv, "handle": handle}
@@ -52,7 +52,7 @@ def test_a_handle_is_good_for_one_request_only() -> None:
             assert (await segment)[1][-1]["ended"] == "handed_on"
             assert (await two.segment(TOKENS, **right))[0] == 424
 
-    played(scene)
+    played(scenario)
 
 
 def fetching() -> int:
@@ -63,7 +63,7 @@ def fetching() -> int:
 def test_who_leaves_stops_its_hand_over(sends: bool) -> None:
     """A receiver whose cache never comes, or a sender whose receiver is there already: nobody waits for them."""
 
-    async def scene() -> None:
+    async def scenario() -> None:
         async with face(make_service()) as one, face(make_service()) as two:
             handle = new_handle()
             source = {"kv": one.kv, "handle": handle}
@@ -85,11 +85,11 @@ def test_who_leaves_stops_its_hand_over(sends: bool) -> None:
                 await asyncio.sleep(0.01)
             assert not fetching()
 
-    played(scene)
+    played(scenario)
 
 
 def test_status_says_where_caches_are_and_how_links_fare() -> None:
-    async def scene() -> None:
+    async def scenario() -> None:
         async with face(make_service(prefix_cache_bytes=0)) as one, face(make_service()) as two:
             source = {"kv": one.kv, "handle": new_handle()}
             await asyncio.gather(
@@ -103,11 +103,11 @@ def test_status_says_where_caches_are_and_how_links_fare() -> None:
             assert out["peer"] == "127.0.0.1"
             assert back["peer"] == one.kv
 
-    played(scene)
+    played(scenario)
 
 
 def test_an_engine_keeps_to_what_it_is_granted() -> None:
-    async def scene() -> None:
+    async def scenario() -> None:
         async with face(make_service("full", limits=QUICK)) as one:
             grant = {"link": "a->b", "peers": ["10.0.0.5", "0:0::1"], "bytes_per_s": 1e9}
             status, told = await one.put("/grants", {"grants": [grant], "lasts_s": 30})
@@ -132,11 +132,11 @@ def test_an_engine_keeps_to_what_it_is_granted() -> None:
             assert (status, told["grants"]) == (200, [{**grant, "peers": ["10.0.0.5"], "bytes_per_s": 9e8}])
             assert (await one.put("/grants", {"grants": [], "lasts_s": 30}))[1] == {"grants": []}
 
-    played(scene)
+    played(scenario)
 
 
 def test_a_cache_is_only_fetched_from_peers_and_nobody_learns_who_listens() -> None:
-    async def scene() -> None:
+    async def scenario() -> None:
         service = make_service("full", limits=QUICK, kv=KvSettings(fleet=(("10.9.9.9", 1234),)))
         async with face(service) as one:
 
@@ -191,10 +191,10 @@ def test_a_cache_is_only_fetched_from_peers_and_nobody_learns_who_listens() -> N
             assert (await one.get("/peers"))[1]["peers"] == []
             await one.until_idle()
 
-    played(scene)
+    played(scenario)
 
 
-def wrong_sender(damage: str, handle: str) -> tuple[Outbox, str]:
+def wrong_sender(damage: str, handle: str) -> tuple[KvSender, str]:
     """A sender that is wrong in one way."""
     other = desk("hybrid" if damage != "shape" else "window")
     key = other.submit(TOKENS, stop=50)
@@ -204,22 +204,22 @@ def wrong_sender(damage: str, handle: str) -> tuple[Outbox, str]:
     fingerprint = desk("hybrid").executor.fingerprint
     bound = bound_to("r", fingerprint, about.token_hash)
     said = {
-        "model": Manifest("0" * 32, 0, 50, about.token_hash),
-        "hash": Manifest(fingerprint, 0, 50, token_hash(TOKENS[1:51])),
-    }.get(damage, Manifest(fingerprint, 0, 50, about.token_hash))
+        "model": KvManifest("0" * 32, 0, 50, about.token_hash),
+        "hash": KvManifest(fingerprint, 0, 50, token_hash(TOKENS[1:51])),
+    }.get(damage, KvManifest(fingerprint, 0, 50, about.token_hash))
 
-    def opened(have: int) -> Manifest:
+    def opened(have: int) -> KvManifest:
         if damage == "refusal":
             raise ValueError("no")
         return said
 
-    outbox = Outbox(limits=OutboxLimits(attach_s=0.3))
+    sender = KvSender(limits=SenderLimits(attach_s=0.3))
     if damage != "unknown":
-        shipment = outbox.offer(handle, bound, opened, 10.0)
+        transfer = sender.offer(handle, bound, opened, 10.0)
         for parcel in parcels[damage == "missing" :]:
-            shipment.put(parcel)
-        shipment.finish()
-    return outbox, f"127.0.0.1:{outbox.address[1]}"
+            transfer.put(parcel)
+        transfer.finish()
+    return sender, f"127.0.0.1:{sender.address[1]}"
 
 
 @contextmanager
@@ -248,7 +248,7 @@ STATUS = {"refusal": 424, "unknown": 424, "nobody": 502, "cut": 502}
     "damage", ["model", "hash", "shape", "missing", "noise", "cut", "refusal", "unknown", "nobody"]
 )
 def test_a_damaged_hand_over_is_refused_and_the_engine_lives_on(damage: str, expected: list[int]) -> None:
-    async def scene(kv: str, handle: str) -> None:
+    async def scenario(kv: str, handle: str) -> None:
         async with face(make_service(limits=QUICK, prefix_cache_bytes=0)) as one:
             source = {"kv": kv, "handle": handle}
             status, body = await one.segment(TOKENS, start=50, max_tokens=OUTPUT, source=source)
@@ -261,18 +261,18 @@ def test_a_damaged_hand_over_is_refused_and_the_engine_lives_on(damage: str, exp
     handle = new_handle()
     if damage in ("noise", "cut"):
         with rude(b"not a cache at all, but some text" if damage == "noise" else b"") as kv:
-            played(lambda: scene(kv, handle))
+            played(lambda: scenario(kv, handle))
         return
-    outbox, kv = wrong_sender(damage, handle)
+    sender, kv = wrong_sender(damage, handle)
     if damage == "nobody":
-        outbox.close()
-    played(lambda: scene(kv, handle))
-    outbox.close()
+        sender.close()
+    played(lambda: scenario(kv, handle))
+    sender.close()
 
 
 @pytest.mark.parametrize("codec", ["int8", "int4"])
 def test_a_cache_may_cross_in_fewer_bits_and_never_becomes_a_prefix(codec: str, expected: list[int]) -> None:
-    async def scene() -> None:
+    async def scenario() -> None:
         async with face(make_service()) as one, face(make_service()) as two:
             for sent in (codec, "raw"):
                 handle = new_handle()
@@ -294,14 +294,14 @@ def test_a_cache_may_cross_in_fewer_bits_and_never_becomes_a_prefix(codec: str, 
             status, _ = await one.segment(TOKENS, stop=70, codec="int3")
             assert status == 400
 
-    played(scene)
+    played(scenario)
 
 
 @pytest.mark.parametrize(("second", "status"), [("raw", 424), ("int8", 200)])
 def test_what_came_in_fewer_bits_goes_on_only_as_such(second: str, status: int) -> None:
     """Else the third engine would take it for exact, and give it to others."""
 
-    async def scene() -> None:
+    async def scenario() -> None:
         async with face(make_service()) as one, face(make_service()) as two, face(make_service()) as three:
             first, then = new_handle(), new_handle()
             answers = await asyncio.gather(
@@ -324,4 +324,4 @@ def test_what_came_in_fewer_bits_goes_on_only_as_such(second: str, status: int) 
             _, lines = await three.segment(TOKENS, max_tokens=1)
             assert lines[-1]["cached_tokens"] == 0
 
-    played(scene)
+    played(scenario)

@@ -12,17 +12,17 @@ from loop_kit import Desk
 from pipeline_workers import HYBRID, PLAIN, SECRET, SEED, placed, standing
 
 from potluck.engine.compute.executor import Executor
-from potluck.engine.compute.local import LocalExecutor
-from potluck.engine.compute.runner import Runner, Size
-from potluck.engine.face.service import Service
-from potluck.engine.model.checkpoint import Seeded
-from potluck.engine.model.config import Config
-from potluck.engine.pipeline.driver import PipelineExecutor
+from potluck.engine.compute.local_executor import LocalExecutor
+from potluck.engine.compute.runner import Runner, RunnerSize
+from potluck.engine.model.checkpoint import RandomSource
+from potluck.engine.model.config import EngineModelConfig
 from potluck.engine.pipeline.launch import launch
-from potluck.engine.serve import Settings, service_of
+from potluck.engine.pipeline.pipeline_executor import PipelineExecutor
+from potluck.engine.serve import EngineSettings, service_of
+from potluck.engine.server.engine_service import EngineService
 from potluck.kv.handles import new_handle
 
-SIZE = Size(26, 600, 512, 256)
+SIZE = RunnerSize(26, 600, 512, 256)
 LENGTHS = (1, 5, 40, 77, 130)
 OUTPUT = 7
 ASKS = [prompt(length, seed) for seed, length in enumerate(LENGTHS)]
@@ -43,7 +43,7 @@ def expected() -> dict[str, list[list[int]]]:
 
 
 def joined(
-    config: Config, stages: str, workers: list[tuple[str, int]], returns: bool = True
+    config: EngineModelConfig, stages: str, workers: list[tuple[str, int]], returns: bool = True
 ) -> PipelineExecutor:
     return launch(
         config,
@@ -57,8 +57,8 @@ def joined(
     )
 
 
-def serving(executor: Executor, **fields: Any) -> Service:
-    settings = Settings(max_running=18, chunk_tokens=48, **{"prefix_cache_bytes": 0, **fields})
+def serving(executor: Executor, **fields: Any) -> EngineService:
+    settings = EngineSettings(max_running=18, chunk_tokens=48, **{"prefix_cache_bytes": 0, **fields})
     return service_of(executor, settings, name=NAME, text=letters(), kv=TRIAL)
 
 
@@ -73,14 +73,14 @@ def test_a_pipeline_answers_as_one_process_does(
     stages: str, workers: list[tuple[str, int]], expected: dict[str, list[list[int]]]
 ) -> None:
     """17 at once, in as many lanes as there are stages; then cut in two, into the pipeline and out of it."""
-    alone = LocalExecutor(Runner(HYBRID, Seeded(SEED), SIZE), SIZE)
+    alone = LocalExecutor(Runner(HYBRID, RandomSource(SEED), SIZE), SIZE)
 
-    async def scene() -> None:
+    async def scenario() -> None:
         executor = joined(HYBRID, stages, workers)
-        executor.lanes = len(stages.split(","))  # more than there is something to gain from
+        executor.microbatches = len(stages.split(","))  # more than there is something to gain from
         pipe = serving(executor, prefix_cache_bytes=300_000)
         async with face(pipe) as many, face(serving(alone)) as single:
-            assert len(pipe._loop.lanes.all) == executor.lanes
+            assert len(pipe._loop.microbatches.all) == executor.microbatches
             order = [place % len(ASKS) for place in range(17)]
             found = await asyncio.gather(*(asked(many, place) for place in order))
             assert found == [expected["hybrid"][place] for place in order]
@@ -101,7 +101,7 @@ def test_a_pipeline_answers_as_one_process_does(
             _, status = await many.get("/status")
             assert (status["state"], status["notes"]["pipeline_workers_lost"]) == ("ready", 0)
 
-    played(scene)
+    played(scenario)
 
 
 def test_a_pipeline_goes_on_with_the_workers_that_are_left(
@@ -110,7 +110,7 @@ def test_a_pipeline_goes_on_with_the_workers_that_are_left(
     executor = joined(PLAIN, "1,2x2", workers, returns=False)
     second = executor._stages[1]
 
-    async def scene() -> None:
+    async def scenario() -> None:
         async with face(serving(executor)) as one:
             running = [
                 asyncio.create_task(one.segment(ASKS[2], max_tokens=300, ignore_eos=True)) for _ in range(6)
@@ -142,14 +142,14 @@ def test_a_pipeline_goes_on_with_the_workers_that_are_left(
             assert (await one.get("/status"))[1]["state"] == "failed"
             await one.until_idle()
 
-    played(scene)
+    played(scenario)
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_role_change_in_the_middle_changes_no_token(kind: str) -> None:
     tokens = prompt(90)
 
-    async def scene() -> None:
+    async def scenario() -> None:
         async with face(make_service(kind)) as one:
             _, lines = await one.segment(tokens, max_tokens=60, ignore_eos=True)
             body = {"request": "r", "model": NAME, "tokens": tokens, "max_tokens": 60, "ignore_eos": True}
@@ -164,4 +164,4 @@ def test_a_role_change_in_the_middle_changes_no_token(kind: str) -> None:
             assert tokens_in(again) == tokens_in(lines)
             assert [f'{{"token":{token}}}' for token in tokens_in(lines)[1:]] == text.splitlines()[:-1]
 
-    played(scene)
+    played(scenario)

@@ -12,15 +12,15 @@ from face_kit import NAME, TRIAL, Client, face, make_service, played, tokens_in
 from test_feed import read
 
 from potluck.core.replica.block_values import block_hashes
-from potluck.core.routing.index import GlobalIndex
-from potluck.engine.face.carriage import KvSettings
-from potluck.engine.face.service import FaceLimits
+from potluck.core.routing.prefix_index import PrefixIndex
+from potluck.engine.server.engine_service import RequestLimits
+from potluck.engine.server.kv_connector import KvSettings
 from potluck.kv.handles import new_handle
-from potluck.kv.send.stream import OutboxLimits
+from potluck.kv.send.send_connection import SenderLimits
 
 TOKENS, OUTPUT = prompt(90), 8
-PATIENT = FaceLimits(handover_s=3.0, attach_s=0.1)
-QUICK = FaceLimits(handover_s=3.0, attach_s=0.2, lease_s=0.5)
+PATIENT = RequestLimits(handover_s=3.0, attach_s=0.1)
+QUICK = RequestLimits(handover_s=3.0, attach_s=0.2, lease_s=0.5)
 
 
 def names(engine: Client, tokens: list[int], salt: str = "") -> list[str]:
@@ -42,12 +42,12 @@ async def nothing_left(*engines: Client) -> None:
     for engine in engines:
         await engine.until_idle()
         for _ in range(300):
-            outbox = engine.service.carriage._outbox  # type: ignore[union-attr]
-            if not (engine.service.lent or engine.service.fetching or outbox.shipments or outbox.held_bytes):
+            sender = engine.service.kv_connector._outbox  # type: ignore[union-attr]
+            if not (engine.service.lent or engine.service.fetching or sender.transfers or sender.held_bytes):
                 break
             await asyncio.sleep(0.01)
         assert (engine.service.lent, engine.service.fetching) == (0, 0)
-        assert (outbox.shipments, outbox.held_bytes) == (0, 0)
+        assert (sender.transfers, sender.held_bytes) == (0, 0)
 
 
 NAMED = ["full-fancy", "hybrid", "latent", "long-window"]
@@ -56,7 +56,7 @@ NAMED = ["full-fancy", "hybrid", "latent", "long-window"]
 
 @pytest.mark.parametrize("kind", NAMED)
 def test_after_a_move_the_target_answers_from_it_and_says_the_same(kind: str) -> None:
-    async def scene() -> None:
+    async def scenario() -> None:
         async with face(make_service(kind)) as one, face(make_service(kind)) as two:
             _, lines = await one.segment(TOKENS, max_tokens=OUTPUT, salt="acme")
             expected = tokens_in(lines)
@@ -74,7 +74,7 @@ def test_after_a_move_the_target_answers_from_it_and_says_the_same(kind: str) ->
             assert answer[-1]["cached_tokens"] == loan["tokens"]
             _, other = await two.segment(TOKENS, max_tokens=OUTPUT)
             assert (tokens_in(other), other[-1]["cached_tokens"]) == (expected, 0)
-            index = GlobalIndex()
+            index = PrefixIndex()
             for report in read((await two.get("/cache"))[1], "two"):
                 index.apply(report, "here")
             exact = await two.service.hub.ask(lambda loop, _: loop.prefixes.exact)
@@ -87,11 +87,11 @@ def test_after_a_move_the_target_answers_from_it_and_says_the_same(kind: str) ->
             assert (await fetched(two, wanted, loan))[1]["tokens"] == moved["tokens"]
             await nothing_left(one, two)
 
-    played(scene)
+    played(scenario)
 
 
 def test_only_what_the_target_lacks_crosses() -> None:
-    async def scene() -> None:
+    async def scenario() -> None:
         async with face(make_service("full")) as one, face(make_service("full")) as two:
             expected = tokens_in((await one.segment(TOKENS, max_tokens=OUTPUT))[1])
             await two.segment(TOKENS[:35], max_tokens=1)
@@ -106,11 +106,11 @@ def test_only_what_the_target_lacks_crosses() -> None:
             assert (tokens_in(lines), lines[-1]["cached_tokens"]) == (expected, 80)
             await nothing_left(one, two)
 
-    played(scene)
+    played(scenario)
 
 
 def test_loans_are_for_those_who_know_the_handle_the_request_and_the_blocks() -> None:
-    async def scene() -> None:
+    async def scenario() -> None:
         async with (
             face(make_service("full", limits=PATIENT)) as one,
             face(make_service("full", limits=PATIENT)) as two,
@@ -131,12 +131,12 @@ def test_loans_are_for_those_who_know_the_handle_the_request_and_the_blocks() ->
             assert (await fetched(two, blocks, loan))[0] == 200
             await nothing_left(one, two)
 
-    played(scene)
+    played(scenario)
 
 
 def test_bad_asks_are_refused_with_a_line() -> None:
-    async def scene() -> None:
-        limits = FaceLimits(prefix_moves=1, lease_s=0.4)
+    async def scenario() -> None:
+        limits = RequestLimits(prefix_moves=1, lease_s=0.4)
         stranger = make_service("full", kv=KvSettings())
         async with face(make_service("full", limits=limits)) as one, face(stranger) as two:
             await one.segment(TOKENS, max_tokens=1)
@@ -171,11 +171,11 @@ def test_bad_asks_are_refused_with_a_line() -> None:
             assert (await lent(none, blocks))[0] == 404
             assert (await fetched(none, blocks, loan))[1]["error"]["code"] == "no_cache"
 
-    played(scene)
+    played(scenario)
 
 
 def test_what_went_before_it_was_fetched_is_said_and_changes_nothing() -> None:
-    async def scene() -> None:
+    async def scenario() -> None:
         async with (
             face(make_service("full", limits=QUICK)) as one,
             face(make_service("full", limits=QUICK)) as two,
@@ -197,13 +197,13 @@ def test_what_went_before_it_was_fetched_is_said_and_changes_nothing() -> None:
             assert (await two.get("/cache"))[1]["reports"][0]["added"] == []
             await nothing_left(one, two)
 
-    played(scene)
+    played(scenario)
 
 
 @pytest.mark.parametrize("who", ["source", "target"])
 def test_nothing_is_left_when_either_dies(who: str) -> None:
-    async def scene() -> None:
-        slow = KvSettings(fleet=TRIAL.fleet, outbox=OutboxLimits(lease_s=0.3))
+    async def scenario() -> None:
+        slow = KvSettings(fleet=TRIAL.fleet, sender=SenderLimits(lease_s=0.3))
         one, two = make_service("full", limits=QUICK, kv=slow), make_service("full", limits=QUICK)
         async with face(one) as source, face(two) as target:
             await source.segment(TOKENS, max_tokens=1)
@@ -215,7 +215,7 @@ def test_nothing_is_left_when_either_dies(who: str) -> None:
                 held.set()
                 return time.monotonic() + 30
 
-            one.freight.due_s = due_s  # type: ignore[method-assign]
+            one.kv_transfer.due_s = due_s  # type: ignore[method-assign]
             fetching = asyncio.create_task(fetched(target, blocks, loan))
             async with asyncio.timeout(120):
                 await held.wait()
@@ -231,4 +231,4 @@ def test_nothing_is_left_when_either_dies(who: str) -> None:
                 await nothing_left(source)
             assert (await target.get("/cache"))[1]["reports"][0]["added"] == []
 
-    played(scene)
+    played(scenario)

@@ -19,12 +19,12 @@ from face_kit import NAME, Client, face, letters, make_service, played, tokens_i
 from loop_kit import desk
 
 from potluck.cli.main import run
-from potluck.cli.serving.engine.command import serve
-from potluck.cli.serving.engine.doorstep import api_key
+from potluck.cli.serving.engine.engine_command import serve
+from potluck.cli.serving.engine.listening import api_key
 from potluck.core.errors import InputError
-from potluck.engine.model.checkpoint import Seeded, save
+from potluck.engine.model.checkpoint import RandomSource, save
 from potluck.engine.model.config import write_config
-from potluck.engine.model.reference import Reference
+from potluck.engine.model.reference import ReferenceModel
 from potluck.kv.handles import new_handle
 
 TOKENS, OUTPUT = prompt(90), 10
@@ -51,7 +51,7 @@ def address(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
 def test_a_request_crosses_between_two_processes_both_ways(address: str) -> None:
     expected = desk("hybrid").answer(TOKENS, OUTPUT)
 
-    async def scene() -> None:
+    async def scenario() -> None:
         async with face(make_service(prefix_cache_bytes=0)) as here, ClientSession() as session:
             there = Client(here.service, session, address, None)
             there.kv = (await there.get("/status"))[1]["kv"]
@@ -83,14 +83,14 @@ def test_a_request_crosses_between_two_processes_both_ways(address: str) -> None
             assert (status["running"], status["waiting"]) == (0, 0)
             assert status["free_blocks"] == status["total_blocks"]
 
-    played(scene)
+    played(scenario)
 
 
 @pytest.fixture
 def stored(tmp_path: Path) -> Path:
     """A whole model in files."""
     config = KINDS["full"]
-    save(tmp_path / "m", config, Reference(config, Seeded(1)).tensors())
+    save(tmp_path / "m", config, ReferenceModel(config, RandomSource(1)).tensors())
     return tmp_path / "m"
 
 

@@ -12,15 +12,15 @@ from engine_models import prompt
 from face_kit import TRIAL, Client, face, make_service, played
 from loop_kit import desk
 
-from potluck.engine.face.service import FaceLimits
 from potluck.engine.memory.handover import token_hash
+from potluck.engine.server.engine_service import RequestLimits
 from potluck.kv.handles import bound_to, new_handle, new_session
-from potluck.kv.send.stream import OutboxLimits
-from potluck.kv.wire.frames import Chunk, FrameReader, Hello, Opening, frame
+from potluck.kv.send.send_connection import SenderLimits
+from potluck.kv.wire.frames import ChunkPiece, FrameReader, Hello, TransferOpening, frame
 
 TOKENS = prompt(90)
-QUICK = FaceLimits(handover_s=5.0, attach_s=0.3, lease_s=0.3, deadline_s=20.0)
-KV = replace(TRIAL, outbox=OutboxLimits(lease_s=0.3, beat_s=0.1))
+QUICK = RequestLimits(handover_s=5.0, attach_s=0.3, lease_s=0.3, deadline_s=20.0)
+KV = replace(TRIAL, sender=SenderLimits(lease_s=0.3, beat_s=0.1))
 
 
 def greeted(engine: Client, handle: str, stop: int) -> socket.socket:
@@ -51,9 +51,9 @@ async def _died(engine: Client, after: type | None) -> list[dict[str, Any]]:
     return lines  # type: ignore[no-any-return]
 
 
-@pytest.mark.parametrize("after", [Opening, Chunk])
+@pytest.mark.parametrize("after", [TransferOpening, ChunkPiece])
 def test_a_receiver_that_dies_is_told_of_to_whoever_asked(after: type) -> None:
-    async def scene() -> None:
+    async def scenario() -> None:
         async with face(make_service(limits=QUICK, kv=KV)) as one:
             lines = await _died(one, after)
             assert (lines[-1]["ended"], lines[-1]["code"]) == ("error", "receiver_gone")
@@ -61,20 +61,20 @@ def test_a_receiver_that_dies_is_told_of_to_whoever_asked(after: type) -> None:
             assert lines[-1]["prompt_tokens"] == len(TOKENS)
             await one.until_idle()
 
-    played(scene)
+    played(scenario)
 
 
 def test_nothing_is_computed_for_a_receiver_that_is_gone() -> None:
     """It dies while the prompt still waits for its turn: the poster hears of it before that comes."""
 
-    async def scene() -> None:
+    async def scenario() -> None:
         async with face(make_service(limits=QUICK, kv=KV, max_running=1)) as one:
             others = [
                 asyncio.create_task(one.segment(TOKENS, max_tokens=400, ignore_eos=True)) for _ in range(3)
             ]
             while not (await one.get("/status"))[1]["waiting"]:
                 await asyncio.sleep(0.01)
-            lines = await _died(one, Opening)
+            lines = await _died(one, TransferOpening)
             assert (lines[-1]["ended"], lines[-1]["code"]) == ("error", "receiver_gone")
             assert not any("computed" in line for line in lines)
             for other in others:
@@ -82,23 +82,23 @@ def test_nothing_is_computed_for_a_receiver_that_is_gone() -> None:
             await asyncio.gather(*others, return_exceptions=True)
             await one.until_idle()
 
-    played(scene)
+    played(scenario)
 
 
 def test_a_cache_that_nobody_comes_for_is_told_of_too() -> None:
-    async def scene() -> None:
+    async def scenario() -> None:
         async with face(make_service(limits=QUICK, kv=KV)) as one:
             _, lines = await one.segment(TOKENS, stop=50)
             assert (lines[-1]["ended"], lines[-1]["code"]) == ("error", "not_fetched")
             assert [next(iter(line)) for line in lines] == ["handle", "computed", "ended"]
 
-    played(scene)
+    played(scenario)
 
 
 def test_a_receiver_that_fails_is_told_of_and_one_that_does_not_is_not() -> None:
     expected = desk("hybrid").answer(TOKENS, 3)
 
-    async def scene() -> None:
+    async def scenario() -> None:
         async with (
             face(make_service(limits=QUICK, kv=KV)) as one,
             face(make_service(kind="window", limits=QUICK)) as other,
@@ -119,4 +119,4 @@ def test_a_receiver_that_fails_is_told_of_and_one_that_does_not_is_not() -> None
                     assert status == 424
                     assert sent[-1]["code"] == "not_fetched"
 
-    played(scene)
+    played(scenario)

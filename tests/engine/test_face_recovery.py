@@ -30,7 +30,7 @@ def drawn(lines: list[dict[str, Any]]) -> list[dict[str, Any]]:
     ],
 )
 def test_what_follows_is_what_would_have_followed(kind: str, way: dict[str, Any]) -> None:
-    async def scene() -> None:
+    async def scenario() -> None:
         async with face(make_service(kind)) as one, face(make_service(kind, prefix_cache_bytes=0)) as two:
 
             def rest(k: int, so_far: list[int]) -> dict[str, Any]:
@@ -58,4 +58,4 @@ def test_what_follows_is_what_would_have_followed(kind: str, way: dict[str, Any]
             )
             assert drawn(again) == whole[6:]
 
-    played(scene)
+    played(scenario)

@@ -15,7 +15,7 @@ TOKENS = prompt(70)
 
 @pytest.mark.parametrize("kind", ["full-fancy", "hybrid"])
 def test_same_tokens_share_under_the_same_salt_alone(kind: str) -> None:
-    async def scene() -> None:
+    async def scenario() -> None:
         service = make_service(kind)
         async with face(service) as one:
 
@@ -54,4 +54,4 @@ def test_same_tokens_share_under_the_same_salt_alone(kind: str) -> None:
             assert status == 400
             assert "salt: must have at most 200" in body["error"]["message"]
 
-    played(scene)
+    played(scenario)

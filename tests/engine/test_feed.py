@@ -9,16 +9,16 @@ import pytest
 from face_kit import face, make_service, played, tokens_in
 from loop_kit import prompt
 
-from potluck.core.brain.events import Cached
 from potluck.core.replica.block_values import block_hashes
-from potluck.core.routing.index import GlobalIndex
-from potluck.kv.store import feed as feeds
+from potluck.core.routing.prefix_index import PrefixIndex
+from potluck.core.state.events import CacheReported
+from potluck.kv.store import cache_feed as feeds
 
 
-def read(answer: dict[str, Any], replica: str) -> list[Cached]:
+def read(answer: dict[str, Any], replica: str) -> list[CacheReported]:
     """As a gateway reads it."""
     return [
-        Cached(
+        CacheReported(
             replica,
             report["sequence"],
             *(
@@ -36,8 +36,8 @@ def read(answer: dict[str, Any], replica: str) -> list[Cached]:
 def test_an_index_follows_an_engine_s_cache(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(feeds, "MOST_REPORTS", 2)
 
-    async def scene() -> None:
-        index, quick, seen = GlobalIndex(), GlobalIndex(), 0
+    async def scenario() -> None:
+        index, quick, seen = PrefixIndex(), PrefixIndex(), 0
         service = make_service(kind)
         async with face(service) as engine:
             for number in range(5):
@@ -64,17 +64,17 @@ def test_an_index_follows_an_engine_s_cache(kind: str, monkeypatch: pytest.Monke
                 status, _ = await engine.get(f"/cache{query}")
                 assert status == 400
 
-    played(scene)
+    played(scenario)
 
 
 def test_prefixes_survive_in_files(tmp_path: Path) -> None:
-    async def scene(expected: int) -> None:
+    async def scenario(expected: int) -> None:
         service = make_service("full", prefix_cache_dir=tmp_path)
         async with face(service) as engine:
             await engine.segment(prompt(20), max_tokens=1)
             _, lines = await engine.segment(prompt(90), max_tokens=2)
             assert lines[-1]["cached_tokens"] >= expected
 
-    played(lambda: scene(0))
+    played(lambda: scenario(0))
     assert any(path.is_file() for path in tmp_path.rglob("*"))
-    played(lambda: scene(64))
+    played(lambda: scenario(64))

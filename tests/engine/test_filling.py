@@ -11,8 +11,8 @@ import torch
 from engine_models import KINDS, opened, prompt, run, runner
 from torch import Tensor
 
-from potluck.engine.numbers import filling, matrix
-from potluck.engine.numbers.filling import (
+from potluck.engine.numbers import matrix, row_padding
+from potluck.engine.numbers.row_padding import (
     FILLINGS,
     PLAIN,
     Exactness,
@@ -51,11 +51,11 @@ def library(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[Odd], None]]:
         monkeypatch.setattr(torch, "mm", product)
         monkeypatch.setattr(torch, "addmm", lambda added, x, weight: product(x, weight) + added)
 
-    filling._found.cache_clear()
+    row_padding._found.cache_clear()
     yield take
     monkeypatch.setattr(torch, "mm", mm)
     monkeypatch.setattr(torch, "addmm", addmm)
-    filling._found.cache_clear()
+    row_padding._found.cache_clear()
 
 
 def _rows(mm: Callable[[Tensor, Tensor], Tensor], x: Tensor, weight: Tensor) -> Tensor:
@@ -80,10 +80,10 @@ def _rows(mm: Callable[[Tensor, Tensor], Tensor], x: Tensor, weight: Tensor) -> 
 def test_the_cheapest_way_that_holds_is_taken(
     library: Callable[[Odd], None],
     odd: Odd,
-    expected: filling.Filling | None,
+    expected: row_padding.RowPadding | None,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(filling, "SHAPES", ((64, 20), (20, 30)))
+    monkeypatch.setattr(row_padding, "SHAPES", ((64, 20), (20, 30)))
     library(odd)
     assert filling_for(torch.float32) == expected
     assert exactness(CPU, torch.float32) == Exactness(expected is not None, (expected or PLAIN).name)
@@ -91,14 +91,14 @@ def test_the_cheapest_way_that_holds_is_taken(
     if expected in (PLAIN, None):
         assert isinstance(made, Tensor)
     else:
-        assert isinstance(made, matrix.Filled)
+        assert isinstance(made, matrix.PaddedMatrix)
         assert made.filling == expected
 
 
 def test_a_model_is_exact_with_a_library_that_treats_single_rows_apart(
     library: Callable[[Odd], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(filling, "SHAPES", ((64, 20),))
+    monkeypatch.setattr(row_padding, "SHAPES", ((64, 20),))
     library(lambda rows: rows == 1)
     engine, tokens = runner(KINDS["full-fancy"]), prompt(20)
     assert engine.exact == Exactness(True, "pairs")
@@ -108,9 +108,9 @@ def test_a_model_is_exact_with_a_library_that_treats_single_rows_apart(
 
 @pytest.mark.parametrize("way", FILLINGS, ids=lambda way: way.name)
 @pytest.mark.parametrize("rows", [1, 2, 15, 16, 17])
-def test_rows_that_are_added_change_nothing(way: filling.Filling, rows: int) -> None:
+def test_rows_that_are_added_change_nothing(way: row_padding.RowPadding, rows: int) -> None:
     x, weight, bias, added = (torch.randn(*shape) for shape in ((rows, 24), (24, 40), (40,), (rows, 40)))
-    made = matrix.Filled(weight, way)
+    made = matrix.PaddedMatrix(weight, way)
     torch.testing.assert_close(matrix.product(x, made), x @ weight)
     torch.testing.assert_close(matrix.product(x, made, bias), x @ weight + bias)
     torch.testing.assert_close(matrix.add_product(added, x, made), x @ weight + added)

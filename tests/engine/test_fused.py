@@ -10,9 +10,9 @@ from engine_models import opened, prompt, run, same
 from hugging_face_models import load, make
 
 from potluck.core.errors import FormatError, InputError
-from potluck.engine.compute.runner import Runner, Size, Work
-from potluck.engine.memory.handover import Arrival, manifest, pack
-from potluck.engine.model.checkpoint import Files
+from potluck.engine.compute.runner import Runner, RunnerSize, SequenceWork
+from potluck.engine.memory.handover import IncomingHandover, manifest, pack
+from potluck.engine.model.checkpoint import SafetensorsSource
 
 
 @pytest.fixture(scope="module")
@@ -42,29 +42,30 @@ def test_a_cache_is_handed_on_at_any_cut(folder: Path) -> None:
     expected = run(receiver, opened(receiver, 40), tokens, [40])[-1:]
     for cut in (1, 16, 33, 39):
         source, row = opened(sender, 40), receiver.tables.open()
-        sender.step([Work(source, 0, tokens[:cut], "none")])
-        arrival = Arrival(receiver, row, manifest(sender, tokens, 0, cut), tokens)
+        sender.step([SequenceWork(source, 0, tokens[:cut], "none")])
+        arrival = IncomingHandover(receiver, row, manifest(sender, tokens, 0, cut), tokens)
         for layer in range(3):
             for parcel in pack(sender, source, layer, 0, cut):
                 arrival.accept(parcel)
         arrival.finish()
         receiver.tables.grow(row, 40)
-        assert same(receiver.step([Work(row, cut, tokens[cut:])]), expected), cut
+        assert same(receiver.step([SequenceWork(row, cut, tokens[cut:])]), expected), cut
         sender.tables.close(source)
         receiver.tables.close(row)
 
 
 def test_stages_take_their_own_parts(folder: Path) -> None:
     config, whole = load(folder, max_tokens=64)
-    size = Size(rows=2, blocks=16, max_tokens=64)
+    size = RunnerSize(rows=2, blocks=16, max_tokens=64)
     first, last = (
-        Runner(config, Files(folder), size, first=begin, last=end) for begin, end in ((0, 2), (2, 3))
+        Runner(config, SafetensorsSource(folder), size, first=begin, last=end)
+        for begin, end in ((0, 2), (2, 3))
     )
     tokens = tokens_of(30)
     expected = run(whole, opened(whole, 30), tokens, [30])
     rows = [opened(each, 30) for each in (first, last)]
-    states = first.step([Work(rows[0], 0, tokens, "all")])
-    assert same(last.step([Work(rows[1], 0, tokens, "all")], states), expected)
+    states = first.step([SequenceWork(rows[0], 0, tokens, "all")])
+    assert same(last.step([SequenceWork(rows[1], 0, tokens, "all")], states), expected)
 
 
 def test_the_context_ends_where_positions_would_turn_otherwise(folder: Path, tmp_path: Path) -> None:

@@ -10,14 +10,14 @@ import pytest
 from engine_models import KINDS, VOCAB
 from face_kit import NAME, face, letters, played
 
-from potluck.api.generation import NEUTRAL, Generation, read_generation
-from potluck.cli.serving.engine.command import generation_of
+from potluck.api.generation_config import NEUTRAL, GenerationConfig, read_generation
+from potluck.cli.serving.engine.engine_command import generation_of
 from potluck.core.errors import InputError, PotluckError
 from potluck.core.values.sampling import SamplingDefaults
-from potluck.engine.face.service import Service
-from potluck.engine.model.checkpoint import Seeded, save
-from potluck.engine.model.reference import Reference
-from potluck.engine.serve import Settings, assemble
+from potluck.engine.model.checkpoint import RandomSource, save
+from potluck.engine.model.reference import ReferenceModel
+from potluck.engine.serve import EngineSettings, assemble
+from potluck.engine.server.engine_service import EngineService
 
 
 def written(folder: Path, values: object) -> Path:
@@ -40,8 +40,8 @@ def written(folder: Path, values: object) -> Path:
 def test_what_the_file_says_counts(
     tmp_path: Path, values: dict[str, Any], ends: tuple[int, ...], defaults: SamplingDefaults
 ) -> None:
-    assert read_generation(tmp_path) == Generation()
-    assert read_generation(written(tmp_path, values)) == Generation(ends, defaults)
+    assert read_generation(tmp_path) == GenerationConfig()
+    assert read_generation(written(tmp_path, values)) == GenerationConfig(ends, defaults)
 
 
 @pytest.mark.parametrize(
@@ -73,8 +73,8 @@ def test_what_cannot_be_done_is_named(tmp_path: Path, capsys: pytest.CaptureFixt
     assert capsys.readouterr().err == ""
 
 
-def started(folder: Path) -> Service:
-    settings = Settings(max_running=2, max_tokens=64, prefix_cache_bytes=0)
+def started(folder: Path) -> EngineService:
+    settings = EngineSettings(max_running=2, max_tokens=64, prefix_cache_bytes=0)
     service = assemble(folder, None, settings, name=NAME, generation=read_generation(folder))
     service.text = letters()
     return service
@@ -89,9 +89,9 @@ async def said(folder: Path, **fields: Any) -> tuple[str, str]:
 
 
 def test_requests_that_do_not_say_get_the_models_defaults(tmp_path: Path) -> None:
-    save(tmp_path, KINDS["full"], Reference(KINDS["full"], Seeded(1)).tensors())
+    save(tmp_path, KINDS["full"], ReferenceModel(KINDS["full"], RandomSource(1)).tensors())
 
-    async def scene() -> None:
+    async def scenario() -> None:
         greedy, why = await said(tmp_path, temperature=0)
         assert (len(greedy), why) == (8, "length")
         written(tmp_path, {"do_sample": False})
@@ -104,7 +104,7 @@ def test_requests_that_do_not_say_get_the_models_defaults(tmp_path: Path) -> Non
         assert await said(tmp_path) == (greedy[: greedy.index(letter)], "stop")
         assert await said(tmp_path, ignore_eos=True) == (greedy, why)
 
-    played(scene)
+    played(scenario)
     written(tmp_path, {"eos_token_id": [3, VOCAB]})
     with pytest.raises(InputError, match=f"^eos_token_id: {VOCAB} is not in the vocabulary"):
         started(tmp_path)

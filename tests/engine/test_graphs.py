@@ -9,8 +9,8 @@ from engine_models import DENSE, KINDS, LINEAR, WINDOW, opened, prompt, runner, 
 from potluck.core.errors import InputError
 from potluck.core.values.model import FullAttention
 from potluck.engine.compute.graphs import DecodeGraphs, recordable
-from potluck.engine.compute.runner import Runner, Work
-from potluck.engine.model.config import Config
+from potluck.engine.compute.runner import Runner, SequenceWork
+from potluck.engine.model.config import EngineModelConfig
 
 NARROW = FullAttention(4, 2, 8, 8)
 """Too narrow for the compiled kernels, so that pages lie as on a GPU."""
@@ -21,7 +21,7 @@ MODELS = {
 }
 
 
-def pair(config: Config) -> tuple[Runner, Runner]:
+def pair(config: EngineModelConfig) -> tuple[Runner, Runner]:
     """One runner that lays each step out anew, and one whose decode steps have fixed shapes."""
     plain, fixed = runner(config), runner(config)
     taps = fixed._taps
@@ -36,11 +36,11 @@ def test_fixed_shapes_give_the_same_logits(name: str) -> None:
     for engine in (plain, fixed):
         for length in lengths:
             row = opened(engine, length + 40)
-            engine.step([Work(row, 0, prompt(length, seed=length))])
+            engine.step([SequenceWork(row, 0, prompt(length, seed=length))])
     rows = list(range(len(lengths)))
     for step in range(30):
         chosen = rows[: 1 + step % len(rows)]
-        works = [Work(row, plain.tables.lengths[row], [(7 * step + row) % 200]) for row in chosen]
+        works = [SequenceWork(row, plain.tables.lengths[row], [(7 * step + row) % 200]) for row in chosen]
         torch.testing.assert_close(fixed.step(works), plain.step(works), atol=2e-5, rtol=1e-4)
     for one, two in zip(plain.cache.states, fixed.cache.states, strict=True):
         torch.testing.assert_close(one.memory, two.memory, atol=2e-5, rtol=1e-4)
@@ -51,21 +51,21 @@ def test_only_plain_decodes_are_taken() -> None:
     _, fixed = pair(MODELS["full"])
     graphs = fixed._graphs
     assert graphs is not None
-    assert graphs.takes([Work(0, 5, [1])])
-    assert not graphs.takes([Work(0, 0, [1])])
-    assert not graphs.takes([Work(0, 5, [1, 2])])
-    assert not graphs.takes([Work(0, 5, [1], "none")])
-    assert not graphs.takes([Work(row, 5, [1]) for row in range(21)])
+    assert graphs.takes([SequenceWork(0, 5, [1])])
+    assert not graphs.takes([SequenceWork(0, 0, [1])])
+    assert not graphs.takes([SequenceWork(0, 5, [1, 2])])
+    assert not graphs.takes([SequenceWork(0, 5, [1], "none")])
+    assert not graphs.takes([SequenceWork(row, 5, [1]) for row in range(21)])
 
 
 def test_a_step_that_does_not_go_on_is_refused() -> None:
     _, fixed = pair(MODELS["full"])
     row = opened(fixed, 20)
-    fixed.step([Work(row, 0, prompt(9))])
+    fixed.step([SequenceWork(row, 0, prompt(9))])
     with pytest.raises(InputError):
-        fixed.step([Work(row, 8, [1])])
+        fixed.step([SequenceWork(row, 8, [1])])
     with pytest.raises(InputError):
-        fixed.step([Work(row, 9, [1]), Work(row, 9, [1])])
+        fixed.step([SequenceWork(row, 9, [1]), SequenceWork(row, 9, [1])])
 
 
 def test_what_chooses_on_the_way_is_not_recorded() -> None:

@@ -10,21 +10,21 @@ from engine_models import KINDS, WINDOW, greedy, opened, prompt, run, runner, sa
 from torch import Tensor
 
 from potluck.core.errors import PotluckError
-from potluck.engine.compute.runner import Runner, Work
-from potluck.engine.memory.handover import Arrival, Manifest, Parcel, manifest, pack, token_hash
+from potluck.engine.compute.runner import Runner, SequenceWork
+from potluck.engine.memory.handover import IncomingHandover, KvChunk, KvManifest, manifest, pack, token_hash
 
 LENGTH, NEXT = 300, 40
 TOKENS = prompt(LENGTH)
 
 
-def parcels(engine: Runner, row: int, start: int, stop: int) -> list[Parcel]:
+def parcels(engine: Runner, row: int, start: int, stop: int) -> list[KvChunk]:
     layers = range(engine.stack.first, engine.stack.last)
     found = [parcel for layer in layers for parcel in pack(engine, row, layer, start, stop)]
     return [replace(parcel, data=bytes(parcel.data)) for parcel in found]
 
 
-def arrive(engine: Runner, row: int, about: Manifest, cargo: list[Parcel]) -> None:
-    arrival = Arrival(engine, row, about, TOKENS)
+def arrive(engine: Runner, row: int, about: KvManifest, cargo: list[KvChunk]) -> None:
+    arrival = IncomingHandover(engine, row, about, TOKENS)
     for parcel in cargo:
         arrival.accept(parcel)
     arrival.finish()
@@ -46,14 +46,14 @@ def test_every_cut_in_two_gives_the_same_tokens(kind: str) -> None:
     expected, said = whole(receiver)
     source = opened(sender, LENGTH)
     for cut in range(1, LENGTH):
-        sender.step([Work(source, cut - 1, TOKENS[cut - 1 : cut], "none")])
+        sender.step([SequenceWork(source, cut - 1, TOKENS[cut - 1 : cut], "none")])
         if kind != "hybrid" and cut % 7:
             continue
         row = receiver.tables.open()
         arrive(receiver, row, manifest(sender, TOKENS, 0, cut), parcels(sender, source, 0, cut))
         stop = LENGTH if cut % 7 == 0 else min(cut + NEXT, LENGTH)
         receiver.tables.grow(row, stop)
-        logits = receiver.step([Work(row, cut, TOKENS[cut:stop])])
+        logits = receiver.step([SequenceWork(row, cut, TOKENS[cut:stop])])
         assert same(logits, expected[stop - 1 : stop]), cut
         if stop == LENGTH and cut % 10 == 0:
             assert greedy(receiver, row, logits, 3) == said
@@ -101,7 +101,7 @@ def test_a_layer_can_leave_as_soon_as_it_is_computed() -> None:
     expected, _ = whole(receiver)
     source, row = opened(sender, LENGTH), receiver.tables.open()
     run(sender, source, TOKENS[:100], [100])
-    arrival = Arrival(receiver, row, manifest(sender, TOKENS, 0, 150), TOKENS)
+    arrival = IncomingHandover(receiver, row, manifest(sender, TOKENS, 0, 150), TOKENS)
     heard: list[int] = []
 
     def send(layer: int) -> None:
@@ -109,7 +109,7 @@ def test_a_layer_can_leave_as_soon_as_it_is_computed() -> None:
         for parcel in pack(sender, source, layer, 0, 150):
             arrival.accept(replace(parcel, data=bytes(parcel.data)))
 
-    sender.step([Work(source, 100, TOKENS[100:150], "none")], on_layer=send)
+    sender.step([SequenceWork(source, 100, TOKENS[100:150], "none")], on_layer=send)
     arrival.finish()
     assert heard == [0, 1, 2, 3]
     receiver.tables.grow(row, LENGTH)
@@ -123,16 +123,16 @@ def test_stages_hand_over_their_own_layers() -> None:
     senders = [runner(config, *each) for each in ranges]
     receivers = [runner(config, *each) for each in ranges]
     rows = [opened(stage, LENGTH) for stage in senders]
-    hidden = senders[0].step([Work(rows[0], 0, TOKENS[:77])])
-    senders[1].step([Work(rows[1], 0, TOKENS[:77])], hidden)
+    hidden = senders[0].step([SequenceWork(rows[0], 0, TOKENS[:77])])
+    senders[1].step([SequenceWork(rows[1], 0, TOKENS[:77])], hidden)
     for sender, receiver, row in zip(senders, receivers, rows, strict=True):
         arrive(receiver, receiver.tables.open(), manifest(sender, TOKENS, 0, 77), parcels(sender, row, 0, 77))
         receiver.tables.grow(0, LENGTH)
-    hidden = receivers[0].step([Work(0, 77, TOKENS[77:])])
-    assert same(receivers[1].step([Work(0, 77, TOKENS[77:])], hidden), expected[-1:])
+    hidden = receivers[0].step([SequenceWork(0, 77, TOKENS[77:])])
+    assert same(receivers[1].step([SequenceWork(0, 77, TOKENS[77:])], hidden), expected[-1:])
 
 
-def broken(cargo: list[Parcel]) -> dict[str, list[Parcel]]:
+def broken(cargo: list[KvChunk]) -> dict[str, list[KvChunk]]:
     first, rest = cargo[0], cargo[1:]
     nan = torch.full((len(first.data) // 4,), torch.nan).numpy().tobytes()
     return {
@@ -186,8 +186,8 @@ def test_a_hand_over_of_another_model_or_other_tokens_is_refused() -> None:
         replace(good, start=-1),
     ):
         with pytest.raises(PotluckError, match="^hand-over: "):
-            Arrival(engine, row, bad, TOKENS)
-    assert Arrival(engine, row, good, TOKENS).missing == 2
+            IncomingHandover(engine, row, bad, TOKENS)
+    assert IncomingHandover(engine, row, good, TOKENS).missing == 2
 
 
 def test_what_a_row_does_not_hold_cannot_be_sent() -> None:

@@ -18,10 +18,10 @@ from hypothesis import strategies as st
 from pretend_kit import PretendDesk, pretend_service
 
 from potluck.core.errors import InputError
-from potluck.engine.face import carriage
-from potluck.engine.loop.requests import NOT_FETCHED, RowReady, Sent
+from potluck.engine.loop.messages import NOT_FETCHED, LayerSent, RowReady
+from potluck.engine.server import kv_connector
+from potluck.kv.chunks import KvManifest
 from potluck.kv.handles import new_handle
-from potluck.kv.parcels import Manifest
 
 FETCHES = 2
 """That an engine has at once."""
@@ -36,7 +36,7 @@ class Leg:
         whole = len(tokens) - 1
         self.source = sender.submit(tokens, stop=whole)
         self.target = receiver.submit(tokens, OUTPUT, start=whole)
-        self.about: Manifest | None = None
+        self.about: KvManifest | None = None
         self.wanted = self.expected = False
         self.taken = 0
 
@@ -46,7 +46,7 @@ class Leg:
         if self.about is None:
             have = self.receiver.loop.look_up(self.target)
             self.about = self.sender.loop.attach(self.source, have, self.sender.now_s)
-        sent = [event for event in self.sender.said.get(self.source, []) if isinstance(event, Sent)]
+        sent = [event for event in self.sender.said.get(self.source, []) if isinstance(event, LayerSent)]
         if sent and not self.wanted:
             self.receiver.loop.want(self.target)
             self.wanted = True
@@ -65,40 +65,44 @@ class Leg:
         return sent[-1].last
 
 
-def finished(desks: list[PretendDesk], legs: list[Leg]) -> bool:
+def finished(desks: list[PretendDesk], hops: list[Leg]) -> bool:
     """Run all until nothing changes any more."""
-    lines = {desk: [leg for leg in legs if leg.receiver is desk] for desk in desks}
+    lines = {brain_loop: [hop for hop in hops if hop.receiver is brain_loop] for brain_loop in desks}
     still = 0
     while still < 50:
-        busy = [desk.turn() for desk in desks]
+        busy = [brain_loop.turn() for brain_loop in desks]
         for line in lines.values():
-            for leg in line[:FETCHES]:
-                if leg.fetched:
-                    line.remove(leg)
+            for hop in line[:FETCHES]:
+                if hop.fetched:
+                    line.remove(hop)
                     busy.append(True)
         still = 0 if any(busy) else still + 1
-    return not any(lines.values()) and all(desk.loop.idle for desk in desks)
+    return not any(lines.values()) and all(brain_loop.loop.idle for brain_loop in desks)
 
 
 def desks_of(count: int, **fields: int) -> list[PretendDesk]:
     return [PretendDesk(**fields) for _ in range(count)]  # type: ignore[arg-type]
 
 
-def put_aside(desk: PretendDesk, legs: list[Leg]) -> list[Leg]:
+def put_aside(brain_loop: PretendDesk, hops: list[Leg]) -> list[Leg]:
     """Those whose parcels went out, though nobody came."""
-    return [leg for leg in legs if any(isinstance(event, Sent) for event in desk.said.get(leg.source, ()))]
+    return [
+        hop
+        for hop in hops
+        if any(isinstance(event, LayerSent) for event in brain_loop.said.get(hop.source, ()))
+    ]
 
 
 def test_a_ring_whose_fetches_come_in_the_other_order_goes_on() -> None:
     """Those that are fetched first are computed last: they wait for rows of caches that nobody fetches yet."""
     desks = desks_of(3)
-    legs = [
+    hops = [
         Leg(desks[place % 3], desks[(place + 1) % 3], prompt(40 + place, seed=place)) for place in range(45)
     ]
-    assert finished(desks, legs[::-1])
-    assert all(leg.receiver.end(leg.target).reason == "length" for leg in legs)
-    for desk in desks:
-        desk.loop.check()
+    assert finished(desks, hops[::-1])
+    assert all(hop.receiver.end(hop.target).reason == "length" for hop in hops)
+    for brain_loop in desks:
+        brain_loop.loop.check()
 
 
 @settings(max_examples=25, deadline=None)
@@ -111,25 +115,25 @@ def test_whoever_hands_on_to_whom_all_are_answered(
     pairs: list[tuple[int, int]], seed: int, blocks: int
 ) -> None:
     chance, desks = Random(seed), desks_of(4, blocks=blocks)
-    legs = [
+    hops = [
         Leg(desks[first], desks[(first + step) % 4], prompt(chance.randint(20, 250), seed=place))
         for place, (first, step) in enumerate(pairs)
     ]
-    chance.shuffle(legs)
-    assert finished(desks, legs)
-    assert all(leg.receiver.end(leg.target).reason == "length" for leg in legs)
-    for desk in desks:
-        desk.loop.check()
+    chance.shuffle(hops)
+    assert finished(desks, hops)
+    assert all(hop.receiver.end(hop.target).reason == "length" for hop in hops)
+    for brain_loop in desks:
+        brain_loop.loop.check()
 
 
 def test_a_cache_that_nobody_came_for_leaves_its_row_only_when_somebody_waits() -> None:
     sender, receiver = desks_of(2)
-    legs = [Leg(sender, receiver, prompt(100, seed=place)) for place in range(3)]
+    hops = [Leg(sender, receiver, prompt(100, seed=place)) for place in range(3)]
     sender.run()
-    assert put_aside(sender, legs) == []
+    assert put_aside(sender, hops) == []
     sender.now_s += 61.0
     sender.turn()
-    assert sender.end(legs[0].source).code == NOT_FETCHED
+    assert sender.end(hops[0].source).code == NOT_FETCHED
     more = [Leg(sender, receiver, prompt(100, seed=10 + place)) for place in range(9)]
     sender.run()
     gone = put_aside(sender, more)
@@ -143,20 +147,20 @@ def test_a_cache_that_nobody_came_for_leaves_its_row_only_when_somebody_waits() 
 def test_what_is_put_aside_is_bounded_and_may_be_dropped() -> None:
     sender, receiver = desks_of(2)
     sender.loop.aside.most_bytes = 1
-    legs = [Leg(sender, receiver, prompt(100, seed=place)) for place in range(9)]
+    hops = [Leg(sender, receiver, prompt(100, seed=place)) for place in range(9)]
     sender.run()
-    gone = put_aside(sender, legs)
+    gone = put_aside(sender, hops)
     assert len(gone) == 1  # the bound is asked before the next one
     sender.loop.aside.taken(gone[0].source)
     sender.run()
-    assert len(put_aside(sender, legs)) == 2
+    assert len(put_aside(sender, hops)) == 2
 
 
 def test_a_ring_of_engines_goes_on_over_their_faces(monkeypatch: pytest.MonkeyPatch) -> None:
     """Three engines with a few rows and fewer fetches at once; who is fetched first is computed last."""
-    monkeypatch.setattr(carriage, "MOST_AT_ONCE", 2)
+    monkeypatch.setattr(kv_connector, "MOST_AT_ONCE", 2)
 
-    async def scene() -> None:
+    async def scenario() -> None:
         async with AsyncExitStack() as stack:
             ring = [
                 await stack.enter_async_context(
@@ -182,4 +186,4 @@ def test_a_ring_of_engines_goes_on_over_their_faces(monkeypatch: pytest.MonkeyPa
             for engine in ring:
                 await engine.until_idle()
 
-    played(scene)
+    played(scenario)

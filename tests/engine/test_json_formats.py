@@ -17,25 +17,25 @@ from face_kit import TRIAL, Client, face, make_service, played, tokens_in
 from pipeline_workers import SECRET, placed, standing
 from pretend_kit import A100, FAST, LLAMA
 
-from potluck.api.drawing import ANY_OBJECT, LONGEST_SCHEMA
-from potluck.api.tokens import Text
+from potluck.api.sampling_fields import ANY_OBJECT, LONGEST_SCHEMA
+from potluck.api.tokenizer import ModelTokenizer
 from potluck.catalog.huggingface import read_model
-from potluck.engine.compute.edits import UnfitFormat
 from potluck.engine.compute.executor import Executor
-from potluck.engine.compute.grammars import Grammars, JsonGuide
-from potluck.engine.compute.work import Size
-from potluck.engine.face.service import Service
-from potluck.engine.model.checkpoint import Source
-from potluck.engine.model.config import Config
+from potluck.engine.compute.json_grammars import Grammars, JsonGuide
+from potluck.engine.compute.logit_edits import UnfitFormat
+from potluck.engine.compute.work import RunnerSize
+from potluck.engine.mock.mock_engine import on_node, pretend
+from potluck.engine.model.checkpoint import WeightSource
+from potluck.engine.model.config import EngineModelConfig
 from potluck.engine.pipeline.launch import launch
-from potluck.engine.pretend.engine import on_node, pretend
-from potluck.engine.serve import Settings, assemble, local_executor
-from potluck.engine.shipped import shipped_model
+from potluck.engine.serve import EngineSettings, assemble, local_executor
+from potluck.engine.server.engine_service import EngineService
+from potluck.engine.shipped_model import shipped_model
 from potluck.kv.handles import new_handle
 
 pytest.importorskip("llguidance")
 WORDS = shipped_model()
-TEXT = Text.read(WORDS)
+TEXT = ModelTokenizer.read(WORDS)
 assert TEXT is not None
 TOKENS = TEXT.encode("The captain of the ship said to the king: the night is long, and the king")
 ENTRY = {
@@ -65,8 +65,8 @@ WAYS: dict[str, dict[str, Any]] = {
 }
 
 
-def words_service(make: Any = local_executor, **fields: Any) -> Service:
-    settings = Settings(**{"max_running": 8, "max_tokens": 512, "threads": 1, **fields})
+def words_service(make: Any = local_executor, **fields: Any) -> EngineService:
+    settings = EngineSettings(**{"max_running": 8, "max_tokens": 512, "threads": 1, **fields})
     return assemble(WORDS, read_model(WORDS), settings, name="tiny", kv=TRIAL, make=make)
 
 
@@ -102,7 +102,7 @@ def test_answers_are_valid_under_random_schemas() -> None:
     chance = random.Random(5)
     schemas = [random_schema(chance) for _ in range(60)]
 
-    async def scene() -> None:
+    async def scenario() -> None:
         async with face(words_service()) as one:
             bodies = [
                 formatted(schema, seed=place, temperature=(0, 0.7, 1.3)[place % 3], stream=place % 2 == 0)
@@ -121,7 +121,7 @@ def test_answers_are_valid_under_random_schemas() -> None:
             assert whole > 50
             await one.until_idle()
 
-    played(scene)
+    played(scenario)
 
 
 def said(reply: Any) -> tuple[str, str]:
@@ -131,7 +131,7 @@ def said(reply: Any) -> tuple[str, str]:
 
 
 def test_an_object_ends_when_it_is_whole_or_is_cut_by_max_tokens() -> None:
-    async def scene() -> None:
+    async def scenario() -> None:
         async with face(words_service()) as one:
             body = formatted(ENTRY, temperature=0)
             _, reply = await one.post("/v1/completions", body)
@@ -153,7 +153,7 @@ def test_an_object_ends_when_it_is_whole_or_is_cut_by_max_tokens() -> None:
             assert len(set(texts)) == 3
             assert all(each.startswith("{") for each in texts)
 
-    played(scene)
+    played(scenario)
 
 
 @pytest.fixture(scope="module")
@@ -162,7 +162,7 @@ def workers() -> list[tuple[str, int]]:
 
 
 def in_stages(workers: Sequence[tuple[str, int]]) -> Any:
-    def make(config: Config, source: Source, size: Size, device: str) -> Executor:
+    def make(config: EngineModelConfig, source: WeightSource, size: RunnerSize, device: str) -> Executor:
         stages = placed("2,4x2", workers)
         return launch(config, stages, size, directory=str(WORDS), secret=SECRET, wait_s=20.0, threads=1)
 
@@ -175,7 +175,7 @@ def test_every_way_gives_the_same(name: str, workers: list[tuple[str, int]]) -> 
     """Whole; handed over at several cuts; gone on with behind every token; in a pipeline; among others."""
     way, output = WAYS[name], 20
 
-    async def scene() -> None:
+    async def scenario() -> None:
         first, second = words_service(), words_service(prefix_cache_bytes=0)
         third = words_service(in_stages(workers))
         async with face(first) as one, face(second) as two, face(third) as three:
@@ -199,7 +199,7 @@ def test_every_way_gives_the_same(name: str, workers: list[tuple[str, int]]) -> 
                 _, lines = await two.segment(**wrong)
                 assert drawn(lines) != whole[6:]
 
-    played(scene)
+    played(scenario)
 
 
 def drawn(lines: list[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -247,7 +247,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
 
 
 def test_what_cannot_be_kept_is_one_line_that_names_it() -> None:
-    async def scene() -> None:
+    async def scenario() -> None:
         async with face(words_service()) as one:
             for body, says in REFUSED:
                 for stream in (False, True):
@@ -266,13 +266,13 @@ def test_what_cannot_be_kept_is_one_line_that_names_it() -> None:
             assert (status, reply["error"]["param"]) == (400, "generated")
             await one.until_idle()
 
-    played(scene)
+    played(scenario)
 
 
 def test_an_engine_without_the_library_or_without_text_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "llguidance", None)
 
-    async def scene() -> None:
+    async def scenario() -> None:
         async with face(words_service()) as one:
             status, reply = await one.post("/v1/completions", formatted({}))
             assert (status, reply["error"]["param"]) == (400, "response_format")
@@ -282,7 +282,7 @@ def test_an_engine_without_the_library_or_without_text_says_so(monkeypatch: pyte
             status, reply = await one.post("/v1/completions", {**formatted({}), "prompt": [1, 2]})
             assert (status, "has not a tokenizer" in reply["error"]["message"]) == (400, True)
 
-    played(scene)
+    played(scenario)
 
 
 def test_a_grammar_is_compiled_once_and_beside_the_event_loop(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -295,12 +295,12 @@ def test_a_grammar_is_compiled_once_and_beside_the_event_loop(monkeypatch: pytes
 
     monkeypatch.setattr(Grammars, "_compile", watched)
 
-    async def scene() -> None:
+    async def scenario() -> None:
         async with face(words_service()) as one:
             for _ in range(2):
                 assert (await one.post("/v1/completions", formatted(ENTRY, n=3)))[0] == 200
 
-    played(scene)
+    played(scenario)
     assert len(where) == 1
     assert where[0].startswith("grammars")
 
@@ -313,7 +313,7 @@ def test_a_grammar_that_fails_on_the_way_ends_its_request_alone(monkeypatch: pyt
             raise UnfitFormat("too complex")
         return allowed(self)
 
-    async def scene() -> None:
+    async def scenario() -> None:
         async with face(words_service()) as one:
             other = asyncio.ensure_future(one.segment(TOKENS, max_tokens=12))
             status, reply = await one.segment(TOKENS, sampling=WAYS["json"], max_tokens=9)
@@ -326,14 +326,14 @@ def test_a_grammar_that_fails_on_the_way_ends_its_request_alone(monkeypatch: pyt
 
     fails = [True, False, False, True]
     monkeypatch.setattr(JsonGuide, "allowed", sick)
-    played(scene)
+    played(scenario)
 
 
 def test_a_mock_engine_keeps_a_format_too() -> None:
     schema = {"type": "array", "items": {"enum": ["sea", "king", 7]}, "minItems": 2, "maxItems": 3}
-    service = pretend(WORDS, on_node(LLAMA, A100, 1, FAST), Settings(), name="tiny", kv=TRIAL)
+    service = pretend(WORDS, on_node(LLAMA, A100, 1, FAST), EngineSettings(), name="tiny", kv=TRIAL)
 
-    async def scene() -> None:
+    async def scenario() -> None:
         async with face(service) as one:
             for place in range(5):
                 body = formatted(schema, seed=place, presence_penalty=1)
@@ -341,7 +341,7 @@ def test_a_mock_engine_keeps_a_format_too() -> None:
                 assert (status, said(reply)[1]) == (200, "stop"), reply
                 jsonschema.validate(json.loads(said(reply)[0]), schema)
 
-    played(scene)
+    played(scenario)
 
 
 def test_several_ends_end_a_grammar() -> None:

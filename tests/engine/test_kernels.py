@@ -12,15 +12,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from potluck.core.values.model import DenseFfn, FullAttention, Layer, Model
-from potluck.engine.compute.runner import Runner, Size
-from potluck.engine.model.checkpoint import Seeded
-from potluck.engine.model.config import Config
+from potluck.engine.compute.runner import Runner, RunnerSize
+from potluck.engine.model.checkpoint import RandomSource
+from potluck.engine.model.config import EngineModelConfig
 from potluck.engine.model.ffn import gated
 from potluck.engine.numbers import threads
 from potluck.engine.numbers.exact import rms_norm
 from potluck.engine.numbers.kernels import attention, delta, tiles, vector
 from potluck.engine.numbers.kernels.compiled import compiled
-from potluck.engine.numbers.matrix import Norm, Tiled, across, add_product, feed_forward, product
+from potluck.engine.numbers.matrix import Norm, TiledMatrix, across, add_product, feed_forward, product
 
 needs_tiles = pytest.mark.skipif(not tiles.available(), reason="this processor has no matrix tiles")
 
@@ -55,7 +55,7 @@ def short(*shape: int, seed: int) -> torch.Tensor:
 def test_products_are_as_exact_as_float32(rows: int, depth: int, width: int, exponent: int) -> None:
     weight = short(width, 32 * depth, seed=width)
     matrix = across(weight)
-    assert isinstance(matrix, Tiled)
+    assert isinstance(matrix, TiledMatrix)
     x = torch.randn(rows, 32 * depth, generator=torch.Generator().manual_seed(rows)) * 2.0**exponent
     exact = x.double() @ weight.double().T
     size = x.double().abs() @ weight.double().abs().T
@@ -72,10 +72,10 @@ def test_products_are_as_exact_as_float32(rows: int, depth: int, width: int, exp
 @needs_tiles
 def test_other_weights_are_left_to_torch() -> None:
     weight = torch.randn(64, 64)
-    assert not isinstance(across(weight), Tiled)
-    assert not isinstance(across(weight.bfloat16().float()[:, :40]), Tiled)
-    assert not isinstance(across(weight.bfloat16()), Tiled)
-    assert isinstance(across(weight.bfloat16().float()), Tiled)
+    assert not isinstance(across(weight), TiledMatrix)
+    assert not isinstance(across(weight.bfloat16().float()[:, :40]), TiledMatrix)
+    assert not isinstance(across(weight.bfloat16()), TiledMatrix)
+    assert isinstance(across(weight.bfloat16().float()), TiledMatrix)
 
 
 @needs_tiles
@@ -83,8 +83,8 @@ def test_other_weights_are_left_to_torch() -> None:
 def test_the_feed_forward_part(rows: int) -> None:
     up, down = short(256, 64, seed=1), short(64, 128, seed=2)
     packed, lowered = across(up), across(down)
-    assert isinstance(packed, Tiled)
-    assert isinstance(lowered, Tiled)
+    assert isinstance(packed, TiledMatrix)
+    assert isinstance(lowered, TiledMatrix)
     x, norm = torch.randn(rows, 64), Norm(torch.rand(64) + 0.5, 1e-5)
     found = feed_forward(x, norm, packed, lowered)
     normed = x.double() * norm.weight.double() / (x.double().square().mean(1, keepdim=True) + 1e-5).sqrt()
@@ -233,10 +233,10 @@ class Short:
         return True
 
     def take(self, name: str, *shape: int) -> torch.Tensor:
-        return Seeded(7).take(name, *shape).bfloat16().float()
+        return RandomSource(7).take(name, *shape).bfloat16().float()
 
 
-LIKE_THE_SHIPPED = Config(
+LIKE_THE_SHIPPED = EngineModelConfig(
     Model("wide", 256, 1000, (Layer(FullAttention(4, 2, 64, 64), DenseFfn(704)),) * 2, 1024)
 )
 
@@ -244,7 +244,7 @@ LIKE_THE_SHIPPED = Config(
 @pytest.mark.parametrize("name", ["shipped", "full-fancy", "hybrid"])
 def test_models_of_16_bits_may_be_cut_anywhere(name: str) -> None:
     config = LIKE_THE_SHIPPED if name == "shipped" else KINDS[name]
-    engine = Runner(config, Short(), Size(4, 200, 1024))
+    engine = Runner(config, Short(), RunnerSize(4, 200, 1024))
     tokens = prompt(150, seed=2)
     whole = run(engine, opened(engine, 150), tokens, [150])
     for sizes in ([1] * 150, [7] * 22, [64] * 3):
@@ -254,7 +254,7 @@ def test_models_of_16_bits_may_be_cut_anywhere(name: str) -> None:
 
 
 def test_threads_change_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    engine = Runner(LIKE_THE_SHIPPED, Short(), Size(4, 200, 1024))
+    engine = Runner(LIKE_THE_SHIPPED, Short(), RunnerSize(4, 200, 1024))
     tokens = prompt(150, seed=2)
     alone = run(engine, opened(engine, 150), tokens, [100] + [1] * 50)
     monkeypatch.setattr(threads, "parts", lambda work: 3)

@@ -10,42 +10,42 @@ import pytest
 from engine_models import KINDS, prompt
 from loop_kit import Desk, desk
 
-from potluck.core.replica.batch import Limits, Step
-from potluck.core.values.sampling import Choice, Sampling
-from potluck.engine.compute.executor import Deliver, Draw, Export, WorkerLost
-from potluck.engine.compute.local import LocalExecutor
-from potluck.engine.compute.runner import Runner, Size, Work
-from potluck.engine.loop.lanes import Lanes, StepUnderWay
-from potluck.engine.memory.pieces import Pieces, ranges
-from potluck.engine.model.checkpoint import Seeded
+from potluck.core.replica.batch import BatchLimits, BatchStep
+from potluck.core.values.sampling import SampledToken, Sampling
+from potluck.engine.compute.executor import CacheExport, Deliver, TokenDraw, WorkerLost
+from potluck.engine.compute.local_executor import LocalExecutor
+from potluck.engine.compute.runner import Runner, RunnerSize, SequenceWork
+from potluck.engine.loop.microbatches import Microbatches, RunningStep
+from potluck.engine.memory.layer_parts import MissingParts, ranges
+from potluck.engine.model.checkpoint import RandomSource
 
-SIZE = Size(24, 1000, 1024, 512)
+SIZE = RunnerSize(24, 1000, 1024, 512)
 
 
 class Late(LocalExecutor):
     """Steps are computed when they are awaited; touching a row that is under way is an error."""
 
-    lanes = 3
+    microbatches = 3
 
-    def __init__(self, kind: str, size: Size = SIZE) -> None:
-        super().__init__(Runner(KINDS[kind], Seeded(7), size), size)
+    def __init__(self, kind: str, size: RunnerSize = SIZE) -> None:
+        super().__init__(Runner(KINDS[kind], RandomSource(7), size), size)
         self.under_way: set[int] = set()
         self.most_at_once = 0
         self.lose: Callable[[set[int]], Sequence[int]] = lambda _: ()
 
     def begin(
         self,
-        works: Sequence[Work],
-        draws: Sequence[Draw],
-        exports: Sequence[Export] = (),
+        works: Sequence[SequenceWork],
+        draws: Sequence[TokenDraw],
+        exports: Sequence[CacheExport] = (),
         deliver: Deliver | None = None,
-    ) -> Callable[[], list[Choice]]:
+    ) -> Callable[[], list[SampledToken]]:
         mine = {work.row for work in works}
         assert not mine & self.under_way
         self.under_way |= mine
         self.most_at_once = max(self.most_at_once, len(self.under_way))
 
-        def land() -> list[Choice]:
+        def land() -> list[SampledToken]:
             self.under_way -= mine
             lost = self.lose(mine)
             if lost:
@@ -122,7 +122,7 @@ def test_a_receiver_may_come_at_any_moment(turns: int) -> None:
     about = sender.loop.attach(source, 0, sender.now_s)
     sender.run()
     assert sender.end(source).reason == "handed_on"
-    books = Pieces(ranges(KINDS["hybrid"].model, 0, about.stop))
+    books = MissingParts(ranges(KINDS["hybrid"].model, 0, about.stop))
     for parcel in sender.parcels(source):
         books.take(parcel)
     books.must_be_whole()
@@ -158,24 +158,30 @@ def test_rows_that_are_lost_end_whatever_lane_they_are_in() -> None:
 
 
 def test_what_a_step_loses_goes_with_all_that_belongs_to_it() -> None:
-    works = [Work(row, 0, [1], "none" if row == 2 else "last") for row in (1, 2, 3)]
-    draws = [Draw(Sampling(seed=row), 1) for row in (1, 3)]
-    flight = StepUnderWay(Step([], 3, 0, 0, []), 0.0, works, draws, [Export(2, 0, 1)])
-    assert flight.lost(WorkerLost([2, 9], "gone")) == {2, 9}
-    assert flight.lost(WorkerLost([9], "gone")) == flight.lost(RuntimeError()) | {9} == {1, 2, 3, 9}
-    flight.without({1})
-    assert (flight.works, flight.draws, flight.drawn) == (works[1:], draws[1:], [3])
-    flight.without({2, 9})
-    assert (flight.works, flight.draws, flight.exports, flight.tokens) == (works[2:], draws[1:], [], 1)
-    assert flight.has(3)
-    assert not flight.has(2)
+    works = [SequenceWork(row, 0, [1], "none" if row == 2 else "last") for row in (1, 2, 3)]
+    draws = [TokenDraw(Sampling(seed=row), 1) for row in (1, 3)]
+    req = RunningStep(BatchStep([], 3, 0, 0, []), 0.0, works, draws, [CacheExport(2, 0, 1)])
+    assert req.lost(WorkerLost([2, 9], "gone")) == {2, 9}
+    assert req.lost(WorkerLost([9], "gone")) == req.lost(RuntimeError()) | {9} == {1, 2, 3, 9}
+    req.without({1})
+    assert (req.works, req.draws, req.drawn) == (works[1:], draws[1:], [3])
+    req.without({2, 9})
+    assert (req.works, req.draws, req.exports, req.tokens) == (works[2:], draws[1:], [], 1)
+    assert req.has(3)
+    assert not req.has(2)
 
 
 def test_there_are_no_more_lanes_than_the_longest_request_leaves() -> None:
-    limits = Limits(100, 64, 10)
-    assert [len(Lanes(limits, 4, tokens).all) for tokens in (1600, 801, 800, 400, 16)] == [1, 1, 2, 4, 4]
-    assert len(Lanes(Limits(100, 64, 2), 4, 16).all) == 2
-    lanes = Lanes(limits, 3, 100)
+    limits = BatchLimits(100, 64, 10)
+    assert [len(Microbatches(limits, 4, tokens).all) for tokens in (1600, 801, 800, 400, 16)] == [
+        1,
+        1,
+        2,
+        4,
+        4,
+    ]
+    assert len(Microbatches(BatchLimits(100, 64, 2), 4, 16).all) == 2
+    lanes = Microbatches(limits, 3, 100)
     assert (lanes.limits.total_blocks, lanes.limits.max_running, lanes.most_tokens) == (99, 9, 33 * 16)
     for key in range(6):
         lanes.add(key, 10, 0, 5, 0)
@@ -192,9 +198,9 @@ def test_there_are_no_more_lanes_than_the_longest_request_leaves() -> None:
 
 def test_an_engine_that_stops_refuses_from_then_on() -> None:
     """Nothing that is asked is left without an answer, whenever it is asked."""
-    from potluck.engine.loop.driver import Driver, Stopped
+    from potluck.engine.loop.loop_thread import LoopStopped, LoopThread
 
-    driver = Driver(desk("full").loop)
+    driver = LoopThread(desk("full").loop)
     driver.start()
     futures = []
     asker = threading.Thread(
@@ -205,5 +211,5 @@ def test_an_engine_that_stops_refuses_from_then_on() -> None:
     asker.join()
     problems = [future.exception(timeout=30) for future in futures]
     assert len(problems) == 4000
-    assert all(problem is None or isinstance(problem, Stopped) for problem in problems)
-    assert isinstance(driver.ask(lambda _, now: now).exception(30), Stopped)
+    assert all(problem is None or isinstance(problem, LoopStopped) for problem in problems)
+    assert isinstance(driver.ask(lambda _, now: now).exception(30), LoopStopped)

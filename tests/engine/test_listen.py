@@ -20,9 +20,9 @@ from face_kit import Client, face, make_service, played
 from hypothesis import given
 from hypothesis import strategies as st
 
-from potluck.api.crowd import Crowd
-from potluck.engine.face import control, listen
-from potluck.engine.face.service import FaceLimits
+from potluck.api.connection_limits import ConnectionLimits
+from potluck.engine.server import control, listener
+from potluck.engine.server.engine_service import RequestLimits
 
 HALF_HEAD = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nX-Slow: "
 HALF_BODY = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: 5000\r\n\r\n{"
@@ -32,7 +32,7 @@ Pair = tuple[asyncio.StreamReader, asyncio.StreamWriter]
 
 @pytest.fixture(autouse=True)
 def _watched_closely(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(listen, "WATCH_S", 0.05)
+    monkeypatch.setattr(listener, "WATCH_S", 0.05)
 
 
 async def connect(one: Client, raw: bytes = b"", at: str = "127.0.0.1") -> Pair:
@@ -72,8 +72,8 @@ def dropped(one: Client) -> dict[str, int]:
 def test_half_sent_requests_do_not_keep_others_out(caplog: pytest.LogCaptureFixture) -> None:
     """More than there is room for, of heads and of bodies, all held open."""
 
-    async def scene() -> None:
-        async with face(make_service("full", FaceLimits(connections=20))) as one:
+    async def scenario() -> None:
+        async with face(make_service("full", RequestLimits(connections=20))) as one:
             async with many(one, 50, HALF_HEAD) as heads, many(one, 30, HALF_BODY):
                 for _ in range(5):
                     async with asyncio.timeout(60):
@@ -84,14 +84,14 @@ def test_half_sent_requests_do_not_keep_others_out(caplog: pytest.LogCaptureFixt
             assert dropped(one).keys() == {"crowded_out"}
             assert dropped(one)["crowded_out"] >= 60
 
-    played(scene)
+    played(scenario)
     assert len(caplog.records) == 1
     assert "Traceback" not in caplog.text
 
 
 def test_heads_that_do_not_come_and_idle_connections_end() -> None:
-    async def scene() -> None:
-        async with face(make_service("full", FaceLimits(head_s=0.3, idle_s=0.3))) as one:
+    async def scenario() -> None:
+        async with face(make_service("full", RequestLimits(head_s=0.3, idle_s=0.3))) as one:
             status, body = await told(await connect(one, HALF_HEAD))
             assert (status, body["error"]["type"]) == (408, "invalid_request_error")
             assert await told(await connect(one)) == (0, None)  # nothing was asked, nothing is said
@@ -104,11 +104,11 @@ def test_heads_that_do_not_come_and_idle_connections_end() -> None:
             assert (await told(pair))[0] == 408
             assert dropped(one) == {"late": 3, "idle": 1}
 
-    played(scene)
+    played(scenario)
 
 
 def test_a_head_that_does_not_end_is_not_kept() -> None:
-    async def scene() -> None:
+    async def scenario() -> None:
         async with face(make_service("full")) as one:
             reader, writer = await connect(one, b"GET /health HTTP/1.1\r\n")
             line = b"X-%d: " + b"a" * 4000 + b"\r\n"
@@ -124,11 +124,11 @@ def test_a_head_that_does_not_end_is_not_kept() -> None:
             )
             assert (await told(await connect(one, raw % len(body) + body)))[0] == 200
 
-    played(scene)
+    played(scenario)
 
 
 def test_thousands_of_requests_in_one_connection_are_answered_in_turn() -> None:
-    async def scene() -> None:
+    async def scenario() -> None:
         async with face(make_service("full")) as one:
             reader, writer = await connect(one)
             sending = asyncio.create_task(_send(writer, HEALTH * 2000))
@@ -141,7 +141,7 @@ def test_thousands_of_requests_in_one_connection_are_answered_in_turn() -> None:
             writer.close()
             assert dropped(one) == {}
 
-    played(scene)
+    played(scenario)
 
 
 async def _send(writer: asyncio.StreamWriter, raw: bytes) -> None:
@@ -155,8 +155,8 @@ def test_a_client_that_does_not_read_is_left(monkeypatch: pytest.MonkeyPatch) ->
 
     monkeypatch.setattr(control, "status", large)
 
-    async def scene() -> None:
-        limits = FaceLimits(stalled_s=0.2)
+    async def scenario() -> None:
+        limits = RequestLimits(stalled_s=0.2)
         async with face(make_service("full", limits)) as one:
             pair = await connect(one, b"GET /status HTTP/1.1\r\nHost: localhost\r\n\r\n")
             async with asyncio.timeout(60):
@@ -172,12 +172,12 @@ def test_a_client_that_does_not_read_is_left(monkeypatch: pytest.MonkeyPatch) ->
             assert size > 30_000_000
             writer.close()
 
-    played(scene)
+    played(scenario)
 
 
 def test_too_many_bytes_of_bodies_send_the_largest_away() -> None:
-    async def scene() -> None:
-        limits = FaceLimits(bodies_bytes=1_000_000, body_bytes=900_000)
+    async def scenario() -> None:
+        limits = RequestLimits(bodies_bytes=1_000_000, body_bytes=900_000)
         async with face(make_service("full", limits)) as one:
             head = b"POST /drain HTTP/1.1\r\nHost: localhost\r\nContent-Length: 900000\r\n\r\n"
             first = await connect(one, head + b" " * 600_000)
@@ -195,7 +195,7 @@ def test_too_many_bytes_of_bodies_send_the_largest_away() -> None:
             status, body = await one.post("/v1/completions", b"x" * 900_001)
             assert (status, "larger" in body["error"]["message"]) == (413, True)
 
-    played(scene)
+    played(scenario)
 
 
 @pytest.mark.parametrize(("files", "most"), [(resource.RLIM_INFINITY, 1280), (1024, 768), (65536, 1280)])
@@ -204,12 +204,12 @@ def test_there_is_room_for_as_many_as_there_are_files_for(
 ) -> None:
     monkeypatch.setattr(resource, "getrlimit", lambda _: (files, files))
 
-    async def scene() -> None:
-        listener = listen.Listener([], web.Server(control.health), FaceLimits(), Counter())  # type: ignore[arg-type]
-        assert listener.crowd.most == most
-        await listener.close()
+    async def scenario() -> None:
+        started = listener.EngineListener([], web.Server(control.health), RequestLimits(), Counter())  # type: ignore[arg-type]
+        assert started.crowd.most == most
+        await started.close()
 
-    played(scene)
+    played(scenario)
 
 
 class Starved(socket.socket):
@@ -227,21 +227,21 @@ class Starved(socket.socket):
 def test_without_file_descriptors_it_neither_spins_nor_floods_the_log(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    bound = listen._bound
+    bound = listener._bound
 
     async def starved(host: str, port: int) -> list[socket.socket]:
         return [Starved(fileno=each.detach()) for each in await bound(host, port)]
 
-    monkeypatch.setattr(listen, "_bound", starved)
+    monkeypatch.setattr(listener, "_bound", starved)
 
-    async def scene() -> None:
+    async def scenario() -> None:
         async with face(make_service("full")) as one:
             assert (await one.get("/health"))[0] == 200
             assert dropped(one) == {"no_files": 3}
             assert Starved.tries <= 3 + 2  # the connection, and that there is no other
 
     caplog.set_level(logging.INFO)
-    played(scene)
+    played(scenario)
     assert len(caplog.records) == 1
     assert "Traceback" not in caplog.text
 
@@ -254,10 +254,10 @@ def test_when_all_are_busy_the_next_is_told_and_a_stop_is_quick(monkeypatch: pyt
         return web.Response(text="done")
 
     monkeypatch.setattr(control, "status", slow)
-    monkeypatch.setattr(listen, "SHUTDOWN_S", 600.0)
+    monkeypatch.setattr(listener, "SHUTDOWN_S", 600.0)
 
-    async def scene() -> None:
-        async with face(make_service("full", FaceLimits(connections=4))) as one:
+    async def scenario() -> None:
+        async with face(make_service("full", RequestLimits(connections=4))) as one:
             raw = b"GET /status HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n"
             async with many(one, 4, raw) as pairs:
                 while one.opened.listener.crowd.oldest() is not None:
@@ -271,14 +271,14 @@ def test_when_all_are_busy_the_next_is_told_and_a_stop_is_quick(monkeypatch: pyt
             async with many(one, 3, HALF_HEAD), asyncio.timeout(30):  # nobody waits for what was half sent
                 await one.opened.close()
 
-    played(scene)
+    played(scenario)
 
 
 @given(st.lists(st.tuples(st.sampled_from("cwpl"), st.integers(0, 9)), max_size=60))
 def test_who_gives_way_waits_longest_at_the_address_with_the_most_that_wait(
     moves: list[tuple[str, int]],
 ) -> None:
-    crowd: Crowd[int] = Crowd(5)
+    crowd: ConnectionLimits[int] = ConnectionLimits(5)
     waiting: dict[int, None] = {}  # in the order of their coming
     present: set[int] = set()
     for move, key in moves:

@@ -9,9 +9,9 @@ from loop_kit import KINDS, VOCAB, carry, desk, prompt
 
 from potluck.core.errors import CapacityError, InputError
 from potluck.core.values.sampling import Sampling
-from potluck.engine.compute.executor import Draw, WorkerLost
-from potluck.engine.compute.runner import Work
-from potluck.engine.loop.requests import Job
+from potluck.engine.compute.executor import TokenDraw, WorkerLost
+from potluck.engine.compute.runner import SequenceWork
+from potluck.engine.loop.messages import Job
 
 LENGTH, OUTPUT = 150, 12
 
@@ -166,10 +166,10 @@ def test_rows_that_lie_in_any_order_do_not_matter(kind: str) -> None:
     rows = [engine.executor.open() for _ in lengths]
     for row, length in zip(rows, lengths, strict=True):
         engine.executor.grow(row, length + 1)
-        engine.executor.step([Work(row, 0, prompt(length, row), "none")], [])
+        engine.executor.step([SequenceWork(row, 0, prompt(length, row), "none")], [])
     last = list(zip(rows, lengths, strict=True))[2:]
-    works = [Work(row, length, [9]) for row, length in last]
-    found = engine.executor.step(works, [Draw(Sampling(), length + 1) for _, length in last])
+    works = [SequenceWork(row, length, [9]) for row, length in last]
+    found = engine.executor.step(works, [TokenDraw(Sampling(), length + 1) for _, length in last])
     for (row, length), choice in zip(last, found, strict=True):
         assert plain.answer([*prompt(length, row), 9], 1) == [choice.token]
 

@@ -8,13 +8,13 @@ from dataclasses import dataclass, field
 import pytest
 
 from potluck.core.errors import FormatError
-from potluck.engine.measure import told
-from potluck.engine.measure.local import Bounds, Grid
-from potluck.engine.measure.told import ToldBench, steps_told
+from potluck.engine.measure import reported_steps
+from potluck.engine.measure.local_bench import EngineBounds, ShapeGrid
+from potluck.engine.measure.reported_steps import ReportedStepBench, steps_told
 from potluck.perf.timers.profile import ProfilePoint
 
 BUDGET = 64
-BOUNDS = Bounds(1024, 8, BUDGET, 8192)
+BOUNDS = EngineBounds(1024, 8, BUDGET, 8192)
 
 
 def took_s(tokens: int, sequences: int) -> float:
@@ -69,12 +69,12 @@ class Engine:
 
 
 def test_points_are_the_steps_that_the_engine_made(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(told, "SETTLE_S", 0.0)
-    what = Grid((16, 48), (0, 64, 100), (1, 4), (32,), ((16, 2),))
+    monkeypatch.setattr(reported_steps, "SETTLE_S", 0.0)
+    what = ShapeGrid((16, 48), (0, 64, 100), (1, 4), (32,), ((16, 2),))
 
     async def measured() -> list[ProfilePoint]:
         bench = await steps_told(Engine())  # type: ignore[arg-type]
-        assert isinstance(bench, ToldBench)
+        assert isinstance(bench, ReportedStepBench)
         return [point async for point in bench.points(what, BOUNDS)]
 
     points = asyncio.run(measured())
@@ -99,4 +99,4 @@ def test_an_engine_that_tells_nothing_or_nonsense() -> None:
 
     assert asyncio.run(steps_told(Silent())) is None  # type: ignore[arg-type]
     with pytest.raises(FormatError, match="/steps"):
-        asyncio.run(ToldBench(Odd())._new())  # type: ignore[arg-type]
+        asyncio.run(ReportedStepBench(Odd())._new())  # type: ignore[arg-type]

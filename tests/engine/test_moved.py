@@ -12,15 +12,15 @@ from test_prefix import computed, keep
 
 from potluck.core.errors import CapacityError, FormatError, InputError
 from potluck.core.replica.block_values import block_hashes
-from potluck.engine.memory.moved import Gathered
-from potluck.engine.memory.prefix import PrefixCache
-from potluck.kv.parcels import Parcel
+from potluck.engine.memory.prefix_cache import PrefixCache
+from potluck.engine.memory.prefix_transfer import ReceivedPrefix
+from potluck.kv.chunks import KvChunk
 
 CONFIG, LENGTH = KINDS["hybrid"], 48
 
 
 @pytest.fixture(scope="module")
-def lent() -> tuple[tuple[int, ...], list[Parcel]]:
+def lent() -> tuple[tuple[int, ...], list[KvChunk]]:
     """Names, and the parcels of all of them."""
     engine, tokens = runner(CONFIG, rows=2, blocks=40), prompt(LENGTH)
     cache = PrefixCache(CONFIG, 10_000_000, "m")
@@ -34,14 +34,14 @@ def lent() -> tuple[tuple[int, ...], list[Parcel]]:
 
 def test_what_is_sound_is_kept_and_gone_over_to_others(lent: Any) -> None:
     names, parcels = lent
-    cache, came = PrefixCache(CONFIG, 10_000_000, "m"), Gathered(CONFIG.model, 0, LENGTH)
+    cache, came = PrefixCache(CONFIG, 10_000_000, "m"), ReceivedPrefix(CONFIG.model, 0, LENGTH)
     for parcel in reversed(parcels):
         came.accept(parcel)
     assert cache.adopt(names, came) == LENGTH
     assert sorted(map(plain, cache.lend(names, 0))) == sorted(map(plain, parcels))
     assert set(cache.changes().added) == set(names)
     cache.verify()
-    late = Gathered(CONFIG.model, 32, LENGTH)
+    late = ReceivedPrefix(CONFIG.model, 32, LENGTH)
     for parcel in cache.lend(names, 32):
         late.accept(parcel)
     with pytest.raises(CapacityError, match="gone meanwhile"):
@@ -49,7 +49,7 @@ def test_what_is_sound_is_kept_and_gone_over_to_others(lent: Any) -> None:
     assert cache.adopt(names, late) == LENGTH
 
 
-def plain(parcel: Parcel) -> tuple[Any, ...]:
+def plain(parcel: KvChunk) -> tuple[Any, ...]:
     return parcel.layer, parcel.part, parcel.first, parcel.stop, parcel.shape, bytes(parcel.data)
 
 
@@ -68,7 +68,7 @@ def test_what_is_not_sound_is_refused(lent: Any) -> None:
         (replace(tokens, data=holes.tobytes()), "not finite"),
     ):
         with pytest.raises(FormatError) as caught:
-            Gathered(CONFIG.model, 0, LENGTH).accept(wrong)
+            ReceivedPrefix(CONFIG.model, 0, LENGTH).accept(wrong)
         assert says in str(caught.value)
     for dtype, good, bad in (
         ("float16", 0x7BFF, 0x7C00),
@@ -76,11 +76,13 @@ def test_what_is_not_sound_is_refused(lent: Any) -> None:
         ("bfloat16", 1, 0x7FC0),
     ):
         numbers = np.full(len(tokens.data) // 4, good, "<u2")
-        Gathered(CONFIG.model, 0, LENGTH).accept(replace(tokens, dtype=dtype, data=numbers.tobytes()))
+        ReceivedPrefix(CONFIG.model, 0, LENGTH).accept(replace(tokens, dtype=dtype, data=numbers.tobytes()))
         numbers[-1] = bad
         with pytest.raises(FormatError, match="not finite"):
-            Gathered(CONFIG.model, 0, LENGTH).accept(replace(tokens, dtype=dtype, data=numbers.tobytes()))
-    came = Gathered(CONFIG.model, 0, LENGTH)
+            ReceivedPrefix(CONFIG.model, 0, LENGTH).accept(
+                replace(tokens, dtype=dtype, data=numbers.tobytes())
+            )
+    came = ReceivedPrefix(CONFIG.model, 0, LENGTH)
     came.accept(tokens)
     with pytest.raises(FormatError, match="came before"):
         came.accept(tokens)

@@ -10,7 +10,7 @@ from odd_configs import ABSENT, Case, cases
 from sample_models import BASE, BASES, Values
 
 from potluck.engine.model.config import FAMILIES
-from potluck.engine.model.keys import READ_BY
+from potluck.engine.model.config_keys import READ_BY
 
 PAGE = Path(__file__).parents[2] / "docs" / "checkpoints.md"
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}

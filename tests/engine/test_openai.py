@@ -10,7 +10,7 @@ from engine_models import prompt
 from face_kit import NAME, Client, face, letters, make_service, played, spell
 from loop_kit import desk
 
-from potluck.api.tokens import Text, plain_chat
+from potluck.api.tokenizer import ModelTokenizer, plain_chat
 from potluck.core.errors import InputError
 from potluck.core.values.sampling import Sampling
 
@@ -33,7 +33,7 @@ def chat(**fields: object) -> dict[str, object]:
 
 
 def test_a_completion_streamed_or_not_is_the_same(expected: str) -> None:
-    async def scene() -> None:
+    async def scenario() -> None:
         async with face(make_service()) as one:
             status, whole = await one.post("/v1/completions", ask())
             assert status == 200
@@ -57,11 +57,11 @@ def test_a_completion_streamed_or_not_is_the_same(expected: str) -> None:
             assert parts[-1]["usage"]["completion_tokens"] == OUTPUT
             assert parts[-1]["usage"]["prompt_tokens_details"]["cached_tokens"] == 32
 
-    played(scene)
+    played(scenario)
 
 
 def test_prompts_come_as_texts_tokens_and_several_of_either(expected: str) -> None:
-    async def scene() -> None:
+    async def scenario() -> None:
         async with face(make_service()) as one:
             for form in (TEXT, prompt(40), [TEXT], [prompt(40)]):
                 _, reply = await one.post("/v1/completions", ask(form))
@@ -77,7 +77,7 @@ def test_prompts_come_as_texts_tokens_and_several_of_either(expected: str) -> No
                 found = [c["text"] for part in parts for c in part["choices"] if c["index"] == index]
                 assert "".join(found) == text
 
-    played(scene)
+    played(scenario)
 
 
 def test_a_chat_has_its_shape_and_its_template() -> None:
@@ -87,7 +87,7 @@ def test_a_chat_has_its_shape_and_its_template() -> None:
         plain_chat([{"role": "system", "content": "Be kind."}, {"role": "user", "content": "Hello"}]) == shown
     )
 
-    async def scene() -> None:
+    async def scenario() -> None:
         async with face(make_service()) as one:
             status, whole = await one.post("/v1/chat/completions", chat(max_completion_tokens=8))
             assert status == 200
@@ -113,14 +113,14 @@ def test_a_chat_has_its_shape_and_its_template() -> None:
             _, whole = await one.post("/v1/chat/completions", chat(ignore_eos=True))
             assert whole["usage"]["total_tokens"] == 512
 
-    played(scene)
+    played(scenario)
 
 
 def test_stop_strings_end_it_and_are_not_shown(expected: str) -> None:
     stop = expected[4:7]
     kept = expected[: expected.index(stop)]
 
-    async def scene() -> None:
+    async def scenario() -> None:
         async with face(make_service()) as one:
             body = ask(stop=["no such thing", stop], max_tokens=200)
             _, whole = await one.post("/v1/completions", body)
@@ -135,11 +135,11 @@ def test_stop_strings_end_it_and_are_not_shown(expected: str) -> None:
             await one.until_idle()
             assert one.service.counters.ended == {"stop": 2, "length": 1}
 
-    played(scene)
+    played(scenario)
 
 
 def test_seeds_repeat_and_differ() -> None:
-    async def scene() -> None:
+    async def scenario() -> None:
         async with face(make_service()) as one:
 
             async def drawn(**fields: object) -> list[str]:
@@ -154,11 +154,11 @@ def test_seeds_repeat_and_differ() -> None:
             way = Sampling(temperature=1.5, seed=1)
             assert await drawn(seed=1) == [spell(desk("hybrid").answer(prompt(40), 20, sampling=way))]
 
-    played(scene)
+    played(scenario)
 
 
 def test_log_probabilities_have_both_shapes(expected: str) -> None:
-    async def scene() -> None:
+    async def scenario() -> None:
         async with face(make_service()) as one:
             _, whole = await one.post("/v1/completions", ask(logprobs=3))
             logs = whole["choices"][0]["logprobs"]
@@ -180,7 +180,7 @@ def test_log_probabilities_have_both_shapes(expected: str) -> None:
             assert first["top_logprobs"][0]["token"] == first["token"]
             assert bytes(first["bytes"]).decode() == first["token"]
 
-    played(scene)
+    played(scenario)
 
 
 WRONG: list[tuple[str, dict[str, Any], int, str]] = [
@@ -226,7 +226,7 @@ WRONG: list[tuple[str, dict[str, Any], int, str]] = [
 
 
 def test_what_is_wrong_is_said_in_their_shape_streamed_or_not() -> None:
-    async def scene() -> None:
+    async def scenario() -> None:
         async with face(make_service()) as one:
             for path, body, expected_status, says in WRONG:
                 for stream in (False, True):
@@ -239,11 +239,11 @@ def test_what_is_wrong_is_said_in_their_shape_streamed_or_not() -> None:
             await one.until_idle()
             assert (await one.post("/v1/completions", ask()))[0] == 200
 
-    played(scene)
+    played(scenario)
 
 
 def test_the_model_is_listed_and_one_without_text_takes_tokens() -> None:
-    async def scene() -> None:
+    async def scenario() -> None:
         async with face(make_service(text=False)) as one:
             _, listed = await one.get("/v1/models")
             assert [entry["id"] for entry in listed["data"]] == [NAME]
@@ -252,7 +252,7 @@ def test_the_model_is_listed_and_one_without_text_takes_tokens() -> None:
             assert status == 200
             assert reply["usage"]["completion_tokens"] == OUTPUT
 
-    played(scene)
+    played(scenario)
 
 
 async def leave(one: Client, stream: bool) -> None:
@@ -272,7 +272,7 @@ async def leave(one: Client, stream: bool) -> None:
 
 
 def test_a_client_that_leaves_costs_nothing_more() -> None:
-    async def scene() -> None:
+    async def scenario() -> None:
         async with face(make_service()) as one:
             for stream in (True, False):
                 await leave(one, stream)
@@ -281,13 +281,13 @@ def test_a_client_that_leaves_costs_nothing_more() -> None:
                     await asyncio.sleep(0.01)
             assert one.service.counters.ended == {"cancelled": 2}
 
-    played(scene)
+    played(scenario)
 
 
 def test_a_models_own_template_is_used_and_cannot_reach_out() -> None:
     base = letters()
     template = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}{{ eos_token }}"
-    own = Text(base._tokenizer, template, {"eos_token": "!"})
+    own = ModelTokenizer(base._tokenizer, template, {"eos_token": "!"})
     assert own.chat([{"role": "user", "content": "hi"}]) == "<user>hi!"
     for bad in (
         "{{ raise_exception('no') }}",
@@ -296,7 +296,7 @@ def test_a_models_own_template_is_used_and_cannot_reach_out() -> None:
         "{{ 'a' + 1 }}",
     ):
         with pytest.raises(InputError, match="messages"):
-            Text(base._tokenizer, bad).chat([{"role": "user", "content": "hi"}])
+            ModelTokenizer(base._tokenizer, bad).chat([{"role": "user", "content": "hi"}])
 
 
 @pytest.mark.parametrize(
@@ -304,7 +304,7 @@ def test_a_models_own_template_is_used_and_cannot_reach_out() -> None:
 )
 def test_what_a_template_cannot_do_with_messages_is_one_line(template: str) -> None:
     with pytest.raises(InputError, match="messages"):
-        Text(letters()._tokenizer, template).chat([{"role": "user", "content": "Hello"}])
+        ModelTokenizer(letters()._tokenizer, template).chat([{"role": "user", "content": "Hello"}])
 
 
 def test_templates_may_leave_their_loops() -> None:
@@ -312,4 +312,4 @@ def test_templates_may_leave_their_loops() -> None:
         "{% for m in messages %}{% if loop.index > 1 %}{% break %}{% endif %}{{ m.content }}{% endfor %}"
     )
     said = [{"role": "user", "content": word} for word in ("one", "two")]
-    assert Text(letters()._tokenizer, template).chat(said) == "one"
+    assert ModelTokenizer(letters()._tokenizer, template).chat(said) == "one"

@@ -16,7 +16,7 @@ TEXT, OUTPUT = spell(prompt(40)), 12
 def test_openais_client_is_served() -> None:
     expected = spell(desk("full").answer(prompt(40), OUTPUT))
 
-    async def scene() -> None:
+    async def scenario() -> None:
         async with (
             face(make_service("full"), key="k" * 20) as one,
             AsyncOpenAI(base_url=one.url + "/v1", api_key="k" * 20, max_retries=0) as client,
@@ -71,7 +71,7 @@ def test_openais_client_is_served() -> None:
             with pytest.raises(PermissionDeniedError):
                 await client.completions.create(**asked, extra_headers={"Origin": "http://x"})  # type: ignore[call-overload]
 
-    played(scene)
+    played(scenario)
 
 
 GUIDELLM = {
@@ -86,7 +86,7 @@ GUIDELLM = {
 
 
 def test_guidellms_body_gets_the_usage_so_far_in_every_part() -> None:
-    async def scene() -> None:
+    async def scenario() -> None:
         async with face(make_service("full")) as one:
             status, parts = await one.post("/v1/chat/completions", GUIDELLM)
             assert status == 200
@@ -96,7 +96,7 @@ def test_guidellms_body_gets_the_usage_so_far_in_every_part() -> None:
             assert len({part["usage"]["prompt_tokens"] for part in parts}) == 1
             assert parts[-1]["choices"] == []
 
-    played(scene)
+    played(scenario)
 
 
 def test_ends_that_clients_set() -> None:
@@ -105,7 +105,7 @@ def test_ends_that_clients_set() -> None:
     at = next(place for place in range(2, OUTPUT - 2) if plain[place] not in plain[:place])
     end = plain[at]
 
-    async def scene() -> None:
+    async def scenario() -> None:
         async with face(make_service("hybrid")) as one:
 
             async def asked(**fields: object) -> tuple[str, str, int]:
@@ -135,4 +135,4 @@ def test_ends_that_clients_set() -> None:
             )
             assert (status, len(lines) - 1) == (200, count)
 
-    played(scene)
+    played(scenario)

@@ -7,13 +7,13 @@ import asyncio
 import pytest
 from face_kit import NAME, face, make_service, played
 
-from potluck.api.errors import Refused
-from potluck.api.origin import Served, check_origin
+from potluck.api.http_errors import HttpRefusal
+from potluck.api.origin import ServedNames, check_origin
 
-HERE = Served(loopback=True)
-OPEN = Served(loopback=False, names=frozenset({"gpu7"}))
-KEYED = Served(loopback=False, keyed=True)
-NAMED = Served(loopback=True, names=frozenset({"llm.example"}))
+HERE = ServedNames(loopback=True)
+OPEN = ServedNames(loopback=False, names=frozenset({"gpu7"}))
+KEYED = ServedNames(loopback=False, keyed=True)
+NAMED = ServedNames(loopback=True, names=frozenset({"llm.example"}))
 
 FINE = [
     (HERE, "POST", {"Host": "127.0.0.1:8000"}),
@@ -64,19 +64,21 @@ NOT = [
 
 
 @pytest.mark.parametrize(("served", "method", "headers"), FINE)
-def test_clients_and_the_engines_own_page_pass(served: Served, method: str, headers: dict[str, str]) -> None:
+def test_clients_and_the_engines_own_page_pass(
+    served: ServedNames, method: str, headers: dict[str, str]
+) -> None:
     check_origin(method, headers, served)
 
 
 @pytest.mark.parametrize(("served", "method", "headers", "code"), NOT)
-def test_pages_of_others_do_not(served: Served, method: str, headers: dict[str, str], code: str) -> None:
-    with pytest.raises(Refused) as caught:
+def test_pages_of_others_do_not(served: ServedNames, method: str, headers: dict[str, str], code: str) -> None:
+    with pytest.raises(HttpRefusal) as caught:
         check_origin(method, headers, served)
     assert (caught.value.status, caught.value.code) == (403, code)
 
 
 def test_no_page_drains_an_engine_and_every_answer_has_a_name() -> None:
-    async def scene() -> None:
+    async def scenario() -> None:
         async with face(make_service("full")) as one:
             form = {"Origin": "https://example.org", "Content-Type": "text/plain"}
             for method, path in (
@@ -132,4 +134,4 @@ def test_no_page_drains_an_engine_and_every_answer_has_a_name() -> None:
                 assert rest.startswith(b'{"error": {"message": "the request cannot be read as HTTP')
                 writer.close()
 
-    played(scene)
+    played(scenario)

@@ -15,21 +15,28 @@ from pipeline_workers import HYBRID, PLAIN, PROMPTS, SECRET, SEED, SIZE, generat
 
 from potluck.catalog import models, nodes
 from potluck.cli.serving.engine.emulate import emulation, executor_maker
-from potluck.core.brain.facts import BLOCK_TOKENS
 from potluck.core.errors import InputError
+from potluck.core.state.facts import BLOCK_TOKENS
 from potluck.core.values.confidence import Confidence
-from potluck.engine.compute.executor import Executor, Export
-from potluck.engine.compute.local import LocalExecutor
-from potluck.engine.compute.paced import KvPace, Paced, Pacer, card_of, emulated_blocks, steps_of
-from potluck.engine.compute.runner import Work
-from potluck.engine.memory.handover import Parcel
-from potluck.engine.model.checkpoint import Seeded
+from potluck.engine.compute.emulated import (
+    EmulatedExecutor,
+    EmulatedNic,
+    StepPacer,
+    card_of,
+    emulated_blocks,
+    steps_of,
+)
+from potluck.engine.compute.executor import CacheExport, Executor
+from potluck.engine.compute.local_executor import LocalExecutor
+from potluck.engine.compute.runner import SequenceWork
+from potluck.engine.memory.handover import KvChunk
+from potluck.engine.model.checkpoint import RandomSource
 from potluck.engine.pipeline.launch import launch, parse_stages
-from potluck.engine.serve import Settings, service_of
-from potluck.kv.codec.parcels import packed
-from potluck.perf.moves.transfer import AlphaBeta
+from potluck.engine.serve import EngineSettings, service_of
+from potluck.kv.codec.encoded_chunks import packed
+from potluck.perf.delays.transfer import AlphaBeta
 from potluck.perf.sizes.memory import kv_bytes
-from potluck.perf.step import Floats, Steps, steps
+from potluck.perf.step_timer import Floats, StepBatch, steps
 from potluck.perf.timers.roofline import roofline
 
 LLAMA = models.model("Llama-3.1-8B")
@@ -56,15 +63,15 @@ class Fixed:
 
     confidence: Confidence = "assumed"
 
-    def step_s(self, batch: Steps) -> Floats:
+    def step_s(self, batch: StepBatch) -> Floats:
         return np.asarray(batch.tokens, np.float64)
 
 
-def run(pacer: Pacer, fake: FakeTime, tokens: Sequence[int], work_s: float, gap_s: float) -> list[float]:
+def run(pacer: StepPacer, fake: FakeTime, tokens: Sequence[int], work_s: float, gap_s: float) -> list[float]:
     """When each step ended."""
     ends = []
     for count in tokens:
-        pacer.begin([Work(0, 0, [0] * count)])
+        pacer.begin([SequenceWork(0, 0, [0] * count)])
         fake.now_s += work_s
         pacer.end()
         ends.append(fake.now_s)
@@ -82,7 +89,7 @@ def test_steps_last_as_long_as_predicted_and_errors_do_not_add_up(
     tokens: list[int], work_share: float, over_s: float, speed_up: float
 ) -> None:
     fake = FakeTime(over_s)
-    pacer = Pacer(Fixed(), speed_up, fake.clock, fake.sleep, host_s=0.1)
+    pacer = StepPacer(Fixed(), speed_up, fake.clock, fake.sleep, host_s=0.1)
     ends = run(pacer, fake, tokens, work_share / speed_up, gap_s=0.1 / speed_up * 0.9)
     due = 100.0 + np.cumsum(tokens) / speed_up
     assert pacer.late_steps == 0
@@ -93,13 +100,13 @@ def test_steps_last_as_long_as_predicted_and_errors_do_not_add_up(
 
 def test_a_pause_between_steps_is_not_made_up_for() -> None:
     fake = FakeTime()
-    pacer = Pacer(Fixed(), 1.0, fake.clock, fake.sleep, host_s=0.1)
+    pacer = StepPacer(Fixed(), 1.0, fake.clock, fake.sleep, host_s=0.1)
     assert run(pacer, fake, [1, 1], 0.2, gap_s=5.0) == [101.0, pytest.approx(107.0)]
 
 
 def test_steps_that_are_too_slow_are_counted_and_not_slept_for() -> None:
     fake = FakeTime()
-    pacer = Pacer(Fixed(), 4.0, fake.clock, fake.sleep)
+    pacer = StepPacer(Fixed(), 4.0, fake.clock, fake.sleep)
     run(pacer, fake, [1, 8, 1], work_s=0.5, gap_s=0.0)
     assert fake.now_s == 100.0 + 0.25 + 2.0 + 0.5, "the second step makes up for the first, the third cannot"
     assert (pacer.steps, pacer.late_steps) == (3, 2)
@@ -111,17 +118,17 @@ def test_steps_that_are_too_slow_are_counted_and_not_slept_for() -> None:
 def test_steps_tell_how_much_longer_than_the_gpu_this_machine_computes() -> None:
     """Three times as long, however much of it the step before had left: that one is counted with it."""
     fake = FakeTime()
-    pacer = Pacer(Fixed(), 1.0, fake.clock, fake.sleep)
+    pacer = StepPacer(Fixed(), 1.0, fake.clock, fake.sleep)
     run(pacer, fake, [1] * 5, work_s=3.0, gap_s=0.0)
     assert pacer.took_s / pacer.predicted_s == pytest.approx(3.0)
-    quick = Pacer(Fixed(), 1.0, fake.clock, fake.sleep)
+    quick = StepPacer(Fixed(), 1.0, fake.clock, fake.sleep)
     run(quick, fake, [1] * 5, work_s=0.3, gap_s=0.0)
     assert quick.notes()["emulated_took_s"] == pytest.approx(quick.predicted_s)
 
 
 def test_what_is_too_slow_for_good_is_not_made_up_for_without_end() -> None:
     fake = FakeTime()
-    pacer = Pacer(Fixed(), 1.0, fake.clock, fake.sleep, host_s=0.0)
+    pacer = StepPacer(Fixed(), 1.0, fake.clock, fake.sleep, host_s=0.0)
     run(pacer, fake, [1] * 50, work_s=2.0, gap_s=0.0)
     assert pacer.late_steps == 50
     slow = fake.now_s
@@ -131,7 +138,7 @@ def test_what_is_too_slow_for_good_is_not_made_up_for_without_end() -> None:
 
 @given(st.lists(st.tuples(st.integers(1, 300), st.integers(0, 300)), min_size=1, max_size=12))
 def test_steps_as_perf_sees_them(shapes: list[tuple[int, int]]) -> None:
-    found = steps_of([Work(row, start, [0] * new) for row, (new, start) in enumerate(shapes)])
+    found = steps_of([SequenceWork(row, start, [0] * new) for row, (new, start) in enumerate(shapes)])
     assert found.tokens[0] == sum(new for new, _ in shapes)
     decodes = [start for new, start in shapes if new == 1 and start]
     assert (found.decodes[0], found.decode_context[0]) == (len(decodes), sum(decodes))
@@ -142,13 +149,13 @@ def test_steps_as_perf_sees_them(shapes: list[tuple[int, int]]) -> None:
 def test_an_executor_says_the_same_and_takes_the_gpus_time(speed_up: float) -> None:
     fake, alone = FakeTime(), local(HYBRID)
     timer = roofline(LLAMA, A10, 1)
-    paced: Executor = Paced(alone, timer, speed_up, fake.clock, fake.sleep, host_s=0.0)
+    paced: Executor = EmulatedExecutor(alone, timer, speed_up, fake.clock, fake.sleep, host_s=0.0)
     assert generate(paced, PROMPTS[:3]) == generate(alone, PROMPTS[:3])
     # 64 tokens of each prompt at first, then 62 and two decodes, and so on.
     row = paced.open()
     paced.grow(row, 100)
     begin = fake.now_s
-    paced.step([Work(row, 0, PROMPTS[2][:100], "none")], [])
+    paced.step([SequenceWork(row, 0, PROMPTS[2][:100], "none")], [])
     assert fake.now_s - begin == pytest.approx(float(timer.step_s(steps(100))[0]) / speed_up)
     paced.close(row)
     paced.check()
@@ -159,24 +166,24 @@ def test_an_executor_says_the_same_and_takes_the_gpus_time(speed_up: float) -> N
 def test_layers_go_out_over_the_step() -> None:
     fake, alone = FakeTime(), local(HYBRID)
     timer = roofline(LLAMA, A10, 1)
-    paced = Paced(alone, timer, 1.0, fake.clock, fake.sleep)
+    paced = EmulatedExecutor(alone, timer, 1.0, fake.clock, fake.sleep)
     row, seen = paced.open(), {}
     paced.grow(row, 50)
 
-    def deliver(_: int, parcels: tuple[Parcel, ...]) -> None:
+    def deliver(_: int, parcels: tuple[KvChunk, ...]) -> None:
         seen[parcels[0].layer] = fake.now_s - 100.0
 
-    paced.step([Work(row, 0, PROMPTS[2][:50], "none")], [], [Export(row, 0, 50)], deliver)
+    paced.step([SequenceWork(row, 0, PROMPTS[2][:50], "none")], [], [CacheExport(row, 0, 50)], deliver)
     whole = float(timer.step_s(steps(50))[0])
     assert [seen[layer] for layer in range(5)] == pytest.approx([whole * part / 5 for part in range(1, 6)])
 
 
 def test_kv_crosses_at_the_pace_of_the_card() -> None:
     fake = FakeTime()
-    pace = KvPace(LLAMA, 8, AlphaBeta(0.5, 1e9), 2.0, fake.clock)
-    parcels = [Parcel(layer, "kv", 0, 100, "float32", (1,), b"") for layer in range(8)]
+    pace = EmulatedNic(LLAMA, 8, AlphaBeta(0.5, 1e9), 2.0, fake.clock)
+    parcels = [KvChunk(layer, "kv", 0, 100, "float32", (1,), b"") for layer in range(8)]
     assert sum(map(pace.kv_bytes, parcels)) == pytest.approx(kv_bytes(LLAMA, 100))
-    whole = Parcel(0, "kv", 0, 100, "float32", (100, 2, 4, 64), bytes(4 * 100 * 2 * 4 * 64))
+    whole = KvChunk(0, "kv", 0, 100, "float32", (100, 2, 4, 64), bytes(4 * 100 * 2 * 4 * 64))
     assert 0.26 < pace.kv_bytes(packed(whole, "int4")) / pace.kv_bytes(whole) < 0.29
     dues = [pace.due_s(parcel) for parcel in parcels]
     each = kv_bytes(LLAMA, 100) / 8 / 1e9 / 2.0
@@ -187,10 +194,12 @@ def test_kv_crosses_at_the_pace_of_the_card() -> None:
 
 
 def test_an_engine_sends_at_the_pace_of_the_card() -> None:
-    service = service_of(made(emulate="A10:llama-3.1-8b"), Settings(max_running=4, token_budget=64), name="x")
-    parcels = [Parcel(layer, "kv", 0, 512, "float32", (1,), b"") for layer in range(3)]
+    service = service_of(
+        made(emulate="A10:llama-3.1-8b"), EngineSettings(max_running=4, token_budget=64), name="x"
+    )
+    parcels = [KvChunk(layer, "kv", 0, 512, "float32", (1,), b"") for layer in range(3)]
     began = time.monotonic()
-    due_s = [service.freight.due_s(parcel) or 0.0 for parcel in parcels]
+    due_s = [service.kv_transfer.due_s(parcel) or 0.0 for parcel in parcels]
     assert due_s == sorted(due_s)
     assert due_s[-1] - began >= kv_bytes(LLAMA, 512) / card_of(A10).beta_bytes_per_s > 0.01
 
@@ -226,13 +235,13 @@ def made(**flags: object) -> Executor:
     """The executor that an engine started with such flags would have."""
     none = dict.fromkeys(("emulate", "stages", "secret_file", "random_seed", "threads", "kv_blocks"))
     make = executor_maker(**{**none, "speed_up": 1.0, "directory": Path(), **flags})  # type: ignore[arg-type]
-    return make(PLAIN, Seeded(SEED), SIZE, "cpu")
+    return make(PLAIN, RandomSource(SEED), SIZE, "cpu")
 
 
 def test_flags_make_an_executor(tmp_path: Path) -> None:
     assert isinstance(made(), LocalExecutor)
     paced = made(emulate="A10:llama-3.1-8b")
-    assert isinstance(paced, Paced)
+    assert isinstance(paced, EmulatedExecutor)
     assert paced.size.blocks == emulated_blocks(LLAMA, A10, 1)
     assert paced.kv is not None
     assert made(emulate="A10:llama-3.1-8b", kv_blocks=SIZE.blocks).size == SIZE
@@ -251,7 +260,7 @@ def test_speed_up_must_be_positive() -> None:
         with pytest.raises(InputError, match="speed"):
             emulation("A10:llama-3.1-8b", speed_up)
         with pytest.raises(InputError, match="speed"):
-            Pacer(Fixed(), speed_up)
+            StepPacer(Fixed(), speed_up)
 
 
 def test_a_pipeline_of_unlike_gpus() -> None:

@@ -13,19 +13,19 @@ from loop_kit import Desk, desk
 
 from potluck.core.errors import FormatError
 from potluck.core.values.model import Model
-from potluck.engine.loop.requests import Computed, Sent
-from potluck.engine.memory.handover import Arrival, manifest, pack
-from potluck.engine.memory.pieces import Pieces, ranges
-from potluck.engine.pretend.cargo import Cargo
-from potluck.engine.pretend.freight import PretendFreight
-from potluck.engine.pretend.history import NOTHING
-from potluck.engine.pretend.parcels import MORE, parcel_of
-from potluck.kv.parcels import Parcel
-from potluck.perf.moves.transfer import AlphaBeta
+from potluck.engine.loop.messages import JobComputed, LayerSent
+from potluck.engine.memory.handover import IncomingHandover, manifest, pack
+from potluck.engine.memory.layer_parts import MissingParts, ranges
+from potluck.engine.mock.history import NOTHING
+from potluck.engine.mock.kv_sizes import KvSizes
+from potluck.engine.mock.mock_chunks import MORE, parcel_of
+from potluck.engine.mock.mock_transfer import MockKvTransfer
+from potluck.kv.chunks import KvChunk
+from potluck.perf.delays.transfer import AlphaBeta
 
 
-def piece(first: int, stop: int, layer: int = 0, part: str = "kv") -> Parcel:
-    return Parcel(layer, part, first, stop, "float32", (stop - first, 1), b"")  # type: ignore[arg-type]
+def piece(first: int, stop: int, layer: int = 0, part: str = "kv") -> KvChunk:
+    return KvChunk(layer, part, first, stop, "float32", (stop - first, 1), b"")  # type: ignore[arg-type]
 
 
 @given(st.lists(st.integers(1, 50), min_size=1, max_size=12), st.integers(0, 20), st.randoms())
@@ -35,7 +35,7 @@ def test_pieces_make_a_whole_in_any_order(sizes: list[int], start: int, random: 
         stops.append(stops[-1] + size)
     parts = [piece(a, b) for a, b in pairwise(stops)]
     random.shuffle(parts)  # type: ignore[attr-defined]
-    books = Pieces({(0, "kv"): (start, stops[-1])})
+    books = MissingParts({(0, "kv"): (start, stops[-1])})
     for part in parts:
         with pytest.raises(FormatError, match="missing"):
             books.must_be_whole()
@@ -58,8 +58,8 @@ def test_pieces_make_a_whole_in_any_order(sizes: list[int], start: int, random: 
         (piece(0, 10, part="latent"), "is not expected"),
     ],
 )
-def test_what_is_not_missing_is_refused(wrong: Parcel, says: str) -> None:
-    books = Pieces({(0, "kv"): (0, 30)})
+def test_what_is_not_missing_is_refused(wrong: KvChunk, says: str) -> None:
+    books = MissingParts({(0, "kv"): (0, 30)})
     books.take(piece(10, 20))
     with pytest.raises(FormatError, match=says):
         books.take(wrong)
@@ -73,7 +73,7 @@ def test_a_row_crosses_step_by_step(kind: str) -> None:
     sender, receiver = one.executor._runner, two.executor._runner  # type: ignore[attr-defined]
     source, row = sender.tables.open(), receiver.tables.open()
     sender.tables.grow(source, 300)
-    arrival = Arrival(receiver, row, manifest(sender, tokens, 0, 290), tokens)
+    arrival = IncomingHandover(receiver, row, manifest(sender, tokens, 0, 290), tokens)
     left = []
     for start, stop in ((0, 100), (100, 101), (101, 230), (230, 290)):
         run_to(sender, source, tokens, start, stop)
@@ -90,9 +90,9 @@ def test_a_row_crosses_step_by_step(kind: str) -> None:
 
 
 def run_to(runner, row, tokens, start, stop):  # type: ignore[no-untyped-def]
-    from potluck.engine.compute.runner import Work
+    from potluck.engine.compute.runner import SequenceWork
 
-    return runner.step([Work(row, start, tokens[start:stop], "last")])
+    return runner.step([SequenceWork(row, start, tokens[start:stop], "last")])
 
 
 @pytest.mark.parametrize("kind", ["full", "latent", "hybrid"])
@@ -101,13 +101,13 @@ def test_kv_leaves_with_each_chunk_and_not_with_the_last_one_only(kind: str) -> 
     key = engine.submit(prompt(300), stop=290)
     engine.loop.attach(key, 0, engine.now_s)
     turns = []
-    while not any(isinstance(event, Computed) for event in engine.said.get(key, [])):
+    while not any(isinstance(event, JobComputed) for event in engine.said.get(key, [])):
         engine.turn()
         turns.append(sent(engine, key))
     engine.run()
     growing = [n for n in turns if n]
     assert len(set(growing)) >= 5  # of six steps; windows and states leave with the last
-    assert [event.last for event in engine.said[key] if isinstance(event, Sent)].count(True) == 1
+    assert [event.last for event in engine.said[key] if isinstance(event, LayerSent)].count(True) == 1
     assert engine.end(key).reason == "handed_on"
 
 
@@ -119,7 +119,7 @@ def test_who_attaches_late_gets_what_was_computed_before() -> None:
     assert sent(engine, key) == 0
     engine.loop.attach(key, 30, engine.now_s)
     engine.run()
-    books = Pieces(ranges(KINDS["full"].model, 30, 290))
+    books = MissingParts(ranges(KINDS["full"].model, 30, 290))
     for parcel in engine.parcels(key):
         books.take(parcel)
     books.must_be_whole()
@@ -134,12 +134,12 @@ def sent(engine: Desk, key: int) -> int:
 @pytest.mark.parametrize("since", [0, 7])
 def test_pieces_of_a_pretended_cache_weigh_as_much_as_the_whole(kind: str, since: int) -> None:
     model: Model = KINDS[kind].model
-    freight = PretendFreight(Cargo(model), AlphaBeta(0.0, 1e9))
+    kv_transfer = MockKvTransfer(KvSizes(model), AlphaBeta(0.0, 1e9))
     stops = (since, 100, 400, 430, 431)
-    for layer in range(Cargo(model).layers):
-        whole = freight.kv_bytes(parcel_of(NOTHING, layer, since, 431))
+    for layer in range(KvSizes(model).layers):
+        whole = kv_transfer.kv_bytes(parcel_of(NOTHING, layer, since, 431))
         parts = [
             parcel_of(NOTHING, layer, first, stop, since if stop == 431 else MORE)
             for first, stop in pairwise(stops)
         ]
-        assert sum(map(freight.kv_bytes, parts)) == pytest.approx(whole, abs=2 * len(parts))
+        assert sum(map(kv_transfer.kv_bytes, parts)) == pytest.approx(whole, abs=2 * len(parts))

@@ -24,15 +24,15 @@ from pipeline_workers import (
 )
 
 from potluck.core.errors import CapacityError, InputError, PotluckError
-from potluck.core.values.sampling import Choice, Sampling
-from potluck.engine.compute.executor import Draw, Executor, Export
-from potluck.engine.compute.local import LocalExecutor
-from potluck.engine.compute.runner import Work
-from potluck.engine.memory.handover import Manifest, Parcel, token_hash
-from potluck.engine.pipeline.driver import PipelineExecutor
+from potluck.core.values.sampling import SampledToken, Sampling
+from potluck.engine.compute.executor import CacheExport, Executor, TokenDraw
+from potluck.engine.compute.local_executor import LocalExecutor
+from potluck.engine.compute.runner import SequenceWork
+from potluck.engine.memory.handover import KvChunk, KvManifest, token_hash
 from potluck.engine.pipeline.launch import launch, parse_stages
-from potluck.engine.pipeline.under_way import PipelineStep
-from potluck.engine.pipeline.wire import LinkError
+from potluck.engine.pipeline.pipeline_connection import LinkError
+from potluck.engine.pipeline.pipeline_executor import PipelineExecutor
+from potluck.engine.pipeline.pipeline_step import PipelineStep
 
 TOKENS = PROMPTS[2]
 
@@ -48,7 +48,7 @@ def alone() -> LocalExecutor:
 
 
 @pytest.fixture(scope="module")
-def expected(alone: LocalExecutor) -> list[list[Choice]]:
+def expected(alone: LocalExecutor) -> list[list[SampledToken]]:
     return generate(alone)
 
 
@@ -63,7 +63,7 @@ def shared() -> Iterator[PipelineExecutor]:
 
 @pytest.mark.parametrize("stages", ["5", "2,3", "4x2,1", "3,1,1", "1,2x2,2", "1,1,2,1"])
 def test_stages_say_what_one_process_says(
-    stages: str, workers: list[tuple[str, int]], expected: list[list[Choice]]
+    stages: str, workers: list[tuple[str, int]], expected: list[list[SampledToken]]
 ) -> None:
     executor = pipeline(HYBRID, stages, workers)
     try:
@@ -74,7 +74,9 @@ def test_stages_say_what_one_process_says(
 
 
 @pytest.mark.parametrize("chunk", [1, 7, 200])
-def test_chunks_do_not_matter(chunk: int, shared: PipelineExecutor, expected: list[list[Choice]]) -> None:
+def test_chunks_do_not_matter(
+    chunk: int, shared: PipelineExecutor, expected: list[list[SampledToken]]
+) -> None:
     prompts = PROMPTS[:3] if chunk > 1 else PROMPTS[:2]
     assert generate(shared, prompts, chunk=chunk) == expected[: len(prompts)]
 
@@ -108,17 +110,17 @@ def test_workers_of_a_stage_take_requests_in_proportion(workers: list[tuple[str,
         executor.shutdown()
 
 
-def cargo(executor: Executor, row: int, start: int, stop: int) -> list[Parcel]:
+def cargo(executor: Executor, row: int, start: int, stop: int) -> list[KvChunk]:
     layers = range(executor.config.model.layer_count)
     found = [parcel for layer in layers for parcel in executor.export(row, layer, start, stop)]
     return [replace(parcel, data=bytes(parcel.data)) for parcel in found]
 
 
-def manifest(executor: Executor, start: int, stop: int) -> Manifest:
-    return Manifest(executor.fingerprint, start, stop, token_hash(TOKENS[:stop]))
+def manifest(executor: Executor, start: int, stop: int) -> KvManifest:
+    return KvManifest(executor.fingerprint, start, stop, token_hash(TOKENS[:stop]))
 
 
-def arrive(executor: Executor, row: int, parcels: list[Parcel], start: int, stop: int) -> None:
+def arrive(executor: Executor, row: int, parcels: list[KvChunk], start: int, stop: int) -> None:
     arrival = executor.arrival(row, manifest(executor, start, stop), TOKENS)
     assert arrival.missing == len(parcels)
     for parcel in parcels:
@@ -130,24 +132,24 @@ def arrive(executor: Executor, row: int, parcels: list[Parcel], start: int, stop
 def tail(executor: Executor, row: int, held: int) -> int:
     """The token behind the whole prompt, computed from `held` on."""
     executor.grow(row, len(TOKENS))
-    work = Work(row, held, TOKENS[held:])
-    return executor.step([work], [Draw(Sampling(), len(TOKENS))])[0].token
+    work = SequenceWork(row, held, TOKENS[held:])
+    return executor.step([work], [TokenDraw(Sampling(), len(TOKENS))])[0].token
 
 
 @pytest.mark.parametrize("cut", [1, 16, 33, 101])
 def test_caches_go_in_and_out_by_layer(
-    cut: int, shared: PipelineExecutor, alone: LocalExecutor, expected: list[list[Choice]]
+    cut: int, shared: PipelineExecutor, alone: LocalExecutor, expected: list[list[SampledToken]]
 ) -> None:
     """Through a pipeline and back: one process to the pipeline, another stretch there, and on to one process."""
     said, middle = expected[2][0].token, min(cut + 20, len(TOKENS) - 1)
     for first, second in ((alone, shared), (shared, alone)):
         row = first.open()
         first.grow(row, cut)
-        first.step([Work(row, 0, TOKENS[:cut], "none")], [])
+        first.step([SequenceWork(row, 0, TOKENS[:cut], "none")], [])
         there = second.open()
         arrive(second, there, cargo(first, row, 0, cut), 0, cut)
         second.grow(there, middle)
-        second.step([Work(there, cut, TOKENS[cut:middle], "none")], [])
+        second.step([SequenceWork(there, cut, TOKENS[cut:middle], "none")], [])
         back = first.open()
         arrive(first, back, cargo(second, there, 0, middle), 0, middle)
         assert tail(first, back, middle) == said
@@ -159,18 +161,18 @@ def test_caches_go_in_and_out_by_layer(
 
 
 def test_layers_go_out_while_the_step_runs_in_order(shared: PipelineExecutor, alone: LocalExecutor) -> None:
-    found: dict[str, list[Parcel]] = {"shared": [], "alone": []}
+    found: dict[str, list[KvChunk]] = {"shared": [], "alone": []}
     for name, executor in (("shared", shared), ("alone", alone)):
         row, other = executor.open(), executor.open()
         for each in (row, other):
             executor.grow(each, len(TOKENS))
 
-        def deliver(of: int, parcels: tuple[Parcel, ...], want: int = row, name: str = name) -> None:
+        def deliver(of: int, parcels: tuple[KvChunk, ...], want: int = row, name: str = name) -> None:
             assert of == want
             found[name] += [replace(parcel, data=bytes(parcel.data)) for parcel in parcels]
 
-        works = [Work(other, 0, TOKENS[:50], "none"), Work(row, 0, TOKENS, "none")]
-        executor.step(works, [], [Export(row, 0, len(TOKENS))], deliver)
+        works = [SequenceWork(other, 0, TOKENS[:50], "none"), SequenceWork(row, 0, TOKENS, "none")]
+        executor.step(works, [], [CacheExport(row, 0, len(TOKENS))], deliver)
         assert found[name] == cargo(executor, row, 0, len(TOKENS))
         executor.close(row)
         executor.close(other)
@@ -180,7 +182,7 @@ def test_layers_go_out_while_the_step_runs_in_order(shared: PipelineExecutor, al
 
 
 def test_steps_under_way_at_once_do_not_disturb_each_other(
-    shared: PipelineExecutor, expected: list[list[Choice]]
+    shared: PipelineExecutor, expected: list[list[SampledToken]]
 ) -> None:
     """Two groups of requests go round in turn; each says what it would say alone."""
     prompts = [PROMPTS[:2], PROMPTS[2:]]
@@ -191,8 +193,8 @@ def test_steps_under_way_at_once_do_not_disturb_each_other(
 
     def begin(group: int) -> PipelineStep:
         held = [shared.held(row) for row in rows[group]]
-        works = [Work(r, h, t[h:]) for r, h, t in zip(rows[group], held, tokens[group], strict=True)]
-        return shared.submit(works, [Draw(Sampling(), len(each)) for each in tokens[group]])
+        works = [SequenceWork(r, h, t[h:]) for r, h, t in zip(rows[group], held, tokens[group], strict=True)]
+        return shared.submit(works, [TokenDraw(Sampling(), len(each)) for each in tokens[group]])
 
     runs = [begin(0), begin(1)]
     for turn in range(12):
@@ -208,11 +210,11 @@ def test_steps_under_way_at_once_do_not_disturb_each_other(
 
 
 def test_a_bad_hand_over_is_one_error_and_the_pipeline_lives_on(
-    shared: PipelineExecutor, alone: LocalExecutor, expected: list[list[Choice]]
+    shared: PipelineExecutor, alone: LocalExecutor, expected: list[list[SampledToken]]
 ) -> None:
     row = alone.open()
     alone.grow(row, 40)
-    alone.step([Work(row, 0, TOKENS[:40], "none")], [])
+    alone.step([SequenceWork(row, 0, TOKENS[:40], "none")], [])
     good = cargo(alone, row, 0, 40)
     alone.close(row)
     wrong = [
@@ -240,16 +242,21 @@ def test_a_bad_hand_over_is_one_error_and_the_pipeline_lives_on(
 
 
 def test_what_cannot_be_run_is_refused_and_changes_nothing(
-    shared: PipelineExecutor, expected: list[list[Choice]]
+    shared: PipelineExecutor, expected: list[list[SampledToken]]
 ) -> None:
     loop = Loop(shared, PROMPTS[1:2], most=64)
     row = loop.rows[0]
-    good = [Draw(Sampling(), 5)]
-    for work in (Work(row, 0, [9999]), Work(row, 0, [-1]), Work(row, 3, [1]), Work(row, 0, [1] * 65)):
+    good = [TokenDraw(Sampling(), 5)]
+    for work in (
+        SequenceWork(row, 0, [9999]),
+        SequenceWork(row, 0, [-1]),
+        SequenceWork(row, 3, [1]),
+        SequenceWork(row, 0, [1] * 65),
+    ):
         with pytest.raises(InputError):
             shared.step([work], good)
     with pytest.raises(InputError):
-        shared.step([Work(row, 0, [1])], [])
+        shared.step([SequenceWork(row, 0, [1])], [])
     with pytest.raises(CapacityError):
         shared.grow(row, SIZE.max_tokens + 1)
     while len(loop.said[0]) < 4:

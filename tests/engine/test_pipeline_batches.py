@@ -6,16 +6,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from potluck.engine.compute.work import Work
-from potluck.engine.pipeline.batches import LEAST_TOKENS, cut
+from potluck.engine.compute.work import SequenceWork
 from potluck.engine.pipeline.launch import lanes_of, parse_stages
+from potluck.engine.pipeline.step_parts import LEAST_TOKENS, cut
 
 SIZES = st.lists(st.one_of(st.just(1), st.integers(1, 600)), min_size=1, max_size=24)
 
 
 @given(SIZES, st.integers(1, 6), st.data())
 def test_pieces_make_up_the_works_in_order(sizes: list[int], batches: int, data: st.DataObject) -> None:
-    works = [Work(row, row * 3, list(range(size))) for row, size in enumerate(sizes)]
+    works = [SequenceWork(row, row * 3, list(range(size))) for row, size in enumerate(sizes)]
     paths = [(data.draw(st.integers(0, 1)), data.draw(st.integers(0, 2))) for _ in sizes]
     found = cut(works, paths, batches, 1)
     assert 1 <= len(found) <= batches
@@ -38,7 +38,7 @@ def test_pieces_make_up_the_works_in_order(sizes: list[int], batches: int, data:
 @given(SIZES, st.integers(1, 6))
 def test_micro_batches_are_about_as_large_as_each_other(sizes: list[int], batches: int) -> None:
     """None is larger than its share by more than a piece that could not be cut."""
-    works = [Work(row, 0, [0] * size) for row, size in enumerate(sizes)]
+    works = [SequenceWork(row, 0, [0] * size) for row, size in enumerate(sizes)]
     found = cut(works, [(0,)] * len(works), batches, 1)
     goal = -(-sum(sizes) // min(batches, sum(sizes)))
     for batch in found:
@@ -46,7 +46,7 @@ def test_micro_batches_are_about_as_large_as_each_other(sizes: list[int], batche
 
 
 def test_decodes_are_shared_out_and_one_alone_is_not() -> None:
-    works = [Work(row, 5, [1]) for row in range(8)]
+    works = [SequenceWork(row, 5, [1]) for row in range(8)]
     found = cut(works, [(row % 2,) for row in range(8)], 2, 4)
     assert [[piece.path for piece in batch] for batch in found] == [[(0,)] * 4, [(1,)] * 4]
     assert len(cut(works[:1], [(0,)], 4, 1)) == 1
@@ -54,7 +54,7 @@ def test_decodes_are_shared_out_and_one_alone_is_not() -> None:
 
 
 def test_a_long_chunk_is_spread_over_the_stages() -> None:
-    found = cut([Work(0, 10, [0] * 400)], [(0,)], 4, 100)
+    found = cut([SequenceWork(0, 10, [0] * 400)], [(0,)], 4, 100)
     assert [len(batch[0].part.tokens) for batch in found] == [100] * 4
 
 

@@ -11,20 +11,20 @@ import pytest
 from pipeline_workers import HYBRID, PLAIN, PROMPTS, SEED, SIZE, Loop, generate, local, pipeline, standing
 
 from potluck.core.errors import CapacityError
-from potluck.core.values.sampling import Choice
+from potluck.core.values.sampling import SampledToken
 from potluck.engine.compute.executor import WorkerLost
-from potluck.engine.pipeline import serving
-from potluck.engine.pipeline.driver import PipelineExecutor
+from potluck.engine.pipeline import worker_listener
 from potluck.engine.pipeline.launch import launch, parse_stages
-from potluck.engine.pipeline.remote import Remote
-from potluck.engine.pipeline.wire import LinkError
+from potluck.engine.pipeline.pipeline_connection import LinkError
+from potluck.engine.pipeline.pipeline_executor import PipelineExecutor
+from potluck.engine.pipeline.remote_worker import RemoteWorker
 
 WAIT_S = 60.0
 """Nobody is given up because the machine has much else to do."""
 
 
 @pytest.fixture(scope="module")
-def expected() -> list[list[Choice]]:
+def expected() -> list[list[SampledToken]]:
     return generate(local(PLAIN), count=8)
 
 
@@ -36,11 +36,11 @@ def processes() -> Iterator[PipelineExecutor]:
     executor.shutdown()
 
 
-def second_stage(executor: PipelineExecutor, row: int) -> Remote:
+def second_stage(executor: PipelineExecutor, row: int) -> RemoteWorker:
     return executor.workers(row)[1][0]
 
 
-def pid(remote: Remote) -> int:
+def pid(remote: RemoteWorker) -> int:
     assert remote.process is not None
     return remote.process.pid
 
@@ -50,7 +50,7 @@ def keep_stepping(loop: Loop) -> None:
         loop.step(200)
 
 
-def go_on_without(loop: Loop, lost: tuple[int, ...], expected: list[list[Choice]]) -> None:
+def go_on_without(loop: Loop, lost: tuple[int, ...], expected: list[list[SampledToken]]) -> None:
     """Those that are lost are closed; the others say what they would have said."""
     left = [index for index, row in enumerate(loop.rows) if row not in lost]
     while any(len(loop.said[index]) < 8 for index in left):
@@ -60,7 +60,7 @@ def go_on_without(loop: Loop, lost: tuple[int, ...], expected: list[list[Choice]
 
 
 def test_processes_say_what_one_process_says(
-    processes: PipelineExecutor, expected: list[list[Choice]]
+    processes: PipelineExecutor, expected: list[list[SampledToken]]
 ) -> None:
     assert generate(processes, count=8) == expected
     assert processes.health() == ""
@@ -68,7 +68,7 @@ def test_processes_say_what_one_process_says(
 
 
 def test_a_worker_that_dies_between_steps_loses_its_own_requests(
-    processes: PipelineExecutor, expected: list[list[Choice]]
+    processes: PipelineExecutor, expected: list[list[SampledToken]]
 ) -> None:
     loop = Loop(processes, PROMPTS)
     loop.step(200)
@@ -89,7 +89,7 @@ def test_a_worker_that_dies_between_steps_loses_its_own_requests(
 
 
 def test_a_worker_that_dies_in_a_step_loses_its_own_requests(
-    processes: PipelineExecutor, expected: list[list[Choice]]
+    processes: PipelineExecutor, expected: list[list[SampledToken]]
 ) -> None:
     loop = Loop(processes, PROMPTS)
     loop.step(200)
@@ -140,7 +140,7 @@ def test_a_model_with_states_loses_the_whole_step() -> None:
 
 
 def test_a_worker_serves_one_driver_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(serving, "BUSY_S", 0.05)
+    monkeypatch.setattr(worker_listener, "BUSY_S", 0.05)
     addresses = standing(1)
     first = pipeline(PLAIN, "3", addresses)
     with pytest.raises(LinkError, match="does it serve another driver"):

@@ -11,14 +11,14 @@ import pytest
 from pipeline_workers import PLAIN, PROMPTS, SECRET, Loop, generate, local, pipeline
 
 from potluck.core.errors import CapacityError
-from potluck.core.values.sampling import Choice
+from potluck.core.values.sampling import SampledToken
 from potluck.engine.compute.executor import WorkerLost
-from potluck.engine.pipeline.driver import PipelineExecutor
-from potluck.engine.pipeline.serving import serve
+from potluck.engine.pipeline.pipeline_executor import PipelineExecutor
+from potluck.engine.pipeline.worker_listener import serve
 
 
 @pytest.fixture(scope="module")
-def expected() -> list[list[Choice]]:
+def expected() -> list[list[SampledToken]]:
     return generate(local(PLAIN), count=6)
 
 
@@ -59,7 +59,7 @@ def keep_stepping(loop: Loop) -> None:
 
 @pytest.mark.parametrize(("stage", "worker", "place"), [(0, 0, 0), (1, 1, 2), (2, 0, 3)])
 def test_a_worker_that_is_there_again_has_its_place_again(
-    expected: list[list[Choice]], stage: int, worker: int, place: int
+    expected: list[list[SampledToken]], stage: int, worker: int, place: int
 ) -> None:
     """Of the first stage, of one that two share, of the last."""
     workers = Stage(4)

@@ -13,28 +13,36 @@ from certificates import make_certificates
 from pipeline_workers import PLAIN, SECRET, generate, local, pipeline
 
 from potluck.engine.pipeline import __main__ as worker
-from potluck.engine.pipeline import wire
-from potluck.engine.pipeline.serving import serve
-from potluck.engine.pipeline.wire import Connection, LinkError, Secure, connect, welcome
+from potluck.engine.pipeline import pipeline_connection
+from potluck.engine.pipeline.pipeline_connection import (
+    LinkError,
+    PipelineConnection,
+    TlsPair,
+    connect,
+    welcome,
+)
+from potluck.engine.pipeline.worker_listener import serve
 
 HOST = "127.0.0.1"
 
 
-def secure(folder: Path, host: str = HOST) -> Secure:
+def secure(folder: Path, host: str = HOST) -> TlsPair:
     folder.mkdir()
     authority = make_certificates(folder, [host])
-    return Secure.of(folder / f"{host}.pem", folder / f"{host}.key", authority)
+    return TlsPair.of(folder / f"{host}.pem", folder / f"{host}.key", authority)
 
 
 @pytest.fixture(scope="module")
-def ours(tmp_path_factory: pytest.TempPathFactory) -> Secure:
+def ours(tmp_path_factory: pytest.TempPathFactory) -> TlsPair:
     return secure(tmp_path_factory.mktemp("ours") / "tls")
 
 
-def met(connects: Secure | None, listens: Secure | None, host: str = HOST) -> list[Connection | LinkError]:
+def met(
+    connects: TlsPair | None, listens: TlsPair | None, host: str = HOST
+) -> list[PipelineConnection | LinkError]:
     """What connector and listener make of each other."""
     listener = socket.create_server((HOST, 0))
-    found: list[Connection | LinkError] = []
+    found: list[PipelineConnection | LinkError] = []
 
     def listen() -> None:
         sock, _ = listener.accept()
@@ -46,7 +54,7 @@ def met(connects: Secure | None, listens: Secure | None, host: str = HOST) -> li
     thread = threading.Thread(target=listen)
     thread.start()
     try:
-        mine: Connection | LinkError = connect(
+        mine: PipelineConnection | LinkError = connect(
             (host, listener.getsockname()[1]), SECRET, "me", "them", connects
         )
     except LinkError as error:
@@ -56,19 +64,19 @@ def met(connects: Secure | None, listens: Secure | None, host: str = HOST) -> li
     return [mine, *found]
 
 
-def test_large_frames_cross_both_ways_at_once(ours: Secure) -> None:
+def test_large_frames_cross_both_ways_at_once(ours: TlsPair) -> None:
     """The state of TLS is one for both ways, and threads share it."""
     left, right = met(ours, ours)
-    assert isinstance(left, Connection)
-    assert isinstance(right, Connection)
+    assert isinstance(left, PipelineConnection)
+    assert isinstance(right, PipelineConnection)
     bodies = [bytes([place]) * (1 << 20) for place in range(1, 9)]
     got: dict[str, list[bytes]] = {"left": [], "right": []}
 
-    def send(link: Connection) -> None:
+    def send(link: PipelineConnection) -> None:
         for body in bodies:
             link.send(b"head", [body[:9], memoryview(body)[9:]])
 
-    def hear(name: str, link: Connection) -> None:
+    def hear(name: str, link: PipelineConnection) -> None:
         got[name] = [bytes(link.receive(30.0)[1]) for _ in bodies]
 
     threads = [threading.Thread(target=send, args=(link,)) for link in (left, right)]
@@ -85,9 +93,9 @@ def test_large_frames_cross_both_ways_at_once(ours: Secure) -> None:
 
 
 def test_nobody_comes_in_without_tls_or_with_another_authoritys(
-    ours: Secure, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ours: TlsPair, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(wire, "GREETING_S", 1.0)
+    monkeypatch.setattr(pipeline_connection, "GREETING_S", 1.0)
     strangers = secure(tmp_path / "strangers")
     for connects, listens in ((ours, strangers), (strangers, ours), (ours, None), (None, ours)):
         found = met(connects, listens)
@@ -95,23 +103,23 @@ def test_nobody_comes_in_without_tls_or_with_another_authoritys(
     assert "TLS was not agreed on" in str(met(ours, None)[0])
 
 
-def test_a_certificate_is_for_the_host_that_was_asked_for(ours: Secure) -> None:
+def test_a_certificate_is_for_the_host_that_was_asked_for(ours: TlsPair) -> None:
     found = met(ours, ours, "localhost")
     assert "TLS was not agreed on" in str(found[0])
 
 
-def test_a_pipeline_says_the_same_under_tls(ours: Secure, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_pipeline_says_the_same_under_tls(ours: TlsPair, monkeypatch: pytest.MonkeyPatch) -> None:
     addresses = standing(3, ours)
     executor = pipeline(PLAIN, "1,2x2", addresses, tls=ours)
     assert generate(executor) == generate(local(PLAIN))
     executor.check()
     executor.shutdown()
-    monkeypatch.setattr(wire, "GREETING_S", 0.5)
+    monkeypatch.setattr(pipeline_connection, "GREETING_S", 0.5)
     with pytest.raises(LinkError):
         pipeline(PLAIN, "1,2x2", addresses)
 
 
-def standing(count: int, tls: Secure) -> Sequence[tuple[str, int]]:
+def standing(count: int, tls: TlsPair) -> Sequence[tuple[str, int]]:
     listeners = [socket.create_server((HOST, 0)) for _ in range(count)]
     for each in listeners:
         threading.Thread(target=serve, args=(each, SECRET, True, tls), daemon=True).start()
@@ -119,7 +127,7 @@ def standing(count: int, tls: Secure) -> Sequence[tuple[str, int]]:
 
 
 def test_a_worker_says_its_port_first_and_then_that_it_is_heard_in_clear(
-    ours: Secure, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ours: TlsPair, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Whoever started it may read both from one file."""
     monkeypatch.setattr(worker, "serve", lambda listener, *_: listener.close())

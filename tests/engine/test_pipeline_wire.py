@@ -12,13 +12,20 @@ from hypothesis import strategies as st
 
 from potluck.core.errors import FormatError, PotluckError
 from potluck.core.values.sampling import Drawing
-from potluck.engine.pipeline import wire
-from potluck.engine.pipeline.inputs import Arrived, Inputs
-from potluck.engine.pipeline.messages import (
-    Failed,
-    Label,
-    Parcels,
-    Step,
+from potluck.engine.pipeline import pipeline_connection
+from potluck.engine.pipeline.pipeline_connection import (
+    HEADER,
+    MAGIC,
+    LinkError,
+    PipelineConnection,
+    connect,
+    welcome,
+)
+from potluck.engine.pipeline.pipeline_messages import (
+    CommandFailed,
+    LayerPartHeader,
+    LayerParts,
+    StepCommand,
     error_of,
     failure,
     parcels_of,
@@ -26,16 +33,16 @@ from potluck.engine.pipeline.messages import (
     read_command,
     to_bytes,
 )
-from potluck.engine.pipeline.wire import HEADER, MAGIC, Connection, LinkError, connect, welcome
+from potluck.engine.pipeline.stage_inputs import ArrivedStates, StageInputs
 
 SECRET = b"0123456789abcdef"
-Pair = tuple[Connection, Connection, socket.socket]
+Pair = tuple[PipelineConnection, PipelineConnection, socket.socket]
 
 
 @pytest.fixture
 def pair() -> Iterator[Pair]:
     one, two = socket.socketpair()
-    left, right = Connection(one, "left"), Connection(two, "right")
+    left, right = PipelineConnection(one, "left"), PipelineConnection(two, "right")
     yield left, right, one
     left.close()
     right.close()
@@ -44,7 +51,7 @@ def pair() -> Iterator[Pair]:
 @given(st.binary(max_size=300), st.lists(st.binary(max_size=3000), max_size=5))
 def test_frames_come_out_as_they_went_in(head: bytes, bodies: list[bytes]) -> None:
     one, two = socket.socketpair()
-    left, right = Connection(one, "left"), Connection(two, "right")
+    left, right = PipelineConnection(one, "left"), PipelineConnection(two, "right")
     left.send(head, bodies)
     left.send(b"next")
     assert right.receive(1.0) == (head, bytearray(b"".join(bodies)))
@@ -66,8 +73,8 @@ def test_a_frame_larger_than_the_buffers(pair: Pair) -> None:
     ("raw", "says"),
     [
         (b"GET / HTTP/1.1\r\n\r\n", "does not speak"),
-        (HEADER.pack(MAGIC, wire.MOST_HEAD_BYTES + 1, 0), "too large"),
-        (HEADER.pack(MAGIC, 0, wire.MOST_BODY_BYTES + 1), "too large"),
+        (HEADER.pack(MAGIC, pipeline_connection.MOST_HEAD_BYTES + 1, 0), "too large"),
+        (HEADER.pack(MAGIC, 0, pipeline_connection.MOST_BODY_BYTES + 1), "too large"),
         (HEADER.pack(MAGIC, 0, 1 << 63), "too large"),
     ],
 )
@@ -82,7 +89,7 @@ def test_a_frame_that_is_cut_short_or_never_comes(pair: Pair, monkeypatch: pytes
     left, right, one = pair
     with pytest.raises(LinkError, match="in time"):
         right.receive(0.05)
-    monkeypatch.setattr(wire, "FRAME_S", 0.05)
+    monkeypatch.setattr(pipeline_connection, "FRAME_S", 0.05)
     one.sendall(HEADER.pack(MAGIC, 10, 0) + b"half")
     with pytest.raises(LinkError, match="in time"):
         right.receive(1.0)
@@ -150,7 +157,7 @@ def test_both_must_know_the_secret() -> None:
 def test_a_listener_that_does_not_know_the_secret_is_found_out() -> None:
     """It can neither prove anything, nor learn the secret from what it is sent."""
     one, two = socket.socketpair()
-    fake = Connection(two, "fake")
+    fake = PipelineConnection(two, "fake")
     fake.send(b"", [bytes(32)])
     fake.send(b"", [bytes(32)])
     original = socket.create_connection
@@ -167,7 +174,7 @@ def test_a_listener_that_does_not_know_the_secret_is_found_out() -> None:
 
 
 def test_messages_survive_and_others_are_refused() -> None:
-    message = Step(3, 2, 1, (Drawing(0.5, seed=9), Drawing(logprobs=2)))
+    message = StepCommand(3, 2, 1, (Drawing(0.5, seed=9), Drawing(logprobs=2)))
     assert read_command(to_bytes(message)) == message
     for head in (
         b"",
@@ -189,22 +196,22 @@ def test_errors_cross_with_their_kind_and_text() -> None:
         assert (type(crossed), str(crossed)) == (type(error), str(error))
     odd = error_of(failure(1, ZeroDivisionError("by\nzero")))
     assert str(odd) == "ZeroDivisionError: by zero"
-    assert isinstance(failure(1, odd), Failed)
+    assert isinstance(failure(1, odd), CommandFailed)
 
 
 def test_parcels_that_claim_more_than_there_is() -> None:
-    label = Label(0, "kv", 0, 1, "float32", (1,), 8)
+    label = LayerPartHeader(0, "kv", 0, 1, "float32", (1,), 8)
     for size in (9, -1):
-        bad = Label(0, "kv", 0, 1, "float32", (1,), size)
+        bad = LayerPartHeader(0, "kv", 0, 1, "float32", (1,), size)
         with pytest.raises(FormatError):
-            parcels_of(Parcels(1, (bad,)), bytearray(8))
-    assert parcels_of(Parcels(1, (label,)), bytearray(8))[0].data == bytes(8)
+            parcels_of(LayerParts(1, (bad,)), bytearray(8))
+    assert parcels_of(LayerParts(1, (label,)), bytearray(8))[0].data == bytes(8)
 
 
 def test_states_are_awaited_until_they_come_or_cannot() -> None:
-    inputs = Inputs()
-    inputs.put(1, 0, Arrived("float32", 1, bytearray(4)))
-    inputs.put(2, 0, Arrived("", 0, bytearray(), "it broke"))
+    inputs = StageInputs()
+    inputs.put(1, 0, ArrivedStates("float32", 1, bytearray(4)))
+    inputs.put(2, 0, ArrivedStates("", 0, bytearray(), "it broke"))
     assert inputs.take(1, 0, 1.0).rows == 1
     with pytest.raises(LinkError, match="it broke"):
         inputs.take(2, 0, 1.0)
@@ -218,7 +225,7 @@ def test_states_are_awaited_until_they_come_or_cannot() -> None:
     inputs.lose(0, "gone for good", number + 1)
     with pytest.raises(LinkError, match="gone for good"):
         inputs.take(3, 0, 60.0)
-    inputs.put(3, 1, Arrived("float32", 1, bytearray(4)))
+    inputs.put(3, 1, ArrivedStates("float32", 1, bytearray(4)))
     inputs.forget_before(4)
     with pytest.raises(LinkError, match="nothing for"):
         inputs.take(3, 1, 0.0)

@@ -15,12 +15,12 @@ import pytest
 from engine_models import KINDS
 
 from potluck.core.errors import CapacityError
-from potluck.engine.compute.runner import Size
+from potluck.engine.compute.runner import RunnerSize
 from potluck.engine.numbers.kernels import tiles
-from potluck.engine.pipeline import wire
+from potluck.engine.pipeline import pipeline_connection
 from potluck.engine.serve import _must_fit, _on_signals
 
-FAR_TOO_MANY = Size(8, 10**9, 1024)
+FAR_TOO_MANY = RunnerSize(8, 10**9, 1024)
 
 
 def gone(*_: object) -> None:
@@ -41,7 +41,7 @@ def test_an_engine_ends_by_a_signal_where_loops_hear_of_none(monkeypatch: pytest
     handlers: dict[int, Callable[..., object]] = {}
     monkeypatch.setattr(signal, "signal", lambda number, call: handlers.update({number: call}))
 
-    async def scene() -> None:
+    async def scenario() -> None:
         loop, stop = asyncio.get_running_loop(), asyncio.Event()
 
         def none(*_: object) -> None:
@@ -52,7 +52,7 @@ def test_an_engine_ends_by_a_signal_where_loops_hear_of_none(monkeypatch: pytest
         handlers[signal.SIGTERM](signal.SIGTERM, None)
         await asyncio.wait_for(stop.wait(), 60)
 
-    asyncio.run(scene())
+    asyncio.run(scenario())
     assert set(handlers) == {signal.SIGINT, signal.SIGTERM}
 
 
@@ -62,7 +62,7 @@ def test_connections_without_keep_alive_options(missing: list[str], monkeypatch:
         monkeypatch.delattr(socket, name)
     monkeypatch.setattr(socket, "TCP_KEEPALIVE", 4, raising=False)  # a Mac's name; the number is Linux's
     with socket.socket() as connection:
-        wire._keep_alive(connection)
+        pipeline_connection._keep_alive(connection)
         assert connection.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE)
         assert connection.getsockopt(socket.IPPROTO_TCP, 4) == 10
 

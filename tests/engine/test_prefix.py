@@ -9,9 +9,9 @@ from engine_models import KINDS, opened, prompt, run, runner
 
 from potluck.core.replica.block_layout import pool_layout
 from potluck.engine.compute.runner import Runner
-from potluck.engine.memory.handover import Parcel, pack
-from potluck.engine.memory.prefix import PrefixCache
-from potluck.kv.store.disk import DiskTier
+from potluck.engine.memory.handover import KvChunk, pack
+from potluck.engine.memory.prefix_cache import PrefixCache
+from potluck.kv.store.disk_tier import DiskTier
 
 
 def computed(engine: Runner, tokens: list[int]) -> int:
@@ -24,7 +24,7 @@ def keep(cache: PrefixCache, engine: Runner, row: int, tokens: list[int]) -> Non
     cache.keep(tokens, len(tokens), lambda layer, start, stop: pack(engine, row, layer, start, stop))
 
 
-def same(found: list[Parcel], engine: Runner, row: int, stop: int) -> None:
+def same(found: list[KvChunk], engine: Runner, row: int, stop: int) -> None:
     layers = range(engine.config.model.layer_count)
     expected = {(p.layer, p.part): p for layer in layers for p in pack(engine, row, layer, 0, stop)}
     assert {(parcel.layer, parcel.part) for parcel in found} == set(expected)
@@ -67,7 +67,7 @@ def test_prefixes_are_shared_under_one_salt_alone(kind: str, length: int, tmp_pa
     disk = DiskTier(tmp_path, 10_000_000)
     cache = PrefixCache(KINDS[kind], 10_000_000, "model", disk)
 
-    def read(layer: int, start: int, stop: int) -> tuple[Parcel, ...]:
+    def read(layer: int, start: int, stop: int) -> tuple[KvChunk, ...]:
         return pack(engine, row, layer, start, stop)
 
     cache.keep(tokens, length, read, "acme")

@@ -12,25 +12,25 @@ from hypothesis import strategies as st
 from loop_kit import carry
 from pretend_kit import HYBRID, LLAMA, TIMER, VOCAB, WINDOWED, WORDS, PretendDesk, executor
 
-from potluck.core.brain.facts import BLOCK_TOKENS
 from potluck.core.errors import CapacityError, FormatError, InputError
+from potluck.core.state.facts import BLOCK_TOKENS
 from potluck.core.values.model import Model
 from potluck.core.values.sampling import Sampling
-from potluck.engine.compute.executor import Draw
-from potluck.engine.compute.paced import steps_of
-from potluck.engine.compute.work import Size, Work
-from potluck.engine.pretend.cargo import Cargo
-from potluck.engine.pretend.freight import PretendFreight
-from potluck.engine.pretend.history import FACTOR, MASK, NOTHING, SPREAD, after
-from potluck.engine.pretend.lasting import Lasting
-from potluck.engine.pretend.parcels import Times, parcel_of
-from potluck.engine.pretend.words import Words
-from potluck.kv.codec.layout import Codec
-from potluck.kv.parcels import Manifest, Parcel, token_hash
-from potluck.perf.moves.transfer import AlphaBeta
+from potluck.engine.compute.emulated import steps_of
+from potluck.engine.compute.executor import TokenDraw
+from potluck.engine.compute.work import RunnerSize, SequenceWork
+from potluck.engine.mock.history import FACTOR, MASK, NOTHING, SPREAD, after
+from potluck.engine.mock.kv_sizes import KvSizes
+from potluck.engine.mock.mock_chunks import ChunkTimes, parcel_of
+from potluck.engine.mock.mock_transfer import MockKvTransfer
+from potluck.engine.mock.step_durations import StepDurations
+from potluck.engine.mock.vocabulary import Vocabulary
+from potluck.kv.chunks import KvChunk, KvManifest, token_hash
+from potluck.kv.codec.codec_layout import Codec
+from potluck.perf.delays.transfer import AlphaBeta
 from potluck.perf.sizes.memory import kv_bytes
 
-SIZE = Size(8, 400, 4096)
+SIZE = RunnerSize(8, 400, 4096)
 SAMPLED = Sampling(temperature=0.8, seed=11)
 CODECS: tuple[Codec, ...] = ("raw", "int8", "int4")
 
@@ -62,7 +62,7 @@ def test_another_history_draws_other_tokens(tokens: list[int], data: st.DataObje
     place = data.draw(st.integers(0, len(tokens) - 1))
     other = [*tokens]
     other[place] += 1
-    many = Words(1 << 40, range(1 << 32))  # type: ignore[arg-type]
+    many = Vocabulary(1 << 40, range(1 << 32))  # type: ignore[arg-type]
     drawn = [many.draw(after(NOTHING, each), Sampling(), 0).token for each in (tokens, other)]
     assert drawn[0] != drawn[1]
 
@@ -89,18 +89,18 @@ def test_any_cut_gives_the_tokens_of_one_engine(
     places = [0, *sorted(cut for cut in cuts if cut < len(tokens) - 1)]
     desks = [PretendDesk(chunk=chunk, budget=chunk + 18, most_blocks=None) for _ in places]
     before: tuple[PretendDesk, int] | None = None
-    for n, (desk, start) in enumerate(zip(desks, places, strict=True)):
+    for n, (brain_loop, start) in enumerate(zip(desks, places, strict=True)):
         last = n == len(places) - 1
         stop = None if last else places[n + 1]
-        key = desk.submit(tokens, rest if last else 0, start=start, stop=stop, sampling=way)
+        key = brain_loop.submit(tokens, rest if last else 0, start=start, stop=stop, sampling=way)
         if before is not None:
-            carry(before[0], before[1], desk, key, late=late)
-        before = desk, key
+            carry(before[0], before[1], brain_loop, key, late=late)
+        before = brain_loop, key
     desks[-1].run()
     assert desks[-1].tokens(key) == expected[streamed:]
-    for desk in desks:
-        assert desk.loop.idle
-        desk.loop.check()
+    for brain_loop in desks:
+        assert brain_loop.loop.idle
+        brain_loop.loop.check()
 
 
 def test_seeds_count_only_where_there_is_a_temperature() -> None:
@@ -113,33 +113,33 @@ def test_seeds_count_only_where_there_is_a_temperature() -> None:
 
 
 def test_neighbours_change_nothing_and_preempted_requests_neither() -> None:
-    desk = PretendDesk(blocks=24)
-    keys = [desk.submit(prompt(60, seed), 40, sampling=SAMPLED) for seed in range(6)]
-    desk.run()
-    assert desk.loop.counters.preemptions > 0
-    assert [desk.tokens(key) for key in keys] == [answer(prompt(60, seed), 40) for seed in range(6)]
+    brain_loop = PretendDesk(blocks=24)
+    keys = [brain_loop.submit(prompt(60, seed), 40, sampling=SAMPLED) for seed in range(6)]
+    brain_loop.run()
+    assert brain_loop.loop.counters.preemptions > 0
+    assert [brain_loop.tokens(key) for key in keys] == [answer(prompt(60, seed), 40) for seed in range(6)]
 
 
 # Wrong KV.
 
 
-def arrival(parcels: list[Parcel], tokens: list[int], start: int = 0) -> None:
+def arrival(parcels: list[KvChunk], tokens: list[int], start: int = 0) -> None:
     """Put parcels of [start, all of these) into a row, and draw a token behind them."""
     made = executor(SIZE)
     row = made.open()
-    about = Manifest("f", start, len(tokens), token_hash(tokens))
+    about = KvManifest("f", start, len(tokens), token_hash(tokens))
     incoming = made.arrival(row, about, [*tokens, 1])
     for parcel in parcels:
         incoming.accept(parcel)
     incoming.finish()
     made.grow(row, len(tokens) + 1)
-    (choice,) = made.step([Work(row, len(tokens), [1])], [Draw(Sampling(), len(tokens) + 1)])
+    (choice,) = made.step([SequenceWork(row, len(tokens), [1])], [TokenDraw(Sampling(), len(tokens) + 1)])
     assert choice == WORDS.draw(after(NOTHING, [*tokens, 1]), Sampling(), len(tokens) + 1)
 
 
 def test_only_the_kv_of_the_very_tokens_is_taken() -> None:
     tokens = prompt(50)
-    layers = range(Cargo(LLAMA).layers)
+    layers = range(KvSizes(LLAMA).layers)
     right = [parcel_of(after(NOTHING, tokens), layer, 0, 50) for layer in layers]
     arrival(right, tokens)
     other = [parcel_of(after(NOTHING, [*tokens[:-1], 0]), layer, 0, 50) for layer in layers]
@@ -164,7 +164,7 @@ def test_a_step_cannot_skip_what_its_row_lacks() -> None:
     row = made.open()
     made.grow(row, 64)
     with pytest.raises(InputError, match="holds 0 tokens and 4 blocks, the step goes from 5 to 6"):
-        made.step([Work(row, 5, [1])], [Draw(Sampling(), 6)])
+        made.step([SequenceWork(row, 5, [1])], [TokenDraw(Sampling(), 6)])
     with pytest.raises(CapacityError, match="no room for 4097 tokens"):
         made.grow(row, 4097)
     with pytest.raises(AssertionError, match="1 rows and 4 blocks"):
@@ -181,26 +181,26 @@ def test_a_step_cannot_skip_what_its_row_lacks() -> None:
 )
 @pytest.mark.parametrize("tokens", [1, 1000])
 def test_parcels_weigh_what_the_large_models_kv_does(model: Model, tokens: int) -> None:
-    cargo = Cargo(model)
+    cargo = KvSizes(model)
     parcels = [parcel_of(NOTHING, layer, 0, tokens) for layer in range(cargo.layers)]
     whole = sum(cargo.kv_bytes(parcel, 0) for parcel in parcels)
     assert whole == pytest.approx(kv_bytes(model, tokens), abs=cargo.layers)
 
 
 def test_codecs_shrink_what_is_pretended_and_change_nothing() -> None:
-    freight = PretendFreight(Cargo(LLAMA), AlphaBeta(0.0, 1e9))
-    parcel = parcel_of(123, 3, 10, 138, times=Times(1.0, 2.0, 3.0))
+    kv_transfer = MockKvTransfer(KvSizes(LLAMA), AlphaBeta(0.0, 1e9))
+    parcel = parcel_of(123, 3, 10, 138, times=ChunkTimes(1.0, 2.0, 3.0))
     weights = []
     for codec in CODECS:
-        small = freight.packed(parcel, codec)
+        small = kv_transfer.packed(parcel, codec)
         assert small.codec == codec
-        assert replace(freight.restored(small), data=b"") == replace(parcel, data=b"")
-        assert freight.restored(small).data == parcel.data
-        weights.append(freight.kv_bytes(small) / freight.kv_bytes(parcel))
+        assert replace(kv_transfer.restored(small), data=b"") == replace(parcel, data=b"")
+        assert kv_transfer.restored(small).data == parcel.data
+        weights.append(kv_transfer.kv_bytes(small) / kv_transfer.kv_bytes(parcel))
     assert weights == pytest.approx([1.0, 0.5234, 0.2734], abs=1e-3)
-    small = freight.packed(parcel, "int4")
+    small = kv_transfer.packed(parcel, "int4")
     with pytest.raises(FormatError, match="not what an engine that pretends sends"):
-        freight.restored(replace(small, data=bytes(small.data)[:-1] + b"1"))
+        kv_transfer.restored(replace(small, data=bytes(small.data)[:-1] + b"1"))
 
 
 # Prefixes.
@@ -208,28 +208,30 @@ def test_codecs_shrink_what_is_pretended_and_change_nothing() -> None:
 
 @pytest.mark.parametrize("model", [LLAMA, HYBRID])
 def test_prefixes_are_found_and_make_room_for_requests(model: Model) -> None:
-    cargo = Cargo(model)
+    cargo = KvSizes(model)
     states = 3 * cargo.state_tokens // BLOCK_TOKENS if cargo.exact else 0
-    desk = PretendDesk(model, blocks=40 + int(states), most_blocks=None)
+    brain_loop = PretendDesk(model, blocks=40 + int(states), most_blocks=None)
     tokens = prompt(100)
-    first = desk.answer(tokens, 4)
-    assert desk.answer(tokens, 4) == first
-    assert desk.end(2).times.cached_tokens == 96
-    assert desk.spare.used_bytes >= 6 * BLOCK_TOKENS * cargo.token_bytes
-    named = desk.spare.changes().added
+    first = brain_loop.answer(tokens, 4)
+    assert brain_loop.answer(tokens, 4) == first
+    assert brain_loop.end(2).times.cached_tokens == 96
+    assert brain_loop.spare.used_bytes >= 6 * BLOCK_TOKENS * cargo.token_bytes
+    named = brain_loop.spare.changes().added
     assert len(named) == len(set(named)) >= 6
-    desk.answer(prompt(16 * desk.pretended.size.blocks - 40, 1), 4)  # It needs all but a few blocks.
-    assert set(named[:6]) <= set(desk.spare.changes().removed)
-    assert desk.answer(tokens, 4) == first
+    brain_loop.answer(
+        prompt(16 * brain_loop.pretended.size.blocks - 40, 1), 4
+    )  # It needs all but a few blocks.
+    assert set(named[:6]) <= set(brain_loop.spare.changes().removed)
+    assert brain_loop.answer(tokens, 4) == first
 
 
 def test_a_prefix_cache_of_no_bytes_keeps_nothing() -> None:
-    desk = PretendDesk(most_blocks=0)
-    desk.answer(prompt(100), 2)
-    assert (desk.spare.used_bytes, desk.spare.everything().added) == (0, ())
-    desk = PretendDesk(most_blocks=3)
-    desk.answer(prompt(100), 2)
-    assert len(desk.spare.everything().added) == 3
+    brain_loop = PretendDesk(most_blocks=0)
+    brain_loop.answer(prompt(100), 2)
+    assert (brain_loop.spare.used_bytes, brain_loop.spare.everything().added) == (0, ())
+    brain_loop = PretendDesk(most_blocks=3)
+    brain_loop.answer(prompt(100), 2)
+    assert len(brain_loop.spare.everything().added) == 3
 
 
 # Pace.
@@ -244,10 +246,10 @@ def test_steps_take_the_time_that_is_predicted() -> None:
     made = executor(SIZE, clock=clock)
     row = made.open()
     made.grow(row, 600)
-    works = [Work(row, 0, prompt(512), "last"), *(Work(row, 512 + n, [1]) for n in range(40))]
+    works = [SequenceWork(row, 0, prompt(512), "last"), *(SequenceWork(row, 512 + n, [1]) for n in range(40))]
     expected_s = 0.0
     for place, work in enumerate(works):
-        land = made.begin([work], [Draw(Sampling(), 0)])
+        land = made.begin([work], [TokenDraw(Sampling(), 0)])
         expected_s += float(TIMER.step_s(steps_of([work]))[0])
         assert made.due_s is not None
         assert made.due_s - 50.0 == pytest.approx(expected_s, rel=2e-3)
@@ -261,13 +263,13 @@ def test_steps_take_the_time_that_is_predicted() -> None:
     assert notes["emulated_late_steps"] == 0
 
 
-LASTING = Lasting(TIMER)
+LASTING = StepDurations(TIMER)
 
 
 @settings(max_examples=40)
 @given(st.lists(st.integers(1, 30_000), min_size=1, max_size=64))
 def test_looked_up_steps_are_as_long_as_the_timers(contexts: list[int]) -> None:
-    works = [Work(row, context, [0]) for row, context in enumerate(contexts)]
+    works = [SequenceWork(row, context, [0]) for row, context in enumerate(contexts)]
     assert LASTING(works) == pytest.approx(float(TIMER.step_s(steps_of(works))[0]), rel=5e-3)
 
 
@@ -278,25 +280,25 @@ def test_outputs_end_by_chance_only_where_that_is_asked_for() -> None:
     words = replace(WORDS, mean_tokens=20)
     lengths = []
     for seed in range(60):
-        desk = PretendDesk(words=words)
-        key = desk.submit(prompt(20, seed), 400, ends=frozenset({2}))
-        desk.run()
-        assert (desk.tokens(key)[-1] == 2) == (desk.end(key).reason == "stop")
-        lengths.append(len(desk.tokens(key)))
+        brain_loop = PretendDesk(words=words)
+        key = brain_loop.submit(prompt(20, seed), 400, ends=frozenset({2}))
+        brain_loop.run()
+        assert (brain_loop.tokens(key)[-1] == 2) == (brain_loop.end(key).reason == "stop")
+        lengths.append(len(brain_loop.tokens(key)))
     assert 12 < sum(lengths) / len(lengths) < 32
-    desk = PretendDesk(words=words)
-    desk.answer(prompt(20), 100, sampling=Sampling(barred=(2,), barred_before=120), ends=frozenset({2}))
-    assert 2 not in desk.tokens(1)
+    brain_loop = PretendDesk(words=words)
+    brain_loop.answer(prompt(20), 100, sampling=Sampling(barred=(2,), barred_before=120), ends=frozenset({2}))
+    assert 2 not in brain_loop.tokens(1)
     assert len(answer(prompt(20), 100)) == 100
 
 
 def test_what_is_barred_is_not_drawn() -> None:
-    few = Words(6, (3, 4))
+    few = Vocabulary(6, (3, 4))
     assert {few.draw(n, Sampling(barred=(3,), barred_before=9), 1).token for n in range(50)} == {4}
     assert few.draw(1, Sampling(barred=(3, 4), barred_before=9), 1).token == 0
     assert {few.draw(n, Sampling(barred=(3,), barred_before=1), 1).token for n in range(50)} == {3, 4}
     with pytest.raises(InputError, match="--mean-output: this model has no token that ends"):
-        Words(6, (3,), None, 10)
+        Vocabulary(6, (3,), None, 10)
 
 
 def test_log_probabilities_are_made_up_but_sound() -> None:
@@ -308,13 +310,15 @@ def test_log_probabilities_are_made_up_but_sound() -> None:
 
 
 def test_a_changed_pace_counts_from_the_next_step() -> None:
-    one = executor(Size(4, 64, 512), clock=lambda: 0.0)
+    one = executor(RunnerSize(4, 64, 512), clock=lambda: 0.0)
     row = one.open()
     one.grow(row, 64)
     lengths = []
     for start, pace in ((0, 1.0), (16, 3.0), (32, 1.0)):
         one.change_pace(pace)
-        one.begin([Work(row, start, tuple(range(3, 19)), "none")], [])
-        lengths.append(one._pacer._length_s / one._lasts([Work(row, start, tuple(range(3, 19)), "none")]))
+        one.begin([SequenceWork(row, start, tuple(range(3, 19)), "none")], [])
+        lengths.append(
+            one._pacer._length_s / one._lasts([SequenceWork(row, start, tuple(range(3, 19)), "none")])
+        )
         one._under_way = False
     assert lengths == pytest.approx([1.0, 3.0, 1.0])

@@ -14,15 +14,15 @@ from click.testing import CliRunner
 from face_kit import Client, face, make_service, played, tokens_in
 from pretend_kit import A100, FAST, LLAMA, pretend_service
 
-from potluck.api.tokens import Text
+from potluck.api.tokenizer import ModelTokenizer
 from potluck.cli.main import cli
 from potluck.core.errors import FormatError
 from potluck.core.replica.block_values import block_hashes
-from potluck.engine.compute.paced import card_of, emulated_blocks
-from potluck.engine.face.service import FaceLimits
-from potluck.engine.pretend.moved import lent
+from potluck.engine.compute.emulated import card_of, emulated_blocks
+from potluck.engine.mock.mock_prefix_transfer import lent
 from potluck.engine.serve import serve_all
-from potluck.engine.shipped import shipped_model
+from potluck.engine.server.engine_service import RequestLimits
+from potluck.engine.shipped_model import shipped_model
 from potluck.kv.handles import new_handle
 from potluck.perf.sizes.memory import kv_bytes
 
@@ -42,7 +42,7 @@ async def handed_over(one: Client, two: Client, stop: int, **fields: object) -> 
 
 @pytest.mark.parametrize("codec", ["raw", "int4"])
 def test_hand_overs_give_the_same_tokens_and_tell_pretended_bytes(codec: str) -> None:
-    async def scene() -> None:
+    async def scenario() -> None:
         async with face(pretend_service()) as one, face(pretend_service()) as two:
             expected = tokens_in((await one.segment(TOKENS, **GREEDY))[1])
             tokens, end = await handed_over(one, two, 70, codec=codec)
@@ -59,15 +59,15 @@ def test_hand_overs_give_the_same_tokens_and_tell_pretended_bytes(codec: str) ->
             assert one.service.counters.sent_bytes == two.service.counters.received_bytes
             assert one.service.counters.sent_bytes == pytest.approx(kv_bytes(LLAMA, 70), abs=8)
 
-    played(scene)
+    played(scenario)
 
 
 def test_a_wrong_cache_is_refused() -> None:
     """What came in fewer bits does not become a prefix; and a sender of another model is not understood."""
 
-    async def scene() -> None:
+    async def scenario() -> None:
         other = pretend_service(mean_output=30)
-        async with face(pretend_service(FaceLimits(attach_s=0.3))) as one, face(other) as two:
+        async with face(pretend_service(RequestLimits(attach_s=0.3))) as one, face(other) as two:
             handle = new_handle()
             sender = asyncio.create_task(one.segment(TOKENS, stop=70, handle=handle))
             source = {"kv": one.kv, "handle": handle}
@@ -81,11 +81,11 @@ def test_a_wrong_cache_is_refused() -> None:
             await handed_over(one, two, 70)
             assert len((await two.get("/cache"))[1]["reports"][0]["added"]) == 6
 
-    played(scene)
+    played(scenario)
 
 
 def test_a_kept_prefix_is_copied_by_the_names_of_its_blocks() -> None:
-    async def scene() -> None:
+    async def scenario() -> None:
         async with face(pretend_service()) as one, face(pretend_service()) as two:
             expected = tokens_in((await one.segment(TOKENS, **GREEDY))[1])
             names = block_hashes(TOKENS, one.service.fingerprint)[:5]
@@ -109,7 +109,7 @@ def test_a_kept_prefix_is_copied_by_the_names_of_its_blocks() -> None:
             with pytest.raises(FormatError, match="3 parcels are missing"):
                 two.service._loop.prefixes.adopt((1, 2), made)
 
-    played(scene)
+    played(scenario)
 
 
 def keys_of(value: object) -> object:
@@ -124,7 +124,7 @@ def keys_of(value: object) -> object:
 
 
 def test_status_cache_and_metrics_have_the_shape_of_a_real_engines() -> None:
-    async def scene() -> None:
+    async def scenario() -> None:
         found = []
         for make in (lambda: make_service("full"), pretend_service):
             tokens = [token % 90 for token in range(64)]
@@ -147,11 +147,11 @@ def test_status_cache_and_metrics_have_the_shape_of_a_real_engines() -> None:
                     assert pages["/status"]["prefix_bytes"] == 4 * 16 * 131072
         assert found[0] == found[1]
 
-    played(scene)
+    played(scenario)
 
 
 def test_drain_roles_and_text_are_those_of_an_engine() -> None:
-    async def scene() -> None:
+    async def scenario() -> None:
         async with face(pretend_service()) as client:
             asked = {"model": "tiny", "prompt": "Call me", "max_tokens": 9, "seed": 3, "stream": True}
             events = (await client.post("/v1/completions", asked))[1]
@@ -168,11 +168,11 @@ def test_drain_roles_and_text_are_those_of_an_engine() -> None:
             assert (await client.segment([1, 2, 3], stop=2))[0] == 503
             assert (await client.get("/status"))[1]["state"] == "drained"
 
-    played(scene)
+    played(scenario)
 
 
 def test_an_engine_that_ends_when_drained_ends_after_its_last_request() -> None:
-    async def scene() -> None:
+    async def scenario() -> None:
         service, said = pretend_service(), asyncio.Queue[str]()
         service.ends_drained = True
         serving = asyncio.create_task(
@@ -190,11 +190,11 @@ def test_an_engine_that_ends_when_drained_ends_after_its_last_request() -> None:
             assert (await (await answer).json())["usage"]["completion_tokens"] == 200
         await asyncio.wait_for(serving, 30)
 
-    played(scene)
+    played(scenario)
 
 
 def test_who_leaves_frees_everything() -> None:
-    async def scene() -> None:
+    async def scenario() -> None:
         async with face(pretend_service()) as client:
             tasks = [asyncio.create_task(client.segment([n + 1] * 50, max_tokens=5000)) for n in range(12)]
             await asyncio.sleep(0.3)
@@ -203,11 +203,11 @@ def test_who_leaves_frees_everything() -> None:
             await asyncio.gather(*tasks, return_exceptions=True)
             await client.until_idle()
 
-    played(scene)
+    played(scenario)
 
 
 def test_plain_tokens_are_whole_pieces_of_text() -> None:
-    text = Text.read(shipped_model())
+    text = ModelTokenizer.read(shipped_model())
     assert text is not None
     some = text.plain_tokens(100)
     assert 20 < len(some) <= 100
@@ -219,11 +219,11 @@ PROCESS = """
 import asyncio, json, sys
 from potluck.cli.main import cli
 from potluck.engine import serve
-import potluck.engine.face.listen
+import potluck.engine.server.listener
 
 async def once(services, host, port, *, api_key, ready, names, tls):
     import aiohttp
-    from potluck.engine.face.listen import open_face
+    from potluck.engine.server.listener import open_face
     faces = [await open_face(each, host, port) for each in services]
     async with aiohttp.ClientSession() as session:
         body = {"request": "r", "model": "words", "tokens": list(range(50)), "stop": 40, "codec": "int8",
@@ -271,7 +271,7 @@ def test_flags_that_do_not_go_together(flags: list[str], says: str) -> None:
 
 
 def test_a_pretended_engine_can_be_made_slower_and_a_real_one_cannot() -> None:
-    async def scene() -> None:
+    async def scenario() -> None:
         async with face(pretend_service()) as one, face(make_service()) as real:
             status, said = await one.post("/pace", {"pace": 3})
             assert (status, said) == (200, {"pace": 3})
@@ -286,4 +286,4 @@ def test_a_pretended_engine_can_be_made_slower_and_a_real_one_cannot() -> None:
                 assert (await one.post("/network", wrong))[0] == 400
             assert (await real.post("/network", {"gbps": 1}))[0] == 400
 
-    played(scene)
+    played(scenario)

@@ -7,20 +7,20 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pretend_kit import LLAMA, TIMER, PretendDesk, executor
 
-from potluck.engine.compute.executor import Export
-from potluck.engine.compute.paced import steps_of
-from potluck.engine.compute.work import Size, Work
-from potluck.engine.loop.requests import Computed, Ended, RowReady, Sent
-from potluck.engine.pretend.bookings import Bookings
-from potluck.engine.pretend.cargo import Cargo
-from potluck.engine.pretend.freight import PretendFreight
-from potluck.engine.pretend.moved import lent
-from potluck.engine.pretend.parcels import Times, parcel_of, times_of
-from potluck.kv.parcels import Parcel
-from potluck.perf.moves.transfer import AlphaBeta, overlapped_transfer_s
+from potluck.engine.compute.emulated import steps_of
+from potluck.engine.compute.executor import CacheExport
+from potluck.engine.compute.work import RunnerSize, SequenceWork
+from potluck.engine.loop.messages import JobComputed, JobEnded, LayerSent, RowReady
+from potluck.engine.mock.kv_sizes import KvSizes
+from potluck.engine.mock.mock_chunks import ChunkTimes, parcel_of, times_of
+from potluck.engine.mock.mock_prefix_transfer import lent
+from potluck.engine.mock.mock_transfer import MockKvTransfer
+from potluck.engine.mock.nic_schedule import NicSchedule
+from potluck.kv.chunks import KvChunk
+from potluck.perf.delays.transfer import AlphaBeta, overlapped_transfer_s
 from potluck.perf.sizes.memory import kv_bytes
 
-SIZE = Size(8, 200, 4096, 512)
+SIZE = RunnerSize(8, 200, 4096, 512)
 
 
 def prompt(count: int) -> tuple[int, ...]:
@@ -30,14 +30,14 @@ def prompt(count: int) -> tuple[int, ...]:
 def test_what_comes_is_here_no_faster_than_the_receiver_s_card_takes_it() -> None:
     """A card of 1 GB/s: parcels that come faster queue there, slower ones do not, and pauses are not made up for."""
     now_s = [10.0]
-    freight = PretendFreight(Cargo(LLAMA), AlphaBeta(0.0, 1e9), clock=lambda: now_s[0])
-    parcels = [lent([1] * 62, layer, 0, 992) for layer in range(Cargo(LLAMA).layers)]
-    each_s = freight.kv_bytes(parcels[0]) / 1e9
-    here_s = [freight.here_s("peer", parcel) for parcel in parcels]
+    kv_transfer = MockKvTransfer(KvSizes(LLAMA), AlphaBeta(0.0, 1e9), clock=lambda: now_s[0])
+    parcels = [lent([1] * 62, layer, 0, 992) for layer in range(KvSizes(LLAMA).layers)]
+    each_s = kv_transfer.kv_bytes(parcels[0]) / 1e9
+    here_s = [kv_transfer.here_s("peer", parcel) for parcel in parcels]
     assert here_s == pytest.approx([10.0 + (place + 1 / 8) * each_s for place in range(len(parcels))])
     now_s[0] = 11.0
     for parcel in parcels:
-        assert freight.here_s("peer", parcel) == pytest.approx(now_s[0] + each_s / 8)
+        assert kv_transfer.here_s("peer", parcel) == pytest.approx(now_s[0] + each_s / 8)
         now_s[0] += 2 * each_s
 
 
@@ -45,9 +45,9 @@ def test_a_thin_link_from_one_sender_holds_up_no_other() -> None:
     """The card is shared; what one sender's link brings only later takes nothing of it before."""
     now_s = 10.0
     clock = lambda: now_s  # noqa: E731
-    cargo = Cargo(LLAMA)
+    cargo = KvSizes(LLAMA)
     thin, wide, receiver = (
-        PretendFreight(cargo, AlphaBeta(0.0, rate), clock=clock) for rate in (1e6, 1e9, 1e9)
+        MockKvTransfer(cargo, AlphaBeta(0.0, rate), clock=clock) for rate in (1e6, 1e9, 1e9)
     )
     parcels = [lent([1] * 62, layer, 0, 992) for layer in range(cargo.layers)]
     size = receiver.kv_bytes(parcels[0])
@@ -57,20 +57,20 @@ def test_a_thin_link_from_one_sender_holds_up_no_other() -> None:
     quick = [receiver.here_s("wide", wide.leaves("receiver", computed(each, now_s))) for each in parcels]
     assert quick[0] < 10.0 + 3 * size / 1e9
     assert quick[-1] <= 10.0 + 2 * len(parcels) * size / 1e9 + 1e-6
-    third = PretendFreight(cargo, AlphaBeta(0.0, 1e9), clock=clock)
+    third = MockKvTransfer(cargo, AlphaBeta(0.0, 1e9), clock=clock)
     last = [receiver.here_s("third", third.leaves("receiver", computed(each, now_s))) for each in parcels]
     assert last[-1] >= 10.0 + 2 * len(parcels) * size / 1e9, "but two that send at once share it"
 
 
-def computed(parcel: Parcel, at_s: float) -> Parcel:
-    return parcel_of(7, parcel.layer, parcel.first, parcel.stop, times=Times(at_s, at_s, at_s))
+def computed(parcel: KvChunk, at_s: float) -> KvChunk:
+    return parcel_of(7, parcel.layer, parcel.first, parcel.stop, times=ChunkTimes(at_s, at_s, at_s))
 
 
 @given(st.lists(st.tuples(st.floats(0, 50), st.floats(0.001, 5)), min_size=1, max_size=12))
 def test_a_card_takes_one_thing_at_a_time_and_is_never_idle_while_something_waits(
     asked: list[tuple[float, float]],
 ) -> None:
-    card, step_s = Bookings(), 0.25
+    card, step_s = NicSchedule(), 0.25
     asked = [(round(at / step_s) * step_s, max(1, round(span / step_s)) * step_s) for at, span in asked]
     busy: set[int] = set()
     for at_s, for_s in asked:
@@ -90,21 +90,21 @@ def test_a_hand_over_takes_what_the_formula_says(cards: tuple[float, float], lat
     themselves are late on their way is nothing."""
     now_s, alpha_s = 5.0, 0.001
     clock = lambda: now_s  # noqa: E731
-    made, cargo = executor(Size(4, 100, 1 << 12, 1 << 12), clock=clock), Cargo(LLAMA)
-    sender = PretendFreight(cargo, AlphaBeta(alpha_s, cards[0]), clock=clock)
-    receiver = PretendFreight(cargo, AlphaBeta(alpha_s, cards[1]), clock=clock)
+    made, cargo = executor(RunnerSize(4, 100, 1 << 12, 1 << 12), clock=clock), KvSizes(LLAMA)
+    sender = MockKvTransfer(cargo, AlphaBeta(alpha_s, cards[0]), clock=clock)
+    receiver = MockKvTransfer(cargo, AlphaBeta(alpha_s, cards[1]), clock=clock)
     row, here_s = made.open(), []
     made.grow(row, 800)
-    work = Work(row, 0, prompt(800), "none")
+    work = SequenceWork(row, 0, prompt(800), "none")
 
-    def deliver(_row: int, parcels: tuple[Parcel, ...]) -> None:
+    def deliver(_row: int, parcels: tuple[KvChunk, ...]) -> None:
         nonlocal now_s
         now_s += late_s / 2
         left = sender.leaves("peer", parcels[0])
         now_s += late_s / 2
         here_s.append(receiver.here_s("peer", left) - late_s / 2)
 
-    made.begin([work], [], [Export(row, 0, 800)], deliver)
+    made.begin([work], [], [CacheExport(row, 0, 800)], deliver)
     while len(here_s) < cargo.layers:
         now_s = max(now_s, made.due_s or 0.0)
         made.deliver(now_s)
@@ -117,18 +117,18 @@ def test_a_hand_over_takes_what_the_formula_says(cards: tuple[float, float], lat
 def test_a_receiver_that_comes_while_the_step_is_under_way_gets_the_layers_as_they_are_computed() -> None:
     """What was computed before it came leaves then, and not earlier."""
     now_s = 0.0
-    made, cargo = executor(SIZE, clock=lambda: now_s), Cargo(LLAMA)
-    sent: list[tuple[float, int, Times | None]] = []
+    made, cargo = executor(SIZE, clock=lambda: now_s), KvSizes(LLAMA)
+    sent: list[tuple[float, int, ChunkTimes | None]] = []
     desk_tells = lambda _row, parcels: sent.append((now_s, parcels[0].layer, times_of(parcels[0])))  # noqa: E731
     row = made.open()
     made.grow(row, 64)
-    assert not made.join(Export(row, 0, 64))  # nothing is under way
-    made.begin([Work(row, 0, prompt(64), "none")], [], [], desk_tells)
+    assert not made.join(CacheExport(row, 0, 64))  # nothing is under way
+    made.begin([SequenceWork(row, 0, prompt(64), "none")], [], [], desk_tells)
     length_s = made.due_s
     assert length_s is not None
     layer_s = length_s / cargo.layers
     now_s = 1.5 * layer_s
-    assert made.join(Export(row, 0, 64))
+    assert made.join(CacheExport(row, 0, 64))
     while (due_s := made.due_s) is not None and len(sent) < cargo.layers:
         now_s = max(now_s, due_s)
         made.deliver(now_s)
@@ -143,16 +143,16 @@ def test_a_receiver_that_comes_while_the_step_is_under_way_gets_the_layers_as_th
 def test_layers_leave_while_their_step_is_under_way() -> None:
     now_s = 0.0
     made = executor(SIZE, clock=lambda: now_s)
-    row, layers = made.open(), Cargo(LLAMA).layers
+    row, layers = made.open(), KvSizes(LLAMA).layers
     made.grow(row, 64)
     sent: list[tuple[float, int]] = []
     land = made.begin(
-        [Work(row, 0, prompt(64), "none")],
+        [SequenceWork(row, 0, prompt(64), "none")],
         [],
-        [Export(row, 0, 64)],
+        [CacheExport(row, 0, 64)],
         lambda _row, parcels: sent.append((now_s, parcels[0].layer)),
     )
-    length_s = float(TIMER.step_s(steps_of([Work(row, 0, prompt(64), "none")]))[0])
+    length_s = float(TIMER.step_s(steps_of([SequenceWork(row, 0, prompt(64), "none")]))[0])
     while made.due_s is not None and len(sent) < layers:
         now_s = made.due_s
         made.deliver(now_s)
@@ -168,16 +168,16 @@ def test_a_hand_over_begins_while_both_ends_compute() -> None:
     tokens = prompt(100)
     source = sender.submit(tokens, stop=len(tokens) - 1)
     sender.turn()
-    assert sender.loop.lanes.flying
+    assert sender.loop.microbatches.flying
     busy = receiver.submit(prompt(40), 8)
     receiver.turn()
-    assert receiver.loop.lanes.flying
+    assert receiver.loop.microbatches.flying
     target = receiver.submit(tokens, 4, start=len(tokens) - 1)
     about = sender.loop.attach(source, receiver.loop.look_up(target), sender.now_s)
     receiver.loop.want(target)
     assert any(isinstance(event, RowReady) for event in receiver.said[target])
     sender.run()
-    sent = [event for event in sender.said[source] if isinstance(event, Sent)]
+    sent = [event for event in sender.said[source] if isinstance(event, LayerSent)]
     assert [event.last for event in sent] == [False] * 3 + [True]
     receiver.loop.expect(target, about)
     for event in sent:
@@ -189,5 +189,5 @@ def test_a_hand_over_begins_while_both_ends_compute() -> None:
     alone.run()
     assert receiver.tokens(target) == alone.tokens(whole)
     assert len(receiver.tokens(busy)) == 8
-    computed = [type(event) for event in sender.said[source] if not isinstance(event, Ended)]
-    assert computed.index(Computed) > computed.index(Sent)
+    computed = [type(event) for event in sender.said[source] if not isinstance(event, JobEnded)]
+    assert computed.index(JobComputed) > computed.index(LayerSent)

@@ -17,23 +17,23 @@ from test_paced import FakeTime
 from potluck.catalog import models, nodes
 from potluck.cli.main import run
 from potluck.core.errors import CapacityError, InputError
-from potluck.engine.compute.paced import Paced
-from potluck.engine.face.app import build
-from potluck.engine.measure.http import HttpBench
-from potluck.engine.measure.local import Bounds, Grid, LocalBench, grid
-from potluck.engine.serve import Settings, service_of
-from potluck.perf.step import steps
+from potluck.engine.compute.emulated import EmulatedExecutor
+from potluck.engine.measure.http_bench import HttpBench
+from potluck.engine.measure.local_bench import EngineBounds, LocalBench, ShapeGrid, grid
+from potluck.engine.serve import EngineSettings, service_of
+from potluck.engine.server.engine_app import build
+from potluck.perf.step_timer import steps
 from potluck.perf.timers.profile import ProfilePoint, ProfileTimer, profile_from_json
 from potluck.perf.timers.roofline import roofline
 
-GRID = Grid((16, 64), (0, 64), (1, 4), (64, 128), ((16, 4),))
+GRID = ShapeGrid((16, 64), (0, 64), (1, 4), (64, 128), ((16, 4),))
 
 
 def test_what_is_measured_is_what_there_is() -> None:
     """An emulated GPU on a clock that only it moves: the profile says what `perf` says, to the nanosecond."""
     time, alone = FakeTime(), local(PLAIN)
     timer = roofline(models.model("Llama-3.1-8B"), nodes.node_type("A10"), 1)
-    paced = Paced(alone, timer, 1.0, time.clock, time.sleep, host_s=0.0)
+    paced = EmulatedExecutor(alone, timer, 1.0, time.clock, time.sleep, host_s=0.0)
     points = list(LocalBench(paced, repeats=1, clock=time.clock).points(GRID))
     assert len(points) == GRID.count == 10
     for p in points:
@@ -52,7 +52,7 @@ def test_what_is_measured_is_what_there_is() -> None:
 
 @given(
     st.builds(
-        Bounds,
+        EngineBounds,
         st.integers(128, 1 << 17),
         st.integers(2, 512),
         st.integers(32, 8192),
@@ -60,7 +60,7 @@ def test_what_is_measured_is_what_there_is() -> None:
     ),
     st.booleans(),
 )
-def test_every_shape_of_a_grid_can_be_run(bounds: Bounds, quick: bool) -> None:
+def test_every_shape_of_a_grid_can_be_run(bounds: EngineBounds, quick: bool) -> None:
     try:
         found = grid(bounds, quick)
     except CapacityError:
@@ -79,7 +79,7 @@ def with_engine(use: Callable[[ClientSession, str], Awaitable[None]]) -> None:
     """An engine behind HTTP in this process, as long as `use` runs."""
 
     async def inner() -> None:
-        settings = Settings(max_running=6, token_budget=64, prefix_cache_bytes=0)
+        settings = EngineSettings(max_running=6, token_budget=64, prefix_cache_bytes=0)
         runner = web.AppRunner(build(service_of(local(PLAIN), settings, name="small")), access_log=None)
         await runner.setup()
         site = web.TCPSite(runner, "127.0.0.1", 0)

@@ -10,10 +10,10 @@ from engine_models import KINDS, LATENT, LINEAR, SIGMOID_MOE, VOCAB, opened, pro
 
 from potluck.core.errors import PotluckError
 from potluck.core.values.model import DenseFfn, FullAttention
-from potluck.engine.compute.runner import Runner, Size, Work
-from potluck.engine.model.checkpoint import Files, Seeded, save
-from potluck.engine.model.config import Config, read_config
-from potluck.engine.model.reference import Fresh, Reference
+from potluck.engine.compute.runner import Runner, RunnerSize, SequenceWork
+from potluck.engine.model.checkpoint import RandomSource, SafetensorsSource, save
+from potluck.engine.model.config import EngineModelConfig, read_config
+from potluck.engine.model.reference import FreshWeights, ReferenceModel
 
 TOKENS = prompt(90, seed=5)
 
@@ -22,7 +22,7 @@ TOKENS = prompt(90, seed=5)
 def test_logits_are_those_of_the_reference(kind: str) -> None:
     config = KINDS[kind]
     with torch.no_grad():
-        expected = Reference(config, Seeded(7))(torch.tensor([TOKENS]))[0]
+        expected = ReferenceModel(config, RandomSource(7))(torch.tensor([TOKENS]))[0]
     engine = runner(config)
     found = run(engine, opened(engine, 90), TOKENS, [33, 1, 1, 55])
     assert float(expected.std()) > 0.1
@@ -36,7 +36,7 @@ TINY = stack(
 
 def test_what_is_trained_is_what_runs(tmp_path: Path) -> None:
     """A few steps of training on a pattern, saved, loaded by the engine: the same logits, and the pattern learnt."""
-    reference = Reference(TINY, Fresh(0))
+    reference = ReferenceModel(TINY, FreshWeights(0))
     pattern = torch.tensor([3, 14, 15, 92, 65, 35] * 4)[None]
     optimiser = torch.optim.Adam(reference.parameters(), lr=0.01)
     losses = []
@@ -52,7 +52,7 @@ def test_what_is_trained_is_what_runs(tmp_path: Path) -> None:
     save(tmp_path, TINY, reference.tensors())
     config = read_config(tmp_path)
     assert config == TINY
-    engine = Runner(config, Files(tmp_path), Size(rows=1, blocks=20, max_tokens=64))
+    engine = Runner(config, SafetensorsSource(tmp_path), RunnerSize(rows=1, blocks=20, max_tokens=64))
     tokens = pattern[0].tolist()
     with torch.no_grad():
         expected = reference(pattern)[0]
@@ -81,10 +81,10 @@ def test_stages_are_the_whole(cuts: tuple[int, ...]) -> None:
             chunks, these = chunks[1:], [1, 2]
         else:
             these = [0, 1, 2]
-        works = [Work(rows[i], start, chunk) for i, chunk in zip(these, chunks, strict=True)]
+        works = [SequenceWork(rows[i], start, chunk) for i, chunk in zip(these, chunks, strict=True)]
         expected, hidden = whole.step(works), None
         for stage, place in zip(stages, places, strict=True):
-            staged = [Work(place[i], start, chunk) for i, chunk in zip(these, chunks, strict=True)]
+            staged = [SequenceWork(place[i], start, chunk) for i, chunk in zip(these, chunks, strict=True)]
             hidden = stage.step(staged, hidden)
         assert hidden is not None
         assert same(hidden, expected)
@@ -96,13 +96,13 @@ def test_a_stage_needs_its_input_and_a_range() -> None:
     row = opened(late, 4)
     for hidden in (None, torch.zeros(3, 64), torch.zeros(4, 32)):
         with pytest.raises(PotluckError, match="^hidden"):
-            late.step([Work(row, 0, [1, 2, 3, 4])], hidden)
+            late.step([SequenceWork(row, 0, [1, 2, 3, 4])], hidden)
     for first, last in ((0, 3), (1, 1), (-1, 1)):
         with pytest.raises(PotluckError, match="^layers"):
             runner(config, first, last)
     whole = runner(config)
     with pytest.raises(PotluckError, match="^hidden"):
-        whole.step([Work(opened(whole, 1), 0, [1])], torch.zeros(1, 64))
+        whole.step([SequenceWork(opened(whole, 1), 0, [1])], torch.zeros(1, 64))
 
 
 def test_linear_layers_resume_from_a_copied_state() -> None:
@@ -132,20 +132,20 @@ def test_steps_that_make_no_sense_are_refused_and_change_nothing() -> None:
     row, other = opened(engine, 32), opened(engine, 32)
     for works in (
         [],
-        [Work(row, 1, [1])],
-        [Work(row, 0, [])],
-        [Work(row, 0, [1]), Work(row, 0, [1])],
-        [Work(row, 0, [1] * 33)],
-        [Work(row, 0, [VOCAB])],
-        [Work(other, 0, [1]), Work(row, 0, [5, -1])],
+        [SequenceWork(row, 1, [1])],
+        [SequenceWork(row, 0, [])],
+        [SequenceWork(row, 0, [1]), SequenceWork(row, 0, [1])],
+        [SequenceWork(row, 0, [1] * 33)],
+        [SequenceWork(row, 0, [VOCAB])],
+        [SequenceWork(other, 0, [1]), SequenceWork(row, 0, [5, -1])],
     ):
         with pytest.raises(PotluckError):
             engine.step(works)
     assert engine.tables.lengths[row] == engine.tables.lengths[other] == 0
-    assert engine.step([Work(row, 0, [1, 2], "all"), Work(other, 0, [1])]).shape == (3, VOCAB)
+    assert engine.step([SequenceWork(row, 0, [1, 2], "all"), SequenceWork(other, 0, [1])]).shape == (3, VOCAB)
 
 
 def test_fresh_weights_of_every_kind_can_be_run() -> None:
-    config: Config = KINDS["hybrid"]
-    engine = Runner(config, Fresh(1), Size(rows=1, blocks=10, max_tokens=64))
+    config: EngineModelConfig = KINDS["hybrid"]
+    engine = Runner(config, FreshWeights(1), RunnerSize(rows=1, blocks=10, max_tokens=64))
     assert bool(torch.isfinite(run(engine, opened(engine, 50), TOKENS[:50], [50])).all())

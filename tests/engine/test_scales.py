@@ -19,8 +19,8 @@ from torch import Tensor
 from potluck.catalog.huggingface import read_model
 from potluck.core.errors import FormatError, InputError
 from potluck.engine.model.config import read_config
-from potluck.engine.model.eight_bits import brought_back
-from potluck.engine.model.scales import read_quantised
+from potluck.engine.model.fp8 import brought_back
+from potluck.engine.model.fp8_scales import read_quantised
 
 WEIGHTS = {"num_bits": 8, "type": "float", "symmetric": True}
 DEEPSEEK = {

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from potluck.core.errors import CapacityError, InputError
-from potluck.engine.memory.tables import Group, Tables
+from potluck.engine.memory.block_tables import BlockTables, WindowGroup
 
 ROWS, BLOCKS, WINDOW, WINDOW_BLOCKS, MOST = 5, 40, 37, 22, 400
 
@@ -20,7 +20,7 @@ class Sequences(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        self.tables = Tables((Group(None, BLOCKS), Group(WINDOW, WINDOW_BLOCKS)), ROWS, MOST)
+        self.tables = BlockTables((WindowGroup(None, BLOCKS), WindowGroup(WINDOW, WINDOW_BLOCKS)), ROWS, MOST)
         self.rooms: dict[int, int] = {}
 
     @precondition(lambda self: len(self.rooms) < ROWS)
@@ -92,7 +92,7 @@ TestSequences.settings = settings(max_examples=40, stateful_step_count=25)
 
 @given(st.integers(1, 8), st.integers(1, 60))
 def test_all_blocks_can_be_used(rows: int, blocks: int) -> None:
-    tables = Tables((Group(None, blocks),), rows, blocks * 16)
+    tables = BlockTables((WindowGroup(None, blocks),), rows, blocks * 16)
     row = [tables.open() for _ in range(rows)][-1]
     tables.grow(row, blocks * 16)
     assert tables.free_blocks() == 0
@@ -102,7 +102,7 @@ def test_all_blocks_can_be_used(rows: int, blocks: int) -> None:
 
 
 def test_rows_with_room_at_home_lie_in_place() -> None:
-    tables = Tables((Group(None, 64),), 4, 1024)
+    tables = BlockTables((WindowGroup(None, 64),), 4, 1024)
     rows = [tables.open() for _ in range(4)]
     for length in range(1, 257):
         for row in rows:
@@ -113,7 +113,7 @@ def test_rows_with_room_at_home_lie_in_place() -> None:
 
 
 def test_a_broken_table_is_noticed() -> None:
-    tables = Tables((Group(None, 8),), 2, 64)
+    tables = BlockTables((WindowGroup(None, 8),), 2, 64)
     tables.grow(tables.open(), 40)
     tables.check()
     table = tables.table(0)
@@ -121,4 +121,4 @@ def test_a_broken_table_is_noticed() -> None:
     with pytest.raises(AssertionError):
         tables.check()
     with pytest.raises(InputError):
-        Tables((Group(None, 0),), 2, 64)
+        BlockTables((WindowGroup(None, 0),), 2, 64)

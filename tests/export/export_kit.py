@@ -4,21 +4,24 @@ from __future__ import annotations
 
 from potluck.catalog import nodes
 from potluck.core.values.layout import Layout, Stage, StageNode, single
-from potluck.core.values.plan import Deployment, NodeCount, Plan, Replica, Template, TemplateKind
-from potluck.core.values.types import NodeType, Offer, Region
-from potluck.export.seats import Roomed, roomed
-from potluck.export.words import Style, Wording
+from potluck.core.values.plan import Deployment, NodeCount, Plan, PlannedReplica, Template, TemplateKind
+from potluck.core.values.types import NodeOffer, NodeType, Region
+from potluck.export.engine_commands import CommandOptions, Style
+from potluck.export.placement import PlacedPlan, roomed
 
 TYPES = tuple(nodes.node_type(name) for name in ("4xL40S", "1xL4", "1xA10G"))
 REGIONS = (
-    Region("us-east-1", (Offer("4xL40S", 8.0, 9), Offer("1xL4", 0.8, 9, spot=True), Offer("1xA10G", 1.0, 9))),
-    Region("lab", (Offer("1xL4", 0.5, 9),)),
+    Region(
+        "us-east-1",
+        (NodeOffer("4xL40S", 8.0, 9), NodeOffer("1xL4", 0.8, 9, spot=True), NodeOffer("1xA10G", 1.0, 9)),
+    ),
+    Region("lab", (NodeOffer("1xL4", 0.5, 9),)),
 )
 FOLDERS = {"chat": "/models/chat", "documents": "/models/documents"}
 
 
 def template(
-    name: str, kind: TemplateKind, model: str, rents: dict[str, int], *replicas: Replica
+    name: str, kind: TemplateKind, model: str, rents: dict[str, int], *replicas: PlannedReplica
 ) -> Template:
     counts = tuple(NodeCount(node, count) for node, count in rents.items())
     return Template(name, kind, model, counts, replicas, (), "measured")
@@ -29,17 +32,17 @@ COMBO = template(
     "combo",
     "chat",
     {"4xL40S": 1, "1xL4": 2},
-    Replica("prefill", single("4xL40S", 2, 32)),
-    Replica("prefill", single("4xL40S", 2, 32)),
-    Replica("decode", single("1xL4", 1, 32)),
-    Replica("decode", single("1xL4", 1, 32)),
+    PlannedReplica("prefill", single("4xL40S", 2, 32)),
+    PlannedReplica("prefill", single("4xL40S", 2, 32)),
+    PlannedReplica("decode", single("1xL4", 1, 32)),
+    PlannedReplica("decode", single("1xL4", 1, 32)),
 )
 PIPELINE = template(
     "pipeline",
     "pipeline",
     "documents",
     {"1xA10G": 1, "1xL4": 2},
-    Replica(
+    PlannedReplica(
         "mixed",
         Layout(
             (Stage(20, (StageNode("1xA10G", 1),)), Stage(12, (StageNode("1xL4", 1), StageNode("1xL4", 1)))),
@@ -54,9 +57,9 @@ def plan(*deployed: tuple[Template, str, int]) -> Plan:
     return Plan("auto", templates, where, (), (), (), (), 1.0, 0.0)
 
 
-def fleet(*deployed: tuple[Template, str, int], types: tuple[NodeType, ...] = TYPES) -> Roomed:
+def fleet(*deployed: tuple[Template, str, int], types: tuple[NodeType, ...] = TYPES) -> PlacedPlan:
     return roomed(plan(*deployed), types, REGIONS)
 
 
-def wording(style: Style = "vllm") -> Wording:
-    return Wording(style, FOLDERS)
+def wording(style: Style = "vllm") -> CommandOptions:
+    return CommandOptions(style, FOLDERS)

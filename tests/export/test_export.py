@@ -16,36 +16,47 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from potluck.cli.main import cli
-from potluck.cli.serving.engine.command import engine
-from potluck.cli.serving.serve import serve
-from potluck.control.launch.kubernetes.pods import Cluster
+from potluck.cli.serving.engine.engine_command import engine
+from potluck.cli.serving.serve_command import serve
+from potluck.control.launchers.kubernetes.pods import ManifestOptions
 from potluck.core.errors import InputError
 from potluck.core.values.layout import Layout, Stage, StageNode, single
-from potluck.core.values.plan import Replica, plan_to_json
-from potluck.export import compose, kubernetes, shell, skypilot
-from potluck.export.seats import Roomed, label
-from potluck.gateway.fleet.roster import read_roster
-from potluck.gateway.fleet.status import read_status
+from potluck.core.values.plan import PlannedReplica, plan_to_json
+from potluck.export import compose, manifests, shell, skypilot
+from potluck.export.placement import PlacedPlan, label
+from potluck.gateway.registry.engine_list import read_roster
+from potluck.gateway.registry.status_report import read_status
 
 GOLDEN = Path(__file__).parent / "golden"
-CLUSTER = Cluster("registry/potluck:1", gpu_names={"L40S": "NVIDIA-L40S"})
+CLUSTER = ManifestOptions("registry/potluck:1", gpu_names={"L40S": "NVIDIA-L40S"})
 
 
 @given(st.lists(st.sampled_from([1, 2, 4]), min_size=1, max_size=6), st.integers(1, 3))
 def test_every_gpu_is_given_once(widths: list[int], copies: int) -> None:
-    replicas = [Replica("mixed", single("4xL40S", width, 32)) for width in widths]
+    replicas = [PlannedReplica("mixed", single("4xL40S", width, 32)) for width in widths]
     made = template("one", "homogeneous", "chat", {"4xL40S": len(widths)}, *replicas)
     found = fleet((made, "us-east-1", copies))
-    given_out = [(each.box.name, gpu) for seat in found.seats for each in seat.footings for gpu in each.gpus]
+    given_out = [
+        (each.box.name, gpu)
+        for placement in found.placements
+        for each in placement.footings
+        for gpu in each.gpus
+    ]
     assert len(given_out) == len(set(given_out)) == sum(widths) * copies
     assert len(found.boxes) == len(widths) * copies
-    ports = [(seat.box.name, port) for seat in found.seats for port in (seat.port, seat.kv_port)]
+    ports = [
+        (placement.box.name, port)
+        for placement in found.placements
+        for port in (placement.port, placement.kv_port)
+    ]
     assert len(ports) == len(set(ports))
-    assert len({seat.name for seat in found.seats}) == len(found.seats)
+    assert len({placement.name for placement in found.placements}) == len(found.placements)
 
 
 def test_what_does_not_fit_is_refused() -> None:
-    made = template("one", "homogeneous", "chat", {"1xL4": 1}, *[Replica("mixed", single("1xL4", 1, 32))] * 2)
+    made = template(
+        "one", "homogeneous", "chat", {"1xL4": 1}, *[PlannedReplica("mixed", single("1xL4", 1, 32))] * 2
+    )
     with pytest.raises(InputError, match="rents too few GPUs of 1xL4"):
         fleet((made, "lab", 1))
     with pytest.raises(InputError, match="region mars: is not in the spec"):
@@ -56,10 +67,17 @@ def test_machines_by_name_are_the_boxes() -> None:
     lies = Layout(
         (Stage(16, (StageNode("4xL40S", 2, "rack A/1"),)), Stage(16, (StageNode("4xL40S", 2, "b"),)))
     )
-    made = template("group", "group", "chat", {"4xL40S": 2}, Replica("mixed", lies), Replica("mixed", lies))
+    made = template(
+        "group", "group", "chat", {"4xL40S": 2}, PlannedReplica("mixed", lies), PlannedReplica("mixed", lies)
+    )
     found = fleet((made, "us-east-1", 1))
     assert [box.name for box in found.boxes] == ["rack-a-1", "b"]
-    assert [each.gpus for seat in found.seats for each in seat.footings] == [(0, 1), (0, 1), (2, 3), (2, 3)]
+    assert [each.gpus for placement in found.placements for each in placement.footings] == [
+        (0, 1),
+        (0, 1),
+        (2, 3),
+        (2, 3),
+    ]
 
 
 @given(st.text(max_size=200))
@@ -101,7 +119,7 @@ def test_the_gateway_has_the_tokenizers(tmp_path: Path) -> None:
     for files in (
         shell.files(fleet((COMBO, "us-east-1", 1)), wording(), {}),
         compose.files(fleet((COMBO, "us-east-1", 1)), wording(), {}, "potluck", []),
-        kubernetes.files(fleet((COMBO, "us-east-1", 1)), wording(), CLUSTER, {"plan.json": "{}"}),
+        manifests.files(fleet((COMBO, "us-east-1", 1)), wording(), CLUSTER, {"plan.json": "{}"}),
         skypilot.files(fleet((COMBO, "us-east-1", 1)), wording(), {}, "true"),
     ):
         assert any("--files=chat=/models/chat" in text for text in files.values())
@@ -127,13 +145,13 @@ def test_the_gateway_reads_the_roster(tmp_path: Path) -> None:
     text = shell.files(found, wording(), {})["engines.yaml"].replace("/etc/potluck", str(tmp_path))
     entries = read_roster(text, "engines.yaml", tmp_path)
     assert [(each.template, each.index, each.region, each.key) for each in entries] == [
-        (seat.template, seat.index, "us-east-1", "secret") for seat in found.seats
+        (placement.template, placement.index, "us-east-1", "secret") for placement in found.placements
     ]
     assert len({each.url for each in entries}) == 8
 
 
-def manifests(found: Roomed, style: Any = "vllm") -> list[dict[str, Any]]:
-    files = kubernetes.files(found, wording(style), CLUSTER, {"plan.json": "{}", "traces/a.csv": "1"})
+def manifest_objects(found: PlacedPlan, style: Any = "vllm") -> list[dict[str, Any]]:
+    files = manifests.files(found, wording(style), CLUSTER, {"plan.json": "{}", "traces/a.csv": "1"})
     return [each for text in files.values() for each in yaml.safe_load_all(text)]
 
 
@@ -141,7 +159,7 @@ def test_manifests_are_what_kubernetes_takes() -> None:
     validate = pytest.importorskip(
         "kubernetes_validate", reason="kubernetes-validate is not installed"
     ).validate
-    found = manifests(fleet((COMBO, "us-east-1", 3), (COMBO, "lab", 0)))
+    found = manifest_objects(fleet((COMBO, "us-east-1", 3), (COMBO, "lab", 0)))
     for each in found:
         validate(each, "1.33", strict=True)
     sets = {
@@ -155,7 +173,7 @@ def test_a_pipeline_over_machines_is_a_group_of_pods() -> None:
     validate = pytest.importorskip(
         "kubernetes_validate", reason="kubernetes-validate is not installed"
     ).validate
-    found = manifests(fleet((PIPELINE, "us-east-1", 2)), "embedded")
+    found = manifest_objects(fleet((PIPELINE, "us-east-1", 2)), "embedded")
     (group,) = [each for each in found if each["kind"] == "LeaderWorkerSet"]
     made = group["spec"]["leaderWorkerTemplate"]
     assert (group["spec"]["replicas"], made["size"]) == (2, 3)
@@ -176,14 +194,14 @@ def test_a_pipeline_over_machines_is_a_group_of_pods() -> None:
 
 def test_unlike_workers_are_no_group_of_pods() -> None:
     lies = Layout(tuple(Stage(10, (StageNode(node, 1),)) for node in ("1xA10G", "1xL4", "1xA10G")))
-    made = template("odd", "pipeline", "chat", {"1xA10G": 2, "1xL4": 1}, Replica("mixed", lies))
+    made = template("odd", "pipeline", "chat", {"1xA10G": 2, "1xL4": 1}, PlannedReplica("mixed", lies))
     with pytest.raises(InputError, match="on unlike machines"):
-        manifests(fleet((made, "us-east-1", 1)), "embedded")
+        manifest_objects(fleet((made, "us-east-1", 1)), "embedded")
 
 
 @pytest.mark.parametrize("name", ["20-engines.yaml", "30-gateway.yaml", "40-network.yaml"])
 def test_kubernetes_reads_as_it_did(name: str) -> None:
-    found = kubernetes.files(fleet((COMBO, "us-east-1", 2)), wording(), CLUSTER, {"plan.json": "{}"})
+    found = manifests.files(fleet((COMBO, "us-east-1", 2)), wording(), CLUSTER, {"plan.json": "{}"})
     assert found[name] == (GOLDEN / name).read_text()
 
 

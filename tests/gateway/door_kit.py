@@ -10,12 +10,12 @@ from tokenizers import Tokenizer
 from tokenizers.decoders import Fuse
 from tokenizers.models import BPE
 
-from potluck.api.tokens import Text
-from potluck.core.brain.actions import Action, Refuse
-from potluck.core.values.sampling import Choice
-from potluck.gateway.door.cards import ModelCard
-from potluck.gateway.door.front import FrontDoor
-from potluck.gateway.parts import Answer, Asked, Told
+from potluck.api.tokenizer import ModelTokenizer
+from potluck.core.state.actions import Action, Refuse
+from potluck.core.values.sampling import SampledToken
+from potluck.gateway.interfaces import AnswerSink, ChoiceRequest, RequestOutcome
+from potluck.gateway.openai.handler import ClientHandler
+from potluck.gateway.openai.model_card import ModelCard
 
 NAME, SERVER = "tiny", "elsewhere"
 LETTERS = [chr(code) for code in range(0x20, 0x7F)] + [chr(code) for code in range(0xC0, 0x17F)]
@@ -23,19 +23,19 @@ END = 200
 """A token that ends answers."""
 
 
-def letters() -> Text:
+def letters() -> ModelTokenizer:
     """Token n is the n-th letter."""
     tokenizer = Tokenizer(BPE(vocab={letter: place for place, letter in enumerate(LETTERS)}, merges=[]))
     tokenizer.decoder = Fuse()
-    return Text(tokenizer)
+    return ModelTokenizer(tokenizer)
 
 
 def tokens(text: str) -> list[int]:
     return [LETTERS.index(letter) for letter in text]
 
 
-def choices(text: str) -> list[Choice]:
-    return [Choice(token) for token in tokens(text)]
+def choices(text: str) -> list[SampledToken]:
+    return [SampledToken(token) for token in tokens(text)]
 
 
 CARDS = {
@@ -117,21 +117,21 @@ class FakeExchange:
 class FakeDriver:
     """Keeps what is asked; answers at once by `script`, where there is one."""
 
-    def __init__(self, script: Callable[[Asked, Answer], None] | None = None) -> None:
-        self.asked: list[Asked] = []
-        self.answers: dict[str, Answer] = {}
+    def __init__(self, script: Callable[[ChoiceRequest, AnswerSink], None] | None = None) -> None:
+        self.asked: list[ChoiceRequest] = []
+        self.answers: dict[str, AnswerSink] = {}
         self.cancelled: list[str] = []
         self.resumed: list[list[int]] = []
         self.rooms: list[tuple[str, bool]] = []
         self._script = script
 
-    def begin(self, asked: Asked, answer: Answer) -> None:
+    def begin(self, asked: ChoiceRequest, answer: AnswerSink) -> None:
         self.asked.append(asked)
         self.answers[asked.id] = answer
         if self._script is not None:
             self._script(asked, answer)
 
-    def resume(self, asked: Asked, answer: Answer, output: Sequence[int]) -> None:
+    def resume(self, asked: ChoiceRequest, answer: AnswerSink, output: Sequence[int]) -> None:
         self.resumed.append(list(output))
         self.begin(asked, answer)
 
@@ -145,7 +145,7 @@ class FakeDriver:
         raise AssertionError("the Brain speaks to real drivers")
 
     @property
-    def answer(self) -> Answer:
+    def answer(self) -> AnswerSink:
         return self.answers[self.asked[-1].id]
 
 
@@ -153,7 +153,7 @@ class FakeMeter:
     """Remembers."""
 
     def __init__(self) -> None:
-        self.told: list[Told] = []
+        self.told: list[RequestOutcome] = []
         self.seen_s: list[float] = []
         self.let_in: list[tuple[str, str]] = []
         self.turned: list[tuple[int, str]] = []
@@ -162,7 +162,7 @@ class FakeMeter:
     def came(self, model: str, tenant: str) -> None:
         self.let_in.append((model, tenant))
 
-    def answered(self, told: Told) -> None:
+    def answered(self, told: RequestOutcome) -> None:
         self.told.append(told)
 
     def gaps(self, model: str) -> Callable[[float], None]:
@@ -190,10 +190,12 @@ class FakeMeter:
 class Scene:
     """A door, and what stands around it."""
 
-    def __init__(self, script: Callable[[Asked, Answer], None] | None = None, **fields: Any) -> None:
+    def __init__(
+        self, script: Callable[[ChoiceRequest, AnswerSink], None] | None = None, **fields: Any
+    ) -> None:
         self.now_s = 0.0
         self.driver, self.meter = FakeDriver(script), FakeMeter()
-        self.door = FrontDoor(
+        self.door = ClientHandler(
             fields.pop("cards", CARDS),
             self.driver,
             self.meter,
@@ -220,10 +222,10 @@ class Scene:
         )
 
 
-def saying(text: str, reason: str = "length", cached: int = 0) -> Callable[[Asked, Answer], None]:
+def saying(text: str, reason: str = "length", cached: int = 0) -> Callable[[ChoiceRequest, AnswerSink], None]:
     """A driver that answers so, token by token."""
 
-    def script(asked: Asked, answer: Answer) -> None:
+    def script(asked: ChoiceRequest, answer: AnswerSink) -> None:
         for choice in choices(text):
             if answer.tokens([choice]):
                 return
@@ -234,5 +236,5 @@ def saying(text: str, reason: str = "length", cached: int = 0) -> Callable[[Aske
 
 def refusing(
     reason: str, detail: str = "no", after_s: float | None = None
-) -> Callable[[Asked, Answer], None]:
+) -> Callable[[ChoiceRequest, AnswerSink], None]:
     return lambda asked, answer: answer.refused(Refuse(asked.id, reason, detail, after_s))  # type: ignore[arg-type]

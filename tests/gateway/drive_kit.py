@@ -14,26 +14,26 @@ from hashlib import blake2b
 from itertools import count
 from typing import Any, Literal
 
-from potluck.core.brain.actions import Action, Refuse, Start
 from potluck.core.brain.brain import Brain
-from potluck.core.brain.events import Event, Planned, ReplicaReady, Tick
-from potluck.core.brain.facts import Facts, ModelFacts, ReplicaFacts
-from potluck.core.brain.policy import Policy
+from potluck.core.state.actions import Action, Refuse, StartReplica
+from potluck.core.state.events import Event, PlanReceived, ReplicaReady, Tick
+from potluck.core.state.facts import FleetFacts, ModelFacts, ReplicaFacts
+from potluck.core.state.policy import Policy
 from potluck.core.values.layout import single
 from potluck.core.values.plan import (
-    Bucket,
     BucketCapacity,
     Deployment,
+    LengthBucket,
     NodeCount,
     Plan,
-    Replica,
-    Share,
+    PlannedReplica,
+    PlannedShare,
     Template,
 )
-from potluck.core.values.sampling import Choice
+from potluck.core.values.sampling import SampledToken
 from potluck.core.values.types import Role
-from potluck.gateway.drive.rides import Rides
-from potluck.gateway.parts import Address, Asked, Counts, Endpoint, Listener
+from potluck.gateway.dispatch.dispatcher import Dispatcher
+from potluck.gateway.interfaces import Address, ChoiceRequest, Endpoint, ResponseListener, TokenCounts
 
 VOCAB, EOS = 40, 0
 MODEL = "m"
@@ -46,7 +46,7 @@ def next_token(history: Sequence[int], barred: bool = False) -> int:
     return 1 if barred and token == EOS else token
 
 
-def right_answer(asked: Asked) -> list[int]:
+def right_answer(asked: ChoiceRequest) -> list[int]:
     """What an undisturbed engine says."""
     tokens: list[int] = []
     while len(tokens) < asked.max_output_tokens:
@@ -83,9 +83,9 @@ class Clock:
 class Heard:
     """An answer as its client has it."""
 
-    asked: Asked
+    asked: ChoiceRequest
     tokens_: list[int] = field(default_factory=list)
-    choices: list[Choice] = field(default_factory=list)
+    choices: list[SampledToken] = field(default_factory=list)
     end: str | None = None
     refusal: Refuse | None = None
     stop_after: int | None = None
@@ -95,9 +95,9 @@ class Heard:
     relayed: bytes = b""
     status: int = 0
     relay_ended: bool = False
-    counts: Counts | None = None
+    counts: TokenCounts | None = None
 
-    def tokens(self, choices: Sequence[Choice]) -> bool:
+    def tokens(self, choices: Sequence[SampledToken]) -> bool:
         assert not self.over, "more after the end"
         self.choices += choices
         self.tokens_ += [choice.token for choice in choices]
@@ -121,12 +121,12 @@ class Heard:
         assert not self.over
         self.relayed += data
 
-    def relay_end(self, counts: Counts | None = None) -> None:
+    def relay_end(self, counts: TokenCounts | None = None) -> None:
         assert self.status
         assert not self.over
         self.relay_ended, self.counts = True, counts
 
-    def relay_whole(self, status: int, kind: bytes, body: bytes, counts: Counts | None = None) -> None:
+    def relay_whole(self, status: int, kind: bytes, body: bytes, counts: TokenCounts | None = None) -> None:
         self.relay_begin(status, kind)
         self.relay(body)
         self.relay_end(counts)
@@ -150,7 +150,9 @@ class Heard:
 class Call:
     """A request at an engine that only exists here."""
 
-    def __init__(self, fleet: Fleet, replica: str, path: bytes, raw: bytes, listener: Listener) -> None:
+    def __init__(
+        self, fleet: Fleet, replica: str, path: bytes, raw: bytes, listener: ResponseListener
+    ) -> None:
         self.fleet, self.replica, self.path, self.listener = fleet, replica, path, listener
         self.raw = raw
         self.body: dict[str, Any] = json.loads(raw)
@@ -287,7 +289,7 @@ class Fleet:
         method: bytes,
         path: bytes,
         body: bytes,
-        listener: Listener,
+        listener: ResponseListener,
         *,
         headers: Iterable[tuple[bytes, bytes]] = (),
         silence_s: float = 60.0,
@@ -315,7 +317,7 @@ def plan_of(names: Sequence[Sequence[Role]], region: str = "near") -> Plan:
     for place, roles in enumerate(names):
         kind = "homogeneous" if len(roles) == 1 else "combo"
         capacity = (BucketCapacity(0, 0.0, 0.0, 1.0, 0.1, 0.02),)
-        replicas = tuple(Replica(role, single("node", 1, 8)) for role in roles)
+        replicas = tuple(PlannedReplica(role, single("node", 1, 8)) for role in roles)
         templates.append(
             Template(f"t{place}", kind, MODEL, (NodeCount("node", 1),), replicas, capacity, "measured")  # type: ignore[arg-type]
         )
@@ -323,8 +325,8 @@ def plan_of(names: Sequence[Sequence[Role]], region: str = "near") -> Plan:
         "test",
         tuple(templates),
         tuple(Deployment(each.name, region, 1) for each in templates),
-        (Bucket(MODEL, 0, 100_000, 1.0),),
-        tuple(Share(each.name, region, 0, "closed", 1.0) for each in templates),
+        (LengthBucket(MODEL, 0, 100_000, 1.0),),
+        tuple(PlannedShare(each.name, region, 0, "closed", 1.0) for each in templates),
         (),
         (),
         1.0,
@@ -338,7 +340,7 @@ class Desk:
     def __init__(self, clock: Clock, fleet: Fleet, plan: Plan, policy: Policy) -> None:
         self.clock, self.fleet = clock, fleet
         self.brain = Brain(
-            Facts(
+            FleetFacts(
                 {MODEL: ModelFacts(1e5)},
                 {
                     (each.name, place): ReplicaFacts(1e-4, 1e-3, 0.02, 8, 20_000, 200_000)
@@ -351,18 +353,18 @@ class Desk:
             policy,
         )
         self.told: list[Event] = []
-        self.rides: Rides | None = None
-        self.tell(Planned(plan))
+        self.dispatcher: Dispatcher | None = None
+        self.tell(PlanReceived(plan))
 
     def tell(self, event: Event) -> None:
         self.told.append(event)
         actions: list[Action] = self.brain.on(self.clock.now, event)
         for action in actions:
-            if isinstance(action, Start):
+            if isinstance(action, StartReplica):
                 self.fleet.add(action.member.id, action.member.region)
                 self.tell(ReplicaReady(action.member.id))
-        if self.rides is not None:
-            self.rides.act(actions)
+        if self.dispatcher is not None:
+            self.dispatcher.act(actions)
 
     def now_s(self) -> float:
         return self.clock.now
@@ -386,13 +388,13 @@ class Script:
         return self.clock.now
 
 
-def asked(name: str = "r", prompt: int = 20, most: int = 12, **more: Any) -> Asked:
+def asked(name: str = "r", prompt: int = 20, most: int = 12, **more: Any) -> ChoiceRequest:
     tokens = tuple((7 * place + len(name) + sum(name.encode())) % (VOCAB - 1) + 1 for place in range(prompt))
-    return Asked(name, MODEL, tokens, prompt, most, **({"ends": (EOS,), "vocab": VOCAB} | more))
+    return ChoiceRequest(name, MODEL, tokens, prompt, most, **({"ends": (EOS,), "vocab": VOCAB} | more))
 
 
-def driver(line: Desk | Script, fleet: Fleet, clock: Clock) -> Rides:
-    rides = Rides(line, fleet, fleet, clock.now_s, clock.later)
+def driver(line: Desk | Script, fleet: Fleet, clock: Clock) -> Dispatcher:
+    dispatcher = Dispatcher(line, fleet, fleet, clock.now_s, clock.later)
     if isinstance(line, Desk):
-        line.rides = rides
-    return rides
+        line.dispatcher = dispatcher
+    return dispatcher

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from drive_kit import VOCAB, Call, Clock, Fleet, Heard, Script, driver
 
-from potluck.core.brain.actions import Run
-from potluck.core.brain.events import Arrived, Computed
+from potluck.core.state.actions import Run
+from potluck.core.state.events import RequestArrived, SegmentComputed
 from potluck.core.values.route import Route
-from potluck.gateway.drive.lines import LONGEST_LINE
-from potluck.gateway.parts import Asked
+from potluck.gateway.dispatch.engine_lines import LONGEST_LINE
+from potluck.gateway.interfaces import ChoiceRequest
 
 
 class Stage:
@@ -19,16 +19,16 @@ class Stage:
         for each in replicas:
             self.fleet.add(each, "far" if each in far else "near")
         self.line = Script(self.clock)
-        self.rides = driver(self.line, self.fleet, self.clock)
+        self.dispatcher = driver(self.line, self.fleet, self.clock)
 
-    def begin(self, what: Asked, route: Route, weight: float = 1.0) -> Heard:
+    def begin(self, what: ChoiceRequest, route: Route, weight: float = 1.0) -> Heard:
         heard = Heard(what)
-        self.rides.begin(what, heard)
-        self.rides.act([Run(what.id, route, 0, what.prompt_tokens, 0, weight)])
+        self.dispatcher.begin(what, heard)
+        self.dispatcher.act([Run(what.id, route, 0, what.prompt_tokens, 0, weight)])
         return heard
 
-    def again(self, what: Asked, route: Route, attempt: int, streamed: int) -> None:
-        self.rides.act([Run(what.id, route, attempt, what.prompt_tokens + streamed, streamed)])
+    def again(self, what: ChoiceRequest, route: Route, attempt: int, streamed: int) -> None:
+        self.dispatcher.act([Run(what.id, route, attempt, what.prompt_tokens + streamed, streamed)])
 
     def to_end(self) -> None:
         while self.fleet.step_all():
@@ -40,16 +40,16 @@ class Stage:
     @property
     def news(self) -> list[object]:
         """What was told behind the arrival."""
-        assert isinstance(self.line.told[0], Arrived)
+        assert isinstance(self.line.told[0], RequestArrived)
         return self.line.told[1:]
 
     @property
     def turns(self) -> list[object]:
         """The same without what was computed and is still on its way."""
-        return [each for each in self.news if not isinstance(each, Computed)]
+        return [each for each in self.news if not isinstance(each, SegmentComputed)]
 
     def at_rest(self) -> None:
-        assert self.rides.sizes() == {"open": 0, "watched": 0, "news": 0}
+        assert self.dispatcher.sizes() == {"open": 0, "watched": 0, "news": 0}
         assert not self.fleet.calls
 
 

@@ -21,37 +21,37 @@ from click.testing import CliRunner
 from hypothesis import given
 from hypothesis import strategies as st
 
-from potluck.cli.serving.operate.keys import keys
-from potluck.core.brain.actions import Run
+from potluck.cli.serving.operate.keys_command import keys
 from potluck.core.errors import InputError
+from potluck.core.state.actions import Run
 from potluck.core.values.route import Route, Segment, aggregated, handed_over
 from potluck.gateway.admin import families as known
-from potluck.gateway.admin.app import Office, build_admin
+from potluck.gateway.admin.app import AdminContext, build_admin
+from potluck.gateway.admin.counters import MOST_SERIES, Counters
 from potluck.gateway.admin.families import FAMILIES
-from potluck.gateway.admin.feed import MOST_READERS, Feed
+from potluck.gateway.admin.feed import MOST_READERS, EventFeed
 from potluck.gateway.admin.meter import FullMeter
-from potluck.gateway.admin.metrics import Metrics
-from potluck.gateway.admin.overseer import Json, QueueSeen, ReplicaSeen, Unseen
+from potluck.gateway.admin.metrics import GatewayMetrics
+from potluck.gateway.admin.operations_api import Json, NoOperations, QueueView, ReplicaView
 from potluck.gateway.admin.spans import Spans
-from potluck.gateway.admin.tally import MOST_SERIES, Tally
-from potluck.gateway.door.keys import KeyRing
-from potluck.gateway.parts import Asked, Told
+from potluck.gateway.interfaces import ChoiceRequest, RequestOutcome
+from potluck.gateway.openai.keys import KeyRing
 
-TOLD = Told("req-1", "ann", "co", "m", "standard", "stop", 200, 100, 60, 11, 10.0, 10.5, 12.5, True)
-ASKED = Asked("a1", "m", (1, 2), 2, 5)
+TOLD = RequestOutcome("req-1", "ann", "co", "m", "standard", "stop", 200, 100, 60, 11, 10.0, 10.5, 12.5, True)
+ASKED = ChoiceRequest("a1", "m", (1, 2), 2, 5)
 
 
-class Fleet(Unseen):
+class Fleet(NoOperations):
     """A replica that is ready, and one that is not."""
 
     def __init__(self) -> None:
         self.put: list[Json] = []
 
-    def replicas(self) -> list[ReplicaSeen]:
-        return [ReplicaSeen("r1", "m", "ready", 3, 1, 0.5, 0.2), ReplicaSeen("r2", "m", "lost")]
+    def replicas(self) -> list[ReplicaView]:
+        return [ReplicaView("r1", "m", "ready", 3, 1, 0.5, 0.2), ReplicaView("r2", "m", "lost")]
 
-    def queues(self) -> list[QueueSeen]:
-        return [QueueSeen("m", "co", 4, 2), QueueSeen("m", "other", 1, 1)]
+    def queues(self) -> list[QueueView]:
+        return [QueueView("m", "co", 4, 2), QueueView("m", "other", 1, 1)]
 
     def usd_per_h(self) -> dict[str, float]:
         return {"m": 3.6}
@@ -73,13 +73,13 @@ def values(text: bytes) -> dict[str, float]:
 
 def test_metrics_have_the_names_people_know() -> None:
     now_s = [0.0]
-    tally = Tally()
-    metrics = Metrics(tally, Fleet(), lambda: {known.KEYS: 7.0}, clock=lambda: now_s[0])
+    counters = Counters()
+    metrics = GatewayMetrics(counters, Fleet(), lambda: {known.KEYS: 7.0}, clock=lambda: now_s[0])
     metrics.look()
-    tally.came("m", "co")
-    tally.gaps("m")(0.03)
-    tally.answered(TOLD)
-    tally.turned_away(401, "invalid_api_key")
+    counters.came("m", "co")
+    counters.gaps("m")(0.03)
+    counters.answered(TOLD)
+    counters.turned_away(401, "invalid_api_key")
     now_s[0] = 10.0
     metrics.look()
     found = values(metrics.text())
@@ -101,8 +101,8 @@ def test_metrics_have_the_names_people_know() -> None:
     assert found['potluck_turned_away_total{code="invalid_api_key",status="401"}'] == 1
     assert found["potluck_keys"] == 7
     assert found["potluck_open_requests"] == 0
-    tally.answered(TOLD._replace(choices=2, output_tokens=22))
-    assert tally.seen(known.TPOT)["m",].total == pytest.approx(0.4), "each of two had 11"
+    counters.answered(TOLD._replace(choices=2, output_tokens=22))
+    assert counters.seen(known.TPOT)["m",].total == pytest.approx(0.4), "each of two had 11"
 
 
 SUFFIXES = {"counter": ["_total"], "gauge": [""], "histogram": ["_bucket", "_sum", "_count"]}
@@ -141,31 +141,31 @@ def run(route: Route, attempt: int = 0, prompt: int = 10) -> Run:
     ],
 )
 def test_kinds_of_routes(kind: str, told: Run) -> None:
-    tally = Tally(region_of=lambda replica: "west" if replica == "far" else "east")
-    tally.routed(ASKED, told)
-    assert tally.counted(known.ROUTES) == {("m", kind): 1}
-    assert tally.counted(known.RETRIES) == ({("m",): 1} if told.attempt else {})
+    counters = Counters(region_of=lambda replica: "west" if replica == "far" else "east")
+    counters.routed(ASKED, told)
+    assert counters.counted(known.ROUTES) == {("m", kind): 1}
+    assert counters.counted(known.RETRIES) == ({("m",): 1} if told.attempt else {})
 
 
 def test_labels_are_bounded() -> None:
-    tally = Tally()
+    counters = Counters()
     for number in range(MOST_SERIES + 50):
-        tally.answered(TOLD._replace(tenant=f"t{number}"))
-    assert len(tally.counted(known.TENANT_REQUESTS)) == MOST_SERIES + 1
-    assert sum(tally.counted(known.TENANT_REQUESTS).values()) == MOST_SERIES + 50
-    assert len(tally.seen(known.TENANT_TTFT)) == MOST_SERIES + 1
+        counters.answered(TOLD._replace(tenant=f"t{number}"))
+    assert len(counters.counted(known.TENANT_REQUESTS)) == MOST_SERIES + 1
+    assert sum(counters.counted(known.TENANT_REQUESTS).values()) == MOST_SERIES + 50
+    assert len(counters.seen(known.TENANT_TTFT)) == MOST_SERIES + 1
 
 
 @given(
     st.lists(st.tuples(st.integers(0, 2), st.sampled_from(["stop", "lost"]), st.floats(0, 9)), max_size=20)
 )
 def test_tallies_of_several_processes_add_up(told: list[tuple[int, str, float]]) -> None:
-    workers, together, main = [Tally(), Tally(), Tally()], Tally(), Tally()
+    workers, together, main = [Counters(), Counters(), Counters()], Counters(), Counters()
     for place, (worker, outcome, took_s) in enumerate(told):
         one = TOLD._replace(outcome=outcome, first_s=10.0 + took_s)
-        for tally in (workers[worker], together):
-            tally.answered(one)
-            tally.gaps("m")(took_s)
+        for counters in (workers[worker], together):
+            counters.answered(one)
+            counters.gaps("m")(took_s)
         if place % 3 == 0:
             main.add(json.loads(json.dumps(workers[worker].take())))
     for worker in workers:
@@ -180,10 +180,10 @@ def test_tallies_of_several_processes_add_up(told: list[tuple[int, str, float]])
 
 
 def test_a_slow_reader_of_events_loses_the_oldest_and_is_told() -> None:
-    async def scene() -> None:
+    async def scenario() -> None:
         read: list[bool] = []
         missed: list[None] = []
-        feed = Feed(read.append, lambda: 5.0, lambda: missed.append(None))
+        feed = EventFeed(read.append, lambda: 5.0, lambda: missed.append(None))
         feed.publish("route", {})
         reader = feed.watch(frozenset({"route"}), most=3)
         assert reader is not None
@@ -207,23 +207,25 @@ def test_a_slow_reader_of_events_loses_the_oldest_and_is_told() -> None:
         assert read[0] is True
         assert read[-1] is False
 
-    asyncio.run(scene())
+    asyncio.run(scenario())
 
 
 @asynccontextmanager
-async def office(key: str | None = None) -> AsyncIterator[tuple[ClientSession, Fleet, Feed, FullMeter]]:
-    fleet, feed, meter = Fleet(), Feed(), FullMeter()
-    built = build_admin(Office(Metrics(meter, fleet), fleet, feed, lambda: {"keys": {"problem": ""}}, key))
+async def office(key: str | None = None) -> AsyncIterator[tuple[ClientSession, Fleet, EventFeed, FullMeter]]:
+    fleet, feed, meter = Fleet(), EventFeed(), FullMeter()
+    built = build_admin(
+        AdminContext(GatewayMetrics(meter, fleet), fleet, feed, lambda: {"keys": {"problem": ""}}, key)
+    )
     async with TestServer(built) as server, ClientSession(server.make_url("")) as session:
         yield session, fleet, feed, meter
 
 
-def played(scene: Callable[[], Awaitable[None]]) -> None:
-    asyncio.run(scene())  # type: ignore[arg-type]
+def played(scenario: Callable[[], Awaitable[None]]) -> None:
+    asyncio.run(scenario())  # type: ignore[arg-type]
 
 
 def test_the_operators_port() -> None:
-    async def scene() -> None:
+    async def scenario() -> None:
         async with office() as (session, fleet, feed, meter):
             meter.answered(TOLD)
             async with session.get("/metrics") as reply:
@@ -255,11 +257,11 @@ def test_the_operators_port() -> None:
                 lines = [await reply.content.readline() for _ in range(4)]
                 assert b"event: request\n" in lines
 
-    played(scene)
+    played(scenario)
 
 
 def test_the_operators_port_refuses_names_with_white_space_at_once() -> None:
-    async def scene() -> None:
+    async def scenario() -> None:
         async with office() as (session, fleet, *_):
             at = session._base_url
             assert at is not None
@@ -270,11 +272,11 @@ def test_the_operators_port_refuses_names_with_white_space_at_once() -> None:
                 writer.close()
             assert fleet.put == []
 
-    played(scene)
+    played(scenario)
 
 
 def test_the_operators_port_has_a_key_of_its_own() -> None:
-    async def scene() -> None:
+    async def scenario() -> None:
         async with office("k" * 20) as (session, *_):
             for headers, status in (({}, 401), ({"Authorization": "Bearer x"}, 401)):
                 async with session.get("/metrics", headers=headers) as reply:
@@ -284,12 +286,12 @@ def test_the_operators_port_has_a_key_of_its_own() -> None:
             async with session.get("/metrics", headers={"Authorization": "Bearer " + "k" * 20}) as reply:
                 assert reply.status == 200
 
-    played(scene)
+    played(scenario)
 
 
 def test_everything_that_happens_is_published_without_prompts() -> None:
     said: list[tuple[str, dict[str, object]]] = []
-    told: list[Told] = []
+    told: list[RequestOutcome] = []
     meter = FullMeter(told.append)
     meter.published = lambda kind, what: said.append((kind, what))
     secret = ASKED._replace(prompt=(987_654,), body=b"my secret")

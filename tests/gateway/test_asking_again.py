@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 from door_kit import NAME, SERVER, FakeExchange, Scene, choices, refusing, saying, tokens
 
-from potluck.gateway.door import repeats
-from potluck.gateway.door.repeats import Asked, Kept, Repeats, Seen, frames_of
+from potluck.gateway.openai import kept_answers
+from potluck.gateway.openai.kept_answers import AnswerReader, KeptAnswer, KeptAnswers, RepeatKey, frames_of
 
 
 class Worker(Scene):
@@ -21,7 +21,7 @@ class Worker(Scene):
 
     def __init__(self, folder: Path, script: Any = None, **fields: Any) -> None:
         self.due: list[Callable[[], None]] = []
-        self.repeats = Repeats(folder, lambda delay_s, call: self.due.append(call))
+        self.repeats = KeptAnswers(folder, lambda delay_s, call: self.due.append(call))
         super().__init__(script, repeats=self.repeats, **fields)
 
     def pass_time(self) -> None:
@@ -34,13 +34,13 @@ class Worker(Scene):
 def files(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """All that are being written, so that they can be closed as by a death."""
     made: list[int] = []
-    init = Kept.__init__
+    init = KeptAnswer.__init__
 
-    def noted(self: Kept, owner: Repeats, path: Path, file: int, had: Any) -> None:
+    def noted(self: KeptAnswer, owner: KeptAnswers, path: Path, file: int, had: Any) -> None:
         made.append(file)
         init(self, owner, path, file, had)
 
-    monkeypatch.setattr(Kept, "__init__", noted)
+    monkeypatch.setattr(KeptAnswer, "__init__", noted)
     return made
 
 
@@ -80,9 +80,9 @@ def test_what_is_asked_and_by_whom_belongs_to_the_name(tmp_path: Path) -> None:
     for text in ("Hello", "Goodbye", "Hello"):
         assert worker.complete(text, {"x_request_id": "trace"}).status == 200
     assert len(worker.driver.asked) == 3
-    tenants = [repeats.asked_of(tenant, b"k", None, b"/", b"") for tenant in ("a", "b")]
+    tenants = [kept_answers.asked_of(tenant, b"k", None, b"/", b"") for tenant in ("a", "b")]
     assert tenants[0] != tenants[1]
-    assert repeats.asked_of("a", None, None, b"/", b"") is None
+    assert kept_answers.asked_of("a", None, None, b"/", b"") is None
 
 
 def test_what_failed_is_tried_again(tmp_path: Path) -> None:
@@ -231,7 +231,7 @@ def test_answers_are_forgotten(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, 
     worker = Worker(tmp_path, saying("world"))
     worker.complete("Hello", named())
     (path,) = tmp_path.iterdir()
-    past_s = time.time() - repeats.KEPT_S - 1
+    past_s = time.time() - kept_answers.KEPT_S - 1
     os.utime(path, (past_s, past_s))
     assert worker.complete("Hello", named()).status == 200
     assert len(worker.driver.asked) == 2, "after a minute it is another request"
@@ -242,9 +242,9 @@ def test_answers_are_forgotten(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, 
     os.close(files[2])
     for each in tmp_path.iterdir():
         os.utime(each, (past_s, past_s))
-    Repeats(tmp_path, lambda *_: None)
+    KeptAnswers(tmp_path, lambda *_: None)
     assert len(list(tmp_path.iterdir())) == 1
-    monkeypatch.setattr(repeats, "MOST_BYTES", 100)
+    monkeypatch.setattr(kept_answers, "MOST_BYTES", 100)
     for place in range(3):
         worker.complete("Hello", {"x_request_id": f"s{place}"})
     assert len(list(tmp_path.iterdir())) == 1, "nor are more kept than there is room for"
@@ -262,7 +262,7 @@ def test_a_disk_that_is_full_keeps_nothing_and_stops_nobody(
     with monkeypatch.context() as patched:
         patched.setattr("os.write", full)
         assert worker.complete("Hello", named()).status == 200
-    monkeypatch.setattr(repeats, "MOST_ANSWER_BYTES", 200)
+    monkeypatch.setattr(kept_answers, "MOST_ANSWER_BYTES", 200)
     assert worker.complete("Hello", named()).status == 200
     assert worker.complete("Hello", named()).status == 200
     assert len(worker.driver.asked) == 3
@@ -281,11 +281,11 @@ def test_frames_that_were_cut_off_end_before() -> None:
 
 
 def test_of_two_that_find_nothing_one_writes(tmp_path: Path) -> None:
-    made = Repeats(tmp_path, lambda *_: None)
-    asked = Asked("a", "d", True)
+    made = KeptAnswers(tmp_path, lambda *_: None)
+    asked = RepeatKey("a", "d", True)
     first, second = made.claim(asked), made.claim(asked)
-    assert isinstance(first, Kept)
-    assert isinstance(second, Seen)
+    assert isinstance(first, KeptAnswer)
+    assert isinstance(second, AnswerReader)
     first.forget()
     assert second.forsaken
     second.close()

@@ -4,27 +4,35 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from potluck.core.brain.actions import Abandon, Action, Drain, Refuse, Run
-from potluck.core.brain.events import Arrived, Cancelled, Event, Failed, Finished, FirstToken, Tick
+from potluck.core.state.actions import Abort, Action, DrainReplica, Refuse, Run
+from potluck.core.state.events import (
+    AttemptFailed,
+    Event,
+    FirstToken,
+    RequestArrived,
+    RequestCancelled,
+    RequestFinished,
+    Tick,
+)
 from potluck.core.values.route import aggregated
 from potluck.core.values.types import Request
-from potluck.gateway.desk.desk import Desk
+from potluck.gateway.brain_loop.loop import BrainLoop
 
 
 class Scripted:
     """A mind that answers as it was told to."""
 
     def __init__(self) -> None:
-        self.flights: dict[str, object] = {}
+        self.requests: dict[str, object] = {}
         self.heard: list[Event] = []
         self.answers: list[list[Action]] = []
 
     def on(self, at_s: float, event: Event) -> list[Action]:
         self.heard.append(event)
-        if isinstance(event, Arrived):
-            self.flights[event.request.id] = event
-        elif isinstance(event, Finished | Cancelled):
-            self.flights.pop(event.request, None)
+        if isinstance(event, RequestArrived):
+            self.requests[event.request.id] = event
+        elif isinstance(event, RequestFinished | RequestCancelled):
+            self.requests.pop(event.request, None)
         return self.answers.pop(0) if self.answers else []
 
 
@@ -36,88 +44,88 @@ def _run(name: str) -> Run:
     return Run(name, aggregated("a"), 0, 10, 0)
 
 
-def _desk() -> tuple[Desk, Scripted]:
+def _desk() -> tuple[BrainLoop, Scripted]:
     mind = Scripted()
-    return Desk(mind, mind.flights), mind
+    return BrainLoop(mind, mind.requests), mind
 
 
 def test_actions_go_to_the_worker_whose_request_it_is() -> None:
-    desk, mind = _desk()
+    brain_loop, mind = _desk()
     one: list[Action] = []
     two: list[Action] = []
-    first, second = desk.line(one.extend), desk.line(two.extend)
-    mind.answers = [[_run("x")], [_run("y")], [Abandon("x", ("a",)), Drain("a"), _run("y")]]
+    first, second = brain_loop.line(one.extend), brain_loop.line(two.extend)
+    mind.answers = [[_run("x")], [_run("y")], [Abort("x", ("a",)), DrainReplica("a"), _run("y")]]
     managed: list[Action] = []
-    desk.manage = managed.extend
-    first.tell(Arrived(_request("x")))
-    second.tell(Arrived(_request("y")))
-    desk.tell(Tick())
-    assert one == [_run("x"), Abandon("x", ("a",))]
+    brain_loop.manage = managed.extend
+    first.tell(RequestArrived(_request("x")))
+    second.tell(RequestArrived(_request("y")))
+    brain_loop.tell(Tick())
+    assert one == [_run("x"), Abort("x", ("a",))]
     assert two == [_run("y"), _run("y")]
-    assert managed == [Drain("a")]
+    assert managed == [DrainReplica("a")]
 
 
 def test_what_happens_meanwhile_is_told_afterwards_in_order() -> None:
-    desk, mind = _desk()
-    line = desk.line(lambda actions: None)
+    brain_loop, mind = _desk()
+    line = brain_loop.line(lambda actions: None)
 
     def act(actions: Sequence[Action]) -> None:
         for action in actions:
             if isinstance(action, Run):
                 line.tell(FirstToken(action.request, 0))
-                line.tell(Finished(action.request, 0, 1))
+                line.tell(RequestFinished(action.request, 0, 1))
 
     line.act = act
     mind.answers = [[_run("x"), _run("x")]]
-    line.tell(Arrived(_request("x")))
+    line.tell(RequestArrived(_request("x")))
     kinds = [type(event) for event in mind.heard]
-    assert kinds == [Arrived, FirstToken, Finished, FirstToken, Finished]
+    assert kinds == [RequestArrived, FirstToken, RequestFinished, FirstToken, RequestFinished]
 
 
 def test_nothing_is_remembered_of_requests_that_ended() -> None:
-    desk, mind = _desk()
+    brain_loop, mind = _desk()
     heard: list[Action] = []
-    line = desk.line(heard.extend)
+    line = brain_loop.line(heard.extend)
     for name, ending in (
-        ("a", Finished("a", 0, 3)),
-        ("b", Cancelled("b")),
+        ("a", RequestFinished("a", 0, 3)),
+        ("b", RequestCancelled("b")),
     ):
-        line.tell(Arrived(_request(name)))
+        line.tell(RequestArrived(_request(name)))
         line.tell(ending)
     mind.answers = [[Refuse("c", "overloaded", "full")]]
-    line.tell(Arrived(_request("c")))
+    line.tell(RequestArrived(_request("c")))
     assert heard == [Refuse("c", "overloaded", "full")]
-    assert desk._owners == {}
+    assert brain_loop._owners == {}
 
 
 def test_a_failure_that_goes_on_keeps_its_owner() -> None:
-    desk, mind = _desk()
+    brain_loop, mind = _desk()
     heard: list[Action] = []
-    line = desk.line(heard.extend)
+    line = brain_loop.line(heard.extend)
     mind.answers = [[_run("x")], [Run("x", aggregated("b"), 1, 12, 2)]]
-    line.tell(Arrived(_request("x")))
-    line.tell(Failed("x", 0, "replica", "a", 2))
+    line.tell(RequestArrived(_request("x")))
+    line.tell(AttemptFailed("x", 0, "replica", "a", 2))
     assert isinstance(heard[-1], Run)
     assert heard[-1].attempt == 1
-    assert list(desk._owners) == ["x"]
+    assert list(brain_loop._owners) == ["x"]
 
 
 def test_a_lost_workers_requests_are_cancelled() -> None:
-    desk, mind = _desk()
-    gone, stays = desk.line(lambda actions: None), desk.line(lambda actions: None)
-    gone.tell(Arrived(_request("x")))
-    stays.tell(Arrived(_request("y")))
-    desk.lost(gone)
-    assert mind.heard[-1] == Cancelled("x")
-    assert list(desk._owners) == ["y"]
+    brain_loop, mind = _desk()
+    gone, stays = brain_loop.line(lambda actions: None), brain_loop.line(lambda actions: None)
+    gone.tell(RequestArrived(_request("x")))
+    stays.tell(RequestArrived(_request("y")))
+    brain_loop.lost(gone)
+    assert mind.heard[-1] == RequestCancelled("x")
+    assert list(brain_loop._owners) == ["y"]
 
 
 def test_time_runs_from_the_start_and_watchers_hear_all() -> None:
     now = [100.0]
     mind = Scripted()
-    desk = Desk(mind, mind.flights, clock=lambda: now[0])
+    brain_loop = BrainLoop(mind, mind.requests, clock=lambda: now[0])
     seen: list[tuple[float, str]] = []
-    desk.watchers.append(lambda at_s, event, actions: seen.append((at_s, type(event).__name__)))
+    brain_loop.watchers.append(lambda at_s, event, actions: seen.append((at_s, type(event).__name__)))
     now[0] = 103.5
-    desk.tell(Tick())
+    brain_loop.tell(Tick())
     assert seen == [(3.5, "Tick")]

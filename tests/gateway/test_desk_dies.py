@@ -26,12 +26,12 @@ from live_plans import COMBO, MODEL, WHOLE, write_plans  # noqa: E402
 
 from potluck.cli.main import run  # noqa: E402
 from potluck.core.values.plan import plan_from_json  # noqa: E402
-from potluck.core.values.types import Offer, Region  # noqa: E402
-from potluck.engine.shipped import shipped_model  # noqa: E402
-from potluck.gateway.desk.memory import Memory  # noqa: E402
-from potluck.gateway.door.keys import new_key  # noqa: E402
-from potluck.gateway.fleet.roster import read_roster  # noqa: E402
-from potluck.load.client import Shot, shoot  # noqa: E402
+from potluck.core.values.types import NodeOffer, Region  # noqa: E402
+from potluck.engine.shipped_model import shipped_model  # noqa: E402
+from potluck.gateway.brain_loop.operator_state import OperatorState  # noqa: E402
+from potluck.gateway.openai.keys import new_key  # noqa: E402
+from potluck.gateway.registry.engine_list import read_roster  # noqa: E402
+from potluck.loadgen.load_client import TimedRequest, shoot  # noqa: E402
 
 pytestmark = pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="finds processes by /proc")
 STREAMS = 24
@@ -45,8 +45,8 @@ def children_of(pid: int) -> dict[int, str]:
 def desk_of(fleet: LiveFleet) -> int:
     assert fleet.gateway is not None
     assert fleet.gateway.popen is not None
-    (desk,) = [pid for pid, said in children_of(fleet.gateway.popen.pid).items() if "hand" not in said]
-    return desk
+    (brain_loop,) = [pid for pid, said in children_of(fleet.gateway.popen.pid).items() if "hand" not in said]
+    return brain_loop
 
 
 def asked(url: str, body: dict[str, Any], key: str = "") -> Any:
@@ -76,12 +76,12 @@ def snapshot(fleet: LiveFleet) -> Any:
         return json.load(answer)
 
 
-def shots_of() -> list[Shot]:
+def shots_of() -> list[TimedRequest]:
     made = []
     for place in range(STREAMS):
         drawn = {"temperature": 0.8, "seed": place} if place % 2 else {}
         prompt = [5 + (place * 7 + n) % 150 for n in range(30 + place)]
-        made.append(Shot(place * 0.02, MODEL, prompt, 40, extra=drawn))
+        made.append(TimedRequest(place * 0.02, MODEL, prompt, 40, extra=drawn))
     return made
 
 
@@ -121,7 +121,7 @@ def test_streams_go_on_while_the_desk_is_killed(tmp_path: Path, capsys: pytest.C
 
         # Limits hold across it.
         assert [*used, *(status_of(fleet.url, short, limited) for _ in range(3))] == [200, 200, 200, 429, 429]
-        wait_until(lambda: '["Adopted",' in log.read_text())  # what is not flushed dies with it
+        wait_until(lambda: '["RequestAdopted",' in log.read_text())  # what is not flushed dies with it
         os.kill(desk_of(fleet), signal.SIGKILL)
         # Whoever has an answer has a record, whatever becomes of the desk.
         records = [json.loads(line) for line in usage.read_text().splitlines()]
@@ -139,16 +139,16 @@ def test_streams_go_on_while_the_desk_is_killed(tmp_path: Path, capsys: pytest.C
 
 
 def test_what_operators_told_is_remembered(tmp_path: Path) -> None:
-    memory = Memory(tmp_path)
+    memory = OperatorState(tmp_path)
     assert (memory.plan()[0], memory.entries(), memory.market()) == (None, None, None)
     plan = plan_from_json(write_plans(tmp_path, [*WHOLE, *COMBO])[0].read_text())
     listed = {"url": "https://h:1", "kind": "openai", "model": "m", "token_ids": True}
     entries = read_roster(json.dumps({"engines": [listed, {"url": "http://[::1]:2", "index": 3}]}), "")
-    market = (Region("near", (Offer("1xA10", 0.5, 3),)),)
+    market = (Region("near", (NodeOffer("1xA10", 0.5, 3),)),)
     memory.planned(plan, 7, "more load")
     memory.enlisted(entries)
     memory.quoted(market)
-    after = Memory(tmp_path)
+    after = OperatorState(tmp_path)
     assert (after.plan(), after.entries(), after.market()) == ((plan, 7, "more load"), entries, market)
 
 

@@ -11,18 +11,18 @@ from door_kit import CARDS, END, LETTERS, NAME, SERVER, Scene, choices, refusing
 from hypothesis import given
 from hypothesis import strategies as st
 
-from potluck.api.answers import Head, event, part_choice, usage, whole_choice
-from potluck.api.asks import Chat, Completion
-from potluck.api.chunks import Chunks, usage_text, whole_reply
-from potluck.api.growth import Delta
-from potluck.core.brain.actions import Refuse
-from potluck.core.values.sampling import Choice, Sampling
-from potluck.gateway.door.replies import REFUSALS
+from potluck.api.openai_replies import ReplyHead, event, part_choice, usage, whole_choice
+from potluck.api.openai_requests import ChatRequest, CompletionRequest
+from potluck.api.reply_bytes import ChoiceChunks, usage_text, whole_reply
+from potluck.api.text_stream import TextDelta
+from potluck.core.state.actions import Refuse
+from potluck.core.values.sampling import SampledToken, Sampling
+from potluck.gateway.openai.replies import REFUSALS
 
 
 def test_a_whole_completion() -> None:
-    scene = Scene(saying("world", cached=3))
-    found = scene.complete("Hello", max_tokens=5, temperature=0)
+    resolved = Scene(saying("world", cached=3))
+    found = resolved.complete("Hello", max_tokens=5, temperature=0)
     assert (found.status, found.over, found.streamed) == (200, True, False)
     reply = found.json
     assert reply["id"].startswith("cmpl-")
@@ -31,12 +31,12 @@ def test_a_whole_completion() -> None:
     assert reply["usage"] == usage(5, 5, 3)
     assert found.sent["content-type"] == "application/json"
     assert found.sent["x-request-id"].startswith("req-")
-    (asked,) = scene.driver.asked
+    (asked,) = resolved.driver.asked
     assert (asked.prompt, asked.prompt_tokens) == (tuple(tokens("Hello")), 5)
     assert (asked.max_output_tokens, asked.sampling) == (5, Sampling())
     assert asked.path == b"/v1/completions"
     assert json.loads(asked.body)["prompt"] == "Hello"
-    (told,) = scene.meter.told
+    (told,) = resolved.meter.told
     assert (told.outcome, told.status, told.prompt_tokens, told.cached_tokens, told.output_tokens) == (
         "length",
         200,
@@ -44,12 +44,12 @@ def test_a_whole_completion() -> None:
         3,
         5,
     )
-    assert scene.door.open == 0
+    assert resolved.door.open == 0
 
 
 def test_a_streamed_chat_with_its_usage() -> None:
-    scene = Scene(saying("Hey", "stop"))
-    found = scene.chat("Hi", stream=True, stream_options={"include_usage": True})
+    resolved = Scene(saying("Hey", "stop"))
+    found = resolved.chat("Hi", stream=True, stream_options={"include_usage": True})
     assert (found.status, found.over) == (200, True)
     assert found.sent["content-type"].startswith("text/event-stream")
     *parts, last = found.events
@@ -60,14 +60,14 @@ def test_a_streamed_chat_with_its_usage() -> None:
     assert {part["object"] for part in parts} == {"chat.completion.chunk"}
     assert len({part["id"] for part in [*parts, last]}) == 1
     assert (last["choices"], last["usage"]["completion_tokens"]) == ([], 3)
-    assert scene.driver.asked[0].stream
-    assert scene.meter.told[0].streamed
+    assert resolved.driver.asked[0].stream
+    assert resolved.meter.told[0].streamed
 
 
 def test_prompts_times_n_are_so_many_answers_with_seeds_of_their_own() -> None:
-    scene = Scene()
-    found = scene.complete(["ab", tokens("cde")], n=2, seed=7, temperature=1, max_tokens=4)
-    asked = scene.driver.asked
+    resolved = Scene()
+    found = resolved.complete(["ab", tokens("cde")], n=2, seed=7, temperature=1, max_tokens=4)
+    asked = resolved.driver.asked
     assert [one.prompt for one in asked] == [tuple(tokens(text)) for text in ("ab", "ab", "cde", "cde")]
     assert [one.sampling.seed for one in asked] == [7, 7 + (1 << 32)] * 2
     assert len({one.id for one in asked}) == 4
@@ -76,24 +76,24 @@ def test_prompts_times_n_are_so_many_answers_with_seeds_of_their_own() -> None:
     assert [(body["n"], body["seed"]) for body in bodies] == [(1, one.sampling.seed) for one in asked]
     for place in (2, 0, 3, 1):
         assert found.status is None
-        scene.driver.answers[asked[place].id].tokens(choices("wxyz"[place]))
-        scene.driver.answers[asked[place].id].finished("stop", 2)
+        resolved.driver.answers[asked[place].id].tokens(choices("wxyz"[place]))
+        resolved.driver.answers[asked[place].id].finished("stop", 2)
     assert [choice["text"] for choice in found.json["choices"]] == list("wxyz")
     assert [choice["index"] for choice in found.json["choices"]] == [0, 1, 2, 3]
     assert found.json["usage"] == usage(5, 4, 5)
 
 
 def test_streamed_choices_come_as_they_come() -> None:
-    scene = Scene()
-    found = scene.chat(n=2, stream=True)
-    first, second = (scene.driver.answers[one.id] for one in scene.driver.asked)
+    resolved = Scene()
+    found = resolved.chat(n=2, stream=True)
+    first, second = (resolved.driver.answers[one.id] for one in resolved.driver.asked)
     second.tokens(choices("x"))
-    scene.now_s = 3.0
+    resolved.now_s = 3.0
     first.tokens(choices("ab"))
-    assert scene.meter.seen_s == [], "each answer's tokens are apart from the other's"
-    scene.now_s = 4.0
+    assert resolved.meter.seen_s == [], "each answer's tokens are apart from the other's"
+    resolved.now_s = 4.0
     first.tokens(choices(""))
-    assert scene.meter.seen_s == [1.0]
+    assert resolved.meter.seen_s == [1.0]
     second.finished("stop", 0)
     assert not found.over
     first.finished("length", 0)
@@ -108,13 +108,13 @@ def test_streamed_choices_come_as_they_come() -> None:
 def test_log_probabilities(stream: bool, chat: bool) -> None:
     def script(asked: Any, answer: Any) -> None:
         assert asked.sampling.logprobs == 1
-        answer.tokens([Choice(33, -0.5, ((33, -0.5),))])
-        answer.tokens([Choice(34, -0.25, ((40, -0.125),))])
+        answer.tokens([SampledToken(33, -0.5, ((33, -0.5),))])
+        answer.tokens([SampledToken(34, -0.25, ((40, -0.125),))])
         answer.finished("length", 0)
 
-    scene = Scene(script)
+    resolved = Scene(script)
     asks: dict[str, Any] = {"logprobs": True, "top_logprobs": 1} if chat else {"logprobs": 1}
-    found = (scene.chat if chat else scene.complete)("x", stream=stream, max_tokens=2, **asks)
+    found = (resolved.chat if chat else resolved.complete)("x", stream=stream, max_tokens=2, **asks)
     choices = [part["choices"][0] for part in found.events] if stream else found.json["choices"]
     logs = [one["logprobs"] for one in choices if one["logprobs"]]
     if chat:
@@ -126,21 +126,23 @@ def test_log_probabilities(stream: bool, chat: bool) -> None:
 
 
 def test_ends_are_not_shown_and_ends_that_clients_set_reach_the_engine() -> None:
-    scene = Scene()
-    found = scene.complete("x", stop_token_ids=[40], ignore_eos=False, min_tokens=1, max_tokens=9, priority=3)
-    (asked,) = scene.driver.asked
+    resolved = Scene()
+    found = resolved.complete(
+        "x", stop_token_ids=[40], ignore_eos=False, min_tokens=1, max_tokens=9, priority=3
+    )
+    (asked,) = resolved.driver.asked
     assert (tuple(sorted(asked.ends)), asked.ignore_eos, asked.min_tokens, asked.priority) == (
         (40, END),
         False,
         1,
         3,
     )
-    scene.driver.answer.tokens([Choice(33), Choice(END)])
-    scene.driver.answer.finished("stop", 0)
+    resolved.driver.answer.tokens([SampledToken(33), SampledToken(END)])
+    resolved.driver.answer.finished("stop", 0)
     assert found.json["choices"][0]["text"] == LETTERS[33]
-    ignoring = scene.complete("x", ignore_eos=True, max_tokens=9)
-    scene.driver.answer.tokens([Choice(33), Choice(END)])
-    scene.driver.answer.finished("length", 0)
+    ignoring = resolved.complete("x", ignore_eos=True, max_tokens=9)
+    resolved.driver.answer.tokens([SampledToken(33), SampledToken(END)])
+    resolved.driver.answer.finished("length", 0)
     assert ignoring.json["choices"][0]["text"] == LETTERS[33] + LETTERS[END]
 
 
@@ -158,60 +160,60 @@ REFUSED = {
 
 @pytest.mark.parametrize("reason", REFUSALS)
 def test_what_the_brain_refuses_has_its_status(reason: str) -> None:
-    scene = Scene(refusing(reason, "all are busy", 2.3))
-    found = scene.chat(stream=True)
+    resolved = Scene(refusing(reason, "all are busy", 2.3))
+    found = resolved.chat(stream=True)
     assert (found.status, found.json["error"]["message"]) == (REFUSED[reason], "all are busy")
     assert found.sent.get("retry-after") == ("3" if found.status in (429, 503) else None)
-    assert scene.meter.told[0].outcome == reason
-    assert scene.door.open == 0
+    assert resolved.meter.told[0].outcome == reason
+    assert resolved.door.open == 0
 
 
 def test_a_refusal_of_one_choice_ends_all() -> None:
-    scene = Scene()
-    found = scene.complete("x", n=3)
-    first, second, third = scene.driver.asked
-    scene.driver.answers[second.id].tokens(choices("ab"))
-    scene.driver.answers[second.id].refused(Refuse(second.id, "lost", "gone"))
+    resolved = Scene()
+    found = resolved.complete("x", n=3)
+    first, second, third = resolved.driver.asked
+    resolved.driver.answers[second.id].tokens(choices("ab"))
+    resolved.driver.answers[second.id].refused(Refuse(second.id, "lost", "gone"))
     assert found.status == 502
-    assert scene.driver.cancelled == [first.id, third.id]
-    scene.driver.answers[first.id].tokens(choices("late"))
-    scene.driver.answers[first.id].finished("stop", 0)
-    assert len(scene.meter.told) == 1
+    assert resolved.driver.cancelled == [first.id, third.id]
+    resolved.driver.answers[first.id].tokens(choices("late"))
+    resolved.driver.answers[first.id].finished("stop", 0)
+    assert len(resolved.meter.told) == 1
 
 
 def test_a_choice_that_is_refused_at_once_keeps_the_others_from_beginning() -> None:
-    scene = Scene(refusing("overloaded"))
-    assert scene.complete("x", n=3).status == 429
-    assert len(scene.driver.asked) == 1
-    assert scene.driver.cancelled == []
+    resolved = Scene(refusing("overloaded"))
+    assert resolved.complete("x", n=3).status == 429
+    assert len(resolved.driver.asked) == 1
+    assert resolved.driver.cancelled == []
 
 
 def test_an_error_in_a_stream_is_an_event_of_it() -> None:
-    scene = Scene()
-    found = scene.chat(stream=True)
-    scene.driver.answer.tokens(choices("ab"))
-    scene.driver.answer.refused(Refuse(scene.driver.asked[0].id, "retries", "three engines died"))
+    resolved = Scene()
+    found = resolved.chat(stream=True)
+    resolved.driver.answer.tokens(choices("ab"))
+    resolved.driver.answer.refused(Refuse(resolved.driver.asked[0].id, "retries", "three engines died"))
     assert found.over
     assert found.events[-1]["error"]["code"] == "upstream_failed"
     assert found.events[-1]["error"]["message"] == "three engines died"
-    assert scene.meter.told[0].output_tokens == 2
+    assert resolved.meter.told[0].output_tokens == 2
 
 
 def test_a_client_that_leaves_is_cancelled_and_one_that_is_slow_holds_its_answer_back() -> None:
-    scene = Scene()
-    found = scene.chat(stream=True, n=2)
+    resolved = Scene()
+    found = resolved.chat(stream=True, n=2)
     assert found.on_room is not None
     assert found.on_gone is not None
     found.on_room(False)
-    first, second = (one.id for one in scene.driver.asked)
-    scene.driver.answers[first].finished("stop", 0)
+    first, second = (one.id for one in resolved.driver.asked)
+    resolved.driver.answers[first].finished("stop", 0)
     found.on_room(True)
-    assert scene.driver.rooms == [(first, False), (second, False), (second, True)]
+    assert resolved.driver.rooms == [(first, False), (second, False), (second, True)]
     found.on_gone()
-    assert scene.driver.cancelled == [second]
-    assert (scene.meter.told[0].outcome, scene.meter.told[0].status) == ("cancelled", 499)
-    assert scene.driver.answers[second].tokens(choices("a"))
-    assert scene.door.open == 0
+    assert resolved.driver.cancelled == [second]
+    assert (resolved.meter.told[0].outcome, resolved.meter.told[0].status) == ("cancelled", 499)
+    assert resolved.driver.answers[second].tokens(choices("a"))
+    assert resolved.door.open == 0
 
 
 WRONG: list[tuple[dict[str, Any], int, str | None]] = [
@@ -239,13 +241,13 @@ WRONG: list[tuple[dict[str, Any], int, str | None]] = [
 
 @pytest.mark.parametrize(("fields", "status", "param"), WRONG)
 def test_what_is_wrong_is_named(fields: dict[str, Any], status: int, param: str | None) -> None:
-    scene = Scene()
-    found = scene.complete(**{"prompt": "x", **fields})
+    resolved = Scene()
+    found = resolved.complete(**{"prompt": "x", **fields})
     assert (found.status, found.json["error"]["param"]) == (status, param)
     if status == 400 and param is None:
         assert found.json["error"]["code"] == "context_length_exceeded"
-    assert scene.driver.asked == []
-    assert scene.door.open == 0
+    assert resolved.driver.asked == []
+    assert resolved.door.open == 0
 
 
 @pytest.mark.parametrize(
@@ -256,89 +258,91 @@ def test_what_is_no_json_is_400(body: bytes) -> None:
 
 
 def test_other_paths() -> None:
-    scene = Scene(ready=lambda model: "no replica" if model == SERVER else "")
-    models = scene.ask("/v1/models", method="GET").json
+    resolved = Scene(ready=lambda model: "no replica" if model == SERVER else "")
+    models = resolved.ask("/v1/models", method="GET").json
     assert [entry["id"] for entry in models["data"]] == [NAME, SERVER]
-    assert scene.ask("/v1/models/tiny", method="GET").json["max_model_len"] == 512
-    assert scene.ask("/v1/models/gpt", method="GET").status == 404
-    assert scene.ask("/health", method="GET").json == {"status": "ok"}
-    waiting = scene.ask("/ready", method="GET")
+    assert resolved.ask("/v1/models/tiny", method="GET").json["max_model_len"] == 512
+    assert resolved.ask("/v1/models/gpt", method="GET").status == 404
+    assert resolved.ask("/health", method="GET").json == {"status": "ok"}
+    waiting = resolved.ask("/ready", method="GET")
     assert (waiting.status, waiting.json["reasons"]) == (503, {SERVER: "no replica"})
-    assert scene.ask("/ready", method="GET", query=f"model={NAME}").status == 200
-    assert scene.ask("/v1/embeddings").status == 400
-    assert scene.ask("/v1/whatever").status == 404
-    assert scene.ask("/v1/completions", method="GET").status == 405
-    assert scene.ask("/v1/models", method="POST").status == 405
-    assert scene.ask("/health", method="GET", x_request_id="mine-1").sent["x-request-id"] == "mine-1"
-    assert scene.ask("/health", method="GET", x_request_id="my own").sent["x-request-id"] != "my own"
+    assert resolved.ask("/ready", method="GET", query=f"model={NAME}").status == 200
+    assert resolved.ask("/v1/embeddings").status == 400
+    assert resolved.ask("/v1/whatever").status == 404
+    assert resolved.ask("/v1/completions", method="GET").status == 405
+    assert resolved.ask("/v1/models", method="POST").status == 405
+    assert resolved.ask("/health", method="GET", x_request_id="mine-1").sent["x-request-id"] == "mine-1"
+    assert resolved.ask("/health", method="GET", x_request_id="my own").sent["x-request-id"] != "my own"
 
 
 def test_the_openapi_file_tells_of_every_path_and_of_the_fields_that_are_read() -> None:
-    scene = Scene(saying("a"))
-    found = scene.ask("/openapi.json", method="GET").json
+    resolved = Scene(saying("a"))
+    found = resolved.ask("/openapi.json", method="GET").json
     schemas = found["components"]["schemas"]
     for path, methods in found["paths"].items():
         (method,) = methods
-        answer = scene.ask(path.replace("{id}", NAME), b"{}", method=method.upper())
+        answer = resolved.ask(path.replace("{id}", NAME), b"{}", method=method.upper())
         assert answer.status in (200, 400), path
         assert (answer.status == 200) == (method == "get"), path
-    for name, kind in (("CompletionRequest", Completion), ("ChatRequest", Chat)):
+    for name, kind in (("CompletionRequest", CompletionRequest), ("ChatRequest", ChatRequest)):
         told = schemas[name]["properties"]
-        read = {each.name for each in fields(kind)} | ({"prompt"} if kind is Completion else {"messages"})
+        read = {each.name for each in fields(kind)} | (
+            {"prompt"} if kind is CompletionRequest else {"messages"}
+        )
         assert read <= told.keys()
         assert told.keys() - read == {"service_tier", "prompt_cache_key", "user", "metadata"}
         assert told["model"]["enum"] == [NAME, SERVER]
 
 
 def test_while_closing_nothing_new_is_taken() -> None:
-    scene = Scene()
-    scene.door.closing = "shutting down"
-    found = scene.complete()
+    resolved = Scene()
+    resolved.door.closing = "shutting down"
+    found = resolved.complete()
     assert (found.status, found.json["error"]["code"]) == (503, "shutting_down")
-    assert scene.ask("/ready", method="GET").status == 503
+    assert resolved.ask("/ready", method="GET").status == 503
 
 
 def test_classes_deadlines_and_sessions() -> None:
-    scene = Scene()
-    scene.now_s = 5.0
-    scene.complete(
+    resolved = Scene()
+    resolved.now_s = 5.0
+    resolved.complete(
         headers={"x-potluck-class": "interactive", "x-potluck-deadline-ms": "1500", "x-potluck-session": "s"}
     )
-    scene.complete(service_tier="flex", prompt_cache_key="k")
-    scene.complete()
-    first, second, third = scene.driver.asked
+    resolved.complete(service_tier="flex", prompt_cache_key="k")
+    resolved.complete()
+    first, second, third = resolved.driver.asked
     assert (first.request_class, first.deadline_s, first.session) == ("interactive", 6.5, "s")
     assert (second.request_class, second.deadline_s, second.session) == ("batch", None, "k")
     assert (third.request_class, third.session) == ("standard", "")
-    assert scene.complete(headers={"x-potluck-class": "bach"}).status == 400
-    assert scene.complete(headers={"x-potluck-deadline-ms": "soon"}).status == 400
+    assert resolved.complete(headers={"x-potluck-class": "bach"}).status == 400
+    assert resolved.complete(headers={"x-potluck-deadline-ms": "soon"}).status == 400
 
 
 def test_a_request_may_refuse_lossy_kv() -> None:
-    scene = Scene()
+    resolved = Scene()
     for said in ("1", "true", "0", "false"):
-        scene.complete(headers={"x-potluck-exact": said})
-    scene.complete()
-    assert [each.exact for each in scene.driver.asked] == [True, True, False, False, False]
+        resolved.complete(headers={"x-potluck-exact": said})
+    resolved.complete()
+    assert [each.exact for each in resolved.driver.asked] == [True, True, False, False, False]
     for wrong in ("", "yes", "2", "True", "1, 1"):
-        found = scene.complete(headers={"x-potluck-exact": wrong})
+        found = resolved.complete(headers={"x-potluck-exact": wrong})
         assert (found.status, found.json["error"]["param"]) == (400, "x-potluck-exact"), wrong
         assert "must be 1, 0, true or false" in found.json["error"]["message"]
 
 
 def test_pages_of_other_origins_are_turned_away_where_there_are_no_keys() -> None:
-    scene = Scene(saying("x"))
-    assert scene.complete(headers={"origin": "http://evil.example"}).status == 403
-    assert scene.complete(headers={"host": "evil.example"}).status == 403
-    assert scene.complete(headers={"host": "localhost:8000"}).status == 200
+    resolved = Scene(saying("x"))
+    assert resolved.complete(headers={"origin": "http://evil.example"}).status == 403
+    assert resolved.complete(headers={"host": "evil.example"}).status == 403
+    assert resolved.complete(headers={"host": "localhost:8000"}).status == 200
 
 
 def test_what_nobody_expected_is_a_500_that_says_nothing(caplog: pytest.LogCaptureFixture) -> None:
     def script(asked: Any, answer: object) -> None:
         raise RuntimeError(asked.body)
 
-    scene = Scene(script)
-    found = scene.complete("my secret")
+    resolved = Scene(script)
+    found = resolved.complete("my secret")
     assert found.status == 500
     assert "secret" not in caplog.text + found.data.decode()
     assert "RuntimeError" in caplog.text
@@ -355,19 +359,19 @@ def test_what_nobody_expected_is_a_500_that_says_nothing(caplog: pytest.LogCaptu
 def test_bytes_written_straight_are_what_json_makes(
     text: str, model: str, chat: bool, index: int, said: bool, finish: str
 ) -> None:
-    head = Head("id-1", 77, model, chat, said)
-    chunks = Chunks(head, index)
+    head = ReplyHead("id-1", 77, model, chat, said)
+    chunks = ChoiceChunks(head, index)
 
-    def part(delta: Delta, first: bool) -> bytes:
+    def part(delta: TextDelta, first: bool) -> bytes:
         made = part_choice(head, index, delta, None, logprobs=False, offset=0, first=first)
         return event(head.reply([made], chunk=True))
 
-    assert chunks.first(text) == part(Delta(text), True)
+    assert chunks.first(text) == part(TextDelta(text), True)
     if text:
-        assert chunks.part(text) == part(Delta(text), False)
-    assert chunks.last(text, finish) == part(Delta(text, (), finish), False)
+        assert chunks.part(text) == part(TextDelta(text), False)
+    assert chunks.last(text, finish) == part(TextDelta(text, (), finish), False)
     whole = head.reply(
-        [whole_choice(head, 0, Delta(text, (), finish), None, logprobs=False)],
+        [whole_choice(head, 0, TextDelta(text, (), finish), None, logprobs=False)],
         chunk=False,
         usage=usage(3, 2, 1),
     )
@@ -375,7 +379,7 @@ def test_bytes_written_straight_are_what_json_makes(
     if said:
         counted = event(
             head.reply(
-                [part_choice(head, index, Delta("x"), None, logprobs=False, offset=0, first=False)],
+                [part_choice(head, index, TextDelta("x"), None, logprobs=False, offset=0, first=False)],
                 chunk=True,
                 usage=usage(3, 2, 1),
             )

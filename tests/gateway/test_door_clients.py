@@ -12,11 +12,11 @@ from typing import Any
 import pytest
 from door_kit import NAME, Scene, saying
 
-from potluck.cli.serving.engine.kinds import described
+from potluck.cli.serving.engine.engine_kinds import described
 from potluck.engine.model.config import read_config
-from potluck.engine.shipped import shipped_model
-from potluck.gateway.door.cards import read_card
-from potluck.gateway.workers.setup import CardNote
+from potluck.engine.shipped_model import shipped_model
+from potluck.gateway.openai.model_card import read_card
+from potluck.gateway.workers.worker_setup import ModelCardNote
 
 AIPERF = {
     "x_request_id": "fbb98d15-17b3-4463-9b06-bc02798bca34",
@@ -43,32 +43,32 @@ ASKED: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("who", ASKED)
 @pytest.mark.parametrize("chat", [True, False])
 def test_completions_and_chats(who: str, chat: bool) -> None:
-    scene = Scene(saying("abcde"))
+    resolved = Scene(saying("abcde"))
     content = "1 2 3" if who == "aiperf" else [{"type": "text", "text": "1 2 3"}]
     asked = {"messages": [{"role": "user", "content": content}]} if chat else {"prompt": "1 2 3"}
     most = {"max_completion_tokens" if chat else "max_tokens": 5}
     path = "/v1/chat/completions" if chat else "/v1/completions"
     headers = AIPERF if who == "aiperf" else {}
-    found = scene.ask(path, {"model": NAME, "stream": True, **asked, **most, **ASKED[who]}, **headers)
+    found = resolved.ask(path, {"model": NAME, "stream": True, **asked, **most, **ASKED[who]}, **headers)
     assert found.status == 200
     assert found.events[-1]["usage"]["completion_tokens"] == 5
     if headers:
         assert found.sent["x-request-id"] == AIPERF["x_request_id"]
-    assert (scene.driver.asked[0].max_output_tokens, scene.driver.asked[0].ignore_eos) == (5, True)
+    assert (resolved.driver.asked[0].max_output_tokens, resolved.driver.asked[0].ignore_eos) == (5, True)
 
 
 @pytest.mark.parametrize("who", RESPONSES)
 def test_responses(who: str) -> None:
-    scene = Scene(saying("abcde"))
-    found = scene.ask("/v1/responses", {"model": NAME, "input": INPUT[who], **RESPONSES[who]})
+    resolved = Scene(saying("abcde"))
+    found = resolved.ask("/v1/responses", {"model": NAME, "input": INPUT[who], **RESPONSES[who]})
     assert found.status == 200, found.data
     last = found.data.decode().split("\n\n")[-2]
     said = json.loads(last.split("data: ")[1])["response"]
     assert said["usage"]["output_tokens"] == 5
-    assert scene.driver.asked[0].ignore_eos == (who == "guidellm")
-    refused = scene.ask("/v1/responses", {"model": NAME, "input": "Hi", "stream_options": {"colour": 1}})
+    assert resolved.driver.asked[0].ignore_eos == (who == "guidellm")
+    refused = resolved.ask("/v1/responses", {"model": NAME, "input": "Hi", "stream_options": {"colour": 1}})
     assert (refused.status, refused.json["error"]["param"]) == (400, "stream_options")
-    refused = scene.ask("/v1/responses", {"model": NAME, "input": "Hi", "min_tokens": 1e9})
+    refused = resolved.ask("/v1/responses", {"model": NAME, "input": "Hi", "min_tokens": 1e9})
     assert (refused.status, refused.json["error"]["param"]) == (400, "min_tokens")
 
 
@@ -100,7 +100,7 @@ def test_shipped_models_are_read_as_the_engine_reads_them(model: str) -> None:
     assert card.context_tokens == config.model.max_context_tokens
     assert card.vocab == config.model.vocab
     assert card.ends == frozenset(config.eos_tokens)
-    acts_as = CardNote(model, 131_072, 0, False, str(folder), pretended=True).card()
+    acts_as = ModelCardNote(model, 131_072, 0, False, str(folder), pretended=True).card()
     assert (acts_as.context_tokens, acts_as.vocab) == (131_072, card.vocab), (
         "of its files only the tokenizer counts"
     )

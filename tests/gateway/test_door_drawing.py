@@ -10,15 +10,15 @@ from door_kit import NAME, Scene, choices
 from hypothesis import given
 from hypothesis import strategies as st
 
-from potluck.core.values.sampling import Choice
-from potluck.gateway.parts import Answer, Asked
+from potluck.core.values.sampling import SampledToken
+from potluck.gateway.interfaces import AnswerSink, ChoiceRequest
 
 
 @pytest.mark.parametrize("stream", [False, True])
 def test_a_stop_string_ends_it_and_the_rest_is_not_wanted(stream: bool) -> None:
-    scene = Scene()
-    found = scene.complete("x", stop=["lo w"], stream=stream, max_tokens=20)
-    answer = scene.driver.answer
+    resolved = Scene()
+    found = resolved.complete("x", stop=["lo w"], stream=stream, max_tokens=20)
+    answer = resolved.driver.answer
     assert not answer.tokens(choices("Hel"))
     assert not answer.tokens(choices("lo"))
     assert answer.tokens(choices(" world"))
@@ -29,7 +29,7 @@ def test_a_stop_string_ends_it_and_the_rest_is_not_wanted(stream: bool) -> None:
     else:
         text, finish = found.json["choices"][0]["text"], found.json["choices"][0]["finish_reason"]
     assert (text, finish) == ("Hel", "stop")
-    assert scene.meter.told[0].output_tokens == 7
+    assert resolved.meter.told[0].output_tokens == 7
 
 
 def until_stop(text: str, stops: list[str], included: bool) -> tuple[str, int, str]:
@@ -47,17 +47,17 @@ def test_random_stop_strings_end_every_shape_of_answer_alike(data: st.DataObject
     stops = data.draw(st.lists(st.text("ab ", min_size=1, max_size=3), min_size=1, max_size=3))
     texts = data.draw(st.lists(st.text("abc ", min_size=1, max_size=12), min_size=1, max_size=3))
     stream, chat, logprobs, included = (data.draw(st.booleans()) for _ in range(4))
-    scene = Scene()
+    resolved = Scene()
     fields: dict[str, Any] = {"stop": stops, "n": len(texts), "stream": stream, "seed": 1}
     fields |= {"include_stop_str_in_output": included, "max_tokens": 12}
     if logprobs:
         fields["logprobs"] = True if chat else 0
     if stream:
         fields["stream_options"] = {"include_usage": True}
-    found = scene.chat("x", **fields) if chat else scene.complete("x", **fields)
-    for asked, text in zip(scene.driver.asked, texts, strict=True):
-        answer, left, over = scene.driver.answers[asked.id], choices(text), False
-        left = [Choice(each.token, -1.0 if logprobs else None) for each in left]
+    found = resolved.chat("x", **fields) if chat else resolved.complete("x", **fields)
+    for asked, text in zip(resolved.driver.asked, texts, strict=True):
+        answer, left, over = resolved.driver.answers[asked.id], choices(text), False
+        left = [SampledToken(each.token, -1.0 if logprobs else None) for each in left]
         while left and not over:
             size = data.draw(st.integers(1, len(left)))
             over, left = answer.tokens(left[:size]), left[size:]
@@ -100,7 +100,7 @@ def test_what_an_engine_finds_wrong_reaches_the_client_as_it_is(n: int, stream: 
         "code": "c",
     }
 
-    def script(asked: Asked, answer: Answer) -> None:
+    def script(asked: ChoiceRequest, answer: AnswerSink) -> None:
         answer.relay_whole(400, b"application/json", json.dumps({"error": error}).encode())
 
     form = {"type": "json_schema", "json_schema": {"schema": {"type": "strange"}}}
@@ -109,15 +109,17 @@ def test_what_an_engine_finds_wrong_reaches_the_client_as_it_is(n: int, stream: 
 
 
 def test_formats_and_penalties_are_a_part_of_how_tokens_are_drawn() -> None:
-    scene = Scene()
+    resolved = Scene()
     form = {"type": "json_schema", "json_schema": {"name": "x", "strict": True, "schema": {"type": "object"}}}
     biases = {"7": -100, "3": 2.5}
-    scene.complete("x", presence_penalty=1, frequency_penalty=-0.5, repetition_penalty=1.2, logit_bias=biases)
-    scene.chat("x", response_format=form)
-    scene.ask("/v1/responses", {"model": NAME, "input": "x", "text": {"format": {"type": "json_object"}}})
+    resolved.complete(
+        "x", presence_penalty=1, frequency_penalty=-0.5, repetition_penalty=1.2, logit_bias=biases
+    )
+    resolved.chat("x", response_format=form)
+    resolved.ask("/v1/responses", {"model": NAME, "input": "x", "text": {"format": {"type": "json_object"}}})
     flat = {"type": "json_schema", "name": "x", "schema": {"type": "object"}}
-    scene.ask("/v1/responses", {"model": NAME, "input": "x", "text": {"format": flat}})
-    ways = [asked.sampling for asked in scene.driver.asked]
+    resolved.ask("/v1/responses", {"model": NAME, "input": "x", "text": {"format": flat}})
+    ways = [asked.sampling for asked in resolved.driver.asked]
     assert (ways[0].presence_penalty, ways[0].frequency_penalty, ways[0].repetition_penalty) == (1, -0.5, 1.2)
     assert ways[0].logit_bias == ((3, 2.5), (7, -100.0))
     assert [way.json_schema for way in ways] == ["", *['{"type":"object"}'] * 3]

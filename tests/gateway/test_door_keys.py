@@ -14,19 +14,19 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from potluck.core.errors import InputError
-from potluck.core.replica.block_values import NameBook
-from potluck.core.values.service import Sharing
-from potluck.gateway.door.allowances import Allowance, Quota
-from potluck.gateway.door.front import DoorSettings
-from potluck.gateway.door.keys import KeyRing, new_key
-from potluck.gateway.door.slates import Slate
+from potluck.core.replica.block_values import BlockNamer
+from potluck.core.values.service import PrefixSharing
+from potluck.gateway.openai.handler import HandlerSettings
+from potluck.gateway.openai.keys import KeyRing, new_key
+from potluck.gateway.openai.quota import KeyQuota, Quota
+from potluck.gateway.openai.shared_quota import SharedUse
 
 
 class Keyed(Scene):
     """A door with one key in a file."""
 
     def __init__(
-        self, folder: Path, script: Any = None, settings: DoorSettings | None = None, **fields: Any
+        self, folder: Path, script: Any = None, settings: HandlerSettings | None = None, **fields: Any
     ) -> None:
         self.path = folder / "keys"
         self.key, line = new_key("ann", "ann-and-co")
@@ -47,58 +47,58 @@ class Keyed(Scene):
 
 
 def test_only_known_keys_are_let_in(tmp_path: Path) -> None:
-    scene = Keyed(tmp_path, saying("a"))
-    assert scene.try_key(scene.key).status == 200
-    assert (scene.driver.asked[0].tenant, scene.meter.told[0].key) == ("ann-and-co", "ann")
-    for wrong in (None, "", scene.key[:-1], scene.key + "x", "pk-" + "x" * 1_000_000):
-        found = scene.try_key(wrong)
+    resolved = Keyed(tmp_path, saying("a"))
+    assert resolved.try_key(resolved.key).status == 200
+    assert (resolved.driver.asked[0].tenant, resolved.meter.told[0].key) == ("ann-and-co", "ann")
+    for wrong in (None, "", resolved.key[:-1], resolved.key + "x", "pk-" + "x" * 1_000_000):
+        found = resolved.try_key(wrong)
         assert (found.status, found.json["error"]["code"]) == (401, "invalid_api_key")
         assert found.sent["www-authenticate"] == "Bearer"
-    assert scene.ask("/v1/models", method="GET").status == 401
-    assert scene.ask("/health", method="GET").status == 200
-    assert scene.ask("/ready", method="GET").status == 200
-    assert scene.ask("/v1/completions", authorization=f"Basic {scene.key}").status == 401
-    assert scene.ask("/v1/nothing").status == 401
-    assert len(scene.driver.asked) == 1
-    assert set(scene.meter.turned) == {(401, "invalid_api_key")}
-    assert len(scene.meter.told) == 1
+    assert resolved.ask("/v1/models", method="GET").status == 401
+    assert resolved.ask("/health", method="GET").status == 200
+    assert resolved.ask("/ready", method="GET").status == 200
+    assert resolved.ask("/v1/completions", authorization=f"Basic {resolved.key}").status == 401
+    assert resolved.ask("/v1/nothing").status == 401
+    assert len(resolved.driver.asked) == 1
+    assert set(resolved.meter.turned) == {(401, "invalid_api_key")}
+    assert len(resolved.meter.told) == 1
 
 
 def test_keys_are_compared_in_constant_time_known_or_not(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    scene = Keyed(tmp_path)
+    resolved = Keyed(tmp_path)
     compared = []
     monkeypatch.setattr(hmac, "compare_digest", lambda a, b: compared.append((len(a), len(b))) or a == b)
-    scene.try_key(scene.key)
-    scene.try_key("pk-other")
+    resolved.try_key(resolved.key)
+    resolved.try_key("pk-other")
     assert compared == [(32, 32), (32, 32)]
 
 
 def test_the_file_holds_no_key_and_no_log_does(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level("DEBUG")
-    scene = Keyed(tmp_path)
-    scene.try_key(scene.key)
-    scene.write("not json " + scene.key)
-    scene.ring.look(5.0)
-    assert scene.ring.problem
-    assert scene.key not in json.dumps(scene.line) + caplog.text + scene.ring.problem + repr(
-        scene.ring.__dict__
+    resolved = Keyed(tmp_path)
+    resolved.try_key(resolved.key)
+    resolved.write("not json " + resolved.key)
+    resolved.ring.look(5.0)
+    assert resolved.ring.problem
+    assert resolved.key not in json.dumps(resolved.line) + caplog.text + resolved.ring.problem + repr(
+        resolved.ring.__dict__
     )
 
 
 def test_keys_are_rotated_without_a_restart(tmp_path: Path) -> None:
-    scene = Keyed(tmp_path, saying("a"), requests_per_min=3)
+    resolved = Keyed(tmp_path, saying("a"), requests_per_min=3)
     second, line = new_key("ann", "ann-and-co")
-    scene.now_s = 2.0
-    scene.write(scene.line, {**json.loads(line), "requests_per_min": 3})
-    assert scene.try_key(second).status == 200
-    assert scene.try_key(scene.key).status == 200
-    scene.now_s = 4.0
-    scene.write({**json.loads(line), "requests_per_min": 3})
-    assert scene.try_key(scene.key).status == 401
-    assert scene.try_key(second).status == 200
-    assert scene.try_key(second).status == 429, "both keys are of one name, and its limit is kept"
+    resolved.now_s = 2.0
+    resolved.write(resolved.line, {**json.loads(line), "requests_per_min": 3})
+    assert resolved.try_key(second).status == 200
+    assert resolved.try_key(resolved.key).status == 200
+    resolved.now_s = 4.0
+    resolved.write({**json.loads(line), "requests_per_min": 3})
+    assert resolved.try_key(resolved.key).status == 401
+    assert resolved.try_key(second).status == 200
+    assert resolved.try_key(second).status == 429, "both keys are of one name, and its limit is kept"
 
 
 @pytest.mark.parametrize(
@@ -116,98 +116,98 @@ def test_keys_are_rotated_without_a_restart(tmp_path: Path) -> None:
     ],
 )
 def test_a_broken_file_keeps_the_keys_that_were_there(tmp_path: Path, wrong: Any) -> None:
-    scene = Keyed(tmp_path, saying("a"))
-    scene.now_s = 3.0
-    scene.write(scene.line, wrong)
-    assert scene.try_key(scene.key).status == 200
-    assert scene.ring.problem
-    scene.now_s = 6.0
-    scene.path.unlink()
-    assert scene.try_key(scene.key).status == 200
-    assert "cannot be read" in scene.ring.problem
-    scene.now_s = 9.0
-    scene.write(scene.line)
-    assert scene.try_key(scene.key).status == 200
-    assert scene.ring.problem == ""
-    scene.write(scene.line, wrong)
+    resolved = Keyed(tmp_path, saying("a"))
+    resolved.now_s = 3.0
+    resolved.write(resolved.line, wrong)
+    assert resolved.try_key(resolved.key).status == 200
+    assert resolved.ring.problem
+    resolved.now_s = 6.0
+    resolved.path.unlink()
+    assert resolved.try_key(resolved.key).status == 200
+    assert "cannot be read" in resolved.ring.problem
+    resolved.now_s = 9.0
+    resolved.write(resolved.line)
+    assert resolved.try_key(resolved.key).status == 200
+    assert resolved.ring.problem == ""
+    resolved.write(resolved.line, wrong)
     with pytest.raises(InputError):
-        KeyRing(scene.path, 0.0, lambda: 0.0)
+        KeyRing(resolved.path, 0.0, lambda: 0.0)
 
 
 def test_keys_expire_and_classes_may_be_few(tmp_path: Path) -> None:
-    scene = Keyed(tmp_path, saying("a"), expires="2001-09-09T02:46:40+00:00", classes=["batch"])
-    assert scene.try_key(scene.key).status == 403
-    assert scene.try_key(scene.key, service_tier="flex").status == 200
-    scene.now_s = 3600.0
-    found = scene.try_key(scene.key, service_tier="flex")
+    resolved = Keyed(tmp_path, saying("a"), expires="2001-09-09T02:46:40+00:00", classes=["batch"])
+    assert resolved.try_key(resolved.key).status == 403
+    assert resolved.try_key(resolved.key, service_tier="flex").status == 200
+    resolved.now_s = 3600.0
+    found = resolved.try_key(resolved.key, service_tier="flex")
     assert (found.status, found.json["error"]["code"]) == (401, "expired_api_key")
 
 
 def test_requests_per_minute(tmp_path: Path) -> None:
-    scene = Keyed(tmp_path, saying("a"), requests_per_min=2)
-    first = scene.try_key(scene.key)
+    resolved = Keyed(tmp_path, saying("a"), requests_per_min=2)
+    first = resolved.try_key(resolved.key)
     assert (first.sent["x-ratelimit-limit-requests"], first.sent["x-ratelimit-remaining-requests"]) == (
         "2",
         "1",
     )
-    assert scene.try_key(scene.key).status == 200
-    found = scene.try_key(scene.key)
+    assert resolved.try_key(resolved.key).status == 200
+    found = resolved.try_key(resolved.key)
     assert (found.status, found.sent["retry-after"]) == (429, "30")
     assert found.sent["x-ratelimit-remaining-requests"] == "0"
     assert found.sent["x-ratelimit-reset-requests"] == "60s"
-    scene.now_s = 29.9
-    assert scene.try_key(scene.key).status == 429
-    scene.now_s = 30.1
-    assert scene.try_key(scene.key).status == 200
+    resolved.now_s = 29.9
+    assert resolved.try_key(resolved.key).status == 429
+    resolved.now_s = 30.1
+    assert resolved.try_key(resolved.key).status == 200
 
 
 def test_tokens_per_minute_are_charged_as_expected_and_put_right(tmp_path: Path) -> None:
-    scene = Keyed(tmp_path, tokens_per_min=60)
-    assert scene.try_key(scene.key, max_tokens=49).status is None
-    assert scene.try_key(scene.key, max_tokens=49).status == 429
-    scene.driver.answer.finished("stop", 0)
-    assert scene.try_key(scene.key, max_tokens=49).status is None, "it had used 1 token, not 50"
-    assert scene.try_key(scene.key, max_tokens=20).status == 429
-    scene.now_s = 12.0
-    assert scene.try_key(scene.key, max_tokens=20).status is None
+    resolved = Keyed(tmp_path, tokens_per_min=60)
+    assert resolved.try_key(resolved.key, max_tokens=49).status is None
+    assert resolved.try_key(resolved.key, max_tokens=49).status == 429
+    resolved.driver.answer.finished("stop", 0)
+    assert resolved.try_key(resolved.key, max_tokens=49).status is None, "it had used 1 token, not 50"
+    assert resolved.try_key(resolved.key, max_tokens=20).status == 429
+    resolved.now_s = 12.0
+    assert resolved.try_key(resolved.key, max_tokens=20).status is None
 
 
 def test_concurrent_requests(tmp_path: Path) -> None:
-    scene = Keyed(tmp_path, concurrent=2)
-    first = scene.try_key(scene.key)
-    scene.try_key(scene.key)
-    assert scene.try_key(scene.key).status == 429
-    scene.driver.answer.finished("stop", 0)
-    assert scene.try_key(scene.key).status is None
+    resolved = Keyed(tmp_path, concurrent=2)
+    first = resolved.try_key(resolved.key)
+    resolved.try_key(resolved.key)
+    assert resolved.try_key(resolved.key).status == 429
+    resolved.driver.answer.finished("stop", 0)
+    assert resolved.try_key(resolved.key).status is None
     assert first.on_gone is not None
     first.on_gone()
-    assert scene.try_key(scene.key).status is None
-    assert scene.try_key(scene.key, model="gpt").status == 429
-    scene.driver.answer.finished("stop", 0)
-    assert scene.try_key(scene.key, model="gpt").status == 404
-    assert scene.try_key(scene.key).status is None, "a request that was wrong has left its place"
+    assert resolved.try_key(resolved.key).status is None
+    assert resolved.try_key(resolved.key, model="gpt").status == 429
+    resolved.driver.answer.finished("stop", 0)
+    assert resolved.try_key(resolved.key, model="gpt").status == 404
+    assert resolved.try_key(resolved.key).status is None, "a request that was wrong has left its place"
 
 
 def test_tenants_share_no_prefixes_unless_told_to(tmp_path: Path) -> None:
-    settings = DoorSettings(secret=b"s" * 32)
-    scene = Keyed(tmp_path, settings=settings)
+    settings = HandlerSettings(secret=b"s" * 32)
+    resolved = Keyed(tmp_path, settings=settings)
     other, line = new_key("bob", "bob")
-    scene.now_s = 2.0
-    scene.write(scene.line, line)
-    for key in (scene.key, other, scene.key):
-        scene.try_key(key)
-    salts = [asked.salt for asked in scene.driver.asked]
+    resolved.now_s = 2.0
+    resolved.write(resolved.line, line)
+    for key in (resolved.key, other, resolved.key):
+        resolved.try_key(key)
+    salts = [asked.salt for asked in resolved.driver.asked]
     assert salts[0] == salts[2] != salts[1]
     assert all(len(salt) == 32 for salt in salts)
     again = Keyed(tmp_path, settings=settings)
     again.try_key(again.key)
     assert again.driver.asked[0].salt == salts[0], "a restart changes nothing while the secret is the same"
-    shared = Keyed(tmp_path, settings=DoorSettings(sharing=(Sharing(),)))
+    shared = Keyed(tmp_path, settings=HandlerSettings(sharing=(PrefixSharing(),)))
     shared.try_key(shared.key)
     assert shared.driver.asked[0].salt == ""
-    scene.try_key(scene.key, cache_salt="mine")
-    scene.try_key(other, cache_salt="mine")
-    own = [asked.salt for asked in scene.driver.asked[-2:]]
+    resolved.try_key(resolved.key, cache_salt="mine")
+    resolved.try_key(other, cache_salt="mine")
+    own = [asked.salt for asked in resolved.driver.asked[-2:]]
     assert len({*own, *salts}) == 4, "what a client chooses can only set it further apart"
     plain = Scene()
     plain.complete(cache_salt="x")
@@ -220,31 +220,31 @@ def test_tenants_of_one_circle_share_prefixes_of_its_models_and_nobody_else_does
     tenants = ("ann", "bob", "cid")
     made = [new_key(name, name) for name in tenants]
 
-    def salts(*sharing: Sharing, **more: object) -> list[str]:
-        scene = Keyed(tmp_path, settings=DoorSettings(secret=b"s" * 32, sharing=sharing))
-        scene.now_s = 2.0
-        scene.write(*(line for _, line in made))
+    def salts(*sharing: PrefixSharing, **more: object) -> list[str]:
+        resolved = Keyed(tmp_path, settings=HandlerSettings(secret=b"s" * 32, sharing=sharing))
+        resolved.now_s = 2.0
+        resolved.write(*(line for _, line in made))
         for key, _ in made:
-            scene.try_key(key, **more)
-        return [asked.salt for asked in scene.driver.asked]
+            resolved.try_key(key, **more)
+        return [asked.salt for asked in resolved.driver.asked]
 
     alone = salts()
     assert len(set(alone)) == 3
-    ann, bob, cid = salts(Sharing(("ann", "bob")))
+    ann, bob, cid = salts(PrefixSharing(("ann", "bob")))
     assert ann == bob != cid
     assert ann not in alone, "what either had for itself stays its own"
     assert cid == alone[2]
-    assert salts(Sharing(("ann", "bob"), (NAME,))) == [ann, bob, cid]
-    assert salts(Sharing(("ann", "bob"), ("another",))) == alone
-    wider = salts(Sharing(("ann", "bob", "cid")))
+    assert salts(PrefixSharing(("ann", "bob"), (NAME,))) == [ann, bob, cid]
+    assert salts(PrefixSharing(("ann", "bob"), ("another",))) == alone
+    wider = salts(PrefixSharing(("ann", "bob", "cid")))
     assert wider[0] == wider[1] == wider[2] != ann, "who joins or leaves finds nothing of what was"
-    tokens, book = range(64), NameBook()
+    tokens, book = range(64), BlockNamer()
     names = {
         name: book.names(tokens, NAME, salt) for name, salt in zip(tenants, (ann, bob, cid), strict=True)
     }
     assert names["ann"] == names["bob"], "the index takes both prompts for the same"
     assert set(names["cid"]).isdisjoint(names["ann"])
-    own = salts(Sharing(("ann", "bob")), cache_salt="mine")
+    own = salts(PrefixSharing(("ann", "bob")), cache_salt="mine")
     assert own[0] == own[1] != ann
     assert own[2] not in (own[0], cid)
 
@@ -255,7 +255,7 @@ def test_no_more_passes_than_a_minutes_worth_and_what_has_come_since(
 ) -> None:
     """Whatever is asked and however wrong the expectation was, in the long run the rate holds."""
     now_s, passed, used, debt = 0.0, 0, 0, 0
-    allowance = Allowance(Quota(requests_per_min=10, tokens_per_min=600), 0.0)
+    allowance = KeyQuota(Quota(requests_per_min=10, tokens_per_min=600), 0.0)
     for wait_s, expected, share in steps:
         now_s += wait_s
         if allowance.enter(now_s) is not None:
@@ -278,8 +278,8 @@ def test_limits_hold_across_workers(tmp_path: Path) -> None:
     (tmp_path / "keys").write_text(
         json.dumps({**json.loads(line), "requests_per_min": 6, "tokens_per_min": 100, "concurrent": 3})
     )
-    slates = [Slate(tmp_path / "slate", worker, 2) for worker in range(2)]
-    rings = [KeyRing(tmp_path / "keys", 0.0, lambda: 0.0, slate) for slate in slates]
+    slates = [SharedUse(tmp_path / "slate", worker, 2) for worker in range(2)]
+    rings = [KeyRing(tmp_path / "keys", 0.0, lambda: 0.0, shared_use) for shared_use in slates]
     one, two = (ring.who(b"Bearer " + key.encode(), 0.0).allowance for ring in rings)
     assert [one.enter(0.0), two.enter(0.0), one.enter(0.0)] == [None] * 3
     spent = two.enter(0.0)
@@ -299,15 +299,15 @@ def test_limits_hold_across_workers(tmp_path: Path) -> None:
     assert spent is not None
     assert spent.kind == "requests"
     assert one.enter(60.0) is None
-    restarted = KeyRing(tmp_path / "keys", 0.0, lambda: 0.0, Slate(tmp_path / "slate", 0, 2))
+    restarted = KeyRing(tmp_path / "keys", 0.0, lambda: 0.0, SharedUse(tmp_path / "slate", 0, 2))
     fresh = restarted.who(b"Bearer " + key.encode(), 0.0).allowance
     assert (fresh.enter(0.0), fresh.open) == (None, 1), "what its predecessor had under way is gone"
 
 
 def test_a_slate_keeps_keys_apart(tmp_path: Path) -> None:
-    slates = [Slate(tmp_path / "slate", worker, 3) for worker in range(3)]
+    slates = [SharedUse(tmp_path / "slate", worker, 3) for worker in range(3)]
     names = [f"key-{number}" for number in range(200)]
-    rows = [{name: slate.row(name) for name in names} for slate in slates]
+    rows = [{name: shared_use.row(name) for name in names} for shared_use in slates]
     for worker, each in enumerate(rows):
         for place, name in enumerate(names):
             each[name].add(place, worker, 1)
@@ -315,7 +315,7 @@ def test_a_slate_keeps_keys_apart(tmp_path: Path) -> None:
         for place, name in enumerate(names):
             assert each[name].others() == (2 * place, 3 - worker, 2)
     with pytest.raises(InputError):
-        Slate(tmp_path / "slate", 3, 3)
+        SharedUse(tmp_path / "slate", 3, 3)
 
 
 def test_a_new_key_is_shown_once_and_its_line_has_only_its_hash() -> None:
@@ -328,35 +328,35 @@ def test_a_new_key_is_shown_once_and_its_line_has_only_its_hash() -> None:
 
 
 def test_a_file_may_be_open_until_it_has_a_key(tmp_path: Path) -> None:
-    scene = Keyed(tmp_path, saying("a"))
-    scene.write('{"open": true}')
+    resolved = Keyed(tmp_path, saying("a"))
+    resolved.write('{"open": true}')
     with pytest.raises(InputError, match="others can reach this gateway"):
-        KeyRing(scene.path, 0.0, lambda: 1e9)
-    scene.now_s = 2.0
-    assert scene.try_key(None).status == 401, "this one can be reached by others: the keys read last stay"
-    assert "lets clients in without a key" in scene.ring.problem
-    ring = KeyRing(scene.path, 0.0, lambda: 1e9, may_open=True)
+        KeyRing(resolved.path, 0.0, lambda: 1e9)
+    resolved.now_s = 2.0
+    assert resolved.try_key(None).status == 401, "this one can be reached by others: the keys read last stay"
+    assert "lets clients in without a key" in resolved.ring.problem
+    ring = KeyRing(resolved.path, 0.0, lambda: 1e9, may_open=True)
     door = Scene(saying("a"), keys=ring)
     assert door.complete("x").status == 200
     assert (door.driver.asked[0].salt, door.meter.told[0].key) == ("", "")
     assert door.ask("/v1/completions", origin="https://elsewhere.example").status == 403
-    scene.now_s = 4.0
-    scene.write(scene.line)
+    resolved.now_s = 4.0
+    resolved.write(resolved.line)
     door.now_s = 4.0
     assert door.complete("x").status == 401
-    assert door.complete("x", headers={"authorization": f"Bearer {scene.key}"}).status == 200
-    scene.now_s = door.now_s = 6.0
-    scene.write('{"open": true}', scene.line)
+    assert door.complete("x", headers={"authorization": f"Bearer {resolved.key}"}).status == 200
+    resolved.now_s = door.now_s = 6.0
+    resolved.write('{"open": true}', resolved.line)
     assert door.complete("x").status == 401, "open and keyed at once is broken"
     assert ring.problem != ""
-    scene.now_s = door.now_s = 8.0
-    scene.write('{"open": "beside keys"}', scene.line)
+    resolved.now_s = door.now_s = 8.0
+    resolved.write('{"open": "beside keys"}', resolved.line)
     assert door.complete("x").status == 200, "unless it says that both are meant"
     assert door.meter.told[-1].key == ""
     assert door.complete("x", headers={"authorization": "Bearer of another server"}).status == 200
-    assert door.complete("x", headers={"authorization": f"Bearer {scene.key}"}).status == 200
+    assert door.complete("x", headers={"authorization": f"Bearer {resolved.key}"}).status == 200
     assert door.meter.told[-1].key == "ann", "who shows a key is known by it"
     assert door.driver.asked[-1].salt != "", "and shares no prefix with those without"
     assert door.ask("/v1/completions", origin="https://elsewhere.example").status == 403
-    scene.now_s = 10.0
-    assert scene.try_key(None).status == 401, "where others can reach it a key is needed"
+    resolved.now_s = 10.0
+    assert resolved.try_key(None).status == 401, "where others can reach it a key is needed"

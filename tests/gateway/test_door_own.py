@@ -13,9 +13,9 @@ from tokenizers.decoders import Fuse
 from tokenizers.models import BPE
 
 from potluck.api.fields import DRAWN
-from potluck.api.tokens import Text
-from potluck.gateway.door.cards import ModelCard
-from potluck.gateway.parts import Counts
+from potluck.api.tokenizer import ModelTokenizer
+from potluck.gateway.interfaces import TokenCounts
+from potluck.gateway.openai.model_card import ModelCard
 
 TOOLS = [{"type": "function", "function": {"name": "f", "parameters": {}}}]
 USER = [{"role": "user", "content": "hi"}]
@@ -25,7 +25,7 @@ TEMPLATE = "{% for tool in tools or [] %}{{ tool.function.name }}:{% endfor %}{{
 def scene(owns: bool = True) -> Scene:
     tokenizer = Tokenizer(BPE(vocab={letter: place for place, letter in enumerate(LETTERS)}, merges=[]))
     tokenizer.decoder = Fuse()
-    card = ModelCard(NAME, 512, Text(tokenizer, TEMPLATE), vocab=len(LETTERS))
+    card = ModelCard(NAME, 512, ModelTokenizer(tokenizer, TEMPLATE), vocab=len(LETTERS))
     directory = SimpleNamespace(
         segments=lambda model: True, owns=lambda model: owns, adapters=lambda: {"lora": NAME, "other": "gone"}
     )
@@ -88,7 +88,7 @@ def test_each_of_several_answers_is_asked_for_with_a_seed_of_its_own() -> None:
     for place, asked in enumerate(there.driver.asked):
         reply = {"choices": [{"index": 0, "message": {"content": str(place)}, "finish_reason": "tool_calls"}]}
         answer = there.driver.answers[asked.id]
-        answer.relay_whole(200, b"application/json", json.dumps(reply).encode(), Counts(2, 7, 1))
+        answer.relay_whole(200, b"application/json", json.dumps(reply).encode(), TokenCounts(2, 7, 1))
     assert [each["message"]["content"] for each in exchange.json["choices"]] == ["0", "1"]
     assert exchange.json["usage"]["completion_tokens"] == 14
 
@@ -102,7 +102,7 @@ def test_several_streams_are_one_with_a_usage_that_counts_tokens() -> None:
         answer.relay_begin(200, b"text/event-stream")
         answer.relay(b'data: {"choices":[{"index":0,"delta":{"content":"x"}}]}\n\n')
         answer.relay(b"data: [DONE]\n\n")
-        answer.relay_end(Counts(2, 30, 0))
+        answer.relay_end(TokenCounts(2, 30, 0))
     assert [each["choices"][0]["index"] for each in exchange.events[:2]] == [0, 1]
     assert exchange.events[-1]["usage"]["completion_tokens"] == 60
 

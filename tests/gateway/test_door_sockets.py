@@ -20,19 +20,21 @@ from hypothesis import strategies as st
 from openai import APIError, AsyncOpenAI, BadRequestError, NotFoundError, RateLimitError
 
 from potluck.api.tls import server_tls
-from potluck.core.brain.actions import Refuse
 from potluck.core.errors import InputError
-from potluck.gateway.door.front import FrontDoor
-from potluck.gateway.http.port import open_port
-from potluck.gateway.parts import Answer, Asked
+from potluck.core.state.actions import Refuse
+from potluck.gateway.http.client_listener import open_port
+from potluck.gateway.interfaces import AnswerSink, ChoiceRequest
+from potluck.gateway.openai.handler import ClientHandler
 
 ANSWER = "Hello, you there"
 
 
 @asynccontextmanager
-async def served(script: Callable[[Asked, Answer], None]) -> AsyncIterator[tuple[AsyncOpenAI, FakeDriver]]:
+async def served(
+    script: Callable[[ChoiceRequest, AnswerSink], None],
+) -> AsyncIterator[tuple[AsyncOpenAI, FakeDriver]]:
     driver = FakeDriver(script)
-    port = await open_port(FrontDoor(CARDS, driver, FakeMeter()), "127.0.0.1", 0)
+    port = await open_port(ClientHandler(CARDS, driver, FakeMeter()), "127.0.0.1", 0)
     try:
         async with AsyncOpenAI(base_url=port.address + "/v1", api_key="none", max_retries=0) as client:
             yield client, driver
@@ -40,10 +42,10 @@ async def served(script: Callable[[Asked, Answer], None]) -> AsyncIterator[tuple
         await port.close(1.0)
 
 
-def later(text: str) -> Callable[[Asked, Answer], None]:
+def later(text: str) -> Callable[[ChoiceRequest, AnswerSink], None]:
     """As an engine would: token by token, in turns of the event loop."""
 
-    def script(asked: Asked, answer: Answer) -> None:
+    def script(asked: ChoiceRequest, answer: AnswerSink) -> None:
         left = choices(text)[: asked.max_output_tokens]
 
         def step() -> None:
@@ -58,7 +60,7 @@ def later(text: str) -> Callable[[Asked, Answer], None]:
 
 
 def test_openais_client_is_served() -> None:
-    async def scene() -> None:
+    async def scenario() -> None:
         async with served(later(ANSWER)) as (client, driver):
             assert [model.id async for model in client.models.list()] == [NAME, SERVER]
             assert (await client.models.retrieve(NAME)).id == NAME
@@ -88,11 +90,11 @@ def test_openais_client_is_served() -> None:
             with pytest.raises(BadRequestError):
                 await client.embeddings.create(model=NAME, input="x")
 
-    asyncio.run(scene())
+    asyncio.run(scenario())
 
 
 def test_openais_client_gets_responses() -> None:
-    async def scene() -> None:
+    async def scenario() -> None:
         async with served(later(ANSWER)) as (client, driver):
             asks: dict[str, Any] = {
                 "model": NAME,
@@ -136,25 +138,25 @@ def test_openais_client_gets_responses() -> None:
                     await client.responses.create(**{**asks, **wrong})
                 assert bad.value.param == next(iter(wrong))
 
-    asyncio.run(scene())
+    asyncio.run(scenario())
 
 
 def test_a_response_that_breaks_off_says_so() -> None:
-    scene = Scene()
-    found = scene.ask("/v1/responses", {"model": NAME, "input": "Hi", "stream": True})
-    scene.driver.answer.tokens(choices("ab"))
-    scene.driver.answer.refused(Refuse(scene.driver.asked[0].id, "lost", "it died"))
+    scenario = Scene()
+    found = scenario.ask("/v1/responses", {"model": NAME, "input": "Hi", "stream": True})
+    scenario.driver.answer.tokens(choices("ab"))
+    scenario.driver.answer.refused(Refuse(scenario.driver.asked[0].id, "lost", "it died"))
     assert found.over
     last = found.data.decode().split("\n\n")[-2]
     assert last.startswith("event: response.failed\ndata: ")
     assert json.loads(last.split("data: ")[1])["response"]["error"]["message"] == "it died"
-    refused = scene.ask("/v1/responses", {"model": "gpt", "input": "Hi"})
+    refused = scenario.ask("/v1/responses", {"model": "gpt", "input": "Hi"})
     assert (refused.status, refused.json["error"]["param"]) == (404, "model")
 
 
 def test_openais_client_hears_what_goes_wrong() -> None:
-    async def scene() -> None:
-        def script(asked: Asked, answer: Answer) -> None:
+    async def scenario() -> None:
+        def script(asked: ChoiceRequest, answer: AnswerSink) -> None:
             if asked.stream:
                 answer.tokens(choices("ab"))
                 answer.refused(Refuse(asked.id, "retries", "two engines died"))
@@ -169,7 +171,7 @@ def test_openais_client_hears_what_goes_wrong() -> None:
                 async for _ in await client.completions.create(model=NAME, prompt="Hi", stream=True):
                     pass
 
-    asyncio.run(scene())
+    asyncio.run(scenario())
 
 
 def test_https(tmp_path: Path) -> None:
@@ -180,8 +182,8 @@ def test_https(tmp_path: Path) -> None:
     names = ["-addext", "subjectAltName=IP:127.0.0.1", "-keyout", str(key), "-out", str(certificate)]
     subprocess.run([*command.split(), *names], check=True, capture_output=True)
 
-    async def scene() -> None:
-        door = FrontDoor(CARDS, FakeDriver(), FakeMeter())
+    async def scenario() -> None:
+        door = ClientHandler(CARDS, FakeDriver(), FakeMeter())
         port = await open_port(door, "127.0.0.1", 0, tls=server_tls(certificate, key))
         try:
             trusting = ssl.create_default_context(cafile=str(certificate))
@@ -194,7 +196,7 @@ def test_https(tmp_path: Path) -> None:
         finally:
             await port.close(1.0)
 
-    asyncio.run(scene())
+    asyncio.run(scenario())
     with pytest.raises(InputError, match="--tls"):
         server_tls(certificate, certificate)
 
@@ -243,9 +245,9 @@ LOAD: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("who", LOAD)
 def test_what_load_generators_send(who: str) -> None:
     body = LOAD[who]
-    scene = Scene(saying("abcde"))
+    scenario = Scene(saying("abcde"))
     path = "/v1/completions" if "prompt" in body else "/v1/chat/completions"
-    found = scene.ask(path, body)
+    found = scenario.ask(path, body)
     assert found.status == 200
     *parts, last = found.events
     assert last["usage"]["completion_tokens"] == 5
@@ -290,23 +292,23 @@ FIELDS = st.sampled_from(WORDS.split())
 def test_no_body_is_answered_with_500(
     path: str, model: object, fields: dict[str, Any], valid: bool, headers: dict[str, str]
 ) -> None:
-    def script(asked: Asked, answer: Answer) -> None:
+    def script(asked: ChoiceRequest, answer: AnswerSink) -> None:
         json.dumps([asked.id, asked.prompt, asked.max_output_tokens, asked.session])
         answer.tokens(choices("ab"))
         answer.finished("stop", 0)
 
-    scene = Scene(script)
+    scenario = Scene(script)
     body: dict[str, Any] = {"model": model, **fields}
     if valid:
         said = [{"role": "user", "content": "Hi"}]
         body = (
             {**body, "prompt": "x"} if path == "/v1/completions" else {**body, "messages": said, "input": "x"}
         )
-    found = scene.ask(path, json.dumps(body).encode(), **headers)
+    found = scenario.ask(path, json.dumps(body).encode(), **headers)
     assert found.status is not None
     assert found.status < 500
     assert found.over
-    assert scene.door.open == 0
+    assert scenario.door.open == 0
     assert found.sent["x-request-id"]
 
 

@@ -14,8 +14,8 @@ from drive_stage import LIES
 from hypothesis import given
 from hypothesis import strategies as st
 
-from potluck.core.brain.events import Failed
-from potluck.core.brain.policy import Policy
+from potluck.core.state.events import AttemptFailed
+from potluck.core.state.policy import Policy
 
 FLEETS: dict[str, list[list[Any]]] = {
     "whole": [["mixed"]] * 4,
@@ -52,27 +52,27 @@ def test_every_request_gets_its_right_answer(
     fleet_name: str, steps: list[tuple[str, int, int]], requests: int, most: int, hedge: float
 ) -> None:
     clock, fleet = Clock(), Fleet()
-    desk = Desk(clock, fleet, plan_of(FLEETS[fleet_name]), Policy(retries=99, hedge=hedge))
-    rides = driver(desk, fleet, clock)
+    brain_loop = Desk(clock, fleet, plan_of(FLEETS[fleet_name]), Policy(retries=99, hedge=hedge))
+    dispatcher = driver(brain_loop, fleet, clock)
     heards = []
     for number in range(requests):
         heard = Heard(asked(f"r{number}", 20 + number, most, min_tokens=number % 2))
         heards.append(heard)
-        rides.begin(heard.asked, heard)
+        dispatcher.begin(heard.asked, heard)
     left = TROUBLES
     for what, pick, lines in steps:
         clock.pass_s(0.01)
         calls = list(fleet.calls)
         if not calls:
-            desk.tick(0.5)
+            brain_loop.tick(0.5)
             continue
         call = calls[pick % len(calls)]
         if what == "step":
             call.step(lines)
         elif what == "wait":
-            desk.tick(0.5)
+            brain_loop.tick(0.5)
         elif what == "pause":
-            rides.room(call.body["request"], lines > 2)
+            dispatcher.room(call.body["request"], lines > 2)
         elif left > 0:
             left -= 1
             if what == "kill":
@@ -85,7 +85,7 @@ def test_every_request_gets_its_right_answer(
                 call.write_raw(b'{"token":')
                 call.end()
             elif what == "late":  # It was given up, and does not know yet.
-                rides.room(call.body["request"], True)
+                dispatcher.room(call.body["request"], True)
                 call.lose()
                 call.listener.data(b'{"token":3}\n')
                 call.listener.done()
@@ -95,30 +95,30 @@ def test_every_request_gets_its_right_answer(
                 left -= 2  # nobody else is heard of meanwhile either: each of these costs several attempts
                 fleet.stopped.add(call.replica)
                 for _ in range(16):
-                    desk.tick(2.0)
+                    brain_loop.tick(2.0)
                 fleet.stopped.clear()
             elif what == "gone":
                 fleet.kill(call.replica)
                 endpoint = fleet.endpoints.pop(call.replica)
-                desk.tick(1.5)
+                brain_loop.tick(1.5)
                 fleet.endpoints[call.replica] = endpoint
             else:
                 call.write_raw(b'{"tok')
                 call.end()
     for heard in heards:
-        rides.room(heard.asked.id, True)
+        dispatcher.room(heard.asked.id, True)
     for _ in range(200):
         while fleet.step_all(3):
             pass
-        if not len(rides):
+        if not len(dispatcher):
             break
-        desk.tick()
+        brain_loop.tick()
     for heard in heards:
         heard.is_right()
-    assert rides.sizes() == {"open": 0, "watched": 0, "news": 0}
-    assert desk.brain.flights == {}
-    assert desk.brain.sizes()["twins"] == 0
-    assert not any(view.open_requests for view in desk.brain.fleet.views.values())
+    assert dispatcher.sizes() == {"open": 0, "watched": 0, "news": 0}
+    assert brain_loop.brain.requests == {}
+    assert brain_loop.brain.sizes()["twins"] == 0
+    assert not any(view.open_requests for view in brain_loop.brain.fleet.views.values())
     assert not fleet.calls
-    attempts = [(each.request, each.attempt) for each in desk.told if isinstance(each, Failed)]
+    attempts = [(each.request, each.attempt) for each in brain_loop.told if isinstance(each, AttemptFailed)]
     assert len(set(attempts)) == len(attempts), "an attempt fails once"

@@ -9,7 +9,7 @@ from drive_kit import asked
 from drive_stage import Stage
 
 from potluck.api.segments import UNSUPPORTED
-from potluck.core.brain.events import Cancelled, Failed
+from potluck.core.state.events import AttemptFailed, RequestCancelled
 from potluck.core.values.route import aggregated, handed_over
 from potluck.core.values.sampling import Sampling
 
@@ -44,7 +44,7 @@ def test_what_no_engine_can_do_is_the_clients_to_know_and_nobodys_fault(handed: 
     heard = stage.begin(asked(sampling=Sampling(json_schema="{}")), route)
     stage.call("y").refuse(400, UNSUPPORTED)
     assert (heard.status, json.loads(heard.relayed)["error"]["code"]) == (400, UNSUPPORTED)
-    assert stage.turns == [Cancelled("r")]
+    assert stage.turns == [RequestCancelled("r")]
     stage.at_rest()
 
 
@@ -62,4 +62,4 @@ def test_a_grammar_that_fails_on_the_way_ends_the_answer_alone(streamed: int) ->
     else:
         assert heard.status == 400
         assert json.loads(heard.relayed)["error"]["param"] == "response_format"
-    assert not any(isinstance(each, Failed) for each in stage.news)
+    assert not any(isinstance(each, AttemptFailed) for each in stage.news)

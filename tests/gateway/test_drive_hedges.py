@@ -10,18 +10,18 @@ from door_kit import FakeExchange, FakeMeter, letters
 from drive_kit import EOS, MODEL, VOCAB, Clock, Desk, Fleet, Heard, asked, driver, plan_of, right_answer
 from drive_stage import Stage
 
-from potluck.core.brain.actions import Twin
-from potluck.core.brain.events import Arrived, Failed, Finished, FirstToken, SegmentDone
-from potluck.core.brain.policy import Policy
+from potluck.core.state.actions import Hedge
+from potluck.core.state.events import AttemptFailed, FirstToken, RequestArrived, RequestFinished, SegmentDone
+from potluck.core.state.policy import Policy
 from potluck.core.values.route import Route, Segment, aggregated, handed_over
-from potluck.gateway.door.cards import ModelCard
-from potluck.gateway.door.front import FrontDoor
-from potluck.gateway.drive.patience import LEAST_FIRST_S
-from potluck.gateway.parts import Asked
+from potluck.gateway.dispatch.silence import LEAST_FIRST_S
+from potluck.gateway.interfaces import ChoiceRequest
+from potluck.gateway.openai.handler import ClientHandler
+from potluck.gateway.openai.model_card import ModelCard
 
 
-def twin(stage: Stage, what: Asked, route: Route, attempt: int = 1) -> None:
-    stage.rides.act([Twin(what.id, route, attempt, what.prompt_tokens, 0)])
+def twin(stage: Stage, what: ChoiceRequest, route: Route, attempt: int = 1) -> None:
+    stage.dispatcher.act([Hedge(what.id, route, attempt, what.prompt_tokens, 0)])
 
 
 def two(*replicas: str, first: Route | None = None, second: Route | None = None) -> tuple[Stage, Heard]:
@@ -42,7 +42,7 @@ def test_whoever_is_first_answers_and_the_other_is_stopped_at_once(
     stage.call(slow).listener.data(b'{"token":3}\n')  # It was under way.
     stage.to_end()
     heard.is_right()
-    assert stage.news == [FirstToken("r", attempt), Finished("r", attempt, len(heard.tokens_))]
+    assert stage.news == [FirstToken("r", attempt), RequestFinished("r", attempt, len(heard.tokens_))]
     stage.at_rest()
 
 
@@ -54,7 +54,11 @@ def test_a_second_route_with_segments_tells_of_itself() -> None:
     assert stage.call("x").cancelled
     stage.to_end()
     heard.is_right()
-    assert stage.turns == [SegmentDone("r", 1, 0), FirstToken("r", 1), Finished("r", 1, len(heard.tokens_))]
+    assert stage.turns == [
+        SegmentDone("r", 1, 0),
+        FirstToken("r", 1),
+        RequestFinished("r", 1, len(heard.tokens_)),
+    ]
     stage.at_rest()
 
 
@@ -62,11 +66,11 @@ def test_a_second_route_with_segments_tells_of_itself() -> None:
 def test_when_one_dies_the_other_goes_on(dies: str, left: str, attempt: int) -> None:
     stage, heard = two()
     stage.fleet.kill(dies)
-    assert stage.news == [Failed("r", attempt, "replica", dies, 0)]
+    assert stage.news == [AttemptFailed("r", attempt, "replica", dies, 0)]
     assert stage.call(left).live
     stage.to_end()
     heard.is_right()
-    assert stage.news[-1] == Finished("r", 1 - attempt, len(heard.tokens_))
+    assert stage.news[-1] == RequestFinished("r", 1 - attempt, len(heard.tokens_))
     stage.at_rest()
 
 
@@ -74,7 +78,7 @@ def test_when_both_die_a_third_answers() -> None:
     stage, heard = two("x", "y", "z")
     stage.fleet.kill("x")
     stage.fleet.kill("y")
-    assert stage.news == [Failed("r", 0, "replica", "x", 0), Failed("r", 1, "replica", "y", 0)]
+    assert stage.news == [AttemptFailed("r", 0, "replica", "x", 0), AttemptFailed("r", 1, "replica", "y", 0)]
     stage.again(heard.asked, aggregated("z"), 2, 0)
     stage.to_end()
     heard.is_right()
@@ -98,14 +102,14 @@ def test_a_twin_that_comes_too_late_is_not_begun_and_one_whose_first_has_failed_
 
 def test_a_client_that_leaves_stops_both() -> None:
     stage, _ = two()
-    stage.rides.cancel("r")
+    stage.dispatcher.cancel("r")
     assert [call.cancelled for call in stage.fleet.sent] == [True, True]
     stage.at_rest()
 
 
 def test_one_that_cannot_be_reached_is_said_to_have_failed() -> None:
     stage, heard = two(second=aggregated("nobody"))
-    assert stage.news == [Failed("r", 1, "replica", "nobody", 0)]
+    assert stage.news == [AttemptFailed("r", 1, "replica", "nobody", 0)]
     stage.to_end()
     heard.is_right()
 
@@ -129,7 +133,7 @@ def test_servers_of_plain_openai_race_until_the_first_byte_of_a_stream(quick: st
     call.write_raw(end)
     call.end()
     assert heard.relayed == said + end
-    assert stage.news == [FirstToken("r", int(quick == "y")), Finished("r", int(quick == "y"), 1)]
+    assert stage.news == [FirstToken("r", int(quick == "y")), RequestFinished("r", int(quick == "y"), 1)]
     stage.at_rest()
 
 
@@ -140,24 +144,24 @@ def test_what_comes_whole_is_never_late() -> None:
     what = asked("r", 5, 7, path=b"/v1/completions", body=b'{"model":"m"}')
     stage.begin(what, aggregated("x"))
     twin(stage, what, aggregated("y"))
-    assert stage.news == [Failed("r", 1, "timeout", "", 0)]
+    assert stage.news == [AttemptFailed("r", 1, "timeout", "", 0)]
     assert [call.replica for call in stage.fleet.sent] == ["x"]
 
 
 @pytest.mark.parametrize("hedge", [0.0, 3.0])
 def test_from_the_client_to_the_bill_a_silent_engine_costs_a_moment_and_counts_once(hedge: float) -> None:
     clock, fleet, meter = Clock(), Fleet(), FakeMeter()
-    desk = Desk(clock, fleet, plan_of([["mixed"], ["mixed"]]), Policy(hedge=hedge))
-    rides = driver(desk, fleet, clock)
+    brain_loop = Desk(clock, fleet, plan_of([["mixed"], ["mixed"]]), Policy(hedge=hedge))
+    dispatcher = driver(brain_loop, fleet, clock)
     cards = {MODEL: ModelCard(MODEL, 512, letters(), ends=frozenset({EOS}), vocab=VOCAB)}
-    door = FrontDoor(cards, rides, meter, clock=clock.now_s)
+    door = ClientHandler(cards, dispatcher, meter, clock=clock.now_s)
     body: dict[str, Any] = {"model": MODEL, "prompt": [3, 4, 5], "max_tokens": 9, "stream": True}
     exchange = FakeExchange(body=body)
     door(exchange)
     (silent,) = fleet.sent
     fleet.stopped.add(silent.replica)
     for _ in range(8):
-        desk.tick(0.25)
+        brain_loop.tick(0.25)
         while fleet.step_all():
             pass
     assert clock.now_s() < LEAST_FIRST_S, "before anybody is thought to be dead"
@@ -165,13 +169,15 @@ def test_from_the_client_to_the_bill_a_silent_engine_costs_a_moment_and_counts_o
     assert silent.cancelled is bool(hedge)
     if not hedge:
         return
-    expected = right_answer(Asked("", MODEL, (3, 4, 5), 3, 9, ends=(EOS,)))
+    expected = right_answer(ChoiceRequest("", MODEL, (3, 4, 5), 3, 9, ends=(EOS,)))
     (told,) = meter.told
     assert (told.outcome, told.prompt_tokens) == ("stop" if expected[-1] == EOS else "length", 3)
     assert told.output_tokens == len(expected)
-    assert [type(each) for each in desk.told if isinstance(each, Finished | Failed)] == [Finished]
-    assert rides.sizes() == {"open": 0, "watched": 0, "news": 0}
-    assert not any(view.open_requests for view in desk.brain.fleet.views.values())
+    assert [type(each) for each in brain_loop.told if isinstance(each, RequestFinished | AttemptFailed)] == [
+        RequestFinished
+    ]
+    assert dispatcher.sizes() == {"open": 0, "watched": 0, "news": 0}
+    assert not any(view.open_requests for view in brain_loop.brain.fleet.views.values())
 
 
 def test_an_exact_request_asks_for_whole_kv_in_every_attempt_and_hedge() -> None:
@@ -179,10 +185,10 @@ def test_an_exact_request_asks_for_whole_kv_in_every_attempt_and_hedge() -> None
     stage.fleet.codecs = {("far", "near"): "int8", ("near", "near"): "int4", ("near", "far"): "int4"}
     what = asked(exact=True)
     stage.begin(what, Route((Segment("a", 0, 5), Segment("b", 5, 12), Segment("c", 12, None))))
-    stage.rides.act([Twin("r", handed_over("c", "d", 12), 1, what.prompt_tokens, 0)])
+    stage.dispatcher.act([Hedge("r", handed_over("c", "d", 12), 1, what.prompt_tokens, 0)])
     stage.again(what, handed_over("b", "a", 12), 2, 0)
     arrived = stage.line.told[0]
-    assert isinstance(arrived, Arrived)
+    assert isinstance(arrived, RequestArrived)
     assert arrived.request.exact
     assert [call.replica for call in stage.fleet.sent] == ["a", "b", "c", "c", "d", "b", "a"]
     assert not [call.replica for call in stage.fleet.sent if "codec" in call.body]

@@ -10,7 +10,7 @@ from drive_kit import asked
 from drive_stage import Stage
 
 from potluck.core.values.route import Route, Segment
-from potluck.gateway.drive.trip import Trip
+from potluck.gateway.dispatch.attempt import Attempt
 
 
 @pytest.mark.parametrize("end", ["answered", "cancelled", "failed"])
@@ -19,7 +19,7 @@ def test_what_is_over_is_gone_without_the_collector_of_garbage(end: str) -> None
     stage = Stage("a", "b")
     what = asked()
     heard = stage.begin(what, Route((Segment("a", 0, 5), Segment("b", 5, None))))
-    trips = [each for each in gc.get_objects() if type(each) is Trip]
+    trips = [each for each in gc.get_objects() if type(each) is Attempt]
     here = [ref(each) for each in trips if each._ride.asked is what]
     del trips
     assert len(here) == 1
@@ -29,10 +29,10 @@ def test_what_is_over_is_gone_without_the_collector_of_garbage(end: str) -> None
             stage.to_end()
             heard.is_right()
         elif end == "cancelled":
-            stage.rides.cancel(what.id)
+            stage.dispatcher.cancel(what.id)
         else:
             stage.fleet.kill("b")
-            stage.rides.cancel(what.id)
+            stage.dispatcher.cancel(what.id)
         stage.at_rest()
         stage.fleet.sent.clear()
         assert here[0]() is None

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from drive_kit import Clock, Fleet, Heard, Script, asked, driver
 
-from potluck.core.brain.actions import Run
-from potluck.core.brain.events import Arrived
 from potluck.core.replica.block_values import block_hashes
+from potluck.core.state.actions import Run
+from potluck.core.state.events import RequestArrived
 from potluck.core.values.route import aggregated
 
 
@@ -15,14 +15,14 @@ def test_prompts_have_the_names_that_engines_with_these_weights_give_them() -> N
     fleet.add("plain")
     fleet.add("x", fingerprint="weights")
     line = Script(clock)
-    rides = driver(line, fleet, clock)
+    dispatcher = driver(line, fleet, clock)
 
     def names(name: str, salt: str, replica: str) -> tuple[int, ...]:
         what = asked(name, prompt=600, salt=salt)
-        rides.begin(what, Heard(what))
+        dispatcher.begin(what, Heard(what))
         event = line.told[-1]
-        assert isinstance(event, Arrived)
-        rides.act([Run(name, aggregated(replica), 0, 600, 0)])
+        assert isinstance(event, RequestArrived)
+        dispatcher.act([Run(name, aggregated(replica), 0, 600, 0)])
         prompts[name] = what.prompt
         return event.request.blocks
 

@@ -11,16 +11,16 @@ from drive_stage import Stage
 from hypothesis import given
 from hypothesis import strategies as st
 
-from potluck.core.brain.events import Cancelled, Failed, Finished, FirstToken
+from potluck.core.state.events import AttemptFailed, FirstToken, RequestCancelled, RequestFinished
 from potluck.core.values.route import aggregated, handed_over
-from potluck.gateway.drive.retold import Otherwise, Retold, Whole
-from potluck.gateway.parts import Asked, Counts
+from potluck.gateway.dispatch.merged_events import ChoiceSoFar, DifferentAnswer, MergedEvents
+from potluck.gateway.interfaces import ChoiceRequest, TokenCounts
 
 BODY = {"messages": [{"role": "user", "content": "hi"}], "tools": [{"type": "function"}]}
 END = {"ended": "stop", "prompt_tokens": 20, "cached_tokens": 4}
 
 
-def own(stream: bool = True, **more: Any) -> Asked:
+def own(stream: bool = True, **more: Any) -> ChoiceRequest:
     body = json.dumps({**BODY, "stream": stream, **more}, separators=(",", ":")).encode()
     return asked(own=True, path=b"/v1/chat/completions", body=body, stream=stream)
 
@@ -42,11 +42,11 @@ def call(name: str = "", arguments: str = "", id: str = "c1") -> dict[str, Any]:
     return {"tool_calls": [{"index": 0, **first, "function": function}]}
 
 
-def told(data: bytes) -> tuple[Whole, list[dict[str, Any]]]:
+def told(data: bytes) -> tuple[ChoiceSoFar, list[dict[str, Any]]]:
     """What a client has of it."""
     events = [part for part in data.decode().split("\n\n") if part]
     found = [json.loads(each.removeprefix("data: ")) for each in events if each != "data: [DONE]"]
-    whole = Whole()
+    whole = ChoiceSoFar()
     for each in found:
         for choice in each["choices"]:
             whole.add(choice)
@@ -76,8 +76,8 @@ def test_the_engine_gets_the_clients_body_and_the_client_its_events() -> None:
     assert {(each["id"], each["model"]) for each in events} == {("chatcmpl-r", "m")}
     assert (whole.texts["call 0"], whole.facts["name 0"]) == ('{"n": 1}', "look")
     assert heard.relayed.endswith(b"data: [DONE]\n\n")
-    assert heard.counts == Counts(20, 3, 4)
-    assert there.news == [FirstToken("r", 0), Finished("r", 0, 3)]
+    assert heard.counts == TokenCounts(20, 3, 4)
+    assert there.news == [FirstToken("r", 0), RequestFinished("r", 0, 3)]
     there.at_rest()
 
 
@@ -92,8 +92,8 @@ def test_an_answer_that_comes_at_once_is_passed_on_at_once() -> None:
     there.call("x").write({"token": 5}, {"said": reply}, {**END, "output_tokens": 1})
     there.call("x").end()
     assert json.loads(heard.relayed) == {"id": "chatcmpl-r", "model": "m", "choices": choices}
-    assert heard.counts == Counts(20, 1, 4)
-    assert there.news == [Finished("r", 0, 1)], "nobody knows when it began"
+    assert heard.counts == TokenCounts(20, 1, 4)
+    assert there.news == [RequestFinished("r", 0, 1)], "nobody knows when it began"
 
 
 def test_what_broke_off_is_asked_for_again_and_only_the_rest_is_told() -> None:
@@ -103,7 +103,7 @@ def test_what_broke_off_is_asked_for_again_and_only_the_rest_is_told() -> None:
         {"token": 5}, {"said": event({"role": "assistant"})}, {"said": event(call("look", '{"n', "c1"))}
     )
     there.call("x").lose()
-    assert there.news[-1] == Failed("r", 0, "replica", "x", 0), (
+    assert there.news[-1] == AttemptFailed("r", 0, "replica", "x", 0), (
         "for the Brain, nothing is there to go on from"
     )
     there.again(heard.asked, aggregated("y"), 1, 0)
@@ -119,7 +119,7 @@ def test_what_broke_off_is_asked_for_again_and_only_the_rest_is_told() -> None:
     whole, events = told(heard.relayed)
     assert whole.texts["call 0"] == '{"n": 1}'
     assert [each["choices"][0]["delta"]["tool_calls"][0].get("id") for each in events[1:]] == ["c1", None]
-    assert there.news[-1] == Finished("r", 1, 2)
+    assert there.news[-1] == RequestFinished("r", 1, 2)
 
 
 def test_an_engine_that_answers_otherwise_ends_it_honestly() -> None:
@@ -131,7 +131,7 @@ def test_an_engine_that_answers_otherwise_ends_it_honestly() -> None:
     there.call("y").write({"token": 5}, {"said": event({"content": "another"})})
     assert heard.refusal is not None
     assert "otherwise" in heard.refusal.detail
-    assert there.news[-1] == Cancelled("r")
+    assert there.news[-1] == RequestCancelled("r")
     there.at_rest()
 
 
@@ -139,7 +139,7 @@ def test_an_engine_with_another_prompt_says_so_and_all_get_that_one() -> None:
     there = stage("p", "d")
     heard = there.begin(own(), handed_over("p", "d", 20))
     there.call("d").write({"prompt": [1, 2, 3, 4]}, {"ended": "error", **_counts(), "code": "other_prompt"})
-    assert there.news[-1] == Failed("r", 0, "timeout", "", 0), "nobody is to blame"
+    assert there.news[-1] == AttemptFailed("r", 0, "timeout", "", 0), "nobody is to blame"
     assert there.call("p").cancelled
     there.again(heard.asked, handed_over("p", "d", 20), 1, 0)
     assert [there.call(name).body["tokens"] for name in "pd"] == [[1, 2, 3, 4]] * 2
@@ -151,7 +151,7 @@ def test_what_is_wrong_with_the_request_is_the_clients_to_know() -> None:
     heard = there.begin(own(), aggregated("x"))
     there.call("x").refuse(400)
     assert (heard.status, json.loads(heard.relayed)["error"]["message"]) == (400, "no")
-    assert there.news == [Cancelled("r")]
+    assert there.news == [RequestCancelled("r")]
 
 
 def test_an_engine_that_stands_still_is_noticed_though_nothing_is_streamed() -> None:
@@ -159,7 +159,7 @@ def test_an_engine_that_stands_still_is_noticed_though_nothing_is_streamed() -> 
     there.begin(own(stream=False), aggregated("x"))
     there.call("x").write({"steps": 1})
     there.clock.pass_s(200)
-    assert there.news[-1] == Failed("r", 0, "replica", "x", 0)
+    assert there.news[-1] == AttemptFailed("r", 0, "replica", "x", 0)
 
 
 def test_a_refusal_may_come_late() -> None:
@@ -174,7 +174,7 @@ def test_engines_that_only_draw_tokens_are_not_asked() -> None:
     there = Stage("x")
     there.begin(own(), aggregated("x"))
     assert not there.fleet.sent
-    assert there.news == [Failed("r", 0, "replica", "x", 0)]
+    assert there.news == [AttemptFailed("r", 0, "replica", "x", 0)]
 
 
 @pytest.mark.parametrize("line", [{**END, "output_tokens": 2}, {"nothing": 1}, {**END, "output_tokens": 0}])
@@ -182,7 +182,7 @@ def test_an_end_that_does_not_add_up_is_a_lie(line: dict[str, object]) -> None:
     there = stage("x")
     there.begin(own(), aggregated("x"))
     there.call("x").write({"token": 5}, line)
-    assert there.news[-1] == Failed("r", 0, "replica", "x", 0)
+    assert there.news[-1] == AttemptFailed("r", 0, "replica", "x", 0)
 
 
 def _counts() -> dict[str, int]:
@@ -224,14 +224,14 @@ def _cut(text: str, cuts: list[int]) -> list[str]:
 def test_however_often_it_breaks_off_the_client_has_one_answer(
     answer: tuple[str, list[tuple[str, str]]], attempts: list[tuple[list[int], int]]
 ) -> None:
-    retold, data = Retold("chatcmpl-1", "m", usage=False), b""
+    retold, data = MergedEvents("chatcmpl-1", "m", usage=False), b""
     for place, (cuts, upto) in enumerate(attempts):
         retold.again()
         said = _events(answer, cuts, f"attempt {place} ")
         last = place + 1 == len(attempts)
         data += b"".join(map(retold.event, said if last else said[:upto]))
     whole, events = told(data)
-    expected = Whole()
+    expected = ChoiceSoFar()
     for each in _events(answer, [1], ""):
         expected.add(each["choices"][0])
     for facts in (whole.facts, expected.facts):
@@ -250,14 +250,14 @@ def test_other_words_are_noticed_wherever_they_are() -> None:
         (call("look"), call("see")),
         (call("look", "12"), call("look", "13")),
     ):
-        retold = Retold("n", "m", usage=False)
+        retold = MergedEvents("n", "m", usage=False)
         retold.event(event(first))
         retold.again()
-        with pytest.raises(Otherwise):
+        with pytest.raises(DifferentAnswer):
             retold.event(event(second))
 
 
 def test_usage_is_told_to_who_asked_for_it() -> None:
     last = {"id": "x", "choices": [], "usage": {"prompt_tokens": 3}}
-    assert Retold("n", "m", usage=False).event(last) == b""
-    assert b'"prompt_tokens":3' in Retold("n", "m", usage=True).event(last)
+    assert MergedEvents("n", "m", usage=False).event(last) == b""
+    assert b'"prompt_tokens":3' in MergedEvents("n", "m", usage=True).event(last)

@@ -9,12 +9,18 @@ import pytest
 from drive_kit import Call, Heard, asked
 from drive_stage import Stage
 
-from potluck.core.brain.actions import Run
-from potluck.core.brain.events import Cancelled, Failed, FailureKind, Finished, FirstToken
+from potluck.core.state.actions import Run
+from potluck.core.state.events import (
+    AttemptFailed,
+    FailureKind,
+    FirstToken,
+    RequestCancelled,
+    RequestFinished,
+)
 from potluck.core.values.route import aggregated
-from potluck.gateway.drive import rewrite
-from potluck.gateway.drive.rides import Rides
-from potluck.gateway.parts import Asked
+from potluck.gateway.dispatch import relay_bytes
+from potluck.gateway.dispatch.dispatcher import Dispatcher
+from potluck.gateway.interfaces import ChoiceRequest
 
 CHAT, COMPLETIONS = b"/v1/chat/completions", b"/v1/completions"
 SSE = {b"content-type": b"text/event-stream; charset=utf-8"}
@@ -28,7 +34,7 @@ def plain(*replicas: str, **more: Any) -> Stage:
     return stage
 
 
-def wanted(path: bytes = CHAT, stream: bool = True, most: int = 7, **fields: Any) -> Asked:
+def wanted(path: bytes = CHAT, stream: bool = True, most: int = 7, **fields: Any) -> ChoiceRequest:
     body = {
         "model": "m",
         "messages": [{"role": "user", "content": '"model": "m"'}],
@@ -39,7 +45,7 @@ def wanted(path: bytes = CHAT, stream: bool = True, most: int = 7, **fields: Any
     return asked("r", 5, most, path=path, body=raw, stream=stream)
 
 
-def begin(stage: Stage, what: Asked) -> Heard:
+def begin(stage: Stage, what: ChoiceRequest) -> Heard:
     return stage.begin(what, aggregated("x"))
 
 
@@ -93,7 +99,7 @@ def test_a_stream_goes_by_as_it_is_wherever_it_is_cut(cut: int) -> None:
     call.end()
     assert heard.relayed == answer
     assert heard.relay_ended
-    assert stage.news == [FirstToken("r", 0), Finished("r", 0, 2)]
+    assert stage.news == [FirstToken("r", 0), RequestFinished("r", 0, 2)]
     stage.at_rest()
 
 
@@ -105,7 +111,7 @@ def test_what_is_not_streamed_is_sent_again_whole_until_all_of_it_came() -> None
     stage.call("x").listener.head(200, {b"content-type": b"application/json"})
     stage.call("x").write_raw(answer[:20])
     stage.call("x").lose()
-    assert stage.news == [Failed("r", 0, "replica", "x", 0)]
+    assert stage.news == [AttemptFailed("r", 0, "replica", "x", 0)]
     assert not heard.status
     stage.again(what, aggregated("y"), 1, 0)
     stage.call("y").listener.head(200, {b"content-type": b"application/json"})
@@ -113,7 +119,7 @@ def test_what_is_not_streamed_is_sent_again_whole_until_all_of_it_came() -> None
     stage.call("y").write_raw(answer[20:])
     stage.call("y").end()
     assert heard.relayed == answer
-    assert stage.news[1:] == [Finished("r", 1, 3)], "when its first token was there nobody knows"
+    assert stage.news[1:] == [RequestFinished("r", 1, 3)], "when its first token was there nobody knows"
     stage.at_rest()
 
 
@@ -132,7 +138,7 @@ def test_errors_of_a_server_are_no_answers(status: int, kind: FailureKind) -> No
     stage = plain("x")
     heard = begin(stage, wanted())
     stage.call("x").refuse(status)
-    assert stage.news == [Failed("r", 0, kind, "x", 0)]
+    assert stage.news == [AttemptFailed("r", 0, kind, "x", 0)]
     assert not heard.status
 
 
@@ -142,7 +148,7 @@ def test_a_request_that_is_at_fault_gets_the_servers_word_for_it() -> None:
     stage.call("x").refuse(400, "bad")
     assert (heard.status, heard.relay_ended) == (400, True)
     assert json.loads(heard.relayed)["error"]["code"] == "bad"
-    assert stage.news == [Cancelled("r")]
+    assert stage.news == [RequestCancelled("r")]
     stage.at_rest()
 
 
@@ -156,7 +162,7 @@ def test_an_answer_that_was_given_up_and_called_well_is_not_believed() -> None:
         stage.call("x").listener.head(200, {})
         stage.call("x").write_raw(json.dumps(body, separators=(",", ":")).encode())
         stage.call("x").end()
-        assert stage.news == [Failed("r", 0, "replica", "x", 0)]
+        assert stage.news == [AttemptFailed("r", 0, "replica", "x", 0)]
 
 
 BREAKS = ["lost", "ended", "error", "abort"]
@@ -184,8 +190,8 @@ def test_without_tokens_a_stream_that_breaks_off_ends_with_an_error(how: str) ->
     assert heard.relayed == chunk(0, True), "no half of an event"
     assert heard.refusal is not None
     assert heard.refusal.reason == "lost"
-    assert stage.news == [FirstToken("r", 0), Failed("r", 0, "replica", "x", 0), Cancelled("r")]
-    stage.rides.act([Run("r", aggregated("y"), 1, 5, 0)])  # The Brain does not know yet.
+    assert stage.news == [FirstToken("r", 0), AttemptFailed("r", 0, "replica", "x", 0), RequestCancelled("r")]
+    stage.dispatcher.act([Run("r", aggregated("y"), 1, 5, 0)])  # The Brain does not know yet.
     stage.at_rest()
 
 
@@ -205,7 +211,7 @@ def test_with_tokens_another_server_goes_on_and_the_client_sees_one_stream(cut: 
     held = {"delta": {"content": ""}, "token_ids": [999]}
     call.write_raw(chunk(0, **held))  # Half a character: its text is not shown yet.
     break_off(call, how)
-    assert stage.news[-1] == Failed("r", 0, "replica", "x", cut)
+    assert stage.news[-1] == AttemptFailed("r", 0, "replica", "x", cut)
     stage.again(what, aggregated("y"), 1, cut)
     other = stage.call("y")
     assert other.path == COMPLETIONS
@@ -230,7 +236,7 @@ def test_with_tokens_another_server_goes_on_and_the_client_sees_one_stream(cut: 
     assert counted["usage"] == {"prompt_tokens": 3, "completion_tokens": 7, "total_tokens": 10}
     assert b"token_ids" not in heard.relayed
     assert heard.relayed.endswith(b"data: [DONE]\n\n")
-    assert stage.news[-1] == Finished("r", 1, 7)
+    assert stage.news[-1] == RequestFinished("r", 1, 7)
     stage.at_rest()
 
 
@@ -243,7 +249,7 @@ def test_an_answer_that_has_all_its_tokens_is_ended_in_its_servers_name() -> Non
     last, counted = parts(heard.relayed)[-2:]
     assert last["choices"][0]["finish_reason"] == "length"
     assert counted["usage"]["completion_tokens"] == 2
-    assert stage.news[-1] == Finished("r", 0, 2)
+    assert stage.news[-1] == RequestFinished("r", 0, 2)
     stage.at_rest()
 
 
@@ -266,12 +272,12 @@ def test_what_depends_on_how_it_began_does_not_go_on_elsewhere(fields: dict[str,
     stage.call("x").lose()
     stage.again(what, aggregated("y"), 1, 1)
     assert heard.refusal is not None
-    assert stage.news[-2:] == [Failed("r", 1, "replica", "y", 1), Cancelled("r")]
+    assert stage.news[-2:] == [AttemptFailed("r", 1, "replica", "y", 1), RequestCancelled("r")]
     stage.at_rest()
 
 
 def test_log_probabilities_of_a_completion_become_those_of_a_chat() -> None:
-    rewriter = rewrite.Rewriter(chunk(0, True), True, 3, 1)
+    rewriter = relay_bytes.EventRewriter(chunk(0, True), True, 3, 1)
     logs = {"tokens": ["a"], "token_logprobs": [-0.5], "top_logprobs": [{"a": -0.5, "é": -2.0}]}
     made = rewriter.event(event({"choices": [{"index": 0, "text": "a", "logprobs": logs}]}))
     (one,) = json.loads(made[6:])["choices"][0]["logprobs"]["content"]
@@ -285,37 +291,37 @@ def test_a_models_name_is_replaced_wherever_it_stands() -> None:
         b'{"metadata":{"model":"m"},"model":"m"}',
         b' {"model":"m\\"q"} ',
     ):
-        made = json.loads(rewrite.forwarded(body, "m", 'a"b', b'"more":1'))
+        made = json.loads(relay_bytes.forwarded(body, "m", 'a"b', b'"more":1'))
         assert (made["model"], made["more"]) == ('a"b', 1)
         assert {name: value for name, value in json.loads(body).items() if name != "model"} == {
             name: value for name, value in made.items() if name not in ("model", "more")
         }
-    assert rewrite.forwarded(b'{"model":"m"}', "m", "m") == b'{"model":"m"}'
+    assert relay_bytes.forwarded(b'{"model":"m"}', "m", "m") == b'{"model":"m"}'
 
 
 def test_a_server_that_stops_talking_and_a_client_that_leaves() -> None:
     stage = plain("x", "y")
     begin(stage, wanted())
     stage.clock.pass_s(130)
-    assert stage.news == [Failed("r", 0, "replica", "x", 0)]
+    assert stage.news == [AttemptFailed("r", 0, "replica", "x", 0)]
     stage.again(wanted(), aggregated("y"), 1, 0)
     stage.call("y").listener.head(200, SSE)
     stage.call("y").write_raw(chunk(0, True))
-    stage.rides.room("r", False)
+    stage.dispatcher.room("r", False)
     stage.clock.pass_s(500)
-    stage.rides.room("r", True)
-    stage.rides.cancel("r")
+    stage.dispatcher.room("r", True)
+    stage.dispatcher.cancel("r")
     assert stage.call("y").cancelled
-    assert stage.news[1:] == [FirstToken("r", 1), Cancelled("r")]
+    assert stage.news[1:] == [FirstToken("r", 1), RequestCancelled("r")]
     stage.at_rest()
 
 
 def test_an_engine_that_is_said_to_be_gone_has_failed() -> None:
     stage = plain("x")
     begin(stage, wanted(stream=False))
-    stage.rides.gone("x")
-    stage.rides.gone("nobody")
-    assert stage.news == [Failed("r", 0, "replica", "x", 0)]
+    stage.dispatcher.gone("x")
+    stage.dispatcher.gone("nobody")
+    assert stage.news == [AttemptFailed("r", 0, "replica", "x", 0)]
 
 
 class Noted:
@@ -324,15 +330,21 @@ class Noted:
     def __init__(self) -> None:
         self.heard: list[tuple[object, ...]] = []
 
-    def routed(self, asked: Asked, run: Run) -> None:
+    def routed(self, asked: ChoiceRequest, run: Run) -> None:
         self.heard.append(("routed", run.attempt))
 
     def segment(
-        self, asked: Asked, replica: str, began_s: float, ended_s: float, tokens: int, problem: str = ""
+        self,
+        asked: ChoiceRequest,
+        replica: str,
+        began_s: float,
+        ended_s: float,
+        tokens: int,
+        problem: str = "",
     ) -> None:
         self.heard.append((replica, ended_s - began_s, tokens, problem))
 
-    def failed(self, asked: Asked, where: str, kind: FailureKind, why: str) -> None:
+    def failed(self, asked: ChoiceRequest, where: str, kind: FailureKind, why: str) -> None:
         self.heard.append(("failed", where, kind))
 
 
@@ -341,7 +353,7 @@ def test_what_became_of_every_attempt_is_counted_once(kind: str) -> None:
     stage, meter = Stage(), Noted()
     for each in ("x", "y"):
         stage.fleet.add(each, kind=kind)
-    stage.rides = Rides(
+    stage.dispatcher = Dispatcher(
         stage.line, stage.fleet, stage.fleet, stage.clock.now_s, stage.clock.later, meter=meter
     )  # type: ignore[arg-type]
     what = wanted() if kind == "openai" else asked("r", 5, 3, ends=())

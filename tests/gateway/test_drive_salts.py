@@ -11,9 +11,9 @@ from drive_stage import Stage
 
 from potluck.core.errors import FormatError
 from potluck.core.values.route import aggregated
-from potluck.gateway.drive import rewrite
-from potluck.gateway.fleet.roster import read_roster
-from potluck.gateway.parts import Asked
+from potluck.gateway.dispatch import relay_bytes
+from potluck.gateway.interfaces import ChoiceRequest
+from potluck.gateway.registry.engine_list import read_roster
 
 CHAT, COMPLETIONS = b"/v1/chat/completions", b"/v1/completions"
 KNOWN = {"model", "messages", "prompt", "stream", "max_tokens", "min_tokens", "add_special_tokens"}
@@ -22,7 +22,7 @@ JSON = {b"content-type": b"application/json"}
 REPLY = b'{"choices":[{"text":"there"}],"usage":{"completion_tokens":2}}'
 
 
-def wanted(salt: str, stream: bool = False, **fields: Any) -> Asked:
+def wanted(salt: str, stream: bool = False, **fields: Any) -> ChoiceRequest:
     body = {"model": "m", "messages": [{"role": "user", "content": "Hi"}], "stream": stream, **fields}
     return asked("r", 5, 7, path=CHAT, body=json.dumps(body).encode(), stream=stream, salt=salt)
 
@@ -87,7 +87,7 @@ def test_what_goes_on_elsewhere_keeps_its_salt(takes: bool) -> None:
 
 
 def test_a_salt_joins_what_else_is_added() -> None:
-    made = rewrite.forwarded(b'{"model":"m","cache_salt":"own"}', "m", "n", b'"more":1', 'a"b')
+    made = relay_bytes.forwarded(b'{"model":"m","cache_salt":"own"}', "m", "n", b'"more":1', 'a"b')
     assert json.loads(made) == {"model": "n", "more": 1, "cache_salt": 'a"b'}
 
 

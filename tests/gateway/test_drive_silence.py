@@ -6,9 +6,9 @@ import pytest
 from drive_kit import asked
 from drive_stage import Stage
 
-from potluck.core.brain.events import Failed, FailureKind, FirstToken
+from potluck.core.state.events import AttemptFailed, FailureKind, FirstToken
 from potluck.core.values.route import aggregated, handed_over
-from potluck.gateway.drive.patience import HANDOVER_S, LEAST_FIRST_S, MOST_FIRST_S, MOST_S
+from potluck.gateway.dispatch.silence import HANDOVER_S, LEAST_FIRST_S, MOST_FIRST_S, MOST_S
 
 
 def test_an_engine_whose_answers_all_stop_is_dead_for_all_of_them() -> None:
@@ -18,7 +18,7 @@ def test_an_engine_whose_answers_all_stop_is_dead_for_all_of_them() -> None:
         stage.clock.pass_s(0.02)
         stage.fleet.step_all()
     stage.clock.pass_s(MOST_S + 1)
-    failed = [each for each in stage.news if isinstance(each, Failed)]
+    failed = [each for each in stage.news if isinstance(each, AttemptFailed)]
     assert {(each.request, each.kind, each.where) for each in failed} == {
         (name, "replica", "x") for name in ("a", "b", "c")
     }
@@ -34,8 +34,8 @@ def test_one_answer_that_stands_still_while_others_go_on_fails_alone() -> None:
     for _ in range(400):
         stage.clock.pass_s(0.4)
         flowing.step()
-    failed = [each for each in stage.news if isinstance(each, Failed)]
-    assert failed == [Failed("b", 0, "timeout", "x", 1)]
+    failed = [each for each in stage.news if isinstance(each, AttemptFailed)]
+    assert failed == [AttemptFailed("b", 0, "timeout", "x", 1)]
     assert flowing.live
 
 
@@ -45,7 +45,7 @@ def test_a_long_prompt_is_waited_for_and_an_engine_that_is_silent_for_ever_is_no
     stage.clock.pass_s(LEAST_FIRST_S - 1)
     assert stage.news == []
     stage.clock.pass_s(MOST_FIRST_S)
-    assert stage.news == [Failed("r", 0, "replica", "x", 0)]
+    assert stage.news == [AttemptFailed("r", 0, "replica", "x", 0)]
 
 
 def test_one_that_left_the_directory_and_says_nothing_is_dead() -> None:
@@ -56,7 +56,9 @@ def test_one_that_left_the_directory_and_says_nothing_is_dead() -> None:
     for _ in range(20):
         stage.clock.pass_s(0.2)
         stage.call("y").step()  # Said to be gone, but it streams: nobody loses anything.
-    assert [each for each in stage.news if isinstance(each, Failed)] == [Failed("a", 0, "replica", "x", 0)]
+    assert [each for each in stage.news if isinstance(each, AttemptFailed)] == [
+        AttemptFailed("a", 0, "replica", "x", 0)
+    ]
 
 
 def test_one_that_is_said_to_be_silent_fails_its_requests_unless_its_answers_flow() -> None:
@@ -68,9 +70,11 @@ def test_one_that_is_said_to_be_silent_fails_its_requests_unless_its_answers_flo
         stage.clock.pass_s(0.05)
         stage.call("y").step()
     for replica in ("x", "y"):
-        stage.rides.gone(replica)
+        stage.dispatcher.gone(replica)
     assert stage.clock.now_s() < LEAST_FIRST_S
-    assert [each for each in stage.news if isinstance(each, Failed)] == [Failed("a", 0, "replica", "x", 0)]
+    assert [each for each in stage.news if isinstance(each, AttemptFailed)] == [
+        AttemptFailed("a", 0, "replica", "x", 0)
+    ]
 
 
 @pytest.mark.parametrize(
@@ -85,7 +89,9 @@ def test_a_stall_on_the_way_to_the_first_token_is_put_down_to_whom_it_hangs_on(
     for _ in range(steps):
         stage.call("p").step()
     stage.clock.pass_s(max(MOST_FIRST_S, HANDOVER_S) + 1)
-    assert [each for each in stage.news if isinstance(each, Failed)] == [Failed("r", 0, kind, where, 0)]
+    assert [each for each in stage.news if isinstance(each, AttemptFailed)] == [
+        AttemptFailed("r", 0, kind, where, 0)
+    ]
 
 
 def test_time_in_which_this_process_stood_still_is_not_held_against_engines() -> None:

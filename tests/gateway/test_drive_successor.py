@@ -5,11 +5,11 @@ from __future__ import annotations
 from drive_kit import Heard, asked
 from drive_stage import Stage
 
-from potluck.core.brain.actions import Run
-from potluck.core.brain.events import Adopted, Arrived, Event
+from potluck.core.state.actions import Run
+from potluck.core.state.events import Event, RequestAdopted, RequestArrived
 from potluck.core.values.route import aggregated, handed_over
 from potluck.core.values.types import Request
-from potluck.gateway.parts import Endpoint
+from potluck.gateway.interfaces import Endpoint
 
 
 def known(name: str = "r") -> Request:
@@ -22,29 +22,29 @@ def renamed(endpoint: Endpoint) -> str | None:
 
 
 def told(stage: Stage, name: str = "r") -> Event | None:
-    return stage.rides.whereabouts(name, renamed)
+    return stage.dispatcher.whereabouts(name, renamed)
 
 
 def test_one_that_was_never_sent_arrives_again() -> None:
     stage = Stage("x")
-    stage.rides.begin(asked("r", 20, 12), Heard(asked("r", 20, 12)))
+    stage.dispatcher.begin(asked("r", 20, 12), Heard(asked("r", 20, 12)))
     event = told(stage)
-    assert isinstance(event, Arrived)
+    assert isinstance(event, RequestArrived)
     assert event.request == known()
 
 
 def test_one_under_way_is_where_it_is() -> None:
     stage = Stage("x", "y")
     heard = stage.begin(asked("r", 20, 12), handed_over("x", "y", 20))
-    assert told(stage) == Adopted(known(), 0, 0, handed_over("new-x", "new-y", 20), 0, False)
+    assert told(stage) == RequestAdopted(known(), 0, 0, handed_over("new-x", "new-y", 20), 0, False)
     while not heard.tokens_:
         stage.fleet.step_all()
     event = told(stage)
-    assert isinstance(event, Adopted)
+    assert isinstance(event, RequestAdopted)
     assert (event.route, event.first) == (handed_over("new-x", "new-y", 20), True)
-    assert stage.rides.whereabouts("r", lambda each: None) is None, "nobody knows it yet"
+    assert stage.dispatcher.whereabouts("r", lambda each: None) is None, "nobody knows it yet"
     stage.to_end()
-    assert stage.rides.names() == []
+    assert stage.dispatcher.names() == []
     heard.is_right()
 
 
@@ -55,10 +55,10 @@ def test_one_that_failed_is_sent_from_where_its_user_is() -> None:
         stage.fleet.step_all()
     streamed = len(heard.tokens_)
     stage.fleet.kill("x")
-    assert stage.rides.whereabouts("r", lambda each: None) == Adopted(known(), 0, streamed, None)
-    stage.rides.act([Run("r", aggregated("y"), 1, 20 + streamed, streamed)])
+    assert stage.dispatcher.whereabouts("r", lambda each: None) == RequestAdopted(known(), 0, streamed, None)
+    stage.dispatcher.act([Run("r", aggregated("y"), 1, 20 + streamed, streamed)])
     event = told(stage)
-    assert isinstance(event, Adopted)
+    assert isinstance(event, RequestAdopted)
     assert (event.attempt, event.streamed_tokens, event.first) == (1, streamed, False)
     stage.to_end()
     heard.is_right()

@@ -8,22 +8,22 @@ import pytest
 from drive_kit import EOS, Heard, asked, right_answer
 from drive_stage import LIES, Stage
 
-from potluck.core.brain.actions import Abandon, Inquire, Refuse, Run
-from potluck.core.brain.events import (
-    Cancelled,
-    Computed,
-    Failed,
-    FailureKind,
-    Finished,
-    FirstToken,
-    SegmentDone,
-    Underway,
-)
 from potluck.core.replica.batch_values import LATE
+from potluck.core.state.actions import Abort, QueryAttempt, Refuse, Run
+from potluck.core.state.events import (
+    AttemptFailed,
+    AttemptRunning,
+    FailureKind,
+    FirstToken,
+    RequestCancelled,
+    RequestFinished,
+    SegmentComputed,
+    SegmentDone,
+)
 from potluck.core.values.route import Route, Segment, aggregated, handed_over
-from potluck.core.values.sampling import Choice, Sampling
-from potluck.gateway.drive.bodies import stretches
-from potluck.gateway.drive.trip import GRACE_S
+from potluck.core.values.sampling import SampledToken, Sampling
+from potluck.gateway.dispatch.attempt import GRACE_S
+from potluck.gateway.dispatch.segment_bodies import stretches
 
 
 def test_a_whole_request_is_asked_for_streamed_and_told() -> None:
@@ -39,7 +39,7 @@ def test_a_whole_request_is_asked_for_streamed_and_told() -> None:
     assert not {"start", "stop", "source", "handle", "codec"} & body.keys()
     stage.to_end()
     heard.is_right()
-    assert stage.news == [FirstToken("r", 0), Finished("r", 0, len(heard.tokens_))]
+    assert stage.news == [FirstToken("r", 0), RequestFinished("r", 0, len(heard.tokens_))]
     stage.at_rest()
 
 
@@ -60,9 +60,9 @@ def test_segments_are_sent_at_once_with_a_new_handle_for_each_hand_over() -> Non
     stage.to_end()
     heard.is_right()
     assert stage.news[:5] == [
-        Computed("r", 0, 0),
+        SegmentComputed("r", 0, 0),
         SegmentDone("r", 0, 0),
-        Computed("r", 0, 1),
+        SegmentComputed("r", 0, 1),
         SegmentDone("r", 0, 1),
         FirstToken("r", 0),
     ]
@@ -72,8 +72,8 @@ def test_segments_are_sent_at_once_with_a_new_handle_for_each_hand_over() -> Non
 def test_a_prompt_that_yields_is_asked_for_below_all_others_and_its_answer_is_not() -> None:
     stage = Stage("a", "b")
     what = asked(priority=3)
-    stage.rides.begin(what, Heard(what))
-    stage.rides.act(
+    stage.dispatcher.begin(what, Heard(what))
+    stage.dispatcher.act(
         [Run("r", handed_over("a", "b", what.prompt_tokens), 0, what.prompt_tokens, 0, yields=True)]
     )
     assert [stage.call(name).body["priority"] for name in "ab"] == [LATE, 3]
@@ -110,7 +110,7 @@ def test_tokens_of_one_piece_are_passed_on_together_wherever_it_is_cut() -> None
         b'\n{"token":8}\n{"ended":"length","prompt_tokens":20,"cached_tokens":16,"output_tokens":4}\n'
     )
     assert pieces == [2, 4]
-    assert heard.choices[2] == Choice(7, -0.5, ((7, -0.5), (8, -1.0)))
+    assert heard.choices[2] == SampledToken(7, -0.5, ((7, -0.5), (8, -1.0)))
     assert (heard.end, heard.cached) == ("length", 16)
 
 
@@ -128,7 +128,7 @@ def test_what_does_not_add_up_ends_the_attempt_and_the_next_goes_on_from_there(l
         call.listener.head(200, {})
     call.write_raw(LIES[lie])
     told = len(heard.tokens_)
-    assert stage.news[-1] == Failed("z", 0, "replica", "x", told)
+    assert stage.news[-1] == AttemptFailed("z", 0, "replica", "x", told)
     assert call.cancelled
     call.listener.data(b'{"token":5}\n')
     call.listener.done()
@@ -138,7 +138,7 @@ def test_what_does_not_add_up_ends_the_attempt_and_the_next_goes_on_from_there(l
     assert stage.call("y").body["max_tokens"] == 9 - told
     stage.to_end()
     heard.is_right()
-    assert stage.news[-1] == Finished("z", 1, len(expected))
+    assert stage.news[-1] == RequestFinished("z", 1, len(expected))
     stage.at_rest()
 
 
@@ -162,7 +162,7 @@ def test_a_refusal_is_told_as_what_it_is(status: int, code: str | None, kind: Fa
     stage = Stage("x")
     stage.begin(asked(), aggregated("x"))
     stage.call("x").refuse(status, code)
-    assert stage.news == [Failed("r", 0, kind, "x", 0)]
+    assert stage.news == [AttemptFailed("r", 0, kind, "x", 0)]
 
 
 @pytest.mark.parametrize("far", [(), ("p",)], ids=["one region", "two regions"])
@@ -197,11 +197,11 @@ def test_who_blames_another_is_believed_only_if_that_one_is_not_found_dead(
         (p if who == "receiver" else d).lose()
     stage.clock.pass_s(GRACE_S)
     if dies != "not at all":
-        assert stage.turns == [Failed("r", 0, "replica", other, 0)]
+        assert stage.turns == [AttemptFailed("r", 0, "replica", other, 0)]
     elif far:
-        assert stage.turns == [Failed("r", 0, "link", "far->near", 0)]
+        assert stage.turns == [AttemptFailed("r", 0, "link", "far->near", 0)]
     else:
-        assert stage.turns == [Failed("r", 0, "transfer", other, 0)]
+        assert stage.turns == [AttemptFailed("r", 0, "transfer", other, 0)]
     assert p.cancelled or p.over
     assert d.cancelled or d.over
 
@@ -218,7 +218,7 @@ def test_a_sender_that_dies_when_its_cache_was_used_is_no_failure() -> None:
     p.lose()
     stage.to_end()
     heard.is_right()
-    assert stage.turns == [FirstToken("r", 0), Finished("r", 0, len(heard.tokens_))]
+    assert stage.turns == [FirstToken("r", 0), RequestFinished("r", 0, len(heard.tokens_))]
     stage.at_rest()
 
 
@@ -233,7 +233,7 @@ def test_an_answer_that_is_whole_needs_no_last_line() -> None:
         assert heard.end is None
         call.lose()
         heard.is_right()
-        assert stage.news[-1] == Finished("e", 0, len(heard.tokens_))
+        assert stage.news[-1] == RequestFinished("e", 0, len(heard.tokens_))
         stage.at_rest()
 
 
@@ -253,7 +253,7 @@ def test_an_end_token_before_min_tokens_is_a_lie() -> None:
     heard = stage.begin(what, aggregated("x"))
     stage.call("x").step(2)
     stage.call("x").write({"token": EOS})
-    assert stage.news[-1] == Failed("r", 0, "replica", "x", 2)
+    assert stage.news[-1] == AttemptFailed("r", 0, "replica", "x", 2)
     stage.again(what, aggregated("y"), 1, 2)
     assert stage.call("y").body["min_tokens"] == 3
     stage.to_end()
@@ -264,32 +264,32 @@ def test_a_stop_string_ends_it_at_the_engine_too() -> None:
     stage = Stage("x")
     what = asked(most=30, ends=())
     heard = Heard(what, stop_after=4)
-    stage.rides.begin(what, heard)
-    stage.rides.act([Run("r", aggregated("x"), 0, 20, 0)])
+    stage.dispatcher.begin(what, heard)
+    stage.dispatcher.act([Run("r", aggregated("x"), 0, 20, 0)])
     stage.to_end()
     assert heard.tokens_ == right_answer(what)[:4]
     assert stage.call("x").cancelled
-    assert stage.news[-1] == Finished("r", 0, 4)
+    assert stage.news[-1] == RequestFinished("r", 0, 4)
     stage.at_rest()
 
 
 def test_a_client_that_leaves_is_cancelled_everywhere_at_once() -> None:
     stage = Stage("p", "d")
     stage.begin(asked(), handed_over("p", "d", 10))
-    stage.rides.cancel("r")
+    stage.dispatcher.cancel("r")
     assert stage.call("p").cancelled
     assert stage.call("d").cancelled
-    assert stage.news == [Cancelled("r")]
-    stage.rides.cancel("r")
+    assert stage.news == [RequestCancelled("r")]
+    stage.dispatcher.cancel("r")
     stage.at_rest()
 
 
 def test_a_client_that_leaves_while_it_is_told_a_token() -> None:
     stage = Stage("x")
     heard = stage.begin(asked(), aggregated("x"))
-    heard.on_tokens = lambda: stage.rides.cancel("r")
+    heard.on_tokens = lambda: stage.dispatcher.cancel("r")
     stage.call("x").step(3)
-    assert stage.news == [Cancelled("r")]
+    assert stage.news == [RequestCancelled("r")]
     stage.at_rest()
 
 
@@ -298,11 +298,11 @@ def test_orders_that_crossed_with_news_repeat_no_token() -> None:
     what = asked()
     heard = stage.begin(what, aggregated("x"))
     stage.call("x").step(2)
-    stage.rides.act([Abandon("r", ("x",)), Run("r", aggregated("y"), 1, 20, 0)])
+    stage.dispatcher.act([Abort("r", ("x",)), Run("r", aggregated("y"), 1, 20, 0)])
     assert stage.call("x").cancelled
-    assert stage.news[-1] == Failed("r", 1, "link", "", 2)
+    assert stage.news[-1] == AttemptFailed("r", 1, "link", "", 2)
     stage.again(what, aggregated("y"), 2, 2)
-    stage.rides.act([Run("r", aggregated("x"), 1, 22, 2)])  # Said twice, or late.
+    stage.dispatcher.act([Run("r", aggregated("x"), 1, 22, 2)])  # Said twice, or late.
     stage.to_end()
     heard.is_right()
 
@@ -311,26 +311,26 @@ def test_inquiries_are_answered_with_the_truth() -> None:
     stage = Stage("x")
     what = asked()
     stage.begin(what, aggregated("x"))
-    stage.rides.act([Inquire("r", 0)])
-    assert stage.news[-1] == Underway("r", 0)
+    stage.dispatcher.act([QueryAttempt("r", 0)])
+    assert stage.news[-1] == AttemptRunning("r", 0)
     stage.call("x").step(2)
     stage.fleet.kill("x")
     failed = stage.news[-1]
-    stage.rides.act([Inquire("r", 0)])
-    assert stage.news[-1] == failed == Failed("r", 0, "replica", "x", 2)
-    stage.rides.act([Inquire("r", 1)])
-    assert stage.news[-1] == Failed("r", 1, "timeout", "", 2)
+    stage.dispatcher.act([QueryAttempt("r", 0)])
+    assert stage.news[-1] == failed == AttemptFailed("r", 0, "replica", "x", 2)
+    stage.dispatcher.act([QueryAttempt("r", 1)])
+    assert stage.news[-1] == AttemptFailed("r", 1, "timeout", "", 2)
     stage.again(what, aggregated("x"), 2, 2)
     stage.to_end()
-    stage.rides.act([Inquire("r", 2)])
-    assert stage.news[-1] == stage.news[-2] == Finished("r", 2, len(right_answer(what)))
+    stage.dispatcher.act([QueryAttempt("r", 2)])
+    assert stage.news[-1] == stage.news[-2] == RequestFinished("r", 2, len(right_answer(what)))
     stage.begin(asked("s"), aggregated("x"))
     stage.call("x").step(3)
-    stage.rides.act([Abandon("s", ("x",)), Inquire("s", 0)])
+    stage.dispatcher.act([Abort("s", ("x",)), QueryAttempt("s", 0)])
     assert stage.call("x").cancelled
-    assert stage.news[-1] == Failed("s", 0, "timeout", "", 3)
-    stage.rides.act([Inquire("never heard of", 0)])
-    assert stage.news[-1] == Cancelled("never heard of")
+    assert stage.news[-1] == AttemptFailed("s", 0, "timeout", "", 3)
+    stage.dispatcher.act([QueryAttempt("never heard of", 0)])
+    assert stage.news[-1] == RequestCancelled("never heard of")
 
 
 def test_a_refusal_stops_what_runs() -> None:
@@ -338,7 +338,7 @@ def test_a_refusal_stops_what_runs() -> None:
     heard = stage.begin(asked(), aggregated("x"))
     stage.call("x").step()
     refusal = Refuse("r", "deadline", "too late")
-    stage.rides.act([Abandon("r", ("x",)), refusal])
+    stage.dispatcher.act([Abort("r", ("x",)), refusal])
     assert heard.refusal == refusal
     assert stage.call("x").cancelled
     stage.at_rest()
@@ -349,12 +349,12 @@ def test_a_slow_reader_holds_its_own_answer_and_nobody_is_blamed() -> None:
     what = asked()
     heard = stage.begin(what, aggregated("x"))
     stage.call("x").step()
-    stage.rides.room("r", False)
+    stage.dispatcher.room("r", False)
     assert stage.call("x").paused
     stage.clock.pass_s(500)
     assert stage.news == [FirstToken("r", 0)]
-    stage.rides.room("r", True)
-    stage.rides.room("r", True)
+    stage.dispatcher.room("r", True)
+    stage.dispatcher.room("r", True)
     stage.clock.pass_s(1.0)
     stage.to_end()
     heard.is_right()
@@ -363,12 +363,12 @@ def test_a_slow_reader_holds_its_own_answer_and_nobody_is_blamed() -> None:
 def test_a_replica_that_cannot_be_reached_fails_at_once() -> None:
     stage = Stage("x", "y")
     stage.begin(asked("a"), aggregated("gone"))
-    assert stage.news == [Failed("a", 0, "replica", "gone", 0)]
+    assert stage.news == [AttemptFailed("a", 0, "replica", "gone", 0)]
     stage.fleet.dead.add("y")
     heard = Heard(asked("b"))
-    stage.rides.begin(heard.asked, heard)
-    stage.rides.act([Run("b", handed_over("x", "y", 10), 0, 20, 0)])
-    assert stage.news[-1] == Failed("b", 0, "replica", "y", 0)
+    stage.dispatcher.begin(heard.asked, heard)
+    stage.dispatcher.act([Run("b", handed_over("x", "y", 10), 0, 20, 0)])
+    assert stage.news[-1] == AttemptFailed("b", 0, "replica", "y", 0)
     assert stage.call("x").cancelled
 
 
@@ -385,4 +385,6 @@ def test_an_engine_with_other_weights_is_not_who_it_was() -> None:
     for name, mark in (("a", b"abc"), ("b", b""), ("c", b"xyz")):
         stage.begin(asked(name), aggregated("x"))
         stage.call("x").listener.head(200, {b"x-potluck-fingerprint": mark} if mark else {})
-    assert [each for each in stage.news if isinstance(each, Failed)] == [Failed("c", 0, "replica", "x", 0)]
+    assert [each for each in stage.news if isinstance(each, AttemptFailed)] == [
+        AttemptFailed("c", 0, "replica", "x", 0)
+    ]

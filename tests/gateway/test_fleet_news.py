@@ -9,10 +9,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from potluck.core.brain.events import Cached, LinkReported
 from potluck.core.errors import PotluckError
-from potluck.gateway.fleet.links import Passed, link_reports
-from potluck.gateway.fleet.status import read_cache, read_status
+from potluck.core.state.events import CacheReported, LinkReported
+from potluck.gateway.registry.link_traffic import LinkTraffic, link_reports
+from potluck.gateway.registry.status_report import read_cache, read_status
 
 SAID = {
     "model": "m",
@@ -72,12 +72,15 @@ def test_cache_reports_keep_their_numbers_and_names() -> None:
     }
     epoch, reports = read_cache("a", json.dumps(body).encode())
     assert epoch == 77
-    assert reports == (Cached("a", 4, (1 << 100,), epoch=1, whole=True),)
+    assert reports == (CacheReported("a", 4, (1 << 100,), epoch=1, whole=True),)
 
 
 def test_a_link_is_slow_only_where_bytes_wait_for_it() -> None:
     planned = {("e", "w"): 8.0, ("w", "e"): 8.0}
-    waiting = {("e", "w"): Passed(1e8, 1.0, queued_bytes=5e8), ("w", "e"): Passed(1e8, 1.0, queued_bytes=5e7)}
+    waiting = {
+        ("e", "w"): LinkTraffic(1e8, 1.0, queued_bytes=5e8),
+        ("w", "e"): LinkTraffic(1e8, 1.0, queued_bytes=5e7),
+    }
     slow, idle = link_reports(waiting, planned, 1.0)
     assert slow == LinkReported("e", "w", 0.1, 5e8, pytest.approx(0.8))
     assert idle.gbps == 8.0

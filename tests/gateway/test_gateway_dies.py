@@ -23,7 +23,7 @@ sys.path.insert(0, str(ROOT / "tools"))
 from live_fleet import LiveFleet  # noqa: E402
 from live_plans import MODEL, WHOLE, write_plans  # noqa: E402
 
-from potluck.engine.shipped import shipped_model  # noqa: E402
+from potluck.engine.shipped_model import shipped_model  # noqa: E402
 
 pytestmark = pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="finds processes by /proc")
 TOKENS = 60

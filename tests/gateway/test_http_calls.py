@@ -13,12 +13,12 @@ import uvloop
 from hypothesis import given
 from hypothesis import strategies as st
 
-from potluck.api.errors import Refused
-from potluck.gateway.http.answers import AnswerReader
-from potluck.gateway.http.calls import Calls
-from potluck.gateway.http.fetch import Unanswered, fetch
-from potluck.gateway.http.wire import OpenCall
-from potluck.gateway.parts import Address, Headers
+from potluck.api.http_errors import HttpRefusal
+from potluck.gateway.http.connection_pool import ConnectionPool
+from potluck.gateway.http.engine_connection import EngineCall
+from potluck.gateway.http.fetch import NoResponse, fetch
+from potluck.gateway.http.response_reader import ResponseReader
+from potluck.gateway.interfaces import Address, Headers
 
 Talk = Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]
 OK = b"HTTP/1.1 200 OK\r\nContent-Length: 2\r\n\r\nhi"
@@ -51,7 +51,7 @@ class Ear:
         self.ended.set()
 
 
-def engine(talk: Talk, work: Callable[[Calls, Address], Awaitable[None]], **options: float) -> None:
+def engine(talk: Talk, work: Callable[[ConnectionPool, Address], Awaitable[None]], **options: float) -> None:
     async def run() -> None:
         async def hold(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
             with contextlib.suppress(ConnectionError, asyncio.IncompleteReadError):
@@ -59,7 +59,7 @@ def engine(talk: Talk, work: Callable[[Calls, Address], Awaitable[None]], **opti
             writer.close()
 
         server = await asyncio.start_server(hold, "127.0.0.1", 0)
-        calls = Calls(**options)
+        calls = ConnectionPool(**options)
         try:
             async with asyncio.timeout(120):
                 await work(calls, Address("127.0.0.1", server.sockets[0].getsockname()[1]))
@@ -89,7 +89,7 @@ def test_a_connection_is_used_again_and_the_request_is_whole() -> None:
             seen.append(await request(reader))
             writer.write(OK)
 
-    async def work(calls: Calls, address: Address) -> None:
+    async def work(calls: ConnectionPool, address: Address) -> None:
         for _ in range(3):
             got = await fetch(calls, address, b"POST", b"/x?y", b"body", headers=[(b"a", b"b")])
             assert (got[0], got[2]) == (200, b"hi")
@@ -111,7 +111,7 @@ def test_a_stale_connection_is_replaced_once_and_unseen() -> None:
         if len(visits) == 1:
             await request(reader)  # And then it is closed without a word.
 
-    async def work(calls: Calls, address: Address) -> None:
+    async def work(calls: ConnectionPool, address: Address) -> None:
         for _ in range(2):
             assert (await fetch(calls, address, b"GET", b"/"))[2] == b"hi"
 
@@ -126,8 +126,8 @@ def test_a_new_connection_that_fails_is_not_tried_again() -> None:
         visits.append(1)
         await request(reader)
 
-    async def work(calls: Calls, address: Address) -> None:
-        with pytest.raises(Unanswered, match="closed the connection before its answer"):
+    async def work(calls: ConnectionPool, address: Address) -> None:
+        with pytest.raises(NoResponse, match="closed the connection before its answer"):
             await fetch(calls, address, b"GET", b"/")
 
     engine(talk, work)
@@ -143,7 +143,7 @@ def test_idle_connections_are_closed() -> None:
         assert await reader.read(-1) == b""
         ended.append(1)
 
-    async def work(calls: Calls, address: Address) -> None:
+    async def work(calls: ConnectionPool, address: Address) -> None:
         await fetch(calls, address, b"GET", b"/")
         while len(calls):
             await asyncio.sleep(0.01)
@@ -179,7 +179,7 @@ def test_what_an_engine_says(said: bytes, heard: bytes, why: str) -> None:
         writer.write(said)
         await writer.drain()
 
-    async def work(calls: Calls, address: Address) -> None:
+    async def work(calls: ConnectionPool, address: Address) -> None:
         ear = Ear()
         calls.send(address, b"GET", b"/", b"", ear)
         await ear.ended.wait()
@@ -204,7 +204,7 @@ def test_silence_is_noticed_before_and_in_an_answer_and_not_while_we_rest() -> N
             writer.write(b"HTTP/1.1 200 OK\r\n\r\nx")
         await reader.read(-1)
 
-    async def work(calls: Calls, address: Address) -> None:
+    async def work(calls: ConnectionPool, address: Address) -> None:
         slow, half, mute, rests = Ear(), Ear(), Ear(), Ear()
         calls.send(address, b"GET", b"/slow", b"", slow, silence_s=0.2)
         calls.send(address, b"GET", b"/half", b"", half, silence_s=0.2)
@@ -235,7 +235,7 @@ def test_cancelling_closes_the_connection_and_nobody_hears() -> None:
         finally:
             ended.set()
 
-    async def work(calls: Calls, address: Address) -> None:
+    async def work(calls: ConnectionPool, address: Address) -> None:
         ear = Ear()
         call = calls.send(address, b"GET", b"/", b"", ear)
         await ear.came.wait()
@@ -264,7 +264,7 @@ def test_resting_holds_the_engine_back() -> None:
             await writer.drain()
             sent += 1
 
-    async def work(calls: Calls, address: Address) -> None:
+    async def work(calls: ConnectionPool, address: Address) -> None:
         ear = Ear()
         call = calls.send(address, b"GET", b"/", b"", ear)
         await ear.came.wait()
@@ -283,15 +283,15 @@ def test_resting_holds_the_engine_back() -> None:
 
 def test_who_cannot_be_reached_is_told_after_send_returned() -> None:
     async def work() -> None:
-        calls = Calls(most=0)
+        calls = ConnectionPool(most=0)
         ear = Ear()
         calls.send(Address("127.0.0.1", 9), b"GET", b"/", b"", ear)
         assert not ear.ended.is_set()
         await ear.ended.wait()
         assert "too many connections" in ear.why
-        calls = Calls()
+        calls = ConnectionPool()
         for host in ("127.0.0.1", "::1", "no such name"):
-            with pytest.raises((Unanswered, ValueError)):
+            with pytest.raises((NoResponse, ValueError)):
                 await fetch(calls, Address(host, 9), b"GET", b"/")
         with pytest.raises(ValueError, match="line end"):
             calls.send(Address("127.0.0.1", 9), b"GET", b"/", b"", ear, headers=[(b"a", b"b\r\nc: d")])
@@ -308,10 +308,10 @@ def test_whole_answers_have_a_size_and_a_time() -> None:
             writer.write(b"HTTP/1.1 200 OK\r\nContent-Length: 100\r\n\r\n" + b"x" * 100)
         await reader.read(-1)
 
-    async def work(calls: Calls, address: Address) -> None:
-        with pytest.raises(Unanswered, match="larger than 50 bytes"):
+    async def work(calls: ConnectionPool, address: Address) -> None:
+        with pytest.raises(NoResponse, match="larger than 50 bytes"):
             await fetch(calls, address, b"GET", b"/large", most_bytes=50)
-        with pytest.raises(Unanswered, match="0.05 s"):
+        with pytest.raises(NoResponse, match="0.05 s"):
             await fetch(calls, address, b"GET", b"/never", within_s=0.05)
 
     engine(talk, work)
@@ -328,7 +328,7 @@ ANSWER = (
 )
 def test_any_cut_gives_the_same_answer(data: bytes, places: list[int]) -> None:
     marks = sorted({min(place, len(data)) for place in places} | {0, len(data)})
-    reader, got = AnswerReader(False), b""
+    reader, got = ResponseReader(False), b""
     for a, b in itertools.pairwise(marks):
         got += reader.feed(data[a:b])
     assert (reader.status, got, reader.over, reader.rest) == (
@@ -341,10 +341,10 @@ def test_any_cut_gives_the_same_answer(data: bytes, places: list[int]) -> None:
 
 @given(st.binary(max_size=80))
 def test_an_answer_of_garbage_is_refused_or_awaited(data: bytes) -> None:
-    reader = AnswerReader(False)
+    reader = ResponseReader(False)
     try:
         reader.feed(data)
-    except Refused:
+    except HttpRefusal:
         return
     assert not reader.over or data.startswith(b"HTTP/1.")
 
@@ -357,13 +357,13 @@ def test_nothing_of_a_request_is_kept_when_it_was_answered() -> None:
             await request(reader)
             writer.write(OK)
 
-    async def work(calls: Calls, address: Address) -> None:
+    async def work(calls: ConnectionPool, address: Address) -> None:
         gc.collect()  # What other tests left is not this one's.
         for _ in range(20):
             ear = Ear()
             calls.send(address, b"POST", b"/", b"x" * 1000, ear, silence_s=600)
             await ear.ended.wait()
-        assert not [each for each in gc.get_objects() if type(each) is OpenCall]
+        assert not [each for each in gc.get_objects() if type(each) is EngineCall]
         assert sum(len(each) for each in calls.wheel._slots.values()) == 1
 
     engine(talk, work)
@@ -379,7 +379,7 @@ def test_a_short_patience_counts_on_a_connection_that_was_watched_for_long() -> 
         asked.append(await request(reader))
         await reader.read()
 
-    async def work(calls: Calls, address: Address) -> None:
+    async def work(calls: ConnectionPool, address: Address) -> None:
         for silence_s in (600, 60):
             ear = Ear()
             calls.send(address, b"POST", b"/", b"", ear, silence_s=silence_s)

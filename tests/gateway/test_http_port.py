@@ -12,9 +12,9 @@ from dataclasses import replace
 import pytest
 import uvloop
 
+from potluck.gateway.http.client_listener import ClientListener, open_port
 from potluck.gateway.http.limits import HttpLimits
-from potluck.gateway.http.port import Port, open_port
-from potluck.gateway.parts import Exchange
+from potluck.gateway.interfaces import Exchange
 
 LIMITS = HttpLimits(body_bytes=200_000, linger_s=0.4)
 GET = b"GET %b HTTP/1.1\r\nHost: here\r\n\r\n"
@@ -51,16 +51,16 @@ class Desk:
         return self.kept.pop(0)
 
 
-Work = Callable[[Port, Desk], Awaitable[None]]
+Work = Callable[[ClientListener, Desk], Awaitable[None]]
 
 
 def serve(work: Work, limits: HttpLimits = LIMITS) -> None:
     async def run() -> None:
-        desk = Desk()
-        port = await open_port(desk, "127.0.0.1", 0, limits=limits)
+        brain_loop = Desk()
+        port = await open_port(brain_loop, "127.0.0.1", 0, limits=limits)
         try:
             async with asyncio.timeout(120):
-                await work(port, desk)
+                await work(port, brain_loop)
         finally:
             await port.close(0.1)
         assert len(port) == 0
@@ -68,11 +68,11 @@ def serve(work: Work, limits: HttpLimits = LIMITS) -> None:
     uvloop.run(run())
 
 
-async def join(port: Port) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+async def join(port: ClientListener) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
     return await asyncio.open_connection("127.0.0.1", int(port.address.rsplit(":", 1)[1]))
 
 
-async def ask(port: Port, data: bytes) -> bytes:
+async def ask(port: ClientListener, data: bytes) -> bytes:
     """Send it, and read until the other side ends."""
     reader, writer = await join(port)
     writer.write(data)
@@ -89,13 +89,13 @@ CLOSING = b"GET /echo HTTP/1.1\r\nHost: here\r\nConnection: close\r\n\r\n"
 
 
 def test_answers_come_in_the_order_of_the_requests() -> None:
-    async def work(port: Port, desk: Desk) -> None:
+    async def work(port: ClientListener, brain_loop: Desk) -> None:
         reader, writer = await join(port)
         body = b"POST /echo HTTP/1.1\r\nHost: here\r\nContent-Length: 2\r\n\r\n"
         writer.write(GET % b"/later" + body + b"hi" + GET % b"/stream" + CLOSING)
-        first = await desk.one()
+        first = await brain_loop.one()
         assert (first.method, first.path, first.query, first.peer) == (b"GET", b"/later", b"", "127.0.0.1")
-        assert desk.kept == []
+        assert brain_loop.kept == []
         first.reply(200, b"now")
         assert bare(await reader.read(-1)) == (
             b"HTTP/1.1 200 OK\r\ncontent-length: 3\r\n\r\nnow"
@@ -109,7 +109,7 @@ def test_answers_come_in_the_order_of_the_requests() -> None:
 
 
 def test_thousands_of_small_requests_in_one_read() -> None:
-    async def work(port: Port, desk: Desk) -> None:
+    async def work(port: ClientListener, brain_loop: Desk) -> None:
         got = await ask(port, GET % b"/echo" * 3000 + CLOSING)
         assert got.count(b"200 OK") == 3001
 
@@ -117,7 +117,7 @@ def test_thousands_of_small_requests_in_one_read() -> None:
 
 
 def test_head_has_the_length_and_no_body_and_10_ends_by_closing() -> None:
-    async def work(port: Port, desk: Desk) -> None:
+    async def work(port: ClientListener, brain_loop: Desk) -> None:
         head = b"HEAD /echo HTTP/1.1\r\nHost: here\r\nContent-Length: 2\r\nConnection: close\r\n\r\nhi"
         assert bare(await ask(port, head)).endswith(b"content-length: 2\r\nconnection: close\r\n\r\n")
         streamed = b"HEAD /stream HTTP/1.1\r\nHost: here\r\nConnection: close\r\n\r\n"
@@ -129,7 +129,7 @@ def test_head_has_the_length_and_no_body_and_10_ends_by_closing() -> None:
 
 
 def test_a_body_waits_for_the_word() -> None:
-    async def work(port: Port, desk: Desk) -> None:
+    async def work(port: ClientListener, brain_loop: Desk) -> None:
         reader, writer = await join(port)
         writer.write(
             b"POST /echo HTTP/1.1\r\nHost: here\r\nExpect: 100-continue\r\nContent-Length: 3\r\n\r\n"
@@ -144,11 +144,11 @@ def test_a_body_waits_for_the_word() -> None:
 
 @pytest.mark.parametrize("half", [False, True])
 def test_a_client_that_leaves_is_noticed_once(half: bool) -> None:
-    async def work(port: Port, desk: Desk) -> None:
+    async def work(port: ClientListener, brain_loop: Desk) -> None:
         for path, begins in ((b"/a", False), (b"/b", True)):
             _, writer = await join(port)
             writer.write(GET % path)
-            exchange = await desk.one()
+            exchange = await brain_loop.one()
             if begins:
                 exchange.begin(200)
                 exchange.write(b"x")
@@ -156,50 +156,50 @@ def test_a_client_that_leaves_is_noticed_once(half: bool) -> None:
                 writer.write_eof()
             else:
                 writer.close()
-            while path not in desk.gone:
+            while path not in brain_loop.gone:
                 await asyncio.sleep(0.001)
             exchange.write(b"x")
             exchange.end() if begins else exchange.reply(200, b"")
             writer.close()
         await asyncio.sleep(0.01)
-        assert desk.gone == [b"/a", b"/b"]
+        assert brain_loop.gone == [b"/a", b"/b"]
 
     serve(work)
 
 
 def test_dropping_cuts_off_and_tells_nobody() -> None:
-    async def work(port: Port, desk: Desk) -> None:
+    async def work(port: ClientListener, brain_loop: Desk) -> None:
         reader, writer = await join(port)
         writer.write(GET % b"/a")
-        exchange = await desk.one()
+        exchange = await brain_loop.one()
         exchange.begin(200)
         exchange.write(b"x")
         await asyncio.sleep(0.01)
         exchange.drop()
         got = await reader.read(-1)
         assert got.endswith(b"1\r\nx\r\n")
-        assert desk.gone == []
+        assert brain_loop.gone == []
         writer.close()
 
     serve(work)
 
 
 def test_a_slow_reader_holds_the_writer_back_and_is_dropped_at_last() -> None:
-    async def work(port: Port, desk: Desk) -> None:
+    async def work(port: ClientListener, brain_loop: Desk) -> None:
         reader, writer = await join(port)
         writer.write(GET % b"/a")
-        exchange = await desk.one()
+        exchange = await brain_loop.one()
         exchange.begin(200)
-        while False not in desk.room:
+        while False not in brain_loop.room:
             exchange.write(b"x" * 50_000)
             await asyncio.sleep(0)
-        while True not in desk.room:
+        while True not in brain_loop.room:
             await reader.read(1_000_000)
-        desk.room.clear()
-        while False not in desk.room:
+        brain_loop.room.clear()
+        while False not in brain_loop.room:
             exchange.write(b"x" * 50_000)
             await asyncio.sleep(0)
-        while not desk.gone:
+        while not brain_loop.gone:
             await asyncio.sleep(0.01)
         assert port.dropped["stalled"] == 1
         writer.close()
@@ -207,12 +207,12 @@ def test_a_slow_reader_holds_the_writer_back_and_is_dropped_at_last() -> None:
     serve(work, replace(LIMITS, stalled_s=0.2))
 
 
-async def status_of(port: Port, data: bytes) -> int:
+async def status_of(port: ClientListener, data: bytes) -> int:
     return int((await ask(port, data)).split(b" ")[1])
 
 
 def test_refusals_are_answers_and_then_the_end() -> None:
-    async def work(port: Port, desk: Desk) -> None:
+    async def work(port: ClientListener, brain_loop: Desk) -> None:
         long = b"POST /echo HTTP/1.1\r\nHost: here\r\nContent-Length: 300000\r\n\r\n" + b"x" * 300_000
         assert await status_of(port, long) == 413
         assert await status_of(port, b"GET / HTTP/1.1\r\nHost: a\r\nHost: b\r\n\r\n" + CLOSING) == 400
@@ -229,7 +229,7 @@ def test_refusals_are_answers_and_then_the_end() -> None:
 def test_slow_heads_and_bodies_are_told_and_idle_ones_are_closed() -> None:
     limits = replace(LIMITS, head_s=0.1, body_s=0.1, idle_s=0.1, body_bytes_per_s=10_000_000)
 
-    async def work(port: Port, desk: Desk) -> None:
+    async def work(port: ClientListener, brain_loop: Desk) -> None:
         assert await status_of(port, b"GET / HT") == 408
         assert await status_of(port, b"POST / HTTP/1.1\r\nHost: a\r\nContent-Length: 9\r\n\r\nabc") == 408
         assert await ask(port, b"") == b""
@@ -239,7 +239,7 @@ def test_slow_heads_and_bodies_are_told_and_idle_ones_are_closed() -> None:
 
 
 def test_a_large_body_has_time_by_its_rate() -> None:
-    async def work(port: Port, desk: Desk) -> None:
+    async def work(port: ClientListener, brain_loop: Desk) -> None:
         reader, writer = await join(port)
         writer.write(b"POST /echo HTTP/1.1\r\nHost: a\r\nContent-Length: 60000\r\n\r\n")
         for _ in range(6):
@@ -252,17 +252,17 @@ def test_a_large_body_has_time_by_its_rate() -> None:
 
 
 def test_who_waits_gives_way_and_who_works_does_not() -> None:
-    async def work(port: Port, desk: Desk) -> None:
+    async def work(port: ClientListener, brain_loop: Desk) -> None:
         first, writer = await join(port)
         writer.write(GET % b"/a")
-        busy = await desk.one()
+        busy = await brain_loop.one()
         waiting, other = await join(port)
         other.write(b"GET / HT")
         await asyncio.sleep(0.02)
         reader, third = await join(port)
         third.write(GET % b"/b")
         assert b"503" in await waiting.read(-1)
-        also = await desk.one()
+        also = await brain_loop.one()
         assert b" 503 " in await ask(port, b"")
         busy.reply(200, b"a")
         also.reply(200, b"b")
@@ -275,7 +275,7 @@ def test_who_waits_gives_way_and_who_works_does_not() -> None:
 
 
 def test_the_largest_of_too_many_bodies_goes() -> None:
-    async def work(port: Port, desk: Desk) -> None:
+    async def work(port: ClientListener, brain_loop: Desk) -> None:
         small, one = await join(port)
         large, two = await join(port)
         head = b"POST /echo HTTP/1.1\r\nHost: a\r\nContent-Length: 9000\r\n\r\n"
@@ -294,15 +294,15 @@ def test_the_largest_of_too_many_bodies_goes() -> None:
 
 def test_closing_lets_answers_end_and_says_that_they_are_the_last() -> None:
     async def run() -> None:
-        desk = Desk()
-        port = await open_port(desk, "127.0.0.1", 0, limits=LIMITS)
+        brain_loop = Desk()
+        port = await open_port(brain_loop, "127.0.0.1", 0, limits=LIMITS)
         idle, one = await join(port)
         reader, two = await join(port)
         begun, three = await join(port)
         two.write(GET % b"/a")
-        first = await desk.one()
+        first = await brain_loop.one()
         three.write(GET % b"/b")
-        second = await desk.one()
+        second = await brain_loop.one()
         second.begin(200)
         closing = asyncio.create_task(port.close(10))
         assert await idle.read(-1) == b""
@@ -321,13 +321,13 @@ def test_closing_lets_answers_end_and_says_that_they_are_the_last() -> None:
 
 
 def test_closing_cuts_off_what_does_not_end() -> None:
-    async def work(port: Port, desk: Desk) -> None:
+    async def work(port: ClientListener, brain_loop: Desk) -> None:
         reader, writer = await join(port)
         writer.write(GET % b"/a")
-        await desk.one()
+        await brain_loop.one()
         await port.close(0.05)
         assert await reader.read(-1) == b""
-        assert desk.gone == [b"/a"]
+        assert brain_loop.gone == [b"/a"]
         writer.close()
 
     serve(work)
@@ -336,7 +336,7 @@ def test_closing_cuts_off_what_does_not_end() -> None:
 def test_a_fault_of_ours_is_one_500_and_a_line_end_in_a_header_is_a_fault(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    async def work(port: Port, desk: Desk) -> None:
+    async def work(port: ClientListener, brain_loop: Desk) -> None:
         got = await ask(port, GET % b"/fault" + GET % b"/inject" + CLOSING)
         assert [int(line[9:12]) for line in re.findall(rb"HTTP/1.1 \d+", got)] == [500, 500, 200]
         assert b"set-cookie" not in got
@@ -352,7 +352,7 @@ def test_garbage_never_makes_a_fault(caplog: pytest.LogCaptureFixture) -> None:
         + GET % b"/stream"
     )
 
-    async def work(port: Port, desk: Desk) -> None:
+    async def work(port: ClientListener, brain_loop: Desk) -> None:
         draw = random.Random(7)
 
         async def one() -> None:

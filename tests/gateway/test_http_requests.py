@@ -10,11 +10,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from potluck.api.errors import Refused
-from potluck.gateway.http.chunks import Chunks
+from potluck.api.http_errors import HttpRefusal
+from potluck.gateway.http.chunked import ChunkedReader
 from potluck.gateway.http.heads import ONCE
 from potluck.gateway.http.limits import HttpLimits
-from potluck.gateway.http.requests import RequestReader
+from potluck.gateway.http.request_reader import RequestReader
 
 SMALL = HttpLimits(line_bytes=200, head_bytes=600, fields=8, body_bytes=500)
 HOST = b"Host: here\r\n"
@@ -32,15 +32,15 @@ def read(pieces: list[bytes], limits: HttpLimits = SMALL) -> tuple[Seen, bool]:
                 seen.append(
                     (got.method, got.path, got.query, dict(got.headers), got.v11, got.stays, got.body)
                 )
-    except Refused:
+    except HttpRefusal:
         return seen, True
     return seen, False
 
 
-def refusal(data: bytes, limits: HttpLimits = SMALL) -> Refused:
+def refusal(data: bytes, limits: HttpLimits = SMALL) -> HttpRefusal:
     reader = RequestReader(limits)
     reader.feed(data)
-    with pytest.raises(Refused) as caught:
+    with pytest.raises(HttpRefusal) as caught:
         reader.take()
     assert str(caught.value)
     return caught.value
@@ -337,7 +337,7 @@ def test_garbage_is_refused_or_awaited(data: bytes, places: list[int]) -> None:
 @given(bodies, st.lists(st.integers(0, 40), max_size=5), st.lists(st.integers(0, 400), max_size=8))
 def test_chunks_come_back_as_they_were(body: bytes, pieces: list[int], places: list[int]) -> None:
     sent = b"".join(b"%X\r\n%b\r\n" % (len(piece), piece) for piece in cut(body, pieces) if piece)
-    chunks, got = Chunks(), b""
+    chunks, got = ChunkedReader(), b""
     for piece in cut(sent + b"0\r\n\r\nmore", places):
         got += chunks.feed(piece) if not chunks.over else b""
     assert got == body

@@ -9,16 +9,16 @@ from types import SimpleNamespace
 import pytest
 
 from potluck.core.errors import FormatError
-from potluck.gateway.fleet.engine import Engine
-from potluck.gateway.fleet.lateness import WINDOW_S, Lateness, slow_lines
-from potluck.gateway.fleet.roster import Entry
-from potluck.gateway.fleet.status import Said, read_status
-from potluck.gateway.fleet.watch import Watch
-from potluck.gateway.parts import Address
+from potluck.gateway.fleet.emulation_lag import WINDOW_S, EmulationLag, slow_lines
+from potluck.gateway.interfaces import Address
+from potluck.gateway.registry.engine_client import EngineRecord
+from potluck.gateway.registry.engine_list import EngineEntry
+from potluck.gateway.registry.health import HealthChecker
+from potluck.gateway.registry.status_report import StatusReport, read_status
 
 
 def test_a_slow_machine_is_told_of_and_a_quick_one_is_not() -> None:
-    late = Lateness()
+    late = EmulationLag()
     assert slow_lines(late.slowdown) == []
     late.told("a", 5.0, 500.0)
     assert late.slowdown is None, "what an engine did before it was asked is its warming up"
@@ -42,7 +42,7 @@ def test_a_slow_machine_is_told_of_and_a_quick_one_is_not() -> None:
 def test_engines_that_compute_for_real_say_nothing_of_it() -> None:
     said = read_status(b'{"state": "ready"}')
     assert (said.predicted_s, said.took_s) == (0.0, 0.0)
-    late = Lateness()
+    late = EmulationLag()
     for _ in range(3):
         late.told("a", said.predicted_s, said.took_s)
     assert late.slowdown is None
@@ -53,14 +53,14 @@ def test_engines_that_compute_for_real_say_nothing_of_it() -> None:
 def test_the_watch_adds_up_what_engines_say() -> None:
     answers = iter((1.0, 2.0, 3.0))
 
-    async def status(_: Engine) -> Said:
+    async def status(_: EngineRecord) -> StatusReport:
         seconds = next(answers)
         notes = {"emulated_predicted_s": seconds, "emulated_took_s": 2.5 * seconds}
         return read_status(json.dumps({"state": "ready", "notes": notes}).encode())
 
-    keeper = SimpleNamespace(caller=SimpleNamespace(status=status), heard=lambda engine: None)
-    watch = Watch(keeper, lambda event: None, caches=False, planned_gbps={})  # type: ignore[arg-type]
-    engine = Engine(Entry("http://h:2", Address("h", 2)))
+    registry = SimpleNamespace(caller=SimpleNamespace(status=status), heard=lambda engine: None)
+    watch = HealthChecker(registry, lambda event: None, caches=False, planned_gbps={})  # type: ignore[arg-type]
+    engine = EngineRecord(EngineEntry("http://h:2", Address("h", 2)))
     for _ in range(3):
         asyncio.run(watch._ask(engine))
     assert watch.lateness.slowdown == pytest.approx(2.5)

@@ -10,27 +10,27 @@ import pytest
 from aiohttp import ClientSession
 from aiohttp.test_utils import TestServer
 
-from potluck.core.brain.actions import Action, Drain, Flip
 from potluck.core.brain.brain import Brain
-from potluck.core.brain.events import Event, Ordered, Planned, ReplicaReady
-from potluck.core.brain.facts import Facts, ModelFacts
-from potluck.core.brain.policy import Policy
 from potluck.core.errors import InputError
+from potluck.core.state.actions import Action, DrainReplica, FlipReplica
+from potluck.core.state.events import Event, OperatorOrdered, PlanReceived, ReplicaReady
+from potluck.core.state.facts import FleetFacts, ModelFacts
+from potluck.core.state.policy import Policy
 from potluck.core.values.layout import single
-from potluck.core.values.member import Member
-from potluck.core.values.plan import Deployment, NodeCount, Plan, Replica, Template
-from potluck.core.values.types import Offer, Region, Role
-from potluck.gateway.admin.app import Office, build_admin
-from potluck.gateway.admin.feed import Feed
+from potluck.core.values.plan import Deployment, NodeCount, Plan, PlannedReplica, Template
+from potluck.core.values.replica_spec import ReplicaSpec
+from potluck.core.values.types import NodeOffer, Region, Role
+from potluck.gateway.admin.app import AdminContext, build_admin
+from potluck.gateway.admin.feed import EventFeed
 from potluck.gateway.admin.meter import FullMeter
-from potluck.gateway.admin.metrics import Metrics
-from potluck.gateway.desk.cordons import Cordons
-from potluck.gateway.desk.desk import Desk
-from potluck.gateway.desk.herald import Herald
-from potluck.gateway.desk.oversight import Oversight
-from potluck.gateway.fleet.keeper import Wanted
-from potluck.gateway.parts import Address
-from potluck.worlds.scene import Engine
+from potluck.gateway.admin.metrics import GatewayMetrics
+from potluck.gateway.brain_loop.cordons import Cordons
+from potluck.gateway.brain_loop.decision_log import DecisionLog
+from potluck.gateway.brain_loop.loop import BrainLoop
+from potluck.gateway.brain_loop.operations import Operations
+from potluck.gateway.interfaces import Address
+from potluck.gateway.registry.registry import WantedFleet
+from potluck.runtime.resolved_plan import EngineSetup
 
 
 class Fleet:
@@ -43,7 +43,7 @@ class Fleet:
                 kind,
                 "m",
                 (NodeCount("1xA10", 1),),
-                (Replica(role, single("1xA10", 1, 2)),),
+                (PlannedReplica(role, single("1xA10", 1, 2)),),
                 (),
                 "measured",
             )
@@ -60,34 +60,38 @@ class Fleet:
             1.0,
             0.0,
         )
-        self.brain = Brain(Facts({"m": ModelFacts(1e5)}, {}, {}, {}), Policy())
-        self.desk = Desk(self.brain, self.brain.flights)
+        self.brain = Brain(FleetFacts({"m": ModelFacts(1e5)}, {}, {}, {}), Policy())
+        self.brain_loop = BrainLoop(self.brain, self.brain.requests)
         self.done: list[Action] = []
         self.told: list[tuple[str, str]] = []
-        self.desk.manage = self.done.extend
-        herald = Herald(lambda: "")
-        herald.decided = lambda what, why: self.told.append((what, why))
-        self.desk.watchers.append(herald)
-        self.desk.tell(Planned(plan))
+        self.brain_loop.manage = self.done.extend
+        decision_log = DecisionLog(lambda: "")
+        decision_log.decided = lambda what, why: self.told.append((what, why))
+        self.brain_loop.watchers.append(decision_log)
+        self.brain_loop.tell(PlanReceived(plan))
         self.names = list(self.brain.fleet.views)
         if ready:
             for name in self.names:
-                self.desk.tell(ReplicaReady(name))
+                self.brain_loop.tell(ReplicaReady(name))
         self.done.clear()
         self.drains: dict[str, float] = {}
         engines = [SimpleNamespace(entry=SimpleNamespace(address=SimpleNamespace(host="h")))]
-        keeper = SimpleNamespace(find=self._endpoint, engines=engines)
+        registry = SimpleNamespace(find=self._endpoint, engines=engines)
         self.kept: list[list[str]] = []
         self.cordons = Cordons(
             self.brain.fleet.views,
-            keeper,  # type: ignore[arg-type]
-            self.desk.tell,
+            registry,  # type: ignore[arg-type]
+            self.brain_loop.tell,
             lambda marks: self.kept.append(list(marks)),
         )
-        center = SimpleNamespace(
-            brain=self.brain, desk=self.desk, keeper=keeper, drains=self.drains, cordons=self.cordons
+        core = SimpleNamespace(
+            brain=self.brain,
+            brain_loop=self.brain_loop,
+            registry=registry,
+            drains=self.drains,
+            cordons=self.cordons,
         )
-        self.oversight = Oversight(center)  # type: ignore[arg-type]
+        self.oversight = Operations(core)  # type: ignore[arg-type]
 
     def _endpoint(self, name: str) -> SimpleNamespace:
         return SimpleNamespace(address=Address("h", self.names.index(name)))
@@ -98,7 +102,7 @@ def test_a_drain_is_told_to_the_brain_and_noted_as_by_hand() -> None:
     first = fleet.names[0]
     said = fleet.oversight.drain({"replica": first})
     assert said == {"replica": first, "with_it": [], "open_requests": 0}
-    assert Drain(first) in fleet.done
+    assert DrainReplica(first) in fleet.done
     assert (f"{first}: drain", "by hand") in fleet.told
     assert (f"{first} drains", "by hand") in fleet.told
     assert list(fleet.drains) == ["http://h:0"], "for whoever started its engine"
@@ -126,7 +130,7 @@ def test_what_comes_up_on_a_cordoned_host_is_left_alone_too() -> None:
     fleet.cordons.inherit(["h"])
     fleet.cordons.look()
     (name,) = fleet.names
-    fleet.desk.tell(ReplicaReady(name))
+    fleet.brain_loop.tell(ReplicaReady(name))
     assert fleet.brain.fleet.views[name].serves
     fleet.cordons.look()
     assert not fleet.brain.fleet.views[name].serves
@@ -153,7 +157,7 @@ def test_a_role_is_flipped_where_somebody_is_left_for_the_other() -> None:
     first, second, third = fleet.names
     said = fleet.oversight.flip({"replica": first, "role": "decode"})
     assert (said["role"], said["before"], said["planned"]) == ("decode", "prefill", "prefill")
-    assert fleet.done == [Flip(first, "decode")]
+    assert fleet.done == [FlipReplica(first, "decode")]
     with pytest.raises(InputError, match="no replica to prefill for m"):
         fleet.oversight.flip({"replica": second, "role": "decode"})
     assert fleet.oversight.flip({"replica": third, "role": "prefill"})["role"] == "prefill"
@@ -185,9 +189,12 @@ def test_who_is_not_ready_takes_no_orders() -> None:
 def test_both_are_posted_to_the_operators_port_with_its_key() -> None:
     fleet = Fleet("prefill", "prefill", "decode")
     heard: list[Event] = []
-    fleet.desk.watchers.append(lambda at_s, event, actions: heard.append(event))
-    office = Office(
-        Metrics(FullMeter(lambda told: None, None, lambda name: "")), fleet.oversight, Feed(), key="k"
+    fleet.brain_loop.watchers.append(lambda at_s, event, actions: heard.append(event))
+    office = AdminContext(
+        GatewayMetrics(FullMeter(lambda told: None, None, lambda name: "")),
+        fleet.oversight,
+        EventFeed(),
+        key="k",
     )
 
     async def run() -> list[tuple[int, Any]]:
@@ -207,22 +214,26 @@ def test_both_are_posted_to_the_operators_port_with_its_key() -> None:
     statuses, bodies = zip(*asyncio.run(run()), strict=True)
     assert statuses == (401, 200, 400, 404)
     assert "no replica to prefill" in bodies[2]["error"]["message"], "the other one is being drained"
-    assert [event for event in heard if isinstance(event, Ordered)] == [Ordered(fleet.names[0], "drain")]
+    assert [event for event in heard if isinstance(event, OperatorOrdered)] == [
+        OperatorOrdered(fleet.names[0], "drain")
+    ]
 
 
 def test_the_market_is_told_and_decisions_are_read_over_http() -> None:
-    regions = (Region("east", (Offer("1xA10", 1.0, 1),)),)
+    regions = (Region("east", (NodeOffer("1xA10", 1.0, 1),)),)
     fleet = Fleet("mixed", "mixed")
     told: list[tuple[Region, ...]] = []
-    center = SimpleNamespace(
+    core = SimpleNamespace(
         brain=fleet.brain,
-        desk=fleet.desk,
-        herald=fleet.desk.watchers[0],
-        kits=SimpleNamespace(scene=SimpleNamespace(regions=regions)),
+        brain_loop=fleet.brain_loop,
+        decision_log=fleet.brain_loop.watchers[0],
+        replica_models=SimpleNamespace(resolved=SimpleNamespace(regions=regions)),
         quote=told.append,
     )
-    oversight = Oversight(center)  # type: ignore[arg-type]
-    office = Office(Metrics(FullMeter(lambda told: None, None, lambda name: "")), oversight, Feed())
+    oversight = Operations(core)  # type: ignore[arg-type]
+    office = AdminContext(
+        GatewayMetrics(FullMeter(lambda told: None, None, lambda name: "")), oversight, EventFeed()
+    )
 
     async def run() -> list[tuple[int, Any]]:
         found = []
@@ -243,7 +254,7 @@ def test_the_market_is_told_and_decisions_are_read_over_http() -> None:
 
     statuses, bodies = zip(*asyncio.run(run()), strict=True)
     assert statuses == (200, 404, 404, 400, 200, 200, 400)
-    assert told == [(Region("east", (Offer("1xA10", 0.5, 3),)),)]
+    assert told == [(Region("east", (NodeOffer("1xA10", 0.5, 3),)),)]
     first, second = bodies[4], bodies[5]
     assert [each["number"] for each in first["decisions"]] == list(range(1, len(first["decisions"]) + 1))
     assert second["decisions"] == first["decisions"][1:]
@@ -252,12 +263,12 @@ def test_the_market_is_told_and_decisions_are_read_over_http() -> None:
 
 
 def test_what_is_wanted_comes_with_the_steps_that_are_reckoned_with() -> None:
-    member = Member("a", "u", "t", 1, "group", "m", "mixed", "east")
-    keeper = SimpleNamespace(wanted=lambda: Wanted(((member, "mixed", False, ""),), (), None, 3))
-    kit = SimpleNamespace(engine=Engine(token_budget=192))
-    center = SimpleNamespace(
-        keeper=keeper,
-        kits=SimpleNamespace(kits={("t", 1): kit}),
+    member = ReplicaSpec("a", "u", "t", 1, "group", "m", "mixed", "east")
+    registry = SimpleNamespace(wanted=lambda: WantedFleet(((member, "mixed", False, ""),), (), None, 3))
+    replica_model = SimpleNamespace(engine=EngineSetup(token_budget=192))
+    core = SimpleNamespace(
+        registry=registry,
+        replica_models=SimpleNamespace(replica_models={("t", 1): replica_model}),
         plan_version=1,
         plan_mark="",
         market=None,
@@ -265,9 +276,9 @@ def test_what_is_wanted_comes_with_the_steps_that_are_reckoned_with() -> None:
         drains={"http://h:1": 0.0, "http://h:2": -60.0},
         cordons=SimpleNamespace(marks=["h"]),
         brain=SimpleNamespace(fleet=SimpleNamespace(views={})),
-        desk=SimpleNamespace(now_s=lambda: 7.0),
+        brain_loop=SimpleNamespace(now_s=lambda: 7.0),
     )
-    wanted = Oversight(center).wanted()  # type: ignore[arg-type]
+    wanted = Operations(core).wanted()  # type: ignore[arg-type]
     (found,) = wanted["replicas"]
     assert (found["id"], found["step_tokens"]) == ("a", 192)
     assert (wanted["cordoned"], wanted["up_s"]) == (["h"], 7.0)

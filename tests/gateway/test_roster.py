@@ -10,17 +10,19 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from potluck.core.errors import PotluckError
-from potluck.core.values.member import Member
-from potluck.gateway.fleet.roster import Entry, address_of, matched, read_roster
-from potluck.gateway.parts import Address
+from potluck.core.values.replica_spec import ReplicaSpec
+from potluck.gateway.interfaces import Address
+from potluck.gateway.registry.engine_list import EngineEntry, address_of, matched, read_roster
 
 
-def _member(name: str, template: str = "t", index: int = 0, region: str = "east", model: str = "m") -> Member:
-    return Member(name, "u", template, index, "homogeneous", model, "mixed", region)
+def _member(
+    name: str, template: str = "t", index: int = 0, region: str = "east", model: str = "m"
+) -> ReplicaSpec:
+    return ReplicaSpec(name, "u", template, index, "homogeneous", model, "mixed", region)
 
 
-def _entry(place: int, **said: object) -> Entry:
-    return Entry(f"http://h:{place}", Address("h", place), **said)  # type: ignore[arg-type]
+def _entry(place: int, **said: object) -> EngineEntry:
+    return EngineEntry(f"http://h:{place}", Address("h", place), **said)  # type: ignore[arg-type]
 
 
 def test_a_file_is_read(tmp_path: Path) -> None:

@@ -8,9 +8,9 @@ from dataclasses import replace
 import pytest
 
 from potluck.core.errors import FormatError
-from potluck.gateway.fleet.skills import skills_of
-from potluck.gateway.fleet.status import read_status
-from potluck.gateway.parts import Address, Endpoint
+from potluck.gateway.interfaces import Address, Endpoint
+from potluck.gateway.registry.model_abilities import skills_of
+from potluck.gateway.registry.status_report import read_status
 
 ONE = Endpoint("a", "m", "here", Address("h", 1), own=True, adapters=("x", "y"))
 

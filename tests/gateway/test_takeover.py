@@ -16,10 +16,10 @@ from certificates import make_certificates
 
 from potluck.api.tls import server_tls
 from potluck.core.errors import InputError
+from potluck.gateway.http.client_listener import ClientListener, open_port
 from potluck.gateway.http.limits import HttpLimits
-from potluck.gateway.http.port import Port, open_port
-from potluck.gateway.http.takeover import Heritage, take_over
-from potluck.gateway.parts import Exchange
+from potluck.gateway.http.takeover import SocketHandover, take_over
+from potluck.gateway.interfaces import Exchange
 
 Work = Callable[[], Awaitable[None]]
 
@@ -36,7 +36,7 @@ async def gateway(
     name: bytes,
     taken: list | None = None,  # type: ignore[type-arg]
     tls: ssl.SSLContext | None = None,
-) -> Port:
+) -> ClientListener:
     def answer(exchange: Exchange) -> None:
         exchange.reply(200, name, [(b"content-type", b"text/plain")])
 
@@ -44,7 +44,7 @@ async def gateway(
     return await open_port(answer, "127.0.0.1", 0, taken=taken or (), tls=tls, limits=limits)
 
 
-async def asked(port: Port) -> bytes:
+async def asked(port: ClientListener) -> bytes:
     host, number = port.sockets[0].getsockname()[:2]
     reader, writer = await asyncio.open_connection(host, number)
     writer.write(b"GET / HTTP/1.1\r\nHost: here\r\nConnection: close\r\n\r\n")
@@ -54,11 +54,11 @@ async def asked(port: Port) -> bytes:
 
 
 def test_nobody_is_refused_while_one_takes_the_others_place(tmp_path: Path) -> None:
-    async def scene() -> None:
+    async def scenario() -> None:
         path, handed = tmp_path / "gateway.sock", asyncio.Event()
         assert await asyncio.to_thread(take_over, path) is None, "there is none before the first"
         old = await gateway(b"old")
-        first = Heritage(path, old.sockets, (), handed.set, lambda: ["10.0.0.5"])
+        first = SocketHandover(path, old.sockets, (), handed.set, lambda: ["10.0.0.5"])
         assert stat.S_IMODE(path.stat().st_mode) == 0o600
         taken = await asyncio.to_thread(take_over, path)
         assert taken is not None
@@ -66,7 +66,7 @@ def test_nobody_is_refused_while_one_takes_the_others_place(tmp_path: Path) -> N
         assert await asked(old) == b"old"
         address = old.sockets[0].getsockname()
         new = await gateway(b"new", taken.clients)
-        second = Heritage(path, new.sockets, (), handed.clear)
+        second = SocketHandover(path, new.sockets, (), handed.clear)
         taken.serving()
         await handed.wait()
         assert (first.handed, second.handed) == (True, False)
@@ -81,14 +81,14 @@ def test_nobody_is_refused_while_one_takes_the_others_place(tmp_path: Path) -> N
         assert not path.exists()
         await new.close(1.0)
 
-    in_a_loop(scene)
+    in_a_loop(scenario)
 
 
 KEPT = b"GET / HTTP/1.1\r\nHost: here\r\n\r\n"
 
 
 def test_who_came_before_may_still_ask_and_is_told_that_it_is_the_last_time() -> None:
-    async def scene() -> None:
+    async def scenario() -> None:
         port = await gateway(b"old")
         address = port.sockets[0].getsockname()[:2]
         silent, one = await asyncio.open_connection(*address)
@@ -109,14 +109,14 @@ def test_who_came_before_may_still_ask_and_is_told_that_it_is_the_last_time() ->
             writer.close()
         await closing
 
-    in_a_loop(scene)
+    in_a_loop(scenario)
 
 
 def test_who_shakes_hands_when_the_port_closes_is_answered(tmp_path: Path) -> None:
     """Of such a connection nobody is told before it is made."""
     authority = make_certificates(tmp_path, ["127.0.0.1"])
 
-    async def scene() -> None:
+    async def scenario() -> None:
         port = await gateway(b"old", tls=server_tls(tmp_path / "127.0.0.1.pem", tmp_path / "127.0.0.1.key"))
         plain = socket.create_connection(port.sockets[0].getsockname()[:2])
         await asyncio.sleep(0.05)  # it is accepted, and says nothing yet
@@ -129,14 +129,14 @@ def test_who_shakes_hands_when_the_port_closes_is_answered(tmp_path: Path) -> No
         writer.close()
         await closing
 
-    in_a_loop(scene)
+    in_a_loop(scenario)
 
 
 def test_a_successor_that_dies_before_it_serves_changes_nothing(tmp_path: Path) -> None:
-    async def scene() -> None:
+    async def scenario() -> None:
         path, handed = tmp_path / "gateway.sock", asyncio.Event()
         old = await gateway(b"old")
-        heritage = Heritage(path, old.sockets, (), handed.set)
+        heritage = SocketHandover(path, old.sockets, (), handed.set)
         for _ in range(2):
             taken = await asyncio.to_thread(take_over, path)
             assert taken is not None
@@ -149,15 +149,15 @@ def test_a_successor_that_dies_before_it_serves_changes_nothing(tmp_path: Path) 
         heritage.close()
         await old.close(1.0)
 
-    in_a_loop(scene)
+    in_a_loop(scenario)
 
 
 def test_what_is_no_gateways_socket_is_named(tmp_path: Path) -> None:
-    async def scene() -> None:
+    async def scenario() -> None:
         with pytest.raises(InputError, match="--takeover: .* cannot be made"):
-            Heritage(tmp_path / "not there" / "gateway.sock", (), (), lambda: None)
+            SocketHandover(tmp_path / "not there" / "gateway.sock", (), (), lambda: None)
 
-    in_a_loop(scene)
+    in_a_loop(scenario)
     (tmp_path / "plain").write_text("a file")
     if os.geteuid() == 0:  # others may not be allowed to connect at all
         assert take_over(tmp_path / "plain") is None

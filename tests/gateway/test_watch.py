@@ -9,29 +9,31 @@ from typing import Any
 
 import pytest
 
-from potluck.core.brain.events import LinkReported, Reported, Status
-from potluck.gateway.fleet.answers import LEAST_S, MOST_S, Answers
-from potluck.gateway.fleet.engine import Engine, NotAnswered
-from potluck.gateway.fleet.grants import LASTS_S, hosts_of
-from potluck.gateway.fleet.links import Passed, link_reports
-from potluck.gateway.fleet.roster import Entry
-from potluck.gateway.fleet.status import LinkSaid, Said
-from potluck.gateway.fleet.watch import AGAIN_S, Watch
-from potluck.gateway.parts import Address, Endpoint
+from potluck.core.state.events import LinkReported, ReplicaReported, ReplicaStatus
+from potluck.gateway.fleet.response_times import LEAST_S, MOST_S, ResponseTimes
+from potluck.gateway.interfaces import Address, Endpoint
+from potluck.gateway.registry.engine_client import EngineNoAnswer, EngineRecord
+from potluck.gateway.registry.engine_list import EngineEntry
+from potluck.gateway.registry.health import AGAIN_S, HealthChecker
+from potluck.gateway.registry.link_grants import LASTS_S, hosts_of
+from potluck.gateway.registry.link_traffic import LinkTraffic, link_reports
+from potluck.gateway.registry.status_report import LinkCounters, StatusReport
 
-SAID = Said("m", "f", "mixed", "ready", "", 1.0, 100, 16, Status(0, 0, 0, 0, 1, 1, 0.0), (), "")
+SAID = StatusReport(
+    "m", "f", "mixed", "ready", "", 1.0, 100, 16, ReplicaStatus(0, 0, 0, 0, 1, 1, 0.0), (), ""
+)
 
 
-def _watch() -> tuple[Watch, Engine, list[tuple[Any, ...]]]:
+def _watch() -> tuple[HealthChecker, EngineRecord, list[tuple[Any, ...]]]:
     ends = {
         name: Endpoint(name, "m", region, Address("h", port), kv=f"h:{port}")
         for name, region, port in (("a", "east", 1), ("b", "west", 2))
     }
-    receiver = Engine(Entry("http://h:2", Address("h", 2)), up=True, replica="b")
-    keeper = SimpleNamespace(
+    receiver = EngineRecord(EngineEntry("http://h:2", Address("h", 2)), up=True, replica="b")
+    registry = SimpleNamespace(
         endpoints=tuple(ends.values()), engines=(receiver,), find=ends.get, codec=lambda *names: "int4"
     )
-    watch = Watch(keeper, lambda event: None, caches=False, planned_gbps={("east", "west"): 8.0})  # type: ignore[arg-type]
+    watch = HealthChecker(registry, lambda event: None, caches=False, planned_gbps={("east", "west"): 8.0})  # type: ignore[arg-type]
     moved: list[tuple[Any, ...]] = []
     watch.moved = lambda *what: moved.append(what)
     return watch, receiver, moved
@@ -39,11 +41,13 @@ def _watch() -> tuple[Watch, Engine, list[tuple[Any, ...]]]:
 
 def test_what_a_receiver_says_is_counted_once_by_replica_and_link() -> None:
     watch, receiver, moved = _watch()
-    receiver.said = replace(SAID, links=(LinkSaid("h:1", 1e6, 5e5, 0.0), LinkSaid("elsewhere:9", 0, 0, 70.0)))
+    receiver.said = replace(
+        SAID, links=(LinkCounters("h:1", 1e6, 5e5, 0.0), LinkCounters("elsewhere:9", 0, 0, 70.0))
+    )
     passed = watch._passed()["east", "west"]
     assert (passed.moved_bytes, passed.busy_s) == (1e6, 2.0)
     assert watch._passed() == {}, "nothing more came"
-    receiver.said = replace(SAID, links=(LinkSaid("h:1", 3e6, 5e5, 0.0),))
+    receiver.said = replace(SAID, links=(LinkCounters("h:1", 3e6, 5e5, 0.0),))
     watch._passed()
     assert moved == [("a", "b", "int4", 1_000_000, 2.0), ("a", "b", "int4", 2_000_000, 4.0)]
 
@@ -51,7 +55,7 @@ def test_what_a_receiver_says_is_counted_once_by_replica_and_link() -> None:
 def test_what_waits_at_a_sender_waits_for_every_link_from_its_region() -> None:
     watch, engine, _ = _watch()
     engine.replica = "a"
-    engine.said = replace(SAID, links=(LinkSaid("h:55", 0, 0, 70.0),))
+    engine.said = replace(SAID, links=(LinkCounters("h:55", 0, 0, 70.0),))
     assert watch._passed()["east", "west"].queued_bytes == 70.0
 
 
@@ -59,9 +63,9 @@ def test_segments_sent_again_are_a_share_of_what_crossed() -> None:
     watch, engine, _ = _watch()
     engine.replica = "a"
     for total, expected in ((0.0, 0.0), (40.0, 40.0), (40.0, 0.0), (100.0, 60.0), (3.0, 0.0)):
-        engine.said = replace(SAID, links=(LinkSaid("h:55", 0, 0, 0.0, total),))
+        engine.said = replace(SAID, links=(LinkCounters("h:55", 0, 0, 0.0, total),))
         assert watch._passed()["east", "west"].resent_segments == expected
-    sent = Passed(99 * 1448.0, 0.5, 0.0, 1.0)
+    sent = LinkTraffic(99 * 1448.0, 0.5, 0.0, 1.0)
     (report,) = link_reports({("east", "west"): sent}, {("east", "west"): 8.0}, 1.0)
     assert report.lost_share == pytest.approx(0.01)
 
@@ -69,7 +73,7 @@ def test_segments_sent_again_are_a_share_of_what_crossed() -> None:
 def test_an_engine_that_was_restarted_counts_from_nothing() -> None:
     watch, receiver, moved = _watch()
     for total in (3e6, 1e6, 2e6):
-        receiver.said = replace(SAID, links=(LinkSaid("h:1", total, 1e6, 0.0),))
+        receiver.said = replace(SAID, links=(LinkCounters("h:1", total, 1e6, 0.0),))
         watch._passed()
     assert [what[3] for what in moved] == [3_000_000, 1_000_000]
 
@@ -99,7 +103,7 @@ def test_a_link_is_shared_out_among_its_senders_and_less_of_it_while_it_loses() 
         for name, region, host in (("a", "east", "h1"), ("b", "east", "h2"), ("c", "west", "h3"))
     ]
     watch._keeper = SimpleNamespace(endpoints=tuple(ends))  # type: ignore[assignment]
-    passed = Passed(by_sender={"a": 9e9})
+    passed = LinkTraffic(by_sender={"a": 9e9})
 
     def dealt(lost: float) -> tuple[float, float]:
         watch.links = (LinkReported("east", "west", 0.5, 0.0, 8.0, lost),)
@@ -135,13 +139,13 @@ def test_a_machine_of_two_regions_is_throttled_by_neither() -> None:
 def test_engines_are_told_their_grants_when_they_are_asked_how_they_fare(knows: bool) -> None:
     given: list[tuple[object, float]] = []
 
-    async def status(engine: Engine) -> Said:
+    async def status(engine: EngineRecord) -> StatusReport:
         return SAID
 
-    async def grants(engine: Engine, each: object, lasts_s: float) -> None:
+    async def grants(engine: EngineRecord, each: object, lasts_s: float) -> None:
         given.append((each, lasts_s))
         if not knows:
-            raise NotAnswered("/grants was answered with 404")
+            raise EngineNoAnswer("/grants was answered with 404")
 
     watch, engine, _ = _watch()
     told: list[object] = []
@@ -163,18 +167,18 @@ def test_an_engine_that_takes_longer_than_ever_is_silent_until_it_answers(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Time is steps that passed here, not seconds of a clock: whoever is slow himself waits for longer."""
-    monkeypatch.setattr("potluck.gateway.fleet.watch.WAIT_S", 1e-3)
+    monkeypatch.setattr("potluck.gateway.registry.health.WAIT_S", 1e-3)
     watch, engine, _ = _watch()
     silent: list[float] = []
     told: list[object] = []
     answer = asyncio.Event()
 
-    def hear(each: Engine) -> None:
+    def hear(each: EngineRecord) -> None:
         silent.append(each.waited_s)
         if len(silent) == 3:
             answer.set()
 
-    async def status(engine: Engine) -> Said:
+    async def status(engine: EngineRecord) -> StatusReport:
         await answer.wait()
         return SAID
 
@@ -182,18 +186,18 @@ def test_an_engine_that_takes_longer_than_ever_is_silent_until_it_answers(
     watch._keeper.silent = hear  # type: ignore[method-assign]
     watch._keeper.heard = lambda engine: None  # type: ignore[method-assign]
     watch._tell = told.append
-    engine.answers = Answers(1e-9)
-    engine.told = (1e12, Reported("b", SAID.status))
+    engine.answers = ResponseTimes(1e-9)
+    engine.told = (1e12, ReplicaReported("b", SAID.status))
     asyncio.run(watch._ask(engine))
     assert silent == pytest.approx([LEAST_S, LEAST_S + AGAIN_S, LEAST_S + 2 * AGAIN_S], abs=5e-3)
     assert engine.waited_s == 0.0
-    assert told == [Reported("b", SAID.status)], "that it answers again is news, whatever it says"
+    assert told == [ReplicaReported("b", SAID.status)], "that it answers again is news, whatever it says"
     asyncio.run(watch._ask(engine))
     assert len(silent) == 3
 
 
 def test_how_long_an_engine_may_take_is_learned_from_its_answers() -> None:
-    new = Answers()
+    new = ResponseTimes()
     assert new.limit_s == MOST_S, "of one that is new nothing is known"
     quick = new
     for _ in range(200):

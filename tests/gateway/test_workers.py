@@ -17,31 +17,31 @@ import pytest
 import uvloop
 
 from potluck.api.ids import random_word
-from potluck.core.brain.actions import Abandon, Action, Inquire, Refuse, Run
-from potluck.core.brain.events import (
-    Adopted,
-    Arrived,
-    Cancelled,
+from potluck.core.state.actions import Abort, Action, QueryAttempt, Refuse, Run
+from potluck.core.state.events import (
+    AttemptFailed,
+    AttemptRunning,
     Event,
-    Failed,
-    Finished,
     FirstToken,
-    Underway,
+    RequestAdopted,
+    RequestArrived,
+    RequestCancelled,
+    RequestFinished,
 )
-from potluck.core.brain.policy import Policy
+from potluck.core.state.policy import Policy
 from potluck.core.values.route import aggregated, handed_over
 from potluck.core.values.types import Request
 from potluck.gateway.admin.families import REQUESTS
 from potluck.gateway.admin.meter import FullMeter
-from potluck.gateway.desk.desk import Desk
-from potluck.gateway.parts import Address, Endpoint, Told
-from potluck.gateway.settings import Places, Settings
-from potluck.gateway.workers import remote
-from potluck.gateway.workers.crew import Crew
-from potluck.gateway.workers.mail import Mail
-from potluck.gateway.workers.parent import Post, make_post, worker
-from potluck.gateway.workers.remote import HandHeard, HandMeter, RemoteDirectory
-from potluck.gateway.workers.setup import CardNote
+from potluck.gateway.brain_loop.loop import BrainLoop
+from potluck.gateway.interfaces import Address, Endpoint, RequestOutcome
+from potluck.gateway.settings import GatewaySettings, ListenAddresses
+from potluck.gateway.workers import brain_client
+from potluck.gateway.workers.brain_client import RemoteDirectory, WorkerMeter, WorkerMeterReceiver
+from potluck.gateway.workers.supervisor import BrainProcessContext, make_post, worker
+from potluck.gateway.workers.worker_channel import WorkerChannel
+from potluck.gateway.workers.worker_pool import WorkerPool
+from potluck.gateway.workers.worker_setup import ModelCardNote
 
 ANSWER = b'{"choices":[{"index":0,"message":{"role":"assistant","content":"hi"}}]}'
 KEY = "sk-one"
@@ -51,25 +51,25 @@ class Mind:
     """Sends everything to `a`."""
 
     def __init__(self) -> None:
-        self.flights: dict[str, object] = {}
+        self.requests: dict[str, object] = {}
         self.heard: list[Event] = []
 
     def on(self, at_s: float, event: Event) -> list[Action]:
         self.heard.append(event)
-        if isinstance(event, Arrived):
-            self.flights[event.request.id] = event
+        if isinstance(event, RequestArrived):
+            self.requests[event.request.id] = event
             return [Run(event.request.id, aggregated("a"), 0, event.request.prompt_tokens, 0)]
-        if isinstance(event, Finished | Cancelled | Failed):
-            self.flights.pop(event.request, None)
+        if isinstance(event, RequestFinished | RequestCancelled | AttemptFailed):
+            self.requests.pop(event.request, None)
         return []
 
 
 def center_of(mind: Mind, port: int) -> Any:
     endpoint = Endpoint("a", "m", "here", Address("127.0.0.1", port), "openai", served_model="m")
     return SimpleNamespace(
-        desk=Desk(mind, mind.flights),
-        keeper=SimpleNamespace(on_endpoints=[], on_gone=[], endpoints=(endpoint,)),
-        kits=SimpleNamespace(codecs={}, scene=SimpleNamespace(models={"m": None})),
+        brain_loop=BrainLoop(mind, mind.requests),
+        registry=SimpleNamespace(on_endpoints=[], on_gone=[], endpoints=(endpoint,)),
+        replica_models=SimpleNamespace(codecs={}, resolved=SimpleNamespace(models={"m": None})),
         codec=lambda *key: "raw",
         lacking=lambda model: "",
         policy=Policy(),
@@ -108,7 +108,7 @@ async def until(holds: Any) -> None:
         await asyncio.sleep(0.01)
 
 
-def looked_after(post: Post, count: int) -> int:
+def looked_after(post: BrainProcessContext, count: int) -> int:
     """A process that has so many workers forked, and again when they die, until it is killed; its number."""
     pid = os.fork()
     if pid:
@@ -131,27 +131,27 @@ def workers_of(pid: int) -> dict[int, int]:
 
 
 def test_workers_share_the_brain_and_the_limits_and_are_replaced(tmp_path: Path) -> None:
-    async def run(post: Post, supervisor: int) -> None:
+    async def run(post: BrainProcessContext, supervisor: int) -> None:
         mind, meter = Mind(), FullMeter()
         upstream = await asyncio.start_server(engine, "127.0.0.1", 0)
-        center = center_of(mind, upstream.sockets[0].getsockname()[1])
+        core = center_of(mind, upstream.sockets[0].getsockname()[1])
         keys = tmp_path / "keys"
         digest = hashlib.sha256(KEY.encode()).hexdigest()
         keys.write_text(json.dumps({"name": "one", "sha256": digest, "concurrent": 24}) + "\n")
-        settings = Settings(places, keys=keys, drain_s=1.0)
-        crew = Crew(center, meter, settings, (CardNote("m", 4096, 0, True, None),), post)
+        settings = GatewaySettings(places, keys=keys, drain_s=1.0)
+        crew = WorkerPool(core, meter, settings, (ModelCardNote("m", 4096, 0, True, None),), post)
         url = await crew.start()
         try:
             served = [(await ask(url, "hello"))[0] for _ in range(30)]
             assert served == [200] * 30
-            arrived = [event for event in mind.heard if isinstance(event, Arrived)]
+            arrived = [event for event in mind.heard if isinstance(event, RequestArrived)]
             assert len({event.request.id for event in arrived}) == 30
             await until(lambda: sum(meter.counted(REQUESTS).values()) == 30)
 
             # Those that hang, wherever they are, are all that the key may have.
             open_ones = [await ask(url, "hang") for _ in range(24)]
-            await until(lambda: len(mind.flights) == 24)
-            owners = {request: center.desk._owners[request] for request in mind.flights}
+            await until(lambda: len(mind.requests) == 24)
+            owners = {request: core.brain_loop._owners[request] for request in mind.requests}
             assert len(set(owners.values())) == 2  # both workers have some
             await asyncio.sleep(0.05)
             assert [(await ask(url, "hello"))[0] for _ in range(6)] == [429] * 6
@@ -162,8 +162,8 @@ def test_workers_share_the_brain_and_the_limits_and_are_replaced(tmp_path: Path)
             os.kill(workers_of(supervisor)[seat.place], signal.SIGKILL)
             waiting = [asyncio.create_task(ask(url, "hello")) for _ in range(10)]
             lost = {request for request, line in owners.items() if line is seat.line}
-            await until(lambda: set(mind.flights) >= set(owners) - lost and not set(mind.flights) & lost)
-            assert {event.request for event in mind.heard if isinstance(event, Cancelled)} >= lost
+            await until(lambda: set(mind.requests) >= set(owners) - lost and not set(mind.requests) & lost)
+            assert {event.request for event in mind.heard if isinstance(event, RequestCancelled)} >= lost
             assert 0 not in [status for status, _ in await asyncio.gather(*waiting)], "nobody was cut off"
             await until(lambda: len(crew._seats) == 2)
             await until(lambda: len(crew._listening) == 2)
@@ -175,11 +175,11 @@ def test_workers_share_the_brain_and_the_limits_and_are_replaced(tmp_path: Path)
             await crew.close(0.1)
             upstream.close()
 
-    async def limited(post: Post, supervisor: int) -> None:
+    async def limited(post: BrainProcessContext, supervisor: int) -> None:
         async with asyncio.timeout(120):
             await run(post, supervisor)
 
-    places = Places(port=0, admin_port=0, workers=2)
+    places = ListenAddresses(port=0, admin_port=0, workers=2)
     post = asyncio.run(make_post(places))
     home = post.home
     assert home.stat().st_mode & 0o777 == 0o700
@@ -211,46 +211,46 @@ def test_no_two_processes_make_up_the_same_names() -> None:
 
 
 EVENTS: list[Event] = [
-    Adopted(Request("x", "m", 0.0, 10, 5), 2, 3, handed_over("a", "b", 7), 1, True),
-    Adopted(Request("x", "m", 0.0, 10, 5), 2, 3, None),
-    Arrived(Request("x", "m", 1.5, 10, 5, 2, 9.25, (1, 2**64 - 1), 'a"\n', "batch")),
-    Arrived(Request("x", "m", 1.5, 10, 5, exact=True)),
-    Adopted(Request("x", "m", 0.0, 10, 5, exact=True), 2, 3, None),
+    RequestAdopted(Request("x", "m", 0.0, 10, 5), 2, 3, handed_over("a", "b", 7), 1, True),
+    RequestAdopted(Request("x", "m", 0.0, 10, 5), 2, 3, None),
+    RequestArrived(Request("x", "m", 1.5, 10, 5, 2, 9.25, (1, 2**64 - 1), 'a"\n', "batch")),
+    RequestArrived(Request("x", "m", 1.5, 10, 5, exact=True)),
+    RequestAdopted(Request("x", "m", 0.0, 10, 5, exact=True), 2, 3, None),
     FirstToken("x", 3),
-    Finished("x", 3, 7),
-    Failed("x", 0, "replica", "a->b", 4),
-    Underway("x", 1),
-    Cancelled("x"),
+    RequestFinished("x", 3, 7),
+    AttemptFailed("x", 0, "replica", "a->b", 4),
+    AttemptRunning("x", 1),
+    RequestCancelled("x"),
 ]
 
 
 @pytest.mark.parametrize("event", EVENTS, ids=lambda event: type(event).__name__)
 def test_events_cross_as_they_are(event: Event) -> None:
-    assert "\n" not in remote.event_text(event)
-    assert remote.event_of(remote.event_text(event)) == event
+    assert "\n" not in brain_client.event_text(event)
+    assert brain_client.event_of(brain_client.event_text(event)) == event
 
 
 def test_actions_and_endpoints_cross_as_they_are() -> None:
     actions = [
         Run("x", aggregated("a"), 2, 10, 3, 0.5),
         Refuse("x", "overloaded", "a\nb", 1.5),
-        Abandon("x", ("a", "b")),
-        Inquire("x", 1),
+        Abort("x", ("a", "b")),
+        QueryAttempt("x", 1),
     ]
-    assert remote.actions_of(remote.actions_text(actions)) == actions
+    assert brain_client.actions_of(brain_client.actions_text(actions)) == actions
     for alone in (
         *actions,
         Run('"x"\n', aggregated("a\nb"), 0, 10, 0),
         Run("x", handed_over("a", "b", 7), 0, 10, 0),
         Run("x", aggregated("a"), 0, 10, 0, yields=True),
     ):
-        assert "\n" not in remote.actions_text([alone])
-        assert remote.actions_of(remote.actions_text([alone])) == [alone]
+        assert "\n" not in brain_client.actions_text([alone])
+        assert brain_client.actions_of(brain_client.actions_text([alone])) == [alone]
     endpoint = Endpoint(
         "a", "m", "here", Address("::1", 9, True), "face", "h:1", "f", "s", key="k", token_ids=True
     )
     directory = RemoteDirectory()
-    directory.learn(remote.endpoints_text([endpoint], {("m", "here", "there"): "int4"}))
+    directory.learn(brain_client.endpoints_text([endpoint], {("m", "here", "there"): "int4"}))
     assert directory.find("a") == endpoint
     assert directory.find("b") is None
     there = replace(endpoint, replica="b", region="there")
@@ -263,16 +263,18 @@ def test_actions_and_endpoints_cross_as_they_are() -> None:
 def test_a_workers_counts_are_added_once_and_end_with_it() -> None:
     async def run() -> None:
         lines: list[tuple[str, str]] = []
-        mail = cast(Mail, SimpleNamespace(later=lambda letter, text: lines.append((letter, text))))
-        used: list[Told] = []
-        hand = HandMeter(mail, lambda replica: "", spans=False)
+        channel = cast(
+            WorkerChannel, SimpleNamespace(later=lambda letter, text: lines.append((letter, text)))
+        )
+        used: list[RequestOutcome] = []
+        hand = WorkerMeter(channel, lambda replica: "", spans=False)
         meter = FullMeter(used.append)
-        told = Told("r", "k", "t", "m", "c", "stop", 200, 5, 0, 3, 1.0, 2.0, 3.0, True)
+        told = RequestOutcome("r", "k", "t", "m", "c", "stop", 200, 5, 0, 3, 1.0, 2.0, 3.0, True)
         hand.came("m", "t")
         hand.came("m", "t")
         hand.answered(told)
         hand.flush()
-        heard = HandHeard(meter)
+        heard = WorkerMeterReceiver(meter)
         for letter, text in lines:
             assert heard.heard(letter, text)
         assert not heard.heard("?", "")

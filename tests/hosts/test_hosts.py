@@ -58,7 +58,7 @@ def test_no_request_is_lost_whatever_becomes_of_hosts(bed: Bed, tmp_path: Path) 
 
 def strangers_stay_outside(fleet: HostsFleet) -> None:
     """Nobody gets in without a key, nor is believed without a certificate of ours."""
-    url = str(fleet.roster[WHOLE_ONE]["url"])
+    url = str(fleet.engine_list[WHOLE_ONE]["url"])
     for each in (f"{url}/status", f"{fleet.gateways[0].admin}/snapshot"):
         with pytest.raises(HTTPError, match="401"):
             urlopen(each, timeout=10, context=fleet.tls)

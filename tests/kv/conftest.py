@@ -8,17 +8,17 @@ from pathlib import Path
 
 import pytest
 
-from potluck.kv.link import shm
+from potluck.kv.link import shared_memory
 
 
 @pytest.fixture(scope="session", autouse=True)
 def own_shared_memory() -> Iterator[None]:
-    if not shm.FOLDER.is_dir():
+    if not shared_memory.FOLDER.is_dir():
         yield
         return
     with (
-        tempfile.TemporaryDirectory(prefix="potluck-test-", dir=shm.FOLDER) as folder,
+        tempfile.TemporaryDirectory(prefix="potluck-test-", dir=shared_memory.FOLDER) as folder,
         pytest.MonkeyPatch.context() as patch,
     ):
-        patch.setattr(shm, "FOLDER", Path(folder))
+        patch.setattr(shared_memory, "FOLDER", Path(folder))
         yield

@@ -11,21 +11,21 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
-from potluck.kv.codec.layout import sizes
+from potluck.kv.chunks import KvChunk, KvManifest
+from potluck.kv.codec.codec_layout import sizes
 from potluck.kv.handles import bound_to, new_handle
-from potluck.kv.link import shm
-from potluck.kv.link.links import LinkLimits, Links
-from potluck.kv.parcels import Manifest, Parcel
-from potluck.kv.receive.fetch import Fetched, Wanted, fetch
-from potluck.kv.send.outbox import Outbox
-from potluck.kv.send.shipment import Shipment
-from potluck.kv.send.stream import OutboxLimits
+from potluck.kv.link import shared_memory
+from potluck.kv.link.peer_connections import LinkLimits, PeerConnections
+from potluck.kv.receive.fetch import FetchRequest, FetchResult, fetch
+from potluck.kv.send.kv_sender import KvSender
+from potluck.kv.send.outgoing_transfer import OutgoingTransfer
+from potluck.kv.send.send_connection import SenderLimits
 
 FINGERPRINT, TOKENS_HASH, REQUEST = "0123456789abcdef" * 2, "5a" * 32, "r-1"
-ABOUT = Manifest(FINGERPRINT, 0, 33, TOKENS_HASH)
+ABOUT = KvManifest(FINGERPRINT, 0, 33, TOKENS_HASH)
 BOUND = bound_to(REQUEST, FINGERPRINT, TOKENS_HASH)
 
-SMALL = OutboxLimits(
+SMALL = SenderLimits(
     chunk_bytes=4096,
     most_bytes=1 << 24,
     hello_s=0.5,
@@ -41,7 +41,7 @@ SMALL_LINKS = LinkLimits(
 )
 
 
-def made(seed: int = 0, layers: int = 6) -> list[Parcel]:
+def made(seed: int = 0, layers: int = 6) -> list[KvChunk]:
     """Parcels of all parts, of sizes on and off the grid of chunks, one of them empty."""
     draw = random.Random(seed)
     found = []
@@ -52,7 +52,7 @@ def made(seed: int = 0, layers: int = 6) -> list[Parcel]:
         codec = ("raw", "raw", "int8", "int4")[layer % 4]
         size = sizes(part, dtype, shape, codec)  # type: ignore[arg-type]
         found.append(
-            Parcel(
+            KvChunk(
                 layer,
                 part,  # type: ignore[arg-type]
                 0,
@@ -64,11 +64,11 @@ def made(seed: int = 0, layers: int = 6) -> list[Parcel]:
                 draw.randbytes(size.parameter_bytes),
             )
         )
-    found.append(Parcel(layers, "kv", 33, 33, "float16", (0, 2, 4, 16), b""))
+    found.append(KvChunk(layers, "kv", 33, 33, "float16", (0, 2, 4, 16), b""))
     return found
 
 
-def plain(parcel: Parcel) -> tuple[object, ...]:
+def plain(parcel: KvChunk) -> tuple[object, ...]:
     """A parcel's value, with its bytes taken out of the buffer."""
     return (
         *(parcel.layer, parcel.part, parcel.first, parcel.stop, parcel.dtype, parcel.shape, parcel.codec),
@@ -79,42 +79,42 @@ def plain(parcel: Parcel) -> tuple[object, ...]:
 
 @dataclass
 class Ends:
-    outbox: Outbox
-    links: Links
+    sender: KvSender
+    links: PeerConnections
     address: tuple[str, int]
-    made: list[Parcel] = field(default_factory=list)
+    made: list[KvChunk] = field(default_factory=list)
 
-    def offer(self, lasts_s: float = 10.0, about: Manifest = ABOUT) -> tuple[str, Shipment]:
+    def offer(self, lasts_s: float = 10.0, about: KvManifest = ABOUT) -> tuple[str, OutgoingTransfer]:
         handle = new_handle()
-        return handle, self.outbox.offer(handle, BOUND, lambda have: about, lasts_s)
+        return handle, self.sender.offer(handle, BOUND, lambda have: about, lasts_s)
 
-    def send(self, parcels: list[Parcel], lasts_s: float = 10.0) -> tuple[str, Shipment]:
+    def send(self, parcels: list[KvChunk], lasts_s: float = 10.0) -> tuple[str, OutgoingTransfer]:
         """Offer parcels that are all there."""
-        handle, shipment = self.offer(lasts_s)
+        handle, transfer = self.offer(lasts_s)
         for parcel in parcels:
-            shipment.put(parcel)
-        shipment.finish()
-        return handle, shipment
+            transfer.put(parcel)
+        transfer.finish()
+        return handle, transfer
 
     def fetch(
         self,
         handle: str,
-        sink: Callable[[Parcel], None] | None = None,
+        sink: Callable[[KvChunk], None] | None = None,
         *,
         degree: int = 3,
         deadline_s: float = 5.0,
         request: str = REQUEST,
-    ) -> tuple[Fetched, dict[int, tuple[object, ...]]]:
+    ) -> tuple[FetchResult, dict[int, tuple[object, ...]]]:
         got: dict[int, tuple[object, ...]] = {}
 
-        def keep(parcel: Parcel) -> None:
+        def keep(parcel: KvChunk) -> None:
             assert parcel.layer not in got
             got[parcel.layer] = plain(parcel)
             if sink is not None:
                 sink(parcel)
 
-        wanted = Wanted(handle, request, FINGERPRINT, TOKENS_HASH)
-        told: list[Manifest] = []
+        wanted = FetchRequest(handle, request, FINGERPRINT, TOKENS_HASH)
+        told: list[KvManifest] = []
         fetched = fetch(
             self.links, self.address, wanted, told.append, keep, degree=degree, deadline_s=deadline_s
         )
@@ -124,7 +124,7 @@ class Ends:
 
 @contextlib.contextmanager
 def ends(
-    limits: OutboxLimits = SMALL,
+    limits: SenderLimits = SMALL,
     link_limits: LinkLimits = SMALL_LINKS,
     shared_memory: bool = False,
     harm: Harm | None = None,
@@ -132,19 +132,19 @@ def ends(
 ) -> Iterator[Ends]:
     """An outbox and links to it, and afterwards the proof that nothing is left of them."""
     fds, threads, files = _fds(), threading.active_count(), _shared_files()
-    outbox = Outbox(limits=limits, shared_memory=shared_memory)
-    proxy = Proxy(outbox.address, harm, answer_harm) if harm or answer_harm else None
-    address = proxy.address if proxy else outbox.address
-    links = Links([address], limits=link_limits, shared_memory=shared_memory)
-    pair = Ends(outbox, links, address)
+    sender = KvSender(limits=limits, shared_memory=shared_memory)
+    proxy = Proxy(sender.address, harm, answer_harm) if harm or answer_harm else None
+    address = proxy.address if proxy else sender.address
+    links = PeerConnections([address], limits=link_limits, shared_memory=shared_memory)
+    pair = Ends(sender, links, address)
     try:
         yield pair
     finally:
         links.close()
-        outbox.close()
+        sender.close()
         if proxy is not None:
             proxy.close()
-    assert outbox.held_bytes == 0
+    assert sender.held_bytes == 0
     assert links.buffers.out_bytes == 0
     assert threading.active_count() == threads
     assert _fds() == fds
@@ -156,7 +156,7 @@ def _fds() -> int:
 
 
 def _shared_files() -> int:
-    return len(list(shm.FOLDER.glob("potluck-kv-*")))
+    return len(list(shared_memory.FOLDER.glob("potluck-kv-*")))
 
 
 Harm = Callable[[int, int, bytes], bytes | None]

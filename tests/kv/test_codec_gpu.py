@@ -7,7 +7,7 @@ from math import prod
 import numpy as np
 import pytest
 
-from potluck.kv.codec.layout import sizes
+from potluck.kv.codec.codec_layout import sizes
 from potluck.kv.codec.reference import decode_reference, encode_reference, from_floats
 
 torch = pytest.importorskip("torch", reason="needs torch")

@@ -9,11 +9,11 @@ import numpy as np
 import pytest
 
 from potluck.core.errors import FormatError, InputError
+from potluck.kv.chunks import KvChunk
+from potluck.kv.codec.codec_layout import STATES
 from potluck.kv.codec.convert import Codec, Part, encode, sizes
-from potluck.kv.codec.layout import STATES
-from potluck.kv.codec.parcels import packed, restored
+from potluck.kv.codec.encoded_chunks import packed, restored
 from potluck.kv.codec.reference import decode_reference, encode_reference, from_floats
-from potluck.kv.parcels import Parcel
 
 SHAPES: dict[Part, tuple[int, ...]] = {
     "kv": (130, 2, 2, 40),
@@ -23,10 +23,10 @@ SHAPES: dict[Part, tuple[int, ...]] = {
 }
 
 
-def parcel(part: Part, dtype: str) -> Parcel:
+def parcel(part: Part, dtype: str) -> KvChunk:
     shape = SHAPES[part]
     values = np.random.default_rng(3).standard_normal(prod(shape)).astype(np.float32)
-    return Parcel(1, part, 0, shape[0], dtype, shape, from_floats(values, dtype))
+    return KvChunk(1, part, 0, shape[0], dtype, shape, from_floats(values, dtype))
 
 
 @pytest.mark.parametrize("codec", ["raw", "int8", "int4"])

@@ -10,9 +10,9 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from potluck.core.errors import FormatError, InputError
+from potluck.kv.codec.codec_layout import LEVELS, layout
 from potluck.kv.codec.convert import CODEC_IDS, CODECS, Codec, Part, check_parameters, decode, encode, sizes
 from potluck.kv.codec.kernels import formats
-from potluck.kv.codec.layout import LEVELS, layout
 from potluck.kv.codec.reference import decode_reference, encode_reference, from_floats, to_floats
 
 DTYPES = ("float16", "bfloat16", "float32")

@@ -10,14 +10,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from kv_kit import SMALL, ends, made, plain
 
-from potluck.kv.send.outbox import Grant
-from potluck.kv.send.throttle import BURST_S, LEAST_CHUNK_BYTES, Throttle
+from potluck.kv.send.kv_sender import BandwidthGrant
+from potluck.kv.send.throttle import BURST_S, LEAST_CHUNK_BYTES, LinkThrottle
 
 MIB = 1 << 20
 
 
 def drive(
-    throttle: Throttle, flows: dict[int, tuple[str, float]], seconds: float, chunk: int
+    throttle: LinkThrottle, flows: dict[int, tuple[str, float]], seconds: float, chunk: int
 ) -> dict[int, int]:
     """All flows want to send all the time; each asks again when it was told to."""
     sent, due = dict.fromkeys(flows, 0), dict.fromkeys(flows, 0.0)
@@ -39,7 +39,7 @@ def drive(
 @settings(max_examples=10, deadline=None)
 def test_no_more_is_sent_than_was_granted(bytes_per_s: float, chunks_per_s: int) -> None:
     chunk = max(1, int(bytes_per_s / chunks_per_s))
-    throttle = Throttle(bytes_per_s, 0.0)
+    throttle = LinkThrottle(bytes_per_s, 0.0)
     whole = sum(drive(throttle, {1: ("a", 1.0), 2: ("b", 1.0)}, 5.0, chunk).values())
     burst = max(bytes_per_s * BURST_S, 1 << 16)
     assert whole == throttle.sent_bytes
@@ -49,7 +49,7 @@ def test_no_more_is_sent_than_was_granted(bytes_per_s: float, chunks_per_s: int)
 
 def test_tenants_share_as_they_weigh_and_shipments_of_one_evenly() -> None:
     flows = {1: ("heavy", 3.0), 2: ("light", 1.0), 3: ("light", 1.0), 4: ("light", 1.0)}
-    sent = drive(Throttle(100 * MIB, 0.0), flows, 20.0, MIB // 4)
+    sent = drive(LinkThrottle(100 * MIB, 0.0), flows, 20.0, MIB // 4)
     whole = sum(sent.values())
     assert sent[1] / whole == pytest.approx(0.75, abs=0.02)
     for key in (2, 3, 4):
@@ -57,7 +57,7 @@ def test_tenants_share_as_they_weigh_and_shipments_of_one_evenly() -> None:
 
 
 def test_one_that_rests_or_leaves_holds_nobody_up() -> None:
-    throttle = Throttle(10 * MIB, 0.0)
+    throttle = LinkThrottle(10 * MIB, 0.0)
     assert throttle.wait_s(1, "a", 1.0, 0.0) == 0.0
     throttle.sent(1, MIB)  # in debt
     assert throttle.wait_s(2, "b", 1.0, 0.0) > 0.0  # has the lower tag now
@@ -75,7 +75,7 @@ def test_one_that_rests_or_leaves_holds_nobody_up() -> None:
 
 
 def test_a_new_grant_holds_from_now_on_and_chunks_fit_it() -> None:
-    throttle = Throttle(10 * MIB, 0.0)
+    throttle = LinkThrottle(10 * MIB, 0.0)
     slow = drive(throttle, {1: ("a", 1.0)}, 1.0, MIB // 8)[1]
     throttle.grant(100 * MIB, 1.0)
     assert throttle.chunk_bytes == 1 << 21
@@ -98,7 +98,7 @@ def test_caches_cross_a_throttled_link_whole_and_by_turns() -> None:
     parcels = {seed: made(seed, 6) for seed in range(4)}
     problems: list[Exception] = []
     with ends() as pair:
-        pair.outbox.granted([Grant("a->b", HERE, 50 * MIB)], time.monotonic())
+        pair.sender.granted([BandwidthGrant("a->b", HERE, 50 * MIB)], time.monotonic())
 
         def one(seed: int) -> None:
             try:
@@ -114,10 +114,10 @@ def test_caches_cross_a_throttled_link_whole_and_by_turns() -> None:
         for thread in threads:
             thread.join()
         assert problems == []
-        (throttle,) = pair.outbox.throttles
+        (throttle,) = pair.sender.throttles
         moved = sum(len(p.data) + len(p.parameters) for each in parcels.values() for p in each)
         assert throttle.sent_bytes == moved
-        pair.outbox.granted([], time.monotonic())
+        pair.sender.granted([], time.monotonic())
         handle, _ = pair.send(parcels[0])
         pair.fetch(handle)
         assert throttle.sent_bytes == moved  # nobody keeps to what is not granted any more
@@ -129,16 +129,20 @@ def test_what_was_not_granted_waits_and_its_receiver_hears_so() -> None:
     burst = 1 << 16
     assert whole > 2 * burst
     with ends() as pair:
-        pair.outbox.granted([Grant("a->b", HERE, 1.0, until_s=time.monotonic() + 60.0)], time.monotonic())
-        handle, shipment = pair.send(parcels)
-        (throttle,) = pair.outbox.throttles
+        pair.sender.granted(
+            [BandwidthGrant("a->b", HERE, 1.0, until_s=time.monotonic() + 60.0)], time.monotonic()
+        )
+        handle, transfer = pair.send(parcels)
+        (throttle,) = pair.sender.throttles
         found: list[object] = []
         receiver = threading.Thread(target=lambda: found.append(pair.fetch(handle, deadline_s=20.0)))
         receiver.start()
-        shipment.wait(1.5)  # longer than the receiver's patience for silence
+        transfer.wait(1.5)  # longer than the receiver's patience for silence
         assert 0 < throttle.sent_bytes <= burst + SMALL.chunk_bytes
         assert not found
-        pair.outbox.granted([Grant("a->b", HERE, 1e9, until_s=time.monotonic() - 1.0)], time.monotonic())
+        pair.sender.granted(
+            [BandwidthGrant("a->b", HERE, 1e9, until_s=time.monotonic() - 1.0)], time.monotonic()
+        )
         receiver.join()
         assert found
-    assert pair.outbox.grants == ()  # it had ended, and was swept away
+    assert pair.sender.grants == ()  # it had ended, and was swept away

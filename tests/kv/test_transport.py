@@ -22,11 +22,11 @@ from kv_kit import (
 )
 
 from potluck.core.errors import CapacityError, FormatError, InputError
+from potluck.kv.chunks import KvChunk, KvManifest, TransferError
 from potluck.kv.handles import new_handle
-from potluck.kv.link.links import Links
-from potluck.kv.parcels import Manifest, Parcel, TransferError
-from potluck.kv.receive.fetch import Fetching, Wanted, fetch
-from potluck.kv.send.outbox import Outbox
+from potluck.kv.link.peer_connections import PeerConnections
+from potluck.kv.receive.fetch import FetchRequest, KvFetch, fetch
+from potluck.kv.send.kv_sender import KvSender
 
 
 @pytest.mark.parametrize("degree", [1, 2, 5])
@@ -35,15 +35,15 @@ def test_every_parcel_comes_as_it_was_put(degree: int, shared: bool) -> None:
     parcels = made(1, 9)
     with ends(shared_memory=shared) as pair:
         for _ in range(3):  # Connections, buffers and shared memory are used again.
-            handle, shipment = pair.send(parcels)
+            handle, transfer = pair.send(parcels)
             fetched, got = pair.fetch(handle, degree=degree)
             assert got == {parcel.layer: plain(parcel) for parcel in parcels}
             assert (fetched.manifest, fetched.lost_connections) == (ABOUT, 0)
             assert fetched.shared_memory == shared
             assert fetched.moved_bytes == sum(len(p.data) + len(p.parameters) for p in parcels)
-            assert shipment.wait(30) == "fetched"
-            assert pair.outbox.held_bytes == 0
-        assert until(lambda: pair.outbox.connections <= degree)
+            assert transfer.wait(30) == "fetched"
+            assert pair.sender.held_bytes == 0
+        assert until(lambda: pair.sender.connections <= degree)
 
 
 def test_a_receiver_may_come_before_its_sender_and_gets_each_layer_as_it_is_made() -> None:
@@ -54,17 +54,17 @@ def test_a_receiver_may_come_before_its_sender_and_gets_each_layer_as_it_is_made
         def send() -> None:
             time.sleep(0.25)  # More than a beat.
 
-            def open_up(have: int) -> Manifest:
+            def open_up(have: int) -> KvManifest:
                 opened.set()
                 return ABOUT
 
-            shipment = pair.outbox.offer(handle, BOUND, open_up, 5.0)
+            transfer = pair.sender.offer(handle, BOUND, open_up, 5.0)
             assert opened.wait(30)
             for parcel in parcels:
-                shipment.put(parcel)
+                transfer.put(parcel)
                 assert came.wait(30)
                 came.clear()
-            shipment.finish()
+            transfer.finish()
 
         sender = threading.Thread(target=send)
         sender.start()
@@ -75,12 +75,12 @@ def test_a_receiver_may_come_before_its_sender_and_gets_each_layer_as_it_is_made
 
 def test_a_sender_may_take_longer_than_anybodys_patience_for_silence() -> None:
     with ends() as pair:
-        handle, shipment = pair.offer()
+        handle, transfer = pair.offer()
 
         def send() -> None:
             time.sleep(2 * SMALL.lease_s)
-            shipment.put(made()[0])
-            shipment.finish()
+            transfer.put(made()[0])
+            transfer.finish()
 
         sender = threading.Thread(target=send)
         sender.start()
@@ -93,7 +93,7 @@ def test_an_engine_may_think_longer_than_that_and_others_may_be_busy_meanwhile()
     with ends() as pair:
         handle, over = new_handle(), threading.Event()
 
-        def opened(have: int) -> Manifest:
+        def opened(have: int) -> KvManifest:
             time.sleep(2 * SMALL.silence_s)
             return ABOUT
 
@@ -105,7 +105,7 @@ def test_an_engine_may_think_longer_than_that_and_others_may_be_busy_meanwhile()
         other.start()
 
         def offer() -> None:
-            pair.outbox.offer(handle, BOUND, opened, 9.0).finish()
+            pair.sender.offer(handle, BOUND, opened, 9.0).finish()
 
         timer = threading.Timer(1.5 * SMALL.silence_s, offer)
         timer.start()
@@ -123,13 +123,13 @@ def test_the_sender_learns_what_the_receiver_has() -> None:
     with ends() as pair:
         handle = new_handle()
 
-        def opened(have: int) -> Manifest:
+        def opened(have: int) -> KvManifest:
             heard.append(have)
             return replace(ABOUT, start=have)
 
-        pair.outbox.offer(handle, BOUND, opened, 5.0).finish()
-        wanted = Wanted(handle, REQUEST, FINGERPRINT, TOKENS_HASH, have=17)
-        about: list[Manifest] = []
+        pair.sender.offer(handle, BOUND, opened, 5.0).finish()
+        wanted = FetchRequest(handle, REQUEST, FINGERPRINT, TOKENS_HASH, have=17)
+        about: list[KvManifest] = []
         fetch(pair.links, pair.address, wanted, about.append, lambda _: None, degree=3)
         assert heard == [17]
         assert about == [replace(ABOUT, start=17)]
@@ -143,7 +143,7 @@ def test_a_slow_sink_holds_the_sender_back() -> None:
     most = 0
     with ends(link_limits=limits) as pair:
 
-        def sink(_: Parcel) -> None:
+        def sink(_: KvChunk) -> None:
             nonlocal most
             time.sleep(0.005)
             most = max(most, pair.links.buffers.out_bytes)
@@ -158,15 +158,15 @@ def test_the_outbox_is_bounded_and_put_waits_for_room() -> None:
     parcel = made()[0]
     size = len(parcel.data)
     with ends(limits=replace(SMALL, most_bytes=2 * size)) as pair:
-        handle, shipment = pair.offer()
-        shipment.put(parcel)
-        shipment.put(replace(parcel, layer=1))
+        handle, transfer = pair.offer()
+        transfer.put(parcel)
+        transfer.put(replace(parcel, layer=1))
         with pytest.raises(CapacityError, match="no room"):
-            shipment.put(replace(parcel, layer=2))
+            transfer.put(replace(parcel, layer=2))
 
         def rest() -> None:
-            shipment.put(replace(parcel, layer=2), wait_s=5.0)
-            shipment.finish()
+            transfer.put(replace(parcel, layer=2), wait_s=5.0)
+            transfer.finish()
 
         thread = threading.Thread(target=rest)
         thread.start()
@@ -207,7 +207,7 @@ def test_links_are_reported_on() -> None:
         assert incoming.moved_bytes == moved
         assert incoming.goodput_bytes_per_s > 0
         assert incoming.rtt_s > 0
-        (outgoing,) = pair.outbox.links()
+        (outgoing,) = pair.sender.links()
         assert outgoing.moved_bytes == moved
         assert outgoing.goodput_bytes_per_s > 0
         assert (outgoing.sent_again_bytes, outgoing.queue_bytes) == (0, 0)
@@ -215,8 +215,8 @@ def test_links_are_reported_on() -> None:
 
 def test_it_listens_on_loopback_and_connects_only_to_its_fleet() -> None:
     with ends() as pair:
-        assert pair.outbox.address[0] == "127.0.0.1"
-        wanted = Wanted(new_handle(), REQUEST, FINGERPRINT, TOKENS_HASH)
+        assert pair.sender.address[0] == "127.0.0.1"
+        wanted = FetchRequest(new_handle(), REQUEST, FINGERPRINT, TOKENS_HASH)
         for stranger in (("127.0.0.1", 1), ("localhost", pair.address[1]), ("10.0.0.1", 80)):
             with pytest.raises(InputError, match="not an address of this fleet"):
                 fetch(pair.links, stranger, wanted, lambda _: None, lambda _: None)
@@ -232,25 +232,25 @@ def test_idle_connections_are_closed_and_dead_ones_not_used() -> None:
             fetched, _ = pair.fetch(handle, degree=2)
             assert fetched.lost_connections == 0
             time.sleep(pause_s)
-        assert until(lambda: pair.outbox.connections == 0)
+        assert until(lambda: pair.sender.connections == 0)
 
 
 def test_it_speaks_ipv6_too() -> None:
     try:
-        outbox = Outbox("::1", limits=SMALL)
+        sender = KvSender("::1", limits=SMALL)
     except OSError:
         pytest.skip("no IPv6 here")
-    links = Links([outbox.address], limits=SMALL_LINKS)
+    links = PeerConnections([sender.address], limits=SMALL_LINKS)
     handle = new_handle()
-    outbox.offer(handle, BOUND, lambda have: ABOUT, 5.0).finish()
-    wanted = Wanted(handle, REQUEST, FINGERPRINT, TOKENS_HASH)
-    assert fetch(links, outbox.address, wanted, lambda _: None, lambda _: None).parcels == 0
+    sender.offer(handle, BOUND, lambda have: ABOUT, 5.0).finish()
+    wanted = FetchRequest(handle, REQUEST, FINGERPRINT, TOKENS_HASH)
+    assert fetch(links, sender.address, wanted, lambda _: None, lambda _: None).parcels == 0
     links.close()
-    outbox.close()
+    sender.close()
 
 
 def test_a_fleet_may_name_hosts() -> None:
-    links = Links([("10.0.0.7", 0)])
+    links = PeerConnections([("10.0.0.7", 0)])
     assert links.checked(("10.0.0.7", 4711)) == ("10.0.0.7", 4711)
     with pytest.raises(InputError):
         links.checked(("10.0.0.8", 4711))
@@ -258,19 +258,19 @@ def test_a_fleet_may_name_hosts() -> None:
 
 def test_a_fetch_can_be_cancelled_and_an_offer_withdrawn() -> None:
     with ends() as pair:
-        handle, shipment = pair.offer()
-        wanted = Wanted(handle, REQUEST, FINGERPRINT, TOKENS_HASH)
-        fetching = Fetching(pair.links, pair.address, wanted, degree=2)
+        handle, transfer = pair.offer()
+        wanted = FetchRequest(handle, REQUEST, FINGERPRINT, TOKENS_HASH)
+        fetching = KvFetch(pair.links, pair.address, wanted, degree=2)
         timer = threading.Timer(0.2, fetching.cancel)
         timer.start()
         with pytest.raises(TransferError, match="cancelled"):
             fetching.run(lambda _: None, lambda _: None)
         timer.join()
         other, unclaimed = pair.offer()
-        pair.outbox.withdraw(other)
+        pair.sender.withdraw(other)
         assert unclaimed.state == "gone"
-        pair.outbox.withdraw(handle)
-        assert shipment.state == "attached"
+        pair.sender.withdraw(handle)
+        assert transfer.state == "attached"
 
 
 def test_a_degree_beyond_the_limit_is_refused() -> None:
@@ -282,17 +282,17 @@ def test_a_degree_beyond_the_limit_is_refused() -> None:
 
 def test_a_sender_that_fails_says_why() -> None:
     with ends() as pair:
-        handle, shipment = pair.offer()
-        shipment.put(made()[0])
-        shipment.fail("the engine ran out of blocks")
+        handle, transfer = pair.offer()
+        transfer.put(made()[0])
+        transfer.fail("the engine ran out of blocks")
         with pytest.raises(TransferError, match="ran out of blocks"):
             pair.fetch(handle)
         handle = new_handle()
 
-        def opened(have: int) -> Manifest:
+        def opened(have: int) -> KvManifest:
             raise CapacityError("no such row")
 
-        failed = pair.outbox.offer(handle, BOUND, opened, 5.0)
+        failed = pair.sender.offer(handle, BOUND, opened, 5.0)
         with pytest.raises(TransferError, match="no such row"):
             pair.fetch(handle)
         assert failed.wait(30) == "failed"
@@ -300,15 +300,15 @@ def test_a_sender_that_fails_says_why() -> None:
 
 def test_a_sink_that_raises_ends_the_fetch_and_later_the_shipment() -> None:
     with ends() as pair:
-        handle, shipment = pair.send(made(1, 9))
+        handle, transfer = pair.send(made(1, 9))
 
-        def sink(parcel: Parcel) -> None:
+        def sink(parcel: KvChunk) -> None:
             raise InputError("row", "was closed")
 
         with pytest.raises(InputError, match="was closed"):
             pair.fetch(handle, sink)
-        assert shipment.wait(30) == "gone"
-        assert until(lambda: pair.outbox.shipments == 0)
+        assert transfer.wait(30) == "gone"
+        assert until(lambda: pair.sender.transfers == 0)
 
 
 def test_a_cache_of_other_tokens_or_another_model_is_not_taken() -> None:
@@ -318,7 +318,7 @@ def test_a_cache_of_other_tokens_or_another_model_is_not_taken() -> None:
         replace(ABOUT, start=1),
     ):
         with ends() as pair:
-            handle, shipment = pair.offer(about=about)
-            shipment.finish()
+            handle, transfer = pair.offer(about=about)
+            transfer.finish()
             with pytest.raises(FormatError, match=r"another model|behind"):
                 pair.fetch(handle)

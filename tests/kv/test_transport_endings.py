@@ -25,12 +25,12 @@ from kv_kit import (
 
 import potluck
 from potluck.core.errors import InputError
+from potluck.kv.chunks import TransferError
 from potluck.kv.handles import new_handle
-from potluck.kv.link import report, shm, strand
-from potluck.kv.link.links import LinkLimits, Links
-from potluck.kv.parcels import TransferError
-from potluck.kv.receive.fetch import Wanted, fetch
-from potluck.kv.wire import check
+from potluck.kv.link import kv_connection, link_report, shared_memory
+from potluck.kv.link.peer_connections import LinkLimits, PeerConnections
+from potluck.kv.receive.fetch import FetchRequest, fetch
+from potluck.kv.wire import checksum
 
 PARCELS = made(3, 8)
 RIGHT = {parcel.layer: plain(parcel) for parcel in PARCELS}
@@ -42,7 +42,7 @@ SLACK_S = 2.5
 OWNER = """
 import sys
 from pathlib import Path
-from potluck.kv.link import shm
+from potluck.kv.link import shared_memory
 shm.FOLDER = Path(sys.argv[1])
 slots = shm.create(2, 4096)
 print(slots.shared.name.hex(), flush=True)
@@ -51,7 +51,7 @@ sys.stdin.read()
 SENDER = """
 import sys
 from kv_kit import ABOUT, BOUND, SMALL
-from potluck.kv.send.outbox import Outbox
+from potluck.kv.send.kv_sender import Outbox
 outbox = Outbox(limits=SMALL)
 outbox.offer(sys.argv[1], BOUND, lambda have: ABOUT, 60.0)
 print(outbox.address[1], flush=True)
@@ -80,46 +80,46 @@ def child(code: str, *words: str) -> Iterator[tuple[subprocess.Popen[str], str]]
 
 
 def test_memory_of_a_killed_receiver_is_swept_and_of_a_living_one_is_not() -> None:
-    mine = shm.create(2, 4096)
+    mine = shared_memory.create(2, 4096)
     if mine is None:
         pytest.skip("no shared memory here")
-    with child(OWNER, str(shm.FOLDER)) as (process, name):
-        theirs = shm.FOLDER / f"potluck-kv-{name}"
-        own = shm.FOLDER / f"potluck-kv-{mine.shared.name.hex()}"
-        other = shm.FOLDER / "potluck-other"
+    with child(OWNER, str(shared_memory.FOLDER)) as (process, name):
+        theirs = shared_memory.FOLDER / f"potluck-kv-{name}"
+        own = shared_memory.FOLDER / f"potluck-kv-{mine.shared.name.hex()}"
+        other = shared_memory.FOLDER / "potluck-other"
         other.touch()
         assert theirs.exists()
-        Links([], limits=SMALL_LINKS).close()
+        PeerConnections([], limits=SMALL_LINKS).close()
         assert own.exists()
         assert theirs.exists()
         process.kill()
         process.wait()
         assert theirs.exists()  # The kernel ends processes, not names.
-        Links([], limits=SMALL_LINKS).close()
+        PeerConnections([], limits=SMALL_LINKS).close()
         assert not theirs.exists()
         assert own.exists()
         assert other.exists()
         other.unlink()
-    joined = shm.join(mine.shared, 4096)
+    joined = shared_memory.join(mine.shared, 4096)
     assert joined is not None
     joined.close()
     mine.close()
 
 
 def test_long_lived_receivers_sweep_too_and_others_files_stay(monkeypatch: pytest.MonkeyPatch) -> None:
-    if not shm.FOLDER.is_dir():
+    if not shared_memory.FOLDER.is_dir():
         pytest.skip("no shared memory here")
-    links = Links([], limits=SMALL_LINKS)
-    left = shm.FOLDER / f"potluck-kv-{'0' * 32}"
+    links = PeerConnections([], limits=SMALL_LINKS)
+    left = shared_memory.FOLDER / f"potluck-kv-{'0' * 32}"
     left.touch(0o600)
-    link = shm.FOLDER / f"potluck-kv-{'1' * 32}"
+    link = shared_memory.FOLDER / f"potluck-kv-{'1' * 32}"
     link.symlink_to(left)
-    monkeypatch.setattr("potluck.kv.link.links.SWEEP_S", 0.0)
+    monkeypatch.setattr("potluck.kv.link.peer_connections.SWEEP_S", 0.0)
     monkeypatch.setattr(os, "geteuid", lambda: os.getuid() + 1)
-    assert shm.sweep() == 0
+    assert shared_memory.sweep() == 0
     assert left.exists()
     monkeypatch.undo()
-    monkeypatch.setattr("potluck.kv.link.links.SWEEP_S", 0.0)
+    monkeypatch.setattr("potluck.kv.link.peer_connections.SWEEP_S", 0.0)
     slots = links.share()
     assert slots is not None
     assert not left.exists()
@@ -133,7 +133,7 @@ def test_a_sender_that_stands_still_is_noticed_in_time() -> None:
     handle = new_handle()
     with child(SENDER, handle) as (process, port):
         address = ("127.0.0.1", int(port))
-        links = Links([address], limits=SMALL_LINKS, shared_memory=False)
+        links = PeerConnections([address], limits=SMALL_LINKS, shared_memory=False)
         stopped: list[float] = []
 
         def stop() -> None:
@@ -142,7 +142,7 @@ def test_a_sender_that_stands_still_is_noticed_in_time() -> None:
 
         timer = threading.Timer(0.5, stop)
         timer.start()
-        wanted = Wanted(handle, REQUEST, FINGERPRINT, TOKENS_HASH)
+        wanted = FetchRequest(handle, REQUEST, FINGERPRINT, TOKENS_HASH)
         with pytest.raises(TransferError, match="the sender said nothing for 1 s"):
             fetch(links, address, wanted, lambda _: None, lambda _: None, degree=2, deadline_s=60.0)
         assert time.monotonic() - stopped[0] < SMALL_LINKS.silence_s + SLACK_S
@@ -170,19 +170,19 @@ def test_a_lone_connection_that_says_nothing_is_replaced_before_the_fetch_is_giv
 def test_nothing_is_needed_that_only_linux_has(
     degree: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    monkeypatch.setattr(shm, "FOLDER", tmp_path / "nowhere")
-    monkeypatch.setattr(report, "TCP_INFO", None)
-    monkeypatch.setattr(check, "NATIVE", False)
-    monkeypatch.setattr(strand, "_DONTWAIT", 0)
-    monkeypatch.setattr(strand, "_WAITALL", 0)
-    monkeypatch.setattr(strand, "_USER_TIMEOUT", None)
+    monkeypatch.setattr(shared_memory, "FOLDER", tmp_path / "nowhere")
+    monkeypatch.setattr(link_report, "TCP_INFO", None)
+    monkeypatch.setattr(checksum, "NATIVE", False)
+    monkeypatch.setattr(kv_connection, "_DONTWAIT", 0)
+    monkeypatch.setattr(kv_connection, "_WAITALL", 0)
+    monkeypatch.setattr(kv_connection, "_USER_TIMEOUT", None)
     with ends(shared_memory=True) as pair:
-        handle, shipment = pair.send(PARCELS)
+        handle, transfer = pair.send(PARCELS)
         fetched, got = pair.fetch(handle, degree=degree)
         assert got == RIGHT
         assert not fetched.shared_memory
-        assert shipment.wait(30) == "fetched"
-        assert all(link.rtt_s == 0.0 for link in (*pair.outbox.links(), *pair.links.reports()))
+        assert transfer.wait(30) == "fetched"
+        assert all(link.rtt_s == 0.0 for link in (*pair.sender.links(), *pair.links.reports()))
     monkeypatch.undo()
     monkeypatch.delattr(os, "posix_fallocate", raising=False)
-    assert shm.create(2, 4096) is None
+    assert shared_memory.create(2, 4096) is None

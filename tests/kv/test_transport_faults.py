@@ -20,16 +20,25 @@ from kv_kit import (
 )
 
 from potluck.core.errors import PotluckError
-from potluck.kv.parcels import TransferError
-from potluck.kv.wire.frames import PREFIX, Ack, Chunk, End, Hello, Opening, frame, label_of
+from potluck.kv.chunks import TransferError
+from potluck.kv.wire.frames import (
+    PREFIX,
+    Ack,
+    ChunkPiece,
+    Hello,
+    TransferEnd,
+    TransferOpening,
+    frame,
+    label_of,
+)
 
 PARCELS = made(5, 8)
 RIGHT = {parcel.layer: plain(parcel) for parcel in PARCELS}
 SLACK_S = 2.5
 """For a busy machine; each deadline itself is well below."""
 
-_OPENING = len(frame(Opening(bytes(16), ABOUT, SMALL.chunk_bytes, False)))
-_HEAD = len(frame(Chunk(label_of(PARCELS[0], 0), 16896, 0, 4096, (0, 0))))
+_OPENING = len(frame(TransferOpening(bytes(16), ABOUT, SMALL.chunk_bytes, False)))
+_HEAD = len(frame(ChunkPiece(label_of(PARCELS[0], 0), 16896, 0, 4096, (0, 0))))
 _FIRST = _OPENING + _HEAD
 _SECOND = _FIRST + SMALL.chunk_bytes
 PLACES = {
@@ -102,12 +111,12 @@ def test_harm_to_one_connection_costs_no_more_than_that(
     place: str, act: Callable[[bytes, int], bytes | None]
 ) -> None:
     with ends(harm=at(PLACES[place], act)) as pair:
-        handle, shipment = pair.send(PARCELS)
+        handle, transfer = pair.send(PARCELS)
         fetched, got = pair.fetch(handle, degree=1)
         assert got == RIGHT
         assert act in (reorder, double, insert) or fetched.lost_connections == 1
         assert fetched.lost_connections <= 1
-        assert shipment.wait(30) == "fetched"
+        assert transfer.wait(30) == "fetched"
 
 
 @pytest.mark.parametrize("place", ["first byte", "chunk: label", "data: within", "next frame"])
@@ -172,7 +181,7 @@ def test_a_connection_that_is_cut_sends_only_its_chunks_again() -> None:
         fetched, got = pair.fetch(handle, degree=3)
         assert got == RIGHT
         assert fetched.lost_connections == 1
-        again = sum(link.sent_again_bytes for link in pair.outbox.links())
+        again = sum(link.sent_again_bytes for link in pair.sender.links())
         assert 0 < again <= SMALL.most_unacked * SMALL.chunk_bytes
 
 
@@ -191,7 +200,7 @@ def test_frames_of_the_harmed_stream_are_where_the_test_thinks() -> None:
         assert seen[PLACES[place] : PLACES[place] + 4] == b"PLKV"
     assert seen[_FIRST : _FIRST + 64] == PARCELS[0].data[:64]
     assert bytes(seen).endswith(
-        frame(End(len(PARCELS), sum(len(p.data) + len(p.parameters) for p in PARCELS)))
+        frame(TransferEnd(len(PARCELS), sum(len(p.data) + len(p.parameters) for p in PARCELS)))
     )
     assert len(frame(Ack(0, 0))) == 32
     assert len(frame(Hello(bytes(16), bytes(32), "x" * 43, 0, 1, 1, 1))) == 128

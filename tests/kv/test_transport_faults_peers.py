@@ -25,22 +25,22 @@ from kv_kit import (
 )
 
 from potluck.core.errors import PotluckError
+from potluck.kv.chunks import TransferError
 from potluck.kv.handles import bound_to, new_handle, new_session
-from potluck.kv.link.links import Links
-from potluck.kv.parcels import TransferError
-from potluck.kv.receive.fetch import Wanted, fetch
-from potluck.kv.wire.check import sums
+from potluck.kv.link.peer_connections import PeerConnections
+from potluck.kv.receive.fetch import FetchRequest, fetch
+from potluck.kv.wire.checksum import sums
 from potluck.kv.wire.frames import (
     Ack,
-    Beat,
-    Chunk,
-    End,
+    ChunkHeader,
+    ChunkPiece,
     FrameReader,
+    Heartbeat,
     Hello,
-    Label,
     Message,
-    Opening,
-    Problem,
+    SenderProblem,
+    TransferEnd,
+    TransferOpening,
     frame,
 )
 
@@ -76,10 +76,10 @@ def test_whatever_is_wrong_with_a_handle_the_answer_is_the_same() -> None:
         pair.fetch(used)
         expired, _ = pair.offer(lasts_s=0.0)
         other, _ = pair.send(PARCELS)
-        claimed, shipment = pair.offer()
+        claimed, transfer = pair.offer()
         holder = socket.create_connection(pair.address)
         holder.sendall(greeting(claimed, new_session()))
-        assert until(lambda: shipment.state == "attached")
+        assert until(lambda: transfer.state == "attached")
         asked = {
             "unknown": greeting(new_handle()),
             "used": greeting(used),
@@ -89,7 +89,7 @@ def test_whatever_is_wrong_with_a_handle_the_answer_is_the_same() -> None:
         }
         found = {name: answer(pair.address, said) for name, said in asked.items()}
         holder.close()
-        without_beats = {raw.replace(frame(Beat()), b"") for raw, _ in found.values()}
+        without_beats = {raw.replace(frame(Heartbeat()), b"") for raw, _ in found.values()}
         assert len(without_beats) == 1
         assert all(took_s >= 0.3 for _, took_s in found.values())
         _, got = pair.fetch(other)  # The one that was guessed at is not spoiled by it.
@@ -135,16 +135,16 @@ def test_a_greeting_byte_by_byte_is_cut_off() -> None:
                 time.sleep(0.02)
                 if time.monotonic() - begun_s > 5:
                     break
-        assert until(lambda: pair.outbox.connections == 0, 3)
+        assert until(lambda: pair.sender.connections == 0, 3)
         assert time.monotonic() - begun_s < 2 * SMALL.hello_s + SLACK_S
 
 
 def test_a_crowd_at_the_door_is_bounded_and_passes() -> None:
     with ends(limits=replace(SMALL, most_connections=8)) as pair:
         crowd = [socket.create_connection(pair.address) for _ in range(40)]
-        assert until(lambda: pair.outbox.connections == 8)
+        assert until(lambda: pair.sender.connections == 8)
         handle, _ = pair.send(PARCELS)
-        assert until(lambda: pair.outbox.connections == 0, 4)
+        assert until(lambda: pair.sender.connections == 0, 4)
         _, got = pair.fetch(handle)
         assert got == RIGHT
         for one in crowd:
@@ -154,42 +154,44 @@ def test_a_crowd_at_the_door_is_bounded_and_passes() -> None:
 @pytest.mark.parametrize("reads", [False, True])
 def test_a_receiver_that_dies_frees_the_senders_memory(reads: bool) -> None:
     with ends() as pair:
-        handle, shipment = pair.send(PARCELS)
+        handle, transfer = pair.send(PARCELS)
         with socket.create_connection(pair.address) as connection:
             connection.sendall(greeting(handle))
             if reads:
                 connection.recv(20000)
-            assert until(lambda: shipment.state == "attached")
-        assert shipment.wait(SMALL.lease_s + SMALL.silence_s + SLACK_S) == "gone"
-        assert pair.outbox.held_bytes == 0
+            assert until(lambda: transfer.state == "attached")
+        assert transfer.wait(SMALL.lease_s + SMALL.silence_s + SLACK_S) == "gone"
+        assert pair.sender.held_bytes == 0
         with pytest.raises(TransferError, match="gone"):
-            shipment.put(PARCELS[0])
+            transfer.put(PARCELS[0])
 
 
 def test_a_receiver_that_stays_and_takes_nothing_loses_its_lease() -> None:
     large = [replace(PARCELS[0], layer=n) for n in range(400)]
     with ends() as pair:
-        handle, shipment = pair.send(large)
+        handle, transfer = pair.send(large)
         with socket.create_connection(pair.address) as connection:
             connection.sendall(greeting(handle))
-            assert shipment.wait(SMALL.lease_s + SMALL.silence_s + SLACK_S) == "gone"
-            assert pair.outbox.held_bytes == 0
+            assert transfer.wait(SMALL.lease_s + SMALL.silence_s + SLACK_S) == "gone"
+            assert pair.sender.held_bytes == 0
 
 
 def test_a_cache_that_nobody_fetches_is_let_go() -> None:
     with ends() as pair:
-        _, shipment = pair.send(PARCELS, lasts_s=0.3)
-        assert pair.outbox.held_bytes > 0
-        assert shipment.wait(30) == "gone"
-        assert until(lambda: pair.outbox.shipments == 0)
+        _, transfer = pair.send(PARCELS, lasts_s=0.3)
+        assert pair.sender.held_bytes > 0
+        assert transfer.wait(30) == "gone"
+        assert until(lambda: pair.sender.transfers == 0)
 
 
-@pytest.mark.parametrize("lie", [Ack(1000, 0), Ack(0, 1 << 50), End(0, 0), Beat(), Problem("x")])
+@pytest.mark.parametrize(
+    "lie", [Ack(1000, 0), Ack(0, 1 << 50), TransferEnd(0, 0), Heartbeat(), SenderProblem("x")]
+)
 def test_a_receiver_that_lies_is_cut_off(lie: Message) -> None:
     with ends() as pair:
-        handle, shipment = pair.send(PARCELS)
+        handle, transfer = pair.send(PARCELS)
         answer(pair.address, greeting(handle) + frame(lie))
-        assert shipment.wait(SMALL.lease_s + SLACK_S) == "gone"
+        assert transfer.wait(SMALL.lease_s + SLACK_S) == "gone"
 
 
 # To the receiver.
@@ -210,8 +212,8 @@ def test_a_sender_that_dies_is_reported_at_once() -> None:
 
         thread = threading.Thread(target=receive)
         thread.start()
-        assert until(lambda: any(link.connections == 3 for link in pair.outbox.links()))
-        pair.outbox.close()
+        assert until(lambda: any(link.connections == 3 for link in pair.sender.links()))
+        pair.sender.close()
         died_s = time.monotonic()
         thread.join(10)
         assert isinstance(problem[0], TransferError)
@@ -221,9 +223,9 @@ def test_a_sender_that_dies_is_reported_at_once() -> None:
 def test_nobody_there_is_reported_at_once() -> None:
     with socket.create_server(("127.0.0.1", 0)) as gone:
         address = gone.getsockname()
-    links = Links([address], limits=SMALL_LINKS)
+    links = PeerConnections([address], limits=SMALL_LINKS)
     begun_s = time.monotonic()
-    wanted = Wanted(new_handle(), REQUEST, FINGERPRINT, TOKENS_HASH)
+    wanted = FetchRequest(new_handle(), REQUEST, FINGERPRINT, TOKENS_HASH)
     with pytest.raises(TransferError, match="is lost"):
         fetch(links, address, wanted, lambda _: None, lambda _: None, deadline_s=30.0)
     assert time.monotonic() - begun_s < SLACK_S
@@ -260,10 +262,10 @@ def liar(script: Script) -> Iterator[Callable[..., None]]:
     acceptor = threading.Thread(target=accept, daemon=True)
     acceptor.start()
     address = listener.getsockname()
-    links = Links([address], limits=replace(SMALL_LINKS, retries=2), shared_memory=False)
+    links = PeerConnections([address], limits=replace(SMALL_LINKS, retries=2), shared_memory=False)
 
     def try_it(deadline_s: float = 1.0) -> None:
-        wanted = Wanted(new_handle(), REQUEST, FINGERPRINT, TOKENS_HASH)
+        wanted = FetchRequest(new_handle(), REQUEST, FINGERPRINT, TOKENS_HASH)
         fetch(links, address, wanted, lambda _: None, lambda _: None, degree=2, deadline_s=deadline_s)
 
     try:
@@ -278,37 +280,39 @@ def liar(script: Script) -> Iterator[Callable[..., None]]:
 
 
 def opened(hello: Hello, chunk_bytes: int = 4096) -> bytes:
-    return frame(Opening(hello.session, ABOUT, chunk_bytes, False))
+    return frame(TransferOpening(hello.session, ABOUT, chunk_bytes, False))
 
 
 def large(index: int) -> bytes:
     """The first chunk of a parcel as large as the window."""
-    label = Label(index, 0, "kv", "float32", "raw", 0, 256, (256, 2, 8, 8))
-    return frame(Chunk(label, label.parcel_bytes, 0, 4096, sums(bytes(4096)))) + bytes(4096)
+    label = ChunkHeader(index, 0, "kv", "float32", "raw", 0, 256, (256, 2, 8, 8))
+    return frame(ChunkPiece(label, label.parcel_bytes, 0, 4096, sums(bytes(4096)))) + bytes(4096)
 
 
 def wrong_sums(hello: Hello) -> bytes:
-    label = Label(0, 0, "kv", "float32", "raw", 0, 2, (2, 2, 2, 8))
-    return frame(Chunk(label, 256, 0, 256, (1, 2))) + bytes(256)
+    label = ChunkHeader(0, 0, "kv", "float32", "raw", 0, 2, (2, 2, 2, 8))
+    return frame(ChunkPiece(label, 256, 0, 256, (1, 2))) + bytes(256)
 
 
 LIES: dict[str, Callable[[Hello], bytes]] = {
     "nothing": lambda hello: b"",
     "garbage": lambda hello: bytes(range(256)),
     "no opening": lambda hello: large(0),
-    "another session's opening": lambda hello: frame(Opening(bytes(16), ABOUT, 4096, False)),
+    "another session's opening": lambda hello: frame(TransferOpening(bytes(16), ABOUT, 4096, False)),
     "chunks that are too large": lambda hello: opened(hello, 8192),
-    "shared memory that was not offered": lambda hello: frame(Opening(hello.session, ABOUT, 4096, True)),
+    "shared memory that was not offered": lambda hello: frame(
+        TransferOpening(hello.session, ABOUT, 4096, True)
+    ),
     "another model": lambda hello: frame(
-        Opening(hello.session, replace(ABOUT, fingerprint="y" * 32), 4096, False)
+        TransferOpening(hello.session, replace(ABOUT, fingerprint="y" * 32), 4096, False)
     ),
     "two openings": lambda hello: opened(hello) * 2,
     "beyond the window": lambda hello: opened(hello) + large(0) + large(1),
     "wrong sums": lambda hello: opened(hello) + wrong_sums(hello),
-    "more than it has": lambda hello: opened(hello) + frame(End(3, 10)),
-    "an end before the last": lambda hello: opened(hello) + large(0) + frame(End(0, 0)),
-    "two ends": lambda hello: opened(hello) + frame(End(1, 10)) + frame(End(2, 10)),
-    "a problem": lambda hello: opened(hello) + frame(Problem("no\nmore")),
+    "more than it has": lambda hello: opened(hello) + frame(TransferEnd(3, 10)),
+    "an end before the last": lambda hello: opened(hello) + large(0) + frame(TransferEnd(0, 0)),
+    "two ends": lambda hello: opened(hello) + frame(TransferEnd(1, 10)) + frame(TransferEnd(2, 10)),
+    "a problem": lambda hello: opened(hello) + frame(SenderProblem("no\nmore")),
     "an ack": lambda hello: opened(hello) + frame(Ack(0, 0)),
     "half a chunk": lambda hello: opened(hello) + large(0)[:2000],
 }
@@ -328,7 +332,7 @@ def test_beats_for_ever_end_at_the_deadline(first: bytes | None) -> None:
     def script(connection: socket.socket, hello: Hello) -> None:
         connection.sendall(opened(hello) if first is None else first)
         for _ in range(60):
-            connection.sendall(frame(Beat()))
+            connection.sendall(frame(Heartbeat()))
             time.sleep(0.05)
 
     with liar(script) as try_it, pytest.raises(TransferError, match="within its 0.6 s"):

@@ -23,22 +23,22 @@ from kv_kit import (
 )
 
 from potluck.core.errors import InputError
+from potluck.kv.chunks import KvManifest
 from potluck.kv.handles import new_handle, new_session
-from potluck.kv.parcels import Manifest
-from potluck.kv.send.load import Load, pack
-from potluck.kv.send.shipment import Shipment
-from potluck.kv.wire import check
+from potluck.kv.send.outgoing_transfer import OutgoingTransfer
+from potluck.kv.send.send_queue import SendQueue, pack
+from potluck.kv.wire import checksum
 from potluck.kv.wire.frames import (
-    Beat,
-    Chunk,
-    Done,
-    End,
+    ChunkPiece,
     FrameReader,
+    HandleRefused,
+    Heartbeat,
     Hello,
     Message,
-    Opening,
-    Problem,
-    Refused,
+    SenderProblem,
+    TransferDone,
+    TransferEnd,
+    TransferOpening,
     frame,
 )
 
@@ -75,7 +75,7 @@ class Late:
             except ConnectionError:
                 data = b""
             self.closed = not data
-            self.heard += [message for message, _ in self._reader.feed(data) if message != Beat()]
+            self.heard += [message for message, _ in self._reader.feed(data) if message != Heartbeat()]
         return True
 
     def has(self, kind: type) -> bool:
@@ -97,91 +97,91 @@ def late(pair: Ends, handle: str, session: bytes, chunk_bytes: int = 4096) -> It
 def test_a_connection_that_joins_while_all_is_well_is_opened() -> None:
     thinking = threading.Event()
 
-    def opened(have: int) -> Manifest:
+    def opened(have: int) -> KvManifest:
         thinking.wait(5)
         return ABOUT
 
     with ends() as pair:
         handle, session = new_handle(), new_session()
-        shipment = pair.outbox.offer(handle, BOUND, opened, 10.0)
+        transfer = pair.sender.offer(handle, BOUND, opened, 10.0)
         with late(pair, handle, session) as first, late(pair, handle, session) as second:
-            assert until(lambda: shipment.opening)
+            assert until(lambda: transfer.opening)
             thinking.set()
-            assert first.hear(lambda one: one.has(Opening))
-            assert second.hear(lambda one: one.has(Opening))
+            assert first.hear(lambda one: one.has(TransferOpening))
+            assert second.hear(lambda one: one.has(TransferOpening))
             with late(pair, handle, session) as third:  # While it is being filled.
-                assert third.hear(lambda one: one.has(Opening))
+                assert third.hear(lambda one: one.has(TransferOpening))
 
 
-def _fetched(pair: Ends, handle: str, session: bytes) -> Shipment:
-    shipment = pair.outbox.offer(handle, BOUND, lambda have: ABOUT, 10.0)
-    shipment.finish()
+def _fetched(pair: Ends, handle: str, session: bytes) -> OutgoingTransfer:
+    transfer = pair.sender.offer(handle, BOUND, lambda have: ABOUT, 10.0)
+    transfer.finish()
     with late(pair, handle, session) as first:
-        assert first.hear(lambda one: one.has(End))
-        first.say(Done())
-        assert shipment.wait(30) == "fetched"
-    return shipment
+        assert first.hear(lambda one: one.has(TransferEnd))
+        first.say(TransferDone())
+        assert transfer.wait(30) == "fetched"
+    return transfer
 
 
-def _failed(pair: Ends, handle: str, session: bytes) -> Shipment:
-    shipment = pair.outbox.offer(handle, BOUND, lambda have: ABOUT, 10.0)
+def _failed(pair: Ends, handle: str, session: bytes) -> OutgoingTransfer:
+    transfer = pair.sender.offer(handle, BOUND, lambda have: ABOUT, 10.0)
     with late(pair, handle, session) as first:
-        assert first.hear(lambda one: one.has(Opening))
-        shipment.fail("no more")
-        assert first.hear(lambda one: one.has(Problem))
-    return shipment
+        assert first.hear(lambda one: one.has(TransferOpening))
+        transfer.fail("no more")
+        assert first.hear(lambda one: one.has(SenderProblem))
+    return transfer
 
 
-def _engine_failed(pair: Ends, handle: str, session: bytes) -> Shipment:
-    def opened(have: int) -> Manifest:
+def _engine_failed(pair: Ends, handle: str, session: bytes) -> OutgoingTransfer:
+    def opened(have: int) -> KvManifest:
         raise InputError("have", "is wrong")
 
-    shipment = pair.outbox.offer(handle, BOUND, opened, 10.0)
+    transfer = pair.sender.offer(handle, BOUND, opened, 10.0)
     with late(pair, handle, session) as first:
-        assert first.hear(lambda one: one.has(Problem))
-    return shipment
+        assert first.hear(lambda one: one.has(SenderProblem))
+    return transfer
 
 
-def _gone(pair: Ends, handle: str, session: bytes) -> Shipment:
-    shipment = pair.outbox.offer(handle, BOUND, lambda have: ABOUT, 10.0)
+def _gone(pair: Ends, handle: str, session: bytes) -> OutgoingTransfer:
+    transfer = pair.sender.offer(handle, BOUND, lambda have: ABOUT, 10.0)
     with late(pair, handle, session) as first:
-        assert first.hear(lambda one: one.has(Opening))
-    assert shipment.wait(SMALL.lease_s + SLACK_S) == "gone"
-    return shipment
+        assert first.hear(lambda one: one.has(TransferOpening))
+    assert transfer.wait(SMALL.lease_s + SLACK_S) == "gone"
+    return transfer
 
 
-def _withdrawn(pair: Ends, handle: str, session: bytes) -> Shipment:
-    shipment = pair.outbox.offer(handle, BOUND, lambda have: ABOUT, 10.0)
-    pair.outbox.withdraw(handle)
-    return shipment
+def _withdrawn(pair: Ends, handle: str, session: bytes) -> OutgoingTransfer:
+    transfer = pair.sender.offer(handle, BOUND, lambda have: ABOUT, 10.0)
+    pair.sender.withdraw(handle)
+    return transfer
 
 
 @pytest.mark.parametrize("ending", [_fetched, _failed, _engine_failed, _gone, _withdrawn])
 def test_whoever_joins_after_the_end_gets_an_answer(
-    ending: Callable[[Ends, str, bytes], Shipment], monkeypatch: pytest.MonkeyPatch
+    ending: Callable[[Ends, str, bytes], OutgoingTransfer], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with ends() as pair:
-        forgotten = pair.outbox._forget
+        forgotten = pair.sender._forget
         # Ended shipments are forgotten when somebody looks; nobody does between the end and the replay.
-        monkeypatch.setattr(pair.outbox, "_forget", lambda: None)
+        monkeypatch.setattr(pair.sender, "_forget", lambda: None)
         handle, session = new_handle(), new_session()
         ending(pair, handle, session)
         with late(pair, handle, session) as replay:
-            assert replay.hear(lambda one: one.has(Refused) or one.has(Problem))
-            assert not replay.has(Opening) or ending is _failed
-        monkeypatch.setattr(pair.outbox, "_forget", forgotten)
+            assert replay.hear(lambda one: one.has(HandleRefused) or one.has(SenderProblem))
+            assert not replay.has(TransferOpening) or ending is _failed
+        monkeypatch.setattr(pair.sender, "_forget", forgotten)
 
 
 def test_a_connection_whose_fetch_is_done_elsewhere_is_not_kept_for_ever() -> None:
     with ends() as pair:
         handle, session = new_handle(), new_session()
-        shipment = pair.outbox.offer(handle, BOUND, lambda have: ABOUT, 10.0)
-        shipment.finish()
+        transfer = pair.sender.offer(handle, BOUND, lambda have: ABOUT, 10.0)
+        transfer.finish()
         with late(pair, handle, session) as first, late(pair, handle, session) as second:
-            assert first.hear(lambda one: one.has(Opening))
-            assert second.hear(lambda one: one.has(Opening))
-            first.say(Done())
-            assert shipment.wait(30) == "fetched"
+            assert first.hear(lambda one: one.has(TransferOpening))
+            assert second.hear(lambda one: one.has(TransferOpening))
+            first.say(TransferDone())
+            assert transfer.wait(30) == "fetched"
             second.hear(lambda one: False)
             assert second.closed
 
@@ -191,31 +191,33 @@ def test_a_connection_whose_fetch_is_done_elsewhere_is_not_kept_for_ever() -> No
 
 def test_a_receiver_that_takes_smaller_chunks_gets_them() -> None:
     with ends(limits=replace(SMALL, chunk_bytes=1 << 14), link_limits=SMALL_LINKS) as pair:
-        handle, shipment = pair.offer()
+        handle, transfer = pair.offer()
         for parcel in PARCELS[:4]:  # Cut and checked before anybody came.
-            shipment.put(parcel)
-        feeding = threading.Timer(0.1, lambda: [shipment.put(parcel) for parcel in PARCELS[4:]])
+            transfer.put(parcel)
+        feeding = threading.Timer(0.1, lambda: [transfer.put(parcel) for parcel in PARCELS[4:]])
         feeding.start()
-        finishing = threading.Timer(0.3, shipment.finish)
+        finishing = threading.Timer(0.3, transfer.finish)
         finishing.start()
         _, got = pair.fetch(handle)
         assert got == RIGHT
         feeding.join()
         finishing.join()
-        assert shipment.wait(30) == "fetched"
-        assert pair.outbox.limits.chunk_bytes == 1 << 14
+        assert transfer.wait(30) == "fetched"
+        assert pair.sender.limits.chunk_bytes == 1 << 14
 
 
 def test_all_connections_of_a_fetch_agree_on_their_chunks() -> None:
     with ends(limits=replace(SMALL, chunk_bytes=1 << 15)) as pair:
         handle, session = new_handle(), new_session()
-        pair.outbox.offer(handle, BOUND, lambda have: ABOUT, 10.0)
+        pair.sender.offer(handle, BOUND, lambda have: ABOUT, 10.0)
         with late(pair, handle, session, 1 << 14) as first:
-            assert first.hear(lambda one: one.has(Opening))
+            assert first.hear(lambda one: one.has(TransferOpening))
             with late(pair, handle, session, 1 << 20) as more, late(pair, handle, session, 1 << 13) as less:
-                assert more.hear(lambda one: one.has(Opening))
-                assert less.hear(lambda one: one.has(Refused))
-            sizes = {m.chunk_bytes for one in (first, more) for m in one.heard if isinstance(m, Opening)}
+                assert more.hear(lambda one: one.has(TransferOpening))
+                assert less.hear(lambda one: one.has(HandleRefused))
+            sizes = {
+                m.chunk_bytes for one in (first, more) for m in one.heard if isinstance(m, TransferOpening)
+            }
             assert sizes == {1 << 14}
 
 
@@ -232,7 +234,7 @@ def test_chunks_that_are_too_small_do_not_take_the_handle() -> None:
 
 @pytest.mark.parametrize("most_bytes", [4096, 5000, 8192, 1 << 20])
 def test_a_load_that_is_cut_anew_gives_out_every_byte_once(most_bytes: int) -> None:
-    load = Load(8192)
+    load = SendQueue(8192)
     load.put(pack(PARCELS[0], 8192))
     load.cut(most_bytes)
     load.put(pack(PARCELS[1], 8192))  # It was cut before it was known.
@@ -242,8 +244,8 @@ def test_a_load_that_is_cut_anew_gives_out_every_byte_once(most_bytes: int) -> N
     found = [b"", b""]
     while isinstance(todo := load.next(1), tuple):
         chunk, data = todo
-        assert isinstance(chunk, Chunk)
+        assert isinstance(chunk, ChunkPiece)
         assert len(data) <= min(8192, most_bytes)
-        assert chunk.sums in (None, check.sums(data))
+        assert chunk.sums in (None, checksum.sums(data))
         found[chunk.label.index] += bytes(data)
     assert found == [bytes(parcel.parameters) + bytes(parcel.data) for parcel in PARCELS[:2]]

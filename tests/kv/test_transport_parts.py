@@ -10,13 +10,21 @@ from hypothesis import strategies as st
 from kv_kit import BOUND, made, plain
 
 from potluck.core.errors import FormatError, InputError
-from potluck.kv.handles import Handles, bound_to, checked_handle, new_handle, new_session
-from potluck.kv.link.report import TcpInfo, parse, report
-from potluck.kv.parcels import Parcel
-from potluck.kv.receive.assembly import Assembly
-from potluck.kv.send.load import Load, pack
-from potluck.kv.wire.check import sums
-from potluck.kv.wire.frames import Ack, Chunk, End, FrameReader, Label, Problem, frame
+from potluck.kv.chunks import KvChunk
+from potluck.kv.handles import TransferHandles, bound_to, checked_handle, new_handle, new_session
+from potluck.kv.link.link_report import TcpInfo, parse, report
+from potluck.kv.receive.assembly import ChunkAssembly
+from potluck.kv.send.send_queue import SendQueue, pack
+from potluck.kv.wire.checksum import sums
+from potluck.kv.wire.frames import (
+    Ack,
+    ChunkHeader,
+    ChunkPiece,
+    FrameReader,
+    SenderProblem,
+    TransferEnd,
+    frame,
+)
 
 
 class Receiver:
@@ -26,7 +34,7 @@ class Receiver:
         self.out_bytes = 0
         self.most_bytes = 0
         self.got: dict[int, tuple[object, ...]] = {}
-        self.assembly = Assembly(window_bytes, chunk_bytes, self._take, self._give)
+        self.assembly = ChunkAssembly(window_bytes, chunk_bytes, self._take, self._give)
 
     def _take(self, size: int) -> memoryview:
         self.out_bytes += size
@@ -36,9 +44,9 @@ class Receiver:
     def _give(self, buffer: memoryview) -> None:
         self.out_bytes -= len(buffer)
 
-    def take(self, chunk: Chunk, data: bytes, strand: int) -> list[int]:
+    def take(self, chunk: ChunkPiece, data: bytes, conn: int) -> list[int]:
         """A chunk arrives; which parcels are complete."""
-        place = self.assembly.place(chunk, strand)
+        place = self.assembly.place(chunk, conn)
         if place is None:
             return []
         place[:] = data
@@ -69,13 +77,13 @@ def test_whatever_is_lost_on_the_way_everything_comes_once_and_whole(
     parcels = made(3, layers)
     largest = max(len(p.data) + len(p.parameters) for p in parcels)
     window = largest + draw.randrange(20000)
-    load, receiver = Load(chunk_bytes), Receiver(window, chunk_bytes)
+    load, receiver = SendQueue(chunk_bytes), Receiver(window, chunk_bytes)
     load.open(window)
-    strands, keys = list(range(degree)), degree
-    for strand in strands:
-        load.join(strand, 4)
-    wire: dict[int, list[tuple[Chunk, bytes]]] = {strand: [] for strand in strands}
-    taken = dict.fromkeys(strands, 0)
+    conns, keys = list(range(degree)), degree
+    for conn in conns:
+        load.join(conn, 4)
+    wire: dict[int, list[tuple[ChunkPiece, bytes]]] = {conn: [] for conn in conns}
+    taken = dict.fromkeys(conns, 0)
     full: list[int] = []
     to_put = list(parcels)
     for step in range(200_000):
@@ -85,33 +93,33 @@ def test_whatever_is_lost_on_the_way_everything_comes_once_and_whole(
             load.put(pack(to_put.pop(0), chunk_bytes))
             if not to_put:
                 load.finish()
-        strand = draw.choice(strands)
-        todo = load.next(strand)
-        if isinstance(todo, End):
+        conn = draw.choice(conns)
+        todo = load.next(conn)
+        if isinstance(todo, TransferEnd):
             receiver.assembly.ended(todo)
         elif todo is not None:
-            assert not isinstance(todo, Problem)
+            assert not isinstance(todo, SenderProblem)
             ((message, data),) = FrameReader().feed(frame(todo[0]) + bytes(todo[1]))
-            assert isinstance(message, Chunk)
-            wire[strand].append((message, data))
+            assert isinstance(message, ChunkPiece)
+            wire[conn].append((message, data))
         if draw.random() < loss and step % 7 == 0:
-            load.lost(strand)  # What is on it is gone, or has come and nobody said so.
-            for chunk, data in wire.pop(strand)[: draw.randrange(3)]:
-                full += receiver.take(chunk, data, strand)
-            strands.remove(strand)
-            strands.append(keys)
+            load.lost(conn)  # What is on it is gone, or has come and nobody said so.
+            for chunk, data in wire.pop(conn)[: draw.randrange(3)]:
+                full += receiver.take(chunk, data, conn)
+            conns.remove(conn)
+            conns.append(keys)
             load.join(keys, 4)
             wire[keys], taken[keys] = [], 0
             keys += 1
-        elif wire[strand] and draw.random() < 0.7:
-            full += receiver.take(*wire[strand].pop(0), strand)
-            taken[strand] += 1
-            load.ack(strand, Ack(taken[strand], receiver.assembly.released_bytes))
+        elif wire[conn] and draw.random() < 0.7:
+            full += receiver.take(*wire[conn].pop(0), conn)
+            taken[conn] += 1
+            load.ack(conn, Ack(taken[conn], receiver.assembly.released_bytes))
         if full and draw.random() < 0.5:
             receiver.assembly.release(full.pop())
             load.ack(
-                strand, Ack(taken.get(strand, 0), receiver.assembly.released_bytes)
-            ) if strand in strands else None
+                conn, Ack(taken.get(conn, 0), receiver.assembly.released_bytes)
+            ) if conn in conns else None
     assert receiver.assembly.complete
     assert receiver.got == {parcel.layer: plain(parcel) for parcel in parcels}
     assert receiver.most_bytes <= window
@@ -123,7 +131,7 @@ def test_whatever_is_lost_on_the_way_everything_comes_once_and_whole(
 def test_chunks_in_any_order_and_twice_make_the_same_parcel(order: list[int], chunk_bytes: int) -> None:
     parcel = made()[0]
     packed = pack(parcel, chunk_bytes)
-    load = Load(chunk_bytes)
+    load = SendQueue(chunk_bytes)
     load.open(1 << 20)
     load.join(0, 10**6)
     load.put(packed)
@@ -138,19 +146,19 @@ def test_chunks_in_any_order_and_twice_make_the_same_parcel(order: list[int], ch
     assert receiver.got == {0: plain(parcel)}
 
 
-def label(index: int = 0, tokens: int = 8) -> Label:
-    return Label(index, 0, "kv", "float32", "raw", 0, tokens, (tokens, 2, 2, 4))
+def label(index: int = 0, tokens: int = 8) -> ChunkHeader:
+    return ChunkHeader(index, 0, "kv", "float32", "raw", 0, tokens, (tokens, 2, 2, 4))
 
 
-def chunk(offset: int, count: int, tokens: int = 8, index: int = 0) -> Chunk:
-    return Chunk(label(index, tokens), tokens * 64, offset, count, (0, 0))
+def chunk(offset: int, count: int, tokens: int = 8, index: int = 0) -> ChunkPiece:
+    return ChunkPiece(label(index, tokens), tokens * 64, offset, count, (0, 0))
 
 
 @pytest.mark.parametrize(
     "bad",
     [chunk(1, 256), chunk(0, 255), chunk(256, 255), chunk(0, 256, tokens=17, index=1)],
 )
-def test_chunks_off_the_grid_or_beyond_the_window_are_refused(bad: Chunk) -> None:
+def test_chunks_off_the_grid_or_beyond_the_window_are_refused(bad: ChunkPiece) -> None:
     receiver = Receiver(1024, 256)
     receiver.assembly.place(chunk(0, 256), 0)
     with pytest.raises(FormatError):
@@ -160,7 +168,7 @@ def test_chunks_off_the_grid_or_beyond_the_window_are_refused(bad: Chunk) -> Non
 def test_a_parcel_described_in_two_ways_is_refused() -> None:
     receiver = Receiver(4096, 256)
     receiver.assembly.place(chunk(0, 256), 0)
-    other = Chunk(Label(0, 1, "kv", "float32", "raw", 0, 8, (8, 2, 2, 4)), 512, 256, 256, (0, 0))
+    other = ChunkPiece(ChunkHeader(0, 1, "kv", "float32", "raw", 0, 8, (8, 2, 2, 4)), 512, 256, 256, (0, 0))
     with pytest.raises(FormatError, match="two ways"):
         receiver.assembly.place(other, 0)
 
@@ -176,8 +184,8 @@ def test_a_sound_chunk_is_not_written_again_and_a_spoiled_one_is() -> None:
     assert receiver.assembly.place(chunk(0, 256), 3) is None
 
 
-@pytest.mark.parametrize("end", [End(0, 512), End(1, 511), End(1, 513)])
-def test_an_end_that_does_not_fit_what_came_is_refused(end: End) -> None:
+@pytest.mark.parametrize("end", [TransferEnd(0, 512), TransferEnd(1, 511), TransferEnd(1, 513)])
+def test_an_end_that_does_not_fit_what_came_is_refused(end: TransferEnd) -> None:
     receiver = Receiver(4096, 512)
     receiver.assembly.place(chunk(0, 512), 0)
     receiver.assembly.landed(chunk(0, 512))
@@ -186,7 +194,7 @@ def test_an_end_that_does_not_fit_what_came_is_refused(end: End) -> None:
 
 
 def test_acks_for_what_was_never_sent_are_refused() -> None:
-    load = Load(64)
+    load = SendQueue(64)
     load.open(1 << 20)
     load.join(0, 4)
     load.put(pack(made()[0], 64))
@@ -197,7 +205,7 @@ def test_acks_for_what_was_never_sent_are_refused() -> None:
 
 
 def test_a_parcel_larger_than_the_window_goes_alone() -> None:
-    load = Load(1 << 20)
+    load = SendQueue(1 << 20)
     load.open(100)
     load.join(0, 4)
     parcels = made()[:2]
@@ -209,7 +217,7 @@ def test_a_parcel_larger_than_the_window_goes_alone() -> None:
     assert load.next(0) is None
     with pytest.raises(FormatError, match="beyond the window"):
         receiver.assembly.place(first[0], 0)
-    roomy = Assembly(100, 1 << 20, lambda size: memoryview(bytearray(size)), lambda _: None, 1 << 20)
+    roomy = ChunkAssembly(100, 1 << 20, lambda size: memoryview(bytearray(size)), lambda _: None, 1 << 20)
     assert roomy.place(first[0], 0) is not None
     load.ack(0, Ack(1, first[0].count))
     second = load.next(0)
@@ -219,25 +227,29 @@ def test_a_parcel_larger_than_the_window_goes_alone() -> None:
 
 
 def test_a_failed_load_tells_every_connection() -> None:
-    load = Load(64)
-    for strand in (0, 1):
-        load.join(strand, 4)
+    load = SendQueue(64)
+    for conn in (0, 1):
+        load.join(conn, 4)
     load.put(pack(made()[0], 64))
     load.fail("no more")
     assert load.held_bytes == 0
-    assert [load.next(0), load.next(1), load.next(0)] == [Problem("no more"), Problem("no more"), None]
+    assert [load.next(0), load.next(1), load.next(0)] == [
+        SenderProblem("no more"),
+        SenderProblem("no more"),
+        None,
+    ]
 
 
 def test_a_parcel_must_have_the_bytes_that_its_shape_says() -> None:
     with pytest.raises(InputError):
-        pack(Parcel(0, "kv", 0, 2, "float16", (2, 2, 1, 4), bytes(31)), 64)
+        pack(KvChunk(0, "kv", 0, 2, "float16", (2, 2, 1, 4), bytes(31)), 64)
 
 
 # Handles.
 
 
 def test_a_handle_is_for_one_session_one_binding_and_a_while() -> None:
-    handles: Handles[str] = Handles()
+    handles: TransferHandles[str] = TransferHandles()
     handle, mine, other = new_handle(), new_session(), new_session()
     handles.offer(handle, BOUND, "cache", expires_s=10.0)
     assert handles.claim(new_handle(), BOUND, mine, 0.0) is None
@@ -251,7 +263,7 @@ def test_a_handle_is_for_one_session_one_binding_and_a_while() -> None:
 
 
 def test_a_failed_claim_does_not_take_the_handle() -> None:
-    handles: Handles[str] = Handles()
+    handles: TransferHandles[str] = TransferHandles()
     handle = new_handle()
     handles.offer(handle, BOUND, "cache", expires_s=10.0)
     assert handles.claim(handle, bytes(32), new_session(), 0.0) is None
@@ -259,7 +271,7 @@ def test_a_failed_claim_does_not_take_the_handle() -> None:
 
 
 def test_handles_are_checked_and_not_offered_twice() -> None:
-    handles: Handles[str] = Handles()
+    handles: TransferHandles[str] = TransferHandles()
     handle = new_handle()
     handles.offer(handle, BOUND, "a", 1.0)
     with pytest.raises(InputError, match="in use"):

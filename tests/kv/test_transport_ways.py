@@ -11,34 +11,34 @@ import pytest
 from kv_kit import ABOUT, BOUND, FINGERPRINT, REQUEST, SMALL, SMALL_LINKS, TOKENS_HASH, made, plain
 
 from potluck.core.errors import InputError
+from potluck.kv.chunks import TransferError
 from potluck.kv.handles import new_handle
-from potluck.kv.link import shm
-from potluck.kv.link.links import Links
-from potluck.kv.link.tls import client_context, server_context
-from potluck.kv.parcels import TransferError
-from potluck.kv.receive.fetch import Wanted, fetch
-from potluck.kv.send.outbox import Outbox
-from potluck.kv.wire.frames import Shared
+from potluck.kv.link import shared_memory
+from potluck.kv.link.mutual_tls import client_context, server_context
+from potluck.kv.link.peer_connections import PeerConnections
+from potluck.kv.receive.fetch import FetchRequest, fetch
+from potluck.kv.send.kv_sender import KvSender
+from potluck.kv.wire.frames import SharedMemoryOffer
 
 # Shared memory.
 
 
 def test_shared_memory_is_only_used_by_who_can_prove_to_see_it() -> None:
-    slots = shm.create(2, 4096)
+    slots = shared_memory.create(2, 4096)
     if slots is None:
         pytest.skip("no shared memory here")
     try:
-        joined = shm.join(slots.shared, 4096)
+        joined = shared_memory.join(slots.shared, 4096)
         assert joined is not None
         joined.slot(3, 5)[:] = b"hello"
         assert bytes(slots.slot(1, 5)) == b"hello"
         joined.close()
-        assert shm.join(replace(slots.shared, proof=bytes(16)), 4096) is None
-        assert shm.join(slots.shared, 8192) is None
-        assert shm.join(Shared(bytes(16), bytes(16), 2), 4096) is None
-        path = shm.FOLDER / f"potluck-kv-{slots.shared.name.hex()}"
+        assert shared_memory.join(replace(slots.shared, proof=bytes(16)), 4096) is None
+        assert shared_memory.join(slots.shared, 8192) is None
+        assert shared_memory.join(SharedMemoryOffer(bytes(16), bytes(16), 2), 4096) is None
+        path = shared_memory.FOLDER / f"potluck-kv-{slots.shared.name.hex()}"
         path.chmod(0o666)
-        assert shm.join(slots.shared, 4096) is None
+        assert shared_memory.join(slots.shared, 4096) is None
         slots.forget_name()
         assert not path.exists()
     finally:
@@ -46,19 +46,19 @@ def test_shared_memory_is_only_used_by_who_can_prove_to_see_it() -> None:
 
 
 def test_if_one_side_will_not_share_the_network_is_used() -> None:
-    outbox = Outbox(limits=SMALL, shared_memory=False)
-    links = Links([outbox.address], limits=SMALL_LINKS, shared_memory=True)
+    sender = KvSender(limits=SMALL, shared_memory=False)
+    links = PeerConnections([sender.address], limits=SMALL_LINKS, shared_memory=True)
     try:
         handle = new_handle()
-        shipment = outbox.offer(handle, BOUND, lambda have: ABOUT, 5.0)
-        shipment.put(made()[0])
-        shipment.finish()
-        wanted = Wanted(handle, REQUEST, FINGERPRINT, TOKENS_HASH)
-        fetched = fetch(links, outbox.address, wanted, lambda _: None, lambda _: None)
+        transfer = sender.offer(handle, BOUND, lambda have: ABOUT, 5.0)
+        transfer.put(made()[0])
+        transfer.finish()
+        wanted = FetchRequest(handle, REQUEST, FINGERPRINT, TOKENS_HASH)
+        fetched = fetch(links, sender.address, wanted, lambda _: None, lambda _: None)
         assert (fetched.parcels, fetched.shared_memory) == (1, False)
     finally:
         links.close()
-        outbox.close()
+        sender.close()
 
 
 # TLS.
@@ -78,30 +78,30 @@ def certificates(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def secured(folder: Path, server: str, client: str) -> tuple[Outbox, Links]:
+def secured(folder: Path, server: str, client: str) -> tuple[KvSender, PeerConnections]:
     def of(name: str, make: type[ssl.SSLContext] | object) -> ssl.SSLContext:
         chosen = server_context if make == "server" else client_context
         return chosen(folder / f"{name}.pem", folder / f"{name}.key", folder / "fleet.pem")
 
-    outbox = Outbox(limits=SMALL, tls=of(server, "server"))
-    return outbox, Links([outbox.address], limits=SMALL_LINKS, tls=of(client, "client"))
+    sender = KvSender(limits=SMALL, tls=of(server, "server"))
+    return sender, PeerConnections([sender.address], limits=SMALL_LINKS, tls=of(client, "client"))
 
 
 def test_tls_carries_the_same_protocol(certificates: Path) -> None:
-    outbox, links = secured(certificates, "fleet", "fleet")
+    sender, links = secured(certificates, "fleet", "fleet")
     parcels = made(4, 9)
     try:
         for _ in range(2):
             handle = new_handle()
-            shipment = outbox.offer(handle, BOUND, lambda have: ABOUT, 5.0)
+            transfer = sender.offer(handle, BOUND, lambda have: ABOUT, 5.0)
             for parcel in parcels:
-                shipment.put(parcel)
-            shipment.finish()
+                transfer.put(parcel)
+            transfer.finish()
             got: dict[int, tuple[object, ...]] = {}
-            wanted = Wanted(handle, REQUEST, FINGERPRINT, TOKENS_HASH)
+            wanted = FetchRequest(handle, REQUEST, FINGERPRINT, TOKENS_HASH)
             fetched = fetch(
                 links,
-                outbox.address,
+                sender.address,
                 wanted,
                 lambda _: None,
                 lambda parcel, got=got: got.__setitem__(parcel.layer, plain(parcel)),  # type: ignore[misc]
@@ -112,21 +112,21 @@ def test_tls_carries_the_same_protocol(certificates: Path) -> None:
             assert not fetched.shared_memory
     finally:
         links.close()
-        outbox.close()
+        sender.close()
 
 
 @pytest.mark.parametrize(("server", "client"), [("stranger", "fleet"), ("fleet", "stranger")])
 def test_tls_refuses_strangers_on_either_side(certificates: Path, server: str, client: str) -> None:
-    outbox, links = secured(certificates, server, client)
+    sender, links = secured(certificates, server, client)
     try:
         handle = new_handle()
-        outbox.offer(handle, BOUND, lambda have: ABOUT, 5.0).finish()
-        wanted = Wanted(handle, REQUEST, FINGERPRINT, TOKENS_HASH)
+        sender.offer(handle, BOUND, lambda have: ABOUT, 5.0).finish()
+        wanted = FetchRequest(handle, REQUEST, FINGERPRINT, TOKENS_HASH)
         with pytest.raises(TransferError, match="lost"):
-            fetch(links, outbox.address, wanted, lambda _: None, lambda _: None, degree=1, deadline_s=3.0)
+            fetch(links, sender.address, wanted, lambda _: None, lambda _: None, degree=1, deadline_s=3.0)
     finally:
         links.close()
-        outbox.close()
+        sender.close()
 
 
 def test_bad_certificate_files_are_an_input_error(tmp_path: Path) -> None:
@@ -136,7 +136,7 @@ def test_bad_certificate_files_are_an_input_error(tmp_path: Path) -> None:
 
 def test_shared_memory_is_bounded_and_what_is_closed_counts_no_more() -> None:
     limits = replace(SMALL_LINKS, shared_bytes=3 * SMALL_LINKS.slots * SMALL_LINKS.chunk_bytes)
-    links = Links([], limits=limits)
+    links = PeerConnections([], limits=limits)
     made = [links.share() for _ in range(4)]
     try:
         assert [each is not None for each in made] == [True, True, True, False]

@@ -10,7 +10,7 @@ from kv_kit import BOUND, ends
 
 from potluck.core.errors import FormatError
 from potluck.kv.handles import new_handle
-from potluck.kv.wire.frames import PREFIX, VERSION, Hello, OtherVersion, Refused, frame, read_prefix
+from potluck.kv.wire.frames import PREFIX, VERSION, HandleRefused, Hello, OtherVersion, frame, read_prefix
 
 PLACE = 4
 """Of the version in a frame."""
@@ -27,7 +27,7 @@ def test_a_sender_answers_in_its_own_version() -> None:
         connection.sendall(aged(hello))
         said = connection.recv(1 << 16)
     prefix = read_prefix(said[: PREFIX.size])
-    assert said == frame(Refused())
+    assert said == frame(HandleRefused())
     assert prefix.kind
 
 
@@ -43,7 +43,7 @@ def test_a_receiver_gives_up_soon_and_names_both() -> None:
                 return
             with connection:
                 came.append(connection.recv(1 << 16))
-                connection.sendall(aged(frame(Refused())))
+                connection.sendall(aged(frame(HandleRefused())))
 
     thread = threading.Thread(target=answer, daemon=True)
     thread.start()

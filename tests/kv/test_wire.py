@@ -14,27 +14,27 @@ from hypothesis import strategies as st
 from kv_kit import ABOUT, BOUND
 
 from potluck.core.errors import FormatError
-from potluck.kv.codec.layout import CODEC_IDS, sizes
+from potluck.kv.codec.codec_layout import CODEC_IDS, sizes
 from potluck.kv.handles import new_handle
-from potluck.kv.wire import check
+from potluck.kv.wire import checksum
 from potluck.kv.wire import frames as wire
+from potluck.kv.wire.checksum_row import ROW
 from potluck.kv.wire.frames import (
     Ack,
-    Beat,
-    Chunk,
-    Done,
-    End,
+    ChunkHeader,
+    ChunkPiece,
     FrameReader,
+    HandleRefused,
+    Heartbeat,
     Hello,
-    Label,
     Message,
-    Opening,
-    Problem,
-    Refused,
-    Shared,
+    SenderProblem,
+    SharedMemoryOffer,
+    TransferDone,
+    TransferEnd,
+    TransferOpening,
     frame,
 )
-from potluck.kv.wire.row import ROW
 
 COUNTS = st.integers(0, 2**32 - 1)
 LARGE = st.integers(0, 2**64 - 1)
@@ -43,7 +43,7 @@ LINES = st.text(st.characters(codec="utf-8", exclude_categories=("Z", "C")), max
 
 
 @st.composite
-def chunks(draw: st.DrawFn) -> tuple[Chunk, bytes]:
+def chunks(draw: st.DrawFn) -> tuple[ChunkPiece, bytes]:
     part = draw(st.sampled_from(wire.PARTS))
     least = {"kv": 3, "latent": 2}.get(part, 1)
     shape = draw(st.lists(st.integers(0, 9), min_size=least, max_size=wire.MOST_DIMENSIONS))
@@ -51,7 +51,7 @@ def chunks(draw: st.DrawFn) -> tuple[Chunk, bytes]:
         shape[1] = 2
     dtype = draw(st.sampled_from(wire.DTYPES))
     codec = draw(st.sampled_from(sorted(CODEC_IDS)))
-    label = Label(
+    label = ChunkHeader(
         draw(st.integers(0, wire.MOST_PARCELS - 1)),
         draw(st.integers(0, 2**16 - 1)),
         part,
@@ -66,10 +66,10 @@ def chunks(draw: st.DrawFn) -> tuple[Chunk, bytes]:
     count = draw(st.integers(1, whole - offset)) if whole else 0
     data = draw(st.binary(min_size=count, max_size=count))
     inline = draw(st.booleans()) or not count
-    return Chunk(label, whole, offset, count, check.sums(data), inline), data if inline else b""
+    return ChunkPiece(label, whole, offset, count, checksum.sums(data), inline), data if inline else b""
 
 
-SHARED = st.builds(Shared, KEYS, KEYS, st.integers(1, wire.MOST_SLOTS))
+SHARED = st.builds(SharedMemoryOffer, KEYS, KEYS, st.integers(1, wire.MOST_SLOTS))
 HELLOS = st.builds(
     Hello,
     KEYS,
@@ -83,11 +83,11 @@ HELLOS = st.builds(
 )
 MESSAGES = st.one_of(
     HELLOS,
-    st.builds(Opening, KEYS, st.just(ABOUT), st.integers(1, wire.MOST_CHUNK_BYTES), st.booleans()),
-    st.builds(End, st.integers(0, wire.MOST_PARCELS), LARGE),
-    st.builds(Problem, LINES),
+    st.builds(TransferOpening, KEYS, st.just(ABOUT), st.integers(1, wire.MOST_CHUNK_BYTES), st.booleans()),
+    st.builds(TransferEnd, st.integers(0, wire.MOST_PARCELS), LARGE),
+    st.builds(SenderProblem, LINES),
     st.builds(Ack, LARGE, LARGE),
-    st.sampled_from([Beat(), Done(), Refused()]),
+    st.sampled_from([Heartbeat(), TransferDone(), HandleRefused()]),
 )
 
 
@@ -121,12 +121,14 @@ def test_a_changed_bit_before_the_data_never_passes(sent: tuple[Message, bytes],
 
 
 @given(chunks(), st.data())
-def test_a_changed_bit_in_the_data_changes_its_sums(sent: tuple[Chunk, bytes], data: st.DataObject) -> None:
+def test_a_changed_bit_in_the_data_changes_its_sums(
+    sent: tuple[ChunkPiece, bytes], data: st.DataObject
+) -> None:
     raw = bytearray(sent[1])
     if raw:
         place = data.draw(st.integers(0, 8 * len(raw) - 1))
         raw[place // 8] ^= 1 << place % 8
-        assert check.sums(raw) != sent[0].sums
+        assert checksum.sums(raw) != sent[0].sums
 
 
 @given(MESSAGES | chunks().map(lambda one: one[0]), st.data())
@@ -153,7 +155,7 @@ def chunk_head(**changes: int) -> bytes:
 
 def test_the_made_up_head_is_right_before_it_is_made_wrong() -> None:
     ((message, _),) = FrameReader().feed(sealed(wire.CHUNK, chunk_head(), 64) + bytes(64))
-    assert isinstance(message, Chunk)
+    assert isinstance(message, ChunkPiece)
     assert (message.count, message.label.dtype) == (64, "float32")
 
 
@@ -213,7 +215,11 @@ def test_a_length_beyond_the_cap_is_refused_before_its_bytes_are_waited_for() ->
 def test_random_bytes_never_do_worse_than_a_format_error() -> None:
     """The short sister of benchmarks/kv_fuzz.py: sound streams with bytes changed, cut, doubled and made up."""
     draw = random.Random(7)
-    sound = [frame(Ack(1, 2)), frame(End(3, 4)), frame(Hello(bytes(16), BOUND, new_handle(), 0, 1, 4096, 1))]
+    sound = [
+        frame(Ack(1, 2)),
+        frame(TransferEnd(3, 4)),
+        frame(Hello(bytes(16), BOUND, new_handle(), 0, 1, 4096, 1)),
+    ]
     sound.append(sealed(wire.CHUNK, chunk_head(), 64) + bytes(64))
     for _ in range(4000):
         raw = bytearray(b"".join(draw.choices(sound, k=3)))
@@ -237,10 +243,12 @@ def by_hand(data: bytes) -> tuple[int, int]:
 @given(st.binary(max_size=300), st.integers(0, 3 * 8 * ROW), st.integers(0, 9))
 def test_the_checksum_is_what_the_document_says(start: bytes, middle: int, rest: int) -> None:
     data = start + random.Random(middle).randbytes(middle) + bytes(range(rest))
-    assert check.sums(data) == by_hand(data)
+    assert checksum.sums(data) == by_hand(data)
 
 
-@pytest.mark.parametrize("size", [0, 5, 8, 4096, 4099, check.PIECE_BYTES + 4104, 3 * check.PIECE_BYTES + 1])
+@pytest.mark.parametrize(
+    "size", [0, 5, 8, 4096, 4099, checksum.PIECE_BYTES + 4104, 3 * checksum.PIECE_BYTES + 1]
+)
 def test_what_is_received_has_the_same_checksum(size: int) -> None:
     data = random.Random(size).randbytes(size)
     one, two = socket.socketpair()
@@ -248,7 +256,7 @@ def test_what_is_received_has_the_same_checksum(size: int) -> None:
         sender = threading.Thread(target=one.sendall, args=(data,))
         sender.start()
         into = memoryview(bytearray(size))
-        assert check.receive(two, into) == (size, by_hand(data))
+        assert checksum.receive(two, into) == (size, by_hand(data))
         sender.join()
         assert into == data
 
@@ -258,7 +266,7 @@ def test_a_connection_that_ends_early_says_how_much_came() -> None:
     with one, two:
         one.sendall(bytes(5000))
         one.shutdown(socket.SHUT_WR)
-        assert check.receive(two, memoryview(bytearray(9000)))[0] == 5000
+        assert checksum.receive(two, memoryview(bytearray(9000)))[0] == 5000
 
 
 @settings(max_examples=50)
@@ -268,7 +276,7 @@ def test_words_that_change_places_are_noticed(words: list[int], data: st.DataObj
     j = data.draw(st.integers(i + 1, len(words) - 1))
     swapped = list(words)
     swapped[i], swapped[j] = words[j], words[i]
-    same = check.sums(struct.pack(f"<{len(words)}Q", *words)) == check.sums(
+    same = checksum.sums(struct.pack(f"<{len(words)}Q", *words)) == checksum.sums(
         struct.pack(f"<{len(words)}Q", *swapped)
     )
     assert same == ((words[i] - words[j]) * (i - j) % 2**64 == 0)

@@ -14,7 +14,7 @@ from browser import Tab, chromium
 from page_lab import Lab, live
 from page_stage import KEY
 
-from potluck.gateway.page.show import TICK_S
+from potluck.gateway.page.stream import TICK_S
 
 pytestmark = pytest.mark.skipif(chromium() is None, reason="needs Chromium: apt-get install chromium")
 AXE = "axe-core@4.14.0"
@@ -67,9 +67,9 @@ def test_a_killed_replica_turns_red_and_its_requests_move(lab: Lab) -> None:
             await live(tab)
             await with_key(tab)
             name = lab.stage.send(400, 2000)
-            while lab.stage.rides[name].first_s is None:
+            while lab.stage.open_requests[name].first_s is None:
                 await asyncio.sleep(0.02)
-            order = lab.stage.rides[name].run
+            order = lab.stage.open_requests[name].run
             assert order is not None
             await tab.run(
                 f"all('.tile').find((each) => each.dataset.replica === {order.route.decoder!r}).focus()"
@@ -128,7 +128,7 @@ def test_names_and_notes_are_text_too(lab: Lab) -> None:
         async with lab.browser.tab(lab.url, 1440, 2600) as tab:
             await live(tab)
             lab.stage.send(100, 5, tenant=NASTY)
-            lab.stage.center.herald.say("note", NASTY, NASTY)
+            lab.stage.core.decision_log.say("note", NASTY, NASTY)
             note = await tab.until("says('.event.note .what')")
             await tab.until("all('#tenant-table th').some((each) => each.textContent.includes('onerror'))")
             return note, await tab.run("window.hurt")
@@ -142,7 +142,7 @@ def test_without_the_key_nothing_can_be_changed(lab: Lab) -> None:
       body: '{"replica": "x", "what": "x"}'}).then((said) => said.status)))"""
 
     def orders() -> list[str]:
-        return [each.what for each in lab.stage.center.herald.kept if each.kind == "order"]
+        return [each.what for each in lab.stage.core.decision_log.kept if each.kind == "order"]
 
     async def run() -> tuple[list[bool], list[int]]:
         async with lab.browser.tab(lab.url, 1440, 2600) as tab:
@@ -187,7 +187,7 @@ def test_the_log_is_filtered_and_a_moment_is_shared_while_requests_come(lab: Lab
             async with lab.browser.tab(lab.url, 1440, 2600) as tab:
                 await live(tab)
                 for what, kind in (("a kettle boils", "outcome"), ("tea is poured", "act")):
-                    lab.stage.center.herald.say(kind, what, "thirst")
+                    lab.stage.core.decision_log.say(kind, what, "thirst")
                 await tab.until(f"{lines}.includes('tea is poured')")
                 await tab.until(
                     "/boils.*poured/.test(says('#story'))"

@@ -11,8 +11,8 @@ from browser import Tab, chromium
 from page_lab import Lab, live
 from page_stage import stage
 
-from potluck.core.brain.actions import Refuse
-from potluck.core.brain.events import Arrived
+from potluck.core.state.actions import Refuse
+from potluck.core.state.events import RequestArrived
 from potluck.core.values.types import Request
 
 pytestmark = pytest.mark.skipif(chromium() is None, reason="needs Chromium: apt-get install chromium")
@@ -177,10 +177,10 @@ def test_every_colour_has_one_meaning(lab: Lab) -> None:
 
 def test_a_refused_request_says_why(lab: Lab) -> None:
     async def run(tab: Tab) -> Any:
-        desk = lab.stage.center.desk
-        request = Request("refused-1", "chat", desk.now_s(), 500, 10)
+        brain_loop = lab.stage.core.brain_loop
+        request = Request("refused-1", "chat", brain_loop.now_s(), 500, 10)
         refusal = Refuse(request.id, "overloaded", "its turn would come after 9 s")
-        lab.stage.operators.page.show.requests(desk.now_s(), Arrived(request), [refusal])
+        lab.stage.operators.page.show.requests(brain_loop.now_s(), RequestArrived(request), [refusal])
         row = '#fall li[data-id="refused-1"]'
         await tab.until(f"one('{row}') !== null")
         return await tab.run(f"[says('{row} .how'), says('{row} .route')]")
@@ -190,7 +190,7 @@ def test_a_refused_request_says_why(lab: Lab) -> None:
 
 def test_the_story_heads_savings_only_where_there_were_some_and_names_replicas_as_people_do(lab: Lab) -> None:
     async def run(tab: Tab) -> Any:
-        say = lab.stage.center.herald.say
+        say = lab.stage.core.decision_log.say
         say("act", "A burst", "2 times as many chats arrive.")
         say("lost", "chat: decode 1xL4 tp1@east#3/0 is lost", "its process ended")
         say("outcome", "7 more replicas serve.", "")
@@ -231,7 +231,7 @@ def test_a_gateway_that_was_stopped_says_goodbye_and_one_that_is_lost_is_red(lab
         async with stage() as (made, url), lab.browser.tab(url) as tab:
             await live(tab)
             if said:
-                made.center.herald.say("end", "The demo is over.", "Start again with `potluck demo`.")
+                made.core.decision_log.say("end", "The demo is over.", "Start again with `potluck demo`.")
                 await made.operators.close()
             else:
                 assert made.operators._runner is not None

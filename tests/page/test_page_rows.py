@@ -5,9 +5,9 @@ from __future__ import annotations
 from types import SimpleNamespace
 from typing import Any
 
-from potluck.core.brain.events import Arrived, Finished, LinkReported
+from potluck.core.state.events import LinkReported, RequestArrived, RequestFinished
 from potluck.core.values.types import Request
-from potluck.gateway.page.sight import Flows, Rates, Sight
+from potluck.gateway.page.snapshot import FleetSnapshot, KvFlows, Rates
 from potluck.gateway.page.waterfall import LATEST, NEW_PER_S, Waterfall
 
 MODEL = "chat"
@@ -17,8 +17,8 @@ def test_unwatched_only_some_are_followed_and_no_more_than_a_bound_is_kept() -> 
     fall = Waterfall(0.0)
 
     def ends(name: str, at_s: float) -> None:
-        fall(at_s, Arrived(Request(name, MODEL, at_s, 10, 1)), [])
-        fall(at_s, Finished(name, 0, 1), [])
+        fall(at_s, RequestArrived(Request(name, MODEL, at_s, 10, 1)), [])
+        fall(at_s, RequestFinished(name, 0, 1), [])
 
     for at in range(1000):
         ends(f"a{at}", 5.0 + at * 1e-6)
@@ -50,10 +50,10 @@ def test_a_link_is_as_busy_as_what_crossed_it_lately() -> None:
     def links(used: float) -> tuple[LinkReported, ...]:
         return (LinkReported("east", "west", used, 0.0, 10.0),)
 
-    center: Any = SimpleNamespace(links_gbps={}, watch=SimpleNamespace(links=links(0.8)))
-    sight = Sight(center, Flows())
+    core: Any = SimpleNamespace(links_gbps={}, watch=SimpleNamespace(links=links(0.8)))
+    sight = FleetSnapshot(core, KvFlows())
     assert sight._links(1e9)["east > west"]["used"] == 0.8
-    center.watch.links = links(0.0)
+    core.watch.links = links(0.0)
     later = [sight._links(0.5)["east > west"]["used"] for _ in range(40)]
     assert later == sorted(later, reverse=True)
     assert 0.4 < float(str(later[0])) < 0.8, "a moment without transfers is not an idle link"

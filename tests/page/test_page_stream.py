@@ -16,13 +16,13 @@ from page_fleets import MODEL
 from page_stage import KEY, Stage, stage
 
 from potluck.core.values.types import Slo
-from potluck.gateway.page import show as showing
+from potluck.gateway.interfaces import RequestOutcome
+from potluck.gateway.page import stream as showing
 from potluck.gateway.page.files import files
-from potluck.gateway.page.hour import FRAME_S, FRAMES, POINT_S, POINTS, Hour, quantile
+from potluck.gateway.page.history import FRAME_S, FRAMES, POINT_S, POINTS, PageHistory, quantile
 from potluck.gateway.page.notices import notices
-from potluck.gateway.page.show import Watcher, changes
-from potluck.gateway.parts import Told
-from potluck.gateway.settings import Settings
+from potluck.gateway.page.stream import PageReader, changes
+from potluck.gateway.settings import GatewaySettings
 
 rows = st.dictionaries(st.sampled_from("abcd"), st.dictionaries(st.sampled_from("xyz"), st.integers(0, 2)))
 tables = st.dictionaries(st.sampled_from(["one", "two"]), rows)
@@ -55,9 +55,9 @@ def test_what_changed_makes_the_old_the_new(before: Any, after: Any) -> None:
 
 def told(
     model: str, came_s: float, ttft_s: float, tpot_s: float, tokens: int = 11, tenant: str = "co"
-) -> Told:
+) -> RequestOutcome:
     end_s = came_s + ttft_s + tpot_s * (tokens - 1)
-    return Told(
+    return RequestOutcome(
         "r", "", tenant, model, "standard", "stop", 200, 100, 0, tokens, came_s, came_s + ttft_s, end_s, True
     )
 
@@ -72,7 +72,7 @@ def test_quantiles_are_the_smallest_value_with_enough_below(values: list[float],
 
 
 def test_an_hour_counts_what_was_in_time_and_forgets_what_is_older() -> None:
-    hour = Hour({"m": Slo(1.0, 0.1)})
+    hour = PageHistory({"m": Slo(1.0, 0.1)})
     models = {"models": {"m": {"usd_per_h": 3.6}}}
     for each in (told("m", 0.0, 0.5, 0.05), told("m", 0.0, 2.0, 0.05), told("m", 0.0, 0.5, 0.2)):
         hour.told(each)
@@ -137,7 +137,7 @@ def body(said: bytes) -> Any:
 
 def test_who_reads_too_slowly_is_given_the_whole_again() -> None:
     async def run() -> None:
-        watcher = Watcher()
+        watcher = PageReader()
         for at in range(showing.MOST_MESSAGES + 1):
             watcher.put(b"%d" % at)
         assert watcher.late
@@ -153,7 +153,7 @@ def test_a_request_is_a_row_with_its_times_in_order() -> None:
         watcher = made.operators.page.show.watch()
         assert watcher is not None
         name = made.send(1500, 12)
-        while name in made.rides:
+        while name in made.open_requests:
             await asyncio.sleep(0.02)
         async with client.get(f"{url}/request", params={"id": name}) as answer:
             return await answer.json()
@@ -177,7 +177,7 @@ async def whole(client: ClientSession, url: str) -> Any:
 def test_requests_from_before_anybody_watched_are_in_the_first_message() -> None:
     async def run(made: Stage, url: str, client: ClientSession) -> Any:
         names = [made.send(200, 4) for _ in range(3)]
-        while made.rides:
+        while made.open_requests:
             await asyncio.sleep(0.02)
         return names, (await whole(client, url))["requests"]
 
@@ -226,15 +226,15 @@ def test_notices_and_tokens_are_in_what_is_sent() -> None:
     async def run(made: Stage, url: str, client: ClientSession) -> Any:
         made.operators.page.show._tables(0.0)  # what was made before the first look counts for nothing
         made.send(300, 40)
-        while made.rides:
+        while made.open_requests:
             await asyncio.sleep(0.02)
         return (await whole(client, url))["tables"]
 
     found = on_stage(run)
     assert found["plan"]["now"]["notices"] == []
     assert sum(row["tokens_per_s"] for row in found["replicas"].values()) > 0
-    center: Any = None
-    assert any("Mock engines" in line for line in notices(center, Settings(pretended=True)))
+    core: Any = None
+    assert any("Mock engines" in line for line in notices(core, GatewaySettings(pretended=True)))
 
 
 def test_reading_is_open_here_and_orders_never_are() -> None:
@@ -308,21 +308,21 @@ def test_files_come_with_a_strict_policy_and_nothing_inline() -> None:
 
 def test_only_who_started_an_engine_kills_it() -> None:
     async def run(made: Stage, url: str, client: ClientSession) -> None:
-        (name, *_) = made.center.brain.fleet.views
+        (name, *_) = made.core.brain.fleet.views
         headers = {"Authorization": f"Bearer {KEY}"}
         await asyncio.sleep(0.3)
         async with client.post(f"{url}/kill", json={"replica": name}, headers=headers) as answer:
             assert answer.status == 200
-        assert made.overseer.wanted()["kill"] in ([name], [])
-        while name in made.center.brain.fleet.views:
+        assert made.operations.wanted()["kill"] in ([name], [])
+        while name in made.core.brain.fleet.views:
             await asyncio.sleep(0.05)
-        assert made.overseer.wanted()["kill"] == [], "it is gone, so nothing is left to kill"
-        (name, *_) = made.center.brain.fleet.views
-        made.center.asked_s = -100.0
+        assert made.operations.wanted()["kill"] == [], "it is gone, so nothing is left to kill"
+        (name, *_) = made.core.brain.fleet.views
+        made.core.asked_s = -100.0
         for task in made._tasks:
             task.cancel()
         await asyncio.sleep(0)
-        made.center.asked_s = -100.0
+        made.core.asked_s = -100.0
         async with client.post(f"{url}/kill", json={"replica": name}, headers=headers) as answer:
             assert answer.status == 400
             assert "no controller" in (await answer.json())["error"]["message"]
@@ -357,13 +357,13 @@ def test_the_playground_speaks_with_the_clients_key() -> None:
 
 def test_a_machine_that_is_too_slow_for_its_gpus_is_told_of() -> None:
     async def run(made: Stage, url: str, client: ClientSession) -> tuple[Any, list[str]]:
-        late = made.center.watch.lateness
+        late = made.core.watch.lateness
         late.told("engine", 0.0, 0.0)
         late.told("engine", 10.0, 42.0)
         async with client.get(f"{url}/snapshot", headers={"Authorization": f"Bearer {KEY}"}) as answer:
             said = await answer.json()
         settings: Any = SimpleNamespace(pretended=False)
-        return said, [*notices(made.center, settings)]
+        return said, [*notices(made.core, settings)]
 
     said, shown = on_stage(run)
     assert said["slowdown"] == pytest.approx(4.2)

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from potluck.core.brain.policy import Policy
+from potluck.core.state.policy import Policy
 from potluck.papers import cauchy
 from potluck.papers.cauchy import LOADS, Effort, goodput_per_s, latencies, table3_policy, table3_problem
-from potluck.papers.cauchy_rows import TABLE3, Measured, Pair, rows
+from potluck.papers.cauchy_rows import TABLE3, CauchyMeasured, Pair, rows
 
 SHAREGPT = LOADS[1]
 SHORT = Effort(0.5, (1,), 0.1)
@@ -16,7 +16,7 @@ SHORT = Effort(0.5, (1,), 0.1)
 def test_the_published_changes_follow_from_the_published_figures() -> None:
     """Table 3 prints both, for instance +8.4 % goodput and -8.5 % latency for 1P1D."""
     pair = cauchy.Latencies(1.0, 1.0, 1.0)
-    found = rows(Measured({d: Pair((1.0, 1.0), (pair, pair), 1.0) for d in TABLE3}, {}))
+    found = rows(CauchyMeasured({d: Pair((1.0, 1.0), (pair, pair), 1.0) for d in TABLE3}, {}))
     changes = {
         (row.setting, row.metric.split(",")[0]): row.published for row in found if row.unit == "change"
     }

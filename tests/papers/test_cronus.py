@@ -11,23 +11,30 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from potluck.core.brain.actions import Run
-from potluck.core.brain.events import Arrived, Finished, FirstToken, ReplicaReady
-from potluck.core.brain.facts import Facts
-from potluck.core.brain.policy import Policy
+from potluck.core.state.actions import Run
+from potluck.core.state.events import FirstToken, ReplicaReady, RequestArrived, RequestFinished
+from potluck.core.state.facts import FleetFacts
+from potluck.core.state.policy import Policy
 from potluck.core.values.types import Request
 from potluck.papers import cronus
 from potluck.papers.cronus import CRONUS, DP, HIGH_LOW, LOW_HIGH, PP, SERIAL_PP, SETTINGS
 from potluck.papers.cronus_dispatch import COMPUTING, QueueLimited
-from potluck.papers.cronus_rows import CLAIMS, Measured, largest_reduction, measure, order_inversions, rows
-from potluck.perf.timers.host import Host
+from potluck.papers.cronus_rows import (
+    CLAIMS,
+    CronusMeasured,
+    largest_reduction,
+    measure,
+    order_inversions,
+    rows,
+)
+from potluck.perf.timers.engine_host import EngineHost
 
 DATA = Path(os.environ.get("POTLUCK_DATA", Path(__file__).resolve().parents[2].parent / "shared" / "data"))
 MADE_UP = cronus.synthetic_requests(seed=3)
 
 
 @pytest.fixture(scope="module")
-def first() -> Measured:
+def first() -> CronusMeasured:
     """The first setting, A100+A10 with Llama. With fewer requests the way up and down would be most of the run."""
     return measure(MADE_UP, settings=SETTINGS[:1])
 
@@ -63,12 +70,12 @@ def test_made_up_requests_have_the_printed_means_and_depend_on_the_seed_alone() 
     assert (one.prompt_tokens != other.prompt_tokens).any()
 
 
-def test_the_order_of_the_first_column_but_for_the_pipeline(first: Measured) -> None:
+def test_the_order_of_the_first_column_but_for_the_pipeline(first: CronusMeasured) -> None:
     """DP and Cronus are within 2 % of each other in the paper; requests that are made up may turn them round."""
     assert order_inversions(first, without=PP, tie=0.05) == 0
 
 
-def test_latencies_point_where_the_paper_says(first: Measured) -> None:
+def test_latencies_point_where_the_paper_says(first: CronusMeasured) -> None:
     """But for PP's TTFT and H-L's TBT, which hang on a pipeline and an A10 that are faster here than in the paper."""
     for metric, other, low, _ in CLAIMS:
         if low in ("", "A10") and (metric, other) not in (("tbt", HIGH_LOW), ("ttft", PP)):
@@ -78,7 +85,7 @@ def test_latencies_point_where_the_paper_says(first: Measured) -> None:
     assert (first.reduction(name, "easy", "tbt", LOW_HIGH) or 0.0) < 0
 
 
-def test_every_row_has_a_figure_and_stands_beside_the_published_one(first: Measured) -> None:
+def test_every_row_has_a_figure_and_stands_beside_the_published_one(first: CronusMeasured) -> None:
     found = rows(first, MADE_UP)
     assert all(np.isfinite(row.ours) and row.ours != 0 for row in found)
     table = [row for row in found if row.experiment == "Table 2"]
@@ -89,7 +96,7 @@ def test_a_slower_host_is_a_slower_engine_and_a_pipeline_gains_by_overlap() -> N
     few = MADE_UP.first(60)
     for approach in (PP, HIGH_LOW, CRONUS):
         fast, slow = (
-            cronus.throughput_per_s(SETTINGS[2], approach, few, Host(host)) for host in (0.001, 0.05)
+            cronus.throughput_per_s(SETTINGS[2], approach, few, EngineHost(host)) for host in (0.001, 0.05)
         )
         assert slow < fast
     serial, both = (cronus.throughput_per_s(SETTINGS[2], each, MADE_UP) for each in (SERIAL_PP, PP))
@@ -108,7 +115,7 @@ def test_the_same_run_twice_is_the_same() -> None:
 
 def dispatcher(limits: tuple[int, int]) -> QueueLimited:
     engines = [("high", 3, limits[0]), ("low", 1, limits[1])]
-    made = QueueLimited(Facts({}, {}), Policy(), engines)
+    made = QueueLimited(FleetFacts({}, {}), Policy(), engines)
     for name in ("high", "low"):
         made.on(0.0, ReplicaReady(f"{name}@here#0/0"))
     return made
@@ -122,7 +129,7 @@ def test_three_turns_to_one_while_no_queue_is_full() -> None:
     made = dispatcher((1000, 1000))
     found: Counter[str] = Counter()
     for i in range(400):
-        found.update(sent_to(list(made.on(0.0, Arrived(Request(str(i), "m", 0.0, 10, 10))))))
+        found.update(sent_to(list(made.on(0.0, RequestArrived(Request(str(i), "m", 0.0, 10, 10))))))
     assert found == {"high": 300, "low": 100}
 
 
@@ -145,14 +152,14 @@ def test_no_waiting_queue_is_over_its_limit_and_nobody_is_forgotten(moves: list[
 
     for move in moves:
         if move < 2:
-            saw(list(made.on(0.0, Arrived(Request(str(came), "m", 0.0, 10, 10)))))
+            saw(list(made.on(0.0, RequestArrived(Request(str(came), "m", 0.0, 10, 10)))))
             came += 1
         elif where:
             request = sorted(where, key=int)[0 if move == 2 else -1]
             del where[request]
             done += 1
             saw(list(made.on(0.0, FirstToken(request, 0))))
-            assert made.on(0.0, Finished(request, 0, 10)) == []
+            assert made.on(0.0, RequestFinished(request, 0, 10)) == []
     while where:
         request = next(iter(where))
         del where[request]

@@ -11,8 +11,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from potluck.catalog import models, nodes
-from potluck.perf.fits.bars import METRICS, SHARES, Bars, Metric, RunErrors, bar, bundled_bars, slower
-from potluck.perf.study.runs import Run
+from potluck.perf.fits.error_bars import (
+    METRICS,
+    SHARES,
+    ErrorBars,
+    Metric,
+    RunErrors,
+    bar,
+    bundled_bars,
+    slower,
+)
+from potluck.perf.study.runs import MeasuredRun
 from potluck.perf.study.scores import stored_runs
 from potluck.perf.study.serving import Placed, coverage, run_errors
 
@@ -68,7 +77,7 @@ def errors(kind: str, bits: int, tp: int, at: float) -> RunErrors:
 
 
 def test_errors_are_those_of_the_nearest_group() -> None:
-    known = Bars(
+    known = ErrorBars(
         "H100-SXM", (errors("", 0, 0, 1.0), errors("dense", 16, 0, 0.5), errors("dense", 16, 4, 0.1)), {}
     )
 
@@ -92,7 +101,7 @@ def test_rates_and_prices_go_the_other_way() -> None:
 def runs(count: int) -> list[Placed]:
     node = nodes.node_type("8xH100-SXM")
     made = [
-        Run("m", "H100-SXM", 1, "", "none", "vllm", "1", 100 + i // 4, 100, 1 + i % 4, 0.1, 0.01, 1.0)
+        MeasuredRun("m", "H100-SXM", 1, "", "none", "vllm", "1", 100 + i // 4, 100, 1 + i % 4, 0.1, 0.01, 1.0)
         for i in range(count)
     ]
     return [Placed(run, LLAMA, node) for run in made]

@@ -6,10 +6,10 @@ import pytest
 
 from potluck.catalog import models, nodes
 from potluck.core.values.types import Slo
-from potluck.perf.serving.budget import LEAST_TOKENS, LONGEST, paced_budget
 from potluck.perf.serving.phases import CHUNK_TOKENS, chunked_iteration_s
+from potluck.perf.serving.step_budget import LEAST_TOKENS, LONGEST, paced_budget
 from potluck.perf.serving.throughput import best_operating
-from potluck.perf.step import StepTimer
+from potluck.perf.step_timer import StepTimer
 from potluck.perf.timers.roofline import roofline
 
 SLO = Slo(2.5, 0.1, 0.9)

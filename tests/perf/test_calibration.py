@@ -17,8 +17,8 @@ from potluck.perf.operators.calibration import (
     CALIBRATION_VERSION,
     FORMAT,
     Calibration,
-    Curves,
-    Power,
+    GpuCurves,
+    PowerLimit,
     bundled,
     chip_of,
     curves_for,
@@ -35,7 +35,7 @@ def without(gpu: str) -> Calibration:
     return replace(full, gpus=kept, specs=tuple(s for s in full.specs if s.name != gpu))
 
 
-def numbers(curves: Curves) -> list[float]:
+def numbers(curves: GpuCurves) -> list[float]:
     parts = (curves.chip, curves.gemm, curves.prefill, curves.decode, curves.stream)
     values = [getattr(part, field.name) for part in parts for field in fields(part)]
     flat: list[float] = []
@@ -93,7 +93,7 @@ def test_a_power_share_is_positive_and_below_its_ceiling(arch: str, tdp: float |
 
 
 def test_power_is_a_soft_minimum() -> None:
-    power = Power(1.0, {"ampere": 2.0}, sharpness=4.0)
+    power = PowerLimit(1.0, {"ampere": 2.0}, sharpness=4.0)
     chip = replace(BARE, architecture="ampere", fp16_tflops=100.0)
     assert power.share(replace(chip, tdp_w=200.0)) == pytest.approx(2**-0.25)
     assert power.share(replace(chip, tdp_w=20.0)) == pytest.approx(0.1, rel=0.01)

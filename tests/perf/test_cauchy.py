@@ -8,11 +8,11 @@ from hypothesis import strategies as st
 from potluck.core.errors import InputError
 from potluck.core.values.model import DenseFfn, FullAttention, Layer, LinearAttention, Model, MoeFfn
 from potluck.core.values.types import Gpu
-from potluck.perf.step import steps
-from potluck.perf.timers.cauchy import (
+from potluck.perf.step_timer import steps
+from potluck.perf.timers.cauchy_timer import (
     CauchyModel,
     CauchyTimer,
-    Side,
+    ComboSide,
     ce,
     ce_throughput,
     combo_objective,
@@ -77,7 +77,7 @@ def test_equations_10_and_11_agree(b, r_in, r_out):
 
 @given(b=batches, r_in=tokens, r_out=tokens, n_prefill=st.integers(1, 8), n_decode=st.integers(1, 8))
 def test_equations_12_to_15_agree(b, r_in, r_out, n_prefill, n_decode):
-    prefill, decode = Side(H800, n_prefill, 2.69), Side(H20, n_decode, 1.5)
+    prefill, decode = ComboSide(H800, n_prefill, 2.69), ComboSide(H20, n_decode, 1.5)
     assert M8.a1(r_in) == pytest.approx(M8.s_prefill(r_in, 1, 1.0))
     assert M8.a2(b, r_in, r_out) == pytest.approx(M8.s_decode(b, r_in, r_out, 1, 1.0))
     by_throughput = ce_throughput(M8, b, r_in, r_out, prefill, decode)
@@ -85,7 +85,7 @@ def test_equations_12_to_15_agree(b, r_in, r_out, n_prefill, n_decode):
 
 
 def test_the_direction_of_a_combo_matters():
-    h800, h20 = Side(H800, 1, 2.69), Side(H20, 1, 1.5)
+    h800, h20 = ComboSide(H800, 1, 2.69), ComboSide(H20, 1, 1.5)
     assert ce(M8, 32, 1000, 250, h800, h20) > ce(M8, 32, 1000, 250, h20, h800)
 
 
@@ -196,6 +196,6 @@ def test_bad_values_are_refused():
     with pytest.raises(InputError, match="gpu_n"):
         CauchyTimer(M8, A100, 0)
     with pytest.raises(InputError, match="price"):
-        Side(H20, 1, 0.0)
+        ComboSide(H20, 1, 0.0)
     with pytest.raises(InputError, match="gpu_n"):
-        Side(H20, 0, 1.0)
+        ComboSide(H20, 0, 1.0)

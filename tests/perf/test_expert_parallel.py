@@ -10,12 +10,12 @@ import pytest
 from potluck.catalog import models, nodes
 from potluck.core.errors import InputError
 from potluck.core.values.layout import StageNode, single
-from potluck.perf.operators.layers import Gemm
-from potluck.perf.operators.routing import busiest_share
+from potluck.perf.operators.expert_routing import busiest_share
+from potluck.perf.operators.layers import GemmWork
 from potluck.perf.serving.phases import prefill_s
 from potluck.perf.sizes.capacity import max_requests, stage_memory
 from potluck.perf.sizes.memory import active_parameters, parameters, weight_bytes, weight_bytes_per_gpu
-from potluck.perf.step import steps
+from potluck.perf.step_timer import steps
 from potluck.perf.timers.roofline import RooflineTimer, check_tp, roofline
 
 OSS, DEEPSEEK, LLAMA = (models.model(each) for each in ("GPT-OSS-120B", "DeepSeek-V3", "Llama-3.1-8B"))
@@ -56,7 +56,7 @@ def test_the_busiest_rank_is_what_chance_makes_it() -> None:
             drawn = rng.multinomial(rows, [1 / ranks] * ranks, size=4000).max(axis=1).mean() / rows
             assert float(busiest_share(np.array([float(rows)]), ranks)[0]) == pytest.approx(drawn, rel=0.05)
     assert float(busiest_share(np.array([1.0]), 8)[0]) <= 1.0
-    alike = Gemm("experts", 100, 100, 16, 64, 4)
+    alike = GemmWork("experts", 100, 100, 16, 64, 4)
     apart = replace(alike, ranks=8)
     tokens = np.array([1e6])
     rows, used = apart.spread(tokens)

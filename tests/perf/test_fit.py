@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from scipy.optimize import nnls as scipy_nnls
 
 from potluck.core.errors import InputError
-from potluck.perf.fits.fit import linear_fit, mean_ape, median_ape, nnls, r2
+from potluck.perf.fits.linear_fit import linear_fit, mean_ape, median_ape, nnls, r2
 
 X = np.linspace(1, 100, 50)
 

@@ -14,11 +14,11 @@ from potluck.core.errors import InputError
 from potluck.core.values.model import in_format
 from potluck.core.values.precision import CHOSEN, FORMAT_BITS, format_named, format_of_bits
 from potluck.perf.operators.calibration import WINDOWED, bundled, curves_for
-from potluck.perf.operators.formats import units_for
+from potluck.perf.operators.expert_routing import EVEN, TALL, UNEVEN, spread
 from potluck.perf.operators.kernels import prefill_attention_s
-from potluck.perf.operators.products import expert_time_s, product_s, windowed_prefill_s
-from potluck.perf.operators.routing import EVEN, TALL, UNEVEN, spread
-from potluck.perf.step import Steps
+from potluck.perf.operators.layer_seconds import expert_time_s, product_s, windowed_prefill_s
+from potluck.perf.operators.math_units import units_for
+from potluck.perf.step_timer import StepBatch
 from potluck.perf.study.scores import stored_scores
 from potluck.perf.timers.roofline import roofline
 
@@ -64,7 +64,7 @@ def test_fp8_pays_where_matrices_are_large_and_not_where_inputs_cost_more() -> N
 
 def test_small_weights_make_decodes_faster_on_any_gpu() -> None:
     model = models.model("Llama-3.1-8B")
-    step = Steps(np.zeros((1, 1)), np.zeros((1, 1)), np.array([8.0]), np.array([8.0 * 512]))
+    step = StepBatch(np.zeros((1, 1)), np.zeros((1, 1)), np.array([8.0]), np.array([8.0 * 512]))
     for node in ("H100-SXM", "L40S", "A100-80", "RTX4090"):
         times = [
             float(roofline(in_format(model, kind), nodes.node_type(node), 1).step_s(step)[0])

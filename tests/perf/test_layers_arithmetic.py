@@ -19,11 +19,18 @@ from potluck.core.values.model import (
     Model,
     MoeFfn,
 )
-from potluck.perf.operators.layers import Gemm, LinearWork, SoftmaxWork, head_gemm, layer_work, layer_works
+from potluck.perf.operators.layers import (
+    GemmWork,
+    LinearWork,
+    SoftmaxWork,
+    head_gemm,
+    layer_work,
+    layer_works,
+)
 from potluck.perf.sizes.arithmetic import StepSums, step_sums
 from potluck.perf.sizes.memory import active_parameters, embedding_bytes, kv_bytes, state_bytes, weight_bytes
-from potluck.perf.step import steps
-from potluck.perf.timers.cauchy import CauchyModel
+from potluck.perf.step_timer import steps
+from potluck.perf.timers.cauchy_timer import CauchyModel
 
 LLAMA = models.model("Llama-3.1-8B")
 DENSE = ["Llama-3.1-8B", "Llama-3-70B", "Llama-2-7B", "Qwen3-32B", "Phi-4"]
@@ -156,14 +163,14 @@ def test_linear_attention_does_not_see_its_context() -> None:
 @given(st.integers(1, 512), st.integers(1, 512), st.integers(1, 100_000))
 def test_experts_share_the_tokens(experts: int, active: int, tokens: int) -> None:
     active = min(active, experts)
-    gemm = Gemm("experts", 1.0, 1.0, 16.0, experts, active)
+    gemm = GemmWork("experts", 1.0, 1.0, 16.0, experts, active)
     rows, used = gemm.spread(np.array([float(tokens)]))
     assert rows[0] * used[0] == pytest.approx(tokens * active)
     assert active * (1 - 1e-9) <= used[0] <= min(experts, tokens * active) * (1 + 1e-9)
 
 
 def test_experts_used_by_few_and_many_tokens() -> None:
-    gemm = Gemm("experts", 1.0, 1.0, 16.0, 128, 8)
+    gemm = GemmWork("experts", 1.0, 1.0, 16.0, 128, 8)
     rows, used = gemm.spread(np.array([1.0, 16.0, 1e6]))
     assert used[0] == pytest.approx(8.0)
     assert used[2] == pytest.approx(128.0)
@@ -172,7 +179,7 @@ def test_experts_used_by_few_and_many_tokens() -> None:
     rng = np.random.default_rng(0)
     trials = [len(set(np.concatenate([rng.permutation(128)[:8] for _ in range(16)]))) for _ in range(400)]
     assert used[1] == pytest.approx(np.mean(trials), rel=0.01)
-    assert Gemm("plain", 1.0, 1.0, 16.0).spread(np.array([5.0])) == (5.0, 1.0)
+    assert GemmWork("plain", 1.0, 1.0, 16.0).spread(np.array([5.0])) == (5.0, 1.0)
 
 
 @pytest.mark.parametrize("name", MIXTURES)

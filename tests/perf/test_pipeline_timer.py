@@ -13,9 +13,9 @@ from potluck.core.values.layout import Layout, Stage, StageNode, single
 from potluck.core.values.types import NodeType
 from potluck.perf.operators.network import handover_s
 from potluck.perf.sizes.capacity import max_requests, stage_memory
-from potluck.perf.step import steps
-from potluck.perf.timers.host import DEFAULT_HOST, NO_HOST
-from potluck.perf.timers.pipeline import layout_requests, pipeline, stage_layers
+from potluck.perf.step_timer import steps
+from potluck.perf.timers.engine_host import DEFAULT_HOST, NO_HOST
+from potluck.perf.timers.pipeline_timer import layout_requests, pipeline, stage_layers
 from potluck.perf.timers.roofline import roofline
 
 LLAMA, BIG = models.model("Llama-3.1-8B"), models.model("Llama-3-70B")

@@ -17,8 +17,8 @@ from potluck.perf.fits.predictors import (
     chunked_prefill_s,
     prompt_curve,
 )
-from potluck.perf.step import steps
-from potluck.perf.timers.cauchy import CauchyModel, CauchyTimer
+from potluck.perf.step_timer import steps
+from potluck.perf.timers.cauchy_timer import CauchyModel, CauchyTimer
 from potluck.perf.timers.roofline import roofline
 
 LLAMA3_8B = CauchyModel(l=32, h=4096, n=32, s=128, k=8, i=14336, v=128256, d=2.0)

@@ -12,8 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from potluck.core.errors import FormatError, InputError
-from potluck.perf.fits.fit import absolute_errors
-from potluck.perf.step import StepTimer, steps
+from potluck.perf.fits.linear_fit import absolute_errors
+from potluck.perf.step_timer import StepTimer, steps
 from potluck.perf.timers.profile import (
     Profile,
     ProfilePoint,

@@ -24,8 +24,8 @@ from potluck.perf.serving.phases import (
     prefill_s,
 )
 from potluck.perf.sizes.arithmetic import step_sums
-from potluck.perf.step import Steps, steps
-from potluck.perf.timers.host import DEFAULT_HOST, NO_HOST
+from potluck.perf.step_timer import StepBatch, steps
+from potluck.perf.timers.engine_host import DEFAULT_HOST, NO_HOST
 from potluck.perf.timers.roofline import BLOCK_ROWS, TOKEN_GRID, RooflineTimer, gemm_time_s, roofline
 
 CASES = [
@@ -48,7 +48,7 @@ def timer(model: str, node: str, tp: int = 1) -> RooflineTimer:
     return roofline(models.model(model), nodes.node_type(node), tp)
 
 
-def random_steps(count: int, chunks: int, seed: int) -> Steps:
+def random_steps(count: int, chunks: int, seed: int) -> StepBatch:
     rng = np.random.default_rng(seed)
     used = rng.random((count, chunks)) < 0.7
     decodes = rng.integers(0, 200, count)
@@ -60,9 +60,11 @@ def random_steps(count: int, chunks: int, seed: int) -> Steps:
     )
 
 
-def row(batch: Steps, i: int) -> Steps:
+def row(batch: StepBatch, i: int) -> StepBatch:
     one = slice(i, i + 1)
-    return Steps(batch.chunk_new[one], batch.chunk_cached[one], batch.decodes[one], batch.decode_context[one])
+    return StepBatch(
+        batch.chunk_new[one], batch.chunk_cached[one], batch.decodes[one], batch.decode_context[one]
+    )
 
 
 @pytest.mark.parametrize(("model", "node", "tp"), CASES)
@@ -79,7 +81,7 @@ def test_blocks_of_rows_do_not_show() -> None:
     whole = timer("Llama-3.1-8B", "H100-SXM").step_s(batch)
     for start in (0, BLOCK_ROWS - 3, count - 10):
         some = slice(start, start + 10)
-        part = Steps(
+        part = StepBatch(
             batch.chunk_new[some], batch.chunk_cached[some], batch.decodes[some], batch.decode_context[some]
         )
         assert whole[some] == pytest.approx(timer("Llama-3.1-8B", "H100-SXM").step_s(part), rel=1e-12)
@@ -88,7 +90,7 @@ def test_blocks_of_rows_do_not_show() -> None:
 @pytest.mark.parametrize(("model", "node", "tp"), CASES)
 def test_the_order_of_chunks_is_irrelevant(model: str, node: str, tp: int) -> None:
     batch = random_steps(30, 4, 3)
-    mirrored = Steps(
+    mirrored = StepBatch(
         batch.chunk_new[:, ::-1], batch.chunk_cached[:, ::-1], batch.decodes, batch.decode_context
     )
     one, other = (timer(model, node, tp).step_s(each) for each in (batch, mirrored))

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from potluck.core.errors import InputError
-from potluck.perf.study.runs import Run, read_runs
+from potluck.perf.study.runs import MeasuredRun, read_runs
 
 HEAD = "model,GPU,TP size,ISL,OSL,max concurrency,mean_ttft_ms,TPOT (ms)"
 ROW = "Llama-3.1-8B,H100-SXM,2,1000,200,16,120,9.5"
@@ -28,7 +28,7 @@ def test_a_table_is_read_whatever_its_columns_are_called(tmp_path: Path) -> None
     assert run.requests_per_s == pytest.approx(16 / (0.12 + 199 * 0.0095))
 
 
-def same(tmp_path: Path, runs: tuple[Run, ...]) -> None:
+def same(tmp_path: Path, runs: tuple[MeasuredRun, ...]) -> None:
     assert runs == read_runs(written(tmp_path, f"{HEAD}\n{ROW}\n")).runs
 
 

@@ -12,12 +12,12 @@ from hypothesis import strategies as st
 
 from potluck.catalog import models, nodes
 from potluck.core.values.confidence import Confidence
-from potluck.perf.serving.closed_loop import Client, RunWork, run_work, served, together
-from potluck.perf.step import Floats, Steps, steps
-from potluck.perf.timers.host import DEFAULT_HOST, NO_HOST, Host, hosts
+from potluck.perf.serving.closed_loop import BenchClient, RunWork, run_work, served, together
+from potluck.perf.step_timer import Floats, StepBatch, steps
+from potluck.perf.timers.engine_host import DEFAULT_HOST, NO_HOST, EngineHost, hosts
 from potluck.perf.timers.roofline import roofline
 
-QUIET = Client(burst=0.0, ahead=0.0, request_s=0.0)
+QUIET = BenchClient(burst=0.0, ahead=0.0, request_s=0.0)
 
 
 @dataclass(frozen=True)
@@ -31,7 +31,7 @@ class Line:
     def confidence(self) -> Confidence:
         return "assumed"
 
-    def step_s(self, batch: Steps) -> Floats:
+    def step_s(self, batch: StepBatch) -> Floats:
         return np.where(batch.tokens > 0, self.base_s + self.token_s * batch.tokens, 0.0)
 
 
@@ -77,12 +77,14 @@ works = st.builds(
     st.integers(2, 600),
     st.integers(1, 300),
 )
-clients = st.builds(Client, st.floats(0, 1), st.floats(0, 3), st.floats(0, 0.2))
-hosting = st.builds(Host, st.floats(0, 5e-3), st.floats(0, 1e-4), st.floats(0, 1e-3))
+clients = st.builds(BenchClient, st.floats(0, 1), st.floats(0, 3), st.floats(0, 0.2))
+hosting = st.builds(EngineHost, st.floats(0, 5e-3), st.floats(0, 1e-4), st.floats(0, 1e-3))
 
 
 @given(works, hosting, clients)
-def test_what_is_under_way_is_waiting_or_answered(work: RunWork, host: Host, client: Client) -> None:
+def test_what_is_under_way_is_waiting_or_answered(
+    work: RunWork, host: EngineHost, client: BenchClient
+) -> None:
     """Little's law: concurrency = rate x (TTFT + the rest of the answer)."""
     found = served(work, host, client)
     whole_s = found.ttft_s + work.answers * found.tpot_s
@@ -92,15 +94,19 @@ def test_what_is_under_way_is_waiting_or_answered(work: RunWork, host: Host, cli
 
 
 @given(works, hosting, clients, st.floats(1.0, 4.0))
-def test_a_slower_host_never_serves_more(work: RunWork, host: Host, client: Client, factor: float) -> None:
-    slow = Host(host.fixed_s * factor, host.sequence_s * factor, host.launch_s * factor)
+def test_a_slower_host_never_serves_more(
+    work: RunWork, host: EngineHost, client: BenchClient, factor: float
+) -> None:
+    slow = EngineHost(host.fixed_s * factor, host.sequence_s * factor, host.launch_s * factor)
     faster, slower = served(work, host, client), served(work, slow, client)
     assert (slower.requests_per_s <= faster.requests_per_s * (1 + 1e-9)).all()
 
 
 @settings(max_examples=20)
 @given(st.integers(1, 64), st.integers(16, 4000), hosting)
-def test_a_host_that_is_added_later_is_the_one_that_is_timed_with(decodes: int, new: int, host: Host) -> None:
+def test_a_host_that_is_added_later_is_the_one_that_is_timed_with(
+    decodes: int, new: int, host: EngineHost
+) -> None:
     model, node = models.model("Llama-3.1-8B"), nodes.node_type("1xH100-SXM")
     bare = run_work(roofline(model, node, 1, host=NO_HOST), model.layer_count, decodes, new, 100, 500)
     later = bare.steps.hosted(host, bare.layers)
@@ -119,7 +125,7 @@ def test_runs_side_by_side_are_the_same_runs() -> None:
 
 def test_launches_are_the_least_of_a_step_with_a_chunk_and_no_other() -> None:
     model, node = models.model("Llama-3.1-8B"), nodes.node_type("1xH100-SXM")
-    bare, launched = (roofline(model, node, 1, host=Host(0.0, 0.0, each)) for each in (0.0, 1e-3))
+    bare, launched = (roofline(model, node, 1, host=EngineHost(0.0, 0.0, each)) for each in (0.0, 1e-3))
     batch = steps([16.0, 4000.0, 0.0], 0.0, [3.0, 3.0, 3.0], 900.0)
     short, long, decode = launched.step_s(batch)
     assert short == pytest.approx(32e-3)

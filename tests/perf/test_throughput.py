@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 from potluck.core.values.confidence import Confidence
 from potluck.core.values.types import Role, Slo
 from potluck.perf.serving.phases import CHUNK_TOKENS
-from potluck.perf.serving.throughput import MAX_BATCH, Operating, best_operating, mixed_steps
+from potluck.perf.serving.throughput import MAX_BATCH, OperatingPoint, best_operating, mixed_steps
 from potluck.perf.sizes.capacity import STEP_TOKENS
-from potluck.perf.step import Floats, Steps
+from potluck.perf.step_timer import Floats, StepBatch
 
 
 @dataclass(frozen=True)
@@ -32,7 +32,7 @@ class Line:
     def confidence(self) -> Confidence:
         return "assumed"
 
-    def step_s(self, batch: Steps) -> Floats:
+    def step_s(self, batch: StepBatch) -> Floats:
         seen = batch.decode_context + (batch.chunk_new * batch.chunk_cached).sum(axis=1)
         crowd = self.crowd_s * batch.decodes**2
         time = self.base_s + self.token_s * batch.tokens + self.context_s * seen + crowd
@@ -122,7 +122,7 @@ def test_loosening_never_lowers_the_rate(
     assert rate_of(best_operating(timer, tokens_in, tokens_out, memory, None)) >= tight_rate
 
 
-def rate_of(found: Operating | None) -> float:
+def rate_of(found: OperatingPoint | None) -> float:
     return 0.0 if found is None else found.requests_per_s
 
 
@@ -153,7 +153,7 @@ def test_what_stops_the_rate_has_its_name(timer: Line, memory: int, slo: Slo | N
 class Waves(Line):
     """Steps as long as the next multiple of 64 decodes takes."""
 
-    def step_s(self, batch: Steps) -> Floats:
+    def step_s(self, batch: StepBatch) -> Floats:
         return np.where(batch.tokens > 0, 5e-3 * np.ceil(batch.decodes / 64) ** 0.9, 0.0)
 
 

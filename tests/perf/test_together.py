@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 from potluck.catalog import models, nodes
 from potluck.core.values.layout import Layout, Stage, StageNode
 from potluck.core.values.types import Slo
-from potluck.perf.serving.together import PACED, Lengths, together
-from potluck.perf.step import steps
-from potluck.perf.timers.pipeline import PipelineTimer, pipeline
+from potluck.perf.serving.mixed_pipeline import PACED, RequestLengths, together
+from potluck.perf.step_timer import steps
+from potluck.perf.timers.pipeline_timer import PipelineTimer, pipeline
 
 MODEL = models.model("LLaMA-30B")
 NODES = {nodes.canonical(name): nodes.node_type(name) for name in ("2xRTX4090", "4xA10")}
@@ -42,7 +42,7 @@ TIMERS = (timer_of(30, 30), timer_of(25, 20, 15))
 def test_turns_keep_the_objective_by_the_formula(
     timer: PipelineTimer, new: int, output: int, room: int, ttft_s: float, tpot_s: float
 ) -> None:
-    found = together(timer, Lengths(new, 0, output, new), room, Slo(ttft_s, tpot_s))
+    found = together(timer, RequestLengths(new, 0, output, new), room, Slo(ttft_s, tpot_s))
     if found is None:
         return
     lanes, batch, chunk = len(timer.stages), found.batch, found.chunk_tokens
@@ -65,8 +65,8 @@ def test_turns_keep_the_objective_by_the_formula(
 
 def test_what_cannot_be_in_time_is_not_offered() -> None:
     timer = TIMERS[0]
-    assert together(timer, Lengths(1000, 0, 100, 1000), 40, Slo(0.05, 0.1)) is None
-    assert together(timer, Lengths(1000, 0, 100, 1000), 1, Slo(3.0, 0.2)) is None
-    short, long = (together(timer, Lengths(1000, 0, 100, n), 40, Slo(1.5, 0.2)) for n in (1000, 1900))
+    assert together(timer, RequestLengths(1000, 0, 100, 1000), 40, Slo(0.05, 0.1)) is None
+    assert together(timer, RequestLengths(1000, 0, 100, 1000), 1, Slo(3.0, 0.2)) is None
+    short, long = (together(timer, RequestLengths(1000, 0, 100, n), 40, Slo(1.5, 0.2)) for n in (1000, 1900))
     assert short is not None
     assert long is None or long.requests_per_s <= short.requests_per_s

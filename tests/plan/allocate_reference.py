@@ -11,20 +11,20 @@ from dataclasses import dataclass, field, replace
 import highspy
 import numpy as np
 
+from potluck.plan.allocate.allocation import Allocation
 from potluck.plan.allocate.program import (
-    Bucket,
-    Count,
+    ColumnCount,
+    ColumnKey,
+    ColumnPin,
     CoverDemand,
     CoverProgram,
-    Fleet,
+    DemandBucket,
     FlowProgram,
-    Key,
     LinkRow,
     ModelColumns,
-    Pin,
+    NodeSupply,
     Program,
 )
-from potluck.plan.allocate.result import Allocation
 
 INF = float("inf")
 
@@ -86,13 +86,13 @@ def reference(program: Program, *, fraction: bool = False) -> float | None:
     if not fraction:
         text.row(1.0, [(1.0, theta)], 1.0)
     fleet = program.fleet
-    n: dict[Key, int] = {}
+    n: dict[ColumnKey, int] = {}
     running = dict(program.running)
     for g, group in enumerate(groups_of(program)):
         for t in range(len(group.uses)):
             for r in range(len(fleet.regions)):
                 price = float(fleet.price_usd_per_h[r] @ group.uses[t])
-                key = Key(g, t, r)
+                key = ColumnKey(g, t, r)
                 allowed = not isinstance(group, ModelColumns) or group.allowed is None or group.allowed[t, r]
                 n[key] = text.variable(money * price, 50.0 if allowed else 0.0, whole=True)
                 late = text.variable(money)
@@ -128,12 +128,12 @@ def reference(program: Program, *, fraction: bool = False) -> float | None:
     return None if value is None else (-value if fraction else value)
 
 
-def _flow_rows(program: FlowProgram, text: Text, n: dict[Key, int], theta: int, money: float) -> None:
+def _flow_rows(program: FlowProgram, text: Text, n: dict[ColumnKey, int], theta: int, money: float) -> None:
     regions = range(len(program.fleet.regions))
     link_terms: list[list[tuple[float, int]]] = [[] for _ in program.links]
-    busy: dict[Key, list[tuple[float, int]]] = {key: [] for key in n}
-    sent: dict[Key, list[tuple[float, int]]] = {key: [] for key in n}
-    taken: dict[Key, list[tuple[float, int]]] = {key: [] for key in n}
+    busy: dict[ColumnKey, list[tuple[float, int]]] = {key: [] for key in n}
+    sent: dict[ColumnKey, list[tuple[float, int]]] = {key: [] for key in n}
+    taken: dict[ColumnKey, list[tuple[float, int]]] = {key: [] for key in n}
     for m, model in enumerate(program.models):
         for b, bucket in enumerate(model.buckets):
             out: list[list[tuple[float, int]]] = [[] for _ in regions]
@@ -204,7 +204,9 @@ def check(program: Program, found: Allocation, fraction: float = 1.0) -> None:
     assert cost == approx(found.cost_usd_per_h)
 
 
-def _check_flows(program: FlowProgram, found: Allocation, counts: dict[Key, int], fraction: float) -> float:
+def _check_flows(
+    program: FlowProgram, found: Allocation, counts: dict[ColumnKey, int], fraction: float
+) -> float:
     egress = 0.0
     for key, count in counts.items():
         spent = sum(share.copies for share in found.shares if share.key == key)
@@ -251,9 +253,9 @@ def approx(value: float) -> object:
     return pytest.approx(value, rel=1e-6, abs=1e-6)
 
 
-def random_fleet(rng: np.random.Generator, most: int) -> Fleet:
+def random_fleet(rng: np.random.Generator, most: int) -> NodeSupply:
     regions, types = int(rng.integers(1, 4)), int(rng.integers(1, 4))
-    return Fleet(
+    return NodeSupply(
         tuple(f"region{r}" for r in range(regions)),
         tuple(f"{c + 1}xGPU" for c in range(types)),
         rng.uniform(0.5, 5.0, (regions, types)).round(2),
@@ -289,7 +291,7 @@ def random_flow(seed: int, *, extras: bool = True) -> FlowProgram:
     models = []
     for m in range(int(rng.integers(1, 3))):
         buckets = tuple(
-            Bucket(
+            DemandBucket(
                 f"b{b}",
                 float(rng.uniform(0, 5) * (rng.random() < 0.9)),
                 float(rng.uniform(0, 2e9)),
@@ -330,18 +332,21 @@ def random_cards(seed: int, *, extras: bool = True) -> FlowProgram:
     return replace(program, models=tuple(models))
 
 
-def random_extras(rng: np.random.Generator, fleet: Fleet, sizes: list[int]) -> dict[str, object]:
+def random_extras(rng: np.random.Generator, fleet: NodeSupply, sizes: list[int]) -> dict[str, object]:
     """Running copies, pins, penalty, headroom, budget."""
     keys = [
-        Key(g, t, r) for g, size in enumerate(sizes) for t in range(size) for r in range(len(fleet.regions))
+        ColumnKey(g, t, r)
+        for g, size in enumerate(sizes)
+        for t in range(size)
+        for r in range(len(fleet.regions))
     ]
     running = {keys[i]: int(rng.integers(1, 4)) for i in rng.integers(0, len(keys), int(rng.integers(0, 4)))}
     pins = {
         keys[i]: int(rng.integers(0, 3)) for i in rng.integers(0, len(keys), int(rng.integers(0, 3)) // 2)
     }
     return {
-        "running": tuple(Count(key, count) for key, count in running.items()),
-        "pins": tuple(Pin(key, count, bool(rng.random() < 0.5)) for key, count in pins.items()),
+        "running": tuple(ColumnCount(key, count) for key, count in running.items()),
+        "pins": tuple(ColumnPin(key, count, bool(rng.random() < 0.5)) for key, count in pins.items()),
         "init_penalty": float(rng.choice([0.0, 0.1, 0.5])),
         "headroom": float(rng.choice([1.0, 0.8])),
         "budget_usd_per_h": float(rng.uniform(10, 80)) if rng.random() < 0.25 else None,

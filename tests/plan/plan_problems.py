@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from potluck.catalog import models, nodes
 from potluck.core.values.pool import Pool
-from potluck.core.values.types import Codec, LengthBin, Link, Offer, Region, Slo, Traffic
-from potluck.plan.problem import CODECS, Ask, Problem, ask
+from potluck.core.values.types import Codec, LengthBin, Link, NodeOffer, Region, Slo, Traffic
+from potluck.plan.problem import CODECS, ModelDemand, PlanningProblem, ask
 
 CHAT = ((300, 250, 0.5), (1500, 200, 0.4), (6000, 300, 0.1))
 
@@ -16,29 +16,29 @@ def an_ask(
     rate_per_s: float = 5.0,
     slo: Slo | None = None,
     lengths: tuple[tuple[float, float, float], ...] = CHAT,
-) -> Ask:
+) -> ModelDemand:
     traffic = Traffic(name, rate_per_s, tuple(LengthBin(*each) for each in lengths))
     return ask(name, models.model(model), slo or Slo(2.0, 0.06), traffic)
 
 
 def a_problem(
-    *asks: Ask,
+    *asks: ModelDemand,
     offers: dict[str, dict[str, tuple[float, int]]] | None = None,
     links: tuple[Link, ...] = (),
     headroom: float = 0.8,
     budget_usd_per_h: float | None = None,
     codecs: tuple[Codec, ...] = CODECS[:1],
-) -> Problem:
+) -> PlanningProblem:
     """`offers` maps region to node to (price, available)."""
     chosen = offers or {
         "east": {"1xL40S": (1.86, 8), "1xA10G": (1.0, 16), "2xL4": (1.6, 8), "1xH100": (6.9, 4)}
     }
     types = {nodes.canonical(node): nodes.node_type(node) for each in chosen.values() for node in each}
     regions = tuple(
-        Region(name, tuple(Offer(nodes.canonical(node), price, n) for node, (price, n) in each.items()))
+        Region(name, tuple(NodeOffer(nodes.canonical(node), price, n) for node, (price, n) in each.items()))
         for name, each in chosen.items()
     )
-    return Problem(
+    return PlanningProblem(
         asks or (an_ask(),),
         regions,
         tuple(types.values()),
@@ -49,15 +49,15 @@ def a_problem(
     )
 
 
-def pool_problem(pool: Pool, *asks: Ask, headroom: float = 0.8) -> Problem:
+def pool_problem(pool: Pool, *asks: ModelDemand, headroom: float = 0.8) -> PlanningProblem:
     """A pool with the regions that follow from it; KV may cross in four bits, as in THUNDERSERVE."""
-    offers: dict[str, dict[str, Offer]] = {}
+    offers: dict[str, dict[str, NodeOffer]] = {}
     for node in pool.nodes:
         here = offers.setdefault(node.region, {})
         before = here[node.type.name].available if node.type.name in here else 0
-        here[node.type.name] = Offer(node.type.name, node.price_usd_per_h, before + 1)
+        here[node.type.name] = NodeOffer(node.type.name, node.price_usd_per_h, before + 1)
     regions = tuple(Region(name, tuple(here.values())) for name, here in offers.items())
     types = {node.type.name: node.type for node in pool.nodes}
-    return Problem(
+    return PlanningProblem(
         asks or (an_ask(),), regions, tuple(types.values()), headroom=headroom, pool=pool, codecs=CODECS
     )

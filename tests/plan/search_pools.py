@@ -9,7 +9,7 @@ import numpy as np
 
 from potluck.catalog import gpus, models, nodes
 from potluck.core.values.types import Slo
-from potluck.plan.search.pool import Pool, PoolNode, Workload, uniform_pool
+from potluck.plan.search.pool_workload import Pool, PoolNode, PoolWorkload, uniform_pool
 
 CONVERSATION, CODING = (1155, 211), (2000, 28)
 """Mean lengths of the Azure traces; coding's 2,048 would leave LLaMA-30B no room to answer."""
@@ -60,7 +60,7 @@ def workload(
     rate_per_s: float = 12.0,
     slo: Slo | None = None,
     **more: object,
-) -> Workload:
-    return Workload(
+) -> PoolWorkload:
+    return PoolWorkload(
         models.model(model), slo or Slo(3.0, 0.2), *lengths, rate_per_s, **{"codec": "int4", **more}
     )  # type: ignore[arg-type]

@@ -9,17 +9,17 @@ from plan_problems import a_problem, an_ask
 
 from potluck.core.errors import CapacityError
 from potluck.core.values.plan import Template
-from potluck.core.values.types import Offer, Region
-from potluck.perf.moves.startup import DEFAULT_COSTS
-from potluck.plan.running.again import Workshops, problem_now, start_share
-from potluck.plan.strategies import STRATEGIES, Settings, Workshop
+from potluck.core.values.types import NodeOffer, Region
+from potluck.perf.delays.startup import DEFAULT_COSTS
+from potluck.plan.replan.current_problem import TemplateFactories, problem_now, start_share
+from potluck.plan.strategies import STRATEGIES, SolveSettings, TemplateFactory
 
 PROBLEM = a_problem(an_ask(), an_ask("more", rate_per_s=2.0), offers={"east": {"1xL40S": (1.86, 8)}})
 
 
 def at_price(usd_per_h: float, available: int = 8) -> tuple[Region, ...]:
     (region,) = PROBLEM.regions
-    return (Region(region.name, (Offer(region.offers[0].node, usd_per_h, available),)),)
+    return (Region(region.name, (NodeOffer(region.offers[0].node, usd_per_h, available),)),)
 
 
 def test_k_is_the_start_up_over_the_interval() -> None:
@@ -40,7 +40,7 @@ def same(some: list[Template], others: list[Template]) -> bool:
 
 
 def test_templates_are_made_once_for_a_market() -> None:
-    shops = Workshops()
+    shops = TemplateFactories()
     first = shops.at(PROBLEM)
     made = first.homogeneous(PROBLEM.asks[0])
     busier = problem_now(PROBLEM, {"chat": 9.0}, regions=at_price(1.86, 3))
@@ -53,8 +53,8 @@ def test_templates_are_made_once_for_a_market() -> None:
 
 
 def test_starts_are_told_apart_from_the_rent_and_goodput_is_in_tokens() -> None:
-    shop = Workshop(PROBLEM)
-    first = STRATEGIES["melange"](shop, Settings(10.0)).plan
+    shop = TemplateFactory(PROBLEM)
+    first = STRATEGIES["melange"](shop, SolveSettings(10.0)).plan
     assert first.start_usd_per_h == 0.0, "K is 0"
     for prediction, asked in zip(first.predictions, PROBLEM.asks, strict=True):
         prompts = sum(demand.rate_per_s * demand.input_tokens for demand in asked.demands)
@@ -62,7 +62,7 @@ def test_starts_are_told_apart_from_the_rent_and_goodput_is_in_tokens() -> None:
         assert prediction.prompt_tokens_per_s == pytest.approx(prompts)
         assert prediction.answer_tokens_per_s == pytest.approx(answers)
     busier = problem_now(PROBLEM, {"chat": 12.0})
-    grown = STRATEGIES["melange"](replace(shop, problem=busier), Settings(10.0, running=first)).plan
+    grown = STRATEGIES["melange"](replace(shop, problem=busier), SolveSettings(10.0, running=first)).plan
     nodes, before = sum(grown.nodes.values()), sum(first.nodes.values())
     assert nodes > before
     assert grown.cost_usd_per_h == pytest.approx(1.86 * nodes)

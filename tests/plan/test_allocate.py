@@ -14,16 +14,16 @@ from hypothesis import strategies as st
 from potluck.core.errors import InputError
 from potluck.plan.allocate import colgen, flow, flow_price, highs, primal, survivors
 from potluck.plan.allocate.program import (
-    Bucket,
-    Count,
+    ColumnCount,
+    ColumnKey,
+    ColumnPin,
     CoverDemand,
     CoverProgram,
-    Fleet,
+    DemandBucket,
     FlowProgram,
-    Key,
     LinkRow,
     ModelColumns,
-    Pin,
+    NodeSupply,
     Program,
 )
 from potluck.plan.allocate.solve import solve
@@ -32,10 +32,10 @@ Seeds = st.integers(10_000, 1_000_000)
 Kinds = st.sampled_from([random_cover, random_flow])
 
 
-def fleet(price: list[list[float]], available: list[list[int]]) -> Fleet:
+def fleet(price: list[list[float]], available: list[list[int]]) -> NodeSupply:
     regions = ("us-east", "us-west")[: len(price)]
     nodes = ("8xH100", "8xL40S")[: len(price[0])]
-    return Fleet(regions, nodes, np.array(price), np.array(available))
+    return NodeSupply(regions, nodes, np.array(price), np.array(available))
 
 
 def demand(name: str, rate: float, uses: list[list[int]], throughput: list[float]) -> CoverDemand:
@@ -69,7 +69,7 @@ def test_the_time_limit_holds_even_if_every_solve_uses_all_it_may(
     now = [0.0]
     solve_milp, grow = highs.solve_milp, highs.GrowingLp.solve
 
-    def slow(problem: highs.Milp, *, time_limit_s: float, **rest: object) -> highs.Answer:
+    def slow(problem: highs.Milp, *, time_limit_s: float, **rest: object) -> highs.MilpResult:
         now[0] += max(time_limit_s, highs.MIN_TIME_S)
         return solve_milp(problem, time_limit_s=60.0, **rest)  # type: ignore[arg-type]
 
@@ -116,11 +116,11 @@ def test_the_penalty_keeps_what_runs() -> None:
     """Region 1 is 5 % cheaper: worth moving to without a penalty, not with one of 10 %."""
     one = demand("m", 2.0, [[1]], [1.0])
     place = fleet([[1.0], [0.95]], [[9], [9]])
-    running = (Count(Key(0, 0, 0), 2),)
+    running = (ColumnCount(ColumnKey(0, 0, 0), 2),)
     moved = solve(CoverProgram(place, (one,), running=running, init_penalty=0.0))
     stayed = solve(CoverProgram(place, (one,), running=running, init_penalty=0.1))
-    assert moved.counts == (Count(Key(0, 0, 1), 2),)
-    assert stayed.counts == (Count(Key(0, 0, 0), 2),)
+    assert moved.counts == (ColumnCount(ColumnKey(0, 0, 1), 2),)
+    assert stayed.counts == (ColumnCount(ColumnKey(0, 0, 0), 2),)
     assert stayed.cost_usd_per_h == pytest.approx(2.0)
     more = solve(CoverProgram(place, (replace(one, rate=3.0),), running=running, init_penalty=0.1))
     assert more.cost_usd_per_h == pytest.approx(2.0 + 0.95 * 1.1)
@@ -129,11 +129,11 @@ def test_the_penalty_keeps_what_runs() -> None:
 
 def test_pins() -> None:
     base = CoverProgram(fleet([[1.0], [3.0]], [[9], [9]]), (demand("m", 2.0, [[1]], [1.0]),))
-    dear = replace(base, pins=(Pin(Key(0, 0, 1), 1),))
-    assert dict(solve(dear).counts) == {Key(0, 0, 0): 1, Key(0, 0, 1): 1}
-    without = replace(base, pins=(Pin(Key(0, 0, 0), 0, exactly=True),))
-    assert dict(solve(without).counts) == {Key(0, 0, 1): 2}
-    over = solve(replace(base, pins=(Pin(Key(0, 0, 0), 10),)))
+    dear = replace(base, pins=(ColumnPin(ColumnKey(0, 0, 1), 1),))
+    assert dict(solve(dear).counts) == {ColumnKey(0, 0, 0): 1, ColumnKey(0, 0, 1): 1}
+    without = replace(base, pins=(ColumnPin(ColumnKey(0, 0, 0), 0, exactly=True),))
+    assert dict(solve(without).counts) == {ColumnKey(0, 0, 1): 2}
+    over = solve(replace(base, pins=(ColumnPin(ColumnKey(0, 0, 0), 10),)))
     assert over.status == "infeasible"
     assert over.shortfall is not None
     assert over.shortfall.overpinned == ("us-east: 8xH100",)
@@ -154,7 +154,7 @@ def linked(gbps: float) -> FlowProgram:
     none = np.zeros((2, 1))
     model = ModelColumns(
         "m",
-        (Bucket("short", 4.0, 1e9),),
+        (DemandBucket("short", 4.0, 1e9),),
         np.array([[1, 0], [0, 1]], dtype=np.uint8),
         np.array([[1.0], [0.0]]),
         np.array([[0.0], [1.0]]),
@@ -221,7 +221,7 @@ def test_absurd_values_are_refused() -> None:
     with pytest.raises(InputError, match="at least one node"):
         demand("m", 1.0, [[0]], [1.0])
     with pytest.raises(InputError, match="not a column"):
-        CoverProgram(place, (one,), pins=(Pin(Key(0, 7, 0), 1),))
+        CoverProgram(place, (one,), pins=(ColumnPin(ColumnKey(0, 7, 0), 1),))
     with pytest.raises(InputError, match="time_limit_s"):
         solve(CoverProgram(place, (one,)), time_limit_s=0.0)
     with pytest.raises(InputError, match="links"):

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from allocate_reference import check, random_cover, random_flow, reference
 
-from potluck.plan.allocate.program import CoverDemand, CoverProgram, Fleet, Key, Program, as_flow
+from potluck.plan.allocate.program import ColumnKey, CoverDemand, CoverProgram, NodeSupply, Program, as_flow
 from potluck.plan.allocate.solve import solve
 
 LIMIT_S = 60.0
@@ -76,7 +76,7 @@ def test_both_solvers_agree_on_a_cover_program(seed: int) -> None:
 def tiny(seed: int) -> CoverProgram:
     """Two demands, two templates each, one region, at most three nodes of a type."""
     rng = np.random.default_rng(seed)
-    fleet = Fleet(("here",), ("a", "b"), rng.uniform(1, 4, (1, 2)), rng.integers(1, 4, (1, 2)))
+    fleet = NodeSupply(("here",), ("a", "b"), rng.uniform(1, 4, (1, 2)), rng.integers(1, 4, (1, 2)))
     demands = tuple(
         CoverDemand(
             f"m{d}",
@@ -92,7 +92,7 @@ def tiny(seed: int) -> CoverProgram:
 @pytest.mark.parametrize("seed", range(40))
 def test_tiny_programs_equal_brute_force(seed: int) -> None:
     program = tiny(seed)
-    columns = [Key(d, t, 0) for d in range(2) for t in range(2)]
+    columns = [ColumnKey(d, t, 0) for d in range(2) for t in range(2)]
     best = np.inf
     for counts in itertools.product(range(4), repeat=4):
         used, met, cost = np.zeros(2), np.zeros(2), 0.0

@@ -10,15 +10,15 @@ from math import ceil
 import pytest
 
 from potluck.catalog import models, nodes
-from potluck.core.scale.cover import cheapest_cover
-from potluck.core.scale.repertoire import options, startable, weight
+from potluck.core.scaling.cheapest_cover import cheapest_cover
+from potluck.core.scaling.startable import options, startable, weight
 from potluck.core.values.plan import Plan, plan_from_json, plan_to_json
-from potluck.core.values.types import LengthBin, Offer, Region, Slo, Traffic
-from potluck.plan.problem import Problem, ask
+from potluck.core.values.types import LengthBin, NodeOffer, Region, Slo, Traffic
+from potluck.plan.problem import PlanningProblem, ask
 from potluck.plan.reasons.explain import copy_tokens_per_usd, tokens_json
-from potluck.plan.running.candidates import MOST, with_candidates
-from potluck.plan.strategies import STRATEGIES, Settings, Workshop
-from potluck.plan.strategies.kinds import KINDS, templates_of
+from potluck.plan.replan.scaling_candidates import MOST, with_candidates
+from potluck.plan.strategies import STRATEGIES, SolveSettings, TemplateFactory
+from potluck.plan.strategies.column_kinds import KINDS, templates_of
 
 USD_PER_H = {"1xH800": 2.69, "1xA800-PCIe": 1.19, "1xH20": 1.50}
 ASK = ask("m", models.model("Llama-3.1-8B"), Slo(10.0, 0.05), Traffic("m", 6.4, (LengthBin(1155, 77, 1.0),)))
@@ -26,16 +26,16 @@ ASK = ask("m", models.model("Llama-3.1-8B"), Slo(10.0, 0.05), Traffic("m", 6.4, 
 
 def market(*available: int, region: str = "here") -> Region:
     pairs = zip(USD_PER_H.items(), available, strict=True)
-    return Region(region, tuple(Offer(node, usd, n) for (node, usd), n in pairs))
+    return Region(region, tuple(NodeOffer(node, usd, n) for (node, usd), n in pairs))
 
 
-PROBLEM = Problem((ASK,), (market(8, 8, 8),), tuple(nodes.node_type(name) for name in USD_PER_H))
-WORKSHOP = Workshop(PROBLEM)
+PROBLEM = PlanningProblem((ASK,), (market(8, 8, 8),), tuple(nodes.node_type(name) for name in USD_PER_H))
+WORKSHOP = TemplateFactory(PROBLEM)
 
 
 @pytest.fixture(scope="module", params=["cauchy", "cauchy-mc", "cauchy-mce", "cauchy-ce"])
 def plan(request: pytest.FixtureRequest) -> Plan:
-    made = STRATEGIES[request.param](WORKSHOP, Settings(time_limit_s=5)).plan
+    made = STRATEGIES[request.param](WORKSHOP, SolveSettings(time_limit_s=5)).plan
     return with_candidates(WORKSHOP, made)
 
 

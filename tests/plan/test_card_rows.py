@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from potluck.core.errors import InputError
 from potluck.plan.allocate.flow_price import Duals, Pricer
 from potluck.plan.allocate.highs import Milp, solve_milp
-from potluck.plan.allocate.program import Bucket, Fleet, FlowProgram, ModelColumns
+from potluck.plan.allocate.program import DemandBucket, FlowProgram, ModelColumns, NodeSupply
 from potluck.plan.allocate.solve import solve
 
 LIMIT_S = 60.0
@@ -96,7 +96,7 @@ def two_sides(card_bits_per_s: float) -> FlowProgram:
     """A prefill and a decode template of ten requests a second each, 1 Gbit of KV a request."""
     model = ModelColumns(
         "m",
-        (Bucket("all", 8.0, 1e9),),
+        (DemandBucket("all", 8.0, 1e9),),
         np.array([[1], [1]], dtype=np.uint8),
         np.array([[10.0], [0.0]]),
         np.array([[0.0], [10.0]]),
@@ -104,7 +104,7 @@ def two_sides(card_bits_per_s: float) -> FlowProgram:
         sends_bits_per_s=np.full(2, card_bits_per_s),
         takes_bits_per_s=np.full(2, card_bits_per_s),
     )
-    return FlowProgram(Fleet(("here",), ("a",), np.ones((1, 1)), np.full((1, 1), 9)), (model,))
+    return FlowProgram(NodeSupply(("here",), ("a",), np.ones((1, 1)), np.full((1, 1), 9)), (model,))
 
 
 @pytest.mark.parametrize(("gbps", "nodes"), [(10.0, 2), (7.9, 4), (2.0, 8), (1.9, 0)])

@@ -7,14 +7,14 @@ from dataclasses import replace
 import pytest
 
 from potluck.catalog import models, nodes
-from potluck.core.values.types import LengthBin, Offer, Region, Slo, Traffic
-from potluck.perf.timers.cauchy import CauchyModel, Side, ce
+from potluck.core.values.types import LengthBin, NodeOffer, Region, Slo, Traffic
+from potluck.perf.timers.cauchy_timer import CauchyModel, ComboSide, ce
 from potluck.plan.check.verify import retimed, verify
-from potluck.plan.problem import Ask, Problem, ask
-from potluck.plan.strategies import STRATEGIES, Settings, Workshop
-from potluck.plan.strategies.base import with_running
+from potluck.plan.problem import ModelDemand, PlanningProblem, ask
+from potluck.plan.strategies import STRATEGIES, SolveSettings, TemplateFactory
+from potluck.plan.strategies.template_factory import with_running
 from potluck.plan.templates.gpu_combo import _batch, gpu_combos
-from potluck.plan.timing.book import unwritten
+from potluck.plan.timing.rate_cache import unwritten
 
 USD_PER_H = {"H800": 2.69, "A800-PCIe": 1.19, "H20": 1.50}
 """Of one GPU: the paper's Table 1."""
@@ -22,29 +22,33 @@ USD_PER_H = {"H800": 2.69, "A800-PCIe": 1.19, "H20": 1.50}
 
 def an_ask(
     rate_per_s: float = 6.4, lengths: tuple[int, int] = (1155, 77), model: str = "Llama-3.1-8B"
-) -> Ask:
+) -> ModelDemand:
     traffic = Traffic("m", rate_per_s, (LengthBin(*lengths, 1.0),))
     return ask("m", models.model(model), Slo(10.0, 0.05), traffic)
 
 
-def a_fleet(each: Ask, gpus: int = 1, available: int = 8) -> Problem:
+def a_fleet(each: ModelDemand, gpus: int = 1, available: int = 8) -> PlanningProblem:
     types = [nodes.node_type(f"{gpus}x{gpu}") for gpu in USD_PER_H]
-    offers = [Offer(t.name, usd * gpus, available) for t, usd in zip(types, USD_PER_H.values(), strict=True)]
-    return Problem((each,), (Region("here", tuple(offers)),), tuple(types))
+    offers = [
+        NodeOffer(t.name, usd * gpus, available) for t, usd in zip(types, USD_PER_H.values(), strict=True)
+    ]
+    return PlanningProblem((each,), (Region("here", tuple(offers)),), tuple(types))
 
 
 @pytest.mark.parametrize("lengths", [(1155, 77), (315, 322), (122, 2700)])
 def test_pairs_are_ranked_by_equation_15_in_their_better_direction(lengths: tuple[int, int]) -> None:
     each = an_ask(lengths=lengths)
-    workshop = Workshop(a_fleet(each))
-    found = workshop.ranked(each)
+    factory = TemplateFactory(a_fleet(each))
+    found = factory.ranked(each)
     model = CauchyModel.from_model(each.model)
     batches = {
-        t.nodes[0].node: _batch(each, t) for t in workshop.phased(each) if t.replicas[0].role == "decode"
+        t.nodes[0].node: _batch(each, t) for t in factory.phased(each) if t.replicas[0].role == "decode"
     }
 
     def printed(first: str, second: str) -> float:
-        a, b = (Side(workshop.problem.node(n).gpu, 1, USD_PER_H[n.split("x", 1)[1]]) for n in (first, second))
+        a, b = (
+            ComboSide(factory.problem.node(n).gpu, 1, USD_PER_H[n.split("x", 1)[1]]) for n in (first, second)
+        )
         return ce(model, batches[second], *lengths, a, b)
 
     assert [r.ce_tokens_per_usd for r in found] == sorted((r.ce_tokens_per_usd for r in found), reverse=True)
@@ -58,20 +62,20 @@ def test_pairs_are_ranked_by_equation_15_in_their_better_direction(lengths: tupl
 
 def test_a_model_beyond_the_closed_form_is_ranked_by_what_it_serves() -> None:
     each = an_ask(model="GPT-OSS-20B")
-    found = Workshop(a_fleet(each)).ranked(each)
+    found = TemplateFactory(a_fleet(each)).ranked(each)
     assert found
     assert not any(r.printed for r in found)
 
 
 def test_gpus_of_one_phase_are_one_instance_and_nodes_are_filled() -> None:
     each = an_ask()
-    workshop = Workshop(a_fleet(each, gpus=8))
-    made = gpu_combos(workshop.problem, each, workshop.ranked(each)[:4], unwritten(each))
+    factory = TemplateFactory(a_fleet(each, gpus=8))
+    made = gpu_combos(factory.problem, each, factory.ranked(each)[:4], unwritten(each))
     assert made
     for template in made:
         gpus = sum(n.tp for r in template.replicas for s in r.layout.stages for n in s.nodes)
         assert gpus == 8 * sum(count.count for count in template.nodes)
-        for claimed, real in zip(template.capacity, retimed(workshop.problem, each, template), strict=True):
+        for claimed, real in zip(template.capacity, retimed(factory.problem, each, template), strict=True):
             assert claimed.closed_per_s <= real.closed_per_s * (1 + 1e-9)
     two_four = next(t for t in made if "<2 H800, 4 H20>" in t.name)
     tps = {r.role: r.layout.stages[0].nodes[0].tp for r in two_four.replicas}
@@ -82,7 +86,7 @@ def test_two_sides_on_one_node_use_no_network_card() -> None:
     each = an_ask()
     fleet = a_fleet(each, gpus=8)
     thin = replace(fleet, nodes=tuple(replace(node, network_gbps=0.01) for node in fleet.nodes))
-    pairs = Workshop(fleet).ranked(each)
+    pairs = TemplateFactory(fleet).ranked(each)
     alike = [pair for pair in pairs if pair.prefill == pair.decode]
     inside = {t.name: t for t in gpu_combos(thin, each, alike, unwritten(each)) if t.nodes[0].count == 1}
     assert inside
@@ -96,37 +100,37 @@ def test_two_sides_on_one_node_use_no_network_card() -> None:
 
 def test_how_far_a_choice_is_from_the_cheapest_combos_is_said() -> None:
     """Equation 16 takes an H800 where an A800 would do for less than half; MC-LP is the cheapest."""
-    workshop, brief = Workshop(a_fleet(an_ask())), Settings(time_limit_s=10)
-    cheapest = STRATEGIES["cauchy-mc"](workshop, brief).plan
+    factory, brief = TemplateFactory(a_fleet(an_ask())), SolveSettings(time_limit_s=10)
+    cheapest = STRATEGIES["cauchy-mc"](factory, brief).plan
     assert cheapest.gap <= 1e-6
     for name in ("cauchy", "cauchy-mce"):
-        plan = STRATEGIES[name](workshop, brief).plan
-        assert verify(workshop.problem, plan) == ()
+        plan = STRATEGIES[name](factory, brief).plan
+        assert verify(factory.problem, plan) == ()
         expected = 1 - cheapest.cost_usd_per_h / plan.cost_usd_per_h
         assert plan.gap == pytest.approx(expected, abs=0.01)
-    assert STRATEGIES["cauchy"](workshop, brief).plan.gap > 0.1
+    assert STRATEGIES["cauchy"](factory, brief).plan.gap > 0.1
 
 
 def test_much_demand_goes_to_the_pair_that_equation_15_puts_first() -> None:
     each = an_ask(rate_per_s=200.0)
-    workshop = Workshop(a_fleet(each, available=64))
-    first = workshop.ranked(each)[0]
+    factory = TemplateFactory(a_fleet(each, available=64))
+    first = factory.ranked(each)[0]
     assert (first.prefill, first.decode) == ("1xH800", "1xH20")
-    plan = STRATEGIES["cauchy-ce"](workshop, Settings(time_limit_s=10)).plan
-    assert verify(workshop.problem, plan) == ()
+    plan = STRATEGIES["cauchy-ce"](factory, SolveSettings(time_limit_s=10)).plan
+    assert verify(factory.problem, plan) == ()
     assert plan.fraction == 1.0
-    shortlist = {frozenset((r.prefill, r.decode)) for r in workshop.ranked(each)[:4]}
+    shortlist = {frozenset((r.prefill, r.decode)) for r in factory.ranked(each)[:4]}
     for deployment in plan.deployments:
         assert frozenset(plan.template(deployment.template).node_counts) in shortlist
 
 
 def test_what_runs_stays_to_be_chosen() -> None:
     each = an_ask()
-    workshop = Workshop(a_fleet(each))
-    plan = STRATEGIES["cauchy-mc"](workshop, Settings(time_limit_s=10)).plan
+    factory = TemplateFactory(a_fleet(each))
+    plan = STRATEGIES["cauchy-mc"](factory, SolveSettings(time_limit_s=10)).plan
     only = plan.deployments[0].template
-    others = {"m": [t for t in workshop.combos(each) if t.name != only]}
-    merged = with_running(workshop.problem, others, plan)
+    others = {"m": [t for t in factory.combos(each) if t.name != only]}
+    merged = with_running(factory.problem, others, plan)
     again = next(t for t in merged["m"] if t.name == only)
     assert again.capacity == plan.template(only).capacity
-    assert with_running(workshop.problem, others, None) is others
+    assert with_running(factory.problem, others, None) is others

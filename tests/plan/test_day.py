@@ -12,14 +12,14 @@ from hypothesis import strategies as st
 from plan_problems import a_problem, an_ask
 
 from potluck.core.errors import InputError
-from potluck.core.values.terms import Terms
+from potluck.core.values.terms import ModelTerms
 from potluck.plan.check.verify import verify
-from potluck.plan.series.day import at_rates, change_usd, cheapest_round, schedule
+from potluck.plan.series.day_schedule import at_rates, change_usd, cheapest_round, schedule
 from potluck.plan.series.frontier import dominated, frontier, with_value
-from potluck.plan.strategies import STRATEGIES, Settings, Workshop
+from potluck.plan.strategies import STRATEGIES, SolveSettings, TemplateFactory
 
 melange = STRATEGIES["melange"]
-SETTINGS = Settings(time_limit_s=20.0)
+SETTINGS = SolveSettings(time_limit_s=20.0)
 OFFERS = {"east": {"1xL40S": (1.86, 8), "1xA10G": (1.0, 16)}}
 
 
@@ -46,7 +46,7 @@ def test_the_cheapest_round_is_the_cheapest_of_all(data: st.DataObject) -> None:
 def test_a_day_of_two_levels() -> None:
     problem = a_problem(an_ask(rate_per_s=12.0), offers=OFFERS)
     rates = [{"chat": 2.0}] * 8 + [{"chat": 12.0}] * 4
-    day = schedule(Workshop(problem), melange, SETTINGS, rates)
+    day = schedule(TemplateFactory(problem), melange, SETTINGS, rates)
     night, noon = sorted(day.steps, key=lambda step: step.rates_per_s["chat"])
     assert (night.from_h, night.hours) == (0.0, 16.0)
     assert (noon.from_h, noon.hours) == (16.0, 8.0)
@@ -61,13 +61,13 @@ def test_a_day_of_two_levels() -> None:
 
 def test_a_day_that_stays_the_same_has_one_step() -> None:
     problem = a_problem(an_ask(rate_per_s=5.0), offers=OFFERS)
-    day = schedule(Workshop(problem), melange, SETTINGS, [{"chat": 5.0}] * 3)
+    day = schedule(TemplateFactory(problem), melange, SETTINGS, [{"chat": 5.0}] * 3)
     (step,) = day.steps
     assert step.hours == 24
     assert step.change_usd == 0
     assert day.usd_per_day == pytest.approx(day.static_usd_per_day)
     with pytest.raises(InputError, match="at least two parts"):
-        schedule(Workshop(problem), melange, SETTINGS, [{"chat": 5.0}])
+        schedule(TemplateFactory(problem), melange, SETTINGS, [{"chat": 5.0}])
 
 
 def test_a_frontier_of_plans_that_keep_what_is_asked() -> None:
@@ -86,7 +86,7 @@ def test_a_frontier_of_plans_that_keep_what_is_asked() -> None:
     for point in points:
         asked = with_value(problem, "availability", point.value, "node")
         assert verify(asked, point.plan) == ()
-    assert with_value(problem, "spot", 0.3, "node").asks[0].terms == Terms(max_spot_share=0.3)
+    assert with_value(problem, "spot", 0.3, "node").asks[0].terms == ModelTerms(max_spot_share=0.3)
     dear = replace(points[0], plan=replace(points[0].plan, cost_usd_per_h=costs[-1] + 1))
     assert dominated((dear, *points[1:]), less_is_more=False) == {0}
     assert dominated(points, less_is_more=False) == frozenset()

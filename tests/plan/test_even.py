@@ -7,22 +7,22 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from plan_problems import a_problem, an_ask
 
-from potluck.core.routing.offers import offers as make_offers
+from potluck.core.routing.template_weights import offers as make_offers
 from potluck.core.routing.threshold import planned
-from potluck.core.values.plan import Deployment, Plan, Share
+from potluck.core.values.plan import Deployment, Plan, PlannedShare
 from potluck.core.values.types import Link, Slo
-from potluck.plan.assemble.even import evened
+from potluck.plan.assemble.even_shares import evened
 from potluck.plan.check.verify import verify
-from potluck.plan.problem import CODECS, Problem
-from potluck.plan.strategies import STRATEGIES, Settings, Workshop
+from potluck.plan.problem import CODECS, PlanningProblem
+from potluck.plan.strategies import STRATEGIES, SolveSettings, TemplateFactory
 
-SETTINGS = Settings(time_limit_s=5.0)
+SETTINGS = SolveSettings(time_limit_s=5.0)
 ONE_BUCKET = ((800, 150, 1.0),)
-SHOP = Workshop(a_problem(an_ask(rate_per_s=5.0)))
+SHOP = TemplateFactory(a_problem(an_ask(rate_per_s=5.0)))
 """Its templates serve every rate."""
 
 
-def busy(problem: Problem, plan: Plan) -> dict[tuple[str, str], float]:
+def busy(problem: PlanningProblem, plan: Plan) -> dict[tuple[str, str], float]:
     """Share of their time that each deployment's copies work."""
     found: dict[tuple[str, str], float] = {}
     counts = {(d.template, d.region): d.count for d in plan.deployments}
@@ -36,7 +36,7 @@ def busy(problem: Problem, plan: Plan) -> dict[tuple[str, str], float]:
 
 def test_unlike_copies_are_equally_busy() -> None:
     problem = a_problem(an_ask(rate_per_s=4.0, lengths=ONE_BUCKET))
-    shop = Workshop(problem)
+    shop = TemplateFactory(problem)
     found = [t for t in shop.mixed(problem.asks[0]) if t.nodes[0].node in ("1xL40S", "1xA10G")]
     big, small = sorted(found, key=lambda t: -t.capacity[0].closed_per_s)
     # Everything on the big one, nothing on the small one: allowed, as the big one is within its headroom.
@@ -47,7 +47,7 @@ def test_unlike_copies_are_equally_busy() -> None:
         (big, small),
         (Deployment(big.name, "east", 1), Deployment(small.name, "east", 1)),
         base.buckets,
-        (Share(big.name, "east", 0, "closed", 4.0),),
+        (PlannedShare(big.name, "east", 0, "closed", 4.0),),
         (),
         base.predictions,
         sum(prices[t.nodes[0].node] for t in (big, small)),
@@ -69,7 +69,7 @@ def test_nothing_but_the_routing_changes_and_nobody_gets_busier_than_the_busiest
     rate: float, strategy: str
 ) -> None:
     problem = a_problem(an_ask(rate_per_s=rate))
-    shop = Workshop(problem, SHOP.made)
+    shop = TemplateFactory(problem, SHOP.made)
     plan = STRATEGIES[strategy](shop, SETTINGS).plan
     even = evened(problem, plan, SETTINGS.time_limit_s)
     assert verify(problem, even) == ()
@@ -82,7 +82,7 @@ def test_nothing_but_the_routing_changes_and_nobody_gets_busier_than_the_busiest
 
 def test_a_plan_that_falls_short_is_left_as_it_is() -> None:
     problem = a_problem(an_ask(rate_per_s=5000.0))
-    plan = STRATEGIES["melange"](Workshop(problem), SETTINGS).plan
+    plan = STRATEGIES["melange"](TemplateFactory(problem), SETTINGS).plan
     assert plan.fraction < 1
     assert evened(problem, plan, SETTINGS.time_limit_s) is plan
 
@@ -98,7 +98,7 @@ def test_prompts_from_some_length_on_cross_and_routing_has_that_threshold() -> N
         links=links,
         codecs=CODECS,
     )
-    plan = STRATEGIES["prfaas"](Workshop(problem), SETTINGS).plan
+    plan = STRATEGIES["prfaas"](TemplateFactory(problem), SETTINGS).plan
     assert plan.fraction == 1
     assert verify(problem, plan) == ()
     far = [0.0] * len(lengths)

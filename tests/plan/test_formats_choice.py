@@ -14,47 +14,47 @@ from plan_problems import a_problem, an_ask
 
 from potluck.catalog import models
 from potluck.cli.serving.engine.emulate import pretence
-from potluck.control.launch.command import EngineMaker, Weights
-from potluck.control.values import Make
+from potluck.control.control_values import EngineSpec
+from potluck.control.launchers.engine_command import EngineCommands, WeightFormats
 from potluck.core.codec import encode
 from potluck.core.errors import InputError
+from potluck.core.values.emulated import EmulatedReplica
 from potluck.core.values.layout import single
-from potluck.core.values.likeness import Likeness
 from potluck.core.values.plan import Plan, plan_from_json, plan_to_json
 from potluck.core.values.precision import Format
 from potluck.plan.check.verify import verify
-from potluck.plan.problem import Ask, Problem
+from potluck.plan.problem import ModelDemand, PlanningProblem
 from potluck.plan.reasons.explain import explain
-from potluck.plan.running.candidates import with_candidates
-from potluck.plan.running.ladder import at_once
-from potluck.plan.strategies import STRATEGIES, Outcome, Settings, Workshop
-from potluck.plan.strategies.formats import formats_of
-from potluck.spec.load import parse_spec
-from potluck.worlds.scene import Scene
+from potluck.plan.replan.replan_options import at_once
+from potluck.plan.replan.scaling_candidates import with_candidates
+from potluck.plan.strategies import STRATEGIES, PlanOutcome, SolveSettings, TemplateFactory
+from potluck.plan.strategies.weight_formats import formats_of
+from potluck.runtime.resolved_plan import ResolvedPlan
+from potluck.spec.load_spec import parse_spec
 
 ONE_LENGTH = ((1200.0, 150.0, 1.0),)
 FORMATS: tuple[Format, ...] = ("bf16", "fp8", "int4")
 ROOMY: dict[str, tuple[float, int]] = {"1xL4": (0.8, 4), "1xA100-80": (2.0, 2), "1xL40S": (1.9, 2)}
 
 
-def allowing(rate_per_s: float, formats: tuple[Format, ...], name: str = "chat") -> Ask:
+def allowing(rate_per_s: float, formats: tuple[Format, ...], name: str = "chat") -> ModelDemand:
     asked = an_ask(name, rate_per_s=rate_per_s, lengths=ONE_LENGTH)
     first = asked.in_format(formats[0])
     return replace(first, formats=formats)
 
 
-def solved(problem: Problem, running: Plan | None = None) -> Outcome:
-    return STRATEGIES["melange"](Workshop(problem), Settings(time_limit_s=20.0, running=running))
+def solved(problem: PlanningProblem, running: Plan | None = None) -> PlanOutcome:
+    return STRATEGIES["melange"](TemplateFactory(problem), SolveSettings(time_limit_s=20.0, running=running))
 
 
-def cheapest(problem: Problem) -> float | None:
+def cheapest(problem: PlanningProblem) -> float | None:
     """Over every combination of formats and every number of copies; of aggregated replicas and one length."""
     (region,) = problem.regions
     price = {offer.node: offer.price_usd_per_h for offer in region.offers}
     there = {offer.node: offer.available for offer in region.offers}
     best: float | None = None
     for each in product(*(ask.variants for ask in problem.asks)):
-        shop = Workshop(replace(problem, asks=each))
+        shop = TemplateFactory(replace(problem, asks=each))
         ways = [list(_ways(shop, ask, problem.headroom, there)) for ask in each]
         for chosen in product(*ways):
             used = {node: sum(way.get(node, 0) for way in chosen) for node in there}
@@ -64,7 +64,9 @@ def cheapest(problem: Problem) -> float | None:
     return best
 
 
-def _ways(shop: Workshop, ask: Ask, headroom: float, there: dict[str, int]) -> Iterator[dict[str, int]]:
+def _ways(
+    shop: TemplateFactory, ask: ModelDemand, headroom: float, there: dict[str, int]
+) -> Iterator[dict[str, int]]:
     """Numbers of nodes that serve a model by itself, the best template of each type on all of them."""
     rate = dict.fromkeys(there, 0.0)
     for template in shop.mixed(ask):
@@ -119,20 +121,20 @@ def test_a_tie_goes_to_the_format_that_is_named_first() -> None:
 
 
 @pytest.fixture(scope="module")
-def problem() -> Problem:
+def problem() -> PlanningProblem:
     return a_problem(
         allowing(20.0, ("bf16", "fp8")), offers={"east": {"1xL40S": (1.9, 12), "1xL4": (1.9, 2)}}
     )
 
 
 @pytest.fixture(scope="module")
-def outcome(problem: Problem) -> Outcome:
+def outcome(problem: PlanningProblem) -> PlanOutcome:
     found = solved(problem)
     assert found.plan.formats == (("chat", "fp8"),), "an L40S has FP8 units"
     return found
 
 
-def test_a_plan_says_its_formats_and_is_held_to_them(problem: Problem, outcome: Outcome) -> None:
+def test_a_plan_says_its_formats_and_is_held_to_them(problem: PlanningProblem, outcome: PlanOutcome) -> None:
     plan = outcome.plan
     assert verify(problem, plan) == ()
     assert plan_from_json(plan_to_json(plan)) == plan
@@ -144,29 +146,34 @@ def test_a_plan_says_its_formats_and_is_held_to_them(problem: Problem, outcome: 
     assert slower, "the same copies do less with larger weights"
 
 
-def test_reasons_candidates_and_answers_stay_in_the_format(problem: Problem, outcome: Outcome) -> None:
-    shop = Workshop(problem)
-    reasons = explain(shop, outcome, STRATEGIES["melange"], Settings(time_limit_s=4.0))
+def test_reasons_candidates_and_answers_stay_in_the_format(
+    problem: PlanningProblem, outcome: PlanOutcome
+) -> None:
+    shop = TemplateFactory(problem)
+    reasons = explain(shop, outcome, STRATEGIES["melange"], SolveSettings(time_limit_s=4.0))
     assert {each.formats for each in reasons.formats} == {(("chat", "bf16"),), (("chat", "fp8"),)}
     offered = with_candidates(shop, outcome.plan)
     settled = problem.in_formats(outcome.plan.formats).asks[0]
-    own = {each.name: each.capacity for each in Workshop(problem).settled(outcome.plan).homogeneous(settled)}
+    own = {
+        each.name: each.capacity
+        for each in TemplateFactory(problem).settled(outcome.plan).homogeneous(settled)
+    }
     assert any(each.name in own and each.capacity == own[each.name] for each in offered.candidates)
-    rerouted, _ = at_once(problem, outcome.plan, Settings(time_limit_s=2.0))
+    rerouted, _ = at_once(problem, outcome.plan, SolveSettings(time_limit_s=2.0))
     assert rerouted.plan.formats == outcome.plan.formats
     assert rerouted.served_fraction == pytest.approx(1.0)
 
 
-def test_what_runs_keeps_its_format(problem: Problem, outcome: Outcome) -> None:
+def test_what_runs_keeps_its_format(problem: PlanningProblem, outcome: PlanOutcome) -> None:
     loaded = replace(outcome.plan, formats=(("chat", "bf16"),))
     assert formats_of(problem, loaded) == [(("chat", "bf16"),)]
     assert solved(problem, running=loaded).plan.formats == (("chat", "bf16"),)
 
 
-def test_a_scene_has_the_model_as_planned(problem: Problem, outcome: Outcome) -> None:
-    scene = Scene(outcome.plan, {"chat": problem.asks[0].model}, problem.by_name, problem.regions)
-    assert scene.model("chat").weights_are == "fp8"
-    assert replace(scene, plan=replace(outcome.plan, formats=())).model("chat").weights_are == "bf16"
+def test_a_scene_has_the_model_as_planned(problem: PlanningProblem, outcome: PlanOutcome) -> None:
+    resolved = ResolvedPlan(outcome.plan, {"chat": problem.asks[0].model}, problem.by_name, problem.regions)
+    assert resolved.model("chat").weights_are == "fp8"
+    assert replace(resolved, plan=replace(outcome.plan, formats=())).model("chat").weights_are == "bf16"
 
 
 def test_too_many_combinations_are_refused() -> None:
@@ -193,12 +200,14 @@ def test_too_many_combinations_are_refused() -> None:
 def test_engines_are_told_or_what_they_cannot_make_is_refused(
     style: str, stored: Format, planned: Format, words: list[str] | None
 ) -> None:
-    weights = {"m": Weights(planned, stored)}
+    weights = {"m": WeightFormats(planned, stored)}
     if words is None:
         with pytest.raises(InputError, match=f"{planned} of a checkpoint in {stored}"):
-            EngineMaker(style, weights=weights)
+            EngineCommands(style, weights=weights)
         return
-    command = EngineMaker(style, weights=weights).command(Make("m", single("1xL4", 1, 32), "east"), 1, 2)
+    command = EngineCommands(style, weights=weights).command(
+        EngineSpec("m", single("1xL4", 1, 32), "east"), 1, 2
+    )
     assert [word for word in words if word not in command] == []
     assert ("--quantization" in command) == ("--quantization" in words)
 
@@ -211,7 +220,7 @@ def test_a_checkpoint_with_small_experts_is_not_taken_for_one_of_16_bits() -> No
 
 
 def test_an_engine_that_acts_as_another_is_told_the_format() -> None:
-    said = Likeness("Llama-3.1-8B", single("1xL40S", 1, 32), weights="int8")
+    said = EmulatedReplica("Llama-3.1-8B", single("1xL40S", 1, 32), weights="int8")
     for text, weights in (
         ("1xL40S:llama-3.1-8b@fp8:1", "fp8"),
         ("1xL40S:llama-3.1-8b:1", "bf16"),

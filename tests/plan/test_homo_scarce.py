@@ -5,16 +5,16 @@ from __future__ import annotations
 from plan_problems import a_problem, an_ask
 
 from potluck.plan.check.verify import verify
-from potluck.plan.strategies import STRATEGIES, Settings, Workshop
+from potluck.plan.strategies import STRATEGIES, SolveSettings, TemplateFactory
 
-BRIEF = Settings(time_limit_s=10)
+BRIEF = SolveSettings(time_limit_s=10)
 
 
 def types(available: int, rate_per_s: float) -> tuple[set[str], float]:
     """Node types of the plan, and the fraction it serves, with so many of the best type."""
     each = an_ask(rate_per_s=rate_per_s)
     problem = a_problem(each, offers={"east": {"1xL40S": (0.5, available), "1xA10G": (1.0, 40)}})
-    plan = STRATEGIES["homo"](Workshop(problem), BRIEF).plan
+    plan = STRATEGIES["homo"](TemplateFactory(problem), BRIEF).plan
     assert verify(problem, plan) == ()
     return {node for _, node in plan.nodes}, plan.fraction
 

@@ -11,30 +11,30 @@ import pytest
 from plan_problems import a_problem, an_ask
 
 from potluck.core.values.layout import single
-from potluck.core.values.pace import Pace
+from potluck.core.values.observed_speed import ObservedSpeed
 from potluck.core.values.plan import Template
-from potluck.plan.problem import Ask, Problem
-from potluck.plan.running.observed import observed
-from potluck.plan.strategies.base import Workshop
-from potluck.plan.timing import book as books_module
-from potluck.plan.timing.book import Books, unwritten
-from potluck.plan.timing.kept import load, save, trim
-from potluck.plan.timing.rates import replica_capacity
+from potluck.plan.problem import ModelDemand, PlanningProblem
+from potluck.plan.replan.observed_profiles import observed
+from potluck.plan.strategies.template_factory import TemplateFactory
+from potluck.plan.timing import rate_cache as books_module
+from potluck.plan.timing.array_files import load, save, trim
+from potluck.plan.timing.rate_cache import RateCaches, unwritten
+from potluck.plan.timing.replica_rates import replica_capacity
 
 
-def made(problem: Problem, folder: Path) -> list[Template]:
-    workshop = Workshop(problem, books=Books(folder))
+def made(problem: PlanningProblem, folder: Path) -> list[Template]:
+    factory = TemplateFactory(problem, books=RateCaches(folder))
     ask = problem.asks[0]
-    return [*workshop.homogeneous(ask), *workshop.pairs(ask), *workshop.gpu_combos(ask)]
+    return [*factory.homogeneous(ask), *factory.pairs(ask), *factory.gpu_combos(ask)]
 
 
 @pytest.fixture
-def problem() -> Problem:
+def problem() -> PlanningProblem:
     return a_problem(an_ask())
 
 
 def test_what_is_kept_is_what_is_timed(
-    problem: Problem, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    problem: PlanningProblem, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     first = made(problem, tmp_path)
     assert first
@@ -48,12 +48,12 @@ def test_what_is_kept_is_what_is_timed(
     assert {t.name for t in made(busier, tmp_path)} == {t.name for t in first}, "rates have no part in it"
 
 
-def times(ask: Ask, factor: float) -> Ask:
+def times(ask: ModelDemand, factor: float) -> ModelDemand:
     demands = tuple(replace(each, rate_per_s=each.rate_per_s * factor) for each in ask.demands)
     return replace(ask, demands=demands)
 
 
-def test_several_of_one_do_as_much_as_are_timed_together(problem: Problem) -> None:
+def test_several_of_one_do_as_much_as_are_timed_together(problem: PlanningProblem) -> None:
     ask, node = problem.asks[0], problem.offered[0]
     layout = single(node.name, 1, ask.model.layer_count)
     for role in ("prefill", "decode", "mixed"):
@@ -66,8 +66,8 @@ def test_several_of_one_do_as_much_as_are_timed_together(problem: Problem) -> No
             assert (other.ttft_s, other.tpot_s) == (one.ttft_s, one.tpot_s)
 
 
-def test_what_times_follow_from_has_another_book(problem: Problem) -> None:
-    ask, opened = problem.asks[0], Books(None)
+def test_what_times_follow_from_has_another_book(problem: PlanningProblem) -> None:
+    ask, opened = problem.asks[0], RateCaches(None)
     demand = ask.demands[0]
     longer = replace(ask, demands=(replace(demand, input_tokens=demand.input_tokens + 1), *ask.demands[1:]))
     stricter = replace(ask, slo=replace(ask.slo, tpot_s=ask.slo.tpot_s / 2))
@@ -85,10 +85,10 @@ def test_what_times_follow_from_has_another_book(problem: Problem) -> None:
 
 
 @pytest.mark.parametrize("harm", ["cut", "shape", "names", "nan", "foreign"])
-def test_a_damaged_book_is_written_anew(problem: Problem, tmp_path: Path, harm: str) -> None:
+def test_a_damaged_book_is_written_anew(problem: PlanningProblem, tmp_path: Path, harm: str) -> None:
     ask = problem.asks[0]
     layout = single(problem.offered[0].name, 1, ask.model.layer_count)
-    first = Books(tmp_path)
+    first = RateCaches(tmp_path)
     known = first.of(problem, ask).replica(problem, ask, layout, "mixed")
     first.keep()
     (path,) = tmp_path.iterdir()
@@ -105,11 +105,11 @@ def test_a_damaged_book_is_written_anew(problem: Problem, tmp_path: Path, harm: 
             "nan": {"figures": stored["figures"] * np.nan},
         }[harm]
         save(tmp_path, path.stem, stored | bad)
-    again = Books(tmp_path)
+    again = RateCaches(tmp_path)
     assert not again.of(problem, ask).known
     assert again.of(problem, ask).replica(problem, ask, layout, "mixed") == known
     again.keep()
-    assert Books(tmp_path).of(problem, ask).known == again.of(problem, ask).known
+    assert RateCaches(tmp_path).of(problem, ask).known == again.of(problem, ask).known
 
 
 def test_a_folder_keeps_what_was_used_last(tmp_path: Path) -> None:
@@ -125,9 +125,9 @@ def test_a_folder_keeps_what_was_used_last(tmp_path: Path) -> None:
 
 def test_speeds_that_were_seen_live_have_books_of_their_own(tmp_path: Path) -> None:
     problem = a_problem(an_ask(), offers={"east": {"1xL4": (0.8, 8)}})
-    slower = observed(problem, (Pace(problem.asks[0].name, "1xL4", 1, 1.5),), "2031-01-01")
+    slower = observed(problem, (ObservedSpeed(problem.asks[0].name, "1xL4", 1, 1.5),), "2031-01-01")
     assert slower.asks[0].profiles
-    books = Books(tmp_path)
+    books = RateCaches(tmp_path)
     mine = books.of(slower, slower.asks[0])
     assert mine is books.of(slower, slower.asks[0])
     assert mine is not books.of(problem, problem.asks[0])

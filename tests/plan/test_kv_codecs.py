@@ -13,15 +13,15 @@ from hypothesis import strategies as st
 from plan_problems import a_problem, an_ask, pool_problem
 from search_pools import random_pool
 
-from potluck.cli.common.problems import load_problem
-from potluck.core.values.crossings import lossy_crossings
+from potluck.cli.common.problem_options import load_problem
+from potluck.core.values.lossy_hops import lossy_crossings
 from potluck.core.values.plan import Plan
 from potluck.core.values.types import Link, Slo
 from potluck.plan.check.verify import verify
-from potluck.plan.problem import CODECS, Problem
-from potluck.plan.strategies import STRATEGIES, Settings, Workshop
-from potluck.plan.strategies.pools import worth_searching
-from potluck.spec.load import load_spec, parse_spec
+from potluck.plan.problem import CODECS, PlanningProblem
+from potluck.plan.strategies import STRATEGIES, SolveSettings, TemplateFactory
+from potluck.plan.strategies.pool_strategy import worth_searching
+from potluck.spec.load_spec import load_spec, parse_spec
 
 EXAMPLES = sorted((Path(__file__).parents[2] / "examples").glob("*.yaml"))
 SHIPPED = [
@@ -37,11 +37,11 @@ models:
   - {model: Llama-3.1-8B, slo: {ttft_ms: 1000, tpot_ms: 50}, traffic: {rate_per_s: 1, input: 900, output: 200}}
 fleet: {regions: [{name: home, nodes: [{node: 1xL4, available: 2, price_usd_per_h: 0.8}]}]}
 """
-QUICK = Settings(time_limit_s=10.0)
+QUICK = SolveSettings(time_limit_s=10.0)
 
 
-def planned(problem: Problem, strategy: str = "auto") -> Plan:
-    return STRATEGIES[strategy](Workshop(problem), QUICK).plan
+def planned(problem: PlanningProblem, strategy: str = "auto") -> Plan:
+    return STRATEGIES[strategy](TemplateFactory(problem), QUICK).plan
 
 
 @pytest.mark.parametrize(
@@ -82,7 +82,7 @@ def test_no_shipped_spec_loses_anything_unless_it_says_so(path: Path) -> None:
 
 
 @st.composite
-def thin(draw: st.DrawFn) -> Problem:
+def thin(draw: st.DrawFn) -> PlanningProblem:
     """Prompts long and links thin enough that fewer bits would save nodes."""
     ask = an_ask(
         rate_per_s=draw(st.floats(1.0, 20.0)),
@@ -102,7 +102,7 @@ def thin(draw: st.DrawFn) -> Problem:
 
 @settings(max_examples=8, deadline=None)
 @given(thin(), st.sampled_from(sorted(set(STRATEGIES) - {"thunderserve"})))
-def test_no_plan_is_lossy_unless_that_was_allowed(problem: Problem, strategy: str) -> None:
+def test_no_plan_is_lossy_unless_that_was_allowed(problem: PlanningProblem, strategy: str) -> None:
     plan = planned(problem, strategy)
     assert lossy_crossings(plan) == ()
     assert verify(problem, plan) == ()

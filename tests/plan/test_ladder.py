@@ -12,18 +12,18 @@ from plan_problems import a_problem, an_ask
 from potluck.core.values.plan import Plan
 from potluck.core.values.types import Link, Slo
 from potluck.plan.check.verify import verify
-from potluck.plan.problem import Problem
+from potluck.plan.problem import PlanningProblem
 from potluck.plan.reasons.explain import without_nodes
-from potluck.plan.running.ladder import best_answer, ladder, survivors
-from potluck.plan.strategies import STRATEGIES, Settings, Workshop
+from potluck.plan.replan.replan_options import best_answer, ladder, survivors
+from potluck.plan.strategies import STRATEGIES, SolveSettings, TemplateFactory
 
 OFFERS = {"east": {"1xH100": (3.0, 3), "1xL40S": (1.2, 4)}, "west": {"1xA10G": (0.6, 10), "1xL40S": (1.5, 4)}}
 LINKS = (Link("east", "west", 40.0, 0.02), Link("west", "east", 40.0, 0.02))
 PROBLEM = a_problem(an_ask(rate_per_s=40.0, slo=Slo(3.0, 0.08)), offers=OFFERS, links=LINKS)
 AUTO = STRATEGIES["auto"]
-QUICK = Settings(time_limit_s=10.0)
-RUNNING = AUTO(Workshop(PROBLEM), QUICK).plan
-SPREAD = STRATEGIES["coral"](Workshop(PROBLEM), QUICK).plan
+QUICK = SolveSettings(time_limit_s=10.0)
+RUNNING = AUTO(TemplateFactory(PROBLEM), QUICK).plan
+SPREAD = STRATEGIES["coral"](TemplateFactory(PROBLEM), QUICK).plan
 
 
 def test_there_is_something_to_lose() -> None:
@@ -31,7 +31,7 @@ def test_there_is_something_to_lose() -> None:
     assert sum(SPREAD.nodes.values()) >= 3
 
 
-def lost(problem: Problem, plan: Plan, shares: list[float]) -> Problem:
+def lost(problem: PlanningProblem, plan: Plan, shares: list[float]) -> PlanningProblem:
     """The problem after a share of each rented kind of node is gone, and the spare ones of it too."""
     for (region, node), count in plan.nodes.items():
         share = shares[hash((region, node)) % len(shares)]
@@ -65,7 +65,7 @@ def test_nothing_happened() -> None:
 
 def test_the_last_replica_and_none_at_all() -> None:
     one = a_problem(an_ask(rate_per_s=1.0), offers={"home": {"1xL40S": (1.2, 1), "1xA10G": (0.6, 1)}})
-    running = STRATEGIES["melange"](Workshop(one), QUICK).plan
+    running = STRATEGIES["melange"](TemplateFactory(one), QUICK).plan
     used = next(iter(running.nodes))[1]
     spare = "1xA10G" if used == "1xL40S" else "1xL40S"
     gone = without_nodes(without_nodes(one, "home", used, 0), "home", spare, 1)
@@ -84,8 +84,8 @@ def test_a_flip_helps_when_the_workload_turns_around() -> None:
     coding = an_ask(rate_per_s=9.0, lengths=((6000, 40, 1.0),), slo=slo)
     offers = {"home": {"1xH100": (3.0, 8)}}
     before = a_problem(writing, offers=offers)
-    workshop = Workshop(before)
-    running = STRATEGIES["coral"](workshop, QUICK).plan
+    factory = TemplateFactory(before)
+    running = STRATEGIES["coral"](factory, QUICK).plan
     now = a_problem(coding, offers={"home": {"1xH100": (3.0, sum(running.nodes.values()))}})
     reroute, flip, _ = ladder(now, running, AUTO, QUICK)
     assert flip.served_fraction > reroute.served_fraction

@@ -16,13 +16,13 @@ from potluck.core.values.plan import Plan
 from potluck.core.values.pool import Pool
 from potluck.core.values.types import Slo
 from potluck.plan.check.verify import verify
-from potluck.plan.problem import Problem
+from potluck.plan.problem import PlanningProblem
 from potluck.plan.reasons.explain import without_nodes
-from potluck.plan.running.ladder import Answer, best_answer, ladder
-from potluck.plan.running.regroup import left_of, settled
-from potluck.plan.strategies import STRATEGIES, Settings, Workshop
+from potluck.plan.replan.regroup_pool import left_of, settled
+from potluck.plan.replan.replan_options import ReplanOption, best_answer, ladder
+from potluck.plan.strategies import STRATEGIES, SolveSettings, TemplateFactory
 
-QUICK = Settings(time_limit_s=2.0)
+QUICK = SolveSettings(time_limit_s=2.0)
 MACHINES = (("a", "A40", 4), ("b", "A5000", 4), ("c", "RTX3090Ti", 4), ("d", "A5000", 4), ("e", "A40", 2))
 
 
@@ -34,7 +34,7 @@ def a_pool() -> Pool:
 
 
 PROBLEM = pool_problem(a_pool(), an_ask("chat", "Llama-2-13B", 9.0, Slo(2.5, 0.1), ((900, 200, 1.0),)))
-RUNNING = STRATEGIES["thunderserve"](Workshop(PROBLEM), QUICK).plan
+RUNNING = STRATEGIES["thunderserve"](TemplateFactory(PROBLEM), QUICK).plan
 
 
 def test_there_is_something_to_lose() -> None:
@@ -42,7 +42,7 @@ def test_there_is_something_to_lose() -> None:
     assert sum(len(t.machines) for t in RUNNING.templates) >= 4
 
 
-def without(problem: Problem, names: list[str]) -> Problem:
+def without(problem: PlanningProblem, names: list[str]) -> PlanningProblem:
     """The problem after these machines are gone."""
     assert problem.pool is not None
     for name in names:
@@ -54,7 +54,7 @@ def without(problem: Problem, names: list[str]) -> Problem:
     return problem
 
 
-def sound(now: Problem, running: Plan) -> tuple[Answer, ...]:
+def sound(now: PlanningProblem, running: Plan) -> tuple[ReplanOption, ...]:
     answers = ladder(now, running, STRATEGIES["auto"], QUICK)
     left = left_of(settled(now, running), running)
     loaded = {replica.layout for replicas in left.values() for replica in replicas}
@@ -97,7 +97,7 @@ def test_a_number_of_a_type_takes_idle_machines_first() -> None:
         Pool(tuple(nodes), ((1.0, 9.0), (9.0, 1.0)), ((0.0,) * 2,) * 2), an_ask(rate_per_s=0.5)
     )
     plan = STRATEGIES["thunderserve"](
-        Workshop(pool_problem(problem.pool.only([1]), *problem.asks)), QUICK
+        TemplateFactory(pool_problem(problem.pool.only([1]), *problem.asks)), QUICK
     ).plan  # type: ignore[union-attr]
     assert set(plan.templates[0].machines) == {"y"}
     fewer = without_nodes(problem, "pool", "4xA40", 1)
@@ -117,6 +117,6 @@ def test_other_lengths_flip_roles() -> None:
 
 def test_a_plan_on_a_fleet_without_a_pool_loses_named_machines() -> None:
     problem = a_problem(an_ask(rate_per_s=6.0), offers={"home": {"1xL40S": (1.9, 3), "1xA10G": (1.0, 3)}})
-    plan = STRATEGIES["thunderserve"](Workshop(problem), QUICK).plan
+    plan = STRATEGIES["thunderserve"](TemplateFactory(problem), QUICK).plan
     (_, node), count = next(iter(plan.nodes.items()))
     sound(without_nodes(problem, "home", node, count - 1), plan)

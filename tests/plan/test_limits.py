@@ -11,9 +11,17 @@ import pytest
 from allocate_reference import reference
 
 from potluck.core.errors import InputError
-from potluck.plan.allocate.limits import Helper, Limit, Outage
+from potluck.plan.allocate.limits import CountLimit, ExtraVariable, Outage
 from potluck.plan.allocate.outages import gone_columns
-from potluck.plan.allocate.program import Bucket, Fleet, FlowProgram, Key, LinkRow, ModelColumns, Pin
+from potluck.plan.allocate.program import (
+    ColumnKey,
+    ColumnPin,
+    DemandBucket,
+    FlowProgram,
+    LinkRow,
+    ModelColumns,
+    NodeSupply,
+)
 from potluck.plan.allocate.solve import solve
 
 
@@ -21,7 +29,7 @@ def small(seed: int) -> FlowProgram:
     """A random program with few plans: all its counts can be gone through."""
     rng = np.random.default_rng(seed)
     regions, models = ((1, 2), (2, 1))[seed % 2]
-    fleet = Fleet(
+    fleet = NodeSupply(
         tuple("ab"[:regions]),
         ("x", "y"),
         rng.uniform(0.5, 4.0, (regions, 2)).round(2),
@@ -30,7 +38,8 @@ def small(seed: int) -> FlowProgram:
     found = []
     for m in range(models):
         buckets = tuple(
-            Bucket(f"b{b}", float(rng.uniform(0.2, 1.5)), float(rng.uniform(1e8, 2e9))) for b in range(2)
+            DemandBucket(f"b{b}", float(rng.uniform(0.2, 1.5)), float(rng.uniform(1e8, 2e9)))
+            for b in range(2)
         )
         uses = np.array([[1, 0], [0, 1]] if rng.random() < 0.7 else [[1, 0], [1, 1]], np.uint8)
         tables = [rng.uniform(0.5, 4.0, (2, 2)) for _ in range(3)]
@@ -43,7 +52,7 @@ def small(seed: int) -> FlowProgram:
     return FlowProgram(fleet, tuple(found), links, headroom=0.8)
 
 
-def plans(program: FlowProgram) -> Iterator[dict[Key, int]]:
+def plans(program: FlowProgram) -> Iterator[dict[ColumnKey, int]]:
     """Every plan that the nodes allow."""
     keys, ranges = [], []
     for m, model in enumerate(program.models):
@@ -52,7 +61,7 @@ def plans(program: FlowProgram) -> Iterator[dict[Key, int]]:
                 held = np.flatnonzero(uses)
                 most = int((program.fleet.available[r][held] // uses[held]).min())
                 if most:
-                    keys.append(Key(m, t, r))
+                    keys.append(ColumnKey(m, t, r))
                     ranges.append(range(most + 1))
     for counts in itertools.product(*ranges):
         used = np.zeros(program.fleet.available.shape)
@@ -62,10 +71,10 @@ def plans(program: FlowProgram) -> Iterator[dict[Key, int]]:
             yield {key: n for key, n in zip(keys, counts, strict=True) if n}
 
 
-def served(program: FlowProgram, counts: dict[Key, int]) -> float:
+def served(program: FlowProgram, counts: dict[ColumnKey, int]) -> float:
     """The share of demand that these copies serve, by the plain telling of the program."""
     pins = tuple(
-        Pin(Key(m, t, r), counts.get(Key(m, t, r), 0), True)
+        ColumnPin(ColumnKey(m, t, r), counts.get(ColumnKey(m, t, r), 0), True)
         for m, model in enumerate(program.models)
         for t in range(len(model.uses))
         for r in range(len(program.fleet.regions))
@@ -86,7 +95,7 @@ def shared(program: FlowProgram, shares: tuple[float, ...]) -> FlowProgram:
     return replace(program, models=models)
 
 
-def left(program: FlowProgram, counts: dict[Key, int]) -> float:
+def left(program: FlowProgram, counts: dict[ColumnKey, int]) -> float:
     """The share of what is asked for that is served after the worst of the losses."""
     found = [1.0]
     for outage in program.outages:
@@ -103,7 +112,7 @@ def left(program: FlowProgram, counts: dict[Key, int]) -> float:
     return min(found)
 
 
-def usd_per_h(program: FlowProgram, counts: dict[Key, int]) -> float:
+def usd_per_h(program: FlowProgram, counts: dict[ColumnKey, int]) -> float:
     """Rent beyond what is paid for, and fees; egress apart."""
     used = np.zeros(program.fleet.available.shape)
     fees = 0.0
@@ -118,7 +127,7 @@ def usd_per_h(program: FlowProgram, counts: dict[Key, int]) -> float:
     return float((beyond * program.fleet.price_usd_per_h).sum()) + fees
 
 
-def within(program: FlowProgram, counts: dict[Key, int]) -> bool:
+def within(program: FlowProgram, counts: dict[ColumnKey, int]) -> bool:
     """Limits without helpers, and the budget."""
     for limit in program.limits:
         tables = limit.copies
@@ -193,7 +202,7 @@ def test_limits_fees_and_nodes_that_are_paid_for(seed: int) -> None:
     )
     ones = [np.ones((len(m.uses), len(fleet.regions))) for m in models]
     limits = tuple(
-        Limit(
+        CountLimit(
             f"copies {m}",
             float(rng.integers(0, 3)),
             float(rng.integers(2, 6)),
@@ -204,8 +213,8 @@ def test_limits_fees_and_nodes_that_are_paid_for(seed: int) -> None:
     heads = []
     for r in range(len(fleet.regions)):  # paid once in each region where anything runs
         tables = tuple(np.where(np.arange(len(fleet.regions)) == r, one, 0.0) for one in ones)
-        heads.append(Helper(f"head {r}", usd_per_h=float(rng.uniform(0, 3)), row=len(limits)))
-        limits += (Limit(f"head {r}", -np.inf, 0.0, tables, ((r, -float(fleet.available[r].sum())),)),)
+        heads.append(ExtraVariable(f"head {r}", usd_per_h=float(rng.uniform(0, 3)), row=len(limits)))
+        limits += (CountLimit(f"head {r}", -np.inf, 0.0, tables, ((r, -float(fleet.available[r].sum())),)),)
     budget = float(rng.uniform(2, 20)) if rng.random() < 0.5 else None
     asked = replace(program, fleet=fleet, models=models, limits=limits, helpers=tuple(heads))
     agree(replace(asked, budget_usd_per_h=budget))
@@ -214,9 +223,11 @@ def test_limits_fees_and_nodes_that_are_paid_for(seed: int) -> None:
 def kinds(program: FlowProgram, most: int) -> FlowProgram:
     """At most so many node types in the whole plan."""
     types = range(len(program.fleet.nodes))
-    helpers = tuple(Helper(f"type {c}") for c in types)
+    helpers = tuple(ExtraVariable(f"type {c}") for c in types)
     limits = [
-        Limit("kinds", -np.inf, float(most), (None,) * len(program.models), tuple((c, 1.0) for c in types))
+        CountLimit(
+            "kinds", -np.inf, float(most), (None,) * len(program.models), tuple((c, 1.0) for c in types)
+        )
     ]
     for c in types:
         tables = tuple(
@@ -224,7 +235,7 @@ def kinds(program: FlowProgram, most: int) -> FlowProgram:
             for m in program.models
         )
         total = float(program.fleet.available[:, c].sum())
-        limits.append(Limit(f"use of {c}", -np.inf, 0.0, tables, ((c, -max(total, 1.0)),)))
+        limits.append(CountLimit(f"use of {c}", -np.inf, 0.0, tables, ((c, -max(total, 1.0)),)))
     return replace(program, helpers=helpers, limits=tuple(limits))
 
 
@@ -248,7 +259,7 @@ def test_at_most_so_many_kinds(seed: int) -> None:
 def test_limits_that_nothing_keeps_are_named() -> None:
     program = small(1)
     tables = tuple(np.ones((len(m.uses), len(program.fleet.regions))) for m in program.models)
-    found = solve(replace(program, limits=(Limit("at least 999 copies", 999.0, np.inf, tables),)))
+    found = solve(replace(program, limits=(CountLimit("at least 999 copies", 999.0, np.inf, tables),)))
     assert found.shortfall is not None
     assert "at least 999 copies" in str(found.shortfall)
 
@@ -256,7 +267,7 @@ def test_limits_that_nothing_keeps_are_named() -> None:
 def test_tables_that_do_not_fit_are_refused() -> None:
     program = small(1)
     with pytest.raises(InputError, match="needs a table"):
-        replace(program, limits=(Limit("odd", 0.0, 1.0, (np.ones((9, 9)),) * len(program.models)),))
+        replace(program, limits=(CountLimit("odd", 0.0, 1.0, (np.ones((9, 9)),) * len(program.models)),))
     with pytest.raises(InputError, match="must be between 0 and 1"):
         replace(program, spare=(2.0,) * len(program.models))
 

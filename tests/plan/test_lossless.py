@@ -10,14 +10,14 @@ import pytest
 from plan_problems import a_problem, an_ask
 
 from potluck.core.values.layout import Layout, Stage, StageNode
-from potluck.core.values.plan import NodeCount, Replica, Template
+from potluck.core.values.plan import NodeCount, PlannedReplica, Template
 from potluck.core.values.types import Slo
 from potluck.plan.assemble.codecs import solved
-from potluck.plan.problem import Ask, Problem
+from potluck.plan.problem import ModelDemand, PlanningProblem
 from potluck.plan.templates.homogeneous import homogeneous
-from potluck.plan.templates.shelf import pipelines
-from potluck.plan.timing.book import unwritten
-from potluck.plan.timing.rates import fits, replica_capacity, useful
+from potluck.plan.templates.placement_table import pipelines
+from potluck.plan.timing.rate_cache import unwritten
+from potluck.plan.timing.replica_rates import fits, replica_capacity, useful
 
 FLEET = {"east": {"1xL4": (0.8, 8), "1xL40S": (1.86, 4)}}
 NODES = ("1xL4", "1xL40S")
@@ -47,7 +47,7 @@ def splits(layers: int, stages: int) -> Iterator[tuple[int, ...]]:
         yield tuple(b - a for a, b in pairwise(ends))
 
 
-def all_pipelines(problem: Problem, ask: Ask) -> list[Template]:
+def all_pipelines(problem: PlanningProblem, ask: ModelDemand) -> list[Template]:
     """Every prefill pipeline of the few nodes there are, timed by the plan's rule."""
     found = []
     layouts = {
@@ -74,7 +74,7 @@ def all_pipelines(problem: Problem, ask: Ask) -> list[Template]:
                     "pipeline",
                     ask.name,
                     counts,
-                    (Replica("prefill", layout),),
+                    (PlannedReplica("prefill", layout),),
                     capacity,
                     "assumed",
                 )

@@ -9,11 +9,11 @@ import numpy as np
 import pytest
 from allocate_reference import random_flow, reference
 
-from potluck.plan.allocate.apart import Apart, falls_apart
 from potluck.plan.allocate.deadline import Deadline
+from potluck.plan.allocate.decomposition import ModelDecomposition, falls_apart
+from potluck.plan.allocate.dominated import told_in, without_needless
 from potluck.plan.allocate.flow import begun
-from potluck.plan.allocate.needless import told_in, without_needless
-from potluck.plan.allocate.program import FlowProgram, Key
+from potluck.plan.allocate.program import ColumnKey, FlowProgram
 from potluck.plan.allocate.solve import solve
 
 
@@ -31,7 +31,7 @@ def test_no_prices_bound_more_than_the_cheapest_plan_costs(seed: int) -> None:
     program, best = joined(seed), reference(joined(seed))
     assert best is not None
     state = begun(program, Deadline(30.0, time.process_time), 0.0, [], [])
-    apart = Apart(program, state, Deadline(30.0, time.process_time))
+    apart = ModelDecomposition(program, state, Deadline(30.0, time.process_time))
     rng = np.random.default_rng(seed)
     for scale in (0.0, 0.3, 3.0):
         mu = rng.uniform(0, scale, program.fleet.available.shape) * (
@@ -53,7 +53,7 @@ def test_models_with_nodes_in_plenty_are_settled_apart() -> None:
     state = begun(program, Deadline(30.0, time.process_time), 0.0, [], [])
     assert state.relaxed is not None
     assert not state.done
-    Apart(program, state, Deadline(30.0, time.process_time)).run(np.zeros(fleet.available.shape))
+    ModelDecomposition(program, state, Deadline(30.0, time.process_time)).run(np.zeros(fleet.available.shape))
     assert state.lower == pytest.approx(state.upper, rel=1e-3)
     assert state.upper == pytest.approx(reference(program), rel=1e-3)
 
@@ -82,7 +82,7 @@ def test_nothing_is_lost_with_needless_columns(seed: int) -> None:
         assert model.allowed is not None
         assert not model.allowed[half:].any()
         assert (stand[stand] == stand).all()
-    keys = {Key(0, len(stands[0]) // 2, 0): 2, Key(0, 0, 0): 1}
+    keys = {ColumnKey(0, len(stands[0]) // 2, 0): 2, ColumnKey(0, 0, 0): 1}
     told = told_in(keys, stands)
     assert sum(told.values()) == 3
     assert all(thin.models[0].allowed[key.template, key.region] for key in told)  # type: ignore[index]

@@ -10,14 +10,14 @@ from plan_problems import CHAT, a_problem
 
 from potluck.catalog import models
 from potluck.core.errors import CapacityError
-from potluck.core.values.terms import Terms
+from potluck.core.values.terms import ModelTerms
 from potluck.core.values.types import LengthBin, Slo, Traffic
 from potluck.plan.check.verify import verify
-from potluck.plan.problem import Ask, Problem, ask
+from potluck.plan.problem import ModelDemand, PlanningProblem, ask
 from potluck.plan.reasons.term_prices import term_prices
-from potluck.plan.strategies import STRATEGIES, Outcome, Settings, Workshop
+from potluck.plan.strategies import STRATEGIES, PlanOutcome, SolveSettings, TemplateFactory
 
-SETTINGS = Settings(time_limit_s=20.0)
+SETTINGS = SolveSettings(time_limit_s=20.0)
 melange = STRATEGIES["melange"]
 OFFERS = {
     "near": {"1xL40S": (2.5, 8)},
@@ -27,7 +27,9 @@ OFFERS = {
 SLO = Slo(1.6, 0.06)
 
 
-def made(rtt_s: dict[str, dict[str, float]], classes: dict[str, Slo] | None = None, slo: Slo = SLO) -> Ask:
+def made(
+    rtt_s: dict[str, dict[str, float]], classes: dict[str, Slo] | None = None, slo: Slo = SLO
+) -> ModelDemand:
     shares = tuple((name, 1.0 / len(rtt_s)) for name in rtt_s)
     lengths = tuple(LengthBin(*each) for each in CHAT)
     kinds = tuple((name, 0.25) for name in classes or {})
@@ -36,15 +38,15 @@ def made(rtt_s: dict[str, dict[str, float]], classes: dict[str, Slo] | None = No
     return ask("chat", models.model("Llama-3.1-8B"), slo, traffic, promises=classes, rtt_s=far)
 
 
-def at(problem: Problem, regions: tuple[str, ...]) -> Outcome | None:
+def at(problem: PlanningProblem, regions: tuple[str, ...]) -> PlanOutcome | None:
     """Planned for some regions alone, with what their farthest users leave of TTFT."""
     (one,) = problem.asks
     left_s = one.slo.ttft_s - max(one.far_s(region) for region in regions)
     if left_s <= 0:
         return None
     slo = replace(one.slo, ttft_s=left_s)
-    asked = replace(one, slo=slo, origins=(), terms=Terms(regions=regions))
-    return melange(Workshop(replace(problem, asks=(asked,))), SETTINGS)
+    asked = replace(one, slo=slo, origins=(), terms=ModelTerms(regions=regions))
+    return melange(TemplateFactory(replace(problem, asks=(asked,))), SETTINGS)
 
 
 @pytest.mark.parametrize("far_s", [0.2, 1.2, 1.5])
@@ -55,7 +57,7 @@ def test_how_far_requests_travel_is_the_best_of_all_choices(far_s: float) -> Non
         "there": {"near": 0.05, "middle": 0.3, "far": far_s / 2},
     }
     problem = a_problem(made(rtt_s), offers=OFFERS)
-    plan = melange(Workshop(problem), SETTINGS).plan
+    plan = melange(TemplateFactory(problem), SETTINGS).plan
     names = [region.name for region in problem.regions]
     sets = chain.from_iterable(combinations(names, size) for size in (1, 2, 3))
     tried = [outcome.plan for each in sets if (outcome := at(problem, each)) is not None]
@@ -70,13 +72,13 @@ def test_how_far_requests_travel_is_the_best_of_all_choices(far_s: float) -> Non
 
 def test_a_plan_whose_users_are_too_far_is_told() -> None:
     rtt_s = {"here": {"near": 0.0, "middle": 0.0, "far": 0.0}}
-    plan = melange(Workshop(a_problem(made(rtt_s), offers=OFFERS)), SETTINGS).plan
+    plan = melange(TemplateFactory(a_problem(made(rtt_s), offers=OFFERS)), SETTINGS).plan
     away = made({"here": {"near": 0.0, "middle": 0.0, "far": 1.59}})
     found = verify(a_problem(away, offers=OFFERS), plan)
     assert any("reach the farthest users" in line for line in found)
     nowhere = made({"here": {"near": 2.0, "middle": 2.0, "far": 2.0}})
     with pytest.raises(CapacityError, match="no region is near enough"):
-        melange(Workshop(a_problem(nowhere, offers=OFFERS)), SETTINGS)
+        melange(TemplateFactory(a_problem(nowhere, offers=OFFERS)), SETTINGS)
 
 
 def test_the_strictest_class_is_planned_for_and_has_its_price() -> None:
@@ -90,11 +92,13 @@ def test_the_strictest_class_is_planned_for_and_has_its_price() -> None:
     ]
     assert one.without_class("interactive").slo == Slo(1.6, 0.06, 0.9)
     problem = a_problem(replace(one, origins=()), offers=OFFERS)
-    workshop = Workshop(problem)
-    outcome = melange(workshop, SETTINGS)
-    prices = term_prices(workshop, outcome, melange, SETTINGS)
+    factory = TemplateFactory(problem)
+    outcome = melange(factory, SETTINGS)
+    prices = term_prices(factory, outcome, melange, SETTINGS)
     assert [each.words for each in prices] == ["what class interactive was promised"]
-    plain = melange(Workshop(a_problem(made({"x": dict.fromkeys(OFFERS, 0.0)}), offers=OFFERS)), SETTINGS)
+    plain = melange(
+        TemplateFactory(a_problem(made({"x": dict.fromkeys(OFFERS, 0.0)}), offers=OFFERS)), SETTINGS
+    )
     extra = outcome.plan.total_usd_per_h - plain.plan.total_usd_per_h
     assert prices[0].extra_usd_per_h == pytest.approx(extra)
     assert extra > 0

@@ -13,25 +13,25 @@ from search_pools import catalog_node, random_pool
 
 from potluck.core.errors import InputError
 from potluck.core.values.layout import Layout, Stage, StageNode
-from potluck.core.values.plan import Deployment, Replica, TemplateFlow, plan_from_json, plan_to_json
+from potluck.core.values.plan import Deployment, PlannedReplica, TemplateFlow, plan_from_json, plan_to_json
 from potluck.core.values.pool import Pool, PoolNode, uniform_pool
 from potluck.core.values.types import Codec, Slo
 from potluck.plan.allocate.solve import solve
 from potluck.plan.assemble.columns import columns, plan_of
 from potluck.plan.check.verify import verify
-from potluck.plan.problem import Ask, Problem
-from potluck.plan.strategies import STRATEGIES, Settings, Workshop
+from potluck.plan.problem import ModelDemand, PlanningProblem
+from potluck.plan.strategies import STRATEGIES, SolveSettings, TemplateFactory
 from potluck.plan.templates.group import components, group_capacity, group_template, route
-from potluck.plan.timing.cards import wire_bits
-from potluck.plan.timing.machines import machine_of, named, region_pool
-from potluck.plan.timing.rates import replica_capacity
+from potluck.plan.timing.named_machines import machine_of, named, region_pool
+from potluck.plan.timing.network_cards import wire_bits
+from potluck.plan.timing.replica_rates import replica_capacity
 
 KINDS = ("A5000", "RTX3090Ti", "A40", "L4")
-QUICK = Settings(time_limit_s=4.0, gap_target=0.0)
+QUICK = SolveSettings(time_limit_s=4.0, gap_target=0.0)
 
 
 @st.composite
-def pools(draw: st.DrawFn) -> Problem:
+def pools(draw: st.DrawFn) -> PlanningProblem:
     rng = np.random.default_rng(draw(st.integers(0, 10_000)))
     pool = random_pool(rng, draw(st.integers(2, 10)), KINDS)
     # Machines of one type in one region have one price.
@@ -47,10 +47,10 @@ def pools(draw: st.DrawFn) -> Problem:
 
 @settings(max_examples=4)
 @given(pools())
-def test_auto_is_never_beaten_by_the_search_and_both_are_sound(problem: Problem) -> None:
-    workshop = Workshop(problem)
-    best = STRATEGIES["auto"](workshop, QUICK).plan
-    found = STRATEGIES["thunderserve"](workshop, QUICK).plan
+def test_auto_is_never_beaten_by_the_search_and_both_are_sound(problem: PlanningProblem) -> None:
+    factory = TemplateFactory(problem)
+    best = STRATEGIES["auto"](factory, QUICK).plan
+    found = STRATEGIES["thunderserve"](factory, QUICK).plan
     for plan in (best, found):
         assert verify(problem, plan) == ()
         assert plan_from_json(plan_to_json(plan)) == plan
@@ -63,13 +63,13 @@ def test_auto_is_never_beaten_by_the_search_and_both_are_sound(problem: Problem)
         assert best.cost_usd_per_h <= found.cost_usd_per_h * (1 + 1e-6)
 
 
-def two_machines(gbps: float = 40.0) -> Problem:
+def two_machines(gbps: float = 40.0) -> PlanningProblem:
     nodes = [replace(catalog_node(name, "A40", 4), price_usd_per_h=2.0) for name in ("a", "b")]
     return pool_problem(uniform_pool(nodes, gbps), an_ask(rate_per_s=2.0, lengths=((1000, 200, 1.0),)))
 
 
-def on(machine: str, tp: int = 4, role: str = "mixed", layers: int = 32) -> Replica:
-    return Replica(role, Layout((Stage(layers, (StageNode("4xA40", tp, machine),)),)))  # type: ignore[arg-type]
+def on(machine: str, tp: int = 4, role: str = "mixed", layers: int = 32) -> PlannedReplica:
+    return PlannedReplica(role, Layout((Stage(layers, (StageNode("4xA40", tp, machine),)),)))  # type: ignore[arg-type]
 
 
 def test_a_template_that_names_a_machine_is_deployed_at_most_once() -> None:
@@ -112,9 +112,11 @@ def test_the_checker_refuses_what_machines_cannot_hold() -> None:
     assert "closed_per_s" in broken(capacity=greedy)
 
 
-def reference(problem: Problem, wanted: Ask, replicas: list[Replica], codec: Codec) -> float:
+def reference(
+    problem: PlanningProblem, wanted: ModelDemand, replicas: list[PlannedReplica], codec: Codec
+) -> float:
     """The closed rate of two replicas, prefill and decode, by hand: rates, the link, the objective."""
-    from potluck.perf.moves.transfer import alpha_beta, codec_ratio
+    from potluck.perf.delays.transfer import alpha_beta, codec_ratio
 
     demand, h = wanted.demands[0], problem.headroom
     first, second = (replica_capacity(wanted, r.layout, problem.by_name, r.role, h)[0] for r in replicas)
@@ -139,7 +141,10 @@ def test_kv_within_a_machine_does_not_touch_the_links() -> None:
     def rate(gbps: float) -> float:
         problem = two_machines(gbps)
         stages = [Stage(16, (StageNode("4xA40", 2, name),)) for name in ("a", "b")]
-        replicas = [Replica("prefill", Layout(tuple(stages))), Replica("decode", Layout(tuple(stages)))]
+        replicas = [
+            PlannedReplica("prefill", Layout(tuple(stages))),
+            PlannedReplica("decode", Layout(tuple(stages))),
+        ]
         return group_capacity(problem, problem.asks[0], replicas, "fp16")[0].closed_per_s
 
     # KV of so many requests would need many times the link. Activations do cross it, and while they do, each machine
@@ -191,7 +196,7 @@ def test_machines_of_a_fleet_without_a_pool_have_names() -> None:
 
 def test_a_small_fleet_without_a_pool_is_searched_too() -> None:
     problem = a_problem(offers={"home": {"1xL40S": (1.9, 2), "1xA10G": (1.0, 2)}})
-    plan = STRATEGIES["thunderserve"](Workshop(problem), QUICK).plan
+    plan = STRATEGIES["thunderserve"](TemplateFactory(problem), QUICK).plan
     assert plan.fraction > 0
     assert verify(problem, plan) == ()
 
@@ -207,16 +212,16 @@ def test_a_pool_that_lost_machines_by_type_lacks_the_last() -> None:
 def test_several_models_and_huge_fleets_are_refused_in_a_line() -> None:
     both = a_problem(an_ask("x"), an_ask("y"))
     with pytest.raises(InputError, match="one model at a time, not x, y; use auto"):
-        STRATEGIES["thunderserve"](Workshop(both), QUICK)
+        STRATEGIES["thunderserve"](TemplateFactory(both), QUICK)
     huge = a_problem(offers={"home": {"8xH100": (20.0, 33)}})
     with pytest.raises(InputError, match="at most 256 GPUs, there are 264; lower `available`"):
-        STRATEGIES["thunderserve"](Workshop(huge), QUICK)
+        STRATEGIES["thunderserve"](TemplateFactory(huge), QUICK)
 
 
 def test_nothing_asked_is_nothing_rented() -> None:
     problem = pool_problem(two_machines().pool, an_ask(rate_per_s=0.0))  # type: ignore[arg-type]
     for name in ("thunderserve", "auto"):
-        assert STRATEGIES[name](Workshop(problem), QUICK).plan.deployments == ()
+        assert STRATEGIES[name](TemplateFactory(problem), QUICK).plan.deployments == ()
 
 
 def test_a_pool_is_a_value_with_sound_links() -> None:

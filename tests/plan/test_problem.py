@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 
 from potluck.catalog import models, nodes
 from potluck.core.errors import InputError
-from potluck.core.values.types import LengthBin, Offer, Region, Slo, Traffic
-from potluck.plan.problem import Problem, ask, demands_of, prefill_work
+from potluck.core.values.types import LengthBin, NodeOffer, Region, Slo, Traffic
+from potluck.plan.problem import PlanningProblem, ask, demands_of, prefill_work
 
 LLAMA = models.model("Llama-3.1-8B")
 GPT_OSS = models.model("GPT-OSS-20B")
@@ -81,8 +81,8 @@ def test_the_longest_requests_beyond_the_attained_share_lose_the_ttft_promise() 
 
 def test_a_fleet_without_gpus_is_refused() -> None:
     one = ask("m", LLAMA, Slo(1.0, 0.1), Traffic("m", 1.0, (LengthBin(100, 10, 1.0),)))
-    empty = Region("home", (Offer("1xL4", 1.0, 0),))
+    empty = Region("home", (NodeOffer("1xL4", 1.0, 0),))
     with pytest.raises(InputError, match="no GPUs"):
-        Problem((one,), (empty,), (nodes.node_type("L4"),))
+        PlanningProblem((one,), (empty,), (nodes.node_type("L4"),))
     with pytest.raises(InputError, match="models"):
-        Problem((), (empty,), ())
+        PlanningProblem((), (empty,), ())

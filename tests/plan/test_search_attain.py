@@ -7,24 +7,24 @@ from plan_problems import pool_problem
 from search_pools import catalog_node
 
 from potluck.catalog import models
-from potluck.core.values.plan import Replica
+from potluck.core.values.plan import PlannedReplica
 from potluck.core.values.pool import Pool, uniform_pool
 from potluck.core.values.types import LengthBin, Slo, Traffic
-from potluck.plan.problem import Ask, ask
-from potluck.plan.search.attain import tried
+from potluck.plan.problem import ModelDemand, ask
 from potluck.plan.search.deduce import deducer
 from potluck.plan.search.deduce_kernel import PREFILL
-from potluck.plan.search.evaluate import Evaluator
-from potluck.plan.search.pool import workload_of
-from potluck.plan.search.result import to_templates
-from potluck.plan.search.tabu import Found, Limits, Settings, search_with
-from potluck.plan.strategies.pools import search_groups
+from potluck.plan.search.evaluate import PoolEvaluator
+from potluck.plan.search.pair_attainment import tried
+from potluck.plan.search.pool_workload import workload_of
+from potluck.plan.search.search_templates import to_templates
+from potluck.plan.search.tabu import SearchLimits, SearchResult, SearchSettings, search_with
+from potluck.plan.strategies.pool_strategy import search_groups
 
-QUICK = Settings(limits=Limits(walks=3, patience=10), phases=("prefill", "decode"))
+QUICK = SearchSettings(limits=SearchLimits(walks=3, patience=10), phases=("prefill", "decode"))
 POOL: Pool = uniform_pool(
     [catalog_node(f"n{i}", gpu, 2) for i, gpu in enumerate(("A40", "A40", "A5000", "A6000"))], 20.0
 )
-WANTED: Ask = ask(
+WANTED: ModelDemand = ask(
     "chat",
     models.model("Llama-2-13B"),
     Slo(2.5, 0.1),
@@ -33,12 +33,12 @@ WANTED: Ask = ask(
 
 
 @pytest.fixture(scope="module")
-def searched() -> tuple[Evaluator, Found]:
-    evaluator = Evaluator(deducer(POOL, workload_of(WANTED, "int4"), QUICK.timing))
+def searched() -> tuple[PoolEvaluator, SearchResult]:
+    evaluator = PoolEvaluator(deducer(POOL, workload_of(WANTED, "int4"), QUICK.timing))
     return evaluator, search_with(evaluator, QUICK)
 
 
-def test_the_closed_form_handed_in_changes_nothing(searched: tuple[Evaluator, Found]) -> None:
+def test_the_closed_form_handed_in_changes_nothing(searched: tuple[PoolEvaluator, SearchResult]) -> None:
     evaluator, found = searched
     groups = found.state.groups
     score, routed = evaluator.weighed(groups, evaluator.attained(groups))
@@ -49,11 +49,13 @@ def test_the_closed_form_handed_in_changes_nothing(searched: tuple[Evaluator, Fo
     assert evaluator.orchestrated(groups) == found.orchestration  # what is weighed once is not remembered
 
 
-def test_every_pair_is_tried_once_at_a_rate_that_it_can_take(searched: tuple[Evaluator, Found]) -> None:
+def test_every_pair_is_tried_once_at_a_rate_that_it_can_take(
+    searched: tuple[PoolEvaluator, SearchResult],
+) -> None:
     evaluator, found = searched
-    asked: list[tuple[Replica, Replica, float]] = []
+    asked: list[tuple[PlannedReplica, PlannedReplica, float]] = []
 
-    def estimate(prefill: Replica, decode: Replica, rate_per_s: float) -> float:
+    def estimate(prefill: PlannedReplica, decode: PlannedReplica, rate_per_s: float) -> float:
         asked.append((prefill, decode, rate_per_s))
         return 1.0
 
@@ -64,14 +66,14 @@ def test_every_pair_is_tried_once_at_a_rate_that_it_can_take(searched: tuple[Eva
     assert all((p.role, d.role) == ("prefill", "decode") and 0 < rate <= most for p, d, rate in asked)
 
 
-def test_what_fails_when_tried_is_not_chosen(searched: tuple[Evaluator, Found]) -> None:
+def test_what_fails_when_tried_is_not_chosen(searched: tuple[PoolEvaluator, SearchResult]) -> None:
     evaluator, found = searched
     assert found.others
     phases = zip(found.state.groups, found.configurations, strict=True)
     first = [group.takes[0][0] for group, _ in phases if group.phase == PREFILL]
     chosen = {POOL.nodes[node].name for node in first}
 
-    def estimate(prefill: Replica, decode: Replica, rate_per_s: float) -> float:
+    def estimate(prefill: PlannedReplica, decode: PlannedReplica, rate_per_s: float) -> float:
         return 0.0 if {n.machine for s in prefill.layout.stages for n in s.nodes} & chosen else 0.9
 
     best, attained = tried(evaluator, found, estimate)
@@ -91,7 +93,7 @@ def test_what_fails_when_tried_is_not_chosen(searched: tuple[Evaluator, Found]) 
 def test_a_plans_groups_are_those_that_held_when_tried() -> None:
     asked: list[float] = []
 
-    def estimate(prefill: Replica, decode: Replica, rate_per_s: float) -> float:
+    def estimate(prefill: PlannedReplica, decode: PlannedReplica, rate_per_s: float) -> float:
         asked.append(rate_per_s)
         return 0.5
 

@@ -9,28 +9,28 @@ from hypothesis import strategies as st
 from search_pools import catalog_node, random_pool, workload
 
 from potluck.core.values.types import Slo
-from potluck.plan.allocate.program import Bucket, Fleet, FlowProgram, ModelColumns
+from potluck.plan.allocate.program import DemandBucket, FlowProgram, ModelColumns, NodeSupply
 from potluck.plan.allocate.solve import solve
 from potluck.plan.search import bound_program
 from potluck.plan.search.bound import _fit, _thresholds, class_bound, exact_bound, groups_of
-from potluck.plan.search.costs import Peak
 from potluck.plan.search.deduce import deducer
 from potluck.plan.search.deduce_kernel import DECODE, MIXED, PREFILL
-from potluck.plan.search.pool import Pool, Workload, uniform_pool
-from potluck.plan.search.tabu import Limits, Settings, search
+from potluck.plan.search.pool_workload import Pool, PoolWorkload, uniform_pool
+from potluck.plan.search.stage_costs import PeakCosts
+from potluck.plan.search.tabu import SearchLimits, SearchSettings, search
 
 KINDS = ("A5000", "RTX3090Ti", "A40", "L4")
 LOOSE = Slo(1e4, 0.06)
 """Nobody misses the first token, so attained and served are the same."""
 
 
-def small(rate_per_s: float, slo: Slo | None = None) -> Workload:
+def small(rate_per_s: float, slo: Slo | None = None) -> PoolWorkload:
     return workload("Llama-3.1-8B", (1155, 211), rate_per_s, slo or Slo(1.0, 0.06))
 
 
-def allocated_per_s(pool: Pool, work: Workload) -> float:
+def allocated_per_s(pool: Pool, work: PoolWorkload) -> float:
     """The most that the allocation program serves: GPUs of each node as nodes to rent, groups as templates."""
-    source = deducer(pool, work, Peak())
+    source = deducer(pool, work, PeakCosts())
     uses, rates = [], []
     for takes in groups_of(pool):
         for phase in (PREFILL, DECODE, MIXED):
@@ -42,13 +42,13 @@ def allocated_per_s(pool: Pool, work: Workload) -> float:
                 uses.append(row)
                 rates.append([found.rate_per_s if phase == each else 0.0 for each in range(3)])
     table = np.array(rates)
-    fleet = Fleet(
+    fleet = NodeSupply(
         ("pool",),
         tuple(node.name for node in pool.nodes),
         np.ones((1, len(pool.nodes))),
         np.array([[node.gpus for node in pool.nodes]]),
     )
-    bucket = Bucket("all", work.rate_per_s, 0.0)
+    bucket = DemandBucket("all", work.rate_per_s, 0.0)
     sides = (table[:, [phase]] for phase in (PREFILL, DECODE, MIXED))
     model = ModelColumns("model", (bucket,), np.array(uses), *sides)
     answer = solve(FlowProgram(fleet, (model,), headroom=work.headroom), time_limit_s=600.0)
@@ -64,7 +64,7 @@ def test_the_allocation_program_finds_the_same_optimum(seed: int) -> None:
     sizes = (2, 1, int(rng.integers(1, 4)))
     members = [catalog_node(f"n{i}", str(rng.choice(KINDS)), size) for i, size in enumerate(sizes)]
     pool = uniform_pool(members, 1e4)
-    bound = exact_bound(pool, small(1e3, LOOSE), Peak(), time_limit_s=600.0)
+    bound = exact_bound(pool, small(1e3, LOOSE), PeakCosts(), time_limit_s=600.0)
     assert allocated_per_s(pool, small(2 * bound, LOOSE)) == pytest.approx(bound, rel=2e-3)
 
 
@@ -74,21 +74,21 @@ def test_the_bound_is_reached_where_links_do_not_bind(seed: int) -> None:
     members = [catalog_node(f"n{i}", str(rng.choice(KINDS)), 2) for i in range(3)]
     pool = uniform_pool(members, 1e4)
     work = small(1e3, LOOSE)
-    found = search(pool, work, Settings(seed=seed, timing=Peak(), limits=Limits(walks=8)))
-    assert found.score.goodput_per_s == pytest.approx(exact_bound(pool, work, Peak()), rel=1e-3)
+    found = search(pool, work, SearchSettings(seed=seed, timing=PeakCosts(), limits=SearchLimits(walks=8)))
+    assert found.score.goodput_per_s == pytest.approx(exact_bound(pool, work, PeakCosts()), rel=1e-3)
 
 
 @pytest.mark.parametrize("seed", range(3))
 def test_what_is_known_and_fewer_columns_leave_a_bound(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     rng = np.random.default_rng(40 + seed)
     pool, work = random_pool(rng, 7, KINDS, largest=3), small(500.0)
-    plain = exact_bound(pool, work, Peak(), time_limit_s=600.0)
-    known = exact_bound(pool, work, Peak(), known_per_s=0.9 * plain, time_limit_s=600.0)
+    plain = exact_bound(pool, work, PeakCosts(), time_limit_s=600.0)
+    known = exact_bound(pool, work, PeakCosts(), known_per_s=0.9 * plain, time_limit_s=600.0)
     assert known == pytest.approx(plain, rel=1e-3)
-    assert exact_bound(pool, work, Peak(), known_per_s=2 * plain) <= 2 * plain
-    assert class_bound(pool, work, Peak(), time_limit_s=600.0) >= plain * (1 - 1e-3)
+    assert exact_bound(pool, work, PeakCosts(), known_per_s=2 * plain) <= 2 * plain
+    assert class_bound(pool, work, PeakCosts(), time_limit_s=600.0) >= plain * (1 - 1e-3)
     monkeypatch.setattr(bound_program, "MOST_COLUMNS", 10)
-    assert exact_bound(pool, work, Peak(), time_limit_s=600.0) >= plain * (1 - 1e-3)
+    assert exact_bound(pool, work, PeakCosts(), time_limit_s=600.0) >= plain * (1 - 1e-3)
 
 
 @given(st.integers(1, 9), st.data())

@@ -10,25 +10,25 @@ import pytest
 from search_pools import paper_pool, random_pool, workload
 
 from potluck.catalog import models
-from potluck.core.admission.room import MARGIN
+from potluck.core.admission.capacity import MARGIN
 from potluck.core.values.types import Slo
-from potluck.plan.search.costs import Calibrated, Peak
-from potluck.plan.search.deduce import Deduced, Deducer, best_order, deducer, even_cuts
+from potluck.plan.search.deduce import ConfigurationSearch, GroupConfiguration, best_order, deducer, even_cuts
 from potluck.plan.search.deduce_kernel import DECODE, MIXED, PREFILL
-from potluck.plan.search.pool import Workload
+from potluck.plan.search.pool_workload import PoolWorkload
+from potluck.plan.search.stage_costs import CalibratedCosts, PeakCosts
 
 LAYERS = 9
 KINDS = ("A5000", "RTX3090Ti", "A40", "A6000", "L4")
 
 
-def small_work(rng: np.random.Generator) -> Workload:
+def small_work(rng: np.random.Generator) -> PoolWorkload:
     """A model of few but wide layers, so that memory binds and all splits can be listed."""
     model = models.model("Llama-3.1-70B")
     count = int(rng.integers(5, LAYERS + 1))
     wide = replace(model, layers=model.layers[:count], weight_bits=float(rng.choice([16.0, 64.0])))
     lengths = int(rng.integers(100, 6000)), int(rng.integers(5, 500))
     slo = Slo(float(rng.uniform(0.05, 2.0)), float(rng.uniform(0.005, 0.1)))
-    return Workload(wide, slo, *lengths, 1.0, "int4")
+    return PoolWorkload(wide, slo, *lengths, 1.0, "int4")
 
 
 def compositions(total: int, parts: int) -> np.ndarray:
@@ -37,7 +37,7 @@ def compositions(total: int, parts: int) -> np.ndarray:
     return np.diff(np.array(cuts), axis=1)
 
 
-def best_goodput(source: Deducer, takes: tuple[tuple[int, int], ...], phase: int) -> float:
+def best_goodput(source: ConfigurationSearch, takes: tuple[tuple[int, int], ...], phase: int) -> float:
     """By listing every cut, order, split and batch; shares only the tables with what it checks."""
     best = 0.0
     for chosen in product(*(even_cuts(n, source.costs.degrees[node]) for node, n in takes)):
@@ -47,7 +47,7 @@ def best_goodput(source: Deducer, takes: tuple[tuple[int, int], ...], phase: int
     return best
 
 
-def _of_stages(source: Deducer, stages: list[tuple[int, int]], phase: int) -> float:
+def _of_stages(source: ConfigurationSearch, stages: list[tuple[int, int]], phase: int) -> float:
     work, costs, t = source.work, source.costs, source.tables
     alpha, beta = source.wires.hop_alpha_s, source.wires.hop_s_per_byte
     nominal = t.token_bytes * work.input_tokens
@@ -87,7 +87,7 @@ def _of_stages(source: Deducer, stages: list[tuple[int, int]], phase: int) -> fl
     return best
 
 
-def random_takes(rng: np.random.Generator, source: Deducer) -> tuple[tuple[int, int], ...]:
+def random_takes(rng: np.random.Generator, source: ConfigurationSearch) -> tuple[tuple[int, int], ...]:
     counts = [int(rng.integers(0, node.gpus + 1)) for node in source.pool.nodes]
     takes = [(node, count) for node, count in enumerate(counts) if count][:3]
     while sum(count for _, count in takes) > 6:
@@ -95,7 +95,7 @@ def random_takes(rng: np.random.Generator, source: Deducer) -> tuple[tuple[int, 
     return tuple(takes)
 
 
-def goodput(found: Deduced | None) -> float:
+def goodput(found: GroupConfiguration | None) -> float:
     return found.goodput_per_s if found else 0.0
 
 
@@ -103,7 +103,7 @@ def test_configuration_equals_enumeration_on_random_groups() -> None:
     rng = np.random.default_rng(7)
     compared = useful = 0
     for _ in range(60):
-        source = deducer(random_pool(rng, 12, KINDS), small_work(rng), Peak())
+        source = deducer(random_pool(rng, 12, KINDS), small_work(rng), PeakCosts())
         for _ in range(5):
             takes = random_takes(rng, source)
             if not takes:
@@ -121,7 +121,7 @@ def test_configuration_equals_enumeration_on_random_groups() -> None:
 def test_mixed_keeps_both_promises_and_the_best_cycle() -> None:
     rng = np.random.default_rng(8)
     for _ in range(20):
-        source = deducer(random_pool(rng, 8, KINDS), small_work(rng), Peak())
+        source = deducer(random_pool(rng, 8, KINDS), small_work(rng), PeakCosts())
         takes = random_takes(rng, source)
         found = source.best(takes, MIXED) if takes else None
         if found is not None:
@@ -159,7 +159,7 @@ def test_even_cuts() -> None:
 
 
 def test_stages_hold_the_model_within_nodes() -> None:
-    source = deducer(paper_pool(), workload(), Calibrated())
+    source = deducer(paper_pool(), workload(), CalibratedCosts())
     for takes in (((4, 8),), ((2, 2), (5, 2)), ((0, 4), (1, 3))):
         for phase in (PREFILL, DECODE, MIXED):
             found = source.best(takes, phase)
@@ -170,12 +170,12 @@ def test_stages_hold_the_model_within_nodes() -> None:
 
 
 def test_a_group_too_small_can_do_nothing() -> None:
-    source = deducer(paper_pool(), workload(), Peak())
+    source = deducer(paper_pool(), workload(), PeakCosts())
     assert all(source.best(((2, 2),), phase) is None for phase in (PREFILL, DECODE, MIXED))
 
 
 def test_a_loaded_configuration_is_timed_as_it_was_found() -> None:
-    source = deducer(paper_pool(), workload(), Peak())
+    source = deducer(paper_pool(), workload(), PeakCosts())
     for takes in (((4, 4),), ((2, 2), (5, 2)), ((4, 2), (6, 2))):
         for phase in (PREFILL, DECODE):
             found = source.best(takes, phase)

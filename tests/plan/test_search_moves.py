@@ -10,29 +10,29 @@ from search_pools import paper_pool, random_pool, workload
 
 from potluck.core.values.types import Slo
 from potluck.plan.search import deduce
-from potluck.plan.search.costs import Peak
 from potluck.plan.search.deduce import deducer
-from potluck.plan.search.evaluate import Evaluator, Group, State
+from potluck.plan.search.evaluate import GpuGroup, PoolEvaluator, PoolUse
 from potluck.plan.search.groups import dealt_state, joined, make_state, size_of
-from potluck.plan.search.moves import Moves, all_moves, all_near, flips_only, kinds_of, swap
-from potluck.plan.search.pool import Pool, Workload
-from potluck.plan.search.tabu import Hunt, Limits, Settings
+from potluck.plan.search.moves import NeighbourMoves, all_moves, all_near, flips_only, kinds_of, swap
+from potluck.plan.search.pool_workload import Pool, PoolWorkload
+from potluck.plan.search.stage_costs import PeakCosts
+from potluck.plan.search.tabu import SearchLimits, SearchSettings, TabuSearch
 
 KINDS = ("A5000", "RTX3090Ti", "A40", "L4")
 PHASES = (0, 1, 2)
 
 
-def setting(seed: int) -> tuple[Pool, Workload, Evaluator, Moves]:
+def setting(seed: int) -> tuple[Pool, PoolWorkload, PoolEvaluator, NeighbourMoves]:
     pool = random_pool(np.random.default_rng(seed), 10, KINDS)
     work = workload("Llama-3.1-8B", (1155, 211), 40.0, Slo(1.0, 0.06))
-    return pool, work, Evaluator(deducer(pool, work, Peak())), all_moves(pool, work, PHASES, 6)
+    return pool, work, PoolEvaluator(deducer(pool, work, PeakCosts())), all_moves(pool, work, PHASES, 6)
 
 
 def everything(pool: Pool) -> tuple[tuple[int, int], ...]:
     return tuple((i, node.gpus) for i, node in enumerate(pool.nodes) if node.gpus)
 
 
-def gpus_of(state: State) -> tuple[tuple[int, int], ...]:
+def gpus_of(state: PoolUse) -> tuple[tuple[int, int], ...]:
     return joined([*(group.takes for group in state.groups), state.idle])
 
 
@@ -51,7 +51,7 @@ def test_neighbours_keep_the_gpus_and_the_limits(seed: int) -> None:
 @pytest.mark.parametrize("seed", range(4))
 def test_a_climb_ends_where_no_single_move_is_better(seed: int) -> None:
     pool, _, evaluator, moves = setting(seed)
-    hunt = Hunt(evaluator, moves, Settings(seed=seed, timing=Peak(), limits=Limits()))
+    hunt = TabuSearch(evaluator, moves, SearchSettings(seed=seed, timing=PeakCosts(), limits=SearchLimits()))
     start = dealt_state(evaluator, PHASES, hunt.rng, kinds_of(pool), 6)
     hunt._climb(start, evaluator.score(start.groups).value)
     top = hunt.best or start
@@ -64,7 +64,7 @@ def test_swapping_like_nodes_twice_changes_nothing() -> None:
     pool, work = paper_pool(), workload()
     moves = all_moves(pool, work, PHASES, pool.gpus)
     assert moves.alike == ((0, 1), (2, 3), (5, 6))
-    evaluator = Evaluator(deducer(pool, work, Peak()))
+    evaluator = PoolEvaluator(deducer(pool, work, PeakCosts()))
     state = dealt_state(evaluator, PHASES, Random(4), kinds_of(pool), pool.gpus)
     for seed in range(10):
         once = swap(moves, state, Random(seed))
@@ -77,7 +77,7 @@ def test_swapping_like_nodes_twice_changes_nothing() -> None:
 def test_a_full_memory_of_orders_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     pool, work, evaluator, _ = setting(3)
     monkeypatch.setattr(deduce, "ORDERS", 4)
-    forgetful = deducer(pool, work, Peak())
+    forgetful = deducer(pool, work, PeakCosts())
     rng = Random(1)
     for _ in range(60):
         counts = [rng.randint(0, node.gpus) for node in pool.nodes]
@@ -92,7 +92,7 @@ def test_where_only_flips_are_allowed_every_neighbour_has_the_same_groups() -> N
     pool, work = paper_pool(), workload()
     moves = flips_only(pool, work, (0, 1, 2))
     places = len(pool.nodes) + 3
-    state = make_state([Group(((place, 1),), place % 3) for place in range(places)], ())
+    state = make_state([GpuGroup(((place, 1),), place % 3) for place in range(places)], ())
     near = list(all_near(moves, state, Random(0)))
     assert len(near) == 2 * places
     assert all({g.takes for g in each.groups} == {g.takes for g in state.groups} for each in near)

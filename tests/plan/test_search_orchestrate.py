@@ -10,11 +10,11 @@ from search_pools import paper_pool, workload
 
 from potluck.core.errors import InputError
 from potluck.plan.allocate.highs import INFINITY, Milp, solve_milp
-from potluck.plan.search.costs import Peak
 from potluck.plan.search.deduce import deducer
 from potluck.plan.search.deduce_kernel import DECODE, MIXED, PREFILL
-from potluck.plan.search.evaluate import Evaluator, Group
+from potluck.plan.search.evaluate import GpuGroup, PoolEvaluator
 from potluck.plan.search.orchestrate import transport
+from potluck.plan.search.stage_costs import PeakCosts
 
 
 def brute_force(
@@ -93,11 +93,11 @@ def test_wrong_shapes_are_one_clear_line() -> None:
 GROUPS = tuple(
     sorted(
         [
-            Group(((4, 4),), PREFILL),
-            Group(((4, 2), (5, 2)), PREFILL),
-            Group(((0, 4),), DECODE),
-            Group(((1, 4),), DECODE),
-            Group(((6, 4),), MIXED),
+            GpuGroup(((4, 4),), PREFILL),
+            GpuGroup(((4, 2), (5, 2)), PREFILL),
+            GpuGroup(((0, 4),), DECODE),
+            GpuGroup(((1, 4),), DECODE),
+            GpuGroup(((6, 4),), MIXED),
         ]
     )
 )
@@ -106,7 +106,7 @@ GROUPS = tuple(
 @pytest.mark.parametrize("gbps", [0.2, 0.5, 5.0, 40.0])
 def test_routing_adds_up_and_keeps_links(gbps: float) -> None:
     work = workload(rate_per_s=50.0)
-    evaluator = Evaluator(deducer(paper_pool(gbps=gbps), work, Peak()))
+    evaluator = PoolEvaluator(deducer(paper_pool(gbps=gbps), work, PeakCosts()))
     score = evaluator.score(GROUPS)
     routed = evaluator.orchestrated(GROUPS)
     assert evaluator.complete
@@ -128,7 +128,7 @@ def test_routing_adds_up_and_keeps_links(gbps: float) -> None:
 
 def test_the_fast_score_is_that_of_the_plain_program() -> None:
     work = workload(rate_per_s=2.0)
-    evaluator = Evaluator(deducer(paper_pool(), work, Peak()))
+    evaluator = PoolEvaluator(deducer(paper_pool(), work, PeakCosts()))
     groups = tuple(group for group in GROUPS if group.phase != MIXED)
     score = evaluator.score(groups)
     rates = [[], []]
@@ -147,6 +147,6 @@ def test_int4_never_attains_less_than_fp16() -> None:
     for gbps in (1.0, 5.0, 40.0):
         scores = []
         for codec in ("fp16", "int4"):
-            evaluator = Evaluator(deducer(paper_pool(gbps=gbps), workload(codec=codec), Peak()))
+            evaluator = PoolEvaluator(deducer(paper_pool(gbps=gbps), workload(codec=codec), PeakCosts()))
             scores.append(evaluator.score(GROUPS).value)
         assert scores[1] >= scores[0]

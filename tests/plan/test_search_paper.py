@@ -9,17 +9,17 @@ import pytest
 from search_pools import CLOUD, CODING, CONVERSATION, catalog_node, paper_node, paper_pool, workload
 
 from potluck.core.values.types import Slo
-from potluck.perf.step import steps
-from potluck.plan.search.costs import Calibrated, Peak, Timing
-from potluck.plan.search.pool import uniform_pool
-from potluck.plan.search.tabu import Found, Limits, Settings, search
+from potluck.perf.step_timer import steps
+from potluck.plan.search.pool_workload import uniform_pool
+from potluck.plan.search.stage_costs import CalibratedCosts, LayerTiming, PeakCosts
+from potluck.plan.search.tabu import SearchLimits, SearchResult, SearchSettings, search
 
-PAPER = Settings(phases=("prefill", "decode"), timing=Peak(), limits=Limits(walks=4))
+PAPER = SearchSettings(phases=("prefill", "decode"), timing=PeakCosts(), limits=SearchLimits(walks=4))
 ACROSS = ((0, 2), (1, 2))
 
 
-@pytest.mark.parametrize(("timing", "vendor"), [(Peak(), False), (Calibrated(), True)])
-def test_table_5(timing: Timing, vendor: bool) -> None:
+@pytest.mark.parametrize(("timing", "vendor"), [(PeakCosts(), False), (CalibratedCosts(), True)])
+def test_table_5(timing: LayerTiming, vendor: bool) -> None:
     """Fast links: the A40s prefill, the 3090Tis decode. Thin ones: KV stays inside the instances.
 
     The table has no output length, but one request's 1126 ms of decoding on four 3090Ti: each cost model gets the
@@ -43,14 +43,14 @@ def test_table_5(timing: Timing, vendor: bool) -> None:
     assert all(group.takes == ACROSS for group in thin.groups)
 
 
-def prefilling(found: Found, gpu: str) -> int:
+def prefilling(found: SearchResult, gpu: str) -> int:
     mine = [place for place, (name, _) in enumerate(CLOUD) if name == gpu]
     taken = [group.takes for group in found.state.groups if group.phase == 0]
     return sum(count for takes in taken for place, count in takes if place in mine)
 
 
 def test_table_3_in_groups_of_four() -> None:
-    settings = Settings(phases=PAPER.phases, timing=PAPER.timing, limits=PAPER.limits, max_group_gpus=4)
+    settings = SearchSettings(phases=PAPER.phases, timing=PAPER.timing, limits=PAPER.limits, max_group_gpus=4)
     plans = [search(paper_pool(), workload(lengths=each), settings) for each in (CONVERSATION, CODING)]
     conversation, coding = ([group.phase for group in plan.state.groups] for plan in plans)
     assert conversation.count(1) > conversation.count(0)

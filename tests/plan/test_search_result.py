@@ -10,27 +10,29 @@ from search_pools import CODING, catalog_node, paper_pool, workload
 from potluck.catalog import models
 from potluck.core.errors import CapacityError, InputError
 from potluck.core.values.types import LengthBin, Slo, Traffic
-from potluck.plan.problem import Ask, ask
-from potluck.plan.search.costs import Calibrated, Peak
+from potluck.plan.problem import ModelDemand, ask
 from potluck.plan.search.groups import joined
-from potluck.plan.search.pool import Pool, uniform_pool, workload_of
+from potluck.plan.search.pool_workload import Pool, uniform_pool, workload_of
 from potluck.plan.search.reschedule import flipped, reschedule, survivors
-from potluck.plan.search.result import attainment_trace, found_of, replicas_of, to_templates
-from potluck.plan.search.tabu import Found, Limits, Settings, search
+from potluck.plan.search.search_templates import attainment_trace, found_of, replicas_of, to_templates
+from potluck.plan.search.stage_costs import CalibratedCosts, PeakCosts
+from potluck.plan.search.tabu import SearchLimits, SearchResult, SearchSettings, search
 
-QUICK = Settings(timing=Peak(), limits=Limits(walks=4, patience=30), phases=("prefill", "decode"))
+QUICK = SearchSettings(
+    timing=PeakCosts(), limits=SearchLimits(walks=4, patience=30), phases=("prefill", "decode")
+)
 
 
 @pytest.fixture(scope="module")
-def conversation() -> Found:
-    return search(paper_pool(), workload(), Settings(**{**_fields(QUICK), "max_group_gpus": 4}))
+def conversation() -> SearchResult:
+    return search(paper_pool(), workload(), SearchSettings(**{**_fields(QUICK), "max_group_gpus": 4}))
 
 
-def _fields(settings: Settings) -> dict[str, object]:
+def _fields(settings: SearchSettings) -> dict[str, object]:
     return {name: getattr(settings, name) for name in settings.__slots__}
 
 
-def test_losing_a_node_flips_and_reroutes_without_reloading(conversation: Found) -> None:
+def test_losing_a_node_flips_and_reroutes_without_reloading(conversation: SearchResult) -> None:
     pool, work = paper_pool(), workload()
     left = survivors(pool, conversation, {"A6000-0": 4})
     after = reschedule(left, conversation, work, QUICK)
@@ -42,11 +44,13 @@ def test_losing_a_node_flips_and_reroutes_without_reloading(conversation: Found)
     everything = joined([*(group.takes for group in after.state.groups), after.state.idle])
     assert everything == tuple((i, node.gpus) for i, node in enumerate(left.pool.nodes) if node.gpus)
     assert after.score.attainment <= conversation.score.attainment
-    stay = reschedule(left, conversation, work, Settings(**{**_fields(QUICK), "limits": Limits(steps=0)}))
+    stay = reschedule(
+        left, conversation, work, SearchSettings(**{**_fields(QUICK), "limits": SearchLimits(steps=0)})
+    )
     assert after.score.value >= stay.score.value
 
 
-def test_a_shift_to_coding_flips_towards_prefill(conversation: Found) -> None:
+def test_a_shift_to_coding_flips_towards_prefill(conversation: SearchResult) -> None:
     pool = paper_pool()
     nothing_lost = survivors(pool, conversation, {})
     after = reschedule(nothing_lost, conversation, workload(lengths=CODING), QUICK)
@@ -55,7 +59,7 @@ def test_a_shift_to_coding_flips_towards_prefill(conversation: Found) -> None:
     assert sum(new == 0 for _, _, new in changes) > sum(new == 1 for _, _, new in changes)
 
 
-def test_random_losses_down_to_nothing(conversation: Found) -> None:
+def test_random_losses_down_to_nothing(conversation: SearchResult) -> None:
     pool, work = paper_pool(), workload()
     rng = np.random.default_rng(5)
     served = refused = 0
@@ -81,7 +85,7 @@ def test_random_losses_down_to_nothing(conversation: Found) -> None:
         reschedule(nearly_all, conversation, work, QUICK)
 
 
-def test_the_groups_that_were_hit_may_be_named(conversation: Found) -> None:
+def test_the_groups_that_were_hit_may_be_named(conversation: SearchResult) -> None:
     pool = paper_pool()
     node = conversation.state.groups[0].takes[0][0]
     left = survivors(pool, conversation, {pool.nodes[node].name: 1}, dead=[0])
@@ -90,7 +94,7 @@ def test_the_groups_that_were_hit_may_be_named(conversation: Found) -> None:
         survivors(pool, conversation, {}, dead=[99])
 
 
-def chat() -> tuple[Pool, Ask]:
+def chat() -> tuple[Pool, ModelDemand]:
     pool = uniform_pool([catalog_node("a", "A40", 4), catalog_node("b", "RTX3090Ti", 4)], 40.0)
     traffic = Traffic("chat", 6.0, (LengthBin(300, 250, 0.6), LengthBin(1500, 200, 0.4)))
     return pool, ask("chat", models.model("Llama-3.1-8B"), Slo(2.0, 0.06), traffic)
@@ -99,7 +103,9 @@ def chat() -> tuple[Pool, Ask]:
 @pytest.mark.parametrize("phases", [("prefill", "decode"), ("prefill", "decode", "mixed")])
 def test_templates_of_whole_machines(phases: tuple[str, ...]) -> None:
     pool, wanted = chat()
-    settings = Settings(phases=phases, timing=Calibrated(), limits=Limits(walks=3, patience=30))
+    settings = SearchSettings(
+        phases=phases, timing=CalibratedCosts(), limits=SearchLimits(walks=3, patience=30)
+    )
     found = search(pool, workload_of(wanted, "int4"), settings)
     templates = to_templates(pool_problem(pool, wanted), wanted, pool, found)
     assert {template.kind for template in templates} == {"group"}
@@ -114,7 +120,9 @@ def test_templates_of_whole_machines(phases: tuple[str, ...]) -> None:
 
 def test_what_runs_comes_back_as_the_search_speaks_of_it() -> None:
     pool, wanted = chat()
-    found = search(pool, workload_of(wanted, "int4"), Settings(limits=Limits(walks=2, patience=20)))
+    found = search(
+        pool, workload_of(wanted, "int4"), SearchSettings(limits=SearchLimits(walks=2, patience=20))
+    )
     again = found_of(pool, replicas_of(pool, found))
     assert again.state == found.state
     assert [c.stages for c in again.configurations] == [c.stages for c in found.configurations]
@@ -122,7 +130,9 @@ def test_what_runs_comes_back_as_the_search_speaks_of_it() -> None:
 
 def test_a_trace_is_attainment_and_never_falls() -> None:
     pool, wanted = chat()
-    found = search(pool, workload_of(wanted, "int4"), Settings(limits=Limits(walks=2, patience=20)))
+    found = search(
+        pool, workload_of(wanted, "int4"), SearchSettings(limits=SearchLimits(walks=2, patience=20))
+    )
     values = [value for _, value in attainment_trace(found)]
     assert values == sorted(values)
     assert values[-1] == pytest.approx(found.score.attainment, abs=1e-3)

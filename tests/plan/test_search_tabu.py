@@ -13,18 +13,18 @@ from potluck.core.errors import CapacityError, InputError, UnknownNameError
 from potluck.core.values.types import Slo
 from potluck.plan.problem import ask
 from potluck.plan.search.bound import exact_bound
-from potluck.plan.search.costs import Calibrated, Peak
 from potluck.plan.search.deduce import Takes, deducer
-from potluck.plan.search.evaluate import Evaluator, Group
+from potluck.plan.search.evaluate import GpuGroup, PoolEvaluator
 from potluck.plan.search.groups import clusters, joined, size_of
-from potluck.plan.search.pool import Pool, PoolNode, Workload, uniform_pool, workload_of
-from potluck.plan.search.tabu import Limits, Settings, search, search_with
+from potluck.plan.search.pool_workload import Pool, PoolNode, PoolWorkload, uniform_pool, workload_of
+from potluck.plan.search.stage_costs import CalibratedCosts, PeakCosts
+from potluck.plan.search.tabu import SearchLimits, SearchSettings, search, search_with
 
 KINDS = ("A5000", "RTX3090Ti", "A40", "L4")
-SHORT = Limits(walks=6)
+SHORT = SearchLimits(walks=6)
 
 
-def small_workload(rate_per_s: float = 40.0, ttft_s: float = 1.0) -> Workload:
+def small_workload(rate_per_s: float = 40.0, ttft_s: float = 1.0) -> PoolWorkload:
     return workload("Llama-3.1-8B", (1155, 211), rate_per_s, Slo(ttft_s, 0.06))
 
 
@@ -38,13 +38,13 @@ def partitions(left: tuple[int, ...], top: tuple[int, ...]) -> Iterator[list[tup
                 yield [part, *more]
 
 
-def best_of_all(evaluator: Evaluator) -> float:
+def best_of_all(evaluator: PoolEvaluator) -> float:
     counts = tuple(node.gpus for node in evaluator.deducer.pool.nodes)
     best = 0.0
     for parts in partitions(counts, counts):
         takes = [tuple((n, c) for n, c in enumerate(part) if c) for part in parts]
         for phases in product(range(3), repeat=len(takes)):
-            groups = tuple(sorted(Group(t, p) for t, p in zip(takes, phases, strict=True)))
+            groups = tuple(sorted(GpuGroup(t, p) for t, p in zip(takes, phases, strict=True)))
             best = max(best, evaluator.score(groups).value)
     return best
 
@@ -53,8 +53,8 @@ def best_of_all(evaluator: Evaluator) -> float:
 def test_finds_the_best_of_all_states_on_tiny_pools(seed: int) -> None:
     rng = np.random.default_rng(seed)
     pool = random_pool(rng, 5, KINDS, largest=3)
-    evaluator = Evaluator(deducer(pool, small_workload(), Peak()))
-    found = search_with(evaluator, Settings(seed=seed))
+    evaluator = PoolEvaluator(deducer(pool, small_workload(), PeakCosts()))
+    found = search_with(evaluator, SearchSettings(seed=seed))
     assert found.score.value == pytest.approx(best_of_all(evaluator), rel=1e-9)
 
 
@@ -63,15 +63,15 @@ def test_within_three_percent_of_the_bound_on_pools_of_twelve(seed: int) -> None
     rng = np.random.default_rng(100 + seed)
     pool = random_pool(rng, 12, KINDS)
     work = small_workload(500.0)
-    found = search(pool, work, Settings(seed=seed, timing=Peak()))
+    found = search(pool, work, SearchSettings(seed=seed, timing=PeakCosts()))
     known = 0.97 * found.score.goodput_per_s
-    bound = exact_bound(pool, work, Peak(), known_per_s=known, time_limit_s=600.0)
+    bound = exact_bound(pool, work, PeakCosts(), known_per_s=known, time_limit_s=600.0)
     assert found.score.goodput_per_s <= bound * (1 + 1e-3)
     assert found.score.goodput_per_s >= 0.97 * bound
 
 
 def test_same_seed_same_answer_and_the_trace_rises() -> None:
-    settings = Settings(seed=3, timing=Peak(), limits=Limits(walks=2))
+    settings = SearchSettings(seed=3, timing=PeakCosts(), limits=SearchLimits(walks=2))
     first, second = (search(paper_pool(), workload(), settings) for _ in range(2))
     assert (first.state, first.score, first.steps) == (second.state, second.score, second.steps)
     values = [value for _, value in first.trace]
@@ -88,7 +88,9 @@ def test_the_time_limit_is_kept() -> None:
         return now[0]
 
     found = search(
-        paper_pool(), workload(), Settings(timing=Peak(), limits=Limits(time_limit_s=1.0), clock=clock)
+        paper_pool(),
+        workload(),
+        SearchSettings(timing=PeakCosts(), limits=SearchLimits(time_limit_s=1.0), clock=clock),
     )
     assert not found.converged
     assert now[0] <= 1.1
@@ -96,7 +98,7 @@ def test_the_time_limit_is_kept() -> None:
 
 def test_every_gpu_is_in_one_group_or_idle() -> None:
     pool = paper_pool()
-    found = search(pool, workload(), Settings(timing=Calibrated(), limits=SHORT, max_group_gpus=6))
+    found = search(pool, workload(), SearchSettings(timing=CalibratedCosts(), limits=SHORT, max_group_gpus=6))
     everything = joined([*(group.takes for group in found.state.groups), found.state.idle])
     assert everything == tuple((i, node.gpus) for i, node in enumerate(pool.nodes))
     assert all(size_of(group.takes) <= 6 for group in found.state.groups)
@@ -104,7 +106,7 @@ def test_every_gpu_is_in_one_group_or_idle() -> None:
 
 
 def test_without_mixed_replicas_when_told_so() -> None:
-    settings = Settings(phases=("prefill", "decode"), timing=Peak(), limits=SHORT)
+    settings = SearchSettings(phases=("prefill", "decode"), timing=PeakCosts(), limits=SHORT)
     found = search(paper_pool(), workload(), settings)
     assert {group.phase for group in found.state.groups} == {0, 1}
 
@@ -122,7 +124,7 @@ def test_clusters_keep_to_fast_links() -> None:
 def test_a_model_that_fits_nowhere_is_one_clear_line() -> None:
     pool = uniform_pool([catalog_node("a", "L4", 1)], 10.0)
     with pytest.raises(CapacityError, match="LLaMA-30B cannot be served on this pool within 3 s"):
-        search(pool, workload(), Settings(limits=SHORT))
+        search(pool, workload(), SearchSettings(limits=SHORT))
 
 
 def test_bad_pools_are_one_clear_line() -> None:

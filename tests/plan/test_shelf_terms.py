@@ -12,15 +12,15 @@ from hypothesis import strategies as st
 from plan_problems import a_problem, an_ask
 
 from potluck.core.values.plan import Template
-from potluck.core.values.terms import Terms
+from potluck.core.values.terms import ModelTerms
 from potluck.core.values.types import Slo
 from potluck.plan.allocate.flow_price import Duals, Pricer
 from potluck.plan.assemble.codecs import solved
-from potluck.plan.assemble.columns import Columns, columns
-from potluck.plan.problem import Problem
-from potluck.plan.strategies import STRATEGIES, Settings, Workshop
-from potluck.plan.strategies.grow import copy_costs
-from potluck.plan.templates.shelf import pipelines, shelf_of
+from potluck.plan.assemble.columns import ProgramColumns, columns
+from potluck.plan.problem import PlanningProblem
+from potluck.plan.strategies import STRATEGIES, SolveSettings, TemplateFactory
+from potluck.plan.strategies.column_growth import copy_costs
+from potluck.plan.templates.placement_table import pipelines, shelf_of
 
 ONE = ((1500, 200, 1.0),)
 OFFERS = {
@@ -29,7 +29,7 @@ OFFERS = {
 }
 
 
-def the_problem(terms: Terms) -> Problem:
+def the_problem(terms: ModelTerms) -> PlanningProblem:
     """Two models; reserved and spot nodes, head nodes and storage that are paid for."""
     phi = an_ask("phi", model="Phi-4", rate_per_s=1.5, slo=Slo(3.0, 0.1), lengths=ONE)
     problem = a_problem(replace(phi, terms=terms), an_ask("chat", lengths=ONE), offers=OFFERS)
@@ -42,24 +42,24 @@ def the_problem(terms: Terms) -> Problem:
     return replace(problem, regions=(east, west))
 
 
-TERMS = Terms(min_copies=1, max_copies=9, max_gpu_kinds=2)
+TERMS = ModelTerms(min_copies=1, max_copies=9, max_gpu_kinds=2)
 
 
 @cache
-def priced() -> tuple[Problem, Columns]:
+def priced() -> tuple[PlanningProblem, ProgramColumns]:
     problem = the_problem(TERMS)
     return problem, columns(problem, {ask.name: every(problem, ask.name, 6) for ask in problem.asks})
 
 
-def every(problem: Problem, name: str, few: int) -> list[Template]:
+def every(problem: PlanningProblem, name: str, few: int) -> list[Template]:
     ask = next(each for each in problem.asks if each.name == name)
-    return pipelines(problem, ask, Workshop(problem).prices, few=few)
+    return pipelines(problem, ask, TemplateFactory(problem).prices, few=few)
 
 
 @cache
 def everything() -> tuple[Template, ...]:
     """All pipelines of the first model, which know nothing of terms."""
-    return tuple(every(the_problem(Terms()), "phi", 10_000))
+    return tuple(every(the_problem(ModelTerms()), "phi", 10_000))
 
 
 @settings(max_examples=15, deadline=None)
@@ -89,15 +89,15 @@ def test_a_placement_costs_what_its_column_would(seed: int, factor: float) -> No
         assert mine[there] == pytest.approx(expected[there])
 
 
-@pytest.mark.parametrize("terms", [Terms(max_copies=3), Terms(max_nodes=3, max_gpu_kinds=1)])
-def test_what_prices_ask_for_is_as_good_as_everything(terms: Terms) -> None:
+@pytest.mark.parametrize("terms", [ModelTerms(max_copies=3), ModelTerms(max_nodes=3, max_gpu_kinds=1)])
+def test_what_prices_ask_for_is_as_good_as_everything(terms: ModelTerms) -> None:
     """`coral` with the pipelines that were asked for costs what it does with all of them."""
     problem = the_problem(terms)
     problem = replace(problem, asks=problem.asks[:1])
     (ask,) = problem.asks
-    exact = Settings(time_limit_s=30.0, gap_target=1e-7)
-    grown = STRATEGIES["coral"](Workshop(problem), exact)
-    single = Workshop(problem).phased(ask)
+    exact = SolveSettings(time_limit_s=30.0, gap_target=1e-7)
+    grown = STRATEGIES["coral"](TemplateFactory(problem), exact)
+    single = TemplateFactory(problem).phased(ask)
     _, answer = solved(problem, {ask.name: [*single, *everything()]}, gap_target=1e-7)
     assert grown.allocation.found == answer.found
     if answer.found:
@@ -105,16 +105,18 @@ def test_what_prices_ask_for_is_as_good_as_everything(terms: Terms) -> None:
 
 
 def test_rows_that_may_run_nowhere_are_not_asked_for() -> None:
-    problem = the_problem(Terms(max_nodes=2, nodes=("1xL4",), regions=("east",)))
+    problem = the_problem(ModelTerms(max_nodes=2, nodes=("1xL4",), regions=("east",)))
     ask = problem.asks[0]
-    shelf = shelf_of(problem, ask)
-    few = len(shelf.per_s)
+    placement_table = shelf_of(problem, ask)
+    few = len(placement_table.per_s)
     costs = np.zeros((2, few))
-    chosen = shelf.worth(problem, ask, costs, np.ones((2, len(ask.demands), 2)), few, 1.0)
+    chosen = placement_table.worth(problem, ask, costs, np.ones((2, len(ask.demands), 2)), few, 1.0)
     names = [node.name for node in problem.nodes]
     for row in chosen.tolist():
-        used = {names[c]: int(n) for c, n in enumerate(shelf.uses[row]) if n}
+        used = {names[c]: int(n) for c, n in enumerate(placement_table.uses[row]) if n}
         assert set(used) == {"1xL4"}
         assert used["1xL4"] <= 2
-    free = replace(ask, terms=Terms())
-    assert len(shelf.worth(problem, free, costs, np.ones((2, len(ask.demands), 2)), few, 1.0)) > len(chosen)
+    free = replace(ask, terms=ModelTerms())
+    assert len(
+        placement_table.worth(problem, free, costs, np.ones((2, len(ask.demands), 2)), few, 1.0)
+    ) > len(chosen)

@@ -11,11 +11,11 @@ from potluck.core.values.layout import StageNode
 from potluck.core.values.plan import Plan, plan_from_json, plan_to_json
 from potluck.core.values.types import LengthBin, Slo, Traffic
 from potluck.plan.check.verify import verify
-from potluck.plan.strategies import STRATEGIES, Settings, Workshop
+from potluck.plan.strategies import STRATEGIES, SolveSettings, TemplateFactory
+from potluck.runtime.resolved_plan import ResolvedPlan
 from potluck.sim.load.workload import of_traffic
 from potluck.sim.run import simulate
-from potluck.sim.settings import Settings as Running
-from potluck.worlds.scene import Scene
+from potluck.sim.sim_settings import SimSettings as Running
 
 LENGTHS = ((1500.0, 300.0, 1.0),)
 ASK = an_ask("deep", "DeepSeek-V3", 20.0, Slo(2.0, 0.08), lengths=LENGTHS)
@@ -24,7 +24,7 @@ PROBLEM = a_problem(ASK, offers={"here": {"8xH200": (40.0, 8)}})
 
 @pytest.fixture(scope="module")
 def plan() -> Plan:
-    return STRATEGIES["prfaas"](Workshop(PROBLEM), Settings(time_limit_s=20.0)).plan
+    return STRATEGIES["prfaas"](TemplateFactory(PROBLEM), SolveSettings(time_limit_s=20.0)).plan
 
 
 def how(plan: Plan) -> set[str]:
@@ -32,7 +32,7 @@ def how(plan: Plan) -> set[str]:
 
 
 def test_a_mixture_has_layouts_with_spread_experts_and_a_dense_model_none() -> None:
-    made = Workshop(PROBLEM).homogeneous(ASK)
+    made = TemplateFactory(PROBLEM).homogeneous(ASK)
     assert any(" dp8 ep8" in template.name for template in made)
     assert len({template.name for template in made}) == len(made)
     dense = a_problem(an_ask(), offers={"here": {"2xL4": (1.6, 8)}})
@@ -40,7 +40,7 @@ def test_a_mixture_has_layouts_with_spread_experts_and_a_dense_model_none() -> N
 
 
 def how_of(problem: object) -> list[str]:
-    shop = Workshop(problem)  # type: ignore[arg-type]
+    shop = TemplateFactory(problem)  # type: ignore[arg-type]
     made = shop.homogeneous(shop.problem.asks[0])
     return [r.layout.stages[0].nodes[0].ep for t in made for r in t.replicas]
 
@@ -56,9 +56,11 @@ def test_a_plan_with_spread_experts_is_sound_and_survives_its_file(plan: Plan) -
 
 
 def test_the_simulator_times_it(plan: Plan) -> None:
-    scene = Scene(plan, {"deep": ASK.model}, PROBLEM.by_name, PROBLEM.regions, (), {"deep": ASK.slo})
+    resolved = ResolvedPlan(
+        plan, {"deep": ASK.model}, PROBLEM.by_name, PROBLEM.regions, (), {"deep": ASK.slo}
+    )
     load = of_traffic([Traffic("deep", 20.0, tuple(LengthBin(*each) for each in LENGTHS))], 600, 1)
-    result = simulate(scene, load, settings=Running())
+    result = simulate(resolved, load, settings=Running())
     assert (result.records.outcome == 1).all()
     tpot_s = (result.records.finish_s - result.records.first_token_s) / (load.output_tokens - 1)
     assert 0.2 * plan.predictions[0].tpot_s < float(tpot_s.mean()) < 1.2 * plan.predictions[0].tpot_s

@@ -15,7 +15,7 @@ from potluck.perf.operators.network import handover_s
 from potluck.perf.serving.phases import decode_step_s
 from potluck.perf.serving.throughput import MAX_BATCH
 from potluck.perf.sizes.capacity import max_requests, stage_memory
-from potluck.perf.step import steps
+from potluck.perf.step_timer import steps
 from potluck.perf.timers.roofline import roofline
 from potluck.plan.timing.stage_rates import StageRates, largest_tp, stage_rates
 

@@ -12,17 +12,17 @@ from plan_problems import a_problem, an_ask
 from potluck.core.values.plan import Deployment, plan_from_json, plan_to_json
 from potluck.core.values.types import Link, Slo
 from potluck.plan.check.verify import verify
-from potluck.plan.problem import CODECS, Problem
+from potluck.plan.problem import CODECS, PlanningProblem
 from potluck.plan.reasons.explain import explain, without_nodes
-from potluck.plan.strategies import STRATEGIES, Settings, Workshop
-from potluck.plan.strategies.pools import worth_searching
+from potluck.plan.strategies import STRATEGIES, SolveSettings, TemplateFactory
+from potluck.plan.strategies.pool_strategy import worth_searching
 
 NODES = ("1xL40S", "1xA10G", "2xL4", "1xH100", "1xA100", "1xRTX4090")
-QUICK = Settings(time_limit_s=20.0, gap_target=0.0)
+QUICK = SolveSettings(time_limit_s=20.0, gap_target=0.0)
 
 
 @st.composite
-def fleets(draw: st.DrawFn) -> Problem:
+def fleets(draw: st.DrawFn) -> PlanningProblem:
     offers: dict[str, dict[str, tuple[float, int]]] = {}
     for region in ("east", "west")[: draw(st.integers(1, 2))]:
         names = draw(st.lists(st.sampled_from(NODES), min_size=1, max_size=3, unique=True))
@@ -36,11 +36,11 @@ def fleets(draw: st.DrawFn) -> Problem:
 
 @settings(max_examples=6)
 @given(fleets())
-def test_auto_is_never_costlier_and_every_plan_is_sound(problem: Problem) -> None:
+def test_auto_is_never_costlier_and_every_plan_is_sound(problem: PlanningProblem) -> None:
     """Without a written pool `auto` looks for groups of machines only in small fleets, for one model."""
-    workshop = Workshop(problem)
+    factory = TemplateFactory(problem)
     names = [name for name in STRATEGIES if name != "thunderserve" or worth_searching(problem)]
-    plans = {name: STRATEGIES[name](workshop, QUICK).plan for name in names}
+    plans = {name: STRATEGIES[name](factory, QUICK).plan for name in names}
     best = plans["auto"]
     for name, plan in plans.items():
         assert verify(problem, plan) == (), name
@@ -50,13 +50,13 @@ def test_auto_is_never_costlier_and_every_plan_is_sound(problem: Problem) -> Non
 
 
 def test_plans_are_files() -> None:
-    plan = STRATEGIES["auto"](Workshop(a_problem()), QUICK).plan
+    plan = STRATEGIES["auto"](TemplateFactory(a_problem()), QUICK).plan
     assert plan_from_json(plan_to_json(plan)) == plan
 
 
 def test_too_small_a_fleet_gives_the_largest_fraction_and_says_what_binds() -> None:
     problem = a_problem(an_ask(rate_per_s=500.0), offers={"home": {"1xA10G": (1.0, 2)}})
-    outcome = STRATEGIES["auto"](Workshop(problem), QUICK)
+    outcome = STRATEGIES["auto"](TemplateFactory(problem), QUICK)
     assert 0 < outcome.plan.fraction < 1
     assert "1xA10G" in str(outcome.allocation.shortfall)
     assert verify(problem, outcome.plan) == ()
@@ -65,31 +65,31 @@ def test_too_small_a_fleet_gives_the_largest_fraction_and_says_what_binds() -> N
 def test_auto_is_not_costlier_either_when_time_runs_out() -> None:
     """The clock jumps past the limit after a few looks, so the large program cannot be finished."""
 
-    def impatient() -> Settings:
+    def impatient() -> SolveSettings:
         ticks = iter(range(10_000_000))
-        return Settings(time_limit_s=8.0, gap_target=0.0, clock=lambda: float(next(ticks)))
+        return SolveSettings(time_limit_s=8.0, gap_target=0.0, clock=lambda: float(next(ticks)))
 
-    workshop = Workshop(a_problem(an_ask(rate_per_s=25.0)))
-    best = STRATEGIES["auto"](workshop, impatient()).plan
+    factory = TemplateFactory(a_problem(an_ask(rate_per_s=25.0)))
+    best = STRATEGIES["auto"](factory, impatient()).plan
     for name in ("homo", "melange", "prfaas", "cauchy-mc"):
-        plan = STRATEGIES[name](workshop, replace(impatient(), time_limit_s=1.0)).plan
+        plan = STRATEGIES[name](factory, replace(impatient(), time_limit_s=1.0)).plan
         assert (best.fraction, -best.cost_usd_per_h) >= (plan.fraction, -plan.cost_usd_per_h - 1e-9), name
-    assert verify(workshop.problem, best) == ()
+    assert verify(factory.problem, best) == ()
 
 
 def test_running_out_of_time_promises_nothing() -> None:
     """A clock that jumps past the limit at once: whatever comes back, it serves what it says."""
     ticks = iter(range(0, 10_000_000, 1000))
-    late = Settings(time_limit_s=0.5, clock=lambda: float(next(ticks)))
+    late = SolveSettings(time_limit_s=0.5, clock=lambda: float(next(ticks)))
     problem = a_problem(an_ask(rate_per_s=30.0))
-    outcome = STRATEGIES["coral"](Workshop(problem), late)
+    outcome = STRATEGIES["coral"](TemplateFactory(problem), late)
     assert verify(problem, outcome.plan) == ()
     assert outcome.plan.deployments or outcome.plan.fraction == 0
 
 
 def test_an_objective_below_the_physical_minimum_is_said_so() -> None:
     problem = a_problem(an_ask(slo=Slo(0.001, 0.0001, 1.0)))
-    outcome = STRATEGIES["auto"](Workshop(problem), QUICK)
+    outcome = STRATEGIES["auto"](TemplateFactory(problem), QUICK)
     assert outcome.plan.fraction == 0
     assert "chat" in str(outcome.allocation.shortfall)
 
@@ -98,19 +98,19 @@ def test_what_runs_already_is_kept_when_a_change_gains_less_than_it_costs() -> N
     offers = {"home": {"1xL40S": (1.86, 8), "1xA10G": (1.0, 8)}}
     ask = an_ask(rate_per_s=3.0)
     dear = a_problem(ask, offers={"home": {"1xL40S": (1.86, 8), "1xA10G": (1.9, 8)}})
-    before = STRATEGIES["melange"](Workshop(dear), QUICK).plan
+    before = STRATEGIES["melange"](TemplateFactory(dear), QUICK).plan
     cheap = a_problem(ask, offers=offers)
-    free = STRATEGIES["melange"](Workshop(cheap), Settings(running=before)).plan
-    sticky = Problem(cheap.asks, cheap.regions, cheap.nodes, init_penalty=1.0)
-    kept = STRATEGIES["melange"](Workshop(sticky), Settings(running=before)).plan
+    free = STRATEGIES["melange"](TemplateFactory(cheap), SolveSettings(running=before)).plan
+    sticky = PlanningProblem(cheap.asks, cheap.regions, cheap.nodes, init_penalty=1.0)
+    kept = STRATEGIES["melange"](TemplateFactory(sticky), SolveSettings(running=before)).plan
     assert free.cost_usd_per_h < before.cost_usd_per_h
     assert kept.deployments == before.deployments
 
 
 def test_pins_are_kept() -> None:
-    workshop = Workshop(a_problem())
-    name = workshop.mixed(workshop.problem.asks[0])[0].name
-    plan = STRATEGIES["auto"](workshop, Settings(pins=(Deployment(name, "east", 2),))).plan
+    factory = TemplateFactory(a_problem())
+    name = factory.mixed(factory.problem.asks[0])[0].name
+    plan = STRATEGIES["auto"](factory, SolveSettings(pins=(Deployment(name, "east", 2),))).plan
     assert next(each.count for each in plan.deployments if each.template == name) >= 2
 
 
@@ -119,25 +119,25 @@ def test_remote_prefill_crosses_a_link_only_when_there_is_one() -> None:
     ask = an_ask(rate_per_s=12.0, lengths=((6000, 200, 1.0),), slo=Slo(1.5, 0.06))
     offers = {"site": {"1xH100": (3.0, 4)}, "home": {"1xA10G": (0.5, 40)}}
     joined = a_problem(ask, offers=offers, links=(Link("site", "home", 100.0, 0.02),), codecs=CODECS)
-    plan = STRATEGIES["coral"](Workshop(joined), QUICK).plan
+    plan = STRATEGIES["coral"](TemplateFactory(joined), QUICK).plan
     assert {(f.prefill_region, f.decode_region) for f in plan.flows} & {("site", "home")}
-    apart = STRATEGIES["coral"](Workshop(a_problem(ask, offers=offers)), QUICK).plan
+    apart = STRATEGIES["coral"](TemplateFactory(a_problem(ask, offers=offers)), QUICK).plan
     assert all(f.prefill_region == f.decode_region for f in apart.flows)
     assert apart.fraction < 1 or apart.cost_usd_per_h >= plan.cost_usd_per_h
 
 
 def test_reasons_add_up() -> None:
-    workshop = Workshop(a_problem(an_ask(rate_per_s=8.0)))
+    factory = TemplateFactory(a_problem(an_ask(rate_per_s=8.0)))
     planner = STRATEGIES["auto"]
-    outcome = planner(workshop, QUICK)
-    reasons = explain(workshop, outcome, planner, QUICK)
+    outcome = planner(factory, QUICK)
+    reasons = explain(factory, outcome, planner, QUICK)
     for model in reasons.models:
         assert model.served_by
         assert model.next_best_usd_per_h is None or model.next_best_usd_per_h >= -1e-6
     for node in reasons.nodes:
         if node.rented and node.one_fewer_usd_per_h is not None:
             assert node.one_fewer_usd_per_h >= -1e-6
-            less = without_nodes(workshop.problem, node.region, node.node, node.rented - 1)
-            other = planner(Workshop(less), QUICK).plan
+            less = without_nodes(factory.problem, node.region, node.node, node.rented - 1)
+            other = planner(TemplateFactory(less), QUICK).plan
             extra = other.cost_usd_per_h - outcome.plan.cost_usd_per_h
             assert extra == pytest.approx(node.one_fewer_usd_per_h, abs=1e-6)

@@ -9,30 +9,30 @@ from plan_problems import a_problem, an_ask
 
 from potluck.core.errors import InputError
 from potluck.core.values.plan import Deployment, Plan
-from potluck.core.values.terms import Terms
-from potluck.core.values.types import Link, Offer, Slo
+from potluck.core.values.terms import ModelTerms
+from potluck.core.values.types import Link, NodeOffer, Slo
 from potluck.plan.check.verify import verify
-from potluck.plan.problem import Problem
+from potluck.plan.problem import PlanningProblem
 from potluck.plan.reasons.explain import without_nodes
 from potluck.plan.reasons.term_prices import spot_risks, term_prices
-from potluck.plan.strategies import STRATEGIES, Outcome, Settings, Workshop
-from potluck.plan.strategies.base import allocated
-from potluck.plan.timing.cards import wire_bits
+from potluck.plan.strategies import STRATEGIES, PlanOutcome, SolveSettings, TemplateFactory
+from potluck.plan.strategies.template_factory import allocated
+from potluck.plan.timing.network_cards import wire_bits
 
-SETTINGS = Settings(time_limit_s=20.0)
+SETTINGS = SolveSettings(time_limit_s=20.0)
 OFFERS = {"east": {"1xL40S": (1.86, 8), "1xA10G": (1.0, 8)}, "west": {"1xL40S": (2.2, 8)}}
 
 
-def asked(terms: Terms, **more: object) -> Problem:
+def asked(terms: ModelTerms, **more: object) -> PlanningProblem:
     problem = a_problem(replace(an_ask(rate_per_s=5.0), terms=terms), offers=OFFERS)
     return replace(problem, **more)  # type: ignore[arg-type]
 
 
-def planned(problem: Problem, strategy: str = "melange") -> Outcome:
-    return STRATEGIES[strategy](Workshop(problem), SETTINGS)
+def planned(problem: PlanningProblem, strategy: str = "melange") -> PlanOutcome:
+    return STRATEGIES[strategy](TemplateFactory(problem), SETTINGS)
 
 
-def sound(problem: Problem) -> Plan:
+def sound(problem: PlanningProblem) -> Plan:
     plan = planned(problem).plan
     assert plan.fraction == 1
     assert verify(problem, plan) == ()
@@ -43,10 +43,10 @@ def copies(plan: Plan) -> int:
     return sum(each.count for each in plan.deployments)
 
 
-PLAIN = asked(Terms())
+PLAIN = asked(ModelTerms())
 
 
-def offered(problem: Problem, **changes: Offer) -> Problem:
+def offered(problem: PlanningProblem, **changes: NodeOffer) -> PlanningProblem:
     """With other offers in the first region."""
     east = problem.regions[0]
     offers = tuple(changes.get(offer.node.removeprefix("1x"), offer) for offer in east.offers)
@@ -54,21 +54,21 @@ def offered(problem: Problem, **changes: Offer) -> Problem:
 
 
 def test_one_node_more_than_is_needed() -> None:
-    plain, plan = sound(PLAIN), sound(asked(Terms(survive="node")))
+    plain, plan = sound(PLAIN), sound(asked(ModelTerms(survive="node")))
     assert copies(plan) > copies(plain)
     assert all(share.rate_per_s > 0 for share in plan.shares)
     assert len(plan.shares) >= len(plan.deployments)  # none of them idle until it is needed
     fewer = replace(plan, deployments=plain.deployments, templates=plain.templates, shares=plain.shares)
-    assert any("without a node of" in line for line in verify(asked(Terms(survive="node")), fewer))
+    assert any("without a node of" in line for line in verify(asked(ModelTerms(survive="node")), fewer))
 
 
 def test_spot_nodes_of_a_type_are_of_that_type_for_homo() -> None:
     """Its one type may be rented both ways, so that a share on spot can be kept."""
-    twin = replace(PLAIN.node("1xL40S"), name="1xL40S spot")
-    problem = asked(Terms(max_spot_share=0.0))
+    hedge = replace(PLAIN.node("1xL40S"), name="1xL40S spot")
+    problem = asked(ModelTerms(max_spot_share=0.0))
     east = problem.regions[0]
-    offers = (*east.offers, Offer("1xL40S spot", 0.4, 8, spot=True, preemptions_per_h=0.1))
-    problem = replace(problem, regions=(replace(east, offers=offers),), nodes=(*problem.nodes, twin))
+    offers = (*east.offers, NodeOffer("1xL40S spot", 0.4, 8, spot=True, preemptions_per_h=0.1))
+    problem = replace(problem, regions=(replace(east, offers=offers),), nodes=(*problem.nodes, hedge))
     plan = planned(problem, "homo").plan
     assert plan.fraction == 1
     assert {node for _, node in plan.nodes} == {"1xL40S"}
@@ -76,19 +76,19 @@ def test_spot_nodes_of_a_type_are_of_that_type_for_homo() -> None:
 
 
 def test_a_region_may_go() -> None:
-    plan = sound(asked(Terms(survive="region", survive_share=0.5)))
+    plan = sound(asked(ModelTerms(survive="region", survive_share=0.5)))
     assert {each.region for each in plan.deployments} == {"east", "west"}
 
 
 def test_a_share_on_spot() -> None:
-    cheap = Offer("1xA10G", 0.3, 8, spot=True, preemptions_per_h=0.1)
-    free = offered(asked(Terms()), A10G=cheap)
+    cheap = NodeOffer("1xA10G", 0.3, 8, spot=True, preemptions_per_h=0.1)
+    free = offered(asked(ModelTerms()), A10G=cheap)
     all_spot = sound(free)
     assert {node for _, node in all_spot.nodes} == {"1xA10G"}
     (risk,) = spot_risks(free, all_spot)
     assert risk.served_without == 0
     assert risk.preemptions_per_h == pytest.approx(0.1 * risk.spot_nodes)
-    half = offered(asked(Terms(max_spot_share=0.5)), A10G=cheap)
+    half = offered(asked(ModelTerms(max_spot_share=0.5)), A10G=cheap)
     plan = sound(half)
     assert spot_risks(half, plan)[0].served_without >= 0.5
     assert any(charge.what == "preemptions" for charge in plan.charges)
@@ -98,19 +98,21 @@ def test_a_share_on_spot() -> None:
 @pytest.mark.parametrize(
     "terms",
     [
-        Terms(regions=("west",)),
-        Terms(residency=("west",)),
-        Terms(nodes=("1xL40S",)),
-        Terms(min_copies=5),
-        Terms(max_copies=3),
-        Terms(max_gpu_kinds=1),
-        Terms(max_nodes=1, max_stages=1),
+        ModelTerms(regions=("west",)),
+        ModelTerms(residency=("west",)),
+        ModelTerms(nodes=("1xL40S",)),
+        ModelTerms(min_copies=5),
+        ModelTerms(max_copies=3),
+        ModelTerms(max_gpu_kinds=1),
+        ModelTerms(max_nodes=1, max_stages=1),
     ],
 )
-def test_limits_are_kept_and_rechecked(terms: Terms) -> None:
+def test_limits_are_kept_and_rechecked(terms: ModelTerms) -> None:
     problem = asked(terms)
     plan = sound(problem)
-    other = replace(PLAIN, asks=(replace(PLAIN.asks[0], terms=Terms(nodes=("1xA10G",), regions=("east",))),))
+    other = replace(
+        PLAIN, asks=(replace(PLAIN.asks[0], terms=ModelTerms(nodes=("1xA10G",), regions=("east",))),)
+    )
     if terms.regions or terms.residency or terms.nodes:
         assert verify(problem, sound(other))
     if terms.min_copies:
@@ -121,18 +123,18 @@ def test_limits_are_kept_and_rechecked(terms: Terms) -> None:
 
 
 def test_too_few_copies_allowed_serve_what_they_can() -> None:
-    outcome = planned(asked(Terms(max_copies=1)))
+    outcome = planned(asked(ModelTerms(max_copies=1)))
     assert 0 < outcome.plan.fraction < 1
     assert "at most 1 copies of chat" in str(outcome.allocation.shortfall)
 
 
 def test_reserved_nodes_cost_nothing_more() -> None:
     plain = sound(PLAIN)
-    paid = offered(PLAIN, L40S=Offer("1xL40S", 1.86, 8, reserved=8))
+    paid = offered(PLAIN, L40S=NodeOffer("1xL40S", 1.86, 8, reserved=8))
     plan = sound(paid)
     assert plan.cost_usd_per_h == pytest.approx(0.0)
     assert plain.cost_usd_per_h > 1
-    one = offered(PLAIN, L40S=Offer("1xL40S", 1.86, 8, reserved=1))
+    one = offered(PLAIN, L40S=NodeOffer("1xL40S", 1.86, 8, reserved=1))
     assert sound(one).cost_usd_per_h == pytest.approx(plain.cost_usd_per_h - 1.86)
     few = without_nodes(paid, "east", "1xL40S", 2)  # fewer than are reserved
     assert verify(few, planned(few).plan) == ()
@@ -162,10 +164,10 @@ def test_egress_is_paid_for_and_shown() -> None:
         offers={"east": {"1xA10G": (0.4, 8)}, "west": {"1xL40S": (0.5, 1)}},
         links=links,
     )
-    workshop = Workshop(problem)
-    made = workshop.phased(problem.asks[0])
+    factory = TemplateFactory(problem)
+    made = factory.phased(problem.asks[0])
     few = [t for t in made if t.replicas[0].role == ("prefill" if "A10G" in t.name else "decode")]
-    outcome = allocated(workshop, SETTINGS, "prfaas", {"chat": few})
+    outcome = allocated(factory, SETTINGS, "prfaas", {"chat": few})
     plan = outcome.plan
     assert plan.fraction == 1
     assert verify(problem, plan) == ()
@@ -181,15 +183,15 @@ def test_egress_is_paid_for_and_shown() -> None:
 
 
 def test_every_term_has_its_price() -> None:
-    problem = asked(Terms(survive="node", regions=("west",)))
-    workshop = Workshop(problem)
-    outcome = STRATEGIES["melange"](workshop, SETTINGS)
-    prices = {each.term: each for each in term_prices(workshop, outcome, STRATEGIES["melange"], SETTINGS)}
+    problem = asked(ModelTerms(survive="node", regions=("west",)))
+    factory = TemplateFactory(problem)
+    outcome = STRATEGIES["melange"](factory, SETTINGS)
+    prices = {each.term: each for each in term_prices(factory, outcome, STRATEGIES["melange"], SETTINGS)}
     assert set(prices) == {"redundancy", "regions"}
     for price in prices.values():
         assert price.extra_usd_per_h is not None
         assert price.extra_usd_per_h > 0
-    without = sound(asked(Terms(regions=("west",))))
+    without = sound(asked(ModelTerms(regions=("west",))))
     saved = outcome.plan.total_usd_per_h - without.total_usd_per_h
     assert prices["redundancy"].extra_usd_per_h == pytest.approx(saved)
 
@@ -197,11 +199,11 @@ def test_every_term_has_its_price() -> None:
 @pytest.mark.parametrize("strategy", ["cauchy", "cauchy-ce", "thunderserve"])
 def test_strategies_with_rules_of_their_own_refuse(strategy: str) -> None:
     with pytest.raises(InputError, match="cannot keep redundancy of chat"):
-        planned(asked(Terms(survive="node")), strategy)
+        planned(asked(ModelTerms(survive="node")), strategy)
 
 
 def test_cauchy_keeps_to_regions() -> None:
-    problem = asked(Terms(regions=("west",)))
+    problem = asked(ModelTerms(regions=("west",)))
     plan = planned(problem, "cauchy").plan
     assert {each.region for each in plan.deployments} == {"west"}
     assert verify(problem, plan) == ()
@@ -209,7 +211,7 @@ def test_cauchy_keeps_to_regions() -> None:
     assert any("let it run" in line for line in verify(problem, moved))
 
 
-def two(low: Terms, high: Terms, nodes: int) -> Problem:
+def two(low: ModelTerms, high: ModelTerms, nodes: int) -> PlanningProblem:
     asks = (
         replace(an_ask("low", rate_per_s=6.0), terms=low),
         replace(an_ask("high", rate_per_s=6.0), terms=high),
@@ -220,9 +222,9 @@ def two(low: Terms, high: Terms, nodes: int) -> Problem:
 @pytest.mark.parametrize("spare", [False, True])
 def test_who_has_priority_is_served_first(spare: bool) -> None:
     """Nodes for about one of two models: alike half of each, by priority all of one and the rest of the other."""
-    high = Terms(priority=1, survive="node" if spare else None)
-    problem = two(Terms(), high, 5 if spare else 4)
-    alike = planned(two(Terms(), replace(high, priority=0), 5 if spare else 4)).plan
+    high = ModelTerms(priority=1, survive="node" if spare else None)
+    problem = two(ModelTerms(), high, 5 if spare else 4)
+    alike = planned(two(ModelTerms(), replace(high, priority=0), 5 if spare else 4)).plan
     plan = planned(problem).plan
     assert alike.fraction_of("high") == alike.fraction_of("low") == alike.fraction < 1
     assert plan.fraction_of("high") == 1
@@ -233,6 +235,6 @@ def test_who_has_priority_is_served_first(spare: bool) -> None:
 
 
 def test_priorities_change_nothing_where_all_fits() -> None:
-    plan = planned(two(Terms(priority=-3), Terms(priority=5), 16)).plan
+    plan = planned(two(ModelTerms(priority=-3), ModelTerms(priority=5), 16)).plan
     assert plan.fraction == 1
     assert all(each.fraction is None for each in plan.predictions)

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from potluck.core.errors import InputError
-from potluck.plan.allocate.program import Bucket, Fleet, FlowProgram, LinkRow, ModelColumns
+from potluck.plan.allocate.program import DemandBucket, FlowProgram, LinkRow, ModelColumns, NodeSupply
 from potluck.plan.allocate.solve import solve
 from potluck.plan.strategies.threshold import (
     Curve,
@@ -82,14 +82,14 @@ def test_the_allocation_program_finds_the_same_optimum() -> None:
     groups = np.array_split(np.arange(len(LENGTHS.tokens)), 32)
     tokens = np.array([LENGTHS.tokens[group].mean() for group in groups])
     asked = 10.0
-    buckets = tuple(Bucket(f"{int(t)}", asked / len(groups), float(KV.at(t)) * 8) for t in tokens)
+    buckets = tuple(DemandBucket(f"{int(t)}", asked / len(groups), float(KV.at(t)) * 8) for t in tokens)
     none = np.zeros((3, len(groups)))
     prefill, decode = none.copy(), none.copy()
     prefill[0] = 1 / H200_S.at(tokens)
     prefill[1] = 1 / H20_S.at(tokens)
     decode[2] = 1 / HOLD_S
     uses = np.array([[1, 0], [0, 1], [0, 1]], np.uint8)
-    fleet = Fleet(("away", "home"), ("H200", "H20"), np.ones((2, 2)), np.array([[4, 0], [0, 8]]))
+    fleet = NodeSupply(("away", "home"), ("H200", "H20"), np.ones((2, 2)), np.array([[4, 0], [0, 8]]))
     program = FlowProgram(
         fleet,
         (ModelColumns("1T", buckets, uses, prefill, decode, none),),

@@ -10,16 +10,16 @@ from plan_problems import a_problem, an_ask
 from potluck.core.values.types import Slo
 from potluck.plan.check.verify import verify
 from potluck.plan.reasons.unservable import budget_that_would_do, planned_rest, within_context
-from potluck.plan.strategies import STRATEGIES, Settings, Workshop
+from potluck.plan.strategies import STRATEGIES, SolveSettings, TemplateFactory
 
 PLAN = STRATEGIES["melange"]
-QUICK = Settings(time_limit_s=10.0)
+QUICK = SolveSettings(time_limit_s=10.0)
 
 
 def test_one_model_out_of_reach_does_not_refuse_the_others() -> None:
     problem = a_problem(an_ask(rate_per_s=2.0), an_ask("strict", slo=Slo(0.001, 0.0001)))
-    assert PLAN(Workshop(problem), QUICK).plan.fraction == 0
-    shop, outcome, notes = planned_rest(PLAN, Workshop(problem), QUICK)
+    assert PLAN(TemplateFactory(problem), QUICK).plan.fraction == 0
+    shop, outcome, notes = planned_rest(PLAN, TemplateFactory(problem), QUICK)
     assert outcome.plan.fraction == 1
     assert verify(shop.problem, outcome.plan) == ()
     assert {t.model for t in outcome.plan.templates} == {"chat"}
@@ -33,27 +33,27 @@ def test_requests_beyond_the_context_are_left_out_and_told() -> None:
     assert [demand.rate_per_s for demand in problem.asks[0].demands] == pytest.approx([1.8, 0.0])
     assert "10 % of its requests are longer than its context" in notes[0]
     assert within_context(problem) == (problem, ())
-    _, outcome, said = planned_rest(PLAN, Workshop(a_problem(ask)), QUICK)
+    _, outcome, said = planned_rest(PLAN, TemplateFactory(a_problem(ask)), QUICK)
     assert outcome.plan.fraction == 1
     assert said == notes
 
 
 def test_the_budget_that_would_do_is_what_a_plan_without_one_costs() -> None:
     rich = a_problem(an_ask(rate_per_s=20.0))
-    cost = PLAN(Workshop(rich), QUICK).plan.cost_usd_per_h
+    cost = PLAN(TemplateFactory(rich), QUICK).plan.cost_usd_per_h
     poor = a_problem(an_ask(rate_per_s=20.0), budget_usd_per_h=cost / 2)
-    assert PLAN(Workshop(poor), QUICK).plan.fraction < 1
-    assert budget_that_would_do(PLAN, Workshop(poor), QUICK) == pytest.approx(cost)
-    assert budget_that_would_do(PLAN, Workshop(rich), QUICK) is None
+    assert PLAN(TemplateFactory(poor), QUICK).plan.fraction < 1
+    assert budget_that_would_do(PLAN, TemplateFactory(poor), QUICK) == pytest.approx(cost)
+    assert budget_that_would_do(PLAN, TemplateFactory(rich), QUICK) is None
 
 
 def test_nothing_is_rented_for_nothing() -> None:
     """Where not even one copy can be had, no copy is rented; where some is served, every copy has work."""
     two = (an_ask(rate_per_s=2.0), an_ask("second", rate_per_s=2.0))
-    none = PLAN(Workshop(a_problem(*two, budget_usd_per_h=0.5)), QUICK).plan
+    none = PLAN(TemplateFactory(a_problem(*two, budget_usd_per_h=0.5)), QUICK).plan
     assert none.fraction == 0
     assert none.deployments == ()
-    some = PLAN(Workshop(a_problem(an_ask(rate_per_s=500.0), budget_usd_per_h=17.0)), QUICK).plan
+    some = PLAN(TemplateFactory(a_problem(an_ask(rate_per_s=500.0), budget_usd_per_h=17.0)), QUICK).plan
     busy = {(share.template, share.region) for share in some.shares if share.rate_per_s > 0}
     assert {(each.template, each.region) for each in some.deployments} == busy
 
@@ -65,15 +65,15 @@ def test_where_not_a_copy_of_each_fits_the_budget_what_can_be_served_is(strategy
     large = an_ask("large", model="Llama-3-70B", slo=Slo(5.0, 0.1), lengths=one)
     offers = {"east": {"1xL40S": (1.86, 8), "8xH100": (50.0, 2)}}
     problem = a_problem(large, small, offers=offers, budget_usd_per_h=8.0)
-    outcome = STRATEGIES[strategy](Workshop(problem), Settings(20.0))
+    outcome = STRATEGIES[strategy](TemplateFactory(problem), SolveSettings(20.0))
     plan = outcome.plan
     assert (plan.fraction_of("small"), plan.fraction_of("large")) == (1.0, 0.0)
     assert 0 < plan.cost_usd_per_h <= 8.0
     assert not verify(problem, plan)
-    alone = STRATEGIES[strategy](Workshop(a_problem(small, offers=offers)), Settings(20.0)).plan
+    alone = STRATEGIES[strategy](TemplateFactory(a_problem(small, offers=offers)), SolveSettings(20.0)).plan
     assert plan.cost_usd_per_h == pytest.approx(alone.cost_usd_per_h), "and for no more than it costs"
     urgent = replace(large, terms=replace(large.terms, priority=1))
     first = STRATEGIES[strategy](
-        Workshop(a_problem(urgent, small, offers=offers, budget_usd_per_h=60.0)), Settings(20.0)
+        TemplateFactory(a_problem(urgent, small, offers=offers, budget_usd_per_h=60.0)), SolveSettings(20.0)
     ).plan
     assert first.fraction_of("large") == pytest.approx(1.0)

@@ -7,15 +7,15 @@ from dataclasses import replace
 import pytest
 from plan_problems import a_problem, an_ask
 
-from potluck.core.values.plan import Deployment, Plan, Share
+from potluck.core.values.plan import Deployment, Plan, PlannedShare
 from potluck.core.values.types import Link
 from potluck.plan.check.verify import verify
-from potluck.plan.strategies import STRATEGIES, Settings, Workshop
+from potluck.plan.strategies import STRATEGIES, SolveSettings, TemplateFactory
 
 TWO = {"east": {"1xH100": (6.9, 3)}, "west": {"1xA10G": (1.0, 12), "1xL40S": (1.86, 4)}}
 LINKS = (Link("east", "west", 50.0, 0.02), Link("west", "east", 50.0, 0.02))
 PROBLEM = a_problem(an_ask(rate_per_s=40.0), offers=TWO, links=LINKS)
-PLAN = STRATEGIES["coral"](Workshop(PROBLEM), Settings()).plan
+PLAN = STRATEGIES["coral"](TemplateFactory(PROBLEM), SolveSettings()).plan
 
 
 def says(plan: Plan, words: str) -> None:
@@ -78,7 +78,7 @@ def test_names_that_do_not_exist() -> None:
     says(
         replace(PLAN, deployments=(*PLAN.deployments, Deployment(PLAN.templates[0].name, "mars", 1))), "mars"
     )
-    ghost = Share(PLAN.templates[0].name, "mars", 0, "prefill", 1.0)
+    ghost = PlannedShare(PLAN.templates[0].name, "mars", 0, "prefill", 1.0)
     says(replace(PLAN, shares=(*PLAN.shares, ghost)), "not deployed")
 
 

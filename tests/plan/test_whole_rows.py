@@ -13,9 +13,9 @@ from potluck.plan.allocate.deadline import Deadline
 from potluck.plan.allocate.flow import settle, start_vector
 from potluck.plan.allocate.flow_price import Pricer, relax_flow
 from potluck.plan.allocate.flow_rows import FlowRows
-from potluck.plan.allocate.program import Bucket, Fleet, FlowProgram, Key, ModelColumns
+from potluck.plan.allocate.integrality import with_whole_rows
+from potluck.plan.allocate.program import ColumnKey, DemandBucket, FlowProgram, ModelColumns, NodeSupply
 from potluck.plan.allocate.solve import solve
-from potluck.plan.allocate.whole import with_whole_rows
 
 LIMIT_S = 60.0
 
@@ -47,7 +47,7 @@ def test_no_plan_breaks_a_row(make: type[FlowProgram]) -> None:
             continue
         rows = found[0].limits[len(program.limits) :]
         keys = [
-            Key(m, t, r)
+            ColumnKey(m, t, r)
             for m, model in enumerate(program.models)
             for t in range(len(model.uses))
             for r in range(len(program.fleet.regions))
@@ -72,8 +72,8 @@ def test_no_plan_breaks_a_row(make: type[FlowProgram]) -> None:
 def test_a_tenth_of_a_copy_is_paid_for_as_one() -> None:
     """One node does ten times what is asked: a relaxation rents a tenth of it, and with the rows all of it."""
     none, one = np.zeros((1, 1)), np.array([[10.0]])
-    model = ModelColumns("m", (Bucket("b", 1.0, 0.0),), np.ones((1, 1), np.uint8), none, none, one)
-    fleet = Fleet(("here",), ("a",), np.array([[7.0]]), np.array([[5]]))
+    model = ModelColumns("m", (DemandBucket("b", 1.0, 0.0),), np.ones((1, 1), np.uint8), none, none, one)
+    fleet = NodeSupply(("here",), ("a",), np.array([[7.0]]), np.array([[5]]))
     found = strengthened(FlowProgram(fleet, (model,)))
     assert found is not None
     assert found[1] == pytest.approx(0.7)
@@ -83,8 +83,8 @@ def test_a_tenth_of_a_copy_is_paid_for_as_one() -> None:
 def test_prices_are_those_of_single_units() -> None:
     """What one more request a second costs is asked of the relaxation without these rows."""
     none, one = np.zeros((1, 1)), np.array([[10.0]])
-    model = ModelColumns("m", (Bucket("b", 1.0, 0.0),), np.ones((1, 1), np.uint8), none, none, one)
-    fleet = Fleet(("here",), ("a",), np.array([[7.0]]), np.array([[5]]))
+    model = ModelColumns("m", (DemandBucket("b", 1.0, 0.0),), np.ones((1, 1), np.uint8), none, none, one)
+    fleet = NodeSupply(("here",), ("a",), np.array([[7.0]]), np.array([[5]]))
     found = solve(FlowProgram(fleet, (model,)), time_limit_s=LIMIT_S)
     assert found.cost_usd_per_h == pytest.approx(7.0)
     assert found.prices.demands_usd_per_h == pytest.approx((0.7,))

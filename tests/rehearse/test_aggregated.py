@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 from potluck.catalog import models, nodes
-from potluck.core.values.types import LengthBin, Offer, Region, Slo, Traffic
+from potluck.core.values.types import LengthBin, NodeOffer, Region, Slo, Traffic
 from potluck.plan.check.verify import verify
-from potluck.plan.problem import Problem, ask
-from potluck.plan.strategies import Settings, Workshop
-from potluck.plan.strategies.base import allocated
+from potluck.plan.problem import PlanningProblem, ask
+from potluck.plan.strategies import SolveSettings, TemplateFactory
+from potluck.plan.strategies.template_factory import allocated
+from potluck.runtime.replica_models import ReplicaModels
+from potluck.runtime.resolved_plan import DEFAULT_ENGINE, ResolvedPlan
 from potluck.sim.load.workload import of_traffic
 from potluck.sim.results.metrics import summarise
-from potluck.sim.results.planned import compared, disagreements
+from potluck.sim.results.plan_comparison import compared, disagreements
 from potluck.sim.run import simulate
-from potluck.worlds.kits import Kits
-from potluck.worlds.scene import DEFAULT_ENGINE, Scene
 
 TRAFFIC = Traffic("big", 1.5, (LengthBin(800, 100, 1.0),))
 
@@ -21,15 +21,17 @@ TRAFFIC = Traffic("big", 1.5, (LengthBin(800, 100, 1.0),))
 def test_a_plan_of_such_pipelines_runs_as_planned() -> None:
     wanted = ask("big", models.model("LLaMA-30B"), Slo(3.0, 0.2), TRAFFIC)
     kind = nodes.node_type("2xRTX4090")
-    problem = Problem((wanted,), (Region("here", (Offer(kind.name, 1.0, 6),)),), (kind,))
-    shop = Workshop(problem)
-    plan = allocated(shop, Settings(time_limit_s=5.0), "aggregated", {"big": shop.aggregated(wanted)}).plan
+    problem = PlanningProblem((wanted,), (Region("here", (NodeOffer(kind.name, 1.0, 6),)),), (kind,))
+    shop = TemplateFactory(problem)
+    plan = allocated(
+        shop, SolveSettings(time_limit_s=5.0), "aggregated", {"big": shop.aggregated(wanted)}
+    ).plan
     assert plan.fraction == 1
     assert verify(problem, plan) == ()
     (template,) = {plan.template(each.template) for each in plan.deployments}
     assert template.replicas[0].role == "mixed"
     assert len(template.replicas[0].layout.stages) > 1
-    world = Scene(
+    world = ResolvedPlan(
         plan,
         {"big": wanted.model},
         problem.by_name,
@@ -38,9 +40,9 @@ def test_a_plan_of_such_pipelines_runs_as_planned() -> None:
         {"big": wanted.slo},
         {"big": (800.0, 100.0)},
     )
-    kits = Kits(world)
-    kits.learn(plan)
-    engine = kits.kits[template.name, 0].engine
+    replica_models = ReplicaModels(world)
+    replica_models.learn(plan)
+    engine = replica_models.replica_models[template.name, 0].engine
     assert engine.token_budget < DEFAULT_ENGINE.token_budget, "turns of the planned length"
     result = simulate(world, of_traffic([TRAFFIC], 300, 0, 0.1))
     (seen,) = summarise(result).models

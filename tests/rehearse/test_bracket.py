@@ -7,7 +7,7 @@ from math import ceil
 from hypothesis import given
 from hypothesis import strategies as st
 
-from potluck.rehearse.bracket import Bracket, refuted, told
+from potluck.rehearse.bracket import FactorBracket, refuted, told
 
 FLOOR, CEILING, TOLERANCE = 0.8, 16.0, 0.05
 
@@ -15,7 +15,7 @@ FLOOR, CEILING, TOLERANCE = 0.8, 16.0, 0.05
 @given(needed=st.floats(0.3, 20.0), copy=st.floats(0.02, 0.5))
 def test_finds_the_least_that_holds_when_more_is_better(needed: float, copy: float) -> None:
     """Whole copies, each `copy` of the demand: what a plan has is its factor rounded up."""
-    bracket = Bracket(FLOOR, CEILING)
+    bracket = FactorBracket(FLOOR, CEILING)
     tried = []
     while not bracket.done:
         at = bracket.factor
@@ -37,7 +37,7 @@ def test_finds_the_least_that_holds_when_more_is_better(needed: float, copy: flo
 @given(truth=st.lists(st.booleans(), min_size=60, max_size=60))
 def test_ends_in_any_world_and_only_with_what_held(truth: list[bool]) -> None:
     """Nothing need be monotone: whatever is settled on has been seen to hold."""
-    bracket = Bracket(FLOOR, CEILING)
+    bracket = FactorBracket(FLOOR, CEILING)
     answers: dict[float, bool] = {}
     for holds in truth:
         if bracket.done:
@@ -55,14 +55,14 @@ def test_ends_in_any_world_and_only_with_what_held(truth: list[bool]) -> None:
 
 
 def test_stops_where_no_cheaper_plan_can_be() -> None:
-    bracket = told(Bracket(FLOOR, CEILING), 1.0, 10.0, False, TOLERANCE)
+    bracket = told(FactorBracket(FLOOR, CEILING), 1.0, 10.0, False, TOLERANCE)
     bracket = told(bracket, 1.5, 10.0, True, TOLERANCE)
     assert bracket.done
     assert bracket.held == 1.5
 
 
 def test_a_refuted_factor_is_not_taken_again() -> None:
-    bracket = told(Bracket(FLOOR, CEILING), 1.0, 10.0, False, TOLERANCE)
+    bracket = told(FactorBracket(FLOOR, CEILING), 1.0, 10.0, False, TOLERANCE)
     bracket = refuted(told(bracket, 1.04, 11.0, True, TOLERANCE), 1.04, 11.0)
     assert bracket.held is None
     assert not bracket.done

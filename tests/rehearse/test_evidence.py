@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from rehearse_builders import a_problem, a_traffic, a_trial
 from scipy import stats
 
-from potluck.core.brain.policy import Policy
+from potluck.core.state.policy import Policy
 from potluck.rehearse.evidence import Evidence, evidence_of, student_t, wilson
 
 

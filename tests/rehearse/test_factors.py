@@ -10,11 +10,11 @@ from hypothesis import strategies as st
 from rehearse_builders import SETTINGS, a_problem, a_traffic, melange
 
 from potluck.plan.check.verify import verify
-from potluck.plan.strategies import Workshop
-from potluck.rehearse.factors import assembled, cost_by_model, reached, restored, scaled
+from potluck.plan.strategies import TemplateFactory
+from potluck.rehearse.demand_factors import assembled, cost_by_model, reached, restored, scaled
 
 PROBLEM = a_problem(a_traffic("chat", 8.0), a_traffic("code", 3.0))
-SHOP = Workshop(PROBLEM)
+SHOP = TemplateFactory(PROBLEM)
 
 
 @settings(max_examples=8)
@@ -38,7 +38,7 @@ def test_a_restored_plan_is_sound_and_serves_the_real_demand(chat: float, code: 
 def test_a_fleet_too_small_for_the_factor_may_still_be_large_enough() -> None:
     small = a_problem(offers={"1xL40S": (1.9, 2)})
     factors = {"chat": 50.0}
-    raw = melange(Workshop(scaled(small, factors)), SETTINGS).plan
+    raw = melange(TemplateFactory(scaled(small, factors)), SETTINGS).plan
     assert 0 < raw.fraction < 1
     got = reached(raw, factors)["chat"]
     assert got > 1
@@ -50,7 +50,7 @@ def test_a_fleet_too_small_for_the_factor_may_still_be_large_enough() -> None:
 def test_a_fleet_too_small_for_the_demand_says_how_much_it_serves() -> None:
     small = a_problem(a_traffic(rate_per_s=500.0), offers={"1xA10G": (1.0, 2)})
     for factor in (1.0, 3.0):
-        raw = melange(Workshop(scaled(small, {"chat": factor})), SETTINGS).plan
+        raw = melange(TemplateFactory(scaled(small, {"chat": factor})), SETTINGS).plan
         plan = restored(raw, small, {"chat": factor})
         served = sum(share.rate_per_s for share in plan.shares)
         assert served == pytest.approx(500.0 * plan.fraction)

@@ -10,15 +10,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 from rehearse_builders import SETTINGS, a_problem, a_traffic, a_trial, melange
 
-from potluck.plan.strategies import Workshop
-from potluck.rehearse.factors import restored, scaled
-from potluck.rehearse.loop import Rules, rehearse
-from potluck.rehearse.margins import SURE, TRIES, margined
-from potluck.rehearse.queueing import APART, Queue, _late, late, queues_of
+from potluck.plan.strategies import TemplateFactory
+from potluck.rehearse.demand_factors import restored, scaled
+from potluck.rehearse.queueing import APART, DeploymentQueue, _late, late, queues_of
+from potluck.rehearse.queueing_margins import SURE, TRIES, margined
+from potluck.rehearse.rehearsal import RehearsalRules, rehearse
 
 PROBLEM = a_problem()
 ASK = PROBLEM.asks[0]
-QUEUE = Queue("prefill", 1, 0.7, 0.1, 1.0, 0.0, 0.0, 0.3, 1.0)
+QUEUE = DeploymentQueue("prefill", 1, 0.7, 0.1, 1.0, 0.0, 0.0, 0.3, 1.0)
 
 
 def test_one_server_with_chance_service_is_the_textbook_queue() -> None:
@@ -29,7 +29,7 @@ def test_one_server_with_chance_service_is_the_textbook_queue() -> None:
 
 @given(
     st.builds(
-        Queue,
+        DeploymentQueue,
         st.sampled_from(["closed", "prefill", "decode"]),
         st.integers(1, 20),
         st.floats(0.01, 1.2),
@@ -44,7 +44,7 @@ def test_one_server_with_chance_service_is_the_textbook_queue() -> None:
     st.floats(1.0, 3.0),
 )
 def test_more_headroom_and_smoother_arrivals_never_make_more_late(
-    queue: Queue, cv: float, more: float
+    queue: DeploymentQueue, cv: float, more: float
 ) -> None:
     seen = _late(queue, ASK, cv, 1.0)
     assert 0.0 <= seen <= 1.0
@@ -55,20 +55,20 @@ def test_more_headroom_and_smoother_arrivals_never_make_more_late(
 
 
 def test_queues_are_as_busy_as_planned_and_carry_all_requests() -> None:
-    plan = melange(Workshop(PROBLEM), SETTINGS).plan
+    plan = melange(TemplateFactory(PROBLEM), SETTINGS).plan
     queues = list(queues_of(PROBLEM, plan, ASK))
     assert sum(queue.share for queue in queues) == pytest.approx(1.0)
     assert all(0 < queue.busy <= PROBLEM.headroom + 1e-6 for queue in queues)
 
 
 def test_bursts_ask_for_margins_until_few_enough_are_expected_late() -> None:
-    workshop = Workshop(PROBLEM)
-    first = melange(workshop, SETTINGS)
-    smooth = margined(workshop, first, melange, SETTINGS, 0.1)
+    factory = TemplateFactory(PROBLEM)
+    first = melange(factory, SETTINGS)
+    smooth = margined(factory, first, melange, SETTINGS, 0.1)
     assert smooth.factors == {"chat": 1.0}
     assert smooth.outcome is first
     rounds: list[str] = []
-    bursty = margined(replace(workshop, said=rounds.append), first, melange, SETTINGS, 6.0)
+    bursty = margined(replace(factory, said=rounds.append), first, melange, SETTINGS, 6.0)
     assert bursty.factors["chat"] > 1.0
     assert bursty.outcome.plan.cost_usd_per_h > first.plan.cost_usd_per_h
     real = restored(bursty.outcome.plan, PROBLEM, bursty.factors)
@@ -81,15 +81,15 @@ def test_bursts_ask_for_margins_until_few_enough_are_expected_late() -> None:
 def test_margins_that_were_not_needed_are_given_back() -> None:
     """The search begins with the plan that has margins; the cheaper one that holds too is taken."""
     traffic = (a_traffic(),)
-    workshop, factors = Workshop(PROBLEM), {"chat": 2.0}
-    plain = melange(workshop, SETTINGS)
-    roomy = melange(replace(workshop, problem=scaled(PROBLEM, factors)), SETTINGS)
+    factory, factors = TemplateFactory(PROBLEM), {"chat": 2.0}
+    plain = melange(factory, SETTINGS)
+    roomy = melange(replace(factory, problem=scaled(PROBLEM, factors)), SETTINGS)
     assert roomy.plan.cost_usd_per_h > plain.plan.cost_usd_per_h
     known = [(factors, roomy), ({"chat": 1.0}, plain)]
     calm = a_trial(PROBLEM, traffic, cv=0.1)
-    found = rehearse(workshop, melange, SETTINGS, calm, Rules(runs=2, first=True), known=known)
+    found = rehearse(factory, melange, SETTINGS, calm, RehearsalRules(runs=2, first=True), known=known)
     assert [step.factors["chat"] for step in found.steps] == [2.0, 1.0]
     assert found.best.cost_usd_per_h == pytest.approx(plain.plan.cost_usd_per_h)
     wild = a_trial(PROBLEM, traffic, cv=6.0)
-    found = rehearse(workshop, melange, SETTINGS, wild, Rules(runs=2, first=True), known=known)
+    found = rehearse(factory, melange, SETTINGS, wild, RehearsalRules(runs=2, first=True), known=known)
     assert found.best.cost_usd_per_h > plain.plan.cost_usd_per_h

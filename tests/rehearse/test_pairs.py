@@ -6,13 +6,13 @@ from dataclasses import replace
 
 import pytest
 
-from potluck.cli.common.problems import load_problem
-from potluck.cli.planning.rehearse import Asked, estimate_of
+from potluck.cli.common.problem_options import load_problem
+from potluck.cli.planning.rehearsal_options import RehearsalOptions, estimate_of
 from potluck.core.values.layout import Layout, Stage, StageNode
-from potluck.core.values.plan import Replica
+from potluck.core.values.plan import PlannedReplica
 from potluck.core.values.types import Role, Slo
-from potluck.rehearse.pairs import PairTrial
-from potluck.spec.load import parse_spec
+from potluck.rehearse.pair_trials import PairTrial
+from potluck.spec.load_spec import parse_spec
 
 SPEC = """\
 models:
@@ -28,14 +28,14 @@ pool:
 """
 
 
-def replica(role: Role, machine: str) -> Replica:
-    return Replica(role, Layout((Stage(40, (StageNode("2xA40", 2, machine),)),)))
+def replica(role: Role, machine: str) -> PlannedReplica:
+    return PlannedReplica(role, Layout((Stage(40, (StageNode("2xA40", 2, machine),)),)))
 
 
 @pytest.fixture(scope="module")
 def trial() -> PairTrial:
     spec = parse_spec(SPEC)
-    made = estimate_of(spec, load_problem(spec, 0.8, None, (), 0.0), Asked(attainment="simulated"))
+    made = estimate_of(spec, load_problem(spec, 0.8, None, (), 0.0), RehearsalOptions(attainment="simulated"))
     assert isinstance(made, PairTrial)
     return replace(made, requests=150)
 

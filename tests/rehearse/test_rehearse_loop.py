@@ -9,17 +9,17 @@ import pytest
 from rehearse_builders import SETTINGS, a_problem, a_traffic, a_trial, melange
 
 from potluck.core.values.plan import Deployment, Plan
-from potluck.plan.assemble.even import evened
+from potluck.plan.assemble.even_shares import evened
 from potluck.plan.check.verify import verify
-from potluck.plan.strategies import Outcome, Settings, Workshop
-from potluck.rehearse import loop
-from potluck.rehearse.evidence import Evidence, Trial, evidence_of
-from potluck.rehearse.factors import assembled, restored, scaled
-from potluck.rehearse.loop import Rules, rehearse
-from potluck.rehearse.sources import FRESH
+from potluck.plan.strategies import PlanOutcome, SolveSettings, TemplateFactory
+from potluck.rehearse import rehearsal
+from potluck.rehearse.demand_factors import assembled, restored, scaled
+from potluck.rehearse.evidence import Evidence, TrialSetup, evidence_of
+from potluck.rehearse.rehearsal import RehearsalRules, rehearse
+from potluck.rehearse.request_sources import FRESH
 
-RULES = Rules(runs=3, verdict_runs=4)
-Judge = Callable[[Trial, Plan, Sequence[int], object], tuple[Evidence, ...]]
+RULES = RehearsalRules(runs=3, verdict_runs=4)
+Judge = Callable[[TrialSetup, Plan, Sequence[int], object], tuple[Evidence, ...]]
 
 
 def spare(plan: Plan, model: str) -> float:
@@ -31,7 +31,7 @@ def spare(plan: Plan, model: str) -> float:
 def judging(needed: dict[str, float], fresh_needed: dict[str, float] | None = None) -> Judge:
     """A world in which a model holds from so many times its demand in capacity on; fresh runs may need more."""
 
-    def judge(trial: Trial, plan: Plan, runs: Sequence[int], *said: object) -> tuple[Evidence, ...]:
+    def judge(trial: TrialSetup, plan: Plan, runs: Sequence[int], *said: object) -> tuple[Evidence, ...]:
         limits = (fresh_needed or needed) if runs[0] >= FRESH else needed
         found = []
         for each in sorted(plan.predictions, key=lambda p: p.model):
@@ -42,7 +42,7 @@ def judging(needed: dict[str, float], fresh_needed: dict[str, float] | None = No
     return judge
 
 
-def every_factor(shop: Workshop, judge: Judge, trial: Trial) -> list[tuple[float, bool]]:
+def every_factor(shop: TemplateFactory, judge: Judge, trial: TrialSetup) -> list[tuple[float, bool]]:
     """(USD an hour, whether it holds) of the plan for every factor on a grid."""
     found = []
     for place in range(20):
@@ -59,9 +59,9 @@ def test_as_cheap_as_trying_every_factor(needed: float, monkeypatch: pytest.Monk
     traffic = (a_traffic(),)
     problem = a_problem(*traffic)
     judge = judging({"chat": needed})
-    monkeypatch.setattr(loop, "evidence_of", judge)
+    monkeypatch.setattr(rehearsal, "evidence_of", judge)
     trial = a_trial(problem, traffic)
-    shop = Workshop(problem)
+    shop = TemplateFactory(problem)
     found = rehearse(shop, melange, SETTINGS, trial, RULES)
     assert found.chosen is not None
     assert found.chosen.fresh
@@ -77,8 +77,8 @@ def test_as_cheap_as_trying_every_factor(needed: float, monkeypatch: pytest.Monk
 def test_models_are_searched_apart_and_put_together(monkeypatch: pytest.MonkeyPatch) -> None:
     traffic = (a_traffic("chat", 8.0), a_traffic("code", 5.0))
     problem = a_problem(*traffic)
-    monkeypatch.setattr(loop, "evidence_of", judging({"chat": 2.5, "code": 0.7}))
-    found = rehearse(Workshop(problem), melange, SETTINGS, a_trial(problem, traffic), RULES)
+    monkeypatch.setattr(rehearsal, "evidence_of", judging({"chat": 2.5, "code": 0.7}))
+    found = rehearse(TemplateFactory(problem), melange, SETTINGS, a_trial(problem, traffic), RULES)
     assert found.chosen is not None
     assert spare(found.chosen.plan, "chat") >= 2.5 / 1.0001
     assert found.chosen.factors["code"] <= 1.0 < found.chosen.factors["chat"]
@@ -86,8 +86,8 @@ def test_models_are_searched_apart_and_put_together(monkeypatch: pytest.MonkeyPa
     alone = []
     for each, needed in zip(traffic, (2.5, 0.7), strict=True):
         one = a_problem(each)
-        monkeypatch.setattr(loop, "evidence_of", judging({each.model: needed}))
-        single = rehearse(Workshop(one), melange, SETTINGS, a_trial(one, (each,)), RULES)
+        monkeypatch.setattr(rehearsal, "evidence_of", judging({each.model: needed}))
+        single = rehearse(TemplateFactory(one), melange, SETTINGS, a_trial(one, (each,)), RULES)
         alone.append(single.best.cost_usd_per_h)
     assert found.chosen.cost_usd_per_h == pytest.approx(sum(alone), rel=0.06)
 
@@ -95,8 +95,8 @@ def test_models_are_searched_apart_and_put_together(monkeypatch: pytest.MonkeyPa
 def test_what_fresh_runs_refute_is_not_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
     traffic = (a_traffic(),)
     problem = a_problem(*traffic)
-    monkeypatch.setattr(loop, "evidence_of", judging({"chat": 1.3}, {"chat": 1.9}))
-    found = rehearse(Workshop(problem), melange, SETTINGS, a_trial(problem, traffic), RULES)
+    monkeypatch.setattr(rehearsal, "evidence_of", judging({"chat": 1.3}, {"chat": 1.9}))
+    found = rehearse(TemplateFactory(problem), melange, SETTINGS, a_trial(problem, traffic), RULES)
     assert found.chosen is not None
     assert spare(found.chosen.plan, "chat") >= 1.9 / 1.0001
     fresh = [step for step in found.steps if step.fresh]
@@ -107,8 +107,8 @@ def test_what_fresh_runs_refute_is_not_chosen(monkeypatch: pytest.MonkeyPatch) -
 def test_a_fleet_too_small_is_told_with_the_best_there_is(monkeypatch: pytest.MonkeyPatch) -> None:
     traffic = (a_traffic(),)
     problem = a_problem(*traffic, offers={"1xA10G": (1.0, 5)})
-    monkeypatch.setattr(loop, "evidence_of", judging({"chat": 40.0}))
-    found = rehearse(Workshop(problem), melange, SETTINGS, a_trial(problem, traffic), RULES)
+    monkeypatch.setattr(rehearsal, "evidence_of", judging({"chat": 40.0}))
+    found = rehearse(TemplateFactory(problem), melange, SETTINGS, a_trial(problem, traffic), RULES)
     assert found.chosen is None
     assert "no more nodes" in found.reason
     assert found.best in found.steps
@@ -117,8 +117,8 @@ def test_a_fleet_too_small_is_told_with_the_best_there_is(monkeypatch: pytest.Mo
 def test_more_than_any_factor_gives_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     traffic = (a_traffic(rate_per_s=0.5),)
     problem = a_problem(*traffic, offers={"1xA10G": (1.0, 500)})
-    monkeypatch.setattr(loop, "evidence_of", judging({"chat": 400.0}))
-    found = rehearse(Workshop(problem), melange, SETTINGS, a_trial(problem, traffic), RULES)
+    monkeypatch.setattr(rehearsal, "evidence_of", judging({"chat": 400.0}))
+    found = rehearse(TemplateFactory(problem), melange, SETTINGS, a_trial(problem, traffic), RULES)
     assert found.chosen is None
     assert "16 times" in found.reason
 
@@ -127,7 +127,7 @@ def test_a_bursty_model_gets_more_in_real_runs() -> None:
     traffic = (a_traffic(rate_per_s=10.0),)
     problem = a_problem(*traffic)
     trial = a_trial(problem, traffic, cv=6.0, requests=500)
-    found = rehearse(Workshop(problem), melange, SETTINGS, trial, RULES)
+    found = rehearse(TemplateFactory(problem), melange, SETTINGS, trial, RULES)
     assert not found.first.holds
     assert found.chosen is not None
     assert found.chosen.cost_usd_per_h > found.first.cost_usd_per_h
@@ -141,7 +141,7 @@ def test_the_same_twice() -> None:
     traffic = (a_traffic(rate_per_s=10.0),)
     problem = a_problem(*traffic)
     trial = a_trial(problem, traffic, cv=6.0, requests=100)
-    one, other = (rehearse(Workshop(problem), melange, SETTINGS, trial, RULES) for _ in range(2))
+    one, other = (rehearse(TemplateFactory(problem), melange, SETTINGS, trial, RULES) for _ in range(2))
     assert len(one.steps) > 1
     assert [step.evidence for step in one.steps] == [step.evidence for step in other.steps]
 
@@ -151,7 +151,7 @@ def test_parts_put_together_do_what_they_did_apart() -> None:
     traffic = (a_traffic("chat", 10.0), a_traffic("code", 6.0))
     problem = a_problem(*traffic)
     trial = a_trial(problem, traffic, cv=3.0, requests=300)
-    shop = Workshop(problem)
+    shop = TemplateFactory(problem)
     plans = {}
     for name, factor in (("chat", 0.8), ("code", 2.0)):
         factors = {"chat": factor, "code": factor}
@@ -169,15 +169,15 @@ def test_a_plan_that_fresh_runs_refuted_is_never_tried_again(monkeypatch: pytest
     problem = a_problem(*traffic)
     verdicts: list[Plan] = []
 
-    def lucky(trial: Trial, plan: Plan, runs: Sequence[int], *said: object) -> tuple[Evidence, ...]:
+    def lucky(trial: TrialSetup, plan: Plan, runs: Sequence[int], *said: object) -> tuple[Evidence, ...]:
         share = 1.0
         if runs[0] >= FRESH:
             verdicts.append(plan)
             share = 1.0 if len(verdicts) > 2 else 0.0
         return (Evidence("chat", 0.9, (share,) * len(runs), 10_000),)
 
-    monkeypatch.setattr(loop, "evidence_of", lucky)
-    found = rehearse(Workshop(problem), melange, SETTINGS, a_trial(problem, traffic), RULES)
+    monkeypatch.setattr(rehearsal, "evidence_of", lucky)
+    found = rehearse(TemplateFactory(problem), melange, SETTINGS, a_trial(problem, traffic), RULES)
     assert found.chosen is not None
     assert len(verdicts) == 3
     assert len({plan.deployments for plan in verdicts}) == 3
@@ -189,14 +189,14 @@ def test_of_plans_as_cheap_the_one_with_more_to_spare_is_taken(monkeypatch: pyte
     traffic = (a_traffic(rate_per_s=0.2),)
     problem = a_problem(*traffic, offers={"1xL40S": (1.9, 3)})
 
-    def slower(trial: Trial, plan: Plan, runs: Sequence[int], *said: object) -> tuple[Evidence, ...]:
+    def slower(trial: TrialSetup, plan: Plan, runs: Sequence[int], *said: object) -> tuple[Evidence, ...]:
         seen.append(plan)
         return (Evidence("chat", 0.9, (0.99 - 0.01 * min(len(seen), 3),) * len(runs), 10_000),)
 
     seen: list[Plan] = []
-    monkeypatch.setattr(loop, "evidence_of", slower)
-    monkeypatch.setattr(loop, "_parts", lambda plan, models: dict.fromkeys(models, object()))
-    found = rehearse(Workshop(problem), melange, SETTINGS, a_trial(problem, traffic), RULES)
+    monkeypatch.setattr(rehearsal, "evidence_of", slower)
+    monkeypatch.setattr(rehearsal, "_parts", lambda plan, models: dict.fromkeys(models, object()))
+    found = rehearse(TemplateFactory(problem), melange, SETTINGS, a_trial(problem, traffic), RULES)
     assert found.chosen is not None
     assert found.chosen.factors == found.first.factors
 
@@ -204,13 +204,13 @@ def test_of_plans_as_cheap_the_one_with_more_to_spare_is_taken(monkeypatch: pyte
 def test_a_short_one_takes_the_first_plan_that_holds(monkeypatch: pytest.MonkeyPatch) -> None:
     traffic = (a_traffic(),)
     problem = a_problem(*traffic)
-    monkeypatch.setattr(loop, "evidence_of", judging({"chat": 1.3}))
+    monkeypatch.setattr(rehearsal, "evidence_of", judging({"chat": 1.3}))
     trial = a_trial(problem, traffic)
-    short = rehearse(Workshop(problem), melange, SETTINGS, trial, replace(RULES, first=True))
+    short = rehearse(TemplateFactory(problem), melange, SETTINGS, trial, replace(RULES, first=True))
     assert short.chosen is not None
     assert not short.chosen.fresh
     assert [step.holds for step in short.steps] == [*[False] * (len(short.steps) - 1), True]
-    whole = rehearse(Workshop(problem), melange, SETTINGS, trial, RULES)
+    whole = rehearse(TemplateFactory(problem), melange, SETTINGS, trial, RULES)
     assert whole.chosen is not None
     assert short.chosen.cost_usd_per_h >= whole.chosen.cost_usd_per_h - 1e-9
     assert len(short.steps) < len(whole.steps)
@@ -221,16 +221,16 @@ def test_a_plainer_plan_is_tried_where_the_first_misses(monkeypatch: pytest.Monk
     traffic = (a_traffic(),)
     problem = a_problem(*traffic)
 
-    def judge(trial: Trial, plan: Plan, runs: Sequence[int], *said: object) -> tuple[Evidence, ...]:
+    def judge(trial: TrialSetup, plan: Plan, runs: Sequence[int], *said: object) -> tuple[Evidence, ...]:
         share = 1.0 if plan.strategy == "plain" else 0.0
         return (Evidence("chat", 0.9, (share,) * len(runs), 10_000),)
 
-    def plain(shop: Workshop, settings: Settings) -> Outcome:
+    def plain(shop: TemplateFactory, settings: SolveSettings) -> PlanOutcome:
         more = melange(replace(shop, problem=scaled(shop.problem, {"chat": 2.0})), settings)
         return replace(more, plan=replace(restored(more.plan, shop.problem, {"chat": 2.0}), strategy="plain"))
 
-    monkeypatch.setattr(loop, "evidence_of", judge)
-    rules, shop = replace(RULES, first=True), Workshop(problem)
+    monkeypatch.setattr(rehearsal, "evidence_of", judge)
+    rules, shop = replace(RULES, first=True), TemplateFactory(problem)
     found = rehearse(shop, melange, SETTINGS, a_trial(problem, traffic), rules, plainer=plain)
     assert found.chosen is not None
     assert found.chosen.plan.strategy == "plain"
@@ -244,7 +244,7 @@ def test_a_model_that_holds_keeps_its_part_and_is_not_run_again(monkeypatch: pyt
     asked: list[set[str]] = []
     parts: list[set[Deployment]] = []
 
-    def judge(trial: Trial, plan: Plan, runs: Sequence[int], *said: object) -> tuple[Evidence, ...]:
+    def judge(trial: TrialSetup, plan: Plan, runs: Sequence[int], *said: object) -> tuple[Evidence, ...]:
         load = trial.source(0)
         asked.append({load.models[place] for place in set(load.model.tolist())})
         of = {template.name: template.model for template in plan.templates}
@@ -252,9 +252,9 @@ def test_a_model_that_holds_keeps_its_part_and_is_not_run_again(monkeypatch: pyt
         shares = {"chat": 1.0, "code": 1.0 if len(asked) > 2 else 0.0}
         return tuple(Evidence(name, 0.9, (shares[name],) * len(runs), 10_000) for name in sorted(asked[-1]))
 
-    monkeypatch.setattr(loop, "evidence_of", judge)
+    monkeypatch.setattr(rehearsal, "evidence_of", judge)
     rules = replace(RULES, first=True)
-    found = rehearse(Workshop(problem), melange, SETTINGS, a_trial(problem, traffic), rules)
+    found = rehearse(TemplateFactory(problem), melange, SETTINGS, a_trial(problem, traffic), rules)
     assert found.chosen is not None
     assert asked == [{"chat", "code"}, {"code"}, {"code"}]
     assert parts[0] == parts[1] == parts[2]
@@ -263,9 +263,9 @@ def test_a_model_that_holds_keeps_its_part_and_is_not_run_again(monkeypatch: pyt
 def test_it_ends_when_told_that_it_is_enough(monkeypatch: pytest.MonkeyPatch) -> None:
     traffic = (a_traffic(),)
     problem = a_problem(*traffic)
-    monkeypatch.setattr(loop, "evidence_of", judging({"chat": 7.0}))
+    monkeypatch.setattr(rehearsal, "evidence_of", judging({"chat": 7.0}))
     trial = a_trial(problem, traffic)
-    found = rehearse(Workshop(problem), melange, SETTINGS, trial, RULES, enough=lambda: True)
+    found = rehearse(TemplateFactory(problem), melange, SETTINGS, trial, RULES, enough=lambda: True)
     assert len(found.steps) == 1
     assert found.chosen is None
     assert "no time" in found.reason

@@ -7,7 +7,7 @@ import pytest
 from rehearse_builders import a_traffic
 
 from potluck.core.errors import InputError
-from potluck.rehearse.sources import FRESH, LEAST_REQUESTS, MOST_REQUESTS, enough, made_up, recorded
+from potluck.rehearse.request_sources import FRESH, LEAST_REQUESTS, MOST_REQUESTS, enough, made_up, recorded
 from potluck.sim.load.workload import Workload, workload
 
 

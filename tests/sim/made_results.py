@@ -10,17 +10,17 @@ from potluck.sim.results.records import (
     REFUSED,
     FaultRecord,
     LinkRecord,
-    Records,
     ReplicaRecord,
-    Samples,
+    RequestRecords,
     SimResult,
+    StateSamples,
 )
 
 MODELS = ("chat", "<b>code</b> & \"more\" 'x'")
 SLOS = {MODELS[0]: Slo(2.0, 0.06, 0.9), MODELS[1]: Slo(0.8, 0.05, 0.95)}
 
 
-def made_records(requests: int, seed: int = 0, models: tuple[str, ...] = MODELS) -> Records:
+def made_records(requests: int, seed: int = 0, models: tuple[str, ...] = MODELS) -> RequestRecords:
     rng = np.random.default_rng(seed)
     arrival_s = np.cumsum(rng.exponential(0.05, requests))
     model = rng.integers(len(models), size=requests)
@@ -31,7 +31,7 @@ def made_records(requests: int, seed: int = 0, models: tuple[str, ...] = MODELS)
     refused = rng.random(requests) < 0.004
     first_s = np.where(refused, np.nan, arrival_s + ttft_s)
     finish_s = np.where(refused, arrival_s + 1.0, arrival_s + ttft_s + tpot_s * (output - 1))
-    return Records(
+    return RequestRecords(
         models,
         arrival_s,
         model.astype(np.int16),
@@ -92,7 +92,7 @@ def made_result(requests: int = 2000, replicas: int = 9, seed: int = 0, samples:
     people = tuple(made_replica(index, end_s) for index in range(replicas))
     at_s = np.linspace(end_s / samples, end_s, samples)
     wave = 0.5 + 0.4 * np.sin(np.outer(at_s / end_s * 12, np.ones(replicas)) + np.arange(replicas))
-    sampled = Samples(
+    sampled = StateSamples(
         at_s,
         rng.poisson(6 * wave).astype(np.int32),
         rng.poisson(40 * wave).astype(np.int32),

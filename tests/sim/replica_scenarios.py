@@ -7,10 +7,10 @@ from dataclasses import dataclass, field
 from math import inf
 from random import Random
 
-from potluck.core.brain.events import Status
-from potluck.core.replica.batch import DONE, FINISHED, FIRST, PREEMPTED, Limits
-from potluck.sim.replicas.replica import Replica
-from potluck.sim.replicas.rounds import Table
+from potluck.core.replica.batch import DONE, FINISHED, FIRST, PREEMPTED, BatchLimits
+from potluck.core.state.events import ReplicaStatus
+from potluck.sim.replicas.round_table import StepTimes
+from potluck.sim.replicas.sim_engine import SimEngine
 
 Touch = tuple[float, int, str, tuple[float, ...]]
 
@@ -21,14 +21,14 @@ class Life:
 
     happenings: dict[int, list[tuple[int, float]]] = field(default_factory=dict)
     """Of each request: what, when."""
-    statuses: list[Status] = field(default_factory=list)
+    statuses: list[ReplicaStatus] = field(default_factory=list)
     streamed: list[int] = field(default_factory=list)
     reserved: list[bool] = field(default_factory=list)
     times: list[float] = field(default_factory=list)
     looks: int = 0
 
 
-def touches(seed: int, requests: int, limits: Limits, step_s: float) -> list[Touch]:
+def touches(seed: int, requests: int, limits: BatchLimits, step_s: float) -> list[Touch]:
     """What is done to the replica, in time order."""
     rng = Random(seed)
     room = limits.total_blocks * limits.block_tokens
@@ -68,16 +68,16 @@ def touches(seed: int, requests: int, limits: Limits, step_s: float) -> list[Tou
 
 
 def live(
-    table: Table, limits: Limits, plan: list[Touch], *, fast_forward: bool, single: bool = True
-) -> tuple[Replica, Life]:
+    table: StepTimes, limits: BatchLimits, plan: list[Touch], *, fast_forward: bool, single: bool = True
+) -> tuple[SimEngine, Life]:
     """Carry a plan out until the replica is idle; handed-over KV is released a while after it was computed."""
-    replica, life = Replica(table, limits, fast_forward=fast_forward), Life()
-    agenda = list(plan)
+    replica, life = SimEngine(table, limits, fast_forward=fast_forward), Life()
+    events = list(plan)
     reserved: set[int] = set()
-    while agenda or replica.next_s() < inf:
+    while events or replica.next_s() < inf:
         due_s = replica.next_s()
-        if agenda and agenda[0][0] < due_s:
-            at_s, _, what, figures = heapq.heappop(agenda)
+        if events and events[0][0] < due_s:
+            at_s, _, what, figures = heapq.heappop(events)
             _touch(replica, life, at_s, what, figures, reserved, single)
             continue
         life.looks += 1
@@ -87,12 +87,12 @@ def live(
             life.times.append(at_s)
             assert kind in (FIRST, DONE, FINISHED, PREEMPTED)
             if kind == DONE:
-                heapq.heappush(agenda, (at_s * 1.0001 + 1e-3, -key, "release", (key,)))
+                heapq.heappush(events, (at_s * 1.0001 + 1e-3, -key, "release", (key,)))
     return replica, life
 
 
 def _touch(
-    replica: Replica,
+    replica: SimEngine,
     life: Life,
     at_s: float,
     what: str,

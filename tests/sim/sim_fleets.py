@@ -9,21 +9,21 @@ import numpy as np
 from potluck.catalog import models, nodes
 from potluck.core.values.layout import single
 from potluck.core.values.plan import (
-    Bucket,
     BucketCapacity,
     Deployment,
-    Flow,
+    LengthBucket,
     NodeCount,
     Plan,
+    PlannedFlow,
+    PlannedReplica,
+    PlannedShare,
     Prediction,
-    Replica,
-    Share,
     Template,
     TemplateKind,
 )
-from potluck.core.values.types import Codec, Link, Offer, Region, Role, Slo
-from potluck.sim.load.workload import Blocks, Workload, workload
-from potluck.worlds.scene import Scene
+from potluck.core.values.types import Codec, Link, NodeOffer, Region, Role, Slo
+from potluck.runtime.resolved_plan import ResolvedPlan
+from potluck.sim.load.workload import PrefixBlocks, Workload, workload
 
 MODEL = "chat"
 LLAMA = models.model("Llama-3.1-8B")
@@ -39,7 +39,7 @@ def template(
     names = [nodes.canonical(node) for _, node in parts]
     counts = tuple(NodeCount(node, names.count(node)) for node in dict.fromkeys(names))
     replicas = tuple(
-        Replica(role, single(node, 1, LLAMA.layer_count))
+        PlannedReplica(role, single(node, 1, LLAMA.layer_count))
         for (role, _), node in zip(parts, names, strict=True)
     )
     return Template(name, kind, MODEL, counts, replicas, (BucketCapacity(0, *rates, 0.2, 0.03),), "measured")
@@ -68,7 +68,7 @@ def decode_only(node: str = FAST) -> Template:
 
 def closed_plan(*fleet: tuple[Template, str, int]) -> Plan:
     """(template, region, copies): each serves by itself."""
-    shares = tuple(Share(t.name, region, 0, "closed", 10.0 * n) for t, region, n in fleet)
+    shares = tuple(PlannedShare(t.name, region, 0, "closed", 10.0 * n) for t, region, n in fleet)
     return _plan(fleet, shares, ())
 
 
@@ -77,21 +77,23 @@ def flow_plan(
 ) -> Plan:
     """Prefill in one place, decode in another."""
     shares = (
-        Share(prefill[0].name, prefill[1], 0, "prefill", 10.0),
-        Share(decode[0].name, decode[1], 0, "decode", 10.0),
+        PlannedShare(prefill[0].name, prefill[1], 0, "prefill", 10.0),
+        PlannedShare(decode[0].name, decode[1], 0, "decode", 10.0),
     )
-    return _plan((prefill, decode), shares, (Flow(MODEL, 0, prefill[1], decode[1], 10.0, codec),))
+    return _plan((prefill, decode), shares, (PlannedFlow(MODEL, 0, prefill[1], decode[1], 10.0, codec),))
 
 
 def _plan(
-    fleet: Sequence[tuple[Template, str, int]], shares: tuple[Share, ...], flows: tuple[Flow, ...]
+    fleet: Sequence[tuple[Template, str, int]],
+    shares: tuple[PlannedShare, ...],
+    flows: tuple[PlannedFlow, ...],
 ) -> Plan:
     templates = tuple({t.name: t for t, _, _ in fleet}.values())
     return Plan(
         "test",
         templates,
         tuple(Deployment(t.name, region, n) for t, region, n in fleet),
-        (Bucket(MODEL, 0, LONGEST, 10.0),),
+        (LengthBucket(MODEL, 0, LONGEST, 10.0),),
         shares,
         flows,
         (Prediction(MODEL, 10.0, 20.0, 0.2, 0.03, "measured"),),
@@ -100,9 +102,9 @@ def _plan(
     )
 
 
-def problem(plan: Plan, gbps: float = 100.0, rtt_s: float = 0.01) -> Scene:
-    offers = tuple(Offer(name, 2.0 + i, 100) for i, name in enumerate(NODES))
-    return Scene(
+def problem(plan: Plan, gbps: float = 100.0, rtt_s: float = 0.01) -> ResolvedPlan:
+    offers = tuple(NodeOffer(name, 2.0 + i, 100) for i, name in enumerate(NODES))
+    return ResolvedPlan(
         plan,
         {MODEL: LLAMA},
         NODES,
@@ -136,5 +138,5 @@ def load(
             for request, (number, group, same) in enumerate(zip(counts, groups, shared, strict=True))
             for place in range(number)
         ]
-        held = Blocks(np.concatenate(([0], np.cumsum(counts))), np.array(ids, np.int64), size)
+        held = PrefixBlocks(np.concatenate(([0], np.cumsum(counts))), np.array(ids, np.int64), size)
     return workload(MODEL, arrival_s, prompts, outputs, blocks=held)

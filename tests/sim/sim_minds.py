@@ -7,17 +7,17 @@ from collections.abc import Callable
 import numpy as np
 from sim_fleets import MODEL
 
-from potluck.core.brain.actions import Action, Run, Start
 from potluck.core.brain.brain import Brain
-from potluck.core.brain.events import Arrived, Event, Planned, Tick
-from potluck.core.brain.facts import Facts
-from potluck.core.brain.policy import Policy
-from potluck.core.values.member import Member
-from potluck.sim.load.workload import Blocks, Workload, workload
+from potluck.core.state.actions import Action, Run, StartReplica
+from potluck.core.state.events import Event, PlanReceived, RequestArrived, Tick
+from potluck.core.state.facts import FleetFacts
+from potluck.core.state.policy import Policy
+from potluck.core.values.replica_spec import ReplicaSpec
+from potluck.sim.load.workload import PrefixBlocks, Workload, workload
 from potluck.sim.results.records import SimResult
 
 
-def requests(*rows: tuple[float, int, int], blocks: Blocks | None = None) -> Workload:
+def requests(*rows: tuple[float, int, int], blocks: PrefixBlocks | None = None) -> Workload:
     """(arrival, prompt, output) each."""
     times, prompts, outputs = (np.array(column) for column in zip(*rows, strict=True))
     return workload(MODEL, times.astype(float), prompts, outputs, blocks=blocks)
@@ -26,7 +26,7 @@ def requests(*rows: tuple[float, int, int], blocks: Blocks | None = None) -> Wor
 class Around:
     """The Brain and a say around it. It cannot be inherited from where it is compiled."""
 
-    def __init__(self, facts: Facts, policy: Policy) -> None:
+    def __init__(self, facts: FleetFacts, policy: Policy) -> None:
         self.brain = Brain(facts, policy)
 
 
@@ -40,16 +40,13 @@ class Fixed:
 
     def on(self, at_s: float, event: Event) -> list[Action]:
         self.told.append((at_s, event))
-        if isinstance(event, Planned):
+        if isinstance(event, PlanReceived):
             return [
-                Start(Member(f"{d.template}@{d.region}#{n}/{i}", f"{d.template}@{d.region}#{n}", d.template, i,
-                             t.kind, t.model, replica.role, d.region))
-                for d in event.plan.deployments
-                for t in [event.plan.template(d.template)]
-                for n in range(d.count)
-                for i, replica in enumerate(t.replicas)
+                StartReplica(ReplicaSpec(f"{d.template}@{d.region}#{n}/{i}", f"{d.template}@{d.region}#{n}",
+                d.template, i, t.kind, t.model, replica.role, d.region)) for d in event.plan.deployments for t in
+                [event.plan.template(d.template)] for n in range(d.count) for i, replica in enumerate(t.replicas)
             ]  # fmt: skip
-        if isinstance(event, Arrived):
+        if isinstance(event, RequestArrived):
             tokens = event.request.prompt_tokens
             return [Run(event.request.id, self.route(tokens), 0, tokens, 0)]  # type: ignore[arg-type]
         due = [key for key in self.more if key <= at_s]

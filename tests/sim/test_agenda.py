@@ -8,7 +8,7 @@ from math import inf, nextafter
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from potluck.sim.world.agenda import CALL, FEW, SLOWEST_PER_S, Agenda, Entry, slices_per_s
+from potluck.sim.world.event_queue import CALL, FEW, SLOWEST_PER_S, Entry, EventQueue, slices_per_s
 
 EDGES_S = [0.0, 0.125, 0.25, 1.0, 1.5, 7.0]
 BESIDE_S = [nextafter(at_s, way_s) for at_s in EDGES_S for way_s in (0.0, inf)]
@@ -16,26 +16,26 @@ TIMES_S = st.one_of(st.floats(0.0, 10.0), st.sampled_from([*EDGES_S, *BESIDE_S, 
 PUSH_OR_POP = st.lists(st.one_of(TIMES_S, st.none()), max_size=200)
 
 
-def popped(agenda: Agenda) -> Entry:
-    if not agenda.heap:
-        agenda.turn()
-    return heappop(agenda.heap)
+def popped(events: EventQueue) -> Entry:
+    if not events.heap:
+        events.turn()
+    return heappop(events.heap)
 
 
 @example([inf, None, 1.0], 0.0)
 @given(PUSH_OR_POP, st.sampled_from([0.0, 2.0**-3, 1.0, 4.0, 8.0, 2.0**20]))
 def test_order_is_that_of_one_heap(what: list[float | None], per_s: float) -> None:
-    agenda, heap, now_s = Agenda(per_s), list[tuple[float, int]](), 0.0
+    events, heap, now_s = EventQueue(per_s), list[tuple[float, int]](), 0.0
     for each in what:
         if each is not None:  # nothing is put down for a time that is over
-            agenda.push(max(each, now_s), CALL, None)
-            heappush(heap, (max(each, now_s), agenda.sequence))
+            events.push(max(each, now_s), CALL, None)
+            heappush(heap, (max(each, now_s), events.sequence))
         elif heap:
-            at_s, sequence, *_ = popped(agenda)
+            at_s, sequence, *_ = popped(events)
             assert (at_s, sequence) == heappop(heap)
             now_s = at_s
     while heap:
-        assert popped(agenda)[:2] == heappop(heap)
+        assert popped(events)[:2] == heappop(heap)
 
 
 @given(st.integers(0, 100_000), st.floats(0.0, 1e9))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 from sim_fleets import (
     MODEL,
-    Blocks,
+    PrefixBlocks,
     closed_plan,
     combo,
     decode_only,
@@ -16,7 +16,7 @@ from sim_fleets import (
     workload,
 )
 
-from potluck.core.brain.policy import Policy
+from potluck.core.state.policy import Policy
 from potluck.core.values.plan import Plan
 from potluck.sim.run import simulate
 
@@ -36,7 +36,7 @@ def shared_prefixes(count: int, rate_per_s: float, groups: int, shared: int, own
         for request in range(count)
         for place in range(number)
     ]
-    held = Blocks(np.arange(count + 1) * number, np.array(ids, np.int64), SIZE)
+    held = PrefixBlocks(np.arange(count + 1) * number, np.array(ids, np.int64), SIZE)
     outputs = rng.integers(20, 60, count)
     return workload(MODEL, arrival_s, np.full(count, shared + own), outputs, blocks=held)
 

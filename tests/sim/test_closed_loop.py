@@ -6,13 +6,13 @@ import numpy as np
 import sim_fleets as fleets
 
 from potluck.core.brain.brain import Brain
-from potluck.core.brain.policy import Policy
+from potluck.core.state.policy import Policy
+from potluck.runtime.decider import Decider
+from potluck.runtime.replica_models import ReplicaModels
 from potluck.sim.results.metrics import judge
 from potluck.sim.results.records import SimResult
 from potluck.sim.run import simulate
 from potluck.sim.world.faults import Fault, Faults
-from potluck.worlds.kits import Kits
-from potluck.worlds.mind import Mind
 
 FOUR = fleets.problem(fleets.closed_plan((fleets.mixed(), "east", 4)))
 ACROSS = fleets.problem(
@@ -28,8 +28,8 @@ def attainment(result: SimResult) -> float:
 def test_paces_come_to_the_true_ones_and_a_slow_replica_gets_what_it_can_do() -> None:
     brains: list[Brain] = []
 
-    def mind(kits: Kits, policy: Policy) -> Mind:
-        brains.append(Brain(kits.facts(), policy))
+    def mind(replica_models: ReplicaModels, policy: Policy) -> Decider:
+        brains.append(Brain(replica_models.facts(), policy))
         return brains[0]
 
     slow = Faults((Fault(0.0, "slow", replica="*#0/0", factor=3.0),))

@@ -19,8 +19,8 @@ import io
 from sim_fleets import closed_plan, combo, decode_only, flow_plan, load, mixed, prefill_only, problem
 from potluck.sim.run import simulate
 from potluck.sim.world.faults import Faults, Rates
-import potluck.core.brain.brain, potluck.sim.replicas.replica
-print(potluck.core.brain.brain.__file__.endswith(".py"), potluck.sim.replicas.replica.__file__.endswith(".py"))
+import potluck.core.brain.brain, potluck.sim.replicas.sim_engine
+print(potluck.core.brain.brain.__file__.endswith(".py"), potluck.sim.replicas.sim_engine.__file__.endswith(".py"))
 plans = (
     closed_plan((combo(1, 2), "east", 1), (mixed(), "west", 2)),
     flow_plan((prefill_only(), "west", 1), (decode_only(), "east", 1)),
@@ -29,7 +29,7 @@ for plan in plans:
     for faults in (Faults(), Faults(random=Rates(*[300.0] * 6))):
         for fast in (True, False):
             log = io.StringIO()
-            from potluck.sim.settings import Settings
+            from potluck.sim.sim_settings import Settings
             result = simulate(problem(plan), load(150, 6.0, blocks=2), log=log, faults=faults,
                               settings=Settings(fast_forward=fast))
             print(hashlib.sha256(log.getvalue().encode()).hexdigest(), len(log.getvalue()))

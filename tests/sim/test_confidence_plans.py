@@ -11,30 +11,30 @@ from hypothesis import strategies as st
 
 from potluck.catalog import models, nodes
 from potluck.core.values.plan import Plan
-from potluck.core.values.types import LengthBin, Offer, Region, Slo, Traffic
-from potluck.perf.fits.bars import slower
+from potluck.core.values.types import LengthBin, NodeOffer, Region, Slo, Traffic
+from potluck.perf.fits.error_bars import slower
 from potluck.plan.check.verify import verify
-from potluck.plan.problem import Problem, ask
-from potluck.plan.strategies import STRATEGIES, Settings, Workshop
+from potluck.plan.problem import PlanningProblem, ask
+from potluck.plan.strategies import STRATEGIES, SolveSettings, TemplateFactory
+from potluck.runtime.resolved_plan import ResolvedPlan
 from potluck.sim.load.workload import workload
 from potluck.sim.results.metrics import summarise
 from potluck.sim.run import simulate
 from potluck.sim.world.faults import Fault, Faults
-from potluck.worlds.scene import Scene
 
 LENGTHS = (900, 150)
 SLO = Slo(1.0, 0.06, 0.95)
 MODEL = models.model("Llama-3.1-8B")
 OFFERS = {"1xL40S": 1.9, "1xA10": 1.2, "1xH100-SXM": 6.9}
-REGIONS = (Region("east", tuple(Offer(name, price, 40) for name, price in OFFERS.items())),)
+REGIONS = (Region("east", tuple(NodeOffer(name, price, 40) for name, price in OFFERS.items())),)
 
 
-def planned(sure: float, rate_per_s: float = 12.0, strategy: str = "melange") -> tuple[Problem, Plan]:
+def planned(sure: float, rate_per_s: float = 12.0, strategy: str = "melange") -> tuple[PlanningProblem, Plan]:
     asked = ask("m", MODEL, SLO, Traffic("m", rate_per_s, (LengthBin(*LENGTHS, 1.0),)))
-    problem = Problem(
+    problem = PlanningProblem(
         (replace(asked, sure=sure),), REGIONS, tuple(map(nodes.node_type, OFFERS)), headroom=0.95
     )
-    plan = STRATEGIES[strategy](Workshop(problem), Settings(time_limit_s=5)).plan
+    plan = STRATEGIES[strategy](TemplateFactory(problem), SolveSettings(time_limit_s=5)).plan
     assert verify(problem, plan) == ()
     return problem, plan
 
@@ -46,11 +46,11 @@ def test_to_be_surer_costs_no_less(first: float, second: float) -> None:
     assert planned(low)[1].cost_usd_per_h <= planned(high)[1].cost_usd_per_h * (1 + 1e-9)
 
 
-def attained(problem: Problem, plan: Plan) -> float:
+def attained(problem: PlanningProblem, plan: Plan) -> float:
     """Of requests at the planned rate, where all steps take as long as nine in ten do at most."""
     when = np.arange(0, 60, 1 / 12.0)
     load = workload("m", when, np.full(len(when), LENGTHS[0]), np.full(len(when), LENGTHS[1]))
-    scene = Scene(
+    resolved = ResolvedPlan(
         plan,
         {"m": MODEL},
         problem.by_name,
@@ -63,12 +63,12 @@ def attained(problem: Problem, plan: Plan) -> float:
     }
     slow = [
         Fault(0.0, "slow", replica=each.id, factor=factors[gpus_of(problem, plan)[each.template]])
-        for each in simulate(scene, load).replicas
+        for each in simulate(resolved, load).replicas
     ]
-    return summarise(simulate(scene, load, faults=Faults(tuple(slow)))).models[0].attainment or 0.0
+    return summarise(simulate(resolved, load, faults=Faults(tuple(slow)))).models[0].attainment or 0.0
 
 
-def gpus_of(problem: Problem, plan: Plan) -> dict[str, str]:
+def gpus_of(problem: PlanningProblem, plan: Plan) -> dict[str, str]:
     """By template."""
     return {each.name: problem.by_name[each.nodes[0].node].gpu.name for each in plan.templates}
 

@@ -10,19 +10,19 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from sim_fleets import closed_plan, combo, decode_only, flow_plan, load, mixed, pair, prefill_only, problem
 
-from potluck.core.brain.policy import Policy
+from potluck.core.state.policy import Policy
 from potluck.core.values.plan import Plan
 from potluck.core.values.types import Codec
-from potluck.sim.links import handover
-from potluck.sim.links.handover import Handovers
-from potluck.sim.load.labels import same
+from potluck.sim.links import handovers
+from potluck.sim.links.handovers import SimHandovers
+from potluck.sim.load.request_labels import same
 from potluck.sim.run import simulate
-from potluck.sim.world.faults import Faults, Rates
-from potluck.sim.world.state import Journey, Site
+from potluck.sim.world.faults import FaultRates, Faults
+from potluck.sim.world.sim_state import SimAttempt, SimReplica
 
 COUNT = 60
 interpreted = pytest.mark.skipif(
-    not handover.__file__.endswith(".py"), reason="methods of compiled classes cannot be listened to"
+    not handovers.__file__.endswith(".py"), reason="methods of compiled classes cannot be listened to"
 )
 
 
@@ -42,13 +42,13 @@ PLANS = {
 def crossed(monkeypatch: pytest.MonkeyPatch) -> list[tuple[bool, Codec]]:
     """Of every hand-over: whether its request must stay exact, and its codec."""
     found: list[tuple[bool, Codec]] = []
-    expect = Handovers.expect
+    expect = SimHandovers.expect
 
-    def noted(self: Handovers, now_s: float, journey: Journey, size_bytes: float, codec: Codec) -> None:
-        found.append((journey.request.exact, codec))
-        expect(self, now_s, journey, size_bytes, codec)
+    def noted(self: SimHandovers, now_s: float, running: SimAttempt, size_bytes: float, codec: Codec) -> None:
+        found.append((running.request.exact, codec))
+        expect(self, now_s, running, size_bytes, codec)
 
-    monkeypatch.setattr(Handovers, "expect", noted)
+    monkeypatch.setattr(SimHandovers, "expect", noted)
     return found
 
 
@@ -68,7 +68,7 @@ def test_whatever_fails_and_is_done_again_exact_requests_cross_whole(
         seen = crossed(patch)
         exact = np.random.default_rng(seed).random(COUNT) < 0.5
         work = replace(load(COUNT, 6.0, seed, blocks=blocks), labels=replace(same(COUNT), exact=exact))
-        rates = Faults(random=Rates(*[100.0] * 6)) if faults else None
+        rates = Faults(random=FaultRates(*[100.0] * 6)) if faults else None
         simulate(problem(in_codec(PLANS[name], codec)), work, Policy(hedge=1.0), seed=seed, faults=rates)
     assert {told for must, told in seen if must} <= {"fp16"}
     assert {told for must, told in seen if not must} <= {codec, "fp16"}
@@ -89,18 +89,18 @@ def test_exact_requests_weigh_what_they_weigh_where_nothing_is_lossy() -> None:
 def test_what_came_in_fewer_bits_is_kept_for_nobody(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """A decoder that got a prompt's KV whole keeps it as a prefix; one that got it in four bits does not."""
     kept: set[str] = set()
-    keep = Site.keep
+    keep = SimReplica.keep
 
-    def noted(self: Site, at_s: float, blocks: tuple[int, ...]) -> None:
+    def noted(self: SimReplica, at_s: float, blocks: tuple[int, ...]) -> None:
         kept.add(self.role)
         keep(self, at_s, blocks)
 
-    monkeypatch.setattr(Site, "keep", noted)
+    monkeypatch.setattr(SimReplica, "keep", noted)
     # All go over, so that no decoder computes a prompt itself.
     policy, work = Policy(opportunistic=False), load(COUNT, 2.0, blocks=3)
-    scene = problem(closed_plan((combo(1, 2), "east", 1)) if name == "combo" else PLANS[name])
-    simulate(scene, work, policy)
+    resolved = problem(closed_plan((combo(1, 2), "east", 1)) if name == "combo" else PLANS[name])
+    simulate(resolved, work, policy)
     assert kept == {"prefill", "decode"}
     kept.clear()
-    simulate(replace(scene, plan=in_codec(scene.plan, "int4")), work, policy)
+    simulate(replace(resolved, plan=in_codec(resolved.plan, "int4")), work, policy)
     assert kept == {"prefill"}

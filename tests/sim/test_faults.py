@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from potluck.core.errors import InputError
-from potluck.sim.world.faults import Fault, Faults, Rates, parse_faults, random_faults
+from potluck.sim.world.faults import Fault, FaultRates, Faults, parse_faults, random_faults
 
 WHOLE = """
 faults:
@@ -40,7 +40,7 @@ def test_a_whole_file() -> None:
     assert found.faults[1].notice_s == 5.0
     assert found.faults[6].replica == "*"
     assert (found.faults[7].notice_s, found.faults[7].count) == (30.0, 2)
-    assert found.random == Rates(replica_per_h=2.0)
+    assert found.random == FaultRates(replica_per_h=2.0)
     assert found.prices[0].usd_per_h == 2.5
     assert found.availability[0].available == 3
     assert parse_faults("{}") == Faults()
@@ -86,7 +86,7 @@ def test_a_bad_file_is_answered_in_one_line(text: str, says: str) -> None:
 
 
 def test_chance_keeps_its_rates_and_its_seed() -> None:
-    rates = Rates(*[3600.0] * 6)
+    rates = FaultRates(*[3600.0] * 6)
     found = random_faults(rates, 1, 2000.0)
     assert found == random_faults(rates, 1, 2000.0)
     assert found != random_faults(rates, 2, 2000.0)
@@ -94,7 +94,7 @@ def test_chance_keeps_its_rates_and_its_seed() -> None:
         own = [fault for fault in found if fault.kind == kind]
         assert 2000 - 5 * 45 < len(own) < 2000 + 5 * 45
         assert all(0 <= fault.at_s <= 2000 and fault.pick is not None for fault in own)
-    more = random_faults(Rates(*[3600.0] * 5, 0.0), 1, 2000.0)
+    more = random_faults(FaultRates(*[3600.0] * 5, 0.0), 1, 2000.0)
     assert [f for f in more if f.kind == "link"] == [f for f in found if f.kind == "link"]
     drawn = Faults((Fault(5.0, "cancel", request=1),), rates).drawn(1, 10.0)
     assert [fault.at_s for fault in drawn] == sorted(fault.at_s for fault in drawn)

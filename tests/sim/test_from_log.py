@@ -9,18 +9,18 @@ import numpy as np
 import pytest
 from sim_fleets import MODEL, closed_plan, combo, load, mixed, problem
 
-from potluck.core.brain.events import Arrived, Cancelled, Event, Finished
-from potluck.core.brain.facts import Facts, ModelFacts
-from potluck.core.brain.policy import Policy
 from potluck.core.errors import InputError
+from potluck.core.state.events import Event, RequestArrived, RequestCancelled, RequestFinished
+from potluck.core.state.facts import FleetFacts, ModelFacts
+from potluck.core.state.policy import Policy
 from potluck.core.values.types import Request
-from potluck.sim.load.labels import Labels
-from potluck.sim.load.logged import from_log
+from potluck.runtime.brain_log import header
+from potluck.runtime.log_lines import line
+from potluck.sim.load.log_workload import from_log
+from potluck.sim.load.request_labels import RequestLabels
 from potluck.sim.load.workload import Workload
 from potluck.sim.run import simulate
-from potluck.sim.world.faults import Faults, Rates
-from potluck.worlds.lines import line
-from potluck.worlds.log import header
+from potluck.sim.world.faults import FaultRates, Faults
 
 
 def logged(work: Workload, policy: Policy | None = None, faults: Faults | None = None) -> list[str]:
@@ -33,7 +33,7 @@ def logged(work: Workload, policy: Policy | None = None, faults: Faults | None =
 def test_a_simulated_log_gives_its_workload_back() -> None:
     rng = np.random.default_rng(3)
     work = load(80, 6.0, blocks=3)
-    labels = Labels(
+    labels = RequestLabels(
         ("default", "acme"),
         rng.integers(0, 2, 80).astype(np.int32),
         ("standard", "batch"),
@@ -42,7 +42,7 @@ def test_a_simulated_log_gives_its_workload_back() -> None:
         exact=rng.random(80) < 0.5,
     )
     work = replace(work, labels=labels, priority=rng.integers(0, 3, 80).astype(np.int32))
-    lines = logged(work, faults=Faults(random=Rates(*[300.0] * 6)))
+    lines = logged(work, faults=Faults(random=FaultRates(*[300.0] * 6)))
     found = from_log(lines)
     again = found.workload
     assert found.answered > 40
@@ -57,16 +57,16 @@ def test_a_simulated_log_gives_its_workload_back() -> None:
     assert again.labels is not None
     arrivals = work.arrival_s.tolist()
     assert again.labels.rows(0, 80, arrivals) == labels.rows(0, 80, arrivals)
-    assert logged(again, faults=Faults(random=Rates(*[300.0] * 6))) == lines
+    assert logged(again, faults=Faults(random=FaultRates(*[300.0] * 6))) == lines
 
 
 def live(*told: tuple[float, Event], zero_utc_s: float | None = 1e9, block_tokens: int = 16) -> list[str]:
-    facts = Facts({MODEL: ModelFacts(1.0, block_tokens=block_tokens)}, {})
+    facts = FleetFacts({MODEL: ModelFacts(1.0, block_tokens=block_tokens)}, {})
     return [header(facts, Policy(), "run", zero_utc_s), *(line(at_s, event, []) for at_s, event in told)]
 
 
 def asked(id: str, at_s: float, blocks: tuple[int, ...] = ()) -> tuple[float, Event]:
-    return at_s, Arrived(Request(id, MODEL, at_s, 40, 500, blocks=blocks))
+    return at_s, RequestArrived(Request(id, MODEL, at_s, 40, 500, blocks=blocks))
 
 
 def test_answers_are_as_long_as_they_were_and_the_rest_as_asked() -> None:
@@ -75,12 +75,12 @@ def test_answers_are_as_long_as_they_were_and_the_rest_as_asked() -> None:
         asked("a", 1.0, wide),
         asked("b", 2.0),
         asked("c", 2.5),
-        (3.0, Finished("a", 1, 7)),
-        (3.5, Cancelled("b")),
-        (4.0, Finished("elsewhere", 1, 9)),
+        (3.0, RequestFinished("a", 1, 7)),
+        (3.5, RequestCancelled("b")),
+        (4.0, RequestFinished("elsewhere", 1, 9)),
     )
     # Started again 100 s later: the same ids are other requests.
-    second = live(asked("a", 0.5, (wide[0], 9)), (2.0, Finished("a", 2, 0)), zero_utc_s=1e9 + 100)
+    second = live(asked("a", 0.5, (wide[0], 9)), (2.0, RequestFinished("a", 2, 0)), zero_utc_s=1e9 + 100)
     found = from_log([*first, '[5.0,["Finis', *second])
     assert (found.runs, found.answered, found.cuts) == (2, 2, (8,))
     assert found.workload.arrival_s.tolist() == [1.0, 2.0, 2.5, 100.5]

@@ -8,30 +8,30 @@ import numpy as np
 import pytest
 
 from potluck.catalog import models, nodes
-from potluck.core.brain.policy import Policy
+from potluck.core.state.policy import Policy
 from potluck.core.values.layout import Layout, Stage, StageNode
 from potluck.core.values.plan import (
-    Bucket,
     BucketCapacity,
     Deployment,
+    LengthBucket,
     NodeCount,
     Plan,
+    PlannedReplica,
+    PlannedShare,
     Prediction,
-    Replica,
-    Share,
     Template,
     TemplateFlow,
 )
-from potluck.core.values.types import Offer, Region, Slo
-from potluck.perf.moves.transfer import alpha_beta
+from potluck.core.values.types import NodeOffer, Region, Slo
+from potluck.perf.delays.transfer import alpha_beta
+from potluck.runtime.replica_models import ReplicaModels
+from potluck.runtime.resolved_plan import ResolvedPlan
 from potluck.sim.load.workload import Workload, workload
 from potluck.sim.results.metrics import judge
-from potluck.sim.results.planned import compared, disagreements
+from potluck.sim.results.plan_comparison import compared, disagreements
 from potluck.sim.run import simulate
-from potluck.sim.settings import Settings
+from potluck.sim.sim_settings import SimSettings
 from potluck.sim.world.faults import parse_faults
-from potluck.worlds.kits import Kits
-from potluck.worlds.scene import Scene
 
 LLAMA = models.model("Llama-3.1-8B")
 NODE = nodes.canonical("2xA40")
@@ -39,17 +39,17 @@ LAYERS = LLAMA.layer_count
 NAMES = ("a", "b", "c")
 
 
-def scene(rate_per_s: float = 4.0, gbps: float = 20.0) -> Scene:
+def scene(rate_per_s: float = 4.0, gbps: float = 20.0) -> ResolvedPlan:
     """A prefill pipeline over a and b; decoders on c and on what is left of a and b."""
 
     def on(*stages: tuple[str, int, int]) -> Layout:
         return Layout(tuple(Stage(layers, (StageNode(NODE, tp, name),)) for name, tp, layers in stages))
 
     replicas = (
-        Replica("prefill", on(("a", 1, 20), ("b", 1, LAYERS - 20))),
-        Replica("decode", on(("c", 2, LAYERS))),
-        Replica("decode", on(("a", 1, LAYERS))),
-        Replica("mixed", on(("b", 1, LAYERS))),
+        PlannedReplica("prefill", on(("a", 1, 20), ("b", 1, LAYERS - 20))),
+        PlannedReplica("decode", on(("c", 2, LAYERS))),
+        PlannedReplica("decode", on(("a", 1, LAYERS))),
+        PlannedReplica("mixed", on(("b", 1, LAYERS))),
     )
     flows = (TemplateFlow(0, 0, 1, 0.5), TemplateFlow(0, 0, 2, 0.3), TemplateFlow(0, 3, 3, 0.2))
     capacity = (BucketCapacity(0, 0.0, 0.0, rate_per_s / 0.8, 0.5, 0.03),)
@@ -60,16 +60,16 @@ def scene(rate_per_s: float = 4.0, gbps: float = 20.0) -> Scene:
         "test",
         (made,),
         (Deployment(made.name, "pool", 1),),
-        (Bucket("chat", 0, 2000, rate_per_s),),
-        (Share(made.name, "pool", 0, "closed", rate_per_s),),
+        (LengthBucket("chat", 0, 2000, rate_per_s),),
+        (PlannedShare(made.name, "pool", 0, "closed", rate_per_s),),
         (),
         (Prediction("chat", rate_per_s, rate_per_s / 0.8, 0.5, 0.03, "measured"),),
         1.0,
         0.0,
     )
     links = {(a, b): (gbps if "c" in (a, b) else 2 * gbps, 1e-4) for a in NAMES for b in NAMES if a != b}
-    regions = (Region("pool", (Offer(NODE, 1.0, 3),)),)
-    return Scene(
+    regions = (Region("pool", (NodeOffer(NODE, 1.0, 3),)),)
+    return ResolvedPlan(
         plan,
         {"chat": LLAMA},
         {NODE: nodes.node_type(NODE)},
@@ -92,10 +92,10 @@ def test_a_group_runs_as_planned_over_the_links_between_its_machines() -> None:
     found = compared(world, result)
     assert not disagreements(found), disagreements(found)
     assert {each.what for each in found} == {"served", "attainment", "rate", "flow", "busy", "link"}
-    kits = Kits(world)
-    kits.learn(world.plan)
+    replica_models = ReplicaModels(world)
+    replica_models.learn(world.plan)
     sent = {(link.source, link.target): link.sent_bytes for link in result.links if link.sent_bytes}
-    whole = kits.kv["chat"].wire_bytes(0, 1000, "int4")
+    whole = replica_models.kv["chat"].wire_bytes(0, 1000, "int4")
     # Half of the requests go to c, each with 20 layers from a and the rest from b; 0.3 to a, which lacks b's layers.
     assert sent["a", "c"] == pytest.approx(600 * whole * 20 / LAYERS)
     assert sent["b", "c"] == pytest.approx(600 * whole * (LAYERS - 20) / LAYERS)
@@ -106,12 +106,13 @@ def test_a_group_runs_as_planned_over_the_links_between_its_machines() -> None:
 def test_layers_that_come_over_the_slowest_link_decide_when_all_is_there() -> None:
     """All layers over one link would take 32 / 20 as long."""
     runs = [
-        simulate(scene(gbps=gbps), steady(50, 0.2), settings=Settings(overlap=False)) for gbps in (2.0, 1.0)
+        simulate(scene(gbps=gbps), steady(50, 0.2), settings=SimSettings(overlap=False))
+        for gbps in (2.0, 1.0)
     ]
     ttft = [run.records.first_token_s - run.records.arrival_s for run in runs]
-    kits = Kits(scene())
-    kits.learn(scene().plan)
-    slowest_bytes = kits.kv["chat"].wire_bytes(0, 1000, "int4") * 20 / LAYERS
+    replica_models = ReplicaModels(scene())
+    replica_models.learn(scene().plan)
+    slowest_bytes = replica_models.kv["chat"].wire_bytes(0, 1000, "int4") * 20 / LAYERS
     gap_s = (ttft[1] - ttft[0])[runs[0].records.decode_replica == 1]
     assert len(gap_s) == 25
     half_s = slowest_bytes * (1 / alpha_beta(1.0, 1e-4).beta_bytes_per_s) / 2
@@ -125,7 +126,7 @@ def test_a_lost_machine_is_noticed_when_its_heartbeat_is_missing_and_stays_lost(
     faults = parse_faults("faults: [{at_s: 100, kind: node, node: c}]", "f")
     policy = Policy(scaling="flips", window_s=30.0)
     runs = [
-        simulate(world, load, policy, faults=faults, settings=Settings(heartbeat_s=wait_s))
+        simulate(world, load, policy, faults=faults, settings=SimSettings(heartbeat_s=wait_s))
         for wait_s in (0.0, 5.0)
     ]
     for run, wait_s in zip(runs, (0.0, 5.0), strict=True):

@@ -9,12 +9,12 @@ import pytest
 import sim_fleets as fleets
 
 from potluck.core.brain.brain import Brain
-from potluck.core.brain.policy import Balance, Policy
+from potluck.core.state.policy import Balance, Policy
+from potluck.runtime.replay import replay
 from potluck.sim.results.records import ANSWERED, SimResult
 from potluck.sim.run import build, simulate
-from potluck.sim.world.checks import check
 from potluck.sim.world.faults import Fault, Faults
-from potluck.worlds.replay import replay
+from potluck.sim.world.invariants import check
 
 FOUR = fleets.problem(fleets.closed_plan((fleets.mixed(), "east", 4)))
 MIXED = fleets.problem(fleets.closed_plan((fleets.combo(2, 2), "east", 2), (fleets.mixed(), "west", 2)))
@@ -68,8 +68,8 @@ def test_books_balance_over_routes_of_several_segments_and_the_log_replays() -> 
     world = build(MIXED, fleets.load(200, 15.0, seed=6, blocks=3), POLICY, log=log)
     world.outside.plan(faults, 1, 100.0)
     world.run()
-    assert world.journeys.twinned > 2
-    assert world.journeys.twins == {}
+    assert world.attempts.twinned > 2
+    assert world.attempts.twins == {}
     assert check(world) == []
     log.seek(0)
     assert replay(log, Brain).difference == ""

@@ -9,10 +9,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from sim_fleets import decode_only, flow_plan, load, prefill_only, problem
 
-from potluck.core.brain.policy import Policy
 from potluck.core.errors import InputError
-from potluck.core.routing.grants import GRANTED
-from potluck.sim.links.link import Pipe
+from potluck.core.routing.bandwidth_grants import GRANTED
+from potluck.core.state.policy import Policy
+from potluck.sim.links.link import SharedPipe
 from potluck.sim.run import build
 
 WEIGHTS = {"": 1.0, "gold": 4.0, "iron": 0.5}
@@ -63,7 +63,7 @@ class Slow:
 
 @given(OPS)
 def test_shares_like_the_slow_one_and_conserves_bytes(ops: list[Op]) -> None:
-    pipe, slow = Pipe("link", "a", "b", 10.0, 0.0), Slow(10.0)
+    pipe, slow = SharedPipe("link", "a", "b", 10.0, 0.0), Slow(10.0)
     ends: dict[int, float] = {}
     now_s, keys = 0.0, 0
 
@@ -101,7 +101,7 @@ def test_shares_like_the_slow_one_and_conserves_bytes(ops: list[Op]) -> None:
 
 
 def test_two_share_and_the_second_gets_the_rest() -> None:
-    pipe = Pipe("link", "a", "b", 10.0, 0.0)
+    pipe = SharedPipe("link", "a", "b", 10.0, 0.0)
     pipe.start(0.0, 1, 10.0)
     pipe.start(0.0, 2, 20.0)
     assert pipe.next_s() == pytest.approx(2.0)
@@ -115,7 +115,7 @@ def test_two_share_and_the_second_gets_the_rest() -> None:
 
 def test_a_tenant_has_its_share_however_many_transfers_another_has() -> None:
     """And of one tenant's, whoever began earlier with no more to send is over no later."""
-    pipe = Pipe("link", "a", "b", 10.0, 0.0)
+    pipe = SharedPipe("link", "a", "b", 10.0, 0.0)
     for key in range(20):
         pipe.start(0.0, key, 10.0, "flood")
     assert pipe.share_bytes_per_s(1, "other") == pytest.approx(5.0)
@@ -131,7 +131,7 @@ def test_a_tenant_has_its_share_however_many_transfers_another_has() -> None:
 
 
 def test_a_dead_pipe_waits_and_a_broken_off_transfer_is_counted() -> None:
-    pipe = Pipe("link", "a", "b", 10.0, 0.0)
+    pipe = SharedPipe("link", "a", "b", 10.0, 0.0)
     pipe.start(0.0, 1, 10.0)
     pipe.set_rate(0.5, 0.0)
     assert pipe.next_s() == inf
@@ -140,12 +140,12 @@ def test_a_dead_pipe_waits_and_a_broken_off_transfer_is_counted() -> None:
     assert pipe.lost_bytes == pytest.approx(5.0)
     assert pipe.abort(100.0, 7) == 0.0
     with pytest.raises(InputError, match="negative"):
-        Pipe("link", "a", "b", -1.0, 0.0)
+        SharedPipe("link", "a", "b", -1.0, 0.0)
 
 
 def test_senders_that_keep_to_grants_use_a_share_of_a_link_together() -> None:
-    scene = problem(flow_plan((prefill_only(), "west", 1), (decode_only(), "east", 1)), gbps=10.0)
-    free, granted = (build(scene, load(5), Policy(grants=grants)).network for grants in (False, True))
+    resolved = problem(flow_plan((prefill_only(), "west", 1), (decode_only(), "east", 1)), gbps=10.0)
+    free, granted = (build(resolved, load(5), Policy(grants=grants)).network for grants in (False, True))
     ends = ("west", "east")
     assert granted.links[ends].rate_bytes_per_s == pytest.approx(GRANTED * 10e9 / 8)
     assert free.links[ends].rate_bytes_per_s > granted.links[ends].rate_bytes_per_s

@@ -7,17 +7,17 @@ from dataclasses import replace
 import pytest
 
 from potluck.catalog import models, nodes
-from potluck.core.brain.policy import Policy
+from potluck.core.state.policy import Policy
 from potluck.core.values.plan import Plan
-from potluck.core.values.terms import NO_TERMS, Terms
-from potluck.core.values.types import LengthBin, Offer, Region, Slo, Traffic
-from potluck.plan.problem import Problem, ask
-from potluck.plan.strategies import STRATEGIES, Settings, Workshop
+from potluck.core.values.terms import NO_TERMS, ModelTerms
+from potluck.core.values.types import LengthBin, NodeOffer, Region, Slo, Traffic
+from potluck.plan.problem import PlanningProblem, ask
+from potluck.plan.strategies import STRATEGIES, SolveSettings, TemplateFactory
+from potluck.runtime.resolved_plan import ResolvedPlan
 from potluck.sim.load.workload import of_traffic
 from potluck.sim.results.metrics import summarise
 from potluck.sim.run import simulate
 from potluck.sim.world.faults import Fault, Faults
-from potluck.worlds.scene import Scene
 
 RATE_PER_S = 11.0
 TRAFFIC = Traffic("chat", RATE_PER_S, (LengthBin(300, 60, 0.6), LengthBin(1200, 80, 0.4)))
@@ -28,24 +28,26 @@ SPOT = replace(TYPES[1], name="1xA10G spot")
 REGION = Region(
     "here",
     (
-        Offer("1xL40S", 1.9, 20),
-        Offer("1xA10G", 1.0, 20),
-        Offer("1xA10G spot", 0.35, 20, spot=True, preemptions_per_h=0.2),
+        NodeOffer("1xL40S", 1.9, 20),
+        NodeOffer("1xA10G", 1.0, 20),
+        NodeOffer("1xA10G spot", 0.35, 20, spot=True, preemptions_per_h=0.2),
     ),
 )
 
 
-def planned(terms: Terms) -> tuple[Problem, Plan]:
+def planned(terms: ModelTerms) -> tuple[PlanningProblem, Plan]:
     made = ask("chat", models.model("Llama-3.1-8B"), Slo(1.5, 0.08, PROMISED), TRAFFIC, terms)
-    problem = Problem((made,), (REGION,), (*TYPES, SPOT))
-    outcome = STRATEGIES["melange"](Workshop(problem), Settings(time_limit_s=20.0))
+    problem = PlanningProblem((made,), (REGION,), (*TYPES, SPOT))
+    outcome = STRATEGIES["melange"](TemplateFactory(problem), SolveSettings(time_limit_s=20.0))
     assert outcome.plan.fraction == 1
     return problem, outcome.plan
 
 
-def attained(problem: Problem, plan: Plan, faults: Faults | None, rate_per_s: float = RATE_PER_S) -> float:
+def attained(
+    problem: PlanningProblem, plan: Plan, faults: Faults | None, rate_per_s: float = RATE_PER_S
+) -> float:
     """The share of requests after the fault that kept the objective."""
-    scene = Scene(
+    resolved = ResolvedPlan(
         plan,
         {"chat": problem.asks[0].model},
         problem.by_name,
@@ -55,12 +57,12 @@ def attained(problem: Problem, plan: Plan, faults: Faults | None, rate_per_s: fl
         {"chat": (TRAFFIC.mean_input_tokens, TRAFFIC.mean_output_tokens)},
     )
     load = of_traffic([replace(TRAFFIC, rate_per_s=rate_per_s)], 1200, 1, 1.0)
-    result = simulate(scene, load, Policy(admission=False), seed=1, faults=faults)
+    result = simulate(resolved, load, Policy(admission=False), seed=1, faults=faults)
     return summarise(result, warm_up_s=AT_S).total.attainment
 
 
 def test_any_node_of_a_plan_with_one_to_spare_may_die() -> None:
-    problem, plan = planned(Terms(survive="node"))
+    problem, plan = planned(ModelTerms(survive="node"))
     units = sum(each.count for each in plan.deployments)
     assert units >= 2
     kept = [attained(problem, plan, None)]
@@ -77,7 +79,7 @@ def test_without_one_to_spare_it_would_be_missed() -> None:
 
 
 def test_a_wave_that_takes_all_spot_nodes_leaves_what_was_promised() -> None:
-    problem, plan = planned(Terms(max_spot_share=0.4))
+    problem, plan = planned(ModelTerms(max_spot_share=0.4))
     spot = plan.nodes.get(("here", "1xA10G spot"), 0)
     assert spot > 0
     wave = Faults((Fault(AT_S, "spot", region="here", node="1xA10G spot", count=spot, notice_s=0.0),))
@@ -88,6 +90,6 @@ def test_a_wave_that_takes_all_spot_nodes_leaves_what_was_promised() -> None:
 
 @pytest.mark.parametrize("share", [0.0, 1.0])
 def test_the_share_decides_how_much_is_spot(share: float) -> None:
-    _, plan = planned(Terms(max_spot_share=share))
+    _, plan = planned(ModelTerms(max_spot_share=share))
     kinds = {"spot" in node for _, node in plan.nodes}
     assert kinds == {share == 1.0}

@@ -6,16 +6,16 @@ import pytest
 from sim_fleets import SLOW, closed_plan, load, mixed, problem
 from sim_minds import Around, requests
 
-from potluck.core.brain.actions import Action
-from potluck.core.brain.events import Event, Quoted
-from potluck.core.brain.policy import Policy
+from potluck.core.state.actions import Action
+from potluck.core.state.events import Event, MarketReported
+from potluck.core.state.policy import Policy
 from potluck.core.values.plan import Deployment, Plan
-from potluck.core.values.types import Offer
+from potluck.core.values.types import NodeOffer
 from potluck.sim.results.metrics import summarise
 from potluck.sim.run import simulate
-from potluck.sim.settings import Settings
+from potluck.sim.sim_settings import SimSettings
 from potluck.sim.world.faults import Faults, PriceChange, SupplyChange
-from potluck.sim.world.moment import Moment
+from potluck.sim.world.plan_question import PlanQuestion
 
 FAST_NODE, SLOW_NODE = "1xH100-SXM", "1xL4"
 PLAN = closed_plan((mixed(), "east", 2))
@@ -29,16 +29,16 @@ MARKET = Faults(
 )
 
 
-def offer(moment: Moment, node: str) -> Offer:
+def offer(moment: PlanQuestion, node: str) -> NodeOffer:
     found = next(region for region in moment.regions if region.name == "east").offer(node)
     assert found is not None
     return found
 
 
 def test_the_planner_sees_the_moment_and_what_is_left() -> None:
-    asked: list[Moment] = []
+    asked: list[PlanQuestion] = []
 
-    def planner(moment: Moment) -> Plan:
+    def planner(moment: PlanQuestion) -> Plan:
         asked.append(moment)
         return closed_plan((mixed(), "east", 1), (mixed(SLOW), "east", 1))
 
@@ -48,7 +48,7 @@ def test_the_planner_sees_the_moment_and_what_is_left() -> None:
         Policy(scaling="replan", replan_s=400.0),
         faults=MARKET,
         planner=planner,
-        settings=Settings(planner_s=30.0),
+        settings=SimSettings(planner_s=30.0),
     )
     assert [moment.at_s for moment in asked] == [300.0, 600.0], "at once, not with the next interval"
     first, later = asked
@@ -65,11 +65,11 @@ def test_the_planner_sees_the_moment_and_what_is_left() -> None:
 
 
 def test_the_brain_is_told_once_for_all_that_changes_in_a_moment() -> None:
-    told: list[tuple[float, Quoted]] = []
+    told: list[tuple[float, MarketReported]] = []
 
     class Listening(Around):
         def on(self, at_s: float, event: Event) -> list[Action]:
-            if isinstance(event, Quoted):
+            if isinstance(event, MarketReported):
                 told.append((at_s, event))
             return self.brain.on(at_s, event)
 
@@ -77,7 +77,7 @@ def test_the_brain_is_told_once_for_all_that_changes_in_a_moment() -> None:
         problem(PLAN),
         load(1300, 2.0),
         faults=MARKET,
-        mind=lambda kits, policy: Listening(kits.facts(), policy),
+        mind=lambda replica_models, policy: Listening(replica_models.facts(), policy),
     )
     assert [at_s for at_s, _ in told] == [300.0, 600.0]
     assert len(result.replicas) == 2, "nothing is started where there is no machine"

@@ -14,16 +14,16 @@ from made_results import MODELS, SLOS, made_result
 
 from potluck.core.errors import FormatError
 from potluck.core.values.types import Slo
-from potluck.sim.results.metrics import Summary, cost_between, gap_spread, judge, merge_gaps, summarise
-from potluck.sim.results.records import ANSWERED, CANCELLED, OPEN, REASONS, REFUSED, Records, SimResult
-from potluck.sim.results.scales import SCALES, scan
+from potluck.sim.results.metrics import RunSummary, cost_between, gap_spread, judge, merge_gaps, summarise
+from potluck.sim.results.records import ANSWERED, CANCELLED, OPEN, REASONS, REFUSED, RequestRecords, SimResult
+from potluck.sim.results.slo_scales import SCALES, scan
 
 NAN = float("nan")
 Row = tuple[float, int, int, float, float, int]
 """(arrival_s, model, streamed tokens, TTFT, finish after the first token, outcome)"""
 
 
-def records_of(rows: list[Row]) -> Records:
+def records_of(rows: list[Row]) -> RequestRecords:
     rows = sorted(rows, key=lambda row: row[0])
     arrival = np.array([row[0] for row in rows], dtype=np.float64)
     outcome = np.array([row[5] for row in rows], dtype=np.int8)
@@ -32,7 +32,7 @@ def records_of(rows: list[Row]) -> Records:
     finish = np.where(begun, first + np.array([row[4] for row in rows]), arrival + 1.0)
     zeros = np.zeros(len(rows), dtype=np.int32)
     tokens = np.where(begun, np.array([row[2] for row in rows], dtype=np.int32), 0)
-    return Records(
+    return RequestRecords(
         models=MODELS,
         arrival_s=arrival,
         model=np.array([row[1] for row in rows], dtype=np.int16),
@@ -109,7 +109,7 @@ def test_against_a_plain_loop(rows: list[Row], warm_up_s: float) -> None:
     for name in ("answered", "refused", "cancelled", "open"):
         assert getattr(total.outcomes, name) == sum(getattr(model.outcomes, name) for model in summary.models)
     assert sum(total.outcomes.refusals.values()) == total.outcomes.refused
-    assert Summary.from_json(summary.to_json()) == summary
+    assert RunSummary.from_json(summary.to_json()) == summary
 
 
 def test_the_whole_time_of_an_answer_counts_where_it_is_promised() -> None:
@@ -265,4 +265,4 @@ def test_how_busy_hardware_was() -> None:
 def test_a_summary_of_another_version_is_refused() -> None:
     text = summarise(made_result(50)).to_json()
     with pytest.raises(FormatError, match="version"):
-        Summary.from_json(text.replace('"version": 1', '"version": 2'))
+        RunSummary.from_json(text.replace('"version": 1', '"version": 2'))

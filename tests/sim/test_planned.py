@@ -19,20 +19,20 @@ from sim_fleets import (
     problem,
 )
 
-from potluck.core.values.plan import Plan, Share
+from potluck.core.values.plan import Plan, PlannedShare
 from potluck.core.values.types import Slo
+from potluck.runtime.expectations import BucketLengths, ValueRange, busy_span
+from potluck.runtime.resolved_plan import ResolvedPlan
 from potluck.sim.load.workload import Workload
-from potluck.sim.results.planned import Comparison, compared, described, disagreements
+from potluck.sim.results.plan_comparison import PlanDeviation, compared, described, disagreements
 from potluck.sim.run import simulate
 from potluck.sim.world.faults import parse_faults
-from potluck.worlds.promises import Lengths, Span, busy_span
-from potluck.worlds.scene import Scene
 
 
 def named(plan: Plan, **rates: float) -> Plan:
     """With these requests a second on the templates whose names end so."""
     shares = tuple(
-        Share(t.name, "east", 0, "closed", rate)
+        PlannedShare(t.name, "east", 0, "closed", rate)
         for end, rate in rates.items()
         for t in plan.templates
         if t.name.endswith(end)
@@ -40,22 +40,24 @@ def named(plan: Plan, **rates: float) -> Plan:
     return replace(plan, shares=shares)
 
 
-def two_kinds() -> Scene:
+def two_kinds() -> ResolvedPlan:
     plan = closed_plan((mixed(FAST), "east", 1), (mixed(SLOW), "east", 1))
     return replace(problem(named(plan, H100=9.0, L4=1.0)), slos={MODEL: Slo(2.0, 0.2)})
 
 
-def found_in(scene: Scene, requests: Workload, ran: Scene | None = None) -> dict[str, list[Comparison]]:
-    result = simulate(ran or scene, requests)
-    found: dict[str, list[Comparison]] = {}
-    for each in compared(scene, result):
+def found_in(
+    resolved: ResolvedPlan, requests: Workload, ran: ResolvedPlan | None = None
+) -> dict[str, list[PlanDeviation]]:
+    result = simulate(ran or resolved, requests)
+    found: dict[str, list[PlanDeviation]] = {}
+    for each in compared(resolved, result):
         found.setdefault(each.what, []).append(each)
     return found
 
 
 def test_a_plan_that_is_followed_agrees_in_everything() -> None:
-    scene = problem(flow_plan((prefill_only(), "east", 1), (decode_only(), "west", 1)))
-    found = found_in(scene, load(2000, 10.0, prompt=(900, 1100), output=(80, 120)))
+    resolved = problem(flow_plan((prefill_only(), "east", 1), (decode_only(), "west", 1)))
+    found = found_in(resolved, load(2000, 10.0, prompt=(900, 1100), output=(80, 120)))
     assert set(found) == {"served", "attainment", "rate", "flow", "busy", "link"}
     wrong = disagreements(each for part in found.values() for each in part)
     assert not wrong, wrong
@@ -65,9 +67,9 @@ def test_a_plan_that_is_followed_agrees_in_everything() -> None:
 
 
 def test_a_replica_that_is_counted_on_and_gets_nothing_is_broken() -> None:
-    scene = two_kinds()
-    other = replace(scene, plan=named(scene.plan, H100=10.0))
-    found = found_in(scene, load(1000, 10.0), other)
+    resolved = two_kinds()
+    other = replace(resolved, plan=named(resolved.plan, H100=10.0))
+    found = found_in(resolved, load(1000, 10.0), other)
     (idle,) = found["work"]
     assert idle.verdict == "broken"
     assert "L4" in idle.name
@@ -91,8 +93,8 @@ def test_a_link_that_carries_nothing_is_named() -> None:
 
 
 def test_what_is_not_served_is_named() -> None:
-    scene = replace(problem(closed_plan((mixed(SLOW), "east", 1))), slos={MODEL: Slo(1.0, 0.06)})
-    found = found_in(scene, load(1500, 10.0))
+    resolved = replace(problem(closed_plan((mixed(SLOW), "east", 1))), slos={MODEL: Slo(1.0, 0.06)})
+    found = found_in(resolved, load(1500, 10.0))
     assert [each.verdict for each in found["served"] + found["attainment"]] == ["differs", "differs"]
 
 
@@ -103,9 +105,9 @@ def test_fewer_requests_than_planned_are_no_disagreement() -> None:
 
 
 def test_a_fleet_that_changed_is_not_compared() -> None:
-    scene = two_kinds()
+    resolved = two_kinds()
     faults = parse_faults("faults: [{at_s: 20, kind: replica, replica: '*L4*'}]", "f")
-    assert compared(scene, simulate(scene, load(400, 5.0), faults=faults)) == ()
+    assert compared(resolved, simulate(resolved, load(400, 5.0), faults=faults)) == ()
 
 
 @pytest.mark.parametrize("rate", [0.01, 0.2, 5.0])
@@ -118,8 +120,8 @@ def test_busy_lies_between_chance_and_turns(rate: float) -> None:
         def step_s(self, batch):  # type: ignore[no-untyped-def]
             return batch.tokens * 0 + 1.0
 
-    lengths = {("m", 0): Lengths(100.0, 5.0, 100.0)}
+    lengths = {("m", 0): BucketLengths(100.0, 5.0, 100.0)}
     span = busy_span("m", OneSecond(), {0: [rate, 0.0]}, {0: [rate, 0.0]}, lengths, 0)  # type: ignore[arg-type]
     assert isclose(span.high, min(1.0, 6 * rate))
     assert isclose(span.low, 1 - (1 - min(1.0, rate)) * exp(-5 * rate))
-    assert Span(0.2, 0.4).away(0.5) == pytest.approx(0.1)
+    assert ValueRange(0.2, 0.4).away(0.5) == pytest.approx(0.1)

@@ -14,11 +14,11 @@ from math import factorial, inf
 import numpy as np
 import pytest
 
-from potluck.core.replica.batch import FINISHED, Limits
+from potluck.core.replica.batch import FINISHED, BatchLimits
 from potluck.core.values.confidence import Confidence
-from potluck.perf.step import Floats, Steps
-from potluck.sim.replicas.replica import Replica
-from potluck.sim.replicas.rounds import step_table
+from potluck.perf.step_timer import Floats, StepBatch
+from potluck.sim.replicas.round_table import step_table
+from potluck.sim.replicas.sim_engine import SimEngine
 
 
 class Steady:
@@ -29,14 +29,14 @@ class Steady:
     def __init__(self, seconds: float) -> None:
         self._s = seconds
 
-    def step_s(self, batch: Steps) -> Floats:
+    def step_s(self, batch: StepBatch) -> Floats:
         return np.where(batch.tokens > 0, self._s, 0.0)
 
 
 def ends_s(arrivals_s: list[float], outputs: list[int], slots: int, step_s: float) -> Floats:
     """When a replica is done with each request, all with a prompt of one token."""
-    limits = Limits(1 << 24, token_budget=1 << 20, max_running=slots)
-    replica = Replica(step_table(Steady(step_s)), limits)
+    limits = BatchLimits(1 << 24, token_budget=1 << 20, max_running=slots)
+    replica = SimEngine(step_table(Steady(step_s)), limits)
     found = [0.0] * len(arrivals_s)
     place, count = 0, len(arrivals_s)
     while True:

@@ -12,16 +12,16 @@ from replica_scenarios import live, touches
 
 from potluck.catalog import models, nodes
 from potluck.core.errors import InputError
-from potluck.core.replica.batch import FINISHED, FIRST, PREEMPTED, Limits
+from potluck.core.replica.batch import FINISHED, FIRST, PREEMPTED, BatchLimits
 from potluck.core.values.confidence import Confidence
 from potluck.core.values.layout import Layout, Stage, StageNode
 from potluck.perf.serving.phases import decode_step_s, prefill_s
-from potluck.perf.step import Floats, Steps
-from potluck.perf.timers.pipeline import pipeline
+from potluck.perf.step_timer import Floats, StepBatch
+from potluck.perf.timers.pipeline_timer import pipeline
 from potluck.perf.timers.roofline import roofline
 from potluck.sim.replicas.gaps import EDGES_S
-from potluck.sim.replicas.replica import Replica, replica_limits
-from potluck.sim.replicas.rounds import Table, step_table
+from potluck.sim.replicas.round_table import StepTimes, step_table
+from potluck.sim.replicas.sim_engine import SimEngine, replica_limits
 
 SCENARIOS = 1000
 
@@ -31,14 +31,14 @@ class Plain:
 
     confidence: Confidence = "assumed"
 
-    def step_s(self, batch: Steps) -> Floats:
+    def step_s(self, batch: StepBatch) -> Floats:
         pairs = (batch.chunk_new * (batch.chunk_cached + batch.chunk_new / 2)).sum(axis=1)
         reads = batch.decode_context + np.maximum(batch.decode_context - 3000.0, 0.0)
         return 0.004 + 2e-5 * batch.tokens + 1e-9 * pairs + 1e-6 * reads
 
 
 @cache
-def tables() -> dict[str, Table]:
+def tables() -> dict[str, StepTimes]:
     small, names = models.model("Llama-3.1-8B"), ("1xH100-SXM", "1xL4")
     two = Layout(tuple(Stage(16, (StageNode(name, 1),)) for name in names))
     known = {name: nodes.node_type(name) for name in names}
@@ -49,10 +49,10 @@ def tables() -> dict[str, Table]:
     }
 
 
-def bounds(rng: Random) -> Limits:
+def bounds(rng: Random) -> BatchLimits:
     """From ample to so tight that preemption is the rule."""
     running = rng.choice([1, 2, 8, 64])
-    return Limits(
+    return BatchLimits(
         total_blocks=rng.choice([20, 40, 100, 1000]),
         token_budget=running + rng.choice([8, 64, 512, 512]),
         max_running=running,
@@ -94,7 +94,7 @@ def test_jumping_and_stepping_give_the_same_life(name: str) -> None:
 
 def test_a_lone_request_takes_its_prefill_and_its_decode_steps() -> None:
     timer = roofline(models.model("Llama-3.1-8B"), nodes.node_type("1xH100-SXM"), 1)
-    replica = Replica(step_table(timer), Limits(10_000))
+    replica = SimEngine(step_table(timer), BatchLimits(10_000))
     replica.add(1.0, 0, 1155, 0, 211)
     found = {kind: at_s for at_s, kind, _ in replica.advance(100.0)}
     first_s = float(prefill_s(timer, 1155)[0])
@@ -107,7 +107,7 @@ def test_a_lone_request_takes_its_prefill_and_its_decode_steps() -> None:
 
 
 def test_an_arrival_waits_for_the_step_under_way() -> None:
-    replica = Replica(step_table(Plain()), Limits(1000))
+    replica = SimEngine(step_table(Plain()), BatchLimits(1000))
     replica.add(0.0, 0, 100, 0, 50)
     [(first_s, kind, _)] = replica.advance(replica.next_s())
     assert kind == FIRST
@@ -121,7 +121,7 @@ def test_an_arrival_waits_for_the_step_under_way() -> None:
 
 
 def test_a_question_changes_nothing() -> None:
-    asked, left_alone = (Replica(step_table(Plain()), Limits(1000)) for _ in range(2))
+    asked, left_alone = (SimEngine(step_table(Plain()), BatchLimits(1000)) for _ in range(2))
     for replica in (asked, left_alone):
         replica.add(0.0, 0, 100, 0, 200)
     while asked.next_s() < inf:
@@ -133,7 +133,7 @@ def test_a_question_changes_nothing() -> None:
 
 
 def test_a_slow_replica_is_slow_from_the_next_step_on() -> None:
-    replica = Replica(step_table(Plain()), Limits(1000))
+    replica = SimEngine(step_table(Plain()), BatchLimits(1000))
     replica.add(0.0, 0, 100, 0, 11)
     first_s = replica.advance(replica.next_s())[0][0]
     row, context = replica.table.row(1), 100
@@ -145,7 +145,7 @@ def test_a_slow_replica_is_slow_from_the_next_step_on() -> None:
 
 
 def test_gaps_count_every_token_but_the_first() -> None:
-    replica = Replica(step_table(Plain()), replica_limits(step_table(Plain()), 1000))
+    replica = SimEngine(step_table(Plain()), replica_limits(step_table(Plain()), 1000))
     for key in range(5):
         replica.add(0.01 * key, key, 50, 0, 20)
     assert replica.reserve(0.06, 5, 64)
@@ -158,8 +158,8 @@ def test_gaps_count_every_token_but_the_first() -> None:
 
 
 def test_a_preempted_request_has_one_long_gap() -> None:
-    limits = Limits(20, token_budget=512, max_running=8, spare_blocks=0)
-    replica = Replica(step_table(Plain()), limits)
+    limits = BatchLimits(20, token_budget=512, max_running=8, spare_blocks=0)
+    replica = SimEngine(step_table(Plain()), limits)
     for key in range(2):
         replica.add(0.0, key, 100, 0, 100)
     found = replica.advance(100.0)

@@ -10,15 +10,15 @@ from hypothesis import strategies as st
 from sim_fleets import closed_plan, mixed, problem
 from sim_minds import Fixed, requests
 
-from potluck.core.brain.actions import Action, Run
-from potluck.core.brain.events import Arrived, Event, Failed
+from potluck.core.state.actions import Action, Run
+from potluck.core.state.events import AttemptFailed, Event, RequestArrived
 from potluck.core.values.route import aggregated, handed_over
-from potluck.sim.links import handover
+from potluck.sim.links import handovers
 from potluck.sim.results.records import ANSWERED
 from potluck.sim.run import build, result_of
-from potluck.sim.settings import Settings
-from potluck.sim.world.checks import check
-from potluck.sim.world.world import World
+from potluck.sim.sim_settings import SimSettings
+from potluck.sim.world.invariants import check
+from potluck.sim.world.world import SimWorld
 
 MIXED = mixed().name + "@east"
 BLOCKS = 70
@@ -31,30 +31,30 @@ class Along(Fixed):
     def __init__(self, pairs: list[tuple[int, int]]) -> None:
         super().__init__(lambda tokens: None)
         self.pairs = pairs
-        self.failed: list[tuple[float, Failed]] = []
+        self.failed: list[tuple[float, AttemptFailed]] = []
 
     def on(self, at_s: float, event: Event) -> list[Action]:
-        if isinstance(event, Arrived):
+        if isinstance(event, RequestArrived):
             name, tokens = event.request.id, event.request.prompt_tokens
             first, second = (f"{MIXED}#{each}/0" for each in self.pairs[int(name)])
             return [Run(name, handed_over(first, second, tokens), 0, tokens, 0)]
-        if isinstance(event, Failed):
+        if isinstance(event, AttemptFailed):
             self.failed.append((at_s, event))
             return [Run(event.request, aggregated(event.where), 1, 1000, 0)]
         return super().on(at_s, event)
 
 
-def ran(pairs: list[tuple[int, int]], prompts: list[int], overlap: bool) -> tuple[World, Along]:
+def ran(pairs: list[tuple[int, int]], prompts: list[int], overlap: bool) -> tuple[SimWorld, Along]:
     mind = Along(pairs)
     work = requests(*((0.01 * place, prompt, 20) for place, prompt in enumerate(prompts)))
     world = build(
         problem(closed_plan((mixed(), "east", 4))),
         work,
-        settings=Settings(overlap=overlap),
-        mind=lambda kits, policy: mind,
+        settings=SimSettings(overlap=overlap),
+        mind=lambda replica_models, policy: mind,
     )
-    for key, kit in world.kits.kits.items():
-        world.kits.kits[key] = replace(kit, total_blocks=BLOCKS)
+    for key, replica_model in world.replica_models.replica_models.items():
+        world.replica_models.replica_models[key] = replace(replica_model, total_blocks=BLOCKS)
     world.run()
     assert check(world) == []
     assert (result_of(world, 0).records.outcome == ANSWERED).all()
@@ -87,13 +87,13 @@ def test_whoever_hands_over_to_whom_all_are_answered(
 
 
 @pytest.mark.skipif(
-    not handover.__file__.endswith(".py"), reason="constants of compiled code stay as they are"
+    not handovers.__file__.endswith(".py"), reason="constants of compiled code stay as they are"
 )
 def test_where_nothing_can_be_put_aside_somebody_gives_up_and_goes_elsewhere(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(handover, "OUTBOX_BYTES", 0)
+    monkeypatch.setattr(handovers, "OUTBOX_BYTES", 0)
     pairs = [(place % 3, (place + 1) % 3) for place in range(12)]
     _, mind = ran(pairs, [1000] * 12, overlap=False)
     assert {event.kind for _, event in mind.failed} == {"memory"}
-    assert mind.failed[0][0] == pytest.approx(handover.STUCK_S, abs=1.5)
+    assert mind.failed[0][0] == pytest.approx(handovers.STUCK_S, abs=1.5)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from sim_fleets import closed_plan, combo, load, problem
 
-from potluck.core.brain.policy import Policy
+from potluck.core.state.policy import Policy
 from potluck.core.values.types import Role
 from potluck.sim.results.records import OUTCOMES
 from potluck.sim.run import simulate

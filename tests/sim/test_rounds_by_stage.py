@@ -8,11 +8,11 @@ from heapq import heapify, heappop, heappush
 import pytest
 
 from potluck.catalog import models, nodes
-from potluck.core.routing.weighted import Turns
+from potluck.core.routing.round_robin import WeightedRoundRobin
 from potluck.core.values.layout import Layout, Stage, StageNode
-from potluck.perf.step import steps
-from potluck.perf.timers.pipeline import PipelineTimer, pipeline
-from potluck.sim.replicas.rounds import RoundTable
+from potluck.perf.step_timer import steps
+from potluck.perf.timers.pipeline_timer import PipelineTimer, pipeline
+from potluck.sim.replicas.round_table import RoundTable
 
 MODEL, CONTEXT, ROUNDS = models.model("Llama-3.1-8B"), 1200, 200
 KINDS = {nodes.canonical(each): nodes.node_type(each) for each in ("1xL4", "1xA10", "1xL40S", "1xA100-80")}
@@ -37,7 +37,7 @@ def by_stage_per_s(timer: PipelineTimer, requests: int) -> float:
         batch = steps(decodes=count, decode_context=count * CONTEXT)
         return float(timer.stages[stage][node].step_s(batch)[0]) + float(timer.host.step_s(batch)[0])
 
-    turns: list[Turns[int]] = [Turns() for _ in timer.stages]
+    turns: list[WeightedRoundRobin[int]] = [WeightedRoundRobin() for _ in timer.stages]
     for stage, members in enumerate(timer.stages):
         for node in range(len(members)):
             turns[stage].set(node, 1 / step_s(stage, node, counts[0]))

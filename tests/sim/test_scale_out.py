@@ -8,22 +8,22 @@ import numpy as np
 import pytest
 
 from potluck.catalog import models, nodes
-from potluck.core.brain.policy import Policy
+from potluck.core.state.policy import Policy
 from potluck.core.values.plan import Plan
-from potluck.core.values.types import LengthBin, Offer, Region, Slo, Traffic
-from potluck.plan.problem import Problem, ask
-from potluck.plan.running.candidates import with_candidates
-from potluck.plan.strategies import STRATEGIES, Settings, Workshop
+from potluck.core.values.types import LengthBin, NodeOffer, Region, Slo, Traffic
+from potluck.plan.problem import PlanningProblem, ask
+from potluck.plan.replan.scaling_candidates import with_candidates
+from potluck.plan.strategies import STRATEGIES, SolveSettings, TemplateFactory
+from potluck.runtime.resolved_plan import ResolvedPlan
 from potluck.sim.load.workload import workload
 from potluck.sim.results.records import SimResult
 from potluck.sim.run import simulate
-from potluck.worlds.scene import Scene
 
 LENGTHS = (1200, 60)
 SLO = Slo(4.0, 0.1)
 TRAFFIC = Traffic("m", 2.0, (LengthBin(*LENGTHS, 1.0),))
-REGIONS = (Region("east", (Offer("1xL4", 0.4, 3), Offer("1xA10", 1.2, 6))),)
-PROBLEM = Problem(
+REGIONS = (Region("east", (NodeOffer("1xL4", 0.4, 3), NodeOffer("1xA10", 1.2, 6))),)
+PROBLEM = PlanningProblem(
     (ask("m", models.model("Llama-3.1-8B"), SLO, TRAFFIC),),
     REGIONS,
     (nodes.node_type("1xL4"), nodes.node_type("1xA10")),
@@ -32,16 +32,16 @@ PROBLEM = Problem(
 
 @pytest.fixture(scope="module")
 def plan() -> Plan:
-    workshop = Workshop(PROBLEM)
-    made = STRATEGIES["melange"](workshop, Settings(time_limit_s=5)).plan
-    return with_candidates(workshop, made)
+    factory = TemplateFactory(PROBLEM)
+    made = STRATEGIES["melange"](factory, SolveSettings(time_limit_s=5)).plan
+    return with_candidates(factory, made)
 
 
 def served(plan: Plan) -> SimResult:
     """From 120 s on three times the planned rate, for eight minutes."""
     when = np.concatenate([np.arange(0, 120, 0.5), np.arange(120, 600, 1 / 6)])
     load = workload("m", when, np.full(len(when), LENGTHS[0]), np.full(len(when), LENGTHS[1]))
-    scene = Scene(
+    resolved = ResolvedPlan(
         plan,
         {"m": PROBLEM.asks[0].model},
         PROBLEM.by_name,
@@ -49,7 +49,7 @@ def served(plan: Plan) -> SimResult:
         slos={"m": SLO},
         mean_tokens={"m": (1200.0, 60.0)},
     )
-    return simulate(scene, load, Policy(scaling="cauchy", window_s=30.0))
+    return simulate(resolved, load, Policy(scaling="cauchy", window_s=30.0))
 
 
 def late(result: SimResult) -> int:

@@ -8,33 +8,33 @@ import numpy as np
 import pytest
 from test_scale_out import LENGTHS, PROBLEM, SLO
 
-from potluck.core.brain.policy import Policy
+from potluck.core.state.policy import Policy
 from potluck.core.values.plan import Plan
-from potluck.core.values.types import Offer, Region
-from potluck.perf.moves.startup import StartupCosts
-from potluck.plan.strategies import STRATEGIES, Settings, Workshop
+from potluck.core.values.types import NodeOffer, Region
+from potluck.perf.delays.startup import StartupCosts
+from potluck.plan.strategies import STRATEGIES, SolveSettings, TemplateFactory
+from potluck.runtime.resolved_plan import ResolvedPlan
 from potluck.sim.load.workload import workload
-from potluck.sim.results.planned import compared
+from potluck.sim.results.plan_comparison import compared
 from potluck.sim.results.records import SimResult
 from potluck.sim.run import simulate
-from potluck.worlds.scene import Scene
 
 JUMP_S, END_S = 120.0, 420.0
 
 
 def region_of(nodes: int) -> tuple[Region, ...]:
-    return (Region("east", (Offer("1xL4", 0.4, nodes),)),)
+    return (Region("east", (NodeOffer("1xL4", 0.4, nodes),)),)
 
 
 @pytest.fixture(scope="module")
 def plan() -> Plan:
-    return STRATEGIES["melange"](Workshop(PROBLEM), Settings(time_limit_s=5)).plan
+    return STRATEGIES["melange"](TemplateFactory(PROBLEM), SolveSettings(time_limit_s=5)).plan
 
 
-def scene_of(plan: Plan) -> Scene:
+def scene_of(plan: Plan) -> ResolvedPlan:
     """Where a start takes 90 s: 70 s, and 16 GB of weights at 0.8 GB/s."""
     costs = StartupCosts(provision_s=40.0, container_s=15.0, engine_init_s=15.0, load_gb_per_s=0.803)
-    return Scene(
+    return ResolvedPlan(
         plan,
         {"m": PROBLEM.asks[0].model},
         PROBLEM.by_name,

@@ -13,13 +13,13 @@ from hypothesis import strategies as st
 from potluck.catalog import models, nodes
 from potluck.core.values.confidence import Confidence
 from potluck.core.values.layout import Layout, Stage, StageNode
-from potluck.engine.compute.work import Work
-from potluck.engine.pretend.lasting import lasting
-from potluck.perf.step import Floats, Steps, StepTimer, steps
-from potluck.perf.timers.pipeline import PipelineTimer, pipeline
+from potluck.engine.compute.work import SequenceWork
+from potluck.engine.mock.step_durations import lasting
+from potluck.perf.step_timer import Floats, StepBatch, StepTimer, steps
+from potluck.perf.timers.pipeline_timer import PipelineTimer, pipeline
 from potluck.perf.timers.roofline import roofline
-from potluck.sim.replicas.rounds import RoundTable, step_table
-from potluck.sim.replicas.steps import CONTEXTS, Row, StepTable
+from potluck.sim.replicas.round_table import RoundTable, step_table
+from potluck.sim.replicas.step_table import CONTEXTS, DecodeRow, StepTable
 
 CASES = [
     ("Llama-3.1-8B", "H100-SXM", 1),
@@ -62,7 +62,7 @@ def random_steps(count: int, seed: int) -> Iterator[Made]:
         yield chunks, decodes, int(decodes * 2 ** rng.uniform(3, 14))
 
 
-def as_steps(made: list[Made]) -> Steps:
+def as_steps(made: list[Made]) -> StepBatch:
     new, cached = np.zeros((len(made), 5)), np.zeros((len(made), 5))
     for row, (chunks, _, _) in enumerate(made):
         for column, (_, tokens, behind) in enumerate(chunks):
@@ -94,7 +94,7 @@ def test_a_table_of_something_linear_is_exact() -> None:
     class Linear:
         confidence: Confidence = "assumed"
 
-        def step_s(self, batch: Steps) -> Floats:
+        def step_s(self, batch: StepBatch) -> Floats:
             pairs = (batch.chunk_new * (batch.chunk_cached + batch.chunk_new / 2)).sum(axis=1)
             return 1e-3 + 1e-5 * batch.tokens + 1e-9 * pairs + 1e-7 * batch.decode_context
 
@@ -103,11 +103,11 @@ def test_a_table_of_something_linear_is_exact() -> None:
     assert ours == pytest.approx(Linear().step_s(as_steps(made)).tolist(), rel=1e-9)
 
 
-def bent_row(count: int, fixed: float, slope: float, early: float, late: float) -> Row:
+def bent_row(count: int, fixed: float, slope: float, early: float, late: float) -> DecodeRow:
     """Steps that grow faster at first, or later on, or both."""
     contexts = np.array(CONTEXTS, np.float64)
     bends = np.minimum(early * contexts, 1.0) + np.maximum(late * (contexts - 300.0), 0.0)
-    return Row(count, 1e-3 * (fixed + slope * contexts + bends))
+    return DecodeRow(count, 1e-3 * (fixed + slope * contexts + bends))
 
 
 rows = st.builds(
@@ -121,14 +121,16 @@ rows = st.builds(
 
 
 @given(rows, st.integers(0, 5000), st.integers(1, 400))
-def test_a_run_is_the_sum_of_its_steps(row: Row, mean: int, count: int) -> None:
+def test_a_run_is_the_sum_of_its_steps(row: DecodeRow, mean: int, count: int) -> None:
     context = mean * row.count + mean % row.count
     apart = sum(row.step_s(context + i * row.count) for i in range(count))
     assert row.run_s(context, count) == pytest.approx(apart, rel=1e-11)
 
 
 @given(rows, st.integers(0, 5000), st.integers(1, 400), st.floats(-0.2, 1.2))
-def test_a_cut_is_at_the_first_step_that_lasts_so_long(row: Row, mean: int, most: int, share: float) -> None:
+def test_a_cut_is_at_the_first_step_that_lasts_so_long(
+    row: DecodeRow, mean: int, most: int, share: float
+) -> None:
     context = mean * row.count
     seconds = share * row.run_s(context, most)
     count, lasted_s = row.cut(context, seconds, most)
@@ -172,8 +174,8 @@ def test_an_engine_that_pretends_takes_the_same_rounds(
     chunks: list[tuple[int, int]], contexts: list[int]
 ) -> None:
     source = unlike()
-    works = [Work(row, cached, (5,) * new) for row, (new, cached) in enumerate(chunks)]
-    works += [Work(len(chunks) + row, context, (5,)) for row, context in enumerate(contexts)]
+    works = [SequenceWork(row, cached, (5,) * new) for row, (new, cached) in enumerate(chunks)]
+    works += [SequenceWork(len(chunks) + row, context, (5,)) for row, context in enumerate(contexts)]
     simulated = step_table(source).step_s(
         [(row, new, cached) for row, (new, cached) in enumerate(chunks)], len(contexts), sum(contexts)
     )

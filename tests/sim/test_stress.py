@@ -13,8 +13,8 @@ import pytest
 from numpy.typing import NDArray
 from sim_fleets import FAST, MODEL, SLOW, closed_plan, decode_only, flow_plan, prefill_only, problem, template
 
-from potluck.catalog import workloads as named
-from potluck.core.brain.policy import Policy
+from potluck.catalog import named_workloads as named
+from potluck.core.state.policy import Policy
 from potluck.core.values.plan import Plan, Template
 from potluck.sim.load.workload import Workload, labelled, merge, synthetic, with_prefixes, workload
 from potluck.sim.results.metrics import judge, summarise, tpot

@@ -9,28 +9,28 @@ import numpy as np
 import pytest
 from sim_fleets import closed_plan, combo, decode_only, flow_plan, load, mixed, pair, prefill_only, problem
 
-from potluck.core.brain.actions import Abandon, Action, Refuse, Run, Start
 from potluck.core.brain.brain import Brain
-from potluck.core.brain.events import (
-    Adopted,
-    Arrived,
+from potluck.core.state.actions import Abort, Action, Refuse, Run, StartReplica
+from potluck.core.state.events import (
+    AttemptFailed,
     Event,
-    Failed,
-    Finished,
     FirstToken,
-    Planned,
+    PlanReceived,
     ReplicaReady,
+    RequestAdopted,
+    RequestArrived,
+    RequestFinished,
     SegmentDone,
 )
-from potluck.core.brain.policy import Policy
+from potluck.core.state.policy import Policy
 from potluck.core.values.plan import Plan
 from potluck.core.values.route import handed_over
 from potluck.core.values.types import Request
+from potluck.runtime.brain_log import LoggedBrain
+from potluck.runtime.replay import replay
+from potluck.runtime.replica_models import ReplicaModels
 from potluck.sim.results.records import ANSWERED
 from potluck.sim.run import simulate
-from potluck.worlds.kits import Kits
-from potluck.worlds.log import Logged
-from potluck.worlds.replay import replay
 
 
 @dataclass
@@ -46,19 +46,21 @@ class Known:
 
     def told(self) -> Event:
         if self.run is None:
-            return Arrived(self.request)
+            return RequestArrived(self.request)
         if not self.going:
-            return Adopted(self.request, self.run.attempt, self.streamed, None)
+            return RequestAdopted(self.request, self.run.attempt, self.streamed, None)
         run = self.run
-        return Adopted(self.request, run.attempt, run.streamed_tokens, run.route, self.done, self.first)
+        return RequestAdopted(
+            self.request, run.attempt, run.streamed_tokens, run.route, self.done, self.first
+        )
 
 
 class Mortal:
     """Dies behind every so many events, and stands up as another."""
 
-    def __init__(self, kits: Kits, policy: Policy, every: int) -> None:
-        self._kits, self._policy, self._every = kits, policy, every
-        self.brain = Brain(kits.facts(), policy)
+    def __init__(self, replica_models: ReplicaModels, policy: Policy, every: int) -> None:
+        self._kits, self._policy, self._every = replica_models, policy, every
+        self.brain = Brain(replica_models.facts(), policy)
         self.deaths = self._heard = 0
         self._known: dict[str, Known] = {}
         self._ready: list[str] = []
@@ -75,20 +77,20 @@ class Mortal:
 
     def _note(self, event: Event) -> None:
         match event:
-            case Planned(plan):
+            case PlanReceived(plan):
                 self._plan = plan
             case ReplicaReady(replica):
                 self._ready.append(replica)
-            case Arrived(request):
+            case RequestArrived(request):
                 self._known[request.id] = Known(request)
             case SegmentDone(request, _, place):
                 self._known[request].done = place + 1
             case FirstToken(request, _):
                 self._known[request].first = True
-            case Failed(request, _, _, _, streamed):
+            case AttemptFailed(request, _, _, _, streamed):
                 known = self._known[request]
                 known.going, known.streamed = False, streamed
-            case Finished(request, _, _):
+            case RequestFinished(request, _, _):
                 del self._known[request]
             case _:
                 pass
@@ -101,7 +103,7 @@ class Mortal:
             elif isinstance(action, Refuse):
                 self._known.pop(action.request, None)
             else:
-                assert not isinstance(action, Abandon), "nothing fails here"
+                assert not isinstance(action, Abort), "nothing fails here"
         return actions
 
     def _die(self, at_s: float) -> list[Action]:
@@ -109,14 +111,14 @@ class Mortal:
         self.deaths += 1
         known = {view.member for view in self.brain.fleet.views.values()}
         self.brain = Brain(self._kits.facts(), self._policy)
-        started = self.brain.on(at_s, Planned(self._plan))
-        assert {each.member for each in started if isinstance(each, Start)} == known, "the same names"
+        started = self.brain.on(at_s, PlanReceived(self._plan))
+        assert {each.member for each in started if isinstance(each, StartReplica)} == known, "the same names"
         actions: list[Action] = []
         for replica in self._ready:
             actions += self._noted(self.brain.on(at_s, ReplicaReady(replica)))
         for each in list(self._known.values()):
             event = each.told()
-            self.adopted += isinstance(event, Adopted)
+            self.adopted += isinstance(event, RequestAdopted)
             actions += self._noted(self.brain.on(at_s, event))
         return actions
 
@@ -135,8 +137,8 @@ def test_every_request_is_answered_whoever_decides(name: str, every: int) -> Non
     """The simulator's own books must balance as well; `simulate` sees to that."""
     minds: list[Mortal] = []
 
-    def mind(kits: Kits, policy: Policy) -> Mortal:
-        minds.append(Mortal(kits, policy, every))
+    def mind(replica_models: ReplicaModels, policy: Policy) -> Mortal:
+        minds.append(Mortal(replica_models, policy, every))
         return minds[-1]
 
     work = load(150, 8.0, seed=every)
@@ -154,17 +156,19 @@ def test_every_request_is_answered_whoever_decides(name: str, every: int) -> Non
 def test_a_log_with_an_adoption_in_it_replays() -> None:
     """The successor's own log: what it was told, adoptions included, gives the same actions again."""
     plan, policy = PLANS["combo"], Policy()
-    kits = Kits(problem(plan))
-    kits.learn(plan)
+    replica_models = ReplicaModels(problem(plan))
+    replica_models.learn(plan)
     out = io.StringIO()
-    logged = Logged(Brain(kits.facts(), policy), out, kits.facts(), policy)
-    members = [each.member.id for each in logged.on(0.0, Planned(plan)) if isinstance(each, Start)]
+    logged = LoggedBrain(Brain(replica_models.facts(), policy), out, replica_models.facts(), policy)
+    members = [
+        each.member.id for each in logged.on(0.0, PlanReceived(plan)) if isinstance(each, StartReplica)
+    ]
     for replica in members:
         logged.on(0.1, ReplicaReady(replica))
     request = Request("r", "chat", 0.0, 100, 20)
-    logged.on(0.2, Adopted(request, 1, 4, handed_over(members[0], members[1], 104), 1, False))
-    logged.on(0.3, Adopted(Request("s", "chat", 0.0, 100, 20), 2, 5, None))
-    logged.on(0.4, Failed("r", 1, "replica", members[1], 9))
+    logged.on(0.2, RequestAdopted(request, 1, 4, handed_over(members[0], members[1], 104), 1, False))
+    logged.on(0.3, RequestAdopted(Request("s", "chat", 0.0, 100, 20), 2, 5, None))
+    logged.on(0.4, AttemptFailed("r", 1, "replica", members[1], 9))
     found = replay(io.StringIO(out.getvalue()), Brain)
     assert (found.difference, found.runs) == ("", 1)
     assert found.actions > len(members)

@@ -9,17 +9,17 @@ import numpy as np
 import pytest
 import sim_fleets as fleets
 
-from potluck.cli.common.workloads import Asked, of_trace, to_trace
+from potluck.cli.common.workload_options import WorkloadOptions, of_trace, to_trace
 from potluck.core.brain.brain import Brain
-from potluck.core.brain.policy import Policy
 from potluck.core.errors import InputError
+from potluck.core.state.policy import Policy
 from potluck.core.values.service import Tenant
+from potluck.runtime.replay import replay
 from potluck.sim.load.workload import Workload, labelled, merge, workload
 from potluck.sim.results.metrics import summarise
 from potluck.sim.run import simulate
 from potluck.spec.trace_write import write_trace
 from potluck.spec.traces import load_trace
-from potluck.worlds.replay import replay
 
 
 def alike(count: int, rate_per_s: float, prompt: int, output: int, seed: int = 0) -> Workload:
@@ -37,7 +37,7 @@ def test_labels_survive_a_trace(tmp_path: Path) -> None:
     made = two_tenants()
     path = tmp_path / "trace.jsonl"
     write_trace(to_trace(made), path, "mooncake")
-    again = of_trace(load_trace(path), fleets.MODEL, Asked())
+    again = of_trace(load_trace(path), fleets.MODEL, WorkloadOptions())
     assert made.labels is not None
     assert again.labels is not None
     assert (again.labels.tenants, again.labels.classes) == (made.labels.tenants, made.labels.classes)
@@ -54,7 +54,7 @@ def test_csv_traces_may_have_labels_and_complain_with_their_line(tmp_path: Path)
     assert (trace.tenants, trace.classes) == (("a", ""), ("batch", ""))
     assert trace.wait_s is not None
     assert trace.wait_s.tolist() == [1.5, np.inf]
-    made = of_trace(trace, "m", Asked())
+    made = of_trace(trace, "m", WorkloadOptions())
     assert made.labels is not None
     assert made.labels.tenants == ("a", "default")
     assert made.labels.classes == ("batch", "standard")

@@ -7,8 +7,8 @@ from dataclasses import replace
 import numpy as np
 from sim_fleets import LONGEST, MODEL, closed_plan, decode_only, mixed, prefill_only, problem, workload
 
-from potluck.core.brain.policy import Policy
-from potluck.core.values.plan import Bucket, BucketCapacity, Deployment, Flow, Plan, Share
+from potluck.core.state.policy import Policy
+from potluck.core.values.plan import BucketCapacity, Deployment, LengthBucket, Plan, PlannedFlow, PlannedShare
 from potluck.sim.run import simulate
 
 SHORT = 4000
@@ -32,14 +32,17 @@ def divided() -> Plan:
             Deployment(prefill.name, "east", 2),
             Deployment(decode.name, "east", 3),
         ),
-        buckets=(Bucket(MODEL, 0, SHORT, 10.0), Bucket(MODEL, 1, LONGEST, 2.0)),
+        buckets=(LengthBucket(MODEL, 0, SHORT, 10.0), LengthBucket(MODEL, 1, LONGEST, 2.0)),
         shares=(
-            Share(prefill.name, "east", 0, "prefill", 10.0),
-            Share(prefill.name, "west", 1, "prefill", 2.0),
-            Share(decode.name, "east", 0, "decode", 10.0),
-            Share(decode.name, "east", 1, "decode", 2.0),
+            PlannedShare(prefill.name, "east", 0, "prefill", 10.0),
+            PlannedShare(prefill.name, "west", 1, "prefill", 2.0),
+            PlannedShare(decode.name, "east", 0, "decode", 10.0),
+            PlannedShare(decode.name, "east", 1, "decode", 2.0),
         ),
-        flows=(Flow(MODEL, 0, "east", "east", 10.0), Flow(MODEL, 1, "west", "east", 2.0, "int4")),
+        flows=(
+            PlannedFlow(MODEL, 0, "east", "east", 10.0),
+            PlannedFlow(MODEL, 1, "west", "east", 2.0, "int4"),
+        ),
     )
 
 

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from sim_fleets import closed_plan, mixed, problem
 
-from potluck.core.brain.policy import Policy
+from potluck.core.state.policy import Policy
 from potluck.core.values.types import LengthBin, Traffic
 from potluck.sim.load.workload import of_traffic
 from potluck.sim.results.metrics import summarise
@@ -37,11 +37,11 @@ def test_classes_and_origins_are_drawn_by_their_shares() -> None:
 
 
 def test_first_tokens_are_seen_as_late_as_users_are_far() -> None:
-    scene = problem(closed_plan((mixed(), "east", 2)))
+    resolved = problem(closed_plan((mixed(), "east", 2)))
     load = of_traffic([TRAFFIC], 300, 1)
-    near = simulate(scene, load, Policy(admission=False), seed=1)
+    near = simulate(resolved, load, Policy(admission=False), seed=1)
     rtt_s = {("europe", "east"): 0.1, ("asia", "east"): 0.3}
-    far = simulate(replace(scene, rtt_s=rtt_s), load, Policy(admission=False), seed=1)
+    far = simulate(replace(resolved, rtt_s=rtt_s), load, Policy(admission=False), seed=1)
     labels = far.records.labels
     assert labels is not None
     later = np.where(labels.from_origin == 0, 0.1, 0.3)

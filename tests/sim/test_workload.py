@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from potluck.core.errors import InputError
-from potluck.core.values.lengths import (
+from potluck.core.values.length_laws import (
     Binned,
     Fixed,
     Independent,
@@ -23,9 +23,9 @@ from potluck.core.values.lengths import (
 )
 from potluck.core.values.types import LengthBin, Traffic
 from potluck.sim.load import arrivals
-from potluck.sim.load.lengths import draw, draw_law, draw_pairs
+from potluck.sim.load.draw_lengths import draw, draw_law, draw_pairs
 from potluck.sim.load.workload import (
-    Blocks,
+    PrefixBlocks,
     Workload,
     at_rate,
     first,
@@ -189,7 +189,7 @@ def test_the_same_seed_gives_the_same_and_parts_do_not_disturb_each_other() -> N
 @given(st.lists(st.lists(st.integers(0, 9), max_size=4), min_size=1, max_size=20), st.data())
 def test_blocks_follow_their_requests(blocks: list[list[int]], data: st.DataObject) -> None:
     starts = np.cumsum([0, *map(len, blocks)])
-    held = Blocks(starts, np.array([b for one in blocks for b in one], dtype=np.int64))
+    held = PrefixBlocks(starts, np.array([b for one in blocks for b in one], dtype=np.int64))
     chosen = np.array(data.draw(st.lists(st.integers(0, len(blocks) - 1), max_size=30)), dtype=np.int64)
     taken = held.take(chosen)
     assert [list(taken.of(i)) for i in range(len(chosen))] == [blocks[i] for i in chosen]
@@ -295,7 +295,7 @@ def columns(**changed: object) -> Workload:
         ({"prompt_tokens": np.array([0, 1])}, "at least 1"),
         ({"output_tokens": np.array([1])}, "output_tokens: has 1 rows, not 2"),
         ({"model": np.array([0, 1])}, "place in the 1 models"),
-        ({"blocks": Blocks(np.array([0]), np.array([], dtype=np.int64))}, "3 starts"),
+        ({"blocks": PrefixBlocks(np.array([0]), np.array([], dtype=np.int64))}, "3 starts"),
     ],
 )
 def test_a_workload_that_cannot_be(changed: dict[str, object], says: str) -> None:

@@ -24,36 +24,36 @@ from sim_fleets import (
 )
 from sim_minds import Around, Fixed, requests, ttft
 
-from potluck.core.brain.actions import Action, Drain, Move, Replan, Run, Stop
-from potluck.core.brain.events import (
-    Arrived,
-    Cached,
-    Drained,
+from potluck.core.state.actions import Action, CopyPrefix, DrainReplica, Replan, Run, StopReplica
+from potluck.core.state.events import (
+    CacheReported,
     Event,
-    Finished,
     FirstToken,
     LinkReported,
+    ReplicaDrained,
     ReplicaReady,
-    Reported,
+    ReplicaReported,
+    RequestArrived,
+    RequestFinished,
     SegmentDone,
     Tick,
 )
-from potluck.core.brain.policy import Policy
+from potluck.core.state.policy import Policy
 from potluck.core.values.plan import Plan
 from potluck.core.values.route import aggregated, handed_over
 from potluck.core.values.types import Codec
-from potluck.perf.moves.startup import startup_s
-from potluck.perf.moves.transfer import link_alpha_beta, overlapped_transfer_s, wire_bytes
+from potluck.perf.delays.startup import startup_s
+from potluck.perf.delays.transfer import link_alpha_beta, overlapped_transfer_s, wire_bytes
 from potluck.perf.serving.phases import decode_step_s, prefill_s
 from potluck.perf.sizes.memory import kv_bytes
 from potluck.perf.timers.roofline import roofline
-from potluck.sim.load.workload import Blocks, Workload
+from potluck.sim.load.workload import PrefixBlocks, Workload
 from potluck.sim.results.records import ANSWERED, HANDED_OVER, OPEN, SPLIT, SimResult
 from potluck.sim.run import build, reads_reports, result_of, simulate
-from potluck.sim.settings import Settings
-from potluck.sim.world.checks import check
+from potluck.sim.sim_settings import SimSettings
 from potluck.sim.world.faults import Fault, Faults
-from potluck.sim.world.moment import Moment
+from potluck.sim.world.invariants import check
+from potluck.sim.world.plan_question import PlanQuestion
 
 TIMER = roofline(LLAMA, next(node for node in NODES.values() if "H100" in node.name), 1)
 FIRST = "chat: mixed 1xH100@east#0/0"
@@ -64,7 +64,7 @@ def lone(plan: Plan, route: Callable[[int], object], prompt: int, output: int, *
     return simulate(
         problem(plan, gbps=10.0),
         requests((1.0, prompt, output)),
-        settings=Settings(**how),
+        settings=SimSettings(**how),
         mind=lambda *_: mind,
     )
 
@@ -114,7 +114,7 @@ def test_a_split_prompt_goes_on_where_the_first_part_ended() -> None:
 
 
 def test_a_held_prefix_shortens_work_and_cargo() -> None:
-    same = Blocks(np.array([0, 4, 8]), np.array([1, 2, 3, 4, 1, 2, 3, 9]), 256)
+    same = PrefixBlocks(np.array([0, 4, 8]), np.array([1, 2, 3, 4, 1, 2, 3, 9]), 256)
     work = requests((0.0, 1024, 5), (5.0, 1024, 5), blocks=same)
     whole = simulate(problem(closed_plan((mixed(), "east", 1))), work)
     assert whole.records.cached_tokens.tolist() == [0, 768]
@@ -123,20 +123,20 @@ def test_a_held_prefix_shortens_work_and_cargo() -> None:
     apart = simulate(problem(plan), work)
     sent = apart.records.wire_bytes
     assert sent[1] == pytest.approx(sent[0] / 4)
-    off = simulate(problem(plan), work, settings=Settings(caches=False))
+    off = simulate(problem(plan), work, settings=SimSettings(caches=False))
     assert off.records.wire_bytes[1] == off.records.wire_bytes[0]
 
 
 def test_cold_replicas_are_ready_after_their_start() -> None:
     plan, patient = closed_plan((mixed(), "east", 1)), Policy(max_wait_s=200.0)
-    result = simulate(problem(plan), requests((0.0, 100, 2)), patient, settings=Settings(warm=False))
+    result = simulate(problem(plan), requests((0.0, 100, 2)), patient, settings=SimSettings(warm=False))
     weights = 2 * 8.03e9
     assert result.replicas[0].ready_s == pytest.approx(startup_s(weights).total_s, rel=0.01)
     assert float(result.records.first_token_s[0]) > result.replicas[0].ready_s  # type: ignore[operator]
 
 
 def told(plan: Plan, work: Workload, mind: Fixed, faults: Faults | None = None) -> list[tuple[float, Event]]:
-    world = build(problem(plan, gbps=1.0), work, settings=Settings(reports=True), mind=lambda *_: mind)
+    world = build(problem(plan, gbps=1.0), work, settings=SimSettings(reports=True), mind=lambda *_: mind)
     world.outside.plan(faults or Faults(), 0, 100.0)
     world.run()
     assert check(world) == []
@@ -146,14 +146,14 @@ def told(plan: Plan, work: Workload, mind: Fixed, faults: Faults | None = None) 
 def test_reports_come_once_a_period_and_late_unless_they_are_lost() -> None:
     plan, work = closed_plan((mixed(), "east", 2)), load(40, 10.0)
     heard = told(plan, work, Fixed(lambda _: aggregated(FIRST)))
-    times = [at_s for at_s, event in heard if isinstance(event, Reported)]
+    times = [at_s for at_s, event in heard if isinstance(event, ReplicaReported)]
     assert times
     assert all((at_s - 0.05) % 0.25 == pytest.approx(0.0, abs=1e-9) or
                (at_s - 0.05) % 0.25 == pytest.approx(0.25, abs=1e-9) for at_s in times)  # fmt: skip
-    assert {event.replica for _, event in heard if isinstance(event, Reported)} == {FIRST}
+    assert {event.replica for _, event in heard if isinstance(event, ReplicaReported)} == {FIRST}
     mute = Faults((Fault(0.0, "reports", replica="*", duration_s=1000.0),))
     assert not any(
-        isinstance(e, Reported) for _, e in told(plan, work, Fixed(lambda _: aggregated(FIRST)), mute)
+        isinstance(e, ReplicaReported) for _, e in told(plan, work, Fixed(lambda _: aggregated(FIRST)), mute)
     )
 
 
@@ -166,7 +166,7 @@ def test_links_report_their_load_and_caches_what_they_hold() -> None:
     links = [event for _, event in heard if isinstance(event, LinkReported)]
     assert max(link.utilisation for link in links) > 0.5
     assert all(0 <= link.utilisation <= 1 and link.gbps == pytest.approx(1.0) for link in links)
-    assert {event.replica for _, event in heard if isinstance(event, Cached)} == {
+    assert {event.replica for _, event in heard if isinstance(event, CacheReported)} == {
         "chat: prefill@west#0/0",
         "chat: decode@east#0/0",
     }
@@ -175,19 +175,19 @@ def test_links_report_their_load_and_caches_what_they_hold() -> None:
 def test_drain_stop_and_move_are_carried_out() -> None:
     plan = closed_plan((mixed(), "east", 2))
     other = FIRST.replace("#0", "#1")
-    same = Blocks(np.array([0, 2, 4]), np.array([1, 2, 1, 2]), 256)
+    same = PrefixBlocks(np.array([0, 2, 4]), np.array([1, 2, 1, 2]), 256)
     work = requests((0.0, 512, 300), (30.0, 512, 2), blocks=same)
     steps: dict[float, list[Action]] = {
-        1.0: [Drain(FIRST)],
-        10.0: [Move((1, 2), FIRST, other)],
-        20.0: [Stop(FIRST)],
+        1.0: [DrainReplica(FIRST)],
+        10.0: [CopyPrefix((1, 2), FIRST, other)],
+        20.0: [StopReplica(FIRST)],
     }
     mind = Fixed(lambda _: aggregated(FIRST), steps)
     mind.route = lambda _: aggregated(FIRST if mind.more else other)
     world = build(problem(plan), work, mind=lambda *_: mind)
     world.run()
     assert check(world) == []
-    drained = [at_s for at_s, event in mind.told if isinstance(event, Drained)]
+    drained = [at_s for at_s, event in mind.told if isinstance(event, ReplicaDrained)]
     result = result_of(world, 0)
     assert drained == [pytest.approx(float(result.records.finish_s[0]))]
     assert [state for _, state, _ in result.replicas[0].changes] == [
@@ -205,7 +205,7 @@ def test_a_plan_that_was_asked_for_is_adopted_after_its_delay() -> None:
     bigger = closed_plan((mixed(), "east", 1), (mixed(SLOW), "east", 1))
     asked: list[float] = []
 
-    def planner(moment: Moment) -> Plan:
+    def planner(moment: PlanQuestion) -> Plan:
         asked.append(moment.at_s)
         return bigger
 
@@ -220,8 +220,8 @@ def test_a_plan_that_was_asked_for_is_adopted_after_its_delay() -> None:
         problem(plan),
         load(100, 0.5),
         planner=planner,
-        mind=lambda kits, policy: Asking(kits.facts(), policy),
-        settings=Settings(planner_s=7.0),
+        mind=lambda replica_models, policy: Asking(replica_models.facts(), policy),
+        settings=SimSettings(planner_s=7.0),
     )
     assert asked == [3.0]
     assert result.replicas[1].began_s == 10.0
@@ -244,7 +244,7 @@ def test_fast_forward_changes_no_time(plan: Plan) -> None:
         (Fault(2.0, "replica", replica="*/0"), Fault(1.0, "slow", replica="*", factor=2.0, duration_s=1.0))
     )
     fast, slow = (
-        simulate(problem(plan), work, faults=faults, settings=Settings(fast_forward=how)).records
+        simulate(problem(plan), work, faults=faults, settings=SimSettings(fast_forward=how)).records
         for how in (True, False)
     )
     np.testing.assert_allclose(fast.first_token_s, slow.first_token_s, rtol=1e-9)
@@ -254,7 +254,7 @@ def test_fast_forward_changes_no_time(plan: Plan) -> None:
 
 def test_samples_see_all_replicas_and_links() -> None:
     plan = flow_plan((prefill_only(), "west", 1), (decode_only(), "east", 1))
-    result = simulate(problem(plan), load(50, 5.0), settings=Settings(samples=10))
+    result = simulate(problem(plan), load(50, 5.0), settings=SimSettings(samples=10))
     samples = result.samples
     assert samples is not None
     assert samples.busy_s.shape == (len(samples.at_s), 2)
@@ -282,7 +282,7 @@ def test_checks_catch_what_is_wrong() -> None:
     assert any("without a reason" in wrong for wrong in check(world))
     world.ledger.outcome[6] = 1
     assert check(world) == []
-    site = world.yard.all_sites[0]
+    site = world.fleet.all_sites[0]
     site.replica.reserve(world.now_s, 99, 160)
     assert any("still uses 10 blocks" in wrong for wrong in check(world))
     world.network.pipes[-1].sent_bytes += 1e6
@@ -304,7 +304,7 @@ def test_reports_that_nobody_reads_are_left_out_and_change_nothing() -> None:
     plan = closed_plan((mixed(), "east", 2), (mixed(SLOW), "west", 1))
     assert not reads_reports(plan, work, Policy())
     silent, told_anyway = (
-        simulate(problem(plan), work, settings=Settings(reports=how)).records for how in (None, True)
+        simulate(problem(plan), work, settings=SimSettings(reports=how)).records for how in (None, True)
     )
     # A report cuts a run of steps in two, which rounds another way.
     np.testing.assert_allclose(silent.finish_s, told_anyway.finish_s, rtol=1e-9)
@@ -316,7 +316,7 @@ def test_reports_that_nobody_reads_are_left_out_and_change_nothing() -> None:
 
 def test_a_run_cut_short_leaves_the_rest_open() -> None:
     work = load(100, 5.0)
-    result = simulate(problem(closed_plan((mixed(), "east", 1))), work, settings=Settings(end_s=10.0))
+    result = simulate(problem(closed_plan((mixed(), "east", 1))), work, settings=SimSettings(end_s=10.0))
     ended = result.records.outcome == ANSWERED
     assert 20 < ended.sum() < 60
     assert (result.records.finish_s[ended] <= 10.0).all()
@@ -338,6 +338,6 @@ def test_events_and_actions_have_all_their_fields_though_some_are_made_without_t
     simulate(
         problem(closed_plan((combo(), "east", 2))),
         load(40, 2.0, blocks=3),
-        mind=lambda kits, policy: Watching(kits.facts(), policy),
+        mind=lambda replica_models, policy: Watching(replica_models.facts(), policy),
     )
-    assert seen >= {Arrived, SegmentDone, FirstToken, Finished, Run}
+    assert seen >= {RequestArrived, SegmentDone, FirstToken, RequestFinished, Run}

@@ -22,20 +22,20 @@ from sim_fleets import (
     problem,
 )
 
-from potluck.core.brain.actions import Action
 from potluck.core.brain.brain import Brain
-from potluck.core.brain.events import Event
-from potluck.core.brain.policy import Policy
+from potluck.core.state.actions import Action
+from potluck.core.state.events import Event
+from potluck.core.state.policy import Policy
 from potluck.core.values.plan import Plan
+from potluck.runtime.decider import Decider
+from potluck.runtime.replay import replay
 from potluck.sim.load.workload import Workload
 from potluck.sim.results.records import ANSWERED, OPEN, REFUSED
 from potluck.sim.run import build, result_of
-from potluck.sim.settings import Settings
-from potluck.sim.world.checks import check, midway
-from potluck.sim.world.faults import Fault, Faults, PriceChange, Rates, SupplyChange
-from potluck.sim.world.world import World
-from potluck.worlds.mind import Mind
-from potluck.worlds.replay import replay
+from potluck.sim.sim_settings import SimSettings
+from potluck.sim.world.faults import Fault, FaultRates, Faults, PriceChange, SupplyChange
+from potluck.sim.world.invariants import check, midway
+from potluck.sim.world.world import SimWorld
 
 PLANS = {
     "one": closed_plan((mixed(), "east", 1)),
@@ -54,9 +54,9 @@ KINDS = ("replica", "node", "region", "link", "slow", "reports", "spot", "cancel
 class Watched:
     """A Brain whose world is looked over at every event."""
 
-    def __init__(self, mind: Mind) -> None:
+    def __init__(self, mind: Decider) -> None:
         self.mind = mind
-        self.world: World | None = None
+        self.world: SimWorld | None = None
         self.last_s = 0.0
 
     def on(self, at_s: float, event: Event) -> list[Action]:
@@ -106,17 +106,19 @@ def workloads(draw: st.DrawFn) -> Workload:
     )
 
 
-def run(plan: Plan, work: Workload, what: Faults, policy: Policy, how: Settings, blocks: int | None) -> World:
+def run(
+    plan: Plan, work: Workload, what: Faults, policy: Policy, how: SimSettings, blocks: int | None
+) -> SimWorld:
     watched: list[Watched] = []
 
-    def mind(kits: object, rules: Policy) -> Watched:
-        watched.append(Watched(Brain(kits.facts(), rules)))  # type: ignore[attr-defined]
+    def mind(replica_models: object, rules: Policy) -> Watched:
+        watched.append(Watched(Brain(replica_models.facts(), rules)))  # type: ignore[attr-defined]
         return watched[0]
 
     world = build(problem(plan, gbps=10.0), work, policy, settings=how, mind=mind)
     if blocks is not None:
-        for key, kit in world.kits.kits.items():
-            world.kits.kits[key] = replace(kit, total_blocks=blocks)
+        for key, replica_model in world.replica_models.replica_models.items():
+            world.replica_models.replica_models[key] = replace(replica_model, total_blocks=blocks)
     watched[0].world = world
     world.outside.plan(what, 1, 100.0)
     world.run()
@@ -137,7 +139,7 @@ def test_books_balance_whatever_happens(data: st.DataObject) -> None:
         max_wait_s=data.draw(st.sampled_from([0.0, 5.0])),
         hedge=data.draw(st.sampled_from([0.0, 1.5])),
     )
-    how = Settings(
+    how = SimSettings(
         fast_forward=data.draw(st.booleans()),
         overlap=data.draw(st.booleans()),
         reports=data.draw(st.booleans()),
@@ -171,7 +173,8 @@ def test_jumping_and_stepping_give_the_same_records_with_caches_in_little_memory
     work = load(30, rate, seed, blocks=shared)
     ours, theirs = (
         result_of(
-            run(PLANS[plan], work, Faults(), Policy(), Settings(fast_forward=on, overlap=overlap), blocks), 0
+            run(PLANS[plan], work, Faults(), Policy(), SimSettings(fast_forward=on, overlap=overlap), blocks),
+            0,
         ).records
         for on in (True, False)
     )
@@ -186,11 +189,11 @@ def test_jumping_and_stepping_give_the_same_records_with_caches_in_little_memory
 def test_the_same_seed_gives_the_same_log_and_it_replays(data: st.DataObject) -> None:
     work = data.draw(workloads())
     plan = PLANS[data.draw(st.sampled_from(sorted(PLANS)))]
-    what = Faults(random=Rates(*[200.0] * 6))
+    what = Faults(random=FaultRates(*[200.0] * 6))
     logs = []
     for _ in range(2):
         out = io.StringIO()
-        world = build(problem(plan), work, settings=Settings(), log=out)
+        world = build(problem(plan), work, settings=SimSettings(), log=out)
         world.outside.plan(what, 3, float(work.arrival_s[-1]))
         world.run()
         assert check(world) == []

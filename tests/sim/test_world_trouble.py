@@ -8,8 +8,8 @@ import pytest
 from sim_fleets import closed_plan, decode_only, flow_plan, load, mixed, prefill_only, problem
 from sim_minds import requests, ttft
 
-from potluck.core.brain.policy import Policy
 from potluck.core.errors import UnknownNameError
+from potluck.core.state.policy import Policy
 from potluck.sim.results.records import ANSWERED, REFUSED
 from potluck.sim.run import simulate
 from potluck.sim.world.faults import Fault, Faults, PriceChange, SupplyChange

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from potluck.spec.load import parse_spec
-from potluck.spec.problems import Problem, SpecError
-from potluck.spec.values import Spec
+from potluck.spec.load_spec import parse_spec
+from potluck.spec.spec_problems import SpecError, SpecProblem
+from potluck.spec.spec_values import Spec
 
 GOOD = """\
 models:
@@ -48,7 +48,7 @@ def good(text: str = GOOD, folder: Path = Path()) -> Spec:
     return parse_spec(text, folder=folder)
 
 
-def problems(text: str | bytes, folder: Path = Path()) -> tuple[Problem, ...]:
+def problems(text: str | bytes, folder: Path = Path()) -> tuple[SpecProblem, ...]:
     """Every complaint about a spec that must not be accepted."""
     with pytest.raises(SpecError) as caught:
         parse_spec(text, folder=folder)

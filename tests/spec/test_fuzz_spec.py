@@ -13,10 +13,10 @@ from hypothesis import strategies as st
 from spec_texts import GOOD
 
 from potluck.core.errors import InputError
-from potluck.spec.load import parse_spec
-from potluck.spec.problems import SpecError
+from potluck.spec.load_spec import parse_spec
+from potluck.spec.spec_problems import SpecError
+from potluck.spec.spec_values import Spec
 from potluck.spec.traces import load_trace
-from potluck.spec.values import Spec
 
 KEYS = re.findall(
     r"\S+",

@@ -9,9 +9,9 @@ from spec_texts import GOOD, changed, complaint, good, problems
 
 from potluck.core.errors import InputError, UnknownNameError
 from potluck.core.values.types import Link
-from potluck.spec.load import MAX_PROBLEMS, known_keys, load_spec
-from potluck.spec.problems import SHOWN, SpecError
-from potluck.spec.values import Weights
+from potluck.spec.load_spec import MAX_PROBLEMS, known_keys, load_spec
+from potluck.spec.spec_problems import SHOWN, SpecError
+from potluck.spec.spec_values import WeightsLocation
 
 
 def test_the_sound_spec() -> None:
@@ -285,7 +285,7 @@ def test_models_may_sleep_and_say_where_their_weights_lie(tmp_path: Path) -> Non
     lines = "    idle_s: 600\n    weights: {place: store, path: /mnt/models, gb_per_s: 1.5}\n    slo: "
     path.write_text(changed("    slo: ", lines))
     (model, *_) = load_spec(path).models
-    assert (model.idle_s, model.weights) == (600.0, Weights("store", "/mnt/models", 1.5))
+    assert (model.idle_s, model.weights) == (600.0, WeightsLocation("store", "/mnt/models", 1.5))
     path.write_text(changed("    slo: ", "    weights: {place: attic}\n    slo: "))
     with pytest.raises(SpecError, match=r"weights\.place"):
         load_spec(path)

@@ -6,8 +6,8 @@ import pytest
 import yaml
 from spec_texts import GOOD, changed, complaint, problems
 
-from potluck.spec import marks
-from potluck.spec.marks import read_marked, scalar
+from potluck.spec import yaml_lines
+from potluck.spec.yaml_lines import read_marked, scalar
 
 
 def values(text: str) -> object:
@@ -85,7 +85,7 @@ BROKEN = [
 def test_broken_yaml_is_one_line(text: str, says: str, loader: str, monkeypatch: pytest.MonkeyPatch) -> None:
     if not hasattr(yaml, loader):
         pytest.skip("PyYAML was built without libyaml")
-    monkeypatch.setattr(marks, "_LOADER", getattr(yaml, loader))
+    monkeypatch.setattr(yaml_lines, "_LOADER", getattr(yaml, loader))
     assert says in complaint(text)
 
 
@@ -125,7 +125,7 @@ def test_deep_nesting_is_refused(text: str) -> None:
 
 
 def test_a_huge_file_is_refused() -> None:
-    assert complaint(b"#" * (marks.MAX_BYTES + 1)).startswith("potluck.yaml: is larger than 4 MiB")
+    assert complaint(b"#" * (yaml_lines.MAX_BYTES + 1)).startswith("potluck.yaml: is larger than 4 MiB")
 
 
 def test_the_sound_spec_has_the_lines_the_tests_count_on() -> None:

@@ -7,8 +7,8 @@ from dataclasses import fields
 import pytest
 from spec_texts import GOOD, good, problems
 
-from potluck.core.brain.policy import Policy
-from potluck.core.values.service import Sharing, Tenant
+from potluck.core.state.policy import Policy
+from potluck.core.values.service import PrefixSharing, Tenant
 from potluck.core.values.types import Slo
 from potluck.spec.policies import PolicyIn
 
@@ -50,14 +50,14 @@ def test_what_is_written_counts() -> None:
     assert classes["batch"].stops
     assert not classes["batch"].late
     assert policy.shared_prefixes == (
-        Sharing(("search", "web"), ("chat",)),
-        Sharing(("it", "ops")),
+        PrefixSharing(("search", "web"), ("chat",)),
+        PrefixSharing(("it", "ops")),
     )
 
 
 def test_all_tenants_and_all_models_may_share() -> None:
     everything = "policy: {shared_prefixes: [{tenants: all}]}\n"
-    assert good(GOOD + everything).policy.shared_prefixes == (Sharing(),)
+    assert good(GOOD + everything).policy.shared_prefixes == (PrefixSharing(),)
 
 
 @pytest.mark.parametrize(

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 from spec_texts import GOOD, complaint, good, problems
 
-from potluck.core.values.types import Link, Offer
-from potluck.spec.load import load_spec, parse_spec
+from potluck.core.values.types import Link, NodeOffer
+from potluck.spec.load_spec import load_spec, parse_spec
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "pool.yaml"
 MODELS = GOOD.split("fleet:")[0]
@@ -42,8 +42,8 @@ def test_regions_and_links_follow_from_a_pool() -> None:
         ("two", "pool", 2),
         ("three", "lab", 1),
     ]
-    assert spec.region("pool").offers == (Offer("2xL40S", 3, 2),)
-    assert spec.region("lab").offers == (Offer("1xL4", 0.8, 1),)
+    assert spec.region("pool").offers == (NodeOffer("2xL40S", 3, 2),)
+    assert spec.region("lab").offers == (NodeOffer("1xL4", 0.8, 1),)
     assert spec.pool.gbps[0][1:] == (40, 5)
     assert spec.pool.gbps[1][0] == 20  # the two directions may be unlike
     assert set(spec.links) == {Link("pool", "lab", 5, 0.03), Link("lab", "pool", 8, 0.03)}

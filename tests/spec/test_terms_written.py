@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from spec_texts import GOOD, good, problems
 
-from potluck.core.values.terms import NO_TERMS, Terms
+from potluck.core.values.terms import NO_TERMS, ModelTerms
 from potluck.spec.trace_stats import rates_by_hour
 from potluck.spec.traces import Trace
 
@@ -45,7 +45,7 @@ def test_nothing_written_asks_for_nothing() -> None:
 
 def test_all_that_is_written_counts() -> None:
     terms = good(ASKED).model("chat").terms
-    assert terms == Terms("node", 0.8, 0.25, ("east",), None, ("2xL40S", "8xH100-SXM"), 1, 2, 2, 1, 6, 3)
+    assert terms == ModelTerms("node", 0.8, 0.25, ("east",), None, ("2xL40S", "8xH100-SXM"), 1, 2, 2, 1, 6, 3)
     assert list(terms.asked) == [
         "redundancy",
         "max_spot_share",

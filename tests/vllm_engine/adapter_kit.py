@@ -13,11 +13,11 @@ from typing import Any
 from aiohttp import web
 from aiohttp.test_utils import TestClient, TestServer
 
-from potluck.api.origin import Served
-from potluck.vllm.adapter.ears import Ears
-from potluck.vllm.adapter.face import build
-from potluck.vllm.adapter.service import Limits, Service
-from potluck.vllm.channel import Channel
+from potluck.api.origin import ServedNames
+from potluck.vllm.adapter.adapter_app import build
+from potluck.vllm.adapter.adapter_service import AdapterLimits, AdapterService
+from potluck.vllm.adapter.connector_events import ConnectorEvents
+from potluck.vllm.adapter_channel import AdapterChannel
 
 HANDLE = "h" * 40
 WORKER = {
@@ -32,7 +32,9 @@ Answer = Callable[[web.Request], Awaitable[web.StreamResponse]]
 class Stand:
     """An adapter's face before a made-up vLLM, whose connector's side of the channel is the test's."""
 
-    def __init__(self, client: TestClient[Any, Any], service: Service, channel: Channel) -> None:
+    def __init__(
+        self, client: TestClient[Any, Any], service: AdapterService, channel: AdapterChannel
+    ) -> None:
         self.client, self.service, self.channel = client, service, channel
         self.heard: list[dict[str, object]] = []
 
@@ -65,16 +67,16 @@ async def standing(tmp_path: Path, answer: Answer, **limits: float) -> AsyncIter
     engine.router.add_post("/v1/chat/completions/render", rendered)
     engine.router.add_get("/v1/models", models)
     engine.router.add_get("/metrics", metrics)
-    ears = Ears(tmp_path / "channel", 1)
-    await ears.open()
+    connector_events = ConnectorEvents(tmp_path / "channel", 1)
+    await connector_events.open()
     heard: list[dict[str, object]] = []
-    channel = await asyncio.to_thread(Channel, str(tmp_path / "channel"), heard.append)
+    channel = await asyncio.to_thread(AdapterChannel, str(tmp_path / "channel"), heard.append)
     channel.tell(WORKER)
-    await ears.here.wait()
+    await connector_events.here.wait()
     async with TestServer(engine) as below:
         server: Any = SimpleNamespace(base=str(below.make_url("")).rstrip("/"))
-        service = Service("m", server, ears, Limits(**limits), frozenset())  # type: ignore[arg-type]
-        async with TestClient(TestServer(build(service, None, Served()))) as client:
+        service = AdapterService("m", server, connector_events, AdapterLimits(**limits), frozenset())  # type: ignore[arg-type]
+        async with TestClient(TestServer(build(service, None, ServedNames()))) as client:
             made = Stand(client, service, channel)
             made.heard = heard
             try:
@@ -82,7 +84,7 @@ async def standing(tmp_path: Path, answer: Answer, **limits: float) -> AsyncIter
             finally:
                 await service.close()
                 channel.close()
-                await ears.close()
+                await connector_events.close()
 
 
 async def streamed(request: web.Request, *said: object) -> web.StreamResponse:

@@ -11,20 +11,20 @@ import pytest
 from adapter_kit import HANDLE, standing, streamed, three_tokens
 from aiohttp import web
 
-from potluck.api.errors import Refused
+from potluck.api.http_errors import HttpRefusal
 from potluck.api.segments import segment_of
 from potluck.core.errors import InputError
 from potluck.core.replica.block_values import block_hashes
-from potluck.core.routing.index import GlobalIndex
+from potluck.core.routing.prefix_index import PrefixIndex
 from potluck.core.values.layout import Layout, Stage, StageNode
-from potluck.gateway.fleet.status import read_cache
-from potluck.vllm.adapter.flags import Settings, Shape, command, environment, shape_of
-from potluck.vllm.adapter.requests import Events, Part, body_of, heard_of, refusal_of
-from potluck.vllm.adapter.service import summed
+from potluck.gateway.registry.status_report import read_cache
+from potluck.vllm.adapter.adapter_service import summed
+from potluck.vllm.adapter.vllm_flags import GpuShape, VllmSettings, command, environment, shape_of
+from potluck.vllm.adapter.vllm_requests import PromptPart, VllmEventReader, body_of, heard_of, refusal_of
 
 
-def part(**more: object) -> Part:
-    return Part(*segment_of({"request": "r", "model": "m", "tokens": list(range(100)), **more}))
+def part(**more: object) -> PromptPart:
+    return PromptPart(*segment_of({"request": "r", "model": "m", "tokens": list(range(100)), **more}))
 
 
 def test_a_segment_that_decodes_is_asked_of_vllm_as_it_was_asked_here() -> None:
@@ -85,7 +85,7 @@ def test_events_are_read_wherever_they_are_cut() -> None:
         {"choices": [], "usage": {"prompt_tokens_details": {"cached_tokens": 64}}},
     ]
     data = b"".join(b"data: " + json.dumps(each).encode() + b"\n\n" for each in said) + b"data: [DONE]\n\n"
-    events, found = Events(), []
+    events, found = VllmEventReader(), []
     for place in range(0, len(data), 7):
         found += map(heard_of, events.feed(data[place : place + 7]))
     assert [line for heard in found for line in heard.lines] == [
@@ -95,8 +95,8 @@ def test_events_are_read_wherever_they_are_cut() -> None:
     ]
     assert [heard.reason for heard in found] == [None, "length", None]
     assert found[-1].cached_tokens == 64
-    with pytest.raises(Refused, match="engine is dead"):
-        Events().feed(b'data: {"error": {"message": "engine is dead"}}\n\n')
+    with pytest.raises(HttpRefusal, match="engine is dead"):
+        VllmEventReader().feed(b'data: {"error": {"message": "engine is dead"}}\n\n')
 
 
 @pytest.mark.parametrize(
@@ -121,7 +121,7 @@ def test_a_layout_becomes_flags() -> None:
 
     layout = Layout((Stage(20, (node(2),)), Stage(12, (node(2),))))
     tls = (Path("/c.pem"), Path("/c.key"), Path("/ca.pem"))
-    settings = Settings(
+    settings = VllmSettings(
         "dir", "m", "py", shape_of(layout), token_budget=512, kv_port=9000, kv_tls=tls, more=("--x",)
     )
     words = command(settings, 8000, Path("channel"))
@@ -135,7 +135,7 @@ def test_a_layout_becomes_flags() -> None:
     told = json.loads(words[words.index("--kv-transfer-config") + 1])["kv_connector_extra_config"]
     assert told["tls"] == ["/c.pem", "/c.key", "/ca.pem"]
     assert environment(settings)["VLLM_PP_LAYER_PARTITION"] == "20,12"
-    assert (settings.shape.workers, shape_of(Layout((Stage(32, (node(4),)),)))) == (4, Shape(4))
+    assert (settings.shape.workers, shape_of(Layout((Stage(32, (node(4),)),)))) == (4, GpuShape(4))
     with pytest.raises(InputError, match="unlike tensor parallelism"):
         shape_of(Layout((Stage(20, (node(2),)), Stage(12, (node(1),)))))
     with pytest.raises(InputError, match="one node per stage"):
@@ -266,7 +266,7 @@ def test_what_vllm_holds_is_told_until_it_is_gone(tmp_path: Path) -> None:
 
     async def play() -> None:
         async with standing(tmp_path, three_tokens) as stand:
-            index, told, epoch = GlobalIndex(), 0, -1
+            index, told, epoch = PrefixIndex(), 0, -1
 
             async def held() -> int:
                 """As a gateway asks, every now and then."""
@@ -283,7 +283,10 @@ def test_what_vllm_holds_is_told_until_it_is_gone(tmp_path: Path) -> None:
             stand.channel.soon("steps", (64, 1, 0.0))
             stand.channel.soon("cache", ("+", ["c"], "b", tokens[64:], 32, ""))
             await eventually(held, 6)
-            assert (stand.service.ears.steps.count, stand.service.ears.steps.tokens) == (1, 64)
+            assert (
+                stand.service.connector_events.steps.count,
+                stand.service.connector_events.steps.tokens,
+            ) == (1, 64)
             stand.channel.soon("cache", ("-", ["c"]))
             await eventually(held, 4)
             stand.channel.soon("cache", ("0",))

@@ -11,9 +11,9 @@ from torch import Tensor
 
 from potluck.core.errors import InputError
 from potluck.kv.fingerprint import directory_mark, model_in, part_in
-from potluck.vllm.blocks import Blocks, Layer, Packed, Plain
-from potluck.vllm.caches import check_caches, keeps_all_of_windows
-from potluck.vllm.identity import Share, check_version, fingerprint, layer_of, mark_of
+from potluck.vllm.identity import ModelShard, check_version, fingerprint, layer_of, mark_of
+from potluck.vllm.vllm_blocks import LayerBlocks, PackedBlocks, PlainBlocks, VllmLayer
+from potluck.vllm.vllm_caches import check_caches, keeps_all_of_windows
 
 HEADS, WIDTH = 2, 8
 
@@ -29,16 +29,16 @@ def turned(keys: Tensor, values: Tensor, cache: Tensor, slots: Tensor) -> None:
             halves[block, :, 1, (place // 2 * content // 2 + channel) * 2 + place % 2] = value[:, channel]
 
 
-def kinds(tokens: int, dtype: torch.dtype = torch.float32) -> dict[str, Blocks]:
+def kinds(tokens: int, dtype: torch.dtype = torch.float32) -> dict[str, LayerBlocks]:
     def cache(content: int, heads: int = HEADS) -> Tensor:
         return torch.zeros(6, heads, tokens, content, dtype=dtype)
 
     strided = torch.zeros(6, tokens, HEADS, 2 * WIDTH, dtype=dtype).transpose(1, 2)
     return {
-        "plain": Plain(cache(2 * WIDTH), "kv"),
-        "strided": Plain(strided, "kv"),
-        "latent": Plain(cache(WIDTH, 1), "latent"),
-        "packed": Packed(cache(2 * WIDTH), turned),
+        "plain": PlainBlocks(cache(2 * WIDTH), "kv"),
+        "strided": PlainBlocks(strided, "kv"),
+        "latent": PlainBlocks(cache(WIDTH, 1), "latent"),
+        "packed": PackedBlocks(cache(2 * WIDTH), turned),
     }
 
 
@@ -58,7 +58,7 @@ def test_what_is_written_is_read_at_any_cut(kind: str, dtype: torch.dtype) -> No
 
 def test_plain_keys_and_values_lie_side_by_side() -> None:
     cache = torch.zeros(2, HEADS, 4, 2 * WIDTH)
-    blocks = Plain(cache, "kv")
+    blocks = PlainBlocks(cache, "kv")
     values = torch.randn(blocks.shape.of(1))
     blocks.write((1,), 2, values)
     assert torch.equal(cache[1, :, 2, :WIDTH], values[0, 0])
@@ -70,17 +70,17 @@ def test_an_order_that_cannot_be_followed_is_refused() -> None:
         cache[1] = 1
 
     with pytest.raises(InputError, match="cannot follow"):
-        Packed(torch.zeros(2, 1, 4, 8), lost)
+        PackedBlocks(torch.zeros(2, 1, 4, 8), lost)
 
 
 def test_eight_bit_caches_are_refused_by_name() -> None:
     with pytest.raises(InputError, match="float8_e4m3fn cannot be handed over"):
-        Plain(torch.zeros(1, 1, 4, 8, dtype=torch.float8_e4m3fn), "kv")
+        PlainBlocks(torch.zeros(1, 1, 4, 8, dtype=torch.float8_e4m3fn), "kv")
 
 
 def test_a_fingerprint_is_of_model_weights_format_and_share_but_not_of_blocks() -> None:
     def mark(tokens: int = 4, dtype: torch.dtype = torch.float32, weights: str = "w", **share: int) -> str:
-        return fingerprint(weights, Share(**share), {0: Layer(kinds(tokens, dtype)["plain"])})
+        return fingerprint(weights, ModelShard(**share), {0: VllmLayer(kinds(tokens, dtype)["plain"])})
 
     assert mark() == mark(tokens=8)
     others = [mark(dtype=torch.bfloat16), mark(weights="v"), mark(tensor_size=2), mark(stages=2)]

@@ -7,9 +7,9 @@ from dataclasses import dataclass, field
 import pytest
 
 from potluck.core.errors import InputError
-from potluck.kv.parcels import token_hash
-from potluck.vllm.booking import Booking, News, Place, Read
-from potluck.vllm.params import moves_of
+from potluck.kv.chunks import token_hash
+from potluck.vllm.transfer_params import moves_of
+from potluck.vllm.transfer_scheduler import PlaceBlocks, ReadBlocks, TransferScheduler, WorkerNews
 
 HANDLE = "h" * 32
 
@@ -31,81 +31,81 @@ def giver(stop: int = 70) -> Request:
     return Request("g", {"potluck": {"request": "r", "give": {"handle": HANDLE, "stop": stop}}})
 
 
-def orders(booking: Booking, **scheduled: int):  # type: ignore[no-untyped-def]
+def orders(booking: TransferScheduler, **scheduled: int):  # type: ignore[no-untyped-def]
     return booking.orders(scheduled, lambda key: [[7, 8, 9]])
 
 
 def test_a_taker_gets_blocks_only_when_bytes_have_come() -> None:
-    booking, request = Booking(2), taker()
+    booking, request = TransferScheduler(2), taker()
     booking.came(request)
     assert booking.matched(request, 32) == (None, False)
     (ask,) = orders(booking).asks
     assert (ask.have, ask.stop, ask.token_hash) == (32, 70, token_hash(range(70)))
-    booking.heard(News(come={"t": 1}))
+    booking.heard(WorkerNews(come={"t": 1}))
     assert booking.matched(request, 32) == (None, False)  # one of two workers
-    booking.heard(News(come={"t": 1}))
+    booking.heard(WorkerNews(come={"t": 1}))
     assert booking.matched(request, 32) == (38, True)
     booking.placed(request, lambda: [[4, 5, 6]], 38)
-    assert orders(booking).places == [Place("t", ((4, 5, 6),), 32)]
+    assert orders(booking).places == [PlaceBlocks("t", ((4, 5, 6),), 32)]
     booking.placed(request, lambda: [[4, 5, 6, 7]], 0)  # vLLM says it again when all is there
     assert orders(booking).places == []
     assert booking.matched(request, 0) == (0, False)  # preempted: a handle is good for one fetch
 
 
 def test_what_is_held_already_is_asked_for_all_the_same_so_that_the_sender_is_done() -> None:
-    booking, request = Booking(1), taker(stop=64)
+    booking, request = TransferScheduler(1), taker(stop=64)
     booking.came(request)
     assert booking.matched(request, 96) == (0, False)
     found = orders(booking)
     assert [(ask.have, ask.stop) for ask in found.asks] == [(63, 64)]
-    assert found.places == [Place("t")]
+    assert found.places == [PlaceBlocks("t")]
 
 
 @pytest.mark.parametrize("computed", [0, 96], ids=["evicted since", "held since"])
 def test_what_cannot_be_used_any_more_is_let_go(computed: int) -> None:
-    booking, request = Booking(1), taker()
+    booking, request = TransferScheduler(1), taker()
     booking.came(request)
     booking.matched(request, 32)
-    booking.heard(News(come={"t": 1}))
+    booking.heard(WorkerNews(come={"t": 1}))
     orders(booking)
     assert booking.matched(request, computed) == (0, False)
-    assert orders(booking).places == [Place("t")]
+    assert orders(booking).places == [PlaceBlocks("t")]
 
 
 def test_a_failure_before_blocks_were_taken_means_to_compute() -> None:
-    booking, request = Booking(1), taker()
+    booking, request = TransferScheduler(1), taker()
     booking.came(request)
     booking.matched(request, 0)
-    booking.heard(News(failed={"t"}))
+    booking.heard(WorkerNews(failed={"t"}))
     assert booking.matched(request, 0) == (0, False)
 
 
 def test_a_giver_is_read_up_to_its_stop_and_keeps_its_blocks_until_then() -> None:
-    booking, request = Booking(1), giver()
+    booking, request = TransferScheduler(1), giver()
     booking.came(request)
     found = orders(booking, g=40, other=3)
     assert [offer.stop for offer in found.offers] == [70]
-    assert found.reads == [Read("g", ((7, 8, 9),), 40)]
+    assert found.reads == [ReadBlocks("g", ((7, 8, 9),), 40)]
     request.num_computed_tokens = 40
-    assert orders(booking, g=60).reads == [Read("g", ((7, 8, 9),), 70)]
+    assert orders(booking, g=60).reads == [ReadBlocks("g", ((7, 8, 9),), 70)]
     assert booking.finished(request, [[7, 8, 9]], whole=True)
-    assert orders(booking).keeps == [Read("g", ((7, 8, 9),), 70)]
+    assert orders(booking).keeps == [ReadBlocks("g", ((7, 8, 9),), 70)]
     assert len(booking) == 0
 
 
 def test_requests_that_end_early_leave_nothing_behind() -> None:
-    booking = Booking(1)
+    booking = TransferScheduler(1)
     for request in (giver(), taker()):
         booking.came(request)
         booking.matched(request, 0)
         assert not booking.finished(request, [], whole=False)
     found = orders(booking)
     assert (found.drops, found.cancels, len(booking)) == (["g"], ["t"], 0)
-    booking.heard(News(come={"t": 1}, failed={"t"}, lossy={"t"}))  # too late: nobody minds
+    booking.heard(WorkerNews(come={"t": 1}, failed={"t"}, lossy={"t"}))  # too late: nobody minds
 
 
 def test_requests_of_others_are_left_alone() -> None:
-    booking, request = Booking(1), Request("x", None)
+    booking, request = TransferScheduler(1), Request("x", None)
     booking.came(request)
     assert booking.matched(request, 0) == (0, False)
     booking.placed(request, lambda: [[1]], 0)
@@ -115,8 +115,8 @@ def test_requests_of_others_are_left_alone() -> None:
 
 def test_with_windows_the_last_token_is_left_to_whoever_decodes() -> None:
     with pytest.raises(InputError, match="at most 99"):
-        Booking(1, windows=True).came(taker(stop=100))
-    booking = Booking(1, windows=True)
+        TransferScheduler(1, windows=True).came(taker(stop=100))
+    booking = TransferScheduler(1, windows=True)
     booking.came(taker(stop=99))
     assert not booking.quiet
 
@@ -139,4 +139,4 @@ def test_bad_params_are_named(said: object, names: str) -> None:
 
 def test_more_tokens_than_the_prompt_has_cannot_be_handed_over() -> None:
     with pytest.raises(InputError, match="more tokens"):
-        Booking(1).came(giver(stop=101))
+        TransferScheduler(1).came(giver(stop=101))

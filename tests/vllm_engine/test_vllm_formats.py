@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 from vllm_kit import make_model, needs_vllm
 
-from potluck.control.launch.command import VLLM_MAKES, Weights, vllm_formats
+from potluck.control.launchers.engine_command import VLLM_MAKES, WeightFormats, vllm_formats
 from potluck.core.errors import InputError
 from potluck.core.values.precision import CHOSEN, Format
 
@@ -47,14 +47,14 @@ def test_every_format_is_made_as_planned_or_refused_in_a_line(
     read: Callable[[tuple[str, ...]], Any], planned: Format
 ) -> None:
     if planned == "bf16":
-        assert read(vllm_formats("m", Weights(planned, "bf16"))) is None
+        assert read(vllm_formats("m", WeightFormats(planned, "bf16"))) is None
         return
     if planned not in VLLM_MAKES:
         with pytest.raises(InputError, match=f"no {planned} of a checkpoint in bf16; have one") as error:
-            vllm_formats("m", Weights(planned, "bf16"))
+            vllm_formats("m", WeightFormats(planned, "bf16"))
         assert "\n" not in str(error.value)
         return
-    made = read(vllm_formats("m", Weights(planned, "bf16"))).args
+    made = read(vllm_formats("m", WeightFormats(planned, "bf16"))).args
     for part in (made.linear, made.moe):
         scale = part.weight.scale
         kept = (str(part.weight.dtype).removeprefix("torch."), (scale.group_shape.row, scale.group_shape.col))

@@ -11,13 +11,13 @@ import pytest
 import torch
 
 from potluck.kv.handles import new_handle
-from potluck.kv.link.links import LinkLimits, Links
-from potluck.kv.send.outbox import Outbox
-from potluck.kv.send.stream import OutboxLimits
-from potluck.vllm.blocks import Layer, Plain
-from potluck.vllm.booking import Ask, Offer, Place, Read
-from potluck.vllm.giving import Giving
-from potluck.vllm.taking import Taking
+from potluck.kv.link.peer_connections import LinkLimits, PeerConnections
+from potluck.kv.send.kv_sender import KvSender
+from potluck.kv.send.send_connection import SenderLimits
+from potluck.vllm.receive_worker import ReceiveWorker
+from potluck.vllm.send_worker import SendWorker
+from potluck.vllm.transfer_scheduler import FetchOrder, PlaceBlocks, ReadBlocks, SendOffer
+from potluck.vllm.vllm_blocks import PlainBlocks, VllmLayer
 
 MARK = "vllm-test"
 LAYERS, HEADS, WIDTH = 3, 2, 8
@@ -33,45 +33,45 @@ def until(true: Callable[[], object]) -> None:
     raise AssertionError("did not come true")
 
 
-def layer(size: int, width: int = WIDTH, **more: int) -> Layer:
-    return Layer(Plain(torch.zeros(40, HEADS, size, 2 * width), "kv"), **more)
+def layer(size: int, width: int = WIDTH, **more: int) -> VllmLayer:
+    return VllmLayer(PlainBlocks(torch.zeros(40, HEADS, size, 2 * width), "kv"), **more)
 
 
-def layers(size: int) -> dict[int, Layer]:
+def layers(size: int) -> dict[int, VllmLayer]:
     return {number: layer(size) for number in range(LAYERS)}
 
 
 @dataclass
 class Pair:
-    giver: dict[int, Layer] = field(default_factory=lambda: layers(4))
-    taker: dict[int, Layer] = field(default_factory=lambda: layers(8))
+    giver: dict[int, VllmLayer] = field(default_factory=lambda: layers(4))
+    taker: dict[int, VllmLayer] = field(default_factory=lambda: layers(8))
     told: list[dict[str, object]] = field(default_factory=list)
     cut: str = ""
     """Which part of the model the receiver has."""
 
     def __post_init__(self) -> None:
-        self.outbox = Outbox(limits=OutboxLimits(beat_s=0.05, lease_s=1.0))
-        host, port = self.outbox.address
+        self.sender = KvSender(limits=SenderLimits(beat_s=0.05, lease_s=1.0))
+        host, port = self.sender.address
         self.kv = f"{host}:{port}"
-        self.giving = Giving(self.outbox, self.giver, MARK, self.told.append)
-        links = Links([(host, port)], limits=QUICK)
-        self.taking = Taking(links, self.taker, f"{MARK}{self.cut}", 0, self.told.append)
+        self.giving = SendWorker(self.sender, self.giver, MARK, self.told.append)
+        links = PeerConnections([(host, port)], limits=QUICK)
+        self.taking = ReceiveWorker(links, self.taker, f"{MARK}{self.cut}", 0, self.told.append)
         self.values = {layer: torch.randn(70, 2, HEADS, WIDTH) for layer in range(LAYERS)}
-        self.sent = Read("g", (tuple(range(20, 38)),), 70)
-        self.place = Place("t", (tuple(range(9, 0, -1)),), 0)
+        self.sent = ReadBlocks("g", (tuple(range(20, 38)),), 70)
+        self.place = PlaceBlocks("t", (tuple(range(9, 0, -1)),), 0)
 
     def offer(self, codec: str = "raw", lasts_s: float = 30.0) -> str:
         handle = new_handle()
-        self.giving.offer(Offer("g", "r", handle, codec, lasts_s, 70, "0" * 64))  # type: ignore[arg-type]
+        self.giving.offer(SendOffer("g", "r", handle, codec, lasts_s, 70, "0" * 64))  # type: ignore[arg-type]
         return handle
 
     def compute(self, upto: int = 70, first: int = 0) -> None:
         for number, values in self.values.items():
             self.giver[number].write(self.sent.tables, first, values[first:upto])
-            self.giving.read_layer(number, [Read("g", self.sent.tables, upto)])
+            self.giving.read_layer(number, [ReadBlocks("g", self.sent.tables, upto)])
 
     def ask(self, handle: str, have: int = 0, within_s: float = 20.0) -> None:
-        self.taking.ask(Ask("t", "r", self.kv, handle, within_s, have, 70, "0" * 64))
+        self.taking.ask(FetchOrder("t", "r", self.kv, handle, within_s, have, 70, "0" * 64))
 
     def come(self) -> None:
         until(lambda: (news := self.taking.news()) and news.come)
@@ -120,7 +120,7 @@ def test_a_receiver_that_comes_late_gets_what_it_lacks(pair: Pair) -> None:
     assert pair.giving.done() == {"g"}  # its blocks are free before anybody came
     pair.ask(handle, have=24)
     pair.come()
-    pair.taking.put(Place("t", pair.place.tables, 32))  # it has found some more meanwhile
+    pair.taking.put(PlaceBlocks("t", pair.place.tables, 32))  # it has found some more meanwhile
     until(lambda: pair.taking.results() == HERE)
     assert pair.whole(32)
     assert not pair.held(0)[:32].any()
@@ -193,12 +193,12 @@ def test_a_sender_that_dies_leaves_blocks_to_compute(pair: Pair) -> None:
     pair.compute(33)
     pair.come()
     pair.taking.put(pair.place)
-    pair.outbox.close()
+    pair.sender.close()
     until(lambda: pair.taking.results() == FAILED)
 
 
 def test_a_sender_that_was_never_there_is_found_out_before_blocks_are_taken(pair: Pair) -> None:
-    pair.outbox.close()
+    pair.sender.close()
     pair.ask(new_handle())
     until(lambda: (news := pair.taking.news()) and news.failed == {"t"})
     pair.taking.put(pair.place)  # they were taken in the same step
@@ -219,7 +219,7 @@ def test_a_request_that_is_cancelled_gives_its_blocks_back_unbroken(pair: Pair) 
 def test_what_nobody_needs_is_taken_and_let_go(pair: Pair) -> None:
     handle = pair.offer()
     pair.ask(handle, have=69)
-    pair.taking.put(Place("t"))
+    pair.taking.put(PlaceBlocks("t"))
     pair.compute()
     assert pair.state() == "fetched"
     until(lambda: not pair.taking.open)
@@ -249,7 +249,7 @@ def test_what_came_in_fewer_bits_does_not_go_on_as_exact(pair: Pair) -> None:
     pair.giving.drop("g")
 
 
-def windowed(size: int, group: int) -> dict[int, Layer]:
+def windowed(size: int, group: int) -> dict[int, VllmLayer]:
     """The second layer keeps a window of 20 tokens in blocks of its own."""
     return layers(size) | {1: layer(size, group=group, window=20)}
 
@@ -257,9 +257,9 @@ def windowed(size: int, group: int) -> dict[int, Layer]:
 def test_of_a_window_only_what_is_seen_crosses_and_blocks_that_it_has_passed_are_not_needed() -> None:
     pair = Pair(windowed(4, 1), windowed(8, 2))
     table = tuple(range(20, 38))
-    pair.sent = Read("g", (table, (0,) * 12 + table[:6]), 70)
+    pair.sent = ReadBlocks("g", (table, (0,) * 12 + table[:6]), 70)
     whole = pair.place.tables[0]
-    pair.place = Place("t", (whole, (), (0,) * 6 + whole[:3]), 0)
+    pair.place = PlaceBlocks("t", (whole, (), (0,) * 6 + whole[:3]), 0)
     handle = pair.offer()
     pair.ask(handle)
     for number, values in pair.values.items():
@@ -284,7 +284,7 @@ def test_a_window_that_passed_before_it_was_read_is_told_of() -> None:
     handle = pair.offer()
     pair.compute(40)
     pair.giving.most_aside_bytes = 1 << 20
-    pair.giving.keep(Read("g", ((0,) * 18,), 70))
+    pair.giving.keep(ReadBlocks("g", ((0,) * 18,), 70))
     pair.ask(handle)
     until(lambda: pair.giving.done() == {"g"})
     assert pair.state() == "failed"

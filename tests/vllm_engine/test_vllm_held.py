@@ -5,10 +5,10 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from potluck.core.brain.events import Cached
-from potluck.core.replica.block_values import Changes, block_hashes
-from potluck.core.routing.index import GlobalIndex
-from potluck.vllm.held import Held
+from potluck.core.replica.block_values import CacheChanges, block_hashes
+from potluck.core.routing.prefix_index import PrefixIndex
+from potluck.core.state.events import CacheReported
+from potluck.vllm.held_blocks import HeldBlocks
 
 TOKENS = list(range(96))
 
@@ -20,42 +20,42 @@ def keys(tokens: list[int], size: int) -> list[str]:
 
 def test_blocks_have_the_names_that_a_gateway_gives_to_the_same_tokens() -> None:
     for size in (16, 32, 48):
-        held, names = Held("m"), keys(TOKENS, size)
+        held, names = HeldBlocks("m"), keys(TOKENS, size)
         held.stored(names[:1], None, TOKENS[:size], size, "salt")
         held.stored(names[1:], names[0], TOKENS[size:], size)
-        assert held.changes() == Changes(block_hashes(TOKENS, "m", salt="salt"))
+        assert held.changes() == CacheChanges(block_hashes(TOKENS, "m", salt="salt"))
         assert not held.changes()
         assert held.everything().added == block_hashes(TOKENS, "m", salt="salt")
 
 
 def test_what_is_there_twice_goes_when_both_are_gone() -> None:
-    held, names = Held("m"), keys(TOKENS, 32)
+    held, names = HeldBlocks("m"), keys(TOKENS, 32)
     for _ in range(2):
         held.stored(names, None, TOKENS, 32)
     held.changes()
     held.removed(names[2:])
     assert not held.changes()
     held.removed(names[2:])
-    assert held.changes() == Changes(removed=block_hashes(TOKENS, "m")[4:])
+    assert held.changes() == CacheChanges(removed=block_hashes(TOKENS, "m")[4:])
     held.cleared()
     assert (held.changes().removed, len(held)) == (block_hashes(TOKENS, "m")[:4], 0)
 
 
 def test_what_cannot_be_named_is_left_out() -> None:
-    held, names = Held("m"), keys(TOKENS, 32)
+    held, names = HeldBlocks("m"), keys(TOKENS, 32)
     held.stored(names[1:], "unknown", TOKENS[32:], 32)
     held.stored(["a"], None, TOKENS[:24], 24)  # no whole blocks of ours
     held.stored(names[:2], None, TOKENS[:32], 32)
     held.stored([], None, [], 0)
     held.removed(["never"])
-    assert (held.changes(), len(held)) == (Changes(), 0)
+    assert (held.changes(), len(held)) == (CacheChanges(), 0)
 
 
 @given(st.lists(st.tuples(st.integers(0, 2), st.integers(1, 3), st.booleans()), max_size=30))
 def test_an_index_that_follows_holds_what_vllm_does(steps: list[tuple[int, int, bool]]) -> None:
     """Three prompts that share a beginning, stored and taken away from their ends; copies included."""
     prompts = [[*TOKENS[:32], *range(1000 * n, 1000 * n + 64)] for n in range(3)]
-    held, index, copies = Held("m"), GlobalIndex(), [[0, 0, 0] for _ in prompts]
+    held, index, copies = HeldBlocks("m"), PrefixIndex(), [[0, 0, 0] for _ in prompts]
     for number, (which, depth, comes) in enumerate(steps, 1):
         names = keys(prompts[which], 32)
         if comes:
@@ -65,7 +65,7 @@ def test_an_index_that_follows_holds_what_vllm_does(steps: list[tuple[int, int, 
             held.removed([names[depth - 1]])
             copies[which][depth - 1] -= 1
         changes = held.changes()
-        index.apply(Cached("r", number, changes.added, changes.removed), "here")
+        index.apply(CacheReported("r", number, changes.added, changes.removed), "here")
         for tokens, counts in zip(prompts, copies, strict=True):
             shared = sum(each[0] for each in copies)
             expected = next((place for place, count in enumerate([shared, *counts[1:]]) if not count), 3)

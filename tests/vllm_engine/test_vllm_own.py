@@ -89,7 +89,7 @@ def test_adapters_are_served_and_told_of(tmp_path: Path) -> None:
 def test_an_answer_that_takes_long_shows_that_vllm_goes_on(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("potluck.vllm.adapter.own.ALIVE_S", 0.05)
+    monkeypatch.setattr("potluck.vllm.adapter.passthrough.ALIVE_S", 0.05)
 
     over = asyncio.Event()
 
@@ -103,7 +103,7 @@ def test_an_answer_that_takes_long_shows_that_vllm_goes_on(
             own = {"path": "/v1/chat/completions", "body": {"messages": [1]}}
             asking = asyncio.ensure_future(stand.asked(own=own).__aenter__())
             while not asking.done():
-                stand.service.ears.steps.add(5, 1, 0.0)
+                stand.service.connector_events.steps.add(5, 1, 0.0)
                 await asyncio.sleep(0.01)
             async with await asking as answer:
                 assert (answer.status, *json.loads(await answer.content.readline())) == (200, "steps")

@@ -19,8 +19,8 @@ from socket import create_server
 import pytest
 
 from potluck.core.replica.block_values import block_hashes
-from potluck.core.routing.index import GlobalIndex
-from potluck.gateway.fleet.status import read_cache
+from potluck.core.routing.prefix_index import PrefixIndex
+from potluck.gateway.registry.status_report import read_cache
 
 SOURCE = Path(__file__).parents[2] / "src"
 needs_vllm = pytest.mark.skipif(
@@ -311,7 +311,7 @@ class Follower:
     """A prefix index that reads an engine's /cache, as a gateway does."""
 
     def __init__(self, engine: Instance) -> None:
-        self._engine, self._index = engine, GlobalIndex()
+        self._engine, self._index = engine, PrefixIndex()
         self._mark = str(engine.get("/status")["fingerprint"])
         self._epoch = self._after = 0
 

@@ -7,8 +7,8 @@ import threading
 from contextlib import suppress
 from dataclasses import replace
 
-from potluck.kv.wire.check import sums
-from potluck.kv.wire.frames import PREFIX, Chunk, frame, read_head, read_prefix
+from potluck.kv.wire.checksum import sums
+from potluck.kv.wire.frames import PREFIX, ChunkPiece, frame, read_head, read_prefix
 
 
 class Relay:
@@ -52,7 +52,7 @@ class Relay:
                 prefix = read_prefix(raw)
                 head, data = stream.read(prefix.head_bytes), bytearray(stream.read(prefix.data_bytes))
                 message = read_head(raw, prefix, head)
-                if isinstance(message, Chunk) and data:
+                if isinstance(message, ChunkPiece) and data:
                     self.damaged += 1
                     data[3::4] = bytes(each ^ 0x80 for each in data[3::4])  # the signs of its float32
                     if self._fitting:

@@ -14,7 +14,7 @@ import yaml
 from pydantic import AliasChoices
 from pydantic.fields import FieldInfo
 
-from potluck.core.brain.policy import Policy
+from potluck.core.state.policy import Policy
 from potluck.core.values.service import RequestClass
 from potluck.spec import policies, schema, schema_parts
 from potluck.spec.schema_parts import AT, Written

@@ -11,14 +11,14 @@ from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 from book.spec_fields import docstrings
 from potluck.core.values.plan import PLAN_VERSION, Plan
 from potluck.perf.timers.profile import PROFILE_FORMAT, PROFILE_VERSION, Profile
-from potluck.sim.results.metrics import Summary
-from potluck.worlds.log import FORMAT as LOG_FORMAT
-from potluck.worlds.log import VERSION as LOG_VERSION
+from potluck.runtime.brain_log import FORMAT as LOG_FORMAT
+from potluck.runtime.brain_log import VERSION as LOG_VERSION
+from potluck.sim.results.metrics import RunSummary
 
 FORMATS = {"potluck.plan": PLAN_VERSION, PROFILE_FORMAT: PROFILE_VERSION, LOG_FORMAT: LOG_VERSION}
 ROOTS: tuple[tuple[str, type], ...] = (
     ("The plan file", Plan),
-    ("What `potluck simulate --json` prints", Summary),
+    ("What `potluck simulate --json` prints", RunSummary),
     ("The profile file", Profile),
 )
 INTRO = """\

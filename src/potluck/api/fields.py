@@ -85,7 +85,7 @@ ODD = frozenset(KNOWN) | {"response_format"}
 
 
 @dataclass(frozen=True, slots=True)
-class Abilities:
+class EngineAbilities:
     """What the engine behind a reader can do beyond drawing text under temperature and cuts."""
 
     fields: frozenset[str] = frozenset()
@@ -110,7 +110,7 @@ class Abilities:
         return "tools" in self.fields
 
 
-def what_counts(body: dict[str, object], able: Abilities) -> dict[str, object]:
+def what_counts(body: dict[str, object], able: EngineAbilities) -> dict[str, object]:
     """The fields that say something; raises at one that the engine cannot honour.
 
     null counts as not given. What the engine honours beyond the reader's own fields is left out as well: it reaches
@@ -126,7 +126,7 @@ def what_counts(body: dict[str, object], able: Abilities) -> dict[str, object]:
     return kept
 
 
-def goes_beyond(body: dict[str, object], able: Abilities, read: frozenset[str]) -> bool:
+def goes_beyond(body: dict[str, object], able: EngineAbilities, read: frozenset[str]) -> bool:
     """Whether it asks for something that such engines cannot do, known here or not; `read`: the reader's fields."""
     for name, value in body.items():
         if value is None or name in SILENT or name in read:
@@ -140,7 +140,7 @@ def goes_beyond(body: dict[str, object], able: Abilities, read: frozenset[str]) 
     return False
 
 
-def _settled(name: str, value: object, able: Abilities) -> bool:
+def _settled(name: str, value: object, able: EngineAbilities) -> bool:
     if name == "response_format":
         kind = value.get("type") if isinstance(value, dict) else None
         if not isinstance(kind, str) or kind not in able.formats:

@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from urllib.parse import urlsplit
 
-from potluck.api.errors import Refused
+from potluck.api.http_errors import HttpRefusal
 
 SAFE = frozenset({"GET", "HEAD", "OPTIONS"})
 """Nothing changes by them."""
@@ -20,7 +20,7 @@ ELSEWHERE = frozenset({"cross-site", "same-site"})
 
 
 @dataclass(frozen=True, slots=True)
-class Served:
+class ServedNames:
     """Under which names a server is reached."""
 
     loopback: bool = True
@@ -40,21 +40,21 @@ class Served:
         return address.is_loopback or not self.loopback  # An address cannot be made to point elsewhere.
 
 
-def check_origin(method: str, headers: Mapping[str, str], served: Served) -> None:
+def check_origin(method: str, headers: Mapping[str, str], served: ServedNames) -> None:
     """Raises for what a page of another origin sent."""
     host, origin = headers.get("Host"), headers.get("Origin")
     if host is not None and not served.keyed and (served.loopback or origin is not None):
         name = _name(host)
         if name is None or not served.has(name):
             line = "Host is no name of this server; use its address, or start it with --allow-host"
-            raise Refused(403, line, "wrong_host")
+            raise HttpRefusal(403, line, "wrong_host")
     if method in SAFE:
         return
     page = None if origin is None else urlsplit(origin).netloc.lower()
     if page is not None and page != (host or "").lower() and _name(page) not in served.names:
-        raise Refused(403, "pages of another origin may not use this server", "cross_origin")
+        raise HttpRefusal(403, "pages of another origin may not use this server", "cross_origin")
     if page is None and headers.get("Sec-Fetch-Site") in ELSEWHERE:
-        raise Refused(403, "pages of another origin may not use this server", "cross_origin")
+        raise HttpRefusal(403, "pages of another origin may not use this server", "cross_origin")
 
 
 def _name(host: str) -> str | None:

@@ -5,15 +5,15 @@ from __future__ import annotations
 from dataclasses import dataclass, field, fields, replace
 from typing import Literal
 
-from potluck.api.bodies import shaped, tokens_of
+from potluck.api.json_bodies import shaped, tokens_of
 from potluck.core.errors import FormatError, InputError
 from potluck.core.replica.block_values import LONGEST_SALT
-from potluck.core.replica.sharing import require_weight
+from potluck.core.replica.tenant_shares import require_weight
 from potluck.core.values.sampling import Sampling
 
 
 @dataclass(frozen=True, slots=True)
-class Source:
+class KvSource:
     """Where a segment's cache comes from: an engine's HOST:PORT for caches, and the handle that it was given."""
 
     kv: str
@@ -26,7 +26,7 @@ COMPLETIONS, CHATS = "/v1/completions", "/v1/chat/completions"
 
 
 @dataclass(frozen=True, slots=True)
-class Own:
+class ClientBody:
     """The client's own request, for engines that do more than draw tokens: what was called, and with what."""
 
     path: str
@@ -38,7 +38,7 @@ class Own:
 
 
 @dataclass(frozen=True, slots=True)
-class Draws:
+class SamplingBody:
     """How tokens are drawn, as Sampling has it."""
 
     temperature: float = 0.0
@@ -59,7 +59,7 @@ class Draws:
 
 
 @dataclass(frozen=True, slots=True)
-class SegmentAsk:
+class SegmentRequest:
     """The body of POST /segments, beside its tokens."""
 
     request: str
@@ -67,7 +67,7 @@ class SegmentAsk:
     start: int = 0
     stop: int | None = None
     max_tokens: int = 0
-    sampling: Draws = field(default_factory=Draws)
+    sampling: SamplingBody = field(default_factory=SamplingBody)
     end_tokens: tuple[int, ...] = ()
     """Beside the model's own."""
     ignore_eos: bool = False
@@ -81,12 +81,12 @@ class SegmentAsk:
     weight: float = 1.0
     salt: str = ""
     """Prefixes are shared only with requests of the same salt."""
-    source: Source | None = None
+    source: KvSource | None = None
     handle: str | None = None
     """Under which the cache of [0, stop) can be fetched; made up and told if not given."""
     codec: Literal["raw", "int8", "int4"] = "raw"
     """How that cache is sent."""
-    own: Own | None = None
+    own: ClientBody | None = None
     """What the last segment answers in the engine's own words."""
 
     def __post_init__(self) -> None:
@@ -111,21 +111,21 @@ class SegmentAsk:
             raise InputError("own", "is only for the segment that decodes")
 
 
-def segment_of(body: dict[str, object]) -> tuple[SegmentAsk, tuple[int, ...]]:
+def segment_of(body: dict[str, object]) -> tuple[SegmentRequest, tuple[int, ...]]:
     body = dict(body)
     tokens = tokens_of(body.pop("tokens", None), "tokens")
     source = body.get("source")
     if isinstance(source, dict):
-        body["source"] = {"type": "Source", **source}
+        body["source"] = {"type": "KvSource", **source}
     own = body.pop("own", None)
-    asked = shaped(SegmentAsk, body)
+    asked = shaped(SegmentRequest, body)
     return (asked if own is None else replace(asked, own=_own(own))), tokens
 
 
-def _own(value: object) -> Own:
+def _own(value: object) -> ClientBody:
     if not isinstance(value, dict) or set(value) != {"path", "body"}:
         raise FormatError("own", "must have a path and a body")
     path, body = value["path"], value["body"]
     if not isinstance(path, str) or not isinstance(body, dict):
         raise FormatError("own", "must have a path and a body")
-    return Own(path, body)
+    return ClientBody(path, body)

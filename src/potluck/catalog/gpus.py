@@ -6,8 +6,15 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
-from potluck.catalog.names import Names
-from potluck.catalog.sources import Facts, Figure, Source, entry_source, load_toml, source
+from potluck.catalog.catalog_names import CatalogNames
+from potluck.catalog.figure_sources import (
+    EntryFacts,
+    FigureSource,
+    SourcedFigure,
+    entry_source,
+    load_toml,
+    source,
+)
 from potluck.core.errors import UnknownNameError
 from potluck.core.values.types import Gpu
 
@@ -37,7 +44,7 @@ class PaperGpu:
     bandwidth_gb_per_s: float
     memory_gb: float
     price_usd_per_h: float
-    source: Source
+    source: FigureSource
     tflop_per_usd: str | None = None
     """As printed, such as `1.32M`."""
     gb_per_usd: str | None = None
@@ -70,14 +77,14 @@ def gpu(name: str) -> Gpu:
     return Gpu(name=key, **figures)
 
 
-def facts(name: str) -> Facts:
+def facts(name: str) -> EntryFacts:
     """Every figure of a GPU with its source."""
     key = canonical(name)
     entry = _entries()[key]
     figures = tuple(
-        Figure(field, entry[field], entry_source(entry, field)) for field in FIGURES if field in entry
+        SourcedFigure(field, entry[field], entry_source(entry, field)) for field in FIGURES if field in entry
     )
-    return Facts(key, tuple(entry["aliases"]), figures, entry.get("doubt"))
+    return EntryFacts(key, tuple(entry["aliases"]), figures, entry.get("doubt"))
 
 
 def paper_gpus(paper: str) -> dict[str, PaperGpu]:
@@ -96,4 +103,4 @@ def _entries() -> dict[str, dict[str, Any]]:
     return entries
 
 
-_names = Names("gpu", _entries)
+_names = CatalogNames("gpu", _entries)

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Literal
 
-from potluck.catalog.hf_fields import MOST_LAYERS, Fields
+from potluck.catalog.hf_fields import MOST_LAYERS, ConfigFields
 from potluck.core.values.model import (
     Attention,
     DenseFfn,
@@ -28,12 +28,12 @@ QWEN_WINDOW = 4096
 FULL, SLIDING, LINEAR = "full_attention", "sliding_attention", "linear_attention"
 
 
-def layer_count(fields: Fields) -> int:
+def layer_count(fields: ConfigFields) -> int:
     return fields.count("num_hidden_layers", most=MOST_LAYERS)
 
 
 def _heads(
-    fields: Fields,
+    fields: ConfigFields,
     *,
     window: int | None = None,
     bias: bool = False,
@@ -62,7 +62,7 @@ def _heads(
     )
 
 
-def _dense(fields: Fields) -> DenseFfn:
+def _dense(fields: ConfigFields) -> DenseFfn:
     return DenseFfn(fields.count("intermediate_size"))
 
 
@@ -70,12 +70,15 @@ def _stack(attentions: list[Attention], ffns: list[Ffn]) -> Stack:
     return tuple(Layer(attention, ffn) for attention, ffn in zip(attentions, ffns, strict=True))
 
 
-def _uniform(fields: Fields, attention: Attention, ffn: Ffn) -> Stack:
+def _uniform(fields: ConfigFields, attention: Attention, ffn: Ffn) -> Stack:
     return (Layer(attention, ffn),) * layer_count(fields)
 
 
 def _windowed(
-    fields: Fields, build: Callable[[int | None], FullAttention], kinds: list[str], usual: int | None = None
+    fields: ConfigFields,
+    build: Callable[[int | None], FullAttention],
+    kinds: list[str],
+    usual: int | None = None,
 ) -> list[Attention]:
     """Full and sliding layers after `kinds`; a window that is not given is `usual`, or an error where used."""
     full = build(None)
@@ -85,7 +88,7 @@ def _windowed(
     return [sliding if kind == SLIDING else full for kind in kinds]
 
 
-def _qwen_kinds(fields: Fields) -> list[str]:
+def _qwen_kinds(fields: ConfigFields) -> list[str]:
     """Qwen2 and Qwen3: windows only when switched on, and only from `max_window_layers` up."""
     count = layer_count(fields)
     kinds = fields.words("layer_types", count, (FULL, SLIDING))
@@ -98,28 +101,28 @@ def _qwen_kinds(fields: Fields) -> list[str]:
     return [SLIDING if index >= first else FULL for index in range(count)]
 
 
-def _llama(fields: Fields) -> Stack:
+def _llama(fields: ConfigFields) -> Stack:
     bias = fields.flag("attention_bias")
     return _uniform(fields, _heads(fields, bias=bias, output_bias=bias), _dense(fields))
 
 
-def _mistral(fields: Fields) -> Stack:
+def _mistral(fields: ConfigFields) -> Stack:
     window = fields.maybe("sliding_window") if fields.says("sliding_window") else 4096
     return _uniform(fields, _heads(fields, window=window), _dense(fields))
 
 
-def _phi3(fields: Fields) -> Stack:
+def _phi3(fields: ConfigFields) -> Stack:
     return _uniform(fields, _heads(fields, window=fields.maybe("sliding_window")), _dense(fields))
 
 
-def _qwen2(fields: Fields) -> Stack:
+def _qwen2(fields: ConfigFields) -> Stack:
     attentions = _windowed(
         fields, lambda window: _heads(fields, window=window, bias=True), _qwen_kinds(fields), QWEN_WINDOW
     )
     return _stack(attentions, [_dense(fields)] * len(attentions))
 
 
-def _qwen3_attention(fields: Fields, kinds: list[str]) -> list[Attention]:
+def _qwen3_attention(fields: ConfigFields, kinds: list[str]) -> list[Attention]:
     bias = fields.flag("attention_bias")
 
     def build(window: int | None) -> FullAttention:
@@ -128,12 +131,12 @@ def _qwen3_attention(fields: Fields, kinds: list[str]) -> list[Attention]:
     return _windowed(fields, build, kinds, QWEN_WINDOW)
 
 
-def _qwen3(fields: Fields) -> Stack:
+def _qwen3(fields: ConfigFields) -> Stack:
     attentions = _qwen3_attention(fields, _qwen_kinds(fields))
     return _stack(attentions, [_dense(fields)] * len(attentions))
 
 
-def _qwen_ffns(fields: Fields, moe: MoeFfn) -> list[Ffn]:
+def _qwen_ffns(fields: ConfigFields, moe: MoeFfn) -> list[Ffn]:
     """Experts on every `decoder_sparse_step`-th layer that `mlp_only_layers` does not name."""
     dense_layers = set(fields.integers("mlp_only_layers") or ())
     step = fields.count("decoder_sparse_step", default=1)
@@ -141,12 +144,12 @@ def _qwen_ffns(fields: Fields, moe: MoeFfn) -> list[Ffn]:
     return [moe if is_sparse else _dense(fields) for is_sparse in sparse]
 
 
-def _experts(fields: Fields) -> tuple[int, int]:
+def _experts(fields: ConfigFields) -> tuple[int, int]:
     experts = fields.count("num_experts", "num_local_experts", "n_routed_experts")
     return experts, fields.count("num_experts_per_tok", "num_experts_per_token")
 
 
-def _qwen3_moe(fields: Fields) -> Stack:
+def _qwen3_moe(fields: ConfigFields) -> Stack:
     experts, active = _experts(fields)
     moe = MoeFfn(experts, active, fields.count("moe_intermediate_size"))
     # All layers or none: its code knows neither layer_types nor max_window_layers.
@@ -157,7 +160,7 @@ def _qwen3_moe(fields: Fields) -> Stack:
     return _stack(_qwen3_attention(fields, kinds), _qwen_ffns(fields, moe))
 
 
-def _qwen2_moe(fields: Fields) -> Stack:
+def _qwen2_moe(fields: ConfigFields) -> Stack:
     bias = fields.flag("qkv_bias", default=True)
     count = layer_count(fields)
     kinds = fields.words("layer_types", count, (FULL, SLIDING))
@@ -170,7 +173,7 @@ def _qwen2_moe(fields: Fields) -> Stack:
     return _stack(attentions, _qwen_ffns(fields, _shared_moe(fields)))
 
 
-def _shared_moe(fields: Fields) -> MoeFfn:
+def _shared_moe(fields: ConfigFields) -> MoeFfn:
     experts, active = _experts(fields)
     return MoeFfn(
         experts,
@@ -181,13 +184,13 @@ def _shared_moe(fields: Fields) -> MoeFfn:
     )
 
 
-def _mixtral(fields: Fields) -> Stack:
+def _mixtral(fields: ConfigFields) -> Stack:
     experts, active = _experts(fields)
     attention = _heads(fields, window=fields.maybe("sliding_window"))
     return _uniform(fields, attention, MoeFfn(experts, active, fields.count("intermediate_size")))
 
 
-def _gpt_oss(fields: Fields) -> Stack:
+def _gpt_oss(fields: ConfigFields) -> Stack:
     count = layer_count(fields)
     bias = fields.flag("attention_bias", default=True)
     kinds = fields.words("layer_types", count, (FULL, SLIDING))
@@ -202,7 +205,7 @@ def _gpt_oss(fields: Fields) -> Stack:
     return _stack(_windowed(fields, build, kinds), [moe] * count)
 
 
-def _latent(fields: Fields) -> LatentAttention:
+def _latent(fields: ConfigFields) -> LatentAttention:
     return LatentAttention(
         heads=fields.count("num_attention_heads"),
         kv_lora_rank=fields.count("kv_lora_rank"),
@@ -213,14 +216,14 @@ def _latent(fields: Fields) -> LatentAttention:
     )
 
 
-def _deepseek_moe(fields: Fields, *, router_bias: bool) -> MoeFfn:
+def _deepseek_moe(fields: ConfigFields, *, router_bias: bool) -> MoeFfn:
     experts, active = _experts(fields)
     width = fields.count("moe_intermediate_size")
     shared = fields.maybe("n_shared_experts", "num_shared_experts") or 0
     return MoeFfn(experts, active, width, shared_intermediate=shared * width, router_bias=router_bias)
 
 
-def _ffns(fields: Fields, moe: MoeFfn, first_dense: int) -> list[Ffn]:
+def _ffns(fields: ConfigFields, moe: MoeFfn, first_dense: int) -> list[Ffn]:
     """Dense layers first, unless the file lists them one by one."""
     count = layer_count(fields)
     kinds = fields.words("mlp_layer_types", count, ("dense", "sparse"))
@@ -230,19 +233,19 @@ def _ffns(fields: Fields, moe: MoeFfn, first_dense: int) -> list[Ffn]:
     return [moe if kind == "sparse" else _dense(fields) for kind in kinds]
 
 
-def _deepseek(fields: Fields) -> Stack:
+def _deepseek(fields: ConfigFields) -> Stack:
     router_bias = fields.text("model_type") != "deepseek_v2"
     ffns = _ffns(fields, _deepseek_moe(fields, router_bias=router_bias), 0)
     return _stack([_latent(fields)] * len(ffns), ffns)
 
 
-def _minimax_m2(fields: Fields) -> Stack:
+def _minimax_m2(fields: ConfigFields) -> Stack:
     experts, active = _experts(fields)
     moe = MoeFfn(experts, active, fields.count("intermediate_size"), router_bias=True)
     return _uniform(fields, _heads(fields, qk_norm="full"), moe)
 
 
-def _mimo_v2_flash(fields: Fields) -> Stack:
+def _mimo_v2_flash(fields: ConfigFields) -> Stack:
     """The published file marks layers with 0 and 1 and names the window layers' own heads."""
     count = layer_count(fields)
     kinds = fields.words("layer_types", count, (FULL, SLIDING)) or _marked(fields, count)
@@ -268,7 +271,7 @@ def _mimo_v2_flash(fields: Fields) -> Stack:
     return _stack(attentions, [moe if mark else _dense(fields) for mark in marks])
 
 
-def _marked(fields: Fields, count: int) -> list[str]:
+def _marked(fields: ConfigFields, count: int) -> list[str]:
     marks = fields.integers("hybrid_layer_pattern")
     if marks is None:
         raise fields.problem("layer_types is missing")
@@ -277,7 +280,7 @@ def _marked(fields: Fields, count: int) -> list[str]:
     return [SLIDING if mark else FULL for mark in marks]
 
 
-def _kimi_linear(fields: Fields) -> Stack:
+def _kimi_linear(fields: ConfigFields) -> Stack:
     count = layer_count(fields)
     nested = fields.part("linear_attn_config")
     spec = fields if nested is None else nested
@@ -295,7 +298,7 @@ def _kimi_linear(fields: Fields) -> Stack:
     return _stack(attentions, _ffns(fields, _deepseek_moe(fields, router_bias=True), 1))
 
 
-def _qwen_delta_attention(fields: Fields) -> list[Attention]:
+def _qwen_delta_attention(fields: ConfigFields) -> list[Attention]:
     """Qwen3-Next and Qwen3.5: every `full_attention_interval`-th layer is full, the rest gated delta."""
     count = layer_count(fields)
     kinds = fields.words("layer_types", count, (FULL, LINEAR))
@@ -315,16 +318,16 @@ def _qwen_delta_attention(fields: Fields) -> list[Attention]:
     return [full if kind == FULL else delta for kind in kinds]
 
 
-def _qwen3_next(fields: Fields) -> Stack:
+def _qwen3_next(fields: ConfigFields) -> Stack:
     return _stack(_qwen_delta_attention(fields), _qwen_ffns(fields, _shared_moe(fields)))
 
 
-def _qwen3_5(fields: Fields) -> Stack:
+def _qwen3_5(fields: ConfigFields) -> Stack:
     attentions = _qwen_delta_attention(fields)
     return _stack(attentions, [_dense(fields)] * len(attentions))
 
 
-FAMILIES: dict[str, Callable[[Fields], Stack]] = {
+FAMILIES: dict[str, Callable[[ConfigFields], Stack]] = {
     "deepseek_v2": _deepseek,
     "deepseek_v3": _deepseek,
     "gpt_oss": _gpt_oss,

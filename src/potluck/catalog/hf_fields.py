@@ -14,7 +14,7 @@ MOST_LAYERS = 10_000
 LARGEST_FILE_BYTES = 16_000_000
 
 
-class Fields:
+class ConfigFields:
     """A JSON object whose members are asked for by name and kind. Several names are alternatives."""
 
     def __init__(self, values: Mapping[str, object], where: str = "config.json") -> None:
@@ -71,14 +71,14 @@ class Fields:
             raise self.problem(f"{name} must be a string, not {_short(value)}")
         return value
 
-    def part(self, name: str) -> Fields | None:
+    def part(self, name: str) -> ConfigFields | None:
         """A nested object."""
         value = self._values.get(name)
         if value is None:
             return None
         if not isinstance(value, dict):
             raise self.problem(f"{name} must be an object, not {_short(value)}")
-        return Fields(value, f"{self.where}: {name}")
+        return ConfigFields(value, f"{self.where}: {name}")
 
     def words(self, name: str, length: int, choices: tuple[str, ...]) -> list[str] | None:
         """A list with one of `choices` per layer."""
@@ -121,7 +121,7 @@ class Fields:
         return value
 
 
-def read_json(path: Path) -> Fields:
+def read_json(path: Path) -> ConfigFields:
     """The top object of a JSON file."""
     where = path.name
     try:
@@ -137,7 +137,7 @@ def read_json(path: Path) -> Fields:
         raise InputError(where, f"is not JSON ({reason})") from error
     if not isinstance(document, dict):
         raise InputError(where, f"must be a JSON object, not {_short(document)}")
-    return Fields(document, where)
+    return ConfigFields(document, where)
 
 
 def _short(value: object) -> str:

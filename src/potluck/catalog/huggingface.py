@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from potluck.catalog.hf_families import FAMILIES
-from potluck.catalog.hf_fields import Fields, read_json
+from potluck.catalog.hf_fields import ConfigFields, read_json
 from potluck.core.errors import InputError, UnknownNameError
 from potluck.core.values.model import Model
 from potluck.core.values.precision import Format
@@ -40,7 +40,7 @@ def read_model(path: str | Path, name: str | None = None) -> Model:
     return model_from(read_json(file), label, read_json(beside) if beside.is_file() else None)
 
 
-def model_from(fields: Fields, name: str, modelopt: Fields | None = None) -> Model:
+def model_from(fields: ConfigFields, name: str, modelopt: ConfigFields | None = None) -> Model:
     """The model of an opened file; `modelopt` is ModelOpt's file about its weights, where there is one."""
     outer = fields
     kind = fields.text("model_type")
@@ -78,7 +78,9 @@ def model_from(fields: Fields, name: str, modelopt: Fields | None = None) -> Mod
 Formats = tuple[Format | None, Format | None]
 
 
-def _bits(outer: Fields, fields: Fields, modelopt: Fields | None) -> tuple[float, float, float, Formats]:
+def _bits(
+    outer: ConfigFields, fields: ConfigFields, modelopt: ConfigFields | None
+) -> tuple[float, float, float, Formats]:
     """(weight, expert, KV) bits from the dtype and the quantisation, and what the first two are."""
     dtype = fields.text("dtype", "torch_dtype") or outer.text("dtype", "torch_dtype") or "bfloat16"
     plain = DTYPE_BITS.get(dtype.removeprefix("torch."))

@@ -6,8 +6,8 @@ import re
 from functools import lru_cache
 from typing import Any
 
-from potluck.catalog.names import Names
-from potluck.catalog.sources import Facts, Figure, entry_source, load_toml, source
+from potluck.catalog.catalog_names import CatalogNames
+from potluck.catalog.figure_sources import EntryFacts, SourcedFigure, entry_source, load_toml, source
 from potluck.core.errors import FormatError
 from potluck.core.values.model import (
     Attention,
@@ -58,7 +58,7 @@ def model(name: str) -> Model:
     return Model(name=key, layers=layers, **scalars)
 
 
-def facts(name: str) -> Facts:
+def facts(name: str) -> EntryFacts:
     """Every figure of a model with its source; the stack in the compact form of the file."""
     key = canonical(name)
     entry = _entries()[key]
@@ -71,8 +71,8 @@ def facts(name: str) -> Facts:
             figures.append(_figure(entry, f"{part}.{label}", spec, assumed))
     published = entry.get("published", {})
     for field, value in published.items():
-        figures.append(Figure(f"published.{field}", value, entry_source(entry, "published")))
-    return Facts(key, tuple(entry["aliases"]), tuple(figures), entry.get("doubt"), assumed)
+        figures.append(SourcedFigure(f"published.{field}", value, entry_source(entry, "published")))
+    return EntryFacts(key, tuple(entry["aliases"]), tuple(figures), entry.get("doubt"), assumed)
 
 
 def published(name: str) -> dict[str, Any]:
@@ -86,14 +86,14 @@ def layer_text(runs: list[Any]) -> str:
     return ", ".join(parts)
 
 
-def _figure(entry: dict[str, Any], field: str, value: object, assumed: tuple[str, ...]) -> Figure:
+def _figure(entry: dict[str, Any], field: str, value: object, assumed: tuple[str, ...]) -> SourcedFigure:
     guessed = any(name == field or name.startswith((f"{field}.", f"{field}:")) for name in assumed)
     origin = entry_source(entry, field)
     if field in assumed:
         origin = source("assumed")
     elif field == "kv_bits" and field not in entry:
         origin = source("engine-default")  # no checkpoint says how its cache is kept
-    return Figure(field, value, origin, guessed)
+    return SourcedFigure(field, value, origin, guessed)
 
 
 def _expand(model_name: str, runs: list[Any]) -> list[tuple[str, str]]:
@@ -129,4 +129,4 @@ def _entries() -> dict[str, dict[str, Any]]:
     return entries
 
 
-_names = Names("model", _entries)
+_names = CatalogNames("model", _entries)

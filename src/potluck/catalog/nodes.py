@@ -11,7 +11,7 @@ from functools import lru_cache
 from typing import Any
 
 from potluck.catalog import gpus
-from potluck.catalog.sources import Facts, Figure, entry_source, load_toml
+from potluck.catalog.figure_sources import EntryFacts, SourcedFigure, entry_source, load_toml
 from potluck.core.errors import InputError, UnknownNameError, did_you_mean
 from potluck.core.values.types import Interconnect, NodeType
 
@@ -72,27 +72,29 @@ def node_type(name: str) -> NodeType:
     )
 
 
-def facts(name: str) -> Facts:
+def facts(name: str) -> EntryFacts:
     """How a node type is linked, with sources."""
     count, gpu = parse(name)
     entry = _entry(gpu)
-    figures = [Figure("network_gbps", _at_most(entry["network_gbps"], count), entry_source(entry, "network"))]
+    figures = [
+        SourcedFigure("network_gbps", _at_most(entry["network_gbps"], count), entry_source(entry, "network"))
+    ]
     doubts = [entry.get("doubt")]
     if count > 1:
         key = _link_name(entry, count)
         link = load_toml("nodes.toml")["link"][key]
         shown = _interconnect(entry, count)
-        figures.append(Figure("interconnect", key, entry_source(link, "kind")))
-        figures.append(Figure("gb_per_s", shown.gb_per_s, entry_source(link, "gb_per_s")))
-        figures.append(Figure("latency_s", shown.latency_s, entry_source(link, "latency_s")))
+        figures.append(SourcedFigure("interconnect", key, entry_source(link, "kind")))
+        figures.append(SourcedFigure("gb_per_s", shown.gb_per_s, entry_source(link, "gb_per_s")))
+        figures.append(SourcedFigure("latency_s", shown.latency_s, entry_source(link, "latency_s")))
         if shown.domain is not None:
-            figures.append(Figure("domain", shown.domain, entry_source(link, "domain")))
+            figures.append(SourcedFigure("domain", shown.domain, entry_source(link, "domain")))
         if "all_reduce_gb_per_s" in link:
             measured = entry_source(link, "all_reduce_gb_per_s")
-            figures.append(Figure("all_reduce_gb_per_s", link["all_reduce_gb_per_s"], measured))
+            figures.append(SourcedFigure("all_reduce_gb_per_s", link["all_reduce_gb_per_s"], measured))
         doubts.append(link.get("doubt"))
     doubt = " ".join(text for text in doubts if text) or None
-    return Facts(f"{count}x{gpu}", (), tuple(figures), doubt)
+    return EntryFacts(f"{count}x{gpu}", (), tuple(figures), doubt)
 
 
 def _entry(gpu: str) -> dict[str, Any]:

@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from functools import cache
 
 from potluck.catalog import nodes
-from potluck.catalog.sources import DATA
+from potluck.catalog.figure_sources import DATA
 from potluck.core.errors import InputError, UnknownNameError
 
 

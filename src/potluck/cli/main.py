@@ -27,75 +27,81 @@ COMMANDS = {
     "check": ("potluck.cli.planning.check:check", "Validate a spec and show what it says."),
     "catalog": ("potluck.cli.planning.catalog:catalog", "List known GPUs, models and prices."),
     "estimate": (
-        "potluck.cli.planning.estimate:estimate",
+        "potluck.cli.planning.estimate_command:estimate",
         "How fast, how much and at what cost on one node.",
     ),
     "plan": (
-        "potluck.cli.planning.plan:plan",
+        "potluck.cli.planning.plan_command:plan",
         "What to rent and how to lay models out, with a proof.",
     ),
     "compare": ("potluck.cli.planning.compare:compare", "All planning strategies on one spec, in one table."),
     "schedule": (
-        "potluck.cli.planning.schedule:schedule",
+        "potluck.cli.planning.schedule_command:schedule",
         "Plans for the hours of a day, and what changing costs.",
     ),
     "frontier": (
-        "potluck.cli.planning.frontier:frontier",
+        "potluck.cli.planning.frontier_command:frontier",
         "Cost against objective, availability or spot, drawn.",
     ),
     "replan": (
-        "potluck.cli.planning.replan:replan",
+        "potluck.cli.planning.replan_command:replan",
         "Answers to trouble for a running plan, from cheap to dear.",
     ),
     "simulate": (
-        "potluck.cli.trying.simulate:simulate",
+        "potluck.cli.simulating.simulate:simulate",
         "Serve a workload with a plan's fleet, in simulation.",
     ),
     "export": (
         "potluck.cli.planning.export:export",
         "A plan as files: commands, Compose, Kubernetes, SkyPilot.",
     ),
-    "replay": ("potluck.cli.trying.replay:replay", "Feed a log to a fresh Brain; does it decide the same?"),
+    "replay": (
+        "potluck.cli.simulating.replay:replay",
+        "Feed a log to a fresh Brain; does it decide the same?",
+    ),
     "goodput": (
-        "potluck.cli.trying.goodput:goodput",
+        "potluck.cli.simulating.goodput:goodput",
         "The highest rate at which a plan keeps its objectives.",
     ),
-    "trace": ("potluck.cli.trying.trace:trace", "Look at request traces, scale, convert and make them."),
+    "trace": ("potluck.cli.simulating.trace:trace", "Look at request traces, scale, convert and make them."),
     "reproduce": (
-        "potluck.cli.trying.reproduce:reproduce",
+        "potluck.cli.simulating.reproduce:reproduce",
         "A paper's experiments, its figures beside ours.",
     ),
     "up": (
-        "potluck.cli.serving.up.command:up",
+        "potluck.cli.serving.up.up_command:up",
         "Plan, start and look after a whole service on this machine.",
     ),
-    "demo": ("potluck.cli.demo.command:demo", "Two minutes of a service's life, told on its page; no GPU."),
+    "demo": (
+        "potluck.cli.demo.demo_command:demo",
+        "Two minutes of a service's life, told on its page; no GPU.",
+    ),
     "status": (
-        "potluck.cli.serving.operate.looks:status",
+        "potluck.cli.serving.operate.status:status",
         "What a running service is doing, and what it lacks.",
     ),
     "top": (
         "potluck.cli.serving.operate.top:top",
         "The same, live: rates, latencies, replicas, links, dollars.",
     ),
-    "logs": ("potluck.cli.serving.operate.looks:logs", "What engines, gateway and controller wrote."),
-    "events": ("potluck.cli.serving.operate.looks:events", "What was done to a service, and why."),
+    "logs": ("potluck.cli.serving.operate.status:logs", "What engines, gateway and controller wrote."),
+    "events": ("potluck.cli.serving.operate.status:events", "What was done to a service, and why."),
     "drain": (
         "potluck.cli.serving.operate.orders:drain",
         "Empty a replica and put a fresh one in its place.",
     ),
     "cordon": (
-        "potluck.cli.serving.operate.cordon:cordon",
+        "potluck.cli.serving.operate.cordon_command:cordon",
         "Send nothing new to a replica or a host, for now.",
     ),
-    "uncordon": ("potluck.cli.serving.operate.cordon:uncordon", "Send to it again."),
+    "uncordon": ("potluck.cli.serving.operate.cordon_command:uncordon", "Send to it again."),
     "flip": (
         "potluck.cli.serving.operate.orders:flip",
         "Give a replica another role, weights and requests kept.",
     ),
     "scale": ("potluck.cli.serving.operate.orders:scale", "Have so many copies of a template in a region."),
     "hosts": (
-        "potluck.cli.serving.operate.hosts:hosts",
+        "potluck.cli.serving.operate.hosts_command:hosts",
         "What hosts have and how fast their network is: a pool.",
     ),
     "upgrade": (
@@ -104,14 +110,20 @@ COMMANDS = {
     ),
     "down": ("potluck.cli.serving.operate.orders:down", "Drain a service and stop all of it."),
     "bench": ("potluck.cli.serving.bench:bench", "Load for any OpenAI server, with TTFT and TPOT."),
-    "serve": ("potluck.cli.serving.serve:serve", "One OpenAI endpoint over a plan's fleet."),
-    "engine": ("potluck.cli.serving.engine.command:engine", "Run the embedded engine behind HTTP."),
-    "keys": ("potluck.cli.serving.operate.keys:keys", "API keys for clients: add, list, rotate, revoke."),
+    "serve": ("potluck.cli.serving.serve_command:serve", "One OpenAI endpoint over a plan's fleet."),
+    "engine": ("potluck.cli.serving.engine.engine_command:engine", "Run the embedded engine behind HTTP."),
+    "keys": (
+        "potluck.cli.serving.operate.keys_command:keys",
+        "API keys for clients: add, list, rotate, revoke.",
+    ),
     "usage": (
-        "potluck.cli.serving.operate.usage:usage",
+        "potluck.cli.serving.operate.usage_command:usage",
         "Who used what, by key, tenant and model: to bill from.",
     ),
-    "profile": ("potluck.cli.measuring.profile:profile", "Measure an engine; write a profile for estimates."),
+    "profile": (
+        "potluck.cli.measuring.profile_command:profile",
+        "Measure an engine; write a profile for estimates.",
+    ),
     "accuracy": (
         "potluck.cli.measuring.accuracy:accuracy",
         "How far the performance model is off, measured.",
@@ -242,7 +254,7 @@ def main() -> NoReturn:
         if getattr(sys, name) is None:
             setattr(sys, name, io.StringIO())
     if sys.argv[1:2] == ["up"] and "--attach" not in sys.argv:
-        from potluck.cli.supervised import supervised
+        from potluck.cli.supervisor import supervised
 
         sys.exit(supervised(run))
     sys.exit(run())

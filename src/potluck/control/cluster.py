@@ -10,7 +10,7 @@ from potluck.core.values.types import NodeType, Region
 
 
 @dataclass(frozen=True, slots=True)
-class Spelling:
+class NodeTypeLabels:
     """A node type of the spec, as it is looked for in a cluster."""
 
     gpus: int
@@ -18,7 +18,7 @@ class Spelling:
     """What its GPU may be called there, the likeliest first."""
 
 
-Spellings = Mapping[str, Spelling]
+Spellings = Mapping[str, NodeTypeLabels]
 """By node type."""
 
 
@@ -34,17 +34,17 @@ class ClusterNode:
     well: bool = True
     """Whether something may be started there."""
 
-    def count(self, kind: Spelling) -> int:
+    def count(self, kind: NodeTypeLabels) -> int:
         """How many nodes of a kind it can be."""
         return max((have // kind.gpus for name, have in self.gpus if name in kind.names), default=0)
 
 
 def spellings_of(
     nodes: Sequence[NodeType], aliases: Callable[[str], Sequence[str]], told: Mapping[str, str]
-) -> dict[str, Spelling]:
+) -> dict[str, NodeTypeLabels]:
     """What the spec's nodes are called; `told` names GPUs as the cluster does, where somebody said so."""
     return {
-        node.name: Spelling(
+        node.name: NodeTypeLabels(
             node.gpus,
             (told[node.gpu.name],)
             if node.gpu.name in told

@@ -20,9 +20,9 @@ from typing import Any, Protocol
 
 import yaml
 
-from potluck.control.values import Instance
+from potluck.control.control_values import EngineInstance
 from potluck.core.errors import FormatError, InputError, PotluckError, UnknownNameError
-from potluck.core.values.types import Offer, Region
+from potluck.core.values.types import NodeOffer, Region
 
 MOST_LINES = 10_000
 OFFER_KEYS = {"region", "node", "price_usd_per_h", "available"}
@@ -42,7 +42,7 @@ class Quote:
 
 
 @dataclass(frozen=True, slots=True)
-class Notice:
+class VanishNotice:
     """Machines that vanish at a time of day: an engine's, or so many of a type."""
 
     at_s: float
@@ -55,7 +55,7 @@ class Notice:
 @dataclass(frozen=True, slots=True)
 class Market:
     quotes: tuple[Quote, ...] = ()
-    notices: tuple[Notice, ...] = ()
+    notices: tuple[VanishNotice, ...] = ()
 
     def regions(self, spec: Sequence[Region]) -> tuple[Region, ...]:
         """The spec's regions at these prices."""
@@ -65,7 +65,7 @@ class Market:
             for region in spec
         )
 
-    def leaving(self, instances: Iterable[Instance]) -> dict[str, Notice]:
+    def leaving(self, instances: Iterable[EngineInstance]) -> dict[str, VanishNotice]:
         """Engines whose machines will vanish. Of a type, those go that were noticed first to be up."""
         ranked = sorted(instances, key=lambda each: (each.since_s, each.name))
         found = {
@@ -89,11 +89,11 @@ class Market:
         return found
 
 
-def _stands_on(instance: Instance, node: str) -> bool:
+def _stands_on(instance: EngineInstance, node: str) -> bool:
     return any(each.node == node for stage in instance.make.layout.stages for each in stage.nodes)
 
 
-def _quoted(offer: Offer, quote: Quote | None) -> Offer:
+def _quoted(offer: NodeOffer, quote: Quote | None) -> NodeOffer:
     if quote is None:
         return offer
     price = offer.price_usd_per_h if quote.price_usd_per_h is None else quote.price_usd_per_h
@@ -151,14 +151,14 @@ def quote_of(each: dict[str, Any], at: str, spec: Sequence[Region]) -> Quote:
     return Quote(region, node, None if price is None else float(price), available)
 
 
-def _notice(each: dict[str, Any], at: str, spec: Sequence[Region]) -> Notice:
+def _notice(each: dict[str, Any], at: str, spec: Sequence[Region]) -> VanishNotice:
     at_s = _time(each.get("at"), f"{at}.at")
     engine = each.get("engine")
     if engine is not None:
         if not isinstance(engine, str) or {"region", "node", "count"} & each.keys():
             raise InputError(f"{at}.engine", "is a name, and needs neither region, node nor count")
-        return Notice(at_s, engine)
-    return Notice(at_s, "", *place_of(each, at, spec), count_of(each, at))
+        return VanishNotice(at_s, engine)
+    return VanishNotice(at_s, "", *place_of(each, at, spec), count_of(each, at))
 
 
 def count_of(each: dict[str, Any], at: str) -> int:

@@ -10,14 +10,14 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 
-from potluck.control.values import Asked, Reply
+from potluck.control.control_values import PlanReply, PlanRequest
 from potluck.core.values.plan import Plan
-from potluck.plan.problem import Problem
-from potluck.plan.running.again import INTERVAL_S, Startups, problem_now
-from potluck.plan.running.candidates import with_candidates
-from potluck.plan.running.ladder import Answer, at_once, best_answer, survivors
-from potluck.plan.running.observed import observed
-from potluck.plan.strategies import STRATEGIES, Settings, Workshop
+from potluck.plan.problem import PlanningProblem
+from potluck.plan.replan.current_problem import INTERVAL_S, Startups, problem_now
+from potluck.plan.replan.observed_profiles import observed
+from potluck.plan.replan.replan_options import ReplanOption, at_once, best_answer, survivors
+from potluck.plan.replan.scaling_candidates import with_candidates
+from potluck.plan.strategies import STRATEGIES, SolveSettings, TemplateFactory
 
 FIRST_S = 1.0
 """For each solve of the first answer."""
@@ -28,7 +28,7 @@ SAME = 1e-9
 class Replanner:
     """Over one spec's problem; called from a thread, one call at a time."""
 
-    problem: Problem
+    problem: PlanningProblem
     time_limit_s: float = 30.0
     interval_s: float = INTERVAL_S
     """Over which a start is spread (CORAL's K)."""
@@ -36,54 +36,56 @@ class Replanner:
     """Whether plans say what scaling may start beside their copies."""
     startups: Startups | None = None
     """What a start costs, by model, where the spec says where weights lie."""
-    shop: Callable[[Problem], Workshop] = Workshop
+    shop: Callable[[PlanningProblem], TemplateFactory] = TemplateFactory
     """With the kinds of templates that can be started here."""
 
-    def first(self, asked: Asked) -> Reply:
+    def first(self, asked: PlanRequest) -> PlanReply:
         """What to do at once; nothing where all machines of the running plan are there."""
         problem = self._problem(asked)
         whole = asked.planned or asked.running
         if asked.running is None or whole is None or set(survivors(problem, whole)) == set(whole.deployments):
-            return Reply(None, "no machine is missing")
+            return PlanReply(None, "no machine is missing")
         answer = self._at_once(problem, asked.running)
         if not answer.plan.deployments:
-            return Reply(None, "nothing that is left can serve")
+            return PlanReply(None, "nothing that is left can serve")
         why = f"{answer.step}: what is left serves {answer.served_fraction:.0%}"
-        return Reply(_inherited(answer.plan, whole), why)
+        return PlanReply(_inherited(answer.plan, whole), why)
 
-    def full(self, asked: Asked) -> Reply:
+    def full(self, asked: PlanRequest) -> PlanReply:
         """A whole plan by the strategy in force, if it serves more than what runs, or the same for less."""
         problem = self._problem(asked)
         running = asked.running
-        settings = Settings(time_limit_s=self.time_limit_s)
+        settings = SolveSettings(time_limit_s=self.time_limit_s)
         now = None
         if running is not None:
             now = self._at_once(problem, running)
             left = replace(running, deployments=survivors(problem, running))
             settings = replace(settings, running=left)
-        workshop, force = self.shop(problem), asked.planned or running
+        factory, force = self.shop(problem), asked.planned or running
         strategy = STRATEGIES.get("auto" if force is None else force.strategy, STRATEGIES["auto"])
-        outcome = strategy(workshop, settings)
-        plan = with_candidates(workshop, outcome.plan) if self.candidates else outcome.plan
+        outcome = strategy(factory, settings)
+        plan = with_candidates(factory, outcome.plan) if self.candidates else outcome.plan
         if outcome.allocation.status == "unknown" or not plan.deployments:
-            return Reply(None, "no plan was found in time")
+            return PlanReply(None, "no plan was found in time")
         if now is None:
-            return Reply(plan, f"serves {plan.fraction:.0%} on averages")
+            return PlanReply(plan, f"serves {plan.fraction:.0%} on averages")
         more = plan.fraction - now.served_fraction
         saves = now.cost_usd_per_h - plan.cost_usd_per_h
         if more > 1e-6:
-            return Reply(plan, f"this plan serves {plan.fraction:.0%} instead of {now.served_fraction:.0%}")
+            return PlanReply(
+                plan, f"this plan serves {plan.fraction:.0%} instead of {now.served_fraction:.0%}"
+            )
         if more > -1e-6 and saves > SAME:
-            return Reply(plan, f"this plan saves ${saves:.2f}/h")
+            return PlanReply(plan, f"this plan saves ${saves:.2f}/h")
         if running is not None and now.step == "flip" and now.flips:
             why = f"{now.flips} replicas in other roles serve {now.served_fraction:.0%}"
-            return Reply(_inherited(now.plan, running), why)
-        return Reply(None, f"there is none better (${plan.cost_usd_per_h:.2f}/h for {plan.fraction:.0%})")
+            return PlanReply(_inherited(now.plan, running), why)
+        return PlanReply(None, f"there is none better (${plan.cost_usd_per_h:.2f}/h for {plan.fraction:.0%})")
 
-    def _at_once(self, problem: Problem, running: Plan) -> Answer:
-        return best_answer(at_once(problem, running, Settings(time_limit_s=FIRST_S)))
+    def _at_once(self, problem: PlanningProblem, running: Plan) -> ReplanOption:
+        return best_answer(at_once(problem, running, SolveSettings(time_limit_s=FIRST_S)))
 
-    def _problem(self, asked: Asked) -> Problem:
+    def _problem(self, asked: PlanRequest) -> PlanningProblem:
         loaded = asked.running or asked.planned
         problem = self.problem if loaded is None else self.problem.in_formats(loaded.formats)
         facts = observed(problem, asked.paces, datetime.now(UTC).date().isoformat())

@@ -15,31 +15,31 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from potluck.api.generation import Generation
-from potluck.api.tokens import Text
-from potluck.core.brain.facts import BLOCK_TOKENS
+from potluck.api.generation_config import GenerationConfig
+from potluck.api.tokenizer import ModelTokenizer
 from potluck.core.errors import CapacityError, InputError
-from potluck.core.replica.batch import Limits
+from potluck.core.replica.batch import BatchLimits
+from potluck.core.state.facts import BLOCK_TOKENS
 from potluck.core.values.model import Model
 from potluck.core.values.sampling import Sampling
-from potluck.engine.compute.executor import Draw, Executor
-from potluck.engine.compute.work import Size, Work
-from potluck.engine.face.carriage import KvSettings
-from potluck.engine.face.hub import Hub
-from potluck.engine.face.listen import open_face
-from potluck.engine.face.service import FaceLimits, Service
-from potluck.engine.loop.driver import Driver
-from potluck.engine.loop.loop import Loop
-from potluck.engine.loop.status import Role
-from potluck.engine.memory.prefix import PrefixCache
-from potluck.engine.model.config import Config, read_config
+from potluck.engine.compute.executor import Executor, TokenDraw
+from potluck.engine.compute.work import RunnerSize, SequenceWork
+from potluck.engine.loop.engine_loop import EngineLoop
+from potluck.engine.loop.engine_status import Role
+from potluck.engine.loop.loop_thread import LoopThread
+from potluck.engine.memory.prefix_cache import PrefixCache
+from potluck.engine.model.config import EngineModelConfig, read_config
+from potluck.engine.server.channels import RequestChannels
+from potluck.engine.server.engine_service import EngineService, RequestLimits
+from potluck.engine.server.kv_connector import KvSettings
+from potluck.engine.server.listener import open_face
 from potluck.kv.codec import convert
-from potluck.kv.store.disk import DiskTier
-from potluck.kv.wire import check
+from potluck.kv.store.disk_tier import DiskTier
+from potluck.kv.wire import checksum
 from potluck.perf.sizes.memory import kv_bytes_per_token
 
 if TYPE_CHECKING:
-    from potluck.engine.model.checkpoint import Source
+    from potluck.engine.model.checkpoint import WeightSource
 
 LOOK_S = 0.2
 """How often engines look whether they are drained."""
@@ -49,7 +49,7 @@ win, above all on a busy machine."""
 
 
 @dataclass(frozen=True, slots=True)
-class Settings:
+class EngineSettings:
     """How an engine is laid out; what is None follows from the model."""
 
     max_running: int = 32
@@ -73,23 +73,27 @@ class Settings:
         if self.token_budget < self.max_running:
             raise InputError("--token-budget", f"must be at least --max-running, {self.max_running}")
 
-    def size(self, model: Model) -> Size:
+    def size(self, model: Model) -> RunnerSize:
         longest = min(self.max_tokens or model.max_context_tokens, model.max_context_tokens)
         rows = self.max_running + self.handover_rows
         most = -(-longest // BLOCK_TOKENS)
         # A quarter of the context for everybody, since few are long at once, and always one whole.
         blocks = self.kv_blocks or max(most, rows * max(most // 4, 1))
-        return Size(rows, blocks, longest, min(self.token_budget, self.chunk_tokens or self.token_budget))
+        return RunnerSize(
+            rows, blocks, longest, min(self.token_budget, self.chunk_tokens or self.token_budget)
+        )
 
 
-MakeExecutor = Callable[[Config, "Source", Size, str], Executor]
+MakeExecutor = Callable[[EngineModelConfig, "WeightSource", RunnerSize, str], Executor]
 """Other executors (a pipeline, an emulated GPU) are put in here."""
 
 
-def local_executor(config: Config, source: Source, size: Size, device: str) -> Executor:
+def local_executor(
+    config: EngineModelConfig, source: WeightSource, size: RunnerSize, device: str
+) -> Executor:
     import torch
 
-    from potluck.engine.compute.local import LocalExecutor
+    from potluck.engine.compute.local_executor import LocalExecutor
     from potluck.engine.compute.runner import Runner
 
     try:
@@ -108,7 +112,7 @@ def local_executor(config: Config, source: Source, size: Size, device: str) -> E
         ) from error
 
 
-def _must_fit(model: Model, size: Size, device: str) -> None:
+def _must_fit(model: Model, size: RunnerSize, device: str) -> None:
     """A machine that is asked for more memory than it has may not say so, but end this process later."""
     single = 2 if device == "cpu" else 1  # what has 16 bits elsewhere has 32 on a CPU
     needed = single * size.blocks * BLOCK_TOKENS * kv_bytes_per_token(model, range(model.layer_count))
@@ -132,41 +136,41 @@ def warm_up(executor: Executor) -> None:
     """One prompt and one decode, so that no request pays for what is made ready at the first step."""
     row = executor.open()
     executor.grow(row, 3)
-    executor.step([Work(row, 0, [0, 0], "none")], [])
-    executor.step([Work(row, 2, [0])], [Draw(Sampling(), 3)])
+    executor.step([SequenceWork(row, 0, [0, 0], "none")], [])
+    executor.step([SequenceWork(row, 2, [0])], [TokenDraw(Sampling(), 3)])
     executor.close(row)
 
 
 def assemble(
     directory: Path,
     model: Model | None,
-    settings: Settings,
+    settings: EngineSettings,
     *,
     name: str,
     random_seed: int | None = None,
-    limits: FaceLimits | None = None,
+    limits: RequestLimits | None = None,
     kv: KvSettings | None = None,
     make: MakeExecutor = local_executor,
-    generation: Generation | None = None,
-) -> Service:
+    generation: GenerationConfig | None = None,
+) -> EngineService:
     """A service that is ready to start. `model` describes a Hugging Face directory; see `read_config`."""
     import torch
 
-    from potluck.engine.model.checkpoint import Files, Seeded
+    from potluck.engine.model.checkpoint import RandomSource, SafetensorsSource
 
     config = read_config(directory, model)
-    generation = generation or Generation()
+    generation = generation or GenerationConfig()
     for token in (*config.eos_tokens, *generation.end_tokens):
         if not 0 <= token < config.model.vocab:
             raise InputError("eos_token_id", f"{token} is not in the vocabulary of {config.model.vocab}")
     if settings.device == "cpu":
         small = config.model.hidden < SMALL_HIDDEN
         torch.set_num_threads(settings.threads or (1 if small else torch.get_num_threads()))
-    source: Source = Files(directory) if random_seed is None else Seeded(random_seed)
-    text = Text.read(directory)
+    source: WeightSource = SafetensorsSource(directory) if random_seed is None else RandomSource(random_seed)
+    text = ModelTokenizer.read(directory)
     size = settings.size(config.model)
     executor = make(config, source, size, settings.device)
-    check.load()
+    checksum.load()
     convert.load()
     warm_up(executor)
     return service_of(executor, settings, name=name, text=text, limits=limits, kv=kv, generation=generation)
@@ -174,24 +178,24 @@ def assemble(
 
 def service_of(
     executor: Executor,
-    settings: Settings,
+    settings: EngineSettings,
     *,
     name: str,
-    text: Text | None = None,
-    limits: FaceLimits | None = None,
+    text: ModelTokenizer | None = None,
+    limits: RequestLimits | None = None,
     kv: KvSettings | None = None,
-    generation: Generation | None = None,
-) -> Service:
+    generation: GenerationConfig | None = None,
+) -> EngineService:
     """A service around an executor."""
-    limits = limits or FaceLimits()
+    limits = limits or RequestLimits()
     size = executor.size
-    batch = Limits(size.blocks, settings.token_budget, settings.max_running, settings.chunk_tokens)
-    hub = Hub()
+    batch = BatchLimits(size.blocks, settings.token_budget, settings.max_running, settings.chunk_tokens)
+    hub = RequestChannels()
     folder, most_bytes = settings.prefix_cache_dir, settings.prefix_cache_disk_bytes
     disk = None if folder is None else _disk(folder, most_bytes, executor.fingerprint)
     prefixes = PrefixCache(executor.config, settings.prefix_cache_bytes, executor.fingerprint, disk)
-    loop = Loop(executor, batch, hub.tell, prefixes=prefixes, lease_s=limits.lease_s)
-    service = Service(name, loop, Driver(loop), hub, text, limits, kv, generation)
+    loop = EngineLoop(executor, batch, hub.tell, prefixes=prefixes, lease_s=limits.lease_s)
+    service = EngineService(name, loop, LoopThread(loop), hub, text, limits, kv, generation)
     service.role = settings.role
     return service
 
@@ -212,7 +216,7 @@ def _on_signals(loop: asyncio.AbstractEventLoop, call: Callable[[], None]) -> No
 
 
 async def serve(
-    service: Service,
+    service: EngineService,
     host: str,
     port: int,
     *,
@@ -226,7 +230,7 @@ async def serve(
 
 
 async def serve_all(
-    services: Sequence[Service],
+    services: Sequence[EngineService],
     host: str,
     port: int,
     *,

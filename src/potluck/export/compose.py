@@ -7,18 +7,22 @@ from typing import Any
 
 import yaml
 
-from potluck.export.seats import Box, Roomed
-from potluck.export.words import HostOf, Wording, roster
+from potluck.export.engine_commands import CommandOptions, HostOf, roster
+from potluck.export.placement import PlacedPlan, RentedMachine
 
 SECRETS = ("engine.key", "pipeline.secret")
 
 
 def files(
-    fleet: Roomed, wording: Wording, addresses: Mapping[str, str], image: str, served: Iterable[str]
+    fleet: PlacedPlan,
+    wording: CommandOptions,
+    addresses: Mapping[str, str],
+    image: str,
+    served: Iterable[str],
 ) -> dict[str, str]:
     """File name to text; `served` are the files that the gateway reads."""
 
-    def host_of(box: Box) -> str:
+    def host_of(box: RentedMachine) -> str:
         return addresses.get(box.name, box.name)
 
     found: dict[str, str] = {}
@@ -28,12 +32,12 @@ def files(
             services["gateway"] = _gateway(image, wording, served)
         found[f"compose-{box.name}.yaml"] = _text(box, services)
     found["engines.yaml"] = roster(
-        fleet, lambda seat: f"http://{host_of(seat.box)}:{seat.port}", wording.key_file
+        fleet, lambda placement: f"http://{host_of(placement.box)}:{placement.port}", wording.key_file
     )
     return found
 
 
-def _text(box: Box, services: dict[str, Any]) -> str:
+def _text(box: RentedMachine, services: dict[str, Any]) -> str:
     used = {each["source"] for service in services.values() for each in service.get("secrets", ())}
     data = {
         "name": "potluck",
@@ -45,34 +49,36 @@ def _text(box: Box, services: dict[str, Any]) -> str:
 
 
 def _services(
-    fleet: Roomed, box: Box, wording: Wording, host_of: HostOf, image: str
+    fleet: PlacedPlan, box: RentedMachine, wording: CommandOptions, host_of: HostOf, image: str
 ) -> dict[str, dict[str, Any]]:
     found: dict[str, dict[str, Any]] = {}
-    for seat in fleet.seats:
-        if seat.alone:
-            if seat.box == box:
-                command = wording.engine(seat, host_of(box), host_of)
-                found[seat.name] = _service(image, command, wording, SECRETS[:1], seat.port, host_of(box))
-                gpus = tuple(gpu for each in seat.footings for gpu in each.gpus)
-                found[seat.name] |= _gpus(gpus)
+    for placement in fleet.placements:
+        if placement.alone:
+            if placement.box == box:
+                command = wording.engine(placement, host_of(box), host_of)
+                found[placement.name] = _service(
+                    image, command, wording, SECRETS[:1], placement.port, host_of(box)
+                )
+                gpus = tuple(gpu for each in placement.footings for gpu in each.gpus)
+                found[placement.name] |= _gpus(gpus)
             continue
-        for number, each in enumerate(seat.footings):
+        for number, each in enumerate(placement.footings):
             if each.box == box:
                 command = [
                     "sh",
                     "-c",
-                    f"exec {' '.join(wording.worker(seat, host_of(box)))} < {wording.secret_file}",
+                    f"exec {' '.join(wording.worker(placement, host_of(box)))} < {wording.secret_file}",
                 ]
-                found[f"{seat.name}-worker{number}"] = _service(image, command, wording, SECRETS[1:]) | _gpus(
-                    each.gpus
-                )
-        if seat.box == box:
-            command = wording.engine(seat, host_of(box), host_of)
-            found[seat.name] = _service(image, command, wording, SECRETS, seat.port, host_of(box))
+                found[f"{placement.name}-worker{number}"] = _service(
+                    image, command, wording, SECRETS[1:]
+                ) | _gpus(each.gpus)
+        if placement.box == box:
+            command = wording.engine(placement, host_of(box), host_of)
+            found[placement.name] = _service(image, command, wording, SECRETS, placement.port, host_of(box))
     return found
 
 
-def _models(wording: Wording) -> list[str]:
+def _models(wording: CommandOptions) -> list[str]:
     return [f"{folder}:{folder}:ro" for folder in sorted(set(wording.folders.values()))]
 
 
@@ -81,7 +87,12 @@ def _secrets(*names: str) -> list[dict[str, str]]:
 
 
 def _service(
-    image: str, command: list[str], wording: Wording, secrets: tuple[str, ...], port: int = 0, host: str = ""
+    image: str,
+    command: list[str],
+    wording: CommandOptions,
+    secrets: tuple[str, ...],
+    port: int = 0,
+    host: str = "",
 ) -> dict[str, Any]:
     service: dict[str, Any] = {
         "image": image,
@@ -109,7 +120,7 @@ def _gpus(gpus: tuple[int, ...]) -> dict[str, Any]:
     return {"deploy": {"resources": {"reservations": {"devices": [device]}}}}
 
 
-def _gateway(image: str, wording: Wording, served: Iterable[str]) -> dict[str, Any]:
+def _gateway(image: str, wording: CommandOptions, served: Iterable[str]) -> dict[str, Any]:
     files = (*served, "engines.yaml", "keys.jsonl")
     return {
         "image": image,

@@ -5,8 +5,8 @@ from __future__ import annotations
 import shlex
 from collections.abc import Mapping
 
-from potluck.export.seats import Box, Roomed
-from potluck.export.words import HostOf, Wording, roster, visible
+from potluck.export.engine_commands import CommandOptions, HostOf, roster, visible
+from potluck.export.placement import PlacedPlan, RentedMachine
 
 HEAD = """#!/usr/bin/env bash
 # {what}
@@ -16,39 +16,43 @@ trap 'kill $(jobs -p) 2>/dev/null || true' EXIT
 """
 
 
-def files(fleet: Roomed, wording: Wording, addresses: Mapping[str, str]) -> dict[str, str]:
+def files(fleet: PlacedPlan, wording: CommandOptions, addresses: Mapping[str, str]) -> dict[str, str]:
     """File name to text; a box without an address is reached under its own name."""
 
-    def host_of(box: Box) -> str:
+    def host_of(box: RentedMachine) -> str:
         return addresses.get(box.name, box.name)
 
     found = {f"{box.name}.sh": _box(fleet, box, wording, host_of) for box in fleet.boxes}
     found["engines.yaml"] = roster(
-        fleet, lambda seat: f"http://{host_of(seat.box)}:{seat.port}", wording.key_file
+        fleet, lambda placement: f"http://{host_of(placement.box)}:{placement.port}", wording.key_file
     )
     found["gateway.sh"] = _gateway(wording)
     return found
 
 
-def _box(fleet: Roomed, box: Box, wording: Wording, host_of: HostOf) -> str:
+def _box(fleet: PlacedPlan, box: RentedMachine, wording: CommandOptions, host_of: HostOf) -> str:
     what = f"{box.name}: {box.node.name} in {box.region}"
     needs = (
         f"the models' directories, the key in {wording.key_file} and, for pipelines, {wording.secret_file}"
     )
     lines = [HEAD.format(what=what, needs=needs)]
-    for seat in fleet.seats:
-        workers = [each for each in seat.footings if each.box == box] if not seat.alone else []
+    for placement in fleet.placements:
+        workers = [each for each in placement.footings if each.box == box] if not placement.alone else []
         for each in workers:
             gpus = ",".join(map(str, each.gpus))
-            command = _line(wording.worker(seat, host_of(box)))
+            command = _line(wording.worker(placement, host_of(box)))
             lines.append(f"CUDA_VISIBLE_DEVICES={gpus} {command} < {wording.secret_file} &")
-        if seat.box == box:
-            gpus = f"CUDA_VISIBLE_DEVICES={visible(seat, box)} " if seat.alone else "CUDA_VISIBLE_DEVICES= "
-            lines.append(f"{gpus}{_line(wording.engine(seat, host_of(box), host_of))} &")
+        if placement.box == box:
+            gpus = (
+                f"CUDA_VISIBLE_DEVICES={visible(placement, box)} "
+                if placement.alone
+                else "CUDA_VISIBLE_DEVICES= "
+            )
+            lines.append(f"{gpus}{_line(wording.engine(placement, host_of(box), host_of))} &")
     return "\n".join([*lines, "wait -n", ""])
 
 
-def _gateway(wording: Wording) -> str:
+def _gateway(wording: CommandOptions) -> str:
     what = "The gateway: clients at port 8000, operators at port 8001 of this machine alone"
     needs = (
         f"the engines' key in {wording.key_file}, and keys.jsonl of `potluck keys new NAME --file keys.jsonl`"

@@ -8,8 +8,8 @@ from typing import Any
 import yaml
 
 from potluck.core.errors import InputError
-from potluck.export.seats import Box, Roomed
-from potluck.export.words import EVERYWHERE, Wording, roster, visible
+from potluck.export.engine_commands import EVERYWHERE, CommandOptions, roster, visible
+from potluck.export.placement import PlacedPlan, RentedMachine
 
 GPU_NAMES = {
     "A100-40": "A100",
@@ -28,29 +28,33 @@ GPU_NAMES = {
 """A GPU of the catalog to the name that SkyPilot has for it, where they differ."""
 
 
-def files(fleet: Roomed, wording: Wording, infra: Mapping[str, str], setup: str) -> dict[str, str]:
+def files(fleet: PlacedPlan, wording: CommandOptions, infra: Mapping[str, str], setup: str) -> dict[str, str]:
     """File name to text; `infra` has each region as SkyPilot writes it, such as aws/us-east-2."""
-    for seat in fleet.seats:
-        if not seat.alone:
+    for placement in fleet.placements:
+        if not placement.alone:
             raise InputError(
-                f"template {seat.template}",
+                f"template {placement.template}",
                 "is a pipeline over several machines, whose addresses SkyPilot gives out late; export commands",
             )
     found = {f"{box.name}.yaml": _task(fleet, box, wording, infra, setup) for box in fleet.boxes}
-    listed = roster(fleet, lambda seat: f"http://{_variable(seat.box)}:{seat.port}", "./engine.key")
+    listed = roster(
+        fleet, lambda placement: f"http://{_variable(placement.box)}:{placement.port}", "./engine.key"
+    )
     found["engines.yaml.in"] = listed
     found["launch.sh"] = _launch(fleet, wording)
     return found
 
 
-def _variable(box: Box) -> str:
+def _variable(box: RentedMachine) -> str:
     return f"@{box.name}@"
 
 
-def _task(fleet: Roomed, box: Box, wording: Wording, infra: Mapping[str, str], setup: str) -> str:
+def _task(
+    fleet: PlacedPlan, box: RentedMachine, wording: CommandOptions, infra: Mapping[str, str], setup: str
+) -> str:
     gpu = box.node.gpu.name
-    seats = fleet.on(box)
-    ports = sorted({port for seat in seats for port in (seat.port, seat.kv_port)})
+    placements = fleet.on(box)
+    ports = sorted({port for placement in placements for port in (placement.port, placement.kv_port)})
     resources: dict[str, Any] = {"accelerators": f"{GPU_NAMES.get(gpu, gpu)}:{box.node.gpus}"}
     if box.region in infra:
         resources = {"infra": infra[box.region], **resources}
@@ -58,9 +62,9 @@ def _task(fleet: Roomed, box: Box, wording: Wording, infra: Mapping[str, str], s
         resources["use_spot"] = True
     resources["ports"] = ports
     lines = ["set -euo pipefail"]
-    for seat in seats:
-        words = " ".join(wording.engine(seat, EVERYWHERE, lambda box: box.name))
-        lines.append(f"CUDA_VISIBLE_DEVICES={visible(seat, box)} {words} &")
+    for placement in placements:
+        words = " ".join(wording.engine(placement, EVERYWHERE, lambda box: box.name))
+        lines.append(f"CUDA_VISIBLE_DEVICES={visible(placement, box)} {words} &")
     task = {
         "name": box.name,
         "resources": resources,
@@ -69,11 +73,11 @@ def _task(fleet: Roomed, box: Box, wording: Wording, infra: Mapping[str, str], s
         "setup": setup,
         "run": "\n".join([*lines, "wait -n"]) + "\n",
     }
-    head = f"# {box.node.name} in {box.region}: {', '.join(seat.name for seat in seats)}\n"
+    head = f"# {box.node.name} in {box.region}: {', '.join(placement.name for placement in placements)}\n"
     return head + yaml.dump(task, Dumper=_Dumper, sort_keys=False, width=120)
 
 
-def _launch(fleet: Roomed, wording: Wording) -> str:
+def _launch(fleet: PlacedPlan, wording: CommandOptions) -> str:
     names = " ".join(box.name for box in fleet.boxes)
     serve = " ".join(wording.gateway("", "keys.jsonl"))
     return f"""#!/usr/bin/env bash

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from potluck.core.brain.actions import Run
-from potluck.core.brain.events import FailureKind
-from potluck.gateway.parts import Asked, Told
+from potluck.core.state.actions import Run
+from potluck.core.state.events import FailureKind
+from potluck.gateway.interfaces import ChoiceRequest, RequestOutcome
 
 
 def _nobody(gap_s: float) -> None: ...
@@ -17,7 +17,7 @@ class SilentMeter:
 
     def came(self, model: str, tenant: str) -> None: ...
 
-    def answered(self, told: Told) -> None: ...
+    def answered(self, told: RequestOutcome) -> None: ...
 
     def turned_away(self, status: int, code: str) -> None: ...
 
@@ -26,15 +26,21 @@ class SilentMeter:
     def gaps(self, model: str) -> Callable[[float], None]:
         return _nobody
 
-    def routed(self, asked: Asked, run: Run) -> None: ...
+    def routed(self, asked: ChoiceRequest, run: Run) -> None: ...
 
-    def hedged(self, asked: Asked, run: Run) -> None: ...
+    def hedged(self, asked: ChoiceRequest, run: Run) -> None: ...
 
     def segment(
-        self, asked: Asked, replica: str, began_s: float, ended_s: float, tokens: int, problem: str = ""
+        self,
+        asked: ChoiceRequest,
+        replica: str,
+        began_s: float,
+        ended_s: float,
+        tokens: int,
+        problem: str = "",
     ) -> None: ...
 
-    def failed(self, asked: Asked, where: str, kind: FailureKind, why: str) -> None: ...
+    def failed(self, asked: ChoiceRequest, where: str, kind: FailureKind, why: str) -> None: ...
 
     def moved(self, source: str, target: str, codec: str, moved_bytes: int, took_s: float) -> None: ...
 

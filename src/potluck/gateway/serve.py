@@ -12,36 +12,36 @@ from pathlib import Path
 
 from aiohttp import web
 
-from potluck.api.origin import Served
+from potluck.api.origin import ServedNames
 from potluck.api.tls import server_tls
-from potluck.core.brain.policy import Policy
+from potluck.core.state.policy import Policy
 from potluck.gateway.admin import families
-from potluck.gateway.admin.app import Office, build_admin
-from potluck.gateway.admin.feed import Feed
+from potluck.gateway.admin.app import AdminContext, build_admin
+from potluck.gateway.admin.feed import EventFeed
 from potluck.gateway.admin.meter import FullMeter
-from potluck.gateway.admin.metrics import Metrics
+from potluck.gateway.admin.metrics import GatewayMetrics
 from potluck.gateway.admin.spans import Spans
 from potluck.gateway.admin.usage import UsageFile
-from potluck.gateway.collector import calm
-from potluck.gateway.desk.center import Center
-from potluck.gateway.desk.memory import Memory
-from potluck.gateway.desk.oversight import Oversight
-from potluck.gateway.door.keys import KeyRing
-from potluck.gateway.fleet.roster import Entry
-from potluck.gateway.http.calls import Calls
+from potluck.gateway.brain_loop.gateway_core import GatewayCore
+from potluck.gateway.brain_loop.operations import Operations
+from potluck.gateway.brain_loop.operator_state import OperatorState
+from potluck.gateway.gc_tuning import calm
+from potluck.gateway.http.client_listener import bound
+from potluck.gateway.http.connection_pool import ConnectionPool
 from potluck.gateway.http.limits import allow_open_files
-from potluck.gateway.http.port import bound
-from potluck.gateway.http.takeover import Heritage
+from potluck.gateway.http.takeover import SocketHandover
+from potluck.gateway.interfaces import Meter, RequestOutcome
+from potluck.gateway.openai.keys import KeyRing
 from potluck.gateway.page.notices import notices
-from potluck.gateway.page.routes import Page
-from potluck.gateway.page.show import Show
-from potluck.gateway.parts import Meter, Told
-from potluck.gateway.settings import LOOPBACK, Settings
-from potluck.gateway.workers.crew import Crew
-from potluck.gateway.workers.parent import FOLLOWED, SERVES, Parent, Post, answers_in
-from potluck.gateway.workers.setup import CardNote
+from potluck.gateway.page.routes import PageRoutes
+from potluck.gateway.page.stream import PageStream
+from potluck.gateway.registry.engine_list import EngineEntry
+from potluck.gateway.settings import LOOPBACK, GatewaySettings
+from potluck.gateway.workers.supervisor import FOLLOWED, SERVES, BrainProcessContext, Supervisor, answers_in
 from potluck.gateway.workers.worker import Worker, calls_of
-from potluck.worlds.scene import Scene
+from potluck.gateway.workers.worker_pool import WorkerPool
+from potluck.gateway.workers.worker_setup import ModelCardNote
+from potluck.runtime.resolved_plan import ResolvedPlan
 
 HANDED_S = 600.0
 """A gateway that another has followed ends when its last answer has, however long: as long as engines allow."""
@@ -54,18 +54,18 @@ Ready = Callable[[str, str], None]
 """Hears the addresses for clients and for operators."""
 
 
-class Operators:
+class AdminServer:
     """The operators' port, and all that is counted and written down for them."""
 
-    def __init__(self, center: Center, settings: Settings) -> None:
+    def __init__(self, core: GatewayCore, settings: GatewaySettings) -> None:
         self._settings = settings
         self._usage = None if settings.usage is None else UsageFile(settings.usage, time.time)
         self._spans = None if settings.otlp is None else Spans(settings.otlp)
-        self.page = Page(Show(center, self._tokens, lambda: notices(center, settings)))
+        self.page = PageRoutes(PageStream(core, self._tokens, lambda: notices(core, settings)))
         self.meter = FullMeter(
             self.page.show.hour.told,
             self._spans,
-            self._region_of(center),
+            self._region_of(core),
             record=None if self._usage is None else self._record,
         )
         self._syncing: asyncio.Future[None] | None = None
@@ -73,25 +73,25 @@ class Operators:
         if settings.keys is not None:
             unreachable = settings.places.unreachable
             self._keys = KeyRing(settings.keys, time.monotonic(), time.time, may_open=unreachable)
-        self.feed = Feed(self._watched, lost=lambda: self.meter.count(families.LOST_EVENTS))
-        self.metrics = Metrics(self.meter, Oversight(center), self._gauges)
-        self._office = Office(
+        self.feed = EventFeed(self._watched, lost=lambda: self.meter.count(families.LOST_EVENTS))
+        self.metrics = GatewayMetrics(self.meter, Operations(core), self._gauges)
+        self._office = AdminContext(
             self.metrics,
-            Oversight(center, settings.engine_key),
+            Operations(core, settings.engine_key),
             self.feed,
             self._notes,
             key=settings.admin_key,
-            served=Served(keyed=settings.admin_key is not None),
+            served=ServedNames(keyed=settings.admin_key is not None),
             page=self.page,
             near=settings.places.admin_host in LOOPBACK,
         )
         self._runner: web.AppRunner | None = None
         self.sockets: Sequence[socket.socket] = ()
-        center.herald.decided = self.meter.decided
-        center.watch.moved = self._moved
-        center.desk.at_ticks += [self.metrics.look, self._flush, self.page.show.look]
+        core.decision_log.decided = self.meter.decided
+        core.watch.moved = self._moved
+        core.brain_loop.at_ticks += [self.metrics.look, self._flush, self.page.show.look]
 
-    def _record(self, told: Told) -> None:
+    def _record(self, told: RequestOutcome) -> None:
         assert self._usage is not None
         self._usage.record(told, time.monotonic())
 
@@ -135,9 +135,9 @@ class Operators:
         self.meter.published = self.feed.publish if read else None
 
     @staticmethod
-    def _region_of(center: Center) -> Callable[[str], str]:
+    def _region_of(core: GatewayCore) -> Callable[[str], str]:
         def region(replica: str) -> str:
-            found = center.keeper.find(replica)
+            found = core.registry.find(replica)
             return "" if found is None else found.region
 
         return region
@@ -178,44 +178,47 @@ class Operators:
 
 
 def notes_of(
-    scene: Scene, files: Mapping[str, Path], roster: tuple[Entry, ...], pretended: bool = False
-) -> tuple[CardNote, ...]:
+    resolved: ResolvedPlan,
+    files: Mapping[str, Path],
+    engine_list: tuple[EngineEntry, ...],
+    pretended: bool = False,
+) -> tuple[ModelCardNote, ...]:
     """What is known of each model. Without files only tokens can be sent to engines."""
     found = []
-    for name, model in scene.models.items():
-        kinds = {entry.kind for entry in roster if entry.model in ("", name)}
+    for name, model in resolved.models.items():
+        kinds = {entry.kind for entry in engine_list if entry.model in ("", name)}
         folder = str(files[name].absolute()) if name in files else None
         plain = kinds == {"openai"}
-        found.append(CardNote(name, model.max_context_tokens, model.vocab, plain, folder, pretended))
+        found.append(ModelCardNote(name, model.max_context_tokens, model.vocab, plain, folder, pretended))
     return tuple(found)
 
 
-class Alone:
+class SingleWorker:
     """One worker, in the Brain's own process."""
 
     def __init__(
         self,
-        center: Center,
-        outgoing: Calls,
+        core: GatewayCore,
+        outgoing: ConnectionPool,
         meter: Meter,
-        settings: Settings,
-        notes: tuple[CardNote, ...],
+        settings: GatewaySettings,
+        notes: tuple[ModelCardNote, ...],
         answers: Path | None = None,
     ) -> None:
         self._settings = settings
         self._worker = Worker(
             {note.name: note.card() for note in notes},
-            center.keeper,
+            core.registry,
             outgoing,
             meter,
             settings,
-            frozenset(each.name for each in center.policy.classes),
-            center.policy.shared_prefixes,
-            center.lacking,
-            center.desk.line,
+            frozenset(each.name for each in core.policy.classes),
+            core.policy.shared_prefixes,
+            core.lacking,
+            core.brain_loop.line,
             answers=answers,
         )
-        center.keeper.on_gone.append(lambda replica: self._worker.rides.gone(replica))
+        core.registry.on_gone.append(lambda replica: self._worker.dispatcher.gone(replica))
 
     async def start(self, sockets: Sequence[socket.socket]) -> str:
         return await self._worker.listen(self._settings, sockets)
@@ -228,7 +231,9 @@ class Alone:
         await self._worker.close(within_s, followed=followed, for_good=not followed)
 
 
-async def serve(scene: Scene, policy: Policy, settings: Settings, ready: Ready, post: Post) -> None:
+async def serve(
+    resolved: ResolvedPlan, policy: Policy, settings: GatewaySettings, ready: Ready, post: BrainProcessContext
+) -> None:
     """Serve until a signal says to end; `ready` hears the addresses.
 
     A parent looks after this process, and holds its ports; where the post is for several workers they have processes
@@ -236,38 +241,38 @@ async def serve(scene: Scene, policy: Policy, settings: Settings, ready: Ready, 
     """
     allow_open_files()
     outgoing = calls_of(settings)
-    center = Center(
-        scene,
+    core = GatewayCore(
+        resolved,
         policy,
         outgoing,
-        roster=settings.engines,
+        engine_list=settings.engines,
         log=settings.log,
         memory=_memory(settings, post),
         why=settings.why,
         plan_version=settings.plan_version,
     )
-    operators = Operators(center, settings)
-    entries = () if center.roster is None else center.roster.entries
-    notes = notes_of(scene, settings.files, entries, settings.pretended)
-    workers: Alone | Crew
+    operators = AdminServer(core, settings)
+    entries = () if core.engine_list is None else core.engine_list.entries
+    notes = notes_of(resolved, settings.files, entries, settings.pretended)
+    workers: SingleWorker | WorkerPool
     if settings.places.workers == 1:
         answers = answers_in(settings, post)
-        workers = Alone(center, outgoing, operators.meter, settings, notes, answers)
+        workers = SingleWorker(core, outgoing, operators.meter, settings, notes, answers)
     else:
-        workers = Crew(center, operators.meter, settings, notes, post)
+        workers = WorkerPool(core, operators.meter, settings, notes, post)
     stop = asyncio.Event()
     loop = asyncio.get_running_loop()
     for number in (signal.SIGINT, signal.SIGTERM):
         loop.add_signal_handler(number, stop.set)
     if post.life >= 0:
         loop.add_reader(post.life, _parent_is_gone, loop, post, stop, settings.takeover is not None)
-    heritage: Heritage | None = None
+    heritage: SocketHandover | None = None
     try:
-        if isinstance(workers, Alone):
-            url, admin, heritage = await _succeed(center, workers, operators, settings, post, stop)
+        if isinstance(workers, SingleWorker):
+            url, admin, heritage = await _succeed(core, workers, operators, settings, post, stop)
         else:
             url, admin = await workers.start(), await operators.listen(post.operators)
-            center.start()
+            core.start()
         operators.page.chat.url = url
         calm()
         ready(url, admin)
@@ -281,48 +286,53 @@ async def serve(scene: Scene, policy: Policy, settings: Settings, ready: Ready, 
             heritage.close()
         if followed:
             await operators.leave()
-        if isinstance(workers, Alone):
+        if isinstance(workers, SingleWorker):
             await workers.close(HANDED_S if followed else settings.drain_s, followed)
         else:
             await workers.close(settings.drain_s)
-        await center.close()
+        await core.close()
         await operators.close(followed)
         await outgoing.close()
         if post.orphaned:
             post.close()
 
 
-def _memory(settings: Settings, post: Post) -> Memory:
+def _memory(settings: GatewaySettings, post: BrainProcessContext) -> OperatorState:
     """What this gateway was told before its process died; of one that was started anew, only which engines run."""
     if settings.state is None:
-        return Memory(post.home)
+        return OperatorState(post.home)
     settings.state.mkdir(mode=0o700, parents=True, exist_ok=True)
-    memory = Memory(settings.state)
+    memory = OperatorState(settings.state)
     if not post.again:
         memory.only_entries()
     return memory
 
 
 async def _succeed(
-    center: Center, workers: Alone, operators: Operators, settings: Settings, post: Post, stop: asyncio.Event
-) -> tuple[str, str, Heritage | None]:
+    core: GatewayCore,
+    workers: SingleWorker,
+    operators: AdminServer,
+    settings: GatewaySettings,
+    post: BrainProcessContext,
+    stop: asyncio.Event,
+) -> tuple[str, str, SocketHandover | None]:
     """Take the place of the gateway that had these ports, once the fleet is known; or be the first one."""
     taken = None if post.again else post.taken
     if taken is not None:
-        center.cordons.inherit(taken.cordons)
-    center.start()
-    if center.keeper.engines:  # else somebody will say which there are
+        core.cordons.inherit(taken.cordons)
+    core.start()
+    if core.registry.engines:  # else somebody will say which there are
         # What the one before cannot serve either need not be waited for; nobody is refused meanwhile.
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(KNOWN_S if taken is not None else MET_S if post.again else 0.0):
-                while any(map(center.lacking, center.kits.scene.models)):
+                while any(map(core.lacking, core.replica_models.resolved.models)):
                     await asyncio.sleep(LOOK_S)
     url = await workers.start(post.clients[0])
     admin = await operators.listen(post.operators)
     heritage = None
     if settings.takeover is not None:
-        marks = center.cordons
-        heritage = Heritage(
+        marks = core.cordons
+        heritage = SocketHandover(
             settings.takeover, workers.sockets, operators.sockets, stop.set, lambda: marks.marks
         )
     if taken is not None:
@@ -330,7 +340,9 @@ async def _succeed(
     return url, admin, heritage
 
 
-def _parent_is_gone(loop: asyncio.AbstractEventLoop, post: Post, stop: asyncio.Event, lasts: bool) -> None:
+def _parent_is_gone(
+    loop: asyncio.AbstractEventLoop, post: BrainProcessContext, stop: asyncio.Event, lasts: bool
+) -> None:
     """Nobody would take this process' place; where its ports can be taken over, it serves until that is done."""
     loop.remove_reader(post.life)
     post.orphaned = True
@@ -338,15 +350,15 @@ def _parent_is_gone(loop: asyncio.AbstractEventLoop, post: Post, stop: asyncio.E
         stop.set()
 
 
-def serve_forever(scene: Scene, policy: Policy, settings: Settings, ready: Ready) -> None:
+def serve_forever(resolved: ResolvedPlan, policy: Policy, settings: GatewaySettings, ready: Ready) -> None:
     import uvloop
 
-    def desk(post: Post) -> None:
+    def brain_loop(post: BrainProcessContext) -> None:
         def said(url: str, admin: str) -> None:
             if not post.again:
                 ready(url, admin)
 
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-            runner.run(serve(scene, policy, settings, said, post))
+            runner.run(serve(resolved, policy, settings, said, post))
 
-    Parent(settings.places, desk, settings.takeover).run()
+    Supervisor(settings.places, brain_loop, settings.takeover).run()

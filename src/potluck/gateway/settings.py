@@ -11,7 +11,7 @@ LOOPBACK = ("127.0.0.1", "localhost", "::1")
 
 
 @dataclass(frozen=True, slots=True)
-class Places:
+class ListenAddresses:
     """Where it listens, and with how many processes."""
 
     host: str = "127.0.0.1"
@@ -27,8 +27,8 @@ class Places:
 
 
 @dataclass(frozen=True, slots=True)
-class Settings:
-    places: Places = Places()
+class GatewaySettings:
+    places: ListenAddresses = ListenAddresses()
     engines: Path | None = None
     """The roster; it is read again whenever it changes."""
     files: Mapping[str, Path] = field(default_factory=dict)

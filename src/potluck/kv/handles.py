@@ -52,7 +52,7 @@ class _Held(Generic[T]):
     session: bytes | None = None
 
 
-class Handles(Generic[T]):
+class TransferHandles(Generic[T]):
     """What can be fetched; its caller sees to it that one thread at a time is in here."""
 
     def __init__(self) -> None:

@@ -23,17 +23,17 @@ from functools import cache
 
 import numpy as np
 
-from potluck.catalog import workloads
-from potluck.core.brain.policy import Balance, Policy
+from potluck.catalog import named_workloads
+from potluck.core.state.policy import Balance, Policy
 from potluck.core.values.layout import Layout
 from potluck.core.values.plan import Template
 from potluck.core.values.types import NodeType, Role, Slo
 from potluck.papers import fleets
 from potluck.papers.cronus import FITTED_HOST
+from potluck.runtime.resolved_plan import EngineSetup, ResolvedPlan
 from potluck.sim.load.workload import Workload, synthetic
-from potluck.sim.results.metrics import Summary, summarise
+from potluck.sim.results.metrics import RunSummary, summarise
 from potluck.sim.run import simulate
-from potluck.worlds.scene import Engine, Scene
 
 MODEL, NETWORK_GBPS, SLOTS = "Llama-3.1-8B", 25.0, 256
 ATTAINMENT = 0.9
@@ -66,13 +66,13 @@ class Load:
 
     @property
     def mean_tokens(self) -> tuple[float, float]:
-        lengths = workloads.workload(self.name).lengths
+        lengths = named_workloads.workload(self.name).lengths
         return lengths.prompt.mean_tokens, lengths.output.mean_tokens
 
     def requests(self, rate_per_s: float, spans: float, seed: int) -> Workload:
         """Poisson arrivals for so many spans."""
         count = max(LEAST_REQUESTS, round(rate_per_s * self.span_s * spans))
-        return synthetic(fleets.MODEL, workloads.workload(self.name).lengths, rate_per_s, count, seed)
+        return synthetic(fleets.MODEL, named_workloads.workload(self.name).lengths, rate_per_s, count, seed)
 
 
 LOADS = (
@@ -104,12 +104,12 @@ class Effort:
 QUICK = Effort(1.0, (1,), 0.04)
 
 
-def table3_problem(decodes: int) -> Scene:
+def table3_problem(decodes: int) -> ResolvedPlan:
     """1PxD: an H800 and so many H20."""
     return _problem(LOADS[1], [(_combo("1PxD", "H800", "H20", decodes), 1)])
 
 
-def figure9_problem(load: Load, goodputs_per_s: Sequence[float]) -> Scene:
+def figure9_problem(load: Load, goodputs_per_s: Sequence[float]) -> ResolvedPlan:
     """All combos, weighted by these."""
     fleet = [
         (_named(name, weight), count) for (name, count), weight in zip(COMBOS, goodputs_per_s, strict=True)
@@ -121,12 +121,14 @@ def table3_policy(opportunistic: bool) -> Policy:
     return Policy(balance="goodput", admission=False, opportunistic=opportunistic)
 
 
-def goodput_per_s(problem: Scene, load: Load, policy: Policy, effort: Effort) -> float:
+def goodput_per_s(problem: ResolvedPlan, load: Load, policy: Policy, effort: Effort) -> float:
     """The highest rate at which enough requests keep the objective, averaged over seeds."""
     return float(np.mean([_goodput(problem, load, policy, effort, seed) for seed in effort.seeds]))
 
 
-def latencies(problem: Scene, load: Load, policy: Policy, rate_per_s: float, effort: Effort) -> Latencies:
+def latencies(
+    problem: ResolvedPlan, load: Load, policy: Policy, rate_per_s: float, effort: Effort
+) -> Latencies:
     """At one rate, averaged over seeds."""
     found = []
     for seed in effort.seeds:
@@ -159,7 +161,7 @@ def figure9_latencies(load: Load, effort: Effort) -> tuple[float, dict[Balance, 
     return rate_per_s, found
 
 
-def _goodput(problem: Scene, load: Load, policy: Policy, effort: Effort, seed: int) -> float:
+def _goodput(problem: ResolvedPlan, load: Load, policy: Policy, effort: Effort, seed: int) -> float:
     """Double until it breaks, then halve the gap."""
 
     def holds(rate_per_s: float) -> bool:
@@ -178,7 +180,7 @@ def _goodput(problem: Scene, load: Load, policy: Policy, effort: Effort, seed: i
     return low
 
 
-def _summary(problem: Scene, requests: Workload, policy: Policy) -> Summary:
+def _summary(problem: ResolvedPlan, requests: Workload, policy: Policy) -> RunSummary:
     return summarise(simulate(problem, requests, policy), WARM_UP * requests.span_s)
 
 
@@ -203,9 +205,9 @@ def _named(name: str, weight_per_s: float) -> Template:
     return fleets.template(name, "homogeneous", [("mixed", layout)], weight_per_s)
 
 
-def _problem(load: Load, fleet: Sequence[tuple[Template, int]]) -> Scene:
+def _problem(load: Load, fleet: Sequence[tuple[Template, int]]) -> ResolvedPlan:
     where = [_node("H800"), _node("H20"), _node("A800-PCIe"), _node("A800-PCIe", 2)]
-    engine = Engine(slots=SLOTS, host=FITTED_HOST)
+    engine = EngineSetup(slots=SLOTS, host=FITTED_HOST)
     engines = {(each.name, index): engine for each, _ in fleet for index in range(len(each.replicas))}
     return fleets.problem(
         MODEL, where, fleet, engines, load.mean_tokens, slo=load.slo, price_usd_per_h=PRICES_USD_PER_H

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from potluck.core.brain.policy import Balance
+from potluck.core.state.policy import Balance
 from potluck.papers.cauchy import (
     DECODES,
     LATENCY_SHARE,
@@ -60,7 +60,7 @@ class Pair:
 
 
 @dataclass(frozen=True, slots=True)
-class Measured:
+class CauchyMeasured:
     """All that was run."""
 
     table3: Mapping[int, Pair]
@@ -79,7 +79,7 @@ class Measured:
         return _change((found[against].e2e_s, found["goodput"].e2e_s))
 
 
-def measure(effort: Effort, said: Said = quiet) -> Measured:
+def measure(effort: Effort, said: Said = quiet) -> CauchyMeasured:
     """Run everything."""
     pairs, spread = {}, {}
     for decodes in DECODES:
@@ -92,14 +92,14 @@ def measure(effort: Effort, said: Said = quiet) -> Measured:
     for load in LOADS:
         said(f"CAUCHY, Figure 9, {load.name}")
         spread[load.name] = figure9_latencies(load, effort)
-    return Measured(pairs, spread)
+    return CauchyMeasured(pairs, spread)
 
 
 def reproduce(effort: Effort, said: Said = quiet) -> Reproduction:
     return Reproduction("CAUCHY", rows(measure(effort, said)))
 
 
-def rows(measured: Measured) -> tuple[Row, ...]:
+def rows(measured: CauchyMeasured) -> tuple[Row, ...]:
     found = []
     for decodes, pair in measured.table3.items():
         found += _table3_rows(decodes, pair)

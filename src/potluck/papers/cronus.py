@@ -27,24 +27,24 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from potluck.catalog import workloads
-from potluck.core.brain.policy import Policy
+from potluck.catalog import named_workloads
 from potluck.core.errors import InputError
+from potluck.core.state.policy import Policy
 from potluck.core.values.layout import Layout, Stage, StageNode
 from potluck.core.values.plan import Template
 from potluck.core.values.types import NodeType
 from potluck.papers import fleets
 from potluck.papers.cronus_dispatch import QueueLimited
-from potluck.perf.timers.host import Host
-from potluck.sim.load.lengths import draw
+from potluck.perf.timers.engine_host import EngineHost
+from potluck.runtime.decider import Decider
+from potluck.runtime.replica_models import ReplicaModels
+from potluck.runtime.resolved_plan import EngineSetup, ResolvedPlan
+from potluck.sim.load.draw_lengths import draw
 from potluck.sim.load.workload import workload
 from potluck.sim.results.metrics import summarise
 from potluck.sim.results.records import ANSWERED, SimResult
 from potluck.sim.run import simulate
-from potluck.sim.settings import Settings
-from potluck.worlds.kits import Kits
-from potluck.worlds.mind import Mind
-from potluck.worlds.scene import Engine, Scene
+from potluck.sim.sim_settings import SimSettings
 
 HIGH, NETWORK_GBPS = "A100-80", 100.0
 TRACE = "azure_llm_2023_conv.csv.gz"
@@ -55,7 +55,7 @@ CHUNK_TOKENS, LOW_CHUNK_TOKENS = 512, 256
 WHOLE_TOKENS = 16384
 """A token budget that no prompt fills: prefill in one step."""
 FITTED_HOST_S = 0.007
-FITTED_HOST = Host(FITTED_HOST_S)
+FITTED_HOST = EngineHost(FITTED_HOST_S)
 DP, PP, HIGH_LOW, LOW_HIGH, CRONUS = "DP+Chunked", "PP+Chunked", "Disagg. H-L", "Disagg. L-H", "Cronus"
 APPROACHES = (DP, PP, HIGH_LOW, LOW_HIGH, CRONUS)
 SERIAL_PP = "PP+Chunked, one batch at a time"
@@ -88,7 +88,7 @@ SETTINGS = tuple(
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Requests:
+class RequestLengthList:
     """Lengths of the requests, in their order."""
 
     prompt_tokens: Ints
@@ -98,8 +98,8 @@ class Requests:
     def __len__(self) -> int:
         return len(self.prompt_tokens)
 
-    def first(self, count: int) -> Requests:
-        return Requests(self.prompt_tokens[:count], self.output_tokens[:count], self.source)
+    def first(self, count: int) -> RequestLengthList:
+        return RequestLengthList(self.prompt_tokens[:count], self.output_tokens[:count], self.source)
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,7 +111,7 @@ class Latency:
     tbt_p99_s: float
 
 
-def trace_requests(path: Path) -> Requests:
+def trace_requests(path: Path) -> RequestLengthList:
     """The first 1000 requests of the trace: those that the paper ran, by their mean lengths."""
     from potluck.spec.traces import load_trace
 
@@ -120,25 +120,25 @@ def trace_requests(path: Path) -> Requests:
         raise InputError(str(path), f"has {len(trace)} requests, not {REQUESTS}")
     lengths = (trace.input_tokens[:REQUESTS], trace.output_tokens[:REQUESTS])
     prompt, output = (each.astype(np.int64) for each in lengths)
-    return Requests(prompt, output, f"the first {REQUESTS} of {path.name}")
+    return RequestLengthList(prompt, output, f"the first {REQUESTS} of {path.name}")
 
 
-def synthetic_requests(seed: int = 0, count: int = REQUESTS) -> Requests:
+def synthetic_requests(seed: int = 0, count: int = REQUESTS) -> RequestLengthList:
     """Where the trace is not at hand: the catalog's lengths of the whole hour, stretched to the means printed."""
-    lengths = workloads.workload("azure-conv").lengths
+    lengths = named_workloads.workload("azure-conv").lengths
     prompt, output = draw(np.random.default_rng(seed), lengths, count)
     columns = []
     for drawn, mean in ((prompt, MEAN_TOKENS[0]), (output, MEAN_TOKENS[1])):
         columns.append(np.maximum(1, np.rint(drawn * mean / drawn.mean())).astype(np.int64))
-    return Requests(columns[0], columns[1], f"synthetic, seed {seed}")
+    return RequestLengthList(columns[0], columns[1], f"synthetic, seed {seed}")
 
 
 def run(
     setting: Setting,
     approach: str,
-    requests: Requests,
+    requests: RequestLengthList,
     rate_per_s: float = inf,
-    host: Host = FITTED_HOST,
+    host: EngineHost = FITTED_HOST,
 ) -> SimResult:
     """One run; without a rate all requests come at once."""
     when_s = np.arange(len(requests)) / rate_per_s
@@ -154,33 +154,35 @@ def run(
     )
     mind = _dispatcher if approach == DP else None
     result = simulate(
-        _problem(setting, approach, host), load, policy, settings=Settings(overlap=False), mind=mind
+        _problem(setting, approach, host), load, policy, settings=SimSettings(overlap=False), mind=mind
     )
     if not (result.records.outcome == ANSWERED).all():
         raise InputError(f"{setting.name}: {approach}", "not all requests were answered")
     return result
 
 
-def throughput_per_s(setting: Setting, approach: str, requests: Requests, host: Host = FITTED_HOST) -> float:
+def throughput_per_s(
+    setting: Setting, approach: str, requests: RequestLengthList, host: EngineHost = FITTED_HOST
+) -> float:
     """All requests sent at the start, over the time until the last is answered."""
     return len(requests) / run(setting, approach, requests, host=host).end_s
 
 
-def latency(setting: Setting, approach: str, requests: Requests, rate_per_s: float) -> Latency:
-    """Requests at a fixed interval."""
+def latency(setting: Setting, approach: str, requests: RequestLengthList, rate_per_s: float) -> Latency:
+    """RequestLengthList at a fixed interval."""
     total = summarise(run(setting, approach, requests, rate_per_s)).total
     assert total.ttft_s is not None
     assert total.tbt_s is not None
     return Latency(rate_per_s, total.ttft_s.p99, total.tbt_s.p99)
 
 
-def fit_host_s(requests: Requests, precision_s: float = 1e-4) -> float:
+def fit_host_s(requests: RequestLengthList, precision_s: float = 1e-4) -> float:
     """The host's seconds per step with which DP on the first setting has its published throughput."""
     setting = SETTINGS[0]
     low_s, high_s = 0.0, 0.05
     while high_s - low_s > precision_s:
         middle_s = (low_s + high_s) / 2
-        if throughput_per_s(setting, DP, requests, Host(middle_s)) > setting.published_per_s[DP]:
+        if throughput_per_s(setting, DP, requests, EngineHost(middle_s)) > setting.published_per_s[DP]:
             low_s = middle_s
         else:
             high_s = middle_s
@@ -192,33 +194,33 @@ def _nodes(low: str) -> tuple[NodeType, NodeType]:
     return fleets.node(HIGH, NETWORK_GBPS), fleets.node(low, NETWORK_GBPS)
 
 
-def _problem(setting: Setting, approach: str, host: Host) -> Scene:
+def _problem(setting: Setting, approach: str, host: EngineHost) -> ResolvedPlan:
     where = _nodes(setting.low)
     fleet, engines = _fleet(setting, approach, host)
     return fleets.problem(setting.model, where, [(each, 1) for each in fleet], engines, MEAN_TOKENS)
 
 
 def _fleet(
-    setting: Setting, approach: str, host: Host
-) -> tuple[list[Template], dict[tuple[str, int], Engine]]:
+    setting: Setting, approach: str, host: EngineHost
+) -> tuple[list[Template], dict[tuple[str, int], EngineSetup]]:
     high, low = _nodes(setting.low)
     on_high, on_low = (fleets.alone(each, setting.model) for each in (high, low))
-    chunked = Engine(CHUNK_TOKENS, SLOTS, host)
+    chunked = EngineSetup(CHUNK_TOKENS, SLOTS, host)
     if approach == DP:
         fleet = [
             fleets.template(name, "homogeneous", [("mixed", layout)])
             for name, layout in (("high", on_high), ("low", on_low))
         ]
-        return fleet, {("high", 0): chunked, ("low", 0): Engine(LOW_CHUNK_TOKENS, SLOTS, host)}
+        return fleet, {("high", 0): chunked, ("low", 0): EngineSetup(LOW_CHUNK_TOKENS, SLOTS, host)}
     if approach in (PP, SERIAL_PP):
         places = (StageNode(high.name, 1), StageNode(low.name, 1))
         layout = Layout(tuple(Stage(n, (node,)) for n, node in zip(setting.layers, places, strict=True)))
-        engine = Engine(CHUNK_TOKENS, 2 * SLOTS, host, pipelined=approach == PP)
+        engine = EngineSetup(CHUNK_TOKENS, 2 * SLOTS, host, pipelined=approach == PP)
         return [fleets.template("both", "pipeline", [("mixed", layout)])], {("both", 0): engine}
     first, second = (on_high, on_low) if approach == HIGH_LOW else (on_low, on_high)
     pair = fleets.template("pair", "pair", [("prefill", first), ("mixed", second)])
-    return [pair], {("pair", 0): Engine(WHOLE_TOKENS, 1, host), ("pair", 1): chunked}
+    return [pair], {("pair", 0): EngineSetup(WHOLE_TOKENS, 1, host), ("pair", 1): chunked}
 
 
-def _dispatcher(kits: Kits, policy: Policy) -> Mind:
-    return QueueLimited(kits.facts(), policy, [("high", 3, 3), ("low", 1, 1)])
+def _dispatcher(replica_models: ReplicaModels, policy: Policy) -> Decider:
+    return QueueLimited(replica_models.facts(), policy, [("high", 3, 3), ("low", 1, 1)])

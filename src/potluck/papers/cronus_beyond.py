@@ -13,15 +13,15 @@ from math import inf
 
 import numpy as np
 
-from potluck.catalog import workloads
-from potluck.core.brain.policy import Policy
+from potluck.catalog import named_workloads
+from potluck.core.state.policy import Policy
 from potluck.papers import cronus, fleets
-from potluck.perf.timers.host import DEFAULT_HOST
-from potluck.sim.load.lengths import draw
+from potluck.perf.timers.engine_host import DEFAULT_HOST
+from potluck.runtime.resolved_plan import EngineSetup
+from potluck.sim.load.draw_lengths import draw
 from potluck.sim.load.workload import workload
 from potluck.sim.results.metrics import summarise
 from potluck.sim.run import simulate
-from potluck.worlds.scene import Engine
 
 REQUESTS = 3000
 OVERLOADS = {"prompts": ("azure-conv", 9.0), "flood": ("azure-conv", 13.5), "answers": ("longwriter", 4.5)}
@@ -40,14 +40,14 @@ class Outcome:
 def run(setting: cronus.Setting, overload: str, policy: Policy, seed: int = 0) -> Outcome:
     name, rate_per_s = OVERLOADS[overload]
     rng = np.random.default_rng(seed)
-    prompts, outputs = draw(rng, workloads.workload(name).lengths, REQUESTS)
+    prompts, outputs = draw(rng, named_workloads.workload(name).lengths, REQUESTS)
     when_s = np.cumsum(rng.exponential(1.0 / rate_per_s, REQUESTS))
     high, low = (fleets.node(gpu, cronus.NETWORK_GBPS) for gpu in (cronus.HIGH, setting.low))
     on_high, on_low = (fleets.alone(node, setting.model) for node in (high, low))
     pair = fleets.template("pair", "pair", [("prefill", on_low), ("mixed", on_high)])
     engines = {
-        ("pair", 0): Engine(cronus.LOW_CHUNK_TOKENS, cronus.SLOTS, DEFAULT_HOST),
-        ("pair", 1): Engine(cronus.CHUNK_TOKENS, cronus.SLOTS, DEFAULT_HOST),
+        ("pair", 0): EngineSetup(cronus.LOW_CHUNK_TOKENS, cronus.SLOTS, DEFAULT_HOST),
+        ("pair", 1): EngineSetup(cronus.CHUNK_TOKENS, cronus.SLOTS, DEFAULT_HOST),
     }
     means = float(prompts.mean()), float(outputs.mean())
     problem = fleets.problem(setting.model, (high, low), [(pair, 1)], engines, means)

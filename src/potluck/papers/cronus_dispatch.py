@@ -11,11 +11,18 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Sequence
 
-from potluck.core.brain.actions import Action, Refuse, Run
 from potluck.core.brain.brain import Brain
-from potluck.core.brain.events import Arrived, Event, Failed, Finished, FirstToken, ReplicaReady
-from potluck.core.brain.facts import Facts
-from potluck.core.brain.policy import Policy
+from potluck.core.state.actions import Action, Refuse, Run
+from potluck.core.state.events import (
+    AttemptFailed,
+    Event,
+    FirstToken,
+    ReplicaReady,
+    RequestArrived,
+    RequestFinished,
+)
+from potluck.core.state.facts import FleetFacts
+from potluck.core.state.policy import Policy
 from potluck.core.values.route import aggregated
 from potluck.core.values.types import Request
 
@@ -29,7 +36,7 @@ class QueueLimited:
     The fleet itself is left to a Brain.
     """
 
-    def __init__(self, facts: Facts, policy: Policy, engines: Sequence[tuple[str, int, int]]) -> None:
+    def __init__(self, facts: FleetFacts, policy: Policy, engines: Sequence[tuple[str, int, int]]) -> None:
         self._brain = Brain(facts, policy)
         self._order = [template for template, turns, _ in engines for _ in range(turns)]
         self._limits = {template: limit + COMPUTING for template, _, limit in engines}
@@ -43,14 +50,14 @@ class QueueLimited:
 
     def on(self, at_s: float, event: Event) -> list[Action]:
         """Requests are ours, the rest is the Brain's."""
-        if isinstance(event, Arrived):
+        if isinstance(event, RequestArrived):
             self._held.append(event.request)
         elif isinstance(event, FirstToken):
             self._open[self._at.pop(event.request)] -= 1
-        elif isinstance(event, Failed):
+        elif isinstance(event, AttemptFailed):
             self._open[self._at.pop(event.request)] -= 1
             return [Refuse(event.request, "no_capacity", f"failed at {event.where}"), *self._send()]
-        elif isinstance(event, Finished):
+        elif isinstance(event, RequestFinished):
             return []
         else:
             actions = self._brain.on(at_s, event)

@@ -16,13 +16,13 @@ from potluck.papers.cronus import (
     SERIAL_PP,
     SETTINGS,
     Latency,
-    Requests,
+    RequestLengthList,
     Setting,
     latency,
     throughput_per_s,
 )
 from potluck.papers.rows import Reproduction, Row, Said, inversions, quiet
-from potluck.perf.timers.host import DEFAULT_HOST
+from potluck.perf.timers.engine_host import DEFAULT_HOST
 
 EASY, BUSY = "easy", "busy"
 """Two rates for latencies: one that all five approaches sustain, one that all but Disagg. H-L do."""
@@ -50,7 +50,7 @@ WHY = {
 
 
 @dataclass(frozen=True, slots=True)
-class Measured:
+class CronusMeasured:
     """All that was run."""
 
     fitted: Throughputs
@@ -70,12 +70,12 @@ class Measured:
 
 
 def measure(
-    requests: Requests,
+    requests: RequestLengthList,
     said: Said = quiet,
     settings: tuple[Setting, ...] = SETTINGS,
     *,
     fitted_only: bool = False,
-) -> Measured:
+) -> CronusMeasured:
     """Run everything, or only what the fitted host time is used for."""
     fitted, plain, serial, found = {}, {}, {}, {}
     for setting in settings:
@@ -92,7 +92,7 @@ def measure(
             for each in APPROACHES:
                 if fitted[name][each] > rate_per_s:
                     found[name, rate, each] = latency(setting, each, requests, rate_per_s)
-    return Measured(fitted, plain, serial, found)
+    return CronusMeasured(fitted, plain, serial, found)
 
 
 def rates_per_s(throughputs: Mapping[str, float]) -> dict[str, float]:
@@ -102,14 +102,14 @@ def rates_per_s(throughputs: Mapping[str, float]) -> dict[str, float]:
     return {EASY: EASY_SHARE * slowest, BUSY: BUSY_SHARE * others}
 
 
-def largest_reduction(measured: Measured, metric: str, other: str, low: str) -> float | None:
+def largest_reduction(measured: CronusMeasured, metric: str, other: str, low: str) -> float | None:
     """Over settings with that low-end GPU and both rates: the paper's "up to"; None where none was run."""
     names = [each.name for each in SETTINGS if each.name in measured.fitted and low in ("", each.low)]
     found = [measured.reduction(name, rate, metric, other) for name in names for rate in (EASY, BUSY)]
     return max((each for each in found if each is not None), default=None)
 
 
-def order_inversions(measured: Measured, without: str = "", tie: float = 0.0) -> int:
+def order_inversions(measured: CronusMeasured, without: str = "", tie: float = 0.0) -> int:
     """Pairs of approaches that come out the other way round than in Table 2, over all settings.
 
     Those that the paper has within `tie` of each other do not count.
@@ -122,16 +122,16 @@ def order_inversions(measured: Measured, without: str = "", tie: float = 0.0) ->
     return total
 
 
-def reproduce(requests: Requests, said: Said = quiet) -> Reproduction:
+def reproduce(requests: RequestLengthList, said: Said = quiet) -> Reproduction:
     return Reproduction("CRONUS", rows(measure(requests, said), requests))
 
 
-def rows(measured: Measured, requests: Requests) -> tuple[Row, ...]:
+def rows(measured: CronusMeasured, requests: RequestLengthList) -> tuple[Row, ...]:
     """Table 2 twice, then latencies."""
     return (*_throughput_rows(measured, requests), *_latency_rows(measured))
 
 
-def _throughput_rows(measured: Measured, requests: Requests) -> list[Row]:
+def _throughput_rows(measured: CronusMeasured, requests: RequestLengthList) -> list[Row]:
     found = []
     unit, fitted_ms, plain = "requests/s", FITTED_HOST_S * 1e3, DEFAULT_HOST
     for title, values, basis in (
@@ -158,7 +158,7 @@ def _throughput_rows(measured: Measured, requests: Requests) -> list[Row]:
     return found
 
 
-def _latency_rows(measured: Measured) -> list[Row]:
+def _latency_rows(measured: CronusMeasured) -> list[Row]:
     found = []
     for metric, other, low, published in CLAIMS:
         ours = largest_reduction(measured, metric, other, low)
@@ -178,7 +178,7 @@ def _latency_rows(measured: Measured) -> list[Row]:
     return found
 
 
-def wrong_directions(measured: Measured) -> list[str]:
+def wrong_directions(measured: CronusMeasured) -> list[str]:
     """Comparisons at the rates above that point the other way than the paper's text, setting by setting."""
     found = []
     for name in measured.fitted:
@@ -189,7 +189,7 @@ def wrong_directions(measured: Measured) -> list[str]:
     return found
 
 
-def _wrong(measured: Measured, name: str, metric: str, other: str, *, better: bool) -> list[str]:
+def _wrong(measured: CronusMeasured, name: str, metric: str, other: str, *, better: bool) -> list[str]:
     shown = []
     for rate in (EASY, BUSY):
         reduction = measured.reduction(name, rate, metric, other)

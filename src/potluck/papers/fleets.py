@@ -8,17 +8,17 @@ from dataclasses import replace
 from potluck.catalog import models, nodes
 from potluck.core.values.layout import Layout, single
 from potluck.core.values.plan import (
-    Bucket,
     BucketCapacity,
     Deployment,
+    LengthBucket,
     NodeCount,
     Plan,
-    Replica,
+    PlannedReplica,
     Template,
     TemplateKind,
 )
-from potluck.core.values.types import NodeType, Offer, Region, Role, Slo
-from potluck.worlds.scene import Engine, Scene
+from potluck.core.values.types import NodeOffer, NodeType, Region, Role, Slo
+from potluck.runtime.resolved_plan import EngineSetup, ResolvedPlan
 
 MODEL, REGION = "model", "here"
 LONGEST_TOKENS = 1 << 20
@@ -48,7 +48,7 @@ def template(
         kind,
         MODEL,
         tuple(NodeCount(each, count) for each, count in counts.items()),
-        tuple(Replica(role, layout) for role, layout in parts),
+        tuple(PlannedReplica(role, layout) for role, layout in parts),
         (capacity,),
         "measured",
     )
@@ -58,27 +58,27 @@ def problem(
     model: str,
     where: Sequence[NodeType],
     fleet: Sequence[tuple[Template, int]],
-    engines: Mapping[tuple[str, int], Engine],
+    engines: Mapping[tuple[str, int], EngineSetup],
     mean_tokens: tuple[float, float],
     *,
     slo: Slo | None = None,
     price_usd_per_h: Mapping[str, float] | None = None,
-) -> Scene:
+) -> ResolvedPlan:
     """A plan of (template, copies), all in one place, with all that its names mean."""
     prices = price_usd_per_h or {}
     plan = Plan(
         "by hand",
         tuple(each for each, _ in fleet),
         tuple(Deployment(each.name, REGION, count) for each, count in fleet),
-        (Bucket(MODEL, 0, LONGEST_TOKENS, 1.0),),
+        (LengthBucket(MODEL, 0, LONGEST_TOKENS, 1.0),),
         (),
         (),
         (),
         0.0,
         0.0,
     )
-    offers = tuple(Offer(each.name, prices.get(each.name, 0.0), 1000) for each in where)
-    return Scene(
+    offers = tuple(NodeOffer(each.name, prices.get(each.name, 0.0), 1000) for each in where)
+    return ResolvedPlan(
         plan,
         {MODEL: models.model(model)},
         {each.name: each for each in where},

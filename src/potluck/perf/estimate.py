@@ -13,12 +13,12 @@ from potluck.core.values.confidence import Confidence
 from potluck.core.values.layout import Ep
 from potluck.core.values.model import Model
 from potluck.core.values.types import NodeType, Role, Slo
-from potluck.perf.fits.bars import METRICS, Bar, bar
+from potluck.perf.fits.error_bars import METRICS, ErrorBar, bar
 from potluck.perf.serving.phases import decode_step_s, prefill_s
-from potluck.perf.serving.throughput import Limit, Operating, best_operating
+from potluck.perf.serving.throughput import Limit, OperatingPoint, best_operating
 from potluck.perf.sizes.arithmetic import step_sums
 from potluck.perf.sizes.capacity import StageMemory, max_requests, require_fit, stage_memory
-from potluck.perf.step import Steps, StepTimer, steps
+from potluck.perf.step_timer import StepBatch, StepTimer, steps
 from potluck.perf.timers.roofline import RooflineTimer, check_tp, roofline
 
 if TYPE_CHECKING:
@@ -51,7 +51,7 @@ class Estimate:
     """KV memory of one replica."""
     weight_bytes: float
     """Weights of one replica."""
-    operating: Operating | None
+    operating: OperatingPoint | None
     """None when the objective cannot be met at all, or not even one request fits."""
     requests_per_s: float
     output_tokens_per_s: float
@@ -63,10 +63,10 @@ class Estimate:
     """What keeps the node from doing more, in a few words."""
     confidence: Confidence
     basis: str
-    rate_bar: Bar | None
+    rate_bar: ErrorBar | None
     """Of rates and prices, and of steps; None where they were measured by `potluck profile`."""
-    ttft_bar: Bar | None
-    tpot_bar: Bar | None
+    ttft_bar: ErrorBar | None
+    tpot_bar: ErrorBar | None
 
 
 def estimate(
@@ -137,7 +137,7 @@ class _Served:
     profile: Profile | None
     memory: StageMemory
     batch: int
-    operating: Operating | None
+    operating: OperatingPoint | None
     prefill_s: float
 
     @property
@@ -213,7 +213,7 @@ def _told(
     )
 
 
-def _bound(timer: RooflineTimer, batch: Steps) -> Bound:
+def _bound(timer: RooflineTimer, batch: StepBatch) -> Bound:
     """Which of the two a step would wait for on ideal hardware."""
     sums = step_sums(timer.model, batch, timer.tp)
     gpu = timer.node.gpu
@@ -222,7 +222,7 @@ def _bound(timer: RooflineTimer, batch: Steps) -> Bound:
     return "compute" if compute_s > memory_s else "bandwidth"
 
 
-def _binds(operating: Operating | None, decode_bound: Bound, max_batch: int) -> str:
+def _binds(operating: OperatingPoint | None, decode_bound: Bound, max_batch: int) -> str:
     if max_batch < 1:
         return "KV memory: not even one such request fits"
     if operating is None:

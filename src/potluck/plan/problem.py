@@ -14,11 +14,11 @@ from math import ceil, inf
 import numpy as np
 
 from potluck.core.errors import InputError
-from potluck.core.values.crossings import LOSSLESS
+from potluck.core.values.lossy_hops import LOSSLESS
 from potluck.core.values.model import Model, in_format
 from potluck.core.values.pool import Pool
 from potluck.core.values.precision import Format
-from potluck.core.values.terms import NO_TERMS, Terms
+from potluck.core.values.terms import NO_TERMS, ModelTerms
 from potluck.core.values.types import (
     DEFAULT_CLASS,
     Codec,
@@ -31,7 +31,7 @@ from potluck.core.values.types import (
 )
 from potluck.perf.sizes.arithmetic import step_sums
 from potluck.perf.sizes.memory import kv_bytes
-from potluck.perf.step import Floats, steps
+from potluck.perf.step_timer import Floats, steps
 from potluck.perf.timers.profile import Profile
 
 WORK_RATIO = 2.0
@@ -43,7 +43,7 @@ CODECS: tuple[Codec, ...] = ("fp16", "int8", "int4")
 
 
 @dataclass(frozen=True, slots=True)
-class Demand:
+class BucketDemand:
     """Requests of one model with prompts of about one length."""
 
     model: str
@@ -69,7 +69,7 @@ class Demand:
 
 
 @dataclass(frozen=True, slots=True)
-class AskClass:
+class ClassDemand:
     """Requests of one class, and what they were promised."""
 
     name: str
@@ -79,7 +79,7 @@ class AskClass:
 
 
 @dataclass(frozen=True, slots=True)
-class Origin:
+class UserOrigin:
     """Users at one place: their share of a model's requests, and how far the regions are."""
 
     name: str
@@ -92,21 +92,21 @@ class Origin:
 
 
 @dataclass(frozen=True, slots=True)
-class Ask:
+class ModelDemand:
     """One model to serve, within its objective."""
 
     name: str
     model: Model
     slo: Slo
     """Limits that keep what was promised, an E2E objective included."""
-    demands: tuple[Demand, ...]
+    demands: tuple[BucketDemand, ...]
     profiles: tuple[Profile, ...] = ()
     """Measured step times of this model, for the GPUs that have them."""
-    terms: Terms = NO_TERMS
+    terms: ModelTerms = NO_TERMS
     """What its owner asks of the plan beside that."""
-    classes: tuple[AskClass, ...] = ()
+    classes: tuple[ClassDemand, ...] = ()
     """Classes of its requests, where there are several; `slo` is the strictest of all."""
-    origins: tuple[Origin, ...] = ()
+    origins: tuple[UserOrigin, ...] = ()
     """Where its users are; `slo` does not know of it (`strategies.near`)."""
     sure: float = 0.5
     """With what probability steps take no longer than is planned with; 0.5: as long as they are expected to."""
@@ -125,17 +125,17 @@ class Ask:
         """The same of a mean user."""
         return sum(origin.share * origin.to(region) for origin in self.origins if origin.share > 0)
 
-    def without_class(self, name: str) -> Ask:
+    def without_class(self, name: str) -> ModelDemand:
         """Its requests as they are, held to what the other classes were promised."""
         left = tuple(each for each in self.classes if each.name != name)
         return self if not left else replace(self, classes=left, slo=strictest([each.slo for each in left]))
 
-    def in_format(self, weights: Format) -> Ask:
+    def in_format(self, weights: Format) -> ModelDemand:
         """Settled on one of its formats."""
         return replace(self, model=in_format(self.model, weights), formats=(weights,))
 
     @property
-    def variants(self) -> tuple[Ask, ...]:
+    def variants(self) -> tuple[ModelDemand, ...]:
         """Itself in each of its formats."""
         return tuple(self.in_format(each) for each in self.formats) or (self,)
 
@@ -151,10 +151,10 @@ class Ask:
 
 
 @dataclass(frozen=True, slots=True)
-class Problem:
+class PlanningProblem:
     """Everything a strategy is given."""
 
-    asks: tuple[Ask, ...]
+    asks: tuple[ModelDemand, ...]
     regions: tuple[Region, ...]
     nodes: tuple[NodeType, ...]
     links: tuple[Link, ...] = ()
@@ -177,7 +177,7 @@ class Problem:
         if not self.codecs or list(self.codecs) != [each for each in CODECS if each in self.codecs]:
             raise InputError("codecs", f"must be some of {', '.join(CODECS)}, in this order")
 
-    def in_formats(self, formats: Sequence[tuple[str, Format]]) -> Problem:
+    def in_formats(self, formats: Sequence[tuple[str, Format]]) -> PlanningProblem:
         """The problem with models' weights settled, as a plan has them."""
         chosen = dict(formats)
         if not any(each.formats and each.name in chosen for each in self.asks):
@@ -215,11 +215,11 @@ def ask(
     model: Model,
     slo: Slo,
     traffic: Traffic,
-    terms: Terms = NO_TERMS,
+    terms: ModelTerms = NO_TERMS,
     *,
     promises: Mapping[str, Slo] | None = None,
     rtt_s: Mapping[str, tuple[tuple[str, float], ...]] | None = None,
-) -> Ask:
+) -> ModelDemand:
     """Cut a model's traffic into buckets. An E2E objective makes the other two tighter (`Slo.within_e2e`).
 
     `promises` has the objective of each class that is not the model's, `rtt_s` how far regions are from each origin.
@@ -229,14 +229,14 @@ def ask(
         return one.within_e2e(promised_output(traffic, one.attainment))
 
     shares = [(each, share) for each, share in traffic.classes if share > 0]
-    classes = [AskClass(each, share, limits((promises or {}).get(each, slo))) for each, share in shares]
+    classes = [ClassDemand(each, share, limits((promises or {}).get(each, slo))) for each, share in shares]
     rest = 1.0 - sum(share for _, share in shares)
     if rest > SHARE_LEFT:
-        classes.append(AskClass(DEFAULT_CLASS, rest, limits((promises or {}).get(DEFAULT_CLASS, slo))))
+        classes.append(ClassDemand(DEFAULT_CLASS, rest, limits((promises or {}).get(DEFAULT_CLASS, slo))))
     kept = strictest([each.slo for each in classes]) if shares else limits(slo)
-    origins = tuple(Origin(each, share, (rtt_s or {}).get(each, ())) for each, share in traffic.origins)
+    origins = tuple(UserOrigin(each, share, (rtt_s or {}).get(each, ())) for each, share in traffic.origins)
     demands = _promised(demands_of(name, model, traffic), kept.attainment)
-    return Ask(
+    return ModelDemand(
         name, model, kept, demands, terms=terms, classes=tuple(classes) if shares else (), origins=origins
     )
 
@@ -254,7 +254,7 @@ def promised_output(traffic: Traffic, attainment: float) -> float:
 
 def demands_of(
     name: str, model: Model, traffic: Traffic, *, work_ratio: float = WORK_RATIO
-) -> tuple[Demand, ...]:
+) -> tuple[BucketDemand, ...]:
     """Buckets of a model's traffic, shortest prompts first."""
     bins = sorted((b for b in traffic.lengths if b.share > 0), key=lambda b: b.input_tokens)
     works = prefill_work(model, np.array([b.input_tokens for b in bins]))
@@ -268,7 +268,7 @@ def demands_of(
     return tuple(_demand(name, model, traffic, i, group) for i, group in enumerate(groups))
 
 
-def _promised(demands: tuple[Demand, ...], attainment: float) -> tuple[Demand, ...]:
+def _promised(demands: tuple[BucketDemand, ...], attainment: float) -> tuple[BucketDemand, ...]:
     """An attainment of 0.9 lets the longest tenth of requests wait: their buckets lose the TTFT promise."""
     total = sum(demand.rate_per_s for demand in demands)
     kept, tail = list(demands), 0.0
@@ -285,14 +285,14 @@ def prefill_work(model: Model, tokens: Floats) -> Floats:
     return step_sums(model, steps(np.asarray(tokens, np.float64))).flops
 
 
-def _demand(name: str, model: Model, traffic: Traffic, index: int, group: list[LengthBin]) -> Demand:
+def _demand(name: str, model: Model, traffic: Traffic, index: int, group: list[LengthBin]) -> BucketDemand:
     share = sum(b.share for b in group)
     mean_in = sum(b.share * b.input_tokens for b in group) / share
     mean_out = sum(b.share * b.output_tokens for b in group) / share
     # A request of fewer tokens than one is a bin's mean; at least one token is always computed.
     input_tokens, output_tokens = max(1, ceil(mean_in - 1e-6)), max(1, ceil(mean_out - 1e-6))
     cached = min(int(mean_in * traffic.prefix_hit_share), input_tokens - 1)
-    return Demand(
+    return BucketDemand(
         name,
         index,
         input_tokens,

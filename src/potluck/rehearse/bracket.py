@@ -18,7 +18,7 @@ SAME_COST = 0.005
 
 
 @dataclass(frozen=True, slots=True)
-class Bracket:
+class FactorBracket:
     """Where the factor lies. `factor` is the one to plan for next."""
 
     floor: float
@@ -36,8 +36,8 @@ class Bracket:
 
 
 def told(
-    bracket: Bracket, at: float, usd_per_h: float, holds: bool, tolerance: float, growth: float = GROWTH
-) -> Bracket:
+    bracket: FactorBracket, at: float, usd_per_h: float, holds: bool, tolerance: float, growth: float = GROWTH
+) -> FactorBracket:
     """What a trial at a factor means; until one holds, the next is `growth` times as much."""
     if holds:
         if bracket.held is None or at <= bracket.held:
@@ -49,14 +49,14 @@ def told(
     return _aimed(bracket, tolerance, growth)
 
 
-def refuted(bracket: Bracket, at: float, usd_per_h: float) -> Bracket:
+def refuted(bracket: FactorBracket, at: float, usd_per_h: float) -> FactorBracket:
     """A factor that held does not after all: beside other models, or with fresh runs."""
     nearby = at * SMALL_GROWTH
     missed = replace(bracket, held=None, missed=at, missed_usd_per_h=usd_per_h, done=at >= bracket.ceiling)
     return replace(missed, factor=min(nearby, bracket.ceiling))
 
 
-def _aimed(bracket: Bracket, tolerance: float, growth: float) -> Bracket:
+def _aimed(bracket: FactorBracket, tolerance: float, growth: float) -> FactorBracket:
     missed, held = bracket.missed, bracket.held
     if held is None:
         assert missed is not None

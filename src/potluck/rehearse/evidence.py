@@ -19,15 +19,15 @@ from math import sqrt
 
 import numpy as np
 
-from potluck.core.brain.policy import Policy
+from potluck.core.state.policy import Policy
 from potluck.core.values.plan import Plan, Tried
+from potluck.runtime.resolved_plan import ResolvedPlan
 from potluck.sim.load.workload import Workload
 from potluck.sim.results.metrics import summarise
-from potluck.sim.results.planned import SERVED, compared, described, disagreements
+from potluck.sim.results.plan_comparison import SERVED, compared, described, disagreements
 from potluck.sim.results.records import SimResult
 from potluck.sim.run import simulate
-from potluck.sim.settings import Settings
-from potluck.worlds.scene import Scene
+from potluck.sim.sim_settings import SimSettings
 
 Z = 1.6449
 """One-sided 95 % of the normal law."""
@@ -139,22 +139,22 @@ def wilson(share: float, count: int) -> float:
 
 
 @dataclass(frozen=True, slots=True)
-class Trial:
+class TrialSetup:
     """How plans are tried: everything but the plan."""
 
-    world: Scene
+    world: ResolvedPlan
     """Its plan is replaced by the one on trial."""
     source: Callable[[int], Workload]
     """The requests of a run by its number; the same number, the same requests."""
     policy: Policy
-    settings: Settings
+    settings: SimSettings
     warm_up_share: float = 0.2
     """Of each run's arrivals, by time, that are not judged: the first meet empty replicas."""
     proven: bool = True
     """See `Evidence`."""
 
 
-def of_models(trial: Trial, names: Collection[str]) -> Trial:
+def of_models(trial: TrialSetup, names: Collection[str]) -> TrialSetup:
     """The same with requests of some models alone; those come when they came."""
 
     def source(run: int) -> Workload:
@@ -166,7 +166,7 @@ def of_models(trial: Trial, names: Collection[str]) -> Trial:
 
 
 def evidence_of(
-    trial: Trial,
+    trial: TrialSetup,
     plan: Plan,
     runs: Sequence[int],
     said: Callable[[str], None] = lambda _: None,
@@ -218,7 +218,7 @@ def evidence_of(
     )
 
 
-def _disagreed(world: Scene, result: SimResult, policy: Policy) -> dict[str, list[str]]:
+def _disagreed(world: ResolvedPlan, result: SimResult, policy: Policy) -> dict[str, list[str]]:
     """By model; what two models share is told of both."""
     found: dict[str, list[str]] = {}
     for each in disagreements(compared(world, result, policy.balance)):

@@ -24,8 +24,8 @@ from statistics import NormalDist
 from typing import Literal
 
 from potluck.core.values.plan import BucketCapacity, Deployment, Plan
-from potluck.plan.problem import Ask, Problem
-from potluck.plan.timing.rates import HANDOVER_SHARE, wait_factor
+from potluck.plan.problem import ModelDemand, PlanningProblem
+from potluck.plan.timing.replica_rates import HANDOVER_SHARE, wait_factor
 
 BESIDE, APART = 2.0, 0.6
 """g of prompts that are computed beside answers, and of those apart from them."""
@@ -38,7 +38,7 @@ PHASES: tuple[Phase, ...] = ("closed", "prefill", "decode")
 
 
 @dataclass(frozen=True, slots=True)
-class Queue:
+class DeploymentQueue:
     """What requests of one model wait for: one deployment, in one phase."""
 
     phase: Phase
@@ -59,7 +59,7 @@ class Queue:
 
 
 def late(
-    problem: Problem, plan: Plan, cv: float = 1.0, headroom: Mapping[str, float] | None = None
+    problem: PlanningProblem, plan: Plan, cv: float = 1.0, headroom: Mapping[str, float] | None = None
 ) -> dict[str, float]:
     """Model to the share of its requests that is expected to be late. `headroom` divides how busy they are."""
     found = {}
@@ -71,7 +71,7 @@ def late(
     return found
 
 
-def queues_of(problem: Problem, plan: Plan, ask: Ask) -> Iterator[Queue]:
+def queues_of(problem: PlanningProblem, plan: Plan, ask: ModelDemand) -> Iterator[DeploymentQueue]:
     demands = {demand.bucket: demand for demand in ask.demands}
     for deployment in plan.deployments:
         template = plan.template(deployment.template)
@@ -92,7 +92,7 @@ def queues_of(problem: Problem, plan: Plan, ask: Ask) -> Iterator[Queue]:
             )
             own_s = sum(each * capacity[bucket].ttft_s for bucket, each in shares.items()) / rate
             replicas = len(template.replicas)
-            yield Queue(
+            yield DeploymentQueue(
                 phase,
                 deployment.count * replicas,
                 rate * mean_s / deployment.count,
@@ -122,7 +122,7 @@ def _rate(capacity: BucketCapacity, phase: str) -> float:
     return capacity.prefill_per_s if phase == "prefill" else capacity.decode_per_s
 
 
-def _late(queue: Queue, ask: Ask, cv: float, headroom: float) -> float:
+def _late(queue: DeploymentQueue, ask: ModelDemand, cv: float, headroom: float) -> float:
     busy, ttft_s = min(queue.busy / headroom, MOST_BUSY), ask.slo.ttft_s
     kept = 1.0
     if queue.phase != "prefill" and queue.answers > 0:

@@ -9,42 +9,42 @@ from dataclasses import replace
 from typing import IO
 
 from potluck.core.brain.brain import Brain
-from potluck.core.brain.facts import BLOCK_TOKENS
-from potluck.core.brain.policy import Policy
 from potluck.core.errors import CapacityError, UnknownNameError
-from potluck.core.replica.batch import Limits
+from potluck.core.replica.batch import BatchLimits
+from potluck.core.state.facts import BLOCK_TOKENS
+from potluck.core.state.policy import Policy
 from potluck.core.values.plan import Plan
 from potluck.core.values.types import Role
-from potluck.sim.links.link import Pipe
+from potluck.runtime.brain_log import LoggedBrain
+from potluck.runtime.decider import Decider
+from potluck.runtime.replica_models import ReplicaModel, ReplicaModels
+from potluck.runtime.resolved_plan import ResolvedPlan
+from potluck.sim.links.link import SharedPipe
 from potluck.sim.load.workload import Workload
 from potluck.sim.replicas.gaps import UPPER_S
-from potluck.sim.replicas.replica import Replica, replica_limits
-from potluck.sim.replicas.rounds import Table, step_table
-from potluck.sim.replicas.steps import StepTable
+from potluck.sim.replicas.round_table import StepTimes, step_table
+from potluck.sim.replicas.sim_engine import SimEngine, replica_limits
+from potluck.sim.replicas.step_table import StepTable
 from potluck.sim.results.distance import as_users_see
 from potluck.sim.results.records import LinkRecord, ReplicaRecord, SimResult
-from potluck.sim.settings import Settings
-from potluck.sim.world.checks import check
+from potluck.sim.sim_settings import SimSettings
 from potluck.sim.world.faults import Faults
-from potluck.sim.world.moment import Planner
-from potluck.sim.world.state import Site
-from potluck.sim.world.world import World
-from potluck.sim.world.yard import Make
-from potluck.worlds.kits import Kit, Kits
-from potluck.worlds.log import Logged
-from potluck.worlds.mind import Mind
-from potluck.worlds.scene import Scene
+from potluck.sim.world.invariants import check
+from potluck.sim.world.plan_question import Planner
+from potluck.sim.world.sim_fleet import Make
+from potluck.sim.world.sim_state import SimReplica
+from potluck.sim.world.world import SimWorld
 
-MINDS = Callable[[Kits, Policy], Mind]
+MINDS = Callable[[ReplicaModels, Policy], Decider]
 
 
 def simulate(
-    scene: Scene,
+    resolved: ResolvedPlan,
     workload: Workload,
     policy: Policy | None = None,
     *,
     seed: int = 0,
-    settings: Settings | None = None,
+    settings: SimSettings | None = None,
     faults: Faults | None = None,
     planner: Planner | None = None,
     log: IO[str] | None = None,
@@ -57,7 +57,14 @@ def simulate(
     """
     with uncollected():
         world = build(
-            scene, workload, policy, settings=settings, planner=planner, log=log, progress=progress, mind=mind
+            resolved,
+            workload,
+            policy,
+            settings=settings,
+            planner=planner,
+            log=log,
+            progress=progress,
+            mind=mind,
         )
         if faults is not None:
             world.outside.plan(faults, seed, horizon_s(workload))
@@ -85,29 +92,29 @@ def uncollected() -> Iterator[None]:
 
 
 def build(
-    scene: Scene,
+    resolved: ResolvedPlan,
     workload: Workload,
     policy: Policy | None = None,
     *,
-    settings: Settings | None = None,
+    settings: SimSettings | None = None,
     planner: Planner | None = None,
     log: IO[str] | None = None,
     progress: Callable[[int, int], None] | None = None,
     mind: MINDS | None = None,
-) -> World:
+) -> SimWorld:
     """The world before its first event."""
     policy = Policy() if policy is None else policy
-    settings = Settings(tick_s=policy.tick_s) if settings is None else settings
+    settings = SimSettings(tick_s=policy.tick_s) if settings is None else settings
     if settings.granted is None:
         settings = replace(settings, granted=policy.grants)
     for name in workload.models:
-        if name not in scene.models:
-            raise UnknownNameError("workload: model", name, scene.models)
-    if not scene.plan.deployments:
+        if name not in resolved.models:
+            raise UnknownNameError("workload: model", name, resolved.models)
+    if not resolved.plan.deployments:
         raise CapacityError("the plan deploys nothing, so there is nothing to simulate")
     if settings.reports is None or settings.first_tokens is None:
-        reads = reads_reports(scene.plan, workload, policy)
-        bounded = policy.admission and any(model in scene.slos for model in workload.models)
+        reads = reads_reports(resolved.plan, workload, policy)
+        bounded = policy.admission and any(model in resolved.slos for model in workload.models)
         settings = replace(
             settings,
             reports=reads if settings.reports is None else settings.reports,
@@ -120,12 +127,16 @@ def build(
             if settings.first_tokens is None
             else settings.first_tokens,
         )
-    kits = Kits(scene, BLOCK_TOKENS if workload.blocks is None else workload.blocks.tokens)
-    kits.learn(scene.plan)
-    thinks: Mind = Brain(kits.facts(), policy) if mind is None else mind(kits, policy)
+    replica_models = ReplicaModels(
+        resolved, BLOCK_TOKENS if workload.blocks is None else workload.blocks.tokens
+    )
+    replica_models.learn(resolved.plan)
+    thinks: Decider = Brain(replica_models.facts(), policy) if mind is None else mind(replica_models, policy)
     if log is not None:
-        thinks = Logged(thinks, log, kits.facts(), policy)
-    return World(kits, thinks, workload, settings, maker(settings.fast_forward), planner, progress)
+        thinks = LoggedBrain(thinks, log, replica_models.facts(), policy)
+    return SimWorld(
+        replica_models, thinks, workload, settings, maker(settings.fast_forward), planner, progress
+    )
 
 
 def reads_reports(plan: Plan, workload: Workload, policy: Policy) -> bool:
@@ -144,18 +155,22 @@ def reads_reports(plan: Plan, workload: Workload, policy: Policy) -> bool:
 
 def maker(fast_forward: bool = True) -> Make:
     """Makes replicas; those of one kit share its step times and limits."""
-    tables: dict[int, tuple[Kit, Table, Limits]] = {}
+    tables: dict[int, tuple[ReplicaModel, StepTimes, BatchLimits]] = {}
 
-    def make(kit: Kit, role: Role) -> Replica:
-        held = tables.get(id(kit))
+    def make(replica_model: ReplicaModel, role: Role) -> SimEngine:
+        held = tables.get(id(replica_model))
         if held is None:
-            table = step_table(kit.timer) if kit.engine.pipelined else StepTable(kit.timer)
-            engine = kit.engine
-            limits = replica_limits(
-                table, kit.total_blocks, token_budget=engine.token_budget, max_running=engine.slots
+            table = (
+                step_table(replica_model.timer)
+                if replica_model.engine.pipelined
+                else StepTable(replica_model.timer)
             )
-            held = tables[id(kit)] = (kit, table, limits)
-        return Replica(held[1], held[2], fast_forward=fast_forward)
+            engine = replica_model.engine
+            limits = replica_limits(
+                table, replica_model.total_blocks, token_budget=engine.token_budget, max_running=engine.slots
+            )
+            held = tables[id(replica_model)] = (replica_model, table, limits)
+        return SimEngine(held[1], held[2], fast_forward=fast_forward)
 
     return make
 
@@ -165,21 +180,21 @@ def horizon_s(workload: Workload) -> float:
     return float(workload.arrival_s[-1]) if len(workload) else 0.0
 
 
-def result_of(world: World, seed: int) -> SimResult:
+def result_of(world: SimWorld, seed: int) -> SimResult:
     """Everything a finished run tells."""
-    end_s = max(world.journeys.ended_s, horizon_s(world.workload))
+    end_s = max(world.attempts.ended_s, horizon_s(world.workload))
     links = list(world.network.links.values())
     cards = [pipe for pipe in world.network.pipes if pipe.kind != "link"]
     counts = {
         "hand-overs that waited for room": world.handovers.waited,
         "reports lost": world.reports.lost,
         "plans asked for": world.replans,
-        "second attempts": world.journeys.twinned,
+        "second attempts": world.attempts.twinned,
     }
-    replicas = tuple(_replica_record(site, end_s) for site in world.yard.all_sites)
+    replicas = tuple(_replica_record(site, end_s) for site in world.fleet.all_sites)
     return SimResult(
-        as_users_see(world.ledger.records(world.workload), replicas, world.kits.scene.rtt_s),
-        dict(world.kits.scene.slos),
+        as_users_see(world.ledger.records(world.workload), replicas, world.replica_models.resolved.rtt_s),
+        dict(world.replica_models.resolved.slos),
         replicas,
         tuple(_link_record(world, pipe) for pipe in (*links, *cards)),
         end_s,
@@ -192,7 +207,7 @@ def result_of(world: World, seed: int) -> SimResult:
     )
 
 
-def _replica_record(site: Site, end_s: float) -> ReplicaRecord:
+def _replica_record(site: SimReplica, end_s: float) -> ReplicaRecord:
     member, replica = site.member, site.replica
     gaps = tuple([(UPPER_S[place], float(count)) for place, count in replica.gaps.filled()])
     return ReplicaRecord(
@@ -202,8 +217,8 @@ def _replica_record(site: Site, end_s: float) -> ReplicaRecord:
         member.model,
         member.region,
         member.role,
-        tuple(node for node, _ in site.kit.places),
-        site.kit.gpus,
+        tuple(node for node, _ in site.replica_model.places),
+        site.replica_model.gpus,
         tuple(site.changes),
         replica.busy_s(end_s),
         replica.computed_tokens,
@@ -214,10 +229,12 @@ def _replica_record(site: Site, end_s: float) -> ReplicaRecord:
     )
 
 
-def _link_record(world: World, pipe: Pipe) -> LinkRecord:
+def _link_record(world: SimWorld, pipe: SharedPipe) -> LinkRecord:
     if pipe.kind == "link":
         gbps = next(
-            k.gbps for k in world.kits.scene.links if (k.source, k.target) == (pipe.source, pipe.target)
+            k.gbps
+            for k in world.replica_models.resolved.links
+            if (k.source, k.target) == (pipe.source, pipe.target)
         )
     else:
         gbps = pipe.rate_bytes_per_s * 8 / 1e9

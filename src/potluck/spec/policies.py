@@ -11,11 +11,11 @@ from typing import Any, Literal
 
 from pydantic import Field
 
-from potluck.core.brain.policy import LISTS, Balance, Policy, Scaling, SplitRule
 from potluck.core.errors import InputError, did_you_mean
-from potluck.core.values.service import RequestClass, Sharing, Tenant, with_built_in
-from potluck.spec.problems import Problems, shown
+from potluck.core.state.policy import LISTS, Balance, Policy, Scaling, SplitRule
+from potluck.core.values.service import PrefixSharing, RequestClass, Tenant, with_built_in
 from potluck.spec.schema_parts import Name, SloIn, Written
+from potluck.spec.spec_problems import SpecProblems, shown
 
 
 class TenantIn(Written):
@@ -85,7 +85,7 @@ class PolicyIn(Written):
     advise: bool | None = None
 
 
-def resolve_policy(written: PolicyIn | None, models: Sequence[str], problems: Problems) -> Policy:
+def resolve_policy(written: PolicyIn | None, models: Sequence[str], problems: SpecProblems) -> Policy:
     """The rules; what is wrong with them is noted with its line. `models` are the names of those there are."""
     if written is None:
         return Policy()
@@ -113,7 +113,7 @@ def resolve_policy(written: PolicyIn | None, models: Sequence[str], problems: Pr
         return Policy()
 
 
-def _sharing(written: SharingIn, models: Sequence[str], problems: Problems) -> Sharing:
+def _sharing(written: SharingIn, models: Sequence[str], problems: SpecProblems) -> PrefixSharing:
     if written.tenants != "all" and len(set(written.tenants)) < 2:
         problems.add((*written.at, "tenants"), "must name two tenants or more that share, or say `all`")
     named = () if written.models == "all" else tuple(written.models)
@@ -124,7 +124,7 @@ def _sharing(written: SharingIn, models: Sequence[str], problems: Problems) -> S
     if written.models == []:
         problems.add((*written.at, "models"), "must name models, or say `all`")
     tenants = () if written.tenants == "all" else tuple(sorted(set(written.tenants)))
-    return Sharing(tenants, named)
+    return PrefixSharing(tenants, named)
 
 
 def _class(written: ClassIn) -> RequestClass:

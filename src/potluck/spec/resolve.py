@@ -12,23 +12,23 @@ from typing import Any
 
 from potluck.core.errors import InputError, PotluckError, UnknownNameError, did_you_mean
 from potluck.core.values.model import Model, in_format
-from potluck.core.values.types import Link, NodeType, Offer, Region
-from potluck.spec.hardware import Hardware
+from potluck.core.values.types import Link, NodeOffer, NodeType, Region
 from potluck.spec.policies import resolve_policy
-from potluck.spec.pools import Pooled, resolve_pool
-from potluck.spec.problems import Loc, Problems, shown
 from potluck.spec.schema import KV_CODECS, LinkIn, ModelIn, OfferIn, RegionIn, SpecIn
-from potluck.spec.shares import resolve_origins, with_shares
-from potluck.spec.terms import ASSUMED_PREEMPTIONS_PER_H, beside, places_of, resolve_terms
+from potluck.spec.spec_hardware import SpecHardware
+from potluck.spec.spec_pools import ResolvedPool, resolve_pool
+from potluck.spec.spec_problems import Loc, SpecProblems, shown
+from potluck.spec.spec_values import SHIPPED, ModelSpec, PriceNote, Spec, WeightsLocation
+from potluck.spec.term_names import ASSUMED_PREEMPTIONS_PER_H, beside, places_of, resolve_terms
 from potluck.spec.traffic import resolve_traffic
-from potluck.spec.values import SHIPPED, ModelSpec, PriceNote, Spec, Weights
+from potluck.spec.traffic_shares import resolve_origins, with_shares
 
 PLAUSIBLE_TTFT_MS, PLAUSIBLE_TPOT_MS, PLAUSIBLE_E2E_MS = 20.0, 1.0, 50.0
 """Below these no GPU there is keeps an objective for any model worth serving."""
 
 
 def resolve(
-    written: SpecIn, folder: Path, problems: Problems, region_names: list[str], machine_count: int = 0
+    written: SpecIn, folder: Path, problems: SpecProblems, region_names: list[str], machine_count: int = 0
 ) -> Spec:
     """The frozen spec; raises SpecError with all problems, those found before included.
 
@@ -38,7 +38,7 @@ def resolve(
     broken = bool(problems.found)
     if not broken:
         _not_empty(written, problems)
-    hardware = Hardware(problems)
+    hardware = SpecHardware(problems)
     hardware.add_gpus(written.gpus)
     if written.pool is not None:
         if written.fleet is not None:
@@ -83,7 +83,7 @@ def _units(written: SpecIn) -> Iterator[str]:
                 yield f"{what}; objectives are in milliseconds, {value:g} s would be {value * 1000:g}"
 
 
-def _rented(written: SpecIn, hardware: Hardware, problems: Problems, broken: bool) -> Pooled:
+def _rented(written: SpecIn, hardware: SpecHardware, problems: SpecProblems, broken: bool) -> ResolvedPool:
     """A written fleet: regions and what they offer."""
     assert written.fleet is not None
     regions, notes = _regions(written.fleet.regions, hardware, problems)
@@ -92,10 +92,10 @@ def _rented(written: SpecIn, hardware: Hardware, problems: Problems, broken: boo
         problems.add(("fleet",), "fleet has no GPUs: available is 0 everywhere")
     used = {offer.node for region in regions for offer in region.offers}
     types = tuple(node for node in hardware.nodes.values() if node.name in used)
-    return Pooled(None, tuple(regions), types, (), tuple(notes))
+    return ResolvedPool(None, tuple(regions), types, (), tuple(notes))
 
 
-def _not_empty(written: SpecIn, problems: Problems) -> None:
+def _not_empty(written: SpecIn, problems: SpecProblems) -> None:
     lists: list[tuple[Loc, list[Any]]] = [
         (("models",), written.models),
     ]
@@ -108,7 +108,7 @@ def _not_empty(written: SpecIn, problems: Problems) -> None:
 
 
 def _regions(
-    written: list[RegionIn], hardware: Hardware, problems: Problems
+    written: list[RegionIn], hardware: SpecHardware, problems: SpecProblems
 ) -> tuple[list[Region], list[PriceNote]]:
     regions: list[Region] = []
     notes: list[PriceNote] = []
@@ -119,7 +119,7 @@ def _regions(
                 (*region.at, "name"), f"duplicate region {shown(region.name)}; put its nodes together"
             )
         seen.add(region.name)
-        offers: list[Offer] = []
+        offers: list[NodeOffer] = []
         for offer, node in beside(region, hardware):
             if any(node.name == other.node for other in offers):
                 problem = f"duplicate node {shown(node.name)} in {shown(region.name)}; add the counts up, or"
@@ -134,13 +134,13 @@ def _regions(
     return regions, notes
 
 
-def _offer(written: OfferIn, node: NodeType, price_usd_per_h: float, hardware: Hardware) -> Offer:
+def _offer(written: OfferIn, node: NodeType, price_usd_per_h: float, hardware: SpecHardware) -> NodeOffer:
     often = written.preemptions_per_h
     if often is None:
         often = ASSUMED_PREEMPTIONS_PER_H if written.spot else 0.0
         if written.spot:
             hardware.note(f"{node.name}: spot, assumed to be taken away {often:g} times an hour")
-    return Offer(
+    return NodeOffer(
         node.name,
         price_usd_per_h,
         written.available,
@@ -152,7 +152,7 @@ def _offer(written: OfferIn, node: NodeType, price_usd_per_h: float, hardware: H
 
 
 def _price(
-    offer: OfferIn, node: NodeType, region: RegionIn, hardware: Hardware, problems: Problems
+    offer: OfferIn, node: NodeType, region: RegionIn, hardware: SpecHardware, problems: SpecProblems
 ) -> tuple[float, str] | None:
     """(price, where it came from); the catalog's when the spec gives none."""
     if offer.price_usd_per_h is not None:
@@ -165,7 +165,7 @@ def _price(
     return found
 
 
-def _links(written: list[LinkIn], regions: list[str], problems: Problems) -> list[Link]:
+def _links(written: list[LinkIn], regions: list[str], problems: SpecProblems) -> list[Link]:
     links: dict[tuple[str, str], Link] = {}
     for link in written:
         ends, locs = _ends(link)
@@ -196,7 +196,7 @@ def _ends(link: LinkIn) -> tuple[tuple[str, str], tuple[Loc, Loc]]:
 
 
 def _models(
-    written: SpecIn, pooled: Pooled, regions: list[str], folder: Path, problems: Problems
+    written: SpecIn, pooled: ResolvedPool, regions: list[str], folder: Path, problems: SpecProblems
 ) -> list[ModelSpec]:
     models: list[ModelSpec] = []
     seen: set[str] = set()
@@ -215,7 +215,7 @@ def _models(
         files = entry.files if entry.files in (None, SHIPPED) else str(folder / entry.files)
         where = entry.weights
         path = None if where is None or where.path is None else str(folder / where.path)
-        weights = None if where is None else Weights(where.place, path, where.gb_per_s)
+        weights = None if where is None else WeightsLocation(where.place, path, where.gb_per_s)
         stored, formats = model.mostly, tuple(entry.precision or ())
         if formats:
             model = in_format(model, formats[0])
@@ -226,7 +226,7 @@ def _models(
     return models
 
 
-def _model(entry: ModelIn, folder: Path, problems: Problems) -> Model | None:
+def _model(entry: ModelIn, folder: Path, problems: SpecProblems) -> Model | None:
     """A catalog name; else, or when it is written as a path, a directory or config.json beside the spec."""
     from potluck.catalog import models as catalog
 

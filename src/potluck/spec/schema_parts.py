@@ -7,7 +7,7 @@ from typing import Annotated
 from pydantic import AliasChoices, BaseModel, ConfigDict, Field
 
 from potluck.core.values.types import Slo
-from potluck.spec.problems import Loc
+from potluck.spec.spec_problems import Loc
 
 AT = "@at"
 """Key under which the loader puts a mapping's location before it is validated."""

@@ -14,7 +14,7 @@ import json
 from collections.abc import Iterator
 
 from potluck.core.errors import InputError, did_you_mean
-from potluck.spec.problems import shown
+from potluck.spec.spec_problems import shown
 from potluck.spec.trace_rows import MAX_TOKENS, TraceRequest, tokens
 
 BYTES_PER_TOKEN = 4

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from math import inf
 from typing import Any
 
-from potluck.spec.problems import shown
+from potluck.spec.spec_problems import shown
 
 MAX_TOKENS = 10_000_000
 MOST_LABEL = 200

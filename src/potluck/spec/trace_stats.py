@@ -15,7 +15,7 @@ LEVELS = (0.5, 0.9, 0.99)
 
 
 @dataclass(frozen=True, slots=True)
-class Spread:
+class LengthSpread:
     """A length's distribution in tokens."""
 
     mean: float
@@ -40,8 +40,8 @@ class TraceStats:
     window_peak_to_mean: float | None
     dispersion: float | None
     """Variance over mean of those counts: 1 is Poisson at any rate."""
-    input_tokens: Spread
-    output_tokens: Spread
+    input_tokens: LengthSpread
+    output_tokens: LengthSpread
     prefix_hit_share: float | None
     empty_outputs: int
     passed_over: int
@@ -76,9 +76,9 @@ def window_counts(time_s: NDArray[np.float64], window_s: float) -> NDArray[np.in
     return np.bincount((inside // window_s).astype(np.int64), minlength=whole)
 
 
-def _spread(tokens: NDArray[np.float64]) -> Spread:
+def _spread(tokens: NDArray[np.float64]) -> LengthSpread:
     p50, p90, p99 = (float(value) for value in np.quantile(tokens, LEVELS))
-    return Spread(float(tokens.mean()), p50, p90, p99, float(tokens.max()))
+    return LengthSpread(float(tokens.mean()), p50, p90, p99, float(tokens.max()))
 
 
 def rates_by_hour(trace: Trace, parts: int = 24) -> tuple[float, ...]:

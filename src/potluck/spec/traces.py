@@ -25,8 +25,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from potluck.core.errors import InputError, did_you_mean
-from potluck.spec.problems import shown
 from potluck.spec.sharegpt import read_sharegpt
+from potluck.spec.spec_problems import shown
 from potluck.spec.trace_rows import TraceRequest, label, time_of, tokens, wait_of, whole
 
 LABELS = ("Tenant", "Class", "Deadline ms")

@@ -6,11 +6,11 @@ from math import exp
 from pathlib import Path
 
 from potluck.core.errors import InputError
-from potluck.core.values.lengths import lognormal_from_mean, lognormal_from_quantiles
+from potluck.core.values.length_laws import lognormal_from_mean, lognormal_from_quantiles
 from potluck.core.values.types import LengthBin, Traffic
-from potluck.spec import lengths
-from potluck.spec.problems import Loc, Problems
+from potluck.spec import binning
 from potluck.spec.schema import LengthsIn, TrafficIn
+from potluck.spec.spec_problems import Loc, SpecProblems
 from potluck.spec.traces import Trace, load_trace
 
 TAIL_SIGMAS = 9.0
@@ -21,30 +21,30 @@ MAX_SIGMA = 4.0
 
 
 def resolve_traffic(
-    written: TrafficIn, model: str, folder: Path, problems: Problems
+    written: TrafficIn, model: str, folder: Path, problems: SpecProblems
 ) -> tuple[Traffic | None, str]:
     """The traffic, and in words where its lengths came from; None when something is wrong with it."""
     if written.trace is not None:
         return _from_trace(written, written.trace, model, folder, problems)
     assert written.input is not None
     assert written.output is not None
-    inputs = _groups(written.input, lengths.INPUT_GROUPS, (*written.at, "input"), problems)
-    outputs = _groups(written.output, lengths.OUTPUT_GROUPS, (*written.at, "output"), problems)
+    inputs = _groups(written.input, binning.INPUT_GROUPS, (*written.at, "input"), problems)
+    outputs = _groups(written.output, binning.OUTPUT_GROUPS, (*written.at, "output"), problems)
     if inputs is None or outputs is None:
         return None, ""
-    bins = lengths.product_bins(inputs, outputs)
+    bins = binning.product_bins(inputs, outputs)
     words = f"{describe(written.input)} in, {describe(written.output)} out"
     rate_per_s = max(written.rate_by_hour or [0.0]) if written.rate_per_s is None else written.rate_per_s
     return Traffic(model, rate_per_s, bins, written.prefix_hit_share or 0.0), words
 
 
 def _from_trace(
-    written: TrafficIn, trace_path: str, model: str, folder: Path, problems: Problems
+    written: TrafficIn, trace_path: str, model: str, folder: Path, problems: SpecProblems
 ) -> tuple[Traffic | None, str]:
     loc = (*written.at, "trace")
     try:
         trace = load_trace(folder / trace_path)
-        bins: tuple[LengthBin, ...] = lengths.joint_bins(trace.input_tokens, trace.output_tokens)
+        bins: tuple[LengthBin, ...] = binning.joint_bins(trace.input_tokens, trace.output_tokens)
     except (OSError, ValueError) as error:
         problems.add(loc, f"cannot be read: {getattr(error, 'strerror', None) or error}")
         return None, ""
@@ -72,7 +72,7 @@ def _trace_words(trace: Trace, name: str) -> str:
     return words
 
 
-def _groups(written: LengthsIn, groups: int, loc: Loc, problems: Problems) -> list[lengths.Group] | None:
+def _groups(written: LengthsIn, groups: int, loc: Loc, problems: SpecProblems) -> list[binning.Group] | None:
     try:
         return cut(written, groups)
     except InputError as error:
@@ -80,17 +80,17 @@ def _groups(written: LengthsIn, groups: int, loc: Loc, problems: Problems) -> li
         return None
 
 
-def cut(written: LengthsIn, groups: int) -> list[lengths.Group]:
+def cut(written: LengthsIn, groups: int) -> list[binning.Group]:
     """A written distribution as (share, mean tokens) groups."""
     if written.values is not None:
         weights = written.weights or [1.0] * len(written.values)
-        return lengths.cut_values(written.values, weights, groups)
+        return binning.cut_values(written.values, weights, groups)
     if written.uniform is not None:
         low, high = written.uniform
-        return [(1.0, low)] if low == high else lengths.cut_law(lengths.uniform(low, high), groups)
+        return [(1.0, low)] if low == high else binning.cut_law(binning.uniform(low, high), groups)
     if written.lognormal is not None:
         law = written.lognormal
-        return lengths.cut_law(lengths.lognormal(law.mu, law.sigma, law.min, law.max), groups)
+        return binning.cut_law(binning.lognormal(law.mu, law.sigma, law.min, law.max), groups)
     if written.p50 is not None and written.p99 is not None:
         middle = written.p50
         mu, sigma = lognormal_from_quantiles(written.p50, written.p99)
@@ -103,7 +103,7 @@ def cut(written: LengthsIn, groups: int) -> list[lengths.Group]:
     if sigma > MAX_SIGMA:
         raise InputError("", "p99 is over 10,000 times p50; check the two")
     low, high = exp(mu - TAIL_SIGMAS * sigma), exp(mu + (TAIL_SIGMAS + sigma) * sigma)
-    return lengths.cut_law(lengths.lognormal(mu, sigma, low, high), groups)
+    return binning.cut_law(binning.lognormal(mu, sigma, low, high), groups)
 
 
 def describe(written: LengthsIn) -> str:

@@ -30,20 +30,20 @@ from vllm.v1.request import RequestStatus
 from potluck.core.errors import InputError, PotluckError
 from potluck.kv.codec import convert
 from potluck.kv.handles import new_handle
-from potluck.kv.link.links import Links
-from potluck.kv.link.tls import client_context, server_context
-from potluck.kv.send.outbox import Outbox
-from potluck.kv.wire import check
-from potluck.vllm.blocks import Layer
-from potluck.vllm.booking import Booking, News, Orders, Read
-from potluck.vllm.caches import check_caches, keeps_all_of_windows, layers_of
-from potluck.vllm.channel import Channel
-from potluck.vllm.giving import Giving
-from potluck.vllm.identity import Share, check_version, fingerprint, layer_of, mark_of
-from potluck.vllm.params import address_of
-from potluck.vllm.stats import PromMetrics, Stats
-from potluck.vllm.taking import Taking
-from potluck.vllm.telling import HIDDEN, full_group, line_of
+from potluck.kv.link.mutual_tls import client_context, server_context
+from potluck.kv.link.peer_connections import PeerConnections
+from potluck.kv.send.kv_sender import KvSender
+from potluck.kv.wire import checksum
+from potluck.vllm.adapter_channel import AdapterChannel
+from potluck.vllm.cache_events import HIDDEN, full_group, line_of
+from potluck.vllm.identity import ModelShard, check_version, fingerprint, layer_of, mark_of
+from potluck.vllm.kv_stats import KvStats, PromMetrics
+from potluck.vllm.receive_worker import ReceiveWorker
+from potluck.vllm.send_worker import SendWorker
+from potluck.vllm.transfer_params import address_of
+from potluck.vllm.transfer_scheduler import ReadBlocks, TransferScheduler, WorkerNews, WorkerOrders
+from potluck.vllm.vllm_blocks import VllmLayer
+from potluck.vllm.vllm_caches import check_caches, keeps_all_of_windows, layers_of
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -55,18 +55,18 @@ KEYS = frozenset({"host", "port", "fleet", "channel", "any_version", "shared_mem
 
 
 @dataclass
-class Meta(KVConnectorMetadata):
-    orders: Orders | None = None
+class SchedulerMeta(KVConnectorMetadata):
+    orders: WorkerOrders | None = None
     """None where there are none, and something is computed."""
 
 
-NO_ORDERS, IDLE = Meta(), Meta(Orders(idle=True))
+NO_ORDERS, IDLE = SchedulerMeta(), SchedulerMeta(WorkerOrders(idle=True))
 """For all steps of which there is nothing else to say: what hands nothing over should cost nothing."""
 
 
 @dataclass
 class WorkerMeta(KVConnectorWorkerMetadata):
-    news: News = field(default_factory=News)
+    news: WorkerNews = field(default_factory=WorkerNews)
 
     def aggregate(self, other: WorkerMeta) -> WorkerMeta:
         return WorkerMeta(self.news.joined(other.news))
@@ -86,18 +86,18 @@ class PotluckConnector(KVConnectorBase_V1, SupportsHMA):
             raise InputError("kv_load_failure_policy", 'must be "recompute": what does not come is computed')
         windows = check_caches(kv_cache_config, str(vllm_config.cache_config.cache_dtype))
         self._extra = extra
-        self._layers: dict[int, Layer] = {}
-        self._reads: list[Read] = []
+        self._layers: dict[int, VllmLayer] = {}
+        self._reads: list[ReadBlocks] = []
         """Of the step that is being computed."""
         self._idle = False
-        self._giving: Giving | None = None
-        self._taking: Taking | None = None
+        self._giving: SendWorker | None = None
+        self._taking: ReceiveWorker | None = None
         parallel = vllm_config.parallel_config
         self._workers = parallel.tensor_parallel_size * parallel.pipeline_parallel_size
         if role == KVConnectorRole.SCHEDULER:
-            self._booking = Booking(self._workers, windows=windows)
+            self._booking = TransferScheduler(self._workers, windows=windows)
             self._stepped_s = 0.0
-            self._channel = Channel(extra.get("channel"))
+            self._channel = AdapterChannel(extra.get("channel"))
             self._group = full_group(kv_cache_config)
             self._events: list[Any] = []
             """That vLLM has not been given back."""
@@ -117,7 +117,7 @@ class PotluckConnector(KVConnectorBase_V1, SupportsHMA):
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
         self._booking.placed(request, blocks.get_block_ids, num_external_tokens)
 
-    def build_connector_meta(self, scheduler_output: Any) -> Meta:
+    def build_connector_meta(self, scheduler_output: Any) -> SchedulerMeta:
         scheduled = scheduler_output.num_scheduled_tokens
         if scheduled:
             now_s = time.monotonic()
@@ -138,7 +138,7 @@ class PotluckConnector(KVConnectorBase_V1, SupportsHMA):
         def tables_of(key: str) -> Any:
             return state.get_block_ids(key) if state is not None else None
 
-        return Meta(self._booking.orders(scheduled, tables_of))
+        return SchedulerMeta(self._booking.orders(scheduled, tables_of))
 
     def _listen(self, manager: Any) -> None:
         events = manager.take_events()
@@ -169,7 +169,7 @@ class PotluckConnector(KVConnectorBase_V1, SupportsHMA):
 
     def register_kv_caches(self, kv_caches: dict[str, Tensor]) -> None:
         config = self._vllm_config
-        share = Share(
+        share = ModelShard(
             get_tp_group().rank_in_group,
             get_tp_group().world_size,
             get_pp_group().rank_in_group,
@@ -191,21 +191,21 @@ class PotluckConnector(KVConnectorBase_V1, SupportsHMA):
             )
         shared = bool(self._extra.get("shared_memory", True))
         files = tuple(map(Path, self._extra.get("tls", ())))  # certificate, key, authority
-        outbox = Outbox(
+        sender = KvSender(
             self._extra.get("host", "127.0.0.1"),
             port + share.rank if port else 0,
             tls=server_context(*files) if files else None,
             shared_memory=shared,
         )
         fleet = frozenset(map(address_of, self._extra.get("fleet", ())))
-        check.load()  # machine code, so that the first hand-over does not wait for it
+        checksum.load()  # machine code, so that the first hand-over does not wait for it
         convert.load()
-        self._channel = Channel(self._extra.get("channel"), self._heard)
-        self._giving = Giving(outbox, self._layers, mark, self._channel.tell)
-        links = Links((), tls=client_context(*files) if files else None, shared_memory=shared)
-        self._taking = Taking(links, self._layers, mark, share.rank, self._channel.tell)
+        self._channel = AdapterChannel(self._extra.get("channel"), self._heard)
+        self._giving = SendWorker(sender, self._layers, mark, self._channel.tell)
+        links = PeerConnections((), tls=client_context(*files) if files else None, shared_memory=shared)
+        self._taking = ReceiveWorker(links, self._layers, mark, share.rank, self._channel.tell)
         self._taking.allow(fleet)
-        host, at = outbox.address
+        host, at = sender.address
         logger.info("potluck: KV is fetched from %s:%d, fingerprint %s", host, at, mark)
         shape = next(iter(self._layers.values())).shape
         self._channel.tell(
@@ -282,13 +282,13 @@ class PotluckConnector(KVConnectorBase_V1, SupportsHMA):
             self._giving.lossy(key)
         return WorkerMeta(news)
 
-    def get_kv_connector_stats(self) -> Stats | None:
+    def get_kv_connector_stats(self) -> KvStats | None:
         counts = self._taking.counts() if self._taking is not None else {}
-        return Stats(counts) if counts else None
+        return KvStats(counts) if counts else None
 
     @classmethod
-    def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> Stats:
-        return Stats(data or {})
+    def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> KvStats:
+        return KvStats(data or {})
 
     @classmethod
     def build_prom_metrics(

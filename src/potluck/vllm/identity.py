@@ -16,7 +16,7 @@ from pathlib import Path
 from potluck.core.errors import InputError
 from potluck.kv.fingerprint import IDLE_KEYS, directory_mark, fingerprint_of
 from potluck.vllm import TESTED
-from potluck.vllm.blocks import Layer
+from potluck.vllm.vllm_blocks import VllmLayer
 
 LAYER = re.compile(r"\.(\d+)\.")
 
@@ -32,7 +32,7 @@ def check_version(found: str, *, anyway: bool = False) -> str:
 
 
 @dataclass(frozen=True, slots=True)
-class Share:
+class ModelShard:
     """Which part of a model a worker has."""
 
     tensor_rank: int = 0
@@ -62,7 +62,9 @@ def mark_of(model: str, revision: str | None, config: Mapping[str, object], over
     return _digest([model, revision or "main", kept])
 
 
-def fingerprint(mark: str, share: Share, layers: Mapping[int, Layer], *, all_of_windows: bool = False) -> str:
+def fingerprint(
+    mark: str, share: ModelShard, layers: Mapping[int, VllmLayer], *, all_of_windows: bool = False
+) -> str:
     """Of one worker. `all_of_windows`: vLLM keeps them as if they were none, so more crosses."""
     dtypes = sorted({layer.shape.dtype for layer in layers.values()})
     said = []

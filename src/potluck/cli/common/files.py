@@ -63,7 +63,7 @@ def named(path: Path, read: Callable[[str], T], option: str = "") -> T:
 
 
 @dataclass(slots=True)
-class Saves:
+class OutputFiles:
     """Files that are written at the end. One that cannot be must not cost what was computed: it goes elsewhere if it
     can, the command goes on and prints what it has, and `complain` says what went wrong."""
 

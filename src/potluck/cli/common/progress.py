@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, slots=True)
-class Bar:
+class ProgressBar:
     """Calling it names the stage under way, one of those that were foreseen."""
 
     shown: Progress
@@ -30,7 +30,7 @@ class Bar:
 
 
 @contextmanager
-def progress(total: int) -> Iterator[Bar]:
+def progress(total: int) -> Iterator[ProgressBar]:
     """Yields what names the stage under way; `total` is roughly how many there will be."""
     from rich.console import Console
     from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
@@ -38,4 +38,4 @@ def progress(total: int) -> Iterator[Bar]:
     columns = (TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn())
     console, hidden = Console(stderr=True), not sys.stderr.isatty() or unstyled()
     with Progress(*columns, console=console, transient=True, disable=hidden) as bar:
-        yield Bar(bar, bar.add_task("starting", total=total))
+        yield ProgressBar(bar, bar.add_task("starting", total=total))

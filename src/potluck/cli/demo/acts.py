@@ -13,10 +13,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from potluck.cli.demo import signs
-from potluck.cli.demo.looks import Look
-from potluck.cli.demo.signs import CHEAP, FAR, LAB, NEAR, SHOP, Seen
-from potluck.cli.demo.traffic import Ask
-from potluck.control.gateway import GatewayClient
+from potluck.cli.demo.fleet_looks import FleetLook
+from potluck.cli.demo.signs import CHEAP, FAR, LAB, NEAR, SHOP, ActEvidence
+from potluck.cli.demo.traffic import DemoLoad
+from potluck.control.gateway_client import GatewayClient
 
 CHAT, CODE = (1350, 60), (2700, 10)
 """Mean tokens of prompts and answers."""
@@ -33,7 +33,7 @@ MOST_TOLD = 2
 
 
 @dataclass(slots=True)
-class Means:
+class DemoControls:
     """With what things are done to the service."""
 
     client: GatewayClient
@@ -60,7 +60,7 @@ class Means:
                 answer.read()
 
 
-def _nothing(means: Means, look: Look) -> str:
+def _nothing(means: DemoControls, look: FleetLook) -> str:
     return ""
 
 
@@ -69,26 +69,26 @@ class Act:
     name: str
     title: str
     happens: str
-    asks: tuple[Ask, ...]
-    shown: Callable[[Seen], bool]
+    asks: tuple[DemoLoad, ...]
+    shown: Callable[[ActEvidence], bool]
     """Whether the answer is there."""
     told: tuple[str, ...]
     """Kinds of decisions that the answer is told by, the latest of each (of remarks the first that
     kept clearly more from crossing); `no`: what the refused were told."""
-    result: Callable[[Seen], str]
+    result: Callable[[ActEvidence], str]
     """What came of it, in sentences."""
-    begin: Callable[[Means, Look], str] = _nothing
+    begin: Callable[[DemoControls, FleetLook], str] = _nothing
     """Does it; the replica that it is done to, if any."""
-    moment: Callable[[Seen], bool] = signs.always
+    moment: Callable[[ActEvidence], bool] = signs.always
     """When it may begin."""
-    earlier: tuple[Ask, ...] = ()
+    earlier: tuple[DemoLoad, ...] = ()
     """What is asked until then; nothing: what was asked before."""
-    prepare: Callable[[Means, Look], str] = _nothing
+    prepare: Callable[[DemoControls, FleetLook], str] = _nothing
     """Done before that."""
-    saved_usd_per_h: Callable[[Seen], float] = signs.nothing_saved
+    saved_usd_per_h: Callable[[ActEvidence], float] = signs.nothing_saved
 
 
-def chosen(act: Act, seen: Seen) -> str:
+def chosen(act: Act, seen: ActEvidence) -> str:
     """What the service decided, in its own words."""
     lines: list[str] = []
     for kind in act.told:
@@ -101,15 +101,17 @@ def chosen(act: Act, seen: Seen) -> str:
     return "; ".join(lines[:MOST_TOLD])
 
 
-def asked(rate_per_s: float, lengths: tuple[int, int], request_class: str = "standard") -> tuple[Ask, ...]:
+def asked(
+    rate_per_s: float, lengths: tuple[int, int], request_class: str = "standard"
+) -> tuple[DemoLoad, ...]:
     """Half of it by each tenant."""
-    return tuple(Ask(tenant, rate_per_s / 2, *lengths, request_class) for tenant in (SHOP, LAB))
+    return tuple(DemoLoad(tenant, rate_per_s / 2, *lengths, request_class) for tenant in (SHOP, LAB))
 
 
 # What is done.
 
 
-def _kill(means: Means, look: Look) -> str:
+def _kill(means: DemoControls, look: FleetLook) -> str:
     """The busiest replica that computes prompts here; its node does not come back."""
     victim = max(look.ready("prefill", NEAR) or look.ready(), key=lambda each: each.open_requests)
     means.quote(NEAR, USUAL, USUAL_COUNT - 1, USUAL_USD_PER_H)
@@ -117,21 +119,21 @@ def _kill(means: Means, look: Look) -> str:
     return victim.name
 
 
-def _thin(means: Means, look: Look) -> str:
+def _thin(means: DemoControls, look: FleetLook) -> str:
     """All who send over the link share it."""
     urls = [each.url for each in look.ready(region=FAR)]
     means.network(urls, THIN_GBPS / max(1, len(urls)))
     return ""
 
 
-def _wide(means: Means, look: Look) -> str:
+def _wide(means: DemoControls, look: FleetLook) -> str:
     """The link is as it was; no further GPU of the usual kind can be had."""
     means.network([each.url for each in look.ready(region=FAR)], WIDE_GBPS)
     means.quote(NEAR, USUAL, look.count_on(USUAL, NEAR), USUAL_USD_PER_H)
     return ""
 
 
-def _cheaper(means: Means, look: Look) -> str:
+def _cheaper(means: DemoControls, look: FleetLook) -> str:
     means.quote(NEAR, CHEAP, CHEAP_COUNT, CHEAP_USD_PER_H)
     return ""
 
@@ -175,7 +177,7 @@ def _morning() -> tuple[Act, ...]:
     )
 
 
-def _troubles(coding: tuple[Ask, ...]) -> tuple[Act, ...]:
+def _troubles(coding: tuple[DemoLoad, ...]) -> tuple[Act, ...]:
     return (
         Act(
             "killed",
@@ -201,14 +203,14 @@ def _troubles(coding: tuple[Ask, ...]) -> tuple[Act, ...]:
     )
 
 
-def _evening(coding: tuple[Ask, ...]) -> tuple[Act, ...]:
+def _evening(coding: tuple[DemoLoad, ...]) -> tuple[Act, ...]:
     told_no = asked(RATE_PER_S, CODE, "interactive")
     return (
         Act(
             "flood",
             "A tenant floods",
             f"The tenant {LAB} sends {2 * FLOOD:g} times as much as before, and no more GPUs can be rented.",
-            (told_no[0], Ask(LAB, FLOOD * RATE_PER_S, *CODE, "interactive")),
+            (told_no[0], DemoLoad(LAB, FLOOD * RATE_PER_S, *CODE, "interactive")),
             signs.fair,
             ("no",),
             signs.shielded,

@@ -7,11 +7,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TypeVar
 
-from potluck.cli.demo.acts import Act, Means, chosen
-from potluck.cli.demo.looks import Decided, Look, decided_since, look_at
-from potluck.cli.demo.signs import FAR, LAB, LEAST_USD, LINK, SHOP, Seen
-from potluck.cli.demo.traffic import Counts, Traffic, counted
-from potluck.control.gateway import GatewayAway
+from potluck.cli.demo.acts import Act, DemoControls, chosen
+from potluck.cli.demo.fleet_looks import FleetLook, LoggedDecision, decided_since, look_at
+from potluck.cli.demo.signs import FAR, LAB, LEAST_USD, LINK, SHOP, ActEvidence
+from potluck.cli.demo.traffic import DemoTraffic, RequestCounts, counted
+from potluck.control.gateway_client import GatewayAway
 from potluck.core.values.types import Slo
 
 LOOK_S = 0.4
@@ -24,7 +24,7 @@ Result = TypeVar("Result")
 
 
 @dataclass(frozen=True, slots=True)
-class Outcome:
+class ActOutcome:
     """What one act showed."""
 
     act: Act
@@ -44,16 +44,16 @@ class Outcome:
 class Player:
     """`play` runs in a thread of its own; `stopped` ends it early."""
 
-    means: Means
-    traffic: Traffic
+    means: DemoControls
+    traffic: DemoTraffic
     slo: Slo
     least_s: float
     """An act lasts so long, whether its answer showed sooner or not."""
     said: Callable[[str], None]
     stopped: Callable[[], bool]
     near_usd_per_h: float = 0.0
-    """As `Seen` has it."""
-    outcomes: list[Outcome] = field(default_factory=list)
+    """As `ActEvidence` has it."""
+    outcomes: list[ActOutcome] = field(default_factory=list)
     _last: int = 0
 
     def play(self, acts: Sequence[Act]) -> None:
@@ -67,7 +67,7 @@ class Player:
             self.traffic.ask("", ())
             self.traffic.close(wait=not self.stopped())
 
-    def _one(self, act: Act) -> Outcome:
+    def _one(self, act: Act) -> ActOutcome:
         client = self.means.client
         before = self._moment(act)
         began_s = time.monotonic()
@@ -94,7 +94,7 @@ class Player:
         kind = "saving" if saved > LEAST_USD else "outcome"
         patient(lambda: client.note(result[:MOST_WORDS], in_time, kind))
         self.said(f"  {result} {in_time}".rstrip() + (f"\n    {what}" if what else ""))
-        return Outcome(
+        return ActOutcome(
             act,
             shown,
             what,
@@ -106,7 +106,7 @@ class Player:
             (before.usd_per_h, seen.now.usd_per_h),
         )
 
-    def _moment(self, act: Act) -> Look:
+    def _moment(self, act: Act) -> FleetLook:
         """Wait until it may begin: how things are then."""
         first, since_s = self._look(), time.monotonic()
         if act.earlier:
@@ -120,14 +120,14 @@ class Player:
                 return seen.now
             time.sleep(LOOK_S)
 
-    def told(self) -> list[tuple[Outcome, Counts]]:
+    def told(self) -> list[tuple[ActOutcome, RequestCounts]]:
         return [(each, self.counts(each.act)) for each in self.outcomes]
 
-    def counts(self, act: Act) -> Counts:
+    def counts(self, act: Act) -> RequestCounts:
         """Of its requests that have ended."""
         return counted([each for each in self.traffic.of(act.name) if each.shot.done_s >= 0], self.slo)
 
-    def _seen(self, act: Act, before: Look, victim: str = "") -> Seen:
+    def _seen(self, act: Act, before: FleetLook, victim: str = "") -> ActEvidence:
         ended = [each for each in self.traffic.of(act.name) if each.shot.done_s >= 0]
         during, earlier = (
             {
@@ -141,16 +141,16 @@ class Player:
         # What the day begins with was decided before its first act.
         since = before.last if self.outcomes else 0
         decided = patient(lambda: self._decided(since))
-        return Seen(before, self._look(), decided, during, earlier, victim, self.near_usd_per_h)
+        return ActEvidence(before, self._look(), decided, during, earlier, victim, self.near_usd_per_h)
 
-    def _decided(self, since: int) -> tuple[Decided, ...]:
+    def _decided(self, since: int) -> tuple[LoggedDecision, ...]:
         found = decided_since(self.means.client, since)
         if found:
             self._last = found[-1].number
         return found
 
-    def _look(self) -> Look:
-        def look() -> Look:
+    def _look(self) -> FleetLook:
+        def look() -> FleetLook:
             self._decided(self._last)
             return look_at(self.means.client, FAR, LINK, self._last)
 

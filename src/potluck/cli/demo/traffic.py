@@ -12,8 +12,8 @@ from dataclasses import dataclass, field
 from math import ceil
 
 from potluck.core.values.types import Slo
-from potluck.load.client import Range, Shot
-from potluck.load.measured import kept, whole
+from potluck.loadgen.load_client import LoadTarget, TimedRequest
+from potluck.loadgen.load_result import kept, whole
 
 TOKENS = range(5, 200)
 WITHIN_S = 180.0
@@ -23,11 +23,11 @@ EVEN = 12.0
 REFUSED = (429, 503, 504)
 """Answers that say no, and when to come again."""
 MOST = 0.95
-"""Share of first tokens that came within `Counts.ttft_s`."""
+"""Share of first tokens that came within `RequestCounts.ttft_s`."""
 
 
 @dataclass(frozen=True, slots=True)
-class Ask:
+class DemoLoad:
     """So many requests a second of one tenant, of such mean lengths."""
 
     tenant: str
@@ -38,18 +38,18 @@ class Ask:
 
 
 @dataclass(slots=True)
-class Sent:
+class SentRequest:
     """A request that was sent, and during which act."""
 
     act: str
     tenant: str
-    shot: Shot
+    shot: TimedRequest
     before: bool = False
     """While the act had not begun, and waited for its moment."""
 
 
 @dataclass(frozen=True, slots=True)
-class Counts:
+class RequestCounts:
     """What came of some requests."""
 
     requests: int = 0
@@ -76,7 +76,7 @@ class Counts:
         return self.in_time / self.requests if self.requests else 1.0
 
 
-def counted(sent: Iterable[Sent], slo: Slo) -> Counts:
+def counted(sent: Iterable[SentRequest], slo: Slo) -> RequestCounts:
     """All of them have ended."""
     requests = in_time = refused = lost = 0
     ttfts_s: list[float] = []
@@ -93,7 +93,7 @@ def counted(sent: Iterable[Sent], slo: Slo) -> Counts:
         else:
             lost += 1
     slow_s = sorted(ttfts_s)[ceil(MOST * len(ttfts_s)) - 1] if ttfts_s else 0.0
-    return Counts(requests, in_time, refused, lost, slow_s, said.most_common(1)[0][0] if said else "")
+    return RequestCounts(requests, in_time, refused, lost, slow_s, said.most_common(1)[0][0] if said else "")
 
 
 def _message(body: str) -> str:
@@ -105,7 +105,7 @@ def _message(body: str) -> str:
 
 
 @dataclass(slots=True)
-class Traffic:
+class DemoTraffic:
     """Sends in a thread of its own. `ask` changes what is sent from now on; `close` waits for all answers."""
 
     url: str
@@ -113,8 +113,8 @@ class Traffic:
     keys: Mapping[str, str]
     """Tenant to key."""
     chance: random.Random = field(default_factory=lambda: random.Random(1))
-    sent: list[Sent] = field(default_factory=list)
-    _now: tuple[str, bool, tuple[Ask, ...]] = ("", False, ())
+    sent: list[SentRequest] = field(default_factory=list)
+    _now: tuple[str, bool, tuple[DemoLoad, ...]] = ("", False, ())
     """Act, whether before it, and what is asked."""
     _over: threading.Event = field(default_factory=threading.Event)
     _thread: threading.Thread | None = None
@@ -124,10 +124,10 @@ class Traffic:
         self._thread = threading.Thread(target=self._run, name="potluck-demo-traffic", daemon=True)
         self._thread.start()
 
-    def ask(self, act: str, asks: tuple[Ask, ...], before: bool = False) -> None:
+    def ask(self, act: str, asks: tuple[DemoLoad, ...], before: bool = False) -> None:
         self._now = (act, before, asks)
 
-    def of(self, act: str) -> list[Sent]:
+    def of(self, act: str) -> list[SentRequest]:
         return [each for each in list(self.sent) if each.act == act]
 
     def close(self, wait: bool = True) -> None:
@@ -144,7 +144,7 @@ class Traffic:
             runner.run(self._send())
 
     async def _send(self) -> None:
-        to = Range(self.url, False, WITHIN_S)
+        to = LoadTarget(self.url, False, WITHIN_S)
         under_way: set[asyncio.Task[None]] = set()
         due_s = 0.0
         while not self._over.is_set():
@@ -159,16 +159,16 @@ class Traffic:
             await to.wait(due_s)
             ask = self.chance.choices(asks, [each.rate_per_s for each in asks])[0]
             shot = self._shot(ask, due_s)
-            self.sent.append(Sent(act, ask.tenant, shot, before))
+            self.sent.append(SentRequest(act, ask.tenant, shot, before))
             task = asyncio.create_task(to.shoot(shot))
             under_way.add(task)
             task.add_done_callback(under_way.discard)
         if under_way and self._wait:
             await asyncio.wait(under_way, timeout=WITHIN_S)
 
-    def _shot(self, ask: Ask, at_s: float) -> Shot:
+    def _shot(self, ask: DemoLoad, at_s: float) -> TimedRequest:
         prompt = self.chance.choices(TOKENS, k=self._about(ask.prompt_tokens))
-        return Shot(
+        return TimedRequest(
             at_s,
             self.model,
             prompt,

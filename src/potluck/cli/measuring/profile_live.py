@@ -10,11 +10,11 @@ from typing import TYPE_CHECKING
 import click
 
 from potluck.cli.common.render import emit_json, table
-from potluck.cli.serving.operate.service import nothing, opened
+from potluck.cli.serving.operate.which_service import nothing, opened
 from potluck.core.errors import InputError
 
 if TYPE_CHECKING:
-    from potluck.core.values.pace import Pace
+    from potluck.core.values.observed_speed import ObservedSpeed
     from potluck.perf.timers.profile import Profile
 
 
@@ -48,11 +48,11 @@ def write_live(state: Path | None, out: Path, as_json: bool) -> None:
     click.echo("`plan`, `simulate`, `goodput`, `estimate` and `serve` read them with --profile")
 
 
-def _observed(state: Path | None) -> list[tuple[Pace, Profile]]:
-    from potluck.cli.common.problems import load_problem, read_spec
-    from potluck.cli.planning.estimate import measured
-    from potluck.control.paces import ENOUGH, LOOK_S, paces_of
-    from potluck.plan.running.observed import profile_of
+def _observed(state: Path | None) -> list[tuple[ObservedSpeed, Profile]]:
+    from potluck.cli.common.problem_options import load_problem, read_spec
+    from potluck.cli.planning.estimate_command import measured
+    from potluck.control.observed_speeds import ENOUGH, LOOK_S, paces_of
+    from potluck.plan.replan.observed_profiles import profile_of
 
     with opened(state, running=False) as service:
         known = service.store.get("spec files") or {}

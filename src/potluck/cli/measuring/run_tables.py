@@ -15,9 +15,9 @@ from potluck.cli.common.render import emit_json, percent, table
 if TYPE_CHECKING:
     from potluck.core.values.precision import Format
     from potluck.perf.study.accuracy import Score
-    from potluck.perf.study.runs import Run
+    from potluck.perf.study.runs import MeasuredRun
     from potluck.perf.study.serving import Placed
-    from potluck.perf.study.verdict import Verdict
+    from potluck.perf.study.verdict import RunVerdict
 
 SUFFIX = re.compile(
     r"-(fp8|bf16|fp16|nvfp4|mxfp4|fp4|awq|gptq|int8|int4|w8a8|w4a16)(-dynamic|-block)?$", re.I
@@ -26,7 +26,7 @@ SUFFIX = re.compile(
 METRIC_WORDS = {"rate": "throughput", "ttft": "TTFT", "tpot": "TPOT"}
 
 
-def placed(run: Run) -> Placed:
+def placed(run: MeasuredRun) -> Placed:
     """A run with its model and node; an unknown name is an error."""
     from potluck.catalog import gpus, models, nodes
     from potluck.perf.study.serving import Placed
@@ -47,7 +47,7 @@ def placed(run: Run) -> Placed:
 
 def study_table(path: Path, scores: tuple[Score, ...], save: bool, said: Callable[[str], None]) -> None:
     """Fit hosts and clients to a table of runs, score what was left out, and keep it."""
-    from potluck.perf.fits.bars import Bars
+    from potluck.perf.fits.error_bars import ErrorBars
     from potluck.perf.study.accuracy import deviations
     from potluck.perf.study.runs import read_runs
     from potluck.perf.study.scores import save_runs
@@ -57,7 +57,7 @@ def study_table(path: Path, scores: tuple[Score, ...], save: bool, said: Callabl
     found = [placed(run) for run in table_read.runs]
     study, errors = study_runs(found, table_read.left_out, said)
     if save:
-        save_runs(study, Bars(found[0].node.gpu.name, errors, deviations(scores)))
+        save_runs(study, ErrorBars(found[0].node.gpu.name, errors, deviations(scores)))
 
 
 def score(path: Path, as_json: bool) -> int:
@@ -83,7 +83,7 @@ def score(path: Path, as_json: bool) -> int:
     return 0 if said.holds else 1
 
 
-def _show(path: Path, left_out: int, said: Verdict) -> None:
+def _show(path: Path, left_out: int, said: RunVerdict) -> None:
     rows = [
         (
             METRIC_WORDS[s.metric],
@@ -111,7 +111,7 @@ def _show(path: Path, left_out: int, said: Verdict) -> None:
     click.echo(advice(said))
 
 
-def advice(said: Verdict) -> str:
+def advice(said: RunVerdict) -> str:
     """How far to trust plans on this hardware, in a sentence."""
     from potluck.perf.study.verdict import ASTRAY
 

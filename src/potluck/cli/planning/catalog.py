@@ -8,13 +8,13 @@ from typing import TYPE_CHECKING
 
 import click
 
-from potluck.cli.common.problems import read_spec
+from potluck.cli.common.problem_options import read_spec
 from potluck.cli.common.render import emit_json, table
 from potluck.core.errors import InputError
 
 if TYPE_CHECKING:
+    from potluck.catalog.figure_sources import EntryFacts
     from potluck.catalog.prices import Price
-    from potluck.catalog.sources import Facts
 
 _file = click.Path(dir_okay=False, path_type=Path)
 _json_option = click.option("--json", "as_json", is_flag=True, help="Print JSON instead of a table.")
@@ -119,20 +119,20 @@ def models_command(name: str | None, as_json: bool) -> None:
 @_json_option
 def workloads_command(name: str | None, as_json: bool) -> None:
     """List named workloads to simulate with, or show the workload NAME with sources."""
-    from potluck.catalog import workloads
+    from potluck.catalog import named_workloads
 
     if name is not None:
-        _show(workloads.facts(name), as_json)
+        _show(named_workloads.facts(name), as_json)
         return
     if as_json:
-        emit_json([_facts_json(workloads.facts(key)) for key in workloads.names()])
+        emit_json([_facts_json(named_workloads.facts(key)) for key in named_workloads.names()])
         return
     rows = []
-    for key in workloads.names():
-        entry = workloads.workload(key)
+    for key in named_workloads.names():
+        entry = named_workloads.workload(key)
         means = (f"{entry.lengths.prompt.mean_tokens:,.0f}", f"{entry.lengths.output.mean_tokens:,.0f}")
         rate = "-" if entry.rate_per_s is None else f"{entry.rate_per_s:g}"
-        mark = "!" if workloads.facts(key).assumed else ""
+        mark = "!" if named_workloads.facts(key).assumed else ""
         rows.append((key, *means, rate, f"{entry.gap_cv:g}", entry.about, mark))
     head = (
         "workload",
@@ -246,7 +246,7 @@ def _totals(name: str) -> dict[str, float]:
     }
 
 
-def _show(facts: Facts, as_json: bool, totals: dict[str, float] | None = None) -> None:
+def _show(facts: EntryFacts, as_json: bool, totals: dict[str, float] | None = None) -> None:
     if as_json:
         emit_json(_facts_json(facts, totals))
         return
@@ -273,7 +273,7 @@ def _plain(value: object) -> str:
     return f"{value:g}" if isinstance(value, float) and abs(value) < 1e6 else str(value)
 
 
-def _facts_json(facts: Facts, totals: dict[str, float] | None = None) -> dict[str, object]:
+def _facts_json(facts: EntryFacts, totals: dict[str, float] | None = None) -> dict[str, object]:
     figures = {
         figure.field: {
             "value": figure.value,

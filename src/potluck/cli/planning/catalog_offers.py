@@ -14,26 +14,26 @@ from potluck.core.errors import InputError
 
 if TYPE_CHECKING:
     from potluck.catalog.prices import Price
-    from potluck.catalog.skypilot import Listed
-    from potluck.spec.values import Spec
+    from potluck.catalog.skypilot_prices import SkyPilotPrices
+    from potluck.spec.spec_values import Spec
 
 MOST_SHOWN = 12
 
 
-def listed_from(where: str) -> Listed:
+def listed_from(where: str) -> SkyPilotPrices:
     """Of a file, a folder of SkyPilot's catalogs, or the one that it has fetched."""
-    from potluck.catalog import skypilot
+    from potluck.catalog import skypilot_prices
 
     if where == "installed":
-        return skypilot.read_all(skypilot.installed())
+        return skypilot_prices.read_all(skypilot_prices.installed())
     path = Path(where)
     if path.is_dir():
-        return skypilot.read_all(skypilot.installed(path))
-    return skypilot.read(path)
+        return skypilot_prices.read_all(skypilot_prices.installed(path))
+    return skypilot_prices.read(path)
 
 
 @dataclass(frozen=True, slots=True)
-class Offered:
+class MarketOffers:
     """A spec's offers at listed prices, as a market file has them."""
 
     text: str
@@ -42,8 +42,8 @@ class Offered:
     """Those that nobody lists, which keep the price that they have."""
 
 
-def offers_for(spec: Spec, prices: Sequence[Price], source: str) -> Offered:
-    from potluck.catalog.skypilot import offer_price
+def offers_for(spec: Spec, prices: Sequence[Price], source: str) -> MarketOffers:
+    from potluck.catalog.skypilot_prices import offer_price
 
     types = {node.name: node for node in spec.node_types}
     lines, kept, dates = [], [], set()
@@ -64,10 +64,10 @@ def offers_for(spec: Spec, prices: Sequence[Price], source: str) -> Offered:
     if not lines:
         raise InputError("--spec", "none of its nodes is listed in its regions; those must be named as there")
     head = f"# Prices of SkyPilot's catalog ({source}, {', '.join(sorted(dates))}), for --market.\noffers:\n"
-    return Offered(head + "\n".join(lines) + "\n", len(lines), tuple(kept))
+    return MarketOffers(head + "\n".join(lines) + "\n", len(lines), tuple(kept))
 
 
-def write_offers(offered: Offered, out: Path | None) -> None:
+def write_offers(offered: MarketOffers, out: Path | None) -> None:
     """To a file, or to the screen; what keeps its price is said beside it."""
     if out is None:
         click.echo(offered.text, nl=False)
@@ -81,7 +81,7 @@ def write_offers(offered: Offered, out: Path | None) -> None:
         click.echo(f"not listed, keeps its price: {each}", err=True)
 
 
-def show_left_out(listed: Listed) -> None:
+def show_left_out(listed: SkyPilotPrices) -> None:
     """Every reason for which rows are not in the table, with how many there are."""
     if not listed.left_out:
         return

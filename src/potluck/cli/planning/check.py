@@ -11,10 +11,10 @@ import click
 from potluck.cli.common.render import bytes_, count, emit_json, percent, short, table, usd
 from potluck.core.figures import seconds
 from potluck.core.values.model import Model
-from potluck.core.values.types import Offer
-from potluck.spec.load import load_spec
-from potluck.spec.problems import SpecError
-from potluck.spec.values import ModelSpec, Spec
+from potluck.core.values.types import NodeOffer
+from potluck.spec.load_spec import load_spec
+from potluck.spec.spec_problems import SpecError
+from potluck.spec.spec_values import ModelSpec, Spec
 
 
 @click.command()
@@ -160,7 +160,7 @@ def show(spec: Spec, file: str) -> None:
     click.echo(f"{file} is valid.")
 
 
-def _kind(offer: Offer) -> str:
+def _kind(offer: NodeOffer) -> str:
     """How it is paid for, and what it goes down with."""
     parts = [f"spot, {offer.preemptions_per_h:g} lost/h" if offer.spot else "on demand"]
     if offer.reserved:

@@ -10,14 +10,20 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from potluck.cli.common.files import Saves, require_writable
-from potluck.cli.common.progress import Bar, progress
+from potluck.cli.common.files import OutputFiles, require_writable
+from potluck.cli.common.progress import ProgressBar, progress
 from potluck.cli.common.render import emit_json, paragraph
-from potluck.cli.planning.options import Posed, html_option, json_option, posed_of, posing_options
 from potluck.cli.planning.plan_draw import compared_html, require_html
-from potluck.cli.planning.plan_show import Compared, show_compared, show_notes
-from potluck.cli.planning.rehearse import (
-    Asked,
+from potluck.cli.planning.plan_show import ComparedStrategy, show_compared, show_notes
+from potluck.cli.planning.planning_options import (
+    PlanningOptions,
+    html_option,
+    json_option,
+    posed_of,
+    posing_options,
+)
+from potluck.cli.planning.rehearsal_options import (
+    RehearsalOptions,
     asked_of,
     averages_option,
     cv_option,
@@ -29,20 +35,20 @@ from potluck.core.errors import InputError
 
 if TYPE_CHECKING:
     from potluck.core.values.plan import Plan
-    from potluck.plan.problem import Problem
-    from potluck.plan.strategies import Outcome, Workshop
+    from potluck.plan.problem import PlanningProblem
+    from potluck.plan.strategies import PlanOutcome, TemplateFactory
     from potluck.rehearse.evidence import Evidence
-    from potluck.spec.values import Spec
+    from potluck.spec.spec_values import Spec
 
 RUNS = 2
 """Of every plan: attainment as it is seen, not a proof."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Solved:
+class SolvedStrategy:
     """One strategy's plan, and what it took."""
 
-    outcome: Outcome
+    outcome: PlanOutcome
     cpu_s: float
 
 
@@ -59,13 +65,13 @@ def compare(html_path: Path | None, as_json: bool, **options: Any) -> None:
     Every plan serves the same requests in a short simulation; --averages leaves that out.
     """
     posed, rest = posed_of(options)
-    asked, saves, spec = asked_of(rest), Saves(), posed.spec()
+    asked, saves, spec = asked_of(rest), OutputFiles(), posed.spec()
     require_html(html_path)
     require_writable("--html", html_path)
     problem = posed.problem(spec)
     with progress(4 * len(problem.asks) + 12) as said:
-        workshop, solved, left_out, notes = _solved(problem, posed, said)
-        problem = workshop.problem
+        factory, solved, left_out, notes = _solved(problem, posed, said)
+        problem = factory.problem
         shown = {} if asked.averages else _rehearsed(spec, problem, solved, asked, posed.seed, said)
     rows = [_row(problem, name, each, shown.get(name, ())) for name, each in solved.items()]
     plans = {name: each.outcome.plan for name, each in solved.items()}
@@ -89,48 +95,55 @@ def compare(html_path: Path | None, as_json: bool, **options: Any) -> None:
 
 
 def _solved(
-    problem: Problem, posed: Posed, said: Bar
-) -> tuple[Workshop, dict[str, Solved], list[str], tuple[str, ...]]:
+    problem: PlanningProblem, posed: PlanningOptions, said: ProgressBar
+) -> tuple[TemplateFactory, dict[str, SolvedStrategy], list[str], tuple[str, ...]]:
     """(the workshop with what is planned for, each strategy's plan, who cannot and why, what nobody can serve)."""
     from potluck.plan.reasons.unservable import planned_rest
-    from potluck.plan.strategies import STRATEGIES, Workshop
+    from potluck.plan.strategies import STRATEGIES, TemplateFactory
 
-    workshop = Workshop(problem, said=said)
-    found, left_out = _others(workshop, posed, said)
+    factory = TemplateFactory(problem, said=said)
+    found, left_out = _others(factory, posed, said)
     # `auto` begins from what the others found, so that it is never the worse.
     known = tuple(each.outcome.plan for each in found.values())
     start_s = time.process_time()
     said("auto")
-    rest, outcome, notes = planned_rest(STRATEGIES["auto"], workshop, posed.settings(starts=known))
-    best = Solved(outcome, time.process_time() - start_s)
+    rest, outcome, notes = planned_rest(STRATEGIES["auto"], factory, posed.settings(starts=known))
+    best = SolvedStrategy(outcome, time.process_time() - start_s)
     if rest.problem != problem:  # what nothing can serve is left out for all
         found, left_out = _others(rest, posed, said)
     return rest, {"auto": best} | found, left_out, notes
 
 
-def _others(workshop: Workshop, posed: Posed, said: Bar) -> tuple[dict[str, Solved], list[str]]:
+def _others(
+    factory: TemplateFactory, posed: PlanningOptions, said: ProgressBar
+) -> tuple[dict[str, SolvedStrategy], list[str]]:
     """Every strategy's plan but that of `auto`, and what is said of those that this spec is not for."""
     from potluck.plan.strategies import STRATEGIES
 
-    found: dict[str, Solved] = {}
+    found: dict[str, SolvedStrategy] = {}
     left_out: list[str] = []
     for name in (each for each in STRATEGIES if each != "auto"):
         start_s = time.process_time()
         said(name)
         try:
-            outcome = STRATEGIES[name](workshop, posed.settings())
+            outcome = STRATEGIES[name](factory, posed.settings())
         except InputError as error:
             # A strategy that this spec is not for is told, not fatal; what is wrong for all is.
             if error.field != "strategy":
                 raise
             left_out.append(error.problem)
             continue
-        found[name] = Solved(outcome, time.process_time() - start_s)
+        found[name] = SolvedStrategy(outcome, time.process_time() - start_s)
     return found, left_out
 
 
 def _rehearsed(
-    spec: Spec, problem: Problem, solved: dict[str, Solved], asked: Asked, seed: int, said: Bar
+    spec: Spec,
+    problem: PlanningProblem,
+    solved: dict[str, SolvedStrategy],
+    asked: RehearsalOptions,
+    seed: int,
+    said: ProgressBar,
 ) -> dict[str, tuple[Evidence, ...]]:
     """What simulation says of every plan that serves all; plans that are alike are tried once."""
     if not any(ask.rate_per_s > 0 for ask in problem.asks):
@@ -149,7 +162,7 @@ def _rehearsed(
     return found
 
 
-def _told(said: Bar, name: str, what: str) -> None:
+def _told(said: ProgressBar, name: str, what: str) -> None:
     said(f"{name}: {what}")
 
 
@@ -157,7 +170,9 @@ def _same(plan: Plan) -> object:
     return plan.deployments, plan.shares, plan.flows, plan.formats
 
 
-def _row(problem: Problem, name: str, solved: Solved, shown: tuple[Evidence, ...]) -> Compared:
+def _row(
+    problem: PlanningProblem, name: str, solved: SolvedStrategy, shown: tuple[Evidence, ...]
+) -> ComparedStrategy:
     from potluck.plan.check.verify import verify
     from potluck.plan.reasons.explain import usd_range
 
@@ -165,7 +180,7 @@ def _row(problem: Problem, name: str, solved: Solved, shown: tuple[Evidence, ...
     tokens_per_h = sum(ask.tokens_per_s * found.fraction_of(ask.name) for ask in problem.asks) * 3600
     low, high = usd_range(problem, found)
     worst = min(shown, key=lambda each: each.mean - each.promised, default=None)
-    return Compared(
+    return ComparedStrategy(
         strategy=name,
         cost_usd_per_h=found.cost_usd_per_h,
         usd_per_million_tokens=found.cost_usd_per_h / tokens_per_h * 1e6 if tokens_per_h else None,

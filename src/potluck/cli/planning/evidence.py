@@ -9,9 +9,9 @@ from potluck.cli.common.render import percent
 
 if TYPE_CHECKING:
     from potluck.core.values.plan import Plan, Tried
-    from potluck.plan.problem import Problem
-    from potluck.rehearse.loop import Rehearsal
-    from potluck.spec.values import Spec
+    from potluck.plan.problem import PlanningProblem
+    from potluck.rehearse.rehearsal import Rehearsal
+    from potluck.spec.spec_values import Spec
 
 KEPT = {"holds": "holds", "unsure": "is not sure to hold", "misses": "misses"}
 """How a promise fared, in words."""
@@ -33,7 +33,9 @@ def evidence_line(seen: Tried) -> str:
     )
 
 
-def noted(plan: Plan, found: Rehearsal | None, spec: Spec, problem: Problem, gap_cv: float | None) -> Plan:
+def noted(
+    plan: Plan, found: Rehearsal | None, spec: Spec, problem: PlanningProblem, gap_cv: float | None
+) -> Plan:
     """The plan with what it was seen to do, for whoever reads it later."""
     from potluck.core.values.plan import Rehearsed
 
@@ -43,18 +45,18 @@ def noted(plan: Plan, found: Rehearsal | None, spec: Spec, problem: Problem, gap
     return replace(plan, rehearsed=Rehearsed(mark_of_trial(plan, spec, problem), shown))
 
 
-def known_of(plan: Plan, spec: Spec, problem: Problem) -> tuple[Tried, ...]:
+def known_of(plan: Plan, spec: Spec, problem: PlanningProblem) -> tuple[Tried, ...]:
     """What a plan brings along of how it fared with this very spec; nothing where it was tried with another one."""
     told = plan.rehearsed
     return told.models if told is not None and told.of == mark_of_trial(plan, spec, problem) else ()
 
 
-def mark_of_trial(plan: Plan, spec: Spec, problem: Problem) -> str:
+def mark_of_trial(plan: Plan, spec: Spec, problem: PlanningProblem) -> str:
     """Of all that decides how a rehearsal of a plan ends, seeds and lengths of runs apart."""
-    from potluck.cli.trying.simulation import Inputs, scene_of
+    from potluck.cli.simulating.simulation import SimulationInputs, scene_of
     from potluck.core.values.plan import mark_of, plan_from_json, plan_to_json
 
     # As it is read from a file: there 3 requests a second have become 3.0.
     bare = plan_from_json(plan_to_json(replace(plan, rehearsed=None)))
-    world = scene_of(Inputs(spec, problem, bare))
+    world = scene_of(SimulationInputs(spec, problem, bare))
     return mark_of(repr((world, tuple(model.traffic for model in spec.models), spec.policy)))

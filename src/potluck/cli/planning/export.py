@@ -11,8 +11,8 @@ import click
 from potluck.cli.common.files import read_text
 from potluck.cli.common.render import emit_json, table
 from potluck.core.errors import InputError
-from potluck.export.words import KEY_FILE
-from potluck.spec.values import Spec
+from potluck.export.engine_commands import KEY_FILE
+from potluck.spec.spec_values import Spec
 
 KINDS = ("commands", "compose", "kubernetes", "skypilot")
 
@@ -86,12 +86,12 @@ def export(
       potluck export kubernetes plan.json potluck.yaml --out k8s && kubectl apply -f k8s
       potluck export skypilot plan.json potluck.yaml --out sky --infra us-east-1=aws/us-east-1
     """
-    from potluck.cli.common.formats import weights_in
-    from potluck.cli.common.problems import read_plan, read_spec
-    from potluck.control.launch.kubernetes.pods import Cluster
-    from potluck.export import compose, kubernetes, shell, skypilot
-    from potluck.export.seats import roomed
-    from potluck.export.words import Wording
+    from potluck.cli.common.plan_formats import weights_in
+    from potluck.cli.common.problem_options import read_plan, read_spec
+    from potluck.control.launchers.kubernetes.pods import ManifestOptions
+    from potluck.export import compose, manifests, shell, skypilot
+    from potluck.export.engine_commands import CommandOptions
+    from potluck.export.placement import roomed
 
     _must_be_empty(out)
     made = read_plan(plan)
@@ -100,7 +100,7 @@ def export(
     folders = {each.name: f"{models.rstrip('/')}/{each.name}" for each in loaded.models}
     key_file = "" if kind == "skypilot" else KEY_FILE
     style_ = cast("Literal['vllm', 'embedded']", style)
-    wording = Wording(style_, folders, key_file, weights=weights_in(loaded, made))
+    wording = CommandOptions(style_, folders, key_file, weights=weights_in(loaded, made))
     served = {"plan.json": text, "potluck.yaml": read_text(spec), **_traces(spec, loaded)}
     regions, boxes = {each.name for each in loaded.regions}, {each.name for each in fleet.boxes}
     where = _pairs("--address", addresses, boxes)
@@ -112,12 +112,12 @@ def export(
         files = skypilot.files(fleet, wording, _pairs("--infra", infra, regions), setup)
     else:
         names = _pairs("--gpu-label", labels, {each.node.gpu.name for each in fleet.boxes})
-        cluster = Cluster(image, namespace, gpu_names=names)
-        files = kubernetes.files(fleet, wording, cluster, served)
+        cluster = ManifestOptions(image, namespace, gpu_names=names)
+        files = manifests.files(fleet, wording, cluster, served)
     if kind != "kubernetes":
         files |= served
     _write(out, files)
-    _say(as_json, out, files, len(fleet.boxes), len(fleet.seats))
+    _say(as_json, out, files, len(fleet.boxes), len(fleet.placements))
 
 
 def _traces(spec: Path, loaded: Spec) -> dict[str, str]:

@@ -8,13 +8,13 @@ from typing import TYPE_CHECKING
 
 import click
 
-from potluck.cli.common.problems import read_spec
+from potluck.cli.common.problem_options import read_spec
 from potluck.cli.common.render import emit_json, table, usd
 from potluck.core.figures import seconds
 
 if TYPE_CHECKING:
     from potluck.perf.estimate import Estimate
-    from potluck.spec.values import ModelSpec, Spec
+    from potluck.spec.spec_values import ModelSpec, Spec
 
 HEADROOM = 0.8
 """Share of a node's rate that is planned with: queues grow without bound as it nears 1."""

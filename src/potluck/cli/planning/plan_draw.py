@@ -15,10 +15,10 @@ from potluck.core.errors import InputError
 from potluck.core.figures import seconds
 
 if TYPE_CHECKING:
-    from potluck.cli.planning.plan_show import Compared
+    from potluck.cli.planning.plan_show import ComparedStrategy
     from potluck.core.values.layout import Layout
     from potluck.core.values.plan import Plan, Template
-    from potluck.plan.problem import Problem
+    from potluck.plan.problem import PlanningProblem
     from potluck.plan.reasons.explain import Explanation
 
 LEAST_PART = 0.01
@@ -56,13 +56,13 @@ def require_html(path: Path | None) -> None:
         raise InputError("html", f"{path.name!r} must end in .html")
 
 
-def draw_plan(path: Path | None, problem: Problem, plan: Plan, reasons: Explanation | None) -> None:
+def draw_plan(path: Path | None, problem: PlanningProblem, plan: Plan, reasons: Explanation | None) -> None:
     """Into a file, where one is named."""
     if path is not None:
         path.write_text(plan_html(problem, plan, reasons), encoding="utf-8")
 
 
-def plan_html(problem: Problem, plan: Plan, reasons: Explanation | None) -> str:
+def plan_html(problem: PlanningProblem, plan: Plan, reasons: Explanation | None) -> str:
     proof = (
         "Proven cheapest of its kind"
         if plan.gap < 1e-6
@@ -80,7 +80,7 @@ def plan_html(problem: Problem, plan: Plan, reasons: Explanation | None) -> str:
     )
 
 
-def compared_html(rows: Sequence[Compared], problem: Problem, plans: dict[str, Plan]) -> str:
+def compared_html(rows: Sequence[ComparedStrategy], problem: PlanningProblem, plans: dict[str, Plan]) -> str:
     """The strategies side by side, then where each would have what run."""
     most = max((row.cost_usd_per_h for row in rows), default=0.0)
     cells = [
@@ -106,7 +106,7 @@ def compared_html(rows: Sequence[Compared], problem: Problem, plans: dict[str, P
 # Who runs where.
 
 
-def _where(problem: Problem, plan: Plan, head: str = "<h2>Who runs where</h2>") -> str:
+def _where(problem: PlanningProblem, plan: Plan, head: str = "<h2>Who runs where</h2>") -> str:
     prices = {(r.name, o.node): o.price_usd_per_h for r in problem.regions for o in r.offers}
     boxes = []
     for region in problem.regions:
@@ -149,7 +149,7 @@ def _stages(layout: Layout) -> str:
 # What to expect, and why.
 
 
-def _expected(problem: Problem, plan: Plan) -> str:
+def _expected(problem: PlanningProblem, plan: Plan) -> str:
     from potluck.plan.reasons.explain import usd_per_million_tokens
 
     slos = {ask.name: ask.slo for ask in problem.asks}

@@ -14,14 +14,14 @@ if TYPE_CHECKING:
 
     from potluck.core.values.plan import Plan
     from potluck.core.values.precision import Format
-    from potluck.plan.problem import Problem
+    from potluck.plan.problem import PlanningProblem
     from potluck.plan.reasons.explain import Explanation, NodeValue
-    from potluck.plan.strategies import Outcome
-    from potluck.plan.strategies.base import FormatPrice
+    from potluck.plan.strategies import PlanOutcome
+    from potluck.plan.strategies.template_factory import FormatPrice
 
 
 @dataclass(frozen=True, slots=True)
-class Compared:
+class ComparedStrategy:
     """One strategy's row."""
 
     strategy: str
@@ -49,7 +49,7 @@ def show_notes(notes: Sequence[str]) -> None:
         paragraph(f"note: {note}.")
 
 
-def show_compared(rows: Sequence[Compared]) -> None:
+def show_compared(rows: Sequence[ComparedStrategy]) -> None:
     """The table of `potluck compare`."""
     chosen = any(row.formats for row in rows)
     cells = [
@@ -98,7 +98,7 @@ def show_compared(rows: Sequence[Compared]) -> None:
     )
 
 
-def _attained(row: Compared) -> str:
+def _attained(row: ComparedStrategy) -> str:
     if row.attained is None or row.promised is None:
         return "-"
     if row.attained >= row.promised:
@@ -106,9 +106,11 @@ def _attained(row: Compared) -> str:
     return f"{percent(row.attained, row.promised)} < {percent(row.promised)}"
 
 
-def show_plan(problem: Problem, outcome: Outcome, standby: int = 0, basis: str = "on averages") -> None:
+def show_plan(
+    problem: PlanningProblem, outcome: PlanOutcome, standby: int = 0, basis: str = "on averages"
+) -> None:
     """What is deployed where, what stands by, and what to expect of it."""
-    from potluck.core.scale.standby import spoken
+    from potluck.core.scaling.standby import spoken
 
     if not any(ask.rate_per_s > 0 for ask in problem.asks):
         paragraph("Nothing is rented, as nothing is asked of it: all rates are 0. Give a model a rate_per_s.")
@@ -161,7 +163,7 @@ def _columns(plan: Plan) -> str:
     return COLUMNS.get(plan.strategy, "its own columns")
 
 
-def _show_deployments(problem: Problem, outcome: Outcome, basis: str) -> None:
+def _show_deployments(problem: PlanningProblem, outcome: PlanOutcome, basis: str) -> None:
     from potluck.plan.reasons.explain import copy_tokens_per_usd
 
     found = outcome.plan
@@ -215,7 +217,7 @@ def _between(low: float, high: float) -> str:
     return f"{low:.3g} to {high:.3g}" if high > 0 else "-"
 
 
-def _show_predictions(problem: Problem, outcome: Outcome) -> None:
+def _show_predictions(problem: PlanningProblem, outcome: PlanOutcome) -> None:
     from potluck.plan.reasons.explain import range_of, tokens_per_usd, usd_per_million_tokens
 
     found = outcome.plan

@@ -12,24 +12,24 @@ from typing import TYPE_CHECKING
 
 import click
 
-from potluck.cli.serving.operate.service import nothing
+from potluck.cli.serving.operate.which_service import nothing
 from potluck.core.errors import InputError
 
 if TYPE_CHECKING:
-    from potluck.control.view import Service
-    from potluck.core.values.pace import Pace
+    from potluck.control.service_view import ServiceView
+    from potluck.core.values.observed_speed import ObservedSpeed
     from potluck.core.values.plan import Plan
-    from potluck.plan.problem import Problem
-    from potluck.plan.running.ladder import Answer
-    from potluck.plan.strategies import Outcome, Settings, Workshop
+    from potluck.plan.problem import PlanningProblem
+    from potluck.plan.replan.replan_options import ReplanOption
+    from potluck.plan.strategies import PlanOutcome, SolveSettings, TemplateFactory
 
-Planner = Callable[["Workshop", "Settings"], "Outcome"]
+Planner = Callable[["TemplateFactory", "SolveSettings"], "PlanOutcome"]
 LEAST_PER_S = 1e-3
 """A model that was asked for less keeps the rate that its spec has: a pause is no reason to plan for nothing."""
 
 
 @dataclass(frozen=True, slots=True)
-class Live:
+class LiveService:
     """A service that runs, as far as plans go."""
 
     version: int
@@ -38,15 +38,15 @@ class Live:
     profiles: tuple[Path, ...]
     rates: tuple[str, ...]
     """What was asked of it in the last ten minutes that are over, as `--rate` has it."""
-    paces: tuple[Pace, ...] = ()
+    paces: tuple[ObservedSpeed, ...] = ()
     """What its replicas really take."""
     style: str = ""
     """Of its engines; empty: of a service that an earlier release started."""
 
 
-def live_of(service: Service) -> Live:
-    from potluck.control.chronicle import history_of
-    from potluck.control.paces import paces_of
+def live_of(service: ServiceView) -> LiveService:
+    from potluck.control.decision_history import history_of
+    from potluck.control.observed_speeds import paces_of
 
     newest, known = service.store.plan(), service.store.get("spec files") or {}
     if newest is None or "path" not in known:
@@ -62,33 +62,33 @@ def live_of(service: Service) -> Live:
     profiles = tuple(Path(each) for each in known.get("profiles", ()))
     paces = paces_of(service.store, now_s)
     style = str(known.get("style", ""))
-    return Live(newest.version, newest.plan, Path(known["path"]), profiles, rates, paces, style)
+    return LiveService(newest.version, newest.plan, Path(known["path"]), profiles, rates, paces, style)
 
 
 def for_engines(planner: Planner, style: str) -> Planner:
     """The planner without what the engines of a service cannot be."""
-    from potluck.cli.serving.up.plan import Wishes, limit
+    from potluck.cli.serving.up.up_plan import PlanChoices, limit
 
     if style != "emulated":
         return planner
 
-    def planned(workshop: Workshop, settings: Settings) -> Outcome:
-        limit(workshop, Wishes(settings.time_limit_s, here=True, single=True))
-        return planner(workshop, settings)
+    def planned(factory: TemplateFactory, settings: SolveSettings) -> PlanOutcome:
+        limit(factory, PlanChoices(settings.time_limit_s, here=True, single=True))
+        return planner(factory, settings)
 
     return planned
 
 
-def with_paces(problem: Problem, running: Live) -> Problem:
+def with_paces(problem: PlanningProblem, running: LiveService) -> PlanningProblem:
     """As fast as its replicas really are."""
-    from potluck.plan.running.observed import observed
+    from potluck.plan.replan.observed_profiles import observed
 
     return observed(problem, running.paces, datetime.now(UTC).date().isoformat())
 
 
-def apply(service: Service, running: Live, best: Answer) -> str:
+def apply(service: ServiceView, running: LiveService, best: ReplanOption) -> str:
     """Hand the best answer to the gateway, and so to the controller; what was done, in a line."""
-    from potluck.control.byhand import BY_HAND, put_plan
+    from potluck.control.manual_changes import BY_HAND, put_plan
 
     if not service.gateway_lives:
         raise nothing(f"no gateway runs in {service.folder}; `potluck status` says what does")
@@ -125,9 +125,9 @@ def is_no_better(plan: Plan, running: Plan) -> bool:
     )
 
 
-def said_of(running: Live) -> None:
+def said_of(running: LiveService) -> None:
     """What the answers are for."""
-    from potluck.core.values.pace import spoken
+    from potluck.core.values.observed_speed import spoken
 
     rates = ", ".join(running.rates) or "as the spec has them (nothing was seen for ten minutes yet)"
     click.echo(f"plan {running.version} runs, ${running.plan.cost_usd_per_h:.2f}/h; requests/s: {rates}")

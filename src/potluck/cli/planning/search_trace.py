@@ -16,7 +16,7 @@ from potluck.core.errors import InputError
 from potluck.core.figures import seconds
 
 if TYPE_CHECKING:
-    from potluck.plan.search.tabu import Found
+    from potluck.plan.search.tabu import SearchResult
 
 KINDS = (".html", ".svg", ".json")
 LEVELS = "▁▂▃▄▅▆▇█"
@@ -34,11 +34,11 @@ def require_kind(path: Path) -> None:
         raise InputError("trace", f"{path.name!r} must end in {', '.join(KINDS)}")
 
 
-def show_search(searched: Mapping[str, Found]) -> None:
+def show_search(searched: Mapping[str, SearchResult]) -> None:
     """A line per region: what the search expects for mean lengths, and how it got there."""
     if not searched:
         return  # nor is the search loaded
-    from potluck.plan.search.result import attainment_trace
+    from potluck.plan.search.search_templates import attainment_trace
 
     for region, found in searched.items():
         points = attainment_trace(found)
@@ -50,9 +50,9 @@ def show_search(searched: Mapping[str, Found]) -> None:
     click.echo()
 
 
-def write_trace(path: Path | None, searched: Mapping[str, Found]) -> None:
+def write_trace(path: Path | None, searched: Mapping[str, SearchResult]) -> None:
     """The drawing, or the numbers, of every region's search; where a file is named."""
-    from potluck.plan.search.result import attainment_trace
+    from potluck.plan.search.search_templates import attainment_trace
 
     if path is None:
         return

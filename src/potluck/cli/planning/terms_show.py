@@ -12,11 +12,11 @@ if TYPE_CHECKING:
 
     from potluck.core.values.plan import Plan
     from potluck.core.values.types import Slo
-    from potluck.plan.problem import Problem
+    from potluck.plan.problem import PlanningProblem
     from potluck.plan.reasons.term_prices import TermPrice
 
 
-def show_money(problem: Problem, plan: Plan) -> None:
+def show_money(problem: PlanningProblem, plan: Plan) -> None:
     """Who gets how much where not all fits, charges beside rent, nodes that are paid for already."""
     if any(each.fraction is not None for each in plan.predictions):
         parts = ", ".join(
@@ -36,7 +36,7 @@ def show_money(problem: Problem, plan: Plan) -> None:
                 )
 
 
-def show_classes(problem: Problem) -> None:
+def show_classes(problem: PlanningProblem) -> None:
     """What requests of each class were promised, where there are several: all are planned for the strictest."""
     for ask in problem.asks:
         if len(ask.classes) > 1:
@@ -48,7 +48,7 @@ def _times(slo: Slo) -> str:
     return f"TTFT {seconds(slo.ttft_s)}, TPOT {seconds(slo.tpot_s)}"
 
 
-def show_risk(problem: Problem, plan: Plan) -> None:
+def show_risk(problem: PlanningProblem, plan: Plan) -> None:
     """How often spot nodes go, and what is left without them."""
     from potluck.plan.reasons.term_prices import spot_risks
 

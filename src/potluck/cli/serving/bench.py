@@ -18,16 +18,16 @@ import click
 
 from potluck.cli.common import render
 from potluck.cli.common.exits import missed
-from potluck.cli.common.objectives import UNSAID_S, slo_option, written_slo
-from potluck.cli.serving.operate.service import running_url
+from potluck.cli.common.slo_scale import UNSAID_S, slo_option, written_slo
+from potluck.cli.serving.operate.which_service import running_url
 from potluck.core import figures
 from potluck.core.errors import InputError, UnknownNameError
 from potluck.core.values.types import Slo
 
 if TYPE_CHECKING:
-    from potluck.load.client import Shot
-    from potluck.load.measured import Findings
-    from potluck.load.prompts import Style
+    from potluck.loadgen.load_client import TimedRequest
+    from potluck.loadgen.load_prompts import Style
+    from potluck.loadgen.load_result import LoadResult
 
 DEFAULT_URL = "http://127.0.0.1:8000"
 DEFAULT_REQUESTS = 100
@@ -116,7 +116,7 @@ def bench(
       potluck bench --rate 5 --slo ttft=2s,tpot=50ms,attainment=0.95
       potluck bench --workload trace.jsonl --rate 5 --requests 500 --plot bench.html
     """
-    from potluck.load import client, measured, prompts
+    from potluck.loadgen import load_client, load_prompts, load_result
 
     if plot is not None and plot.suffix != ".html":
         raise InputError("--plot", f"{plot.name} must end in .html")
@@ -125,18 +125,18 @@ def bench(
     slo = _slo(slo_text, ttft_s, tpot_s, e2e_s)
     traced = () if workload is None else _traced(workload, rate_per_s, requests, seconds, seed)
     url = url or running_url() or DEFAULT_URL
-    client.server_of(url)
+    load_client.server_of(url)
     model = _model(url, model, key := key or os.environ.get(KEY_VARIABLE, ""))
     open_loop = rate_per_s is not None or workload is not None
     rows: Iterable[Row] = ((at_s, model, sent, wanted) for at_s, sent, wanted in traced)
     if workload is None:
-        rows = prompts.same(_times(rate_per_s, requests, seconds, seed), model, prompt, output)
-    made = prompts.shots(rows, seed=seed, style=style, key=key, until_eos=until_eos)
+        rows = load_prompts.same(_times(rate_per_s, requests, seconds, seed), model, prompt, output)
+    made = load_prompts.shots(rows, seed=seed, style=style, key=key, until_eos=until_eos)
     if open_loop:
-        client.shoot(url, shots := list(made), within_s=within_s)
+        load_client.shoot(url, shots := list(made), within_s=within_s)
     else:
-        shots = client.shoot_in_turns(url, made, concurrency or 1, seconds=seconds, within_s=within_s)
-    found = measured.measured(shots, slo)
+        shots = load_client.shoot_in_turns(url, made, concurrency or 1, seconds=seconds, within_s=within_s)
+    found = load_result.measured(shots, slo)
     if plot is not None:
         _write(plot, _page(url, shots, found, slo))
     if as_json:
@@ -148,7 +148,7 @@ def bench(
         raise click.exceptions.Exit(1)
 
 
-def _keep(found: Findings, slo: Slo | None, as_json: bool) -> None:
+def _keep(found: LoadResult, slo: Slo | None, as_json: bool) -> None:
     """A promise that is not kept is an exit code, and the last line."""
     attained = found.attainment or 0.0
     if slo is None or attained >= slo.attainment:
@@ -201,7 +201,7 @@ def _times(
     rate_per_s: float | None, requests: int | None, seconds: float | None, seed: int
 ) -> Iterable[float]:
     """When requests are sent: at times of chance, or in a closed loop all at once, by turns."""
-    from potluck.load.prompts import poisson
+    from potluck.loadgen.load_prompts import poisson
 
     count = requests or (None if seconds is not None else DEFAULT_REQUESTS)
     if rate_per_s is not None:
@@ -213,16 +213,16 @@ def _traced(
     what: str, rate_per_s: float | None, count: int | None, seconds: float | None, seed: int
 ) -> list[tuple[float, int, int]]:
     """A trace is sent whole unless told otherwise; what is drawn by chance has no end of its own."""
-    from potluck.cli.common.workloads import Asked, is_file, load
+    from potluck.cli.common.workload_options import WorkloadOptions, is_file, load
 
     if count is None and not is_file(what):
         count = DEFAULT_REQUESTS if seconds is None else MOST_REQUESTS
-    made = load(what, "", Asked(rate_per_s, count, seed))
+    made = load(what, "", WorkloadOptions(rate_per_s, count, seed))
     columns = (made.arrival_s.tolist(), made.prompt_tokens.tolist(), made.output_tokens.tolist())
     return [row for row in zip(*columns, strict=True) if seconds is None or row[0] <= seconds]
 
 
-def _show(url: str, model: str, found: Findings, slo: Slo | None, at_once: int | None) -> None:
+def _show(url: str, model: str, found: LoadResult, slo: Slo | None, at_once: int | None) -> None:
     times = (("TTFT", found.ttft_s), ("TPOT", found.tpot_s), ("E2E", found.e2e_s))
     rows = [
         (name, *(figures.seconds(value) for value in asdict(each).values()))
@@ -264,7 +264,7 @@ def _parts(slo: Slo) -> list[tuple[str, float | None]]:
 
 
 def _json(
-    url: str, model: str, found: Findings, slo: Slo | None, open_loop: bool, concurrency: int | None
+    url: str, model: str, found: LoadResult, slo: Slo | None, open_loop: bool, concurrency: int | None
 ) -> dict[str, Any]:
     return {
         "url": url,
@@ -287,13 +287,13 @@ def _json(
     }
 
 
-def _page(url: str, shots: Sequence[Shot], found: Findings, slo: Slo | None) -> str:
+def _page(url: str, shots: Sequence[TimedRequest], found: LoadResult, slo: Slo | None) -> str:
     """Distributions as one page that needs nothing else."""
     import numpy as np
 
-    from potluck.load.measured import tpot_of, whole
+    from potluck.loadgen.load_result import tpot_of, whole
     from potluck.sim.results.report import THEME, charts, sheet
-    from potluck.sim.results.series import Curve, curve
+    from potluck.sim.results.series import LatencyCurve, curve
 
     answered = [shot for shot in shots if whole(shot)]
     columns = (
@@ -307,7 +307,11 @@ def _page(url: str, shots: Sequence[Shot], found: Findings, slo: Slo | None) -> 
     )
     drawn = "".join(
         charts.distribution(
-            (Curve(name, curve(np.asarray(values)), limit_s if limit_s and limit_s < UNSAID_S else None),),
+            (
+                LatencyCurve(
+                    name, curve(np.asarray(values)), limit_s if limit_s and limit_s < UNSAID_S else None
+                ),
+            ),
             f"{name}: share of requests",
         )
         for name, values, limit_s in columns

@@ -12,7 +12,7 @@ import socket
 import time
 from collections.abc import Callable
 
-from potluck.control.store.store import Store
+from potluck.control.store.state_store import StateStore
 
 LASTS_S = 6.0
 ACT_S = 2.0
@@ -34,7 +34,7 @@ class Lease:
     """One controller's claim. `clock` is the time of day, which all who share the file share."""
 
     def __init__(
-        self, store: Store, clock: Callable[[], float] = time.time, lasts_s: float = LASTS_S
+        self, store: StateStore, clock: Callable[[], float] = time.time, lasts_s: float = LASTS_S
     ) -> None:
         self._store, self._clock, self._lasts_s = store, clock, lasts_s
         self.holder = f"{socket.gethostname()}-{os.getpid()}-{secrets.token_hex(4)}"

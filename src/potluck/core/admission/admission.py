@@ -23,14 +23,14 @@ from heapq import heappop, heappush
 from math import exp, sqrt
 from typing import Final
 
-from potluck.core.admission.backlog import Backlog
-from potluck.core.admission.room import AHEAD, Room
-from potluck.core.brain.actions import RefusalReason
-from potluck.core.brain.facts import Facts
-from potluck.core.brain.fleet import Fleet
-from potluck.core.brain.flight import RUNNING, Flight, Kind, Place
-from potluck.core.brain.policy import Policy
-from potluck.core.routing.table import Table
+from potluck.core.admission.capacity import AHEAD, ReplicaCapacity
+from potluck.core.admission.queue import RequestQueue
+from potluck.core.routing.routing_table import RoutingTable
+from potluck.core.state.actions import RefusalReason
+from potluck.core.state.facts import FleetFacts
+from potluck.core.state.fleet import FleetState
+from potluck.core.state.policy import Policy
+from potluck.core.state.request_state import RUNNING, Kind, QueuePosition, RequestState
 from potluck.core.values.service import RequestClass
 
 WAIT: Final = 0.45
@@ -46,18 +46,18 @@ MOST_RETRY_S: Final = 60.0
 class Refusal:
     """Why a request is told no, and when to try again."""
 
-    __slots__ = ("detail", "flight", "reason", "retry_after_s")
+    __slots__ = ("detail", "reason", "req", "retry_after_s")
 
     def __init__(
-        self, flight: Flight, reason: RefusalReason, detail: str, retry_after_s: float | None = None
+        self, req: RequestState, reason: RefusalReason, detail: str, retry_after_s: float | None = None
     ) -> None:
-        self.flight = flight
+        self.req = req
         self.reason = reason
         self.detail = detail
         self.retry_after_s = retry_after_s
 
 
-class Rate:
+class ServiceRate:
     """Work a second that leaves a backlog, and how much at a time; what the plan says until something was seen."""
 
     __slots__ = ("_at_once", "_since_s", "_spent_s", "_squares", "_work")
@@ -98,43 +98,43 @@ class Rate:
 class Admission:
     """The queues of all models; changed by the Brain as requests come, go on and end."""
 
-    def __init__(self, facts: Facts, policy: Policy, fleet: Fleet, table: Table) -> None:
+    def __init__(self, facts: FleetFacts, policy: Policy, fleet: FleetState, table: RoutingTable) -> None:
         self._facts = facts
         self._policy = policy
         self._table = table
         self.weights = {tenant.name: tenant.weight for tenant in policy.tenants}
         self.classes: dict[str, RequestClass] = {each.name: each for each in policy.classes}
-        self.room = Room(facts, policy, fleet, table)
-        self.backlogs: dict[str, Backlog] = {}
+        self.room = ReplicaCapacity(facts, policy, fleet, table)
+        self.backlogs: dict[str, RequestQueue] = {}
         """By model; only those that somebody waits in."""
-        self._rates: dict[str, Rate] = {}
+        self._rates: dict[str, ServiceRate] = {}
         self._costs: dict[str, float] = {}
         """Prompt tokens that an output token counts for, by model."""
-        self._ends: list[tuple[float, int, Place]] = []
+        self._ends: list[tuple[float, int, QueuePosition]] = []
         """When waiting ends."""
         self._notes = 0
         self._deadlines: list[tuple[float, str]] = []
         """Of requests that are stopped then though they run."""
 
-    def behind(self, flight: Flight, kind: Kind) -> bool:
+    def behind(self, req: RequestState, kind: Kind) -> bool:
         """Whether a newcomer has to stand in line."""
-        backlog = self.backlogs.get(flight.request.model)
-        if backlog is None:
+        queue = self.backlogs.get(req.request.model)
+        if queue is None:
             return False
-        request = flight.request
-        return backlog.waits(request.tenant, self.classes[request.request_class].matters, kind)
+        request = req.request
+        return queue.waits(request.tenant, self.classes[request.request_class].matters, kind)
 
-    def wait(self, at_s: float, flight: Flight, kind: Kind) -> list[Refusal]:
+    def wait(self, at_s: float, req: RequestState, kind: Kind) -> list[Refusal]:
         """Let a request wait that finds no room, or say why it, or another in its place, is refused."""
-        request = flight.request
+        request = req.request
         model, tenant = request.model, request.tenant
         known = self.classes[request.request_class]
-        backlog = self.backlogs.get(model)
-        if backlog is None:
-            backlog = self.backlogs[model] = Backlog(self.weights)
+        queue = self.backlogs.get(model)
+        if queue is None:
+            queue = self.backlogs[model] = RequestQueue(self.weights)
             self._rate(model).began(at_s)
-        work = self._work(flight)
-        wait_s = self._rate(model).wait_s(at_s, backlog.ahead(tenant, known.matters))
+        work = self._work(req)
+        wait_s = self._rate(model).wait_s(at_s, queue.ahead(tenant, known.matters))
         refused: list[Refusal] = []
         slo = known.objective(self.room.slo(model))
         if slo is not None and not known.late:
@@ -146,66 +146,66 @@ class Admission:
                     f"it would wait up to {wait_s:.2f} s for its turn; of the {slo.ttft_s:g} s to its first token "
                     f"at most {max(0.0, most_s):.2f} s may pass in waiting"
                 )
-                return [Refusal(flight, "overloaded", why, _retry(wait_s - max(0.0, most_s)))]
-        if backlog.tenant_count(tenant) >= self._policy.queue_requests:
-            least = backlog.least(tenant)
+                return [Refusal(req, "overloaded", why, _retry(wait_s - max(0.0, most_s)))]
+        if queue.tenant_count(tenant) >= self._policy.queue_requests:
+            least = queue.least(tenant)
             assert least is not None
             full = f"{self._policy.queue_requests} requests of its tenant wait already"
             if least.level >= known.matters:
-                return [Refusal(flight, "overloaded", full, _retry(wait_s))]
+                return [Refusal(req, "overloaded", full, _retry(wait_s))]
             refused.append(
                 self._give_up(at_s, least, "overloaded", f"one that matters more came, and {full}")
             )
-            backlog = self.backlogs.setdefault(model, backlog)
-        place = backlog.add(at_s, flight, known.matters, kind, work)
+            queue = self.backlogs.setdefault(model, queue)
+        place = queue.add(at_s, req, known.matters, kind, work)
         self._notes += 1  # a place's stamp is unlike only those of its own backlog
-        heappush(self._ends, (self._end_s(at_s, flight, known), self._notes, place))
+        heappush(self._ends, (self._end_s(at_s, req, known), self._notes, place))
         return refused
 
-    def next(self, at_s: float, model: str) -> Flight | Refusal | None:
+    def next(self, at_s: float, model: str) -> RequestState | Refusal | None:
         """Whose turn it is; a refusal when it is too late for that one."""
-        backlog = self.backlogs.get(model)
-        place = backlog.head() if backlog is not None else None
-        if backlog is None or place is None:
+        queue = self.backlogs.get(model)
+        place = queue.head() if queue is not None else None
+        if queue is None or place is None:
             return None
-        late_s = self._end_s(place.since_s, place.flight, self.classes[place.flight.request.request_class])
+        late_s = self._end_s(place.since_s, place.req, self.classes[place.req.request.request_class])
         if at_s >= late_s:
             return self._too_late(at_s, place)
-        self.room.between.crowded = self.room.several and backlog.others(place.tenant, place.level)
-        return place.flight
+        self.room.between.crowded = self.room.several and queue.others(place.tenant, place.level)
+        return place.req
 
-    def take(self, at_s: float, flight: Flight) -> None:
+    def take(self, at_s: float, req: RequestState) -> None:
         """It was sent."""
-        place, model = flight.place, flight.request.model
+        place, model = req.place, req.request.model
         assert place is not None
         self._rate(model).took(at_s, place.work)
         self.backlogs[model].take(place)
         self._forget(model)
 
-    def went(self, at_s: float, flight: Flight) -> None:
+    def went(self, at_s: float, req: RequestState) -> None:
         """It was sent when its time to wait was over."""
-        self._rate(flight.request.model).took(at_s, self._work(flight))
+        self._rate(req.request.model).took(at_s, self._work(req))
 
-    def left_s(self, at_s: float, flight: Flight) -> float:
+    def left_s(self, at_s: float, req: RequestState) -> float:
         """Until its first token is due; 0 where late answers are wanted too, or nothing was promised."""
-        known = self.classes[flight.request.request_class]
-        slo = known.objective(self.room.slo(flight.request.model))
-        return flight.request.arrival_s + slo.ttft_s - at_s if slo is not None and not known.late else 0.0
+        known = self.classes[req.request.request_class]
+        slo = known.objective(self.room.slo(req.request.model))
+        return req.request.arrival_s + slo.ttft_s - at_s if slo is not None and not known.late else 0.0
 
-    def outranked(self, flight: Flight) -> bool:
+    def outranked(self, req: RequestState) -> bool:
         """Whether somebody waits that matters more."""
-        backlog = self.backlogs.get(flight.request.model)
-        return backlog is not None and backlog.matters > self.classes[flight.request.request_class].matters
+        queue = self.backlogs.get(req.request.model)
+        return queue is not None and queue.matters > self.classes[req.request.request_class].matters
 
-    def stuck(self, flight: Flight) -> None:
+    def stuck(self, req: RequestState) -> None:
         """It found no room."""
-        place = flight.place
+        place = req.place
         assert place is not None
-        self.backlogs[flight.request.model].stuck.add((place.tenant, place.kind))
+        self.backlogs[req.request.model].stuck.add((place.tenant, place.kind))
 
-    def remove(self, flight: Flight) -> None:
+    def remove(self, req: RequestState) -> None:
         """It waits no more: cancelled, or held for want of any replica."""
-        place, model = flight.place, flight.request.model
+        place, model = req.place, req.request.model
         if place is not None:
             self.backlogs[model].remove(place)
             self._forget(model)
@@ -215,50 +215,50 @@ class Admission:
         found = []
         while self._ends and self._ends[0][0] <= at_s:
             place = heappop(self._ends)[2]
-            if place.flight.place is place:
+            if place.req.place is place:
                 found.append(self._too_late(at_s, place))
         if len(self._ends) > 64 and len(self._ends) > 4 * sum(each.count for each in self.backlogs.values()):
-            self._ends = sorted(end for end in self._ends if end[2].flight.place is end[2])
+            self._ends = sorted(end for end in self._ends if end[2].req.place is end[2])
         return found
 
-    def watch(self, flight: Flight) -> None:
+    def watch(self, req: RequestState) -> None:
         """It is to be stopped at its deadline if its class says so."""
-        deadline_s = flight.request.deadline_s
-        if deadline_s is not None and self.classes[flight.request.request_class].stops:
-            heappush(self._deadlines, (deadline_s, flight.request.id))
+        deadline_s = req.request.deadline_s
+        if deadline_s is not None and self.classes[req.request.request_class].stops:
+            heappush(self._deadlines, (deadline_s, req.request.id))
 
-    def overdue(self, at_s: float, flights: dict[str, Flight]) -> list[Flight]:
+    def overdue(self, at_s: float, flights: dict[str, RequestState]) -> list[RequestState]:
         """Running requests whose deadline has passed and that are to be stopped."""
         found = []
         while self._deadlines and self._deadlines[0][0] <= at_s:
-            flight = flights.get(heappop(self._deadlines)[1])
-            if flight is not None and flight.state == RUNNING:
-                found.append(flight)
+            req = flights.get(heappop(self._deadlines)[1])
+            if req is not None and req.state == RUNNING:
+                found.append(req)
         return found
 
-    def _too_late(self, at_s: float, place: Place) -> Refusal:
-        request = place.flight.request
+    def _too_late(self, at_s: float, place: QueuePosition) -> Refusal:
+        request = place.req.request
         deadline_s = request.deadline_s
         if deadline_s is not None and at_s >= deadline_s:
             return self._give_up(at_s, place, "deadline", f"waited for its turn until {deadline_s:g} s")
         return self._give_up(at_s, place, "overloaded", f"waited {at_s - place.since_s:.2f} s for its turn")
 
-    def _give_up(self, at_s: float, place: Place, reason: RefusalReason, why: str) -> Refusal:
-        model = place.flight.request.model
-        backlog = self.backlogs[model]
-        wait_s = self._rate(model).wait_s(at_s, backlog.ahead(place.tenant, place.level))
-        backlog.remove(place)
+    def _give_up(self, at_s: float, place: QueuePosition, reason: RefusalReason, why: str) -> Refusal:
+        model = place.req.request.model
+        queue = self.backlogs[model]
+        wait_s = self._rate(model).wait_s(at_s, queue.ahead(place.tenant, place.level))
+        queue.remove(place)
         self._forget(model)
-        return Refusal(place.flight, reason, why, _retry(wait_s) if reason == "overloaded" else None)
+        return Refusal(place.req, reason, why, _retry(wait_s) if reason == "overloaded" else None)
 
     def _forget(self, model: str) -> None:
-        backlog = self.backlogs.get(model)
-        if backlog is not None and not backlog.count:
+        queue = self.backlogs.get(model)
+        if queue is not None and not queue.count:
             del self.backlogs[model]
 
-    def _end_s(self, since_s: float, flight: Flight, known: RequestClass) -> float:
+    def _end_s(self, since_s: float, req: RequestState, known: RequestClass) -> float:
         """When waiting is of no use any more."""
-        request = flight.request
+        request = req.request
         end_s = since_s + (known.max_wait_s if known.max_wait_s is not None else self._policy.max_wait_s)
         if request.deadline_s is not None:
             end_s = min(end_s, request.deadline_s)
@@ -267,11 +267,11 @@ class Admission:
             end_s = min(end_s, request.arrival_s + WAIT * slo.ttft_s)
         return end_s
 
-    def _work(self, flight: Flight) -> float:
+    def _work(self, req: RequestState) -> float:
         """In tokens of prompts: an output token counts for as many as are computed in its part of a step."""
-        return flight.prompt_tokens + self._costs.get(flight.request.model, 1.0) * flight.output_tokens
+        return req.prompt_tokens + self._costs.get(req.request.model, 1.0) * req.output_tokens
 
-    def _rate(self, model: str) -> Rate:
+    def _rate(self, model: str) -> ServiceRate:
         """Made when somebody waits for the first time."""
         rate = self._rates.get(model)
         if rate is None:
@@ -283,7 +283,7 @@ class Admission:
                 prior += 1.0 / prompt_s
                 prompts_s += prompt_s
                 steps_s += facts.decode_step_s / max(1, facts.decode_batch)
-            rate = self._rates[model] = Rate(prior if prior > 0 else 1.0)
+            rate = self._rates[model] = ServiceRate(prior if prior > 0 else 1.0)
             if known:
                 self._costs[model] = steps_s / prompts_s
         return rate

@@ -38,41 +38,41 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 from potluck.core.admission.admission import Admission
-from potluck.core.brain import events as told
-from potluck.core.brain.actions import Action, Drain, Flip, Recast, Start, Stop
 from potluck.core.brain.adoption import Adoption
-from potluck.core.brain.caches import Caches
-from potluck.core.brain.facts import Facts
-from potluck.core.brain.fleet import Fleet, View
-from potluck.core.brain.flight import Flight
-from potluck.core.brain.flights import Flights
-from potluck.core.brain.hedges import Hedges
-from potluck.core.brain.policy import Policy
+from potluck.core.brain.hedging import Hedging
+from potluck.core.brain.operator_notes import OperatorNotes
+from potluck.core.brain.prefix_caches import PrefixCaches
 from potluck.core.brain.recovery import Recovery
-from potluck.core.brain.remarks import Remarks
-from potluck.core.routing.affinity import Affinity
-from potluck.core.routing.groups import Lengths
+from potluck.core.brain.requests import Requests
+from potluck.core.routing.group_sharing import MeanLengths
+from potluck.core.routing.learned_speeds import LearnedSpeeds
+from potluck.core.routing.prefix_affinity import PrefixAffinity
 from potluck.core.routing.router import Router
-from potluck.core.routing.speeds import Speeds
-from potluck.core.routing.table import Table
-from potluck.core.scale.base import SetLengths
-from potluck.core.scale.steward import Steward
+from potluck.core.routing.routing_table import RoutingTable
+from potluck.core.scaling.autoscaler import Autoscaler
+from potluck.core.scaling.rule import SetLengths
+from potluck.core.state import events as told
+from potluck.core.state.actions import Action, DrainReplica, FlipReplica, Reassign, StartReplica, StopReplica
+from potluck.core.state.facts import FleetFacts
+from potluck.core.state.fleet import FleetState, ReplicaState
+from potluck.core.state.policy import Policy
+from potluck.core.state.request_state import RequestState
 
 
 class Brain:
     """All run-time decisions of one fleet."""
 
-    def __init__(self, facts: Facts, policy: Policy) -> None:
-        self.fleet = Fleet(facts.replicas)
-        self.speeds = Speeds(facts, self.fleet, policy.balance == "learned")
-        self.table = Table(facts, policy, self.fleet)
-        self.caches = Caches(facts, policy, self.fleet, self.table)
-        affinity = Affinity(facts, policy, self.fleet, self.table, self.caches.index)
+    def __init__(self, facts: FleetFacts, policy: Policy) -> None:
+        self.fleet = FleetState(facts.replicas)
+        self.speeds = LearnedSpeeds(facts, self.fleet, policy.balance == "learned")
+        self.table = RoutingTable(facts, policy, self.fleet)
+        self.caches = PrefixCaches(facts, policy, self.fleet, self.table)
+        affinity = PrefixAffinity(facts, policy, self.fleet, self.table, self.caches.index)
         self.admission = Admission(facts, policy, self.fleet, self.table)
         room = self.admission.room if policy.admission else None
         self.router = Router(facts, policy, self.fleet, self.table, affinity, self.speeds, room)
-        self.steward = Steward(facts, policy, self.fleet)
-        self._flights = flights = Flights(
+        self.autoscaler = Autoscaler(facts, policy, self.fleet)
+        self._flights = requests = Requests(
             facts,
             policy,
             self.fleet,
@@ -80,47 +80,47 @@ class Brain:
             self.caches,
             affinity,
             self.router,
-            self.steward,
+            self.autoscaler,
             self.speeds,
             self.admission,
         )
-        self._remarks = Remarks()
-        adoption = Adoption(policy, self.fleet, flights, self.admission)
-        self._recovery = Recovery(policy, self.fleet, flights, self.router)
-        self._hedges: Hedges | None = None
+        self._remarks = OperatorNotes()
+        adoption = Adoption(policy, self.fleet, requests, self.admission)
+        self._recovery = Recovery(policy, self.fleet, requests, self.router)
+        self._hedges: Hedging | None = None
         if policy.hedge > 0:
-            self._hedges = Hedges(
+            self._hedges = Hedging(
                 facts,
                 policy.hedge,
                 self.admission,
                 self.table,
-                flights,
+                requests,
                 self._recovery,
                 self.router,
                 self.speeds,
             )
-        self.flights: dict[str, Flight] = flights.open
+        self.requests: dict[str, RequestState] = requests.open
         """Requests that were accepted and have not ended, by id."""
         self._handlers: dict[type, Callable[[float, Any], list[Action]]] = {
-            told.Arrived: flights.arrived,
-            told.Adopted: adoption.adopted,
-            told.SegmentDone: flights.segment_done,
-            told.Computed: flights.computed,
-            told.FirstToken: flights.first_token,
-            told.Finished: flights.finished,
-            told.Failed: self._recovery.failed,
-            told.Underway: self._recovery.underway,
-            told.Cancelled: flights.cancelled,
-            told.Reported: self._reported,
-            told.Silent: self._recovery.silent,
+            told.RequestArrived: requests.arrived,
+            told.RequestAdopted: adoption.adopted,
+            told.SegmentDone: requests.segment_done,
+            told.SegmentComputed: requests.computed,
+            told.FirstToken: requests.first_token,
+            told.RequestFinished: requests.finished,
+            told.AttemptFailed: self._recovery.failed,
+            told.AttemptRunning: self._recovery.underway,
+            told.RequestCancelled: requests.cancelled,
+            told.ReplicaReported: self._reported,
+            told.ReplicaSilent: self._recovery.silent,
             told.LinkReported: self._link_reported,
-            told.Cached: self.caches.reported,
+            told.CacheReported: self.caches.reported,
             told.ReplicaReady: self._ready,
             told.ReplicaLost: self._lost,
-            told.Drained: self._drained,
-            told.Planned: self._planned,
-            told.Ordered: self._ordered,
-            told.Quoted: self._quoted,
+            told.ReplicaDrained: self._drained,
+            told.PlanReceived: self._planned,
+            told.OperatorOrdered: self._ordered,
+            told.MarketReported: self._quoted,
             told.Tick: self._tick,
         }
 
@@ -136,7 +136,7 @@ class Brain:
 
     # What replicas, links and caches say.
 
-    def _reported(self, at_s: float, event: told.Reported) -> list[Action]:
+    def _reported(self, at_s: float, event: told.ReplicaReported) -> list[Action]:
         view = self.fleet.views.get(event.replica)
         if view is not None and view.status_at_s <= at_s:
             self.fleet.report(view, event.status, at_s)
@@ -145,7 +145,7 @@ class Brain:
         return []
 
     def _link_reported(self, at_s: float, event: told.LinkReported) -> list[Action]:
-        self.steward.window.linked(event)
+        self.autoscaler.window.linked(event)
         self.router.linked(event)
         self.caches.linked(event)
         return self._recovery.linked(at_s, event)
@@ -165,25 +165,25 @@ class Brain:
         self.caches.forget(event.replica)
         return self._recovery.gone(at_s, view, event.notice_s) if view is not None else []
 
-    def _drained(self, at_s: float, event: told.Drained) -> list[Action]:
+    def _drained(self, at_s: float, event: told.ReplicaDrained) -> list[Action]:
         view = self.fleet.views.get(event.replica)
         if view is None or view.state != "draining":
             return []
-        return self._carry_out(at_s, self.steward.drained(at_s, event.replica))
+        return self._carry_out(at_s, self.autoscaler.drained(at_s, event.replica))
 
-    def _planned(self, at_s: float, event: told.Planned) -> list[Action]:
+    def _planned(self, at_s: float, event: told.PlanReceived) -> list[Action]:
         self.table.adopt(event.plan)
         self.router.adopt(event.plan)
         self._remarks.planned(self.router.thresholds.links)
-        actions = self._carry_out(at_s, self.steward.adopt(at_s, event.plan))
-        actions += self._carry_out(at_s, self.steward.step(at_s))
+        actions = self._carry_out(at_s, self.autoscaler.adopt(at_s, event.plan))
+        actions += self._carry_out(at_s, self.autoscaler.step(at_s))
         return actions + self._flights.planned(at_s)
 
-    def _quoted(self, at_s: float, event: told.Quoted) -> list[Action]:
-        actions = self._carry_out(at_s, self.steward.quoted(at_s, event.regions))
+    def _quoted(self, at_s: float, event: told.MarketReported) -> list[Action]:
+        actions = self._carry_out(at_s, self.autoscaler.quoted(at_s, event.regions))
         return actions + self._scale(at_s)
 
-    def _ordered(self, at_s: float, event: told.Ordered) -> list[Action]:
+    def _ordered(self, at_s: float, event: told.OperatorOrdered) -> list[Action]:
         view = self.fleet.views.get(event.replica)
         if view is None or view.state != "ready":
             return []
@@ -192,13 +192,13 @@ class Brain:
             case "cordon" | "uncordon":
                 return self._cordon(at_s, view, event.what == "cordon")
             case "drain":
-                asked = (Drain(event.replica),)
+                asked = (DrainReplica(event.replica),)
             case role:
-                asked = self.steward.ordered(view, role)
+                asked = self.autoscaler.ordered(view, role)
         # With a step in any case: what was lost since the last one would pass for seen.
-        return self._carry_out(at_s, asked) + self._carry_out(at_s, self.steward.step(at_s))
+        return self._carry_out(at_s, asked) + self._carry_out(at_s, self.autoscaler.step(at_s))
 
-    def _cordon(self, at_s: float, view: View, cordoned: bool) -> list[Action]:
+    def _cordon(self, at_s: float, view: ReplicaState, cordoned: bool) -> list[Action]:
         if view.cordoned == cordoned:
             return []
         self.fleet.cordon(view, cordoned)
@@ -210,17 +210,17 @@ class Brain:
         self.table.timed(self.speeds.faded(at_s))
         actions += self._scale(at_s) + self.caches.tick(at_s)
         if self.router.thresholds.links:
-            actions += self._remarks.thresholds(self.router.thresholds.links, self.steward.why())
+            actions += self._remarks.thresholds(self.router.thresholds.links, self.autoscaler.why())
         return actions + self._remarks.paces(self.fleet)
 
     def _scale(self, at_s: float) -> list[Action]:
         waiting = self._flights.held.counts()
-        for model, backlog in self.admission.backlogs.items():
-            waiting[model] = waiting.get(model, 0) + backlog.count
-        steps, thresholds = self.steward.tick(at_s, waiting)
+        for model, queue in self.admission.backlogs.items():
+            waiting[model] = waiting.get(model, 0) + queue.count
+        steps, thresholds = self.autoscaler.tick(at_s, waiting)
         for decision in thresholds:
             if isinstance(decision, SetLengths):
-                lengths = Lengths(decision.prompt_tokens, decision.output_tokens)
+                lengths = MeanLengths(decision.prompt_tokens, decision.output_tokens)
                 self.table.shifted(decision.model, lengths)
             else:
                 self.router.thresholds.rebase(decision.model, decision.tokens)
@@ -231,23 +231,23 @@ class Brain:
         done: list[Action] = []
         for action in actions:
             done.append(action)
-            view: View | None = None
+            view: ReplicaState | None = None
             comes = False
             match action:
-                case Start(member):
+                case StartReplica(member):
                     self.fleet.add(member)
-                case Drain(replica):
+                case DrainReplica(replica):
                     view = self.fleet.views.get(replica)
                     self.fleet.drain(replica)
-                case Stop(replica):
+                case StopReplica(replica):
                     stopped = self.fleet.remove(replica)
                     self.caches.forget(replica)
                     if stopped is not None:
                         done += self._recovery.gone(at_s, stopped, None)
-                case Flip(replica, role):
+                case FlipReplica(replica, role):
                     view = self.fleet.views.get(replica)
                     self.fleet.flip(replica, role)
-                case Recast(member):
+                case Reassign(member):
                     view = self.fleet.views[member.id]
                     comes = view.member.standby and not member.standby
                     self.fleet.recast(member)
@@ -255,5 +255,5 @@ class Brain:
                 done += self._flights.changed(at_s, view)
             if comes and view is not None and view.serves:
                 done += self._recovery.let_in(at_s, view)
-        self.steward.settled()
+        self.autoscaler.settled()
         return done

@@ -19,16 +19,16 @@ from __future__ import annotations
 
 from typing import Final
 
-from potluck.core.brain import events as told
-from potluck.core.brain.actions import Action, RefusalReason
-from potluck.core.brain.fleet import Fleet, View
-from potluck.core.brain.flight import HELD, RUNNING, Flight
-from potluck.core.brain.flights import Flights
-from potluck.core.brain.inquiries import Inquiries
-from potluck.core.brain.losses import Losses
-from potluck.core.brain.policy import Policy
-from potluck.core.routing.links import PATIENCE_S
+from potluck.core.brain.attempt_queries import AttemptQueries
+from potluck.core.brain.failure_domains import RecentLosses
+from potluck.core.brain.requests import Requests
+from potluck.core.routing.link_states import PATIENCE_S
 from potluck.core.routing.router import Router
+from potluck.core.state import events as told
+from potluck.core.state.actions import Action, RefusalReason
+from potluck.core.state.fleet import FleetState, ReplicaState
+from potluck.core.state.policy import Policy
+from potluck.core.state.request_state import HELD, RUNNING, RequestState
 
 QUARANTINE_S: Final = 1.0
 FREE_STRIKES: Final = 2
@@ -45,48 +45,50 @@ LOSSES: frozenset[told.FailureKind] = frozenset({"replica", "link"})
 class Recovery:
     """What is done about requests that failed, and about replicas that failed them."""
 
-    def __init__(self, policy: Policy, fleet: Fleet, flights: Flights, router: Router) -> None:
+    def __init__(self, policy: Policy, fleet: FleetState, requests: Requests, router: Router) -> None:
         self._policy = policy
         self._fleet = fleet
-        self._flights = flights
+        self._flights = requests
         self._router = router
-        self._losses = Losses()
-        self._inquiries = Inquiries(flights.open)
+        self._losses = RecentLosses()
+        self._inquiries = AttemptQueries(requests.open)
         self._crowded: set[str] = set()
         """Models of which more are held than the replicas that came up lately could take."""
         self._doubts: dict[str, float] = {}
         """Replicas that may be gone, and until when to think so."""
 
-    def failed(self, at_s: float, event: told.Failed) -> list[Action]:
-        flight = self._flights.open.get(event.request)
-        if flight is None or flight.state != RUNNING or event.attempt != flight.attempt:
+    def failed(self, at_s: float, event: told.AttemptFailed) -> list[Action]:
+        req = self._flights.open.get(event.request)
+        if req is None or req.state != RUNNING or event.attempt != req.attempt:
             return []
         kind, where = event.kind, event.where
-        if flight.recalled and kind == "timeout" and not where:  # it was we who stopped it
-            kind, where = "link", flight.recalled
-        flight.recalled = ""
+        if req.recalled and kind == "timeout" and not where:  # it was we who stopped it
+            kind, where = "link", req.recalled
+        req.recalled = ""
         lost = kind == "replica"
-        actions = self._flights.abandon(flight, where if lost else "")
+        actions = self._flights.abandon(req, where if lost else "")
         if lost:
             actions += self._doubt(at_s, where)
-        actions += self._flights.release(at_s, flight)
-        request = flight.request
-        advanced = event.streamed_tokens > flight.streamed_tokens
-        flight.streamed_tokens = max(flight.streamed_tokens, event.streamed_tokens)
-        if flight.streamed_tokens >= request.max_output_tokens:  # the user has it all
+        actions += self._flights.release(at_s, req)
+        request = req.request
+        advanced = event.streamed_tokens > req.streamed_tokens
+        req.streamed_tokens = max(req.streamed_tokens, event.streamed_tokens)
+        if req.streamed_tokens >= request.max_output_tokens:  # the user has it all
             del self._flights.open[request.id]
             self._flights.end(request.id)
             return actions
-        flight.prompt_tokens = request.prompt_tokens + flight.streamed_tokens
-        flight.attempt += 1 + flight.twins
-        flight.twins = 0
-        self._blame(at_s, flight, kind, where, advanced)
-        problem = verdict(flight, at_s, self._policy)
+        req.prompt_tokens = request.prompt_tokens + req.streamed_tokens
+        req.attempt += 1 + req.twins
+        req.twins = 0
+        self._blame(at_s, req, kind, where, advanced)
+        problem = verdict(req, at_s, self._policy)
         if problem is not None:
-            return actions + self._flights.refuse(at_s, flight, *problem)
-        return actions + self._again(at_s, flight, kind)
+            return actions + self._flights.refuse(at_s, req, *problem)
+        return actions + self._again(at_s, req, kind)
 
-    def one_of_two(self, at_s: float, event: told.Failed, lost: Flight, left: Flight) -> list[Action]:
+    def one_of_two(
+        self, at_s: float, event: told.AttemptFailed, lost: RequestState, left: RequestState
+    ) -> list[Action]:
         """One of two attempts is over, and the other goes on."""
         kind, where = event.kind, event.where
         actions = self._doubt(at_s, where) if kind == "replica" else []
@@ -94,31 +96,33 @@ class Recovery:
             self._blame(at_s, left, kind, where, advanced=False)
         return actions + self._flights.release(at_s, lost)
 
-    def _blame(self, at_s: float, flight: Flight, kind: told.FailureKind, where: str, advanced: bool) -> None:
+    def _blame(
+        self, at_s: float, req: RequestState, kind: told.FailureKind, where: str, advanced: bool
+    ) -> None:
         lost = kind == "replica"
-        flight.failed_by |= {where}
-        flight.losses += lost
+        req.failed_by |= {where}
+        req.losses += lost
         if lost:
-            flight.lost_on |= {where}
-        killed = lost and not advanced and self._losses.alone(at_s, where, flight.lost_on)
+            req.lost_on |= {where}
+        killed = lost and not advanced and self._losses.alone(at_s, where, req.lost_on)
         if killed or kind not in LOSSES:
-            flight.failures += 1
+            req.failures += 1
 
-    def _again(self, at_s: float, flight: Flight, kind: told.FailureKind) -> list[Action]:
+    def _again(self, at_s: float, req: RequestState, kind: told.FailureKind) -> list[Action]:
         """Send a request that failed: away from what failed it, and from what may be dying.
 
         With nobody else there, one whose replica was lost for the first time goes wherever somebody is; after that,
         or when its link broke, it is held until losses cease. After any other failure the same may be tried again.
         """
-        flight.avoid = flight.failed_by
+        req.avoid = req.failed_by
         if kind in LOSSES:
-            flight.avoid |= self._losses.suspects(at_s)
-        sent = self._flights.dispatch(at_s, flight)
-        if sent or flight.state != HELD or (kind in LOSSES and flight.losses != 1):
+            req.avoid |= self._losses.suspects(at_s)
+        sent = self._flights.dispatch(at_s, req)
+        if sent or req.state != HELD or (kind in LOSSES and req.losses != 1):
             return sent
-        self._flights.held.remove(flight)
-        flight.avoid = flight.failed_by if kind in LOSSES else frozenset()
-        return self._flights.dispatch(at_s, flight)
+        self._flights.held.remove(req)
+        req.avoid = req.failed_by if kind in LOSSES else frozenset()
+        return self._flights.dispatch(at_s, req)
 
     def linked(self, at_s: float, event: told.LinkReported) -> list[Action]:
         """A link has become slow: what is on it goes elsewhere, once, if it is done clearly sooner there.
@@ -131,24 +135,24 @@ class Recovery:
             return actions
         before: dict[str, int] = {}
         for name, over_s in self._router.links.waits_s(event):
-            flight = self._flights.open[name]
-            model = flight.request.model
-            again_s = self._router.detours.again_s(flight, before.get(model, 0))
-            if flight.attempt or flight.twins or flight.recalled or verdict(flight, at_s, self._policy):
+            req = self._flights.open[name]
+            model = req.request.model
+            again_s = self._router.detours.again_s(req, before.get(model, 0))
+            if req.attempt or req.twins or req.recalled or verdict(req, at_s, self._policy):
                 continue
             if over_s >= again_s + PATIENCE_S:
-                flight.recalled = flight.link
-                before[model] = before.get(model, 0) + flight.prompt_tokens
-                actions += [*self._flights.abandon(flight), self._inquiries.ask(at_s, flight)]
+                req.recalled = req.link
+                before[model] = before.get(model, 0) + req.prompt_tokens
+                actions += [*self._flights.abandon(req), self._inquiries.ask(at_s, req)]
         return actions
 
-    def underway(self, at_s: float, event: told.Underway) -> list[Action]:
-        flight = self._flights.open.get(event.request)
-        if flight is not None and flight.state == RUNNING and event.attempt == flight.attempt:
-            self._inquiries.underway(at_s, flight)
+    def underway(self, at_s: float, event: told.AttemptRunning) -> list[Action]:
+        req = self._flights.open.get(event.request)
+        if req is not None and req.state == RUNNING and event.attempt == req.attempt:
+            self._inquiries.underway(at_s, req)
         return []
 
-    def gone(self, at_s: float, view: View, notice_s: float | None) -> list[Action]:
+    def gone(self, at_s: float, view: ReplicaState, notice_s: float | None) -> list[Action]:
         """A replica was lost, with so much notice, or stopped (None): what ran there is to be heard of soon."""
         if notice_s is not None:
             self._losses.note(at_s, view.member)
@@ -179,25 +183,23 @@ class Recovery:
         actions: list[Action] = []
         doubtful, self._flights.doubtful = self._flights.doubtful, {}
         for name in doubtful:
-            flight = self._flights.open.get(name)
-            if flight is None or flight.state != HELD:
+            req = self._flights.open.get(name)
+            if req is None or req.state != HELD:
                 continue
-            if not self._losses.quiet(at_s) and at_s - flight.held_s < LONGEST_CALM_S:
+            if not self._losses.quiet(at_s) and at_s - req.held_s < LONGEST_CALM_S:
                 self._flights.doubtful[name] = None
                 continue
-            self._flights.held.remove(flight)
-            flight.avoid = flight.failed_by = frozenset()
-            actions += self._flights.dispatch(at_s, flight)
+            self._flights.held.remove(req)
+            req.avoid = req.failed_by = frozenset()
+            actions += self._flights.dispatch(at_s, req)
         return actions
 
     def _inquire(self, at_s: float) -> list[Action]:
         """Ask after those that went silent; give up those of which nobody knows anything."""
         actions, hopeless = self._inquiries.tick(at_s)
-        for flight in hopeless:
-            actions += self._flights.abandon(flight) + self._flights.release(at_s, flight)
-            actions += self._flights.refuse(
-                at_s, flight, "lost", "nobody knows how much of it reached the user"
-            )
+        for req in hopeless:
+            actions += self._flights.abandon(req) + self._flights.release(at_s, req)
+            actions += self._flights.refuse(at_s, req, "lost", "nobody knows how much of it reached the user")
         return actions
 
     def _doubt(self, at_s: float, replica: str) -> list[Action]:
@@ -214,7 +216,7 @@ class Recovery:
             self._doubts[replica] = at_s + QUARANTINE_S * (1 << (strikes - 1))
         return self._flights.changed(at_s, view)
 
-    def silent(self, at_s: float, event: told.Silent) -> list[Action]:
+    def silent(self, at_s: float, event: told.ReplicaSilent) -> list[Action]:
         """A replica does not answer: nobody is sent there for now. What it has fails by itself."""
         view = self._fleet.views.get(event.replica)
         if view is None or view.state != "ready":
@@ -225,20 +227,20 @@ class Recovery:
         self._fleet.doubt(view, True, strike=False)
         return [] if known else self._flights.changed(at_s, view)
 
-    def reported(self, at_s: float, view: View) -> list[Action]:
+    def reported(self, at_s: float, view: ReplicaState) -> list[Action]:
         """A replica that is doubted says that it is well."""
         self._losses.reported(at_s, view.member.id)
         if view.strikes > FREE_STRIKES and at_s < self._doubts.get(view.member.id, at_s):
             return []
         return self.trust(at_s, view)
 
-    def trust(self, at_s: float, view: View) -> list[Action]:
+    def trust(self, at_s: float, view: ReplicaState) -> list[Action]:
         self._doubts.pop(view.member.id, None)
         self._losses.mend(view.member.id)
         self._fleet.doubt(view, False)
         return self._flights.changed(at_s, view) + self.let_in(at_s, view)
 
-    def let_in(self, at_s: float, view: View) -> list[Action]:
+    def let_in(self, at_s: float, view: ReplicaState) -> list[Action]:
         """Somebody can be sent to again: those held, but no more than it can take at once."""
         model = view.member.model
         facts = view.facts
@@ -248,13 +250,13 @@ class Recovery:
         return actions
 
 
-def verdict(flight: Flight, at_s: float, policy: Policy) -> tuple[RefusalReason, str] | None:
+def verdict(req: RequestState, at_s: float, policy: Policy) -> tuple[RefusalReason, str] | None:
     """Why a request that failed is not sent again; None when it is."""
-    deadline_s = flight.request.deadline_s
+    deadline_s = req.request.deadline_s
     if deadline_s is not None and at_s >= deadline_s:
         return "deadline", f"failed at {at_s:g} s, after the deadline at {deadline_s:g} s"
-    if flight.failures > policy.retries:
-        return "retries", f"failed {flight.failures} times; {policy.retries} retries are allowed"
-    if flight.attempt >= MOST_ATTEMPTS:
-        return "retries", f"was sent {flight.attempt} times in vain"
+    if req.failures > policy.retries:
+        return "retries", f"failed {req.failures} times; {policy.retries} retries are allowed"
+    if req.attempt >= MOST_ATTEMPTS:
+        return "retries", f"was sent {req.attempt} times in vain"
     return None

@@ -40,17 +40,27 @@ from potluck.core.replica.batch_values import (
     PREFILL,
     RESUMED,
     WAITING,
+    BatchLimits,
+    BatchStep,
     Happening,
-    Limits,
     Queue,
     Sequence,
-    Step,
     head_of,
 )
 from potluck.core.replica.sequences import Sequences
-from potluck.core.replica.sharing import Shares
+from potluck.core.replica.tenant_shares import TenantShares
 
-__all__ = ["DONE", "FINISHED", "FIRST", "PREEMPTED", "RESUMED", "Batcher", "Happening", "Limits", "Step"]
+__all__ = [
+    "DONE",
+    "FINISHED",
+    "FIRST",
+    "PREEMPTED",
+    "RESUMED",
+    "BatchLimits",
+    "BatchStep",
+    "Batcher",
+    "Happening",
+]
 
 
 class Batcher(Sequences):
@@ -58,7 +68,7 @@ class Batcher(Sequences):
 
     __slots__ = ()
 
-    def next_step(self, *, admit: bool = True) -> Step:
+    def next_step(self, *, admit: bool = True) -> BatchStep:
         """Schedule a step: who computes what. Blocks are taken now, progress counts at `commit`. With `admit`
         false nobody begins (the step began before they came)."""
         if self._pending is not None:
@@ -85,11 +95,11 @@ class Batcher(Sequences):
                     budget = self._go_on(self._prefills, budget, chunks)
             if waits and not self.blocked:
                 self._admit(budget, chunks, self._queue)
-        step = Step(chunks, decoding.count, decoding.context_tokens, len(self._newcomers), preempted)
+        step = BatchStep(chunks, decoding.count, decoding.context_tokens, len(self._newcomers), preempted)
         self._pending = step
         return step
 
-    def commit(self, step: Step) -> list[Happening]:
+    def commit(self, step: BatchStep) -> list[Happening]:
         """The step was computed: count its tokens, and say what happened, to whom."""
         if step is not self._pending:
             raise InputError("batch: commit", "is not the step that was scheduled")
@@ -187,7 +197,9 @@ class Batcher(Sequences):
                 budget -= tokens
         return budget
 
-    def _divided(self, shares: Shares, budget: int, chunks: list[tuple[int, int, int]], admit: bool) -> None:
+    def _divided(
+        self, shares: TenantShares, budget: int, chunks: list[tuple[int, int, int]], admit: bool
+    ) -> None:
         """The same for several tenants: each goes on and begins in its part of the budget, by its own order, the one
         that has had least first. What one leaves, prompts that have begun take."""
         begun: dict[str, list[Sequence]] = {}

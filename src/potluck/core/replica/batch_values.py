@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from heapq import heappop
 from typing import Final
 
-from potluck.core.brain.facts import BLOCK_TOKENS
 from potluck.core.errors import CapacityError, InputError
+from potluck.core.state.facts import BLOCK_TOKENS
 
 FIRST: Final = 0
 DONE: Final = 1
@@ -33,7 +33,7 @@ Happening = tuple[int, int]
 
 
 @dataclass(frozen=True, slots=True)
-class Limits:
+class BatchLimits:
     """What bounds a replica's steps."""
 
     total_blocks: int
@@ -63,7 +63,7 @@ class Limits:
         return self.spare_blocks if self.spare_blocks >= 0 else self.total_blocks // 100
 
 
-class Step:
+class BatchStep:
     """One step: what is to be computed, and who had to go for it."""
 
     __slots__ = ("chunks", "context_tokens", "decodes", "newcomers", "preempted")

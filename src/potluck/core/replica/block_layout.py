@@ -14,8 +14,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from potluck.core.brain.facts import BLOCK_TOKENS
-from potluck.core.replica.block_values import Found
+from potluck.core.replica.block_values import PrefixHit
+from potluck.core.state.facts import BLOCK_TOKENS
 from potluck.core.values.model import Attention, FullAttention, LatentAttention, Model
 
 Kind = Literal["tokens", "window", "state"]
@@ -76,7 +76,7 @@ def pool_layout(model: Model, element_bytes: int = 2, block_tokens: int = BLOCK_
     return PoolLayout(tuple(groups), block_tokens)
 
 
-def checkpoints_at(found: Found, blocks: int) -> tuple[int, ...]:
+def checkpoints_at(found: PrefixHit, blocks: int) -> tuple[int, ...]:
     """After how many blocks a prompt of so many whole ones, of which `found` was there, should leave checkpoints.
 
     At its end, where its own continuation will look; and where it left a way that others had come: what two prompts

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from hashlib import blake2b, sha256
 from typing import NamedTuple
 
-from potluck.core.brain.facts import BLOCK_TOKENS
 from potluck.core.errors import InputError
+from potluck.core.state.facts import BLOCK_TOKENS
 
 HASH_BYTES = 16
 """Wide enough that nobody can make two prefixes of one name, and so read another's cache."""
@@ -58,7 +58,7 @@ def as_bytes(name: int) -> bytes:
     return name.to_bytes(HASH_BYTES, "little")
 
 
-class NameBook:
+class BlockNamer:
     """Names for one who names prompts all day: what begins as an earlier prompt did is not worked out again.
 
     Remembered are runs of blocks, by a hash of their tokens and all before them; no tokens are. The least recently
@@ -131,7 +131,7 @@ class Checkpoint:
 Name = int | Checkpoint
 
 
-class Found(NamedTuple):
+class PrefixHit(NamedTuple):
     """The longest prefix that can be resumed."""
 
     tokens: int
@@ -141,10 +141,10 @@ class Found(NamedTuple):
     """Blocks that there are, also behind the last checkpoint: others came this way, so one is wanted there."""
 
 
-NOTHING = Found(0, 0)
+NOTHING = PrefixHit(0, 0)
 
 
-class Placed(NamedTuple):
+class BlockPlacement(NamedTuple):
     """Something new, and the blocks that it goes to."""
 
     name: Name
@@ -152,7 +152,7 @@ class Placed(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class Changes:
+class CacheChanges:
     """What came and went, net, since last asked for. `marked`: blocks at whose end everything can be resumed."""
 
     added: tuple[int, ...] = ()

@@ -22,11 +22,28 @@ from bisect import bisect_left
 from collections.abc import Iterable, Sequence
 from heapq import heappop, heappush
 
-from potluck.core.brain.facts import BLOCK_TOKENS
 from potluck.core.errors import InputError
-from potluck.core.replica.block_values import NOTHING, Changes, Checkpoint, Found, Name, Placed, block_hashes
+from potluck.core.replica.block_values import (
+    NOTHING,
+    BlockPlacement,
+    CacheChanges,
+    Checkpoint,
+    Name,
+    PrefixHit,
+    block_hashes,
+)
+from potluck.core.state.facts import BLOCK_TOKENS
 
-__all__ = ["NOTHING", "BlockPool", "Changes", "Checkpoint", "Found", "Name", "Placed", "block_hashes"]
+__all__ = [
+    "NOTHING",
+    "BlockPlacement",
+    "BlockPool",
+    "CacheChanges",
+    "Checkpoint",
+    "Name",
+    "PrefixHit",
+    "block_hashes",
+]
 
 
 class _Node:
@@ -96,7 +113,9 @@ class BlockPool:
         nodes = self._nodes
         return bisect_left(hashes, True, key=lambda name: name not in nodes)
 
-    def longest(self, tokens: Sequence[int], hashes: Sequence[int], most_tokens: int, root: int = 0) -> Found:
+    def longest(
+        self, tokens: Sequence[int], hashes: Sequence[int], most_tokens: int, root: int = 0
+    ) -> PrefixHit:
         """What there is of a prompt, at most `most_tokens`; the use counts as recent.
 
         `root` tells checkpoints apart that no block comes before: those of another root are another's.
@@ -109,7 +128,7 @@ class BlockPool:
             if depth:
                 self._tick += 1
                 self._nodes[hashes[depth - 1]].stamp = self._tick
-            return Found(depth * self.block_tokens, depth, None, depth)
+            return PrefixHit(depth * self.block_tokens, depth, None, depth)
         node: _Node | None = self._nodes[hashes[depth - 1]] if depth else self._root
         blocks = depth
         while node is not None:
@@ -120,12 +139,12 @@ class BlockPool:
                 best.stamp = self._tick
                 assert isinstance(best.name, Checkpoint)
                 size = blocks * self.block_tokens + len(best.name.rest)
-                return Found(size, blocks, best.name, depth)
+                return PrefixHit(size, blocks, best.name, depth)
             node = node.parent
             blocks -= 1
-        return Found(0, 0, None, depth)
+        return PrefixHit(0, 0, None, depth)
 
-    def keep(self, hashes: Sequence[int]) -> tuple[list[Placed], list[Placed]]:
+    def keep(self, hashes: Sequence[int]) -> tuple[list[BlockPlacement], list[BlockPlacement]]:
         """Keep a chain of blocks as far as there is room: (the new ones in order, those that went)."""
         depth, node = self._end(hashes)
         if depth == len(hashes):
@@ -137,13 +156,13 @@ class BlockPool:
         for name in hashes[depth : depth + len(self._free)]:
             places = (self._free.pop(),)
             node = self._add_block(name, node, places)
-            new.append(Placed(name, places))
+            new.append(BlockPlacement(name, places))
         self._enqueue(node)
         return new, gone
 
     def keep_checkpoint(
         self, hashes: Sequence[int], rest: Sequence[int], blocks: int, root: int = 0
-    ) -> tuple[Placed | None, list[Placed]]:
+    ) -> tuple[BlockPlacement | None, list[BlockPlacement]]:
         """A checkpoint of so many blocks, behind a chain that is kept: (it, unless there or too large; who went)."""
         checkpoint = Checkpoint(hashes[-1] if hashes else root, tuple(rest))
         parent = self._nodes.get(hashes[-1]) if hashes else self._root
@@ -167,7 +186,7 @@ class BlockPool:
         self._enqueue(node)
         if hashes and not rest:
             _note(self._mark_news, hashes[-1], True)
-        return Placed(checkpoint, node.places), gone
+        return BlockPlacement(checkpoint, node.places), gone
 
     def pin(self, name: Name) -> None:
         """Keep it, and so all before it, until it is unpinned as often."""
@@ -180,7 +199,7 @@ class BlockPool:
         node.pins -= 1
         self._enqueue(node)
 
-    def transfer(self, key: int, blocks: int) -> tuple[tuple[int, ...] | None, list[Placed]]:
+    def transfer(self, key: int, blocks: int) -> tuple[tuple[int, ...] | None, list[BlockPlacement]]:
         """Blocks for a hand-over, until `finish` or `adopt`: (their places, unless there are too few; who went)."""
         if key in self._transfers or blocks < 1:
             raise InputError("transfer", f"{key} has blocks already, or asks for none")
@@ -194,7 +213,7 @@ class BlockPool:
         """The hand-over is over, however it ended."""
         self._free.extend(self._transfers.pop(key, ()))
 
-    def adopt(self, key: int, hashes: Sequence[int]) -> list[Placed]:
+    def adopt(self, key: int, hashes: Sequence[int]) -> list[BlockPlacement]:
         """The first blocks of a transfer hold this whole chain: what of it is new stays, the rest is freed."""
         places = self._transfers.get(key, ())
         if len(hashes) > len(places):
@@ -203,24 +222,24 @@ class BlockPool:
         new = []
         for name, place in zip(hashes[depth:], places[depth : len(hashes)], strict=True):
             node = self._add_block(name, node, (place,))
-            new.append(Placed(name, (place,)))
+            new.append(BlockPlacement(name, (place,)))
         self._enqueue(node)
         del self._transfers[key]
         self._free.extend(places[:depth])
         self._free.extend(places[len(hashes) :])
         return new
 
-    def drop(self, name: Name) -> list[Placed]:
+    def drop(self, name: Name) -> list[BlockPlacement]:
         """It turned out to be bad: it goes, and all that builds on it, pinned or not."""
         lost = {id(self._node(name))}
         later = [node for node in self._nodes.values() if self._behind(node, lost)]
         marks = [mark for mark in self._marks.values() if id(mark) in lost or id(mark.parent) in lost]
         return [self._remove(node) for node in (*marks, *reversed(later))]
 
-    def changes(self) -> Changes:
+    def changes(self) -> CacheChanges:
         """What the world should hear, since it was last asked for. What came and went in between is in neither."""
         blocks, marks = self._block_news, self._mark_news
-        found = Changes(
+        found = CacheChanges(
             tuple(name for name, here in blocks.items() if here),
             tuple(name for name, here in blocks.items() if not here),
             tuple(name for name, here in marks.items() if here),
@@ -230,12 +249,12 @@ class BlockPool:
         marks.clear()
         return found
 
-    def everything(self) -> Changes:
+    def everything(self) -> CacheChanges:
         """All there is, for one who has lost track; `changes` goes on from here."""
         self._block_news.clear()
         self._mark_news.clear()
         marked = tuple(mark.after for mark in self._marks if mark.after and not mark.rest)
-        return Changes(tuple(self._nodes), (), marked)
+        return CacheChanges(tuple(self._nodes), (), marked)
 
     def check(self) -> None:
         """Every block is in one place, every count is right; AssertionError if not."""
@@ -298,7 +317,7 @@ class BlockPool:
             self._pushed += 1
             heappush(self._queue, (node.stamp, self._pushed, node))
 
-    def _make_room(self, blocks: int) -> list[Placed]:
+    def _make_room(self, blocks: int) -> list[BlockPlacement]:
         """Let go until so many are free, or nothing else can go."""
         gone = []
         queue = self._queue
@@ -313,7 +332,7 @@ class BlockPool:
             gone.append(self._remove(node))
         return gone
 
-    def _remove(self, node: _Node) -> Placed:
+    def _remove(self, node: _Node) -> BlockPlacement:
         name, parent, places = node.name, node.parent, node.places
         assert parent is not None
         if isinstance(name, Checkpoint):
@@ -330,7 +349,7 @@ class BlockPool:
         parent.children -= 1
         parent.stamp = max(parent.stamp, node.stamp)
         self._enqueue(parent)
-        return Placed(name, places)
+        return BlockPlacement(name, places)
 
 
 def _longest_rest(

@@ -13,7 +13,7 @@ from heapq import heappop, heappush
 from potluck.core.replica.batch_values import DECODE, FINISHED, GONE, Happening, Sequence
 
 
-class Lockstep:
+class DecodeLockstep:
     """The decodes of one Batcher, which alone changes them."""
 
     __slots__ = ("_edges", "clock", "context_tokens", "count", "ends", "fill", "size")

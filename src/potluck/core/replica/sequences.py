@@ -14,14 +14,14 @@ from potluck.core.replica.batch_values import (
     KEPT,
     PREFILL,
     WAITING,
-    Limits,
+    BatchLimits,
+    BatchStep,
     Queue,
     Sequence,
-    Step,
     require_fit,
 )
-from potluck.core.replica.lockstep import Lockstep
-from potluck.core.replica.sharing import Shares
+from potluck.core.replica.lockstep import DecodeLockstep
+from potluck.core.replica.tenant_shares import TenantShares
 
 
 class Sequences:
@@ -35,7 +35,7 @@ class Sequences:
     )
     # fmt: on
 
-    def __init__(self, limits: Limits) -> None:
+    def __init__(self, limits: BatchLimits) -> None:
         self.limits = limits
         self.size = limits.block_tokens
         self._total = limits.total_blocks
@@ -44,7 +44,7 @@ class Sequences:
         self._budget = limits.token_budget
         self._slots = limits.max_running
         self._spare = limits.spare
-        self.decoding = Lockstep(limits.block_tokens)
+        self.decoding = DecodeLockstep(limits.block_tokens)
         """The sequences that decode. Others may read it: `keys` says who they are."""
         self.queued = 0
         """Sequences that have not begun."""
@@ -63,11 +63,11 @@ class Sequences:
         self._prefills: list[Sequence] = []
         self.reserved: dict[int, int] = {}
         """Blocks set aside for those to come. Others may read it."""
-        self._pending: Step | None = None
+        self._pending: BatchStep | None = None
         self._newcomers: list[Sequence] = []
         self._tenant = ""
         """Whose sequences these are, while they are all of one tenant."""
-        self._shares: Shares | None = None
+        self._shares: TenantShares | None = None
         """From the second tenant on, until nobody is left: their lines and shares; `_queue` is empty then."""
 
     def add(
@@ -208,6 +208,6 @@ class Sequences:
         if shares is None:
             for each in self._by_key.values():
                 each.tenant = self._tenant
-            shares = self._shares = Shares(self._tenant, self._queue)
+            shares = self._shares = TenantShares(self._tenant, self._queue)
             self._queue = []
         shares.come(tenant, weight)

@@ -19,17 +19,17 @@ from heapq import heapify, heappop, heappush, heapreplace
 from math import inf
 from typing import Final, Protocol
 
-from potluck.core.brain.facts import BLOCK_TOKENS, ReplicaFacts
-from potluck.core.brain.flight import Flight
-from potluck.core.brain.policy import Balance
 from potluck.core.routing.targets import Target, avoided
+from potluck.core.state.facts import BLOCK_TOKENS, ReplicaFacts
+from potluck.core.state.policy import Balance
+from potluck.core.state.request_state import RequestState
 
 TRIES: Final = 4
 """Turns that are looked at for one that a failed request need not avoid, before all are."""
 BY_LOAD: frozenset[Balance] = frozenset({"learned", "token", "least-work"})
 
 
-class Chooser(Protocol):
+class Balancer(Protocol):
     """Targets with weights, and whose turn it is."""
 
     total: float
@@ -56,7 +56,7 @@ class _Place:
         self.stamp = 0
 
 
-class Least:
+class LeastLoaded:
     """The target with the least (load + offset) x pace; equals take turns."""
 
     __slots__ = ("_heap", "_offset_of", "_places", "_stamp", "total")
@@ -135,13 +135,13 @@ class Least:
         """Loads tell by themselves who got it."""
 
 
-def unfailed(chooser: Chooser, flight: Flight) -> Target | None:
+def unfailed(chooser: Balancer, req: RequestState) -> Target | None:
     """A target that did not fail the request; None when all did."""
     for _ in range(TRIES):
         target = chooser.pick()
-        if target is not None and not avoided(target, flight.avoid):
+        if target is not None and not avoided(target, req.avoid):
             return target
-    others = [each for each in chooser.members() if not avoided(each, flight.avoid)]
+    others = [each for each in chooser.members() if not avoided(each, req.avoid)]
     return min(others, key=lambda each: each.load * each.pace, default=None)
 
 

@@ -8,7 +8,8 @@ from prompt to last token, on one replica ("0 -> null"):
    replica. Prefills that come between its steps slow it down, so its step counts 1 / (1 - busy) times, where
    `busy` is the share of arrivals that lately found a prefill replica at work: as arrivals see time averages, that is
    its utilisation. An idle decode replica gets the request by the rule, and so does whoever would not keep its TPOT
-   objective in place (`Room.keeps_pace`; there what arrivals asked for in their time counts too, `Usage`).
+   objective in place (`Room.keeps_pace`; there what arrivals asked for in their time counts too,
+   `PrefillUtilization`).
 
 The paper says "underutilized" and gives no measure; that of rule 2 is ours. Where prefill is nearly idle it takes
 much of the decoding, as in the paper's Table 3; where prompts keep the prefill replicas busy it takes none.
@@ -20,10 +21,10 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Final
 
-from potluck.core.brain.facts import ReplicaFacts
-from potluck.core.brain.fleet import View
+from potluck.core.state.facts import ReplicaFacts
+from potluck.core.state.fleet import ReplicaState
 
-Step = Callable[[View], float]
+Step = Callable[[ReplicaState], float]
 """Seconds of a replica's decode step with one request more than it has."""
 MEMORY: Final = 64
 """Arrivals over which `busy` is averaged."""
@@ -57,29 +58,29 @@ def step_s(facts: ReplicaFacts, batch: float) -> float:
     return low_s + (full_s - low_s) * (batch - low) / (planned - low)
 
 
-def next_step_seconds(view: View) -> float:
+def next_step_seconds(view: ReplicaState) -> float:
     """A decode step with one request more."""
     return step_seconds(view.facts, view.open_requests + 1) * view.pace
 
 
-def fullness(view: View) -> float:
+def fullness(view: ReplicaState) -> float:
     """How full it would be with one request more; without facts one request fills it."""
     facts = view.facts
     return (view.open_requests + 1) * view.pace / max(1, facts.decode_batch if facts is not None else 1)
 
 
-def seconds_per_token(view: View) -> float:
+def seconds_per_token(view: ReplicaState) -> float:
     """Of a prompt."""
     facts = view.facts
     return (facts.prefill_s_per_token if facts is not None else 1.0) * view.pace
 
 
-def _prompt_s(view: View, tokens: int) -> float:
+def _prompt_s(view: ReplicaState, tokens: int) -> float:
     fixed_s = view.facts.prefill_fixed_s * view.pace if view.facts is not None else 0.0
     return fixed_s + tokens * seconds_per_token(view)
 
 
-def busier(busy: float, prefills: Sequence[View]) -> float:
+def busier(busy: float, prefills: Sequence[ReplicaState]) -> float:
     """The running share of busy prefill replicas after one more look."""
     at_work = 0
     for view in prefills:
@@ -88,7 +89,7 @@ def busier(busy: float, prefills: Sequence[View]) -> float:
     return busy + (now - busy) / MEMORY
 
 
-class Usage:
+class PrefillUtilization:
     """How busy prompts keep a combo's prefill replicas: the larger of two measures.
 
     The share of arrivals that found one at work is its utilisation where arrivals come by chance. Where they come in
@@ -102,7 +103,7 @@ class Usage:
         self._count = 0
         self._found = self._gap_s = self._work_s = self._last_s = 0.0
 
-    def seen(self, at_s: float, tokens: int, prefills: Sequence[View]) -> float:
+    def seen(self, at_s: float, tokens: int, prefills: Sequence[ReplicaState]) -> float:
         """After one more prompt that came."""
         self._found = busier(self._found, prefills)
         if self._count:
@@ -117,7 +118,9 @@ class Usage:
         return max(self._found, min(MOST_BUSY, self._work_s / max(self._gap_s, 1e-9)))
 
 
-def in_place(prefills: Sequence[View], decodes: Sequence[View], step: Step, busy: float) -> View | None:
+def in_place(
+    prefills: Sequence[ReplicaState], decodes: Sequence[ReplicaState], step: Step, busy: float
+) -> ReplicaState | None:
     """The replica that should run the whole request, or None for prefill then decode."""
     free = [view for view in prefills if view.open_prefill_tokens == 0]
     for view in decodes:
@@ -129,11 +132,13 @@ def in_place(prefills: Sequence[View], decodes: Sequence[View], step: Step, busy
     return best if step(best) < (1.0 - busy) * min(map(step, decodes)) else None
 
 
-def least_loaded(views: Sequence[View], fill: Step) -> View:
+def least_loaded(views: Sequence[ReplicaState], fill: Step) -> ReplicaState:
     """The decode replica for the rule's way: the emptiest by its own measure."""
     return views[0] if len(views) == 1 else min(views, key=fill)
 
 
-def shortest_queue(views: Sequence[View], seconds_per_token: Callable[[View], float]) -> View:
+def shortest_queue(
+    views: Sequence[ReplicaState], seconds_per_token: Callable[[ReplicaState], float]
+) -> ReplicaState:
     """The prefill replica whose waiting prompts are computed first."""
     return min(views, key=lambda view: (view.open_prefill_tokens + 1) * seconds_per_token(view))

@@ -33,8 +33,8 @@ from __future__ import annotations
 from math import ceil, floor, inf
 from typing import Final
 
-from potluck.core.brain.facts import ReplicaFacts, SplitFacts
 from potluck.core.routing.opportunistic import step_seconds
+from potluck.core.state.facts import ReplicaFacts, SplitFacts
 
 MOST_IN_LOW: Final = 2
 CANDIDATES: Final = 512

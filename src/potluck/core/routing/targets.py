@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections import deque
 from typing import Final, Protocol
 
-from potluck.core.brain.fleet import Unit, View
-from potluck.core.routing.opportunistic import Usage, seconds_per_token
+from potluck.core.routing.opportunistic import PrefillUtilization, seconds_per_token
+from potluck.core.state.fleet import ReplicaState, TemplateCopy
 from potluck.core.values.plan import Template
 from potluck.core.values.route import Route, aggregated
 
@@ -30,7 +30,7 @@ ALIKE: Final = 0.1
 are to have alike."""
 
 
-class Index(Protocol):
+class LoadIndex(Protocol):
     """Something that keeps targets in order of their load."""
 
     def lighter(self, member: Target) -> None: ...
@@ -66,27 +66,27 @@ class Target:
         "waiting",
     )
 
-    def __init__(self, kind: int, unit: str, view: View | None = None) -> None:
+    def __init__(self, kind: int, unit: str, view: ReplicaState | None = None) -> None:
         self.kind = kind
         self.unit = unit
         self.view = view
         """The replica of a plain target."""
         self.route: Route | None = aggregated(view.member.id) if view is not None else None
         """Made once: a plain target's route is the same for every request."""
-        self.prefills: list[View] = []
+        self.prefills: list[ReplicaState] = []
         """A combo's prefill replicas; a pair's low-end ones."""
-        self.decodes: list[View] = []
+        self.decodes: list[ReplicaState] = []
         """A combo's decode replicas; a pair's high-end ones. Mixed ones count as these."""
         self.busy = 0.0
         """Share of arrivals that lately found its prefill replicas at work."""
-        self.usage = Usage()
+        self.usage = PrefillUtilization()
         self.turn = 0
         """Counts requests, for plain round robin inside."""
         self.load = 0.0
         """Open work, in the unit of the balance that counts it."""
         self.pace = 1.0
         """What is learned of how long that takes, against its unit (`speeds.py`)."""
-        self.indexes: list[Index] = []
+        self.indexes: list[LoadIndex] = []
         """Those that sort it by its load."""
         self.in_low = 0
         """Requests whose first part is in a pair's low-end replicas."""
@@ -107,7 +107,7 @@ class Target:
         pace = _strain(view) if view is not None else max(_pace(self.prefills), _pace(self.decodes))
         self.pace = 1.0 if abs(pace - 1.0) < ALIKE else pace
 
-    def refresh(self, unit: Unit | None) -> None:
+    def refresh(self, unit: TemplateCopy | None) -> None:
         """Look again which replicas of a group are ready."""
         ready = [view for view in unit.views if view.serves] if unit is not None else []
         self.prefills = [view for view in ready if view.role == "prefill"]
@@ -120,13 +120,13 @@ class Target:
         return self.kind == PLAIN or bool(self.prefills and self.decodes)
 
 
-def _strain(view: View) -> float:
+def _strain(view: ReplicaState) -> float:
     """Its pace, and more while its answers come too slowly: less of its work is worth anything then."""
     late = view.late_share
     return view.pace * (1.0 + LATE * late * min(1.0, late / MANY)) if late > 0 else view.pace
 
 
-def _pace(side: list[View]) -> float:
+def _pace(side: list[ReplicaState]) -> float:
     """Of replicas that share their work."""
     speed = 0.0
     for view in side:
@@ -165,7 +165,7 @@ def avoided(target: Target, avoid: frozenset[str]) -> bool:
     return any(all(view.member.lies_in(avoid) for view in side) for side in (target.prefills, target.decodes))
 
 
-def unavoided(views: list[View], avoid: frozenset[str]) -> list[View]:
+def unavoided(views: list[ReplicaState], avoid: frozenset[str]) -> list[ReplicaState]:
     """Those that are left; all when none is."""
     if not avoid:
         return views

@@ -23,8 +23,8 @@ from itertools import pairwise
 from math import inf
 from typing import Final, NamedTuple
 
-from potluck.core.brain.events import LinkReported
-from potluck.core.routing.offers import Offers
+from potluck.core.routing.template_weights import ModelWeights
+from potluck.core.state.events import LinkReported
 
 CONGESTED: Final = 0.9
 CLEAR: Final = 0.7
@@ -43,7 +43,7 @@ MOST_RAISED: Final = 64.0
 
 
 @dataclass(frozen=True, slots=True)
-class Threshold:
+class LengthThreshold:
     """The present rule for one model."""
 
     base_tokens: float
@@ -52,7 +52,7 @@ class Threshold:
     scarce: bool = True
 
 
-class Prefill(NamedTuple):
+class PrefillChoice(NamedTuple):
     """Where to prefill, and whose cache to begin with."""
 
     remote: bool
@@ -60,15 +60,17 @@ class Prefill(NamedTuple):
     """The other side's cached prefix is the longer one and should be sent over."""
 
 
-def decide(threshold: Threshold, total_tokens: int, cached_here: int, cached_there: int) -> Prefill:
+def decide(
+    threshold: LengthThreshold, total_tokens: int, cached_here: int, cached_there: int
+) -> PrefillChoice:
     """`here` is where it would be decoded, `there` where it could be prefilled instead."""
     if threshold.scarce:
-        return Prefill(total_tokens - cached_here > threshold.tokens, False)
+        return PrefillChoice(total_tokens - cached_here > threshold.tokens, False)
     remote = total_tokens - max(cached_here, cached_there) > threshold.tokens
-    return Prefill(remote, cached_here > cached_there if remote else cached_there > cached_here)
+    return PrefillChoice(remote, cached_here > cached_there if remote else cached_there > cached_here)
 
 
-def after_report(threshold: Threshold, report: LinkReported, ahead_s: float = 0.0) -> Threshold:
+def after_report(threshold: LengthThreshold, report: LinkReported, ahead_s: float = 0.0) -> LengthThreshold:
     """The threshold after a word of the link; prompts wait `ahead_s` longer in its prefill cluster than at home."""
     tokens = threshold.tokens
     queue_s = report.queued_bytes * 8 / (report.gbps * 1e9) if report.gbps > 0 else inf
@@ -86,7 +88,7 @@ def after_report(threshold: Threshold, report: LinkReported, ahead_s: float = 0.
     return replace(threshold, tokens=tokens, scarce=scarce)
 
 
-def rebased(threshold: Threshold, base_tokens: float) -> Threshold:
+def rebased(threshold: LengthThreshold, base_tokens: float) -> LengthThreshold:
     """A new long-term value; how far congestion has moved t above it stays, as a ratio."""
     if threshold.tokens <= threshold.base_tokens:
         return replace(threshold, base_tokens=base_tokens, tokens=base_tokens)
@@ -95,7 +97,7 @@ def rebased(threshold: Threshold, base_tokens: float) -> Threshold:
     return replace(threshold, base_tokens=base_tokens, tokens=tokens)
 
 
-def planned(offers: Offers) -> Threshold | None:
+def planned(offers: ModelWeights) -> LengthThreshold | None:
     """The plan's own threshold; None where the plan has no choice between here and there, or not by length.
 
     The first bucket that crosses at all is cut where its part that crosses begins, as if lengths were spread evenly.
@@ -120,4 +122,4 @@ def planned(offers: Offers) -> Threshold | None:
     shortest = offers.longest_tokens[first - 1] if first else 0.0
     longest = offers.longest_tokens[first]
     tokens = shortest if longest == inf else longest - shares[first] * (longest - shortest)
-    return Threshold(tokens, tokens)
+    return LengthThreshold(tokens, tokens)

@@ -8,25 +8,25 @@ from __future__ import annotations
 
 from typing import Final
 
-from potluck.core.brain.events import LinkReported
-from potluck.core.brain.fleet import Fleet
-from potluck.core.brain.flight import Flight
-from potluck.core.routing.affinity import Affinity
-from potluck.core.routing.table import Table
-from potluck.core.routing.threshold import Prefill, Threshold, after_report, decide, rebased
-from potluck.core.routing.ways import Ways
+from potluck.core.routing.options import RouteOptions
+from potluck.core.routing.prefix_affinity import PrefixAffinity
+from potluck.core.routing.routing_table import RoutingTable
+from potluck.core.routing.threshold import LengthThreshold, PrefillChoice, after_report, decide, rebased
+from potluck.core.state.events import LinkReported
+from potluck.core.state.fleet import FleetState
+from potluck.core.state.request_state import RequestState
 
-NONE: Final[dict[str, Prefill]] = {}
+NONE: Final[dict[str, PrefillChoice]] = {}
 
 
-class Thresholds:
+class LengthThresholds:
     """Changed by the Brain alone, through the Router."""
 
-    def __init__(self, table: Table, fleet: Fleet, affinity: Affinity) -> None:
+    def __init__(self, table: RoutingTable, fleet: FleetState, affinity: PrefixAffinity) -> None:
         self._table = table
         self._fleet = fleet
         self._affinity = affinity
-        self.links: dict[str, dict[str, Threshold]] = {}
+        self.links: dict[str, dict[str, LengthThreshold]] = {}
         """Model to `source->target` to its threshold."""
 
     def adopt(self) -> None:
@@ -38,7 +38,7 @@ class Thresholds:
     def rebase(self, model: str, tokens: float) -> None:
         """A new long-term threshold; also where the plan had none, if anything crosses."""
         if model not in self.links:
-            if self._table.divide(model, Threshold(tokens, tokens)):
+            if self._table.divide(model, LengthThreshold(tokens, tokens)):
                 self._take(model, {})
             return
         self.links[model] = {link: rebased(each, tokens) for link, each in self.links[model].items()}
@@ -50,12 +50,12 @@ class Thresholds:
             if link in links:
                 links[link] = after_report(links[link], event, self._ahead_s(model, event))
 
-    def choices(self, flight: Flight, ways: Ways) -> dict[str, Prefill]:
+    def choices(self, req: RequestState, ways: RouteOptions) -> dict[str, PrefillChoice]:
         """Link by link, whether a request should go over it; nothing where length does not decide."""
-        links = self.links.get(flight.request.model)
+        links = self.links.get(req.request.model)
         if not links:
             return NONE
-        prompt, cached = flight.prompt_tokens, self._affinity.by_region(flight, ways)
+        prompt, cached = req.prompt_tokens, self._affinity.by_region(req, ways)
         found = {}
         for way in ways.flows:
             threshold = links.get(way.link) if way.crosses else None
@@ -65,7 +65,7 @@ class Thresholds:
                 )
         return found
 
-    def _take(self, model: str, before: dict[str, Threshold]) -> None:
+    def _take(self, model: str, before: dict[str, LengthThreshold]) -> None:
         table = self._table.models[model]
         fresh = table.threshold
         if fresh is None:

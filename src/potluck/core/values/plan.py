@@ -21,7 +21,7 @@ TemplateKind = Literal["homogeneous", "pipeline", "combo", "pair", "remote_prefi
 
 
 @dataclass(frozen=True, slots=True)
-class Replica:
+class PlannedReplica:
     """One engine instance of a template."""
 
     role: Role
@@ -82,7 +82,7 @@ class Template:
     model: str
     nodes: tuple[NodeCount, ...]
     """What one copy rents. Several small replicas may share a node."""
-    replicas: tuple[Replica, ...]
+    replicas: tuple[PlannedReplica, ...]
     capacity: tuple[BucketCapacity, ...]
     confidence: Confidence
     codec: Codec = "fp16"
@@ -131,7 +131,7 @@ class Deployment:
 
 
 @dataclass(frozen=True, slots=True)
-class Bucket:
+class LengthBucket:
     """Prompts of one model up to a length: where the buckets meet are the plan's length thresholds."""
 
     model: str
@@ -141,7 +141,7 @@ class Bucket:
 
 
 @dataclass(frozen=True, slots=True)
-class Share:
+class PlannedShare:
     """How much of a bucket a deployment takes in one phase: the routing weights."""
 
     template: str
@@ -155,7 +155,7 @@ class Share:
 
 
 @dataclass(frozen=True, slots=True)
-class Flow:
+class PlannedFlow:
     """Requests of one bucket that are prefilled in one region and decoded in another, or in the same."""
 
     model: str
@@ -246,9 +246,9 @@ class Plan:
     strategy: str
     templates: tuple[Template, ...]
     deployments: tuple[Deployment, ...]
-    buckets: tuple[Bucket, ...]
-    shares: tuple[Share, ...]
-    flows: tuple[Flow, ...]
+    buckets: tuple[LengthBucket, ...]
+    shares: tuple[PlannedShare, ...]
+    flows: tuple[PlannedFlow, ...]
     predictions: tuple[Prediction, ...]
     cost_usd_per_h: float
     gap: float

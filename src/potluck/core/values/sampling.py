@@ -119,7 +119,7 @@ class SamplingDefaults:
 
 
 @dataclass(frozen=True, slots=True)
-class Choice:
+class SampledToken:
     token: int
     logprob: float | None = None
     """Under the model itself, before temperature and cuts."""

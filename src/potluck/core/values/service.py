@@ -27,7 +27,7 @@ class Tenant:
 
 
 @dataclass(frozen=True, slots=True)
-class Sharing:
+class PrefixSharing:
     """Tenants that use each other's cached prefixes; others', and those of other models, they do not."""
 
     tenants: tuple[str, ...] = ()
@@ -38,7 +38,7 @@ class Sharing:
     def covers(self, tenant: str, model: str) -> bool:
         return (not self.tenants or tenant in self.tenants) and (not self.models or model in self.models)
 
-    def meets(self, other: Sharing) -> bool:
+    def meets(self, other: PrefixSharing) -> bool:
         """Whether both would cover the same tenant and model."""
         return all(
             not first or not second or not set(first).isdisjoint(second)

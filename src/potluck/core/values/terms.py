@@ -11,7 +11,7 @@ FailureDomain = Literal["node", "zone", "region"]
 
 
 @dataclass(frozen=True, slots=True)
-class Terms:
+class ModelTerms:
     """Of one model. Each can be left out, and `asked` tells which are there."""
 
     survive: FailureDomain | None = None
@@ -63,7 +63,7 @@ class Terms:
         }
         return {name: text for name, text in words.items() if text}
 
-    def without(self, name: str) -> Terms:
+    def without(self, name: str) -> ModelTerms:
         """The terms less one of `asked`."""
         if name == "redundancy":
             return replace(self, survive=None)
@@ -76,7 +76,7 @@ class Terms:
         return all(only is None or region in only for only in (self.regions, self.residency))
 
 
-NO_TERMS = Terms()
+NO_TERMS = ModelTerms()
 
 
 def _only(where: str, names: tuple[str, ...] | None) -> str:

@@ -98,7 +98,7 @@ class NodeType:
 
 
 @dataclass(frozen=True, slots=True)
-class Offer:
+class NodeOffer:
     """A node type that a region rents: at what price, and how many can be had."""
 
     node: str
@@ -129,13 +129,13 @@ class Region:
     """A place with fast links inside it; templates never span two."""
 
     name: str
-    offers: tuple[Offer, ...]
+    offers: tuple[NodeOffer, ...]
     head_usd_per_h: float = 0.0
     """What is paid while anything runs there beside its nodes: a head node, a control plane."""
     storage_usd_per_gb_month: float = 0.0
     """For the weights of each model that runs there."""
 
-    def offer(self, node: str) -> Offer | None:
+    def offer(self, node: str) -> NodeOffer | None:
         return next((offer for offer in self.offers if offer.node == node), None)
 
 

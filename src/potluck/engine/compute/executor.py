@@ -2,7 +2,8 @@
 
 The loop is the only caller, from one thread. It opens a row per sequence, grows it before each step, says what to
 compute and how to draw tokens, and closes it. Caches go out as parcels, layer by layer while a step runs (`exports`)
-or afterwards (`export`), and come in through an `Incoming`. Prefix caching is the same: parcels kept for oneself.
+or afterwards (`export`), and come in through an `IncomingCache`. Prefix caching is the same: parcels kept for
+oneself.
 
 Promises that the loop relies on:
 
@@ -22,18 +23,18 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from potluck.core.errors import PotluckError
-from potluck.core.values.sampling import Choice, Sampling
-from potluck.engine.compute.edits import LogitEdit
-from potluck.engine.compute.work import Size, Work
-from potluck.engine.model.config import Config
+from potluck.core.values.sampling import SampledToken, Sampling
+from potluck.engine.compute.logit_edits import LogitEdit
+from potluck.engine.compute.work import RunnerSize, SequenceWork
+from potluck.engine.model.config import EngineModelConfig
 from potluck.engine.numbers.exactness import Exactness
-from potluck.kv.parcels import Manifest, Parcel
+from potluck.kv.chunks import KvChunk, KvManifest
 
-__all__ = ["Deliver", "Draw", "Executor", "Export", "Incoming", "WorkerLost"]
+__all__ = ["CacheExport", "Deliver", "Executor", "IncomingCache", "TokenDraw", "WorkerLost"]
 
 
 @dataclass(frozen=True, slots=True)
-class Draw:
+class TokenDraw:
     """How the token behind a work is drawn; `position` is the place that it will take."""
 
     way: Sampling
@@ -42,7 +43,7 @@ class Draw:
 
 
 @dataclass(frozen=True, slots=True)
-class Export:
+class CacheExport:
     """A row whose cache of [start, stop) goes out with the step that computes up to `stop`.
 
     It is a piece of a hand-over of the tokens `of`, by default all of it.
@@ -63,7 +64,7 @@ class Export:
         return self.stop == self.end
 
 
-Deliver = Callable[[int, tuple[Parcel, ...]], None]
+Deliver = Callable[[int, tuple[KvChunk, ...]], None]
 """(row, the parcels of one layer). Called from the thread that called `step`, before `step` returns."""
 
 
@@ -75,14 +76,14 @@ class WorkerLost(PotluckError):
         super().__init__(why)
 
 
-class Incoming(Protocol):
+class IncomingCache(Protocol):
     """A cache on its way into a row. Whatever is wrong with a parcel is an InputError; the row can then be closed."""
 
     @property
     def missing(self) -> int:
         """Parcels that have not come."""
 
-    def accept(self, parcel: Parcel) -> None: ...
+    def accept(self, parcel: KvChunk) -> None: ...
 
     def finish(self) -> None:
         """All are there: the row holds the tokens [0, stop)."""
@@ -90,10 +91,10 @@ class Incoming(Protocol):
 
 class Executor(Protocol):
     @property
-    def config(self) -> Config: ...
+    def config(self) -> EngineModelConfig: ...
 
     @property
-    def size(self) -> Size: ...
+    def size(self) -> RunnerSize: ...
 
     @property
     def fingerprint(self) -> str:
@@ -104,7 +105,7 @@ class Executor(Protocol):
         """Whether tokens stay the same to the last bit however the work is cut."""
 
     @property
-    def lanes(self) -> int:
+    def microbatches(self) -> int:
         """Steps that may be under way at once, of different rows, with something to gain."""
 
     def open(self) -> int: ...
@@ -119,28 +120,28 @@ class Executor(Protocol):
 
     def step(
         self,
-        works: Sequence[Work],
-        draws: Sequence[Draw],
-        exports: Sequence[Export] = (),
+        works: Sequence[SequenceWork],
+        draws: Sequence[TokenDraw],
+        exports: Sequence[CacheExport] = (),
         deliver: Deliver | None = None,
-    ) -> list[Choice]:
+    ) -> list[SampledToken]:
         """Compute all works and draw a token for each that asks for its last logits, in the order of the works.
         What `exports` names is delivered layer by layer, each as soon as it can be."""
 
     def begin(
         self,
-        works: Sequence[Work],
-        draws: Sequence[Draw],
-        exports: Sequence[Export] = (),
+        works: Sequence[SequenceWork],
+        draws: Sequence[TokenDraw],
+        exports: Sequence[CacheExport] = (),
         deliver: Deliver | None = None,
-    ) -> Callable[[], list[Choice]]:
+    ) -> Callable[[], list[SampledToken]]:
         """`step` in two halves: what is returned waits for its end. Until then its rows must not be touched;
         other rows may, and deliveries may be made meanwhile, whatever is called."""
 
-    def export(self, row: int, layer: int, start: int, stop: int) -> tuple[Parcel, ...]:
+    def export(self, row: int, layer: int, start: int, stop: int) -> tuple[KvChunk, ...]:
         """What a layer has of a row that is not being stepped."""
 
-    def arrival(self, row: int, about: Manifest, tokens: Sequence[int]) -> Incoming: ...
+    def arrival(self, row: int, about: KvManifest, tokens: Sequence[int]) -> IncomingCache: ...
 
     def check(self) -> None:
         """Raise AssertionError when a block is leaked; called when idle."""

@@ -18,12 +18,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from potluck.core.brain.facts import BLOCK_TOKENS
+from potluck.core.state.facts import BLOCK_TOKENS
 from potluck.core.values.model import DenseFfn, LatentAttention, Model
-from potluck.engine.compute.step import Followed, GroupStep, Step, linear_step
-from potluck.engine.compute.work import Work
-from potluck.engine.memory.cache import Cache
-from potluck.engine.memory.tables import Tables
+from potluck.engine.compute.batch_layout import BatchLayout, GroupStep, KeyLocations, linear_step
+from potluck.engine.compute.work import SequenceWork
+from potluck.engine.memory.block_tables import BlockTables
+from potluck.engine.memory.kv_cache import LayerCaches
 from potluck.engine.model.stack import Stack
 
 COUNTS = (1, 2, 4, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256)
@@ -63,7 +63,7 @@ class _Numbers:
 class _Recorded:
     host: _Numbers
     device: _Numbers
-    step: Step
+    step: BatchLayout
     logits: Tensor
     graph: torch.cuda.CUDAGraph | None
 
@@ -71,19 +71,21 @@ class _Recorded:
 class DecodeGraphs:
     """The recorded steps of a runner. Without a GPU the same steps are run as they are, to check by."""
 
-    def __init__(self, stack: Stack, cache: Cache, tables: Tables, taps: int, device: torch.device) -> None:
+    def __init__(
+        self, stack: Stack, cache: LayerCaches, tables: BlockTables, taps: int, device: torch.device
+    ) -> None:
         self._stack, self._cache, self._tables = stack, cache, tables
         self._taps, self._device = taps, device
         self._recorded: dict[int, _Recorded] = {}
         self._pool = torch.cuda.graph_pool_handle() if device.type == "cuda" else None
         self.most = min(COUNTS[-1], tables.rows)
 
-    def takes(self, works: Sequence[Work]) -> bool:
+    def takes(self, works: Sequence[SequenceWork]) -> bool:
         return len(works) <= self.most and all(
             len(work.tokens) == 1 and work.start and work.logits == "last" for work in works
         )
 
-    def run(self, works: Sequence[Work]) -> Tensor:
+    def run(self, works: Sequence[SequenceWork]) -> Tensor:
         """Logits, work by work; good until the next call. The works are checked already."""
         count = next(count for count in COUNTS if count >= len(works))
         recorded = self._recorded.get(count) or self._record(count, works)
@@ -93,7 +95,7 @@ class DecodeGraphs:
         recorded.graph.replay()
         return recorded.logits[: len(works)]
 
-    def _fill(self, recorded: _Recorded, works: Sequence[Work]) -> None:
+    def _fill(self, recorded: _Recorded, works: Sequence[SequenceWork]) -> None:
         host = recorded.host
         spare = [works[-1]] * (len(host.tokens) - len(works))
         whole = [*works, *spare]
@@ -108,18 +110,18 @@ class DecodeGraphs:
             own.numpy()[:] = table[rows]
         recorded.device.all.copy_(host.all, non_blocking=True)
 
-    def _record(self, count: int, works: Sequence[Work]) -> _Recorded:
+    def _record(self, count: int, works: Sequence[SequenceWork]) -> _Recorded:
         gpu = self._device.type == "cuda"
         widths = [self._tables.table(group).shape[1] for group in range(len(self._tables.groups))]
         host = _Numbers.of(count, widths, pin_memory=gpu)
         device = _Numbers.of(count, widths, device=self._device)
         nothing, none = np.empty(0, np.int64), np.empty((0, 0), np.int64)
-        step = Step(
+        step = BatchLayout(
             order=list(range(count)),
             tokens=device.tokens,
             positions=device.positions,
             groups=tuple(
-                GroupStep(slots, (), nothing, none, Followed(table, device.positions, group.window))
+                GroupStep(slots, (), nothing, none, KeyLocations(table, device.positions, group.window))
                 for slots, table, group in zip(device.slots, device.tables, self._tables.groups, strict=True)
             ),
             linear=linear_step(device.rows, [1] * count, self._taps) if self._taps else None,
@@ -136,7 +138,7 @@ class DecodeGraphs:
         self._recorded[count] = recorded
         return recorded
 
-    def _capture(self, recorded: _Recorded, works: Sequence[Work]) -> _Recorded:
+    def _capture(self, recorded: _Recorded, works: Sequence[SequenceWork]) -> _Recorded:
         """Run the step once (what is compiled at first use must not be recorded), take its effect on states back,
         then record it."""
         self._fill(recorded, works)
@@ -154,5 +156,5 @@ class DecodeGraphs:
             logits = self._compute(recorded.step)
         return replace(recorded, logits=logits, graph=graph)
 
-    def _compute(self, step: Step) -> Tensor:
+    def _compute(self, step: BatchLayout) -> Tensor:
         return self._stack.logits(self._stack(self._stack.embed(step.tokens), step, self._cache, None))

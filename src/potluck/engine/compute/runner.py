@@ -18,20 +18,20 @@ from torch import Tensor
 
 from potluck.core.errors import InputError
 from potluck.core.values.model import LatentAttention, LinearAttention
+from potluck.engine.compute.batch_layout import BatchLayout, check, lay_out
 from potluck.engine.compute.graphs import DecodeGraphs, recordable
-from potluck.engine.compute.step import Step, check, lay_out
-from potluck.engine.compute.work import Size, Work
-from potluck.engine.memory.cache import Cache, groups_of
-from potluck.engine.memory.tables import Tables
-from potluck.engine.model.checkpoint import Source, fingerprint
-from potluck.engine.model.config import Config
-from potluck.engine.model.fused import parted
-from potluck.engine.model.loading import Loader
+from potluck.engine.compute.work import RunnerSize, SequenceWork
+from potluck.engine.memory.block_tables import BlockTables
+from potluck.engine.memory.kv_cache import LayerCaches, groups_of
+from potluck.engine.model.checkpoint import WeightSource, fingerprint
+from potluck.engine.model.config import EngineModelConfig
+from potluck.engine.model.fused_projections import parted
+from potluck.engine.model.loading import LayerLoader
 from potluck.engine.model.stack import OnLayer, Stack
-from potluck.engine.numbers.filling import exactness
+from potluck.engine.numbers.row_padding import exactness
 from potluck.kv.fingerprint import fingerprint_of
 
-__all__ = ["Runner", "Size", "Work"]
+__all__ = ["Runner", "RunnerSize", "SequenceWork"]
 
 
 class Runner:
@@ -39,9 +39,9 @@ class Runner:
 
     def __init__(
         self,
-        config: Config,
-        source: Source,
-        size: Size,
+        config: EngineModelConfig,
+        source: WeightSource,
+        size: RunnerSize,
         *,
         first: int = 0,
         last: int | None = None,
@@ -63,13 +63,15 @@ class Runner:
                 "max_tokens", f"{size.max_tokens} is more than the model's {model.max_context_tokens}"
             )
         with torch.inference_mode():
-            load = Loader(parted(source, config), self.device, self.dtype, norm_plus_one=config.norm_plus_one)
+            load = LayerLoader(
+                parted(source, config), self.device, self.dtype, norm_plus_one=config.norm_plus_one
+            )
             self.stack = Stack(config, load, first, last)
             groups = groups_of(
                 model, first, last, blocks=size.blocks, rows=size.rows, max_chunk_tokens=size.max_chunk_tokens
             )
-            self.tables = Tables(groups, size.rows, size.max_tokens)
-            self.cache = Cache(model, first, last, self.tables, self.device, self.dtype)
+            self.tables = BlockTables(groups, size.rows, size.max_tokens)
+            self.cache = LayerCaches(model, first, last, self.tables, self.device, self.dtype)
         kernels = {
             p.attention.conv_kernel
             for p in model.layers[first:last]
@@ -84,7 +86,7 @@ class Runner:
 
     @torch.inference_mode()
     def step(
-        self, works: Sequence[Work], hidden: Tensor | None = None, on_layer: OnLayer | None = None
+        self, works: Sequence[SequenceWork], hidden: Tensor | None = None, on_layer: OnLayer | None = None
     ) -> Tensor:
         """Compute all works at once.
 
@@ -120,7 +122,7 @@ class Runner:
             return x if step.unpacking is None else x.index_select(0, step.unpacking)
         return self.stack.logits(x)
 
-    def _enter(self, step: Step, hidden: Tensor | None) -> Tensor:
+    def _enter(self, step: BatchLayout, hidden: Tensor | None) -> Tensor:
         if not self.stack.embeds:
             expected = (len(step.tokens), self.config.model.hidden)
             if hidden is None or tuple(hidden.shape) != expected:

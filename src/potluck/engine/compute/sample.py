@@ -12,8 +12,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from potluck.core.values.sampling import Choice, Drawing
-from potluck.engine.compute.edits import LogitEdit
+from potluck.core.values.sampling import Drawing, SampledToken
+from potluck.engine.compute.logit_edits import LogitEdit
 
 FIRST_LOOK = 256
 """Tokens that are sorted at first: nearly always they hold all that top-p and min-p leave."""
@@ -35,7 +35,7 @@ def sample(
     ways: Sequence[Drawing],
     positions: Sequence[int],
     edits: Sequence[LogitEdit | None] = (),
-) -> list[Choice]:
+) -> list[SampledToken]:
     """One token for each row of `logits`; `positions` are the places that the tokens will take. `edits`: of each row,
     or none at all. Log probabilities are the model's own."""
     said, logits = logits, _without_barred(_edited(logits, edits), ways, positions)
@@ -50,7 +50,7 @@ def sample(
         for row, token in zip(drawn, _draw(rows, chosen, chances), strict=True):
             tokens[row] = token
     if all(way.logprobs is None for way in ways):
-        return [Choice(token) for token in tokens]
+        return [SampledToken(token) for token in tokens]
     return _with_logprobs(said, ways, tokens)
 
 
@@ -173,14 +173,16 @@ def _likeliest(values: Tensor, count: int) -> tuple[Tensor, Tensor]:
     return best, names
 
 
-def _with_logprobs(logits: Tensor, ways: Sequence[Drawing], tokens: list[int]) -> list[Choice]:
+def _with_logprobs(logits: Tensor, ways: Sequence[Drawing], tokens: list[int]) -> list[SampledToken]:
     logs = torch.log_softmax(logits.float(), -1)
     own = logs.gather(1, torch.tensor(tokens, device=logits.device)[:, None])[:, 0].tolist()
     values, places = _likeliest(logs, min(max(1, *(way.logprobs or 0 for way in ways)), logits.shape[1]))
     rows = zip(ways, tokens, own, places.tolist(), values.tolist(), strict=True)
     return [
-        Choice(token)
+        SampledToken(token)
         if way.logprobs is None
-        else Choice(token, logprob, tuple(zip(names[: way.logprobs], best[: way.logprobs], strict=True)))
+        else SampledToken(
+            token, logprob, tuple(zip(names[: way.logprobs], best[: way.logprobs], strict=True))
+        )
         for way, token, logprob, names, best in rows
     ]

@@ -8,7 +8,7 @@ from typing import Literal
 
 
 @dataclass(frozen=True, slots=True)
-class Work:
+class SequenceWork:
     """Tokens of one sequence to compute: they come right behind the `start` tokens that its row holds."""
 
     row: int
@@ -18,7 +18,7 @@ class Work:
 
 
 @dataclass(frozen=True, slots=True)
-class Size:
+class RunnerSize:
     """How much a runner can hold at once."""
 
     rows: int

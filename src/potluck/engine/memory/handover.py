@@ -24,15 +24,15 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from potluck.core.brain.facts import BLOCK_TOKENS
 from potluck.core.errors import FormatError, InputError
+from potluck.core.state.facts import BLOCK_TOKENS
 from potluck.engine.compute.runner import Runner
-from potluck.engine.memory.cache import Pages, States
-from potluck.engine.memory.pieces import Pieces, first_needed
-from potluck.kv.codec.layout import Part
-from potluck.kv.parcels import Manifest, Parcel, token_hash
+from potluck.engine.memory.kv_cache import LinearStates, Pages
+from potluck.engine.memory.layer_parts import MissingParts, first_needed
+from potluck.kv.chunks import KvChunk, KvManifest, token_hash
+from potluck.kv.codec.codec_layout import Part
 
-__all__ = ["Arrival", "Manifest", "Parcel", "Part", "manifest", "pack", "token_hash"]
+__all__ = ["IncomingHandover", "KvChunk", "KvManifest", "Part", "manifest", "pack", "token_hash"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,13 +43,13 @@ class _Expected:
     shape: tuple[int, ...]
 
 
-def manifest(runner: Runner, tokens: Sequence[int], start: int, stop: int) -> Manifest:
-    return Manifest(runner.fingerprint, start, stop, token_hash(tokens[:stop]))
+def manifest(runner: Runner, tokens: Sequence[int], start: int, stop: int) -> KvManifest:
+    return KvManifest(runner.fingerprint, start, stop, token_hash(tokens[:stop]))
 
 
 def pack(
     runner: Runner, row: int, layer: int, start: int, stop: int, whole: int | None = None
-) -> tuple[Parcel, ...]:
+) -> tuple[KvChunk, ...]:
     """What a layer has of a row's tokens [start, stop). States exist at the row's present length only.
 
     Of a hand-over up to `whole`, which `stop` is not: what its receiver will need of them, which may be nothing.
@@ -57,7 +57,7 @@ def pack(
     kept = runner.cache.layer(layer)
     held = runner.tables.lengths[row]
     last = whole in (None, stop)
-    if not 0 <= start < stop <= held or (isinstance(kept, States) and last and stop != held):
+    if not 0 <= start < stop <= held or (isinstance(kept, LinearStates) and last and stop != held):
         raise InputError(f"row {row}", f"holds {held} tokens; layer {layer} cannot give [{start}, {stop})")
     parcels = []
     for expected in _expected(runner, layer, start, stop, whole):
@@ -65,7 +65,7 @@ def pack(
         raw = tensor.cpu().contiguous().view(torch.uint8).numpy()
         name = str(expected.dtype).removeprefix("torch.")
         data = memoryview(raw.data).cast("B")
-        parcels.append(Parcel(layer, expected.part, expected.first, stop, name, tuple(tensor.shape), data))
+        parcels.append(KvChunk(layer, expected.part, expected.first, stop, name, tuple(tensor.shape), data))
     return tuple(parcels)
 
 
@@ -74,7 +74,7 @@ def _expected(
 ) -> tuple[_Expected, ...]:
     whole = stop if whole is None else whole
     kept = runner.cache.layer(layer)
-    if isinstance(kept, States):
+    if isinstance(kept, LinearStates):
         if stop < whole:
             return ()
         return (
@@ -101,15 +101,15 @@ def _slots(runner: Runner, row: int, kept: Pages, first: int, stop: int) -> Tens
 @torch.inference_mode()
 def _read(runner: Runner, row: int, layer: int, expected: _Expected, stop: int) -> Tensor:
     kept = runner.cache.layer(layer)
-    if isinstance(kept, States):
+    if isinstance(kept, LinearStates):
         return (kept.conv if expected.part == "conv" else kept.memory)[row].clone()
     return kept.read(_slots(runner, row, kept, expected.first, stop)).view(expected.shape)
 
 
-class Arrival:
+class IncomingHandover:
     """A hand-over on its way into a row, which must hold the tokens [0, start) already."""
 
-    def __init__(self, runner: Runner, row: int, about: Manifest, tokens: Sequence[int]) -> None:
+    def __init__(self, runner: Runner, row: int, about: KvManifest, tokens: Sequence[int]) -> None:
         if sys.byteorder != "little":
             raise InputError("hand-over", "needs a little-endian machine")
         if about.fingerprint != runner.fingerprint:
@@ -130,7 +130,7 @@ class Arrival:
             for layer in layers
             for expected in _expected(runner, layer, about.start, about.stop)
         }
-        self._pieces = Pieces({key: (each.first, about.stop) for key, each in self._wanted.items()})
+        self._pieces = MissingParts({key: (each.first, about.stop) for key, each in self._wanted.items()})
 
     @property
     def missing(self) -> int:
@@ -138,7 +138,7 @@ class Arrival:
         return self._pieces.missing
 
     @torch.inference_mode()
-    def accept(self, parcel: Parcel) -> None:
+    def accept(self, parcel: KvChunk) -> None:
         """Check a parcel and put it in its place."""
         where = f"hand-over: layer {parcel.layer} {parcel.part}"
         wanted = self._wanted.get((parcel.layer, parcel.part))
@@ -154,10 +154,10 @@ class Arrival:
         self._pieces.take(parcel)
         self._write(parcel, expected, tensor)
 
-    def _write(self, parcel: Parcel, expected: _Expected, tensor: Tensor) -> None:
+    def _write(self, parcel: KvChunk, expected: _Expected, tensor: Tensor) -> None:
         kept, row = self._runner.cache.layer(parcel.layer), self._row
         tensor = tensor.to(self._runner.device)
-        if isinstance(kept, States):
+        if isinstance(kept, LinearStates):
             (kept.conv if expected.part == "conv" else kept.memory)[row].copy_(tensor)
         else:
             slots = _slots(self._runner, row, kept, parcel.first, parcel.stop)
@@ -170,13 +170,13 @@ class Arrival:
         self._runner.tables.trim(self._row)
 
 
-def _piece(wanted: _Expected, parcel: Parcel) -> _Expected:
+def _piece(wanted: _Expected, parcel: KvChunk) -> _Expected:
     """What the tokens that a parcel says it is of should look like."""
     tokens = max(0, parcel.stop - parcel.first)
     return replace(wanted, first=parcel.first, shape=(tokens, *wanted.shape[1:]))
 
 
-def _tensor(parcel: Parcel, expected: _Expected, where: str) -> Tensor:
+def _tensor(parcel: KvChunk, expected: _Expected, where: str) -> Tensor:
     size = int(np.prod(expected.shape)) * expected.dtype.itemsize
     if len(parcel.data) != size:
         raise FormatError(where, f"has {len(parcel.data)} bytes, expected {size}")

@@ -21,15 +21,15 @@ from torch import Tensor
 
 from potluck.core.codec import encode
 from potluck.core.errors import FormatError, InputError
-from potluck.engine.model.config import Config, read_config, write_config
-from potluck.engine.model.eight_bits import FP8, SUFFIXES, brought_back
-from potluck.engine.model.scales import read_quantised
+from potluck.engine.model.config import EngineModelConfig, read_config, write_config
+from potluck.engine.model.fp8 import FP8, SUFFIXES, brought_back
+from potluck.engine.model.fp8_scales import read_quantised
 from potluck.kv.fingerprint import directory_mark
 
 ONE_FILE, INDEX = "model.safetensors", "model.safetensors.index.json"
 
 
-class Source(Protocol):
+class WeightSource(Protocol):
     """Where weights come from."""
 
     @property
@@ -41,7 +41,7 @@ class Source(Protocol):
     def take(self, name: str, *shape: int) -> Tensor: ...
 
 
-class Files:
+class SafetensorsSource:
     """A Hugging Face directory: one safetensors file, or several with an index. Files are mapped, not read."""
 
     def __init__(self, directory: str | Path) -> None:
@@ -76,7 +76,7 @@ class Files:
     def fingerprint(self) -> str:
         return directory_mark(self._folder)
 
-    def describes(self, config: Config) -> bool:
+    def describes(self, config: EngineModelConfig) -> bool:
         """Whether the configuration is that of the directory, and nothing else must be said of it."""
         return read_config(self._folder, config.model) == config
 
@@ -115,7 +115,7 @@ class Files:
 
 
 @dataclass(frozen=True, slots=True)
-class Seeded:
+class RandomSource:
     """Random weights; each tensor depends on the seed and its name alone, whoever asks for it and when."""
 
     seed: int
@@ -143,7 +143,7 @@ class Seeded:
 
 
 @dataclass(frozen=True, slots=True)
-class InMemory:
+class InMemorySource:
     """Tensors at hand, such as those that were just trained."""
 
     tensors: Mapping[str, Tensor]
@@ -176,17 +176,17 @@ def checked(tensor: Tensor, name: str, shape: tuple[int, ...], where: str) -> Te
     return tensor
 
 
-def fingerprint(config: Config, source: Source) -> str:
+def fingerprint(config: EngineModelConfig, source: WeightSource) -> str:
     """Names a model with its weights: caches of different ones never mix. That of a directory is the same for all
     engines that run it."""
-    if isinstance(source, Files) and source.describes(config):
+    if isinstance(source, SafetensorsSource) and source.describes(config):
         return source.fingerprint
     text = json.dumps(encode(config), sort_keys=True) + source.fingerprint
     return hashlib.sha256(text.encode()).hexdigest()[:32]
 
 
-def save(directory: str | Path, config: Config, tensors: Mapping[str, Tensor]) -> None:
-    """A directory of our own kind, which `read_config` and `Files` read."""
+def save(directory: str | Path, config: EngineModelConfig, tensors: Mapping[str, Tensor]) -> None:
+    """A directory of our own kind, which `read_config` and `SafetensorsSource` read."""
     Path(directory).mkdir(parents=True, exist_ok=True)
     write_config(directory, config)
     save_file(

@@ -13,12 +13,12 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
-from potluck.api.members import Members, read_json
+from potluck.api.json_members import JsonMembers, read_json
 from potluck.core.codec import decode, encode
 from potluck.core.errors import InputError
 from potluck.core.values.model import FullAttention, LatentAttention, LinearAttention, Model, MoeFfn
-from potluck.engine.model.keys import check_keys
-from potluck.engine.model.scales import must_be_readable
+from potluck.engine.model.config_keys import check_keys
+from potluck.engine.model.fp8_scales import must_be_readable
 
 OWN_KIND = "potluck"
 ROPES = ("default", "linear", "llama3", "yarn")
@@ -29,7 +29,7 @@ RopeKind = Literal["default", "linear", "llama3", "yarn", "longrope"]
 
 
 @dataclass(frozen=True, slots=True)
-class Rope:
+class RopeConfig:
     """Rotary positions. `kind` says how long contexts are reached; the fields below it belong to the kinds."""
 
     theta: float = 10_000.0
@@ -55,7 +55,7 @@ class Rope:
 
 
 @dataclass(frozen=True, slots=True)
-class Routing:
+class ExpertRouting:
     """How a token picks its experts."""
 
     scoring: Literal["softmax", "sigmoid"] = "softmax"
@@ -68,13 +68,13 @@ class Routing:
 
 
 @dataclass(frozen=True, slots=True)
-class Config:
+class EngineModelConfig:
     """A model as the engine runs it."""
 
     model: Model
     norm_eps: float = 1e-6
-    rope: Rope = Rope()
-    routing: Routing = Routing()
+    rope: RopeConfig = RopeConfig()
+    routing: ExpertRouting = ExpertRouting()
     family: str = OWN_KIND
     """The model_type, which says how tensors are named and packed in the file."""
     norm_plus_one: bool = False
@@ -117,7 +117,7 @@ def _unsupported(attention: object) -> str | None:
     return None
 
 
-def _unsupported_ffn(ffn: object, routing: Routing) -> str | None:
+def _unsupported_ffn(ffn: object, routing: ExpertRouting) -> str | None:
     if not isinstance(ffn, MoeFfn):
         return None
     if ffn.bias:
@@ -132,12 +132,12 @@ def _unsupported_ffn(ffn: object, routing: Routing) -> str | None:
     return None
 
 
-def read_config(directory: str | Path, model: Model | None = None) -> Config:
+def read_config(directory: str | Path, model: Model | None = None) -> EngineModelConfig:
     """The configuration in a directory; `model` is needed unless the directory is of our own kind."""
     values = read_json(Path(directory) / "config.json")
     kind = values.get("model_type")
     if kind == OWN_KIND:
-        return decode(Config, values.get("config"), "config.json: config")
+        return decode(EngineModelConfig, values.get("config"), "config.json: config")
     if not isinstance(kind, str) or kind not in FAMILIES:
         raise InputError(
             "config.json: model_type", f"{kind!r} cannot be run; known are {', '.join(sorted(FAMILIES))}"
@@ -146,16 +146,16 @@ def read_config(directory: str | Path, model: Model | None = None) -> Config:
         raise InputError("config.json", f"a model of type {kind} must be described by its core.Model too")
     check_keys(values, kind, model)
     must_be_readable(directory, values)
-    return _from_hugging_face(Members(values), kind, model)
+    return _from_hugging_face(JsonMembers(values), kind, model)
 
 
-def write_config(directory: str | Path, config: Config) -> None:
+def write_config(directory: str | Path, config: EngineModelConfig) -> None:
     """A config.json of our own kind."""
     document = {"model_type": OWN_KIND, "config": encode(config)}
     Path(directory, "config.json").write_text(json.dumps(document, indent=1) + "\n", "utf-8")
 
 
-def _from_hugging_face(fields: Members, kind: str, model: Model) -> Config:
+def _from_hugging_face(fields: JsonMembers, kind: str, model: Model) -> EngineModelConfig:
     dtype = fields.text("dtype", "torch_dtype", default="bfloat16").removeprefix("torch.")
     if dtype not in ("float32", "bfloat16", "float16"):
         raise InputError(
@@ -168,7 +168,7 @@ def _from_hugging_face(fields: Members, kind: str, model: Model) -> Config:
     if rope.kind == "longrope":
         # Beyond the original context every position turns otherwise, also those that were computed before.
         model = replace(model, max_context_tokens=min(model.max_context_tokens, rope.original_tokens))
-    return Config(
+    return EngineModelConfig(
         model=model,
         norm_eps=fields.above_zero("rms_norm_eps", 1e-5 if kind in ("mixtral", "phi3") else 1e-6),
         rope=rope,
@@ -181,7 +181,7 @@ def _from_hugging_face(fields: Members, kind: str, model: Model) -> Config:
     )
 
 
-def _rope(fields: Members, family: str, model: Model) -> Rope:
+def _rope(fields: JsonMembers, family: str, model: Model) -> RopeConfig:
     """Both spellings: `rope_parameters` with everything, or `rope_theta` beside `rope_scaling`, which is stronger."""
     part = fields.part("rope_scaling", "rope_parameters")
     kind = part.text("rope_type", "type", default="default")
@@ -209,7 +209,7 @@ def _rope(fields: Members, family: str, model: Model) -> Rope:
         problem = "must stand beside rope_scaling, and be the same within it if it is there too"
         raise InputError("config.json: original_max_position_embeddings", problem)
     stretched = kind in ("yarn", "longrope")
-    return Rope(
+    return RopeConfig(
         theta=part.above_zero("rope_theta", fields.above_zero("rope_theta", FAMILIES[family])),
         kind=decode(RopeKind, kind, "rope_type"),  # type: ignore[arg-type]
         share=share,
@@ -228,9 +228,9 @@ def _rope(fields: Members, family: str, model: Model) -> Rope:
     )
 
 
-def _routing(fields: Members, kind: str) -> Routing:
+def _routing(fields: JsonMembers, kind: str) -> ExpertRouting:
     if kind in ("deepseek_v3", "kimi_k2"):
-        return Routing(
+        return ExpertRouting(
             scoring="sigmoid",
             normalised=fields.flag("norm_topk_prob", True),
             scale=fields.number("routed_scaling_factor", 1.0),
@@ -243,13 +243,13 @@ def _routing(fields: Members, kind: str) -> Routing:
             known = "greedy, group_limited_greedy"
             raise InputError("config.json: topk_method", f"{method!r} cannot be run; known are {known}")
         limited = method == "group_limited_greedy"
-        return Routing(
+        return ExpertRouting(
             normalised=False,
             scale=fields.number("routed_scaling_factor", 1.0),
             groups=int(fields.number("n_group", 1)) if limited else 1,
             top_groups=int(fields.number("topk_group", 1)) if limited else 1,
         )
-    return Routing(normalised=kind == "mixtral" or fields.flag("norm_topk_prob", kind == "qwen3_next"))
+    return ExpertRouting(normalised=kind == "mixtral" or fields.flag("norm_topk_prob", kind == "qwen3_next"))
 
 
 FAMILIES = {

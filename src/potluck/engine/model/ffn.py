@@ -9,14 +9,14 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from potluck.engine.model.loading import Loader
+from potluck.engine.model.loading import LayerLoader
 from potluck.engine.numbers import threads
 from potluck.engine.numbers.exact import in_vectors
 from potluck.engine.numbers.matrix import (
     TILED,
     Matrix,
     Norm,
-    Tiled,
+    TiledMatrix,
     across,
     add_product,
     feed_forward,
@@ -44,7 +44,7 @@ def gated(x: Tensor, weight: Matrix, bias: Tensor | None = None) -> Tensor:
 
 
 class DenseLayer:
-    def __init__(self, hidden: int, width: int, load: Loader, bias: bool = False) -> None:
+    def __init__(self, hidden: int, width: int, load: LayerLoader, bias: bool = False) -> None:
         names = ("gate_proj", "up_proj")
         self._weight = negated(*(load.take(f"{name}.weight", width, hidden) for name in names))
         self._bias = torch.cat([load.take(f"{name}.bias", width) for name in names]).neg_() if bias else None
@@ -55,7 +55,7 @@ class DenseLayer:
     def __call__(self, norm: Norm, x: Tensor) -> Tensor:
         """x + the feed-forward part of norm(x)."""
         up, down = self._weight, self._down
-        if isinstance(up, Tiled) and isinstance(down, Tiled) and self._fits:
+        if isinstance(up, TiledMatrix) and isinstance(down, TiledMatrix) and self._fits:
             # On several threads the two products are cut by themselves, to the same effect.
             alone = threads.parts(x.shape[0] * up.depth * up.padded) == 1
             if alone:

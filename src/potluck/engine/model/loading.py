@@ -7,18 +7,18 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from potluck.engine.model.checkpoint import Source
+from potluck.engine.model.checkpoint import WeightSource
 
 
 @dataclass(frozen=True, slots=True)
-class Loader:
-    source: Source
+class LayerLoader:
+    source: WeightSource
     device: torch.device
     dtype: torch.dtype
     prefix: str = ""
     norm_plus_one: bool = False
 
-    def under(self, name: str) -> Loader:
+    def under(self, name: str) -> LayerLoader:
         return replace(self, prefix=f"{self.prefix}{name}.")
 
     def has(self, name: str) -> bool:

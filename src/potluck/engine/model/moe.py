@@ -6,14 +6,14 @@ import torch
 from torch import Tensor
 
 from potluck.core.values.model import MoeFfn
-from potluck.engine.model.config import Config, Routing
+from potluck.engine.model.config import EngineModelConfig, ExpertRouting
 from potluck.engine.model.ffn import DenseLayer, gated, negated
-from potluck.engine.model.loading import Loader
+from potluck.engine.model.loading import LayerLoader
 from potluck.engine.numbers.exact import sigmoid
 from potluck.engine.numbers.matrix import Norm, across, product
 
 
-def route(logits: Tensor, bias: Tensor | None, routing: Routing, active: int) -> tuple[Tensor, Tensor]:
+def route(logits: Tensor, bias: Tensor | None, routing: ExpertRouting, active: int) -> tuple[Tensor, Tensor]:
     """(experts, weights), both [tokens, active]. A correction bias sways the choice, not the weights."""
     scores = torch.softmax(logits, -1) if routing.scoring == "softmax" else sigmoid(logits)
     choice = scores if bias is None else scores + bias
@@ -30,7 +30,7 @@ def route(logits: Tensor, bias: Tensor | None, routing: Routing, active: int) ->
 
 
 class MoeLayer:
-    def __init__(self, config: Config, part: MoeFfn, load: Loader) -> None:
+    def __init__(self, config: EngineModelConfig, part: MoeFfn, load: LayerLoader) -> None:
         self._part, self._routing = part, config.routing
         hidden, width = config.model.hidden, part.intermediate
         self._router = across(load.take("gate.weight", part.experts, hidden).float())

@@ -1,6 +1,6 @@
 """The same models as plain differentiable functions of whole sequences, without caches, packing or reordering.
 
-Tests hold the engine to it, and the models that ship are trained with it: `Reference(config, Fresh(seed))`, then
+Tests hold the engine to it, and the models that ship are trained with it: `ReferenceModel(config, Fresh(seed))`, then
 `save(directory, config, reference.tensors())`. Tensors are named as `checkpoint.Files` will look for them.
 """
 
@@ -14,14 +14,14 @@ from torch import Tensor, nn
 
 from potluck.core.errors import InputError
 from potluck.core.values.model import DenseFfn, FullAttention, LatentAttention, LinearAttention, MoeFfn
-from potluck.engine.model.checkpoint import Seeded, Source
-from potluck.engine.model.config import OWN_KIND, Config
+from potluck.engine.model.checkpoint import RandomSource, WeightSource
+from potluck.engine.model.config import OWN_KIND, EngineModelConfig
 from potluck.engine.model.moe import route
 from potluck.engine.model.rope import amplitude, frequencies, latent_sharpness
 
 
 @dataclass(frozen=True, slots=True)
-class Fresh:
+class FreshWeights:
     """Weights to start training from: small and random, norms at 1, decays of every pace."""
 
     seed: int
@@ -43,17 +43,17 @@ class Fresh:
             return torch.logspace(-3, -1, shape[0]).expm1().log()
         if name.endswith("bias"):
             return torch.zeros(shape)
-        noise = Seeded(self.seed).take(name + " fresh", *shape)
+        noise = RandomSource(self.seed).take(name + " fresh", *shape)
         return noise / noise.std() * (0.3 if name.endswith("conv1d.weight") else self.spread)
 
 
-class Reference(nn.Module):
-    def __init__(self, config: Config, source: Source) -> None:
+class ReferenceModel(nn.Module):
+    def __init__(self, config: EngineModelConfig, source: WeightSource) -> None:
         super().__init__()
         if config.family != OWN_KIND or config.norm_plus_one:
             raise InputError("model_type", f"only {OWN_KIND} models have a reference")
         self.config = config
-        self._source: Source | None = source
+        self._source: WeightSource | None = source
         self._tensors: dict[str, nn.Parameter] = {}
         tokens = torch.zeros(1, 2, dtype=torch.int64)
         with torch.no_grad():

@@ -11,10 +11,10 @@ from math import ceil, floor, log, pi, sqrt
 import torch
 from torch import Tensor
 
-from potluck.engine.model.config import Rope
+from potluck.engine.model.config import RopeConfig
 
 
-def frequencies(rope: Rope, dim: int) -> Tensor:
+def frequencies(rope: RopeConfig, dim: int) -> Tensor:
     """Radians per position for each of the `dim` / 2 pairs (float64)."""
     exponents = torch.arange(0, dim, 2, dtype=torch.float64) / dim
     plain = rope.theta**-exponents
@@ -38,7 +38,7 @@ def frequencies(rope: Rope, dim: int) -> Tensor:
     return plain
 
 
-def _dim_of_turns(rope: Rope, dim: int, turns: float) -> float:
+def _dim_of_turns(rope: RopeConfig, dim: int, turns: float) -> float:
     """The index of the pair that turns so often within the original context."""
     return dim * log(rope.original_tokens / (turns * 2 * pi)) / (2 * log(rope.theta))
 
@@ -47,7 +47,7 @@ def _yarn_scale(factor: float, mscale: float) -> float:
     return 0.1 * mscale * log(factor) + 1.0 if factor > 1 else 1.0
 
 
-def amplitude(rope: Rope) -> float:
+def amplitude(rope: RopeConfig) -> float:
     """What cosines and sines are multiplied by."""
     if rope.kind not in ("yarn", "longrope"):
         return 1.0
@@ -60,21 +60,21 @@ def amplitude(rope: Rope) -> float:
     return _yarn_scale(rope.factor, 1.0)
 
 
-def latent_sharpness(rope: Rope) -> float:
+def latent_sharpness(rope: RopeConfig) -> float:
     """What DeepSeek multiplies the softmax scale by, for long contexts."""
     if rope.kind == "default" or not rope.mscale_all_dim:
         return 1.0
     return _yarn_scale(rope.factor, rope.mscale_all_dim) ** 2
 
 
-def angles(rope: Rope, dim: int, positions: int) -> Tensor:
+def angles(rope: RopeConfig, dim: int, positions: int) -> Tensor:
     """[positions, 2, dim]: the factors of a vector and of its swapped halves, for `turn`."""
     steps = torch.arange(positions, dtype=torch.float32)[:, None] * frequencies(rope, dim).float()[None]
     cos, sin = steps.cos() * amplitude(rope), steps.sin() * amplitude(rope)
     return torch.stack([torch.cat([cos, cos], 1), torch.cat([-sin, sin], 1)], 1)
 
 
-class Turns:
+class RopeAngles:
     """What the tokens of a step are turned by, for each number of rotated dimensions."""
 
     def __init__(self, tables: dict[int, Tensor], positions: Tensor) -> None:
@@ -105,7 +105,7 @@ def turn(x: Tensor, by: tuple[Tensor, Tensor]) -> Tensor:
     return x
 
 
-def halves_apart(rope: Rope, head_dim: int, rotated: int) -> Tensor:
+def halves_apart(rope: RopeConfig, head_dim: int, rotated: int) -> Tensor:
     """Indices that bring a stored head into our order; what is not rotated stays behind."""
     index = torch.arange(head_dim)
     if not rope.interleaved:

@@ -16,19 +16,19 @@ from potluck.core.values.model import (
     LatentAttention,
     LinearAttention,
 )
-from potluck.engine.compute.step import Step
-from potluck.engine.memory.cache import Cache, Kept
+from potluck.engine.compute.batch_layout import BatchLayout
+from potluck.engine.memory.kv_cache import Kept, LayerCaches
 from potluck.engine.model.attention.full import FullLayer, rotated
 from potluck.engine.model.attention.latent import LatentLayer
 from potluck.engine.model.attention.linear import LinearLayer
-from potluck.engine.model.config import Config
+from potluck.engine.model.config import EngineModelConfig
 from potluck.engine.model.ffn import DenseLayer
-from potluck.engine.model.loading import Loader
+from potluck.engine.model.loading import LayerLoader
 from potluck.engine.model.moe import MoeLayer
-from potluck.engine.model.rope import Turns, angles
+from potluck.engine.model.rope import RopeAngles, angles
 from potluck.engine.numbers.matrix import Matrix, Norm, across, product
 
-Mixer = Callable[[Norm, Tensor, Kept, Step, Turns, Tensor | None], Tensor]
+Mixer = Callable[[Norm, Tensor, Kept, BatchLayout, RopeAngles, Tensor | None], Tensor]
 """The last argument says for which tokens the result is wanted; None: for all."""
 OnLayer = Callable[[int], None]
 
@@ -36,7 +36,7 @@ OnLayer = Callable[[int], None]
 class Stack:
     """Layers [first, last) of a model, with the embedding before the first and the head behind the last."""
 
-    def __init__(self, config: Config, load: Loader, first: int, last: int) -> None:
+    def __init__(self, config: EngineModelConfig, load: LayerLoader, first: int, last: int) -> None:
         model = config.model
         if not 0 <= first < last <= model.layer_count:
             raise InputError("layers", f"{first} to {last} is no range of the model's {model.layer_count}")
@@ -59,7 +59,7 @@ class Stack:
             assert weight is not None
             self._head = across(weight)
 
-    def _dims(self, config: Config) -> set[int]:
+    def _dims(self, config: EngineModelConfig) -> set[int]:
         found = set()
         for layer in config.model.layers[self.first : self.last]:
             if isinstance(layer.attention, FullAttention):
@@ -80,13 +80,13 @@ class Stack:
         assert self._embedding is not None
         return F.embedding(tokens, self._embedding)
 
-    def __call__(self, x: Tensor, step: Step, cache: Cache, on_layer: OnLayer | None) -> Tensor:
+    def __call__(self, x: Tensor, step: BatchLayout, cache: LayerCaches, on_layer: OnLayer | None) -> Tensor:
         """Hidden states in, hidden states out; `on_layer` hears of each layer whose cache entries are complete.
 
         Where the head is, only states of tokens whose logits are wanted come out, in that order: of the others the
         last layer needs no more than their cache entries.
         """
-        turned_by = Turns(self._angles, step.positions)
+        turned_by = RopeAngles(self._angles, step.positions)
         for index, layer in enumerate(self._layers):
             last = self.has_head and index == len(self._layers) - 1
             x = layer(x, cache.layers[index], step, turned_by, step.wanted if last else None)
@@ -103,7 +103,7 @@ class Stack:
 class _Layer:
     """Norm and attention, norm and feed-forward, each added to what came in."""
 
-    def __init__(self, config: Config, index: int, load: Loader) -> None:
+    def __init__(self, config: EngineModelConfig, index: int, load: LayerLoader) -> None:
         layer, hidden = config.model.layers[index], config.model.hidden
         load = load.under(f"model.layers.{index}")
         self._before_mixer = Norm(load.norm("input_layernorm.weight", hidden), config.norm_eps)
@@ -111,12 +111,14 @@ class _Layer:
         self._mixer = _mixer(config, layer.attention, load)
         self._ffn = _ffn(config, layer.ffn, load)
 
-    def __call__(self, x: Tensor, kept: Kept, step: Step, turned_by: Turns, wanted: Tensor | None) -> Tensor:
+    def __call__(
+        self, x: Tensor, kept: Kept, step: BatchLayout, turned_by: RopeAngles, wanted: Tensor | None
+    ) -> Tensor:
         x = self._mixer(self._before_mixer, x, kept, step, turned_by, wanted)
         return self._ffn(self._before_ffn, x) if x.shape[0] else x
 
 
-def _mixer(config: Config, part: Attention, load: Loader) -> Mixer:
+def _mixer(config: EngineModelConfig, part: Attention, load: LayerLoader) -> Mixer:
     if isinstance(part, LinearAttention):
         return LinearLayer(config, part, load)
     if isinstance(part, LatentAttention):
@@ -124,7 +126,7 @@ def _mixer(config: Config, part: Attention, load: Loader) -> Mixer:
     return FullLayer(config, part, load)
 
 
-def _ffn(config: Config, part: Ffn, load: Loader) -> Callable[[Norm, Tensor], Tensor]:
+def _ffn(config: EngineModelConfig, part: Ffn, load: LayerLoader) -> Callable[[Norm, Tensor], Tensor]:
     if isinstance(part, DenseFfn):
         return DenseLayer(config.model.hidden, part.intermediate, load.under("mlp"), config.ffn_bias)
     return MoeLayer(config, part, load.under("block_sparse_moe" if config.family == "mixtral" else "mlp"))

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from potluck.engine.numbers import threads
 from potluck.engine.numbers.exact import rms_norm
-from potluck.engine.numbers.filling import PLAIN, Filling, filling_for, multiply
+from potluck.engine.numbers.row_padding import PLAIN, RowPadding, filling_for, multiply
 
 ROWS, DEPTH, PARTS, WIDE, STRIP = 16, 32, 3, 4, 64
 """As in kernels/products.py, which is slow to load and not needed with a GPU."""
@@ -36,7 +36,7 @@ class Norm:
         return rms_norm(x, self.weight, self.eps)
 
 
-class Tiled:
+class TiledMatrix:
     """A matrix [depth, width] for the tiles of a CPU."""
 
     __slots__ = ("_tiles", "depth", "operand", "padded", "width")
@@ -78,14 +78,14 @@ def _scratch(depth: int) -> tuple[Tensor, np.ndarray]:
 
 
 @dataclass(frozen=True, slots=True)
-class Filled:
+class PaddedMatrix:
     """A matrix [depth, width] that torch multiplies with more rows than there are."""
 
     weight: Tensor
-    filling: Filling
+    filling: RowPadding
 
 
-Matrix = Tensor | Tiled | Filled
+Matrix = Tensor | TiledMatrix | PaddedMatrix
 """[in, out]"""
 
 
@@ -106,39 +106,41 @@ def across(weight: Tensor) -> Matrix:
             return _tiled(short)
     # A CPU is a tenth faster when it also lies in memory like that.
     matrix, filling = weight.T.contiguous(), filling_for(weight.dtype) or PLAIN
-    return matrix if filling == PLAIN else Filled(matrix, filling)
+    return matrix if filling == PLAIN else PaddedMatrix(matrix, filling)
 
 
-def _tiled(weight: Tensor) -> Tiled:
+def _tiled(weight: Tensor) -> TiledMatrix:
     width, depth = weight.shape
     padded = torch.nn.functional.pad(weight, (0, 0, 0, -width % (WIDE * ROWS)))
     tiles = padded.view(-1, ROWS, depth // DEPTH, ROWS, 2).permute(0, 2, 3, 1, 4)
-    return Tiled(depth, width, tiles.reshape(len(padded) // ROWS, depth // DEPTH, ROWS, DEPTH).contiguous())
+    return TiledMatrix(
+        depth, width, tiles.reshape(len(padded) // ROWS, depth // DEPTH, ROWS, DEPTH).contiguous()
+    )
 
 
 def product(x: Tensor, weight: Matrix, bias: Tensor | None = None, *, norm: Norm | None = None) -> Tensor:
     """norm(x) @ weight + bias."""
-    if isinstance(weight, Tiled):
+    if isinstance(weight, TiledMatrix):
         out = weight.product(x, norm, None)
         return out if bias is None else out.add_(bias)
     x = x if norm is None else norm(x)
-    if isinstance(weight, Filled):
+    if isinstance(weight, PaddedMatrix):
         return multiply(x, weight.weight, weight.filling, bias)
     return torch.mm(x, weight) if bias is None else torch.addmm(bias, x, weight)
 
 
 def add_product(residual: Tensor, x: Tensor, weight: Matrix) -> Tensor:
     """residual + x @ weight."""
-    if isinstance(weight, Tiled):
+    if isinstance(weight, TiledMatrix):
         if weight.width == weight.padded:
             return weight.product(x, None, residual)
         return weight.product(x, None, None).add_(residual)
-    if isinstance(weight, Filled):
+    if isinstance(weight, PaddedMatrix):
         return multiply(x, weight.weight, weight.filling, residual)
     return torch.addmm(residual, x, weight)
 
 
-def feed_forward(x: Tensor, norm: Norm, up: Tiled, down: Tiled) -> Tensor:
+def feed_forward(x: Tensor, norm: Norm, up: TiledMatrix, down: TiledMatrix) -> Tensor:
     """x + down(gate(up(norm(x)))), where `gate` halves its rows (ffn.py): in one go, on one thread."""
     from potluck.engine.numbers.kernels import products
 

@@ -9,8 +9,8 @@ import sys
 from pathlib import Path
 
 from potluck.core.errors import PotluckError
-from potluck.engine.pipeline.serving import serve
-from potluck.engine.pipeline.wire import Secure
+from potluck.engine.pipeline.pipeline_connection import TlsPair
+from potluck.engine.pipeline.worker_listener import serve
 
 
 def main() -> int:
@@ -31,7 +31,7 @@ def main() -> int:
         sys.stderr.write("worker: needs --listen HOST:PORT and a secret of 16 characters or more on stdin\n")
         return 2
     try:
-        tls = Secure.of(*options.tls) if options.tls else None
+        tls = TlsPair.of(*options.tls) if options.tls else None
         listener = socket.create_server((host, int(port)))
     except (OSError, OverflowError) as error:
         sys.stderr.write(f"worker: cannot listen on {host}:{port} ({error})\n")

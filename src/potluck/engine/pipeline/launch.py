@@ -9,13 +9,13 @@ from dataclasses import dataclass
 from functools import partial
 
 from potluck.core.errors import InputError
-from potluck.engine.compute.runner import Size
-from potluck.engine.model.config import Config
+from potluck.engine.compute.runner import RunnerSize
+from potluck.engine.model.config import EngineModelConfig
 from potluck.engine.pipeline import spawn
-from potluck.engine.pipeline.driver import PipelineExecutor
-from potluck.engine.pipeline.messages import Emulated
-from potluck.engine.pipeline.starter import Means, Reached, Starter
-from potluck.engine.pipeline.wire import Secure
+from potluck.engine.pipeline.pipeline_connection import TlsPair
+from potluck.engine.pipeline.pipeline_executor import PipelineExecutor
+from potluck.engine.pipeline.pipeline_messages import EmulatedGpu
+from potluck.engine.pipeline.worker_starter import Reached, WorkerOptions, WorkerStarter
 
 WAIT_S = 60.0
 WORTH_TOKENS = 128
@@ -23,18 +23,18 @@ WORTH_TOKENS = 128
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class WorkerPlace:
     """One worker of a stage: where it listens (None: it is started here), and its share of the stage's requests."""
 
     address: tuple[str, int] | None = None
     weight: float = 1.0
-    emulate: Emulated | None = None
+    emulate: EmulatedGpu | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class PipelineStage:
     layers: int
-    places: tuple[Place, ...] = (Place(),)
+    places: tuple[WorkerPlace, ...] = (WorkerPlace(),)
 
 
 def parse_stages(text: str) -> tuple[PipelineStage, ...]:
@@ -47,9 +47,9 @@ def parse_stages(text: str) -> tuple[PipelineStage, ...]:
         if not layers.isdecimal() or (times and (at or not workers.isdecimal())) or len(count) > 12:
             raise InputError("stages", f"{part!r} is not like 5, 5x2 or 5@host:port+host:port")
         if at:
-            places = tuple(Place(_address(each)) for each in addresses.split("+"))
+            places = tuple(WorkerPlace(_address(each)) for each in addresses.split("+"))
         else:
-            places = (Place(),) * int(workers or "1")
+            places = (WorkerPlace(),) * int(workers or "1")
         if not int(layers) or not 1 <= len(places) <= 64:
             raise InputError("stages", f"{part!r} needs at least one layer and 1 to 64 workers")
         found.append(PipelineStage(int(layers), places))
@@ -64,14 +64,14 @@ def _address(text: str) -> tuple[str, int]:
 
 
 def launch(
-    config: Config,
+    config: EngineModelConfig,
     stages: Sequence[PipelineStage],
-    size: Size,
+    size: RunnerSize,
     *,
     directory: str | None = None,
     seed: int = 0,
     secret: bytes | None = None,
-    tls: Secure | None = None,
+    tls: TlsPair | None = None,
     threads: int = 0,
     device: str = "cpu",
     wait_s: float = WAIT_S,
@@ -87,8 +87,8 @@ def launch(
     layers = _ranges(config, stages)
     key = secrets.token_hex(32).encode() if secret is None else secret
     processes: list[subprocess.Popen[bytes]] = []
-    means = Means(directory, seed, threads, device, wait_s, key, tls)
-    starter = Starter(
+    means = WorkerOptions(directory, seed, threads, device, wait_s, key, tls)
+    starter = WorkerStarter(
         config, layers, size, means, lambda stage, place: stages[stage].places[place].emulate, devices_of
     )
     try:
@@ -112,7 +112,7 @@ def launch(
         wait_s=wait_s,
         batches=batches or len(stages),
         worth_tokens=worth_tokens,
-        lanes=lanes_of(stages),
+        microbatches=lanes_of(stages),
         exact=exact,
         reach=partial(starter.again, fingerprint=fingerprint) if returns else None,
     )
@@ -143,7 +143,7 @@ def devices_of(device: str, workers: int) -> list[str]:
     return [f"cuda:{number % there}" for number in range(workers)]
 
 
-def _ranges(config: Config, stages: Sequence[PipelineStage]) -> list[range]:
+def _ranges(config: EngineModelConfig, stages: Sequence[PipelineStage]) -> list[range]:
     total = sum(stage.layers for stage in stages)
     if total != config.model.layer_count:
         raise InputError("stages", f"have {total} layers, the model has {config.model.layer_count}")

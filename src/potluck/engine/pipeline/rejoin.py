@@ -11,16 +11,16 @@ import threading
 from collections.abc import Callable
 
 from potluck.core.errors import PotluckError
-from potluck.engine.pipeline.remote import Event, Remote, Returned
+from potluck.engine.pipeline.remote_worker import Event, RemoteWorker, WorkerReturned
 
 RETRY_S, RETRY_MOST_S = 1.0, 30.0
 
 
-Reach = Callable[[Remote], tuple[Remote, Returned]]
+Reach = Callable[[RemoteWorker], tuple[RemoteWorker, WorkerReturned]]
 """Makes a worker in the place of one that is lost, ready for steps; raises a PotluckError while that cannot be."""
 
 
-class Rejoining:
+class WorkerRejoin:
     """A thread for each worker that is missed. The driver hears of those that are back through its inbox."""
 
     def __init__(self, reach: Reach, inbox: queue.SimpleQueue[Event], retry_s: float = RETRY_S) -> None:
@@ -28,7 +28,7 @@ class Rejoining:
         self._over = threading.Event()
         self._back: set[int] = set()
 
-    def miss(self, lost: Remote) -> None:
+    def miss(self, lost: RemoteWorker) -> None:
         threading.Thread(target=self._seek, args=(lost,), daemon=True, name=f"seek {lost.name}").start()
 
     def awaited(self, stage: int) -> bool:
@@ -41,7 +41,7 @@ class Rejoining:
     def close(self) -> None:
         self._over.set()
 
-    def _seek(self, lost: Remote) -> None:
+    def _seek(self, lost: RemoteWorker) -> None:
         wait_s = self._retry_s
         while not self._over.wait(wait_s):
             try:

@@ -8,7 +8,7 @@ import sys
 import time
 from typing import IO
 
-from potluck.engine.pipeline.wire import LinkError
+from potluck.engine.pipeline.pipeline_connection import LinkError
 
 START_S = 120.0
 """Importing torch on a busy machine takes its time."""

@@ -16,13 +16,13 @@ import torch
 from torch import Tensor
 
 from potluck.core.errors import FormatError, InputError, PotluckError
-from potluck.engine.compute.paced import Pacer
-from potluck.engine.compute.runner import Runner, Size, Work
+from potluck.engine.compute.emulated import StepPacer
+from potluck.engine.compute.runner import Runner, RunnerSize, SequenceWork
 from potluck.engine.compute.sample import sample
-from potluck.engine.memory.handover import Arrival, pack
-from potluck.engine.model.checkpoint import Files, Seeded
-from potluck.engine.pipeline.inputs import Arrived, Inputs
-from potluck.engine.pipeline.messages import (
+from potluck.engine.memory.handover import IncomingHandover, pack
+from potluck.engine.model.checkpoint import RandomSource, SafetensorsSource
+from potluck.engine.pipeline.pipeline_connection import Bytes, LinkError, PipelineConnection, TlsPair, connect
+from potluck.engine.pipeline.pipeline_messages import (
     BACK,
     CLOSE,
     EXPORT_NUMBERS,
@@ -32,24 +32,24 @@ from potluck.engine.pipeline.messages import (
     OP_NUMBERS,
     OPEN,
     WORK_NUMBERS,
-    Accept,
+    AcceptPart,
     Answer,
-    Arrive,
-    Check,
-    Checked,
+    BeginHandover,
+    CheckWorker,
     Command,
-    Connect,
-    Done,
-    Finish,
-    Pack,
-    Parcels,
-    Ready,
-    Reconnect,
+    CommandDone,
+    ConnectStage,
+    FinishHandover,
+    HiddenStates,
+    LayerParts,
+    PackRow,
+    ReconnectStage,
     RowChanges,
-    Setup,
-    States,
-    Step,
-    Stepped,
+    StepCommand,
+    StepDone,
+    WorkerChecked,
+    WorkerInit,
+    WorkerReady,
     failure,
     label_of,
     numbers,
@@ -59,23 +59,25 @@ from potluck.engine.pipeline.messages import (
     read_numbers,
     to_bytes,
 )
-from potluck.engine.pipeline.wire import Bytes, Connection, LinkError, Secure, connect
-from potluck.perf.timers.host import NO_HOST
+from potluck.engine.pipeline.stage_inputs import ArrivedStates, StageInputs
+from potluck.perf.timers.engine_host import NO_HOST
 from potluck.perf.timers.roofline import roofline
 
 Received = tuple[Command, bytearray]
 
 
-class Worker:
+class PipelineWorker:
     """All that a worker does once the driver has connected. Only `run`'s thread calls the runner."""
 
-    def __init__(self, secret: bytes, driver: Connection, inputs: Inputs, tls: Secure | None = None) -> None:
+    def __init__(
+        self, secret: bytes, driver: PipelineConnection, inputs: StageInputs, tls: TlsPair | None = None
+    ) -> None:
         self._secret, self._driver, self._inputs, self._tls = secret, driver, inputs, tls
         self._runner: Runner | None = None
-        self._setup: Setup | None = None
-        self._pacer: Pacer | None = None
-        self._next: list[Connection | None] = []
-        self._arrivals: dict[int, Arrival] = {}
+        self._setup: WorkerInit | None = None
+        self._pacer: StepPacer | None = None
+        self._next: list[PipelineConnection | None] = []
+        self._arrivals: dict[int, IncomingHandover] = {}
         self._out_of_step: Exception | None = None
         self._commands: queue.SimpleQueue[Received | None] = queue.SimpleQueue()
 
@@ -111,7 +113,16 @@ class Worker:
                 command = read_command(head)
                 if not isinstance(
                     command,
-                    RowChanges | Step | Pack | Arrive | Accept | Finish | Check | Setup | Connect | Reconnect,
+                    RowChanges
+                    | StepCommand
+                    | PackRow
+                    | BeginHandover
+                    | AcceptPart
+                    | FinishHandover
+                    | CheckWorker
+                    | WorkerInit
+                    | ConnectStage
+                    | ReconnectStage,
                 ):
                     break
                 self._commands.put((command, body))
@@ -120,31 +131,31 @@ class Worker:
         self._commands.put(None)
 
     def _do(self, command: Command, body: bytearray) -> tuple[Answer, Sequence[Bytes]]:
-        if isinstance(command, Setup):
+        if isinstance(command, WorkerInit):
             return self._set_up(command), ()
-        if isinstance(command, Connect | Reconnect):
+        if isinstance(command, ConnectStage | ReconnectStage):
             return self._connect(command), ()
-        if isinstance(command, Step):
+        if isinstance(command, StepCommand):
             return self._step(command, body)
-        if isinstance(command, Pack):
+        if isinstance(command, PackRow):
             parcels = pack(self._ready, command.row, command.layer, command.start, command.stop)
             labels = tuple(label_of(parcel) for parcel in parcels)
-            return Parcels(command.call, labels), [parcel.data for parcel in parcels]
-        if isinstance(command, Arrive):
+            return LayerParts(command.call, labels), [parcel.data for parcel in parcels]
+        if isinstance(command, BeginHandover):
             tokens = read_numbers(body, len(body) // 4).tolist()
-            self._arrivals[command.row] = Arrival(self._ready, command.row, command.about, tokens)
-        elif isinstance(command, Accept):
+            self._arrivals[command.row] = IncomingHandover(self._ready, command.row, command.about, tokens)
+        elif isinstance(command, AcceptPart):
             self._arrival(command.row).accept(parcel_of(command.label, memoryview(body)))
-        elif isinstance(command, Finish):
+        elif isinstance(command, FinishHandover):
             arrival = self._arrival(command.row)
             if command.whole:
                 arrival.finish()
             del self._arrivals[command.row]
-        elif isinstance(command, Check):
+        elif isinstance(command, CheckWorker):
             return self._check(command), ()
         else:
             raise FormatError("command", f"{type(command).__name__} is not expected here")
-        return Done(command.call), ()
+        return CommandDone(command.call), ()
 
     @property
     def _ready(self) -> Runner:
@@ -152,16 +163,16 @@ class Worker:
             raise InputError("worker", "has not been set up yet")
         return self._runner
 
-    def _arrival(self, row: int) -> Arrival:
+    def _arrival(self, row: int) -> IncomingHandover:
         if row not in self._arrivals:
             raise InputError(f"row {row}", "expects no hand-over")
         return self._arrivals[row]
 
-    def _set_up(self, setup: Setup) -> Ready:
+    def _set_up(self, setup: WorkerInit) -> WorkerReady:
         if setup.threads:
             torch.set_num_threads(setup.threads)
-        source = Seeded(setup.seed) if setup.directory is None else Files(setup.directory)
-        size = Size(setup.rows, setup.blocks, setup.max_tokens, setup.max_chunk_tokens)
+        source = RandomSource(setup.seed) if setup.directory is None else SafetensorsSource(setup.directory)
+        size = RunnerSize(setup.rows, setup.blocks, setup.max_tokens, setup.max_chunk_tokens)
         self._runner = Runner(
             setup.config, source, size, first=setup.first, last=setup.last, device=setup.device
         )
@@ -172,24 +183,24 @@ class Worker:
             timer = roofline(
                 like.model, like.node, like.tp, layers=range(like.first, like.last), host=NO_HOST
             )
-            self._pacer = Pacer(timer, like.speed_up, host_s=0.0)
+            self._pacer = StepPacer(timer, like.speed_up, host_s=0.0)
             self._inputs.hop_s = like.hop_s / like.speed_up
             self._inputs.hop_s_per_row = like.hop_s_per_token / like.speed_up
         exact, dtype = self._runner.exact, str(self._runner.dtype).removeprefix("torch.")
-        return Ready(setup.call, self._runner.fingerprint, dtype, exact.holds, exact.products)
+        return WorkerReady(setup.call, self._runner.fingerprint, dtype, exact.holds, exact.products)
 
-    def _connect(self, command: Connect | Reconnect) -> Done:
-        if isinstance(command, Reconnect):
+    def _connect(self, command: ConnectStage | ReconnectStage) -> CommandDone:
+        if isinstance(command, ReconnectStage):
             before, self._next[command.place] = self._next[command.place], None
             if before is not None:
                 before.close()
             self._next[command.place] = self._behind(command.place, command.host, command.port)
-            return Done(command.call)
+            return CommandDone(command.call)
         for place, address in enumerate(zip(command.hosts, command.ports, strict=True)):
             self._next.append(self._behind(place, *address) if address[0] else None)
-        return Done(command.call)
+        return CommandDone(command.call)
 
-    def _behind(self, place: int, host: str, port: int) -> Connection:
+    def _behind(self, place: int, host: str, port: int) -> PipelineConnection:
         if self._setup is None:
             raise InputError("worker", "has not been set up yet")
         who, name = f"{self._setup.place}", f"stage {self._setup.stage + 1} worker {place}"
@@ -215,20 +226,20 @@ class Worker:
         except Exception as error:
             self._out_of_step = error
 
-    def _check(self, command: Check) -> Checked:
+    def _check(self, command: CheckWorker) -> WorkerChecked:
         tables = self._ready.tables
         tables.check()
         blocks = tuple(tables.free_blocks(group) for group in range(len(tables.groups)))
-        return Checked(command.call, tables.free_rows, blocks)
+        return WorkerChecked(command.call, tables.free_rows, blocks)
 
-    def _step(self, command: Step, body: bytearray) -> tuple[Answer, Sequence[Bytes]]:
+    def _step(self, command: StepCommand, body: bytearray) -> tuple[Answer, Sequence[Bytes]]:
         part = _Part(command, body, self._ready.stack.embeds)
         try:
             return self._compute(part)
         except Exception as error:
             # Those behind wait for states that will not come.
             text = failure(command.call, error).problem
-            self._pass_on(part, lambda _: (States(command.call, "", 0, text), ()))
+            self._pass_on(part, lambda _: (HiddenStates(command.call, "", 0, text), ()))
             raise
 
     def _compute(self, part: _Part) -> tuple[Answer, Sequence[Bytes]]:
@@ -246,14 +257,14 @@ class Worker:
         if not runner.stack.has_head:
             name = str(out.dtype).removeprefix("torch.")
 
-            def states(works: list[int]) -> tuple[States, Sequence[Bytes]]:
+            def states(works: list[int]) -> tuple[HiddenStates, Sequence[Bytes]]:
                 chosen = out if len(works) == len(part.works) else out[part.places(works)]
                 raw = chosen.cpu().contiguous().view(torch.uint8).numpy()
-                return States(command.call, name, len(chosen)), [memoryview(raw.data).cast("B")]
+                return HiddenStates(command.call, name, len(chosen)), [memoryview(raw.data).cast("B")]
 
             self._pass_on(part, states)
         wanted = tuple(choices) if any(way.logprobs is not None for way in command.ways) else ()
-        answer = Stepped(command.call, began, ended, late, wanted)
+        answer = StepDone(command.call, began, ended, late, wanted)
         return answer, [numbers([choice.token for choice in choices])]
 
     def _hidden(self, part: _Part) -> Tensor:
@@ -278,7 +289,9 @@ class Worker:
         assert found is not None
         return found
 
-    def _pass_on(self, part: _Part, states: Callable[[list[int]], tuple[States, Sequence[Bytes]]]) -> None:
+    def _pass_on(
+        self, part: _Part, states: Callable[[list[int]], tuple[HiddenStates, Sequence[Bytes]]]
+    ) -> None:
         for target in sorted(set(part.behind) - {NOBODY}):
             works = [work for work, behind in enumerate(part.behind) if behind == target]
             message, data = states(works)
@@ -301,7 +314,7 @@ class Worker:
                 if not parcels:
                     continue
                 labels = tuple(label_of(parcel) for parcel in parcels)
-                message = Parcels(part.command.call, labels, work)
+                message = LayerParts(part.command.call, labels, work)
                 self._driver.send(to_bytes(message), [parcel.data for parcel in parcels])
 
         return export
@@ -310,7 +323,7 @@ class Worker:
 class _Part:
     """This worker's part of a micro-batch, unpacked."""
 
-    def __init__(self, command: Step, body: bytearray, first_stage: bool) -> None:
+    def __init__(self, command: StepCommand, body: bytearray, first_stage: bool) -> None:
         view = memoryview(body)
         split = command.works * WORK_NUMBERS * 4
         rest = split + command.exports * EXPORT_NUMBERS * 4
@@ -330,7 +343,7 @@ class _Part:
         self.edits = read_edits(command.edits, len(command.ways), view[behind:])
         self._firsts = np.concatenate(([0], np.cumsum(self.sizes)))
         self.works = [
-            Work(row, start, tokens[first : first + size], LOGITS[logits])  # type: ignore[arg-type]
+            SequenceWork(row, start, tokens[first : first + size], LOGITS[logits])  # type: ignore[arg-type]
             for (row, start, size, logits, *_), first in zip(
                 table.tolist(), self._firsts.tolist(), strict=False
             )
@@ -342,7 +355,7 @@ class _Part:
         return torch.from_numpy(np.concatenate(spans))
 
 
-def _tensor(states: Arrived, width: int) -> Tensor:
+def _tensor(states: ArrivedStates, width: int) -> Tensor:
     dtype = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}.get(states.dtype)
     if dtype is None or len(states.data) != states.rows * width * dtype.itemsize:
         raise FormatError("states", f"of {len(states.data)} bytes are not {states.rows} rows of {width}")

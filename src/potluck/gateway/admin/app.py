@@ -18,16 +18,16 @@ from aiohttp import web
 from aiohttp.typedefs import Handler
 
 from potluck import __version__
-from potluck.api.bodies import parse_object
-from potluck.api.errors import Refused, error_object, refusal
+from potluck.api.http_errors import HttpRefusal, error_object, refusal
 from potluck.api.ids import HEADER, request_id
-from potluck.api.origin import Served, check_origin
+from potluck.api.json_bodies import parse_object
+from potluck.api.origin import ServedNames, check_origin
 from potluck.core.errors import InputError
 from potluck.gateway.admin import families
-from potluck.gateway.admin.feed import Feed
-from potluck.gateway.admin.metrics import CONTENT_TYPE, Metrics, figures
-from potluck.gateway.admin.overseer import Json, Overseer
-from potluck.gateway.page.routes import Page, add_page, is_file, is_reading
+from potluck.gateway.admin.feed import EventFeed
+from potluck.gateway.admin.metrics import CONTENT_TYPE, GatewayMetrics, figures
+from potluck.gateway.admin.operations_api import Json, OperationsApi
+from potluck.gateway.page.routes import PageRoutes, add_page, is_file, is_reading
 
 log = logging.getLogger(__name__)
 
@@ -39,22 +39,22 @@ QUIET_S = 15.0
 
 
 @dataclass(frozen=True, slots=True)
-class Office:
+class AdminContext:
     """What the operators' port shows."""
 
-    metrics: Metrics
-    overseer: Overseer
-    feed: Feed
+    metrics: GatewayMetrics
+    operations: OperationsApi
+    feed: EventFeed
     notes: Callable[[], Json] = dict
     """What else belongs into the snapshot: problems with files, how many keys, ..."""
     key: str | None = field(default=None, repr=False)
-    served: Served = Served()
-    page: Page | None = None
+    served: ServedNames = ServedNames()
+    page: PageRoutes | None = None
     near: bool = True
     """It only listens on the loopback address."""
 
 
-def build_admin(office: Office) -> web.Application:
+def build_admin(office: AdminContext) -> web.Application:
     @web.middleware
     async def guard(request: web.Request, handler: Handler) -> web.StreamResponse:
         try:
@@ -77,9 +77,9 @@ def build_admin(office: Office) -> web.Application:
     async def snapshot(request: web.Request) -> web.StreamResponse:
         shown = {
             "version": __version__,
-            **office.overseer.snapshot(),
+            **office.operations.snapshot(),
             **office.notes(),
-            "counters": figures(office.metrics.tally),
+            "counters": figures(office.metrics.counters),
         }
         return web.json_response(shown, dumps=_dumps)
 
@@ -87,17 +87,17 @@ def build_admin(office: Office) -> web.Application:
         return await _events(request, office.feed)
 
     async def fleet(request: web.Request) -> web.StreamResponse:
-        return web.json_response(office.overseer.fleet(), dumps=_dumps)
+        return web.json_response(office.operations.fleet(), dumps=_dumps)
 
     async def wanted(request: web.Request) -> web.StreamResponse:
-        return web.json_response(office.overseer.wanted(), dumps=_dumps)
+        return web.json_response(office.operations.wanted(), dumps=_dumps)
 
     async def decisions(request: web.Request) -> web.StreamResponse:
         after = _whole(request, "after")
         ended: Counter[str] = Counter()
-        for (model, *_), value in office.metrics.tally.counted(families.REQUESTS).items():
+        for (model, *_), value in office.metrics.counters.counted(families.REQUESTS).items():
             ended[model] += round(value)
-        shown = {**office.overseer.decisions(after), "ended": ended}
+        shown = {**office.operations.decisions(after), "ended": ended}
         return web.json_response(shown, dumps=_dumps)
 
     app = web.Application(middlewares=[guard], client_max_size=BODY_BYTES)
@@ -106,11 +106,11 @@ def build_admin(office: Office) -> web.Application:
     app.router.add_get("/snapshot", snapshot)
     app.router.add_get("/events", events)
     app.router.add_get("/fleet", fleet)
-    app.router.add_put("/fleet", _put(office.overseer.set_fleet))
-    app.router.add_put("/plan", _plan(office.overseer))
-    app.router.add_put("/market", _put(office.overseer.set_market))
+    app.router.add_put("/fleet", _put(office.operations.set_fleet))
+    app.router.add_put("/plan", _plan(office.operations))
+    app.router.add_put("/market", _put(office.operations.set_market))
     app.router.add_get("/decisions", decisions)
-    for path, order in _orders(office.overseer).items():
+    for path, order in _orders(office.operations).items():
         app.router.add_post(path, _order(office, order))
     app.router.add_get("/wanted", wanted)
     if office.page is not None:
@@ -118,36 +118,36 @@ def build_admin(office: Office) -> web.Application:
     return app
 
 
-def _orders(overseer: Overseer) -> dict[str, Callable[[Json], Json]]:
+def _orders(operations: OperationsApi) -> dict[str, Callable[[Json], Json]]:
     return {
-        "/drain": overseer.drain,
-        "/cordon": overseer.cordon,
-        "/uncordon": overseer.uncordon,
-        "/flip": overseer.flip,
-        "/kill": overseer.kill,
-        "/note": overseer.note,
+        "/drain": operations.drain,
+        "/cordon": operations.cordon,
+        "/uncordon": operations.uncordon,
+        "/flip": operations.flip,
+        "/kill": operations.kill,
+        "/note": operations.note,
     }
 
 
 def _order(
-    office: Office, change: Callable[[Json], Json]
+    office: AdminContext, change: Callable[[Json], Json]
 ) -> Callable[[web.Request], Awaitable[web.StreamResponse]]:
     """What a person wants: with a key, or not at all."""
 
     async def handler(request: web.Request) -> web.StreamResponse:
         if office.key is None:
             line = "orders need an operators' key, and this gateway has none: start it with --admin-key-file"
-            raise Refused(403, line, "no_admin_key")
+            raise HttpRefusal(403, line, "no_admin_key")
         return web.json_response(change(parse_object(await request.read())), dumps=_dumps)
 
     return handler
 
 
-def _plan(overseer: Overseer) -> Callable[[web.Request], Awaitable[web.StreamResponse]]:
+def _plan(operations: OperationsApi) -> Callable[[web.Request], Awaitable[web.StreamResponse]]:
     async def handler(request: web.Request) -> web.StreamResponse:
         body, why = parse_object(await request.read()), request.query.get("why", "")
         version = _whole(request, "version")
-        return web.json_response(overseer.set_plan(body, why[:MOST_WHY], version), dumps=_dumps)
+        return web.json_response(operations.set_plan(body, why[:MOST_WHY], version), dumps=_dumps)
 
     return handler
 
@@ -167,12 +167,12 @@ def _put(change: Callable[[Json], Json]) -> Callable[[web.Request], Awaitable[we
     return handler
 
 
-async def _events(request: web.Request, feed: Feed) -> web.StreamResponse:
+async def _events(request: web.Request, feed: EventFeed) -> web.StreamResponse:
     """Server-sent events, all or those of ?kinds=route,failure."""
     given = request.query.get("kinds")
     reader = feed.watch(None if not given else frozenset(given.split(",")[:32]))
     if reader is None:
-        raise Refused(429, "too many read the events already; close one", "too_many_readers")
+        raise HttpRefusal(429, "too many read the events already; close one", "too_many_readers")
     try:
         response = web.StreamResponse(
             headers={
@@ -191,7 +191,7 @@ async def _events(request: web.Request, feed: Feed) -> web.StreamResponse:
         reader.close()
 
 
-def _check(request: web.Request, office: Office) -> None:
+def _check(request: web.Request, office: AdminContext) -> None:
     """Raises for what this sender may not ask."""
     served = office.served
     free = (
@@ -213,18 +213,18 @@ def _has_key(request: web.Request, key: str) -> bool:
     return hmac.compare_digest(given.encode("utf-8", "surrogateescape"), f"Bearer {key}".encode())
 
 
-def _no_key() -> Refused:
+def _no_key() -> HttpRefusal:
     line = "the operators' key is needed: send it as `Authorization: Bearer KEY`"
-    return Refused(401, line, "invalid_api_key", "authorization")
+    return HttpRefusal(401, line, "invalid_api_key", "authorization")
 
 
 def _error(error: Exception) -> web.Response:
     known = refusal(error)
     if known is None and isinstance(error, web.HTTPException):
-        known = Refused(error.status, error.reason)
+        known = HttpRefusal(error.status, error.reason)
     if known is None:
         log.error("a handler failed", exc_info=error)
-        known = Refused(500, "internal error; the gateway's log says more")
+        known = HttpRefusal(500, "internal error; the gateway's log says more")
     body = error_object(known.status, str(known), param=known.param, code=known.code)
     return web.json_response(body, status=known.status)
 

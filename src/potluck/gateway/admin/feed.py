@@ -16,10 +16,10 @@ MOST_EVENTS = 1_000
 MOST_READERS = 32
 
 
-class Watcher:
+class FeedReader:
     """One reader."""
 
-    def __init__(self, feed: Feed, kinds: frozenset[str] | None, most: int) -> None:
+    def __init__(self, feed: EventFeed, kinds: frozenset[str] | None, most: int) -> None:
         self._feed, self._kinds = feed, kinds
         self._events: deque[bytes] = deque(maxlen=most)
         self._lost = 0
@@ -54,7 +54,7 @@ class Watcher:
         self._feed.leave(self)
 
 
-class Feed:
+class EventFeed:
     """Where events go. `changed` hears whether anybody reads, so that others make them only then."""
 
     def __init__(
@@ -65,7 +65,7 @@ class Feed:
     ) -> None:
         """`lost` hears of each event that a reader did not get."""
         self._changed, self._clock, self._missed = changed, clock, lost
-        self._readers: set[Watcher] = set()
+        self._readers: set[FeedReader] = set()
         self._number = 0
         self.lost = 0
         """Events that readers did not get, of all of them."""
@@ -82,16 +82,16 @@ class Feed:
                 self.lost += 1
                 self._missed()
 
-    def watch(self, kinds: frozenset[str] | None = None, most: int = MOST_EVENTS) -> Watcher | None:
+    def watch(self, kinds: frozenset[str] | None = None, most: int = MOST_EVENTS) -> FeedReader | None:
         """One more reader; None where there are enough."""
         if len(self._readers) >= MOST_READERS:
             return None
-        reader = Watcher(self, kinds, most)
+        reader = FeedReader(self, kinds, most)
         self._readers.add(reader)
         self._changed(True)
         return reader
 
-    def leave(self, reader: Watcher) -> None:
+    def leave(self, reader: FeedReader) -> None:
         self._readers.discard(reader)
         if not self._readers:
             self._changed(False)

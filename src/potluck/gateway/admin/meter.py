@@ -5,22 +5,22 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from potluck.core.brain.events import FailureKind
+from potluck.core.state.events import FailureKind
+from potluck.gateway.admin.counters import Counters
 from potluck.gateway.admin.spans import Spans
-from potluck.gateway.admin.tally import Tally
-from potluck.gateway.parts import Asked, Told
+from potluck.gateway.interfaces import ChoiceRequest, RequestOutcome
 
 
-class FullMeter(Tally):
+class FullMeter(Counters):
     """A tally that passes on what others want to hear as well."""
 
     def __init__(
         self,
-        told: Callable[[Told], None] | None = None,
+        told: Callable[[RequestOutcome], None] | None = None,
         spans: Spans | None = None,
         region_of: Callable[[str], str] = lambda replica: "",
         *,
-        record: Callable[[Told], None] | None = None,
+        record: Callable[[RequestOutcome], None] | None = None,
     ) -> None:
         """`record` writes down what this process answered; `told` hears of other processes' answers as well."""
         super().__init__(region_of)
@@ -28,7 +28,7 @@ class FullMeter(Tally):
         self.usage_notes: dict[object, tuple[str, int]] = {}
         """What other processes say of their records: what is wrong, and how many were lost."""
 
-    def answered(self, told: Told) -> None:
+    def answered(self, told: RequestOutcome) -> None:
         if self._record is not None:
             self._record(told)
         super().answered(told)
@@ -36,24 +36,30 @@ class FullMeter(Tally):
             self._told(told)
 
     def segment(
-        self, asked: Asked, replica: str, began_s: float, ended_s: float, tokens: int, problem: str = ""
+        self,
+        asked: ChoiceRequest,
+        replica: str,
+        began_s: float,
+        ended_s: float,
+        tokens: int,
+        problem: str = "",
     ) -> None:
         super().segment(asked, replica, began_s, ended_s, tokens, problem)
         if self._spans is not None:
             self._spans.segment(asked, replica, began_s, ended_s, tokens, problem)
 
-    def failed(self, asked: Asked, where: str, kind: FailureKind, why: str) -> None:
+    def failed(self, asked: ChoiceRequest, where: str, kind: FailureKind, why: str) -> None:
         super().failed(asked, where, kind, why)
         if self._spans is not None:
             self._spans.failed(asked, where, kind, why)
 
     # What other processes counted by themselves.
 
-    def used(self, told: Told) -> None:
+    def used(self, told: RequestOutcome) -> None:
         if self._told is not None:
             self._told(told)
 
-    def span(self, name: str, asked: Asked, what: Sequence[Any]) -> None:
+    def span(self, name: str, asked: ChoiceRequest, what: Sequence[Any]) -> None:
         if self._spans is not None and name == "segment":
             self._spans.segment(asked, *what)
         elif self._spans is not None and name == "failed":

@@ -18,26 +18,26 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Histo
 from prometheus_client.registry import Collector
 
 from potluck.gateway.admin import families as known
+from potluck.gateway.admin.counters import Counters, Histogram, Labels
 from potluck.gateway.admin.families import FAMILIES, Family
-from potluck.gateway.admin.overseer import Overseer, Unseen
-from potluck.gateway.admin.tally import Histogram, Labels, Tally
+from potluck.gateway.admin.operations_api import NoOperations, OperationsApi
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 WINDOW_S = 300.0
 """Over which the cost of a million tokens is told."""
 
 
-class Costs:
+class TokenCosts:
     """Dollars per million tokens of the last minutes: tokens are looked at from time to time, prices as they are."""
 
     def __init__(self, window_s: float = WINDOW_S) -> None:
         self._window_s = window_s
         self._seen: deque[tuple[float, Counter[str]]] = deque()
 
-    def look(self, tally: Tally, now_s: float) -> None:
+    def look(self, counters: Counters, now_s: float) -> None:
         tokens: Counter[str] = Counter()
         for family in (known.PROMPTS, known.OUTPUTS):
-            for labels, value in tally.counted(family).items():
+            for labels, value in counters.counted(family).items():
                 tokens[labels[0]] += int(value)
         self._seen.append((now_s, tokens))
         while len(self._seen) > 2 and self._seen[1][0] <= now_s - self._window_s:
@@ -52,20 +52,20 @@ class Costs:
         return None if tokens <= 0 else usd_per_h * (last_s - first_s) / 3600 / tokens * 1e6
 
 
-class Metrics:
+class GatewayMetrics:
     """A registry of all families. `look` is called every few seconds by whoever runs the gateway."""
 
     def __init__(
         self,
-        tally: Tally,
-        overseer: Overseer | None = None,
+        counters: Counters,
+        operations: OperationsApi | None = None,
         gauges: Callable[[], dict[Family, float]] = dict,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self.tally = tally
-        self._overseer: Overseer = overseer or Unseen()
+        self.counters = counters
+        self._overseer: OperationsApi = operations or NoOperations()
         self._gauges, self._clock = gauges, clock
-        self._costs = Costs()
+        self._costs = TokenCosts()
         self._registry = CollectorRegistry()
         self._registry.register(_All(self))
         ProcessCollector(registry=self._registry)
@@ -73,7 +73,7 @@ class Metrics:
         GCCollector(registry=self._registry)
 
     def look(self) -> None:
-        self._costs.look(self.tally, self._clock())
+        self._costs.look(self.counters, self._clock())
 
     def text(self) -> bytes:
         return generate_latest(self._registry)
@@ -82,11 +82,11 @@ class Metrics:
         for family in FAMILIES.values():
             if family.kind == "counter":
                 counter = CounterMetricFamily(family.name, family.meaning, labels=family.labels)
-                for labels, value in self.tally.counted(family).items():
+                for labels, value in self.counters.counted(family).items():
                     counter.add_metric(labels, value)
                 yield counter
             elif family.kind == "histogram":
-                yield _histogram(family, self.tally.seen(family))
+                yield _histogram(family, self.counters.seen(family))
         now = self._now()
         for family in FAMILIES.values():
             if family.kind == "gauge":
@@ -119,12 +119,12 @@ class Metrics:
         for family, value in self._gauges().items():
             add(family, (), value)
         if known.OPEN.name not in found:
-            add(known.OPEN, (), self.tally.open)
+            add(known.OPEN, (), self.counters.open)
         return {name: dict(series) for name, series in found.items()}
 
 
 class _All(Collector):
-    def __init__(self, metrics: Metrics) -> None:
+    def __init__(self, metrics: GatewayMetrics) -> None:
         self._metrics = metrics
 
     def describe(self) -> Iterable[Metric]:
@@ -146,12 +146,12 @@ def _histogram(family: Family, series: dict[Labels, Histogram]) -> HistogramMetr
     return made
 
 
-def figures(tally: Tally) -> dict[str, Any]:
+def figures(counters: Counters) -> dict[str, Any]:
     """All counters as JSON, for the snapshot."""
     return {
         family.name: [
             {**dict(zip(family.labels, labels, strict=True)), "value": value}
-            for labels, value in tally.counted(family).items()
+            for labels, value in counters.counted(family).items()
         ]
         for family in FAMILIES.values()
         if family.kind == "counter"

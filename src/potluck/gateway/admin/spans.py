@@ -11,9 +11,9 @@ from collections.abc import Callable
 from typing import Any
 
 from potluck import __version__
-from potluck.core.brain.events import FailureKind
 from potluck.core.errors import InputError
-from potluck.gateway.parts import Asked
+from potluck.core.state.events import FailureKind
+from potluck.gateway.interfaces import ChoiceRequest
 
 
 class Spans:
@@ -41,7 +41,13 @@ class Spans:
         self._offset_s = offset_s
 
     def segment(
-        self, asked: Asked, replica: str, began_s: float, ended_s: float, tokens: int, problem: str = ""
+        self,
+        asked: ChoiceRequest,
+        replica: str,
+        began_s: float,
+        ended_s: float,
+        tokens: int,
+        problem: str = "",
     ) -> None:
         offset_s = self._offset_s()
         attributes: dict[str, str | int] = {
@@ -61,7 +67,7 @@ class Spans:
             span.set_status(self._trace.Status(self._trace.StatusCode.ERROR, problem[:200]))
         span.end(end_time=int((ended_s + offset_s) * 1e9))
 
-    def failed(self, asked: Asked, where: str, kind: FailureKind, why: str) -> None:
+    def failed(self, asked: ChoiceRequest, where: str, kind: FailureKind, why: str) -> None:
         span = self._tracer.start_span("failure", context=self._trace_of(asked.id))
         span.set_attributes({"potluck.where": where, "potluck.kind": kind, "potluck.why": why[:200]})
         span.end()

@@ -20,7 +20,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 from potluck.core.errors import InputError
-from potluck.gateway.parts import Told
+from potluck.gateway.interfaces import RequestOutcome
 
 log = logging.getLogger(__name__)
 
@@ -51,7 +51,7 @@ class UsageFile:
         except OSError as error:
             raise InputError(str(path), f"cannot be written ({error.strerror or error})") from error
 
-    def record(self, told: Told, monotonic_s: float) -> None:
+    def record(self, told: RequestOutcome, monotonic_s: float) -> None:
         """Write it; whoever has the end of its answer can be billed for it."""
         ended_s = self._calendar() - (monotonic_s - told.ended_s)
         line = json.dumps(

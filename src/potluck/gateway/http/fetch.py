@@ -6,10 +6,10 @@ import asyncio
 from collections.abc import Iterable
 
 from potluck.core.errors import PotluckError
-from potluck.gateway.parts import Address, Headers, Outgoing
+from potluck.gateway.interfaces import Address, EngineConnections, Headers
 
 
-class Unanswered(PotluckError):
+class NoResponse(PotluckError):
     """Whoever was asked did not answer, or not in time, or too much."""
 
 
@@ -31,7 +31,7 @@ class _Whole:
         self._parts.append(data)
         self._bytes += len(data)
         if self._bytes > self._most_bytes and not self.answer.done():
-            self.answer.set_exception(Unanswered(f"the answer is larger than {self._most_bytes} bytes"))
+            self.answer.set_exception(NoResponse(f"the answer is larger than {self._most_bytes} bytes"))
 
     def done(self) -> None:
         if not self.answer.done():
@@ -39,11 +39,11 @@ class _Whole:
 
     def lost(self, why: str) -> None:
         if not self.answer.done():
-            self.answer.set_exception(Unanswered(why))
+            self.answer.set_exception(NoResponse(why))
 
 
 async def fetch(
-    outgoing: Outgoing,
+    outgoing: EngineConnections,
     address: Address,
     method: bytes,
     path: bytes,
@@ -53,13 +53,13 @@ async def fetch(
     within_s: float = 5.0,
     most_bytes: int = 64_000_000,
 ) -> tuple[int, Headers, bytes]:
-    """Status, headers and body; raises `Unanswered`."""
+    """Status, headers and body; raises `NoResponse`."""
     whole = _Whole(most_bytes)
     call = outgoing.send(address, method, path, body, whole, headers=headers, silence_s=within_s)
     try:
         async with asyncio.timeout(within_s):
             return await whole.answer
     except TimeoutError:
-        raise Unanswered(f"{address.host}:{address.port} did not answer within {within_s:g} s") from None
+        raise NoResponse(f"{address.host}:{address.port} did not answer within {within_s:g} s") from None
     finally:
         call.cancel()

@@ -12,7 +12,7 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 
-from potluck.api.errors import Refused
+from potluck.api.http_errors import HttpRefusal
 
 TOKEN = rb"[!#$%&'*+\-.^_`|~0-9A-Za-z]"
 _FIELD = re.compile(rb"(" + TOKEN + rb"{1,256}):[ \t]*([\t\x20-\x7e\x80-\xff]*)")
@@ -63,11 +63,11 @@ def _request_line(line: bytes) -> tuple[bytes, bytes, bytes, bool]:
     match = _REQUEST.fullmatch(line)
     if match is None:
         if _OTHER_VERSION.fullmatch(line) and line[-8:] not in (b"HTTP/1.0", b"HTTP/1.1"):
-            raise Refused(505, "only HTTP/1.1 and HTTP/1.0 are spoken here")
-        raise Refused(400, "the request's first line cannot be read: METHOD /PATH HTTP/1.1 is wanted")
+            raise HttpRefusal(505, "only HTTP/1.1 and HTTP/1.0 are spoken here")
+        raise HttpRefusal(400, "the request's first line cannot be read: METHOD /PATH HTTP/1.1 is wanted")
     method, target, version = match.groups()
     if target == b"*" and method != b"OPTIONS":
-        raise Refused(400, "the request's first line cannot be read: the path must begin with /")
+        raise HttpRefusal(400, "the request's first line cannot be read: the path must begin with /")
     path, _, query = target.partition(b"?")
     found = (method, path, query, version == b"1.1")
     if len(line) <= KEPT_BYTES:
@@ -84,7 +84,7 @@ def status_line(line: bytes) -> tuple[int, bool]:
         return found
     match = _STATUS.fullmatch(line)
     if match is None:
-        raise Refused(400, "the answer's first line cannot be read")
+        raise HttpRefusal(400, "the answer's first line cannot be read")
     found = (int(match[2]), match[1] == b"1")
     if len(line) <= KEPT_BYTES:
         if len(_statuses_read) >= KEPT_LINES:
@@ -106,7 +106,7 @@ def _joined(lines: Sequence[bytes]) -> dict[bytes, bytes]:
         name, value = _fields_read[line]
         if name in found:
             if name in ONCE:
-                raise Refused(400, f"{name.decode()} comes twice")
+                raise HttpRefusal(400, f"{name.decode()} comes twice")
             value = found[name] + b", " + value
         found[name] = value
     return found
@@ -115,10 +115,12 @@ def _joined(lines: Sequence[bytes]) -> dict[bytes, bytes]:
 def field(line: bytes) -> tuple[bytes, bytes]:
     match = _FIELD.fullmatch(line)
     if match is None:
-        raise Refused(400, "a header cannot be read: NAME: VALUE is wanted, on one line that ends in CR LF")
+        raise HttpRefusal(
+            400, "a header cannot be read: NAME: VALUE is wanted, on one line that ends in CR LF"
+        )
     name, value = match[1].lower(), match[2].rstrip(b" \t")
     if name in FRAMING and b"\t" in line:  # some readers take a tab for a part of the value
-        raise Refused(400, f"{name.decode()}: a tab beside its value; a space is wanted")
+        raise HttpRefusal(400, f"{name.decode()}: a tab beside its value; a space is wanted")
     if name not in SECRET and len(line) <= KEPT_BYTES:
         if len(_fields_read) >= KEPT_LINES:
             _fields_read.clear()
@@ -137,12 +139,14 @@ def length_of(headers: dict[bytes, bytes], v11: bool) -> int:
         if length is None:
             return NO_LENGTH
         if len(length) > 15 or not length.isdigit():
-            raise Refused(400, "content-length must be a number of bytes")
+            raise HttpRefusal(400, "content-length must be a number of bytes")
         return int(length)
     if length is not None:
-        raise Refused(400, "content-length and transfer-encoding exclude each other")
+        raise HttpRefusal(400, "content-length and transfer-encoding exclude each other")
     if coding.lower() != b"chunked" or not v11:
-        raise Refused(400 if coding.lower() == b"chunked" else 501, "transfer-encoding can only be chunked")
+        raise HttpRefusal(
+            400 if coding.lower() == b"chunked" else 501, "transfer-encoding can only be chunked"
+        )
     return CHUNKED
 
 

@@ -28,7 +28,7 @@ MOST_BYTES = 65_536
 LONGEST_ADDRESS = 100
 
 
-class Taken:
+class InheritedSockets:
     """The ports of a gateway that is to go."""
 
     def __init__(
@@ -63,7 +63,7 @@ def _short(path: Path) -> Iterator[str]:
         os.close(folder)
 
 
-def take_over(path: Path) -> Taken | None:
+def take_over(path: Path) -> InheritedSockets | None:
     """The ports of whoever serves here; None where nobody does."""
     link = socket.socket(socket.AF_UNIX)
     link.settimeout(ANSWER_S)
@@ -80,10 +80,10 @@ def take_over(path: Path) -> Taken | None:
         link.close()
         raise InputError(FIELD, f"{path} is no gateway's socket ({error})") from error
     sockets = [socket.socket(fileno=number) for number in numbers]
-    return Taken(link, sockets[:count], sockets[count:], cordons)
+    return InheritedSockets(link, sockets[:count], sockets[count:], cordons)
 
 
-class Heritage:
+class SocketHandover:
     """Waits for a successor; `handed` is called once it serves."""
 
     def __init__(

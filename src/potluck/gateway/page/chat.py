@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from aiohttp import ClientError, ClientSession, ClientTimeout, web
 
-from potluck.api.errors import Refused
+from potluck.api.http_errors import HttpRefusal
 from potluck.api.ids import HEADER
 
 KEY_HEADER = "X-Potluck-Client-Key"
@@ -21,19 +21,19 @@ PASSED_ON = ("Content-Type", "Retry-After", HEADER)
 
 
 @dataclass(slots=True)
-class Chat:
+class PlaygroundProxy:
     """`url` is known once clients are listened for."""
 
     url: str = ""
 
     async def answer(self, request: web.Request) -> web.StreamResponse:
         if not self.url:
-            raise Refused(503, "the gateway does not listen for clients yet")
+            raise HttpRefusal(503, "the gateway does not listen for clients yet")
         body = await request.content.read(MOST_BODY_BYTES + 1)
         while len(body) <= MOST_BODY_BYTES and not request.content.at_eof():
             body += await request.content.read(MOST_BODY_BYTES + 1)
         if len(body) > MOST_BODY_BYTES:
-            raise Refused(413, f"a question has at most {MOST_BODY_BYTES} bytes here")
+            raise HttpRefusal(413, f"a question has at most {MOST_BODY_BYTES} bytes here")
         headers = {"Content-Type": "application/json"}
         if key := request.headers.get(KEY_HEADER):
             headers["Authorization"] = f"Bearer {key}"
@@ -53,5 +53,5 @@ class Chat:
                     await response.write(piece)
         except (ClientError, TimeoutError, asyncio.IncompleteReadError) as error:
             if response is None:
-                raise Refused(502, f"the clients' port did not answer ({error})") from error
+                raise HttpRefusal(502, f"the clients' port did not answer ({error})") from error
         return response

@@ -7,7 +7,7 @@ from functools import cache
 from importlib import resources
 from typing import NamedTuple
 
-from potluck.worlds.look import base_css
+from potluck.runtime.style import base_css
 
 KINDS = {
     ".html": "text/html; charset=utf-8",
@@ -30,7 +30,7 @@ HEADERS = {
 """Nothing inline, nothing from elsewhere, in nobody's frame."""
 
 
-class File(NamedTuple):
+class StaticFile(NamedTuple):
     body: bytes
     kind: str
     tag: str
@@ -38,7 +38,7 @@ class File(NamedTuple):
 
 
 @cache
-def files() -> dict[str, File]:
+def files() -> dict[str, StaticFile]:
     """By name."""
     found = {BASE: _file(BASE, base_css().encode())}
     for each in sorted(
@@ -49,5 +49,5 @@ def files() -> dict[str, File]:
     return found
 
 
-def _file(name: str, body: bytes) -> File:
-    return File(body, KINDS[name[name.rfind(".") :]], f'"{hashlib.sha256(body).hexdigest()[:16]}"')
+def _file(name: str, body: bytes) -> StaticFile:
+    return StaticFile(body, KINDS[name[name.rfind(".") :]], f'"{hashlib.sha256(body).hexdigest()[:16]}"')

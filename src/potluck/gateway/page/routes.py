@@ -12,12 +12,12 @@ from math import isfinite
 
 from aiohttp import web
 
-from potluck.api.errors import Refused
+from potluck.api.http_errors import HttpRefusal
 from potluck.api.ids import HEADER, request_id
 from potluck.core.errors import InputError
-from potluck.gateway.page.chat import Chat
+from potluck.gateway.page.chat import PlaygroundProxy
 from potluck.gateway.page.files import FIRST, HEADERS, files
-from potluck.gateway.page.show import Show
+from potluck.gateway.page.stream import PageStream
 
 QUIET_S = 10.0
 FILES = "/page/"
@@ -27,9 +27,9 @@ CHAT = "/chat"
 
 
 @dataclass(frozen=True, slots=True)
-class Page:
-    show: Show
-    chat: Chat = field(default_factory=Chat)
+class PageRoutes:
+    show: PageStream
+    chat: PlaygroundProxy = field(default_factory=PlaygroundProxy)
 
 
 def is_file(path: str) -> bool:
@@ -41,7 +41,7 @@ def is_reading(method: str, path: str) -> bool:
     return (method in ("GET", "HEAD") and path in READING) or (method == "POST" and path == CHAT)
 
 
-def add_page(app: web.Application, page: Page) -> None:
+def add_page(app: web.Application, page: PageRoutes) -> None:
     show = page.show
 
     async def live(request: web.Request) -> web.StreamResponse:
@@ -59,13 +59,13 @@ def add_page(app: web.Application, page: Page) -> None:
             raise InputError("at", "must be a time, in seconds since 1970")
         found = show.moment(at_s)
         if found is None:
-            raise Refused(404, "nothing is known of that time", "not_found")
+            raise HttpRefusal(404, "nothing is known of that time", "not_found")
         return _json(found)
 
     async def one(request: web.Request) -> web.StreamResponse:
         row = show.requests.row(request.query.get("id", ""))
         if row is None:
-            raise Refused(
+            raise HttpRefusal(
                 404, "no such request is known; requests are kept only while a page is open", "not_found"
             )
         return _json(row)
@@ -82,17 +82,17 @@ def add_page(app: web.Application, page: Page) -> None:
 async def _file(request: web.Request) -> web.StreamResponse:
     found = files().get(request.match_info.get("name", FIRST))
     if found is None:
-        raise Refused(404, "there is no such file", "not_found")
+        raise HttpRefusal(404, "there is no such file", "not_found")
     headers = {**HEADERS, "Content-Type": found.kind, "ETag": found.tag}
     if request.headers.get("If-None-Match") == found.tag:
         return web.Response(status=304, headers=headers)
     return web.Response(body=found.body, headers=headers)
 
 
-async def _live(request: web.Request, show: Show) -> web.StreamResponse:
+async def _live(request: web.Request, show: PageStream) -> web.StreamResponse:
     watcher = show.watch()
     if watcher is None:
-        raise Refused(429, "too many watch already; close one", "too_many_readers")
+        raise HttpRefusal(429, "too many watch already; close one", "too_many_readers")
     try:
         response = web.StreamResponse(
             headers={

@@ -10,22 +10,22 @@ from collections import deque
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from potluck.core.brain.actions import Action, Refuse, Run, Twin
-from potluck.core.brain.events import (
-    Arrived,
-    Cancelled,
-    Computed,
+from potluck.core.state.actions import Action, Hedge, Refuse, Run
+from potluck.core.state.events import (
+    AttemptFailed,
     Event,
-    Failed,
-    Finished,
     FirstToken,
+    RequestArrived,
+    RequestCancelled,
+    RequestFinished,
+    SegmentComputed,
     SegmentDone,
 )
 from potluck.core.values.types import Request
 
 Row = dict[str, Any]
-Heard = Computed | SegmentDone | FirstToken | Failed | Finished | Cancelled
-_HEARD = (Computed, SegmentDone, FirstToken, Failed, Finished, Cancelled)
+Heard = SegmentComputed | SegmentDone | FirstToken | AttemptFailed | RequestFinished | RequestCancelled
+_HEARD = (SegmentComputed, SegmentDone, FirstToken, AttemptFailed, RequestFinished, RequestCancelled)
 MOST_ROWS = 4_000
 MOST_SHOWN = 400
 """Rows under way that are followed live."""
@@ -53,14 +53,14 @@ class Waterfall:
         self._watched = False
 
     def __call__(self, at_s: float, event: Event, actions: Sequence[Action]) -> None:
-        if isinstance(event, Arrived):
+        if isinstance(event, RequestArrived):
             self._arrived(at_s, event.request)
         elif isinstance(event, _HEARD):
             found = self._came_s.get(event.request)
             if found is not None:
                 self._heard(at_s - found, event)
         for action in actions:
-            if type(action) is Run or type(action) is Twin:
+            if type(action) is Run or type(action) is Hedge:
                 self._sent(at_s, action)
             elif type(action) is Refuse:
                 self._over(at_s, action.request, "refused", {"why": action.detail, "reason": action.reason})
@@ -114,7 +114,7 @@ class Waterfall:
         if self._watched and request in self._shown:
             self._changed[request] = None
 
-    def _sent(self, at_s: float, run: Run | Twin) -> None:
+    def _sent(self, at_s: float, run: Run | Hedge) -> None:
         row, came_s = self._rows.get(run.request), self._came_s.get(run.request)
         if row is None or came_s is None:
             return
@@ -133,7 +133,7 @@ class Waterfall:
 
     def _heard(self, after_s: float, event: Heard) -> None:
         match event:
-            case Computed(request, attempt, place):
+            case SegmentComputed(request, attempt, place):
                 self._mark(request, attempt, place, "computed_s", after_s)
             case SegmentDone(request, attempt, place):
                 self._mark(request, attempt, place, "handed_s", after_s)
@@ -142,14 +142,14 @@ class Waterfall:
                 if found is not None:
                     found["first_s"] = _short(after_s)
                     self._rows[request].setdefault("first_s", _short(after_s))
-            case Failed(request, attempt, kind, where, streamed):
+            case AttemptFailed(request, attempt, kind, where, streamed):
                 found = self._attempt(request, attempt)
                 if found is not None:
                     found.update(failed=kind, where=where, ended_s=_short(after_s), streamed=streamed)
                 self._shown.add(request)
-            case Finished(request, _, output_tokens):
+            case RequestFinished(request, _, output_tokens):
                 self._over(after_s, request, "done", {"output_tokens": output_tokens}, since=0.0)
-            case Cancelled(request):
+            case RequestCancelled(request):
                 self._over(after_s, request, "cancelled", {}, since=0.0)
         self._touch(event.request)
 

@@ -9,18 +9,18 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from potluck.api.tls import client_tls, server_tls
-from potluck.core.values.service import Sharing
-from potluck.gateway.desk.desk import Act
-from potluck.gateway.door.cards import ModelCard
-from potluck.gateway.door.front import DoorSettings, FrontDoor
-from potluck.gateway.door.keys import KeyRing
-from potluck.gateway.door.repeats import Repeats
-from potluck.gateway.door.slates import Slate
-from potluck.gateway.drive.rides import Rides
-from potluck.gateway.http.calls import Calls
-from potluck.gateway.http.port import Port, open_port
-from potluck.gateway.parts import Directory, Line, Meter
-from potluck.gateway.settings import Settings
+from potluck.core.values.service import PrefixSharing
+from potluck.gateway.brain_loop.loop import Act
+from potluck.gateway.dispatch.dispatcher import Dispatcher
+from potluck.gateway.http.client_listener import ClientListener, open_port
+from potluck.gateway.http.connection_pool import ConnectionPool
+from potluck.gateway.interfaces import BrainClient, Meter, ReplicaDirectory
+from potluck.gateway.openai.handler import ClientHandler, HandlerSettings
+from potluck.gateway.openai.kept_answers import KeptAnswers
+from potluck.gateway.openai.keys import KeyRing
+from potluck.gateway.openai.model_card import ModelCard
+from potluck.gateway.openai.shared_quota import SharedUse
+from potluck.gateway.settings import GatewaySettings
 
 
 class Worker:
@@ -29,46 +29,46 @@ class Worker:
     def __init__(
         self,
         cards: Mapping[str, ModelCard],
-        directory: Directory,
-        outgoing: Calls,
+        directory: ReplicaDirectory,
+        outgoing: ConnectionPool,
         meter: Meter,
-        settings: Settings,
+        settings: GatewaySettings,
         classes: frozenset[str],
-        sharing: tuple[Sharing, ...],
+        sharing: tuple[PrefixSharing, ...],
         ready: Callable[[str], str],
-        connect: Callable[[Act], Line],
+        connect: Callable[[Act], BrainClient],
         *,
-        slate: Slate | None = None,
+        shared_use: SharedUse | None = None,
         answers: Path | None = None,
     ) -> None:
         """`connect` makes the line to the desk from what the desk's orders go to. With other workers beside it, all
         have a `slate` for their keys' limits. In `answers` they lie for whoever asks again."""
         loop = asyncio.get_running_loop()
-        line = connect(lambda actions: self.rides.act(actions))
-        self.rides = Rides(line, directory, outgoing, time.monotonic, loop.call_later, meter=meter)
+        line = connect(lambda actions: self.dispatcher.act(actions))
+        self.dispatcher = Dispatcher(line, directory, outgoing, time.monotonic, loop.call_later, meter=meter)
         self.keys = None
         if settings.keys is not None:
             self.keys = KeyRing(
                 settings.keys,
                 time.monotonic(),
                 time.time,
-                slate,
+                shared_use,
                 may_open=settings.places.unreachable,
                 gateways=settings.gateways,
             )
-        self.door = FrontDoor(
+        self.door = ClientHandler(
             cards,
-            self.rides,
+            self.dispatcher,
             meter,
             keys=self.keys,
-            settings=DoorSettings(classes=classes, secret=settings.secret, sharing=sharing),
+            settings=HandlerSettings(classes=classes, secret=settings.secret, sharing=sharing),
             ready=ready,
             directory=directory,
-            repeats=None if answers is None else Repeats(answers, loop.call_later),
+            repeats=None if answers is None else KeptAnswers(answers, loop.call_later),
         )
-        self.port: Port | None = None
+        self.port: ClientListener | None = None
 
-    async def listen(self, settings: Settings, sockets: Sequence[socket.socket] = ()) -> str:
+    async def listen(self, settings: GatewaySettings, sockets: Sequence[socket.socket] = ()) -> str:
         """At `sockets` that listen already, if there are any."""
         places = settings.places
         tls = None if settings.tls is None else server_tls(*settings.tls)
@@ -85,7 +85,7 @@ class Worker:
         self.door.close()
 
 
-def calls_of(settings: Settings) -> Calls:
+def calls_of(settings: GatewaySettings) -> ConnectionPool:
     """Requests to engines, which show certificates of the authority that was named, if one was."""
     named = settings.engine_ca
-    return Calls(tls=None if named is None else client_tls(named, "--engine-ca"))
+    return ConnectionPool(tls=None if named is None else client_tls(named, "--engine-ca"))

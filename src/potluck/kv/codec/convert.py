@@ -28,16 +28,16 @@ import numpy as np
 import numpy.typing as npt
 
 from potluck.core.errors import FormatError, InputError
-from potluck.kv.codec.layout import (
+from potluck.kv.codec.codec_layout import (
     CODEC_IDS,
     CODECS,
     COLUMN_GROUP,
     FINITE,
     LEVELS,
     Codec,
-    Matrix,
+    CodecSizes,
     Part,
-    Sizes,
+    QuantizedMatrix,
     layout,
     raw_bytes,
     share_of,
@@ -48,9 +48,9 @@ __all__ = [
     "CODECS",
     "CODEC_IDS",
     "Codec",
-    "Encoded",
+    "CodecSizes",
+    "EncodedPart",
     "Part",
-    "Sizes",
     "check_parameters",
     "decode",
     "encode",
@@ -65,12 +65,12 @@ STORED: dict[str, type[np.generic]] = {"float16": np.uint16, "bfloat16": np.int1
 
 
 @dataclass(frozen=True, slots=True)
-class Encoded:
+class EncodedPart:
     parameters: Buffer
     payload: Buffer
 
 
-def encode(data: Buffer, part: Part, dtype: str, shape: Sequence[int], codec: Codec) -> Encoded:
+def encode(data: Buffer, part: Part, dtype: str, shape: Sequence[int], codec: Codec) -> EncodedPart:
     """Raw: the data itself. Otherwise new memory; InputError when something is not finite."""
     whole_bytes = raw_bytes(part, dtype, shape, codec, InputError)
     view = memoryview(data).cast("B")
@@ -80,7 +80,7 @@ def encode(data: Buffer, part: Part, dtype: str, shape: Sequence[int], codec: Co
         )
     matrices = layout(part, shape, codec)
     if matrices is None:
-        return Encoded(b"", view)
+        return EncodedPart(b"", view)
     expected = sizes(part, dtype, shape, codec)
     source = _readable(view, STORED[dtype])
     parameters = np.empty(expected.parameter_bytes // 2, np.uint16)
@@ -88,7 +88,7 @@ def encode(data: Buffer, part: Part, dtype: str, shape: Sequence[int], codec: Co
     for matrix, lows, scales, out in _cut(matrices, parameters, payload):
         if lows.size and not _quantise(source, matrix, FINITE[dtype], lows, scales, out):
             raise InputError(f"codec: {part}", "has values that are not finite, or too far apart for float32")
-    return Encoded(parameters.data.cast("B"), payload.data)
+    return EncodedPart(parameters.data.cast("B"), payload.data)
 
 
 def decode(
@@ -102,7 +102,7 @@ def decode(
 ) -> memoryview:
     """The restored data, in `out` when that is given. Raw without `out` is the payload itself."""
     expected = sizes(part, dtype, shape, codec)
-    have = Sizes(memoryview(parameters).nbytes, memoryview(payload).nbytes)
+    have = CodecSizes(memoryview(parameters).nbytes, memoryview(payload).nbytes)
     if have != expected:
         raise FormatError(
             f"codec: {part}",
@@ -138,7 +138,7 @@ def warm(dtypes: Sequence[str] = tuple(STORED)) -> None:
             decode(found.parameters, found.payload, "kv", dtype, (2, 2, 1, 1), codec)
 
 
-def _quantise(source: Any, matrix: Matrix, finite: int, lows: Any, scales: Any, out: Any) -> bool:
+def _quantise(source: Any, matrix: QuantizedMatrix, finite: int, lows: Any, scales: Any, out: Any) -> bool:
     from potluck.kv.codec.kernels import cpu
 
     m = matrix
@@ -169,7 +169,7 @@ def _quantise(source: Any, matrix: Matrix, finite: int, lows: Any, scales: Any, 
     )
 
 
-def _restore(source: Any, matrix: Matrix, lows: Any, scales: Any, target: Any) -> None:
+def _restore(source: Any, matrix: QuantizedMatrix, lows: Any, scales: Any, target: Any) -> None:
     from potluck.kv.codec.kernels import cpu
 
     m = matrix
@@ -192,7 +192,9 @@ def _restore(source: Any, matrix: Matrix, lows: Any, scales: Any, target: Any) -
     )
 
 
-def _cut(matrices: tuple[Matrix, ...], parameters: Any, payload: Any) -> list[tuple[Matrix, Any, Any, Any]]:
+def _cut(
+    matrices: tuple[QuantizedMatrix, ...], parameters: Any, payload: Any
+) -> list[tuple[QuantizedMatrix, Any, Any, Any]]:
     found = []
     at, place = 0, 0
     for matrix in matrices:

@@ -9,7 +9,16 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from potluck.kv.codec.layout import COLUMN_GROUP, LEVELS, ROW_GROUP, Codec, Matrix, Part, layout, share_of
+from potluck.kv.codec.codec_layout import (
+    COLUMN_GROUP,
+    LEVELS,
+    ROW_GROUP,
+    Codec,
+    Part,
+    QuantizedMatrix,
+    layout,
+    share_of,
+)
 
 Floats = npt.NDArray[np.float32]
 NORMAL = np.float32(2.0**-126)
@@ -74,13 +83,13 @@ def brain_bits(numbers: Floats) -> npt.NDArray[np.uint16]:
     return (numbers.view(np.uint32) >> 16).astype(np.uint16)
 
 
-def _table(numbers: Floats, matrix: Matrix) -> Floats:
+def _table(numbers: Floats, matrix: QuantizedMatrix) -> Floats:
     rows = matrix.offset + matrix.stride * np.arange(matrix.rows)[:, None]
     found: Floats = numbers[rows + np.arange(matrix.columns)]
     return found
 
 
-def _spans(matrix: Matrix) -> list[Any]:
+def _spans(matrix: QuantizedMatrix) -> list[Any]:
     """Where the groups lie, in order."""
     if matrix.down:
         starts = range(0, matrix.rows, COLUMN_GROUP)
@@ -89,7 +98,7 @@ def _spans(matrix: Matrix) -> list[Any]:
     return [np.s_[r, a : a + ROW_GROUP] for r in range(matrix.rows) for a in starts]
 
 
-def _groups(table: Floats, matrix: Matrix) -> list[Floats]:
+def _groups(table: Floats, matrix: QuantizedMatrix) -> list[Floats]:
     return [table[span] for span in _spans(matrix)]
 
 
@@ -122,14 +131,16 @@ def _up(number: np.float32) -> np.float32:
     return np.uint32((int(np.float32(number).view(np.uint32)) + 0xFFFF) & 0xFFFF0000).view(np.float32)
 
 
-def _woven(groups: list[npt.NDArray[np.uint8]], matrix: Matrix) -> bytes:
+def _woven(groups: list[npt.NDArray[np.uint8]], matrix: QuantizedMatrix) -> bytes:
     """Groups of neighbouring columns, row by row."""
     width = matrix.columns
     spans = [groups[at : at + width] for at in range(0, len(groups), width)] if width else []
     return b"".join(np.stack(span, axis=1).tobytes() for span in spans)
 
 
-def _unwoven(packs: npt.NDArray[np.uint8], matrix: Matrix) -> list[tuple[Any, npt.NDArray[np.uint8]]]:
+def _unwoven(
+    packs: npt.NDArray[np.uint8], matrix: QuantizedMatrix
+) -> list[tuple[Any, npt.NDArray[np.uint8]]]:
     """(where a group lies, its numbers)."""
     found, at = [], 0
     for number, span in enumerate(_spans(matrix)):

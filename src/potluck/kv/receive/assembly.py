@@ -11,9 +11,9 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from potluck.core.errors import FormatError
-from potluck.kv.codec.layout import sizes
-from potluck.kv.parcels import Parcel
-from potluck.kv.wire.frames import Chunk, End, Label
+from potluck.kv.chunks import KvChunk
+from potluck.kv.codec.codec_layout import sizes
+from potluck.kv.wire.frames import ChunkHeader, ChunkPiece, TransferEnd
 
 MOST_OPEN = 4096
 """Parcels that have begun and are not complete; those without bytes are not held back by the window."""
@@ -23,14 +23,14 @@ FREE = -2
 
 @dataclass(slots=True)
 class _Open:
-    label: Label
+    label: ChunkHeader
     buffer: memoryview
     left: int
     cells: list[int] = field(default_factory=list)
     """Per chunk: SOUND, FREE, or the connection that is writing it."""
 
 
-class Assembly:
+class ChunkAssembly:
     """The parcels of one fetch; its caller sees to it that one thread at a time is in here."""
 
     def __init__(
@@ -55,13 +55,13 @@ class Assembly:
         self._seen: set[int] = set()
         self._total_bytes = 0
         self._highest = -1
-        self._end: End | None = None
+        self._end: TransferEnd | None = None
 
     @property
     def complete(self) -> bool:
         return self._end is not None and self.parcels == self._end.parcels and not self._full
 
-    def writer(self, chunk: Chunk) -> int | None:
+    def writer(self, chunk: ChunkPiece) -> int | None:
         """The connection that is writing this very chunk, if one is."""
         parcel = self._open.get(chunk.label.index)
         if parcel is None:
@@ -69,7 +69,7 @@ class Assembly:
         cell = parcel.cells[self._cell(chunk)]
         return cell if cell >= 0 else None
 
-    def place(self, chunk: Chunk, strand: int) -> memoryview | None:
+    def place(self, chunk: ChunkPiece, conn: int) -> memoryview | None:
         """Where its data goes; None if it is there already. Nobody else may be writing it."""
         cell = self._cell(chunk)
         index = chunk.label.index
@@ -82,10 +82,10 @@ class Assembly:
             raise FormatError(f"hand-over: parcel {index}", "is described in two ways")
         if parcel.cells[cell] == SOUND:
             return None
-        parcel.cells[cell] = strand
+        parcel.cells[cell] = conn
         return parcel.buffer[chunk.offset : chunk.offset + chunk.count]
 
-    def landed(self, chunk: Chunk) -> Parcel | None:
+    def landed(self, chunk: ChunkPiece) -> KvChunk | None:
         """A chunk that was placed has come whole and sound; the parcel if it was the last of it."""
         parcel = self._open[chunk.label.index]
         parcel.cells[self._cell(chunk)] = SOUND
@@ -99,7 +99,7 @@ class Assembly:
         self.parcels += 1
         split = sizes(label.part, label.dtype, label.shape, label.codec).parameter_bytes
         data, parameters = parcel.buffer[split:].toreadonly(), parcel.buffer[:split].toreadonly()
-        return Parcel(
+        return KvChunk(
             label.layer,
             label.part,
             label.first,
@@ -111,7 +111,7 @@ class Assembly:
             parameters,
         )
 
-    def spoiled(self, chunk: Chunk) -> None:
+    def spoiled(self, chunk: ChunkPiece) -> None:
         """A chunk that was placed did not come whole: it may be placed again."""
         parcel = self._open.get(chunk.label.index)
         if parcel is not None and parcel.cells[self._cell(chunk)] != SOUND:
@@ -124,13 +124,13 @@ class Assembly:
         self.used_bytes -= len(buffer)
         self._give(buffer)
 
-    def ended(self, end: End) -> None:
+    def ended(self, end: TransferEnd) -> None:
         if self._end not in (None, end):
             raise FormatError("hand-over", "ends in two ways")
         self._within(end, self._highest, self._total_bytes)
         self._end = end
 
-    def _within(self, end: End | None, highest: int, total_bytes: int) -> None:
+    def _within(self, end: TransferEnd | None, highest: int, total_bytes: int) -> None:
         """What was begun must fit what the end says, and when all is there, exactly."""
         if end is None:
             return
@@ -140,7 +140,7 @@ class Assembly:
         if total_bytes > end.total_bytes or (all_begun and total_bytes != end.total_bytes):
             raise FormatError("hand-over", f"has {total_bytes} bytes and says {end.total_bytes}")
 
-    def _begin(self, chunk: Chunk) -> _Open:
+    def _begin(self, chunk: ChunkPiece) -> _Open:
         size = chunk.parcel_bytes
         fits = not self.used_bytes or self.used_bytes + size <= self._window_bytes
         if not fits or size > self._parcel_bytes or len(self._open) >= MOST_OPEN:
@@ -156,7 +156,7 @@ class Assembly:
         self._open[chunk.label.index] = parcel
         return parcel
 
-    def _cell(self, chunk: Chunk) -> int:
+    def _cell(self, chunk: ChunkPiece) -> int:
         cell, off = divmod(chunk.offset, self._chunk_bytes)
         if off or chunk.count != min(self._chunk_bytes, chunk.parcel_bytes - chunk.offset):
             raise FormatError(

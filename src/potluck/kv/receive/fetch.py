@@ -16,24 +16,24 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from potluck.core.errors import FormatError, InputError, PotluckError
+from potluck.kv.chunks import KvChunk, KvManifest, TransferError
 from potluck.kv.fingerprint import model_in, part_in
 from potluck.kv.handles import bound_to, checked_handle, new_session
-from potluck.kv.link.links import Address, Links
-from potluck.kv.link.strand import Strand
-from potluck.kv.parcels import Manifest, Parcel, TransferError
-from potluck.kv.receive.assembly import Assembly
-from potluck.kv.receive.intake import Final, Intake, Stale
-from potluck.kv.wire.frames import Chunk, End, Hello, Opening, OtherVersion
+from potluck.kv.link.kv_connection import KvConnection
+from potluck.kv.link.peer_connections import Address, PeerConnections
+from potluck.kv.receive.assembly import ChunkAssembly
+from potluck.kv.receive.receive_connection import FinalError, ReceiveConnection, StaleConnection
+from potluck.kv.wire.frames import ChunkPiece, Hello, OtherVersion, TransferEnd, TransferOpening
 
 GRACE_S = 0.2
 """For connections to say that all is well, once all is there."""
 
-Sink = Callable[[Parcel], None]
+Sink = Callable[[KvChunk], None]
 """Uses a parcel up: its bytes are only there until it returns."""
 
 
 @dataclass(frozen=True, slots=True)
-class Wanted:
+class FetchRequest:
     """What is fetched, and what the handle must have been made for."""
 
     handle: str
@@ -44,8 +44,8 @@ class Wanted:
 
 
 @dataclass(frozen=True, slots=True)
-class Fetched:
-    manifest: Manifest
+class FetchResult:
+    manifest: KvManifest
     parcels: int
     moved_bytes: int
     wall_s: float
@@ -54,24 +54,30 @@ class Fetched:
 
 
 def fetch(
-    links: Links,
+    links: PeerConnections,
     address: Address,
-    wanted: Wanted,
-    opened: Callable[[Manifest], None],
+    wanted: FetchRequest,
+    opened: Callable[[KvManifest], None],
     sink: Sink,
     *,
     degree: int = 4,
     deadline_s: float = 30.0,
-) -> Fetched:
+) -> FetchResult:
     """Bring a cache here. `opened` is told once what is coming, before the first parcel."""
-    return Fetching(links, address, wanted, degree=degree, deadline_s=deadline_s).run(opened, sink)
+    return KvFetch(links, address, wanted, degree=degree, deadline_s=deadline_s).run(opened, sink)
 
 
-class Fetching:
+class KvFetch:
     """One fetch; `run` it in a thread of its own, and `cancel` it from any other."""
 
     def __init__(
-        self, links: Links, address: Address, wanted: Wanted, *, degree: int = 4, deadline_s: float = 30.0
+        self,
+        links: PeerConnections,
+        address: Address,
+        wanted: FetchRequest,
+        *,
+        degree: int = 4,
+        deadline_s: float = 30.0,
     ) -> None:
         links.checked(address)
         checked_handle(wanted.handle)
@@ -82,14 +88,14 @@ class Fetching:
         self._until_s = self._begun_s + deadline_s
         self._session = new_session()
         self._changed = threading.Condition()
-        self._assembly: Assembly | None = None
-        self._opening: Opening | None = None
-        self._ready: deque[tuple[int, Parcel]] = deque()
+        self._assembly: ChunkAssembly | None = None
+        self._opening: TransferOpening | None = None
+        self._ready: deque[tuple[int, KvChunk]] = deque()
         self._failure: Exception | None = None
         self._other = ""
         """What was said last of another version."""
         self._over = False
-        self._strands: dict[int, Strand] = {}
+        self._strands: dict[int, KvConnection] = {}
         self._attached: set[int] = set()
         self._live = degree
         self._retries = links.limits.retries
@@ -109,8 +115,8 @@ class Fetching:
     # The caller's thread.
 
     def run(
-        self, opened: Callable[[Manifest], None], sink: Sink, whole: Callable[[], None] | None = None
-    ) -> Fetched:
+        self, opened: Callable[[KvManifest], None], sink: Sink, whole: Callable[[], None] | None = None
+    ) -> FetchResult:
         """`whole` is called when all is there, before the connections are ended, which takes a while."""
         for thread in self._threads:
             thread.start()
@@ -135,9 +141,9 @@ class Fetching:
         wall_s = time.monotonic() - self._begun_s
         self._links.moved(self._address, moved_bytes, wall_s)
         parcels = self._assembly.parcels if self._assembly else 0
-        return Fetched(self._opening.manifest, parcels, moved_bytes, wall_s, self._lost, self._shared)
+        return FetchResult(self._opening.manifest, parcels, moved_bytes, wall_s, self._lost, self._shared)
 
-    def _await(self) -> tuple[int, Parcel] | None:
+    def _await(self) -> tuple[int, KvChunk] | None:
         with self._changed:
             while True:
                 if self._failure is not None:
@@ -158,8 +164,8 @@ class Fetching:
 
     def _patience_s(self, now_s: float) -> float:
         """How long the sender may still say nothing, on any connection."""
-        for strand in self._strands.values():
-            self._heard_s = max(self._heard_s, strand.last_heard_s(now_s))
+        for conn in self._strands.values():
+            self._heard_s = max(self._heard_s, conn.last_heard_s(now_s))
         return self._heard_s + self._links.limits.silence_s - now_s
 
     def _given_s(self) -> float:
@@ -173,26 +179,26 @@ class Fetching:
 
     def _wake_one(self) -> None:
         """Somebody must tell the sender of room. Connections that are receiving do, before they wait for more."""
-        strands = [strand for key, strand in self._strands.items() if key in self._attached]
-        if strands and all(strand.idle for strand in strands):
-            strands[0].wake()
+        conns = [conn for key, conn in self._strands.items() if key in self._attached]
+        if conns and all(conn.idle for conn in conns):
+            conns[0].wake()
 
     def _stop(self) -> None:
         """Nothing of the fetch goes on after this: no thread, no connection that is not sound, no memory."""
         with self._changed:
             self._over = True
             well = self._assembly is not None and self._assembly.complete
-            for key, strand in self._strands.items():
+            for key, conn in self._strands.items():
                 if well and key in self._attached:
-                    strand.wake()
+                    conn.wake()
                 else:
-                    strand.abort()  # One that has not attached yet has nothing to say either.
+                    conn.abort()  # One that has not attached yet has nothing to say either.
         patience_s = time.monotonic() + (GRACE_S if well else 0.0)
         for thread in self._threads:
             thread.join(max(0.0, patience_s - time.monotonic()))
         with self._changed:
-            for strand in self._strands.values():
-                strand.abort()
+            for conn in self._strands.values():
+                conn.abort()
         for thread in self._threads:
             thread.join()
         if self._assembly is not None:
@@ -215,44 +221,44 @@ class Fetching:
 
     def _attempt(self) -> Exception | None:
         """One connection from its greeting to its end; what went wrong, if something did."""
-        links, strand, sound, used, intake = self._links, None, False, False, None
+        links, conn, sound, used, intake = self._links, None, False, False, None
         try:
             with self._changed:
                 now_s = time.monotonic()
                 within_s = min(self._until_s - now_s, self._patience_s(now_s))
-            strand, used = links.borrow(self._address, within_s)
+            conn, used = links.borrow(self._address, within_s)
             with self._changed:
                 if self._over:
                     return None
-                self._strands[strand.key] = strand
-            intake = Intake(self, strand)
+                self._strands[conn.key] = conn
+            intake = ReceiveConnection(self, conn)
             sound = intake.run()
             return None
         except OtherVersion as error:
             # Once it may be a byte that was harmed on the way; what is said twice is meant.
             with self._changed:
                 before, self._other = self._other, str(error)
-            return Final(error) if before == str(error) else error
-        except (OSError, PotluckError, Final) as error:
+            return FinalError(error) if before == str(error) else error
+        except (OSError, PotluckError, FinalError) as error:
             stale = used and intake is not None and not intake.attached
-            return Stale(str(error)) if stale and not isinstance(error, Final) else error
+            return StaleConnection(str(error)) if stale and not isinstance(error, FinalError) else error
         finally:
-            if strand is not None:
+            if conn is not None:
                 with self._changed:
-                    self._heard_s = max(self._heard_s, strand.heard_s)
-                    self._strands.pop(strand.key, None)
-                    self._attached.discard(strand.key)
+                    self._heard_s = max(self._heard_s, conn.heard_s)
+                    self._strands.pop(conn.key, None)
+                    self._attached.discard(conn.key)
                     self._wake_one()  # What it should have told the sender, another one must.
-                links.give_back(self._address, strand, sound)
+                links.give_back(self._address, conn, sound)
 
     def _again(self, problem: Exception) -> bool:
         """Whether a lost connection is replaced."""
         with self._changed:
             if self._over or self._failure is not None:
                 return False
-            if isinstance(problem, Stale):
+            if isinstance(problem, StaleConnection):
                 return True
-            if isinstance(problem, Final):
+            if isinstance(problem, FinalError):
                 self._failure = problem.error
                 return False
             self._lost += 1
@@ -283,17 +289,17 @@ class Fetching:
         return self._session
 
     @property
-    def opening(self) -> Opening | None:
+    def opening(self) -> TransferOpening | None:
         return self._opening
 
     @property
     def released_bytes(self) -> int:
         return self._assembly.released_bytes if self._assembly else 0
 
-    def hello(self, strand: Strand) -> Hello:
+    def hello(self, conn: KvConnection) -> Hello:
         wanted, limits = self._wanted, self._links.limits
-        if strand.slots is None and self._links.shared_memory and strand.here:
-            strand.slots = self._links.share()
+        if conn.slots is None and self._links.shared_memory and conn.here:
+            conn.slots = self._links.share()
         return Hello(
             self._session,
             bound_to(wanted.request, wanted.fingerprint, wanted.token_hash),
@@ -302,10 +308,10 @@ class Fetching:
             limits.window_bytes,
             limits.chunk_bytes,
             max(0, int((self._until_s - time.monotonic()) * 1000)),
-            strand.slots.shared if strand.slots is not None else None,
+            conn.slots.shared if conn.slots is not None else None,
         )
 
-    def open(self, opening: Opening, strand: Strand) -> None:
+    def open(self, opening: TransferOpening, conn: KvConnection) -> None:
         about, wanted, limits = opening.manifest, self._wanted, self._links.limits
         problem = ""
         if (
@@ -321,26 +327,26 @@ class Fetching:
         elif opening.chunk_bytes > limits.chunk_bytes:
             problem = f"has chunks of {opening.chunk_bytes} bytes, {limits.chunk_bytes} are taken"
         if problem:
-            raise Final(FormatError("hand-over", problem))
+            raise FinalError(FormatError("hand-over", problem))
         with self._changed:
             if self._opening is None:
                 self._opening = opening
                 take, give = self._links.buffers.take, self._links.buffers.give
-                self._assembly = Assembly(
+                self._assembly = ChunkAssembly(
                     limits.window_bytes, opening.chunk_bytes, take, give, limits.parcel_bytes
                 )
             elif (self._opening.manifest, self._opening.chunk_bytes) != (about, opening.chunk_bytes):
-                raise Final(FormatError("hand-over", "says two things about one cache"))
+                raise FinalError(FormatError("hand-over", "says two things about one cache"))
             self._shared = self._shared or opening.shared
-            self._attached.add(strand.key)
+            self._attached.add(conn.key)
 
-    def ended(self, end: End) -> None:
+    def ended(self, end: TransferEnd) -> None:
         with self._changed:
             assert self._assembly is not None
             self._assembly.ended(end)
             self._changed.notify_all()
 
-    def place(self, chunk: Chunk, strand: Strand) -> memoryview | None:
+    def place(self, chunk: ChunkPiece, conn: KvConnection) -> memoryview | None:
         """Where a chunk goes. If it comes twice at once, the sender has given the other connection up."""
         with self._changed:
             assert self._assembly is not None
@@ -351,9 +357,9 @@ class Fetching:
                 self._changed.wait(0.1)
             if self._over:
                 raise TransferError("hand-over: is over")
-            return self._assembly.place(chunk, strand.key)
+            return self._assembly.place(chunk, conn.key)
 
-    def placed(self, chunk: Chunk, sound: bool) -> None:
+    def placed(self, chunk: ChunkPiece, sound: bool) -> None:
         with self._changed:
             assert self._assembly is not None
             if not sound:

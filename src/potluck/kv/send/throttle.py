@@ -33,7 +33,7 @@ class _Flow:
     wants: bool = False
 
 
-class Throttle:
+class LinkThrottle:
     """One link. Its caller sees to it that one thread at a time is in here, and says what time it is."""
 
     def __init__(self, bytes_per_s: float, now_s: float) -> None:

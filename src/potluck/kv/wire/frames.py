@@ -15,8 +15,8 @@ from dataclasses import dataclass
 from typing import get_args
 
 from potluck.core.errors import FormatError
-from potluck.kv.codec.layout import CODEC_IDS, CODECS, ITEM_BYTES, Codec, Part, sizes
-from potluck.kv.parcels import Manifest, Parcel
+from potluck.kv.chunks import KvChunk, KvManifest
+from potluck.kv.codec.codec_layout import CODEC_IDS, CODECS, ITEM_BYTES, Codec, Part, sizes
 
 MAGIC, VERSION = b"PLKV", 2
 HELLO, OPENING, REFUSED, CHUNK, END, PROBLEM, BEAT, ACK, DONE = range(1, 10)
@@ -43,7 +43,7 @@ class OtherVersion(FormatError):
 
 
 @dataclass(frozen=True, slots=True)
-class Shared:
+class SharedMemoryOffer:
     """Memory that the receiver offers for data in place of the connection: slots of a chunk's size each."""
 
     name: bytes
@@ -68,14 +68,14 @@ class Hello:
     """The largest chunk that it takes, and the size of a shared slot; at least `LEAST_CHUNK_BYTES`."""
     wait_ms: int
     """How long it is willing to wait for a sender that has not heard of the handle."""
-    shared: Shared | None = None
+    shared: SharedMemoryOffer | None = None
 
 
 @dataclass(frozen=True, slots=True)
-class Opening:
+class TransferOpening:
     session: bytes
     """Whose greeting it answers."""
-    manifest: Manifest
+    manifest: KvManifest
     chunk_bytes: int
     """All parcels are cut at multiples of it."""
     shared: bool
@@ -83,12 +83,12 @@ class Opening:
 
 
 @dataclass(frozen=True, slots=True)
-class Refused:
+class HandleRefused:
     """The handle is unknown, expired, used up, or for something else: always in the same words."""
 
 
 @dataclass(frozen=True, slots=True)
-class Label:
+class ChunkHeader:
     """What a parcel is, without its bytes; the same in each of its chunks."""
 
     index: int
@@ -106,10 +106,10 @@ class Label:
 
 
 @dataclass(frozen=True, slots=True)
-class Chunk:
+class ChunkPiece:
     """A piece of a parcel: `count` bytes from `offset` on of its parameters and data, one behind the other."""
 
-    label: Label
+    label: ChunkHeader
     parcel_bytes: int
     offset: int
     count: int
@@ -120,20 +120,20 @@ class Chunk:
 
 
 @dataclass(frozen=True, slots=True)
-class End:
+class TransferEnd:
     parcels: int
     total_bytes: int
 
 
 @dataclass(frozen=True, slots=True)
-class Problem:
+class SenderProblem:
     """The sender cannot go on."""
 
     line: str
 
 
 @dataclass(frozen=True, slots=True)
-class Beat:
+class Heartbeat:
     """The sender lives, and has nothing to send yet."""
 
 
@@ -146,23 +146,33 @@ class Ack:
 
 
 @dataclass(frozen=True, slots=True)
-class Done:
+class TransferDone:
     """The receiver has everything: the sender may forget it."""
 
 
-Message = Hello | Opening | Refused | Chunk | End | Problem | Beat | Ack | Done
+Message = (
+    Hello
+    | TransferOpening
+    | HandleRefused
+    | ChunkPiece
+    | TransferEnd
+    | SenderProblem
+    | Heartbeat
+    | Ack
+    | TransferDone
+)
 
 
 @dataclass(frozen=True, slots=True)
-class Prefix:
+class FramePrefix:
     kind: int
     head_bytes: int
     data_bytes: int
     check: int
 
 
-def label_of(parcel: Parcel, index: int) -> Label:
-    return Label(
+def label_of(parcel: KvChunk, index: int) -> ChunkHeader:
+    return ChunkHeader(
         index, parcel.layer, parcel.part, parcel.dtype, parcel.codec, parcel.first, parcel.stop, parcel.shape
     )
 
@@ -172,13 +182,13 @@ def label_of(parcel: Parcel, index: int) -> Label:
 
 def frame(message: Message) -> bytes:
     """All of a frame but its data."""
-    if isinstance(message, Chunk):
+    if isinstance(message, ChunkPiece):
         return _frame(CHUNK, _chunk_head(message), message.count if message.inline else 0)
     if isinstance(message, Ack):
         return _frame(ACK, _ACK.pack(message.chunks, message.released_bytes))
     if isinstance(message, Hello):
         return _frame(HELLO, _hello_head(message))
-    if isinstance(message, Opening):
+    if isinstance(message, TransferOpening):
         about = message.manifest
         name = about.fingerprint.encode("ascii")
         digest = bytes.fromhex(about.token_hash)
@@ -186,11 +196,11 @@ def frame(message: Message) -> bytes:
             message.session, about.start, about.stop, digest, message.chunk_bytes, message.shared, len(name)
         )
         return _frame(OPENING, head + name)
-    if isinstance(message, End):
+    if isinstance(message, TransferEnd):
         return _frame(END, _END.pack(message.parcels, message.total_bytes))
-    if isinstance(message, Problem):
+    if isinstance(message, SenderProblem):
         return _frame(PROBLEM, message.line.encode()[:MOST_HEAD_BYTES])
-    return _frame({Refused: REFUSED, Beat: BEAT, Done: DONE}[type(message)], b"")
+    return _frame({HandleRefused: REFUSED, Heartbeat: BEAT, TransferDone: DONE}[type(message)], b"")
 
 
 def _frame(kind: int, head: bytes, data_bytes: int = 0) -> bytes:
@@ -213,7 +223,7 @@ def _hello_head(hello: Hello) -> bytes:
     return head + handle + (b"" if shared is None else _SHARED.pack(shared.name, shared.proof, shared.slots))
 
 
-def _chunk_head(chunk: Chunk) -> bytes:
+def _chunk_head(chunk: ChunkPiece) -> bytes:
     label = chunk.label
     assert chunk.sums is not None
     return _CHUNK.pack(
@@ -236,7 +246,7 @@ def _chunk_head(chunk: Chunk) -> bytes:
 # Reading.
 
 
-def read_prefix(raw: bytes) -> Prefix:
+def read_prefix(raw: bytes) -> FramePrefix:
     """The first bytes of a frame; afterwards it is known how much more belongs to it."""
     magic, version, kind, head_bytes, data_bytes, check = PREFIX.unpack(raw)
     if magic != MAGIC:
@@ -252,10 +262,10 @@ def read_prefix(raw: bytes) -> Prefix:
         raise FormatError(
             "hand-over", f"has a frame of {head_bytes} and {data_bytes} bytes, which is too large"
         )
-    return Prefix(kind, head_bytes, data_bytes, check)
+    return FramePrefix(kind, head_bytes, data_bytes, check)
 
 
-def read_head(raw: bytes, prefix: Prefix, head: bytes) -> Message:
+def read_head(raw: bytes, prefix: FramePrefix, head: bytes) -> Message:
     """The message of a frame, from its first bytes and its head."""
     if zlib.crc32(head, zlib.crc32(raw[:_UNCHECKED])) != prefix.check:
         raise FormatError("hand-over", "has a frame whose checksum is wrong")
@@ -265,7 +275,7 @@ def read_head(raw: bytes, prefix: Prefix, head: bytes) -> Message:
         raise FormatError("hand-over", "has a frame that is malformed") from error
 
 
-def _message(prefix: Prefix, head: bytes) -> Message:
+def _message(prefix: FramePrefix, head: bytes) -> Message:
     kind = prefix.kind
     if kind == CHUNK:
         return _chunk(prefix, head)
@@ -276,25 +286,27 @@ def _message(prefix: Prefix, head: bytes) -> Message:
     if kind == OPENING:
         return _opening(head)
     if kind == END:
-        end = End(*_END.unpack(head))
+        end = TransferEnd(*_END.unpack(head))
         if end.parcels > MOST_PARCELS:
             raise FormatError("hand-over", f"says that it has {end.parcels} parcels")
         return end
     if kind == PROBLEM:
-        return Problem(" ".join(head.decode("utf-8", "replace").split()))
+        return SenderProblem(" ".join(head.decode("utf-8", "replace").split()))
     if head:
         raise FormatError("hand-over", "has a frame with more in it than there should be")
     if kind == BEAT:
-        return Beat()
-    return Done() if kind == DONE else Refused()
+        return Heartbeat()
+    return TransferDone() if kind == DONE else HandleRefused()
 
 
-def _opening(head: bytes) -> Opening:
+def _opening(head: bytes) -> TransferOpening:
     session, start, stop, digest, chunk, shared, length = _OPENING.unpack_from(head)
     name = head[_OPENING.size :]
     if shared > 1 or length != len(name) or not start < stop or not 0 < chunk <= MOST_CHUNK_BYTES:
         raise FormatError("hand-over", "has a malformed opening")
-    return Opening(session, Manifest(name.decode("ascii"), start, stop, digest.hex()), chunk, bool(shared))
+    return TransferOpening(
+        session, KvManifest(name.decode("ascii"), start, stop, digest.hex()), chunk, bool(shared)
+    )
 
 
 def _hello(head: bytes) -> Hello:
@@ -302,19 +314,19 @@ def _hello(head: bytes) -> Hello:
     handle, rest = head[_HELLO.size : _HELLO.size + length], head[_HELLO.size + length :]
     if len(handle) != length or not LEAST_CHUNK_BYTES <= chunk <= MOST_CHUNK_BYTES:
         raise FormatError("hand-over", "has a malformed greeting")
-    shared = Shared(*_SHARED.unpack(rest)) if rest else None
+    shared = SharedMemoryOffer(*_SHARED.unpack(rest)) if rest else None
     if shared is not None and not 0 < shared.slots <= MOST_SLOTS:
         raise FormatError("hand-over", f"offers {shared.slots} slots of shared memory")
     return Hello(session, bound, handle.decode("ascii"), have, window, chunk, wait, shared)
 
 
-def _chunk(prefix: Prefix, head: bytes) -> Chunk:
+def _chunk(prefix: FramePrefix, head: bytes) -> ChunkPiece:
     index, layer, part, dtype, codec, dimensions, zero, *numbers = _CHUNK.unpack_from(head)
     first, stop, whole, offset, count, a, b = numbers
     if zero or dimensions > MOST_DIMENSIONS or index >= MOST_PARCELS:
         raise FormatError("hand-over", f"has a parcel {index} of {dimensions} dimensions")
     shape = struct.unpack(f"<{dimensions}I", head[_CHUNK.size :])
-    label = Label(index, layer, PARTS[part], DTYPES[dtype], CODECS[codec], first, stop, shape)
+    label = ChunkHeader(index, layer, PARTS[part], DTYPES[dtype], CODECS[codec], first, stop, shape)
     if whole > MOST_PARCEL_BYTES or label.parcel_bytes != whole:
         raise FormatError(
             "hand-over", f"has a parcel of {whole} bytes, which its shape {list(shape)} contradicts"
@@ -323,7 +335,7 @@ def _chunk(prefix: Prefix, head: bytes) -> Chunk:
         raise FormatError("hand-over", f"has a chunk of {count} bytes at {offset} in a parcel of {whole}")
     if prefix.data_bytes not in (0, count):
         raise FormatError("hand-over", f"has a chunk of {count} bytes with {prefix.data_bytes} behind it")
-    return Chunk(label, whole, offset, count, (a, b), prefix.data_bytes == count)
+    return ChunkPiece(label, whole, offset, count, (a, b), prefix.data_bytes == count)
 
 
 class FrameReader:

@@ -20,8 +20,8 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 from potluck.core.errors import InputError
-from potluck.perf.fits.fit import LinearFit, Weights, linear_fit
-from potluck.perf.step import Floats, StepTimer, steps
+from potluck.perf.fits.linear_fit import LinearFit, Weights, linear_fit
+from potluck.perf.step_timer import Floats, StepTimer, steps
 
 LENGTHS = tuple(range(128, 8193, 128))
 CONTEXTS = tuple(range(0, 8192, 512))

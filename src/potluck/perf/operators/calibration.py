@@ -10,7 +10,7 @@ GPU they are carried over from its relatives (same compute capability, else all)
 - bandwidth and fixed times: those of a GPU with the same chip, else the geometric mean over measured GPUs.
 - a GPU of an architecture that nobody measured gets the median compute share of those that were.
 
-`Curves` are what the roofline uses; `confidence` says which of these ways they came.
+`GpuCurves` are what the roofline uses; `confidence` says which of these ways they came.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ import numpy as np
 from potluck.core.codec import loads
 from potluck.core.values.confidence import Confidence
 from potluck.core.values.types import Gpu
-from potluck.perf.operators.kernels import Chip, DecodeCurve, GemmCurve, PrefillCurve, StreamCurve
+from potluck.perf.data_files import shipped
+from potluck.perf.operators.kernels import ChipFigures, DecodeCurve, GemmCurve, PrefillCurve, StreamCurve
 from potluck.perf.operators.residual import Residual
-from potluck.perf.shipped import shipped
 
 CALIBRATION_VERSION = 1
 FORMAT = "potluck.calibration"
@@ -36,7 +36,7 @@ FAMILIES = {"volta": "volta", "turing": "volta", "ampere": "ampere", "ada": "amp
 
 
 @dataclass(frozen=True, slots=True)
-class Shapes:
+class SharedFigures:
     """Figures that all GPUs share."""
 
     tile_share: tuple[float, float, float, float]
@@ -47,7 +47,7 @@ class Shapes:
 
 
 @dataclass(frozen=True, slots=True)
-class Extra:
+class ExtraOperator:
     """Figures of one more operator on one GPU: a product in a format, experts in one, latent attention.
 
     The first three are always compute share (of the rate in that format), bandwidth share, fixed seconds.
@@ -61,7 +61,7 @@ class Extra:
 
 
 @dataclass(frozen=True, slots=True)
-class Scales:
+class GpuScales:
     """Figures of one GPU; None where that operator was not measured on it."""
 
     gpu: str
@@ -78,11 +78,11 @@ class Scales:
     gemm_residual: Residual | None = None
     prefill_residual: Residual | None = None
     decode_residual: Residual | None = None
-    extras: tuple[Extra, ...] = ()
+    extras: tuple[ExtraOperator, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
-class Power:
+class PowerLimit:
     """Soft minimum of the kernels' share and of what the power limit allows."""
 
     ceiling: float
@@ -99,7 +99,7 @@ class Power:
 
 
 @dataclass(frozen=True, slots=True)
-class Way:
+class CollectivePath:
     """One way of a collective: its start, what each further step adds, and the reachable share of the link."""
 
     fixed_s: float
@@ -108,18 +108,18 @@ class Way:
 
 
 @dataclass(frozen=True, slots=True)
-class Network:
+class NodeNetwork:
     """Collectives between the GPUs of a node over one measured link; `perf.operators.network` has the formulas."""
 
     kind: str
     """nvswitch, pcie (with peer access), or host (PCIe without: through the host's memory)."""
     gb_per_s: float
     """Of the link that was measured, one direction, per GPU."""
-    library: Way
-    shuffle: Way
+    library: CollectivePath
+    shuffle: CollectivePath
     """All-to-all."""
-    direct: Way | None = None
-    split: Way | None = None
+    direct: CollectivePath | None = None
+    split: CollectivePath | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,16 +134,16 @@ class ExpectedError:
 class Calibration:
     """Everything the roofline takes from measurements."""
 
-    shapes: Shapes
-    power: Power
-    gpus: tuple[Scales, ...]
+    shapes: SharedFigures
+    power: PowerLimit
+    gpus: tuple[GpuScales, ...]
     specs: tuple[Gpu, ...]
     """The data sheets the fits divided by, one per entry of `gpus`."""
-    networks: tuple[Network, ...]
+    networks: tuple[NodeNetwork, ...]
     errors: dict[str, ExpectedError]
     """By how it was predicted: `measured`, `transferred`."""
 
-    def scales(self, gpu: str) -> Scales | None:
+    def scales(self, gpu: str) -> GpuScales | None:
         return next((scales for scales in self.gpus if scales.gpu == gpu), None)
 
     def spec(self, gpu: str) -> Gpu:
@@ -151,10 +151,10 @@ class Calibration:
 
 
 @dataclass(frozen=True, slots=True)
-class Curves:
+class GpuCurves:
     """The fitted formulas for one GPU."""
 
-    chip: Chip
+    chip: ChipFigures
     gemm: GemmCurve
     prefill: PrefillCurve
     decode: DecodeCurve
@@ -165,7 +165,7 @@ class Curves:
     gemm_residual: Residual | None = None
     prefill_residual: Residual | None = None
     decode_residual: Residual | None = None
-    extras: dict[str, Extra] = field(default_factory=dict)
+    extras: dict[str, ExtraOperator] = field(default_factory=dict)
     """By name; those that were not measured on this GPU are carried over, without a surface."""
     carried: frozenset[str] = frozenset()
     """Names of these."""
@@ -178,12 +178,12 @@ def bundled() -> Calibration:
     return loads(Calibration, text, format_name=FORMAT, version=CALIBRATION_VERSION)
 
 
-def chip_of(gpu: Gpu) -> Chip:
+def chip_of(gpu: Gpu) -> ChipFigures:
     """The figures of a data sheet that the formulas need; what it leaves out is guessed from the rest."""
     sms = gpu.sm_count or max(20.0, gpu.fp16_tflops / 2.5)
     clock_ghz = gpu.boost_ghz or 1.6
     narrow = gpu.compute_capability in (8.6, 8.9, 12.0)
-    return Chip(
+    return ChipFigures(
         flops_per_s=gpu.fp16_tflops * 1e12,
         bytes_per_s=gpu.bandwidth_gb_per_s * 1e9,
         sm_count=float(sms),
@@ -193,7 +193,7 @@ def chip_of(gpu: Gpu) -> Chip:
     )
 
 
-def curves_for(gpu: Gpu, calibration: Calibration) -> Curves:
+def curves_for(gpu: Gpu, calibration: Calibration) -> GpuCurves:
     """The formulas for any GPU, and how far to trust them."""
     own = calibration.scales(gpu.name)
     shapes = calibration.shapes
@@ -205,7 +205,7 @@ def curves_for(gpu: Gpu, calibration: Calibration) -> Curves:
     stream = (own and own.stream) or _mean([s.stream for s in calibration.gpus if s.stream])
     confidence, basis = _trust(gpu, own, relatives)
     extras = _extras(gpu, gemm, own, calibration)
-    return Curves(
+    return GpuCurves(
         chip_of(gpu),
         GemmCurve(*gemm, shapes.tile_share, shapes.extra_depth, shapes.gemm_p),
         PrefillCurve(*prefill, 1.0, shapes.softmax),
@@ -222,8 +222,8 @@ def curves_for(gpu: Gpu, calibration: Calibration) -> Curves:
 
 
 def _extras(
-    gpu: Gpu, gemm: tuple[float, ...], own: Scales | None, calibration: Calibration
-) -> dict[str, Extra]:
+    gpu: Gpu, gemm: tuple[float, ...], own: GpuScales | None, calibration: Calibration
+) -> dict[str, ExtraOperator]:
     """Formats, experts and latent attention: as measured, else from GPUs with like kernels, else from all.
 
     Shares carry over as ratios to those of the 16-bit product, which know about power and memory already; but
@@ -244,7 +244,9 @@ def _extras(
             if s.gemm is not None
         ]
         compute, bandwidth, *rest = _mean(ratios)
-        found[name] = Extra(name, (compute * (1.0 if own_share else gemm[0]), bandwidth * gemm[1], *rest))
+        found[name] = ExtraOperator(
+            name, (compute * (1.0 if own_share else gemm[0]), bandwidth * gemm[1], *rest)
+        )
     return found
 
 
@@ -255,7 +257,7 @@ def _kernels(gpu: Gpu) -> str:
     return gpu.architecture
 
 
-def _relatives(gpu: Gpu, calibration: Calibration) -> list[Scales]:
+def _relatives(gpu: Gpu, calibration: Calibration) -> list[GpuScales]:
     """Measured GPUs whose kernels are the same: the same chip if there is one, else the same capability."""
     others = [s for s in calibration.gpus if s.gemm and s.gpu != gpu.name]
     alike = [s for s in others if calibration.spec(s.gpu).compute_capability == gpu.compute_capability]
@@ -264,7 +266,7 @@ def _relatives(gpu: Gpu, calibration: Calibration) -> list[Scales]:
     return _same_chip(gpu, calibration, fine) or fine
 
 
-def _same_chip(gpu: Gpu, calibration: Calibration, relatives: list[Scales]) -> list[Scales]:
+def _same_chip(gpu: Gpu, calibration: Calibration, relatives: list[GpuScales]) -> list[GpuScales]:
     specs = {s.gpu: calibration.spec(s.gpu) for s in relatives}
     return [
         s
@@ -275,7 +277,9 @@ def _same_chip(gpu: Gpu, calibration: Calibration, relatives: list[Scales]) -> l
     ]
 
 
-def _carried_gemm(gpu: Gpu, calibration: Calibration, relatives: list[Scales]) -> tuple[float, float, float]:
+def _carried_gemm(
+    gpu: Gpu, calibration: Calibration, relatives: list[GpuScales]
+) -> tuple[float, float, float]:
     measured = [s for s in calibration.gpus if s.gemm]
     power = calibration.power
     mean = _mean([s.gemm for s in _same_chip(gpu, calibration, relatives) or measured if s.gemm])
@@ -289,7 +293,7 @@ def _carried_gemm(gpu: Gpu, calibration: Calibration, relatives: list[Scales]) -
 
 
 def _carried_prefill(
-    gemm_compute: float, calibration: Calibration, relatives: list[Scales]
+    gemm_compute: float, calibration: Calibration, relatives: list[GpuScales]
 ) -> tuple[float, float, float]:
     measured = [s for s in calibration.gpus if s.gemm and s.prefill]
     near = [s for s in relatives if s.prefill] or measured
@@ -298,7 +302,7 @@ def _carried_prefill(
     return gemm_compute * ratio, mean[1], mean[2]
 
 
-def _trust(gpu: Gpu, own: Scales | None, relatives: list[Scales]) -> tuple[Confidence, str]:
+def _trust(gpu: Gpu, own: GpuScales | None, relatives: list[GpuScales]) -> tuple[Confidence, str]:
     if own and own.gemm and not own.coarse:
         parts = [name for name in ("gemm", "prefill", "decode") if getattr(own, name)]
         return "measured", f"{gpu.name} measured ({', '.join(parts)})"

@@ -21,8 +21,8 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from potluck.perf.operators.routing import Spread
-from potluck.perf.step import Floats
+from potluck.perf.operators.expert_routing import ExpertSpread
+from potluck.perf.step_timer import Floats
 
 GEMM_TILES = ((64, 64), (64, 128), (128, 64), (128, 128), (128, 256), (256, 128))
 PICKED_TILES = ((64.0, (64, 64)), (128.0, (64, 128)), (np.inf, (128, 128)))
@@ -48,7 +48,7 @@ Number = float | NDArray[np.float64]
 
 
 @dataclass(frozen=True, slots=True)
-class Chip:
+class ChipFigures:
     """The figures of a GPU that the formulas need; arrays when many GPUs are fitted at once."""
 
     flops_per_s: Number
@@ -128,7 +128,7 @@ def gemm_s(
     m: ArrayLike,
     n: ArrayLike,
     k: ArrayLike,
-    chip: Chip,
+    chip: ChipFigures,
     curve: GemmCurve,
     *,
     weight_bytes: float = 2.0,
@@ -191,7 +191,7 @@ def _tiled_s(
     return best
 
 
-def quantise_s(rows: ArrayLike, depth: ArrayLike, chip: Chip) -> Floats:
+def quantise_s(rows: ArrayLike, depth: ArrayLike, chip: ChipFigures) -> Floats:
     """Seconds to make inputs of 16 bits small (to 8, one scale a row): a block reads a row twice and writes it."""
     m, k = _floats(rows), _floats(depth)
     memory = 3.0 * m * k / (chip.bytes_per_s * QUANTISE_SHARE)
@@ -200,10 +200,10 @@ def quantise_s(rows: ArrayLike, depth: ArrayLike, chip: Chip) -> Floats:
 
 
 def expert_product_s(
-    load: Spread,
+    load: ExpertSpread,
     n: ArrayLike,
     k: ArrayLike,
-    chip: Chip,
+    chip: ChipFigures,
     curve: ExpertCurve,
     *,
     weight_bytes: float = 2.0,
@@ -232,12 +232,12 @@ def expert_product_s(
 
 
 def expert_layer_s(
-    load: Spread,
+    load: ExpertSpread,
     tokens: ArrayLike,
     active: ArrayLike,
     hidden: ArrayLike,
     inner: ArrayLike,
-    chip: Chip,
+    chip: ChipFigures,
     curve: ExpertCurve,
     *,
     weight_bytes: float = 2.0,
@@ -267,7 +267,7 @@ def prefill_attention_s(
     kv_heads: ArrayLike,
     qk_dim: ArrayLike,
     v_dim: ArrayLike,
-    chip: Chip,
+    chip: ChipFigures,
     curve: PrefillCurve,
     *,
     window: float | None = None,
@@ -322,7 +322,7 @@ def decode_attention_s(
     kv_bytes: ArrayLike,
     mean_context: ArrayLike,
     kv_heads: ArrayLike,
-    chip: Chip,
+    chip: ChipFigures,
     curve: DecodeCurve,
     *,
     flops: ArrayLike = 0.0,
@@ -346,7 +346,7 @@ def decode_attention_s(
     return _floats(np.where(count > 0, time, 0.0))
 
 
-def stream_s(moved_bytes: ArrayLike, launches: ArrayLike, chip: Chip, curve: StreamCurve) -> Floats:
+def stream_s(moved_bytes: ArrayLike, launches: ArrayLike, chip: ChipFigures, curve: StreamCurve) -> Floats:
     """Seconds of element-wise work that moves so many bytes in so many launches."""
     rate = chip.bytes_per_s * curve.bandwidth
     return _floats(_floats(launches) * curve.fixed_s + _floats(moved_bytes) / rate)

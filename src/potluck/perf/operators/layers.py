@@ -26,16 +26,16 @@ from potluck.core.values.model import (
     MoeFfn,
 )
 from potluck.core.values.precision import Format
-from potluck.perf.operators.routing import busiest_share
+from potluck.perf.operators.expert_routing import busiest_share
 from potluck.perf.sizes.memory import Layers
-from potluck.perf.step import Floats
+from potluck.perf.step_timer import Floats
 
 LINEAR_CHUNK = 64
 """Tokens that linear-attention kernels work on at a time when they prefill."""
 
 
 @dataclass(frozen=True, slots=True)
-class Gemm:
+class GemmWork:
     """A product of the step's tokens with an (n, k) weight matrix; of routed tokens when it has experts."""
 
     name: str
@@ -79,7 +79,7 @@ class SoftmaxWork:
     """KV that one context token makes a decode read."""
     decode_flops_per_token: float
     """Matrix FLOPs of a decode per context token."""
-    latent_up: Gemm | None = None
+    latent_up: GemmWork | None = None
     """MLA expands its cached latents again for every prefill chunk."""
 
 
@@ -95,7 +95,7 @@ class LinearWork:
 class LayerWork:
     """Everything one layer does on one rank."""
 
-    gemms: tuple[Gemm, ...]
+    gemms: tuple[GemmWork, ...]
     attention: SoftmaxWork | LinearWork
     stream_bytes_per_token: float
     launches: int
@@ -131,7 +131,7 @@ def layer_work(layer: Layer, model: Model, tp: int, ep: Ep = "none") -> LayerWor
     return LayerWork(gemms, attention, 2.0 * elements, (2 if latent else 5) + launches, reduced, routed)
 
 
-def _in_formats(gemms: tuple[Gemm, ...], model: Model) -> tuple[Gemm, ...]:
+def _in_formats(gemms: tuple[GemmWork, ...], model: Model) -> tuple[GemmWork, ...]:
     """Products with the formats of their weights; routers are left as they were."""
     named = (
         (gemm, "bf16" if gemm.name == "router" else model.experts_are if gemm.experts else model.weights_are)
@@ -140,20 +140,20 @@ def _in_formats(gemms: tuple[Gemm, ...], model: Model) -> tuple[Gemm, ...]:
     return tuple(replace(gemm, format=kind) for gemm, kind in named)
 
 
-def head_gemm(model: Model, tp: int) -> Gemm:
+def head_gemm(model: Model, tp: int) -> GemmWork:
     """The output head; it sees one token of every sequence."""
-    return Gemm("head", model.vocab / tp, model.hidden, max(model.weight_bits, 16.0))
+    return GemmWork("head", model.vocab / tp, model.hidden, max(model.weight_bits, 16.0))
 
 
-def _attention_gemms(attention: Attention, model: Model, tp: int) -> tuple[Gemm, ...]:
+def _attention_gemms(attention: Attention, model: Model, tp: int) -> tuple[GemmWork, ...]:
     hidden, bits = model.hidden, model.weight_bits
     if isinstance(attention, FullAttention):
         heads, kv_heads = attention.heads / tp, _kv_heads(attention.kv_heads, tp)
         queries = heads * attention.head_dim * (2 if attention.output_gate else 1)
         keys_values = kv_heads * (attention.head_dim + attention.v_head_dim)
         return (
-            Gemm("qkv", queries + keys_values, hidden, bits),
-            Gemm("o", hidden, heads * attention.v_head_dim, bits),
+            GemmWork("qkv", queries + keys_values, hidden, bits),
+            GemmWork("o", hidden, heads * attention.v_head_dim, bits),
         )
     if isinstance(attention, LatentAttention):
         return latent_gemms(attention, model, tp)
@@ -162,46 +162,49 @@ def _attention_gemms(attention: Attention, model: Model, tp: int) -> tuple[Gemm,
     keys = attention.key_heads / tp * attention.key_head_dim
     gate = 0.0 if attention.kind == "kda" else values
     projections = [
-        Gemm("qkv", 2 * keys + values + gate, hidden, bits),
-        Gemm("o", hidden, values, bits),
+        GemmWork("qkv", 2 * keys + values + gate, hidden, bits),
+        GemmWork("o", hidden, values, bits),
     ]
     if attention.gate_rank:
-        projections.append(Gemm("gates_down", 2 * attention.gate_rank, hidden, bits))
-        projections.append(Gemm("gates_up", keys + values, attention.gate_rank, bits))
+        projections.append(GemmWork("gates_down", 2 * attention.gate_rank, hidden, bits))
+        projections.append(GemmWork("gates_up", keys + values, attention.gate_rank, bits))
     return tuple(projections)
 
 
-def latent_gemms(attention: LatentAttention, model: Model, tp: int) -> tuple[Gemm, ...]:
+def latent_gemms(attention: LatentAttention, model: Model, tp: int) -> tuple[GemmWork, ...]:
     """Projections of latent attention; the last of the ups is part of every decode too, in two halves."""
     hidden, bits, heads = model.hidden, model.weight_bits, attention.heads / tp
     query = heads * (attention.qk_nope_head_dim + attention.qk_rope_head_dim)
     down = attention.kv_lora_rank + attention.qk_rope_head_dim
-    up = Gemm(
+    up = GemmWork(
         "kv_up", heads * (attention.qk_nope_head_dim + attention.v_head_dim), attention.kv_lora_rank, bits
     )
-    out = Gemm("o", hidden, heads * attention.v_head_dim, bits)
+    out = GemmWork("o", hidden, heads * attention.v_head_dim, bits)
     if attention.q_lora_rank is None:
-        return _in_formats((Gemm("q_and_kv_down", query + down, hidden, bits), up, out), model)
-    narrow = Gemm("down", attention.q_lora_rank + down, hidden, bits)
-    return _in_formats((narrow, Gemm("q_up", query, attention.q_lora_rank, bits), up, out), model)
+        return _in_formats((GemmWork("q_and_kv_down", query + down, hidden, bits), up, out), model)
+    narrow = GemmWork("down", attention.q_lora_rank + down, hidden, bits)
+    return _in_formats((narrow, GemmWork("q_up", query, attention.q_lora_rank, bits), up, out), model)
 
 
-def _ffn_gemms(layer: Layer, model: Model, tp: int, ranks: int) -> tuple[tuple[Gemm, ...], float, int]:
+def _ffn_gemms(layer: Layer, model: Model, tp: int, ranks: int) -> tuple[tuple[GemmWork, ...], float, int]:
     """(products, width of the activation per token, further launches); experts are spread over `ranks`."""
     ffn, hidden, bits = layer.ffn, model.hidden, model.weight_bits
     if not isinstance(ffn, MoeFfn):
         inner = ffn.intermediate / tp
-        return (Gemm("gate_up", 2 * inner, hidden, bits), Gemm("down", hidden, inner, bits)), inner, 0
+        return (GemmWork("gate_up", 2 * inner, hidden, bits), GemmWork("down", hidden, inner, bits)), inner, 0
     inner, wide = ffn.intermediate / tp, model.expert_bits
     width = float(ffn.intermediate) if ranks > 1 else inner
     gemms = [
-        Gemm("router", ffn.experts, hidden, 16.0),
-        Gemm("experts_gate_up", 2 * width, hidden, wide, ffn.experts, ffn.active, ranks),
-        Gemm("experts_down", hidden, width, wide, ffn.experts, ffn.active, ranks),
+        GemmWork("router", ffn.experts, hidden, 16.0),
+        GemmWork("experts_gate_up", 2 * width, hidden, wide, ffn.experts, ffn.active, ranks),
+        GemmWork("experts_down", hidden, width, wide, ffn.experts, ffn.active, ranks),
     ]
     shared = ffn.shared_intermediate / tp
     if shared:
-        gemms += [Gemm("shared_gate_up", 2 * shared, hidden, bits), Gemm("shared_down", hidden, shared, bits)]
+        gemms += [
+            GemmWork("shared_gate_up", 2 * shared, hidden, bits),
+            GemmWork("shared_down", hidden, shared, bits),
+        ]
     # Choosing, sorting, activating and adding up the experts' rows are timed with the experts.
     return tuple(gemms), shared, 1
 

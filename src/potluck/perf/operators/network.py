@@ -19,8 +19,8 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 from potluck.core.values.types import Interconnect, NodeType
-from potluck.perf.operators.calibration import Network, Way
-from potluck.perf.step import Floats
+from potluck.perf.operators.calibration import CollectivePath, NodeNetwork
+from potluck.perf.step_timer import Floats
 
 HANDOVER_FIXED_S = 3e-5
 """Start of a message between nodes over TCP or RDMA: Vidur's two-node send/receive starts at 19-40 µs."""
@@ -32,12 +32,12 @@ OWN_MOST_BYTES = 8 << 20
 """From here vLLM leaves it to NCCL."""
 PCIE_GB_PER_S = 32.0
 """Of the way through the host where the named link does not join all ranks."""
-UNKNOWN = Way(2e-5, 0.0, 0.7)
+UNKNOWN = CollectivePath(2e-5, 0.0, 0.7)
 """Of a link when no measurements are given at all."""
 
 
 def all_reduce_s(
-    size_bytes: ArrayLike, ranks: int, link: Interconnect, networks: tuple[Network, ...]
+    size_bytes: ArrayLike, ranks: int, link: Interconnect, networks: tuple[NodeNetwork, ...]
 ) -> Floats:
     """Seconds until each of `ranks` GPUs has the sum of everyone's bytes."""
     size = np.asarray(size_bytes, np.float64)
@@ -60,7 +60,7 @@ def all_reduce_s(
 
 
 def all_to_all_s(
-    size_bytes: ArrayLike, ranks: int, link: Interconnect, networks: tuple[Network, ...]
+    size_bytes: ArrayLike, ranks: int, link: Interconnect, networks: tuple[NodeNetwork, ...]
 ) -> Floats:
     """Each rank sends its bytes to all evenly, all at once: a + b (n-1) + (n-1)/n B / (s L)."""
     size = np.asarray(size_bytes, np.float64)
@@ -74,8 +74,8 @@ def all_to_all_s(
 
 
 def network_for(
-    link: Interconnect, ranks: int, networks: tuple[Network, ...]
-) -> tuple[Network | None, float]:
+    link: Interconnect, ranks: int, networks: tuple[NodeNetwork, ...]
+) -> tuple[NodeNetwork | None, float]:
     """The measured network that is most like a link between so many ranks, and the link's bytes a second.
 
     The nearest in rate of its kind: how long a message takes to start is a matter of the generation.
@@ -95,14 +95,14 @@ def network_for(
     return min(alike, key=lambda n: abs(log2(n.gb_per_s / max(rate, 1e-9)))), rate * 1e9
 
 
-def _own_kernels(link: Interconnect, network: Network, ranks: int) -> bool:
+def _own_kernels(link: Interconnect, network: NodeNetwork, ranks: int) -> bool:
     """Whether the engine has kernels of its own there: over a switch, or between two; a mesh of links is NCCL's."""
     if ranks == 2:
         return network.direct is not None
     return network.split is not None and link.kind != "nvlink"
 
 
-def _way_s(way: Way | None, steps: float, moved_bytes: Floats, rate: float) -> Floats:
+def _way_s(way: CollectivePath | None, steps: float, moved_bytes: Floats, rate: float) -> Floats:
     assert way is not None
     return _floats(way.fixed_s + way.step_s * steps + moved_bytes / (way.share * rate))
 

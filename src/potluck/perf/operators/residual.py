@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import ArrayLike
 
-from potluck.perf.step import Floats
+from potluck.perf.step_timer import Floats
 
 
 @dataclass(frozen=True, slots=True)

@@ -24,12 +24,12 @@ from numpy.typing import NDArray
 from potluck.perf.serving.phases import prompts_in_step, prompts_s
 from potluck.perf.serving.throughput import MAX_BATCH, MixedSteps, mixed_steps
 from potluck.perf.sizes.capacity import STEP_TOKENS
-from potluck.perf.step import Floats, StepTimer
-from potluck.perf.timers.host import Host
+from potluck.perf.step_timer import Floats, StepTimer
+from potluck.perf.timers.engine_host import EngineHost
 
 
 @dataclass(frozen=True, slots=True)
-class Client:
+class BenchClient:
     """How a benchmark's requests come."""
 
     burst: float
@@ -44,7 +44,7 @@ class Client:
 
 
 @dataclass(frozen=True, slots=True)
-class Served:
+class BenchReport:
     """As a benchmark would report it, run by run."""
 
     requests_per_s: Floats
@@ -109,7 +109,7 @@ def _columns(change: Callable[[list[Floats]], Floats], works: Sequence[RunWork])
     return RunWork(**plain)
 
 
-def served(work: RunWork, host: Host, client: Client) -> Served:
+def served(work: RunWork, host: EngineHost, client: BenchClient) -> BenchReport:
     """What the runs report with an engine's host and a client."""
     steps, open_requests = work.steps.hosted(host, work.layers), work.concurrency
     whole_s = client.request_s + open_requests * steps.step_s * work.answers / steps.decodes
@@ -120,4 +120,4 @@ def served(work: RunWork, host: Host, client: Client) -> Served:
     ttft_s = ttft_s + client.burst * crowd_s * (steps.decodes - 1.0) / 2
     ttft_s = ttft_s + (open_requests - steps.decodes) * between_s + client.slot * between_s
     ttft_s = np.minimum(ttft_s, 0.95 * whole_s)
-    return Served(1.0 / between_s, ttft_s, (whole_s - ttft_s) / work.answers)
+    return BenchReport(1.0 / between_s, ttft_s, (whole_s - ttft_s) / work.answers)

@@ -6,7 +6,7 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 from potluck.perf.sizes.capacity import STEP_TOKENS
-from potluck.perf.step import Floats, StepTimer, steps
+from potluck.perf.step_timer import Floats, StepTimer, steps
 
 CHUNK_TOKENS = 2048
 """Token budget of a step with prompts beside answers when nothing else is said; prompts alone have STEP_TOKENS."""

@@ -32,8 +32,8 @@ from potluck.perf.serving.phases import (
     prompts_s,
 )
 from potluck.perf.sizes.capacity import STEP_TOKENS
-from potluck.perf.step import Floats, StepTimer, once
-from potluck.perf.timers.host import Host
+from potluck.perf.step_timer import Floats, StepTimer, once
+from potluck.perf.timers.engine_host import EngineHost
 
 Limit = Literal["memory", "tpot", "ttft", "compute", "batch"]
 MAX_COLUMNS = 64
@@ -43,7 +43,7 @@ MAX_BATCH = 1024
 
 
 @dataclass(frozen=True, slots=True)
-class Operating:
+class OperatingPoint:
     """The best steady state of a replica."""
 
     requests_per_s: float
@@ -65,7 +65,7 @@ def best_operating(
     role: Role = "mixed",
     *,
     cached_tokens: int = 0,
-) -> Operating | None:
+) -> OperatingPoint | None:
     """The operating point with the highest rate within the objective; None when there is none.
 
     The first `cached_tokens` of every prompt are there already: in a prefix cache, or from another replica.
@@ -95,7 +95,7 @@ def best_shared(
     memory_batch: int,
     slos: Sequence[Slo],
     cached_tokens: Sequence[int],
-) -> list[Operating | None]:
+) -> list[OperatingPoint | None]:
     """`best_operating` of a mixed replica for prompts of which more or less is there, each with its objective."""
     if memory_batch < 1 or not slos:
         return [None] * len(slos)
@@ -150,7 +150,7 @@ class MixedSteps:
         part = np.minimum(self.share, 1.0)
         return np.asarray(part * self.with_s + (1.0 - part) * self.without_s, np.float64)
 
-    def hosted(self, host: Host, layers: float | Floats) -> MixedSteps:
+    def hosted(self, host: EngineHost, layers: float | Floats) -> MixedSteps:
         """The same with an engine's host, where the steps were timed without one."""
         each_s = host.fixed_s + host.sequence_s * self.decodes
         least_s = host.launch_s * np.asarray(layers, np.float64)
@@ -213,7 +213,7 @@ def _prompts(chunk: Floats, new_tokens: int | Floats) -> Floats:
     return columns
 
 
-def _prefill(timer: StepTimer, new_tokens: int, cached_tokens: int, slo: Slo | None) -> Operating | None:
+def _prefill(timer: StepTimer, new_tokens: int, cached_tokens: int, slo: Slo | None) -> OperatingPoint | None:
     most = prompts_in_step(new_tokens)
     step_s = prompts_s(timer, np.arange(1.0, most + 1), new_tokens, cached_tokens)
     within = step_s <= (np.inf if slo is None else slo.ttft_s)
@@ -223,7 +223,7 @@ def _prefill(timer: StepTimer, new_tokens: int, cached_tokens: int, slo: Slo | N
     best = int(np.argmax(rates))
     limit: Limit = "compute" if within.all() else "ttft"
     chunk = float(min((best + 1) * new_tokens, STEP_TOKENS))
-    return Operating(float(rates[best]), best + 1, float(step_s[best]), 0.0, chunk, limit)
+    return OperatingPoint(float(rates[best]), best + 1, float(step_s[best]), 0.0, chunk, limit)
 
 
 def _candidates(largest: int) -> Floats:
@@ -240,7 +240,7 @@ def _choose(
     rate: Floats,
     slo: Slo | None,
     memory_batch: int,
-) -> Operating | None:
+) -> OperatingPoint | None:
     within = np.ones(len(batches), bool)
     if slo is not None:
         within = (step_s <= slo.tpot_s) & (ttft_s <= slo.ttft_s)
@@ -256,7 +256,7 @@ def _choose(
         limit = "tpot" if step_s[better[0]] > slo.tpot_s else "ttft"
     elif top + 1 == len(batches):
         limit = "memory" if memory_batch <= MAX_BATCH else "batch"
-    return Operating(
+    return OperatingPoint(
         float(rate[best]),
         int(batches[best]),
         float(ttft_s[best]),

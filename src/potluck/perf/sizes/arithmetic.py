@@ -11,9 +11,9 @@ import numpy as np
 
 from potluck.core.values.model import Model
 from potluck.perf.operators.kernels import mean_keys
-from potluck.perf.operators.layers import Gemm, LayerWork, LinearWork, SoftmaxWork, head_gemm, layer_works
+from potluck.perf.operators.layers import GemmWork, LayerWork, LinearWork, SoftmaxWork, head_gemm, layer_works
 from potluck.perf.sizes.memory import Layers
-from potluck.perf.step import Floats, Steps
+from potluck.perf.step_timer import Floats, StepBatch
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,7 +31,7 @@ class StepSums:
         return self.weight_bytes + self.kv_bytes + self.activation_bytes
 
 
-def step_sums(model: Model, batch: Steps, tp: int = 1, layers: Layers = None) -> StepSums:
+def step_sums(model: Model, batch: StepBatch, tp: int = 1, layers: Layers = None) -> StepSums:
     """FLOPs and bytes of steps on one of `tp` ranks, for all layers or some; the head counts with all."""
     total = [np.zeros(len(batch)) for _ in range(4)]
     for work, count in layer_works(model, tp, layers):
@@ -44,7 +44,7 @@ def step_sums(model: Model, batch: Steps, tp: int = 1, layers: Layers = None) ->
     return StepSums(*total)
 
 
-def _layer_sums(work: LayerWork, batch: Steps) -> tuple[Floats, Floats, Floats, Floats]:
+def _layer_sums(work: LayerWork, batch: StepBatch) -> tuple[Floats, Floats, Floats, Floats]:
     tokens = batch.tokens
     flops, weights = np.zeros(len(batch)), np.zeros(len(batch))
     for gemm in work.gemms:
@@ -60,7 +60,7 @@ def _layer_sums(work: LayerWork, batch: Steps) -> tuple[Floats, Floats, Floats, 
     return flops + attention_flops, weights, moved, tokens * work.stream_bytes_per_token
 
 
-def _gemm_sums(gemm: Gemm, tokens: Floats) -> tuple[Floats, Floats]:
+def _gemm_sums(gemm: GemmWork, tokens: Floats) -> tuple[Floats, Floats]:
     rows, used = gemm.spread(tokens)
     busy = tokens > 0
     flops = 2.0 * rows * used * gemm.n * gemm.k
@@ -68,7 +68,7 @@ def _gemm_sums(gemm: Gemm, tokens: Floats) -> tuple[Floats, Floats]:
     return flops, moved
 
 
-def _softmax_sums(work: SoftmaxWork, batch: Steps) -> tuple[Floats, Floats]:
+def _softmax_sums(work: SoftmaxWork, batch: StepBatch) -> tuple[Floats, Floats]:
     new, cached = batch.chunk_new, batch.chunk_cached
     pairs = (new * mean_keys(new, cached, work.window)).sum(axis=1)
     context = batch.decode_context

@@ -50,7 +50,7 @@ EXPERTS = ("experts", "expert_bias")
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class WeightPart:
     """Some of a layer's weights that are stored and sharded alike."""
 
     name: str
@@ -229,12 +229,12 @@ def _state(attention: Attention, tp: int) -> float:
 
 
 @lru_cache(maxsize=4096)
-def _parts(layer: Layer, hidden: int) -> tuple[Part, ...]:
-    norms = Part("norms", 2 * hidden, "copy")
+def _parts(layer: Layer, hidden: int) -> tuple[WeightPart, ...]:
+    norms = WeightPart("norms", 2 * hidden, "copy")
     return (norms, *_attention_parts(layer.attention, hidden), *_ffn_parts(layer.ffn, hidden))
 
 
-def _attention_parts(attention: Attention, hidden: int) -> Iterator[Part]:
+def _attention_parts(attention: Attention, hidden: int) -> Iterator[WeightPart]:
     if isinstance(attention, FullAttention):
         return _full_parts(attention, hidden)
     if isinstance(attention, LatentAttention):
@@ -242,85 +242,87 @@ def _attention_parts(attention: Attention, hidden: int) -> Iterator[Part]:
     return _linear_parts(attention, hidden)
 
 
-def _full_parts(attention: FullAttention, hidden: int) -> Iterator[Part]:
+def _full_parts(attention: FullAttention, hidden: int) -> Iterator[WeightPart]:
     queries = attention.heads * attention.head_dim
     keys, values = attention.kv_heads * attention.head_dim, attention.kv_heads * attention.v_head_dim
     gates = 2 if attention.output_gate else 1
     bias = 1 if attention.bias else 0
-    yield Part("q", queries * gates * (hidden + bias))
-    yield Part("kv", (keys + values) * (hidden + bias), "kv")
-    yield Part("o", attention.heads * attention.v_head_dim * hidden)
+    yield WeightPart("q", queries * gates * (hidden + bias))
+    yield WeightPart("kv", (keys + values) * (hidden + bias), "kv")
+    yield WeightPart("o", attention.heads * attention.v_head_dim * hidden)
     if attention.output_bias:
-        yield Part("o_bias", hidden, "copy")
+        yield WeightPart("o_bias", hidden, "copy")
     if attention.sinks:
-        yield Part("sinks", attention.heads)
+        yield WeightPart("sinks", attention.heads)
     if attention.qk_norm == "head":
-        yield Part("qk_norm", 2 * attention.head_dim, "copy")
+        yield WeightPart("qk_norm", 2 * attention.head_dim, "copy")
     elif attention.qk_norm == "full":
-        yield Part("qk_norm", queries + keys)
+        yield WeightPart("qk_norm", queries + keys)
 
 
-def _latent_parts(attention: LatentAttention, hidden: int) -> Iterator[Part]:
+def _latent_parts(attention: LatentAttention, hidden: int) -> Iterator[WeightPart]:
     heads, rank = attention.heads, attention.kv_lora_rank
     query = heads * (attention.qk_nope_head_dim + attention.qk_rope_head_dim)
     if attention.q_lora_rank is None:
-        yield Part("q", hidden * query)
+        yield WeightPart("q", hidden * query)
     else:
-        yield Part("q_down", (hidden + 1) * attention.q_lora_rank, "copy")  # with its norm
-        yield Part("q_up", attention.q_lora_rank * query)
-    yield Part("kv_down", hidden * (rank + attention.qk_rope_head_dim) + rank, "copy")
-    yield Part("kv_up", rank * heads * (attention.qk_nope_head_dim + attention.v_head_dim))
-    yield Part("o", heads * attention.v_head_dim * hidden)
+        yield WeightPart("q_down", (hidden + 1) * attention.q_lora_rank, "copy")  # with its norm
+        yield WeightPart("q_up", attention.q_lora_rank * query)
+    yield WeightPart("kv_down", hidden * (rank + attention.qk_rope_head_dim) + rank, "copy")
+    yield WeightPart("kv_up", rank * heads * (attention.qk_nope_head_dim + attention.v_head_dim))
+    yield WeightPart("o", heads * attention.v_head_dim * hidden)
 
 
-def _linear_parts(attention: LinearAttention, hidden: int) -> Iterator[Part]:
+def _linear_parts(attention: LinearAttention, hidden: int) -> Iterator[WeightPart]:
     heads = attention.value_heads
     keys = attention.key_heads * attention.key_head_dim
     values = heads * attention.value_head_dim
-    yield Part("qkv", hidden * (2 * keys + values))
-    yield Part("o", values * hidden)
+    yield WeightPart("qkv", hidden * (2 * keys + values))
+    yield WeightPart("o", values * hidden)
     if attention.conv_kernel:
-        yield Part("conv", attention.conv_channels * attention.conv_kernel)
+        yield WeightPart("conv", attention.conv_channels * attention.conv_kernel)
     if attention.kind == "kda":
         # The decay and the output gate are low-rank; the decay also has a bias per channel and A per head.
         rank = attention.gate_rank
-        yield Part("gates_down", 2 * hidden * rank, "copy")
-        yield Part("gates_up", rank * (keys + values))
-        yield Part("beta", hidden * heads)
-        yield Part("decay", keys + heads)
-        yield Part("o_norm", attention.value_head_dim, "copy")
+        yield WeightPart("gates_down", 2 * hidden * rank, "copy")
+        yield WeightPart("gates_up", rank * (keys + values))
+        yield WeightPart("beta", hidden * heads)
+        yield WeightPart("decay", keys + heads)
+        yield WeightPart("o_norm", attention.value_head_dim, "copy")
     elif attention.kind == "gated_delta":
-        yield Part("z", hidden * values)
-        yield Part("beta_alpha", 2 * hidden * heads)
-        yield Part("decay", 2 * heads)
-        yield Part("o_norm", attention.value_head_dim, "copy")
+        yield WeightPart("z", hidden * values)
+        yield WeightPart("beta_alpha", 2 * hidden * heads)
+        yield WeightPart("decay", 2 * heads)
+        yield WeightPart("o_norm", attention.value_head_dim, "copy")
     else:
         # Lightning: an output gate as wide as the values and a norm over them; decays are constants.
-        yield Part("gate", hidden * values)
-        yield Part("o_norm", values)
+        yield WeightPart("gate", hidden * values)
+        yield WeightPart("o_norm", values)
 
 
-def _ffn_parts(ffn: Ffn, hidden: int) -> Iterator[Part]:
+def _ffn_parts(ffn: Ffn, hidden: int) -> Iterator[WeightPart]:
     if isinstance(ffn, DenseFfn):
-        yield Part("ffn", 3 * hidden * ffn.intermediate)
+        yield WeightPart("ffn", 3 * hidden * ffn.intermediate)
         return
     yield from _moe_parts(ffn, hidden)
 
 
-def _moe_parts(ffn: MoeFfn, hidden: int) -> Iterator[Part]:
+def _moe_parts(ffn: MoeFfn, hidden: int) -> Iterator[WeightPart]:
     share = ffn.active / ffn.experts
-    yield Part("experts", ffn.experts * 3 * hidden * ffn.intermediate, "shard", "expert", share)
-    yield Part("router", ffn.experts * hidden, "copy")
+    yield WeightPart("experts", ffn.experts * 3 * hidden * ffn.intermediate, "shard", "expert", share)
+    yield WeightPart("router", ffn.experts * hidden, "copy")
     if ffn.bias:
         # Biases stay in the width of the other weights when the experts are quantised.
-        yield Part("expert_bias", ffn.experts * (2 * ffn.intermediate + hidden), "shard", "weight", share)
+        yield WeightPart(
+            "expert_bias", ffn.experts * (2 * ffn.intermediate + hidden), "shard", "weight", share
+        )
     biases = int(ffn.bias) + int(ffn.router_bias)
     if biases:
-        yield Part("router_bias", biases * ffn.experts, "copy")
+        yield WeightPart("router_bias", biases * ffn.experts, "copy")
     if ffn.shared_intermediate:
-        yield Part("shared", 3 * hidden * ffn.shared_intermediate)
+        yield WeightPart("shared", 3 * hidden * ffn.shared_intermediate)
         if ffn.shared_gate:
-            yield Part("shared_gate", hidden, "copy")
+            yield WeightPart("shared_gate", hidden, "copy")
 
 
 def _elements(layer: Layer, hidden: int) -> int:
@@ -336,7 +338,7 @@ def _outside(model: Model) -> int:
     return tables * model.vocab * model.hidden + model.hidden
 
 
-def _part_bytes(model: Model, part: Part) -> float:
+def _part_bytes(model: Model, part: WeightPart) -> float:
     bits = model.expert_bits if part.bits == "expert" else model.weight_bits
     return part.elements * bits / 8
 

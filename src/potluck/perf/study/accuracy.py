@@ -23,9 +23,9 @@ from numpy.typing import NDArray
 from potluck.core.values.confidence import Confidence
 from potluck.core.values.model import Model
 from potluck.core.values.types import Gpu, NodeType
-from potluck.perf.operators.calibration import Calibration, Curves, ExpectedError, chip_of, curves_for
-from potluck.perf.operators.kernels import Chip
-from potluck.perf.step import Floats
+from potluck.perf.operators.calibration import Calibration, ExpectedError, GpuCurves, chip_of, curves_for
+from potluck.perf.operators.kernels import ChipFigures
+from potluck.perf.step_timer import Floats
 from potluck.perf.study.calibrate import (
     OperatorFit,
     build,
@@ -35,12 +35,12 @@ from potluck.perf.study.calibrate import (
     harness_shift,
     keys_of,
 )
-from potluck.perf.study.format_scores import FormatError, calibrated_errors, left_out_errors
+from potluck.perf.study.format_scores import FormatScore, calibrated_errors, left_out_errors
 from potluck.perf.study.measured import Measurements, Operator, read_all
 from potluck.perf.study.measured_formats import read_formats
 from potluck.perf.study.measured_steps import read_steps
 from potluck.perf.study.networks import LINKS, Collectives, fit_networks, predict, read_collectives
-from potluck.perf.timers.host import NO_HOST
+from potluck.perf.timers.engine_host import NO_HOST
 from potluck.perf.timers.roofline import roofline
 
 Question = Literal["calibrated", "GPU left out", "model left out"]
@@ -171,7 +171,7 @@ def _scores(question: Question, rows: Measurements, seconds: Floats, group: str 
 
 
 def _calibrated(
-    rows: dict[Operator, Measurements], chips: dict[str, Chip], progress: Progress
+    rows: dict[Operator, Measurements], chips: dict[str, ChipFigures], progress: Progress
 ) -> Iterable[Score]:
     for operator, part in rows.items():
         if operator == "stream":  # element-wise work is too small a share to judge by
@@ -184,7 +184,11 @@ def _calibrated(
 
 
 def _without_gpu(
-    gpu: str, rows: dict[Operator, Measurements], gpus: dict[str, Gpu], chips: dict[str, Chip], folder: Path
+    gpu: str,
+    rows: dict[Operator, Measurements],
+    gpus: dict[str, Gpu],
+    chips: dict[str, ChipFigures],
+    folder: Path,
 ) -> tuple[list[Score], Calibration]:
     fits = {op: fit_operator(part.where(part.gpu != gpu), chips, sample=400) for op, part in rows.items()}
     calibration = build(fits, gpus, folder, leave_out=frozenset(SIBLINGS.get(gpu, {gpu})))
@@ -234,7 +238,7 @@ def _collectives(folder: Path) -> list[Score]:
     return found
 
 
-def _format_score(question: Question, found: FormatError) -> Score:
+def _format_score(question: Question, found: FormatScore) -> Score:
     median, p90 = (round(float(v), 4) for v in np.quantile(found.errors, [0.5, 0.9]))
     kind: Kind = found.kind  # type: ignore[assignment]
     return Score(question, kind, found.gpu, "aiconfigurator", found.group, len(found.errors), median, p90)
@@ -250,7 +254,7 @@ def _link_score(question: Question, rows: Collectives, seconds: Floats) -> Score
 def _carried(
     operator: Operator,
     harness: str,
-    curves: Curves,
+    curves: GpuCurves,
     fits: dict[Operator, OperatorFit],
     calibration: Calibration,
 ) -> Floats:
@@ -275,7 +279,7 @@ def _carried(
     return logs + harness_shift(fit).get(harness, np.zeros_like(logs))
 
 
-def _without_model(rows: Measurements, chips: dict[str, Chip]) -> list[Score]:
+def _without_model(rows: Measurements, chips: dict[str, ChipFigures]) -> list[Score]:
     """Only Vidur measured several models on one GPU."""
     found: list[Score] = []
     part = rows.where(rows.harness == "vidur")

@@ -17,9 +17,16 @@ import numpy as np
 
 from potluck.core.errors import InputError
 from potluck.core.values.types import Gpu
-from potluck.perf.operators.calibration import Calibration, ExpectedError, Power, Scales, Shapes, chip_of
+from potluck.perf.operators.calibration import (
+    Calibration,
+    ExpectedError,
+    GpuScales,
+    PowerLimit,
+    SharedFigures,
+    chip_of,
+)
 from potluck.perf.operators.kernels import (
-    Chip,
+    ChipFigures,
     DecodeCurve,
     GemmCurve,
     PrefillCurve,
@@ -30,7 +37,7 @@ from potluck.perf.operators.kernels import (
     stream_s,
 )
 from potluck.perf.operators.residual import Residual, fit_residual
-from potluck.perf.step import Floats
+from potluck.perf.step_timer import Floats
 from potluck.perf.study.format_fits import with_extras
 from potluck.perf.study.measured import Measurements, Operator, read_all
 from potluck.perf.study.measured_formats import read_formats
@@ -67,7 +74,7 @@ class OperatorFit:
     scales: dict[Key, Floats]
 
     def predict(
-        self, rows: Measurements, chips: dict[str, Chip], residuals: dict[Key, Residual] | None = None
+        self, rows: Measurements, chips: dict[str, ChipFigures], residuals: dict[Key, Residual] | None = None
     ) -> Floats:
         keys = keys_of(rows)
         seconds = np.empty(len(rows))
@@ -85,14 +92,14 @@ def keys_of(rows: Measurements) -> list[Key]:
     return [(str(gpu), str(harness)) for gpu, harness in zip(rows.gpu, rows.harness, strict=True)]
 
 
-def stacked(rows: Measurements, chips: dict[str, Chip]) -> Chip:
+def stacked(rows: Measurements, chips: dict[str, ChipFigures]) -> ChipFigures:
     """One Chip whose figures are arrays, one entry per row."""
-    names = Chip.__dataclass_fields__
+    names = ChipFigures.__dataclass_fields__
     values = {name: np.array([getattr(chips[gpu], name) for gpu in rows.gpu]) for name in names}
-    return Chip(**values)
+    return ChipFigures(**values)
 
 
-def formula(rows: Measurements, chip: Chip, shapes: Floats, scale: Floats) -> Floats:
+def formula(rows: Measurements, chip: ChipFigures, shapes: Floats, scale: Floats) -> Floats:
     """The operator's formula on measured rows; `scale` has one column per row."""
     column = rows.columns
     if rows.operator == "gemm":
@@ -126,7 +133,7 @@ def features(rows: Measurements) -> tuple[Floats, Floats, Floats]:
 
 
 def fit_operator(
-    rows: Measurements, chips: dict[str, Chip], *, sample: int = 600, seed: int = 1
+    rows: Measurements, chips: dict[str, ChipFigures], *, sample: int = 600, seed: int = 1
 ) -> OperatorFit:
     """Fit one operator to all its rows; each (GPU, harness) weighs the same."""
     from scipy.optimize import least_squares
@@ -221,7 +228,7 @@ def build(
     names = sorted({gpu for fit in fits.values() for gpu, _ in fit.scales})
     entries = [_scales_of(name, fits) for name in names]
     gemm = np.exp(fits["gemm"].shapes)
-    shapes = Shapes(
+    shapes = SharedFigures(
         tile_share=(float(gemm[0]), float(gemm[1]), float(gemm[2]), 1.0),
         extra_depth=float(gemm[3]),
         gemm_p=float(gemm[4]),
@@ -229,7 +236,7 @@ def build(
         decode_p=float(np.exp(fits["decode"].shapes[0])),
     )
     measured = {entry.gpu for entry in entries}
-    bare = Calibration(shapes, Power(1.0, {}), tuple(entries), tuple(gpus[n] for n in names), (), {})
+    bare = Calibration(shapes, PowerLimit(1.0, {}), tuple(entries), tuple(gpus[n] for n in names), (), {})
     coarse = [s for s in layer_scales(folder, gpus, bare) if s.gpu not in measured | leave_out]
     everything = tuple(entries + coarse)
     shares = {s.gpu: s.gemm[0] for s in everything if s.gemm}
@@ -239,16 +246,16 @@ def build(
     return replace(bare, power=power, gpus=everything, specs=specs, networks=networks)
 
 
-def _scales_of(gpu: str, fits: dict[Operator, OperatorFit]) -> Scales:
+def _scales_of(gpu: str, fits: dict[Operator, OperatorFit]) -> GpuScales:
     values: dict[str, tuple[float, ...] | None] = {}
     for operator, fit in fits.items():
         scale = serving_scales(fit, gpu)
         keep = 3 if operator == "prefill" else None
         values[operator] = None if scale is None else tuple(float(f"{v:.4g}") for v in np.exp(scale[:keep]))
-    return Scales(gpu, values["gemm"], values["prefill"], values["decode"], values["stream"])  # type: ignore[arg-type]
+    return GpuScales(gpu, values["gemm"], values["prefill"], values["decode"], values["stream"])  # type: ignore[arg-type]
 
 
-def fit_residuals(rows: Measurements, fit: OperatorFit, chips: dict[str, Chip]) -> dict[Key, Residual]:
+def fit_residuals(rows: Measurements, fit: OperatorFit, chips: dict[str, ChipFigures]) -> dict[Key, Residual]:
     """A residual surface for every (GPU, harness)."""
     found: dict[Key, Residual] = {}
     for gpu, harness in fit.scales:

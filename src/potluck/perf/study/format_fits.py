@@ -12,9 +12,8 @@ import numpy as np
 
 from potluck.core.values.model import DenseFfn, LatentAttention, Layer, Model
 from potluck.core.values.types import Gpu
-from potluck.perf.operators.calibration import WINDOWED, Calibration, Curves, Extra, curves_for
-from potluck.perf.operators.layers import latent_gemms, latent_work
-from potluck.perf.operators.products import (
+from potluck.perf.operators.calibration import WINDOWED, Calibration, ExtraOperator, GpuCurves, curves_for
+from potluck.perf.operators.layer_seconds import (
     expert_time_s,
     gemm_time_s,
     latent_decode_s,
@@ -23,8 +22,9 @@ from potluck.perf.operators.products import (
     window_features,
     windowed_prefill_s,
 )
+from potluck.perf.operators.layers import latent_gemms, latent_work
 from potluck.perf.operators.residual import fit_residual
-from potluck.perf.step import Floats, once
+from potluck.perf.step_timer import Floats, once
 from potluck.perf.study.measured import Measurements
 
 SAMPLE = 700
@@ -55,12 +55,12 @@ def with_extras(calibration: Calibration, rows: dict[str, Measurements], *, surf
     return replace(calibration, gpus=tuple(entries))
 
 
-def _with_extra(calibration: Calibration, gpu: str, extra: Extra) -> Calibration:
+def _with_extra(calibration: Calibration, gpu: str, extra: ExtraOperator) -> Calibration:
     gpus = tuple(replace(s, extras=(*s.extras, extra)) if s.gpu == gpu else s for s in calibration.gpus)
     return replace(calibration, gpus=gpus)
 
 
-def _fit(rows: Measurements, gpu: Gpu, calibration: Calibration, surface: bool) -> Extra:
+def _fit(rows: Measurements, gpu: Gpu, calibration: Calibration, surface: bool) -> ExtraOperator:
     from scipy.optimize import least_squares
 
     part, operator = _some(rows, SAMPLE), rows.operator
@@ -69,12 +69,12 @@ def _fit(rows: Measurements, gpu: Gpu, calibration: Calibration, surface: bool) 
     target = np.log(part.seconds)
 
     def residuals(x: Floats) -> Floats:
-        extra = Extra(operator, tuple(np.exp(x)))
+        extra = ExtraOperator(operator, tuple(np.exp(x)))
         # The pull to the start decides only what the rows do not show.
         return np.concatenate([np.log(predict(part, gpu, curves, extra)) - target, pull * (x - start)])
 
     found = least_squares(residuals, start, loss="soft_l1", f_scale=0.15, x_scale=0.3, max_nfev=25)
-    extra = Extra(operator, tuple(float(f"{v:.4g}") for v in np.exp(found.x)))
+    extra = ExtraOperator(operator, tuple(float(f"{v:.4g}") for v in np.exp(found.x)))
     if not surface:
         return extra
     rows = _some(rows, SURFACE_SAMPLE)
@@ -97,7 +97,7 @@ def _some(rows: Measurements, count: int) -> Measurements:
     return rows.where(mask)
 
 
-def _start(operator: str, curves: Curves) -> tuple[Floats, Floats]:
+def _start(operator: str, curves: GpuCurves) -> tuple[Floats, Floats]:
     """Where a fit begins, and how hard each figure is held there.
 
     The rows of block-wise FP8 products are all large: what small ones show is taken from those per tensor.
@@ -109,7 +109,7 @@ def _start(operator: str, curves: Curves) -> tuple[Floats, Floats]:
     return np.log(values), np.ones(len(values))
 
 
-def predict(rows: Measurements, gpu: Gpu, curves: Curves, extra: Extra | None = None) -> Floats:
+def predict(rows: Measurements, gpu: Gpu, curves: GpuCurves, extra: ExtraOperator | None = None) -> Floats:
     """Seconds of one GPU's rows, with the operator's own figures or those that the curves hold."""
     held = curves if extra is None else replace(curves, extras={**curves.extras, rows.operator: extra})
     kind = rows.operator.split(":")[0]
@@ -138,12 +138,12 @@ def features(rows: Measurements) -> tuple[Floats, Floats, Floats]:
     return c["requests"] * (c["cached"] + 1.0), c["requests"] * c["heads"], np.ones(len(rows))
 
 
-def _gemms(rows: Measurements, gpu: Gpu, curves: Curves) -> Floats:
+def _gemms(rows: Measurements, gpu: Gpu, curves: GpuCurves) -> Floats:
     c, kind = rows.columns, rows.operator.split(":")[1]
     return product_s(kind, c["m"], c["n"], c["k"], gpu, curves, warm_share=rows.warm)  # type: ignore[arg-type]
 
 
-def _experts(rows: Measurements, gpu: Gpu, curves: Curves) -> Floats:
+def _experts(rows: Measurements, gpu: Gpu, curves: GpuCurves) -> Floats:
     c, kind = rows.columns, rows.operator.split(":")[1]
     return expert_time_s(
         kind,  # type: ignore[arg-type]
@@ -159,7 +159,7 @@ def _experts(rows: Measurements, gpu: Gpu, curves: Curves) -> Floats:
     )
 
 
-def _windowed(rows: Measurements, curves: Curves) -> Floats:
+def _windowed(rows: Measurements, curves: GpuCurves) -> Floats:
     c, seconds = rows.columns, np.empty(len(rows))
     for window in once(c["window"]):
         mask = c["window"] == window
@@ -173,7 +173,7 @@ def _windowed(rows: Measurements, curves: Curves) -> Floats:
     return seconds
 
 
-def _latent(rows: Measurements, gpu: Gpu, curves: Curves) -> tuple[Floats, Floats]:
+def _latent(rows: Measurements, gpu: Gpu, curves: GpuCurves) -> tuple[Floats, Floats]:
     """Seconds of a module's projections, and of attention with all else that lies around it."""
     c = rows.columns
     around, attention = np.empty(len(rows)), np.empty(len(rows))

@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from potluck.core.values.types import Gpu
 from potluck.perf.operators.calibration import WINDOWED, Calibration, curves_for
-from potluck.perf.step import Floats
+from potluck.perf.step_timer import Floats
 from potluck.perf.study.format_fits import predict, with_extras
 from potluck.perf.study.measured import Measurements
 
@@ -22,7 +22,7 @@ KINDS = {
 }
 
 
-class FormatError(NamedTuple):
+class FormatScore(NamedTuple):
     """Absolute errors of one kind of work, by format or phase; of all formats together where that is empty."""
 
     kind: str
@@ -31,7 +31,7 @@ class FormatError(NamedTuple):
     errors: Floats
 
 
-def calibrated_errors(calibration: Calibration, rows: dict[str, Measurements]) -> Iterator[FormatError]:
+def calibrated_errors(calibration: Calibration, rows: dict[str, Measurements]) -> Iterator[FormatScore]:
     """Half of every GPU's rows fitted, the other half predicted."""
     random = np.random.default_rng(7)
     seen = {name: random.random(len(part)) < 0.5 for name, part in rows.items()}
@@ -43,14 +43,14 @@ def calibrated_errors(calibration: Calibration, rows: dict[str, Measurements]) -
 
 def left_out_errors(
     gpu: Gpu, calibration: Calibration, rows: dict[str, Measurements]
-) -> Iterator[FormatError]:
+) -> Iterator[FormatScore]:
     """A GPU's rows from the other GPUs'; `calibration` knows nothing of it either."""
     others = {name: part.where(part.gpu != gpu.name) for name, part in rows.items()}
     fitted = with_extras(calibration, {n: part for n, part in others.items() if len(part)}, surfaces=False)
     yield from _errors(gpu, fitted, rows)
 
 
-def _errors(gpu: Gpu, calibration: Calibration, rows: dict[str, Measurements]) -> Iterator[FormatError]:
+def _errors(gpu: Gpu, calibration: Calibration, rows: dict[str, Measurements]) -> Iterator[FormatScore]:
     curves = curves_for(gpu, calibration)
     every: dict[str, list[Floats]] = {}
     for name, part in rows.items():
@@ -60,9 +60,9 @@ def _errors(gpu: Gpu, calibration: Calibration, rows: dict[str, Measurements]) -
         errors = np.abs(predict(mine, gpu, curves) / mine.seconds - 1.0)
         operator, group = name.split(":")
         every.setdefault(KINDS[operator], []).append(errors)
-        yield FormatError(KINDS[operator], group, gpu.name, errors)
+        yield FormatScore(KINDS[operator], group, gpu.name, errors)
     for kind, parts in every.items():
-        yield FormatError(kind, "", gpu.name, np.concatenate(parts))
+        yield FormatScore(kind, "", gpu.name, np.concatenate(parts))
 
 
 def _served(rows: Measurements) -> NDArray[np.bool_]:

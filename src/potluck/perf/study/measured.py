@@ -17,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from potluck.core.errors import InputError
-from potluck.perf.step import Floats
+from potluck.perf.step_timer import Floats
 
 Operator = str
 """gemm, prefill, decode or stream; `measured_formats` has more."""

@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from potluck.perf.operators.calibration import WINDOWED
-from potluck.perf.step import Floats
+from potluck.perf.step_timer import Floats
 from potluck.perf.study.measured import AIC_GPUS, AIC_WARM, Measurements, joined, read_table, rows_of, valid
 
 HARNESS = "aiconfigurator"

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import numpy as np
 
-from potluck.perf.step import Floats, Steps, steps
+from potluck.perf.step_timer import Floats, StepBatch, steps
 from potluck.perf.study.measured import read_table
 
 LAYERS = 32
@@ -34,7 +34,7 @@ class MeasuredSteps:
 
     gpu: str
     model: str
-    batch: Steps
+    batch: StepBatch
     seconds: Floats
 
 

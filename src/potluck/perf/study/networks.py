@@ -8,9 +8,9 @@ from pathlib import Path
 import numpy as np
 
 from potluck.core.values.types import Interconnect
-from potluck.perf.operators.calibration import Network, Way
+from potluck.perf.operators.calibration import CollectivePath, NodeNetwork
 from potluck.perf.operators.network import all_reduce_s, all_to_all_s
-from potluck.perf.step import Floats
+from potluck.perf.step_timer import Floats
 from potluck.perf.study.measured import AIC_GPUS, Strings, read_table
 
 LINKS = {  # what joins the GPUs of the measured machines; rates as the makers print them, one direction, per GPU
@@ -63,7 +63,7 @@ def _collectives(gpu: str, op: str, table: dict[str, np.ndarray], mask: np.ndarr
     return Collectives(gpu, op, ranks, 2.0 * elements, milliseconds * 1e-3)
 
 
-def predict(rows: Collectives, link: Interconnect, networks: tuple[Network, ...]) -> Floats:
+def predict(rows: Collectives, link: Interconnect, networks: tuple[NodeNetwork, ...]) -> Floats:
     """Seconds of every measurement by the formulas, over a link."""
     function = all_reduce_s if rows.op == "all_reduce" else all_to_all_s
     seconds = np.empty(len(rows.seconds))
@@ -73,12 +73,12 @@ def predict(rows: Collectives, link: Interconnect, networks: tuple[Network, ...]
     return seconds
 
 
-def fit_networks(folder: Path, rows: list[Collectives]) -> tuple[Network, ...]:
+def fit_networks(folder: Path, rows: list[Collectives]) -> tuple[NodeNetwork, ...]:
     """Fit every measured machine; of a PCIe machine both the pair and the way through its host."""
     by_gpu: dict[str, dict[str, Collectives]] = {}
     for part in rows:
         by_gpu.setdefault(part.gpu, {})[part.op] = part
-    found: list[Network] = []
+    found: list[NodeNetwork] = []
     for gpu, parts in by_gpu.items():
         reduce, shuffle, link = parts["all_reduce"], parts["all_to_all"], LINKS[gpu]
         if link.kind == "nvswitch":
@@ -94,14 +94,17 @@ def fit_networks(folder: Path, rows: list[Collectives]) -> tuple[Network, ...]:
 
 def _fit(
     kind: str, link: Interconnect, reduce: Collectives, shuffle: Collectives, ways: tuple[str, ...]
-) -> Network:
+) -> NodeNetwork:
     """Least squares on logarithms, all ways of a link at once: which one a row takes follows from its size."""
     from scipy.optimize import least_squares
 
-    def network(x: Floats) -> Network:
+    def network(x: Floats) -> NodeNetwork:
         values = np.exp(np.asarray(x).reshape(-1, 3))
-        named = {name: Way(*map(float, row)) for name, row in zip((*ways, "shuffle"), values, strict=True)}
-        return Network(kind, link.gb_per_s, **named)
+        named = {
+            name: CollectivePath(*map(float, row))
+            for name, row in zip((*ways, "shuffle"), values, strict=True)
+        }
+        return NodeNetwork(kind, link.gb_per_s, **named)
 
     joined = replace(link, domain=1 if kind == "host" else None)
 
@@ -114,10 +117,10 @@ def _fit(
     start = np.tile(START, len(ways) + 1)
     best = network(least_squares(residuals, start, loss="soft_l1", f_scale=0.1, x_scale=0.3).x)
     rounded = {name: _rounded(getattr(best, name)) for name in (*ways, "shuffle")}
-    return Network(kind, link.gb_per_s, **rounded)
+    return NodeNetwork(kind, link.gb_per_s, **rounded)
 
 
-def _with_peers(folder: Path, cluster: str, rate: float, pair: Network, host: Network) -> Network:
+def _with_peers(folder: Path, cluster: str, rate: float, pair: NodeNetwork, host: NodeNetwork) -> NodeNetwork:
     """PCIe with peer access: rates of four GPUs as Vidur measured them, starts as on the measured host."""
     table = read_table(folder, "vidur_network")
     seconds = np.asarray(table["time_stats.all_reduce.median"], float) * 1e-3
@@ -125,10 +128,10 @@ def _with_peers(folder: Path, cluster: str, rate: float, pair: Network, host: Ne
     mask = (_names(table, "op") == "all_reduce") & (_names(table, "cluster") == cluster) & (workers == 4)
     mask &= np.isfinite(seconds) & (size >= 8 << 20)
     share = float(np.median(2.0 * 3.0 / 4.0 * size[mask] / seconds[mask])) / (rate * 1e9)
-    library = Way(host.library.fixed_s, host.library.step_s, round(share, 4))
-    shuffle = Way(host.shuffle.fixed_s, host.shuffle.step_s, round(share, 4))
-    return Network("pcie", rate, library, shuffle, pair.direct)
+    library = CollectivePath(host.library.fixed_s, host.library.step_s, round(share, 4))
+    shuffle = CollectivePath(host.shuffle.fixed_s, host.shuffle.step_s, round(share, 4))
+    return NodeNetwork("pcie", rate, library, shuffle, pair.direct)
 
 
-def _rounded(way: Way) -> Way:
-    return Way(*(float(f"{value:.3g}") for value in (way.fixed_s, way.step_s, way.share)))
+def _rounded(way: CollectivePath) -> CollectivePath:
+    return CollectivePath(*(float(f"{value:.3g}") for value in (way.fixed_s, way.step_s, way.share)))

@@ -45,7 +45,7 @@ CONCURRENCY = re.compile(r"concurrency=(\d+)")
 
 
 @dataclass(frozen=True, slots=True)
-class Run:
+class MeasuredRun:
     """One measured run; times in seconds."""
 
     model: str
@@ -72,14 +72,14 @@ class Run:
 
 
 @dataclass(frozen=True, slots=True)
-class Table:
+class RunTable:
     """A file's runs, and how many rows said too little or ran over several nodes."""
 
-    runs: tuple[Run, ...]
+    runs: tuple[MeasuredRun, ...]
     left_out: int
 
 
-def read_runs(path: Path) -> Table:
+def read_runs(path: Path) -> RunTable:
     """All runs of a file, each once."""
     rows = _rows(path)
     names = {_plain(name): name for name in (rows[0] if rows else {})}
@@ -94,7 +94,7 @@ def read_runs(path: Path) -> Table:
     found = [run for run in read if run is not None]
     if not found:
         raise InputError(path.name, "no row says model, gpu, lengths, concurrency and a measured time")
-    return Table(tuple(dict.fromkeys(found)), len(rows) - len(found))
+    return RunTable(tuple(dict.fromkeys(found)), len(rows) - len(found))
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,7 +127,7 @@ class _Row:
         return value
 
 
-def _run(row: _Row) -> Run | None:
+def _run(row: _Row) -> MeasuredRun | None:
     said = CONCURRENCY.search(row.text("source"))
     concurrency = float(said[1]) if said else row.number("concurrency")
     tp, ep, dp = (row.number(fact) or 1.0 for fact in ("tp", "ep", "dp"))
@@ -145,7 +145,7 @@ def _run(row: _Row) -> Run | None:
             return None
         per_s = concurrency / (ttft_s + (osl - 1) * tpot_s)
     formats = dict.fromkeys(each for each in (row.text("format"), row.text("experts_format")) if each)
-    return Run(
+    return MeasuredRun(
         model=model,
         gpu=gpu,
         tp=int(tp),

@@ -6,14 +6,14 @@ from functools import lru_cache
 from pathlib import Path
 
 from potluck.core.codec import dumps, loads
-from potluck.perf.fits.bars import FORMAT as BARS_FORMAT
-from potluck.perf.fits.bars import Bars, bundled_bars
+from potluck.perf.data_files import shipped
+from potluck.perf.fits.error_bars import FORMAT as BARS_FORMAT
+from potluck.perf.fits.error_bars import ErrorBars, bundled_bars
 from potluck.perf.operators.calibration import CALIBRATION_VERSION, FORMAT, Calibration, bundled
-from potluck.perf.shipped import shipped
 from potluck.perf.study.accuracy import Score
 from potluck.perf.study.serving import RunStudy, numbers
-from potluck.perf.timers.host import FORMAT as HOSTS_FORMAT
-from potluck.perf.timers.host import hosts
+from potluck.perf.timers.engine_host import FORMAT as HOSTS_FORMAT
+from potluck.perf.timers.engine_host import hosts
 
 SCORES_FORMAT = "potluck.accuracy"
 RUNS_FORMAT = "potluck.runs"
@@ -47,7 +47,7 @@ def stored_runs() -> RunStudy:
     return loads(RunStudy, text, format_name=RUNS_FORMAT, version=CALIBRATION_VERSION)
 
 
-def save_runs(study: RunStudy, bars: Bars, folder: Path | None = None) -> None:
+def save_runs(study: RunStudy, bars: ErrorBars, folder: Path | None = None) -> None:
     """Write what was learnt from serving runs: hosts, errors and scores."""
     dense = [each for each in study.engines if each.kind == "dense"]
     newest = {each.engine: each.host for each in sorted(dense, key=lambda e: numbers(e.version))}

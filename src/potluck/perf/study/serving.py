@@ -18,12 +18,12 @@ from numpy.typing import NDArray
 
 from potluck.core.values.model import Model
 from potluck.core.values.types import NodeType
-from potluck.perf.fits.bars import (
+from potluck.perf.fits.error_bars import (
     LEAST_CONFIGURATIONS,
     LEAST_RUNS,
     METRICS,
     SHARES,
-    Bars,
+    ErrorBars,
     Kind,
     Metric,
     RunErrors,
@@ -31,11 +31,11 @@ from potluck.perf.fits.bars import (
     bits_of,
     kind_of,
 )
-from potluck.perf.serving.closed_loop import Client, RunWork, Served, run_work, served, together
+from potluck.perf.serving.closed_loop import BenchClient, BenchReport, RunWork, run_work, served, together
 from potluck.perf.sizes.capacity import max_requests, stage_memory
-from potluck.perf.step import Floats
-from potluck.perf.study.runs import Run
-from potluck.perf.timers.host import NO_HOST, Host
+from potluck.perf.step_timer import Floats
+from potluck.perf.study.runs import MeasuredRun
+from potluck.perf.timers.engine_host import NO_HOST, EngineHost
 from potluck.perf.timers.roofline import RooflineTimer, roofline
 
 Mask = NDArray[np.bool_]
@@ -54,7 +54,7 @@ FOLDS = 5
 class Placed:
     """A run with what its names mean."""
 
-    run: Run
+    run: MeasuredRun
     model: Model
     node: NodeType
 
@@ -75,8 +75,8 @@ class EngineFit:
     version: str
     kind: Kind
     runs: int
-    host: Host
-    client: Client
+    host: EngineHost
+    client: BenchClient
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,7 +151,7 @@ def study_runs(
     return RunStudy(tuple(engines), run_scores(placed, ratios), coverage(placed, ratios), left_out), errors
 
 
-def fit(work: RunWork, runs: Sequence[Run]) -> tuple[Host, Client]:
+def fit(work: RunWork, runs: Sequence[MeasuredRun]) -> tuple[EngineHost, BenchClient]:
     """The host and client with which predictions are nearest to these runs."""
     from scipy.optimize import least_squares
 
@@ -159,7 +159,7 @@ def fit(work: RunWork, runs: Sequence[Run]) -> tuple[Host, Client]:
 
     def misses(logs: Floats) -> Floats:
         values = np.exp(logs)
-        found = _times(served(work, Host(*values[:3]), Client(*values[3:])))
+        found = _times(served(work, EngineHost(*values[:3]), BenchClient(*values[3:])))
         parts = [WEIGHTS[m] * np.nan_to_num(np.log(found[m] / measured[m])) for m in METRICS]
         return np.concatenate([*parts, PULL * (logs - usual)])
 
@@ -170,10 +170,10 @@ def fit(work: RunWork, runs: Sequence[Run]) -> tuple[Host, Client]:
         best = found if best is None or found.cost < best.cost else best
     assert best is not None
     values = [float(f"{value:.3g}") for value in np.exp(best.x)]
-    return Host(*values[:3]), Client(*values[3:])
+    return EngineHost(*values[:3]), BenchClient(*values[3:])
 
 
-def log_ratios(found: Served, placed: Sequence[Placed], mask: Mask) -> Floats:
+def log_ratios(found: BenchReport, placed: Sequence[Placed], mask: Mask) -> Floats:
     """log(measured time / predicted time) for every metric; NaN where nothing was measured."""
     runs = [each.run for each, wanted in zip(placed, mask, strict=True) if wanted]
     times = _times(found)
@@ -239,7 +239,7 @@ def coverage(placed: Sequence[Placed], ratios: Floats) -> dict[str, float]:
     fold = np.array([crc32(" ".join(reversed(each.run.configuration)).encode()) % FOLDS for each in placed])
     inside: dict[str, list[bool]] = {}
     for k in range(FOLDS):
-        made = Bars(placed[0].node.gpu.name, run_errors(placed, ratios, fold != k), {})
+        made = ErrorBars(placed[0].node.gpu.name, run_errors(placed, ratios, fold != k), {})
         for i in np.flatnonzero(fold == k):
             each = placed[int(i)]
             for m, metric in enumerate(METRICS):
@@ -251,11 +251,11 @@ def coverage(placed: Sequence[Placed], ratios: Floats) -> dict[str, float]:
     return {name: round(float(np.mean(hits)), 3) for name, hits in sorted(inside.items())}
 
 
-def _times(found: Served) -> dict[Metric, Floats]:
+def _times(found: BenchReport) -> dict[Metric, Floats]:
     return {"rate": 1.0 / found.requests_per_s, "ttft": found.ttft_s, "tpot": found.tpot_s}
 
 
-def _measured(runs: Sequence[Run], metric: Metric) -> Floats:
+def _measured(runs: Sequence[MeasuredRun], metric: Metric) -> Floats:
     values = {
         "rate": [1.0 / run.requests_per_s for run in runs],
         "ttft": [run.ttft_s or np.nan for run in runs],

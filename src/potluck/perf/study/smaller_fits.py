@@ -10,16 +10,16 @@ import numpy as np
 
 from potluck.core.errors import InputError
 from potluck.core.values.types import Gpu
-from potluck.perf.operators.calibration import FAMILIES, Calibration, Power, Scales, curves_for
+from potluck.perf.operators.calibration import FAMILIES, Calibration, GpuScales, PowerLimit, curves_for
 from potluck.perf.operators.kernels import gemm_s
-from potluck.perf.step import Floats
+from potluck.perf.step_timer import Floats
 
 HELIX_GPUS = {"l4": "L4", "t4": "T4", "v100": "V100-16", "a100": "A100-40"}
 LLAMA2_70B_GEMMS = ((10240, 8192), (8192, 8192), (57344, 8192), (8192, 28672))
 """(n, k) of one layer: fused qkv, output, fused gate and up, down."""
 
 
-def fit_power(shares: dict[str, float], gpus: dict[str, Gpu]) -> Power:
+def fit_power(shares: dict[str, float], gpus: dict[str, Gpu]) -> PowerLimit:
     """Energy per FLOP of each family and the ceiling of the kernels, from measured compute shares."""
     from scipy.optimize import least_squares
 
@@ -27,9 +27,9 @@ def fit_power(shares: dict[str, float], gpus: dict[str, Gpu]) -> Power:
     families = sorted({FAMILIES.get(gpus[gpu].architecture, gpus[gpu].architecture) for gpu in names})
     target = np.log([shares[gpu] for gpu in names])
 
-    def power(x: Floats) -> Power:
+    def power(x: Floats) -> PowerLimit:
         energies = {family: float(np.exp(value)) for family, value in zip(families, x[1:], strict=True)}
-        return Power(float(np.exp(x[0])), energies)
+        return PowerLimit(float(np.exp(x[0])), energies)
 
     def residuals(x: Floats) -> Floats:
         guess = power(x)
@@ -40,10 +40,10 @@ def fit_power(shares: dict[str, float], gpus: dict[str, Gpu]) -> Power:
     start = np.log([0.95] + [1.2] * len(families))
     found = power(least_squares(residuals, start, loss="soft_l1", f_scale=0.1).x)
     energies = {family: round(value, 4) for family, value in found.watts_per_tflops.items()}
-    return Power(round(found.ceiling, 4), energies)
+    return PowerLimit(round(found.ceiling, 4), energies)
 
 
-def layer_scales(folder: Path, gpus: dict[str, Gpu], calibration: Calibration) -> list[Scales]:
+def layer_scales(folder: Path, gpus: dict[str, Gpu], calibration: Calibration) -> list[GpuScales]:
     """Coarse scales from Helix's times of one Llama-2-70B layer: prompts give compute, decodes bandwidth.
 
     The table is rounded and carries about 10 % noise, so two figures a GPU are all it can give.
@@ -82,5 +82,5 @@ def layer_scales(folder: Path, gpus: dict[str, Gpu], calibration: Calibration) -
                     else replace(gemm, bandwidth=gemm.bandwidth * factor)
                 )
         scales = (float(gemm.compute), float(gemm.bandwidth), float(gemm.fixed_s))
-        found.append(Scales(name, tuple(float(f"{v:.4g}") for v in scales), coarse=True))  # type: ignore[arg-type]
+        found.append(GpuScales(name, tuple(float(f"{v:.4g}") for v in scales), coarse=True))  # type: ignore[arg-type]
     return found

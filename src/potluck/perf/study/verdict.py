@@ -8,7 +8,7 @@ from math import log
 
 import numpy as np
 
-from potluck.perf.fits.bars import METRICS, SHARE, Metric, bar
+from potluck.perf.fits.error_bars import METRICS, SHARE, Metric, bar
 from potluck.perf.serving.closed_loop import served
 from potluck.perf.study.serving import (
     EngineFit,
@@ -28,7 +28,7 @@ ASTRAY = 0.15
 
 
 @dataclass(frozen=True, slots=True)
-class Verdict:
+class RunVerdict:
     """How predictions fare on a table of runs."""
 
     runs: int
@@ -44,7 +44,7 @@ class Verdict:
         return self.within["rate"] >= WORSE
 
 
-def verdict(placed: Sequence[Placed], engines: Sequence[EngineFit]) -> Verdict:
+def verdict(placed: Sequence[Placed], engines: Sequence[EngineFit]) -> RunVerdict:
     """Runs predicted with the host and client of their engine's newest version that is known."""
     ratios = np.zeros((len(METRICS), len(placed)))
     work = works(placed)
@@ -61,7 +61,7 @@ def verdict(placed: Sequence[Placed], engines: Sequence[EngineFit]) -> Verdict:
             within[metric] = round(float(np.mean(hits)), 3)
             off = np.exp(ratios[m, seen] if metric == "rate" else -ratios[m, seen]) - 1.0
             bias[metric] = round(float(np.median(off)), 3)
-    return Verdict(len(placed), run_scores(placed, ratios), within, bias)
+    return RunVerdict(len(placed), run_scores(placed, ratios), within, bias)
 
 
 def _hit(metric: Metric, each: Placed, ratio: float) -> bool:

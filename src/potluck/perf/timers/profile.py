@@ -29,8 +29,8 @@ from potluck.core.errors import InputError
 from potluck.core.values.confidence import Confidence
 from potluck.core.values.model import Model
 from potluck.core.values.types import NodeType
-from potluck.perf.fits.fit import mean_ape, relative_weights, solve
-from potluck.perf.step import Floats, Steps, steps
+from potluck.perf.fits.linear_fit import mean_ape, relative_weights, solve
+from potluck.perf.step_timer import Floats, StepBatch, steps
 
 PROFILE_FORMAT = "potluck.profile"
 PROFILE_VERSION = 1
@@ -142,11 +142,11 @@ class ProfileTimer:
         """Of answers inside the range of the points; `confidence_of` tells for given steps."""
         return "measured"
 
-    def confidence_of(self, batch: Steps) -> Confidence:
+    def confidence_of(self, batch: StepBatch) -> Confidence:
         """ "measured" when every step lies among the measured ones, else "transferred"."""
         return "measured" if bool(self.in_range(batch).all()) else "transferred"
 
-    def in_range(self, batch: Steps) -> Bools:
+    def in_range(self, batch: StepBatch) -> Bools:
         """(N,) whether a step lies within the range of measured steps of its kind: prefill, decode or mixed.
 
         The range is the smallest polytope around their logarithms with 80 fixed normals (all of -1, 0, 1 in
@@ -160,7 +160,7 @@ class ProfileTimer:
             inside[rows] = ((spots >= low - 1e-9) & (spots <= high + 1e-9)).all(axis=1)
         return inside
 
-    def step_s(self, batch: Steps) -> Floats:
+    def step_s(self, batch: StepBatch) -> Floats:
         """(N,) seconds; a step without tokens takes none. Work grows as N times the points."""
         fitted = np.maximum(_features(batch) @ self._coefficients, self._floor_s)
         seconds: Floats = np.where(batch.tokens > 0, fitted * np.exp(self._correction(_places(batch))), 0.0)
@@ -193,7 +193,7 @@ _NORMALS: Floats = np.array([n for n in itertools.product((-1.0, 0.0, 1.0), repe
 """One of each pair of opposite normals; the other is the lower bound."""
 
 
-def _features(batch: Steps) -> Floats:
+def _features(batch: StepBatch) -> Floats:
     """(N, F) what a step does, each part of which can only cost time."""
     new, cached = batch.chunk_new, batch.chunk_cached
     tokens = batch.tokens
@@ -210,7 +210,7 @@ def _features(batch: Steps) -> Floats:
     return np.column_stack(parts)
 
 
-def _places(batch: Steps) -> Floats:
+def _places(batch: StepBatch) -> Floats:
     """(N, 4) where a step lies: logs of new tokens, their mean context, decodes and their context.
 
     The mean context weighs chunks by their new tokens, so several chunks lie where one like them does.
@@ -222,7 +222,7 @@ def _places(batch: Steps) -> Floats:
     return places
 
 
-def _kinds(batch: Steps) -> NDArray[np.int64]:
+def _kinds(batch: StepBatch) -> NDArray[np.int64]:
     """1 prefill only, 2 decode only, 3 both, 0 neither."""
     prefill, decode = batch.chunk_new.sum(axis=1) > 0, batch.decodes > 0
     kinds: NDArray[np.int64] = prefill.astype(np.int64) + 2 * decode.astype(np.int64)

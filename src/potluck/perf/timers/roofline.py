@@ -21,13 +21,10 @@ from potluck.core.values.confidence import Confidence
 from potluck.core.values.layout import Ep
 from potluck.core.values.model import FullAttention, LatentAttention, LinearAttention, Model, MoeFfn
 from potluck.core.values.types import Gpu, NodeType
-from potluck.perf.fits.bars import slower
-from potluck.perf.operators.calibration import Calibration, Curves, bundled, curves_for
-from potluck.perf.operators.formats import units_for
+from potluck.perf.fits.error_bars import slower
+from potluck.perf.operators.calibration import Calibration, GpuCurves, bundled, curves_for
 from potluck.perf.operators.kernels import decode_attention_s, prefill_attention_s, stream_s
-from potluck.perf.operators.layers import LayerWork, LinearWork, SoftmaxWork, head_gemm, layer_works
-from potluck.perf.operators.network import all_reduce_s, all_to_all_s, network_for
-from potluck.perf.operators.products import (
+from potluck.perf.operators.layer_seconds import (
     chunk_features,
     experts_time_s,
     gemm_time_s,
@@ -35,8 +32,11 @@ from potluck.perf.operators.products import (
     latent_prefill_s,
     windowed_prefill_s,
 )
-from potluck.perf.step import Floats, Steps, once
-from potluck.perf.timers.host import DEFAULT_HOST, Host
+from potluck.perf.operators.layers import LayerWork, LinearWork, SoftmaxWork, head_gemm, layer_works
+from potluck.perf.operators.math_units import units_for
+from potluck.perf.operators.network import all_reduce_s, all_to_all_s, network_for
+from potluck.perf.step_timer import Floats, StepBatch, once
+from potluck.perf.timers.engine_host import DEFAULT_HOST, EngineHost
 
 TOKEN_GRID = once(
     np.concatenate([np.arange(1, 513), np.arange(512, 4096, 16), np.geomspace(4096, 1 << 17, 160).round()])
@@ -55,7 +55,7 @@ class RooflineTimer:
     model: Model
     node: NodeType
     tp: int
-    curves: Curves
+    curves: GpuCurves
     works: tuple[tuple[LayerWork, int], ...]
     dense_s: Floats
     """Seconds at TOKEN_GRID of everything that only counts tokens."""
@@ -63,7 +63,7 @@ class RooflineTimer:
     """Seconds at TOKEN_GRID of expanding cached latents."""
     head_s: Floats | None
     """Seconds at TOKEN_GRID of the output head; None on a stage that has none."""
-    host: Host
+    host: EngineHost
     ep: Ep = "none"
     slower: float = 1.0
     """What all times are multiplied by: 1 is what is expected, more is for the slow end (`perf.fits.bars`)."""
@@ -125,11 +125,11 @@ class RooflineTimer:
         )
         return f"{said}; not measured: {', '.join(parts)}" if parts else said
 
-    def step_s(self, batch: Steps) -> Floats:
+    def step_s(self, batch: StepBatch) -> Floats:
         result = np.empty(len(batch))
         for start in range(0, len(batch), BLOCK_ROWS):
             rows = slice(start, start + BLOCK_ROWS)
-            block = Steps(
+            block = StepBatch(
                 batch.chunk_new[rows],
                 batch.chunk_cached[rows],
                 batch.decodes[rows],
@@ -138,7 +138,7 @@ class RooflineTimer:
             result[rows] = self._block_s(block)
         return result
 
-    def _block_s(self, batch: Steps) -> Floats:
+    def _block_s(self, batch: StepBatch) -> Floats:
         tokens = everyone = batch.tokens
         if self.ep == "dp":
             batch = _busiest(batch, self.tp)
@@ -156,7 +156,7 @@ class RooflineTimer:
         whole_s = self.host.whole_s(time, batch, self.layers)
         return whole_s if self.slower == 1.0 else self.slower * whole_s
 
-    def _attention_s(self, work: SoftmaxWork | LinearWork, batch: Steps) -> Floats:
+    def _attention_s(self, work: SoftmaxWork | LinearWork, batch: StepBatch) -> Floats:
         if isinstance(work, LinearWork):
             return self._linear_s(work, batch)
         total = np.zeros(len(batch))
@@ -166,7 +166,7 @@ class RooflineTimer:
             total = total + self._decode_s(work, batch)
         return total
 
-    def _prefill_s(self, work: SoftmaxWork, batch: Steps) -> Floats:
+    def _prefill_s(self, work: SoftmaxWork, batch: StepBatch) -> Floats:
         curves = self.curves
         new, cached = batch.chunk_new, batch.chunk_cached
         if work.latent_up:
@@ -178,7 +178,7 @@ class RooflineTimer:
         time = prefill_attention_s(new, cached, *shape, curves.chip, curves.prefill)
         return time if curves.prefill_residual is None else time * curves.prefill_residual.factor(*features)
 
-    def _decode_s(self, work: SoftmaxWork, batch: Steps) -> Floats:
+    def _decode_s(self, work: SoftmaxWork, batch: StepBatch) -> Floats:
         curves, count = self.curves, batch.decodes
         context = batch.decode_context
         if work.window is not None:
@@ -198,7 +198,7 @@ class RooflineTimer:
             return time
         return time * curves.decode_residual.factor(moved, count * work.kv_heads, work.heads / work.kv_heads)
 
-    def _linear_s(self, work: LinearWork, batch: Steps) -> Floats:
+    def _linear_s(self, work: LinearWork, batch: StepBatch) -> Floats:
         """No measurements stand behind this one: it is the bare roofline at attention's shares."""
         curves, chip = self.curves, self.curves.chip
         new = batch.chunk_new.sum(axis=1)
@@ -216,7 +216,7 @@ def roofline(
     *,
     layers: range | None = None,
     calibration: Calibration | None = None,
-    host: Host = DEFAULT_HOST,
+    host: EngineHost = DEFAULT_HOST,
     ep: Ep = "none",
     sure: float = 0.5,
 ) -> RooflineTimer:
@@ -302,7 +302,7 @@ def unmeasured_parts(model: Model, gpu: Gpu) -> tuple[str, ...]:
 
 
 def _dense_s(
-    works: tuple[tuple[LayerWork, int], ...], node: NodeType, tp: int, curves: Curves, source: Calibration
+    works: tuple[tuple[LayerWork, int], ...], node: NodeType, tp: int, curves: GpuCurves, source: Calibration
 ) -> Floats:
     total = np.zeros(len(TOKEN_GRID))
     for work, count in works:
@@ -321,7 +321,7 @@ def _bundled_layer_s(work: LayerWork, node: NodeType, tp: int) -> Floats:
     return _layer_s(work, node, tp, curves_for(node.gpu, bundled()), bundled())
 
 
-def _layer_s(work: LayerWork, node: NodeType, tp: int, curves: Curves, source: Calibration) -> Floats:
+def _layer_s(work: LayerWork, node: NodeType, tp: int, curves: GpuCurves, source: Calibration) -> Floats:
     layer = stream_s(TOKEN_GRID * work.stream_bytes_per_token, work.launches, curves.chip, curves.stream)
     own_tokens = work.routed_bytes_per_token > 0
     for gemm in work.gemms:
@@ -336,7 +336,7 @@ def _layer_s(work: LayerWork, node: NodeType, tp: int, curves: Curves, source: C
 
 
 def _routed_s(
-    works: tuple[tuple[LayerWork, int], ...], node: NodeType, tp: int, curves: Curves, source: Calibration
+    works: tuple[tuple[LayerWork, int], ...], node: NodeType, tp: int, curves: GpuCurves, source: Calibration
 ) -> Floats:
     """Experts of all GPUs' tokens, on the GPU that got most of them, and the way of these there and back."""
     total = np.zeros(len(TOKEN_GRID))
@@ -348,17 +348,17 @@ def _routed_s(
     return total
 
 
-def _busiest(batch: Steps, ranks: int) -> Steps:
+def _busiest(batch: StepBatch, ranks: int) -> StepBatch:
     """The part of a step on the GPU with the most of it: chunks are dealt out whole, the longest first."""
     order = np.argsort(-batch.chunk_new, axis=1, kind="stable")
     new = np.take_along_axis(batch.chunk_new, order, axis=1)[:, ::ranks]
     cached = np.take_along_axis(batch.chunk_cached, order, axis=1)[:, ::ranks]
     decodes = np.minimum(batch.decodes, np.maximum(batch.decodes / ranks, 1.0))
     share = decodes / np.maximum(batch.decodes, 1e-9)
-    return Steps(new, cached, decodes, batch.decode_context * share)
+    return StepBatch(new, cached, decodes, batch.decode_context * share)
 
 
-def _latent_up_s(works: tuple[tuple[LayerWork, int], ...], gpu: Gpu, curves: Curves) -> Floats | None:
+def _latent_up_s(works: tuple[tuple[LayerWork, int], ...], gpu: Gpu, curves: GpuCurves) -> Floats | None:
     total: Floats | None = None
     for work, count in works:
         up = work.attention.latent_up if isinstance(work.attention, SoftmaxWork) else None

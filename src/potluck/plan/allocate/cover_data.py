@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 from numpy.typing import NDArray
 
-from potluck.plan.allocate.program import Count, CoverProgram, Floats, Ints, Key, price_of
+from potluck.plan.allocate.program import ColumnCount, ColumnKey, CoverProgram, Floats, Ints, price_of
 
 ROUNDING = 1e-9
 """Relative; a demand counts as met when this much is missing, and the bound allows for it."""
@@ -53,7 +53,7 @@ class Old:
     """A running column: up to `count` copies without the penalty."""
 
     group: int
-    key: Key
+    key: ColumnKey
     count: int
     uses: Floats
     rate: float
@@ -69,7 +69,7 @@ class Cover:
     olds: tuple[Old, ...]
     available: Ints
     budget: float | None
-    fixed: tuple[Count, ...]
+    fixed: tuple[ColumnCount, ...]
     """Copies that pins demand."""
     fixed_cost: float
     overpinned: tuple[str, ...]
@@ -110,8 +110,8 @@ def prepare(program: CoverProgram) -> Cover:
     available = program.fleet.available.astype(np.int64).copy()
     running = {key: count for key, count in program.running if count}
     needs = [demand.rate for demand in program.demands]
-    banned: set[Key] = set()
-    fixed: list[Count] = []
+    banned: set[ColumnKey] = set()
+    fixed: list[ColumnCount] = []
     cost = rent = 0.0
     for key, count, exactly in program.pins:
         demand = program.demands[key.group]
@@ -125,7 +125,7 @@ def prepare(program: CoverProgram) -> Cover:
         if exactly:
             banned.add(key)
         if count:
-            fixed.append(Count(key, count))
+            fixed.append(ColumnCount(key, count))
     over = [program.fleet.node_label(int(r), int(c)) for r, c in np.argwhere(available < 0)]
     budget = None if program.budget_usd_per_h is None else program.budget_usd_per_h - rent
     if budget is not None and budget < -ROUNDING * max(1.0, rent):
@@ -143,7 +143,7 @@ def prepare(program: CoverProgram) -> Cover:
     )
 
 
-def _group(program: CoverProgram, d: int, need: float, available: Ints, banned: set[Key]) -> Group:
+def _group(program: CoverProgram, d: int, need: float, available: Ints, banned: set[ColumnKey]) -> Group:
     demand = program.demands[d]
     rate = demand.throughput * program.headroom
     order = np.argsort(rate, kind="stable")
@@ -171,7 +171,7 @@ def _group(program: CoverProgram, d: int, need: float, available: Ints, banned: 
 
 
 def _olds(
-    program: CoverProgram, running: dict[Key, int], open_groups: list[int], available: Ints
+    program: CoverProgram, running: dict[ColumnKey, int], open_groups: list[int], available: Ints
 ) -> tuple[Old, ...]:
     olds = []
     for key, count in sorted(running.items()):

@@ -15,9 +15,9 @@ import numpy as np
 from potluck.plan.allocate.deadline import Deadline
 from potluck.plan.allocate.flow_price import Pricer, Relaxation, relax_flow
 from potluck.plan.allocate.flow_rows import THETA, FlowRows
-from potluck.plan.allocate.highs import INFINITY, Answer, solve_milp
-from potluck.plan.allocate.program import Floats, FlowProgram, Key
-from potluck.plan.allocate.whole import with_whole_rows
+from potluck.plan.allocate.highs import INFINITY, MilpResult, solve_milp
+from potluck.plan.allocate.integrality import with_whole_rows
+from potluck.plan.allocate.program import ColumnKey, Floats, FlowProgram
 
 EXACT = 1e-9
 WHOLE = 1e-6
@@ -45,7 +45,7 @@ class FlowState:
     """The relaxation without rows for whole copies, whose duals are prices of single units."""
     lower: float = -INFINITY
     upper: float = INFINITY
-    counts: dict[Key, int] | None = None
+    counts: dict[ColumnKey, int] | None = None
     infeasible: bool = False
     solved: int = 0
     ready: bool = False
@@ -61,7 +61,11 @@ class FlowState:
 
 
 def solve_flow(
-    program: FlowProgram, deadline: Deadline, gap_target: float, warm: list[Key], starts: list[dict[Key, int]]
+    program: FlowProgram,
+    deadline: Deadline,
+    gap_target: float,
+    warm: list[ColumnKey],
+    starts: list[dict[ColumnKey, int]],
 ) -> FlowState:
     """The cheapest plan, or the proof that there is none; `starts` are plans that may be known already."""
     state = begun(program, deadline, gap_target, warm, starts)
@@ -71,7 +75,11 @@ def solve_flow(
 
 
 def begun(
-    program: FlowProgram, deadline: Deadline, gap_target: float, warm: list[Key], starts: list[dict[Key, int]]
+    program: FlowProgram,
+    deadline: Deadline,
+    gap_target: float,
+    warm: list[ColumnKey],
+    starts: list[dict[ColumnKey, int]],
 ) -> FlowState:
     """The relaxation, and the best of the plans that are known."""
     pricer = Pricer(program)
@@ -135,14 +143,14 @@ def _ceiling(state: FlowState) -> float:
     return state.goal - state.relaxed.bound if state.counts is not None else INFINITY
 
 
-def _undercutting(state: FlowState, limit: int) -> list[Key]:
+def _undercutting(state: FlowState, limit: int) -> list[ColumnKey]:
     """Columns of the next integer program: per model and region at most so many of those that could matter."""
     assert state.relaxed is not None
     few = state.pricer.cheapest(state.relaxed.reduced, limit, _ceiling(state))
     return sorted({*_always(state), *few})
 
 
-def _always(state: FlowState) -> list[Key]:
+def _always(state: FlowState) -> list[ColumnKey]:
     """Running, pinned and incumbent columns, and until there is a plan those of the relaxation."""
     program = state.pricer.program
     keys = [count.key for count in program.running] + [pin.key for pin in program.pins]
@@ -152,7 +160,7 @@ def _always(state: FlowState) -> list[Key]:
     return keys + state.relaxed.keys
 
 
-def _least_left_out(state: FlowState, keys: set[Key]) -> float:
+def _least_left_out(state: FlowState, keys: set[ColumnKey]) -> float:
     """The least reduced cost of a column that is not there; infinite when all are."""
     assert state.relaxed is not None
     least = INFINITY
@@ -165,7 +173,7 @@ def _least_left_out(state: FlowState, keys: set[Key]) -> float:
     return least
 
 
-def _run(state: FlowState, rows: FlowRows, share: float) -> Answer:
+def _run(state: FlowState, rows: FlowRows, share: float) -> MilpResult:
     problem = rows.milp(at_cost=state.at_cost)
     integers = np.array(sorted([*rows.new.values(), *rows.old.values()]), dtype=np.int64)
     start = None if state.counts is None else (integers, start_vector(rows, state.counts)[integers])
@@ -182,7 +190,7 @@ def _run(state: FlowState, rows: FlowRows, share: float) -> Answer:
     return answer
 
 
-def start_vector(rows: FlowRows, counts: dict[Key, int]) -> Floats:
+def start_vector(rows: FlowRows, counts: dict[ColumnKey, int]) -> Floats:
     x = np.zeros(len(rows.entries.cost))
     for key, count in counts.items():
         old = rows.old.get(key)
@@ -218,7 +226,7 @@ def settle(
     return (answer.objective if at_cost else -float(final[THETA])), final
 
 
-def offer_counts(state: FlowState, counts: dict[Key, int]) -> None:
+def offer_counts(state: FlowState, counts: dict[ColumnKey, int]) -> None:
     """An earlier plan, where it still is one and better than what is known."""
     program = state.pricer.program
     fixed = {each.key for each in program.running} | {pin.key for pin in program.pins}

@@ -20,11 +20,11 @@ from itertools import combinations
 
 import numpy as np
 
+from potluck.plan.allocate.allocation import ShadowPrices
 from potluck.plan.allocate.deadline import Deadline
 from potluck.plan.allocate.flow_rows import THETA, FlowRows
 from potluck.plan.allocate.highs import solve_milp
-from potluck.plan.allocate.program import Floats, FlowProgram, Key, card_rows
-from potluck.plan.allocate.result import Prices
+from potluck.plan.allocate.program import ColumnKey, Floats, FlowProgram, card_rows
 
 PER_ROUND = 12
 TOLERANCE = 1e-9
@@ -51,7 +51,7 @@ class Duals:
 class Relaxation:
     """The solved relaxation over `keys`; `bound` is valid for the whole program."""
 
-    keys: list[Key]
+    keys: list[ColumnKey]
     theta: float
     value: float
     bound: float
@@ -153,7 +153,7 @@ class Pricer:
         cost[self.most[m] < 1] = np.inf
         return cost
 
-    def first_keys(self) -> list[Key]:
+    def first_keys(self) -> list[ColumnKey]:
         """Running and pinned columns, and per bucket, phase and region the best value for money."""
         program = self.program
         keys = {count.key for count in program.running} | {pin.key for pin in program.pins}
@@ -169,10 +169,10 @@ class Pricer:
                     for r in range(ratio.shape[1]):
                         t = int(np.argmin(ratio[:, r]))
                         if np.isfinite(ratio[t, r]):
-                            keys.add(Key(m, t, r))
+                            keys.add(ColumnKey(m, t, r))
         return sorted(keys)
 
-    def cheapest(self, reduced: list[Floats], limit: int, ceiling: float) -> list[Key]:
+    def cheapest(self, reduced: list[Floats], limit: int, ceiling: float) -> list[ColumnKey]:
         """Per model and region the `limit` columns of least reduced cost, none above `ceiling`."""
         keys = []
         for m, table in enumerate(reduced):
@@ -180,7 +180,7 @@ class Pricer:
             for r in range(table.shape[1]):
                 column = table[:, r]
                 pick = np.argpartition(column, few - 1)[:few] if 0 < few < len(column) else range(few)
-                keys += [Key(m, int(t), r) for t in pick if column[t] <= min(ceiling, 1e300)]
+                keys += [ColumnKey(m, int(t), r) for t in pick if column[t] <= min(ceiling, 1e300)]
         return keys
 
 
@@ -206,8 +206,8 @@ def duals_of(rows: FlowRows, dual: Floats) -> Duals:
     return Duals(phase, np.where(live, demand, 0.0), nodes, np.array(links), budget, paid, limits)
 
 
-def prices_of(duals: Duals) -> Prices:
-    return Prices(duals.nodes, tuple(duals.demand.tolist()), tuple(duals.links.tolist()), duals.budget)
+def prices_of(duals: Duals) -> ShadowPrices:
+    return ShadowPrices(duals.nodes, tuple(duals.demand.tolist()), tuple(duals.links.tolist()), duals.budget)
 
 
 def relax_flow(
@@ -215,7 +215,7 @@ def relax_flow(
     deadline: Deadline,
     *,
     at_cost: bool,
-    keys: list[Key],
+    keys: list[ColumnKey],
     theta_cap: float = 1.0,
 ) -> Relaxation | None:
     """Column generation from `keys`; None when no relaxation could be solved (out of time, or no solution).

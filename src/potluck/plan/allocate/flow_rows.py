@@ -12,9 +12,17 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from potluck.plan.allocate.allocation import ColumnShare, FlowRate, Phase
 from potluck.plan.allocate.highs import INFINITY, Milp
-from potluck.plan.allocate.program import Count, Floats, FlowProgram, Key, Pin, card_rows, price_of
-from potluck.plan.allocate.result import FlowRate, Phase, Share
+from potluck.plan.allocate.program import (
+    ColumnCount,
+    ColumnKey,
+    ColumnPin,
+    Floats,
+    FlowProgram,
+    card_rows,
+    price_of,
+)
 
 PHASES: tuple[Phase, ...] = ("prefill", "decode", "closed")
 CARDS = ("sends", "takes")
@@ -22,7 +30,7 @@ THETA = 0
 
 
 @dataclass(frozen=True, slots=True)
-class Bin:
+class NumberedBucket:
     """A bucket of a model, numbered through all models."""
 
     model: int
@@ -34,9 +42,9 @@ class Bin:
     firm: bool
 
 
-def bins_of(program: FlowProgram) -> tuple[Bin, ...]:
+def bins_of(program: FlowProgram) -> tuple[NumberedBucket, ...]:
     return tuple(
-        Bin(
+        NumberedBucket(
             m, b, bucket.rate_per_s, bucket.kv_bits, f"{model.name}/{bucket.name}", bucket.barred, bucket.firm
         )
         for m, model in enumerate(program.models)
@@ -45,7 +53,7 @@ def bins_of(program: FlowProgram) -> tuple[Bin, ...]:
 
 
 @dataclass(slots=True)
-class Entries:
+class MatrixEntries:
     """A growing list of matrix entries, variables and rows."""
 
     row: list[int] = field(default_factory=list)
@@ -80,14 +88,14 @@ class Entries:
 class FlowRows:
     """The program over some columns; a bucket's rows are scaled by its rate, a link's by its bandwidth."""
 
-    def __init__(self, program: FlowProgram, keys: list[Key]) -> None:
+    def __init__(self, program: FlowProgram, keys: list[ColumnKey]) -> None:
         self.program, self.keys = program, keys
         self.bins = bins_of(program)
-        self.entries = Entries()
+        self.entries = MatrixEntries()
         self.flows: dict[tuple[int, int, int], int] = {}
-        self.new: dict[Key, int] = {}
-        self.old: dict[Key, int] = {}
-        self.shares: list[tuple[Key, int, int, int, float]] = []
+        self.new: dict[ColumnKey, int] = {}
+        self.old: dict[ColumnKey, int] = {}
+        self.shares: list[tuple[ColumnKey, int, int, int, float]] = []
         """(column, bin, phase, variable, capacity)"""
         self._first_bin = np.cumsum([0, *(len(model.buckets) for model in program.models)])
         self._cards = [card_rows(model, program.headroom) for model in program.models]
@@ -185,7 +193,7 @@ class FlowRows:
                     part = one.kv_bits * self.scale[b] / program.links[i].bits_per_s
                     entries.put(self.links[i], variable, part)
 
-    def _column(self, key: Key, running: int, pin: Pin | None) -> None:
+    def _column(self, key: ColumnKey, running: int, pin: ColumnPin | None) -> None:
         program, entries = self.program, self.entries
         model = program.models[key.group]
         uses = model.uses[key.template]
@@ -229,7 +237,7 @@ class FlowRows:
                     made, limit = self._cards[key.group][p]
                     entries.put(card, share, float(made[key.template, bucket] / limit[key.template]))
 
-    def _card_rows(self, key: Key, copies: list[int]) -> list[int | None]:
+    def _card_rows(self, key: ColumnKey, copies: list[int]) -> list[int | None]:
         """Rows of a copy's network cards, sending and receiving, scaled by what they carry; None where none binds."""
         rows: list[int | None] = []
         for what, (_, limit) in zip(CARDS, self._cards[key.group], strict=True):
@@ -274,20 +282,22 @@ class FlowRows:
             row_names=entries.names,
         )
 
-    def counts(self, x: Floats) -> dict[Key, int]:
+    def counts(self, x: Floats) -> dict[ColumnKey, int]:
         """n_j > 0 of a solution, running and new together."""
-        found: dict[Key, int] = {}
+        found: dict[ColumnKey, int] = {}
         for variables in (self.new, self.old):
             for key, variable in variables.items():
                 if n := round(float(x[variable])):
                     found[key] = found.get(key, 0) + n
         return found
 
-    def read(self, x: Floats) -> tuple[tuple[Count, ...], tuple[Share, ...], tuple[FlowRate, ...]]:
+    def read(
+        self, x: Floats
+    ) -> tuple[tuple[ColumnCount, ...], tuple[ColumnShare, ...], tuple[FlowRate, ...]]:
         """Counts, shares and flows of a solution, without what is nought."""
-        counts = tuple(Count(key, n) for key, n in sorted(self.counts(x).items()))
+        counts = tuple(ColumnCount(key, n) for key, n in sorted(self.counts(x).items()))
         shares = tuple(
-            Share(key, self.bins[b].bucket, PHASES[p], float(x[variable]), float(x[variable]) * rate)
+            ColumnShare(key, self.bins[b].bucket, PHASES[p], float(x[variable]), float(x[variable]) * rate)
             for key, b, p, variable, rate in self.shares
             if x[variable] > 1e-9
         )

@@ -41,7 +41,7 @@ class Milp:
 
 
 @dataclass(frozen=True, slots=True)
-class Answer:
+class MilpResult:
     """`x` is None when no solution was found; `bound` is -inf when nothing is proven."""
 
     x: Floats | None
@@ -61,7 +61,7 @@ def solve_milp(
     sparse_start: tuple[Ints, Floats] | None = None,
     gap_abs: float = 0.0,
     gap_rel: float = 0.0,
-) -> Answer:
+) -> MilpResult:
     """HiGHS on one thread. A start gives all variables, or some by index for HiGHS to complete.
 
     The limit is CPU time of this thread, as everywhere in planning, so that a busy machine changes no plan: HiGHS
@@ -84,7 +84,7 @@ def solve_milp(
         if highs.getModelStatus() in SOUND:
             return _answer(highs, mixed=bool(problem.integer.any()) and not relax)
         highs.clearSolver()
-    return Answer(None, INFINITY, -INFINITY, None, infeasible=False, finished=False)
+    return MilpResult(None, INFINITY, -INFINITY, None, infeasible=False, finished=False)
 
 
 class _Watch:
@@ -121,7 +121,7 @@ def _give_start(highs: highspy.Highs, start: Floats | None, sparse_start: tuple[
         highs.setSolution(len(index), index.astype(np.int32), values)
 
 
-def _answer(highs: highspy.Highs, mixed: bool) -> Answer:
+def _answer(highs: highspy.Highs, mixed: bool) -> MilpResult:
     status, info, solution = highs.getModelStatus(), highs.getInfo(), highs.getSolution()
     feasible = info.primal_solution_status == highspy.SolutionStatus.kSolutionStatusFeasible
     infeasible = status in INFEASIBLE
@@ -129,7 +129,7 @@ def _answer(highs: highspy.Highs, mixed: bool) -> Answer:
     bound = info.mip_dual_bound if mixed else (info.objective_function_value if finished else -INFINITY)
     if not finished and bound == 0.0:  # what HiGHS reports when it was stopped before it had any bound
         bound = -INFINITY
-    return Answer(
+    return MilpResult(
         x=np.array(solution.col_value) if feasible else None,
         objective=float(info.objective_function_value) if feasible else INFINITY,
         bound=INFINITY if infeasible else (float(bound) if np.isfinite(bound) else -INFINITY),

@@ -11,20 +11,23 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from potluck.plan.allocate.allocation import BindingResource, Shortfall
 from potluck.plan.allocate.deadline import Deadline
 from potluck.plan.allocate.flow import FlowState, close, offer_counts
 from potluck.plan.allocate.flow_price import UNCAPPED, Pricer, Relaxation, relax_flow
 from potluck.plan.allocate.flow_rows import bins_of
 from potluck.plan.allocate.outages import guarded
-from potluck.plan.allocate.program import FlowProgram, Key, price_of
-from potluck.plan.allocate.result import Binding, Shortfall
+from potluck.plan.allocate.program import ColumnKey, FlowProgram, price_of
 
 GBIT = 1e9
 
 
 def largest_fraction(
-    program: FlowProgram, deadline: Deadline, gap_target: float = 0.0, starts: Sequence[dict[Key, int]] = ()
-) -> tuple[Shortfall, dict[Key, int]]:
+    program: FlowProgram,
+    deadline: Deadline,
+    gap_target: float = 0.0,
+    starts: Sequence[dict[ColumnKey, int]] = (),
+) -> tuple[Shortfall, dict[ColumnKey, int]]:
     """The shortfall, and the counts of a plan that meets that fraction: no less than any of `starts` does."""
     if over := overpinned(program):
         return Shortfall(0.0, 0.0, (), overpinned=over), {}
@@ -46,7 +49,7 @@ def largest_fraction(
 
 
 def _most(
-    program: FlowProgram, deadline: Deadline, gap_target: float, starts: Sequence[dict[Key, int]]
+    program: FlowProgram, deadline: Deadline, gap_target: float, starts: Sequence[dict[ColumnKey, int]]
 ) -> FlowState:
     """The largest theta; without a relaxation when not even nothing at all keeps the limits, or time ran out."""
     pricer = Pricer(program)
@@ -112,22 +115,22 @@ def unserved(program: FlowProgram, pricer: Pricer) -> tuple[str, ...]:
     return tuple(names)
 
 
-def _binding(program: FlowProgram, relaxed: Relaxation) -> tuple[Binding, ...]:
+def _binding(program: FlowProgram, relaxed: Relaxation) -> tuple[BindingResource, ...]:
     """Resources with a price, dearest first by what all of them together are worth."""
     fleet, duals = program.fleet, relaxed.duals
-    found: list[tuple[float, Binding]] = []
+    found: list[tuple[float, BindingResource]] = []
     for r, c in np.argwhere(duals.nodes > 1e-12):
         each = float(duals.nodes[r, c])
         # A type of which there is none at all still names what is missing.
         worth = each * max(int(fleet.available[r, c]), 1)
-        found.append((worth, Binding(fleet.node_label(int(r), int(c)), each)))
+        found.append((worth, BindingResource(fleet.node_label(int(r), int(c)), each)))
     for link, price in zip(program.links, duals.links.tolist(), strict=True):
         if price * link.bits_per_s > 1e-12:
             name = f"link {fleet.regions[link.source]}->{fleet.regions[link.target]}"
-            found.append((price * link.bits_per_s, Binding(name, price * GBIT)))
+            found.append((price * link.bits_per_s, BindingResource(name, price * GBIT)))
     for limit, dual in zip(program.limits, duals.limits.tolist(), strict=True):
         if abs(dual) > 1e-12:
-            found.append((abs(dual), Binding(limit.name, abs(dual))))
+            found.append((abs(dual), BindingResource(limit.name, abs(dual))))
     if duals.budget > 1e-12 and program.budget_usd_per_h is not None:
-        found.append((duals.budget * program.budget_usd_per_h, Binding("budget", duals.budget)))
+        found.append((duals.budget * program.budget_usd_per_h, BindingResource("budget", duals.budget)))
     return tuple(binding for _, binding in sorted(found, key=lambda pair: (-pair[0], pair[1].name)))

@@ -21,7 +21,7 @@ Floats = NDArray[np.float64]
 
 
 @dataclass(frozen=True, slots=True)
-class Helper:
+class ExtraVariable:
     """A variable beside counts, shares and flows."""
 
     name: str
@@ -34,7 +34,7 @@ class Helper:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Limit:
+class CountLimit:
     """One row over counts."""
 
     name: str
@@ -47,7 +47,7 @@ class Limit:
     theta: float = 0.0
     """t: for rows that ask for so much of the demand."""
 
-    def scaled(self, fraction: float) -> Limit:
+    def scaled(self, fraction: float) -> CountLimit:
         return self if not self.theta else replace(self, theta=self.theta * fraction)
 
 
@@ -63,8 +63,8 @@ class Outage:
 
 
 def check_limits(
-    limits: Sequence[Limit],
-    helpers: Sequence[Helper],
+    limits: Sequence[CountLimit],
+    helpers: Sequence[ExtraVariable],
     outages: Sequence[Outage],
     spare: Sequence[float],
     shapes: Sequence[tuple[int, int]],

@@ -29,14 +29,14 @@ from typing import NamedTuple
 
 import numpy as np
 
-from potluck.plan.allocate.apart import solve_models
 from potluck.plan.allocate.deadline import Deadline
+from potluck.plan.allocate.decomposition import solve_models
 from potluck.plan.allocate.flow import FlowState, start_vector
 from potluck.plan.allocate.flow_price import UNCAPPED, Duals, Pricer, duals_of, relax_flow
 from potluck.plan.allocate.flow_rows import THETA, FlowRows
 from potluck.plan.allocate.highs import INFINITY, solve_milp
-from potluck.plan.allocate.limits import Floats, Helper, Limit, Outage
-from potluck.plan.allocate.program import FlowProgram, Key, ModelColumns
+from potluck.plan.allocate.limits import CountLimit, ExtraVariable, Floats, Outage
+from potluck.plan.allocate.program import ColumnKey, FlowProgram, ModelColumns
 
 SHORT = 1e-6
 """By how much what is left may fall short: as much as the solver may err."""
@@ -45,20 +45,20 @@ ROOT_ROUNDS = 20
 FIRST_SHARE = 0.4
 """Of the time that is left, for each program but the last."""
 
-Attempt = Callable[[FlowProgram, Deadline, dict[Key, int]], FlowState]
+Attempt = Callable[[FlowProgram, Deadline, dict[ColumnKey, int]], FlowState]
 
 
-class Loss(NamedTuple):
+class NodeLoss(NamedTuple):
     """Nodes that go together, or one copy of a column."""
 
     name: str
     shares: tuple[float, ...]
     gone: Outage | None
-    copy: Key | None
+    copy: ColumnKey | None
 
 
 @dataclass(frozen=True, slots=True)
-class Left:
+class AfterLoss:
     """What a loss leaves: the fraction of what is asked for that is served, with its prices."""
 
     theta: float
@@ -66,10 +66,10 @@ class Left:
     asked: FlowProgram
 
 
-def losses(program: FlowProgram, keys: Mapping[Key, float]) -> list[Loss]:
+def losses(program: FlowProgram, keys: Mapping[ColumnKey, float]) -> list[NodeLoss]:
     """All losses that a plan with these columns must survive."""
     found = [
-        Loss(each.name, shares, each, None)
+        NodeLoss(each.name, shares, each, None)
         for each in program.outages
         for shares in _apart(program, each.shares)
         if any(shares)
@@ -80,7 +80,7 @@ def losses(program: FlowProgram, keys: Mapping[Key, float]) -> list[Loss]:
             shares = tuple(share if m == key.group else 0.0 for m in range(len(program.models)))
             model = program.models[key.group].name
             where = program.fleet.regions[key.region]
-            found.append(Loss(f"a copy of {model}[{key.template}]@{where}", shares, None, key))
+            found.append(NodeLoss(f"a copy of {model}[{key.template}]@{where}", shares, None, key))
     return found
 
 
@@ -95,7 +95,7 @@ def _firm(model: ModelColumns) -> bool:
     return any(bucket.firm for bucket in model.buckets)
 
 
-def _is_firm(program: FlowProgram, loss: Loss) -> bool:
+def _is_firm(program: FlowProgram, loss: NodeLoss) -> bool:
     return any(share and _firm(model) for share, model in zip(loss.shares, program.models, strict=True))
 
 
@@ -107,8 +107,8 @@ def gone_columns(
 
 
 def left_after(
-    program: FlowProgram, counts: Mapping[Key, float], loss: Loss, deadline: Deadline
-) -> Left | None:
+    program: FlowProgram, counts: Mapping[ColumnKey, float], loss: NodeLoss, deadline: Deadline
+) -> AfterLoss | None:
     """What the copies that a loss leaves can do; None when time ran out."""
     models = tuple(
         replace(m, buckets=tuple(replace(b, rate_per_s=b.rate_per_s * share, firm=False) for b in m.buckets))
@@ -129,7 +129,7 @@ def left_after(
         None if loss.gone is None or not share else gone_columns(program, loss.gone, m)
         for m, share in enumerate(loss.shares)
     ]
-    kept: dict[Key, float] = {}
+    kept: dict[ColumnKey, float] = {}
     for key, count in counts.items():
         table = dead[key.group]
         if not loss.shares[key.group] or (table is not None and table[key.template, key.region]):
@@ -144,10 +144,10 @@ def left_after(
     answer = solve_milp(problem, time_limit_s=max(deadline.final_s, 0.1), relax=True)
     if answer.x is None or answer.row_dual is None or not answer.finished:
         return None
-    return Left(float(answer.x[THETA]), duals_of(rows, answer.row_dual), asked)
+    return AfterLoss(float(answer.x[THETA]), duals_of(rows, answer.row_dual), asked)
 
 
-def _worth(program: FlowProgram, loss: Loss, left: Left) -> tuple[list[Floats | None], float]:
+def _worth(program: FlowProgram, loss: NodeLoss, left: AfterLoss) -> tuple[list[Floats | None], float]:
     """What a copy of each column is worth at the prices of what a loss leaves, and what the links are."""
     pricer = Pricer(left.asked)
     tables: list[Floats | None] = []
@@ -163,17 +163,17 @@ def _worth(program: FlowProgram, loss: Loss, left: Left) -> tuple[list[Floats | 
     return tables, sum(price * link.bits_per_s for price, link in zip(prices, program.links, strict=True))
 
 
-def row_for_all(program: FlowProgram, loss: Loss, left: Left) -> Limit | None:
+def row_for_all(program: FlowProgram, loss: NodeLoss, left: AfterLoss) -> CountLimit | None:
     """The row that the loss of any single copy asks for at these prices; None where the links alone would do."""
     tables, links = _worth(program, loss, left)
     rest = 1.0 - links
     if rest <= SHORT:
         return None
     parts = tuple(None if table is None else table / (rest + table) for table in tables)
-    return Limit(f"enough without any copy ({loss.name})", 1.0 - SHORT / 10, INFINITY, parts)
+    return CountLimit(f"enough without any copy ({loss.name})", 1.0 - SHORT / 10, INFINITY, parts)
 
 
-def cut_of(program: FlowProgram, loss: Loss, left: Left) -> tuple[FlowProgram, Limit]:
+def cut_of(program: FlowProgram, loss: NodeLoss, left: AfterLoss) -> tuple[FlowProgram, CountLimit]:
     """The row that a loss asks for at these prices, and the program with the helper that it needs."""
     tables, links = _worth(program, loss, left)
     helpers: tuple[tuple[int, float], ...] = ()
@@ -185,10 +185,10 @@ def cut_of(program: FlowProgram, loss: Loss, left: Left) -> tuple[FlowProgram, L
         helpers = ((place, -float(table[key.template, key.region])),)
     name, firm = f"enough without {loss.name}", _is_firm(program, loss)
     low = (1.0 if firm else 0.0) - links - SHORT / 10
-    return program, Limit(name, low, INFINITY, tuple(tables), helpers, theta=0.0 if firm else 1.0)
+    return program, CountLimit(name, low, INFINITY, tuple(tables), helpers, theta=0.0 if firm else 1.0)
 
 
-def _with_helper(program: FlowProgram, key: Key) -> tuple[FlowProgram, int]:
+def _with_helper(program: FlowProgram, key: ColumnKey) -> tuple[FlowProgram, int]:
     """The program with a variable that says whether there is a copy of a column, and its place."""
     name = f"some of {tuple(key)}"
     for place, helper in enumerate(program.helpers):
@@ -202,19 +202,19 @@ def _with_helper(program: FlowProgram, key: Key) -> tuple[FlowProgram, int]:
     table[key.template, key.region] = 1.0
     tables = tuple(table if m == key.group else None for m in range(len(program.models)))
     place = len(program.helpers)
-    limit = Limit(name, -INFINITY, 0.0, tables, ((place, -max(most, 1.0)),))
-    helpers = (*program.helpers, Helper(name))
+    limit = CountLimit(name, -INFINITY, 0.0, tables, ((place, -max(most, 1.0)),))
+    helpers = (*program.helpers, ExtraVariable(name))
     return replace(program, helpers=helpers, limits=(*program.limits, limit)), place
 
 
 def broken(
     program: FlowProgram,
-    counts: Mapping[Key, float],
+    counts: Mapping[ColumnKey, float],
     theta: float,
     deadline: Deadline,
     *,
     single: bool = True,
-) -> list[tuple[Loss, Left]]:
+) -> list[tuple[NodeLoss, AfterLoss]]:
     """The losses after which less than `theta` of what is asked for would be served."""
     found = []
     for loss in losses(program, counts if single else {}):
@@ -225,12 +225,12 @@ def broken(
     return found
 
 
-def survives(program: FlowProgram, counts: Mapping[Key, int], theta: float, deadline: Deadline) -> bool:
+def survives(program: FlowProgram, counts: Mapping[ColumnKey, int], theta: float, deadline: Deadline) -> bool:
     """Whether these copies serve enough after every loss."""
     return not program.guarded or not broken(program, counts, theta, deadline)
 
 
-def with_cuts(program: FlowProgram, found: list[tuple[Loss, Left]], at_cost: bool) -> FlowProgram:
+def with_cuts(program: FlowProgram, found: list[tuple[NodeLoss, AfterLoss]], at_cost: bool) -> FlowProgram:
     limits = []
     for loss, left in found:
         program, limit = cut_of(program, loss, left)
@@ -245,7 +245,7 @@ def guarded(program: FlowProgram, deadline: Deadline, attempt: Attempt, *, at_co
     if not program.guarded:
         return attempt(program, deadline, {})
     program = _root(program, deadline) if at_cost else program
-    best: dict[Key, int] = {}
+    best: dict[ColumnKey, int] = {}
     while True:
         state = attempt(program, deadline.part(FIRST_SHARE), best)
         if state.counts is None:
@@ -304,14 +304,16 @@ def _root(program: FlowProgram, deadline: Deadline) -> FlowProgram:
     return program
 
 
-def _short_of_any(program: FlowProgram, counts: Mapping[Key, float], deadline: Deadline) -> list[Limit]:
+def _short_of_any(
+    program: FlowProgram, counts: Mapping[ColumnKey, float], deadline: Deadline
+) -> list[CountLimit]:
     """Per model the row for the loss of any copy, at the prices of all copies, where fractions of copies break it."""
     found = []
     for m, share in enumerate(program.spare):
         if not share:
             continue
         shares = tuple(share if other == m else 0.0 for other in range(len(program.models)))
-        loss = Loss(program.models[m].name, shares, None, None)
+        loss = NodeLoss(program.models[m].name, shares, None, None)
         left = left_after(program, counts, loss, deadline)
         row = None if left is None else row_for_all(program, loss, left)
         table = None if row is None else row.copies[m]
@@ -324,8 +326,11 @@ def _short_of_any(program: FlowProgram, counts: Mapping[Key, float], deadline: D
 
 
 def _mended(
-    program: FlowProgram, counts: Mapping[Key, int], found: list[tuple[Loss, Left]], deadline: Deadline
-) -> dict[Key, int]:
+    program: FlowProgram,
+    counts: Mapping[ColumnKey, int],
+    found: list[tuple[NodeLoss, AfterLoss]],
+    deadline: Deadline,
+) -> dict[ColumnKey, int]:
     """One more copy wherever losing one leaves too little; empty where nodes, budget or another loss forbid it."""
     mended = dict(counts)
     for loss, _ in found:
@@ -346,11 +351,15 @@ def _mended(
 
 
 def solve_guarded(
-    program: FlowProgram, deadline: Deadline, gap_target: float, warm: list[Key], starts: list[dict[Key, int]]
+    program: FlowProgram,
+    deadline: Deadline,
+    gap_target: float,
+    warm: list[ColumnKey],
+    starts: list[dict[ColumnKey, int]],
 ) -> FlowState:
     """The cheapest plan that survives its losses, or the proof that there is none."""
 
-    def attempt(each: FlowProgram, limit: Deadline, best: dict[Key, int]) -> FlowState:
+    def attempt(each: FlowProgram, limit: Deadline, best: dict[ColumnKey, int]) -> FlowState:
         return solve_models(each, limit, gap_target, sorted({*warm, *best}), [best] if best else starts)
 
     return guarded(program, deadline, attempt, at_cost=True)

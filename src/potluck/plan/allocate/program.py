@@ -55,14 +55,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from potluck.core.errors import InputError
-from potluck.plan.allocate.limits import Helper, Limit, Outage, check_limits
+from potluck.plan.allocate.limits import CountLimit, ExtraVariable, Outage, check_limits
 
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
 Bytes = NDArray[np.uint8]
 
 
-class Key(NamedTuple):
+class ColumnKey(NamedTuple):
     """A column: the template with this index of this group (a cover demand or a model), in this region."""
 
     group: int
@@ -70,23 +70,23 @@ class Key(NamedTuple):
     region: int
 
 
-class Count(NamedTuple):
+class ColumnCount(NamedTuple):
     """So many copies of a column."""
 
-    key: Key
+    key: ColumnKey
     copies: int
 
 
-class Pin(NamedTuple):
+class ColumnPin(NamedTuple):
     """A person's wish: at least so many copies of a column, or exactly so many."""
 
-    key: Key
+    key: ColumnKey
     copies: int
     exactly: bool = False
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Fleet:
+class NodeSupply:
     """What can be rented where: rows are regions, columns are node types."""
 
     regions: tuple[str, ...]
@@ -129,7 +129,7 @@ class CoverDemand:
 
 
 @dataclass(frozen=True, slots=True)
-class Bucket:
+class DemandBucket:
     """Requests of one model with prompts of about one length."""
 
     name: str
@@ -151,7 +151,7 @@ class ModelColumns:
     """A model's buckets and templates; rates are of one copy that does nothing else, 0 where it cannot."""
 
     name: str
-    buckets: tuple[Bucket, ...]
+    buckets: tuple[DemandBucket, ...]
     uses: Bytes
     """[templates, node types]"""
     prefill_per_s: Floats
@@ -201,10 +201,10 @@ class LinkRow:
 class CoverProgram:
     """CORAL's allocation: one throughput per column, one row per (model, phase)."""
 
-    fleet: Fleet
+    fleet: NodeSupply
     demands: tuple[CoverDemand, ...]
-    running: tuple[Count, ...] = ()
-    pins: tuple[Pin, ...] = ()
+    running: tuple[ColumnCount, ...] = ()
+    pins: tuple[ColumnPin, ...] = ()
     init_penalty: float = 0.0
     """K"""
     headroom: float = 1.0
@@ -223,16 +223,16 @@ class CoverProgram:
 class FlowProgram:
     """The whole program: buckets, shares, flows and links."""
 
-    fleet: Fleet
+    fleet: NodeSupply
     models: tuple[ModelColumns, ...]
     links: tuple[LinkRow, ...] = ()
-    running: tuple[Count, ...] = ()
-    pins: tuple[Pin, ...] = ()
+    running: tuple[ColumnCount, ...] = ()
+    pins: tuple[ColumnPin, ...] = ()
     init_penalty: float = 0.0
     headroom: float = 1.0
     budget_usd_per_h: float | None = None
-    limits: tuple[Limit, ...] = ()
-    helpers: tuple[Helper, ...] = ()
+    limits: tuple[CountLimit, ...] = ()
+    helpers: tuple[ExtraVariable, ...] = ()
     outages: tuple[Outage, ...] = ()
     spare: tuple[float, ...] = ()
     """Per model the share of its demand that must still be served without any one of its copies; empty: nothing."""
@@ -270,7 +270,7 @@ class FlowProgram:
         """Whether some loss must be survived."""
         return any(self.spare) or any(any(outage.shares) for outage in self.outages)
 
-    def fixed_usd_per_h(self, counts: Mapping[Key, int]) -> float:
+    def fixed_usd_per_h(self, counts: Mapping[ColumnKey, int]) -> float:
         """What is paid once, however many copies call for it."""
         paid = 0.0
         for helper in self.helpers:
@@ -283,7 +283,7 @@ class FlowProgram:
             paid += helper.usd_per_h if called else 0.0
         return paid
 
-    def fee_usd_per_h(self, key: Key) -> float:
+    def fee_usd_per_h(self, key: ColumnKey) -> float:
         """e_j"""
         fees = self.models[key.group].fees_usd_per_h
         return 0.0 if fees is None else float(fees[key.template, key.region])
@@ -316,7 +316,7 @@ def as_flow(program: CoverProgram) -> FlowProgram:
     models = []
     for demand in program.demands:
         none = np.zeros((len(demand.throughput), 1))
-        bucket = Bucket(demand.name, demand.rate, 0.0)
+        bucket = DemandBucket(demand.name, demand.rate, 0.0)
         models.append(
             ModelColumns(demand.name, (bucket,), demand.uses, none, none, demand.throughput[:, None])
         )
@@ -331,7 +331,7 @@ def as_flow(program: CoverProgram) -> FlowProgram:
     )
 
 
-def paid_usd_per_h(program: Program, counts: Mapping[Key, int]) -> float:
+def paid_usd_per_h(program: Program, counts: Mapping[ColumnKey, int]) -> float:
     """What nodes that are paid for already take off the rent."""
     fleet = program.fleet
     if fleet.reserved is None:
@@ -343,7 +343,7 @@ def paid_usd_per_h(program: Program, counts: Mapping[Key, int]) -> float:
     return float((np.minimum(used, fleet.reserved) * fleet.price_usd_per_h).sum())
 
 
-def price_of(fleet: Fleet, uses: Bytes, region: int) -> float:
+def price_of(fleet: NodeSupply, uses: Bytes, region: int) -> float:
     """p_j: dollars an hour for one copy."""
     return float(uses @ fleet.price_usd_per_h[region])
 

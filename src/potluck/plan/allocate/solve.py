@@ -9,28 +9,35 @@ from math import ceil
 import numpy as np
 
 from potluck.core.errors import InputError
+from potluck.plan.allocate.allocation import (
+    Allocation,
+    ColumnShare,
+    FlowRate,
+    ShadowPrices,
+    Shortfall,
+    Status,
+)
 from potluck.plan.allocate.cover import State, solve_cover
 from potluck.plan.allocate.cover_data import Cover, Multipliers, prepare
 from potluck.plan.allocate.deadline import Clock, Deadline
+from potluck.plan.allocate.dominated import told_in, without_needless
 from potluck.plan.allocate.flow import FlowState, settle, start_vector
 from potluck.plan.allocate.flow_price import prices_of
 from potluck.plan.allocate.flow_rows import THETA, FlowRows
 from potluck.plan.allocate.infeasible import largest_fraction
-from potluck.plan.allocate.needless import told_in, without_needless
 from potluck.plan.allocate.outages import solve_guarded
 from potluck.plan.allocate.primal import recheck
 from potluck.plan.allocate.program import (
-    Count,
+    ColumnCount,
+    ColumnKey,
     CoverProgram,
     Floats,
     FlowProgram,
-    Key,
     Program,
     as_flow,
     paid_usd_per_h,
     price_of,
 )
-from potluck.plan.allocate.result import Allocation, FlowRate, Prices, Share, Shortfall, Status
 from potluck.plan.allocate.survivors import Chosen
 
 MOST_SHARE = 0.6
@@ -47,7 +54,7 @@ def solve(
     time_limit_s: float = 60.0,
     gap_target: float = 0.0,
     warm: Allocation | None = None,
-    starts: Sequence[Mapping[Key, int]] = (),
+    starts: Sequence[Mapping[ColumnKey, int]] = (),
     clock: Clock = time.process_time,
     in_part: bool = True,
 ) -> Allocation:
@@ -108,7 +115,7 @@ def _flow(
     deadline: Deadline,
     gap_target: float,
     warm: Allocation | None,
-    starts: Sequence[Mapping[Key, int]],
+    starts: Sequence[Mapping[ColumnKey, int]],
     start_cpu_s: float,
     in_part: bool,
 ) -> Allocation:
@@ -144,8 +151,8 @@ def _flow(
 
 
 def _cheapest_for(
-    program: FlowProgram, fraction: float, counts: dict[Key, int], deadline: Deadline, gap_target: float
-) -> dict[Key, int]:
+    program: FlowProgram, fraction: float, counts: dict[ColumnKey, int], deadline: Deadline, gap_target: float
+) -> dict[ColumnKey, int]:
     """Counts for the fraction of demand that can be met: the cheapest found, for the most served may cost anything.
 
     That is CORAL's answer to scarcity: demand is scaled down alike for all, then planned for as ever.
@@ -165,8 +172,8 @@ def _cheapest_for(
 
 
 def without_idle(
-    program: FlowProgram, counts: dict[Key, int], fraction: float, deadline: Deadline
-) -> dict[Key, int]:
+    program: FlowProgram, counts: dict[ColumnKey, int], fraction: float, deadline: Deadline
+) -> dict[ColumnKey, int]:
     """Counts without copies that nothing is asked of: they are left when time runs out, or where rent is free."""
     if not counts or not fraction > 0 or program.guarded or program.limits:
         return counts  # a copy that is idle may be there for others' loss, or because a limit says so
@@ -174,7 +181,7 @@ def without_idle(
     settled = settle(rows, start_vector(rows, counts), True, deadline, fraction * (1 - OPTIMAL))
     if settled is None:
         return counts
-    busy: dict[Key, float] = {}
+    busy: dict[ColumnKey, float] = {}
     for share in rows.read(settled[1])[1]:
         busy[share.key] = busy.get(share.key, 0.0) + share.copies
     least = {pin.key: pin.copies for pin in program.pins}
@@ -191,16 +198,16 @@ def without_idle(
 
 def _answer(
     program: Program,
-    counts: dict[Key, int],
+    counts: dict[ColumnKey, int],
     *,
     found: bool,
     infeasible: bool,
     lower: float,
-    prices: Prices,
+    prices: ShadowPrices,
     solved: int,
     shortfall: Shortfall | None,
     start_cpu_s: float,
-    routed: tuple[tuple[Share, ...], tuple[FlowRate, ...], float] = ((), (), 0.0),
+    routed: tuple[tuple[ColumnShare, ...], tuple[FlowRate, ...], float] = ((), (), 0.0),
 ) -> Allocation:
     shares, flows, egress = routed
     rent, cost = cost_of(program, counts.items())
@@ -216,7 +223,7 @@ def _answer(
     groups = program.demands if isinstance(program, CoverProgram) else program.models
     return Allocation(
         status=status,
-        counts=tuple(Count(key, n) for key, n in sorted(counts.items()) if n),
+        counts=tuple(ColumnCount(key, n) for key, n in sorted(counts.items()) if n),
         shares=shares,
         flows=flows,
         cost_usd_per_h=cost,
@@ -231,7 +238,7 @@ def _answer(
     )
 
 
-def cost_of(program: Program, counts: Iterable[tuple[Key, int]]) -> tuple[float, float]:
+def cost_of(program: Program, counts: Iterable[tuple[ColumnKey, int]]) -> tuple[float, float]:
     """Rent that is still to be paid, and that with the initialisation penalty and fees."""
     groups = program.demands if isinstance(program, CoverProgram) else program.models
     running, held = dict(program.running), dict(counts)
@@ -249,16 +256,16 @@ def cost_of(program: Program, counts: Iterable[tuple[Key, int]]) -> tuple[float,
 
 
 def _routed(
-    program: FlowProgram, counts: dict[Key, int], found: bool, deadline: Deadline
-) -> tuple[tuple[Share, ...], tuple[FlowRate, ...], float]:
+    program: FlowProgram, counts: dict[ColumnKey, int], found: bool, deadline: Deadline
+) -> tuple[tuple[ColumnShare, ...], tuple[FlowRate, ...], float]:
     """Shares and flows for whole counts, and what egress costs."""
     routed = reroute(program, counts, found, deadline) if counts else None
     return ((), (), 0.0) if routed is None else routed[:3]
 
 
 def reroute(
-    program: FlowProgram, counts: dict[Key, int], whole: bool, deadline: Deadline
-) -> tuple[tuple[Share, ...], tuple[FlowRate, ...], float, float] | None:
+    program: FlowProgram, counts: dict[ColumnKey, int], whole: bool, deadline: Deadline
+) -> tuple[tuple[ColumnShare, ...], tuple[FlowRate, ...], float, float] | None:
     """Shares and flows for whole counts, what egress costs, and the fraction of demand that they serve.
 
     None when all of it is asked for (`whole`) and these copies do not suffice.
@@ -308,12 +315,12 @@ def _warm_cover(cover: Cover, warm: Allocation) -> tuple[tuple[Multipliers, Floa
     return prices, recheck(cover, Chosen(new, {}, 0.0))
 
 
-def _cover_counts(cover: Cover, plan: Chosen) -> dict[Key, int]:
+def _cover_counts(cover: Cover, plan: Chosen) -> dict[ColumnKey, int]:
     names = {demand.name: d for d, demand in enumerate(cover.program.demands)}
     counts = dict(cover.fixed)
     for (d, row, region), count in plan.new.items():
         group = cover.groups[d]
-        key = Key(names[group.name], int(group.origin[row]), region)
+        key = ColumnKey(names[group.name], int(group.origin[row]), region)
         counts[key] = counts.get(key, 0) + count
     for tag, count in plan.old.items():
         key = cover.olds[tag].key
@@ -321,18 +328,18 @@ def _cover_counts(cover: Cover, plan: Chosen) -> dict[Key, int]:
     return counts
 
 
-def _cover_prices(program: CoverProgram, cover: Cover, state: State) -> Prices:
+def _cover_prices(program: CoverProgram, cover: Cover, state: State) -> ShadowPrices:
     at = state.bound.at if state.bound is not None else cover.zero()
     demands = dict.fromkeys((demand.name for demand in program.demands), 0.0)
     if state.relaxed is not None:
         for group, earn in zip(cover.groups, state.relaxed.earn.tolist(), strict=True):
             demands[group.name] = earn * program.headroom
-    return Prices(at.nodes, tuple(demands.values()), (), at.budget)
+    return ShadowPrices(at.nodes, tuple(demands.values()), (), at.budget)
 
 
-def _flow_prices(program: FlowProgram, state: FlowState) -> Prices:
+def _flow_prices(program: FlowProgram, state: FlowState) -> ShadowPrices:
     if state.prices is not None and state.counts is not None:
         return prices_of(state.prices.duals)
     bins = sum(len(model.buckets) for model in program.models)
     nodes = np.zeros(program.fleet.available.shape)
-    return Prices(nodes, (0.0,) * bins, (0.0,) * len(program.links))
+    return ShadowPrices(nodes, (0.0,) * bins, (0.0,) * len(program.links))

@@ -16,7 +16,7 @@ import numpy as np
 
 from potluck.plan.allocate.bound import Bound
 from potluck.plan.allocate.cover_data import ROUNDING, Cover, Multipliers
-from potluck.plan.allocate.highs import INFINITY, Answer, Milp, solve_milp
+from potluck.plan.allocate.highs import INFINITY, Milp, MilpResult, solve_milp
 from potluck.plan.allocate.program import Floats, Ints
 
 
@@ -158,7 +158,7 @@ def solve_restricted(
     gap_abs: float,
     start: Floats | None = None,
     cutoff: float = INFINITY,
-) -> tuple[Answer, Floats | None]:
+) -> tuple[MilpResult, Floats | None]:
     """HiGHS on the restricted program; the plan only when it stands the exact check."""
     problem = restricted.milp(bound, cutoff=cutoff)
     answer = solve_milp(problem, time_limit_s=time_limit_s, gap_abs=gap_abs, start=start)

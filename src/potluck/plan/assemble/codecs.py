@@ -11,18 +11,18 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
-from potluck.core.values.crossings import LOSSLESS
+from potluck.core.values.lossy_hops import LOSSLESS
 from potluck.core.values.plan import Deployment, Plan, Template
 from potluck.core.values.types import Codec
+from potluck.plan.allocate.allocation import Allocation
 from potluck.plan.allocate.deadline import Deadline
 from potluck.plan.allocate.outages import survives
-from potluck.plan.allocate.program import Count, Key
-from potluck.plan.allocate.result import Allocation
+from potluck.plan.allocate.program import ColumnCount, ColumnKey
 from potluck.plan.allocate.solve import reroute, solve
-from potluck.plan.assemble.columns import Columns, columns
+from potluck.plan.assemble.columns import ProgramColumns, columns
 from potluck.plan.assemble.priorities import alike, by_priority, first_usd_per_h, levels
-from potluck.plan.problem import Problem
-from potluck.plan.timing.book import Books
+from potluck.plan.problem import PlanningProblem
+from potluck.plan.timing.rate_cache import RateCaches
 
 SAME = 1e-6
 LEAST_SHARE = 0.1
@@ -32,7 +32,7 @@ SETTLE_S = 10.0
 
 
 def solved(
-    problem: Problem,
+    problem: PlanningProblem,
     templates: Mapping[str, Sequence[Template]],
     *,
     running: Plan | None = None,
@@ -42,9 +42,9 @@ def solved(
     time_limit_s: float = 60.0,
     gap_target: float = 0.0,
     clock: Callable[[], float] = time.process_time,
-    books: Books | None = None,
+    books: RateCaches | None = None,
     in_part: bool = True,
-) -> tuple[Columns, Allocation]:
+) -> tuple[ProgramColumns, Allocation]:
     """The program over some templates and its answer, each model's KV in the most exact codec that will do.
 
     Where not all demand fits, models of a higher priority come first (`plan.assemble.priorities`); if not `in_part`,
@@ -53,7 +53,7 @@ def solved(
 
     deadline = Deadline(time_limit_s, clock)
 
-    def once(asked: Problem) -> tuple[Columns, Allocation]:
+    def once(asked: PlanningProblem) -> tuple[ProgramColumns, Allocation]:
         return _solved(
             asked,
             templates,
@@ -78,7 +78,7 @@ def solved(
 
 
 def _solved(
-    problem: Problem,
+    problem: PlanningProblem,
     templates: Mapping[str, Sequence[Template]],
     *,
     running: Plan | None,
@@ -88,9 +88,9 @@ def _solved(
     time_limit_s: float,
     gap_target: float,
     clock: Callable[[], float],
-    books: Books | None,
+    books: RateCaches | None,
     in_part: bool,
-) -> tuple[Columns, Allocation]:
+) -> tuple[ProgramColumns, Allocation]:
     smallest = dict.fromkeys((each.name for each in problem.asks), problem.codecs[-1])
     found = columns(
         problem, templates, running=running, pins=pins, exactly=exactly, codecs=smallest, books=books
@@ -108,7 +108,9 @@ def _solved(
     return _put_back(found, answer, Deadline(SETTLE_S, clock))
 
 
-def _put_back(found: Columns, answer: Allocation, deadline: Deadline) -> tuple[Columns, Allocation]:
+def _put_back(
+    found: ProgramColumns, answer: Allocation, deadline: Deadline
+) -> tuple[ProgramColumns, Allocation]:
     """The same copies with KV as exact as it may be."""
     problem, best = found.problem, (found, answer)
     names = [each.name for m, each in enumerate(problem.asks) if _crosses(found, answer, m)]
@@ -127,7 +129,7 @@ def _put_back(found: Columns, answer: Allocation, deadline: Deadline) -> tuple[C
     return best
 
 
-def _crosses(found: Columns, answer: Allocation, model: int) -> bool:
+def _crosses(found: ProgramColumns, answer: Allocation, model: int) -> bool:
     """Whether any of a model's KV is handed over in this plan, within a template or between them."""
     inside = any(
         key.group == model and found.templates[model][key.template].hands_over for key, _ in answer.counts
@@ -136,8 +138,8 @@ def _crosses(found: Columns, answer: Allocation, model: int) -> bool:
 
 
 def _rerouted(
-    found: Columns, answer: Allocation, codecs: Mapping[str, Codec], deadline: Deadline
-) -> tuple[Columns, Allocation] | None:
+    found: ProgramColumns, answer: Allocation, codecs: Mapping[str, Codec], deadline: Deadline
+) -> tuple[ProgramColumns, Allocation] | None:
     """The same copies with KV in these codecs; None when they would serve less."""
     used = [sorted({key.template for key, _ in answer.counts if key.group == m}) for m in _models(found)]
     problem = found.problem
@@ -147,7 +149,9 @@ def _rerouted(
         codecs=codecs,
         books=found.books,
     )
-    counts = {Key(key.group, used[key.group].index(key.template), key.region): n for key, n in answer.counts}
+    counts = {
+        ColumnKey(key.group, used[key.group].index(key.template), key.region): n for key, n in answer.counts
+    }
     routed = reroute(few.program, counts, answer.found, deadline)
     if routed is None:
         return None
@@ -157,9 +161,9 @@ def _rerouted(
     shares, flows, _, fraction = routed
     if answer.shortfall is not None and fraction < answer.shortfall.fraction - SAME:
         return None
-    kept = tuple(Count(key, n) for key, n in sorted(counts.items()))
+    kept = tuple(ColumnCount(key, n) for key, n in sorted(counts.items()))
     there = tuple(
-        Count(Key(key.group, used[key.group].index(key.template), key.region), n)
+        ColumnCount(ColumnKey(key.group, used[key.group].index(key.template), key.region), n)
         for key, n in found.program.running
         if key.template in used[key.group]
     )
@@ -167,5 +171,5 @@ def _rerouted(
     return few, replace(answer, counts=kept, shares=shares, flows=flows)
 
 
-def _models(found: Columns) -> range:
+def _models(found: ProgramColumns) -> range:
     return range(len(found.problem.asks))

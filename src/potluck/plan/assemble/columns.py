@@ -10,65 +10,65 @@ import numpy as np
 
 from potluck.core.errors import UnknownNameError
 from potluck.core.values.confidence import Confidence
-from potluck.core.values.crossings import LOSSLESS
+from potluck.core.values.lossy_hops import LOSSLESS
 from potluck.core.values.plan import (
-    Bucket,
     BucketCapacity,
     Deployment,
-    Flow,
+    LengthBucket,
     Plan,
+    PlannedFlow,
+    PlannedReplica,
+    PlannedShare,
     Prediction,
-    Replica,
-    Share,
     Template,
 )
 from potluck.core.values.types import Codec, Link
-from potluck.perf.timers.pipeline import ORDER
+from potluck.perf.timers.pipeline_timer import ORDER
+from potluck.plan.allocate.allocation import Allocation
 from potluck.plan.allocate.program import (
-    Count,
-    Fleet,
+    ColumnCount,
+    ColumnKey,
+    ColumnPin,
     FlowProgram,
-    Key,
     LinkRow,
-    Pin,
+    NodeSupply,
     price_of,
 )
-from potluck.plan.allocate.result import Allocation
 from potluck.plan.assemble.model_columns import MACHINE, model_columns
-from potluck.plan.assemble.terms import charges_of, with_terms
-from potluck.plan.problem import Ask, Problem
+from potluck.plan.assemble.term_rows import charges_of, with_terms
+from potluck.plan.problem import ModelDemand, PlanningProblem
 from potluck.plan.templates.combo import combo_capacity
 from potluck.plan.templates.pair import pair_capacity
-from potluck.plan.timing.book import Book, Books
-from potluck.plan.timing.cards import late_s, link_bits_per_s, wire_bits
-from potluck.plan.timing.machines import machine_of
-from potluck.plan.timing.ranges import range_per_s
+from potluck.plan.timing.named_machines import machine_of
+from potluck.plan.timing.network_cards import late_s, link_bits_per_s, wire_bits
+from potluck.plan.timing.rate_cache import RateCache, RateCaches
+from potluck.plan.timing.rate_ranges import range_per_s
 
 
 @dataclass(frozen=True, slots=True)
-class Columns:
+class ProgramColumns:
     """A program and the templates its columns stand for, model by model."""
 
-    problem: Problem
+    problem: PlanningProblem
     templates: tuple[tuple[Template, ...], ...]
     program: FlowProgram
     codecs: Mapping[str, Codec] = field(default_factory=dict)
     """In which each model's KV crosses."""
     fractions: Mapping[str, float] = field(default_factory=dict)
     """Of each model's demand, what the program was asked for, where that is not all."""
-    books: Books = field(default_factory=partial(Books, None))
+    books: RateCaches = field(default_factory=partial(RateCaches, None))
     """What layouts were timed to do."""
 
-    def key(self, template: str, region: str) -> Key | None:
+    def key(self, template: str, region: str) -> ColumnKey | None:
         """The column of a template in a region, by name."""
         regions = self.program.fleet.regions
         for group, members in enumerate(self.templates):
             for index, member in enumerate(members):
                 if member.name == template and region in regions:
-                    return Key(group, index, regions.index(region))
+                    return ColumnKey(group, index, regions.index(region))
         return None
 
-    def counts_of(self, plan: Plan) -> dict[Key, int] | None:
+    def counts_of(self, plan: Plan) -> dict[ColumnKey, int] | None:
         """A plan's copies as columns; None where one of its templates is not among them."""
         places = {
             template.name: (group, index)
@@ -76,22 +76,27 @@ class Columns:
             for index, template in enumerate(members)
         }
         regions = self.program.fleet.regions
-        counts: dict[Key, int] = {}
+        counts: dict[ColumnKey, int] = {}
         for each in plan.deployments:
             if each.template not in places or each.region not in regions:
                 return None
-            counts[Key(*places[each.template], regions.index(each.region))] = each.count
+            counts[ColumnKey(*places[each.template], regions.index(each.region))] = each.count
         return counts
 
 
-CROSSING: dict[str, Callable[[Problem, Ask, Sequence[Replica], Codec, Book], tuple[BucketCapacity, ...]]] = {
+CROSSING: dict[
+    str,
+    Callable[
+        [PlanningProblem, ModelDemand, Sequence[PlannedReplica], Codec, RateCache], tuple[BucketCapacity, ...]
+    ],
+] = {
     "combo": combo_capacity,
     "pair": pair_capacity,
 }
 """Kinds of templates whose replicas hand KV over over the network, and what they serve then."""
 
 
-def fleet_of(problem: Problem, machines: Sequence[str] = ()) -> Fleet:
+def fleet_of(problem: PlanningProblem, machines: Sequence[str] = ()) -> NodeSupply:
     """Prices and availability as tables.
 
     A machine that some template names is a node type of its own, free, of which its region has one: so no two
@@ -111,25 +116,25 @@ def fleet_of(problem: Problem, machines: Sequence[str] = ()) -> Fleet:
         for row, region in enumerate(problem.regions):
             available[row, place] = machine is not None and machine.gpus > 0 and machine.region == region.name
     paid = reserved if reserved.any() else None
-    return Fleet(tuple(region.name for region in problem.regions), nodes, price, available, paid)
+    return NodeSupply(tuple(region.name for region in problem.regions), nodes, price, available, paid)
 
 
 def columns(
-    problem: Problem,
+    problem: PlanningProblem,
     templates: Mapping[str, Sequence[Template]],
     *,
     running: Plan | None = None,
     pins: Sequence[Deployment] = (),
     exactly: bool = False,
     codecs: Mapping[str, Codec] | None = None,
-    books: Books | None = None,
-) -> Columns:
+    books: RateCaches | None = None,
+) -> ProgramColumns:
     """The program over some templates of each model; running ones that are still known keep their price.
 
     Pins ask for at least so many copies, or for exactly so many. `codecs` says in which each model's KV crosses;
     what is not named crosses as it is.
     """
-    books = Books(None) if books is None else books
+    books = RateCaches(None) if books is None else books
     chosen = {each.name: (codecs or {}).get(each.name, LOSSLESS) for each in problem.asks}
     groups = tuple(
         tuple(
@@ -152,9 +157,9 @@ def columns(
     )
     links = links_of(problem.links, fleet.regions, problem.headroom)
     bare = with_terms(problem, groups, FlowProgram(fleet, models, links))
-    found = Columns(problem, groups, bare, chosen, books=books)
+    found = ProgramColumns(problem, groups, bare, chosen, books=books)
     counts = tuple(
-        Count(key, deployment.count)
+        ColumnCount(key, deployment.count)
         for deployment in (running.deployments if running else ())
         if (key := found.key(deployment.template, deployment.region)) is not None
     )
@@ -166,10 +171,12 @@ def columns(
         headroom=problem.headroom,
         budget_usd_per_h=problem.budget_usd_per_h,
     )
-    return Columns(problem, groups, program, chosen, books=books)
+    return ProgramColumns(problem, groups, program, chosen, books=books)
 
 
-def _in_codec(problem: Problem, each: Ask, template: Template, codec: Codec, books: Books) -> Template:
+def _in_codec(
+    problem: PlanningProblem, each: ModelDemand, template: Template, codec: Codec, books: RateCaches
+) -> Template:
     """A template whose parts hand KV over in this codec; groups of machines have one of their own."""
     if template.codec == codec or template.kind not in CROSSING or not template.hands_over:
         return template
@@ -202,7 +209,7 @@ def links_of(links: Sequence[Link], regions: Sequence[str], headroom: float) -> 
     )
 
 
-def plan_of(found: Columns, allocation: Allocation, strategy: str) -> Plan:
+def plan_of(found: ProgramColumns, allocation: Allocation, strategy: str) -> Plan:
     """The plan that an allocation describes, with only the templates it uses."""
     problem = found.problem
     regions = found.program.fleet.regions
@@ -215,7 +222,7 @@ def plan_of(found: Columns, allocation: Allocation, strategy: str) -> Plan:
             deployments.append(Deployment(template.name, regions[key.region], count))
     shares = _trimmed(found, allocation)
     flows = tuple(
-        Flow(
+        PlannedFlow(
             problem.asks[f.model].name,
             f.bucket,
             regions[f.source],
@@ -235,7 +242,7 @@ def plan_of(found: Columns, allocation: Allocation, strategy: str) -> Plan:
         tuple(used.values()),
         tuple(sorted(deployments, key=lambda d: (d.template, d.region))),
         tuple(
-            Bucket(demand.model, demand.bucket, demand.longest_tokens, demand.rate_per_s)
+            LengthBucket(demand.model, demand.bucket, demand.longest_tokens, demand.rate_per_s)
             for each in problem.asks
             for demand in each.demands
         ),
@@ -251,7 +258,7 @@ def plan_of(found: Columns, allocation: Allocation, strategy: str) -> Plan:
     return replace(plan, charges=charges_of(problem, plan, egress_usd_per_h(problem, plan)))
 
 
-def egress_usd_per_h(problem: Problem, plan: Plan) -> float:
+def egress_usd_per_h(problem: PlanningProblem, plan: Plan) -> float:
     """What the KV that crosses between regions costs."""
     prices = {(link.source, link.target): link.egress_usd_per_gb for link in problem.links}
     asks, total = {each.name: each for each in problem.asks}, 0.0
@@ -273,7 +280,7 @@ def _starts_usd_per_h(program: FlowProgram, allocation: Allocation) -> float:
     return program.init_penalty * cost
 
 
-def _trimmed(found: Columns, allocation: Allocation) -> tuple[Share, ...]:
+def _trimmed(found: ProgramColumns, allocation: Allocation) -> tuple[PlannedShare, ...]:
     """Shares without the slack that a linear program may leave: no more is prefilled than flows on."""
     wanted: dict[tuple[int, int, str, int], float] = {}
     for flow in allocation.flows:
@@ -293,24 +300,24 @@ def _trimmed(found: Columns, allocation: Allocation) -> tuple[Share, ...]:
         if rate > 1e-12:
             template = found.templates[share.key.group][share.key.template].name
             place = found.program.fleet.regions[share.key.region]
-            kept.append(Share(template, place, share.bucket, share.phase, rate))
+            kept.append(PlannedShare(template, place, share.bucket, share.phase, rate))
     return tuple(kept)
 
 
-def _pin(found: Columns, pin: Deployment, exactly: bool) -> Pin:
+def _pin(found: ProgramColumns, pin: Deployment, exactly: bool) -> ColumnPin:
     key = found.key(pin.template, pin.region)
     if key is None:
         known = [template.name for group in found.templates for template in group]
         raise UnknownNameError("pin", f"{pin.template}@{pin.region}", known)
-    return Pin(key, pin.count, exactly)
+    return ColumnPin(key, pin.count, exactly)
 
 
 def _prediction(
-    found: Columns,
-    each: Ask,
+    found: ProgramColumns,
+    each: ModelDemand,
     used: Mapping[str, Template],
     deployments: Sequence[Deployment],
-    shares: Sequence[Share],
+    shares: Sequence[PlannedShare],
 ) -> Prediction:
     """What to expect of a model; TTFT with what its KV is late over cards as busy as planned."""
     mine = [share for share in shares if used[share.template].model == each.name]
@@ -342,7 +349,7 @@ def _prediction(
     )
 
 
-def _capacity(used: Mapping[str, Template], share: Share) -> BucketCapacity:
+def _capacity(used: Mapping[str, Template], share: PlannedShare) -> BucketCapacity:
     return used[share.template].capacity[share.bucket]
 
 

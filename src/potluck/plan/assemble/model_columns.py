@@ -10,12 +10,12 @@ import numpy as np
 
 from potluck.core.values.plan import Template
 from potluck.core.values.types import Codec, Link
-from potluck.perf.moves.transfer import link_alpha_beta
-from potluck.plan.allocate.program import Bucket, Fleet, Floats, ModelColumns
-from potluck.plan.problem import Ask, Demand, Problem
-from potluck.plan.timing.book import Book
-from potluck.plan.timing.cards import busy_limits, cards_of, wire_bits
-from potluck.plan.timing.rates import HANDOVER_SHARE, UNPROMISED_TTFT_S
+from potluck.perf.delays.transfer import link_alpha_beta
+from potluck.plan.allocate.program import DemandBucket, Floats, ModelColumns, NodeSupply
+from potluck.plan.problem import BucketDemand, ModelDemand, PlanningProblem
+from potluck.plan.timing.network_cards import busy_limits, cards_of, wire_bits
+from potluck.plan.timing.rate_cache import RateCache
+from potluck.plan.timing.replica_rates import HANDOVER_SHARE, UNPROMISED_TTFT_S
 
 MACHINE = "machine "
 """Before the name of a machine among a fleet's node types."""
@@ -30,7 +30,7 @@ class _Row(NamedTuple):
     cards_bits_per_s: float
 
 
-def _row(problem: Problem, each: Ask, template: Template, bits: Floats) -> _Row:
+def _row(problem: PlanningProblem, each: ModelDemand, template: Template, bits: Floats) -> _Row:
     table = np.zeros((3, len(each.demands)))
     for capacity in template.capacity:
         rates = capacity.prefill_per_s, capacity.decode_per_s, capacity.closed_per_s
@@ -44,7 +44,12 @@ def _row(problem: Problem, each: Ask, template: Template, bits: Floats) -> _Row:
 
 
 def model_columns(
-    problem: Problem, each: Ask, group: Sequence[Template], fleet: Fleet, codec: Codec, book: Book
+    problem: PlanningProblem,
+    each: ModelDemand,
+    group: Sequence[Template],
+    fleet: NodeSupply,
+    codec: Codec,
+    book: RateCache,
 ) -> ModelColumns:
     places = {node: column for column, node in enumerate(fleet.nodes)}
     uses = np.zeros((len(group), len(fleet.nodes)), np.uint8)
@@ -65,7 +70,7 @@ def model_columns(
     prefill, decode, closed = (np.array([row[place] for row in rows]).reshape(size) for place in range(3))
     cards = np.array([row.cards_bits_per_s for row in rows])
     buckets = tuple(
-        Bucket(
+        DemandBucket(
             f"{each.name} up to {d.longest_tokens} tokens",
             d.rate_per_s,
             float(bits[d.bucket]),
@@ -99,6 +104,6 @@ def crossing_s(wire_bits: float, link: Link) -> float:
     return float(link_alpha_beta(link).time_s(wire_bits / 16))
 
 
-def crossing_room_s(each: Ask, demand: Demand) -> float:
+def crossing_room_s(each: ModelDemand, demand: BucketDemand) -> float:
     """The part of TTFT that templates leave free for handing KV over."""
     return (each.slo.ttft_s if demand.promised else UNPROMISED_TTFT_S) * HANDOVER_SHARE

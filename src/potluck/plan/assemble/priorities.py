@@ -15,29 +15,29 @@ import numpy as np
 from numpy.typing import NDArray
 
 from potluck.core.values.plan import Plan
-from potluck.plan.allocate.result import Allocation, Shortfall
-from potluck.plan.assemble.columns import Columns
-from potluck.plan.problem import Ask, Problem
+from potluck.plan.allocate.allocation import Allocation, Shortfall
+from potluck.plan.assemble.columns import ProgramColumns
+from potluck.plan.problem import ModelDemand, PlanningProblem
 
 NOUGHT = 1e-9
 SPARE = 1e-6
 """By as much as a solver may err, less is held than was found."""
 
-Solve = Callable[[Problem], tuple[Columns, Allocation]]
+Solve = Callable[[PlanningProblem], tuple[ProgramColumns, Allocation]]
 
 
-def levels(problem: Problem) -> list[int]:
+def levels(problem: PlanningProblem) -> list[int]:
     """Priorities there are, the highest first."""
     return sorted({ask.terms.priority for ask in problem.asks if ask.rate_per_s > 0}, reverse=True)
 
 
-def alike(problem: Problem, short: Shortfall) -> bool:
+def alike(problem: PlanningProblem, short: Shortfall) -> bool:
     """Whether a shortfall that is the same for all is the last word."""
     asked = sum(ask.rate_per_s > 0 for ask in problem.asks)
     return len(levels(problem)) < 2 and (short.fraction > NOUGHT or asked < 2)
 
 
-def first_usd_per_h(found: Columns, model: int) -> float:
+def first_usd_per_h(found: ProgramColumns, model: int) -> float:
     """What the least costs that serves anything of a model: a copy that does both phases, or one of each."""
     fleet, mine = found.program.fleet, found.program.models[model]
     here = np.where((mine.uses[:, None, :] <= fleet.available[None]).all(axis=2), 1.0, np.inf)
@@ -50,14 +50,14 @@ def first_usd_per_h(found: Columns, model: int) -> float:
 
 
 def by_priority(
-    problem: Problem, solve: Solve, short: Shortfall, first: Mapping[str, float]
-) -> tuple[Columns, Allocation] | None:
+    problem: PlanningProblem, solve: Solve, short: Shortfall, first: Mapping[str, float]
+) -> tuple[ProgramColumns, Allocation] | None:
     """The program and its answer for as much of each level as there is room for; None where nothing differs.
 
     `first` is what a first copy of each model costs.
     """
     given: dict[str, float] = {ask.name: 0.0 for ask in problem.asks}
-    found: tuple[Columns, Allocation] | None = None
+    found: tuple[ProgramColumns, Allocation] | None = None
     told, ranks = short, levels(problem)
     todo = [[a.name for a in problem.asks if a.terms.priority == rank and a.rate_per_s > 0] for rank in ranks]
     fraction, nothing = 0.0, len(ranks) < 2  # one level, and it is known that nothing is left to all of it
@@ -84,7 +84,7 @@ def by_priority(
     return replace(found[0], problem=problem, fractions=given), answer
 
 
-def served(problem: Problem, plan: Plan) -> tuple[float, ...]:
+def served(problem: PlanningProblem, plan: Plan) -> tuple[float, ...]:
     """How much a plan serves, for comparing: level by level the least share of a model, then the mean of all."""
     found: list[float] = []
     for rank in levels(problem):
@@ -97,10 +97,10 @@ def served(problem: Problem, plan: Plan) -> tuple[float, ...]:
 DIGITS = 6
 
 
-def _at(problem: Problem, given: Mapping[str, float], mine: list[str]) -> Problem:
+def _at(problem: PlanningProblem, given: Mapping[str, float], mine: list[str]) -> PlanningProblem:
     """The problem of one level: its own demand, and what those above it were given."""
 
-    def at(ask: Ask) -> Ask:
+    def at(ask: ModelDemand) -> ModelDemand:
         share = 1.0 if ask.name in mine else given[ask.name]
         firm = ask.name not in mine and share > 0
         demands = tuple(replace(d, rate_per_s=d.rate_per_s * share, firm=firm) for d in ask.demands)

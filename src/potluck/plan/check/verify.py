@@ -9,27 +9,27 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from math import isclose
 
-from potluck.core.values.crossings import LOSSLESS, lossy_crossings
+from potluck.core.values.lossy_hops import LOSSLESS, lossy_crossings
 from potluck.core.values.plan import BucketCapacity, Plan, Template
 from potluck.core.values.types import Role
 from potluck.plan.assemble.columns import CROSSING, codecs_of
 from potluck.plan.assemble.model_columns import crossing_room_s, crossing_s
-from potluck.plan.assemble.terms import EGRESS, rent_usd_per_h
+from potluck.plan.assemble.term_rows import EGRESS, rent_usd_per_h
 from potluck.plan.check.verify_terms import broken_terms
-from potluck.plan.problem import Ask, Problem
+from potluck.plan.problem import ModelDemand, PlanningProblem
 from potluck.plan.templates.aggregated import aggregated_capacity
 from potluck.plan.templates.group import group_capacity
-from potluck.plan.timing.book import unwritten
-from potluck.plan.timing.cards import busy_limits, cards_of, link_bits_per_s, wire_bits
-from potluck.plan.timing.machines import machine_of, timer_of
-from potluck.plan.timing.rates import fits, replica_capacity
+from potluck.plan.timing.named_machines import machine_of, timer_of
+from potluck.plan.timing.network_cards import busy_limits, cards_of, link_bits_per_s, wire_bits
+from potluck.plan.timing.rate_cache import unwritten
+from potluck.plan.timing.replica_rates import fits, replica_capacity
 
 ROLES: tuple[Role, Role, Role] = ("prefill", "decode", "mixed")
 SLACK = 1e-6
 """Relative rounding that a linear program may leave."""
 
 
-def verify(problem: Problem, plan: Plan) -> tuple[str, ...]:
+def verify(problem: PlanningProblem, plan: Plan) -> tuple[str, ...]:
     """All violations; empty for a sound plan."""
     broken = (*_names(problem, plan), *_formats(problem, plan), *_codecs(problem, plan))
     problem = problem.in_formats(plan.formats)
@@ -42,7 +42,7 @@ def verify(problem: Problem, plan: Plan) -> tuple[str, ...]:
     return tuple(violation for check in checks for violation in check(problem, plan))
 
 
-def _names(problem: Problem, plan: Plan) -> Iterator[str]:
+def _names(problem: PlanningProblem, plan: Plan) -> Iterator[str]:
     """Everything a plan names exists, and counts are whole and positive."""
     regions = {region.name for region in problem.regions}
     models = {ask.name for ask in problem.asks}
@@ -63,7 +63,7 @@ def _names(problem: Problem, plan: Plan) -> Iterator[str]:
             yield f"{template.name}: unknown model {template.model!r}"
 
 
-def _formats(problem: Problem, plan: Plan) -> Iterator[str]:
+def _formats(problem: PlanningProblem, plan: Plan) -> Iterator[str]:
     """Weights are in a format that was allowed, and that is said of every model that has a choice."""
     for ask in problem.asks:
         chosen = plan.format_of(ask.name)
@@ -73,14 +73,14 @@ def _formats(problem: Problem, plan: Plan) -> Iterator[str]:
             yield f"{ask.name}: weights in {chosen}, which nobody allowed"
 
 
-def _codecs(problem: Problem, plan: Plan) -> Iterator[str]:
+def _codecs(problem: PlanningProblem, plan: Plan) -> Iterator[str]:
     """KV crosses in codecs that were allowed."""
     for crossing in lossy_crossings(plan):
         if crossing.codec not in problem.codecs:
             yield f"{crossing.where}: KV crosses in {crossing.codec}, which the spec's kv_codecs does not allow"
 
 
-def _layers(problem: Problem, plan: Plan) -> Iterator[str]:
+def _layers(problem: PlanningProblem, plan: Plan) -> Iterator[str]:
     """Every replica holds its whole model, on nodes that exist."""
     known = set(problem.by_name)
     for template in plan.templates:
@@ -94,7 +94,7 @@ def _layers(problem: Problem, plan: Plan) -> Iterator[str]:
                 yield f"{template.name}: unknown node {min(unknown)!r}"
 
 
-def _machines(problem: Problem, plan: Plan) -> Iterator[str]:
+def _machines(problem: PlanningProblem, plan: Plan) -> Iterator[str]:
     """Replicas have the GPUs they need: of what their template rents, and of the machines that they name."""
     for template in plan.templates:
         wanted: dict[str, int] = {}
@@ -132,7 +132,7 @@ def _machines(problem: Problem, plan: Plan) -> Iterator[str]:
             yield f"machine {machine!r} is rented {holders[machine]} times"
 
 
-def _memory(problem: Problem, plan: Plan) -> Iterator[str]:
+def _memory(problem: PlanningProblem, plan: Plan) -> Iterator[str]:
     for template in plan.templates:
         ask = _ask(problem, template.model)
         if ask is None:
@@ -142,7 +142,7 @@ def _memory(problem: Problem, plan: Plan) -> Iterator[str]:
                 yield f"{template.name}: the model does not fit in a replica's memory"
 
 
-def _capacity(problem: Problem, plan: Plan) -> Iterator[str]:
+def _capacity(problem: PlanningProblem, plan: Plan) -> Iterator[str]:
     """No template promises more than its replicas do when they are timed again."""
     for template in plan.templates:
         ask = _ask(problem, template.model)
@@ -155,7 +155,7 @@ def _capacity(problem: Problem, plan: Plan) -> Iterator[str]:
                     yield f"{template.name}: {name} of bucket {claimed.bucket} is {seen:.4g}, not {said:.4g}"
 
 
-def _shared(problem: Problem, plan: Plan) -> Iterator[str]:
+def _shared(problem: PlanningProblem, plan: Plan) -> Iterator[str]:
     """What a group's copy serves is shared among its replicas without rest, none of them beyond its own rate."""
     for template in plan.templates:
         ask = _ask(problem, template.model)
@@ -179,7 +179,7 @@ def _shared(problem: Problem, plan: Plan) -> Iterator[str]:
                     yield f"{template.name}: replica {index} is sent {load:.4g} of {rate:.4g} req/s"
 
 
-def retimed(problem: Problem, ask: Ask, template: Template) -> tuple[BucketCapacity, ...]:
+def retimed(problem: PlanningProblem, ask: ModelDemand, template: Template) -> tuple[BucketCapacity, ...]:
     """What a template can do at most, from its replicas alone.
 
     A closed group does no more than its prefilling replicas prefill and its decoding ones decode, and what
@@ -201,7 +201,9 @@ def retimed(problem: Problem, ask: Ask, template: Template) -> tuple[BucketCapac
     return tuple(found)
 
 
-def _role(problem: Problem, ask: Ask, template: Template, role: Role) -> list[tuple[float, float, float]]:
+def _role(
+    problem: PlanningProblem, ask: ModelDemand, template: Template, role: Role
+) -> list[tuple[float, float, float]]:
     """(requests/s, TTFT, TPOT) in each bucket of a template's replicas of one role together."""
     total = [(0.0, 0.0, 0.0)] * len(ask.demands)
     members = [replica for replica in template.replicas if replica.role == role]
@@ -220,7 +222,7 @@ def _role(problem: Problem, ask: Ask, template: Template, role: Role) -> list[tu
     return total
 
 
-def _nodes(problem: Problem, plan: Plan) -> Iterator[str]:
+def _nodes(problem: PlanningProblem, plan: Plan) -> Iterator[str]:
     for (region, node), count in plan.nodes.items():
         offer = next((r.offer(node) for r in problem.regions if r.name == region), None)
         available = offer.available if offer else 0
@@ -228,7 +230,7 @@ def _nodes(problem: Problem, plan: Plan) -> Iterator[str]:
             yield f"{region}: {count} {node} rented, {available} available"
 
 
-def _time(problem: Problem, plan: Plan) -> Iterator[str]:
+def _time(problem: PlanningProblem, plan: Plan) -> Iterator[str]:
     """No deployment is busier than the headroom allows."""
     for deployment in plan.deployments:
         template = plan.template(deployment.template)
@@ -242,7 +244,7 @@ def _time(problem: Problem, plan: Plan) -> Iterator[str]:
             yield f"{where}: {busy:.3f} copies busy of {problem.headroom * deployment.count:.3f}"
 
 
-def _demand(problem: Problem, plan: Plan) -> Iterator[str]:
+def _demand(problem: PlanningProblem, plan: Plan) -> Iterator[str]:
     for ask in problem.asks:
         for demand in ask.demands:
             closed = _rate(plan, ask.name, demand.bucket, "closed")
@@ -252,7 +254,7 @@ def _demand(problem: Problem, plan: Plan) -> Iterator[str]:
                 yield f"{ask.name} bucket {demand.bucket}: {closed + flows:.4g} of {wanted:.4g} req/s served"
 
 
-def _balance(problem: Problem, plan: Plan) -> Iterator[str]:
+def _balance(problem: PlanningProblem, plan: Plan) -> Iterator[str]:
     """What flows out of a region was prefilled there, and what flows in is decoded there."""
     for ask in problem.asks:
         for demand in ask.demands:
@@ -268,7 +270,7 @@ def _balance(problem: Problem, plan: Plan) -> Iterator[str]:
                         yield f"{where}: {phase} {done:.4g} of {flow:.4g} req/s"
 
 
-def _links(problem: Problem, plan: Plan) -> Iterator[str]:
+def _links(problem: PlanningProblem, plan: Plan) -> Iterator[str]:
     load: dict[tuple[str, str], float] = {}
     for flow in plan.flows:
         ask = _ask(problem, flow.model)
@@ -289,7 +291,7 @@ def _links(problem: Problem, plan: Plan) -> Iterator[str]:
             yield f"link {source} -> {target}: {bits / 1e9:.3g} Gbps, at most {most / 1e9:.3g} of {link.gbps:g}"
 
 
-def _cards(problem: Problem, plan: Plan) -> Iterator[str]:
+def _cards(problem: PlanningProblem, plan: Plan) -> Iterator[str]:
     """No network card inside a region carries more than lets KV be in time."""
     codecs = codecs_of(plan)
     for deployment in plan.deployments:
@@ -313,7 +315,7 @@ def _cards(problem: Problem, plan: Plan) -> Iterator[str]:
                 yield f"{where}: {phase} puts {sent / 1e9:.3g} Gbps on network cards for {most / 1e9:.3g}"
 
 
-def _cost(problem: Problem, plan: Plan) -> Iterator[str]:
+def _cost(problem: PlanningProblem, plan: Plan) -> Iterator[str]:
     total = rent_usd_per_h(problem, plan.nodes)
     if not isclose(total, plan.cost_usd_per_h, rel_tol=1e-6, abs_tol=1e-6):
         yield f"costs ${total:.4f}/h, not ${plan.cost_usd_per_h:.4f}/h"
@@ -331,5 +333,5 @@ def _rate(plan: Plan, model: str, bucket: int, phase: str, region: str | None = 
     return total
 
 
-def _ask(problem: Problem, name: str) -> Ask | None:
+def _ask(problem: PlanningProblem, name: str) -> ModelDemand | None:
     return next((ask for ask in problem.asks if ask.name == name), None)

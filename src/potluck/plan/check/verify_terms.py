@@ -10,14 +10,14 @@ from collections.abc import Iterator, Mapping
 
 import numpy as np
 
-from potluck.core.values.crossings import LOSSLESS
+from potluck.core.values.lossy_hops import LOSSLESS
 from potluck.core.values.plan import Plan
 from potluck.plan.allocate.highs import INFINITY, Milp, solve_milp
 from potluck.plan.assemble.columns import codecs_of, egress_usd_per_h
 from potluck.plan.assemble.model_columns import crossing_room_s, crossing_s
-from potluck.plan.assemble.terms import charges_of, domains, runs_in, share_asked
-from potluck.plan.problem import Ask, Problem
-from potluck.plan.timing.cards import busy_limits, cards_of, link_bits_per_s, wire_bits
+from potluck.plan.assemble.term_rows import charges_of, domains, runs_in, share_asked
+from potluck.plan.problem import ModelDemand, PlanningProblem
+from potluck.plan.timing.network_cards import busy_limits, cards_of, link_bits_per_s, wire_bits
 
 SLACK = 1e-5
 LIMIT_S = 60.0
@@ -26,7 +26,7 @@ Copies = Mapping[tuple[str, str], int]
 """(template, region) to how many."""
 
 
-def broken_terms(problem: Problem, plan: Plan) -> Iterator[str]:
+def broken_terms(problem: PlanningProblem, plan: Plan) -> Iterator[str]:
     """Every term that a plan breaks, in a sentence."""
     yield from _charges(problem, plan)
     for ask in problem.asks:
@@ -46,13 +46,13 @@ def _mine(plan: Plan, model: str) -> dict[tuple[str, str], int]:
     return found
 
 
-def _placed(problem: Problem, plan: Plan, ask: Ask) -> Iterator[str]:
+def _placed(problem: PlanningProblem, plan: Plan, ask: ModelDemand) -> Iterator[str]:
     for name, region in _mine(plan, ask.name):
         if not runs_in(problem, ask, plan.template(name), region):
             yield f"{name}@{region}: is not where the limits of {ask.name} let it run"
 
 
-def _near(plan: Plan, ask: Ask) -> Iterator[str]:
+def _near(plan: Plan, ask: ModelDemand) -> Iterator[str]:
     """First tokens are with the farthest users in time, wherever these are sent."""
     if not ask.origins:
         return
@@ -66,7 +66,7 @@ def _near(plan: Plan, ask: Ask) -> Iterator[str]:
             yield f"{where}: first tokens of bucket {share.bucket} reach the farthest users after {seen_s:.3g} s"
 
 
-def _counted(problem: Problem, plan: Plan, ask: Ask) -> Iterator[str]:
+def _counted(problem: PlanningProblem, plan: Plan, ask: ModelDemand) -> Iterator[str]:
     mine, terms = _mine(plan, ask.name), ask.terms
     copies = sum(mine.values())
     if copies < terms.min_copies or (terms.max_copies is not None and copies > terms.max_copies):
@@ -76,7 +76,7 @@ def _counted(problem: Problem, plan: Plan, ask: Ask) -> Iterator[str]:
         yield f"{ask.name}: {len(kinds)} kinds of GPU, at most {terms.max_gpu_kinds} asked for"
 
 
-def _survived(problem: Problem, plan: Plan, ask: Ask) -> Iterator[str]:
+def _survived(problem: PlanningProblem, plan: Plan, ask: ModelDemand) -> Iterator[str]:
     for name, left in after_losses(problem, plan, ask):
         domain = "spot" if name == "spot nodes" else ask.terms.survive or "node"
         wanted = share_asked(ask.terms, domain) * plan.fraction_of(ask.name)
@@ -84,7 +84,7 @@ def _survived(problem: Problem, plan: Plan, ask: Ask) -> Iterator[str]:
             yield f"{ask.name}: without {name} less than {wanted:.1%} of the demand would be served"
 
 
-def after_losses(problem: Problem, plan: Plan, ask: Ask) -> Iterator[tuple[str, Copies]]:
+def after_losses(problem: PlanningProblem, plan: Plan, ask: ModelDemand) -> Iterator[tuple[str, Copies]]:
     """Every loss that a model's plan must survive, and the copies that it leaves."""
     mine = _mine(plan, ask.name)
     if ask.terms.survive == "node":
@@ -105,7 +105,7 @@ def without(plan: Plan, copies: Copies, cells: list[tuple[str, str]]) -> Copies:
     }
 
 
-def served_share(problem: Problem, plan: Plan, ask: Ask, copies: Copies) -> float:
+def served_share(problem: PlanningProblem, plan: Plan, ask: ModelDemand, copies: Copies) -> float:
     """The largest share of a model's demand that some copies of its templates serve, however it is routed.
 
     Variables: the share; time of each column in each phase of each bucket; flows from region to region.
@@ -154,8 +154,8 @@ def served_share(problem: Problem, plan: Plan, ask: Ask, copies: Copies) -> floa
 
 
 def _flows(
-    problem: Problem,
-    ask: Ask,
+    problem: PlanningProblem,
+    ask: ModelDemand,
     bits: np.ndarray[tuple[int], np.dtype[np.float64]],
     phase: dict[tuple[str, int, str], dict[int, float]],
     met: dict[int, dict[int, float]],
@@ -207,7 +207,7 @@ def _largest(
     return 0.0 if answer.x is None else float(answer.x[0])
 
 
-def _charges(problem: Problem, plan: Plan) -> Iterator[str]:
+def _charges(problem: PlanningProblem, plan: Plan) -> Iterator[str]:
     real = {each.what: each.usd_per_h for each in charges_of(problem, plan, egress_usd_per_h(problem, plan))}
     said = {each.what: each.usd_per_h for each in plan.charges}
     for what in sorted({*real, *said}):

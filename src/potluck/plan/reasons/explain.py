@@ -12,15 +12,15 @@ from dataclasses import dataclass, replace
 from potluck.core.errors import InputError
 from potluck.core.values.layout import single
 from potluck.core.values.plan import Deployment, Plan, Prediction
-from potluck.core.values.types import Offer, Region
+from potluck.core.values.types import NodeOffer, Region
 from potluck.perf.serving.phases import decode_step_s, prefill_s
 from potluck.perf.timers.roofline import check_tp
-from potluck.plan.problem import Ask, Problem
+from potluck.plan.problem import ModelDemand, PlanningProblem
 from potluck.plan.reasons.term_prices import TermPrice, term_prices
-from potluck.plan.strategies.base import FormatPrice, Outcome, Settings, Workshop
-from potluck.plan.timing.rates import HANDOVER_SHARE, fits, layout_timer, wait_factor
+from potluck.plan.strategies.template_factory import FormatPrice, PlanOutcome, SolveSettings, TemplateFactory
+from potluck.plan.timing.replica_rates import HANDOVER_SHARE, fits, layout_timer, wait_factor
 
-Planner = Callable[[Workshop, Settings], Outcome]
+Planner = Callable[[TemplateFactory, SolveSettings], PlanOutcome]
 ASKING_SHARE = 0.5
 """Of the time limit, for all questions about what else there was."""
 
@@ -65,22 +65,24 @@ class Explanation:
     """What it would cost in each combination of formats, where there was a choice."""
 
 
-def explain(workshop: Workshop, outcome: Outcome, planner: Planner, settings: Settings) -> Explanation:
+def explain(
+    factory: TemplateFactory, outcome: PlanOutcome, planner: Planner, settings: SolveSettings
+) -> Explanation:
     """Reasons for every model and every node type that is rented or scarce; all in half of the time limit."""
-    workshop = workshop.settled(outcome.plan)
-    problem = workshop.problem
+    factory = factory.settled(outcome.plan)
+    problem = factory.problem
     questions = len(problem.asks) + sum(1 for count in outcome.plan.nodes.values() if count)
     each_s = settings.time_limit_s * ASKING_SHARE / max(questions, 1)
     settings = replace(settings, time_limit_s=each_s, start_s=None, starts=(), asking=True)
     return Explanation(
-        tuple(_model(workshop, outcome, planner, settings, ask.name) for ask in problem.asks),
-        tuple(_nodes(workshop, outcome, planner, settings)),
-        term_prices(workshop, outcome, planner, replace(settings, asking=outcome.plan.fraction >= 1)),
+        tuple(_model(factory, outcome, planner, settings, ask.name) for ask in problem.asks),
+        tuple(_nodes(factory, outcome, planner, settings)),
+        term_prices(factory, outcome, planner, replace(settings, asking=outcome.plan.fraction >= 1)),
         outcome.tried,
     )
 
 
-def without_nodes(problem: Problem, region: str, node: str, available: int) -> Problem:
+def without_nodes(problem: PlanningProblem, region: str, node: str, available: int) -> PlanningProblem:
     """The problem with another number of a node type."""
     regions = tuple(
         _changed(each, node, available) if each.name == region else each for each in problem.regions
@@ -105,7 +107,7 @@ def _changed(region: Region, node: str, available: int) -> Region:
 
 
 def _model(
-    workshop: Workshop, outcome: Outcome, planner: Planner, settings: Settings, model: str
+    factory: TemplateFactory, outcome: PlanOutcome, planner: Planner, settings: SolveSettings, model: str
 ) -> ModelReason:
     plan = outcome.plan
     rates: dict[str, float] = {}
@@ -116,7 +118,7 @@ def _model(
     barred = () if main is None else tuple(each.node for each in main.nodes)
     # With less on offer no more is served: where that falls short already, there is nothing to ask.
     ask = bool(barred) and plan.fraction >= 1
-    other = _without_nodes(workshop, planner, settings, model, barred) if ask else None
+    other = _without_nodes(factory, planner, settings, model, barred) if ask else None
     extra = (
         None
         if other is None or other.plan.fraction < 1
@@ -125,14 +127,14 @@ def _model(
     return ModelReason(
         model,
         describe(plan, model),
-        usd_per_million_tokens(workshop.problem, plan, model),
+        usd_per_million_tokens(factory.problem, plan, model),
         barred,
         extra,
         () if other is None or extra is None else describe(other.plan, model),
     )
 
 
-def usd_per_million_tokens(problem: Problem, plan: Plan, model: str) -> float:
+def usd_per_million_tokens(problem: PlanningProblem, plan: Plan, model: str) -> float:
     """What the nodes that serve a model cost per million of its tokens."""
     cost = _usd_per_h(problem, plan, model)
     ask = next(ask for ask in problem.asks if ask.name == model)
@@ -147,13 +149,13 @@ def range_of(prediction: Prediction) -> tuple[float, float]:
     return (middle / fast, middle / slow) if fast > 0 and slow > 0 and middle > 0 else (1.0, 1.0)
 
 
-def usd_range(problem: Problem, plan: Plan) -> tuple[float, float]:
+def usd_range(problem: PlanningProblem, plan: Plan) -> tuple[float, float]:
     """The same of a whole plan, in USD an hour; models are taken to err alike."""
     costs = [(_usd_per_h(problem, plan, each.model), range_of(each)) for each in plan.predictions]
     return sum(cost * low for cost, (low, _) in costs), sum(cost * high for cost, (_, high) in costs)
 
 
-def tokens_per_usd(problem: Problem, plan: Plan, model: str) -> tuple[float, float]:
+def tokens_per_usd(problem: PlanningProblem, plan: Plan, model: str) -> tuple[float, float]:
     """CAUCHY's cost efficiency of a plan: prompt and answer tokens that a dollar buys; 0 where nothing is paid."""
     cost = _usd_per_h(problem, plan, model)
     ask = next(ask for ask in problem.asks if ask.name == model)
@@ -163,7 +165,7 @@ def tokens_per_usd(problem: Problem, plan: Plan, model: str) -> tuple[float, flo
     return prompts * served, answers * served
 
 
-def copy_tokens_per_usd(problem: Problem, plan: Plan, deployment: Deployment) -> tuple[float, float]:
+def copy_tokens_per_usd(problem: PlanningProblem, plan: Plan, deployment: Deployment) -> tuple[float, float]:
     """The same of one deployment: tokens of the prompts it computes and of the answers it makes, as planned."""
     template = plan.template(deployment.template)
     ask = next(ask for ask in problem.asks if ask.name == template.model)
@@ -178,7 +180,7 @@ def copy_tokens_per_usd(problem: Problem, plan: Plan, deployment: Deployment) ->
     return (prompts * 3600 / cost, answers * 3600 / cost) if cost > 0 else (0.0, 0.0)
 
 
-def tokens_json(problem: Problem, plan: Plan) -> dict[str, object]:
+def tokens_json(problem: PlanningProblem, plan: Plan) -> dict[str, object]:
     """Prompt and answer tokens per dollar: of the whole plan, of each model and of each deployment."""
     models = {each.model: tokens_per_usd(problem, plan, each.model) for each in plan.predictions}
     served = 3600 / plan.cost_usd_per_h if plan.cost_usd_per_h > 0 else 0.0
@@ -196,7 +198,7 @@ def tokens_json(problem: Problem, plan: Plan) -> dict[str, object]:
     }
 
 
-def _usd_per_h(problem: Problem, plan: Plan, model: str) -> float:
+def _usd_per_h(problem: PlanningProblem, plan: Plan, model: str) -> float:
     """What the nodes that serve a model cost."""
     prices = {(r.name, o.node): o.price_usd_per_h for r in problem.regions for o in r.offers}
     cost = 0.0
@@ -209,22 +211,24 @@ def _usd_per_h(problem: Problem, plan: Plan, model: str) -> float:
 
 
 def _without_nodes(
-    workshop: Workshop, planner: Planner, settings: Settings, model: str, barred: tuple[str, ...]
-) -> Outcome:
+    factory: TemplateFactory, planner: Planner, settings: SolveSettings, model: str, barred: tuple[str, ...]
+) -> PlanOutcome:
     """Plan again with a model kept off these node types."""
-    problem = workshop.problem
+    problem = factory.problem
     asks = tuple(_off(problem, ask, barred) if ask.name == model else ask for ask in problem.asks)
-    return planner(replace(workshop, problem=replace(problem, asks=asks)), settings)
+    return planner(replace(factory, problem=replace(problem, asks=asks)), settings)
 
 
-def _off(problem: Problem, ask: Ask, barred: tuple[str, ...]) -> Ask:
+def _off(problem: PlanningProblem, ask: ModelDemand, barred: tuple[str, ...]) -> ModelDemand:
     allowed = ask.terms.nodes if ask.terms.nodes is not None else tuple(node.name for node in problem.nodes)
     left = tuple(name for name in allowed if name not in barred)
     return replace(ask, terms=replace(ask.terms, nodes=left))
 
 
-def _nodes(workshop: Workshop, outcome: Outcome, planner: Planner, settings: Settings) -> list[NodeValue]:
-    problem, plan = workshop.problem, outcome.plan
+def _nodes(
+    factory: TemplateFactory, outcome: PlanOutcome, planner: Planner, settings: SolveSettings
+) -> list[NodeValue]:
+    problem, plan = factory.problem, outcome.plan
     fleet, rented = outcome.columns.program.fleet, plan.nodes
     found = []
     for row, region in enumerate(problem.regions):
@@ -236,7 +240,7 @@ def _nodes(workshop: Workshop, outcome: Outcome, planner: Planner, settings: Set
             fewer = None
             if count and plan.fraction >= 1 and not _last_node(problem, offer, count):
                 less = without_nodes(problem, region.name, offer.node, count - 1)
-                other = planner(Workshop(less, workshop.made, books=workshop.books), settings)
+                other = planner(TemplateFactory(less, factory.made, books=factory.books), settings)
                 if other.plan.fraction >= 1:
                     fewer = other.plan.total_usd_per_h - plan.total_usd_per_h
             found.append(
@@ -247,13 +251,13 @@ def _nodes(workshop: Workshop, outcome: Outcome, planner: Planner, settings: Set
     return found
 
 
-def _last_node(problem: Problem, offer: Offer, rented: int) -> bool:
+def _last_node(problem: PlanningProblem, offer: NodeOffer, rented: int) -> bool:
     """Whether nothing at all would be left on offer with one fewer than is rented of this one."""
     others = sum(each.available for region in problem.regions for each in region.offers if each is not offer)
     return rented == 1 and others == 0
 
 
-def why_not(problem: Problem, model: str) -> str:
+def why_not(problem: PlanningProblem, model: str) -> str:
     """Why nothing on offer can serve a model at all."""
     ask = next(each for each in problem.asks if each.name == model)
     fastest: list[tuple[float, float]] = []

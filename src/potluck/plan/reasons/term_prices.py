@@ -9,12 +9,12 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 
 from potluck.core.values.plan import Plan
-from potluck.plan.assemble.terms import domains, offers_of
+from potluck.plan.assemble.term_rows import domains, offers_of
 from potluck.plan.check.verify_terms import served_share, without
-from potluck.plan.problem import Ask, Problem
-from potluck.plan.strategies.base import Outcome, Settings, Workshop
+from potluck.plan.problem import ModelDemand, PlanningProblem
+from potluck.plan.strategies.template_factory import PlanOutcome, SolveSettings, TemplateFactory
 
-Planner = Callable[[Workshop, Settings], Outcome]
+Planner = Callable[[TemplateFactory, SolveSettings], PlanOutcome]
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,15 +46,15 @@ class SpotRisk:
 
 
 def term_prices(
-    workshop: Workshop, outcome: Outcome, planner: Planner, settings: Settings
+    factory: TemplateFactory, outcome: PlanOutcome, planner: Planner, settings: SolveSettings
 ) -> tuple[TermPrice, ...]:
     """Every term of every model, priced by planning without it."""
     found = []
-    for ask in workshop.problem.asks:
+    for ask in factory.problem.asks:
         for term, words, changed in _changes(ask):
             fresh = changed.slo != ask.slo or changed.origins != ask.origins  # templates are timed anew
-            there = _with(workshop.problem, changed)
-            shop = Workshop(there) if fresh else replace(workshop, problem=there)
+            there = _with(factory.problem, changed)
+            shop = TemplateFactory(there) if fresh else replace(factory, problem=there)
             other = planner(shop, settings)
             whole = min(outcome.plan.fraction, other.plan.fraction) >= 1
             extra = outcome.plan.total_usd_per_h - other.plan.total_usd_per_h if whole else None
@@ -64,7 +64,7 @@ def term_prices(
     return tuple(found)
 
 
-def _changes(ask: Ask) -> Iterator[tuple[str, str, Ask]]:
+def _changes(ask: ModelDemand) -> Iterator[tuple[str, str, ModelDemand]]:
     """Every term with its words, and what is asked without it."""
     for term, words in ask.terms.asked.items():
         yield term, words, replace(ask, terms=ask.terms.without(term))
@@ -76,11 +76,11 @@ def _changes(ask: Ask) -> Iterator[tuple[str, str, Ask]]:
         yield "origins", f"users have places: {places}", replace(ask, origins=())
 
 
-def _with(problem: Problem, ask: Ask) -> Problem:
+def _with(problem: PlanningProblem, ask: ModelDemand) -> PlanningProblem:
     return replace(problem, asks=tuple(ask if each.name == ask.name else each for each in problem.asks))
 
 
-def spot_risks(problem: Problem, plan: Plan) -> tuple[SpotRisk, ...]:
+def spot_risks(problem: PlanningProblem, plan: Plan) -> tuple[SpotRisk, ...]:
     """Models with spot nodes, how often these go, and what is left without them."""
     offers, found = offers_of(problem), []
     cells = [cell for _, each in domains(problem)["spot"] for cell in each]

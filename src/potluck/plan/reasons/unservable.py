@@ -9,37 +9,37 @@ from __future__ import annotations
 from collections.abc import Callable, Collection
 from dataclasses import replace
 
-from potluck.plan.problem import Ask, Demand, Problem
+from potluck.plan.problem import BucketDemand, ModelDemand, PlanningProblem
 from potluck.plan.reasons.explain import Planner, why_not
-from potluck.plan.strategies.base import Outcome, Settings, Workshop
+from potluck.plan.strategies.template_factory import PlanOutcome, SolveSettings, TemplateFactory
 
 TRIES = 3
 
 
 def planned_rest(
-    planner: Planner, workshop: Workshop, settings: Settings
-) -> tuple[Workshop, Outcome, tuple[str, ...]]:
+    planner: Planner, factory: TemplateFactory, settings: SolveSettings
+) -> tuple[TemplateFactory, PlanOutcome, tuple[str, ...]]:
     """(the workshop with what is planned for, its plan, a line for everything that was left out)."""
-    problem, notes = within_context(workshop.problem)
-    workshop = replace(workshop, problem=problem)
-    outcome = planner(workshop, settings)
+    problem, notes = within_context(factory.problem)
+    factory = replace(factory, problem=problem)
+    outcome = planner(factory, settings)
     for _ in range(TRIES):
         shortfall = outcome.allocation.shortfall
         if shortfall is None or not shortfall.unserved or outcome.plan.fraction > 0:
             break
-        rest, more = without(workshop.problem, shortfall.unserved)
+        rest, more = without(factory.problem, shortfall.unserved)
         if not any(ask.rate_per_s > 0 for ask in rest.asks):
             break
         notes += more
-        workshop = replace(workshop, problem=rest)
-        outcome = planner(workshop, settings)
-    return workshop, outcome, notes
+        factory = replace(factory, problem=rest)
+        outcome = planner(factory, settings)
+    return factory, outcome, notes
 
 
-def within_context(problem: Problem) -> tuple[Problem, tuple[str, ...]]:
+def within_context(problem: PlanningProblem) -> tuple[PlanningProblem, tuple[str, ...]]:
     """Without requests that are longer than their model's context: every engine refuses them."""
 
-    def too_long(ask: Ask, demand: Demand) -> bool:
+    def too_long(ask: ModelDemand, demand: BucketDemand) -> bool:
         return demand.input_tokens + demand.output_tokens > ask.model.max_context_tokens
 
     rest = _left_out(problem, too_long)
@@ -54,10 +54,10 @@ def within_context(problem: Problem) -> tuple[Problem, tuple[str, ...]]:
     return rest, tuple(notes)
 
 
-def without(problem: Problem, unserved: Collection[str]) -> tuple[Problem, tuple[str, ...]]:
+def without(problem: PlanningProblem, unserved: Collection[str]) -> tuple[PlanningProblem, tuple[str, ...]]:
     """Without the demands of these names, as `Shortfall.unserved` has them."""
 
-    def named(ask: Ask, demand: Demand) -> bool:
+    def named(ask: ModelDemand, demand: BucketDemand) -> bool:
         return f"{ask.name}/{ask.name} up to {demand.longest_tokens} tokens" in unserved
 
     rest = _left_out(problem, named)
@@ -79,7 +79,9 @@ def without(problem: Problem, unserved: Collection[str]) -> tuple[Problem, tuple
     return rest, tuple(notes)
 
 
-def _left_out(problem: Problem, which: Callable[[Ask, Demand], bool]) -> Problem:
+def _left_out(
+    problem: PlanningProblem, which: Callable[[ModelDemand, BucketDemand], bool]
+) -> PlanningProblem:
     asks = tuple(
         replace(ask, demands=tuple(replace(d, rate_per_s=0.0) if which(ask, d) else d for d in ask.demands))
         for ask in problem.asks
@@ -87,16 +89,16 @@ def _left_out(problem: Problem, which: Callable[[Ask, Demand], bool]) -> Problem
     return replace(problem, asks=asks)
 
 
-def _share(before: Ask, after: Ask) -> float:
+def _share(before: ModelDemand, after: ModelDemand) -> float:
     """Percent of requests that are gone."""
     asked = before.rate_per_s
     return 100.0 * (1.0 - after.rate_per_s / asked) if asked > 0 and after.rate_per_s < asked else 0.0
 
 
-def budget_that_would_do(planner: Planner, workshop: Workshop, settings: Settings) -> float | None:
+def budget_that_would_do(planner: Planner, factory: TemplateFactory, settings: SolveSettings) -> float | None:
     """USD an hour of a plan for all of the demand if money were no matter; None where other things bind too."""
-    if workshop.problem.budget_usd_per_h is None:
+    if factory.problem.budget_usd_per_h is None:
         return None
-    free = replace(workshop, problem=replace(workshop.problem, budget_usd_per_h=None))
+    free = replace(factory, problem=replace(factory.problem, budget_usd_per_h=None))
     other = planner(free, settings)
     return other.plan.cost_usd_per_h if other.allocation.found else None

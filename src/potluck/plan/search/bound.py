@@ -42,20 +42,20 @@ from itertools import combinations, combinations_with_replacement, product
 import numpy as np
 
 from potluck.core.values.types import Role
-from potluck.plan.search.bound_program import Column, Links, best_value
-from potluck.plan.search.costs import Timing
-from potluck.plan.search.deduce import PHASES, Deduced, Deducer, Takes, deducer
+from potluck.plan.search.bound_program import GroupColumn, PlaceLinks, best_value
+from potluck.plan.search.deduce import PHASES, ConfigurationSearch, GroupConfiguration, Takes, deducer
 from potluck.plan.search.deduce_kernel import DECODE, PREFILL, Floats, attained
 from potluck.plan.search.moves import MAX_NODES, kinds_of
-from potluck.plan.search.pool import Pool, Workload, uniform_pool
+from potluck.plan.search.pool_workload import Pool, PoolWorkload, uniform_pool
+from potluck.plan.search.stage_costs import LayerTiming
 
 ROLES: tuple[Role, ...] = ("prefill", "decode", "mixed")
 
 
 def exact_bound(
     pool: Pool,
-    work: Workload,
-    timing: Timing,
+    work: PoolWorkload,
+    timing: LayerTiming,
     phases: Sequence[Role] = ROLES,
     *,
     known_per_s: float = 0.0,
@@ -66,7 +66,7 @@ def exact_bound(
     `known_per_s` is what some state attains: columns that cannot be part of anything better are left out.
     """
     source = deducer(pool, work, timing)
-    columns: list[Column] = []
+    columns: list[GroupColumn] = []
     for takes in groups_of(pool):
         uses = np.zeros(len(pool.nodes))
         for node, count in takes:
@@ -85,8 +85,8 @@ def exact_bound(
 
 def class_bound(
     pool: Pool,
-    work: Workload,
-    timing: Timing,
+    work: PoolWorkload,
+    timing: LayerTiming,
     phases: Sequence[Role] = ROLES,
     *,
     known_per_s: float = 0.0,
@@ -102,7 +102,7 @@ def class_bound(
     sizes = [rich.nodes[nodes[0]].gpus for nodes in members]
     most = [float(len(nodes)) for nodes, size in zip(members, sizes, strict=True) for _ in _thresholds(size)]
     owner = {node: row for row, nodes in enumerate(members) for node in nodes}
-    columns: list[Column] = []
+    columns: list[GroupColumn] = []
     for takes in _multisets(rich, members):
         fits = [
             sum(_fit(count, sizes[row], k) for node, count in takes if owner[node] == row)
@@ -125,7 +125,7 @@ def groups_of(pool: Pool) -> Iterator[Takes]:
                 yield tuple((node, count) for (node, _), count in zip(nodes, counts, strict=True))
 
 
-def kv_free_share(work: Workload, phase: int, found: Deduced) -> float:
+def kv_free_share(work: PoolWorkload, phase: int, found: GroupConfiguration) -> float:
     """D_j: the share within TTFT if KV took no time; 0 for a decoder, whose requests others count."""
     if phase == PREFILL:
         return float(attained(work.headroom, found.service_s, work.slo.ttft_s - found.latency_s))
@@ -133,12 +133,12 @@ def kv_free_share(work: Workload, phase: int, found: Deduced) -> float:
 
 
 def _columns(
-    sources: Mapping[int, Deducer],
+    sources: Mapping[int, ConfigurationSearch],
     takes: Takes,
     uses: Floats,
     phases: Sequence[Role],
     owner: Mapping[int, int] | Sequence[int],
-) -> Iterator[Column]:
+) -> Iterator[GroupColumn]:
     for role in phases:
         phase = PHASES[role]
         source = sources[phase]
@@ -147,10 +147,10 @@ def _columns(
             rate = source.work.headroom * found.rate_per_s
             layers = tuple((owner[stage.node], stage.layers) for stage in found.stages)
             parts = tuple(owner[node] for node, _ in takes)
-            yield Column(phase, rate, kv_free_share(source.work, phase, found), uses, layers, parts)
+            yield GroupColumn(phase, rate, kv_free_share(source.work, phase, found), uses, layers, parts)
 
 
-def _links(source: Deducer, members: list[list[int]] | None) -> Links | None:
+def _links(source: ConfigurationSearch, members: list[list[int]] | None) -> PlaceLinks | None:
     """Layers of KV a second that links carry, between nodes or classes; None when KV has no size."""
     each = source.work.kv_bytes_per_layer
     if each <= 0:
@@ -160,7 +160,7 @@ def _links(source: Deducer, members: list[list[int]] | None) -> Links | None:
     apart = ~np.eye(size, dtype=bool)
     most[apart] = 1.0 / (source.wires.kv_s_per_byte[apart] * each)
     if members is None:
-        return Links(most, np.full_like(most, np.inf), np.full_like(most, np.inf))
+        return PlaceLinks(most, np.full_like(most, np.inf), np.full_like(most, np.inf))
     tables = [np.full((len(members),) * 2, np.inf) for _ in range(3)]
     for a, first in enumerate(members):
         for b, second in enumerate(members):
@@ -169,7 +169,7 @@ def _links(source: Deducer, members: list[list[int]] | None) -> Links | None:
                 tables[0][a, b] = between.sum()
                 tables[1][a, b] = between.sum(axis=0).max()
                 tables[2][a, b] = between.sum(axis=1).max()
-    return Links(*tables)
+    return PlaceLinks(*tables)
 
 
 def _thresholds(size: int) -> range:

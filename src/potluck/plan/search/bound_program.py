@@ -24,7 +24,7 @@ FEW_COLUMNS = 500
 GAP = 1e-4
 
 
-class Column(NamedTuple):
+class GroupColumn(NamedTuple):
     """A group in a phase."""
 
     phase: int
@@ -40,7 +40,7 @@ class Column(NamedTuple):
     """The place of each of its nodes."""
 
 
-class Links(NamedTuple):
+class PlaceLinks(NamedTuple):
     """What links between places carry: [from, to], layers of KV a second."""
 
     most: Floats
@@ -52,7 +52,7 @@ class Links(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Table:
+class GroupColumns:
     """Columns as arrays."""
 
     phase: Ints
@@ -61,15 +61,15 @@ class Table:
     uses: Floats
     """[column, row]"""
 
-    def some(self, which: Ints) -> Table:
-        return Table(self.phase[which], self.rate[which], self.share[which], self.uses[which])
+    def some(self, which: Ints) -> GroupColumns:
+        return GroupColumns(self.phase[which], self.rate[which], self.share[which], self.uses[which])
 
 
 def best_value(
-    columns: list[Column],
+    columns: list[GroupColumn],
     limits: Floats,
     offered_per_s: float,
-    links: Links | None,
+    links: PlaceLinks | None,
     *,
     known_per_s: float,
     time_limit_s: float,
@@ -77,7 +77,7 @@ def best_value(
     """No choice of columns is worth more than this and `known_per_s`."""
     if not columns:
         return 0.0
-    table = Table(
+    table = GroupColumns(
         np.array([each.phase for each in columns]),
         np.array([each.rate for each in columns]),
         np.array([each.share for each in columns]),
@@ -98,7 +98,9 @@ def best_value(
     return float(min(offered_per_s, value, max(known_per_s, beyond, whole)))
 
 
-def _relaxed(table: Table, limits: Floats, offered_per_s: float, time_limit_s: float) -> tuple[float, Floats]:
+def _relaxed(
+    table: GroupColumns, limits: Floats, offered_per_s: float, time_limit_s: float
+) -> tuple[float, Floats]:
     """(U, loss of every column)"""
     gives = np.where(table.phase == DECODE, 0.0, table.rate)
     balance = np.where(table.phase == PREFILL, table.rate, np.where(table.phase == DECODE, -table.rate, 0.0))
@@ -132,11 +134,11 @@ def _relaxed(table: Table, limits: Floats, offered_per_s: float, time_limit_s: f
 
 
 def _whole(
-    table: Table,
-    columns: list[Column],
+    table: GroupColumns,
+    columns: list[GroupColumn],
     limits: Floats,
     offered_per_s: float,
-    links: Links | None,
+    links: PlaceLinks | None,
     time_limit_s: float,
 ) -> float:
     """The bound of the whole program over some columns."""
@@ -174,7 +176,7 @@ def _whole(
     return -answer.bound
 
 
-def _add_links(rows: ProgramRows, columns: list[Column], links: Links, count: int) -> None:
+def _add_links(rows: ProgramRows, columns: list[GroupColumn], links: PlaceLinks, count: int) -> None:
     """out_a and in_b, with F_ab as further columns; then into_ab and out_ab."""
     nodes = len(links.most)
     first = rows.size
@@ -195,7 +197,7 @@ def _add_links(rows: ProgramRows, columns: list[Column], links: Links, count: in
 
 
 def _add_parts(
-    rows: ProgramRows, columns: list[Column], phase: int, each: Floats, numbers: Ints, axis: int
+    rows: ProgramRows, columns: list[GroupColumn], phase: int, each: Floats, numbers: Ints, axis: int
 ) -> None:
     """F_ab is at most what the nodes carry that copies of this phase have at a (prefill) or b (decode)."""
     for a, b in np.argwhere(np.isfinite(each)).tolist():

@@ -32,9 +32,8 @@ from itertools import pairwise
 
 import numpy as np
 
-from potluck.core.admission.room import MARGIN
+from potluck.core.admission.capacity import MARGIN
 from potluck.core.values.types import Role
-from potluck.plan.search.costs import Costs, Timing, costs_of
 from potluck.plan.search.deduce_kernel import (
     BATCH,
     DECODE,
@@ -44,16 +43,23 @@ from potluck.plan.search.deduce_kernel import (
     RATE,
     SERVICE_S,
     SHARE,
+    CostTables,
+    DeduceScratch,
     Floats,
     Ints,
-    Scratch,
-    Tables,
     best_candidate,
     best_split,
 )
-from potluck.plan.search.listing_kernel import Cuts, Desk, Listing, best_path, list_candidates
-from potluck.plan.search.pool import Pool, Wires, Workload, wires_of
-from potluck.plan.timing.rates import HANDOVER_SHARE
+from potluck.plan.search.listing_kernel import (
+    ListingScratch,
+    StageCuts,
+    StageListing,
+    best_path,
+    list_candidates,
+)
+from potluck.plan.search.pool_workload import Pool, PoolLinks, PoolWorkload, wires_of
+from potluck.plan.search.stage_costs import LayerTiming, StageCosts, costs_of
+from potluck.plan.timing.replica_rates import HANDOVER_SHARE
 
 MAX_STAGES = 8
 FIRST_ROWS = 64
@@ -76,7 +82,7 @@ class StageTake:
 
 
 @dataclass(frozen=True, slots=True)
-class Deduced:
+class GroupConfiguration:
     """The best configuration of a group in a phase, and what it does."""
 
     stages: tuple[StageTake, ...]
@@ -97,22 +103,22 @@ class Deduced:
 
 
 @dataclass(slots=True)
-class Deducer:
+class ConfigurationSearch:
     """Deduces configurations for one pool and workload; remembers every group it has seen."""
 
     pool: Pool
-    work: Workload
-    costs: Costs
-    wires: Wires
-    tables: Tables
-    cuts: Cuts
-    seen: dict[tuple[Takes, int], Deduced | None] = field(default_factory=dict)
-    _listing: Listing = field(default_factory=lambda: _listing(FIRST_ROWS))
+    work: PoolWorkload
+    costs: StageCosts
+    wires: PoolLinks
+    tables: CostTables
+    cuts: StageCuts
+    seen: dict[tuple[Takes, int], GroupConfiguration | None] = field(default_factory=dict)
+    _listing: StageListing = field(default_factory=lambda: _listing(FIRST_ROWS))
     _listed: tuple[Takes, int] = ((), 0)
     """The group that is in the listing, and its number of candidates: phases ask for the same one in turn."""
-    _desk: Desk = field(default_factory=lambda: _desk())
+    _desk: ListingScratch = field(default_factory=lambda: _desk())
     _ways: list[list[int]] = field(init=False)
-    _scratch: Scratch = field(default_factory=lambda: _scratch())
+    _scratch: DeduceScratch = field(default_factory=lambda: _scratch())
     _result: tuple[Floats, Ints] = field(
         default_factory=lambda: (np.zeros(6), np.zeros(MAX_STAGES, np.int64))
     )
@@ -121,14 +127,14 @@ class Deducer:
     def __post_init__(self) -> None:
         self._ways = self.cuts.ways.tolist()
 
-    def best(self, takes: Takes, phase: int) -> Deduced | None:
+    def best(self, takes: Takes, phase: int) -> GroupConfiguration | None:
         """The best configuration; None when the group cannot do this phase."""
         key = (takes, phase)
         if key not in self.seen:
             self.seen[key] = self._search(takes, phase)
         return self.seen[key]
 
-    def fixed(self, stages: tuple[StageTake, ...], phase: int) -> Deduced | None:
+    def fixed(self, stages: tuple[StageTake, ...], phase: int) -> GroupConfiguration | None:
         """What a configuration that is loaded already does in a phase: only its batch is free."""
         placed = tuple((stage.node, stage.tp) for stage in stages)
         result, layers = self._result
@@ -138,7 +144,7 @@ class Deducer:
         best_split(phase, kinds, len(placed), path, self.tables, self._scratch, True, 0.0, result, layers)
         return self._deduced(placed) if result[RATE] > 0 else None
 
-    def _search(self, takes: Takes, phase: int) -> Deduced | None:
+    def _search(self, takes: Takes, phase: int) -> GroupConfiguration | None:
         if takes != self._listed[0]:
             self._listed = takes, self._list(takes)
         count = self._listed[1]
@@ -168,9 +174,9 @@ class Deducer:
         stages = min(MAX_STAGES, self.work.model.layer_count)
         return list_candidates(nodes, gpus, stages, self.cuts, self._desk, self._listing)
 
-    def _deduced(self, placed: Sequence[tuple[int, int]]) -> Deduced:
+    def _deduced(self, placed: Sequence[tuple[int, int]]) -> GroupConfiguration:
         result, layers = self._result
-        return Deduced(
+        return GroupConfiguration(
             tuple(StageTake(*stage, n) for stage, n in zip(placed, layers.tolist(), strict=False)),
             float(result[RATE]),
             float(result[LATENCY_S]),
@@ -187,16 +193,16 @@ class Deducer:
         return back + sum(float(alpha[hop]) for hop in hops), sum(betas), max(betas)
 
 
-def _scratch() -> Scratch:
+def _scratch() -> DeduceScratch:
     a, r = np.zeros(MAX_STAGES), np.zeros(MAX_STAGES)
     cap, held, order = (np.zeros(MAX_STAGES, np.int64) for _ in range(3))
-    return Scratch(a, r, cap, held, order)
+    return DeduceScratch(a, r, cap, held, order)
 
 
-def deducer(pool: Pool, work: Workload, timing: Timing) -> Deducer:
+def deducer(pool: Pool, work: PoolWorkload, timing: LayerTiming) -> ConfigurationSearch:
     """Tables for a pool and a workload, and an empty memory."""
     costs = costs_of(pool, work, timing)
-    tables = Tables(
+    tables = CostTables(
         costs.batches,
         costs.prefill,
         costs.decode,
@@ -215,10 +221,10 @@ def deducer(pool: Pool, work: Workload, timing: Timing) -> Deducer:
         work.headroom,
     )
     wires = wires_of(pool)
-    return Deducer(pool, work, costs, wires, tables, _cuts(pool, costs, wires, work))
+    return ConfigurationSearch(pool, work, costs, wires, tables, _cuts(pool, costs, wires, work))
 
 
-def _cuts(pool: Pool, costs: Costs, wires: Wires, work: Workload) -> Cuts:
+def _cuts(pool: Pool, costs: StageCosts, wires: PoolLinks, work: PoolWorkload) -> StageCuts:
     """Every node's cuts by how many of its GPUs a group takes; those of too many stages are left out."""
     nodes, most = len(pool.nodes), max(node.gpus for node in pool.nodes)
     widest = max((tp for _, tp in costs.kinds), default=1)
@@ -237,17 +243,17 @@ def _cuts(pool: Pool, costs: Costs, wires: Wires, work: Workload) -> Cuts:
                 tp[node, count, w, : len(way)] = way
     sent = work.model.hidden * 2.0 * work.input_tokens
     alpha, beta = wires.hop_alpha_s, wires.hop_s_per_byte
-    return Cuts(ways, stages, tp, kind, alpha + sent * beta, alpha, beta)
+    return StageCuts(ways, stages, tp, kind, alpha + sent * beta, alpha, beta)
 
 
-def _listing(rows: int) -> Listing:
+def _listing(rows: int) -> StageListing:
     node, tp, kind = (np.zeros((rows, MAX_STAGES), np.int64) for _ in range(3))
-    return Listing(node, tp, kind, np.zeros(rows, np.int64), np.zeros((rows, 3)))
+    return StageListing(node, tp, kind, np.zeros(rows, np.int64), np.zeros((rows, 3)))
 
 
-def _desk() -> Desk:
+def _desk() -> ListingScratch:
     k, size = MAX_STAGES, 2**MAX_STAGES  # the most that the product of (stages of a node + 1) can be
-    return Desk(
+    return ListingScratch(
         np.zeros(k, np.int64),
         np.zeros(k, np.int64),
         np.zeros(k, np.int64),

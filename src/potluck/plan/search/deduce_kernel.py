@@ -17,7 +17,7 @@ GOODPUT, RATE, LATENCY_S, SERVICE_S, BATCH, SHARE = range(6)
 """Places in a result."""
 
 
-class Tables(NamedTuple):
+class CostTables(NamedTuple):
     """Costs, and the figures of the work."""
 
     batches: Floats
@@ -41,7 +41,7 @@ class Tables(NamedTuple):
     headroom: float
 
 
-class Scratch(NamedTuple):
+class DeduceScratch(NamedTuple):
     """What the search writes on: [stage] each."""
 
     a: Floats
@@ -61,7 +61,7 @@ def attained(busy: float, service_s: float, slack_s: float) -> float:
 
 
 @compiled
-def fill(count: int, layers: int, scratch: Scratch) -> bool:
+def fill(count: int, layers: int, scratch: DeduceScratch) -> bool:
     """The split of least latency: one layer each, the rest on the fastest stages that have room."""
     total = 0
     for s in range(count):
@@ -87,7 +87,7 @@ def fill(count: int, layers: int, scratch: Scratch) -> bool:
 
 
 @compiled
-def given(count: int, layers: Ints, scratch: Scratch) -> bool:
+def given(count: int, layers: Ints, scratch: DeduceScratch) -> bool:
     """The split in `layers`, if memory takes it."""
     for s in range(count):
         scratch.held[s] = layers[s]
@@ -97,7 +97,7 @@ def given(count: int, layers: Ints, scratch: Scratch) -> bool:
 
 
 @compiled
-def relieve(count: int, slowest: int, interval_s: float, scratch: Scratch) -> bool:
+def relieve(count: int, slowest: int, interval_s: float, scratch: DeduceScratch) -> bool:
     """Move a layer off the slowest stage to the fastest one that stays below it; False when none does."""
     if scratch.held[slowest] <= 1:
         return False
@@ -113,7 +113,7 @@ def relieve(count: int, slowest: int, interval_s: float, scratch: Scratch) -> bo
 
 
 @compiled
-def load(phase: int, kinds: Ints, count: int, b: int, tables: Tables, scratch: Scratch) -> None:
+def load(phase: int, kinds: Ints, count: int, b: int, tables: CostTables, scratch: DeduceScratch) -> None:
     """Seconds and room of every stage for a batch."""
     only = 1 if count == 1 else 0
     for s in range(count):
@@ -134,7 +134,9 @@ def load(phase: int, kinds: Ints, count: int, b: int, tables: Tables, scratch: S
 
 
 @compiled
-def hopeless(count: int, batch: float, tpot_s: float, tables: Tables, scratch: Scratch, best: float) -> bool:
+def hopeless(
+    count: int, batch: float, tpot_s: float, tables: CostTables, scratch: DeduceScratch, best: float
+) -> bool:
     """Whether even layers in fractions, without regard to memory or hops, would not beat `best`.
 
     Balanced, all stages take I = (L + sum r/a) / sum 1/a; the latency is at least L min a + sum r.
@@ -158,8 +160,8 @@ def walk(
     count: int,
     b: int,
     path: tuple[float, float, float],
-    tables: Tables,
-    scratch: Scratch,
+    tables: CostTables,
+    scratch: DeduceScratch,
     fixed: bool,
     result: Floats,
     layers: Ints,
@@ -225,7 +227,7 @@ def _keep(
     batch: float,
     share: float,
     count: int,
-    scratch: Scratch,
+    scratch: DeduceScratch,
     result: Floats,
     layers: Ints,
 ) -> None:
@@ -243,8 +245,8 @@ def best_split(
     kinds: Ints,
     count: int,
     path: tuple[float, float, float],
-    tables: Tables,
-    scratch: Scratch,
+    tables: CostTables,
+    scratch: DeduceScratch,
     fixed: bool,
     above: float,
     result: Floats,
@@ -267,8 +269,8 @@ def best_candidate(
     kinds: Ints,
     counts: Ints,
     paths: Floats,
-    tables: Tables,
-    scratch: Scratch,
+    tables: CostTables,
+    scratch: DeduceScratch,
     tried: tuple[Floats, Ints],
     result: Floats,
     layers: Ints,

@@ -26,17 +26,17 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from potluck.plan.search.deduce import NAMES, Deduced, Deducer, Takes
+from potluck.plan.search.deduce import NAMES, ConfigurationSearch, GroupConfiguration, Takes
 from potluck.plan.search.deduce_kernel import DECODE, MIXED, PREFILL
 from potluck.plan.search.orchestrate import Orchestration, shares_of
 from potluck.plan.search.orchestrate_kernel import (
     CAPPED,
     COMPLETE,
     OPEN,
+    ConfigurationStore,
     Floats,
     Ints,
-    Program,
-    Store,
+    TransportProgram,
     evaluate,
     evaluate_weighed,
 )
@@ -48,22 +48,22 @@ FIRST_NUMBERS = 1024
 PER_NUMBER = ("owner", "rate", "latency_s", "service_s", "attained")
 
 
-class Group(NamedTuple):
+class GpuGroup(NamedTuple):
     """GPUs that serve as one replica."""
 
     takes: Takes
     phase: int
 
 
-class State(NamedTuple):
+class PoolUse(NamedTuple):
     """Groups in their canonical order, and GPUs in none of them."""
 
-    groups: tuple[Group, ...]
+    groups: tuple[GpuGroup, ...]
     idle: Takes
 
 
 @dataclass(frozen=True, slots=True, order=True)
-class Score:
+class PoolScore:
     """What a state is worth; compares by `value`."""
 
     value: float
@@ -73,28 +73,28 @@ class Score:
     """Requests a second within the objective if any number were offered."""
 
 
-NOTHING = Score(-1.0, 0.0, 0.0)
+NOTHING = PoolScore(-1.0, 0.0, 0.0)
 
 
 @dataclass(slots=True)
-class Evaluator:
+class PoolEvaluator:
     """Scores states of one pool and workload. Build it with `evaluator`."""
 
-    deducer: Deducer
-    numbers: dict[Group, int] = field(default_factory=dict)
+    deducer: ConfigurationSearch
+    numbers: dict[GpuGroup, int] = field(default_factory=dict)
     """(group, phase) to its row in the store; -1 for what cannot do its phase."""
-    scores: dict[tuple[Group, ...], Score] = field(default_factory=dict)
+    scores: dict[tuple[GpuGroup, ...], PoolScore] = field(default_factory=dict)
     evaluated: int = 0
     """States scored, without those that were remembered."""
     _used: int = 0
-    _store: Store = field(init=False)
-    _program: Program = field(init=False)
+    _store: ConfigurationStore = field(init=False)
+    _program: TransportProgram = field(init=False)
     _result: Floats = field(default_factory=lambda: np.zeros(3))
 
     def __post_init__(self) -> None:
         work, wires = self.deducer.work, self.deducer.wires
         rate, latency_s, service_s, attained = (np.zeros(FIRST_NUMBERS) for _ in range(4))
-        self._store = Store(
+        self._store = ConfigurationStore(
             np.zeros((FIRST_NUMBERS, work.model.layer_count), np.int64),
             rate,
             latency_s,
@@ -109,7 +109,7 @@ class Evaluator:
         gpus, nodes = self.deducer.pool.gpus, len(self.deducer.pool.nodes)
         columns = (gpus // 2 + 1) * (gpus - gpus // 2 + 1) + gpus
         rows = 2 * gpus + 1 + MAX_LINK_ROWS
-        self._program = Program(
+        self._program = TransportProgram(
             np.zeros((rows + 1, columns + 1)),
             np.zeros(rows, np.int64),
             np.zeros(columns, np.int64),
@@ -120,24 +120,24 @@ class Evaluator:
             np.zeros(MAX_LINK_ROWS, np.int64),
         )
 
-    def score(self, groups: tuple[Group, ...]) -> Score:
+    def score(self, groups: tuple[GpuGroup, ...]) -> PoolScore:
         """What these groups are worth; NOTHING when one of them cannot do its phase."""
         known = self.scores.get(groups)
         if known is None:
             known = self.scores[groups] = self._score(groups)
         return known
 
-    def deduced(self, group: Group) -> Deduced | None:
+    def deduced(self, group: GpuGroup) -> GroupConfiguration | None:
         return self.deducer.best(group.takes, group.phase)
 
-    def orchestrated(self, groups: tuple[Group, ...]) -> Orchestration:
+    def orchestrated(self, groups: tuple[GpuGroup, ...]) -> Orchestration:
         """The routing of a state that has a score."""
         sides = self._sides(groups)
         assert sides is not None, "a group cannot do its phase"
         self._run(*sides)
         return self._routed(groups)
 
-    def attained(self, groups: tuple[Group, ...]) -> dict[tuple[int, int], float]:
+    def attained(self, groups: tuple[GpuGroup, ...]) -> dict[tuple[int, int], float]:
         """D of a state that has a score, by places of its groups: (prefill, decode), or twice a mixed one."""
         sides = self._sides(groups)
         assert sides is not None, "a group cannot do its phase"
@@ -146,8 +146,8 @@ class Evaluator:
         return dict(zip(pairs, self._program.weight[: len(pairs)].tolist(), strict=True))
 
     def weighed(
-        self, groups: tuple[Group, ...], attained: Mapping[tuple[int, int], float]
-    ) -> tuple[Score, Orchestration]:
+        self, groups: tuple[GpuGroup, ...], attained: Mapping[tuple[int, int], float]
+    ) -> tuple[PoolScore, Orchestration]:
         """What groups are worth, and how they are routed, with D of somebody else."""
         sides = self._sides(groups)
         assert sides is not None, "a group cannot do its phase"
@@ -157,11 +157,11 @@ class Evaluator:
         evaluate_weighed(*sides, offered, self._store, self._program, self._result)
         return self._scored(), self._routed(groups)
 
-    def _routed(self, groups: tuple[Group, ...]) -> Orchestration:
+    def _routed(self, groups: tuple[GpuGroup, ...]) -> Orchestration:
         flow, weight = self._program.flow.copy(), self._program.weight.copy()
         return shares_of(flow, weight, *_places(groups))
 
-    def number(self, group: Group) -> int:
+    def number(self, group: GpuGroup) -> int:
         """The group's row in the store."""
         known = self.numbers.get(group)
         if known is None:
@@ -169,7 +169,7 @@ class Evaluator:
             known = self.numbers[group] = -1 if found is None else self._add(found)
         return known
 
-    def _score(self, groups: tuple[Group, ...]) -> Score:
+    def _score(self, groups: tuple[GpuGroup, ...]) -> PoolScore:
         sides = self._sides(groups)
         if sides is None:
             return NOTHING
@@ -177,13 +177,13 @@ class Evaluator:
         self._run(*sides)
         return self._scored()
 
-    def _scored(self) -> Score:
+    def _scored(self) -> PoolScore:
         offered = self.deducer.work.rate_per_s
         capped, free = float(self._result[CAPPED]), float(self._result[OPEN])
         attainment = min(1.0, capped / offered)
-        return Score(attainment + TIE_WEIGHT * free / offered, attainment, free)
+        return PoolScore(attainment + TIE_WEIGHT * free / offered, attainment, free)
 
-    def _sides(self, groups: tuple[Group, ...]) -> tuple[Ints, Ints, Ints] | None:
+    def _sides(self, groups: tuple[GpuGroup, ...]) -> tuple[Ints, Ints, Ints] | None:
         sides: tuple[list[int], list[int], list[int]] = ([], [], [])
         for group in groups:
             number = self.number(group)
@@ -197,7 +197,7 @@ class Evaluator:
         offered = self.deducer.work.rate_per_s
         evaluate(pre, dec, mix, offered, self._store, self._program, self._result)
 
-    def _add(self, found: Deduced) -> int:
+    def _add(self, found: GroupConfiguration) -> int:
         number = self._used
         if number == len(self._store.rate):
             parts = {name: getattr(self._store, name) for name in PER_NUMBER}
@@ -220,7 +220,7 @@ class Evaluator:
         return bool(self._result[COMPLETE] == 1.0)
 
 
-def _places(groups: tuple[Group, ...]) -> tuple[list[int], list[int], list[int]]:
+def _places(groups: tuple[GpuGroup, ...]) -> tuple[list[int], list[int], list[int]]:
     """Of those that prefill, decode and do both."""
     pre, dec, mix = (
         [i for i, group in enumerate(groups) if group.phase == p] for p in (PREFILL, DECODE, MIXED)
@@ -228,13 +228,13 @@ def _places(groups: tuple[Group, ...]) -> tuple[list[int], list[int], list[int]]
     return pre, dec, mix
 
 
-def _pairs(groups: tuple[Group, ...]) -> list[tuple[int, int]]:
+def _pairs(groups: tuple[GpuGroup, ...]) -> list[tuple[int, int]]:
     """Places of the groups behind each column of the program."""
     pre, dec, mix = _places(groups)
     return [*((i, j) for i in pre for j in dec), *((k, k) for k in mix)]
 
 
-def describe(state: State, evaluator: Evaluator) -> list[str]:
+def describe(state: PoolUse, evaluator: PoolEvaluator) -> list[str]:
     """One line per group: GPUs, phase, stages."""
     pool = evaluator.deducer.pool
     lines = []

@@ -13,8 +13,8 @@ from random import Random
 from potluck.perf.sizes.capacity import USABLE_SHARE
 from potluck.perf.sizes.memory import weight_bytes
 from potluck.plan.search.deduce import Takes
-from potluck.plan.search.evaluate import Evaluator, Group, State
-from potluck.plan.search.pool import Pool
+from potluck.plan.search.evaluate import GpuGroup, PoolEvaluator, PoolUse
+from potluck.plan.search.pool_workload import Pool
 
 MOST_DEALT = 12
 MARGIN = 1.15
@@ -22,12 +22,12 @@ MARGIN = 1.15
 
 
 def starting_state(
-    evaluator: Evaluator,
+    evaluator: PoolEvaluator,
     phases: tuple[int, ...],
     rng: Random,
     scale: float = 1.0,
     most_gpus: int | None = None,
-) -> State:
+) -> PoolUse:
     """Clusters that hold the model `scale` times over, each with a random phase that it can do."""
     pool = evaluator.deducer.pool
     model_bytes = weight_bytes(evaluator.deducer.work.model)
@@ -39,17 +39,21 @@ def starting_state(
     groups, idle = [], []
     for cluster in clusters(pool, holds):
         small = most_gpus is None or size_of(cluster) <= most_gpus
-        able = [p for p in phases if small and evaluator.number(Group(cluster, p)) >= 0]
+        able = [p for p in phases if small and evaluator.number(GpuGroup(cluster, p)) >= 0]
         if able:
-            groups.append(Group(cluster, rng.choice(able)))
+            groups.append(GpuGroup(cluster, rng.choice(able)))
         else:
             idle.append(cluster)
     return make_state(groups, joined(idle))
 
 
 def dealt_state(
-    evaluator: Evaluator, phases: tuple[int, ...], rng: Random, kinds: Sequence[Sequence[int]], most_gpus: int
-) -> State:
+    evaluator: PoolEvaluator,
+    phases: tuple[int, ...],
+    rng: Random,
+    kinds: Sequence[Sequence[int]],
+    most_gpus: int,
+) -> PoolUse:
     """A random number of groups that are dealt even shares of every kind of node, and random phases.
 
     Clusters keep like nodes together; groups of unlike ones that mirror each other are as often good.
@@ -72,9 +76,11 @@ def dealt_state(
         takes = joined([tuple(hand)])
         if not takes:
             continue
-        able = [p for p in phases if size_of(takes) <= most_gpus and evaluator.number(Group(takes, p)) >= 0]
+        able = [
+            p for p in phases if size_of(takes) <= most_gpus and evaluator.number(GpuGroup(takes, p)) >= 0
+        ]
         if able:
-            groups.append(Group(takes, rng.choice(able)))
+            groups.append(GpuGroup(takes, rng.choice(able)))
         else:
             idle.append(takes)
     return make_state(groups, joined(idle))
@@ -143,6 +149,6 @@ def joined(parts: Iterable[Takes]) -> Takes:
     return tuple(sorted((node, count) for node, count in counts.items() if count))
 
 
-def make_state(groups: Iterable[Group], idle: Takes) -> State:
+def make_state(groups: Iterable[GpuGroup], idle: Takes) -> PoolUse:
     """A state in its canonical form."""
-    return State(tuple(sorted(groups)), idle)
+    return PoolUse(tuple(sorted(groups)), idle)

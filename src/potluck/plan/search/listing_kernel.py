@@ -13,7 +13,7 @@ Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
 
 
-class Cuts(NamedTuple):
+class StageCuts(NamedTuple):
     """How the nodes of a pool may be cut, and what lies between them."""
 
     ways: Ints
@@ -32,7 +32,7 @@ class Cuts(NamedTuple):
     """[node, node]: seconds per byte of a hop."""
 
 
-class Listing(NamedTuple):
+class StageListing(NamedTuple):
     """Candidates, one a row: the node, degree and kind of each stage."""
 
     node: Ints
@@ -44,7 +44,7 @@ class Listing(NamedTuple):
     """[candidate, 3]: see `deduce_kernel.walk`."""
 
 
-class Desk(NamedTuple):
+class ListingScratch(NamedTuple):
     """What the listing writes on; k is the number of nodes of a group."""
 
     way: Ints
@@ -108,7 +108,9 @@ def best_path(counts: Ints, hop_s: Floats, back_s: Floats, time_s: Floats, turn:
 
 
 @compiled
-def list_candidates(nodes: Ints, gpus: Ints, most: int, cuts: Cuts, desk: Desk, out: Listing) -> int:
+def list_candidates(
+    nodes: Ints, gpus: Ints, most: int, cuts: StageCuts, desk: ListingScratch, out: StageListing
+) -> int:
     """Every cut of so many GPUs of these nodes into at most `most` stages; returns how many there are."""
     k = len(nodes)
     for i in range(k):
@@ -137,7 +139,7 @@ def list_candidates(nodes: Ints, gpus: Ints, most: int, cuts: Cuts, desk: Desk, 
 
 
 @compiled
-def known_order(nodes: Ints, total: int, desk: Desk) -> int:
+def known_order(nodes: Ints, total: int, desk: ListingScratch) -> int:
     """The slot with the best order for the present numbers of stages; solved when it is a new question.
 
     Groups ask the same questions again and again, so the answers are kept, in a table with open addressing
@@ -171,7 +173,14 @@ def known_order(nodes: Ints, total: int, desk: Desk) -> int:
 
 @compiled
 def write(
-    nodes: Ints, gpus: Ints, total: int, place: int, row: int, cuts: Cuts, desk: Desk, out: Listing
+    nodes: Ints,
+    gpus: Ints,
+    total: int,
+    place: int,
+    row: int,
+    cuts: StageCuts,
+    desk: ListingScratch,
+    out: StageListing,
 ) -> None:
     """The present candidate, its stages in order; those of one node as they come."""
     for i in range(len(nodes)):

@@ -16,9 +16,9 @@ from random import Random
 
 from potluck.perf.sizes.memory import weight_bytes
 from potluck.plan.search.deduce import MAX_STAGES, Takes
-from potluck.plan.search.evaluate import Group, State
+from potluck.plan.search.evaluate import GpuGroup, PoolUse
 from potluck.plan.search.groups import joined, make_state, usable_bytes
-from potluck.plan.search.pool import Pool, Workload
+from potluck.plan.search.pool_workload import Pool, PoolWorkload
 
 MAX_NODES = 4
 """Nodes that one group may span."""
@@ -27,7 +27,7 @@ EXCHANGE_SHARE = 0.5
 
 
 @dataclass(frozen=True, slots=True)
-class Moves:
+class NeighbourMoves:
     """Random neighbours of states of one pool."""
 
     pool: Pool
@@ -37,11 +37,11 @@ class Moves:
     """In one group."""
     gpu_bytes: tuple[float, ...]
     """Usable memory of a GPU of each node."""
-    kinds: tuple[Callable[[Moves, State, Random], State | None], ...]
+    kinds: tuple[Callable[[NeighbourMoves, PoolUse, Random], PoolUse | None], ...]
     alike: tuple[tuple[int, int], ...] = ()
     """Pairs of nodes that differ only in their links."""
 
-    def neighbour(self, state: State, rng: Random) -> State | None:
+    def neighbour(self, state: PoolUse, rng: Random) -> PoolUse | None:
         """One neighbour; None when the drawn move cannot be done."""
         return rng.choice(self.kinds)(self, state, rng)
 
@@ -56,33 +56,33 @@ class Moves:
         return gpus <= self.most_gpus and room > self.model_bytes
 
 
-def all_moves(pool: Pool, work: Workload, phases: tuple[int, ...], most_gpus: int) -> Moves:
+def all_moves(pool: Pool, work: PoolWorkload, phases: tuple[int, ...], most_gpus: int) -> NeighbourMoves:
     """All of them; moving and splitting, which have the most outcomes, are drawn more often."""
     alike = tuple(pair for nodes in kinds_of(pool) for pair in combinations(nodes, 2))
     kinds = (flip, split, split, merge, move, move, move, *((swap,) if alike else ()))
-    return Moves(pool, phases, weight_bytes(work.model), most_gpus, _gpu_bytes(pool), kinds, alike)
+    return NeighbourMoves(pool, phases, weight_bytes(work.model), most_gpus, _gpu_bytes(pool), kinds, alike)
 
 
-def flips_only(pool: Pool, work: Workload, phases: tuple[int, ...]) -> Moves:
+def flips_only(pool: Pool, work: PoolWorkload, phases: tuple[int, ...]) -> NeighbourMoves:
     """What lightweight rescheduling may do."""
-    return Moves(pool, phases, weight_bytes(work.model), pool.gpus, _gpu_bytes(pool), (flip,))
+    return NeighbourMoves(pool, phases, weight_bytes(work.model), pool.gpus, _gpu_bytes(pool), (flip,))
 
 
 def _gpu_bytes(pool: Pool) -> tuple[float, ...]:
     return tuple(usable_bytes(pool, ((place, 1),)) for place in range(len(pool.nodes)))
 
 
-def flip(moves: Moves, state: State, rng: Random) -> State | None:
+def flip(moves: NeighbourMoves, state: PoolUse, rng: Random) -> PoolUse | None:
     """Another phase for one group."""
     if not state.groups or len(moves.phases) < 2:
         return None
     place = rng.randrange(len(state.groups))
     group = state.groups[place]
     other = rng.choice([phase for phase in moves.phases if phase != group.phase])
-    return _replaced(state, (place,), [Group(group.takes, other)], state.idle)
+    return _replaced(state, (place,), [GpuGroup(group.takes, other)], state.idle)
 
 
-def split(moves: Moves, state: State, rng: Random) -> State | None:
+def split(moves: NeighbourMoves, state: PoolUse, rng: Random) -> PoolUse | None:
     """Two groups, or a group and idle GPUs, in place of one; or a group out of idle GPUs."""
     place = rng.randrange(len(state.groups) + 1) if state.idle else _any(state, rng)
     if place is None:
@@ -94,16 +94,16 @@ def split(moves: Moves, state: State, rng: Random) -> State | None:
     if place == len(state.groups):
         if not moves.possible(first):
             return None
-        return _replaced(state, (), [Group(first, rng.choice(moves.phases))], second)
+        return _replaced(state, (), [GpuGroup(first, rng.choice(moves.phases))], second)
     able = [part for part in (first, second) if moves.possible(part)]
     if not able:
         return None
-    groups = [Group(part, rng.choice(moves.phases)) for part in able]
+    groups = [GpuGroup(part, rng.choice(moves.phases)) for part in able]
     rest = [part for part in (first, second) if part not in able]
     return _replaced(state, (place,), groups, joined((state.idle, *rest)))
 
 
-def merge(moves: Moves, state: State, rng: Random) -> State | None:
+def merge(moves: NeighbourMoves, state: PoolUse, rng: Random) -> PoolUse | None:
     """One group in place of two."""
     if len(state.groups) < 2:
         return None
@@ -111,10 +111,10 @@ def merge(moves: Moves, state: State, rng: Random) -> State | None:
     takes = joined((state.groups[i].takes, state.groups[j].takes))
     if not moves.possible(takes):
         return None
-    return _replaced(state, (i, j), [Group(takes, rng.choice(moves.phases))], state.idle)
+    return _replaced(state, (i, j), [GpuGroup(takes, rng.choice(moves.phases))], state.idle)
 
 
-def move(moves: Moves, state: State, rng: Random) -> State | None:
+def move(moves: NeighbourMoves, state: PoolUse, rng: Random) -> PoolUse | None:
     """Some GPUs of one node from a group to another, at times some of another node in return.
 
     Either group may be the idle GPUs. The paper's m_t moves so many GPUs of every type t at once; in return is a
@@ -135,7 +135,9 @@ def move(moves: Moves, state: State, rng: Random) -> State | None:
     return _between(moves, state, (i, j), after)
 
 
-def _between(moves: Moves, state: State, places: tuple[int, int], after: tuple[Takes, Takes]) -> State | None:
+def _between(
+    moves: NeighbourMoves, state: PoolUse, places: tuple[int, int], after: tuple[Takes, Takes]
+) -> PoolUse | None:
     """The state in which two groups, or one and the idle GPUs, have these GPUs."""
     idle = state.idle
     groups = []
@@ -145,12 +147,12 @@ def _between(moves: Moves, state: State, places: tuple[int, int], after: tuple[T
         elif left:
             if not moves.possible(left):
                 return None
-            groups.append(Group(left, state.groups[place].phase))
+            groups.append(GpuGroup(left, state.groups[place].phase))
     gone = tuple(place for place in places if place < len(state.groups))
     return _replaced(state, gone, groups, idle)
 
 
-def all_near(moves: Moves, state: State, rng: Random) -> Iterator[State]:
+def all_near(moves: NeighbourMoves, state: PoolUse, rng: Random) -> Iterator[PoolUse]:
     """Every neighbour by one flip, one swap, GPUs of one node moved, or as many of two nodes exchanged.
 
     Where only flips are allowed, every neighbour by one flip: groups are then named by places, not by nodes.
@@ -158,7 +160,7 @@ def all_near(moves: Moves, state: State, rng: Random) -> Iterator[State]:
     find it soon.
     """
     sides = [*(group.takes for group in state.groups), state.idle]
-    tasks: list[tuple[Callable[[Moves, State, int, int], Iterator[State]], int, int]] = []
+    tasks: list[tuple[Callable[[NeighbourMoves, PoolUse, int, int], Iterator[PoolUse]], int, int]] = []
     tasks += [(_flips, place, place) for place in range(len(state.groups))]
     tasks += [(_swaps, a, b) for a, b in moves.alike]
     if move in moves.kinds:
@@ -168,18 +170,18 @@ def all_near(moves: Moves, state: State, rng: Random) -> Iterator[State]:
         yield from make(moves, state, i, j)
 
 
-def _flips(moves: Moves, state: State, place: int, _: int) -> Iterator[State]:
+def _flips(moves: NeighbourMoves, state: PoolUse, place: int, _: int) -> Iterator[PoolUse]:
     takes, now = state.groups[place]
     for phase in moves.phases:
         if phase != now:
-            yield _replaced(state, (place,), [Group(takes, phase)], state.idle)
+            yield _replaced(state, (place,), [GpuGroup(takes, phase)], state.idle)
 
 
-def _swaps(_: Moves, state: State, a: int, b: int) -> Iterator[State]:
+def _swaps(_: NeighbourMoves, state: PoolUse, a: int, b: int) -> Iterator[PoolUse]:
     yield _swapped(state, a, b)
 
 
-def _exchanges(moves: Moves, state: State, i: int, j: int) -> Iterator[State]:
+def _exchanges(moves: NeighbourMoves, state: PoolUse, i: int, j: int) -> Iterator[PoolUse]:
     """GPUs of a node from i to j; for i < j also as many of another node in return."""
     first, second = (state.groups[p].takes if p < len(state.groups) else state.idle for p in (i, j))
     for node, most in first:
@@ -193,13 +195,13 @@ def _exchanges(moves: Moves, state: State, i: int, j: int) -> Iterator[State]:
                     yield near
 
 
-def swap(moves: Moves, state: State, rng: Random) -> State | None:
+def swap(moves: NeighbourMoves, state: PoolUse, rng: Random) -> PoolUse | None:
     """Two like nodes in each other's place."""
     return _swapped(state, *rng.choice(moves.alike))
 
 
-def _swapped(state: State, a: int, b: int) -> State:
-    groups = [Group(_renamed(group.takes, a, b), group.phase) for group in state.groups]
+def _swapped(state: PoolUse, a: int, b: int) -> PoolUse:
+    groups = [GpuGroup(_renamed(group.takes, a, b), group.phase) for group in state.groups]
     return make_state(groups, _renamed(state.idle, a, b))
 
 
@@ -242,10 +244,10 @@ def _cut(takes: Takes, rng: Random) -> tuple[Takes, Takes]:
     return first, without(takes, first)
 
 
-def _any(state: State, rng: Random) -> int | None:
+def _any(state: PoolUse, rng: Random) -> int | None:
     return rng.randrange(len(state.groups)) if state.groups else None
 
 
-def _replaced(state: State, gone: tuple[int, ...], groups: list[Group], idle: Takes) -> State:
+def _replaced(state: PoolUse, gone: tuple[int, ...], groups: list[GpuGroup], idle: Takes) -> PoolUse:
     kept = [group for place, group in enumerate(state.groups) if place not in gone]
     return make_state([*kept, *groups], idle)

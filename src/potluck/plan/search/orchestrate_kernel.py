@@ -19,7 +19,7 @@ CAPPED, OPEN, COMPLETE = 0, 1, 2
 """Places in a result: attained rate within the offered one, without that limit, and 1 if no link is overfull."""
 
 
-class Store(NamedTuple):
+class ConfigurationStore(NamedTuple):
     """Every (group, phase) that was deduced, by number, and the links between nodes."""
 
     owner: Ints
@@ -36,7 +36,7 @@ class Store(NamedTuple):
     headroom: float
 
 
-class Program(NamedTuple):
+class TransportProgram(NamedTuple):
     """A transportation program in the making: a condensed tableau and what it is made of."""
 
     tableau: Floats
@@ -110,7 +110,7 @@ def simplex(tableau: Floats, basis: Ints, outside: Ints, rows: int, columns: int
 
 
 @compiled
-def kv_s(i: int, j: int, store: Store, crossing: Ints) -> float:
+def kv_s(i: int, j: int, store: ConfigurationStore, crossing: Ints) -> float:
     """Seconds from the end of prefill until all KV is there: alpha-beta on each link used, side by side."""
     layers = store.owner.shape[1]
     for layer in range(layers):
@@ -127,7 +127,7 @@ def kv_s(i: int, j: int, store: Store, crossing: Ints) -> float:
 
 
 @compiled
-def weigh(pre: Ints, dec: Ints, mix: Ints, store: Store, program: Program) -> None:
+def weigh(pre: Ints, dec: Ints, mix: Ints, store: ConfigurationStore, program: TransportProgram) -> None:
     """D_ij: the share of requests within TTFT when i prefills at the planned utilisation and j decodes."""
     h = store.headroom
     for x in range(len(pre)):
@@ -143,7 +143,7 @@ def weigh(pre: Ints, dec: Ints, mix: Ints, store: Store, program: Program) -> No
 
 
 @compiled
-def load_links(pre: Ints, dec: Ints, store: Store, program: Program) -> None:
+def load_links(pre: Ints, dec: Ints, store: ConfigurationStore, program: TransportProgram) -> None:
     """How busy the answer keeps every link between two nodes."""
     program.load[:] = 0.0
     layers = store.owner.shape[1]
@@ -160,7 +160,13 @@ def load_links(pre: Ints, dec: Ints, store: Store, program: Program) -> None:
 
 @compiled
 def state(
-    pre: Ints, dec: Ints, mix: Ints, offered: float, linked: int, store: Store, program: Program
+    pre: Ints,
+    dec: Ints,
+    mix: Ints,
+    offered: float,
+    linked: int,
+    store: ConfigurationStore,
+    program: TransportProgram,
 ) -> int:
     """Write the program down; returns its number of rows."""
     m, n, q = len(pre), len(dec), len(mix)
@@ -204,7 +210,13 @@ def state(
 
 @compiled
 def optimum(
-    pre: Ints, dec: Ints, mix: Ints, offered: float, store: Store, program: Program, result: Floats
+    pre: Ints,
+    dec: Ints,
+    mix: Ints,
+    offered: float,
+    store: ConfigurationStore,
+    program: TransportProgram,
+    result: Floats,
 ) -> float:
     """The best flow with all links within their bandwidth; links get rows once they turn out too thin."""
     columns = len(pre) * len(dec) + len(mix)
@@ -243,7 +255,13 @@ def optimum(
 
 @compiled
 def evaluate_weighed(
-    pre: Ints, dec: Ints, mix: Ints, offered: float, store: Store, program: Program, result: Floats
+    pre: Ints,
+    dec: Ints,
+    mix: Ints,
+    offered: float,
+    store: ConfigurationStore,
+    program: TransportProgram,
+    result: Floats,
 ) -> None:
     """The same where `program.weight` has D already."""
     result[:] = 0.0
@@ -262,7 +280,13 @@ def evaluate_weighed(
 
 @compiled
 def evaluate(
-    pre: Ints, dec: Ints, mix: Ints, offered: float, store: Store, program: Program, result: Floats
+    pre: Ints,
+    dec: Ints,
+    mix: Ints,
+    offered: float,
+    store: ConfigurationStore,
+    program: TransportProgram,
+    result: Floats,
 ) -> None:
     """Attained rates of a set of groups; the flow of the first stays in `program.flow`."""
     weigh(pre, dec, mix, store, program)

@@ -22,12 +22,12 @@ from random import Random
 
 import numpy as np
 
-from potluck.plan.allocate.highs import INFINITY, Answer, Milp, solve_milp
+from potluck.plan.allocate.highs import INFINITY, Milp, MilpResult, solve_milp
 from potluck.plan.search.bound import kv_free_share
 from potluck.plan.search.deduce_kernel import DECODE, MIXED, PREFILL, Floats, Ints
-from potluck.plan.search.evaluate import Evaluator, Group, State
+from potluck.plan.search.evaluate import GpuGroup, PoolEvaluator, PoolUse
 from potluck.plan.search.groups import joined, make_state
-from potluck.plan.search.moves import MAX_NODES, Moves, without
+from potluck.plan.search.moves import MAX_NODES, NeighbourMoves, without
 
 MOST_COLUMNS = 150
 MOST_LOOKED_AT = 2000
@@ -38,7 +38,7 @@ SAFETY_LIMIT_S = 20.0
 """Such programs take a fraction of a second; a limit that is reached would make the answer depend on the clock."""
 
 
-def look_around(evaluator: Evaluator, moves: Moves, rng: Random) -> None:
+def look_around(evaluator: PoolEvaluator, moves: NeighbourMoves, rng: Random) -> None:
     """Deduce groups of whole and half nodes, which walks rarely come across when they span many.
 
     All of them if they are few; else the same number at random, single nodes first.
@@ -60,12 +60,12 @@ def look_around(evaluator: Evaluator, moves: Moves, rng: Random) -> None:
                 left -= 1
                 if moves.possible(takes):
                     for phase in moves.phases:
-                        evaluator.number(Group(takes, phase))
+                        evaluator.number(GpuGroup(takes, phase))
 
 
 def recombined(
-    evaluator: Evaluator, moves: Moves, best_per_s: float, learnt: dict[Group, float]
-) -> State | None:
+    evaluator: PoolEvaluator, moves: NeighbourMoves, best_per_s: float, learnt: dict[GpuGroup, float]
+) -> PoolUse | None:
     """The best state of groups seen so far, links aside; None when it promises no more than `best_per_s`.
 
     Where the routing of that state gives a decoder less than it was counted for, since the links to it are too
@@ -85,7 +85,7 @@ def recombined(
     return state
 
 
-def _learn(evaluator: Evaluator, state: State, learnt: dict[Group, float]) -> None:
+def _learn(evaluator: PoolEvaluator, state: PoolUse, learnt: dict[GpuGroup, float]) -> None:
     """What decoders get where it is less than their fair part of what prefill replicas hand over."""
     got = [0.0] * len(state.groups)
     for each in evaluator.orchestrated(state.groups).pairings:
@@ -100,7 +100,9 @@ def _learn(evaluator: Evaluator, state: State, learnt: dict[Group, float]) -> No
             learnt[group] = real * LENIENCY
 
 
-def _mixture(evaluator: Evaluator, groups: list[Group], worth: Floats, best_per_s: float) -> State | None:
+def _mixture(
+    evaluator: PoolEvaluator, groups: list[GpuGroup], worth: Floats, best_per_s: float
+) -> PoolUse | None:
     pool, offered = evaluator.deducer.pool, evaluator.deducer.work.rate_per_s
     gpus = np.array([float(node.gpus) for node in pool.nodes])
     uses = np.zeros((len(groups), len(gpus)))
@@ -123,7 +125,7 @@ def _mixture(evaluator: Evaluator, groups: list[Group], worth: Floats, best_per_
     return make_state(chosen, without(everything, joined(group.takes for group in chosen)))
 
 
-def _worth(evaluator: Evaluator, group: Group) -> float:
+def _worth(evaluator: PoolEvaluator, group: GpuGroup) -> float:
     found, work = evaluator.deduced(group), evaluator.deducer.work
     assert found is not None
     share = 1.0 if group.phase == DECODE else kv_free_share(work, group.phase, found)
@@ -142,7 +144,9 @@ def _coefficients(worth: Floats, phases: Ints, uses: Floats) -> Floats:
     )
 
 
-def _solve(worth: Floats, phases: Ints, uses: Floats, gpus: Floats, offered: float, *, relax: bool) -> Answer:
+def _solve(
+    worth: Floats, phases: Ints, uses: Floats, gpus: Floats, offered: float, *, relax: bool
+) -> MilpResult:
     table = _coefficients(worth, phases, uses)
     flow = np.zeros((len(table), 1))
     flow[:3] = 1.0

@@ -12,18 +12,18 @@ from dataclasses import dataclass, replace
 from itertools import product
 
 from potluck.core.errors import CapacityError, InputError
-from potluck.plan.search.deduce import PHASES, Deduced, StageTake, Takes, deducer
-from potluck.plan.search.evaluate import Evaluator, Group, State
+from potluck.plan.search.deduce import PHASES, GroupConfiguration, StageTake, Takes, deducer
+from potluck.plan.search.evaluate import GpuGroup, PoolEvaluator, PoolUse
 from potluck.plan.search.groups import joined, make_state
 from potluck.plan.search.moves import flips_only, without
-from potluck.plan.search.pool import Pool, Workload
-from potluck.plan.search.tabu import Found, Hunt, Settings
+from potluck.plan.search.pool_workload import Pool, PoolWorkload
+from potluck.plan.search.tabu import SearchResult, SearchSettings, TabuSearch
 
 MOST_COMBINATIONS = 3000
 
 
 @dataclass(frozen=True, slots=True)
-class Survivors:
+class PoolSurvivors:
     """What is left after a loss."""
 
     pool: Pool
@@ -33,8 +33,8 @@ class Survivors:
 
 
 def survivors(
-    pool: Pool, found: Found, lost: Mapping[str, int], dead: Collection[int] | None = None
-) -> Survivors:
+    pool: Pool, found: SearchResult, lost: Mapping[str, int], dead: Collection[int] | None = None
+) -> PoolSurvivors:
     """Who survives losing so many GPUs of each named node.
 
     `dead` are the places of the groups that were hit, where that is known. Otherwise a node's idle GPUs are
@@ -54,10 +54,10 @@ def survivors(
     if any(count > free[node] for node, count in used):
         raise InputError("reschedule: dead", "the groups left need more GPUs than the pool has")
     everything = tuple((node, count) for node, count in free.items() if count)
-    return Survivors(rest, kept, without(everything, used))
+    return PoolSurvivors(rest, kept, without(everything, used))
 
 
-def _fewest(groups: tuple[Group, ...], idle: Takes, lost: Mapping[int, int]) -> set[int]:
+def _fewest(groups: tuple[GpuGroup, ...], idle: Takes, lost: Mapping[int, int]) -> set[int]:
     hit: set[int] = set()
     for node, count in sorted(lost.items()):
         left = count - dict(idle).get(node, 0) - sum(dict(groups[g].takes).get(node, 0) for g in hit)
@@ -71,9 +71,11 @@ def _fewest(groups: tuple[Group, ...], idle: Takes, lost: Mapping[int, int]) -> 
     return hit
 
 
-def reschedule(left: Survivors, found: Found, work: Workload, settings: Settings | None = None) -> Found:
+def reschedule(
+    left: PoolSurvivors, found: SearchResult, work: PoolWorkload, settings: SearchSettings | None = None
+) -> SearchResult:
     """New phases and routing for the groups that are left, for the same or another workload."""
-    chosen = settings or Settings()
+    chosen = settings or SearchSettings()
     source = deducer(left.pool, work, chosen.timing)
     phases = tuple(PHASES[role] for role in chosen.phases)
     stages = [found.configurations[place].stages for place in left.kept]
@@ -81,17 +83,19 @@ def reschedule(left: Survivors, found: Found, work: Workload, settings: Settings
     for place, mine in enumerate(stages):
         for phase in phases:
             source.seen[((place, 1),), phase] = source.fixed(mine, phase)
-    evaluator = Evaluator(source)
+    evaluator = PoolEvaluator(source)
     able = [[p for p in phases if source.seen[((place, 1),), p]] for place in range(len(stages))]
     working = [place for place in range(len(stages)) if able[place]]
     if not working:
         raise CapacityError("no group that is left can serve within the objective; search the pool anew")
-    hunt = Hunt(evaluator, flips_only(left.pool, work, phases), chosen)
+    hunt = TabuSearch(evaluator, flips_only(left.pool, work, phases), chosen)
     hunt.try_all(_combinations(working, able, found, left))
     return _named(hunt.found(), left, found)
 
 
-def _combinations(working: list[int], able: list[list[int]], found: Found, left: Survivors) -> list[State]:
+def _combinations(
+    working: list[int], able: list[list[int]], found: SearchResult, left: PoolSurvivors
+) -> list[PoolUse]:
     """The present designation, and all others if they are few."""
     size = 1
     now = []
@@ -103,23 +107,23 @@ def _combinations(working: list[int], able: list[list[int]], found: Found, left:
     if size <= MOST_COMBINATIONS:
         choices += [each for each in product(*(able[place] for place in working)) if each != tuple(now)]
     return [
-        make_state([Group(((w, 1),), p) for w, p in zip(working, chosen, strict=True)], ())
+        make_state([GpuGroup(((w, 1),), p) for w, p in zip(working, chosen, strict=True)], ())
         for chosen in choices
     ]
 
 
-def _named(answer: Found, left: Survivors, before: Found) -> Found:
+def _named(answer: SearchResult, left: PoolSurvivors, before: SearchResult) -> SearchResult:
     """With the real GPUs in place of places; groups keep the order that the routing speaks of."""
     places = [left.kept[group.takes[0][0]] for group in answer.state.groups]
     groups = tuple(
-        Group(before.state.groups[place].takes, group.phase)
+        GpuGroup(before.state.groups[place].takes, group.phase)
         for place, group in zip(places, answer.state.groups, strict=True)
     )
     useless = [before.state.groups[p].takes for p in left.kept if p not in places]
-    return replace(answer, state=State(groups, joined((left.idle, *useless))))
+    return replace(answer, state=PoolUse(groups, joined((left.idle, *useless))))
 
 
-def flipped(before: Found, after: Found) -> tuple[tuple[Deduced, int, int], ...]:
+def flipped(before: SearchResult, after: SearchResult) -> tuple[tuple[GroupConfiguration, int, int], ...]:
     """(configuration, old phase, new phase) of every group that changes its phase."""
     old: dict[tuple[Takes, tuple[StageTake, ...]], list[int]] = {}
     for group, mine in zip(before.state.groups, before.configurations, strict=True):

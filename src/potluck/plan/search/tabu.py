@@ -17,14 +17,14 @@ from random import Random
 
 from potluck.core.errors import CapacityError
 from potluck.core.values.types import Role
-from potluck.plan.search.costs import Calibrated, Timing
-from potluck.plan.search.deduce import PHASES, Deduced, deducer
-from potluck.plan.search.evaluate import Evaluator, Group, Score, State
+from potluck.plan.search.deduce import PHASES, GroupConfiguration, deducer
+from potluck.plan.search.evaluate import GpuGroup, PoolEvaluator, PoolScore, PoolUse
 from potluck.plan.search.groups import dealt_state, starting_state
-from potluck.plan.search.moves import Moves, all_moves, all_near, kinds_of
+from potluck.plan.search.moves import NeighbourMoves, all_moves, all_near, kinds_of
 from potluck.plan.search.orchestrate import Orchestration
-from potluck.plan.search.pool import Pool, Workload
+from potluck.plan.search.pool_workload import Pool, PoolWorkload
 from potluck.plan.search.recombine import look_around, recombined
+from potluck.plan.search.stage_costs import CalibratedCosts, LayerTiming
 
 SCALES = (1.0, 1.6, 2.4)
 """How many times over the groups of a start hold the model."""
@@ -37,7 +37,7 @@ MOST_OTHERS = 20
 
 
 @dataclass(frozen=True, slots=True)
-class Limits:
+class SearchLimits:
     """How long to search."""
 
     neighbours: int = 30
@@ -53,7 +53,7 @@ class Limits:
 
 
 @dataclass(frozen=True, slots=True)
-class Settings:
+class SearchSettings:
     """How to search."""
 
     phases: tuple[Role, ...] = ("prefill", "decode", "mixed")
@@ -61,18 +61,18 @@ class Settings:
     max_group_gpus: int | None = None
     """Large groups serve most; small ones lose less with a GPU."""
     seed: int = 0
-    limits: Limits = field(default_factory=Limits)
-    timing: Timing = field(default_factory=Calibrated)
+    limits: SearchLimits = field(default_factory=SearchLimits)
+    timing: LayerTiming = field(default_factory=CalibratedCosts)
     clock: Callable[[], float] = time.monotonic
 
 
 @dataclass(frozen=True, slots=True)
-class Found:
+class SearchResult:
     """The best way found to use the pool."""
 
-    state: State
-    score: Score
-    configurations: tuple[Deduced, ...]
+    state: PoolUse
+    score: PoolScore
+    configurations: tuple[GroupConfiguration, ...]
     """Of the groups, in their order."""
     orchestration: Orchestration
     trace: tuple[tuple[float, float], ...]
@@ -82,26 +82,26 @@ class Found:
     steps: int
     converged: bool
     """False when a limit ended the search."""
-    others: tuple[State, ...] = ()
+    others: tuple[PoolUse, ...] = ()
     """Further states that no single move betters, each worth something else, the best first."""
 
 
-def search(pool: Pool, work: Workload, settings: Settings | None = None) -> Found:
+def search(pool: Pool, work: PoolWorkload, settings: SearchSettings | None = None) -> SearchResult:
     """Group the pool's GPUs, give each group a phase and a configuration, and route."""
-    return search_with(Evaluator(deducer(pool, work, (settings or Settings()).timing)), settings)
+    return search_with(PoolEvaluator(deducer(pool, work, (settings or SearchSettings()).timing)), settings)
 
 
-def search_with(evaluator: Evaluator, settings: Settings | None = None) -> Found:
+def search_with(evaluator: PoolEvaluator, settings: SearchSettings | None = None) -> SearchResult:
     """The same with an evaluator that may remember an earlier search."""
-    chosen = settings or Settings()
+    chosen = settings or SearchSettings()
     pool, work = evaluator.deducer.pool, evaluator.deducer.work
     phases = tuple(PHASES[role] for role in chosen.phases)
     most = chosen.max_group_gpus or pool.gpus
-    hunt = Hunt(evaluator, all_moves(pool, work, phases, most), chosen)
+    hunt = TabuSearch(evaluator, all_moves(pool, work, phases, most), chosen)
 
-    learnt: dict[Group, float] = {}
+    learnt: dict[GpuGroup, float] = {}
 
-    def mixture(attainment: float) -> State | None:
+    def mixture(attainment: float) -> PoolUse | None:
         if not hunt.looked_around:
             look_around(evaluator, hunt.moves, hunt.rng)
             hunt.looked_around = True
@@ -109,7 +109,7 @@ def search_with(evaluator: Evaluator, settings: Settings | None = None) -> Found
 
     kinds = kinds_of(pool)
 
-    def start(scale: float) -> State:
+    def start(scale: float) -> PoolUse:
         if hunt.rng.random() < DEALT_SHARE:
             return dealt_state(evaluator, phases, hunt.rng, kinds, most)
         return starting_state(evaluator, phases, hunt.rng, scale, most)
@@ -119,20 +119,20 @@ def search_with(evaluator: Evaluator, settings: Settings | None = None) -> Found
 
 
 @dataclass(slots=True)
-class Hunt:
+class TabuSearch:
     """A search under way."""
 
-    evaluator: Evaluator
-    moves: Moves
-    settings: Settings
+    evaluator: PoolEvaluator
+    moves: NeighbourMoves
+    settings: SearchSettings
     rng: Random = field(init=False)
-    best: State | None = None
-    best_score: Score = Score(-2.0, 0.0, 0.0)
+    best: PoolUse | None = None
+    best_score: PoolScore = PoolScore(-2.0, 0.0, 0.0)
     trace: list[tuple[float, float]] = field(default_factory=list)
     steps: int = 0
     converged: bool = False
     looked_around: bool = False
-    peaks: set[State] = field(default_factory=set)
+    peaks: set[PoolUse] = field(default_factory=set)
     """States that no single move betters."""
     _begun: float = field(init=False)
 
@@ -141,7 +141,7 @@ class Hunt:
         self._begun = self.settings.clock()
 
     def run(
-        self, start: Callable[[float], State], mix: Callable[[float], State | None] = lambda _: None
+        self, start: Callable[[float], PoolUse], mix: Callable[[float], PoolUse | None] = lambda _: None
     ) -> None:
         """Walk after walk until nothing new comes; `mix` makes a state out of groups seen, or None."""
         idle_walks, number = 0, 0
@@ -155,8 +155,8 @@ class Hunt:
         self.converged = True
 
     def _start(
-        self, number: int, start: Callable[[float], State], mix: Callable[[float], State | None]
-    ) -> State:
+        self, number: int, start: Callable[[float], PoolUse], mix: Callable[[float], PoolUse | None]
+    ) -> PoolUse:
         """The first walks start from clusters; then come rounds of a mixture, clusters and the best, shaken."""
         turn = number - len(SCALES)
         if turn >= 0 and turn % ROUND == 0:
@@ -167,7 +167,7 @@ class Hunt:
             return start(SCALES[number % len(SCALES)])
         return self._shaken(self.best, self.rng.randint(2, 6))
 
-    def try_all(self, states: Sequence[State]) -> None:
+    def try_all(self, states: Sequence[PoolUse]) -> None:
         """Each of some states; a walk from the first when it is the only one."""
         for state in states:
             self._offer(state)
@@ -177,12 +177,12 @@ class Hunt:
             self.run(lambda _: states[0])
         self.converged = True
 
-    def _walk(self, state: State) -> None:
+    def _walk(self, state: PoolUse) -> None:
         limits = self.settings.limits
         tabu = {state: None}  # a set that knows its oldest
         own, stale, summit = self._offer(state), 0, state
         while stale < limits.patience and not self._over():
-            chosen: State | None = None
+            chosen: PoolUse | None = None
             value = -2.0
             for _ in range(limits.neighbours):
                 near = self.moves.neighbour(state, self.rng)
@@ -204,7 +204,7 @@ class Hunt:
                 self._offer(state)
         self._climb(summit, own)
 
-    def _climb(self, state: State, value: float) -> None:
+    def _climb(self, state: PoolUse, value: float) -> None:
         """On to a state that no single move betters: a walk sees few of the neighbours of its best one."""
         better = True
         while better and state not in self.peaks:
@@ -221,7 +221,7 @@ class Hunt:
                     break
         self.peaks.add(state)
 
-    def _offer(self, state: State) -> float:
+    def _offer(self, state: PoolUse) -> float:
         score = self.evaluator.score(state.groups)
         if self.best is None:
             # Where nothing was compiled before, the first state takes a minute that is not the search's.
@@ -231,7 +231,7 @@ class Hunt:
             self.trace.append((self.settings.clock() - self._begun, score.value))
         return score.value
 
-    def _shaken(self, state: State, times: int) -> State:
+    def _shaken(self, state: PoolUse, times: int) -> PoolUse:
         for _ in range(times):
             near = self.moves.neighbour(state, self.rng)
             if near is not None and self.evaluator.score(near.groups).value >= 0:
@@ -242,7 +242,7 @@ class Hunt:
         limits = self.settings.limits
         return self.steps >= limits.steps or self.settings.clock() - self._begun >= limits.time_limit_s
 
-    def found(self) -> Found:
+    def found(self) -> SearchResult:
         """The answer; an error when no group can serve the model within its objective."""
         if self.best is None or self.best_score.goodput_per_s <= 0:
             work = self.evaluator.deducer.work
@@ -251,7 +251,7 @@ class Hunt:
                 f"token and {work.slo.tpot_s:g} s per token; add GPUs or relax the objective"
             )
         configurations = tuple(self.evaluator.deduced(group) for group in self.best.groups)
-        return Found(
+        return SearchResult(
             self.best,
             self.best_score,
             tuple(each for each in configurations if each is not None),
@@ -263,7 +263,7 @@ class Hunt:
             self._others(),
         )
 
-    def _others(self) -> tuple[State, ...]:
+    def _others(self) -> tuple[PoolUse, ...]:
         """States that are worth the same differ in nothing but which of two like machines they use."""
         known = {round(self.best_score.value, 9)}
         found = []

@@ -11,9 +11,9 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from potluck.core.values.plan import Plan
-from potluck.core.values.terms import FailureDomain, Terms
-from potluck.plan.problem import Problem
-from potluck.plan.strategies.base import Outcome, Settings, Workshop
+from potluck.core.values.terms import FailureDomain, ModelTerms
+from potluck.plan.problem import PlanningProblem
+from potluck.plan.strategies.template_factory import PlanOutcome, SolveSettings, TemplateFactory
 
 Against = Literal["objective", "availability", "spot"]
 VALUES: dict[str, tuple[float, ...]] = {
@@ -27,7 +27,7 @@ LEAST = 1e-3
 
 
 @dataclass(frozen=True, slots=True)
-class Point:
+class FrontierPoint:
     """What was asked for, and the plan for it."""
 
     value: float
@@ -38,10 +38,12 @@ class Point:
         return self.plan.total_usd_per_h
 
 
-def with_value(problem: Problem, against: Against, value: float, domain: FailureDomain) -> Problem:
+def with_value(
+    problem: PlanningProblem, against: Against, value: float, domain: FailureDomain
+) -> PlanningProblem:
     """The problem with that much asked of every model."""
 
-    def asked(terms: Terms) -> Terms:
+    def asked(terms: ModelTerms) -> ModelTerms:
         if against == "spot":
             return replace(terms, max_spot_share=value)
         return replace(terms, survive=domain if value > 0 else None, survive_share=value or 1.0)
@@ -50,27 +52,27 @@ def with_value(problem: Problem, against: Against, value: float, domain: Failure
 
 
 def frontier(
-    problem_at: Callable[[float], Problem],
+    problem_at: Callable[[float], PlanningProblem],
     values: Sequence[float],
-    planner: Callable[[Workshop, Settings], Outcome],
-    settings: Settings,
+    planner: Callable[[TemplateFactory, SolveSettings], PlanOutcome],
+    settings: SolveSettings,
     *,
     share_templates: bool,
     said: Callable[[str], None] = lambda _: None,
-) -> tuple[Point, ...]:
+) -> tuple[FrontierPoint, ...]:
     """A plan for each value. Where templates do not depend on it, they are made once."""
-    made: Workshop | None = None
+    made: TemplateFactory | None = None
     points = []
     for value in values:
         said(f"{value:g}")
         problem = problem_at(value)
         if made is None or not share_templates:
-            made = Workshop(problem)
-        points.append(Point(value, planner(replace(made, problem=problem), settings).plan))
+            made = TemplateFactory(problem)
+        points.append(FrontierPoint(value, planner(replace(made, problem=problem), settings).plan))
     return tuple(points)
 
 
-def dominated(points: Sequence[Point], *, less_is_more: bool) -> frozenset[int]:
+def dominated(points: Sequence[FrontierPoint], *, less_is_more: bool) -> frozenset[int]:
     """Places of points beside which another asks for as much, serves as much and costs less."""
     found = set()
     for place, point in enumerate(points):

@@ -4,21 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from potluck.plan.strategies.base import MAKING_SHARE, Outcome, Settings, Workshop
-from potluck.plan.strategies.cauchy import cauchy_ce, cauchy_co, cauchy_mc, cauchy_mce
-from potluck.plan.strategies.formats import choosing_formats
-from potluck.plan.strategies.near import near_users
+from potluck.plan.strategies.cauchy_strategy import cauchy_ce, cauchy_co, cauchy_mc, cauchy_mce
 from potluck.plan.strategies.programs import auto, coral, cronus, homo, melange, prfaas, thunderserve
+from potluck.plan.strategies.template_factory import MAKING_SHARE, PlanOutcome, SolveSettings, TemplateFactory
+from potluck.plan.strategies.user_distance import near_users
+from potluck.plan.strategies.weight_formats import choosing_formats
 
-Strategy = Callable[[Workshop, Settings], Outcome]
+Strategy = Callable[[TemplateFactory, SolveSettings], PlanOutcome]
 
 
 def _in_time(strategy: Strategy) -> Strategy:
     """The strategy with one time limit for its templates and its program together."""
 
-    def planned(workshop: Workshop, settings: Settings) -> Outcome:
+    def planned(factory: TemplateFactory, settings: SolveSettings) -> PlanOutcome:
         begun = settings.begun
-        return strategy(workshop.within(begun, MAKING_SHARE * begun.left_s), begun)
+        return strategy(factory.within(begun, MAKING_SHARE * begun.left_s), begun)
 
     return planned
 
@@ -39,4 +39,4 @@ _ALL: dict[str, Strategy] = {
 STRATEGIES = {name: choosing_formats(near_users(_in_time(strategy))) for name, strategy in _ALL.items()}
 """Name to strategy; `auto` puts every kind of column into one program."""
 
-__all__ = ["STRATEGIES", "Outcome", "Settings", "Workshop"]
+__all__ = ["STRATEGIES", "PlanOutcome", "SolveSettings", "TemplateFactory"]

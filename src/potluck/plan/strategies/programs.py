@@ -16,18 +16,18 @@ from dataclasses import replace
 from math import ceil
 
 from potluck.core.values.plan import Template
-from potluck.plan.assemble.even import evened
+from potluck.plan.assemble.even_shares import evened
 from potluck.plan.assemble.priorities import served
-from potluck.plan.assemble.terms import require_rows, unsupported
-from potluck.plan.problem import Ask, Problem
-from potluck.plan.strategies.base import Outcome, Settings, Workshop, allocated
-from potluck.plan.strategies.cauchy import cauchy_ce, cauchy_co, cauchy_mc, cauchy_mce
-from potluck.plan.strategies.grow import grow
-from potluck.plan.strategies.kinds import templates_of, whole_nodes
-from potluck.plan.strategies.pools import require_pool, worth_searching
+from potluck.plan.assemble.term_rows import require_rows, unsupported
+from potluck.plan.problem import ModelDemand, PlanningProblem
+from potluck.plan.strategies.cauchy_strategy import cauchy_ce, cauchy_co, cauchy_mc, cauchy_mce
+from potluck.plan.strategies.column_growth import grow
+from potluck.plan.strategies.column_kinds import templates_of, whole_nodes
+from potluck.plan.strategies.pool_strategy import require_pool, worth_searching
+from potluck.plan.strategies.template_factory import PlanOutcome, SolveSettings, TemplateFactory, allocated
 
 
-def auto(workshop: Workshop, settings: Settings) -> Outcome:
+def auto(factory: TemplateFactory, settings: SolveSettings) -> PlanOutcome:
     """Everything at once, and never worse than any one strategy.
 
     The program over all columns is solved first, and again with those for which there was no time, where some is
@@ -37,64 +37,64 @@ def auto(workshop: Workshop, settings: Settings) -> Outcome:
     Groups of machines are columns where the pool is written down. A small fleet without one is searched as well,
     but what that finds stands apart: it is taken only when it is better than the plan without it.
     """
-    problem = workshop.problem
+    problem = factory.problem
     pooled = worth_searching(problem)
     inside = pooled and problem.pool is not None
-    made_in_turn(workshop)
-    groups = {ask.name: workshop.groups(ask, settings) if inside else [] for ask in problem.asks}
-    others = _others(workshop, groups)
-    grow(workshop, settings, others)
-    templates = _with_pipelines(workshop, others)
+    made_in_turn(factory)
+    groups = {ask.name: factory.groups(ask, settings) if inside else [] for ask in problem.asks}
+    others = _others(factory, groups)
+    grow(factory, settings, others)
+    templates = _with_pipelines(factory, others)
     if settings.pins or settings.running or unsupported(problem):
         # Pins and what runs bind only here; the others pick their copies by rules that do not know what is asked.
-        return allocated(workshop, settings, "auto", templates)
+        return allocated(factory, settings, "auto", templates)
     # Single nodes are few columns, soon solved: what they do is where all others begin.
-    single = {ask.name: workshop.homogeneous(ask) for ask in problem.asks}
-    first, tried = settings.starts, list[Outcome]()
+    single = {ask.name: factory.homogeneous(ask) for ask in problem.asks}
+    first, tried = settings.starts, list[PlanOutcome]()
     if not settings.asking:
-        tried = [allocated(workshop, settings.within(SINGLE_SHARE), "auto", single)]
+        tried = [allocated(factory, settings.within(SINGLE_SHARE), "auto", single)]
         if not tried[0].plan.deployments:  # many models and little time: a plan comes before a better one
-            tried = [allocated(workshop, settings.within(FALLBACK_SHARE), "auto", single)]
+            tried = [allocated(factory, settings.within(FALLBACK_SHARE), "auto", single)]
         first += tuple(each.plan for each in tried if each.plan.deployments)
     before_s = settings.left_s
-    whole = allocated(workshop, replace(settings.within(FIRST_SHARE), starts=first), "auto", templates)
-    longer = workshop.within(settings, settings.left_s - SOLVES_AGAIN * (before_s - settings.left_s))
-    if workshop.left_out and not longer.enough():  # it was solved sooner than it might have been
+    whole = allocated(factory, replace(settings.within(FIRST_SHARE), starts=first), "auto", templates)
+    longer = factory.within(settings, settings.left_s - SOLVES_AGAIN * (before_s - settings.left_s))
+    if factory.left_out and not longer.enough():  # it was solved sooner than it might have been
         made_in_turn(longer)
-        workshop, others = longer, _others(longer, groups)
-        templates = _with_pipelines(workshop, others)
+        factory, others = longer, _others(longer, groups)
+        templates = _with_pipelines(factory, others)
         begun = replace(settings.within(FIRST_SHARE), starts=(*first, whole.plan))
-        whole = allocated(workshop, begun, "auto", templates)
+        whole = allocated(factory, begun, "auto", templates)
     if (
         whole.allocation.found
-        and grow(workshop, settings, others, whole.plan.total_usd_per_h, LATER_ROUNDS).added
+        and grow(factory, settings, others, whole.plan.total_usd_per_h, LATER_ROUNDS).added
     ):
-        templates = _with_pipelines(workshop, others)
+        templates = _with_pipelines(factory, others)
         begun = replace(settings.within(FIRST_SHARE), starts=(whole.plan,))
-        whole = allocated(workshop, begun, "auto", templates)
-    tried += [thunderserve(workshop, settings.within(RIVALS_SHARE))] if pooled and not inside else []
-    if (not _settled(whole) or workshop.left_out) and not settings.asking:
+        whole = allocated(factory, begun, "auto", templates)
+    tried += [thunderserve(factory, settings.within(RIVALS_SHARE))] if pooled and not inside else []
+    if (not _settled(whole) or factory.left_out) and not settings.asking:
         rivals = (*RIVALS, thunderserve) if inside else RIVALS
         for each in rivals:
             if not settings.late:
-                tried.append(each(workshop, settings.within(RIVALS_SHARE / len(rivals))))
+                tried.append(each(factory, settings.within(RIVALS_SHARE / len(rivals))))
         if not settings.late:
             known = tuple(each.plan for each in (whole, *tried) if each.plan.deployments)
             more = replace(settings, starts=(*settings.starts, *known))
-            whole = _proven(allocated(workshop, more, "auto", templates), whole)
+            whole = _proven(allocated(factory, more, "auto", templates), whole)
     best = max([whole, *tried], key=lambda each: rank_of(problem, each))
     return whole if best is whole or not _better(problem, best, whole) else _proven(best, whole)
 
 
-def _others(workshop: Workshop, groups: Mapping[str, list[Template]]) -> dict[str, list[Template]]:
+def _others(factory: TemplateFactory, groups: Mapping[str, list[Template]]) -> dict[str, list[Template]]:
     """All but pipelines."""
-    return {ask.name: [*whole_nodes(workshop, ask), *groups[ask.name]] for ask in workshop.problem.asks}
+    return {ask.name: [*whole_nodes(factory, ask), *groups[ask.name]] for ask in factory.problem.asks}
 
 
 def _with_pipelines(
-    workshop: Workshop, others: Mapping[str, Sequence[Template]]
+    factory: TemplateFactory, others: Mapping[str, Sequence[Template]]
 ) -> dict[str, list[Template]]:
-    return {ask.name: [*others[ask.name], *workshop.pipelines(ask)] for ask in workshop.problem.asks}
+    return {ask.name: [*others[ask.name], *factory.pipelines(ask)] for ask in factory.problem.asks}
 
 
 LATER_ROUNDS = 3
@@ -109,15 +109,15 @@ RIVALS_SHARE = 0.5
 single strategies together."""
 
 
-def made_in_turn(workshop: Workshop) -> None:
+def made_in_turn(factory: TemplateFactory) -> None:
     """Make every kind for all models before the next, the most useful first: time may not suffice for all."""
-    makers = (workshop.homogeneous, workshop.combos, workshop.pipelines, workshop.pairs, workshop.gpu_combos)
+    makers = (factory.homogeneous, factory.combos, factory.pipelines, factory.pairs, factory.gpu_combos)
     for make in makers:
-        for ask in workshop.problem.asks:
+        for ask in factory.problem.asks:
             make(ask)
 
 
-def _settled(outcome: Outcome) -> bool:
+def _settled(outcome: PlanOutcome) -> bool:
     """Whether no plan of the same columns can be better, beyond rounding."""
     found, short = outcome.allocation, outcome.allocation.shortfall
     if short is not None:
@@ -128,12 +128,12 @@ def _settled(outcome: Outcome) -> bool:
 PROVEN = 1e-6
 
 
-def rank_of(problem: Problem, outcome: Outcome) -> tuple[tuple[float, ...], float]:
+def rank_of(problem: PlanningProblem, outcome: PlanOutcome) -> tuple[tuple[float, ...], float]:
     """What is served first, then what it costs."""
     return served(problem, outcome.plan), -outcome.plan.total_usd_per_h
 
 
-def _better(problem: Problem, one: Outcome, other: Outcome) -> bool:
+def _better(problem: PlanningProblem, one: PlanOutcome, other: PlanOutcome) -> bool:
     """By more than rounding."""
     more, less = served(problem, one.plan), served(problem, other.plan)
     if more != less:
@@ -141,7 +141,7 @@ def _better(problem: Problem, one: Outcome, other: Outcome) -> bool:
     return one.plan.total_usd_per_h < other.plan.total_usd_per_h * (1 - 1e-9)
 
 
-def _proven(best: Outcome, other: Outcome) -> Outcome:
+def _proven(best: PlanOutcome, other: PlanOutcome) -> PlanOutcome:
     """A plan with the better of two proofs over the same columns, or of its own and one over more columns."""
     cost = best.plan.total_usd_per_h
     bound = other.allocation.lower_bound_usd_per_h
@@ -154,64 +154,64 @@ def _proven(best: Outcome, other: Outcome) -> Outcome:
     return replace(best, plan=replace(best.plan, strategy="auto", gap=gap), allocation=allocation)
 
 
-def single_nodes(workshop: Workshop, settings: Settings) -> Outcome:
+def single_nodes(factory: TemplateFactory, settings: SolveSettings) -> PlanOutcome:
     """`auto` over single nodes alone: dearer, and less is handed over that might come late."""
-    templates = {ask.name: workshop.homogeneous(ask) for ask in workshop.problem.asks}
-    return allocated(workshop, settings.begun, "auto", templates)
+    templates = {ask.name: factory.homogeneous(ask) for ask in factory.problem.asks}
+    return allocated(factory, settings.begun, "auto", templates)
 
 
-def thunderserve(workshop: Workshop, settings: Settings) -> Outcome:
+def thunderserve(factory: TemplateFactory, settings: SolveSettings) -> PlanOutcome:
     """Groups of the machines there are, by search; which of them are needed is the program's choice."""
-    require_rows(workshop.problem, "thunderserve")
-    ask = require_pool(workshop.problem)
-    templates = {ask.name: workshop.groups(ask, settings)}
-    return allocated(workshop, settings, "thunderserve", templates)
+    require_rows(factory.problem, "thunderserve")
+    ask = require_pool(factory.problem)
+    templates = {ask.name: factory.groups(ask, settings)}
+    return allocated(factory, settings, "thunderserve", templates)
 
 
-def coral(workshop: Workshop, settings: Settings) -> Outcome:
+def coral(factory: TemplateFactory, settings: SolveSettings) -> PlanOutcome:
     """Pipelines and single nodes, prefill and decode apart."""
-    for ask in workshop.problem.asks:
-        workshop.pipelines(ask)
-    grow(workshop, settings, {ask.name: workshop.phased(ask) for ask in workshop.problem.asks})
-    return _over_kinds(workshop, settings, "coral")
+    for ask in factory.problem.asks:
+        factory.pipelines(ask)
+    grow(factory, settings, {ask.name: factory.phased(ask) for ask in factory.problem.asks})
+    return _over_kinds(factory, settings, "coral")
 
 
-def prfaas(workshop: Workshop, settings: Settings) -> Outcome:
+def prfaas(factory: TemplateFactory, settings: SolveSettings) -> PlanOutcome:
     """Prefill and decode on single nodes, in one region or over a link; from some length on prompts cross."""
-    outcome = _over_kinds(workshop, settings, "prfaas")
+    outcome = _over_kinds(factory, settings, "prfaas")
     if all(flow.prefill_region == flow.decode_region for flow in outcome.plan.flows):
         return outcome
-    plan = evened(workshop.problem, outcome.plan, settings.time_limit_s, settings.clock)
+    plan = evened(factory.problem, outcome.plan, settings.time_limit_s, settings.clock)
     return replace(outcome, plan=plan)
 
 
-def cronus(workshop: Workshop, settings: Settings) -> Outcome:
+def cronus(factory: TemplateFactory, settings: SolveSettings) -> PlanOutcome:
     """A low-end and a high-end node that share each prompt's prefill, and aggregated replicas."""
-    return _over_kinds(workshop, settings, "cronus")
+    return _over_kinds(factory, settings, "cronus")
 
 
-def melange(workshop: Workshop, settings: Settings) -> Outcome:
+def melange(factory: TemplateFactory, settings: SolveSettings) -> PlanOutcome:
     """Aggregated replicas on mixed GPUs."""
-    return _over_kinds(workshop, settings, "melange")
+    return _over_kinds(factory, settings, "melange")
 
 
-def _over_kinds(workshop: Workshop, settings: Settings, strategy: str) -> Outcome:
-    templates = {ask.name: templates_of(workshop, strategy, ask) for ask in workshop.problem.asks}
-    return allocated(workshop, settings, strategy, templates)
+def _over_kinds(factory: TemplateFactory, settings: SolveSettings, strategy: str) -> PlanOutcome:
+    templates = {ask.name: templates_of(factory, strategy, ask) for ask in factory.problem.asks}
+    return allocated(factory, settings, strategy, templates)
 
 
-def homo(workshop: Workshop, settings: Settings) -> Outcome:
+def homo(factory: TemplateFactory, settings: SolveSettings) -> PlanOutcome:
     """Each replica on one node type: of each model the type that costs least for its demand, chosen in isolation.
 
     Replicas of one model may be on different types: where there are too few nodes of the best, the next is added.
     """
-    templates = {ask.name: _cheapest_types(workshop, ask) for ask in workshop.problem.asks}
-    return allocated(workshop, settings, "homo", templates)
+    templates = {ask.name: _cheapest_types(factory, ask) for ask in factory.problem.asks}
+    return allocated(factory, settings, "homo", templates)
 
 
-def _cheapest_types(workshop: Workshop, ask: Ask) -> list[Template]:
+def _cheapest_types(factory: TemplateFactory, ask: ModelDemand) -> list[Template]:
     """The most cost-efficient ways to serve a model on one type, until there are nodes enough for its demand."""
-    single, problem = workshop.homogeneous(ask), workshop.problem
+    single, problem = factory.homogeneous(ask), factory.problem
     ways: list[tuple[float, str, float, list[Template]]] = []
     alike = _alike(problem, single)
     for kind, nodes in sorted(alike.items()):
@@ -219,7 +219,7 @@ def _cheapest_types(workshop: Workshop, ask: Ask) -> list[Template]:
         for group in ([t for t in mine if t.replicas[0].role == "mixed"], _phases(mine)):
             needed = _nodes_needed(ask, group) / problem.headroom
             if needed < float("inf"):
-                price = min(workshop.prices[node] for node in nodes)
+                price = min(factory.prices[node] for node in nodes)
                 ways.append((price * needed, kind, needed, group))
     chosen: list[Template] = []
     covered = 0.0
@@ -236,7 +236,7 @@ def _cheapest_types(workshop: Workshop, ask: Ask) -> list[Template]:
     return chosen or list(single)
 
 
-def _alike(problem: Problem, single: Sequence[Template]) -> dict[str, list[str]]:
+def _alike(problem: PlanningProblem, single: Sequence[Template]) -> dict[str, list[str]]:
     """Node types by what they are: spot and on-demand nodes, and those of several zones, are one type."""
     found: dict[str, list[str]] = {}
     for name in sorted({template.nodes[0].node for template in single}):
@@ -250,7 +250,7 @@ def _phases(templates: Sequence[Template]) -> list[Template]:
     return [template for template in templates if template.replicas[0].role != "mixed"]
 
 
-def _nodes_needed(ask: Ask, group: Sequence[Template]) -> float:
+def _nodes_needed(ask: ModelDemand, group: Sequence[Template]) -> float:
     """Nodes, not rounded, that the best of a group need for a model's demand; infinite if they cannot."""
     total = 0.0
     for demand in ask.demands:

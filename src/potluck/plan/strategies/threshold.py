@@ -23,7 +23,7 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 from potluck.core.errors import InputError
-from potluck.perf.step import Floats
+from potluck.perf.step_timer import Floats
 
 
 @dataclass(frozen=True, slots=True)

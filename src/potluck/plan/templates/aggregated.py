@@ -1,8 +1,8 @@
 """Pipelines that do both phases (CORAL 5.1), beside those that do one.
 
-Placements are those of the pipelines that prefill or decode, each a column more: `perf/serving/together.py` says how
-many answers its batches make and how long the chunks of prompts are that go with them, and the engine's token budget
-follows from the same (`worlds/kits.py`).
+Placements are those of the pipelines that prefill or decode, each a column more: `perf/serving/mixed_pipeline.py`
+says how many answers its batches make and how long the chunks of prompts are that go with them, and the engine's
+token budget follows from the same (`runtime/replica_models.py`).
 """
 
 from __future__ import annotations
@@ -12,15 +12,17 @@ from dataclasses import replace
 from functools import partial
 
 from potluck.core.values.layout import Layout
-from potluck.core.values.plan import BucketCapacity, Replica, Template
-from potluck.perf.serving.together import Lengths, together
-from potluck.perf.timers.pipeline import PipelineTimer, layout_requests
-from potluck.plan.problem import Ask, Demand, Problem
-from potluck.plan.timing.book import Book, Rated, layout_text
-from potluck.plan.timing.rates import UNPROMISED_TTFT_S, layout_timer, useful
+from potluck.core.values.plan import BucketCapacity, PlannedReplica, Template
+from potluck.perf.serving.mixed_pipeline import RequestLengths, together
+from potluck.perf.timers.pipeline_timer import PipelineTimer, layout_requests
+from potluck.plan.problem import BucketDemand, ModelDemand, PlanningProblem
+from potluck.plan.timing.rate_cache import RateCache, RatedLayout, layout_text
+from potluck.plan.timing.replica_rates import UNPROMISED_TTFT_S, layout_timer, useful
 
 
-def aggregated(problem: Problem, ask: Ask, pipelines: Iterable[Template], book: Book) -> Iterator[Template]:
+def aggregated(
+    problem: PlanningProblem, ask: ModelDemand, pipelines: Iterable[Template], book: RateCache
+) -> Iterator[Template]:
     """Of each placement of several stages the same nodes doing both; one name for one placement."""
     seen: set[Layout] = set()
     names: set[str] = set()
@@ -37,15 +39,17 @@ def aggregated(problem: Problem, ask: Ask, pipelines: Iterable[Template], book: 
         if name in names:
             name += f", {'+'.join(str(stage.layers) for stage in layout.stages)} layers"
         names.add(name)
-        yield replace(template, name=name, replicas=(Replica("mixed", layout),), capacity=capacity)
+        yield replace(template, name=name, replicas=(PlannedReplica("mixed", layout),), capacity=capacity)
 
 
-def _rated(problem: Problem, ask: Ask, template: Template) -> Rated:
+def _rated(problem: PlanningProblem, ask: ModelDemand, template: Template) -> RatedLayout:
     layout = template.replicas[0].layout
-    return Rated(aggregated_capacity(problem, ask, layout), template.confidence)
+    return RatedLayout(aggregated_capacity(problem, ask, layout), template.confidence)
 
 
-def aggregated_capacity(problem: Problem, ask: Ask, layout: Layout) -> tuple[BucketCapacity, ...]:
+def aggregated_capacity(
+    problem: PlanningProblem, ask: ModelDemand, layout: Layout
+) -> tuple[BucketCapacity, ...]:
     """What a pipeline that does both serves of every bucket; 0 where it cannot be in time."""
     timer = layout_timer(ask, layout, problem.by_name)
     assert isinstance(timer, PipelineTimer)
@@ -53,12 +57,14 @@ def aggregated_capacity(problem: Problem, ask: Ask, layout: Layout) -> tuple[Buc
 
 
 def _bucket(
-    problem: Problem, ask: Ask, demand: Demand, layout: Layout, timer: PipelineTimer
+    problem: PlanningProblem, ask: ModelDemand, demand: BucketDemand, layout: Layout, timer: PipelineTimer
 ) -> BucketCapacity:
     longest = demand.longest_tokens + demand.output_tokens
     room = layout_requests(ask.model, layout, problem.by_name, longest)
     slo = ask.slo if demand.promised else replace(ask.slo, ttft_s=UNPROMISED_TTFT_S)
-    lengths = Lengths(demand.new_tokens, demand.cached_tokens, demand.output_tokens, demand.longest_tokens)
+    lengths = RequestLengths(
+        demand.new_tokens, demand.cached_tokens, demand.output_tokens, demand.longest_tokens
+    )
     found = together(timer, lengths, room, slo, problem.headroom)
     if found is None:
         return BucketCapacity(demand.bucket, 0.0, 0.0, 0.0, 0.0, 0.0)

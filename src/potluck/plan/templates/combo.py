@@ -15,21 +15,21 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from potluck.core.values.plan import BucketCapacity, NodeCount, Replica, Template
+from potluck.core.values.plan import BucketCapacity, NodeCount, PlannedReplica, Template
 from potluck.core.values.types import Codec, Role
-from potluck.perf.step import Floats
-from potluck.perf.timers.pipeline import ORDER
-from potluck.plan.problem import Ask, Demand, Problem
-from potluck.plan.timing.book import Book
-from potluck.plan.timing.cards import Cards, busy_limit, cards_of, sojourn_s, wire_bits
-from potluck.plan.timing.rates import UNPROMISED_TTFT_S, useful, wait_factor
+from potluck.perf.step_timer import Floats
+from potluck.perf.timers.pipeline_timer import ORDER
+from potluck.plan.problem import BucketDemand, ModelDemand, PlanningProblem
+from potluck.plan.timing.network_cards import NetworkCards, busy_limit, cards_of, sojourn_s, wire_bits
+from potluck.plan.timing.rate_cache import RateCache
+from potluck.plan.timing.replica_rates import UNPROMISED_TTFT_S, useful, wait_factor
 
 RATIOS = ((1, 1), (1, 2), (1, 3), (1, 4), (2, 1), (2, 3), (2, 5), (2, 6))
 """(prefill nodes, decode nodes), from 1:1 to 2:6."""
 
 
 def combos(
-    problem: Problem, ask: Ask, single: Sequence[Template], prices: dict[str, float]
+    problem: PlanningProblem, ask: ModelDemand, single: Sequence[Template], prices: dict[str, float]
 ) -> list[Template]:
     """Combos of single-node templates, and the aggregated ones; `prices` ($/h a node) settle directions.
 
@@ -49,7 +49,7 @@ def combos(
     return found
 
 
-def efficiency_tokens_per_usd(ask: Ask, template: Template, prices: dict[str, float]) -> float:
+def efficiency_tokens_per_usd(ask: ModelDemand, template: Template, prices: dict[str, float]) -> float:
     """Tokens per dollar when a template serves the model's mix of buckets by itself."""
     rate = served_per_s(ask, template)
     cost = sum(each.count * prices[each.node] for each in template.nodes)
@@ -57,7 +57,7 @@ def efficiency_tokens_per_usd(ask: Ask, template: Template, prices: dict[str, fl
     return rate * tokens * 3600.0 / cost if cost > 0 else float("inf")
 
 
-def served_per_s(ask: Ask, template: Template) -> float:
+def served_per_s(ask: ModelDemand, template: Template) -> float:
     """Requests a second of the model's own mix that one copy serves, closed; 0 if it lacks a bucket."""
     time = 0.0
     for demand, capacity in zip(ask.demands, template.capacity, strict=True):
@@ -69,7 +69,7 @@ def served_per_s(ask: Ask, template: Template) -> float:
     return ask.rate_per_s / time if time > 0 else 0.0
 
 
-def _best_per_node(ask: Ask, single: Sequence[Template], role: Role) -> dict[str, Template]:
+def _best_per_node(ask: ModelDemand, single: Sequence[Template], role: Role) -> dict[str, Template]:
     """One template per node type: the paper shards a phase over all of a server's GPUs or not at all."""
     found: dict[str, Template] = {}
     for template in single:
@@ -86,7 +86,11 @@ def _total(template: Template) -> float:
 
 
 def combo_capacity(
-    problem: Problem, ask: Ask, replicas: Sequence[Replica], codec: Codec, book: Book
+    problem: PlanningProblem,
+    ask: ModelDemand,
+    replicas: Sequence[PlannedReplica],
+    codec: Codec,
+    book: RateCache,
 ) -> tuple[BucketCapacity, ...]:
     """What replicas of the two phases, and mixed ones beside them, serve together, from their layouts alone."""
     mixed = _side(problem, ask, replicas, "mixed", book)
@@ -103,7 +107,7 @@ def combo_capacity(
     )
 
 
-def _one_node(problem: Problem, replicas: Sequence[Replica]) -> bool:
+def _one_node(problem: PlanningProblem, replicas: Sequence[PlannedReplica]) -> bool:
     """Whether all of them stand on one node, which then is all that they rent: their KV uses no network card."""
     members = [node for replica in replicas for stage in replica.layout.stages for node in stage.nodes]
     first = members[0].node
@@ -118,10 +122,16 @@ class _Side:
 
     capacity: Sequence[BucketCapacity]
     copies: int
-    cards: Cards
+    cards: NetworkCards
 
 
-def _side(problem: Problem, ask: Ask, replicas: Sequence[Replica], role: Role, book: Book) -> _Side | None:
+def _side(
+    problem: PlanningProblem,
+    ask: ModelDemand,
+    replicas: Sequence[PlannedReplica],
+    role: Role,
+    book: RateCache,
+) -> _Side | None:
     members = [replica for replica in replicas if replica.role == role]
     if not members:
         return None
@@ -144,7 +154,7 @@ def _added(one: BucketCapacity, other: BucketCapacity) -> BucketCapacity:
     )
 
 
-def _pair(problem: Problem, ask: Ask, prefill: Template, decode: Template) -> list[Template]:
+def _pair(problem: PlanningProblem, ask: ModelDemand, prefill: Template, decode: Template) -> list[Template]:
     made = []
     codec = problem.codecs[-1]
     bits = wire_bits(ask, codec)
@@ -173,7 +183,7 @@ def _pair(problem: Problem, ask: Ask, prefill: Template, decode: Template) -> li
     return made
 
 
-def _times(problem: Problem, template: Template, n: int) -> _Side:
+def _times(problem: PlanningProblem, template: Template, n: int) -> _Side:
     """So many copies of a single-node template."""
     capacity = [
         replace(c, prefill_per_s=c.prefill_per_s * n, decode_per_s=c.decode_per_s * n)
@@ -182,7 +192,9 @@ def _times(problem: Problem, template: Template, n: int) -> _Side:
     return _Side(capacity, len(template.replicas) * n, cards_of(template.replicas * n, problem.by_name))
 
 
-def _closed(problem: Problem, ask: Ask, prefill: _Side, decode: _Side, bits: Floats) -> list[BucketCapacity]:
+def _closed(
+    problem: PlanningProblem, ask: ModelDemand, prefill: _Side, decode: _Side, bits: Floats
+) -> list[BucketCapacity]:
     """What two sides serve, bucket by bucket; their cards are as busy as the tightest bucket lets them be."""
     pairs = list(zip(ask.demands, prefill.capacity, decode.capacity, strict=True))
     limits = [_busy(problem, ask, demand, p, prefill, decode, bits) for demand, p, _ in pairs]
@@ -206,7 +218,13 @@ def _closed(problem: Problem, ask: Ask, prefill: _Side, decode: _Side, bits: Flo
 
 
 def _busy(
-    problem: Problem, ask: Ask, demand: Demand, p: BucketCapacity, prefill: _Side, decode: _Side, bits: Floats
+    problem: PlanningProblem,
+    ask: ModelDemand,
+    demand: BucketDemand,
+    p: BucketCapacity,
+    prefill: _Side,
+    decode: _Side,
+    bits: Floats,
 ) -> float:
     """How busy the cards may be so that TTFT holds with this prefill: (w - 1) S + t / (1 - u) within it."""
     if not p.prefill_per_s > 0:
@@ -218,5 +236,5 @@ def _busy(
     return busy_limit(float(bits[demand.bucket]) / slow, within_s, problem.headroom)
 
 
-def _best_efficiency(ask: Ask, templates: Sequence[Template], prices: dict[str, float]) -> float:
+def _best_efficiency(ask: ModelDemand, templates: Sequence[Template], prices: dict[str, float]) -> float:
     return max((efficiency_tokens_per_usd(ask, each, prices) for each in templates), default=0.0)

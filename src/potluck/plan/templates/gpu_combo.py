@@ -19,15 +19,15 @@ from math import gcd
 
 from potluck.core.errors import InputError
 from potluck.core.values.layout import Layout, single
-from potluck.core.values.plan import NodeCount, Replica, Template
+from potluck.core.values.plan import NodeCount, PlannedReplica, Template
 from potluck.core.values.types import NodeType, Role
-from potluck.perf.timers.cauchy import CauchyModel, Side, ce
-from potluck.perf.timers.pipeline import ORDER
+from potluck.perf.timers.cauchy_timer import CauchyModel, ComboSide, ce
+from potluck.perf.timers.pipeline_timer import ORDER
 from potluck.perf.timers.roofline import check_tp
-from potluck.plan.problem import Ask, Problem
+from potluck.plan.problem import ModelDemand, PlanningProblem
 from potluck.plan.templates.combo import combo_capacity, efficiency_tokens_per_usd
-from potluck.plan.timing.book import Book
-from potluck.plan.timing.rates import fits, useful
+from potluck.plan.timing.rate_cache import RateCache
+from potluck.plan.timing.replica_rates import fits, useful
 
 SHORTLIST = 4
 """Pairs of types that are passed on, as in the paper's example."""
@@ -36,7 +36,7 @@ MOST_NODES = 8
 
 
 @dataclass(frozen=True, slots=True)
-class Ranked:
+class RankedPair:
     """A pair of node types, prefill first, and its cost efficiency in tokens per dollar."""
 
     prefill: str
@@ -47,14 +47,18 @@ class Ranked:
 
 
 def ranked(
-    problem: Problem, ask: Ask, single_node: Sequence[Template], prices: Mapping[str, float], book: Book
-) -> list[Ranked]:
+    problem: PlanningProblem,
+    ask: ModelDemand,
+    single_node: Sequence[Template],
+    prices: Mapping[str, float],
+    book: RateCache,
+) -> list[RankedPair]:
     """All pairs whose sides keep the objective, in their better direction, the most efficient first."""
     able = {
         role: sorted({t.nodes[0].node for t in single_node if t.replicas[0].role == role})
         for role in ("prefill", "decode")
     }
-    found: dict[frozenset[str], Ranked] = {}
+    found: dict[frozenset[str], RankedPair] = {}
     for first in able["prefill"]:
         for second in able["decode"]:
             value = _efficiency(problem, ask, single_node, prices, first, second, book)
@@ -64,7 +68,9 @@ def ranked(
     return sorted(found.values(), key=lambda each: (-each.ce_tokens_per_usd, each.prefill, each.decode))
 
 
-def gpu_combos(problem: Problem, ask: Ask, pairs: Sequence[Ranked], book: Book) -> list[Template]:
+def gpu_combos(
+    problem: PlanningProblem, ask: ModelDemand, pairs: Sequence[RankedPair], book: RateCache
+) -> list[Template]:
     """The combos of some pairs of types, counted in GPUs."""
     found: dict[str, Template] = {}
     for pair in pairs:
@@ -78,7 +84,12 @@ def gpu_combos(problem: Problem, ask: Ask, pairs: Sequence[Ranked], book: Book) 
 
 
 def _combo(
-    problem: Problem, ask: Ask, types: tuple[NodeType, NodeType], n_p: int, n_d: int, book: Book
+    problem: PlanningProblem,
+    ask: ModelDemand,
+    types: tuple[NodeType, NodeType],
+    n_p: int,
+    n_d: int,
+    book: RateCache,
 ) -> Template | None:
     first, second = types
     prefill = _instances(problem, ask, first, "prefill", n_p, book)
@@ -118,24 +129,24 @@ def _combo(
 
 
 def _instances(
-    problem: Problem, ask: Ask, node: NodeType, role: Role, units: int, book: Book
-) -> list[Replica] | None:
+    problem: PlanningProblem, ask: ModelDemand, node: NodeType, role: Role, units: int, book: RateCache
+) -> list[PlannedReplica] | None:
     """So many units of a node's GPUs as few instances of the largest tensor-parallel degree there is."""
     degrees = book.once(("degrees", node.name), lambda: _degrees(problem, ask, node))
     if not degrees:
         return None
     gpus = min(degrees) * units
     tp = max(tp for tp in degrees if gpus % tp == 0)
-    return [Replica(role, degrees[tp])] * (gpus // tp)
+    return [PlannedReplica(role, degrees[tp])] * (gpus // tp)
 
 
-def _degrees(problem: Problem, ask: Ask, node: NodeType) -> dict[int, Layout]:
+def _degrees(problem: PlanningProblem, ask: ModelDemand, node: NodeType) -> dict[int, Layout]:
     """Layouts on one node by tensor-parallel degree, where the model fits."""
     made = {tp: _layout(problem, ask, node, tp) for tp in range(1, node.gpus + 1) if node.gpus % tp == 0}
     return {tp: layout for tp, layout in made.items() if layout is not None}
 
 
-def _layout(problem: Problem, ask: Ask, node: NodeType, tp: int) -> Layout | None:
+def _layout(problem: PlanningProblem, ask: ModelDemand, node: NodeType, tp: int) -> Layout | None:
     try:
         check_tp(ask.model, node, tp)
     except InputError:
@@ -144,7 +155,7 @@ def _layout(problem: Problem, ask: Ask, node: NodeType, tp: int) -> Layout | Non
     return layout if fits(ask, layout, problem.by_name) else None
 
 
-def _gpus(replica: Replica) -> int:
+def _gpus(replica: PlannedReplica) -> int:
     return sum(node.tp for stage in replica.layout.stages for node in stage.nodes)
 
 
@@ -153,37 +164,37 @@ def _lcm(a: int, b: int) -> int:
 
 
 def _efficiency(
-    problem: Problem,
-    ask: Ask,
+    problem: PlanningProblem,
+    ask: ModelDemand,
     single_node: Sequence[Template],
     prices: Mapping[str, float],
     first: str,
     second: str,
-    book: Book,
-) -> Ranked:
+    book: RateCache,
+) -> RankedPair:
     rate = ask.rate_per_s or 1.0
     r_in = sum(d.rate_per_s * d.input_tokens for d in ask.demands) / rate or ask.demands[0].input_tokens
     r_out = sum(d.rate_per_s * d.output_tokens for d in ask.demands) / rate or ask.demands[0].output_tokens
     try:
         model = CauchyModel.from_model(ask.model)
         sides = [
-            Side(node.gpu, node.gpus, prices[node.name] / node.gpus)
+            ComboSide(node.gpu, node.gpus, prices[node.name] / node.gpus)
             for node in (problem.node(first), problem.node(second))
         ]
     except InputError:  # not covered, or free of charge
-        pair = [Ranked(first, second, 0.0, False)]
+        pair = [RankedPair(first, second, 0.0, False)]
         made = gpu_combos(problem, ask, pair, book)
         best = max((efficiency_tokens_per_usd(ask, each, dict(prices)) for each in made), default=0.0)
-        return Ranked(first, second, best, False)
+        return RankedPair(first, second, best, False)
     batch = max(_batch(ask, t) for t in single_node if _is(t, second, "decode"))
-    return Ranked(first, second, ce(model, batch, r_in, r_out, sides[0], sides[1]), True)
+    return RankedPair(first, second, ce(model, batch, r_in, r_out, sides[0], sides[1]), True)
 
 
 def _is(template: Template, node: str, role: Role) -> bool:
     return template.nodes[0].node == node and template.replicas[0].role == role
 
 
-def _batch(ask: Ask, template: Template) -> float:
+def _batch(ask: ModelDemand, template: Template) -> float:
     """Answers that one of its replicas makes at a time, at its rate in the bucket that most requests are of."""
     most = max(ask.demands, key=lambda demand: demand.rate_per_s)
     capacity = template.capacity[most.bucket]

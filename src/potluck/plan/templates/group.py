@@ -24,14 +24,14 @@ from dataclasses import dataclass
 import numpy as np
 
 from potluck.core.values.layout import Layout, layers_between
-from potluck.core.values.plan import BucketCapacity, NodeCount, Replica, Template, TemplateFlow
+from potluck.core.values.plan import BucketCapacity, NodeCount, PlannedReplica, Template, TemplateFlow
 from potluck.core.values.types import Codec
-from potluck.perf.moves.transfer import crossing_bytes
-from potluck.perf.timers.pipeline import ORDER
+from potluck.perf.delays.transfer import crossing_bytes
+from potluck.perf.timers.pipeline_timer import ORDER
 from potluck.plan.allocate.highs import Milp, solve_milp
-from potluck.plan.problem import Ask, Demand, Problem
-from potluck.plan.timing.machines import kv_path, timer_of
-from potluck.plan.timing.rates import UNPROMISED_TTFT_S, replica_capacity, useful
+from potluck.plan.problem import BucketDemand, ModelDemand, PlanningProblem
+from potluck.plan.timing.named_machines import kv_path, timer_of
+from potluck.plan.timing.replica_rates import UNPROMISED_TTFT_S, replica_capacity, useful
 
 LP_LIMIT_S = 10.0
 HANDOVER_WEIGHT = 1e-5
@@ -40,7 +40,7 @@ ID_LETTERS = 6
 
 
 @dataclass(frozen=True, slots=True)
-class Pair:
+class KvRoute:
     """KV from one replica to another: layers per link, and until the last is there."""
 
     prefill: int
@@ -51,7 +51,7 @@ class Pair:
 
 
 @dataclass(frozen=True, slots=True)
-class Routed:
+class RoutedBucket:
     """What some replicas do together for one bucket."""
 
     capacity: BucketCapacity
@@ -64,19 +64,19 @@ Attained = Mapping[tuple[Layout, Layout], float]
 
 
 def group_capacity(
-    problem: Problem, ask: Ask, replicas: Sequence[Replica], codec: Codec
+    problem: PlanningProblem, ask: ModelDemand, replicas: Sequence[PlannedReplica], codec: Codec
 ) -> tuple[BucketCapacity, ...]:
     """What replicas on named machines serve by themselves, bucket by bucket."""
     return tuple(each.capacity for each in route(problem, ask, replicas, codec))
 
 
 def route(
-    problem: Problem,
-    ask: Ask,
-    replicas: Sequence[Replica],
+    problem: PlanningProblem,
+    ask: ModelDemand,
+    replicas: Sequence[PlannedReplica],
     codec: Codec,
     attained: Attained | None = None,
-) -> tuple[Routed, ...]:
+) -> tuple[RoutedBucket, ...]:
     """The same with the routing behind it."""
     known: dict[tuple[str, Layout], tuple[BucketCapacity, ...]] = {}
     for replica in replicas:
@@ -93,9 +93,9 @@ def route(
 
 
 def group_template(
-    problem: Problem,
-    ask: Ask,
-    replicas: Sequence[Replica],
+    problem: PlanningProblem,
+    ask: ModelDemand,
+    replicas: Sequence[PlannedReplica],
     codec: Codec,
     attained: Attained | None = None,
 ) -> Template | None:
@@ -129,7 +129,7 @@ def group_template(
     )
 
 
-def flows_of(routed: Iterable[Routed]) -> tuple[TemplateFlow, ...]:
+def flows_of(routed: Iterable[RoutedBucket]) -> tuple[TemplateFlow, ...]:
     """X and Y of every bucket; what is less than a millionth of it is rounding."""
     found = []
     for each in routed:
@@ -140,7 +140,7 @@ def flows_of(routed: Iterable[Routed]) -> tuple[TemplateFlow, ...]:
     return tuple(found)
 
 
-def machine_counts(replicas: Iterable[Replica]) -> dict[str, int]:
+def machine_counts(replicas: Iterable[PlannedReplica]) -> dict[str, int]:
     """How many machines of each type some replicas stand on."""
     machines = {
         (node.node, node.machine)
@@ -154,7 +154,7 @@ def machine_counts(replicas: Iterable[Replica]) -> dict[str, int]:
     return counts
 
 
-def components(replicas: Sequence[Replica], joined: Iterable[tuple[int, int]]) -> list[list[int]]:
+def components(replicas: Sequence[PlannedReplica], joined: Iterable[tuple[int, int]]) -> list[list[int]]:
     """Places of replicas that share a machine or are joined, directly or through others."""
     leader = list(range(len(replicas)))
 
@@ -176,14 +176,14 @@ def components(replicas: Sequence[Replica], joined: Iterable[tuple[int, int]]) -
 
 
 def _bucket(
-    problem: Problem,
-    ask: Ask,
-    demand: Demand,
-    replicas: Sequence[Replica],
+    problem: PlanningProblem,
+    ask: ModelDemand,
+    demand: BucketDemand,
+    replicas: Sequence[PlannedReplica],
     rates: Sequence[BucketCapacity],
     codec: Codec,
     attained: Attained | None,
-) -> Routed:
+) -> RoutedBucket:
     pairs = _pairs(problem, ask, demand, replicas, rates, codec)
     worth = [1.0] * len(pairs)
     if attained is not None:
@@ -195,22 +195,22 @@ def _bucket(
     flows += [(k, k, f) for k, f in zip(mixed, flow[len(pairs) :], strict=True) if f > 0]
     total = sum(f for *_, f in flows)
     if not total > 0:
-        return Routed(BucketCapacity(demand.bucket, 0.0, 0.0, 0.0, 0.0, 0.0), ())
+        return RoutedBucket(BucketCapacity(demand.bucket, 0.0, 0.0, 0.0, 0.0, 0.0), ())
     late = {(p.prefill, p.decode): p.handover_s for p in pairs}
     ttft_s = sum(f * (rates[i].ttft_s + late.get((i, j), 0.0)) for i, j, f in flows) / total
     tpot_s = sum(f * rates[j].tpot_s for _, j, f in flows) / total
     closed = total / problem.headroom
-    return Routed(BucketCapacity(demand.bucket, 0.0, 0.0, closed, ttft_s, tpot_s), tuple(flows))
+    return RoutedBucket(BucketCapacity(demand.bucket, 0.0, 0.0, closed, ttft_s, tpot_s), tuple(flows))
 
 
 def _pairs(
-    problem: Problem,
-    ask: Ask,
-    demand: Demand,
-    replicas: Sequence[Replica],
+    problem: PlanningProblem,
+    ask: ModelDemand,
+    demand: BucketDemand,
+    replicas: Sequence[PlannedReplica],
     rates: Sequence[BucketCapacity],
     codec: Codec,
-) -> list[Pair]:
+) -> list[KvRoute]:
     """Every prefilling with every decoding replica, where the KV is there in time."""
     limit_s = ask.slo.ttft_s if demand.promised else UNPROMISED_TTFT_S
     layer_bytes = crossing_bytes(ask.model, demand.kv_bytes, codec) / ask.model.layer_count
@@ -224,12 +224,12 @@ def _pairs(
                     known[ends] = _crossing(problem, *ends, layer_bytes)
                 busy_s, handover_s = known[ends]
                 if first.ttft_s + handover_s <= limit_s:
-                    found.append(Pair(i, j, busy_s, handover_s))
+                    found.append(KvRoute(i, j, busy_s, handover_s))
     return found
 
 
 def _crossing(
-    problem: Problem, first: Layout, second: Layout, layer_bytes: float
+    problem: PlanningProblem, first: Layout, second: Layout, layer_bytes: float
 ) -> tuple[tuple[tuple[str, str, float], ...], float]:
     """(seconds of every link between machines, seconds until all is there) for one request's KV."""
     busy, slowest = [], 0.0
@@ -246,7 +246,7 @@ def _crossing(
 
 def _transport(
     headroom: float,
-    pairs: Sequence[Pair],
+    pairs: Sequence[KvRoute],
     worth: Sequence[float],
     mixed: Sequence[int],
     rates: Sequence[BucketCapacity],

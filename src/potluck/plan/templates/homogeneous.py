@@ -12,18 +12,18 @@ from collections.abc import Iterable
 from potluck.core.errors import InputError
 from potluck.core.values.layout import Ep, single
 from potluck.core.values.model import Model, MoeFfn
-from potluck.core.values.plan import BucketCapacity, NodeCount, Replica, Template
+from potluck.core.values.plan import BucketCapacity, NodeCount, PlannedReplica, Template
 from potluck.core.values.types import NodeType, Role
 from potluck.perf.timers.roofline import check_tp
-from potluck.plan.problem import Ask, Problem
-from potluck.plan.timing.book import Book
-from potluck.plan.timing.rates import useful
+from potluck.plan.problem import ModelDemand, PlanningProblem
+from potluck.plan.timing.rate_cache import RateCache
+from potluck.plan.timing.replica_rates import useful
 
 ROLES: tuple[Role, ...] = ("mixed", "prefill", "decode")
 WORDS: dict[Ep, str] = {"none": "tp{}", "tp": "tp{0} ep{0}", "dp": "dp{0} ep{0}"}
 
 
-def homogeneous(problem: Problem, ask: Ask, book: Book) -> list[Template]:
+def homogeneous(problem: PlanningProblem, ask: ModelDemand, book: RateCache) -> list[Template]:
     """All useful single-node templates of a model."""
     found: list[Template] = []
     for node in problem.offered:
@@ -32,7 +32,9 @@ def homogeneous(problem: Problem, ask: Ask, book: Book) -> list[Template]:
     return found
 
 
-def _of_node(problem: Problem, ask: Ask, node: NodeType, role: Role, book: Book) -> Iterable[Template]:
+def _of_node(
+    problem: PlanningProblem, ask: ModelDemand, node: NodeType, role: Role, book: RateCache
+) -> Iterable[Template]:
     for tp, ep in layouts_on(ask.model, node, role):
         layout = single(node.name, tp, ask.model.layer_count, ep)
         copies = node.gpus // tp
@@ -43,7 +45,7 @@ def _of_node(problem: Problem, ask: Ask, node: NodeType, role: Role, book: Book)
                 kind="homogeneous",
                 model=ask.name,
                 nodes=(NodeCount(node.name, 1),),
-                replicas=(Replica(role, layout),) * copies,
+                replicas=(PlannedReplica(role, layout),) * copies,
                 capacity=rated.capacity,
                 confidence=rated.confidence,
             )

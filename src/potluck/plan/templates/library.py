@@ -18,7 +18,7 @@ from potluck.core.codec import encode
 from potluck.core.values.model import Model
 from potluck.core.values.types import NodeType, Slo
 from potluck.perf.operators.calibration import Calibration
-from potluck.perf.timers.pipeline import ORDER
+from potluck.perf.timers.pipeline_timer import ORDER
 from potluck.plan.templates.multisets import multisets
 from potluck.plan.templates.pipeline import (
     MAX_NODES,
@@ -28,10 +28,10 @@ from potluck.plan.templates.pipeline import (
     pipeline_library,
     with_running,
 )
-from potluck.plan.timing.kept import Arrays, default_folder, load, name_of, own, save, sources
-from potluck.plan.timing.stage_rates import Rule, StageRates, largest_tp, stage_rates
+from potluck.plan.timing.array_files import Arrays, default_folder, load, name_of, own, save, sources
+from potluck.plan.timing.stage_rates import BucketRule, StageRates, largest_tp, stage_rates
 
-RATES = ("timing/stage_rates.py", "timing/stage_rates_kernel.py", "timing/rates.py")
+RATES = ("timing/stage_rates.py", "timing/stage_rates_kernel.py", "timing/replica_rates.py")
 SEARCH = (
     "templates/multisets.py",
     *(f"templates/pipeline{part}.py" for part in ("", "_kernel", "_partitions")),
@@ -50,7 +50,7 @@ def pipeline_libraries(
     memory_ratio: float = MEMORY_RATIO,
     running: Iterable[Mapping[str, int]] = (),
     calibration: Calibration | None = None,
-    rule: Rule | None = None,
+    rule: BucketRule | None = None,
     folder: Path | None = None,
     sure: float = 0.5,
 ) -> tuple[PipelineLibrary, PipelineLibrary]:
@@ -88,7 +88,7 @@ def cached_stage_rates(
     max_stages: int,
     *,
     calibration: Calibration | None = None,
-    rule: Rule | None = None,
+    rule: BucketRule | None = None,
     folder: Path | None,
     sure: float = 0.5,
 ) -> tuple[StageRates, StageRates]:

@@ -14,14 +14,14 @@ from pathlib import Path
 
 from potluck.core.errors import InputError
 from potluck.core.values.layout import Layout
-from potluck.core.values.plan import NodeCount, Replica, Template
+from potluck.core.values.plan import NodeCount, PlannedReplica, Template
 from potluck.core.values.types import Role
-from potluck.plan.problem import Ask, Demand, Problem
+from potluck.plan.problem import BucketDemand, ModelDemand, PlanningProblem
 from potluck.plan.templates.library import pipeline_libraries
 from potluck.plan.templates.pipeline import PipelineLibrary
-from potluck.plan.timing.book import Book
-from potluck.plan.timing.rates import HANDOVER_SHARE, useful, wait_factor
-from potluck.plan.timing.stage_rates import Rule
+from potluck.plan.timing.rate_cache import RateCache
+from potluck.plan.timing.replica_rates import HANDOVER_SHARE, useful, wait_factor
+from potluck.plan.timing.stage_rates import BucketRule
 
 MAX_NODES = 6
 """Nodes of a pipeline in a plan, as in the paper; larger ones seldom pay."""
@@ -32,10 +32,14 @@ Timed = MutableMapping[tuple[str, Role, Layout], Template | None]
 
 
 def libraries(
-    problem: Problem, ask: Ask, demand: Demand, max_nodes: int = MAX_NODES, folder: Path | None = None
+    problem: PlanningProblem,
+    ask: ModelDemand,
+    demand: BucketDemand,
+    max_nodes: int = MAX_NODES,
+    folder: Path | None = None,
 ) -> tuple[PipelineLibrary, ...]:
     """Prefill and decode pipelines for one bucket; none where there are more layers or types than a library takes."""
-    rule = Rule(
+    rule = BucketRule(
         wait_factor(problem.headroom),
         1.0 - HANDOVER_SHARE,
         demand.longest_tokens,
@@ -57,7 +61,9 @@ def libraries(
         return ()
 
 
-def timed_template(problem: Problem, ask: Ask, phase: Role, layout: Layout, book: Book) -> Template | None:
+def timed_template(
+    problem: PlanningProblem, ask: ModelDemand, phase: Role, layout: Layout, book: RateCache
+) -> Template | None:
     """A placement timed stage by stage for every bucket; None where it can do nothing."""
     rated = book.replica(problem, ask, layout, phase)
     if not useful(rated.capacity):
@@ -69,7 +75,7 @@ def timed_template(problem: Problem, ask: Ask, phase: Role, layout: Layout, book
         kind="pipeline",
         model=ask.name,
         nodes=nodes,
-        replicas=(Replica(phase, layout),),
+        replicas=(PlannedReplica(phase, layout),),
         capacity=rated.capacity,
         confidence=rated.confidence,
     )

@@ -19,24 +19,26 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import NamedTuple
 
-from potluck.core.values.plan import BucketCapacity, NodeCount, Replica, Template
+from potluck.core.values.plan import BucketCapacity, NodeCount, PlannedReplica, Template
 from potluck.core.values.types import Codec, NodeType
-from potluck.perf.moves.transfer import crossing_bytes
+from potluck.perf.delays.transfer import crossing_bytes
 from potluck.perf.serving.phases import prefill_s
 from potluck.perf.serving.throughput import best_shared
 from potluck.perf.sizes.memory import kv_bytes
-from potluck.perf.step import StepTimer
-from potluck.perf.timers.pipeline import ORDER, layout_requests
-from potluck.plan.problem import Ask, Demand, Problem
-from potluck.plan.timing.book import Book, Rated, layout_text
-from potluck.plan.timing.cards import Cards, cards_of, sides, sojourn_s
-from potluck.plan.timing.rates import UNPROMISED_TTFT_S, layout_timer, useful, wait_factor
+from potluck.perf.step_timer import StepTimer
+from potluck.perf.timers.pipeline_timer import ORDER, layout_requests
+from potluck.plan.problem import BucketDemand, ModelDemand, PlanningProblem
+from potluck.plan.timing.network_cards import NetworkCards, cards_of, sides, sojourn_s
+from potluck.plan.timing.rate_cache import RateCache, RatedLayout, layout_text
+from potluck.plan.timing.replica_rates import UNPROMISED_TTFT_S, layout_timer, useful, wait_factor
 
 GRID = tuple(i / 16 for i in range(1, 17))
 """Shares of a prompt that the low-end GPU may take."""
 
 
-def pairs(problem: Problem, ask: Ask, single: Sequence[Template], book: Book) -> list[Template]:
+def pairs(
+    problem: PlanningProblem, ask: ModelDemand, single: Sequence[Template], book: RateCache
+) -> list[Template]:
     """One low-end and one high-end node, for every two unlike GPU types that can take their parts."""
     low = {t.nodes[0].node: t for t in single if t.replicas[0].role == "prefill" and t.model == ask.name}
     high = {t.nodes[0].node: t for t in single if t.replicas[0].role == "mixed" and t.model == ask.name}
@@ -58,7 +60,9 @@ def _weaker(low: NodeType, high: NodeType) -> bool:
     return low.gpu.name != high.gpu.name and compute and bandwidth
 
 
-def _pair(problem: Problem, ask: Ask, first: Template, second: Template, book: Book) -> Template:
+def _pair(
+    problem: PlanningProblem, ask: ModelDemand, first: Template, second: Template, book: RateCache
+) -> Template:
     low, high = first.nodes[0].node, second.nodes[0].node
     replicas, codec = first.replicas + second.replicas, problem.codecs[-1]
     return Template(
@@ -74,7 +78,11 @@ def _pair(problem: Problem, ask: Ask, first: Template, second: Template, book: B
 
 
 def pair_capacity(
-    problem: Problem, ask: Ask, replicas: Sequence[Replica], codec: Codec, book: Book
+    problem: PlanningProblem,
+    ask: ModelDemand,
+    replicas: Sequence[PlannedReplica],
+    codec: Codec,
+    book: RateCache,
 ) -> tuple[BucketCapacity, ...]:
     """What low-end and high-end replicas serve together, bucket by bucket."""
     low, high = sides(replicas)
@@ -83,13 +91,13 @@ def pair_capacity(
 
 
 def _rated(
-    problem: Problem,
-    ask: Ask,
-    low: Sequence[Replica],
-    high: Sequence[Replica],
+    problem: PlanningProblem,
+    ask: ModelDemand,
+    low: Sequence[PlannedReplica],
+    high: Sequence[PlannedReplica],
     codec: Codec,
-    book: Book,
-) -> Rated:
+    book: RateCache,
+) -> RatedLayout:
     layout = high[0].layout
     alone, sure = book.replica(problem, ask, layout, "mixed").times(len(high))
     both = (cards_of(low, problem.by_name), cards_of(high, problem.by_name))
@@ -100,7 +108,7 @@ def _rated(
         len(low),
         layout_timer(ask, layout, problem.by_name),
         len(high),
-        Cards(min(each.one_bits_per_s for each in both), min(each.all_bits_per_s for each in both)),
+        NetworkCards(min(each.one_bits_per_s for each in both), min(each.all_bits_per_s for each in both)),
         codec,
     )
     rooms = [
@@ -111,24 +119,24 @@ def _rated(
         _balanced(work, demand, room, alone[demand.bucket])
         for demand, room in zip(ask.demands, rooms, strict=True)
     )
-    return Rated(served, sure)
+    return RatedLayout(served, sure)
 
 
 @dataclass(frozen=True, slots=True)
 class _Work:
     """The two sides of a pair and what lies between them."""
 
-    problem: Problem
-    ask: Ask
+    problem: PlanningProblem
+    ask: ModelDemand
     low: StepTimer
     low_copies: int
     high: StepTimer
     high_copies: int
-    cards: Cards
+    cards: NetworkCards
     codec: Codec
 
 
-def _balanced(work: _Work, demand: Demand, room: int, alone: BucketCapacity) -> BucketCapacity:
+def _balanced(work: _Work, demand: BucketDemand, room: int, alone: BucketCapacity) -> BucketCapacity:
     """The best split of this bucket's prompts; no split at all where that serves more."""
     best, whole, new = alone, alone.closed_per_s, demand.new_tokens
     parts = sorted({min(max(1, round(new * share)), new - 1) for share in GRID} - {0})
@@ -158,7 +166,7 @@ class _First(NamedTuple):
     """Of TTFT, for the other side."""
 
 
-def _firsts(work: _Work, demand: Demand, parts: Sequence[int]) -> list[_First]:
+def _firsts(work: _Work, demand: BucketDemand, parts: Sequence[int]) -> list[_First]:
     """Those that leave any time."""
     ask, headroom = work.ask, work.problem.headroom
     limit_s = ask.slo.ttft_s if demand.promised else UNPROMISED_TTFT_S
@@ -174,6 +182,6 @@ def _firsts(work: _Work, demand: Demand, parts: Sequence[int]) -> list[_First]:
     return found
 
 
-def _wire_bits(ask: Ask, tokens: int, codec: Codec) -> float:
+def _wire_bits(ask: ModelDemand, tokens: int, codec: Codec) -> float:
     """What the KV of a prompt's first tokens puts on the wire."""
     return crossing_bytes(ask.model, kv_bytes(ask.model, float(tokens)), codec) * 8

@@ -37,9 +37,9 @@ from numpy.typing import NDArray
 
 from potluck.core.errors import InputError, UnknownNameError
 from potluck.core.values.layout import Layout, Stage, StageNode
-from potluck.core.values.plan import BucketCapacity, NodeCount, Replica, Template
+from potluck.core.values.plan import BucketCapacity, NodeCount, PlannedReplica, Template
 from potluck.perf.sizes.memory import weight_bytes
-from potluck.perf.timers.pipeline import ORDER
+from potluck.perf.timers.pipeline_timer import ORDER
 from potluck.plan.templates.multisets import Multisets, multisets
 from potluck.plan.templates.pipeline_partitions import partitions
 from potluck.plan.templates.pipeline_placement import best_placement
@@ -132,7 +132,7 @@ class PipelineLibrary:
             kind="pipeline",
             model=name,
             nodes=nodes,
-            replicas=(Replica(rates.phase, layout),),
+            replicas=(PlannedReplica(rates.phase, layout),),
             capacity=(capacity,),
             confidence=max((rates.confidences[g] for g in types), key=ORDER.index),
         )
@@ -203,7 +203,7 @@ def solve(
     upper = np.ascontiguousarray(np.maximum.accumulate(rates[:, :, ::-1], axis=2)[:, :, ::-1])
     levels, first_code = _levels(rates, node_bytes, most_bytes, space)
     tabulated, widths, bases = _shape(max_nodes, len(levels), space)
-    tables = kernel.Tables(
+    tables = kernel.PipelineTables(
         rates=np.ascontiguousarray(rates),
         upper=upper,
         monotone=bool((upper == rates).all()),

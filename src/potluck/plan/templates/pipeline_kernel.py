@@ -17,7 +17,7 @@ Ints = NDArray[np.int64]
 Bytes = NDArray[np.uint8]
 
 
-class Tables(NamedTuple):
+class PipelineTables(NamedTuple):
     """What the search reads."""
 
     rates: Ints
@@ -49,7 +49,7 @@ class Tables(NamedTuple):
     """By S: where h_S starts, how many multisets it is for, and up to how many nodes those have."""
 
 
-class Scratch(NamedTuple):
+class PipelineScratch(NamedTuple):
     """What the search writes on for one multiset after another."""
 
     kinds: Ints
@@ -69,10 +69,10 @@ class Scratch(NamedTuple):
     """(N + 1,) bytes of the highest nodes."""
 
 
-def scratch(max_nodes: int, layers: int) -> Scratch:
+def scratch(max_nodes: int, layers: int) -> PipelineScratch:
     few, masks = np.zeros(max_nodes, np.int64), np.zeros(1 << max_nodes, np.int64)
     sums, weights = np.zeros((max_nodes + 1, layers), np.int64), np.zeros(max_nodes + 1, np.int64)
-    return Scratch(few, masks, masks.copy(), few.copy(), few.copy(), few.copy(), sums, weights)
+    return PipelineScratch(few, masks, masks.copy(), few.copy(), few.copy(), few.copy(), sums, weights)
 
 
 @compiled
@@ -83,7 +83,7 @@ def code(value: int, shift: int) -> int:
 
 
 @compiled
-def fill_holds(t: Tables, c: Scratch, s: int, holds: Bytes, rests: Ints) -> None:
+def fill_holds(t: PipelineTables, c: PipelineScratch, s: int, holds: Bytes, rests: Ints) -> None:
     """h_S(A, k) at holds[base + k·width + id of A], and rests[k, S-1, g] = max j·T̂_j(g) over j > h_S(g, k).
 
     Sums over nodes are kept from the highest node down, since ids in order change the lowest most often.
@@ -114,7 +114,7 @@ def fill_holds(t: Tables, c: Scratch, s: int, holds: Bytes, rests: Ints) -> None
 
 
 @compiled
-def _hold_row(t: Tables, c: Scratch, at: int, width: int, holds: Bytes) -> None:
+def _hold_row(t: PipelineTables, c: PipelineScratch, at: int, width: int, holds: Bytes) -> None:
     j = t.rates.shape[2]
     for k in range(t.levels.shape[0]):
         while j > 0 and c.sums[0, j - 1] < t.levels[k]:
@@ -125,7 +125,7 @@ def _hold_row(t: Tables, c: Scratch, at: int, width: int, holds: Bytes) -> None:
 
 
 @compiled
-def _rest_row(t: Tables, s: int, g: int, holds: Bytes, rests: Ints) -> None:
+def _rest_row(t: PipelineTables, s: int, g: int, holds: Bytes, rests: Ints) -> None:
     layers = t.rates.shape[2]
     most, j = 0, layers
     for k in range(t.levels.shape[0]):
@@ -138,7 +138,7 @@ def _rest_row(t: Tables, s: int, g: int, holds: Bytes, rests: Ints) -> None:
 
 @compiled
 def solve_all(
-    t: Tables, c: Scratch, holds: Bytes, rests: Ints, prune: bool, best: Ints, stages: Bytes
+    t: PipelineTables, c: PipelineScratch, holds: Bytes, rests: Ints, prune: bool, best: Ints, stages: Bytes
 ) -> None:
     """T* and S of every multiset within `most_bytes`; with `prune`, W, and S = 0 where a split is as good."""
     most, layers = t.members.shape[1], t.rates.shape[2]
@@ -170,7 +170,7 @@ def solve_all(
 
 
 @compiled
-def _part_ids(t: Tables, c: Scratch, size: int) -> None:
+def _part_ids(t: PipelineTables, c: PipelineScratch, size: int) -> None:
     """Ids of all parts of a multiset; see `plan.templates.multisets`."""
     c.ids[0] = 0
     for high in range(size):
@@ -199,7 +199,7 @@ def _incumbent(ids: Ints, size: int, prune: bool, best: Ints, stages: Bytes) -> 
 
 
 @compiled
-def _level(t: Tables, target: int) -> int:
+def _level(t: PipelineTables, target: int) -> int:
     """The highest level that is not above the target."""
     k: int = min(code(target, t.shift) - t.first_code, t.levels.shape[0] - 1)
     return max(0, k)
@@ -207,7 +207,14 @@ def _level(t: Tables, target: int) -> int:
 
 @compiled
 def _may_beat(
-    t: Tables, c: Scratch, holds: Bytes, rests: Ints, size: int, s: int, level: int, target: int
+    t: PipelineTables,
+    c: PipelineScratch,
+    holds: Bytes,
+    rests: Ints,
+    size: int,
+    s: int,
+    level: int,
+    target: int,
 ) -> bool:
     """Whether Σ_g max_j j·min(T̂_j(g), T) ≥ L·T."""
     at = t.bases[s] + level * t.widths[s] + 1
@@ -218,7 +225,9 @@ def _may_beat(
 
 
 @compiled
-def _best_partition(t: Tables, c: Scratch, holds: Bytes, size: int, s: int, level: int, value: int) -> int:
+def _best_partition(
+    t: PipelineTables, c: PipelineScratch, holds: Bytes, size: int, s: int, level: int, value: int
+) -> int:
     """The best throughput above `value` with s stages, or `value` when there is none."""
     _gather(t, c, holds, size, s, level)
     if s == 2 and size - 1 > t.tabulated[2]:
@@ -245,7 +254,7 @@ def _best_partition(t: Tables, c: Scratch, holds: Bytes, size: int, s: int, leve
 
 
 @compiled
-def _next_row(t: Tables, c: Scratch, s: int, row: int, last: int) -> int:
+def _next_row(t: PipelineTables, c: PipelineScratch, s: int, row: int, last: int) -> int:
     """The next partition whose stages hold L layers at the level; most time goes in here."""
     layers, held, masks = t.rates.shape[2], c.held, t.masks
     if s == 2:
@@ -266,7 +275,7 @@ def _next_row(t: Tables, c: Scratch, s: int, row: int, last: int) -> int:
 
 
 @compiled
-def _gather(t: Tables, c: Scratch, holds: Bytes, size: int, s: int, level: int) -> None:
+def _gather(t: PipelineTables, c: PipelineScratch, holds: Bytes, size: int, s: int, level: int) -> None:
     """h of all parts that can be a stage; those that are not tabulated hold nothing here."""
     at = t.bases[s] + level * t.widths[s]
     for mask in range(1, (1 << size) - 1):
@@ -277,7 +286,7 @@ def _gather(t: Tables, c: Scratch, holds: Bytes, size: int, s: int, level: int) 
 
 
 @compiled
-def _one_and_rest(t: Tables, c: Scratch, size: int, s: int, value: int) -> int:
+def _one_and_rest(t: PipelineTables, c: PipelineScratch, size: int, s: int, value: int) -> int:
     """Two stages, one of them a single node: the others are not tabulated, so their rates are added up."""
     layers = t.rates.shape[2]
     for i in range(size):
@@ -299,7 +308,7 @@ def _one_and_rest(t: Tables, c: Scratch, size: int, s: int, value: int) -> int:
 
 
 @compiled
-def _settle(t: Tables, c: Scratch, s: int, value: int) -> int:
+def _settle(t: PipelineTables, c: PipelineScratch, s: int, value: int) -> int:
     """The best throughput of one partition if above `value`, else `value` or less.
 
     `caps` are the most layers of each stage at some throughput of at most value + 1.
@@ -335,7 +344,7 @@ def _settle(t: Tables, c: Scratch, s: int, value: int) -> int:
 
 
 @compiled
-def _rate(rates: Ints, c: Scratch, s: int, mask: int, j: int) -> int:
+def _rate(rates: Ints, c: PipelineScratch, s: int, mask: int, j: int) -> int:
     """Σ T̂_j over the nodes of a stage."""
     total, node = 0, 0
     while mask:
@@ -347,7 +356,7 @@ def _rate(rates: Ints, c: Scratch, s: int, mask: int, j: int) -> int:
 
 
 @compiled
-def _settle_sets(t: Tables, c: Scratch, s: int, value: int) -> int:
+def _settle_sets(t: PipelineTables, c: PipelineScratch, s: int, value: int) -> int:
     """The best throughput of one partition above `value` where T̂ is not monotone, else `value`.
 
     Which numbers of layers a stage can hold at a throughput is then a set, not all up to a maximum. `caps`
@@ -374,7 +383,7 @@ def _settle_sets(t: Tables, c: Scratch, s: int, value: int) -> int:
 
 
 @compiled
-def _adds_up(c: Scratch, s: int, target: int, layers: int) -> bool:
+def _adds_up(c: PipelineScratch, s: int, target: int, layers: int) -> bool:
     """Whether stages that each reach the target can hold L layers in all: sums of sets by shift and or.
 
     Bit b of (low, high) says that the stages so far can hold b layers beyond one each.

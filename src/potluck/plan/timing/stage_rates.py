@@ -17,10 +17,10 @@ so that what a template promises holds for every order of its stages and every c
 - w(B) is the hand-over through the node's own card. One between unlike nodes takes the time of the slower
   card, which is at most the sum of the two, and each end pays its part.
 
-That is CORAL's rule. A plan asks for more (`Rule`): prompts are computed one by one and wait for others, some of TTFT
-is kept for handing KV over, the longest prompt of a bucket must be in time too, and KV does not fill all its room. A
-library that is to lose nothing in a plan must compare nodes by that, or single nodes that are a little too slow for
-the plan make the pipelines of them look superfluous.
+That is CORAL's rule. A plan asks for more (`BucketRule`): prompts are computed one by one and wait for others, some
+of TTFT is kept for handing KV over, the longest prompt of a bucket must be in time too, and KV does not fill all its
+room. A library that is to lose nothing in a plan must compare nodes by that, or single nodes that are a little too
+slow for the plan make the pipelines of them look superfluous.
 
 All GPUs of a node are one tensor-parallel group. Where the model's heads do not allow that, the node carries
 several copies of its stage, each on the largest group that is allowed; they share the card and add up.
@@ -49,9 +49,9 @@ from potluck.perf.serving.phases import CHUNK_TOKENS, prefill_s, prompts_in_step
 from potluck.perf.serving.throughput import MAX_BATCH
 from potluck.perf.sizes.capacity import USABLE_SHARE, stage_memory
 from potluck.perf.sizes.memory import embedding_bytes, head_bytes, kv_bytes_per_gpu, weight_bytes_per_gpu
-from potluck.perf.step import Floats, Steps, steps
+from potluck.perf.step_timer import Floats, StepBatch, steps
 from potluck.perf.timers.roofline import RooflineTimer, check_tp, roofline
-from potluck.plan.timing.rates import UNPROMISED_TTFT_S, filled_room
+from potluck.plan.timing.replica_rates import UNPROMISED_TTFT_S, filled_room
 
 UNITS_PER_TOKEN = 100
 """Rates are whole numbers of 1/100 token a second."""
@@ -61,7 +61,7 @@ Integers = NDArray[np.int64]
 
 
 @dataclass(frozen=True, slots=True)
-class Rule:
+class BucketRule:
     """What a plan asks of a bucket's prompts beyond the objective (`timing.rates` times templates by the same)."""
 
     wait: float
@@ -135,7 +135,7 @@ def stage_rates(
     *,
     max_stages: int = 6,
     calibration: Calibration | None = None,
-    rule: Rule | None = None,
+    rule: BucketRule | None = None,
     sure: float = 0.5,
 ) -> tuple[StageRates, StageRates]:
     """(prefill under `slo.ttft_s`, decode under `slo.tpot_s`) for requests of these mean lengths.
@@ -218,7 +218,7 @@ def _times(timer: RooflineTimer, lengths: tuple[int, int, int]) -> _Times:
     return _Times(timer, _phase(timer, prompts), _phase(timer, decodes))
 
 
-def _phase(timer: RooflineTimer, batch: Steps) -> _Phase:
+def _phase(timer: RooflineTimer, batch: StepBatch) -> _Phase:
     copies = timer.node.gpus // timer.tp
     layers_s = replace(timer, head_s=None, host=timer.host.launching).step_s(batch)
     wire_s = handover_s(copies * batch.tokens * timer.model.hidden * 2.0, timer.node, timer.node)
@@ -236,14 +236,14 @@ def largest_tp(model: Model, node: NodeType) -> int:
     return 1
 
 
-def _prompt_steps(input_tokens: int, cached_tokens: int = 0) -> Steps:
+def _prompt_steps(input_tokens: int, cached_tokens: int = 0) -> StepBatch:
     """Steps of 1, 2, ... whole prompts, as many as a replica takes at once."""
     most = prompts_in_step(input_tokens)
     there = np.tril(np.ones((most, most)))
     return steps(there * input_tokens, there * cached_tokens)
 
 
-def _decode_steps(input_tokens: int, output_tokens: int) -> Steps:
+def _decode_steps(input_tokens: int, output_tokens: int) -> StepBatch:
     """Steps of 1, 2, ... requests that are on average half done."""
     requests = np.arange(1.0, MAX_BATCH + 1)
     return steps(decodes=requests, decode_context=requests * (input_tokens + output_tokens / 2))

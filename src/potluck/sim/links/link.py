@@ -19,7 +19,7 @@ from math import inf
 from potluck.core.errors import InputError
 
 
-class Lane:
+class TenantTransfers:
     """One tenant's transfers on a pipe."""
 
     __slots__ = ("count", "heap", "virtual", "weight")
@@ -33,7 +33,7 @@ class Lane:
         """Ends in v, and whose; may hold some that were broken off."""
 
 
-class Pipe:
+class SharedPipe:
     """One direction of a link, or one network card. Times must not go back; the caller keeps them."""
 
     __slots__ = (
@@ -74,7 +74,7 @@ class Pipe:
         self._at_s = 0.0
         self._open: dict[int, tuple[float, float, str]] = {}
         """Transfer to (its end in v, its bytes, its tenant)."""
-        self._lanes: dict[str, Lane] = {}
+        self._lanes: dict[str, TenantTransfers] = {}
         """By tenant; only those with transfers under way."""
         self._weight = 0.0
         """W"""
@@ -96,7 +96,7 @@ class Pipe:
         self._advance(now_s)
         lane = self._lanes.get(tenant)
         if lane is None:
-            lane = self._lanes[tenant] = Lane(weight)
+            lane = self._lanes[tenant] = TenantTransfers(weight)
             self._weigh()
         elif lane.weight != weight:
             lane.weight = weight

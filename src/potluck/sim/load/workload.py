@@ -17,11 +17,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from potluck.core.errors import InputError
-from potluck.core.values.lengths import Binned, Lengths
+from potluck.core.values.length_laws import Binned, Lengths
 from potluck.core.values.types import DEFAULT_CLASS, DEFAULT_TENANT, Traffic
 from potluck.sim.load import arrivals
-from potluck.sim.load.labels import Labels, drawn, joined, same
-from potluck.sim.load.lengths import draw
+from potluck.sim.load.draw_lengths import draw
+from potluck.sim.load.request_labels import RequestLabels, drawn, joined, same
 
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
@@ -37,7 +37,7 @@ MOST_TOKENS = 2**31 - 1
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Blocks:
+class PrefixBlocks:
     """The prefix blocks of all requests: request i has ids[starts[i]:starts[i + 1]].
 
     Ids are chained: equal ids mean equal prefixes up to and with that block.
@@ -56,12 +56,14 @@ class Blocks:
         ids = self.ids[starts[0] : starts[-1]].tolist()
         return [tuple(ids[low - starts[0] : high - starts[0]]) for low, high in pairwise(starts)]
 
-    def take(self, chosen: Ints) -> Blocks:
+    def take(self, chosen: Ints) -> PrefixBlocks:
         """The blocks of the chosen requests, in that order."""
         counts = np.diff(self.starts)[chosen]
         starts = np.concatenate(([0], np.cumsum(counts)))
         within = np.arange(starts[-1]) - np.repeat(starts[:-1], counts)
-        return Blocks(starts, self.ids[np.repeat(self.starts[:-1][chosen], counts) + within], self.tokens)
+        return PrefixBlocks(
+            starts, self.ids[np.repeat(self.starts[:-1][chosen], counts) + within], self.tokens
+        )
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -74,8 +76,8 @@ class Workload:
     prompt_tokens: NDArray[np.int32]
     output_tokens: NDArray[np.int32]
     priority: NDArray[np.int32]
-    blocks: Blocks | None = None
-    labels: Labels | None = None
+    blocks: PrefixBlocks | None = None
+    labels: RequestLabels | None = None
     """Tenants, classes and deadlines, where there are any."""
 
     def __post_init__(self) -> None:
@@ -125,7 +127,7 @@ def workload(
     prompt_tokens: NDArray[np.integer],
     output_tokens: NDArray[np.integer],
     priority: int = 0,
-    blocks: Blocks | None = None,
+    blocks: PrefixBlocks | None = None,
 ) -> Workload:
     """One model's requests."""
     count = len(arrival_s)
@@ -245,7 +247,7 @@ def merge(parts: Sequence[Workload]) -> Workload:
     )
 
 
-def _merge_blocks(parts: Sequence[Workload]) -> Blocks | None:
+def _merge_blocks(parts: Sequence[Workload]) -> PrefixBlocks | None:
     held = [part.blocks for part in parts if part.blocks is not None]
     if not held:
         return None
@@ -257,7 +259,7 @@ def _merge_blocks(parts: Sequence[Workload]) -> Blocks | None:
         counts.append(np.zeros(len(part), dtype=np.int64) if own is None else np.diff(own.starts))
         ids.append(np.zeros(0, dtype=np.int64) if own is None else own.ids)
     starts = np.concatenate(([0], np.cumsum(np.concatenate(counts))))
-    return Blocks(starts, np.concatenate(ids), held[0].tokens)
+    return PrefixBlocks(starts, np.concatenate(ids), held[0].tokens)
 
 
 def with_prefixes(
@@ -296,7 +298,7 @@ def with_prefixes(
         np.repeat(group, whole) * longest + within,
         groups * longest + np.arange(starts[-1]),
     )
-    return replace(made, blocks=Blocks(starts, ids.astype(np.int64), block_tokens))
+    return replace(made, blocks=PrefixBlocks(starts, ids.astype(np.int64), block_tokens))
 
 
 def _shared_part(prompt: Ints, run: int, hit_share: float) -> float:

@@ -10,7 +10,7 @@ from typing import Final
 
 import numpy as np
 
-from potluck.perf.step import Floats
+from potluck.perf.step_timer import Floats
 
 BINS_PER_DOUBLING: Final = 16
 """Bins are 4.4 % wide."""
@@ -27,7 +27,7 @@ UPPER_S: Final = [LEAST_S * 2.0 ** ((place + 1) / BINS_PER_DOUBLING) for place i
 """Where each bin ends."""
 
 
-class Gaps:
+class TokenGaps:
     """Counts of gaps. Sorting them into bins waits until there are many, which makes it nearly free.
 
     Bins are made when they are first needed: in a fleet of thousands most replicas have a few gaps, and would have

@@ -12,12 +12,12 @@ from dataclasses import replace
 
 import numpy as np
 
-from potluck.sim.results.records import Records, ReplicaRecord
+from potluck.sim.results.records import ReplicaRecord, RequestRecords
 
 
 def as_users_see(
-    records: Records, replicas: Sequence[ReplicaRecord], rtt_s: Mapping[tuple[str, str], float]
-) -> Records:
+    records: RequestRecords, replicas: Sequence[ReplicaRecord], rtt_s: Mapping[tuple[str, str], float]
+) -> RequestRecords:
     """The records with first and last tokens when they reach whoever asked; the same where nobody said where."""
     labels = records.labels
     if labels is None or not rtt_s or labels.origins == ("",):

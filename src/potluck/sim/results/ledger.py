@@ -9,10 +9,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from potluck.sim.load.workload import Workload
-from potluck.sim.results.records import Records
+from potluck.sim.results.records import RequestRecords
 
 
-class Ledger:
+class RequestLedger:
     """Columns that the world writes by request number; `records` makes the finished table of them."""
 
     __slots__ = (
@@ -44,9 +44,9 @@ class Ledger:
         self.reason = array("b", [0]) * count
         self.route = array("b", [0]) * count
 
-    def records(self, workload: Workload) -> Records:
+    def records(self, workload: Workload) -> RequestRecords:
         """The table; its columns share the ledger's memory."""
-        return Records(
+        return RequestRecords(
             workload.models,
             workload.arrival_s,
             workload.model,
@@ -76,7 +76,7 @@ def _ints(column: array[int], kind: type[np.integer]) -> NDArray[np.integer]:
     return np.frombuffer(column, dtype=kind) if len(column) else np.zeros(0, dtype=kind)
 
 
-class Purse:
+class CostMeter:
     """What the machines cost: a rate in USD an hour that changes when one comes, goes or changes its price."""
 
     __slots__ = ("_count", "_prices", "_starting", "rates", "start_rates")

@@ -34,11 +34,11 @@ from potluck.sim.results.records import (
     OPEN,
     REASONS,
     REFUSED,
-    Records,
     ReplicaRecord,
+    RequestRecords,
     SimResult,
 )
-from potluck.sim.results.use import HardwareUse, LinkUse, hardware_use, link_use
+from potluck.sim.results.utilization import HardwareUse, LinkUse, hardware_use, link_use
 
 Floats = NDArray[np.float64]
 Mask = NDArray[np.bool_]
@@ -49,7 +49,7 @@ MOMENT_S = 1e-6
 
 
 @dataclass(frozen=True, slots=True)
-class Spread:
+class LatencySpread:
     """A distribution of seconds."""
 
     count: int
@@ -61,7 +61,7 @@ class Spread:
 
 
 @dataclass(frozen=True, slots=True)
-class Outcomes:
+class OutcomeCounts:
     """How many requests ended how; `refusals` by reason."""
 
     answered: int
@@ -81,7 +81,7 @@ class ModelSummary:
 
     model: str
     requests: int
-    outcomes: Outcomes
+    outcomes: OutcomeCounts
     rate_per_s: float
     throughput_per_s: float
     """Answered requests a second."""
@@ -90,10 +90,10 @@ class ModelSummary:
     output_tokens: int
     """Tokens that reached users."""
     cached_tokens: int
-    ttft_s: Spread | None
-    tpot_s: Spread | None
-    tbt_s: Spread | None
-    e2e_s: Spread | None
+    ttft_s: LatencySpread | None
+    tpot_s: LatencySpread | None
+    tbt_s: LatencySpread | None
+    e2e_s: LatencySpread | None
     slo: Slo | None
     """None for all models together, or where none was promised."""
     attainment: float | None
@@ -114,7 +114,7 @@ class ModelSummary:
 
 
 @dataclass(frozen=True, slots=True)
-class Summary:
+class RunSummary:
     """A whole run."""
 
     total: ModelSummary
@@ -144,11 +144,11 @@ class Summary:
         return codec.dumps(self, format_name=FORMAT, version=VERSION)
 
     @staticmethod
-    def from_json(text: str) -> Summary:
-        return codec.loads(Summary, text, format_name=FORMAT, version=VERSION)
+    def from_json(text: str) -> RunSummary:
+        return codec.loads(RunSummary, text, format_name=FORMAT, version=VERSION)
 
 
-def summarise(result: SimResult, warm_up_s: float = 0.0) -> Summary:
+def summarise(result: SimResult, warm_up_s: float = 0.0) -> RunSummary:
     """Sum a run up, without the requests that arrived before `warm_up_s`."""
     records = result.records
     counted = records.arrival_s >= warm_up_s
@@ -165,7 +165,7 @@ def summarise(result: SimResult, warm_up_s: float = 0.0) -> Summary:
     total = _summary("all", result, counted, verdict, merge_gaps(result.replicas), None, window)
     cost_usd = cost_between(result.cost_rates, window.start_s, window.end_s)
     hours = (window.end_s - window.start_s) / 3600.0
-    return Summary(
+    return RunSummary(
         total,
         tuple(models),
         window.start_s,
@@ -185,7 +185,7 @@ def summarise(result: SimResult, warm_up_s: float = 0.0) -> Summary:
 
 
 def _groups(
-    result: SimResult, counted: Mask, verdict: Verdict, window: _Window
+    result: SimResult, counted: Mask, verdict: RequestVerdicts, window: _Window
 ) -> tuple[tuple[ModelSummary, ...], tuple[ModelSummary, ...]]:
     """By tenant, and by class."""
     labels = result.records.labels
@@ -218,7 +218,7 @@ class _Window:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Verdict:
+class RequestVerdicts:
     """Per request: does it count, did it keep its objective, and each part of it."""
 
     judged: Mask
@@ -230,8 +230,11 @@ class Verdict:
 
 
 def judge(
-    records: Records, slos: dict[str, Slo], end_s: float, classes: Mapping[str, RequestClass] | None = None
-) -> Verdict:
+    records: RequestRecords,
+    slos: dict[str, Slo],
+    end_s: float,
+    classes: Mapping[str, RequestClass] | None = None,
+) -> RequestVerdicts:
     """The rule stands at the top of this file. Models without an objective are not judged."""
     promised, (ttft_limit_s, tpot_limit_s, e2e_limit_s) = limits_of(records, slos, classes)
     answered, is_open = records.outcome == ANSWERED, records.outcome == OPEN
@@ -244,11 +247,11 @@ def judge(
     whole = records.finish_s - records.arrival_s <= e2e_limit_s
     ttft_ok, tpot_ok, e2e_ok = (judged & answered & kept for kept in (in_time, paced, whole))
     met = ttft_ok & tpot_ok & e2e_ok
-    return Verdict(judged, met, ttft_ok, tpot_ok, e2e_ok, e2e_limit_s < inf)
+    return RequestVerdicts(judged, met, ttft_ok, tpot_ok, e2e_ok, e2e_limit_s < inf)
 
 
 def limits_of(
-    records: Records, slos: dict[str, Slo], classes: Mapping[str, RequestClass] | None = None
+    records: RequestRecords, slos: dict[str, Slo], classes: Mapping[str, RequestClass] | None = None
 ) -> tuple[Mask, Floats]:
     """(whether anything was promised, [TTFT, TPOT, E2E] that were) of each request; infinite where nothing was."""
     kinds = records.labels.classes if records.labels is not None else ("",)
@@ -269,19 +272,19 @@ def _promise(slo: Slo | None, known: RequestClass | None) -> Slo | None:
     return known.objective(slo) if known is not None else slo
 
 
-def tpot(records: Records) -> Floats:
+def tpot(records: RequestRecords) -> Floats:
     """Mean gap between output tokens; nan for answers of one token."""
     gaps = np.where(records.streamed_tokens > 1, records.streamed_tokens - 1, np.nan)
     result: Floats = (records.finish_s - records.first_token_s) / gaps
     return result
 
 
-def spread(values: Floats) -> Spread | None:
+def spread(values: Floats) -> LatencySpread | None:
     values = values[~np.isnan(values)]
     if not len(values):
         return None
     p50, p90, p99 = (float(value) for value in np.quantile(values, (0.5, 0.9, 0.99)))
-    return Spread(len(values), float(values.mean()), p50, p90, p99, float(values.max()))
+    return LatencySpread(len(values), float(values.mean()), p50, p90, p99, float(values.max()))
 
 
 def merge_gaps(replicas: Iterable[ReplicaRecord]) -> dict[float, float]:
@@ -293,7 +296,7 @@ def merge_gaps(replicas: Iterable[ReplicaRecord]) -> dict[float, float]:
     return merged
 
 
-def gap_spread(gaps: dict[float, float]) -> Spread | None:
+def gap_spread(gaps: dict[float, float]) -> LatencySpread | None:
     """Quantiles of a histogram, at the upper edge of the bin they fall in: at most one bin's width too high."""
     edges = sorted(edge_s for edge_s, count in gaps.items() if count > 0)
     if not edges:
@@ -309,7 +312,7 @@ def gap_spread(gaps: dict[float, float]) -> Spread | None:
         return edges[min(int(np.searchsorted(reached, level * total)), len(edges) - 1)]
 
     mean = float((middle * counts).sum() / total)
-    return Spread(round(total), mean, at(0.5), at(0.9), at(0.99), edges[-1])
+    return LatencySpread(round(total), mean, at(0.5), at(0.9), at(0.99), edges[-1])
 
 
 def cost_between(rates: Sequence[tuple[float, float]], start_s: float, end_s: float) -> float:
@@ -325,7 +328,7 @@ def _summary(
     name: str,
     result: SimResult,
     chosen: Mask,
-    verdict: Verdict,
+    verdict: RequestVerdicts,
     gaps: dict[float, float],
     slo: Slo | None,
     window: _Window,
@@ -365,11 +368,11 @@ def _summary(
     )
 
 
-def _outcomes(records: Records, chosen: Mask) -> Outcomes:
+def _outcomes(records: RequestRecords, chosen: Mask) -> OutcomeCounts:
     ended = np.bincount(records.outcome[chosen], minlength=4)
     reasons = np.bincount(records.reason[chosen], minlength=len(REASONS))
     refusals = {REASONS[i]: int(reasons[i]) for i in range(1, len(REASONS)) if reasons[i]}
-    return Outcomes(
+    return OutcomeCounts(
         int(ended[ANSWERED]),
         int(ended[REFUSED]),
         int(ended[CANCELLED]),

@@ -3,7 +3,7 @@
 Columns are numpy arrays of one length, in order of arrival, about 70 bytes a request:
 
     arrival_s         float64   when it came
-    model             int16     place in `Records.models`
+    model             int16     place in `RequestRecords.models`
     prompt_tokens     int32
     output_tokens     int32     tokens asked for
     streamed_tokens   int32     tokens that reached the user; = output_tokens when answered
@@ -18,8 +18,8 @@ Columns are numpy arrays of one length, in order of arrival, about 70 bytes a re
     decode_replica    int32     the same of the last segment's
     cached_tokens     int32     prompt tokens found in prefix caches, last attempt
     wire_bytes        float64   KV bytes sent for it, all attempts
-    tenant            int32     place in `Records.labels.tenants`; only where the workload has labels
-    request_class     int32     place in `Records.labels.classes`; likewise
+    tenant            int32     place in `RequestRecords.labels.tenants`; only where the workload has labels
+    request_class     int32     place in `RequestRecords.labels.classes`; likewise
 
 TTFT = first_token_s - arrival_s; TPOT = (finish_s - first_token_s) / (streamed_tokens - 1).
 """
@@ -33,10 +33,10 @@ from typing import Final, get_args
 import numpy as np
 from numpy.typing import NDArray
 
-from potluck.core.brain.actions import RefusalReason
+from potluck.core.state.actions import RefusalReason
 from potluck.core.values.service import RequestClass
 from potluck.core.values.types import Slo
-from potluck.sim.load.labels import Labels
+from potluck.sim.load.request_labels import RequestLabels
 
 OPEN: Final = 0
 ANSWERED: Final = 1
@@ -54,7 +54,7 @@ Ints = NDArray[np.integer]
 
 
 @dataclass(frozen=True, slots=True)
-class Records:
+class RequestRecords:
     """One row per request; see the module's text for every column."""
 
     models: tuple[str, ...]
@@ -74,7 +74,7 @@ class Records:
     decode_replica: Ints
     cached_tokens: Ints
     wire_bytes: Floats
-    labels: Labels | None = None
+    labels: RequestLabels | None = None
     """Tenants and classes, where the workload has them."""
 
     def __len__(self) -> int:
@@ -154,7 +154,7 @@ class LinkRecord:
 
 
 @dataclass(frozen=True, slots=True)
-class Samples:
+class StateSamples:
     """The state at equidistant times, for plots. Rows are times, columns replicas (or links)."""
 
     at_s: Floats
@@ -178,7 +178,7 @@ class FaultRecord:
 class SimResult:
     """Everything that a run tells."""
 
-    records: Records
+    records: RequestRecords
     slos: dict[str, Slo]
     """By model name; a model without one is not in it."""
     replicas: tuple[ReplicaRecord, ...]
@@ -187,7 +187,7 @@ class SimResult:
     """When the last request ended, or the last arrival came, whichever is later."""
     cost_rates: tuple[tuple[float, float], ...]
     """(time, USD an hour from then on): nodes are paid from their start until they are given back."""
-    samples: Samples | None = None
+    samples: StateSamples | None = None
     faults: tuple[FaultRecord, ...] = ()
     notes: tuple[str, ...] = ()
     counts: dict[str, int] = field(default_factory=dict)

@@ -13,7 +13,14 @@ from numpy.typing import NDArray
 
 from potluck.core.values.types import Slo
 from potluck.sim.results.metrics import cost_between, judge, tpot
-from potluck.sim.results.records import ANSWERED, REFUSED, Records, ReplicaRecord, Samples, SimResult
+from potluck.sim.results.records import (
+    ANSWERED,
+    REFUSED,
+    ReplicaRecord,
+    RequestRecords,
+    SimResult,
+    StateSamples,
+)
 
 BINS = 200
 ROWS = 64
@@ -27,7 +34,7 @@ Floats = NDArray[np.float64]
 
 
 @dataclass(frozen=True, slots=True)
-class Curve:
+class LatencyCurve:
     """A distribution: (seconds, share of requests up to there), from lowest to highest."""
 
     model: str
@@ -37,7 +44,7 @@ class Curve:
 
 
 @dataclass(frozen=True, slots=True)
-class Band:
+class ReplicaBand:
     """One replica's life: (from_s, to_s, state, role) without gaps."""
 
     label: str
@@ -55,48 +62,48 @@ class HeatMap:
 
 
 @dataclass(frozen=True, slots=True)
-class Line:
+class PlotLine:
     label: str
     values: tuple[float, ...]
 
 
 @dataclass(frozen=True, slots=True)
-class Series:
+class RunSeries:
     """Values between `edges_s[i]` and `edges_s[i + 1]`. Requests are counted where they arrived."""
 
     edges_s: tuple[float, ...]
-    arrivals_per_s: Line
-    answered_per_s: Line
-    refused_per_s: Line
-    goodput_per_s: Line | None
+    arrivals_per_s: PlotLine
+    answered_per_s: PlotLine
+    refused_per_s: PlotLine
+    goodput_per_s: PlotLine | None
     cost_usd: tuple[float, ...]
     """Paid up to each edge."""
     cost_usd_per_h: tuple[float, ...]
-    ttft: tuple[Curve, ...]
-    tpot: tuple[Curve, ...]
-    e2e: tuple[Curve, ...]
-    bands: tuple[Band, ...]
+    ttft: tuple[LatencyCurve, ...]
+    tpot: tuple[LatencyCurve, ...]
+    e2e: tuple[LatencyCurve, ...]
+    bands: tuple[ReplicaBand, ...]
     replicas: int
     """How many there were; `bands` may hold fewer."""
     utilisation: HeatMap | None
     queue: HeatMap | None
     memory: HeatMap | None
     """Share of KV blocks in use."""
-    links: tuple[Line, ...]
+    links: tuple[PlotLine, ...]
     """Share of each link's bandwidth."""
     faults: tuple[tuple[float, str], ...]
     more_faults: int
     notes: tuple[str, ...]
 
 
-def series(result: SimResult, bins: int = BINS) -> Series:
+def series(result: SimResult, bins: int = BINS) -> RunSeries:
     """Everything that the report plots."""
     records, end_s = result.records, max(result.end_s, 1e-9)
     edges = np.linspace(0.0, end_s, bins + 1)
     verdict = judge(records, result.slos, result.end_s, result.classes)
     costs = np.array([cost_between(result.cost_rates, 0.0, at_s) for at_s in edges])
     maps = _heat_maps(result, edges)
-    return Series(
+    return RunSeries(
         tuple(edges.tolist()),
         _rate("arrivals", records, np.ones(len(records), dtype=np.bool_), edges),
         _rate("answered", records, records.outcome == ANSWERED, edges),
@@ -117,12 +124,12 @@ def series(result: SimResult, bins: int = BINS) -> Series:
     )
 
 
-def _rate(label: str, records: Records, chosen: NDArray[np.bool_], edges: Floats) -> Line:
+def _rate(label: str, records: RequestRecords, chosen: NDArray[np.bool_], edges: Floats) -> PlotLine:
     counts, _ = np.histogram(records.arrival_s[chosen], bins=edges)
-    return Line(label, tuple((counts / np.diff(edges)).tolist()))
+    return PlotLine(label, tuple((counts / np.diff(edges)).tolist()))
 
 
-def _curves(records: Records, slos: dict[str, Slo], what: str) -> tuple[Curve, ...]:
+def _curves(records: RequestRecords, slos: dict[str, Slo], what: str) -> tuple[LatencyCurve, ...]:
     if what == "ttft":
         values = records.first_token_s - records.arrival_s
     elif what == "tpot":
@@ -135,7 +142,7 @@ def _curves(records: Records, slos: dict[str, Slo], what: str) -> tuple[Curve, .
         slo = slos.get(model)
         limits = {"ttft": slo.ttft_s, "tpot": slo.tpot_s, "e2e": slo.e2e_s} if slo else {}
         if len(own):
-            found.append(Curve(model, curve(own), limits.get(what)))
+            found.append(LatencyCurve(model, curve(own), limits.get(what)))
     return tuple(found)
 
 
@@ -145,7 +152,7 @@ def curve(values: Floats, points: int = POINTS) -> tuple[tuple[float, float], ..
     return tuple(zip(np.quantile(values, levels).tolist(), levels.tolist(), strict=True))
 
 
-def bands(replicas: Sequence[ReplicaRecord], end_s: float, most: int = ROWS) -> tuple[Band, ...]:
+def bands(replicas: Sequence[ReplicaRecord], end_s: float, most: int = ROWS) -> tuple[ReplicaBand, ...]:
     """The replicas' lives; where there are too many, those with most to tell, in their order."""
     chosen = list(range(len(replicas)))
     if len(replicas) > most:
@@ -163,7 +170,7 @@ def bands(replicas: Sequence[ReplicaRecord], end_s: float, most: int = ROWS) -> 
             if state not in ("lost", "stopped") and min(to_s, end_s) > from_s:
                 spans.append((from_s, min(to_s, end_s), state, role))
         what = f"{replica.model}, {' + '.join(replica.nodes)}, {replica.region}"
-        found.append(Band(replica.id, what, tuple(spans), lost_s))
+        found.append(ReplicaBand(replica.id, what, tuple(spans), lost_s))
     return tuple(found)
 
 
@@ -186,7 +193,7 @@ def _heat_maps(result: SimResult, edges: Floats) -> tuple[HeatMap | None, HeatMa
     )
 
 
-def _at(samples: Samples, values: Floats, edges: Floats) -> Floats:
+def _at(samples: StateSamples, values: Floats, edges: Floats) -> Floats:
     """A running total at the edges of the bins, between two samples on a straight line."""
     at_s = np.concatenate(([0.0], samples.at_s))
     padded = np.concatenate((np.zeros((1, values.shape[1])), values))
@@ -236,7 +243,7 @@ def _heat_map(
     return HeatMap(labels, tuple(cells))
 
 
-def _links(result: SimResult, edges: Floats) -> tuple[Line, ...]:
+def _links(result: SimResult, edges: Floats) -> tuple[PlotLine, ...]:
     samples = result.samples
     if samples is None or len(samples.at_s) < 2 or not result.links:
         return ()
@@ -249,5 +256,5 @@ def _links(result: SimResult, edges: Floats) -> tuple[Line, ...]:
         per_s = np.diff(sent[:, index]) / np.diff(edges) * 8 / 1e9
         label = f"{link.source} → {link.target}" if link.kind == "link" else f"card of {link.source}"
         shares = np.clip(per_s / link.gbps, 0.0, 1.0)
-        found.append(Line(f"{label}, {link.gbps:g} Gbps", tuple(shares.round(4).tolist())))
+        found.append(PlotLine(f"{label}, {link.gbps:g} Gbps", tuple(shares.round(4).tolist())))
     return tuple(found)

@@ -57,7 +57,7 @@ class Fault:
 
 
 @dataclass(frozen=True, slots=True)
-class Rates:
+class FaultRates:
     """How often each kind of fault comes by chance, per hour of the whole fleet."""
 
     replica_per_h: float = 0.0
@@ -92,7 +92,7 @@ class Faults:
     """Everything that happens to a fleet from outside."""
 
     faults: tuple[Fault, ...] = ()
-    random: Rates | None = None
+    random: FaultRates | None = None
     prices: tuple[PriceChange, ...] = ()
     availability: tuple[SupplyChange, ...] = ()
 
@@ -102,11 +102,11 @@ class Faults:
         return tuple(sorted((*self.faults, *chance), key=lambda fault: fault.at_s))
 
 
-def random_faults(rates: Rates, seed: int, horizon_s: float) -> tuple[Fault, ...]:
+def random_faults(rates: FaultRates, seed: int, horizon_s: float) -> tuple[Fault, ...]:
     """Poisson faults of every kind up to a time; whom they hit is picked when they come."""
     found: list[Fault] = []
-    streams = np.random.default_rng(np.random.SeedSequence((seed, 0xFA))).spawn(len(fields(Rates)))
-    for each, stream in zip(fields(Rates), streams, strict=True):
+    streams = np.random.default_rng(np.random.SeedSequence((seed, 0xFA))).spawn(len(fields(FaultRates)))
+    for each, stream in zip(fields(FaultRates), streams, strict=True):
         rate_per_s = getattr(rates, each.name) / 3600.0
         count = int(stream.poisson(rate_per_s * horizon_s)) if rate_per_s > 0 else 0
         for at_s in np.sort(stream.random(count) * horizon_s).tolist():
@@ -164,7 +164,7 @@ def parse_faults(text: str, name: str = "faults") -> Faults:
         tuple(_fault(entry, where) for where, entry in _entries(data, "faults", name)),
         None
         if random is None
-        else Rates(**_numbers(random, [each.name for each in fields(Rates)], f"{name}: random")),
+        else FaultRates(**_numbers(random, [each.name for each in fields(FaultRates)], f"{name}: random")),
         tuple(_change(PriceChange, entry, where) for where, entry in _entries(data, "prices", name)),
         tuple(_change(SupplyChange, entry, where) for where, entry in _entries(data, "availability", name)),
     )

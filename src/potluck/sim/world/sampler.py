@@ -4,41 +4,41 @@ from __future__ import annotations
 
 import numpy as np
 
-from potluck.sim.results.records import Samples
-from potluck.sim.world.agenda import SAMPLE
-from potluck.sim.world.ground import Ground
-from potluck.sim.world.yard import Yard
+from potluck.sim.results.records import StateSamples
+from potluck.sim.world.common_state import CommonState
+from potluck.sim.world.event_queue import SAMPLE
+from potluck.sim.world.sim_fleet import SimFleet
 
 MOST_LOOKS = 40_000
 """Looks at single replicas, so that plots of a large fleet do not cost more than its run."""
 FEWEST = 20
 
 
-class Sampler:
+class StateSampler:
     """Rows of what was seen; replicas that came later have zeros before."""
 
     __slots__ = ("_every_s", "_ground", "_rows", "_yard")
 
-    def __init__(self, ground: Ground, yard: Yard) -> None:
-        self._ground = ground
-        self._yard = yard
+    def __init__(self, common: CommonState, fleet: SimFleet) -> None:
+        self._ground = common
+        self._yard = fleet
         self._every_s = 0.0
         self._rows: list[tuple[float, list[tuple[int, int, float, float]], list[float]]] = []
 
     def plan(self) -> None:
         """Spread the looks evenly over the time in which requests arrive."""
-        ground = self._ground
-        count = ground.settings.samples
-        if count <= 0 or not len(ground.workload):
+        common = self._ground
+        count = common.settings.samples
+        if count <= 0 or not len(common.workload):
             return
-        replicas = max(1, len(ground.sites))
+        replicas = max(1, len(common.sites))
         count = max(min(count, MOST_LOOKS // replicas), min(count, FEWEST))
-        span_s = float(ground.workload.arrival_s[-1])
+        span_s = float(common.workload.arrival_s[-1])
         self._every_s = span_s / count if span_s > 0 else 1.0
-        ground.agenda.push(self._every_s, SAMPLE, None)
+        common.events.push(self._every_s, SAMPLE, None)
 
     def take(self, at_s: float, _: object) -> None:
-        ground = self._ground
+        common = self._ground
         rows = []
         for site in self._yard.all_sites:
             replica = site.replica
@@ -49,11 +49,11 @@ class Sampler:
             used = 1.0 - status.free_blocks / status.total_blocks
             rows.append((status.queued, status.running, used, replica.busy_s(at_s)))
             site.peak_blocks = max(site.peak_blocks, status.total_blocks - status.free_blocks)
-        sent = [pipe.sent_bytes + pipe.open_bytes(at_s) for pipe in ground.network.links.values()]
+        sent = [pipe.sent_bytes + pipe.open_bytes(at_s) for pipe in common.network.links.values()]
         self._rows.append((at_s, rows, sent))
-        ground.agenda.push(at_s + self._every_s, SAMPLE, None)
+        common.events.push(at_s + self._every_s, SAMPLE, None)
 
-    def samples(self) -> Samples | None:
+    def samples(self) -> StateSamples | None:
         if not self._rows:
             return None
         replicas, links = len(self._yard.all_sites), len(self._ground.network.links)
@@ -67,4 +67,4 @@ class Sampler:
                 used[place, column], busy[place, column] = share, busy_s
             sent[place] = link_bytes
         at_s = np.array([row[0] for row in self._rows])
-        return Samples(at_s, queued, running, used, busy, sent)
+        return StateSamples(at_s, queued, running, used, busy, sent)

@@ -20,30 +20,34 @@ from itertools import repeat
 from math import inf, nextafter
 from typing import Any, Final
 
-from potluck.core.brain.actions import (
-    Abandon,
-    Action,
-    Drain,
-    Flip,
-    Inquire,
-    Move,
-    Recast,
-    Recount,
-    Refuse,
-    Remark,
-    Replan,
-    Run,
-    Start,
-    Stop,
-    Twin,
-)
-from potluck.core.brain.events import Arrived, Event, Planned, Tick
 from potluck.core.errors import CapacityError
+from potluck.core.state.actions import (
+    Abort,
+    Action,
+    CopyPrefix,
+    DrainReplica,
+    FlipReplica,
+    Hedge,
+    OperatorNote,
+    QueryAttempt,
+    Reassign,
+    Refuse,
+    Replan,
+    ResyncCache,
+    Run,
+    StartReplica,
+    StopReplica,
+)
+from potluck.core.state.events import Event, PlanReceived, RequestArrived, Tick
 from potluck.core.values.plan import Plan
 from potluck.core.values.types import DEFAULT_CLASS, DEFAULT_TENANT, Request
+from potluck.runtime.decider import Decider
+from potluck.runtime.replica_models import ReplicaModels
 from potluck.sim.load.workload import Workload
-from potluck.sim.settings import Settings
-from potluck.sim.world.agenda import (
+from potluck.sim.sim_settings import SimSettings
+from potluck.sim.world.attempts import SimAttempts
+from potluck.sim.world.common_state import CommonState
+from potluck.sim.world.event_queue import (
     CALL,
     COLLECT,
     DELIVER,
@@ -57,14 +61,10 @@ from potluck.sim.world.agenda import (
     SAMPLE,
     TICK,
 )
-from potluck.sim.world.ground import Ground
-from potluck.sim.world.journeys import Journeys
-from potluck.sim.world.moment import Moment, Planner, running_of
-from potluck.sim.world.outside import Outside
-from potluck.sim.world.sampler import Sampler
-from potluck.sim.world.yard import Make, Yard
-from potluck.worlds.kits import Kits
-from potluck.worlds.mind import Mind
+from potluck.sim.world.external_events import ExternalEvents
+from potluck.sim.world.plan_question import Planner, PlanQuestion, running_of
+from potluck.sim.world.sampler import StateSampler
+from potluck.sim.world.sim_fleet import Make, SimFleet
 
 FEED: Final = 4096
 """Requests whose columns are turned into plain numbers at once."""
@@ -74,75 +74,75 @@ PATIENCE_S: Final = 86400.0
 """When no request has ended for so long although some are open, something is stuck."""
 
 
-class World(Ground):
+class SimWorld(CommonState):
     """Everything that is simulated. Made for one run."""
 
     def __init__(
         self,
-        kits: Kits,
-        mind: Mind,
+        replica_models: ReplicaModels,
+        mind: Decider,
         workload: Workload,
-        settings: Settings,
+        settings: SimSettings,
         make: Make,
         planner: Planner | None = None,
         progress: Callable[[int, int], None] | None = None,
     ) -> None:
-        super().__init__(kits, workload, settings)
+        super().__init__(replica_models, workload, settings)
         self._on = mind.on
         self.planner = planner
-        self.plan = kits.scene.plan
+        self.plan = replica_models.resolved.plan
         """The newest."""
         self.progress = progress
         self.now_s = 0.0
         self.replans = 0
-        self.journeys = Journeys(self, self.tell)
-        self.yard = Yard(self, self.journeys, self.tell, make)
-        self.outside = Outside(self, self.journeys, self.yard, self.tell)
-        self.sampler = Sampler(self, self.yard)
+        self.attempts = SimAttempts(self, self.tell)
+        self.fleet = SimFleet(self, self.attempts, self.tell, make)
+        self.outside = ExternalEvents(self, self.attempts, self.fleet, self.tell)
+        self.sampler = StateSampler(self, self.fleet)
         self.arrived = 0
         """Requests that have come so far."""
         self._news: deque[tuple[float, Event]] = deque()
         self._acting = False
         self._handlers: dict[int, Callable[[float, Any], None]] = {
             PIPE: self.handovers.pipe_due,
-            HANDED: self.journeys.handed,
+            HANDED: self.attempts.handed,
             TICK: self._tick,
             COLLECT: self.reports.collect,
             DELIVER: self._deliver,
-            READY: self.yard.ready,
+            READY: self.fleet.ready,
             FAULT: self.outside.happen,
             SAMPLE: self.sampler.take,
             PLAN: self._planned,
             CALL: _call,
         }
         self._doers: dict[type, Callable[[float, Any], None]] = {
-            Run: self.journeys.run,
-            Twin: self.journeys.twin,
-            Refuse: self.journeys.refuse,
-            Abandon: self.journeys.abandon,
-            Inquire: self.journeys.inquire,
-            Start: self._start,
-            Drain: self.yard.drain,
-            Stop: self.yard.stop,
-            Flip: self.yard.flip,
-            Recast: self.yard.recast,
-            Remark: _noted,
+            Run: self.attempts.run,
+            Hedge: self.attempts.hedge,
+            Refuse: self.attempts.refuse,
+            Abort: self.attempts.abandon,
+            QueryAttempt: self.attempts.inquire,
+            StartReplica: self._start,
+            DrainReplica: self.fleet.drain,
+            StopReplica: self.fleet.stop,
+            FlipReplica: self.fleet.flip,
+            Reassign: self.fleet.recast,
+            OperatorNote: _noted,
             Replan: self._replan,
-            Move: self._move,
-            Recount: self._recount,
+            CopyPrefix: self._move,
+            ResyncCache: self._recount,
         }
 
     def run(self) -> None:
         """From the first plan to the end of the last request."""
-        self.yard.warm = self.settings.warm
-        self.tell(0.0, Planned(self.kits.scene.plan))
-        self.yard.warm = False
-        self.agenda.push(self.settings.tick_s, TICK, None)
-        self.agenda.push(nextafter(self.settings.end_s, inf), END, None)
+        self.fleet.warm = self.settings.warm
+        self.tell(0.0, PlanReceived(self.replica_models.resolved.plan))
+        self.fleet.warm = False
+        self.events.push(self.settings.tick_s, TICK, None)
+        self.events.push(nextafter(self.settings.end_s, inf), END, None)
         self.sampler.plan()
-        heap, handlers, requests = self.agenda.heap, self._handlers, self.journeys.open
-        replica_due, on, act = self.journeys.replica_due, self._on, self._act
-        turn = self.agenda.turn
+        heap, handlers, requests = self.events.heap, self._handlers, self.attempts.open
+        replica_due, on, act = self.attempts.replica_due, self._on, self._act
+        turn = self.events.turn
         feed = self._feed()
         request = next(feed, None)
         arrival_s = inf if request is None else request.arrival_s
@@ -164,7 +164,7 @@ class World(Ground):
                 self.now_s = arrival_s
                 requests[self.arrived] = request
                 self.arrived += 1
-                actions = on(arrival_s, tuple.__new__(Arrived, (request,)))
+                actions = on(arrival_s, tuple.__new__(RequestArrived, (request,)))
                 if actions:
                     act(arrival_s, actions)
                 request = next(feed, None)
@@ -229,15 +229,15 @@ class World(Ground):
     def _tick(self, at_s: float, _: object) -> None:
         self.handovers.give_back(at_s)
         for hand in self.handovers.stuck(at_s):
-            self.journeys.fail(at_s, hand.journey, "memory", hand.target.id)
+            self.attempts.fail(at_s, hand.running, "memory", hand.target.id)
         self.tell(at_s, Tick())
-        self.agenda.push(at_s + self.settings.tick_s, TICK, None)
-        journeys = self.journeys
+        self.events.push(at_s + self.settings.tick_s, TICK, None)
+        attempts = self.attempts
         if self.arrived == len(self.workload) and at_s > PATIENCE_S + max(
-            journeys.ended_s, self._last_arrival_s
+            attempts.ended_s, self._last_arrival_s
         ):
-            stuck = sorted(journeys.open)[:3]
-            raise CapacityError(f"{len(journeys.open)} requests never end, such as {stuck}")
+            stuck = sorted(attempts.open)[:3]
+            raise CapacityError(f"{len(attempts.open)} requests never end, such as {stuck}")
 
     @property
     def _last_arrival_s(self) -> float:
@@ -247,32 +247,32 @@ class World(Ground):
         for event in events:
             self.tell(at_s, event)
 
-    def _start(self, at_s: float, action: Start) -> None:
-        self.outside.started(at_s, self.yard.start(at_s, action))
+    def _start(self, at_s: float, action: StartReplica) -> None:
+        self.outside.started(at_s, self.fleet.start(at_s, action))
 
     def _replan(self, at_s: float, action: Replan) -> None:
         self.replans += 1
         if self.planner is None:
             return
         running = running_of(self.plan, self.sites.values())
-        moment = Moment(at_s, action.rates_per_s, self.outside.regions(), running, action.lengths)
+        moment = PlanQuestion(at_s, action.rates_per_s, self.outside.regions(), running, action.lengths)
         plan = self.planner(moment)
         if plan is not None:
-            self.agenda.push(at_s + self.settings.planner_s, PLAN, plan)
+            self.events.push(at_s + self.settings.planner_s, PLAN, plan)
 
     def _planned(self, at_s: float, plan: Plan) -> None:
         self.plan = plan
-        self.kits.learn(plan)
-        self.tell(at_s, Planned(plan))
+        self.replica_models.learn(plan)
+        self.tell(at_s, PlanReceived(plan))
 
-    def _recount(self, at_s: float, action: Recount) -> None:
+    def _recount(self, at_s: float, action: ResyncCache) -> None:
         site = self.sites.get(action.replica)
         if site is not None:
             site.recount = True
             if not site.touched:
                 self.reports.touched(at_s, site)
 
-    def _move(self, at_s: float, action: Move) -> None:
+    def _move(self, at_s: float, action: CopyPrefix) -> None:
         """Copy a cached prefix to another replica; it is there when its bytes have crossed."""
         source, target = self.sites.get(action.source), self.sites.get(action.target)
         if source is None or target is None or source.cache is None or target.cache is None:
@@ -283,18 +283,18 @@ class World(Ground):
         if count <= held or pipe is None:
             return
         size = source.cache.block_tokens
-        size_bytes = self.kits.kv[source.member.model].wire_bytes(held * size, count * size)
+        size_bytes = self.replica_models.kv[source.member.model].wire_bytes(held * size, count * size)
         blocks = action.blocks[:count]
 
         def there(when_s: float) -> None:
             if target.there:
                 target.keep(when_s, blocks)
-                self.journeys.touch(when_s, target)
+                self.attempts.touch(when_s, target)
 
         self.handovers.carry(at_s, pipe, size_bytes, there)
 
 
-def _noted(at_s: float, action: Remark) -> None:
+def _noted(at_s: float, action: OperatorNote) -> None:
     """Nobody reads along."""
 
 

@@ -13,14 +13,14 @@ from pathlib import Path
 import aiohttp
 from aiohttp import web
 
-from potluck.api.origin import Served
+from potluck.api.origin import ServedNames
 from potluck.core.errors import InputError
-from potluck.kv.link.links import Address
-from potluck.vllm.adapter.ears import Ears
-from potluck.vllm.adapter.face import build
-from potluck.vllm.adapter.flags import Settings
-from potluck.vllm.adapter.process import Server
-from potluck.vllm.adapter.service import Limits, Service
+from potluck.kv.link.peer_connections import Address
+from potluck.vllm.adapter.adapter_app import build
+from potluck.vllm.adapter.adapter_service import AdapterLimits, AdapterService
+from potluck.vllm.adapter.connector_events import ConnectorEvents
+from potluck.vllm.adapter.vllm_flags import VllmSettings
+from potluck.vllm.adapter.vllm_process import VllmProcess
 
 DRAIN_S = 30.0
 """How long requests may go on when the engine is asked to end."""
@@ -30,13 +30,13 @@ LOOPBACK = ("127.0.0.1", "::1", "localhost")
 
 
 async def serve(
-    settings: Settings,
+    settings: VllmSettings,
     host: str,
     port: int,
     *,
     api_key: str | None,
     always: frozenset[Address],
-    limits: Limits,
+    limits: AdapterLimits,
     ready: Callable[[str], None],
     role: str = "mixed",
     names: frozenset[str] = frozenset(),
@@ -50,13 +50,13 @@ async def serve(
         loop.add_signal_handler(number, stop.set)
     with tempfile.TemporaryDirectory(prefix="potluck-vllm-") as folder:
         channel = Path(folder) / "channel"
-        ears = Ears(channel, settings.shape.workers)
-        server = Server(settings, channel)
-        service = Service(settings.name, server, ears, limits, always)
+        connector_events = ConnectorEvents(channel, settings.shape.workers)
+        server = VllmProcess(settings, channel)
+        service = AdapterService(settings.name, server, connector_events, limits, always)
         service.role, service.max_running = role, settings.running
         runner: web.AppRunner | None = None
         try:
-            await ears.open()
+            await connector_events.open()
             await server.start()
             starting = asyncio.ensure_future(_up(service))
             ending = asyncio.ensure_future(stop.wait())
@@ -65,7 +65,7 @@ async def serve(
                 starting.cancel()
                 return
             await starting
-            served = Served(host in LOOPBACK, names, api_key is not None)
+            served = ServedNames(host in LOOPBACK, names, api_key is not None)
             runner = web.AppRunner(build(service, api_key, served), access_log=None)
             await runner.setup()
             site = web.TCPSite(runner, host, port, ssl_context=tls)
@@ -83,19 +83,19 @@ async def serve(
                 await runner.cleanup()
             await service.close()
             await server.end()
-            await ears.close()
+            await connector_events.close()
 
 
-async def _up(service: Service) -> None:
+async def _up(service: AdapterService) -> None:
     await service.server.ready(service.session, service.limits.start_s)
     async with asyncio.timeout(10):
-        await service.ears.here.wait()
+        await service.connector_events.here.wait()
     service.allow(frozenset())
     await service.look()
     await _warm(service)
 
 
-async def _warm(service: Service) -> None:
+async def _warm(service: AdapterService) -> None:
     """vLLM compiles its sampling and log probabilities when they are first asked for, one request at a time and then
     several: some ten seconds of a CPU, in which nothing is answered. It is done before anybody waits."""
     body = {"model": service.name, "prompt": [0], "max_tokens": 2, "temperature": 1.0, "logprobs": 1}
@@ -107,7 +107,7 @@ async def _warm(service: Service) -> None:
         except aiohttp.ClientError:
             return  # Whoever watches it will say why.
     await asyncio.sleep(TOLD_S)
-    service.ears.steps.recent.clear()  # No other step takes so long.
+    service.connector_events.steps.recent.clear()  # No other step takes so long.
 
 
 async def _listen(site: web.TCPSite, host: str, port: int) -> None:
@@ -122,7 +122,7 @@ def _port(runner: web.AppRunner) -> int:
     return int(address[1])
 
 
-async def _drained(service: Service, within_s: float) -> None:
+async def _drained(service: AdapterService, within_s: float) -> None:
     until_s = time.monotonic() + within_s
     while service.open_requests and time.monotonic() < until_s and not service.server.gone:
         await asyncio.sleep(0.05)

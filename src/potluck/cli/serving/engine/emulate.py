@@ -16,21 +16,21 @@ from typing import TYPE_CHECKING
 from potluck.cli.common.files import read_text
 from potluck.core.codec import decode
 from potluck.core.errors import FormatError, InputError
+from potluck.core.values.emulated import EmulatedReplica
 from potluck.core.values.layout import Layout, Stage, StageNode
-from potluck.core.values.likeness import Likeness
 from potluck.core.values.model import Model, in_format
 from potluck.core.values.precision import format_named
 from potluck.core.values.types import NodeType
 
 if TYPE_CHECKING:
+    from potluck.engine.compute.emulated import EmulatedExecutor
     from potluck.engine.compute.executor import Executor
-    from potluck.engine.compute.paced import Paced
-    from potluck.engine.compute.runner import Size
-    from potluck.engine.model.checkpoint import Source
-    from potluck.engine.model.config import Config
+    from potluck.engine.compute.runner import RunnerSize
+    from potluck.engine.mock.mock_engine import MockModel
+    from potluck.engine.model.checkpoint import WeightSource
+    from potluck.engine.model.config import EngineModelConfig
     from potluck.engine.pipeline.launch import PipelineStage
-    from potluck.engine.pipeline.messages import Emulated
-    from potluck.engine.pretend.engine import Pretence
+    from potluck.engine.pipeline.pipeline_messages import EmulatedGpu
     from potluck.engine.serve import MakeExecutor
 
 
@@ -43,20 +43,20 @@ class Emulation:
     tp: int | None
     speed_up: float = 1.0
 
-    def paced(self, executor: Executor) -> Paced:
+    def paced(self, executor: Executor) -> EmulatedExecutor:
         """An executor in this process that takes the node's time."""
-        from potluck.engine.compute.paced import KvPace, Paced, card_of
+        from potluck.engine.compute.emulated import EmulatedExecutor, EmulatedNic, card_of
         from potluck.perf.timers.roofline import roofline
 
         node = self._only
         timer = roofline(self.model, node, self._tp(node))
         layers = executor.config.model.layer_count
-        kv = KvPace(self.model, layers, card_of(node), self.speed_up)
-        return Paced(executor, timer, self.speed_up, kv=kv)
+        kv = EmulatedNic(self.model, layers, card_of(node), self.speed_up)
+        return EmulatedExecutor(executor, timer, self.speed_up, kv=kv)
 
     def blocks(self) -> int:
         """KV blocks that the node would have room for; of a pipeline's nodes the one with the fewest."""
-        from potluck.engine.compute.paced import emulated_blocks
+        from potluck.engine.compute.emulated import emulated_blocks
 
         many = self.model.layer_count
         if len(self.nodes) == 1:
@@ -98,11 +98,11 @@ class Emulation:
             first = last
         return tuple(found)
 
-    def _like(self, node: NodeType, layers: range, before: Sequence[NodeType]) -> tuple[Emulated, float]:
-        from potluck.engine.pipeline.messages import Emulated
+    def _like(self, node: NodeType, layers: range, before: Sequence[NodeType]) -> tuple[EmulatedGpu, float]:
+        from potluck.engine.pipeline.pipeline_messages import EmulatedGpu
         from potluck.perf.operators.network import handover_s
         from potluck.perf.serving.phases import decode_step_s
-        from potluck.perf.timers.host import NO_HOST
+        from potluck.perf.timers.engine_host import NO_HOST
         from potluck.perf.timers.roofline import roofline
 
         token_bytes = self.model.hidden * 2.0
@@ -110,7 +110,7 @@ class Emulation:
         fixed = max((float(hop[0]) for hop in hops), default=0.0)
         each = max((float(hop[1] - hop[0]) for hop in hops), default=0.0)
         tp = self._tp(node)
-        like = Emulated(
+        like = EmulatedGpu(
             self.model, node, tp, layers.start, layers.stop, self.speed_up, hop_s=fixed, hop_s_per_token=each
         )
         timer = roofline(self.model, node, tp, layers=layers, host=NO_HOST)
@@ -166,28 +166,29 @@ def emulation(text: str, speed_up: float = 1.0) -> Emulation:
     return found
 
 
-def pretence(text: str, speed_up: float = 1.0, mean_output_tokens: int = 0) -> Pretence:
-    """What `--emulate` says to an engine that pretends: as above, or a `Likeness` as JSON, as a controller has it."""
-    from potluck.engine.pretend.engine import Pretence
+def pretence(text: str, speed_up: float = 1.0, mean_output_tokens: int = 0) -> MockModel:
+    """What `--emulate` says to an engine that pretends: as above, or a `EmulatedReplica` as JSON, as a controller has
+    it."""
+    from potluck.engine.mock.mock_engine import MockModel
 
     if not text.startswith("{"):
         like = emulation(text, speed_up)
         kinds = tuple({node.name: node for stage in like.nodes for node in stage}.values())
-        return Pretence(
+        return MockModel(
             like.model, like.layout(), kinds, speed_up=speed_up, mean_output_tokens=mean_output_tokens
         )
     from potluck.catalog import models, nodes
-    from potluck.perf.timers.pipeline import layout_hops
+    from potluck.perf.timers.pipeline_timer import layout_hops
 
     try:
-        said = decode(Likeness, json.loads(text), "--emulate")
+        said = decode(EmulatedReplica, json.loads(text), "--emulate")
     except ValueError as error:
         raise FormatError("--emulate", f"is not JSON ({error})") from error
     named = {each.node for stage in said.layout.stages for each in stage.nodes}
     found = {name: nodes.node_type(name) for name in sorted(named)}
     gbps = {(source, target): (rate, rtt_s) for source, target, rate, rtt_s in said.links}
     model = models.model(said.model)
-    return Pretence(
+    return MockModel(
         model if said.weights is None else in_format(model, said.weights),
         said.layout,
         tuple(found.values()),
@@ -211,15 +212,15 @@ def executor_maker(
 ) -> MakeExecutor:
     """What makes an engine's executor, as the flags say. An emulated GPU also says how much KV there is room for."""
     from potluck.engine.pipeline.launch import launch, parse_stages
-    from potluck.engine.pipeline.wire import Secure
+    from potluck.engine.pipeline.pipeline_connection import TlsPair
     from potluck.engine.serve import local_executor
 
     like = None if emulate is None else emulation(emulate, speed_up)
     parts = None if stages is None else parse_stages(stages)
     secret = _secret(secret_file, parts)
-    secure = None if tls is None else Secure.of(*tls)
+    secure = None if tls is None else TlsPair.of(*tls)
 
-    def make(config: Config, source: Source, size: Size, device: str) -> Executor:
+    def make(config: EngineModelConfig, source: WeightSource, size: RunnerSize, device: str) -> Executor:
         if like is not None and kv_blocks is None:
             size = replace(size, blocks=like.blocks())
         if parts is None:

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from potluck.cli.serving.engine import nursery
-from potluck.cli.serving.up.command import demo
-from potluck.cli.serving.up.plan import Wishes, prepared
-from potluck.cli.trying.simulation import read_one_spec
+from potluck.cli.serving.engine import fork_server
+from potluck.cli.serving.up.up_command import demo
+from potluck.cli.serving.up.up_plan import PlanChoices, prepared
+from potluck.cli.simulating.simulation import read_one_spec
 
 
 def main() -> None:
     """Plan and rehearse the demo, and load the engine: what is compiled for it is kept on disk."""
-    prepared((demo(),), read_one_spec((demo(),)), Wishes(30.0), lambda line: None)
-    nursery.load()
+    prepared((demo(),), read_one_spec((demo(),)), PlanChoices(30.0), lambda line: None)
+    fork_server.load()
 
 
 if __name__ == "__main__":

@@ -12,24 +12,24 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from potluck.cli.common import render
-from potluck.cli.serving.operate.service import nothing, opened, state_option
+from potluck.cli.serving.operate.which_service import nothing, opened, state_option
 from potluck.core.errors import InputError, PotluckError, UnknownNameError
 
 if TYPE_CHECKING:
-    from potluck.control.view import Service
+    from potluck.control.service_view import ServiceView
     from potluck.core.values.plan import Plan
 
 CONTROLLER_S = 90.0
 """In which a controller that was asked to end has drained all."""
 
 
-def _with_gateway(service: Service) -> Service:
+def _with_gateway(service: ServiceView) -> ServiceView:
     if not service.gateway_lives:
         raise nothing(f"no gateway runs in {service.folder}; `potluck status` says what does")
     return service
 
 
-def _replica(service: Service, text: str) -> str:
+def _replica(service: ServiceView, text: str) -> str:
     """The replica that is meant: its name, a part that only it has (`east#1/0`), or its engine's name."""
     names = [str(each["replica"]) for each in _with_gateway(service).client.snapshot().get("replicas", ())]
     engines = {each.name: each.replica for each in service.store.instances() if each.replica}
@@ -50,8 +50,8 @@ def meant(field: str, text: str, names: list[str]) -> str:
     return found[0]
 
 
-def _note(service: Service, kind: str, what: str) -> None:
-    from potluck.control.byhand import BY_HAND
+def _note(service: ServiceView, kind: str, what: str) -> None:
+    from potluck.control.manual_changes import BY_HAND
 
     service.store.note(time.time(), kind, what, BY_HAND)
 
@@ -66,7 +66,7 @@ def drain(replica: str, state: Path | None, as_json: bool) -> None:
     Replicas that work with it in one copy (a pair, a combo) go with it. To have fewer for good use `potluck scale`.
     A part of the name will do where only one replica has it: 'east#1/0'; or the name of its engine.
     """
-    from potluck.control.byhand import leave, stay
+    from potluck.control.manual_changes import leave, stay
 
     with opened(state) as service:
         replica = _replica(service, replica)
@@ -151,8 +151,8 @@ def scale(what: str | None, state: Path | None, auto: bool, as_json: bool) -> No
             )
 
 
-def _scaled(service: Service, what: str) -> dict[str, Any]:
-    from potluck.control.byhand import BY_HAND, put_plan, scaled
+def _scaled(service: ServiceView, what: str) -> dict[str, Any]:
+    from potluck.control.manual_changes import BY_HAND, put_plan, scaled
 
     key, _, number = what.rpartition("=")
     template, _, region = key.rpartition("@")
@@ -198,8 +198,8 @@ def _unserved(plan: Plan) -> list[str]:
     return sorted({each.model for each in plan.templates} - served)
 
 
-def _handed_back(service: Service) -> dict[str, Any]:
-    from potluck.control.byhand import is_by_hand, planned_last, put_plan
+def _handed_back(service: ServiceView) -> dict[str, Any]:
+    from potluck.control.manual_changes import is_by_hand, planned_last, put_plan
 
     newest = service.store.plan()
     if newest is None or not is_by_hand(newest):
@@ -243,8 +243,8 @@ def _unless(controller_lives: bool, what: str) -> None:
 @click.option("--json", "as_json", is_flag=True, help="For machines: one JSON object.")
 def down(state: Path | None, within_s: float, as_json: bool) -> None:
     """Drain a service and stop all of it: gateway, engines, controller."""
-    from potluck.cli.serving.up.on import launcher_of
-    from potluck.control.ending import pid_of, stop_all, wait
+    from potluck.cli.serving.up.clusters import launcher_of
+    from potluck.control.shutdown import pid_of, stop_all, wait
     from potluck.control.store.lease import LASTS_S, Lease
 
     with opened(state, running=False, left=True) as service:
@@ -273,7 +273,7 @@ def down(state: Path | None, within_s: float, as_json: bool) -> None:
         _say_stopped(service, made, as_json)
 
 
-def _say_stopped(service: Service, made: int | None, as_json: bool) -> None:
+def _say_stopped(service: ServiceView, made: int | None, as_json: bool) -> None:
     if as_json:
         render.emit_json({"state": str(service.folder), "stopped": True, "made_to_end": made})
     else:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from potluck.cli.common import render
-from potluck.cli.serving.operate.service import nothing, opened, state_option
+from potluck.cli.serving.operate.which_service import nothing, opened, state_option
 from potluck.core import figures
 from potluck.core.errors import PotluckError
 
@@ -19,8 +19,8 @@ if TYPE_CHECKING:
     from rich.console import Group
     from rich.table import Table
 
-    from potluck.control.recent import Recent
-    from potluck.control.view import Service
+    from potluck.control.recent_metrics import RecentMetrics
+    from potluck.control.service_view import ServiceView
 
 WIDTH = 80
 MOST_ROWS = 40
@@ -38,12 +38,12 @@ def top(state: Path | None, every_s: float, once: bool, as_json: bool) -> None:
     from rich.console import Console
     from rich.live import Live
 
-    from potluck.control.recent import Recent
+    from potluck.control.recent_metrics import RecentMetrics
 
     with opened(state) as service:
         if not service.gateway_lives:
             raise nothing(f"no gateway runs in {service.folder}; `potluck status` says what does")
-        recent, codes = Recent(), False if render.unstyled() else None
+        recent, codes = RecentMetrics(), False if render.unstyled() else None
         _look(service, recent)
         console = Console(highlight=False, force_terminal=codes)
         with suppress(KeyboardInterrupt):
@@ -61,9 +61,9 @@ def top(state: Path | None, every_s: float, once: bool, as_json: bool) -> None:
                     time.sleep(every_s)
 
 
-def _look(service: Service, recent: Recent) -> dict[str, Any]:
+def _look(service: ServiceView, recent: RecentMetrics) -> dict[str, Any]:
     """One more reading; the snapshot beside it."""
-    from potluck.control.recent import read
+    from potluck.control.recent_metrics import read
 
     try:
         recent.add(read(service.client.metrics(), time.monotonic()))
@@ -72,7 +72,7 @@ def _look(service: Service, recent: Recent) -> dict[str, Any]:
         raise nothing(str(error)) from error
 
 
-def _figures(service: Service, snapshot: dict[str, Any], recent: Recent) -> dict[str, Any]:
+def _figures(service: ServiceView, snapshot: dict[str, Any], recent: RecentMetrics) -> dict[str, Any]:
     """All that a frame shows, as plain JSON."""
     plan = snapshot.get("plan", {})
     return {
@@ -89,7 +89,7 @@ def _figures(service: Service, snapshot: dict[str, Any], recent: Recent) -> dict
     }
 
 
-def _model(name: str, recent: Recent) -> dict[str, Any]:
+def _model(name: str, recent: RecentMetrics) -> dict[str, Any]:
     latencies = {
         f"{short}_p{round(100 * share)}_s": recent.quantile(family, share, model_name=name)
         for short, family in (("ttft", TTFT), ("tpot", TPOT))

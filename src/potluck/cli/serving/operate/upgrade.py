@@ -10,11 +10,11 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from potluck.cli.serving.operate.service import at_options, client_at, nothing, opened, state_option
+from potluck.cli.serving.operate.which_service import at_options, client_at, nothing, opened, state_option
 from potluck.core.errors import PotluckError
 
 if TYPE_CHECKING:
-    from potluck.control.gateway import GatewayClient
+    from potluck.control.gateway_client import GatewayClient
 
 LOOK_S = 0.2
 
@@ -51,7 +51,7 @@ def upgrade(
     with opened(state) as service:
         if not service.gateway_lives or not service.controller_lives:
             raise nothing(f"gateway and controller must run in {service.folder}; `potluck up` starts them")
-        from potluck.control.byhand import leave
+        from potluck.control.manual_changes import leave
 
         def drain(replica: str) -> None:
             engines = {each.replica: each.name for each in service.store.instances() if each.replica}
@@ -66,8 +66,8 @@ def _all(
     client: GatewayClient, drain: Callable[[str], object], within_s: float, as_json: bool = False
 ) -> None:
     """Copy by copy. A gateway that does not answer, or a copy that is not ready to be drained, is asked again."""
-    from potluck.control.gateway import KeyRefused
-    from potluck.control.rolling import due, lacks
+    from potluck.control.gateway_client import KeyRefused
+    from potluck.control.rolling_upgrade import due, lacks
 
     start_s, done = time.monotonic(), 0
     if not due(client.snapshot(), 0.0):

@@ -15,10 +15,16 @@ from secrets import token_bytes
 import click
 
 from potluck.cli.common.files import read_text
-from potluck.cli.serving.serve import announced, files_of
-from potluck.cli.trying.simulation import Inputs, policy_of, read_inputs, read_one_spec, scene_of
+from potluck.cli.serving.serve_command import announced, files_of
+from potluck.cli.simulating.simulation import (
+    SimulationInputs,
+    policy_of,
+    read_inputs,
+    read_one_spec,
+    scene_of,
+)
 from potluck.core.errors import InputError
-from potluck.gateway.fleet.roster import Entry, read_roster
+from potluck.gateway.registry.engine_list import EngineEntry, read_roster
 
 WHOLE, ANY = "melange", "auto"
 """Strategies: whole replicas of whatever GPUs; whatever is cheapest."""
@@ -32,10 +38,10 @@ def attach(
     time_limit_s: float,
     as_json: bool,
 ) -> None:
-    from potluck.control.launch.ports import LOOPBACK, next_free
-    from potluck.control.stand import USUAL_PORT
+    from potluck.control.launchers.ports import LOOPBACK, next_free
+    from potluck.control.local_stack import USUAL_PORT
     from potluck.gateway.serve import serve_forever
-    from potluck.gateway.settings import Places, Settings
+    from potluck.gateway.settings import GatewaySettings, ListenAddresses
 
     entries = read_entries(file)
     with tempfile.TemporaryDirectory(prefix="potluck-attach-") as folder:
@@ -46,9 +52,9 @@ def attach(
         rules = policy_of(policy, inputs.spec.policy)
         clients = next_free(USUAL_PORT) if port is None else port
         admin = 0 if port == 0 else next_free(clients + 1)
-        places = Places(LOOPBACK, clients, LOOPBACK, admin, 1)
+        places = ListenAddresses(LOOPBACK, clients, LOOPBACK, admin, 1)
         files = files_of(inputs.spec, ())
-        settings = Settings(places, engines=file, files=files, secret=token_bytes(32))
+        settings = GatewaySettings(places, engines=file, files=files, secret=token_bytes(32))
         serve_forever(scene_of(inputs), rules, settings, announced(as_json))
 
 
@@ -56,25 +62,25 @@ def _said(line: str) -> None:
     click.echo(line, err=True)
 
 
-def asked(entries: tuple[Entry, ...], file: Path, folder: Path) -> tuple[Inputs, Path]:
+def asked(entries: tuple[EngineEntry, ...], file: Path, folder: Path) -> tuple[SimulationInputs, Path]:
     """A spec and a plan of what the servers say they are, and the roster with it."""
-    from potluck.cli.common.problems import load_problem
-    from potluck.cli.serving.up.asked import ask_all, plan_of, roster_text, spec_text
+    from potluck.cli.common.problem_options import load_problem
+    from potluck.cli.serving.up.discover import ask_all, plan_of, roster_text, spec_text
 
     found = ask_all(entries)
     for each in found:
         _said(
             f"{each.entry.url} serves {each.model} ({'an engine' if each.kind == 'face' else 'plain OpenAI'})"
         )
-    spec_path, roster = folder / "spec.yaml", folder / "servers.yaml"
+    spec_path, engine_list = folder / "spec.yaml", folder / "servers.yaml"
     spec_path.write_text(spec_text(found), "utf-8")
-    roster.write_text(roster_text(found, file.resolve().parent, read_text(file, "--attach")), "utf-8")
+    engine_list.write_text(roster_text(found, file.resolve().parent, read_text(file, "--attach")), "utf-8")
     spec = read_one_spec((spec_path,))
     plan = plan_of(found, {model.name: len(model.model.layers) for model in spec.models})
-    return Inputs(spec, load_problem(spec, 0.8, None, (), 0.0), plan), roster
+    return SimulationInputs(spec, load_problem(spec, 0.8, None, (), 0.0), plan), engine_list
 
 
-def read_entries(file: Path) -> tuple[Entry, ...]:
+def read_entries(file: Path) -> tuple[EngineEntry, ...]:
     text = read_text(file, "--attach")
     entries = read_roster(text, file.name, file.parent)
     if not entries:
@@ -83,22 +89,25 @@ def read_entries(file: Path) -> tuple[Entry, ...]:
 
 
 def planned_for(
-    entries: tuple[Entry, ...], paths: tuple[Path, ...], time_limit_s: float, said: Callable[[str], None]
-) -> Inputs:
+    entries: tuple[EngineEntry, ...],
+    paths: tuple[Path, ...],
+    time_limit_s: float,
+    said: Callable[[str], None],
+) -> SimulationInputs:
     """The plan that was named, or one that these servers can carry out."""
-    from potluck.cli.planning.plan import require_service
-    from potluck.plan.strategies import STRATEGIES, Settings, Workshop
+    from potluck.cli.planning.plan_command import require_service
+    from potluck.plan.strategies import STRATEGIES, SolveSettings, TemplateFactory
 
     if len(paths) == 2:
         return read_inputs(paths, time_limit_s, said, lambda spec: None)[0]
-    from potluck.cli.common.problems import load_problem
+    from potluck.cli.common.problem_options import load_problem
 
     spec = read_one_spec(paths)
     problem = load_problem(spec, 0.8, None, (), 0.0)
     plain = any(entry.kind == "openai" for entry in entries)
     said("planning")
     outcome = STRATEGIES[WHOLE if plain else ANY](
-        Workshop(problem, said=said), Settings(time_limit_s=time_limit_s)
+        TemplateFactory(problem, said=said), SolveSettings(time_limit_s=time_limit_s)
     )
     require_service(problem, outcome, time_limit_s)
-    return Inputs(spec, problem, outcome.plan)
+    return SimulationInputs(spec, problem, outcome.plan)

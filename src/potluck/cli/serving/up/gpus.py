@@ -13,19 +13,19 @@ from typing import TYPE_CHECKING
 
 import yaml
 
-from potluck.cli.planning.rehearse import Said
-from potluck.cli.serving.up.plan import Prepared, Wishes, planned_for_all, tried_as_it_is
-from potluck.control.launch.chips import VISIBLE, Chip, find_chips
-from potluck.control.launch.command import EngineMaker, nodes_of, parallel_of
-from potluck.control.values import Make
-from potluck.core.brain.facts import BLOCK_TOKENS
+from potluck.cli.planning.rehearsal_options import Said
+from potluck.cli.serving.up.up_plan import PlanChoices, PreparedPlan, planned_for_all, tried_as_it_is
+from potluck.control.control_values import EngineSpec
+from potluck.control.launchers.engine_command import EngineCommands, nodes_of, parallel_of
+from potluck.control.launchers.local_gpus import VISIBLE, LocalGpu, find_chips
 from potluck.core.errors import CapacityError, InputError, UnknownNameError
-from potluck.spec.values import SHIPPED
+from potluck.core.state.facts import BLOCK_TOKENS
+from potluck.spec.spec_values import SHIPPED
 
 if TYPE_CHECKING:
-    from potluck.cli.trying.simulation import Inputs
+    from potluck.cli.simulating.simulation import SimulationInputs
     from potluck.core.values.plan import Plan
-    from potluck.spec.values import ModelSpec, Spec
+    from potluck.spec.spec_values import ModelSpec, Spec
 
 CONFIG = "config.json"
 MAKERS = ("NVIDIA", "Tesla", "GeForce", "Quadro")
@@ -49,7 +49,7 @@ HEADER = """\
 """
 
 
-def gpu_of(chip: Chip) -> str:
+def gpu_of(chip: LocalGpu) -> str:
     """The catalog's name of a chip; an unknown one is an error that says what to add."""
     from potluck.catalog import gpus
 
@@ -69,7 +69,7 @@ def gpu_of(chip: Chip) -> str:
     )
 
 
-def _must_have_memory(chip: Chip, name: str) -> None:
+def _must_have_memory(chip: LocalGpu, name: str) -> None:
     from potluck.catalog import gpus
 
     known = gpus.gpu(name).memory_gb * 1e9
@@ -82,7 +82,7 @@ def _must_have_memory(chip: Chip, name: str) -> None:
         )
 
 
-def found_chips() -> tuple[Chip, ...]:
+def found_chips() -> tuple[LocalGpu, ...]:
     found = find_chips()
     if not found:
         raise InputError(
@@ -127,23 +127,23 @@ def _price(node: str) -> float:
 
 
 @dataclass(frozen=True, slots=True)
-class Ready:
+class GpuSetup:
     """What `up` goes on with."""
 
     spec_path: Path
-    prepared: Prepared
-    maker: EngineMaker
+    prepared: PreparedPlan
+    maker: EngineCommands
     profiles: tuple[Path, ...]
-    wishes: Wishes = Wishes(30.0)
+    wishes: PlanChoices = PlanChoices(30.0)
     """How later plans are chosen, too."""
 
 
 def prepared_for_gpus(
-    model: Path, folder: Path, wishes: Wishes, device: str, said: Said, *, measure: bool = True
-) -> Ready:
+    model: Path, folder: Path, wishes: PlanChoices, device: str, said: Said, *, measure: bool = True
+) -> GpuSetup:
     """Find the GPUs, measure each kind, plan for all of them, and try how much that holds."""
-    from potluck.control.files import written
-    from potluck.spec.load import load_spec
+    from potluck.control.atomic_files import written
+    from potluck.spec.load_spec import load_spec
 
     model = model.resolve()
     if not (model / CONFIG).is_file():
@@ -173,15 +173,15 @@ def prepared_for_gpus(
             break
     what = f"planned for {rate_per_s:g} requests/s of about {INPUT['mean']} tokens in, {OUTPUT['mean']} out ({path})"
     lines = (*notes, what, *found.lines)
-    return Ready(path, Prepared(found.inputs, lines), maker_of(spec, chips, device), profiles, wishes)
+    return GpuSetup(path, PreparedPlan(found.inputs, lines), maker_of(spec, chips, device), profiles, wishes)
 
 
 def _within_reach(
-    path: Path, text: Callable[[float, Mapping[str, float]], str], wishes: Wishes, said: Said
-) -> tuple[Mapping[str, float], float, Callable[[Spec], Inputs]]:
+    path: Path, text: Callable[[float, Mapping[str, float]], str], wishes: PlanChoices, said: Said
+) -> tuple[Mapping[str, float], float, Callable[[Spec], SimulationInputs]]:
     """The first objective that these GPUs can keep, what they can do with it, and a plan for that."""
-    from potluck.control.files import written
-    from potluck.spec.load import load_spec
+    from potluck.control.atomic_files import written
+    from potluck.spec.load_spec import load_spec
 
     slos = [{key: value * times for key, value in SLO.items()} for times in SLOWER]
     for slo in slos:
@@ -198,7 +198,7 @@ def _rounded(rate_per_s: float) -> float:
     return float(f"{rate_per_s:.2g}")
 
 
-def maker_of(spec: Spec, chips: Sequence[Chip] | None, device: str = "cuda") -> EngineMaker:
+def maker_of(spec: Spec, chips: Sequence[LocalGpu] | None, device: str = "cuda") -> EngineCommands:
     """How engines of a spec's models are made on these chips; without, on those that somebody else hands out."""
     mine = tuple((f"1x{gpu_of(chip)}", chip.uuid) for chip in chips or ())
     for node in (each.name for each in spec.node_types if chips is not None):
@@ -206,12 +206,12 @@ def maker_of(spec: Spec, chips: Sequence[Chip] | None, device: str = "cuda") -> 
             there = ", ".join(sorted({kind for kind, _ in mine}))
             raise InputError("--engine", f"gpu: the spec has {node}, this machine has {there}")
     files = tuple((model.name, weights_of(model)) for model in spec.models)
-    return EngineMaker("gpu", files, chips=mine, flags=flags_of(spec), device=device)
+    return EngineCommands("gpu", files, chips=mine, flags=flags_of(spec), device=device)
 
 
-def vllm_maker(spec: Spec, chips: Sequence[Chip], python: str, more: tuple[str, ...]) -> EngineMaker:
+def vllm_maker(spec: Spec, chips: Sequence[LocalGpu], python: str, more: tuple[str, ...]) -> EngineCommands:
     """The same for stock vLLM, an engine of which may have several GPUs; with none here it takes what there is."""
-    from potluck.engine.shipped import shipped_model
+    from potluck.engine.shipped_model import shipped_model
 
     files = tuple(
         (model.name, shipped_model() if model.weights is None and model.files is None else weights_of(model))
@@ -227,16 +227,16 @@ def vllm_maker(spec: Spec, chips: Sequence[Chip], python: str, more: tuple[str, 
                 raise InputError(
                     "--engine", f"vllm: the spec has {node}, this machine has {', '.join(sorted(there))}"
                 )
-    return EngineMaker("vllm", files, chips=mine, gpus=tuple(kinds.items()), python=python, more=more)
+    return EngineCommands("vllm", files, chips=mine, gpus=tuple(kinds.items()), python=python, more=more)
 
 
-def must_have_chips(plan: Plan, maker: EngineMaker) -> None:
+def must_have_chips(plan: Plan, maker: EngineCommands) -> None:
     """Refuse a plan for more GPUs than this machine has."""
     there = Counter(kind for kind, _ in maker.chips)
     wanted: Counter[str] = Counter()
     for each in plan.deployments:
         for replica in plan.template(each.template).replicas:
-            make = Make(plan.template(each.template).model, replica.layout, each.region)
+            make = EngineSpec(plan.template(each.template).model, replica.layout, each.region)
             for kind in maker.chips_for(make):
                 wanted[kind] += each.count
     for kind, count in wanted.items():
@@ -248,7 +248,7 @@ def must_have_chips(plan: Plan, maker: EngineMaker) -> None:
 
 def weights_of(model: ModelSpec) -> Path:
     """The directory that an engine reads a model from: where the spec says that weights lie, else its files."""
-    from potluck.engine.shipped import shipped_model
+    from potluck.engine.shipped_model import shipped_model
 
     where = model.weights
     if where is None or where.path is None:
@@ -270,7 +270,7 @@ def weights_of(model: ModelSpec) -> Path:
     return found[0]
 
 
-def for_this_machine(wishes: Wishes, spec: Spec) -> Wishes:
+def for_this_machine(wishes: PlanChoices, spec: Spec) -> PlanChoices:
     """Engines here are whole on one GPU, or pipelines where a model is too large for some."""
     from potluck.perf.sizes.capacity import stage_memory
 
@@ -286,9 +286,9 @@ def must_run_here(plan: Plan, style: str) -> None:
         template = plan.template(each.template)
         for replica in template.replicas:
             if style == "gpu":
-                nodes_of(Make(template.model, replica.layout, each.region))
+                nodes_of(EngineSpec(template.model, replica.layout, each.region))
             elif style == "vllm":
-                parallel_of(Make(template.model, replica.layout, each.region))
+                parallel_of(EngineSpec(template.model, replica.layout, each.region))
             elif style == "emulated" and len(replica.layout.stages) > 1:
                 raise InputError(
                     "--engine",
@@ -296,16 +296,16 @@ def must_run_here(plan: Plan, style: str) -> None:
                 )
 
 
-def flags_of(spec: Spec) -> Callable[[Make], tuple[str, ...]]:
+def flags_of(spec: Spec) -> Callable[[EngineSpec], tuple[str, ...]]:
     """So much KV as there is room for on each of an engine's GPUs beside its layers, and no more than can be used."""
     from potluck.perf.sizes.capacity import stage_memory
     from potluck.perf.sizes.memory import kv_bytes_per_gpu
-    from potluck.perf.timers.pipeline import stage_layers
+    from potluck.perf.timers.pipeline_timer import stage_layers
 
     models = {each.name: each.model for each in spec.models}
     nodes = {node.name: node for node in spec.node_types}
 
-    def flags(make: Make) -> tuple[str, ...]:
+    def flags(make: EngineSpec) -> tuple[str, ...]:
         model = models[make.model]
         context = model.max_context_tokens
         blocks = [(MAX_RUNNING + 8) * -(-context // BLOCK_TOKENS)]
@@ -324,7 +324,7 @@ def flags_of(spec: Spec) -> Callable[[Make], tuple[str, ...]]:
 
 
 def measured_briefly(
-    spec: Spec, model: Path, chips: Sequence[Chip], folder: Path, device: str, said: Said
+    spec: Spec, model: Path, chips: Sequence[LocalGpu], folder: Path, device: str, said: Said
 ) -> tuple[tuple[Path, ...], tuple[str, ...]]:
     """A profile of each kind of GPU, and what is to be said of those that could not be measured.
 
@@ -362,7 +362,7 @@ def measured_briefly(
 
 
 def _measuring(
-    model: Path, name: str, gpu: str, chip: Chip, path: Path, device: str
+    model: Path, name: str, gpu: str, chip: LocalGpu, path: Path, device: str
 ) -> subprocess.Popen[str]:
     command = [
         *(sys.executable, "-m", "potluck.cli.main", "profile", "--local", "--quick", "--repeats", "3"),

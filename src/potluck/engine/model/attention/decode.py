@@ -10,12 +10,12 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from potluck.core.brain.facts import BLOCK_TOKENS
-from potluck.engine.compute.step import Followed
-from potluck.engine.memory.cache import Pages
+from potluck.core.state.facts import BLOCK_TOKENS
+from potluck.engine.compute.batch_layout import KeyLocations
+from potluck.engine.memory.kv_cache import Pages
 
 
-def attend(queries: Tensor, pages: Pages, followed: Followed, scale: float) -> Tensor:
+def attend(queries: Tensor, pages: Pages, followed: KeyLocations, scale: float) -> Tensor:
     """[sequences, G, heads, dim] queries to [sequences, G x heads x dim]."""
     if queries.device.type == "cuda":
         from potluck.engine.model.attention import triton_decode  # only torch's builds for GPUs have Triton

@@ -11,25 +11,25 @@ import torch
 from torch import Tensor
 
 from potluck.core.values.model import FullAttention
-from potluck.engine.compute.step import Step
-from potluck.engine.memory.cache import Kept, Pages
+from potluck.engine.compute.batch_layout import BatchLayout
+from potluck.engine.memory.kv_cache import Kept, Pages
 from potluck.engine.model.attention import decode
 from potluck.engine.model.attention.paged import attend
-from potluck.engine.model.config import Config
-from potluck.engine.model.loading import Loader
-from potluck.engine.model.rope import Turns, halves_apart, turn
+from potluck.engine.model.config import EngineModelConfig
+from potluck.engine.model.loading import LayerLoader
+from potluck.engine.model.rope import RopeAngles, halves_apart, turn
 from potluck.engine.numbers import threads
 from potluck.engine.numbers.exact import LANE, rms_norm, sigmoid
 from potluck.engine.numbers.matrix import Norm, across, add_product, product
 
 
-def rotated(config: Config, part: FullAttention) -> int:
+def rotated(config: EngineModelConfig, part: FullAttention) -> int:
     """Numbers of each head that positions turn."""
     return int(part.head_dim * config.rope.share)
 
 
 class FullLayer:
-    def __init__(self, config: Config, part: FullAttention, load: Loader) -> None:
+    def __init__(self, config: EngineModelConfig, part: FullAttention, load: LayerLoader) -> None:
         self._part = part
         self._scale = part.head_dim**-0.5
         self._eps = config.norm_eps
@@ -67,7 +67,13 @@ class FullLayer:
             self._qk_norm = torch.cat([q_norm.expand(heads, dim), k_norm.expand(kv_heads, dim)])
 
     def __call__(
-        self, norm: Norm, residual: Tensor, kept: Kept, step: Step, turned_by: Turns, wanted: Tensor | None
+        self,
+        norm: Norm,
+        residual: Tensor,
+        kept: Kept,
+        step: BatchLayout,
+        turned_by: RopeAngles,
+        wanted: Tensor | None,
     ) -> Tensor:
         """The residual plus attention of its norm, of those tokens that are wanted; all keys and values are kept."""
         assert isinstance(kept, Pages)
@@ -102,7 +108,13 @@ class FullLayer:
         return residual if self._out_bias is None else residual.add_(self._out_bias)
 
     def _place(
-        self, packed: Tensor, queries_keys: Tensor, kept: Pages, keys: Tensor, step: Step, turned_by: Turns
+        self,
+        packed: Tensor,
+        queries_keys: Tensor,
+        kept: Pages,
+        keys: Tensor,
+        step: BatchLayout,
+        turned_by: RopeAngles,
     ) -> None:
         """Turn queries and keys, and keep keys and values, by kernels/attention.py."""
         from potluck.engine.numbers.kernels.attention import place

@@ -12,12 +12,12 @@ import torch
 from torch import Tensor
 
 from potluck.core.values.model import LatentAttention
-from potluck.engine.compute.step import Step
-from potluck.engine.memory.cache import Kept, Pages
+from potluck.engine.compute.batch_layout import BatchLayout
+from potluck.engine.memory.kv_cache import Kept, Pages
 from potluck.engine.model.attention.paged import attend
-from potluck.engine.model.config import Config
-from potluck.engine.model.loading import Loader
-from potluck.engine.model.rope import Turns, halves_apart, latent_sharpness, turn
+from potluck.engine.model.config import EngineModelConfig
+from potluck.engine.model.loading import LayerLoader
+from potluck.engine.model.rope import RopeAngles, halves_apart, latent_sharpness, turn
 from potluck.engine.numbers.exact import per_head, rms_norm
 from potluck.engine.numbers.matrix import Norm, across, add_product, product
 
@@ -26,7 +26,7 @@ LATENT_NORM_EPS = 1e-6
 
 
 class LatentLayer:
-    def __init__(self, config: Config, part: LatentAttention, load: Loader) -> None:
+    def __init__(self, config: EngineModelConfig, part: LatentAttention, load: LayerLoader) -> None:
         self._part = part
         hidden, heads, rank = config.model.hidden, part.heads, part.kv_lora_rank
         plain, rotary = part.qk_nope_head_dim, part.qk_rope_head_dim
@@ -56,7 +56,13 @@ class LatentLayer:
         self._out = across(load.take("o_proj.weight", hidden, heads * part.v_head_dim))
 
     def __call__(
-        self, norm: Norm, residual: Tensor, kept: Kept, step: Step, turned_by: Turns, wanted: Tensor | None
+        self,
+        norm: Norm,
+        residual: Tensor,
+        kept: Kept,
+        step: BatchLayout,
+        turned_by: RopeAngles,
+        wanted: Tensor | None,
     ) -> Tensor:
         assert isinstance(kept, Pages)
         part, tokens, rank = self._part, residual.shape[0], self._part.kv_lora_rank

@@ -17,11 +17,11 @@ import torch
 from torch import Tensor
 
 from potluck.core.values.model import LinearAttention
-from potluck.engine.compute.step import LinearStep, Step
-from potluck.engine.memory.cache import Kept, States
-from potluck.engine.model.config import Config
-from potluck.engine.model.loading import Loader
-from potluck.engine.model.rope import Turns
+from potluck.engine.compute.batch_layout import BatchLayout, LinearStep
+from potluck.engine.memory.kv_cache import Kept, LinearStates
+from potluck.engine.model.config import EngineModelConfig
+from potluck.engine.model.loading import LayerLoader
+from potluck.engine.model.rope import RopeAngles
 from potluck.engine.numbers.exact import in_vectors, rms_norm, sigmoid, silu, softplus
 from potluck.engine.numbers.matrix import Norm, across, add_product, product
 
@@ -29,7 +29,7 @@ L2_EPS = 1e-6
 
 
 class LinearLayer:
-    def __init__(self, config: Config, part: LinearAttention, load: Loader) -> None:
+    def __init__(self, config: EngineModelConfig, part: LinearAttention, load: LayerLoader) -> None:
         self._part = part
         self._eps = config.norm_eps
         hidden, values = config.model.hidden, part.value_heads * part.value_head_dim
@@ -43,9 +43,15 @@ class LinearLayer:
         self._out = across(load.take("out_proj.weight", hidden, values))
 
     def __call__(
-        self, norm: Norm, residual: Tensor, kept: Kept, step: Step, turned_by: Turns, wanted: Tensor | None
+        self,
+        norm: Norm,
+        residual: Tensor,
+        kept: Kept,
+        step: BatchLayout,
+        turned_by: RopeAngles,
+        wanted: Tensor | None,
     ) -> Tensor:
-        assert isinstance(kept, States)
+        assert isinstance(kept, LinearStates)
         assert step.linear is not None
         part, tokens = self._part, residual.shape[0]
         channels, values = part.conv_channels, part.value_heads * part.value_head_dim
@@ -69,7 +75,7 @@ class LinearLayer:
         found = add_product(residual, out, self._out)
         return found if wanted is None else found.index_select(0, wanted)
 
-    def _convolve(self, new: Tensor, kept: States, step: LinearStep) -> Tensor:
+    def _convolve(self, new: Tensor, kept: LinearStates, step: LinearStep) -> Tensor:
         inputs = torch.cat([kept.conv.index_select(0, step.rows).flatten(0, 1), new])
         # One rounding per operation: a fused sum would round differently at the ends of a tensor.
         out = inputs.index_select(0, step.taps[0]) * self._conv[0]
@@ -118,7 +124,7 @@ def _walk(
     return out if step.packed is None else out.index_select(0, step.packed)
 
 
-def _projections(config: Config, part: LinearAttention, load: Loader) -> Tensor:
+def _projections(config: EngineModelConfig, part: LinearAttention, load: LayerLoader) -> Tensor:
     """Rows for queries, keys, values (all heads of each), gate, rate and step size.
 
     Qwen3-Next packs them by key head; Qwen3.5, and our own files, keep them apart.

@@ -11,19 +11,19 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from potluck.core.brain.facts import BLOCK_TOKENS
-from potluck.engine.compute.step import Piece
-from potluck.engine.memory.cache import Pages
+from potluck.core.state.facts import BLOCK_TOKENS
+from potluck.engine.compute.batch_layout import AttentionCall
+from potluck.engine.memory.kv_cache import Pages
 from potluck.engine.numbers.exact import chunk_attention
 
 
-def attend(queries: Tensor, pages: Pages, pieces: tuple[Piece, ...], scale: float) -> Tensor:
+def attend(queries: Tensor, pages: Pages, pieces: tuple[AttentionCall, ...], scale: float) -> Tensor:
     """[tokens, G, heads, dim] queries to [tokens, G x heads x dim]."""
     found = [_piece(queries, pages, piece, scale) for piece in pieces]
     return found[0] if len(found) == 1 else torch.cat(found)
 
 
-def _piece(queries: Tensor, pages: Pages, piece: Piece, scale: float) -> Tensor:
+def _piece(queries: Tensor, pages: Pages, piece: AttentionCall, scale: float) -> Tensor:
     count = piece.sequences * piece.queries
     rows = queries[piece.first : piece.first + count]
     keys, values = _keys_and_values(pages, piece)
@@ -36,7 +36,7 @@ def _piece(queries: Tensor, pages: Pages, piece: Piece, scale: float) -> Tensor:
     return out.permute(2, 0, 1, 3).reshape(count, -1)
 
 
-def _keys_and_values(pages: Pages, piece: Piece) -> tuple[Tensor, Tensor]:
+def _keys_and_values(pages: Pages, piece: AttentionCall) -> tuple[Tensor, Tensor]:
     """Two of [sequences, heads, columns, dim]; the same twice where keys are values."""
     heads, dim = pages.heads, pages.dim
     size = pages.parts * heads * dim

@@ -7,7 +7,7 @@ import triton  # type: ignore[import-not-found]
 import triton.language as tl  # type: ignore[import-not-found]
 from torch import Tensor
 
-from potluck.core.brain.facts import BLOCK_TOKENS
+from potluck.core.state.facts import BLOCK_TOKENS
 
 KEYS = 64
 """Gone through at a time."""

@@ -81,7 +81,7 @@ def load(typing: Any, address: Any) -> Any:
 
 
 @instruction
-def store(typing: Any, address: Any, lanes: Any) -> Any:
+def store(typing: Any, address: Any, microbatches: Any) -> Any:
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         builder.store(arguments[1], _pointer(builder, arguments[0]), align=4)
         return context.get_dummy_value()
@@ -167,7 +167,7 @@ def _fold(builder: Any, value: Any, combine: Callable[[Any, Any], Any]) -> Any:
 
 
 @instruction
-def largest(typing: Any, lanes: Any) -> Any:
+def largest(typing: Any, microbatches: Any) -> Any:
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         def larger(a: Any, b: Any) -> Any:
             return builder.select(builder.fcmp_ordered(">", a, b), a, b)
@@ -178,7 +178,7 @@ def largest(typing: Any, lanes: Any) -> Any:
 
 
 @instruction
-def total(typing: Any, lanes: Any) -> Any:
+def total(typing: Any, microbatches: Any) -> Any:
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         return _fold(builder, arguments[0], builder.fadd)
 
@@ -186,7 +186,7 @@ def total(typing: Any, lanes: Any) -> Any:
 
 
 @instruction
-def keep(typing: Any, lanes: Any, first: Any, stop: Any, other: Any) -> Any:
+def keep(typing: Any, microbatches: Any, first: Any, stop: Any, other: Any) -> Any:
     """`lanes` in the places [first, stop), `other` in those around them."""
 
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
@@ -197,18 +197,18 @@ def keep(typing: Any, lanes: Any, first: Any, stop: Any, other: Any) -> Any:
             zeros = ir.Constant(_INTS, [0] * COUNT)
             return builder.shuffle_vector(one, ir.Constant(_INTS, ir.Undefined), zeros)
 
-        lanes, first, stop, other = arguments
+        microbatches, first, stop, other = arguments
         inside = builder.and_(
             builder.icmp_signed(">=", _INDICES, everywhere(first)),
             builder.icmp_signed("<", _INDICES, everywhere(stop)),
         )
-        return builder.select(inside, lanes, _spread(builder, other))
+        return builder.select(inside, microbatches, _spread(builder, other))
 
     return LANES(LANES, types.int64, types.int64, types.float32), generate
 
 
 @instruction
-def _times_power_of_two(typing: Any, lanes: Any, shifted: Any) -> Any:
+def _times_power_of_two(typing: Any, microbatches: Any, shifted: Any) -> Any:
     """lanes * 2 ** n, with n in the lowest bits of `shifted`."""
 
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:

@@ -17,8 +17,8 @@ from __future__ import annotations
 import numba
 import numpy as np
 
+from potluck.kv.codec.codec_layout import ROW_GROUP
 from potluck.kv.codec.kernels.formats import LOWEST_NORMAL, F, U, from_order, load, order, store
-from potluck.kv.codec.layout import ROW_GROUP
 from potluck.kv.compiled import compiled
 
 WIDTH = 256

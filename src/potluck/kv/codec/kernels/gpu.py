@@ -14,14 +14,14 @@ from collections.abc import Iterator
 from importlib import import_module
 from typing import Any
 
-from potluck.kv.codec.layout import (
+from potluck.kv.codec.codec_layout import (
     COLUMN_GROUP,
     FINITE,
     LEVELS,
     ROW_GROUP,
     Codec,
-    Matrix,
     Part,
+    QuantizedMatrix,
     layout,
     share_of,
 )
@@ -278,7 +278,7 @@ def decode(parameters: Any, payload: Any, part: Part, codec: Codec, out: Any) ->
 
 def _cut(
     part: Part, shape: tuple[int, ...], codec: Codec, parameters: Any, payload: Any
-) -> Iterator[tuple[Matrix, Any, Any, Any]]:
+) -> Iterator[tuple[QuantizedMatrix, Any, Any, Any]]:
     at, place = 0, 0
     for matrix in layout(part, shape, codec) or ():
         count = matrix.groups[0] * matrix.groups[1]

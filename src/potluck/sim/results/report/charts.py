@@ -11,8 +11,8 @@ from potluck.sim.results.report.plots import (
     FULL_WIDTH,
     HALF_WIDTH,
     THIRD_WIDTH,
-    Frame,
-    Tick,
+    AxisTick,
+    PlotFrame,
     area,
     axes,
     clipped,
@@ -25,7 +25,7 @@ from potluck.sim.results.report.plots import (
     svg,
     time_ticks,
 )
-from potluck.sim.results.series import Band, Curve, HeatMap, Line
+from potluck.sim.results.series import HeatMap, LatencyCurve, PlotLine, ReplicaBand
 
 GUTTER = 204.0
 LEVELS = 10
@@ -35,14 +35,19 @@ LABEL_LETTERS = 31
 
 
 def over_time(
-    edges_s: Sequence[float], lines: Sequence[Line], y_title: str, *, percent: bool = False, fill: bool = True
+    edges_s: Sequence[float],
+    lines: Sequence[PlotLine],
+    y_title: str,
+    *,
+    percent: bool = False,
+    fill: bool = True,
 ) -> str:
     """Values that hold between two moments each; the first one is filled."""
     top = 1.0 if percent else max((max(one.values, default=0.0) for one in lines), default=0.0) * 1.05 or 1.0
-    frame = Frame(FULL_WIDTH, 220, (0.0, edges_s[-1]), (0.0, top), top=22)
+    frame = PlotFrame(FULL_WIDTH, 220, (0.0, edges_s[-1]), (0.0, top), top=22)
     scale = 100.0 if percent else 1.0
     y_ticks = [
-        Tick(at, short(digits(at * scale)) + (" %" if percent else "")) for at in nice_ticks(0.0, top, 4)
+        AxisTick(at, short(digits(at * scale)) + (" %" if percent else "")) for at in nice_ticks(0.0, top, 4)
     ]
     parts = [axes(frame, time_ticks(edges_s[-1]), y_ticks, y_title)]
     for index, one in enumerate(lines):
@@ -68,11 +73,11 @@ def cost(edges_s: Sequence[float], paid_usd: Sequence[float], usd_per_h: Sequenc
     half = []
     for values, title, name in ((usd_per_h, "USD an hour", "c1"), (paid_usd, "USD in all", "c0")):
         top = max(values, default=0.0) * 1.08 or 1.0
-        frame = Frame(HALF_WIDTH, 210, (0.0, edges_s[-1]), (0.0, top), top=22, left=62)
+        frame = PlotFrame(HALF_WIDTH, 210, (0.0, edges_s[-1]), (0.0, top), top=22, left=62)
         points = (
             stairs(edges_s, values) if len(values) < len(edges_s) else list(zip(edges_s, values, strict=True))
         )
-        y_ticks = [Tick(at, f"${short(digits(at))}") for at in nice_ticks(0.0, top, 4)]
+        y_ticks = [AxisTick(at, f"${short(digits(at))}") for at in nice_ticks(0.0, top, 4)]
         body = axes(frame, time_ticks(edges_s[-1], 5), y_ticks, title) + area(frame, points, name)
         hover = {
             "kind": "time",
@@ -86,14 +91,14 @@ def cost(edges_s: Sequence[float], paid_usd: Sequence[float], usd_per_h: Sequenc
     return f'<div class="pair">{"".join(half)}</div>'
 
 
-def distribution(curves: Sequence[Curve], title: str) -> str:
+def distribution(curves: Sequence[LatencyCurve], title: str) -> str:
     """The share of requests that took at most so long, on a logarithmic axis, with objectives as lines."""
     lows = [max(_at(curve, EXTREMES), 1e-6) for curve in curves]
     highs = [max(_at(curve, 1 - EXTREMES), (curve.limit_s or 0.0) * 1.1) for curve in curves]
     low, high = min(lows), max(max(highs), min(lows) * 1.5)
-    frame = Frame(THIRD_WIDTH, 240, (low, high), (0.0, 1.0), top=22, left=46, log_x=True)
-    x_ticks = [Tick(at, short(seconds(at))) for at in _thinned(log_ticks(low, high), 5)]
-    parts = [axes(frame, x_ticks, [Tick(at / 4, f"{at * 25} %") for at in range(5)], title)]
+    frame = PlotFrame(THIRD_WIDTH, 240, (low, high), (0.0, 1.0), top=22, left=46, log_x=True)
+    x_ticks = [AxisTick(at, short(seconds(at))) for at in _thinned(log_ticks(low, high), 5)]
+    parts = [axes(frame, x_ticks, [AxisTick(at / 4, f"{at * 25} %") for at in range(5)], title)]
     for index, curve in enumerate(curves):
         if curve.limit_s is not None:
             told = f"≤ {short(seconds(curve.limit_s))}"
@@ -114,10 +119,10 @@ def distribution(curves: Sequence[Curve], title: str) -> str:
     return svg(frame, "".join(parts), title, hover)
 
 
-def timeline(bands: Sequence[Band], end_s: float, faults: Sequence[tuple[float, str]]) -> str:
+def timeline(bands: Sequence[ReplicaBand], end_s: float, faults: Sequence[tuple[float, str]]) -> str:
     """A row per replica: its states and roles; a cross where it was lost, a mark above for each fault."""
     row = _row_height(len(bands))
-    frame = Frame(FULL_WIDTH, 22 + row * len(bands) + 34, (0.0, end_s), (0.0, 1.0), left=GUTTER, top=22)
+    frame = PlotFrame(FULL_WIDTH, 22 + row * len(bands) + 34, (0.0, end_s), (0.0, 1.0), left=GUTTER, top=22)
     parts = [axes(frame, time_ticks(end_s), ())]
     for index, band in enumerate(bands):
         y = frame.top + index * row
@@ -158,7 +163,9 @@ def timeline(bands: Sequence[Band], end_s: float, faults: Sequence[tuple[float, 
 def heat(grid: HeatMap, end_s: float, title: str, *, percent: bool) -> str:
     """Rows of replicas, columns of time; darker is more. Counts are on a scale of powers of two."""
     row = _row_height(len(grid.labels))
-    frame = Frame(FULL_WIDTH, 10 + row * len(grid.labels) + 34, (0.0, end_s), (0.0, 1.0), left=GUTTER, top=10)
+    frame = PlotFrame(
+        FULL_WIDTH, 10 + row * len(grid.labels) + 34, (0.0, end_s), (0.0, 1.0), left=GUTTER, top=10
+    )
     columns = len(grid.cells[0]) if grid.cells else 1
     cell = (frame.width - frame.left - frame.right) / columns
     most = max((value for cells in grid.cells for value in cells if value is not None), default=0.0)
@@ -241,7 +248,7 @@ def _row_label(label: str, what: str, y: float, row: float) -> str:
     return f'<text class="row" style="font-size:{size:g}px" {place} text-anchor="end">{text}{told}</text>'
 
 
-def _at(curve: Curve, level: float) -> float:
+def _at(curve: LatencyCurve, level: float) -> float:
     """The lowest of the curve's lengths that this share does not exceed."""
     return next((x for x, share in curve.points if share >= level), curve.points[-1][0])
 

@@ -17,7 +17,7 @@ FULL_WIDTH, HALF_WIDTH, THIRD_WIDTH = 1120.0, 550.0, 364.0
 
 
 @dataclass(frozen=True, slots=True)
-class Frame:
+class PlotFrame:
     """A plot's place and its axes' ranges; `log_x` for a logarithmic x axis."""
 
     width: float
@@ -44,7 +44,7 @@ class Frame:
 
 
 @dataclass(frozen=True, slots=True)
-class Tick:
+class AxisTick:
     at: float
     label: str
 
@@ -68,13 +68,13 @@ def log_ticks(low: float, high: float) -> list[float]:
     return found or [low, high]
 
 
-def time_ticks(end_s: float, about: int = 10) -> list[Tick]:
+def time_ticks(end_s: float, about: int = 10) -> list[AxisTick]:
     """Times at round numbers of seconds, minutes, hours or days."""
     steps = (1, 2, 5, 10, 15, 30, 60, 120, 300, 600, 900, 1800, 3600, 7200, 10800, 21600, 43200, 86400)
     if end_s < about:
-        return [Tick(at, f"{at:g} s") for at in nice_ticks(0.0, end_s, about)]
+        return [AxisTick(at, f"{at:g} s") for at in nice_ticks(0.0, end_s, about)]
     step = next((s for s in steps if end_s / s <= about), 86400 * ceil(end_s / about / 86400))
-    return [Tick(i * step, moment(i * step)) for i in range(int(end_s // step) + 1)]
+    return [AxisTick(i * step, moment(i * step)) for i in range(int(end_s // step) + 1)]
 
 
 def moment(at_s: float) -> str:
@@ -96,7 +96,9 @@ def short(text: str) -> str:
     return f"{number}{space}{unit}"
 
 
-def axes(frame: Frame, x_ticks: Iterable[Tick], y_ticks: Iterable[Tick], y_title: str = "") -> str:
+def axes(
+    frame: PlotFrame, x_ticks: Iterable[AxisTick], y_ticks: Iterable[AxisTick], y_title: str = ""
+) -> str:
     """Grid lines, labels and the title of the y axis, which stands above it."""
     parts = []
     right, base = frame.width - frame.right, frame.height - frame.bottom
@@ -121,13 +123,13 @@ def axes(frame: Frame, x_ticks: Iterable[Tick], y_ticks: Iterable[Tick], y_title
     return "".join(parts)
 
 
-def line(frame: Frame, points: Points, name: str) -> str:
+def line(frame: PlotFrame, points: Points, name: str) -> str:
     """A line through the points."""
     path = "L".join(f"{frame.x(x):.1f} {frame.y(y):.1f}" for x, y in points)
     return f'<path class="line {name}" d="M{path}"/>' if points else ""
 
 
-def area(frame: Frame, points: Points, name: str) -> str:
+def area(frame: PlotFrame, points: Points, name: str) -> str:
     """What lies between a line and the x axis."""
     if not points:
         return ""
@@ -145,7 +147,7 @@ def stairs(edges: Sequence[float], values: Sequence[float]) -> list[tuple[float,
     return points
 
 
-def limit(frame: Frame, at: float, label: str, name: str, place: int = 0) -> str:
+def limit(frame: PlotFrame, at: float, label: str, name: str, place: int = 0) -> str:
     """A vertical line with a word at its foot, where curves are low; several lines' words stand above each other."""
     x = frame.x(at)
     anchor, shift = ("end", -5) if x > frame.width * 0.75 else ("start", 5)
@@ -156,7 +158,7 @@ def limit(frame: Frame, at: float, label: str, name: str, place: int = 0) -> str
     )
 
 
-def svg(frame: Frame, body: str, label: str, hover: object = None) -> str:
+def svg(frame: PlotFrame, body: str, label: str, hover: object = None) -> str:
     """The whole plot. `hover` is what the script shows under the pointer."""
     data = "" if hover is None else f" data-hover='{attribute(hover)}'"
     size = f"0 0 {frame.width:g} {frame.height:g}"

@@ -1,0 +1,136 @@
+"""The shapes of OpenAI's replies. Pure: values in, JSON values out."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from potluck.api.text_stream import TextDelta
+from potluck.api.tokenizer import ModelTokenizer
+from potluck.core.values.sampling import SampledToken
+
+Json = dict[str, object]
+
+
+class ReplyHead(NamedTuple):
+    """What all parts of one reply begin with."""
+
+    id: str
+    created_s: int
+    model: str
+    chat: bool
+    usage_said: bool = False
+    """Whether every part has a usage, be it null, as those have that will end with one."""
+
+    def reply(self, choices: list[Json], *, chunk: bool, usage: Json | None = None) -> Json:
+        kind = "text_completion"
+        if self.chat:
+            kind = "chat.completion.chunk" if chunk else "chat.completion"
+        body: Json = {
+            "id": self.id,
+            "object": kind,
+            "created": self.created_s,
+            "model": self.model,
+            "choices": choices,
+        }
+        if usage is not None or (chunk and self.usage_said):
+            body["usage"] = usage
+        return body
+
+
+def event(body: object) -> bytes:
+    """One server-sent event."""
+    return b"data: " + json.dumps(body, separators=(",", ":")).encode() + b"\n\n"
+
+
+LAST_EVENT = b"data: [DONE]\n\n"
+
+
+def model_entry(name: str, created_s: int, most_tokens: int) -> Json:
+    """One model of /v1/models."""
+    return {
+        "id": name,
+        "object": "model",
+        "created": created_s,
+        "owned_by": "potluck",
+        "max_model_len": most_tokens,
+    }
+
+
+def usage(prompt: int, output: int, cached: int) -> Json:
+    return {
+        "prompt_tokens": prompt,
+        "completion_tokens": output,
+        "total_tokens": prompt + output,
+        "prompt_tokens_details": {"cached_tokens": cached},
+    }
+
+
+def whole_choice(
+    head: ReplyHead, index: int, delta: TextDelta, text: ModelTokenizer | None, *, logprobs: bool
+) -> Json:
+    logs = _logs(head, delta.choices, text, 0) if logprobs else None
+    base: Json = {"index": index, "finish_reason": delta.finish, "logprobs": logs}
+    if head.chat:
+        return {**base, "message": {"role": "assistant", "content": delta.text, "refusal": None}}
+    return {**base, "text": delta.text}
+
+
+def part_choice(
+    head: ReplyHead,
+    index: int,
+    delta: TextDelta,
+    text: ModelTokenizer | None,
+    *,
+    logprobs: bool,
+    offset: int,
+    first: bool,
+) -> Json:
+    logs = _logs(head, delta.choices, text, offset) if logprobs and delta.choices else None
+    base: Json = {"index": index, "finish_reason": delta.finish, "logprobs": logs}
+    if head.chat:
+        said: Json = {"role": "assistant"} if first else {}
+        if delta.text or first:
+            said["content"] = delta.text
+        return {**base, "delta": said}
+    return {**base, "text": delta.text}
+
+
+def offset_behind(choice: Json, offset: int) -> int:
+    """Where the token behind a part's last one begins, in the text of all tokens: as in an answer that is not
+    streamed, however it was cut into parts, and whatever of its text is still held back."""
+    logs = choice["logprobs"]
+    if not isinstance(logs, dict) or not logs.get("text_offset"):
+        return offset
+    last: int = logs["text_offset"][-1] + len(logs["tokens"][-1])
+    return last
+
+
+def _logs(head: ReplyHead, choices: Sequence[SampledToken], text: ModelTokenizer | None, offset: int) -> Json:
+    def name(token: int) -> str:
+        return f"token_id:{token}" if text is None else text.token_text(token)
+
+    if head.chat:
+        return {"content": [_chat_log(choice, name) for choice in choices], "refusal": None}
+    names = [name(choice.token) for choice in choices]
+    offsets = []
+    for one in names:
+        offsets.append(offset)
+        offset += len(one)
+    return {
+        "tokens": names,
+        "token_logprobs": [choice.logprob for choice in choices],
+        "top_logprobs": [{name(token): value for token, value in choice.top} for choice in choices],
+        "text_offset": offsets,
+    }
+
+
+def _chat_log(choice: SampledToken, name: object) -> Json:
+    assert callable(name)
+
+    def one(token: int, logprob: float | None) -> Json:
+        shown = str(name(token))
+        return {"token": shown, "logprob": logprob, "bytes": list(shown.encode())}
+
+    return {**one(choice.token, choice.logprob), "top_logprobs": [one(*pair) for pair in choice.top]}

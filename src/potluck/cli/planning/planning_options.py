@@ -1,0 +1,143 @@
+"""What every command that plans has in common: from its options to a spec, a problem, a strategy and settings."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, fields, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import click
+
+from potluck.cli.common.files import read_text
+from potluck.cli.common.problem_options import load_problem, read_spec
+from potluck.cli.common.slo_scale import scale_option, scaled
+from potluck.core.errors import InputError, UnknownNameError
+
+if TYPE_CHECKING:
+    from potluck.plan.problem import PlanningProblem
+    from potluck.plan.strategies import PlanOutcome, SolveSettings, TemplateFactory
+    from potluck.spec.spec_values import Spec
+
+Command = TypeVar("Command", bound=Callable[..., object])
+
+
+@dataclass(frozen=True, slots=True)
+class PlanningOptions:
+    """The options as they were given, by their names."""
+
+    spec_path: Path | None
+    time_limit_s: float
+    headroom: float
+    sure: float
+    budget_usd_per_h: float | None
+    what_if: tuple[str, ...]
+    slo_scale: float
+    seed: int
+    market: Path | None = None
+
+    @property
+    def limit_s(self) -> float:
+        return positive("time-limit", self.time_limit_s)
+
+    def spec(self) -> Spec:
+        """As it is written, with the objectives and at the prices that are asked for."""
+        spec = scaled(read_spec(self.spec_path), self.slo_scale)
+        if self.market is None:
+            return spec
+        from potluck.control.market import read_market
+
+        market = read_market(read_text(self.market), str(self.market), spec.regions)
+        if not market.quotes and not market.notices:
+            raise InputError(str(self.market), "has no offers and no notices")
+        return replace(spec, regions=market.regions(spec.regions))
+
+    def problem(self, spec: Spec, init_penalty: float = 0.0) -> PlanningProblem:
+        return load_problem(spec, self.headroom, self.budget_usd_per_h, self.what_if, init_penalty, self.sure)
+
+    def settings(self, **more: Any) -> SolveSettings:
+        from potluck.plan.strategies import SolveSettings
+
+        return SolveSettings(self.limit_s, seed=self.seed, **more)
+
+
+def posed_of(options: Mapping[str, Any]) -> tuple[PlanningOptions, dict[str, Any]]:
+    """A command's options: those that pose the problem, and the others."""
+    own = {each.name for each in fields(PlanningOptions)}
+    mine = {name: value for name, value in options.items() if name in own}
+    return PlanningOptions(**mine), {name: value for name, value in options.items() if name not in own}
+
+
+def posing_options(
+    limit_s: float = 30.0, limit_help: str = "CPU-seconds, templates included."
+) -> Callable[[Command], Command]:
+    """The options that `PlanningOptions` is made of, and what a spec is named by."""
+
+    def options(command: Command) -> Command:
+        for option in (
+            click.option(
+                "--time-limit",
+                "time_limit_s",
+                type=float,
+                default=limit_s,
+                show_default=True,
+                help=limit_help,
+            ),
+            click.option(
+                "--headroom", type=float, default=0.8, show_default=True, help="How busy replicas may be."
+            ),
+            click.option(
+                "--confidence",
+                "sure",
+                type=float,
+                default=0.5,
+                show_default=True,
+                help="Plan for steps as slow as they are with this probability at most: 0.9 for the slow end.",
+            ),
+            click.option("--budget", "budget_usd_per_h", type=float, help="At most so many USD an hour."),
+            click.option(
+                "--what-if", multiple=True, help="Such as 'us-east-1:8xH100=0': another number of nodes."
+            ),
+            click.option(
+                "--seed",
+                type=click.IntRange(min=0),
+                default=0,
+                show_default=True,
+                help="Of the search on a pool, and of a rehearsal.",
+            ),
+            click.option(
+                "--market",
+                type=click.Path(dir_okay=False, path_type=Path),
+                help="Prices and numbers of nodes over the spec's; see docs/operating.md.",
+            ),
+            scale_option,
+            click.argument("spec_path", metavar="[SPEC]", required=False, type=click.Path(path_type=Path)),
+        ):
+            command = option(command)
+        return command
+
+    return options
+
+
+strategy_option = click.option("--strategy", default="auto", show_default=True, help="See `potluck compare`.")
+json_option = click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+
+
+def html_option(what: str = "Draw it here.") -> Callable[[Command], Command]:
+    path = click.Path(dir_okay=False, path_type=Path)
+    return click.option("--html", "html_path", type=path, help=what)
+
+
+def strategy_of(name: str) -> Callable[[TemplateFactory, SolveSettings], PlanOutcome]:
+    """A strategy by its name."""
+    from potluck.plan.strategies import STRATEGIES
+
+    if name not in STRATEGIES:
+        raise UnknownNameError("strategy", name, STRATEGIES)
+    return STRATEGIES[name]
+
+
+def positive(field: str, value: float) -> float:
+    if not 0 < value < float("inf"):
+        raise InputError(field, f"must be positive, is {value:g}")
+    return value

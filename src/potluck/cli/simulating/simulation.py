@@ -1,0 +1,377 @@
+"""Wiring for commands that simulate: files and options become a problem, requests, a policy and a planner."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import dataclass, fields, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, TypeVar
+
+import click
+
+from potluck.cli.common.files import read_text
+from potluck.cli.common.problem_options import load_problem, read_plan, read_spec
+from potluck.cli.common.slo_scale import scaled
+from potluck.cli.common.workload_options import DEFAULT_REQUESTS, WorkloadOptions, load
+from potluck.cli.planning.estimate_command import measured
+from potluck.core.codec import decode
+from potluck.core.errors import CapacityError, FormatError, InputError, UnknownNameError
+from potluck.core.state.policy import LISTS, Policy
+from potluck.core.values.lossy_hops import lossy_crossings
+from potluck.core.values.plan import Plan
+
+if TYPE_CHECKING:
+    from potluck.control.market_schedule import MarketSchedule
+    from potluck.perf.delays.startup import StartupCosts
+    from potluck.plan.problem import PlanningProblem
+    from potluck.plan.strategies import TemplateFactory
+    from potluck.runtime.resolved_plan import ResolvedPlan
+    from potluck.sim.load.workload import Workload
+    from potluck.sim.world.faults import Faults
+    from potluck.sim.world.plan_question import Planner, PlanQuestion
+    from potluck.spec.spec_values import Spec
+
+
+@dataclass(frozen=True, slots=True)
+class SimulationInputs:
+    """What the files say."""
+
+    spec: Spec
+    problem: PlanningProblem
+    plan: Plan
+    schedule: MarketSchedule | None = None
+    """Prices and nodes over time, where a file has them; those of the beginning are in the spec already."""
+
+
+Made = TypeVar("Made")
+
+
+def read_inputs(
+    paths: tuple[Path, ...],
+    time_limit_s: float,
+    said: Callable[[str], None],
+    make: Callable[[Spec], Made],
+    profiles: tuple[Path, ...] = (),
+    market: Path | None = None,
+    slo_scale: float = 1.0,
+) -> tuple[SimulationInputs, Made]:
+    """`PLAN SPEC`, or a SPEC alone, which is planned first; nothing at all means the bundled example.
+
+    `make` is called with the spec before anything long is done, so that what is wrong is said at once.
+    """
+    if len(paths) > 2:
+        raise InputError("files", "takes a SPEC, or a PLAN and its SPEC")
+    if len(paths) == 2:
+        read_plan(paths[0])  # before the spec: files in the wrong order are told by it
+        spec, schedule = _at_first(scaled(read_spec(paths[1]), slo_scale), market)
+        return replace(read_plan_and_spec(paths[0], spec, profiles), schedule=schedule), make(spec)
+    spec, schedule = _at_first(scaled(read_one_spec(paths), slo_scale), market)
+    made = make(spec)
+    problem = measured(load_problem(spec, 0.8, None, (), 0.0), profiles)
+    said("planning")
+    return SimulationInputs(spec, problem, _first_plan(problem, time_limit_s), schedule), made
+
+
+def _first_plan(problem: PlanningProblem, time_limit_s: float) -> Plan:
+    """For what can be served at all; what cannot is said, and refused when it comes."""
+    from potluck.plan.reasons.unservable import planned_rest
+    from potluck.plan.strategies import STRATEGIES, SolveSettings, TemplateFactory
+
+    _, outcome, notes = planned_rest(
+        STRATEGIES["auto"], TemplateFactory(problem), SolveSettings(time_limit_s)
+    )
+    for note in notes:
+        click.echo(f"potluck: note: {note}", err=True)
+    if outcome.allocation.status == "unknown" or not outcome.plan.deployments:
+        raise CapacityError("no plan was found to simulate; see `potluck plan`")
+    return outcome.plan
+
+
+def _at_first(spec: Spec, market: Path | None) -> tuple[Spec, MarketSchedule | None]:
+    """A spec at the prices and with the nodes that a market file begins with, and what the file has in store."""
+    from potluck.control.market_schedule import read_schedule
+
+    if market is None:
+        return spec, None
+    schedule = read_schedule(read_text(market), str(market), spec.regions)
+    if not schedule.changes and not schedule.leaves:
+        raise InputError(str(market), "has no offers and no notices")
+    return replace(spec, regions=schedule.regions(spec.regions)), schedule
+
+
+def read_plan_and_spec(plan: Path, spec: Spec, profiles: tuple[Path, ...] = ()) -> SimulationInputs:
+    problem = measured(load_problem(spec, 0.8, None, (), 0.0), profiles)
+    inputs = SimulationInputs(spec, problem, read_plan(plan))
+    for each in lossy_crossings(inputs.plan):
+        if each.codec not in spec.kv_codecs:
+            what = f"sends KV {each.where} in {each.codec}, which the spec does not allow"
+            raise InputError(str(plan), f"{what}; plan again, or write kv_codecs: [raw, {each.codec}] in it")
+    return inputs
+
+
+def read_one_spec(paths: tuple[Path, ...]) -> Spec:
+    """The spec that is named last; the bundled example where none is."""
+    if len(paths) > 2:
+        raise InputError("files", "takes a SPEC, or a PLAN and its SPEC")
+    if len(paths) == 1 and read_text(paths[0]).lstrip().startswith("{") and _is_plan(paths[0]):
+        raise InputError(str(paths[0]), f"is a plan; name its spec too: {paths[0].name} potluck.yaml")
+    return read_spec(paths[-1] if paths else None)
+
+
+def planned(
+    problem: PlanningProblem,
+    time_limit_s: float,
+    running: Plan | None = None,
+    factory: TemplateFactory | None = None,
+    candidates: bool = False,
+) -> Plan:
+    """The plan of `auto`, or of the strategy that made the one that runs; with what scaling may start."""
+    from potluck.plan.replan.scaling_candidates import with_candidates
+    from potluck.plan.strategies import STRATEGIES, SolveSettings, TemplateFactory
+
+    strategy = STRATEGIES.get("auto" if running is None else running.strategy, STRATEGIES["auto"])
+    factory = factory or TemplateFactory(problem)
+    outcome = strategy(factory, SolveSettings(time_limit_s=time_limit_s, running=running))
+    if outcome.allocation.status == "unknown" or not outcome.plan.deployments:
+        raise CapacityError("no plan was found to simulate; see `potluck plan`")
+    return with_candidates(factory, outcome.plan) if candidates else outcome.plan
+
+
+def offered(
+    inputs: SimulationInputs, rules: Policy, factory: TemplateFactory | None = None
+) -> SimulationInputs:
+    """With what scaling may start beside the plan's own copies, where the policy's rule would start something."""
+    if rules.scaling != "cauchy" or inputs.plan.candidates:
+        return inputs
+    from potluck.plan.replan.scaling_candidates import with_candidates
+    from potluck.plan.strategies import TemplateFactory
+
+    return replace(inputs, plan=with_candidates(factory or TemplateFactory(inputs.problem), inputs.plan))
+
+
+def startups_of(spec: Spec) -> dict[str, StartupCosts]:
+    """What a start costs of models whose weights lie somewhere that the spec names."""
+    from potluck.perf.delays.startup import from_place
+
+    return {
+        m.name: from_place(m.weights.place, m.weights.gb_per_s) for m in spec.models if m.weights is not None
+    }
+
+
+def scene_of(inputs: SimulationInputs) -> ResolvedPlan:
+    """The plan with all that its names mean."""
+    from potluck.runtime.resolved_plan import ResolvedPlan
+
+    spec, pool = inputs.spec, inputs.spec.pool
+    links = () if pool is None else pool.links
+    machines = {(source, target): (gbps, rtt_s) for source, target, gbps, rtt_s in links}
+    for template in inputs.plan.templates:
+        if template.model not in {model.name for model in spec.models}:
+            raise UnknownNameError("plan: model", template.model, [model.name for model in spec.models])
+    return ResolvedPlan(
+        inputs.plan,
+        {model.name: model.model for model in spec.models},
+        inputs.problem.by_name,
+        spec.regions,
+        spec.links,
+        {model.name: model.slo for model in spec.models},
+        {m.name: (m.traffic.mean_input_tokens, m.traffic.mean_output_tokens) for m in spec.models},
+        machines,
+        {node.name: node.zone for node in pool.nodes if node.zone} if pool is not None else {},
+        startups=startups_of(spec),
+        idle_s={m.name: m.idle_s for m in spec.models if m.idle_s is not None},
+        survive={m.name: (m.terms.survive, m.terms.survive_share) for m in spec.models if m.terms.survive},
+        profiles={ask.name: ask.profiles for ask in inputs.problem.asks if ask.profiles},
+        rtt_s={(name, region): rtt_s for name, far in spec.origins for region, rtt_s in far},
+    )
+
+
+def requests(
+    spec: Spec,
+    workloads: tuple[str, ...],
+    rate_per_s: float | None,
+    count: int | None,
+    seed: int,
+    cv: float | None,
+    logs: tuple[Path, ...] = (),
+    said: Callable[[str], None] | None = None,
+) -> Workload:
+    """The spec's own traffic, or for each model what `--workload` names, `NAME` or `MODEL=NAME`, or a log's."""
+    from potluck.sim.load.workload import merge, of_traffic
+
+    if logs:
+        if workloads or cv is not None:
+            raise InputError("--from-log", "has its own requests and times; leave --workload and --cv out")
+        return _logged(spec, logs, rate_per_s, count, said)
+    if not workloads:
+        traffic = [model.traffic for model in spec.models]
+        total = sum(each.rate_per_s for each in traffic)
+        if rate_per_s is not None and total > 0:
+            traffic = [replace(each, rate_per_s=each.rate_per_s * rate_per_s / total) for each in traffic]
+        return of_traffic(traffic, count or DEFAULT_REQUESTS, seed, 1.0 if cv is None else cv)
+    names = [model.name for model in spec.models]
+    parts = []
+    for place, text in enumerate(workloads):
+        model, what = _named(text, names)
+        asked = WorkloadOptions(_rate(spec, model, len(workloads), rate_per_s), count, seed + place, cv)
+        parts.append(load(what, model, asked))
+    return parts[0] if len(parts) == 1 else merge(parts)
+
+
+def _logged(
+    spec: Spec,
+    logs: tuple[Path, ...],
+    rate_per_s: float | None,
+    count: int | None,
+    said: Callable[[str], None] | None,
+) -> Workload:
+    from potluck.runtime.replay import log_lines
+    from potluck.sim.load.log_workload import from_log
+    from potluck.sim.load.workload import at_rate, first
+
+    with log_lines(logs) as lines:
+        found = from_log(lines, None if said is None else lambda seen: said(f"{seen:,} requests of the log"))
+    for number in found.cuts:
+        click.echo(f"potluck: note: line {number} of the log is cut off and was passed over", err=True)
+    made = found.workload
+    for name in made.models:
+        if name not in {model.name for model in spec.models}:
+            raise UnknownNameError("log: model", name, [model.name for model in spec.models])
+    if rate_per_s is not None:
+        made = at_rate(made, rate_per_s)
+    return made if count is None else first(made, count)
+
+
+def _named(text: str, names: list[str]) -> tuple[str, str]:
+    model, _, what = text.partition("=")
+    if what and model in names:
+        return model, what
+    if len(names) > 1:
+        known = ", ".join(names)
+        raise InputError(
+            "--workload", f"{text!r} must say for which model, as MODEL=NAME; models are {known}"
+        )
+    return names[0], text
+
+
+def _rate(spec: Spec, model: str, parts: int, rate_per_s: float | None) -> float | None:
+    """One workload takes the rate whole; several share it as the spec's traffic does."""
+    if rate_per_s is None or parts == 1:
+        return rate_per_s
+    total = sum(each.traffic.rate_per_s for each in spec.models)
+    return rate_per_s * spec.model(model).traffic.rate_per_s / total if total > 0 else rate_per_s / parts
+
+
+def policy_of(pairs: tuple[str, ...], base: Policy | None = None) -> Policy:
+    """`--policy balance=least-work --policy opportunistic=false`, over the spec's rules."""
+    known = [each.name for each in fields(Policy) if each.name not in LISTS]
+    values: dict[str, object] = {}
+    for pair in pairs:
+        name, sign, text = pair.partition("=")
+        if not sign:
+            raise InputError("--policy", f"{pair!r} is not NAME=VALUE; names are {', '.join(known)}")
+        if name not in known:
+            raise UnknownNameError("--policy", name, known)
+        values[name] = _plain(text)
+    try:
+        said = decode(Policy, values, "--policy")
+    except FormatError as error:
+        raise InputError(error.field, error.problem) from error
+    return replace(base or Policy(), **{name: getattr(said, name) for name in values})
+
+
+def planner_of(inputs: SimulationInputs, policy: Policy, time_limit_s: float) -> Planner | None:
+    """Answers a Replan at the rates seen, for the prices and nodes of the moment; None for policies that never ask.
+
+    It plans by the strategy that made the plan in force and pays for what it starts: CORAL's K is the longest
+    start-up over the time between two plans.
+    """
+    from potluck.plan.replan.current_problem import TemplateFactories, problem_now
+
+    if policy.scaling == "none":
+        return None
+    shops, startups = TemplateFactories(), startups_of(inputs.spec)
+
+    def plan(moment: PlanQuestion) -> Plan | None:
+        rates = dict(moment.rates_per_s)
+        try:
+            problem = problem_now(
+                inputs.problem, rates, moment.lengths, moment.regions, policy.replan_s, startups
+            )
+            shop, offers = shops.at(problem), policy.scaling == "cauchy"
+            return planned(problem, time_limit_s, moment.running, shop, offers)
+        except CapacityError:
+            return None
+
+    return plan
+
+
+def read_faults(path: Path | None) -> Faults | None:
+    from potluck.sim.world.faults import parse_faults
+
+    return None if path is None else parse_faults(read_text(path), path.name)
+
+
+def with_schedule(faults: Faults | None, schedule: MarketSchedule | None) -> Faults | None:
+    """What a market has in store, beside other trouble; what holds from the beginning is in the spec's regions."""
+    from potluck.sim.world.faults import Fault, Faults, PriceChange, SupplyChange
+
+    if schedule is None:
+        return faults
+    faults = Faults() if faults is None else faults
+    later = [(each, each.quote) for each in schedule.changes if each.at_s > 0]
+    return replace(
+        faults,
+        faults=(
+            *faults.faults,
+            *(
+                Fault(
+                    max(0.0, each.at_s - each.notice_s),
+                    "spot",
+                    region=each.region,
+                    node=each.node,
+                    count=each.count,
+                    notice_s=each.notice_s,
+                )
+                for each in schedule.leaves
+            ),
+        ),
+        prices=(
+            *faults.prices,
+            *(
+                PriceChange(each.at_s, quote.region, quote.node, quote.price_usd_per_h)
+                for each, quote in later
+                if quote.price_usd_per_h is not None
+            ),
+        ),
+        availability=(
+            *faults.availability,
+            *(
+                SupplyChange(each.at_s, quote.region, quote.node, quote.available, each.notice_s)
+                for each, quote in later
+                if quote.available is not None
+            ),
+        ),
+    )
+
+
+def _plain(text: str) -> object:
+    if text.lower() in ("true", "false"):
+        return text.lower() == "true"
+    try:
+        return int(text)
+    except ValueError:
+        pass
+    try:
+        return float(text)
+    except ValueError:
+        return text
+
+
+def _is_plan(path: Path) -> bool:
+    try:
+        data = json.loads(read_text(path))
+    except (ValueError, RecursionError):
+        return False
+    return isinstance(data, dict) and data.get("format") == "potluck.plan"

@@ -1,0 +1,218 @@
+"""`potluck trace`: look at request traces, scale them to a rate, convert them, make them from the catalog."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+
+from potluck.cli.common.render import count, emit_json, percent, table
+from potluck.core.errors import InputError, UnknownNameError
+from potluck.core.figures import seconds
+
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
+
+    from potluck.spec.trace_stats import TraceStats
+    from potluck.spec.trace_write import Format
+    from potluck.spec.traces import Trace
+
+BARS = " ▁▂▃▄▅▆▇█"
+PLOT_WIDTH = 72
+_file = click.argument("file", type=click.Path(path_type=Path))
+_out = click.option(
+    "--out", required=True, type=click.Path(path_type=Path), help="File to write; .gz packs it."
+)
+_to = click.option(
+    "--to", "to", type=click.Choice(["azure", "mooncake", "burstgpt"]), help="Format to write."
+)
+_seed = click.option("--seed", default=0, show_default=True, help="Seed of whatever is drawn at random.")
+_json = click.option("--json", "as_json", is_flag=True, help="Say what was written as JSON.")
+_positive = click.FloatRange(min=0, min_open=True, max=1e9)
+
+
+@click.group()
+def trace() -> None:
+    """Request traces: Azure, BurstGPT, Mooncake, ShareGPT; plain or gzipped."""
+
+
+@trace.command("stats")
+@_file
+@click.option("--json", "as_json", is_flag=True, help="Print JSON instead of a table.")
+def stats_command(file: Path, as_json: bool) -> None:
+    """How fast, how bursty and how long the requests of FILE are."""
+    from potluck.spec.trace_stats import trace_stats
+    from potluck.spec.traces import load_trace
+
+    loaded = load_trace(file)
+    found = trace_stats(loaded)
+    if as_json:
+        emit_json({"file": file.name} | asdict(found))
+        return
+    _show(file.name, found)
+    if loaded.span_s > 0:
+        _plot_rate(loaded)
+    _plot_lengths("prompt", loaded.input_tokens)
+    _plot_lengths("answer", loaded.output_tokens)
+
+
+@trace.command("scale")
+@_file
+@click.option("--rate", required=True, type=_positive, help="Requests a second to bring it to, on average.")
+@click.option(
+    "--how",
+    type=click.Choice(["stretch", "superpose"]),
+    default="stretch",
+    show_default=True,
+    help="stretch: all gaps by one factor. superpose: keep the clock, thin it out or lay shifted copies over it.",
+)
+@_to
+@_seed
+@_out
+@_json
+def scale_command(
+    file: Path, rate: float, how: str, to: str | None, seed: int, out: Path, as_json: bool
+) -> None:
+    """Bring FILE to another rate. A file without times gets Poisson arrivals."""
+    from potluck.cli.common.workload_options import WorkloadOptions, of_trace, to_trace
+    from potluck.spec.traces import load_trace
+
+    loaded = load_trace(file, blocks=True)
+    made = of_trace(
+        loaded,
+        "",
+        WorkloadOptions(rate_per_s=rate, seed=seed, how="stretch" if how == "stretch" else "superpose"),
+    )
+    if not len(made):
+        raise click.UsageError(f"at {rate:g} requests/s nothing is left of {file.name}")
+    start_s = float(loaded.time_s[0]) if loaded.format_name == "azure" else 0.0
+    own = loaded.format_name if loaded.format_name != "sharegpt" else None
+    _write(to_trace(made, loaded.format_name, start_s), out, to or own, as_json)
+
+
+@trace.command("convert")
+@_file
+@_to
+@_out
+@_json
+def convert_command(file: Path, to: str | None, out: Path, as_json: bool) -> None:
+    """Write FILE in another format."""
+    from potluck.spec.traces import load_trace
+
+    loaded = load_trace(file, blocks=True)
+    if loaded.format_name == "sharegpt":
+        raise InputError(file.name, "has no arrival times; make them with `potluck trace scale --rate`")
+    _write(loaded, out, to, as_json)
+
+
+@trace.command("make")
+@click.argument("name")
+@click.option("--rate", type=_positive, help="Requests a second [default: the source's, where it has one]")
+@click.option("--requests", default=10_000, show_default=True, type=click.IntRange(1, 20_000_000))
+@click.option(
+    "--cv", type=click.FloatRange(0, 1000), help="Variation of the gaps; 1 is Poisson [default: the entry's]"
+)
+@_to
+@_seed
+@_out
+@_json
+def make_command(
+    name: str,
+    rate: float | None,
+    requests: int,
+    cv: float | None,
+    to: str | None,
+    seed: int,
+    out: Path,
+    as_json: bool,
+) -> None:
+    """Draw requests of the catalog's workload NAME; `potluck catalog workloads` lists them."""
+    from potluck.cli.common.workload_options import WorkloadOptions, of_name, to_trace
+
+    try:
+        made = of_name(name, "", WorkloadOptions(rate, requests, seed, cv))
+    except UnknownNameError as error:
+        raise InputError("NAME", f"{error.problem} (`potluck catalog workloads` lists them)") from error
+    _write(to_trace(made), out, to, as_json)
+
+
+def _write(made: Trace, out: Path, to: str | None, as_json: bool) -> None:
+    from potluck.spec.trace_write import FORMATS, format_of, write_trace
+
+    wanted: list[Format] = [known for known in FORMATS if known == to] or [format_of(out)]
+    chosen = wanted[0]
+    write_trace(made, out, chosen)
+    blocks_left_out = made.block_ids is not None and chosen != "mooncake"
+    if as_json:
+        said = {"file": str(out), "format": chosen, "requests": len(made), "rate_per_s": made.rate_per_s}
+        emit_json(said | {"blocks_left_out": blocks_left_out})
+        return
+    rate = f", {made.rate_per_s:.4g} requests/s" if made.rate_per_s else ""
+    click.echo(f"{out}: {len(made):,} requests{rate}, {chosen}", err=True)
+    if blocks_left_out:
+        click.echo(f"{out}: prefix block ids are left out, {chosen} has no column for them", err=True)
+
+
+def _show(name: str, found: TraceStats) -> None:
+    rows = [
+        ("format", found.format_name),
+        ("requests", count(found.requests)),
+        ("span", seconds(found.span_s) if found.span_s else "-"),
+        ("rate", f"{found.rate_per_s:.4g} requests/s" if found.rate_per_s else "-"),
+        ("CV of gaps", _figure(found.gap_cv), "1 is Poisson, above it bursts"),
+        ("CV of counts in 60 s", _figure(found.window_cv)),
+        ("peak to mean in 60 s", _figure(found.window_peak_to_mean)),
+        ("dispersion in 60 s", _figure(found.dispersion), "variance to mean of the counts; 1 is Poisson"),
+        (
+            "prefix-hit share",
+            "-" if found.prefix_hit_share is None else percent(found.prefix_hit_share),
+            "prompt tokens that an endless cache would have held",
+        ),
+    ]
+    if found.empty_outputs:
+        rows.append(("without output", count(found.empty_outputs), "counted as one token each"))
+    if found.format_name == "sharegpt":
+        rows.append(("passed over", count(found.passed_over), "no question with an answer"))
+        rows.append(("token counts", "estimated", "4 bytes of text each, where the file has no counts"))
+    table(name, ("", "", ""), [(*row, "")[:3] for row in rows])
+    lengths = [
+        (label, *(count(round(value, 1)) for value in (one.mean, one.p50, one.p90, one.p99, one.max)))
+        for label, one in (("prompt", found.input_tokens), ("answer", found.output_tokens))
+    ]
+    table("Tokens", ("", "mean", "p50", "p90", "p99", "max"), lengths)
+
+
+def _figure(value: float | None) -> str:
+    return "-" if value is None else f"{value:.3g}"
+
+
+def _plot_rate(loaded: Trace) -> None:
+    import numpy as np
+
+    counts, _ = np.histogram(loaded.time_s, bins=PLOT_WIDTH)
+    peak_per_s = counts.max() / (loaded.span_s / PLOT_WIDTH)
+    click.echo(
+        f"Requests/s over time, {seconds(loaded.span_s / PLOT_WIDTH)} a column, highest {peak_per_s:.3g}"
+    )
+    click.echo(f"  {sparkline(counts / counts.max())}\n")
+
+
+def _plot_lengths(label: str, tokens: NDArray[np.float64]) -> None:
+    """How many requests have which length, on a logarithmic axis."""
+    import numpy as np
+
+    low, high = float(tokens.min()), float(tokens.max())
+    if low == high:
+        return
+    counts, _ = np.histogram(np.log(tokens), bins=PLOT_WIDTH, range=(np.log(low), np.log(high)))
+    click.echo(f"Requests by {label} tokens, {low:,.0f} to {high:,.0f}, logarithmic")
+    click.echo(f"  {sparkline(counts / counts.max())}\n")
+
+
+def sparkline(shares: NDArray[np.float64]) -> str:
+    """A bar per value in [0, 1]; whatever is above 0 shows."""
+    top = len(BARS) - 1
+    return "".join(BARS[0 if share <= 0 else max(1, round(float(share) * top))] for share in shares)

@@ -1,0 +1,121 @@
+"""What the controller compares: what is wanted, and what was started; what it asks a planner, and is told."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Literal
+
+from potluck.core.state.actions import SeenLengths
+from potluck.core.values.layout import Layout
+from potluck.core.values.observed_speed import ObservedSpeed
+from potluck.core.values.plan import Plan
+from potluck.core.values.types import Region, Role
+
+InstanceState = Literal["starting", "up", "dead"]
+
+
+@dataclass(frozen=True, slots=True)
+class EngineSpec:
+    """What an engine is, whichever replica it is at present: a role can be changed, this cannot."""
+
+    model: str
+    layout: Layout
+    region: str
+    step_tokens: int = field(default=0, compare=False)
+    """New tokens that the plan reckons with in one of its steps, 0: nothing is said. One that was started with others
+    serves as well, so it is no other engine for that."""
+
+
+@dataclass(frozen=True, slots=True)
+class WantedReplica:
+    """A replica that the Brain wants."""
+
+    replica: str
+    make: EngineSpec
+    role: Role
+    draining: bool = False
+    """It is being emptied: nobody starts another in its place."""
+
+
+@dataclass(frozen=True, slots=True)
+class EngineInstance:
+    """An engine that somebody started for us, as a launcher sees it."""
+
+    name: str
+    """Its own, never used twice."""
+    make: EngineSpec
+    state: InstanceState
+    since_s: float
+    """When it came into that state."""
+    url: str = ""
+    """Where it listens, once it is up."""
+    replica: str = ""
+    """Which replica it is, or is being started for; empty: none."""
+    problem: str = ""
+    """Why it is dead, in one line."""
+    pinned: bool = False
+    """Started by hand: it is used, and never stopped by us."""
+
+
+@dataclass(frozen=True, slots=True)
+class LaunchEngine:
+    """Start an engine for a replica."""
+
+    want: WantedReplica
+    why: str
+
+
+@dataclass(frozen=True, slots=True)
+class AssignEngine:
+    """An engine that is there becomes a replica; with an empty one, none."""
+
+    instance: str
+    replica: str
+    why: str
+
+
+@dataclass(frozen=True, slots=True)
+class StopEngine:
+    """Stop an engine."""
+
+    instance: str
+    why: str
+    insist: bool = False
+    """Without asking it: it would not hear."""
+
+
+@dataclass(frozen=True, slots=True)
+class ForgetEngine:
+    """Forget an engine that is dead."""
+
+    instance: str
+    why: str
+
+
+Order = LaunchEngine | AssignEngine | StopEngine | ForgetEngine
+
+
+@dataclass(frozen=True, slots=True)
+class PlanRequest:
+    """What is to be planned for."""
+
+    rates_per_s: Mapping[str, float]
+    reason: str
+    lengths: tuple[SeenLengths, ...] = ()
+    regions: tuple[Region, ...] | None = None
+    """Prices and nodes, where they differ from the spec's."""
+    running: Plan | None = None
+    """The newest plan, with the copies that are there."""
+    planned: Plan | None = None
+    """The newest plan as it was made; some of its copies may be gone already."""
+    paces: tuple[ObservedSpeed, ...] = ()
+    """What replicas really take, as far as is known."""
+
+
+@dataclass(frozen=True, slots=True)
+class PlanReply:
+    """A plan, or None where what runs is as good, and why."""
+
+    plan: Plan | None
+    why: str

@@ -1,0 +1,175 @@
+"""The gateway as the controller sees it: what its Brain wants, and who it is told is there."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import ssl
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
+from urllib.parse import quote, urlencode, urlsplit
+
+from potluck.control.control_values import EngineInstance, EngineSpec, WantedReplica
+from potluck.core.codec import encode
+from potluck.core.errors import FormatError, InputError, PotluckError
+from potluck.core.values.plan import Plan, Template, plan_to_json
+from potluck.core.values.types import Region
+
+ASK_S = 5.0
+QUIET_S = 60.0
+"""A gateway says something at least every 15 s to whoever reads its events."""
+MOST_LINE_BYTES = 1_000_000
+MOST_WHY = 400
+
+
+class GatewayAway(PotluckError):
+    """It does not answer; what it wanted last still holds."""
+
+
+class KeyRefused(InputError):
+    """It has another operators' key, or none: to ask again is in vain."""
+
+
+class GatewayClient:
+    """Its operators' port."""
+
+    def __init__(self, url: str, key: str | None = None, tls: ssl.SSLContext | None = None) -> None:
+        """`tls` says whom to believe at an https:// address; else those that the machine trusts."""
+        self.url, self._key, self._tls = url, key, tls
+
+    def wanted(self) -> dict[str, Any]:
+        return self._ask("GET", "/wanted")
+
+    def set_fleet(self, instances: Iterable[EngineInstance]) -> None:
+        """Those that are up, each with the replica that it is."""
+        entries = [
+            {"url": each.url, "replica": each.replica, "model": each.make.model, "region": each.make.region}
+            for each in instances
+            if each.state == "up" and each.replica
+        ]
+        self._ask("PUT", "/fleet", {"engines": entries})
+
+    def set_plan(self, plan: Plan, why: str = "", version: int = 0) -> None:
+        """Another plan and why; with its number in the state, so that it has the same one everywhere."""
+        words = urlencode({"why": why[:MOST_WHY], "version": version}, quote_via=quote)
+        self._ask("PUT", f"/plan?{words}", json.loads(plan_to_json(plan)))
+
+    def set_market(self, regions: Iterable[Region]) -> None:
+        self._ask("PUT", "/market", {"regions": [encode(each) for each in regions]})
+
+    def decisions(self, after: int) -> dict[str, Any]:
+        return self._ask("GET", f"/decisions?after={after}")
+
+    def snapshot(self) -> dict[str, Any]:
+        return self._ask("GET", "/snapshot")
+
+    def drain(self, replica: str) -> dict[str, Any]:
+        return self._ask("POST", "/drain", {"replica": replica})
+
+    def cordon(self, name: str, *, node: bool, lift: bool = False) -> dict[str, Any]:
+        """Nothing new for a replica or a machine's replicas; or again."""
+        return self._ask("POST", "/uncordon" if lift else "/cordon", {"node" if node else "replica": name})
+
+    def cordon_again(self, marks: Iterable[str]) -> None:
+        """What a gateway before it was told."""
+        self._ask("POST", "/cordon", {"marks": sorted(marks)})
+
+    def note(self, what: str, why: str, kind: str = "note") -> None:
+        """A line in its log of decisions."""
+        self._ask("POST", "/note", {"what": what, "why": why, "kind": kind})
+
+    def kill(self, replica: str) -> dict[str, Any]:
+        return self._ask("POST", "/kill", {"replica": replica})
+
+    def history(self) -> dict[str, Any]:
+        """The last hour's figures and decisions."""
+        return self._ask("GET", "/history")
+
+    def flip(self, replica: str, role: str) -> dict[str, Any]:
+        return self._ask("POST", "/flip", {"replica": replica, "role": role})
+
+    def metrics(self) -> str:
+        """As Prometheus reads them."""
+        return self._said("GET", "/metrics").decode("utf-8", "replace")
+
+    def events(self, quiet_s: float = QUIET_S) -> Iterator[tuple[str, dict[str, Any]]]:
+        """What happens, as it happens: (kind, what), until the gateway ends."""
+        connection = self._connect(quiet_s)
+        try:
+            answer = self._answer(connection, "GET", "/events")
+            kind = ""
+            while line := answer.readline(MOST_LINE_BYTES):
+                name, _, text = line.decode("utf-8", "replace").rstrip("\r\n").partition(": ")
+                if name == "event":
+                    kind = text
+                elif name == "data":
+                    yield kind, json.loads(text)
+        except (OSError, http.client.HTTPException) as error:
+            raise GatewayAway(f"the gateway at {self.url} does not answer ({error})") from error
+        finally:
+            connection.close()
+
+    def _ask(self, method: str, path: str, body: object = None) -> dict[str, Any]:
+        try:
+            found = json.loads(self._said(method, path, body))
+        except ValueError:
+            found = None
+        if not isinstance(found, dict):
+            raise FormatError(f"gateway {method} {path}", "did not answer with an object")
+        return found
+
+    def _said(self, method: str, path: str, body: object = None) -> bytes:
+        connection = self._connect(ASK_S)
+        try:
+            return self._answer(connection, method, path, body).read()
+        except (OSError, http.client.HTTPException) as error:
+            raise GatewayAway(f"the gateway at {self.url} does not answer ({error})") from error
+        finally:
+            connection.close()
+
+    def _connect(self, within_s: float) -> http.client.HTTPConnection:
+        parts = urlsplit(self.url)
+        host = parts.hostname or "127.0.0.1"
+        if parts.scheme == "https":
+            return http.client.HTTPSConnection(host, parts.port, timeout=within_s, context=self._tls)
+        return http.client.HTTPConnection(host, parts.port, timeout=within_s)
+
+    def _answer(
+        self, connection: http.client.HTTPConnection, method: str, path: str, body: object = None
+    ) -> http.client.HTTPResponse:
+        headers = {"Content-Type": "application/json"}
+        if self._key is not None:
+            headers["Authorization"] = f"Bearer {self._key}"
+        connection.request(method, path, None if body is None else json.dumps(body), headers)
+        answer = connection.getresponse()
+        if answer.status == 200:
+            return answer
+        said = answer.read(MOST_LINE_BYTES)
+        if answer.status == 401:
+            wrong = "is needed" if self._key is None else "is not the one"
+            raise KeyRefused("--key-file", f"{wrong}: the gateway at {self.url} asks for the operators' key")
+        if answer.status in (400, 403, 404, 422) and (line := _message(said)):
+            raise KeyRefused("", line) if answer.status == 403 else InputError("", line)
+        text = " ".join(said[:300].decode("utf-8", "replace").split())
+        raise FormatError(f"gateway {method} {path}", f"was answered with {answer.status}: {text}")
+
+
+def _message(said: bytes) -> str:
+    """What an error of OpenAI's shape says."""
+    try:
+        return " ".join(str(json.loads(said)["error"]["message"]).split())
+    except (ValueError, KeyError, TypeError):
+        return ""
+
+
+def wants_of(wanted: Mapping[str, Any], templates: Mapping[str, Template]) -> tuple[WantedReplica, ...]:
+    """What is wanted, with what each replica is; those of templates that nobody knows are left out."""
+    found = []
+    for each in wanted.get("replicas", ()):
+        template = templates.get(each["template"])
+        if template is None:
+            continue
+        layout = template.replicas[each["index"]].layout
+        make = EngineSpec(each["model"], layout, each["region"], each.get("step_tokens", 0))
+        found.append(WantedReplica(each["id"], make, each["role"], each["draining"]))
+    return tuple(found)

@@ -1,0 +1,210 @@
+"""From what an engine is to the command that starts it."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Final
+
+from potluck.control.control_values import EngineSpec
+from potluck.core.codec import encode
+from potluck.core.errors import InputError
+from potluck.core.values.emulated import EmulatedReplica
+from potluck.core.values.precision import FORMAT_BITS, Format
+
+EngineStyle = str
+"""`emulated`: the shipped model at the pace of the planned GPUs; `pretended`: tokens made up at that pace; `gpu`: a
+model's own weights on the GPUs of this machine; `vllm`: the same in stock vLLM."""
+STYLES = ("emulated", "pretended", "gpu", "vllm")
+
+
+VLLM_MAKES: Final[dict[Format, str]] = {
+    "fp8": "fp8_per_tensor",
+    "fp8_block": "fp8_per_block",
+    "mxfp4": "mxfp4",
+}
+"""Formats that vLLM makes of all 16-bit weights as it loads, by its names (docs: features/quantization/online); of
+int8 and NVFP4 it makes experts alone."""
+
+
+@dataclass(frozen=True, slots=True)
+class WeightFormats:
+    """The format that a plan has a model's weights in, and the one that most of its checkpoint is in."""
+
+    planned: Format
+    stored: Format
+
+    @property
+    def as_stored(self) -> bool:
+        return self.planned == self.stored or FORMAT_BITS[self.planned] == FORMAT_BITS[self.stored] == 16
+
+
+@dataclass(frozen=True, slots=True)
+class EngineCommands:
+    """How engines of this machine are made."""
+
+    style: EngineStyle = "emulated"
+    files: tuple[tuple[str, Path], ...] = ()
+    """Model to its directory; without one, the shipped model acts as it."""
+    catalog_names: tuple[tuple[str, str], ...] = ()
+    """The plan's name of a model to the one it has in the catalog."""
+    max_running: int = 32
+    host: str = "127.0.0.1"
+    tls: tuple[str, str, str] | None = None
+    """Certificate, key and authority, as they are called where engines run: for the gateway, KV and stages alike."""
+    chips: tuple[tuple[str, str], ...] = ()
+    """Of this machine's GPUs the node type that each is, and its id."""
+    gpus: tuple[tuple[str, str], ...] = ()
+    """Of node types with several GPUs, as vLLM uses them: what one of those is as a node type."""
+    flags: Callable[[EngineSpec], tuple[str, ...]] = lambda make: ()
+    """Further flags of an engine on them: how much fits, say."""
+    device: str = "cuda"
+    links: tuple[tuple[str, str, float, float], ...] = ()
+    """(from machine, to machine, gbps, round trip in s), where a pool names its machines."""
+    python: str = sys.executable
+    """Of the environment that vLLM is in."""
+    more: tuple[str, ...] = ()
+    """Flags of vLLM's own."""
+    weights: Mapping[str, WeightFormats] = field(default_factory=dict)
+    """Model to the format that the plan has its weights in, where it says so."""
+
+    def __post_init__(self) -> None:
+        if self.style not in STYLES:
+            raise InputError("--engine", f"must be one of {', '.join(STYLES)}, is {self.style!r}")
+        for model, weights in self.weights.items():  # what cannot be is said before anything is started
+            if self.style == "vllm":
+                vllm_formats(model, weights)
+            elif self.style == "gpu":
+                as_stored(model, weights)
+
+    def chips_for(self, make: EngineSpec) -> tuple[str, ...]:
+        """The kind of each GPU that an engine gets, in the order of its workers; none where it finds them itself."""
+        if self.style == "gpu":
+            return nodes_of(make)
+        if self.style != "vllm" or not self.chips:
+            return ()
+        kinds = dict(self.gpus)
+        nodes = [node for stage in make.layout.stages for node in stage.nodes]
+        return tuple(kinds.get(node.node, node.node) for node in nodes for _ in range(node.tp))
+
+    def workers(self, make: EngineSpec) -> int:
+        """Processes of an engine that take a port for KV each."""
+        nodes = [node for stage in make.layout.stages for node in stage.nodes]
+        return sum(node.tp for node in nodes) if self.style == "vllm" else 1
+
+    def gateway_words(self) -> tuple[str, ...]:
+        """What a gateway before such engines must be told."""
+        files = (f"--files={name}={path}" for name, path in self.files)
+        return (*files, "--pretended") if self.style == "pretended" else tuple(files)
+
+    def command(self, make: EngineSpec, port: int | str, kv_port: int | str) -> list[str]:
+        """What to run for an engine at these ports, or words that stand for them."""
+        name = dict(self.catalog_names).get(make.model, make.model)
+        kind = "vllm" if self.style == "vllm" else "serve"
+        command = [
+            *(sys.executable, "-m", "potluck.cli.main", "engine", kind, "--json"),
+            *("--host", self.host, "--port", str(port), "--kv-port", str(kv_port)),
+            *("--name", make.model),
+        ]
+        if self.tls is not None:
+            command += ["--tls", *self.tls[:2], "--kv-tls", *self.tls]
+        folder = dict(self.files).get(make.model)
+        if folder is not None:
+            command += ["--model", str(folder)]
+        if self.style == "vllm":
+            budget = ["--token-budget", str(make.step_tokens)] if make.step_tokens else []
+            own = (*vllm_formats(make.model, self.weights.get(make.model)), *self.more)
+            return [*command, *parallel_of(make), *budget, "--python", self.python, "--", *own]
+        if self.style == "gpu":
+            return [*command, "--device", self.device, *stages_of(make), *self.flags(make)]
+        weights = self.weights.get(make.model)
+        planned = None if weights is None else weights.planned
+        command += ["--emulate", emulate_text(make, name, self.links, planned)]
+        if make.step_tokens:
+            command += ["--token-budget", str(make.step_tokens)]
+        if self.style == "pretended":
+            return [*command, "--pretend"]
+        if len(make.layout.stages) > 1:
+            raise InputError("layout", "a pipeline of several nodes can only be pretended on one machine")
+        return [*command, "--max-running", str(self.max_running)]
+
+
+def nodes_of(make: EngineSpec) -> tuple[str, ...]:
+    """The node type of each of an engine's GPUs, in the order of its stages' workers."""
+    nodes = [node for stage in make.layout.stages for node in stage.nodes]
+    if any(node.tp != 1 for node in nodes):
+        raise InputError(
+            "layout",
+            "this engine has no tensor parallelism; plan with nodes of one GPU each (1xL4, not 4xL4)",
+        )
+    return tuple(node.node for node in nodes)
+
+
+def parallel_of(make: EngineSpec) -> tuple[str, ...]:
+    """The flags of a layout for vLLM, which shards every stage alike and has one node for each."""
+    stages = make.layout.stages
+    wide = {node.tp for stage in stages for node in stage.nodes}
+    if len(wide) != 1 or any(len(stage.nodes) != 1 for stage in stages):
+        raise InputError("layout", "vLLM needs one node per stage, and the same tensor parallelism in all")
+    spread = {node.ep for stage in stages for node in stage.nodes}
+    if "dp" in spread or len(spread) != 1:
+        raise InputError(
+            "layout", "vLLM with KV hand-overs spreads experts over tensor parallel GPUs (tp) or not at all"
+        )
+    found: tuple[str, ...] = ("--tensor-parallel", str(wide.pop()))
+    if "tp" in spread:
+        found = (*found, "--expert-parallel")
+    return found if len(stages) == 1 else (*found, "--stages", ",".join(str(each.layers) for each in stages))
+
+
+def stages_of(make: EngineSpec) -> tuple[str, ...]:
+    """The flag of a pipeline over several GPUs: how many layers each stage has, and workers that share it."""
+    if len(nodes_of(make)) == 1:
+        return ()
+    parts = [
+        f"{stage.layers}x{len(stage.nodes)}" if len(stage.nodes) > 1 else str(stage.layers)
+        for stage in make.layout.stages
+    ]
+    return ("--stages", ",".join(parts))
+
+
+def vllm_formats(model: str, weights: WeightFormats | None) -> tuple[str, ...]:
+    """vLLM's own flags for weights in the planned format, where it makes that of the checkpoint as it loads."""
+    if weights is None or weights.as_stored:
+        return ()
+    if weights.planned not in VLLM_MAKES or FORMAT_BITS[weights.stored] != 16:
+        raise InputError(
+            f"model {model}: precision",
+            f"vLLM makes no {weights.planned} of a checkpoint in {weights.stored};"
+            " have one that is stored so, and name its directory as the model",
+        )
+    return ("--quantization", VLLM_MAKES[weights.planned])
+
+
+def as_stored(model: str, weights: WeightFormats | None) -> None:
+    """Refuse formats other than the checkpoint's: this engine computes with weights as they are stored."""
+    if weights is not None and not weights.as_stored:
+        raise InputError(
+            f"model {model}: precision",
+            f"this engine makes no {weights.planned} of a checkpoint in {weights.stored}; vLLM may",
+        )
+
+
+def emulate_text(
+    make: EngineSpec,
+    model: str,
+    links: tuple[tuple[str, str, float, float], ...] = (),
+    weights: Format | None = None,
+) -> str:
+    """What `--emulate` says of a layout: a line for one node, else all of it as JSON."""
+    stages = make.layout.stages
+    if len(stages) == 1 and len(stages[0].nodes) == 1:
+        only = stages[0].nodes[0]
+        if only.ep == "none":
+            return f"{only.node}:{model}@{weights}:{only.tp}" if weights else f"{only.node}:{model}:{only.tp}"
+    mine = make.layout.machines
+    inside = tuple(each for each in links if each[0] in mine and each[1] in mine)
+    return json.dumps(encode(EmulatedReplica(model, make.layout, inside, weights)), separators=(",", ":"))

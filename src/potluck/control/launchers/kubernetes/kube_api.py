@@ -1,0 +1,181 @@
+"""The API server of a Kubernetes cluster: the few calls that a launcher makes, over plain HTTP.
+
+The `kubernetes` package would bring 30 MB and a class for each of a thousand kinds; five verbs on JSON are all that
+is needed here. What it does beyond that (logging in with a cloud's own program) `kubectl proxy` does as well.
+"""
+
+from __future__ import annotations
+
+import base64
+import http.client
+import json
+import os
+import ssl
+import tempfile
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlencode, urlsplit
+
+import yaml
+
+from potluck.core.errors import InputError, PotluckError
+
+ASK_S = 10.0
+INSIDE = Path("/var/run/secrets/kubernetes.io/serviceaccount")
+MOST_LINE_BYTES = 4_000_000
+Json = dict[str, Any]
+
+
+class ApiRefused(PotluckError):
+    """The API server said no; `status` is its HTTP status."""
+
+    def __init__(self, status: int, why: str) -> None:
+        self.status = status
+        super().__init__(why)
+
+
+class ApiUnreachable(PotluckError):
+    """The API server does not answer."""
+
+
+class KubeApi:
+    """One cluster. `token` is asked for at every call, since it is renewed in its file."""
+
+    def __init__(
+        self, url: str, token: Callable[[], str] = lambda: "", tls: ssl.SSLContext | None = None
+    ) -> None:
+        self.url, self._token, self._tls = url.rstrip("/"), token, tls
+
+    def ask(self, method: str, path: str, body: Json | None = None, **query: object) -> Json:
+        """One call; the object that it answers with."""
+        connection = self._connect(ASK_S)
+        try:
+            answer = self._answer(connection, method, path, body, query)
+            found = json.loads(answer.read())
+        except (OSError, http.client.HTTPException, ValueError) as error:
+            raise ApiUnreachable(f"the API server at {self.url} does not answer ({error})") from error
+        finally:
+            connection.close()
+        return found if isinstance(found, dict) else {}
+
+    def text(self, path: str, **query: object) -> str:
+        """What a call answers with that is no object: a log."""
+        connection = self._connect(ASK_S)
+        try:
+            return self._answer(connection, "GET", path, None, query).read().decode("utf-8", "replace")
+        except (OSError, http.client.HTTPException) as error:
+            raise ApiUnreachable(f"the API server at {self.url} does not answer ({error})") from error
+        finally:
+            connection.close()
+
+    def watch(self, path: str, within_s: float, **query: object) -> Iterator[Json]:
+        """What changes, as it changes, until the server ends it or is silent for longer than it said."""
+        asked = {**query, "watch": "true", "timeoutSeconds": int(within_s)}
+        connection = self._connect(within_s + ASK_S)
+        try:
+            answer = self._answer(connection, "GET", path, None, asked)
+            while line := answer.readline(MOST_LINE_BYTES):
+                yield json.loads(line)
+        except (OSError, http.client.HTTPException, ValueError) as error:
+            raise ApiUnreachable(f"the API server at {self.url} does not answer ({error})") from error
+        finally:
+            connection.close()
+
+    def _connect(self, within_s: float) -> http.client.HTTPConnection:
+        parts = urlsplit(self.url)
+        if parts.scheme == "https":
+            return http.client.HTTPSConnection(
+                parts.hostname or "", parts.port, timeout=within_s, context=self._tls
+            )
+        return http.client.HTTPConnection(parts.hostname or "", parts.port, timeout=within_s)
+
+    def _answer(
+        self,
+        connection: http.client.HTTPConnection,
+        method: str,
+        path: str,
+        body: Json | None,
+        query: Mapping[str, object],
+    ) -> http.client.HTTPResponse:
+        headers = {"Accept": "application/json"}
+        token = self._token()
+        if token:
+            headers["Authorization"] = f"Bearer {token}"
+        if body is not None:
+            headers["Content-Type"] = "application/json"
+        words = (
+            f"?{urlencode({name: value for name, value in query.items() if value != ''})}" if query else ""
+        )
+        connection.request(method, path + words, None if body is None else json.dumps(body), headers)
+        answer = connection.getresponse()
+        if answer.status < 300:
+            return answer
+        said = answer.read(MOST_LINE_BYTES)
+        try:
+            why = str(json.loads(said)["message"])
+        except (ValueError, KeyError, TypeError):
+            why = said[:200].decode("utf-8", "replace")
+        raise ApiRefused(answer.status, f"Kubernetes refuses {method} {path}: {' '.join(why.split())[:300]}")
+
+
+def connect(address: str) -> KubeApi:
+    """`auto`: the cluster that this runs in, else kubectl's; or a file like kubectl's; or `kubectl proxy`'s URL."""
+    if address.startswith(("http://", "https://")):
+        return KubeApi(address)
+    if address == "auto" and (INSIDE / "token").is_file():
+        host, port = (os.environ.get(f"KUBERNETES_SERVICE_{each}", "") for each in ("HOST", "PORT"))
+        tls = ssl.create_default_context(cafile=str(INSIDE / "ca.crt"))
+        host = f"[{host}]" if ":" in host else host
+        return KubeApi(f"https://{host}:{port}", lambda: (INSIDE / "token").read_text("utf-8").strip(), tls)
+    path = Path(os.environ.get("KUBECONFIG", "").split(":")[0] or Path.home() / ".kube" / "config")
+    if address != "auto":
+        path = Path(address)
+    return _configured(path)
+
+
+def _configured(path: Path) -> KubeApi:
+    """As kubectl's file says, by a token or a certificate."""
+    try:
+        said = yaml.safe_load(path.read_text("utf-8"))
+        chosen = _named(said["contexts"], said["current-context"])["context"]
+        cluster = _named(said["clusters"], chosen["cluster"])["cluster"]
+        user = _named(said["users"], chosen["user"])["user"]
+        url = str(cluster["server"])
+    except OSError as error:
+        raise InputError("--cluster", f"{path} cannot be read; name a kubeconfig, or a URL") from error
+    except (yaml.YAMLError, UnicodeDecodeError, KeyError, TypeError, StopIteration) as error:
+        raise InputError("--cluster", f"{path} is no kubeconfig with a current context") from error
+    if "exec" in user or "auth-provider" in user:
+        raise InputError(
+            "--cluster",
+            "its user logs in by a program; run `kubectl proxy`, and say --cluster http://127.0.0.1:8001",
+        )
+    tls = None
+    if url.startswith("https://"):
+        tls = ssl.create_default_context(cadata=_data(cluster, "certificate-authority") or None)
+        if certificate := _data(user, "client-certificate"):
+            _load(tls, certificate, _data(user, "client-key"))
+    token = str(user.get("token", ""))
+    return KubeApi(url, lambda: token, tls)
+
+
+def _named(entries: list[Json], name: str) -> Json:
+    return next(each for each in entries if each["name"] == name)
+
+
+def _data(entry: Json, name: str) -> str:
+    """A file that is in the configuration, or that it names."""
+    if f"{name}-data" in entry:
+        return base64.b64decode(entry[f"{name}-data"]).decode()
+    return Path(entry[name]).read_text("utf-8") if name in entry else ""
+
+
+def _load(tls: ssl.SSLContext, certificate: str, key: str) -> None:
+    """Python takes these from files only."""
+    with tempfile.TemporaryDirectory() as folder:
+        paths = [Path(folder) / name for name in ("certificate", "key")]
+        for path, text in zip(paths, (certificate, key), strict=True):
+            with open(os.open(path, os.O_WRONLY | os.O_CREAT, 0o600), "w") as file:
+                file.write(text)
+        tls.load_cert_chain(str(paths[0]), str(paths[1]))

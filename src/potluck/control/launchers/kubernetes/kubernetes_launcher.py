@@ -1,0 +1,380 @@
+"""A launcher over a cluster's API server: each engine is a pod of its own.
+
+Not a Deployment or StatefulSet: those choose for themselves which pod goes when there are to be fewer, and start
+again what died where it was. Here the Brain says which replica is emptied, and the controller compares wanted with
+started; a second one beneath it would only be in its way. More copies are more pods, fewer are fewer.
+
+Kubernetes gives a silent node 40 s, and its pods five minutes more. Here engines are asked themselves at every look;
+one that was ready and has not answered for LOST_S is dead, and its node gets nothing for a while.
+"""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import hmac
+import time
+from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from potluck.control.cluster import ClusterNode, Spellings
+from potluck.control.control_values import EngineSpec
+from potluck.control.launchers.engine_command import EngineCommands
+from potluck.control.launchers.kubernetes.kube_api import ApiRefused, ApiUnreachable, KubeApi
+from potluck.control.launchers.kubernetes.kube_nodes import (
+    cluster_nodes,
+    elsewhere_than,
+    is_cordoned,
+    is_ready,
+    spelled_there,
+)
+from potluck.control.launchers.kubernetes.object_cache import ObjectCache
+from potluck.control.launchers.kubernetes.pipeline_pods import (
+    STAGE_PORT,
+    over_machines,
+    with_addresses,
+    worker_container,
+    worker_names,
+    workers_of,
+)
+from potluck.control.launchers.kubernetes.pods import (
+    GRACE_S,
+    Manifest,
+    ManifestOptions,
+    engine_container,
+    pod_template,
+)
+from potluck.control.launchers.launcher import EngineSighting, NodeNews, Place
+from potluck.control.launchers.ports import healthy
+from potluck.core.errors import CapacityError, PotluckError
+
+PORT, KV_PORT = 8100, 9100
+LOST_S = 5.0
+"""Without an answer for so long, an engine that was ready is dead."""
+BAN_S = 60.0
+"""For so long a node whose engine fell silent gets nothing; Kubernetes has made up its mind by then."""
+PLACE_S = 120.0
+"""In which a node must be found, and its image."""
+FRESH_S = 10.0
+"""In which a pod that was made must be seen."""
+ASKERS = 8
+OWNER = "potluck/owner"
+
+
+@dataclass(frozen=True, slots=True)
+class KubernetesOptions:
+    """What engines of a cluster are started with."""
+
+    maker: EngineCommands
+    spellings: Spellings
+    cluster: ManifestOptions
+    key: str
+
+
+class KubernetesLauncher:
+    """`owner` is the controller's mark, the same after a restart. Used from one thread."""
+
+    def __init__(
+        self,
+        api: KubeApi,
+        terms: KubernetesOptions,
+        folder: Path,
+        owner: str,
+        clock: Callable[[], float] = time.monotonic,
+        lost_s: float = LOST_S,
+    ) -> None:
+        self._api, self._terms, self._folder, self._clock, self._lost_s = api, terms, folder, clock, lost_s
+        self._mark = hashlib.sha256(owner.encode()).hexdigest()[:16]
+        self._cluster = replace(terms.cluster, secret=f"potluck-{self._mark}")
+        self._path = f"/api/v1/namespaces/{terms.cluster.namespace}"
+        self._pods = ObjectCache(api, f"{self._path}/pods", f"{OWNER}={self._mark}")
+        self._nodes = ObjectCache(api, "/api/v1/nodes")
+        self._heard_s: dict[str, float] = {}
+        """When each engine that was ready last answered."""
+        self._made_s: dict[str, float] = {}
+        self._ending: set[str] = set()
+        self._silent: dict[str, float] = {}
+        self._known: dict[str, bool] = {}
+        """Nodes, and whether they were cordoned, at the last look."""
+        self._news: list[NodeNews] = []
+        self._askers = ThreadPoolExecutor(ASKERS, thread_name_prefix="potluck-ask")
+        if not (self._pods.wait(30.0) and self._nodes.wait(30.0)):
+            problem = self._pods.problem or self._nodes.problem or "it does not answer"
+            raise CapacityError(f"--on: kubernetes: {problem}")
+
+    def log_of(self, name: str) -> Path:
+        return self._folder / f"{name}.log"
+
+    def there(self) -> tuple[ClusterNode, ...]:
+        """The cluster as it is now."""
+        labels = (self._cluster.gpu_label, self._cluster.region_label)
+        return cluster_nodes(self._nodes.now().values(), *labels, silent=self._silent)
+
+    # Starting.
+
+    def start(self, name: str, make: EngineSpec) -> Place:
+        nodes = [node for stage in make.layout.stages for node in stage.nodes]
+        there = self.there()
+        gpus = [self._gpu_of(node.node, there) for node in nodes]
+        region = make.region if any(node.region for node in there) else ""
+        maker = replace(self._terms.maker, host="$(POD_IP)")
+        # The image has its own Python; what comes behind it is the same everywhere.
+        words = ["potluck", *maker.command(make, PORT, KV_PORT)[3:]]
+        at = words.index("--json") + 1
+        words[at:at] = ["--api-key-file", "/etc/potluck/engine.key"]
+        place: Place = {"pod": pod_name_of(name), "namespace": self._cluster.namespace}
+        first: tuple[str, str] = (gpus[0], region)
+        if len(nodes) == 1:
+            engine = engine_container(words, (PORT, KV_PORT), nodes[0].tp, self._cluster)
+            self._create([self._pod(str(place["pod"]), "engine", first, engine, "Never")])
+            return place
+        names = worker_names(str(place["pod"]), make)
+        engine = engine_container(over_machines(words, make), (PORT, KV_PORT), 0, self._cluster)
+        lead = self._pod(str(place["pod"]), "engine", first, engine, "Never")
+        workers = [
+            self._pod(
+                each, "worker", (gpu, region), worker_container(STAGE_PORT, node.tp, self._cluster), "Always"
+            )
+            for each, gpu, node in zip(names, gpus, nodes, strict=True)
+        ]
+        self._create(workers)
+        return {**place, "workers": names, "lead": lead}
+
+    def _gpu_of(self, node: str, there: tuple[ClusterNode, ...]) -> str:
+        """What the cluster calls a node type's GPUs."""
+        spelling = self._terms.spellings.get(node)
+        if spelling is None:
+            raise CapacityError(f"{node} is not in the spec that this service was started with")
+        return spelled_there(spelling, there)
+
+    def _create(self, pods: list[Manifest]) -> None:
+        """All of them, or none."""
+        done: list[str] = []
+        try:
+            self._keep_secret()
+            for pod in pods:
+                self._pods.put(self._api.ask("POST", f"{self._path}/pods", pod))
+                done.append(pod["metadata"]["name"])
+        except (ApiRefused, ApiUnreachable) as error:
+            for name in done:
+                self._delete(name, insist=True)
+            raise CapacityError(str(error)) from error
+        self._made_s |= dict.fromkeys(done, self._clock())
+
+    def _pod(self, name: str, part: str, on: tuple[str, str], container: Manifest, restarts: str) -> Manifest:
+        """`on` are the GPUs and the region of its node, as their labels have them."""
+        labels = {"app": "potluck", "potluck/part": part, "potluck/engine": name, OWNER: self._mark}
+        template = pod_template(labels, *on, [container], self._cluster)
+        spec = {**template["spec"], "restartPolicy": restarts, **elsewhere_than(self._silent)}
+        metadata = {"name": name, "namespace": self._cluster.namespace, "labels": labels}
+        return {"apiVersion": "v1", "kind": "Pod", "metadata": metadata, "spec": spec}
+
+    def _begin(self, place: Place, pods: Mapping[str, Manifest]) -> None:
+        """The engine's own pod, once all of its workers listen."""
+        name, names, lead = str(place.get("pod", "")), workers_of(place), place.get("lead")
+        begun = name in pods or name in self._made_s or name in self._ending
+        workers = [pods[each] for each in names if each in pods and is_ready(pods[each])]
+        if begun or not isinstance(lead, dict) or len(workers) < len(names):
+            return
+        with suppress(CapacityError):  # it is tried again at the next look
+            self._create([with_addresses(lead, [each["status"]["podIP"] for each in workers])])
+
+    def _keep_secret(self) -> None:
+        """What engines ask of whoever wants something of them."""
+        body = {
+            "apiVersion": "v1",
+            "kind": "Secret",
+            "metadata": {"name": self._cluster.secret, "labels": {OWNER: self._mark}},
+            "data": {
+                name: base64.b64encode(each.encode()).decode() for name, each in self._secrets().items()
+            },
+        }
+        try:
+            self._api.ask("POST", f"{self._path}/secrets", body)
+        except ApiRefused as error:
+            if error.status != 409:  # it is there already
+                raise
+
+    def _secrets(self) -> dict[str, str]:
+        """Files of every pod. What stages know follows from the key, so that it is the same after a restart."""
+        stages = hmac.new(self._terms.key.encode(), b"stages of pipelines", hashlib.sha256).hexdigest()
+        return {"engine.key": self._terms.key, "pipeline.secret": stages}
+
+    # Looking.
+
+    def look(self, places: dict[str, Place]) -> tuple[EngineSighting, ...]:
+        if self._pods.problem:
+            return ()  # nobody knows; all stays as it was
+        now_s = self._clock()
+        pods = self._pods.now()
+        for place in places.values():
+            self._begin(place, pods)
+        self._ask_engines(pods, now_s)
+        self._look_at_nodes(pods, places, now_s)
+        found = tuple(self._seen(name, place, pods, now_s) for name, place in places.items())
+        known = {each for place in places.values() for each in (place.get("pod"), *workers_of(place))}
+        for name in pods.keys() - known:
+            # Started, and never written down: nobody counts on it.
+            self._delete(name)
+        return found
+
+    def _ask_engines(self, pods: Mapping[str, Manifest], now_s: float) -> None:
+        engines = {name: pod for name, pod in pods.items() if part_of(pod) == "engine"}
+        ready = [name for name, pod in engines.items() if is_ready(pod) or name in self._heard_s]
+        for name, well in zip(
+            ready, self._askers.map(lambda each: healthy(url_of(pods[each])), ready), strict=True
+        ):
+            if well:
+                self._heard_s[name] = now_s
+                self._silent.pop(node_of(pods[name]), None)
+            else:
+                self._heard_s.setdefault(name, now_s)
+
+    def _seen(self, name: str, place: Place, pods: Mapping[str, Manifest], now_s: float) -> EngineSighting:
+        pod_name = str(place.get("pod", ""))
+        pod = pods.get(pod_name)
+        lame = self._lame(place, pods, now_s)
+        if lame:
+            for each in (pod_name, *workers_of(place)):
+                self._delete(each, insist=True)
+            return EngineSighting(name, "dead", problem=lame)
+        if pod is None and workers_of(place) and pod_name not in self._made_s:
+            return EngineSighting(name, "starting")
+        if pod is None:
+            asked = pod_name in self._ending
+            if not asked and now_s - self._made_s.get(pod_name, -FRESH_S) < FRESH_S:
+                return EngineSighting(name, "starting")
+            self._forget(pod_name)
+            return EngineSighting(name, "dead", problem="was asked to end" if asked else "its pod is gone")
+        problem = self._problem(pod, now_s)
+        if problem:
+            self._keep_log(name, pod_name)
+            self._delete(pod_name, insist=True)
+            return EngineSighting(name, "dead", problem=problem)
+        return EngineSighting(name, "up", url_of(pod)) if is_ready(pod) else EngineSighting(name, "starting")
+
+    def _lame(self, place: Place, pods: Mapping[str, Manifest], now_s: float) -> str:
+        """Which of its workers an engine has lost for good; they are gone together."""
+        for name in workers_of(place):
+            pod = pods.get(name)
+            if pod is None and now_s - self._made_s.get(name, -FRESH_S) >= FRESH_S:
+                return f"its worker {name} is gone"
+            problem = self._problem(pod, now_s) if pod is not None else ""
+            if problem:
+                return f"its worker {name}: {problem}"
+        return ""
+
+    def _problem(self, pod: Manifest, now_s: float) -> str:
+        """Why a pod's engine is dead; empty where it is not."""
+        name, status = pod["metadata"]["name"], pod.get("status", {})
+        if status.get("phase") in ("Failed", "Succeeded"):
+            return "was asked to end" if name in self._ending else last_state(status)
+        heard_s = self._heard_s.get(name)
+        if heard_s is not None and now_s - heard_s > self._lost_s:
+            node = node_of(pod)
+            if node not in self._silent:
+                self._silent[node] = now_s
+                why = f"its engine {name} has not answered for {now_s - heard_s:.1f} s"
+                self._news.append(NodeNews("gone", node, why))
+            return f"has not answered for {now_s - heard_s:.1f} s, on {node}"
+        if heard_s is None and now_s - self._made_s.setdefault(name, now_s) > PLACE_S and not node_of(pod):
+            return f"no node was found within {PLACE_S:g} s: {unplaced(status)}"
+        return ""
+
+    def _look_at_nodes(self, pods: Mapping[str, Manifest], places: dict[str, Place], now_s: float) -> None:
+        self._silent = {node: at_s for node, at_s in self._silent.items() if now_s - at_s < BAN_S}
+        nodes = self._nodes.now()
+        engines = {
+            each: name for name, place in places.items() for each in (place.get("pod"), *workers_of(place))
+        }
+        for name, node in nodes.items():
+            if is_cordoned(node) and not self._known.get(name):
+                here = tuple(
+                    engines[pod] for pod, each in pods.items() if node_of(each) == name and pod in engines
+                )
+                why = "it is cordoned; its engines are emptied"
+                self._news.append(NodeNews("notice", name, why, float(GRACE_S), here))
+        for name in sorted(self._known.keys() - nodes.keys()):
+            self._news.append(NodeNews("gone", name, "it left the cluster"))
+        for name in sorted(nodes.keys() - self._known.keys()) if self._known else ():
+            self._news.append(NodeNews("came", name, "it joined the cluster"))
+        self._known = {name: is_cordoned(node) for name, node in nodes.items()}
+
+    def _keep_log(self, name: str, pod: str) -> None:
+        """Its last words, before it is deleted."""
+        with suppress(PotluckError, OSError):
+            said = self._api.text(f"{self._path}/pods/{pod}/log", tailLines=200)
+            self.log_of(name).parent.mkdir(parents=True, exist_ok=True)
+            self.log_of(name).write_text(said, encoding="utf-8")
+
+    # Ending.
+
+    def stop(self, name: str, place: Place) -> None:
+        pod = str(place.get("pod", ""))
+        if pod and pod not in self._ending:
+            self._ending.add(pod)
+            self._delete(pod)
+
+    def kill(self, name: str, place: Place) -> None:
+        if place.get("pod"):
+            self._delete(str(place["pod"]), insist=True)
+
+    def _delete(self, pod: str, insist: bool = False) -> None:
+        """Kubernetes lets it drain, or with insistence forgets it at once; what fails is tried at the next look."""
+        grace = 0 if insist else GRACE_S
+        with suppress(ApiRefused, ApiUnreachable):
+            self._api.ask("DELETE", f"{self._path}/pods/{pod}", None, gracePeriodSeconds=grace)
+
+    def _forget(self, pod: str) -> None:
+        self._ending.discard(pod)
+        self._heard_s.pop(pod, None)
+        self._made_s.pop(pod, None)
+
+    def news(self) -> tuple[NodeNews, ...]:
+        found, self._news = tuple(self._news), []
+        return found
+
+    def close(self) -> None:
+        for mirror in (self._pods, self._nodes):
+            mirror.close()
+        self._askers.shutdown(wait=False)
+
+
+def pod_name_of(name: str) -> str:
+    """As a name in DNS; the end of an engine's name tells it from all others."""
+    plain = "".join(letter if letter.isalnum() and letter.isascii() else "-" for letter in name.lower())
+    return plain[-50:].strip("-")
+
+
+def url_of(pod: Manifest) -> str:
+    return f"http://{pod.get('status', {}).get('podIP', '')}:{PORT}"
+
+
+def part_of(pod: Manifest) -> str:
+    return str(pod["metadata"].get("labels", {}).get("potluck/part"))
+
+
+def node_of(pod: Mapping[str, Any]) -> str:
+    return str(pod.get("spec", {}).get("nodeName") or "")
+
+
+def last_state(status: Mapping[str, Any]) -> str:
+    """Why a pod's container ended, in one line."""
+    for each in status.get("containerStatuses", ()):
+        ended = each.get("state", {}).get("terminated")
+        if ended:
+            said = " ".join(str(ended.get("message") or ended.get("reason") or "").split())[-300:]
+            return f"ended with {ended.get('exitCode')}: {said or 'it printed nothing'}"
+    return str(status.get("message") or status.get("reason") or "ended and printed nothing")
+
+
+def unplaced(status: Mapping[str, Any]) -> str:
+    """What the scheduler says."""
+    for each in status.get("conditions", ()):
+        if each.get("type") == "PodScheduled" and each.get("status") != "True":
+            return str(each.get("message") or each.get("reason") or "no reason was given")
+    return "no reason was given"

@@ -1,0 +1,161 @@
+"""Engines as processes of this machine. They outlive the controller: one that comes back finds them."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+from potluck.control.control_values import EngineSpec
+from potluck.control.launchers.engine_command import EngineCommands, nodes_of
+from potluck.control.launchers.fork_server_client import ForkServer
+from potluck.control.launchers.launcher import EngineSighting, NodeNews, Place
+from potluck.control.launchers.local_gpus import VISIBLE
+from potluck.control.launchers.memory_check import Free, free_bytes, must_have_room
+from potluck.control.launchers.ports import Ports, healthy
+from potluck.control.launchers.process import (
+    ProcessId,
+    alive,
+    end,
+    last_words,
+    marked,
+    parent_of,
+    rotate,
+    spawn,
+    stands_still,
+    title_of,
+)
+from potluck.core.errors import CapacityError
+
+NAME_MARK, OWNER_MARK, FORK_MARK = "POTLUCK_INSTANCE", "POTLUCK_OWNER", "POTLUCK_NURSERY"
+FORKED_TITLE = "potluck-engine"
+GRACE_S = 15.0
+"""From asking a process to end to making it."""
+
+
+class LocalLauncher:
+    """`owner` is this controller's mark, the same after a restart: the path of its state file, say."""
+
+    def __init__(
+        self,
+        maker: EngineCommands,
+        folder: Path,
+        owner: str,
+        clock: Callable[[], float] = time.monotonic,
+        free: Free = free_bytes,
+        fork_server: ForkServer | None = None,
+    ) -> None:
+        self._maker, self._folder, self._owner, self._clock = maker, folder, owner, clock
+        self._free, self._nursery = free, fork_server
+        self._ports = Ports(maker.host, clock)
+        self._ending: dict[str, float] = {}
+        """Who was asked to end, and when."""
+        self._chips: dict[str, str] = {}
+        """Which GPUs each engine has, with commas between."""
+
+    def log_of(self, name: str) -> Path:
+        return self._folder / f"{name}.log"
+
+    def start(self, name: str, make: EngineSpec) -> Place:
+        gpu = self._maker.style == "gpu"
+        must_have_room(self._maker.style, len(nodes_of(make)) if gpu else 1, self._free)
+        port, kv_port = self._ports.free(), self._ports.free(self._maker.workers(make))
+        command = self._maker.command(make, port, kv_port)
+        marks, log = {NAME_MARK: name, OWNER_MARK: self._owner}, self.log_of(name)
+        chip = self._chips_for(make)
+        if chip:
+            self._chips[name], marks[VISIBLE] = chip, chip
+        pid = None if self._nursery is None else self._nursery.fork(command[3:], log)
+        if pid is None:
+            pid = spawn(command, marks, log)
+        return {
+            "pid": pid.number,
+            "started": pid.started,
+            "url": f"http://{self._maker.host}:{port}",
+            **({"chip": chip} if chip else {}),
+        }
+
+    def _chips_for(self, make: EngineSpec) -> str:
+        """A GPU of the right kind for each of an engine's workers that no other engine has, in their order."""
+        taken = {chip for chips in self._chips.values() for chip in chips.split(",")}
+        found: list[str] = []
+        for node in self._maker.chips_for(make):
+            mine = [chip for kind, chip in self._maker.chips if kind == node]
+            free = [chip for chip in mine if chip not in taken]
+            if not free:
+                raise CapacityError(f"all {len(mine)} GPUs of type {node} on this machine are in use")
+            found.append(free[0])
+            taken.add(free[0])
+        return ",".join(found)
+
+    def look(self, places: dict[str, Place]) -> tuple[EngineSighting, ...]:
+        found = [self._seen(name, place) for name, place in places.items()]
+        known = {place.get("pid") for place in places.values()}
+        for pid in engines_of(self._owner):
+            if pid.number not in known:
+                # Started, and never written down: nobody counts on it.
+                end(pid)
+        self._insist(places)
+        lost = {seen.name for seen in found if seen.state == "dead"}
+        self._chips = {
+            name: str(place["chip"])
+            for name, place in places.items()
+            if place.get("chip") and name not in lost
+        }
+        return tuple(found)
+
+    def _seen(self, name: str, place: Place) -> EngineSighting:
+        pid = _pid(place)
+        log = self.log_of(name)
+        if pid is None:
+            return EngineSighting(name, "dead", problem="was never started")
+        if not alive(pid):
+            asked = self._ending.pop(name, None) is not None
+            problem = "was asked to end" if asked else last_words(log) or "ended and printed nothing"
+            return EngineSighting(name, "dead", problem=problem)
+        rotate(log)
+        url = str(place.get("url", ""))
+        if stands_still(pid):  # it is not waited for
+            return EngineSighting(name, "starting", stands_still=True)
+        return EngineSighting(name, "up", url) if healthy(url) else EngineSighting(name, "starting")
+
+    def stop(self, name: str, place: Place) -> None:
+        pid = _pid(place)
+        if pid is not None and name not in self._ending:
+            self._ending[name] = self._clock()
+            end(pid)
+
+    def kill(self, name: str, place: Place) -> None:
+        pid = _pid(place)
+        if pid is not None:
+            self._chips.pop(name, None)  # the one in its place has them
+            end(pid, insist=True)
+
+    def _insist(self, places: dict[str, Place]) -> None:
+        for name, asked_s in list(self._ending.items()):
+            pid = _pid(places.get(name, {}))
+            if pid is None or not alive(pid):
+                del self._ending[name]
+            elif self._clock() - asked_s > GRACE_S:
+                end(pid, insist=True)
+
+    def news(self) -> tuple[NodeNews, ...]:
+        return ()
+
+
+def engines_of(owner: str) -> Iterator[ProcessId]:
+    """Engines that bear this mark, whether anybody wrote them down or not; and workers that outlived theirs."""
+    found = [
+        pid
+        for pid, variables in marked(OWNER_MARK, owner)
+        # One that was forked has its nursery's variables, and a title of its own.
+        if NAME_MARK in variables or (FORK_MARK in variables and title_of(pid) == FORKED_TITLE)
+    ]
+    # Workers of a pipeline have their engine's variables, and end with it.
+    engines = {pid.number for pid in found}
+    yield from (pid for pid in found if parent_of(pid) not in engines)
+
+
+def _pid(place: Place) -> ProcessId | None:
+    number, started = place.get("pid"), place.get("started")
+    return ProcessId(number, started) if isinstance(number, int) and isinstance(started, int) else None

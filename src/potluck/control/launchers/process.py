@@ -1,0 +1,190 @@
+"""Processes of this machine: started so that they outlive us, recognised again, ended.
+
+A process is known by its number and by when it started, as numbers are used again. Those that are started here carry
+a mark in their environment, so that a controller that died between starting one and writing that down finds it.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import signal
+import subprocess
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+from potluck.core.errors import CapacityError
+
+PROC = Path("/proc")
+START_FIELD = 19
+"""Of /proc/PID/stat, counted behind the name in brackets: when it started, in ticks since the machine did."""
+LARGEST_LOG_BYTES = 10_000_000
+DEATH_SIGNAL = 1
+"""prctl's PR_SET_PDEATHSIG."""
+
+
+@dataclass(frozen=True, slots=True)
+class ProcessId:
+    """One process, and no other that gets its number later."""
+
+    number: int
+    started: int
+
+
+def spawn(
+    command: Sequence[str],
+    marks: Mapping[str, str],
+    log: Path,
+    *,
+    told: str = "",
+    with_us: bool = False,
+    files: Sequence[int] = (),
+) -> ProcessId:
+    """Start a process in a session of its own; what it prints goes to the end of a file, it reads what it is `told`.
+    It outlives us, unless it is to end `with_us`; it gets these `files` of ours."""
+    try:
+        log.parent.mkdir(parents=True, exist_ok=True)
+        out = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+    except OSError as error:
+        raise CapacityError(f"{log} cannot be written ({error.strerror or error})") from error
+    try:
+        made = subprocess.Popen(
+            command,
+            stdin=subprocess.PIPE if told else subprocess.DEVNULL,
+            stdout=out,
+            stderr=out,
+            env={**os.environ, **marks},
+            start_new_session=True,
+            close_fds=True,
+            pass_fds=files,
+            preexec_fn=_end_with_parent if with_us else None,
+        )
+        if made.stdin is not None:
+            with suppress(BrokenPipeError), made.stdin:
+                made.stdin.write(told.encode())
+    except OSError as error:
+        raise CapacityError(f"{command[0]} could not be started ({error.strerror or error})") from error
+    finally:
+        os.close(out)
+    # Whether it lives is read from /proc, also by those who are not its parent; so nobody waits for it here.
+    made.returncode = 0
+    return ProcessId(made.pid, started_at(made.pid) or 0)
+
+
+def _end_with_parent() -> None:
+    """Where the system can do that (Linux): killed when the thread that started it is no more."""
+    with suppress(OSError, AttributeError):
+        ctypes.CDLL(None).prctl(DEATH_SIGNAL, signal.SIGKILL)
+    with suppress(OSError):  # Ray's own processes stand back behind all others; an engine must not
+        os.setpriority(os.PRIO_PROCESS, 0, 0)
+
+
+def _stat(number: int) -> list[str]:
+    """What /proc says of a process, from its state on; nothing where it is gone."""
+    try:
+        text = (PROC / str(number) / "stat").read_text()
+    except OSError:
+        return []
+    return text[text.rindex(")") + 2 :].split()
+
+
+def started_at(number: int) -> int | None:
+    """When a process started; None when there is none, or only what is left of one."""
+    fields = _stat(number)
+    return None if not fields or fields[0] in ("Z", "X") else int(fields[START_FIELD])
+
+
+def stands_still(pid: ProcessId) -> bool:
+    """Whether somebody stopped it (SIGSTOP)."""
+    return _stat(pid.number)[:1] == ["T"]
+
+
+def parent_of(pid: ProcessId) -> int:
+    """The number of the process that started it; 0 where it is gone."""
+    fields = _stat(pid.number)
+    return int(fields[1]) if fields else 0
+
+
+def title_of(pid: ProcessId) -> str:
+    """What the system calls a process."""
+    try:
+        return (PROC / str(pid.number) / "comm").read_text().strip()
+    except OSError:
+        return ""
+
+
+def alive(pid: ProcessId) -> bool:
+    _reap(pid.number)
+    return started_at(pid.number) == pid.started
+
+
+def _reap(number: int) -> None:
+    """Our own children leave something behind when they end, until somebody asks."""
+    try:
+        os.waitpid(number, os.WNOHANG)
+    except (ChildProcessError, OSError):
+        return
+
+
+def end(pid: ProcessId, *, insist: bool = False) -> None:
+    """Ask a process to end, or make it; its own children too, as it has a session of its own."""
+    if not alive(pid):
+        return
+    try:
+        if insist:  # that ends one that was stopped as well
+            os.killpg(pid.number, signal.SIGKILL)
+        else:
+            os.kill(pid.number, signal.SIGCONT)
+            os.kill(pid.number, signal.SIGTERM)
+    except (ProcessLookupError, PermissionError):
+        return
+
+
+def marked(name: str, value: str) -> Iterator[tuple[ProcessId, dict[str, str]]]:
+    """Processes of ours whose environment has this, each with all of its own."""
+    wanted = f"{name}={value}".encode()
+    for folder in PROC.iterdir():
+        if not folder.name.isdecimal():
+            continue
+        try:
+            variables = (folder / "environ").read_bytes().split(b"\0")
+        except OSError:
+            continue
+        if wanted not in variables:
+            continue
+        started = started_at(int(folder.name))
+        # Only the first of a session was started by us; the others are its children.
+        if started is None or os.getsid(int(folder.name)) != int(folder.name):
+            continue
+        pairs = (each.decode("utf-8", "replace").partition("=") for each in variables if b"=" in each)
+        yield ProcessId(int(folder.name), started), {key: text for key, _, text in pairs}
+
+
+def last_words(log: Path, most: int = 2000) -> str:
+    """The last line that a process printed, for whoever asks why it ended."""
+    lines = last_lines(log, 1, most)
+    return " ".join(lines[-1].split()).removeprefix("potluck: error: ")[:300] if lines else ""
+
+
+def last_lines(log: Path, count: int, most_bytes: int = 8000) -> list[str]:
+    """The end of what a process printed; nothing where it printed nothing."""
+    try:
+        with log.open("rb") as file:
+            file.seek(max(0, file.seek(0, os.SEEK_END) - most_bytes))
+            return file.read().decode("utf-8", "replace").strip().splitlines()[-count:]
+    except OSError:
+        return []
+
+
+def rotate(log: Path, largest_bytes: int = LARGEST_LOG_BYTES) -> None:
+    """Keep a log from growing for ever: what it has goes to NAME.1, and whoever writes goes on at its start."""
+    try:
+        if log.stat().st_size <= largest_bytes:
+            return
+        with log.open("rb+") as file:
+            (log.with_name(f"{log.name}.1")).write_bytes(file.read())
+            file.truncate(0)
+    except OSError:
+        return

@@ -1,0 +1,357 @@
+"""The whole system on one machine: a gateway, engines, and the controller that looks after both.
+
+The controller runs in this process; gateway and engines are processes that outlive it. So one that was killed and is
+started again over the same state finds them serving, and carries on.
+"""
+
+from __future__ import annotations
+
+import http.client
+import json
+import os
+import secrets
+import sys
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from potluck.control.atomic_files import written
+from potluck.control.controller import Controller, ControllerTurn
+from potluck.control.decision_history import history_of
+from potluck.control.gateway_client import GatewayClient
+from potluck.control.held_sockets import HeldSockets, hands_over, takeover_in
+from potluck.control.launchers.engine_command import EngineCommands
+from potluck.control.launchers.fork_server_client import ForkServer
+from potluck.control.launchers.launcher import Launcher
+from potluck.control.launchers.local_launcher import FORK_MARK, OWNER_MARK, LocalLauncher
+from potluck.control.launchers.memory_check import GATEWAY_BYTES, must_have_room
+from potluck.control.launchers.ports import free_port, must_be_free, next_free, taken
+from potluck.control.launchers.process import ProcessId, alive, end, last_words, marked, rotate, started_at
+from potluck.control.manual_changes import is_by_hand
+from potluck.control.market import MarketSource
+from potluck.control.plan_requests import Planner
+from potluck.control.reconciler import START_S
+from potluck.control.restart_gateway import GATEWAY_MARK, LOOPBACK, launched
+from potluck.control.shutdown import DRAIN_S, INSIST_S, living, owner_of, stop_all, wait
+from potluck.control.store.lease import Lease
+from potluck.control.store.state_store import StateStore
+from potluck.control.store.stored_keys import KEY_FILE, is_open, publish_keys
+from potluck.control.store.stored_usage import USAGE_FILE
+from potluck.core.errors import CapacityError, InputError, PotluckError
+from potluck.core.values.plan import Plan, mark_of, plan_to_json
+
+TURN_S = 0.5
+GATEWAY_S = 90.0
+"""In which a gateway must listen."""
+USUAL_PORT = 8000
+"""Where clients ask unless told; operators and the page have the next one. `potluck serve` has the same."""
+PORT_TRIES = 3
+FORKED = ("emulated", "pretended")
+"""Styles of engines that share what they loaded."""
+
+
+@dataclass(frozen=True, slots=True)
+class LocalStackSettings:
+    folder: Path
+    """Where the state, the logs and the plan lie."""
+    spec: Path
+    port: int | None = None
+    """Where clients ask; 0: any free one; None: the usual one, or the next that is free."""
+    maker: EngineCommands = field(default_factory=EngineCommands)
+    gateway: tuple[str, ...] = ()
+    """Further words for `potluck serve`."""
+    advise: bool = False
+    market: MarketSource | None = None
+    """Prices and nodes, where somebody says."""
+    start_s: float = START_S
+    """In which an engine must be ready; then another is tried."""
+    profiles: tuple[Path, ...] = ()
+    """Step times that were measured."""
+    launcher: Launcher | None = None
+    """Who starts engines elsewhere; None: they are processes of this machine."""
+    host: str = LOOPBACK
+    """Where the gateway listens."""
+    why: str = "potluck up"
+    """The reason for the plan that is begun with."""
+    held: HeldSockets = field(default_factory=HeldSockets)
+    """The gateway's listening sockets, where an earlier controller had them."""
+
+
+class LocalStack:
+    """Made once per process. `planner` answers the Brain when it asks for another plan; engines are forked from the
+    `nursery` where there is one."""
+
+    def __init__(
+        self,
+        settings: LocalStackSettings,
+        plan: Plan,
+        planner: Planner | None = None,
+        fork_server: ForkServer | None = None,
+    ) -> None:
+        self._settings, self._nursery = settings, fork_server
+        self.folder = settings.folder
+        self.store = StateStore(self.folder / "state.db")
+        self._lease = Lease(self.store)
+        if not self._lease.inherit():
+            raise InputError(
+                "--state", f"{self.folder}: another controller runs it; `potluck status` shows it"
+            )
+        self.launcher: Launcher = settings.launcher or LocalLauncher(
+            settings.maker, self.folder / "logs", owner_of(self.store), fork_server=fork_server
+        )
+        self.store.set("controller", {"pid": os.getpid(), "started": started_at(os.getpid())})
+        profiles = [str(path) for path in settings.profiles]
+        files = {"path": str(settings.spec), "profiles": profiles, "style": settings.maker.style}
+        self.store.set("spec files", files)
+        self.plan = self._chosen(plan)
+        self._plan_file = self.folder / "plan.json"
+        self._takeover = takeover_in(self.folder)
+        self._held = settings.held
+        self._told = False
+        """Whether somebody was told that they are held."""
+        self.key_file = self._secret("admin.key")
+        self.client = GatewayClient("", self.key_file.read_text("utf-8"))
+        self.controller = Controller(
+            self.store,
+            self._lease,
+            self.launcher,
+            self.client,
+            planner,
+            market=settings.market,
+            advise=settings.advise,
+            start_s=settings.start_s,
+        )
+        self.url = ""
+        self.fresh = False
+        """Whether the gateway was started by this very controller."""
+        self.said: list[str] = []
+        """What somebody should hear of, beside what the state has."""
+
+    def _secret(self, name: str) -> Path:
+        """A file with something that nobody can guess, the same as long as the state."""
+        path = self.folder / name
+        if not path.exists():
+            written(path, secrets.token_urlsafe(32))
+        return path
+
+    @property
+    def keyed(self) -> bool:
+        """Whether clients must show a key."""
+        return not is_open(self.store)
+
+    def must_have_room(self) -> None:
+        """Refuse at once what this machine has no memory for, rather than engine by engine."""
+        if self._settings.launcher is not None:
+            return
+        style = self._settings.maker.style
+        planned = sum(
+            each.count * (sum(replica.layout.node_counts.values()) if style == "gpu" else 1)
+            for each in self.plan.deployments
+            for replica in self.plan.template(each.template).replicas
+        )
+        there = sum(
+            str(place.get("chip", "")).count(",") + 1
+            for place in self.store.places().values()
+            if living(place)
+        )
+        more = 0 if living(self.store.get("gateway")) else GATEWAY_BYTES
+        forked = self._nursery is not None and style == "emulated"
+        must_have_room("forked" if forked else style, planned - there, more_bytes=more)
+
+    def _chosen(self, plan: Plan) -> Plan:
+        """The plan that was made, unless a gateway serves one for this spec, or one that somebody made by hand."""
+        newest = self.store.plan()
+        spec = self._settings.spec
+        mark = mark_of(spec.read_text("utf-8")) if spec.is_file() else ""
+        same = self.store.get("spec") == mark
+        self.store.set("spec", mark)
+        if newest is not None and living(self.store.get("gateway")) and (same or is_by_hand(newest)):
+            self.store.note(time.time(), "plan", f"version {newest.version} stays", "its gateway serves it")
+            return newest.plan
+        if newest is not None and is_by_hand(newest):
+            self.store.note(
+                time.time(), "plan", f"version {newest.version}, made by hand, goes", "potluck up"
+            )
+        if newest is None or newest.plan != plan:
+            self.store.add_plan(plan, time.time(), self._settings.why)
+        return plan
+
+    # The gateway.
+
+    def open(self) -> None:
+        """Find the gateway that is there, or start one."""
+        place = self.store.get("gateway") or {}
+        if not living(place):
+            if not self._kept(place):
+                self._end_forgotten()
+                self._held.close()
+            place = self._started(place)
+            self.fresh = True
+        self.url, self.client.url = str(place["url"]), str(place["admin"])
+        if not self._told and (self._held or self._held.fetch(self._takeover)):
+            self._told = True
+            self._held.give(self.folder)
+
+    def _kept(self, before: Mapping[str, object]) -> bool:
+        """Whether the ports of the gateway that was here are held, by us or by whoever outlived its supervisor."""
+        if before.get("port") is None or self._settings.port not in (None, 0, before["port"]):
+            return False
+        return bool(self._held) or hands_over(self._takeover)
+
+    def _started(self, before: Mapping[str, object]) -> dict[str, object]:
+        """A gateway. Where nobody said which ports, others are tried if somebody was quicker to take them."""
+        if self._kept(before):
+            return self._start_gateway(int(str(before["port"])), int(str(before["admin"]).rpartition(":")[2]))
+        for left in reversed(range(PORT_TRIES)):
+            port = self._port(before)
+            admin = self._admin_port(port, before)
+            try:
+                return self._start_gateway(port, admin)
+            except CapacityError:
+                if not left or self._settings.port or not (taken(port) or taken(admin)):
+                    raise
+        raise AssertionError("the last try raised")
+
+    def _end_forgotten(self) -> None:
+        """A gateway of this folder that the state knows nothing of (it was damaged, say) holds the port."""
+        for pid, _ in marked(GATEWAY_MARK, str(self.folder.resolve())):
+            self.store.note(time.time(), "gateway", f"process {pid.number} is stopped", "the state lost it")
+            end(pid)
+            if wait([pid], DRAIN_S):
+                end(pid, insist=True)
+                wait([pid], INSIST_S)
+
+    def _port(self, before: Mapping[str, object]) -> int:
+        """Where the gateway was told to be, where it was, or where it can be."""
+        told, known = self._settings.port, before.get("port")
+        if not told and isinstance(known, int) and (told is None or not taken(known)):
+            told = known
+        if told is None:
+            return self._next(USUAL_PORT, "port")
+        port = told or free_port()
+        must_be_free(port)
+        return port
+
+    def _admin_port(self, port: int, before: Mapping[str, object]) -> int:
+        """Where operators ask and the page is: where it was, the next to clients' port, or any where that is any."""
+        known = str(before.get("admin", "")).rpartition(":")[2]
+        if known.isdecimal() and int(known) != port and not taken(int(known)):
+            return int(known)
+        return free_port() if self._settings.port == 0 else self._next(port + 1, "the page's port")
+
+    def _next(self, wanted: int, what: str) -> int:
+        """This one or the next that is free, which is said."""
+        port = next_free(wanted)
+        if port != wanted:
+            self.said.append(f"{what} {wanted} is taken; it is {port} instead")
+        return port
+
+    def _start_gateway(self, port: int, admin: int) -> dict[str, object]:
+        newest = self.store.plan()
+        written(self._plan_file, plan_to_json(self.plan if newest is None else newest.plan))
+        publish_keys(self.store, self.folder, time.time())
+        settings = self._settings
+        command = [
+            *(sys.executable, "-m", "potluck.cli.main", "serve", str(self._plan_file), str(settings.spec)),
+            *("--host", settings.host, "--port", str(port), "--admin-port", str(admin), "--json"),
+            *("--admin-key-file", str(self.key_file), "--log", str(self.folder / "brain.log")),
+            *("--history", str(self._history()), "--usage", str(self.folder / USAGE_FILE)),
+            *("--keys", str(self.folder / KEY_FILE), "--secret-file", str(self._secret("salts.key"))),
+            *(f"--profile={path}" for path in settings.profiles),
+            *("--state", str(self.folder / "gateway"), "--takeover", str(self._takeover)),
+            f"--why={settings.why if newest is None else newest.reason}",
+            f"--plan-version={1 if newest is None else newest.version}",
+            *settings.gateway,
+        ]
+        log = self.folder / "logs" / "gateway.log"
+        place: dict[str, object] = {
+            "port": port,
+            "host": settings.host,
+            "keyed": True,
+            "url": f"http://{LOOPBACK}:{port}",
+            "admin": f"http://{LOOPBACK}:{admin}",
+        }
+        place = launched(self.folder, command, place, self._held)
+        pid = ProcessId(int(str(place["pid"])), int(str(place["started"])))
+        self.store.set("gateway", place)
+        until_s = time.monotonic() + GATEWAY_S
+        while not _answers(port, "/health"):
+            if not alive(pid):
+                raise CapacityError(f"the gateway did not start: {last_words(log) or 'it printed nothing'}")
+            if time.monotonic() > until_s:
+                end(pid, insist=True)
+                raise CapacityError(f"the gateway did not listen within {GATEWAY_S:g} s; see {log}")
+            time.sleep(0.05)
+        self.store.note(time.time(), "gateway", f"listens at {place['url']}", "it was not there")
+        return place
+
+    def _history(self) -> Path:
+        """The rates of the past, for the new gateway's forecasts."""
+        path = self.folder / "history.json"
+        written(path, json.dumps(history_of(self.store, time.time())))
+        return path
+
+    def turn(self) -> ControllerTurn:
+        """One look at everything."""
+        self.open()
+        rotate(self.folder / "logs" / "gateway.log")
+        return self.controller.turn()
+
+    @property
+    def ready(self) -> bool:
+        return _answers(int(self.url.rsplit(":", 1)[1]), "/ready")
+
+    def run(self, stopped: Callable[[], bool], seen: Callable[[ControllerTurn], None]) -> None:
+        """Look after it all until told to stop; `seen` hears of every turn."""
+        while not stopped():
+            began_s = time.monotonic()
+            seen(self.turn())
+            while not stopped() and time.monotonic() - began_s < TURN_S:
+                time.sleep(0.05)
+
+    # The end.
+
+    def down(self, within_s: float = DRAIN_S) -> int:
+        """Drain and stop everything; how many processes had to be made to end."""
+        return stop_all(self.store, "by hand", within_s, self._settings.launcher)
+
+    def running(self) -> list[str]:
+        """What lives, by name; as far as the state can still be read."""
+        try:
+            found = ["gateway"] if living(self.store.get("gateway")) else []
+            if self._settings.launcher is not None:
+                return found + [each.name for each in self.store.instances() if each.state != "dead"]
+            return found + [name for name, place in self.store.places().items() if living(place)]
+        except PotluckError:
+            return ["what was started"]
+
+    def close(self) -> None:
+        """Leave everything as it is, for a successor."""
+        if self._nursery is not None:
+            self._nursery.close()
+        self._held.close()
+        self.controller.close()
+        self.store.close()
+
+
+def nursery_of(folder: Path, style: str) -> ForkServer | None:
+    """One for the engines of this state; None where it cannot be, or they are of a style that is not forked."""
+    if style not in FORKED:
+        return None
+    marks = {OWNER_MARK: str((folder / "state.db").resolve()), FORK_MARK: "1"}
+    try:
+        return ForkServer(marks, folder / "logs" / "nursery.log", style=style)
+    except OSError:
+        return None
+
+
+def _answers(port: int, path: str) -> bool:
+    connection = http.client.HTTPConnection(LOOPBACK, port, timeout=2.0)
+    try:
+        connection.request("GET", path)
+        return connection.getresponse().status == 200
+    except (OSError, http.client.HTTPException):
+        return False
+    finally:
+        connection.close()

@@ -1,0 +1,173 @@
+"""What a person changes while the service runs, and how the controller keeps to it.
+
+Copies that were set by hand are a plan version of their own, whose reason begins with `by hand`. While that is the
+newest one the planner's plans are only advice: `potluck scale --auto` puts the planner's last one into force again. A
+replica that is drained by hand gets a fresh engine: its old one is *leaving*, is used for nothing else, and stops
+once it is free.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import replace
+from math import inf
+from typing import Any
+
+from potluck.control.store.state_store import PlanVersion, StateStore
+from potluck.core.errors import InputError, PotluckError, UnknownNameError
+from potluck.core.values.plan import Deployment, Plan, PlannedShare
+
+BY_HAND = "by hand"
+CORDONED = "cordoned"
+"""The setting that lists engines and machines that get nothing new, for a gateway that is started again."""
+LEAVING = "leaving"
+"""The setting that lists engines whose replica is drained by hand."""
+
+
+def is_by_hand(version: PlanVersion | None) -> bool:
+    return version is not None and version.reason.startswith(BY_HAND)
+
+
+def planned_last(store: StateStore) -> PlanVersion | None:
+    """The newest version that was not made by hand."""
+    number = next((each for each, reason in store.versions() if not reason.startswith(BY_HAND)), None)
+    return None if number is None else store.plan(number)
+
+
+def put_plan(
+    store: StateStore, tell: Callable[[Plan, str, int], None], plan: Plan, reason: str, now_s: float
+) -> int:
+    """Write a plan down and tell the gateway; its version. One that the gateway does not take is forgotten."""
+    version = store.add_plan(plan, now_s, reason)
+    try:
+        tell(plan, reason, version)
+    except PotluckError:
+        store.forget_plan(version)
+        raise
+    return version
+
+
+def scaled(
+    plan: Plan,
+    template: str,
+    region: str,
+    count: int,
+    usd_per_h: Mapping[str, float],
+    available: Mapping[tuple[str, str], int] | None = None,
+) -> Plan:
+    """The same plan with so many copies there; `usd_per_h` is what one costs in each region that can have it.
+
+    `available` says how many nodes there are, (region, node) to a number: what cannot be had is refused.
+    """
+    names = [each.name for each in plan.templates]
+    if template not in names:
+        raise UnknownNameError("template", template, names)
+    if region not in usd_per_h:
+        there = {name for name, _ in available or ()}
+        if region not in there:
+            raise UnknownNameError("REGION", region, sorted(there) or usd_per_h)
+        nodes = ", ".join(each.node for each in plan.template(template).nodes)
+        where = ", ".join(usd_per_h) or "no region"
+        raise InputError("REGION", f"{region} has not all that a copy needs ({nodes}); {where} has")
+    if count < 0:
+        raise InputError("COUNT", f"must not be negative, is {count}")
+    _must_be_there(plan, template, region, count, available or {})
+    rest = tuple(each for each in plan.deployments if (each.template, each.region) != (template, region))
+    before = sum(each.count for each in plan.deployments) - sum(each.count for each in rest)
+    deployments = (*rest, Deployment(template, region, count)) if count else rest
+    cost = max(0.0, plan.cost_usd_per_h + (count - before) * usd_per_h[region])
+    kept = tuple(each for each in plan.shares if (each.template, each.region) != (template, region))
+    new = tuple(
+        replace(each, rate_per_s=each.rate_per_s * count) for each in _copy_shares(plan, template, region)
+    )
+    return replace(plan, deployments=deployments, shares=kept + (new if count else ()), cost_usd_per_h=cost)
+
+
+def _must_be_there(
+    plan: Plan, template: str, region: str, count: int, available: Mapping[tuple[str, str], int]
+) -> None:
+    """Refuse more copies than there are nodes for beside the plan's others."""
+    others = replace(
+        plan,
+        deployments=tuple(
+            each for each in plan.deployments if (each.template, each.region) != (template, region)
+        ),
+    ).nodes
+    fits = []
+    for each in plan.template(template).nodes:
+        place = (region, each.node)
+        if place in available:
+            free = max(0, available[place] - others.get(place, 0))
+            fits.append((free // each.count, each.node))
+    if not fits or count <= min(fits)[0]:
+        return
+    most, node = min(fits)
+    taken = others.get((region, node), 0)
+    used = f", {taken} of them for other copies" if taken else ""
+    raise InputError(
+        "COUNT",
+        f"{count} cannot be had: {region} has {available[region, node]} x {node}{used}, enough for {most}; "
+        f"ask for {most} at most, or offer more of them in the spec and start again",
+    )
+
+
+def _copy_shares(plan: Plan, template: str, region: str) -> tuple[PlannedShare, ...]:
+    """What one copy is sent there: as the plan has it, or as for copies elsewhere, or as much as one can do.
+
+    A plan without any shares sends each copy what it can do anyhow.
+    """
+    if not plan.shares:
+        return ()
+    counts = {(each.template, each.region): each.count for each in plan.deployments if each.count}
+    others = [each for name, each in counts if name == template and each != region]
+    for place in (region, *others):
+        found = [each for each in plan.shares if (each.template, each.region) == (template, place)]
+        if found and (template, place) in counts:
+            count = counts[template, place]
+            return tuple(replace(each, region=region, rate_per_s=each.rate_per_s / count) for each in found)
+    able = plan.template(template).capacity
+    shares = (
+        *(PlannedShare(template, region, each.bucket, "prefill", each.prefill_per_s) for each in able),
+        *(PlannedShare(template, region, each.bucket, "decode", each.decode_per_s) for each in able),
+        *(PlannedShare(template, region, each.bucket, "closed", each.closed_per_s) for each in able),
+    )
+    return tuple(each for each in shares if each.rate_per_s > 0)
+
+
+def leave(store: StateStore, names: Iterable[str]) -> None:
+    """These engines are not to be used again."""
+    there = {each.name for each in store.instances()}
+    before = [name for name in store.get(LEAVING) or [] if name in there]
+    store.set(LEAVING, sorted({*before, *names}))
+
+
+def stay(store: StateStore, names: Iterable[str]) -> None:
+    """They may be used after all."""
+    store.set(LEAVING, sorted(leaving(store) - frozenset(names)))
+
+
+def leaving(store: StateStore) -> frozenset[str]:
+    return frozenset(store.get(LEAVING) or ())
+
+
+class KeptCordons:
+    """What operators told the gateway of engines that get nothing new: one that is started again is told again."""
+
+    def __init__(self, store: StateStore, tell: Callable[[Iterable[str]], None]) -> None:
+        self._store, self._tell = store, tell
+        self._up_s = inf
+        """How long the gateway had run when it was last asked."""
+
+    def heed(self, wanted: Mapping[str, Any]) -> str:
+        """At every turn; why it could not be told, else nothing."""
+        told, up_s = set(wanted.get("cordoned", ())), float(wanted.get("up_s", 0.0))
+        fresh, kept = up_s < self._up_s, set(self._store.get(CORDONED) or ())
+        if fresh and kept - told:
+            try:
+                self._tell(kept - told)
+            except PotluckError as error:
+                return str(error)
+        elif not fresh and kept != told:
+            self._store.set(CORDONED, sorted(told))
+        self._up_s = up_s
+        return ""

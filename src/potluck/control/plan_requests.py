@@ -1,0 +1,179 @@
+"""Having plans made where the Brain asks for them, and handing them over: beside the turns, one at a time.
+
+    asked ─▶ first (what is left, where machines were lost) ─▶ adopted ─▶ full ─▶ adopted
+
+A plan is advice only while `--advise` is given, or while the newest plan version was made by hand.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from dataclasses import replace
+from typing import Any, Protocol
+
+from potluck.control.control_values import PlanReply, PlanRequest
+from potluck.control.manual_changes import is_by_hand
+from potluck.control.store.state_store import StateStore
+from potluck.core.errors import PotluckError
+from potluck.core.state.actions import SeenLengths
+from potluck.core.values.observed_speed import ObservedSpeed, spoken
+from potluck.core.values.plan import Plan
+from potluck.core.values.types import Region
+
+FIRST_S = 1.5
+"""A turn waits so long for the first answer."""
+log = logging.getLogger(__name__)
+Note = Callable[[str, str, str], None]
+
+
+class Planner(Protocol):
+    """May take long, and is called in a thread."""
+
+    def first(self, asked: PlanRequest) -> PlanReply:
+        """What to do at once."""
+
+    def full(self, asked: PlanRequest) -> PlanReply:
+        """A whole plan."""
+
+
+class PlanRequests:
+    """`adopt` makes a plan the one in force; `note` writes down what was done and why."""
+
+    def __init__(
+        self,
+        store: StateStore,
+        planner: Planner | None,
+        adopt: Callable[[Plan, str], int],
+        note: Note,
+        *,
+        advise: bool = False,
+        paces: Callable[[], tuple[ObservedSpeed, ...]] = tuple,
+    ) -> None:
+        """`paces`: what replicas really take, as far as is known."""
+        self._store, self._planner, self._adopt, self._note = store, planner, adopt, note
+        self._advise, self._paces = advise, paces
+        self._pool = ThreadPoolExecutor(1, thread_name_prefix="potluck-plan")
+        self._answered: Any = None
+        """The request for a plan that is being answered, or was."""
+        self._asked: PlanRequest | None = None
+        self.under_way: Future[PlanReply] | None = None
+        self._first = False
+        """Whether the first answer is what is under way."""
+
+    def turn(self, wanted: dict[str, Any], regions: tuple[Region, ...] | None) -> None:
+        """Go on with a plan that is being made, or begin one."""
+        if self.under_way is not None:
+            if self.under_way.done():
+                finished, self.under_way = self.under_way, None
+                self._finish(finished, regions)
+            return
+        asked = wanted.get("replan")
+        if asked is None:
+            self._answered = None
+        elif self._planner is not None and asked != self._answered:
+            self._answered = asked
+            newest = self._store.plan()
+            planned = None if newest is None else newest.plan
+            made = _asked(asked, regions, _running(planned, wanted), planned)
+            self._asked = replace(made, paces=self._paces())
+            self._note("plan", "begins", "; ".join(filter(None, (made.reason, spoken(self._asked.paces)))))
+            self._first = True
+            self.under_way = self._pool.submit(self._planner.first, self._asked)
+            # What is left after a loss should not wait for the next turn.
+            done, _ = wait((self.under_way,), FIRST_S)
+            if done:
+                self.turn(wanted, regions)
+
+    def _finish(self, finished: Future[PlanReply], regions: tuple[Region, ...] | None) -> None:
+        asked, planner = self._asked, self._planner
+        assert asked is not None
+        assert planner is not None
+        try:
+            reply = finished.result()
+        except PotluckError as error:
+            reply = PlanReply(None, str(error))
+        except Exception as error:  # a planner that fails must not take the engines' keeper with it
+            log.error("the planner failed", exc_info=error)
+            reply = PlanReply(None, f"the planner failed ({type(error).__name__}); the log says more")
+        if reply.plan is not None and regions != asked.regions and (short := _short(reply.plan, regions)):
+            self._note("plan", "begins anew", f"{short} since it was begun")
+            self._answered = None
+            return
+        if reply.plan is not None:
+            self._hand_over(reply.plan, f"{asked.reason}; {reply.why}")
+        if self._first:
+            self._first = False
+            if reply.plan is not None and not self._advise:
+                asked = self._asked = replace(asked, running=reply.plan)
+            self.under_way = self._pool.submit(planner.full, asked)
+        elif reply.plan is None:
+            self._note("plan", "stays", reply.why)
+
+    def _hand_over(self, plan: Plan, reason: str) -> None:
+        newest = self._store.plan()
+        line = f"a plan for ${plan.cost_usd_per_h:.2f}/h: {_listed(plan)}"
+        if newest is not None and is_by_hand(newest):
+            held = (
+                f"version {newest.version} was made by hand and holds; `potluck scale --auto` lets go of it"
+            )
+            self._note("advice", line, f"{reason}; {held}")
+        elif self._advise:
+            self._note("advice", line, reason)
+        else:
+            try:
+                self._adopt(plan, reason)
+            except PotluckError as error:
+                self._note("plan", "was not taken", str(error))
+                self._answered = None
+
+    def close(self) -> None:
+        self._pool.shutdown(wait=False, cancel_futures=True)
+
+
+def _short(plan: Plan, regions: tuple[Region, ...] | None) -> str:
+    """Which nodes a plan wants more of than there are; empty where there are enough."""
+    needed: Counter[tuple[str, str]] = Counter()
+    for each in plan.deployments:
+        for node in plan.template(each.template).nodes:
+            needed[each.region, node.node] += each.count * node.count
+    for region in regions or ():
+        for offer in region.offers:
+            count = needed[region.name, offer.node]
+            if count > offer.available:
+                return f"it wants {count} x {offer.node} in {region.name}, and there are {offer.available}"
+    return ""
+
+
+def _running(planned: Plan | None, wanted: dict[str, Any]) -> Plan | None:
+    """The newest plan with the copies that are to serve now: rules may have changed their number."""
+    if planned is None:
+        return None
+    known = {template.name for template in planned.repertoire}
+    units = {
+        each["unit"]: (each["template"], each["region"])
+        for each in wanted.get("replicas", ())
+        if not each.get("draining") and not each.get("standby") and each["template"] in known
+    }
+    counts: dict[tuple[str, str], int] = {}
+    for key in units.values():
+        counts[key] = counts.get(key, 0) + 1
+    return planned.holding(counts)
+
+
+def _asked(
+    asked: dict[str, Any], regions: tuple[Region, ...] | None, running: Plan | None, planned: Plan | None
+) -> PlanRequest:
+    lengths = tuple(
+        SeenLengths(each["model"], each["output_tokens"], tuple((a, b) for a, b in each["prompts"]))
+        for each in asked.get("lengths", ())
+    )
+    return PlanRequest(
+        dict(asked.get("rates_per_s", {})), str(asked.get("reason", "")), lengths, regions, running, planned
+    )
+
+
+def _listed(plan: Plan) -> str:
+    return ", ".join(f"{each.count} x {each.template} in {each.region}" for each in plan.deployments)

@@ -1,0 +1,152 @@
+"""Wanted beside started: what to do next. Level-triggered: nothing is remembered but how often starts failed.
+
+1. A replica keeps its engine as long as that lives.
+2. One without takes an engine of its make that is free: up before starting, oldest first. So a replica that was
+   lost for a moment, or wanted in another role, costs no start.
+3. Else one is started, unless starts of this make failed lately: then later, ever more rarely (`failing.py`).
+4. An engine that is free is stopped once that lasted `linger_s`, sooner never: a plan often changes its mind.
+   One that was started by hand is left alone. One whose replica was drained by hand goes at once.
+5. A start that takes longer than `start_s` has failed, and is ended without asking. So is an engine that is silent
+   for `silent_s`: it was up and does not answer, nor does the gateway reach it, or its process stands still. What is
+   dead is cleared away, with its reason.
+
+Orders of one call can be carried out in any order, all or some of them: the next call sees what became of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+from potluck.control.control_values import (
+    AssignEngine,
+    EngineInstance,
+    EngineSpec,
+    ForgetEngine,
+    LaunchEngine,
+    Order,
+    StopEngine,
+    WantedReplica,
+)
+from potluck.control.start_failures import StartFailures
+
+LINGER_S = 20.0
+MOST_WHY = 160
+START_S = 600.0
+SILENT_S = 20.0
+
+
+@dataclass(frozen=True, slots=True)
+class ReconcilerMemory:
+    """What must be remembered between two steps."""
+
+    failures: Mapping[EngineSpec, StartFailures] = field(default_factory=dict)
+    idle_since_s: Mapping[str, float] = field(default_factory=dict)
+    """Engine to when it was first seen to be free."""
+    silent_since_s: Mapping[str, float] = field(default_factory=dict)
+    """Engine to when it was first seen to be silent."""
+
+    def failed(self, make: EngineSpec, at_s: float, why: str, engine: str = "") -> ReconcilerMemory:
+        before = self.failures.get(make, StartFailures())
+        return replace(self, failures={**self.failures, make: before.more(at_s, why, engine)})
+
+
+@dataclass(frozen=True, slots=True)
+class ReconcilerStep:
+    orders: tuple[Order, ...]
+    memory: ReconcilerMemory
+    waiting: tuple[str, ...] = ()
+    """What is wanted and not done yet, with the reason: one line each."""
+
+
+def step(
+    wants: Sequence[WantedReplica],
+    instances: Iterable[EngineInstance],
+    memory: ReconcilerMemory,
+    now_s: float,
+    *,
+    linger_s: float = LINGER_S,
+    start_s: float = START_S,
+    leaving: Collection[str] = (),
+    silent: Collection[str] = (),
+    silent_s: float = SILENT_S,
+) -> ReconcilerStep:
+    """What to do now; engines that are `leaving` are not used again."""
+    orders: list[Order] = []
+    living: list[EngineInstance] = []
+    memory = replace(memory, silent_since_s={name: memory.silent_since_s.get(name, now_s) for name in silent})
+    late = f"was not ready after {start_s:g} s"
+    for each in instances:
+        stuck = ""
+        if each.state == "starting" and now_s - each.since_s > start_s:
+            stuck = late
+        elif now_s - memory.silent_since_s.get(each.name, now_s) >= silent_s and not each.pinned:
+            stuck = f"was silent for {silent_s:g} s"
+        if each.state == "dead" or stuck:
+            why = each.problem or stuck or "ended by itself"
+            orders.append(
+                ForgetEngine(each.name, why) if each.state == "dead" else StopEngine(each.name, why, True)
+            )
+            # It never was up: a start that failed. Of one that was late that is known when it ends.
+            if (stuck == late and not each.problem) or (
+                each.state == "dead" and not each.url and why != late
+            ):
+                memory = memory.failed(each.make, now_s, why, each.name)
+        else:
+            living.append(each)
+            if each.state == "up" and each.make in memory.failures:
+                left = {make: found for make, found in memory.failures.items() if make != each.make}
+                memory = replace(memory, failures=left)
+    taken, lacking = _matched(wants, living)
+    free = sorted((each for each in living if each.name not in taken), key=_usefulness)
+    waiting: list[str] = []
+    for want in lacking:
+        found = next((each for each in free if each.make == want.make and each.name not in leaving), None)
+        if found is not None:
+            free.remove(found)
+            orders.append(AssignEngine(found.name, want.replica, "it was there and free"))
+        elif want.draining:
+            continue
+        elif now_s < (again_s := memory.failures.get(want.make, StartFailures()).again_s):
+            failed = memory.failures[want.make]
+            alike = " in the same way" if failed.in_vain else ""
+            starts = f"{failed.count} starts" if failed.count > 1 else "1 start"
+            waiting.append(
+                f"{want.replica}: {starts} failed{alike}, the last as {_cut(failed.why)!r}; "
+                f"the next in {again_s - now_s:.0f} s"
+            )
+        else:
+            orders.append(LaunchEngine(want, "the plan wants it, and no engine is free for it"))
+    idle = {each.name: memory.idle_since_s.get(each.name, now_s) for each in free}
+    for each in free:
+        if each.replica:
+            orders.append(AssignEngine(each.name, "", f"{each.replica} is not wanted any more"))
+        if each.name in leaving and not each.pinned:
+            orders.append(StopEngine(each.name, "its replica was drained by hand, or its machine goes"))
+        elif now_s - idle[each.name] >= linger_s and not each.pinned:
+            orders.append(StopEngine(each.name, f"is not wanted since {now_s - idle[each.name]:.0f} s"))
+    return ReconcilerStep(tuple(orders), replace(memory, idle_since_s=idle), tuple(waiting))
+
+
+def _matched(
+    wants: Sequence[WantedReplica], living: Iterable[EngineInstance]
+) -> tuple[set[str], list[WantedReplica]]:
+    """(engines that are a wanted replica, wanted replicas without one)"""
+    by_replica = {each.replica: each for each in living if each.replica}
+    taken: set[str] = set()
+    lacking = []
+    for want in wants:
+        found = by_replica.get(want.replica)
+        if found is not None and found.make == want.make:
+            taken.add(found.name)
+        else:
+            lacking.append(want)
+    return taken, lacking
+
+
+def _usefulness(each: EngineInstance) -> tuple[bool, float, str]:
+    return each.state != "up", each.since_s, each.name
+
+
+def _cut(why: str) -> str:
+    return why if len(why) <= MOST_WHY else why[: MOST_WHY - 1] + "…"

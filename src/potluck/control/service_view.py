@@ -1,0 +1,210 @@
+"""A service as its operators see it: the state file beside what the gateway says, put together as plain JSON."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from potluck.control.control_values import EngineInstance
+from potluck.control.controller import STUCK
+from potluck.control.gateway_client import GatewayClient
+from potluck.control.launchers.process import last_lines
+from potluck.control.shutdown import living
+from potluck.control.store.state_store import RecordedEvent, StateStore
+from potluck.core.codec import encode
+from potluck.core.errors import InputError, PotluckError
+from potluck.core.values.lossy_hops import lossy_notices
+
+Json = dict[str, Any]
+NOTES = 8
+LOG_LINES = 5
+"""Of an engine that failed, as they are shown."""
+LOOK_BACK = 200
+"""Happenings in which the reason for something that is missing is looked for."""
+
+
+class ServiceView:
+    """A state folder and the gateway that it names. Reads only."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.store = StateStore(folder / "state.db")
+        place = self.store.get("gateway") or {}
+        self.url = str(place.get("url", ""))
+        self.gateway_lives = living(place)
+        self.controller_lives = living(self.store.get("controller"))
+        self.client = GatewayClient(str(place.get("admin", "")), _key(folder / "admin.key"))
+
+    @property
+    def runs(self) -> bool:
+        """Whether anything of it lives, be it engines alone that a controller left."""
+        return self.gateway_lives or self.controller_lives or any(map(living, self.store.places().values()))
+
+    def snapshot(self) -> tuple[Json, str]:
+        """What the gateway says, or why it does not."""
+        if not self.gateway_lives:
+            return {}, "no gateway runs"
+        try:
+            return self.client.snapshot(), ""
+        except PotluckError as error:
+            return {}, str(error)
+
+    def status(self, now_s: float) -> Json:
+        """Everything there is to say."""
+        snapshot, problem = self.snapshot()
+        version = self.store.plan()
+        instances = self.store.instances()
+        happenings = self.store.happenings(most=LOOK_BACK)
+        wanted = snapshot.get("wanted") or self.store.get("wanted") or {}
+        return {
+            "state": str(self.folder),
+            "url": self.url,
+            "controller": self.controller_lives,
+            "gateway": self.gateway_lives and not problem,
+            "plan": None
+            if version is None
+            else {
+                "version": version.version,
+                "since_s": version.at_s,
+                "reason": version.reason,
+                "strategy": version.plan.strategy,
+                "cost_usd_per_h": version.plan.cost_usd_per_h,
+                "deployments": [encode(each) for each in version.plan.deployments],
+                "notices": [*lossy_notices(version.plan)],
+            },
+            "scaling": snapshot.get("scaling"),
+            "standby": snapshot.get("standby"),
+            "models": snapshot.get("models", {}),
+            "replicas": replicas_of(snapshot, wanted, instances),
+            "lacking": self._with_logs(
+                lacking_of(snapshot, wanted, instances, happenings, now_s, self._stuck())
+            ),
+            "open_requests": snapshot.get("open_requests"),
+            "engines": [
+                {
+                    "name": each.name,
+                    "state": each.state,
+                    "since_s": each.since_s,
+                    "url": each.url,
+                    "replica": each.replica,
+                }
+                for each in instances
+            ],
+            "slowdown": snapshot.get("slowdown"),
+            "notices": list(snapshot.get("notices", ())),
+            "problems": [each for each in (problem, *snapshot.get("problems", ())) if each],
+            "notes": [
+                {"id": each.id, "at_s": each.at_s, "kind": each.kind, "what": each.what, "why": each.why}
+                for each in happenings[-NOTES:]
+            ],
+        }
+
+    def _stuck(self) -> Json:
+        """Replicas whose starts failed, as the controller keeps them."""
+        return self.store.get(STUCK) or {} if self.controller_lives else {}
+
+    def _with_logs(self, lacking: list[Json]) -> list[Json]:
+        """Each with the last lines of the engine that failed."""
+        logs = self.folder / "logs"
+        return [
+            {**each, "log": last_lines(logs / f"{each['engine']}.log", LOG_LINES)} if each["engine"] else each
+            for each in lacking
+        ]
+
+    def close(self) -> None:
+        self.store.close()
+
+
+def _key(path: Path) -> str | None:
+    try:
+        return path.read_text("utf-8").strip() if path.is_file() else None
+    except (OSError, UnicodeDecodeError) as error:
+        raise InputError("--state", f"{path} cannot be read, and the gateway asks for it") from error
+
+
+def replicas_of(snapshot: Json, wanted: Json, instances: Sequence[EngineInstance]) -> list[Json]:
+    """Each replica that is wanted or there, with its engine."""
+    engines = {each.replica: each for each in instances if each.replica}
+    seen = {each["replica"]: each for each in snapshot.get("replicas", ())}
+    names = {each["id"]: each for each in wanted.get("replicas", ())}
+    found = []
+    for name in sorted({*seen, *names}):
+        view, want = seen.get(name, {}), names.get(name, {})
+        status = view.get("status") or {}
+        total = status.get("total_blocks") or 0
+        engine = engines.get(name)
+        found.append(
+            {
+                "replica": name,
+                "model": view.get("model", want.get("model")),
+                "region": view.get("region", want.get("region")),
+                "role": view.get("role", want.get("role")),
+                "by_hand": bool(view.get("by_hand")),
+                "state": view.get("state", "unknown"),
+                "doubted": bool(view.get("doubted")),
+                "cordoned": bool(view.get("cordoned")),
+                "standby": bool(view.get("standby", want.get("standby"))),
+                "engine": None if engine is None else engine.name,
+                "pace": view.get("pace"),
+                "open_requests": view.get("open_requests", 0),
+                "running": status.get("running", 0),
+                "waiting": status.get("queued", 0),
+                "kv_used": 1.0 - status["free_blocks"] / total if total else 0.0,
+            }
+        )
+    return found
+
+
+def lacking_of(
+    snapshot: Json,
+    wanted: Json,
+    instances: Sequence[EngineInstance],
+    happenings: Sequence[RecordedEvent],
+    now_s: float,
+    stuck: Mapping[str, Json],
+) -> list[Json]:
+    """What is wanted and not there, each with the reason, and with the engine that failed where one did."""
+    ready = {each["replica"] for each in snapshot.get("replicas", ()) if each.get("state") == "ready"}
+    engines = {each.replica: each for each in instances if each.replica}
+    notes = {each["url"]: each["note"] for each in snapshot.get("engines", ()) if each.get("note")}
+    found = []
+    for want in wanted.get("replicas", ()):
+        name = want["id"]
+        if name in ready or want.get("draining"):
+            continue
+        engine = engines.get(name)
+        if engine is None and name in stuck:
+            found.append({"what": name, "why": _tries(stuck[name], now_s), "engine": stuck[name]["engine"]})
+            continue
+        found.append({"what": name, "why": _why(name, engine, notes, happenings, now_s), "engine": None})
+    for line in snapshot.get("notes", ()):
+        cut = line.find(": ", line.find("@"))  # a template's name may have a colon of its own
+        found.append({"what": line[:cut], "why": line[cut + 2 :], "engine": None})
+    return found
+
+
+def _tries(failed: Json, now_s: float) -> str:
+    alike = " in the same way" if failed["alike"] == failed["count"] > 1 else ""
+    wait_s = max(0.0, failed["again_s"] - now_s)
+    starts = f"{failed['count']} starts" if failed["count"] > 1 else "1 start"
+    return f"{starts} failed{alike}: {failed['why']}; the next try in {wait_s:.0f} s"
+
+
+def _why(
+    name: str,
+    engine: EngineInstance | None,
+    notes: Mapping[str, str],
+    happenings: Sequence[RecordedEvent],
+    now_s: float,
+) -> str:
+    if engine is None:
+        for each in reversed(happenings):
+            if name in f"{each.what} {each.why}" and each.kind in ("waits", "failed", "clear", "dead"):
+                return f"no engine: {each.why}"
+        return "no engine is there for it"
+    if engine.state == "starting":
+        return f"{engine.name} is starting, since {max(0.0, now_s - engine.since_s):.0f} s"
+    if engine.state == "dead":
+        return f"{engine.name} ended: {engine.problem or 'it printed nothing'}"
+    return f"{engine.name}: {notes.get(engine.url) or 'is up, but does not serve yet'}"

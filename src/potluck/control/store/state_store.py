@@ -1,0 +1,285 @@
+"""The state file: plans, engines, what happened and why, rates of the past; keys.py and usage.py have the rest.
+
+One process acts (`lease.py`), any may read; commands of operators add notes and plan versions. Every change is one
+transaction, so that a controller that is killed at any instant leaves either the state before it or the one after.
+"""
+
+from __future__ import annotations
+
+import json
+import sqlite3
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, cast
+
+from potluck.control.control_values import EngineInstance, EngineSpec, InstanceState
+from potluck.control.store.schema import migrate
+from potluck.core.codec import decode, encode
+from potluck.core.errors import FormatError, InputError, PotluckError
+from potluck.core.values.plan import Plan, mark_of, plan_from_json, plan_to_json
+
+BUSY_S = 5.0
+MOST_EVENTS = 100_000
+"""Older ones are forgotten."""
+BATCH = 1_000
+
+
+class StateError(PotluckError):
+    """The state could not be read or written; the line says what to do."""
+
+
+@dataclass(frozen=True, slots=True)
+class PlanVersion:
+    version: int
+    at_s: float
+    reason: str
+    plan: Plan
+
+
+@dataclass(frozen=True, slots=True)
+class RecordedEvent:
+    """Something that was done, or not done, with its reason."""
+
+    id: int
+    at_s: float
+    kind: str
+    what: str
+    why: str
+
+
+class StateStore:
+    """One open state file. Times are seconds since 1970, so that they outlast the process."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._marks: dict[int, str] = {}
+        """Plan version to its mark: versions never change."""
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+            self._db = sqlite3.connect(path, timeout=BUSY_S, isolation_level=None)
+            path.chmod(0o600)
+            with self.guarded():
+                self._db.execute("PRAGMA journal_mode = WAL")
+                self._db.execute("PRAGMA synchronous = NORMAL")
+                self._db.execute("PRAGMA foreign_keys = ON")
+                migrate(self._db, str(path))
+        except OSError as error:
+            raise InputError("--state", f"{path}: {error.strerror or error}") from error
+
+    def close(self) -> None:
+        self._db.close()
+
+    @contextmanager
+    def guarded(self) -> Iterator[None]:
+        """Whatever SQLite says, in one line that says how to go on."""
+        try:
+            yield
+        except sqlite3.DatabaseError as error:
+            line = " ".join(str(error).split())
+            if "malformed" in line or "not a database" in line:
+                aside = self.path.with_name("damaged")
+                # All that belongs to it must go: what waits beside the old file would be written into the new one.
+                raise StateError(
+                    f"{self.path} is damaged ({line}); engines go on serving. Move it away "
+                    f"(mkdir -p {aside} && mv {self.path}* {aside}/) and start again; keys and usage "
+                    "come back from the files beside it"
+                ) from error
+            if "full" in line or "readonly" in line or "disk I/O" in line:
+                raise StateError(
+                    f"{self.path} cannot be written ({line}); make room and start again"
+                ) from error
+            if "locked" in line or "busy" in line:
+                raise StateError(f"{self.path} is in use by another process ({line}); try again") from error
+            raise StateError(f"{self.path}: {line}") from error
+
+    @contextmanager
+    def change(self) -> Iterator[sqlite3.Connection]:
+        """One transaction: all of it, or nothing."""
+        with self.guarded():
+            self._db.execute("BEGIN IMMEDIATE")
+            try:
+                yield self._db
+            except BaseException:
+                if self._db.in_transaction:  # a full disk has ended it already
+                    self._db.execute("ROLLBACK")
+                raise
+            self._db.execute("COMMIT")
+
+    def rows(self, query: str, *values: object) -> list[tuple[Any, ...]]:
+        with self.guarded():
+            return self._db.execute(query, values).fetchall()
+
+    # Plans.
+
+    def add_plan(self, plan: Plan, at_s: float, reason: str) -> int:
+        with self.change() as db:
+            row = db.execute(
+                "INSERT INTO plans (at_s, reason, plan) VALUES (?, ?, ?)", (at_s, reason, plan_to_json(plan))
+            )
+            assert row.lastrowid is not None
+            return row.lastrowid
+
+    def forget_plan(self, version: int) -> None:
+        """One that nobody was told of."""
+        with self.change() as db:
+            db.execute("DELETE FROM plans WHERE version = ?", (version,))
+        self._marks.pop(version, None)
+
+    def versions(self, last: int = -1) -> tuple[tuple[int, str], ...]:
+        """All versions, or the newest, each with its reason; the newest first."""
+        return tuple(self.rows("SELECT version, reason FROM plans ORDER BY version DESC LIMIT ?", last))
+
+    def plan(self, version: int | None = None) -> PlanVersion | None:
+        """One version, or the newest."""
+        which = "ORDER BY version DESC LIMIT 1" if version is None else "WHERE version = ?"
+        rows = self.rows(
+            f"SELECT version, at_s, reason, plan FROM plans {which}", *(() if version is None else (version,))
+        )
+        if not rows:
+            return None
+        number, at_s, reason, text = rows[0]
+        return PlanVersion(number, at_s, reason, plan_from_json(text))
+
+    def plan_marks(self, last: int = 8) -> tuple[str, ...]:
+        """Of the newest versions, the newest first: what a gateway calls the plan that it serves."""
+        rows = self.rows("SELECT version FROM plans ORDER BY version DESC LIMIT ?", last)
+        for (version,) in rows:
+            if version not in self._marks:
+                ((text,),) = self.rows("SELECT plan FROM plans WHERE version = ?", version)
+                self._marks[version] = mark_of(text)
+        return tuple(self._marks[version] for (version,) in rows)
+
+    # Engines.
+
+    def instances(self) -> tuple[EngineInstance, ...]:
+        rows = self.rows(
+            "SELECT name, make, state, since_s, url, replica, problem, pinned FROM instances ORDER BY name"
+        )
+        return tuple(_instance(row) for row in rows)
+
+    def places(self) -> dict[str, dict[str, Any]]:
+        """Name to what its launcher wrote down about where it runs."""
+        return {
+            name: json.loads(place or "{}") for name, place in self.rows("SELECT name, place FROM instances")
+        }
+
+    def put(self, instance: EngineInstance, place: dict[str, Any] | None = None) -> None:
+        values = (
+            instance.name,
+            json.dumps(encode(instance.make)),
+            instance.state,
+            instance.since_s,
+            instance.url,
+            instance.replica,
+            instance.problem,
+            int(instance.pinned),
+        )
+        with self.change() as db:
+            db.execute(
+                "INSERT INTO instances (name, make, state, since_s, url, replica, problem, pinned) "
+                "VALUES (?, ?, ?, ?, ?, ?, ?, ?) ON CONFLICT (name) DO UPDATE SET make = excluded.make, "
+                "state = excluded.state, since_s = excluded.since_s, url = excluded.url, "
+                "replica = excluded.replica, problem = excluded.problem, pinned = excluded.pinned",
+                values,
+            )
+            if place is not None:
+                db.execute(
+                    "UPDATE instances SET place = ? WHERE name = ?", (json.dumps(place), instance.name)
+                )
+
+    def remove(self, name: str) -> None:
+        with self.change() as db:
+            db.execute("DELETE FROM instances WHERE name = ?", (name,))
+
+    # What happened.
+
+    def note(self, at_s: float, kind: str, what: str, why: str) -> None:
+        with self.change() as db:
+            row = db.execute(
+                "INSERT INTO events (at_s, kind, what, why) VALUES (?, ?, ?, ?)", (at_s, kind, what, why)
+            )
+            if row.lastrowid is not None and row.lastrowid % BATCH == 0:
+                db.execute("DELETE FROM events WHERE id <= ?", (row.lastrowid - MOST_EVENTS,))
+
+    def happenings(self, after: int = 0, most: int = BATCH) -> tuple[RecordedEvent, ...]:
+        """The newest ones after a number, by their time: what others decided is often noted a moment later."""
+        rows = self.rows(
+            "SELECT id, at_s, kind, what, why FROM events WHERE id > ? ORDER BY id DESC LIMIT ?", after, most
+        )
+        return tuple(sorted((RecordedEvent(*row) for row in rows), key=lambda each: (each.at_s, each.id)))
+
+    # Rates of the past, for forecasts.
+
+    def add_rates(self, bin_number: int, rates_per_s: Iterable[tuple[str, float]]) -> None:
+        with self.change() as db:
+            db.executemany(
+                "INSERT OR REPLACE INTO rates (model, bin, rate_per_s) VALUES (?, ?, ?)",
+                [(model, bin_number, rate) for model, rate in rates_per_s],
+            )
+
+    def rates(self, model: str, last_bin: int, bins: int) -> tuple[float | None, ...]:
+        """Of so many bins up to and with the last one; None where nobody looked."""
+        rows = dict(
+            self.rows(
+                "SELECT bin, rate_per_s FROM rates WHERE model = ? AND bin > ? AND bin <= ?",
+                model,
+                last_bin - bins,
+                last_bin,
+            )
+        )
+        return tuple(rows.get(each) for each in range(last_bin - bins + 1, last_bin + 1))
+
+    def rated_models(self) -> tuple[str, ...]:
+        """Models of which rates were kept."""
+        return tuple(model for (model,) in self.rows("SELECT DISTINCT model FROM rates ORDER BY model"))
+
+    # Few plain settings: addresses, wishes by hand.
+
+    def get(self, name: str) -> Any:
+        rows = self.rows("SELECT value FROM settings WHERE name = ?", name)
+        return json.loads(rows[0][0]) if rows else None
+
+    def set(self, name: str, value: object) -> None:
+        with self.change() as db:
+            db.execute(
+                "INSERT INTO settings (name, value) VALUES (?, ?) "
+                "ON CONFLICT (name) DO UPDATE SET value = excluded.value",
+                (name, json.dumps(value)),
+            )
+
+    # The lease (lease.py).
+
+    def claim(self, holder: str, now_s: float, lasts_s: float) -> int | None:
+        """Take or keep the lease: the number of this holder's turn, or None while somebody else has it."""
+        with self.change() as db:
+            row = db.execute("SELECT holder, turn, until_s FROM lease WHERE id = 1").fetchone()
+            if row is not None and row[0] != holder and row[2] > now_s:
+                return None
+            turn = 1 if row is None else cast(int, row[1]) + (row[0] != holder)
+            db.execute(
+                "INSERT OR REPLACE INTO lease (id, holder, turn, until_s) VALUES (1, ?, ?, ?)",
+                (holder, turn, now_s + lasts_s),
+            )
+            return turn
+
+    def holder(self) -> str | None:
+        """Who had the lease last."""
+        rows = self.rows("SELECT holder FROM lease WHERE id = 1")
+        return str(rows[0][0]) if rows else None
+
+    def release(self, holder: str) -> None:
+        with self.change() as db:
+            db.execute("UPDATE lease SET until_s = 0 WHERE id = 1 AND holder = ?", (holder,))
+
+
+def _instance(row: tuple[Any, ...]) -> EngineInstance:
+    name, make, state, since_s, url, replica, problem, pinned = row
+    try:
+        found = decode(EngineSpec, json.loads(make), f"state: instance {name}")
+    except ValueError as error:
+        raise FormatError(f"state: instance {name}", "has a garbled make") from error
+    return EngineInstance(
+        name, found, cast(InstanceState, state), since_s, url, replica, problem, bool(pinned)
+    )

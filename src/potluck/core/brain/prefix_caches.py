@@ -1,0 +1,157 @@
+"""What is known of all replicas' prefix caches, and what is done about it: the Brain's part of PrfaaS 3.2.
+
+Reports go into the index; when one was lost the replica is asked for all it holds. Prefixes that are asked for often
+are copied to replicas that have less to do than all who hold them, while links have room. A copy must be worth it:
+the prefill that it saves per second, and the bytes that may be spent on it.
+"""
+
+from __future__ import annotations
+
+from typing import Final
+
+from potluck.core.routing.link_states import LOCAL_GBPS
+from potluck.core.routing.prefix_index import PrefixIndex
+from potluck.core.routing.prefix_rebalance import (
+    CopyCosts,
+    HotPrefix,
+    PrefixCopy,
+    PrefixHeat,
+    ReplicaLoad,
+    rebalance,
+)
+from potluck.core.routing.routing_table import RoutingTable
+from potluck.core.state.actions import Action, CopyPrefix, ResyncCache
+from potluck.core.state.events import CacheReported, LinkReported
+from potluck.core.state.facts import BLOCK_TOKENS, FleetFacts
+from potluck.core.state.fleet import FleetState, ReplicaState
+from potluck.core.state.policy import Policy
+from potluck.core.values.types import Request
+
+PATIENCE_S: Final = 5.0
+"""A replica that was asked for all it holds is asked again after so long."""
+SETTLING_S: Final = 30.0
+"""A copy is not made again before it can have arrived and been reported."""
+HOTTEST: Final = 16
+LEAST_SAVED: Final = 0.01
+"""Seconds of prefill per second that are asked for again and again: below, a prefix is not hot."""
+SPARE_LINK: Final = 0.5
+"""Share of what a link has left that copies may take."""
+MEMORY: Final = 0.3
+"""Weight of the last look at how busy a replica is."""
+
+
+class PrefixCaches:
+    """Changed by the Brain alone."""
+
+    def __init__(self, facts: FleetFacts, policy: Policy, fleet: FleetState, table: RoutingTable) -> None:
+        self._facts, self._policy, self._fleet, self._table = facts, policy, fleet, table
+        self.index = PrefixIndex()
+        self._asked_s: dict[str, float] = {}
+        self._heat: dict[str, PrefixHeat] = {}
+        """By model."""
+        self._busy: dict[str, float] = {}
+        """Of replicas, on average."""
+        self._use: dict[tuple[str, str], float] = {}
+        """How full links are."""
+        self._copied_s: dict[tuple[int, str], float] = {}
+
+    def reported(self, at_s: float, event: CacheReported) -> list[Action]:
+        """Take in what a replica says."""
+        replica = event.replica
+        view = self._fleet.views.get(replica)
+        if view is None or self._policy.affinity == 0:
+            return []
+        if not self.index.apply(event, view.member.region):
+            self._asked_s.pop(replica, None)
+            return []
+        if at_s - self._asked_s.get(replica, -PATIENCE_S) < PATIENCE_S:
+            return []
+        self._asked_s[replica] = at_s
+        return [ResyncCache(replica)]
+
+    def forget(self, replica: str) -> None:
+        self.index.forget(replica)
+        self._asked_s.pop(replica, None)
+        self._busy.pop(replica, None)
+
+    def linked(self, event: LinkReported) -> None:
+        self._use[event.source, event.target] = event.utilisation if event.gbps > 0 else 1.0
+
+    def asked_for(self, at_s: float, request: Request) -> None:
+        """A request came; what somebody holds of it was used once more."""
+        if not self._policy.rebalance or not len(self.index):
+            return
+        found = self.index.longest(request.blocks)
+        depth = max((match.blocks for match in found.values()), default=0)
+        if depth:
+            heat = self._heat.get(request.model)
+            if heat is None:
+                heat = self._heat[request.model] = PrefixHeat()
+            heat.add(request.blocks[:depth], at_s)
+
+    def tick(self, at_s: float) -> list[Action]:
+        """Copies to be made now."""
+        if not self._heat:
+            return []
+        for key in [key for key, until_s in self._copied_s.items() if until_s <= at_s]:
+            del self._copied_s[key]
+        actions: list[Action] = []
+        views = self._fleet.views
+        for model, heat in self._heat.items():
+            for copy in self._copies(at_s, model, heat):
+                self._copied_s[copy.block, copy.target] = at_s + SETTLING_S
+                if views[copy.source].kv_version == views[copy.target].kv_version:
+                    actions.append(CopyPrefix(copy.chain, copy.source, copy.target))
+        return actions
+
+    def _copies(self, at_s: float, model: str, heat: PrefixHeat) -> list[PrefixCopy]:
+        facts = self._facts.models.get(model)
+        views = [view for view in self._fleet.views.values() if view.member.model == model and view.serves]
+        if facts is None or len(views) < 2:
+            return []
+        loads = {}
+        for view in views:
+            load = self._load(view, facts.block_tokens)
+            if load is not None:
+                loads[view.member.id] = load
+        hot = [
+            each
+            for each in heat.hottest(HOTTEST, at_s)
+            if self._worth(each, views, facts.block_tokens)
+            and not any((each.block, replica) in self._copied_s for replica in loads)
+        ]
+        if not hot:
+            return []
+        costs = CopyCosts(
+            round(facts.kv_bytes_per_token * facts.block_tokens), round(facts.fixed_bytes), facts.exact_prefix
+        )
+        return rebalance(self.index, hot, loads, self._room_bytes(views), costs)
+
+    def _load(self, view: ReplicaState, block_tokens: int) -> ReplicaLoad | None:
+        """How busy a replica that prefills is, a full batch counting as much as a second of waiting prompts.
+
+        None for those that only decode, and where nothing was reported.
+        """
+        facts = view.facts
+        if facts is None or view.status is None or view.role == "decode":
+            return None
+        name, waiting_s = view.member.id, view.open_prefill_tokens * facts.prefill_s_per_token
+        now = waiting_s + view.open_requests / max(1, facts.decode_batch)
+        busy = self._busy.get(name, now)
+        self._busy[name] = busy = busy + MEMORY * (now - busy)
+        return ReplicaLoad(view.member.region, busy, view.status.free_blocks * BLOCK_TOKENS // block_tokens)
+
+    def _worth(self, hot: HotPrefix, views: list[ReplicaState], block_tokens: int) -> bool:
+        facts = views[0].facts
+        if facts is None:
+            return False
+        return hot.uses_per_s * hot.blocks * block_tokens * facts.prefill_s_per_token >= LEAST_SAVED
+
+    def _room_bytes(self, views: list[ReplicaState]) -> dict[tuple[str, str], int]:
+        """What may be sent until the next tick."""
+        regions = {view.member.region for view in views}
+        per_gbps = SPARE_LINK * self._policy.tick_s * 1e9 / 8
+        room = {(region, region): round(LOCAL_GBPS * per_gbps) for region in regions}
+        for ends, gbps in self._facts.links_gbps.items():
+            room[ends] = round(gbps * max(0.0, 1.0 - self._use.get(ends, 0.0)) * per_gbps)
+        return room

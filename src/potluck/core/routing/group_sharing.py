@@ -1,0 +1,183 @@
+"""How the requests of a group's copy are shared among its replicas: as planned, or anew when it is not as planned.
+
+While all replicas of a copy serve in their planned roles, its template's flows hold (X and Y of THUNDERSERVE 3.3).
+When one is lost, doubted, not up yet or flipped, or lengths have shifted, they are decided anew over those that
+serve, with the links between their machines (`orchestrate.py`): THUNDERSERVE's light rescheduling but for the roles,
+which `core/scaling/group_roles.py` changes. Rates come from the facts, as in `core/scaling/roles.py`.
+
+What is left of a copy counts as much as it serves then against what it serves whole, at the same lengths.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+from potluck.core.routing.transportation import KvPair, orchestrated
+from potluck.core.state.facts import BLOCK_TOKENS, FleetFacts, GroupFacts, ReplicaFacts
+from potluck.core.values.plan import Template
+from potluck.core.values.types import Role
+
+PLANNED_BUSY = 0.8
+"""Share of their time that replicas are counted on for, beside links that are used whole."""
+
+
+MARGIN = 0.9
+"""Share of the TPOT objective that answers beside prompts may take on average."""
+
+
+class MeanLengths(NamedTuple):
+    """Of requests, on average."""
+
+    prompt_tokens: float
+    output_tokens: float
+
+
+class GroupShare(NamedTuple):
+    """A share of a copy's requests: who prefills, who decodes (the same one may do both), and how much."""
+
+    prefill: int
+    decode: int
+    weight: float
+
+
+Serving = Mapping[int, Role]
+"""Places of a template's replicas that serve, and their present roles."""
+
+
+def planned_parts(template: Template, serving: Serving, bucket: int) -> list[GroupShare]:
+    """The template's flows between those that serve."""
+    return [
+        GroupShare(flow.prefill, flow.decode, flow.share)
+        for flow in template.flows
+        if flow.bucket == bucket and flow.prefill in serving and flow.decode in serving
+    ]
+
+
+def as_planned(template: Template, serving: Serving) -> bool:
+    return all(serving.get(place) == replica.role for place, replica in enumerate(template.replicas))
+
+
+def parts(
+    facts: FleetFacts, template: Template, serving: Serving, bucket: int, lengths: MeanLengths, shifted: bool
+) -> list[GroupShare]:
+    """How a copy's requests of a bucket are shared; weights add up to 1 when it is whole."""
+    known = facts.groups.get(template.name)
+    if (as_planned(template, serving) and not shifted) or known is None:
+        return planned_parts(template, serving, bucket)
+    now = rated(facts, template.name, serving, lengths)
+    roles: dict[int, Role] = {place: each.role for place, each in enumerate(template.replicas)}
+    whole = sum(rate for *_, rate in rated(facts, template.name, roles, lengths))
+    served = sum(rate for *_, rate in now)
+    if served <= 0:
+        return planned_parts(template, serving, bucket)
+    return [
+        GroupShare(i, j, rate / (whole if whole > 0 else served))
+        for i, j, rate in now
+        if rate > 1e-6 * served
+    ]
+
+
+def rated(
+    facts: FleetFacts, template: str, serving: Serving, lengths: MeanLengths, ready: GroupRates | None = None
+) -> list[tuple[int, int, float]]:
+    """(prefilling replica, decoding one or itself, requests a second) of the best routing in these roles."""
+    known = facts.groups.get(template)
+    if known is None:
+        return []
+    pace = ready or GroupRates(facts, template, lengths)
+    first = [place for place, role in serving.items() if role == "prefill"]
+    second = [place for place, role in serving.items() if role == "decode"]
+    found = [(k, k, pace.mixed(k)) for k, role in serving.items() if role == "mixed"]
+    pairs = [
+        KvPair(x, y, *pace.crossing(i, j))
+        for x, i in enumerate(first)
+        for y, j in enumerate(second)
+        if pace.in_time(i, j)
+    ]
+    flows = orchestrated([pace.prefill(i) for i in first], [pace.decode(j) for j in second], pairs)
+    found += [(first[p.prefill], second[p.decode], flow) for p, flow in zip(pairs, flows, strict=True)]
+    return [each for each in found if each[2] > 0]
+
+
+class GroupRates:
+    """What each of a group's replicas does of requests of some lengths, and how KV gets from one to another."""
+
+    def __init__(self, facts: FleetFacts, template: str, lengths: MeanLengths) -> None:
+        self._facts = facts
+        self._template = template
+        self._lengths = lengths
+        self._group: GroupFacts = facts.groups[template]
+        self._hops = {(i, j): hops for i, j, hops in self._group.hops}
+        model = facts.models.get(self._group.model)
+        slo = model.slo if model is not None else None
+        self._limit_s = slo.ttft_s if slo is not None else float("inf")
+        self._tpot_s = MARGIN * slo.tpot_s if slo is not None else float("inf")
+
+    def prefill(self, place: int) -> float:
+        service_s = self._prefill_s(place)
+        return PLANNED_BUSY / service_s if service_s > 0 else 0.0
+
+    def decode(self, place: int) -> float:
+        facts = self._replica(place)
+        if facts is None or facts.decode_step_s <= 0:
+            return 0.0
+        batch = self._batch(facts)
+        return PLANNED_BUSY * batch / (facts.decode_step_s * max(1.0, self._lengths.output_tokens))
+
+    def _batch(self, facts: ReplicaFacts) -> float:
+        """Answers at once, as planned or as many as fit."""
+        tokens = self._lengths.prompt_tokens + self._lengths.output_tokens
+        return min(float(facts.decode_batch), facts.total_blocks * BLOCK_TOKENS / max(1.0, tokens))
+
+    def mixed(self, place: int) -> float:
+        """Both, one beside the other: as many answers at once as are fast enough with their prompts between.
+
+        With n of them a token takes s(n) + n c, c the seconds of prompts per token of answers (`admission/room.py`).
+        """
+        facts, output = self._replica(place), max(1.0, self._lengths.output_tokens)
+        if facts is None or facts.decode_step_s <= 0:
+            return 0.0
+        batch = self._batch(facts)
+        first_s = (
+            facts.decode_first_s if 0 < facts.decode_first_s <= facts.decode_step_s else facts.decode_step_s
+        )
+        slope_s = (facts.decode_step_s - first_s) / max(1, facts.decode_batch - 1)
+        prompts_s = self._prefill_s(place) / output
+        most = (self._tpot_s - first_s + slope_s) / max(slope_s + prompts_s, 1e-12)
+        answers = min(batch, most)
+        if answers < 1.0:
+            return 0.0
+        return PLANNED_BUSY * answers / (output * (first_s + slope_s * (answers - 1) + answers * prompts_s))
+
+    def crossing(self, first: int, second: int) -> tuple[tuple[tuple[str, float], ...], float]:
+        """(seconds of every link, seconds until all is there) for one request's KV; links work side by side."""
+        size = self._group.kv_bytes_per_token * self._lengths.prompt_tokens
+        busy, slowest = [], 0.0
+        for link, fixed_s, s_per_byte in self._hops.get((first, second), ()):
+            slowest = max(slowest, fixed_s + size * s_per_byte)
+            if link:
+                busy.append((link, size * s_per_byte))
+        return tuple(busy), slowest
+
+    def in_time(self, first: int, second: int) -> bool:
+        """Whether a first token may come in time: a prompt behind as many as an M/D/1 queue has, and its KV."""
+        wait = 1.0 + PLANNED_BUSY / (2.0 * (1.0 - PLANNED_BUSY))
+        return self._prefill_s(first) * wait + self.crossing(first, second)[1] <= self._limit_s
+
+    def _prefill_s(self, place: int) -> float:
+        facts = self._replica(place)
+        if facts is None:
+            return 0.0
+        return facts.prefill_fixed_s + facts.prefill_s_per_token * self._lengths.prompt_tokens
+
+    def _replica(self, place: int) -> ReplicaFacts | None:
+        return self._facts.replicas.get((self._template, place))
+
+
+def bucket_tokens(longest: Sequence[float], bucket: int, known: GroupFacts | None) -> float:
+    """How long prompts of a bucket are taken to be: its longest, or the mean where it has no end."""
+    mean = known.prompt_tokens if known is not None else 1024.0
+    if len(longest) == 1 or longest[bucket] == float("inf"):
+        return max(mean, longest[bucket - 1] if len(longest) > 1 else 1.0)
+    return longest[bucket]

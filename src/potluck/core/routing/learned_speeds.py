@@ -1,0 +1,188 @@
+"""How fast replicas are in truth, learned from when their requests end: the plan's facts are the prior.
+
+    pace      seconds that things take there for each second that the facts say; 1 as planned, 2 half as fast
+    observed  from a request's first token to its last, or from sending a prompt until it is computed: as long as that
+              request is open its replica has work, so all of this time was spent on what was done meanwhile:
+    planned   prompts computed there in that time, and the decode steps that were not also a prompt's
+
+    pace = (PRIOR_S + sum of observed) / (PRIOR_S + sum of planned)      older ones count ever less
+
+Both sums are of the Brain's own making, so no report can be late or wrong. What others do on a replica shows, too. A
+replica that is not sent anything is believed to be as planned again after a while: sums fade, the prior stays. So
+nobody is left out for ever for what was once true. One that is suddenly much slower (or faster) several times in a
+row has changed: what was observed before that is forgotten. For that first tokens count too, which come sooner. A
+pace is never below LEAST nor above MOST.
+
+How long answers get is learned as well, per model; a request's own limit is the most that is believed.
+"""
+
+from __future__ import annotations
+
+from math import inf
+from typing import Final
+
+from potluck.core.routing.balance import decode_seconds
+from potluck.core.routing.opportunistic import step_s
+from potluck.core.state.facts import BLOCK_TOKENS, FleetFacts
+from potluck.core.state.fleet import ODD_S, ODDS, FleetState, ReplicaState
+from potluck.core.state.request_state import RequestState
+
+FADE_S: Final = 10.0
+"""A replica without news for so long is believed half as much."""
+FEW: Final = 8
+SAMPLE: Final = 4
+TIMED: Final = 64
+"""With fewer than FEW open requests all count for a pace, else one in SAMPLE: those open at a time see much the same.
+Up to TIMED at a time the others are timed as well: whether a replica has changed shows sooner."""
+ROOMY: Final = 0.8
+"""Share of its KV that may be spoken for where prompts are not waiting for memory."""
+ANSWERS: Final = 32
+"""Answers over which their length is averaged."""
+
+
+class LearnedSpeeds:
+    """What is learned; changed by the Brain as requests go on and end. Paces are kept on the views."""
+
+    def __init__(self, facts: FleetFacts, fleet: FleetState, learns: bool) -> None:
+        self._models = facts.models
+        self._fleet = fleet
+        self._learns = learns
+        """Otherwise all are as planned."""
+        self._answers: dict[str, float] = {}
+        """Mean length, by model."""
+        self._prompts: dict[str, float] = {}
+        """The same of the prompts that were answered."""
+
+    def pace(self, view: ReplicaState) -> float:
+        """Seconds there for each second of its facts."""
+        return view.pace
+
+    def wait_s(self, view: ReplicaState) -> float:
+        """Until a request sent there now would be computed: prompts before it, and places in a full batch."""
+        facts = view.facts
+        if facts is None:
+            return 0.0
+        wait_s = view.open_prefill_tokens * facts.prefill_s_per_token
+        over = view.open_requests - facts.decode_batch
+        if over > 0:
+            wait_s += over * decode_seconds(facts, round(self.answer_tokens(view.member.model, 1 << 20)))
+        return wait_s * view.pace
+
+    def answer_tokens(self, model: str, most: int) -> float:
+        """How long an answer gets, as far as is known."""
+        return min(most, self._answers.get(model, inf))
+
+    def prompt_tokens(self, model: str) -> float:
+        """How long prompts were lately; 0 before any was answered."""
+        return self._prompts.get(model, 0.0)
+
+    # As requests go on.
+
+    def began(self, at_s: float, req: RequestState, view: ReplicaState) -> None:
+        """What a replica does for a request from now on is timed; of very many at once, one in SAMPLE will do."""
+        if self._learns and (view.open_requests < TIMED or view.done_prompts % SAMPLE == 0):
+            req.watched_s = at_s
+            req.watched = (view.done_s, view.done_prompts, view.open_requests)
+
+    def computed(self, at_s: float, req: RequestState, view: ReplicaState) -> None:
+        """A prompt was computed where it is answered. As long as one waits, a replica computes prompts, a step each
+        and the one that was under way; so much is planned at most. It only tells whether the replica has changed,
+        and nothing where prompts may have waited for memory."""
+        planned_s, sent_s = self._planned_s(req, view, 1), req.sent[0]
+        req.sent = (-1.0, 0.0, 0)
+        if planned_s >= 0:
+            self._fleet.learn(at_s, view, at_s - sent_s, planned_s, False)
+            if req.charges:
+                _time(req)
+
+    def outrun(self, at_s: float, req: RequestState, view: ReplicaState) -> None:
+        """Another replica had the first token of a prompt sooner (`core/brain/hedging.py`): here it takes longer than
+        until now. ODDS such races in a row will do, however short the prompts; of a replica that may be in time
+        nothing is learned."""
+        facts = view.facts
+        if req.sent[0] < 0 or not req.last_tokens or facts is None:
+            return
+        planned_s = self._planned_s(req, view, 2)
+        if planned_s < 0:
+            return
+        planned_s += facts.prefill_s_per_token * req.last_tokens
+        observed_s = at_s - req.sent[0]
+        if observed_s >= view.pace * planned_s > 0:
+            weight = max(1.0, ODD_S / ODDS / planned_s)
+            self._fleet.learn(at_s, view, weight * observed_s, weight * planned_s, False)
+            if req.charges:
+                _time(req)
+
+    def _planned_s(self, req: RequestState, view: ReplicaState, more: int) -> float:
+        """What a replica should have taken for all that it computed since a request was sent there, with so many
+        steps more; below 0 where that tells nothing."""
+        _, done_s, prompts = req.sent
+        facts = view.facts
+        if not self._learns or facts is None or view.open_requests > facts.decode_batch:
+            return -1.0
+        if view.open_context_tokens > ROOMY * facts.total_blocks * BLOCK_TOKENS:
+            return -1.0
+        steps = view.done_prompts - prompts + more
+        return view.done_s - done_s + steps * step_s(facts, view.open_requests)
+
+    def handed(self, at_s: float, req: RequestState, view: ReplicaState, tells: bool = True) -> None:
+        """A timed prompt was computed, or handed on where nobody said so before; whether that tells anything: between
+        regions a link takes its time, which says nothing of a replica."""
+        if tells:
+            done_s, prompts, others = req.watched
+            counts = others < FEW or prompts % SAMPLE == 0
+            self._fleet.learn(at_s, view, at_s - req.watched_s, view.done_s - done_s, counts)
+            _time(req)
+        req.watched_s = -1.0
+
+    def ended(self, at_s: float, req: RequestState, output_tokens: int) -> None:
+        """The last token of a timed request is there."""
+        self.answered(req, output_tokens)
+        view = req.last
+        if view is None or view.facts is None:
+            return
+        done_s, prompts, others = req.watched
+        steps = output_tokens - req.streamed_tokens - 1 - (view.done_prompts - prompts)
+        planned_s = view.done_s - done_s
+        if steps > 0:
+            planned_s += steps * step_s(view.facts, 0.5 * (others + view.open_requests))
+        counts = others < FEW or prompts % SAMPLE == 0
+        self._fleet.learn(at_s, view, at_s - req.watched_s, planned_s, counts)
+        if not counts:
+            return
+        facts, gaps = self._models.get(req.request.model), output_tokens - req.streamed_tokens - 1
+        if facts is not None and facts.slo is not None and gaps > 0:
+            self._fleet.answered(view, at_s - req.watched_s > gaps * facts.slo.tpot_s)
+        _time(req)
+
+    def came_whole(self, req: RequestState, output_tokens: int) -> None:
+        """Nobody saw its first token: how long it took says nothing of its tokens, but its prompt was computed."""
+        self.answered(req, output_tokens)
+        if req.last is not None and req.last_tokens:
+            self._fleet.prefilled(req.last, req.last_tokens)
+            req.last_tokens = 0
+
+    def answered(self, req: RequestState, output_tokens: int) -> None:
+        """How long an answer got, whether it was timed or not."""
+        if not self._learns:
+            return
+        model = req.request.model
+        mean = self._answers.get(model, float(output_tokens))
+        self._answers[model] = mean + (output_tokens - mean) / ANSWERS
+        prompt_tokens = float(req.prompt_tokens)
+        mean = self._prompts.get(model, prompt_tokens)
+        self._prompts[model] = mean + (prompt_tokens - mean) / ANSWERS
+
+    def faded(self, at_s: float) -> list[ReplicaState]:
+        """Believe less of what was heard long ago; those whose pace fell."""
+        return [
+            view
+            for view in self._fleet.views.values()
+            if view.planned_s > 0 and at_s - view.learned_s >= FADE_S and self._fleet.fade(at_s, view)
+        ]
+
+
+def _time(req: RequestState) -> None:
+    """Its targets take over what was learned."""
+    for target, _ in req.charges:
+        target.timed()

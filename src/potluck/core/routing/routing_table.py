@@ -1,0 +1,409 @@
+"""A plan made ready for routing: per model and bucket, the ways a request may go.
+
+Ways are put together when its first request comes, and from then on a change of the fleet touches only the
+ways of that model and in them only the replica that changed: O(buckets log n). Should ways all be
+shut, there are two more to fall back on: any target of the model that does whole requests, then any of its
+replicas by itself.
+
+Replicas differ in how long a request they hold. Where a request fits only some, it gets ways of just those:
+lengths are sorted into classes by the templates' limits, and each class has ways of its own.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Iterable
+from dataclasses import dataclass, field, replace
+from typing import Final
+
+from potluck.core.routing.balance import Balancer, LeastLoaded, kv_tokens
+from potluck.core.routing.group_sharing import MeanLengths, bucket_tokens, parts
+from potluck.core.routing.options import RouteOptions, TargetWeights
+from potluck.core.routing.round_robin import WeightedRoundRobin
+from potluck.core.routing.targets import PLAIN, Target, intact_share, kind_of
+from potluck.core.routing.template_weights import (
+    ModelWeights,
+    Phase,
+    RegionFlow,
+    TemplateWeights,
+    merged,
+    offers,
+)
+from potluck.core.routing.threshold import LengthThreshold, planned
+from potluck.core.state.facts import FleetFacts
+from potluck.core.state.fleet import FleetState, ReplicaState, TemplateCopy
+from potluck.core.state.policy import Policy
+from potluck.core.state.request_state import RequestState
+from potluck.core.values.plan import Plan, Template
+
+UNBOUNDED_TOKENS: Final = 1 << 62
+CLOSED: Final = -1
+ANY: Final = -2
+"""In place of a bucket: any target that does whole requests; any replica."""
+
+
+@dataclass(slots=True, eq=False)
+class ModelRoutes:
+    """One model's ways."""
+
+    offers: ModelWeights
+    limits_tokens: list[int]
+    """How long a request its templates hold, rising, without repeats."""
+    threshold: LengthThreshold | None = None
+    """The plan's length threshold between regions, if it has one; then every way is open to every bucket."""
+    ways: dict[tuple[int, int], RouteOptions] = field(default_factory=dict)
+    """(bucket, class) to ways, as far as asked for."""
+
+    longest_tokens: tuple[float, ...] = field(init=False)
+    """The longest prompt of each bucket; the last is infinite."""
+    limit_tokens: int = field(init=False)
+    """The longest request that any replica holds."""
+
+    def __post_init__(self) -> None:
+        self.longest_tokens = self.offers.longest_tokens
+        self.limit_tokens = self.limits_tokens[-1] if self.limits_tokens else 0
+
+    def kind(self, req: RequestState) -> tuple[int, int]:
+        """Its bucket and length class: requests of one kind may go to the same replicas."""
+        total, limits = req.total_tokens, self.limits_tokens
+        length_class = 0 if total <= limits[0] else bisect_left(limits, total)
+        return bisect_left(self.longest_tokens, req.prompt_tokens), length_class
+
+    def too_long(self, req: RequestState) -> str:
+        """Why a request fits nobody."""
+        return (
+            f"prompt and answer take up to {req.total_tokens} tokens, "
+            f"the longest that a replica of {req.request.model} holds is {self.limit_tokens}"
+        )
+
+
+class RoutingTable:
+    """All models. Changed by the Brain when a plan comes or a replica changes."""
+
+    def __init__(self, facts: FleetFacts, policy: Policy, fleet: FleetState) -> None:
+        self._facts = facts
+        self._policy = policy
+        self._fleet = fleet
+        self._templates: dict[str, Template] = {}
+        self.models: dict[str, ModelRoutes] = {}
+        self.singles: dict[str, Target] = {}
+        """Ready replicas by themselves."""
+        self.groups: dict[str, Target] = {}
+        """Combos and pairs, by unit."""
+        self._lengths: dict[str, MeanLengths] = {}
+        """Models whose lengths have shifted from what groups were planned for."""
+
+    def adopt(self, plan: Plan) -> None:
+        """Compile a plan; copies of templates that it does not name go on serving until they are drained."""
+        for template in plan.repertoire:
+            self._templates[template.name] = template
+        live = {(unit.template, unit.region) for unit in self._fleet.units.values()}
+        fresh = offers(plan, self._policy.balance)
+        for model, table in self.models.items():
+            if model in fresh:
+                fresh[model] = merged(fresh[model], table.offers, live)
+            elif any(self._templates[name].model == model for name, _ in live):
+                fresh[model] = table.offers
+        by_length = self._policy.adapt_threshold and self._policy.balance != "fixed"
+        self.models = {
+            model: ModelRoutes(each, self._limits(each), planned(each) if by_length else None)
+            for model, each in fresh.items()
+        }
+        for target in (*self.singles.values(), *self.groups.values()):
+            target.indexes.clear()
+
+    def divide(self, model: str, threshold: LengthThreshold) -> bool:
+        """Let length decide where the plan does not, if anything crosses; prompts may then stay at home."""
+        table = self.models.get(model)
+        by_length = self._policy.adapt_threshold and self._policy.balance != "fixed"
+        if table is None or not by_length or table.threshold is not None:
+            return False
+        flows = table.offers.flows
+        crossing = [flow for flow in flows if flow.source != flow.target]
+        at_home = {flow.target for flow in flows if flow.source == flow.target}
+        more = {flow.target: RegionFlow(flow.target, flow.target, flow.rates_per_s) for flow in crossing}
+        if not crossing:
+            return False
+        added = tuple(flow for region, flow in more.items() if region not in at_home)
+        table.offers, table.threshold = replace(table.offers, flows=flows + added), threshold
+        table.ways.clear()
+        for target in (*self.singles.values(), *self.groups.values()):
+            target.indexes.clear()
+        return True
+
+    def update(self, unit_id: str, changed: ReplicaState) -> None:
+        """A replica became ready, left, changed its role, or is doubted or trusted again."""
+        unit = self._fleet.units.get(unit_id)
+        ready = changed.serves and changed.member.id in self._fleet.views
+        single = self.singles.get(changed.member.id)
+        if ready and single is None:
+            single = self.singles[changed.member.id] = Target(PLAIN, unit_id, changed)
+        elif not ready:
+            self.singles.pop(changed.member.id, None)
+        group = self._group(unit_id, unit, changed)
+        table = self.models.get(changed.member.model)
+        if table is None:
+            return
+        for (bucket, length_class), ways in table.ways.items():
+            if single is not None:
+                self._put(table, ways, bucket, length_class, single, ready)
+            if group is not None:
+                self._put(table, ways, bucket, length_class, group, unit is not None)
+            if unit is None:
+                ways.join(unit_id, "", [])
+            else:
+                self._join(table, ways, bucket, length_class, unit)
+            ways.settle()
+
+    def shifted(self, model: str, lengths: MeanLengths) -> None:
+        """Requests are of other lengths now: groups share them anew."""
+        self._lengths[model] = lengths
+        table = self.models.get(model)
+        for (bucket, length_class), ways in table.ways.items() if table is not None else ():
+            for unit in self._fleet.units.values():
+                if unit.model == model and table is not None:
+                    self._join(table, ways, bucket, length_class, unit)
+            ways.settle()
+
+    def timed(self, views: Iterable[ReplicaState]) -> None:
+        """Replicas count as faster than before."""
+        if self._policy.balance != "learned":
+            return
+        for view in views:
+            for target in (self.singles.get(view.member.id), self.groups.get(view.member.unit)):
+                if target is not None:
+                    target.timed()
+                    target.lighten(0.0)
+
+    def ways(self, table: ModelRoutes, bucket: int, total_tokens: int) -> RouteOptions:
+        """Where requests of a bucket go that get no longer than this. The caller checks the model's limit."""
+        limits = table.limits_tokens
+        length_class = 0 if total_tokens <= limits[0] else bisect_left(limits, total_tokens)
+        ways = table.ways.get((bucket, length_class))
+        if ways is None:
+            ways = table.ways[bucket, length_class] = self._build(table, bucket, length_class)
+        return ways
+
+    def _group(self, unit_id: str, unit: TemplateCopy | None, changed: ReplicaState) -> Target | None:
+        template = self._templates.get(changed.member.template)
+        kind = kind_of(template) if template is not None else PLAIN
+        if kind == PLAIN:
+            return None
+        group = self.groups.get(unit_id)
+        if group is None:
+            group = self.groups[unit_id] = Target(kind, unit_id)
+        group.refresh(unit)
+        if unit is None:
+            del self.groups[unit_id]
+        return group
+
+    def _build(self, table: ModelRoutes, bucket: int, length_class: int) -> RouteOptions:
+        flows: list[tuple[str, str, float]] = []
+        if bucket >= 0:
+            for flow in table.offers.flows:
+                rate = flow.rates_per_s[bucket]
+                if not rate and table.threshold:
+                    rate = sum(flow.rates_per_s) / len(flow.rates_per_s)
+                if rate:
+                    flows.append((flow.source, flow.target, rate))
+        ways = RouteOptions(self._chooser, flows)
+        for target in (*self.singles.values(), *self.groups.values()):
+            self._put(table, ways, bucket, length_class, target, True)
+        for unit in self._fleet.units.values():
+            if unit.model == table.offers.model:
+                self._join(table, ways, bucket, length_class, unit)
+        ways.settle()
+        return ways
+
+    def _join(
+        self, table: ModelRoutes, ways: RouteOptions, bucket: int, length_class: int, unit: TemplateCopy
+    ) -> None:
+        """Share a group's requests among its replicas; other units have nothing to share."""
+        template = self._templates.get(unit.template)
+        if template is None or not template.flows or bucket < 0:
+            return
+        offer = table.offers.copy((unit.template, unit.region))
+        weight = self._weight(table, offer, "closed", bucket) if offer is not None else 0.0
+        singles: dict[int, Target] = {}
+        for view in unit.views:
+            single = self.singles.get(view.member.id)
+            if single is not None and weight > 0 and self._fits(table, [view], length_class):
+                singles[view.member.index] = single
+        serving = {place: each.view.role for place, each in singles.items() if each.view is not None}
+        known = self._facts.groups.get(unit.template)
+        lengths = self._lengths.get(unit.model)
+        if lengths is None:
+            prompt = bucket_tokens(table.longest_tokens, bucket, known)
+            lengths = MeanLengths(prompt, known.output_tokens if known is not None else 256.0)
+        pairs, alone = [], dict.fromkeys(singles, 0.0)
+        found = parts(self._facts, template, serving, bucket, lengths, unit.model in self._lengths)
+        for first, second, share in found:
+            if first == second:
+                alone[first] += share * weight
+            else:
+                pairs.append((singles[first], singles[second], share * weight))
+        for place, own in alone.items():
+            ways.put(singles[place], TargetWeights(unit.region, own, 0.0, 0.0))
+        ways.join(unit.id, unit.region, pairs)
+
+    def _chooser(self) -> Balancer:
+        if self._policy.balance == "token":
+            return LeastLoaded(self._by_room)
+        if self._policy.balance == "least-work":
+            return LeastLoaded(self._by_work)
+        if self._policy.balance == "learned":
+            return LeastLoaded(self._by_weight)
+        return WeightedRoundRobin()
+
+    # Methods, not closures: a Brain can be written down (runtime/brain_checkpoint.py).
+
+    def _by_room(self, target: Target, weight: float) -> float:
+        return -float(self._kv_tokens(target))
+
+    def _by_work(self, target: Target, weight: float) -> float:
+        return self.request_s(target)
+
+    def _by_weight(self, target: Target, weight: float) -> float:
+        return 1.0 / weight
+
+    def _put(
+        self,
+        table: ModelRoutes,
+        ways: RouteOptions,
+        bucket: int,
+        length_class: int,
+        target: Target,
+        there: bool,
+    ) -> None:
+        """Set what a target weighs in these ways; nothing when it is another model's, too small or gone."""
+        views = _views(target)
+        if views and views[0].member.model != table.offers.model:
+            return
+        if not there or not views or not self._fits(table, views, length_class):
+            weights = (
+                TargetWeights("", 0.0, 0.0, 0.0)
+                if not views
+                else TargetWeights(views[0].member.region, 0.0, 0.0, 0.0)
+            )
+            ways.put(target, weights)
+            return
+        ways.put(target, self._weights(table, ways, bucket, target, views))
+
+    def _weights(
+        self, table: ModelRoutes, ways: RouteOptions, bucket: int, target: Target, views: list[ReplicaState]
+    ) -> TargetWeights:
+        member = views[0].member
+        template = self._templates[member.template]
+        region = member.region
+        grouped = kind_of(template) != PLAIN
+        if bucket == ANY:
+            return TargetWeights(region, 1.0 if target.kind == PLAIN else 0.0, 0.0, 0.0)
+        if grouped and target.kind == PLAIN:
+            return TargetWeights(region, 0.0, 0.0, 0.0)
+        if bucket == CLOSED:
+            whole = intact_share(target, template) if grouped else float(views[0].role == "mixed")
+            return TargetWeights(region, _most_closed(template) * whole, 0.0, 0.0)
+        offer = table.offers.copy((member.template, region))
+        if offer is None or template.flows:  # what a group's replicas do, `_join` says
+            return TargetWeights(region, 0.0, 0.0, 0.0)
+        if grouped:
+            return TargetWeights(
+                region,
+                self._weight(table, offer, "closed", bucket) * intact_share(target, template),
+                0.0,
+                0.0,
+            )
+        role = views[0].role
+        closed = self._plain(table, offer, template, "closed", bucket) if role == "mixed" else 0.0
+        prefill = self._plain(table, offer, template, "prefill", bucket) if role != "decode" else 0.0
+        decode = self._plain(table, offer, template, "decode", bucket) if role != "prefill" else 0.0
+        if role != member.role and role == "prefill" and not prefill:
+            prefill = self._borrowed(ways.prefill(region), views[0], "prefill")
+        if role != member.role and role == "decode" and not decode:
+            decode = self._borrowed(ways.decode(region), views[0], "decode")
+        return TargetWeights(region, closed, prefill, decode)
+
+    def _plain(
+        self, table: ModelRoutes, offer: TemplateWeights, template: Template, phase: Phase, bucket: int
+    ) -> float:
+        """One replica's part of what a copy is sent."""
+        role = {"closed": "mixed", "prefill": "prefill", "decode": "decode"}[phase]
+        able = [replica for replica in template.replicas if replica.role in (role, "mixed")]
+        return self._weight(table, offer, phase, bucket) / max(1, len(able))
+
+    def _weight(self, table: ModelRoutes, offer: TemplateWeights, phase: Phase, bucket: int) -> float:
+        """A copy's weight; under a length threshold also in buckets that the plan sends elsewhere."""
+        weights = offer.weights(phase)
+        if weights[bucket] or not table.threshold:
+            return weights[bucket]
+        given = [weight for weight in weights if weight > 0]
+        return sum(given) / len(given) if given else 0.0
+
+    def _borrowed(self, colleagues: Balancer, view: ReplicaState, phase: Phase) -> float:
+        """What a replica whose role was flipped weighs: as its new colleagues do, by the ratio of their speeds."""
+        others = [t for t in colleagues.members() if t.view is not None and t.view.role == t.view.member.role]
+        if not others or others[0].view is None:
+            return 1.0
+        mean = colleagues.total / len(colleagues)
+        mine, theirs = self._speed(view, phase), self._speed(others[0].view, phase)
+        return mean * mine / theirs if mine and theirs else mean
+
+    def _speed(self, view: ReplicaState, phase: Phase) -> float:
+        facts = view.facts
+        if facts is None:
+            return 0.0
+        if phase == "prefill":
+            return 1.0 / max(facts.prefill_s_per_token, 1e-12)
+        return facts.decode_batch / max(facts.decode_step_s, 1e-12)
+
+    def ready(self, model: str) -> list[ReplicaState]:
+        """A model's replicas that serve."""
+        views = [target.view for target in self.singles.values() if target.view is not None]
+        return [view for view in views if view.member.model == model]
+
+    def request_s(self, target: Target) -> float:
+        """Seconds between two requests that a target does at best; 0 when not known."""
+        template = self._templates[_views(target)[0].member.template]
+        best = max(
+            (max(c.closed_per_s, c.prefill_per_s, c.decode_per_s) for c in template.capacity), default=0.0
+        )
+        share = len(template.replicas) if target.kind == PLAIN else 1
+        return share / best if best > 0 else 0.0
+
+    def _kv_tokens(self, target: Target) -> int:
+        views = target.decodes if target.kind != PLAIN else _views(target)
+        return sum(kv_tokens(facts) for view in views if (facts := view.facts) is not None)
+
+    def _fits(self, table: ModelRoutes, views: list[ReplicaState], length_class: int) -> bool:
+        if length_class == 0:
+            return True
+        least = table.limits_tokens[length_class]
+        return all(self._limit(view.member.template, view.member.index) >= least for view in views)
+
+    def _limit(self, template: str, index: int) -> int:
+        facts = self._facts.replicas.get((template, index))
+        return facts.max_tokens if facts is not None else UNBOUNDED_TOKENS
+
+    def _limits(self, model: ModelWeights) -> list[int]:
+        """Of what is planned; copies that scaling may begin only divide lengths more finely."""
+        limits = self._limits_of(name for name, _ in model.copies)
+        most = max(limits, default=0)
+        return sorted(limits | {limit for limit in self._limits_of(model.spare) if limit < most})
+
+    def _limits_of(self, names: Iterable[str]) -> set[int]:
+        return {
+            self._limit(name, index) for name in names for index in range(len(self._templates[name].replicas))
+        }
+
+
+def _views(target: Target) -> list[ReplicaState]:
+    if target.view is not None:
+        return [target.view]
+    return target.prefills + target.decodes
+
+
+def _most_closed(template: Template) -> float:
+    """What a copy serves by itself at best, shared among its replicas when each is a target; 1 if not known."""
+    best = max((each.closed_per_s for each in template.capacity), default=0.0)
+    share = len(template.replicas) if kind_of(template) == PLAIN else 1
+    return best / share if best > 0 else 1.0

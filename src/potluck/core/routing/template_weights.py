@@ -1,0 +1,221 @@
+"""What a plan offers to routing: how much of each bucket one copy of each template takes, phase by phase.
+
+A copy divides its time among buckets and phases; x = rate / (count capacity) of it goes to one of them. Weights
+are
+
+    goodput       capacity x / (sum of its x): its goodput for the bucket in the time that the plan gives the bucket
+    fixed         rate / count: what the plan sends there
+    otherwise     1 where the plan sends anything
+
+With one bucket the first is the profiled goodput itself, as in CAUCHY 3.4.1 and CORAL 5.1. With several it
+spreads a plan's slack without moving load between buckets: as all weights are at least the planned rates and a
+copy's weights take exactly its time, no copy is sent more than it can serve while the plan as a whole suffices.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+from math import inf
+from typing import Literal
+
+from potluck.core.state.policy import Balance
+from potluck.core.values.plan import BucketCapacity, Plan, Template
+
+Phase = Literal["closed", "prefill", "decode"]
+PHASES: tuple[Phase, ...] = ("closed", "prefill", "decode")
+Key = tuple[str, str]
+"""(template, region)"""
+
+
+@dataclass(frozen=True, slots=True)
+class TemplateWeights:
+    """Weights of one copy of a template in a region, by phase and bucket."""
+
+    closed: tuple[float, ...]
+    prefill: tuple[float, ...]
+    decode: tuple[float, ...]
+
+    def weights(self, phase: Phase) -> tuple[float, ...]:
+        return self.closed if phase == "closed" else self.prefill if phase == "prefill" else self.decode
+
+
+@dataclass(frozen=True, slots=True)
+class RegionFlow:
+    """Requests of a bucket from a prefill region to a decode region, at a planned rate."""
+
+    source: str
+    target: str
+    rates_per_s: tuple[float, ...]
+    """By bucket."""
+
+
+@dataclass(frozen=True, slots=True)
+class ModelWeights:
+    """One model's part of a plan."""
+
+    model: str
+    longest_tokens: tuple[float, ...]
+    """The longest prompt of each bucket, rising; the last is infinite, so that every prompt has a bucket."""
+    copies: Mapping[Key, TemplateWeights]
+    flows: tuple[RegionFlow, ...]
+    spare: Mapping[str, TemplateWeights] = field(default_factory=dict)
+    """What a copy of any template takes that the plan counts on nowhere, or not in that region: scaling began it."""
+
+    def copy(self, key: Key) -> TemplateWeights | None:
+        found = self.copies.get(key)
+        return self.spare.get(key[0]) if found is None else found
+
+    def bucket(self, prompt_tokens: float) -> int:
+        return min(bisect_left(self.longest_tokens, prompt_tokens), len(self.longest_tokens) - 1)
+
+
+def offers(plan: Plan, balance: Balance) -> dict[str, ModelWeights]:
+    """Every model that the plan has a template for."""
+    models = dict.fromkeys(template.model for template in plan.templates)
+    return {model: _model(plan, model, balance) for model in models}
+
+
+def merged(new: ModelWeights, old: ModelWeights, live: Collection[Key]) -> ModelWeights:
+    """The new plan's offers, and the old one's for copies that are live but no longer planned.
+
+    They serve until they are drained, in the bucket of the old plan that the new one's longest prompt falls into.
+    """
+    left = {
+        key: offer for key in sorted(live) if key not in new.copies and (offer := old.copy(key)) is not None
+    }
+    if not left:
+        return new
+    places = [old.bucket(tokens) for tokens in new.longest_tokens]
+    copies = dict(new.copies)
+    for key, offer in left.items():
+        moved = {phase: tuple(offer.weights(phase)[i] for i in places) for phase in PHASES}
+        copies[key] = TemplateWeights(moved["closed"], moved["prefill"], moved["decode"])
+    known = {(flow.source, flow.target) for flow in new.flows}
+    regions = {region for _, region in left}
+    flows = [
+        RegionFlow(flow.source, flow.target, tuple(flow.rates_per_s[i] for i in places))
+        for flow in old.flows
+        if (flow.source, flow.target) not in known and {flow.source, flow.target} & regions
+    ]
+    return ModelWeights(new.model, new.longest_tokens, copies, new.flows + tuple(flows), new.spare)
+
+
+def _model(plan: Plan, model: str, balance: Balance) -> ModelWeights:
+    buckets = sorted((b for b in plan.buckets if b.model == model), key=lambda b: b.bucket)
+    longest = (*(float(bucket.longest_tokens) for bucket in buckets[:-1]), inf)
+    templates = {template.name: template for template in plan.templates if template.model == model}
+    rates: dict[tuple[Key, Phase], list[float]] = {}
+    for share in plan.shares:
+        if share.template in templates and share.bucket < len(longest):
+            key: tuple[Key, Phase] = ((share.template, share.region), share.phase)
+            rates.setdefault(key, [0.0] * len(longest))[share.bucket] += share.rate_per_s
+    counts: dict[Key, int] = {}
+    for each in plan.deployments:
+        if each.template in templates:
+            counts[each.template, each.region] = counts.get((each.template, each.region), 0) + each.count
+    for place, _ in rates:
+        counts.setdefault(place, 1)
+    copies = {
+        key: _copy(templates[key[0]], {p: rates.get((key, p)) for p in PHASES}, count, len(longest), balance)
+        if rates
+        else _unplanned(templates[key[0]], len(longest), balance)
+        for key, count in counts.items()
+    }
+    spare = {}
+    if plan.candidates:
+        mix = [bucket.rate_per_s for bucket in buckets] or [1.0]
+        mine = [each for each in plan.repertoire if each.model == model and not each.machines]
+        spare = {each.name: _spare(each, mix if any(mix) else [1.0] * len(mix), balance) for each in mine}
+    return ModelWeights(model, longest, copies, _flows(plan, model, len(longest)), spare)
+
+
+def _spare(template: Template, mix: Sequence[float], balance: Balance) -> TemplateWeights:
+    """A copy that the plan does not count on takes every bucket that it can, as much of each as is asked for.
+
+    One that does whole requests does nothing else. With m the mix, its time is shared so that it serves
+    m_b / (sum of m / C) of each bucket.
+    """
+    capacities = {each.bucket: each for each in template.capacity}
+
+    def weights(phase: Phase) -> tuple[float, ...]:
+        able = [_capacity(capacities.get(bucket), phase) for bucket in range(len(mix))]
+        busy = 0.0
+        for rate, asked in zip(able, mix, strict=True):
+            busy += asked / rate if rate > 0 else 0.0
+        if balance not in ("goodput", "learned", "fixed"):
+            return tuple(float(rate > 0) for rate in able)
+        # A bucket that nobody was planned to ask for gets a little, so that it has somewhere to go.
+        least = min(asked for asked in mix if asked > 0)
+        return tuple(
+            max(asked, least) / busy if rate > 0 and busy > 0 else 0.0
+            for rate, asked in zip(able, mix, strict=True)
+        )
+
+    whole = weights("closed")
+    none = (0.0,) * len(mix)
+    return (
+        TemplateWeights(whole, none, none)
+        if any(whole)
+        else TemplateWeights(whole, weights("prefill"), weights("decode"))
+    )
+
+
+def _copy(
+    template: Template,
+    rates: Mapping[Phase, list[float] | None],
+    count: int,
+    buckets: int,
+    balance: Balance,
+) -> TemplateWeights:
+    """The weights of one copy, from what all copies are sent."""
+    found: dict[Phase, list[float]] = {phase: [0.0] * buckets for phase in PHASES}
+    capacities = {each.bucket: each for each in template.capacity}
+    uses: dict[tuple[Phase, int], float] = {}
+    for phase, planned in rates.items():
+        for bucket, rate in enumerate(planned or ()):
+            if rate <= 0:
+                continue
+            capacity = _capacity(capacities.get(bucket), phase)
+            found[phase][bucket] = rate / max(1, count)
+            if capacity > 0:
+                uses[phase, bucket] = rate / max(1, count) / capacity
+    busy = sum(uses.values())
+    for phase, weights in found.items():
+        for bucket, weight in enumerate(weights):
+            if weight > 0 and balance in ("goodput", "learned") and (phase, bucket) in uses:
+                weights[bucket] = weight / busy
+            elif weight > 0 and balance not in ("goodput", "learned", "fixed"):
+                weights[bucket] = 1.0
+    return TemplateWeights(tuple(found["closed"]), tuple(found["prefill"]), tuple(found["decode"]))
+
+
+def _unplanned(template: Template, buckets: int, balance: Balance) -> TemplateWeights:
+    """A plan without shares, written by hand: whatever a template can do, it may be sent."""
+    capacities = {each.bucket: each for each in template.capacity}
+
+    def weights(phase: Phase) -> tuple[float, ...]:
+        known = [_capacity(capacities.get(bucket), phase) for bucket in range(buckets)]
+        return tuple(
+            known if balance in ("goodput", "learned", "fixed") else [float(weight > 0) for weight in known]
+        )
+
+    return TemplateWeights(weights("closed"), weights("prefill"), weights("decode"))
+
+
+def _capacity(capacity: BucketCapacity | None, phase: Phase) -> float:
+    if capacity is None:
+        return 0.0
+    if phase == "closed":
+        return capacity.closed_per_s
+    return capacity.prefill_per_s if phase == "prefill" else capacity.decode_per_s
+
+
+def _flows(plan: Plan, model: str, buckets: int) -> tuple[RegionFlow, ...]:
+    rates: dict[Key, list[float]] = {}
+    for flow in plan.flows:
+        if flow.model == model and flow.bucket < buckets and flow.rate_per_s > 0:
+            key = (flow.prefill_region, flow.decode_region)
+            rates.setdefault(key, [0.0] * buckets)[flow.bucket] += flow.rate_per_s
+    return tuple(RegionFlow(source, target, tuple(rates[source, target])) for source, target in rates)

@@ -1,0 +1,219 @@
+"""The Brain's slow half: what was asked lately, how much of the fleet is wanted, and the next step towards it.
+
+`core.window` watches, a rule of `core.scale` decides, `core.reconcile` works towards the counts. This joins the
+three; the Brain carries out what comes back.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from math import inf
+
+from potluck.core.scaling import AskReplan, FlipRole, Resize, SetLengths, SetThreshold, scaler_of
+from potluck.core.scaling.copy_capacity import Key, TemplateCapacity, blueprints
+from potluck.core.scaling.reassign import recasts
+from potluck.core.scaling.reconcile import reconcile, restored, wanted_counts
+from potluck.core.scaling.reconcile_state import ReconcileState
+from potluck.core.scaling.rule import LEAST_SEEN, available_nodes
+from potluck.core.scaling.scale_to_zero import ScaleToZero
+from potluck.core.scaling.standby import standby_counts, standby_usd_per_h
+from potluck.core.scaling.traffic_window import ObservedTraffic, TrafficWindow
+from potluck.core.state.actions import Action, FlipReplica, OperatorNote, Replan, SeenLengths, StartReplica
+from potluck.core.state.facts import FleetFacts
+from potluck.core.state.fleet import FleetState, ReplicaState
+from potluck.core.state.policy import Policy
+from potluck.core.state.request_state import RequestState
+from potluck.core.values.plan import Plan
+from potluck.core.values.replica_spec import ReplicaSpec
+from potluck.core.values.types import Region, Role
+
+
+class Autoscaler:
+    """Wanted counts and the way there. Owned by the Brain, which tells it what happens."""
+
+    def __init__(self, facts: FleetFacts, policy: Policy, fleet: FleetState) -> None:
+        self._facts = facts
+        self._policy = policy
+        self._fleet = fleet
+        self._regions = facts.regions
+        self._available = available_nodes(facts.regions)
+        self._scaler = scaler_of(policy, facts)
+        self.watches = policy.scaling != "none"
+        """Whether anybody looks at the window."""
+        self.window = TrafficWindow(policy.window_s, policy.global_window_s)
+        self.plan: Plan | None = None
+        self._wanted: dict[Key, int] = {}
+        self.standby: dict[Key, int] = {}
+        """Copies that are to be loaded and idle."""
+        self._naps = ScaleToZero(facts.models)
+        self.scale_to_zero = False
+        """Whether any model may sleep."""
+        self._known: dict[str, TemplateCapacity] = {}
+        self._progress = ReconcileState()
+        self._due_s = inf
+        self._version = -1
+        """The fleet's when it was last looked at."""
+        self.by_hand: dict[str, Role] = {}
+        """Roles that a person gave: they stay, whatever plans and scaling say."""
+        self._advised: tuple[str, ...] = ()
+        self.notes: tuple[str, ...] = ()
+        """What cannot be done at present, and why."""
+
+    def adopt(self, at_s: float, plan: Plan) -> tuple[Action, ...]:
+        """From now on this plan: roles that change in place; what is to be started comes with the next step."""
+        self.plan = plan
+        self._wanted = wanted_counts(plan, self._wanted)
+        self.standby = standby_counts(plan, self._policy.standby, self._regions)
+        self._known.update(blueprints(plan))
+        self.scale_to_zero = self._naps.any
+        if self.watches:
+            for model in sorted({each.model for each in plan.templates}):
+                known = self._facts.models.get(model)
+                self.window.watch(at_s, model, known.slo if known is not None else None)
+        recast = recasts(self._fleet, self._wanted, self._known, self.by_hand)
+        settled = {each.member.id for each in recast} | self.by_hand.keys()
+        return (*recast, *(flip for flip in restored(self._fleet) if flip.replica not in settled))
+
+    def quoted(self, at_s: float, regions: tuple[Region, ...]) -> tuple[Action, ...]:
+        """Other prices, other nodes."""
+        self._regions, self._available = regions, available_nodes(regions)
+        self._scaler.quoted(regions)
+        return self.step(at_s)
+
+    def ordered(self, view: ReplicaState, role: Role) -> tuple[Action, ...]:
+        """A person gives a replica a role; with the planned one it is the rules' again."""
+        self.by_hand = {name: each for name, each in self.by_hand.items() if name in self._fleet.views}
+        if role == view.member.role:
+            self.by_hand.pop(view.member.id, None)
+        else:
+            self.by_hand[view.member.id] = role
+        return () if role == view.role else (FlipReplica(view.member.id, role),)
+
+    def drained(self, at_s: float, replica: str) -> tuple[Action, ...]:
+        self._progress = self._progress.drained(replica)
+        return self.step(at_s)
+
+    def tick(
+        self, at_s: float, held: Mapping[str, int]
+    ) -> tuple[tuple[Action, ...], tuple[SetThreshold | SetLengths, ...]]:
+        """What to do now; thresholds and lengths come apart, as they are the router's."""
+        if self.plan is None:
+            return (), ()
+        actions: list[Action] = []
+        thresholds: list[SetThreshold | SetLengths] = []
+        remarks, resized = self._naps.tick(at_s, self._fleet, held)
+        actions += remarks
+        if self.watches:
+            observed = self.window.observed(at_s, held)
+            for decision in self._scaler.on_tick(at_s, observed, self._fleet, self.plan):
+                if self._policy.advise and not isinstance(decision, AskReplan):
+                    actions += self._advice(decision)
+                    continue
+                match decision:
+                    case Resize(template, region, count):
+                        if self._sleeps(template):
+                            continue
+                        resized |= self._wanted.get((template, region)) != count
+                        self._wanted[template, region] = count
+                    case FlipRole(replica, role):
+                        if replica in self._fleet.views and replica not in self.by_hand:
+                            actions.append(FlipReplica(replica, role))
+                    case AskReplan(rates_per_s, reason):
+                        actions.append(Replan(rates_per_s, reason, _lengths(observed)))
+                    case SetThreshold() | SetLengths():
+                        thresholds.append(decision)
+        if resized or self._fleet.version != self._version or at_s >= self._due_s:
+            actions += self.step(at_s)
+        return tuple(actions), tuple(thresholds)
+
+    def _advice(self, decision: Resize | FlipRole | SetThreshold | SetLengths) -> list[Action]:
+        """What would be done, said once."""
+        match decision:
+            case Resize(template, region, count, reason):
+                what = f"{count} of {template} in {region}"
+            case FlipRole(replica, role, reason):
+                what = f"{replica} as {role}"
+            case SetThreshold(model, tokens, reason):
+                what = f"prompts of {model} beyond {tokens} tokens elsewhere"
+            case SetLengths(model, prompt_tokens, output_tokens):
+                what = f"groups of {model} shared for {prompt_tokens:.0f} and {output_tokens:.0f} tokens"
+                reason = "lengths have shifted"
+        if what in self._advised:
+            return []
+        self._advised = (*self._advised[-31:], what)
+        return [OperatorNote(f"advice: {what}", reason)]
+
+    def finished(self, at_s: float, req: RequestState, output_tokens: int) -> None:
+        """Count an answer with its latencies."""
+        first_s = req.first_s if req.first_s >= 0 else at_s
+        tpot_s = (at_s - first_s) / (output_tokens - 1) if output_tokens > 1 else 0.0
+        request = req.request
+        self.window.finished(at_s, request.model, output_tokens, first_s - request.arrival_s, tpot_s)
+
+    def step(self, at_s: float) -> tuple[Action, ...]:
+        """The next actions towards what is wanted."""
+        wanted = {key: 0 if self._sleeps(key[0]) else count for key, count in self._wanted.items()}
+        standby = {key: 0 if self._sleeps(key[0]) else count for key, count in self.standby.items()}
+        step = reconcile(
+            self._fleet,
+            wanted,
+            self._known,
+            self._progress,
+            at_s,
+            available=self._available,
+            grace_s=self._policy.grace_s,
+            dip=self._policy.dip,
+            standby=standby,
+        )
+        self._progress, self._due_s, self.notes = step.progress, step.due_s, step.notes
+        return tuple(
+            StartReplica(self._placed(a.member)) if isinstance(a, StartReplica) else a for a in step.actions
+        )
+
+    @property
+    def standby_usd_per_h(self) -> float:
+        """What copies on standby cost beside the plan's, at the prices of now."""
+        if self.plan is None:
+            return 0.0
+        return standby_usd_per_h(self.plan, self.standby, self._regions)
+
+    def asked(self, at_s: float, model: str) -> None:
+        """A request came, for a model that may sleep."""
+        self._naps.asked(at_s, model)
+
+    def _sleeps(self, template: str) -> bool:
+        known = self._known.get(template)
+        return known is not None and known.template.model in self._naps.asleep
+
+    def _placed(self, member: ReplicaSpec) -> ReplicaSpec:
+        """With the machines it stands on: those its plan names, or its copy's own; and their zone if it is one."""
+        blueprint = self._known.get(member.template)
+        named = blueprint.template.replicas[member.index].layout.machines if blueprint is not None else {}
+        own = self._facts.places.get((member.template, member.index), ())
+        zones = {self._facts.zones.get(machine, "") for machine in named}
+        return replace(
+            member,
+            nodes=tuple(sorted(named)) or tuple(f"{member.unit}/{each}" for each in own),
+            zone=zones.pop() if len(zones) == 1 else "",
+        )
+
+    def settled(self) -> None:
+        """The Brain has carried out a step: this is the fleet that was looked at."""
+        self._version = self._fleet.version
+
+    def why(self) -> str:
+        return self._scaler.why()
+
+
+def _lengths(observed: ObservedTraffic) -> tuple[SeenLengths, ...]:
+    """Of models of which enough was seen to plan by it."""
+    return tuple(
+        SeenLengths(
+            seen.model,
+            seen.mean_output_tokens,
+            tuple((each.mean_tokens, float(each.count)) for each in seen.lengths if each.count),
+        )
+        for seen in observed.models
+        if seen.finished >= LEAST_SEEN and seen.mean_output_tokens > 0
+    )

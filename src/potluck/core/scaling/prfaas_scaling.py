@@ -1,0 +1,256 @@
+"""PrfaaS's two timescales (its 3.4): how long a prompt must be to be prefilled elsewhere, and how many decode here.
+
+With L the uncached prompt length, t the threshold, p = P(L > t), l_long and l_short the means above and below t, and
+sums over the replicas there are instead of counts of equal ones (equations 3 to 6):
+
+    Θ_prfaas = min(sum 1 / T_prefill(l_long), B_out / S_kv(l_long))       remote replicas; the links' present rate
+    Θ_pd-p   = sum 1 / T_prefill(l_short)                                 local replicas that prefill
+    Θ_pd-d   = sum BS / (T_decode L_out)                                  local replicas that decode
+    Λ_max    = min(Θ_prfaas / p, Θ_pd-p / (1 - p), Θ_pd-d)
+
+Every window: the t with the largest Λ_max for the lengths now seen and the roles there are. Every global window: also
+how many local replicas prefill (those relatively best at it first), by role flips; never the last of a role. Both by
+trying all (equations 7 and 8 hold at the best), and both only for a gain beyond the noise of the lengths over what is
+in force, which is the plan's own t to begin with. Reacting to a congested link within seconds is routing's part
+(`core.threshold`), around the t that is set here.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from math import inf
+
+from potluck.core.routing.template_weights import offers
+from potluck.core.routing.threshold import planned
+from potluck.core.scaling.roles import Flippable, flippable
+from potluck.core.scaling.rule import FlipRole, RuleNotes, ScaleDecision, SetThreshold
+from potluck.core.scaling.traffic_window import LengthCount, ModelTraffic, ObservedTraffic
+from potluck.core.state.facts import FleetFacts, ModelFacts, ReplicaFacts
+from potluck.core.state.fleet import FleetState
+from potluck.core.state.policy import Policy
+from potluck.core.values.plan import Plan
+from potluck.core.values.types import Codec, Region, Role
+
+NEVER_TOKENS = 10**9
+"""A threshold above all prompts: everything stays local."""
+MAX_FLIPS = 4
+LEAST_GAIN_SHORT = 0.05
+LEAST_GAIN_LONG = 0.1
+NOISE = 3.0
+LEAST_SEEN = 50
+
+
+@dataclass(frozen=True, slots=True)
+class ClusterBalance:
+    """What the balance is struck between."""
+
+    remote: Mapping[ReplicaFacts, int]
+    """Alike replicas counted together."""
+    local: tuple[Flippable, ...]
+    """Relatively best at prefill first."""
+    egress_bytes_per_s: float
+    model: ModelFacts
+    codec: Codec = "fp16"
+    """In which KV crosses."""
+
+
+def split_lengths(lengths: Sequence[LengthCount], threshold_tokens: int) -> tuple[float, float, float]:
+    """(p, l_long, l_short) of a threshold that falls between two bins."""
+    away = [each for each in lengths if each.low_tokens > threshold_tokens]
+    stay = [each for each in lengths if each.low_tokens <= threshold_tokens]
+    n_away, n_stay = sum(each.count for each in away), sum(each.count for each in stay)
+    p = n_away / max(n_away + n_stay, 1)
+    long = sum(each.tokens for each in away) / n_away if n_away else 0.0
+    short = sum(each.tokens for each in stay) / n_stay if n_stay else 0.0
+    return p, long, short
+
+
+def rate_per_s(
+    site: ClusterBalance, lengths: Sequence[LengthCount], threshold_tokens: int, decoders: Sequence[bool]
+) -> float:
+    """Λ_max at a threshold, with those local replicas decoding that are marked so; equations 3 to 6."""
+    return _rate_per_s(site, lengths, threshold_tokens, *_parts(site, decoders))
+
+
+def best_threshold(
+    site: ClusterBalance, lengths: Sequence[LengthCount], decoders: Sequence[bool]
+) -> tuple[float, int]:
+    """(Λ_max, t): the largest rate, and of equal ones the longest threshold, which spares the link."""
+    parts = _parts(site, decoders)
+    tries = [0, *(each.high_tokens - 1 for each in lengths[:-1])] if site.remote else []
+    return max((_rate_per_s(site, lengths, t, *parts), t) for t in [*tries, NEVER_TOKENS])
+
+
+def best_split(
+    site: ClusterBalance, lengths: Sequence[LengthCount], most: int = MAX_FLIPS
+) -> tuple[float, int, list[tuple[str, Role]]]:
+    """(Λ_max, t, flips): the best number of local prefill replicas within so many flips, and its threshold."""
+    now = [each.role == "decode" for each in site.local]
+    prefills_now = len(now) - sum(now)
+    best_rate, best_t = best_threshold(site, lengths, now)
+    best_flips: list[tuple[str, Role]] = []
+    for prefills in range(max(1, prefills_now - most), min(len(now), prefills_now + most + 1)):
+        wanted = [place >= prefills for place in range(len(now))]
+        flips: list[tuple[str, Role]] = [
+            (each.replica, "decode" if decodes else "prefill")
+            for each, was, decodes in zip(site.local, now, wanted, strict=True)
+            if was != decodes
+        ]
+        if len(flips) <= most and _keeps_roles(site, wanted):
+            rate, threshold = best_threshold(site, lengths, wanted)
+            if rate > best_rate:
+                best_rate, best_t, best_flips = rate, threshold, flips
+    return best_rate, best_t, best_flips
+
+
+def _parts(site: ClusterBalance, decoders: Sequence[bool]) -> tuple[Counter[ReplicaFacts], float]:
+    """The local replicas that prefill, alike ones counted together, and the decode rate of the others."""
+    both = list(zip(site.local, decoders, strict=True))
+    prefill = Counter(each.facts for each, decodes in both if not decodes)
+    return prefill, sum(each.decode_per_s for each, decodes in both if decodes)
+
+
+def _rate_per_s(
+    site: ClusterBalance,
+    lengths: Sequence[LengthCount],
+    threshold_tokens: int,
+    prefill: Mapping[ReplicaFacts, int],
+    theta_decode: float,
+) -> float:
+    p, long, short = split_lengths(lengths, threshold_tokens)
+    remote = local = inf
+    if p > 0:
+        compute = sum(n / each.prompt_s(long) for each, n in site.remote.items())
+        cargo = site.model.wire_bytes(long, site.codec)
+        remote = min(compute, site.egress_bytes_per_s / cargo if cargo > 0 else inf) / p
+    if p < 1:
+        local = sum(n / each.prompt_s(short) for each, n in prefill.items()) / (1 - p)
+    return min(remote, local, theta_decode)
+
+
+def _keeps_roles(site: ClusterBalance, decoders: Sequence[bool]) -> bool:
+    """Regions that prefill and decode now do so afterwards."""
+    before = {(each.region, each.role == "decode") for each in site.local}
+    after = {(each.region, decodes) for each, decodes in zip(site.local, decoders, strict=True)}
+    return before <= after
+
+
+class PrfaasScaling:
+    """State: per model, the threshold in force and when each timescale was last looked at."""
+
+    def __init__(self, policy: Policy, facts: FleetFacts) -> None:
+        self._policy, self._facts = policy, facts
+        self._plan: Plan | None = None
+        self._thresholds: dict[str, int] = {}
+        self._short_s: dict[str, float] = {}
+        self._long_s: dict[str, float] = {}
+        self._notes = RuleNotes()
+
+    def why(self) -> str:
+        return self._notes.text()
+
+    def quoted(self, regions: tuple[Region, ...]) -> None:
+        """Roles do not depend on prices."""
+
+    def on_tick(
+        self, at_s: float, observed: ObservedTraffic, fleet: FleetState, plan: Plan
+    ) -> tuple[ScaleDecision, ...]:
+        if plan is not self._plan:
+            self._plan = plan
+            self._thresholds = _planned(plan, self._policy)
+            self._short_s.clear()
+            self._long_s.clear()
+        decisions: list[ScaleDecision] = []
+        for model in sorted({each.model for each in plan.templates}):
+            short_s = self._short_s.setdefault(model, at_s)
+            long_s = self._long_s.setdefault(model, at_s)
+            if at_s - short_s < self._policy.window_s:
+                left_s = self._policy.window_s - (at_s - short_s)
+                self._notes.wait(model, f"looks again in {left_s:.0f} s")
+                continue
+            seen = observed.of(model)
+            if seen is None or seen.arrivals < LEAST_SEEN or not seen.mean_output_tokens:
+                self._notes.say(model, f"fewer than {LEAST_SEEN} requests in the window, or none ended")
+                continue
+            site = self._site(seen, observed, fleet, plan)
+            if site is None:
+                continue
+            self._short_s[model] = at_s
+            if at_s - long_s >= self._policy.global_window_s:
+                self._long_s[model] = at_s
+                decisions += self._long(seen, site)
+            else:
+                decisions += self._short(seen, site)
+        return tuple(decisions)
+
+    def _short(self, seen: ModelTraffic, site: ClusterBalance) -> list[ScaleDecision]:
+        """The threshold alone."""
+        now = [each.role == "decode" for each in site.local]
+        rate, threshold = best_threshold(site, seen.lengths, now)
+        old = self._thresholds.get(seen.model)
+        if old is not None:
+            before = rate_per_s(site, seen.lengths, old, now)
+            need = _least(LEAST_GAIN_SHORT, seen)
+            if rate < before * (1 + need) or threshold == old:
+                self._notes.say(seen.model, f"keeps {old} tokens: another gains less than {need:.0%}")
+                return []
+        return [self._set(seen.model, threshold, f"sustains {rate:.3g} requests/s")]
+
+    def _long(self, seen: ModelTraffic, site: ClusterBalance) -> list[ScaleDecision]:
+        """The split, and the threshold with it."""
+        now = [each.role == "decode" for each in site.local]
+        before, _ = best_threshold(site, seen.lengths, now)
+        rate, threshold, flips = best_split(site, seen.lengths)
+        if not flips or rate < before * (1 + _least(LEAST_GAIN_LONG, seen)):
+            return self._short(seen, site)
+        reason = f"sustains {rate:.3g} instead of {before:.3g} requests/s"
+        set_ = self._set(seen.model, threshold, reason)
+        self._notes.say(seen.model, f"flips {', '.join(name for name, _ in flips)}; {reason}")
+        return [*(FlipRole(name, role, reason) for name, role in flips), set_]
+
+    def _set(self, model: str, threshold: int, reason: str) -> SetThreshold:
+        self._thresholds[model] = threshold
+        self._notes.say(model, f"threshold {threshold} tokens {reason}")
+        return SetThreshold(model, threshold, reason)
+
+    def _site(
+        self, seen: ModelTraffic, observed: ObservedTraffic, fleet: FleetState, plan: Plan
+    ) -> ClusterBalance | None:
+        """Regions that decode are local, those that only prefill are remote."""
+        model = seen.model
+        replicas, untimed = flippable(
+            fleet, self._facts, model, seen.mean_prompt_tokens, seen.mean_output_tokens
+        )
+        cargo = self._facts.models.get(model)
+        if untimed or cargo is None:
+            self._notes.say(model, f"no balance: no times are known of {', '.join(untimed) or 'its KV'}")
+            return None
+        here = {each.region for each in replicas if each.role == "decode"}
+        local = [each for each in replicas if each.region in here]
+        if not any(each.role == "prefill" for each in local) or not here:
+            self._notes.say(model, "no balance: no region both prefills and decodes")
+            return None
+        local.sort(key=lambda each: (-each.prefill_per_s / each.decode_per_s, each.role == "decode"))
+        remote = [each for each in replicas if each.region not in here]
+        away = {each.region for each in remote}
+        gbps = dict(self._facts.links_gbps)
+        gbps.update({(link.source, link.target): link.gbps for link in observed.links})
+        egress = sum(rate for (source, target), rate in gbps.items() if source in away and target in here)
+        crossing = [f.codec for f in plan.flows if f.model == model and f.prefill_region != f.decode_region]
+        codec = crossing[0] if crossing else "fp16"
+        return ClusterBalance(
+            Counter(each.facts for each in remote), tuple(local), egress * 1e9 / 8, cargo, codec
+        )
+
+
+def _planned(plan: Plan, policy: Policy) -> dict[str, int]:
+    """Where routing begins: the plan's own threshold, of models that have one."""
+    found = {model: planned(each) for model, each in offers(plan, policy.balance).items()}
+    return {model: round(each.base_tokens) for model, each in found.items() if each is not None}
+
+
+def _least(gain: float, seen: ModelTraffic) -> float:
+    """A gain that the sample's own noise cannot feign."""
+    return max(gain, NOISE * seen.prompt_error_tokens / max(seen.mean_prompt_tokens, 1.0))

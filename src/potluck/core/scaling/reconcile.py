@@ -1,0 +1,365 @@
+"""From the fleet there is to the copies that are wanted, without serving less on the way.
+
+Each call looks at the fleet and says what to do next; the caller carries it out on its `FleetState` at once (`Start`
+adds the member, `Drain` marks it, `Stop` removes it) and calls again later. A call without a change in between
+does nothing.
+
+    actions = restored(fleet)                             when a plan is adopted: flips are undone
+    wanted = wanted_counts(plan, wanted)                  when a plan is adopted; a Resize changes one count
+    known.update(blueprints(plan))                        (core.capacity) what its copies need and serve
+    step = reconcile(fleet, wanted, known, progress, at_s, available=..., grace_s=..., dip=...)
+    progress = step.progress                              and step.actions are to be carried out in order
+    progress = progress.drained(replica)                  at a Drained, before the next call
+
+Call it when a plan is adopted or a count changes, at `Drained`, and at ticks when `fleet.version` differs from
+the one after the last call or `step.due_s` has come. The rules, per model:
+
+1. Start what is missing while there are nodes. A copy that lost some replicas gets those back, under new ids.
+   After a start that failed, the next waits 10 s, then 20 s, 40 s, ... up to 5 min.
+2. Of what is too much, copies that do not serve yet are stopped at once; then the least loaded are drained
+   (CORAL 5.1), but only while the rest that is ready serves at least the smaller of what is ready now and what
+   is wanted. So capacity never falls below the smaller of old and new (the two phases of CAUCHY 3.5.2; routing
+   follows readiness by itself).
+3. A draining replica is stopped when it says it is done, or `grace_s` after it was asked.
+4. If a missing copy cannot start because copies that must go hold its nodes, and rule 2 holds them back, then
+   they may go within `dip`: the share of the smaller of old and new that may be missing meanwhile. With no room
+   in it nothing moves, and a note says which dip it would take.
+
+5. Of `standby` so many copies of each are kept loaded and idle. One that is missing is taken from there first, one
+   that is too much goes there while there is a place for it that no copy is ready in, and what is missing there is
+   started last. Where nodes are short, copies on standby go for those that are to serve.
+
+Copies of templates and regions that `wanted` does not name are someone else's and left alone, but for their nodes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+
+from potluck.core.scaling.copy_capacity import CopyMeasure, FreeNodes, Key, TemplateCapacity, room_in
+from potluck.core.scaling.copy_rates import NOTHING, CopyRates
+from potluck.core.scaling.reconcile_state import ReconcileDraft, ReconcileState, ReconcileStep
+from potluck.core.scaling.standby import recast
+from potluck.core.state.actions import FlipReplica
+from potluck.core.state.fleet import FleetState, TemplateCopy
+from potluck.core.values.plan import Plan
+
+ROUNDING = 1e-9
+
+
+def wanted_counts(plan: Plan, before: Mapping[Key, int] | None = None) -> dict[Key, int]:
+    """The plan's copies; none of what was wanted before and is not in it."""
+    wanted = dict.fromkeys(before or {}, 0)
+    for each in plan.deployments:
+        wanted[each.template, each.region] = wanted.get((each.template, each.region), 0) + each.count
+    return wanted
+
+
+def restored(fleet: FleetState) -> tuple[FlipReplica, ...]:
+    """Flips that give replicas their planned roles back: a new plan counts on them."""
+    return tuple(
+        FlipReplica(view.member.id, view.member.role)
+        for view in fleet.views.values()
+        if view.role != view.member.role and view.state != "draining"
+    )
+
+
+def reconcile(
+    fleet: FleetState,
+    wanted: Mapping[Key, int],
+    known: Mapping[str, TemplateCapacity],
+    progress: ReconcileState,
+    at_s: float,
+    *,
+    available: Mapping[tuple[str, str], int] | None = None,
+    grace_s: float = 30.0,
+    dip: float = 0.0,
+    standby: Mapping[Key, int] | None = None,
+) -> ReconcileStep:
+    """The next step towards `wanted`; `available` counts all nodes that can be had, those in use included."""
+    work = _Work(fleet, wanted, known, progress, at_s, grace_s, standby or {})
+    work.remember_starts()
+    work.set_goal()
+    work.stop_drained()
+    work.promote()
+    work.drain_surplus()
+    work.trim_standby()
+    room = room_in(fleet, {**(standby or {}), **wanted}, known, available, work.stopped)
+    if work.start_missing(room, dip):
+        work.fill_standby(room)
+    return work.step()
+
+
+class _Work(ReconcileDraft):
+    """What is there, what is too much, what is missing."""
+
+    def __init__(
+        self,
+        fleet: FleetState,
+        wanted: Mapping[Key, int],
+        known: Mapping[str, TemplateCapacity],
+        progress: ReconcileState,
+        at_s: float,
+        grace_s: float,
+        standby: Mapping[Key, int],
+    ) -> None:
+        self.standby = standby
+        self.spare: dict[Key, list[TemplateCopy]] = {}
+        """Copies on standby."""
+        super().__init__(fleet, known, progress, at_s, grace_s)
+        self.wanted = wanted
+        self.goal, self.floors_per_s = progress.goal, dict(progress.floors_per_s)
+        self.live: dict[Key, list[TemplateCopy]] = {}
+        """Copies that stay or may stay, of the keys that are ours."""
+        self.measure = CopyMeasure(fleet, wanted, known)
+        self.serving: dict[str, CopyRates] = {}
+        self.whole: set[str] = set()
+        for unit in fleet.units.values():
+            key, idle = (unit.template, unit.region), unit.standby
+            if unit.whole:
+                self.whole.add(unit.id)
+                if not idle:
+                    self._serve(unit, 1)
+            if key not in wanted and not idle:
+                continue
+            if any(view.state == "draining" for view in unit.views):
+                self.leave(unit)
+            else:
+                (self.spare if idle else self.live).setdefault(key, []).append(unit)
+
+    def set_goal(self) -> None:
+        goal = tuple(sorted(self.wanted.items()))
+        if goal == self.goal:
+            return
+        self.goal = goal
+        self.floors_per_s = {
+            model: min(self.serving.get(model, NOTHING).served_per_s, target.served_per_s)
+            for model, target in self.measure.targets.items()
+        }
+
+    def stop_drained(self) -> None:
+        for replica in sorted(self.draining_s):
+            over_s = self.draining_s[replica] + self.grace_s
+            if replica in self.done or self.at_s >= over_s:
+                self.stop(replica)
+            else:
+                self.due_s = min(self.due_s, over_s)
+
+    def promote(self) -> None:
+        """What is missing, from those on standby: the ready ones first, for the others are nearer than new ones."""
+        for key, units in sorted(self.spare.items()):
+            missing = self.wanted.get(key, 0) - len(self.live.get(key, ()))
+            for unit in sorted(units, key=lambda each: (each.id not in self.whole, _number_of(each.id))):
+                if missing <= 0:
+                    break
+                missing -= 1
+                self.actions += recast(unit, False)
+                units.remove(unit)
+                self.live.setdefault(key, []).append(unit)
+                if unit.id in self.whole:
+                    self._serve(unit, 1)
+
+    def _demote(self, unit: TemplateCopy) -> bool:
+        """Whether a copy that is too much goes on standby instead: with planned roles, where no ready one is in its
+        place."""
+        key = (unit.template, unit.region)
+        spare = self.spare.setdefault(key, [])
+        planned = all(view.role == view.member.role for view in unit.views)
+        if not planned or sum(each.id in self.whole for each in spare) >= self.standby.get(key, 0):
+            return False
+        self.actions += recast(unit, True)
+        self._serve(unit, -1)
+        self.live[key].remove(unit)
+        spare.append(unit)
+        return True
+
+    def trim_standby(self) -> None:
+        for key, units in sorted(self.spare.items()):
+            for unit in self._idlest(units)[: max(0, len(units) - self.standby.get(key, 0))]:
+                units.remove(unit)
+                self.leave(unit)
+
+    def fill_standby(self, room: FreeNodes) -> None:
+        """What is missing on standby, as far as nodes go."""
+        for key, count in sorted(self.standby.items()):
+            attempt = self.attempts.get(key)
+            missing = count - len(self.spare.get(key, ())) if key[0] in self.known else 0
+            if missing > 0 and attempt is not None and self.at_s < attempt.again_s:
+                self.due_s = min(self.due_s, attempt.again_s)
+                continue
+            while missing > 0 and room.take(key):
+                self.start(key, standby=True)
+                missing -= 1
+            if missing > 0:
+                self.notes.append(f"{key[0]}@{key[1]}: {missing} wanted on standby, but there are no nodes")
+
+    def _idlest(self, units: Iterable[TemplateCopy]) -> list[TemplateCopy]:
+        """First those that are not ready, then the least loaded, the youngest."""
+        return sorted(units, key=lambda unit: (unit.id in self.whole, *_load(unit)))
+
+    def drain_surplus(self) -> None:
+        for unit in self.candidates():
+            if len(self.live[unit.template, unit.region]) <= self.wanted[unit.template, unit.region]:
+                continue
+            if unit.id not in self.whole:
+                self._retire(unit)
+                continue
+            serving = self.serving[unit.model].served_per_s
+            needed = min(serving, self.measure.target_per_s(unit.model))
+            if self._after_per_s(unit) >= needed * (1 - ROUNDING) and not self._demote(unit):
+                self._retire(unit)
+
+    def candidates(self) -> list[TemplateCopy]:
+        """Copies of what there is too much of: first those that do not serve, then the least loaded, the youngest."""
+        found: list[TemplateCopy] = []
+        for key, units in self.live.items():
+            if len(units) > self.wanted[key]:
+                found += units
+        return self._idlest(found)
+
+    def start_missing(self, room: FreeNodes, dip: float) -> bool:
+        """Whether there were nodes for all of it."""
+        missing = self._missing()
+        for key, count in sorted(missing.items()):
+            if count and (key[0] not in self.known):
+                self.notes.append(f"{key[0]}@{key[1]}: {count} wanted, but the template is not known")
+        blocked = {key for key, count in missing.items() if count and key[0] in self.known}
+        for key in sorted(blocked):
+            attempt = self.attempts.get(key)
+            if attempt is not None and self.at_s < attempt.again_s:
+                blocked.discard(key)
+                self.due_s = min(self.due_s, attempt.again_s)
+        ready = sorted(blocked)
+        while ready:  # one copy each in turn, so that scarce nodes do not all go to the first name
+            for key in list(ready):
+                if missing[key] and room.take(key):
+                    self.start(key)
+                    missing[key] -= 1
+                else:
+                    ready.remove(key)
+        short = {key: missing[key] for key in sorted(blocked) if missing[key]}
+        if short:
+            self._exchange(short, room, dip)
+        return not short
+
+    def step(self) -> ReconcileStep:
+        progress = ReconcileState(
+            self.next_number,
+            self.starting,
+            self.draining_s,
+            self.done,
+            self.attempts,
+            self.goal,
+            self.floors_per_s,
+        )
+        return ReconcileStep(tuple(self.actions), progress, self.due_s, tuple(self.notes))
+
+    def _missing(self) -> dict[Key, int]:
+        """Copies to start, after giving back what copies lost of their replicas."""
+        missing = {}
+        for key, count in self.wanted.items():
+            missing[key] = max(0, count - len(self.live.get(key, ())))
+            self._restore(key, self.live.get(key, ()), standby=False)
+        for key, units in self.spare.items():
+            self._restore(key, units, standby=True)
+        return missing
+
+    def _restore(self, key: Key, units: Iterable[TemplateCopy], standby: bool) -> None:
+        blueprint = self.known.get(key[0])
+        for unit in units if blueprint else ():
+            assert blueprint is not None
+            here = {view.member.index for view in unit.views}
+            lost = [i for i in range(len(blueprint.template.replicas)) if i not in here]
+            attempt = self.attempts.get(key)
+            if lost and attempt is not None and self.at_s < attempt.again_s:
+                self.due_s = min(self.due_s, attempt.again_s)
+                continue
+            for index in lost:
+                self.start_replica(key, unit.id, index, f"{index}+{self.number()}", standby)
+
+    def _exchange(self, short: Mapping[Key, int], room: FreeNodes, dip: float) -> None:
+        """There are no nodes for copies that are wanted: let copies go that hold them, within the dip."""
+        for unit in self._leaving():
+            room.give(unit)
+        for key, count in short.items():
+            name = f"{key[0]}@{key[1]}"
+            for left in range(count, 0, -1):
+                if room.take(key) or self._yielded(key, room):
+                    continue  # enough is on its way out: wait for it
+                units, lost = self._in_the_way(key, room)
+                if not units or lost > dip + ROUNDING:
+                    how = f"; a dip of {lost:.0%} would let copies be exchanged" if units else ""
+                    self.notes.append(f"{name}: {left} wanted, but there are no nodes{how}")
+                    break
+                for unit in units:
+                    self._retire(unit)
+                    room.give(unit)
+                    self.notes.append(f"{name}: no spare nodes, so {unit.id} goes first")
+                room.take(key)
+
+    def _yielded(self, key: Key, room: FreeNodes) -> bool:
+        """Whether copies on standby go, so that one of these can start."""
+        trial, units = room.copy(), list[TemplateCopy]()
+        for unit in self._idlest([each for mine in self.spare.values() for each in mine]):
+            if not trial.helps(key, unit):
+                continue
+            trial.give(unit)
+            units.append(unit)
+            if trial.take(key):
+                for each in units:
+                    self.spare[each.template, each.region].remove(each)
+                    self.leave(each)
+                    room.give(each)
+                return room.take(key)
+        return False
+
+    def _in_the_way(self, key: Key, room: FreeNodes) -> tuple[list[TemplateCopy], float]:
+        """Copies that must go for one of these to start, and the share of the floor that is missing meanwhile."""
+        trial, serving, units, lost = room.copy(), dict(self.serving), [], 0.0
+        extra = {key: len(units) - self.wanted[key] for key, units in self.live.items()}
+        for unit in self.candidates():
+            own = (unit.template, unit.region)
+            if not extra[own] or not trial.helps(key, unit):
+                continue
+            extra[own] -= 1
+            serving[unit.model] = serving[unit.model].plus(self.measure.unit(unit).times(-1))
+            floor = self.floors_per_s.get(unit.model, 0.0)
+            if floor > 0:
+                lost = max(lost, 1 - serving[unit.model].served_per_s / floor)
+            trial.give(unit)
+            units.append(unit)
+            if trial.take(key):
+                return units, lost
+        return [], 1.0
+
+    def _leaving(self) -> Iterable[TemplateCopy]:
+        for unit in self.fleet.units.values():
+            waits = [view.member.id for view in unit.views if view.member.id not in self.stopped]
+            if waits and all(replica in self.draining_s for replica in waits):
+                yield unit
+
+    def _after_per_s(self, unit: TemplateCopy) -> float:
+        """What the model's ready copies serve without this one."""
+        left = self.serving[unit.model].plus(self.measure.unit(unit).times(-1))
+        return left.served_per_s
+
+    def _serve(self, unit: TemplateCopy, sign: int) -> None:
+        rates = self.measure.unit(unit).times(sign)
+        self.serving[unit.model] = self.serving.get(unit.model, NOTHING).plus(rates)
+
+    def _retire(self, unit: TemplateCopy) -> None:
+        if unit.id in self.whole:
+            self._serve(unit, -1)
+        self.live[unit.template, unit.region].remove(unit)
+        self.leave(unit)
+
+
+def _load(unit: TemplateCopy) -> tuple[int, int, int]:
+    requests = sum(view.open_requests for view in unit.views)
+    tokens = sum(view.open_prefill_tokens + view.open_context_tokens for view in unit.views)
+    return (requests, tokens, -_number_of(unit.id))
+
+
+def _number_of(unit: str) -> int:
+    digits = unit.rpartition("#")[2]
+    return int(digits) if digits.isdigit() else 0

@@ -1,0 +1,256 @@
+"""THUNDERSERVE's light rescheduling (its 3.4): when the workload shifts, change roles and load no weights.
+
+The first full window after a plan is looked at, and becomes the reference. A shift is a mean prompt, a mean answer
+or a rate that leaves the band around it and its own noise, or a change in how many replicas there are. Then, for
+the lengths now seen,
+
+    P = sum of prefill rates      D = sum of decode rates      served = min(P, D)
+
+and the replica whose flip raises `served` most is flipped, again and again, at most `MAX_FLIPS` a window and only
+while each gains at least `LEAST_GAIN`: the paper's tabu search with the flip as its only move, without its uphill
+moves, which a running system would have to live through. The last replica of a role in a region stays. Without a
+gain worth a flip the new workload just becomes the reference, so noise around a balance moves nothing. Flips are
+chosen for the lengths of the window's last quarter where those differ: in a shift the rest is of the past. Flips the
+other way than those before, within `BACK_S` of them, must begin with one that gains `BACK_GAIN`: near a balance, what
+one window shows is often the opposite of what the next one does.
+
+Replicas of groups are chosen for otherwise: by the paper's search, with the links between their machines in it
+(`regroup.py`). A copy's roles are looked at when its model has shifted, and at once when one of its replicas is gone.
+Whether roles change or not, its requests are shared anew for the lengths now seen (`SetLengths`).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from math import hypot, inf
+
+from potluck.core.figures import moved
+from potluck.core.routing.group_sharing import MeanLengths
+from potluck.core.scaling.group_roles import best_roles
+from potluck.core.scaling.roles import Flippable, codec_of, flippable, last_of_role
+from potluck.core.scaling.rule import FlipRole, RuleNotes, ScaleDecision, SetLengths
+from potluck.core.scaling.traffic_window import ModelTraffic, ObservedTraffic
+from potluck.core.state.facts import FleetFacts
+from potluck.core.state.fleet import FleetState, TemplateCopy
+from potluck.core.state.policy import Policy
+from potluck.core.values.plan import Plan
+from potluck.core.values.types import Region, Role
+
+MAX_FLIPS = 4
+LEAST_GAIN = 0.1
+"""Relative rise of what is served that is worth a flip."""
+ON = 0.25
+"""Share of a window after which further flips the same way may follow others: a workload that shifts goes on."""
+BACK_GAIN = 0.3
+BACK_S = 3600.0
+NOISE = 3.0
+LEAST_SEEN = 20
+"""Requests that must have ended before a mean answer means something."""
+
+
+@dataclass(frozen=True, slots=True)
+class RoleReference:
+    """The workload that the present roles were chosen for."""
+
+    rate_per_s: float
+    prompt_tokens: float
+    output_tokens: float
+    prompt_error_tokens: float
+    output_error_tokens: float
+    replicas: int
+
+
+class ShiftFlips:
+    """State: per model, the reference workload and when roles were last looked at."""
+
+    def __init__(self, policy: Policy, facts: FleetFacts) -> None:
+        self._policy, self._facts = policy, facts
+        self._plan: Plan | None = None
+        self._since_s = 0.0
+        self._references: dict[str, RoleReference] = {}
+        self._last_s: dict[str, float] = {}
+        self._towards: dict[str, Role] = {}
+        """Which role the last flips were to."""
+        self._notes = RuleNotes()
+
+    def why(self) -> str:
+        return self._notes.text()
+
+    def quoted(self, regions: tuple[Region, ...]) -> None:
+        """Roles do not depend on prices."""
+
+    def on_tick(
+        self, at_s: float, observed: ObservedTraffic, fleet: FleetState, plan: Plan
+    ) -> tuple[ScaleDecision, ...]:
+        if plan is not self._plan:
+            self._plan, self._since_s = plan, at_s
+            self._references.clear()
+            self._last_s.clear()
+            self._towards.clear()
+        decisions: list[ScaleDecision] = []
+        for model in sorted({each.model for each in plan.templates}):
+            seen = observed.of(model)
+            if seen is None or seen.finished < LEAST_SEEN or at_s - self._since_s < self._policy.window_s:
+                self._notes.say(model, "has not seen a window of requests yet")
+                continue
+            last_s = self._last_s.get(model)
+            since_s = inf if last_s is None else at_s - last_s
+            if since_s < ON * self._policy.window_s:
+                self._notes.wait(model, "waits after the last flips")
+                continue
+            decisions += self._model(at_s, seen, fleet, on=since_s < self._policy.window_s)
+        return tuple(decisions)
+
+    def _model(self, at_s: float, seen: ModelTraffic, fleet: FleetState, on: bool) -> list[ScaleDecision]:
+        """With `on`, less than a window after other flips: only more of those."""
+        model = seen.model
+        mine = [u for u in fleet.units.values() if u.model == model and not u.standby]
+        groups = [u for u in mine if u.template in self._facts.groups]
+        if groups and on:
+            self._notes.wait(model, "waits a window after the last flips")
+            return []
+        if groups:
+            return self._groups(at_s, seen, groups)
+        replicas, untimed = flippable(
+            fleet, self._facts, model, seen.mean_prompt_tokens, seen.mean_output_tokens
+        )
+        codec = codec_of(self._plan, model)
+        if untimed:
+            self._notes.say(model, f"no flips: no times are known of {', '.join(untimed)} in both roles")
+            return []
+        if not replicas:
+            self._notes.say(model, "no flips: no replica prefills or decodes alone")
+            return []
+        now = _reference(seen, len(replicas))
+        # While a workload shifts, the window still has much of the old one; what came last is what there will be.
+        now = replace(
+            now,
+            prompt_tokens=_latest(now.prompt_tokens, seen.recent_prompt_tokens, now.prompt_error_tokens),
+            output_tokens=_latest(now.output_tokens, seen.recent_output_tokens, now.output_error_tokens),
+        )
+        shift = self._shift(self._references.get(model), now, seen)
+        if not shift:
+            self._references.setdefault(model, now)
+            self._notes.say(
+                model, f"the workload stays within {self._policy.ratio:.0%} of what roles are for"
+            )
+            return []
+        replicas, _ = flippable(fleet, self._facts, model, now.prompt_tokens, now.output_tokens, codec)
+        towards = self._towards.get(model)
+        back: Role | None = None
+        if towards is not None and at_s - self._last_s[model] < BACK_S:
+            back = "decode" if towards == "prefill" else "prefill"
+        flips = best_flips(replicas, back=back)
+        if on and flips and flips[-1][1] != towards:
+            self._notes.say(model, f"{shift}; waits a window before flips the other way")
+            return []
+        self._references[model] = now
+        if not flips:
+            self._notes.say(model, f"{shift}, but no flip gains {LEAST_GAIN:.0%}")
+            return []
+        self._last_s[model], self._towards[model] = at_s, flips[-1][1]
+        self._notes.say(model, f"{shift}; flips {', '.join(name for name, _ in flips)}")
+        return [FlipRole(name, role, shift) for name, role in flips]
+
+    def _groups(self, at_s: float, seen: ModelTraffic, groups: list[TemplateCopy]) -> list[ScaleDecision]:
+        """New roles inside each copy of a group, found by search."""
+        model, lengths = seen.model, MeanLengths(seen.mean_prompt_tokens, seen.mean_output_tokens)
+        ready = {unit.id: [view for view in unit.views if view.state == "ready"] for unit in groups}
+        now = _reference(seen, sum(map(len, ready.values())))
+        old = self._references.get(model)
+        shift = self._shift(old, now, seen)
+        if not shift:
+            self._notes.say(
+                model, f"the workload stays within {self._policy.ratio:.0%} of what roles are for"
+            )
+            return []
+        self._references[model] = now
+        decisions: list[ScaleDecision] = []
+        if old is not None or self._moved(groups, lengths):
+            decisions.append(SetLengths(model, *lengths))
+        for unit in groups:
+            roles = {view.member.index: view.role for view in ready[unit.id]}
+            if not roles:
+                continue
+            best, serves, served = best_roles(self._facts, unit.template, roles, lengths, LEAST_GAIN)
+            decisions += [
+                FlipRole(view.member.id, best[view.member.index], f"{shift}: {served:.3g} to {serves:.3g}/s")
+                for view in ready[unit.id]
+                if best[view.member.index] != view.role
+            ]
+        flips = [each for each in decisions if isinstance(each, FlipRole)]
+        if flips:
+            self._last_s[model] = at_s
+        said = f"flips {', '.join(each.replica for each in flips)}" if flips else "roles stay"
+        self._notes.say(model, f"{shift}; {said}")
+        return decisions
+
+    def _moved(self, groups: list[TemplateCopy], lengths: MeanLengths) -> bool:
+        """Whether the first look finds other lengths than were planned for."""
+        planned = self._facts.groups[groups[0].template]
+        band = self._policy.ratio
+        return (
+            abs(lengths.prompt_tokens - planned.prompt_tokens) > band * planned.prompt_tokens
+            or abs(lengths.output_tokens - planned.output_tokens) > band * planned.output_tokens
+        )
+
+    def _shift(self, old: RoleReference | None, now: RoleReference, seen: ModelTraffic) -> str:
+        """What left the band, in words; empty when nothing did."""
+        if old is None:
+            return "first look"
+        band = self._policy.ratio
+        noise = NOISE * hypot(old.prompt_error_tokens, now.prompt_error_tokens)
+        if abs(now.prompt_tokens - old.prompt_tokens) > max(band * old.prompt_tokens, noise):
+            return f"prompts {moved(old.prompt_tokens, now.prompt_tokens)} tokens"
+        noise = NOISE * hypot(old.output_error_tokens, now.output_error_tokens)
+        if abs(now.output_tokens - old.output_tokens) > max(band * old.output_tokens, noise):
+            return f"answers {moved(old.output_tokens, now.output_tokens)} tokens"
+        if abs(now.rate_per_s - old.rate_per_s) > max(band * old.rate_per_s, NOISE * seen.error_per_s):
+            return f"requests {moved(old.rate_per_s, now.rate_per_s, '.2g')} a second"
+        if now.replicas != old.replicas:
+            return f"{now.replicas} replicas instead of {old.replicas}"
+        return ""
+
+
+def _reference(seen: ModelTraffic, replicas: int) -> RoleReference:
+    return RoleReference(
+        seen.rate_per_s,
+        seen.mean_prompt_tokens,
+        seen.mean_output_tokens,
+        seen.prompt_error_tokens,
+        seen.output_error_tokens,
+        replicas,
+    )
+
+
+def _latest(mean: float, recent: float, error: float) -> float:
+    """The mean of the last quarter, where it is off by more than its noise, twice that of the whole."""
+    return recent if recent and abs(recent - mean) > NOISE * 2.0 * error else mean
+
+
+def best_flips(
+    replicas: list[Flippable], most: int = MAX_FLIPS, gain: float = LEAST_GAIN, back: Role | None = None
+) -> list[tuple[str, Role]]:
+    """Flips that raise min(P, D), the best first; ties go to the least loaded. To begin with `back` takes more."""
+    left = list(replicas)
+    flips: list[tuple[str, Role]] = []
+    while len(flips) < most:
+        prefill = sum(each.prefill_per_s for each in left if each.role == "prefill")
+        decode = sum(each.decode_per_s for each in left if each.role == "decode")
+        stay = last_of_role(left) | {name for name, _ in flips}
+        now = min(prefill, decode)
+        best, best_rank = None, (0.0, -(10**9))
+        for place, each in enumerate(left):
+            if each.replica in stay:
+                continue
+            sign = -1 if each.role == "prefill" else 1
+            served = min(prefill + sign * each.prefill_per_s, decode - sign * each.decode_per_s)
+            needed = max(gain, BACK_GAIN) if back is not None and back != each.role and not flips else gain
+            if served >= (1 + needed) * now and (served, -each.load) > best_rank:
+                best, best_rank = place, (served, -each.load)
+        if best is None:
+            break
+        role: Role = "decode" if left[best].role == "prefill" else "prefill"
+        flips.append((left[best].replica, role))
+        left[best] = replace(left[best], role=role)
+    return flips

@@ -1,0 +1,183 @@
+"""What every scaling rule is asked and answers.
+
+At each tick the Brain calls
+
+    decisions = scaler.on_tick(at_s, window.observed(at_s, held), fleet, plan)
+
+and carries them out: `Resize` changes its wanted counts, which `core.reconcile` works towards; `FlipRole` becomes a
+Flip; `AskReplan` a Replan; `SetThreshold` moves the length from which prompts are prefilled elsewhere, `SetLengths`
+what groups share their requests by. Rules keep little state, change nothing but that, and say in `why` what they last
+thought, above all when they did nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import NamedTuple, Protocol
+
+from potluck.core.scaling.traffic_window import ObservedTraffic
+from potluck.core.state.fleet import FleetState, TemplateCopy
+from potluck.core.values.plan import Plan, Template
+from potluck.core.values.types import Region, Role
+
+QUOTED = "prices or nodes changed"
+LEAST_SEEN = 30
+"""Answers that must have ended before lengths mean something to the planner."""
+Nodes = dict[tuple[str, str], int]
+"""(region, node type) to how many."""
+
+
+class Resize(NamedTuple):
+    """Have so many copies of a template in a region."""
+
+    template: str
+    region: str
+    copies: int
+    reason: str
+
+
+class FlipRole(NamedTuple):
+    """Change one replica's role in place."""
+
+    replica: str
+    role: Role
+    reason: str
+
+
+class AskReplan(NamedTuple):
+    """Ask the planner for a plan at these rates, every model named."""
+
+    rates_per_s: tuple[tuple[str, float], ...]
+    reason: str
+
+
+class SetThreshold(NamedTuple):
+    """Prompts of a model with more uncached tokens than this may be prefilled in another region."""
+
+    model: str
+    tokens: int
+    reason: str
+
+
+class SetLengths(NamedTuple):
+    """Requests of a model are of these mean lengths now: groups share them anew."""
+
+    model: str
+    prompt_tokens: float
+    output_tokens: float
+
+
+ScaleDecision = Resize | FlipRole | AskReplan | SetThreshold | SetLengths
+
+
+class Scaler(Protocol):
+    """A rule that changes the fleet."""
+
+    def on_tick(
+        self, at_s: float, observed: ObservedTraffic, fleet: FleetState, plan: Plan
+    ) -> tuple[ScaleDecision, ...]: ...
+
+    def quoted(self, regions: tuple[Region, ...]) -> None:
+        """Prices or nodes are others from now on."""
+        ...
+
+    def why(self) -> str:
+        """What was decided at the last tick and why, model by model; never empty after a tick."""
+        ...
+
+
+class NoScaling:
+    """The fleet stays as it was planned."""
+
+    def on_tick(
+        self, at_s: float, observed: ObservedTraffic, fleet: FleetState, plan: Plan
+    ) -> tuple[ScaleDecision, ...]:
+        return ()
+
+    def quoted(self, regions: tuple[Region, ...]) -> None:
+        pass
+
+    def why(self) -> str:
+        return "scaling is off"
+
+
+class RuleNotes:
+    """What a rule says for itself: one line per model or topic, the latest word of each.
+
+    While it waits for its next look it says so beside what it found at the last one.
+    """
+
+    __slots__ = ("_lines", "_waits")
+
+    def __init__(self) -> None:
+        self._lines: dict[str, str] = {}
+        self._waits: dict[str, str] = {}
+
+    def say(self, topic: str, line: str) -> None:
+        self._lines[topic] = line
+        self._waits.pop(topic, None)
+
+    def wait(self, topic: str, line: str) -> None:
+        self._waits[topic] = line
+
+    @property
+    def any(self) -> str:
+        """What was said, if anything was."""
+        return self.text() if self._lines or self._waits else ""
+
+    def text(self) -> str:
+        topics = dict.fromkeys([*self._lines, *self._waits])
+        return "; ".join(f"{topic}: {self._line(topic)}" for topic in topics) or "not asked yet"
+
+    def _line(self, topic: str) -> str:
+        said, waits = self._lines.get(topic), self._waits.get(topic)
+        return f"{said} ({waits})" if said and waits else said or waits or ""
+
+
+def available_nodes(regions: tuple[Region, ...]) -> Nodes | None:
+    """How many nodes of each type each region rents at most; None when that is not known."""
+    if not regions:
+        return None
+    return {(region.name, offer.node): offer.available for region in regions for offer in region.offers}
+
+
+def used_nodes(units: Mapping[str, TemplateCopy], templates: Mapping[str, Template]) -> Nodes:
+    """The nodes that units hold, draining ones included; units of unknown templates hold none we know of."""
+    used: Nodes = {}
+    for unit in units.values():
+        template = templates.get(unit.template)
+        for each in template.nodes if template else ():
+            key = (unit.region, each.node)
+            used[key] = used.get(key, 0) + each.count
+    return used
+
+
+def unit_price_usd_per_h(template: Template, region: str, regions: tuple[Region, ...]) -> float | None:
+    """Rent of one copy; None where the region does not offer one of its nodes."""
+    place = next((r for r in regions if r.name == region), None)
+    price = 0.0
+    for each in template.nodes:
+        offer = place.offer(each.node) if place else None
+        if offer is None:
+            return None
+        price += each.count * offer.price_usd_per_h
+    return price
+
+
+def queued_requests(fleet: FleetState, model: str) -> int:
+    """Requests that replicas report as not begun: work that arrival rates do not show."""
+    return sum(
+        view.status.queued
+        for view in fleet.views.values()
+        if view.status is not None and view.member.model == model
+    )
+
+
+def missing_copies(fleet: FleetState, plan: Plan) -> int:
+    """Copies that the plan has and the fleet has not, not even starting; those on standby do not count."""
+    there: dict[tuple[str, str], int] = {}
+    for unit in fleet.units.values():
+        if not unit.standby and not any(view.state == "draining" for view in unit.views):
+            key = (unit.template, unit.region)
+            there[key] = there.get(key, 0) + 1
+    return sum(max(0, d.count - there.get((d.template, d.region), 0)) for d in plan.deployments)

@@ -1,0 +1,132 @@
+"""Copies on standby: loaded, idle and paid for, so that more is there in a tick and not after a start-up.
+
+CAUCHY's pre-warmed instances (its 3.5.1; the paper does not say of what, nor how many). With N = `policy.standby`, N
+copies of each model are kept beside those that its plan deploys:
+
+- Where all copies take all requests: of the deployment that serves a request for the least rent; where prompts and
+  answers are computed apart, of the best for each.
+- Where the plan sends some lengths here and others there: of each deployment, as none can stand in for another.
+- Of none that stands on machines with names, which cannot be had twice.
+
+A copy on standby is a member of the fleet whose replicas are marked so (`Member.standby`): it starts, fails and is
+started again as others do, and no request is sent there. Going on standby and coming from there is a `Reassign`:
+engines and weights stay, and so does what runs there. `core.scale.reconcile` says when.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from math import ceil, inf
+
+from potluck.core.scaling.copy_capacity import Key
+from potluck.core.scaling.copy_rates import CopyRates, planned_mix, rates_of
+from potluck.core.scaling.partial_service import ROUNDING, busy_copies
+from potluck.core.scaling.rule import unit_price_usd_per_h
+from potluck.core.state.actions import Action, Reassign
+from potluck.core.state.fleet import FleetState, TemplateCopy
+from potluck.core.values.plan import Plan
+from potluck.core.values.types import Region
+
+
+def standby_counts(plan: Plan, copies: int, regions: tuple[Region, ...]) -> dict[Key, int]:
+    """What is to be on standby beside a plan's copies, so many for each model."""
+    if copies <= 0:
+        return {}
+    templates = {each.name: each for each in plan.templates if not each.machines}
+    deployed = sorted(
+        {(d.template, d.region) for d in plan.deployments if d.count and d.template in templates}
+    )
+    found: dict[Key, int] = {}
+    for model in sorted({templates[key[0]].model for key in deployed}):
+        mix = planned_mix(plan, model)
+        mine = {key: rates_of(templates[key[0]], mix) for key in deployed if templates[key[0]].model == model}
+        prices = {key: _price(plan, key, regions) for key in mine}
+        if busy_copies(plan, model, mix) is not None:
+            chosen = list(mine)
+        else:
+            closed = _best({key: each.closed_per_s for key, each in mine.items()}, prices)
+            chosen = closed or [
+                *_best({key: each.prefill_per_s for key, each in mine.items()}, prices),
+                *_best({key: each.decode_per_s for key, each in mine.items()}, prices),
+            ]
+        # Where nobody knows what they serve, any may be short.
+        found.update(dict.fromkeys(chosen or mine, copies))
+    return found
+
+
+def standby_usd_per_h(plan: Plan, counts: Mapping[Key, int], regions: tuple[Region, ...]) -> float:
+    """Their rent, beside the plan's own."""
+    templates = {each.name: each for each in plan.repertoire}
+    rent = 0.0
+    for key, count in counts.items():
+        rent += count * (unit_price_usd_per_h(templates[key[0]], key[1], regions) or 0.0)
+    return rent
+
+
+def spoken(plan: Plan, copies: int, regions: tuple[Region, ...]) -> str:
+    """What is on standby beside a plan and what that costs, in a line; empty where nothing is."""
+    counts = standby_counts(plan, copies, regions)
+    if not counts:
+        return "on standby: none, as all copies stand on machines with names" if copies > 0 else ""
+    listed = ", ".join(f"{count} x {name} in {region}" for (name, region), count in counts.items())
+    more = standby_usd_per_h(plan, counts, regions)
+    return f"on standby: {listed}; ${more:.2f}/h more, ${plan.cost_usd_per_h + more:.2f}/h in all"
+
+
+def recast(unit: TemplateCopy, standby: bool) -> list[Action]:
+    """A copy goes on standby, or serves from now on."""
+    return [Reassign(replace(view.member, standby=standby)) for view in unit.views]
+
+
+def ready_copies(fleet: FleetState, model: str) -> dict[Key, int]:
+    """Copies on standby that could serve at once."""
+    found: dict[Key, int] = {}
+    for unit in fleet.units.values():
+        if unit.model == model and unit.standby and unit.whole:
+            key = (unit.template, unit.region)
+            found[key] = found.get(key, 0) + 1
+    return found
+
+
+def taken_first(
+    ready: dict[Key, int], rates: Mapping[Key, CopyRates], phase: str, missing_per_s: float
+) -> dict[Key, int]:
+    """Of those that are ready, as many as cover what is missing of a phase, largest first; `ready` keeps the rest."""
+    able = {key: float(getattr(rates[key], phase)) for key in ready if key in rates}
+    found: dict[Key, int] = {}
+    for key in sorted((key for key in able if able[key] > 0), key=lambda key: (-able[key], key)):
+        while ready[key] and missing_per_s > ROUNDING:
+            ready[key] -= 1
+            found[key] = found.get(key, 0) + 1
+            missing_per_s -= able[key]
+    return found
+
+
+def taken_by_parts(
+    ready: Mapping[Key, int], busy: Mapping[Key, float], counts: Mapping[Key, int], rate_per_s: float
+) -> dict[Key, int]:
+    """The same where copies take different requests: of each what it lacks for the rate."""
+    found: dict[Key, int] = {}
+    for key, used in busy.items():
+        lacks = ceil(rate_per_s * used - ROUNDING) - counts.get(key, 0)
+        if lacks > 0 and ready.get(key, 0):
+            found[key] = min(lacks, ready[key])
+    return found
+
+
+def _price(plan: Plan, key: Key, regions: tuple[Region, ...]) -> float:
+    """Rent, or nodes where there are no prices."""
+    template = plan.template(key[0])
+    price = unit_price_usd_per_h(template, key[1], regions)
+    return float(sum(each.count for each in template.nodes)) if price is None else price
+
+
+def _best(able_per_s: Mapping[Key, float], prices: Mapping[Key, float]) -> list[Key]:
+    """The one that costs least for what it does; none where none does anything."""
+    best: Key | None = None
+    least = inf
+    for key, able in able_per_s.items():
+        if able > 0 and prices[key] / able < least:
+            best, least = key, prices[key] / able
+    return [] if best is None else [best]

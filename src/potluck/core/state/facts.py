@@ -1,0 +1,140 @@
+"""What decisions need to know and cannot work out: times and sizes, put together once by whoever builds a Brain.
+
+The core has no performance model. `perf` has; its answers come in here as a few numbers per template and model,
+small enough that a decision costs microseconds.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Final
+
+from potluck.core.values.kv import wire_bytes
+from potluck.core.values.terms import FailureDomain
+from potluck.core.values.types import Codec, Region, Slo
+
+BLOCK_TOKENS: Final = 16
+OUTBOX_BYTES: Final = 1 << 32
+"""KV that a replica keeps in its host's memory for receivers that have not come, or have no room yet."""
+
+
+@dataclass(frozen=True, slots=True)
+class ModelFacts:
+    """One model's KV, and what its users were promised."""
+
+    kv_bytes_per_token: float
+    """What crosses a link per token, before the codec."""
+    state_bytes: float = 0.0
+    """What crosses whatever the length: the state of linear-attention layers."""
+    exact_prefix: bool = False
+    """A prefix can only be resumed at lengths where state was kept: linear or window layers."""
+    block_tokens: int = BLOCK_TOKENS
+    slo: Slo | None = None
+    """None: every answer counts as in time."""
+    idle_s: float | None = None
+    """After so long without a request all of its copies go, until the next one comes; None: never."""
+    windows: tuple[tuple[int, float], ...] = ()
+    """Of layers with a window: its tokens, and bytes per token."""
+    kv_bits: float = 16.0
+    """In which the KV of tokens is held."""
+    limits: Slo | None = None
+    """TTFT and TPOT that admission keeps to where they are tighter than promised: usual answers must keep E2E too."""
+    survive: FailureDomain | None = None
+    """What may be lost, any one of it, while `survive_share` of the demand is still served: scaling keeps to it."""
+    survive_share: float = 1.0
+
+    def wire_bytes(self, tokens: float, codec: Codec = "fp16", start: float = 0) -> float:
+        """What the KV of a prompt's tokens from `start` on puts on the wire."""
+        span = (start, tokens)
+        return wire_bytes(self.kv_bytes_per_token, self.windows, self.state_bytes, span, codec, self.kv_bits)
+
+    @property
+    def fixed_bytes(self) -> float:
+        """Of a long prompt: the state, and all windows full."""
+        return self.state_bytes + sum(window * rate for window, rate in self.windows)
+
+
+@dataclass(frozen=True, slots=True)
+class ReplicaFacts:
+    """One of a template's replicas: how fast and how large."""
+
+    prefill_s_per_token: float
+    prefill_fixed_s: float
+    decode_step_s: float
+    """A decode step at the batch it was planned for."""
+    decode_batch: int
+    """That batch."""
+    total_blocks: int
+    """Blocks of KV it holds."""
+    max_tokens: int
+    """Longest prompt and answer together."""
+    decode_first_s: float = 0.0
+    """A decode step of one request alone; 0 when not known, so that steps count as proportional to their batch."""
+    card_gbps: float = 0.0
+    """Its network cards together; 0 when not known."""
+    prefill_curve: tuple[float, float, float] = (0.0, 0.0, 0.0)
+    """Of prompts alone: seconds, per token, per token squared (attention); nothing where only the line is known."""
+    alone_s_per_token: float = 0.0
+    """Of a lone prompt, where that is longer: a pipeline's next prompt begins long before one is done."""
+    decode_knees: tuple[tuple[int, float], ...] = ()
+    """Batches between one and the planned one, rising, and their steps, where these do not lie on one line: of a
+    mixture of experts few requests read nearly all of them."""
+
+    def prompt_s(self, tokens: float, cached: float = 0.0) -> float:
+        """For a prompt of so many tokens, of which the first are cached: as the curve has it, or else the line."""
+        fixed_s, token_s, square_s = self.prefill_curve
+        if token_s == square_s == 0.0:
+            return self.prefill_fixed_s + self.prefill_s_per_token * (tokens - cached)
+        return fixed_s + (tokens - cached) * (token_s + square_s * (tokens + cached))
+
+
+@dataclass(frozen=True, slots=True)
+class SplitFacts:
+    """CRONUS's two predictors for a pair: the low-end GPU's prefill, the high-end one's chunked iteration.
+
+    T_parprefill = k_p L + b_p                          low-end, L tokens
+    t_chunked    = k_ctxp L_p + k_ctxd sum L_d + b_c    high-end, one iteration of `chunk_tokens`
+    """
+
+    k_p: float
+    b_p: float
+    k_ctxp: float
+    k_ctxd: float
+    b_c: float
+    chunk_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class GroupFacts:
+    """A group of machines: what KV takes between its replicas, over which links."""
+
+    model: str
+    kv_bytes_per_token: float
+    """As it crosses: after the codec."""
+    hops: tuple[tuple[int, int, tuple[tuple[str, float, float], ...]], ...]
+    """(from replica, to replica, (link, seconds, seconds per byte of KV) of each); a link without a name is inside a
+    machine."""
+    prompt_tokens: float
+    """Mean prompt and answer that it was planned for."""
+    output_tokens: float
+
+
+@dataclass(frozen=True, slots=True)
+class FleetFacts:
+    """All of it. Keys: model; (template, index of the replica in it); template; (source, target) region."""
+
+    models: Mapping[str, ModelFacts]
+    replicas: Mapping[tuple[str, int], ReplicaFacts]
+    splits: Mapping[str, SplitFacts] = field(default_factory=dict)
+    links_gbps: Mapping[tuple[str, str], float] = field(default_factory=dict)
+    regions: tuple[Region, ...] = ()
+    """What can be rented where and at what price; scaling needs it. Empty: not known, so nothing is ruled out."""
+    history: Mapping[str, tuple[float, ...]] = field(default_factory=dict)
+    """A model's requests a second in past bins of `core.scale.forecast.BIN_S`, the last of them ending at time 0."""
+    places: Mapping[tuple[str, int], tuple[str, ...]] = field(default_factory=dict)
+    """The nodes of its copy that a replica stands on, by names that all replicas of the copy share."""
+    zones: Mapping[str, str] = field(default_factory=dict)
+    """Machines that plans name, and the zone or rack of each, where known."""
+    groups: Mapping[str, GroupFacts] = field(default_factory=dict)
+    """Templates of the kind `group` whose machines have names."""

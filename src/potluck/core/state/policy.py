@@ -1,0 +1,146 @@
+"""Which rules decide: the few knobs of the run-time policies, with defaults that hold for most fleets."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from itertools import combinations
+from typing import Final, Literal
+
+from potluck.core.errors import InputError
+from potluck.core.values.service import CLASSES, PrefixSharing, RequestClass, Tenant
+
+Balance = Literal["learned", "goodput", "round-robin", "token", "least-work", "fixed"]
+"""How requests are spread over units: to the one that is done first at the speeds observed, in proportion to goodput
+(CAUCHY 3.4.1, CORAL 5.1), in turn, to the unit with the most free tokens, to the one with the least work in seconds,
+or by the plan's fractions (THUNDERSERVE's X and Y)."""
+Scaling = Literal["none", "cauchy", "flips", "prfaas", "replan", "ahead"]
+"""Who changes the fleet: nobody; CAUCHY's combos (Algorithm 1); THUNDERSERVE's role flips on a workload shift;
+PrfaaS's periodic split and threshold; CORAL's periodic re-allocation; the same ahead of time, by forecast."""
+
+
+SplitRule = Literal["series", "printed"]
+"""CRONUS's balancer: by the sum over iterations (equation 1), or as its Algorithm 1 is printed."""
+
+
+LISTS: Final = frozenset({"tenants", "classes", "shared_prefixes"})
+"""Rules that are no plain values: only a spec has them."""
+
+
+@dataclass(frozen=True, slots=True)
+class Policy:
+    """The rules of one fleet."""
+
+    balance: Balance = "learned"
+    opportunistic: bool = True
+    """Run a request in place on an idle replica of its unit (CAUCHY 3.4.2)."""
+    split: bool = True
+    """Let pairs share a prompt's prefill (CRONUS); otherwise the low-end GPU takes it whole."""
+    split_rule: SplitRule = "series"
+    """How a pair's share is worked out; `printed` is for comparison with the paper."""
+    adapt_threshold: bool = True
+    """Move length thresholds between regions with the link's load (PrfaaS 3.4.3)."""
+    affinity: float = 1.0
+    """Seconds of waiting that a second of saved prefill is worth; 0 ignores caches."""
+    pool_caches: bool = True
+    """Fetch a prefix that another replica of the region holds, where that is sooner than computing it (PrfaaS 3.2).
+
+    Engines must be able to hand over; those that tell what they hold can.
+    """
+    rebalance: bool = False
+    """Copy prefixes that many ask for to replicas with less to do, while links have room (PrfaaS 3.2)."""
+    grants: bool = False
+    """Share links between regions out among their senders, which keep to what they are granted (PrfaaS 3.3)."""
+    split_overflow: bool = True
+    """In pairs, a prompt that finds no place on the low-end GPU goes whole to the high-end one if that is sooner.
+
+    The planner counts on it; CRONUS lets prompts wait.
+    """
+    low_decodes: bool = True
+    """In pairs, keep some decodes on the low-end GPU while the high-end one is over its batch (beyond CRONUS)."""
+    scaling: Scaling = "none"
+    retries: int = 2
+    """How often a request may be sent again after failures that may be its own fault: all but broken links and
+    replicas that were lost together with others."""
+    hedge: float = 0.0
+    """A request without a first token after so many times what was predicted is sent elsewhere as well, if there is
+    room; 0: never. Whoever has the first token first answers it, the other is stopped."""
+    max_wait_s: float = 60.0
+    """Requests wait so long for a replica, or for their turn, before they are refused."""
+    admission: bool = True
+    """Send replicas no more than they can begin soon, let the rest wait, refuse what would be late.
+
+    Only where a model has an objective; without one every answer is in time and all are sent at once.
+    """
+    queue_requests: int = 1000
+    """Requests of one tenant for one model that may wait for their turn."""
+    disturbance: float = 0.08
+    """How much slower, on average, other tenants' tokens may get for one tenant's long prompts; 0: not at all."""
+    set_apart: bool = True
+    """Set replicas apart for tenants that send little but long prompts. Others' prompts are computed there too and
+    handed over within the region, which their engines must be able to do."""
+    tenants: tuple[Tenant, ...] = ()
+    """Tenants with weights; any other weighs 1."""
+    classes: tuple[RequestClass, ...] = CLASSES
+    shared_prefixes: tuple[PrefixSharing, ...] = ()
+    """Who uses whose cached prefixes, beside one's own. Requests are told apart where they come in, by a salt: the
+    Brain only sees that blocks have the same names."""
+    tick_s: float = 1.0
+    window_s: float = 120.0
+    """Sliding window over which rates and lengths are watched (CAUCHY Algorithm 1)."""
+    ratio: float = 0.2
+    """Deviation of the rate from the capacity that calls for scaling (CAUCHY Algorithm 1)."""
+    global_window_s: float = 1800.0
+    """A rate that held so long calls for a refinement of the whole fleet (CAUCHY 3.5.2)."""
+    grace_s: float = 600.0
+    """From a drain until the replica is stopped whether done or not: long enough that answers end (CORAL 5.1 waits
+    for all of them, about a minute; CAUCHY 3.5 gives them 30 s)."""
+    replan_s: float = 360.0
+    """Between two periodic re-allocations (CORAL 5.1)."""
+    forecast_share: float = 0.7
+    """Share of cases in which the rate forecast for the next minutes should suffice (`ahead`)."""
+    keep_s: float = 1800.0
+    """A copy that will be needed again within so long, or was needed, is kept (`ahead`)."""
+    busiest: float = 0.95
+    """How busy copies may be when the forecast's worst comes; headroom is not counted on top of it (`ahead`)."""
+    headroom: float = 0.8
+    """Share of a template's capacity that scaling counts on, as the planner does."""
+    dip: float = 0.0
+    """Share of the capacity that may be missing while copies are exchanged on nodes that are all taken."""
+    standby: int = 0
+    """Copies of each model that are loaded and idle, so that more is there at once (CAUCHY 3.5.1's pre-warmed
+    instances; `core.scale.standby` says of what). They are paid for."""
+    advise: bool = False
+    """Scaling only says what it would do."""
+
+    def __post_init__(self) -> None:
+        for name in ("affinity", "hedge", "max_wait_s", "grace_s", "disturbance"):
+            if not getattr(self, name) >= 0:
+                raise InputError(f"policy: {name}", f"must not be negative, is {getattr(self, name)}")
+        for name in ("tick_s", "window_s", "ratio", "global_window_s", "replan_s", "keep_s"):
+            if not getattr(self, name) > 0:
+                raise InputError(f"policy: {name}", f"must be positive, is {getattr(self, name)}")
+        for name in ("headroom", "busiest"):
+            if not 0 < getattr(self, name) <= 1:
+                raise InputError(
+                    f"policy: {name}", f"must be above 0 and at most 1, is {getattr(self, name)}"
+                )
+        if not 0 < self.forecast_share < 1:
+            raise InputError("policy: forecast_share", f"must be between 0 and 1, is {self.forecast_share}")
+        if not 0 <= self.dip <= 1:
+            raise InputError("policy: dip", f"must be from 0 to 1, is {self.dip}")
+        if self.queue_requests < 1:
+            raise InputError("policy: queue_requests", f"must be at least 1, is {self.queue_requests}")
+        for kind, names in (
+            ("tenants", [tenant.name for tenant in self.tenants]),
+            ("classes", [each.name for each in self.classes]),
+        ):
+            if len(set(names)) < len(names):
+                raise InputError(f"policy: {kind}", "must have names of their own")
+        for first, second in combinations(self.shared_prefixes, 2):
+            if first.meets(second):
+                raise InputError(
+                    "policy: shared_prefixes", "has two entries for the same tenant and model; make them one"
+                )
+        for name in ("retries", "standby"):
+            if getattr(self, name) < 0:
+                raise InputError(f"policy: {name}", f"must not be negative, is {getattr(self, name)}")

@@ -1,0 +1,343 @@
+"""One step of a batch, laid out once and used by every layer.
+
+A step computes some new tokens of some sequences: one each of those that decode, a chunk each of those that prefill.
+All tokens are packed into one matrix, single tokens first and by row, then the chunks. For each group of layers the
+step says where the new entries go (`slots`) and which keys each query looks at (`pieces`). A piece is one call of
+attention: either one query each of several sequences, or several queries of one sequence.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from potluck.core.errors import InputError
+from potluck.core.state.facts import BLOCK_TOKENS
+from potluck.engine.compute.work import SequenceWork
+from potluck.engine.memory.block_tables import BlockTables
+from potluck.engine.numbers.exact import HALF, LANE, LONGEST_SUM, PART, cut_of, next_cut, padded_columns
+
+MOST_PADDING = 2.0
+"""Sequences share a call as long as it looks at no more than this many times the keys that there are."""
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionCall:
+    """One call of attention. Keys are read in place from slot `base` on, or gathered from `blocks`."""
+
+    first: int
+    """Its first query among the packed tokens."""
+    sequences: int
+    queries: int
+    """Of each sequence; one of the two numbers is 1."""
+    columns: int
+    mask: Tensor
+    """[sequences, 1, queries, columns]: 0 where a query may look, minus infinity elsewhere."""
+    base: int = 0
+    stride: int = 0
+    """Slots from one sequence to the next."""
+    blocks: Tensor | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class GroupStep:
+    slots: Tensor
+    pieces: tuple[AttentionCall, ...]
+    """None where kernels/attention.py reads the tables itself."""
+    places: np.ndarray
+    """The slots again, for it."""
+    table: np.ndarray
+    followed: KeyLocations | None = None
+    """Instead of pieces, in a step of single tokens whose shapes stay (graphs.py)."""
+
+
+@dataclass(frozen=True, slots=True)
+class KeyLocations:
+    """Tables and positions as tensors: where the keys are that each query looks at."""
+
+    table: Tensor
+    """[sequences, blocks]"""
+    positions: Tensor
+    """Of the queries: they see themselves and what is before."""
+    window: int | None
+
+
+@dataclass(frozen=True, slots=True)
+class LinearStep:
+    """How linear layers walk through the tokens: all sequences at once, one token of each at a time."""
+
+    rows: Tensor
+    """Longest chunk first, so that those with a t-th token are always the leading ones."""
+    by_time: Tensor | None
+    """Order of the packed tokens by place in their chunk, or None when it is the order that they have."""
+    packed: Tensor | None
+    """The way back."""
+    counts: list[int]
+    """Sequences with a t-th token, for each t."""
+    taps: Tensor
+    """[taps, tokens]: rows of (old inputs, new inputs) that each token's convolution reads."""
+    tails: Tensor
+    """The rows to keep for the next step, all sequences' one after the other."""
+    sequences: tuple[np.ndarray, np.ndarray, np.ndarray]
+    """Rows, first packed tokens and numbers of tokens, as packed, for kernels/delta.py."""
+
+
+@dataclass(frozen=True, slots=True)
+class BatchLayout:
+    order: list[int]
+    """Works in the order in which their tokens are packed."""
+    tokens: Tensor
+    positions: Tensor
+    groups: tuple[GroupStep, ...]
+    linear: LinearStep | None
+    wanted: Tensor | None
+    """Packed tokens whose logits are asked for, work by work; None: of all, as they lie."""
+    begins: list[int]
+    """Rows that start from nothing."""
+    packing: Tensor | None
+    """Packed tokens as places in the order of the works; None when that is the same."""
+    unpacking: Tensor | None
+    rows: np.ndarray
+    places: np.ndarray
+    """Row and position of each packed token, for compiled kernels."""
+
+
+def lay_out(
+    works: Sequence[SequenceWork],
+    tables: BlockTables,
+    taps: int,
+    pieces: Sequence[bool],
+    device: torch.device,
+    dtype: torch.dtype,
+) -> BatchLayout:
+    """The step of `works`; `taps` is the linear layers' convolution, 0 where there are none; `pieces` says which
+    groups are to be cut into pieces."""
+    check(works, tables)
+    order = sorted(range(len(works)), key=lambda i: (len(works[i].tokens) > 1, works[i].row))
+    packed = [works[i] for i in order]
+    sizes = [len(work.tokens) for work in packed]
+    firsts = np.concatenate(([0], np.cumsum(sizes)))
+    total = int(firsts[-1])
+    tokens = np.array([token for work in packed for token in work.tokens])
+    own = np.array([work.row for work in packed])
+    rows = np.repeat(own, sizes)
+    positions = np.arange(total) + np.repeat([work.start for work in packed] - firsts[:-1], sizes)
+    blocks, places = np.divmod(positions, BLOCK_TOKENS)
+    groups = []
+    for group, cut in enumerate(pieces):
+        table = tables.table(group)
+        slots = table[rows, blocks] * BLOCK_TOKENS + places
+        found = _pieces(packed, sizes, firsts, tables, group, device, dtype) if cut else ()
+        groups.append(GroupStep(_tensor(slots, device), tuple(found), slots, table))
+    packing = _packing(works, order) if order != sorted(order) else None
+    return BatchLayout(
+        order=order,
+        tokens=_tensor(tokens, device),
+        positions=_tensor(positions, device),
+        groups=tuple(groups),
+        rows=rows,
+        places=positions,
+        linear=linear_step(_tensor(own, device), sizes, taps) if taps else None,
+        wanted=_wanted(works, order, firsts, device),
+        begins=[work.row for work in packed if not work.start],
+        packing=None if packing is None else _tensor(packing, device),
+        unpacking=None if packing is None else _tensor(np.argsort(packing), device),
+    )
+
+
+def _packing(works: Sequence[SequenceWork], order: list[int]) -> np.ndarray:
+    starts = np.concatenate(([0], np.cumsum([len(work.tokens) for work in works])))
+    return np.concatenate([np.arange(starts[i], starts[i + 1]) for i in order])
+
+
+def _tensor(values: np.ndarray, device: torch.device) -> Tensor:
+    tensor = torch.from_numpy(np.ascontiguousarray(values))
+    return tensor if device.type == "cpu" else tensor.to(device)
+
+
+def check(works: Sequence[SequenceWork], tables: BlockTables) -> None:
+    """Whether the works go on from what their rows hold, with room; InputError if not."""
+    if not works:
+        raise InputError("step", "has nothing to do")
+    if len({work.row for work in works}) != len(works):
+        raise InputError("step", "has two works for one row")
+    for work in works:
+        held, stop = tables.lengths[work.row], work.start + len(work.tokens)
+        if not work.tokens or work.start != held:
+            raise InputError(
+                f"row {work.row}", f"holds {held} tokens, the step goes from {work.start} to {stop}"
+            )
+        if any(stop > tables.room(group, work.row) for group in range(len(tables.groups))):
+            raise InputError(f"row {work.row}", f"has no blocks for {stop} tokens; grow it first")
+
+
+def _wanted(
+    works: Sequence[SequenceWork], order: list[int], firsts: np.ndarray, device: torch.device
+) -> Tensor | None:
+    place = {index: int(firsts[rank]) for rank, index in enumerate(order)}
+    found: list[int] = []
+    for index, work in enumerate(works):
+        first, size = place[index], len(work.tokens)
+        if work.logits == "last":
+            found.append(first + size - 1)
+        elif work.logits == "all":
+            found.extend(range(first, first + size))
+    if len(found) == firsts[-1] and found == list(range(len(found))):
+        return None
+    return torch.tensor(found, dtype=torch.int64, device=device)
+
+
+def _span(window: int | None, first: int, last: int) -> tuple[int, int]:
+    """(first column, columns) for queries `first` to `last`, so that sums over keys are cut alike; see exact.py.
+
+    A window of at most 256 tokens is one sum, wherever it begins; `_next_stop` keeps it that short. A longer one
+    begins at a multiple of 512, as a sum over everything does.
+    """
+    if window is None:
+        return 0, padded_columns(last + 1)
+    begin = max(0, first - window + 1)
+    if window <= HALF:
+        low = begin // LANE * LANE
+        return low, -(-(last + 1 - low) // LANE) * LANE
+    low = begin // PART * PART
+    return low, padded_columns(last + 1 - low)
+
+
+def _next_stop(window: int | None, start: int) -> int:
+    """Where the queries from `start` on are cut at the latest. More, shorter pieces look at fewer masked keys."""
+    if window is not None and window <= HALF:
+        return start + LONGEST_SUM - window - 2 * LANE
+    return next_cut(start)
+
+
+def _pieces(
+    packed: list[SequenceWork],
+    sizes: list[int],
+    firsts: np.ndarray,
+    tables: BlockTables,
+    group: int,
+    device: torch.device,
+    dtype: torch.dtype,
+) -> list[AttentionCall]:
+    maker = _Maker(tables, group, device, dtype)
+    singles = sum(size == 1 for size in sizes)
+    pieces = [maker.decodes(first, batch) for first, batch in maker.batches(packed[:singles])]
+    for index in range(singles, len(packed)):
+        work, offset = packed[index], int(firsts[index]) - packed[index].start
+        start, end = work.start, work.start + sizes[index]
+        while start < end:
+            stop = min(end, _next_stop(maker.window, start))
+            pieces.append(maker.chunk(offset + start, work.row, start, stop))
+            start = stop
+    return pieces
+
+
+class _Maker:
+    """Makes the pieces of one group."""
+
+    def __init__(self, tables: BlockTables, group: int, device: torch.device, dtype: torch.dtype) -> None:
+        self.window = tables.groups[group].window
+        self._tables, self._group, self._device, self._dtype = tables, group, device, dtype
+        self._table = tables.table(group)
+        self._slots = (tables.groups[group].blocks + 1) * BLOCK_TOKENS
+
+    def batches(self, singles: list[SequenceWork]) -> list[tuple[int, list[SequenceWork]]]:
+        """Sequences that can go together: keys of similar number, all in place at even distances or all gathered."""
+        found: list[tuple[int, list[SequenceWork]]] = []
+        used = most = stride = base = cut = 0
+        for index, work in enumerate(singles):
+            low, columns = _span(self.window, work.start, work.start)
+            own = cut_of(work.start - low) if columns > HALF else -1
+            here = self._base(work.row)
+            batch = found[-1][1] if found else []
+            padded, present = (len(batch) + 1) * max(most, columns), used + columns
+            fits = bool(batch) and own == cut and padded <= MOST_PADDING * present
+            step = here - base
+            even = here < 0 or (step > 0 and (len(batch) == 1 or step == stride))
+            if fits and (here < 0) == (base < 0) and even:
+                batch.append(work)
+                used, most, stride, base = used + columns, max(most, columns), here - base, here
+            else:
+                found.append((index, [work]))
+                used, most, stride, base, cut = columns, columns, 0, here, own
+        return found
+
+    def _base(self, row: int) -> int:
+        """The slot of the row's first token, or -1 when its blocks must be gathered."""
+        if not self._tables.whole(self._group, row):
+            return -1
+        return int(self._table[row, 0]) * BLOCK_TOKENS
+
+    def decodes(self, first: int, batch: list[SequenceWork]) -> AttentionCall:
+        spans = [_span(self.window, work.start, work.start) for work in batch]
+        columns = max(span[1] for span in spans)
+        ends = np.array([work.start - span[0] for work, span in zip(batch, spans, strict=True)])
+        mask = self._mask(_tensor(ends, self._device).view(-1, 1, 1, 1), columns)
+        rows = [work.row for work in batch]
+        base, stride = self._base(rows[0]), self._base(rows[-1]) - self._base(rows[0])
+        stride = stride // (len(rows) - 1) if len(rows) > 1 else 0
+        if base >= 0 and max(base, base + stride * (len(rows) - 1)) + columns <= self._slots:
+            return AttentionCall(first, len(rows), 1, columns, mask, base, stride)
+        lows = np.array([span[0] for span in spans]) // BLOCK_TOKENS
+        blocks = self._gather(np.array(rows), lows, columns)
+        return AttentionCall(first, len(rows), 1, columns, mask, blocks=blocks)
+
+    def chunk(self, first: int, row: int, start: int, stop: int) -> AttentionCall:
+        low, columns = _span(self.window, start, stop - 1)
+        ends = torch.arange(start - low, stop - low, device=self._device).view(1, 1, -1, 1)
+        mask, base = self._mask(ends, columns), self._base(row)
+        if 0 <= base <= self._slots - columns:
+            return AttentionCall(first, 1, stop - start, columns, mask, base + low)
+        blocks = self._gather(np.array([row]), np.array([low // BLOCK_TOKENS]), columns)
+        return AttentionCall(first, 1, stop - start, columns, mask, blocks=blocks)
+
+    def _gather(self, rows: np.ndarray, lows: np.ndarray, columns: int) -> Tensor:
+        index = np.minimum(lows[:, None] + np.arange(columns // BLOCK_TOKENS), self._table.shape[1] - 1)
+        return _tensor(self._table[rows[:, None], index].ravel(), self._device)
+
+    def _mask(self, ends: Tensor, columns: int) -> Tensor:
+        """`ends` is each query's own column."""
+        keys = torch.arange(columns, device=self._device)
+        hidden = keys > ends
+        if self.window is not None:
+            hidden |= keys <= ends - self.window
+        return torch.zeros(hidden.shape, device=self._device, dtype=self._dtype).masked_fill_(
+            hidden, -torch.inf
+        )
+
+
+def linear_step(rows: Tensor, sizes: list[int], taps: int) -> LinearStep:
+    """`rows` are the sequences as packed, with so many tokens each."""
+    device, firsts = rows.device, np.concatenate(([0], np.cumsum(sizes)))
+    by_size = sorted(range(len(sizes)), key=lambda i: -sizes[i])
+    count, total = len(sizes), int(firsts[-1])
+    ranks = np.empty(count, np.int64)
+    ranks[by_size] = np.arange(count)
+    sequence = np.repeat(np.arange(count), sizes)
+    place = np.arange(total) - firsts[sequence]
+    past = taps - 1
+    # Rows of the convolution's input: the old ones of all sequences by rank, then the new ones as packed.
+    source = place[None, :] - past + np.arange(taps)[:, None]
+    old = ranks[sequence] * past + past + source
+    reads = np.where(source < 0, old, count * past + firsts[sequence] + source)
+    order = np.array(by_size)
+    kept = np.array(sizes)[order][:, None] - past + np.arange(past)[None, :]
+    tails = np.where(
+        kept < 0, ranks[order][:, None] * past + past + kept, count * past + firsts[order][:, None] + kept
+    )
+    by_time = np.lexsort((ranks[sequence], place))
+    same = bool((by_time == np.arange(total)).all())
+    counts = np.bincount(place).tolist()
+    return LinearStep(
+        rows=rows if by_size == sorted(by_size) else rows[_tensor(order, device)],
+        by_time=None if same else _tensor(by_time, device),
+        packed=None if same else _tensor(np.argsort(by_time), device),
+        counts=counts,
+        taps=_tensor(reads, device),
+        tails=_tensor(tails.ravel(), device),
+        sequences=(rows.numpy() if device.type == "cpu" else order, firsts[:-1], np.array(sizes)),
+    )

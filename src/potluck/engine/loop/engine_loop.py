@@ -1,0 +1,408 @@
+"""The engine's loop: schedule, run, tell. One object, called from one thread, that owns executor and Batcher.
+
+    turn     let hand-overs in; ask the Batcher for a step; compute it; commit it; say what happened
+    submit, cancel                              what may be asked between two turns (`driver.py` brings it here)
+    attach                                      of a sender: the receiver is there
+    look_up, want, expect, accept, arrived      of a receiver, in this order
+
+The Batcher decides by numbers of tokens, and believes that a prompt is computed as it scheduled it. What is really
+computed is what the row lacks: a prefix that was found in the cache makes a chunk smaller or empty, never larger.
+
+A hand-over takes a row beside the Batcher's slots, from when it may begin until its blocks are free (sender) or it
+runs (receiver), so that there is always a row for what the Batcher lets in. Half of these rows are for those that
+receive, half for the others: receivers wait for senders, perhaps in a ring of engines, and must not keep them out.
+Nor must a cache whose receiver has not come: when somebody waits for its row or blocks it is read out (`aside.py`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+from potluck.core.errors import InputError
+from potluck.core.replica.batch import DONE, FINISHED, BatchLimits, BatchStep
+from potluck.core.values.sampling import SampledToken
+from potluck.engine.compute.executor import CacheExport, Executor, IncomingCache, TokenDraw
+from potluck.engine.compute.work import SequenceWork
+from potluck.engine.loop.engine_status import EngineCounters
+from potluck.engine.loop.handover_gate import HandoverGate, spare_rows
+from potluck.engine.loop.host_kv import HostKvStore
+from potluck.engine.loop.jobs import CacheRows, RunningJob
+from potluck.engine.loop.messages import (
+    NOT_FETCHED,
+    Event,
+    Job,
+    JobComputed,
+    JobEnded,
+    LayerSent,
+    OutputToken,
+    RowReady,
+)
+from potluck.engine.loop.microbatches import Microbatch, Microbatches, RunningStep
+from potluck.engine.loop.step_runner import FAILURES, StepRunner, problem_of
+from potluck.engine.memory.prefix_cache import PrefixCache, PrefixStore
+from potluck.kv.chunks import KvChunk, KvManifest, data_bytes, token_hash
+
+Tell = Callable[[list[tuple[int, Event]]], None]
+
+
+class EngineLoop:
+    def __init__(
+        self,
+        executor: Executor,
+        limits: BatchLimits,
+        tell: Tell,
+        *,
+        prefixes: PrefixStore | None = None,
+        lease_s: float = 60.0,
+        weigh: Callable[[KvChunk], int] = data_bytes,
+        awaits: bool = True,
+        join: Callable[[CacheExport], bool] | None = None,
+    ) -> None:
+        """`weigh`: what parcels count as. Without `awaits` a step is left under way, and the next turn lands it when
+        over (`timed.py`). `join`: caches can be let out with it even then."""
+        spare = spare_rows(executor.size, limits)
+        self.executor, self.counters = executor, EngineCounters()
+        chunk = min(limits.chunk_tokens or limits.token_budget, executor.size.max_chunk_tokens)
+        longest = min(executor.size.max_tokens, limits.total_blocks * limits.block_tokens)
+        self.microbatches = Microbatches(replace(limits, chunk_tokens=chunk), executor.microbatches, longest)
+        self._tell, self._weigh, self._join = tell, weigh, join
+        self._awaits = awaits and len(self.microbatches.all) == 1
+        self.prefixes: PrefixStore = prefixes or PrefixCache(executor.config, 0)
+        self._rows = CacheRows(executor, self.prefixes, chunk, self.counters)
+        self._steps = StepRunner(executor, self._rows, self._send, self._lose)
+        self._lease_s, self._now_s = lease_s, 0.0
+        self._runs: dict[int, RunningJob] = {}
+        self._senders, self._receivers = HandoverGate(spare - spare // 2), HandoverGate(spare // 2)
+        self._kept: dict[int, float] = {}
+        """Caches that are computed and whose receivers have not come, and until when they are kept."""
+        self.aside = HostKvStore()
+        self._said: list[tuple[int, Event]] = []
+
+    # What is asked between turns.
+
+    def submit(self, job: Job, now_s: float) -> None:
+        """Take a job, or raise why not; from then on it ends in exactly one `JobEnded`."""
+        self._now_s = now_s
+        job.must_fit(self.executor.config.model.vocab, self.most_tokens)
+        if job.key in self._runs:
+            raise InputError("request", f"{job.key} is already here")
+        self._runs[job.key] = RunningJob(job, now_s)
+        self.counters.accepted += 1
+        if job.received:
+            return  # until its cache comes
+        if job.hands_on:
+            self._senders.lobby.append(job.key)
+        else:
+            self.microbatches.add(job.key, job.whole, 0, job.output_tokens, *job.standing)
+
+    def cancel(self, key: int, now_s: float, problem: str = "", *, reason: str = "") -> None:
+        """End a request, in whatever state; an unknown one has ended already."""
+        self._now_s = now_s
+        if key in self._runs:
+            self._end(key, reason or ("error" if problem else "cancelled"), problem)
+            self.flush()
+
+    def attach(self, key: int, have: int, now_s: float) -> KvManifest:
+        """The receiver of what `key` hands on is there and has `have` tokens: its cache goes out when computed."""
+        self._now_s = now_s
+        if (read := self.aside.taken(key)) is not None:
+            return read
+        run = self._runs.get(key)
+        if run is None or not run.job.hands_on or run.fetched_from is not None:
+            raise InputError("handle", "is unknown, has expired, or was used")
+        if not 0 <= have < run.job.whole:
+            raise InputError("have", f"must be 0 to {run.job.whole - 1}, is {have}")
+        run.fetched_from = have
+        if run.computed:
+            self._send_kept(run)
+        elif self._join is not None and (flight := self.microbatches.flight_of(key, run.row)) is not None:
+            flight.let_out(run, self._join)
+        return self._about(run, have)
+
+    def _about(self, run: RunningJob, have: int) -> KvManifest:
+        whole = run.job.whole
+        return KvManifest(self.executor.fingerprint, have, whole, token_hash(run.job.prompt[:whole]))
+
+    def look_up(self, key: int) -> int:
+        """Tokens of a cache that is to come which are here already. They are put aside until it comes."""
+        run = self._here(key)
+        # The sender has at least one token to send.
+        run.found = self._rows.find(run, run.job.received - 1)
+        return run.found[0]
+
+    def want(self, key: int) -> None:
+        """The cache is coming in: `RowReady` will say when there is a row and blocks for it, even during a step."""
+        self._here(key)
+        self._receivers.lobby.append(key)
+        self._let_in()
+
+    def expect(self, key: int, about: KvManifest) -> None:
+        """The sender has said what will come for `key`, which has room by now."""
+        run = self._here(key)
+        if run.row is None or run.incoming is not None or about.stop != run.job.received:
+            raise InputError(
+                "hand-over", f"is of {about.stop}, not {run.job.received}, tokens, or unasked for"
+            )
+        run.incoming = self.executor.arrival(run.row, about, run.job.prompt)
+
+    def accept(self, key: int, parcel: KvChunk, *, lossy: bool = False) -> None:
+        self._incoming(key).accept(parcel)
+        self._here(key).exact &= not lossy
+        self.counters.received_bytes += self._weigh(parcel)
+
+    def arrived(self, key: int) -> None:
+        """All parcels are there: the request may run."""
+        self._incoming(key).finish()
+        run = self._here(key)
+        run.incoming, job = None, run.job
+        self.microbatches.add(key, job.whole - job.received, job.received, job.output_tokens, *job.standing)
+
+    def _here(self, key: int) -> RunningJob:
+        run = self._runs.get(key)
+        if run is None:
+            raise InputError("hand-over", "the request has ended")
+        return run
+
+    def _incoming(self, key: int) -> IncomingCache:
+        if (incoming := self._here(key).incoming) is None:
+            raise InputError("hand-over", "nothing is expected")
+        return incoming
+
+    # A turn.
+
+    def turn(self, now_s: float, clock: Callable[[], float] | None = None) -> bool:
+        """A step of the next lane that has something to do; false when none has."""
+        self._now_s = now_s
+        self._expire()
+        self._let_in()
+        busy = any(self._advance(self.microbatches.next(), clock) for _ in self.microbatches.all)
+        self.flush()
+        return busy
+
+    def _advance(self, microbatch: Microbatch, clock: Callable[[], float] | None) -> bool:
+        """Await the lane's step, and begin the next; a single lane's is awaited, too. Whether there was any."""
+        if (last := microbatch.flight) is not None:
+            self._land(microbatch, last, clock)
+        step = microbatch.batcher.next_step()
+        for key in step.preempted:
+            self._rows.close(self._runs[key])
+            self.counters.preemptions += 1
+        microbatch.flight = flight = self._plan(microbatch, step)
+        self._steps.begin(flight)
+        if self._awaits or not flight.works:
+            self._land(microbatch, flight, clock)
+        return last is not None or bool(step.chunks or step.decodes)
+
+    def flush(self) -> None:
+        if self._said:
+            said, self._said = self._said, []
+            self._tell(said)
+
+    def next_expiry_s(self) -> float | None:
+        """When a lease ends, if nothing else happens before."""
+        return min(self._kept.values(), default=None)
+
+    def check(self) -> None:
+        """When idle every block, row and hand-over place is free; AssertionError if not."""
+        if not self.idle:
+            return
+        self.executor.check()
+        self.prefixes.verify()
+        microbatches = self.microbatches
+        if microbatches.free_blocks != microbatches.limits.total_blocks or microbatches.keys():
+            raise AssertionError(f"{microbatches.free_blocks} blocks are free and nobody is here")
+        if self._rows.keys or microbatches.todo_tokens or not (self._senders.empty and self._receivers.empty):
+            raise AssertionError("rows or hand-overs are left behind")
+        self.counters.checks += 1
+
+    # Figures.
+
+    @property
+    def most_tokens(self) -> int:
+        """Of one sequence."""
+        return min(self.executor.size.max_tokens, self.microbatches.most_tokens)
+
+    @property
+    def idle(self) -> bool:
+        return not (self._runs or self.microbatches.flying)
+
+    @property
+    def waiting(self) -> int:
+        return self.microbatches.queued + len(self._senders.lobby) + len(self._receivers.lobby)
+
+    # Inside a turn.
+
+    def _let_in(self) -> None:
+        self._open_gates()
+        if self._kept and (self._senders.lobby or self._receivers.lobby or self.microbatches.short):
+            for key in list(self._kept):
+                if not self.aside.full:
+                    self._put_aside(self._runs[key])
+            self._open_gates()
+        self.flush()
+
+    def _put_aside(self, run: RunningJob) -> None:
+        """Its receiver is to find it outside of the row, from the first token on."""
+        before, run.fetched_from = self.counters.sent_bytes, 0
+        if self._send_kept(run):
+            self.aside.put(run.job.key, self._about(run, 0), self.counters.sent_bytes - before)
+
+    def _open_gates(self) -> None:
+        for key in self._senders.next():
+            job = self._runs[key].job
+            self.microbatches.add(key, job.whole, 0, 0, *job.standing)
+            self._senders.enter(key)
+        for key in self._receivers.next():
+            run = self._runs[key]
+            if not self.microbatches.reserve(key, run.job.whole):
+                break
+            try:
+                self._rows.begin(run, run.job.received - 1)
+            except FAILURES as error:
+                self._lose([key], error)
+                continue
+            self._said.append((key, RowReady()))
+            self._receivers.enter(key)
+
+    def _plan(self, microbatch: Microbatch, step: BatchStep) -> RunningStep:
+        decoding = microbatch.batcher.decoding
+        goals = [(key, len(self._runs[key].tokens)) for key in decoding.keys()]  # noqa: SIM118
+        goals += [(key, before + tokens) for key, tokens, before in step.chunks]
+        works, draws, exports = list[SequenceWork](), list[TokenDraw](), list[CacheExport]()
+        for key, goal in goals:
+            run = self._runs[key]
+            try:
+                row, start = self._ready(run, goal)
+                draw = run.draw(goal) if start < goal else None
+            except FAILURES as error:
+                self._lose([key], error)
+                continue
+            if start >= goal:
+                continue
+            works.append(SequenceWork(row, start, run.tokens[start:goal], "none" if draw is None else "last"))
+            exports += run.leaving(row, goal)
+            draws += () if draw is None else (draw,)
+        return RunningStep(step, self._now_s, works, draws, exports)
+
+    def _ready(self, run: RunningJob, goal: int) -> tuple[int, int]:
+        """The job's row, with room up to `goal`, and what it holds."""
+        row = self._rows.begin(run, run.whole - 1) if run.row is None else run.row
+        if run.times.began_s is None:
+            run.times = replace(run.times, began_s=self._now_s)
+            if not run.job.hands_on:
+                self._receivers.leave(run.job.key)
+        self._rows.catch_up(run, row, goal)
+        start = self.executor.held(row)
+        if start < goal:
+            self.executor.grow(row, goal, since=start)
+        return row, start
+
+    def _land(self, microbatch: Microbatch, flight: RunningStep, clock: Callable[[], float] | None) -> None:
+        """The end of a step: what was drawn, who is done."""
+        size, count = flight.tokens, len(flight.works)
+        choices = self._steps.landed(flight)
+        if clock is not None:
+            self._now_s = clock()
+        microbatch.flight = None
+        found = microbatch.batcher.commit(flight.step)
+        for run in flight.left:
+            self.microbatches.cancel(run.job.key)
+            self._rows.close(run)
+        for key, choice in choices.items():
+            self._drew(key, choice)
+        for what, key in found:
+            if what == FINISHED and key in self._runs:
+                self._end(key, "length")
+            elif what == DONE and key in self._runs:
+                self._done(self._runs[key], flight)
+        if count:
+            self.counters.step(size, count, self._now_s - flight.began_s)
+
+    def _lose(self, keys: list[int], error: Exception) -> None:
+        keys = [key for key in keys if key in self._runs]
+        self.counters.failures += len(keys)
+        line, again, code = problem_of(error)
+        for key in keys:
+            self._end(key, "error", line, again=again, code=code)
+
+    def _send(self, row: int, parcels: tuple[KvChunk, ...]) -> None:
+        self.counters.sent_bytes += sum(map(self._weigh, parcels))
+        if (run := self._runs.get(self._rows.keys[row])) is not None:
+            end = (self.executor.config.model.layer_count - 1, run.whole)
+            last = (parcels[-1].layer, parcels[-1].stop) == end
+            self._said.append((run.job.key, LayerSent(parcels, last, run.exact)))
+            self.flush()
+
+    def _drew(self, key: int, choice: SampledToken) -> None:
+        run = self._runs.get(key)
+        if run is None:
+            return
+        gap_s = None if run.times.last_s is None else self._now_s - run.times.last_s
+        first = run.times.first_s is None
+        run.times = replace(
+            run.times, first_s=self._now_s if first else run.times.first_s, last_s=self._now_s
+        )
+        if first:
+            self.counters.prompt_tokens += len(run.job.prompt)
+            self._keep(run)
+        run.drew(choice.token)
+        self.counters.output_tokens += 1
+        self._said.append((key, OutputToken(choice, gap_s)))
+        if choice.token in run.job.ends:
+            self._end(key, "stop")
+
+    def _done(self, run: RunningJob, flight: RunningStep) -> None:
+        """A segment that hands on is computed."""
+        run.computed = True
+        self.counters.prompt_tokens += run.job.whole - run.job.received
+        self._keep(run)
+        self._said.append((run.job.key, JobComputed(run.times)))
+        if run.fetched_from is None:
+            self._kept[run.job.key] = self._now_s + self._lease_s
+        elif any(export.row == run.row for export in flight.exports):
+            self._end(run.job.key, "handed_on")
+        else:  # the receiver came while the step was under way
+            self._send_kept(run)
+
+    def _send_kept(self, run: RunningJob) -> bool:
+        """What was computed before its receiver came goes out; whether it could be read."""
+        assert run.row is not None and run.fetched_from is not None  # noqa: PT018
+        try:
+            for layer in range(self.executor.config.model.layer_count):
+                self._send(run.row, self.executor.export(run.row, layer, run.fetched_from, run.job.whole))
+            self._end(run.job.key, "handed_on")
+        except FAILURES as error:
+            self._lose([run.job.key], error)
+            return False
+        finally:
+            self.flush()
+        return True
+
+    def _keep(self, run: RunningJob) -> None:
+        """For the prefix cache. Where a worker that has it is gone, the next step says so."""
+        try:
+            self._rows.keep(run)
+        except FAILURES:
+            self.counters.failures += 1
+
+    def _expire(self) -> None:
+        for key, until_s in list(self._kept.items()):
+            if until_s <= self._now_s:
+                self._end(key, "error", "nobody fetched the cache within its lease", code=NOT_FETCHED)
+
+    def _end(self, key: int, reason: str, problem: str = "", *, again: bool = False, code: str = "") -> None:
+        run = self._runs.pop(key)
+        self._kept.pop(key, None)
+        self._senders.leave(key)
+        self._receivers.leave(key)
+        flight = self.microbatches.flight_of(key, run.row)
+        if flight is not None:
+            flight.left.append(run)
+        else:
+            if reason in ("stop", "length"):
+                self._keep(run)
+            self._rows.close(run)
+            self.microbatches.cancel(key)
+        self.counters.ended[reason] = self.counters.ended.get(reason, 0) + 1
+        self._said.append((key, JobEnded(reason, run.times, problem, again, code)))

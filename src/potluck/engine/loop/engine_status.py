@@ -1,0 +1,104 @@
+"""What an engine says about itself: counters that the loop keeps, its role, and the report made of them."""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass, field
+from typing import Literal, get_args
+
+from potluck.core.errors import InputError
+from potluck.kv.link.link_report import LinkReport
+
+Role = Literal["prefill", "decode", "mixed"]
+ROLES: tuple[Role, ...] = get_args(Role)
+RECENT_STEPS = 256
+
+
+@dataclass(slots=True)
+class EngineCounters:
+    """Since the start. Written by the loop alone; others read single figures."""
+
+    accepted: int = 0
+    ended: dict[str, int] = field(default_factory=dict)
+    """By reason."""
+    prompt_tokens: int = 0
+    output_tokens: int = 0
+    preemptions: int = 0
+    failures: int = 0
+    prefix_queries: int = 0
+    prefix_hits: int = 0
+    sent_bytes: int = 0
+    received_bytes: int = 0
+    steps: int = 0
+    computed_tokens: int = 0
+    checks: int = 0
+    """Times that everything was found to be free again when nobody was left."""
+    recent: deque[tuple[int, int, float]] = field(default_factory=lambda: deque(maxlen=RECENT_STEPS))
+    """(tokens, sequences, seconds) of the latest steps."""
+
+    def step(self, tokens: int, sequences: int, seconds: float) -> None:
+        self.steps += 1
+        self.computed_tokens += tokens
+        self.recent.append((tokens, sequences, seconds))
+
+
+def role_of(name: object) -> Role:
+    for role in ROLES:
+        if name == role:
+            return role
+    raise InputError("role", f"must be one of {', '.join(ROLES)}, is {name!r}")
+
+
+@dataclass(frozen=True, slots=True)
+class EngineStatus:
+    """What `GET /status` answers."""
+
+    version: str
+    model: str
+    fingerprint: str
+    role: Role
+    state: str
+    """ready, degraded (some workers are lost, others go on), draining, drained or failed"""
+    waiting: int
+    running: int
+    context_tokens: int
+    todo_tokens: int
+    """Prompt tokens not computed."""
+    free_blocks: int
+    total_blocks: int
+    block_tokens: int
+    max_tokens: int
+    """Of one sequence."""
+    max_running: int
+    steps: int
+    step_mean_s: float
+    step_p99_s: float
+    """Of the latest steps."""
+    prompt_tokens: int
+    output_tokens: int
+    prefix_hit_share: float
+    prefix_bytes: int
+    preemptions: int
+    checks: int
+    """Times that no block was found to be lost, with nobody left."""
+    uptime_s: float
+    exact: bool = False
+    """Whether tokens are the same to the last bit however requests are cut, batched and spread (numbers/exact.py)."""
+    products: str = ""
+    """How rows are multiplied for that: plain, pairs, strips (numbers/filling.py)."""
+    kv: str = ""
+    """HOST:PORT where caches are fetched from it."""
+    kv_version: int = 0
+    """In which format they cross."""
+    links: tuple[LinkReport, ...] = ()
+    """How the links fare over which caches came and went."""
+    problem: str = ""
+    notes: dict[str, float] = field(default_factory=dict)
+
+
+def step_times(counters: EngineCounters) -> tuple[float, float]:
+    """(mean, 99th percentile) of the latest steps, in seconds."""
+    found = sorted(seconds for _, _, seconds in tuple(counters.recent))
+    if not found:
+        return 0.0, 0.0
+    return sum(found) / len(found), found[min(len(found) - 1, int(len(found) * 0.99))]

@@ -1,0 +1,176 @@
+"""The tensors behind the blocks: what the layers of one stage keep of every running sequence.
+
+Full and window layers keep a key and a value per token and head, latent layers one vector per token, linear layers a
+state per sequence: a matrix per head and the last inputs of the short convolution.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from potluck.core.errors import InputError
+from potluck.core.state.facts import BLOCK_TOKENS
+from potluck.core.values.model import FullAttention, LatentAttention, LinearAttention, Model
+from potluck.engine.memory.block_tables import BlockTables, WindowGroup
+from potluck.engine.numbers.exact import LANE
+
+
+@dataclass(frozen=True, slots=True)
+class Pages:
+    """What one layer keeps per token: `entries` is [blocks x 16, parts x heads x dim].
+
+    With `keys` [blocks, heads, dim, 16], as kernels/attention.py wants them, `entries` has the values only.
+    """
+
+    group: int
+    parts: int
+    """2 for keys and values, 1 where one vector is both."""
+    heads: int
+    dim: int
+    entries: Tensor
+    keys: Tensor | None = None
+
+    def read(self, slots: Tensor) -> Tensor:
+        """[slots, parts x heads x dim]"""
+        if self.keys is None:
+            return self.entries.index_select(0, slots)
+        from potluck.engine.numbers.kernels.attention import collect
+
+        size = self.heads * self.dim
+        out = torch.empty(len(slots), 2 * size)
+        collect(slots.numpy(), size, self.keys.data_ptr(), self.entries.data_ptr(), out.data_ptr())
+        return out
+
+    def write(self, slots: Tensor, rows: Tensor) -> None:
+        if self.keys is not None:
+            size = self.heads * self.dim
+            keys = rows[:, :size].view(-1, self.heads, self.dim)
+            self.keys[slots // BLOCK_TOKENS, :, :, slots % BLOCK_TOKENS] = keys
+            rows = rows[:, size:]
+        self.entries.index_copy_(0, slots, rows)
+
+
+@dataclass(frozen=True, slots=True)
+class LinearStates:
+    """What one linear layer keeps per sequence."""
+
+    conv: Tensor
+    """[rows, taps - 1, channels]: the latest inputs of the convolution, the oldest first."""
+    memory: Tensor
+    """[rows, heads, key dim, value dim], always float32: it is added to at every token."""
+
+
+Kept = Pages | LinearStates
+
+
+@dataclass(frozen=True, slots=True)
+class StateCopy:
+    """The linear layers' states of a sequence at an exact length, to resume from there."""
+
+    length: int
+    parts: tuple[tuple[Tensor, Tensor], ...]
+
+
+def windows_of(model: Model, first: int, last: int) -> tuple[int | None, ...]:
+    """The groups that the layers [first, last) make: everything first, then windows by size."""
+    found: set[int | None] = set()
+    for layer in model.layers[first:last]:
+        if isinstance(layer.attention, FullAttention):
+            found.add(layer.attention.window)
+        elif isinstance(layer.attention, LatentAttention):
+            found.add(None)
+    return tuple(sorted(found, key=lambda window: (window is not None, window or 0)))
+
+
+def groups_of(
+    model: Model, first: int, last: int, *, blocks: int, rows: int, max_chunk_tokens: int
+) -> tuple[WindowGroup, ...]:
+    """Groups with their blocks: `blocks` where everything is kept, and for windows what all rows can need at once."""
+    found = []
+    for window in windows_of(model, first, last):
+        if window is None:
+            found.append(WindowGroup(None, blocks))
+        else:
+            most = (window + max_chunk_tokens) // BLOCK_TOKENS + 2
+            found.append(WindowGroup(window, min(blocks, most * rows)))
+    return tuple(found)
+
+
+def _zeros(*shape: int) -> Tensor:
+    """numpy asks the system for large pages, which are faster to read here and there; torch does not."""
+    return torch.from_numpy(np.zeros(shape, np.float32))
+
+
+class LayerCaches:
+    """The storage of layers [first, last). Layers write to it; nobody else but hand-overs does."""
+
+    def __init__(
+        self,
+        model: Model,
+        first: int,
+        last: int,
+        tables: BlockTables,
+        device: torch.device,
+        dtype: torch.dtype,
+    ) -> None:
+        self.tables = tables
+        self.first = first
+        windows = [group.window for group in tables.groups]
+        self.layers: list[Kept] = []
+        for layer in model.layers[first:last]:
+            part = layer.attention
+            if isinstance(part, LinearAttention):
+                conv = torch.zeros(
+                    tables.rows, part.conv_kernel - 1, part.conv_channels, device=device, dtype=dtype
+                )
+                shape = (tables.rows, part.value_heads, part.key_head_dim, part.value_head_dim)
+                self.layers.append(LinearStates(conv, torch.zeros(shape, device=device)))
+                continue
+            if isinstance(part, LatentAttention):
+                parts, heads, dim, window = 1, 1, part.kv_lora_rank + part.qk_rope_head_dim, None
+            else:
+                parts, heads, dim, window = 2, part.kv_heads, part.head_dim, part.window
+            group = windows.index(window)
+            slots = (tables.groups[group].blocks + 1) * BLOCK_TOKENS
+            keys = None
+            if parts == 2 and device.type == "cpu" and dtype == torch.float32 and dim % LANE == 0:
+                keys = _zeros(slots // BLOCK_TOKENS, heads, dim, BLOCK_TOKENS)
+            width = (parts if keys is None else 1) * heads * dim
+            entries = _zeros(slots, width).to(device, dtype)
+            self.layers.append(Pages(group, parts, heads, dim, entries, keys))
+        self.pieces = tuple(
+            any(isinstance(kept, Pages) and kept.keys is None and kept.group == group for kept in self.layers)
+            for group in range(len(tables.groups))
+        )
+        """Groups whose steps must be cut into pieces."""
+        self.states = [kept for kept in self.layers if isinstance(kept, LinearStates)]
+
+    def layer(self, index: int) -> Kept:
+        """What layer `index` of the model keeps."""
+        if not self.first <= index < self.first + len(self.layers):
+            last = self.first + len(self.layers) - 1
+            raise InputError("layer", f"{index} is not one of this stage's {self.first} to {last}")
+        return self.layers[index - self.first]
+
+    def clear_states(self, rows: list[int]) -> None:
+        """Sequences that begin have no past."""
+        for kept in self.states:
+            kept.conv[rows] = 0
+            kept.memory[rows] = 0
+
+    @torch.inference_mode()
+    def copy_states(self, row: int) -> StateCopy:
+        """The states at the row's present length: linear layers can be resumed at no other."""
+        parts = tuple((kept.conv[row].clone(), kept.memory[row].clone()) for kept in self.states)
+        return StateCopy(self.tables.lengths[row], parts)
+
+    @torch.inference_mode()
+    def put_states(self, row: int, copy: StateCopy) -> None:
+        """Back to where `copy` was taken; the blocks for its tokens are the caller's to provide."""
+        for kept, (conv, memory) in zip(self.states, copy.parts, strict=True):
+            kept.conv[row].copy_(conv)
+            kept.memory[row].copy_(memory)

@@ -1,0 +1,260 @@
+"""Prefix caching: the caches of prompts that were computed, kept as bytes, and put into sequences that begin alike.
+
+It is a hand-over to oneself: parcels out of one row, and later into another. Layers that keep every token are stored
+block by block, so that prefixes share what they have in common. If there are others (windows, states), what they need
+at the end of the prefix is stored as a checkpoint, with what paged layers have behind the last whole block.
+`kv.store.pool` holds the bytes, `core.replica.blocks` says what is where and what goes.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Protocol
+
+from potluck.core.errors import CapacityError, FormatError, InputError
+from potluck.core.replica.block_values import chain_root
+from potluck.core.replica.blocks import CacheChanges, PrefixHit, block_hashes
+from potluck.core.state.facts import BLOCK_TOKENS
+from potluck.core.values.model import Attention, FullAttention, LatentAttention
+from potluck.engine.memory.prefix_transfer import PrefixReceiver, ReceivedPrefix
+from potluck.engine.model.config import EngineModelConfig
+from potluck.kv.chunks import KvChunk
+from potluck.kv.store.disk_tier import DiskTier
+from potluck.kv.store.prefix_pool import PrefixPool
+
+Read = Callable[[int, int, int], tuple[KvChunk, ...]]
+"""(layer, start, stop) to what that layer has of a row."""
+
+
+class PrefixStore(Protocol):
+    """What the loop needs of a prefix cache; the one below, or one that pretends."""
+
+    @property
+    def exact(self) -> bool: ...
+
+    @property
+    def enabled(self) -> bool: ...
+
+    @property
+    def used_bytes(self) -> int: ...
+
+    def find(self, tokens: Sequence[int], most_tokens: int, salt: str = "") -> tuple[int, list[KvChunk]]: ...
+
+    def keep(self, tokens: Sequence[int], held: int, read: Read, salt: str = "") -> None: ...
+
+    def held(self, names: Sequence[int]) -> int: ...
+
+    def lacks_from(self, names: Sequence[int]) -> int: ...
+
+    def lend(self, names: Sequence[int], start: int) -> list[KvChunk]: ...
+
+    def gathering(self, start: int, stop: int) -> PrefixReceiver: ...
+
+    def adopt(self, names: tuple[int, ...], came: PrefixReceiver) -> int: ...
+
+    def changes(self) -> CacheChanges: ...
+
+    def everything(self) -> CacheChanges: ...
+
+    def verify(self) -> None: ...
+
+    def flush(self) -> None: ...
+
+
+def keeps_all(attention: Attention) -> bool:
+    """Whether the layer's cache is one entry per token, all kept."""
+    if isinstance(attention, FullAttention):
+        return attention.window is None
+    return isinstance(attention, LatentAttention)
+
+
+class PrefixCache:
+    """Parcels by prefix. Changed by the engine's loop alone."""
+
+    def __init__(
+        self,
+        config: EngineModelConfig,
+        capacity_bytes: int,
+        fingerprint: str = "",
+        disk: DiskTier | None = None,
+    ) -> None:
+        attentions = [layer.attention for layer in config.model.layers]
+        self._paged = [index for index, kind in enumerate(attentions) if keeps_all(kind)]
+        self._others = [index for index, kind in enumerate(attentions) if not keeps_all(kind)]
+        self._model = config.model
+        self._capacity_bytes = capacity_bytes
+        self._fingerprint = fingerprint
+        self._disk = disk
+        self._pool: PrefixPool | None = None
+        """Made when the first prefix is kept: only then is it known how large a block is."""
+        self._kinds: list[tuple[KvChunk, int]] = []
+        """Of each paged layer an empty parcel, and the bytes of a block."""
+
+    @property
+    def exact(self) -> bool:
+        """Whether a prefix can be resumed only at lengths at which `keep` was called."""
+        return bool(self._others)
+
+    @property
+    def used_bytes(self) -> int:
+        return 0 if self._pool is None else self._pool.used_bytes
+
+    @property
+    def enabled(self) -> bool:
+        return self._capacity_bytes > 0
+
+    def find(self, tokens: Sequence[int], most_tokens: int, salt: str = "") -> tuple[int, list[KvChunk]]:
+        """The longest known prefix of at most so many tokens, and the parcels of [0, that).
+
+        Only what was kept under the same salt is known.
+        """
+        if self._pool is None or most_tokens < 1:
+            return 0, []
+        hashes = self._hashes(tokens[:most_tokens], salt)
+        found = self._pool.find(tokens, hashes, most_tokens, self._root(salt))
+        return (found.tokens, self._parcels(self._pool, hashes, found)) if found.tokens else (0, [])
+
+    def keep(self, tokens: Sequence[int], held: int, read: Read, salt: str = "") -> None:
+        """Keep what a row has of its first `held` tokens, which is all that it holds."""
+        if not self.enabled or not held:
+            return
+        hashes = self._hashes(tokens[:held], salt)
+        if hashes:
+            self._keep_blocks(hashes, read)
+        if self.exact:
+            self._keep_rest(tokens, hashes, held, read, self._root(salt))
+
+    # Between two engines, by the names of blocks.
+
+    def held(self, names: Sequence[int]) -> int:
+        """Tokens of the longest prefix of these blocks that can be resumed."""
+        return 0 if self._pool is None else self._pool.find((), names, len(names) * BLOCK_TOKENS).tokens
+
+    def lacks_from(self, names: Sequence[int]) -> int:
+        """The token behind the leading blocks that are here; what a peer has to send begins there."""
+        if self._pool is None or not names:
+            return 0
+        self.held(names)
+        # Of the last block there is always something to send: what windows and states have behind it.
+        most = len(names) - 1 if self.exact else len(names)
+        return min(self._pool.index.depth(names), most) * BLOCK_TOKENS
+
+    def lend(self, names: Sequence[int], start: int) -> list[KvChunk]:
+        """The parcels of these blocks from token `start` on."""
+        stop = len(names) * BLOCK_TOKENS
+        found = None if self._pool is None else self._pool.find((), names, stop)
+        if self._pool is None or found is None or found.tokens != stop:
+            raise InputError("prefix", "is no longer held here")
+        return self._parcels(self._pool, names, found, start // BLOCK_TOKENS)
+
+    def gathering(self, start: int, stop: int) -> ReceivedPrefix:
+        """For what is to come of the blocks of tokens [start, stop)."""
+        return ReceivedPrefix(self._model, start, stop)
+
+    def adopt(self, names: tuple[int, ...], came: PrefixReceiver) -> int:
+        """Keep what came of these blocks; how many tokens of them can be resumed now."""
+        assert isinstance(came, ReceivedPrefix), "as `gathering` made it"
+        came.finish()
+        depth = 0 if self._pool is None else self._pool.index.depth(names)
+        if depth * BLOCK_TOKENS < came.start:
+            raise CapacityError("the blocks before those that came have gone meanwhile")
+        if self._kinds and any(
+            kind.dtype != came.read(kind.layer, came.start, came.stop)[0].dtype for kind, _ in self._kinds
+        ):
+            raise FormatError("prefix", f"is not in this engine's format, {self._kinds[0][0].dtype}")
+        self._keep_blocks(names, came.read)
+        if self.exact:
+            self._keep_rest((), names, came.stop, came.read, 0)
+        return self.held(names)
+
+    # What there is.
+
+    def changes(self) -> CacheChanges:
+        """Blocks that came and went since last asked for, for whoever keeps track of who has what."""
+        return CacheChanges() if self._pool is None else self._pool.changes()
+
+    def everything(self) -> CacheChanges:
+        """All that there is; `changes` goes on from here."""
+        return CacheChanges() if self._pool is None else self._pool.everything()
+
+    def verify(self) -> None:
+        """Something to do when idle: look for bytes that have changed, and for blocks that are lost."""
+        if self._pool is not None:
+            self._pool.verify()
+            self._pool.check()
+
+    def flush(self) -> None:
+        """Before the process ends: what is in memory goes to disk, where there is one."""
+        if self._pool is not None:
+            self._pool.flush()
+
+    def _hashes(self, tokens: Sequence[int], salt: str) -> tuple[int, ...]:
+        return block_hashes(tokens, self._fingerprint, salt=salt) if self._paged else ()
+
+    def _root(self, salt: str) -> int:
+        """What checkpoints stand behind that have no block before them."""
+        return int.from_bytes(chain_root(self._fingerprint, salt), "little") if salt else 0
+
+    def _keep_blocks(self, hashes: tuple[int, ...], read: Read) -> None:
+        known = 0 if self._pool is None else self._pool.index.depth(hashes)
+        start, stop = known * BLOCK_TOKENS, len(hashes) * BLOCK_TOKENS
+        runs = [read(layer, start, stop)[0] for layer in self._paged] if start < stop else []
+        pool = self._made(runs)
+        sizes = [size for _, size in self._kinds]
+        new = [
+            [memoryview(run.data)[place * size :][:size] for run, size in zip(runs, sizes, strict=True)]
+            for place in range(len(hashes) - known)
+        ]
+        pool.keep(hashes, new)
+
+    def _keep_rest(
+        self, tokens: Sequence[int], hashes: tuple[int, ...], held: int, read: Read, root: int
+    ) -> None:
+        whole = len(hashes) * BLOCK_TOKENS
+        parcels = [parcel for layer in self._others for parcel in read(layer, 0, held)]
+        ends = [read(layer, whole, held)[0] for layer in self._paged] if whole < held else []
+        about = [(p.layer, p.part, p.first, p.stop, p.dtype, p.shape, len(p.data)) for p in parcels + ends]
+        head = json.dumps(about).encode()
+        pieces = [len(head).to_bytes(4, "little"), head, *(parcel.data for parcel in parcels + ends)]
+        self._made(ends, sum(map(len, pieces))).keep_checkpoint(hashes, tokens[whole:held], pieces, root)
+
+    def _made(self, runs: list[KvChunk], otherwise_bytes: int = 0) -> PrefixPool:
+        """The pool. Its blocks are 16 tokens of all paged layers; without any, as large as the first checkpoint."""
+        if self._pool is None:
+            for run in runs:
+                size = len(run.data) // run.shape[0] * BLOCK_TOKENS
+                self._kinds.append((replace(run, first=0, stop=0, data=b""), size))
+            block_bytes = sum(size for _, size in self._kinds) or otherwise_bytes
+            self._pool = PrefixPool(self._capacity_bytes, block_bytes, exact=self.exact, disk=self._disk)
+        return self._pool
+
+    def _parcels(
+        self, pool: PrefixPool, hashes: Sequence[int], found: PrefixHit, skip: int = 0
+    ) -> list[KvChunk]:
+        """Those of [0, found), but of layers that keep every token without the first blocks."""
+        # Copies, since they may be put aside while others use the pool.
+        tail = [] if found.checkpoint is None else _unpacked(bytes(pool.read(found.checkpoint)))
+        parcels = [parcel for parcel in tail if parcel.layer in self._others]
+        ends = {parcel.layer: parcel.data for parcel in tail if parcel.layer not in self._others}
+        blocks = [memoryview(pool.read(name)) for name in hashes[skip : found.blocks]]
+        at, first = 0, skip * BLOCK_TOKENS
+        for kind, size in self._kinds:
+            pieces = [block[at : at + size] for block in blocks]
+            data = b"".join([*pieces, ends[kind.layer]] if kind.layer in ends else pieces)
+            shape = (found.tokens - first, *kind.shape[1:])
+            parcels.append(replace(kind, first=first, stop=found.tokens, shape=shape, data=data))
+            at += size
+        return parcels
+
+
+def _unpacked(content: bytes) -> list[KvChunk]:
+    """The parcels of a checkpoint."""
+    view = memoryview(content)
+    start = 4 + int.from_bytes(view[:4], "little")
+    found = []
+    for layer, part, first, stop, dtype, shape, size in json.loads(bytes(view[4:start])):
+        found.append(KvChunk(layer, part, first, stop, dtype, tuple(shape), view[start : start + size]))
+        start += size
+    return found

@@ -1,0 +1,139 @@
+"""The prefix cache of an engine that pretends: names of blocks in the memory that running requests leave over.
+
+It is the simulator's (`core.replica.spare`); beside each name is the history that its KV would stand for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import takewhile
+
+from potluck.core.errors import CapacityError, InputError
+from potluck.core.replica.block_values import CacheChanges, block_hashes
+from potluck.core.replica.spare_cache import SpareCache
+from potluck.core.state.facts import BLOCK_TOKENS
+from potluck.engine.memory.prefix_cache import Read
+from potluck.engine.memory.prefix_transfer import PrefixReceiver
+from potluck.engine.mock.history import NOTHING, after
+from potluck.engine.mock.kv_sizes import KvSizes
+from potluck.engine.mock.mock_chunks import parcel_of
+from potluck.engine.mock.mock_executor import MockExecutor
+from potluck.engine.mock.mock_prefix_transfer import MockReceivedPrefix, lent
+from potluck.kv.chunks import KvChunk
+
+
+class MockPrefixCache:
+    """As `memory.prefix.PrefixCache`, without bytes. Changed by the engine's loop alone."""
+
+    def __init__(self, executor: MockExecutor, cargo: KvSizes, most_blocks: int | None = None) -> None:
+        """`most_blocks`: no more than that, even if there is room; 0: none at all."""
+        self._executor, self._cargo, self._most_blocks = executor, cargo, most_blocks
+        self._cache = SpareCache(BLOCK_TOKENS, cargo.exact, cargo.state_tokens if cargo.exact else 0.0)
+        self._histories: dict[int, int] = {}
+        executor.grown = self._fit
+
+    @property
+    def exact(self) -> bool:
+        return self._cargo.exact
+
+    @property
+    def enabled(self) -> bool:
+        return self._most_blocks != 0
+
+    @property
+    def used_bytes(self) -> int:
+        """As they would be."""
+        return round(self._cache.held_tokens * self._cargo.token_bytes)
+
+    def find(self, tokens: Sequence[int], most_tokens: int, salt: str = "") -> tuple[int, list[KvChunk]]:
+        """The longest known prefix of at most so many tokens, and the parcels of [0, that)."""
+        if not len(self._cache) or most_tokens < BLOCK_TOKENS:
+            return 0, []
+        names = self._names(tokens[:most_tokens], salt)
+        depth = self._cache.match(names)
+        if not depth:
+            return 0, []
+        self._cache.keep(names[:depth])  # It was used just now.
+        count, history = depth * BLOCK_TOKENS, self._histories[names[depth - 1]]
+        return count, [parcel_of(history, layer, 0, count) for layer in range(self._cargo.layers)]
+
+    def keep(self, tokens: Sequence[int], held: int, read: Read, salt: str = "") -> None:
+        """Keep what a row has of its first `held` tokens, which is all that it holds."""
+        if not self.enabled or held < BLOCK_TOKENS or (self.exact and held % BLOCK_TOKENS):
+            return  # Where states are kept there must be one, and there is one only at the row's present length.
+        names = self._names(tokens[:held], salt)
+        history, histories = NOTHING, self._histories
+        for place, name in enumerate(names):
+            known = histories.get(name) if name in self._cache else None
+            if known is None:
+                known = after(history, tokens[place * BLOCK_TOKENS : (place + 1) * BLOCK_TOKENS])
+                histories[name] = known
+            history = known
+        self._cache.keep(names)
+        self._fit()
+
+    # Between two engines, by the names of blocks.
+
+    def held(self, names: Sequence[int]) -> int:
+        """Tokens of the longest prefix of these blocks that can be resumed."""
+        return self._cache.match(names) * BLOCK_TOKENS
+
+    def lacks_from(self, names: Sequence[int]) -> int:
+        """The token behind the leading blocks that are here; what a peer has to send begins there."""
+        # Of the last block there is always something to send: what windows and states have behind it.
+        most = len(names) - 1 if self.exact else len(names)
+        return min(self._depth(names), most) * BLOCK_TOKENS
+
+    def lend(self, names: Sequence[int], start: int) -> list[KvChunk]:
+        """The parcels of these blocks from token `start` on."""
+        stop = len(names) * BLOCK_TOKENS
+        if self.held(names) != stop:
+            raise InputError("prefix", "is no longer held here")
+        self._cache.keep(names)  # It was used just now.
+        histories = [self._histories[name] for name in names[start // BLOCK_TOKENS :]]
+        return [lent(histories, layer, start, stop) for layer in range(self._cargo.layers)]
+
+    def gathering(self, start: int, stop: int) -> MockReceivedPrefix:
+        """For what is to come of the blocks of tokens [start, stop)."""
+        return MockReceivedPrefix(self._cargo.layers, start, stop)
+
+    def adopt(self, names: tuple[int, ...], came: PrefixReceiver) -> int:
+        """Keep what came of these blocks; how many tokens of them can be resumed now."""
+        assert isinstance(came, MockReceivedPrefix), "as `gathering` made it"
+        histories = came.finish()
+        if self._depth(names) * BLOCK_TOKENS < came.start:
+            raise CapacityError("the blocks before those that came have gone meanwhile")
+        self._histories.update(zip(names[came.start // BLOCK_TOKENS :], histories, strict=True))
+        self._cache.keep(names)
+        self._fit()
+        return self.held(names)
+
+    def _depth(self, names: Sequence[int]) -> int:
+        """How many leading blocks there are."""
+        return sum(1 for _ in takewhile(self._cache.__contains__, names))
+
+    # What there is.
+
+    def changes(self) -> CacheChanges:
+        return self._cache.changes()
+
+    def everything(self) -> CacheChanges:
+        return self._cache.everything()
+
+    def verify(self) -> None:
+        """Nothing decays: there are no bytes."""
+
+    def flush(self) -> None:
+        """Nothing is kept on disk."""
+
+    def _names(self, tokens: Sequence[int], salt: str) -> tuple[int, ...]:
+        return block_hashes(tokens, self._executor.fingerprint, salt=salt)
+
+    def _fit(self) -> None:
+        """Rows come first."""
+        room = self._executor.free_blocks
+        if self._most_blocks is not None:
+            room = min(room, self._most_blocks)
+        self._cache.shrink(room * BLOCK_TOKENS)
+        if len(self._histories) > 2 * len(self._cache) + 1024:
+            self._histories = {name: kept for name, kept in self._histories.items() if name in self._cache}

@@ -1,0 +1,398 @@
+"""PipelineExecutor: the workers of a pipeline as one executor for the engine's loop.
+
+A step may be begun before the last one has ended (`submit`, `collect`), as long as no row is in both: so that all
+stages have work while a batch of decodes goes round. `step` does both at once.
+
+The loop's thread is the only caller; each worker has a thread that reads its answers into one inbox. When a worker is
+gone, the rows that it had are lost and everybody else's go on: they are set back to where they were before the step,
+which is possible while every layer keeps everything. Where windows were trimmed or states have moved on, all rows
+of the step are lost with it.
+"""
+
+from __future__ import annotations
+
+import itertools
+import queue
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+
+from potluck.core.errors import CapacityError, InputError
+from potluck.core.routing.round_robin import WeightedRoundRobin
+from potluck.core.values.model import LinearAttention
+from potluck.core.values.sampling import SampledToken
+from potluck.engine.compute.executor import CacheExport, Deliver, TokenDraw, WorkerLost
+from potluck.engine.compute.runner import RunnerSize, SequenceWork
+from potluck.engine.memory.handover import KvChunk, KvManifest
+from potluck.engine.memory.kv_cache import windows_of
+from potluck.engine.model.config import EngineModelConfig
+from potluck.engine.numbers.exactness import Exactness
+from potluck.engine.pipeline.pipeline_connection import Bytes
+from potluck.engine.pipeline.pipeline_handover import PipelineHandover
+from potluck.engine.pipeline.pipeline_messages import (
+    Answer,
+    CheckWorker,
+    Command,
+    CommandFailed,
+    LayerParts,
+    PackRow,
+    ReconnectStage,
+    WorkerChecked,
+    error_of,
+    parcels_of,
+)
+from potluck.engine.pipeline.pipeline_step import PipelineStep, StepFailed, must_be_sound
+from potluck.engine.pipeline.rejoin import Reach, WorkerRejoin
+from potluck.engine.pipeline.remote_worker import Event, RemoteWorker, WorkerReturned
+from potluck.engine.pipeline.step_parts import Path, StepPart, cut
+
+LAST_WORD_S = 2.0
+"""A worker that misses another's states may say so before the other one's end is noticed."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Row:
+    path: Path
+    remotes: tuple[RemoteWorker, ...]
+    """Its workers, also those that are lost and have a successor in their place."""
+    locals: tuple[int, ...]
+    """Its row at each of them."""
+
+
+class PipelineExecutor:
+    def __init__(
+        self,
+        config: EngineModelConfig,
+        fingerprint: str,
+        size: RunnerSize,
+        stages: Sequence[list[RemoteWorker]],
+        weights: Sequence[Sequence[float]],
+        inbox: queue.SimpleQueue[Event],
+        *,
+        layers: Sequence[range],
+        wait_s: float,
+        batches: int,
+        worth_tokens: int,
+        microbatches: int = 1,
+        exact: Exactness,
+        reach: Reach | None = None,
+    ) -> None:
+        """`reach` makes a worker in the place of one that is lost; without it none comes back."""
+        self.config, self.fingerprint, self.size = config, fingerprint, size
+        self.microbatches, self.exact = microbatches, exact
+        self._stages, self._inbox, self._wait_s, self._batches = stages, inbox, wait_s, batches
+        self._layers, self._worth = layers, worth_tokens
+        self._weights = weights
+        self._rejoining = None if reach is None else WorkerRejoin(reach, inbox)
+        self._back: list[tuple[RemoteWorker, WorkerReturned]] = []
+        self._flying: list[PipelineStep] = []
+        self._calls = itertools.count(1)
+        self._answers: dict[int, tuple[Answer, bytearray] | None] = {}
+        """What was asked and is waited for."""
+        self._rows: dict[int, _Row] = {}
+        self._free = list(range(size.rows - 1, -1, -1))
+        self._turns: list[WeightedRoundRobin[int]] = []
+        for shares in weights:
+            turns: WeightedRoundRobin[int] = WeightedRoundRobin()
+            for place, weight in enumerate(shares):
+                turns.set(place, weight)
+            self._turns.append(turns)
+        model = config.model
+        linear = any(isinstance(layer.attention, LinearAttention) for layer in model.layers)
+        self._can_go_back = not linear and windows_of(model, 0, model.layer_count) == (None,)
+        self._busy_s = self._span_s = 0.0
+        self._steps = self._micro_batches = self._late = 0
+
+    # Rows.
+
+    def open(self) -> int:
+        """A row, with a worker of each stage by weighted round robin."""
+        self._look()
+        if not self._free:
+            raise CapacityError(f"all {self.size.rows} rows are taken")
+        path = []
+        for stage, turns in zip(self._stages, self._turns, strict=True):
+            place = turns.pick()
+            if place is None:
+                raise CapacityError(f"no worker is left: {next(each.lost for each in stage)}")
+            path.append(place)
+        row = self._free.pop()
+        remotes = tuple(stage[place] for stage, place in zip(self._stages, path, strict=True))
+        self._rows[row] = _Row(tuple(path), remotes, tuple(each.open() for each in remotes))
+        return row
+
+    def close(self, row: int) -> None:
+        for remote, local in self.workers(row):
+            remote.close(local)
+        del self._rows[row]
+        self._free.append(row)
+
+    def held(self, row: int) -> int:
+        remote, local = self.workers(row)[0]
+        return remote.tables.lengths[local]
+
+    def grow(self, row: int, tokens: int, since: int = 0) -> None:
+        workers = self.workers(row)
+        if not all(remote.tables.can_grow(local, tokens, since) for remote, local in workers):
+            raise CapacityError(f"no room for {tokens} tokens")
+        for remote, local in workers:
+            remote.grow(local, tokens, since)
+
+    def workers(self, row: int) -> list[tuple[RemoteWorker, int]]:
+        """A row's workers, stage by stage, each with the row's number there."""
+        if row not in self._rows:
+            raise InputError(f"row {row}", "is not open")
+        entry = self._rows[row]
+        return list(zip(entry.remotes, entry.locals, strict=True))
+
+    # Steps.
+
+    def step(
+        self,
+        works: Sequence[SequenceWork],
+        draws: Sequence[TokenDraw],
+        exports: Sequence[CacheExport] = (),
+        deliver: Deliver | None = None,
+    ) -> list[SampledToken]:
+        return self.collect(self.submit(works, draws, exports, deliver))
+
+    def begin(
+        self,
+        works: Sequence[SequenceWork],
+        draws: Sequence[TokenDraw],
+        exports: Sequence[CacheExport] = (),
+        deliver: Deliver | None = None,
+    ) -> Callable[[], list[SampledToken]]:
+        run = self.submit(works, draws, exports, deliver)
+        return lambda: self.collect(run)
+
+    def submit(
+        self,
+        works: Sequence[SequenceWork],
+        draws: Sequence[TokenDraw],
+        exports: Sequence[CacheExport] = (),
+        deliver: Deliver | None = None,
+    ) -> PipelineStep:
+        """Begin a step. Others may be begun before it is collected, of other rows: so that all stages have work."""
+        self._look()
+        must_be_sound(works, draws, self.config.model.vocab, self.workers)
+        gone = [work.row for work in works if self._lost_of(work.row)]
+        if gone:
+            raise WorkerLost(self._rows_lost(), self._lost_of(gone[0]) or "")
+        run = PipelineStep(works, draws, exports, deliver, time.monotonic())
+        self._flying.append(run)
+        paths = [self._rows[work.row].path for work in works]
+        for batch in cut(works, paths, self._batches, self._worth):
+            self._post(run, batch)
+        return run
+
+    def collect(self, run: PipelineStep) -> list[SampledToken]:
+        """The end of a step that was begun; deliveries of others under way are made meanwhile, too."""
+        deadline = time.monotonic() + self._wait_s
+        while run.awaited and run.failed is None:
+            if self._next(deadline, next(iter(run.awaited))[1]):
+                deadline = time.monotonic() + self._wait_s
+        self._flying.remove(run)
+        if run.failed is not None:
+            raise self._settle(run.works, run, run.failed)
+        self._span_s += time.monotonic() - run.began_s
+        self._busy_s += run.busy_s
+        self._late += run.late
+        self._steps += 1
+        return run.choices()
+
+    def _post(self, run: PipelineStep, batch: list[StepPart]) -> None:
+        """A micro-batch to all workers that have a part in it."""
+        call = next(self._calls)
+        self._micro_batches += 1
+        for stage, remotes in enumerate(self._stages):
+            for remote in remotes:
+                pieces = [piece for piece in batch if piece.path[stage] == remote.place]
+                if pieces:
+                    rows = [self._rows[piece.part.row].locals[stage] for piece in pieces]
+                    run.post(call, remote, pieces, rows, stage, len(self._stages))
+
+    def _blame(self, source: RemoteWorker, answer: CommandFailed) -> str:
+        """Who is gone: a worker that misses states says so, perhaps before the other one's end is noticed."""
+        deadline = time.monotonic() + LAST_WORD_S
+        while True:
+            try:
+                remote, said, body = self._inbox.get(timeout=max(0.0, deadline - time.monotonic()))
+            except queue.Empty:
+                remote, said, body = source, answer.problem, bytearray()
+            self._hear((remote, said, body))
+            if isinstance(said, str):
+                return remote.lost or said
+
+    def _settle(self, works: Sequence[SequenceWork], run: PipelineStep, failure: StepFailed) -> WorkerLost:
+        """After a step that failed: which rows are lost; the others are as they were before."""
+        lost = set(self._rows_lost()) | run.begun_exports
+        if not self._can_go_back:
+            lost |= {work.row for work in works}
+        elif failure.call:
+            lost |= run.rows_of(failure.call)
+        for work in works:
+            for remote, local in self.workers(work.row):
+                if work.row not in lost:
+                    remote.set_back(local, work.start)
+        return WorkerLost(sorted(lost), failure.why)
+
+    # Hand-over.
+
+    def export(self, row: int, layer: int, start: int, stop: int) -> tuple[KvChunk, ...]:
+        remote, local = self.workers(row)[self.stage_of(layer)]
+        answer, body = self.ask(row, remote, lambda call: PackRow(call, local, layer, start, stop))
+        assert isinstance(answer, LayerParts)
+        return parcels_of(answer, body)
+
+    def arrival(self, row: int, about: KvManifest, tokens: Sequence[int]) -> PipelineHandover:
+        return PipelineHandover(self, row, about, tokens)
+
+    def stage_of(self, layer: int) -> int:
+        for stage, layers in enumerate(self._layers):
+            if layer in layers:
+                return stage
+        raise InputError("layer", f"{layer} is not one of the model's {self.config.model.layer_count}")
+
+    # State.
+
+    def check(self) -> None:
+        self._look()
+        for remote in self._remotes:
+            if remote.lost is not None:
+                continue
+            remote.tables.check()
+            try:
+                answer, _ = self.ask(None, remote, CheckWorker)
+            except WorkerLost:
+                continue  # noticed, and said by `health`
+            assert isinstance(answer, WorkerChecked)
+            tables = remote.tables
+            blocks = tuple(tables.free_blocks(group) for group in range(len(tables.groups)))
+            if (answer.free_rows, answer.free_blocks) != (tables.free_rows, blocks):
+                raise AssertionError(
+                    f"{remote.name} has {answer.free_rows} rows and {answer.free_blocks} blocks free, "
+                    f"the driver thinks {tables.free_rows} and {blocks}"
+                )
+
+    def health(self) -> str:
+        """A stage without workers ends it all; while each has one, the others' requests go to those."""
+        for place, stage in enumerate(self._stages):
+            gone = [each.gone for each in stage]
+            if all(gone) and not (self._rejoining is not None and self._rejoining.awaited(place)):
+                return f"stage {place} has no worker left: {gone[-1]}"
+        return ""
+
+    def degraded(self) -> str:
+        gone = [text for each in self._remotes if (text := each.gone)]
+        if not gone or self.health():
+            return ""
+        return f"{len(gone)} of {len(self._remotes)} workers are lost; {gone[0]}"
+
+    def notes(self) -> Mapping[str, float]:
+        return {
+            "pipeline_stages": float(len(self._stages)),
+            "pipeline_workers": float(len(self._remotes)),
+            "pipeline_workers_lost": float(sum(remote.gone is not None for remote in self._remotes)),
+            "pipeline_micro_batches_per_step": self._micro_batches / max(1, self._steps),
+            "pipeline_workers_busy": self._busy_s / self._span_s if self._span_s else 0.0,
+            "emulated_late_micro_batches": float(self._late),
+        }
+
+    def shutdown(self) -> None:
+        if self._rejoining is not None:
+            self._rejoining.close()
+        for remote in self._remotes:
+            remote.stop()
+
+    # Talking to workers.
+
+    @property
+    def _remotes(self) -> list[RemoteWorker]:
+        return [remote for stage in self._stages for remote in stage]
+
+    def ask(
+        self,
+        row: int | None,
+        remote: RemoteWorker,
+        command: Callable[[int], Command],
+        bodies: Sequence[Bytes] = (),
+    ) -> tuple[Answer, bytearray]:
+        """One question and its answer. What the worker found wrong is raised here."""
+        call = next(self._calls)
+        self._answers[call] = None
+        remote.post(command(call), bodies)
+        deadline = time.monotonic() + self._wait_s
+        while remote.lost is None and (found := self._answers[call]) is None:
+            self._next(deadline, remote)
+        found = self._answers.pop(call)
+        if found is None:
+            raise WorkerLost(() if row is None else (row,), remote.lost or "")
+        if isinstance(found[0], CommandFailed):
+            raise error_of(found[0])
+        return found
+
+    def _next(self, deadline_s: float, awaited: RemoteWorker) -> bool:
+        """Hear one event; whether anybody waited for it. When none comes in time, the awaited worker is to blame."""
+        try:
+            event = self._inbox.get(timeout=max(0.0, deadline_s - time.monotonic()))
+        except queue.Empty:
+            event = (awaited, f"did not answer for {self._wait_s:g} s", bytearray())
+        return self._hear(event)
+
+    def _look(self) -> None:
+        """Take note of what came in meanwhile."""
+        while not self._inbox.empty():
+            self._hear(self._inbox.get())
+        while self._back:
+            self._take_in(*self._back.pop(0))
+
+    def _take_in(self, remote: RemoteWorker, at: WorkerReturned) -> None:
+        """A worker is there again: those of the stage before send it states, and new rows may go to it."""
+        before = self._stages[remote.stage - 1] if remote.stage else []
+        if self._rejoining is not None:
+            self._rejoining.taken_in(remote.stage)
+        self._stages[remote.stage][remote.place] = remote
+        for each in before:
+            if each.lost is None and remote.lost is None:
+                with suppress(WorkerLost):  # it will connect by itself when it comes back
+                    self.ask(None, each, lambda call: ReconnectStage(call, remote.place, at.host, at.port))
+        if remote.lost is None:
+            self._turns[remote.stage].set(remote.place, self._weights[remote.stage][remote.place])
+
+    def _hear(self, event: Event) -> bool:
+        """The one place where what workers say has consequences."""
+        remote, answer, body = event
+        if isinstance(answer, WorkerReturned):
+            self._back.append((remote, answer))
+            return True
+        if isinstance(answer, str):
+            if remote.lost is None:
+                remote.lose(answer)
+                self._turns[remote.stage].set(remote.place, 0.0)
+                if self._rejoining is not None:
+                    self._rejoining.miss(remote)
+            for run in self._flying:
+                if run.involves(remote):
+                    run.fail(0, remote.lost or answer)
+            return True
+        if answer.call in self._answers:
+            self._answers[answer.call] = answer, body
+            return True
+        for run in self._flying:
+            if isinstance(answer, CommandFailed) and (answer.call, remote) in run.awaited:
+                if run.failed is None and answer.kind == "link":
+                    run.fail(0, self._blame(remote, answer))
+                else:
+                    run.fail(answer.call, f"{remote.name}: {error_of(answer)}")
+                return True
+            if run.hear(remote, answer, body):
+                return True
+        return False
+
+    def _lost_of(self, row: int) -> str | None:
+        return next((remote.lost for remote, _ in self.workers(row) if remote.lost), None)
+
+    def _rows_lost(self) -> list[int]:
+        return [row for row in self._rows if self._lost_of(row)]

@@ -1,0 +1,269 @@
+"""What all handlers share: the model's name and text, the role, the limits, and the way to the loop."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import Counter
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, replace
+
+from aiohttp import web
+
+from potluck import __version__
+from potluck.api.generation_config import GenerationConfig
+from potluck.api.http_errors import HttpRefusal
+from potluck.api.tokenizer import ModelTokenizer
+from potluck.core.errors import CapacityError, InputError, UnknownNameError
+from potluck.core.values.sampling import Sampling
+from potluck.engine.compute.emulated import EmulatedExecutor
+from potluck.engine.compute.json_grammars import Grammars
+from potluck.engine.loop.engine_loop import EngineLoop
+from potluck.engine.loop.engine_status import EngineCounters, EngineStatus, Role, step_times
+from potluck.engine.loop.loop_thread import LoopThread
+from potluck.engine.loop.messages import Job
+from potluck.engine.server.channels import RequestChannel, RequestChannels
+from potluck.engine.server.engine_metrics import EngineMetrics
+from potluck.engine.server.kv_connector import KvConnector, KvSettings
+from potluck.engine.server.kv_transfer import KvTransfer, PlainKvTransfer
+from potluck.engine.server.uploads import Uploads
+from potluck.kv.link.peer_connections import ANY_PORT, Address
+from potluck.kv.store.cache_feed import CacheFeed
+from potluck.kv.wire.frames import VERSION
+
+
+@dataclass(frozen=True, slots=True)
+class RequestLimits:
+    """What a client may ask for."""
+
+    body_bytes: int = 8_000_000
+    bodies_bytes: int = 256_000_000
+    """Of all bodies that have not come whole."""
+    connections: int = 1280
+    """At once, and at most three quarters of the files that the process may have open."""
+    head_s: float = 10.0
+    """In which a request's line and headers must have come."""
+    idle_s: float = 75.0
+    """How long a connection is kept between requests."""
+    stalled_s: float = 30.0
+    """How long an answer waits for a client that reads nothing."""
+    open_requests: int = 1024
+    """At once; more are refused with 429."""
+    deadline_s: float = 600.0
+    """Of one request, from its arrival to its last token."""
+    handover_s: float = 120.0
+    """Of one hand-over, the sender's work included."""
+    attach_s: float = 10.0
+    """How long a fetch waits for a sender that has not heard of the request yet."""
+    lease_s: float = 60.0
+    """How long a cache waits for whoever fetches it."""
+    prefix_moves: int = 16
+    """Kept prefixes that are lent at once, and that are fetched; more are refused with 429."""
+
+
+class EngineService:
+    def __init__(
+        self,
+        name: str,
+        loop: EngineLoop,
+        driver: LoopThread,
+        hub: RequestChannels,
+        text: ModelTokenizer | None,
+        limits: RequestLimits,
+        kv: KvSettings | None = None,
+        generation: GenerationConfig | None = None,
+        kv_transfer: KvTransfer | None = None,
+    ) -> None:
+        self.name = name
+        generation = generation or GenerationConfig()
+        self.defaults = generation.defaults
+        """How tokens are drawn where a request does not say."""
+        self.text = text
+        self.hub = hub
+        self.limits = limits
+        self.role: Role = "mixed"
+        self.next_role: Role | None = None
+        self.draining = False
+        self.ends_drained = False
+        """Whether it ends once it was drained, so that whoever looks after it starts another."""
+        self.change_pace: Callable[[float], None] | None = None
+        """Makes an engine that pretends slower or faster than what it pretends to be."""
+        self.change_network: Callable[[float], None] | None = None
+        """The same for its network card: Gbit/s."""
+        self.started_s = time.monotonic()
+        self.created_s = int(time.time())
+        self.metrics = EngineMetrics(name, self)
+        self.kv = kv or KvSettings()
+        self.kv_connector: KvConnector | None = None
+        """As long as the application runs."""
+        self._peers: frozenset[Address] = frozenset()
+        self.open_requests = 0
+        self.lent = self.fetching = 0
+        """Kept prefixes that wait for whoever fetches them, or are on their way here."""
+        self.uploads = Uploads(limits.bodies_bytes)
+        self.dropped: Counter[str] = Counter()
+        """Connections that were ended, by why."""
+        self._loop, self.driver = loop, driver
+        self.feed = CacheFeed(loop.prefixes)
+        """Used in the loop's thread."""
+        executor = loop.executor
+        self.vocab = executor.config.model.vocab
+        self.eos = frozenset(executor.config.eos_tokens + generation.end_tokens)
+        self.fingerprint = executor.fingerprint
+        self.layers = executor.config.model.layer_count
+        self.most_tokens = loop.most_tokens
+        self.grammars = Grammars(text, self.vocab, self.eos)
+        self.kv_transfer = kv_transfer or PlainKvTransfer(
+            executor.kv if isinstance(executor, EmulatedExecutor) else None
+        )
+
+    @property
+    def drained(self) -> bool:
+        """Whether nothing is under way, nor will be."""
+        return self.draining and self._loop.idle and not self.open_requests
+
+    def must_be(self, model: str) -> None:
+        if model != self.name:
+            raise UnknownNameError("model", model, [self.name])
+
+    @property
+    def always(self) -> frozenset[Address]:
+        """From whom caches may come whatever the peers; a port of 0 stands for any."""
+        return frozenset(self.kv.fleet)
+
+    @property
+    def peers(self) -> frozenset[Address]:
+        """From whom caches may come as well."""
+        return self._peers
+
+    @peers.setter
+    def peers(self, peers: frozenset[Address]) -> None:
+        self._peers = peers
+        if self.kv_connector is not None:
+            self.kv_connector.allow(peers | self.always)
+
+    def must_be_peer(self, address: Address) -> None:
+        """Said before anything is tried, so that nobody learns what listens where."""
+        if address not in self.peers | self.always and (address[0], ANY_PORT) not in self.always:
+            line = "source.kv: is no peer of this engine; --kv-from or PUT /peers tells it of its peers"
+            raise HttpRefusal(403, line, "not_a_peer", "source.kv")
+
+    @property
+    def must_have_text(self) -> ModelTokenizer:
+        if self.text is None:
+            raise InputError("prompt", "this model has no tokenizer; send tokens")
+        return self.text
+
+    @property
+    def problem(self) -> str:
+        """Why nothing can be served; empty when it can."""
+        return self.driver.problem or self._loop.executor.health()
+
+    @property
+    def degraded(self) -> str:
+        """What is missing though requests are served."""
+        return self._loop.executor.degraded()
+
+    @asynccontextmanager
+    async def admitted(self) -> AsyncIterator[None]:
+        """The place of one request; there are so many."""
+        if self.problem:
+            raise HttpRefusal(503, f"the engine has failed ({self.problem})", "failed")
+        if self.draining:
+            raise HttpRefusal(503, "the engine is draining and takes nothing new", "draining")
+        if self.open_requests >= self.limits.open_requests:
+            raise HttpRefusal(429, f"{self.open_requests} requests are open; try again", "overloaded")
+        self.open_requests += 1
+        try:
+            yield
+        finally:
+            self.open_requests -= 1
+
+    @asynccontextmanager
+    async def run(self, job: Job) -> AsyncIterator[RequestChannel]:
+        """A job on its way through the loop, watched by the metrics."""
+        async with self.hub.run(job, self.limits.deadline_s) as channel:
+            try:
+                yield channel
+            finally:
+                if channel.ended is not None:
+                    self.metrics.ended(job, channel.ended, channel.tokens)
+
+    async def encode(self, text: str, *, special: bool = True) -> list[int]:
+        """Tokens of a text, made off the event loop; what is hopelessly long is refused before."""
+        words = self.must_have_text
+        most = self.most_tokens * words.longest_token_chars
+        if len(text) > most:
+            raise CapacityError(f"a prompt of {len(text)} characters cannot fit in {self.most_tokens} tokens")
+        return await asyncio.to_thread(words.encode, text, special=special)
+
+    def holding(self, way: Sampling, ends: frozenset[int], prompt: int, min_tokens: int) -> Sampling:
+        """The same, but nothing that ends the output is drawn before there are `min_tokens` behind the prompt."""
+        barred = tuple(sorted(token for token in ends if 0 <= token < self.vocab))
+        if not min_tokens or not barred:
+            return way
+        if len(barred) >= self.vocab:
+            raise InputError("min_tokens", "nothing is left to draw, since every token would end the output")
+        return replace(way, barred=barred, barred_before=prompt + min_tokens)
+
+    def room_for(self, prompt: int, asked: int | None) -> int:
+        """Output tokens that fit behind a prompt; an error if there is not room for those asked for."""
+        room = self.most_tokens - prompt
+        if asked is not None and asked < 1:
+            raise InputError("max_tokens", f"must be at least 1, is {asked}")
+        if room < (asked or 1):
+            raise CapacityError(
+                f"a prompt of {prompt} tokens and {asked or 1} more exceed the {self.most_tokens} that fit"
+            )
+        return room if asked is None else asked
+
+    def status(self) -> EngineStatus:
+        """Single figures read from another thread: each is right, together they may be a step apart."""
+        loop, counters = self._loop, self._loop.counters
+        microbatches = loop.microbatches
+        mean_s, p99_s = step_times(counters)
+        problem, degraded = self.problem, self.degraded
+        state = "failed" if problem else "degraded" if degraded else "ready"
+        if self.draining and not problem:
+            state = "drained" if loop.idle else "draining"
+        return EngineStatus(
+            version=__version__,
+            model=self.name,
+            fingerprint=self.fingerprint,
+            role=self.role,
+            state=state,
+            waiting=loop.waiting,
+            running=microbatches.running,
+            context_tokens=microbatches.held_tokens,
+            todo_tokens=microbatches.todo_tokens,
+            free_blocks=microbatches.free_blocks,
+            total_blocks=microbatches.limits.total_blocks,
+            block_tokens=microbatches.limits.block_tokens,
+            max_tokens=self.most_tokens,
+            max_running=microbatches.limits.max_running,
+            steps=counters.steps,
+            step_mean_s=mean_s,
+            step_p99_s=p99_s,
+            prompt_tokens=counters.prompt_tokens,
+            output_tokens=counters.output_tokens,
+            prefix_hit_share=counters.prefix_hits / max(counters.prefix_queries, 1),
+            prefix_bytes=loop.prefixes.used_bytes,
+            preemptions=counters.preemptions,
+            checks=counters.checks,
+            uptime_s=time.monotonic() - self.started_s,
+            exact=loop.executor.exact.holds,
+            products=loop.executor.exact.products,
+            kv=self.kv_connector.address if self.kv_connector else "",
+            kv_version=VERSION,
+            links=self.kv_connector.reports() if self.kv_connector else (),
+            problem=problem or degraded,
+            notes=dict(loop.executor.notes()),
+        )
+
+    @property
+    def counters(self) -> EngineCounters:
+        return self._loop.counters
+
+
+SERVICE = web.AppKey("service", EngineService)

@@ -1,0 +1,238 @@
+"""OpenAI's endpoints, for an engine that stands alone: /v1/completions, /v1/chat/completions, /v1/models."""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+import time
+from collections.abc import AsyncGenerator, Sequence
+from contextlib import aclosing
+from dataclasses import dataclass
+
+from aiohttp import web
+
+from potluck.api.fields import EngineAbilities
+from potluck.api.http_errors import HttpRefusal
+from potluck.api.openai_replies import (
+    LAST_EVENT,
+    Json,
+    ReplyHead,
+    event,
+    model_entry,
+    offset_behind,
+    part_choice,
+    usage,
+    whole_choice,
+)
+from potluck.api.openai_requests import ChatRequest, CompletionRequest, chat_of, completion_of, sampling_of
+from potluck.api.text_stream import TextDelta
+from potluck.core.errors import CapacityError, InputError
+from potluck.core.values.sampling import MOST_LOGPROBS
+from potluck.engine.loop.messages import Job
+from potluck.engine.server.control_bodies import read_object
+from potluck.engine.server.engine_service import SERVICE, EngineService
+from potluck.engine.server.error_replies import error_body
+from potluck.engine.server.generate import answer, whole_answer
+
+EMBEDDED = EngineAbilities(most_logprobs=MOST_LOGPROBS, draws=True)
+"""What this engine can do."""
+
+
+async def models(request: web.Request) -> web.Response:
+    return web.json_response({"object": "list", "data": [_entry(request.app[SERVICE])]})
+
+
+async def model(request: web.Request) -> web.Response:
+    service = request.app[SERVICE]
+    service.must_be(request.match_info["id"])
+    return web.json_response(_entry(service))
+
+
+def _entry(service: EngineService) -> Json:
+    return model_entry(service.name, service.created_s, service.most_tokens)
+
+
+async def completions(request: web.Request) -> web.StreamResponse:
+    service = request.app[SERVICE]
+    asked, prompts = completion_of(await read_object(request), EMBEDDED)
+    service.must_be(asked.model)
+    _must_decode(service)
+    async with service.admitted():
+        jobs = []
+        for prompt in prompts:
+            if isinstance(prompt, str):
+                prompt = tuple(await service.encode(prompt, special=asked.add_special_tokens is not False))
+            jobs += await _jobs(service, asked, prompt)
+        return await _reply(request, OpenAIReply(service, _head(service, asked), asked, jobs))
+
+
+async def chat_completions(request: web.Request) -> web.StreamResponse:
+    service = request.app[SERVICE]
+    asked, messages = chat_of(await read_object(request), EMBEDDED)
+    service.must_be(asked.model)
+    _must_decode(service)
+    async with service.admitted():
+        text = service.must_have_text
+        if (
+            sum(len(message["content"]) for message in messages)
+            > service.most_tokens * text.longest_token_chars
+        ):
+            raise CapacityError(f"the messages cannot fit in {service.most_tokens} tokens")
+        prompt = await asyncio.to_thread(text.chat, messages)
+        added = asked.add_special_tokens
+        special = not text.chat_has_specials if added is None else added
+        jobs = await _jobs(service, asked, tuple(await service.encode(prompt, special=special)))
+        return await _reply(request, OpenAIReply(service, _head(service, asked), asked, jobs))
+
+
+def _head(service: EngineService, asked: CompletionRequest | ChatRequest) -> ReplyHead:
+    chat, options = isinstance(asked, ChatRequest), asked.stream_options
+    said = options.include_usage or options.continuous_usage_stats
+    name = f"{'chatcmpl' if chat else 'cmpl'}-{secrets.token_hex(12)}"
+    return ReplyHead(name, int(time.time()), service.name, chat, said)
+
+
+def _must_decode(service: EngineService) -> None:
+    if service.role == "prefill":
+        raise HttpRefusal(409, "this engine's role is prefill: it hands on what it computes", "role")
+
+
+async def _jobs(
+    service: EngineService, asked: CompletionRequest | ChatRequest, tokens: tuple[int, ...]
+) -> list[Job]:
+    if not tokens:
+        raise InputError("prompt", "must have at least one token")
+    output = service.room_for(len(tokens), asked.limit)
+    if asked.min_tokens > output:
+        raise InputError("min_tokens", f"there is room for {output}, not {asked.min_tokens}")
+    seed = secrets.randbits(62) if asked.seed is None else asked.seed
+    ends = frozenset(asked.stop_token_ids) | (frozenset() if asked.ignore_eos else service.eos)
+    jobs = []
+    for place in range(asked.n):
+        drawn = seed + (place << 32)
+        way = sampling_of(asked, service.defaults, seed=drawn, logprobs=asked.reported)
+        way = service.holding(way, ends, len(tokens), asked.min_tokens)
+        job = Job(
+            service.hub.next_key(),
+            tokens,
+            output_tokens=output,
+            sampling=way,
+            ends=ends,
+            priority=asked.priority,
+            salt=asked.cache_salt or "",
+            guide=await service.grammars.guide(way.json_schema),
+        )
+        jobs.append(job)
+    return jobs
+
+
+@dataclass(frozen=True, slots=True)
+class OpenAIReply:
+    """All that is needed to answer once the jobs are known."""
+
+    service: EngineService
+    head: ReplyHead
+    asked: CompletionRequest | ChatRequest
+    jobs: Sequence[Job]
+
+    @property
+    def logprobs(self) -> bool:
+        return self.asked.reported is not None
+
+    @property
+    def prompt_tokens(self) -> int:
+        """Each prompt counts once, however many answers it gets."""
+        return sum(len(job.prompt) for job in self.jobs[:: self.asked.n])
+
+
+async def _reply(request: web.Request, reply: OpenAIReply) -> web.StreamResponse:
+    if reply.asked.stream:
+        return await _stream(request, reply)
+    service, head, shown = reply.service, reply.head, reply.asked.shown
+    async with asyncio.TaskGroup() as group:
+        tasks = [group.create_task(whole_answer(service, job, shown)) for job in reply.jobs]
+    found = [task.result() for task in tasks]
+    choices = [
+        whole_choice(head, index, delta, service.text, logprobs=reply.logprobs)
+        for index, delta in enumerate(found)
+    ]
+    output = sum(len(delta.choices) for delta in found)
+    cached = sum(delta.cached_tokens for delta in found)
+    return web.json_response(
+        head.reply(choices, chunk=False, usage=usage(reply.prompt_tokens, output, cached))
+    )
+
+
+async def _stream(request: web.Request, reply: OpenAIReply) -> web.StreamResponse:
+    """Server-sent events. The status is only said with the first part, so that errors before it have their own."""
+    response = web.StreamResponse(headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache"})
+    head, words, output, cached = reply.head, reply.service.text, 0, 0
+    offsets = [0] * len(reply.jobs)
+    seen: set[int] = set()
+
+    def so_far() -> Json | None:
+        continuous = reply.asked.stream_options.continuous_usage_stats
+        return usage(reply.prompt_tokens, output, cached) if continuous else None
+
+    try:
+        async with aclosing(_merged(reply)) as parts:
+            async for index, delta in parts:
+                if not response.prepared:
+                    await response.prepare(request)
+                output += len(delta.choices)
+                cached += delta.cached_tokens
+                first = index not in seen
+                if delta.text or delta.finish or first or reply.logprobs:
+                    seen.add(index)
+                    choice = part_choice(
+                        head, index, delta, words, logprobs=reply.logprobs, offset=offsets[index], first=first
+                    )
+                    offsets[index] = offset_behind(choice, offsets[index])
+                    await response.write(event(head.reply([choice], chunk=True, usage=so_far())))
+        if reply.asked.stream_options.include_usage:
+            whole = usage(reply.prompt_tokens, output, cached)
+            await response.write(event(head.reply([], chunk=True, usage=whole)))
+    except (asyncio.CancelledError, ConnectionError):
+        raise
+    except Exception as error:
+        if not response.prepared:
+            raise
+        await response.write(event(error_body(error)[1]))
+    await response.write(LAST_EVENT)
+    await response.write_eof()
+    return response
+
+
+async def _merged(reply: OpenAIReply) -> AsyncGenerator[tuple[int, TextDelta]]:
+    """The parts of all answers, as they come."""
+    if len(reply.jobs) == 1:
+        async with aclosing(answer(reply.service, reply.jobs[0], reply.asked.shown)) as deltas:
+            async for delta in deltas:
+                yield 0, delta
+        return
+    parts: asyncio.Queue[tuple[int, TextDelta] | Exception | None] = asyncio.Queue()
+
+    async def pump(index: int, job: Job) -> None:
+        # Errors go through the queue: a task group that fails cancels whoever writes to the client at that moment.
+        try:
+            async for delta in answer(reply.service, job, reply.asked.shown):
+                parts.put_nowait((index, delta))
+            parts.put_nowait(None)
+        except Exception as error:
+            parts.put_nowait(error)
+
+    async with asyncio.TaskGroup() as group:
+        pumps = [group.create_task(pump(index, job)) for index, job in enumerate(reply.jobs)]
+        left = len(pumps)
+        try:
+            while left:
+                part = await parts.get()
+                if isinstance(part, Exception):
+                    raise part
+                if part is None:
+                    left -= 1
+                else:
+                    yield part
+        finally:
+            for task in pumps:
+                task.cancel()

@@ -1,0 +1,160 @@
+"""From a plan to the machines that it rents and the engines on them.
+
+A *box* is one rented machine. A *seat* is one engine: a replica of a copy, with the boxes that it stands on. What one
+copy rents is shared by its own replicas alone, as it was planned.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from potluck.core.errors import InputError
+from potluck.core.values.layout import Layout, StageNode
+from potluck.core.values.plan import Plan, Template
+from potluck.core.values.types import NodeType, Region, Role
+
+PORT, KV_PORT, STAGE_PORT = 8100, 9100, 7100
+"""Of the first engine of a box; the others have the next ones."""
+PORTS_APART = 16
+"""Room for an engine's workers, each of which has a port of its own for KV."""
+
+
+@dataclass(frozen=True, slots=True)
+class RentedMachine:
+    """One rented machine."""
+
+    name: str
+    region: str
+    node: NodeType
+    spot: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class MachineShare:
+    """What an engine has of one box: GPUs by their numbers there, and as which worker of which stage."""
+
+    box: RentedMachine
+    gpus: tuple[int, ...]
+    stage: int
+
+
+@dataclass(frozen=True, slots=True)
+class EnginePlacement:
+    """One engine."""
+
+    name: str
+    template: str
+    index: int
+    copy: int
+    model: str
+    role: Role
+    region: str
+    layout: Layout
+    footings: tuple[MachineShare, ...]
+    """One for each worker, stage by stage; the engine itself is on the first."""
+    port: int
+    kv_port: int
+
+    @property
+    def box(self) -> RentedMachine:
+        return self.footings[0].box
+
+    @property
+    def alone(self) -> bool:
+        """Whether all of it is on one box."""
+        return all(each.box == self.box for each in self.footings)
+
+
+@dataclass(frozen=True, slots=True)
+class PlacedPlan:
+    """All that a plan asks to be started."""
+
+    boxes: tuple[RentedMachine, ...]
+    placements: tuple[EnginePlacement, ...]
+
+    def on(self, box: RentedMachine) -> tuple[EnginePlacement, ...]:
+        """Engines whose HTTP side is on this box."""
+        return tuple(placement for placement in self.placements if placement.box == box)
+
+
+def roomed(plan: Plan, nodes: Sequence[NodeType], regions: Sequence[Region]) -> PlacedPlan:
+    """Boxes and seats; InputError where the plan names what the spec does not have."""
+    ground = _Ground({node.name: node for node in nodes}, {region.name: region for region in regions})
+    for number, template in enumerate(plan.templates):
+        for deployment in plan.deployments:
+            if deployment.template == template.name:
+                stem = label(f"{template.model}-{number}-{deployment.region}")
+                for copy in range(deployment.count):
+                    ground.copy(template, deployment.region, stem, copy)
+    return PlacedPlan(tuple(ground.free), tuple(ground.placements))
+
+
+def label(text: str) -> str:
+    """As a name in DNS: at most 50 letters, digits and hyphens."""
+    return re.sub(r"[^a-z0-9]+", "-", text.lower()).strip("-")[-50:].strip("-")
+
+
+@dataclass(slots=True)
+class _Ground:
+    """What was given out so far."""
+
+    types: Mapping[str, NodeType]
+    regions: Mapping[str, Region]
+    free: dict[RentedMachine, list[int]] = field(default_factory=dict)
+    """GPUs that nobody has."""
+    engines: dict[RentedMachine, int] = field(default_factory=dict)
+    placements: list[EnginePlacement] = field(default_factory=list)
+
+    def copy(self, template: Template, region: str, stem: str, copy: int) -> None:
+        boxes = self._boxes(template, region, f"{stem}-{copy}")
+        for box in boxes:
+            self.free.setdefault(box, list(range(box.node.gpus)))
+        for index, replica in enumerate(template.replicas):
+            footings = tuple(
+                self._footing(template, boxes, node, number)
+                for number, stage in enumerate(replica.layout.stages)
+                for node in stage.nodes
+            )
+            first = footings[0].box
+            before = self.engines.get(first, 0)
+            self.engines[first] = before + 1
+            name = f"{stem}-{copy}-{index}"
+            ports = PORT + before, KV_PORT + PORTS_APART * before
+            about = (template.name, index, copy, template.model, replica.role, region, replica.layout)
+            self.placements.append(EnginePlacement(name, *about, footings, *ports))
+
+    def _boxes(self, template: Template, region: str, stem: str) -> list[RentedMachine]:
+        if region not in self.regions:
+            raise InputError(f"plan: region {region}", "is not in the spec; give the plan's own spec")
+        if template.machines:
+            lies = [
+                node for each in template.replicas for stage in each.layout.stages for node in stage.nodes
+            ]
+            kinds = {node.machine: node.node for node in lies}
+            return [RentedMachine(label(name), region, self._type(kind)) for name, kind in kinds.items()]
+        found: list[RentedMachine] = []
+        for wanted in template.nodes:
+            offer = self.regions[region].offer(wanted.node)
+            for _ in range(wanted.count):
+                spot = offer is not None and offer.spot
+                found.append(RentedMachine(f"{stem}-box{len(found)}", region, self._type(wanted.node), spot))
+        return found
+
+    def _type(self, name: str) -> NodeType:
+        if name not in self.types:
+            raise InputError(f"plan: node {name}", "is not in the spec; give the plan's own spec")
+        return self.types[name]
+
+    def _footing(
+        self, template: Template, boxes: Sequence[RentedMachine], node: StageNode, stage: int
+    ) -> MachineShare:
+        """The first that has room: what was planned to share a box is next to each other in the template."""
+        for box in boxes:
+            named = not node.machine or label(node.machine) == box.name
+            if named and box.node.name == node.node and len(self.free[box]) >= node.tp:
+                taken, self.free[box] = self.free[box][: node.tp], self.free[box][node.tp :]
+                return MachineShare(box, tuple(taken), stage)
+        where = f"template {template.name}"
+        raise InputError(where, f"rents too few GPUs of {node.node} for what it lays out on them")

@@ -1,0 +1,296 @@
+"""What happens, counted: cheap enough to be called for every token.
+
+A worker's tally can be taken apart from time to time and added to another process's: all of it is sums.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+from potluck.core.state.actions import Run
+from potluck.core.state.events import FailureKind
+from potluck.gateway.admin import families as known
+from potluck.gateway.admin.families import FAMILIES, Family
+from potluck.gateway.interfaces import ChoiceRequest, RequestOutcome
+
+Labels = tuple[str, ...]
+MOST_SERIES = 2_000
+"""Of one family; what comes beyond is counted under `other`, so that no client can make them without end."""
+MOST_NOTED = 1_000
+"""Before what is noted is counted."""
+OTHER = "other"
+ANSWERED = frozenset({"stop", "length"})
+
+
+class Histogram:
+    """How many were at most each bound, and their sum."""
+
+    __slots__ = ("bounds", "counts", "total")
+
+    def __init__(self, bounds: tuple[float, ...]) -> None:
+        self.bounds = bounds
+        self.counts = [0] * (len(bounds) + 1)
+        self.total = 0.0
+
+    def see(self, value: float) -> None:
+        self.counts[bisect_left(self.bounds, value)] += 1
+        self.total += value
+
+    def see_all(self, values: Sequence[float]) -> None:
+        bounds, counts = self.bounds, self.counts
+        for value in values:
+            counts[bisect_left(bounds, value)] += 1
+        self.total += sum(values)
+
+    def add(self, counts: Iterable[int], total: float) -> None:
+        self.counts = [mine + more for mine, more in zip(self.counts, counts, strict=True)]
+        self.total += total
+
+
+class Counters:
+    """Counts of everything in `families` that is not read when asked for: parts.Meter.
+
+    What comes with every request and every token is noted, and counted many at a time: when somebody reads, as the
+    gateway itself does every second, or when so many are noted.
+    """
+
+    def __init__(
+        self,
+        region_of: Callable[[str], str] = lambda replica: "",
+        published: Callable[[str, dict[str, object]], None] | None = None,
+    ) -> None:
+        self._region_of = region_of
+        self.published = published
+        """Whoever watches what happens; None while nobody does."""
+        self._counts: dict[str, Counter[Labels]] = {}
+        self._histograms: dict[str, dict[Labels, Histogram]] = {}
+        self._gaps: dict[str, list[float]] = {}
+        self._ended: list[RequestOutcome] = []
+        self._segments: list[tuple[str, float, int, bool]] = []
+        self._routes: Counter[tuple[str, str]] = Counter()
+        self.open = 0
+
+    def count(self, family: Family, labels: Labels = (), amount: float = 1) -> None:
+        if not amount:
+            return
+        series = self._counts.get(family.name)
+        if series is None:
+            series = self._counts[family.name] = Counter()
+        if labels not in series and len(series) >= MOST_SERIES:
+            labels = (OTHER,) * len(labels)
+        series[labels] += amount  # type: ignore[assignment]
+
+    def histogram(self, family: Family, labels: Labels) -> Histogram:
+        series = self._histograms.setdefault(family.name, {})
+        found = series.get(labels)
+        if found is None:
+            if len(series) >= MOST_SERIES:
+                labels = (OTHER,) * len(labels)
+            found = series.setdefault(labels, Histogram(family.buckets))
+        return found
+
+    # parts.Meter
+
+    def came(self, model: str, tenant: str) -> None:
+        self.open += 1
+
+    def gaps(self, model: str) -> Callable[[float], None]:
+        found = self._gaps.get(model)
+        if found is None:
+            found = self._gaps[model] = []
+        return found.append
+
+    def answered(self, told: RequestOutcome) -> None:
+        self.open -= bool(told.model)
+        self._ended.append(told)
+        if len(self._ended) >= MOST_NOTED:
+            self._settle_ended()
+        if self.published is not None:
+            self.published("request", told._asdict())
+
+    def _settle(self) -> None:
+        """What was noted is counted."""
+        self._settle_gaps()
+        self._settle_ended()
+        self._settle_segments()
+        routes, self._routes = self._routes, Counter()
+        for labels, number in routes.items():
+            self.count(known.ROUTES, labels, number)
+
+    def _settle_gaps(self) -> None:
+        for model, gaps in self._gaps.items():
+            self.histogram(known.GAP, (model,)).see_all(gaps)
+            gaps.clear()  # Others hold its `append`.
+
+    def _settle_segments(self) -> None:
+        noted, self._segments = self._segments, []
+        of: dict[str, list[tuple[float, int, bool]]] = {}
+        for replica, took_s, tokens, failed in noted:
+            of.setdefault(replica, []).append((took_s, tokens, failed))
+        for replica, each in of.items():
+            failures = sum(failed for _, _, failed in each)
+            self.count(known.SEGMENTS, (replica, "failed"), failures)
+            self.count(known.SEGMENTS, (replica, "done"), len(each) - failures)
+            self.count(known.SEGMENT_TOKENS, (replica,), sum(tokens for _, tokens, _ in each))
+            self.histogram(known.SEGMENT_TIME, (replica,)).see_all([took_s for took_s, _, _ in each])
+
+    def _settle_ended(self) -> None:
+        noted, self._ended = self._ended, []
+        of: dict[tuple[str, str], list[RequestOutcome]] = {}
+        for told in noted:
+            of.setdefault((told.model, told.tenant), []).append(told)
+        for (model, tenant), each in of.items():
+            self._settle_tenant(model, tenant, each)
+
+    def _settle_tenant(self, model: str, tenant: str, all_told: list[RequestOutcome]) -> None:
+        for (request_class, outcome), number in Counter(
+            (told.request_class, told.outcome) for told in all_told
+        ).items():
+            self.count(known.REQUESTS, (model, request_class, outcome), number)
+            if outcome in ANSWERED:
+                self.count(known.SUCCESS, (model, outcome), number)
+        begun = [told for told in all_told if told.first_s is not None]
+        waited_s = [told.first_s - told.came_s for told in begun if told.first_s is not None]
+        self.histogram(known.TTFT, (model,)).see_all(waited_s)
+        self.histogram(known.TENANT_TTFT, (tenant,)).see_all(waited_s)
+        self.histogram(known.TPOT, (model,)).see_all(
+            [
+                (told.ended_s - told.first_s) / (told.output_tokens / told.choices - 1)
+                for told in begun
+                if told.first_s is not None and told.output_tokens > told.choices
+            ]
+        )
+        whole = [told for told in all_told if told.outcome in ANSWERED]
+        self.histogram(known.WHOLE, (model,)).see_all([told.ended_s - told.came_s for told in whole])
+        self.histogram(known.PROMPT, (model,)).see_all([told.prompt_tokens for told in whole])
+        self.histogram(known.OUTPUT, (model,)).see_all([told.output_tokens for told in whole])
+        prompt = sum(told.prompt_tokens for told in whole)
+        cached = sum(told.cached_tokens for told in whole)
+        output = sum(told.output_tokens for told in all_told)
+        self.count(known.TENANT_REQUESTS, (model, tenant), len(all_told))
+        self.count(known.PROMPTS, (model,), prompt)
+        self.count(known.QUERIED, (model,), prompt)
+        self.count(known.HITS, (model,), cached)
+        self.count(known.OUTPUTS, (model,), output)
+        self.count(known.TENANT_TOKENS, (model, tenant, "prompt"), prompt)
+        self.count(known.TENANT_TOKENS, (model, tenant, "cached"), cached)
+        self.count(known.TENANT_TOKENS, (model, tenant, "output"), output)
+
+    def turned_away(self, status: int, code: str) -> None:
+        self.count(known.TURNED_AWAY, (str(status), code))
+
+    def replayed(self) -> None:
+        self.count(known.REPLAYED)
+
+    def routed(self, asked: ChoiceRequest, run: Run) -> None:
+        if run.attempt == 0 and len(run.route.segments) == 1 and self.published is None:
+            self._routes[asked.model, "in_place"] += 1  # Most of them.
+            return
+        kind = self.route_kind(run)
+        self.count(known.ROUTES, (asked.model, kind))
+        if run.attempt > 0:
+            self.count(known.RETRIES, (asked.model,))
+        stop = run.route.segments[0].stop
+        if stop is not None:
+            self.histogram(known.SPLITS, (asked.model,)).see(stop)
+        if self.published is not None:
+            segments = [[each.replica, each.start, each.stop] for each in run.route.segments]
+            self.published(
+                "route",
+                {
+                    "request": asked.id,
+                    "model": asked.model,
+                    "kind": kind,
+                    "attempt": run.attempt,
+                    "segments": segments,
+                },
+            )
+
+    def hedged(self, asked: ChoiceRequest, run: Run) -> None:
+        self.count(known.HEDGES, (asked.model,))
+
+    def route_kind(self, run: Run) -> str:
+        segments = run.route.segments
+        if run.attempt > 0:
+            return "recovered"
+        if len(segments) == 1:
+            return "in_place"
+        if len({self._region_of(segment.replica) for segment in segments}) > 1:
+            return "remote"
+        return "prefill_decode" if (segments[0].stop or 0) >= run.prompt_tokens - 1 else "split"
+
+    def segment(
+        self,
+        asked: ChoiceRequest,
+        replica: str,
+        began_s: float,
+        ended_s: float,
+        tokens: int,
+        problem: str = "",
+    ) -> None:
+        self._segments.append((replica, ended_s - began_s, tokens, bool(problem)))
+        if len(self._segments) >= MOST_NOTED:
+            self._settle_segments()
+        if self.published is not None:
+            told = {"request": asked.id, "replica": replica, "took_s": ended_s - began_s, "tokens": tokens}
+            self.published("segment", {**told, "problem": problem})
+
+    def failed(self, asked: ChoiceRequest, where: str, kind: FailureKind, why: str) -> None:
+        self.count(known.FAILURES, (where, kind))
+        if self.published is not None:
+            self.published("failure", {"request": asked.id, "where": where, "kind": kind, "why": why})
+
+    def moved(self, source: str, target: str, codec: str, moved_bytes: int, took_s: float) -> None:
+        self.count(known.KV_BYTES, (source, target, codec), moved_bytes)
+        self.count(known.KV_TIME, (source, target, codec), took_s)
+        if self.published is not None:
+            told = {
+                "source": source,
+                "target": target,
+                "codec": codec,
+                "bytes": moved_bytes,
+                "took_s": took_s,
+            }
+            self.published("transfer", told)
+
+    def decided(self, what: str, why: str) -> None:
+        self.count(known.DECISIONS)
+        if self.published is not None:
+            self.published("decision", {"what": what, "why": why})
+
+    # Between processes.
+
+    def take(self) -> dict[str, Any]:
+        """All that was counted since the last time, as JSON values; `add` of another tally takes it."""
+        self._settle()
+        counts = [
+            [name, list(labels), value]
+            for name, series in self._counts.items()
+            for labels, value in series.items()
+        ]
+        histograms = [
+            [name, list(labels), each.counts, each.total]
+            for name, series in self._histograms.items()
+            for labels, each in series.items()
+            if any(each.counts)
+        ]
+        self._counts, self._histograms = {}, {}
+        return {"counts": counts, "histograms": histograms, "open": self.open}
+
+    def add(self, taken: dict[str, Any]) -> None:
+        """What another process counted; how many it has open is for its owner to keep."""
+        for name, labels, value in taken["counts"]:
+            self.count(FAMILIES[name], tuple(labels), value)
+        for name, labels, counts, total in taken["histograms"]:
+            self.histogram(FAMILIES[name], tuple(labels)).add(counts, total)
+
+    def counted(self, family: Family) -> dict[Labels, float]:
+        self._settle()
+        return dict(self._counts.get(family.name, {}))
+
+    def seen(self, family: Family) -> dict[Labels, Histogram]:
+        self._settle()
+        return self._histograms.get(family.name, {})

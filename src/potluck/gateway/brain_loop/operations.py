@@ -1,0 +1,399 @@
+"""What operators see of the center and say to it: the admin room's `Overseer`."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
+
+from potluck.core.codec import decode, encode
+from potluck.core.errors import InputError, UnknownNameError
+from potluck.core.scaling.roles import FLIPPABLE
+from potluck.core.state.events import OperatorOrdered
+from potluck.core.state.fleet import ReplicaState
+from potluck.core.state.request_state import RUNNING
+from potluck.core.values.plan import plan_from_json
+from potluck.core.values.replica_spec import ReplicaSpec
+from potluck.core.values.types import Region
+from potluck.gateway.admin.operations_api import Json, QueueView, ReplicaView
+from potluck.gateway.brain_loop.gateway_core import GatewayCore
+from potluck.gateway.fleet.emulation_lag import slow_lines
+from potluck.gateway.registry.engine_list import read_roster
+
+CONTROLLER_S = 10.0
+"""Without a question for so long, nobody is there who starts and stops engines."""
+DRAINED_S = 60.0
+"""For so long a controller may hear whose engines were drained by hand."""
+MOST_NOTE = 400
+NOTES = ("note", "act", "outcome", "saving", "end")
+"""Kinds of lines that come from outside."""
+
+
+class Operations:
+    """Reads the center; changes it only by its own calls."""
+
+    def __init__(self, core: GatewayCore, engine_key: str = "") -> None:
+        """The key is what engines ask for that are told here."""
+        self._center, self._engine_key = core, engine_key
+
+    def replicas(self) -> Iterable[ReplicaView]:
+        now_s = self._center.brain_loop.now_s()
+        for name, view in self._center.brain.fleet.views.items():
+            status = view.status
+            if status is None:
+                yield ReplicaView(name, view.member.model, view.state)
+                continue
+            used = 1.0 - status.free_blocks / status.total_blocks if status.total_blocks else 0.0
+            age_s = max(0.0, now_s - view.status_at_s)
+            yield ReplicaView(name, view.member.model, view.state, status.running, status.queued, used, age_s)
+
+    def queues(self) -> Iterable[QueueView]:
+        waiting: Counter[tuple[str, str]] = Counter()
+        running: Counter[tuple[str, str]] = Counter()
+        for req in self._center.brain.requests.values():
+            key = (req.request.model, req.request.tenant)
+            (running if req.state == RUNNING else waiting)[key] += 1
+        for model, tenant in sorted({*waiting, *running}):
+            yield QueueView(model, tenant, waiting[model, tenant], running[model, tenant])
+
+    def usd_per_h(self) -> Mapping[str, float]:
+        """What the copies that are there cost, each for its model."""
+        replica_models, found = self._center.replica_models, Counter[str]()
+        copies = {view.member.unit: view.member for view in self._center.brain.fleet.views.values()}
+        for member in copies.values():
+            template = replica_models.templates.get(member.template)
+            if template is not None:
+                for each in template.nodes:
+                    price = self._center.price_usd_per_h(member.region, each.node)
+                    found[member.model] += each.count * price  # type: ignore[assignment]
+        return dict(found)
+
+    def snapshot(self) -> Json:
+        core = self._center
+        return {
+            "at_s": core.brain_loop.now_s(),
+            "plan": {
+                "version": core.plan_version,
+                "strategy": core.plan.strategy,
+                "cost_usd_per_h": core.plan.cost_usd_per_h,
+                "deployments": [encode(each) for each in core.plan.deployments],
+            },
+            "scaling": core.policy.scaling,
+            "standby": {
+                "copies": [
+                    {"template": template, "region": region, "count": count}
+                    for (template, region), count in core.brain.autoscaler.standby.items()
+                ],
+                "usd_per_h": core.brain.autoscaler.standby_usd_per_h,
+            },
+            "copies": self._copies(),
+            "regions": [encode(each) for each in core.regions],
+            "models": {
+                name: {
+                    "ready": not core.lacking(name),
+                    "why": core.lacking(name),
+                    "slo": None
+                    if name not in core.replica_models.resolved.slos
+                    else encode(core.replica_models.resolved.slos[name]),
+                    "usd_per_h": self.usd_per_h().get(name, 0.0),
+                }
+                for name in core.replica_models.resolved.models
+            },
+            "replicas": [self._replica(name) for name in core.brain.fleet.views],
+            "links": [each._asdict() for each in core.watch.links],
+            "thresholds": [
+                {"model": model, "link": link, "tokens": each.tokens, "planned_tokens": each.base_tokens}
+                for model, mine in core.brain.router.thresholds.links.items()
+                for link, each in mine.items()
+            ],
+            "queues": [each._asdict() for each in self.queues()],
+            **self.fleet(),
+            "wanted": self._wanted(),
+            "open_requests": core.brain_loop.open_requests,
+            "notes": list(core.brain.autoscaler.notes),
+            "slowdown": core.watch.lateness.slowdown,
+            "notices": slow_lines(core.watch.lateness.slowdown),
+            "problems": [problem for problem in self._problems() if problem],
+        }
+
+    def _copies(self) -> list[Json]:
+        """What a copy of each template of the plan costs in each region that has nodes for it."""
+        resolved = self._center.replica_models.resolved
+        return [
+            {
+                "template": template.name,
+                "region": region.name,
+                "usd_per_h": sum(
+                    each.count * self._center.price_usd_per_h(region.name, each.node)
+                    for each in template.nodes
+                ),
+            }
+            for template in self._center.plan.holding(self._live()).templates
+            for region in resolved.regions
+            if all(region.offer(each.node) is not None for each in template.nodes)
+        ]
+
+    def _live(self) -> dict[tuple[str, str], int]:
+        """Copies that are there: scaling may have begun some of what the plan only offers."""
+        found = Counter((unit.template, unit.region) for unit in self._center.brain.fleet.units.values())
+        return dict(found)
+
+    def _problems(self) -> Iterable[str]:
+        core = self._center
+        if core.engine_list is not None:
+            yield core.engine_list.problem
+        if core.logged is not None:
+            yield core.logged.trouble
+
+    def _replica(self, name: str) -> Json:
+        view = self._center.brain.fleet.views[name]
+        endpoint = self._center.registry.find(name)
+        return {
+            "replica": name,
+            "unit": view.member.unit,
+            "template": view.member.template,
+            "index": view.member.index,
+            "model": view.member.model,
+            "region": view.member.region,
+            "role": view.role,
+            "state": view.state,
+            "standby": view.member.standby,
+            "by_hand": name in self._center.brain.autoscaler.by_hand,
+            "doubted": view.doubted,
+            "cordoned": view.cordoned,
+            "pace": view.pace,
+            "open_requests": view.open_requests,
+            "open_prefill_tokens": view.open_prefill_tokens,
+            "url": None if endpoint is None else endpoint.address.url,
+            "status": None if view.status is None else view.status._asdict(),
+        }
+
+    def fleet(self) -> Json:
+        return {
+            "engines": [
+                {
+                    "url": each.entry.url,
+                    "kind": each.entry.kind,
+                    "up": each.up,
+                    "replica": each.replica,
+                    "note": each.note,
+                    "model": "" if each.said is None else each.said.model,
+                    "role": "" if each.said is None else each.said.role,
+                    "state": "" if each.said is None else each.said.state,
+                    "kv": "" if each.said is None else each.said.kv,
+                    "uptime_s": 0.0 if each.said is None else each.said.uptime_s,
+                    "version": "" if each.said is None else each.said.version,
+                    "kv_version": 0 if each.said is None else each.said.kv_version,
+                }
+                for each in self._center.registry.engines
+            ]
+        }
+
+    def set_fleet(self, body: Json) -> Json:
+        if self._center.engine_list is not None:
+            raise InputError("engines", "are listed in a file (--engines); change that, or start without it")
+        before = {each.entry.url for each in self._center.registry.engines}
+        told = read_roster(json.dumps(body), "fleet")
+        entries = tuple(replace(each, key=self._engine_key) for each in told)
+        self._center.enlist(entries)
+        after = {each.url for each in entries}
+        return {"engines": len(after), "came": sorted(after - before), "went": sorted(before - after)}
+
+    def set_plan(self, body: Json, why: str = "", version: int = 0) -> Json:
+        core = self._center
+        plan = plan_from_json(json.dumps(body))
+        for template in plan.repertoire:
+            if template.model not in core.replica_models.resolved.models:
+                raise UnknownNameError("plan: model", template.model, core.replica_models.resolved.models)
+        core.adopt(plan, why, version)
+        return {
+            "version": core.plan_version,
+            "cost_usd_per_h": plan.cost_usd_per_h,
+            "wanted": self._wanted(),
+        }
+
+    def drain(self, body: Json) -> Json:
+        view = self._ready(body)
+        unit = self._center.brain.fleet.units[view.member.unit]
+        others = sorted(each.member.id for each in unit.views if each is not view)
+        drains, registry = self._center.drains, self._center.registry
+        for name in (view.member.id, *others):  # before it is empty, which it may be at once
+            endpoint = registry.find(name)
+            if endpoint is not None:
+                drains[endpoint.address.url] = self._center.brain_loop.now_s()
+        self._center.brain_loop.tell(OperatorOrdered(view.member.id, "drain"))
+        return {"replica": view.member.id, "with_it": others, "open_requests": view.open_requests}
+
+    def cordon(self, body: Json) -> Json:
+        changed = self._center.cordons.told(body)
+        return {"cordoned": self._center.cordons.marks, "changed": changed}
+
+    def uncordon(self, body: Json) -> Json:
+        changed = self._center.cordons.lift(body)
+        return {"cordoned": self._center.cordons.marks, "changed": changed}
+
+    def flip(self, body: Json) -> Json:
+        view, role = self._ready(body), body.get("role")
+        if role not in ("prefill", "decode"):
+            raise InputError("role", f"must be prefill or decode, is {role!r}")
+        member = view.member
+        if member.standby:
+            raise InputError("replica", f"{member.id} is on standby; only one that serves changes its role")
+        if member.kind not in FLIPPABLE or view.role == "mixed":
+            raise InputError(
+                "replica", f"{member.id} ({member.kind}, {view.role}) does both and keeps its role"
+            )
+        peers = self._center.brain.fleet.views.values()
+        others = [
+            each.role
+            for each in peers
+            if each.member.model == member.model and each.serves and each is not view
+        ]
+        for needed, says in (("decode", "prefill"), ("prefill", "decode")):
+            if role == says and all(each == says for each in others):
+                raise InputError("role", f"{says} would leave no replica to {needed} for {member.model}")
+        before = view.role
+        self._center.brain_loop.tell(OperatorOrdered(member.id, "prefill" if role == "prefill" else "decode"))
+        return {"replica": member.id, "role": view.role, "before": before, "planned": member.role}
+
+    def kill(self, body: Json) -> Json:
+        """Only whoever started an engine can end it, and hears of it when it asks what is wanted."""
+        core, view = self._center, self._named(body)
+        if core.brain_loop.now_s() - core.asked_s > CONTROLLER_S:
+            raise InputError(
+                "replica", "cannot be killed: no controller asks what is wanted; end its engine where it runs"
+            )
+        name = view.member.id
+        core.kills.add(name)
+        core.decision_log.say("order", f"{name}: kill", "by hand")
+        return {"replica": name, "open_requests": view.open_requests}
+
+    def note(self, body: Json) -> Json:
+        """A line of an operator's in the log of decisions; an act is followed by its outcome."""
+        what, why, kind = body.get("what"), body.get("why", ""), body.get("kind", NOTES[0])
+        if not isinstance(what, str) or not isinstance(why, str) or not what.strip():
+            raise InputError("what", "must be a line of text; `why` another")
+        if kind not in NOTES:
+            raise InputError("kind", f"must be one of {', '.join(NOTES)}")
+        if max(len(what), len(why)) > MOST_NOTE:
+            raise InputError("what", f"and why have at most {MOST_NOTE} characters")
+        self._center.decision_log.say(str(kind), what, why)
+        return {"what": what, "why": why, "kind": kind}
+
+    def _ready(self, body: Json) -> ReplicaState:
+        """The replica that an order names."""
+        view = self._named(body)
+        if view.state != "ready":
+            raise InputError(
+                "replica", f"{view.member.id} is {view.state}; only one that is ready takes orders"
+            )
+        return view
+
+    def _named(self, body: Json) -> ReplicaState:
+        views, name = self._center.brain.fleet.views, body.get("replica")
+        if not isinstance(name, str):
+            raise InputError("replica", "must be the name of one")
+        if name not in views:
+            raise UnknownNameError("replica", name, views)
+        return views[name]
+
+    def wanted(self) -> Json:
+        self._center.asked_s = self._center.brain_loop.now_s()
+        return self._wanted()
+
+    def _wanted(self) -> Json:
+        self._center.kills &= self._center.brain.fleet.views.keys()
+        now_s, drains = self._center.brain_loop.now_s(), self._center.drains
+        for url in [url for url, at_s in drains.items() if now_s - at_s > DRAINED_S]:
+            del drains[url]
+        found = self._center.registry.wanted()
+        return {
+            "version": found.version,
+            "plan_version": self._center.plan_version,
+            "plan_mark": self._center.plan_mark,
+            "replicas": [
+                {
+                    **encode_member(member),
+                    "role": role,
+                    "draining": draining,
+                    "url": url,
+                    "step_tokens": self._step_tokens(member),
+                }
+                for member, role, draining, url in found.replicas
+            ],
+            "idle": list(found.stop),
+            "kill": sorted(self._center.kills),
+            "cordoned": self._center.cordons.marks,
+            "up_s": now_s,
+            "leave": sorted(drains),
+            "replan": None
+            if found.replan is None
+            else {
+                "rates_per_s": dict(found.replan.rates_per_s),
+                "reason": found.replan.reason,
+                "lengths": [each._asdict() for each in found.replan.lengths],
+            },
+            "market": None if self._center.market is None else [encode(each) for each in self._center.market],
+        }
+
+    def _step_tokens(self, member: ReplicaSpec) -> int:
+        """What the Brain's facts and the simulator reckon with, so that whoever starts an engine can say so."""
+        replica_model = self._center.replica_models.replica_models.get((member.template, member.index))
+        return 0 if replica_model is None else replica_model.engine.token_budget
+
+    def set_market(self, body: Json) -> Json:
+        """What nodes cost and how many can be had, region by region as the spec names them."""
+        listed = body.get("regions")
+        if set(body) != {"regions"} or not isinstance(listed, list):
+            raise InputError("regions", "is the only key: a list of regions with their offers")
+        regions = tuple(decode(Region, each, f"regions[{place}]") for place, each in enumerate(listed))
+        known = {region.name: region for region in self._center.replica_models.resolved.regions}
+        for region in regions:
+            if region.name not in known:
+                raise UnknownNameError("regions: name", region.name, known)
+            nodes = [offer.node for offer in known[region.name].offers]
+            for offer in region.offers:
+                if offer.node not in nodes:
+                    raise UnknownNameError(f"regions: {region.name}: node", offer.node, nodes)
+        told = {region.name: region for region in regions}
+        self._center.quote(tuple(told.get(name, region) for name, region in known.items()))
+        return {"regions": len(regions)}
+
+    def decisions(self, after: int) -> Json:
+        """What was decided since, what scaling thinks now, and what replicas took of late beside what they should."""
+        decision_log = self._center.decision_log
+        return {
+            "epoch": decision_log.epoch,
+            "decisions": [
+                {
+                    "number": each.number,
+                    "at_s": each.at_s,
+                    "kind": each.kind,
+                    "what": each.what,
+                    "why": each.why,
+                }
+                for each in decision_log.kept
+                if each.number > after
+            ],
+            "thinks": self._center.brain.autoscaler.why(),
+            "paces": [
+                {
+                    "replica": name,
+                    "template": view.member.template,
+                    "index": view.member.index,
+                    "observed_s": view.observed_s,
+                    "planned_s": view.planned_s,
+                    "learned_s": view.learned_s,
+                }
+                for name, view in self._center.brain.fleet.views.items()
+                if view.planned_s > 0
+            ],
+        }
+
+
+def encode_member(member: object) -> Json:
+    """A member's fields, without the codec's own mark."""
+    found = encode(member)
+    assert isinstance(found, dict)
+    return {name: value for name, value in found.items() if name != "type"}

@@ -1,0 +1,178 @@
+"""All requests of a worker that are under way: the gateway's `Driver`.
+
+The Brain hears of what happens in the order in which it happened, and its orders are carried out in theirs: what
+carrying out one of them makes known at once is told when all of them are done.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+
+from potluck.core.state.actions import Abort, Action, Hedge, QueryAttempt, Refuse, Run
+from potluck.core.state.events import Event, RequestArrived, RequestCancelled, RequestFinished
+from potluck.core.values.types import Request
+from potluck.gateway.dispatch.active_request import ActiveRequest
+from potluck.gateway.dispatch.attempt import DispatchContext
+from potluck.gateway.dispatch.block_names import BlockNames
+from potluck.gateway.dispatch.silence import SilenceMonitor
+from potluck.gateway.interfaces import (
+    AnswerSink,
+    BrainClient,
+    ChoiceRequest,
+    Endpoint,
+    EngineConnections,
+    Meter,
+    ReplicaDirectory,
+)
+
+ENDED = 4096
+"""How many that ended are remembered, in case the Brain asks after one."""
+
+
+class Dispatcher:
+    """`now_s` is the event loop's clock and `later` its `call_later`."""
+
+    def __init__(
+        self,
+        line: BrainClient,
+        directory: ReplicaDirectory,
+        outgoing: EngineConnections,
+        now_s: Callable[[], float],
+        later: Callable[[float, Callable[[], None]], object],
+        meter: Meter | None = None,
+    ) -> None:
+        self._line = line
+        self._now_s = now_s
+        self._naming = BlockNames()
+        self._watch = SilenceMonitor(directory, now_s, later)
+        self._means = DispatchContext(outgoing, directory, self._watch, self._naming.met, now_s, later, meter)
+        self._open: dict[str, ActiveRequest] = {}
+        self._ended: OrderedDict[str, Event | None] = OrderedDict()
+        self._acting = False
+        self._news: list[Event] = []
+
+    def __len__(self) -> int:
+        return len(self._open)
+
+    def sizes(self) -> dict[str, int]:
+        """How much is kept; nothing when no request is open."""
+        return {"open": len(self._open), "watched": len(self._watch), "news": len(self._news)}
+
+    # The door.
+
+    def begin(self, asked: ChoiceRequest, answer: AnswerSink) -> None:
+        request = self._request(asked, self._line.now_s())
+        self._open[asked.id] = ActiveRequest(asked, answer, self._means, self._tell, self._over)
+        self._tell(RequestArrived(request))
+
+    def resume(self, asked: ChoiceRequest, answer: AnswerSink, output: Sequence[int]) -> None:
+        active = ActiveRequest(asked, answer, self._means, self._tell, self._over)
+        self._open[asked.id] = active
+        event = active.resume(output, self._request(asked, self._line.now_s()))
+        if event is not None:
+            self._tell(event)
+
+    def _request(self, asked: ChoiceRequest, arrival_s: float) -> Request:
+        deadline_s = asked.deadline_s
+        if deadline_s is not None:
+            deadline_s += self._line.now_s() - self._now_s()
+        return Request(
+            asked.id,
+            asked.model,
+            arrival_s,
+            asked.prompt_tokens,
+            asked.max_output_tokens,
+            asked.priority,
+            deadline_s,
+            self._naming.names(asked) if asked.prompt else (),
+            asked.tenant,
+            asked.request_class,
+            asked.exact,
+        )
+
+    def cancel(self, request: str) -> None:
+        active = self._open.get(request)
+        if active is not None:
+            active.cancel()
+
+    def room(self, request: str, there: bool) -> None:
+        active = self._open.get(request)
+        if active is not None:
+            active.room(there)
+
+    # The Brain.
+
+    def act(self, actions: Sequence[Action]) -> None:
+        outer, self._acting = self._acting, True
+        try:
+            for action in actions:
+                if type(action) is Run:
+                    active = self._open.get(action.request)
+                    if active is not None:
+                        active.run(action)
+                else:
+                    self._do(action)
+        finally:
+            self._acting = outer
+        while self._news and not self._acting:
+            self._line.tell(self._news.pop(0))
+
+    # Another Brain, in the place of one whose process is gone.
+
+    def names(self) -> list[str]:
+        """All that are open."""
+        return list(self._open)
+
+    def whereabouts(self, request: str, named: Callable[[Endpoint], str | None]) -> Event | None:
+        """What it must be told of a request that came before it did. None: it does not know the replicas yet."""
+        active = self._open[request]
+        return active.whereabouts(named, self._request(active.asked, 0.0))
+
+    def gone(self, replica: str) -> None:
+        self._watch.gone(replica)
+
+    def _do(self, action: Action) -> None:
+        """What is not to be run."""
+        match action:
+            case Refuse():
+                active = self._open.get(action.request)
+                if active is not None:
+                    active.refuse(action)
+            case Hedge():
+                active = self._open.get(action.request)
+                if active is not None:
+                    active.hedge(action)
+            case Abort():
+                active = self._open.get(action.request)
+                if active is not None:
+                    active.abandon()
+            case QueryAttempt():
+                self._inquire(action)
+            case _:
+                pass  # About the fleet, which is not ours.
+
+    def _inquire(self, inquire: QueryAttempt) -> None:
+        """What is not open here has ended, and the Brain did not hear of it."""
+        active = self._open.get(inquire.request)
+        if active is not None:
+            active.inquire(inquire)
+            return
+        event = self._ended.get(inquire.request)
+        if isinstance(event, RequestFinished) and event.attempt == inquire.attempt:
+            self._tell(event)
+        else:
+            self._tell(RequestCancelled(inquire.request))
+
+    def _tell(self, event: Event) -> None:
+        if self._acting:
+            self._news.append(event)
+        else:
+            self._line.tell(event)
+
+    def _over(self, active: ActiveRequest, event: Event | None) -> None:
+        name = active.asked.id
+        del self._open[name]
+        self._ended[name] = event
+        if len(self._ended) > ENDED:
+            self._ended.popitem(last=False)

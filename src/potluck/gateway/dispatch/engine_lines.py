@@ -1,0 +1,119 @@
+"""The lines of an engine's answer: bytes in, values out, no I/O. Whatever is not as it should be is `InvalidReply`.
+
+A token without log probabilities is most of all lines, and is read without a JSON parser.
+"""
+
+from __future__ import annotations
+
+import json
+from typing import NamedTuple
+
+from potluck.core.errors import PotluckError
+from potluck.core.values.sampling import MOST_LOGPROBS, SampledToken
+
+LONGEST_LINE = 1 << 16
+"""Bytes; a token with its log probabilities has 2,000 at most."""
+LARGEST_TOKEN = 1 << 31
+TOKEN = b'{"token":'
+
+
+class InvalidReply(PotluckError):
+    """An engine wrote what no engine writes."""
+
+
+class LastLine(NamedTuple):
+    """A segment's last line."""
+
+    reason: str
+    prompt_tokens: int
+    cached_tokens: int
+    output_tokens: int
+    code: object
+
+
+Said = SampledToken | LastLine | dict[str, object]
+"""A token, the end, or something on the way to it."""
+
+
+class LineReader:
+    """Pieces of a body, cut anywhere, to lines."""
+
+    __slots__ = ("_longest", "_rest", "_vocab")
+
+    def __init__(self, vocab: int = 0, longest: int = LONGEST_LINE) -> None:
+        self._rest, self._longest = b"", longest
+        self._vocab = vocab or LARGEST_TOKEN
+
+    @property
+    def cut_off(self) -> bool:
+        """Whether a line has begun and not ended."""
+        return bool(self._rest)
+
+    def feed(self, data: bytes) -> list[Said | InvalidReply]:
+        """What the lines that are whole now say, in order; nothing is read behind garbage."""
+        lines = (self._rest + data if self._rest else data).split(b"\n")
+        self._rest = lines.pop()
+        found: list[Said | InvalidReply] = []
+        vocab = self._vocab
+        for line in lines:
+            if line[:9] == TOKEN and line[-1:] == b"}" and (number := line[9:-1]).isdigit():
+                if len(number) < 11 and (token := int(number)) < vocab:
+                    found.append(SampledToken(token))
+                    continue
+                return [*found, InvalidReply("a token outside of the vocabulary")]
+            if not line:
+                continue
+            try:
+                found.append(self._read(line))
+            except (ValueError, RecursionError):
+                return [*found, InvalidReply("a line that is not JSON")]
+            except InvalidReply as error:
+                return [*found, error]
+        if len(self._rest) > self._longest:
+            found.append(InvalidReply("a line without an end"))
+        return found
+
+    def _read(self, line: bytes) -> Said:
+        if len(line) > self._longest:
+            raise InvalidReply("a line that is too long")
+        said = json.loads(line)
+        if not isinstance(said, dict):
+            raise InvalidReply("a line that is no object")
+        if "token" in said:
+            return self._choice(said)
+        if "ended" in said:
+            return _last(said)
+        return said
+
+    def _choice(self, said: dict[str, object]) -> SampledToken:
+        token = self._token(said["token"])
+        top = said.get("top", ())
+        if not isinstance(top, list | tuple) or len(top) > MOST_LOGPROBS:
+            raise InvalidReply("log probabilities that are none")
+        pairs = []
+        for pair in top:
+            if not isinstance(pair, list) or len(pair) != 2:
+                raise InvalidReply("log probabilities that are none")
+            pairs.append((self._token(pair[0]), _number(pair[1])))
+        logprob = said.get("logprob")
+        return SampledToken(token, None if logprob is None else _number(logprob), tuple(pairs))
+
+    def _token(self, value: object) -> int:
+        if type(value) is not int or not 0 <= value < self._vocab:
+            raise InvalidReply("a token outside of the vocabulary")
+        return value
+
+
+def _last(said: dict[str, object]) -> LastLine:
+    reason = said["ended"]
+    counts = [said.get(name) for name in ("prompt_tokens", "cached_tokens", "output_tokens")]
+    if not isinstance(reason, str) or not all(type(count) is int and count >= 0 for count in counts):
+        raise InvalidReply("a last line without its counts")
+    prompt, cached, output = (count for count in counts if isinstance(count, int))
+    return LastLine(reason, prompt, cached, output, said.get("code"))
+
+
+def _number(value: object) -> float:
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise InvalidReply("a log probability that is no number")
+    return float(value)

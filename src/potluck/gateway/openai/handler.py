@@ -1,0 +1,405 @@
+"""Every request of a client: who asks, what for, and an answer whatever happens."""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import json
+import logging
+import secrets
+import time
+import traceback
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from importlib import resources
+from urllib.parse import unquote_to_bytes
+
+from potluck.api.http_errors import HttpRefusal, refusal
+from potluck.api.ids import random_word, request_id
+from potluck.api.json_bodies import parse_object
+from potluck.api.openai_replies import model_entry
+from potluck.api.origin import ServedNames, check_origin
+from potluck.core.errors import InputError, UnknownNameError
+from potluck.core.values.service import CLASSES, PrefixSharing
+from potluck.core.values.types import DEFAULT_TENANT
+from potluck.gateway.interfaces import Exchange, Headers, Meter, ReplicaDirectory, RequestDispatcher
+from potluck.gateway.openai.answer_recording import AnswerRecording, meet
+from potluck.gateway.openai.choice import ChoiceWriter
+from potluck.gateway.openai.kept_answers import KeptAnswers
+from potluck.gateway.openai.keys import ApiKey, KeyRing, nobody
+from potluck.gateway.openai.length_estimate import LengthEstimates, TenantLength
+from potluck.gateway.openai.model_card import ModelCard
+from potluck.gateway.openai.replies import JSON, RateLimited, compact, limited, reply_error, reply_json
+from potluck.gateway.openai.response import ResponseWriter
+from potluck.gateway.openai.responses_api import ResponsesExchange
+from potluck.gateway.openai.submit import Submission, growth_of
+from potluck.gateway.openai.tokenizing import TokenizerPool
+from potluck.gateway.openai.validate import ValidatedRequest, manner_of, plain_wish, wish_of
+
+log = logging.getLogger(__name__)
+
+Ready = Callable[[str], str]
+"""Why a model cannot be served now; empty when it can."""
+MOST_SALTS = 100_000
+POST_ONLY = frozenset({b"/v1/completions", b"/v1/chat/completions", b"/v1/responses"})
+UNSERVED = frozenset(
+    {b"/v1/embeddings", b"/v1/audio/speech", b"/v1/images/generations", b"/v1/moderations", b"/v1/rerank"}
+)
+"""Of OpenAI's and others', which no model here can do."""
+
+
+@dataclass(frozen=True, slots=True)
+class HandlerSettings:
+    """What holds for every request."""
+
+    classes: frozenset[str] = frozenset(each.name for each in CLASSES)
+    secret: bytes = b""
+    """From which tenants' salts are made; empty: made up at the start."""
+    sharing: tuple[PrefixSharing, ...] = ()
+    """Which tenants may use each other's cached prefixes."""
+    served: ServedNames = ServedNames()
+    """Under which names the gateway is reached; asked only where there are no keys."""
+    most_open: int = 20_000
+    """Requests at once; more are turned away."""
+
+
+class ClientHandler:
+    """The handler of the public port."""
+
+    def __init__(
+        self,
+        cards: Mapping[str, ModelCard],
+        driver: RequestDispatcher,
+        meter: Meter,
+        *,
+        keys: KeyRing | None = None,
+        settings: HandlerSettings | None = None,
+        ready: Ready = lambda model: "",
+        directory: ReplicaDirectory | None = None,
+        counting: TokenizerPool | None = None,
+        repeats: KeptAnswers | None = None,
+        clock: Callable[[], float] = time.monotonic,
+        calendar: Callable[[], float] = time.time,
+    ) -> None:
+        self._cards, self._driver, self._meter, self._keys = dict(cards), driver, meter, keys
+        self._settings = settings or HandlerSettings()
+        self._ready, self._clock, self._calendar = ready, clock, calendar
+        self._directory, self._lengths = directory, LengthEstimates()
+        self._counting, self._repeats = counting or TokenizerPool(), repeats
+        self._nobody = nobody(clock())
+        self._secret = self._settings.secret or secrets.token_bytes(32)
+        self._salts: dict[str, str] = {}
+        self._hosts: set[bytes] = set()
+        self._openapi = b""
+        self.open = 0
+        """Requests under way."""
+        self.closing = ""
+        """Why nothing new is taken; empty while it is."""
+
+    def __call__(self, exchange: Exchange) -> None:
+        given = exchange.headers.get(b"x-request-id")
+        name = f"req-{random_word()}" if given is None else request_id(given.decode("latin-1"))
+        answering: ResponseWriter | None = None
+        try:
+            path = exchange.path
+            if path in POST_ONLY:
+                keys = self._keys
+                if keys is None or keys.opened(now_s := self._clock()):
+                    key = self._who(exchange)
+                else:
+                    key = keys.who(exchange.headers.get(b"authorization"), now_s)
+                if exchange.method != b"POST":
+                    raise HttpRefusal(405, f"{_shown(path)} takes POST", "method_not_allowed")
+                named = given is not None or b"idempotency-key" in exchange.headers
+                if named and self._repeats is not None and not self.closing:
+                    met = meet(self._repeats, exchange, key.tenant, name, self)
+                    if met is None:
+                        self._meter.replayed()
+                        return
+                    exchange = met
+                recording = exchange if isinstance(exchange, AnswerRecording) else None
+                if path == b"/v1/responses":
+                    exchange = responding = ResponsesExchange(exchange)
+                    answering = self._enter(exchange, name, key)
+                    responding.read()
+                else:
+                    answering = self._enter(exchange, name, key)
+                answering.recording = recording
+                self._generate(exchange, answering, key, chat=path != b"/v1/completions")
+            else:
+                self._other(exchange, (b"x-request-id", name.encode()))
+        except Exception as error:
+            known = refusal(error) or self._unexpected(error)
+            if answering is not None:
+                answering.fail(known, _outcome(known))
+            else:
+                self._meter.turned_away(known.status, known.code or "invalid")
+                reply_error(exchange, (b"x-request-id", name.encode()), known, None)
+
+    def close(self) -> None:
+        self._counting.close()
+
+    # Who.
+
+    def _who(self, exchange: Exchange) -> ApiKey:
+        keys = self._keys
+        if keys is not None and not keys.opened(self._clock()):
+            return keys.who(exchange.headers.get(b"authorization"), self._clock())
+        self._check_page(exchange.method, exchange.headers)
+        shown = None if keys is None else keys.shown(exchange.headers.get(b"authorization"), self._clock())
+        return shown or self._nobody
+
+    def _check_page(self, method: bytes, headers: Headers) -> None:
+        """Without keys, pages of other origins could use the gateway through their reader's browser."""
+        host, origin, site = headers.get(b"host"), headers.get(b"origin"), headers.get(b"sec-fetch-site")
+        if origin is None and site is None and host in self._hosts:
+            return
+        texts = {"Host": host, "Origin": origin, "Sec-Fetch-Site": site}
+        said = {name: value.decode("latin-1") for name, value in texts.items() if value is not None}
+        check_origin(method.decode("latin-1"), said, self._settings.served)
+        if origin is None and site is None and host is not None and len(self._hosts) < 64:
+            self._hosts.add(host)
+
+    def _enter(self, exchange: Exchange, name: str, key: ApiKey) -> ResponseWriter:
+        if self.closing:
+            raise HttpRefusal(503, self.closing, "shutting_down")
+        if self.open >= self._settings.most_open:
+            raise RateLimited(f"{self.open} requests are open; try again", "overloaded", 1.0)
+        allowance, now_s = key.allowance, self._clock()
+        spent = allowance.enter(now_s)
+        if spent is not None:
+            raise limited(key.allowance, spent, now_s)
+        self.open += 1
+        answering = ResponseWriter(exchange, name, key, self._driver, self._meter, self._clock, self)
+        exchange.on_gone = answering.gone
+        quota = allowance.quota
+        if (
+            quota.requests_per_min is not None and quota.tokens_per_min is None
+        ):  # else when tokens are charged
+            answering.limits = allowance.headers(now_s)
+        return answering
+
+    # What for.
+
+    def _generate(self, exchange: Exchange, answering: ResponseWriter, key: ApiKey, *, chat: bool) -> None:
+        body = parse_object(exchange.body)
+        model = body.get("model")
+        card = (self._cards.get(model) if type(model) is str else None) or self._card(model)
+        if card.plain:
+            validated = plain_wish(card, body, chat)
+        else:
+            owns = self._directory is not None and self._directory.owns(card.base or card.name)
+            validated = wish_of(card, body, chat=chat, owns=owns)
+        validated.manner = manner_of(exchange.headers, body, exchange.came_s, self._settings.classes, key)
+        answering.validated = validated
+        self._meter.came(card.name, key.tenant)
+        chars = validated.chars
+        if chars > card.most_chars:
+            card.must_fit(chars)
+        if card.plain:
+            length = self._lengths.of(card.name, key.tenant)
+            if chat or all(isinstance(prompt, str) for prompt in validated.prompts):
+                validated.length = length
+            if card.text is None or not self._tokenises(card, validated, length):
+                self._begin(exchange, answering, key, validated, [])
+                return
+
+        def then(found: list[tuple[int, ...]] | Exception) -> None:
+            if answering.over:  # the client left meanwhile
+                return
+            try:
+                if isinstance(found, Exception):
+                    raise found
+                self._begin(exchange, answering, key, validated, found)
+            except Exception as error:
+                known = refusal(error) or self._unexpected(error)
+                answering.fail(known, _outcome(known))
+
+        self._counting.do(chars, partial(validated.tokenised, key.tenant), then)
+
+    def _tokenises(self, card: ModelCard, validated: ValidatedRequest, length: TenantLength) -> bool:
+        """Whether a prompt is tokenised although servers of plain OpenAI do that themselves (`lengths.py`)."""
+        if (self._directory is not None and self._directory.segments(card.name)) or length.sampled():
+            return True
+        return not length.fits(validated.chars, validated.limit or 1, card.context_tokens)
+
+    def _card(self, model: object) -> ModelCard:
+        if not isinstance(model, str):
+            raise InputError("model", f"must be the name of a model, one of {', '.join(self._cards)}"[:400])
+        card = self._cards.get(model)
+        if card is None:
+            card = self._adapters().get(model)
+            if card is None:
+                raise UnknownNameError("model", model[:100], self._cards)
+        return card
+
+    def _adapters(self) -> dict[str, ModelCard]:
+        """Adapters that engines have loaded, as models of their own."""
+        found = {} if self._directory is None else self._directory.adapters()
+        return {
+            name: replace(self._cards[base], name=name, base=base)
+            for name, base in found.items()
+            if base in self._cards and name not in self._cards
+        }
+
+    def _begin(
+        self,
+        exchange: Exchange,
+        answering: ResponseWriter,
+        key: ApiKey,
+        validated: ValidatedRequest,
+        prompts: list[tuple[int, ...]],
+    ) -> None:
+        """All is known: let the driver see to it."""
+        word = random_word()
+        tenant, own = key.tenant, validated.own_salt
+        base, adapter = validated.card.base or validated.card.name, validated.card.adapter
+        circle = self._circle(tenant, base) if self._settings.sharing else tenant
+        if adapter:  # Its KV is not the model's.
+            own = f"{adapter}\0{own or ''}"
+        salt = (self._salts.get(circle) if own is None else None) or self._salt(circle, own)
+        asking = Submission(validated, tenant, salt, exchange.path, exchange.body)
+        asks = asking.asks(word, prompts)
+        if prompts and validated.length is not None:
+            validated.length.learn(validated.chars, asking.prompt_tokens)
+        answering.estimated = asking.estimated
+        if key.allowance.quota.tokens_per_min is not None:
+            self._charge(answering, key, asking.expected_tokens)
+        voices: Sequence[ChoiceWriter]
+        if len(asks) == 1:
+            voices = (
+                ChoiceWriter(answering, word, 0, None if validated.asked is None else growth_of(validated)),
+            )
+        else:
+            voices = [
+                ChoiceWriter(answering, asked.id, place, growth_of(validated))
+                for place, asked in enumerate(asks)
+            ]
+        created_s, recording = self._calendar(), answering.recording
+        if recording is not None:
+            asks, word, created_s = recording.begins(asks, word, created_s)
+        answering.start(validated, word, created_s, voices, asking.prompt_tokens)
+        for asked, voice in zip(asks, voices, strict=True):
+            if answering.over:  # an earlier one was refused at once
+                break
+            voice.begun = True
+            if recording is None:
+                self._driver.begin(asked, voice)
+            else:
+                recording.drive(self._driver, asked, voice)
+
+    def _charge(self, answering: ResponseWriter, key: ApiKey, tokens: int) -> None:
+        now_s = self._clock()
+        spent = key.allowance.charge(tokens, now_s)
+        if spent is not None:
+            raise limited(key.allowance, spent, now_s)
+        answering.charged = tokens
+        answering.limits = key.allowance.headers(now_s)
+
+    def _circle(self, tenant: str, model: str) -> str:
+        """Those who share a salt: a tenant alone, or with others; nobody's name has such a character. Whoever leaves
+        a circle finds nothing of it any more, as it is another one then."""
+        for each in self._settings.sharing:
+            if each.covers(tenant, model):
+                return "".join(f"\x01{name}" for name in each.tenants)
+        return tenant
+
+    def _salt(self, tenant: str, own: str | None) -> str:
+        """Circles with another one share no cached prefix; `own` sets some of their requests apart as well."""
+        if self._keys is None or (self._keys.open and tenant == DEFAULT_TENANT):
+            tenant = ""
+        if not own:
+            if not tenant:
+                return ""
+            if (found := self._salts.get(tenant)) is not None:
+                return found
+        made = hmac.new(self._secret, f"{tenant}\0{own or ''}".encode(), hashlib.sha256).hexdigest()[:32]
+        if not own:
+            if len(self._salts) >= MOST_SALTS:
+                self._salts.clear()
+            self._salts[tenant] = made
+        return made
+
+    # All else.
+
+    def _other(self, exchange: Exchange, tag: tuple[bytes, bytes]) -> None:
+        path, method = exchange.path, exchange.method
+        if path == b"/health":
+            _must_read(method, path)
+            reply_json(exchange, tag, {"status": "ok"})
+            return
+        if path == b"/ready":
+            _must_read(method, path)
+            self._say_ready(exchange, tag)
+            return
+        if path == b"/openapi.json":
+            _must_read(method, path)
+            self._openapi = self._openapi or openapi(self._cards)
+            exchange.reply(200, self._openapi, [JSON, tag])
+            return
+        self._who(exchange)
+        if path == b"/v1/models":
+            _must_read(method, path)
+            cards = [*self._cards.values(), *self._adapters().values()]
+            reply_json(exchange, tag, {"object": "list", "data": [_entry(card) for card in cards]})
+        elif path.startswith(b"/v1/models/"):
+            _must_read(method, path)
+            reply_json(exchange, tag, _entry(self._card(_unquoted(path[len(b"/v1/models/") :]))))
+        elif path in UNSERVED:
+            raise HttpRefusal(
+                400, f"{_shown(path)}: no model here can do this; they complete text", "unsupported"
+            )
+        else:
+            raise HttpRefusal(
+                404, f"nothing is at {_shown(path)}; docs/gateway.md has what there is", "not_found"
+            )
+
+    def _say_ready(self, exchange: Exchange, tag: tuple[bytes, bytes]) -> None:
+        """All models, or the one that ?model=NAME names."""
+        wanted = [_unquoted(part[6:]) for part in exchange.query.split(b"&") if part.startswith(b"model=")]
+        models = [self._card(name).name for name in wanted] or list(self._cards)
+        reasons = {model: reason for model in models if (reason := self._ready(model))}
+        if self.closing:
+            reasons = {"gateway": self.closing}
+        state = {"status": "waiting", "reasons": reasons} if reasons else {"status": "ready"}
+        reply_json(exchange, tag, state, 503 if reasons else 200)
+
+    def _unexpected(self, error: Exception) -> HttpRefusal:
+        """A bug of ours. Its message may hold a client's text, so that only its kind and place are logged."""
+        place = "".join(traceback.format_tb(error.__traceback__)[-4:])
+        log.error("a request failed: %s at\n%s", type(error).__name__, place)
+        return HttpRefusal(500, "internal error; the gateway's log says more", "internal_error")
+
+
+def openapi(models: Iterable[str]) -> bytes:
+    """The description of what this port serves, with the models that there are."""
+    found = json.loads(resources.files("potluck.gateway").joinpath("data/openapi.json").read_bytes())
+    for name in ("CompletionRequest", "ChatRequest", "ResponseRequest"):
+        found["components"]["schemas"][name]["properties"]["model"]["enum"] = list(models)
+    return compact(found)
+
+
+def _outcome(error: HttpRefusal) -> str:
+    """Why a request was turned away at the door, in a word."""
+    if error.status == 429:
+        return "limited"
+    return "internal" if error.status == 500 else "invalid" if error.status < 500 else "closing"
+
+
+def _entry(card: ModelCard) -> dict[str, object]:
+    return model_entry(card.name, card.created_s, card.context_tokens)
+
+
+def _must_read(method: bytes, path: bytes) -> None:
+    if method not in (b"GET", b"HEAD"):
+        raise HttpRefusal(405, f"{_shown(path)} takes GET", "method_not_allowed")
+
+
+def _unquoted(value: bytes) -> str:
+    return unquote_to_bytes(value).decode("utf-8", "replace")
+
+
+def _shown(path: bytes) -> str:
+    text = path[:100].decode("latin-1")
+    return text if text.isprintable() else repr(text)

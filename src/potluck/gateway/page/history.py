@@ -1,0 +1,151 @@
+"""The last hour, in memory and bounded: a point of figures every POINT_S for each model, and the fleet every FRAME_S.
+
+Every request that ends is noted, which is an append; all else is done once in POINT_S.
+"""
+
+from __future__ import annotations
+
+import json
+import zlib
+from bisect import bisect_right
+from collections import Counter, deque
+from collections.abc import Callable, Mapping
+from math import ceil
+from typing import Any
+
+from potluck.core.values.types import Slo
+from potluck.gateway.interfaces import RequestOutcome
+
+POINT_S = 2.0
+POINTS = 1_800
+FRAME_S = 10.0
+FRAMES = 360
+MOST_NOTED = 100_000
+"""Requests of one point that are looked at; beyond, the oldest are not."""
+WINDOW = 30
+"""Points over which tenants' shares are told: a minute."""
+ANSWERED = frozenset({"stop", "length"})
+Point = dict[str, Any]
+Tables = dict[str, dict[str, dict[str, Any]]]
+
+
+class PageHistory:
+    """`told` hears of every request that ended; `look` is called every now and then."""
+
+    def __init__(self, slos: Mapping[str, Slo]) -> None:
+        self._slos = slos
+        self._noted: deque[RequestOutcome] = deque(maxlen=MOST_NOTED)
+        self.told: Callable[[RequestOutcome], None] = self._noted.append
+        self._points: deque[Point] = deque(maxlen=POINTS)
+        self._frames: deque[tuple[float, bytes]] = deque(maxlen=FRAMES)
+        self._tenants: deque[Counter[str]] = deque(maxlen=WINDOW)
+        self._last_s: float | None = None
+
+    def due(self, now_s: float) -> bool:
+        return self._last_s is None or now_s - self._last_s >= POINT_S
+
+    def look(self, now_s: float, tables: Tables) -> Point:
+        """One more point, of what ended since the last one; times are those of day."""
+        span_s = POINT_S if self._last_s is None else max(now_s - self._last_s, 1e-3)
+        self._last_s = now_s
+        ended = list(self._noted)
+        self._noted.clear()
+        by_model: dict[str, list[RequestOutcome]] = {name: [] for name in tables.get("models", {})}
+        tokens: Counter[str] = Counter()
+        for told in ended:
+            if told.model:
+                by_model.setdefault(told.model, []).append(told)
+                tokens[told.tenant] += told.prompt_tokens + told.output_tokens
+        self._tenants.append(tokens)
+        point = {
+            "at_s": round(now_s, 2),
+            "models": {
+                name: self._figures(each, span_s, name, tables.get("models", {}).get(name, {}))
+                for name, each in by_model.items()
+            },
+        }
+        self._points.append(point)
+        if not self._frames or now_s - self._frames[-1][0] >= FRAME_S:
+            packed = zlib.compress(json.dumps(tables, separators=(",", ":")).encode(), 1)
+            self._frames.append((now_s, packed))
+        return point
+
+    def _figures(
+        self, ended: list[RequestOutcome], span_s: float, model: str, row: Mapping[str, Any]
+    ) -> Point:
+        slo = self._slos.get(model)
+        ttft_s, tpot_s, in_time, tokens = [], [], 0, 0
+        classes: dict[str, list[int]] = {}
+        for told in ended:
+            tokens += told.output_tokens
+            mine = classes.setdefault(told.request_class, [0, 0])
+            mine[0] += 1
+            if told.first_s is None:
+                continue
+            waited_s = told.first_s - told.came_s
+            each = told.output_tokens / max(1, told.choices)
+            gap_s = (told.ended_s - told.first_s) / (each - 1) if each > 1 else 0.0
+            ttft_s.append(waited_s)
+            if each > 1:
+                tpot_s.append(gap_s)
+            if told.outcome in ANSWERED and (
+                slo is None or slo.kept(waited_s, gap_s, told.ended_s - told.came_s)
+            ):
+                in_time += 1
+                mine[1] += 1
+        answered = sum(told.outcome in ANSWERED for told in ended)
+        prompts = sum(told.prompt_tokens for told in ended if told.outcome in ANSWERED)
+        usd_per_h = float(row.get("usd_per_h") or 0.0)
+        whole = tokens + prompts
+        return {
+            "ended_per_s": round(len(ended) / span_s, 3),
+            "in_time_per_s": round(in_time / span_s, 3),
+            "refused_per_s": round((len(ended) - answered) / span_s, 3),
+            "tokens_per_s": round(tokens / span_s, 1),
+            "ttft_p50_s": quantile(ttft_s, 0.5),
+            "ttft_p90_s": quantile(ttft_s, 0.9),
+            "tpot_p50_s": quantile(tpot_s, 0.5),
+            "tpot_p90_s": quantile(tpot_s, 0.9),
+            "classes": {
+                name: [round(all_of / span_s, 3), round(kept / span_s, 3)]
+                for name, (all_of, kept) in sorted(classes.items())
+            },
+            "usd_per_h": round(usd_per_h, 3),
+            "usd_per_mtok": round(usd_per_h * span_s / 3600 / whole * 1e6, 3) if whole else None,
+        }
+
+    @property
+    def tenants(self) -> dict[str, int]:
+        """Tokens of each in the last minute."""
+        return dict(sum(self._tenants, Counter()))
+
+    def columns(self) -> Point:
+        """All points, by column: a figure's list has a place for each time, None where nothing is known."""
+        names = {name: None for point in self._points for name in point["models"]}
+        figures: Point = next(iter(self._points[-1]["models"].values()), {}) if self._points else {}
+        return {
+            "at_s": [point["at_s"] for point in self._points],
+            "models": {
+                name: {
+                    figure: [point["models"].get(name, {}).get(figure) for point in self._points]
+                    for figure in figures
+                }
+                for name in names
+            },
+        }
+
+    def frame(self, at_s: float) -> tuple[float, Tables] | None:
+        """The fleet as it was at the last look before a time; at the first one where there is none before."""
+        if not self._frames:
+            return None
+        place = max(0, bisect_right(self._frames, at_s, key=lambda each: each[0]) - 1)
+        found_s, packed = self._frames[place]
+        return found_s, json.loads(zlib.decompress(packed))
+
+
+def quantile(values: list[float], share: float) -> float | None:
+    """The smallest of them that at least this share is not above."""
+    if not values:
+        return None
+    values = sorted(values)
+    return round(values[max(0, ceil(share * len(values)) - 1)], 5)

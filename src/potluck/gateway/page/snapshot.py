@@ -1,0 +1,354 @@
+"""The fleet at one moment as tables, each a name to a row of plain JSON values. Figures are rounded to what an eye
+sees, so that what has not really changed is not told again."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, Generic, TypeVar
+
+from potluck.core.state.fleet import ReplicaState
+from potluck.core.values.layout import Layout
+from potluck.core.values.plan import Plan, Template
+from potluck.gateway.admin.operations_api import QueueView
+from potluck.gateway.brain_loop.gateway_core import GatewayCore
+from potluck.gateway.brain_loop.operations import Operations
+
+Row = dict[str, Any]
+Tables = dict[str, dict[str, Row]]
+LOST_S = 60.0
+"""How long a replica that was lost is still shown."""
+BUSY_S = 3.0
+"""Over which a replica's work is averaged."""
+FLOW_S = 4.0
+TOKENS_S = 8.0
+"""Over which a replica's tokens are averaged: they are counted when its part in a request ends."""
+MOST_FLOWS = 60
+LEAST_FLOW_BYTES_PER_S = 1_000.0
+Key = TypeVar("Key")
+
+
+class Rates(Generic[Key]):
+    """Amounts a second over the last `over_s`: each enters the average once and fades."""
+
+    def __init__(self, over_s: float, least: float) -> None:
+        self._over_s, self._least = over_s, least
+        self._new: Counter[Key] = Counter()
+        self._rates: dict[Key, float] = {}
+
+    def add(self, key: Key, amount: float) -> None:
+        self._new[key] += amount  # type: ignore[assignment]
+
+    def look(self, span_s: float) -> dict[Key, float]:
+        """`span_s` since the look before; those below the least are left out."""
+        keep = max(0.0, 1.0 - span_s / self._over_s)
+        new, self._new = self._new, Counter()
+        found = {
+            key: self._rates.get(key, 0.0) * keep + new[key] / self._over_s for key in {*self._rates, *new}
+        }
+        self._rates = {key: rate for key, rate in found.items() if rate > self._least}
+        return self._rates
+
+
+class KvFlows:
+    """KV that crosses between replicas lately: bytes a second, averaged."""
+
+    def __init__(self) -> None:
+        self._rates: Rates[tuple[str, str, str]] = Rates(FLOW_S, LEAST_FLOW_BYTES_PER_S)
+
+    def moved(self, source: str, target: str, codec: str, moved_bytes: int, took_s: float) -> None:
+        self._rates.add((source, target, codec), moved_bytes)
+
+    def look(self, span_s: float) -> dict[str, Row]:
+        largest = sorted(self._rates.look(span_s).items(), key=lambda each: -each[1])[:MOST_FLOWS]
+        return {
+            f"{source} > {target}": {
+                "source": source,
+                "target": target,
+                "codec": codec,
+                "mbit_per_s": float(f"{rate * 8e-6:.2g}"),
+            }
+            for (source, target, codec), rate in largest
+        }
+
+
+class FleetSnapshot:
+    """Looks at a center. `look` may be called at any pace; averages go by the time between two."""
+
+    def __init__(
+        self,
+        core: GatewayCore,
+        flows: KvFlows,
+        tokens: Callable[[], Mapping[str, float]] = dict,
+        notices: Callable[[], Iterable[str]] = tuple,
+    ) -> None:
+        """`tokens`: what each replica computed or streamed since the gateway began."""
+        self._center, self._flows = core, flows
+        self._tokens, self._notices = tokens, notices
+        self._counted: Mapping[str, float] | None = None
+        self._token_rates: Rates[str] = Rates(TOKENS_S, 0.05)
+        self._overseer = Operations(core)
+        self._plain: dict[str, tuple[object, Row]] = {}
+        self._rows: dict[str, Row] = {}
+        self._busy: dict[str, float] = {}
+        self._used: dict[tuple[str, str], float] = {}
+        """Share of each link, averaged as flows are: between two transfers a link is not idle to the eye."""
+        self._plan: tuple[int, dict[str, Row]] = (-1, {})
+        self._looked_s: float | None = None
+
+    def look(self, now_utc_s: float, tenant_tokens: Mapping[str, int]) -> Tables:
+        now_s = self._center.brain_loop.now_s()
+        span_s = 1e9 if self._looked_s is None else now_s - self._looked_s
+        self._looked_s = now_s
+        queues = list(self._overseer.queues())
+        usd = self._overseer.usd_per_h()
+        return {
+            "plan": {"now": self._plan_row(usd)},
+            "deployments": self._deployments(),
+            "regions": self._regions(),
+            "models": self._models(queues, usd),
+            "replicas": self._replicas(span_s, now_utc_s),
+            "links": self._links(span_s),
+            "flows": self._flows.look(span_s),
+            "tenants": self._tenants(queues, tenant_tokens),
+        }
+
+    def _plan_row(self, usd: Mapping[str, float]) -> Row:
+        core = self._center
+        plan = core.plan
+        return {
+            "version": core.plan_version,
+            "strategy": plan.strategy,
+            "why": core.plan_why,
+            "usd_per_h": round(plan.cost_usd_per_h, 3),
+            "now_usd_per_h": round(sum(usd.values()), 3),
+            "gap": round(plan.gap, 4),
+            "fraction": round(plan.fraction, 3),
+            "scaling": core.policy.scaling,
+            "thinks": core.brain.autoscaler.why(),
+            "open_requests": core.brain_loop.open_requests,
+            "problems": [*core.brain.autoscaler.notes],
+            "notices": [*self._notices()],
+        }
+
+    def _deployments(self) -> dict[str, Row]:
+        version, rows = self._plan
+        if version != self._center.plan_version:
+            rows = deployments_of(self._center.plan, self._center.price_usd_per_h)
+            self._plan = (self._center.plan_version, rows)
+        return rows
+
+    def _regions(self) -> dict[str, Row]:
+        core = self._center
+        rented: Counter[tuple[str, str]] = Counter()
+        for unit in core.brain.fleet.units.values():
+            template = core.replica_models.templates.get(unit.template)
+            for each in () if template is None else template.nodes:
+                rented[unit.region, each.node] += each.count
+        return {
+            region.name: {
+                "offers": [
+                    {
+                        "node": offer.node,
+                        "usd_per_h": offer.price_usd_per_h,
+                        "available": offer.available,
+                        "rented": rented[region.name, offer.node],
+                    }
+                    for offer in region.offers
+                ]
+            }
+            for region in core.regions
+        }
+
+    def _models(self, queues: list[QueueView], usd: Mapping[str, float]) -> dict[str, Row]:
+        core, found = self._center, {}
+        said = {each.model: each for each in core.plan.predictions}
+        for name, model in core.replica_models.resolved.models.items():
+            slo, promise = core.replica_models.resolved.slos.get(name), said.get(name)
+            why = core.lacking(name)
+            found[name] = {
+                "weights": model.name,
+                "layers": model.layer_count,
+                "ready": not why,
+                "why": why,
+                "slo": None
+                if slo is None
+                else {
+                    "ttft_s": slo.ttft_s,
+                    "tpot_s": slo.tpot_s,
+                    "e2e_s": slo.e2e_s,
+                    "attainment": slo.attainment,
+                },
+                "planned": None
+                if promise is None
+                else {
+                    "demand_per_s": round(promise.demand_per_s, 3),
+                    "capacity_per_s": round(promise.capacity_per_s, 3),
+                    "ttft_s": round(promise.ttft_s, 5),
+                    "tpot_s": round(promise.tpot_s, 5),
+                    "confidence": promise.confidence,
+                },
+                "usd_per_h": round(usd.get(name, 0.0), 3),
+                "running": sum(each.running for each in queues if each.model == name),
+                "waiting": sum(each.waiting for each in queues if each.model == name),
+            }
+        return found
+
+    def _tenants(self, queues: list[QueueView], tokens: Mapping[str, int]) -> dict[str, Row]:
+        weights = {each.name: each.weight for each in self._center.policy.tenants}
+        names = {*weights, *tokens, *(each.tenant for each in queues)}
+        whole = sum(tokens.values())
+        return {
+            name: {
+                "weight": weights.get(name, 1.0),
+                "running": sum(each.running for each in queues if each.tenant == name),
+                "waiting": sum(each.waiting for each in queues if each.tenant == name),
+                "tokens_last_min": tokens.get(name, 0),
+                "share": round(tokens.get(name, 0) / whole, 3) if whole else 0.0,
+            }
+            for name in sorted(names)
+        }
+
+    def _links(self, span_s: float) -> dict[str, Row]:
+        planned, weight = self._center.links_gbps, min(1.0, span_s / FLOW_S)
+        for each in self._center.watch.links:
+            before = self._used.get((each.source, each.target), 0.0)
+            self._used[each.source, each.target] = before + (each.utilisation - before) * weight
+        return {
+            f"{each.source} > {each.target}": {
+                "source": each.source,
+                "target": each.target,
+                "used": round(self._used[each.source, each.target], 2),
+                "gbps": float(f"{each.gbps:.3g}"),
+                "planned_gbps": planned.get((each.source, each.target), each.gbps),
+                "waiting_mb": round(each.queued_bytes / 1e6, 1),
+            }
+            for each in self._center.watch.links
+        }
+
+    # Replicas.
+
+    def _replicas(self, span_s: float, now_utc_s: float) -> dict[str, Row]:
+        weight = min(1.0, span_s / BUSY_S)
+        views = self._center.brain.fleet.views
+        tokens = self._tokens_per_s(span_s)
+        rows = {name: self._replica(name, view, weight, tokens) for name, view in views.items()}
+        for name, (lost_s, why) in self._center.decision_log.lost.items():
+            if name not in rows and name in self._rows and now_utc_s - lost_s < LOST_S:
+                row = self._rows[name]
+                rows[name] = (
+                    row
+                    if row["state"] == "lost"
+                    else {
+                        **row,
+                        "state": "lost",
+                        "why": why,
+                        "open": 0,
+                        "busy": 0.0,
+                        "tokens_per_s": 0.0,
+                        "running": 0,
+                        "waiting": 0,
+                    }
+                )
+        self._busy = {name: busy for name, busy in self._busy.items() if name in rows}
+        self._plain = {name: each for name, each in self._plain.items() if name in views}
+        self._rows = rows
+        return rows
+
+    def _tokens_per_s(self, span_s: float) -> Mapping[str, float]:
+        before, self._counted = self._counted, self._tokens()
+        for name, count in self._counted.items():
+            self._token_rates.add(name, count - (count if before is None else before.get(name, 0.0)))
+        return self._token_rates.look(span_s)
+
+    def _replica(self, name: str, view: ReplicaState, weight: float, tokens: Mapping[str, float]) -> Row:
+        known = self._plain.get(name)
+        if known is None or known[0] is not view.member:
+            known = self._plain[name] = (view.member, self._plain_row(view))
+        status = view.status
+        before = self._busy.get(name, 0.0)
+        busy = self._busy[name] = before + ((view.open_requests > 0) - before) * weight
+        total = 0 if status is None else status.total_blocks
+        return {
+            **known[1],
+            "role": view.role,
+            "state": view.state,
+            "doubted": view.doubted,
+            "cordoned": view.cordoned,
+            "by_hand": name in self._center.brain.autoscaler.by_hand,
+            "open": view.open_requests,
+            "running": 0 if status is None else status.running,
+            "waiting": 0 if status is None else status.queued,
+            "kv": round(1.0 - status.free_blocks / total, 2) if status is not None and total else 0.0,
+            "busy": round(busy, 1),
+            "tokens_per_s": float(f"{tokens.get(name, 0.0):.2g}"),
+            "pace": round(view.pace, 2),
+        }
+
+    def _plain_row(self, view: ReplicaState) -> Row:
+        """What does not change while it lives."""
+        member = view.member
+        template = self._center.replica_models.templates.get(member.template)
+        layout = None if template is None else template.replicas[member.index].layout
+        return {
+            "model": member.model,
+            "region": member.region,
+            "unit": member.unit,
+            "template": member.template,
+            "kind": member.kind,
+            "index": member.index,
+            "members": 0 if template is None else len(template.replicas),
+            "planned_role": member.role,
+            "standby": member.standby,
+            "gpu": "?" if layout is None else gpu_of(layout),
+            "stages": [] if layout is None else stages_of(layout),
+        }
+
+
+def gpu_of(layout: Layout) -> str:
+    """Its nodes by type: `1xA10 + 2 1xL4`."""
+    parts = [name if count == 1 else f"{count} {name}" for name, count in layout.node_counts.items()]
+    return " + ".join(parts)
+
+
+def stages_of(layout: Layout) -> list[Row]:
+    return [
+        {"layers": stage.layers, "nodes": [[node.node, node.tp] for node in stage.nodes]}
+        for stage in layout.stages
+    ]
+
+
+def deployments_of(plan: Plan, price: Any) -> dict[str, Row]:
+    """What the plan has where, for what, at what price."""
+    found = {}
+    longest = {(each.model, each.bucket): each.longest_tokens for each in plan.buckets}
+    for each in plan.deployments:
+        template = plan.template(each.template)
+        shares = [
+            share for share in plan.shares if (share.template, share.region) == (each.template, each.region)
+        ]
+        found[f"{each.template}@{each.region}"] = {
+            "model": template.model,
+            "region": each.region,
+            "kind": template.kind,
+            "count": each.count,
+            "confidence": template.confidence,
+            "replicas": [
+                {"role": replica.role, "gpu": gpu_of(replica.layout), "stages": stages_of(replica.layout)}
+                for replica in template.replicas
+            ],
+            "usd_per_h": round(each.count * _copy_usd_per_h(template, each.region, price), 3),
+            "shares": [
+                {
+                    "up_to_tokens": longest.get((template.model, share.bucket)),
+                    "phase": share.phase,
+                    "rate_per_s": round(share.rate_per_s, 3),
+                }
+                for share in shares
+            ],
+        }
+    return found
+
+
+def _copy_usd_per_h(template: Template, region: str, price: Any) -> float:
+    return sum(each.count * float(price(region, each.node)) for each in template.nodes)

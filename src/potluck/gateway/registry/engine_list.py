@@ -1,0 +1,216 @@
+"""The engines somebody started for us: a list in a file, or told on the admin side by whoever starts them.
+
+    engines:
+      - {url: "http://10.0.0.5:8100", template: combo-a, index: 0, region: east}
+      - {url: "http://10.0.0.6:8100", template: combo-a, index: 1, region: east, key_file: east.key}
+      - {url: "http://10.0.0.9:8000", kind: openai, model: llama, cache_salt: true}
+
+An entry may say for which replica of which template it was started. One that does not takes any place of its model
+that nobody else fills. `kind: openai` is any server of plain OpenAI; it gets whole requests.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field, fields
+from pathlib import Path
+from typing import cast, get_args
+from urllib.parse import urlsplit
+
+import yaml
+
+from potluck.core.errors import FormatError, InputError, PotluckError
+from potluck.core.values.replica_spec import ReplicaSpec
+from potluck.gateway.interfaces import Address, EngineKind
+
+MOST_ENGINES = 4096
+MOST_BYTES = 64 << 20
+KINDS = get_args(EngineKind)
+
+
+@dataclass(frozen=True, slots=True)
+class EngineEntry:
+    """One engine as it was told."""
+
+    url: str
+    address: Address
+    kind: EngineKind = "face"
+    model: str = ""
+    template: str = ""
+    index: int | None = None
+    region: str = ""
+    replica: str = ""
+    """The one replica that it was started for, by its id; a controller says so."""
+    served_model: str = ""
+    """What it calls the model, where that differs."""
+    token_ids: bool = False
+    """Whether it can be asked for token ids with its text (vLLM's `return_token_ids`)."""
+    cache_salt: bool = False
+    """Whether it takes vLLM's `cache_salt`; where nothing is said, those with `token_ids` do."""
+    key: str = field(default="", repr=False)
+
+    def suits(self, member: ReplicaSpec) -> bool:
+        """Whether it may be this replica."""
+        if self.replica:
+            return self.replica == member.id
+        return (
+            self.model in ("", member.model)
+            and self.template in ("", member.template)
+            and self.index in (None, member.index)
+            and self.region in ("", member.region)
+        )
+
+    @property
+    def precise(self) -> int:
+        """How much it says about where it belongs; those that say most choose first."""
+        said = (self.model, self.template, self.region, "" if self.index is None else "index")
+        return 8 * bool(self.replica) + sum(map(bool, said))
+
+
+_WRITTEN = {each.name for each in fields(EngineEntry)} - {"address", "key"} | {"key_file"}
+
+
+def read_roster(text: str, where: str, folder: Path | None = None) -> tuple[EngineEntry, ...]:
+    """The entries of a file, or of what was sent in its place. `folder` is where the files lie that it names; None:
+    it may name none, as what is sent over a network must not make us read files."""
+    try:
+        data = yaml.safe_load(text)
+    except (yaml.YAMLError, RecursionError) as error:
+        line = " ".join(str(error).split())[:160]
+        raise FormatError(where, f"is not YAML ({line})") from error
+    listed = data.get("engines") if isinstance(data, dict) else data
+    if listed is None and isinstance(data, dict) and set(data) <= {"engines"}:
+        return ()
+    if not isinstance(listed, list) or (isinstance(data, dict) and set(data) != {"engines"}):
+        raise FormatError(where, "must be a list under `engines:`")
+    if len(listed) > MOST_ENGINES:
+        raise InputError(where, f"at most {MOST_ENGINES} engines, got {len(listed)}")
+    found = [_entry(each, f"{where}: engines[{place}]", folder) for place, each in enumerate(listed)]
+    urls = [each.url for each in found]
+    for url in urls:
+        if urls.count(url) > 1:
+            raise InputError(where, f"{url} is there twice")
+    return tuple(found)
+
+
+def _entry(data: object, where: str, folder: Path | None) -> EngineEntry:
+    if not isinstance(data, dict):
+        raise FormatError(where, "must be a mapping with a url")
+    unknown = {str(name) for name in data} - _WRITTEN
+    if unknown:
+        raise InputError(f"{where}.{min(unknown)}", f"unknown; there are {', '.join(sorted(_WRITTEN))}")
+    values = dict(data)
+    index = values.pop("index", None)
+    if index is not None and (type(index) is not int or index < 0):
+        raise FormatError(f"{where}.index", "must be a whole number from 0")
+    ids = _flag(values, "token_ids", False, where)
+    salt = _flag(values, "cache_salt", ids, where)
+    for name, value in values.items():
+        if not isinstance(value, str) or len(value) > 500:
+            raise FormatError(f"{where}.{name}", "must be text")
+    kind = values.pop("kind", "face")
+    if kind not in KINDS:
+        raise InputError(f"{where}.kind", f"must be one of {', '.join(KINDS)}, is {kind!r}")
+    url = values.pop("url", "")
+    key = _key(values.pop("key_file", None), where, folder)
+    address = address_of(url, f"{where}.url")
+    return EngineEntry(
+        url.rstrip("/"),
+        address,
+        cast(EngineKind, kind),
+        index=index,
+        token_ids=ids,
+        cache_salt=salt,
+        key=key,
+        **values,
+    )
+
+
+def _flag(values: dict[str, object], name: str, default: bool, where: str) -> bool:
+    found = values.pop(name, default)
+    if type(found) is not bool:
+        raise FormatError(f"{where}.{name}", "must be true or false")
+    return found
+
+
+def _key(file: str | None, where: str, folder: Path | None) -> str:
+    if file is None:
+        return ""
+    if folder is None:
+        raise InputError(f"{where}.key_file", "can only be named in a file; leave it out")
+    try:
+        return (folder / file).read_text("utf-8").strip()
+    except (OSError, UnicodeDecodeError) as error:
+        raise InputError(f"{where}.key_file", f"{file} cannot be read") from error
+
+
+def address_of(url: str, where: str) -> Address:
+    """Of `http://HOST:PORT` or `https://HOST`; a path would be ignored, so it is refused."""
+    try:
+        parts = urlsplit(url)
+        host, port = parts.hostname, parts.port
+    except ValueError as error:
+        raise InputError(where, f"{url!r} is no address ({error})") from error
+    if parts.scheme not in ("http", "https") or not host:
+        raise InputError(where, f"must be like http://10.0.0.5:8100, is {url!r}")
+    if parts.path not in ("", "/") or parts.query or parts.username or parts.fragment:
+        raise InputError(where, f"must end behind the port, is {url!r}")
+    tls = parts.scheme == "https"
+    return Address(host, port or (443 if tls else 80), tls)
+
+
+def matched(
+    wanted: Iterable[ReplicaSpec], free: Sequence[EngineEntry]
+) -> list[tuple[ReplicaSpec, EngineEntry]]:
+    """Who becomes which engine: those that say most about where they belong choose first."""
+    left = sorted(free, key=lambda entry: -entry.precise)
+    members = {member.id: member for member in wanted}
+    found = []
+    for entry in left:
+        member = next((each for each in members.values() if entry.suits(each)), None)
+        if member is not None:
+            found.append((member, entry))
+            del members[member.id]
+    return found
+
+
+class EngineListFile:
+    """A roster in a file, read again when it has changed; a broken one leaves the entries read last."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._stamp = self._stamped()
+        self.entries = self._read()
+        self.problem = ""
+        """Why the file as it is now is not used."""
+
+    def changed(self) -> bool:
+        """Whether `entries` are others than at the last call."""
+        stamp = self._stamped()
+        if stamp == self._stamp:
+            return False
+        self._stamp = stamp
+        try:
+            found = self._read()
+        except PotluckError as error:
+            self.problem = str(error)
+            return False
+        self.problem = ""
+        before, self.entries = self.entries, found
+        return found != before
+
+    def _stamped(self) -> tuple[int, int, int] | None:
+        try:
+            found = self._path.stat()
+        except OSError:
+            return None
+        return found.st_mtime_ns, found.st_size, found.st_ino
+
+    def _read(self) -> tuple[EngineEntry, ...]:
+        try:
+            if self._path.stat().st_size > MOST_BYTES:
+                raise InputError(str(self._path), f"is larger than {MOST_BYTES >> 20} MiB")
+            text = self._path.read_text("utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            raise InputError(str(self._path), "cannot be read") from error
+        return read_roster(text, self._path.name, self._path.parent)

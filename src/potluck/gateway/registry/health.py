@@ -1,0 +1,206 @@
+"""Looking after engines: each is asked how it fares every POLL_S, and what changed in its prefix cache.
+
+So what the Brain knows of a replica is at most POLL_S + ASK_S old. One that takes longer to answer than it ever does
+(`answers.py`) is silent: its requests go elsewhere, and it gets none until it answers. One that has not answered for
+SILENT_S, or at whose address nobody listens any more, is lost. Waiting is counted in steps of WAIT_S that passed
+here: where this process is held up as well, by a busy machine perhaps, few of them do. Servers of plain OpenAI only
+say that they are alive.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Coroutine, Mapping
+from contextlib import suppress
+from typing import Any, TypeVar
+
+from potluck.core.errors import PotluckError
+from potluck.core.routing.bandwidth_grants import eased
+from potluck.core.state.events import LinkReported, ReplicaReported
+from potluck.gateway.fleet.emulation_lag import EmulationLag
+from potluck.gateway.registry.engine_client import EngineNoAnswer, EngineRecord
+from potluck.gateway.registry.link_grants import LASTS_S, granted
+from potluck.gateway.registry.link_traffic import LinkTraffic, link_reports
+from potluck.gateway.registry.registry import ReplicaRegistry, Tell
+
+POLL_S = 0.5
+SILENT_S = 2.5
+"""Without an answer for so long, an engine that can still be connected to is lost."""
+WAIT_S = 0.1
+AGAIN_S = 0.5
+"""Between two words that an engine is silent."""
+SAME_S = 2.0
+"""Between two reports to the Brain that say the same."""
+AWAY_S = 0.5
+"""Between two looks at an address where nobody answered."""
+
+
+Answer = TypeVar("Answer")
+
+
+class HealthChecker:
+    """Keeps a task for every engine of the roster."""
+
+    def __init__(
+        self,
+        registry: ReplicaRegistry,
+        tell: Tell,
+        *,
+        caches: bool,
+        planned_gbps: Mapping[tuple[str, str], float],
+        grants: bool = False,
+    ) -> None:
+        self._keeper = registry
+        self._tell = tell
+        self._caches = caches
+        self._planned_gbps = planned_gbps
+        self._grants = grants
+        self._granted: dict[str, list[dict[str, object]]] = {}
+        """By replica."""
+        self._shares: dict[tuple[str, str], float] = {}
+        """Of each link's bandwidth, what is dealt out."""
+        self._looked_s = time.monotonic()
+        self.links: tuple[LinkReported, ...] = ()
+        """As last told."""
+        self.lateness = EmulationLag()
+        self.moved: Callable[[str, str, str, int, float], None] = lambda source, target, codec, size, took_s: (
+            None
+        )
+        """Hears what crossed from one replica to another since the last look: parts.Meter."""
+
+    def meet(self) -> None:
+        """Watch those that are new."""
+        loop = asyncio.get_running_loop()
+        for engine in self._keeper.engines:
+            if engine.watching is None or engine.watching.done():
+                engine.watching = loop.create_task(self._watch(engine))
+
+    def look(self) -> None:
+        """At every tick: watch those that are new, and report links. Not at other times: what crosses in a moment
+        says little of how full a link is."""
+        self.meet()
+        now_s = time.monotonic()
+        period_s, self._looked_s = now_s - self._looked_s, now_s
+        passed = self._passed()
+        if self._planned_gbps and period_s > 0:
+            self.links = tuple(link_reports(passed, self._planned_gbps, period_s))
+            for report in self.links:
+                self._tell(report)
+            if self._grants:
+                self._deal(passed, period_s)
+
+    def _deal(self, passed: Mapping[tuple[str, str], LinkTraffic], period_s: float) -> None:
+        """Share links out among their senders; each is told when it is next asked how it fares."""
+        for report in self.links:
+            ends = (report.source, report.target)
+            self._shares[ends] = eased(self._shares.get(ends, 1.0), report.lost_share)
+        gbps = {ends: full * self._shares[ends] for ends, full in self._planned_gbps.items()}
+        wants = {
+            ends: {replica: size / period_s for replica, size in each.by_sender.items()}
+            for ends, each in passed.items()
+        }
+        self._granted = granted(self._keeper.endpoints, gbps, wants)
+
+    async def _watch(self, engine: EngineRecord) -> None:
+        while True:
+            try:
+                await self._ask(engine)
+            except (PotluckError, ValueError) as error:
+                self._silent(engine, " ".join(str(error).split())[:200])
+            await asyncio.sleep(POLL_S if engine.up else AWAY_S)
+
+    async def _ask(self, engine: EngineRecord) -> None:
+        caller, registry = self._keeper.caller, self._keeper
+        if engine.entry.kind == "openai":
+            await self._prompt(engine, caller.ask(engine, b"GET", b"/health"))
+            registry.heard(engine)
+            return
+        said, before = await self._prompt(engine, caller.status(engine)), engine.said
+        engine.said = said
+        self.lateness.told(engine.entry.url, said.predicted_s, said.took_s)
+        if before is not None and engine.replica:
+            if said.uptime_s < before.uptime_s:
+                registry.lost(engine, "was restarted")
+            elif said.fingerprint != before.fingerprint or said.model != before.model:
+                registry.lost(engine, "serves something else than before")
+            elif said.state == "failed":
+                registry.lost(engine, said.problem or "has failed")
+        registry.heard(engine)
+        replica = engine.replica
+        if not replica or registry.find(replica) is None:
+            return
+        self._report(engine, ReplicaReported(replica, said.status))
+        if self._grants and replica in self._granted:
+            with suppress(EngineNoAnswer):  # one that knows no grants sends as it always did
+                await caller.grants(engine, self._granted[replica], LASTS_S)
+        if self._caches:
+            for report in await caller.cache(engine):
+                if engine.replica == replica:
+                    self._tell(report)
+
+    def _report(self, engine: EngineRecord, report: ReplicaReported) -> None:
+        """What says nothing new is told now and then: it is written down each time."""
+        now_s = time.monotonic()
+        told_s, told = engine.told
+        if report != told or now_s - told_s >= SAME_S:
+            engine.told = now_s, report
+            self._tell(report)
+
+    async def _prompt(self, engine: EngineRecord, question: Coroutine[Any, Any, Answer]) -> Answer:
+        """Its answer; while that takes longer than it ever does, the keeper hears so."""
+        asking = asyncio.ensure_future(question)
+        said_s = -AGAIN_S
+        try:
+            while not (await asyncio.wait({asking}, timeout=WAIT_S))[0]:
+                engine.waited_s += WAIT_S
+                if engine.waited_s >= max(engine.answers.limit_s, said_s + AGAIN_S):
+                    said_s, engine.told = engine.waited_s, (0.0, None)  # that it answers again is news
+                    self._keeper.silent(engine)
+            answer = asking.result()
+        finally:
+            asking.cancel()
+        engine.answers, engine.waited_s = engine.answers.heard(engine.waited_s), 0.0
+        return answer
+
+    def _silent(self, engine: EngineRecord, why: str) -> None:
+        """Nobody listens there: gone at once. Somebody does, but says nothing: gone after a while."""
+        refused = "refused" in why or "reset" in why or "no connection" in why
+        if not engine.replica or refused or time.monotonic() - engine.heard_s > SILENT_S:
+            self._keeper.lost(engine, why)
+
+    def _passed(self) -> dict[tuple[str, str], LinkTraffic]:
+        """What crossed each link since the last look, as its receivers say; what waits, as its senders say."""
+        registry = self._keeper
+        senders = {each.kv: each for each in registry.endpoints if each.kv}
+        found: dict[tuple[str, str], LinkTraffic] = {}
+        for engine in registry.engines:
+            endpoint = registry.find(engine.replica) if engine.replica else None
+            if endpoint is None or engine.said is None:
+                continue
+            for link in engine.said.links:
+                sender = senders.get(link.peer)
+                if sender is None:  # said by the sender, whose peers have no names
+                    again = max(0.0, link.retransmits - engine.resent.get(link.peer, 0.0))
+                    engine.resent[link.peer] = link.retransmits
+                    for ends in self._planned_gbps:
+                        if ends[0] == endpoint.region:
+                            passed = found.setdefault(ends, LinkTraffic())
+                            passed.queued_bytes += link.queue_bytes
+                            passed.resent_segments += again
+                            passed.wants(endpoint.replica, link.queue_bytes)
+                    continue
+                rate = link.goodput_bytes_per_s
+                busy_s = link.moved_bytes / rate if rate > 0 else 0.0
+                moved_before, busy_before = engine.links.get(link.peer, (0.0, 0.0))
+                engine.links[link.peer] = (link.moved_bytes, busy_s)
+                moved_bytes, took_s = link.moved_bytes - moved_before, max(0.0, busy_s - busy_before)
+                if moved_bytes <= 0:  # nothing, or it was restarted
+                    continue
+                passed = found.setdefault((sender.region, endpoint.region), LinkTraffic())
+                passed.moved_bytes += moved_bytes
+                passed.wants(sender.replica, moved_bytes)
+                passed.busy_s += took_s
+                codec = registry.codec(sender, endpoint)
+                self.moved(sender.replica, endpoint.replica, codec, round(moved_bytes), took_s)
+        return found

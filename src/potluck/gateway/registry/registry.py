@@ -1,0 +1,414 @@
+"""The keeper: what the Brain wants of the fleet beside what is there, and the news of both. Its only writer.
+
+The Brain's `StartReplica` makes a replica *wanted*. As soon as an engine of the roster answers that may be this
+replica, it is bound to it: told its role and its peers, and then the Brain hears `ReplicaReady`. An engine that is
+gone, or was restarted, is `ReplicaLost`; what comes up in its place becomes another replica. What is wanted lasts: a
+controller reads it (`wanted`) whenever it is there, starts and stops engines, and tells the roster. Without one the
+fleet stays as it is.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import secrets
+import time
+from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from potluck.core.errors import PotluckError
+from potluck.core.state.actions import (
+    Action,
+    CopyPrefix,
+    DrainReplica,
+    FlipReplica,
+    Reassign,
+    Replan,
+    ResyncCache,
+    StartReplica,
+    StopReplica,
+)
+from potluck.core.state.events import (
+    Event,
+    OperatorOrdered,
+    ReplicaDrained,
+    ReplicaLost,
+    ReplicaReady,
+    ReplicaSilent,
+)
+from potluck.core.values.replica_spec import ReplicaSpec
+from potluck.core.values.types import Role
+from potluck.gateway.interfaces import Endpoint, EngineConnections
+from potluck.gateway.registry.engine_client import EngineClient, EngineNoAnswer, EngineRecord
+from potluck.gateway.registry.engine_list import EngineEntry, matched
+from potluck.gateway.registry.model_abilities import skills_of
+
+Tell = Callable[[Event], None]
+log = logging.getLogger(__name__)
+
+
+@dataclass(slots=True, eq=False)
+class ReplicaSlot:
+    """One replica that the Brain wants, and the engine that fills its place."""
+
+    member: ReplicaSpec
+    role: Role
+    draining: bool = False
+    engine: EngineRecord | None = None
+    ready: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class WantedFleet:
+    """What is asked of whoever starts engines and makes plans."""
+
+    replicas: tuple[tuple[ReplicaSpec, Role, bool, str], ...]
+    """(which, its role, whether it is being emptied, the engine's URL or nothing)"""
+    stop: tuple[str, ...]
+    """URLs of engines that are nobody any more."""
+    replan: Replan | None
+    version: int
+    """Grows with every change."""
+
+
+class ReplicaRegistry:
+    """Used in one event loop. `tell` is the desk's; `busy` says how many requests the Brain has at a replica."""
+
+    def __init__(
+        self,
+        tell: Tell,
+        outgoing: EngineConnections,
+        busy: Callable[[str], int],
+        *,
+        codec: Callable[[str, str, str], str] = lambda model, source, target: "raw",
+        codec_inside: Callable[[str], str] = lambda template: "raw",
+    ) -> None:
+        """How KV crosses between regions, and between the replicas of a template's copy."""
+        self._tell = tell
+        self._busy = busy
+        self._codec, self._codec_inside = codec, codec_inside
+        self.caller = EngineClient(outgoing)
+        self._posts: dict[str, ReplicaSlot] = {}
+        self._engines: dict[str, EngineRecord] = {}
+        self._endpoints: dict[str, Endpoint] = {}
+        self.find: Callable[[str], Endpoint | None] = self._endpoints.get
+        self._faces: set[str] = set()
+        """Models that some of them run segments of."""
+        self._skills = skills_of(())
+        self._replan: Replan | None = None
+        self._version = 0
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._binding = False
+        self.on_endpoints: list[Callable[[], None]] = []
+        """Told when who can be reached has changed."""
+        self.on_gone: list[Callable[[str], None]] = []
+        """Told which replica is gone or silent: what runs there has failed."""
+
+    # What workers ask (parts.Directory), beside `find`.
+
+    def segments(self, model: str) -> bool:
+        return model in self._faces
+
+    def owns(self, model: str) -> bool:
+        return model in self._skills.owns
+
+    def adapters(self) -> Mapping[str, str]:
+        return self._skills.adapters
+
+    def codec(self, source: Endpoint, target: Endpoint) -> str:
+        if source.unit and source.unit == target.unit:
+            return source.codec
+        return self._codec(source.model, source.region, target.region)
+
+    @property
+    def endpoints(self) -> tuple[Endpoint, ...]:
+        return tuple(self._endpoints.values())
+
+    @property
+    def engines(self) -> tuple[EngineRecord, ...]:
+        return tuple(self._engines.values())
+
+    def wanted(self) -> WantedFleet:
+        replicas = tuple(
+            (slot.member, slot.role, slot.draining, slot.engine.entry.url if slot.engine else "")
+            for slot in self._posts.values()
+        )
+        idle = tuple(each.entry.url for each in self.engines if each.up and not each.replica)
+        return WantedFleet(replicas, idle, self._replan, self._version)
+
+    # The roster.
+
+    def enlist(self, entries: Iterable[EngineEntry]) -> None:
+        """The whole roster in place of the one before; engines that stay are not disturbed."""
+        listed = {entry.url: entry for entry in entries}
+        for url in [url for url in self._engines if url not in listed]:
+            self._dismiss(self._engines.pop(url))
+        for url, entry in listed.items():
+            engine = self._engines.get(url)
+            if engine is None:
+                self._engines[url] = EngineRecord(entry)
+            else:
+                engine.entry = entry
+        self._version += 1
+
+    def _dismiss(self, engine: EngineRecord) -> None:
+        if engine.watching is not None:
+            engine.watching.cancel()
+        self.lost(engine, "was removed from the list of engines")
+
+    # What the Brain asks (Desk.manage).
+
+    def act(self, actions: Sequence[Action]) -> None:
+        for action in actions:
+            self._do(action)
+
+    def _do(self, action: Action) -> None:
+        self._version += 1
+        match action:
+            case StartReplica(member):
+                self._posts[member.id] = ReplicaSlot(member, member.role)
+                self.bind()
+            case DrainReplica(replica) if replica in self._posts:
+                self._posts[replica].draining = True
+            case StopReplica(replica):
+                slot = self._posts.pop(replica, None)
+                if slot is not None and slot.engine is not None:
+                    self._release(slot.engine, "was stopped by the plan")
+            case FlipReplica(replica, role) if replica in self._posts:
+                self._change_role(self._posts[replica], role)
+            case Reassign(member) if member.id in self._posts:
+                self._posts[member.id].member = member
+                if (endpoint := self._endpoints.get(member.id)) is not None:
+                    self._endpoints[member.id] = replace(
+                        endpoint, unit=member.unit, codec=self._codec_inside(member.template)
+                    )
+                    self._changed()
+                self._change_role(self._posts[member.id], member.role)
+            case Replan():
+                self._replan = action
+            case ResyncCache(replica) if replica in self._posts:
+                engine = self._posts[replica].engine
+                if engine is not None:
+                    engine.cache_epoch = None
+            case CopyPrefix():
+                self._move(action)
+
+    def _change_role(self, slot: ReplicaSlot, role: Role) -> None:
+        slot.role = role
+        if slot.engine is not None and slot.engine.entry.kind == "face":
+            self._spawn(self._call(self.caller.role(slot.engine, role)))
+
+    def planned(self) -> None:
+        """Somebody answered the last Replan, or told another plan, which may have KV cross in other codecs."""
+        self._replan = None
+        self._version += 1
+        for name, slot in self._posts.items():
+            if (endpoint := self._endpoints.get(name)) is not None:
+                self._endpoints[name] = replace(endpoint, codec=self._codec_inside(slot.member.template))
+        self._changed()
+
+    def _move(self, action: CopyPrefix) -> None:
+        source, target = (self._posts.get(name) for name in (action.source, action.target))
+        if source is None or target is None or source.engine is None or target.engine is None:
+            return
+        ends = [self._endpoints.get(each.member.id) for each in (source, target)]
+        if ends[0] is None or ends[1] is None:
+            return
+        codec = self.codec(ends[0], ends[1])
+        names = [f"{block:032x}" for block in action.blocks]
+        moving = self.caller.move(source.engine, target.engine, f"move-{secrets.token_hex(8)}", names, codec)
+        self._spawn(self._call(moving))
+
+    # What engines say (watch.py).
+
+    def heard(self, engine: EngineRecord) -> None:
+        """It answered; `engine.said` is new."""
+        engine.up = True
+        engine.heard_s = time.monotonic()
+        self._emptied_elsewhere(engine)
+        if not engine.replica:
+            self.bind()
+            return
+        slot, said = self._posts.get(engine.replica), engine.said
+        if slot is None or not slot.ready or said is None:
+            return
+        if said.role != slot.role:
+            self._spawn(self._call(self.caller.role(engine, slot.role)))  # a call before did not reach it
+        endpoint = self._endpoints.get(engine.replica)
+        if endpoint is not None and endpoint.adapters != said.adapters:
+            self._endpoints[engine.replica] = replace(endpoint, adapters=said.adapters)
+            self._changed()
+
+    def _emptied_elsewhere(self, engine: EngineRecord) -> None:
+        """Somebody else empties it, another gateway perhaps: so do we, and use it for nothing until that is over."""
+        empties = engine.said is not None and engine.said.state in ("draining", "drained")
+        engine.drained_elsewhere = engine.drained_elsewhere and empties
+        slot = self._posts.get(engine.replica)
+        if empties and not engine.drained and slot is not None and slot.ready and not slot.draining:
+            engine.drained_elsewhere = True
+            self._tell(OperatorOrdered(engine.replica, "drain"))
+
+    def silent(self, engine: EngineRecord) -> None:
+        """It takes longer to answer than it ever does. The Brain hears it first: nothing new is sent there."""
+        if engine.replica in self._endpoints:
+            self._tell(ReplicaSilent(engine.replica))
+            for call in self.on_gone:
+                call(engine.replica)
+
+    def lost(self, engine: EngineRecord, why: str) -> None:
+        """It does not answer, is not who it was, or is not listed any more."""
+        engine.up = False
+        engine.peers = None
+        replica = engine.replica
+        if not replica:
+            engine.note = why
+            return
+        self._release(engine, why)
+        slot = self._posts.get(replica)
+        if slot is None:
+            return
+        self._version += 1
+        if not slot.ready and not slot.draining:
+            slot.engine = None  # it never was there, and is still wanted
+            return
+        del self._posts[replica]
+        for call in self.on_gone:
+            call(replica)
+        self._tell(ReplicaLost(replica, why))
+
+    def _release(self, engine: EngineRecord, why: str) -> None:
+        replica, engine.replica, engine.note = engine.replica, "", why
+        engine.cache_epoch, engine.cache_after = None, 0
+        if self._endpoints.pop(replica, None) is not None:
+            self._changed()
+
+    def look(self) -> None:
+        """At every tick: replicas that are empty now, and engines that nobody is."""
+        for replica, slot in list(self._posts.items()):
+            if slot.draining and slot.ready and not self._busy(replica):
+                slot.ready = False
+                engine = slot.engine
+                if engine is not None and engine.entry.kind == "face" and not engine.drained_elsewhere:
+                    engine.drained = True
+                    self._spawn(self._call(self.caller.drain(engine, resume=False)))
+                self._tell(ReplicaDrained(replica))
+        self.bind()
+
+    def bind(self) -> None:
+        """Give every wanted replica an engine that is there for it."""
+        if self._binding:
+            return
+        self._binding = True
+        try:
+            free = {each.entry.url: each for each in self._engines.values() if self._is_free(each)}
+            lacking = [slot.member for slot in self._posts.values() if slot.engine is None]
+            for member, entry in matched(lacking, [each.entry for each in free.values()]):
+                engine, slot = free[entry.url], self._posts[member.id]
+                problem = self._unsuited(engine, member)
+                if problem:
+                    engine.note = problem
+                    continue
+                engine.replica, engine.note, slot.engine = member.id, "", engine
+                self._spawn(self._ready(engine, slot))
+        finally:
+            self._binding = False
+
+    def _is_free(self, engine: EngineRecord) -> bool:
+        usable = engine.said is None or engine.said.state != "failed"
+        return engine.up and not engine.replica and usable and not engine.drained_elsewhere
+
+    def _unsuited(self, engine: EngineRecord, member: ReplicaSpec) -> str:
+        """Why an engine cannot be a replica beside those that are there; empty when it can."""
+        if engine.said is None:
+            return ""
+        mark = engine.said.fingerprint
+        others = {
+            each.fingerprint
+            for each in self._endpoints.values()
+            if each.model == member.model and each.fingerprint
+        }
+        if mark and others and mark not in others:
+            return f"has other weights than the replicas of {member.model} that serve"
+        return ""
+
+    async def _ready(self, engine: EngineRecord, slot: ReplicaSlot) -> None:
+        """Tell a bound engine who it is, and the Brain that it is there."""
+        member, said = slot.member, engine.said
+        try:
+            served = engine.entry.served_model
+            if engine.entry.kind == "face":
+                if engine.drained or (said is not None and said.state in ("draining", "drained")):
+                    await self.caller.drain(engine, resume=True)
+                    engine.drained = False
+                if said is None or said.role != slot.role:
+                    await self.caller.role(engine, slot.role)
+                await self._introduce()
+            elif not served:
+                served = await self.caller.served_model(engine)
+        except (EngineNoAnswer, PotluckError, ValueError) as error:
+            self.lost(engine, str(error))
+            return
+        if engine.replica != member.id or self._posts.get(member.id) is not slot:
+            return  # it was stopped or lost meanwhile
+        self._endpoints[member.id] = Endpoint(
+            member.id,
+            member.model,
+            member.region,
+            engine.entry.address,
+            engine.entry.kind,
+            said.kv if said else "",
+            said.fingerprint if said else "",
+            served or (said.model if said else ""),
+            key=engine.entry.key,
+            token_ids=engine.entry.token_ids,
+            cache_salt=engine.entry.cache_salt,
+            unit=member.unit,
+            codec=self._codec_inside(member.template),
+            own=said is not None and said.own,
+            adapters=said.adapters if said else (),
+        )
+        slot.ready = True
+        self._version += 1
+        self._changed()
+        self._tell(ReplicaReady(member.id, said.kv_version if said else 0))
+
+    async def _introduce(self) -> None:
+        """Every engine that is there learns whose caches it may fetch."""
+        there = [each for each in self._engines.values() if each.up and each.said and each.said.kv]
+        known = frozenset(each.said.kv for each in there if each.said)
+        unaware = [each for each in there if each.peers != known]
+        for engine in unaware:
+            engine.peers = known
+        told = [self.caller.peers(each, known - {each.said.kv if each.said else ""}) for each in unaware]
+        for engine, outcome in zip(unaware, await asyncio.gather(*told, return_exceptions=True), strict=True):
+            if isinstance(outcome, BaseException):
+                engine.peers = None
+
+    # Calls in the background.
+
+    def _changed(self) -> None:
+        self._faces = {each.model for each in self._endpoints.values() if each.kind == "face"}
+        self._skills = skills_of(self._endpoints.values())
+        for call in self.on_endpoints:
+            call()
+
+    async def _call(self, what: Coroutine[Any, Any, None]) -> None:
+        """Something that may fail without harm to requests; it is said, and a role is asked for again."""
+        try:
+            await what
+        except (PotluckError, ValueError) as error:
+            log.warning("an engine did not do as asked: %s", error)
+
+    def _spawn(self, what: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.get_running_loop().create_task(what)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    async def close(self) -> None:
+        for engine in self._engines.values():
+            if engine.watching is not None:
+                engine.watching.cancel()
+        for task in tuple(self._tasks):
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)

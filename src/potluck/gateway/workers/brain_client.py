@@ -1,0 +1,312 @@
+"""What a worker has of the desk: a line to it, who can be reached, and where to say what happens."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import fields
+from functools import lru_cache
+from json.encoder import encode_basestring_ascii as text_of
+from typing import Any
+
+from potluck.core.state.actions import Action, Run
+from potluck.core.state.events import (
+    Event,
+    FailureKind,
+    FirstToken,
+    RequestArrived,
+    RequestCancelled,
+    RequestFinished,
+    SegmentComputed,
+    SegmentDone,
+    Tick,
+)
+from potluck.core.values.route import Route, aggregated
+from potluck.core.values.types import Request
+from potluck.gateway.admin.counters import Counters
+from potluck.gateway.admin.meter import FullMeter
+from potluck.gateway.admin.usage import UsageFile
+from potluck.gateway.interfaces import Address, ChoiceRequest, Endpoint, RequestOutcome
+from potluck.gateway.registry.model_abilities import skills_of
+from potluck.gateway.workers.worker_channel import WorkerChannel
+from potluck.runtime.log_lines import blocks_of, line, names, read_line
+
+Act = Callable[[Sequence[Action]], None]
+Codecs = dict[tuple[str, str, str], str]
+
+PATIENT = (FirstToken, SegmentComputed, SegmentDone, RequestFinished)
+"""What the Brain learns from, and may learn a few milliseconds later."""
+EVENT, ACTIONS, ENDPOINTS, REASONS, GONE = "e", "a", "d", "r", "g"
+SETUP, READY, HELLO, CLOSE, WATCH = "s", "l", "h", "c", "w"
+COUNTS, USED, SPAN, WATCHED = "t", "u", "o", "p"
+LASTING = frozenset({COUNTS, USED, SPAN})
+"""What another desk is told if one dies before it can be."""
+
+
+# What every request brings (that it came, that it is sent to one replica, that it ended) is a mark and a list of its
+# fields; all else is as the log has it, where the desk's own clock counts.
+
+ARRIVED, FINISHED, RUN = "A", "F", "R"
+
+
+def event_text(event: Event) -> str:
+    if type(event) is RequestArrived:
+        r = event.request
+        deadline_s = "null" if r.deadline_s is None else repr(r.deadline_s)
+        return (
+            f"A[{text_of(r.id)},{text_of(r.model)},{r.arrival_s!r},{r.prompt_tokens},{r.max_output_tokens},"
+            f'{r.priority},{deadline_s},"{names(r.blocks)}",{text_of(r.tenant)},{text_of(r.request_class)}'
+            f"{',true' if r.exact else ''}]"
+        )
+    if type(event) is RequestFinished:
+        return f"F[{text_of(event.request)},{event.attempt},{event.output_tokens}]"
+    return line(0.0, event, ())[:-1]
+
+
+def event_of(text: str) -> Event:
+    mark = text[:1]
+    if mark == ARRIVED:
+        fields = json.loads(text[1:])
+        fields[7] = blocks_of(fields[7]) if fields[7] else ()
+        return RequestArrived(Request(*fields))
+    if mark == FINISHED:
+        return RequestFinished(*json.loads(text[1:]))
+    return read_line(text, "worker")[1]
+
+
+def actions_text(actions: Sequence[Action]) -> str:
+    run = actions[0] if len(actions) == 1 else None
+    if type(run) is Run and len(run.route.segments) == 1:
+        return (
+            f"R[{text_of(run.request)},{text_of(run.route.segments[0].replica)},{run.attempt},"
+            f"{run.prompt_tokens},{run.streamed_tokens},{run.weight!r}{',true' if run.yields else ''}]"
+        )
+    return line(0.0, Tick(), actions)[:-1]
+
+
+def actions_of(text: str) -> list[Action]:
+    if text[:1] == RUN:
+        request, replica, *rest = json.loads(text[1:])
+        return [Run(request, _alone(replica), *rest)]
+    return read_line(text, "desk")[2]
+
+
+@lru_cache(maxsize=4096)
+def _alone(replica: str) -> Route:
+    """The same for all requests that one replica does alone."""
+    return aggregated(replica)
+
+
+def endpoints_text(endpoints: Iterable[Endpoint], codecs: Codecs) -> str:
+    """Those that can be reached, and how caches cross between their regions."""
+    said = [_said_of(each) for each in endpoints]
+    return json.dumps({"endpoints": said, "codecs": [[*key, codec] for key, codec in codecs.items()]})
+
+
+def _said_of(endpoint: Endpoint) -> dict[str, object]:
+    return {each.name: getattr(endpoint, each.name) for each in fields(endpoint)}
+
+
+class RemoteDirectory:
+    """The `Directory` of a worker: as the desk said last."""
+
+    def __init__(self) -> None:
+        self._endpoints: dict[str, Endpoint] = {}
+        self._faces: set[str] = set()
+        self._codecs: Codecs = {}
+        self._skills = skills_of(())
+
+    def learn(self, text: str) -> None:
+        data = json.loads(text)
+        self._codecs = {(model, source, target): codec for model, source, target, codec in data["codecs"]}
+        self._endpoints = {}
+        for each in data["endpoints"]:
+            host, port, tls = each.pop("address")
+            each["adapters"] = tuple(each["adapters"])
+            made = Endpoint(address=Address(host, port, tls), **each)
+            self._endpoints[made.replica] = made
+        self._faces = {each.model for each in self._endpoints.values() if each.kind == "face"}
+        self._skills = skills_of(self._endpoints.values())
+
+    def find(self, replica: str) -> Endpoint | None:
+        return self._endpoints.get(replica)
+
+    def named(self, endpoint: Endpoint) -> str | None:
+        """What the engine behind an endpoint is called now; another desk may have given it another name."""
+        for each in self._endpoints.values():
+            if each.address == endpoint.address and each.fingerprint == endpoint.fingerprint:
+                return each.replica
+        return None
+
+    def segments(self, model: str) -> bool:
+        return model in self._faces
+
+    def owns(self, model: str) -> bool:
+        return model in self._skills.owns
+
+    def adapters(self) -> Mapping[str, str]:
+        return self._skills.adapters
+
+    def codec(self, source: Endpoint, target: Endpoint) -> str:
+        if source.unit and source.unit == target.unit:
+            return source.codec
+        return self._codecs.get((source.model, source.region, target.region), "raw")
+
+
+class RemoteBrainClient:
+    """The `Line` of a worker. All processes of a machine have the same monotonic clock.
+
+    A desk can die. Until another one is `joined` nothing is told, as it will hear of all that is open then; `untold`
+    are those that it has not heard of yet.
+    """
+
+    __slots__ = ("_mail", "act", "joined", "start_s", "untold", "waiting")
+
+    def __init__(self, channel: WorkerChannel, start_s: float, act: Act) -> None:
+        self._mail, self.start_s, self.act = channel, start_s, act
+        self.joined = True
+        self.untold: set[str] = set()
+        self.waiting: Callable[[], None] = lambda: None
+        """Called when an untold request's attempt fails: it can be told of at once."""
+
+    def tell(self, event: Event) -> None:
+        if not self.joined:
+            return
+        if self.untold and getattr(event, "request", None) in self.untold:
+            if isinstance(event, RequestFinished | RequestCancelled):
+                self.untold.discard(event.request)
+            else:
+                self.waiting()
+            return
+        if isinstance(event, PATIENT):
+            self._mail.later(EVENT, event_text(event))
+        else:
+            self._mail.send(EVENT, event_text(event))
+
+    def now_s(self) -> float:
+        return time.monotonic() - self.start_s
+
+
+class WorkerMeter(Counters):
+    """The `Meter` of a worker: it counts by itself, and its counts are added to the desk's now and then. Records of
+    use it writes itself, as a desk may die. One by one the desk hears how answers went; of spans and what is watched,
+    where somebody wants them."""
+
+    def __init__(
+        self,
+        channel: WorkerChannel,
+        region_of: Callable[[str], str],
+        *,
+        spans: bool,
+        usage: UsageFile | None = None,
+    ) -> None:
+        super().__init__(region_of)
+        self._mail, self._spans, self._usage = channel, spans, usage
+        self._said = ""
+
+    def flush(self) -> None:
+        taken = self.take()
+        if self._usage is not None:
+            self._usage.look()
+            taken["usage"] = (self._usage.problem, self._usage.lost)
+        said = json.dumps(taken)
+        if said != self._said:
+            self._said = said
+            self._mail.later(COUNTS, said)
+
+    def renew(self) -> None:
+        """Another desk has to hear how many are open, although nothing changed."""
+        self._said = ""
+
+    def watch(self, read: bool) -> None:
+        """Whether somebody wants to see what happens."""
+        self.published = self._publish if read else None
+
+    def _publish(self, kind: str, what: dict[str, object]) -> None:
+        self._mail.later(WATCHED, json.dumps([kind, what]))
+
+    def answered(self, told: RequestOutcome) -> None:
+        if self._usage is not None:
+            self._usage.record(told, time.monotonic())
+        super().answered(told)
+        self._mail.later(USED, json.dumps(told))
+
+    def segment(
+        self,
+        asked: ChoiceRequest,
+        replica: str,
+        began_s: float,
+        ended_s: float,
+        tokens: int,
+        problem: str = "",
+    ) -> None:
+        super().segment(asked, replica, began_s, ended_s, tokens, problem)
+        if self._spans:
+            said = f"{text_of(replica)},{began_s!r},{ended_s!r},{tokens},{text_of(problem)}"
+            self._mail.later(SPAN, f'["segment",{_said(asked)},{said}]')
+
+    def failed(self, asked: ChoiceRequest, where: str, kind: FailureKind, why: str) -> None:
+        super().failed(asked, where, kind, why)
+        if self._spans:
+            said = f"{text_of(where)},{text_of(kind)},{text_of(why)}"
+            self._mail.later(SPAN, f'["failed",{_said(asked)},{said}]')
+
+
+def _said(asked: ChoiceRequest) -> str:
+    """What a meter looks at; never a prompt."""
+    return (
+        f"[{text_of(asked.id)},{text_of(asked.model)},{asked.prompt_tokens},{asked.max_output_tokens},"
+        f"{text_of(asked.tenant)},{text_of(asked.request_class)},{asked.priority}]"
+    )
+
+
+def _asked(said: list[Any]) -> ChoiceRequest:
+    name, model, prompt_tokens, output_tokens, tenant, request_class, priority = said
+    return ChoiceRequest(
+        name,
+        model,
+        (),
+        prompt_tokens,
+        output_tokens,
+        tenant=tenant,
+        request_class=request_class,
+        priority=priority,
+    )
+
+
+class WorkerMeterReceiver:
+    """At the desk: one worker's counts and news, said to the meter that has all of them."""
+
+    def __init__(self, meter: FullMeter) -> None:
+        self._meter = meter
+        self._open = 0
+
+    def heard(self, letter: str, text: str) -> bool:
+        """False: it is about something else."""
+        if letter == COUNTS:
+            taken = json.loads(text)
+            self._meter.add(taken)
+            self._has_open(int(taken["open"]))
+            if "usage" in taken:
+                problem, lost = taken["usage"]
+                self._meter.usage_notes[self] = (problem, lost)
+        elif letter == USED:
+            self._meter.used(RequestOutcome(*json.loads(text)))
+        elif letter == SPAN:
+            name, asked, *what = json.loads(text)
+            self._meter.span(name, _asked(asked), what)
+        elif letter == WATCHED:
+            if self._meter.published is not None:
+                self._meter.published(*json.loads(text))
+        else:
+            return False
+        return True
+
+    def gone(self) -> None:
+        self._has_open(0)
+        self._meter.usage_notes.pop(self, None)
+
+    def _has_open(self, now: int) -> None:
+        self._meter.open += now - self._open
+        self._open = now

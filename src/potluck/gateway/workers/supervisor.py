@@ -1,0 +1,298 @@
+"""The supervisor, the first process of every gateway: it forks the others, and again when they die.
+
+    parent ─┬─ desk: the Brain, the fleet, the log, the operators' port; with one worker, clients as well
+            └─ workers, where there are several: clients; each has a line to the desk
+
+It does nothing else, and holds what must outlive them: the listening sockets, so that nobody is refused while one is
+replaced, the socket that workers call, a directory. All are forks of it, so that a successor is there within
+milliseconds; what is under way a desk hears from the workers. Should the parent itself die, the desk ends as if it
+were told to, and the workers with it; one whose ports can be taken over serves until a successor does that.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import ctypes
+import logging
+import os
+import select
+import shutil
+import signal
+import socket
+import sys
+import tempfile
+import time
+import traceback
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from potluck.core.errors import PotluckError
+from potluck.gateway.gc_tuning import calm
+from potluck.gateway.http.client_listener import bound
+from potluck.gateway.http.inherited_sockets import inherited
+from potluck.gateway.http.takeover import InheritedSockets, take_over
+from potluck.gateway.settings import GatewaySettings, ListenAddresses
+from potluck.gateway.workers import worker_process
+
+AGAIN_S = (0.0, 0.2, 1.0)
+"""Before one is started again that did not come to serve: the longer, the more often."""
+LOOK_S = 0.5
+"""How often children are looked after when no signal tells of them."""
+LEAVE_S = 1.0
+BACKLOG = 128
+SERVES, FOLLOWED = b"+", b"-"
+"""What a child tells: that it serves; that another gateway has its ports, so that nobody is to take its place."""
+
+log = logging.getLogger(__name__)
+
+
+@dataclass
+class BrainProcessContext:
+    """What all processes of a gateway have from their parent."""
+
+    home: Path
+    """A directory for nobody else's eyes."""
+    brain_loop: socket.socket
+    """Where workers call."""
+    clients: Sequence[Sequence[socket.socket]]
+    """The clients' port: for each worker the sockets that it listens on."""
+    operators: Sequence[socket.socket] = ()
+    life: int = -1
+    """Readable when the parent is gone."""
+    again: bool = False
+    """Whether there was a desk before."""
+    taken: InheritedSockets | None = None
+    """The gateway whose ports these were, until this one serves."""
+    orphaned: bool = False
+    """In a child: whether the parent is gone."""
+    tell: Callable[[bytes], None] = lambda said: None
+    """In a child: the parent hears it."""
+
+    @property
+    def path(self) -> str:
+        return str(self.home / "desk")
+
+    def close(self) -> None:
+        for each in (self.brain_loop, *self.operators, *(each for held in self.clients for each in held)):
+            each.close()
+        shutil.rmtree(self.home, ignore_errors=True)
+
+
+def answers_in(settings: GatewaySettings, post: BrainProcessContext) -> Path:
+    """Where answers lie for whoever asks again."""
+    return (settings.state or post.home) / "answers"
+
+
+async def make_post(places: ListenAddresses, takeover: Path | None = None) -> BrainProcessContext:
+    """Ports that another gateway hands over, that whoever started this one holds, or that are opened here."""
+    taken = None if takeover is None else take_over(takeover)
+    held, operators = inherited()
+    if taken is not None:
+        for each in (*held, *operators):
+            each.close()
+        held, operators = taken.clients, taken.operators
+    operators = operators or await bound(places.admin_host, places.admin_port)
+    clients, port = [], places.port
+    for _ in range(places.workers):
+        mine = held or await bound(places.host, port, shared=places.workers > 1)
+        port = mine[0].getsockname()[1]
+        clients.append(mine)
+    home = Path(tempfile.mkdtemp(prefix="potluck-"))
+    brain_loop = socket.socket(socket.AF_UNIX)
+    brain_loop.bind(str(home / "desk"))
+    brain_loop.listen(BACKLOG)
+    return BrainProcessContext(home, brain_loop, clients, operators, taken=taken)
+
+
+class SupervisedProcess:
+    """A process that is started again whenever it dies: a fork that does `run`, given whom to tell how it is."""
+
+    def __init__(self, name: str, run: Callable[[Callable[[bytes], None]], None]) -> None:
+        self.name, self._run = name, run
+        self.pid = 0
+        """0 while there is none."""
+        self.said = b""
+        """What the last one that ended had told."""
+        self._said = -1
+        self._due_s = 0.0
+        self._tries = 0
+        """Starts in a row that came to nothing."""
+
+    def look(self, now_s: float) -> int | None:
+        """Start it when it is time to; its code if it has just ended."""
+        if not self.pid:
+            if now_s >= self._due_s:
+                self._fork()
+            return None
+        code = self.ended()
+        if code is None:
+            return None
+        if SERVES in self.said:  # Clients wait for another, at once.
+            self._tries = 0
+        self._due_s = now_s + AGAIN_S[min(self._tries, len(AGAIN_S) - 1)]
+        self._tries += 1
+        if code == 0 or FOLLOWED in self.said:
+            return 0
+        log.error("%s ended with %s; another one takes its place", self.name, code)
+        return code
+
+    def ended(self) -> int | None:
+        """Its code, if it has."""
+        pid, status = os.waitpid(self.pid, os.WNOHANG)
+        if not pid:
+            return None
+        self.pid = 0
+        self.said = os.read(self._said, 4096)
+        os.close(self._said)
+        return os.waitstatus_to_exitcode(status)
+
+    def _fork(self) -> None:
+        self._said, say = os.pipe()
+        sys.stdout.flush()
+        self.pid = os.fork()
+        if self.pid:
+            os.close(say)
+            return
+        code = 1
+        try:
+            os.close(self._said)
+            os.setsid()  # Ctrl-C is the parent's to hear.
+            _entitle(self.name)
+            signal.set_wakeup_fd(-1)
+            for number in (signal.SIGINT, signal.SIGTERM, signal.SIGCHLD):
+                signal.signal(number, signal.SIG_DFL)
+            self._run(lambda said: _tell(say, said))
+            code = 0
+        except PotluckError as error:
+            _tell(say, str(error).encode()[:4000])
+            code = 2
+        except BaseException:
+            traceback.print_exc()
+        finally:
+            sys.stdout.flush()
+            sys.stderr.flush()
+            os._exit(code)
+
+    def send(self, number: signal.Signals) -> None:
+        if self.pid:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(self.pid, number)
+
+    def end(self, within_s: float) -> None:
+        """By itself if it does so in time."""
+        until_s = time.monotonic() + within_s
+        while self.pid and self.ended() is None:
+            if time.monotonic() >= until_s:
+                self.send(signal.SIGKILL)
+            time.sleep(0.01)
+
+
+def worker(
+    post: BrainProcessContext, place: int, first: Callable[[], None] = lambda: None
+) -> SupervisedProcess:
+    """A process for clients. `first` is what such a process does before all else."""
+
+    def run(tell: Callable[[bytes], None]) -> None:
+        first()
+        worker_process.run(post.path, place, post.clients[place], lambda: tell(SERVES))
+
+    return SupervisedProcess(f"{worker_process.__name__} {place}", run)
+
+
+Desk = Callable[[BrainProcessContext], None]
+"""What a desk does until it is told to end."""
+
+
+class Supervisor:
+    def __init__(self, places: ListenAddresses, brain_loop: Desk, takeover: Path | None = None) -> None:
+        self._post = asyncio.run(make_post(places, takeover))
+        self._post.life, self._alive = os.pipe()
+        self._run_desk = brain_loop
+        self._stopping = False
+        self._desk = SupervisedProcess(
+            "potluck-gateway" if places.workers == 1 else "potluck-gateway-desk", self._be_desk
+        )
+        self._workers: list[SupervisedProcess] = []
+        if places.workers > 1:
+            self._workers = [worker(self._post, place, self._forked) for place in range(places.workers)]
+
+    def _forked(self) -> None:
+        """In a child: only the parent keeps the end of the pipe by which it is known to live."""
+        os.close(self._alive)
+
+    def _be_desk(self, tell: Callable[[bytes], None]) -> None:
+        self._forked()
+        self._post.tell = tell
+        self._run_desk(self._post)
+
+    def run(self) -> None:
+        """Until a signal says to end; raises what kept the first desk from serving."""
+        calm()  # No desk needs to look at what it has from here.
+        woken, wake = socket.socketpair()
+        wake.setblocking(False)
+        woken.setblocking(False)
+        before = signal.set_wakeup_fd(wake.fileno(), warn_on_full_buffer=False)
+        for number in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(number, self._stop)
+        signal.signal(signal.SIGCHLD, lambda number, frame: None)
+        try:
+            while self._look(time.monotonic()):
+                select.select([woken], [], [], LOOK_S)
+                with contextlib.suppress(BlockingIOError):
+                    woken.recv(4096)
+        finally:
+            self._end()
+            signal.set_wakeup_fd(before)
+            woken.close()
+            wake.close()
+
+    def _stop(self, number: int, frame: object) -> None:
+        self._stopping = True
+        self._desk.send(signal.SIGTERM)
+
+    def _look(self, now_s: float) -> bool:
+        """Whether to go on."""
+        if self._stopping:
+            return bool(self._desk.pid) and self._desk.ended() is None
+        code = self._desk.look(now_s)
+        if code is not None:
+            said = self._desk.said
+            if SERVES not in said and not self._post.again:
+                text = said.decode("utf-8", "replace")
+                raise PotluckError(text or f"the desk's process ended with {code}; its log says why")
+            if code == 0:  # It was told to end, or another gateway serves.
+                return False
+            self._post.again = True
+            self._desk.look(now_s)
+        for each in self._workers:
+            if each.look(now_s) is not None:
+                each.look(now_s)
+        return True
+
+    def _end(self) -> None:
+        """Whatever is left; workers that were told to end are about to."""
+        self._stopping = True
+        self._desk.end(0.0)
+        for each in self._workers:
+            each.end(LEAVE_S)
+        os.close(self._alive)
+        os.close(self._post.life)
+        self._post.close()
+
+
+def _entitle(title: str) -> None:
+    """What `ps` shows of this process, where the system lets it be said: over the words that its parent was started
+    with, whose place is in /proc/self/stat (fields 48 and 49; its name, which may hold anything, is the second)."""
+    with contextlib.suppress(OSError, ValueError, IndexError):
+        fields = Path("/proc/self/stat").read_text().rpartition(")")[2].split()
+        start, room = int(fields[45]), int(fields[46]) - int(fields[45])
+        if start and room > 0:
+            ctypes.memset(start, 0, room)
+            ctypes.memmove(start, title.encode()[: room - 1], min(len(title), room - 1))
+
+
+def _tell(pipe: int, said: bytes) -> None:
+    with contextlib.suppress(BrokenPipeError):  # the parent is gone
+        os.write(pipe, said)

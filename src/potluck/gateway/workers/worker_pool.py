@@ -1,0 +1,187 @@
+"""The Brain's side of several workers: they are heard, told, and asked to end; their processes are the parent's.
+
+A worker that dies takes its clients' connections along: the Brain hears that their requests were cancelled, so that
+engines stop working on them, and another process takes its place.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Sequence
+from contextlib import suppress
+
+from potluck.core.errors import PotluckError
+from potluck.core.state.actions import Action
+from potluck.gateway.admin.meter import FullMeter
+from potluck.gateway.brain_loop.gateway_core import GatewayCore
+from potluck.gateway.settings import GatewaySettings
+from potluck.gateway.workers import brain_client
+from potluck.gateway.workers.brain_client import WorkerMeterReceiver
+from potluck.gateway.workers.supervisor import BrainProcessContext, answers_in
+from potluck.gateway.workers.worker_channel import WorkerChannel
+from potluck.gateway.workers.worker_setup import ModelCardNote, WorkerSetup
+
+START_S = 60.0
+
+
+class WorkerSlot:
+    """One worker, as long as its process lives."""
+
+    def __init__(self, worker_pool: WorkerPool) -> None:
+        self._crew = worker_pool
+        self.channel = WorkerChannel(self._heard, self._gone)
+        self.place = -1
+        self._counts = WorkerMeterReceiver(worker_pool.meter)
+        self.line = worker_pool.core.brain_loop.line(self._act)
+
+    def _act(self, actions: Sequence[Action]) -> None:
+        self.channel.send(brain_client.ACTIONS, brain_client.actions_text(actions))
+
+    def _heard(self, letter: str, text: str) -> None:
+        if letter == brain_client.EVENT:
+            self.line.tell(brain_client.event_of(text))
+        elif letter == brain_client.HELLO:
+            self.place = int(text)
+            self._crew.joined(self)
+        elif letter == brain_client.READY:
+            self._crew.listens(self.place, text)
+        elif not self._counts.heard(letter, text):
+            raise ValueError(f"no line begins with {letter!r}")
+
+    def _gone(self) -> None:
+        self._crew.left(self)
+        self._counts.gone()
+        self._crew.core.brain_loop.lost(self.line)
+
+
+class WorkerPool:
+    def __init__(
+        self,
+        core: GatewayCore,
+        meter: FullMeter,
+        settings: GatewaySettings,
+        cards: tuple[ModelCardNote, ...],
+        post: BrainProcessContext,
+    ) -> None:
+        self.core, self.meter = core, meter
+        self._settings, self._cards = settings, cards
+        self._count = settings.places.workers
+        self._secret = settings.secret.hex()
+        self._post = post
+        self._seats: list[WorkerSlot] = []
+        self._listening: dict[int, str] = {}
+        self._all: asyncio.Event = asyncio.Event()
+        self._none: asyncio.Event = asyncio.Event()
+        """All have ended."""
+        self._reasons = ""
+        self._watched = False
+        self._closing = False
+        core.registry.on_endpoints.append(self._changed)
+        core.registry.on_gone.append(self._lost)
+        core.brain_loop.at_ticks.append(self._look)
+
+    async def start(self) -> str:
+        """Where they listen, once all of them do. A successor serves with those that are there."""
+        loop = asyncio.get_running_loop()
+        self._server = await loop.create_unix_server(
+            lambda: WorkerSlot(self).channel, sock=self._post.brain_loop
+        )
+        if self._post.again:
+            return ""
+        try:
+            async with asyncio.timeout(START_S):
+                await self._all.wait()
+        except TimeoutError:
+            raise PotluckError(f"workers did not start within {START_S:g} s; the log says why") from None
+        return self._listening[0]
+
+    async def close(self, within_s: float) -> None:
+        """They end what is open, and then themselves."""
+        self._closing = True
+        for seat in self._seats:
+            seat.channel.send(brain_client.CLOSE, "")
+        if self._seats:
+            with suppress(TimeoutError):
+                async with asyncio.timeout(within_s + 5.0):
+                    await self._none.wait()
+        self._server.close()
+
+    # What workers say.
+
+    def joined(self, seat: WorkerSlot) -> None:
+        self._seats.append(seat)
+        seat.channel.send(brain_client.SETUP, self._setup(seat.place).text())
+        seat.channel.send(brain_client.ENDPOINTS, self._endpoints())
+        seat.channel.send(brain_client.REASONS, self._lacking())
+        seat.channel.send(brain_client.WATCH, json.dumps(self._watched))
+        if self._closing:
+            seat.channel.send(brain_client.CLOSE, "")
+
+    def listens(self, place: int, url: str) -> None:
+        self._listening[place] = url
+        if len(self._listening) == self._count:
+            self._all.set()
+
+    def left(self, seat: WorkerSlot) -> None:
+        if seat in self._seats:
+            self._seats.remove(seat)
+            if self._closing and not self._seats:
+                self._none.set()
+
+    # What they must know.
+
+    def _setup(self, place: int) -> WorkerSetup:
+        settings = self._settings
+        certificate, key = settings.tls or (None, None)
+        return WorkerSetup(
+            place,
+            self._count,
+            settings.places.host,
+            int(self._post.clients[0][0].getsockname()[1]),
+            self._cards,
+            tuple(each.name for each in self.core.policy.classes),
+            self.core.policy.shared_prefixes,
+            None if settings.keys is None else str(settings.keys.absolute()),
+            None if certificate is None else str(certificate.absolute()),
+            None if key is None else str(key.absolute()),
+            None if settings.engine_ca is None else str(settings.engine_ca.absolute()),
+            self._secret,
+            str(self._post.home / "slate"),
+            self.core.brain_loop.start_s,
+            settings.drain_s,
+            settings.gateways,
+            settings.otlp is not None,
+            None if settings.usage is None else str(settings.usage.absolute()),
+            str(answers_in(settings, self._post).absolute()),
+        )
+
+    def _endpoints(self) -> str:
+        codecs = {key: self.core.codec(*key) for key in self.core.replica_models.codecs}
+        return brain_client.endpoints_text(self.core.registry.endpoints, codecs)
+
+    def _lacking(self) -> str:
+        models = self.core.replica_models.resolved.models
+        return json.dumps({model: why for model in models if (why := self.core.lacking(model))})
+
+    def _changed(self) -> None:
+        said = self._endpoints()
+        for seat in self._seats:
+            seat.channel.send(brain_client.ENDPOINTS, said)
+        self._look()
+
+    def _lost(self, replica: str) -> None:
+        for seat in self._seats:
+            seat.channel.send(brain_client.GONE, json.dumps(replica))
+
+    def _look(self) -> None:
+        reasons = self._lacking()
+        if reasons != self._reasons:
+            self._reasons = reasons
+            for seat in self._seats:
+                seat.channel.send(brain_client.REASONS, reasons)
+        watched = self.meter.published is not None
+        if watched != self._watched:
+            self._watched = watched
+            for seat in self._seats:
+                seat.channel.send(brain_client.WATCH, json.dumps(watched))

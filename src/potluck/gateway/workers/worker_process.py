@@ -1,0 +1,223 @@
+"""A worker's process, forked by `parent.py`.
+
+It ends when it is told to. When the desk's process is gone its answers go on; another desk that takes its place hears
+of all that is open. With none after LONELY_S it ends as well.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import signal
+import socket
+import time
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from pathlib import Path
+
+from potluck.gateway.admin.usage import UsageFile
+from potluck.gateway.brain_loop.loop import Act
+from potluck.gateway.gc_tuning import calm
+from potluck.gateway.http.limits import allow_open_files
+from potluck.gateway.openai.shared_quota import SharedUse
+from potluck.gateway.workers import brain_client
+from potluck.gateway.workers.brain_client import RemoteBrainClient, RemoteDirectory, WorkerMeter
+from potluck.gateway.workers.worker import Worker, calls_of
+from potluck.gateway.workers.worker_channel import WorkerChannel
+from potluck.gateway.workers.worker_setup import WorkerSetup, setup_of
+
+FLUSH_S = 0.25
+LONELY_S = 10.0
+"""How long another desk is waited for."""
+ORPHAN_S = 5.0
+"""How long answers may then still go on."""
+RETRY_S = 0.02
+
+log = logging.getLogger(__name__)
+
+
+class WorkerProcess:
+    """What came from the desk, and the worker that it is for."""
+
+    def __init__(self, path: str, place: int) -> None:
+        self._path, self._place = path, place
+        self._loop = asyncio.get_running_loop()
+        self.channel = WorkerChannel(self.heard, self.gone, brain_client.LASTING)
+        self.line: RemoteBrainClient | None = None
+        self.url = ""
+        self._joining: asyncio.Task[None] | None = None
+        self.directory = RemoteDirectory()
+        self.reasons: dict[str, str] = {}
+        self.setup: asyncio.Future[WorkerSetup] = self._loop.create_future()
+        self.ending: asyncio.Future[bool] = self._loop.create_future()
+        """True: in order; False: the desk is gone."""
+        self.worker: Worker | None = None
+        self.meter: WorkerMeter | None = None
+        self.watched = False
+
+    def heard(self, letter: str, text: str) -> None:
+        if letter == brain_client.ACTIONS:
+            assert self.worker is not None
+            self.worker.dispatcher.act(brain_client.actions_of(text))
+        elif letter == brain_client.ENDPOINTS:
+            self.directory.learn(text)
+            self.tell_anew()
+        elif letter == brain_client.REASONS:
+            self.reasons = json.loads(text)
+        elif letter == brain_client.GONE:
+            if self.worker is not None:
+                self.worker.dispatcher.gone(json.loads(text))
+        elif letter == brain_client.SETUP:
+            if self.setup.done():
+                self._joined(setup_of(text))
+            else:
+                self.setup.set_result(setup_of(text))
+        elif letter == brain_client.WATCH:
+            self.watched = json.loads(text)
+            if self.meter is not None:
+                self.meter.watch(self.watched)
+        elif letter == brain_client.CLOSE:
+            self._end(True)
+
+    # When a desk dies.
+
+    def gone(self) -> None:
+        if self.line is None or self.ending.done():
+            self._end(False)
+            return
+        self.line.joined = False
+        if self._joining is None or self._joining.done():
+            self._joining = self._loop.create_task(self._join())
+
+    async def join(self) -> None:
+        await self._loop.create_unix_connection(lambda: self.channel, self._path)
+        self.channel.send(brain_client.HELLO, str(self._place))
+
+    async def _join(self) -> None:
+        """Call until another desk answers."""
+        assert self.line is not None
+        try:
+            async with asyncio.timeout(LONELY_S):
+                while not self.line.joined:
+                    if not self.channel.connected:
+                        with suppress(OSError):
+                            await self.join()
+                            self.channel.send(brain_client.READY, self.url)
+                    await asyncio.sleep(RETRY_S)
+        except TimeoutError:
+            log.error("the desk is gone, and no other came")
+            self._end(False)
+
+    def _joined(self, setup: WorkerSetup) -> None:
+        line, worker = self.line, self.worker
+        assert line is not None
+        assert worker is not None
+        if setup.start_s == line.start_s:
+            log.error("the desk lost this worker, and took its requests for cancelled")
+            self._end(False)
+            return
+        if self.meter is not None:
+            self.meter.renew()
+        line.start_s, line.joined = setup.start_s, True
+        line.untold = set(worker.dispatcher.names())
+        line.waiting = self._soon
+        self.tell_anew()
+
+    def _soon(self) -> None:
+        self._loop.call_soon(self.tell_anew)
+
+    def tell_anew(self) -> None:
+        """What another desk has not heard of yet, as far as it knows the engines by now.
+
+        An attempt elsewhere goes on by itself, and is told of when it fails.
+        """
+        line, worker = self.line, self.worker
+        if line is None or worker is None or not line.joined:
+            return
+        still_open = set(worker.dispatcher.names())
+        for name in sorted(line.untold):
+            event = None
+            if name in still_open:
+                event = worker.dispatcher.whereabouts(name, self.directory.named)
+                if event is None:
+                    continue
+            line.untold.discard(name)
+            if event is not None:
+                line.tell(event)
+
+    def _end(self, told: bool) -> None:
+        if not self.ending.done():
+            self.ending.set_result(told)
+        if not self.setup.done():
+            self.setup.cancel()
+
+    def connect(self, act: Act) -> RemoteBrainClient:
+        self.line = RemoteBrainClient(self.channel, self.setup.result().start_s, act)
+        return self.line
+
+    def region(self, replica: str) -> str:
+        found = self.directory.find(replica)
+        return "" if found is None else found.region
+
+    def lacking(self, model: str) -> str:
+        return self.reasons.get(model, "")
+
+
+async def work(path: str, place: int, sockets: Sequence[socket.socket], serves: Callable[[], None]) -> None:
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        loop.add_signal_handler(number, lambda: None)  # The desk's process says when to end.
+    allow_open_files()
+    hand = WorkerProcess(path, place)
+    channel = hand.channel
+    await hand.join()
+    setup = await hand.setup
+    usage = None if setup.usage is None else UsageFile(setup.usage, time.time)
+    hand.meter = meter = WorkerMeter(channel, hand.region, spans=setup.spans, usage=usage)
+    meter.watch(hand.watched)
+    settings = setup.settings
+    outgoing = calls_of(settings)
+    worker = hand.worker = Worker(
+        {note.name: note.card() for note in setup.cards},
+        hand.directory,
+        outgoing,
+        meter,
+        settings,
+        frozenset(setup.classes),
+        setup.sharing,
+        hand.lacking,
+        hand.connect,
+        shared_use=SharedUse(setup.shared_use, setup.place, setup.workers),
+        answers=None if setup.answers is None else Path(setup.answers),
+    )
+    flushing = loop.create_task(_flush(meter))
+    try:
+        hand.url = await worker.listen(settings, sockets)
+        channel.send(brain_client.READY, hand.url)
+        serves()
+        calm()
+        in_order = await hand.ending
+    finally:
+        flushing.cancel()
+    within_s = setup.drain_s if in_order else min(setup.drain_s, ORPHAN_S)
+    await worker.close(within_s, for_good=in_order)
+    meter.flush()
+    if usage is not None:
+        usage.close()
+    channel.close()
+    await outgoing.close()
+
+
+async def _flush(meter: WorkerMeter) -> None:
+    while True:
+        await asyncio.sleep(FLUSH_S)
+        meter.flush()
+
+
+def run(path: str, place: int, sockets: Sequence[socket.socket], serves: Callable[[], None]) -> None:
+    """Until it is told to end: it listens at `sockets`, and says when it `serves`."""
+    import uvloop
+
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        runner.run(work(path, place, sockets, serves))

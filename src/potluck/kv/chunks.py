@@ -1,0 +1,62 @@
+"""What is handed over: a manifest, and parcels, each one part of one layer.
+
+A parcel's data is C-contiguous and little-endian. Under a codec other than `raw` it is what the codec made of it, and
+`parameters` are what the codec needs to undo that; dtype and shape are always those of the restored array.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import struct
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from potluck.core.errors import PotluckError
+from potluck.kv.codec.codec_layout import Codec, Part
+
+Buffer = bytes | bytearray | memoryview
+
+
+class TransferError(PotluckError):
+    """A cache could not be handed over: the other side is gone, refuses, fails, or is late."""
+
+
+class TransferDeclined(TransferError):
+    """The sender says no: it refuses the handle, or cannot go on."""
+
+
+@dataclass(frozen=True, slots=True)
+class KvManifest:
+    """What a hand-over is about."""
+
+    fingerprint: str
+    """Of the model with its weights."""
+    start: int
+    stop: int
+    token_hash: str
+    """Of the tokens [0, stop): the entries of a token depend on all before it."""
+
+
+def token_hash(tokens: Sequence[int]) -> str:
+    """As a manifest has it."""
+    return hashlib.sha256(struct.pack(f"<{len(tokens)}i", *tokens)).hexdigest()
+
+
+@dataclass(frozen=True, slots=True)
+class KvChunk:
+    """One part of one layer."""
+
+    layer: int
+    part: Part
+    first: int
+    """Tokens [first, stop), or for a state its length twice."""
+    stop: int
+    dtype: str
+    shape: tuple[int, ...]
+    data: Buffer
+    codec: Codec = "raw"
+    parameters: Buffer = b""
+
+
+def data_bytes(parcel: KvChunk) -> int:
+    return len(parcel.data)

@@ -1,0 +1,238 @@
+"""The receiver's ways to the senders of its fleet: whom it may connect to, idle connections, memory to receive into.
+
+An address must be one of the fleet's: an engine never connects to what a user named. Connections are kept for the
+next fetch from the same sender, which then begins with a warm congestion window and, under TLS, without a handshake.
+"""
+
+from __future__ import annotations
+
+import itertools
+import ssl
+import threading
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from math import inf
+
+import numpy as np
+
+from potluck.core.errors import InputError
+from potluck.kv.link.kv_connection import SOON_S, KvConnection, connect
+from potluck.kv.link.link_report import LinkReport, info, report
+from potluck.kv.link.shared_memory import SharedSlots, create, sweep
+
+Address = tuple[str, int]
+ANY_PORT = 0
+"""In a fleet's addresses: whatever listens on that host."""
+MOST_ROADS = 256
+"""Senders that are reported on."""
+SWEEP_S = 60.0
+"""Between looks for memory that others have left behind."""
+
+
+@dataclass(frozen=True, slots=True)
+class LinkLimits:
+    """How much, and how long."""
+
+    window_bytes: int = 1 << 26
+    """Of one fetch's parcels that are under way or not used up."""
+    parcel_bytes: int = 1 << 30
+    """Of one parcel; one that is larger than the window comes alone."""
+    chunk_bytes: int = 1 << 23
+    keep_bytes: int = 1 << 28
+    """Of buffers that are kept for later fetches."""
+    most_degree: int = 16
+    retries: int = 4
+    """Connections that may be lost in one fetch beside those it began with."""
+    most_idle: int = 16
+    """Connections kept per sender."""
+    idle_s: float = 30.0
+    connect_s: float = 3.0
+    stall_s: float = 3.0
+    """How long one connection may say nothing before it is replaced."""
+    silence_s: float = 5.0
+    """How long a sender may say nothing on any connection before the fetch fails; more than `stall_s`."""
+    slots: int = 2
+    shared_bytes: int = 1 << 28
+    """Of memory shared with senders on this machine; what goes beyond crosses by the connection."""
+
+    def __post_init__(self) -> None:
+        if not 0 < self.stall_s < self.silence_s:
+            raise InputError("stall_s", f"must be above 0 and below silence_s, {self.silence_s:g}")
+
+
+class ReceiveBuffers:
+    """Memory for parcels, used again: fresh memory costs a page fault for every 4 KiB."""
+
+    def __init__(self, keep_bytes: int, allocate: Callable[[int], memoryview]) -> None:
+        self._keep_bytes, self._allocate = keep_bytes, allocate
+        self._lock = threading.Lock()
+        self._free: dict[int, list[memoryview]] = {}
+        self.kept_bytes = 0
+        self.out_bytes = 0
+
+    def take(self, size: int) -> memoryview:
+        with self._lock:
+            self.out_bytes += size
+            kept = self._free.get(size)
+            if kept:
+                self.kept_bytes -= size
+                return kept.pop()
+        return self._allocate(size)
+
+    def give(self, buffer: memoryview) -> None:
+        size = len(buffer)
+        with self._lock:
+            self.out_bytes -= size
+            while self.kept_bytes + size > self._keep_bytes and self.kept_bytes:
+                other = next(key for key, kept in self._free.items() if kept)
+                self._free[other].pop()
+                self.kept_bytes -= other
+                if not self._free[other]:
+                    del self._free[other]
+            if self.kept_bytes + size <= self._keep_bytes:
+                self._free.setdefault(size, []).append(buffer)
+                self.kept_bytes += size
+
+
+@dataclass(slots=True)
+class _Road:
+    idle: list[tuple[KvConnection, float]] = field(default_factory=list)
+    busy: dict[int, KvConnection] = field(default_factory=dict)
+    moved_bytes: int = 0
+    busy_s: float = 0.0
+    lost: int = 0
+
+
+class PeerConnections:
+    def __init__(
+        self,
+        fleet: Iterable[Address],
+        *,
+        limits: LinkLimits | None = None,
+        tls: ssl.SSLContext | None = None,
+        shared_memory: bool = True,
+        allocate: Callable[[int], memoryview] | None = None,
+    ) -> None:
+        self.limits = limits or LinkLimits()
+        self.shared_memory = shared_memory and tls is None
+        self.buffers = ReceiveBuffers(self.limits.keep_bytes, allocate or _plain)
+        self._tls = tls
+        self._lock = threading.Lock()
+        self._fleet = frozenset(fleet)
+        self._roads: dict[Address, _Road] = {}
+        self._keys = itertools.count(1)
+        self._shared: list[SharedSlots] = []
+        self._swept_s = -inf
+        if self.shared_memory:
+            self._sweep()
+
+    def share(self) -> SharedSlots | None:
+        """Shared memory for one more connection, while there is not too much of it."""
+        each_bytes = self.limits.slots * self.limits.chunk_bytes
+        self._sweep()
+        with self._lock:
+            self._shared = [slots for slots in self._shared if not slots.closed]
+            if (len(self._shared) + 1) * each_bytes > self.limits.shared_bytes:
+                return None
+            made = create(self.limits.slots, self.limits.chunk_bytes)
+            if made is not None:
+                self._shared.append(made)
+            return made
+
+    def _sweep(self) -> None:
+        now_s = time.monotonic()
+        if now_s - self._swept_s >= SWEEP_S:
+            self._swept_s = now_s
+            sweep()
+
+    def allow(self, fleet: Iterable[Address]) -> None:
+        """The fleet has changed."""
+        with self._lock:
+            self._fleet = frozenset(fleet)
+
+    def checked(self, address: Address) -> Address:
+        if address not in self._fleet and (address[0], ANY_PORT) not in self._fleet:
+            raise InputError("hand-over", f"{address[0]}:{address[1]} is not an address of this fleet")
+        return address
+
+    def borrow(self, address: Address, within_s: float = inf) -> tuple[KvConnection, bool]:
+        """A connection, and whether it was used before: that one may be dead without anybody's fault."""
+        self.checked(address)
+        found = self._idle(address)
+        if found is not None:
+            return found, True
+        connection = connect(*address, max(SOON_S, min(self.limits.connect_s, within_s)), self._tls)
+        try:
+            conn = KvConnection(connection, self.limits.stall_s, next(self._keys))
+        except BaseException:
+            connection.close()
+            raise
+        with self._lock:
+            self._roads.setdefault(address, _Road()).busy[conn.key] = conn
+        return conn, False
+
+    def _idle(self, address: Address) -> KvConnection | None:
+        with self._lock:
+            self._tidy(time.monotonic())
+            road = self._roads.setdefault(address, _Road())
+            while road.idle:
+                conn, _ = road.idle.pop()
+                if not conn.wait(0):  # Else the sender has closed it.
+                    conn.key = next(self._keys)
+                    road.busy[conn.key] = conn
+                    return conn
+                conn.close()
+        return None
+
+    def _tidy(self, now_s: float) -> None:
+        """Close what was not used for long, and forget senders that were not, if there are many."""
+        for road in self._roads.values():
+            while road.idle and now_s - road.idle[0][1] > self.limits.idle_s:
+                road.idle.pop(0)[0].close()
+        if len(self._roads) >= MOST_ROADS:
+            self._roads = {key: road for key, road in self._roads.items() if road.idle or road.busy}
+
+    def give_back(self, address: Address, conn: KvConnection, sound: bool) -> None:
+        with self._lock:
+            road = self._roads[address]
+            road.busy = {key: one for key, one in road.busy.items() if one is not conn}
+            if sound and len(road.idle) < self.limits.most_idle:
+                road.idle.append((conn, time.monotonic()))
+                return
+            road.lost += not sound
+        conn.close()
+
+    def moved(self, address: Address, moved_bytes: int, busy_s: float) -> None:
+        with self._lock:
+            road = self._roads.setdefault(address, _Road())
+            road.moved_bytes += moved_bytes
+            road.busy_s += busy_s
+
+    def reports(self) -> tuple[LinkReport, ...]:
+        """How the links fare from all that were fetched from."""
+        with self._lock:
+            return tuple(
+                report(
+                    f"{address[0]}:{address[1]}",
+                    [info(conn.connection) for conn in self._strands(road)],
+                    moved_bytes=road.moved_bytes,
+                    busy_s=road.busy_s,
+                )
+                for address, road in self._roads.items()
+            )
+
+    @staticmethod
+    def _strands(road: _Road) -> list[KvConnection]:
+        return [*road.busy.values(), *(conn for conn, _ in road.idle)]
+
+    def close(self) -> None:
+        with self._lock:
+            for road in self._roads.values():
+                for conn, _ in road.idle:
+                    conn.close()
+                road.idle.clear()
+
+
+def _plain(size: int) -> memoryview:
+    return np.empty(size, dtype=np.uint8).data

@@ -1,0 +1,247 @@
+"""What a sender has to send, and to whom it gave which piece of it. No I/O, no clock.
+
+Parcels are cut into chunks; whichever connection is free takes the next, so that a slow one carries less. Chunks that
+were given to a connection and not acknowledged are given out again when it is lost, before anything new. A parcel is
+begun only if it fits into the receiver's window together with those that the receiver has not used up, or if there
+are none of those; and its bytes are let go as soon as all its chunks are acknowledged.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass, field, replace
+
+from potluck.core.errors import FormatError, InputError
+from potluck.kv.chunks import KvChunk
+from potluck.kv.wire.checksum import Sums, sums
+from potluck.kv.wire.frames import Ack, ChunkHeader, ChunkPiece, SenderProblem, TransferEnd, label_of
+
+
+@dataclass(frozen=True, slots=True)
+class EncodedChunk:
+    """A parcel that is ready to be sent."""
+
+    parcel: KvChunk
+    """But for its bytes."""
+    body: memoryview
+    checks: tuple[Sums | None, ...]
+    """Of each chunk, or left to the connection that sends it."""
+    chunk_bytes: int
+
+
+@dataclass(slots=True)
+class _Item:
+    label: ChunkHeader
+    body: memoryview | None
+    size: int
+    checks: tuple[Sums | None, ...]
+    left: int
+    """Chunks that were not acknowledged."""
+
+
+Given = tuple[_Item, int]
+
+
+@dataclass(slots=True)
+class _StrandState:
+    most_unacked: int
+    unacked: deque[Given] = field(default_factory=deque)
+    acked: int = 0
+    told: bool = False
+    """Whether it was given the end, or the problem."""
+
+
+class SendQueue:
+    """The parcels of one shipment; its caller sees to it that one thread at a time is in here."""
+
+    def __init__(self, chunk_bytes: int) -> None:
+        self.chunk_bytes = chunk_bytes
+        self.held_bytes = 0
+        """Of parcels that were not acknowledged."""
+        self.queued_bytes = 0
+        """Of parcels that no connection was given yet."""
+        self.sent_again_bytes = 0
+        self._window_bytes = 0
+        self._fresh: deque[_Item] = deque()
+        self._again: deque[Given] = deque()
+        self._current: Given | None = None
+        self._strands: dict[int, _StrandState] = {}
+        self._begun_bytes = 0
+        self._released_bytes = 0
+        self._parcels = 0
+        self._total_bytes = 0
+        self._last: TransferEnd | SenderProblem | None = None
+
+    @property
+    def outstanding(self) -> int:
+        """Chunks that are under way."""
+        return sum(len(conn.unacked) for conn in self._strands.values())
+
+    @property
+    def failed(self) -> bool:
+        return isinstance(self._last, SenderProblem)
+
+    # The sender's side.
+
+    def put(self, packed: EncodedChunk) -> None:
+        if self._last is not None:
+            raise InputError("shipment", "has ended: nothing can be added to it")
+        size = len(packed.body)
+        label = label_of(packed.parcel, self._parcels)
+        item = _Item(label, packed.body, size, packed.checks, len(packed.checks))
+        if packed.chunk_bytes != self.chunk_bytes:
+            self._cut(item)
+        self._fresh.append(item)
+        self._parcels += 1
+        self._total_bytes += size
+        self.held_bytes += size
+        self.queued_bytes += size
+
+    def cut(self, most_bytes: int) -> None:
+        """Make chunks no larger than that, before any of them is given out."""
+        if most_bytes < self.chunk_bytes:
+            self.chunk_bytes = most_bytes
+            for item in self._fresh:
+                self._cut(item)
+
+    def _cut(self, item: _Item) -> None:
+        item.left = max(1, -(-item.size // self.chunk_bytes))
+        item.checks = (None,) * item.left
+
+    def finish(self) -> None:
+        if self._last is None:
+            self._last = TransferEnd(self._parcels, self._total_bytes)
+
+    def fail(self, line: str) -> None:
+        """Whatever was not sent is not going to be."""
+        self._last = SenderProblem(line)
+        self.drop()
+
+    def drop(self) -> None:
+        for conn in self._strands.values():
+            conn.unacked.clear()
+        self._fresh.clear()
+        self._again.clear()
+        self._current = None
+        self.held_bytes = self.queued_bytes = 0
+
+    # The connections' side.
+
+    def open(self, window_bytes: int) -> None:
+        self._window_bytes = window_bytes
+
+    def join(self, conn: int, most_unacked: int) -> None:
+        self._strands[conn] = _StrandState(most_unacked)
+
+    def may_take(self, conn: int) -> bool:
+        state = self._strands.get(conn)
+        return state is not None and len(state.unacked) < state.most_unacked
+
+    @property
+    def work(self) -> int:
+        """How many connections could be given something now."""
+        if self.failed:
+            return len(self._strands)
+        count = len(self._again)
+        if self._current is not None:
+            item, k = self._current
+            count += len(item.checks) - k
+        under_way_bytes = self._begun_bytes - self._released_bytes
+        for item in self._fresh:
+            if under_way_bytes and under_way_bytes + item.size > self._window_bytes:
+                break
+            under_way_bytes += item.size
+            count += len(item.checks)
+        return max(count, self._end_due())
+
+    def _end_due(self) -> bool:
+        """Once everything is given out, one connection says so; another one if that is lost."""
+        given_out = self._current is None and not self._fresh and not self._again
+        return given_out and self._last is not None and not any(one.told for one in self._strands.values())
+
+    def next(self, conn: int) -> tuple[ChunkPiece, memoryview] | TransferEnd | SenderProblem | None:
+        """What a connection sends next; None while there is nothing, or no room."""
+        state = self._strands[conn]
+        if self.failed and not state.told:
+            state.told = True
+            return self._last
+        if self._end_due():
+            state.told = True
+            return self._last
+        if len(state.unacked) >= state.most_unacked:
+            return None
+        given = self._again.popleft() if self._again else self._new()
+        if given is None:
+            return None
+        state.unacked.append(given)
+        item, k = given
+        assert item.body is not None
+        at = k * self.chunk_bytes
+        data = item.body[at : at + self.chunk_bytes]
+        return ChunkPiece(item.label, item.size, at, len(data), item.checks[k]), data
+
+    def _new(self) -> Given | None:
+        if self._current is None:
+            if not self._fresh or self.failed:
+                return None
+            item = self._fresh[0]
+            under_way_bytes = self._begun_bytes - self._released_bytes
+            if under_way_bytes and under_way_bytes + item.size > self._window_bytes:
+                return None
+            self._fresh.popleft()
+            self._begun_bytes += item.size
+            self.queued_bytes -= item.size
+            self._current = (item, 0)
+        item, k = self._current
+        self._current = (item, k + 1) if k + 1 < len(item.checks) else None
+        return item, k
+
+    def ack(self, conn: int, ack: Ack) -> int:
+        """How many chunks it acknowledges that were not before."""
+        state = self._strands[conn]
+        new = ack.chunks - state.acked
+        if self.failed:
+            return 0
+        if not 0 <= new <= len(state.unacked) or ack.released_bytes > self._begun_bytes:
+            raise FormatError("hand-over", "acknowledges what was never sent")
+        state.acked = ack.chunks
+        self._released_bytes = max(self._released_bytes, ack.released_bytes)
+        for _ in range(new):
+            item, _k = state.unacked.popleft()
+            item.left -= 1
+            if not item.left:
+                item.body = None
+                self.held_bytes -= item.size
+        return new
+
+    def lost(self, conn: int) -> None:
+        """A connection is gone: what it had not acknowledged goes to the others."""
+        state = self._strands.pop(conn, None)
+        if state is not None:
+            self._again.extendleft(reversed(state.unacked))
+            self.sent_again_bytes += sum(
+                min(self.chunk_bytes, item.size - k * self.chunk_bytes) for item, k in state.unacked
+            )
+
+    @property
+    def all_acked(self) -> bool:
+        return isinstance(self._last, TransferEnd) and not self.held_bytes
+
+
+def pack(parcel: KvChunk, chunk_bytes: int, *, now: bool = True) -> EncodedChunk:
+    """Cut a parcel, and check its chunks `now`, which is the one part of the sender's work that takes time."""
+    body = memoryview(parcel.data).cast("B").toreadonly()
+    if len(parcel.parameters):
+        body = memoryview(b"".join((parcel.parameters, body)))
+    size = label_of(parcel, 0).parcel_bytes
+    if size != len(body):
+        raise InputError(
+            f"layer {parcel.layer} {parcel.part}", f"has {len(body)} bytes, its shape says {size}"
+        )
+    starts = range(0, max(size, 1), chunk_bytes)
+    return EncodedChunk(
+        replace(parcel, data=b"", parameters=b""),
+        body,
+        tuple(sums(body[at : at + chunk_bytes]) if now else None for at in starts),
+        chunk_bytes,
+    )

@@ -1,0 +1,242 @@
+"""The bytes behind a block pool: one piece of memory cut into equal blocks, and files for what it has no room for.
+
+`core.replica.blocks` says what is where and what goes; this holds the data, moves what goes to disk, and brings it
+back when it is asked for. Names stand for all tokens before them, so a block from a file is as good as one that was
+never away.
+
+Every entry has a checksum from when it was written. When there is nothing else to do, `verify` goes round and
+compares: what has changed goes, with all that builds on it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from zlib import crc32
+
+import numpy as np
+
+from potluck.core.errors import InputError
+from potluck.core.replica.blocks import BlockPlacement, BlockPool, CacheChanges, Checkpoint, Name, PrefixHit
+from potluck.core.state.facts import BLOCK_TOKENS
+from potluck.kv.store.disk_tier import DiskTier, Pieces
+
+
+class PrefixPool:
+    """Data by name. Changed from one thread."""
+
+    def __init__(
+        self,
+        capacity_bytes: int,
+        block_bytes: int,
+        *,
+        exact: bool = False,
+        block_tokens: int = BLOCK_TOKENS,
+        disk: DiskTier | None = None,
+    ) -> None:
+        if capacity_bytes < 0 or block_bytes < 1:
+            raise InputError("prefix pool", "needs a size that is not negative and blocks of a byte or more")
+        self.block_bytes = block_bytes
+        self.disk = disk
+        self.index = BlockPool(capacity_bytes // block_bytes, exact=exact, block_tokens=block_tokens)
+        """To read and to pin; only this object keeps or drops."""
+        self._memory = memoryview(np.empty(self.index.blocks * block_bytes, np.uint8).data)
+        self._sums: dict[Name, tuple[int, int]] = {}
+        """(bytes, checksum)."""
+        self._round: Iterator[Name] = iter(())
+        self.corrupted = 0
+        """Entries that were not what had been written."""
+
+    @property
+    def used_bytes(self) -> int:
+        return (self.index.blocks - self.index.free_blocks) * self.block_bytes
+
+    def find(
+        self, tokens: Sequence[int], hashes: Sequence[int], most_tokens: int, root: int = 0
+    ) -> PrefixHit:
+        """The longest prefix that can be resumed; what of it is on disk comes to memory."""
+        if self.disk is not None and most_tokens > 0 and len(self.disk):
+            self._fetch(self.disk, tokens, hashes, most_tokens, root)
+        return self.index.longest(tokens, hashes, most_tokens, root)
+
+    def read(self, name: Name) -> memoryview | bytes:
+        """The data; of a block the memory itself, which is another's after the next `keep`."""
+        places, size = self.index.places(name), self._sums[name][0]
+        if len(places) == 1:
+            return self._place(places[0])[:size]
+        return b"".join(self._place(place) for place in places)[:size]
+
+    def keep(self, hashes: Sequence[int], new: Sequence[Pieces]) -> int:
+        """Keep a chain whose blocks beyond those that there are have this data; how many of them were taken."""
+        if len(new) != len(hashes) - self.index.depth(hashes):
+            raise InputError("prefix pool", f"needs the data of all new blocks, has {len(new)}")
+        for pieces in new:
+            if sum(memoryview(piece).nbytes for piece in pieces) != self.block_bytes:
+                raise InputError("prefix pool", f"a block has {self.block_bytes} bytes")
+        placed, gone = self.index.keep(hashes)
+        self._let_go(gone)
+        for one, pieces in zip(placed, new, strict=False):
+            self._write(one, pieces)
+        return len(placed)
+
+    def keep_checkpoint(
+        self, hashes: Sequence[int], rest: Sequence[int], pieces: Pieces, root: int = 0
+    ) -> bool:
+        """Keep what is needed to resume behind a chain that is kept and `rest`; whether that was new and fits."""
+        size = sum(memoryview(piece).nbytes for piece in pieces)
+        one, gone = self.index.keep_checkpoint(hashes, rest, -(-size // self.block_bytes), root)
+        self._let_go(gone)
+        if one is not None:
+            self._write(one, pieces)
+        return one is not None
+
+    def transfer(self, key: int, size_bytes: int) -> list[memoryview] | None:
+        """Memory for a hand-over of so many bytes, in order; None while there is too little."""
+        places, gone = self.index.transfer(key, -(-size_bytes // self.block_bytes))
+        self._let_go(gone)
+        if places is None:
+            return None
+        views = [self._place(place) for place in places]
+        views[-1] = views[-1][: size_bytes - (len(views) - 1) * self.block_bytes]
+        return views
+
+    def finish(self, key: int) -> None:
+        """The hand-over is over, however it ended: its blocks are free."""
+        self.index.finish(key)
+
+    def adopt(self, key: int, hashes: Sequence[int]) -> None:
+        """The hand-over is complete and its first blocks are this chain: from now on they are found."""
+        for one in self.index.adopt(key, hashes):
+            self._sums[one.name] = self.block_bytes, crc32(self._place(one.places[0]))
+
+    def changes(self) -> CacheChanges:
+        return self.index.changes()
+
+    def everything(self) -> CacheChanges:
+        return self.index.everything()
+
+    def flush(self) -> None:
+        """All to disk, before the process ends; without it a restart finds only what memory had no room for."""
+        if self.disk is not None:
+            for name in list(self._sums):
+                self._save(self.disk, name, self.index.places(name))
+
+    def verify(self, most_bytes: int = 1 << 24) -> int:
+        """Look at the next so many bytes of what is kept; how many entries had to go."""
+        lost, seen = 0, 0
+        while seen < most_bytes:
+            name = next(self._round, None)
+            if name is None:
+                self._round = iter(list(self._sums))
+                break
+            if name not in self._sums:
+                continue
+            size, expected = self._sums[name]
+            seen += size
+            if crc32(self.read(name)) != expected:
+                self.corrupted += 1
+                gone = self.index.drop(name)
+                lost += len(gone)
+                for one in gone:
+                    del self._sums[one.name]
+        return lost
+
+    def check(self) -> None:
+        """Names and data agree, and no block is lost; AssertionError if not."""
+        self.index.check()
+        if set(self._sums) != set(self.index.names()):
+            raise AssertionError("there is data without a name, or a name without data")
+
+    # Inside.
+
+    def _place(self, place: int) -> memoryview:
+        return self._memory[place * self.block_bytes : (place + 1) * self.block_bytes]
+
+    def _write(self, one: BlockPlacement, pieces: Pieces) -> None:
+        """Fill an entry's blocks, one after the other."""
+        total, at = 0, 0
+        checksum = 0
+        places = iter(one.places)
+        room = self._place(next(places))
+        for piece in pieces:
+            view = memoryview(piece).cast("B")
+            checksum = crc32(view, checksum)
+            total += len(view)
+            while len(view):
+                if at == len(room):
+                    room, at = self._place(next(places)), 0
+                count = min(len(view), len(room) - at)
+                room[at : at + count] = view[:count]
+                view, at = view[count:], at + count
+        self._sums[one.name] = total, checksum
+
+    def _let_go(self, gone: list[BlockPlacement]) -> None:
+        """Before their blocks are written to: to disk, if there is one."""
+        for name, places in gone:
+            if self.disk is not None:
+                self._save(self.disk, name, places)
+            del self._sums[name]
+
+    def _save(self, disk: DiskTier, name: Name, places: Sequence[int]) -> None:
+        """To disk, if it is what it was."""
+        if name in disk:
+            return
+        size, expected = self._sums[name]
+        pieces = [self._place(place) for place in places]
+        pieces[-1] = pieces[-1][: size - (len(pieces) - 1) * self.block_bytes]
+        checksum = 0
+        for piece in pieces:
+            checksum = crc32(piece, checksum)
+        if checksum == expected:
+            disk.put(name, pieces)
+        else:
+            self.corrupted += 1
+
+    def _fetch(
+        self, disk: DiskTier, tokens: Sequence[int], hashes: Sequence[int], most_tokens: int, root: int
+    ) -> None:
+        """From disk what makes the prefix longer that can be resumed."""
+        depth = self.index.depth(hashes)
+        most = min(len(hashes), most_tokens // self.index.block_tokens)
+        reach = depth
+        while reach < most and hashes[reach] in disk:
+            reach += 1
+        checkpoint = None
+        if self.index.exact:
+            have = self.index.longest(tokens, hashes, most_tokens, root).tokens
+            reach, checkpoint = self._resumable(disk, tokens, hashes, reach, most_tokens, root)
+            if checkpoint is None or reach * self.index.block_tokens + len(checkpoint.rest) <= have:
+                return
+        loaded: list[Pieces] = []
+        while depth + len(loaded) < reach:
+            data = disk.get(hashes[depth + len(loaded)])
+            if data is None or len(data) != self.block_bytes:
+                break
+            loaded.append([data])
+        if loaded:
+            self.keep(hashes[: depth + len(loaded)], loaded)
+        if checkpoint is not None:
+            data = disk.get(checkpoint)
+            if data is not None:
+                self.keep_checkpoint(hashes[:reach], checkpoint.rest, [data], root)
+
+    def _resumable(
+        self,
+        disk: DiskTier,
+        tokens: Sequence[int],
+        hashes: Sequence[int],
+        reach: int,
+        most_tokens: int,
+        root: int,
+    ) -> tuple[int, Checkpoint | None]:
+        """The longest checkpoint on disk behind at most `reach` blocks, and behind how many."""
+        for blocks in range(reach, -1, -1):
+            start = blocks * self.index.block_tokens
+            fitting = [
+                each
+                for each in disk.behind(hashes[blocks - 1] if blocks else root)
+                if start + len(each.rest) <= most_tokens
+                and tuple(tokens[start : start + len(each.rest)]) == each.rest
+            ]
+            if fitting:
+                return blocks, max(fitting, key=lambda each: len(each.rest))
+        return reach, None

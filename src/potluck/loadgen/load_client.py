@@ -1,0 +1,311 @@
+"""Requests sent to a server that speaks OpenAI's API, each timed token by token.
+
+    open loop     each at its time, whatever becomes of those before: what users do, who do not know of each other
+    closed loop   so many at once, the next when one has ended: a server that is slow is asked less
+
+Lean on purpose: on a machine with two cores the client must not be what is measured. Answers are streamed, each on a
+connection of its own.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import ssl
+import time
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import cast
+from urllib.parse import SplitResult, urlsplit
+
+import httptools
+
+from potluck.core.errors import InputError
+
+Prompt = Sequence[int] | str
+LEAD_S = 0.2
+"""From the call to the first request: everything is made by then."""
+
+
+@dataclass(slots=True)
+class TimedRequest:
+    """One request: what is asked, when, and what came of it. Times are seconds since the run began."""
+
+    at_s: float
+    model: str
+    prompt: Prompt
+    max_tokens: int
+    key: str = field(default="", repr=False)
+    extra: dict[str, object] = field(default_factory=dict)
+    headers: tuple[tuple[str, str], ...] = ()
+    chat: bool = False
+    """Ask as a chat, for servers that know nothing else."""
+    sent_s: float = -1.0
+    head_s: float = -1.0
+    """When the answer's head was there, whatever its status."""
+    first_s: float = -1.0
+    last_s: float = -1.0
+    longest_gap_s: float = 0.0
+    pieces: int = 0
+    """Events with text."""
+    told_tokens: int = 0
+    """Output tokens as the server counts them; 0 where it does not say."""
+    cached_tokens: int = 0
+    """Of its prompt, those that the server says it held already."""
+    status: int = 0
+    retry_after: str = ""
+    text: str = ""
+    ended: bool = False
+    """The whole answer came."""
+    done_s: float = -1.0
+    """When nothing more was to come, for better or worse."""
+    problem: str = ""
+
+    @property
+    def ttft_s(self) -> float:
+        """From when it should have been sent: a client that was late is not the server's merit."""
+        return self.first_s - self.at_s
+
+    @property
+    def tpot_s(self) -> float:
+        return (self.last_s - self.first_s) / (self.max_tokens - 1) if self.max_tokens > 1 else 0.0
+
+    @property
+    def output_tokens(self) -> int:
+        return self.told_tokens or self.pieces
+
+    def body(self) -> bytes:
+        asked: dict[str, object] = (
+            {"messages": [{"role": "user", "content": self.prompt}]}
+            if self.chat
+            else {"prompt": self.prompt if isinstance(self.prompt, str) else list(self.prompt)}
+        )
+        fixed = {"max_tokens": self.max_tokens, "temperature": 0, "ignore_eos": True, "stream": True}
+        whole = {"model": self.model, **asked, **fixed, **self.extra}
+        return json.dumps({name: value for name, value in whole.items() if value is not None}).encode()
+
+
+class _Shooting(asyncio.Protocol):
+    """One connection for one request."""
+
+    def __init__(
+        self, shot: TimedRequest, to: SplitResult, start_s: float, keep_text: bool, done: asyncio.Future[None]
+    ) -> None:
+        self._shot, self._to, self._start_s, self._keep, self._done = shot, to, start_s, keep_text, done
+        self._parser = httptools.HttpResponseParser(self)
+        self._rest = b""
+        self._transport: asyncio.Transport | None = None
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self._transport = transport = cast(
+            asyncio.Transport, transport
+        )  # uvloop's is none, but does the same
+        shot = self._shot
+        body = shot.body()
+        base = self._to.path.rstrip("/").removesuffix("/v1")
+        lines = [
+            f"POST {base}/v1/{'chat/completions' if shot.chat else 'completions'} HTTP/1.1",
+            f"Host: {self._to.netloc.rpartition('@')[2]}",
+            "Content-Type: application/json",
+            f"Content-Length: {len(body)}",
+            *([f"Authorization: Bearer {shot.key}"] if shot.key else []),
+            *(f"{name}: {value}" for name, value in shot.headers),
+        ]
+        shot.sent_s = time.monotonic() - self._start_s
+        transport.write("\r\n".join(lines).encode() + b"\r\n\r\n" + body)
+
+    def data_received(self, data: bytes) -> None:
+        try:
+            self._parser.feed_data(data)
+        except httptools.HttpParserError as error:
+            self._end(f"not HTTP: {error}")
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        if name.lower() == b"retry-after":
+            self._shot.retry_after = value.decode()
+
+    def on_headers_complete(self) -> None:
+        self._shot.status = self._parser.get_status_code()
+        self._shot.head_s = time.monotonic() - self._start_s
+
+    def on_body(self, data: bytes) -> None:
+        shot = self._shot
+        if shot.status != 200:
+            shot.problem += data.decode("utf-8", "replace")[:300]
+            return
+        *events, self._rest = (self._rest + data).replace(b"\r\n", b"\n").split(b"\n\n")
+        now_s = time.monotonic() - self._start_s
+        for event in events:
+            if event.startswith(b"data: [DONE]"):
+                shot.ended = not shot.problem
+            elif event.startswith(b'data: {"error"'):
+                shot.problem = event.decode("utf-8", "replace")[:300]
+            elif event.startswith(b"data:"):
+                self._piece(event, now_s)
+
+    def _piece(self, event: bytes, now_s: float) -> None:
+        shot = self._shot
+        if b'"completion_tokens"' in event:
+            said = json.loads(event[5:])
+            usage = said.get("usage") or {}
+            shot.told_tokens = int(usage.get("completion_tokens", 0))
+            shot.cached_tokens = int((usage.get("prompt_tokens_details") or {}).get("cached_tokens") or 0)
+            if not said.get("choices"):
+                return
+        if shot.chat and (b'"content"' not in event or b'"content":""' in event or b'"content": ""' in event):
+            return  # who speaks, or why it ended: no text
+        if self._keep:
+            for choice in json.loads(event[5:])["choices"]:
+                shot.text += choice["delta"].get("content", "") if shot.chat else choice["text"]
+        shot.pieces += 1
+        if shot.first_s < 0:
+            shot.first_s = now_s
+        else:
+            shot.longest_gap_s = max(shot.longest_gap_s, now_s - shot.last_s)
+        shot.last_s = now_s
+
+    def on_message_complete(self) -> None:
+        self._end("")
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._end("" if self._shot.ended else f"cut off {exc or ''}")
+
+    def _end(self, problem: str) -> None:
+        if problem and not self._shot.problem:
+            self._shot.problem = problem
+        if not self._done.done():
+            self._shot.done_s = time.monotonic() - self._start_s
+            self._done.set_result(None)
+        if self._transport is not None:
+            self._transport.close()
+
+
+class LoadTarget:
+    """Where shots go, and by which clock."""
+
+    def __init__(self, url: str, keep_text: bool, within_s: float, tls: ssl.SSLContext | None = None) -> None:
+        self._to = server_of(url)
+        self._tls = (tls or ssl.create_default_context()) if self._to.scheme == "https" else None
+        self._keep, self._within_s = keep_text, within_s
+        self.start_s = time.monotonic() + LEAD_S
+
+    @property
+    def now_s(self) -> float:
+        return time.monotonic() - self.start_s
+
+    async def wait(self, until_s: float) -> None:
+        await asyncio.sleep(max(0.0, until_s - self.now_s))
+
+    async def shoot(self, shot: TimedRequest) -> None:
+        """One request, from now until nothing more is to come."""
+        loop = asyncio.get_running_loop()
+        done: asyncio.Future[None] = loop.create_future()
+        transport: asyncio.BaseTransport | None = None
+        try:
+            async with asyncio.timeout(self._within_s):
+                transport, _ = await loop.create_connection(
+                    lambda: _Shooting(shot, self._to, self.start_s, self._keep, done),
+                    self._to.hostname or "",
+                    self._to.port or (443 if self._tls else 80),
+                    ssl=self._tls,
+                )
+                await done
+        except (OSError, TimeoutError) as error:
+            shot.problem = shot.problem or f"{type(error).__name__} {error}"
+            shot.done_s = self.now_s if shot.done_s < 0 else shot.done_s
+        finally:
+            if transport is not None:
+                # With TLS both sides would say goodbye, for longer than the loop may last.
+                cast(asyncio.Transport, transport).abort() if self._tls else transport.close()
+
+
+def server_of(url: str) -> SplitResult:
+    """A server's address, taken apart."""
+    parts = urlsplit(url)
+    try:
+        sound = parts.scheme in ("http", "https") and parts.hostname and parts.port != 0
+    except ValueError:
+        sound = False
+    if not sound:
+        raise InputError("URL", f"{url!r} is none; write it as http://HOST:PORT")
+    return parts
+
+
+async def fire(
+    url: str,
+    shots: Sequence[TimedRequest],
+    *,
+    keep_text: bool = False,
+    within_s: float = 600.0,
+    tls: ssl.SSLContext | None = None,
+) -> float:
+    """Open loop: send all of them in time; returns when the run began, by the monotonic clock. `tls` is for servers
+    whose authority this machine does not know."""
+    to = LoadTarget(url, keep_text, within_s, tls)
+
+    async def one(shot: TimedRequest) -> None:
+        await to.wait(shot.at_s)
+        await to.shoot(shot)
+
+    await asyncio.gather(*(one(shot) for shot in shots))
+    return to.start_s
+
+
+async def take_turns(
+    url: str,
+    shots: Iterable[TimedRequest],
+    at_once: int,
+    *,
+    seconds: float | None = None,
+    within_s: float = 600.0,
+) -> list[TimedRequest]:
+    """Closed loop: so many at once, nothing new after `seconds`; those that were sent.
+
+    A request's time begins when it is sent, as there is no other.
+    """
+    to = LoadTarget(url, False, within_s)
+    left = iter(shots)
+    sent: list[TimedRequest] = []
+
+    async def one_after_another() -> None:
+        await to.wait(0.0)
+        while seconds is None or to.now_s < seconds:
+            shot = next(left, None)
+            if shot is None:
+                return
+            sent.append(shot)
+            shot.at_s = to.now_s
+            await to.shoot(shot)
+
+    await asyncio.gather(*(one_after_another() for _ in range(at_once)))
+    return sent
+
+
+def shoot(
+    url: str,
+    shots: Sequence[TimedRequest],
+    *,
+    keep_text: bool = False,
+    within_s: float = 600.0,
+    tls: ssl.SSLContext | None = None,
+) -> float:
+    """Open loop, from plain code."""
+    import uvloop
+
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        return runner.run(fire(url, shots, keep_text=keep_text, within_s=within_s, tls=tls))
+
+
+def shoot_in_turns(
+    url: str,
+    shots: Iterable[TimedRequest],
+    at_once: int,
+    *,
+    seconds: float | None = None,
+    within_s: float = 600.0,
+) -> list[TimedRequest]:
+    """Closed loop, from plain code."""
+    import uvloop
+
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        return runner.run(take_turns(url, shots, at_once, seconds=seconds, within_s=within_s))

@@ -1,0 +1,201 @@
+"""How long KV takes from one replica to another.
+
+    T = alpha + bytes / beta        (Hockney's alpha-beta model, per pair of replicas; THUNDERSERVE's eq. 1)
+
+Bytes are what crosses the wire: the part of the KV that belongs to tokens may be quantised (THUNDERSERVE 4),
+the fixed state of linear attention never is, since its errors would stay for the rest of the request.
+Sent layer by layer while the prefill still runs (CAUCHY 3.6), only a tail of T shows after its end.
+Every function takes arrays of bytes as well as numbers.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import isfinite
+
+import numpy as np
+from numpy.typing import ArrayLike
+
+from potluck.core.errors import InputError
+from potluck.core.values.kv import codec_ratio
+from potluck.core.values.model import Model
+from potluck.core.values.types import Codec, Link
+from potluck.perf.sizes.memory import state_bytes as model_state_bytes
+from potluck.perf.step_timer import Floats
+
+EFFICIENCY = 0.94
+"""Payload share of TCP over Ethernet: 1448 of 1538 bytes on the wire with a 1500-byte MTU, more with jumbo
+frames. Arithmetic, not a measurement."""
+CONNECTIONS = 8
+"""CAUCHY 4.7 finds its parallel migration best with 8 pipelines."""
+WINDOW_BYTES = 4 * 2**20
+"""Bytes one connection keeps under way: Linux's default limit of a send buffer (net.ipv4.tcp_wmem)."""
+
+
+@dataclass(frozen=True, slots=True)
+class AlphaBeta:
+    """A pair of replicas: seconds before the first byte is there, and bytes a second from then on."""
+
+    alpha_s: float
+    beta_bytes_per_s: float
+
+    def __post_init__(self) -> None:
+        if not (isfinite(self.alpha_s) and self.alpha_s >= 0):
+            raise InputError("transfer: latency", f"must not be negative, is {self.alpha_s}")
+        if not (isfinite(self.beta_bytes_per_s) and self.beta_bytes_per_s > 0):
+            raise InputError("transfer: bandwidth", f"must be positive, is {self.beta_bytes_per_s}")
+
+    def stream_s(self, wire_bytes: ArrayLike) -> Floats:
+        """Seconds that the bytes occupy the link: the part that can overlap with work."""
+        return _not_negative("bytes", wire_bytes) / self.beta_bytes_per_s
+
+    def time_s(self, wire_bytes: ArrayLike) -> Floats:
+        """Seconds until the last byte is there, alpha once and for all of them; nothing to send takes 0."""
+        sent = _not_negative("bytes", wire_bytes)
+        return np.where(sent > 0, self.alpha_s + sent / self.beta_bytes_per_s, 0.0)
+
+
+def alpha_beta(
+    gbps: float,
+    rtt_s: float = 0.0,
+    connections: int = CONNECTIONS,
+    efficiency: float = EFFICIENCY,
+    window_bytes: float | None = WINDOW_BYTES,
+) -> AlphaBeta:
+    """A link as alpha and beta.
+
+    alpha is one round trip: the receiver asks with its handle and the first byte comes back. beta is the
+    payload share of the link, or what `connections` windows per round trip allow where that is less, which
+    is what a long way does to few connections; `window_bytes=None` leaves that limit out.
+    """
+    if not (isfinite(gbps) and gbps > 0):
+        raise InputError("transfer: gbps", f"must be positive, is {gbps}")
+    if connections < 1:
+        raise InputError("transfer: connections", f"must be at least 1, is {connections}")
+    if not 0 < efficiency <= 1:
+        raise InputError("transfer: efficiency", f"must be above 0 and at most 1, is {efficiency}")
+    beta = gbps * 1e9 / 8 * efficiency
+    if window_bytes is not None and rtt_s > 0:
+        beta = min(beta, connections * window_bytes / rtt_s)
+    return AlphaBeta(rtt_s, beta)
+
+
+def link_alpha_beta(link: Link, connections: int = CONNECTIONS, efficiency: float = EFFICIENCY) -> AlphaBeta:
+    """A link between regions as alpha and beta."""
+    return alpha_beta(link.gbps, link.rtt_s, connections, efficiency)
+
+
+def transfer_s(
+    wire_bytes: ArrayLike,
+    gbps: float,
+    rtt_s: float = 0.0,
+    connections: int = CONNECTIONS,
+    efficiency: float = EFFICIENCY,
+) -> Floats:
+    """Seconds for bytes over a link: latency plus bytes over bandwidth."""
+    return alpha_beta(gbps, rtt_s, connections, efficiency).time_s(wire_bytes)
+
+
+def wire_bytes(
+    kv_bytes: ArrayLike,
+    state_bytes: ArrayLike = 0.0,
+    codec: Codec = "fp16",
+    group: int = 128,
+    stored_bits: float = 16.0,
+) -> Floats:
+    """Bytes that cross: the per-token KV through the codec, the fixed state as it is."""
+    kv, state = _not_negative("kv_bytes", kv_bytes), _not_negative("state_bytes", state_bytes)
+    return kv * codec_ratio(codec, group, stored_bits) + state
+
+
+def crossing_bytes(model: Model, held_bytes: float, codec: Codec) -> float:
+    """What a request's KV of so many bytes, its state among them, puts on the wire."""
+    state = min(held_bytes, model_state_bytes(model))
+    return (held_bytes - state) * codec_ratio(codec, stored_bits=model.kv_bits) + state
+
+
+def kv_transfer_s(
+    kv_bytes: ArrayLike,
+    path: AlphaBeta,
+    state_bytes: ArrayLike = 0.0,
+    codec: Codec = "fp16",
+    group: int = 128,
+    encode_bytes_per_s: float | None = None,
+    decode_bytes_per_s: float | None = None,
+) -> Floats:
+    """Seconds to move a request's KV in one piece: encode, send, decode, one after the other.
+
+    Codec speeds are in bytes of KV before encoding; None leaves the term out, and fp16 has none.
+    """
+    sent = path.time_s(wire_bytes(kv_bytes, state_bytes, codec, group))
+    for speed in (encode_bytes_per_s, decode_bytes_per_s):
+        if speed is not None and codec != "fp16":
+            if not speed > 0:
+                raise InputError("codec: bytes_per_s", f"must be positive, is {speed}")
+            sent = sent + _not_negative("kv_bytes", kv_bytes) / speed
+    return sent
+
+
+def overlapped_transfer_s(
+    prefill_s: ArrayLike, layers: int, transfer_total_s: ArrayLike, latency_s: float = 0.0
+) -> Floats:
+    """Seconds from the end of prefill to the end of the transfer when each of L equal layers is sent at once.
+
+    Two machines in a row, p = prefill/L and t = transfer/L per layer: the last byte leaves at
+    p + t + (L - 1) max(p, t), which is t + (L - 1) max(0, t - p) after the prefill ends. The latency is paid
+    once, since layers follow each other on the wire. A bulk transfer ends transfer + latency after.
+    """
+    if layers < 1:
+        raise InputError("transfer: layers", f"must be at least 1, is {layers}")
+    p = _not_negative("prefill_s", prefill_s) / layers
+    t = _not_negative("transfer_total_s", transfer_total_s) / layers
+    tail: Floats = t + (layers - 1) * np.maximum(t - p, 0.0) + latency_s
+    return tail
+
+
+def overlapped_layers_s(compute_s: ArrayLike, send_s: ArrayLike, latency_s: float = 0.0) -> Floats:
+    """The same for unequal layers, over the last axis.
+
+    Layer m is computed at C_m = p_1 + .. + p_m and sent when both it and the link are ready:
+    F_m = max(F_{m-1}, C_m) + t_m. Unrolled, F_L = max over m of (C_m + t_m + .. + t_L), one running maximum.
+    """
+    p, t = _not_negative("compute_s", compute_s), _not_negative("send_s", send_s)
+    p, t = np.broadcast_arrays(p, t)
+    if p.ndim == 0 or p.shape[-1] == 0:
+        raise InputError("transfer: layers", "needs one time per layer")
+    done = np.cumsum(p, axis=-1)
+    rest = np.cumsum(t[..., ::-1], axis=-1)[..., ::-1]
+    tail: Floats = (done + rest).max(axis=-1) - done[..., -1] + latency_s
+    return tail
+
+
+def kv_throughput_gbps(request_bytes: ArrayLike, prefill_s: ArrayLike) -> Floats:
+    """PrfaaS (1): Phi_kv = S_kv / T_prefill, the rate at which a prefill instance makes KV."""
+    made, time = _not_negative("bytes", request_bytes), np.asarray(prefill_s, dtype=np.float64)
+    if time.size and not time.min() > 0:
+        raise InputError("transfer: prefill_s", "must be positive")
+    return made * 8 / time / 1e9
+
+
+def needed_gbps(
+    kv_bytes: ArrayLike,
+    prefill_s: ArrayLike,
+    state_bytes: ArrayLike = 0.0,
+    codec: Codec = "fp16",
+    group: int = 128,
+    efficiency: float = EFFICIENCY,
+) -> Floats:
+    """Link rate at which sending a layer takes as long as computing one: all but the last one hide.
+
+    CAUCHY (17) for any model, codec and prefill time: Phi_kv of what crosses, over the payload share.
+    """
+    if not 0 < efficiency <= 1:
+        raise InputError("transfer: efficiency", f"must be above 0 and at most 1, is {efficiency}")
+    return kv_throughput_gbps(wire_bytes(kv_bytes, state_bytes, codec, group), prefill_s) / efficiency
+
+
+def _not_negative(name: str, value: ArrayLike) -> Floats:
+    array = np.asarray(value, dtype=np.float64)
+    if array.size and not (np.isfinite(array).all() and array.min() >= 0):
+        raise InputError(f"transfer: {name}", "must be finite and not negative")
+    return array

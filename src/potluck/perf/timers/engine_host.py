@@ -1,0 +1,66 @@
+"""What an engine's host takes of a step while no GPU works: scheduling, sampling, detokenising, launching.
+
+    seconds = fixed + per sequence x sequences of the step
+
+and a step with a prompt's chunk, which is not recorded in a CUDA graph, lasts at least as long as it takes to launch
+its layers. All three are facts of an engine and its version: old ones took about 0.1 ms a sequence, today's overlap
+most of it with the GPU. Those of three engines were fitted to whole serving runs on H100 (`perf.study.serving`);
+where nothing else is said, vLLM's hold. `potluck profile` measures the real ones.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+
+import numpy as np
+
+from potluck.core.codec import loads
+from potluck.perf.data_files import shipped
+from potluck.perf.step_timer import Floats, StepBatch
+
+FORMAT = "potluck.hosts"
+
+
+@dataclass(frozen=True, slots=True)
+class EngineHost:
+    """The host's part of a step."""
+
+    fixed_s: float
+    sequence_s: float = 0.0
+    launch_s: float = 0.0
+    """Of one layer of a step that holds a chunk of a prompt: the least that it takes."""
+
+    @property
+    def launching(self) -> EngineHost:
+        """What of it grows with the layers of a stage: the rest is spent once a step."""
+        return EngineHost(0.0, 0.0, self.launch_s)
+
+    def step_s(self, batch: StepBatch) -> Floats:
+        """What comes on top of the GPU's time."""
+        taken: Floats = self.fixed_s + self.sequence_s * batch.sequences
+        return taken
+
+    def whole_s(self, gpu_s: Floats, batch: StepBatch, layers: int) -> Floats:
+        """A step of so many layers, of which the GPU works so long; nothing where nobody has a token."""
+        sequences = batch.sequences
+        total = gpu_s + self.fixed_s + self.sequence_s * sequences
+        if self.launch_s > 0:
+            np.maximum(total, (sequences > batch.decodes) * (self.launch_s * layers), out=total)
+        idle = sequences == 0
+        if idle.any():
+            total[idle] = 0.0
+        return total
+
+
+NO_HOST = EngineHost(0.0)
+
+
+@lru_cache(maxsize=1)
+def hosts() -> dict[str, EngineHost]:
+    """Those that were fitted, by engine: its newest version among the runs."""
+    text = shipped("hosts.json")
+    return loads(dict[str, EngineHost], text, format_name=FORMAT, version=1)
+
+
+DEFAULT_HOST = hosts()["vllm"]

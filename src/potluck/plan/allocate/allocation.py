@@ -1,0 +1,118 @@
+"""What an allocation answers: counts, shares, flows, the proven gap, prices, and why not when it cannot."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from potluck.plan.allocate.program import ColumnCount, ColumnKey, Floats
+
+Status = Literal["optimal", "feasible", "infeasible", "unknown"]
+"""optimal: proven to rounding; feasible: a plan with its gap; infeasible: proven; unknown: time ran out with
+neither a plan nor a proof."""
+
+Phase = Literal["prefill", "decode", "closed"]
+
+
+@dataclass(frozen=True, slots=True)
+class ColumnShare:
+    """How many copies' time of a column go to one phase of one bucket, and the rate that gives."""
+
+    key: ColumnKey
+    bucket: int
+    phase: Phase
+    copies: float
+    rate_per_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class FlowRate:
+    """Requests of a bucket prefilled in `source` and decoded in `target`."""
+
+    model: int
+    bucket: int
+    source: int
+    target: int
+    rate_per_s: float
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class ShadowPrices:
+    """Shadow prices: what the bound would change by, in $/h, for one unit more."""
+
+    nodes_usd_per_h: Floats
+    """[regions, node types]: saved per further node."""
+    demands_usd_per_h: tuple[float, ...]
+    """Paid per further request/s; cover demands in order, or all models' buckets in order."""
+    links_usd_per_h: tuple[float, ...] = ()
+    """Saved per further bit/s, in the order of the program's links."""
+    budget: float = 0.0
+    """Objective saved per further dollar of budget."""
+
+
+@dataclass(frozen=True, slots=True)
+class BindingResource:
+    """A resource that limits how much demand can be met."""
+
+    name: str
+    fraction_per_unit: float
+    """By how much the fraction would grow with one more node, one more Gbit/s or one more $/h."""
+
+
+@dataclass(frozen=True, slots=True)
+class Shortfall:
+    """The largest fraction of all demands that can be met together, and what stands in the way."""
+
+    fraction: float
+    fraction_bound: float
+    """Proven: no plan meets more than this."""
+    binding: tuple[BindingResource, ...]
+    unserved: tuple[str, ...] = ()
+    """Demands that no template in any region can serve at all."""
+    overpinned: tuple[str, ...] = ()
+    """Resources that the pinned copies alone exceed."""
+    unkept: tuple[str, ...] = ()
+    """Limits that no plan keeps together, even one that serves nothing."""
+
+    def __str__(self) -> str:
+        if self.overpinned:
+            return f"the pinned copies need more than there is of {', '.join(self.overpinned)}"
+        if self.unkept:
+            return f"nothing keeps all of what is asked: {'; '.join(self.unkept[:4])}"
+        if self.unserved:
+            return f"no template that fits can serve {', '.join(self.unserved)}"
+        names = (
+            ", ".join(binding.name for binding in self.binding[:4]) or "whole copies, not any one resource"
+        )
+        return f"at most {max(self.fraction, 0.0) + 0.0:.1%} of the demand can be met; what binds: {names}"
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Allocation:
+    """The best plan found and how far from the cheapest it can be.
+
+    When infeasible, counts, shares and flows are those of a plan that meets `shortfall.fraction` of every
+    demand.
+    """
+
+    status: Status
+    counts: tuple[ColumnCount, ...]
+    shares: tuple[ColumnShare, ...]
+    flows: tuple[FlowRate, ...]
+    cost_usd_per_h: float
+    """The objective: rent, initialisation penalty and egress."""
+    rent_usd_per_h: float
+    lower_bound_usd_per_h: float
+    gap: float
+    """(cost - lower bound) / cost; infinite without a plan."""
+    prices: ShadowPrices
+    columns_seen: int
+    """Columns of the program, times regions, that were priced."""
+    columns_solved: int
+    """Columns that reached the last integer program."""
+    cpu_s: float
+    shortfall: Shortfall | None = None
+
+    @property
+    def found(self) -> bool:
+        return self.status in ("optimal", "feasible")

@@ -1,0 +1,337 @@
+"""Terms as rows of the program: where a template may run, what must survive which loss, what is paid beside rent.
+
+Whether a column may be at all is a table; copies, kinds of GPU and charges paid once are limits with helpers;
+losses are outages or spare copies (`allocate/outages.py`). A copy counts as lost with any node of it: what the rest
+of a combo could still do is not reckoned with.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+import numpy as np
+from numpy.typing import NDArray
+
+from potluck.core.errors import InputError
+from potluck.core.values.plan import Charge, Plan, Template
+from potluck.core.values.terms import ModelTerms
+from potluck.core.values.types import NodeOffer
+from potluck.perf.delays.startup import startup_s
+from potluck.perf.sizes.memory import weight_bytes
+from potluck.plan.allocate.limits import CountLimit, ExtraVariable, Floats, Outage
+from potluck.plan.allocate.program import FlowProgram, NodeSupply
+from potluck.plan.problem import ModelDemand, PlanningProblem
+
+HOURS_PER_MONTH = 730.0
+INFINITY = float("inf")
+EGRESS, LOSSES, STORAGE, HEADS = "egress", "preemptions", "weights in storage", "head nodes"
+"""What charges are for."""
+
+
+@dataclass(slots=True)
+class TermRows:
+    """Limits and helpers as they are gathered."""
+
+    models: int
+    limits: list[CountLimit] = field(default_factory=list)
+    helpers: list[ExtraVariable] = field(default_factory=list)
+
+    def limit(
+        self,
+        name: str,
+        low: float,
+        high: float,
+        tables: Mapping[int, Floats],
+        helpers: tuple[tuple[int, float], ...] = (),
+    ) -> None:
+        copies = tuple(tables.get(m) for m in range(self.models))
+        self.limits.append(CountLimit(name, low, high, copies, helpers))
+
+    def switch(self, name: str, tables: Mapping[int, Floats], most: float, usd_per_h: float = 0.0) -> int:
+        """A helper that is 1 where any copy in the tables is there."""
+        place = len(self.helpers)
+        self.helpers.append(ExtraVariable(name, usd_per_h=usd_per_h, row=len(self.limits)))
+        self.limit(name, -INFINITY, 0.0, tables, ((place, -max(most, 1.0)),))
+        return place
+
+
+def with_terms(
+    problem: PlanningProblem, groups: Sequence[Sequence[Template]], program: FlowProgram
+) -> FlowProgram:
+    """The program with all that is asked of it beside demand."""
+    models = tuple(
+        replace(
+            columns,
+            allowed=_allowed(problem, ask, group, program.fleet),
+            fees_usd_per_h=_fees(problem, ask, group, program.fleet),
+        )
+        for ask, group, columns in zip(problem.asks, groups, program.models, strict=True)
+    )
+    rows = _rows(problem, [model.uses for model in models], program.fleet)
+    asks = problem.asks
+    spare = tuple(a.terms.survive_share if a.terms.survive == "node" else 0.0 for a in asks)
+    return replace(
+        program,
+        models=models,
+        limits=tuple(rows.limits),
+        helpers=tuple(rows.helpers),
+        outages=_outages(problem, program.fleet),
+        spare=spare if any(spare) else (),
+    )
+
+
+def _rows(problem: PlanningProblem, uses: Sequence[NDArray[np.integer]], fleet: NodeSupply) -> TermRows:
+    """All limits over columns that use so many nodes, per model [templates, node types]."""
+    rows = TermRows(len(uses))
+    for m, ask in enumerate(problem.asks):
+        _copies(rows, m, ask, uses[m], len(fleet.regions))
+        _kinds(problem, rows, m, ask, uses[m], fleet)
+    _fixed(problem, rows, uses, fleet)
+    return rows
+
+
+def limit_prices(problem: PlanningProblem, fleet: NodeSupply, duals: Floats) -> list[tuple[Floats, Floats]]:
+    """What limits make of a copy of each model at these prices: (per region, per region and node of it).
+
+    Every limit counts a copy as so much, and so much more for each of its nodes. So it is asked what it makes of a
+    copy without nodes, and of copies with one node.
+    """
+    types = len(fleet.nodes)
+    probes = np.vstack([np.zeros((1, types), np.int64), np.eye(types, dtype=np.int64)])
+    limits = _rows(problem, [probes] * len(problem.asks), fleet).limits
+    found = []
+    for m in range(len(problem.asks)):
+        total = np.zeros((1 + types, len(fleet.regions)))
+        for limit, dual in zip(limits, duals.tolist(), strict=True):
+            table = limit.copies[m]
+            if table is not None and dual:
+                total -= dual * table
+        found.append((total[0], (total[1:] - total[0]).T))
+    return found
+
+
+def unsupported(problem: PlanningProblem) -> str:
+    """The first term that needs the program's rows, in words; empty where there is none."""
+    for ask in problem.asks:
+        for name, words in ask.terms.asked.items():
+            if name in ("redundancy", "max_spot_share", "max_gpu_kinds", "min_copies", "max_copies"):
+                return f"{name} of {ask.name} ({words})"
+    return ""
+
+
+def require_rows(problem: PlanningProblem, strategy: str) -> None:
+    """Refuses what a strategy that counts its own copies cannot keep."""
+    if found := unsupported(problem):
+        raise InputError(
+            "strategy", f"{strategy} picks its copies by its own rule and cannot keep {found}; use auto"
+        )
+
+
+def runs_in(problem: PlanningProblem, ask: ModelDemand, template: Template, region: str) -> bool:
+    """Whether the terms let a template run there."""
+    terms = ask.terms
+    if not terms.allows(region):
+        return False
+    if terms.nodes is not None and not set(template.node_counts) <= set(terms.nodes):
+        return False
+    for replica in template.replicas:
+        layout = replica.layout
+        nodes = sum(layout.node_counts.values())
+        if terms.max_stages is not None and len(layout.stages) > terms.max_stages:
+            return False
+        if terms.max_nodes is not None and nodes > terms.max_nodes:
+            return False
+    return True
+
+
+def offers_of(problem: PlanningProblem) -> dict[tuple[str, str], NodeOffer]:
+    return {(region.name, offer.node): offer for region in problem.regions for offer in region.offers}
+
+
+def _allowed(
+    problem: PlanningProblem, ask: ModelDemand, group: Sequence[Template], fleet: NodeSupply
+) -> NDArray[np.bool_] | None:
+    if not ask.terms.asked:
+        return None
+    found = [[runs_in(problem, ask, template, region) for region in fleet.regions] for template in group]
+    return np.array(found, dtype=bool).reshape(len(group), len(fleet.regions))
+
+
+def loss_usd_per_h(problem: PlanningProblem, ask: ModelDemand, template: Template, region: str) -> float:
+    """What preemptions of its spot nodes cost one copy: rent while it starts anew and for answers it makes twice."""
+    offers = offers_of(problem)
+    often = price = 0.0
+    for each in template.nodes:
+        offer = offers.get((region, each.node))
+        if offer is not None:
+            often += each.count * (offer.preemptions_per_h if offer.spot else 0.0)
+            price += each.count * offer.price_usd_per_h
+    if not often:
+        return 0.0
+    return often * _lost_h(ask) * price
+
+
+def _lost_h(ask: ModelDemand) -> float:
+    """Hours of a copy that one preemption costs."""
+    start = startup_s(weight_bytes(ask.model)).total_s
+    output = sum(d.rate_per_s * d.output_tokens for d in ask.demands) / max(ask.rate_per_s, 1e-12)
+    twice_s = (ask.slo.ttft_s + output * ask.slo.tpot_s) / 2  # half of an answer is there, on average
+    return (start + twice_s) / 3600
+
+
+def losses_usd_per_h(
+    problem: PlanningProblem, ask: ModelDemand, uses: NDArray[np.integer], fleet: NodeSupply
+) -> Floats:
+    """[regions, templates]: the same of copies that use so many nodes."""
+    offers = offers_of(problem)
+    found = np.zeros((len(fleet.regions), len(uses)))
+    for r, region in enumerate(fleet.regions):
+        there = [offers.get((region, node)) for node in fleet.nodes]
+        often = np.array([o.preemptions_per_h if o is not None and o.spot else 0.0 for o in there])
+        if often.any():
+            price = np.array([0.0 if o is None else o.price_usd_per_h for o in there])
+            found[r] = (uses @ often) * (uses @ price) * _lost_h(ask)
+    return found
+
+
+def _fees(
+    problem: PlanningProblem, ask: ModelDemand, group: Sequence[Template], fleet: NodeSupply
+) -> Floats | None:
+    if not any(offer.preemptions_per_h for region in problem.regions for offer in region.offers):
+        return None
+    table = [[loss_usd_per_h(problem, ask, t, region) for region in fleet.regions] for t in group]
+    return np.array(table, dtype=np.float64).reshape(len(group), len(fleet.regions))
+
+
+def _copies(rows: TermRows, m: int, ask: ModelDemand, uses: NDArray[np.integer], regions: int) -> None:
+    low, high = ask.terms.min_copies, ask.terms.max_copies
+    ones = np.ones((len(uses), regions))
+    if low:
+        rows.limit(f"at least {low} copies of {ask.name}", float(low), INFINITY, {m: ones})
+    if high is not None:
+        rows.limit(f"at most {high} copies of {ask.name}", -INFINITY, float(high), {m: ones})
+
+
+def _kinds(
+    problem: PlanningProblem,
+    rows: TermRows,
+    m: int,
+    ask: ModelDemand,
+    uses: NDArray[np.integer],
+    fleet: NodeSupply,
+) -> None:
+    most = ask.terms.max_gpu_kinds
+    if most is None:
+        return
+    switches = []
+    for gpu in sorted({node.gpu.name for node in problem.nodes}):
+        cells = [c for c, name in enumerate(fleet.nodes) if _gpu_of(problem, name) == gpu]
+        mine = uses[:, cells].astype(np.float64).sum(axis=1)
+        total = float(fleet.available[:, cells].sum())
+        table = np.repeat(mine[:, None], len(fleet.regions), axis=1)
+        switches.append(rows.switch(f"{gpu} for {ask.name}", {m: table}, total))
+    name = f"at most {most} kinds of GPU for {ask.name}"
+    rows.limit(name, -INFINITY, float(most), {}, tuple((place, 1.0) for place in switches))
+
+
+def _gpu_of(problem: PlanningProblem, node: str) -> str:
+    found = problem.by_name.get(node)
+    return "" if found is None else found.gpu.name
+
+
+def storage_usd_per_h(problem: PlanningProblem, ask: ModelDemand, region: str) -> float:
+    """What a model's weights cost in a region's storage while it runs there."""
+    price = next(each.storage_usd_per_gb_month for each in problem.regions if each.name == region)
+    return float(weight_bytes(ask.model)) / 1e9 * price / HOURS_PER_MONTH
+
+
+def _fixed(
+    problem: PlanningProblem, rows: TermRows, uses: Sequence[NDArray[np.integer]], fleet: NodeSupply
+) -> None:
+    """Charges that are paid once: a region's head node, a model's weights in a region's storage."""
+    for r, region in enumerate(problem.regions):
+        most = float(fleet.available[r].sum())
+        tables = {}
+        for m, mine in enumerate(uses):
+            tables[m] = np.zeros((len(mine), len(fleet.regions)))
+            tables[m][:, r] = 1.0
+        if region.head_usd_per_h:
+            rows.switch(f"head node of {region.name}", tables, most, region.head_usd_per_h)
+        for m, ask in enumerate(problem.asks):
+            if price := storage_usd_per_h(problem, ask, region.name):
+                rows.switch(f"weights of {ask.name} in {region.name}", {m: tables[m]}, most, price)
+
+
+def domains(problem: PlanningProblem) -> dict[str, list[tuple[str, list[tuple[str, str]]]]]:
+    """What may go at once, by kind of domain (`spot`: all spot nodes): a name, and the (region, node) that go."""
+    zones: dict[tuple[str, str], list[tuple[str, str]]] = {}
+    regions: dict[str, list[tuple[str, str]]] = {}
+    spot = []
+    for region in problem.regions:
+        for offer in region.offers:
+            cell = (region.name, offer.node)
+            regions.setdefault(region.name, []).append(cell)
+            zones.setdefault((region.name, offer.zone), []).append(cell)
+            if offer.spot:
+                spot.append(cell)
+    named = [
+        (f"zone {zone} of {name}" if zone else f"{name} outside its zones", cells)
+        for (name, zone), cells in zones.items()
+    ]
+    return {
+        "zone": named,
+        "region": [(f"region {name}", cells) for name, cells in regions.items()],
+        "spot": [("spot nodes", spot)] if spot else [],
+    }
+
+
+def share_asked(terms: ModelTerms, domain: str) -> float:
+    """Of the demand, what must be served without one such domain."""
+    if domain == "spot":
+        return 0.0 if terms.max_spot_share is None else 1.0 - terms.max_spot_share
+    return terms.survive_share if terms.survive == domain else 0.0
+
+
+def _outages(problem: PlanningProblem, fleet: NodeSupply) -> tuple[Outage, ...]:
+    found = []
+    for domain, each in domains(problem).items():
+        shares = tuple(share_asked(ask.terms, domain) for ask in problem.asks)
+        if not any(shares):
+            continue
+        for name, cells in each:
+            gone = np.zeros(fleet.available.shape, dtype=bool)
+            for region, node in cells:
+                gone[fleet.regions.index(region), fleet.nodes.index(node)] = True
+            if domain == "region":  # named machines are nodes of their own
+                gone[fleet.regions.index(cells[0][0])] = True
+            found.append(Outage(name, gone, shares))
+    return tuple(found)
+
+
+def charges_of(problem: PlanningProblem, plan: Plan, egress_usd_per_h: float) -> tuple[Charge, ...]:
+    """All that is paid beside rent, by what for; without those that are nothing."""
+    asks = {ask.name: ask for ask in problem.asks}
+    losses = storage = 0.0
+    stored: set[tuple[str, str]] = set()
+    for deployment in plan.deployments:
+        template = plan.template(deployment.template)
+        ask = asks[template.model]
+        losses += deployment.count * loss_usd_per_h(problem, ask, template, deployment.region)
+        stored.add((ask.name, deployment.region))
+    for name, region in stored:
+        storage += storage_usd_per_h(problem, asks[name], region)
+    used = {region for _, region in stored}
+    heads = sum(region.head_usd_per_h for region in problem.regions if region.name in used)
+    parts = ((EGRESS, egress_usd_per_h), (LOSSES, losses), (STORAGE, storage), (HEADS, heads))
+    return tuple(Charge(what, float(usd)) for what, usd in parts if usd > 1e-12)
+
+
+def rent_usd_per_h(problem: PlanningProblem, nodes: Mapping[tuple[str, str], int]) -> float:
+    """What nodes cost, beyond those that are paid for already."""
+    offers, total = offers_of(problem), 0.0
+    for key, count in nodes.items():
+        offer = offers.get(key)
+        if offer is not None:
+            total += max(0, count - offer.reserved) * offer.price_usd_per_h
+    return total

@@ -1,0 +1,397 @@
+"""What to do when something happened: answers from cheap to dear, each with what it gains, costs and takes.
+
+    reroute      the same copies, new fractions                          at once, nothing is touched
+    flip         copies on the same nodes may change their role          at once, no weights are loaded
+    reallocate   a new plan that pays for what it starts (CORAL's K)     as long as the slowest start
+
+Nodes that are gone take copies with them: the deployment with the most copies on such a node loses one at a time;
+a group of named machines loses the replicas on them and serves on with the others (`regroup`). The controller
+chooses; `best_answer` is the rule it starts from.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Literal
+
+from potluck.core.values.plan import BucketCapacity, Deployment, NodeCount, Plan, PlannedReplica, Template
+from potluck.core.values.terms import NO_TERMS
+from potluck.core.values.types import NodeOffer, Region, Role
+from potluck.perf.delays.startup import DEFAULT_COSTS, StartupCosts, startup_s
+from potluck.perf.sizes.memory import weight_bytes
+from potluck.plan.assemble.codecs import solved
+from potluck.plan.assemble.columns import plan_of
+from potluck.plan.check.verify import retimed
+from potluck.plan.problem import ModelDemand, PlanningProblem
+from potluck.plan.replan.regroup_pool import (
+    Left,
+    changed_roles,
+    flipped,
+    left_of,
+    moved,
+    new_replicas,
+    settled,
+    surviving,
+)
+from potluck.plan.strategies.template_factory import PlanOutcome, SolveSettings, TemplateFactory
+from potluck.plan.templates.group import machine_counts
+from potluck.plan.timing.replica_rates import layout_timer, replica_capacity
+
+Step = Literal["reroute", "flip", "reallocate"]
+ROUNDING = 1e-9
+ROLES: tuple[Role, ...] = ("mixed", "prefill", "decode")
+MARK = "#"
+
+
+@dataclass(frozen=True, slots=True)
+class ReplanOption:
+    """One rung of the ladder."""
+
+    step: Step
+    plan: Plan
+    served_fraction: float
+    cost_usd_per_h: float
+    start_cost_usd: float
+    """Rent of what is started until it serves."""
+    time_s: float
+    """Until it is in force."""
+    starts: int
+    stops: int
+    flips: int
+
+
+def ladder(
+    problem: PlanningProblem,
+    running: Plan,
+    planner: Callable[[TemplateFactory, SolveSettings], PlanOutcome],
+    settings: SolveSettings,
+    costs: StartupCosts = DEFAULT_COSTS,
+) -> tuple[ReplanOption, ...]:
+    """All three answers to whatever made the problem what it is now."""
+    problem = settled(problem, running)
+    loaded = left_of(problem, running)
+    running = surviving(problem, running)
+    left = survivors(problem, running)
+    return (
+        *_at_once(problem, running, left, loaded, settings, costs),
+        _reallocate(problem, running, left, loaded, planner, settings, costs),
+    )
+
+
+def at_once(
+    problem: PlanningProblem, running: Plan, settings: SolveSettings, costs: StartupCosts = DEFAULT_COSTS
+) -> tuple[ReplanOption, ReplanOption]:
+    """The answers that load no weights, with the copies that are left: new routing, and new roles."""
+    problem = settled(problem, running)
+    loaded = left_of(problem, running)
+    running = surviving(problem, running)
+    return _at_once(problem, running, survivors(problem, running), loaded, settings, costs)
+
+
+def _at_once(
+    problem: PlanningProblem,
+    running: Plan,
+    left: tuple[Deployment, ...],
+    loaded: Left,
+    settings: SolveSettings,
+    costs: StartupCosts,
+) -> tuple[ReplanOption, ReplanOption]:
+    rerouted = _reroute(problem, running, left, settings)
+    flip = _flip(problem, running, left, loaded, settings, costs)
+    if flip.flips and not _gains(flip, rerouted):  # a search that was cut short may change roles for nothing
+        flip = replace(rerouted, step="flip")
+    return rerouted, flip
+
+
+def _gains(answer: ReplanOption, before: ReplanOption) -> bool:
+    """Whether more is served, or the same for less, beyond rounding."""
+    more = answer.served_fraction - before.served_fraction
+    return more > ROUNDING or (
+        more >= -ROUNDING and answer.cost_usd_per_h < before.cost_usd_per_h * (1.0 - ROUNDING)
+    )
+
+
+def best_answer(answers: Sequence[ReplanOption]) -> ReplanOption:
+    """The first that serves as much as any: cheaper rungs come first."""
+    most = max(answer.served_fraction for answer in answers)
+    return next(answer for answer in answers if answer.served_fraction >= most - 1e-6)
+
+
+def survivors(problem: PlanningProblem, running: Plan) -> tuple[Deployment, ...]:
+    """The deployments that the nodes there are now can still hold."""
+    counts = {(d.template, d.region): d.count for d in running.deployments}
+    available = {(r.name, o.node): o.available for r in problem.regions for o in r.offers}
+    while True:
+        used: dict[tuple[str, str], int] = {}
+        for (name, region), count in counts.items():
+            for each in running.template(name).nodes:
+                key = (region, each.node)
+                used[key] = used.get(key, 0) + each.count * count
+        over = next((key for key, count in used.items() if count > available.get(key, 0)), None)
+        if over is None:
+            break
+        region, node = over
+        hit = [
+            k for k in counts if k[1] == region and node in running.template(k[0]).node_counts and counts[k]
+        ]
+        # Groups name their machines, so those are not the ones that are gone.
+        counts[max(hit, key=lambda k: (running.template(k[0]).kind != "group", counts[k], k))] -= 1
+    return tuple(Deployment(name, region, count) for (name, region), count in counts.items() if count)
+
+
+def _reroute(
+    problem: PlanningProblem, running: Plan, left: tuple[Deployment, ...], settings: SolveSettings
+) -> ReplanOption:
+    kept = {deployment.template for deployment in left}
+    templates = [_timed(problem, t) for t in running.templates if t.name in kept and _asked(problem, t.model)]
+    plan = _within(problem, running, templates, left, settings)
+    return _answer("reroute", plan, running, left, 0.0, 0.0, 0)
+
+
+def _flip(
+    problem: PlanningProblem,
+    running: Plan,
+    left: tuple[Deployment, ...],
+    loaded: Left,
+    settings: SolveSettings,
+    costs: StartupCosts,
+) -> ReplanOption:
+    """Every copy of one layout in one role may take another; copies of unlike layouts stay apart.
+
+    Layouts are kept apart by giving each its own name for its nodes, so that no weights would have to move.
+    Groups stay on their machines; which of their replicas changes its role is for `regroup` to find.
+    """
+    templates: list[Template] = []
+    offers: dict[str, list[NodeOffer]] = {region.name: [] for region in problem.regions}
+    types = list(problem.nodes)
+    for place, deployment in enumerate(left):
+        template = running.template(deployment.template)
+        ask = _asked(problem, template.model)
+        if ask is None or template.kind == "group":
+            continue
+        alias = {each.node: f"{each.node}{MARK}{place}" for each in template.nodes}
+        for each in template.nodes:
+            price = _price(problem, deployment.region, each.node)
+            offers[deployment.region].append(
+                NodeOffer(alias[each.node], price, each.count * deployment.count)
+            )
+            types.append(replace(problem.node(each.node), name=alias[each.node]))
+        nodes = tuple(NodeCount(alias[each.node], each.count) for each in template.nodes)
+        templates += [
+            replace(variant, nodes=nodes, name=f"{variant.name}{MARK}{place}")
+            for variant in _roles(problem, ask, template)
+        ]
+    groups, machines = _group_roles(problem, running, left, loaded, settings)
+    templates += groups
+    for (region, node), count in machines.items():
+        offers[region].append(NodeOffer(f"{node}{MARK}", _price(problem, region, node), count))
+    types += [
+        replace(problem.node(node), name=f"{node}{MARK}") for node in sorted({node for _, node in machines})
+    ]
+    regions = tuple(Region(name, tuple(found)) for name, found in offers.items())
+    if not templates:
+        return _answer("flip", _nothing(), running, left, 0.0, costs.role_flip_s, 0)
+    inside = replace(problem, regions=regions, nodes=tuple(types), budget_usd_per_h=None)
+    plan = _unmarked(_solved(inside, templates, settings), problem)
+    whole = {t.name for t in plan.templates if t.kind != "group"}
+    flips = sum(d.count for d in plan.deployments if d.template in whole) - _kept(plan, left, whole)
+    flips += changed_roles(loaded, (t for t in plan.templates if t.kind == "group"))
+    return _answer("flip", plan, running, left, 0.0, costs.role_flip_s, flips)
+
+
+def _group_roles(
+    problem: PlanningProblem,
+    running: Plan,
+    left: tuple[Deployment, ...],
+    loaded: Left,
+    settings: SolveSettings,
+) -> tuple[list[Template], dict[tuple[str, str], int]]:
+    """Groups as they are and in new roles, on nodes of their own; and those nodes, (region, type) to how many."""
+    found = [(d.region, running.template(d.template)) for d in left]
+    found = [
+        (region, _timed(problem, t)) for region, t in found if t.kind == "group" and _asked(problem, t.model)
+    ]
+    found += flipped(problem, loaded, settings.seed, settings.time_limit_s / 4)
+    templates: dict[str, Template] = {}
+    for _, template in found:
+        nodes = tuple(NodeCount(f"{each.node}{MARK}", each.count) for each in template.nodes)
+        templates[template.name] = replace(template, nodes=nodes, name=f"{template.name}{MARK}")
+    machines: dict[tuple[str, str], int] = {}
+    for region in {region for region, _ in found}:
+        mine = [replica for where, template in found if where == region for replica in template.replicas]
+        for node, count in machine_counts(mine).items():
+            machines[region, node] = count
+    return list(templates.values()), machines
+
+
+def _reallocate(
+    problem: PlanningProblem,
+    running: Plan,
+    left: tuple[Deployment, ...],
+    loaded: Left,
+    planner: Callable[[TemplateFactory, SolveSettings], PlanOutcome],
+    settings: SolveSettings,
+    costs: StartupCosts,
+) -> ReplanOption:
+    still = replace(running, deployments=left)
+    groups = tuple(running.template(d.template) for d in left)
+    kept = tuple(template for template in groups if template.kind == "group")
+    plan = planner(TemplateFactory(problem, running=kept), replace(settings, running=still)).plan
+    before = {(d.template, d.region): d.count for d in left}
+    slowest_s, started_usd = 0.0, 0.0
+    for deployment in plan.deployments:
+        new = deployment.count - before.get((deployment.template, deployment.region), 0)
+        if new <= 0:
+            continue
+        template = plan.template(deployment.template)
+        ask = _asked(problem, template.model)
+        weights = weight_bytes(ask.model) if ask else 0.0
+        if template.kind == "group":
+            for replica in new_replicas(loaded, template):
+                takes_s = startup_s(weights, len(replica.layout.machines), costs).total_s
+                slowest_s = max(slowest_s, takes_s)
+                started_usd += _rent(problem, deployment.region, replica) * takes_s / 3600
+            continue
+        takes_s = startup_s(weights, sum(each.count for each in template.nodes), costs).total_s
+        rent = sum(_price(problem, deployment.region, n.node) * n.count for n in template.nodes)
+        slowest_s = max(slowest_s, takes_s)
+        started_usd += new * rent * takes_s / 3600
+    return _answer("reallocate", plan, running, left, started_usd, slowest_s, 0, loaded)
+
+
+def _rent(problem: PlanningProblem, region: str, replica: PlannedReplica) -> float:
+    """The share of its machines' rent that a replica's GPUs are."""
+    stages = [node for stage in replica.layout.stages for node in stage.nodes]
+    return sum(_price(problem, region, n.node) * n.tp / problem.node(n.node).gpus for n in stages)
+
+
+def _answer(
+    step: Step,
+    plan: Plan,
+    running: Plan,
+    left: tuple[Deployment, ...],
+    start_cost_usd: float,
+    time_s: float,
+    flips: int,
+    loaded: Left | None = None,
+) -> ReplanOption:
+    grouped = {t.name for t in (*running.templates, *plan.templates) if t.kind == "group"}
+    before = {(d.template, d.region): d.count for d in left if d.template not in grouped}
+    after = {(d.template, d.region): d.count for d in plan.deployments if d.template not in grouped}
+    starts = stops = 0
+    if step == "reallocate":
+        starts = sum(max(0, n - before.get(key, 0)) for key, n in after.items())
+        stops = sum(max(0, n - after.get(key, 0)) for key, n in before.items())
+        fresh, gone = moved(loaded or {}, (t for t in plan.templates if t.kind == "group"))
+        starts, stops = starts + fresh, stops + gone
+    return ReplanOption(
+        step, plan, plan.fraction, plan.cost_usd_per_h, start_cost_usd, time_s, starts, stops, flips
+    )
+
+
+def _roles(problem: PlanningProblem, ask: ModelDemand, template: Template) -> list[Template]:
+    """A template in every role its replicas could take; groups of unlike replicas stay as they are."""
+    layouts = {replica.layout for replica in template.replicas}
+    if len(layouts) > 1 or len({replica.role for replica in template.replicas}) > 1:
+        return [_timed(problem, template)]
+    layout, copies = template.replicas[0].layout, len(template.replicas)
+    timer = layout_timer(ask, layout, problem.by_name)
+    roles = ROLES if len(layout.stages) == 1 else ("prefill", "decode")
+    found = []
+    for role in roles:
+        capacity = replica_capacity(ask, layout, problem.by_name, role, problem.headroom, copies, timer=timer)
+        name = template.name if role == template.replicas[0].role else f"{template.name} as {role}"
+        found.append(
+            replace(template, name=name, replicas=(PlannedReplica(role, layout),) * copies, capacity=capacity)
+        )
+    return found
+
+
+def _timed(problem: PlanningProblem, template: Template) -> Template:
+    """A template with its capacity for the demand there is now."""
+    ask = _asked(problem, template.model)
+    assert ask is not None
+    roles = {replica.role for replica in template.replicas}
+    capacity = retimed(problem, ask, template)
+    if len(roles) > 1:  # a closed group: what its parts could do apart is not offered
+        capacity = tuple(
+            BucketCapacity(c.bucket, 0.0, 0.0, c.closed_per_s, c.ttft_s, c.tpot_s) for c in capacity
+        )
+    return replace(template, capacity=capacity)
+
+
+def _within(
+    problem: PlanningProblem,
+    running: Plan,
+    templates: list[Template],
+    left: tuple[Deployment, ...],
+    settings: SolveSettings,
+) -> Plan:
+    """Exactly these copies, and no node beside theirs."""
+    if not templates:
+        return _nothing()
+    names = {template.name for template in templates}
+    pins = tuple(deployment for deployment in left if deployment.template in names)
+    held = replace(running, deployments=left).nodes
+    regions = tuple(
+        replace(r, offers=tuple(replace(o, available=held.get((r.name, o.node), 0)) for o in r.offers))
+        for r in problem.regions
+    )
+    inside = replace(problem, regions=regions, budget_usd_per_h=None)
+    return _solved(inside, templates, replace(settings, pins=pins, running=None), exactly=True)
+
+
+def _solved(
+    problem: PlanningProblem, templates: list[Template], settings: SolveSettings, *, exactly: bool = False
+) -> Plan:
+    by_model: dict[str, list[Template]] = {}
+    for template in templates:
+        by_model.setdefault(template.model, []).append(template)
+    # What is left is used as well as it can be; what was asked of a plan is for the next plan to keep.
+    plain = replace(problem, asks=tuple(replace(ask, terms=NO_TERMS) for ask in problem.asks))
+    found, answer = solved(
+        plain,
+        by_model,
+        pins=settings.pins,
+        exactly=exactly,
+        time_limit_s=settings.time_limit_s,
+        gap_target=1e-3,
+        clock=settings.clock,
+    )
+    return plan_of(found, answer, "ladder")
+
+
+def _nothing() -> Plan:
+    return Plan("ladder", (), (), (), (), (), (), 0.0, 0.0, 0.0)
+
+
+def _unmarked(plan: Plan, problem: PlanningProblem) -> Plan:
+    """The plan with nodes and templates under their own names again; what became alike is added up."""
+    templates: dict[str, Template] = {}
+    for template in plan.templates:
+        nodes = tuple(NodeCount(each.node.split(MARK)[0], each.count) for each in template.nodes)
+        name = template.name.rsplit(MARK, 1)[0]
+        templates[name] = replace(template, name=name, nodes=nodes)
+    counts: dict[tuple[str, str], int] = {}
+    for deployment in plan.deployments:
+        key = (deployment.template.rsplit(MARK, 1)[0], deployment.region)
+        counts[key] = counts.get(key, 0) + deployment.count
+    shares = tuple(replace(share, template=share.template.rsplit(MARK, 1)[0]) for share in plan.shares)
+    deployments = tuple(Deployment(name, region, n) for (name, region), n in sorted(counts.items()))
+    return replace(plan, templates=tuple(templates.values()), deployments=deployments, shares=shares)
+
+
+def _kept(plan: Plan, left: tuple[Deployment, ...], whole: set[str]) -> int:
+    before = {(d.template, d.region): d.count for d in left}
+    mine = [d for d in plan.deployments if d.template in whole]
+    return sum(min(d.count, before.get((d.template, d.region), 0)) for d in mine)
+
+
+def _asked(problem: PlanningProblem, model: str) -> ModelDemand | None:
+    return next((ask for ask in problem.asks if ask.name == model), None)
+
+
+def _price(problem: PlanningProblem, region: str, node: str) -> float:
+    offer = next((r.offer(node) for r in problem.regions if r.name == region), None)
+    return offer.price_usd_per_h if offer else 0.0

@@ -1,0 +1,104 @@
+"""What the search found, in the planner's words: templates of the kind `group` on named machines.
+
+Groups that share a machine or hand KV to one another become one template of whole machines (`templates.group`).
+They are timed again by `timing.rates`, bucket by bucket, so a template promises what `check.verify` finds; what the
+search itself expects, for mean lengths, is in `SearchResult`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from potluck.core.values.layout import Layout, Stage, StageNode
+from potluck.core.values.plan import PlannedReplica, Template
+from potluck.core.values.pool import Pool
+from potluck.plan.problem import ModelDemand, PlanningProblem
+from potluck.plan.search.deduce import NAMES, PHASES, GroupConfiguration, StageTake, Takes
+from potluck.plan.search.evaluate import TIE_WEIGHT, GpuGroup, PoolScore, PoolUse
+from potluck.plan.search.moves import without
+from potluck.plan.search.orchestrate import Orchestration
+from potluck.plan.search.tabu import SearchResult
+from potluck.plan.templates.group import Attained, components, group_template, route
+
+
+def replicas_of(pool: Pool, found: SearchResult) -> tuple[PlannedReplica, ...]:
+    """One replica per group, in their order."""
+    return tuple(
+        PlannedReplica(NAMES[group.phase], layout_of(pool, mine))
+        for group, mine in zip(found.state.groups, found.configurations, strict=True)
+    )
+
+
+def to_templates(
+    problem: PlanningProblem,
+    ask: ModelDemand,
+    pool: Pool,
+    found: SearchResult,
+    attained: Attained | None = None,
+) -> tuple[Template, ...]:
+    """One template per set of groups that hang together; those that serve nothing are left out."""
+    return templates_of(problem, ask, replicas_of(pool, found), attained)
+
+
+def templates_of(
+    problem: PlanningProblem,
+    ask: ModelDemand,
+    replicas: Sequence[PlannedReplica],
+    attained: Attained | None = None,
+) -> tuple[Template, ...]:
+    """Replicas as templates. Who hands KV to whom is decided with all of them at hand, in every bucket.
+
+    KV crosses in the smallest codec that is allowed: four bits, if the owner lets it be as in THUNDERSERVE.
+    """
+    codec = problem.codecs[-1]
+    routed = route(problem, ask, replicas, codec, attained)
+    flows = {(i, j) for each in routed for i, j, _ in each.flows}
+    busy = {place for flow in flows for place in flow}
+    kept = [place for place in range(len(replicas)) if place in busy]
+    places = {place: number for number, place in enumerate(kept)}
+    members = [replicas[place] for place in kept]
+    joined = [(places[i], places[j]) for i, j in flows]
+    made = [
+        group_template(problem, ask, [members[place] for place in component], codec, attained)
+        for component in components(members, joined)
+    ]
+    return tuple(template for template in made if template is not None)
+
+
+def layout_of(pool: Pool, found: GroupConfiguration) -> Layout:
+    """A configuration as stages on named machines."""
+    stages = []
+    for stage in found.stages:
+        node = pool.nodes[stage.node]
+        stages.append(Stage(stage.layers, (StageNode(node.type.name, stage.tp, node.name),)))
+    return Layout(tuple(stages))
+
+
+def found_of(pool: Pool, replicas: Sequence[PlannedReplica]) -> SearchResult:
+    """Replicas that run, as the search speaks of them: what `reschedule` starts from. Nothing in it is scored."""
+    groups, configurations = [], []
+    for replica in replicas:
+        stages = tuple(
+            StageTake(pool.index(stage.nodes[0].machine), stage.nodes[0].tp, stage.layers)
+            for stage in replica.layout.stages
+        )
+        groups.append(GpuGroup(_takes(stages), PHASES[replica.role]))
+        configurations.append(GroupConfiguration(stages, 0.0, 0.0, 0.0, 0, 0.0))
+    used = _takes([stage for mine in configurations for stage in mine.stages])
+    everything = tuple((place, node.gpus) for place, node in enumerate(pool.nodes) if node.gpus)
+    state = PoolUse(tuple(groups), without(everything, used))
+    nothing = PoolScore(0.0, 0.0, 0.0)
+    return SearchResult(state, nothing, tuple(configurations), Orchestration(()), (), 0, 0, converged=True)
+
+
+def attainment_trace(found: SearchResult) -> tuple[tuple[float, float], ...]:
+    """(seconds, attainment) whenever the search found better, without the tie-break in its score."""
+    # A score is attained + w * attainable; the two are the same until all that is offered is attained.
+    return tuple((at_s, min(1.0, max(0.0, value) / (1.0 + TIE_WEIGHT))) for at_s, value in found.trace)
+
+
+def _takes(stages: Sequence[StageTake]) -> Takes:
+    counts: dict[int, int] = {}
+    for stage in stages:
+        counts[stage.node] = counts.get(stage.node, 0) + stage.tp
+    return tuple(sorted(counts.items()))

@@ -1,0 +1,228 @@
+"""What a stage costs: seconds per layer and beside the layers, and how many layers its memory takes.
+
+A stage of l layers on tp GPUs of a node takes l·a(B) + r(B) seconds for a step of B requests. The search asks
+for these a million times, so they are tables: one row per (GPU type and links, tp), one column per batch B.
+
+    prefill   one prompt
+    decode    B requests that are on average half done
+    mixed     B decodes with the c = B·L/O prompt tokens that keep them coming, at most `CHUNK_TOKENS`; and
+              beside it the first-token tables: a whole prompt in such chunks among B decodes
+
+Every stage is charged the output head and the larger of embedding and head, since which one is first or last
+is decided later (the same safe side as `plan.timing.stage_rates`); so a stage's cost does not depend on its place.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from math import ceil
+from typing import Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from potluck.core.errors import InputError
+from potluck.core.values.confidence import Confidence
+from potluck.core.values.model import Model
+from potluck.core.values.types import NodeType
+from potluck.perf.operators.calibration import Calibration
+from potluck.perf.operators.network import all_reduce_s
+from potluck.perf.serving.phases import CHUNK_TOKENS
+from potluck.perf.serving.throughput import MAX_BATCH
+from potluck.perf.sizes.arithmetic import step_sums
+from potluck.perf.sizes.capacity import USABLE_SHARE, stage_memory
+from potluck.perf.sizes.memory import embedding_bytes, head_bytes, kv_bytes_per_gpu, weight_bytes_per_gpu
+from potluck.perf.step_timer import Floats, StepBatch, steps
+from potluck.perf.timers.engine_host import DEFAULT_HOST
+from potluck.perf.timers.roofline import check_tp, roofline
+from potluck.plan.search.pool_workload import Pool, PoolWorkload
+
+DENSE_BATCHES = 16
+"""Up to here every batch is in the grid; beyond, steps of about an eighth."""
+
+Ints = NDArray[np.int64]
+
+
+class LayerTiming(Protocol):
+    """Seconds of one (mean) layer and of everything beside the layers, for steps on `tp` GPUs of a node."""
+
+    def parts(self, model: Model, node: NodeType, tp: int, batch: StepBatch) -> tuple[Floats, Floats]: ...
+
+    def confidence(self, model: Model, node: NodeType, tp: int) -> Confidence: ...
+
+
+@dataclass(frozen=True, slots=True)
+class CalibratedCosts:
+    """The fitted roofline, on whatever GPU figures the nodes carry."""
+
+    calibration: Calibration | None = None
+
+    def parts(self, model: Model, node: NodeType, tp: int, batch: StepBatch) -> tuple[Floats, Floats]:
+        timer = roofline(model, node, tp, calibration=self.calibration)
+        whole_s = timer.step_s(batch)
+        layers_s = replace(timer, head_s=None, host=timer.host.launching).step_s(batch)
+        return layers_s / model.layer_count, whole_s - layers_s
+
+    def confidence(self, model: Model, node: NodeType, tp: int) -> Confidence:
+        return roofline(model, node, tp, calibration=self.calibration).confidence
+
+
+@dataclass(frozen=True, slots=True)
+class PeakCosts:
+    """Data-sheet rates times two shares, as HexGen's cost model that THUNDERSERVE uses: nothing fitted.
+
+    A layer takes max(FLOPs / (share F), bytes / (share M)) plus two all-reduces of its activations.
+    """
+
+    compute_share: float = 0.7
+    bandwidth_share: float = 0.8
+
+    def parts(self, model: Model, node: NodeType, tp: int, batch: StepBatch) -> tuple[Floats, Floats]:
+        check_tp(model, node, tp)
+        sums = step_sums(model, batch, tp, range(model.layer_count))
+        flops_per_s = node.gpu.fp16_tflops * 1e12 * self.compute_share
+        bytes_per_s = node.gpu.bandwidth_gb_per_s * 1e9 * self.bandwidth_share
+        layers_s = np.maximum(sums.flops / flops_per_s, sums.bytes / bytes_per_s)
+        reduced = all_reduce_s(batch.tokens * model.hidden * 2.0, tp, node.interconnect, ())
+        head = np.where(
+            batch.tokens > 0, head_bytes(model) / tp / bytes_per_s + DEFAULT_HOST.step_s(batch), 0.0
+        )
+        return layers_s / model.layer_count + 2.0 * reduced, head
+
+    def confidence(self, model: Model, node: NodeType, tp: int) -> Confidence:
+        return "assumed"
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class StageCosts:
+    """Tables [kind, batch]; a kind is a (node type, tp)."""
+
+    batches: Floats
+    kinds: dict[tuple[int, int], int]
+    """(node of the pool, tp) to its row."""
+    degrees: tuple[tuple[int, ...], ...]
+    """Tensor-parallel degrees that each node of the pool may use."""
+    prefill: Floats
+    """[kind, 2]: a and r of one prompt."""
+    decode: Floats
+    """[kind, batch, 2]"""
+    mixed: Floats
+    """[kind, batch, 4]: a, r of an iteration, then of a whole prompt up to its first token."""
+    room: Floats
+    """[kind, 2]: bytes of one GPU for layers and KV, on a stage among others and on the only stage."""
+    layer_bytes: Floats
+    """[kind]: weights of one layer on one GPU."""
+    kv_bytes: Floats
+    """[kind, 2]: KV of one layer of one request on one GPU: at the end of its prompt, of its output."""
+    chunk_tokens: Floats
+    """[batch]: prompt tokens in a mixed iteration."""
+
+
+def costs_of(pool: Pool, work: PoolWorkload, timing: LayerTiming) -> StageCosts:
+    """The tables of every node type and tensor-parallel degree in the pool."""
+    model = work.model
+    batches = _batches(pool, work)
+    ids: dict[tuple[object, ...], int] = {}
+    kinds: dict[tuple[int, int], int] = {}
+    members: list[tuple[NodeType, int]] = []
+    degrees = []
+    for index, node in enumerate(pool.nodes):
+        mine = tuple(tp for tp in range(1, node.type.gpus + 1) if _allowed(model, node.type, tp))
+        degrees.append(tuple(tp for tp in mine if tp <= node.gpus))
+        for tp in mine:
+            # The name and the card do not matter to a stage, the GPU and the link inside do.
+            key = (node.type.gpu, node.type.interconnect, tp)
+            if key not in ids:
+                ids[key] = len(members)
+                members.append((node.type, tp))
+            kinds[index, tp] = ids[key]
+    chunk = np.minimum(batches * work.input_tokens / work.output_tokens, CHUNK_TOKENS)
+    return StageCosts(
+        batches,
+        kinds,
+        tuple(degrees),
+        np.array([_prefill(work, timing, *each) for each in members]),
+        np.array([_decode(work, timing, batches, *each) for each in members]),
+        np.array([_mixed(work, timing, batches, chunk, *each) for each in members]),
+        np.array([_room(model, *each) for each in members]),
+        np.array([_layer_bytes(model, tp) for _, tp in members]),
+        np.array([_kv_bytes(work, tp) for _, tp in members]),
+        chunk,
+    )
+
+
+def _allowed(model: Model, node: NodeType, tp: int) -> bool:
+    try:
+        check_tp(model, node, tp)
+    except InputError:
+        return False
+    return True
+
+
+def _batches(pool: Pool, work: PoolWorkload) -> Floats:
+    """1, 2, ... up to what all GPUs together could keep, in steps of at most an eighth beyond 16."""
+    tokens = float(work.input_tokens + work.output_tokens)
+    memory = sum(node.gpus * node.type.gpu.memory_bytes for node in pool.nodes)
+    each = float(kv_bytes_per_gpu(work.model, tokens, 1))
+    most = int(min(MAX_BATCH, max(1.0, memory / each if each > 0 else MAX_BATCH)))
+    grid = [1]
+    while grid[-1] < most:
+        grid.append(min(most, grid[-1] + max(1, grid[-1] // 8 if grid[-1] >= DENSE_BATCHES else 1)))
+    return np.array(grid, np.float64)
+
+
+def _prefill(work: PoolWorkload, timing: LayerTiming, node: NodeType, tp: int) -> Floats:
+    layer_s, rest_s = timing.parts(work.model, node, tp, steps(work.input_tokens))
+    return np.array([layer_s[0], rest_s[0]])
+
+
+def _decode(work: PoolWorkload, timing: LayerTiming, batches: Floats, node: NodeType, tp: int) -> Floats:
+    context = work.input_tokens + work.output_tokens / 2
+    batch = steps(decodes=batches, decode_context=batches * context)
+    return np.stack(timing.parts(work.model, node, tp, batch), axis=1)
+
+
+def _mixed(
+    work: PoolWorkload, timing: LayerTiming, batches: Floats, chunk: Floats, node: NodeType, tp: int
+) -> Floats:
+    context = batches * (work.input_tokens + work.output_tokens / 2)
+    # With more prompt tokens than the budget, prefill paces the decodes: such a batch is as slow as that.
+    paced = np.maximum(batches * work.input_tokens / work.output_tokens / chunk, 1.0)
+    width = float(work.input_tokens)
+    starts = np.arange(ceil(chunk.max() / width)) * width
+    prompts = np.clip(chunk[:, None] - starts, 0.0, width)
+    behind = np.maximum(width - chunk, 0.0)[:, None] / 2
+    layer_s, rest_s = timing.parts(
+        work.model, node, tp, steps(prompts, np.broadcast_to(behind, prompts.shape), batches, context)
+    )
+    first_layer, first_rest = np.zeros(len(batches)), np.zeros(len(batches))
+    for start in range(0, work.input_tokens, CHUNK_TOKENS):
+        size = float(min(CHUNK_TOKENS, work.input_tokens - start))
+        part = steps(np.full(len(batches), size), float(start), batches, context)
+        for total, more in zip(
+            (first_layer, first_rest), timing.parts(work.model, node, tp, part), strict=True
+        ):
+            total += more
+    return np.stack([layer_s * paced, rest_s * paced, first_layer, first_rest], axis=1)
+
+
+def _room(model: Model, node: NodeType, tp: int) -> Floats:
+    embedding, head = embedding_bytes(model) / tp, head_bytes(model) / tp
+    activation = stage_memory(model, node, tp).activation_bytes
+    usable = node.gpu.memory_bytes * USABLE_SHARE - activation
+    both = embedding + head
+    shared = both if model.tied_embeddings else max(embedding, head)
+    return np.array([usable - shared, usable - both])
+
+
+def _layer_bytes(model: Model, tp: int) -> float:
+    return weight_bytes_per_gpu(model, tp, range(model.layer_count), tables=False) / model.layer_count
+
+
+def _kv_bytes(work: PoolWorkload, tp: int) -> tuple[float, float]:
+    whole = work.input_tokens + work.output_tokens
+    count = work.model.layer_count
+    return (
+        float(kv_bytes_per_gpu(work.model, float(work.input_tokens), tp)) / count,
+        float(kv_bytes_per_gpu(work.model, float(whole), tp)) / count,
+    )

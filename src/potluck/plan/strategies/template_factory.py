@@ -1,0 +1,298 @@
+"""What strategies share: templates made once per problem, the settings of a solve, and its outcome."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from potluck.core.values.plan import Deployment, Plan, Template
+from potluck.core.values.precision import Format
+from potluck.plan.allocate.allocation import Allocation
+from potluck.plan.assemble.codecs import solved
+from potluck.plan.assemble.columns import ProgramColumns, plan_of
+from potluck.plan.assemble.even_shares import evened
+from potluck.plan.assemble.term_rows import runs_in
+from potluck.plan.check.verify import retimed
+from potluck.plan.problem import ModelDemand, PlanningProblem
+from potluck.plan.strategies.pool_strategy import machines_key, search_groups
+from potluck.plan.templates.aggregated import aggregated
+from potluck.plan.templates.combo import combos
+from potluck.plan.templates.gpu_combo import SHORTLIST, RankedPair, gpu_combos, ranked
+from potluck.plan.templates.homogeneous import homogeneous
+from potluck.plan.templates.mixed import Timed
+from potluck.plan.templates.pair import pairs
+from potluck.plan.templates.placement_table import PlacementTable, shelf_of
+from potluck.plan.timing.rate_cache import RateCache, RateCaches
+
+if TYPE_CHECKING:
+    from potluck.plan.search.pair_attainment import Estimate
+    from potluck.plan.search.tabu import SearchResult
+
+LEAST_SHARE = 0.05
+LATE_SHARE = 0.1
+"""Of the time limit, what is left when it is late."""
+FIRST_FEW = 3
+"""Pipelines per bucket and phase that are timed before any price is known."""
+MAKING_SHARE = 0.5
+"""Of the time limit, when making templates ends; what is not made by then is left out, single nodes apart."""
+
+
+@dataclass(frozen=True, slots=True)
+class SolveSettings:
+    """How long to search, how close to the best, and what is there already."""
+
+    time_limit_s: float = 30.0
+    gap_target: float = 1e-4
+    running: Plan | None = None
+    pins: tuple[Deployment, ...] = ()
+    clock: Callable[[], float] = time.process_time
+    """What the limit is kept by: CPU time, so that a busy machine changes no plan."""
+    start_s: float | None = None
+    """When planning began, templates included; None: it begins now."""
+    starts: tuple[Plan, ...] = ()
+    """Plans to begin from: what is found serves no less than any of them, and for as much costs no more."""
+    asking: bool = False
+    """A question beside a plan: what all of the demand would cost; no other strategy is tried, no part is planned."""
+    seed: int = 0
+    """Of the search on a pool; the program needs none."""
+    estimate: Estimate | None = None
+    """Tries a pair of replicas of a pool, in place of the closed form; None: the closed form."""
+
+    @property
+    def begun(self) -> SolveSettings:
+        return replace(self, start_s=self.clock()) if self.start_s is None else self
+
+    @property
+    def left_s(self) -> float:
+        """Of the limit, at least the little that it takes to write down an answer."""
+        spent_s = 0.0 if self.start_s is None else self.clock() - self.start_s
+        return max(self.time_limit_s - spent_s, LEAST_SHARE * self.time_limit_s)
+
+    @property
+    def late(self) -> bool:
+        """Whether there is no time for another question."""
+        return self.start_s is not None and self.clock() - self.start_s > (1 - LATE_SHARE) * self.time_limit_s
+
+    def within(self, share: float) -> SolveSettings:
+        """A part of what is left, for a question of its own."""
+        return replace(self, time_limit_s=share * self.left_s, start_s=None).begun
+
+
+@dataclass(frozen=True, slots=True)
+class FormatPrice:
+    """The best plan with models' weights in these formats."""
+
+    formats: tuple[tuple[str, Format], ...]
+    served_fraction: float
+    usd_per_h: float
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class PlanOutcome:
+    """A plan, the allocation behind it and the columns it chose from."""
+
+    plan: Plan
+    allocation: Allocation
+    columns: ProgramColumns
+    tried: tuple[FormatPrice, ...] = ()
+    """What it would be in each combination of formats, where there was a choice."""
+
+
+@dataclass(slots=True)
+class TemplateFactory:
+    """Makes a problem's templates, each kind once, whoever asks for them."""
+
+    problem: PlanningProblem
+    made: dict[tuple[str, str], list[Template]] = field(default_factory=dict)
+    """(kind, key of a model) to templates."""
+    said: Callable[[str], None] = lambda _: None
+    """Told what is being made, for a progress bar."""
+    searched: dict[str, SearchResult] = field(default_factory=dict)
+    """Region to what the search of its pool found."""
+    running: tuple[Template, ...] = ()
+    """Groups that run already, to be chosen beside those that are found."""
+    timed: Timed = field(default_factory=dict)
+    """Pipelines whose rates are known for these lengths, whatever they cost."""
+    near: dict[float, TemplateFactory] = field(default_factory=dict)
+    """How far requests may travel to a workshop for that (`strategies.near`)."""
+    shelves: dict[str, PlacementTable] = field(default_factory=dict)
+    """Key of a model to all its pipelines, also those that nobody has asked for."""
+    enough: Callable[[], bool] = lambda: False
+    """Asked before a kind of templates is made: whether there is no time for it."""
+    books: RateCaches = field(default_factory=RateCaches)
+    """What layouts were timed to do, here and before."""
+    left_out: set[tuple[str, str]] = field(default_factory=set)
+    """(kind, model) for which there was no time."""
+
+    def within(self, settings: SolveSettings, time_s: float) -> TemplateFactory:
+        """The same workshop, which makes nothing more once so much time is gone from now on."""
+        end_s = settings.clock() + time_s
+        return replace(self, enough=lambda: settings.clock() > end_s)
+
+    def settled(self, plan: Plan) -> TemplateFactory:
+        """The same workshop for a problem in which models have the formats of a plan."""
+        return replace(self, problem=self.problem.in_formats(plan.formats))
+
+    @property
+    def prices(self) -> dict[str, float]:
+        """The lowest price of each node type over regions that have some: what efficiency is judged by."""
+        found: dict[str, float] = {}
+        for region in self.problem.regions:
+            for offer in region.offers:
+                if offer.available > 0:
+                    found[offer.node] = min(found.get(offer.node, float("inf")), offer.price_usd_per_h)
+        return found
+
+    def book(self, ask: ModelDemand) -> RateCache:
+        return self.books.of(self.problem, ask)
+
+    def homogeneous(self, ask: ModelDemand) -> list[Template]:
+        return self._once("homogeneous", ask, lambda: homogeneous(self.problem, ask, self.book(ask)))
+
+    def mixed(self, ask: ModelDemand) -> list[Template]:
+        """Aggregated single-node templates only."""
+        return [t for t in self.homogeneous(ask) if t.replicas[0].role == "mixed"]
+
+    def phased(self, ask: ModelDemand) -> list[Template]:
+        """Single-node templates that do one phase."""
+        return [t for t in self.homogeneous(ask) if t.replicas[0].role != "mixed"]
+
+    def combos(self, ask: ModelDemand) -> list[Template]:
+        return self._once("combo", ask, lambda: combos(self.problem, ask, self.homogeneous(ask), self.prices))
+
+    def ranked(self, ask: ModelDemand) -> list[RankedPair]:
+        """Pairs of node types by CAUCHY's equation 15, the most cost-efficient first."""
+        return ranked(self.problem, ask, self.homogeneous(ask), self.prices, self.book(ask))
+
+    def gpu_combos(self, ask: ModelDemand) -> list[Template]:
+        """Combos of the pairs that equation 15 shortlists, counted in GPUs; and aggregated ones of their types."""
+
+        def make() -> list[Template]:
+            pairs = self.ranked(ask)[:SHORTLIST]
+            alike = {each.prefill for each in pairs if each.prefill == each.decode}
+            alone = [t for t in self.combos(ask) if len(t.nodes) == 1 and t.nodes[0].node in alike]
+            alone = [t for t in alone if t.replicas[0].role == "mixed"]
+            return [*alone, *gpu_combos(self.problem, ask, pairs, self.book(ask))]
+
+        return self._once("gpu combo", ask, make)
+
+    def pairs(self, ask: ModelDemand) -> list[Template]:
+        return self._once(
+            "pair", ask, lambda: pairs(self.problem, ask, self.homogeneous(ask), self.book(ask))
+        )
+
+    def pipelines(self, ask: ModelDemand) -> list[Template]:
+        """Those timed so far: at first the cheapest of each bucket, then what the program asks for (`grow`)."""
+
+        def make() -> list[Template]:
+            placement_table = shelf_of(self.problem, ask, timed=self.timed, books=self.books)
+            prices = np.array([self.prices.get(node.name, 0.0) for node in self.problem.nodes])
+            placement_table.take(placement_table.cheapest(prices, FIRST_FEW))
+            self.shelves[ask.key] = placement_table
+            return placement_table.templates
+
+        return self._once("pipeline", ask, make)
+
+    def aggregated(self, ask: ModelDemand) -> list[Template]:
+        """Pipelines that do both phases."""
+        return self._once(
+            "mixed pipeline",
+            ask,
+            lambda: list(aggregated(self.problem, ask, self.pipelines(ask), self.book(ask))),
+        )
+
+    def groups(self, ask: ModelDemand, settings: SolveSettings) -> list[Template]:
+        """Groups of the pool's machines, found by search in each region.
+
+        The first search takes half of the time there is. Others, on a pool that lacks a machine or two, answer
+        what that would mean, and are short.
+        """
+        key = f"group of {machines_key(self.problem)}"
+        first = not any(kind.startswith("group of ") for kind, name in self.made if name == ask.key)
+        share = 0.5 if first else 0.1
+
+        def make() -> list[Template]:
+            made, found = search_groups(
+                self.problem, ask, settings.left_s * share, settings.seed, settings.estimate
+            )
+            self.searched.clear()
+            self.searched.update(found)
+            known = {template.name for template in made}
+            return made + [t for t in self.running if t.model == ask.name and t.name not in known]
+
+        return self._once(key, ask, make)
+
+    def _once(self, kind: str, ask: ModelDemand, make: Callable[[], list[Template]]) -> list[Template]:
+        key = (kind, ask.key)
+        if key not in self.made and kind != "homogeneous" and self.enough():
+            self.left_out.add(key)
+            return []
+        if key not in self.made:
+            self.left_out.discard(key)
+            self.said(f"{kind.split(' of ')[0]} templates of {ask.name}")
+            self.made[key] = make()
+            self.books.keep()
+        # They may have been made for a problem that had more node types than this one.
+        here = self.prices
+        found = [each for each in self.made[key] if all(count.node in here for count in each.nodes)]
+        if not ask.terms.asked:
+            return found
+        regions = [region.name for region in self.problem.regions]
+        return [t for t in found if any(runs_in(self.problem, ask, t, region) for region in regions)]
+
+
+def allocated(
+    factory: TemplateFactory,
+    settings: SolveSettings,
+    strategy: str,
+    templates: Mapping[str, Sequence[Template]],
+) -> PlanOutcome:
+    """Solve the program over some templates and turn the answer into a plan.
+
+    What runs already stays to be chosen, also where it is no longer among what is made.
+    """
+    found, answer = solved(
+        factory.problem,
+        with_running(factory.problem, templates, settings.running),
+        running=settings.running,
+        pins=settings.pins,
+        starts=settings.starts,
+        time_limit_s=settings.left_s,
+        gap_target=settings.gap_target,
+        clock=settings.clock,
+        books=factory.books,
+        in_part=not settings.asking,
+    )
+    factory.books.keep()
+    plan = plan_of(found, answer, strategy)
+    if (
+        found.program.guarded and answer.found
+    ):  # a spare copy that never works would be cold when it is needed
+        plan = evened(factory.problem, plan, settings.time_limit_s, settings.clock)
+    return PlanOutcome(plan, answer, found)
+
+
+def with_running(
+    problem: PlanningProblem, templates: Mapping[str, Sequence[Template]], running: Plan | None
+) -> Mapping[str, Sequence[Template]]:
+    """Templates with those that run beside them, timed for the demand there is now; groups have their own way."""
+    if running is None:
+        return templates
+    deployed = {deployment.template for deployment in running.deployments}
+    merged = {model: list(group) for model, group in templates.items()}
+    for template in running.templates:
+        ask = next((each for each in problem.asks if each.name == template.model), None)
+        mine = merged.setdefault(template.model, [])
+        known = template.name in {each.name for each in mine}
+        there = all(node in problem.by_name for node in template.node_counts)
+        if ask is None or known or not there or template.kind == "group" or template.name not in deployed:
+            continue
+        capacity = retimed(problem, ask, template)
+        if len({replica.role for replica in template.replicas}) > 1:  # a closed group offers no phase alone
+            capacity = tuple(replace(each, prefill_per_s=0.0, decode_per_s=0.0) for each in capacity)
+        mine.append(replace(template, capacity=capacity))
+    return merged

@@ -1,0 +1,224 @@
+"""All pipelines that a model's libraries hold, and which of them are worth timing at given prices.
+
+A library says of every placement what it does in one bucket of lengths and one phase. That is enough to price it:
+what its nodes cost, less what its time would earn at the duals of the program so far. Only those that might earn more
+than they cost are timed stage by stage, and become templates.
+
+    reduced_e = cost_er - h q P_e pi_br        cost: its nodes and all that is asked (`strategies.grow`)
+                                               q: how much better pipelines prove than libraries say
+
+Libraries are on the safe side (`timing.stage_rates`), so q is the largest ratio seen among those that were timed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from potluck.core.values.layout import Layout
+from potluck.core.values.plan import Template
+from potluck.core.values.types import Role
+from potluck.plan.problem import ModelDemand, PlanningProblem
+from potluck.plan.templates.mixed import MAX_NODES, Timed, libraries, timed_template
+from potluck.plan.templates.pipeline import PipelineLibrary
+from potluck.plan.timing.rate_cache import RateCache, RateCaches
+from potluck.plan.timing.stage_rates import Integers
+
+Floats = NDArray[np.float64]
+PHASES: tuple[Role, ...] = ("prefill", "decode")
+FIRST_RATIO, MOST_RATIO = 1.05, 1.6
+"""q before anything was timed, and at most: a library that is off by more is wrong, not careful."""
+
+
+@dataclass(slots=True, eq=False)
+class PlacementTable:
+    """The placements of one model as arrays, one row for each bucket, phase and library that has it."""
+
+    problem: PlanningProblem
+    ask: ModelDemand
+    uses: Integers
+    """[rows, node types of the problem]"""
+    stages: Integers
+    phase: Integers
+    bucket: Integers
+    per_s: Floats
+    """Requests a second of that bucket, as the library has it."""
+    library: Integers
+    index: Integers
+    libraries: list[PipelineLibrary]
+    open: NDArray[np.bool_]
+    """Rows that were not timed yet."""
+    book: RateCache
+    timed: Timed
+    """What is known of placements, this model's and others'; added to."""
+    mine: dict[tuple[str, Role, Layout], Template] = field(default_factory=dict)
+    """Of these, what was taken from here."""
+    ratio: list[float] = field(default_factory=lambda: [FIRST_RATIO, FIRST_RATIO])
+
+    @property
+    def templates(self) -> list[Template]:
+        return list(self.mine.values())
+
+    def take(self, rows: Integers) -> int:
+        """Time these rows; how many templates came of it."""
+        before = len(self.mine)
+        for row in rows.tolist():
+            self.open[row] = False
+            role, phase = PHASES[self.phase[row]], int(self.phase[row])
+            key = (self.ask.key, role, self.libraries[self.library[row]].placement(int(self.index[row])))
+            if key not in self.timed:
+                self.timed[key] = timed_template(self.problem, self.ask, role, key[2], self.book)
+            made = self.timed[key]
+            if made is None:
+                continue
+            if key not in self.mine:
+                self.mine[key] = self._told_apart(made)
+            capacity = made.capacity[self.bucket[row]]
+            real = capacity.prefill_per_s if role == "prefill" else capacity.decode_per_s
+            seen = real / max(float(self.per_s[row]), 1e-9)
+            self.ratio[phase] = min(max(self.ratio[phase], seen), MOST_RATIO)
+        return len(self.mine) - before
+
+    def _told_apart(self, template: Template) -> Template:
+        """Of several placements of the same nodes, all but the first are named by their layers."""
+        if all(each.name != template.name for each in self.mine.values()):
+            return template
+        layers = "+".join(str(stage.layers) for stage in template.replicas[0].layout.stages)
+        return replace(template, name=f"{template.name}, {layers} layers")
+
+    def cheapest(self, prices: Floats, few: int) -> Integers:
+        """Per bucket and phase the `few` rows that do most for their price (of each node type, by offered order)."""
+        cost = np.maximum(self.uses @ prices, 1e-9)
+        asked = np.array([demand.rate_per_s for demand in self.ask.demands])[self.bucket]
+        useful = np.minimum(self.per_s, np.maximum(asked, 1e-9) / self.problem.headroom)
+        ranks = [np.where(self.open, -value / cost, 0.0) for value in (self.per_s, useful)]
+        return np.unique(np.concatenate([self._best(rank, rank, few, 0.0) for rank in ranks]))
+
+    def worth(
+        self,
+        problem: PlanningProblem,
+        ask: ModelDemand,
+        costs: Floats,
+        duals: Floats,
+        few: int,
+        ceiling: float,
+    ) -> Integers:
+        """Per bucket and phase a `few` open rows of a reduced cost below `ceiling`.
+
+        `costs` is [regions, rows], `duals` [2, buckets, regions]. Copies are whole, so those come first that lose
+        least when a copy earns no more than all that is asked of its phase. `problem` is that of the moment.
+        """
+        ratio = np.array(self.ratio)[self.phase]
+        busy = self.problem.headroom * ratio * self.per_s
+        asked = np.array([demand.rate_per_s for demand in ask.demands])
+        least, rank = np.full(len(self.per_s), np.inf), np.full(len(self.per_s), np.inf)
+        for r, there in enumerate(self._there(problem, ask)):
+            cost = costs[r]
+            earned = busy * duals[self.phase, self.bucket, r]
+            most = (duals[:, :, r] @ asked)[self.phase]
+            least = np.minimum(least, np.where(there, cost - earned, np.inf))
+            rank = np.minimum(rank, np.where(there, cost - np.minimum(earned, most), np.inf))
+        return self._best(np.where(self.open, least, np.inf), rank, few, ceiling)
+
+    def _there(self, problem: PlanningProblem, ask: ModelDemand) -> list[NDArray[np.bool_]]:
+        """Per region, whether it has the nodes of a row, and the terms let it run there."""
+        names, terms = [node.name for node in problem.nodes], ask.terms
+        fine = np.ones(len(self.uses), bool)
+        if terms.max_nodes is not None:
+            fine &= self.uses.sum(axis=1) <= terms.max_nodes
+        if terms.max_stages is not None:
+            fine &= self.stages <= terms.max_stages
+        found: list[NDArray[np.bool_]] = []
+        for region in problem.regions:
+            offers = {offer.node: offer.available for offer in region.offers}
+            usable = [terms.nodes is None or name in terms.nodes for name in names]
+            available = np.array([offers.get(name, 0) for name in names]) * usable * terms.allows(region.name)
+            found.append(fine & np.asarray((self.uses <= available).all(axis=1), bool))
+        return found
+
+    def _best(self, value: Floats, rank: Floats, few: int, ceiling: float) -> Integers:
+        chosen: list[Integers] = []
+        for phase in range(len(PHASES)):
+            for bucket in range(len(self.ask.demands)):
+                rows = np.flatnonzero((self.phase == phase) & (self.bucket == bucket) & (value < ceiling))
+                order = np.argsort(rank[rows], kind="stable")[:few]
+                chosen.append(rows[order])
+        return np.concatenate([np.zeros(0, np.int64), *chosen])
+
+
+def pipelines(
+    problem: PlanningProblem,
+    ask: ModelDemand,
+    prices: Mapping[str, float],
+    *,
+    few: int,
+    folder: Path | None = None,
+) -> list[Template]:
+    """Per bucket, phase and library the `few` pipelines that do most for their price."""
+    placement_table = shelf_of(problem, ask, folder=folder)
+    placement_table.take(
+        placement_table.cheapest(np.array([prices.get(node.name, 0.0) for node in problem.nodes]), few)
+    )
+    return placement_table.templates
+
+
+def shelf_of(
+    problem: PlanningProblem,
+    ask: ModelDemand,
+    max_nodes: int = MAX_NODES,
+    folder: Path | None = None,
+    timed: Timed | None = None,
+    books: RateCaches | None = None,
+) -> PlacementTable:
+    """Every pipeline of several nodes for every bucket that something is asked of."""
+    found: list[PipelineLibrary] = []
+    parts: list[tuple[NDArray[np.integer], ...]] = []
+    rates: list[Floats] = []
+    for demand, library in _all(problem, ask, max_nodes, folder):
+        several = np.flatnonzero(library.counts.sum(axis=1) > 1)
+        prefill = library.rates.phase == "prefill"
+        tokens = demand_tokens(library)
+        rows = np.ones(len(several), np.int64)
+        parts.append(
+            (
+                rows * (0 if prefill else 1),
+                rows * demand,
+                rows * len(found),
+                several,
+                library.stages[several].astype(np.int64),
+                library.counts[several],
+            )
+        )
+        rates.append(library.tokens_per_s[several] / tokens)
+        found.append(library)
+    kinds = len(problem.offered)
+    empty = (*(np.zeros(0, np.int64) for _ in range(5)), np.zeros((0, kinds), np.int64))
+    columns = [np.concatenate(each) for each in zip(empty, *parts, strict=True)]
+    per_s = np.concatenate([np.zeros(0), *rates])
+    phase, bucket, library_of, index, stages, offered = columns
+    uses = np.zeros((len(offered), len(problem.nodes)), np.int64)
+    uses[:, [problem.nodes.index(node) for node in problem.offered]] = offered
+    open_ = np.ones(len(per_s), bool)
+    known: Timed = {} if timed is None else timed
+    book = (RateCaches(None) if books is None else books).of(problem, ask)
+    return PlacementTable(
+        problem, ask, uses, stages, phase, bucket, per_s, library_of, index, found, open_, book, known
+    )
+
+
+def demand_tokens(library: PipelineLibrary) -> int:
+    """Tokens of one request in a library's unit."""
+    rates = library.rates
+    return rates.input_tokens if rates.phase == "prefill" else rates.output_tokens
+
+
+def _all(
+    problem: PlanningProblem, ask: ModelDemand, max_nodes: int, folder: Path | None
+) -> Iterator[tuple[int, PipelineLibrary]]:
+    for demand in [each for each in ask.demands if each.rate_per_s > 0] or ask.demands[:1]:
+        for library in libraries(problem, ask, demand, max_nodes, folder):
+            yield demand.bucket, library

@@ -1,0 +1,197 @@
+"""What layouts were timed to do for a model: looked up where it is known, kept on disk for the next plan.
+
+Templates of many kinds are of the same few layouts: a combo of two and six nodes is timed by one of each. And a plan
+is made again for another rate, price or number of nodes, of which a layout's rates know nothing. So every layout is
+timed once, by itself, and what several do together is worked out from that. A book is named by all that times follow
+from (`header`): the model, node types, objective and lengths, and the code and data that time them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable
+from dataclasses import dataclass, field, replace
+from json import dumps
+from pathlib import Path
+from typing import Any, NamedTuple, TypeVar, cast
+
+import numpy as np
+
+from potluck.core.codec import encode
+from potluck.core.values.confidence import Confidence
+from potluck.core.values.layout import Layout
+from potluck.core.values.plan import BucketCapacity, Template
+from potluck.core.values.terms import NO_TERMS
+from potluck.core.values.types import Role
+from potluck.perf.timers.pipeline_timer import ORDER
+from potluck.plan.problem import BucketDemand, ModelDemand, PlanningProblem
+from potluck.plan.timing.array_files import Arrays, default_folder, load, name_of, own, save, sources
+from potluck.plan.timing.replica_rates import fits, layout_timer, replica_capacity
+
+CODE = ("potluck.core", "potluck.perf", "potluck.plan.timing")
+PARTS = ("templates/pair.py", "templates/aggregated.py")
+"""What is kept follows from this code, data of `perf` included."""
+MOST = 20_000
+"""Layouts of a book that are kept; one of so many is no longer quick to read."""
+FIGURES = 5
+T = TypeVar("T")
+
+
+class RatedLayout(NamedTuple):
+    """What something does for each bucket, and how well that is known."""
+
+    capacity: tuple[BucketCapacity, ...]
+    confidence: Confidence
+
+    def times(self, copies: int) -> RatedLayout:
+        """So many of it beside each other."""
+        if copies == 1:
+            return self
+        each = tuple(
+            replace(
+                c,
+                prefill_per_s=c.prefill_per_s * copies,
+                decode_per_s=c.decode_per_s * copies,
+                closed_per_s=c.closed_per_s * copies,
+            )
+            for c in self.capacity
+        )
+        return RatedLayout(each, self.confidence)
+
+
+@dataclass(slots=True, eq=False)
+class RateCache:
+    """The rates of one model's layouts."""
+
+    buckets: int
+    key: str
+    folder: Path | None
+    known: dict[str, RatedLayout] = field(default_factory=dict)
+    written: int = 0
+    """How many of these are on disk."""
+    worked: dict[Hashable, Any] = field(default_factory=dict)
+    """What else was worked out from all that rates follow from, so that no plan of the same works it out again."""
+
+    def once(self, key: Hashable, make: Callable[[], T]) -> T:
+        """What was worked out under this key, or is now."""
+        if key not in self.worked:
+            self.worked[key] = make()
+        return cast(T, self.worked[key])
+
+    def once_of(self, kind: Hashable, template: Template, make: Callable[[], T]) -> T:
+        """The same of one template, told from others by being it: comparing all of it would take longer."""
+        return self.once((kind, id(template)), lambda: (template, make()))[1]
+
+    def rated(self, name: str, time: Callable[[], RatedLayout]) -> RatedLayout:
+        """What is known by this name; timed where nothing is."""
+        found = self.known.get(name)
+        if found is None:
+            found = self.known[name] = time()
+        return found
+
+    def replica(self, problem: PlanningProblem, ask: ModelDemand, layout: Layout, role: Role) -> RatedLayout:
+        """One replica in one role; it does nothing where it does not fit."""
+
+        def time() -> RatedLayout:
+            if not fits(ask, layout, problem.by_name):
+                return nothing(self.buckets)
+            timer = layout_timer(ask, layout, problem.by_name)
+            capacity = replica_capacity(ask, layout, problem.by_name, role, problem.headroom, timer=timer)
+            return RatedLayout(capacity, timer.confidence)
+
+        return self.rated(f"{role} {layout_text(layout)}", time)
+
+    def keep(self) -> None:
+        """Write it where there is something new."""
+        if len(self.known) > self.written:
+            self.written = len(self.known)
+            save(self.folder, self.key, _arrays(self.known))
+
+
+@dataclass(slots=True, eq=False)
+class RateCaches:
+    """The books of all models that were asked about, opened when they are needed."""
+
+    folder: Path | None = field(default_factory=default_folder)
+    opened: dict[tuple[object, ...], RateCache] = field(default_factory=dict)
+
+    def of(self, problem: PlanningProblem, ask: ModelDemand) -> RateCache:
+        asked = (_timeless(ask), problem.nodes, problem.headroom)
+        # Profiles, an owner's or of speeds seen live, cannot be keys themselves; their header can.
+        place: tuple[object, ...] = (header(*asked),) if ask.profiles else asked
+        if place not in self.opened:
+            key = header(*asked)
+            known = _known(load(self.folder, key), len(ask.demands))
+            self.opened[place] = RateCache(len(ask.demands), key, self.folder, known, len(known))
+        return self.opened[place]
+
+    def keep(self) -> None:
+        for book in self.opened.values():
+            book.keep()
+
+
+def unwritten(ask: ModelDemand) -> RateCache:
+    """An empty book of nobody else's, for whoever times anew."""
+    return RateCache(len(ask.demands), "", None)
+
+
+def header(ask: ModelDemand, nodes: tuple[object, ...], headroom: float) -> str:
+    """A name for all rates that follow from this."""
+    given = dumps(encode((ask, nodes, headroom))).encode()
+    return name_of(b"book", given, *map(sources, CODE), *map(own, PARTS))
+
+
+def nothing(buckets: int) -> RatedLayout:
+    """What a layout does that fits nowhere."""
+    return RatedLayout(tuple(BucketCapacity(b, 0.0, 0.0, 0.0, 0.0, 0.0) for b in range(buckets)), ORDER[0])
+
+
+def layout_text(layout: Layout) -> str:
+    """One layout, one line."""
+    return " > ".join(
+        f"{stage.layers}: "
+        + ", ".join(f"{each.node} tp{each.tp} {each.ep} {each.machine}".strip() for each in stage.nodes)
+        for stage in layout.stages
+    )
+
+
+def _timeless(ask: ModelDemand) -> ModelDemand:
+    """Without what times do not follow from: names, how much is asked, where it may run, who asks."""
+    return replace(
+        ask, name="", terms=NO_TERMS, classes=(), origins=(), demands=tuple(map(_lengths, ask.demands))
+    )
+
+
+def _lengths(demand: BucketDemand) -> BucketDemand:
+    return replace(demand, model="", rate_per_s=0.0, firm=False)
+
+
+def _arrays(known: dict[str, RatedLayout]) -> Arrays:
+    kept = list(known.items())[:MOST]
+    figures = [
+        [(c.prefill_per_s, c.decode_per_s, c.closed_per_s, c.ttft_s, c.tpot_s) for c in each.capacity]
+        for _, each in kept
+    ]
+    return {
+        "names": np.frombuffer("\n".join(name for name, _ in kept).encode(), np.uint8),
+        "figures": np.array(figures, np.float64),
+        "confidences": np.array([ORDER.index(each.confidence) for _, each in kept], np.int64),
+    }
+
+
+def _known(stored: Arrays | None, buckets: int) -> dict[str, RatedLayout]:
+    """What a file says; nothing where it is not such a file."""
+    kinds = {"names": np.uint8, "figures": np.float64, "confidences": np.int64}
+    if stored is None or {name: array.dtype for name, array in stored.items()} != kinds:
+        return {}
+    try:
+        names = stored["names"].tobytes().decode().split("\n")
+    except UnicodeDecodeError:
+        return {}
+    figures, order = stored["figures"], stored["confidences"]
+    fine = figures.shape == (len(names), buckets, FIGURES) and order.shape == (len(names),)
+    if not (fine and np.isfinite(figures).all() and ((order >= 0) & (order < len(ORDER))).all()):
+        return {}
+    return {
+        name: RatedLayout(tuple(BucketCapacity(b, *row) for b, row in enumerate(rows)), ORDER[place])
+        for name, rows, place in zip(names, figures.tolist(), order.tolist(), strict=True)
+    }

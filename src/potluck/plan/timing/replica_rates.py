@@ -1,0 +1,238 @@
+"""What a replica offers a model, bucket by bucket, within the objective.
+
+A replica that prefills takes up to K prompts into a step, as many as its token budget has room for (a longer one in
+chunks), so it does K / T(K) a second. At utilisation h there are b in a step, as few as keep up, and they queue: with
+service times that hardly vary that is an M/D/1 queue, and where several share a step, half of the one that runs, so
+
+    TTFT = T(b) + S h / (2 (1 - h)) + [K > 1] T(b) / 2 + hand-over          S = T(K) / K
+
+must stay within the objective; K is the largest that does. In a pipeline T is the time between two steps, and the
+first token waits for all stages, after the round of chunks that is under way. A decoding replica runs the largest
+batch whose step is within TPOT and whose KV fits; as KV comes while its prompt is computed, its room is taken
+before the first token. A mixed one does both and must keep both (`perf.serving.throughput`); in a pipeline of S
+stages S batches take turns, so a request's step is a cycle of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from math import ceil
+from statistics import NormalDist
+
+import numpy as np
+from numpy.typing import NDArray
+
+from potluck.core.admission.capacity import MARGIN
+from potluck.core.errors import CapacityError
+from potluck.core.values.layout import Layout
+from potluck.core.values.plan import BucketCapacity
+from potluck.core.values.types import NodeType, Role, Slo
+from potluck.perf.serving.phases import CHUNK_TOKENS, chunked_prefill_s, prefill_s, prompts_in_step, prompts_s
+from potluck.perf.serving.throughput import MAX_BATCH, best_operating
+from potluck.perf.sizes.capacity import STEP_TOKENS
+from potluck.perf.step_timer import Floats, StepBatch, StepTimer, steps
+from potluck.perf.timers.pipeline_timer import PipelineTimer, layout_requests, pipeline
+from potluck.perf.timers.profile import ProfileTimer, profile_for
+from potluck.perf.timers.roofline import roofline
+from potluck.plan.problem import BucketDemand, ModelDemand
+
+UNPROMISED_TTFT_S = 600.0
+"""What requests beyond the attained share may take at most."""
+HANDOVER_SHARE = 0.1
+"""Part of the TTFT objective that is kept free for handing the KV over, which overlaps with prefill."""
+
+
+def wait_factor(headroom: float) -> float:
+    """Sojourn over service time of an M/D/1 queue at this utilisation."""
+    busy = min(headroom, 0.99)
+    return 1.0 + busy / (2.0 * (1.0 - busy))
+
+
+def decode_room(ask: ModelDemand, demand: BucketDemand, timer: StepTimer, room: int, headroom: float) -> int:
+    """Of the requests whose KV fits a decoding replica, those that may make answers at a time when it is busy.
+
+    KV has its room from when its prompt is computed elsewhere: about as long as here. And whoever finds all room
+    taken waits for an answer to end, which is late; so that no more than the attained share do, c requests' room is
+    filled to 1 - z / sqrt(c) on average (square-root staffing, z the attained share's normal quantile).
+    """
+    answer_s = demand.output_tokens * ask.slo.tpot_s
+    held_s = float(prefill_s(timer, demand.new_tokens, demand.cached_tokens)[0])
+    filled = filled_room(np.array(room), ask.slo.attainment, headroom, answer_s / (answer_s + held_s))
+    return int(filled)
+
+
+def filled_room(
+    room: NDArray[np.int64], attainment: float, headroom: float, answer_share: float
+) -> NDArray[np.int64]:
+    """The same for many rooms at once; `answer_share` is the part of its time in the room that KV is decoded."""
+    z = NormalDist().inv_cdf(min(max(attainment, 0.5), 0.999))
+    filled = 1.0 - z / np.sqrt(np.maximum(room, 1))
+    most = room * np.minimum(1.0, filled / headroom) * answer_share
+    return np.where(room < 1, 0, np.maximum(most, 1.0)).astype(np.int64)
+
+
+def layout_timer(ask: ModelDemand, layout: Layout, nodes: Mapping[str, NodeType]) -> StepTimer:
+    """What was measured or the plain roofline for one node, the pipeline for more."""
+    stage = layout.stages[0]
+    if len(layout.stages) == 1 and len(stage.nodes) == 1:
+        node, tp, ep = nodes[stage.nodes[0].node], stage.nodes[0].tp, stage.nodes[0].ep
+        profile = profile_for(ask.profiles, ask.model, node, tp) if ep == "none" else None
+        return (
+            roofline(ask.model, node, tp, ep=ep, sure=ask.sure) if profile is None else ProfileTimer(profile)
+        )
+    return pipeline(ask.model, layout, nodes, sure=ask.sure)
+
+
+def replica_capacity(
+    ask: ModelDemand,
+    layout: Layout,
+    nodes: Mapping[str, NodeType],
+    role: Role,
+    headroom: float,
+    copies: int = 1,
+    *,
+    timer: StepTimer | None = None,
+) -> tuple[BucketCapacity, ...]:
+    """Rates of `copies` replicas of one layout in one role, for every bucket; 0 where it cannot."""
+    timer = layout_timer(ask, layout, nodes) if timer is None else timer
+    return tuple(_bucket(ask, demand, timer, layout, nodes, role, headroom, copies) for demand in ask.demands)
+
+
+def useful(capacity: tuple[BucketCapacity, ...]) -> bool:
+    """Whether it can do anything at all."""
+    return any(c.prefill_per_s > 0 or c.decode_per_s > 0 or c.closed_per_s > 0 for c in capacity)
+
+
+def fits(ask: ModelDemand, layout: Layout, nodes: Mapping[str, NodeType]) -> bool:
+    """Whether the weights fit with room for at least one token."""
+    try:
+        return layout_requests(ask.model, layout, nodes, 1.0) >= 1
+    except CapacityError:
+        return False
+
+
+def _bucket(
+    ask: ModelDemand,
+    demand: BucketDemand,
+    timer: StepTimer,
+    layout: Layout,
+    nodes: Mapping[str, NodeType],
+    role: Role,
+    headroom: float,
+    copies: int,
+) -> BucketCapacity:
+    nothing = BucketCapacity(demand.bucket, 0.0, 0.0, 0.0, 0.0, 0.0)
+    if role == "prefill":
+        return _prefill(ask, demand, timer, headroom, copies) or nothing
+    tokens = demand.longest_tokens + demand.output_tokens
+    batch = layout_requests(ask.model, layout, nodes, tokens)
+    if role == "decode":
+        batch = decode_room(ask, demand, timer, batch, headroom)
+    if isinstance(timer, PipelineTimer) and role == "decode":
+        rate, tpot_s = _pipeline_decode(timer, demand, batch, ask.slo.tpot_s)
+        return BucketCapacity(demand.bucket, 0.0, rate * copies, 0.0, 0.0, tpot_s)
+    slo = ask.slo if demand.promised else replace(ask.slo, ttft_s=UNPROMISED_TTFT_S)
+    if isinstance(timer, PipelineTimer) and len(timer.stages) > 1:
+        rate, ttft_s, tpot_s = _pipeline_mixed(timer, demand, batch, slo)
+        return BucketCapacity(demand.bucket, 0.0, 0.0, rate * copies, ttft_s, tpot_s)
+    lengths = (demand.input_tokens, demand.output_tokens)
+    found = best_operating(timer, *lengths, batch, slo, role, cached_tokens=demand.cached_tokens)
+    if found is None:
+        return nothing
+    rate = found.requests_per_s * copies
+    if role == "decode":
+        return BucketCapacity(demand.bucket, 0.0, rate, 0.0, 0.0, found.tpot_s)
+    return BucketCapacity(demand.bucket, 0.0, 0.0, rate, found.ttft_s, found.tpot_s)
+
+
+def _prefill(
+    ask: ModelDemand, demand: BucketDemand, timer: StepTimer, headroom: float, copies: int
+) -> BucketCapacity | None:
+    """Steps of as many prompts as the budget has room for and the objective allows."""
+    new, cached = demand.new_tokens, demand.cached_tokens
+    counts = np.arange(1, prompts_in_step(new) + 1)
+    latency_s, round_s = prompts_s(timer, counts, new, cached), 0.0
+    longest_s = chunked_prefill_s(timer, demand.longest_tokens, STEP_TOKENS)
+    apart_s = latency_s
+    if isinstance(timer, PipelineTimer):
+        latency_s = timer.step_s(_prompts(counts, new, cached))
+        longest_s = float(prefill_s(timer, demand.longest_tokens)[0])
+        # As many steps are under way as there are nodes: where one is much slower than the rest, they wait for it.
+        least_s = latency_s / sum(map(len, timer.stages))
+        apart_s = np.clip(timer.interval_s(_prompts(counts, new, cached)), least_s, latency_s)
+        chunk = steps(min(new, CHUNK_TOKENS), cached)
+        round_s = float(timer.step_s(chunk)[0]) / 2 if len(timer.stages) > 1 else 0.0
+    rates = counts / apart_s
+    limit_s = ask.slo.ttft_s * (1.0 - HANDOVER_SHARE) if demand.promised else np.inf
+    for most in counts[::-1]:
+        rate = float(rates[:most].max())
+        b = int(np.argmax(rates >= headroom * rate))
+        ttft_s = float(latency_s[b]) + (wait_factor(headroom) - 1.0) / rate + round_s
+        ttft_s += float(apart_s[b]) / 2 if most > 1 else 0.0
+        if max(ttft_s, longest_s) <= limit_s:
+            return BucketCapacity(demand.bucket, copies * rate, 0.0, 0.0, ttft_s, 0.0)
+    return None
+
+
+def _prompts(counts: NDArray[np.int64], new: int, cached: int) -> StepBatch:
+    """Steps of so many whole prompts."""
+    there = np.arange(len(counts))[None, :] < counts[:, None]
+    return steps(there * float(new), there * float(cached))
+
+
+def _pipeline_decode(
+    timer: PipelineTimer, demand: BucketDemand, room: int, tpot_s: float
+) -> tuple[float, float]:
+    """(requests/s, TPOT) with a batch of B requests in each of S stages, B as large as TPOT and KV allow."""
+    stages = len(timer.stages)
+    most = min(room // stages, MAX_BATCH)
+    if most < 1:
+        return 0.0, 0.0
+    batches = np.unique(np.geomspace(1, most, 64).round())
+    context = demand.input_tokens + demand.output_tokens / 2
+    batch = steps(decodes=batches, decode_context=batches * context)
+    step_s, interval_s = timer.step_s(batch), timer.interval_s(batch)
+    tokens_per_s = np.minimum(batches / interval_s, stages * batches / step_s)
+    tokens_per_s = np.where(step_s <= tpot_s, tokens_per_s, 0.0)
+    best = int(np.argmax(tokens_per_s))
+    return float(tokens_per_s[best]) / demand.output_tokens, float(step_s[best])
+
+
+def _pipeline_mixed(
+    timer: PipelineTimer, demand: BucketDemand, room: int, slo: Slo
+) -> tuple[float, float, float]:
+    """(requests/s, TTFT, TPOT): in each of S stages a batch of B decodes with the prompt tokens that feed it.
+
+    A step of one batch takes T and the slowest stage I of it; with S batches under way each has its turn every
+    C = max(S I, T). A prompt of several chunks takes as many turns. A turn is as long however busy the pipeline is,
+    so it must be within the part of TPOT that admission keeps to, or requests are refused that were planned for.
+    """
+    stages = len(timer.stages)
+    most = min(room // stages, MAX_BATCH)
+    if most < 1:
+        return 0.0, 0.0, 0.0
+    batches = np.unique(np.geomspace(1, most, 64).round())
+    new, out = demand.new_tokens, demand.output_tokens
+    context = batches * (demand.input_tokens + out / 2)
+
+    def cycle_s(chunk: Floats, cached: Floats) -> Floats:
+        batch = steps(chunk, cached, batches, context)
+        return np.maximum(stages * timer.interval_s(batch), timer.step_s(batch))
+
+    chunk = np.minimum(batches * new / out, CHUNK_TOKENS)
+    starts = np.arange(ceil(chunk.max() / new)) * float(new)
+    prompts = np.clip(chunk[:, None] - starts, 0.0, float(new))
+    behind = demand.cached_tokens + np.maximum(new - chunk, 0.0)[:, None] / 2
+    paced = np.maximum(batches * new / out / chunk, 1.0)
+    tpot_s = cycle_s(prompts, np.broadcast_to(behind, prompts.shape)) * paced
+    ttft_s = np.zeros(len(batches))
+    for start in range(0, new, CHUNK_TOKENS):
+        size = np.full(len(batches), float(min(CHUNK_TOKENS, new - start)))
+        ttft_s += cycle_s(size, np.full(len(batches), float(demand.cached_tokens + start)))
+    rate = stages * batches / (tpot_s * out)
+    rate = np.where((tpot_s <= MARGIN * slo.tpot_s) & (ttft_s <= slo.ttft_s), rate, 0.0)
+    best = int(np.argmax(rate))
+    if not rate[best] > 0:
+        return 0.0, 0.0, 0.0
+    return float(rate[best]), float(ttft_s[best]), float(tpot_s[best])

@@ -1,0 +1,12 @@
+"""How results look, live or simulated: one style sheet for the gateway's page and the reports of runs."""
+
+from __future__ import annotations
+
+from functools import cache
+from importlib import resources
+
+
+@cache
+def base_css() -> str:
+    """Colours, type, figures, tables and plots; what else a page needs it adds."""
+    return resources.files("potluck.runtime").joinpath("data", "base.css").read_text("utf-8")

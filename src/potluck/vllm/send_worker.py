@@ -1,0 +1,264 @@
+"""KV that leaves: read out of vLLM's blocks layer by layer, and sent by an outbox.
+
+A layer is read as soon as it was computed, into the host's memory; so blocks are free when the request is done,
+whether or not its receiver has come. Where there is no room in the host's memory, blocks stay as they are, and are
+read later, or given up when the handle's time is over.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping
+from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from potluck.core.errors import PotluckError
+from potluck.kv.chunks import KvChunk, KvManifest
+from potluck.kv.codec.encoded_chunks import packed
+from potluck.kv.handles import bound_to
+from potluck.kv.send.kv_sender import KvSender
+from potluck.kv.send.outgoing_transfer import OutgoingTransfer, State
+from potluck.vllm.host_copies import HostCopies
+from potluck.vllm.transfer_scheduler import ReadBlocks, SendOffer
+from potluck.vllm.vllm_blocks import VllmLayer
+
+MOST_ASIDE_BYTES = 1 << 32
+PUMPS = 32
+COPY_S = 60.0
+"""How long a GPU may take to compute and copy what was launched."""
+Told = Callable[[dict[str, object]], None]
+"""Whoever wants to know how it went; called in any thread, and returns at once."""
+
+
+@dataclass(slots=True)
+class _Piece:
+    """Tokens [first, stop) of a layer, on their way into the host's memory."""
+
+    layer: int
+    first: int
+    stop: int
+    size: int
+    """Bytes."""
+    values: Future[Tensor]
+
+
+@dataclass(slots=True)
+class _Departure:
+    offer: SendOffer
+    transfer: OutgoingTransfer | None = None
+    read_to: dict[int, int] = field(default_factory=dict)
+    """By layer."""
+    pieces: deque[_Piece] = field(default_factory=deque)
+    copying: list[torch.cuda.Event] = field(default_factory=list)
+    have: int | None = None
+    """What the receiver has already, once it has come."""
+    kept: ReadBlocks | None = None
+    pumping: bool = False
+    finished: bool = False
+    """Whether all of it is in the shipment."""
+    over: bool = False
+
+
+class SendWorker:
+    def __init__(
+        self, sender: KvSender, layers: Mapping[int, VllmLayer], fingerprint: str, told: Told
+    ) -> None:
+        self._outbox, self._layers, self._fingerprint, self._told = sender, layers, fingerprint, told
+        self.most_aside_bytes = MOST_ASIDE_BYTES
+        self._lock = threading.Lock()
+        self._departures: dict[str, _Departure] = {}
+        self._aside_bytes = 0
+        self._finished: set[str] = set()
+        devices = {layer.blocks.device for layer in layers.values()}
+        self._hosting = HostCopies(next(iter(devices)) if len(devices) == 1 else torch.device("cpu"))
+        self._pumps = ThreadPoolExecutor(PUMPS, thread_name_prefix="potluck-kv-give")
+
+    @property
+    def open(self) -> int:
+        return len(self._departures)
+
+    @property
+    def aside_bytes(self) -> int:
+        return self._aside_bytes
+
+    # vLLM's thread.
+
+    def offer(self, offer: SendOffer) -> None:
+        departure = _Departure(offer, read_to=dict.fromkeys(self._layers, 0))
+        bound = bound_to(offer.request, self._fingerprint, offer.token_hash)
+        with self._lock:
+            self._departures[offer.key] = departure
+
+        def opened(have: int) -> KvManifest:
+            with self._lock:
+                departure.have = min(have, offer.stop - 1)
+            self._pump(departure)
+            return KvManifest(self._fingerprint, departure.have, offer.stop, offer.token_hash)
+
+        def closed(state: State) -> None:
+            self._forget(
+                departure
+            )  # The outbox holds its lock here, and nobody here asks for that under ours.
+            transfer = departure.transfer
+            self._told(
+                {
+                    "gave": offer.handle,
+                    "state": state,
+                    "claimed": transfer is not None and transfer.claimed,
+                    "problem": transfer.problem if transfer is not None else "",
+                }
+            )
+
+        try:
+            departure.transfer = self._outbox.offer(offer.handle, bound, opened, offer.lasts_s, closed)
+        except PotluckError as error:
+            departure.over = True
+            self._told({"gave": offer.handle, "state": "failed", "claimed": False, "problem": str(error)})
+
+    def lossy(self, key: str) -> None:
+        """What it was computed from had come in fewer bits."""
+        departure = self._departures.get(key)
+        if departure is None or departure.transfer is None:
+            return
+        if departure.offer.codec == "raw":
+            departure.transfer.fail("a cache that came in fewer bits can only be handed on under a codec")
+
+    def read_layer(self, layer: int, reads: Iterable[ReadBlocks]) -> None:
+        """A layer was computed."""
+        for read in reads:
+            departure = self._departures.get(read.key)
+            if departure is not None and self._read(departure, layer, read):
+                self._pump(departure)
+
+    def keep(self, read: ReadBlocks) -> None:
+        """A request is done."""
+        departure = self._departures.get(read.key)
+        if departure is None:
+            self._finished.add(read.key)
+        else:
+            departure.kept = read
+
+    def drop(self, key: str) -> None:
+        """A request ended before its KV was there."""
+        with self._lock:
+            departure = self._departures.pop(key, None)
+        if departure is not None:
+            self._forget(departure)
+            if departure.transfer is not None:
+                departure.transfer.fail("the request ended before its cache was computed")
+
+    def done(self) -> set[str]:
+        """Requests whose blocks may go."""
+        if not self._departures and not self._finished:
+            return set()
+        found, self._finished = self._finished, set()
+        for key, departure in list(self._departures.items()):
+            kept = departure.kept
+            if kept is None:
+                continue
+            if sum(self._read(departure, layer, kept) for layer in self._layers):
+                self._pump(departure)
+            whole = all(upto >= kept.upto for upto in departure.read_to.values())
+            if not departure.over and not (whole and all(event.query() for event in departure.copying)):
+                continue
+            with self._lock:
+                del self._departures[key]
+            if departure.over:
+                self._forget(departure)
+            found.add(key)
+            self._pump(departure)
+        return found
+
+    def close(self) -> None:
+        self._outbox.close()
+        self._pumps.shutdown(wait=False, cancel_futures=True)
+        self._hosting.close()
+
+    def _read(self, departure: _Departure, layer: int, read: ReadBlocks) -> bool:
+        """What was not read yet of a layer, if there is room for it; whether there was something."""
+        kept = self._layers[layer]
+        first = kept.first(max(departure.read_to[layer], departure.have or 0), departure.offer.stop)
+        if departure.over or read.upto <= first:
+            return False
+        size = (read.upto - first) * kept.shape.token_bytes
+        with self._lock:
+            if self._aside_bytes + size > self.most_aside_bytes or not self._hosting.room_for(size):
+                return False
+            self._aside_bytes += size
+        try:
+            copies = self._hosting.copies(kept.read(read.tables, first, read.upto))
+        except PotluckError as error:  # There was no room before, and a window has passed since.
+            with self._lock:
+                self._aside_bytes -= size
+            if departure.transfer is not None:
+                departure.transfer.fail(" ".join(str(error).split()))
+            return False
+        departure.copying.extend(each.copied for each in copies if each.copied is not None)
+        with self._lock:
+            if departure.over:
+                self._aside_bytes -= size
+                return False
+            for each in copies:
+                stop = first + each.rows
+                piece = _Piece(layer, first, stop, each.rows * kept.shape.token_bytes, each.values)
+                departure.pieces.append(piece)
+                first = stop
+            departure.read_to[layer] = read.upto
+        return True
+
+    # Any thread.
+
+    def _pump(self, departure: _Departure) -> None:
+        with self._lock:
+            if departure.pumping or departure.have is None:
+                return
+            departure.pumping = True
+        self._pumps.submit(self._send, departure)
+
+    def _send(self, departure: _Departure) -> None:
+        transfer, offer = departure.transfer, departure.offer
+        assert transfer is not None
+        try:
+            while (piece := self._next(departure)) is not None:
+                parcel = self._parcel(piece, departure.have or 0)
+                if parcel is not None:
+                    transfer.put(packed(parcel, offer.codec), offer.lasts_s)
+            with self._lock:
+                whole = all(upto >= offer.stop for upto in departure.read_to.values())
+                last = whole and not (departure.finished or departure.over or departure.pieces)
+                departure.finished = departure.finished or last
+            if last:
+                transfer.finish()
+        except (PotluckError, TimeoutError, CancelledError, RuntimeError) as error:
+            transfer.fail(" ".join(str(error).split()) or "was not copied out of the GPU")
+            self._forget(departure)
+
+    def _next(self, departure: _Departure) -> _Piece | None:
+        with self._lock:
+            if departure.over or not departure.pieces:
+                departure.pumping = False
+                return None
+            piece = departure.pieces.popleft()
+            self._aside_bytes -= piece.size
+            return piece
+
+    def _parcel(self, piece: _Piece, have: int) -> KvChunk | None:
+        values = piece.values.result(COPY_S)
+        first = max(piece.first, have)
+        if first >= piece.stop:
+            return None
+        shape = self._layers[piece.layer].shape
+        raw = values[first - piece.first :].view(torch.uint8).numpy()
+        data = memoryview(raw.data).cast("B")
+        tokens = piece.stop - first
+        return KvChunk(piece.layer, shape.part, first, piece.stop, shape.dtype, shape.of(tokens), data)
+
+    def _forget(self, departure: _Departure) -> None:
+        with self._lock:
+            departure.over = True
+            self._aside_bytes -= sum(piece.size for piece in departure.pieces)
+            departure.pieces.clear()

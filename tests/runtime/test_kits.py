@@ -1,0 +1,261 @@
+"""From a plan to kits and facts: sizes agree with `perf`, replicas stand where their template says."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from sim_fleets import (
+    LLAMA,
+    MODEL,
+    NODES,
+    SLOW,
+    closed_plan,
+    combo,
+    flow_plan,
+    load,
+    mixed,
+    pair,
+    prefill_only,
+    problem,
+)
+
+from potluck.catalog import models, nodes
+from potluck.core.errors import CapacityError, UnknownNameError
+from potluck.core.routing.opportunistic import step_seconds
+from potluck.core.state.facts import ReplicaFacts
+from potluck.core.values.layout import Layout, Stage, StageNode, single
+from potluck.core.values.plan import NodeCount, PlannedReplica, Template
+from potluck.core.values.types import Slo
+from potluck.perf.delays.startup import from_place, startup_s
+from potluck.perf.delays.transfer import codec_ratio
+from potluck.perf.serving.phases import decode_knees, decode_step_s, prefill_s
+from potluck.perf.sizes.memory import kv_bytes, weight_bytes
+from potluck.perf.step_timer import steps
+from potluck.perf.timers.pipeline_timer import PipelineTimer, layout_requests
+from potluck.perf.timers.roofline import roofline
+from potluck.runtime.replica_models import ReplicaModels, kv_of, places, total_blocks
+from potluck.runtime.resolved_plan import DEFAULT_ENGINE, PROMPT_ENGINE, EngineSetup, ResolvedPlan
+from potluck.sim.results.metrics import summarise
+from potluck.sim.run import build, simulate
+
+SOME = [models.model(name) for name in models.names()]
+
+
+@given(st.sampled_from(SOME), st.integers(1, 200_000), st.data())
+def test_kv_on_the_wire_is_what_memory_says(model: object, tokens: int, data: st.DataObject) -> None:
+    kv = kv_of(model)  # type: ignore[arg-type]
+    whole = kv.wire_bytes(0, tokens)
+    assert whole == pytest.approx(kv_bytes(model, float(tokens)))  # type: ignore[call-overload]
+    have = data.draw(st.integers(0, tokens))
+    part = kv.wire_bytes(have, tokens)
+    assert 0 <= part <= whole * (1 + 1e-9)
+    assert (part == 0) == (have == tokens)
+    small = kv.wire_bytes(have, tokens, "int4")
+    if have < tokens:
+        ratio = codec_ratio("int4", stored_bits=kv.kv_bits)
+        assert small == pytest.approx((part - kv.state_bytes) * ratio + kv.state_bytes)
+
+
+@pytest.mark.parametrize("node", sorted(NODES))
+@pytest.mark.parametrize("tokens", [500, 4000])
+def test_blocks_hold_as_many_requests_as_the_planner_counts_on(node: str, tokens: int) -> None:
+    layout = single(node, 1, LLAMA.layer_count)
+    blocks = total_blocks(LLAMA, layout, NODES, tokens)
+    assert blocks * 16 // tokens == pytest.approx(layout_requests(LLAMA, layout, NODES, tokens), abs=1)
+
+
+def test_a_model_that_does_not_fit_is_said_so() -> None:
+    big = models.model("Llama-3.1-70B")
+    with pytest.raises(CapacityError, match="does not fit"):
+        total_blocks(big, single("1xL4", 1, big.layer_count), NODES, 1000)
+
+
+def group(*parts: tuple[str, int, str], nodes: tuple[tuple[str, int], ...]) -> Template:
+    half = LLAMA.layer_count // 2
+    made = []
+    for node, tp, machine in parts:
+        member = StageNode(node, tp, machine)
+        made.append(
+            PlannedReplica(
+                "mixed", Layout((Stage(half, (member,)), Stage(LLAMA.layer_count - half, (member,))))
+            )
+        )
+    counts = tuple(NodeCount(node, count) for node, count in nodes)
+    return Template("g", "group", MODEL, counts, tuple(made), (), "measured")
+
+
+def test_replicas_are_packed_onto_nodes_and_named_machines_stay_one() -> None:
+    four = Template(
+        "four",
+        "homogeneous",
+        MODEL,
+        (NodeCount("4xL4", 2),),
+        (PlannedReplica("mixed", single("4xL4", 2, LLAMA.layer_count)),) * 4,
+        (),
+        "measured",
+    )
+    assert places(four, NODES) == ((("4xL4", 0),), (("4xL4", 0),), (("4xL4", 1),), (("4xL4", 1),))
+    named = group(("4xL4", 1, "b"), ("4xL4", 1, "a"), ("4xL4", 1, "b"), nodes=(("4xL4", 2),))
+    first, second, third = places(named, NODES)
+    assert first == third != second
+    assert len(first) == 1, "both stages stand on one machine"
+    parts = (("1xL4", 1, "c"), ("1xL4", 1, "d"), ("4xL4", 1, "a"), ("4xL4", 1, "b"))
+    found = places(group(*parts, nodes=(("1xL4", 2), ("4xL4", 2))), NODES)
+    assert len(set(found)) == 4, "machines of one type are apart, whatever those of another have taken"
+    apart = group(("4xL4", 2, ""), nodes=(("4xL4", 2),))
+    assert places(apart, NODES) == ((("4xL4", 0), ("4xL4", 1)),), "unnamed stages stand on nodes of their own"
+    assert places(pair(), NODES) == ((("1xL4", 0),), (("1xH100-SXM", 0),))
+
+
+def test_a_pipeline_that_decodes_is_known_by_all_its_batches() -> None:
+    """Two stages make answers of two batches at once: twice as many as one batch alone, in hardly more time."""
+    half = LLAMA.layer_count // 2
+    stages = tuple(Stage(layers, (StageNode("1xL4", 1),)) for layers in (half, LLAMA.layer_count - half))
+    piped = Template(
+        "p",
+        "pipeline",
+        MODEL,
+        (NodeCount("1xL4", 2),),
+        (PlannedReplica("decode", Layout(stages)),),
+        (),
+        "measured",
+    )
+    plan = closed_plan((piped, "east", 1))
+    replica_models = ReplicaModels(replace(problem(plan), slos={MODEL: Slo(2.0, 0.08)}))
+    replica_models.learn(plan)
+    facts, timer = replica_models.facts().replicas["p", 0], replica_models.replica_models["p", 0].timer
+    assert isinstance(timer, PipelineTimer)
+    prompt, answer = replica_models.resolved.mean_tokens[MODEL]
+    part = steps(
+        decodes=facts.decode_batch / 2, decode_context=facts.decode_batch / 2 * (prompt + answer / 2)
+    )
+    interval_s, way_s = float(timer.interval_s(part)[0]), float(timer.step_s(part)[0])
+    assert facts.decode_step_s == pytest.approx(max(way_s, 2 * interval_s), rel=0.01)
+    assert facts.decode_step_s <= 0.08
+
+
+def test_steps_of_a_mixture_of_experts_are_known_between_one_request_and_many() -> None:
+    """A few requests read nearly all experts: a straight line would have steps of 20 half as long as they are."""
+    timer = roofline(models.model("GPT-OSS-20B"), nodes.node_type("1xA10"), 1)
+    batch, context = 128, 600.0
+    knees = decode_knees(timer, batch, context)
+    assert knees
+    first_s, full_s = (float(decode_step_s(timer, count, context)[0]) for count in (1, batch))
+    facts = ReplicaFacts(1e-4, 0.0, full_s, batch, 1000, 10_000, first_s, decode_knees=knees)
+    for count in range(1, batch + 1, 9):
+        real_s = float(decode_step_s(timer, count, context)[0])
+        assert step_seconds(facts, count) == pytest.approx(real_s, rel=0.1)
+    straight = replace(facts, decode_knees=())
+    assert step_seconds(straight, 20) < 0.6 * step_seconds(facts, 20)
+    dense = roofline(LLAMA, nodes.node_type("1xL4"), 1)
+    assert decode_knees(dense, 16, context) == ()
+
+
+def test_facts_say_how_fast_and_how_large() -> None:
+    plan = closed_plan((pair(), "east", 1), (mixed(), "east", 1))
+    replica_models = ReplicaModels(problem(plan))
+    replica_models.learn(plan)
+    facts = replica_models.facts()
+    assert set(facts.replicas) == {("chat: pair", 0), ("chat: pair", 1), ("chat: mixed 1xH100", 0)}
+    assert set(facts.splits) == {"chat: pair"}
+    for key, fact in facts.replicas.items():
+        replica_model = replica_models.replica_models[key]
+        guess = fact.prefill_fixed_s + fact.prefill_s_per_token * 4000
+        assert guess == pytest.approx(float(prefill_s(replica_model.timer, 4000)[0]), rel=0.25)
+        assert fact.total_blocks == replica_model.total_blocks
+        assert fact.max_tokens <= replica_model.total_blocks * 16
+    assert facts.models[MODEL].kv_bytes_per_token == pytest.approx(kv_bytes(LLAMA, 1000.0) / 1000)
+    assert not facts.models[MODEL].exact_prefix
+    split = facts.splits["chat: pair"]
+    assert split.k_p > 0
+    assert split.chunk_tokens > 0
+    more = closed_plan((combo(1, 1), "east", 1))
+    replica_models.learn(more)
+    assert ("chat: combo 1P1D", 1) in facts.replicas, "the Brain's facts grow with a new plan"
+
+
+def test_paced_engines_take_steps_that_fit_the_objective() -> None:
+    plan = closed_plan((mixed(SLOW), "east", 1), (mixed(), "east", 1), (combo(1, 1, SLOW), "east", 1))
+    paced = replace(problem(plan), paced=True, slos={MODEL: Slo(4.0, 0.12)})
+
+    def engines(resolved: ResolvedPlan) -> dict[tuple[str, int], EngineSetup]:
+        replica_models = ReplicaModels(resolved)
+        replica_models.learn(plan)
+        return {key: replica_model.engine for key, replica_model in replica_models.replica_models.items()}
+
+    slow = ("chat: mixed 1xL4", 0)
+    found = engines(paced)
+    assert found[slow].slots <= found[slow].token_budget < DEFAULT_ENGINE.token_budget
+    prompts = ("chat: combo 1P1D", 0)
+    assert found.pop(prompts) == PROMPT_ENGINE, "no answers wait for its steps"
+    assert all(engine == DEFAULT_ENGINE for key, engine in found.items() if key != slow), "nobody waits there"
+    named = EngineSetup(token_budget=4096)
+    assert engines(replace(paced, engines={slow: named}))[slow] == named
+    assert (
+        engines(replace(paced, paced=False))[slow] == engines(replace(paced, slos={}))[slow] == DEFAULT_ENGINE
+    )
+
+
+def test_paced_engines_keep_more_answers_in_time() -> None:
+    plan = closed_plan((mixed(SLOW), "east", 3))
+    resolved = replace(problem(plan), slos={MODEL: Slo(4.0, 0.12)})
+    work = load(1000, 1.5, prompt=(50, 4000), output=(5, 120))
+    kept = [
+        summarise(simulate(replace(resolved, paced=paced), work)).models[0].attainment or 0.0
+        for paced in (False, True)
+    ]
+    assert kept[1] > kept[0] + 0.03
+
+
+def test_where_weights_lie_is_counted_in_a_start_and_who_may_sleep_is_a_fact() -> None:
+    plan = closed_plan((mixed(SLOW), "east", 1))
+    resolved = problem(plan)
+
+    def start_s(resolved: ResolvedPlan) -> float:
+        replica_models = ReplicaModels(resolved)
+        replica_models.learn(plan)
+        (replica_model,) = replica_models.replica_models.values()
+        return replica_model.startup_s
+
+    usual = start_s(resolved)
+    assert start_s(replace(resolved, startups={MODEL: from_place("cache", None)})) < usual
+    assert start_s(replace(resolved, startups={MODEL: from_place("store", None)})) > usual
+    fast = from_place("store", 100.0)
+    assert start_s(replace(resolved, startups={MODEL: fast})) == pytest.approx(
+        startup_s(weight_bytes(LLAMA), 1, fast).total_s
+    )
+    replica_models = ReplicaModels(replace(resolved, idle_s={MODEL: 60.0}))
+    replica_models.learn(plan)
+    assert replica_models.facts().models[MODEL].idle_s == 60.0
+
+
+def test_names_that_mean_nothing_are_errors() -> None:
+    plan = flow_plan((prefill_only(), "west", 1), (mixed(), "east", 1))
+    broken = problem(plan)
+    with pytest.raises(UnknownNameError, match="plan: model"):
+        ReplicaModels(type(broken)(plan, {}, broken.nodes, broken.regions)).learn(plan)
+    work = load(5)
+    with pytest.raises(UnknownNameError, match="workload: model"):
+        build(problem(plan), type(work)(("other",), work.arrival_s, work.model, work.prompt_tokens,
+                                        work.output_tokens, work.priority))  # fmt: skip
+    with pytest.raises(CapacityError, match="deploys nothing"):
+        simulate(problem(closed_plan()), work)
+
+
+def test_an_objective_for_whole_answers_tightens_what_admits() -> None:
+    plan = closed_plan((mixed(), "east", 1))
+    for e2e_s, factor in ((None, None), (1e6, 1.0), (7.3, 0.5)):
+        resolved = replace(problem(plan), slos={MODEL: Slo(2.0, 0.06, e2e_s=e2e_s)})
+        replica_models = ReplicaModels(resolved)
+        replica_models.learn(plan)
+        found = replica_models.facts().models[MODEL]
+        assert found.slo == resolved.slos[MODEL], "which is what answers are held to"
+        if factor is None:
+            assert found.limits is None
+        else:  # 2 s and 210 gaps of 0.06 s are 14.6 s
+            assert found.limits is not None
+            assert found.limits.tpot_s == pytest.approx(0.06 * factor)
+            assert found.limits.ttft_s == pytest.approx(2.0 * factor)

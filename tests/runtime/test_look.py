@@ -1,0 +1,72 @@
+"""The one style of page and reports: colours that can be told apart and read, in light and dark."""
+
+from __future__ import annotations
+
+import re
+from itertools import combinations
+from math import dist
+
+import pytest
+
+from potluck.gateway.page.files import files
+from potluck.runtime.style import base_css
+from potluck.sim.results.report import sheet
+
+MEANINGS = ("prefill", "decode", "mixed", "kv", "bad", "queue", "c0")
+"""What may stand side by side on one page."""
+
+
+def palette(dark: bool) -> dict[str, str]:
+    found = re.findall(r"--([\w-]+): light-dark\((#[0-9a-f]{6}), (#[0-9a-f]{6})\)", base_css())
+    return {name: other if dark else light for name, light, other in found}
+
+
+def linear(colour: str) -> tuple[float, ...]:
+    parts = (int(colour[at : at + 2], 16) / 255 for at in (1, 3, 5))
+    return tuple(each / 12.92 if each <= 0.04045 else ((each + 0.055) / 1.055) ** 2.4 for each in parts)
+
+
+def luminance(colour: str) -> float:
+    red, green, blue = linear(colour)
+    return 0.2126 * red + 0.7152 * green + 0.0722 * blue
+
+
+def contrast(one: str, other: str) -> float:
+    """As WCAG 2 has it."""
+    low, high = sorted((luminance(one), luminance(other)))
+    return (high + 0.05) / (low + 0.05)
+
+
+def lab(colour: str) -> tuple[float, float, float]:
+    """CIELAB, D65."""
+    red, green, blue = linear(colour)
+    x = (0.4124 * red + 0.3576 * green + 0.1805 * blue) / 0.9505
+    y = 0.2126 * red + 0.7152 * green + 0.0722 * blue
+    z = (0.0193 * red + 0.1192 * green + 0.9505 * blue) / 1.089
+    fx, fy, fz = (each ** (1 / 3) if each > 0.008856 else 7.787 * each + 16 / 116 for each in (x, y, z))
+    return 116 * fy - 16, 500 * (fx - fy), 200 * (fy - fz)
+
+
+def test_black_on_white_is_as_published() -> None:
+    assert contrast("#000000", "#ffffff") == pytest.approx(21.0)
+    assert lab("#ff0000") == pytest.approx((53.2, 80.1, 67.2), abs=0.3)
+
+
+@pytest.mark.parametrize("dark", [False, True])
+def test_colours_are_seen_on_their_ground_and_told_from_each_other(dark: bool) -> None:
+    found = palette(dark)
+    for common in ("paper", "panel"):
+        for text in ("ink", "dim", "bad"):
+            assert contrast(found[text], found[common]) >= 4.5, (text, common)
+        for mark in (*MEANINGS, *(f"c{at}" for at in range(6))):
+            assert contrast(found[mark], found[common]) >= 3.0, (mark, common)
+    assert contrast(found["ink"], found["notice"]) >= 4.5
+    for one, other in combinations(MEANINGS, 2):
+        assert dist(lab(found[one]), lab(found[other])) >= 20, (one, other)
+
+
+def test_page_and_report_have_the_same_style_sheet() -> None:
+    assert files()["base.css"].body.decode() == base_css()
+    assert base_css() in sheet("A run", "<main></main>")
+    page = files()["index.html"].body.decode()
+    assert page.index("/page/base.css") < page.index("/page/style.css"), "what is its own comes after"
