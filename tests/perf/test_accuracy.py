@@ -7,14 +7,14 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from accuracy.calibrate import fit_operator, fit_residuals, keys_of
+from accuracy.measured import Measurements, read_all
+from accuracy.scores import stored_scores
+from accuracy.study import OPERATORS, expected_errors, kinds_of
 
 from potluck.catalog import gpus
 from potluck.cli.measuring.accuracy_report import report
 from potluck.perf.operators.calibration import bundled, chip_of, curves_for
-from potluck.perf.study.accuracy import OPERATORS, expected_errors, kinds_of
-from potluck.perf.study.calibrate import fit_operator, fit_residuals, keys_of
-from potluck.perf.study.measured import Measurements, read_all
-from potluck.perf.study.scores import stored_scores
 
 ROOT = Path(__file__).parents[2]
 DATA = Path(os.environ.get("POTLUCK_DATA", ROOT.parent / "shared" / "data")) / "measured"

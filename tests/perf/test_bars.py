@@ -7,6 +7,9 @@ from math import log
 
 import numpy as np
 import pytest
+from accuracy.runs import MeasuredRun
+from accuracy.scores import stored_runs
+from accuracy.serving import Placed, coverage, run_errors
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -21,9 +24,6 @@ from potluck.perf.fits.error_bars import (
     bundled_bars,
     slower,
 )
-from potluck.perf.study.runs import MeasuredRun
-from potluck.perf.study.scores import stored_runs
-from potluck.perf.study.serving import Placed, coverage, run_errors
 
 LLAMA, OSS = models.model("Llama-3.1-8B"), models.model("GPT-OSS-120B")
 

@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+from accuracy.scores import stored_scores
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -19,7 +20,6 @@ from potluck.perf.operators.kernels import prefill_attention_s
 from potluck.perf.operators.layer_seconds import expert_time_s, product_s, windowed_prefill_s
 from potluck.perf.operators.math_units import units_for
 from potluck.perf.step_timer import StepBatch
-from potluck.perf.study.scores import stored_scores
 from potluck.perf.timers.roofline import roofline
 
 H100, L40S, A100, V100, B200 = (gpus.gpu(n) for n in ("H100-SXM", "L40S", "A100-80", "V100-16", "B200"))

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from accuracy.scores import stored_scores
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -14,7 +15,6 @@ from potluck.core.errors import InputError
 from potluck.core.values.types import Interconnect
 from potluck.perf.operators.calibration import bundled
 from potluck.perf.operators.network import OWN_MOST_BYTES, all_reduce_s, all_to_all_s
-from potluck.perf.study.scores import stored_scores
 
 SWITCH = Interconnect("nvswitch", 450.0, 7e-6)
 PEERS = Interconnect("pcie", 32.0, 24e-6)
@@ -85,7 +85,7 @@ def test_stored_errors_of_links_are_within_what_was_promised() -> None:
 
 @pytest.mark.skipif(not MEASURED.is_dir(), reason="needs the folder of measurements")
 def test_bundled_networks_are_near_the_measured_collectives() -> None:
-    from potluck.perf.study.networks import LINKS, predict, read_collectives
+    from accuracy.networks import LINKS, predict, read_collectives
 
     for rows in read_collectives(MEASURED):
         if rows.op == "all_reduce":

@@ -7,9 +7,9 @@ import json
 from pathlib import Path
 
 import pytest
+from accuracy.runs import MeasuredRun, read_runs
 
 from potluck.core.errors import InputError
-from potluck.perf.study.runs import MeasuredRun, read_runs
 
 HEAD = "model,GPU,TP size,ISL,OSL,max concurrency,mean_ttft_ms,TPOT (ms)"
 ROW = "Llama-3.1-8B,H100-SXM,2,1000,200,16,120,9.5"

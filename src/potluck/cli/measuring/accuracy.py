@@ -11,7 +11,7 @@ from potluck.cli.common.progress import progress
 from potluck.cli.common.render import emit_json, percent, table
 
 if TYPE_CHECKING:
-    from potluck.perf.study.accuracy import Score
+    from accuracy.study import Score
 
 RUNS = "aic_h100_sxm_serving_runs.parquet"
 STEPS = 18
@@ -44,8 +44,9 @@ def accuracy(
       potluck accuracy --score runs.csv                    your own runs; exit code 1 where bars do not hold
       potluck accuracy --data measured --calibrate         fit anew from measurements
     """
+    from accuracy.scores import stored_scores
+
     from potluck.core.codec import encode
-    from potluck.perf.study.scores import stored_scores
 
     if calibrate and data is None:
         raise click.UsageError("--calibrate needs --data")
@@ -67,11 +68,12 @@ def accuracy(
 
 
 def _study(folder: Path, save: bool) -> tuple[Score, ...]:
+    from accuracy.calibrate import calibrate
+    from accuracy.scores import save_calibration, save_scores
+    from accuracy.study import StepCheck, expected_errors, study
+
     from potluck.catalog import gpus, models, nodes
     from potluck.cli.measuring.run_tables import study_table
-    from potluck.perf.study.accuracy import StepCheck, expected_errors, study
-    from potluck.perf.study.calibrate import calibrate
-    from potluck.perf.study.scores import save_calibration, save_scores
 
     sheet = {name: gpus.gpu(name) for name in gpus.names()}
     check = StepCheck(models.model("Llama-3.1-8B"), nodes.node_type("RTX4090"))

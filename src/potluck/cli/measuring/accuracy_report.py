@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 if TYPE_CHECKING:
-    from potluck.perf.study.accuracy import Score
+    from accuracy.study import Score
 
 HEAD = """# How accurate the performance model is
 
@@ -52,8 +52,9 @@ KIND_TARGETS = {
 
 def report(scores: tuple[Score, ...]) -> str:
     """The whole page."""
+    from accuracy.scores import stored_runs
+
     from potluck.cli.measuring.accuracy_runs import LEVELS, own_section, runs_section
-    from potluck.perf.study.scores import stored_runs
 
     parts = [HEAD, LEVELS, runs_section(stored_runs()), _summary(scores), _misses(scores)]
     for question in ("calibrated", "GPU left out", "model left out"):

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from potluck.cli.measuring.run_tables import METRIC_WORDS
 
 if TYPE_CHECKING:
-    from potluck.perf.study.serving import RunScore, RunStudy
+    from accuracy.serving import RunScore, RunStudy
 
 TARGETS = {
     ("rate", "dense"): 0.10,
@@ -73,7 +73,7 @@ left out and counted.
 
 def own_section() -> str:
     """How to score a table of one's own."""
-    from potluck.perf.study.runs import COLUMNS
+    from accuracy.runs import COLUMNS
 
     told = {fact: names for fact, names in COLUMNS.items() if fact != "source"}
     rows = (f"| {fact} | {', '.join(f'`{name}`' for name in names)} |" for fact, names in told.items())

@@ -13,11 +13,12 @@ import click
 from potluck.cli.common.render import emit_json, percent, table
 
 if TYPE_CHECKING:
+    from accuracy.runs import MeasuredRun
+    from accuracy.serving import Placed
+    from accuracy.study import Score
+    from accuracy.verdict import RunVerdict
+
     from potluck.core.values.precision import Format
-    from potluck.perf.study.accuracy import Score
-    from potluck.perf.study.runs import MeasuredRun
-    from potluck.perf.study.serving import Placed
-    from potluck.perf.study.verdict import RunVerdict
 
 SUFFIX = re.compile(
     r"-(fp8|bf16|fp16|nvfp4|mxfp4|fp4|awq|gptq|int8|int4|w8a8|w4a16)(-dynamic|-block)?$", re.I
@@ -28,8 +29,9 @@ METRIC_WORDS = {"rate": "throughput", "ttft": "TTFT", "tpot": "TPOT"}
 
 def placed(run: MeasuredRun) -> Placed:
     """A run with its model and node; an unknown name is an error."""
+    from accuracy.serving import Placed
+
     from potluck.catalog import gpus, models, nodes
-    from potluck.perf.study.serving import Placed
     from potluck.perf.timers.roofline import check_tp
 
     named = SUFFIX.search(run.model)
@@ -47,11 +49,12 @@ def placed(run: MeasuredRun) -> Placed:
 
 def study_table(path: Path, scores: tuple[Score, ...], save: bool, said: Callable[[str], None]) -> None:
     """Fit hosts and clients to a table of runs, score what was left out, and keep it."""
+    from accuracy.runs import read_runs
+    from accuracy.scores import save_runs
+    from accuracy.serving import study_runs
+    from accuracy.study import deviations
+
     from potluck.perf.fits.error_bars import ErrorBars
-    from potluck.perf.study.accuracy import deviations
-    from potluck.perf.study.runs import read_runs
-    from potluck.perf.study.scores import save_runs
-    from potluck.perf.study.serving import study_runs
 
     table_read = read_runs(path)
     found = [placed(run) for run in table_read.runs]
@@ -62,11 +65,12 @@ def study_table(path: Path, scores: tuple[Score, ...], save: bool, said: Callabl
 
 def score(path: Path, as_json: bool) -> int:
     """Print how far predictions are from a file's runs; 1 where bars do not hold there."""
+    from accuracy.runs import read_runs
+    from accuracy.scores import stored_runs
+    from accuracy.verdict import verdict
+
     from potluck.core.codec import encode
     from potluck.core.errors import InputError
-    from potluck.perf.study.runs import read_runs
-    from potluck.perf.study.scores import stored_runs
-    from potluck.perf.study.verdict import verdict
 
     read = read_runs(path)
     found = []
@@ -113,7 +117,7 @@ def _show(path: Path, left_out: int, said: RunVerdict) -> None:
 
 def advice(said: RunVerdict) -> str:
     """How far to trust plans on this hardware, in a sentence."""
-    from potluck.perf.study.verdict import ASTRAY
+    from accuracy.verdict import ASTRAY
 
     bias = said.bias["rate"]
     if said.holds and abs(bias) <= ASTRAY:

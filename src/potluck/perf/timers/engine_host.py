@@ -4,7 +4,7 @@
 
 and a step with a prompt's chunk, which is not recorded in a CUDA graph, lasts at least as long as it takes to launch
 its layers. All three are facts of an engine and its version: old ones took about 0.1 ms a sequence, today's overlap
-most of it with the GPU. Those of three engines were fitted to whole serving runs on H100 (`perf.study.serving`);
+most of it with the GPU. Those of three engines were fitted to whole serving runs on H100 (`tools/accuracy`);
 where nothing else is said, vLLM's hold. `potluck profile` measures the real ones.
 """
 

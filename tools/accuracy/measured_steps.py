@@ -13,8 +13,8 @@ from pathlib import Path
 
 import numpy as np
 
+from accuracy.measured import read_table
 from potluck.perf.step_timer import Floats, StepBatch, steps
-from potluck.perf.study.measured import read_table
 
 LAYERS = 32
 PER_LAYER = {

@@ -8,11 +8,11 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from accuracy.format_fits import predict, with_extras
+from accuracy.measured import Measurements
 from potluck.core.values.types import Gpu
 from potluck.perf.operators.calibration import WINDOWED, Calibration, curves_for
 from potluck.perf.step_timer import Floats
-from potluck.perf.study.format_fits import predict, with_extras
-from potluck.perf.study.measured import Measurements
 
 KINDS = {
     "gemm": "FP8 GEMM",

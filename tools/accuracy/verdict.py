@@ -8,9 +8,7 @@ from math import log
 
 import numpy as np
 
-from potluck.perf.fits.error_bars import METRICS, SHARE, Metric, bar
-from potluck.perf.serving.closed_loop import served
-from potluck.perf.study.serving import (
+from accuracy.serving import (
     EngineFit,
     Placed,
     RunScore,
@@ -19,6 +17,8 @@ from potluck.perf.study.serving import (
     run_scores,
     works,
 )
+from potluck.perf.fits.error_bars import METRICS, SHARE, Metric, bar
+from potluck.perf.serving.closed_loop import served
 from potluck.perf.timers.roofline import roofline
 
 WORSE = 0.6

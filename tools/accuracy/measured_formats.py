@@ -10,9 +10,9 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
+from accuracy.measured import AIC_GPUS, AIC_WARM, Measurements, joined, read_table, rows_of, valid
 from potluck.perf.operators.calibration import WINDOWED
 from potluck.perf.step_timer import Floats
-from potluck.perf.study.measured import AIC_GPUS, AIC_WARM, Measurements, joined, read_table, rows_of, valid
 
 HARNESS = "aiconfigurator"
 FORMAT_GPUS = {"h100_sxm": "H100-SXM", "l40s": "L40S"}

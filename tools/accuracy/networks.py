@@ -7,11 +7,11 @@ from pathlib import Path
 
 import numpy as np
 
+from accuracy.measured import AIC_GPUS, Strings, read_table
 from potluck.core.values.types import Interconnect
 from potluck.perf.operators.calibration import CollectivePath, NodeNetwork
 from potluck.perf.operators.network import all_reduce_s, all_to_all_s
 from potluck.perf.step_timer import Floats
-from potluck.perf.study.measured import AIC_GPUS, Strings, read_table
 
 LINKS = {  # what joins the GPUs of the measured machines; rates as the makers print them, one direction, per GPU
     "H100-SXM": Interconnect("nvswitch", 450.0, 0.0),

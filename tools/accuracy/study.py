@@ -20,13 +20,7 @@ from typing import Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from potluck.core.values.confidence import Confidence
-from potluck.core.values.model import Model
-from potluck.core.values.types import Gpu, NodeType
-from potluck.perf.operators.calibration import Calibration, ExpectedError, GpuCurves, chip_of, curves_for
-from potluck.perf.operators.kernels import ChipFigures
-from potluck.perf.step_timer import Floats
-from potluck.perf.study.calibrate import (
+from accuracy.calibrate import (
     OperatorFit,
     build,
     calibrate,
@@ -35,11 +29,17 @@ from potluck.perf.study.calibrate import (
     harness_shift,
     keys_of,
 )
-from potluck.perf.study.format_scores import FormatScore, calibrated_errors, left_out_errors
-from potluck.perf.study.measured import Measurements, Operator, read_all
-from potluck.perf.study.measured_formats import read_formats
-from potluck.perf.study.measured_steps import read_steps
-from potluck.perf.study.networks import LINKS, Collectives, fit_networks, predict, read_collectives
+from accuracy.format_scores import FormatScore, calibrated_errors, left_out_errors
+from accuracy.measured import Measurements, Operator, read_all
+from accuracy.measured_formats import read_formats
+from accuracy.measured_steps import read_steps
+from accuracy.networks import LINKS, Collectives, fit_networks, predict, read_collectives
+from potluck.core.values.confidence import Confidence
+from potluck.core.values.model import Model
+from potluck.core.values.types import Gpu, NodeType
+from potluck.perf.operators.calibration import Calibration, ExpectedError, GpuCurves, chip_of, curves_for
+from potluck.perf.operators.kernels import ChipFigures
+from potluck.perf.step_timer import Floats
 from potluck.perf.timers.engine_host import NO_HOST
 from potluck.perf.timers.roofline import roofline
 

@@ -10,6 +10,7 @@ from dataclasses import replace
 
 import numpy as np
 
+from accuracy.measured import Measurements
 from potluck.core.values.model import DenseFfn, LatentAttention, Layer, Model
 from potluck.core.values.types import Gpu
 from potluck.perf.operators.calibration import WINDOWED, Calibration, ExtraOperator, GpuCurves, curves_for
@@ -25,7 +26,6 @@ from potluck.perf.operators.layer_seconds import (
 from potluck.perf.operators.layers import latent_gemms, latent_work
 from potluck.perf.operators.residual import fit_residual
 from potluck.perf.step_timer import Floats, once
-from potluck.perf.study.measured import Measurements
 
 SAMPLE = 700
 SURFACE_SAMPLE = 8000

@@ -16,6 +16,7 @@ from zlib import crc32
 import numpy as np
 from numpy.typing import NDArray
 
+from accuracy.runs import MeasuredRun
 from potluck.core.values.model import Model
 from potluck.core.values.types import NodeType
 from potluck.perf.fits.error_bars import (
@@ -34,7 +35,6 @@ from potluck.perf.fits.error_bars import (
 from potluck.perf.serving.closed_loop import BenchClient, BenchReport, RunWork, run_work, served, together
 from potluck.perf.sizes.capacity import max_requests, stage_memory
 from potluck.perf.step_timer import Floats
-from potluck.perf.study.runs import MeasuredRun
 from potluck.perf.timers.engine_host import NO_HOST, EngineHost
 from potluck.perf.timers.roofline import RooflineTimer, roofline
 

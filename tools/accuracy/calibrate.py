@@ -15,6 +15,11 @@ from pathlib import Path
 
 import numpy as np
 
+from accuracy.format_fits import with_extras
+from accuracy.measured import Measurements, Operator, read_all
+from accuracy.measured_formats import read_formats
+from accuracy.networks import fit_networks, read_collectives
+from accuracy.smaller_fits import fit_power, layer_scales
 from potluck.core.errors import InputError
 from potluck.core.values.types import Gpu
 from potluck.perf.operators.calibration import (
@@ -38,11 +43,6 @@ from potluck.perf.operators.kernels import (
 )
 from potluck.perf.operators.residual import Residual, fit_residual
 from potluck.perf.step_timer import Floats
-from potluck.perf.study.format_fits import with_extras
-from potluck.perf.study.measured import Measurements, Operator, read_all
-from potluck.perf.study.measured_formats import read_formats
-from potluck.perf.study.networks import fit_networks, read_collectives
-from potluck.perf.study.smaller_fits import fit_power, layer_scales
 
 Key = tuple[str, str]
 SOFTMAX = 0.6

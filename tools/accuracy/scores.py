@@ -1,49 +1,50 @@
-"""Where the calibration and its errors are kept: two JSON files that ship with the package."""
+"""Writes the calibration that ships with the package, and keeps its errors beside this study."""
 
 from __future__ import annotations
 
 from functools import lru_cache
 from pathlib import Path
 
+from accuracy.serving import RunStudy, numbers
+from accuracy.study import Score
 from potluck.core.codec import dumps, loads
-from potluck.perf.data_files import shipped
+from potluck.perf.data_files import DATA as SHIPPED
 from potluck.perf.fits.error_bars import FORMAT as BARS_FORMAT
 from potluck.perf.fits.error_bars import ErrorBars, bundled_bars
 from potluck.perf.operators.calibration import CALIBRATION_VERSION, FORMAT, Calibration, bundled
-from potluck.perf.study.accuracy import Score
-from potluck.perf.study.serving import RunStudy, numbers
 from potluck.perf.timers.engine_host import FORMAT as HOSTS_FORMAT
 from potluck.perf.timers.engine_host import hosts
 
 SCORES_FORMAT = "potluck.accuracy"
 RUNS_FORMAT = "potluck.runs"
+DATA = Path(__file__).parent / "data"
 
 
 @lru_cache(maxsize=1)
 def stored_scores() -> tuple[Score, ...]:
     """The errors that were found when the bundled calibration was made."""
-    text = shipped("accuracy.json")
+    text = (DATA / "accuracy.json").read_text(encoding="utf-8")
     return loads(tuple[Score, ...], text, format_name=SCORES_FORMAT, version=CALIBRATION_VERSION)
 
 
 def save_scores(scores: tuple[Score, ...], folder: Path | None = None) -> None:
     """Write the errors beside the calibration."""
     text = dumps(scores, format_name=SCORES_FORMAT, version=CALIBRATION_VERSION, indent=None)
-    _folder(folder).joinpath("accuracy.json").write_text(text, encoding="utf-8")
+    (folder or DATA).joinpath("accuracy.json").write_text(text, encoding="utf-8")
     stored_scores.cache_clear()
 
 
 def save_calibration(calibration: Calibration, folder: Path | None = None) -> None:
     """Write the calibration that the package loads."""
     text = dumps(calibration, format_name=FORMAT, version=CALIBRATION_VERSION, indent=None)
-    _folder(folder).joinpath("calibration.json").write_text(text, encoding="utf-8")
+    (folder or SHIPPED).joinpath("calibration.json").write_text(text, encoding="utf-8")
     bundled.cache_clear()
 
 
 @lru_cache(maxsize=1)
 def stored_runs() -> RunStudy:
     """What was found with whole serving runs."""
-    text = shipped("runs.json")
+    text = (DATA / "runs.json").read_text(encoding="utf-8")
     return loads(RunStudy, text, format_name=RUNS_FORMAT, version=CALIBRATION_VERSION)
 
 
@@ -51,17 +52,12 @@ def save_runs(study: RunStudy, bars: ErrorBars, folder: Path | None = None) -> N
     """Write what was learnt from serving runs: hosts, errors and scores."""
     dense = [each for each in study.engines if each.kind == "dense"]
     newest = {each.engine: each.host for each in sorted(dense, key=lambda e: numbers(e.version))}
-    where = _folder(folder)
-    for name, value, form in (
-        ("hosts", newest, HOSTS_FORMAT),
-        ("bars", bars, BARS_FORMAT),
-        ("runs", study, RUNS_FORMAT),
+    for name, value, form, place in (
+        ("hosts", newest, HOSTS_FORMAT, SHIPPED),
+        ("bars", bars, BARS_FORMAT, SHIPPED),
+        ("runs", study, RUNS_FORMAT, DATA),
     ):
         text = dumps(value, format_name=form, version=CALIBRATION_VERSION, indent=None)
-        where.joinpath(f"{name}.json").write_text(text + "\n", encoding="utf-8")
+        (folder or place).joinpath(f"{name}.json").write_text(text + "\n", encoding="utf-8")
     for cached in (hosts, bundled_bars, stored_runs):
         cached.cache_clear()
-
-
-def _folder(folder: Path | None) -> Path:
-    return Path(__file__).parents[1] / "data" if folder is None else folder
