@@ -13,7 +13,9 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from parts.common import ROOT, cpu_s, run
-from potluck.papers import cauchy, cauchy_rows, cronus, cronus_beyond, cronus_rows
+
+sys.path.insert(0, str(ROOT / "tools"))
+from papers import cauchy, cauchy_rows, cronus, cronus_beyond, cronus_rows
 
 SEED = 0
 OFF = 0.25

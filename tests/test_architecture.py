@@ -36,7 +36,7 @@ MAY_IMPORT: dict[str, frozenset[str]] = {
     "export": frozenset({"core", "control"}),
     "loadgen": frozenset({"core"}),
 }
-USES_ALL = frozenset({"papers", "cli", "__main__"})
+USES_ALL = frozenset({"cli", "__main__"})
 PACKAGES = frozenset(MAY_IMPORT) | USES_ALL
 
 # fmt: off
@@ -51,13 +51,13 @@ PURE = frozenset({
 IMPURE_CALLS = frozenset({"open", "input", "print", "breakpoint", "__import__", "eval", "exec"})
 
 HEAVY: dict[str, frozenset[str]] = {
-    "torch": frozenset({"engine", "vllm", "papers", "cli"}),
-    "transformers": frozenset({"engine", "papers", "cli"}),
+    "torch": frozenset({"engine", "vllm", "cli"}),
+    "transformers": frozenset({"engine", "cli"}),
     "vllm": frozenset({"vllm"}),
-    "pandas": frozenset({"perf", "papers", "cli"}),
-    "pyarrow": frozenset({"perf", "papers", "cli"}),
-    "scipy": frozenset({"perf", "papers", "cli"}),
-    "ray": frozenset({"control", "engine", "papers", "cli"}),
+    "pandas": frozenset({"cli"}),
+    "pyarrow": frozenset({"cli"}),
+    "scipy": frozenset({"cli"}),
+    "ray": frozenset({"control", "engine", "cli"}),
 }
 """Who may use them at all; outside of engines only inside functions, so that commands start quickly."""
 ENGINES = frozenset({"engine", "vllm"})
@@ -276,9 +276,9 @@ BROKEN = [
         "gateway may not import engine",
     ),
     ("kv.x", "def f():\n    import torch", "kv may not import torch"),
-    ("perf.x", "import pyarrow.parquet as pq", "pyarrow may only be imported inside a function"),
-    ("perf.x", "try:\n    import pandas\nexcept ImportError:\n    pandas = None", "pandas may only be"),
-    ("perf.x", "class A:\n    import scipy", "scipy may only be imported inside a function"),
+    ("cli.x", "import pyarrow.parquet as pq", "pyarrow may only be imported inside a function"),
+    ("cli.x", "try:\n    import pandas\nexcept ImportError:\n    pandas = None", "pandas may only be"),
+    ("cli.x", "class A:\n    import scipy", "scipy may only be imported inside a function"),
     ("cli.x", "import torch", "torch may only be imported inside a function"),
     ("plan.x", "def f():\n    import scipy.optimize", "plan may not import scipy"),
     ("engine.x", "import vllm", "engine may not import vllm"),
@@ -290,11 +290,11 @@ SOUND = [
     ("core.x", "from __future__ import annotations\nimport math\nfrom collections.abc import Iterable"),
     ("core.x", "from potluck.core.errors import InputError\nfrom .types import Gpu\nfrom . import plan"),
     ("spec.x", "from pathlib import Path\nimport yaml\nfrom potluck.catalog import gpus"),
-    ("perf.x", "import numpy as np\ndef f():\n    import pyarrow.parquet"),
-    ("perf.x", "if TYPE_CHECKING:\n    import pandas as pd"),
+    ("cli.x", "import numpy as np\ndef f():\n    import pyarrow.parquet"),
+    ("cli.x", "if TYPE_CHECKING:\n    import pandas as pd"),
     ("engine.x", "import torch\nfrom potluck.kv import wire"),
     ("vllm.x", "import torch\nimport vllm\nfrom potluck.kv import wire"),
-    ("papers.x", "from potluck.sim import loop\nfrom potluck.gateway import api\ndef f():\n    import torch"),
+    ("cli.x", "from potluck.sim import loop\nfrom potluck.gateway import api\ndef f():\n    import torch"),
     ("plan.x", "from potluck import __version__\nimport highspy"),
 ]
 

@@ -6,13 +6,13 @@ import json
 from pathlib import Path
 
 import pytest
+from accuracy.closed_loop import served
 from accuracy.runs import read_runs
 from accuracy.scores import stored_runs
 from accuracy.serving import numbers, works
 
 from potluck.cli.main import run
 from potluck.cli.measuring.run_tables import placed
-from potluck.perf.serving.closed_loop import served
 
 HEAD = "model,gpu,tp,isl,osl,concurrency,ttft_ms,tpot_ms"
 

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import pytest
+from papers.cauchy import LOADS, Effort, goodput_per_s, latencies, table3_policy, table3_problem
+from papers.cauchy_rows import TABLE3, CauchyMeasured, Pair, rows
 
+from papers import cauchy
 from potluck.core.state.policy import Policy
-from potluck.papers import cauchy
-from potluck.papers.cauchy import LOADS, Effort, goodput_per_s, latencies, table3_policy, table3_problem
-from potluck.papers.cauchy_rows import TABLE3, CauchyMeasured, Pair, rows
 
 SHAREGPT = LOADS[1]
 SHORT = Effort(0.5, (1,), 0.1)

@@ -10,16 +10,9 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-
-from potluck.core.state.actions import Run
-from potluck.core.state.events import FirstToken, ReplicaReady, RequestArrived, RequestFinished
-from potluck.core.state.facts import FleetFacts
-from potluck.core.state.policy import Policy
-from potluck.core.values.types import Request
-from potluck.papers import cronus
-from potluck.papers.cronus import CRONUS, DP, HIGH_LOW, LOW_HIGH, PP, SERIAL_PP, SETTINGS
-from potluck.papers.cronus_dispatch import COMPUTING, QueueLimited
-from potluck.papers.cronus_rows import (
+from papers.cronus import CRONUS, DP, HIGH_LOW, LOW_HIGH, PP, SERIAL_PP, SETTINGS
+from papers.cronus_dispatch import COMPUTING, QueueLimited
+from papers.cronus_rows import (
     CLAIMS,
     CronusMeasured,
     largest_reduction,
@@ -27,6 +20,13 @@ from potluck.papers.cronus_rows import (
     order_inversions,
     rows,
 )
+
+from papers import cronus
+from potluck.core.state.actions import Run
+from potluck.core.state.events import FirstToken, ReplicaReady, RequestArrived, RequestFinished
+from potluck.core.state.facts import FleetFacts
+from potluck.core.state.policy import Policy
+from potluck.core.values.types import Request
 from potluck.perf.timers.engine_host import EngineHost
 
 DATA = Path(os.environ.get("POTLUCK_DATA", Path(__file__).resolve().parents[2].parent / "shared" / "data"))

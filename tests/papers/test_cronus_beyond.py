@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from potluck.papers import cronus, cronus_beyond
+from papers import cronus, cronus_beyond
 
 
 def test_decodes_on_the_low_end_gpu_raise_the_throughput_of_long_answers() -> None:

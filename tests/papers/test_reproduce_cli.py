@@ -5,10 +5,10 @@ from __future__ import annotations
 import json
 
 import pytest
+from papers.rows import Reproduction, Row
 
+from papers import cronus, cronus_rows
 from potluck.cli.main import run
-from potluck.papers import cronus, cronus_rows
-from potluck.papers.rows import Reproduction, Row
 
 COLUMNS = {"experiment", "setting", "metric", "unit", "published", "ours", "note"}
 

@@ -5,8 +5,7 @@ from __future__ import annotations
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-
-from potluck.papers.rows import Row, inversions
+from papers.rows import Row, inversions
 
 FIGURES = st.dictionaries(st.sampled_from("abcde"), st.floats(0.1, 100.0), min_size=2)
 

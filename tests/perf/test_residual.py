@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+from accuracy.residual_fit import fit_residual
 from hypothesis import given
 from hypothesis import strategies as st
 
 from potluck.core.codec import dumps, loads
-from potluck.perf.operators.residual import Residual, fit_residual
+from potluck.perf.operators.residual import Residual
 from potluck.perf.step_timer import Floats
 
 SURFACE = Residual((0.0, 2.5, 5.0), (1.0, 4.0), ((0.0, 0.3), (-0.2, 0.1), (0.5, -0.4)), z_power=0.05)

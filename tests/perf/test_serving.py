@@ -7,12 +7,12 @@ from dataclasses import dataclass
 
 import numpy as np
 import pytest
+from accuracy.closed_loop import BenchClient, RunWork, run_work, served, together
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from potluck.catalog import models, nodes
 from potluck.core.values.confidence import Confidence
-from potluck.perf.serving.closed_loop import BenchClient, RunWork, run_work, served, together
 from potluck.perf.step_timer import Floats, StepBatch, steps
 from potluck.perf.timers.engine_host import DEFAULT_HOST, NO_HOST, EngineHost, hosts
 from potluck.perf.timers.roofline import roofline

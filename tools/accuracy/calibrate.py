@@ -19,6 +19,7 @@ from accuracy.format_fits import with_extras
 from accuracy.measured import Measurements, Operator, read_all
 from accuracy.measured_formats import read_formats
 from accuracy.networks import fit_networks, read_collectives
+from accuracy.residual_fit import fit_residual
 from accuracy.smaller_fits import fit_power, layer_scales
 from potluck.core.errors import InputError
 from potluck.core.values.types import Gpu
@@ -41,7 +42,7 @@ from potluck.perf.operators.kernels import (
     prefill_attention_s,
     stream_s,
 )
-from potluck.perf.operators.residual import Residual, fit_residual
+from potluck.perf.operators.residual import Residual
 from potluck.perf.step_timer import Floats
 
 Key = tuple[str, str]

@@ -11,6 +11,7 @@ from dataclasses import replace
 import numpy as np
 
 from accuracy.measured import Measurements
+from accuracy.residual_fit import fit_residual
 from potluck.core.values.model import DenseFfn, LatentAttention, Layer, Model
 from potluck.core.values.types import Gpu
 from potluck.perf.operators.calibration import WINDOWED, Calibration, ExtraOperator, GpuCurves, curves_for
@@ -24,7 +25,6 @@ from potluck.perf.operators.layer_seconds import (
     windowed_prefill_s,
 )
 from potluck.perf.operators.layers import latent_gemms, latent_work
-from potluck.perf.operators.residual import fit_residual
 from potluck.perf.step_timer import Floats, once
 
 SAMPLE = 700

@@ -1,7 +1,7 @@
 """Whole serving runs: the few figures of an engine and a client that are fitted to them, and what is off then.
 
 Six figures for each version of an engine and kind of model: its host (fixed, per sequence, launches of a layer:
-`perf.timers.host`), and how its benchmark's client sends (`perf.serving.closed_loop`). The rest is roofline. Left
+`perf.timers.host`), and how its benchmark's client sends (`closed_loop`). The rest is roofline. Left
 out: configurations (model, format, degree, engine, lengths) are dealt into two halves, by a hash of their names;
 each half is predicted with what the other one was fitted to. Versions with fewer than LEAST_FITTED runs take the
 engine's newest that has more."""
@@ -16,6 +16,7 @@ from zlib import crc32
 import numpy as np
 from numpy.typing import NDArray
 
+from accuracy.closed_loop import BenchClient, BenchReport, RunWork, run_work, served, together
 from accuracy.runs import MeasuredRun
 from potluck.core.values.model import Model
 from potluck.core.values.types import NodeType
@@ -32,7 +33,6 @@ from potluck.perf.fits.error_bars import (
     bits_of,
     kind_of,
 )
-from potluck.perf.serving.closed_loop import BenchClient, BenchReport, RunWork, run_work, served, together
 from potluck.perf.sizes.capacity import max_requests, stage_memory
 from potluck.perf.step_timer import Floats
 from potluck.perf.timers.engine_host import NO_HOST, EngineHost

@@ -8,6 +8,7 @@ from math import log
 
 import numpy as np
 
+from accuracy.closed_loop import served
 from accuracy.serving import (
     EngineFit,
     Placed,
@@ -18,7 +19,6 @@ from accuracy.serving import (
     works,
 )
 from potluck.perf.fits.error_bars import METRICS, SHARE, Metric, bar
-from potluck.perf.serving.closed_loop import served
 from potluck.perf.timers.roofline import roofline
 
 WORSE = 0.6

@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from potluck.core.state.policy import Balance
-from potluck.papers.cauchy import (
+from papers.cauchy import (
     DECODES,
     LATENCY_SHARE,
     LOADS,
@@ -19,7 +18,8 @@ from potluck.papers.cauchy import (
     table3_policy,
     table3_problem,
 )
-from potluck.papers.rows import Reproduction, Row, Said, quiet
+from papers.rows import Reproduction, Row, Said, quiet
+from potluck.core.state.policy import Balance
 
 SHAREGPT = LOADS[1]
 

@@ -23,13 +23,13 @@ from functools import cache
 
 import numpy as np
 
+from papers import fleets
+from papers.cronus import FITTED_HOST
 from potluck.catalog import named_workloads
 from potluck.core.state.policy import Balance, Policy
 from potluck.core.values.layout import Layout
 from potluck.core.values.plan import Template
 from potluck.core.values.types import NodeType, Role, Slo
-from potluck.papers import fleets
-from potluck.papers.cronus import FITTED_HOST
 from potluck.runtime.resolved_plan import EngineSetup, ResolvedPlan
 from potluck.sim.load.workload import Workload, synthetic
 from potluck.sim.results.metrics import RunSummary, summarise

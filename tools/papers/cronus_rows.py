@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from potluck.papers.cronus import (
+from papers.cronus import (
     APPROACHES,
     CRONUS,
     DP,
@@ -21,7 +21,7 @@ from potluck.papers.cronus import (
     latency,
     throughput_per_s,
 )
-from potluck.papers.rows import Reproduction, Row, Said, inversions, quiet
+from papers.rows import Reproduction, Row, Said, inversions, quiet
 from potluck.perf.timers.engine_host import DEFAULT_HOST
 
 EASY, BUSY = "easy", "busy"

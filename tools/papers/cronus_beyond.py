@@ -13,9 +13,9 @@ from math import inf
 
 import numpy as np
 
+from papers import cronus, fleets
 from potluck.catalog import named_workloads
 from potluck.core.state.policy import Policy
-from potluck.papers import cronus, fleets
 from potluck.perf.timers.engine_host import DEFAULT_HOST
 from potluck.runtime.resolved_plan import EngineSetup
 from potluck.sim.load.draw_lengths import draw

@@ -27,14 +27,14 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
+from papers import fleets
+from papers.cronus_dispatch import QueueLimited
 from potluck.catalog import named_workloads
 from potluck.core.errors import InputError
 from potluck.core.state.policy import Policy
 from potluck.core.values.layout import Layout, Stage, StageNode
 from potluck.core.values.plan import Template
 from potluck.core.values.types import NodeType
-from potluck.papers import fleets
-from potluck.papers.cronus_dispatch import QueueLimited
 from potluck.perf.timers.engine_host import EngineHost
 from potluck.runtime.decider import Decider
 from potluck.runtime.replica_models import ReplicaModels
