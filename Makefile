@@ -56,7 +56,7 @@ format: $(VENV)/.dev ## let ruff put the code in order
 	$(BIN)/ruff format
 
 docs: $(VENV)/.dev ## regenerate docs/accuracy.md from the measured data
-	$(BIN)/potluck accuracy --write docs/accuracy.md
+	PYTHONPATH=src:tools $(BIN)/python -m accuracy --write docs/accuracy.md
 
 site: $(VENV)/.site ## the docs as a book, in site/; a link that leads nowhere fails it
 	PYTHONPATH=src:tools $(BIN)/python -m book

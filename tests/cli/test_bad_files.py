@@ -89,7 +89,6 @@ COMMANDS: list[list[str]] = [
     ["trace", "scale", BAD, "--rate", "2", "--out", "made.csv"],
     ["trace", "convert", BAD, "--out", "made.csv"],
     ["catalog", "prices", "--from", "skypilot", BAD],
-    ["accuracy", "--score", BAD],
     ["up", BAD],
     ["up", BAD, "SPEC"],
     ["up", "PLAN", BAD],

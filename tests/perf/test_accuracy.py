@@ -9,11 +9,11 @@ import numpy as np
 import pytest
 from accuracy.calibrate import fit_operator, fit_residuals, keys_of
 from accuracy.measured import Measurements, read_all
+from accuracy.report import report
 from accuracy.scores import stored_scores
 from accuracy.study import OPERATORS, expected_errors, kinds_of
 
 from potluck.catalog import gpus
-from potluck.cli.measuring.accuracy_report import report
 from potluck.perf.operators.calibration import bundled, chip_of, curves_for
 
 ROOT = Path(__file__).parents[2]

@@ -124,10 +124,6 @@ COMMANDS = {
         "potluck.cli.measuring.profile_command:profile",
         "Measure an engine; write a profile for estimates.",
     ),
-    "accuracy": (
-        "potluck.cli.measuring.accuracy:accuracy",
-        "How far the performance model is off, measured.",
-    ),
     "overview": ("potluck.cli.planning.overview:overview", "What a spec's fleet could do for its models."),
 }
 """Name -> (module:attribute, line in the help). The line stands here so that help imports nothing."""
@@ -183,10 +179,12 @@ def cli() -> None:
     """
 
 
-def run(arguments: Sequence[str] | None = None) -> int:
-    """Run the command line; returns the exit code and never raises."""
+def run(
+    arguments: Sequence[str] | None = None, command: click.Command | None = None, name: str = "potluck"
+) -> int:
+    """Run the command line, or another command; returns the exit code and never raises."""
     try:
-        result = cli.main(args=arguments, prog_name="potluck", standalone_mode=False)
+        result = (command or cli).main(args=arguments, prog_name=name, standalone_mode=False)
         sys.stdout.flush()
         return result if isinstance(result, int) else 0
     except click.exceptions.NoArgsIsHelpError as error:

@@ -1,4 +1,4 @@
-"""The two commands that show what the performance model says, and how far it can be trusted."""
+"""`potluck overview`: what each node of a fleet could do for each model."""
 
 from __future__ import annotations
 
@@ -50,20 +50,3 @@ def test_a_model_that_fits_nowhere_is_said_so(tmp_path: Path, capsys: pytest.Cap
     out = capsys.readouterr().out
     assert "weights do not fit" in out
     assert "no single node type suffices" in out
-
-
-def test_accuracy_prints_the_stored_figures(capsys: pytest.CaptureFixture[str]) -> None:
-    assert run(["accuracy", "--json"]) == 0
-    scores = json.loads(capsys.readouterr().out)["scores"]
-    assert {score["question"] for score in scores} == {"calibrated", "GPU left out", "model left out"}
-    assert run(["accuracy"]) == 0
-    assert "GPU left out" in capsys.readouterr().out
-
-
-def test_calibrating_needs_data(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert run(["accuracy", "--calibrate"]) == 2
-    assert "--data" in capsys.readouterr().err
-    assert run(["accuracy", "--data", str(tmp_path)]) == 2
-    error = capsys.readouterr().err
-    assert "aic_a100_sxm_gemm_perf.parquet" in error
-    assert len(error.splitlines()) == 1

@@ -1,4 +1,4 @@
-"""`potluck accuracy --score`: one's own runs beside what is predicted for them."""
+"""`python -m accuracy`: the stored figures, and one's own runs beside what is predicted for them."""
 
 from __future__ import annotations
 
@@ -7,12 +7,17 @@ from pathlib import Path
 
 import pytest
 from accuracy.closed_loop import served
+from accuracy.command import accuracy, placed
 from accuracy.runs import read_runs
 from accuracy.scores import stored_runs
 from accuracy.serving import numbers, works
 
 from potluck.cli.main import run
-from potluck.cli.measuring.run_tables import placed
+
+
+def ask(*arguments: str) -> int:
+    return run(arguments, accuracy, "accuracy")
+
 
 HEAD = "model,gpu,tp,isl,osl,concurrency,ttft_ms,tpot_ms"
 
@@ -38,7 +43,7 @@ def table(folder: Path, factor: float, gpu: str = "L40S") -> Path:
 
 
 def test_runs_as_predicted_are_within_their_bars(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert run(["accuracy", "--score", str(table(tmp_path, 1.0))]) == 0
+    assert ask("--score", str(table(tmp_path, 1.0))) == 0
     out = capsys.readouterr().out
     assert "throughput: 100% of runs are within their bars of 80 %" in out
     assert "can be trusted as far as their bars say" in out
@@ -47,11 +52,11 @@ def test_runs_as_predicted_are_within_their_bars(tmp_path: Path, capsys: pytest.
 def test_runs_far_from_what_is_predicted_are_told_with_an_exit_code(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert run(["accuracy", "--score", str(table(tmp_path, 2.0)), "--json"]) == 1
+    assert ask("--score", str(table(tmp_path, 2.0)), "--json") == 1
     said = json.loads(capsys.readouterr().out)
     assert said["holds"] is False
     assert said["found"]["bias"]["rate"] == pytest.approx(1.0, abs=0.01)
-    assert run(["accuracy", "--score", str(table(tmp_path, 2.0))]) == 1
+    assert ask("--score", str(table(tmp_path, 2.0))) == 1
     assert "promise too much: plan with --confidence 0.9" in capsys.readouterr().out
 
 
@@ -68,7 +73,7 @@ def test_what_cannot_be_scored_is_said_in_a_line(
 ) -> None:
     path = tmp_path / "runs.csv"
     path.write_text(text, encoding="utf-8")
-    assert run(["accuracy", "--score", str(path)]) == 2
+    assert ask("--score", str(path)) == 2
     err = capsys.readouterr().err
     assert said in err
     assert "Traceback" not in err
@@ -77,5 +82,22 @@ def test_what_cannot_be_scored_is_said_in_a_line(
 def test_score_goes_alone(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "runs.csv"
     path.write_text(HEAD, encoding="utf-8")
-    assert run(["accuracy", "--score", str(path), "--write", str(tmp_path / "page.md")]) == 2
+    assert ask("--score", str(path), "--write", str(tmp_path / "page.md")) == 2
     assert "--score goes with --json alone" in capsys.readouterr().err
+
+
+def test_the_stored_figures(capsys: pytest.CaptureFixture[str]) -> None:
+    assert ask("--json") == 0
+    scores = json.loads(capsys.readouterr().out)["scores"]
+    assert {score["question"] for score in scores} == {"calibrated", "GPU left out", "model left out"}
+    assert ask() == 0
+    assert "GPU left out" in capsys.readouterr().out
+
+
+def test_calibrating_needs_data(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert ask("--calibrate") == 2
+    assert "--data" in capsys.readouterr().err
+    assert ask("--data", str(tmp_path)) == 2
+    error = capsys.readouterr().err
+    assert "aic_a100_sxm_gemm_perf.parquet" in error
+    assert len(error.splitlines()) == 1

@@ -1,4 +1,4 @@
-"""Tables of measured serving runs: their names looked up in the catalog, and what `potluck accuracy --score` says."""
+"""`python -m accuracy`: how far the performance model is off, one's own runs beside it, and calibrating it anew."""
 
 from __future__ import annotations
 
@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING
 
 import click
 
+from accuracy.report import METRIC_WORDS, report
+from potluck.cli.common.progress import progress
 from potluck.cli.common.render import emit_json, percent, table
 
 if TYPE_CHECKING:
@@ -17,20 +19,95 @@ if TYPE_CHECKING:
     from accuracy.serving import Placed
     from accuracy.study import Score
     from accuracy.verdict import RunVerdict
-
     from potluck.core.values.precision import Format
 
+RUNS = "aic_h100_sxm_serving_runs.parquet"
 SUFFIX = re.compile(
     r"-(fp8|bf16|fp16|nvfp4|mxfp4|fp4|awq|gptq|int8|int4|w8a8|w4a16)(-dynamic|-block)?$", re.I
 )
 """Formats that names of checkpoints end in."""
-METRIC_WORDS = {"rate": "throughput", "ttft": "TTFT", "tpot": "TPOT"}
+STEPS = 18
+"""Roughly how many stages a study has, for the progress bar."""
+
+
+@click.command()
+@click.option(
+    "--data",
+    type=click.Path(exists=True, file_okay=False, path_type=Path),
+    help="Folder of measurements: study them afresh instead of showing the stored figures.",
+)
+@click.option("--calibrate", is_flag=True, help="With --data: fit anew and store calibration and figures.")
+@click.option(
+    "--score",
+    type=click.Path(exists=True, dir_okay=False, path_type=Path),
+    help="Table of serving runs that you measured (CSV, JSON, Parquet): how far predictions are from them.",
+)
+@click.option("--write", type=click.Path(dir_okay=False, path_type=Path), help="Write the report (Markdown).")
+@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+def accuracy(
+    data: Path | None, calibrate: bool, score: Path | None, write: Path | None, as_json: bool
+) -> None:
+    """How far predictions are off from measurements they have not seen.
+
+    \b
+    Examples:
+      python -m accuracy                                     the stored figures
+      python -m accuracy --write docs/accuracy.md            the report
+      python -m accuracy --score runs.csv                    your own runs; exit code 1 where bars do not hold
+      python -m accuracy --data measured --calibrate         fit anew from measurements
+    """
+    from accuracy.scores import stored_scores
+    from potluck.core.codec import encode
+
+    if calibrate and data is None:
+        raise click.UsageError("--calibrate needs --data")
+    if score is not None:
+        if data is not None or write is not None:
+            raise click.UsageError("--score goes with --json alone")
+        raise SystemExit(score_table(score, as_json))
+    scores = stored_scores() if data is None else _study(data, calibrate)
+    if write is not None:
+        write.write_text(report(scores), encoding="utf-8")
+    if as_json:
+        emit_json({"scores": [encode(score) for score in scores]})
+        return
+    _show(scores)
+
+
+def _study(folder: Path, save: bool) -> tuple[Score, ...]:
+    from accuracy.calibrate import calibrate
+    from accuracy.scores import save_calibration, save_scores
+    from accuracy.study import StepCheck, expected_errors, study
+    from potluck.catalog import gpus, models, nodes
+
+    sheet = {name: gpus.gpu(name) for name in gpus.names()}
+    check = StepCheck(models.model("Llama-3.1-8B"), nodes.node_type("RTX4090"))
+    with progress(STEPS) as said:
+        scores = study(folder, sheet, check, said)
+        if save:
+            said("fitting")
+            save_calibration(calibrate(folder, sheet, expected_errors(scores)))
+            save_scores(scores)
+        runs = folder / RUNS
+        if runs.is_file():
+            study_table(runs, scores, save, said)
+    return scores
+
+
+def _show(scores: tuple[Score, ...]) -> None:
+    for question in ("calibrated", "GPU left out", "model left out"):
+        rows = [
+            (s.kind, s.gpu, s.harness, s.group, f"{s.rows:,}", percent(s.median), percent(s.p90))
+            for s in scores
+            if s.question == question
+        ]
+        columns = ("work", "GPU", "measured by", "model", "rows", "median error", "9 in 10 within")
+        table(f"Prediction error, {question}", columns, rows)
 
 
 def placed(run: MeasuredRun) -> Placed:
     """A run with its model and node; an unknown name is an error."""
     from accuracy.serving import Placed
-
     from potluck.catalog import gpus, models, nodes
     from potluck.perf.timers.roofline import check_tp
 
@@ -53,7 +130,6 @@ def study_table(path: Path, scores: tuple[Score, ...], save: bool, said: Callabl
     from accuracy.scores import save_runs
     from accuracy.serving import study_runs
     from accuracy.study import deviations
-
     from potluck.perf.fits.error_bars import ErrorBars
 
     table_read = read_runs(path)
@@ -63,12 +139,11 @@ def study_table(path: Path, scores: tuple[Score, ...], save: bool, said: Callabl
         save_runs(study, ErrorBars(found[0].node.gpu.name, errors, deviations(scores)))
 
 
-def score(path: Path, as_json: bool) -> int:
+def score_table(path: Path, as_json: bool) -> int:
     """Print how far predictions are from a file's runs; 1 where bars do not hold there."""
     from accuracy.runs import read_runs
     from accuracy.scores import stored_runs
     from accuracy.verdict import verdict
-
     from potluck.core.codec import encode
     from potluck.core.errors import InputError
 
@@ -83,11 +158,11 @@ def score(path: Path, as_json: bool) -> int:
     if as_json:
         emit_json({"file": path.name, "left_out": read.left_out, "holds": said.holds, "found": encode(said)})
     else:
-        _show(path, read.left_out, said)
+        _show_verdict(path, read.left_out, said)
     return 0 if said.holds else 1
 
 
-def _show(path: Path, left_out: int, said: RunVerdict) -> None:
+def _show_verdict(path: Path, left_out: int, said: RunVerdict) -> None:
     rows = [
         (
             METRIC_WORDS[s.metric],

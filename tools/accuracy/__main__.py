@@ -1,0 +1,9 @@
+"""PYTHONPATH=src:tools python -m accuracy --help"""
+
+import sys
+
+from accuracy.command import accuracy
+from potluck.cli.main import run
+
+if __name__ == "__main__":
+    sys.exit(run(command=accuracy, name="accuracy"))
