@@ -1,7 +1,7 @@
 """Every family with odd configurations: right as transformers has it, or refused; never wrong.
 
     python tools/check_checkpoints.py                               prints what differs, and a count
-    python tools/check_checkpoints.py --write docs/checkpoints.md   writes the table too
+    python tools/check_checkpoints.py --write docs/checkpoints.csv   writes the table too
     python tools/check_checkpoints.py --only qwen3_moe llama
 
 For each of `odd_configs.py` transformers builds a model from the config.json with random weights and saves it; the
@@ -12,6 +12,8 @@ when neither is so. What transformers itself cannot run has nothing to be compar
 from __future__ import annotations
 
 import argparse
+import csv
+import io
 import json
 import sys
 import tempfile
@@ -131,45 +133,25 @@ def compare(case: Case) -> Outcome:
     return Outcome("same" if off < 10 * close else "WRONG", f"{off:.0e}")
 
 
-HEAD = """\
-# Checkpoints
-
-What the embedded engine makes of the configurations of Hugging Face models: a small model of each family with random
-weights, and changes to its `config.json`. This file is written by
-
-    python tools/check_checkpoints.py --write docs/checkpoints.md
-
-- *same*: the logits are those of transformers;
-- *refused*: when the engine starts, in one line that names the key, with exit code 2; *refused\\**: the same, when
-  weights are read that do not fit;
-- *n/a*: transformers itself cannot run it, so there is nothing to compare with.
-
-A cell is empty where the change was not tried. A key that is not known to a family is refused, since it may change
-what the model computes (`src/potluck/engine/model/keys.py`).
-"""
-
-
-def page(found: Mapping[tuple[str, str], str]) -> str:
-    """By family and change: the outcome."""
-    families = list(BASES)
-    lines = [HEAD, f"| change | {' | '.join(families)} |", f"|---|{'---|' * len(families)}"]
+def written(found: Mapping[tuple[str, str], str]) -> str:
+    """By family and change, the outcome, as CSV."""
+    out = io.StringIO()
+    writer = csv.writer(out, lineterminator="\n")
+    writer.writerow(["change", *BASES])
     for label in dict.fromkeys(case.label or "(none)" for case in cases()):
-        outcomes = (found.get((family, label), "").replace("*", "\\*") for family in families)
-        lines.append(f"| `{label}` | {' | '.join(outcomes)} |")
-    return "\n".join(lines) + "\n"
+        writer.writerow([label, *(found.get((family, label), "") for family in BASES)])
+    return out.getvalue()
 
 
 def documented(text: str) -> dict[tuple[str, str], str]:
-    """By family and change: what such a page says."""
-    rows = [line.strip("| ").split(" | ") for line in text.splitlines() if line.startswith("| ")]
-    families = rows[0][1:]
-    found = {}
-    for line in text.splitlines():
-        if line.startswith("| `"):
-            label, _, rest = line.removeprefix("| `").rpartition("` | ")
-            outcomes = [cell.strip().replace("\\", "") for cell in rest.removesuffix(" |").split(" | ")]
-            found |= {(family, label): cell for family, cell in zip(families, outcomes, strict=True) if cell}
-    return found
+    """What such a file says."""
+    (_, *families), *rows = csv.reader(text.splitlines())
+    return {
+        (family, label): cell
+        for label, *cells in rows
+        for family, cell in zip(families, cells, strict=True)
+        if cell
+    }
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -195,7 +177,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if options.write is not None:
         kept = documented(options.write.read_text("utf-8")) if options.only else {}  # of the other families
         tried = {(case.family, case.label or "(none)"): outcome.kind for case, outcome in found}
-        options.write.write_text(page({**kept, **tried}), "utf-8")
+        options.write.write_text(written({**kept, **tried}), "utf-8")
     return 1 if counts["WRONG"] else 0
 
 

@@ -1,4 +1,4 @@
-"""Odd configurations: right as transformers has them, or refused in one line; and docs/checkpoints.md says which."""
+"""Odd configurations: right as transformers has them, or refused in one line; and docs/checkpoints.csv says which."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from sample_models import BASE, BASES, Values
 from potluck.engine.model.config import FAMILIES
 from potluck.engine.model.config_keys import READ_BY
 
-PAGE = Path(__file__).parents[2] / "docs" / "checkpoints.md"
+TABLE = Path(__file__).parents[2] / "docs" / "checkpoints.csv"
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}
 
 
@@ -60,9 +60,9 @@ def test_what_is_not_honoured_is_refused_by_name(
 
 def test_the_documented_table_is_whole_and_true(tmp_path: Path) -> None:
     """Refusals are tried again, every one; what is the same as in transformers only by its not being refused."""
-    found = documented(PAGE.read_text("utf-8"))
+    found = documented(TABLE.read_text("utf-8"))
     tried = {(case.family, case.label or "(none)"): case for case in cases()}
-    assert set(found) == set(tried), "run tools/check_checkpoints.py --write docs/checkpoints.md"
+    assert set(found) == set(tried), "run tools/check_checkpoints.py --write docs/checkpoints.csv"
     assert set(found.values()) <= {"same", "refused", "refused*", "n/a"}
     wrong = [
         key
