@@ -19,7 +19,7 @@ BUILD_OPTIONS := --quiet --disable-pip-version-check --no-input --no-deps --no-b
 export PYTHONDONTWRITEBYTECODE :=
 
 .DEFAULT_GOAL := help
-.PHONY: help up test test-vllm test-sky test-ray environments lint format docs site bench compiled testcompiled wheel lock clean
+.PHONY: help up test test-vllm test-sky test-ray environments lint format site bench compiled testcompiled wheel lock clean
 .DELETE_ON_ERROR:
 
 help: ## list these commands
@@ -55,11 +55,8 @@ format: $(VENV)/.dev ## let ruff put the code in order
 	$(BIN)/ruff check --fix
 	$(BIN)/ruff format
 
-docs: $(VENV)/.dev ## regenerate docs/accuracy.md from the measured data
-	PYTHONPATH=src:tools $(BIN)/python -m accuracy --write docs/accuracy.md
-
-site: $(VENV)/.site ## the docs as a book, in site/; a link that leads nowhere fails it
-	PYTHONPATH=src:tools $(BIN)/python -m book
+site: $(VENV)/.site ## the docs with their references, in site/; a link that leads nowhere fails it
+	PYTHONPATH=src:tools $(BIN)/python -m docsite
 
 environments: $(VLLM)/.made $(SKY)/.made $(RAY)/.made ## install vLLM, SkyPilot and Ray, each apart
 

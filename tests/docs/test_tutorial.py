@@ -20,10 +20,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from book import sample
-from book.assemble import ROOT
-from book.shown_output import Shown, alike, same, shown
-from book.text import blocks
+from docsite import sample
+from docsite.assemble import ROOT
+from docsite.shown import Shown, alike, same, shown
+from docsite.text import blocks
 
 from potluck.cli.main import run
 from potluck.control.shutdown import stop_all
@@ -184,7 +184,7 @@ def _must_be_as_told(text: str) -> None:
 
 
 def test_the_plan_that_is_explained_is_the_one_that_is_printed() -> None:
-    assert same(sample.in_page(), sample.printed()), "run: PYTHONPATH=src:tools python -m book.sample"
+    assert same(sample.in_page(), sample.printed()), "run: PYTHONPATH=src:tools python -m docsite.sample"
 
 
 @pytest.mark.parametrize(

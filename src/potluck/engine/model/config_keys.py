@@ -2,7 +2,7 @@
 
 A key is either read (by `catalog` for the shapes, by `config.py` for the rest), or harmless: it has nothing to do
 with logits, or is about training. Some are fine with one value only, which is what a family's code does anyway.
-Anything else may change what the model computes, so the file is refused with the key's name. `docs/checkpoints.md`
+Anything else may change what the model computes, so the file is refused with the key's name. `docs/checkpoints.csv`
 has what comes of each, tried against transformers.
 """
 

@@ -3,7 +3,7 @@
     frame    "PLKV" | version u8 | kind u8 | head bytes u16 | data bytes u32 | crc32 u32 | head | data
 
 The CRC covers the frame up to itself and the head; data has a checksum of its own (`check.py`), named in the head.
-All numbers are little-endian. docs/kv-wire.md has every head. A reader knows how much it is willing to take before it
+All numbers are little-endian. docs/kv.md has every head. A reader knows how much it is willing to take before it
 takes it: sizes are checked against each other and against caps before memory is given to them.
 """
 

@@ -1,4 +1,4 @@
-"""The book: every link leads somewhere, every page is in a room, references and glossary are as the code is."""
+"""Docs: every link leads somewhere, shown commands could be run, references, glossary and quotes are as the code is."""
 
 from __future__ import annotations
 
@@ -11,9 +11,10 @@ from typing import get_args
 
 import click
 import pytest
-from book import commands, page_words, sample, spec_fields, terms, values
-from book.assemble import COVER, ROOT, assemble, broken_links, rooms, unlinked, written
-from book.text import anchors, blocks, outside_code, phrases, slug
+from docsite import commands, glossary, sample, spec_fields, values
+from docsite.assemble import COVER, ROOT, assemble, broken_links, sections, unlinked, written
+from docsite.shown import Call, calls, trouble
+from docsite.text import anchors, blocks, outside_code, phrases, slug
 
 from potluck.catalog import gpus, models, prices
 from potluck.cli.main import COMMANDS, run
@@ -23,11 +24,13 @@ from potluck.sim.world.faults import FaultKind, parse_faults
 
 PLACES = re.compile(r"(?:[\w-]+/)+[\w.-]+\.(?:py|md|yaml|csv|jsonl|svg|png|html)\Z")
 """Code that names a file; others have no folder before them."""
+DATED = ("CHANGELOG.md", "docs/decisions/", "docs/lab/")
+"""Pages that tell of a time."""
 
 
 @pytest.fixture(scope="module")
 def pages(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    into = tmp_path_factory.mktemp("book")
+    into = tmp_path_factory.mktemp("docs")
     assemble(into)
     return into
 
@@ -40,7 +43,7 @@ def test_every_link_in_the_repository_leads_somewhere() -> None:
     assert list(broken_links(ROOT, written())) == []
 
 
-def test_every_link_in_the_book_leads_to_a_page_of_it(pages: Path) -> None:
+def test_every_link_in_the_site_leads_to_a_page_of_it(pages: Path) -> None:
     found = [path.relative_to(pages).as_posix() for path in pages.rglob("*.md")]
     assert list(broken_links(pages, found)) == []
 
@@ -51,16 +54,16 @@ def test_links_that_lead_nowhere_are_found(tmp_path: Path) -> None:
     assert [each.split(": ")[1] for each in found] == ["b.md", "#two"]
 
 
-def test_every_page_is_in_one_room() -> None:
+def test_every_page_is_in_one_section() -> None:
     assert unlinked(read(COVER)) == set()
-    seen = Counter(page for _, inside in rooms(read(COVER)) for page in inside)
+    seen = Counter(page for _, inside in sections(read(COVER)) for page in inside)
     assert [page for page, often in seen.items() if often > 1] == []
 
 
 def named_places() -> Iterator[tuple[str, str]]:
     for page in written():
-        if page == "CHANGELOG.md" or page.startswith("docs/decisions/"):
-            continue  # they tell of a time
+        if page.startswith(DATED):
+            continue
         for line, phrase in phrases(read(page)):
             if PLACES.match(phrase):
                 yield f"{page}:{line}", phrase
@@ -77,22 +80,23 @@ def test_files_that_pages_name_are_there() -> None:
 
 
 def test_the_page_explains_words_as_the_glossary_does() -> None:
-    assert page_words.FILE.read_text("utf-8") == page_words.text(), "python -m book.page_words writes it anew"
+    text = glossary.PAGE_FILE.read_text("utf-8")
+    assert text == glossary.page_words(), "PYTHONPATH=src:tools python -m docsite.glossary writes it anew"
 
 
 def test_the_glossary_has_each_word_once_and_alone() -> None:
-    found = terms.entries(read("docs/glossary.md"))
+    found = glossary.entries(read("docs/glossary.md"))
     words = Counter(word.lower() for entry in found for word in entry.words)
     assert [word for word, often in words.items() if often > 1] == []
     assert all(entry.meaning for entry in found)
-    assert set(terms.linked_words().values()) <= {word for entry in found for word in entry.words}
+    assert set(glossary.linked_words().values()) <= {word for entry in found for word in entry.words}
     assert "| word | meaning |" not in read("ARCHITECTURE.md"), "words go to docs/glossary.md"
 
 
 def test_words_are_linked_once_where_they_are_read() -> None:
     text = "# KV\n\n`KV` and [KV](x.md) and KV-like, KV then KV\n\n    KV\n\n"
     text += "| KVs | replicas |\n|---|---|\n| a replica | |"
-    got = terms.linked(text, {"KV": "KV", "replica": "replica", "replicas": "replica"})
+    got = glossary.linked(text, {"KV": "KV", "replica": "replica", "replicas": "replica"})
     assert got.count("{term}") == 2
     assert "and KV-like, {term}`KV <KV>` then KV" in got
     assert "| KVs | {term}`replicas <replica>` |" in got
@@ -134,7 +138,7 @@ def test_every_command_and_option_is_in_the_reference() -> None:
 def test_anchors_are_those_that_github_makes() -> None:
     assert (
         slug("From here to there (`core/scaling/reconcile.py`)".replace("`", ""))
-        == "from-here-to-there-corescalereconcilepy"
+        == "from-here-to-there-corescalingreconcilepy"
     )
     assert anchors("# A b\n\n## A b\n\n```\n# no\n```\n") == {"a-b", "a-b-1"}
     assert outside_code("x\n\n    code\n\nx\n```\nx\n```", str.upper) == "X\n\n    code\n\nX\n```\nx\n```"
@@ -178,7 +182,7 @@ def test_the_fault_file_that_is_shown_is_read() -> None:
 def test_every_column_of_a_plan_is_explained() -> None:
     columns = {name for table in sample.heads(sample.in_page()) for name in table}
     assert len(columns) > 15
-    told = read("docs/reading-plans.md").replace(sample.in_page(), "")
+    told = read("docs/planning.md").replace(sample.in_page(), "")
     assert [name for name in columns if name not in told] == []
 
 
@@ -186,3 +190,109 @@ def test_the_readme_counts_what_the_catalog_has() -> None:
     told = re.search(r"catalog: (\d+) GPUs, (\d+) models, (\d+) prices", read("README.md"))
     assert told is not None
     assert tuple(map(int, told.groups())) == (len(gpus.names()), len(models.names()), len(prices.prices()))
+
+
+def commands_of(pages: dict[str, str]) -> tuple[int, list[str]]:
+    """How many commands pages show, and which of them could not be run."""
+    found = [(page, call) for page, text in pages.items() for call in calls(text)]
+    wrong = [
+        f"{page}:{call.line}: {' '.join(call.words)}: {why}"
+        for page, call in found
+        if (why := trouble(call, ROOT))
+    ]
+    return len(found), wrong
+
+
+def test_commands_in_pages_and_help_texts_can_be_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(ROOT)
+    count, wrong = commands_of({page: read(page) for page in written() if not page.startswith(DATED[:2])})
+    assert count > 150
+    assert wrong == []
+    count, wrong = commands_of(commands.pages())
+    assert count > 50
+    assert [line for line in wrong if "[" not in line] == []
+
+
+@pytest.mark.parametrize(
+    ("line", "why"),
+    [
+        ("plna potluck.yaml", "no potluck plna"),
+        ("plan potluck.yaml --out-file x", "--out-file"),
+        ("bench --rate fast", "fast"),
+        ("check examples/nowhere.yaml", "there is no examples/nowhere.yaml"),
+        ("keys revoke", "NAME"),
+    ],
+)
+def test_commands_that_cannot_be_run_are_found(line: str, why: str) -> None:
+    assert why in (trouble(Call(1, tuple(line.split()), True), ROOT) or "")
+
+
+def test_lines_are_found_as_they_are_written() -> None:
+    page = "x `potluck top` y\n\n    potluck plan a.yaml  --out b   # so\n    $ potluck check 'a b' | less\n"
+    assert [" ".join(call.words) for call in calls(page)] == ["plan a.yaml", "check a b", "top"]
+
+
+def test_every_test_that_terms_names_is_there() -> None:
+    named = set(re.findall(r"`(test_\w+)`", read("docs/terms.md")))
+    assert len(named) > 15
+    files = (ROOT / "tests").rglob("test_*.py")
+    assert named <= {
+        name for file in files for name in re.findall(r"^def (test_\w+)\(", file.read_text("utf-8"), re.M)
+    }
+
+
+def test_what_troubleshooting_quotes_is_said_somewhere() -> None:
+    rows = [
+        line
+        for line in read("docs/operating.md").split("## Troubleshooting")[1].splitlines()
+        if line[:2] == "| "
+    ]
+    quoted = {words for row in rows for words in re.findall(r"\*([^*]+)\*", row.split(" | ")[0])} - {"pace"}
+    assert len(quoted) > 5
+    files = [ROOT / "Makefile", *(ROOT / "src").rglob("*.py")]
+    text = re.sub(
+        r'"\s*\n\s*f?"', "", "\n".join(file.read_text("utf-8") for file in files)
+    )  # strings over lines
+    assert [words for words in sorted(quoted) if words not in text] == []
+
+
+HOUSE = (
+    *(
+        "steward",
+        "lobby",
+        "nursery",
+        "workshop",
+        "strand",
+        "parcel",
+        "shipment",
+        "freight",
+        "pretend",
+        "pretended",
+    ),
+    *(
+        "ride",
+        "rides",
+        "trip",
+        "trips",
+        "wish",
+        "desk",
+        "twin",
+        "herald",
+        "pail",
+        "kits",
+        "yard",
+        "roster",
+        "recast",
+    ),
+)
+
+
+def test_pages_speak_the_fields_words() -> None:
+    """Names that the code once had of its own; `--pretend` and the like may be shown as code."""
+    pattern = re.compile(rf"\b({'|'.join(HOUSE)})\b")
+    found = []
+    for page in written():
+        if page != "CHANGELOG.md":
+            plain = re.sub(r"`[^`\n]*`|^    .*$", "", read(page), flags=re.M).lower()
+            found += [f"{page}: {word}" for word in pattern.findall(plain)]
+    assert found == []

@@ -1,4 +1,4 @@
-"""How Sphinx builds the book; `book.assemble` wrote the pages that it finds."""
+"""How Sphinx builds the site; `docsite.assemble` wrote the pages that it finds."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import os
 from pathlib import Path
 from typing import Any
 
-PAGES = Path(os.environ["POTLUCK_BOOK"])
+PAGES = Path(os.environ["POTLUCK_DOCS"])
 project = "Potluck"
 author = "the Potluck authors"
 extensions = ["myst_parser"]
@@ -26,7 +26,7 @@ html_show_sphinx = False
 html_show_copyright = False
 html_copy_source = False
 html_static_path = [str(PAGES / "_static")]
-html_css_files = ["book.css"]
+html_css_files = ["site.css"]
 html_theme_options = {"top_of_page_buttons": []}
 
 TERMS: dict[str, str] = json.loads((PAGES / "terms.json").read_text("utf-8"))

@@ -1,4 +1,4 @@
-"""The plan that `docs/reading-plans.md` explains: PYTHONPATH=src:tools python -m book.sample writes it anew.
+"""The plan that `docs/planning.md` explains: PYTHONPATH=src:tools python -m docsite.sample writes it anew.
 
 It is what `potluck plan` prints for the tutorial's file.
 """
@@ -13,10 +13,10 @@ import tempfile
 from itertools import pairwise
 from pathlib import Path
 
-from book.text import blocks
+from docsite.text import blocks
 
 ROOT = Path(__file__).parent.parent.parent
-PAGE = ROOT / "docs" / "reading-plans.md"
+PAGE = ROOT / "docs" / "planning.md"
 COLUMNS = "200"
 COMMAND = ("plan", "potluck.yaml", "--out", "plan.json")
 

@@ -10,9 +10,6 @@ import click
 
 from potluck.cli.main import COMMANDS, cli
 
-ROOMS = {"planning": "Planning", "trying": "Trying", "serving": "Serving", "measuring": "Measuring"}
-"""Folders of `cli/`, as the reference groups the commands."""
-
 
 def tree() -> Iterator[tuple[tuple[str, ...], click.Command, click.Context]]:
     """Every command and subcommand with the words it is called by."""
@@ -36,7 +33,7 @@ def _below(
 
 
 def pages() -> dict[str, str]:
-    """Pages of the book, by their places."""
+    """Pages of the site, by their places."""
     texts: dict[str, list[str]] = {}
     for words, command, context in tree():
         level = "#" * len(words)
@@ -52,11 +49,11 @@ def _index() -> str:
     lines = [
         "# Command reference",
         "",
-        "Made of the commands when the book is built; `--help` says the same.",
+        "Made of the commands when the site is built; `--help` says the same.",
         "",
     ]
-    for folder, title in ROOMS.items():
-        lines += [f"## {title}", "", "| command | what it does |", "|---|---|"]
+    for folder in dict.fromkeys(place.split(".")[2] for place, _ in COMMANDS.values()):
+        lines += [f"## {folder.capitalize()}", "", "| command | what it does |", "|---|---|"]
         for name, (place, line) in COMMANDS.items():
             if place.split(".")[2] == folder:
                 lines.append(f"| [`potluck {name}`]({name}.md) | {line} |")

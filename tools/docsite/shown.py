@@ -1,4 +1,8 @@
-"""Command lines that pages show, and whether such a command could be run: its words, options and values."""
+"""Command lines that pages show: whether each could be run, and whether a real output is like the one shown.
+
+In a console block a line that begins with `$ ` is a command; the lines up to the next are its output; `...` stands for
+any lines, or the rest of one. Ports, times, measurements and engine names may differ; prices and counts may not.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +16,7 @@ from pathlib import Path
 
 import click
 
-from book.text import blocks, phrases
+from docsite.text import blocks, phrases
 from potluck.cli.main import cli
 
 CALL = re.compile(r"^\s*(?:\$ |> )?(?:\.venv/bin/)?potluck (?P<words>\S.*)$")
@@ -99,3 +103,67 @@ def _missing(words: list[str], root: Path) -> str | None:
     """A file that would lie in this repository and does not."""
     named = [word for word in words if word.partition("/")[0] in TOP and "/" in word]
     return next((f"there is no {word}" for word in named if not (root / word).exists()), None)
+
+
+HOME = "~"
+SEARCHED = re.compile(r"best after [\d.]+ \S+,(?: [\d,]+ states)?")
+"""How long a search took is never the same, nor need be how many states it saw."""
+SOMETIMES = (
+    re.compile(r"^notice: this machine computes .*?not the plan's\n", re.MULTILINE | re.DOTALL),
+    re.compile(r"^ *this machine would have to compute .*?their\s+pace\)\n", re.MULTILINE | re.DOTALL),
+)
+"""What is said on slow machines alone."""
+_PIECE = re.compile(
+    r"(?P<rest>\s*\.\.\.\s*)|(?P<usd>\$\d+\.\d\d/h)|(?P<count>\b\d+ of \d+\b)|(?P<line>─+)|(?P<name>chat-[0-9a-f]{8})"
+    r"|(?P<id>chatcmpl-[0-9a-f]+)|(?P<time>\b\d[\d.,]* (?:µs|ms|s|min)\b)|(?P<figure>\d[\d.,:]*\d|\d)|(?P<space>\s+)"
+)
+_LIKE = {
+    "rest": r"(?:.|\n)*?",
+    "line": "─+",
+    "name": r"chat-[0-9a-f]{8}",
+    "id": r"chatcmpl-[0-9a-f]+",
+    "time": r"\d[\d.,]* (?:µs|ms|s|min)",
+    "figure": r"\d(?:[\d.,:]*\d)?",
+    "space": r"\s+",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Shown:
+    """A command of a page, and what the page says that it prints."""
+
+    command: str
+    output: str
+
+
+def shown(text: str) -> Iterator[Shown]:
+    """The commands of a page in order."""
+    for block in blocks(text):
+        if block.language == "console":
+            for part in re.split(r"^\$ ", block.text, flags=re.MULTILINE)[1:]:
+                command, _, output = part.partition("\n")
+                yield Shown(command, output)
+
+
+def same(said: str, printed: str) -> bool:
+    """Whether an output is exactly what is shown; `...` on a line of its own stands for any lines."""
+    parts = [_plain(part).strip("\n") for part in re.split(r"^\.\.\.$", said, flags=re.MULTILINE)]
+    pattern = r"\n(?:.*\n)*?".join(re.escape(part) for part in parts)
+    return re.fullmatch(rf"\s*{pattern}\s*", f"{_plain(printed)}\n") is not None
+
+
+def alike(said: str, printed: str, home: str) -> bool:
+    """Whether an output is what is shown but for figures that nobody can foresee, and where lines are folded."""
+    for each in SOMETIMES:
+        printed = each.sub("", printed)
+    wanted, at = "", 0
+    text = said.strip().replace(HOME, home)
+    for piece in _PIECE.finditer(text):
+        kind = str(piece.lastgroup)
+        wanted += re.escape(text[at : piece.start()]) + _LIKE.get(kind, re.escape(piece.group()))
+        at = piece.end()
+    return re.fullmatch(wanted + re.escape(text[at:]), printed.strip()) is not None
+
+
+def _plain(text: str) -> str:
+    return SEARCHED.sub("best after a moment,", "\n".join(line.rstrip() for line in text.splitlines()))

@@ -1,4 +1,4 @@
-"""Markdown as far as the book needs it: links, headings with GitHub's anchors, blocks of code."""
+"""Markdown as far as the site needs it: links, headings with GitHub's anchors, blocks of code."""
 
 from __future__ import annotations
 

@@ -29,7 +29,7 @@ INTRO = """\
 What may be written in `potluck.yaml`. `potluck init` writes a commented example, `potluck check` says what is wrong
 with a file, line by line, and shows what it says. Unknown fields are refused. Paths are relative to the spec.
 
-This page is made of the schema when the book is built; every example on it is read by that schema.
+This page is made of the schema when the site is built; every example on it is read by that schema.
 """
 
 
@@ -199,7 +199,7 @@ def shown(example: dict[str, Any]) -> str:
 
 
 def pages() -> dict[str, str]:
-    """The page of the book, by its place."""
+    """The page of the site, by its place."""
     parts = [INTRO]
     for kind in sections():
         name = kind.__name__

@@ -1,11 +1,12 @@
-"""Where every page of the book comes from: `docs/`, the repository's own pages, and what is generated.
+"""Where every page of the site comes from: `docs/`, the repository's own pages, and what is generated.
 
-Generated pages are made when the book is built and never committed: they would be out of date with every option that
+Generated pages are made when the site is built and never committed: they would be out of date with every option that
 somebody adds, and whoever reads the repository has `potluck COMMAND --help` for the same.
 """
 
 from __future__ import annotations
 
+import csv
 import json
 import posixpath
 import re
@@ -13,8 +14,11 @@ import shutil
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
-from book import commands, spec_fields, terms, values
-from book.text import anchors, links, outside_code, relinked
+from accuracy.report import report
+from accuracy.scores import stored_scores
+
+from docsite import commands, glossary, spec_fields, values
+from docsite.text import anchors, links, outside_code, relinked
 from potluck.cli.main import COMMANDS
 
 ROOT = Path(__file__).parent.parent.parent
@@ -25,20 +29,21 @@ OWN = {
     "ARCHITECTURE.md": "architecture.md",
     "CONTRIBUTING.md": "contributing.md",
     "CHANGELOG.md": "changelog.md",
-    "docs/search.md": "pool-search.md",  # the generator has a page of the other name
     "LICENSE": "files/LICENSE",
 }
-"""Pages that do not lie where the book has them."""
+"""Pages that do not lie where the site has them."""
 DECISIONS = "decisions/index.md"
 GENERATED = {
     "Reference": {
         "reference/spec.md": "Spec reference",
         "commands/index.md": "Command reference",
         "reference/values.md": "Values in JSON",
+        "reference/checkpoints.md": "Checkpoints, tried",
+        "reference/accuracy.md": "Accuracy, every figure",
     },
-    "For researchers": {DECISIONS: "Decisions"},
+    "The project": {DECISIONS: "Decisions"},
 }
-"""Room of the cover, to pages in it that nobody wrote."""
+"""Section of the cover, to pages in it that nobody wrote."""
 BARE = re.compile(r"(?<![\w/`\[.])(?<!\]\()docs/([\w-]+)\.md(?![\w`\]])")
 """A page that is named in passing."""
 CALLED = re.compile(r"(?<!\[)`potluck (\w+)`(?!\])")
@@ -46,7 +51,7 @@ CALLED = re.compile(r"(?<!\[)`potluck (\w+)`(?!\])")
 
 
 def place_of(path: str) -> str:
-    """Where the book has a file of the repository."""
+    """Where the site has a file of the repository."""
     if path in OWN:
         return OWN[path]
     if path.rstrip("/") == "docs/decisions":
@@ -70,7 +75,7 @@ def is_outside(target: str) -> bool:
     return bool(re.match(r"[a-z]+:", target))
 
 
-def rooms(cover: str) -> Iterator[tuple[str, dict[str, str]]]:
+def sections(cover: str) -> Iterator[tuple[str, dict[str, str]]]:
     """Headings of the cover, each with the pages that its list links to first, and what they are called there."""
     for part in re.split(r"^## ", cover, flags=re.MULTILINE)[1:]:
         title, _, body = part.partition("\n")
@@ -82,32 +87,32 @@ def rooms(cover: str) -> Iterator[tuple[str, dict[str, str]]]:
 def assemble(into: Path) -> None:
     """Write everything that the generator reads into a folder, which is emptied first."""
     shutil.rmtree(into, ignore_errors=True)
-    glossary = (ROOT / "docs/glossary.md").read_text("utf-8")
-    words = terms.linked_words()
+    text_of_glossary = (ROOT / "docs/glossary.md").read_text("utf-8")
+    words = glossary.linked_words()
     for page in written():
         text = (ROOT / page).read_text("utf-8")
         if page == "docs/glossary.md":
-            text = terms.as_directive(text)
+            text = glossary.as_directive(text)
         elif not page.startswith("docs/decisions/") and page != "CHANGELOG.md":
-            text = terms.linked(_pointing(text, page), words)
+            text = glossary.linked(_pointing(text, page), words)
         text = relinked(text, lambda target, page=page: _moved(page, target, into))
         if page == COVER:
             text += _contents(text_of_cover=(ROOT / page).read_text("utf-8"))
         _write(into / place_of(page), text)
     for picture in (ROOT / "docs").iterdir():
-        if picture.suffix in (".svg", ".png", ".json"):
+        if picture.suffix in (".svg", ".png", ".json", ".csv"):
             shutil.copy(picture, into)
     _write(into / DECISIONS, _decisions())
-    for name, text in {**spec_fields.pages(), **commands.pages(), **values.pages()}.items():
+    for name, text in {**spec_fields.pages(), **commands.pages(), **values.pages(), **_tables()}.items():
         page = f"docs/{name}"  # as if it lay there
         text = relinked(_pointing(text, page), lambda target, page=page: _moved(page, target, into))
         _write(into / name, text)
-    _write(into / "terms.json", json.dumps(terms.meanings(glossary)))
-    _write(into / "_static" / "book.css", Path(__file__).with_name("book.css").read_text("utf-8"))
+    _write(into / "terms.json", json.dumps(glossary.meanings(text_of_glossary)))
+    _write(into / "_static" / "site.css", Path(__file__).with_name("site.css").read_text("utf-8"))
 
 
 def _moved(page: str, target: str, into: Path) -> str:
-    """A link as the book has it; files that are no pages come along."""
+    """A link as the site has it; files that are no pages come along."""
     if is_outside(target) or target.startswith("#"):
         return target
     path, anchor = resolved(page, target), target.partition("#")[2]
@@ -142,11 +147,25 @@ def _pointing(text: str, page: str) -> str:
 
 def _contents(text_of_cover: str) -> str:
     parts = []
-    for title, pages in rooms(text_of_cover):
+    for title, pages in sections(text_of_cover):
         entries = [f"{name} <{page}>" for page, name in pages.items()]
         lines = ["```{toctree}", ":hidden:", f":caption: {title}", "", *entries, "```", ""]
         parts.append("\n".join(lines))
     return "\n" + "\n".join(parts)
+
+
+def _tables() -> dict[str, str]:
+    """Pages of measured data: which checkpoints run, and how far the performance model is off."""
+    head, *rows = csv.reader((ROOT / "docs/checkpoints.csv").read_text("utf-8").splitlines())
+    lines = ["| " + " | ".join(head) + " |", "|" + "---|" * len(head)]
+    for label, *cells in rows:
+        outcomes = (cell.replace("*", "\\*") for cell in cells)
+        lines.append(f"| `{label.replace('|', chr(92) + '|')}` | {' | '.join(outcomes)} |")
+    intro = "# Checkpoints, tried\n\nMade from `docs/checkpoints.csv`; [checkpoints](../checkpoints.md) says what the words mean.\n\n"
+    return {
+        "reference/checkpoints.md": intro + "\n".join(lines) + "\n",
+        "reference/accuracy.md": report(stored_scores()),
+    }
 
 
 def _decisions() -> str:
@@ -161,8 +180,8 @@ def _write(path: Path, text: str) -> None:
 
 
 def unlinked(cover: str) -> set[str]:
-    """Written pages that no room of the cover has."""
-    known = {page for _, pages in rooms(cover) for page in pages}
+    """Written pages that no section of the cover has."""
+    known = {page for _, pages in sections(cover) for page in pages}
     found = {place_of(page) for page in written()}
     return {page for page in found - known if not page.startswith("decisions/") and page != "index.md"}
 

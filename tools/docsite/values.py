@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from dataclasses import MISSING, Field, fields, is_dataclass
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
-from book.spec_fields import docstrings
+from docsite.spec_fields import docstrings
 from potluck.core.values.plan import PLAN_VERSION, Plan
 from potluck.perf.timers.profile import PROFILE_FORMAT, PROFILE_VERSION, Profile
 from potluck.runtime.brain_log import FORMAT as LOG_FORMAT
@@ -24,13 +24,13 @@ ROOTS: tuple[tuple[str, type], ...] = (
 INTRO = """\
 # Values in JSON
 
-What plan files, simulations and profiles hold, made of the code when the book is built; [formats](../formats.md) has
+What plan files, simulations and profiles hold, made of the code when the site is built; [formats](../formats.md) has
 the files and their versions. Every object also has `type`, its name here. Names end in their unit.
 """
 
 
 def pages() -> dict[str, str]:
-    """The page of the book, by its place."""
+    """The page of the site, by its place."""
     seen: set[type] = set()
     parts = [INTRO]
     for title, root in ROOTS:

@@ -1,4 +1,4 @@
-"""Build the book: PYTHONPATH=tools:src python -m book [--out site]. A link or word that leads nowhere fails it."""
+"""Build the site: PYTHONPATH=tools:src python -m docsite [--out site]. A link or word that leads nowhere fails it."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ import subprocess
 import sys
 from pathlib import Path
 
-from book.assemble import ROOT, assemble
+from docsite.assemble import ROOT, assemble
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--out", type=Path, default=ROOT / "site")
     parser.add_argument(
-        "--pages", type=Path, default=ROOT / "build" / "book", help="where pages are put together"
+        "--pages", type=Path, default=ROOT / "build" / "docs", help="where pages are put together"
     )
     chosen = parser.parse_args()
     assemble(chosen.pages)
@@ -31,7 +31,7 @@ def main() -> int:
     ]
     command += ["--conf-dir", str(Path(__file__).parent), "--fresh-env"]
     command += ["--doctree-dir", str(chosen.pages / ".doctrees"), str(chosen.pages), str(chosen.out)]
-    done = subprocess.run(command, env={**os.environ, "POTLUCK_BOOK": str(chosen.pages)}, check=False)
+    done = subprocess.run(command, env={**os.environ, "POTLUCK_DOCS": str(chosen.pages)}, check=False)
     if done.returncode == 0:
         print(f"{chosen.out / 'index.html'}")
     return done.returncode

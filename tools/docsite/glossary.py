@@ -1,11 +1,19 @@
-"""The glossary: `docs/glossary.md` as values, as Sphinx wants it, and its words linked where pages first use them."""
+"""`docs/glossary.md` as values, as Sphinx wants it, linked where pages first use its words, and for the page.
+
+PYTHONPATH=src:tools python -m docsite.glossary writes the words that the page explains.
+"""
 
 from __future__ import annotations
 
+import json
 import re
 from dataclasses import dataclass
+from pathlib import Path
 
-from book.text import outside_code
+from docsite.text import outside_code
+
+ROOT = Path(__file__).resolve().parents[2]
+PAGE_FILE = ROOT / "src" / "potluck" / "gateway" / "page" / "data" / "words.js"
 
 _KEPT = re.compile(r"`[^`]*`|\[[^\]]*\]\([^)]*\)|<[^>]+>|\*\*[^*]+\*\*")
 """What no link goes into: code, links, HTML, words that stand out already."""
@@ -15,7 +23,7 @@ _KEPT = re.compile(r"`[^`]*`|\[[^\]]*\]\([^)]*\)|<[^>]+>|\*\*[^*]+\*\*")
 class Entry:
     """One row: words that share a meaning."""
 
-    room: str
+    section: str
     words: tuple[str, ...]
     meaning: str
 
@@ -23,23 +31,23 @@ class Entry:
 def entries(page: str) -> list[Entry]:
     """All rows of the glossary's tables."""
     found: list[Entry] = []
-    room = ""
+    section = ""
     for line in page.splitlines():
         if line.startswith("## "):
-            room = line[3:]
+            section = line[3:]
         elif line.startswith("| ") and not line.startswith("| word |"):
             words, meaning = (cell.strip() for cell in line.strip().strip("|").split("|"))
-            found.append(Entry(room, tuple(word.strip() for word in words.split(", ")), meaning))
+            found.append(Entry(section, tuple(word.strip() for word in words.split(", ")), meaning))
     return found
 
 
 def as_directive(page: str) -> str:
     """The page with definitions that can be pointed at in place of its tables."""
-    intro, *rooms = re.split(r"^(?=## )", page, flags=re.MULTILINE)
+    intro, *sections = re.split(r"^(?=## )", page, flags=re.MULTILINE)
     parts = [intro]
-    for room in rooms:
-        lines = [room.splitlines()[0], "", "```{glossary}"]
-        for entry in entries(room):
+    for section in sections:
+        lines = [section.splitlines()[0], "", "```{glossary}"]
+        for entry in entries(section):
             lines += [*entry.words, f"  {entry.meaning}", ""]
         parts.append("\n".join([*lines, "```", ""]))
     return "\n".join(parts)
@@ -82,24 +90,43 @@ def linked(page: str, words: dict[str, str]) -> str:
     return outside_code(page, line)
 
 
-PLURALS = ("replica", "template", "segment", "combo", "bucket", "tenant", "stage", "pipeline")
+PLURALS = ("replica", "template", "segment", "combo", "bucket", "tenant", "stage", "pipeline", "hedge")
 ALONE = (
     *("prefill", "decode", "TTFT", "TPOT", "E2E", "KV", "goodput", "attainment", "headroom", "rehearsal"),
-    *(
-        "gateway",
-        "controller",
-        "Brain",
-        "route",
-        "recast",
-        "roster",
-        "standby",
-        "likeness",
-        "nursery",
-    ),
+    *("gateway", "controller", "Brain", "route", "standby"),
 )
-"""Words that mean nothing else in a sentence; "copy" or "way" would be linked where they are not meant."""
+"""Words that mean nothing else in a sentence; "copy" would be linked where it is not meant."""
+ON_THE_PAGE = (
+    *(
+        "replica",
+        "template",
+        "role",
+        "prefill",
+        "decode",
+        "KV",
+        "TTFT",
+        "TPOT",
+        "objective",
+        "goodput",
+        "tenant",
+    ),
+    *("pace", "draining", "cordoned", "standby", "doubted", "flip", "reassign", "replan", "market", "remark"),
+)
+"""The first word of each row that the page explains."""
 
 
 def linked_words() -> dict[str, str]:
     """What is written, to the glossary's word for it."""
     return {word: word for word in ALONE} | {w: w for w in PLURALS} | {f"{w}s": w for w in PLURALS}
+
+
+def page_words() -> str:
+    """The page's own file, as it should be."""
+    rows = {entry.words[0]: entry for entry in entries((ROOT / "docs" / "glossary.md").read_text("utf-8"))}
+    shown = [[list(rows[word].words), rows[word].meaning.replace("`", "")] for word in ON_THE_PAGE]
+    lines = ",\n".join(json.dumps(row, ensure_ascii=False) for row in shown)
+    return f"// From docs/glossary.md, by tools/docsite/glossary.py.\nexport const WORDS = [\n{lines},\n];\n"
+
+
+if __name__ == "__main__":
+    PAGE_FILE.write_text(page_words(), "utf-8")
