@@ -1,4 +1,4 @@
-"""CAUCHY's and CRONUS's scheduling experiments in the simulator: `docs/lab/reproductions.md` tells what they are.
+"""CAUCHY's and CRONUS's scheduling experiments in the simulator: `docs/reproductions.md` tells what they are.
 
 `--quick` runs CAUCHY's experiments for a shorter time: runs of half a minute near the limit, from an empty fleet, in
 which what builds up slowly does not show. The trace is looked for in POTLUCK_DATA, else beside the checkout; without

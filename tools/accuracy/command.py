@@ -52,7 +52,7 @@ def accuracy(
     \b
     Examples:
       python -m accuracy                                     the stored figures
-      python -m accuracy --write docs/accuracy.md            the report
+      python -m accuracy --write report.md                   the report
       python -m accuracy --score runs.csv                    your own runs; exit code 1 where bars do not hold
       python -m accuracy --data measured --calibrate         fit anew from measurements
     """

@@ -161,9 +161,9 @@ def _tables() -> dict[str, str]:
     for label, *cells in rows:
         outcomes = (cell.replace("*", "\\*") for cell in cells)
         lines.append(f"| `{label.replace('|', chr(92) + '|')}` | {' | '.join(outcomes)} |")
-    intro = "# Checkpoints, tried\n\nMade from `docs/checkpoints.csv`; [checkpoints](../checkpoints.md) says what the words mean.\n\n"
+    intro = "# Checkpoints, tried\n\nFrom `docs/checkpoints.csv`; [what the words mean](../checkpoints.md)."
     return {
-        "reference/checkpoints.md": intro + "\n".join(lines) + "\n",
+        "reference/checkpoints.md": "\n".join([intro, "", *lines, ""]),
         "reference/accuracy.md": report(stored_scores()),
     }
 

@@ -1,7 +1,7 @@
 """Command lines that pages show: whether each could be run, and whether a real output is like the one shown.
 
-In a console block a line that begins with `$ ` is a command; the lines up to the next are its output; `...` stands for
-any lines, or the rest of one. Ports, times, measurements and engine names may differ; prices and counts may not.
+In a console block a line that begins with `$ ` is a command; the lines up to the next are its output; `...` stands
+for any lines, or the rest of one. Ports, times, measurements and engine names may differ; prices and counts may not.
 """
 
 from __future__ import annotations
