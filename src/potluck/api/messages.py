@@ -8,10 +8,10 @@ from potluck.core.errors import FormatError, InputError
 
 SPEAKERS = ("system", "developer", "user", "assistant")
 TOOL_SPEAKERS = ("tool", "function")
-SILENT = frozenset({"annotations", "reasoning", "reasoning_content", "refusal"})
+SILENT_KEYS = frozenset({"annotations", "reasoning", "reasoning_content", "refusal"})
 """Keys of earlier answers that say nothing to the model, as clients send them back."""
 TOOL_KEYS = frozenset({"function_call", "tool_call_id", "tool_calls"})
-KEYS = frozenset({"role", "content", "name", "audio"}) | SILENT | TOOL_KEYS
+KEYS = frozenset({"role", "content", "name", "audio"}) | SILENT_KEYS | TOOL_KEYS
 PART_KEYS = frozenset({"type", "text", "refusal", "cache_control"})
 
 Message = dict[str, Any]
