@@ -9,9 +9,19 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from potluck.api.fields import KNOWN, PENALTIES, SILENT, TOOLS, EngineAbilities
+from potluck.api.fields import (
+    KNOWN,
+    PENALTIES,
+    SILENT,
+    TOOLS,
+    ChatRequest,
+    CompletionRequest,
+    EngineAbilities,
+    chat_of,
+    completion_of,
+    sampling_of,
+)
 from potluck.api.http_errors import refusal
-from potluck.api.openai_requests import ChatRequest, CompletionRequest, chat_of, completion_of, sampling_of
 from potluck.core.errors import InputError, PotluckError
 from potluck.core.values.sampling import Sampling, SamplingDefaults
 

@@ -11,10 +11,8 @@ from hypothesis import strategies as st
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
 from tokenizers.trainers import BpeTrainer
 
-from potluck.api import incremental_tokenizer
-from potluck.api.incremental_tokenizer import IncrementalTokenizer, stretches_of
-from potluck.api.token_boundaries import BY_LINE, seams_of
-from potluck.api.tokenizer import ModelTokenizer
+from potluck.api import token_boundaries
+from potluck.api.token_boundaries import BY_LINE, IncrementalTokenizer, ModelTokenizer, seams_of, stretches_of
 from potluck.engine.shipped_model import shipped_model
 
 SPECIALS = ["<|im_start|>", "<|im_end|>", "<|eot|>", "<|eot|>x", "<|im", "d|><|"]
@@ -99,7 +97,7 @@ def remembering(kind: str, most_bytes: int = 1 << 20) -> IncrementalTokenizer:
 
 @pytest.fixture(params=[1, 7])
 def short(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> int:
-    monkeypatch.setattr(incremental_tokenizer, "STRETCH_CHARS", request.param)
+    monkeypatch.setattr(token_boundaries, "STRETCH_CHARS", request.param)
     return int(request.param)
 
 
@@ -152,7 +150,7 @@ def test_memory_is_bounded_by_bytes() -> None:
         assert made.encode(text, True) == tokenizer("shipped").encode(text).ids
     assert 15_000 < made.held_bytes <= 20_000
     assert made.held_bytes == sum(
-        incremental_tokenizer._bytes(key[1], found) for key, found in made._known.items()
+        token_boundaries._bytes(key[1], found) for key, found in made._known.items()
     )
 
 
@@ -164,7 +162,7 @@ def test_threads_may_share_it(short: int) -> None:
             plain.encode(t).ids for t in texts
         ]
     assert made.held_bytes == sum(
-        incremental_tokenizer._bytes(key[1], found) for key, found in made._known.items()
+        token_boundaries._bytes(key[1], found) for key, found in made._known.items()
     )
 
 

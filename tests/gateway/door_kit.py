@@ -10,7 +10,7 @@ from tokenizers import Tokenizer
 from tokenizers.decoders import Fuse
 from tokenizers.models import BPE
 
-from potluck.api.tokenizer import ModelTokenizer
+from potluck.api.token_boundaries import ModelTokenizer
 from potluck.core.state.actions import Action, Refuse
 from potluck.core.values.sampling import SampledToken
 from potluck.gateway.interfaces import AnswerSink, ChoiceRequest, RequestOutcome

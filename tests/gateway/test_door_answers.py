@@ -11,10 +11,18 @@ from door_kit import CARDS, END, LETTERS, NAME, SERVER, Scene, choices, refusing
 from hypothesis import given
 from hypothesis import strategies as st
 
-from potluck.api.openai_replies import ReplyHead, event, part_choice, usage, whole_choice
-from potluck.api.openai_requests import ChatRequest, CompletionRequest
-from potluck.api.reply_bytes import ChoiceChunks, usage_text, whole_reply
-from potluck.api.text_stream import TextDelta
+from potluck.api.fields import ChatRequest, CompletionRequest
+from potluck.api.openai_replies import (
+    ChoiceChunks,
+    ReplyHead,
+    event,
+    part_choice,
+    usage,
+    usage_text,
+    whole_choice,
+    whole_reply,
+)
+from potluck.api.stops import TextDelta
 from potluck.core.state.actions import Refuse
 from potluck.core.values.sampling import SampledToken, Sampling
 from potluck.gateway.openai.replies import REFUSALS

@@ -13,7 +13,7 @@ from tokenizers.decoders import Fuse
 from tokenizers.models import BPE
 
 from potluck.api.fields import DRAWN
-from potluck.api.tokenizer import ModelTokenizer
+from potluck.api.token_boundaries import ModelTokenizer
 from potluck.gateway.interfaces import TokenCounts
 from potluck.gateway.openai.model_card import ModelCard
 

@@ -14,7 +14,7 @@ import pytest
 import uvloop
 from certificates import make_certificates
 
-from potluck.api.tls import server_tls
+from potluck.api.http_errors import server_tls
 from potluck.core.errors import InputError
 from potluck.gateway.http.client_listener import ClientListener, open_port
 from potluck.gateway.http.limits import HttpLimits

@@ -16,7 +16,7 @@ from typing import Any, cast
 import pytest
 import uvloop
 
-from potluck.api.ids import random_word
+from potluck.api.http_errors import random_word
 from potluck.core.state.actions import Abort, Action, QueryAttempt, Refuse, Run
 from potluck.core.state.events import (
     AttemptFailed,

@@ -7,9 +7,16 @@ Nothing is ignored that would change the answer.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import json
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from typing import Any
 
-from potluck.core.errors import InputError
+from potluck.api.json_bodies import shaped, tokens_of
+from potluck.api.stops import TextRules, checked_stops
+from potluck.core.errors import FormatError, InputError
+from potluck.core.replica.block_values import LONGEST_SALT
+from potluck.core.values.sampling import Sampling, SamplingDefaults
 
 SILENT = frozenset(
     {
@@ -160,3 +167,332 @@ def _said(value: object) -> object:
 def _same(value: object, neutral: object) -> bool:
     """Equal, where true is not 1."""
     return value == neutral and isinstance(value, bool) == isinstance(neutral, bool)
+
+
+DEFAULT_TOKENS = 16
+"""Of a completion that says no max_tokens, as OpenAI has it."""
+MOST_STOP_TOKENS = 256
+LARGEST_SEED = 1 << 63
+PLAIN = SamplingDefaults()
+
+
+@dataclass(frozen=True, slots=True)
+class StreamOptions:
+    include_usage: bool = False
+    """One more part at the end, with the usage of the whole."""
+    continuous_usage_stats: bool = False
+    """The usage so far in every part."""
+    include_obfuscation: bool = False
+    """Padding against listeners on the way; there is none."""
+
+
+@dataclass(frozen=True, slots=True)
+class CommonRequest:
+    """What completions and chats have in common."""
+
+    model: str
+    stream: bool = False
+    stream_options: StreamOptions = StreamOptions()
+    n: int = 1
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    """0 or less: all."""
+    min_p: float | None = None
+    seed: int | None = None
+    stop: str | tuple[str, ...] = ()
+    stop_token_ids: tuple[int, ...] = ()
+    include_stop_str_in_output: bool = False
+    ignore_eos: bool = False
+    min_tokens: int = 0
+    skip_special_tokens: bool = True
+    add_special_tokens: bool | None = None
+    """Whether the tokenizer adds its own; None: to a completion, and to a chat whose template does not."""
+    priority: int = 0
+    """Higher first."""
+    cache_salt: str | None = None
+    """Prefixes are shared only with requests of the same salt."""
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    repetition_penalty: float | None = None
+    logit_bias: tuple[tuple[int, float], ...] = ()
+    response_format: str = ""
+    """As a JSON schema; empty: text."""
+
+    @property
+    def shown(self) -> TextRules:
+        stops = (self.stop,) if isinstance(self.stop, str) else self.stop
+        return TextRules(
+            stops, self.min_tokens, self.include_stop_str_in_output, not self.skip_special_tokens
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class CompletionRequest(CommonRequest):
+    max_tokens: int = DEFAULT_TOKENS
+    logprobs: int | None = None
+    best_of: int = 1
+
+    @property
+    def limit(self) -> int | None:
+        return self.max_tokens
+
+    @property
+    def reported(self) -> int | None:
+        """How many of the likeliest tokens are told with each; None: no log probabilities."""
+        return self.logprobs
+
+
+@dataclass(frozen=True, slots=True)
+class ChatRequest(CommonRequest):
+    max_tokens: int | None = None
+    max_completion_tokens: int | None = None
+    logprobs: bool = False
+    top_logprobs: int = 0
+
+    @property
+    def limit(self) -> int | None:
+        return self.max_completion_tokens if self.max_completion_tokens is not None else self.max_tokens
+
+    @property
+    def reported(self) -> int | None:
+        return self.top_logprobs if self.logprobs else None
+
+
+def sampling_of(
+    asked: CommonRequest, defaults: SamplingDefaults, *, seed: int, logprobs: int | None = None
+) -> Sampling:
+    """How tokens are drawn: what the request says, else what the model's defaults say."""
+
+    temperature = defaults.temperature if asked.temperature is None else asked.temperature
+    top_k = max(defaults.top_k if asked.top_k is None else asked.top_k, 0)
+    top_p = defaults.top_p if asked.top_p is None else asked.top_p
+    min_p = defaults.min_p if asked.min_p is None else asked.min_p
+    repetition = asked.repetition_penalty
+    if repetition is None:
+        repetition = defaults.repetition_penalty
+    way = _drawing(temperature, top_k, top_p, min_p, seed, logprobs)
+    presence, frequency = asked.presence_penalty or 0.0, asked.frequency_penalty or 0.0
+    if not (presence or frequency or repetition != 1 or asked.logit_bias or asked.response_format):
+        return way
+    return replace(
+        way,
+        presence_penalty=presence,
+        frequency_penalty=frequency,
+        repetition_penalty=repetition,
+        logit_bias=asked.logit_bias,
+        json_schema=asked.response_format,
+    )
+
+
+@lru_cache(maxsize=256)
+def _drawing(
+    temperature: float, top_k: int, top_p: float, min_p: float, seed: int, logprobs: int | None
+) -> Sampling:
+    """Many ask for the same."""
+    return Sampling(temperature, top_k, top_p, min_p, seed, logprobs)
+
+
+def completion_of(
+    body: dict[str, object], able: EngineAbilities
+) -> tuple[CompletionRequest, list[str | tuple[int, ...]]]:
+    """A completion and its prompts, each text or tokens."""
+    body = dict(body)
+    prompt = body.pop("prompt", None)
+    asked = shaped(CompletionRequest, _read(body, able))
+    _check(asked, able)
+    _within("logprobs", asked.logprobs or 0, 0, able.most_logprobs)
+    if asked.best_of != 1 and (asked.best_of < asked.n or (asked.best_of > asked.n and not able.more_draws)):
+        raise InputError("best_of", "must be n for this engine; leave it out")
+    if isinstance(prompt, str):
+        return asked, [prompt]
+    if not isinstance(prompt, list) or not prompt:
+        raise FormatError("prompt", "must be text, a list of texts, tokens, or a list of tokens")
+    if all(type(item) is int for item in prompt):
+        return asked, [tuple(prompt)]
+    if len(prompt) * asked.n > able.most_choices:
+        many = f"{len(prompt)} prompts and n {asked.n} are more than {able.most_choices} answers"
+        raise InputError("prompt", many)
+    return asked, [
+        item if isinstance(item, str) else tokens_of(item, f"prompt[{place}]")
+        for place, item in enumerate(prompt)
+    ]
+
+
+def chat_of(body: dict[str, object], able: EngineAbilities) -> tuple[ChatRequest, list[Message]]:
+    body = dict(body)
+    messages = body.pop("messages", None)
+    asked = shaped(ChatRequest, _read(body, able))
+    _check(asked, able)
+    _within("top_logprobs", asked.top_logprobs, 0, able.most_logprobs)
+    if asked.top_logprobs and not asked.logprobs:
+        raise InputError("top_logprobs", "needs logprobs to be true")
+    return asked, messages_of(messages, tools=able.tools)
+
+
+def _read(body: dict[str, object], able: EngineAbilities) -> dict[str, object]:
+    """What counts of a body, in the reader's own values."""
+    kept = what_counts(body, able)
+    for name, read in (("logit_bias", bias_of), ("response_format", schema_of)):
+        if name in kept:
+            kept[name] = read(kept[name])
+    return kept
+
+
+def _check(asked: CompletionRequest | ChatRequest, able: EngineAbilities) -> None:
+    """What a shape does not say. Raised here, so that the error names its field."""
+    _within("n", asked.n, 1, able.most_choices)
+    sampling_of(asked, PLAIN, seed=0)
+    if asked.stop != ():
+        checked_stops(asked.shown.stops)
+    if len(asked.stop_token_ids) > MOST_STOP_TOKENS:
+        raise InputError("stop_token_ids", f"at most {MOST_STOP_TOKENS}, got {len(asked.stop_token_ids)}")
+    if asked.seed is not None and not -LARGEST_SEED <= asked.seed < LARGEST_SEED:
+        raise InputError("seed", "must fit in 64 bits")
+    if asked.cache_salt is not None and not 1 <= len(asked.cache_salt) <= LONGEST_SALT:
+        raise InputError("cache_salt", f"must have 1 to {LONGEST_SALT} characters")
+    if asked.response_format and (asked.min_tokens or asked.ignore_eos):
+        name = "min_tokens" if asked.min_tokens else "ignore_eos"
+        raise InputError(name, "cannot be kept with a response_format of JSON, which ends when it is whole")
+    limit = asked.limit
+    if limit is not None and limit < 1:
+        name = (
+            "max_tokens"
+            if isinstance(asked, CompletionRequest) or asked.max_completion_tokens is None
+            else ""
+        )
+        raise InputError(name or "max_completion_tokens", f"must be at least 1, is {limit}")
+    if asked.min_tokens < 0 or (limit is not None and asked.min_tokens > limit):
+        raise InputError("min_tokens", f"must be 0 to max_tokens, is {asked.min_tokens}")
+
+
+def _within(name: str, value: int, least: int, most: int) -> None:
+    if not least <= value <= most:
+        raise InputError(name, f"must be {least} to {most}, is {value}")
+
+
+LONGEST_SCHEMA = 1 << 16
+"""Characters, as JSON without blanks."""
+ANY_OBJECT = '{"type":"object"}'
+"""What `json_object` asks for."""
+FORMATS = ("text", "json_object", "json_schema")
+SCHEMA_KEYS = frozenset({"name", "description", "schema", "strict"})
+
+
+def bias_of(value: object) -> tuple[tuple[int, float], ...]:
+    """OpenAI's `{"token": bias}`, tokens as texts; by token."""
+    if not isinstance(value, dict):
+        raise FormatError("logit_bias", 'must be an object of tokens and biases, such as {"50": -100}')
+    found = []
+    for name, bias in value.items():
+        if not (name.isascii() and name.isdigit()) or len(name) > 10:
+            raise FormatError("logit_bias", f"{name[:40]!r} is not the number of a token")
+        if isinstance(bias, bool) or not isinstance(bias, int | float):
+            raise FormatError("logit_bias", f"must be a number for token {name}")
+        found.append((int(name), float(bias)))
+    return tuple(sorted(found))
+
+
+def schema_of(value: object) -> str:
+    """The schema of `response_format`, as JSON in the order of the client; empty for text."""
+    kind = value.get("type") if isinstance(value, dict) else None
+    if not isinstance(value, dict) or not isinstance(kind, str) or kind not in FORMATS:
+        raise FormatError("response_format", f"must have a type of {', '.join(FORMATS)}")
+    if kind != "json_schema":
+        if set(value) != {"type"}:
+            raise FormatError("response_format", f"has nothing beside its type {kind}")
+        return ANY_OBJECT if kind == "json_object" else ""
+    given = value.get("json_schema")
+    if set(value) != {"type", "json_schema"} or not isinstance(given, dict):
+        raise FormatError("response_format", "of type json_schema must have a json_schema and no more")
+    unknown = given.keys() - SCHEMA_KEYS
+    if unknown:
+        raise FormatError("response_format.json_schema", f"unknown key {min(unknown)[:60]}")
+    for name, wanted in (("name", str), ("description", str), ("strict", bool)):
+        if given.get(name) is not None and not isinstance(given[name], wanted):
+            raise FormatError(f"response_format.json_schema.{name}", f"must be {_called(wanted)}")
+    schema = given.get("schema")
+    if not isinstance(schema, dict):
+        raise FormatError("response_format.json_schema.schema", "must be an object: a JSON schema")
+    text = json.dumps(schema, separators=(",", ":"))
+    if len(text) > LONGEST_SCHEMA:
+        line = f"has {len(text)} characters, at most {LONGEST_SCHEMA} are taken"
+        raise InputError("response_format.json_schema.schema", line)
+    return text
+
+
+def _called(kind: type) -> str:
+    return "text" if kind is str else "true or false"
+
+
+SPEAKERS = ("system", "developer", "user", "assistant")
+TOOL_SPEAKERS = ("tool", "function")
+SILENT_KEYS = frozenset({"annotations", "reasoning", "reasoning_content", "refusal"})
+"""Keys of earlier answers that say nothing to the model, as clients send them back."""
+TOOL_KEYS = frozenset({"function_call", "tool_call_id", "tool_calls"})
+KEYS = frozenset({"role", "content", "name", "audio"}) | SILENT_KEYS | TOOL_KEYS
+PART_KEYS = frozenset({"type", "text", "refusal", "cache_control"})
+
+Message = dict[str, Any]
+"""`role` and `content`, a text; `name` where one was given; the calls of tools where the engine can do them."""
+
+
+def messages_of(value: object, *, tools: bool) -> list[Message]:
+    if not isinstance(value, list) or not value:
+        raise FormatError("messages", "must be a list of at least one message")
+    return [_message(item, f"messages[{place}]", tools) for place, item in enumerate(value)]
+
+
+def _message(value: object, where: str, tools: bool) -> Message:
+    if not isinstance(value, dict):
+        raise FormatError(where, "must be an object")
+    if not value.keys() <= KEYS:
+        raise FormatError(f"{where}.{_word(min(value.keys() - KEYS))}", "unknown key")
+    speakers = SPEAKERS + TOOL_SPEAKERS if tools else SPEAKERS
+    role = value.get("role", "")
+    if role not in speakers:
+        raise InputError(f"{where}.role", f"must be one of {', '.join(speakers)}")
+    if value.get("audio") is not None:
+        raise InputError(f"{where}.audio", "is not supported by this engine; leave it out")
+    made: Message = {"role": role, "content": _content(value.get("content"), f"{where}.content", role)}
+    name = value.get("name")
+    if name is not None:
+        if not isinstance(name, str):
+            raise FormatError(f"{where}.name", "must be text")
+        made["name"] = name
+    if value.keys().isdisjoint(TOOL_KEYS):
+        return made
+    for key in sorted(TOOL_KEYS):
+        given = value.get(key)
+        if given is None or given == []:
+            continue
+        if not tools:
+            raise InputError(f"{where}.{key}", "is not supported by this engine; leave it out")
+        made[key] = given
+    return made
+
+
+def _content(content: object, where: str, role: str) -> str:
+    if content is None and role == "assistant":  # An answer may have been a refusal, or the call of a tool.
+        return ""
+    if isinstance(content, list):
+        return "".join(_part(part, f"{where}[{place}]") for place, part in enumerate(content))
+    if not isinstance(content, str):
+        raise FormatError(where, "must be text")
+    return content
+
+
+def _part(part: object, where: str) -> str:
+    if not isinstance(part, dict) or part.get("type") not in ("text", "refusal"):
+        raise InputError(where, "may only be of type text")
+    unknown = part.keys() - PART_KEYS
+    if unknown:
+        raise FormatError(f"{where}.{_word(min(unknown))}", "unknown key")
+    text = part.get(part["type"])
+    if not isinstance(text, str):
+        raise FormatError(f"{where}.{part['type']}", "must be text")
+    return text
+
+
+def _word(key: str) -> str:
+    return key if key.isidentifier() and len(key) <= 60 else repr(key[:60])

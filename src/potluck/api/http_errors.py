@@ -2,6 +2,17 @@
 
 from __future__ import annotations
 
+import ipaddress
+import os
+import re
+import secrets
+import ssl
+from collections.abc import Hashable, Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Generic, TypeVar
+from urllib.parse import urlsplit
+
 from potluck.core.errors import CapacityError, InputError, PotluckError, UnknownNameError
 
 
@@ -34,3 +45,164 @@ def refusal(error: Exception) -> HttpRefusal | None:
     if isinstance(error, CapacityError):
         return HttpRefusal(400, line, "context_length_exceeded")
     return None
+
+
+K = TypeVar("K", bound=Hashable)
+
+
+@dataclass(slots=True)
+class _Peer(Generic[K]):
+    waiting: dict[K, None] = field(default_factory=dict)
+    """Oldest first."""
+    busy: int = 0
+
+
+class ConnectionLimits(Generic[K]):
+    """The connections of one listener, by the address that they came from."""
+
+    def __init__(self, most: float) -> None:
+        self.most = most
+        self._peers: dict[str, _Peer[K]] = {}
+        self._peer_of: dict[K, str] = {}
+
+    def __len__(self) -> int:
+        return len(self._peer_of)
+
+    def __iter__(self) -> Iterator[K]:
+        return iter(tuple(self._peer_of))
+
+    @property
+    def full(self) -> bool:
+        return len(self) >= self.most
+
+    def came(self, key: K, peer: str) -> None:
+        self._peer_of[key] = peer
+        self._peers.setdefault(peer, _Peer()).waiting[key] = None
+
+    def waits(self, key: K) -> None:
+        """Its request was answered; it goes to the end of those that wait."""
+        name = self._peer_of.get(key)
+        if name is not None:
+            peer = self._peers[name]
+            if key not in peer.waiting:
+                peer.busy -= 1
+                peer.waiting[key] = None
+
+    def works(self, key: K) -> None:
+        """Its request is whole."""
+        name = self._peer_of.get(key)
+        if name is not None:
+            peer = self._peers[name]
+            if key in peer.waiting:
+                del peer.waiting[key]
+                peer.busy += 1
+
+    def left(self, key: K) -> None:
+        name = self._peer_of.pop(key, None)
+        if name is None:
+            return
+        peer = self._peers[name]
+        if key in peer.waiting:
+            del peer.waiting[key]
+        else:
+            peer.busy -= 1
+        if not peer.waiting and not peer.busy:
+            del self._peers[name]
+
+    def oldest(self) -> K | None:
+        """The one to send away: of the address with the most that wait, the one that waits longest."""
+        crowded = max(self._peers.values(), key=lambda peer: len(peer.waiting), default=None)
+        return next(iter(crowded.waiting), None) if crowded is not None else None
+
+
+SAFE = frozenset({"GET", "HEAD", "OPTIONS"})
+"""Nothing changes by them."""
+ELSEWHERE = frozenset({"cross-site", "same-site"})
+
+
+@dataclass(frozen=True, slots=True)
+class ServedNames:
+    """Under which names a server is reached."""
+
+    loopback: bool = True
+    """It can only be reached from this machine."""
+    names: frozenset[str] = frozenset()
+    """Further ones, in lower case: the machine's, and those of `--allow-host`."""
+    keyed: bool = False
+    """Clients show a key, which no page of somebody else has."""
+
+    def has(self, host: str) -> bool:
+        if host in self.names or host == "localhost":
+            return True
+        try:
+            address = ipaddress.ip_address(host)
+        except ValueError:
+            return False
+        return address.is_loopback or not self.loopback  # An address cannot be made to point elsewhere.
+
+
+def check_origin(method: str, headers: Mapping[str, str], served: ServedNames) -> None:
+    """Raises for what a page of another origin sent."""
+    host, origin = headers.get("Host"), headers.get("Origin")
+    if host is not None and not served.keyed and (served.loopback or origin is not None):
+        name = _name(host)
+        if name is None or not served.has(name):
+            line = "Host is no name of this server; use its address, or start it with --allow-host"
+            raise HttpRefusal(403, line, "wrong_host")
+    if method in SAFE:
+        return
+    page = None if origin is None else urlsplit(origin).netloc.lower()
+    if page is not None and page != (host or "").lower() and _name(page) not in served.names:
+        raise HttpRefusal(403, "pages of another origin may not use this server", "cross_origin")
+    if page is None and headers.get("Sec-Fetch-Site") in ELSEWHERE:
+        raise HttpRefusal(403, "pages of another origin may not use this server", "cross_origin")
+
+
+def _name(host: str) -> str | None:
+    """The host alone, of HOST or HOST:PORT; None where it is neither."""
+    try:
+        parts = urlsplit(f"//{host}")
+        _ = parts.port
+    except ValueError:
+        return None
+    plain = not (parts.path or parts.query or parts.fragment or "@" in host)
+    return parts.hostname.rstrip(".") if plain and parts.hostname else None
+
+
+HEADER = "x-request-id"
+GOOD = re.compile(r"[A-Za-z0-9._:/+=@-]{1,128}")
+
+
+WORD_CHARS = 24
+_words: list[str] = []
+os.register_at_fork(after_in_child=_words.clear)  # a process and its forks must not give the same ones
+
+
+def random_word() -> str:
+    """Nobody can guess it: 96 bits, drawn from the system many at a time, since each draw costs a call of it."""
+    if not _words:
+        drawn = secrets.token_hex(WORD_CHARS * 64)
+        _words.extend(drawn[place : place + WORD_CHARS] for place in range(0, len(drawn), WORD_CHARS))
+    return _words.pop()
+
+
+def request_id(given: str | None) -> str:
+    return given if given is not None and GOOD.fullmatch(given) else f"req-{random_word()}"
+
+
+def server_tls(certificate: Path, key: Path, field: str = "--tls") -> ssl.SSLContext:
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.minimum_version = ssl.TLSVersion.TLSv1_2
+    try:
+        context.load_cert_chain(certificate, key)
+    except (OSError, ssl.SSLError) as error:
+        raise InputError(field, f"{certificate} and {key} cannot be used ({error})") from error
+    return context
+
+
+def client_tls(authority: Path, field: str) -> ssl.SSLContext:
+    """Servers must show a certificate of this authority, for the name they were asked by."""
+    try:
+        return ssl.create_default_context(cafile=str(authority))
+    except (OSError, ssl.SSLError) as error:
+        raise InputError(field, f"{authority} cannot be used ({error})") from error

@@ -11,9 +11,19 @@ from collections.abc import Mapping, Sequence
 from dataclasses import fields
 from typing import Any
 
-from potluck.api.fields import DRAWN, SILENT, EngineAbilities, goes_beyond
-from potluck.api.messages import TOOL_KEYS, TOOL_SPEAKERS, Message
-from potluck.api.openai_requests import ChatRequest, CompletionRequest, chat_of, completion_of
+from potluck.api.fields import (
+    DRAWN,
+    SILENT,
+    TOOL_KEYS,
+    TOOL_SPEAKERS,
+    ChatRequest,
+    CompletionRequest,
+    EngineAbilities,
+    Message,
+    chat_of,
+    completion_of,
+    goes_beyond,
+)
 from potluck.core.errors import FormatError, InputError
 
 READ_CHAT = frozenset(each.name for each in fields(ChatRequest)) - DRAWN | {"messages"}

@@ -18,10 +18,19 @@ from __future__ import annotations
 
 import json
 import re
+import sys
+import threading
+from array import array
+from collections import OrderedDict
 from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from tokenizers import AddedToken, Tokenizer
+from tokenizers.decoders import DecodeStream
+
+from potluck.api.chat_templates import DEFAULT, ChatTemplates, Message, read_templates
+from potluck.core.errors import FormatError
 
 NORMALIZERS = frozenset(
     {
@@ -132,14 +141,227 @@ def _by_line(part: Mapping[str, Any], added: Sequence[AddedToken]) -> bool:
         split, part = steps
         pattern = (split.get("pattern") or {}).get("Regex")
         plain = split.get("behavior") == "Isolated" and not split.get("invert") and pattern in BY_LINE
-        return plain and _bytes(part, by_regex=False)
-    return _bytes(part, by_regex=True)
+        return plain and _is_byte_level(part, by_regex=False)
+    return _is_byte_level(part, by_regex=True)
 
 
-def _bytes(part: Mapping[str, Any], *, by_regex: bool) -> bool:
+def _is_byte_level(part: Mapping[str, Any], *, by_regex: bool) -> bool:
     """Whether it only writes bytes as letters, with GPT-2's pattern or without."""
     return (
         part.get("type") == "ByteLevel"
         and part.get("add_prefix_space") is False
         and part.get("use_regex", True) is by_regex
     )
+
+
+STRETCH_CHARS = 256
+"""At least; shorter ones cost more to keep than to tokenise."""
+ENTRY_BYTES = 300
+"""Beside text and tokens, for each stretch."""
+
+Around = tuple[list[int], list[int]]
+
+
+class IncrementalTokenizer:
+    """Of one tokenizer; threads may share it."""
+
+    def __init__(self, tokenizer: Tokenizer, seams: TokenBoundaries, around: Around, most_bytes: int) -> None:
+        self._tokenizer, self._seams, self._most_bytes = tokenizer, seams, most_bytes
+        self._known: OrderedDict[tuple[str, str], array[int]] = OrderedDict()
+        self._lock = threading.Lock()
+        self.held_bytes = 0
+        self.hits = self.misses = 0
+        self._before, self._after = around
+
+    def encode(self, text: str, special: bool, apart: str = "") -> list[int]:
+        """As the tokenizer does. Who is `apart` cannot tell, by the time that it takes, what others have sent."""
+        tokens = list(self._before) if special else []
+        start = behind = 0
+        for stop, next_behind in self._seams.cuts(text, STRETCH_CHARS):
+            found = self._stretch(text[start - behind : stop], apart)
+            tokens.extend(found[1:] if behind else found)
+            start, behind = stop, next_behind
+        # The last one ends where the text does: when more is said it will be another.
+        last = self._tokenised(text[start - behind :])
+        tokens.extend(last[1:] if behind else last)
+        if special:
+            tokens.extend(self._after)
+        return tokens
+
+    def _stretch(self, text: str, apart: str) -> array[int]:
+        key = (apart, text)
+        with self._lock:
+            found = self._known.get(key)
+            if found is not None:
+                self._known.move_to_end(key)
+                self.hits += 1
+                return found
+        found = array("I", self._tokenised(text))
+        with self._lock:
+            self.misses += 1
+            if key not in self._known:
+                self._known[key] = found
+                self.held_bytes += _bytes(text, found)
+            while self.held_bytes > self._most_bytes:
+                (_, old_text), old = self._known.popitem(last=False)
+                self.held_bytes -= _bytes(old_text, old)
+        return found
+
+    def _tokenised(self, text: str) -> list[int]:
+        ids: list[int] = self._tokenizer.encode(text, add_special_tokens=False).ids
+        return ids
+
+
+def _bytes(text: str, tokens: array[int]) -> int:
+    return sys.getsizeof(text) + len(tokens) * tokens.itemsize + ENTRY_BYTES
+
+
+def stretches_of(tokenizer: Tokenizer, most_bytes: int) -> IncrementalTokenizer | None:
+    """None where a tokenizer's texts cannot be cut."""
+    seams = seams_of(tokenizer)
+    around = None if seams is None else _around(tokenizer)
+    return (
+        None
+        if seams is None or around is None
+        else IncrementalTokenizer(tokenizer, seams, around, most_bytes)
+    )
+
+
+def _around(tokenizer: Tokenizer) -> Around | None:
+    """What is added before and behind every text; None where it is not as simple as that."""
+    inner = tokenizer.encode("a", add_special_tokens=False).ids
+    whole = tokenizer.encode("a", add_special_tokens=True)
+    if 0 not in whole.special_tokens_mask:
+        return None
+    first = whole.special_tokens_mask.index(0)
+    last = first + len(inner)
+    return (whole.ids[:first], whole.ids[last:]) if whole.ids[first:last] == inner else None
+
+
+LABELS = {"user": "User", "assistant": "Assistant"}
+LARGEST_FILE_BYTES = 100_000_000
+
+
+class ModelTokenizer:
+    """A model's tokenizer. Threads may share it."""
+
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        template: str | ChatTemplates | None = None,
+        specials: Mapping[str, str] | None = None,
+        remember_bytes: int = 0,
+    ) -> None:
+        """`template` is the model's own, if it has one; as a text it is the only one. So many bytes of what was
+        tokenised are remembered, where that changes nothing (`stretches.py`)."""
+        self._tokenizer = tokenizer
+        self.stretches = stretches_of(tokenizer, remember_bytes) if remember_bytes else None
+        self._templates = (
+            ChatTemplates({DEFAULT: template}, specials) if isinstance(template, str) else template
+        )
+        self.vocab = tokenizer.get_vocab_size(with_added_tokens=True)
+        self.longest_token_chars = max((len(token) for token in tokenizer.get_vocab()), default=1)
+        """No token stands for more characters of text than it has itself."""
+
+    @classmethod
+    def read(cls, directory: str | Path, remember_bytes: int = 0) -> ModelTokenizer | None:
+        """The tokenizer in a model's directory; None where there is none, and only tokens can be served."""
+        path = Path(directory) / "tokenizer.json"
+        if not path.is_file():
+            return None
+        try:
+            tokenizer = Tokenizer.from_file(str(path))
+        except Exception as error:  # the library raises bare Exceptions
+            line = (str(error).splitlines() or ["unknown"])[0][:160]
+            raise FormatError(str(path), f"is not a tokenizer ({line})") from error
+        settings = _settings(Path(directory) / "tokenizer_config.json")
+        return cls(tokenizer, read_templates(directory, settings), remember_bytes=remember_bytes)
+
+    def encode(self, text: str, *, special: bool = True, apart: str = "") -> list[int]:
+        """`apart`: whose text it is, where what others sent must not show, not even by the time it takes."""
+        if self.stretches is not None:
+            return self.stretches.encode(text, special, apart)
+        tokens: list[int] = self._tokenizer.encode(text, add_special_tokens=special).ids
+        return tokens
+
+    def decode(self, tokens: Sequence[int], *, special: bool = False) -> str:
+        text: str = self._tokenizer.decode(list(tokens), skip_special_tokens=not special)
+        return text
+
+    def described(self) -> str:
+        """The tokenizer itself, as `tokenizer.json` has it."""
+        text: str = self._tokenizer.to_str()
+        return text
+
+    def token_text(self, token: int) -> str:
+        """One token as it is shown among log probabilities."""
+        return self.decode([token], special=True)
+
+    def plain_tokens(self, most: int) -> list[int]:
+        """Tokens that are whole pieces of text by themselves, no more than so many, from all over the vocabulary."""
+        added = self._tokenizer.get_added_tokens_decoder()
+        asked = [token for token in range(0, self.vocab, -(-self.vocab // most)) if token not in added]
+        texts = self._tokenizer.decode_batch([[token] for token in asked])
+        return [
+            token
+            for token, text in zip(asked, texts, strict=True)
+            if text.isprintable() and text.strip("\ufffd ")
+        ]
+
+    def chat(self, messages: Sequence[Message], **more: Any) -> str:
+        """The prompt of a conversation; `more` is what a template may be told beside it (`ChatTemplates.render`)."""
+        if self._templates is None:
+            return plain_chat(messages)
+        return self._templates.render(messages, **more)
+
+    @property
+    def chat_has_specials(self) -> bool:
+        """Whether the template writes the special tokens itself, as models' own do."""
+        return self._templates is not None
+
+    def stream(self, *, special: bool = False) -> Detokenizer:
+        return Detokenizer(self._tokenizer, special=special)
+
+
+class Detokenizer:
+    """Text that grows token by token; half a character waits for its other half."""
+
+    def __init__(self, tokenizer: Tokenizer, *, special: bool = False) -> None:
+        self._tokenizer, self._special = tokenizer, special
+        self._stream = DecodeStream(skip_special_tokens=not special)
+        self._tokens: list[int] = []
+        self._shown = 0
+
+    def feed(self, token: int) -> str:
+        self._tokens.append(token)
+        text: str = self._stream.step(self._tokenizer, token) or ""
+        self._shown += len(text)
+        return text
+
+    def rest(self) -> str:
+        """What was still waiting when the tokens ended: an unfinished character."""
+        whole: str = self._tokenizer.decode(self._tokens, skip_special_tokens=not self._special)
+        return whole[self._shown :]
+
+
+def plain_chat(messages: Sequence[Message]) -> str:
+    """The template of models that have none; see above."""
+    lines = []
+    for message in messages:
+        label = LABELS.get(message["role"])
+        lines.append(
+            f"{label}: {message['content'].strip()}\n" if label else message["content"].strip() + "\n\n"
+        )
+    return "".join(lines) + "Assistant:"
+
+
+def _settings(path: Path) -> dict[str, Any]:
+    if not path.is_file():
+        return {}
+    try:
+        if path.stat().st_size > LARGEST_FILE_BYTES:
+            raise FormatError(str(path), "is too large")
+        found = json.loads(path.read_text("utf-8"))
+    except (OSError, ValueError, RecursionError) as error:
+        raise FormatError(str(path), f"is not JSON ({str(error).splitlines()[0][:120]})") from error
+    return found if isinstance(found, dict) else {}

@@ -12,8 +12,7 @@ from pathlib import Path
 
 from aiohttp import web
 
-from potluck.api.origin import ServedNames
-from potluck.api.tls import server_tls
+from potluck.api.http_errors import ServedNames, server_tls
 from potluck.core.state.policy import Policy
 from potluck.gateway.admin import families
 from potluck.gateway.admin.app import AdminContext, build_admin

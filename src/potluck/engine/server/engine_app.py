@@ -11,9 +11,7 @@ from dataclasses import replace
 from aiohttp import web
 from aiohttp.typedefs import Handler
 
-from potluck.api.http_errors import HttpRefusal
-from potluck.api.ids import HEADER, request_id
-from potluck.api.origin import ServedNames, check_origin
+from potluck.api.http_errors import HEADER, HttpRefusal, ServedNames, check_origin, request_id
 from potluck.engine.server import (
     control,
     engine_page,

@@ -18,10 +18,16 @@ from aiohttp import web
 from aiohttp.typedefs import Handler
 
 from potluck import __version__
-from potluck.api.http_errors import HttpRefusal, error_object, refusal
-from potluck.api.ids import HEADER, request_id
+from potluck.api.http_errors import (
+    HEADER,
+    HttpRefusal,
+    ServedNames,
+    check_origin,
+    error_object,
+    refusal,
+    request_id,
+)
 from potluck.api.json_bodies import parse_object
-from potluck.api.origin import ServedNames, check_origin
 from potluck.core.errors import InputError
 from potluck.gateway.admin import families
 from potluck.gateway.admin.feed import EventFeed

@@ -45,7 +45,7 @@ from potluck.core.values.replica_spec import ReplicaSpec
 
 MOST_KEPT = 1_000
 MOST_LOST = 200
-_OF_REQUESTS = frozenset(
+_FREQUENT = frozenset(
     {RequestArrived, SegmentDone, FirstToken, RequestFinished, ReplicaReported, Run, Hedge, Refuse, Abort}
 )
 """What comes by the thousand a second, and says nothing of the fleet."""
@@ -99,7 +99,7 @@ class DecisionLog:
         self.say("lost", f"{replica} is lost", reason)
 
     def __call__(self, at_s: float, event: Event, actions: Sequence[Action]) -> None:
-        if type(event) in _OF_REQUESTS and (not actions or type(actions[0]) in _OF_REQUESTS):
+        if type(event) in _FREQUENT and (not actions or type(actions[0]) in _FREQUENT):
             return
         match event:
             case ReplicaReady(replica=replica):

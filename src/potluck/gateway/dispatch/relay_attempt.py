@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 from potluck.core.errors import FormatError
 from potluck.core.state.actions import Run
 from potluck.core.state.events import FailureKind
-from potluck.gateway.dispatch import relay_bytes
+from potluck.gateway.dispatch.relay_bytes import ABORTED, ANOTHER, DONE, ERROR, EventRewriter, PROMPT_IDS, SHOWS, TOKEN_IDS, continuation, forwarded, ids_of
 from potluck.gateway.dispatch.attempt import JSON, DispatchContext
 from potluck.gateway.dispatch.silence import RECENT, AwaitingReply
 from potluck.gateway.interfaces import Call, Endpoint, Headers
@@ -66,7 +66,7 @@ class RelayAttempt(AwaitingReply):
     """Whether what comes is passed on as it is: nothing of it is to be kept or written anew."""
     _ended = False
     """Whether the stream said that it is whole."""
-    _rewriter: relay_bytes.EventRewriter | None = None
+    _rewriter: EventRewriter | None = None
 
     def __init__(
         self, active: ActiveRequest | HedgeAttempt, run: Run, means: DispatchContext, stream: RelayedStream
@@ -91,7 +91,7 @@ class RelayAttempt(AwaitingReply):
             if endpoint.token_ids:
                 tokens = [*stream.prompt_ids, *self._ride.output]
                 most, streamed = asked.max_output_tokens, len(self._ride.output)
-                made = relay_bytes.continuation(
+                made = continuation(
                     asked.body, asked.path == CHAT, served, tokens, most, streamed, salt
                 )
             if made is None:
@@ -105,7 +105,7 @@ class RelayAttempt(AwaitingReply):
             if endpoint.token_ids and asked.stream and b"return_token_ids" not in body:
                 self._asks_ids, extra = True, IDS_WANTED
             if extra or salt or served != asked.model:
-                body = relay_bytes.forwarded(body, asked.model, served, extra, salt)
+                body = forwarded(body, asked.model, served, extra, salt)
         self._began_s = now_s = self._now_s()
         self._means.watch.join(self, endpoint.replica, now_s)
         if asked.stream:
@@ -169,7 +169,7 @@ class RelayAttempt(AwaitingReply):
             data = self._whole_events(data)
         if not data or self._over:
             return
-        if relay_bytes.ERROR in data or relay_bytes.ABORTED in data:
+        if ERROR in data or ABORTED in data:
             self._fail("replica", "broke its answer off")
             return
         if not self._flat:
@@ -177,7 +177,7 @@ class RelayAttempt(AwaitingReply):
             return
         stream = self._stream  # Most of what comes: the end of `_events`, written out.
         stream.events += data.count(PART)
-        if relay_bytes.DONE in data:
+        if DONE in data:
             self._ended = True
             stream.events -= 1
         if USAGE in data:
@@ -203,7 +203,7 @@ class RelayAttempt(AwaitingReply):
             return
         body = b"".join(self._pieces)
         if self._status == 200:
-            if relay_bytes.ABORTED in body or b'"completion_tokens":0' in body:
+            if ABORTED in body or b'"completion_tokens":0' in body:
                 self._fail("replica", "gave up an answer, and said that all is well")
                 return
             tokens = self._length(body)
@@ -246,7 +246,7 @@ class RelayAttempt(AwaitingReply):
             data = b"".join(map(self._noted, data.split(EVENT_END)[:-1]))
         count = data.count(PART)
         stream.events += count
-        if relay_bytes.DONE in data:
+        if DONE in data:
             self._ended = True
             stream.events -= 1
         if USAGE in data:
@@ -261,25 +261,25 @@ class RelayAttempt(AwaitingReply):
         stream = self._stream
         stream.begun = True
         stream.first = data.split(EVENT_END, 1)[0]
-        found = relay_bytes.PROMPT_IDS.search(stream.first) if self._asks_ids else None
+        found = PROMPT_IDS.search(stream.first) if self._asks_ids else None
         if found is not None and found[1]:
-            stream.prompt_ids, stream.knows_ids = relay_bytes.ids_of(found[1]), True
-            stream.first = relay_bytes.TOKEN_IDS.sub(b"", relay_bytes.PROMPT_IDS.sub(b"", stream.first))
+            stream.prompt_ids, stream.knows_ids = ids_of(found[1]), True
+            stream.first = TOKEN_IDS.sub(b"", PROMPT_IDS.sub(b"", stream.first))
         self._ride.answer.relay_begin(200, self._kind)
 
     def _noted(self, event: bytes) -> bytes:
         """An event without its tokens, which are kept."""
         self._note(event)
-        return relay_bytes.TOKEN_IDS.sub(b"", relay_bytes.PROMPT_IDS.sub(b"", event)) + EVENT_END
+        return TOKEN_IDS.sub(b"", PROMPT_IDS.sub(b"", event)) + EVENT_END
 
     def _note(self, event: bytes) -> None:
         """The tokens of an event count once their text is shown."""
-        if relay_bytes.ANOTHER.search(event):
+        if ANOTHER.search(event):
             self._stream.knows_ids = False
-        found = relay_bytes.TOKEN_IDS.search(event)
+        found = TOKEN_IDS.search(event)
         if found is not None:
-            self._pending += relay_bytes.ids_of(found[1])
-        if self._pending and relay_bytes.SHOWS.search(event):
+            self._pending += ids_of(found[1])
+        if self._pending and SHOWS.search(event):
             self._ride.output += self._pending
             self._pending = []
 
@@ -288,11 +288,11 @@ class RelayAttempt(AwaitingReply):
         self._note(event)
         return self._rewriter.event(event + EVENT_END)
 
-    def _namesake(self) -> relay_bytes.EventRewriter:
+    def _namesake(self) -> EventRewriter:
         """Whoever writes in the name of the server that began."""
         stream, active = self._stream, self._ride
         chat = active.asked.path == CHAT
-        return relay_bytes.EventRewriter(stream.first, chat, len(stream.prompt_ids), len(active.output))
+        return EventRewriter(stream.first, chat, len(stream.prompt_ids), len(active.output))
 
     # Its end.
 

@@ -1,6 +1,6 @@
 """One connection of a client: its bytes become exchanges, one after the other, and each is answered before the next.
 
-A connection counts as waiting (`api/connection_limits.py`) until a request has come whole, and then as busy until it
+A connection counts as waiting (`api/http_errors.py`) until a request has come whole, and then as busy until it
 is answered.
 """
 

@@ -1,7 +1,7 @@
 """The gateway's port: who may come in, how long they may take, and how it all ends.
 
 uvloop accepts the connections. No more are kept than there is room for: when one too many comes, the oldest of those
-that wait gives way (`api/connection_limits.py`), and where all are busy the new one is told so. One look a second
+that wait gives way (`api/http_errors.py`), and where all are busy the new one is told so. One look a second
 over all of them finds those that take too long, so that a request costs no timer.
 """
 
@@ -18,8 +18,7 @@ from contextlib import suppress
 from email.utils import formatdate
 from functools import partial
 
-from potluck.api.connection_limits import ConnectionLimits
-from potluck.api.http_errors import HttpRefusal
+from potluck.api.http_errors import ConnectionLimits, HttpRefusal
 from potluck.core.errors import InputError
 from potluck.gateway.http.client_connection import ClientConnection
 from potluck.gateway.http.limits import SHARE_OF_FILES, HttpLimits, open_files

@@ -10,9 +10,16 @@ from collections.abc import Callable, Sequence
 from typing import Literal
 
 from potluck.api.http_errors import HttpRefusal
-from potluck.api.openai_replies import Json, event, offset_behind, part_choice, usage, whole_choice
-from potluck.api.reply_bytes import ChoiceChunks
-from potluck.api.text_stream import TextDelta, TextStream
+from potluck.api.openai_replies import (
+    ChoiceChunks,
+    Json,
+    event,
+    offset_behind,
+    part_choice,
+    usage,
+    whole_choice,
+)
+from potluck.api.stops import TextDelta, TextStream
 from potluck.core.errors import FormatError
 from potluck.core.state.actions import Refuse
 from potluck.core.values.sampling import SampledToken

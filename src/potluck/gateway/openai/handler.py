@@ -15,11 +15,9 @@ from functools import partial
 from importlib import resources
 from urllib.parse import unquote_to_bytes
 
-from potluck.api.http_errors import HttpRefusal, refusal
-from potluck.api.ids import random_word, request_id
+from potluck.api.http_errors import HttpRefusal, ServedNames, check_origin, random_word, refusal, request_id
 from potluck.api.json_bodies import parse_object
 from potluck.api.openai_replies import model_entry
-from potluck.api.origin import ServedNames, check_origin
 from potluck.core.errors import InputError, UnknownNameError
 from potluck.core.values.service import CLASSES, PrefixSharing
 from potluck.core.values.types import DEFAULT_TENANT

@@ -22,8 +22,7 @@ from dataclasses import dataclass
 from hashlib import sha256
 from pathlib import Path
 
-from potluck.api.http_errors import HttpRefusal
-from potluck.api.ids import random_word
+from potluck.api.http_errors import HttpRefusal, random_word
 from potluck.core.values.sampling import SampledToken
 
 KEPT_S = 60.0

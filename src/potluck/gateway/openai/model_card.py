@@ -6,9 +6,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from potluck.api.fields import EngineAbilities
-from potluck.api.generation_config import read_generation
-from potluck.api.json_members import JsonMembers, read_json
-from potluck.api.tokenizer import ModelTokenizer
+from potluck.api.json_members import JsonMembers, read_generation, read_json
+from potluck.api.token_boundaries import ModelTokenizer
 from potluck.core.errors import CapacityError
 from potluck.core.values.sampling import MOST_LOGPROBS, SamplingDefaults
 

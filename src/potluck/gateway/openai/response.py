@@ -8,10 +8,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
-from potluck.api.http_errors import HttpRefusal
-from potluck.api.ids import random_word
-from potluck.api.openai_replies import LAST_EVENT, Json, ReplyHead, event, usage
-from potluck.api.reply_bytes import usage_text, whole_reply
+from potluck.api.http_errors import HttpRefusal, random_word
+from potluck.api.openai_replies import LAST_EVENT, Json, ReplyHead, event, usage, usage_text, whole_reply
 from potluck.gateway.interfaces import Exchange, Meter, RequestDispatcher, RequestOutcome, TokenCounts
 from potluck.gateway.openai.answer_recording import AnswerRecording
 from potluck.gateway.openai.keys import ApiKey

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import secrets
 
-from potluck.api.openai_requests import sampling_of
+from potluck.api.fields import sampling_of
 from potluck.api.passthrough_requests import own_body
-from potluck.api.text_stream import TextStream
+from potluck.api.stops import TextStream
 from potluck.core.errors import CapacityError, InputError
 from potluck.core.values.sampling import Sampling
 from potluck.gateway.interfaces import ChoiceRequest

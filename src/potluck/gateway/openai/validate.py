@@ -6,10 +6,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
+from potluck.api.fields import DEFAULT_TOKENS, ChatRequest, CompletionRequest, Message, chat_of, completion_of
 from potluck.api.http_errors import HttpRefusal
 from potluck.api.json_bodies import tokens_of
-from potluck.api.messages import Message
-from potluck.api.openai_requests import DEFAULT_TOKENS, ChatRequest, CompletionRequest, chat_of, completion_of
 from potluck.api.passthrough_requests import is_own, own_chat, own_completion, templated
 from potluck.core.errors import FormatError, InputError, PotluckError, did_you_mean
 from potluck.core.values.types import DEFAULT_CLASS

@@ -11,12 +11,11 @@ from dataclasses import dataclass
 
 from aiohttp import ClientError, ClientSession, ClientTimeout, web
 
-from potluck.api.http_errors import HttpRefusal
-from potluck.api.ids import HEADER
+from potluck.api.http_errors import HEADER, HttpRefusal
 
 KEY_HEADER = "X-Potluck-Client-Key"
 MOST_BODY_BYTES = 1_000_000
-QUIET_S = 120.0
+ANSWER_S = 120.0
 PASSED_ON = ("Content-Type", "Retry-After", HEADER)
 
 
@@ -37,7 +36,7 @@ class PlaygroundProxy:
         headers = {"Content-Type": "application/json"}
         if key := request.headers.get(KEY_HEADER):
             headers["Authorization"] = f"Bearer {key}"
-        timeout = ClientTimeout(total=None, sock_read=QUIET_S)
+        timeout = ClientTimeout(total=None, sock_read=ANSWER_S)
         path = f"{self.url}/v1/chat/completions"
         response: web.StreamResponse | None = None
         try:

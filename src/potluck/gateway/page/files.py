@@ -40,14 +40,14 @@ class StaticFile(NamedTuple):
 @cache
 def files() -> dict[str, StaticFile]:
     """By name."""
-    found = {BASE: _file(BASE, base_css().encode())}
+    found = {BASE: _read_file(BASE, base_css().encode())}
     for each in sorted(
         resources.files("potluck.gateway.page").joinpath("data").iterdir(), key=lambda one: one.name
     ):
         if each.name[each.name.rfind(".") :] in KINDS:
-            found[each.name] = _file(each.name, each.read_bytes())
+            found[each.name] = _read_file(each.name, each.read_bytes())
     return found
 
 
-def _file(name: str, body: bytes) -> StaticFile:
+def _read_file(name: str, body: bytes) -> StaticFile:
     return StaticFile(body, KINDS[name[name.rfind(".") :]], f'"{hashlib.sha256(body).hexdigest()[:16]}"')

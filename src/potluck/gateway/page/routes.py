@@ -12,8 +12,7 @@ from math import isfinite
 
 from aiohttp import web
 
-from potluck.api.http_errors import HttpRefusal
-from potluck.api.ids import HEADER, request_id
+from potluck.api.http_errors import HEADER, HttpRefusal, request_id
 from potluck.core.errors import InputError
 from potluck.gateway.page.chat import PlaygroundProxy
 from potluck.gateway.page.files import FIRST, HEADERS, files

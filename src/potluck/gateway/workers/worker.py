@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
-from potluck.api.tls import client_tls, server_tls
+from potluck.api.http_errors import client_tls, server_tls
 from potluck.core.values.service import PrefixSharing
 from potluck.gateway.brain_loop.loop import Act
 from potluck.gateway.dispatch.dispatcher import Dispatcher

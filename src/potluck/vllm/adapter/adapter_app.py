@@ -12,10 +12,16 @@ import aiohttp
 from aiohttp import web
 from aiohttp.typedefs import Handler
 
-from potluck.api.http_errors import HttpRefusal, error_object, refusal
-from potluck.api.ids import HEADER, request_id
+from potluck.api.http_errors import (
+    HEADER,
+    HttpRefusal,
+    ServedNames,
+    check_origin,
+    error_object,
+    refusal,
+    request_id,
+)
 from potluck.api.json_bodies import parse_object
-from potluck.api.origin import ServedNames, check_origin
 from potluck.core.errors import FormatError, InputError
 from potluck.kv.store.cache_feed import as_json, place_in
 from potluck.vllm.adapter.adapter_segments import segments
