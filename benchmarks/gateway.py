@@ -9,7 +9,7 @@ its Brain, with keys and limits on.
 ..._us_per_token       the same per part of an answer that is streamed, 50 at once, a part each 20 ms
 ..._added_p50_ms       200 requests a second: the median, less that of asking the server itself
 gateway_...            the whole gateway;  gateway_tokenising_...: it has the model's tokenizer, which no other has,
-                       and uses it as `gateway/openai/length_estimate.py` says: servers of plain OpenAI tokenise by
+                       and uses it as `gateway/openai/requests.py` says: servers of plain OpenAI tokenise by
                        themselves, so most prompts are only reckoned;  relay_...: its http room alone, with nobody
                        who decides
 tokenise_us_per_prompt what turning one such prompt into tokens costs by itself, as each does that goes to engines

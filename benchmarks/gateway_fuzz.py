@@ -25,11 +25,11 @@ from typing import Any
 
 from parts import common
 from potluck.core.values.sampling import SampledToken
-from potluck.gateway.http.client_listener import open_port
+from potluck.gateway.http.server import open_port
 from potluck.gateway.interfaces import AnswerSink, ChoiceRequest
 from potluck.gateway.meters import SilentMeter
 from potluck.gateway.openai.handler import ClientHandler
-from potluck.gateway.openai.model_card import ModelCard
+from potluck.gateway.openai.requests import ModelCard
 
 SEED = 14
 MODEL = "tiny"

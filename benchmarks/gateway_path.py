@@ -33,13 +33,10 @@ from parts import gateway_clients as clients
 from parts import gateway_proxies as proxies
 from parts import gateway_upstream as upstream
 from potluck.cli.simulating.simulation import policy_of, read_inputs, scene_of
-from potluck.gateway.brain_loop.gateway_core import GatewayCore
-from potluck.gateway.gc_tuning import calm
-from potluck.gateway.http.client_connection import ClientConnection
-from potluck.gateway.http.client_listener import ClientListener
-from potluck.gateway.http.connection_pool import ConnectionPool
-from potluck.gateway.http.engine_connection import EngineCall, EngineConnection
-from potluck.gateway.http.limits import HttpLimits
+from potluck.gateway.brain_loop.core import GatewayCore
+from potluck.gateway.http.connection_pool import ConnectionPool, EngineCall, EngineConnection
+from potluck.gateway.http.limits import HttpLimits, calm
+from potluck.gateway.http.server import ClientConnection, ClientListener
 from potluck.gateway.serve import AdminServer, SingleWorker, notes_of
 from potluck.gateway.settings import GatewaySettings, ListenAddresses
 

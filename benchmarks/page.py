@@ -27,8 +27,8 @@ from page_fleets import large_fleet  # noqa: E402
 from page_stage import Stage, stage  # noqa: E402
 
 from parts.common import Figures, run  # noqa: E402
+from potluck.gateway.page.history import Waterfall  # noqa: E402
 from potluck.gateway.page.stream import TICK_S  # noqa: E402
-from potluck.gateway.page.waterfall import Waterfall  # noqa: E402
 
 REPLICAS, RATE_PER_S, UPDATES_PER_S = 200, 100.0, 50.0
 JANK = """(() => { window.long = 0; window.longest = 0;

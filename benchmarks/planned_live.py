@@ -36,7 +36,7 @@ from potluck.core.routing.template_weights import offers
 from potluck.core.state.actions import Run
 from potluck.core.values.plan import Plan, plan_to_json
 from potluck.gateway.admin.counters import Counters
-from potluck.gateway.brain_loop.decision_log import DecisionLog
+from potluck.gateway.brain_loop.core import DecisionLog
 from potluck.loadgen.load_result import kept
 from potluck.plan.strategies import STRATEGIES, SolveSettings, TemplateFactory
 from potluck.runtime.expectations import promises

@@ -40,8 +40,8 @@ from potluck.core.values.plan import Plan
 from potluck.core.values.service import Tenant
 from potluck.core.values.types import Link, Region, Request, Slo
 from potluck.gateway.admin.families import SEGMENT_TOKENS
-from potluck.gateway.brain_loop.gateway_core import GatewayCore
-from potluck.gateway.brain_loop.operations import Operations
+from potluck.gateway.admin.operations import Operations
+from potluck.gateway.brain_loop.core import GatewayCore
 from potluck.gateway.http.connection_pool import ConnectionPool
 from potluck.gateway.interfaces import RequestOutcome
 from potluck.gateway.serve import AdminServer

@@ -16,7 +16,7 @@ from potluck.core.brain.brain import Brain
 from potluck.core.state.actions import Action, Run
 from potluck.core.state.events import Event
 from potluck.core.values.route import Route, Segment
-from potluck.gateway.brain_loop import gateway_core
+from potluck.gateway.brain_loop import core
 
 SEED = 7
 
@@ -44,5 +44,5 @@ class RandomCuts:
 
 
 if __name__ == "__main__":
-    gateway_core.Brain = RandomCuts  # type: ignore[misc, assignment]
+    core.Brain = RandomCuts  # type: ignore[misc, assignment]
     sys.exit(main())

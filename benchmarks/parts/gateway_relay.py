@@ -11,9 +11,9 @@ import sys
 
 import uvloop
 
-from potluck.gateway.http.client_listener import open_port
 from potluck.gateway.http.connection_pool import ConnectionPool
 from potluck.gateway.http.limits import allow_open_files
+from potluck.gateway.http.server import open_port
 from potluck.gateway.interfaces import Address, Exchange, Headers
 
 

@@ -9,7 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from potluck.api.fields import (
+from potluck.api.http import refusal
+from potluck.api.openai_requests import (
     KNOWN,
     PENALTIES,
     SILENT,
@@ -21,7 +22,6 @@ from potluck.api.fields import (
     completion_of,
     sampling_of,
 )
-from potluck.api.http_errors import refusal
 from potluck.core.errors import InputError, PotluckError
 from potluck.core.values.sampling import Sampling, SamplingDefaults
 

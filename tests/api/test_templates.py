@@ -13,7 +13,7 @@ from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 
 from potluck.api.chat_templates import ChatTemplates, read_templates
-from potluck.api.token_boundaries import ModelTokenizer
+from potluck.api.tokenizer import ModelTokenizer
 from potluck.core.errors import FormatError, InputError
 
 SETTINGS: dict[str, Any] = {

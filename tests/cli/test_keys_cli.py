@@ -11,7 +11,7 @@ from threading import Thread
 
 import pytest
 
-from potluck.api.http_errors import HttpRefusal
+from potluck.api.http import HttpRefusal
 from potluck.cli.main import run
 from potluck.cli.serving.operate import keys_command as module
 from potluck.control.launchers.process import started_at

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from potluck.api.http_errors import HttpRefusal
+from potluck.api.http import HttpRefusal
 from potluck.cli.main import run
 from potluck.control.accounts import Accounts, count_all
 from potluck.control.store.schema import VERSION

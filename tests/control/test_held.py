@@ -22,7 +22,7 @@ from potluck.gateway.http.takeover import SocketHandover
 
 PROBE = """
 import json, sys
-from potluck.gateway.http.inherited_sockets import inherited
+from potluck.gateway.http.takeover import inherited
 clients, operators = inherited()
 print(json.dumps([[each.getsockname()[1] for each in held] for held in (clients, operators)]))
 """

@@ -30,9 +30,8 @@ from potluck.core.values.plan import (
     Template,
 )
 from potluck.core.values.types import NodeOffer, Region, Request
-from potluck.gateway.brain_loop.decision_log import DecisionLog
-from potluck.gateway.brain_loop.loop import BrainLoop
-from potluck.gateway.brain_loop.operations import Operations
+from potluck.gateway.admin.operations import Operations
+from potluck.gateway.brain_loop.core import BrainLoop, DecisionLog
 from potluck.gateway.registry.registry import ReplicaRegistry
 
 TEMPLATE = Template(

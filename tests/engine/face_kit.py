@@ -14,7 +14,7 @@ from tokenizers import Tokenizer
 from tokenizers.decoders import Fuse
 from tokenizers.models import BPE
 
-from potluck.api.token_boundaries import ModelTokenizer
+from potluck.api.tokenizer import ModelTokenizer
 from potluck.core.values.model import Model
 from potluck.engine.model.checkpoint import RandomSource
 from potluck.engine.serve import EngineSettings, local_executor, service_of

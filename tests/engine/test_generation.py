@@ -10,7 +10,7 @@ import pytest
 from engine_models import KINDS, VOCAB
 from face_kit import NAME, face, letters, played
 
-from potluck.api.json_members import NEUTRAL, GenerationConfig, read_generation
+from potluck.api.model_files import NEUTRAL, GenerationConfig, read_generation
 from potluck.cli.serving.engine.engine_command import generation_of
 from potluck.core.errors import InputError, PotluckError
 from potluck.core.values.sampling import SamplingDefaults

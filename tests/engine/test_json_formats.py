@@ -17,8 +17,8 @@ from face_kit import TRIAL, Client, face, make_service, played, tokens_in
 from pipeline_workers import SECRET, placed, standing
 from pretend_kit import A100, FAST, LLAMA
 
-from potluck.api.fields import ANY_OBJECT, LONGEST_SCHEMA
-from potluck.api.token_boundaries import ModelTokenizer
+from potluck.api.openai_requests import ANY_OBJECT, LONGEST_SCHEMA
+from potluck.api.tokenizer import ModelTokenizer
 from potluck.catalog.huggingface import read_model
 from potluck.engine.compute.executor import Executor
 from potluck.engine.compute.json_grammars import Grammars, JsonGuide

@@ -20,7 +20,7 @@ from face_kit import Client, face, make_service, played
 from hypothesis import given
 from hypothesis import strategies as st
 
-from potluck.api.http_errors import ConnectionLimits
+from potluck.api.http import ConnectionLimits
 from potluck.engine.server import control, listener
 from potluck.engine.server.engine_service import RequestLimits
 

@@ -10,7 +10,7 @@ from engine_models import prompt
 from face_kit import NAME, Client, face, letters, make_service, played, spell
 from loop_kit import desk
 
-from potluck.api.token_boundaries import ModelTokenizer, plain_chat
+from potluck.api.tokenizer import ModelTokenizer, plain_chat
 from potluck.core.errors import InputError
 from potluck.core.values.sampling import Sampling
 

@@ -7,7 +7,7 @@ import asyncio
 import pytest
 from face_kit import NAME, face, make_service, played
 
-from potluck.api.http_errors import HttpRefusal, ServedNames, check_origin
+from potluck.api.http import HttpRefusal, ServedNames, check_origin
 
 HERE = ServedNames(loopback=True)
 OPEN = ServedNames(loopback=False, names=frozenset({"gpu7"}))

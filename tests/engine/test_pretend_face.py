@@ -14,7 +14,7 @@ from click.testing import CliRunner
 from face_kit import Client, face, make_service, played, tokens_in
 from pretend_kit import A100, FAST, LLAMA, pretend_service
 
-from potluck.api.token_boundaries import ModelTokenizer
+from potluck.api.tokenizer import ModelTokenizer
 from potluck.cli.main import cli
 from potluck.core.errors import FormatError
 from potluck.core.replica.block_values import block_hashes

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from potluck.api.stops import StopScanner
+from potluck.api.text_stream import StopScanner
 from potluck.core.errors import InputError
 
 WORDS = st.text("ab", max_size=12)

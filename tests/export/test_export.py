@@ -24,8 +24,8 @@ from potluck.core.values.layout import Layout, Stage, StageNode, single
 from potluck.core.values.plan import PlannedReplica, plan_to_json
 from potluck.export import compose, manifests, shell, skypilot
 from potluck.export.placement import PlacedPlan, label
+from potluck.gateway.registry.engine_client import read_status
 from potluck.gateway.registry.engine_list import read_roster
-from potluck.gateway.registry.status_report import read_status
 
 GOLDEN = Path(__file__).parent / "golden"
 CLUSTER = ManifestOptions("registry/potluck:1", gpu_names={"L40S": "NVIDIA-L40S"})

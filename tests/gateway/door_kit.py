@@ -10,12 +10,12 @@ from tokenizers import Tokenizer
 from tokenizers.decoders import Fuse
 from tokenizers.models import BPE
 
-from potluck.api.token_boundaries import ModelTokenizer
+from potluck.api.tokenizer import ModelTokenizer
 from potluck.core.state.actions import Action, Refuse
 from potluck.core.values.sampling import SampledToken
 from potluck.gateway.interfaces import AnswerSink, ChoiceRequest, RequestOutcome
 from potluck.gateway.openai.handler import ClientHandler
-from potluck.gateway.openai.model_card import ModelCard
+from potluck.gateway.openai.requests import ModelCard
 
 NAME, SERVER = "tiny", "elsewhere"
 LETTERS = [chr(code) for code in range(0x20, 0x7F)] + [chr(code) for code in range(0xC0, 0x17F)]

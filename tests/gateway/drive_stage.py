@@ -7,7 +7,7 @@ from drive_kit import VOCAB, Call, Clock, Fleet, Heard, Script, driver
 from potluck.core.state.actions import Run
 from potluck.core.state.events import RequestArrived, SegmentComputed
 from potluck.core.values.route import Route
-from potluck.gateway.dispatch.engine_lines import LONGEST_LINE
+from potluck.gateway.dispatch.engine_replies import LONGEST_LINE
 from potluck.gateway.interfaces import ChoiceRequest
 
 

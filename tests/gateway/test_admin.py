@@ -26,14 +26,11 @@ from potluck.core.errors import InputError
 from potluck.core.state.actions import Run
 from potluck.core.values.route import Route, Segment, aggregated, handed_over
 from potluck.gateway.admin import families as known
-from potluck.gateway.admin.app import AdminContext, build_admin
-from potluck.gateway.admin.counters import MOST_SERIES, Counters
+from potluck.gateway.admin.app import MOST_READERS, AdminContext, EventFeed, build_admin
+from potluck.gateway.admin.counters import MOST_SERIES, Counters, FullMeter, Spans
 from potluck.gateway.admin.families import FAMILIES
-from potluck.gateway.admin.feed import MOST_READERS, EventFeed
-from potluck.gateway.admin.meter import FullMeter
 from potluck.gateway.admin.metrics import GatewayMetrics
-from potluck.gateway.admin.operations_api import Json, NoOperations, QueueView, ReplicaView
-from potluck.gateway.admin.spans import Spans
+from potluck.gateway.admin.operations import Json, NoOperations, QueueView, ReplicaView
 from potluck.gateway.interfaces import ChoiceRequest, RequestOutcome
 from potluck.gateway.openai.keys import KeyRing
 

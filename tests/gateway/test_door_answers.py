@@ -11,7 +11,6 @@ from door_kit import CARDS, END, LETTERS, NAME, SERVER, Scene, choices, refusing
 from hypothesis import given
 from hypothesis import strategies as st
 
-from potluck.api.fields import ChatRequest, CompletionRequest
 from potluck.api.openai_replies import (
     ChoiceChunks,
     ReplyHead,
@@ -22,10 +21,11 @@ from potluck.api.openai_replies import (
     whole_choice,
     whole_reply,
 )
-from potluck.api.stops import TextDelta
+from potluck.api.openai_requests import ChatRequest, CompletionRequest
+from potluck.api.text_stream import TextDelta
 from potluck.core.state.actions import Refuse
 from potluck.core.values.sampling import SampledToken, Sampling
-from potluck.gateway.openai.replies import REFUSALS
+from potluck.gateway.openai.response import REFUSALS
 
 
 def test_a_whole_completion() -> None:

@@ -15,8 +15,8 @@ from door_kit import NAME, Scene, saying
 from potluck.cli.serving.engine.engine_kinds import described
 from potluck.engine.model.config import read_config
 from potluck.engine.shipped_model import shipped_model
-from potluck.gateway.openai.model_card import read_card
-from potluck.gateway.workers.worker_setup import ModelCardNote
+from potluck.gateway.openai.requests import read_card
+from potluck.gateway.workers.worker import ModelCardNote
 
 AIPERF = {
     "x_request_id": "fbb98d15-17b3-4463-9b06-bc02798bca34",

@@ -17,9 +17,7 @@ from potluck.core.errors import InputError
 from potluck.core.replica.block_values import BlockNamer
 from potluck.core.values.service import PrefixSharing
 from potluck.gateway.openai.handler import HandlerSettings
-from potluck.gateway.openai.keys import KeyRing, new_key
-from potluck.gateway.openai.quota import KeyQuota, Quota
-from potluck.gateway.openai.shared_quota import SharedUse
+from potluck.gateway.openai.keys import KeyQuota, KeyRing, Quota, SharedUse, new_key
 
 
 class Keyed(Scene):

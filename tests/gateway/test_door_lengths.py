@@ -10,15 +10,15 @@ from door_kit import Scene, letters
 from hypothesis import given
 from hypothesis import strategies as st
 
-from potluck.gateway.openai.length_estimate import (
+from potluck.gateway.openai.requests import (
     FEW,
     LEAST_CHARS,
     MOST_CHARS,
     SAMPLE,
     LengthEstimates,
+    ModelCard,
     TenantLength,
 )
-from potluck.gateway.openai.model_card import ModelCard
 
 ROOM = 490
 """All prompts are short enough to be tokenised at once."""

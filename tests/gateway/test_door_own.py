@@ -12,10 +12,10 @@ from tokenizers import Tokenizer
 from tokenizers.decoders import Fuse
 from tokenizers.models import BPE
 
-from potluck.api.fields import DRAWN
-from potluck.api.token_boundaries import ModelTokenizer
+from potluck.api.openai_requests import DRAWN
+from potluck.api.tokenizer import ModelTokenizer
 from potluck.gateway.interfaces import TokenCounts
-from potluck.gateway.openai.model_card import ModelCard
+from potluck.gateway.openai.requests import ModelCard
 
 TOOLS = [{"type": "function", "function": {"name": "f", "parameters": {}}}]
 USER = [{"role": "user", "content": "hi"}]

@@ -10,8 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from potluck.core.state.actions import Refuse
-from potluck.gateway.openai.model_card import ModelCard
-from potluck.gateway.openai.relayed import EventParser, StreamTail, counted
+from potluck.gateway.openai.requests import ModelCard
+from potluck.gateway.openai.response import EventParser, StreamTail, counted
 
 REPLY = {
     "id": "x",

@@ -19,10 +19,10 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from openai import APIError, AsyncOpenAI, BadRequestError, NotFoundError, RateLimitError
 
-from potluck.api.http_errors import server_tls
+from potluck.api.http import server_tls
 from potluck.core.errors import InputError
 from potluck.core.state.actions import Refuse
-from potluck.gateway.http.client_listener import open_port
+from potluck.gateway.http.server import open_port
 from potluck.gateway.interfaces import AnswerSink, ChoiceRequest
 from potluck.gateway.openai.handler import ClientHandler
 

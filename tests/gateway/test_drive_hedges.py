@@ -17,7 +17,7 @@ from potluck.core.values.route import Route, Segment, aggregated, handed_over
 from potluck.gateway.dispatch.silence import LEAST_FIRST_S
 from potluck.gateway.interfaces import ChoiceRequest
 from potluck.gateway.openai.handler import ClientHandler
-from potluck.gateway.openai.model_card import ModelCard
+from potluck.gateway.openai.requests import ModelCard
 
 
 def twin(stage: Stage, what: ChoiceRequest, route: Route, attempt: int = 1) -> None:

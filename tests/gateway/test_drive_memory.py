@@ -10,7 +10,7 @@ from drive_kit import asked
 from drive_stage import Stage
 
 from potluck.core.values.route import Route, Segment
-from potluck.gateway.dispatch.attempt import Attempt
+from potluck.gateway.dispatch.segment_attempt import Attempt
 
 
 @pytest.mark.parametrize("end", ["answered", "cancelled", "failed"])

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from potluck.core.state.events import AttemptFailed, FirstToken, RequestCancelled, RequestFinished
 from potluck.core.values.route import aggregated, handed_over
-from potluck.gateway.dispatch.merged_events import ChoiceSoFar, DifferentAnswer, MergedEvents
+from potluck.gateway.dispatch.passthrough_events import ChoiceSoFar, DifferentAnswer, MergedEvents
 from potluck.gateway.interfaces import ChoiceRequest, TokenCounts
 
 BODY = {"messages": [{"role": "user", "content": "hi"}], "tools": [{"type": "function"}]}

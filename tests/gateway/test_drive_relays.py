@@ -18,7 +18,7 @@ from potluck.core.state.events import (
     RequestFinished,
 )
 from potluck.core.values.route import aggregated
-from potluck.gateway.dispatch import relay_bytes
+from potluck.gateway.dispatch import relay_attempt
 from potluck.gateway.dispatch.dispatcher import Dispatcher
 from potluck.gateway.interfaces import ChoiceRequest
 
@@ -277,7 +277,7 @@ def test_what_depends_on_how_it_began_does_not_go_on_elsewhere(fields: dict[str,
 
 
 def test_log_probabilities_of_a_completion_become_those_of_a_chat() -> None:
-    rewriter = relay_bytes.EventRewriter(chunk(0, True), True, 3, 1)
+    rewriter = relay_attempt.EventRewriter(chunk(0, True), True, 3, 1)
     logs = {"tokens": ["a"], "token_logprobs": [-0.5], "top_logprobs": [{"a": -0.5, "é": -2.0}]}
     made = rewriter.event(event({"choices": [{"index": 0, "text": "a", "logprobs": logs}]}))
     (one,) = json.loads(made[6:])["choices"][0]["logprobs"]["content"]
@@ -291,12 +291,12 @@ def test_a_models_name_is_replaced_wherever_it_stands() -> None:
         b'{"metadata":{"model":"m"},"model":"m"}',
         b' {"model":"m\\"q"} ',
     ):
-        made = json.loads(relay_bytes.forwarded(body, "m", 'a"b', b'"more":1'))
+        made = json.loads(relay_attempt.forwarded(body, "m", 'a"b', b'"more":1'))
         assert (made["model"], made["more"]) == ('a"b', 1)
         assert {name: value for name, value in json.loads(body).items() if name != "model"} == {
             name: value for name, value in made.items() if name not in ("model", "more")
         }
-    assert relay_bytes.forwarded(b'{"model":"m"}', "m", "m") == b'{"model":"m"}'
+    assert relay_attempt.forwarded(b'{"model":"m"}', "m", "m") == b'{"model":"m"}'
 
 
 def test_a_server_that_stops_talking_and_a_client_that_leaves() -> None:

@@ -11,7 +11,7 @@ from drive_stage import Stage
 
 from potluck.core.errors import FormatError
 from potluck.core.values.route import aggregated
-from potluck.gateway.dispatch import relay_bytes
+from potluck.gateway.dispatch import relay_attempt
 from potluck.gateway.interfaces import ChoiceRequest
 from potluck.gateway.registry.engine_list import read_roster
 
@@ -87,7 +87,7 @@ def test_what_goes_on_elsewhere_keeps_its_salt(takes: bool) -> None:
 
 
 def test_a_salt_joins_what_else_is_added() -> None:
-    made = relay_bytes.forwarded(b'{"model":"m","cache_salt":"own"}', "m", "n", b'"more":1', 'a"b')
+    made = relay_attempt.forwarded(b'{"model":"m","cache_salt":"own"}', "m", "n", b'"more":1', 'a"b')
     assert json.loads(made) == {"model": "n", "more": 1, "cache_salt": 'a"b'}
 
 

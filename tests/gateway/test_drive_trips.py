@@ -22,8 +22,7 @@ from potluck.core.state.events import (
 )
 from potluck.core.values.route import Route, Segment, aggregated, handed_over
 from potluck.core.values.sampling import SampledToken, Sampling
-from potluck.gateway.dispatch.attempt import GRACE_S
-from potluck.gateway.dispatch.segment_bodies import stretches
+from potluck.gateway.dispatch.segment_attempt import GRACE_S, stretches
 
 
 def test_a_whole_request_is_asked_for_streamed_and_told() -> None:

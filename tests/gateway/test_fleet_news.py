@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 
 from potluck.core.errors import PotluckError
 from potluck.core.state.events import CacheReported, LinkReported
-from potluck.gateway.registry.link_traffic import LinkTraffic, link_reports
-from potluck.gateway.registry.status_report import read_cache, read_status
+from potluck.gateway.registry.engine_client import read_cache, read_status
+from potluck.gateway.registry.health import LinkTraffic, link_reports
 
 SAID = {
     "model": "m",

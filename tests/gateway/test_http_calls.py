@@ -13,11 +13,9 @@ import uvloop
 from hypothesis import given
 from hypothesis import strategies as st
 
-from potluck.api.http_errors import HttpRefusal
-from potluck.gateway.http.connection_pool import ConnectionPool
-from potluck.gateway.http.engine_connection import EngineCall
-from potluck.gateway.http.fetch import NoResponse, fetch
-from potluck.gateway.http.response_reader import ResponseReader
+from potluck.api.http import HttpRefusal
+from potluck.gateway.http.connection_pool import ConnectionPool, EngineCall, NoResponse, fetch
+from potluck.gateway.http.parser import ResponseReader
 from potluck.gateway.interfaces import Address, Headers
 
 Talk = Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]

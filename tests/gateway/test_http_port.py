@@ -12,8 +12,8 @@ from dataclasses import replace
 import pytest
 import uvloop
 
-from potluck.gateway.http.client_listener import ClientListener, open_port
 from potluck.gateway.http.limits import HttpLimits
+from potluck.gateway.http.server import ClientListener, open_port
 from potluck.gateway.interfaces import Exchange
 
 LIMITS = HttpLimits(body_bytes=200_000, linger_s=0.4)

@@ -10,11 +10,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from potluck.api.http_errors import HttpRefusal
-from potluck.gateway.http.chunked import ChunkedReader
-from potluck.gateway.http.heads import ONCE
+from potluck.api.http import HttpRefusal
 from potluck.gateway.http.limits import HttpLimits
-from potluck.gateway.http.request_reader import RequestReader
+from potluck.gateway.http.parser import ONCE, ChunkedReader, RequestReader
 
 SMALL = HttpLimits(line_bytes=200, head_bytes=600, fields=8, body_bytes=500)
 HOST = b"Host: here\r\n"

@@ -27,10 +27,9 @@ from potluck.core.state.events import (
 )
 from potluck.core.values.replica_spec import ReplicaSpec
 from potluck.gateway.interfaces import Address
-from potluck.gateway.registry.engine_client import EngineNoAnswer, EngineRecord
+from potluck.gateway.registry.engine_client import EngineNoAnswer, EngineRecord, StatusReport
 from potluck.gateway.registry.engine_list import EngineEntry
 from potluck.gateway.registry.registry import ReplicaRegistry
-from potluck.gateway.registry.status_report import StatusReport
 
 
 class FakeCaller:

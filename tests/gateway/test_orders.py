@@ -20,14 +20,12 @@ from potluck.core.values.layout import single
 from potluck.core.values.plan import Deployment, NodeCount, Plan, PlannedReplica, Template
 from potluck.core.values.replica_spec import ReplicaSpec
 from potluck.core.values.types import NodeOffer, Region, Role
-from potluck.gateway.admin.app import AdminContext, build_admin
-from potluck.gateway.admin.feed import EventFeed
-from potluck.gateway.admin.meter import FullMeter
+from potluck.gateway.admin.app import AdminContext, EventFeed, build_admin
+from potluck.gateway.admin.counters import FullMeter
 from potluck.gateway.admin.metrics import GatewayMetrics
-from potluck.gateway.brain_loop.cordons import Cordons
-from potluck.gateway.brain_loop.decision_log import DecisionLog
-from potluck.gateway.brain_loop.loop import BrainLoop
-from potluck.gateway.brain_loop.operations import Operations
+from potluck.gateway.admin.operations import Operations
+from potluck.gateway.brain_loop.core import BrainLoop, DecisionLog
+from potluck.gateway.brain_loop.operator_state import Cordons
 from potluck.gateway.interfaces import Address
 from potluck.gateway.registry.registry import WantedFleet
 from potluck.runtime.resolved_plan import EngineSetup

@@ -9,8 +9,8 @@ import pytest
 
 from potluck.core.errors import FormatError
 from potluck.gateway.interfaces import Address, Endpoint
-from potluck.gateway.registry.model_abilities import skills_of
-from potluck.gateway.registry.status_report import read_status
+from potluck.gateway.registry.engine_client import read_status
+from potluck.gateway.registry.registry import skills_of
 
 ONE = Endpoint("a", "m", "here", Address("h", 1), own=True, adapters=("x", "y"))
 

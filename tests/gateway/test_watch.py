@@ -10,14 +10,25 @@ from typing import Any
 import pytest
 
 from potluck.core.state.events import LinkReported, ReplicaReported, ReplicaStatus
-from potluck.gateway.fleet.response_times import LEAST_S, MOST_S, ResponseTimes
 from potluck.gateway.interfaces import Address, Endpoint
-from potluck.gateway.registry.engine_client import EngineNoAnswer, EngineRecord
+from potluck.gateway.registry.engine_client import (
+    LEAST_S,
+    MOST_S,
+    EngineNoAnswer,
+    EngineRecord,
+    LinkCounters,
+    ResponseTimes,
+    StatusReport,
+)
 from potluck.gateway.registry.engine_list import EngineEntry
-from potluck.gateway.registry.health import AGAIN_S, HealthChecker
-from potluck.gateway.registry.link_grants import LASTS_S, hosts_of
-from potluck.gateway.registry.link_traffic import LinkTraffic, link_reports
-from potluck.gateway.registry.status_report import LinkCounters, StatusReport
+from potluck.gateway.registry.health import (
+    AGAIN_S,
+    LASTS_S,
+    HealthChecker,
+    LinkTraffic,
+    hosts_of,
+    link_reports,
+)
 
 SAID = StatusReport(
     "m", "f", "mixed", "ready", "", 1.0, 100, 16, ReplicaStatus(0, 0, 0, 0, 1, 1, 0.0), (), ""

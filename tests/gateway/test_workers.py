@@ -16,7 +16,7 @@ from typing import Any, cast
 import pytest
 import uvloop
 
-from potluck.api.http_errors import random_word
+from potluck.api.http import random_word
 from potluck.core.state.actions import Abort, Action, QueryAttempt, Refuse, Run
 from potluck.core.state.events import (
     AttemptFailed,
@@ -31,17 +31,21 @@ from potluck.core.state.events import (
 from potluck.core.state.policy import Policy
 from potluck.core.values.route import aggregated, handed_over
 from potluck.core.values.types import Request
+from potluck.gateway.admin.counters import FullMeter
 from potluck.gateway.admin.families import REQUESTS
-from potluck.gateway.admin.meter import FullMeter
-from potluck.gateway.brain_loop.loop import BrainLoop
+from potluck.gateway.brain_loop.core import BrainLoop
 from potluck.gateway.interfaces import Address, Endpoint, RequestOutcome
 from potluck.gateway.settings import GatewaySettings, ListenAddresses
 from potluck.gateway.workers import brain_client
-from potluck.gateway.workers.brain_client import RemoteDirectory, WorkerMeter, WorkerMeterReceiver
+from potluck.gateway.workers.brain_client import (
+    RemoteDirectory,
+    WorkerChannel,
+    WorkerMeter,
+    WorkerMeterReceiver,
+)
 from potluck.gateway.workers.supervisor import BrainProcessContext, make_post, worker
-from potluck.gateway.workers.worker_channel import WorkerChannel
+from potluck.gateway.workers.worker import ModelCardNote
 from potluck.gateway.workers.worker_pool import WorkerPool
-from potluck.gateway.workers.worker_setup import ModelCardNote
 
 ANSWER = b'{"choices":[{"index":0,"message":{"role":"assistant","content":"hi"}}]}'
 KEY = "sk-one"

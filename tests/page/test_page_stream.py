@@ -18,9 +18,9 @@ from page_stage import KEY, Stage, stage
 from potluck.core.values.types import Slo
 from potluck.gateway.interfaces import RequestOutcome
 from potluck.gateway.page import stream as showing
-from potluck.gateway.page.files import files
 from potluck.gateway.page.history import FRAME_S, FRAMES, POINT_S, POINTS, PageHistory, quantile
-from potluck.gateway.page.notices import notices
+from potluck.gateway.page.routes import files
+from potluck.gateway.page.snapshot import notices
 from potluck.gateway.page.stream import PageReader, changes
 from potluck.gateway.settings import GatewaySettings
 

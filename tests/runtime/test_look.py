@@ -8,7 +8,7 @@ from math import dist
 
 import pytest
 
-from potluck.gateway.page.files import files
+from potluck.gateway.page.routes import files
 from potluck.runtime.style import base_css
 from potluck.sim.results.report import sheet
 

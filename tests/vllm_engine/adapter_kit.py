@@ -13,7 +13,7 @@ from typing import Any
 from aiohttp import web
 from aiohttp.test_utils import TestClient, TestServer
 
-from potluck.api.http_errors import ServedNames
+from potluck.api.http import ServedNames
 from potluck.vllm.adapter.adapter_app import build
 from potluck.vllm.adapter.adapter_service import AdapterLimits, AdapterService
 from potluck.vllm.adapter.connector_events import ConnectorEvents

@@ -11,13 +11,13 @@ import pytest
 from adapter_kit import HANDLE, standing, streamed, three_tokens
 from aiohttp import web
 
-from potluck.api.http_errors import HttpRefusal
+from potluck.api.http import HttpRefusal
 from potluck.api.segments import segment_of
 from potluck.core.errors import InputError
 from potluck.core.replica.block_values import block_hashes
 from potluck.core.routing.prefix_index import PrefixIndex
 from potluck.core.values.layout import Layout, Stage, StageNode
-from potluck.gateway.registry.status_report import read_cache
+from potluck.gateway.registry.engine_client import read_cache
 from potluck.vllm.adapter.adapter_service import summed
 from potluck.vllm.adapter.vllm_flags import GpuShape, VllmSettings, command, environment, shape_of
 from potluck.vllm.adapter.vllm_requests import PromptPart, VllmEventReader, body_of, heard_of, refusal_of

@@ -20,7 +20,7 @@ import pytest
 
 from potluck.core.replica.block_values import block_hashes
 from potluck.core.routing.prefix_index import PrefixIndex
-from potluck.gateway.registry.status_report import read_cache
+from potluck.gateway.registry.engine_client import read_cache
 
 SOURCE = Path(__file__).parents[2] / "src"
 needs_vllm = pytest.mark.skipif(

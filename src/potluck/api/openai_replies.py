@@ -6,8 +6,8 @@ import json
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from potluck.api.stops import TextDelta
-from potluck.api.token_boundaries import ModelTokenizer
+from potluck.api.text_stream import TextDelta
+from potluck.api.tokenizer import ModelTokenizer
 from potluck.core.values.sampling import SampledToken
 
 Json = dict[str, object]

@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import fields
 from typing import Any
 
-from potluck.api.fields import (
+from potluck.api.openai_requests import (
     DRAWN,
     SILENT,
     TOOL_KEYS,

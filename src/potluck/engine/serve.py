@@ -15,8 +15,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from potluck.api.json_members import GenerationConfig
-from potluck.api.token_boundaries import ModelTokenizer
+from potluck.api.model_files import GenerationConfig
+from potluck.api.tokenizer import ModelTokenizer
 from potluck.core.errors import CapacityError, InputError
 from potluck.core.replica.batch import BatchLimits
 from potluck.core.state.facts import BLOCK_TOKENS

@@ -12,34 +12,30 @@ from pathlib import Path
 
 from aiohttp import web
 
-from potluck.api.http_errors import ServedNames, server_tls
+from potluck.api.http import ServedNames, server_tls
 from potluck.core.state.policy import Policy
 from potluck.gateway.admin import families
-from potluck.gateway.admin.app import AdminContext, build_admin
-from potluck.gateway.admin.feed import EventFeed
-from potluck.gateway.admin.meter import FullMeter
+from potluck.gateway.admin.app import AdminContext, EventFeed, build_admin
+from potluck.gateway.admin.counters import FullMeter, Spans
 from potluck.gateway.admin.metrics import GatewayMetrics
-from potluck.gateway.admin.spans import Spans
+from potluck.gateway.admin.operations import Operations
 from potluck.gateway.admin.usage import UsageFile
-from potluck.gateway.brain_loop.gateway_core import GatewayCore
-from potluck.gateway.brain_loop.operations import Operations
+from potluck.gateway.brain_loop.core import GatewayCore
 from potluck.gateway.brain_loop.operator_state import OperatorState
-from potluck.gateway.gc_tuning import calm
-from potluck.gateway.http.client_listener import bound
 from potluck.gateway.http.connection_pool import ConnectionPool
-from potluck.gateway.http.limits import allow_open_files
+from potluck.gateway.http.limits import allow_open_files, calm
+from potluck.gateway.http.server import bound
 from potluck.gateway.http.takeover import SocketHandover
 from potluck.gateway.interfaces import Meter, RequestOutcome
 from potluck.gateway.openai.keys import KeyRing
-from potluck.gateway.page.notices import notices
 from potluck.gateway.page.routes import PageRoutes
+from potluck.gateway.page.snapshot import notices
 from potluck.gateway.page.stream import PageStream
 from potluck.gateway.registry.engine_list import EngineEntry
 from potluck.gateway.settings import LOOPBACK, GatewaySettings
 from potluck.gateway.workers.supervisor import FOLLOWED, SERVES, BrainProcessContext, Supervisor, answers_in
-from potluck.gateway.workers.worker import Worker, calls_of
+from potluck.gateway.workers.worker import ModelCardNote, Worker, calls_of
 from potluck.gateway.workers.worker_pool import WorkerPool
-from potluck.gateway.workers.worker_setup import ModelCardNote
 from potluck.runtime.resolved_plan import ResolvedPlan
 
 HANDED_S = 600.0

@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from potluck.api.token_boundaries import ModelTokenizer
+from potluck.api.tokenizer import ModelTokenizer
 from potluck.engine.compute.logit_edits import UnfitFormat
 
 MOST_KEPT = 64

@@ -18,7 +18,7 @@ from typing import Protocol
 
 import numpy as np
 
-from potluck.api.http_errors import HttpRefusal
+from potluck.api.http import HttpRefusal
 from potluck.api.segments import UNSUPPORTED
 from potluck.core.values.sampling import Sampling
 

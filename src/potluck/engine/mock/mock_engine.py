@@ -7,8 +7,8 @@ import time
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from potluck.api.json_members import GenerationConfig, JsonMembers, read_json
-from potluck.api.token_boundaries import ModelTokenizer
+from potluck.api.model_files import GenerationConfig, JsonMembers, read_json
+from potluck.api.tokenizer import ModelTokenizer
 from potluck.core.replica.batch import BatchLimits
 from potluck.core.values.layout import Layout, single
 from potluck.core.values.model import DenseFfn, FullAttention, Layer, Model

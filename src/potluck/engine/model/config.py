@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
-from potluck.api.json_members import JsonMembers, read_json
+from potluck.api.model_files import JsonMembers, read_json
 from potluck.core.codec import decode, encode
 from potluck.core.errors import InputError
 from potluck.core.values.model import FullAttention, LatentAttention, LinearAttention, Model, MoeFfn

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from pathlib import Path
 
-from potluck.api.json_members import read_json
+from potluck.api.model_files import read_json
 from potluck.core.errors import FormatError, InputError
 from potluck.core.values.quantised import Quantised, modelopt_scheme, quantised_of
 

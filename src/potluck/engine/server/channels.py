@@ -8,7 +8,7 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import TypeVar
 
-from potluck.api.http_errors import HttpRefusal
+from potluck.api.http import HttpRefusal
 from potluck.core.errors import PotluckError
 from potluck.engine.loop.loop_thread import Ask, LoopThread
 from potluck.engine.loop.messages import Event, Job, JobEnded, JobTimes, LayerSent, OutputToken, RowReady

@@ -13,7 +13,7 @@ from dataclasses import asdict
 
 from aiohttp import web
 
-from potluck.api.http_errors import HttpRefusal
+from potluck.api.http import HttpRefusal
 from potluck.core.errors import InputError
 from potluck.engine.loop.engine_status import role_of
 from potluck.engine.server.control_bodies import read_object

@@ -11,7 +11,7 @@ from dataclasses import replace
 from aiohttp import web
 from aiohttp.typedefs import Handler
 
-from potluck.api.http_errors import HEADER, HttpRefusal, ServedNames, check_origin, request_id
+from potluck.api.http import HEADER, HttpRefusal, ServedNames, check_origin, request_id
 from potluck.engine.server import (
     control,
     engine_page,

@@ -12,9 +12,9 @@ from dataclasses import dataclass, replace
 from aiohttp import web
 
 from potluck import __version__
-from potluck.api.http_errors import HttpRefusal
-from potluck.api.json_members import GenerationConfig
-from potluck.api.token_boundaries import ModelTokenizer
+from potluck.api.http import HttpRefusal
+from potluck.api.model_files import GenerationConfig
+from potluck.api.tokenizer import ModelTokenizer
 from potluck.core.errors import CapacityError, InputError, UnknownNameError
 from potluck.core.values.sampling import Sampling
 from potluck.engine.compute.emulated import EmulatedExecutor

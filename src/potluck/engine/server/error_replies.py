@@ -8,7 +8,7 @@ from http import HTTPStatus
 
 from aiohttp import web
 
-from potluck.api.http_errors import HttpRefusal, error_object, refusal
+from potluck.api.http import HttpRefusal, error_object, refusal
 from potluck.api.segments import UNSUPPORTED
 from potluck.engine.compute.executor import WorkerLost
 from potluck.engine.loop.loop_thread import LoopStopped

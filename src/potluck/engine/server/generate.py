@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import AsyncGenerator
 
-from potluck.api.stops import TextDelta, TextRules, TextStream
+from potluck.api.text_stream import TextDelta, TextRules, TextStream
 from potluck.core.values.sampling import SampledToken
 from potluck.engine.loop.messages import Job, JobEnded, OutputToken
 from potluck.engine.server.engine_service import EngineService

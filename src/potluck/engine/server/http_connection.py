@@ -1,6 +1,6 @@
 """One connection: aiohttp's protocol, with deadlines for heads and readers, and with errors in OpenAI's shape.
 
-A connection counts as waiting (`api/http_errors.py`) until a request has come whole. aiohttp's own count of
+A connection counts as waiting (`api/http.py`) until a request has come whole. aiohttp's own count of
 parsed requests tells when a head is there; `arrived` tells when its body is.
 """
 
@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Protocol
 from aiohttp import web
 from aiohttp.web_protocol import RequestHandler
 
-from potluck.api.http_errors import HEADER, ConnectionLimits, error_object, request_id
+from potluck.api.http import HEADER, ConnectionLimits, error_object, request_id
 
 if TYPE_CHECKING:
     from potluck.engine.server.engine_service import RequestLimits

@@ -2,7 +2,7 @@
 
 aiohttp waits for ever for the rest of a request's head, accepts as many connections as there are file descriptors,
 and asyncio writes a traceback for each one that it then cannot accept. So connections are accepted here, no more than
-there is room for (`api/http_errors.py` says who gives way), and each is watched: for heads that do not come,
+there is room for (`api/http.py` says who gives way), and each is watched: for heads that do not come,
 for clients that stop reading, for idle ones.
 """
 
@@ -19,7 +19,7 @@ from collections import Counter
 from aiohttp import web
 from aiohttp.http import HttpProcessingError
 
-from potluck.api.http_errors import ConnectionLimits, ServedNames
+from potluck.api.http import ConnectionLimits, ServedNames
 from potluck.core.errors import InputError
 from potluck.engine.server.engine_app import build
 from potluck.engine.server.engine_service import EngineService, RequestLimits

@@ -11,15 +11,7 @@ from dataclasses import dataclass
 
 from aiohttp import web
 
-from potluck.api.fields import (
-    ChatRequest,
-    CompletionRequest,
-    EngineAbilities,
-    chat_of,
-    completion_of,
-    sampling_of,
-)
-from potluck.api.http_errors import HttpRefusal
+from potluck.api.http import HttpRefusal
 from potluck.api.openai_replies import (
     LAST_EVENT,
     Json,
@@ -31,7 +23,15 @@ from potluck.api.openai_replies import (
     usage,
     whole_choice,
 )
-from potluck.api.stops import TextDelta
+from potluck.api.openai_requests import (
+    ChatRequest,
+    CompletionRequest,
+    EngineAbilities,
+    chat_of,
+    completion_of,
+    sampling_of,
+)
+from potluck.api.text_stream import TextDelta
 from potluck.core.errors import CapacityError, InputError
 from potluck.core.values.sampling import MOST_LOGPROBS
 from potluck.engine.loop.messages import Job

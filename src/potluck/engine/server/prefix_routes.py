@@ -20,7 +20,7 @@ from dataclasses import dataclass
 
 from aiohttp import web
 
-from potluck.api.http_errors import HttpRefusal
+from potluck.api.http import HttpRefusal
 from potluck.api.json_bodies import shaped
 from potluck.api.segments import KvSource
 from potluck.core.errors import FormatError, InputError, PotluckError

@@ -15,7 +15,7 @@ from contextlib import AsyncExitStack
 
 from aiohttp import web
 
-from potluck.api.http_errors import HttpRefusal
+from potluck.api.http import HttpRefusal
 from potluck.api.segments import KvSource, SegmentRequest, segment_of
 from potluck.core.errors import InputError, PotluckError
 from potluck.engine.loop.messages import Job, JobComputed, JobEnded, OutputToken

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from aiohttp import StreamReader
 
-from potluck.api.http_errors import HttpRefusal
+from potluck.api.http import HttpRefusal
 
 
 class Uploads:

@@ -5,11 +5,15 @@ A worker's tally can be taken apart from time to time and added to another proce
 
 from __future__ import annotations
 
+import hashlib
+import time
 from bisect import bisect_left
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
+from potluck import __version__
+from potluck.core.errors import InputError
 from potluck.core.state.actions import Run
 from potluck.core.state.events import FailureKind
 from potluck.gateway.admin import families as known
@@ -294,3 +298,129 @@ class Counters:
     def seen(self, family: Family) -> dict[Labels, Histogram]:
         self._settle()
         return self._histograms.get(family.name, {})
+
+
+class FullMeter(Counters):
+    """A tally that passes on what others want to hear as well."""
+
+    def __init__(
+        self,
+        told: Callable[[RequestOutcome], None] | None = None,
+        spans: Spans | None = None,
+        region_of: Callable[[str], str] = lambda replica: "",
+        *,
+        record: Callable[[RequestOutcome], None] | None = None,
+    ) -> None:
+        """`record` writes down what this process answered; `told` hears of other processes' answers as well."""
+        super().__init__(region_of)
+        self._told, self._spans, self._record = told, spans, record
+        self.usage_notes: dict[object, tuple[str, int]] = {}
+        """What other processes say of their records: what is wrong, and how many were lost."""
+
+    def answered(self, told: RequestOutcome) -> None:
+        if self._record is not None:
+            self._record(told)
+        super().answered(told)
+        if self._told is not None:
+            self._told(told)
+
+    def segment(
+        self,
+        asked: ChoiceRequest,
+        replica: str,
+        began_s: float,
+        ended_s: float,
+        tokens: int,
+        problem: str = "",
+    ) -> None:
+        super().segment(asked, replica, began_s, ended_s, tokens, problem)
+        if self._spans is not None:
+            self._spans.segment(asked, replica, began_s, ended_s, tokens, problem)
+
+    def failed(self, asked: ChoiceRequest, where: str, kind: FailureKind, why: str) -> None:
+        super().failed(asked, where, kind, why)
+        if self._spans is not None:
+            self._spans.failed(asked, where, kind, why)
+
+    # What other processes counted by themselves.
+
+    def used(self, told: RequestOutcome) -> None:
+        if self._told is not None:
+            self._told(told)
+
+    def span(self, name: str, asked: ChoiceRequest, what: Sequence[Any]) -> None:
+        if self._spans is not None and name == "segment":
+            self._spans.segment(asked, *what)
+        elif self._spans is not None and name == "failed":
+            self._spans.failed(asked, *what)
+
+
+class Spans:
+    """`segment` and `failed` as parts.Meter has them."""
+
+    def __init__(
+        self, url: str, offset_s: Callable[[], float] = lambda: time.time() - time.monotonic()
+    ) -> None:
+        try:
+            from opentelemetry import trace
+            from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
+            from opentelemetry.sdk.resources import Resource
+            from opentelemetry.sdk.trace import TracerProvider
+            from opentelemetry.sdk.trace.export import BatchSpanProcessor
+        except ImportError as error:
+            raise InputError(
+                "--otlp", "needs the OpenTelemetry packages: pip install 'potluck[otlp]'"
+            ) from error
+        self._trace = trace
+        self._provider: Any = TracerProvider(
+            resource=Resource.create({"service.name": "potluck-gateway", "service.version": __version__})
+        )
+        self._provider.add_span_processor(BatchSpanProcessor(OTLPSpanExporter(endpoint=url)))
+        self._tracer = self._provider.get_tracer("potluck.gateway")
+        self._offset_s = offset_s
+
+    def segment(
+        self,
+        asked: ChoiceRequest,
+        replica: str,
+        began_s: float,
+        ended_s: float,
+        tokens: int,
+        problem: str = "",
+    ) -> None:
+        offset_s = self._offset_s()
+        attributes: dict[str, str | int] = {
+            "gen_ai.request.model": asked.model,
+            "potluck.request": asked.id,
+            "potluck.replica": replica,
+            "potluck.tokens": tokens,
+            "potluck.class": asked.request_class,
+        }
+        span = self._tracer.start_span(
+            "segment",
+            context=self._trace_of(asked.id),
+            start_time=int((began_s + offset_s) * 1e9),
+            attributes=attributes,
+        )
+        if problem:
+            span.set_status(self._trace.Status(self._trace.StatusCode.ERROR, problem[:200]))
+        span.end(end_time=int((ended_s + offset_s) * 1e9))
+
+    def failed(self, asked: ChoiceRequest, where: str, kind: FailureKind, why: str) -> None:
+        span = self._tracer.start_span("failure", context=self._trace_of(asked.id))
+        span.set_attributes({"potluck.where": where, "potluck.kind": kind, "potluck.why": why[:200]})
+        span.end()
+
+    def close(self) -> None:
+        self._provider.shutdown()
+
+    def _trace_of(self, request: str) -> Any:
+        """A context whose trace has a number made from the request's name."""
+        digest = hashlib.sha256(request.encode()).digest()
+        context = self._trace.SpanContext(
+            int.from_bytes(digest[:16], "big") or 1,
+            int.from_bytes(digest[16:24], "big") or 1,
+            is_remote=True,
+            trace_flags=self._trace.TraceFlags(self._trace.TraceFlags.SAMPLED),
+        )
+        return self._trace.set_span_in_context(self._trace.NonRecordingSpan(context))

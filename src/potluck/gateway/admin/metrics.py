@@ -20,7 +20,7 @@ from prometheus_client.registry import Collector
 from potluck.gateway.admin import families as known
 from potluck.gateway.admin.counters import Counters, Histogram, Labels
 from potluck.gateway.admin.families import FAMILIES, Family
-from potluck.gateway.admin.operations_api import NoOperations, OperationsApi
+from potluck.gateway.admin.operations import NoOperations, OperationsApi
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 WINDOW_S = 300.0

@@ -7,15 +7,19 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import fields
 from pathlib import Path
 from typing import Any, TypeVar
 
 from potluck.core.codec import decode, encode
+from potluck.core.errors import InputError, UnknownNameError
+from potluck.core.state.events import Event, OperatorOrdered
+from potluck.core.state.fleet import ReplicaState
 from potluck.core.values.plan import Plan
 from potluck.core.values.types import Region
 from potluck.gateway.registry.engine_list import EngineEntry, address_of
+from potluck.gateway.registry.registry import ReplicaRegistry
 
 T = TypeVar("T")
 
@@ -76,3 +80,94 @@ class OperatorState:
             return json.loads((self._folder / name).read_text("utf-8"))
         except (OSError, ValueError):
             return None
+
+
+class Cordons:
+    def __init__(
+        self,
+        views: Mapping[str, ReplicaState],
+        registry: ReplicaRegistry,
+        tell: Callable[[Event], object],
+        keep: Callable[[Iterable[str]], None] | None = None,
+    ) -> None:
+        """`keep` hears what holds, for a process that takes this one's place."""
+        self._views, self._keeper, self._tell, self._keep = views, registry, tell, keep
+        self._marks: set[str] = set()
+
+    @property
+    def marks(self) -> list[str]:
+        """Addresses of engines and names of machines."""
+        return sorted(self._marks)
+
+    def inherit(self, marks: Iterable[str]) -> None:
+        """What another process was told before this one."""
+        self._marks.update(marks)
+
+    def told(self, body: Mapping[str, object]) -> list[str]:
+        """A `replica` or a `node`, or the `marks` that another gateway had: replicas that get nothing new by it."""
+        marks = body.get("marks")
+        if marks is None:
+            self._marks.add(self._named(body.get("replica"), body.get("node")))
+        elif isinstance(marks, list) and all(isinstance(each, str) for each in marks):
+            self._marks.update(marks)
+        else:
+            raise InputError("marks", "must be a list of names")
+        return self._changed()
+
+    def lift(self, body: Mapping[str, object]) -> list[str]:
+        """Replicas to which something may be sent again."""
+        replica, node = body.get("replica"), body.get("node")
+        mark = self._named(replica, node)
+        if mark not in self._marks:
+            holds = sorted(self._marks & self._places(str(replica))) if node is None else []
+            problem = f"is cordoned with {holds[0]}: uncordon that" if holds else "is not cordoned"
+            raise InputError("replica" if node is None else "node", f"{replica or node} {problem}")
+        self._marks.discard(mark)
+        return self._changed()
+
+    def _changed(self) -> list[str]:
+        if self._keep is not None:
+            self._keep(self.marks)
+        return self._settled()
+
+    def look(self) -> None:
+        """At every tick."""
+        self._settled()
+
+    def _settled(self) -> list[str]:
+        found = []
+        for name, view in tuple(self._views.items()):
+            cordoned = bool(self._marks) and not self._marks.isdisjoint(self._places(name))
+            if view.state == "ready" and view.cordoned != cordoned:
+                self._tell(OperatorOrdered(name, "cordon" if cordoned else "uncordon"))
+                found.append(name)
+        return found
+
+    def _named(self, replica: object, node: object) -> str:
+        """By what it is remembered: an engine's address, or the name of a machine."""
+        if (replica is None) == (node is None):
+            raise InputError("replica", "or node must be named, and not both")
+        if node is None:
+            if not isinstance(replica, str):
+                raise InputError("replica", "must be the name of one")
+            if replica not in self._views:
+                raise UnknownNameError("replica", replica, self._views)
+            address = self._address(replica)
+            if not address:
+                raise InputError("replica", f"{replica} has no engine; only one that is ready takes orders")
+            return address
+        hosts = {each.entry.address.host for each in self._keeper.engines}
+        known = self._marks | hosts.union(*(view.member.nodes for view in self._views.values()))
+        if not isinstance(node, str) or node not in known:
+            raise UnknownNameError("node", str(node), known)
+        return node
+
+    def _places(self, replica: str) -> set[str]:
+        """All that it may be called by: its engine's address, that of its host, its machines."""
+        view, address = self._views.get(replica), self._address(replica)
+        named = set() if view is None else set(view.member.nodes)
+        return {address, address.rpartition(":")[0], *named} - {""}
+
+    def _address(self, replica: str) -> str:
+        found = self._keeper.find(replica)
+        return "" if found is None else f"{found.address.host}:{found.address.port}"

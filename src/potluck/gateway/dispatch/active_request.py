@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol
 
 from potluck.core.state.actions import Hedge, QueryAttempt, Refuse, Run
 from potluck.core.state.events import (
@@ -27,13 +27,145 @@ from potluck.core.state.events import (
 from potluck.core.values.route import Route, Segment
 from potluck.core.values.sampling import SampledToken
 from potluck.core.values.types import Request
-from potluck.gateway.dispatch.attempt import DispatchContext
-from potluck.gateway.dispatch.attempt_kinds import CannotStart, RunningAttempt, attempt
-from potluck.gateway.dispatch.hedge import OTHER_TOKENS, HedgeAttempt
-from potluck.gateway.dispatch.merged_events import DifferentAnswer
-from potluck.gateway.dispatch.passthrough_events import PassthroughEvents
+from potluck.gateway.dispatch.passthrough_events import DifferentAnswer, PassthroughEvents
 from potluck.gateway.dispatch.relay_attempt import RelayAttempt, RelayedStream
+from potluck.gateway.dispatch.segment_attempt import Attempt, DispatchContext
 from potluck.gateway.interfaces import AnswerSink, ChoiceRequest, Endpoint, TokenCounts
+
+if TYPE_CHECKING:
+    from potluck.gateway.dispatch.active_request import ActiveRequest, HedgeAttempt
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from potluck.gateway.dispatch.active_request import ActiveRequest, RunningAttempt
+
+OTHER_TOKENS = "makes other tokens of its messages than we did"
+
+
+class HedgeAttempt:
+    """What its trip or relay takes for the ride."""
+
+    asked: ChoiceRequest
+    answer: AnswerSink
+    ends: frozenset[int]
+    output: list[int]
+    going: RunningAttempt
+    endpoints: Sequence[Endpoint] = ()
+
+    def __init__(self, active: ActiveRequest, run: Run, tell: Callable[[Event], None]) -> None:
+        self._ride = active
+        self._tell = tell
+        self.run = run
+        self.asked, self.answer, self.ends, self.output = (
+            active.asked,
+            active.answer,
+            active.ends,
+            active.output,
+        )
+        self.stream = RelayedStream()
+        self.done = 0
+        """How many of its segments were handed on."""
+        self.leading = False
+
+    def leads(self) -> None:
+        """It has something to pass on."""
+        if not self.leading:
+            self._ride.overtaken(self)
+
+    # What it tells until it leads is told of its own attempt; what only comes behind that is the ride's.
+
+    def segment_done(self, place: int) -> None:
+        if self.leading:
+            self._ride.segment_done(place)
+        else:
+            self.done = place + 1
+            self._tell(SegmentDone(self.asked.id, self.run.attempt, place))
+
+    def segment_computed(self, place: int) -> None:
+        self._tell(SegmentComputed(self.asked.id, self.run.attempt, place))
+
+    def failed(self, kind: FailureKind, where: str, why: str) -> None:
+        if self.leading:
+            self._ride.failed(kind, where, why)
+        else:
+            self._ride.second_failed(self, kind, where, why)
+
+    def tokens(self, choices: list[SampledToken]) -> None:
+        self._ride.tokens(choices)
+
+    def said(self, events: list[dict[str, Any]], *, stream: bool) -> None:
+        self._ride.said(events, stream=stream)
+
+    def own_finished(self, counts: TokenCounts) -> None:
+        self._ride.own_finished(counts)
+
+    def other_prompt(self, prompt: tuple[int, ...]) -> None:
+        """The first one goes on; what is sent next has the right tokens."""
+        self._ride.prompt_is(prompt)
+        self.failed("timeout", "", OTHER_TOKENS)
+
+    def finished(self, reason: Literal["stop", "length"], cached_tokens: int) -> None:
+        self._ride.finished(reason, cached_tokens)
+
+    def first_token(self) -> None:
+        self._ride.first_token()
+
+    def relayed(self, output_tokens: int) -> None:
+        self._ride.relayed(output_tokens)
+
+    def relayed_whole(self, kind: bytes, body: bytes, output_tokens: int) -> None:
+        self.leads()
+        self._ride.relayed_whole(kind, body, output_tokens)
+
+    def turned_down(self, status: int, kind: bytes, body: bytes) -> None:
+        self.leads()
+        self._ride.turned_down(status, kind, body)
+
+    def broken(self, kind: FailureKind, where: str, why: str) -> None:
+        self._ride.broken(kind, where, why)
+
+
+class RunningAttempt(Protocol):
+    """An attempt under way."""
+
+    def start(self, endpoints: Sequence[Endpoint]) -> None: ...
+
+    def stop(self) -> None: ...
+
+    def pause(self) -> None: ...
+
+    def resume(self) -> None: ...
+
+
+class CannotStart(NamedTuple):
+    """Why an attempt cannot be begun."""
+
+    where: str
+    why: str
+
+
+def attempt(
+    rider: ActiveRequest | HedgeAttempt, run: Run, means: DispatchContext, stream: RelayedStream
+) -> tuple[RunningAttempt, Sequence[Endpoint]] | CannotStart:
+    """An attempt, and by whom it is carried out."""
+    endpoints: list[Endpoint] = []
+    faces = 0
+    find, asked = means.directory.find, rider.asked
+    for segment in run.route.segments:
+        endpoint = find(segment.replica)
+        if endpoint is None:
+            return CannotStart(segment.replica, "cannot be reached")
+        endpoints.append(endpoint)
+        faces += endpoint.kind == "face"
+    if faces:
+        means.met(endpoints[-1])
+    if faces == 0 and len(endpoints) == 1 and (stream.begun or not rider.output):
+        return RelayAttempt(rider, run, means, stream), endpoints
+    able = endpoints[-1].own or not asked.own
+    if faces == len(endpoints) and asked.prompt and not stream.begun and able:
+        return Attempt(rider, run, means), endpoints
+    return CannotStart(run.route.decoder, "cannot do what the route asks of it")
+
 
 log = logging.getLogger(__name__)
 Reason = Literal["stop", "length"]

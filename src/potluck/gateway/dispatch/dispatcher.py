@@ -9,12 +9,12 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 
+from potluck.core.replica.block_values import BlockNamer
 from potluck.core.state.actions import Abort, Action, Hedge, QueryAttempt, Refuse, Run
 from potluck.core.state.events import Event, RequestArrived, RequestCancelled, RequestFinished
 from potluck.core.values.types import Request
 from potluck.gateway.dispatch.active_request import ActiveRequest
-from potluck.gateway.dispatch.attempt import DispatchContext
-from potluck.gateway.dispatch.block_names import BlockNames
+from potluck.gateway.dispatch.segment_attempt import DispatchContext
 from potluck.gateway.dispatch.silence import SilenceMonitor
 from potluck.gateway.interfaces import (
     AnswerSink,
@@ -25,6 +25,27 @@ from potluck.gateway.interfaces import (
     Meter,
     ReplicaDirectory,
 )
+
+
+class BlockNames:
+    """Names begin with the fingerprint of a model's weights, which its engines tell.
+
+    Requests that come before the first engine of their model was met have no names, and find nothing that is cached.
+    """
+
+    def __init__(self) -> None:
+        self._book = BlockNamer()
+        self._fingerprints: dict[str, str] = {}
+
+    def met(self, endpoint: Endpoint) -> None:
+        """A request goes there."""
+        if endpoint.fingerprint:
+            self._fingerprints[endpoint.model] = endpoint.fingerprint
+
+    def names(self, asked: ChoiceRequest) -> tuple[int, ...]:
+        fingerprint = self._fingerprints.get(asked.model)
+        return () if fingerprint is None else self._book.names(asked.prompt, fingerprint, asked.salt)
+
 
 ENDED = 4096
 """How many that ended are remembered, in case the Brain asks after one."""

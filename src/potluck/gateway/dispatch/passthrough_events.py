@@ -2,10 +2,220 @@
 
 from __future__ import annotations
 
+import json
+from collections.abc import Sequence
 from typing import Any
 
-from potluck.gateway.dispatch.merged_events import MergedEvents
+from potluck.core.errors import PotluckError
 from potluck.gateway.interfaces import AnswerSink, ChoiceRequest, TokenCounts
+
+Json = dict[str, Any]
+TEXTS = ("content", "reasoning", "reasoning_content", "refusal")
+HIDDEN = ("prompt_token_ids", "kv_transfer_params")
+ONCE = ("finish_reason", "stop_reason")
+LISTS = ("tokens", "token_logprobs", "top_logprobs", "text_offset", "content", "refusal")
+"""Of log probabilities: a completion's, and a chat's."""
+
+
+class DifferentAnswer(PotluckError):
+    """Asked again, the engine answers otherwise than what the client has."""
+
+
+class ChoiceSoFar:
+    """A choice as far as it was said."""
+
+    def __init__(self) -> None:
+        self.texts: dict[str, str] = {}
+        """By name; arguments of the third call are `call 3`."""
+        self.lists: dict[str, list[Any]] = {}
+        self.facts: dict[str, Any] = {}
+        """What is said once: the role, a call's name."""
+
+    def add(self, choice: Json) -> None:
+        delta = choice.get("delta")
+        if isinstance(delta, dict):
+            for name in TEXTS:
+                self._text(name, delta.get(name))
+            if delta.get("role") is not None:
+                self.facts["role"] = delta["role"]
+            for place, call in enumerate(delta.get("tool_calls") or ()):
+                self._call(call, call.get("index", place))
+        self._text("text", choice.get("text"))
+        logs = choice.get("logprobs")
+        for name in LISTS:
+            if isinstance(logs, dict) and isinstance(logs.get(name), list):
+                self.lists.setdefault(name, []).extend(logs[name])
+        if isinstance(choice.get("token_ids"), list):
+            self.lists.setdefault("token_ids", []).extend(choice["token_ids"])
+        for name in ONCE:
+            if choice.get(name) is not None:
+                self.facts[name] = choice[name]
+
+    def cover(self, other: ChoiceSoFar) -> None:
+        """Have what the other has beyond this one."""
+        for name, text in other.texts.items():
+            if len(text) > len(self.texts.get(name, "")):
+                self.texts[name] = text
+        for name, items in other.lists.items():
+            if len(items) > len(self.lists.get(name, ())):
+                self.lists[name] = list(items)
+        self.facts = {**other.facts, **self.facts}
+
+    def _text(self, name: str, text: object) -> None:
+        if isinstance(text, str):
+            self.texts[name] = self.texts.get(name, "") + text
+
+    def _call(self, call: Json, index: int) -> None:
+        function = call.get("function") or {}
+        self._text(f"call {index}", function.get("arguments") or "")
+        if function.get("name"):
+            self.facts[f"name {index}"] = function["name"]
+            self.facts.setdefault(f"id {index}", call.get("id"))
+
+    def beyond(self, told: ChoiceSoFar) -> Json | None:
+        """What this has beyond what was told, as one choice of an event; None for nothing."""
+        for name in told.texts.keys() & self.texts.keys():
+            _must_begin_alike(self.texts[name], told.texts[name])
+        for name in told.lists.keys() & self.lists.keys():
+            if name not in (
+                "token_logprobs",
+                "top_logprobs",
+                "content",
+            ):  # numbers may differ in their last bits
+                _must_begin_alike(self.lists[name], told.lists[name])
+        for name in told.facts.keys() & self.facts.keys():
+            if self.facts[name] != told.facts[name] and not name.startswith("id "):
+                raise DifferentAnswer(f"{name} was told as {told.facts[name]!r}")
+        made: Json = {}
+        if "text" in self.texts:
+            made["text"] = self._more("text", told)
+        else:
+            made["delta"] = self._delta(told)
+        logs = {
+            name: found
+            for name in LISTS
+            if name in self.lists and (found := self.lists[name][len(told.lists.get(name, ())) :])
+        }
+        if logs:
+            made["logprobs"] = logs
+        ids = self.lists.get("token_ids", [])[len(told.lists.get("token_ids", ())) :]
+        if ids:
+            made["token_ids"] = ids
+        ends = {name: self.facts[name] for name in ONCE if name in self.facts and name not in told.facts}
+        if not made.get("text") and not made.get("delta") and not logs and not ids and not ends:
+            return None
+        return {"index": 0, "logprobs": None, "finish_reason": None, **made, **ends}
+
+    def _more(self, name: str, told: ChoiceSoFar) -> str:
+        return self.texts.get(name, "")[len(told.texts.get(name, "")) :]
+
+    def _delta(self, told: ChoiceSoFar) -> Json:
+        delta: Json = {name: more for name in TEXTS if (more := self._more(name, told))}
+        if "role" in self.facts and "role" not in told.facts:
+            delta = {"role": self.facts["role"], "content": "", **delta}
+        calls: list[Json] = []
+        for name in self.texts:
+            if not name.startswith("call "):
+                continue
+            index = int(name[5:])
+            function: Json = {}
+            call: Json = {"index": index, "function": function}
+            if f"name {index}" in self.facts and f"name {index}" not in told.facts:
+                call |= {"id": self.facts[f"id {index}"], "type": "function"}
+                function["name"] = self.facts[f"name {index}"]
+            if more := self._more(name, told):
+                function["arguments"] = more
+            if function:
+                calls.append(call)
+        if calls:
+            delta["tool_calls"] = calls
+        return delta
+
+
+def _must_begin_alike(now: Sequence[Any], told: Sequence[Any]) -> None:
+    short = min(len(now), len(told))
+    if now[:short] != told[:short]:
+        raise DifferentAnswer("asked again, the engine answered otherwise than it had begun")
+
+
+class MergedEvents:
+    """One answer's events, whoever says them."""
+
+    def __init__(self, name: str, model: str, *, usage: bool) -> None:
+        self._name, self._model, self._usage = name, model, usage
+        self._told: list[Json] = []
+        """Choices that the client has, in the first attempt's words."""
+        self._whole: ChoiceSoFar | None = None
+        """The same together, once there was a second attempt."""
+        self._now: ChoiceSoFar | None = None
+        self._created: object = None
+
+    @property
+    def begun(self) -> bool:
+        return bool(self._told) or self._whole is not None
+
+    def again(self) -> None:
+        """Another attempt begins."""
+        if not self.begun:
+            return
+        if self._whole is None:
+            self._whole = ChoiceSoFar()
+            for choice in self._told:
+                self._whole.add(choice)
+            self._told = []
+        self._now = ChoiceSoFar()
+
+    def event(self, said: Json) -> bytes:
+        """An event of the attempt as the client gets it; nothing where it has that already."""
+        choices = [each for each in said.get("choices") or () if isinstance(each, dict)]
+        if self._now is not None:
+            choices = self._news(choices)
+        else:
+            choices = [each for each in choices if _says(each)]
+            self._told += choices
+        usage = said.get("usage") if self._usage else None
+        if not choices and usage is None:
+            return b""
+        return b"data: " + _text(self._named(said, choices, usage)) + b"\n\n"
+
+    def _news(self, choices: list[Json]) -> list[Json]:
+        assert self._now is not None
+        assert self._whole is not None
+        for choice in choices:
+            self._now.add(choice)
+        found = self._now.beyond(self._whole)
+        if found is None:
+            return []
+        self._whole.cover(self._now)
+        return [found]
+
+    def _named(self, said: Json, choices: list[Json], usage: object) -> Json:
+        if self._created is None:
+            self._created = said.get("created")
+        made = {name: value for name, value in said.items() if name not in HIDDEN and name != "usage"}
+        made |= {"id": self._name, "created": self._created, "model": self._model, "choices": choices}
+        if self._usage:
+            made["usage"] = usage
+        return made
+
+    def whole(self, said: Json) -> bytes:
+        """An answer that is not streamed."""
+        made = {name: value for name, value in said.items() if name != "kv_transfer_params"}
+        return _text(made | {"id": self._name, "model": self._model})
+
+
+def _says(choice: Json) -> bool:
+    """Whether a client that asked for no tokens learns anything from it."""
+    delta = choice.get("delta")
+    told = (
+        choice.get("text") or choice.get("finish_reason") or choice.get("token_ids") or choice.get("logprobs")
+    )
+    return bool(told or (isinstance(delta, dict) and any(value is not None for value in delta.values())))
+
+
+def _text(body: Json) -> bytes:
+    return json.dumps(body, separators=(",", ":")).encode()
+
 
 EVENTS, JSON = b"text/event-stream; charset=utf-8", b"application/json"
 DONE = b"data: [DONE]\n\n"

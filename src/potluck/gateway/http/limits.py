@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import math
 from dataclasses import dataclass
 
@@ -55,3 +56,14 @@ def allow_open_files() -> None:
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft != hard:
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+
+
+THRESHOLDS = (50_000, 20, 100)
+"""Requests leave no cycles behind, so there is little to find: it looks less often than Python's own 700 objects."""
+
+
+def calm() -> None:
+    """To be called once everything is made that lasts: it is never looked at again."""
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(*THRESHOLDS)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
 import hmac
 import json
@@ -10,30 +11,92 @@ import secrets
 import time
 import traceback
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import partial
 from importlib import resources
+from typing import TypeVar
 from urllib.parse import unquote_to_bytes
 
-from potluck.api.http_errors import HttpRefusal, ServedNames, check_origin, random_word, refusal, request_id
+from potluck.api.http import HttpRefusal, ServedNames, check_origin, random_word, refusal, request_id
 from potluck.api.json_bodies import parse_object
 from potluck.api.openai_replies import model_entry
 from potluck.core.errors import InputError, UnknownNameError
 from potluck.core.values.service import CLASSES, PrefixSharing
 from potluck.core.values.types import DEFAULT_TENANT
 from potluck.gateway.interfaces import Exchange, Headers, Meter, ReplicaDirectory, RequestDispatcher
-from potluck.gateway.openai.answer_recording import AnswerRecording, meet
-from potluck.gateway.openai.choice import ChoiceWriter
-from potluck.gateway.openai.kept_answers import KeptAnswers
+from potluck.gateway.openai.kept_answers import AnswerRecording, KeptAnswers, meet
 from potluck.gateway.openai.keys import ApiKey, KeyRing, nobody
-from potluck.gateway.openai.length_estimate import LengthEstimates, TenantLength
-from potluck.gateway.openai.model_card import ModelCard
-from potluck.gateway.openai.replies import JSON, RateLimited, compact, limited, reply_error, reply_json
-from potluck.gateway.openai.response import ResponseWriter
+from potluck.gateway.openai.requests import (
+    LengthEstimates,
+    ModelCard,
+    Submission,
+    TenantLength,
+    ValidatedRequest,
+    growth_of,
+    manner_of,
+    plain_wish,
+    wish_of,
+)
+from potluck.gateway.openai.response import (
+    JSON,
+    ChoiceWriter,
+    RateLimited,
+    ResponseWriter,
+    compact,
+    limited,
+    reply_error,
+    reply_json,
+)
 from potluck.gateway.openai.responses_api import ResponsesExchange
-from potluck.gateway.openai.submit import Submission, growth_of
-from potluck.gateway.openai.tokenizing import TokenizerPool
-from potluck.gateway.openai.validate import ValidatedRequest, manner_of, plain_wish, wish_of
+
+T = TypeVar("T")
+
+INLINE_CHARS = 500
+"""Up to here a text is tokenised at once: it takes less time than handing it to a thread and back."""
+MOST_WAITING_CHARS = 64_000_000
+"""Of all texts that wait for a thread or are in one; beyond it new ones are turned away."""
+THREADS = 2
+
+
+class TokenizerPool:
+    """Threads for what takes long. `then` hears the result or what went wrong, in the event loop."""
+
+    def __init__(self, loop: asyncio.AbstractEventLoop | None = None, threads: int = THREADS) -> None:
+        self._loop, self._threads = loop, threads
+        self._pool: ThreadPoolExecutor | None = None
+        self.waiting_chars = 0
+
+    def do(self, chars: int, task: Callable[[], T], then: Callable[[T | Exception], None]) -> None:
+        """Errors of a short task are raised, since it is done before this returns."""
+        if chars <= INLINE_CHARS:
+            then(task())
+            return
+        if self.waiting_chars + chars > MOST_WAITING_CHARS:
+            raise HttpRefusal(429, "too many long prompts at once; try again", "overloaded")
+        self.waiting_chars += chars
+        loop = self._loop or asyncio.get_running_loop()
+        if self._pool is None:
+            self._pool = ThreadPoolExecutor(self._threads, thread_name_prefix="tokens")
+
+        def told(future: Future[T]) -> None:
+            self.waiting_chars -= chars
+            error = future.exception()
+            if error is None:
+                then(future.result())
+            else:
+                then(error if isinstance(error, Exception) else RuntimeError(type(error).__name__))
+
+        def done(future: Future[T]) -> None:
+            if not loop.is_closed():
+                loop.call_soon_threadsafe(told, future)
+
+        self._pool.submit(task).add_done_callback(done)
+
+    def close(self) -> None:
+        if self._pool is not None:
+            self._pool.shutdown(wait=False, cancel_futures=True)
+
 
 log = logging.getLogger(__name__)
 

@@ -5,23 +5,114 @@ The status is only said with the first part, so that what fails before has its o
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Protocol
+import json
+import re
+from collections.abc import Callable, Mapping, Sequence
+from math import ceil
+from typing import Literal, Protocol
 
-from potluck.api.http_errors import HttpRefusal, random_word
-from potluck.api.openai_replies import LAST_EVENT, Json, ReplyHead, event, usage, usage_text, whole_reply
-from potluck.gateway.interfaces import Exchange, Meter, RequestDispatcher, RequestOutcome, TokenCounts
-from potluck.gateway.openai.answer_recording import AnswerRecording
-from potluck.gateway.openai.keys import ApiKey
-from potluck.gateway.openai.replies import (
-    AS_IT_COMES,
-    EVENTS,
-    JSON,
-    compact,
-    error_bytes,
-    reply_error,
+from potluck.api.http import HttpRefusal, error_object, random_word
+from potluck.api.openai_replies import (
+    LAST_EVENT,
+    ChoiceChunks,
+    Json,
+    ReplyHead,
+    event,
+    offset_behind,
+    part_choice,
+    usage,
+    usage_text,
+    whole_choice,
+    whole_reply,
 )
-from potluck.gateway.openai.validate import ValidatedRequest, understand
+from potluck.api.text_stream import TextDelta, TextStream
+from potluck.core.errors import FormatError
+from potluck.core.state.actions import RefusalReason, Refuse
+from potluck.core.values.sampling import SampledToken
+from potluck.gateway.interfaces import Exchange, Meter, RequestDispatcher, RequestOutcome, TokenCounts
+from potluck.gateway.openai.kept_answers import AnswerRecording
+from potluck.gateway.openai.keys import ApiKey, KeyQuota, QuotaExceeded
+from potluck.gateway.openai.requests import ValidatedRequest, growth_of, understand
+
+TAIL_BYTES = 2048
+"""Of the end of an answer, where its usage stands."""
+PIECES = 16
+"""That are kept before they are put together and cut: not with each of them."""
+PART = b"data:"
+
+
+NOTHING_SAID = TokenCounts(None, None, 0)
+NUMBERS = re.compile(rb'"(prompt|completion|cached)_tokens"[ \t\r\n]*:[ \t\r\n]*(\d{1,15})[ \t\r\n]*[,}]')
+"""Counts of a usage, where they are whole numbers; of several the first counts."""
+
+
+class StreamTail:
+    """The end of what went by."""
+
+    __slots__ = ("pieces",)
+
+    def __init__(self) -> None:
+        self.pieces: list[bytes] = []
+
+    def add(self, data: bytes) -> int:
+        """How many parts of a stream begin in it."""
+        self.pieces.append(data)
+        if len(self.pieces) > PIECES:
+            self.cut()
+        return data.count(PART)
+
+    def cut(self) -> None:
+        """So many pieces become one, which is not too long."""
+        self.pieces = [b"".join(self.pieces)[-TAIL_BYTES:]]
+
+    def counts(self) -> TokenCounts:
+        self.cut()
+        return counted(self.pieces[0])
+
+
+def counted(data: bytes) -> TokenCounts:
+    """The usage that a server told last in these bytes; None where it told none."""
+    start = data.rfind(b'"usage"')
+    if start < 0:
+        return NOTHING_SAID
+    found = dict(reversed(NUMBERS.findall(data, start)))
+    prompt, output, cached = found.get(b"prompt"), found.get(b"completion"), found.get(b"cached")
+    return TokenCounts(
+        None if prompt is None else int(prompt),
+        None if output is None else int(output),
+        0 if cached is None else int(cached),
+    )
+
+
+class EventParser:
+    """Server-sent events out of bytes as they come, cut anywhere."""
+
+    __slots__ = ("_held",)
+
+    def __init__(self) -> None:
+        self._held = b""
+
+    def feed(self, data: bytes) -> list[dict[str, object]]:
+        """The JSON objects that are whole now."""
+        *lines, self._held = (self._held + data).split(b"\n")
+        found = []
+        for line in lines:
+            value = line.strip()
+            if value.startswith(PART) and (value := value[len(PART) :].strip()) != b"[DONE]":
+                found.append(parsed(value))
+        return found
+
+
+def parsed(data: bytes) -> dict[str, object]:
+    """A server's JSON object; raises FormatError for anything else."""
+    try:
+        found = json.loads(data)
+    except (ValueError, RecursionError) as error:
+        raise FormatError("answer", "the server's answer is not JSON") from error
+    if not isinstance(found, dict):
+        raise FormatError("answer", "the server's answer is not an object")
+    return found
+
 
 GONE = 499
 """The status that is counted where a client left before there was one."""
@@ -284,3 +375,320 @@ class ResponseWriter:
                 self._word or random_word(),
             )
         )
+
+
+Pairs = list[tuple[bytes, bytes]]
+JSON = (b"content-type", b"application/json")
+EVENTS = (b"content-type", b"text/event-stream; charset=utf-8")
+AS_IT_COMES = b"cache-control: no-cache\r\nx-accel-buffering: no\r\n"
+"""Proxies on the way pass parts of a stream on at once."""
+
+REFUSALS: Mapping[RefusalReason, tuple[int, str]] = {
+    "overloaded": (429, "overloaded"),
+    "no_capacity": (503, "no_capacity"),
+    "too_long": (400, "context_length_exceeded"),
+    "deadline": (504, "deadline_exceeded"),
+    "unknown_model": (404, "model_not_found"),
+    "unknown_class": (400, "unknown_class"),
+    "retries": (502, "upstream_failed"),
+    "lost": (502, "upstream_failed"),
+}
+"""What the Brain says no with, as a status and a code."""
+AGAIN = frozenset({429, 503})
+"""With these comes Retry-After."""
+
+
+class RateLimited(HttpRefusal):
+    """Too much for now: with when to try again, and what is left."""
+
+    def __init__(self, message: str, code: str, retry_after_s: float, lines: bytes = b"") -> None:
+        super().__init__(429, message, code)
+        self.retry_after_s = retry_after_s
+        self.lines = lines
+
+
+def limited(allowance: KeyQuota, spent: QuotaExceeded, now_s: float) -> RateLimited:
+    """That a key has used all it may for now."""
+    quota = allowance.quota
+    what = {
+        "requests": f"{quota.requests_per_min:g} requests a minute" if quota.requests_per_min else "",
+        "tokens": f"{quota.tokens_per_min:g} tokens a minute" if quota.tokens_per_min else "",
+        "concurrent": f"{quota.concurrent} requests at once",
+    }[spent.kind]
+    line = f"this key may use {what}; try again in {spent.retry_after_s:.1f} s"
+    return RateLimited(line, "rate_limit_exceeded", spent.retry_after_s, allowance.headers(now_s))
+
+
+def refused_by_brain(refusal: Refuse) -> tuple[HttpRefusal, float | None]:
+    """As an error, and when to try again."""
+    status, code = REFUSALS[refusal.reason]
+    return HttpRefusal(status, refusal.detail or refusal.reason, code), refusal.retry_after_s
+
+
+def compact(body: object) -> bytes:
+    return json.dumps(body, separators=(",", ":")).encode()
+
+
+def error_bytes(error: HttpRefusal) -> bytes:
+    return compact(error_object(error.status, str(error), param=error.param, code=error.code))
+
+
+def reply_error(
+    exchange: Exchange, tag: tuple[bytes, bytes], error: HttpRefusal, after_s: float | None
+) -> None:
+    headers: Pairs = [JSON, tag]
+    lines = b""
+    if isinstance(error, RateLimited):
+        after_s, lines = error.retry_after_s, error.lines
+    if error.status in AGAIN:
+        headers.append((b"retry-after", b"%d" % max(1, ceil(1.0 if after_s is None else after_s))))
+    if error.status == 401:
+        headers.append((b"www-authenticate", b"Bearer"))
+    exchange.reply(error.status, error_bytes(error), headers, lines)
+
+
+def reply_json(exchange: Exchange, tag: tuple[bytes, bytes], body: object, status: int = 200) -> None:
+    exchange.reply(status, compact(body), [JSON, tag])
+
+
+class ChoiceWriter:
+    """One choice of an answer, as the driver tells it: parts.Answer."""
+
+    over = begun = False
+    choice: Json | None = None
+    """As a server said it, of several."""
+    finish: str | None = None
+    _chunks: ChoiceChunks | None = None
+    _offset = _status = _parts = 0
+    _kind = b""
+    _spoke_s: float | None = None
+    _pieces: list[bytes] | None = None
+    _tail: StreamTail | None = None
+    _events: EventParser | None = None
+    _pass_on: Callable[[bytes], None]
+    """Straight to the client, once an answer in pieces has begun."""
+
+    def __init__(self, answering: ResponseWriter, id: str, index: int, growth: TextStream | None) -> None:
+        self.id = id
+        self._answering, self._index, self._growth = answering, index, growth
+        self.texts: list[str] = []
+        self.choices: list[SampledToken] = []
+
+    def tokens(self, choices: Sequence[SampledToken]) -> bool:
+        if self.over:
+            return True
+        growth, answering = self._growth, self._answering
+        if growth is None:
+            growth = self._growth = growth_of(answering.understand())
+            assert growth is not None
+        text, seen = "", 0
+        for choice in choices:
+            text += growth.grow(choice)
+            seen += 1
+            if growth.met:
+                break
+        self._spoke_s = answering.came(seen, self._spoke_s)
+        assert answering.validated is not None
+        if answering.logprobs:
+            self._with_logs(tuple(choices[:seen]), text)
+            text = ""
+        elif not growth.met:
+            if answering.validated.stream:
+                self._part(text)
+            else:
+                self.texts.append(text)
+        if growth.met:
+            self._end(text, "stop", 0)
+        return growth.met
+
+    def finished(self, reason: Literal["stop", "length"], cached_tokens: int) -> None:
+        if not self.over:
+            growth = self._growth or growth_of(self._answering.understand())
+            assert growth is not None
+            delta = growth.end(reason)
+            self._end(delta.text, delta.finish or reason, cached_tokens)
+
+    def refused(self, refusal: Refuse) -> None:
+        if not self.over:
+            self.over = True
+            error, after_s = refused_by_brain(refusal)
+            self._answering.fail(error, refusal.reason, after_s)
+
+    def whole(self) -> Json:
+        """The choice of a reply that is not streamed."""
+        if self.choice is not None:
+            return self.choice
+        answering = self._answering
+        assert answering.validated is not None
+        delta = TextDelta("".join(self.texts), tuple(self.choices), self.finish)
+        return whole_choice(
+            answering.head, self._index, delta, answering.validated.card.text, logprobs=answering.logprobs
+        )
+
+    def _part(self, text: str) -> None:
+        answering = self._answering
+        if self._chunks is None:
+            self._chunks = ChoiceChunks(answering.head, self._index)
+            answering.say(self._chunks.first(text, answering.usage_so_far()))
+        elif text:
+            answering.say(self._chunks.part(text, answering.usage_so_far()))
+
+    def _with_logs(self, choices: tuple[SampledToken, ...], text: str, finish: str | None = None) -> None:
+        answering = self._answering
+        assert answering.validated is not None
+        if not answering.validated.stream:
+            self.texts.append(text)
+            self.choices += choices
+            return
+        made = part_choice(
+            answering.head,
+            self._index,
+            TextDelta(text, choices, finish),
+            answering.validated.card.text,
+            logprobs=True,
+            offset=self._offset,
+            first=self._chunks is None,
+        )
+        self._chunks = self._chunks or ChoiceChunks(answering.head, self._index)
+        self._offset = offset_behind(made, self._offset)
+        counts = (
+            answering.validated.asked is not None
+            and answering.validated.asked.stream_options.continuous_usage_stats
+        )
+        told = usage(answering.prompt_tokens, answering.output, 0) if counts else None
+        answering.say(event(answering.head.reply([made], chunk=True, usage=told)))
+
+    def _end(self, text: str, finish: str, cached_tokens: int) -> None:
+        """No more comes; `text` is what was not said yet."""
+        answering = self._answering
+        self.over, self.finish = True, finish
+        assert answering.validated is not None
+        if not answering.validated.stream:
+            self.texts.append(text)
+        elif answering.logprobs:
+            self._with_logs((), text, finish)
+        else:
+            if self._chunks is None:
+                self._part("")
+            assert self._chunks is not None
+            answering.say(self._chunks.last(text, finish, answering.usage_so_far()))
+        answering.done(cached_tokens)
+
+    # A server of plain OpenAI.
+
+    def relay_begin(self, status: int, content_type: bytes) -> None:
+        if self.over:
+            return
+        answering = self._answering
+        assert answering.validated is not None
+        self._status, self._kind = status, content_type
+        streams = answering.validated.stream and status < 400 and b"event-stream" in content_type
+        self._pieces = None if streams else []
+        self._tail = StreamTail() if streams else None
+        self._events = EventParser() if streams and not answering.verbatim else None
+        if streams and answering.verbatim:
+            self._pass_on = answering.begin(status, (b"content-type", content_type))
+
+    def relay(self, data: bytes) -> None:
+        if self.over:
+            return
+        answering = self._answering
+        if self._pieces is not None:
+            self._pieces.append(data)
+            return
+        tail, gap, before_s = self._tail, answering.gap, self._spoke_s
+        assert tail is not None
+        if gap is None or before_s is None:
+            parts = tail.add(data)
+            self._spoke_s = answering.came(parts, before_s)
+            self._parts += parts
+        else:  # `came` and `add`, written out: so many calls for each token would cost more than they do.
+            self._spoke_s = now_s = answering.clock()
+            gap(now_s - before_s)
+            parts = data.count(PART)
+            answering.output += parts
+            self._parts += parts
+            tail.pieces.append(data)
+            if len(tail.pieces) > PIECES:
+                tail.cut()
+        if self._events is None:
+            self._pass_on(data)
+        else:
+            self._merge(self._events, data)
+
+    def relay_end(self, counts: TokenCounts | None = None) -> None:
+        if self.over:
+            return
+        answering = self._answering
+        if not answering.verbatim:
+            self._merged_end(counts)
+            return
+        self.over = True
+        answering.estimated = True  # unless the server tells its usage
+        if self._tail is not None:
+            answering.relayed(self._status, self._kind, None, counts or self._tail.counts())
+        else:
+            body = b"".join(self._pieces or [])
+            answering.relayed(self._status, self._kind, body, counts or counted(body))
+
+    def relay_whole(
+        self, status: int, content_type: bytes, body: bytes, counts: TokenCounts | None = None
+    ) -> None:
+        if self.over:
+            return
+        answering = self._answering
+        if len(answering.voices) == 1 and not (
+            answering.validated is not None and answering.validated.stream
+        ):
+            self.over = answering.estimated = True
+            answering.relayed(status, content_type, body, counts or counted(body))
+        else:
+            self.relay_begin(status, content_type)
+            self.relay(body)
+            self.relay_end(counts)
+
+    def _merge(self, events: EventParser, data: bytes) -> None:
+        """Parts of one of several choices: said again under the one head."""
+        answering = self._answering
+        try:
+            for part in events.feed(data):
+                choices = part.get("choices")
+                if isinstance(choices, list) and choices and isinstance(choices[0], dict):
+                    self.finish = str(choices[0].get("finish_reason") or self.finish or "stop")
+                    made: Json = {**choices[0], "index": self._index}
+                    answering.say(event(answering.head.reply([made], chunk=True)))
+        except FormatError as error:
+            answering.fail(HttpRefusal(502, str(error), "upstream_failed"), "upstream")
+
+    def _merged_end(self, counts: TokenCounts | None) -> None:
+        answering = self._answering
+        if counts is not None and self._pieces is None:  # Parts were counted as they came.
+            answering.output += (counts.output or 0) - self._parts
+        if self._pieces is not None:
+            body = b"".join(self._pieces)
+            try:
+                found = parsed(body)
+            except FormatError as error:
+                answering.fail(HttpRefusal(502, str(error), "upstream_failed"), "upstream")
+                return
+            choices = found.get("choices")
+            if 400 <= self._status < 500:
+                answering.fail(_refusal(self._status, found), "upstream")
+                return
+            if self._status >= 400 or not isinstance(choices, list) or not choices:
+                line = f"the server answered with status {self._status} and no choice"
+                answering.fail(HttpRefusal(502, line, "upstream_failed"), "upstream")
+                return
+            self.choice = {**choices[0], "index": self._index} if isinstance(choices[0], dict) else {}
+            self.finish = str(self.choice.get("finish_reason") or "stop")
+            answering.output += (counts or counted(body)).output or 0
+        self.over = True
+        answering.done(0 if counts is None else counts.cached)
+
+
+def _refusal(status: int, said: Json) -> HttpRefusal:
+    """What an engine or a server finds wrong with a request, for all of its choices."""
+    error = said.get("error")
+    error = error if isinstance(error, dict) else {}
+    code, param = (str(error[name]) if error.get(name) is not None else None for name in ("code", "param"))
+    return HttpRefusal(status, str(error.get("message") or "the request was refused"), code, param)

@@ -9,12 +9,11 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from math import isfinite
 
-from potluck.api.http_errors import error_object
+from potluck.api.http import error_object
 from potluck.api.json_bodies import parse_object
 from potluck.core.errors import FormatError, InputError, PotluckError
 from potluck.gateway.interfaces import Exchange
-from potluck.gateway.openai.relayed import EventParser, parsed
-from potluck.gateway.openai.replies import compact
+from potluck.gateway.openai.response import EventParser, compact, parsed
 
 Json = dict[str, object]
 SAME = frozenset(

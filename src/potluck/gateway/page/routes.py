@@ -6,17 +6,65 @@ elsewhere; a host name that is not this machine's is refused, so that no page of
 
 from __future__ import annotations
 
+import asyncio
+import hashlib
 import json
 from dataclasses import dataclass, field
+from functools import cache
+from importlib import resources
 from math import isfinite
+from typing import NamedTuple
 
-from aiohttp import web
+from aiohttp import ClientError, ClientSession, ClientTimeout, web
 
-from potluck.api.http_errors import HEADER, HttpRefusal, request_id
+from potluck.api.http import HEADER, HttpRefusal, request_id
 from potluck.core.errors import InputError
-from potluck.gateway.page.chat import PlaygroundProxy
-from potluck.gateway.page.files import FIRST, HEADERS, files
 from potluck.gateway.page.stream import PageStream
+from potluck.runtime.style import base_css
+
+KINDS = {
+    ".html": "text/html; charset=utf-8",
+    ".css": "text/css; charset=utf-8",
+    ".js": "text/javascript; charset=utf-8",
+    ".svg": "image/svg+xml",
+}
+FIRST, BASE = "index.html", "base.css"
+HEADERS = {
+    "Content-Security-Policy": (
+        "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self'; connect-src 'self'; "
+        "base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
+    ),
+    "X-Content-Type-Options": "nosniff",
+    "Referrer-Policy": "no-referrer",
+    "Cross-Origin-Opener-Policy": "same-origin",
+    "Cross-Origin-Resource-Policy": "same-origin",
+    "Cache-Control": "no-cache",
+}
+"""Nothing inline, nothing from elsewhere, in nobody's frame."""
+
+
+class StaticFile(NamedTuple):
+    body: bytes
+    kind: str
+    tag: str
+    """Another one when the file is another."""
+
+
+@cache
+def files() -> dict[str, StaticFile]:
+    """By name."""
+    found = {BASE: _read_file(BASE, base_css().encode())}
+    for each in sorted(
+        resources.files("potluck.gateway.page").joinpath("data").iterdir(), key=lambda one: one.name
+    ):
+        if each.name[each.name.rfind(".") :] in KINDS:
+            found[each.name] = _read_file(each.name, each.read_bytes())
+    return found
+
+
+def _read_file(name: str, body: bytes) -> StaticFile:
+    return StaticFile(body, KINDS[name[name.rfind(".") :]], f'"{hashlib.sha256(body).hexdigest()[:16]}"')
+
 
 QUIET_S = 10.0
 FILES = "/page/"
@@ -120,3 +168,46 @@ def _json(what: dict[str, object]) -> web.Response:
         dumps=lambda value: json.dumps(value, separators=(",", ":")),
         headers={"Cache-Control": "no-store", "X-Content-Type-Options": "nosniff"},
     )
+
+
+KEY_HEADER = "X-Potluck-Client-Key"
+MOST_BODY_BYTES = 1_000_000
+ANSWER_S = 120.0
+PASSED_ON = ("Content-Type", "Retry-After", HEADER)
+
+
+@dataclass(slots=True)
+class PlaygroundProxy:
+    """`url` is known once clients are listened for."""
+
+    url: str = ""
+
+    async def answer(self, request: web.Request) -> web.StreamResponse:
+        if not self.url:
+            raise HttpRefusal(503, "the gateway does not listen for clients yet")
+        body = await request.content.read(MOST_BODY_BYTES + 1)
+        while len(body) <= MOST_BODY_BYTES and not request.content.at_eof():
+            body += await request.content.read(MOST_BODY_BYTES + 1)
+        if len(body) > MOST_BODY_BYTES:
+            raise HttpRefusal(413, f"a question has at most {MOST_BODY_BYTES} bytes here")
+        headers = {"Content-Type": "application/json"}
+        if key := request.headers.get(KEY_HEADER):
+            headers["Authorization"] = f"Bearer {key}"
+        timeout = ClientTimeout(total=None, sock_read=ANSWER_S)
+        path = f"{self.url}/v1/chat/completions"
+        response: web.StreamResponse | None = None
+        try:
+            # The gateway's own port: whose name its certificate bears does not matter on the way to itself.
+            async with (
+                ClientSession(timeout=timeout) as session,
+                session.post(path, data=body, headers=headers, ssl=False) as answer,
+            ):
+                kept = {name: answer.headers[name] for name in PASSED_ON if name in answer.headers}
+                response = web.StreamResponse(status=answer.status, headers=kept)
+                await response.prepare(request)
+                async for piece in answer.content.iter_any():
+                    await response.write(piece)
+        except (ClientError, TimeoutError, asyncio.IncompleteReadError) as error:
+            if response is None:
+                raise HttpRefusal(502, f"the clients' port did not answer ({error})") from error
+        return response

@@ -4,15 +4,17 @@ sees, so that what has not really changed is not told again."""
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, Generic, TypeVar
 
 from potluck.core.state.fleet import ReplicaState
 from potluck.core.values.layout import Layout
+from potluck.core.values.lossy_hops import lossy_notices
 from potluck.core.values.plan import Plan, Template
-from potluck.gateway.admin.operations_api import QueueView
-from potluck.gateway.brain_loop.gateway_core import GatewayCore
-from potluck.gateway.brain_loop.operations import Operations
+from potluck.gateway.admin.operations import Operations, QueueView
+from potluck.gateway.brain_loop.core import GatewayCore
+from potluck.gateway.registry.health import slow_lines
+from potluck.gateway.settings import GatewaySettings
 
 Row = dict[str, Any]
 Tables = dict[str, dict[str, Row]]
@@ -352,3 +354,10 @@ def deployments_of(plan: Plan, price: Any) -> dict[str, Row]:
 
 def _copy_usd_per_h(template: Template, region: str, price: Any) -> float:
     return sum(each.count * float(price(region, each.node)) for each in template.nodes)
+
+
+def notices(core: GatewayCore, settings: GatewaySettings) -> Iterator[str]:
+    if settings.pretended:
+        yield "Mock engines: they take the time of the planned GPUs, and make their tokens up."
+    yield from slow_lines(core.watch.lateness.slowdown)
+    yield from lossy_notices(core.plan)

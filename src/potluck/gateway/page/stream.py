@@ -21,11 +21,9 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from potluck.core.values.types import Slo
-from potluck.gateway.brain_loop.decision_log import Decision
-from potluck.gateway.brain_loop.gateway_core import GatewayCore
-from potluck.gateway.page.history import PageHistory
+from potluck.gateway.brain_loop.core import Decision, GatewayCore
+from potluck.gateway.page.history import PageHistory, Waterfall
 from potluck.gateway.page.snapshot import FleetSnapshot, KvFlows, Row, Tables
-from potluck.gateway.page.waterfall import Waterfall
 
 FORMAT, VERSION = "potluck.page", 1
 TICK_S = 0.25

@@ -11,18 +11,67 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Coroutine, Mapping
+from collections.abc import Callable, Coroutine, Iterable, Mapping
 from contextlib import suppress
+from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 from potluck.core.errors import PotluckError
-from potluck.core.routing.bandwidth_grants import eased
+from potluck.core.routing.bandwidth_grants import eased, grants
 from potluck.core.state.events import LinkReported, ReplicaReported
-from potluck.gateway.fleet.emulation_lag import EmulationLag
+from potluck.gateway.interfaces import Endpoint
 from potluck.gateway.registry.engine_client import EngineNoAnswer, EngineRecord
-from potluck.gateway.registry.link_grants import LASTS_S, granted
-from potluck.gateway.registry.link_traffic import LinkTraffic, link_reports
 from potluck.gateway.registry.registry import ReplicaRegistry, Tell
+
+LEAST_BUSY = 0.1
+"""Share of a period in which something must have been on its way for its rate to say anything."""
+LEAST_QUEUE_S = 0.1
+"""So long bytes must have to wait at the planned rate for the rate seen to say anything: some layers of a prompt that
+is being computed are always about to leave."""
+SEGMENT_BYTES = 1448
+"""Payload of a segment of TCP in a frame of 1,500 bytes."""
+
+
+@dataclass(slots=True)
+class LinkTraffic:
+    """What crossed a link in a period."""
+
+    moved_bytes: float = 0.0
+    busy_s: float = 0.0
+    """Of all transfers together."""
+    queued_bytes: float = 0.0
+    resent_segments: float = 0.0
+    """By all senders of its region."""
+    by_sender: dict[str, float] = field(default_factory=dict)
+    """Bytes that each has sent or would, by replica."""
+
+    def wants(self, replica: str, size_bytes: float) -> None:
+        self.by_sender[replica] = self.by_sender.get(replica, 0.0) + size_bytes
+
+
+def link_reports(
+    passed: Mapping[tuple[str, str], LinkTraffic],
+    planned_gbps: Mapping[tuple[str, str], float],
+    period_s: float,
+) -> list[LinkReported]:
+    """One report for each link that is planned.
+
+    Layers cross as they are computed, so a transfer is often slower than its link: the rate seen counts only where
+    many bytes wait for the link. A link that nobody waits for is as fast as planned.
+    """
+    found = []
+    for ends, gbps in planned_gbps.items():
+        each = passed.get(ends, LinkTraffic())
+        room_bytes = gbps * 1e9 / 8 * period_s
+        share = min(1.0, each.moved_bytes / room_bytes) if room_bytes > 0 else 1.0
+        busy_s = min(period_s, each.busy_s)
+        if each.queued_bytes > LEAST_QUEUE_S * gbps * 1e9 / 8 and busy_s >= LEAST_BUSY * period_s:
+            gbps = min(gbps, each.moved_bytes * 8e-9 / busy_s)
+        resent_bytes = each.resent_segments * SEGMENT_BYTES
+        lost = resent_bytes / (each.moved_bytes + resent_bytes) if resent_bytes > 0 else 0.0
+        found.append(LinkReported(*ends, share, each.queued_bytes, gbps, lost))
+    return found
+
 
 POLL_S = 0.5
 SILENT_S = 2.5
@@ -204,3 +253,85 @@ class HealthChecker:
                 codec = registry.codec(sender, endpoint)
                 self.moved(sender.replica, endpoint.replica, codec, round(moved_bytes), took_s)
         return found
+
+
+LASTS_S = 15.0
+"""How long a grant holds that is not given again."""
+Ends = tuple[str, str]
+
+
+def hosts_of(endpoints: Iterable[Endpoint]) -> dict[str, frozenset[str]]:
+    """The machines of each region that senders know by their address; one of two regions is in neither."""
+    found: dict[str, set[str]] = {}
+    for each in endpoints:
+        if each.kv:
+            found.setdefault(each.region, set()).add(each.kv.rpartition(":")[0].strip("[]"))
+    return {
+        region: frozenset(mine - set().union(*(hosts for other, hosts in found.items() if other != region)))
+        for region, mine in found.items()
+    }
+
+
+def granted(
+    endpoints: Iterable[Endpoint],
+    gbps: Mapping[Ends, float],
+    wants_bytes_per_s: Mapping[Ends, Mapping[str, float]],
+) -> dict[str, list[dict[str, object]]]:
+    """By replica, the body's `grants` of PUT /grants. All that could send over a link have a share of it."""
+    known = tuple(endpoints)
+    hosts = hosts_of(known)
+    found: dict[str, list[dict[str, object]]] = {}
+    for (source, target), bandwidth in sorted(gbps.items()):
+        peers = sorted(hosts.get(target, ()))
+        wants = wants_bytes_per_s.get((source, target), {})
+        senders = {
+            each.replica: wants.get(each.replica, 0.0) for each in known if each.region == source and each.kv
+        }
+        if not peers or not senders or bandwidth <= 0:
+            continue
+        for replica, rate in grants(bandwidth * 1e9 / 8, senders).items():
+            said = {"link": f"{source}->{target}", "peers": peers, "bytes_per_s": max(1, round(rate))}
+            found.setdefault(replica, []).append(said)
+    return found
+
+
+WINDOW_S = 30.0
+"""Seconds of the GPUs' steps, of all engines together, that are looked back upon."""
+LEAST_S = 1.0
+"""With less than this nothing is said."""
+SLOW = 1.25
+"""Times as long as they should that steps may take before it is said."""
+
+
+class EmulationLag:
+    """Of all engines of a fleet; `told` is its one mutator."""
+
+    def __init__(self) -> None:
+        self._last: dict[str, tuple[float, float]] = {}
+        self._predicted_s = self._took_s = 0.0
+
+    def told(self, engine: str, predicted_s: float, took_s: float) -> None:
+        """Both since the engine started. What it did before it was first asked, its very first steps, is left out."""
+        before = self._last.get(engine)
+        self._last[engine] = (predicted_s, took_s)
+        if before is None or predicted_s <= before[0]:  # it is new, or has done nothing since
+            return
+        self._predicted_s += predicted_s - before[0]
+        self._took_s += took_s - before[1]
+        keep = min(1.0, WINDOW_S / self._predicted_s)
+        self._predicted_s, self._took_s = keep * self._predicted_s, keep * self._took_s
+
+    @property
+    def slowdown(self) -> float | None:
+        """Times as long as they should that steps took lately; None where hardly any were seen."""
+        return None if self._predicted_s < LEAST_S else max(1.0, self._took_s / self._predicted_s)
+
+
+def slow_lines(slowdown: float | None) -> list[str]:
+    """What is said of it: nothing where this machine keeps up."""
+    if slowdown is None or slowdown < SLOW:
+        return []
+    return [
+        f"this machine computes {slowdown:.1f} times slower than the GPUs it stands for: "
+        "latencies are the CPU's, not the plan's"
+    ]

@@ -15,7 +15,7 @@ import secrets
 import time
 from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 from potluck.core.errors import PotluckError
 from potluck.core.state.actions import (
@@ -42,7 +42,28 @@ from potluck.core.values.types import Role
 from potluck.gateway.interfaces import Endpoint, EngineConnections
 from potluck.gateway.registry.engine_client import EngineClient, EngineNoAnswer, EngineRecord
 from potluck.gateway.registry.engine_list import EngineEntry, matched
-from potluck.gateway.registry.model_abilities import skills_of
+
+
+class ModelAbilities(NamedTuple):
+    owns: frozenset[str]
+    """Models whose engines take clients' own requests."""
+    adapters: dict[str, str]
+    """Adapters that all engines of a model have, and the model."""
+
+
+def skills_of(endpoints: Iterable[Endpoint]) -> ModelAbilities:
+    by_model: dict[str, list[Endpoint]] = {}
+    for each in endpoints:
+        by_model.setdefault(each.model, []).append(each)
+    owns = frozenset(model for model, found in by_model.items() if all(each.own for each in found))
+    adapters = {
+        name: model
+        for model, found in by_model.items()
+        for name in frozenset.intersection(*(frozenset(each.adapters) for each in found))
+        if name not in by_model
+    }
+    return ModelAbilities(owns, adapters)
+
 
 Tell = Callable[[Event], None]
 log = logging.getLogger(__name__)

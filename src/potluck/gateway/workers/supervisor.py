@@ -29,10 +29,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from potluck.core.errors import PotluckError
-from potluck.gateway.gc_tuning import calm
-from potluck.gateway.http.client_listener import bound
-from potluck.gateway.http.inherited_sockets import inherited
-from potluck.gateway.http.takeover import InheritedSockets, take_over
+from potluck.gateway.http.limits import calm
+from potluck.gateway.http.server import bound
+from potluck.gateway.http.takeover import InheritedSockets, inherited, take_over
 from potluck.gateway.settings import GatewaySettings, ListenAddresses
 from potluck.gateway.workers import worker_process
 

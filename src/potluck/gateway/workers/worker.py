@@ -3,24 +3,26 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import socket
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
-from potluck.api.http_errors import client_tls, server_tls
+from potluck.api.http import client_tls, server_tls
+from potluck.core.codec import decode, encode
 from potluck.core.values.service import PrefixSharing
-from potluck.gateway.brain_loop.loop import Act
+from potluck.gateway.brain_loop.core import Act
 from potluck.gateway.dispatch.dispatcher import Dispatcher
-from potluck.gateway.http.client_listener import ClientListener, open_port
 from potluck.gateway.http.connection_pool import ConnectionPool
+from potluck.gateway.http.server import ClientListener, open_port
 from potluck.gateway.interfaces import BrainClient, Meter, ReplicaDirectory
 from potluck.gateway.openai.handler import ClientHandler, HandlerSettings
 from potluck.gateway.openai.kept_answers import KeptAnswers
-from potluck.gateway.openai.keys import KeyRing
-from potluck.gateway.openai.model_card import ModelCard
-from potluck.gateway.openai.shared_quota import SharedUse
-from potluck.gateway.settings import GatewaySettings
+from potluck.gateway.openai.keys import KeyRing, SharedUse
+from potluck.gateway.openai.requests import ModelCard, read_card
+from potluck.gateway.settings import GatewaySettings, ListenAddresses
 
 
 class Worker:
@@ -89,3 +91,81 @@ def calls_of(settings: GatewaySettings) -> ConnectionPool:
     """Requests to engines, which show certificates of the authority that was named, if one was."""
     named = settings.engine_ca
     return ConnectionPool(tls=None if named is None else client_tls(named, "--engine-ca"))
+
+
+@dataclass(frozen=True, slots=True)
+class ModelCardNote:
+    """A model; what its files say is read where it is needed."""
+
+    name: str
+    context_tokens: int
+    vocab: int
+    plain: bool
+    folder: str | None
+    """Where its tokenizer lies."""
+    pretended: bool = False
+    """Engines act as a larger model than the files are of, and answer as long requests as that would."""
+
+    def card(self) -> ModelCard:
+        created_s = int(time.time())
+        if self.folder is not None:
+            context = self.context_tokens if self.pretended else 0
+            return read_card(
+                self.name, self.folder, context_tokens=context, plain=self.plain, created_s=created_s
+            )
+        return ModelCard(
+            self.name, self.context_tokens, plain=self.plain, vocab=self.vocab, created_s=created_s
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerSetup:
+    place: int
+    """Which of the workers it is."""
+    workers: int
+    host: str
+    port: int
+    cards: tuple[ModelCardNote, ...]
+    classes: tuple[str, ...]
+    sharing: tuple[PrefixSharing, ...]
+    keys: str | None
+    certificate: str | None
+    key: str | None
+    engine_ca: str | None
+    secret: str
+    """From which tenants' salts are made; the same for all."""
+    shared_use: str
+    start_s: float
+    """When the desk's time began, by the monotonic clock."""
+    drain_s: float
+    gateways: int
+    spans: bool
+    usage: str | None = None
+    """Where records of use are written."""
+    answers: str | None = None
+    """Where answers lie for whoever asks again."""
+
+    def text(self) -> str:
+        return json.dumps(encode(self))
+
+    @property
+    def settings(self) -> GatewaySettings:
+        tls = None
+        if self.certificate is not None and self.key is not None:
+            tls = (Path(self.certificate), Path(self.key))
+        keys = None if self.keys is None else Path(self.keys)
+        secret = bytes.fromhex(self.secret)
+        engine_ca = None if self.engine_ca is None else Path(self.engine_ca)
+        return GatewaySettings(
+            ListenAddresses(self.host, self.port),
+            keys=keys,
+            tls=tls,
+            engine_ca=engine_ca,
+            secret=secret,
+            drain_s=self.drain_s,
+            gateways=self.gateways,
+        )
+
+
+def setup_of(text: str) -> WorkerSetup:
+    return decode(WorkerSetup, json.loads(text), "setup")

@@ -13,14 +13,13 @@ from contextlib import suppress
 
 from potluck.core.errors import PotluckError
 from potluck.core.state.actions import Action
-from potluck.gateway.admin.meter import FullMeter
-from potluck.gateway.brain_loop.gateway_core import GatewayCore
+from potluck.gateway.admin.counters import FullMeter
+from potluck.gateway.brain_loop.core import GatewayCore
 from potluck.gateway.settings import GatewaySettings
 from potluck.gateway.workers import brain_client
-from potluck.gateway.workers.brain_client import WorkerMeterReceiver
+from potluck.gateway.workers.brain_client import WorkerChannel, WorkerMeterReceiver
 from potluck.gateway.workers.supervisor import BrainProcessContext, answers_in
-from potluck.gateway.workers.worker_channel import WorkerChannel
-from potluck.gateway.workers.worker_setup import ModelCardNote, WorkerSetup
+from potluck.gateway.workers.worker import ModelCardNote, WorkerSetup
 
 START_S = 60.0
 

@@ -17,15 +17,17 @@ from contextlib import suppress
 from pathlib import Path
 
 from potluck.gateway.admin.usage import UsageFile
-from potluck.gateway.brain_loop.loop import Act
-from potluck.gateway.gc_tuning import calm
-from potluck.gateway.http.limits import allow_open_files
-from potluck.gateway.openai.shared_quota import SharedUse
+from potluck.gateway.brain_loop.core import Act
+from potluck.gateway.http.limits import allow_open_files, calm
+from potluck.gateway.openai.keys import SharedUse
 from potluck.gateway.workers import brain_client
-from potluck.gateway.workers.brain_client import RemoteBrainClient, RemoteDirectory, WorkerMeter
-from potluck.gateway.workers.worker import Worker, calls_of
-from potluck.gateway.workers.worker_channel import WorkerChannel
-from potluck.gateway.workers.worker_setup import WorkerSetup, setup_of
+from potluck.gateway.workers.brain_client import (
+    RemoteBrainClient,
+    RemoteDirectory,
+    WorkerChannel,
+    WorkerMeter,
+)
+from potluck.gateway.workers.worker import Worker, WorkerSetup, calls_of, setup_of
 
 FLUSH_S = 0.25
 LONELY_S = 10.0

@@ -12,7 +12,7 @@ import aiohttp
 from aiohttp import web
 from aiohttp.typedefs import Handler
 
-from potluck.api.http_errors import (
+from potluck.api.http import (
     HEADER,
     HttpRefusal,
     ServedNames,

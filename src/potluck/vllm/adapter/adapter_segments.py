@@ -15,7 +15,7 @@ from typing import Any
 import aiohttp
 from aiohttp import web
 
-from potluck.api.http_errors import HttpRefusal
+from potluck.api.http import HttpRefusal
 from potluck.api.json_bodies import parse_object
 from potluck.api.segments import UNSUPPORTED, segment_of
 from potluck.kv.handles import checked_handle, new_handle

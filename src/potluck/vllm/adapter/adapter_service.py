@@ -12,7 +12,7 @@ import aiohttp
 from aiohttp import web
 
 from potluck import __version__
-from potluck.api.http_errors import HttpRefusal
+from potluck.api.http import HttpRefusal
 from potluck.core.errors import UnknownNameError
 from potluck.kv.fingerprint import model_in
 from potluck.kv.link.peer_connections import Address

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 import aiohttp
 from aiohttp import web
 
-from potluck.api.http_errors import HttpRefusal, error_object
+from potluck.api.http import HttpRefusal, error_object
 from potluck.api.segments import CHATS, ClientBody
 from potluck.vllm.adapter.adapter_service import ActiveSegment, AdapterService
 from potluck.vllm.adapter.segment_lines import SegmentLines, end_of

@@ -13,7 +13,7 @@ from pathlib import Path
 import aiohttp
 from aiohttp import web
 
-from potluck.api.http_errors import ServedNames
+from potluck.api.http import ServedNames
 from potluck.core.errors import InputError
 from potluck.kv.link.peer_connections import Address
 from potluck.vllm.adapter.adapter_app import build

@@ -7,14 +7,14 @@ from typing import TYPE_CHECKING
 
 import click
 
-from potluck.api.http_errors import server_tls
+from potluck.api.http import server_tls
 from potluck.cli.serving.engine.engine_kinds import EngineOptions, computing, pretending
 from potluck.cli.serving.engine.listening import KEY_VARIABLE, announce, key_for, kv_tls_option, tls_option
 from potluck.cli.serving.engine.vllm_command import vllm
 from potluck.core.errors import InputError
 
 if TYPE_CHECKING:
-    from potluck.api.json_members import GenerationConfig
+    from potluck.api.model_files import GenerationConfig
     from potluck.engine.server.kv_connector import KvSettings
 
 
@@ -179,7 +179,7 @@ def kv_settings(
 
 def generation_of(directory: Path) -> GenerationConfig:
     """What the model's makers say about drawing tokens, with a warning where it cannot be done."""
-    from potluck.api.json_members import FILE, read_generation
+    from potluck.api.model_files import FILE, read_generation
 
     found = read_generation(directory)
     if found.left_out:

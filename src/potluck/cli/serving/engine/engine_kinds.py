@@ -12,7 +12,7 @@ from potluck.core.errors import InputError
 from potluck.core.values.model import Model
 
 if TYPE_CHECKING:
-    from potluck.api.json_members import GenerationConfig
+    from potluck.api.model_files import GenerationConfig
     from potluck.engine.serve import EngineSettings
     from potluck.engine.server.engine_service import EngineService, RequestLimits
     from potluck.engine.server.kv_connector import KvSettings
@@ -71,7 +71,7 @@ def computing(common: EngineOptions, options: dict[str, Any]) -> EngineService:
 
 def pretending(common: EngineOptions, options: dict[str, Any]) -> list[EngineService]:
     """Those that pretend, in one process."""
-    from potluck.api.token_boundaries import ModelTokenizer
+    from potluck.api.tokenizer import ModelTokenizer
     from potluck.engine.mock.mock_engine import pretend
     from potluck.perf.serving.phases import CHUNK_TOKENS
     from potluck.perf.serving.throughput import MAX_BATCH

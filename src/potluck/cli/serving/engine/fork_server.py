@@ -127,7 +127,7 @@ def _cpu_cost(executor: Executor) -> dict[str, float]:
 
 def load_pretended() -> None:
     """Everything that an engine needs which makes its tokens up."""
-    from potluck.api.token_boundaries import ModelTokenizer
+    from potluck.api.tokenizer import ModelTokenizer
     from potluck.engine.shipped_model import shipped_model
     from potluck.kv.wire import checksum
 

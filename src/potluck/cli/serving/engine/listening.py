@@ -10,7 +10,7 @@ from pathlib import Path
 
 import click
 
-from potluck.api.http_errors import server_tls
+from potluck.api.http import server_tls
 from potluck.cli.common.files import read_text
 from potluck.core.errors import InputError
 

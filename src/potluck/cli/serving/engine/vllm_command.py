@@ -7,7 +7,7 @@ from pathlib import Path
 
 import click
 
-from potluck.api.http_errors import server_tls
+from potluck.api.http import server_tls
 from potluck.cli.serving.engine.listening import announce, key_for, kv_tls_option, tls_option
 from potluck.core.errors import InputError
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import click
 
 from potluck import __version__
-from potluck.api.http_errors import client_tls, server_tls
+from potluck.api.http import client_tls, server_tls
 from potluck.cli.common import render
 from potluck.cli.serving.engine.listening import key_in, tls_for, tls_option
 from potluck.core.errors import InputError

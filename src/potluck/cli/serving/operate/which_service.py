@@ -41,7 +41,7 @@ def at_options(command: Command) -> Command:
 
 
 def client_at(at: str, key_file: Path | None, ca: Path | None, state: Path | None) -> GatewayClient:
-    from potluck.api.http_errors import client_tls
+    from potluck.api.http import client_tls
     from potluck.cli.serving.engine.listening import key_in
     from potluck.control.gateway_client import GatewayClient
 

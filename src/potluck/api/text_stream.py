@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from potluck.api.token_boundaries import ModelTokenizer
+from potluck.api.tokenizer import ModelTokenizer
 from potluck.core.errors import InputError
 from potluck.core.values.sampling import SampledToken
 

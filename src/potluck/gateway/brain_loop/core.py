@@ -1,0 +1,470 @@
+"""What happens to the fleet and why, for whoever watches: a watcher of the desk that keeps the latest decisions."""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+import time
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from math import inf
+from pathlib import Path
+from typing import NamedTuple
+
+from potluck.core.brain.brain import Brain
+from potluck.core.state.actions import (
+    Abort,
+    Action,
+    CopyPrefix,
+    DrainReplica,
+    FlipReplica,
+    Hedge,
+    OperatorNote,
+    QueryAttempt,
+    Reassign,
+    Refuse,
+    Replan,
+    ResyncCache,
+    Run,
+    StartReplica,
+    StopReplica,
+)
+from potluck.core.state.events import (
+    AttemptFailed,
+    Event,
+    FirstToken,
+    MarketReported,
+    OperatorOrdered,
+    PlanReceived,
+    ReplicaDrained,
+    ReplicaLost,
+    ReplicaReady,
+    ReplicaReported,
+    RequestAdopted,
+    RequestArrived,
+    RequestCancelled,
+    RequestFinished,
+    SegmentDone,
+    Tick,
+)
+from potluck.core.state.policy import Policy
+from potluck.core.values.difference import copies_changed
+from potluck.core.values.plan import Plan, plan_mark
+from potluck.core.values.replica_spec import ReplicaSpec
+from potluck.core.values.types import Region
+from potluck.gateway.brain_loop.operator_state import Cordons, OperatorState
+from potluck.gateway.interfaces import EngineConnections
+from potluck.gateway.registry.engine_list import EngineEntry, EngineListFile
+from potluck.gateway.registry.health import HealthChecker
+from potluck.gateway.registry.registry import ReplicaRegistry
+from potluck.runtime.brain_log import FLUSH_S, LoggedBrain
+from potluck.runtime.decider import Decider
+from potluck.runtime.log_files import LogFiles
+from potluck.runtime.replica_models import ReplicaModels
+from potluck.runtime.resolved_plan import ResolvedPlan
+
+MOST_KEPT = 1_000
+MOST_LOST = 200
+_FREQUENT = frozenset(
+    {RequestArrived, SegmentDone, FirstToken, RequestFinished, ReplicaReported, Run, Hedge, Refuse, Abort}
+)
+"""What comes by the thousand a second, and says nothing of the fleet."""
+
+
+class Decision(NamedTuple):
+    number: int
+    at_s: float
+    """The time of day."""
+    what: str
+    why: str
+    kind: str = "decision"
+    """In a word: `ready`, `lost`, `plan`, `flip`, ...; what operators filter by."""
+
+
+class DecisionLog:
+    """`decided` hears everything at once; `kept` has the latest, for a controller that asks every second or so.
+
+    Numbers begin at 1 with each epoch, which is this process's.
+    """
+
+    def __init__(
+        self,
+        thinks: Callable[[], str],
+        plan_why: Callable[[], str] = str,
+        clock: Callable[[], float] = time.time,
+    ) -> None:
+        """`thinks` is what scaling last thought: the reason of what it does at a tick; `plan_why` why a plan came."""
+        self._thinks, self._plan_why, self._clock = thinks, plan_why, clock
+        self.decided: Callable[[str, str], None] = lambda what, why: None
+        self.epoch = secrets.token_hex(8)
+        self.kept: deque[Decision] = deque(maxlen=MOST_KEPT)
+        self.lost: dict[str, tuple[float, str]] = {}
+        """Replicas that were lost of late: when, by the time of day, and why."""
+        self._number = 0
+        self._standby: set[str] = set()
+        """Replicas that are on standby."""
+        self._plan: Plan | None = None
+        """The one that was adopted last."""
+
+    def say(self, kind: str, what: str, why: str) -> None:
+        self._number += 1
+        self.kept.append(Decision(self._number, self._clock(), what, why, kind))
+        self.decided(what, why)
+
+    def _is_lost(self, replica: str, reason: str) -> None:
+        self._standby.discard(replica)
+        while len(self.lost) >= MOST_LOST:
+            del self.lost[next(iter(self.lost))]
+        self.lost[replica] = (self._clock(), reason)
+        self.say("lost", f"{replica} is lost", reason)
+
+    def __call__(self, at_s: float, event: Event, actions: Sequence[Action]) -> None:
+        if type(event) in _FREQUENT and (not actions or type(actions[0]) in _FREQUENT):
+            return
+        match event:
+            case ReplicaReady(replica=replica):
+                self.say("ready", f"{replica} is ready", "its engine answers")
+            case ReplicaLost(replica, reason):
+                self._is_lost(replica, reason)
+            case ReplicaDrained(replica):
+                self.say("drain", f"{replica} is empty", "it was asked to drain")
+            case OperatorOrdered(replica, what):
+                self.say("order", f"{replica}: {what}", "by hand")
+            case PlanReceived(plan):
+                self._adopted(plan)
+            case MarketReported():
+                self.say("market", "prices or offers of GPUs changed", "the market says so")
+        for action in actions:
+            self._act(action, event)
+
+    def _adopted(self, plan: Plan) -> None:
+        before, self._plan = self._plan, plan
+        what = f"the plan for ${plan.cost_usd_per_h:.2f}/h is adopted"
+        if before is not None:
+            what += f" instead of ${before.cost_usd_per_h:.2f}/h: {copies_changed(before, plan)}"
+        self.say("plan", what, self._plan_why())
+
+    def _stands_by(self, member: ReplicaSpec) -> bool:
+        """Whether it did before."""
+        before = member.id in self._standby
+        (self._standby.add if member.standby else self._standby.discard)(member.id)
+        return before
+
+    def _act(self, action: Action, event: Event) -> None:
+        why = ""
+        if isinstance(event, OperatorOrdered):
+            why = "by hand"
+        elif isinstance(event, PlanReceived):
+            why = "the plan asks for it"
+        match action:
+            case StartReplica(member):
+                self._stands_by(member)
+                wanted = "is wanted on standby" if member.standby else "is wanted"
+                self.say("start", f"{member.id} {wanted}", why or f"{member.template} in {member.region}")
+            case DrainReplica(replica):
+                self.say("drain", f"{replica} drains", why or "the plan or scaling needs it no more")
+            case StopReplica(replica):
+                self._standby.discard(replica)
+                self.say("stop", f"{replica} stops", "it is empty or its grace is over")
+            case FlipReplica(replica, role):
+                thought = self._thinks() if isinstance(event, Tick) else "its role is the plan's again"
+                self.say("flip", f"{replica} becomes {role}", why or thought)
+            case Reassign(member):
+                came = self._stands_by(member) and not member.standby
+                if member.standby or came:
+                    what = "goes on standby" if member.standby else "serves, from standby"
+                    self.say("standby", f"{member.id} {what}", why or self._thinks())
+                else:
+                    self.say("recast", f"{member.id} becomes {member.role} of {member.template}", why)
+            case Replan(_, reason):
+                self.say("replan", "another plan is asked for", reason)
+            case OperatorNote(what, reason):
+                self.say("remark", what, reason)
+            case CopyPrefix(blocks, source, target):
+                self.say(
+                    "cache",
+                    f"{len(blocks)} blocks are copied from {source} to {target}",
+                    "they are in demand",
+                )
+            case ResyncCache(replica):
+                self.say("cache", f"{replica} is asked for all it caches", "a report was lost")
+
+
+CODECS = {"fp16": "raw", "int8": "int8", "int4": "int4"}
+"""What a plan calls them, and what engines do: 16 bits are sent as they are."""
+
+
+class GatewayCore:
+    """Made once. `start` needs a running event loop."""
+
+    def __init__(
+        self,
+        resolved: ResolvedPlan,
+        policy: Policy,
+        outgoing: EngineConnections,
+        *,
+        engine_list: Path | None = None,
+        log: Path | None = None,
+        memory: OperatorState | None = None,
+        why: str = "",
+        plan_version: int = 1,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """`why` and `plan_version`: the reason for the scene's plan and its number, as they are shown."""
+        self.policy = policy
+        self.replica_models = ReplicaModels(resolved)
+        self.replica_models.learn(resolved.plan)
+        self.plan = resolved.plan
+        self.plan_version = plan_version
+        """As whoever tells a plan numbers it; else it grows with every one that is adopted."""
+        self.plan_mark = plan_mark(resolved.plan)
+        """By which a controller knows it again."""
+        self.plan_why = why or "it was started with this plan"
+        """Why this one; whoever told it may say so."""
+        self.kills: set[str] = set()
+        """Replicas whose engines somebody wants killed, for whoever started them."""
+        self.drains: dict[str, float] = {}
+        """Engines of replicas that somebody had drained, and when; for whoever started them: others come instead."""
+        self.asked_s = -inf
+        """When whoever starts and stops engines last asked what is wanted; by the desk's time."""
+        facts = self.replica_models.facts()
+        self.links_gbps = facts.links_gbps
+        self.brain = Brain(facts, policy)
+        self.logged: LoggedBrain | None = None
+        mind: Decider = self.brain
+        if log is not None:
+            mind = self.logged = LoggedBrain(
+                mind, LogFiles(log), facts, policy, zero_utc_s=time.time(), flush_s=FLUSH_S
+            )
+        self.brain_loop = BrainLoop(mind, self.brain.requests, tick_s=policy.tick_s, clock=clock)
+        self.registry = ReplicaRegistry(
+            self.brain_loop.tell, outgoing, self._busy, codec=self.codec, codec_inside=self.codec_inside
+        )
+        self.brain_loop.manage = self.registry.act
+        self.watch = HealthChecker(
+            self.registry,
+            self.brain_loop.tell,
+            caches=policy.affinity > 0,
+            planned_gbps=facts.links_gbps,
+            grants=policy.grants,
+        )
+        self.engine_list = None if engine_list is None else EngineListFile(engine_list)
+        self.decision_log = DecisionLog(self.brain.autoscaler.why, lambda: self.plan_why)
+        self.brain_loop.watchers.append(self.decision_log)
+        self.market: tuple[Region, ...] | None = None
+        """What nodes cost and how many can be had, where somebody told since the start."""
+        kept = None if memory is None else memory.cordoned
+        self.cordons = Cordons(self.brain.fleet.views, self.registry, self.brain_loop.tell, kept)
+        self.brain_loop.at_ticks += [self._look, self.registry.look, self.watch.look, self.cordons.look]
+        self._memory = memory
+
+    def start(self) -> None:
+        """From the first plan on, or from what an earlier process was told since."""
+        entries = None if self.engine_list is None else self.engine_list.entries
+        if self._memory is not None:
+            plan, version, why = self._memory.plan()
+            if self.engine_list is None:  # a file says it better
+                entries = self._memory.entries()
+            if plan is not None:
+                self.replica_models.learn(plan)
+                self.plan, self.plan_mark = plan, plan_mark(plan)
+                self.plan_version, self.plan_why = version, why
+            self.market = self._memory.market()
+            self.cordons.inherit(self._memory.cordons())
+        if entries is not None:
+            self.registry.enlist(entries)
+        if self.market is not None:
+            self.brain_loop.tell(MarketReported(self.market))
+        self.brain_loop.tell(PlanReceived(self.plan))
+        self.watch.meet()
+        self.brain_loop.start(asyncio.get_running_loop())
+
+    def adopt(self, plan: Plan, why: str = "", version: int = 0) -> None:
+        """Another plan, from an operator or a planner; the same one under another number is only called that."""
+        mark = plan_mark(plan)
+        same = bool(version) and mark == self.plan_mark
+        self.plan_why = why or "an operator or a controller told it"
+        self.plan_version = version or self.plan_version + 1
+        if self._memory is not None:
+            self._memory.planned(plan, self.plan_version, self.plan_why)
+        if same:
+            return
+        self.replica_models.learn(plan)
+        self.plan, self.plan_mark = plan, mark
+        self.registry.planned()
+        self.brain_loop.tell(PlanReceived(plan))
+
+    def quote(self, regions: tuple[Region, ...]) -> None:
+        """Other prices, other nodes."""
+        self.market = regions
+        if self._memory is not None:
+            self._memory.quoted(regions)
+        self.brain_loop.tell(MarketReported(regions))
+
+    @property
+    def regions(self) -> tuple[Region, ...]:
+        """What nodes cost and how many can be had: as somebody told, else as the spec has it."""
+        return tuple(self.replica_models.resolved.regions) if self.market is None else self.market
+
+    def price_usd_per_h(self, region: str, node: str) -> float:
+        """What a node costs there now."""
+        if self.market is None:
+            return self.replica_models.resolved.price_usd_per_h(region, node)
+        offers = {(each.name, offer.node): offer for each in self.market for offer in each.offers}
+        found = offers.get((region, node))
+        return 0.0 if found is None else found.price_usd_per_h
+
+    def enlist(self, entries: tuple[EngineEntry, ...]) -> None:
+        """Another roster."""
+        if self._memory is not None:
+            self._memory.enlisted(entries)
+        self.registry.enlist(entries)
+        self.watch.meet()
+
+    def _look(self) -> None:
+        if self.engine_list is not None and self.engine_list.changed():
+            self.enlist(self.engine_list.entries)
+
+    def _busy(self, replica: str) -> int:
+        view = self.brain.fleet.views.get(replica)
+        return 0 if view is None else view.open_requests
+
+    def codec(self, model: str, source_region: str, target_region: str) -> str:
+        return CODECS[self.replica_models.codecs.get((model, source_region, target_region), "fp16")]
+
+    def codec_inside(self, template: str) -> str:
+        found = self.replica_models.templates.get(template)
+        return CODECS["fp16" if found is None else found.codec]
+
+    def lacking(self, model: str) -> str:
+        """Why a model cannot be served now; empty when it can."""
+        if any(each.model == model for each in self.registry.endpoints):
+            return ""
+        notes = {each.note for each in self.registry.engines if each.note}
+        return f"no replica of {model} is ready" + (f" ({'; '.join(sorted(notes))[:300]})" if notes else "")
+
+    async def close(self) -> None:
+        self.brain_loop.stop()
+        await self.registry.close()
+        if self.logged is not None:
+            self.logged.close()
+
+
+Act = Callable[[Sequence[Action]], None]
+Watcher = Callable[[float, Event, Sequence[Action]], None]
+"""Hears of everything that was told and asked for; must be quick and must not raise."""
+_OF_REQUESTS = (Run, Hedge, Refuse, Abort, QueryAttempt)
+_ENDINGS = (RequestFinished, AttemptFailed, RequestCancelled)
+
+
+class BrainLoop:
+    """Made once; used in one event loop."""
+
+    def __init__(
+        self,
+        mind: Decider,
+        open_flights: Mapping[str, object],
+        *,
+        tick_s: float = 1.0,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """`open_flights` are the mind's own: requests that it has not seen the end of."""
+        self._mind = mind
+        self._flights = open_flights
+        self._clock = clock
+        self.start_s = clock()
+        self._tick_s = tick_s
+        self._owners: dict[str, LocalBrainClient] = {}
+        self._news: deque[tuple[float, Event, LocalBrainClient | None]] = deque()
+        self._acting = False
+        self._ticking: asyncio.TimerHandle | None = None
+        self.manage: Act = _nobody
+        """Who carries out what is asked of the fleet."""
+        self.watchers: list[Watcher] = []
+        self.at_ticks: list[Callable[[], None]] = []
+        """Called after every tick: logs are flushed, say."""
+
+    def now_s(self) -> float:
+        return self._clock() - self.start_s
+
+    def line(self, act: Act) -> LocalBrainClient:
+        """A worker's line; `act` is its driver's."""
+        return LocalBrainClient(self, act)
+
+    def tell(self, event: Event, line: LocalBrainClient | None = None) -> None:
+        """Let the Brain know, and have done what it asks."""
+        at_s = self._clock() - self.start_s
+        if self._acting:
+            self._news.append((at_s, event, line))
+            return
+        self._acting = True
+        try:
+            while True:
+                if line is not None and (type(event) is RequestArrived or type(event) is RequestAdopted):
+                    self._owners[event.request.id] = line
+                actions = self._mind.on(at_s, event)
+                for watcher in self.watchers:
+                    watcher(at_s, event, actions)
+                if actions:
+                    self._act(actions)
+                if isinstance(event, _ENDINGS) and event.request not in self._flights:
+                    self._owners.pop(event.request, None)
+                if not self._news:
+                    break
+                at_s, event, line = self._news.popleft()
+        finally:
+            self._acting = False
+
+    def _act(self, actions: Sequence[Action]) -> None:
+        """Each to whom it concerns, in their order."""
+        for action in actions:
+            if not isinstance(action, _OF_REQUESTS):
+                self.manage((action,))
+                continue
+            owner = self._owners.get(action.request)
+            if owner is not None:
+                owner.act((action,))
+            if type(action) is Refuse:
+                self._owners.pop(action.request, None)
+
+    def lost(self, line: LocalBrainClient) -> None:
+        """A worker is gone, and its clients with it."""
+        for request in [request for request, owner in self._owners.items() if owner is line]:
+            self.tell(RequestCancelled(request))
+            self._owners.pop(request, None)
+
+    # Time.
+
+    def start(self, loop: asyncio.AbstractEventLoop) -> None:
+        """Tick from now on."""
+        self._ticking = loop.call_later(self._tick_s, self._tick, loop)
+
+    def _tick(self, loop: asyncio.AbstractEventLoop) -> None:
+        self._ticking = loop.call_later(self._tick_s, self._tick, loop)
+        self.tell(Tick())
+        for call in self.at_ticks:
+            call()
+
+    def stop(self) -> None:
+        if self._ticking is not None:
+            self._ticking.cancel()
+
+    @property
+    def open_requests(self) -> int:
+        return len(self._flights)
+
+
+class LocalBrainClient:
+    """The line of a worker in this process."""
+
+    __slots__ = ("act", "now_s", "tell")
+
+    def __init__(self, brain_loop: BrainLoop, act: Act) -> None:
+        self.act = act
+        self.now_s = brain_loop.now_s
+        self.tell = partial(brain_loop.tell, line=self)
+
+
+def _nobody(actions: Sequence[Action]) -> None:
+    """Before the keeper is there: what is wanted is asked for again at the next plan."""

@@ -1,0 +1,638 @@
+"""How many tokens a text has, where nobody needs to know which: reckoned from its characters.
+
+Tokenising a prompt costs many times what all the rest of a request does. Servers of plain OpenAI tokenise by
+themselves, so for them a prompt's length is only needed to weigh it: for admission, for limits, for the choice of a
+server. There it is reckoned by how many characters a token had lately, which is learned for each model and tenant
+(languages differ) from what servers say they used, and where there is a tokenizer, from some prompts.
+
+Tokenised is where tokens themselves are needed, since engines run segments of them; where a prompt might not fit, so
+that the client is told the truth; and the first prompts of a tenant and one in SAMPLE later, in case servers say
+nothing. What a server says it used is what is charged and recorded in the end.
+"""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import NamedTuple
+
+from potluck.api.http import HttpRefusal
+from potluck.api.json_bodies import tokens_of
+from potluck.api.model_files import JsonMembers, read_generation, read_json
+from potluck.api.openai_requests import (
+    DEFAULT_TOKENS,
+    ChatRequest,
+    CompletionRequest,
+    EngineAbilities,
+    Message,
+    chat_of,
+    completion_of,
+    sampling_of,
+)
+from potluck.api.passthrough_requests import is_own, own_body, own_chat, own_completion, templated
+from potluck.api.text_stream import TextStream
+from potluck.api.tokenizer import ModelTokenizer
+from potluck.core.errors import CapacityError, FormatError, InputError, PotluckError, did_you_mean
+from potluck.core.values.sampling import MOST_LOGPROBS, Sampling, SamplingDefaults
+from potluck.core.values.types import DEFAULT_CLASS
+from potluck.gateway.interfaces import ChoiceRequest, Headers
+from potluck.gateway.openai.keys import EXPECTED_OUTPUT, ApiKey
+from potluck.gateway.openai.response import compact
+
+GUESSED_CHARS = 4.0
+"""Of a token, before anything is known."""
+LEAST_CHARS, MOST_CHARS = 0.5, 16.0
+"""Whatever is said, no fewer and no more are believed."""
+RECENT = 64
+"""What was seen lately counts as much as so many prompts."""
+FEW, SAMPLE = 8, 512
+MARGIN = 1.5
+"""How far off a reckoned length may be."""
+MOST_KEPT = 10_000
+
+
+class TenantLength:
+    """What one tenant's prompts to one model are like."""
+
+    __slots__ = ("_chars", "_tokens", "asked", "chars_per_token")
+
+    def __init__(self) -> None:
+        self.chars_per_token = GUESSED_CHARS
+        self.asked = 0
+        """Prompts whose length was reckoned."""
+        self._chars = self._tokens = 0.0
+
+    def learn(self, chars: int, tokens: int) -> None:
+        """A text of so many characters had so many tokens."""
+        if chars <= 0 or tokens <= 0:
+            return
+        keep = 1.0 - 1.0 / RECENT
+        self._chars = self._chars * keep + chars
+        self._tokens = self._tokens * keep + tokens
+        self.chars_per_token = min(MOST_CHARS, max(LEAST_CHARS, self._chars / self._tokens))
+
+    def sampled(self) -> bool:
+        """Whether the next prompt is to be tokenised to learn from it."""
+        self.asked += 1
+        return self.asked <= FEW or self.asked % SAMPLE == 0
+
+    def fits(self, chars: int, more_tokens: int, room_tokens: int) -> bool:
+        """Whether it surely does."""
+        return chars / self.chars_per_token * MARGIN + more_tokens <= room_tokens
+
+
+class LengthEstimates:
+    """All of them, made as they are needed."""
+
+    def __init__(self) -> None:
+        self._kept: dict[tuple[str, str], TenantLength] = {}
+
+    def of(self, model: str, tenant: str) -> TenantLength:
+        found = self._kept.get((model, tenant))
+        if found is None:
+            if len(self._kept) >= MOST_KEPT:
+                self._kept.clear()
+            found = self._kept[model, tenant] = TenantLength()
+        return found
+
+
+ENGINES = EngineAbilities(frozenset({"service_tier"}), most_logprobs=MOST_LOGPROBS, draws=True)
+"""What engines can do that run segments; a service tier is the gateway's own affair."""
+OWN_FORM = "potluck"
+"""Configurations that the engine writes itself, such as the shipped hybrid model's."""
+LONGEST_CHARS = 16
+"""Of a token, where nobody can tokenise."""
+REMEMBER_BYTES = 8 << 20
+"""Of a model's texts that were tokenised lately, with their tokens: some 1,000 prompts of 1,000 tokens."""
+
+
+@dataclass(frozen=True, slots=True)
+class ModelCard:
+    """A model, as far as reading requests for it needs it."""
+
+    name: str
+    context_tokens: int
+    """Prompt and answer together."""
+    text: ModelTokenizer | None = None
+    """Its tokenizer; without one, only tokens can be sent to engines, and prompts to other servers are reckoned."""
+    plain: bool = False
+    """Only servers of plain OpenAI have it: what they can do is theirs to say, and bodies go on as they came."""
+    defaults: SamplingDefaults = field(default_factory=SamplingDefaults)
+    ends: frozenset[int] = frozenset()
+    """Tokens that end an answer and are not shown."""
+    vocab: int = 0
+    """0: not known."""
+    able: EngineAbilities = ENGINES
+    created_s: int = 0
+    base: str = ""
+    """Of an adapter: the model that it is one of. Empty: it is a model itself."""
+    most_chars: int = field(default=0, init=False)
+    """A longer prompt cannot fit, whatever its tokens."""
+
+    def __post_init__(self) -> None:
+        longest = LONGEST_CHARS if self.text is None else self.text.longest_token_chars
+        object.__setattr__(self, "most_chars", self.context_tokens * longest)
+
+    @property
+    def adapter(self) -> str:
+        """What engines call it, where it is one."""
+        return self.name if self.base else ""
+
+    def must_fit(self, chars: int) -> None:
+        """Said before anything is tokenised."""
+        if chars > self.most_chars:
+            raise CapacityError(
+                f"a prompt of {chars} characters cannot fit in {self.context_tokens} tokens; send less"
+            )
+
+
+def read_card(
+    name: str, directory: str | Path, *, context_tokens: int = 0, plain: bool = False, created_s: int = 0
+) -> ModelCard:
+    """A card from a model's files: tokenizer.json, config.json, generation_config.json, those that are there."""
+    folder = Path(directory)
+    text = ModelTokenizer.read(folder, REMEMBER_BYTES)
+    generation = read_generation(folder)
+    ends, context, vocab = set(generation.end_tokens), 0, 0
+    if (folder / "config.json").is_file():
+        members = JsonMembers(read_json(folder / "config.json"))
+        inner = members.part("text_config")
+        for each in (members, inner):
+            ends.update(each.tokens("eos_token_id"))
+            context = context or int(each.number("max_position_embeddings", 0))
+            vocab = vocab or int(each.number("vocab_size", 0))
+        if members.text("model_type", default="") == OWN_FORM:
+            own, model = members.part("config"), members.part("config").part("model")
+            ends.update(own.tokens("eos_tokens"))
+            context, vocab = int(model.number("max_context_tokens", 0)), int(model.number("vocab", 0))
+    if not context_tokens and not context:
+        raise CapacityError(f"{folder}: config.json says no max_position_embeddings; say the model's context")
+    return ModelCard(
+        name,
+        context_tokens or context,
+        text,
+        plain,
+        generation.defaults,
+        frozenset(ends),
+        vocab or (0 if text is None else text.vocab),
+        created_s=created_s,
+    )
+
+
+CLASS, DEADLINE, SESSION = b"x-potluck-class", b"x-potluck-deadline-ms", b"x-potluck-session"
+EXACT = b"x-potluck-exact"
+SWITCH: Mapping[bytes, bool] = {b"1": True, b"true": True, b"0": False, b"false": False}
+TIERS: Mapping[str, str] = {
+    "auto": DEFAULT_CLASS,
+    "default": DEFAULT_CLASS,
+    "flex": "batch",
+    "priority": "interactive",
+}
+"""OpenAI's service tiers, as classes."""
+LONGEST_SESSION = 256
+MOST_DEADLINE_MS = 86_400_000
+MOST_PRIORITY = 1_000
+Prompt = str | tuple[int, ...]
+
+
+class RequestOptions(NamedTuple):
+    """How a request is to be treated."""
+
+    request_class: str = DEFAULT_CLASS
+    priority: int = 0
+    deadline_s: float | None = None
+    session: str = ""
+    exact: bool = False
+    """Whether KV may only cross as it is."""
+
+
+@dataclass(slots=True)
+class ValidatedRequest:
+    """What a client asks a model for."""
+
+    card: ModelCard
+    chat: bool
+    body: dict[str, object]
+    asked: CompletionRequest | ChatRequest | None
+    """None: the body goes to a server of plain OpenAI, whose affair it is."""
+    prompts: list[Prompt]
+    messages: list[Message] | None
+    """Of a chat, from which the one prompt is yet to be made."""
+    special: bool | None
+    """Whether the tokenizer adds its own tokens; None: as the chat template wants."""
+    n: int
+    limit: int | None
+    stream: bool
+    chars: int
+    """Of text that is to be tokenised."""
+    own_salt: str | None = None
+    """What the client itself sets its cached prefixes apart by."""
+    length: TenantLength | None = None
+    """By what its tokens are reckoned, where all of it is text for servers of plain OpenAI."""
+    manner: RequestOptions = RequestOptions()
+    own: bool = False
+    """Whether it asks for more than tokens, and whoever decodes gets the body itself."""
+
+    @property
+    def usage_said(self) -> bool:
+        """Whether every part of a stream says something of the usage."""
+        options = None if self.asked is None else self.asked.stream_options
+        return options is not None and (options.include_usage or options.continuous_usage_stats)
+
+    def tokenised(self, tenant: str = "") -> list[tuple[int, ...]]:
+        """The prompts as tokens; takes as long as the text is that the tenant has not sent lately."""
+        if self.card.plain:
+            try:
+                return self._tokenised(tenant)
+            except InputError:  # what the template cannot do the server may
+                return []
+        return self._tokenised(tenant)
+
+    def _tokenised(self, tenant: str) -> list[tuple[int, ...]]:
+        text = self.card.text
+        if self.messages is not None:
+            if text is None:
+                raise InputError("messages", "this model has no tokenizer; send tokens to /v1/completions")
+            special = not text.chat_has_specials if self.special is None else self.special
+            messages, more = templated(self.body, self.messages) if self.own else (self.messages, {})
+            return [tuple(text.encode(text.chat(messages, **more), special=special, apart=tenant))]
+        made = []
+        for prompt in self.prompts:
+            if isinstance(prompt, str):
+                if text is None:
+                    raise InputError("prompt", "this model has no tokenizer; send tokens")
+                prompt = tuple(text.encode(prompt, special=self.special is not False, apart=tenant))
+            made.append(prompt)
+        return made
+
+
+def wish_of(card: ModelCard, body: dict[str, object], *, chat: bool, owns: bool = False) -> ValidatedRequest:
+    """Reads a body; raises at what engines cannot honour. What a plain server can do is left to it, and so is what
+    engines can that take clients' own requests (`owns`)."""
+    if card.plain:
+        return plain_wish(card, body, chat)
+    asked: CompletionRequest | ChatRequest
+    prompts: list[Prompt] = []
+    messages = None
+    own = owns and is_own(body, card.able, chat=chat)
+    if chat:
+        asked, messages = own_chat(body) if own else chat_of(body, card.able)
+    else:
+        asked, prompts = own_completion(body) if own else completion_of(body, card.able)
+    special, chars = asked.add_special_tokens, _chars(prompts, messages)
+    return ValidatedRequest(
+        card,
+        chat,
+        body,
+        asked,
+        prompts,
+        messages,
+        special,
+        asked.n,
+        asked.limit,
+        asked.stream,
+        chars,
+        asked.cache_salt,
+        own=own,
+    )
+
+
+def _chars(prompts: list[Prompt], messages: list[Message] | None) -> int:
+    chars = 0
+    for message in messages or ():
+        chars += len(message["content"])
+    for prompt in prompts:
+        if isinstance(prompt, str):
+            chars += len(prompt)
+    return chars
+
+
+def understand(validated: ValidatedRequest) -> CompletionRequest | ChatRequest:
+    """Reads what was left to a server, where its tokens are told instead of its text."""
+    try:
+        found = wish_of(replace(validated.card, plain=False), validated.body, chat=validated.chat).asked
+        assert found is not None
+        return found
+    except PotluckError:  # It took what engines do not: of that the text alone is shown.
+        return (ChatRequest if validated.chat else CompletionRequest)(validated.card.name, validated.stream)
+
+
+def plain_wish(card: ModelCard, body: dict[str, object], chat: bool) -> ValidatedRequest:
+    """Read as far as the gateway itself must know it."""
+    prompts: list[Prompt] = []
+    messages: list[Message] | None = None
+    if chat:
+        given = body.get("messages")
+        alone = given[0] if type(given) is list and len(given) == 1 else None
+        text = alone.get("content") if type(alone) is dict else None
+        if type(text) is str and card.text is None:
+            chars = len(text)  # One message, and nobody here who would tokenise it: most of them.
+        else:
+            messages = _texts(given)
+            chars = _chars(prompts, messages)
+    else:
+        prompts = _prompts(body.get("prompt"))
+        chars = _chars(prompts, None)
+    stream = body.get("stream")
+    if stream is not None and not isinstance(stream, bool):
+        raise FormatError("stream", "must be true or false")
+    limit, n = body.get("max_completion_tokens"), body.get("n")
+    if limit is None:
+        limit = body.get("max_tokens")
+        limit = (None if chat else DEFAULT_TOKENS) if limit is None else _count(limit, "max_tokens")
+    else:
+        limit = _count(limit, "max_completion_tokens")
+    n = 1 if n is None else _count(n, "n")
+    if n * (len(prompts) or 1) > card.able.most_choices:
+        raise InputError("n", f"more than {card.able.most_choices} answers to one request")
+    salt = body.get("cache_salt")
+    salt = salt if isinstance(salt, str) else None
+    return ValidatedRequest(
+        card, chat, body, None, prompts, messages, None, n, limit, stream is True, chars, salt
+    )
+
+
+def _count(value: object, name: str) -> int:
+    if type(value) is not int or value < 1:
+        raise InputError(name, "must be a whole number of at least 1")
+    return value
+
+
+def _prompts(value: object) -> list[Prompt]:
+    if isinstance(value, str):
+        return [value]
+    if not isinstance(value, list) or not value:
+        raise FormatError("prompt", "must be text, a list of texts, tokens, or a list of tokens")
+    if all(type(item) is int for item in value):
+        return [tuple(value)]
+    return [
+        item if isinstance(item, str) else tokens_of(item, f"prompt[{place}]")
+        for place, item in enumerate(value)
+    ]
+
+
+def _texts(value: object) -> list[Message]:
+    """A chat's messages as far as they are text: what else there is only the server knows how to read."""
+    if not isinstance(value, list) or not value:
+        raise FormatError("messages", "must be a list of at least one message")
+    made = []
+    for place, message in enumerate(value):
+        if not isinstance(message, dict):
+            raise FormatError(f"messages[{place}]", "must be an object")
+        content = message.get("content")
+        if isinstance(content, list):
+            parts = [part.get("text") for part in content if isinstance(part, dict)]
+            content = "".join(part for part in parts if isinstance(part, str))
+        role = message.get("role")
+        made.append(
+            {
+                "role": role if isinstance(role, str) else "user",
+                "content": content if isinstance(content, str) else "",
+            }
+        )
+    return made
+
+
+def reckoned(validated: ValidatedRequest) -> int:
+    """Prompt tokens, where the text is not tokenised."""
+    known, length = 0, validated.length
+    for prompt in validated.prompts:
+        if not isinstance(prompt, str):
+            known += len(prompt)
+    return known + int(validated.chars / (GUESSED_CHARS if length is None else length.chars_per_token)) or 1
+
+
+def manner_of(
+    headers: Headers, body: dict[str, object], came_s: float, classes: frozenset[str], key: ApiKey
+) -> RequestOptions:
+    """What the headers and a few fields say; raises for a class that is not known, or not this key's."""
+    tier, priority = body.get("service_tier"), body.get("priority")
+    given, deadline = headers.get(CLASS), headers.get(DEADLINE)
+    session, thread = headers.get(SESSION), body.get("prompt_cache_key")
+    exact = headers.get(EXACT)
+    if tier is priority is given is deadline is session is thread is exact is None and key.classes is None:
+        return PLAIN
+    request_class = DEFAULT_CLASS
+    if given is not None:
+        request_class = _word(given, "x-potluck-class")
+        if request_class not in classes:
+            hint = did_you_mean(request_class[:60], classes)
+            raise HttpRefusal(400, f"x-potluck-class: unknown{hint}", "unknown_class", "x-potluck-class")
+    elif tier is not None:
+        if not isinstance(tier, str) or tier not in TIERS:
+            raise InputError("service_tier", f"must be one of {', '.join(TIERS)}")
+        request_class = TIERS[tier]
+    if key.classes is not None and request_class not in key.classes:
+        line = f"this key may not ask for class {request_class}; it may for {', '.join(sorted(key.classes))}"
+        raise HttpRefusal(403, line, "class_not_allowed", "x-potluck-class")
+    if priority is None:
+        priority = 0
+    elif type(priority) is not int or abs(priority) > MOST_PRIORITY:
+        raise InputError("priority", f"must be a whole number from {-MOST_PRIORITY} to {MOST_PRIORITY}")
+    name = ""
+    if session is not None:
+        name = _word(session, "x-potluck-session")
+    elif isinstance(thread, str):
+        name = thread[:LONGEST_SESSION]
+    return RequestOptions(request_class, priority, _deadline_s(deadline, came_s), name, _switch(exact))
+
+
+def _switch(given: bytes | None) -> bool:
+    found = False if given is None else SWITCH.get(given)
+    if found is None:
+        raise InputError("x-potluck-exact", "must be 1, 0, true or false")
+    return found
+
+
+def _deadline_s(given: bytes | None, came_s: float) -> float | None:
+    if given is None:
+        return None
+    if not given.isdigit() or len(given) > 9 or not 1 <= int(given) <= MOST_DEADLINE_MS:
+        raise InputError("x-potluck-deadline-ms", f"must be 1 to {MOST_DEADLINE_MS} milliseconds")
+    return came_s + int(given) / 1000
+
+
+def _word(value: bytes, name: str) -> str:
+    text = value.decode("latin-1")
+    if not 1 <= len(text) <= LONGEST_SESSION or not text.isprintable():
+        raise InputError(name, f"must have 1 to {LONGEST_SESSION} characters that can be shown")
+    return text
+
+
+PLAIN = RequestOptions()
+
+
+GREEDY = Sampling()
+
+
+class Submission:
+    """One request on its way to the driver."""
+
+    def __init__(self, validated: ValidatedRequest, tenant: str, salt: str, path: bytes, body: bytes) -> None:
+        self._wish, self._tenant, self._salt, self._path, self._body = validated, tenant, salt, path, body
+        self.prompt_tokens = 0
+        """Each prompt counts once, however many answers it gets."""
+        self.expected_tokens = 0
+        """Prompt and answers, before anything is known of the answers."""
+        self.estimated = False
+        self._seed: int | None = None
+        self._ends: tuple[int, ...] = ()
+
+    def asks(self, word: str, prompts: list[tuple[int, ...]]) -> list[ChoiceRequest]:
+        """`word` becomes their name. A server of plain OpenAI gets the request whole, whatever it asks for."""
+        validated, card = self._wish, self._wish.card
+        if card.plain:
+            return [self._plain(card, word, prompts)]
+        self._ends = tuple(ends_of(validated))
+        if validated.asked is not None:
+            _check_biases(card, validated.asked.logit_bias)
+        made: list[ChoiceRequest] = []
+        alone = len(prompts) * validated.n == 1
+        for prompt in prompts:
+            self.prompt_tokens += _checked(card, prompt)
+            output = self._room(card, len(prompt))
+            for drawn in range(validated.n):
+                way = self._drawing(drawn)
+                name = word if alone else f"{word}-{len(made)}"
+                body = self._body if alone and not validated.own else self._alone(prompt, way)
+                made.append(self._asked(name, prompt, len(prompt), output, way, body))
+        self._expect(made[-1].max_output_tokens, len(made))
+        return made
+
+    def _plain(self, card: ModelCard, word: str, prompts: list[tuple[int, ...]]) -> ChoiceRequest:
+        validated, manner = self._wish, self._wish.manner
+        self.estimated = not prompts
+        self.prompt_tokens = prompt_tokens = sum(map(len, prompts)) or reckoned(validated)
+        output = validated.limit
+        if output is None or prompt_tokens + output > card.context_tokens:
+            output = self._room(card, prompt_tokens)
+        longest = EXPECTED_OUTPUT if validated.limit is None and output > EXPECTED_OUTPUT else output
+        self.expected_tokens = prompt_tokens + longest
+        return ChoiceRequest(
+            word,
+            card.name,
+            prompts[0] if len(prompts) == 1 else (),
+            prompt_tokens,
+            output,
+            GREEDY,
+            tuple(card.ends),
+            False,
+            0,
+            self._tenant,
+            manner.request_class,
+            manner.priority,
+            manner.deadline_s,
+            manner.session,
+            self._salt,
+            self._path,
+            self._body,
+            validated.stream,
+            card.vocab,
+            exact=manner.exact,
+        )
+
+    def _expect(self, output: int, answers: int) -> None:
+        longest = EXPECTED_OUTPUT if self._wish.limit is None and output > EXPECTED_OUTPUT else output
+        self.expected_tokens = self.prompt_tokens + longest * answers
+
+    def _room(self, card: ModelCard, prompt_tokens: int) -> int:
+        """Output tokens that fit behind a prompt; an error if there is not room for those asked for."""
+        limit = self._wish.limit
+        room = card.context_tokens - prompt_tokens
+        if room < (limit or 1) and not self.estimated:
+            raise CapacityError(
+                f"a prompt of {prompt_tokens} tokens and {limit or 1} more exceed the model's {card.context_tokens}"
+            )
+        asked = self._wish.asked
+        output = max(room, 1) if limit is None else limit
+        if asked is not None and asked.min_tokens > output:
+            raise InputError("min_tokens", f"there is room for {output}, not {asked.min_tokens}")
+        return output
+
+    def _drawing(self, drawn: int) -> Sampling:
+        """Chance differs from choice to choice, and is the same again for the same seed."""
+        asked, defaults = self._wish.asked, self._wish.card.defaults
+        assert asked is not None
+        if self._seed is None:
+            plain = sampling_of(asked, defaults, seed=0, logprobs=asked.reported)
+            if plain.temperature == 0 and asked.seed is None:
+                return plain  # nothing is drawn
+            self._seed = secrets.randbits(62) if asked.seed is None else asked.seed
+        return sampling_of(asked, defaults, seed=self._seed + (drawn << 32), logprobs=asked.reported)
+
+    def _alone(self, prompt: tuple[int, ...], way: Sampling) -> bytes:
+        """One of several choices as a body of its own, for a server of plain OpenAI; or the one of an own request."""
+        validated = self._wish
+        if validated.own:
+            seed = way.seed if way.temperature > 0 else None
+            return compact(own_body(validated.body, None if validated.chat else prompt, seed))
+        body = {**validated.body, "n": 1, "best_of": None}
+        body["stream_options"] = {"include_usage": True} if validated.stream else None
+        if not validated.chat:
+            body["prompt"] = list(prompt)
+        if self._seed is not None:
+            body["seed"] = way.seed
+        return compact({name: value for name, value in body.items() if value is not None})
+
+    def _asked(
+        self, id: str, prompt: tuple[int, ...], prompt_tokens: int, output: int, way: Sampling, body: bytes
+    ) -> ChoiceRequest:
+        validated, asked, manner = self._wish, self._wish.asked, self._wish.manner
+        return ChoiceRequest(
+            id,
+            validated.card.base or validated.card.name,
+            prompt,
+            prompt_tokens,
+            output,
+            way,
+            self._ends,
+            asked is not None and asked.ignore_eos,
+            0 if asked is None else asked.min_tokens,
+            self._tenant,
+            manner.request_class,
+            manner.priority,
+            manner.deadline_s,
+            manner.session,
+            self._salt,
+            self._path,
+            body,
+            validated.stream,
+            validated.card.vocab,
+            validated.own,
+            validated.card.adapter,
+            manner.exact,
+        )
+
+
+def growth_of(validated: ValidatedRequest) -> TextStream | None:
+    """How one answer's text grows; None where a server writes it."""
+    return (
+        None
+        if validated.asked is None
+        else TextStream(validated.card.text, validated.asked.shown, ends_of(validated))
+    )
+
+
+def ends_of(validated: ValidatedRequest) -> frozenset[int]:
+    """Tokens that end an answer and are not shown."""
+    asked = validated.asked
+    if asked is None:
+        return validated.card.ends
+    ends = frozenset[int]() if asked.ignore_eos else validated.card.ends
+    return ends.union(asked.stop_token_ids) if asked.stop_token_ids else ends
+
+
+def _check_biases(card: ModelCard, biases: tuple[tuple[int, float], ...]) -> None:
+    for token, _ in biases:
+        if card.vocab and token >= card.vocab:
+            raise InputError("logit_bias", f"token {token} is not in the vocabulary of {card.vocab}")
+
+
+def _checked(card: ModelCard, prompt: tuple[int, ...]) -> int:
+    if not prompt:
+        raise InputError("prompt", "must have at least one token")
+    if card.vocab and not 0 <= min(prompt) <= max(prompt) < card.vocab:
+        raise InputError("prompt", f"tokens must be 0 to {card.vocab - 1}")
+    return len(prompt)
