@@ -25,11 +25,11 @@ from typing import Any
 
 from parts import common
 from potluck.core.values.sampling import SampledToken
+from potluck.gateway.admin.counters import Counters
 from potluck.gateway.http.server import open_port
-from potluck.gateway.interfaces import AnswerSink, ChoiceRequest
-from potluck.gateway.meters import SilentMeter
 from potluck.gateway.openai.handler import ClientHandler
 from potluck.gateway.openai.requests import ModelCard
+from potluck.gateway.values import AnswerSink, ChoiceRequest
 
 SEED = 14
 MODEL = "tiny"
@@ -105,7 +105,7 @@ async def serve() -> None:
         MODEL: ModelCard(MODEL, 4096, None, vocab=100),
         "plain": ModelCard("plain", 4096, None, plain=True),
     }
-    port = await open_port(ClientHandler(cards, Instant(), SilentMeter()), "127.0.0.1", 0)
+    port = await open_port(ClientHandler(cards, Instant(), Counters()), "127.0.0.1", 0)
     print(port.address, flush=True)
     await asyncio.Event().wait()
 

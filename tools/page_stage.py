@@ -43,9 +43,9 @@ from potluck.gateway.admin.families import SEGMENT_TOKENS
 from potluck.gateway.admin.operations import Operations
 from potluck.gateway.brain_loop.core import GatewayCore
 from potluck.gateway.http.connection_pool import ConnectionPool
-from potluck.gateway.interfaces import RequestOutcome
 from potluck.gateway.serve import AdminServer
 from potluck.gateway.settings import GatewaySettings, ListenAddresses
+from potluck.gateway.values import RequestOutcome
 from potluck.runtime.resolved_plan import ResolvedPlan
 
 KEY = "the-operators-key"

@@ -13,8 +13,9 @@ import uvloop
 
 from potluck.gateway.http.connection_pool import ConnectionPool
 from potluck.gateway.http.limits import allow_open_files
-from potluck.gateway.http.server import open_port
-from potluck.gateway.interfaces import Address, Exchange, Headers
+from potluck.gateway.http.parser import Headers
+from potluck.gateway.http.server import Exchange, open_port
+from potluck.gateway.values import Address
 
 
 class Relay:

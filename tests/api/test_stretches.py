@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
 from tokenizers.trainers import BpeTrainer
 
-from potluck.api import tokenizer
+from potluck.api import tokenizer as tokenizing
 from potluck.api.tokenizer import BY_LINE, IncrementalTokenizer, ModelTokenizer, seams_of, stretches_of
 from potluck.engine.shipped_model import shipped_model
 
@@ -97,7 +97,7 @@ def remembering(kind: str, most_bytes: int = 1 << 20) -> IncrementalTokenizer:
 
 @pytest.fixture(params=[1, 7])
 def short(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> int:
-    monkeypatch.setattr(tokenizer, "STRETCH_CHARS", request.param)
+    monkeypatch.setattr(tokenizing, "STRETCH_CHARS", request.param)
     return int(request.param)
 
 
@@ -149,7 +149,7 @@ def test_memory_is_bounded_by_bytes() -> None:
         text = "".join(f"line {turn} {place} {'word ' * 60}.\nThe end" for place in range(4))
         assert made.encode(text, True) == tokenizer("shipped").encode(text).ids
     assert 15_000 < made.held_bytes <= 20_000
-    assert made.held_bytes == sum(tokenizer._bytes(key[1], found) for key, found in made._known.items())
+    assert made.held_bytes == sum(tokenizing._bytes(key[1], found) for key, found in made._known.items())
 
 
 def test_threads_may_share_it(short: int) -> None:
@@ -159,7 +159,7 @@ def test_threads_may_share_it(short: int) -> None:
         assert list(pool.map(lambda text: made.encode(text, True), texts)) == [
             plain.encode(t).ids for t in texts
         ]
-    assert made.held_bytes == sum(tokenizer._bytes(key[1], found) for key, found in made._known.items())
+    assert made.held_bytes == sum(tokenizing._bytes(key[1], found) for key, found in made._known.items())
 
 
 def changed(kind: str) -> Tokenizer:

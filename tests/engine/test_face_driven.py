@@ -21,10 +21,11 @@ from potluck.core.state.events import AttemptFailed, Event, RequestArrived, Requ
 from potluck.core.values.route import Route, Segment, aggregated, handed_over
 from potluck.core.values.sampling import SampledToken, Sampling
 from potluck.core.values.types import Request
+from potluck.gateway.admin.counters import Counters
 from potluck.gateway.dispatch import silence
 from potluck.gateway.dispatch.dispatcher import Dispatcher
 from potluck.gateway.http.connection_pool import ConnectionPool
-from potluck.gateway.interfaces import Address, ChoiceRequest, Endpoint
+from potluck.gateway.values import Address, ChoiceRequest, Endpoint
 
 STREAMS, TOKENS = 64, 6
 NAMES = ("a", "b", "c")
@@ -141,7 +142,9 @@ async def answers(
     loop = asyncio.get_running_loop()
     calls = ConnectionPool()
     chooser = Chooser(engines, kinds, 5)
-    dispatcher = chooser.dispatcher = Dispatcher(chooser, chooser, calls, loop.time, loop.call_later)
+    dispatcher = chooser.dispatcher = Dispatcher(
+        chooser, chooser, calls, loop.time, loop.call_later, Counters()
+    )
     heard = [Heard() for _ in asked]
     for what, answer in zip(asked, heard, strict=True):
         dispatcher.begin(what, answer)

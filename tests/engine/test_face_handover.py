@@ -17,8 +17,8 @@ from loop_kit import desk
 from potluck.engine.memory.handover import KvManifest, token_hash
 from potluck.engine.server.engine_service import RequestLimits
 from potluck.engine.server.kv_connector import KvSettings
-from potluck.gateway.interfaces import Address, Endpoint
 from potluck.gateway.registry.health import LASTS_S, granted
+from potluck.gateway.values import Address, Endpoint
 from potluck.kv.handles import bound_to, new_handle
 from potluck.kv.send.kv_sender import KvSender
 from potluck.kv.send.send_connection import SenderLimits

@@ -11,11 +11,13 @@ from tokenizers.decoders import Fuse
 from tokenizers.models import BPE
 
 from potluck.api.tokenizer import ModelTokenizer
-from potluck.core.state.actions import Action, Refuse
+from potluck.core.state.actions import Refuse
 from potluck.core.values.sampling import SampledToken
-from potluck.gateway.interfaces import AnswerSink, ChoiceRequest, RequestOutcome
+from potluck.gateway.admin.counters import Counters
+from potluck.gateway.dispatch.dispatcher import Dispatcher
 from potluck.gateway.openai.handler import ClientHandler
 from potluck.gateway.openai.requests import ModelCard
+from potluck.gateway.values import AnswerSink, ChoiceRequest, RequestOutcome
 
 NAME, SERVER = "tiny", "elsewhere"
 LETTERS = [chr(code) for code in range(0x20, 0x7F)] + [chr(code) for code in range(0xC0, 0x17F)]
@@ -114,7 +116,7 @@ class FakeExchange:
         return [json.loads(part.removeprefix("data: ")) for part in text.split("\n\n")[:-2]]
 
 
-class FakeDriver:
+class FakeDriver(Dispatcher):
     """Keeps what is asked; answers at once by `script`, where there is one."""
 
     def __init__(self, script: Callable[[ChoiceRequest, AnswerSink], None] | None = None) -> None:
@@ -141,18 +143,16 @@ class FakeDriver:
     def room(self, request: str, there: bool) -> None:
         self.rooms.append((request, there))
 
-    def act(self, actions: Sequence[Action]) -> None:
-        raise AssertionError("the Brain speaks to real drivers")
-
     @property
     def answer(self) -> AnswerSink:
         return self.answers[self.asked[-1].id]
 
 
-class FakeMeter:
+class FakeMeter(Counters):
     """Remembers."""
 
     def __init__(self) -> None:
+        super().__init__()
         self.told: list[RequestOutcome] = []
         self.seen_s: list[float] = []
         self.let_in: list[tuple[str, str]] = []
@@ -173,18 +173,6 @@ class FakeMeter:
 
     def replayed(self) -> None:
         self.replays += 1
-
-    def routed(self, *args: object) -> None: ...
-
-    def hedged(self, *args: object) -> None: ...
-
-    def segment(self, *args: object) -> None: ...
-
-    def failed(self, *args: object) -> None: ...
-
-    def moved(self, *args: object) -> None: ...
-
-    def decided(self, *args: object) -> None: ...
 
 
 class Scene:

@@ -32,8 +32,10 @@ from potluck.core.values.plan import (
 )
 from potluck.core.values.sampling import SampledToken
 from potluck.core.values.types import Role
+from potluck.gateway.admin.counters import Counters
 from potluck.gateway.dispatch.dispatcher import Dispatcher
-from potluck.gateway.interfaces import Address, ChoiceRequest, Endpoint, ResponseListener, TokenCounts
+from potluck.gateway.http.connection_pool import ResponseListener
+from potluck.gateway.values import Address, ChoiceRequest, Endpoint, TokenCounts
 
 VOCAB, EOS = 40, 0
 MODEL = "m"
@@ -394,7 +396,7 @@ def asked(name: str = "r", prompt: int = 20, most: int = 12, **more: Any) -> Cho
 
 
 def driver(line: Desk | Script, fleet: Fleet, clock: Clock) -> Dispatcher:
-    dispatcher = Dispatcher(line, fleet, fleet, clock.now_s, clock.later)
+    dispatcher = Dispatcher(line, fleet, fleet, clock.now_s, clock.later, Counters())
     if isinstance(line, Desk):
         line.dispatcher = dispatcher
     return dispatcher

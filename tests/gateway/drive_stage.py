@@ -8,7 +8,7 @@ from potluck.core.state.actions import Run
 from potluck.core.state.events import RequestArrived, SegmentComputed
 from potluck.core.values.route import Route
 from potluck.gateway.dispatch.engine_replies import LONGEST_LINE
-from potluck.gateway.interfaces import ChoiceRequest
+from potluck.gateway.values import ChoiceRequest
 
 
 class Stage:

@@ -31,8 +31,8 @@ from potluck.gateway.admin.counters import MOST_SERIES, Counters, FullMeter, Spa
 from potluck.gateway.admin.families import FAMILIES
 from potluck.gateway.admin.metrics import GatewayMetrics
 from potluck.gateway.admin.operations import Json, NoOperations, QueueView, ReplicaView
-from potluck.gateway.interfaces import ChoiceRequest, RequestOutcome
 from potluck.gateway.openai.keys import KeyRing
+from potluck.gateway.values import ChoiceRequest, RequestOutcome
 
 TOLD = RequestOutcome("req-1", "ann", "co", "m", "standard", "stop", 200, 100, 60, 11, 10.0, 10.5, 12.5, True)
 ASKED = ChoiceRequest("a1", "m", (1, 2), 2, 5)

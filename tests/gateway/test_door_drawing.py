@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from potluck.core.values.sampling import SampledToken
-from potluck.gateway.interfaces import AnswerSink, ChoiceRequest
+from potluck.gateway.values import AnswerSink, ChoiceRequest
 
 
 @pytest.mark.parametrize("stream", [False, True])

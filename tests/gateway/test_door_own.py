@@ -14,8 +14,8 @@ from tokenizers.models import BPE
 
 from potluck.api.openai_requests import DRAWN
 from potluck.api.tokenizer import ModelTokenizer
-from potluck.gateway.interfaces import TokenCounts
 from potluck.gateway.openai.requests import ModelCard
+from potluck.gateway.values import TokenCounts
 
 TOOLS = [{"type": "function", "function": {"name": "f", "parameters": {}}}]
 USER = [{"role": "user", "content": "hi"}]

@@ -23,8 +23,8 @@ from potluck.api.http import server_tls
 from potluck.core.errors import InputError
 from potluck.core.state.actions import Refuse
 from potluck.gateway.http.server import open_port
-from potluck.gateway.interfaces import AnswerSink, ChoiceRequest
 from potluck.gateway.openai.handler import ClientHandler
+from potluck.gateway.values import AnswerSink, ChoiceRequest
 
 ANSWER = "Hello, you there"
 

@@ -15,9 +15,9 @@ from potluck.core.state.events import AttemptFailed, FirstToken, RequestArrived,
 from potluck.core.state.policy import Policy
 from potluck.core.values.route import Route, Segment, aggregated, handed_over
 from potluck.gateway.dispatch.silence import LEAST_FIRST_S
-from potluck.gateway.interfaces import ChoiceRequest
 from potluck.gateway.openai.handler import ClientHandler
 from potluck.gateway.openai.requests import ModelCard
+from potluck.gateway.values import ChoiceRequest
 
 
 def twin(stage: Stage, what: ChoiceRequest, route: Route, attempt: int = 1) -> None:

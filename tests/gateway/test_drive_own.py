@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from potluck.core.state.events import AttemptFailed, FirstToken, RequestCancelled, RequestFinished
 from potluck.core.values.route import aggregated, handed_over
 from potluck.gateway.dispatch.passthrough_events import ChoiceSoFar, DifferentAnswer, MergedEvents
-from potluck.gateway.interfaces import ChoiceRequest, TokenCounts
+from potluck.gateway.values import ChoiceRequest, TokenCounts
 
 BODY = {"messages": [{"role": "user", "content": "hi"}], "tools": [{"type": "function"}]}
 END = {"ended": "stop", "prompt_tokens": 20, "cached_tokens": 4}

@@ -20,7 +20,7 @@ from potluck.core.state.events import (
 from potluck.core.values.route import aggregated
 from potluck.gateway.dispatch import relay_attempt
 from potluck.gateway.dispatch.dispatcher import Dispatcher
-from potluck.gateway.interfaces import ChoiceRequest
+from potluck.gateway.values import ChoiceRequest
 
 CHAT, COMPLETIONS = b"/v1/chat/completions", b"/v1/completions"
 SSE = {b"content-type": b"text/event-stream; charset=utf-8"}

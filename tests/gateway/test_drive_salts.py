@@ -12,8 +12,8 @@ from drive_stage import Stage
 from potluck.core.errors import FormatError
 from potluck.core.values.route import aggregated
 from potluck.gateway.dispatch import relay_attempt
-from potluck.gateway.interfaces import ChoiceRequest
 from potluck.gateway.registry.engine_list import read_roster
+from potluck.gateway.values import ChoiceRequest
 
 CHAT, COMPLETIONS = b"/v1/chat/completions", b"/v1/completions"
 KNOWN = {"model", "messages", "prompt", "stream", "max_tokens", "min_tokens", "add_special_tokens"}

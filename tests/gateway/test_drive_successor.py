@@ -9,7 +9,7 @@ from potluck.core.state.actions import Run
 from potluck.core.state.events import Event, RequestAdopted, RequestArrived
 from potluck.core.values.route import aggregated, handed_over
 from potluck.core.values.types import Request
-from potluck.gateway.interfaces import Endpoint
+from potluck.gateway.values import Endpoint
 
 
 def known(name: str = "r") -> Request:

@@ -15,8 +15,8 @@ from hypothesis import strategies as st
 
 from potluck.api.http import HttpRefusal
 from potluck.gateway.http.connection_pool import ConnectionPool, EngineCall, NoResponse, fetch
-from potluck.gateway.http.parser import ResponseReader
-from potluck.gateway.interfaces import Address, Headers
+from potluck.gateway.http.parser import Headers, ResponseReader
+from potluck.gateway.values import Address
 
 Talk = Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]
 OK = b"HTTP/1.1 200 OK\r\nContent-Length: 2\r\n\r\nhi"

@@ -13,8 +13,7 @@ import pytest
 import uvloop
 
 from potluck.gateway.http.limits import HttpLimits
-from potluck.gateway.http.server import ClientListener, open_port
-from potluck.gateway.interfaces import Exchange
+from potluck.gateway.http.server import ClientListener, Exchange, open_port
 
 LIMITS = HttpLimits(body_bytes=200_000, linger_s=0.4)
 GET = b"GET %b HTTP/1.1\r\nHost: here\r\n\r\n"

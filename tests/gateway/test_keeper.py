@@ -26,10 +26,10 @@ from potluck.core.state.events import (
     RequestCancelled,
 )
 from potluck.core.values.replica_spec import ReplicaSpec
-from potluck.gateway.interfaces import Address
 from potluck.gateway.registry.engine_client import EngineNoAnswer, EngineRecord, StatusReport
 from potluck.gateway.registry.engine_list import EngineEntry
 from potluck.gateway.registry.registry import ReplicaRegistry
+from potluck.gateway.values import Address
 
 
 class FakeCaller:

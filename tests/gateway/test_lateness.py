@@ -9,10 +9,10 @@ from types import SimpleNamespace
 import pytest
 
 from potluck.core.errors import FormatError
-from potluck.gateway.interfaces import Address
 from potluck.gateway.registry.engine_client import EngineRecord, StatusReport, read_status
 from potluck.gateway.registry.engine_list import EngineEntry
 from potluck.gateway.registry.health import WINDOW_S, EmulationLag, HealthChecker, slow_lines
+from potluck.gateway.values import Address
 
 
 def test_a_slow_machine_is_told_of_and_a_quick_one_is_not() -> None:

@@ -26,8 +26,8 @@ from potluck.gateway.admin.metrics import GatewayMetrics
 from potluck.gateway.admin.operations import Operations
 from potluck.gateway.brain_loop.core import BrainLoop, DecisionLog
 from potluck.gateway.brain_loop.operator_state import Cordons
-from potluck.gateway.interfaces import Address
 from potluck.gateway.registry.registry import WantedFleet
+from potluck.gateway.values import Address
 from potluck.runtime.resolved_plan import EngineSetup
 
 

@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 
 from potluck.core.errors import PotluckError
 from potluck.core.values.replica_spec import ReplicaSpec
-from potluck.gateway.interfaces import Address
 from potluck.gateway.registry.engine_list import EngineEntry, address_of, matched, read_roster
+from potluck.gateway.values import Address
 
 
 def _member(

@@ -8,20 +8,20 @@ from dataclasses import replace
 import pytest
 
 from potluck.core.errors import FormatError
-from potluck.gateway.interfaces import Address, Endpoint
+from potluck.gateway.registry.directory import abilities_of
 from potluck.gateway.registry.engine_client import read_status
-from potluck.gateway.registry.registry import skills_of
+from potluck.gateway.values import Address, Endpoint
 
 ONE = Endpoint("a", "m", "here", Address("h", 1), own=True, adapters=("x", "y"))
 
 
 def test_only_what_all_of_a_model_can_do_counts() -> None:
     other = replace(ONE, replica="b", adapters=("y", "z"))
-    assert skills_of((ONE, other)) == (frozenset({"m"}), {"y": "m"})
-    assert skills_of((ONE, replace(other, own=False))).owns == frozenset()
+    assert abilities_of((ONE, other)) == (frozenset({"m"}), {"y": "m"})
+    assert abilities_of((ONE, replace(other, own=False))).owns == frozenset()
     elsewhere = replace(ONE, replica="c", model="y", own=False, adapters=())
-    assert skills_of((ONE, elsewhere)) == (frozenset({"m"}), {"x": "m"}), "a model is no adapter"
-    assert skills_of(()) == (frozenset(), {})
+    assert abilities_of((ONE, elsewhere)) == (frozenset({"m"}), {"x": "m"}), "a model is no adapter"
+    assert abilities_of(()) == (frozenset(), {})
 
 
 def test_engines_say_what_they_can() -> None:

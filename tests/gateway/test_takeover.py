@@ -17,9 +17,8 @@ from certificates import make_certificates
 from potluck.api.http import server_tls
 from potluck.core.errors import InputError
 from potluck.gateway.http.limits import HttpLimits
-from potluck.gateway.http.server import ClientListener, open_port
+from potluck.gateway.http.server import ClientListener, Exchange, open_port
 from potluck.gateway.http.takeover import SocketHandover, take_over
-from potluck.gateway.interfaces import Exchange
 
 Work = Callable[[], Awaitable[None]]
 

@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 
 from potluck.core.state.events import LinkReported, ReplicaReported, ReplicaStatus
-from potluck.gateway.interfaces import Address, Endpoint
 from potluck.gateway.registry.engine_client import (
     LEAST_S,
     MOST_S,
@@ -29,6 +28,7 @@ from potluck.gateway.registry.health import (
     hosts_of,
     link_reports,
 )
+from potluck.gateway.values import Address, Endpoint
 
 SAID = StatusReport(
     "m", "f", "mixed", "ready", "", 1.0, 100, 16, ReplicaStatus(0, 0, 0, 0, 1, 1, 0.0), (), ""

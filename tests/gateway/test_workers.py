@@ -34,8 +34,8 @@ from potluck.core.values.types import Request
 from potluck.gateway.admin.counters import FullMeter
 from potluck.gateway.admin.families import REQUESTS
 from potluck.gateway.brain_loop.core import BrainLoop
-from potluck.gateway.interfaces import Address, Endpoint, RequestOutcome
 from potluck.gateway.settings import GatewaySettings, ListenAddresses
+from potluck.gateway.values import Address, Endpoint, RequestOutcome
 from potluck.gateway.workers import brain_client
 from potluck.gateway.workers.brain_client import (
     RemoteDirectory,

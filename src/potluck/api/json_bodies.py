@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from dataclasses import MISSING, fields
 from functools import lru_cache
@@ -64,3 +65,7 @@ def tokens_of(value: object, where: str) -> tuple[int, ...]:
     if not isinstance(value, list) or not all(type(item) is int for item in value):
         raise FormatError(where, "must be a list of token numbers")
     return tuple(value)
+
+
+def compact(body: object) -> bytes:
+    return json.dumps(body, separators=(",", ":")).encode()

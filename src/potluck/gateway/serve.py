@@ -16,7 +16,7 @@ from potluck.api.http import ServedNames, server_tls
 from potluck.core.state.policy import Policy
 from potluck.gateway.admin import families
 from potluck.gateway.admin.app import AdminContext, EventFeed, build_admin
-from potluck.gateway.admin.counters import FullMeter, Spans
+from potluck.gateway.admin.counters import Counters, FullMeter, Spans
 from potluck.gateway.admin.metrics import GatewayMetrics
 from potluck.gateway.admin.operations import Operations
 from potluck.gateway.admin.usage import UsageFile
@@ -26,13 +26,13 @@ from potluck.gateway.http.connection_pool import ConnectionPool
 from potluck.gateway.http.limits import allow_open_files, calm
 from potluck.gateway.http.server import bound
 from potluck.gateway.http.takeover import SocketHandover
-from potluck.gateway.interfaces import Meter, RequestOutcome
 from potluck.gateway.openai.keys import KeyRing
 from potluck.gateway.page.routes import PageRoutes
 from potluck.gateway.page.snapshot import notices
 from potluck.gateway.page.stream import PageStream
 from potluck.gateway.registry.engine_list import EngineEntry
 from potluck.gateway.settings import LOOPBACK, GatewaySettings
+from potluck.gateway.values import RequestOutcome
 from potluck.gateway.workers.supervisor import FOLLOWED, SERVES, BrainProcessContext, Supervisor, answers_in
 from potluck.gateway.workers.worker import ModelCardNote, Worker, calls_of
 from potluck.gateway.workers.worker_pool import WorkerPool
@@ -195,7 +195,7 @@ class SingleWorker:
         self,
         core: GatewayCore,
         outgoing: ConnectionPool,
-        meter: Meter,
+        meter: Counters,
         settings: GatewaySettings,
         notes: tuple[ModelCardNote, ...],
         answers: Path | None = None,

@@ -18,7 +18,7 @@ from potluck.core.state.actions import Run
 from potluck.core.state.events import FailureKind
 from potluck.gateway.admin import families as known
 from potluck.gateway.admin.families import FAMILIES, Family
-from potluck.gateway.interfaces import ChoiceRequest, RequestOutcome
+from potluck.gateway.values import ChoiceRequest, RequestOutcome
 
 Labels = tuple[str, ...]
 MOST_SERIES = 2_000

@@ -20,7 +20,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 from potluck.core.errors import InputError
-from potluck.gateway.interfaces import RequestOutcome
+from potluck.gateway.values import RequestOutcome
 
 log = logging.getLogger(__name__)
 

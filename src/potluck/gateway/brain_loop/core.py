@@ -54,7 +54,7 @@ from potluck.core.values.plan import Plan, plan_mark
 from potluck.core.values.replica_spec import ReplicaSpec
 from potluck.core.values.types import Region
 from potluck.gateway.brain_loop.operator_state import Cordons, OperatorState
-from potluck.gateway.interfaces import EngineConnections
+from potluck.gateway.http.connection_pool import ConnectionPool
 from potluck.gateway.registry.engine_list import EngineEntry, EngineListFile
 from potluck.gateway.registry.health import HealthChecker
 from potluck.gateway.registry.registry import ReplicaRegistry
@@ -202,7 +202,7 @@ class GatewayCore:
         self,
         resolved: ResolvedPlan,
         policy: Policy,
-        outgoing: EngineConnections,
+        outgoing: ConnectionPool,
         *,
         engine_list: Path | None = None,
         log: Path | None = None,

@@ -1,4 +1,4 @@
-"""All requests of a worker that are under way: the gateway's `Driver`.
+"""All requests of a worker that are under way.
 
 The Brain hears of what happens in the order in which it happened, and its orders are carried out in theirs: what
 carrying out one of them makes known at once is told when all of them are done.
@@ -8,47 +8,38 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
+from typing import Protocol
 
 from potluck.core.replica.block_values import BlockNamer
 from potluck.core.state.actions import Abort, Action, Hedge, QueryAttempt, Refuse, Run
 from potluck.core.state.events import Event, RequestArrived, RequestCancelled, RequestFinished
 from potluck.core.values.types import Request
-from potluck.gateway.dispatch.active_request import ActiveRequest
-from potluck.gateway.dispatch.segment_attempt import DispatchContext
-from potluck.gateway.dispatch.silence import SilenceMonitor
-from potluck.gateway.interfaces import (
-    AnswerSink,
-    BrainClient,
-    ChoiceRequest,
-    Endpoint,
-    EngineConnections,
-    Meter,
-    ReplicaDirectory,
+from potluck.gateway.admin.counters import Counters
+from potluck.gateway.dispatch.active_request import (
+    ActiveRequest,
+    CannotStart,
+    DispatchContext,
+    RelayedStream,
+    RunningAttempt,
 )
-
-
-class BlockNames:
-    """Names begin with the fingerprint of a model's weights, which its engines tell.
-
-    Requests that come before the first engine of their model was met have no names, and find nothing that is cached.
-    """
-
-    def __init__(self) -> None:
-        self._book = BlockNamer()
-        self._fingerprints: dict[str, str] = {}
-
-    def met(self, endpoint: Endpoint) -> None:
-        """A request goes there."""
-        if endpoint.fingerprint:
-            self._fingerprints[endpoint.model] = endpoint.fingerprint
-
-    def names(self, asked: ChoiceRequest) -> tuple[int, ...]:
-        fingerprint = self._fingerprints.get(asked.model)
-        return () if fingerprint is None else self._book.names(asked.prompt, fingerprint, asked.salt)
-
+from potluck.gateway.dispatch.relay_attempt import RelayAttempt
+from potluck.gateway.dispatch.segment_attempt import SegmentAttempt
+from potluck.gateway.dispatch.silence import SilenceMonitor
+from potluck.gateway.http.connection_pool import ConnectionPool
+from potluck.gateway.registry.directory import ReplicaDirectory
+from potluck.gateway.values import AnswerSink, ChoiceRequest, Endpoint
 
 ENDED = 4096
 """How many that ended are remembered, in case the Brain asks after one."""
+
+
+class BrainClient(Protocol):
+    """A worker's way to the Brain. What it wants comes back through `Dispatcher.act`, perhaps before this returns."""
+
+    def tell(self, event: Event) -> None: ...
+
+    def now_s(self) -> float:
+        """The Brain's time: seconds since its log began."""
 
 
 class Dispatcher:
@@ -56,18 +47,19 @@ class Dispatcher:
 
     def __init__(
         self,
-        line: BrainClient,
+        brain: BrainClient,
         directory: ReplicaDirectory,
-        outgoing: EngineConnections,
+        pool: ConnectionPool,
         now_s: Callable[[], float],
         later: Callable[[float, Callable[[], None]], object],
-        meter: Meter | None = None,
+        meter: Counters,
     ) -> None:
-        self._line = line
-        self._now_s = now_s
-        self._naming = BlockNames()
+        self._brain, self._now_s = brain, now_s
+        self._namer = BlockNamer()
+        self._fingerprints: dict[str, str] = {}
+        """Of models' weights, as the engines that requests were sent to tell: engines name blocks by them."""
         self._watch = SilenceMonitor(directory, now_s, later)
-        self._means = DispatchContext(outgoing, directory, self._watch, self._naming.met, now_s, later, meter)
+        self._context = DispatchContext(pool, directory, self._watch, now_s, later, meter, self._attempt_for)
         self._open: dict[str, ActiveRequest] = {}
         self._ended: OrderedDict[str, Event | None] = OrderedDict()
         self._acting = False
@@ -80,24 +72,24 @@ class Dispatcher:
         """How much is kept; nothing when no request is open."""
         return {"open": len(self._open), "watched": len(self._watch), "news": len(self._news)}
 
-    # The door.
+    # What clients want.
 
     def begin(self, asked: ChoiceRequest, answer: AnswerSink) -> None:
-        request = self._request(asked, self._line.now_s())
-        self._open[asked.id] = ActiveRequest(asked, answer, self._means, self._tell, self._over)
+        request = self._request(asked, self._brain.now_s())
+        self._open[asked.id] = ActiveRequest(asked, answer, self._context, self._tell, self._over)
         self._tell(RequestArrived(request))
 
     def resume(self, asked: ChoiceRequest, answer: AnswerSink, output: Sequence[int]) -> None:
-        active = ActiveRequest(asked, answer, self._means, self._tell, self._over)
+        active = ActiveRequest(asked, answer, self._context, self._tell, self._over)
         self._open[asked.id] = active
-        event = active.resume(output, self._request(asked, self._line.now_s()))
+        event = active.resume(output, self._request(asked, self._brain.now_s()))
         if event is not None:
             self._tell(event)
 
     def _request(self, asked: ChoiceRequest, arrival_s: float) -> Request:
         deadline_s = asked.deadline_s
         if deadline_s is not None:
-            deadline_s += self._line.now_s() - self._now_s()
+            deadline_s += self._brain.now_s() - self._now_s()
         return Request(
             asked.id,
             asked.model,
@@ -106,11 +98,39 @@ class Dispatcher:
             asked.max_output_tokens,
             asked.priority,
             deadline_s,
-            self._naming.names(asked) if asked.prompt else (),
+            self._blocks(asked) if asked.prompt else (),
             asked.tenant,
             asked.request_class,
             asked.exact,
         )
+
+    def _blocks(self, asked: ChoiceRequest) -> tuple[int, ...]:
+        """What engines call the blocks of its prompt; none before the first engine of its model was met."""
+        fingerprint = self._fingerprints.get(asked.model)
+        return () if fingerprint is None else self._namer.names(asked.prompt, fingerprint, asked.salt)
+
+    def _attempt_for(
+        self, request: ActiveRequest, run: Run, stream: RelayedStream
+    ) -> RunningAttempt | CannotStart:
+        """Over engines that run segments, or over a server of plain OpenAI."""
+        endpoints: list[Endpoint] = []
+        by_segments = 0
+        find, asked = self._context.directory.find, request.asked
+        for segment in run.route.segments:
+            endpoint = find(segment.replica)
+            if endpoint is None:
+                return CannotStart(segment.replica, "cannot be reached")
+            endpoints.append(endpoint)
+            by_segments += endpoint.kind == "face"
+        last = endpoints[-1]
+        if by_segments and last.fingerprint:
+            self._fingerprints[last.model] = last.fingerprint
+        if by_segments == 0 and len(endpoints) == 1 and (stream.begun or not request.output):
+            return RelayAttempt(request, run, endpoints, self._context, stream)
+        able = last.own or not asked.own
+        if by_segments == len(endpoints) and asked.prompt and not stream.begun and able:
+            return SegmentAttempt(request, run, endpoints, self._context)
+        return CannotStart(run.route.decoder, "cannot do what the route asks of it")
 
     def cancel(self, request: str) -> None:
         active = self._open.get(request)
@@ -122,7 +142,7 @@ class Dispatcher:
         if active is not None:
             active.room(there)
 
-    # The Brain.
+    # What the Brain wants: Run, Hedge, Refuse, Abort, QueryAttempt.
 
     def act(self, actions: Sequence[Action]) -> None:
         outer, self._acting = self._acting, True
@@ -137,7 +157,7 @@ class Dispatcher:
         finally:
             self._acting = outer
         while self._news and not self._acting:
-            self._line.tell(self._news.pop(0))
+            self._brain.tell(self._news.pop(0))
 
     # Another Brain, in the place of one whose process is gone.
 
@@ -189,7 +209,7 @@ class Dispatcher:
         if self._acting:
             self._news.append(event)
         else:
-            self._line.tell(event)
+            self._brain.tell(event)
 
     def _over(self, active: ActiveRequest, event: Event | None) -> None:
         name = active.asked.id

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from potluck.core.errors import PotluckError
-from potluck.gateway.interfaces import AnswerSink, ChoiceRequest, TokenCounts
+from potluck.gateway.values import AnswerSink, ChoiceRequest, TokenCounts
 
 Json = dict[str, Any]
 TEXTS = ("content", "reasoning", "reasoning_content", "refusal")

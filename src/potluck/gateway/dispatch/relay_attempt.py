@@ -8,21 +8,24 @@ What is not streamed is passed on when all of it is there, so it can be sent aga
 
 from __future__ import annotations
 
+import json
+import re
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import Any
 
 from potluck.core.errors import FormatError
 from potluck.core.state.actions import Run
 from potluck.core.state.events import FailureKind
-from potluck.gateway.dispatch.segment_attempt import JSON, DispatchContext
+from potluck.gateway.dispatch.active_request import (
+    ActiveRequest,
+    DispatchContext,
+    RelayedStream,
+    RunningAttempt,
+)
 from potluck.gateway.dispatch.silence import RECENT, AwaitingReply
-from potluck.gateway.interfaces import Call, Endpoint, Headers
-
-if TYPE_CHECKING:
-    from potluck.gateway.dispatch.active_request import ActiveRequest, HedgeAttempt
-import json
-import re
-from typing import Any
+from potluck.gateway.http.connection_pool import EngineCall
+from potluck.gateway.http.parser import Headers
+from potluck.gateway.values import Endpoint
 
 MODEL = re.compile(rb'"model"\s*:')
 MODEL_NAME = re.compile(rb'"model"\s*:\s*"((?:[^"\\]|\\.)*)"')
@@ -187,28 +190,17 @@ MOST_BYTES = 64 << 20
 CLIENTS_FAULT = frozenset(range(400, 500)) - {401, 403, 404, 408, 429}
 """Answers that go to the client as they are; with the others it is the server that is not as it should be."""
 KINDS: dict[int, FailureKind] = {408: "timeout", 429: "memory", 504: "timeout"}
+JSON = (b"content-type", b"application/json")
 COMPLETIONS, CHAT = b"/v1/completions", b"/v1/chat/completions"
 IDS_WANTED = b'"return_token_ids":true'
 EVENT_END, PART, USAGE = b"\n\n", b"data: ", b'"usage":{'
 
 
-class RelayedStream:
-    """What the client has of an answer that servers write: the same over all attempts."""
-
-    begun = False
-    first = b""
-    """Its first event, whose name all others bear."""
-    prompt_ids: Sequence[int] = ()
-    knows_ids = False
-    """Whether the tokens of all that was passed on are known."""
-    events = 0
-
-
-class RelayAttempt(AwaitingReply):
+class RelayAttempt(RunningAttempt, AwaitingReply):
     """From its `Run` to its end, its failure, or until it is given up."""
 
-    _call: Call | None = None
-    _endpoint: Endpoint | None = None
+    streamed_blindly = True
+    _call: EngineCall | None = None
     _over = False
     _began_s = 0.0
     _status = 0
@@ -226,31 +218,37 @@ class RelayAttempt(AwaitingReply):
     _rewriter: EventRewriter | None = None
 
     def __init__(
-        self, active: ActiveRequest | HedgeAttempt, run: Run, means: DispatchContext, stream: RelayedStream
+        self,
+        request: ActiveRequest,
+        run: Run,
+        endpoints: Sequence[Endpoint],
+        context: DispatchContext,
+        stream: RelayedStream,
     ) -> None:
         self.tokens = run.prompt_tokens
-        self._ride, self._means, self._stream = active, means, stream
-        self._now_s = means.now_s
-        self._relay = active.answer.relay
+        self._request, self.run, self.endpoints, self._context = request, run, endpoints, context
+        self.stream, self._endpoint = stream, endpoints[-1]
+        self._now_s = context.now_s
+        self._relay = request.answer.relay
         self._pieces: list[bytes] = []
         """Of an answer that is not streamed."""
         self._pending: list[int] = []
         """Tokens whose text the server still holds back."""
 
-    def start(self, endpoints: Sequence[Endpoint]) -> None:
-        endpoint = self._endpoint = endpoints[-1]
-        asked, stream = self._ride.asked, self._stream
+    def start(self) -> None:
+        endpoint = self._endpoint
+        asked, stream = self._request.asked, self.stream
         served = endpoint.served_model or endpoint.model
         salt = asked.salt if endpoint.cache_salt else ""
         path, body = asked.path, b""
         if stream.begun:
             made = None
             if endpoint.token_ids:
-                tokens = [*stream.prompt_ids, *self._ride.output]
-                most, streamed = asked.max_output_tokens, len(self._ride.output)
+                tokens = [*stream.prompt_ids, *self._request.output]
+                most, streamed = asked.max_output_tokens, len(self._request.output)
                 made = continuation(asked.body, asked.path == CHAT, served, tokens, most, streamed, salt)
             if made is None:
-                self._ride.broken("replica", endpoint.replica, "cannot go on with what another began")
+                self._request.broken("replica", endpoint.replica, "cannot go on with what another began")
                 return
             self._rewriter = self._namesake()
             path, body = COMPLETIONS, made
@@ -262,13 +260,13 @@ class RelayAttempt(AwaitingReply):
             if extra or salt or served != asked.model:
                 body = forwarded(body, asked.model, served, extra, salt)
         self._began_s = now_s = self._now_s()
-        self._means.watch.join(self, endpoint.replica, now_s)
+        self._context.watch.join(self, endpoint.replica, now_s)
         if asked.stream:
             self.owes = True
         headers: tuple[tuple[bytes, bytes], ...] = (JSON, (b"x-request-id", asked.id.encode()))
         if endpoint.key:
             headers += ((b"authorization", b"Bearer " + endpoint.key.encode()),)
-        call = self._means.outgoing.send(
+        call = self._context.pool.send(
             endpoint.address, b"POST", path, body, self, headers=headers, silence_s=SILENCE_S
         )
         if self._over:
@@ -278,7 +276,7 @@ class RelayAttempt(AwaitingReply):
 
     def stop(self) -> None:
         self._over = True
-        self._means.watch.leave(self)
+        self._context.watch.leave(self)
         call, self._call = self._call, None
         if call is not None:
             call.cancel()
@@ -291,7 +289,7 @@ class RelayAttempt(AwaitingReply):
     def resume(self) -> None:
         if self._call is not None:
             self._call.resume()
-            if self._ride.asked.stream:
+            if self._request.asked.stream:
                 self.expect(self._now_s())
 
     # What the server says.
@@ -301,7 +299,7 @@ class RelayAttempt(AwaitingReply):
             return
         self._status, self._kind = status, headers.get(b"content-type", b"application/json")
         self._streams = status == 200 and b"event-stream" in self._kind
-        if self._stream.begun and not self._streams and status == 200:
+        if self.stream.begun and not self._streams and status == 200:
             self._lied("answers a stream with something else")
 
     def data(self, data: bytes) -> None:
@@ -330,7 +328,7 @@ class RelayAttempt(AwaitingReply):
         if not self._flat:
             self._events(data)
             return
-        stream = self._stream  # Most of what comes: the end of `_events`, written out.
+        stream = self.stream  # Most of what comes: the end of `_events`, written out.
         stream.events += data.count(PART)
         if DONE in data:
             self._ended = True
@@ -352,7 +350,7 @@ class RelayAttempt(AwaitingReply):
             return
         if self._streams:
             if self._ended:
-                self._ride.relayed(self._length(self._usage))
+                self._request.relayed(self._length(self._usage))
             else:
                 self._fail("replica", "ended its answer before its end")
             return
@@ -362,10 +360,10 @@ class RelayAttempt(AwaitingReply):
                 self._fail("replica", "gave up an answer, and said that all is well")
                 return
             tokens = self._length(body)
-            self._ride.relayed_whole(self._kind, body, tokens)
-        elif self._status in CLIENTS_FAULT and not self._stream.begun:
+            self._request.relayed_whole(self, self._kind, body, tokens)
+        elif self._status in CLIENTS_FAULT and not self.stream.begun:
             self._leave()
-            self._ride.turned_down(self._status, self._kind, body)
+            self._request.turned_down(self, self._status, self._kind, body)
         else:
             self._fail(KINDS.get(self._status, "replica"), f"answered {self._status}")
 
@@ -387,7 +385,7 @@ class RelayAttempt(AwaitingReply):
         if not self.flows:
             self.computed(self.heard_s)
             self.flows = True
-        stream = self._stream
+        stream = self.stream
         if not stream.begun:
             self._begin(data)
         knows = stream.knows_ids
@@ -408,19 +406,19 @@ class RelayAttempt(AwaitingReply):
             self._usage = data
         self._relay(data)
         if count and not self._over:
-            self._ride.first_token()
+            self._request.first_token()
             self._flat = self._rewriter is None and not stream.knows_ids
 
     def _begin(self, data: bytes) -> None:
-        self._ride.leads()
-        stream = self._stream
+        self._request.leads(self)
+        stream = self.stream
         stream.begun = True
         stream.first = data.split(EVENT_END, 1)[0]
         found = PROMPT_IDS.search(stream.first) if self._asks_ids else None
         if found is not None and found[1]:
             stream.prompt_ids, stream.knows_ids = ids_of(found[1]), True
             stream.first = TOKEN_IDS.sub(b"", PROMPT_IDS.sub(b"", stream.first))
-        self._ride.answer.relay_begin(200, self._kind)
+        self._request.answer.relay_begin(200, self._kind)
 
     def _noted(self, event: bytes) -> bytes:
         """An event without its tokens, which are kept."""
@@ -430,12 +428,12 @@ class RelayAttempt(AwaitingReply):
     def _note(self, event: bytes) -> None:
         """The tokens of an event count once their text is shown."""
         if ANOTHER.search(event):
-            self._stream.knows_ids = False
+            self.stream.knows_ids = False
         found = TOKEN_IDS.search(event)
         if found is not None:
             self._pending += ids_of(found[1])
         if self._pending and SHOWS.search(event):
-            self._ride.output += self._pending
+            self._request.output += self._pending
             self._pending = []
 
     def _rewritten(self, event: bytes) -> bytes:
@@ -445,49 +443,47 @@ class RelayAttempt(AwaitingReply):
 
     def _namesake(self) -> EventRewriter:
         """Whoever writes in the name of the server that began."""
-        stream, active = self._stream, self._ride
-        chat = active.asked.path == CHAT
-        return EventRewriter(stream.first, chat, len(stream.prompt_ids), len(active.output))
+        stream, request = self.stream, self._request
+        chat = request.asked.path == CHAT
+        return EventRewriter(stream.first, chat, len(stream.prompt_ids), len(request.output))
 
     # Its end.
 
     def _length(self, said: bytes) -> int:
         """All of it is there; how long it was is told by the usage, or by how many parts it had."""
-        stream, asked = self._stream, self._ride.asked
+        stream, asked = self.stream, self._request.asked
         found = said.rfind(b'"completion_tokens":')
         tokens = 0
         if found >= 0:
             digits = said[found + 20 : found + 32].lstrip().split(b",")[0].split(b"}")[0]
             tokens = int(digits) if digits.isdigit() else 0
         if not tokens:
-            tokens = len(self._ride.output) or max(stream.events - (asked.path == CHAT), 1)
+            tokens = len(self._request.output) or max(stream.events - (asked.path == CHAT), 1)
         self._count(tokens)
         self._over = True
-        self._means.watch.leave(self)
+        self._context.watch.leave(self)
         return tokens if tokens < asked.max_output_tokens else asked.max_output_tokens
 
     def _count(self, tokens: int, problem: str = "") -> None:
-        meter, endpoint = self._means.meter, self._endpoint
-        if meter is not None and endpoint is not None and self.pulse is not None:
-            now_s = self._now_s()
-            meter.segment(self._ride.asked, endpoint.replica, self._began_s, now_s, tokens, problem)
+        if self.pulse is not None:
+            asked, replica, now_s = self._request.asked, self._endpoint.replica, self._now_s()
+            self._context.meter.segment(asked, replica, self._began_s, now_s, tokens, problem)
 
     def _leave(self) -> None:
         self._over = True
-        self._means.watch.leave(self)
+        self._context.watch.leave(self)
 
     def _lied(self, why: str) -> None:
         self._fail("replica", f"lied: {why}")
 
     def _fail(self, kind: FailureKind, why: str) -> None:
-        self._count(len(self._ride.output), why)
+        self._count(len(self._request.output), why)
         self.stop()
-        endpoint, stream = self._endpoint, self._stream
-        assert endpoint is not None
+        endpoint, stream = self._endpoint, self.stream
         if stream.begun and not stream.knows_ids:
-            self._ride.broken(kind, endpoint.replica, why)
-        elif stream.begun and len(self._ride.output) >= self._ride.asked.max_output_tokens:
-            self._relay(self._namesake().closing(self._ride.asked.body))
-            self._ride.relayed(len(self._ride.output))
+            self._request.broken(kind, endpoint.replica, why)
+        elif stream.begun and len(self._request.output) >= self._request.asked.max_output_tokens:
+            self._relay(self._namesake().closing(self._request.asked.body))
+            self._request.relayed(len(self._request.output))
         else:
-            self._ride.failed(kind, endpoint.replica, why)
+            self._request.failed(self, kind, endpoint.replica, why)

@@ -21,7 +21,7 @@ from collections.abc import Callable
 from math import inf
 
 from potluck.core.state.events import FailureKind
-from potluck.gateway.interfaces import ReplicaDirectory
+from potluck.gateway.registry.directory import ReplicaDirectory
 
 SWEEP_S = 0.25
 FACTOR = 25.0

@@ -17,13 +17,100 @@ from typing import Protocol, cast
 from potluck.api.http import HttpRefusal
 from potluck.core.errors import PotluckError
 from potluck.gateway.http.limits import SHARE_OF_FILES, open_files
-from potluck.gateway.http.parser import ResponseReader
-from potluck.gateway.interfaces import Address, EngineConnections, Headers, ResponseListener
+from potluck.gateway.http.parser import Headers, ResponseReader
+from potluck.gateway.values import Address
 
+TICK_S = 0.05
 STALE_S = 1.0
 """A kept connection that the engine had closed already shows so at once; one that fails later was a failure."""
-
+CONNECT_S = 5.0
+IDLE_S = 4.0
+SWEEP_S = 1.0
 log = logging.getLogger(__name__)
+
+
+class IdleWatched(Protocol):
+    heard_s: float
+    """By the wheel's clock."""
+    silence_s: float
+    slot: int
+    """Where it is looked at next, which only the wheel writes; 0: nowhere."""
+
+    def awaited(self) -> bool | None:
+        """Whether its silence counts; None when nothing is awaited."""
+
+    def silent(self) -> None:
+        """It was, for too long."""
+
+
+class TimerWheel:
+    def __init__(self) -> None:
+        self.now_s = 0.0
+        """Time in which there was somebody to listen."""
+        self._slots: dict[int, list[IdleWatched]] = {}
+        self._slot = 0
+        self._ticked_s = 0.0
+        self._timer: asyncio.TimerHandle | None = None
+
+    def watch(self, watched: IdleWatched) -> None:
+        """From now on, as long as something is awaited of it. Need not be called for one whose slot comes in time."""
+        watched.heard_s = self.now_s
+        self._put(watched)
+
+    def close(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+        self._slots.clear()
+
+    def _put(self, watched: IdleWatched) -> None:
+        if self._timer is None:
+            self._ticked_s = time.monotonic()
+            self._timer = asyncio.get_running_loop().call_later(TICK_S, self._tick)
+        slot = max(int((watched.heard_s + watched.silence_s) / TICK_S) + 1, self._slot + 1)
+        watched.slot = slot
+        self._slots.setdefault(slot, []).append(watched)
+
+    def _tick(self) -> None:
+        now_s = time.monotonic()
+        self.now_s += min(now_s - self._ticked_s, 2 * TICK_S)
+        self._ticked_s = now_s
+        last = int(self.now_s / TICK_S)
+        while self._slot < last:
+            self._slot += 1
+            for watched in self._slots.pop(self._slot, ()):
+                if watched.slot == self._slot:  # else it was to be looked at sooner, and was
+                    watched.slot = 0
+                    self._look(watched)
+        if self._slots:
+            self._timer = asyncio.get_running_loop().call_later(TICK_S, self._tick)
+        else:
+            self._timer = None
+
+    def _look(self, watched: IdleWatched) -> None:
+        counts = watched.awaited()
+        if counts is None:
+            return
+        if not counts:
+            watched.heard_s = self.now_s
+        if self.now_s - watched.heard_s >= watched.silence_s:
+            watched.silent()
+        else:
+            self._put(watched)
+
+
+class ResponseListener(Protocol):
+    """Who hears an engine's answer. After `done` or `lost`, of which exactly one comes, it hears no more."""
+
+    def head(self, status: int, headers: Headers) -> None: ...
+
+    def data(self, data: bytes) -> None:
+        """A piece of the body, without HTTP's own framing."""
+
+    def done(self) -> None: ...
+
+    def lost(self, why: str) -> None:
+        """No connection, cut off, not HTTP, or silent for too long; one line."""
 
 
 class _Deaf:
@@ -39,20 +126,6 @@ class _Deaf:
 
 
 DEAF = _Deaf()
-
-
-class ConnectionOwner(Protocol):
-    """Who has the connections: what one of them tells."""
-
-    wheel: TimerWheel
-
-    def made(self, wire: EngineConnection) -> None: ...
-
-    def keep(self, wire: EngineConnection) -> None: ...
-
-    def gone(self, wire: EngineConnection) -> None: ...
-
-    def again(self, call: EngineCall) -> None: ...
 
 
 class EngineCall:
@@ -75,7 +148,7 @@ class EngineCall:
 
     def __init__(
         self,
-        calls: ConnectionOwner,
+        calls: ConnectionPool,
         address: Address,
         data: bytes,
         listener: ResponseListener,
@@ -145,7 +218,7 @@ class EngineConnection(asyncio.Protocol):
         "slot",
     )
 
-    def __init__(self, calls: ConnectionOwner, address: Address) -> None:
+    def __init__(self, calls: ConnectionPool, address: Address) -> None:
         self._calls = calls
         self._wheel = calls.wheel
         self.address = address
@@ -280,11 +353,6 @@ class EngineConnection(asyncio.Protocol):
 
 def plain(error: Exception) -> str:
     return str(getattr(error, "strerror", None) or error).lower()
-
-
-CONNECT_S = 5.0
-IDLE_S = 4.0
-SWEEP_S = 1.0
 
 
 class ConnectionPool:
@@ -448,79 +516,6 @@ class ConnectionPool:
             self._sweeping = asyncio.get_running_loop().call_later(SWEEP_S, self._sweep)
 
 
-TICK_S = 0.05
-
-
-class IdleWatched(Protocol):
-    heard_s: float
-    """By the wheel's clock."""
-    silence_s: float
-    slot: int
-    """Where it is looked at next, which only the wheel writes; 0: nowhere."""
-
-    def awaited(self) -> bool | None:
-        """Whether its silence counts; None when nothing is awaited."""
-
-    def silent(self) -> None:
-        """It was, for too long."""
-
-
-class TimerWheel:
-    def __init__(self) -> None:
-        self.now_s = 0.0
-        """Time in which there was somebody to listen."""
-        self._slots: dict[int, list[IdleWatched]] = {}
-        self._slot = 0
-        self._ticked_s = 0.0
-        self._timer: asyncio.TimerHandle | None = None
-
-    def watch(self, watched: IdleWatched) -> None:
-        """From now on, as long as something is awaited of it. Need not be called for one whose slot comes in time."""
-        watched.heard_s = self.now_s
-        self._put(watched)
-
-    def close(self) -> None:
-        if self._timer is not None:
-            self._timer.cancel()
-            self._timer = None
-        self._slots.clear()
-
-    def _put(self, watched: IdleWatched) -> None:
-        if self._timer is None:
-            self._ticked_s = time.monotonic()
-            self._timer = asyncio.get_running_loop().call_later(TICK_S, self._tick)
-        slot = max(int((watched.heard_s + watched.silence_s) / TICK_S) + 1, self._slot + 1)
-        watched.slot = slot
-        self._slots.setdefault(slot, []).append(watched)
-
-    def _tick(self) -> None:
-        now_s = time.monotonic()
-        self.now_s += min(now_s - self._ticked_s, 2 * TICK_S)
-        self._ticked_s = now_s
-        last = int(self.now_s / TICK_S)
-        while self._slot < last:
-            self._slot += 1
-            for watched in self._slots.pop(self._slot, ()):
-                if watched.slot == self._slot:  # else it was to be looked at sooner, and was
-                    watched.slot = 0
-                    self._look(watched)
-        if self._slots:
-            self._timer = asyncio.get_running_loop().call_later(TICK_S, self._tick)
-        else:
-            self._timer = None
-
-    def _look(self, watched: IdleWatched) -> None:
-        counts = watched.awaited()
-        if counts is None:
-            return
-        if not counts:
-            watched.heard_s = self.now_s
-        if self.now_s - watched.heard_s >= watched.silence_s:
-            watched.silent()
-        else:
-            self._put(watched)
-
-
 class NoResponse(PotluckError):
     """Whoever was asked did not answer, or not in time, or too much."""
 
@@ -555,7 +550,7 @@ class _Whole:
 
 
 async def fetch(
-    outgoing: EngineConnections,
+    outgoing: ConnectionPool,
     address: Address,
     method: bytes,
     path: bytes,

@@ -3,10 +3,260 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from potluck.api.http import HttpRefusal
 from potluck.gateway.http.limits import HttpLimits
+
+Headers = Mapping[bytes, bytes]
+"""Names in small letters; of a name that comes twice the values are joined by a comma, or the message is refused."""
+TOKEN = rb"[!#$%&'*+\-.^_`|~0-9A-Za-z]"
+_FIELD = re.compile(rb"(" + TOKEN + rb"{1,256}):[ \t]*([\t\x20-\x7e\x80-\xff]*)")
+_REQUEST = re.compile(rb"(" + TOKEN + rb"{1,24}) (/[!-\"$-~]*|\*) HTTP/(1\.[01])")
+_OTHER_VERSION = re.compile(TOKEN + rb"{1,24} [!-~]+ HTTP/\d\.\d")
+_STATUS = re.compile(rb"HTTP/1\.([01]) ([1-9]\d\d)(?: [\t\x20-\x7e\x80-\xff]*)?")
+ONCE = frozenset(
+    {
+        b"host",
+        b"content-length",
+        b"transfer-encoding",
+        b"authorization",
+        b"content-type",
+        b"expect",
+        b"x-api-key",
+    }
+)
+"""Fields that may come once only: of two, nobody can say which one counts."""
+FRAMING = frozenset({b"content-length", b"transfer-encoding"})
+"""Fields that say where a body ends: written without tabs, and never after the body."""
+SECRET = frozenset({b"authorization", b"proxy-authorization", b"x-api-key", b"cookie"})
+KEPT_LINES = 2048
+KEPT_BYTES = 256
+CHUNKED = -1
+NO_LENGTH = -2
+
+
+class _Fields(dict[bytes, tuple[bytes, bytes]]):
+    """Field lines that were read."""
+
+    __slots__ = ()
+
+    def __missing__(self, line: bytes) -> tuple[bytes, bytes]:
+        return field(line)
+
+
+_fields_read = _Fields()
+_requests_read: dict[bytes, tuple[bytes, bytes, bytes, bool]] = {}
+_statuses_read: dict[bytes, tuple[int, bool]] = {}
+
+
+def request_line(line: bytes) -> tuple[bytes, bytes, bytes, bool]:
+    """Method, path, query, and whether it is HTTP/1.1."""
+    return _requests_read.get(line) or _request_line(line)
+
+
+def _request_line(line: bytes) -> tuple[bytes, bytes, bytes, bool]:
+    match = _REQUEST.fullmatch(line)
+    if match is None:
+        if _OTHER_VERSION.fullmatch(line) and line[-8:] not in (b"HTTP/1.0", b"HTTP/1.1"):
+            raise HttpRefusal(505, "only HTTP/1.1 and HTTP/1.0 are spoken here")
+        raise HttpRefusal(400, "the request's first line cannot be read: METHOD /PATH HTTP/1.1 is wanted")
+    method, target, version = match.groups()
+    if target == b"*" and method != b"OPTIONS":
+        raise HttpRefusal(400, "the request's first line cannot be read: the path must begin with /")
+    path, _, query = target.partition(b"?")
+    found = (method, path, query, version == b"1.1")
+    if len(line) <= KEPT_BYTES:
+        if len(_requests_read) >= KEPT_LINES:
+            _requests_read.clear()
+        _requests_read[line] = found
+    return found
+
+
+def status_line(line: bytes) -> tuple[int, bool]:
+    """The status, and whether it is HTTP/1.1."""
+    found = _statuses_read.get(line)
+    if found is not None:
+        return found
+    match = _STATUS.fullmatch(line)
+    if match is None:
+        raise HttpRefusal(400, "the answer's first line cannot be read")
+    found = (int(match[2]), match[1] == b"1")
+    if len(line) <= KEPT_BYTES:
+        if len(_statuses_read) >= KEPT_LINES:
+            _statuses_read.clear()
+        _statuses_read[line] = found
+    return found
+
+
+def fields(lines: Sequence[bytes]) -> dict[bytes, bytes]:
+    """Header lines, without the first one; names in small letters."""
+    found = dict(map(_fields_read.__getitem__, lines))
+    return found if len(found) == len(lines) else _joined(lines)
+
+
+def _joined(lines: Sequence[bytes]) -> dict[bytes, bytes]:
+    """Where a name comes more than once."""
+    found: dict[bytes, bytes] = {}
+    for line in lines:
+        name, value = _fields_read[line]
+        if name in found:
+            if name in ONCE:
+                raise HttpRefusal(400, f"{name.decode()} comes twice")
+            value = found[name] + b", " + value
+        found[name] = value
+    return found
+
+
+def field(line: bytes) -> tuple[bytes, bytes]:
+    match = _FIELD.fullmatch(line)
+    if match is None:
+        raise HttpRefusal(
+            400, "a header cannot be read: NAME: VALUE is wanted, on one line that ends in CR LF"
+        )
+    name, value = match[1].lower(), match[2].rstrip(b" \t")
+    if name in FRAMING and b"\t" in line:  # some readers take a tab for a part of the value
+        raise HttpRefusal(400, f"{name.decode()}: a tab beside its value; a space is wanted")
+    if name not in SECRET and len(line) <= KEPT_BYTES:
+        if len(_fields_read) >= KEPT_LINES:
+            _fields_read.clear()
+        _fields_read[line] = (name, value)
+    return name, value
+
+
+def length_of(headers: dict[bytes, bytes], v11: bool) -> int:
+    """Of a body: bytes, CHUNKED or NO_LENGTH."""
+    length, coding = headers.get(b"content-length"), headers.get(b"transfer-encoding")
+    if coding is None:
+        if length is None:
+            return NO_LENGTH
+        if len(length) > 15 or not length.isdigit():
+            raise HttpRefusal(400, "content-length must be a number of bytes")
+        return int(length)
+    if length is not None:
+        raise HttpRefusal(400, "content-length and transfer-encoding exclude each other")
+    if coding.lower() != b"chunked" or not v11:
+        raise HttpRefusal(
+            400 if coding.lower() == b"chunked" else 501, "transfer-encoding can only be chunked"
+        )
+    return CHUNKED
+
+
+def stays(headers: dict[bytes, bytes], v11: bool) -> bool:
+    """Whether the connection goes on after this message."""
+    said = headers.get(b"connection")
+    if said is None or not v11:
+        return v11
+    return said in (b"keep-alive", b"Keep-Alive") or b"close" not in said.lower().replace(b" ", b"").split(
+        b","
+    )
+
+
+_SIZE = re.compile(rb"([0-9A-Fa-f]{1,8})(?:[ \t]*;[\t\x20-\x7e\x80-\xff]*)?")
+LINE_BYTES = 1024
+"""Of a chunk's size with its extensions, and of a trailer."""
+TRAILERS = 32
+SIZES: dict[bytes, int] = {}
+"""Lines of sizes that were read, short ones other than 0; there are not many."""
+SIZE_LINE, _CLOSING, _TRAILER = 0, -1, -2
+"""What is awaited where no bytes of a chunk are left: its size, its line end, a line after the last one."""
+
+
+class ChunkedReader:
+    """Fed with what comes, gives back what it holds. `over` with the last chunk; `rest` came after it."""
+
+    __slots__ = ("_trailers", "held", "left", "over", "rest")
+
+    def __init__(self) -> None:
+        self.left = SIZE_LINE
+        """Bytes of a chunk that have not come, or what is awaited."""
+        self.held = b""
+        """A line that is not whole."""
+        self._trailers = 0
+        self.over = False
+        self.rest = b""
+
+    def feed(self, data: bytes) -> bytes:
+        if self.held:
+            data, self.held = self.held + data, b""
+        pieces: list[bytes] = []
+        at, end = 0, len(data)
+        while at < end:
+            left = self.left
+            if left == SIZE_LINE:
+                stop = data.find(b"\r\n", at, at + LINE_BYTES)
+                if stop < 0:
+                    self._hold(data, at)
+                    break
+                line = data[at:stop]
+                known = SIZES.get(line)
+                left = self._size(line) if known is None else known
+                at = stop + 2
+                if left == 0:
+                    self.left = _TRAILER
+                    continue
+                stop = at + left
+                if stop + 2 <= end:  # All of it is there, as it mostly is.
+                    if data[stop : stop + 2] != b"\r\n":
+                        raise HttpRefusal(400, "a chunk is longer than it says")
+                    pieces.append(data[at:stop])
+                    at = stop + 2
+                else:
+                    self.left = left
+            elif left > 0:
+                piece = data[at : at + left]
+                pieces.append(piece)
+                at += len(piece)
+                self.left = left - len(piece) or _CLOSING
+            elif left == _CLOSING:
+                closing = data[at : at + 2]
+                if closing == b"\r\n":
+                    at += 2
+                    self.left = SIZE_LINE
+                elif closing == b"\r":
+                    self.held = closing
+                    break
+                else:
+                    raise HttpRefusal(400, "a chunk is longer than it says")
+            else:
+                at = self._trailer(data, at)
+                if self.over or self.held:
+                    break
+        if len(pieces) == 1:
+            return pieces[0]
+        return b"".join(pieces)
+
+    def _trailer(self, data: bytes, at: int) -> int:
+        """A line after the last chunk: a field that nobody reads, or the empty line that ends it all."""
+        stop = data.find(b"\r\n", at, at + LINE_BYTES)
+        if stop < 0:
+            self._hold(data, at)
+        elif stop == at:
+            self.over = True
+            self.rest = data[at + 2 :]
+        else:
+            if field(data[at:stop])[0] in FRAMING:
+                raise HttpRefusal(400, "a length after the body: it says nothing that may be believed")
+            self._trailers += 1
+            if self._trailers > TRAILERS:
+                raise HttpRefusal(431, f"there are more than {TRAILERS} trailers")
+        return stop + 2
+
+    def _size(self, line: bytes) -> int:
+        match = _SIZE.fullmatch(line)
+        if match is None:
+            raise HttpRefusal(400, "a chunk's size cannot be read")
+        size = int(match[1], 16)
+        if len(line) <= 3 and size:
+            SIZES[line] = size
+        return size
+
+    def _hold(self, data: bytes, at: int) -> None:
+        """A line that is not whole. What can never become one is refused at once."""
+        self.held = data[at:]
+        if len(self.held) >= LINE_BYTES or b"\n" in self.held or b"\r" in self.held[:-1]:
+            raise HttpRefusal(400, "a chunk's size cannot be read")
+
 
 _NEVER = re.compile(rb"[\x00-\x08\x0b\x0c\x0e-\x1f\x7f]|(?<!\r)\n|\r(?!\n|\Z)")
 """What no head contains: to be told at once, and not when its end did not come in time."""
@@ -274,257 +524,3 @@ class ResponseReader:
     def _ends(self, rest: bool) -> None:
         self.over = True
         self.rest = rest
-
-
-_SIZE = re.compile(rb"([0-9A-Fa-f]{1,8})(?:[ \t]*;[\t\x20-\x7e\x80-\xff]*)?")
-LINE_BYTES = 1024
-"""Of a chunk's size with its extensions, and of a trailer."""
-TRAILERS = 32
-
-SIZES: dict[bytes, int] = {}
-"""Lines of sizes that were read, short ones other than 0; there are not many."""
-
-SIZE_LINE, _CLOSING, _TRAILER = 0, -1, -2
-"""What is awaited where no bytes of a chunk are left: its size, its line end, a line after the last one."""
-
-
-class ChunkedReader:
-    """Fed with what comes, gives back what it holds. `over` with the last chunk; `rest` came after it."""
-
-    __slots__ = ("_trailers", "held", "left", "over", "rest")
-
-    def __init__(self) -> None:
-        self.left = SIZE_LINE
-        """Bytes of a chunk that have not come, or what is awaited."""
-        self.held = b""
-        """A line that is not whole."""
-        self._trailers = 0
-        self.over = False
-        self.rest = b""
-
-    def feed(self, data: bytes) -> bytes:
-        if self.held:
-            data, self.held = self.held + data, b""
-        pieces: list[bytes] = []
-        at, end = 0, len(data)
-        while at < end:
-            left = self.left
-            if left == SIZE_LINE:
-                stop = data.find(b"\r\n", at, at + LINE_BYTES)
-                if stop < 0:
-                    self._hold(data, at)
-                    break
-                line = data[at:stop]
-                known = SIZES.get(line)
-                left = self._size(line) if known is None else known
-                at = stop + 2
-                if left == 0:
-                    self.left = _TRAILER
-                    continue
-                stop = at + left
-                if stop + 2 <= end:  # All of it is there, as it mostly is.
-                    if data[stop : stop + 2] != b"\r\n":
-                        raise HttpRefusal(400, "a chunk is longer than it says")
-                    pieces.append(data[at:stop])
-                    at = stop + 2
-                else:
-                    self.left = left
-            elif left > 0:
-                piece = data[at : at + left]
-                pieces.append(piece)
-                at += len(piece)
-                self.left = left - len(piece) or _CLOSING
-            elif left == _CLOSING:
-                closing = data[at : at + 2]
-                if closing == b"\r\n":
-                    at += 2
-                    self.left = SIZE_LINE
-                elif closing == b"\r":
-                    self.held = closing
-                    break
-                else:
-                    raise HttpRefusal(400, "a chunk is longer than it says")
-            else:
-                at = self._trailer(data, at)
-                if self.over or self.held:
-                    break
-        if len(pieces) == 1:
-            return pieces[0]
-        return b"".join(pieces)
-
-    def _trailer(self, data: bytes, at: int) -> int:
-        """A line after the last chunk: a field that nobody reads, or the empty line that ends it all."""
-        stop = data.find(b"\r\n", at, at + LINE_BYTES)
-        if stop < 0:
-            self._hold(data, at)
-        elif stop == at:
-            self.over = True
-            self.rest = data[at + 2 :]
-        else:
-            if field(data[at:stop])[0] in FRAMING:
-                raise HttpRefusal(400, "a length after the body: it says nothing that may be believed")
-            self._trailers += 1
-            if self._trailers > TRAILERS:
-                raise HttpRefusal(431, f"there are more than {TRAILERS} trailers")
-        return stop + 2
-
-    def _size(self, line: bytes) -> int:
-        match = _SIZE.fullmatch(line)
-        if match is None:
-            raise HttpRefusal(400, "a chunk's size cannot be read")
-        size = int(match[1], 16)
-        if len(line) <= 3 and size:
-            SIZES[line] = size
-        return size
-
-    def _hold(self, data: bytes, at: int) -> None:
-        """A line that is not whole. What can never become one is refused at once."""
-        self.held = data[at:]
-        if len(self.held) >= LINE_BYTES or b"\n" in self.held or b"\r" in self.held[:-1]:
-            raise HttpRefusal(400, "a chunk's size cannot be read")
-
-
-TOKEN = rb"[!#$%&'*+\-.^_`|~0-9A-Za-z]"
-_FIELD = re.compile(rb"(" + TOKEN + rb"{1,256}):[ \t]*([\t\x20-\x7e\x80-\xff]*)")
-_REQUEST = re.compile(rb"(" + TOKEN + rb"{1,24}) (/[!-\"$-~]*|\*) HTTP/(1\.[01])")
-_OTHER_VERSION = re.compile(TOKEN + rb"{1,24} [!-~]+ HTTP/\d\.\d")
-_STATUS = re.compile(rb"HTTP/1\.([01]) ([1-9]\d\d)(?: [\t\x20-\x7e\x80-\xff]*)?")
-
-ONCE = frozenset(
-    {
-        b"host",
-        b"content-length",
-        b"transfer-encoding",
-        b"authorization",
-        b"content-type",
-        b"expect",
-        b"x-api-key",
-    }
-)
-"""Fields that may come once only: of two, nobody can say which one counts."""
-FRAMING = frozenset({b"content-length", b"transfer-encoding"})
-"""Fields that say where a body ends: written without tabs, and never after the body."""
-SECRET = frozenset({b"authorization", b"proxy-authorization", b"x-api-key", b"cookie"})
-
-KEPT_LINES = 2048
-KEPT_BYTES = 256
-
-
-class _Fields(dict[bytes, tuple[bytes, bytes]]):
-    """Field lines that were read."""
-
-    __slots__ = ()
-
-    def __missing__(self, line: bytes) -> tuple[bytes, bytes]:
-        return field(line)
-
-
-_fields_read = _Fields()
-_requests_read: dict[bytes, tuple[bytes, bytes, bytes, bool]] = {}
-_statuses_read: dict[bytes, tuple[int, bool]] = {}
-
-
-def request_line(line: bytes) -> tuple[bytes, bytes, bytes, bool]:
-    """Method, path, query, and whether it is HTTP/1.1."""
-    return _requests_read.get(line) or _request_line(line)
-
-
-def _request_line(line: bytes) -> tuple[bytes, bytes, bytes, bool]:
-    match = _REQUEST.fullmatch(line)
-    if match is None:
-        if _OTHER_VERSION.fullmatch(line) and line[-8:] not in (b"HTTP/1.0", b"HTTP/1.1"):
-            raise HttpRefusal(505, "only HTTP/1.1 and HTTP/1.0 are spoken here")
-        raise HttpRefusal(400, "the request's first line cannot be read: METHOD /PATH HTTP/1.1 is wanted")
-    method, target, version = match.groups()
-    if target == b"*" and method != b"OPTIONS":
-        raise HttpRefusal(400, "the request's first line cannot be read: the path must begin with /")
-    path, _, query = target.partition(b"?")
-    found = (method, path, query, version == b"1.1")
-    if len(line) <= KEPT_BYTES:
-        if len(_requests_read) >= KEPT_LINES:
-            _requests_read.clear()
-        _requests_read[line] = found
-    return found
-
-
-def status_line(line: bytes) -> tuple[int, bool]:
-    """The status, and whether it is HTTP/1.1."""
-    found = _statuses_read.get(line)
-    if found is not None:
-        return found
-    match = _STATUS.fullmatch(line)
-    if match is None:
-        raise HttpRefusal(400, "the answer's first line cannot be read")
-    found = (int(match[2]), match[1] == b"1")
-    if len(line) <= KEPT_BYTES:
-        if len(_statuses_read) >= KEPT_LINES:
-            _statuses_read.clear()
-        _statuses_read[line] = found
-    return found
-
-
-def fields(lines: Sequence[bytes]) -> dict[bytes, bytes]:
-    """Header lines, without the first one; names in small letters."""
-    found = dict(map(_fields_read.__getitem__, lines))
-    return found if len(found) == len(lines) else _joined(lines)
-
-
-def _joined(lines: Sequence[bytes]) -> dict[bytes, bytes]:
-    """Where a name comes more than once."""
-    found: dict[bytes, bytes] = {}
-    for line in lines:
-        name, value = _fields_read[line]
-        if name in found:
-            if name in ONCE:
-                raise HttpRefusal(400, f"{name.decode()} comes twice")
-            value = found[name] + b", " + value
-        found[name] = value
-    return found
-
-
-def field(line: bytes) -> tuple[bytes, bytes]:
-    match = _FIELD.fullmatch(line)
-    if match is None:
-        raise HttpRefusal(
-            400, "a header cannot be read: NAME: VALUE is wanted, on one line that ends in CR LF"
-        )
-    name, value = match[1].lower(), match[2].rstrip(b" \t")
-    if name in FRAMING and b"\t" in line:  # some readers take a tab for a part of the value
-        raise HttpRefusal(400, f"{name.decode()}: a tab beside its value; a space is wanted")
-    if name not in SECRET and len(line) <= KEPT_BYTES:
-        if len(_fields_read) >= KEPT_LINES:
-            _fields_read.clear()
-        _fields_read[line] = (name, value)
-    return name, value
-
-
-CHUNKED = -1
-NO_LENGTH = -2
-
-
-def length_of(headers: dict[bytes, bytes], v11: bool) -> int:
-    """Of a body: bytes, CHUNKED or NO_LENGTH."""
-    length, coding = headers.get(b"content-length"), headers.get(b"transfer-encoding")
-    if coding is None:
-        if length is None:
-            return NO_LENGTH
-        if len(length) > 15 or not length.isdigit():
-            raise HttpRefusal(400, "content-length must be a number of bytes")
-        return int(length)
-    if length is not None:
-        raise HttpRefusal(400, "content-length and transfer-encoding exclude each other")
-    if coding.lower() != b"chunked" or not v11:
-        raise HttpRefusal(
-            400 if coding.lower() == b"chunked" else 501, "transfer-encoding can only be chunked"
-        )
-    return CHUNKED
-
-
-def stays(headers: dict[bytes, bytes], v11: bool) -> bool:
-    """Whether the connection goes on after this message."""
-    said = headers.get(b"connection")
-    if said is None or not v11:
-        return v11
-    return said in (b"keep-alive", b"Keep-Alive") or b"close" not in said.lower().replace(b" ", b"").split(
-        b","
-    )

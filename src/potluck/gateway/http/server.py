@@ -1,7 +1,10 @@
-"""One connection of a client: its bytes become exchanges, one after the other, and each is answered before the next.
+"""The clients' port: who may come in, how long they may take, and how it all ends.
 
-A connection counts as waiting (`api/http.py`) until a request has come whole, and then as busy until it
-is answered.
+    ClientListener ─▶ ClientConnection (bytes in, requests out) ─▶ handler(ClientExchange) ─▶ bytes of its answer
+
+uvloop accepts the connections. No more are kept than there is room for: when one too many comes, the oldest of those
+that wait for a whole request gives way (`ConnectionLimits`); where all are busy the new one is told so. One look a
+second over all of them finds those that take too long, so that a request costs no timer.
 """
 
 from __future__ import annotations
@@ -10,237 +13,78 @@ import asyncio
 import json
 import logging
 import secrets
-import time
-from collections.abc import Callable
-from typing import TYPE_CHECKING, cast
-
-from potluck.api.http import HttpRefusal, error_object
-from potluck.gateway.http.parser import RequestReader
-
-if TYPE_CHECKING:
-    from potluck.gateway.http.server import ClientListener
-from collections.abc import Iterable
-from http import HTTPStatus
-from typing import TYPE_CHECKING
-
-from potluck.gateway.http.parser import HttpRequest
-from potluck.gateway.interfaces import Headers
-
-if TYPE_CHECKING:
-    from potluck.gateway.http.server import ClientConnection
 import socket
 import ssl
+import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from email.utils import formatdate
 from functools import partial
+from http import HTTPStatus
+from typing import Protocol, cast
 
-from potluck.api.http import ConnectionLimits
+from potluck.api.http import ConnectionLimits, HttpRefusal, error_object
 from potluck.core.errors import InputError
 from potluck.gateway.http.limits import SHARE_OF_FILES, HttpLimits, open_files
-from potluck.gateway.interfaces import Handler
+from potluck.gateway.http.parser import Headers, HttpRequest, RequestReader
 
 BACKLOG = 2048
 WATCH_S = 1.0
 LOG_S = 60.0
 """Dropped connections are told of at most this often."""
-
-
-class ClientListener:
-    """Some listening sockets, and all who came in by them."""
-
-    def __init__(self, handler: Handler, limits: HttpLimits) -> None:
-        self.handler, self.limits = handler, limits
-        self.closing = self._gentle = False
-        self._handshake_s = 0.0
-        self.date = b""
-        self.address = ""
-        self.dropped: Counter[str] = Counter()
-        """Connections that ended because of what the client did, by the reason."""
-        self._crowd: ConnectionLimits[ClientConnection] = ConnectionLimits(
-            min(limits.connections, open_files() * SHARE_OF_FILES)
-        )
-        self.works, self.waits = self._crowd.works, self._crowd.waits
-        """A connection's request has come whole; it was answered."""
-        self.held: dict[ClientConnection, int] = {}
-        """Bytes of requests that are not whole."""
-        self._held_bytes = 0
-        self._servers: list[asyncio.Server] = []
-        self.sockets: list[socket.socket] = []
-        self._told: Counter[str] = Counter()
-        self._told_s = -LOG_S
-        self._empty: asyncio.Event = asyncio.Event()
-        shortest_s = min(limits.head_s, limits.body_s, limits.idle_s, limits.stalled_s, limits.linger_s)
-        self._watch_s = min(WATCH_S, shortest_s / 4)
-        self._watching: asyncio.TimerHandle | None = None
-        self._timed()
-
-    def __len__(self) -> int:
-        """Connections that are open."""
-        return len(self._crowd)
-
-    async def listen(self, sockets: list[socket.socket], tls: ssl.SSLContext | None = None) -> None:
-        loop = asyncio.get_running_loop()
-        self.sockets = sockets
-        limit_s = None if tls is None else self.limits.head_s
-        self._handshake_s = limit_s or 0.0
-        for each in sockets:
-            made = await loop.create_server(
-                partial(ClientConnection, self),
-                sock=each,
-                ssl=tls,
-                backlog=BACKLOG,
-                ssl_handshake_timeout=limit_s,
-            )
-            self._servers.append(made)
-        self._watching = loop.call_later(self._watch_s, self._watch)
-
-    async def close(self, within_s: float = 5.0, *, gently: bool = False, for_good: bool = False) -> None:
-        """Nobody comes in any more; what is being answered may end, for a while. Then the rest is cut off.
-
-        `for_good`: the port closes, although other processes hold its sockets too; else they may go on with it.
-
-        `gently`: whoever has come in may still ask, once; a request may be on its way, and would be lost. How long a
-        connection may wait is limited as ever.
-        """
-        self.closing, self._gentle = True, gently
-        held = [each.dup() for each in self.sockets] if for_good else []
-        for server in self._servers:
-            server.close()
-        for each in held:
-            with suppress(OSError):
-                each.shutdown(socket.SHUT_RDWR)
-            each.close()
-        if gently:
-            # Those that still shake hands are not among them yet, and do it in this time or not at all.
-            await asyncio.sleep(min(within_s, self._handshake_s))
-        else:
-            for connection in self._crowd:
-                connection.close_idle()
-        if len(self._crowd):
-            self._empty.clear()
-            try:
-                await asyncio.wait_for(self._empty.wait(), within_s)
-            except TimeoutError:
-                for connection in self._crowd:
-                    connection.end("cut off")
-        if self._watching is not None:
-            self._watching.cancel()
-            self._watching = None
-
-    # What the connections tell.
-
-    def came(self, connection: ClientConnection) -> None:
-        if self._crowd.full and not self._make_room():
-            self._crowd.came(connection, connection.peer)
-            connection.refuse(HttpRefusal(503, "too many requests are under way; try again", "overloaded"))
-            return
-        self._crowd.came(connection, connection.peer)
-        if self.closing and not self._gentle:
-            connection.close_idle()
-
-    def left(self, connection: ClientConnection) -> None:
-        self._crowd.left(connection)
-        self.released(connection)
-        if not len(self._crowd):
-            self._empty.set()
-
-    def holds(self, connection: ClientConnection, size: int) -> None:
-        """So many bytes of a request that is not whole. Where there are too many, the largest one goes."""
-        self._held_bytes += size - self.held.get(connection, 0)
-        self.held[connection] = size
-        while self._held_bytes > self.limits.bodies_bytes:
-            largest = max(self.held, key=self.held.__getitem__)
-            self.released(largest)
-            largest.refuse(
-                HttpRefusal(503, "too much is being sent to this gateway; try again", "overloaded")
-            )
-
-    def released(self, connection: ClientConnection) -> None:
-        self._held_bytes -= self.held.pop(connection, 0)
-
-    def drop(self, why: str) -> None:
-        """Counted, and told of now and then."""
-        self.dropped[why] += 1
-
-    def _make_room(self) -> bool:
-        connection = self._crowd.oldest()
-        if connection is None:
-            return False
-        self._crowd.left(connection)
-        connection.crowded_out()
-        return True
-
-    # Once in a while.
-
-    def _timed(self) -> None:
-        self.date = b"date: " + formatdate(usegmt=True).encode() + b"\r\n"
-
-    def _watch(self) -> None:
-        self._watching = asyncio.get_running_loop().call_later(self._watch_s, self._watch)
-        self._timed()
-        now_s = time.monotonic()
-        for connection in self._crowd:
-            why = connection.overdue(now_s)
-            if why:
-                connection.end(why)
-        if self.dropped != self._told and now_s - self._told_s >= LOG_S:
-            shown = ", ".join(f"{count} {why}" for why, count in sorted(self.dropped.items()))
-            log.warning("connections dropped so far: %s; %d are open", shown, len(self._crowd))
-            self._told, self._told_s = Counter(self.dropped), now_s
-
-
-async def open_port(
-    handler: Handler,
-    host: str,
-    port: int,
-    *,
-    limits: HttpLimits | None = None,
-    tls: ssl.SSLContext | None = None,
-    taken: Sequence[socket.socket] = (),
-) -> ClientListener:
-    """Listen for clients. `taken` are sockets that listen already."""
-    sockets = list(taken) or await bound(host, port)
-    made = ClientListener(handler, limits or HttpLimits())
-    first = sockets[0].getsockname()
-    shown = f"[{first[0]}]" if ":" in first[0] else first[0]
-    made.address = f"{'https' if tls else 'http'}://{shown}:{first[1]}"
-    try:
-        await made.listen(sockets, tls)
-    except BaseException:
-        for each in sockets:
-            each.close()
-        raise
-    return made
-
-
-async def bound(host: str, port: int, shared: bool = False) -> list[socket.socket]:
-    """Sockets for each address of a host, on one port. `shared`: there are several of each, and the system deals
-    connections out among them."""
-    made: list[socket.socket] = []
-    try:
-        loop = asyncio.get_running_loop()
-        found = await loop.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
-        for family, _, _, _, address in dict.fromkeys(found):
-            at = (address[0], made[0].getsockname()[1] if made else port, *address[2:])
-            made.append(socket.create_server(at, family=family, backlog=BACKLOG, reuse_port=shared))
-    except OSError as error:
-        for each in made:
-            each.close()
-        raise InputError("--port", f"{host}:{port} cannot be used ({error.strerror or error})") from error
-    return made
-
-
-Fields = Iterable[tuple[bytes, bytes]]
-
+AHEAD_BYTES = 65_536
+"""How much of the next requests is read while one is being answered."""
+JOINED_BYTES = 65_536
+"""Up to here a piece is copied to stand in one write with its framing; what is larger is written as it is."""
+CONTINUE = b"HTTP/1.1 100 Continue\r\n\r\n"
 STATUS_LINES = {
     status.value: b"HTTP/1.1 %d %s\r\n" % (status.value, status.phrase.encode()) for status in HTTPStatus
 }
-JOINED_BYTES = 65_536
-"""Up to here a piece is copied to stand in one write with its framing; what is larger is written as it is."""
-
+STREAM_HEADERS = b"cache-control: no-cache\r\nx-accel-buffering: no\r\n"
+"""Proxies on the way pass parts of a stream on at once."""
 _NEW, _PIECES, _OVER = 0, 1, 2
+
+log = logging.getLogger(__name__)
+Fields = Iterable[tuple[bytes, bytes]]
+
+
+class Exchange(Protocol):
+    """One request of a client that has come whole, and its answer. Exactly one answer is given."""
+
+    method: bytes
+    path: bytes
+    """Without the query."""
+    query: bytes
+    headers: Headers
+    body: bytes
+    peer: str
+    """The client's address."""
+    came_s: float
+    """When its first byte came, by the monotonic clock."""
+    on_gone: Callable[[], None] | None
+    """Set by whoever answers: called once when the client leaves before the answer's end."""
+    on_room: Callable[[bool], None] | None
+    """Set as well: False when the client reads more slowly than is written, True when it has caught up."""
+
+    def reply(self, status: int, body: bytes, headers: Fields = (), lines: bytes = b"") -> None:
+        """The whole answer at once. `lines` are headers as they are sent, each with its line end, that were made of
+        nothing that a client or a server said."""
+
+    def begin(self, status: int, headers: Fields = (), lines: bytes = b"") -> None:
+        """An answer that comes in pieces."""
+
+    def write(self, data: bytes) -> None:
+        """A piece. After the client has left this does nothing."""
+
+    def end(self) -> None: ...
+
+    def drop(self) -> None:
+        """Cut the connection: what was written must not be taken for whole."""
+
+
+Handler = Callable[[Exchange], None]
+"""Called for every request that has come whole. It may answer at once or later."""
 
 
 def head_of(status: int, fields: Fields, date: bytes) -> bytes:
@@ -256,42 +100,25 @@ def head_of(status: int, fields: Fields, date: bytes) -> bytes:
 
 
 class ClientExchange:
-    """The `Exchange` of parts.py on a connection that is there."""
+    """The `Exchange` of a connection that is there."""
 
     __slots__ = (
-        "_chunked",
-        "_state",
-        "_stays",
-        "_visit",
-        "body",
-        "came_s",
-        "headers",
-        "method",
-        "on_gone",
-        "on_room",
-        "path",
-        "peer",
-        "query",
-    )
+        "_chunked", "_connection", "_state", "_stays", "body", "came_s", "headers", "method", "on_gone", "on_room",
+        "path", "peer", "query",
+    )  # fmt: skip
 
     def __init__(self, connection: ClientConnection, request: HttpRequest, peer: str, came_s: float) -> None:
-        self.method = request.method
-        self.path = request.path
-        self.query = request.query
+        self.method, self.path, self.query = request.method, request.path, request.query
         self.headers: Headers = request.headers
-        self.body = request.body
-        self.peer = peer
-        self.came_s = came_s
+        self.body, self.peer, self.came_s = request.body, peer, came_s
         self.on_gone: Callable[[], None] | None = None
         self.on_room: Callable[[bool], None] | None = None
-        self._visit: ClientConnection | None = connection
+        self._connection: ClientConnection | None = connection
         """None once the answer is over or the client has left."""
-        self._chunked = request.v11
-        self._stays = request.stays
-        self._state = _NEW
+        self._chunked, self._stays, self._state = request.v11, request.stays, _NEW
 
     def reply(self, status: int, body: bytes, headers: Fields = (), lines: bytes = b"") -> None:
-        connection = self._visit
+        connection = self._connection
         if connection is None:
             return
         assert self._state == _NEW, "a second answer to one request"
@@ -305,7 +132,7 @@ class ClientExchange:
             end = end % len(body)
         if self.method == b"HEAD":
             body = b""
-        self._state, self._visit = _OVER, None  # `_over`, written out
+        self._state, self._connection = _OVER, None  # `_over`, written out
         self.on_gone = self.on_room = None
         if len(body) <= JOINED_BYTES:
             connection.write(b"".join((head, lines, end, body)))
@@ -315,24 +142,22 @@ class ClientExchange:
         connection.answered(stays)
 
     def begin(self, status: int, headers: Fields = (), lines: bytes = b"") -> None:
-        connection = self._visit
+        connection = self._connection
         if connection is None:
             return
         assert self._state == _NEW, "a second answer to one request"
         port = connection.port
         self._stays = self._stays and not port.closing
         head = head_of(status, headers, port.date) + lines
-        self._state = _PIECES
         if self._chunked:
             head += b"transfer-encoding: chunked\r\n"
         if not self._stays:
             head += b"connection: close\r\n"
         connection.write(head + b"\r\n")
-        if self.method == b"HEAD":
-            self._state = _OVER
+        self._state = _OVER if self.method == b"HEAD" else _PIECES
 
     def write(self, data: bytes) -> None:
-        connection = self._visit
+        connection = self._connection
         if connection is None or not data or self._state == _OVER:
             return
         assert self._state == _PIECES, "a piece of an answer that has not begun"
@@ -346,7 +171,7 @@ class ClientExchange:
             connection.write(b"\r\n")
 
     def end(self) -> None:
-        connection = self._visit
+        connection = self._connection
         if connection is None:
             return
         assert self._state != _NEW, "the end of an answer that has not begun"
@@ -356,14 +181,12 @@ class ClientExchange:
         connection.answered(self._stays)
 
     def _over(self) -> None:
-        self._state = _OVER
-        self._visit = None
-        self.on_gone = self.on_room = (
-            None  # They hold who holds this one: nothing is left for a collector of garbage.
-        )
+        self._state, self._connection = _OVER, None
+        # They hold who holds this one: nothing is left for a collector of garbage.
+        self.on_gone = self.on_room = None
 
     def drop(self) -> None:
-        connection = self._visit
+        connection = self._connection
         self._over()
         if connection is not None:
             connection.abort()
@@ -374,7 +197,7 @@ class ClientExchange:
 
     def left(self) -> None:
         """The client has gone."""
-        if self._visit is None:
+        if self._connection is None:
             return
         tell = self.on_gone
         self._over()
@@ -382,31 +205,13 @@ class ClientExchange:
             tell()
 
 
-AHEAD_BYTES = 65_536
-"""How much of the next requests is read while one is being answered."""
-CONTINUE = b"HTTP/1.1 100 Continue\r\n\r\n"
-
-log = logging.getLogger(__name__)
-
-
 class ClientConnection(asyncio.Protocol):
+    """Its bytes become exchanges, one after the other, and each is answered before the next."""
+
     __slots__ = (
-        "_came_s",
-        "_exchange",
-        "_fresh",
-        "_full",
-        "_leaving",
-        "_pumping",
-        "_reader",
-        "_since_s",
-        "_stalled_s",
-        "_transport",
-        "_unheard",
-        "_unread_bytes",
-        "peer",
-        "port",
-        "write",
-    )
+        "_came_s", "_exchange", "_fresh", "_full", "_leaving", "_pumping", "_reader", "_since_s", "_stalled_s",
+        "_transport", "_unheard", "_unread_bytes", "peer", "port", "write",
+    )  # fmt: skip
 
     write: Callable[[bytes], None]
     """Straight to the connection; uvloop puts what is written in one turn of its loop into one call of the system."""
@@ -476,11 +281,10 @@ class ClientConnection(asyncio.Protocol):
 
     def resume_writing(self) -> None:
         self._full = False
-        if self._exchange is not None:
-            if self._exchange.on_room is not None:
-                self._exchange.on_room(True)
-        else:
+        if self._exchange is None:
             self._pump()
+        elif self._exchange.on_room is not None:
+            self._exchange.on_room(True)
 
     # Requests, one after the other.
 
@@ -496,8 +300,7 @@ class ClientConnection(asyncio.Protocol):
                 if request is None:
                     self._unfinished()
                     break
-                exchange = ClientExchange(self, request, self.peer, self._came_s)
-                self._exchange = exchange
+                self._exchange = exchange = ClientExchange(self, request, self.peer, self._came_s)
                 self._fresh = False
                 port = self.port
                 port.works(self)
@@ -591,11 +394,16 @@ class ClientConnection(asyncio.Protocol):
     def overdue(self, now_s: float) -> str:
         """Why it is to end now, if it is."""
         limits = self.port.limits
-        self._look(now_s)
+        unread_bytes = self._transport.get_write_buffer_size()
+        if not unread_bytes:
+            self._stalled_s = None
+        elif self._stalled_s is None or unread_bytes < self._unread_bytes:
+            self._stalled_s = now_s
+        self._unread_bytes = unread_bytes
         if self._stalled_s is not None and now_s - self._stalled_s > limits.stalled_s:
             return "stalled"
         if self._leaving:
-            return "lingering" if now_s - self._since_s > limits.linger_s and not self._unread_bytes else ""
+            return "lingering" if now_s - self._since_s > limits.linger_s and not unread_bytes else ""
         if self._exchange is not None:
             return ""
         if self._reader.in_body:
@@ -604,14 +412,6 @@ class ClientConnection(asyncio.Protocol):
         if self._came_s:
             return "late" if now_s - self._came_s > limits.head_s else ""
         return "idle" if now_s - self._since_s > (limits.head_s if self._fresh else limits.idle_s) else ""
-
-    def _look(self, now_s: float) -> None:
-        unread_bytes = self._transport.get_write_buffer_size()
-        if not unread_bytes:
-            self._stalled_s = None
-        elif self._stalled_s is None or unread_bytes < self._unread_bytes:
-            self._stalled_s = now_s
-        self._unread_bytes = unread_bytes
 
     def end(self, why: str) -> None:
         """What `overdue` said is done."""
@@ -630,9 +430,8 @@ class ClientConnection(asyncio.Protocol):
         """Somebody else needs the room at once. Who has begun a request is told why."""
         self.port.drop("crowded_out")
         if self._came_s and not self._leaving and not self._transport.get_write_buffer_size():
-            self.write(
-                canned(HttpRefusal(503, "too many connections; try again", "overloaded"), self.port.date)
-            )
+            refused = HttpRefusal(503, "too many connections; try again", "overloaded")
+            self.write(canned(refused, self.port.date))
             self._leaving = True
             self._transport.close()
         else:
@@ -650,3 +449,186 @@ def canned(refused: HttpRefusal, date: bytes) -> bytes:
     if refused.status == 503:
         fields.append((b"retry-after", b"1"))
     return head_of(refused.status, fields, date) + b"\r\n" + body
+
+
+class ClientListener:
+    """Some listening sockets, and all who came in by them."""
+
+    def __init__(self, handler: Handler, limits: HttpLimits) -> None:
+        self.handler, self.limits = handler, limits
+        self.closing = self._gentle = False
+        self._handshake_s = 0.0
+        self.date = b""
+        self.address = ""
+        self.dropped: Counter[str] = Counter()
+        """Connections that ended because of what the client did, by the reason."""
+        self._crowd: ConnectionLimits[ClientConnection] = ConnectionLimits(
+            min(limits.connections, open_files() * SHARE_OF_FILES)
+        )
+        self.works, self.waits = self._crowd.works, self._crowd.waits
+        """A connection's request has come whole; it was answered."""
+        self.held: dict[ClientConnection, int] = {}
+        """Bytes of requests that are not whole."""
+        self._held_bytes = 0
+        self._servers: list[asyncio.Server] = []
+        self.sockets: list[socket.socket] = []
+        self._told: Counter[str] = Counter()
+        self._told_s = -LOG_S
+        self._empty: asyncio.Event = asyncio.Event()
+        shortest_s = min(limits.head_s, limits.body_s, limits.idle_s, limits.stalled_s, limits.linger_s)
+        self._watch_s = min(WATCH_S, shortest_s / 4)
+        self._watching: asyncio.TimerHandle | None = None
+        self._timed()
+
+    def __len__(self) -> int:
+        """Connections that are open."""
+        return len(self._crowd)
+
+    async def listen(self, sockets: list[socket.socket], tls: ssl.SSLContext | None = None) -> None:
+        loop = asyncio.get_running_loop()
+        self.sockets = sockets
+        limit_s = None if tls is None else self.limits.head_s
+        self._handshake_s = limit_s or 0.0
+        make = partial(ClientConnection, self)
+        for each in sockets:
+            server = await loop.create_server(
+                make, sock=each, ssl=tls, backlog=BACKLOG, ssl_handshake_timeout=limit_s
+            )
+            self._servers.append(server)
+        self._watching = loop.call_later(self._watch_s, self._watch)
+
+    async def close(self, within_s: float = 5.0, *, gently: bool = False, for_good: bool = False) -> None:
+        """Nobody comes in any more; what is being answered may end, for a while. Then the rest is cut off.
+
+        `for_good`: the port closes, although other processes hold its sockets too; else they may go on with it.
+        `gently`: whoever has come in may still ask, once; a request may be on its way, and would be lost. How long a
+        connection may wait is limited as ever.
+        """
+        self.closing, self._gentle = True, gently
+        held = [each.dup() for each in self.sockets] if for_good else []
+        for server in self._servers:
+            server.close()
+        for each in held:
+            with suppress(OSError):
+                each.shutdown(socket.SHUT_RDWR)
+            each.close()
+        if gently:
+            # Those that still shake hands are not among them yet, and do it in this time or not at all.
+            await asyncio.sleep(min(within_s, self._handshake_s))
+        else:
+            for connection in self._crowd:
+                connection.close_idle()
+        if len(self._crowd):
+            self._empty.clear()
+            try:
+                await asyncio.wait_for(self._empty.wait(), within_s)
+            except TimeoutError:
+                for connection in self._crowd:
+                    connection.end("cut off")
+        if self._watching is not None:
+            self._watching.cancel()
+            self._watching = None
+
+    # What the connections tell.
+
+    def came(self, connection: ClientConnection) -> None:
+        full = self._crowd.full and not self._make_room()
+        self._crowd.came(connection, connection.peer)
+        if full:
+            connection.refuse(HttpRefusal(503, "too many requests are under way; try again", "overloaded"))
+        elif self.closing and not self._gentle:
+            connection.close_idle()
+
+    def left(self, connection: ClientConnection) -> None:
+        self._crowd.left(connection)
+        self.released(connection)
+        if not len(self._crowd):
+            self._empty.set()
+
+    def holds(self, connection: ClientConnection, size: int) -> None:
+        """So many bytes of a request that is not whole. Where there are too many, the largest one goes."""
+        self._held_bytes += size - self.held.get(connection, 0)
+        self.held[connection] = size
+        while self._held_bytes > self.limits.bodies_bytes:
+            largest = max(self.held, key=self.held.__getitem__)
+            self.released(largest)
+            largest.refuse(
+                HttpRefusal(503, "too much is being sent to this gateway; try again", "overloaded")
+            )
+
+    def released(self, connection: ClientConnection) -> None:
+        self._held_bytes -= self.held.pop(connection, 0)
+
+    def drop(self, why: str) -> None:
+        """Counted, and told of now and then."""
+        self.dropped[why] += 1
+
+    def _make_room(self) -> bool:
+        connection = self._crowd.oldest()
+        if connection is None:
+            return False
+        self._crowd.left(connection)
+        connection.crowded_out()
+        return True
+
+    # Once in a while.
+
+    def _timed(self) -> None:
+        self.date = b"date: " + formatdate(usegmt=True).encode() + b"\r\n"
+
+    def _watch(self) -> None:
+        self._watching = asyncio.get_running_loop().call_later(self._watch_s, self._watch)
+        self._timed()
+        now_s = time.monotonic()
+        for connection in self._crowd:
+            why = connection.overdue(now_s)
+            if why:
+                connection.end(why)
+        if self.dropped != self._told and now_s - self._told_s >= LOG_S:
+            shown = ", ".join(f"{count} {why}" for why, count in sorted(self.dropped.items()))
+            log.warning("connections dropped so far: %s; %d are open", shown, len(self._crowd))
+            self._told, self._told_s = Counter(self.dropped), now_s
+
+
+async def open_port(
+    handler: Handler,
+    host: str,
+    port: int,
+    *,
+    limits: HttpLimits | None = None,
+    tls: ssl.SSLContext | None = None,
+    taken: Sequence[socket.socket] = (),
+) -> ClientListener:
+    """Listen for clients. `taken` are sockets that listen already."""
+    sockets = list(taken) or await bound(host, port)
+    made = ClientListener(handler, limits or HttpLimits())
+    made.address = url_of(sockets[0], tls)
+    try:
+        await made.listen(sockets, tls)
+    except BaseException:
+        for each in sockets:
+            each.close()
+        raise
+    return made
+
+
+def url_of(listening: socket.socket, tls: ssl.SSLContext | None) -> str:
+    host, port = listening.getsockname()[:2]
+    return f"{'https' if tls else 'http'}://{f'[{host}]' if ':' in host else host}:{port}"
+
+
+async def bound(host: str, port: int, shared: bool = False) -> list[socket.socket]:
+    """Sockets for each address of a host, on one port. `shared`: there are several of each, and the system deals
+    connections out among them."""
+    made: list[socket.socket] = []
+    try:
+        loop = asyncio.get_running_loop()
+        found = await loop.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+        for family, _, _, _, address in dict.fromkeys(found):
+            at = (address[0], made[0].getsockname()[1] if made else port, *address[2:])
+            made.append(socket.create_server(at, family=family, backlog=BACKLOG, reuse_port=shared))
+    except OSError as error:
+        for each in made:
+            each.close()
+        raise InputError("--port", f"{host}:{port} cannot be used ({error.strerror or error})") from error
+    return made

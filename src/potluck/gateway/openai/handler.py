@@ -19,12 +19,15 @@ from typing import TypeVar
 from urllib.parse import unquote_to_bytes
 
 from potluck.api.http import HttpRefusal, ServedNames, check_origin, random_word, refusal, request_id
-from potluck.api.json_bodies import parse_object
+from potluck.api.json_bodies import compact, parse_object
 from potluck.api.openai_replies import model_entry
 from potluck.core.errors import InputError, UnknownNameError
 from potluck.core.values.service import CLASSES, PrefixSharing
 from potluck.core.values.types import DEFAULT_TENANT
-from potluck.gateway.interfaces import Exchange, Headers, Meter, ReplicaDirectory, RequestDispatcher
+from potluck.gateway.admin.counters import Counters
+from potluck.gateway.dispatch.dispatcher import Dispatcher
+from potluck.gateway.http.parser import Headers
+from potluck.gateway.http.server import Exchange
 from potluck.gateway.openai.kept_answers import AnswerRecording, KeptAnswers, meet
 from potluck.gateway.openai.keys import ApiKey, KeyRing, nobody
 from potluck.gateway.openai.requests import (
@@ -41,14 +44,15 @@ from potluck.gateway.openai.requests import (
 from potluck.gateway.openai.response import (
     JSON,
     ChoiceWriter,
+    OpenRequests,
     RateLimited,
     ResponseWriter,
-    compact,
     limited,
     reply_error,
     reply_json,
 )
 from potluck.gateway.openai.responses_api import ResponsesExchange
+from potluck.gateway.registry.directory import ReplicaDirectory
 
 T = TypeVar("T")
 
@@ -125,14 +129,14 @@ class HandlerSettings:
     """Requests at once; more are turned away."""
 
 
-class ClientHandler:
+class ClientHandler(OpenRequests):
     """The handler of the public port."""
 
     def __init__(
         self,
         cards: Mapping[str, ModelCard],
-        driver: RequestDispatcher,
-        meter: Meter,
+        driver: Dispatcher,
+        meter: Counters,
         *,
         keys: KeyRing | None = None,
         settings: HandlerSettings | None = None,
@@ -153,8 +157,6 @@ class ClientHandler:
         self._salts: dict[str, str] = {}
         self._hosts: set[bytes] = set()
         self._openapi = b""
-        self.open = 0
-        """Requests under way."""
         self.closing = ""
         """Why nothing new is taken; empty while it is."""
 

@@ -24,8 +24,9 @@ from pathlib import Path
 
 from potluck.api.http import HttpRefusal, random_word
 from potluck.core.values.sampling import SampledToken
-from potluck.gateway.interfaces import AnswerSink, ChoiceRequest, Exchange, RequestDispatcher
-from potluck.gateway.openai.response import AS_IT_COMES
+from potluck.gateway.dispatch.dispatcher import Dispatcher
+from potluck.gateway.http.server import STREAM_HEADERS, Exchange
+from potluck.gateway.values import AnswerSink, ChoiceRequest
 
 KEPT_S = 60.0
 """From an answer's end, or its writer's, until it is forgotten."""
@@ -397,7 +398,7 @@ class AnswerRecording:
         )
         return asks, word, created_s
 
-    def drive(self, driver: RequestDispatcher, asked: ChoiceRequest, answer: AnswerSink) -> None:
+    def drive(self, driver: Dispatcher, asked: ChoiceRequest, answer: AnswerSink) -> None:
         """Have it answered, from where it was."""
         had = self._kept.had
         tokens = () if had is None or had.seed is None else had.tokens
@@ -469,7 +470,7 @@ class AnswerFollower:
             pairs += [] if REPLAYED in pairs else [REPLAYED]
             self._head = (status, pairs, whole)
             if not whole:
-                self._exchange.begin(status, pairs, AS_IT_COMES)
+                self._exchange.begin(status, pairs, STREAM_HEADERS)
         elif kind == DATA:
             assert self._head is not None
             if self._head[2]:

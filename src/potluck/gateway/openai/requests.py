@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from potluck.api.http import HttpRefusal
-from potluck.api.json_bodies import tokens_of
+from potluck.api.json_bodies import compact, tokens_of
 from potluck.api.model_files import JsonMembers, read_generation, read_json
 from potluck.api.openai_requests import (
     DEFAULT_TOKENS,
@@ -37,9 +37,9 @@ from potluck.api.tokenizer import ModelTokenizer
 from potluck.core.errors import CapacityError, FormatError, InputError, PotluckError, did_you_mean
 from potluck.core.values.sampling import MOST_LOGPROBS, Sampling, SamplingDefaults
 from potluck.core.values.types import DEFAULT_CLASS
-from potluck.gateway.interfaces import ChoiceRequest, Headers
+from potluck.gateway.http.parser import Headers
 from potluck.gateway.openai.keys import EXPECTED_OUTPUT, ApiKey
-from potluck.gateway.openai.response import compact
+from potluck.gateway.values import ChoiceRequest
 
 GUESSED_CHARS = 4.0
 """Of a token, before anything is known."""

@@ -9,9 +9,10 @@ import json
 import re
 from collections.abc import Callable, Mapping, Sequence
 from math import ceil
-from typing import Literal, Protocol
+from typing import Literal
 
 from potluck.api.http import HttpRefusal, error_object, random_word
+from potluck.api.json_bodies import compact
 from potluck.api.openai_replies import (
     LAST_EVENT,
     ChoiceChunks,
@@ -29,10 +30,13 @@ from potluck.api.text_stream import TextDelta, TextStream
 from potluck.core.errors import FormatError
 from potluck.core.state.actions import RefusalReason, Refuse
 from potluck.core.values.sampling import SampledToken
-from potluck.gateway.interfaces import Exchange, Meter, RequestDispatcher, RequestOutcome, TokenCounts
+from potluck.gateway.admin.counters import Counters
+from potluck.gateway.dispatch.dispatcher import Dispatcher
+from potluck.gateway.http.server import STREAM_HEADERS, Exchange
 from potluck.gateway.openai.kept_answers import AnswerRecording
 from potluck.gateway.openai.keys import ApiKey, KeyQuota, QuotaExceeded
 from potluck.gateway.openai.requests import ValidatedRequest, growth_of, understand
+from potluck.gateway.values import RequestOutcome, TokenCounts
 
 TAIL_BYTES = 2048
 """Of the end of an answer, where its usage stands."""
@@ -118,23 +122,10 @@ GONE = 499
 """The status that is counted where a client left before there was one."""
 
 
-class ChoiceSource(Protocol):
-    """A voice, as its answer sees it."""
+class OpenRequests:
+    """Where requests come in."""
 
-    id: str
-    over: bool
-    begun: bool
-    choice: Json | None
-    finish: str | None
-    texts: list[str]
-
-    def whole(self) -> Json: ...
-
-
-class ResponseContext(Protocol):
-    """Where it came in."""
-
-    open: int
+    open = 0
     """Requests under way."""
 
 
@@ -147,7 +138,7 @@ class ResponseWriter:
     limits = b""
     """Lines that say what is left to the key."""
     validated: ValidatedRequest | None = None
-    voices: Sequence[ChoiceSource] = ()
+    voices: Sequence[ChoiceWriter] = ()
     over = _begun = estimated = logprobs = False
     _choices = 1
     _left = output = _cached = prompt_tokens = 0
@@ -167,13 +158,13 @@ class ResponseWriter:
         exchange: Exchange,
         request: str,
         key: ApiKey,
-        driver: RequestDispatcher,
-        meter: Meter,
+        driver: Dispatcher,
+        meter: Counters,
         clock: Callable[[], float],
-        door: ResponseContext,
+        handler: OpenRequests,
     ) -> None:
         self._exchange, self._key, self._driver, self._meter = exchange, key, driver, meter
-        self.clock, self._door = clock, door
+        self.clock, self._handler = clock, handler
         self.request = request
         self._tag = (b"x-request-id", request.encode())
 
@@ -182,7 +173,7 @@ class ResponseWriter:
         validated: ValidatedRequest,
         word: str,
         created_s: float,
-        voices: Sequence[ChoiceSource],
+        voices: Sequence[ChoiceWriter],
         prompt_tokens: int,
     ) -> None:
         """What is asked is known: from here on voices may speak. `word` names the answer."""
@@ -244,7 +235,7 @@ class ResponseWriter:
     def begin(self, status: int, kind: tuple[bytes, bytes]) -> Callable[[bytes], None]:
         """What parts are said with from now on."""
         self._begun = True
-        self._exchange.begin(status, (kind, self._tag), AS_IT_COMES + self.limits)
+        self._exchange.begin(status, (kind, self._tag), STREAM_HEADERS + self.limits)
         return self._exchange.write
 
     def usage_so_far(self) -> str:
@@ -351,7 +342,7 @@ class ResponseWriter:
         exchange, key, validated = self._exchange, self._key, self.validated
         exchange.on_gone = exchange.on_room = None
         self.voices = ()  # What holds each other is not left to the collector of garbage.
-        self._door.open -= 1
+        self._handler.open -= 1
         served = self.prompt_tokens if self.output or status < 400 else 0
         key.allowance.leave(self.charged, served + self.output)
         self._meter.answered(
@@ -380,8 +371,6 @@ class ResponseWriter:
 Pairs = list[tuple[bytes, bytes]]
 JSON = (b"content-type", b"application/json")
 EVENTS = (b"content-type", b"text/event-stream; charset=utf-8")
-AS_IT_COMES = b"cache-control: no-cache\r\nx-accel-buffering: no\r\n"
-"""Proxies on the way pass parts of a stream on at once."""
 
 REFUSALS: Mapping[RefusalReason, tuple[int, str]] = {
     "overloaded": (429, "overloaded"),
@@ -423,10 +412,6 @@ def refused_by_brain(refusal: Refuse) -> tuple[HttpRefusal, float | None]:
     """As an error, and when to try again."""
     status, code = REFUSALS[refusal.reason]
     return HttpRefusal(status, refusal.detail or refusal.reason, code), refusal.retry_after_s
-
-
-def compact(body: object) -> bytes:
-    return json.dumps(body, separators=(",", ":")).encode()
 
 
 def error_bytes(error: HttpRefusal) -> bytes:

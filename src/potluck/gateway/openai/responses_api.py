@@ -10,10 +10,10 @@ from collections.abc import Callable, Iterable
 from math import isfinite
 
 from potluck.api.http import error_object
-from potluck.api.json_bodies import parse_object
+from potluck.api.json_bodies import compact, parse_object
 from potluck.core.errors import FormatError, InputError, PotluckError
-from potluck.gateway.interfaces import Exchange
-from potluck.gateway.openai.response import EventParser, compact, parsed
+from potluck.gateway.http.server import Exchange
+from potluck.gateway.openai.response import EventParser, parsed
 
 Json = dict[str, object]
 SAME = frozenset(

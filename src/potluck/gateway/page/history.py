@@ -25,7 +25,7 @@ from potluck.core.state.events import (
     SegmentDone,
 )
 from potluck.core.values.types import Request, Slo
-from potluck.gateway.interfaces import RequestOutcome
+from potluck.gateway.values import RequestOutcome
 
 POINT_S = 2.0
 POINTS = 1_800

@@ -41,6 +41,15 @@ HEADERS = {
     "Cache-Control": "no-cache",
 }
 """Nothing inline, nothing from elsewhere, in nobody's frame."""
+QUIET_S = 10.0
+FILES = "/page/"
+READING = frozenset({"/live", "/history", "/moment", "/request"})
+"""What the page reads."""
+CHAT = "/chat"
+KEY_HEADER = "X-Potluck-Client-Key"
+MOST_BODY_BYTES = 1_000_000
+ANSWER_S = 120.0
+PASSED_ON = ("Content-Type", "Retry-After", HEADER)
 
 
 class StaticFile(NamedTuple):
@@ -66,11 +75,41 @@ def _read_file(name: str, body: bytes) -> StaticFile:
     return StaticFile(body, KINDS[name[name.rfind(".") :]], f'"{hashlib.sha256(body).hexdigest()[:16]}"')
 
 
-QUIET_S = 10.0
-FILES = "/page/"
-READING = frozenset({"/live", "/history", "/moment", "/request"})
-"""What the page reads."""
-CHAT = "/chat"
+@dataclass(slots=True)
+class PlaygroundProxy:
+    """`url` is known once clients are listened for."""
+
+    url: str = ""
+
+    async def answer(self, request: web.Request) -> web.StreamResponse:
+        if not self.url:
+            raise HttpRefusal(503, "the gateway does not listen for clients yet")
+        body = await request.content.read(MOST_BODY_BYTES + 1)
+        while len(body) <= MOST_BODY_BYTES and not request.content.at_eof():
+            body += await request.content.read(MOST_BODY_BYTES + 1)
+        if len(body) > MOST_BODY_BYTES:
+            raise HttpRefusal(413, f"a question has at most {MOST_BODY_BYTES} bytes here")
+        headers = {"Content-Type": "application/json"}
+        if key := request.headers.get(KEY_HEADER):
+            headers["Authorization"] = f"Bearer {key}"
+        timeout = ClientTimeout(total=None, sock_read=ANSWER_S)
+        path = f"{self.url}/v1/chat/completions"
+        response: web.StreamResponse | None = None
+        try:
+            # The gateway's own port: whose name its certificate bears does not matter on the way to itself.
+            async with (
+                ClientSession(timeout=timeout) as session,
+                session.post(path, data=body, headers=headers, ssl=False) as answer,
+            ):
+                kept = {name: answer.headers[name] for name in PASSED_ON if name in answer.headers}
+                response = web.StreamResponse(status=answer.status, headers=kept)
+                await response.prepare(request)
+                async for piece in answer.content.iter_any():
+                    await response.write(piece)
+        except (ClientError, TimeoutError, asyncio.IncompleteReadError) as error:
+            if response is None:
+                raise HttpRefusal(502, f"the clients' port did not answer ({error})") from error
+        return response
 
 
 @dataclass(frozen=True, slots=True)
@@ -168,46 +207,3 @@ def _json(what: dict[str, object]) -> web.Response:
         dumps=lambda value: json.dumps(value, separators=(",", ":")),
         headers={"Cache-Control": "no-store", "X-Content-Type-Options": "nosniff"},
     )
-
-
-KEY_HEADER = "X-Potluck-Client-Key"
-MOST_BODY_BYTES = 1_000_000
-ANSWER_S = 120.0
-PASSED_ON = ("Content-Type", "Retry-After", HEADER)
-
-
-@dataclass(slots=True)
-class PlaygroundProxy:
-    """`url` is known once clients are listened for."""
-
-    url: str = ""
-
-    async def answer(self, request: web.Request) -> web.StreamResponse:
-        if not self.url:
-            raise HttpRefusal(503, "the gateway does not listen for clients yet")
-        body = await request.content.read(MOST_BODY_BYTES + 1)
-        while len(body) <= MOST_BODY_BYTES and not request.content.at_eof():
-            body += await request.content.read(MOST_BODY_BYTES + 1)
-        if len(body) > MOST_BODY_BYTES:
-            raise HttpRefusal(413, f"a question has at most {MOST_BODY_BYTES} bytes here")
-        headers = {"Content-Type": "application/json"}
-        if key := request.headers.get(KEY_HEADER):
-            headers["Authorization"] = f"Bearer {key}"
-        timeout = ClientTimeout(total=None, sock_read=ANSWER_S)
-        path = f"{self.url}/v1/chat/completions"
-        response: web.StreamResponse | None = None
-        try:
-            # The gateway's own port: whose name its certificate bears does not matter on the way to itself.
-            async with (
-                ClientSession(timeout=timeout) as session,
-                session.post(path, data=body, headers=headers, ssl=False) as answer,
-            ):
-                kept = {name: answer.headers[name] for name in PASSED_ON if name in answer.headers}
-                response = web.StreamResponse(status=answer.status, headers=kept)
-                await response.prepare(request)
-                async for piece in answer.content.iter_any():
-                    await response.write(piece)
-        except (ClientError, TimeoutError, asyncio.IncompleteReadError) as error:
-            if response is None:
-                raise HttpRefusal(502, f"the clients' port did not answer ({error})") from error
-        return response

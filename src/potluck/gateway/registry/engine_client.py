@@ -11,9 +11,31 @@ from typing import Any, NamedTuple
 
 from potluck.core.errors import FormatError, PotluckError
 from potluck.core.state.events import CacheReported, ReplicaReported, ReplicaStatus
-from potluck.gateway.http.connection_pool import fetch
-from potluck.gateway.interfaces import EngineConnections
+from potluck.gateway.http.connection_pool import ConnectionPool, fetch
 from potluck.gateway.registry.engine_list import EngineEntry
+
+LEAST_S, MOST_S = 0.7, 2.0
+FACTOR = 3.0
+KEEP = 0.95
+"""Of the longest answer, at each one after it: it counts half after 14."""
+
+
+class ResponseTimes(NamedTuple):
+    """What is remembered of an engine's answers."""
+
+    longest_s: float = MOST_S / FACTOR
+    """Of late. One that is new is given the most time."""
+
+    @property
+    def limit_s(self) -> float:
+        """Without an answer for so long it is silent."""
+        return min(MOST_S, max(LEAST_S, FACTOR * self.longest_s))
+
+    def heard(self, took_s: float) -> ResponseTimes:
+        """After another answer. One that stood still counts as little more than what was borne before: else the next
+        time would be noticed late. If it is merely slower than it was, a few answers are enough."""
+        return ResponseTimes(max(KEEP * self.longest_s, min(took_s, self.limit_s / 2)))
+
 
 LONGEST_NAME = 500
 MOST_ADAPTERS = 1024
@@ -227,7 +249,7 @@ class EngineRecord:
 class EngineClient:
     """Makes the calls; knows no state."""
 
-    def __init__(self, outgoing: EngineConnections) -> None:
+    def __init__(self, outgoing: ConnectionPool) -> None:
         self._outgoing = outgoing
 
     async def ask(
@@ -305,26 +327,3 @@ class EngineClient:
             "source": {"kv": source.said.kv, "handle": str(lent.get("handle"))},
         }
         await self.ask(target, b"POST", b"/prefixes/fetch", asked, MOVE_S)
-
-
-LEAST_S, MOST_S = 0.7, 2.0
-FACTOR = 3.0
-KEEP = 0.95
-"""Of the longest answer, at each one after it: it counts half after 14."""
-
-
-class ResponseTimes(NamedTuple):
-    """What is remembered of an engine's answers."""
-
-    longest_s: float = MOST_S / FACTOR
-    """Of late. One that is new is given the most time."""
-
-    @property
-    def limit_s(self) -> float:
-        """Without an answer for so long it is silent."""
-        return min(MOST_S, max(LEAST_S, FACTOR * self.longest_s))
-
-    def heard(self, took_s: float) -> ResponseTimes:
-        """After another answer. One that stood still counts as little more than what was borne before: else the next
-        time would be noticed late. If it is merely slower than it was, a few answers are enough."""
-        return ResponseTimes(max(KEEP * self.longest_s, min(took_s, self.limit_s / 2)))

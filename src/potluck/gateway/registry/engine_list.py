@@ -21,7 +21,7 @@ import yaml
 
 from potluck.core.errors import FormatError, InputError, PotluckError
 from potluck.core.values.replica_spec import ReplicaSpec
-from potluck.gateway.interfaces import Address, EngineKind
+from potluck.gateway.values import Address, EngineKind
 
 MOST_ENGINES = 4096
 MOST_BYTES = 64 << 20

@@ -19,9 +19,9 @@ from typing import Any, TypeVar
 from potluck.core.errors import PotluckError
 from potluck.core.routing.bandwidth_grants import eased, grants
 from potluck.core.state.events import LinkReported, ReplicaReported
-from potluck.gateway.interfaces import Endpoint
 from potluck.gateway.registry.engine_client import EngineNoAnswer, EngineRecord
 from potluck.gateway.registry.registry import ReplicaRegistry, Tell
+from potluck.gateway.values import Endpoint
 
 LEAST_BUSY = 0.1
 """Share of a period in which something must have been on its way for its rate to say anything."""

@@ -13,9 +13,9 @@ import asyncio
 import logging
 import secrets
 import time
-from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Iterable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from typing import Any
 
 from potluck.core.errors import PotluckError
 from potluck.core.state.actions import (
@@ -39,31 +39,11 @@ from potluck.core.state.events import (
 )
 from potluck.core.values.replica_spec import ReplicaSpec
 from potluck.core.values.types import Role
-from potluck.gateway.interfaces import Endpoint, EngineConnections
+from potluck.gateway.http.connection_pool import ConnectionPool
+from potluck.gateway.registry.directory import ReplicaDirectory
 from potluck.gateway.registry.engine_client import EngineClient, EngineNoAnswer, EngineRecord
 from potluck.gateway.registry.engine_list import EngineEntry, matched
-
-
-class ModelAbilities(NamedTuple):
-    owns: frozenset[str]
-    """Models whose engines take clients' own requests."""
-    adapters: dict[str, str]
-    """Adapters that all engines of a model have, and the model."""
-
-
-def skills_of(endpoints: Iterable[Endpoint]) -> ModelAbilities:
-    by_model: dict[str, list[Endpoint]] = {}
-    for each in endpoints:
-        by_model.setdefault(each.model, []).append(each)
-    owns = frozenset(model for model, found in by_model.items() if all(each.own for each in found))
-    adapters = {
-        name: model
-        for model, found in by_model.items()
-        for name in frozenset.intersection(*(frozenset(each.adapters) for each in found))
-        if name not in by_model
-    }
-    return ModelAbilities(owns, adapters)
-
+from potluck.gateway.values import Endpoint
 
 Tell = Callable[[Event], None]
 log = logging.getLogger(__name__)
@@ -93,30 +73,24 @@ class WantedFleet:
     """Grows with every change."""
 
 
-class ReplicaRegistry:
+class ReplicaRegistry(ReplicaDirectory):
     """Used in one event loop. `tell` is the desk's; `busy` says how many requests the Brain has at a replica."""
 
     def __init__(
         self,
         tell: Tell,
-        outgoing: EngineConnections,
+        outgoing: ConnectionPool,
         busy: Callable[[str], int],
         *,
         codec: Callable[[str, str, str], str] = lambda model, source, target: "raw",
         codec_inside: Callable[[str], str] = lambda template: "raw",
     ) -> None:
         """How KV crosses between regions, and between the replicas of a template's copy."""
-        self._tell = tell
-        self._busy = busy
-        self._codec, self._codec_inside = codec, codec_inside
+        super().__init__(codec)
+        self._tell, self._busy, self._codec_inside = tell, busy, codec_inside
         self.caller = EngineClient(outgoing)
         self._posts: dict[str, ReplicaSlot] = {}
         self._engines: dict[str, EngineRecord] = {}
-        self._endpoints: dict[str, Endpoint] = {}
-        self.find: Callable[[str], Endpoint | None] = self._endpoints.get
-        self._faces: set[str] = set()
-        """Models that some of them run segments of."""
-        self._skills = skills_of(())
         self._replan: Replan | None = None
         self._version = 0
         self._tasks: set[asyncio.Task[None]] = set()
@@ -125,26 +99,6 @@ class ReplicaRegistry:
         """Told when who can be reached has changed."""
         self.on_gone: list[Callable[[str], None]] = []
         """Told which replica is gone or silent: what runs there has failed."""
-
-    # What workers ask (parts.Directory), beside `find`.
-
-    def segments(self, model: str) -> bool:
-        return model in self._faces
-
-    def owns(self, model: str) -> bool:
-        return model in self._skills.owns
-
-    def adapters(self) -> Mapping[str, str]:
-        return self._skills.adapters
-
-    def codec(self, source: Endpoint, target: Endpoint) -> str:
-        if source.unit and source.unit == target.unit:
-            return source.codec
-        return self._codec(source.model, source.region, target.region)
-
-    @property
-    def endpoints(self) -> tuple[Endpoint, ...]:
-        return tuple(self._endpoints.values())
 
     @property
     def engines(self) -> tuple[EngineRecord, ...]:
@@ -409,8 +363,7 @@ class ReplicaRegistry:
     # Calls in the background.
 
     def _changed(self) -> None:
-        self._faces = {each.model for each in self._endpoints.values() if each.kind == "face"}
-        self._skills = skills_of(self._endpoints.values())
+        self.refresh()
         for call in self.on_endpoints:
             call()
 

@@ -6,7 +6,7 @@ import asyncio
 import json
 import logging
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import fields
 from functools import lru_cache
 from json.encoder import encode_basestring_ascii as text_of
@@ -29,8 +29,8 @@ from potluck.core.values.route import Route, aggregated
 from potluck.core.values.types import Request
 from potluck.gateway.admin.counters import Counters, FullMeter
 from potluck.gateway.admin.usage import UsageFile
-from potluck.gateway.interfaces import Address, ChoiceRequest, Endpoint, RequestOutcome
-from potluck.gateway.registry.registry import skills_of
+from potluck.gateway.registry.directory import ReplicaDirectory
+from potluck.gateway.values import Address, ChoiceRequest, Endpoint, RequestOutcome
 from potluck.runtime.log_lines import blocks_of, line, names, read_line
 
 MOST_BYTES = 64_000_000
@@ -197,50 +197,29 @@ def _said_of(endpoint: Endpoint) -> dict[str, object]:
     return {each.name: getattr(endpoint, each.name) for each in fields(endpoint)}
 
 
-class RemoteDirectory:
-    """The `Directory` of a worker: as the desk said last."""
+class RemoteDirectory(ReplicaDirectory):
+    """A worker's: as the Brain's process said last."""
 
     def __init__(self) -> None:
-        self._endpoints: dict[str, Endpoint] = {}
-        self._faces: set[str] = set()
+        super().__init__(lambda *key: self._codecs.get(key, "raw"))
         self._codecs: Codecs = {}
-        self._skills = skills_of(())
 
     def learn(self, text: str) -> None:
         data = json.loads(text)
         self._codecs = {(model, source, target): codec for model, source, target, codec in data["codecs"]}
-        self._endpoints = {}
+        self._endpoints.clear()
         for each in data["endpoints"]:
-            host, port, tls = each.pop("address")
-            each["adapters"] = tuple(each["adapters"])
-            made = Endpoint(address=Address(host, port, tls), **each)
-            self._endpoints[made.replica] = made
-        self._faces = {each.model for each in self._endpoints.values() if each.kind == "face"}
-        self._skills = skills_of(self._endpoints.values())
-
-    def find(self, replica: str) -> Endpoint | None:
-        return self._endpoints.get(replica)
+            address, adapters = Address(*each.pop("address")), tuple(each.pop("adapters"))
+            endpoint = Endpoint(address=address, adapters=adapters, **each)
+            self._endpoints[endpoint.replica] = endpoint
+        self.refresh()
 
     def named(self, endpoint: Endpoint) -> str | None:
-        """What the engine behind an endpoint is called now; another desk may have given it another name."""
+        """What the engine behind an endpoint is called now; another Brain may have given it another name."""
         for each in self._endpoints.values():
             if each.address == endpoint.address and each.fingerprint == endpoint.fingerprint:
                 return each.replica
         return None
-
-    def segments(self, model: str) -> bool:
-        return model in self._faces
-
-    def owns(self, model: str) -> bool:
-        return model in self._skills.owns
-
-    def adapters(self) -> Mapping[str, str]:
-        return self._skills.adapters
-
-    def codec(self, source: Endpoint, target: Endpoint) -> str:
-        if source.unit and source.unit == target.unit:
-            return source.codec
-        return self._codecs.get((source.model, source.region, target.region), "raw")
 
 
 class RemoteBrainClient:

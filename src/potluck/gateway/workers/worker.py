@@ -13,15 +13,16 @@ from pathlib import Path
 from potluck.api.http import client_tls, server_tls
 from potluck.core.codec import decode, encode
 from potluck.core.values.service import PrefixSharing
+from potluck.gateway.admin.counters import Counters
 from potluck.gateway.brain_loop.core import Act
-from potluck.gateway.dispatch.dispatcher import Dispatcher
+from potluck.gateway.dispatch.dispatcher import BrainClient, Dispatcher
 from potluck.gateway.http.connection_pool import ConnectionPool
 from potluck.gateway.http.server import ClientListener, open_port
-from potluck.gateway.interfaces import BrainClient, Meter, ReplicaDirectory
 from potluck.gateway.openai.handler import ClientHandler, HandlerSettings
 from potluck.gateway.openai.kept_answers import KeptAnswers
 from potluck.gateway.openai.keys import KeyRing, SharedUse
 from potluck.gateway.openai.requests import ModelCard, read_card
+from potluck.gateway.registry.directory import ReplicaDirectory
 from potluck.gateway.settings import GatewaySettings, ListenAddresses
 
 
@@ -33,7 +34,7 @@ class Worker:
         cards: Mapping[str, ModelCard],
         directory: ReplicaDirectory,
         outgoing: ConnectionPool,
-        meter: Meter,
+        meter: Counters,
         settings: GatewaySettings,
         classes: frozenset[str],
         sharing: tuple[PrefixSharing, ...],

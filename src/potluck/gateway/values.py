@@ -1,0 +1,166 @@
+"""Plain values that the parts of the gateway pass to each other."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Literal, NamedTuple, Protocol
+
+from potluck.core.state.actions import Refuse
+from potluck.core.values.sampling import SampledToken, Sampling
+from potluck.core.values.types import DEFAULT_CLASS, DEFAULT_TENANT
+
+
+class Address(NamedTuple):
+    host: str
+    port: int
+    tls: bool = False
+
+    @property
+    def url(self) -> str:
+        host = f"[{self.host}]" if ":" in self.host else self.host
+        return f"{'https' if self.tls else 'http'}://{host}:{self.port}"
+
+
+EngineKind = Literal["face", "openai"]
+"""Whether it runs segments (docs/engine.md), or whole requests over plain OpenAI."""
+
+
+@dataclass(frozen=True, slots=True)
+class Endpoint:
+    """Where a replica is reached. One that is restarted is another replica, mostly at the same address."""
+
+    replica: str
+    model: str
+    region: str
+    address: Address
+    kind: EngineKind = "face"
+    kv: str = ""
+    """HOST:PORT of its caches; empty where it has none."""
+    fingerprint: str = ""
+    """Of its model and weights; hand-overs need equal ones. Whoever answers with another is not who it was."""
+    served_model: str = ""
+    """What it calls the model itself."""
+    key: str = field(default="", repr=False)
+    """What it wants as a bearer, if anything."""
+    token_ids: bool = False
+    """Whether, over plain OpenAI, it tells tokens when asked (`return_token_ids`) and takes them as a prompt: then
+    an answer that breaks off goes on elsewhere."""
+    cache_salt: bool = False
+    """Whether, over plain OpenAI, it keeps prefixes apart by a `cache_salt` in the body, as vLLM does. Others may
+    refuse what they do not know."""
+    unit: str = ""
+    """The copy that it belongs to."""
+    codec: str = "raw"
+    """How its KV goes to others of that copy."""
+    own: bool = False
+    """Whether it takes the client's own request with a last segment (`ChoiceRequest.own`)."""
+    adapters: tuple[str, ...] = ()
+    """Of the model, that it has loaded."""
+
+
+class ChoiceRequest(NamedTuple):
+    """One answer that a client wants. A request with `n` or several prompts asks for several."""
+
+    id: str
+    """The Brain's name for it; unguessable, since engines and logs show it."""
+    model: str
+    prompt: tuple[int, ...]
+    """Its tokens; empty where only servers of plain OpenAI have the model and nobody here can tokenise for it."""
+    prompt_tokens: int
+    """How many there are; an estimate where `prompt` is empty."""
+    max_output_tokens: int
+    sampling: Sampling = Sampling()
+    ends: tuple[int, ...] = ()
+    """Tokens that end the answer; where they are known, the model's own among them unless `ignore_eos`. By them the
+    driver knows that an answer is whole although its engine died before saying so."""
+    ignore_eos: bool = False
+    min_tokens: int = 0
+    tenant: str = DEFAULT_TENANT
+    request_class: str = DEFAULT_CLASS
+    priority: int = 0
+    deadline_s: float | None = None
+    """By the monotonic clock, as all times of the gateway."""
+    session: str = ""
+    """Requests that name the same one belong together."""
+    salt: str = ""
+    """Prefixes are shared among requests with the same one."""
+    path: bytes = b""
+    """What the client called, /v1/chat/completions say, and with what: for servers of plain OpenAI."""
+    body: bytes = b""
+    stream: bool = False
+    vocab: int = 0
+    """How many tokens the model has: an engine that tells of others lies. 0 where that is not known."""
+    own: bool = False
+    """Whether it asks for more than tokens: whoever decodes gets `body` itself, and answers in its own words."""
+    adapter: str = ""
+    """What engines call it, where it is an adapter (LoRA) of the model."""
+    exact: bool = False
+    """Whether its KV must cross as it is, though the plan allows a lossy codec."""
+
+
+class TokenCounts(NamedTuple):
+    """Tokens of an answer; None where they were not told."""
+
+    prompt: int | None
+    output: int | None
+    cached: int
+
+
+class AnswerSink(Protocol):
+    """Where an answer goes; the door turns it into what the client reads.
+
+    Either `tokens` are told and then `finished`; or a server of plain OpenAI wrote the client's bytes itself:
+    `relay_begin`, `relay` ..., `relay_end`; so does an engine that got the client's own request. Or `refused`, which
+    may come after some of either.
+    """
+
+    def tokens(self, choices: Sequence[SampledToken]) -> bool:
+        """The next tokens. True: a stop string was found, the answer is over, and nothing more is to be told."""
+
+    def finished(self, reason: Literal["stop", "length"], cached_tokens: int) -> None: ...
+
+    def relay_begin(self, status: int, content_type: bytes) -> None: ...
+
+    def relay(self, data: bytes) -> None: ...
+
+    def relay_end(self, counts: TokenCounts | None = None) -> None:
+        """`counts` where the tokens are known from elsewhere than the bytes that were relayed."""
+
+    def relay_whole(
+        self, status: int, content_type: bytes, body: bytes, counts: TokenCounts | None = None
+    ) -> None:
+        """All three at once."""
+
+    def refused(self, refusal: Refuse) -> None:
+        """It will not be answered, or not to its end."""
+
+
+class RequestOutcome(NamedTuple):
+    """How a client's request went, told once when it has ended one way or another. All times are monotonic."""
+
+    request: str
+    """The x-request-id that the client saw."""
+    key: str
+    """The name of its key, never the key; empty where none is asked for."""
+    tenant: str
+    model: str
+    request_class: str
+    outcome: str
+    """`stop`, `length`, `cancelled`, or why it was refused."""
+    status: int
+    """Of the HTTP answer; 499 where the client left before there was one."""
+    prompt_tokens: int
+    cached_tokens: int
+    output_tokens: int
+    came_s: float
+    first_s: float | None
+    """When its first token was passed on."""
+    ended_s: float
+    streamed: bool
+    estimated: bool = False
+    """Whether tokens were guessed, since neither a tokenizer nor the server's usage told them."""
+    choices: int = 1
+    """Answers that it asked for."""
+    id: str = ""
+    """Of its record: unguessable, and the same if it is written twice."""
