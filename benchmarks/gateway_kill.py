@@ -150,7 +150,7 @@ def desk_of(fleet: LiveFleet) -> int:
     pid = fleet.gateway.popen.pid
     children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
     (found,) = [
-        each for each in children if b"workers.hand" not in Path(f"/proc/{each}/cmdline").read_bytes()
+        each for each in children if b"worker_process" not in Path(f"/proc/{each}/cmdline").read_bytes()
     ]
     return int(found)
 

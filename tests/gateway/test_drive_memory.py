@@ -10,7 +10,7 @@ from drive_kit import asked
 from drive_stage import Stage
 
 from potluck.core.values.route import Route, Segment
-from potluck.gateway.dispatch.segment_attempt import Attempt
+from potluck.gateway.dispatch.segment_attempt import SegmentAttempt
 
 
 @pytest.mark.parametrize("end", ["answered", "cancelled", "failed"])
@@ -19,8 +19,8 @@ def test_what_is_over_is_gone_without_the_collector_of_garbage(end: str) -> None
     stage = Stage("a", "b")
     what = asked()
     heard = stage.begin(what, Route((Segment("a", 0, 5), Segment("b", 5, None))))
-    trips = [each for each in gc.get_objects() if type(each) is Attempt]
-    here = [ref(each) for each in trips if each._ride.asked is what]
+    trips = [each for each in gc.get_objects() if type(each) is SegmentAttempt]
+    here = [ref(each) for each in trips if each._request.asked is what]
     del trips
     assert len(here) == 1
     gc.disable()

@@ -75,7 +75,9 @@ def killing(pids: Callable[[], list[int]]) -> Callable[[bytes], None]:
     return heard
 
 
-@pytest.mark.parametrize(("words", "title"), [((), "potluck-gateway"), (("--workers", "2"), "workers.hand")])
+@pytest.mark.parametrize(
+    ("words", "title"), [((), "potluck-gateway"), (("--workers", "2"), "worker_process")]
+)
 def test_a_stream_that_was_cut_goes_on_for_whoever_asks_again(
     tmp_path: Path, words: tuple[str, ...], title: str
 ) -> None:

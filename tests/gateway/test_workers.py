@@ -130,7 +130,7 @@ def workers_of(pid: int) -> dict[int, int]:
     found = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
     said = {int(each): Path(f"/proc/{each}/cmdline").read_text().strip("\0").split() for each in found}
     return {
-        int(words[1]): each for each, words in said.items() if words and words[0].endswith("workers.hand")
+        int(words[1]): each for each, words in said.items() if words and words[0].endswith("worker_process")
     }
 
 
