@@ -45,9 +45,8 @@ def children_of(pid: int) -> dict[int, str]:
 def desk_of(fleet: LiveFleet) -> int:
     assert fleet.gateway is not None
     assert fleet.gateway.popen is not None
-    (brain_loop,) = [
-        pid for pid, said in children_of(fleet.gateway.popen.pid).items() if "worker_process" not in said
-    ]
+    children = children_of(fleet.gateway.popen.pid).items()
+    (brain_loop,) = [pid for pid, said in children if "worker_process" not in said]
     return brain_loop
 
 
