@@ -19,7 +19,7 @@ BUILD_OPTIONS := --quiet --disable-pip-version-check --no-input --no-deps --no-b
 export PYTHONDONTWRITEBYTECODE :=
 
 .DEFAULT_GOAL := help
-.PHONY: help up test test-vllm test-sky test-ray environments lint format site bench compiled testcompiled wheel lock clean
+.PHONY: help up test test-all test-main test-beside test-source test-apart test-vllm test-sky test-ray environments lint format site bench compiled testcompiled wheel lock clean
 .DELETE_ON_ERROR:
 
 help: ## list these commands
@@ -29,22 +29,51 @@ help: ## list these commands
 up: $(VENV)/.serve ## install, then serve a small mixed fleet on this machine, without a GPU; ARGS= for others
 	@exec $(BIN)/potluck up $(ARGS)
 
+# Each run of pytest has a folder of its own for temporary files: two runs at once would clean up each other's. It is
+# kept where a test failed.
+define pytest
+dir=$$(mktemp -d) && $(1) -m pytest --basetemp="$$dir/t" $(2) && rm -rf "$$dir"
+endef
+MAIN := OMP_NUM_THREADS=1 $(BIN)/python
+RUN_COMPILED := tests/core tests/sim tests/rehearse
+
 # Three at once on two cores: many wait for processes that they started.
 test: lint ## install, lint, type-check, run all tests
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 3 --dist worksteal
+	$(call pytest,$(MAIN),-n 3 --dist worksteal)
 
 # Stock vLLM has its own environment: it brings a torch and much else that the other tests must not depend on.
 test-vllm: $(VLLM)/.made $(VENV)/.dev ## install vLLM for a CPU apart, and try hand-overs between its processes (5 minutes)
-	PYTHONPATH=src POTLUCK_PYTHON=$(abspath $(BIN)/python) $(VLLM)/bin/python -m pytest -q tests/vllm_engine
+	$(call pytest,PYTHONPATH=src POTLUCK_PYTHON=$(abspath $(BIN)/python) $(VLLM)/bin/python,-q tests/vllm_engine)
 
 test-ray: $(RAY)/.made $(VENV)/.dev ## install Ray apart, and lose nodes of Ray and Kubernetes clusters that this machine acts as
-	PYTHONPATH=src RAY_USAGE_STATS_ENABLED=0 POTLUCK_PYTHON=$(abspath $(BIN)/python) $(RAY)/bin/python -m pytest -q tests/clusters
+	$(call pytest,PYTHONPATH=src RAY_USAGE_STATS_ENABLED=0 POTLUCK_PYTHON=$(abspath $(BIN)/python) $(RAY)/bin/python,-q tests/clusters)
 
 test-sky: $(SKY)/.made ## install SkyPilot apart, and let it read what is exported for it
-	PYTHONPATH=src $(SKY)/bin/python -m pytest -q tests/export
+	$(call pytest,PYTHONPATH=src $(SKY)/bin/python,-q tests/export)
 
 testcompiled: compiled ## the tests of decisions and simulator, with the hot code compiled
-	PYTHONPATH=build/compiled $(BIN)/python -m pytest -n 2 --dist worksteal --tb=native tests/core tests/sim tests/rehearse
+	$(call pytest,PYTHONPATH=build/compiled $(BIN)/python,-n 2 --dist worksteal --tb=native $(RUN_COMPILED))
+
+# What continuous integration runs. Every test once: those of $(RUN_COMPILED) with the hot code compiled (the others
+# run it as source, as do the few files that say so), those of vLLM, SkyPilot and Ray in their environments. While the
+# main tests run, code is checked and compiled and environments are made, behind them; what takes a core comes after.
+test-all: ## everything, each test once: main, compiled, vLLM, SkyPilot, Ray, lint, site
+	$(MAKE) $(VENV)/.dev
+	$(MAKE) $(VENV)/.site
+	+$(MAKE) -j2 --output-sync=target test-main test-beside
+	+$(MAKE) -j2 --output-sync=target testcompiled test-apart
+
+test-main:
+	$(call pytest,$(MAIN),-q -n 3 --dist worksteal $(addprefix --ignore=,$(RUN_COMPILED) tests/export tests/clusters tests/vllm_engine))
+
+test-beside:
+	+nice -n 10 $(MAKE) lint environments compiled test-source site
+
+test-source:
+	$(call pytest,$(MAIN),-q -p no:cacheprovider $(shell grep -lr --include='test_*.py' '__file__.endswith' $(RUN_COMPILED)))
+
+test-apart:
+	+$(MAKE) test-vllm && $(MAKE) test-sky && $(MAKE) test-ray
 
 lint: $(VENV)/.dev ## ruff and mypy only
 	$(BIN)/ruff check
