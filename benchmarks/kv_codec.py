@@ -20,10 +20,10 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from parts.common import ROOT, Budget, cpu_s, run
-from potluck.kv.codec.convert import Codec, decode, encode, sizes
-from potluck.kv.codec.reference import from_floats, to_floats
+from potluck.kv.kv_codec import Codec, decode, encode, sizes
 
-sys.path.append(str(ROOT / "tools"))
+sys.path += [str(ROOT / "tools"), str(ROOT / "tests" / "kv")]
+from codec_reference import from_floats, to_floats
 from texts import unseen
 
 if TYPE_CHECKING:

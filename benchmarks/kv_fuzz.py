@@ -18,12 +18,12 @@ import zlib
 
 from parts import common
 from potluck.core.errors import FormatError
+from potluck.kv import frames as wire
+from potluck.kv.assembly import ChunkAssembly
+from potluck.kv.checksum import sums
 from potluck.kv.chunks import KvChunk, KvManifest
-from potluck.kv.codec.codec_layout import CODEC_IDS, Codec, sizes
-from potluck.kv.receive.assembly import ChunkAssembly
-from potluck.kv.send.send_queue import SendQueue, pack
-from potluck.kv.wire import frames as wire
-from potluck.kv.wire.checksum import sums
+from potluck.kv.codec_layout import CODEC_IDS, Codec, sizes
+from potluck.kv.send_queue import SendQueue, pack
 
 SEED = 20
 WINDOW_BYTES, CHUNK_BYTES = 1 << 15, 1 << 10

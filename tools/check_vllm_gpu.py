@@ -31,11 +31,10 @@ from statistics import median
 import torch
 from torch import Tensor
 
-from potluck.kv.codec import convert
+from potluck.kv import checksum, kv_codec
 from potluck.kv.handles import new_handle
-from potluck.kv.link.peer_connections import PeerConnections
-from potluck.kv.send.kv_sender import KvSender
-from potluck.kv.wire import checksum
+from potluck.kv.kv_sender import KvSender
+from potluck.kv.peer_connections import PeerConnections
 from potluck.vllm.receive_worker import ReceiveWorker
 from potluck.vllm.send_worker import SendWorker
 from potluck.vllm.transfer_scheduler import FetchOrder, PlaceBlocks, ReadBlocks, SendOffer
@@ -291,7 +290,7 @@ def main() -> int:
     parser.add_argument("--small", action="store_true", help="few layers, few tokens")
     model = SMALL if parser.parse_args().small else Model()
     checksum.load()
-    convert.load()
+    kv_codec.load()
     fine = [tried(model, case) for case in CASES]
     cost(model)
     return 0 if all(fine) else 1

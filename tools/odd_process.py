@@ -18,7 +18,7 @@ def main() -> None:
     if shift_s:
         time.time = lambda: true() + shift_s
     import potluck
-    from potluck.kv.wire import frames
+    from potluck.kv import frames
 
     potluck.__version__ = odd.get("version", potluck.__version__)
     frames.VERSION = odd.get("kv_version", frames.VERSION)

@@ -17,11 +17,10 @@ from typing import Any
 import numpy as np
 
 from potluck.kv.chunks import KvChunk, KvManifest
+from potluck.kv.fetch import FetchRequest, fetch
 from potluck.kv.handles import bound_to
-from potluck.kv.link.peer_connections import PeerConnections
-from potluck.kv.receive.fetch import FetchRequest, fetch
-from potluck.kv.send.kv_sender import KvSender
-from potluck.kv.send.outgoing_transfer import OutgoingTransfer
+from potluck.kv.kv_sender import KvSender, OutgoingTransfer
+from potluck.kv.peer_connections import PeerConnections
 
 FINGERPRINT, TOKEN_HASH, REQUEST = "f" * 32, "ab" * 32, "benchmark"
 HEADS, DIM, ITEM_BYTES = 8, 128, 2

@@ -21,7 +21,7 @@ from potluck.engine.serve import EngineSettings, local_executor, service_of
 from potluck.engine.server.engine_service import EngineService, RequestLimits
 from potluck.engine.server.kv_connector import KvSettings
 from potluck.engine.server.listener import EngineServer, open_face
-from potluck.kv.link.peer_connections import ANY_PORT
+from potluck.kv.peer_connections import ANY_PORT
 
 NAME = "tiny"
 TRIAL = KvSettings(fleet=(("127.0.0.1", ANY_PORT),))

@@ -20,8 +20,7 @@ from potluck.engine.server.kv_connector import KvSettings
 from potluck.gateway.registry.health import LASTS_S, granted
 from potluck.gateway.values import Address, Endpoint
 from potluck.kv.handles import bound_to, new_handle
-from potluck.kv.send.kv_sender import KvSender
-from potluck.kv.send.send_connection import SenderLimits
+from potluck.kv.kv_sender import KvSender, SenderLimits
 
 TOKENS, OUTPUT = prompt(90), 10
 QUICK = RequestLimits(handover_s=2.0, attach_s=0.3, lease_s=0.3, deadline_s=20.0)

@@ -16,7 +16,7 @@ from potluck.core.routing.prefix_index import PrefixIndex
 from potluck.engine.server.engine_service import RequestLimits
 from potluck.engine.server.kv_connector import KvSettings
 from potluck.kv.handles import new_handle
-from potluck.kv.send.send_connection import SenderLimits
+from potluck.kv.kv_sender import SenderLimits
 
 TOKENS, OUTPUT = prompt(90), 8
 PATIENT = RequestLimits(handover_s=3.0, attach_s=0.1)

@@ -14,9 +14,9 @@ from loop_kit import desk
 
 from potluck.engine.memory.handover import token_hash
 from potluck.engine.server.engine_service import RequestLimits
+from potluck.kv.frames import ChunkPiece, FrameReader, Hello, TransferOpening, frame
 from potluck.kv.handles import bound_to, new_handle, new_session
-from potluck.kv.send.send_connection import SenderLimits
-from potluck.kv.wire.frames import ChunkPiece, FrameReader, Hello, TransferOpening, frame
+from potluck.kv.kv_sender import SenderLimits
 
 TOKENS = prompt(90)
 QUICK = RequestLimits(handover_s=5.0, attach_s=0.3, lease_s=0.3, deadline_s=20.0)

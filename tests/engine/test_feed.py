@@ -12,7 +12,7 @@ from loop_kit import prompt
 from potluck.core.replica.block_values import block_hashes
 from potluck.core.routing.prefix_index import PrefixIndex
 from potluck.core.state.events import CacheReported
-from potluck.kv.store import cache_feed as feeds
+from potluck.kv import prefix_pool as feeds
 
 
 def read(answer: dict[str, Any], replica: str) -> list[CacheReported]:

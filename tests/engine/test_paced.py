@@ -33,7 +33,7 @@ from potluck.engine.memory.handover import KvChunk
 from potluck.engine.model.checkpoint import RandomSource
 from potluck.engine.pipeline.launch import launch, parse_stages
 from potluck.engine.serve import EngineSettings, service_of
-from potluck.kv.codec.encoded_chunks import packed
+from potluck.kv.kv_codec import packed
 from potluck.perf.delays.transfer import AlphaBeta
 from potluck.perf.sizes.memory import kv_bytes
 from potluck.perf.step_timer import Floats, StepBatch, steps

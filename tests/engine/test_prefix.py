@@ -11,7 +11,7 @@ from potluck.core.replica.block_layout import pool_layout
 from potluck.engine.compute.runner import Runner
 from potluck.engine.memory.handover import KvChunk, pack
 from potluck.engine.memory.prefix_cache import PrefixCache
-from potluck.kv.store.disk_tier import DiskTier
+from potluck.kv.disk_tier import DiskTier
 
 
 def computed(engine: Runner, tokens: list[int]) -> int:

@@ -26,7 +26,7 @@ from potluck.engine.mock.mock_transfer import MockKvTransfer
 from potluck.engine.mock.step_durations import StepDurations
 from potluck.engine.mock.vocabulary import Vocabulary
 from potluck.kv.chunks import KvChunk, KvManifest, token_hash
-from potluck.kv.codec.codec_layout import Codec
+from potluck.kv.codec_layout import Codec
 from potluck.perf.delays.transfer import AlphaBeta
 from potluck.perf.sizes.memory import kv_bytes
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from potluck.kv.link import shared_memory
+from potluck.kv import shared_memory
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -11,15 +11,13 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
+from potluck.kv import shared_memory
 from potluck.kv.chunks import KvChunk, KvManifest
-from potluck.kv.codec.codec_layout import sizes
+from potluck.kv.codec_layout import sizes
+from potluck.kv.fetch import FetchRequest, FetchResult, fetch
 from potluck.kv.handles import bound_to, new_handle
-from potluck.kv.link import shared_memory
-from potluck.kv.link.peer_connections import LinkLimits, PeerConnections
-from potluck.kv.receive.fetch import FetchRequest, FetchResult, fetch
-from potluck.kv.send.kv_sender import KvSender
-from potluck.kv.send.outgoing_transfer import OutgoingTransfer
-from potluck.kv.send.send_connection import SenderLimits
+from potluck.kv.kv_sender import KvSender, OutgoingTransfer, SenderLimits
+from potluck.kv.peer_connections import LinkLimits, PeerConnections
 
 FINGERPRINT, TOKENS_HASH, REQUEST = "0123456789abcdef" * 2, "5a" * 32, "r-1"
 ABOUT = KvManifest(FINGERPRINT, 0, 33, TOKENS_HASH)

@@ -6,14 +6,14 @@ from math import prod
 
 import numpy as np
 import pytest
+from codec_reference import decode_reference, encode_reference, from_floats
 
-from potluck.kv.codec.codec_layout import sizes
-from potluck.kv.codec.reference import decode_reference, encode_reference, from_floats
+from potluck.kv.codec_layout import sizes
 
 torch = pytest.importorskip("torch", reason="needs torch")
 if not torch.cuda.is_available():
     pytest.skip("needs a GPU", allow_module_level=True)
-gpu = pytest.importorskip("potluck.kv.codec.kernels.gpu", reason="needs Triton")
+gpu = pytest.importorskip("potluck.kv.gpu_kernels", reason="needs Triton")
 
 CASES = [
     ("kv", (130, 2, 2, 64)),

@@ -7,13 +7,12 @@ from math import prod
 
 import numpy as np
 import pytest
+from codec_reference import decode_reference, encode_reference, from_floats
 
 from potluck.core.errors import FormatError, InputError
 from potluck.kv.chunks import KvChunk
-from potluck.kv.codec.codec_layout import STATES
-from potluck.kv.codec.convert import Codec, Part, encode, sizes
-from potluck.kv.codec.encoded_chunks import packed, restored
-from potluck.kv.codec.reference import decode_reference, encode_reference, from_floats
+from potluck.kv.codec_layout import STATES
+from potluck.kv.kv_codec import Codec, Part, encode, packed, restored, sizes
 
 SHAPES: dict[Part, tuple[int, ...]] = {
     "kv": (130, 2, 2, 40),

@@ -6,14 +6,14 @@ from math import prod
 
 import numpy as np
 import pytest
+from codec_reference import decode_reference, encode_reference, from_floats, to_floats
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from potluck.core.errors import FormatError, InputError
-from potluck.kv.codec.codec_layout import LEVELS, layout
-from potluck.kv.codec.convert import CODEC_IDS, CODECS, Codec, Part, check_parameters, decode, encode, sizes
-from potluck.kv.codec.kernels import formats
-from potluck.kv.codec.reference import decode_reference, encode_reference, from_floats, to_floats
+from potluck.kv import cpu_kernels
+from potluck.kv.codec_layout import LEVELS, layout
+from potluck.kv.kv_codec import CODEC_IDS, CODECS, Codec, Part, check_parameters, decode, encode, sizes
 
 DTYPES = ("float16", "bfloat16", "float32")
 LOSSY: tuple[Codec, ...] = ("int8", "int4")
@@ -251,8 +251,12 @@ def test_both_ways_to_convert_float16_agree_with_numpy() -> None:
     finite = np.isfinite(exact)
     wide = numbers(5, 4000, "float32", "wide") * np.float32(50)
     for widen, narrow in (
-        (formats.widen_by_hand, formats.narrow_by_hand),
-        *([(formats.widen_by_processor, formats.narrow_by_processor)] if formats.HAS_HALF else []),
+        (cpu_kernels.widen_by_hand, cpu_kernels.narrow_by_hand),
+        *(
+            [(cpu_kernels.widen_by_processor, cpu_kernels.narrow_by_processor)]
+            if cpu_kernels.HAS_HALF
+            else []
+        ),
     ):
         found = np.array([widen(bits) for bits in every[finite]], np.float32)
         assert (found.view(np.uint32) == exact[finite].view(np.uint32)).all()

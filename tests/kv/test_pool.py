@@ -13,8 +13,8 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from potluck.core.errors import InputError
 from potluck.core.replica.blocks import Checkpoint, block_hashes
-from potluck.kv.store.disk_tier import HEADER, DiskTier
-from potluck.kv.store.prefix_pool import PrefixPool
+from potluck.kv.disk_tier import HEADER, DiskTier
+from potluck.kv.prefix_pool import PrefixPool
 
 SIZE, BYTES = 4, 32
 PROMPTS = st.builds(

@@ -10,8 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from kv_kit import SMALL, ends, made, plain
 
-from potluck.kv.send.kv_sender import BandwidthGrant
-from potluck.kv.send.throttle import BURST_S, LEAST_CHUNK_BYTES, LinkThrottle
+from potluck.kv.kv_sender import BandwidthGrant
+from potluck.kv.throttle import BURST_S, LEAST_CHUNK_BYTES, LinkThrottle
 
 MIB = 1 << 20
 

@@ -23,10 +23,10 @@ from kv_kit import (
 
 from potluck.core.errors import CapacityError, FormatError, InputError
 from potluck.kv.chunks import KvChunk, KvManifest, TransferError
+from potluck.kv.fetch import FetchRequest, KvFetch, fetch
 from potluck.kv.handles import new_handle
-from potluck.kv.link.peer_connections import PeerConnections
-from potluck.kv.receive.fetch import FetchRequest, KvFetch, fetch
-from potluck.kv.send.kv_sender import KvSender
+from potluck.kv.kv_sender import KvSender
+from potluck.kv.peer_connections import PeerConnections
 
 
 @pytest.mark.parametrize("degree", [1, 2, 5])

@@ -25,12 +25,11 @@ from kv_kit import (
 
 import potluck
 from potluck.core.errors import InputError
+from potluck.kv import checksum, kv_connection, peer_connections, shared_memory
 from potluck.kv.chunks import TransferError
+from potluck.kv.fetch import FetchRequest, fetch
 from potluck.kv.handles import new_handle
-from potluck.kv.link import kv_connection, link_report, shared_memory
-from potluck.kv.link.peer_connections import LinkLimits, PeerConnections
-from potluck.kv.receive.fetch import FetchRequest, fetch
-from potluck.kv.wire import checksum
+from potluck.kv.peer_connections import LinkLimits, PeerConnections
 
 PARCELS = made(3, 8)
 RIGHT = {parcel.layer: plain(parcel) for parcel in PARCELS}
@@ -42,19 +41,19 @@ SLACK_S = 2.5
 OWNER = """
 import sys
 from pathlib import Path
-from potluck.kv.link import shared_memory
-shm.FOLDER = Path(sys.argv[1])
-slots = shm.create(2, 4096)
+from potluck.kv import shared_memory
+shared_memory.FOLDER = Path(sys.argv[1])
+slots = shared_memory.create(2, 4096)
 print(slots.shared.name.hex(), flush=True)
 sys.stdin.read()
 """
 SENDER = """
 import sys
 from kv_kit import ABOUT, BOUND, SMALL
-from potluck.kv.send.kv_sender import Outbox
-outbox = Outbox(limits=SMALL)
-outbox.offer(sys.argv[1], BOUND, lambda have: ABOUT, 60.0)
-print(outbox.address[1], flush=True)
+from potluck.kv.kv_sender import KvSender
+sender = KvSender(limits=SMALL)
+sender.offer(sys.argv[1], BOUND, lambda have: ABOUT, 60.0)
+print(sender.address[1], flush=True)
 sys.stdin.read()
 """
 
@@ -114,12 +113,12 @@ def test_long_lived_receivers_sweep_too_and_others_files_stay(monkeypatch: pytes
     left.touch(0o600)
     link = shared_memory.FOLDER / f"potluck-kv-{'1' * 32}"
     link.symlink_to(left)
-    monkeypatch.setattr("potluck.kv.link.peer_connections.SWEEP_S", 0.0)
+    monkeypatch.setattr("potluck.kv.peer_connections.SWEEP_S", 0.0)
     monkeypatch.setattr(os, "geteuid", lambda: os.getuid() + 1)
     assert shared_memory.sweep() == 0
     assert left.exists()
     monkeypatch.undo()
-    monkeypatch.setattr("potluck.kv.link.peer_connections.SWEEP_S", 0.0)
+    monkeypatch.setattr("potluck.kv.peer_connections.SWEEP_S", 0.0)
     slots = links.share()
     assert slots is not None
     assert not left.exists()
@@ -171,7 +170,7 @@ def test_nothing_is_needed_that_only_linux_has(
     degree: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setattr(shared_memory, "FOLDER", tmp_path / "nowhere")
-    monkeypatch.setattr(link_report, "TCP_INFO", None)
+    monkeypatch.setattr(peer_connections, "TCP_INFO", None)
     monkeypatch.setattr(checksum, "NATIVE", False)
     monkeypatch.setattr(kv_connection, "_DONTWAIT", 0)
     monkeypatch.setattr(kv_connection, "_WAITALL", 0)

@@ -21,7 +21,7 @@ from kv_kit import (
 
 from potluck.core.errors import PotluckError
 from potluck.kv.chunks import TransferError
-from potluck.kv.wire.frames import (
+from potluck.kv.frames import (
     PREFIX,
     Ack,
     ChunkPiece,

@@ -25,12 +25,10 @@ from kv_kit import (
 )
 
 from potluck.core.errors import PotluckError
+from potluck.kv.checksum import sums
 from potluck.kv.chunks import TransferError
-from potluck.kv.handles import bound_to, new_handle, new_session
-from potluck.kv.link.peer_connections import PeerConnections
-from potluck.kv.receive.fetch import FetchRequest, fetch
-from potluck.kv.wire.checksum import sums
-from potluck.kv.wire.frames import (
+from potluck.kv.fetch import FetchRequest, fetch
+from potluck.kv.frames import (
     Ack,
     ChunkHeader,
     ChunkPiece,
@@ -43,6 +41,8 @@ from potluck.kv.wire.frames import (
     TransferOpening,
     frame,
 )
+from potluck.kv.handles import bound_to, new_handle, new_session
+from potluck.kv.peer_connections import PeerConnections
 
 SLACK_S = 2.5
 PARCELS = made(6, 8)

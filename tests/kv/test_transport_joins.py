@@ -23,12 +23,9 @@ from kv_kit import (
 )
 
 from potluck.core.errors import InputError
+from potluck.kv import checksum
 from potluck.kv.chunks import KvManifest
-from potluck.kv.handles import new_handle, new_session
-from potluck.kv.send.outgoing_transfer import OutgoingTransfer
-from potluck.kv.send.send_queue import SendQueue, pack
-from potluck.kv.wire import checksum
-from potluck.kv.wire.frames import (
+from potluck.kv.frames import (
     ChunkPiece,
     FrameReader,
     HandleRefused,
@@ -41,6 +38,9 @@ from potluck.kv.wire.frames import (
     TransferOpening,
     frame,
 )
+from potluck.kv.handles import new_handle, new_session
+from potluck.kv.kv_sender import OutgoingTransfer
+from potluck.kv.send_queue import SendQueue, pack
 
 PARCELS = made(3, 8)
 RIGHT = {parcel.layer: plain(parcel) for parcel in PARCELS}

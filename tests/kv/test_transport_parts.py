@@ -10,13 +10,10 @@ from hypothesis import strategies as st
 from kv_kit import BOUND, made, plain
 
 from potluck.core.errors import FormatError, InputError
+from potluck.kv.assembly import ChunkAssembly
+from potluck.kv.checksum import sums
 from potluck.kv.chunks import KvChunk
-from potluck.kv.handles import TransferHandles, bound_to, checked_handle, new_handle, new_session
-from potluck.kv.link.link_report import TcpInfo, parse, report
-from potluck.kv.receive.assembly import ChunkAssembly
-from potluck.kv.send.send_queue import SendQueue, pack
-from potluck.kv.wire.checksum import sums
-from potluck.kv.wire.frames import (
+from potluck.kv.frames import (
     Ack,
     ChunkHeader,
     ChunkPiece,
@@ -25,6 +22,9 @@ from potluck.kv.wire.frames import (
     TransferEnd,
     frame,
 )
+from potluck.kv.handles import TransferHandles, bound_to, checked_handle, new_handle, new_session
+from potluck.kv.peer_connections import TcpInfo, parse, report
+from potluck.kv.send_queue import SendQueue, pack
 
 
 class Receiver:

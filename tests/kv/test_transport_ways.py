@@ -11,14 +11,13 @@ import pytest
 from kv_kit import ABOUT, BOUND, FINGERPRINT, REQUEST, SMALL, SMALL_LINKS, TOKENS_HASH, made, plain
 
 from potluck.core.errors import InputError
+from potluck.kv import shared_memory
 from potluck.kv.chunks import TransferError
+from potluck.kv.fetch import FetchRequest, fetch
+from potluck.kv.frames import SharedMemoryOffer
 from potluck.kv.handles import new_handle
-from potluck.kv.link import shared_memory
-from potluck.kv.link.mutual_tls import client_context, server_context
-from potluck.kv.link.peer_connections import PeerConnections
-from potluck.kv.receive.fetch import FetchRequest, fetch
-from potluck.kv.send.kv_sender import KvSender
-from potluck.kv.wire.frames import SharedMemoryOffer
+from potluck.kv.kv_sender import KvSender
+from potluck.kv.peer_connections import PeerConnections, client_context, server_context
 
 # Shared memory.
 

@@ -9,8 +9,8 @@ import pytest
 from kv_kit import BOUND, ends
 
 from potluck.core.errors import FormatError
+from potluck.kv.frames import PREFIX, VERSION, HandleRefused, Hello, OtherVersion, frame, read_prefix
 from potluck.kv.handles import new_handle
-from potluck.kv.wire.frames import PREFIX, VERSION, HandleRefused, Hello, OtherVersion, frame, read_prefix
 
 PLACE = 4
 """Of the version in a frame."""

@@ -14,12 +14,11 @@ from hypothesis import strategies as st
 from kv_kit import ABOUT, BOUND
 
 from potluck.core.errors import FormatError
-from potluck.kv.codec.codec_layout import CODEC_IDS, sizes
-from potluck.kv.handles import new_handle
-from potluck.kv.wire import checksum
-from potluck.kv.wire import frames as wire
-from potluck.kv.wire.checksum_row import ROW
-from potluck.kv.wire.frames import (
+from potluck.kv import checksum
+from potluck.kv import frames as wire
+from potluck.kv.checksum import ROW
+from potluck.kv.codec_layout import CODEC_IDS, sizes
+from potluck.kv.frames import (
     Ack,
     ChunkHeader,
     ChunkPiece,
@@ -35,6 +34,7 @@ from potluck.kv.wire.frames import (
     TransferOpening,
     frame,
 )
+from potluck.kv.handles import new_handle
 
 COUNTS = st.integers(0, 2**32 - 1)
 LARGE = st.integers(0, 2**64 - 1)

@@ -11,9 +11,8 @@ import pytest
 import torch
 
 from potluck.kv.handles import new_handle
-from potluck.kv.link.peer_connections import LinkLimits, PeerConnections
-from potluck.kv.send.kv_sender import KvSender
-from potluck.kv.send.send_connection import SenderLimits
+from potluck.kv.kv_sender import KvSender, SenderLimits
+from potluck.kv.peer_connections import LinkLimits, PeerConnections
 from potluck.vllm.receive_worker import ReceiveWorker
 from potluck.vllm.send_worker import SendWorker
 from potluck.vllm.transfer_scheduler import FetchOrder, PlaceBlocks, ReadBlocks, SendOffer

@@ -7,8 +7,8 @@ import threading
 from contextlib import suppress
 from dataclasses import replace
 
-from potluck.kv.wire.checksum import sums
-from potluck.kv.wire.frames import PREFIX, ChunkPiece, frame, read_head, read_prefix
+from potluck.kv.checksum import sums
+from potluck.kv.frames import PREFIX, ChunkPiece, frame, read_head, read_prefix
 
 
 class Relay:

@@ -33,9 +33,8 @@ from potluck.engine.server.channels import RequestChannels
 from potluck.engine.server.engine_service import EngineService, RequestLimits
 from potluck.engine.server.kv_connector import KvSettings
 from potluck.engine.server.listener import open_face
-from potluck.kv.codec import convert
-from potluck.kv.store.disk_tier import DiskTier
-from potluck.kv.wire import checksum
+from potluck.kv import checksum, kv_codec
+from potluck.kv.disk_tier import DiskTier
 from potluck.perf.sizes.memory import kv_bytes_per_token
 
 if TYPE_CHECKING:
@@ -171,7 +170,7 @@ def assemble(
     size = settings.size(config.model)
     executor = make(config, source, size, settings.device)
     checksum.load()
-    convert.load()
+    kv_codec.load()
     warm_up(executor)
     return service_of(executor, settings, name=name, text=text, limits=limits, kv=kv, generation=generation)
 

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from potluck.core.errors import PotluckError
-from potluck.kv.codec.codec_layout import Codec, Part
+from potluck.kv.codec_layout import Codec, Part
 
 Buffer = bytes | bytearray | memoryview
 

@@ -28,12 +28,10 @@ from vllm.logger import init_logger
 from vllm.v1.request import RequestStatus
 
 from potluck.core.errors import InputError, PotluckError
-from potluck.kv.codec import convert
+from potluck.kv import checksum, kv_codec
 from potluck.kv.handles import new_handle
-from potluck.kv.link.mutual_tls import client_context, server_context
-from potluck.kv.link.peer_connections import PeerConnections
-from potluck.kv.send.kv_sender import KvSender
-from potluck.kv.wire import checksum
+from potluck.kv.kv_sender import KvSender
+from potluck.kv.peer_connections import PeerConnections, client_context, server_context
 from potluck.vllm.adapter_channel import AdapterChannel
 from potluck.vllm.cache_events import HIDDEN, full_group, line_of
 from potluck.vllm.identity import ModelShard, check_version, fingerprint, layer_of, mark_of
@@ -199,7 +197,7 @@ class PotluckConnector(KVConnectorBase_V1, SupportsHMA):
         )
         fleet = frozenset(map(address_of, self._extra.get("fleet", ())))
         checksum.load()  # machine code, so that the first hand-over does not wait for it
-        convert.load()
+        kv_codec.load()
         self._channel = AdapterChannel(self._extra.get("channel"), self._heard)
         self._giving = SendWorker(sender, self._layers, mark, self._channel.tell)
         links = PeerConnections((), tls=client_context(*files) if files else None, shared_memory=shared)

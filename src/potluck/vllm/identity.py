@@ -1,6 +1,6 @@
 """What must be alike at both ends of a hand-over, and which vLLM this was tried with.
 
-The fingerprint (`kv/fingerprint.py`) is of the model with its weights, the format of its cache, and which part of it
+The fingerprint (`kv/handles.py`) is of the model with its weights, the format of its cache, and which part of it
 a worker has. Sizes and orders of blocks are no part of it: what crosses does not depend on them.
 """
 
@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from potluck.core.errors import InputError
-from potluck.kv.fingerprint import IDLE_KEYS, directory_mark, fingerprint_of
+from potluck.kv.handles import IDLE_KEYS, directory_mark, fingerprint_of
 from potluck.vllm import TESTED
 from potluck.vllm.vllm_blocks import VllmLayer
 

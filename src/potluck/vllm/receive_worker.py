@@ -15,11 +15,11 @@ import numpy as np
 import torch
 
 from potluck.core.errors import FormatError, PotluckError
+from potluck.kv.assembly import MissingParts
 from potluck.kv.chunks import KvChunk, KvManifest, TransferError
-from potluck.kv.codec.encoded_chunks import restored
-from potluck.kv.link.peer_connections import Address, PeerConnections
-from potluck.kv.receive.fetch import FetchRequest, KvFetch
-from potluck.kv.receive.missing_parts import MissingParts
+from potluck.kv.fetch import FetchRequest, KvFetch
+from potluck.kv.kv_codec import restored
+from potluck.kv.peer_connections import Address, PeerConnections
 from potluck.vllm.send_worker import Told
 from potluck.vllm.transfer_params import address_of
 from potluck.vllm.transfer_scheduler import FetchOrder, PlaceBlocks, WorkerNews

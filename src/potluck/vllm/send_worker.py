@@ -18,10 +18,9 @@ from torch import Tensor
 
 from potluck.core.errors import PotluckError
 from potluck.kv.chunks import KvChunk, KvManifest
-from potluck.kv.codec.encoded_chunks import packed
 from potluck.kv.handles import bound_to
-from potluck.kv.send.kv_sender import KvSender
-from potluck.kv.send.outgoing_transfer import OutgoingTransfer, State
+from potluck.kv.kv_codec import packed
+from potluck.kv.kv_sender import KvSender, OutgoingTransfer, State
 from potluck.vllm.host_copies import HostCopies
 from potluck.vllm.transfer_scheduler import ReadBlocks, SendOffer
 from potluck.vllm.vllm_blocks import VllmLayer

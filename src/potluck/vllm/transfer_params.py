@@ -16,9 +16,9 @@ from dataclasses import dataclass
 
 from potluck.core.codec import decode
 from potluck.core.errors import FormatError, InputError
-from potluck.kv.codec.codec_layout import CODEC_IDS, Codec
+from potluck.kv.codec_layout import CODEC_IDS, Codec
 from potluck.kv.handles import checked_handle
-from potluck.kv.link.peer_connections import Address
+from potluck.kv.peer_connections import Address
 
 KEY = "potluck"
 MOST_S = 3600.0

@@ -18,7 +18,7 @@ from typing import Literal, Protocol
 
 from potluck.core.errors import InputError
 from potluck.kv.chunks import token_hash
-from potluck.kv.codec.codec_layout import Codec
+from potluck.kv.codec_layout import Codec
 from potluck.vllm.transfer_params import FetchParams, SendParams, TransferParams, moves_of
 
 Stage = Literal["new", "asked", "come", "failed", "used"]

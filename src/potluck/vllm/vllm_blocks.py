@@ -20,8 +20,8 @@ import torch
 from torch import Tensor
 
 from potluck.core.errors import InputError
-from potluck.kv.codec.codec_layout import ITEM_BYTES, Part
-from potluck.kv.receive.missing_parts import first_needed
+from potluck.kv.assembly import first_needed
+from potluck.kv.codec_layout import ITEM_BYTES, Part
 
 Write = Callable[[Tensor, Tensor, Tensor, Tensor], None]
 """Keys and values (tokens, heads, width) into a cache (blocks, heads, tokens, content) at slots."""

@@ -29,7 +29,7 @@ from potluck.engine.model.fused_projections import parted
 from potluck.engine.model.loading import LayerLoader
 from potluck.engine.model.stack import OnLayer, Stack
 from potluck.engine.numbers.row_padding import exactness
-from potluck.kv.fingerprint import fingerprint_of
+from potluck.kv.handles import fingerprint_of
 
 __all__ = ["Runner", "RunnerSize", "SequenceWork"]
 

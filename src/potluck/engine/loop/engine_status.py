@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Literal, get_args
 
 from potluck.core.errors import InputError
-from potluck.kv.link.link_report import LinkReport
+from potluck.kv.peer_connections import LinkReport
 
 Role = Literal["prefill", "decode", "mixed"]
 ROLES: tuple[Role, ...] = get_args(Role)

@@ -30,7 +30,7 @@ from potluck.engine.compute.runner import Runner
 from potluck.engine.memory.kv_cache import LinearStates, Pages
 from potluck.engine.memory.layer_parts import MissingParts, first_needed
 from potluck.kv.chunks import KvChunk, KvManifest, token_hash
-from potluck.kv.codec.codec_layout import Part
+from potluck.kv.codec_layout import Part
 
 __all__ = ["IncomingHandover", "KvChunk", "KvManifest", "Part", "manifest", "pack", "token_hash"]
 

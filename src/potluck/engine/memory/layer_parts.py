@@ -1,9 +1,9 @@
-"""What each layer of a model hands over, for the books of a hand-over (`kv/receive/missing_parts.py`)."""
+"""What each layer of a model hands over, for the books of a hand-over (`kv/assembly.py`)."""
 
 from __future__ import annotations
 
 from potluck.core.values.model import FullAttention, LinearAttention, Model
-from potluck.kv.receive.missing_parts import MissingParts, Range, first_needed
+from potluck.kv.assembly import MissingParts, Range, first_needed
 
 __all__ = ["MissingParts", "first_needed", "ranges"]
 

@@ -21,8 +21,8 @@ from potluck.core.values.model import Attention, FullAttention, LatentAttention
 from potluck.engine.memory.prefix_transfer import PrefixReceiver, ReceivedPrefix
 from potluck.engine.model.config import EngineModelConfig
 from potluck.kv.chunks import KvChunk
-from potluck.kv.store.disk_tier import DiskTier
-from potluck.kv.store.prefix_pool import PrefixPool
+from potluck.kv.disk_tier import DiskTier
+from potluck.kv.prefix_pool import PrefixPool
 
 Read = Callable[[int, int, int], tuple[KvChunk, ...]]
 """(layer, start, stop) to what that layer has of a row."""

@@ -21,7 +21,7 @@ from potluck.core.errors import FormatError
 from potluck.core.replica.block_values import HASH_BYTES
 from potluck.core.values.model import FullAttention, LatentAttention, LinearAttention, Model
 from potluck.kv.chunks import KvChunk
-from potluck.kv.codec.codec_layout import Part
+from potluck.kv.codec_layout import Part
 
 FORMATS = {"float32": 4, "float16": 2, "bfloat16": 2}
 """Bytes of a number."""

@@ -13,7 +13,7 @@ from typing import Protocol
 from potluck.core.replica.block_layout import pool_layout
 from potluck.core.state.facts import BLOCK_TOKENS
 from potluck.core.values.model import Attention, FullAttention, LatentAttention, Model
-from potluck.kv.codec.codec_layout import COLUMN_GROUP, Codec, Part, sizes
+from potluck.kv.codec_layout import COLUMN_GROUP, Codec, Part, sizes
 from potluck.perf.sizes.memory import kv_bytes_per_token, state_bytes, window_bytes_per_token
 
 MOST_LAYERS = 4

@@ -35,8 +35,8 @@ from potluck.engine.mock.mock_chunks import (
 )
 from potluck.engine.mock.nic_schedule import NicSchedule
 from potluck.kv.chunks import KvChunk
-from potluck.kv.codec.codec_layout import Codec, sizes
-from potluck.kv.link.link_report import LinkReport
+from potluck.kv.codec_layout import Codec, sizes
+from potluck.kv.peer_connections import LinkReport
 from potluck.perf.delays.transfer import AlphaBeta
 
 

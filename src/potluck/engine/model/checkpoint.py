@@ -24,7 +24,7 @@ from potluck.core.errors import FormatError, InputError
 from potluck.engine.model.config import EngineModelConfig, read_config, write_config
 from potluck.engine.model.fp8 import FP8, SUFFIXES, brought_back
 from potluck.engine.model.fp8_scales import read_quantised
-from potluck.kv.fingerprint import directory_mark
+from potluck.kv.handles import directory_mark
 
 ONE_FILE, INDEX = "model.safetensors", "model.safetensors.index.json"
 

@@ -34,7 +34,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from potluck.core.errors import PotluckError
-from potluck.kv.link.mutual_tls import client_context, server_context
+from potluck.kv.peer_connections import client_context, server_context
 
 MAGIC = b"PLP1"
 HEADER = struct.Struct("<4sIQ")

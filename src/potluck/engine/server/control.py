@@ -19,7 +19,7 @@ from potluck.engine.loop.engine_status import role_of
 from potluck.engine.server.control_bodies import read_object
 from potluck.engine.server.engine_metrics import CONTENT_TYPE
 from potluck.engine.server.engine_service import SERVICE, EngineService
-from potluck.kv.store.cache_feed import as_json, place_in
+from potluck.kv.prefix_pool import as_json, place_in
 
 ACTIONS = ("init", "activate", "show", "stop")
 

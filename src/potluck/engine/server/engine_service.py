@@ -28,9 +28,9 @@ from potluck.engine.server.engine_metrics import EngineMetrics
 from potluck.engine.server.kv_connector import KvConnector, KvSettings
 from potluck.engine.server.kv_transfer import KvTransfer, PlainKvTransfer
 from potluck.engine.server.uploads import Uploads
-from potluck.kv.link.peer_connections import ANY_PORT, Address
-from potluck.kv.store.cache_feed import CacheFeed
-from potluck.kv.wire.frames import VERSION
+from potluck.kv.frames import VERSION
+from potluck.kv.peer_connections import ANY_PORT, Address
+from potluck.kv.prefix_pool import CacheFeed
 
 
 @dataclass(frozen=True, slots=True)

@@ -22,14 +22,17 @@ from potluck.engine.loop.messages import NOT_FETCHED, JobEnded
 from potluck.engine.server.channels import RequestChannel
 from potluck.engine.server.kv_transfer import KvTransfer
 from potluck.kv.chunks import KvChunk, KvManifest, TransferError
-from potluck.kv.codec.codec_layout import Codec
-from potluck.kv.link.link_report import LinkReport
-from potluck.kv.link.mutual_tls import client_context, server_context
-from potluck.kv.link.peer_connections import Address, LinkLimits, PeerConnections
-from potluck.kv.receive.fetch import FetchRequest, FetchResult, KvFetch
-from potluck.kv.send.kv_sender import BandwidthGrant, KvSender
-from potluck.kv.send.outgoing_transfer import OutgoingTransfer, State
-from potluck.kv.send.send_connection import SenderLimits
+from potluck.kv.codec_layout import Codec
+from potluck.kv.fetch import FetchRequest, FetchResult, KvFetch
+from potluck.kv.kv_sender import BandwidthGrant, KvSender, OutgoingTransfer, SenderLimits, State
+from potluck.kv.peer_connections import (
+    Address,
+    LinkLimits,
+    LinkReport,
+    PeerConnections,
+    client_context,
+    server_context,
+)
 
 MOST_AT_ONCE = 128
 """Fetches, and apart from these parcels being put; others wait for their turn."""

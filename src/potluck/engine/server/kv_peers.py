@@ -13,7 +13,7 @@ from aiohttp import web
 from potluck.core.errors import FormatError, InputError
 from potluck.engine.server.control_bodies import read_object
 from potluck.engine.server.engine_service import SERVICE, EngineService
-from potluck.kv.link.peer_connections import Address
+from potluck.kv.peer_connections import Address
 
 MOST_PEERS = 4096
 LONGEST_HOST = 253

@@ -6,9 +6,9 @@ from typing import Protocol
 
 from potluck.engine.compute.emulated import EmulatedNic
 from potluck.kv.chunks import KvChunk
-from potluck.kv.codec.codec_layout import Codec
-from potluck.kv.codec.encoded_chunks import packed, restored
-from potluck.kv.link.link_report import LinkReport
+from potluck.kv.codec_layout import Codec
+from potluck.kv.kv_codec import packed, restored
+from potluck.kv.peer_connections import LinkReport
 
 
 class KvTransfer(Protocol):

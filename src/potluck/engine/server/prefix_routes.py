@@ -33,9 +33,9 @@ from potluck.engine.server.kv_connector import ASK_S
 from potluck.engine.server.kv_peers import address_of
 from potluck.engine.server.segment_routes import fetch_failure
 from potluck.kv.chunks import KvChunk, KvManifest
-from potluck.kv.codec.codec_layout import Codec
+from potluck.kv.codec_layout import Codec
+from potluck.kv.fetch import FetchRequest, FetchResult
 from potluck.kv.handles import bound_to, checked_handle, new_handle
-from potluck.kv.receive.fetch import FetchRequest, FetchResult
 
 NAME = re.compile(r"[0-9a-f]{1,32}")
 

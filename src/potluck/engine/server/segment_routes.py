@@ -26,8 +26,8 @@ from potluck.engine.server.error_replies import ended
 from potluck.engine.server.kv_connector import RECEIVER_GONE, Fate, KvNotDelivered
 from potluck.engine.server.kv_peers import address_of
 from potluck.kv.chunks import KvChunk, KvManifest, TransferDeclined, TransferError, token_hash
+from potluck.kv.fetch import FetchRequest
 from potluck.kv.handles import bound_to, checked_handle, new_handle
-from potluck.kv.receive.fetch import FetchRequest
 
 FINGERPRINT = "X-Potluck-Fingerprint"
 """Of the model and its weights: whoever sent a segment may check that it is still the engine it took it for."""

@@ -15,7 +15,7 @@ from potluck.core.errors import FormatError, InputError
 from potluck.engine.server.control_bodies import read_object
 from potluck.engine.server.engine_service import SERVICE
 from potluck.engine.server.kv_peers import MOST_PEERS, address_of
-from potluck.kv.send.kv_sender import BandwidthGrant
+from potluck.kv.kv_sender import BandwidthGrant
 
 MOST_GRANTS = 256
 KEYS = {"link", "peers", "bytes_per_s"}

@@ -23,7 +23,7 @@ from potluck.api.http import (
 )
 from potluck.api.json_bodies import parse_object
 from potluck.core.errors import FormatError, InputError
-from potluck.kv.store.cache_feed import as_json, place_in
+from potluck.kv.prefix_pool import as_json, place_in
 from potluck.vllm.adapter.adapter_segments import segments
 from potluck.vllm.adapter.adapter_service import ROLES, SERVICE, AdapterService
 from potluck.vllm.transfer_params import address_of

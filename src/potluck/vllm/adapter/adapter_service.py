@@ -14,10 +14,10 @@ from aiohttp import web
 from potluck import __version__
 from potluck.api.http import HttpRefusal
 from potluck.core.errors import UnknownNameError
-from potluck.kv.fingerprint import model_in
-from potluck.kv.link.peer_connections import Address
-from potluck.kv.store.cache_feed import CacheFeed
-from potluck.kv.wire.frames import VERSION
+from potluck.kv.frames import VERSION
+from potluck.kv.handles import model_in
+from potluck.kv.peer_connections import Address
+from potluck.kv.prefix_pool import CacheFeed
 from potluck.vllm.adapter.connector_events import SHOWN_STEPS, ConnectorEvents
 from potluck.vllm.adapter.vllm_process import VllmProcess
 

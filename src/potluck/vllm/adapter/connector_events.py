@@ -11,8 +11,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from potluck.kv.fingerprint import model_in
-from potluck.kv.link.peer_connections import Address
+from potluck.kv.handles import model_in
+from potluck.kv.peer_connections import Address
 from potluck.vllm.held_blocks import HeldBlocks
 
 RECENT_STEPS = 4096

@@ -15,7 +15,7 @@ from aiohttp import web
 
 from potluck.api.http import ServedNames
 from potluck.core.errors import InputError
-from potluck.kv.link.peer_connections import Address
+from potluck.kv.peer_connections import Address
 from potluck.vllm.adapter.adapter_app import build
 from potluck.vllm.adapter.adapter_service import AdapterLimits, AdapterService
 from potluck.vllm.adapter.connector_events import ConnectorEvents

@@ -171,7 +171,7 @@ def kv_settings(
     """Where caches come from and go to."""
     from potluck.engine.server.kv_connector import KvSettings, TlsIdentity
     from potluck.engine.server.kv_peers import address_of
-    from potluck.kv.link.peer_connections import ANY_PORT
+    from potluck.kv.peer_connections import ANY_PORT
 
     fleet = tuple(address_of(text, "--kv-from", ANY_PORT) for text in kv_from)
     return KvSettings(host, port, fleet, identity=TlsIdentity(*tls) if tls else None)

@@ -69,13 +69,12 @@ def load(style: str = "emulated") -> dict[str, float]:
     from potluck.engine.model.config import read_config
     from potluck.engine.serve import warm_up
     from potluck.engine.shipped_model import shipped_model
-    from potluck.kv.codec import convert
-    from potluck.kv.wire import checksum
+    from potluck.kv import checksum, kv_codec
 
     for module in MODULES:
         import_module(module)
     checksum.load()
-    convert.warm(("float32",))  # what caches hold on a CPU
+    kv_codec.warm(("float32",))  # what caches hold on a CPU
     directory = shipped_model()
     config = read_config(directory, described(directory))
     # Run once, so that what is made at the first step is made here.
@@ -129,7 +128,7 @@ def load_pretended() -> None:
     """Everything that an engine needs which makes its tokens up."""
     from potluck.api.tokenizer import ModelTokenizer
     from potluck.engine.shipped_model import shipped_model
-    from potluck.kv.wire import checksum
+    from potluck.kv import checksum
 
     for module in PRETENDED:
         import_module(module)

@@ -14,10 +14,10 @@ import time
 from math import inf
 
 from potluck.core.errors import FormatError
+from potluck.kv import checksum
 from potluck.kv.chunks import Buffer
-from potluck.kv.link.shared_memory import SharedSlots
-from potluck.kv.wire import checksum
-from potluck.kv.wire.frames import PREFIX, FramePrefix, Message, frame, read_head, read_prefix
+from potluck.kv.frames import PREFIX, FramePrefix, Message, frame, read_head, read_prefix
+from potluck.kv.shared_memory import SharedSlots
 
 _WAITALL = int(getattr(socket, "MSG_WAITALL", 0))
 _DONTWAIT = int(getattr(socket, "MSG_DONTWAIT", 0))

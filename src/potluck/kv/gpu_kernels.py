@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from importlib import import_module
 from typing import Any
 
-from potluck.kv.codec.codec_layout import (
+from potluck.kv.codec_layout import (
     COLUMN_GROUP,
     FINITE,
     LEVELS,

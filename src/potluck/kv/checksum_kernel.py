@@ -9,8 +9,8 @@ import numpy as np
 import numpy.typing as npt
 from numba import types
 
+from potluck.kv.checksum import ROW
 from potluck.kv.compiled import Function, compiled
-from potluck.kv.wire.checksum_row import ROW
 
 Words = npt.NDArray[np.uint64]
 _recv: Any = types.ExternalFunction("recv", types.intp(types.int32, types.uintp, types.uintp, types.int32))

@@ -16,7 +16,7 @@ from typing import get_args
 
 from potluck.core.errors import FormatError
 from potluck.kv.chunks import KvChunk, KvManifest
-from potluck.kv.codec.codec_layout import CODEC_IDS, CODECS, ITEM_BYTES, Codec, Part, sizes
+from potluck.kv.codec_layout import CODEC_IDS, CODECS, ITEM_BYTES, Codec, Part, sizes
 
 MAGIC, VERSION = b"PLKV", 2
 HELLO, OPENING, REFUSED, CHUNK, END, PROBLEM, BEAT, ACK, DONE = range(1, 10)

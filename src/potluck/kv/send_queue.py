@@ -12,9 +12,9 @@ from collections import deque
 from dataclasses import dataclass, field, replace
 
 from potluck.core.errors import FormatError, InputError
+from potluck.kv.checksum import Sums, sums
 from potluck.kv.chunks import KvChunk
-from potluck.kv.wire.checksum import Sums, sums
-from potluck.kv.wire.frames import Ack, ChunkHeader, ChunkPiece, SenderProblem, TransferEnd, label_of
+from potluck.kv.frames import Ack, ChunkHeader, ChunkPiece, SenderProblem, TransferEnd, label_of
 
 
 @dataclass(frozen=True, slots=True)

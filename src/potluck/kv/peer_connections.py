@@ -7,19 +7,121 @@ next fetch from the same sender, which then begins with a warm congestion window
 from __future__ import annotations
 
 import itertools
+import socket
 import ssl
+import struct
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from math import inf
+from pathlib import Path
 
 import numpy as np
 
 from potluck.core.errors import InputError
-from potluck.kv.link.kv_connection import SOON_S, KvConnection, connect
-from potluck.kv.link.link_report import LinkReport, info, report
-from potluck.kv.link.shared_memory import SharedSlots, create, sweep
+from potluck.kv.kv_connection import SOON_S, KvConnection, connect
+from potluck.kv.shared_memory import SharedSlots, create, sweep
+
+TCP_INFO = getattr(socket, "TCP_INFO", None) if sys.platform == "linux" else None
+"""Elsewhere the book looks otherwise, where there is one."""
+_COUNTS = struct.Struct("<8B24I")
+_LATER = struct.Struct("<4Q6I")
+_RATE = struct.Struct("<Q")
+_RTT, _TOTAL_RETRANS = 8 + 15, 8 + 23
+_NOT_SENT, _MIN_RTT = 4 + 2, 4 + 3
+_LATER_AT = 104
+_RATE_AT = 160
+UNKNOWN_RTT = 0xFFFFFFFF
+
+
+@dataclass(frozen=True, slots=True)
+class TcpInfo:
+    """One connection, as Linux's struct tcp_info has it."""
+
+    rtt_s: float
+    least_rtt_s: float
+    retransmits: int
+    """Segments sent again since the beginning."""
+    acked_bytes: int
+    received_bytes: int
+    not_sent_bytes: int
+    delivery_bytes_per_s: float
+
+
+def parse(raw: bytes) -> TcpInfo | None:
+    """None where the kernel is too old to say it."""
+    if len(raw) < _RATE_AT + _RATE.size:
+        return None
+    counts = _COUNTS.unpack_from(raw)
+    later = _LATER.unpack_from(raw, _LATER_AT)
+    (rate,) = _RATE.unpack_from(raw, _RATE_AT)
+    least = later[_MIN_RTT]
+    rtt_us = counts[_RTT]
+    return TcpInfo(
+        rtt_us * 1e-6,
+        (rtt_us if least == UNKNOWN_RTT else least) * 1e-6,
+        counts[_TOTAL_RETRANS],
+        later[2],
+        later[3],
+        later[_NOT_SENT],
+        float(rate),
+    )
+
+
+def info(connection: socket.socket) -> TcpInfo | None:
+    """None where there is no such book: another system, or not TCP."""
+    if TCP_INFO is None:
+        return None
+    try:
+        return parse(connection.getsockopt(socket.IPPROTO_TCP, TCP_INFO, 256))
+    except OSError:
+        return None
+
+
+@dataclass(frozen=True, slots=True)
+class LinkReport:
+    """All connections with one other machine."""
+
+    peer: str
+    connections: int
+    goodput_bytes_per_s: float
+    """Bytes of sound chunks over the time that transfers were under way."""
+    moved_bytes: int
+    sent_again_bytes: int
+    rtt_s: float
+    """The mean over connections, smoothed by the kernel; 0 where there is none."""
+    least_rtt_s: float
+    retransmits: int
+    queue_bytes: int
+    """What waits here to be sent, in the outbox and in the kernel."""
+
+
+def report(
+    peer: str,
+    infos: Iterable[TcpInfo | None],
+    *,
+    moved_bytes: int,
+    busy_s: float,
+    sent_again_bytes: int = 0,
+    past_retransmits: int = 0,
+    queued_bytes: int = 0,
+) -> LinkReport:
+    every = list(infos)
+    known = [one for one in every if one is not None]
+    return LinkReport(
+        peer,
+        len(every),
+        moved_bytes / busy_s if busy_s > 0 else 0.0,
+        moved_bytes,
+        sent_again_bytes,
+        sum(one.rtt_s for one in known) / len(known) if known else 0.0,
+        min((one.least_rtt_s for one in known), default=0.0),
+        past_retransmits + sum(one.retransmits for one in known),
+        queued_bytes + sum(one.not_sent_bytes for one in known),
+    )
+
 
 Address = tuple[str, int]
 ANY_PORT = 0
@@ -236,3 +338,25 @@ class PeerConnections:
 
 def _plain(size: int) -> memoryview:
     return np.empty(size, dtype=np.uint8).data
+
+
+def server_context(certificate: Path, key: Path, authority: Path) -> ssl.SSLContext:
+    return _context(ssl.Purpose.CLIENT_AUTH, certificate, key, authority)
+
+
+def client_context(certificate: Path, key: Path, authority: Path) -> ssl.SSLContext:
+    """The sender's certificate must also name the host that was asked for."""
+    return _context(ssl.Purpose.SERVER_AUTH, certificate, key, authority)
+
+
+def _context(purpose: ssl.Purpose, certificate: Path, key: Path, authority: Path) -> ssl.SSLContext:
+    protocol = ssl.PROTOCOL_TLS_SERVER if purpose is ssl.Purpose.CLIENT_AUTH else ssl.PROTOCOL_TLS_CLIENT
+    context = ssl.SSLContext(protocol)
+    context.minimum_version = ssl.TLSVersion.TLSv1_3
+    context.verify_mode = ssl.CERT_REQUIRED
+    try:
+        context.load_verify_locations(cafile=str(authority))
+        context.load_cert_chain(str(certificate), str(key))
+    except (OSError, ssl.SSLError) as error:
+        raise InputError("tls", f"cannot use {certificate}, {key} and {authority} ({error})") from error
+    return context

@@ -141,7 +141,6 @@ SUPERVISOR = """
 import os, sys
 from pathlib import Path
 from potluck.cli.supervisor import SUPERVISED, supervised
-from potluck.control.held_sockets import Held
 import socket, time
 
 def run():

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from potluck.kv.codec.codec_layout import (
+from potluck.kv.codec_layout import (
     COLUMN_GROUP,
     LEVELS,
     ROW_GROUP,

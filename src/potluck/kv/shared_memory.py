@@ -23,7 +23,7 @@ from pathlib import Path
 import numpy as np
 
 from potluck.kv.chunks import Buffer
-from potluck.kv.wire.frames import SharedMemoryOffer
+from potluck.kv.frames import SharedMemoryOffer
 
 FOLDER = Path("/dev/shm")
 _PAGE = 4096

@@ -26,7 +26,7 @@ L4 = single("1xL4", 1, 32)
 TWO = Layout((Stage(16, (StageNode("1xL4", 1),)), Stage(16, (StageNode("1xA10", 1),))))
 
 
-class Scene:
+class SpeedScenario:
     def __init__(self, path: Path) -> None:
         self.now_s, self.work = 1000.0, 0
         self.store = StateStore(path / "state.db")
@@ -57,11 +57,13 @@ class Scene:
 
 
 @pytest.fixture
-def scene(tmp_path: Path) -> Scene:
-    return Scene(tmp_path)
+def scenario(tmp_path: Path) -> SpeedScenario:
+    return SpeedScenario(tmp_path)
 
 
-def test_a_kind_is_as_fast_as_the_middle_of_its_replicas_once_enough_was_seen(scenario: Scene) -> None:
+def test_a_kind_is_as_fast_as_the_middle_of_its_replicas_once_enough_was_seen(
+    scenario: SpeedScenario,
+) -> None:
     scenario.look(ENOUGH - 1, a=1.4, b=1.3, c=3.0)
     assert scenario.found == []
     scenario.look(a=1.4, b=1.3, c=3.0)
@@ -72,7 +74,7 @@ def test_a_kind_is_as_fast_as_the_middle_of_its_replicas_once_enough_was_seen(sc
     assert scenario.found == []
 
 
-def test_a_replica_that_does_nothing_new_tells_nothing_new(scenario: Scene) -> None:
+def test_a_replica_that_does_nothing_new_tells_nothing_new(scenario: SpeedScenario) -> None:
     scenario.look(1, a=2.0)
     scenario.look(3 * ENOUGH, idle=True, a=2.0)
     assert scenario.found == []
@@ -84,13 +86,13 @@ def test_a_replica_that_does_nothing_new_tells_nothing_new(scenario: Scene) -> N
     assert scenario.found == [], "too little work, several nodes, or nobody's template"
 
 
-def test_a_mean_moves_with_what_is_seen(scenario: Scene) -> None:
+def test_a_mean_moves_with_what_is_seen(scenario: SpeedScenario) -> None:
     scenario.look(ENOUGH, a=2.0)
     scenario.look(30, a=1.0)
     assert scenario.found == [("1xL4", 1, 1.0, 1)]
 
 
-def test_another_spec_has_other_facts(scenario: Scene) -> None:
+def test_another_spec_has_other_facts(scenario: SpeedScenario) -> None:
     scenario.look(ENOUGH, a=2.0)
     scenario.store.set("spec", "another")
     assert scenario.found == []
@@ -101,7 +103,7 @@ def test_another_spec_has_other_facts(scenario: Scene) -> None:
 def test_profiles_of_a_service(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     plan_path, spec = write_plans(tmp_path, WHOLE)
     plan = plan_from_json(plan_path.read_text())
-    scenario = Scene(tmp_path / "state")
+    scenario = SpeedScenario(tmp_path / "state")
     scenario.store.set("spec files", {"path": str(spec), "profiles": []})
     out = tmp_path / "observed.json"
     arguments = ["profile", "--live", "--state", str(tmp_path / "state"), "--out", str(out)]

@@ -26,7 +26,9 @@ import numpy as np
 import numpy.typing as npt
 
 from potluck.kv.chunks import Buffer
-from potluck.kv.wire.checksum_row import ROW
+
+ROW = 512
+
 
 Sums = tuple[int, int]
 Words = npt.NDArray[np.uint64]
@@ -45,7 +47,7 @@ def sums(data: Buffer) -> Sums:
     view = memoryview(data).cast("B").toreadonly()
     if len(view) <= SMALL_BYTES:
         return _small(view)
-    from potluck.kv.wire import checksum_kernel
+    from potluck.kv import checksum_kernel
 
     words = _words(view)
     columns = np.zeros(ROW + 2, dtype=np.uint64)
@@ -57,7 +59,7 @@ def receive(connection: socket.socket, into: memoryview) -> tuple[int, Sums]:
     """Fill a buffer from a blocking socket: how many bytes came before it gave up, and their checksum if all did."""
     if len(into) <= SMALL_BYTES:
         return _rest_of(connection, into, 0), _small(into)
-    from potluck.kv.wire import checksum_kernel
+    from potluck.kv import checksum_kernel
 
     words = _words(into)
     columns = np.zeros(ROW + 2, dtype=np.uint64)
@@ -69,7 +71,7 @@ def receive(connection: socket.socket, into: memoryview) -> tuple[int, Sums]:
 
 def load() -> None:
     """Load the compiled loops now, so that the first large chunk does not wait for them."""
-    from potluck.kv.wire import checksum_kernel  # noqa: F401
+    from potluck.kv import checksum_kernel  # noqa: F401
 
 
 def _rest_of(connection: socket.socket, into: memoryview, got: int) -> int:
@@ -92,7 +94,7 @@ def _small(view: memoryview) -> Sums:
 
 
 def _total(view: memoryview, words: Words, columns: Words) -> Sums:
-    from potluck.kv.wire import checksum_kernel
+    from potluck.kv import checksum_kernel
 
     a, b = map(int, checksum_kernel.rest(words, columns))
     return _with_end(view, a + int(columns[ROW]), b + int(columns[ROW + 1]))

@@ -20,23 +20,23 @@ from potluck.control.launchers.process import alive, end
 WITHIN_S = 60.0
 TINY = """
 import threading, time
-from potluck.cli.serving.engine import fork_server as nursery
-nursery.load = lambda style: {load}
-nursery.main()
+from potluck.cli.serving.engine import fork_server
+fork_server.load = lambda style: {load}
+fork_server.main()
 """
 
 
-def _nursery(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, load: str) -> ForkServer:
+def _fork_server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, load: str) -> ForkServer:
     """The real one, but that it loads nothing: engines import what they need."""
-    (tmp_path / "tiny_nursery.py").write_text(TINY.format(load=load))
+    (tmp_path / "tiny_fork_server.py").write_text(TINY.format(load=load))
     monkeypatch.setenv("PYTHONPATH", ":".join([str(tmp_path), *filter(None, sys.path)]))
     marks = {OWNER_MARK: str(tmp_path), FORK_MARK: "1"}
-    return ForkServer(marks, tmp_path / "logs" / "nursery.log", "tiny_nursery")
+    return ForkServer(marks, tmp_path / "logs" / "nursery.log", "tiny_fork_server")
 
 
 @pytest.fixture
-def nursery(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[ForkServer]:
-    found = _nursery(tmp_path, monkeypatch, "None")
+def fork_server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[ForkServer]:
+    found = _fork_server(tmp_path, monkeypatch, "None")
     yield found
     found.close()
     for pid in engines_of(str(tmp_path)):
@@ -66,7 +66,9 @@ def test_a_forked_engine_runs_logs_ends_and_is_cleared_away(fork_server: ForkSer
     assert log.read_text().startswith("potluck, version")
 
 
-def test_it_outlives_the_nursery_and_is_known_by_its_mark(fork_server: ForkServer, tmp_path: Path) -> None:
+def test_it_outlives_the_fork_server_and_is_known_by_its_mark(
+    fork_server: ForkServer, tmp_path: Path
+) -> None:
     assert fork_server.wait_ready(WITHIN_S)
     arguments = ["engine", "serve", "--emulate", "A10:llama-3.1-8b", "--pretend", "--port", "0", "--json"]
     log = tmp_path / "two.log"
@@ -92,7 +94,7 @@ def test_one_that_stands_still_is_given_up_and_killed(fork_server: ForkServer, t
 
 def test_with_threads_it_refuses_to_fork(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     waits = "threading.Thread(target=time.sleep, args=(60,), daemon=True).start()"
-    found = _nursery(tmp_path, monkeypatch, waits)
+    found = _fork_server(tmp_path, monkeypatch, waits)
     try:
         assert found.wait_ready(WITHIN_S)
         assert found.fork(["--version"], tmp_path / "log") is None
@@ -102,6 +104,6 @@ def test_with_threads_it_refuses_to_fork(tmp_path: Path, monkeypatch: pytest.Mon
 
 
 def test_one_that_cannot_load_is_given_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    found = _nursery(tmp_path, monkeypatch, "1 / 0")
+    found = _fork_server(tmp_path, monkeypatch, "1 / 0")
     assert not found.wait_ready(WITHIN_S)
     assert found.fork(["--version"], tmp_path / "log") is None

@@ -20,7 +20,7 @@ Lossy codecs refuse what is not finite, and what they restore is always finite.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod
 from typing import Any
 
@@ -28,12 +28,14 @@ import numpy as np
 import numpy.typing as npt
 
 from potluck.core.errors import FormatError, InputError
-from potluck.kv.codec.codec_layout import (
+from potluck.kv.chunks import KvChunk
+from potluck.kv.codec_layout import (
     CODEC_IDS,
     CODECS,
     COLUMN_GROUP,
     FINITE,
     LEVELS,
+    STATES,
     Codec,
     CodecSizes,
     Part,
@@ -126,7 +128,7 @@ def decode(
 
 def load() -> None:
     """Load the compiled loops now, so that the first hand-over does not wait for them."""
-    from potluck.kv.codec.kernels import cpu  # noqa: F401
+    from potluck.kv import cpu_kernels  # noqa: F401
 
 
 def warm(dtypes: Sequence[str] = tuple(STORED)) -> None:
@@ -139,18 +141,18 @@ def warm(dtypes: Sequence[str] = tuple(STORED)) -> None:
 
 
 def _quantise(source: Any, matrix: QuantizedMatrix, finite: int, lows: Any, scales: Any, out: Any) -> bool:
-    from potluck.kv.codec.kernels import cpu
+    from potluck.kv import cpu_kernels
 
     m = matrix
     share = share_of(LEVELS[m.bits])
     if not m.down:
-        found = cpu.encode_rows(
+        found = cpu_kernels.encode_rows(
             source, m.rows, m.columns, m.stride, m.offset, share, finite, lows, scales, out, m.bits == 4
         )
         return bool(found)
-    ints, floats = np.empty((2, cpu.WIDTH), np.int32), np.empty((2, cpu.WIDTH), np.float32)
+    ints, floats = np.empty((2, cpu_kernels.WIDTH), np.int32), np.empty((2, cpu_kernels.WIDTH), np.float32)
     return bool(
-        cpu.encode_columns(
+        cpu_kernels.encode_columns(
             source,
             m.rows,
             m.columns,
@@ -170,14 +172,16 @@ def _quantise(source: Any, matrix: QuantizedMatrix, finite: int, lows: Any, scal
 
 
 def _restore(source: Any, matrix: QuantizedMatrix, lows: Any, scales: Any, target: Any) -> None:
-    from potluck.kv.codec.kernels import cpu
+    from potluck.kv import cpu_kernels
 
     m = matrix
     if not m.down:
-        cpu.decode_rows(source, m.rows, m.columns, lows, scales, m.bits == 4, target, m.stride, m.offset)
+        cpu_kernels.decode_rows(
+            source, m.rows, m.columns, lows, scales, m.bits == 4, target, m.stride, m.offset
+        )
         return
-    floats = np.empty((2, cpu.WIDTH), np.float32)
-    cpu.decode_columns(
+    floats = np.empty((2, cpu_kernels.WIDTH), np.float32)
+    cpu_kernels.decode_columns(
         source,
         m.rows,
         m.columns,
@@ -252,3 +256,24 @@ def _into(view: memoryview, out: bytearray | memoryview | None) -> memoryview:
         raise InputError("codec: out", f"has {len(target)} bytes, needs {len(view)}")
     target[:] = view
     return target
+
+
+def packed(parcel: KvChunk, codec: Codec) -> KvChunk:
+    """A raw parcel under a codec; InputError when it cannot be, since something is not finite.
+
+    States stay as they are: all later tokens build on them, and they do not grow with the prompt.
+    """
+    if parcel.codec == codec or parcel.part in STATES:
+        return parcel
+    if parcel.codec != "raw":
+        raise InputError("codec", f"layer {parcel.layer} {parcel.part} is {parcel.codec} already")
+    found = encode(parcel.data, parcel.part, parcel.dtype, parcel.shape, codec)
+    return replace(parcel, data=found.payload, codec=codec, parameters=found.parameters)
+
+
+def restored(parcel: KvChunk, out: bytearray | memoryview | None = None) -> KvChunk:
+    """A raw parcel again, in `out` when that is given; FormatError when it is not what a codec makes."""
+    if parcel.codec == "raw" and out is None:
+        return parcel
+    data = decode(parcel.parameters, parcel.data, parcel.part, parcel.dtype, parcel.shape, parcel.codec, out)
+    return replace(parcel, data=data, codec="raw", parameters=b"")

@@ -1,1 +1,0 @@
-"""What both ends share: connections, shared memory, TLS, and how links fare."""

@@ -1,1 +1,0 @@
-"""The receiver: a fetch over several connections, put together to parcels."""

@@ -1,1 +1,0 @@
-"""The bytes between two engines: frames and checksums. No I/O."""
