@@ -25,8 +25,7 @@ from potluck.control.control_values import EngineSpec
 from potluck.control.controller import Controller
 from potluck.control.gateway_client import GatewayClient
 from potluck.control.launchers.launcher import EngineSighting, NodeNews, Place
-from potluck.control.store.lease import Lease
-from potluck.control.store.state_store import StateStore
+from potluck.control.state_store import Lease, StateStore
 from potluck.core.brain.brain import Brain
 from potluck.core.state.actions import Action, StartReplica
 from potluck.core.state.events import (

@@ -27,7 +27,7 @@ from urllib.parse import parse_qs, urlsplit
 
 import kubernetes_validate
 
-from potluck.control.launchers.ports import healthy
+from potluck.control.launchers.process import healthy
 
 GPUS = "nvidia.com/gpu"
 VERSION = "1.33"

@@ -21,7 +21,7 @@ from parts.adapt_scenarios import (
     write_plan,
     write_spec,
 )
-from potluck.control.store.state_store import StateStore
+from potluck.control.state_store import StateStore
 from potluck.core.scaling.forecast import BIN_S, DAY
 from potluck.core.values.types import Slo
 

@@ -22,7 +22,7 @@ from parts.adapt_scenarios import (
     write_spec,
 )
 from potluck.control.manual_changes import BY_HAND, scaled
-from potluck.control.store.state_store import StateStore
+from potluck.control.state_store import StateStore
 
 KILLS = 20
 

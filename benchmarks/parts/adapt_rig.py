@@ -24,8 +24,8 @@ import numpy as np
 from potluck.control.gateway_client import GatewayClient
 from potluck.control.launchers.local_launcher import engines_of
 from potluck.control.launchers.process import ProcessId
-from potluck.control.shutdown import owner_of, pid_of, stop_all
-from potluck.control.store.state_store import RecordedEvent, StateStore
+from potluck.control.local_stack import owner_of, pid_of, stop_all
+from potluck.control.state_store import RecordedEvent, StateStore
 from potluck.core.errors import PotluckError
 from potluck.core.values.types import Slo
 from potluck.loadgen.load_client import TimedRequest, shoot

@@ -14,9 +14,9 @@ import pytest
 from potluck.api.http import HttpRefusal
 from potluck.cli.main import run
 from potluck.cli.serving.operate import keys_command as module
+from potluck.control.accounts import KEY_FILE, is_open, kept_keys, publish_keys
 from potluck.control.launchers.process import started_at
-from potluck.control.store.state_store import StateStore
-from potluck.control.store.stored_keys import KEY_FILE, is_open, kept_keys, publish_keys
+from potluck.control.state_store import StateStore
 from potluck.gateway.openai.keys import KeyRing
 
 NOW_S = 2e9

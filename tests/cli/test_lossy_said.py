@@ -11,7 +11,7 @@ import pytest
 from potluck.cli.serving.operate import status
 from potluck.cli.serving.up.up_output import ServiceSummary, ready_json, show_ready
 from potluck.control.service_view import ServiceView
-from potluck.control.store.state_store import StateStore
+from potluck.control.state_store import StateStore
 from potluck.core.values.plan import Deployment, Plan, PlannedFlow
 from potluck.core.values.types import Codec
 from potluck.gateway.page.snapshot import notices

@@ -12,7 +12,7 @@ from test_operators_cli import Port, _said, _sleeper, folder, port
 from potluck.cli.main import run
 from potluck.cli.serving.operate import status
 from potluck.control.launchers.process import alive, end
-from potluck.control.store.state_store import StateStore
+from potluck.control.state_store import StateStore
 
 __all__ = ["folder", "port"]
 

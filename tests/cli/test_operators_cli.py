@@ -18,9 +18,9 @@ from potluck.cli.main import run
 from potluck.control.control_values import EngineInstance, EngineSpec
 from potluck.control.launchers.local_launcher import NAME_MARK, OWNER_MARK
 from potluck.control.launchers.process import ProcessId, alive, end, spawn, started_at
+from potluck.control.local_stack import owner_of
 from potluck.control.manual_changes import leaving
-from potluck.control.shutdown import owner_of
-from potluck.control.store.state_store import StateStore
+from potluck.control.state_store import StateStore
 from potluck.core.values.layout import single
 from potluck.core.values.plan import Deployment, NodeCount, Plan, PlannedReplica, Template, plan_from_json
 

@@ -9,8 +9,8 @@ import sys
 from pathlib import Path
 
 from potluck.control.launchers.local_launcher import engines_of
-from potluck.control.shutdown import owner_of
-from potluck.control.store.state_store import StateStore
+from potluck.control.local_stack import owner_of
+from potluck.control.state_store import StateStore
 from potluck.core.values.plan import Plan
 
 WITHIN_S = 400.0

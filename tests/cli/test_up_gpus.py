@@ -34,7 +34,7 @@ from potluck.cli.serving.up.up_plan import PlanChoices, PreparedPlan, planned_fo
 from potluck.cli.simulating.simulation import SimulationInputs, startups_of
 from potluck.control.control_values import EngineSpec
 from potluck.control.launchers.engine_command import EngineCommands, stages_of
-from potluck.control.launchers.local_gpus import LocalGpu, find_chips
+from potluck.control.launchers.local_capacity import LocalGpu, find_chips
 from potluck.control.launchers.local_launcher import OWNER_MARK, LocalLauncher, engines_of
 from potluck.control.launchers.process import alive, end, marked
 from potluck.core.errors import CapacityError, InputError

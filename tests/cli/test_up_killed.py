@@ -17,8 +17,8 @@ from pathlib import Path
 import pytest
 from live_plans import MODEL, write_plans
 
-from potluck.control.shutdown import living, stop_all
-from potluck.control.store.state_store import StateStore
+from potluck.control.local_stack import living, stop_all
+from potluck.control.state_store import StateStore
 
 WITHIN_S = 120.0
 TOKENS = 80

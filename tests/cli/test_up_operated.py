@@ -17,8 +17,8 @@ from live_plans import write_plans
 from potluck.cli.main import run
 from potluck.control.launchers.local_launcher import OWNER_MARK
 from potluck.control.launchers.process import marked
-from potluck.control.shutdown import living, owner_of, stop_all
-from potluck.control.store.state_store import StateStore
+from potluck.control.local_stack import living, owner_of, stop_all
+from potluck.control.state_store import StateStore
 
 WITHIN_S = 120.0
 """For machines that have much else to do."""

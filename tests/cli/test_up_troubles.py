@@ -21,18 +21,15 @@ from potluck.cli.serving.up import up_command as up_module
 from potluck.cli.serving.up.up_plan import PreparedPlan
 from potluck.cli.simulating.simulation import read_one_spec, read_plan_and_spec
 from potluck.control import local_stack as stand_module
-from potluck.control.atomic_files import written
 from potluck.control.control_values import EngineSpec
 from potluck.control.controller import ControllerTurn
 from potluck.control.launchers.engine_command import EngineCommands
+from potluck.control.launchers.local_capacity import free_bytes, must_have_room
 from potluck.control.launchers.local_launcher import LocalLauncher, engines_of
-from potluck.control.launchers.memory_check import free_bytes, must_have_room
-from potluck.control.launchers.ports import taken
-from potluck.control.launchers.process import alive, end, marked, spawn
-from potluck.control.local_stack import GATEWAY_MARK, LocalStack, LocalStackSettings
-from potluck.control.shutdown import owner_of, stop_all
-from potluck.control.start_failures import StartFailures, StuckReplica
-from potluck.control.store.state_store import StateError, StateStore
+from potluck.control.launchers.process import alive, end, marked, spawn, taken
+from potluck.control.local_stack import GATEWAY_MARK, LocalStack, LocalStackSettings, owner_of, stop_all
+from potluck.control.reconciler import StartFailures, StuckReplica
+from potluck.control.state_store import StateError, StateStore, written
 from potluck.core.errors import CapacityError, InputError
 from potluck.core.values.layout import single
 
@@ -233,7 +230,7 @@ def test_a_file_that_could_not_be_written_leaves_the_one_before(tmp_path: Path) 
     path = tmp_path / "plan.json"
     written(path, "before")
     code = (
-        "import resource, sys; from pathlib import Path; from potluck.control.atomic_files import written\n"
+        "import resource, sys; from pathlib import Path; from potluck.control.state_store import written\n"
         "resource.setrlimit(resource.RLIMIT_FSIZE, (100, 100))\n"
         "try:\n    written(Path(sys.argv[1]), 'x' * 1000)\nexcept Exception as error:\n    print(error)"
     )

@@ -17,7 +17,7 @@ from host_bed import Bed, Host, missing
 from ray_kit import NODES, STORE_BYTES
 from test_ray_live import WITHIN_S, potluck, written
 
-from potluck.control.store.state_store import StateStore
+from potluck.control.state_store import StateStore
 
 RAY = Path(sys.executable).parent / "ray"
 TEMPORARY = Path("/tmp/ray")

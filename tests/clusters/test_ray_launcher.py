@@ -14,11 +14,11 @@ from typing import Any
 
 import pytest
 
-from potluck.control.cluster import NodeTypeLabels
 from potluck.control.control_values import EngineSpec
 from potluck.control.launchers.engine_command import EngineCommands
 from potluck.control.launchers.launcher import EngineSighting, Place
-from potluck.control.launchers.ray.ray_launcher import RayLauncher, RayOptions, connect
+from potluck.control.launchers.ray_launcher import RayLauncher, RayOptions, connect
+from potluck.control.market import NodeTypeLabels
 from potluck.core.errors import CapacityError
 from potluck.core.values.layout import Layout, Stage, StageNode, single
 

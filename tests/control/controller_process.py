@@ -14,9 +14,8 @@ from potluck.control.control_values import EngineSpec
 from potluck.control.controller import Controller
 from potluck.control.gateway_client import GatewayClient
 from potluck.control.launchers.local_launcher import LocalLauncher
-from potluck.control.shutdown import owner_of
-from potluck.control.store.lease import Lease
-from potluck.control.store.state_store import StateStore
+from potluck.control.local_stack import owner_of
+from potluck.control.state_store import Lease, StateStore
 
 ENGINE = """
 import socket, sys

@@ -14,19 +14,21 @@ import pytest
 
 from potluck.api.http import HttpRefusal
 from potluck.cli.main import run
-from potluck.control.accounts import Accounts, count_all
-from potluck.control.store.schema import VERSION
-from potluck.control.store.state_store import StateError, StateStore
-from potluck.control.store.stored_keys import (
+from potluck.control.accounts import (
     KEY_FILE,
+    Accounts,
     KeptKey,
+    UsageRead,
+    UsageReader,
     add_key,
+    count_all,
     kept_keys,
     publish_keys,
     revoke_key,
     rotate_key,
+    used,
 )
-from potluck.control.store.stored_usage import UsageRead, UsageReader, used
+from potluck.control.state_store import VERSION, StateError, StateStore
 from potluck.core.errors import CapacityError, InputError, PotluckError, UnknownNameError
 from potluck.gateway.openai.keys import KeyRing, new_key
 
@@ -183,8 +185,8 @@ def test_what_is_no_record_counts_nowhere_and_is_said(bad: str, tmp_path: Path, 
 KILLED = """
 import os, sys, threading
 from pathlib import Path
-from potluck.control.store.state_store import Store
-from potluck.control.store.stored_usage import UsageReader
+from potluck.control.state_store import Store
+from potluck.control.accounts import UsageReader
 folder = Path(sys.argv[1])
 threading.Timer(float(sys.argv[2]), lambda: os._exit(9)).start()
 reader = UsageReader(Store(folder / "state.db"), folder)

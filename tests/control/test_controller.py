@@ -15,8 +15,7 @@ from potluck.control.controller import Controller
 from potluck.control.gateway_client import GatewayAway
 from potluck.control.launchers.launcher import EngineSighting, NodeNews, Place
 from potluck.control.plan_requests import Planner
-from potluck.control.store.lease import Lease
-from potluck.control.store.state_store import StateStore
+from potluck.control.state_store import Lease, StateStore
 from potluck.core.errors import CapacityError
 from potluck.core.values.layout import single
 from potluck.core.values.plan import NodeCount, Plan, PlannedReplica, Template, plan_mark

@@ -20,8 +20,8 @@ from test_controller import PLAN
 
 from potluck.control.launchers.local_launcher import NAME_MARK, OWNER_MARK
 from potluck.control.launchers.process import marked
-from potluck.control.shutdown import owner_of, stop_all
-from potluck.control.store.state_store import StateStore
+from potluck.control.local_stack import owner_of, stop_all
+from potluck.control.state_store import StateStore
 from potluck.core.values.plan import plan_mark
 
 PROCESS = Path(__file__).with_name("controller_process.py")

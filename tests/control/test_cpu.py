@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from potluck.control.launchers.cpu_capacity import CpuCost, cost_of, needed_cpus, slow_line
+from potluck.control.launchers.local_capacity import CpuCost, cost_of, needed_cpus, slow_line
 from potluck.core.values.layout import single
 from potluck.core.values.plan import Deployment, Plan, PlannedReplica, Prediction, Template
 from potluck.core.values.types import LengthBin, Traffic

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from potluck.control.decision_history import DAY_BINS, DecisionHistory, history_of, without_gaps
-from potluck.control.store.state_store import StateStore
+from potluck.control.state_store import StateStore
 from potluck.core.scaling.forecast import BIN_S, Forecaster
 
 

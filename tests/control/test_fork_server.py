@@ -13,8 +13,7 @@ from pathlib import Path
 import pytest
 
 from potluck.cli.serving.engine.fork_server import MODULES, PRETENDED
-from potluck.control.launchers.fork_server_client import ForkServer
-from potluck.control.launchers.local_launcher import FORK_MARK, OWNER_MARK, engines_of
+from potluck.control.launchers.local_launcher import FORK_MARK, OWNER_MARK, ForkServer, engines_of
 from potluck.control.launchers.process import alive, end
 
 WITHIN_S = 60.0

@@ -10,7 +10,7 @@ import pytest
 from test_controller import Gateway, Machine, World
 
 from potluck.control.launchers.launcher import EngineSighting, Place
-from potluck.control.store.state_store import StateStore
+from potluck.control.state_store import StateStore
 
 
 @dataclass

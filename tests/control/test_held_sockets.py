@@ -14,10 +14,16 @@ from pathlib import Path
 
 import pytest
 
-from potluck.control.held_sockets import MOST_BYTES, MOST_SOCKETS, HeldSockets, hands_over, takeover_in
+from potluck.control.held_sockets import (
+    MOST_BYTES,
+    MOST_SOCKETS,
+    HeldSockets,
+    hands_over,
+    revive,
+    takeover_in,
+)
 from potluck.control.launchers.process import ProcessId, alive, started_at
-from potluck.control.restart_gateway import revive
-from potluck.control.store.state_store import StateStore
+from potluck.control.state_store import StateStore
 from potluck.gateway.http.takeover import SocketHandover
 
 PROBE = """

@@ -15,14 +15,13 @@ import yaml
 from kube_server import Kube
 
 from potluck.cli.serving.up.up_command import up
-from potluck.control.cluster import NodeTypeLabels
 from potluck.control.control_values import EngineSpec
 from potluck.control.launchers.engine_command import EngineCommands
-from potluck.control.launchers.kubernetes.kube_api import ApiRefused, KubeApi, connect
-from potluck.control.launchers.kubernetes.kube_nodes import spelled_out
-from potluck.control.launchers.kubernetes.kubernetes_launcher import KubernetesLauncher, KubernetesOptions
-from potluck.control.launchers.kubernetes.pods import ManifestOptions
+from potluck.control.launchers.kube_api import ApiRefused, KubeApi, connect
+from potluck.control.launchers.kubernetes_launcher import KubernetesLauncher, KubernetesOptions
+from potluck.control.launchers.kubernetes_pods import ManifestOptions, spelled_out
 from potluck.control.launchers.launcher import EngineSighting, Place
+from potluck.control.market import NodeTypeLabels
 from potluck.core.errors import CapacityError, InputError
 from potluck.core.values.layout import Layout, Stage, StageNode, single
 

@@ -14,9 +14,9 @@ from test_kubernetes_launcher import ENGINE, SPELLINGS, come_to
 from potluck.cli.serving.engine.engine_command import serve
 from potluck.control.control_values import EngineSpec
 from potluck.control.launchers.engine_command import EngineCommands
-from potluck.control.launchers.kubernetes.kube_api import connect
-from potluck.control.launchers.kubernetes.kubernetes_launcher import KubernetesLauncher, KubernetesOptions
-from potluck.control.launchers.kubernetes.pods import ManifestOptions
+from potluck.control.launchers.kube_api import connect
+from potluck.control.launchers.kubernetes_launcher import KubernetesLauncher, KubernetesOptions
+from potluck.control.launchers.kubernetes_pods import ManifestOptions
 from potluck.control.launchers.launcher import Place
 from potluck.core.values.layout import Layout, Stage, StageNode
 from potluck.engine.pipeline.launch import parse_stages

@@ -24,7 +24,7 @@ from potluck.control.manual_changes import (
     stay,
 )
 from potluck.control.reconciler import ReconcilerMemory, step
-from potluck.control.store.state_store import PlanVersion, StateStore
+from potluck.control.state_store import PlanVersion, StateStore
 from potluck.core.errors import CapacityError, InputError, PotluckError
 from potluck.core.values.layout import single
 from potluck.core.values.plan import BucketCapacity, Deployment, Plan, PlannedShare, plan_from_json, plan_mark
@@ -139,7 +139,7 @@ def test_a_controller_that_comes_back_keeps_a_plan_by_hand_while_it_is_served(
     def no_more(*_: object, **__: object) -> None:
         raise CapacityError("no processes left")
 
-    monkeypatch.setattr("potluck.control.restart_gateway.spawn", no_more)
+    monkeypatch.setattr("potluck.control.held_sockets.spawn", no_more)
     store.set("gateway", None)
     with pytest.raises(CapacityError, match="no processes left"):
         again.open()

@@ -11,7 +11,7 @@ from test_controller import PLAN, Fixed, World, planned
 
 from potluck.control.manual_changes import leaving
 from potluck.control.market import MarketFile, VanishNotice, read_market
-from potluck.control.store.state_store import StateStore
+from potluck.control.state_store import StateStore
 from potluck.core.errors import PotluckError
 from potluck.core.values.types import NodeOffer, Region
 

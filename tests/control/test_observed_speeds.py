@@ -11,8 +11,8 @@ import pytest
 from live_plans import WHOLE, write_plans
 
 from potluck.cli.main import run
-from potluck.control.observed_speeds import ENOUGH, FORGET_S, LOOK_S, ObservedSpeeds
-from potluck.control.store.state_store import StateStore
+from potluck.control.decision_history import ENOUGH, FORGET_S, LOOK_S, ObservedSpeeds
+from potluck.control.state_store import StateStore
 from potluck.core.values.layout import Layout, Stage, StageNode, single
 from potluck.core.values.plan import PlannedReplica, Template, plan_from_json
 from potluck.perf.timers.profile import profile_from_json

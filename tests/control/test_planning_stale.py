@@ -9,7 +9,7 @@ from typing import Any
 
 from potluck.control.control_values import PlanReply, PlanRequest
 from potluck.control.plan_requests import PlanRequests
-from potluck.control.store.state_store import StateStore
+from potluck.control.state_store import StateStore
 from potluck.core.values.layout import single
 from potluck.core.values.plan import Deployment, NodeCount, Plan, PlannedReplica, Template
 from potluck.core.values.types import NodeOffer, Region

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from potluck.control.recent_metrics import RecentMetrics, read
+from potluck.control.gateway_client import RecentMetrics, read
 
 TEXT = """# TYPE answered_total counter
 answered_total{{model="a"}} {a}

@@ -9,7 +9,7 @@ import click
 import pytest
 
 from potluck.cli.serving.operate import upgrade
-from potluck.control.rolling_upgrade import UpgradeTurn, due, lacks, turns
+from potluck.control.manual_changes import UpgradeTurn, due, lacks, turns
 from potluck.core.errors import PotluckError
 
 

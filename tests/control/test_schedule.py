@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from potluck.control.market_schedule import NodesLeave, read_schedule
+from potluck.control.market import NodesLeave, read_schedule
 from potluck.core.errors import PotluckError
 from potluck.core.values.types import NodeOffer, Region
 

@@ -8,9 +8,9 @@ from test_controller import World
 from test_step import A, B, _up, _want
 
 from potluck.control.control_values import EngineInstance
+from potluck.control.reconciler import StartFailures, StuckReplica, stuck
 from potluck.control.service_view import ServiceView
-from potluck.control.start_failures import StartFailures, StuckReplica, stuck
-from potluck.control.store.state_store import StateStore
+from potluck.control.state_store import StateStore
 
 
 def test_starts_that_fail_alike_are_given_up_for_longer_and_longer() -> None:

@@ -10,10 +10,9 @@ from pathlib import Path
 
 import pytest
 
+from potluck.control import state_store
 from potluck.control.control_values import EngineInstance, EngineSpec
-from potluck.control.store import schema
-from potluck.control.store.lease import Lease
-from potluck.control.store.state_store import StateError, StateStore
+from potluck.control.state_store import Lease, StateError, StateStore
 from potluck.core.errors import PotluckError
 from potluck.core.values.layout import single
 from potluck.core.values.plan import Plan
@@ -67,7 +66,7 @@ def test_a_newer_releases_file_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "state.db"
     StateStore(path).close()
     with sqlite3.connect(path) as db:
-        db.execute(f"PRAGMA user_version = {schema.VERSION + 1}")
+        db.execute(f"PRAGMA user_version = {state_store.VERSION + 1}")
     with pytest.raises(PotluckError, match="newer release"):
         StateStore(path)
 
@@ -77,9 +76,9 @@ def test_an_older_file_is_brought_up_to_date(tmp_path: Path, monkeypatch: pytest
     store = StateStore(path)
     store.put(EngineInstance("i", MAKE, "up", 0.0))
     store.close()
-    more = (*schema.MIGRATIONS, ("ALTER TABLE instances ADD COLUMN colour TEXT NOT NULL DEFAULT 'red'",))
-    monkeypatch.setattr(schema, "MIGRATIONS", more)
-    monkeypatch.setattr(schema, "VERSION", len(more))
+    more = (*state_store.MIGRATIONS, ("ALTER TABLE instances ADD COLUMN colour TEXT NOT NULL DEFAULT 'red'",))
+    monkeypatch.setattr(state_store, "MIGRATIONS", more)
+    monkeypatch.setattr(state_store, "VERSION", len(more))
     again = StateStore(path)
     assert [each.name for each in again.instances()] == ["i"]
     assert again.rows("SELECT colour FROM instances") == [("red",)]
@@ -107,8 +106,8 @@ def test_a_change_that_breaks_off_leaves_nothing(tmp_path: Path) -> None:
 
 
 def test_events_are_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("potluck.control.store.state_store.MOST_EVENTS", 20)
-    monkeypatch.setattr("potluck.control.store.state_store.BATCH", 10)
+    monkeypatch.setattr("potluck.control.state_store.MOST_EVENTS", 20)
+    monkeypatch.setattr("potluck.control.state_store.BATCH", 10)
     store = StateStore(tmp_path / "state.db")
     for place in range(60):
         store.note(float(place), "k", str(place), "")

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from potluck.control.launchers.process import ProcessId, alive, started_at
-from potluck.control.launchers.ray.process_actor import HOST, PORT, PYTHON, SECRET_FILE, ProcessActor
+from potluck.control.launchers.ray_actors import HOST, PORT, PYTHON, SECRET_FILE, ProcessActor
 
 ENGINE = """
 import socket, sys
@@ -27,7 +27,7 @@ while True:
 """
 TWO = """
 import os, sys, time
-from potluck.control.launchers.ray.process_actor import ProcessActor
+from potluck.control.launchers.ray_actors import ProcessActor
 it = ProcessActor("tied", "engine", {}, here=lambda: ("127.0.0.1", "n"))
 it.begin([sys.executable, "-S", "-c", "import time; time.sleep(600)"])
 print(it._pid.number, flush=True)

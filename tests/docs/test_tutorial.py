@@ -26,8 +26,8 @@ from docsite.shown import Shown, alike, same, shown
 from docsite.text import blocks
 
 from potluck.cli.main import run
-from potluck.control.shutdown import stop_all
-from potluck.control.store.state_store import StateStore
+from potluck.control.local_stack import stop_all
+from potluck.control.state_store import StateStore
 from potluck.core.values.plan import Plan, plan_from_json
 
 TEXT = (ROOT / "docs" / "tutorial.md").read_text("utf-8")

@@ -6,8 +6,7 @@ from potluck.catalog import nodes
 from potluck.core.values.layout import Layout, Stage, StageNode, single
 from potluck.core.values.plan import Deployment, NodeCount, Plan, PlannedReplica, Template, TemplateKind
 from potluck.core.values.types import NodeOffer, NodeType, Region
-from potluck.export.engine_commands import CommandOptions, Style
-from potluck.export.placement import PlacedPlan, roomed
+from potluck.export.placement import CommandOptions, PlacedPlan, Style, roomed
 
 TYPES = tuple(nodes.node_type(name) for name in ("4xL40S", "1xL4", "1xA10G"))
 REGIONS = (

@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from potluck.cli.main import cli
 from potluck.cli.serving.engine.engine_command import engine
 from potluck.cli.serving.serve_command import serve
-from potluck.control.launchers.kubernetes.pods import ManifestOptions
+from potluck.control.launchers.kubernetes_pods import ManifestOptions
 from potluck.core.errors import InputError
 from potluck.core.values.layout import Layout, Stage, StageNode, single
 from potluck.core.values.plan import PlannedReplica, plan_to_json

@@ -16,10 +16,9 @@ from potluck.api.segments import segment_of
 from potluck.core.errors import InputError
 from potluck.core.replica.block_values import block_hashes
 from potluck.core.routing.prefix_index import PrefixIndex
-from potluck.core.values.layout import Layout, Stage, StageNode
 from potluck.gateway.registry.engine_client import read_cache
 from potluck.vllm.adapter.adapter_service import summed
-from potluck.vllm.adapter.vllm_flags import GpuShape, VllmSettings, command, environment, shape_of
+from potluck.vllm.adapter.vllm_process import GpuShape, VllmSettings, command, environment
 from potluck.vllm.adapter.vllm_requests import PromptPart, VllmEventReader, body_of, heard_of, refusal_of
 
 
@@ -116,13 +115,10 @@ def test_errors_of_vllm_mean_what_those_of_an_engine_do(
 
 
 def test_a_layout_becomes_flags() -> None:
-    def node(tp: int) -> StageNode:
-        return StageNode("8xH100", tp)
-
-    layout = Layout((Stage(20, (node(2),)), Stage(12, (node(2),))))
+    shape = GpuShape(2, (20, 12))
     tls = (Path("/c.pem"), Path("/c.key"), Path("/ca.pem"))
     settings = VllmSettings(
-        "dir", "m", "py", shape_of(layout), token_budget=512, kv_port=9000, kv_tls=tls, more=("--x",)
+        "dir", "m", "py", shape, token_budget=512, kv_port=9000, kv_tls=tls, more=("--x",)
     )
     words = command(settings, 8000, Path("channel"))
     for flag, value in (
@@ -135,11 +131,9 @@ def test_a_layout_becomes_flags() -> None:
     told = json.loads(words[words.index("--kv-transfer-config") + 1])["kv_connector_extra_config"]
     assert told["tls"] == ["/c.pem", "/c.key", "/ca.pem"]
     assert environment(settings)["VLLM_PP_LAYER_PARTITION"] == "20,12"
-    assert (settings.shape.workers, shape_of(Layout((Stage(32, (node(4),)),)))) == (4, GpuShape(4))
-    with pytest.raises(InputError, match="unlike tensor parallelism"):
-        shape_of(Layout((Stage(20, (node(2),)), Stage(12, (node(1),)))))
-    with pytest.raises(InputError, match="one node per stage"):
-        shape_of(Layout((Stage(20, (node(2), node(2))),)))
+    assert (shape.workers, GpuShape(4).workers) == (4, 4)
+    with pytest.raises(InputError, match="every stage needs a layer"):
+        GpuShape(1, (20, 0))
 
 
 def test_metrics_are_summed_over_their_labels() -> None:

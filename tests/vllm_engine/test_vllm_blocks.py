@@ -11,9 +11,19 @@ from torch import Tensor
 
 from potluck.core.errors import InputError
 from potluck.kv.handles import directory_mark, model_in, part_in
-from potluck.vllm.identity import ModelShard, check_version, fingerprint, layer_of, mark_of
-from potluck.vllm.vllm_blocks import LayerBlocks, PackedBlocks, PlainBlocks, VllmLayer
-from potluck.vllm.vllm_caches import check_caches, keeps_all_of_windows
+from potluck.vllm.vllm_blocks import (
+    LayerBlocks,
+    ModelShard,
+    PackedBlocks,
+    PlainBlocks,
+    VllmLayer,
+    check_caches,
+    check_version,
+    fingerprint,
+    keeps_all_of_windows,
+    layer_of,
+    mark_of,
+)
 
 HEADS, WIDTH = 2, 8
 

@@ -8,8 +8,7 @@ import pytest
 
 from potluck.core.errors import InputError
 from potluck.kv.chunks import token_hash
-from potluck.vllm.transfer_params import moves_of
-from potluck.vllm.transfer_scheduler import PlaceBlocks, ReadBlocks, TransferScheduler, WorkerNews
+from potluck.vllm.transfer_scheduler import PlaceBlocks, ReadBlocks, TransferScheduler, WorkerNews, moves_of
 
 HANDLE = "h" * 32
 

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from potluck.core.replica.block_values import CacheChanges, block_hashes
 from potluck.core.routing.prefix_index import PrefixIndex
 from potluck.core.state.events import CacheReported
-from potluck.vllm.held_blocks import HeldBlocks
+from potluck.vllm.cache_events import HeldBlocks
 
 TOKENS = list(range(96))
 

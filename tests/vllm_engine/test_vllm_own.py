@@ -89,7 +89,7 @@ def test_adapters_are_served_and_told_of(tmp_path: Path) -> None:
 def test_an_answer_that_takes_long_shows_that_vllm_goes_on(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("potluck.vllm.adapter.passthrough.ALIVE_S", 0.05)
+    monkeypatch.setattr("potluck.vllm.adapter.adapter_segments.ALIVE_S", 0.05)
 
     over = asyncio.Event()
 

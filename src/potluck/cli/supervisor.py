@@ -145,7 +145,7 @@ class _Supervisor:
         if self._reviver:
             return
         try:  # in a process of its own, so that this one stays small
-            from potluck.control.restart_gateway import revive
+            from potluck.control.held_sockets import revive
 
             revive(folder, self.held)
         except (PotluckError, OSError) as error:  # the controller will say it better

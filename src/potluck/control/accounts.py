@@ -2,12 +2,202 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import hashlib
+import json
+import sqlite3
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from datetime import UTC, datetime
 from pathlib import Path
+from typing import IO, Any
 
-from potluck.control.store.state_store import StateStore
-from potluck.control.store.stored_keys import KEY_FILE, publish_keys
-from potluck.control.store.stored_usage import UsageReader
+from potluck.control.state_store import StateStore, written
+from potluck.core.errors import InputError, UnknownNameError
+
+USAGE_FILE = "usage.jsonl"
+PATTERN = "usage*.jsonl"
+HOUR_S = 3600
+AT_ONCE_BYTES = 4_000_000
+"""Of one transaction, and of one turn: whoever acts on the fleet must not be kept for long."""
+LONGEST_LINE = 100_000
+IDS_H = 2
+"""How long ids are remembered, in hours of the records themselves."""
+NAMES = ("key", "tenant", "model", "class", "outcome")
+FIGURES = ("prompt_tokens", "cached_tokens", "output_tokens")
+ANSWERED = ("stop", "length")
+SERVED = (*ANSWERED, "cancelled")
+"""Outcomes of requests that something was computed for: only their tokens count, unless outcomes are asked for."""
+PERIODS = {"hour": "hour", "day": "hour / 24"}
+BEGIN = b'{"time":'
+"""Of every record."""
+_NO_RECORD = (ValueError, KeyError, TypeError, OverflowError, RecursionError)
+_SUMS = ("requests", *FIGURES, "estimated")
+
+
+@dataclass(frozen=True, slots=True)
+class UsageRead:
+    """What one look at the files found."""
+
+    records: int = 0
+    garbled: int = 0
+    """Lines that are no records; they count nowhere."""
+    more: bool = False
+    """There is more to read than was read at once."""
+
+
+class UsageReader:
+    """Over the files of one folder. Used from one thread; any number of processes may have one."""
+
+    def __init__(self, store: StateStore, folder: Path) -> None:
+        self._store, self._folder = store, folder
+        self._done: dict[str, tuple[int, int, int]] = {}
+        """Files that had nothing more, as they were then."""
+
+    def turn(self, most_bytes: int = AT_ONCE_BYTES) -> UsageRead:
+        """Count what is new, up to so many bytes of it."""
+        records = garbled = 0
+        left = most_bytes
+        for path in sorted(self._folder.glob(PATTERN)):
+            try:
+                stat = path.stat()
+                stamp = (stat.st_ino, stat.st_size, stat.st_mtime_ns)
+                if self._done.get(path.name) == stamp:
+                    continue
+                with path.open("rb") as file:
+                    while left > 0:
+                        found, taken = self._take(file, path.name, min(left, AT_ONCE_BYTES))
+                        if not taken:
+                            self._done[path.name] = stamp
+                            break
+                        left -= taken
+                        records, garbled = records + found.records, garbled + found.garbled
+            except OSError:
+                continue  # renamed or removed meanwhile; the next look finds it, or nobody does
+            if left <= 0:
+                return UsageRead(records, garbled, True)
+        return UsageRead(records, garbled)
+
+    def _take(self, file: IO[bytes], name: str, most_bytes: int) -> tuple[UsageRead, int]:
+        """Count one piece of a file; how many bytes that was."""
+        file.seek(0)
+        first = file.readline(LONGEST_LINE)
+        if not first.endswith(b"\n") and len(first) < LONGEST_LINE:
+            return UsageRead(), 0
+        mark = hashlib.sha256(first).hexdigest()[:32]
+        with self._store.change() as db:
+            row = db.execute("SELECT read_bytes, garbled FROM usage_files WHERE mark = ?", (mark,)).fetchone()
+            begin, before = row or (0, 0)
+            file.seek(begin)
+            data = file.read(max(most_bytes, LONGEST_LINE))
+            end = data.rfind(b"\n") + 1
+            if not end and len(data) >= LONGEST_LINE:
+                end = len(data)  # no line of ours is as long
+            if not end:
+                return UsageRead(), 0
+            hours: list[int] = []
+
+            def unseen(name: str, hour: int) -> bool:
+                hours.append(hour)
+                return bool(
+                    db.execute("INSERT OR IGNORE INTO usage_ids VALUES (?, ?)", (name, hour)).rowcount
+                )
+
+            counts, records, garbled = counted(data[:end].splitlines(), unseen)
+            if hours:
+                db.execute("DELETE FROM usage_ids WHERE hour < ?", (max(hours) - IDS_H,))
+            db.executemany(
+                f"INSERT INTO usage (hour, {', '.join(NAMES)}, {', '.join(_SUMS)}) "
+                "VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?) ON CONFLICT DO UPDATE SET "
+                + ", ".join(f"{each} = {each} + excluded.{each}" for each in _SUMS),
+                [(*of, *sums) for of, sums in counts],
+            )
+            db.execute(
+                "INSERT OR REPLACE INTO usage_files (mark, name, read_bytes, garbled) VALUES (?, ?, ?, ?)",
+                (mark, name, begin + end, before + garbled),
+            )
+        return UsageRead(records, garbled), end
+
+
+def counted(
+    lines: Iterable[bytes], first: Callable[[str, int], bool] = lambda name, hour: True
+) -> tuple[list[tuple[tuple[Any, ...], tuple[int, ...]]], int, int]:
+    """What lines add up to, by hour and names; how many were records, and how many were none.
+
+    `first` says whether a record of this id and hour has not been counted before.
+    """
+    sums: dict[tuple[Any, ...], Counter[str]] = {}
+    records = garbled = 0
+    for line in lines:
+        try:
+            name, of, figures = _record(line)
+        except _NO_RECORD:
+            garbled += bool(line.strip())
+            behind = line.rfind(
+                BEGIN
+            )  # somebody was killed within a line, and another's record follows on it
+            if behind <= 0:
+                continue
+            try:
+                name, of, figures = _record(line[behind:])
+            except _NO_RECORD:
+                continue
+        if name and not first(name, of[0]):
+            continue
+        records += 1
+        sums.setdefault(of, Counter()).update(figures)
+    return [(of, tuple(found[each] for each in _SUMS)) for of, found in sums.items()], records, garbled
+
+
+def _record(line: bytes) -> tuple[str, tuple[Any, ...], dict[str, int]]:
+    found = json.loads(line)
+    hour = int(datetime.fromisoformat(found["time"]).timestamp() // HOUR_S)
+    names = [found[name] for name in NAMES]
+    figures = {name: found[name] for name in FIGURES}
+    id = found.get("id", "")
+    if not all(type(each) is str for each in (id, *names)):
+        raise TypeError
+    if not all(type(each) is int and 0 <= each < 1 << 40 for each in figures.values()):
+        raise ValueError
+    return id, (hour, *names), {"requests": 1, **figures, "estimated": int(found["estimated"] is True)}
+
+
+def used(
+    store: StateStore, by: Sequence[str], since_s: float = 0.0, until_s: float | None = None
+) -> list[dict[str, Any]]:
+    """Sums over whole hours, one row for each combination of what is asked for, in its order.
+
+    `by` has names and periods; tokens of requests that were refused count only where `outcome` is among them.
+    """
+    for each in by:
+        if each not in (*NAMES, *PERIODS):
+            raise InputError("--by", f"{each!r} is none of {', '.join((*PERIODS, *NAMES))}")
+    listed = ", ".join(f"'{each}'" for each in SERVED)
+    counts = "" if "outcome" in by else f" * (outcome IN ({listed}))"
+    answered = ", ".join(f"'{each}'" for each in ANSWERED)
+    columns = [
+        *(f"{PERIODS.get(each, each)} AS {each}_" for each in by),
+        "SUM(requests)",
+        f"SUM(requests * (outcome IN ({answered})))",
+        *(f"SUM({each}{counts})" for each in (*FIGURES, "estimated")),
+    ]
+    groups = ", ".join(f"{each}_" for each in by)
+    rows = store.rows(
+        f"SELECT {', '.join(columns)} FROM usage WHERE hour >= ? AND hour < ?"
+        + (f" GROUP BY {groups} ORDER BY {groups}" if by else " HAVING COUNT(*) > 0"),
+        int(since_s // HOUR_S),
+        1 << 40 if until_s is None else -int(-until_s // HOUR_S),
+    )
+    names = (*by, "requests", "answered", *FIGURES, "estimated")
+    return [{name: _shown(name, value) for name, value in zip(names, row, strict=True)} for row in rows]
+
+
+def _shown(name: str, value: Any) -> Any:
+    if name not in PERIODS:
+        return value
+    begin_s = value * HOUR_S * (24 if name == "day" else 1)
+    return datetime.fromtimestamp(begin_s, UTC).strftime("%Y-%m-%d" if name == "day" else "%Y-%m-%dT%H:00Z")
+
 
 LOOK_S = 5.0
 Note = Callable[[str, str, str], None]
@@ -44,3 +234,213 @@ def count_all(store: StateStore, folder: Path, now_s: float) -> None:
     reader = UsageReader(store, folder)
     while count(reader, lambda *what: store.note(now_s, *what)):
         pass
+
+
+KEY_FILE = "keys.jsonl"
+HEADER = "# Made from state.db by `potluck keys`; what is written here by hand is lost.\n"
+OPEN = json.dumps({"open": True}) + "\n"
+OPEN_BESIDE = json.dumps({"open": "beside keys"}) + "\n"
+OPENED = "keys open"
+"""The setting that lets clients without a key in although there are keys."""
+SHA256_BYTES = 32
+_COLUMNS = "sha256, name, line, made_s, expires_s, revoked_s"
+
+
+@dataclass(frozen=True, slots=True)
+class KeptKey:
+    """A key, without the key itself. Several may have one name: those that are being rotated out, and the new one."""
+
+    sha256: str
+    name: str
+    line: Mapping[str, object]
+    """Tenant and limits, as a line of the gateway's file has them."""
+    made_s: float
+    expires_s: float | None = None
+    revoked_s: float | None = None
+
+    @property
+    def ends_s(self) -> float | None:
+        found = [each for each in (self.expires_s, self.revoked_s) if each is not None]
+        return min(found) if found else None
+
+    def holds(self, now_s: float) -> bool:
+        return self.ends_s is None or self.ends_s > now_s
+
+
+def kept_keys(store: StateStore) -> tuple[KeptKey, ...]:
+    """All that there ever were, the oldest first."""
+    return tuple(map(_key, store.rows(f"SELECT {_COLUMNS} FROM keys ORDER BY made_s, sha256")))
+
+
+def is_open(store: StateStore) -> bool:
+    """Whether clients without a key are let in."""
+    return bool(store.get(OPENED)) or not kept_keys(store)
+
+
+def set_open(store: StateStore, folder: Path, opened: bool, now_s: float) -> bool:
+    """Let clients without a key in, or only those with one; whether that is a change."""
+    if is_open(store) == opened:
+        return False
+
+    def change(db: sqlite3.Connection, known: tuple[KeptKey, ...]) -> None:
+        if not opened and not any(each.holds(now_s) for each in known):
+            raise InputError("keys", "none holds, so that nobody could get in; `potluck keys add NAME` first")
+        _open(db, opened)
+
+    what = "clients without a key are let in" if opened else "every client needs a key"
+    _changed(store, folder, now_s, change, what)
+    return True
+
+
+def add_key(store: StateStore, folder: Path, key: KeptKey) -> None:
+    """From then on every client needs one."""
+
+    def change(db: sqlite3.Connection, known: tuple[KeptKey, ...]) -> None:
+        if any(each.name == key.name and each.holds(key.made_s) for each in known):
+            raise InputError(key.name, "has a key already; `potluck keys rotate` or `revoke` it")
+        _insert(db, key)
+        _open(db, False)
+
+    _changed(store, folder, key.made_s, change, f"{key.name} was added")
+
+
+def rotate_key(
+    store: StateStore, folder: Path, name: str, sha256: str, now_s: float, grace_s: float
+) -> KeptKey:
+    """Another key of the same name, tenant and limits; the ones before hold for a while longer."""
+    made: list[KeptKey] = []
+
+    def change(db: sqlite3.Connection, known: tuple[KeptKey, ...]) -> None:
+        mine = [each for each in _named(name, known) if each.holds(now_s)]
+        if not mine:
+            raise InputError(name, "has no key that holds; `potluck keys add` makes one")
+        last = mine[-1]
+        for each in mine:
+            ends_s = min(now_s + grace_s, each.ends_s or now_s + grace_s)
+            db.execute("UPDATE keys SET expires_s = ? WHERE sha256 = ?", (ends_s, each.sha256))
+        made.append(replace(last, sha256=sha256, made_s=now_s))
+        _insert(db, made[0])
+
+    _changed(
+        store, folder, now_s, change, f"{name} was rotated; the key before holds for {grace_s / 3600:g} h"
+    )
+    return made[0]
+
+
+def revoke_key(store: StateStore, folder: Path, name: str, now_s: float) -> int:
+    """None of this name is let in any more; how many there were."""
+    ended: list[str] = []
+
+    def change(db: sqlite3.Connection, known: tuple[KeptKey, ...]) -> None:
+        ended.extend(each.sha256 for each in _named(name, known) if each.holds(now_s))
+        if not ended:
+            raise InputError(name, "has no key that holds")
+        db.execute("UPDATE keys SET revoked_s = ? WHERE name = ? AND revoked_s IS NULL", (now_s, name))
+
+    _changed(store, folder, now_s, change, f"{name} was revoked")
+    return len(ended)
+
+
+def publish_keys(store: StateStore, folder: Path, now_s: float) -> bool:
+    """Make the gateway's file what the state says; whether it was another.
+
+    A state that has no keys takes those of the file: one that was lost must not open what was closed.
+    """
+    path = folder / KEY_FILE
+    before = path.read_text("utf-8", "replace") if path.is_file() else ""
+    known = kept_keys(store)
+    if before == _text(known, is_open(store)):
+        return False
+    with store.change() as db:
+        for key in () if known else _listed(before, path, now_s):
+            _insert(db, key)
+            _open(db, OPEN_BESIDE.strip() in before.splitlines())
+        written(path, _all_text(db))
+    return True
+
+
+def _changed(
+    store: StateStore,
+    folder: Path,
+    now_s: float,
+    change: Callable[[sqlite3.Connection, tuple[KeptKey, ...]], None],
+    what: str,
+) -> None:
+    with store.change() as db:
+        change(db, _all(db))
+        written(folder / KEY_FILE, _all_text(db))
+    store.note(now_s, "keys", what, "by hand")
+
+
+def _all(db: sqlite3.Connection) -> tuple[KeptKey, ...]:
+    return tuple(map(_key, db.execute(f"SELECT {_COLUMNS} FROM keys ORDER BY made_s, sha256").fetchall()))
+
+
+def _all_text(db: sqlite3.Connection) -> str:
+    known = _all(db)
+    opened = db.execute("SELECT 1 FROM settings WHERE name = ?", (OPENED,)).fetchone()
+    return _text(known, not known or opened is not None)
+
+
+def _open(db: sqlite3.Connection, opened: bool) -> None:
+    db.execute("DELETE FROM settings WHERE name = ?", (OPENED,))
+    if opened:
+        db.execute("INSERT INTO settings (name, value) VALUES (?, 'true')", (OPENED,))
+
+
+def _insert(db: sqlite3.Connection, key: KeptKey) -> None:
+    row = (key.sha256, key.name, json.dumps(key.line), key.made_s, key.expires_s, key.revoked_s)
+    db.execute(f"INSERT INTO keys ({_COLUMNS}) VALUES (?, ?, ?, ?, ?, ?)", row)
+
+
+def _named(name: str, known: tuple[KeptKey, ...]) -> list[KeptKey]:
+    found = [each for each in known if each.name == name]
+    if not found:
+        raise UnknownNameError("keys", name, [each.name for each in known])
+    return found
+
+
+def _text(keys: tuple[KeptKey, ...], opened: bool) -> str:
+    """Of the gateway's file, in which keys of one name must have the same tenant and limits.
+
+    Where all were revoked the last one stays, ended: an empty file would say nothing.
+    """
+    if not keys:
+        return HEADER + OPEN
+    newest = {each.name: each.line for each in keys}
+    listed = [each for each in keys if each.revoked_s is None and each.line == newest[each.name]]
+    return HEADER + (OPEN_BESIDE if opened else "") + "".join(_line(each) for each in listed or keys[-1:])
+
+
+def _listed(text: str, path: Path, now_s: float) -> list[KeptKey]:
+    """The keys of a file."""
+    found = []
+    for number, line in enumerate(text.splitlines(), 1):
+        if not line.strip() or line.lstrip().startswith("#") or line in (OPEN.strip(), OPEN_BESIDE.strip()):
+            continue
+        try:
+            said = dict(json.loads(line))
+            name, sha256, expires = said.pop("name"), said.pop("sha256"), said.pop("expires", None)
+            ends_s = None if expires is None else datetime.fromisoformat(expires)
+            if not isinstance(name, str) or len(bytes.fromhex(sha256)) != SHA256_BYTES:
+                raise ValueError
+        except (ValueError, TypeError, KeyError, RecursionError):
+            raise InputError(
+                f"{path}:{number}", "is no key, and the state has none; mend it, or move the file away"
+            ) from None
+        if ends_s is not None and ends_s.tzinfo is None:
+            ends_s = ends_s.replace(tzinfo=UTC)
+        found.append(KeptKey(sha256, name, said, now_s, None if ends_s is None else ends_s.timestamp()))
+    return found
+
+
+def _line(key: KeptKey) -> str:
+    line = {"name": key.name, "sha256": key.sha256, **key.line}
+    if key.ends_s is not None:
+        line["expires"] = datetime.fromtimestamp(key.ends_s, UTC).isoformat(timespec="milliseconds")
+    return json.dumps(line) + "\n"
+
+
+def _key(row: tuple[str, str, str, float, float | None, float | None]) -> KeptKey:
+    sha256, name, line, made_s, expires_s, revoked_s = row
+    return KeptKey(sha256, name, json.loads(line), made_s, expires_s, revoked_s)

@@ -27,17 +27,14 @@ from potluck.control.control_values import (
     StopEngine,
     WantedReplica,
 )
-from potluck.control.decision_history import DecisionHistory, gist
+from potluck.control.decision_history import DecisionHistory, ObservedSpeeds, gist
 from potluck.control.gateway_client import GatewayAway, GatewayClient, wants_of
 from potluck.control.launchers.launcher import Killer, Launcher
 from potluck.control.manual_changes import KeptCordons, leave, leaving
 from potluck.control.market import MarketSource
-from potluck.control.observed_speeds import ObservedSpeeds
 from potluck.control.plan_requests import Planner, PlanRequests
-from potluck.control.reconciler import LINGER_S, START_S, ReconcilerMemory, step
-from potluck.control.start_failures import StuckReplica, stuck
-from potluck.control.store.lease import Lease
-from potluck.control.store.state_store import StateStore
+from potluck.control.reconciler import LINGER_S, START_S, ReconcilerMemory, StuckReplica, step, stuck
+from potluck.control.state_store import Lease, StateStore
 from potluck.core.codec import encode
 from potluck.core.errors import PotluckError
 from potluck.core.values.plan import Plan, Template

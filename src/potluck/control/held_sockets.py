@@ -12,7 +12,11 @@ import fcntl
 import json
 import os
 import socket
+import time
+from collections.abc import Mapping
 from pathlib import Path
+
+from potluck.control.launchers.process import ProcessId, alive, spawn
 
 HIGH = 200
 """Files are passed on by numbers from here on, in a row."""
@@ -121,3 +125,44 @@ def _is_open(number: int) -> bool:
     except OSError:
         return False
     return True
+
+
+GATEWAY_MARK = "POTLUCK_GATEWAY"
+FIRST_S = 15.0
+LOOK_S = 0.05
+
+
+def launched(
+    folder: Path, command: list[str], place: Mapping[str, object], held: HeldSockets
+) -> dict[str, object]:
+    """A gateway's process, and what is written down of it."""
+    files, said = held.passed()
+    marks = {GATEWAY_MARK: str(folder.resolve()), **said}
+    try:
+        pid = spawn(command, marks, folder / "logs" / "gateway.log", files=files)
+    finally:
+        for each in files:
+            os.close(each)
+    return {**place, "pid": pid.number, "started": pid.started, "command": command}
+
+
+def revive(folder: Path, held: HeldSockets) -> None:
+    """Start the gateway again that the state names, where it is gone, and wait until it serves or has gone again."""
+    from potluck.control.state_store import StateStore
+
+    if not (folder / "state.db").is_file():
+        return
+    store = StateStore(folder / "state.db")
+    try:
+        place = store.get("gateway") or {}
+        command = place.get("command")
+        if command and not alive(ProcessId(int(place["pid"]), int(place["started"]))):
+            again = launched(folder, list(command), place, held)
+            store.set("gateway", again)
+            store.note(time.time(), "gateway", f"is started again at {again['url']}", "it was not there")
+            until_s = time.monotonic() + FIRST_S
+            pid = ProcessId(int(str(again["pid"])), int(str(again["started"])))
+            while alive(pid) and not hands_over(takeover_in(folder)) and time.monotonic() < until_s:
+                time.sleep(LOOK_S)
+    finally:
+        store.close()

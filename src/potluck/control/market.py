@@ -12,9 +12,10 @@ emptied before. A file that cannot be read leaves what was read last, and says s
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
+from math import isfinite
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -22,7 +23,7 @@ import yaml
 
 from potluck.control.control_values import EngineInstance
 from potluck.core.errors import FormatError, InputError, PotluckError, UnknownNameError
-from potluck.core.values.types import NodeOffer, Region
+from potluck.core.values.types import NodeOffer, NodeType, Region
 
 MOST_LINES = 10_000
 OFFER_KEYS = {"region", "node", "price_usd_per_h", "available"}
@@ -270,3 +271,173 @@ class MarketFile:
         except OSError:
             return None
         return found.st_mtime_ns, found.st_size, found.st_ino
+
+
+NOTICE_S = 30.0
+"""Before machines go, where nothing is said: Azure and Google give 30 s, Amazon 120 s."""
+
+
+@dataclass(frozen=True, slots=True)
+class MarketChange:
+    """From a moment on a node type has another price, or there are more or fewer of it."""
+
+    at_s: float
+    quote: Quote
+    notice_s: float = NOTICE_S
+
+
+@dataclass(frozen=True, slots=True)
+class NodesLeave:
+    """So many machines of a type go, though others like them may be had."""
+
+    at_s: float
+    region: str
+    node: str
+    count: int
+    notice_s: float = NOTICE_S
+
+
+@dataclass(frozen=True, slots=True)
+class MarketSchedule:
+    changes: tuple[MarketChange, ...] = ()
+    """In order of time."""
+    leaves: tuple[NodesLeave, ...] = ()
+
+    def regions(self, spec: Sequence[Region], at_s: float = 0.0) -> tuple[Region, ...]:
+        """The spec's regions at the prices and with the nodes of a moment."""
+        found = tuple(spec)
+        for change in self.changes:
+            if change.at_s <= at_s:
+                found = Market((change.quote,)).regions(found)
+        return found
+
+
+def read_schedule(text: str, where: str, spec: Sequence[Region]) -> MarketSchedule:
+    """A file's text, checked against the regions and nodes that the spec has."""
+    timed = {"at_s", "notice_s"}
+    offers, notices = market_lines(text, where, OFFER_KEYS | timed, (NOTICE_KEYS | timed) - {"engine", "at"})
+    changes = [
+        MarketChange(
+            _seconds(each, "at_s", 0.0, at),
+            quote_of(each, at, spec),
+            _seconds(each, "notice_s", NOTICE_S, at),
+        )
+        for each, at in offers
+    ]
+    leaves = [
+        NodesLeave(
+            _seconds(each, "at_s", None, at),
+            *place_of(each, at, spec),
+            count_of(each, at),
+            _seconds(each, "notice_s", NOTICE_S, at),
+        )
+        for each, at in notices
+    ]
+    return MarketSchedule(tuple(sorted(changes, key=lambda each: each.at_s)), tuple(leaves))
+
+
+def _seconds(each: dict[str, Any], name: str, default: float | None, at: str) -> float:
+    value = each.get(name, default)
+    if isinstance(value, bool) or not isinstance(value, int | float) or not isfinite(value) or value < 0:
+        raise InputError(f"{at}.{name}", f"must be seconds of the simulation, from 0, is {value!r}")
+    return float(value)
+
+
+@dataclass(frozen=True, slots=True)
+class NodeTypeLabels:
+    """A node type of the spec, as it is looked for in a cluster."""
+
+    gpus: int
+    names: tuple[str, ...]
+    """What its GPU may be called there, the likeliest first."""
+
+
+Spellings = Mapping[str, NodeTypeLabels]
+"""By node type."""
+
+
+@dataclass(frozen=True, slots=True)
+class ClusterNode:
+    """One machine of a cluster."""
+
+    id: str
+    region: str
+    """Empty: it does not say."""
+    gpus: tuple[tuple[str, int], ...]
+    """What they are called, and how many."""
+    well: bool = True
+    """Whether something may be started there."""
+
+    def count(self, kind: NodeTypeLabels) -> int:
+        """How many nodes of a kind it can be."""
+        return max((have // kind.gpus for name, have in self.gpus if name in kind.names), default=0)
+
+
+def spellings_of(
+    nodes: Sequence[NodeType], aliases: Callable[[str], Sequence[str]], told: Mapping[str, str]
+) -> dict[str, NodeTypeLabels]:
+    """What the spec's nodes are called; `told` names GPUs as the cluster does, where somebody said so."""
+    return {
+        node.name: NodeTypeLabels(
+            node.gpus,
+            (told[node.gpu.name],)
+            if node.gpu.name in told
+            else tuple(dict.fromkeys((node.gpu.name, *aliases(node.gpu.name)))),
+        )
+        for node in nodes
+    }
+
+
+def quotes_of(
+    there: Sequence[ClusterNode], spellings: Spellings, regions: Sequence[Region]
+) -> tuple[Quote, ...]:
+    """How many nodes of each type there are. A node counts for every type that it can be."""
+    anywhere = not any(node.region for node in there)
+    return tuple(
+        Quote(
+            region.name,
+            offer.node,
+            available=sum(
+                node.count(spellings[offer.node])
+                for node in there
+                if node.well and (anywhere or node.region == region.name)
+            ),
+        )
+        for region in regions
+        for offer in region.offers
+    )
+
+
+class ClusterMarket:
+    """What a cluster has now; prices and notices are those of `below`, where there is a file of them."""
+
+    def __init__(
+        self,
+        there: Callable[[], Sequence[ClusterNode]],
+        spellings: Spellings,
+        spec: Sequence[Region],
+        below: MarketSource | None = None,
+    ) -> None:
+        self._there, self._spellings, self.spec, self._below = there, spellings, tuple(spec), below
+        self._shown: tuple[Region, ...] = ()
+        self.market = Market()
+        self.problem = ""
+
+    @property
+    def regions(self) -> tuple[Region, ...]:
+        return self.market.regions(self.spec)
+
+    def changes(self) -> str:
+        before, self._shown = self._shown, self.regions
+        return changed(before, self._shown)
+
+    def look(self) -> None:
+        prices: dict[tuple[str, str], float | None] = {}
+        notices = self.market.notices
+        if self._below is not None:
+            self._below.look()
+            self.problem, notices = self._below.problem, self._below.market.notices
+            prices = {(each.region, each.node): each.price_usd_per_h for each in self._below.market.quotes}
+        there = quotes_of(self._there(), self._spellings, self.spec)
+        quotes = tuple(replace(each, price_usd_per_h=prices.get((each.region, each.node))) for each in there)
+        self.market = Market(quotes, notices)

@@ -16,7 +16,7 @@ from typing import Any, Protocol
 
 from potluck.control.control_values import PlanReply, PlanRequest
 from potluck.control.manual_changes import is_by_hand
-from potluck.control.store.state_store import StateStore
+from potluck.control.state_store import StateStore
 from potluck.core.errors import PotluckError
 from potluck.core.state.actions import SeenLengths
 from potluck.core.values.observed_speed import ObservedSpeed, spoken

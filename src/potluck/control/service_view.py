@@ -10,8 +10,8 @@ from potluck.control.control_values import EngineInstance
 from potluck.control.controller import STUCK
 from potluck.control.gateway_client import GatewayClient
 from potluck.control.launchers.process import last_lines
-from potluck.control.shutdown import living
-from potluck.control.store.state_store import RecordedEvent, StateStore
+from potluck.control.local_stack import living
+from potluck.control.state_store import RecordedEvent, StateStore
 from potluck.core.codec import encode
 from potluck.core.errors import InputError, PotluckError
 from potluck.core.values.lossy_hops import lossy_notices

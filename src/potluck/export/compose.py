@@ -7,8 +7,7 @@ from typing import Any
 
 import yaml
 
-from potluck.export.engine_commands import CommandOptions, HostOf, roster
-from potluck.export.placement import PlacedPlan, RentedMachine
+from potluck.export.placement import CommandOptions, HostOf, PlacedPlan, RentedMachine, roster
 
 SECRETS = ("engine.key", "pipeline.secret")
 

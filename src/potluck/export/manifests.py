@@ -12,18 +12,25 @@ from collections.abc import Mapping, Sequence
 
 import yaml
 
-from potluck.control.launchers.kubernetes.pipeline_pods import worker_container
-from potluck.control.launchers.kubernetes.pods import (
+from potluck.control.launchers.kubernetes_pods import (
     GRACE_S,
     Manifest,
     ManifestOptions,
     engine_container,
     mounts,
     pod_template,
+    worker_container,
 )
 from potluck.core.errors import InputError
-from potluck.export.engine_commands import EVERYWHERE, CommandOptions, roster, stage_port
-from potluck.export.placement import EnginePlacement, PlacedPlan, RentedMachine
+from potluck.export.placement import (
+    EVERYWHERE,
+    CommandOptions,
+    EnginePlacement,
+    PlacedPlan,
+    RentedMachine,
+    roster,
+    stage_port,
+)
 
 CONFIG = "potluck-plan"
 MOST_CONFIG_BYTES = 900_000

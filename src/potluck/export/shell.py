@@ -5,8 +5,7 @@ from __future__ import annotations
 import shlex
 from collections.abc import Mapping
 
-from potluck.export.engine_commands import CommandOptions, HostOf, roster, visible
-from potluck.export.placement import PlacedPlan, RentedMachine
+from potluck.export.placement import CommandOptions, HostOf, PlacedPlan, RentedMachine, roster, visible
 
 HEAD = """#!/usr/bin/env bash
 # {what}

@@ -8,8 +8,7 @@ from typing import Any
 import yaml
 
 from potluck.core.errors import InputError
-from potluck.export.engine_commands import EVERYWHERE, CommandOptions, roster, visible
-from potluck.export.placement import PlacedPlan, RentedMachine
+from potluck.export.placement import EVERYWHERE, CommandOptions, PlacedPlan, RentedMachine, roster, visible
 
 GPU_NAMES = {
     "A100-40": "A100",

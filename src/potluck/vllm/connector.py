@@ -34,17 +34,70 @@ from potluck.kv.kv_sender import KvSender
 from potluck.kv.peer_connections import PeerConnections, client_context, server_context
 from potluck.vllm.adapter_channel import AdapterChannel
 from potluck.vllm.cache_events import HIDDEN, full_group, line_of
-from potluck.vllm.identity import ModelShard, check_version, fingerprint, layer_of, mark_of
-from potluck.vllm.kv_stats import KvStats, PromMetrics
 from potluck.vllm.receive_worker import ReceiveWorker
 from potluck.vllm.send_worker import SendWorker
-from potluck.vllm.transfer_params import address_of
-from potluck.vllm.transfer_scheduler import ReadBlocks, TransferScheduler, WorkerNews, WorkerOrders
-from potluck.vllm.vllm_blocks import VllmLayer
-from potluck.vllm.vllm_caches import check_caches, keeps_all_of_windows, layers_of
+from potluck.vllm.transfer_scheduler import (
+    ReadBlocks,
+    TransferScheduler,
+    WorkerNews,
+    WorkerOrders,
+    address_of,
+)
+from potluck.vllm.vllm_blocks import (
+    ModelShard,
+    VllmLayer,
+    check_caches,
+    check_version,
+    fingerprint,
+    keeps_all_of_windows,
+    layer_of,
+    layers_of,
+    mark_of,
+)
 
 if TYPE_CHECKING:
     from torch import Tensor
+from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorPromMetrics, KVConnectorStats
+from vllm.v1.metrics.utils import create_metric_per_engine
+
+COUNTS = {
+    "received_bytes": "Bytes of KV that came from other engines, as they crossed.",
+    "received_tokens": "Tokens whose KV came from other engines.",
+    "failed_fetches": "Hand-overs that did not come; what they would have brought was computed.",
+}
+
+
+class KvStats(KVConnectorStats):
+    """Counts since the last step."""
+
+    def reset(self) -> None:
+        self.data: dict[str, int] = {}
+
+    def aggregate(self, other: KVConnectorStats) -> KvStats:
+        names = self.data.keys() | other.data.keys()
+        return KvStats({name: self.data.get(name, 0) + other.data.get(name, 0) for name in names})
+
+    def reduce(self) -> dict[str, int | float]:
+        return dict(self.data)
+
+    def is_empty(self) -> bool:
+        return not self.data
+
+
+class PromMetrics(KVConnectorPromMetrics):
+    def __init__(self, config: Any, kinds: Any, labels: list[str], engines: dict[int, list[object]]) -> None:
+        super().__init__(config, kinds, labels, engines)
+        self._counters = {
+            name: create_metric_per_engine(
+                self._counter_cls(name=f"potluck:kv_{name}", documentation=said, labelnames=labels), engines
+            )
+            for name, said in COUNTS.items()
+        }
+
+    def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:
+        for name, count in transfer_stats_data.items():
+            self._counters[name][engine_idx].inc(count)
+
 
 logger = init_logger("vllm.potluck")
 REST_S = 0.005

@@ -21,8 +21,7 @@ from potluck.kv.fetch import FetchRequest, KvFetch
 from potluck.kv.kv_codec import restored
 from potluck.kv.peer_connections import Address, PeerConnections
 from potluck.vllm.send_worker import Told
-from potluck.vllm.transfer_params import address_of
-from potluck.vllm.transfer_scheduler import FetchOrder, PlaceBlocks, WorkerNews
+from potluck.vllm.transfer_scheduler import FetchOrder, PlaceBlocks, WorkerNews, address_of
 from potluck.vllm.vllm_blocks import VllmLayer
 
 log = logging.getLogger("vllm.potluck")  # vLLM writes down what is said below its own name

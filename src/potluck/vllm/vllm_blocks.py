@@ -11,10 +11,10 @@ for.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch import Tensor
@@ -22,6 +22,16 @@ from torch import Tensor
 from potluck.core.errors import InputError
 from potluck.kv.assembly import first_needed
 from potluck.kv.codec_layout import ITEM_BYTES, Part
+
+if TYPE_CHECKING:
+    from torch import Tensor
+import hashlib
+import json
+import re
+from pathlib import Path
+
+from potluck.kv.handles import IDLE_KEYS, directory_mark, fingerprint_of
+from potluck.vllm import TESTED
 
 Write = Callable[[Tensor, Tensor, Tensor, Tensor], None]
 """Keys and values (tokens, heads, width) into a cache (blocks, heads, tokens, content) at slots."""
@@ -187,3 +197,152 @@ def format_of(cache: Tensor) -> str:
     if name not in ITEM_BYTES:
         raise InputError("--kv-cache-dtype", f"{name} cannot be handed over; {', '.join(ITEM_BYTES)} can")
     return name
+
+
+FULL = frozenset({"FullAttentionSpec", "MLAAttentionSpec"})
+WINDOWED = frozenset({"SlidingWindowSpec"})
+EXACT = frozenset({"auto", "float16", "bfloat16", "float32", "half", "float"})
+
+
+def check_caches(kv_cache_config: Any, cache_dtype: str) -> bool:
+    """InputError for what cannot be handed over; whether some layers keep no more than a window."""
+    if cache_dtype not in EXACT:
+        raise InputError(
+            "--kv-cache-dtype",
+            f"{cache_dtype} cannot be handed over by this connector; leave it out, or take bfloat16 or float16",
+        )
+    kinds = {type(spec).__name__ for _, _, spec in _specs(kv_cache_config)}
+    unknown = sorted(kinds - FULL - WINDOWED)
+    if unknown:
+        raise InputError(
+            "model",
+            f"has caches of {', '.join(unknown)}; only models whose layers all have full attention, latents or a "
+            "sliding window can be handed over by this connector",
+        )
+    return bool(kinds & WINDOWED)
+
+
+def keeps_all_of_windows(kv_cache_config: Any) -> bool:
+    """As with --disable-hybrid-kv-cache-manager."""
+    return any(
+        type(spec).__name__ in FULL and getattr(spec, "sliding_window", None)
+        for _, _, spec in _specs(kv_cache_config)
+    )
+
+
+def layers_of(kv_caches: Mapping[str, Tensor], kv_cache_config: Any, config: Any) -> dict[int, VllmLayer]:
+    """By their numbers in the model."""
+    context = config.compilation_config.static_forward_context
+    specs = {name: (group, spec) for group, name, spec in _specs(kv_cache_config)}
+    found: dict[int, VllmLayer] = {}
+    for name, cache in kv_caches.items():
+        number = layer_of(name)
+        if number in found:
+            raise InputError("vLLM", f"has two caches for layer {number}; that cannot be handed over")
+        if name not in specs:
+            raise InputError("vLLM", f"has a cache of {name}, which is in none of its groups")
+        group, spec = specs[name]
+        window = int(spec.sliding_window) if type(spec).__name__ in WINDOWED else None
+        blocks = _blocks(cache, int(spec.block_size), context[name], latent=config.model_config.use_mla)
+        found[number] = VllmLayer(blocks, group, window)
+    return found
+
+
+def _specs(kv_cache_config: Any) -> Iterator[tuple[int, str, Any]]:
+    """(group, layer, what is kept of it)"""
+    groups = kv_cache_config.kv_cache_groups if kv_cache_config is not None else ()
+    for number, group in enumerate(groups):
+        each = getattr(group.kv_cache_spec, "kv_cache_specs", None)
+        for name in group.layer_names:
+            yield number, name, group.kv_cache_spec if each is None else each[name]
+
+
+def _blocks(cache: Tensor, block_tokens: int, layer: Any, *, latent: bool) -> LayerBlocks:
+    if cache.dim() != 4 or cache.shape[2] != block_tokens:
+        raise InputError(
+            "vLLM",
+            f"has blocks of shape {list(cache.shape)}, expected blocks x heads x {block_tokens} tokens x content",
+        )
+    isa = getattr(layer, "isa", None)
+    if isa is None:
+        return PlainBlocks(cache, "latent" if latent else "kv")
+    from vllm import _custom_ops as ops
+
+    def write(keys: Tensor, values: Tensor, into: Tensor, slots: Tensor) -> None:
+        blocks, heads, tokens, _ = into.shape
+        halves = into.view(blocks, heads, 2 * tokens, -1).chunk(2, dim=2)
+        ops.cpu_attn_reshape_and_cache(keys, values, *halves, slots, isa)
+
+    return PackedBlocks(cache, write)
+
+
+LAYER = re.compile(r"\.(\d+)\.")
+
+
+def check_version(found: str, *, anyway: bool = False) -> str:
+    """A line of warning, or nothing; InputError for a vLLM that this was not tried with."""
+    if found.split("+")[0] in TESTED:
+        return ""
+    line = f"this connector was tried with {', '.join(TESTED)}, not with {found}"
+    if not anyway:
+        raise InputError("vLLM", f'{line}; to try, set "any_version": true in kv_connector_extra_config')
+    return line
+
+
+@dataclass(frozen=True, slots=True)
+class ModelShard:
+    """Which part of a model a worker has."""
+
+    tensor_rank: int = 0
+    tensor_size: int = 1
+    stage: int = 0
+    stages: int = 1
+
+    @property
+    def rank(self) -> int:
+        return self.stage * self.tensor_size + self.tensor_rank
+
+    @property
+    def size(self) -> int:
+        return self.stages * self.tensor_size
+
+
+def mark_of(model: str, revision: str | None, config: Mapping[str, object], overrides: object) -> str:
+    """A model's directory in short, as every engine has it; of one that is not a directory, its name and settings.
+
+    `overrides`: what vLLM was told to read otherwise than the configuration says.
+    """
+    directory = Path(model)
+    if directory.is_dir():
+        mark = directory_mark(directory)
+        return _digest([mark, overrides]) if overrides else mark
+    kept = {key: value for key, value in config.items() if key not in IDLE_KEYS}
+    return _digest([model, revision or "main", kept])
+
+
+def fingerprint(
+    mark: str, share: ModelShard, layers: Mapping[int, VllmLayer], *, all_of_windows: bool = False
+) -> str:
+    """Of one worker. `all_of_windows`: vLLM keeps them as if they were none, so more crosses."""
+    dtypes = sorted({layer.shape.dtype for layer in layers.values()})
+    said = []
+    if share.size > 1:
+        said.append(f"tensor {share.tensor_rank + 1}/{share.tensor_size}")
+        said.append(f"stage {share.stage + 1}/{share.stages}")
+    if share.stages > 1:
+        said.append(f"layers {min(layers)}-{max(layers)}")
+    if all_of_windows:
+        said.append("with all of its windows")
+    return fingerprint_of(mark, "-".join(dtypes), " ".join(said))
+
+
+def _digest(said: object) -> str:
+    return hashlib.sha256(json.dumps(said, sort_keys=True, default=str).encode()).hexdigest()[:32]
+
+
+def layer_of(name: str) -> int:
+    """The number in a layer's name, such as model.layers.3.self_attn.attn."""
+    found = LAYER.findall(f"{name}.")
+    if len(found) != 1:
+        raise InputError("vLLM", f"has a layer {name!r}, in whose name there is not one number")
+    return int(found[0])

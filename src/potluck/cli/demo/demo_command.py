@@ -203,7 +203,7 @@ def _stood(folder: Path, seconds: float, port: int, stay: bool, as_json: bool) -
 
 
 def _key(stand: LocalStack, tenant: str) -> str:
-    from potluck.control.store.stored_keys import KeptKey, add_key
+    from potluck.control.accounts import KeptKey, add_key
     from potluck.gateway.openai.keys import new_key
 
     key, line = new_key(tenant, tenant)

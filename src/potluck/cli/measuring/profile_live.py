@@ -51,7 +51,7 @@ def write_live(state: Path | None, out: Path, as_json: bool) -> None:
 def _observed(state: Path | None) -> list[tuple[ObservedSpeed, Profile]]:
     from potluck.cli.common.problem_options import load_problem, read_spec
     from potluck.cli.planning.estimate_command import measured
-    from potluck.control.observed_speeds import ENOUGH, LOOK_S, paces_of
+    from potluck.control.decision_history import ENOUGH, LOOK_S, paces_of
     from potluck.plan.replan.observed_profiles import profile_of
 
     with opened(state, running=False) as service:

@@ -11,7 +11,7 @@ import click
 from potluck.cli.common.files import read_text
 from potluck.cli.common.render import emit_json, table
 from potluck.core.errors import InputError
-from potluck.export.engine_commands import KEY_FILE
+from potluck.export.placement import KEY_FILE
 from potluck.spec.spec_values import Spec
 
 KINDS = ("commands", "compose", "kubernetes", "skypilot")
@@ -88,10 +88,9 @@ def export(
     """
     from potluck.cli.common.plan_formats import weights_in
     from potluck.cli.common.problem_options import read_plan, read_spec
-    from potluck.control.launchers.kubernetes.pods import ManifestOptions
+    from potluck.control.launchers.kubernetes_pods import ManifestOptions
     from potluck.export import compose, manifests, shell, skypilot
-    from potluck.export.engine_commands import CommandOptions
-    from potluck.export.placement import roomed
+    from potluck.export.placement import CommandOptions, roomed
 
     _must_be_empty(out)
     made = read_plan(plan)

@@ -45,8 +45,7 @@ class LiveService:
 
 
 def live_of(service: ServiceView) -> LiveService:
-    from potluck.control.decision_history import history_of
-    from potluck.control.observed_speeds import paces_of
+    from potluck.control.decision_history import history_of, paces_of
 
     newest, known = service.store.plan(), service.store.get("spec files") or {}
     if newest is None or "path" not in known:

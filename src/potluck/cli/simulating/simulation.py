@@ -22,7 +22,7 @@ from potluck.core.values.lossy_hops import lossy_crossings
 from potluck.core.values.plan import Plan
 
 if TYPE_CHECKING:
-    from potluck.control.market_schedule import MarketSchedule
+    from potluck.control.market import MarketSchedule
     from potluck.perf.delays.startup import StartupCosts
     from potluck.plan.problem import PlanningProblem
     from potluck.plan.strategies import TemplateFactory
@@ -90,7 +90,7 @@ def _first_plan(problem: PlanningProblem, time_limit_s: float) -> Plan:
 
 def _at_first(spec: Spec, market: Path | None) -> tuple[Spec, MarketSchedule | None]:
     """A spec at the prices and with the nodes that a market file begins with, and what the file has in store."""
-    from potluck.control.market_schedule import read_schedule
+    from potluck.control.market import read_schedule
 
     if market is None:
         return spec, None

@@ -26,7 +26,7 @@ from potluck.core.errors import FormatError, InputError
 from potluck.kv.prefix_pool import as_json, place_in
 from potluck.vllm.adapter.adapter_segments import segments
 from potluck.vllm.adapter.adapter_service import ROLES, SERVICE, AdapterService
-from potluck.vllm.transfer_params import address_of
+from potluck.vllm.transfer_scheduler import address_of
 
 MOST_PEERS = 4096
 OPEN = frozenset({"/health"})

@@ -17,10 +17,8 @@ from potluck.api.http import ServedNames
 from potluck.core.errors import InputError
 from potluck.kv.peer_connections import Address
 from potluck.vllm.adapter.adapter_app import build
-from potluck.vllm.adapter.adapter_service import AdapterLimits, AdapterService
-from potluck.vllm.adapter.connector_events import ConnectorEvents
-from potluck.vllm.adapter.vllm_flags import VllmSettings
-from potluck.vllm.adapter.vllm_process import VllmProcess
+from potluck.vllm.adapter.adapter_service import AdapterLimits, AdapterService, ConnectorEvents
+from potluck.vllm.adapter.vllm_process import VllmProcess, VllmSettings
 
 DRAIN_S = 30.0
 """How long requests may go on when the engine is asked to end."""

@@ -84,8 +84,8 @@ def vllm(
 
         from potluck.vllm.adapter.adapter_service import AdapterLimits
         from potluck.vllm.adapter.serve import serve
-        from potluck.vllm.adapter.vllm_flags import GpuShape, VllmSettings
-        from potluck.vllm.transfer_params import address_of
+        from potluck.vllm.adapter.vllm_process import GpuShape, VllmSettings
+        from potluck.vllm.transfer_scheduler import address_of
     except ModuleNotFoundError as error:
         raise InputError("engine vllm", f"needs {error.name}; install potluck[gateway]") from error
 

@@ -17,7 +17,7 @@ from potluck.core.errors import InputError
 
 if TYPE_CHECKING:
     from potluck.control.host_agent import HostLink, HostReport
-    from potluck.control.launchers.local_gpus import LocalGpu
+    from potluck.control.launchers.local_capacity import LocalGpu
 
 PORT = 7300
 _file = click.Path(dir_okay=False, path_type=Path)
@@ -51,7 +51,7 @@ def serve(
 ) -> None:
     """Say what this host has to whoever shows the key, and measure ways to others when asked."""
     from potluck.control.host_agent import HostAgent
-    from potluck.control.launchers.local_gpus import find_chips
+    from potluck.control.launchers.local_capacity import find_chips
 
     gpus = [_name(chip) for chip in find_chips()]
     about = {"name": name or socket.gethostname(), "region": region, "gpus": gpus, "version": __version__}

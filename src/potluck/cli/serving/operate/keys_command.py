@@ -19,8 +19,8 @@ from potluck.cli.serving.operate.which_service import nothing, opened, state_opt
 from potluck.core.errors import InputError
 
 if TYPE_CHECKING:
+    from potluck.control.accounts import KeptKey
     from potluck.control.service_view import ServiceView
-    from potluck.control.store.stored_keys import KeptKey
 
 HOUR_S = 3600.0
 SHUT = "from now on every client of this service needs a key; `potluck keys open` lets those without one in again"
@@ -69,7 +69,7 @@ def add(
     The first one locks out all clients without a key: it says so, and asks first on a terminal. `potluck keys open`
     lets them in again. The key is shown once and kept nowhere.
     """
-    from potluck.control.store.stored_keys import KeptKey, add_key, is_open, kept_keys
+    from potluck.control.accounts import KeptKey, add_key, is_open, kept_keys
     from potluck.gateway.openai.keys import new_key, read_expiry
 
     tenant = given.pop("tenant")
@@ -114,7 +114,7 @@ def _say_shut(ask: bool) -> None:
 @_json
 def rotate(name: str, grace_h: float, state: Path | None, as_json: bool) -> None:
     """Another key for NAME, with the same tenant and limits."""
-    from potluck.control.store.stored_keys import rotate_key
+    from potluck.control.accounts import rotate_key
     from potluck.gateway.openai.keys import new_key
 
     key, line = new_key(name)
@@ -130,7 +130,7 @@ def rotate(name: str, grace_h: float, state: Path | None, as_json: bool) -> None
 @_json
 def revoke(name: str, state: Path | None, as_json: bool) -> None:
     """Let nobody in with a key called NAME any more, within a second."""
-    from potluck.control.store.stored_keys import is_open, kept_keys, revoke_key
+    from potluck.control.accounts import is_open, kept_keys, revoke_key
 
     with _store(state) as (service, note):
         count = revoke_key(service.store, service.folder, name, time.time())
@@ -172,7 +172,7 @@ def close(state: Path | None, as_json: bool) -> None:
 
 
 def _set_open(service: ServiceView, opened: bool, note: str, as_json: bool) -> None:
-    from potluck.control.store.stored_keys import set_open
+    from potluck.control.accounts import set_open
 
     changed = set_open(service.store, service.folder, opened, time.time())
     what = "clients without a key are let in" if opened else "every client needs a key"
@@ -188,7 +188,7 @@ def _set_open(service: ServiceView, opened: bool, note: str, as_json: bool) -> N
 @click.option("--json", "as_json", is_flag=True, help="For machines.")
 def listed(state: Path | None, as_json: bool) -> None:
     """Show all keys that there are or were, without the keys themselves."""
-    from potluck.control.store.stored_keys import is_open, kept_keys
+    from potluck.control.accounts import is_open, kept_keys
 
     with _store(state) as (service, _note):
         found, without = kept_keys(service.store), is_open(service.store)
@@ -248,7 +248,7 @@ def _append(path: Path, line: str) -> None:
 @contextmanager
 def _store(state: Path | None, *, make: bool = False) -> Iterator[tuple[ServiceView, str]]:
     """The state, and what to say of its gateway; with `make`, a folder that has none yet gets one."""
-    from potluck.control.store.state_store import StateStore
+    from potluck.control.state_store import StateStore
 
     if make and state is not None and not (state / "state.db").is_file():
         StateStore(state / "state.db").close()

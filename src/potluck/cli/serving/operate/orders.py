@@ -244,8 +244,8 @@ def _unless(controller_lives: bool, what: str) -> None:
 def down(state: Path | None, within_s: float, as_json: bool) -> None:
     """Drain a service and stop all of it: gateway, engines, controller."""
     from potluck.cli.serving.up.clusters import launcher_of
-    from potluck.control.shutdown import pid_of, stop_all, wait
-    from potluck.control.store.lease import LASTS_S, Lease
+    from potluck.control.local_stack import pid_of, stop_all, wait
+    from potluck.control.state_store import LASTS_S, Lease
 
     with opened(state, running=False, left=True) as service:
         controller = pid_of(service.store.get("controller"))

@@ -19,7 +19,7 @@ from potluck.core import figures
 
 if TYPE_CHECKING:
     from potluck.control.service_view import ServiceView
-    from potluck.control.store.state_store import RecordedEvent
+    from potluck.control.state_store import RecordedEvent
 
 LOOK_S = 0.3
 SETTLE_S = 2.0

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from rich.console import Group
     from rich.table import Table
 
-    from potluck.control.recent_metrics import RecentMetrics
+    from potluck.control.gateway_client import RecentMetrics
     from potluck.control.service_view import ServiceView
 
 WIDTH = 80
@@ -38,7 +38,7 @@ def top(state: Path | None, every_s: float, once: bool, as_json: bool) -> None:
     from rich.console import Console
     from rich.live import Live
 
-    from potluck.control.recent_metrics import RecentMetrics
+    from potluck.control.gateway_client import RecentMetrics
 
     with opened(state) as service:
         if not service.gateway_lives:
@@ -63,7 +63,7 @@ def top(state: Path | None, every_s: float, once: bool, as_json: bool) -> None:
 
 def _look(service: ServiceView, recent: RecentMetrics) -> dict[str, Any]:
     """One more reading; the snapshot beside it."""
-    from potluck.control.recent_metrics import read
+    from potluck.control.gateway_client import read
 
     try:
         recent.add(read(service.client.metrics(), time.monotonic()))

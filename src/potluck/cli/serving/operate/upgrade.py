@@ -67,7 +67,7 @@ def _all(
 ) -> None:
     """Copy by copy. A gateway that does not answer, or a copy that is not ready to be drained, is asked again."""
     from potluck.control.gateway_client import KeyRefused
-    from potluck.control.rolling_upgrade import due, lacks
+    from potluck.control.manual_changes import due, lacks
 
     start_s, done = time.monotonic(), 0
     if not due(client.snapshot(), 0.0):

@@ -45,8 +45,7 @@ def usage(
 
     Tokens are those of requests that were answered, or that their client left; with `--by outcome`, of all.
     """
-    from potluck.control.accounts import count_all
-    from potluck.control.store.stored_usage import used
+    from potluck.control.accounts import count_all, used
 
     if as_json and as_csv:
         raise InputError("--csv", "and --json exclude each other")

@@ -38,7 +38,7 @@ def attach(
     time_limit_s: float,
     as_json: bool,
 ) -> None:
-    from potluck.control.launchers.ports import LOOPBACK, next_free
+    from potluck.control.launchers.process import LOOPBACK, next_free
     from potluck.control.local_stack import USUAL_PORT
     from potluck.gateway.serve import serve_forever
     from potluck.gateway.settings import GatewaySettings, ListenAddresses

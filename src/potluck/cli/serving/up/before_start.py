@@ -21,13 +21,13 @@ from potluck.cli.serving.up.gpus import (
 )
 from potluck.cli.serving.up.up_plan import PlanChoices, prepared
 from potluck.cli.simulating.simulation import SimulationInputs, policy_of, read_one_spec, startups_of
-from potluck.control.launchers.local_gpus import find_chips
+from potluck.control.launchers.local_capacity import find_chips
 from potluck.core.errors import CapacityError, InputError
 
 if TYPE_CHECKING:
     from potluck.cli.serving.up.clusters import ClusterTarget
     from potluck.cli.serving.up.up_plan import PreparedPlan
-    from potluck.control.launchers.fork_server_client import ForkServer
+    from potluck.control.launchers.local_launcher import ForkServer
     from potluck.control.plan_requests import Planner
     from potluck.core.state.policy import Policy
     from potluck.plan.problem import PlanningProblem
@@ -115,7 +115,7 @@ def start_s(ready: GpuSetup) -> float:
 
 def told_slow(found: PreparedPlan, fork_server: ForkServer | None) -> PreparedPlan:
     """With a line, before anything is served, where this machine is too slow for the plan's GPUs."""
-    from potluck.control.launchers.cpu_capacity import cpu_count, slow_line
+    from potluck.control.launchers.local_capacity import cpu_count, slow_line
 
     if fork_server is None or fork_server.cpu is None:
         return found

@@ -13,11 +13,11 @@ import click
 from potluck.core.errors import InputError, UnknownNameError
 
 if TYPE_CHECKING:
-    from potluck.control.cluster import ClusterNode, Spellings
     from potluck.control.launchers.engine_command import EngineCommands
     from potluck.control.launchers.launcher import Launcher
     from potluck.control.local_stack import LocalStackSettings
-    from potluck.control.store.state_store import StateStore
+    from potluck.control.market import ClusterNode, Spellings
+    from potluck.control.state_store import StateStore
     from potluck.spec.spec_values import Spec
 
 ON = "on"
@@ -94,7 +94,7 @@ class ClusterTarget:
             raise InputError(
                 "--on", "pools of named machines run with `potluck export commands`; write a fleet"
             )
-        from potluck.control.cluster import ClusterMarket
+        from potluck.control.market import ClusterMarket
 
         there = self._nodes_there(spec)
         market = ClusterMarket(lambda: there, self._spellings(spec), spec.regions)
@@ -107,8 +107,8 @@ class ClusterTarget:
             raise InputError("--engine-tls", "is for --on ray, where addresses are machines' own")
         if self.on == "here":
             return settings
-        from potluck.control.atomic_files import written
-        from potluck.control.cluster import ClusterMarket
+        from potluck.control.market import ClusterMarket
+        from potluck.control.state_store import written
         from potluck.spec.load_spec import load_spec
 
         key_file = settings.folder / ENGINE_KEY
@@ -142,24 +142,23 @@ class ClusterTarget:
 
     def _spellings(self, spec: Spec) -> Spellings:
         from potluck.catalog import gpus
-        from potluck.control.cluster import spellings_of
+        from potluck.control.market import spellings_of
 
         names = {node.gpu.name for node in spec.node_types}
         found = spellings_of(spec.node_types, _aliases(gpus), _pairs(self.gpu_labels, names))
         if self.on == "kubernetes":
-            from potluck.control.launchers.kubernetes.kube_nodes import spelled_out
+            from potluck.control.launchers.kubernetes_pods import spelled_out
 
             return {node: spelled_out(each) for node, each in found.items()}
         return found
 
     def _nodes_there(self, spec: Spec) -> tuple[ClusterNode, ...]:
         if self.on == "kubernetes":
-            from potluck.control.launchers.kubernetes.kube_api import connect as connected
-            from potluck.control.launchers.kubernetes.kube_nodes import there_now
+            from potluck.control.launchers.kube_api import connect as connected
+            from potluck.control.launchers.kubernetes_pods import there_now
 
             return there_now(connected(self.cluster), [each.name for each in spec.regions])
-        from potluck.control.launchers.ray.ray_launcher import connect
-        from potluck.control.launchers.ray.ray_nodes import cluster_nodes, must_name_regions
+        from potluck.control.launchers.ray_launcher import cluster_nodes, connect, must_name_regions
 
         nodes = connect(self.cluster).nodes()
         must_name_regions(nodes, {each.name for each in spec.regions})
@@ -171,12 +170,12 @@ class ClusterTarget:
         key = (folder / ENGINE_KEY).read_text("utf-8") if (folder / ENGINE_KEY).exists() else ""
         at = (folder / "logs", str((folder / "state.db").resolve()))
         if self.on == "kubernetes":
-            from potluck.control.launchers.kubernetes import kube_api, kubernetes_launcher, pods
+            from potluck.control.launchers import kube_api, kubernetes_launcher, kubernetes_pods
 
-            cluster = pods.ManifestOptions(self.image, self.namespace)
+            cluster = kubernetes_pods.ManifestOptions(self.image, self.namespace)
             podded = kubernetes_launcher.KubernetesOptions(maker, spellings, cluster, key)
             return kubernetes_launcher.KubernetesLauncher(kube_api.connect(self.cluster), podded, *at)
-        from potluck.control.launchers.ray.ray_launcher import RayLauncher, RayOptions, connect
+        from potluck.control.launchers.ray_launcher import RayLauncher, RayOptions, connect
 
         return RayLauncher(connect(self.cluster), RayOptions(maker, spellings, tuple(regions), key), *at)
 

@@ -17,7 +17,7 @@ from potluck.cli.planning.rehearsal_options import Said
 from potluck.cli.serving.up.up_plan import PlanChoices, PreparedPlan, planned_for_all, tried_as_it_is
 from potluck.control.control_values import EngineSpec
 from potluck.control.launchers.engine_command import EngineCommands, nodes_of, parallel_of
-from potluck.control.launchers.local_gpus import VISIBLE, LocalGpu, find_chips
+from potluck.control.launchers.local_capacity import VISIBLE, LocalGpu, find_chips
 from potluck.core.errors import CapacityError, InputError, UnknownNameError
 from potluck.core.state.facts import BLOCK_TOKENS
 from potluck.spec.spec_values import SHIPPED
@@ -142,7 +142,7 @@ def prepared_for_gpus(
     model: Path, folder: Path, wishes: PlanChoices, device: str, said: Said, *, measure: bool = True
 ) -> GpuSetup:
     """Find the GPUs, measure each kind, plan for all of them, and try how much that holds."""
-    from potluck.control.atomic_files import written
+    from potluck.control.state_store import written
     from potluck.spec.load_spec import load_spec
 
     model = model.resolve()
@@ -180,7 +180,7 @@ def _within_reach(
     path: Path, text: Callable[[float, Mapping[str, float]], str], wishes: PlanChoices, said: Said
 ) -> tuple[Mapping[str, float], float, Callable[[Spec], SimulationInputs]]:
     """The first objective that these GPUs can keep, what they can do with it, and a plan for that."""
-    from potluck.control.atomic_files import written
+    from potluck.control.state_store import written
     from potluck.spec.load_spec import load_spec
 
     slos = [{key: value * times for key, value in SLO.items()} for times in SLOWER]

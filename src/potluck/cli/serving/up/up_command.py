@@ -33,14 +33,13 @@ from potluck.cli.serving.up.up_output import (
 from potluck.cli.serving.up.up_plan import PlanChoices, PreparedPlan, with_offers, workshop_of
 from potluck.cli.simulating.simulation import policy_of
 from potluck.cli.supervisor import SUPERVISED
-from potluck.control.launchers.ports import must_be_free
-from potluck.control.launchers.process import last_lines
+from potluck.control.launchers.process import last_lines, must_be_free
 from potluck.core.errors import CapacityError, InputError, PotluckError
 
 if TYPE_CHECKING:
     from potluck.control.controller import ControllerTurn
     from potluck.control.local_stack import LocalStack
-    from potluck.control.start_failures import StuckReplica
+    from potluck.control.reconciler import StuckReplica
 
 STATE = Path.home() / ".local" / "state" / "potluck"
 CHECK_S = 300.0

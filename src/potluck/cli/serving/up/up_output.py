@@ -23,7 +23,7 @@ from potluck.core.values.lossy_hops import lossy_notices
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from potluck.control.store.state_store import StateStore
+    from potluck.control.state_store import StateStore
     from potluck.core.values.plan import Plan
 
 QUESTION = "Hello"
@@ -124,7 +124,7 @@ def body_of(model: str) -> dict[str, object]:
 @contextmanager
 def own_key(store: StateStore, folder: Path) -> Iterator[str]:
     """A key for one question of our own, which ends with it."""
-    from potluck.control.store.stored_keys import KeptKey, add_key, revoke_key
+    from potluck.control.accounts import KeptKey, add_key, revoke_key
     from potluck.gateway.openai.keys import LOOK_S, new_key
 
     key, line = new_key(OWN_NAME)

@@ -21,35 +21,30 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from potluck.control.cluster import ClusterNode, Spellings
 from potluck.control.control_values import EngineSpec
 from potluck.control.launchers.engine_command import EngineCommands
-from potluck.control.launchers.kubernetes.kube_api import ApiRefused, ApiUnreachable, KubeApi
-from potluck.control.launchers.kubernetes.kube_nodes import (
+from potluck.control.launchers.kube_api import ApiRefused, ApiUnreachable, KubeApi, ObjectCache
+from potluck.control.launchers.kubernetes_pods import (
+    GRACE_S,
+    STAGE_PORT,
+    Manifest,
+    ManifestOptions,
     cluster_nodes,
     elsewhere_than,
+    engine_container,
     is_cordoned,
     is_ready,
-    spelled_there,
-)
-from potluck.control.launchers.kubernetes.object_cache import ObjectCache
-from potluck.control.launchers.kubernetes.pipeline_pods import (
-    STAGE_PORT,
     over_machines,
+    pod_template,
+    spelled_there,
     with_addresses,
     worker_container,
     worker_names,
     workers_of,
 )
-from potluck.control.launchers.kubernetes.pods import (
-    GRACE_S,
-    Manifest,
-    ManifestOptions,
-    engine_container,
-    pod_template,
-)
 from potluck.control.launchers.launcher import EngineSighting, NodeNews, Place
-from potluck.control.launchers.ports import healthy
+from potluck.control.launchers.process import healthy
+from potluck.control.market import ClusterNode, Spellings
 from potluck.core.errors import CapacityError, PotluckError
 
 PORT, KV_PORT = 8100, 9100

@@ -7,18 +7,37 @@ transaction, so that a controller that is killed at any instant leaves either th
 from __future__ import annotations
 
 import json
+import os
+import secrets
+import socket
 import sqlite3
-from collections.abc import Iterable, Iterator
+import time
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
 
 from potluck.control.control_values import EngineInstance, EngineSpec, InstanceState
-from potluck.control.store.schema import migrate
 from potluck.core.codec import decode, encode
-from potluck.core.errors import FormatError, InputError, PotluckError
+from potluck.core.errors import CapacityError, FormatError, InputError, PotluckError
 from potluck.core.values.plan import Plan, mark_of, plan_from_json, plan_to_json
+
+
+def written(path: Path, text: str) -> None:
+    """A file with this text, readable by its owner alone; the one before stays where there is no room."""
+    new = path.with_name(f"{path.name}.new")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with open(os.open(new, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "w", encoding="utf-8") as file:
+            file.write(text)
+        new.replace(path)
+    except OSError as error:
+        new.unlink(missing_ok=True)
+        raise CapacityError(
+            f"{path} cannot be written ({error.strerror or error}); make room there, or name another --state"
+        ) from error
+
 
 BUSY_S = 5.0
 MOST_EVENTS = 100_000
@@ -283,3 +302,154 @@ def _instance(row: tuple[Any, ...]) -> EngineInstance:
     return EngineInstance(
         name, found, cast(InstanceState, state), since_s, url, replica, problem, bool(pinned)
     )
+
+
+MIGRATIONS: tuple[tuple[str, ...], ...] = (
+    (
+        """CREATE TABLE plans (
+            version INTEGER PRIMARY KEY AUTOINCREMENT,
+            at_s REAL NOT NULL,
+            reason TEXT NOT NULL,
+            plan TEXT NOT NULL
+        )""",
+        """CREATE TABLE instances (
+            name TEXT PRIMARY KEY,
+            make TEXT NOT NULL,
+            state TEXT NOT NULL,
+            since_s REAL NOT NULL,
+            url TEXT NOT NULL DEFAULT '',
+            replica TEXT NOT NULL DEFAULT '',
+            problem TEXT NOT NULL DEFAULT '',
+            pinned INTEGER NOT NULL DEFAULT 0,
+            place TEXT NOT NULL DEFAULT ''
+        )""",
+        """CREATE TABLE events (
+            id INTEGER PRIMARY KEY AUTOINCREMENT,
+            at_s REAL NOT NULL,
+            kind TEXT NOT NULL,
+            what TEXT NOT NULL,
+            why TEXT NOT NULL
+        )""",
+        """CREATE TABLE rates (
+            model TEXT NOT NULL,
+            bin INTEGER NOT NULL,
+            rate_per_s REAL NOT NULL,
+            PRIMARY KEY (model, bin)
+        ) WITHOUT ROWID""",
+        """CREATE TABLE settings (name TEXT PRIMARY KEY, value TEXT NOT NULL) WITHOUT ROWID""",
+        """CREATE TABLE lease (
+            id INTEGER PRIMARY KEY CHECK (id = 1),
+            holder TEXT NOT NULL,
+            turn INTEGER NOT NULL,
+            until_s REAL NOT NULL
+        )""",
+    ),
+    (
+        """CREATE TABLE keys (
+            sha256 TEXT PRIMARY KEY,
+            name TEXT NOT NULL,
+            line TEXT NOT NULL,
+            made_s REAL NOT NULL,
+            expires_s REAL,
+            revoked_s REAL
+        ) WITHOUT ROWID""",
+        """CREATE TABLE usage (
+            hour INTEGER NOT NULL,
+            key TEXT NOT NULL,
+            tenant TEXT NOT NULL,
+            model TEXT NOT NULL,
+            class TEXT NOT NULL,
+            outcome TEXT NOT NULL,
+            requests INTEGER NOT NULL,
+            prompt_tokens INTEGER NOT NULL,
+            cached_tokens INTEGER NOT NULL,
+            output_tokens INTEGER NOT NULL,
+            estimated INTEGER NOT NULL,
+            PRIMARY KEY (hour, key, tenant, model, class, outcome)
+        ) WITHOUT ROWID""",
+        """CREATE TABLE usage_files (
+            mark TEXT PRIMARY KEY,
+            name TEXT NOT NULL,
+            read_bytes INTEGER NOT NULL,
+            garbled INTEGER NOT NULL
+        ) WITHOUT ROWID""",
+    ),
+    (
+        """CREATE TABLE usage_ids (id TEXT PRIMARY KEY, hour INTEGER NOT NULL) WITHOUT ROWID""",
+        """CREATE INDEX usage_ids_by_hour ON usage_ids (hour)""",
+    ),
+)
+VERSION = len(MIGRATIONS)
+
+
+def migrate(connection: sqlite3.Connection, where: str) -> None:
+    """Bring a file to this release's version; one of a newer release is left alone."""
+    (found,) = connection.execute("PRAGMA user_version").fetchone()
+    if found > VERSION:
+        raise FormatError(
+            where,
+            f"was written by a newer release (version {found}, this one knows {VERSION}); upgrade potluck",
+        )
+    for version, statements in enumerate(MIGRATIONS[found:], found + 1):
+        with connection:
+            connection.execute("BEGIN IMMEDIATE")
+            # Another process may have done it while this one waited.
+            if connection.execute("PRAGMA user_version").fetchone()[0] >= version:
+                continue
+            for statement in statements:
+                connection.execute(statement)
+            connection.execute(f"PRAGMA user_version = {version}")
+
+
+LASTS_S = 6.0
+ACT_S = 2.0
+"""So much of it must be left to begin something."""
+
+
+def gone(number: int) -> bool:
+    """Whether no process has this number: then whoever had it cannot act any more."""
+    try:
+        os.kill(number, 0)
+    except ProcessLookupError:
+        return True
+    except PermissionError:
+        return False
+    return False
+
+
+class Lease:
+    """One controller's claim. `clock` is the time of day, which all who share the file share."""
+
+    def __init__(
+        self, store: StateStore, clock: Callable[[], float] = time.time, lasts_s: float = LASTS_S
+    ) -> None:
+        self._store, self._clock, self._lasts_s = store, clock, lasts_s
+        self.holder = f"{socket.gethostname()}-{os.getpid()}-{secrets.token_hex(4)}"
+        self._until_s = 0.0
+
+    def renew(self) -> bool:
+        """Take it or keep it; False while somebody else has it."""
+        now_s = self._clock()
+        if self._store.claim(self.holder, now_s, self._lasts_s) is None:
+            self._until_s = 0.0
+            return False
+        self._until_s = now_s + self._lasts_s
+        return True
+
+    def inherit(self) -> bool:
+        """Take it at once where its holder was a process of this machine that is no more: nobody else can act."""
+        holder = self._store.holder()
+        if holder is not None and holder != self.holder:
+            where, number = holder.rpartition("-")[0].rpartition("-")[::2]
+            if where == socket.gethostname() and number.isdecimal() and gone(int(number)):
+                self._store.release(holder)
+        return self.renew()
+
+    @property
+    def held(self) -> bool:
+        """Whether something may be begun now."""
+        return self._until_s - self._clock() >= ACT_S
+
+    def release(self) -> None:
+        self._until_s = 0.0
+        self._store.release(self.holder)

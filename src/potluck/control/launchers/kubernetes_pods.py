@@ -1,0 +1,225 @@
+"""Pods of engines: the same whether they are exported or started by a controller."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from potluck.control.control_values import EngineSpec
+from potluck.control.launchers.kube_api import KubeApi
+from potluck.control.market import ClusterNode, NodeTypeLabels
+from potluck.core.errors import CapacityError, InputError, PotluckError
+
+Manifest = dict[str, Any]
+POD_IP = {"name": "POD_IP", "valueFrom": {"fieldRef": {"fieldPath": "status.podIP"}}}
+GPU_LABEL, REGION_LABEL = "nvidia.com/gpu.product", "topology.kubernetes.io/region"
+GRACE_S = 300
+"""In which what is under way may end."""
+
+
+@dataclass(frozen=True, slots=True)
+class ManifestOptions:
+    """What the manifests are made for."""
+
+    image: str
+    namespace: str = "potluck"
+    models_claim: str = "potluck-models"
+    gpu_label: str = GPU_LABEL
+    """Which label of a node names its GPUs ..."""
+    gpu_names: Mapping[str, str] | None = None
+    """... and what it says, for a GPU of the catalog; else the catalog's name."""
+    region_label: str = REGION_LABEL
+    secret: str = "potluck"
+    """Its files are in /etc/potluck of every pod."""
+
+
+def engine_container(
+    command: list[str], ports: tuple[int, int], gpus: int, cluster: ManifestOptions
+) -> Manifest:
+    """An engine that listens at these ports, for HTTP and for KV, and is emptied before it ends."""
+    health = {"httpGet": {"path": "/health", "port": "http"}}
+    drain = (
+        "import os,time,urllib.request as r;"
+        f"u='http://%s:{ports[0]}'%os.environ['POD_IP'];"
+        "h={'Authorization':'Bearer '+open('/etc/potluck/engine.key').read().strip()};"
+        "r.urlopen(r.Request(u+'/drain',method='POST',headers=h),timeout=5);time.sleep(5)"
+    )
+    return {
+        "name": "engine",
+        "image": cluster.image,
+        "command": command,
+        "env": [POD_IP],
+        "ports": [
+            {"name": "http", "containerPort": ports[0]},
+            {"name": "kv", "containerPort": ports[1]},
+        ],
+        **({"resources": {"limits": {"nvidia.com/gpu": gpus}}} if gpus else {}),
+        "volumeMounts": [*mounts(), {"name": "shm", "mountPath": "/dev/shm"}],
+        # Weights may take long to load; whoever never answers is started again after half an hour.
+        "startupProbe": health | {"periodSeconds": 5, "failureThreshold": 360},
+        "readinessProbe": health | {"periodSeconds": 5, "timeoutSeconds": 3},
+        "livenessProbe": health | {"periodSeconds": 10, "timeoutSeconds": 5, "failureThreshold": 6},
+        "lifecycle": {"preStop": {"exec": {"command": ["python3", "-c", drain]}}},
+        "securityContext": {"allowPrivilegeEscalation": False},
+    }
+
+
+def mounts() -> list[Manifest]:
+    """Where containers find models and secrets."""
+    return [
+        {"name": "models", "mountPath": "/models", "readOnly": True},
+        {"name": "secret", "mountPath": "/etc/potluck", "readOnly": True},
+    ]
+
+
+def pod_template(
+    labels: dict[str, str], gpu: str, region: str, containers: list[Manifest], cluster: ManifestOptions
+) -> Manifest:
+    """Containers on a node with such GPUs, as its label names them, in a region; any where it has no name."""
+    selector = {cluster.gpu_label: gpu, **({cluster.region_label: region} if region else {})}
+    spec: Manifest = {
+        "terminationGracePeriodSeconds": GRACE_S,
+        "automountServiceAccountToken": False,
+        "nodeSelector": selector,
+        "tolerations": [{"key": "nvidia.com/gpu", "operator": "Exists", "effect": "NoSchedule"}],
+        "containers": containers,
+        "volumes": [
+            {
+                "name": "models",
+                "persistentVolumeClaim": {"claimName": cluster.models_claim, "readOnly": True},
+            },
+            {"name": "secret", "secret": {"secretName": cluster.secret, "defaultMode": 0o440}},
+            {"name": "shm", "emptyDir": {"medium": "Memory"}},
+        ],
+    }
+    return {"metadata": {"labels": labels}, "spec": spec}
+
+
+STAGE_PORT = 7100
+SECRET_FILE = "/etc/potluck/pipeline.secret"
+WORKER = ["python3", "-m", "potluck.engine.pipeline"]
+
+
+def worker_container(port: int, gpus: int, cluster: ManifestOptions) -> Manifest:
+    """A stage's worker, which reads the pipeline's secret from its standard input."""
+    line = f"exec {' '.join(WORKER)} --listen $POD_IP:{port} --stay < {SECRET_FILE}"
+    return {
+        "name": "worker",
+        "image": cluster.image,
+        "command": ["sh", "-c", line],
+        "env": [POD_IP],
+        "ports": [{"name": "stage", "containerPort": port}],
+        "resources": {"limits": {"nvidia.com/gpu": gpus}},
+        "volumeMounts": mounts(),
+        "readinessProbe": {"tcpSocket": {"port": "stage"}, "periodSeconds": 5},
+    }
+
+
+def worker_names(lead: str, make: EngineSpec) -> list[str]:
+    """One for each machine of the layout, in its order."""
+    count = sum(len(stage.nodes) for stage in make.layout.stages)
+    return [f"{lead}-w{number}" for number in range(count)]
+
+
+def over_machines(words: Sequence[str], make: EngineSpec) -> list[str]:
+    """An engine's command with its workers elsewhere, where they are not known yet: `%0%`, `%1%`, ..."""
+    if "--stages" not in words:
+        raise InputError(
+            "layout", "pipelines over several machines run with --engine gpu, or plan without them"
+        )
+    numbers = iter(range(sum(len(stage.nodes) for stage in make.layout.stages)))
+    parts = [
+        f"{stage.layers}@{'+'.join(f'%{next(numbers)}%' for _ in stage.nodes)}"
+        for stage in make.layout.stages
+    ]
+    found = list(words)
+    found[found.index("--stages") + 1] = ",".join(parts)
+    return [*found, "--secret-file", SECRET_FILE]
+
+
+def with_addresses(lead: Manifest, addresses: Sequence[str]) -> Manifest:
+    """The engine's pod, with where its workers listen."""
+    spec = lead["spec"]
+    (engine,) = spec["containers"]
+    words = list(engine["command"])
+    for number, address in enumerate(addresses):
+        words = [word.replace(f"%{number}%", f"{address}:{STAGE_PORT}") for word in words]
+    return {**lead, "spec": {**spec, "containers": [{**engine, "command": words}]}}
+
+
+def workers_of(place: Mapping[str, object]) -> list[str]:
+    found: Any = place.get("workers")
+    return [str(each) for each in found] if isinstance(found, list) else []
+
+
+GPUS = "nvidia.com/gpu"
+HOSTNAME = "kubernetes.io/hostname"
+PREFIXES = ("", "NVIDIA-", "Tesla-")
+"""What NVIDIA's feature discovery puts before a GPU's name."""
+
+
+def cluster_nodes(
+    nodes: Iterable[Mapping[str, Any]], gpu_label: str, region_label: str, silent: Collection[str] = ()
+) -> tuple[ClusterNode, ...]:
+    """What the API server says; those that are cordoned, not ready or `silent` are not well."""
+    found = []
+    for node in nodes:
+        name, labels = str(node["metadata"]["name"]), node["metadata"].get("labels", {})
+        count = int(node.get("status", {}).get("allocatable", {}).get(GPUS, 0))
+        gpus = ((labels[gpu_label], count),) if gpu_label in labels and count else ()
+        well = is_ready(node) and not is_cordoned(node) and name not in silent
+        found.append(ClusterNode(name, labels.get(region_label, ""), gpus, well))
+    return tuple(found)
+
+
+def there_now(api: KubeApi, regions: Collection[str]) -> tuple[ClusterNode, ...]:
+    """The cluster's nodes, asked once; a plan for several regions needs nodes that say in which they are."""
+    try:
+        nodes = api.ask("GET", "/api/v1/nodes").get("items", ())
+    except PotluckError as error:
+        raise CapacityError(f"--on: kubernetes: {error}") from error
+    found = cluster_nodes(nodes, GPU_LABEL, REGION_LABEL)
+    if len(regions) > 1 and not any(node.region for node in found):
+        raise InputError(
+            "--on", f"kubernetes: no node has the label {REGION_LABEL}, and the spec has several regions"
+        )
+    return found
+
+
+def is_ready(each: Mapping[str, Any]) -> bool:
+    """Of a node or a pod, by its own conditions."""
+    conditions = each.get("status", {}).get("conditions", ())
+    return any(one["type"] == "Ready" and one["status"] == "True" for one in conditions)
+
+
+def is_cordoned(node: Mapping[str, Any]) -> bool:
+    return bool(node.get("spec", {}).get("unschedulable"))
+
+
+def spelled_there(spelling: NodeTypeLabels, nodes: Sequence[ClusterNode]) -> str:
+    """What the cluster calls a GPU; CapacityError where it has none."""
+    has = {name for node in nodes for name, _ in node.gpus}
+    for name in spelled_out(spelling).names:
+        if name in has:
+            return name
+    raise CapacityError(
+        f"no node of the cluster has {spelling.names[0]}; it has {', '.join(sorted(has)) or 'no GPUs'} "
+        f"(say --gpu-label {spelling.names[0]}=NAME)"
+    )
+
+
+def spelled_out(spelling: NodeTypeLabels) -> NodeTypeLabels:
+    """With what feature discovery puts before names."""
+    return NodeTypeLabels(
+        spelling.gpus, tuple(dict.fromkeys(p + name for name in spelling.names for p in PREFIXES))
+    )
+
+
+def elsewhere_than(silent: Collection[str]) -> dict[str, Any]:
+    """The affinity of a pod that must not be on these nodes; nothing where there are none."""
+    if not silent:
+        return {}
+    rule = {"key": HOSTNAME, "operator": "NotIn", "values": sorted(silent)}
+    terms = {"nodeSelectorTerms": [{"matchExpressions": [rule]}]}
+    return {"affinity": {"nodeAffinity": {"requiredDuringSchedulingIgnoredDuringExecution": terms}}}
