@@ -51,7 +51,12 @@ def made(cluster: tuple[Any, dict[str, Any]], tmp_path: Path) -> Iterator[Made]:
     ray = connect(cluster[0].address)
 
     def make(maker: EngineCommands = Scripts("pretended"), **more: Any) -> RayLauncher:  # noqa: B008
-        terms = RayOptions(maker, SPELLINGS, ("east", "west"), python=os.environ.get("POTLUCK_PYTHON", ""))
+        terms = RayOptions(
+            maker=maker,
+            spellings=SPELLINGS,
+            regions=("east", "west"),
+            python=os.environ.get("POTLUCK_PYTHON", ""),
+        )
         return RayLauncher(ray, terms, tmp_path, str(tmp_path), **more)
 
     yield make

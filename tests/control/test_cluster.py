@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from potluck.cli.main import run
-from potluck.control.launchers.ray_launcher import ask_of, cluster_nodes, must_name_regions
+from potluck.control.launchers.ray_actors import ask_of, cluster_nodes, must_name_regions
 from potluck.control.market import ClusterMarket, ClusterNode, Market, NodeTypeLabels, Quote, quotes_of
 from potluck.core.errors import CapacityError, InputError
 from potluck.core.values.types import NodeOffer, Region

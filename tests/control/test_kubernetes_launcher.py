@@ -63,7 +63,10 @@ def made(kube: Kube, tmp_path: Path) -> Iterator[Made]:
 
     def make(**more: Any) -> KubernetesLauncher:
         terms = KubernetesOptions(
-            EngineCommands("pretended"), SPELLINGS, ManifestOptions("registry/potluck:1"), "the key"
+            maker=EngineCommands("pretended"),
+            spellings=SPELLINGS,
+            cluster=ManifestOptions("registry/potluck:1"),
+            key="the key",
         )
         launchers.append(KubernetesLauncher(connect(kube.url), terms, tmp_path, str(tmp_path), **more))
         return launchers[-1]

@@ -49,7 +49,10 @@ def kube(tmp_path: Path) -> Iterator[Kube]:
 @pytest.fixture
 def launcher(kube: Kube, tmp_path: Path) -> Iterator[KubernetesLauncher]:
     terms = KubernetesOptions(
-        EngineCommands("gpu"), SPELLINGS, ManifestOptions("registry/potluck:1"), "the key"
+        maker=EngineCommands("gpu"),
+        spellings=SPELLINGS,
+        cluster=ManifestOptions("registry/potluck:1"),
+        key="the key",
     )
     made = KubernetesLauncher(connect(kube.url), terms, tmp_path, str(tmp_path))
     yield made

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-import http.client
 import json
 import ssl
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from math import inf
-from typing import Any
-from urllib.parse import quote, urlencode, urlsplit
+from typing import Any, NoReturn
+from urllib.parse import quote, urlencode
 
 from potluck.control.control_values import EngineInstance, EngineSpec, WantedReplica
+from potluck.control.http_client import HttpAnswer, HttpClient
 from potluck.core.codec import encode
 from potluck.core.errors import FormatError, InputError, PotluckError
 from potluck.core.values.plan import Plan, Template, plan_to_json
@@ -37,8 +38,20 @@ class GatewayClient:
     """Its operators' port."""
 
     def __init__(self, url: str, key: str | None = None, tls: ssl.SSLContext | None = None) -> None:
-        """`tls` says whom to believe at an https:// address; else those that the machine trusts."""
-        self.url, self._key, self._tls = url, key, tls
+        """`tls` says whom to trust at an https:// address."""
+        self._key = key
+        self._http = HttpClient(url, lambda: key, tls, self._away)
+
+    @property
+    def url(self) -> str:
+        return self._http.url
+
+    @url.setter
+    def url(self, url: str) -> None:
+        self._http.url = url
+
+    def _away(self, error: Exception) -> GatewayAway:
+        return GatewayAway(f"the gateway at {self.url} does not answer ({error})")
 
     def wanted(self) -> dict[str, Any]:
         return self._ask("GET", "/wanted")
@@ -97,9 +110,7 @@ class GatewayClient:
 
     def events(self, quiet_s: float = QUIET_S) -> Iterator[tuple[str, dict[str, Any]]]:
         """What happens, as it happens: (kind, what), until the gateway ends."""
-        connection = self._connect(quiet_s)
-        try:
-            answer = self._answer(connection, "GET", "/events")
+        with self._call("GET", "/events", None, quiet_s) as answer:
             kind = ""
             while line := answer.readline(MOST_LINE_BYTES):
                 name, _, text = line.decode("utf-8", "replace").rstrip("\r\n").partition(": ")
@@ -107,10 +118,6 @@ class GatewayClient:
                     kind = text
                 elif name == "data":
                     yield kind, json.loads(text)
-        except (OSError, http.client.HTTPException) as error:
-            raise GatewayAway(f"the gateway at {self.url} does not answer ({error})") from error
-        finally:
-            connection.close()
 
     def _ask(self, method: str, path: str, body: object = None) -> dict[str, Any]:
         try:
@@ -122,31 +129,17 @@ class GatewayClient:
         return found
 
     def _said(self, method: str, path: str, body: object = None) -> bytes:
-        connection = self._connect(ASK_S)
-        try:
-            return self._answer(connection, method, path, body).read()
-        except (OSError, http.client.HTTPException) as error:
-            raise GatewayAway(f"the gateway at {self.url} does not answer ({error})") from error
-        finally:
-            connection.close()
+        with self._call(method, path, body, ASK_S) as answer:
+            return answer.read()
 
-    def _connect(self, within_s: float) -> http.client.HTTPConnection:
-        parts = urlsplit(self.url)
-        host = parts.hostname or "127.0.0.1"
-        if parts.scheme == "https":
-            return http.client.HTTPSConnection(host, parts.port, timeout=within_s, context=self._tls)
-        return http.client.HTTPConnection(host, parts.port, timeout=within_s)
+    @contextmanager
+    def _call(self, method: str, path: str, body: object, timeout_s: float) -> Iterator[HttpAnswer]:
+        with self._http.call(method, path, timeout_s, body) as answer:
+            if answer.status != 200:
+                self._refuse(f"gateway {method} {path}", answer)
+            yield answer
 
-    def _answer(
-        self, connection: http.client.HTTPConnection, method: str, path: str, body: object = None
-    ) -> http.client.HTTPResponse:
-        headers = {"Content-Type": "application/json"}
-        if self._key is not None:
-            headers["Authorization"] = f"Bearer {self._key}"
-        connection.request(method, path, None if body is None else json.dumps(body), headers)
-        answer = connection.getresponse()
-        if answer.status == 200:
-            return answer
+    def _refuse(self, what: str, answer: HttpAnswer) -> NoReturn:
         said = answer.read(MOST_LINE_BYTES)
         if answer.status == 401:
             wrong = "is needed" if self._key is None else "is not the one"
@@ -154,7 +147,7 @@ class GatewayClient:
         if answer.status in (400, 403, 404, 422) and (line := _message(said)):
             raise KeyRefused("", line) if answer.status == 403 else InputError("", line)
         text = " ".join(said[:300].decode("utf-8", "replace").split())
-        raise FormatError(f"gateway {method} {path}", f"was answered with {answer.status}: {text}")
+        raise FormatError(what, f"was answered with {answer.status}: {text}")
 
 
 def _message(said: bytes) -> str:

@@ -13,7 +13,6 @@ Transfers grow until one takes a fifth of a second: a small one may pass in one 
 from __future__ import annotations
 
 import hmac
-import http.client
 import json
 import ssl
 import threading
@@ -24,6 +23,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 from urllib.parse import urlsplit
 
+from potluck.control.http_client import NO_ANSWER, HttpConnection, connection_to
 from potluck.core.errors import FormatError, InputError, PotluckError
 
 FIRST_BYTES, MOST_BYTES, PIECE_BYTES = 64 << 10, 1 << 30, 1 << 18
@@ -89,7 +89,7 @@ class HostClient:
             connection.close()
         return HostLink(size * 8e-9 / max(took_s, 1e-9), min(round_trips) * 1e3)
 
-    def _sent(self, connection: http.client.HTTPConnection, url: str, size: int) -> float:
+    def _sent(self, connection: HttpConnection, url: str, size: int) -> float:
         """In how many seconds so many bytes came."""
         pieces = (bytes(min(PIECE_BYTES, size - at)) for at in range(0, size, PIECE_BYTES))
         said = self._said(connection, url, "POST", "/take", pieces, size)
@@ -105,17 +105,15 @@ class HostClient:
         finally:
             connection.close()
 
-    def _connect(self, url: str) -> http.client.HTTPConnection:
+    def _connect(self, url: str) -> HttpConnection:
         parts = urlsplit(url)
         if parts.scheme not in ("http", "https") or not parts.hostname or not parts.port:
             raise InputError("HOST", f"must be like http://10.0.0.5:7300, is {url!r}")
-        if parts.scheme == "https":
-            return http.client.HTTPSConnection(parts.hostname, parts.port, timeout=ASK_S, context=self._tls)
-        return http.client.HTTPConnection(parts.hostname, parts.port, timeout=ASK_S)
+        return connection_to(url, ASK_S, self._tls)
 
     def _said(
         self,
-        connection: http.client.HTTPConnection,
+        connection: HttpConnection,
         url: str,
         method: str,
         path: str,
@@ -128,7 +126,7 @@ class HostClient:
             answer = connection.getresponse()
             text = answer.read(MOST_BODY_BYTES)
             found = json.loads(text)
-        except (OSError, http.client.HTTPException, ValueError) as error:
+        except (*NO_ANSWER, ValueError) as error:
             raise InputError(url, f"does not answer as a host ({error})") from error
         if answer.status != 200 or not isinstance(found, dict):
             raise InputError(url, f"answered {answer.status}: {found}")

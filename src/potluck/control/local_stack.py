@@ -6,7 +6,6 @@ started again over the same state finds them serving, and carries on.
 
 from __future__ import annotations
 
-import http.client
 import json
 import os
 import secrets
@@ -21,6 +20,7 @@ from potluck.control.controller import Controller, ControllerTurn
 from potluck.control.decision_history import history_of
 from potluck.control.gateway_client import GatewayClient
 from potluck.control.held_sockets import GATEWAY_MARK, HeldSockets, hands_over, launched, takeover_in
+from potluck.control.http_client import answers_well
 from potluck.control.launchers.engine_command import EngineCommands
 from potluck.control.launchers.launcher import Killer, Launcher, Place
 from potluck.control.launchers.local_capacity import GATEWAY_BYTES, must_have_room
@@ -148,6 +148,7 @@ GATEWAY_S = 90.0
 USUAL_PORT = 8000
 """Where clients ask unless told; operators and the page have the next one. `potluck serve` has the same."""
 PORT_TRIES = 3
+ANSWER_S = 2.0
 FORKED = ("emulated", "pretended")
 """Styles of engines that share what they loaded."""
 
@@ -377,7 +378,7 @@ class LocalStack:
         pid = ProcessId(int(str(place["pid"])), int(str(place["started"])))
         self.store.set("gateway", place)
         until_s = time.monotonic() + GATEWAY_S
-        while not _answers(port, "/health"):
+        while not answers_well(str(place["url"]), "/health", ANSWER_S):
             if not alive(pid):
                 raise CapacityError(f"the gateway did not start: {last_words(log) or 'it printed nothing'}")
             if time.monotonic() > until_s:
@@ -401,7 +402,7 @@ class LocalStack:
 
     @property
     def ready(self) -> bool:
-        return _answers(int(self.url.rsplit(":", 1)[1]), "/ready")
+        return answers_well(self.url, "/ready", ANSWER_S)
 
     def run(self, stopped: Callable[[], bool], seen: Callable[[ControllerTurn], None]) -> None:
         """Look after it all until told to stop; `seen` hears of every turn."""
@@ -445,14 +446,3 @@ def nursery_of(folder: Path, style: str) -> ForkServer | None:
         return ForkServer(marks, folder / "logs" / "nursery.log", style=style)
     except OSError:
         return None
-
-
-def _answers(port: int, path: str) -> bool:
-    connection = http.client.HTTPConnection(LOOPBACK, port, timeout=2.0)
-    try:
-        connection.request("GET", path)
-        return connection.getresponse().status == 200
-    except (OSError, http.client.HTTPException):
-        return False
-    finally:
-        connection.close()

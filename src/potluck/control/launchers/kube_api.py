@@ -7,7 +7,6 @@ is needed here. What it does beyond that (logging in with a cloud's own program)
 from __future__ import annotations
 
 import base64
-import http.client
 import json
 import os
 import ssl
@@ -15,12 +14,14 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
-from urllib.parse import urlencode, urlsplit
+from urllib.parse import urlencode
 
 import yaml
 
+from potluck.control.http_client import HttpAnswer, HttpClient
 from potluck.core.errors import InputError, PotluckError
 
 ASK_S = 10.0
@@ -47,78 +48,55 @@ class KubeApi:
     def __init__(
         self, url: str, token: Callable[[], str] = lambda: "", tls: ssl.SSLContext | None = None
     ) -> None:
-        self.url, self._token, self._tls = url.rstrip("/"), token, tls
+        self._http = HttpClient(url, token, tls, self._away)
+
+    def _away(self, error: Exception) -> ApiUnreachable:
+        return ApiUnreachable(f"the API server at {self._http.url} does not answer ({error})")
 
     def ask(self, method: str, path: str, body: Json | None = None, **query: object) -> Json:
         """One call; the object that it answers with."""
-        connection = self._connect(ASK_S)
-        try:
-            answer = self._answer(connection, method, path, body, query)
-            found = json.loads(answer.read())
-        except (OSError, http.client.HTTPException, ValueError) as error:
-            raise ApiUnreachable(f"the API server at {self.url} does not answer ({error})") from error
-        finally:
-            connection.close()
+        with self._call(method, path, query, body) as answer:
+            found = self._object(answer.read())
         return found if isinstance(found, dict) else {}
 
     def text(self, path: str, **query: object) -> str:
         """What a call answers with that is no object: a log."""
-        connection = self._connect(ASK_S)
-        try:
-            return self._answer(connection, "GET", path, None, query).read().decode("utf-8", "replace")
-        except (OSError, http.client.HTTPException) as error:
-            raise ApiUnreachable(f"the API server at {self.url} does not answer ({error})") from error
-        finally:
-            connection.close()
+        with self._call("GET", path, query) as answer:
+            return answer.read().decode("utf-8", "replace")
 
     def watch(self, path: str, within_s: float, **query: object) -> Iterator[Json]:
         """What changes, as it changes, until the server ends it or is silent for longer than it said."""
         asked = {**query, "watch": "true", "timeoutSeconds": int(within_s)}
-        connection = self._connect(within_s + ASK_S)
-        try:
-            answer = self._answer(connection, "GET", path, None, asked)
+        with self._call("GET", path, asked, timeout_s=within_s + ASK_S) as answer:
             while line := answer.readline(MOST_LINE_BYTES):
-                yield json.loads(line)
-        except (OSError, http.client.HTTPException, ValueError) as error:
-            raise ApiUnreachable(f"the API server at {self.url} does not answer ({error})") from error
-        finally:
-            connection.close()
+                yield self._object(line)
 
-    def _connect(self, within_s: float) -> http.client.HTTPConnection:
-        parts = urlsplit(self.url)
-        if parts.scheme == "https":
-            return http.client.HTTPSConnection(
-                parts.hostname or "", parts.port, timeout=within_s, context=self._tls
-            )
-        return http.client.HTTPConnection(parts.hostname or "", parts.port, timeout=within_s)
+    def _object(self, text: bytes) -> Any:
+        try:
+            return json.loads(text)
+        except ValueError as error:
+            raise self._away(error) from error
 
-    def _answer(
+    @contextmanager
+    def _call(
         self,
-        connection: http.client.HTTPConnection,
         method: str,
         path: str,
-        body: Json | None,
         query: Mapping[str, object],
-    ) -> http.client.HTTPResponse:
-        headers = {"Accept": "application/json"}
-        token = self._token()
-        if token:
-            headers["Authorization"] = f"Bearer {token}"
-        if body is not None:
-            headers["Content-Type"] = "application/json"
-        words = (
-            f"?{urlencode({name: value for name, value in query.items() if value != ''})}" if query else ""
-        )
-        connection.request(method, path + words, None if body is None else json.dumps(body), headers)
-        answer = connection.getresponse()
-        if answer.status < 300:
-            return answer
-        said = answer.read(MOST_LINE_BYTES)
-        try:
-            why = str(json.loads(said)["message"])
-        except (ValueError, KeyError, TypeError):
-            why = said[:200].decode("utf-8", "replace")
-        raise ApiRefused(answer.status, f"Kubernetes refuses {method} {path}: {' '.join(why.split())[:300]}")
+        body: Json | None = None,
+        timeout_s: float = ASK_S,
+    ) -> Iterator[HttpAnswer]:
+        words = urlencode({name: value for name, value in query.items() if value != ""})
+        with self._http.call(method, f"{path}?{words}" if query else path, timeout_s, body) as answer:
+            if answer.status >= 300:
+                said = answer.read(MOST_LINE_BYTES)
+                try:
+                    why = str(json.loads(said)["message"])
+                except (ValueError, KeyError, TypeError):
+                    why = said[:200].decode("utf-8", "replace")
+                line = f"Kubernetes refuses {method} {path}: {' '.join(why.split())[:300]}"
+                raise ApiRefused(answer.status, line)
+            yield answer
 
 
 def connect(address: str) -> KubeApi:

@@ -1,11 +1,11 @@
 """A launcher over a cluster's API server: each engine is a pod of its own.
 
-Not a Deployment or StatefulSet: those choose for themselves which pod goes when there are to be fewer, and start
-again what died where it was. Here the Brain says which replica is emptied, and the controller compares wanted with
-started; a second one beneath it would only be in its way. More copies are more pods, fewer are fewer.
+Not a Deployment, StatefulSet or LeaderWorkerSet: those choose for themselves which pod goes when there are to be
+fewer, and start again what died where it was. Here the Brain says which replica is emptied.
 
-Kubernetes gives a silent node 40 s, and its pods five minutes more. Here engines are asked themselves at every look;
-one that was ready and has not answered for LOST_S is dead, and its node gets nothing for a while.
+Kubernetes gives a silent node 40 s, and its pods five minutes more. Here an engine that was ready and has not
+answered for LOST_S is dead. A pipeline over several machines has a worker's pod on each, and the engine's own once
+all of them listen; a worker that dies is started again in its pod, one whose pod is gone takes the engine with it.
 """
 
 from __future__ import annotations
@@ -22,10 +22,18 @@ from pathlib import Path
 from typing import Any
 
 from potluck.control.control_values import EngineSpec
-from potluck.control.launchers.engine_command import EngineCommands
+from potluck.control.launchers.cluster_launcher import (
+    ClusterLauncher,
+    ClusterOptions,
+    node_changes,
+    nodes_of_layout,
+    over_machines,
+    with_addresses,
+)
 from potluck.control.launchers.kube_api import ApiRefused, ApiUnreachable, KubeApi, ObjectCache
 from potluck.control.launchers.kubernetes_pods import (
     GRACE_S,
+    SECRET_FILE,
     STAGE_PORT,
     Manifest,
     ManifestOptions,
@@ -34,17 +42,14 @@ from potluck.control.launchers.kubernetes_pods import (
     engine_container,
     is_cordoned,
     is_ready,
-    over_machines,
     pod_template,
     spelled_there,
-    with_addresses,
     worker_container,
-    worker_names,
     workers_of,
 )
 from potluck.control.launchers.launcher import EngineSighting, NodeNews, Place
 from potluck.control.launchers.process import healthy
-from potluck.control.market import ClusterNode, Spellings
+from potluck.control.market import ClusterNode
 from potluck.core.errors import CapacityError, PotluckError
 
 PORT, KV_PORT = 8100, 9100
@@ -60,49 +65,37 @@ ASKERS = 8
 OWNER = "potluck/owner"
 
 
-@dataclass(frozen=True, slots=True)
-class KubernetesOptions:
-    """What engines of a cluster are started with."""
-
-    maker: EngineCommands
-    spellings: Spellings
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KubernetesOptions(ClusterOptions):
     cluster: ManifestOptions
-    key: str
 
 
-class KubernetesLauncher:
-    """`owner` is the controller's mark, the same after a restart. Used from one thread."""
-
+class KubernetesLauncher(ClusterLauncher):
     def __init__(
         self,
         api: KubeApi,
-        terms: KubernetesOptions,
+        options: KubernetesOptions,
         folder: Path,
         owner: str,
         clock: Callable[[], float] = time.monotonic,
         lost_s: float = LOST_S,
     ) -> None:
-        self._api, self._terms, self._folder, self._clock, self._lost_s = api, terms, folder, clock, lost_s
-        self._mark = hashlib.sha256(owner.encode()).hexdigest()[:16]
-        self._cluster = replace(terms.cluster, secret=f"potluck-{self._mark}")
-        self._path = f"/api/v1/namespaces/{terms.cluster.namespace}"
+        super().__init__(options, folder, owner, clock)
+        self._api, self._lost_s = api, lost_s
+        self._cluster = replace(options.cluster, secret=f"potluck-{self._mark}")
+        self._path = f"/api/v1/namespaces/{options.cluster.namespace}"
         self._pods = ObjectCache(api, f"{self._path}/pods", f"{OWNER}={self._mark}")
         self._nodes = ObjectCache(api, "/api/v1/nodes")
         self._heard_s: dict[str, float] = {}
         """When each engine that was ready last answered."""
         self._made_s: dict[str, float] = {}
         self._ending: set[str] = set()
-        self._silent: dict[str, float] = {}
         self._known: dict[str, bool] = {}
         """Nodes, and whether they were cordoned, at the last look."""
-        self._news: list[NodeNews] = []
         self._askers = ThreadPoolExecutor(ASKERS, thread_name_prefix="potluck-ask")
         if not (self._pods.wait(30.0) and self._nodes.wait(30.0)):
             problem = self._pods.problem or self._nodes.problem or "it does not answer"
             raise CapacityError(f"--on: kubernetes: {problem}")
-
-    def log_of(self, name: str) -> Path:
-        return self._folder / f"{name}.log"
 
     def there(self) -> tuple[ClusterNode, ...]:
         """The cluster as it is now."""
@@ -112,24 +105,24 @@ class KubernetesLauncher:
     # Starting.
 
     def start(self, name: str, make: EngineSpec) -> Place:
-        nodes = [node for stage in make.layout.stages for node in stage.nodes]
-        there = self.there()
-        gpus = [self._gpu_of(node.node, there) for node in nodes]
+        nodes, there = nodes_of_layout(make), self.there()
+        gpus = [spelled_there(self._spelling(node), there) for node in nodes]
         region = make.region if any(node.region for node in there) else ""
-        maker = replace(self._terms.maker, host="$(POD_IP)")
+        maker = replace(self._maker, host="$(POD_IP)")
         # The image has its own Python; what comes behind it is the same everywhere.
         words = ["potluck", *maker.command(make, PORT, KV_PORT)[3:]]
         at = words.index("--json") + 1
         words[at:at] = ["--api-key-file", "/etc/potluck/engine.key"]
         place: Place = {"pod": pod_name_of(name), "namespace": self._cluster.namespace}
-        first: tuple[str, str] = (gpus[0], region)
-        if len(nodes) == 1:
-            engine = engine_container(words, (PORT, KV_PORT), nodes[0].tp, self._cluster)
-            self._create([self._pod(str(place["pod"]), "engine", first, engine, "Never")])
+        alone = len(nodes) == 1
+        if not alone:
+            words = over_machines(maker, words, make, SECRET_FILE)
+        engine = engine_container(words, (PORT, KV_PORT), nodes[0].tp if alone else 0, self._cluster)
+        lead = self._pod(str(place["pod"]), "engine", (gpus[0], region), engine, "Never")
+        if alone:
+            self._create([lead])
             return place
-        names = worker_names(str(place["pod"]), make)
-        engine = engine_container(over_machines(words, make), (PORT, KV_PORT), 0, self._cluster)
-        lead = self._pod(str(place["pod"]), "engine", first, engine, "Never")
+        names = [f"{place['pod']}-w{number}" for number in range(len(nodes))]
         workers = [
             self._pod(
                 each, "worker", (gpu, region), worker_container(STAGE_PORT, node.tp, self._cluster), "Always"
@@ -138,13 +131,6 @@ class KubernetesLauncher:
         ]
         self._create(workers)
         return {**place, "workers": names, "lead": lead}
-
-    def _gpu_of(self, node: str, there: tuple[ClusterNode, ...]) -> str:
-        """What the cluster calls a node type's GPUs."""
-        spelling = self._terms.spellings.get(node)
-        if spelling is None:
-            raise CapacityError(f"{node} is not in the spec that this service was started with")
-        return spelled_there(spelling, there)
 
     def _create(self, pods: list[Manifest]) -> None:
         """All of them, or none."""
@@ -176,7 +162,10 @@ class KubernetesLauncher:
         if begun or not isinstance(lead, dict) or len(workers) < len(names):
             return
         with suppress(CapacityError):  # it is tried again at the next look
-            self._create([with_addresses(lead, [each["status"]["podIP"] for each in workers])])
+            addresses = [f"{each['status']['podIP']}:{STAGE_PORT}" for each in workers]
+            (engine,) = lead["spec"]["containers"]
+            engine = {**engine, "command": with_addresses(engine["command"], addresses)}
+            self._create([{**lead, "spec": {**lead["spec"], "containers": [engine]}}])
 
     def _keep_secret(self) -> None:
         """What engines ask of whoever wants something of them."""
@@ -196,8 +185,8 @@ class KubernetesLauncher:
 
     def _secrets(self) -> dict[str, str]:
         """Files of every pod. What stages know follows from the key, so that it is the same after a restart."""
-        stages = hmac.new(self._terms.key.encode(), b"stages of pipelines", hashlib.sha256).hexdigest()
-        return {"engine.key": self._terms.key, "pipeline.secret": stages}
+        stages = hmac.new(self._key.encode(), b"stages of pipelines", hashlib.sha256).hexdigest()
+        return {"engine.key": self._key, "pipeline.secret": stages}
 
     # Looking.
 
@@ -247,7 +236,7 @@ class KubernetesLauncher:
             return EngineSighting(name, "dead", problem="was asked to end" if asked else "its pod is gone")
         problem = self._problem(pod, now_s)
         if problem:
-            self._keep_log(name, pod_name)
+            self._keep_last_words(name, pod_name)
             self._delete(pod_name, insist=True)
             return EngineSighting(name, "dead", problem=problem)
         return EngineSighting(name, "up", url_of(pod)) if is_ready(pod) else EngineSighting(name, "starting")
@@ -271,11 +260,9 @@ class KubernetesLauncher:
         heard_s = self._heard_s.get(name)
         if heard_s is not None and now_s - heard_s > self._lost_s:
             node = node_of(pod)
-            if node not in self._silent:
-                self._silent[node] = now_s
-                why = f"its engine {name} has not answered for {now_s - heard_s:.1f} s"
-                self._news.append(NodeNews("gone", node, why))
-            return f"has not answered for {now_s - heard_s:.1f} s, on {node}"
+            quiet = f"has not answered for {now_s - heard_s:.1f} s"
+            self._silence(node, node, f"its engine {name} {quiet}", now_s)
+            return f"{quiet}, on {node}"
         if heard_s is None and now_s - self._made_s.setdefault(name, now_s) > PLACE_S and not node_of(pod):
             return f"no node was found within {PLACE_S:g} s: {unplaced(status)}"
         return ""
@@ -293,18 +280,17 @@ class KubernetesLauncher:
                 )
                 why = "it is cordoned; its engines are emptied"
                 self._news.append(NodeNews("notice", name, why, float(GRACE_S), here))
-        for name in sorted(self._known.keys() - nodes.keys()):
-            self._news.append(NodeNews("gone", name, "it left the cluster"))
-        for name in sorted(nodes.keys() - self._known.keys()) if self._known else ():
-            self._news.append(NodeNews("came", name, "it joined the cluster"))
+        if self._known:
+            self._news += node_changes(
+                self._known, nodes.keys(), "it left the cluster", "it joined the cluster"
+            )
         self._known = {name: is_cordoned(node) for name, node in nodes.items()}
 
-    def _keep_log(self, name: str, pod: str) -> None:
+    def _keep_last_words(self, name: str, pod: str) -> None:
         """Its last words, before it is deleted."""
         with suppress(PotluckError, OSError):
             said = self._api.text(f"{self._path}/pods/{pod}/log", tailLines=200)
-            self.log_of(name).parent.mkdir(parents=True, exist_ok=True)
-            self.log_of(name).write_text(said, encoding="utf-8")
+            self._keep_log(name, said.encode(), anew=True)
 
     # Ending.
 
@@ -328,10 +314,6 @@ class KubernetesLauncher:
         self._ending.discard(pod)
         self._heard_s.pop(pod, None)
         self._made_s.pop(pod, None)
-
-    def news(self) -> tuple[NodeNews, ...]:
-        found, self._news = tuple(self._news), []
-        return found
 
     def close(self) -> None:
         for mirror in (self._pods, self._nodes):

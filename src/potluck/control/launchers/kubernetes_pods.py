@@ -6,7 +6,6 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from potluck.control.control_values import EngineSpec
 from potluck.control.launchers.kube_api import KubeApi
 from potluck.control.market import ClusterNode, NodeTypeLabels
 from potluck.core.errors import CapacityError, InputError, PotluckError
@@ -114,38 +113,6 @@ def worker_container(port: int, gpus: int, cluster: ManifestOptions) -> Manifest
         "volumeMounts": mounts(),
         "readinessProbe": {"tcpSocket": {"port": "stage"}, "periodSeconds": 5},
     }
-
-
-def worker_names(lead: str, make: EngineSpec) -> list[str]:
-    """One for each machine of the layout, in its order."""
-    count = sum(len(stage.nodes) for stage in make.layout.stages)
-    return [f"{lead}-w{number}" for number in range(count)]
-
-
-def over_machines(words: Sequence[str], make: EngineSpec) -> list[str]:
-    """An engine's command with its workers elsewhere, where they are not known yet: `%0%`, `%1%`, ..."""
-    if "--stages" not in words:
-        raise InputError(
-            "layout", "pipelines over several machines run with --engine gpu, or plan without them"
-        )
-    numbers = iter(range(sum(len(stage.nodes) for stage in make.layout.stages)))
-    parts = [
-        f"{stage.layers}@{'+'.join(f'%{next(numbers)}%' for _ in stage.nodes)}"
-        for stage in make.layout.stages
-    ]
-    found = list(words)
-    found[found.index("--stages") + 1] = ",".join(parts)
-    return [*found, "--secret-file", SECRET_FILE]
-
-
-def with_addresses(lead: Manifest, addresses: Sequence[str]) -> Manifest:
-    """The engine's pod, with where its workers listen."""
-    spec = lead["spec"]
-    (engine,) = spec["containers"]
-    words = list(engine["command"])
-    for number, address in enumerate(addresses):
-        words = [word.replace(f"%{number}%", f"{address}:{STAGE_PORT}") for word in words]
-    return {**lead, "spec": {**spec, "containers": [{**engine, "command": words}]}}
 
 
 def workers_of(place: Mapping[str, object]) -> list[str]:

@@ -7,11 +7,9 @@ a mark in their environment, so that a controller that died between starting one
 from __future__ import annotations
 
 import ctypes
-import http.client
 import os
 import signal
 import socket
-import ssl
 import subprocess
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -20,6 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import cast
 
+from potluck.control.http_client import answers_well
 from potluck.core.errors import CapacityError, InputError
 
 PROC = Path("/proc")
@@ -261,19 +260,5 @@ def next_free(first: int) -> int:
 
 
 def healthy(url: str, within_s: float = ASK_S, authority: str = "") -> bool:
-    """Whether an engine says that it is well; at https:// it must show a certificate of that authority."""
-    scheme, _, address = url.partition("://")
-    host, _, port = address.rpartition(":")
-    if not port.isdecimal():
-        return False
-    connection = http.client.HTTPConnection(host, int(port), timeout=within_s)
-    try:
-        if scheme == "https":
-            trusting = ssl.create_default_context(cafile=authority)
-            connection = http.client.HTTPSConnection(host, int(port), timeout=within_s, context=trusting)
-        connection.request("GET", "/health")
-        return connection.getresponse().status == 200
-    except (OSError, http.client.HTTPException):
-        return False
-    finally:
-        connection.close()
+    """Whether an engine says that it is well."""
+    return answers_well(url, "/health", within_s, authority)

@@ -158,7 +158,8 @@ class ClusterTarget:
             from potluck.control.launchers.kubernetes_pods import there_now
 
             return there_now(connected(self.cluster), [each.name for each in spec.regions])
-        from potluck.control.launchers.ray_launcher import cluster_nodes, connect, must_name_regions
+        from potluck.control.launchers.ray_actors import cluster_nodes, must_name_regions
+        from potluck.control.launchers.ray_launcher import connect
 
         nodes = connect(self.cluster).nodes()
         must_name_regions(nodes, {each.name for each in spec.regions})
@@ -173,11 +174,14 @@ class ClusterTarget:
             from potluck.control.launchers import kube_api, kubernetes_launcher, kubernetes_pods
 
             cluster = kubernetes_pods.ManifestOptions(self.image, self.namespace)
-            podded = kubernetes_launcher.KubernetesOptions(maker, spellings, cluster, key)
+            podded = kubernetes_launcher.KubernetesOptions(
+                maker=maker, spellings=spellings, key=key, cluster=cluster
+            )
             return kubernetes_launcher.KubernetesLauncher(kube_api.connect(self.cluster), podded, *at)
         from potluck.control.launchers.ray_launcher import RayLauncher, RayOptions, connect
 
-        return RayLauncher(connect(self.cluster), RayOptions(maker, spellings, tuple(regions), key), *at)
+        options = RayOptions(maker=maker, spellings=spellings, key=key, regions=tuple(regions))
+        return RayLauncher(connect(self.cluster), options, *at)
 
 
 def launcher_of(store: StateStore) -> Launcher | None:
