@@ -130,7 +130,7 @@ $(VENV)/.base: pyproject.toml constraints.txt | $(BIN)/python
 $(VENV)/.serve: pyproject.toml constraints.txt | $(BIN)/python
 	@echo "installing (PyTorch and more, once)"
 	@began=$$(date +%s); $(PIP_VISIBLE) -e ".[engine,gateway]" && echo "installed in $$(( $$(date +%s) - began )) s"
-	@echo "compiling inner loops"; $(BIN)/python -m potluck.cli.serving.engine.warm
+	@echo "compiling inner loops"; $(BIN)/python -m potluck.cli.engine.fork_server warm
 	@touch $(VENV)/.base $@
 
 $(VENV)/.dev: pyproject.toml constraints.txt | $(BIN)/python

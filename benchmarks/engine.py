@@ -91,7 +91,7 @@ class Ours:
     def __init__(self, directory: Path) -> None:
         import torch
 
-        from potluck.cli.serving.engine.engine_kinds import described
+        from potluck.cli.engine.engine import described
         from potluck.core.replica.batch import BatchLimits
         from potluck.engine.loop.engine_loop import EngineLoop
         from potluck.engine.memory.prefix_cache import PrefixCache

@@ -161,7 +161,7 @@ def perplexities(name: str, dtype: str, most: int | None) -> Iterator[tuple[str,
     import torch
 
     import potluck.engine
-    from potluck.cli.serving.engine.engine_kinds import described
+    from potluck.cli.engine.engine import described
     from potluck.engine.compute.runner import Runner, RunnerSize, SequenceWork
     from potluck.engine.memory.handover import pack
     from potluck.engine.model.checkpoint import SafetensorsSource

@@ -43,8 +43,8 @@ from pathlib import Path
 
 from parts.common import ROOT, Budget, run
 from parts.planned_specs import KINDS, spec_text
-from potluck.cli.common.problem_options import load_problem, read_spec
-from potluck.cli.planning.rehearsal_options import RehearsalOptions, trial_of
+from potluck.cli.common.inputs import load_problem, read_spec
+from potluck.cli.planning.rehearsal import RehearsalOptions, trial_of
 from potluck.cli.simulating.simulation import SimulationInputs, scene_of
 from potluck.core.errors import PotluckError
 from potluck.core.values.plan import Plan

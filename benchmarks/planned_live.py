@@ -30,7 +30,7 @@ from parts.adapt_rig import Rig, service, shots_of_load
 from parts.adapt_scenarios import NEVER_S, report
 from parts.common import run
 from parts.planned_live_kinds import KINDS, Happened, Kind, News, load_of
-from potluck.cli.common.problem_options import load_problem, read_spec
+from potluck.cli.common.inputs import load_problem, read_spec
 from potluck.cli.simulating.simulation import SimulationInputs, planner_of, policy_of, scene_of
 from potluck.core.routing.template_weights import offers
 from potluck.core.state.actions import Run

@@ -18,7 +18,7 @@ from collections.abc import Mapping
 import numpy as np
 
 from parts.common import ROOT, run
-from potluck.cli.common.problem_options import load_problem, read_spec
+from potluck.cli.common.inputs import load_problem, read_spec
 from potluck.cli.simulating.simulation import SimulationInputs, scene_of
 from potluck.core.state.policy import Policy
 from potluck.plan.search.pool_workload import workload_of

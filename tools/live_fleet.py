@@ -23,7 +23,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, Any, Self
 
-from potluck.cli.common.problem_options import read_spec
+from potluck.cli.common.inputs import read_spec
 from potluck.core.values.layout import Layout
 from potluck.core.values.plan import Plan, plan_from_json
 

@@ -58,7 +58,7 @@ def write_spec(
 
 def plan_as(strategy: str, spec: Path) -> Plan:
     """A plan of one strategy, where `auto` would not show what is to be shown."""
-    from potluck.cli.common.problem_options import load_problem, read_spec
+    from potluck.cli.common.inputs import load_problem, read_spec
     from potluck.plan.strategies import STRATEGIES, SolveSettings, TemplateFactory
 
     problem = load_problem(read_spec(spec), 0.8, None, (), 0.0)

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from parts import simulate_fleets as fleets
 from potluck.catalog import named_workloads as named
 from potluck.catalog import nodes
-from potluck.cli.simulating.goodput import RateTrial, faster, search, step_of
+from potluck.cli.simulating.simulate import RateTrial, faster, search, step_of
 from potluck.core.state.policy import Policy
 from potluck.core.values.plan import (
     BucketCapacity,

@@ -16,7 +16,7 @@ import numpy as np
 
 from parts import stress_fleets as fleet
 from parts.stress_fleets import FAST, SMALL, Rules
-from potluck.cli.common.workload_options import WorkloadOptions, load
+from potluck.cli.common.workloads import WorkloadOptions, load
 from potluck.core.values.types import Slo
 from potluck.runtime.resolved_plan import ResolvedPlan
 from potluck.sim.load.workload import first, labelled, merge

@@ -11,13 +11,11 @@ from pathlib import Path
 
 import pytest
 
-from potluck.cli.demo.acts import chosen, the_day
-from potluck.cli.demo.fleet_looks import FleetLook, LoggedDecision, ReplicaLook
-from potluck.cli.demo.play import ActOutcome
-from potluck.cli.demo.signs import LAB, SHOP, ActEvidence
-from potluck.cli.demo.summary import told
-from potluck.cli.demo.traffic import RequestCounts, SentRequest, counted
 from potluck.core.values.types import Slo
+from potluck.demo.acts import LAB, SHOP, ActEvidence, FleetLook, LoggedDecision, ReplicaLook, chosen, the_day
+from potluck.demo.command import told
+from potluck.demo.play import ActOutcome
+from potluck.demo.traffic import RequestCounts, SentRequest, counted
 from potluck.loadgen.load_client import TimedRequest
 
 WITHIN_S = 900.0

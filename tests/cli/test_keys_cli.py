@@ -12,8 +12,8 @@ from threading import Thread
 import pytest
 
 from potluck.api.http import HttpRefusal
+from potluck.cli.fleet import keys as module
 from potluck.cli.main import run
-from potluck.cli.serving.operate import keys_command as module
 from potluck.control.accounts import KEY_FILE, is_open, kept_keys, publish_keys
 from potluck.control.launchers.process import started_at
 from potluck.control.state_store import StateStore

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from potluck.cli.serving.operate import status
-from potluck.cli.serving.up.up_output import ServiceSummary, ready_json, show_ready
+from potluck.cli.fleet import status
+from potluck.cli.up.up import ServiceSummary, ready_json, show_ready
 from potluck.control.service_view import ServiceView
 from potluck.control.state_store import StateStore
 from potluck.core.values.plan import Deployment, Plan, PlannedFlow

@@ -225,9 +225,9 @@ def test_no_escape_codes_where_none_are_wanted(
     """On a terminal, too."""
     code = (
         "import sys; sys.stdout.isatty = sys.stderr.isatty = lambda: True\n"
-        "from potluck.cli.common import render, progress\n"
+        "from potluck.cli.common import render\n"
         "import click; click.utils.should_strip_ansi = lambda *_: False\n"
-        "with progress.progress(2) as said: said('one')\n"
+        "with render.progress(2) as said: said('one')\n"
         "render.table('Things', ['name'], [('x',)])"
     )
     plain = {key: text for key, text in os.environ.items() if key not in ("NO_COLOR", "TERM")}

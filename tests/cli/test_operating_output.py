@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 from test_operators_cli import Port, _said, _sleeper, folder, port
 
+from potluck.cli.fleet import status
 from potluck.cli.main import run
-from potluck.cli.serving.operate import status
 from potluck.control.launchers.process import alive, end
 from potluck.control.state_store import StateStore
 
@@ -37,7 +37,7 @@ def test_top_in_a_pipe_prints_frame_after_frame(
         if port.scraped == 3:
             raise KeyboardInterrupt
 
-    monkeypatch.setattr("potluck.cli.serving.operate.top.time.sleep", sleep)
+    monkeypatch.setattr("potluck.cli.fleet.status.time.sleep", sleep)
     assert _said(capsys, "top", "--state", folder).count("plan 1 (auto)") == 2
 
 

@@ -364,7 +364,7 @@ def test_the_only_service_that_runs_need_not_be_named(
 ) -> None:
     home = tmp_path / "all"
     home.mkdir()
-    monkeypatch.setattr("potluck.cli.serving.operate.which_service.STATE", home)
+    monkeypatch.setattr("potluck.cli.fleet.service.STATE", home)
     for command in (["status"], ["top", "--once"], ["down"]):
         assert "potluck: nothing runs; start it with" in _said(capsys, *command, rc=1)
     (home / "one").symlink_to(folder)
@@ -384,7 +384,7 @@ def test_the_only_service_that_runs_need_not_be_named(
 def test_engines_that_were_left_alone_still_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr("potluck.cli.serving.operate.which_service.STATE", tmp_path)
+    monkeypatch.setattr("potluck.cli.fleet.service.STATE", tmp_path)
     StateStore(tmp_path / "ended" / "state.db").close()
     store = StateStore(tmp_path / "left" / "state.db")
     engine = _sleeper(tmp_path, "engine")

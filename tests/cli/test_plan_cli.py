@@ -10,10 +10,10 @@ from pathlib import Path
 
 import pytest
 
-from potluck.cli.common.problem_options import load_problem, read_spec
+from potluck.cli.common.inputs import load_problem, read_spec
 from potluck.cli.main import run
-from potluck.cli.planning.plan_command import _hurried
-from potluck.cli.serving.up.up_plan import PlanChoices, prepared
+from potluck.cli.planning.plan import _hurried
+from potluck.cli.up.prepare import PlanChoices, prepared
 from potluck.core.values.plan import plan_from_json
 from potluck.plan.strategies import TemplateFactory
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from potluck.cli.common.problem_options import load_problem, read_spec
+from potluck.cli.common.inputs import load_problem, read_spec
 from potluck.cli.main import run
 from potluck.cli.planning import plan_show
 from potluck.cli.planning.plan_draw import compared_html, plan_html

@@ -9,7 +9,7 @@ from xml.etree import ElementTree
 import pytest
 
 from potluck.cli.main import run
-from potluck.cli.planning.search_trace import sparkline, svg, ticks
+from potluck.cli.planning.plan_draw import sparkline, svg, ticks
 from potluck.core.values.plan import plan_from_json
 from potluck.plan.strategies import STRATEGIES
 

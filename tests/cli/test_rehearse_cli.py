@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 
 from potluck.cli.main import run
-from potluck.cli.planning import rehearsal_options as rehearsing
-from potluck.cli.planning.evidence import evidence_line
-from potluck.cli.serving.up.up_plan import PlanChoices, PreparedPlan, prepared
+from potluck.cli.planning import rehearsal as rehearsing
+from potluck.cli.planning.rehearsal import evidence_line
+from potluck.cli.up.prepare import PlanChoices, PreparedPlan, prepared
 from potluck.core.values.plan import Plan, plan_from_json
 from potluck.rehearse.evidence import Evidence
 from potluck.spec.load_spec import load_spec

@@ -10,8 +10,8 @@ from types import SimpleNamespace
 import pytest
 
 from potluck.cli.main import run
-from potluck.cli.planning import replan_command as replan_module
-from potluck.cli.planning.replan_live import LiveService
+from potluck.cli.planning import replan as replan_module
+from potluck.cli.planning.replan import LiveService
 from potluck.core.values.plan import Plan, plan_from_json
 
 SPEC = """\

@@ -10,7 +10,7 @@ import pytest
 
 from potluck.cli.common.render import percent
 from potluck.cli.main import run
-from potluck.cli.simulating.goodput import RateTrial, search
+from potluck.cli.simulating.simulate import RateTrial, search
 from potluck.core.brain.brain import Brain
 from potluck.runtime.replay import replay
 
@@ -243,7 +243,7 @@ def test_a_market_over_time_is_followed_by_planner_and_fleet(
 def test_what_is_not_as_planned_fits_eighty_columns_and_keeps_every_word(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    from potluck.cli.simulating.simulate_show import show_planned
+    from potluck.cli.simulating.simulate_output import show_planned
     from potluck.runtime.expectations import ValueRange
     from potluck.sim.results.plan_comparison import PlanDeviation
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from potluck.cli.common.workload_options import WorkloadOptions, load
+from potluck.cli.common.workloads import WorkloadOptions, load
 from potluck.cli.main import run
 from potluck.cli.simulating.trace import sparkline
 from potluck.core.errors import InputError

@@ -12,8 +12,8 @@ from typing import ClassVar
 
 import pytest
 
-from potluck.cli.serving.up.attach import asked, attach, planned_for, read_entries
-from potluck.cli.serving.up.gpus import must_have_chips
+from potluck.cli.up.attach import asked, attach, planned_for, read_entries
+from potluck.cli.up.gpus import must_have_chips
 from potluck.control.control_values import EngineSpec
 from potluck.control.launchers.engine_command import EngineCommands
 from potluck.control.launchers.local_launcher import LocalLauncher

@@ -16,11 +16,11 @@ from pathlib import Path
 import pytest
 
 from potluck.catalog import gpus
-from potluck.cli.common.problem_options import load_problem
+from potluck.cli.common.inputs import load_problem
 from potluck.cli.main import run
-from potluck.cli.serving.up import gpus as up_gpus
-from potluck.cli.serving.up.before_start import start_s
-from potluck.cli.serving.up.gpus import (
+from potluck.cli.simulating.simulation import SimulationInputs, startups_of
+from potluck.cli.up import gpus as up_gpus
+from potluck.cli.up.gpus import (
     GpuSetup,
     flags_of,
     for_this_machine,
@@ -30,8 +30,8 @@ from potluck.cli.serving.up.gpus import (
     must_run_here,
     spec_text,
 )
-from potluck.cli.serving.up.up_plan import PlanChoices, PreparedPlan, planned_for_all
-from potluck.cli.simulating.simulation import SimulationInputs, startups_of
+from potluck.cli.up.prepare import PlanChoices, PreparedPlan, planned_for_all
+from potluck.cli.up.up import start_s
 from potluck.control.control_values import EngineSpec
 from potluck.control.launchers.engine_command import EngineCommands, stages_of
 from potluck.control.launchers.local_capacity import LocalGpu, find_chips

@@ -17,9 +17,9 @@ import pytest
 from live_plans import WHOLE, write_plans
 
 from potluck.cli.main import run
-from potluck.cli.serving.up import up_command as up_module
-from potluck.cli.serving.up.up_plan import PreparedPlan
 from potluck.cli.simulating.simulation import read_one_spec, read_plan_and_spec
+from potluck.cli.up import up as up_module
+from potluck.cli.up.prepare import PreparedPlan
 from potluck.control import local_stack as stand_module
 from potluck.control.control_values import EngineSpec
 from potluck.control.controller import ControllerTurn

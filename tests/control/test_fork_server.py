@@ -12,14 +12,14 @@ from pathlib import Path
 
 import pytest
 
-from potluck.cli.serving.engine.fork_server import MODULES, PRETENDED
+from potluck.cli.engine.fork_server import MODULES, PRETENDED
 from potluck.control.launchers.local_launcher import FORK_MARK, OWNER_MARK, ForkServer, engines_of
 from potluck.control.launchers.process import alive, end
 
 WITHIN_S = 60.0
 TINY = """
 import threading, time
-from potluck.cli.serving.engine import fork_server
+from potluck.cli.engine import fork_server
 fork_server.load = lambda style: {load}
 fork_server.main()
 """

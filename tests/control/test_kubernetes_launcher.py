@@ -14,7 +14,7 @@ import pytest
 import yaml
 from kube_server import Kube
 
-from potluck.cli.serving.up.up_command import up
+from potluck.cli.up.up import up
 from potluck.control.control_values import EngineSpec
 from potluck.control.launchers.engine_command import EngineCommands
 from potluck.control.launchers.kube_api import ApiRefused, KubeApi, connect

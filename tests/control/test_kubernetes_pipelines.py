@@ -11,7 +11,7 @@ import pytest
 from kube_server import Kube
 from test_kubernetes_launcher import ENGINE, SPELLINGS, come_to
 
-from potluck.cli.serving.engine.engine_command import serve
+from potluck.cli.engine.engine import serve
 from potluck.control.control_values import EngineSpec
 from potluck.control.launchers.engine_command import EngineCommands
 from potluck.control.launchers.kube_api import connect

@@ -8,7 +8,7 @@ from typing import Any
 import click
 import pytest
 
-from potluck.cli.serving.operate import upgrade
+from potluck.cli.fleet.orders import upgrade
 from potluck.control.manual_changes import UpgradeTurn, due, lacks, turns
 from potluck.core.errors import PotluckError
 

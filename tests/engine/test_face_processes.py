@@ -18,9 +18,9 @@ from engine_models import KINDS, prompt
 from face_kit import NAME, Client, face, letters, make_service, played, tokens_in
 from loop_kit import desk
 
+from potluck.cli.engine.engine import serve
+from potluck.cli.engine.listening import api_key
 from potluck.cli.main import run
-from potluck.cli.serving.engine.engine_command import serve
-from potluck.cli.serving.engine.listening import api_key
 from potluck.core.errors import InputError
 from potluck.engine.model.checkpoint import RandomSource, save
 from potluck.engine.model.config import write_config

@@ -11,7 +11,7 @@ from engine_models import KINDS, VOCAB
 from face_kit import NAME, face, letters, played
 
 from potluck.api.model_files import NEUTRAL, GenerationConfig, read_generation
-from potluck.cli.serving.engine.engine_command import generation_of
+from potluck.cli.engine.engine import generation_of
 from potluck.core.errors import InputError, PotluckError
 from potluck.core.values.sampling import SamplingDefaults
 from potluck.engine.model.checkpoint import RandomSource, save

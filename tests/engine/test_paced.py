@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from pipeline_workers import HYBRID, PLAIN, PROMPTS, SECRET, SEED, SIZE, generate, local, standing
 
 from potluck.catalog import models, nodes
-from potluck.cli.serving.engine.emulate import emulation, executor_maker
+from potluck.cli.engine.emulate import emulation, executor_maker
 from potluck.core.errors import InputError
 from potluck.core.state.facts import BLOCK_TOKENS
 from potluck.core.values.confidence import Confidence

@@ -15,9 +15,9 @@ from export_kit import COMBO, FOLDERS, PIPELINE, fleet, plan, template, wording
 from hypothesis import given
 from hypothesis import strategies as st
 
+from potluck.cli.engine.engine import engine
 from potluck.cli.main import cli
-from potluck.cli.serving.engine.engine_command import engine
-from potluck.cli.serving.serve_command import serve
+from potluck.cli.serve import serve
 from potluck.control.launchers.kubernetes_pods import ManifestOptions
 from potluck.core.errors import InputError
 from potluck.core.values.layout import Layout, Stage, StageNode, single

@@ -21,7 +21,7 @@ from click.testing import CliRunner
 from hypothesis import given
 from hypothesis import strategies as st
 
-from potluck.cli.serving.operate.keys_command import keys
+from potluck.cli.fleet.keys import keys
 from potluck.core.errors import InputError
 from potluck.core.state.actions import Run
 from potluck.core.values.route import Route, Segment, aggregated, handed_over

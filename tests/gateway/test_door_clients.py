@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from door_kit import NAME, Scene, saying
 
-from potluck.cli.serving.engine.engine_kinds import described
+from potluck.cli.engine.engine import described
 from potluck.engine.model.config import read_config
 from potluck.engine.shipped_model import shipped_model
 from potluck.gateway.openai.requests import read_card

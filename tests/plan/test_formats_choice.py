@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from plan_problems import a_problem, an_ask
 
 from potluck.catalog import models
-from potluck.cli.serving.engine.emulate import pretence
+from potluck.cli.engine.emulate import pretence
 from potluck.control.control_values import EngineSpec
 from potluck.control.launchers.engine_command import EngineCommands, WeightFormats
 from potluck.core.codec import encode

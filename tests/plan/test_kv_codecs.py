@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from plan_problems import a_problem, an_ask, pool_problem
 from search_pools import random_pool
 
-from potluck.cli.common.problem_options import load_problem
+from potluck.cli.common.inputs import load_problem
 from potluck.core.values.lossy_hops import lossy_crossings
 from potluck.core.values.plan import Plan
 from potluck.core.values.types import Link, Slo
@@ -28,7 +28,7 @@ SHIPPED = [
     Path(str(resources.files(package) / "data" / name))
     for package, name in (
         ("potluck.cli", "demo.yaml"),
-        ("potluck.cli", "day.yaml"),
+        ("potluck.demo", "day.yaml"),
         ("potluck.spec", "example.yaml"),
     )
 ]

@@ -6,8 +6,8 @@ from dataclasses import replace
 
 import pytest
 
-from potluck.cli.common.problem_options import load_problem
-from potluck.cli.planning.rehearsal_options import RehearsalOptions, estimate_of
+from potluck.cli.common.inputs import load_problem
+from potluck.cli.planning.rehearsal import RehearsalOptions, estimate_of
 from potluck.core.values.layout import Layout, Stage, StageNode
 from potluck.core.values.plan import PlannedReplica
 from potluck.core.values.types import Role, Slo

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import numpy as np
 
-from potluck.cli.common.problem_options import load_problem, read_spec
+from potluck.cli.common.inputs import load_problem, read_spec
 from potluck.cli.simulating.simulation import SimulationInputs, scene_of
 from potluck.core.state.policy import Policy
 from potluck.plan.strategies import STRATEGIES, SolveSettings, TemplateFactory

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import sim_fleets as fleets
 
-from potluck.cli.common.workload_options import WorkloadOptions, of_trace, to_trace
+from potluck.cli.common.workloads import WorkloadOptions, of_trace, to_trace
 from potluck.core.brain.brain import Brain
 from potluck.core.errors import InputError
 from potluck.core.state.policy import Policy

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from potluck.catalog import models, nodes
-from potluck.cli.common.problem_options import load_problem, read_spec
+from potluck.cli.common.inputs import load_problem, read_spec
 from potluck.cli.simulating.simulation import SimulationInputs, scene_of
 from potluck.core.values.plan import Plan
 from potluck.core.values.types import LengthBin, NodeOffer, Region, Slo, Traffic

@@ -11,8 +11,7 @@ from typing import TYPE_CHECKING
 import click
 
 from accuracy.report import METRIC_WORDS, report
-from potluck.cli.common.progress import progress
-from potluck.cli.common.render import emit_json, percent, table
+from potluck.cli.common.render import emit_json, percent, progress, table
 
 if TYPE_CHECKING:
     from accuracy.runs import MeasuredRun

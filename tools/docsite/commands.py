@@ -10,6 +10,13 @@ import click
 
 from potluck.cli.main import COMMANDS, cli
 
+ROOMS = {
+    "Planning": ("planning",),
+    "Simulating": ("simulating",),
+    "Serving": ("up", "demo", "fleet", "engine", "bench", "serve"),
+}
+"""Parts of the reference, and the places in `cli/` (and `demo/`) that their commands are in."""
+
 
 def tree() -> Iterator[tuple[tuple[str, ...], click.Command, click.Context]]:
     """Every command and subcommand with the words it is called by."""
@@ -52,10 +59,10 @@ def _index() -> str:
         "Made of the commands when the site is built; `--help` says the same.",
         "",
     ]
-    for folder in dict.fromkeys(place.split(".")[2] for place, _ in COMMANDS.values()):
-        lines += [f"## {folder.capitalize()}", "", "| command | what it does |", "|---|---|"]
+    for title, places in ROOMS.items():
+        lines += [f"## {title}", "", "| command | what it does |", "|---|---|"]
         for name, (place, line) in COMMANDS.items():
-            if place.split(".")[2] == folder:
+            if place.replace("potluck.", ".").split(".")[1].split(":")[0] in places:
                 lines.append(f"| [`potluck {name}`]({name}.md) | {line} |")
         lines.append("")
     lines += _exit_codes()

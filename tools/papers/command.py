@@ -9,8 +9,7 @@ import click
 
 from papers import cauchy, cauchy_rows, cronus, cronus_rows
 from papers.rows import Reproduction, Row, Said
-from potluck.cli.common.progress import progress
-from potluck.cli.common.render import emit_json, table
+from potluck.cli.common.render import emit_json, progress, table
 
 STAGES = {"cauchy": 6, "cronus": 8}
 

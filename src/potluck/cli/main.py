@@ -19,112 +19,46 @@ from typing import NoReturn
 import click
 
 from potluck import __version__
-from potluck.cli.common.exits import BAD_INPUT, BUG, INTERRUPTED, MEANINGS, NO
+from potluck.cli.common.render import BAD_INPUT, BUG, INTERRUPTED, MEANINGS, NO
 from potluck.core.errors import PotluckError, did_you_mean
 
 COMMANDS = {
-    "init": ("potluck.cli.planning.init:init", "Write a commented example spec to start from."),
-    "check": ("potluck.cli.planning.check:check", "Validate a spec and show what it says."),
-    "catalog": ("potluck.cli.planning.catalog:catalog", "List known GPUs, models and prices."),
-    "estimate": (
-        "potluck.cli.planning.estimate_command:estimate",
-        "How fast, how much and at what cost on one node.",
-    ),
-    "plan": (
-        "potluck.cli.planning.plan_command:plan",
-        "What to rent and how to lay models out, with a proof.",
-    ),
-    "compare": ("potluck.cli.planning.compare:compare", "All planning strategies on one spec, in one table."),
-    "schedule": (
-        "potluck.cli.planning.schedule_command:schedule",
-        "Plans for the hours of a day, and what changing costs.",
-    ),
-    "frontier": (
-        "potluck.cli.planning.frontier_command:frontier",
-        "Cost against objective, availability or spot, drawn.",
-    ),
-    "replan": (
-        "potluck.cli.planning.replan_command:replan",
-        "Answers to trouble for a running plan, from cheap to dear.",
-    ),
-    "simulate": (
-        "potluck.cli.simulating.simulate:simulate",
-        "Serve a workload with a plan's fleet, in simulation.",
-    ),
-    "export": (
-        "potluck.cli.planning.export:export",
-        "A plan as files: commands, Compose, Kubernetes, SkyPilot.",
-    ),
-    "replay": (
-        "potluck.cli.simulating.replay:replay",
-        "Feed a log to a fresh Brain; does it decide the same?",
-    ),
-    "goodput": (
-        "potluck.cli.simulating.goodput:goodput",
-        "The highest rate at which a plan keeps its objectives.",
-    ),
-    "trace": ("potluck.cli.simulating.trace:trace", "Look at request traces, scale, convert and make them."),
-    "reproduce": (
-        "potluck.cli.simulating.reproduce:reproduce",
-        "A paper's experiments, its figures beside ours.",
-    ),
-    "up": (
-        "potluck.cli.serving.up.up_command:up",
-        "Plan, start and look after a whole service on this machine.",
-    ),
-    "demo": (
-        "potluck.cli.demo.demo_command:demo",
-        "Two minutes of a service's life, told on its page; no GPU.",
-    ),
-    "status": (
-        "potluck.cli.serving.operate.status:status",
-        "What a running service is doing, and what it lacks.",
-    ),
-    "top": (
-        "potluck.cli.serving.operate.top:top",
-        "The same, live: rates, latencies, replicas, links, dollars.",
-    ),
-    "logs": ("potluck.cli.serving.operate.status:logs", "What engines, gateway and controller wrote."),
-    "events": ("potluck.cli.serving.operate.status:events", "What was done to a service, and why."),
-    "drain": (
-        "potluck.cli.serving.operate.orders:drain",
-        "Empty a replica and put a fresh one in its place.",
-    ),
-    "cordon": (
-        "potluck.cli.serving.operate.cordon_command:cordon",
-        "Send nothing new to a replica or a host, for now.",
-    ),
-    "uncordon": ("potluck.cli.serving.operate.cordon_command:uncordon", "Send to it again."),
-    "flip": (
-        "potluck.cli.serving.operate.orders:flip",
-        "Give a replica another role, weights and requests kept.",
-    ),
-    "scale": ("potluck.cli.serving.operate.orders:scale", "Have so many copies of a template in a region."),
-    "hosts": (
-        "potluck.cli.serving.operate.hosts_command:hosts",
-        "What hosts have and how fast their network is: a pool.",
-    ),
-    "upgrade": (
-        "potluck.cli.serving.operate.upgrade:upgrade",
-        "Replace all engines, one copy at a time, while they serve.",
-    ),
-    "down": ("potluck.cli.serving.operate.orders:down", "Drain a service and stop all of it."),
-    "bench": ("potluck.cli.serving.bench:bench", "Load for any OpenAI server, with TTFT and TPOT."),
-    "serve": ("potluck.cli.serving.serve_command:serve", "One OpenAI endpoint over a plan's fleet."),
-    "engine": ("potluck.cli.serving.engine.engine_command:engine", "Run the embedded engine behind HTTP."),
-    "keys": (
-        "potluck.cli.serving.operate.keys_command:keys",
-        "API keys for clients: add, list, rotate, revoke.",
-    ),
-    "usage": (
-        "potluck.cli.serving.operate.usage_command:usage",
-        "Who used what, by key, tenant and model: to bill from.",
-    ),
-    "profile": (
-        "potluck.cli.measuring.profile_command:profile",
-        "Measure an engine; write a profile for estimates.",
-    ),
-    "overview": ("potluck.cli.planning.overview:overview", "What a spec's fleet could do for its models."),
+    "init": (".planning.check:init", "Write a commented example spec to start from."),
+    "check": (".planning.check:check", "Validate a spec and show what it says."),
+    "catalog": (".planning.catalog:catalog", "List known GPUs, models and prices."),
+    "estimate": (".planning.estimate:estimate", "How fast, how much and at what cost on one node."),
+    "overview": (".planning.estimate:overview", "What a spec's fleet could do for its models."),
+    "plan": (".planning.plan:plan", "What to rent and how to lay models out, with a proof."),
+    "compare": (".planning.plan:compare", "All planning strategies on one spec, in one table."),
+    "schedule": (".planning.plan_series:schedule", "Plans for the hours of a day, and what changing costs."),
+    "frontier": (".planning.plan_series:frontier", "Cost against objective, availability or spot, drawn."),
+    "replan": (".planning.replan:replan", "Answers to trouble for a running plan, from cheap to dear."),
+    "export": (".planning.export:export", "A plan as files: commands, Compose, Kubernetes, SkyPilot."),
+    "simulate": (".simulating.simulate:simulate", "Serve a workload with a plan's fleet, in simulation."),
+    "goodput": (".simulating.simulate:goodput", "The highest rate at which a plan keeps its objectives."),
+    "replay": (".simulating.simulate:replay", "Feed a log to a fresh Brain; does it decide the same?"),
+    "trace": (".simulating.trace:trace", "Look at request traces, scale, convert and make them."),
+    "reproduce": (".simulating.simulate:reproduce", "A paper's experiments, its figures beside ours."),
+    "up": (".up.up:up", "Plan, start and look after a whole service on this machine."),
+    "demo": ("potluck.demo.command:demo", "Two minutes of a service's life, told on its page; no GPU."),
+    "status": (".fleet.status:status", "What a running service is doing, and what it lacks."),
+    "top": (".fleet.status:top", "The same, live: rates, latencies, replicas, links, dollars."),
+    "logs": (".fleet.status:logs", "What engines, gateway and controller wrote."),
+    "events": (".fleet.status:events", "What was done to a service, and why."),
+    "drain": (".fleet.orders:drain", "Empty a replica and put a fresh one in its place."),
+    "cordon": (".fleet.orders:cordon", "Send nothing new to a replica or a host, for now."),
+    "uncordon": (".fleet.orders:uncordon", "Send to it again."),
+    "flip": (".fleet.orders:flip", "Give a replica another role, weights and requests kept."),
+    "scale": (".fleet.orders:scale", "Have so many copies of a template in a region."),
+    "hosts": (".fleet.hosts:hosts", "What hosts have and how fast their network is: a pool."),
+    "upgrade": (".fleet.orders:upgrade", "Replace all engines, one copy at a time, while they serve."),
+    "keys": (".fleet.keys:keys", "API keys for clients: add, list, rotate, revoke."),
+    "usage": (".fleet.keys:usage", "Who used what, by key, tenant and model: to bill from."),
+    "down": (".fleet.orders:down", "Drain a service and stop all of it."),
+    "bench": (".bench:bench", "Load for any OpenAI server, with TTFT and TPOT."),
+    "serve": (".serve:serve", "One OpenAI endpoint over a plan's fleet."),
+    "engine": (".engine.engine:engine", "Run the embedded engine behind HTTP."),
+    "profile": (".engine.profile:profile", "Measure an engine; write a profile for estimates."),
 }
 """Name -> (module:attribute, line in the help). The line stands here so that help imports nothing."""
 
@@ -144,7 +78,7 @@ class LazyGroup(click.Group):
         if name not in COMMANDS:
             return None
         module, attribute = COMMANDS[name][0].split(":")
-        command = getattr(importlib.import_module(module), attribute)
+        command = getattr(importlib.import_module(module, "potluck.cli"), attribute)
         assert isinstance(command, click.Command)
         return command
 

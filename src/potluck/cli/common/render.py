@@ -12,13 +12,19 @@ import os
 import re
 import sys
 import textwrap
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import TYPE_CHECKING, NoReturn
 
 import click
 
 from potluck.core.figures import digits
 from potluck.core.figures import usd as usd
+
+if TYPE_CHECKING:
+    from rich.progress import Progress, TaskID
+
 
 LEAST_WIDTH, WIDEST = 40, 200
 LISTING_WIDTH = 80
@@ -245,3 +251,54 @@ def percent(share: float, below: float | None = None) -> str:
             break
         text = f"{share * 100:.{places}f} %"
     return text
+
+
+@dataclass(frozen=True, slots=True)
+class ProgressBar:
+    """Calling it names the stage under way, one of those that were foreseen."""
+
+    shown: Progress
+    task: TaskID
+
+    def __call__(self, stage: str) -> None:
+        self.shown.update(self.task, description=stage, advance=1)
+
+    def far(self, done: int, total: int) -> None:
+        """How far the stage under way has got, for one that counts; from here on the bar is that stage's."""
+        self.shown.update(self.task, completed=done, total=total)
+
+
+@contextmanager
+def progress(total: int) -> Iterator[ProgressBar]:
+    """Yields what names the stage under way; `total` is roughly how many there will be."""
+    from rich.console import Console
+    from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+
+    columns = (TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn())
+    console, hidden = Console(stderr=True), not sys.stderr.isatty() or unstyled()
+    with Progress(*columns, console=console, transient=True, disable=hidden) as bar:
+        yield ProgressBar(bar, bar.add_task("starting", total=total))
+
+
+DONE, NO, BAD_INPUT, MISSED, BUG, INTERRUPTED = 0, 1, 2, 3, 70, 130
+MEANINGS = (
+    (DONE, "done"),
+    (
+        NO,
+        "no (`replay`: a difference; `simulate`: a replica that the plan counts on got nothing), or broken pipe",
+    ),
+    (BAD_INPUT, "bad input, or nothing can serve it: one line names the field and the fix"),
+    (
+        MISSED,
+        "done, but a promise is not kept (`simulate`, `plan`, `bench --slo`): an objective is missed, or some "
+        "demand not met",
+    ),
+    (BUG, "a bug of ours (POTLUCK_DEBUG=1 shows the traceback)"),
+    (INTERRUPTED, "interrupted"),
+)
+
+
+def missed() -> NoReturn:
+    """Everything was printed; the exit code says that a promise is not kept."""
+    sys.stdout.flush()
+    sys.exit(MISSED)

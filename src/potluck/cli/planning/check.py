@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from importlib import resources
 from itertools import combinations
 from pathlib import Path
 from typing import Any
@@ -9,6 +10,7 @@ from typing import Any
 import click
 
 from potluck.cli.common.render import bytes_, count, emit_json, percent, short, table, usd
+from potluck.core.errors import InputError
 from potluck.core.figures import seconds
 from potluck.core.values.model import Model
 from potluck.core.values.types import NodeOffer
@@ -225,3 +227,34 @@ def _weight_bytes(model: Model) -> float:
     from potluck.perf.sizes.memory import weight_bytes
 
     return weight_bytes(model)
+
+
+@click.command()
+@click.argument("path", type=click.Path(path_type=Path), default=Path("potluck.yaml"))
+@click.option("--force", is_flag=True, help="Overwrite a file that exists.")
+@click.option("--json", "as_json", is_flag=True, help="Say what was written as JSON.")
+def init(path: Path, force: bool, as_json: bool) -> None:
+    """Write a commented example spec to PATH (potluck.yaml when left out).
+
+    \b
+    Examples:
+      potluck init
+      potluck init fleet/prod.yaml --force
+    """
+    text = resources.files("potluck.spec").joinpath("data", "example.yaml").read_text(encoding="utf-8")
+    if path.is_dir():
+        path = path / "potluck.yaml"
+    try:
+        # "x" leaves the decision to the system, so that a file made meanwhile is safe too.
+        with path.open("w" if force else "x", encoding="utf-8") as stream:
+            stream.write(text)
+    except FileExistsError as error:
+        raise InputError(str(path), "exists already; use --force to overwrite it") from error
+    except OSError as error:
+        raise InputError(str(path), f"cannot be written: {error.strerror}") from error
+    if as_json:
+        from potluck.cli.common.render import emit_json
+
+        emit_json({"written": str(path)})
+    else:
+        click.echo(f"Wrote {path}. Edit it, then run: potluck check {path}")

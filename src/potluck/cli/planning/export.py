@@ -86,8 +86,7 @@ def export(
       potluck export kubernetes plan.json potluck.yaml --out k8s && kubectl apply -f k8s
       potluck export skypilot plan.json potluck.yaml --out sky --infra us-east-1=aws/us-east-1
     """
-    from potluck.cli.common.plan_formats import weights_in
-    from potluck.cli.common.problem_options import read_plan, read_spec
+    from potluck.cli.common.inputs import read_plan, read_spec, weights_in
     from potluck.control.launchers.kubernetes_pods import ManifestOptions
     from potluck.export import compose, manifests, shell, skypilot
     from potluck.export.placement import CommandOptions, roomed

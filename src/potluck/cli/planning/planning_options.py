@@ -10,14 +10,14 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import click
 
 from potluck.cli.common.files import read_text
-from potluck.cli.common.problem_options import load_problem, read_spec
-from potluck.cli.common.slo_scale import scale_option, scaled
+from potluck.cli.common.inputs import load_problem, read_spec, scale_option, scaled
 from potluck.core.errors import InputError, UnknownNameError
 
 if TYPE_CHECKING:
     from potluck.plan.problem import PlanningProblem
     from potluck.plan.strategies import PlanOutcome, SolveSettings, TemplateFactory
     from potluck.spec.spec_values import Spec
+
 
 Command = TypeVar("Command", bound=Callable[..., object])
 

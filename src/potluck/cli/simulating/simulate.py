@@ -6,18 +6,18 @@ import json
 import sys
 from collections.abc import Callable
 from contextlib import ExitStack
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
+import numpy as np
 
-from potluck.cli.common.exits import missed
 from potluck.cli.common.files import OutputFiles, require_writable
-from potluck.cli.common.progress import ProgressBar, progress
-from potluck.cli.common.render import emit_json
-from potluck.cli.common.slo_scale import scale_option
-from potluck.cli.planning.estimate_command import profile_option
+from potluck.cli.common.inputs import scale_option
+from potluck.cli.common.render import ProgressBar, emit_json, missed, paragraph, percent, progress, table
+from potluck.cli.planning.estimate import profile_option
 from potluck.cli.simulating.simulation import (
     offered,
     planner_of,
@@ -30,8 +30,11 @@ from potluck.cli.simulating.simulation import (
 )
 from potluck.core.codec import encode
 from potluck.core.errors import InputError
+from potluck.core.figures import seconds
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from potluck.core.state.policy import Policy
     from potluck.sim.load.workload import Workload
     from potluck.sim.results.metrics import RunSummary
@@ -40,6 +43,7 @@ if TYPE_CHECKING:
     from potluck.sim.results.slo_scales import ScaleScan
     from potluck.sim.sim_settings import SimSettings
     from potluck.spec.spec_values import Spec
+
 
 Command = TypeVar("Command", bound=Callable[..., object])
 SAMPLES = 200
@@ -192,7 +196,7 @@ def simulate(
 def _require_sound(
     rate_per_s: float | None, report: Path | None, records: Path | None, log: Path | None
 ) -> None:
-    from potluck.cli.common.record_files import require_kind
+    from potluck.cli.simulating.simulate_output import require_kind
 
     require_positive("rate", rate_per_s)
     for option, path in (("--report", report), ("--records", records), ("--log", log)):
@@ -204,7 +208,7 @@ def _require_sound(
 def _write(
     saves: OutputFiles, summary: RunSummary, result: SimResult, report: Path | None, records: Path | None
 ) -> None:
-    from potluck.cli.common.record_files import write_records
+    from potluck.cli.simulating.simulate_output import write_records
     from potluck.sim.results.report import html
 
     saves("--records", records, lambda to: write_records(to, result))
@@ -258,7 +262,7 @@ def _show(
         body = {**json.loads(summary.to_json())["value"], "planned": encode(found)}
         emit_json(body if scanned is None else body | {"slo_scan": encode(scanned)})
         return
-    from potluck.cli.simulating.simulate_show import show_planned, show_scan, show_summary
+    from potluck.cli.simulating.simulate_output import show_planned, show_scan, show_summary
 
     show_summary(summary, result)
     if scanned is not None:
@@ -269,3 +273,263 @@ def _show(
 def require_positive(field: str, value: float | None) -> None:
     if value is not None and not 0 < value < float("inf"):
         raise InputError(f"--{field}", f"must be positive, is {value:g}")
+
+
+TOOLS = Path(__file__).parents[4] / "tools"
+
+
+@click.command()
+@click.argument("paper", type=click.Choice(("cauchy", "cronus")))
+@click.option(
+    "--data",
+    "folder",
+    type=click.Path(path_type=Path, file_okay=False),
+    envvar="POTLUCK_DATA",
+    help="Folder with the Azure conversation trace; without it requests are made up.",
+)
+@click.option("--quick", is_flag=True, help="Shorter runs: coarser figures.")
+@click.option("--seed", default=0, show_default=True, help="Of requests that are made up.")
+@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+def reproduce(paper: str, folder: Path | None, quick: bool, seed: int, as_json: bool) -> None:
+    """Run a paper's experiments and put its figures beside ours; needs a checkout of Potluck.
+
+    \b
+    Examples:
+      potluck reproduce cronus --data traces
+      potluck reproduce cauchy --json
+    """
+    if not (TOOLS / "papers").is_dir():
+        raise InputError("reproduce", "the papers' experiments come with a checkout, run it from one")
+    if str(TOOLS) not in sys.path:
+        sys.path.append(str(TOOLS))
+    import_module("papers.command").reproduce(paper, folder, quick, seed, as_json)
+
+
+MOST_DOUBLINGS = 12
+
+
+@dataclass(frozen=True, slots=True)
+class RateTrial:
+    """One rate that was tried."""
+
+    scale: float
+    rate_per_s: float
+    holds: bool
+    attainment: float
+    """Of the model that is worst off against its own promise."""
+    promised: float
+    """To that model."""
+    model: str
+    ttft_p99_s: float
+    tpot_p99_s: float
+
+
+@click.command()
+@click.argument("paths", metavar="[PLAN] [SPEC]", nargs=-1, type=click.Path(path_type=Path))
+@options
+@click.option("--rate", "rate_per_s", type=float, help="Requests a second to begin at.")
+@click.option("--tolerance", type=float, default=0.02, show_default=True, help="Relative, of the rate found.")
+def goodput(
+    paths: tuple[Path, ...],
+    workload: tuple[str, ...],
+    logs: tuple[Path, ...],
+    rate_per_s: float | None,
+    count: int | None,
+    seed: int,
+    cv: float | None,
+    tolerance: float,
+    policy: tuple[str, ...],
+    profile_paths: tuple[Path, ...],
+    slo_scale: float,
+    stepwise: bool,
+    bulk: bool,
+    time_limit_s: float,
+    as_json: bool,
+) -> None:
+    """The highest rate that meets every model's objective: a binary search over simulations.
+
+    The same requests come faster or slower; the mix of models and lengths stays. Nobody is refused for overload: a
+    rate that holds because every tenth user is turned away is not one that the plan serves.
+
+    \b
+    Examples:
+      potluck goodput plan.json potluck.yaml
+      potluck goodput plan.json potluck.yaml --workload sharegpt --requests 20000
+    """
+    from potluck.sim.results.metrics import summarise
+    from potluck.sim.run import simulate
+    from potluck.sim.sim_settings import SimSettings
+
+    require_positive("rate", rate_per_s)
+    if not 0 < tolerance < 1:
+        raise InputError("--tolerance", f"must be above 0 and below 1, is {tolerance:g}")
+    policy_of(policy)
+    with progress(20) as said:
+        inputs, load = read_inputs(
+            paths,
+            time_limit_s,
+            said,
+            lambda spec: requests(spec, workload, rate_per_s, count, seed, cv, logs, said),
+            profile_paths,
+            slo_scale=slo_scale,
+        )
+        rules = replace(policy_of(policy, inputs.spec.policy), admission=False)
+        inputs = offered(inputs, rules)
+        problem, planner = scene_of(inputs), planner_of(inputs, rules, time_limit_s)
+        how = SimSettings(fast_forward=not stepwise, overlap=not bulk, tick_s=rules.tick_s)
+        base_per_s = len(load) / float(load.arrival_s[-1]) if load.arrival_s[-1] > 0 else 0.0
+        if base_per_s <= 0:
+            raise InputError("--workload", "all requests come at one moment, so there is no rate to vary")
+
+        def tried(scale: float) -> RateTrial:
+            said(f"{base_per_s * scale:.3g} requests/s")
+            result = simulate(problem, faster(load, scale), rules, seed=seed, settings=how, planner=planner)
+            return step_of(summarise(result), scale, base_per_s)
+
+        steps, best = search(tried, tolerance)
+    rate = 0.0 if best is None else best.rate_per_s
+    if as_json:
+        from potluck.core.codec import encode
+
+        emit_json({"goodput_per_s": rate, "steps": [encode(step) for step in steps]})
+        return
+    _show_goodput(steps, best)
+
+
+def search(tried: Callable[[float], RateTrial], tolerance: float) -> tuple[list[RateTrial], RateTrial | None]:
+    """Double or halve until one rate holds and one does not, then halve the gap between them.
+
+    Returns all steps, and the fastest that holds.
+    """
+    steps = [tried(1.0)]
+    low = steps[0] if steps[0].holds else None
+    high = None if steps[0].holds else steps[0]
+    while (low is None or high is None) and len(steps) <= MOST_DOUBLINGS:
+        last = steps[-1]
+        step = tried(last.scale * (2.0 if high is None else 0.5))
+        steps.append(step)
+        if step.holds:
+            low = step
+        else:
+            high = step
+    while low is not None and high is not None and high.scale / low.scale > 1.0 + tolerance:
+        step = tried((low.scale * high.scale) ** 0.5)
+        steps.append(step)
+        if step.holds:
+            low = step
+        else:
+            high = step
+    return steps, low
+
+
+def faster(load: Workload, scale: float) -> Workload:
+    """The same requests at so many times the rate."""
+    from dataclasses import replace
+
+    return replace(load, arrival_s=np.asarray(load.arrival_s / scale))
+
+
+def step_of(summary: RunSummary, scale: float, base_per_s: float) -> RateTrial:
+    """What a run at a scaled rate shows of the model that is worst off."""
+    judged = [m for m in summary.models if m.slo is not None and m.attainment is not None]
+    if not judged:
+        raise InputError("slo", "no model has an objective to keep")
+    worst = min(judged, key=lambda m: (m.attainment or 0.0) - (m.slo.attainment if m.slo else 0.0))
+    return RateTrial(
+        scale,
+        base_per_s * scale,
+        all(model.holds for model in judged),
+        worst.attainment or 0.0,
+        worst.slo.attainment if worst.slo else 0.0,
+        worst.model,
+        worst.ttft_s.p99 if worst.ttft_s else float("nan"),
+        worst.tpot_s.p99 if worst.tpot_s else float("nan"),
+    )
+
+
+def _show_goodput(steps: list[RateTrial], best: RateTrial | None) -> None:
+    rows = [
+        (
+            f"{step.rate_per_s:.4g}",
+            "holds" if step.holds else "misses",
+            percent(step.attainment, step.promised),
+            percent(step.promised),
+            step.model,
+            seconds(step.ttft_p99_s),
+            seconds(step.tpot_p99_s),
+        )
+        for step in steps
+    ]
+    columns = ("requests/s", "objective", "attained", "promised", "worst model", "TTFT p99", "TPOT p99")
+    table("Rates tried", columns, rows)
+    if best is None:
+        click.echo("No rate that was tried keeps the objective.")
+        return
+    attained, promised = percent(best.attainment), percent(best.promised)
+    kept = f"there {best.model} is in time for {attained} of requests, {promised} promised"
+    above = min((step for step in steps if not step.holds), key=lambda step: step.rate_per_s, default=None)
+    if above is None:
+        paragraph(
+            f"Goodput: at least {best.rate_per_s:.4g} requests/s; {kept}. Every rate that was tried holds."
+        )
+        return
+    late = percent(above.attainment, above.promised)
+    paragraph(
+        f"Goodput: {best.rate_per_s:.4g} requests/s; {kept}. At {above.rate_per_s:.4g} requests/s "
+        f"{above.model} would be in time for {late} only."
+    )
+
+
+@click.command()
+@click.argument(
+    "logs",
+    metavar="LOG...",
+    nargs=-1,
+    required=True,
+    type=click.Path(exists=True, path_type=Path),
+)
+@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+@click.pass_context
+def replay(context: click.Context, logs: tuple[Path, ...], as_json: bool) -> None:
+    """Feed every event of a LOG, live or simulated, to a fresh Brain and compare what it asks for.
+
+    Several files are one log, in this order; those ending in .gz are unpacked. A folder stands for all pieces of the
+    brain.log in it. Where a gateway was started again a new Brain begins, as it did then. Exit code 0 when all is the
+    same, 1 when not; the first difference is shown.
+
+    \b
+    Examples:
+      potluck simulate potluck.yaml --log run.jsonl && potluck replay run.jsonl
+      potluck replay STATE                   the log of a service, in the folder that --state named
+      potluck replay gateway.log.1.gz gateway.log --json
+    """
+    from potluck.core.brain.brain import Brain
+    from potluck.runtime.replay import log_lines
+    from potluck.runtime.replay import replay as run
+
+    with progress(1000) as said, log_lines(logs) as lines:
+        found = run(lines, Brain, lambda events: said(f"{events:,} events"))
+    if as_json:
+        emit_json(
+            {
+                "same": not found.difference,
+                "events": found.events,
+                "actions": found.actions,
+                "runs": found.runs,
+                "difference": found.difference or None,
+                "cut_lines": list(found.cuts),
+                "since_s": found.since_s,
+            }
+        )
+    else:
+        for number in found.cuts:
+            click.echo(f"potluck: note: line {number} of the log is cut off and was passed over", err=True)
+        if found.since_s:
+            click.echo(
+                f"potluck: note: the log begins {found.since_s:,.0f} s into its first run; older pieces were dropped",
+                err=True,
+            )
+        runs = f"{found.runs} runs" if found.runs > 1 else "1 run"
+        verdict = found.difference or "all the same"
+        click.echo(f"{found.events:,} events and {found.actions:,} actions in {runs}: {verdict}")
+    context.exit(1 if found.difference else 0)

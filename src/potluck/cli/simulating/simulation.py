@@ -11,10 +11,9 @@ from typing import TYPE_CHECKING, TypeVar
 import click
 
 from potluck.cli.common.files import read_text
-from potluck.cli.common.problem_options import load_problem, read_plan, read_spec
-from potluck.cli.common.slo_scale import scaled
-from potluck.cli.common.workload_options import DEFAULT_REQUESTS, WorkloadOptions, load
-from potluck.cli.planning.estimate_command import measured
+from potluck.cli.common.inputs import load_problem, read_plan, read_spec, scaled
+from potluck.cli.common.workloads import DEFAULT_REQUESTS, WorkloadOptions, load
+from potluck.cli.planning.estimate import measured
 from potluck.core.codec import decode
 from potluck.core.errors import CapacityError, FormatError, InputError, UnknownNameError
 from potluck.core.state.policy import LISTS, Policy

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from potluck.spec.trace_write import Format
     from potluck.spec.traces import Trace
 
+
 BARS = " ▁▂▃▄▅▆▇█"
 PLOT_WIDTH = 72
 _file = click.argument("file", type=click.Path(path_type=Path))
@@ -77,7 +78,7 @@ def scale_command(
     file: Path, rate: float, how: str, to: str | None, seed: int, out: Path, as_json: bool
 ) -> None:
     """Bring FILE to another rate. A file without times gets Poisson arrivals."""
-    from potluck.cli.common.workload_options import WorkloadOptions, of_trace, to_trace
+    from potluck.cli.common.workloads import WorkloadOptions, of_trace, to_trace
     from potluck.spec.traces import load_trace
 
     loaded = load_trace(file, blocks=True)
@@ -130,7 +131,7 @@ def make_command(
     as_json: bool,
 ) -> None:
     """Draw requests of the catalog's workload NAME; `potluck catalog workloads` lists them."""
-    from potluck.cli.common.workload_options import WorkloadOptions, of_name, to_trace
+    from potluck.cli.common.workloads import WorkloadOptions, of_name, to_trace
 
     try:
         made = of_name(name, "", WorkloadOptions(rate, requests, seed, cv))

@@ -40,7 +40,7 @@ from potluck.control.launchers.process import (
 )
 from potluck.core.errors import CapacityError
 
-MODULE = "potluck.cli.serving.engine.fork_server"
+MODULE = "potluck.cli.engine.fork_server"
 READY_S = 120.0
 ANSWER_S = 4.0
 """To fork; less than a controller's lease lasts."""

@@ -1,0 +1,196 @@
+"""From a spec and a few options to the problem that a planner is asked."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+from importlib import resources
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+
+from potluck.cli.common.files import named
+from potluck.control.launchers.engine_command import WeightFormats
+from potluck.core.errors import InputError, UnknownNameError
+from potluck.core.values.types import Slo
+
+if TYPE_CHECKING:
+    from potluck.core.values.plan import Plan
+    from potluck.plan.problem import PlanningProblem
+    from potluck.spec.spec_values import Spec
+
+
+_WHAT_IF = re.compile(r"(?P<region>[^:=]+):(?P<node>[^:=]+)=(?P<count>\d+)\Z")
+
+
+def read_spec(path: Path | None) -> Spec:
+    """The spec at a path, or the bundled example."""
+    from potluck.spec.load_spec import load_spec, parse_spec
+
+    if path is not None:
+        return load_spec(path)
+    raw = resources.files("potluck.spec").joinpath("data/example.yaml").read_bytes()
+    return parse_spec(raw, file="example.yaml")
+
+
+def read_plan(path: Path) -> Plan:
+    """The plan in a file; a spec in its place is told so."""
+    from potluck.core.values.plan import plan_from_json
+
+    if path.suffix in (".yaml", ".yml") and path.is_file():
+        raise InputError(str(path), "is no plan but looks like a spec; the plan (JSON) is named first")
+    return named(path, plan_from_json)
+
+
+def load_problem(
+    spec: Spec,
+    headroom: float,
+    budget: float | None,
+    what_if: tuple[str, ...],
+    init_penalty: float,
+    sure: float = 0.5,
+) -> PlanningProblem:
+    """The planning problem that a spec and the options pose."""
+    from potluck.plan.problem import PlanningProblem, ask
+    from potluck.plan.reasons.explain import without_nodes
+
+    if not 0 < headroom <= 1:
+        raise InputError("headroom", f"must be above 0 and at most 1, is {headroom:g}")
+    if not 0.5 <= sure < 1:
+        raise InputError("confidence", f"must be at least 0.5 and below 1, is {sure:g}")
+    asks = tuple(
+        ask(
+            m.name,
+            m.model,
+            m.slo,
+            m.traffic,
+            m.terms,
+            promises={
+                each.name: promised
+                for each in spec.policy.classes
+                if (promised := each.objective(m.slo)) is not None
+            },
+            rtt_s=dict(spec.origins),
+        )
+        for m in spec.models
+    )
+    asks = tuple(
+        replace(each, sure=sure, formats=m.formats) for each, m in zip(asks, spec.models, strict=True)
+    )
+    limit = budget if budget is not None else spec.budget_usd_per_h
+    problem = PlanningProblem(
+        asks,
+        spec.regions,
+        spec.node_types,
+        spec.links,
+        headroom,
+        init_penalty,
+        limit,
+        spec.pool,
+        spec.kv_codecs,
+    )
+    for text in what_if:
+        match = _WHAT_IF.match(text)
+        if match is None:
+            raise InputError("what-if", f"{text!r} is not REGION:NODE=COUNT, such as us-east-1:8xH100=0")
+        region, node = match["region"], node_name(problem, match["node"], "what-if")
+        if region not in {each.name for each in problem.regions}:
+            raise UnknownNameError("what-if: region", region, (each.name for each in problem.regions))
+        problem = without_nodes(problem, region, node, int(match["count"]))
+    return problem
+
+
+def node_name(problem: PlanningProblem, name: str, field: str) -> str:
+    """A node of the problem by any spelling the catalog knows."""
+    from potluck.catalog import nodes
+
+    known = {node.name for node in problem.nodes}
+    if name in known:
+        return name
+    try:
+        canonical = nodes.canonical(name)
+    except InputError:
+        canonical = name
+    if canonical not in known:
+        raise UnknownNameError(f"{field}: node", name, known)
+    return canonical
+
+
+def weights_in(spec: Spec, plan: Plan) -> dict[str, WeightFormats]:
+    """Model to the format of its weights and that of its checkpoint, where the plan says so."""
+    stored = {model.name: model.stored for model in spec.models}
+    return {name: WeightFormats(planned, stored[name]) for name, planned in plan.formats if name in stored}
+
+
+UNSAID_S = 1e9
+"""An objective that nothing misses."""
+TIMES, SHARES = ("ttft", "tpot", "e2e"), ("attainment", "share")
+_TIME = re.compile(r"(?P<figure>\d+(\.\d*)?|\.\d+)(?P<unit>ms|s)\Z")
+_SHARE = re.compile(r"(?P<figure>\d+(\.\d*)?|\.\d+)(?P<percent>%?)\Z")
+slo_option = click.option(
+    "--slo",
+    "slo_text",
+    metavar="ttft=2s,tpot=50ms,attainment=0.95",
+    help="A promise, of TTFT, TPOT or E2E for a share of requests (0.9 unless told): exit code 3 when it is missed.",
+)
+scale_option = click.option(
+    "--slo-scale",
+    type=float,
+    default=1.0,
+    show_default=True,
+    help="All objectives (TTFT, TPOT, E2E) times this.",
+)
+
+
+def scaled(spec: Spec, factor: float) -> Spec:
+    """Models' objectives, and those that classes have of their own; a class's factor goes on top."""
+    if not 0 < factor < float("inf"):
+        raise InputError("--slo-scale", f"must be positive, is {factor:g}")
+    if factor == 1.0:
+        return spec
+    classes = tuple(
+        each if each.slo is None else replace(each, slo=each.slo.scaled(factor))
+        for each in spec.policy.classes
+    )
+    return replace(
+        spec,
+        models=tuple(replace(model, slo=model.slo.scaled(factor)) for model in spec.models),
+        policy=replace(spec.policy, classes=classes),
+    )
+
+
+def written_slo(text: str, option: str = "--slo") -> Slo:
+    """The objective that somebody wrote on a command line; what it does not name is not promised."""
+    said: dict[str, float] = {}
+    for part in text.split(","):
+        name, equals, value = (each.strip() for each in part.partition("="))
+        if not equals:
+            raise InputError(
+                option, f"{part.strip()!r} is not NAME=VALUE, such as ttft=2s or attainment=0.95"
+            )
+        if name not in (*TIMES, *SHARES):
+            raise UnknownNameError(option, name, (*TIMES, *SHARES))
+        name = SHARES[0] if name in SHARES else name
+        if name in said:
+            raise InputError(option, f"{name} stands there twice")
+        said[name] = _share(value, name, option) if name in SHARES else _time_s(value, name, option)
+    if not any(name in said for name in TIMES):
+        raise InputError(option, "must have one of ttft, tpot, e2e, such as ttft=2s")
+    ttft_s, tpot_s = (said.get(name, UNSAID_S) for name in ("ttft", "tpot"))
+    return Slo(ttft_s, tpot_s, said.get(SHARES[0], Slo(1.0, 1.0).attainment), said.get("e2e"))
+
+
+def _time_s(value: str, name: str, option: str) -> float:
+    match = _TIME.match(value)
+    if match is None or not float(match["figure"]) > 0:
+        raise InputError(option, f"{name}={value} must be a time with its unit, such as 2s or 50ms")
+    return float(match["figure"]) / (1000 if match["unit"] == "ms" else 1)
+
+
+def _share(value: str, name: str, option: str) -> float:
+    match = _SHARE.match(value)
+    share = -1.0 if match is None else float(match["figure"]) / (100 if match["percent"] else 1)
+    if not 0 < share <= 1:
+        raise InputError(option, f"{name}={value} must be above 0 and at most 1, such as 0.95 or 95%")
+    return share

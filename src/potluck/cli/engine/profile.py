@@ -1,0 +1,310 @@
+"""`potluck profile`: measure an engine, write a profile that the performance model reads."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass, replace
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+
+from potluck.cli.common.render import emit_json, percent, progress, table
+from potluck.cli.engine.emulate import emulation
+from potluck.cli.fleet.service import nothing, opened, state_option
+from potluck.core.errors import InputError
+from potluck.core.figures import seconds
+from potluck.core.state.facts import BLOCK_TOKENS
+
+if TYPE_CHECKING:
+    from potluck.core.values.observed_speed import ObservedSpeed
+    from potluck.perf.timers.profile import Profile, ProfilePoint
+
+
+def write_live(state: Path | None, out: Path, as_json: bool) -> None:
+    """A file for each kind of node that enough was seen of: `out`, or several beside it."""
+    from potluck.perf.timers.profile import profile_to_json
+
+    found = _observed(state)
+    files = []
+    for pace, profile in found:
+        path = out if len(found) == 1 else out.with_stem(f"{out.stem}-{pace.model}-{pace.node}-tp{pace.tp}")
+        try:
+            path.write_text(profile_to_json(profile), "utf-8")
+        except OSError as error:
+            raise InputError("--out", f"{path} cannot be written ({error.strerror or error})") from error
+        files.append(path)
+    rows = [
+        [each.model, each.node, each.tp, f"{each.pace:.2f}", each.replicas, path]
+        for (each, _), path in zip(found, files, strict=True)
+    ]
+    names = ("model", "node", "tp", "pace", "replicas", "file")
+    if as_json:
+        emit_json(
+            [
+                dict(zip(names, [*row[:3], pace.pace, pace.replicas, str(row[-1])], strict=True))
+                for row, (pace, _) in zip(rows, found, strict=True)
+            ]
+        )
+        return
+    table("", names, rows)
+    click.echo("`plan`, `simulate`, `goodput`, `estimate` and `serve` read them with --profile")
+
+
+def _observed(state: Path | None) -> list[tuple[ObservedSpeed, Profile]]:
+    from potluck.cli.common.inputs import load_problem, read_spec
+    from potluck.cli.planning.estimate import measured
+    from potluck.control.decision_history import ENOUGH, LOOK_S, paces_of
+    from potluck.plan.replan.observed_profiles import profile_of
+
+    with opened(state, running=False) as service:
+        known = service.store.get("spec files") or {}
+        paces = paces_of(service.store, time.time())
+        folder = service.folder
+    if not paces or "path" not in known:
+        raise nothing(
+            f"too little was seen in {folder} yet: replicas must work for {ENOUGH * LOOK_S:.0f} s or more"
+        )
+    profiles = tuple(Path(each) for each in known.get("profiles", ()))
+    problem = measured(load_problem(read_spec(Path(known["path"])), 0.8, None, (), 0.0), profiles)
+    day = datetime.now(UTC).date().isoformat()
+    asks = {ask.name: ask for ask in problem.asks}
+    return [(pace, profile_of(problem, asks[pace.model], pace, day)) for pace in paces if pace.model in asks]
+
+
+MOST_TOKENS = 4096
+"""The longest context that is measured unless more is asked for."""
+
+
+@dataclass(frozen=True, slots=True)
+class ProfileOptions:
+    """The flags, as click hands them over."""
+
+    model: Path | None
+    device: str
+    threads: int | None
+    emulate: str | None
+    speed_up: float
+    max_batch: int
+    max_tokens: int | None
+    chunk_tokens: int
+    repeats: int
+    quick: bool
+    gpu: str | None
+    tp: int
+    name: str | None
+    api_key_file: Path | None
+
+
+@click.command()
+@click.argument("url", required=False)
+@click.option("--local", is_flag=True, help="Measure the embedded engine in this process instead.")
+@click.option("--live", is_flag=True, help="Of a service that runs: what its replicas took, kind by kind.")
+@state_option
+@click.option("--model", type=click.Path(path_type=Path), help="With --local: a model's directory.")
+@click.option("--device", default="cpu", show_default=True, help="With --local: cpu, cuda, cuda:1, ...")
+@click.option("--threads", type=click.IntRange(1), help="With --local: threads for computing on a CPU.")
+@click.option("--emulate", metavar="GPU:MODEL", help="With --local: act as a GPU, such as A10:llama-3.1-8b.")
+@click.option("--speed-up", default=1.0, show_default=True, help="With --emulate: so many times faster.")
+@click.option(
+    "--max-batch", default=32, show_default=True, type=click.IntRange(2, 1024), help="Decodes at once."
+)
+@click.option("--max-tokens", type=click.IntRange(128), help="Longest context to measure; else what fits.")
+@click.option(
+    "--chunk-tokens",
+    default=1024,
+    show_default=True,
+    type=click.IntRange(32),
+    help="Tokens of one step; for a URL, the engine's own --token-budget.",
+)
+@click.option(
+    "--repeats", default=5, show_default=True, type=click.IntRange(1, 100), help="Runs of each shape."
+)
+@click.option("--quick", is_flag=True, help="Fewer shapes.")
+@click.option("--gpu", help="Name of the hardware for the file; else what torch calls it.")
+@click.option(
+    "--tp", default=1, show_default=True, type=click.IntRange(1), help="GPUs that the engine shards over."
+)
+@click.option("--name", help="Name of the model for the file; else the engine's.")
+@click.option("--api-key-file", type=click.Path(path_type=Path), help="The engine's key.")
+@click.option("--out", type=click.Path(path_type=Path), default=Path("profile.json"), show_default=True)
+@click.option("--json", "as_json", is_flag=True, help="Print a summary as JSON.")
+def profile(
+    url: str | None,
+    local: bool,
+    live: bool,
+    state: Path | None,
+    out: Path,
+    as_json: bool,
+    **options: object,
+) -> None:
+    """Measure how long an engine's steps take, and write it down for `potluck`.
+
+    \b
+    Examples:
+      potluck profile http://127.0.0.1:8000 --gpu A10 --out a10.json
+      potluck profile --local --quick
+      potluck profile --live --out observed.json
+      potluck profile --local --model ~/models/Llama-3.2-1B --device cuda --gpu L40S
+    """
+    from potluck.perf.timers.profile import profile_to_json
+
+    if local + live + (url is not None) != 1:
+        raise InputError("profile", "give an engine's URL, --local or --live, one of them")
+    if out.is_dir() or not out.resolve().parent.is_dir():
+        raise InputError("--out", f"{out} cannot be written")
+    if live:
+        write_live(state, out, as_json)
+        return
+    try:
+        flags = ProfileOptions(**options)  # type: ignore[arg-type]
+        found = _remote(url, flags) if url is not None else _local(flags)
+    except ModuleNotFoundError as error:
+        raise InputError("profile", f"needs {error.name}; install potluck[engine]") from error
+    try:
+        out.write_text(profile_to_json(found), "utf-8")
+    except OSError as error:
+        raise InputError("--out", f"{out} cannot be written ({error.strerror or error})") from error
+    _show(found, out, as_json)
+
+
+def _local(options: ProfileOptions) -> Profile:
+    import torch
+
+    from potluck.cli.engine.engine import described
+    from potluck.engine.compute.executor import Executor
+    from potluck.engine.compute.local_executor import LocalExecutor
+    from potluck.engine.compute.runner import Runner, RunnerSize
+    from potluck.engine.measure.local_bench import LocalBench, grid
+    from potluck.engine.model.checkpoint import SafetensorsSource
+    from potluck.engine.model.config import read_config
+    from potluck.engine.shipped_model import shipped_model
+
+    directory = options.model or shipped_model()
+    if options.threads is not None:
+        torch.set_num_threads(options.threads)
+    config = read_config(directory, described(directory))
+    longest = min(options.max_tokens or MOST_TOKENS, config.model.max_context_tokens)
+    rows = options.max_batch + 1
+    size = RunnerSize(rows, rows * -(-longest // BLOCK_TOKENS), longest, min(options.chunk_tokens, longest))
+    runner = Runner(config, SafetensorsSource(directory), size, device=options.device)
+    executor: Executor = LocalExecutor(runner, size)
+    if options.emulate is not None:
+        executor = emulation(options.emulate, options.speed_up).paced(executor)
+    bench = LocalBench(executor, options.repeats)
+    what = grid(bench.bounds, options.quick)
+    points = []
+    with progress(what.count) as said:
+        for point in bench.points(what):
+            points.append(point)
+            said(_words(point))
+    executor.shutdown()
+    name = options.name or directory.resolve().name
+    return _profile(_device_name(options.device), name, options, {"torch": str(torch.__version__)}, points)
+
+
+def _remote(url: str, options: ProfileOptions) -> Profile:
+    import asyncio
+
+    from aiohttp import ClientSession
+
+    from potluck.cli.engine.listening import api_key
+    from potluck.engine.measure.http_bench import HttpBench
+    from potluck.engine.measure.local_bench import grid
+    from potluck.engine.measure.reported_steps import steps_told
+
+    if not url.startswith(("http://", "https://")):
+        raise InputError("URL", f"{url!r} must begin with http:// or https://")
+    if not options.gpu:
+        raise InputError("--gpu", "name the hardware that the engine runs on, such as A10")
+    key = api_key(options.api_key_file)
+
+    async def measured() -> Profile:
+        headers = {"Authorization": f"Bearer {key}"} if key else {}
+        async with ClientSession(headers=headers, trust_env=False) as client:
+            bench = HttpBench(client, url, options.chunk_tokens, max(2, options.repeats // 2))
+            bounds = await bench.look()
+            bounds = replace(
+                bounds,
+                max_tokens=min(options.max_tokens or MOST_TOKENS, bounds.max_tokens),
+                max_running=min(options.max_batch, bounds.max_running),
+            )
+            what = grid(bounds, options.quick)
+            points = []
+            told = await steps_told(bench)
+            with progress(what.count) as said:
+                async for point in (told or bench).points(what, bounds):
+                    points.append(point)
+                    said(_words(point))
+            name = options.name or bench.model
+            kind = "vllm" if "vLLM" in bench.version else "potluck"
+            return _profile("", name, options, {"engine": bench.version}, points, kind)
+
+    return asyncio.run(measured())
+
+
+def _profile(
+    gpu: str,
+    name: str,
+    options: ProfileOptions,
+    versions: dict[str, str],
+    points: list[ProfilePoint],
+    engine: str = "potluck",
+) -> Profile:
+    from potluck import __version__
+    from potluck.perf.timers.profile import Profile
+
+    emulated = {"emulated": options.emulate} if options.emulate else {}
+    today = datetime.now(UTC).date().isoformat()
+    versions = {"potluck": __version__, **versions, **emulated}
+    return Profile(options.gpu or gpu, name, options.tp, engine, versions, today, tuple(points))
+
+
+def _device_name(device: str) -> str:
+    if not device.startswith("cuda"):
+        return "cpu"
+    import torch
+
+    return str(torch.cuda.get_device_name(device))
+
+
+def _words(point: ProfilePoint) -> str:
+    parts = []
+    if point.chunk_new:
+        parts.append(f"{point.chunk_new} tokens behind {point.chunk_cached}")
+    if point.decodes:
+        parts.append(f"{point.decodes} decodes at {point.decode_context // point.decodes}")
+    return f"{', '.join(parts)}: {seconds(point.seconds)}"
+
+
+def _show(found: Profile, out: Path, as_json: bool) -> None:
+    from potluck.perf.timers.profile import ProfileTimer
+
+    timer = ProfileTimer(found)
+    if as_json:
+        emit_json(
+            {
+                "out": str(out),
+                "gpu": found.gpu,
+                "model": found.model,
+                "points": len(found.points),
+                "fit_error": timer.fit_mape,
+            }
+        )
+        return
+    prefills = [p for p in found.points if p.chunk_new and not p.decodes and not p.chunk_cached]
+    decodes = [p for p in found.points if p.decodes and not p.chunk_new]
+    shortest = min((p.decode_context / p.decodes for p in decodes), default=0.0)
+    rows = [(f"prompt of {p.chunk_new}", seconds(p.seconds), _rate(p.chunk_new, p)) for p in prefills]
+    rows += [
+        (f"{p.decodes} decodes", seconds(p.seconds), _rate(p.decodes, p))
+        for p in decodes
+        if p.decode_context / p.decodes <= shortest * 1.5
+    ]
+    table(f"{found.model} on {found.gpu}: {len(found.points)} steps measured", ("step", "time", "rate"), rows)
+    click.echo(f"{out}: written; a smooth formula alone fits it to {percent(timer.fit_mape)} on average")
+
+
+def _rate(tokens: int, point: ProfilePoint) -> str:
+    return f"{tokens / point.seconds:,.0f} tokens/s"

@@ -1,0 +1,154 @@
+"""`potluck hosts`: what hosts have and what goes over the network between them, as a pool to plan with."""
+
+from __future__ import annotations
+
+import json
+import socket
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+
+from potluck import __version__
+from potluck.api.http import client_tls, server_tls
+from potluck.cli.common import render
+from potluck.cli.engine.listening import key_in, tls_for, tls_option
+from potluck.core.errors import InputError
+
+if TYPE_CHECKING:
+    from potluck.control.host_agent import HostLink, HostReport
+    from potluck.control.launchers.local_capacity import LocalGpu
+
+
+PORT = 7300
+_file = click.Path(dir_okay=False, path_type=Path)
+_key = click.option("--key-file", type=_file, required=True, help="What agents and whoever asks them share.")
+_ca = click.option("--ca", type=_file, help="Authority of the others' certificates, for https:// addresses.")
+
+
+@click.group()
+def hosts() -> None:
+    """Find out what several hosts have, and how fast the network between them is."""
+
+
+@hosts.command()
+@click.option("--host", default="127.0.0.1", show_default=True, help="Address to listen on.")
+@click.option("--port", default=PORT, show_default=True, type=click.IntRange(0, 65535), help="0: a free one.")
+@click.option("--name", help="Its name in the pool; else the machine's.")
+@click.option("--region", default="pool", show_default=True)
+@_key
+@_ca
+@tls_option
+@click.option("--json", "as_json", is_flag=True, help="Say where it listens as JSON.")
+def serve(
+    host: str,
+    port: int,
+    name: str | None,
+    region: str,
+    key_file: Path,
+    ca: Path | None,
+    tls: tuple[Path, Path] | None,
+    as_json: bool,
+) -> None:
+    """Say what this host has to whoever shows the key, and measure ways to others when asked."""
+    from potluck.control.host_agent import HostAgent
+    from potluck.control.launchers.local_capacity import find_chips
+
+    gpus = [_name(chip) for chip in find_chips()]
+    about = {"name": name or socket.gethostname(), "region": region, "gpus": gpus, "version": __version__}
+    tls_for(host, tls)
+    secure = None
+    if tls is not None:
+        secure = server_tls(*tls), None if ca is None else client_tls(ca, "--ca")
+    try:
+        server = HostAgent((host, port), about, key_in(key_file, "--key-file"), secure)
+    except OSError as error:
+        raise InputError("--port", f"{host}:{port} cannot be used ({error.strerror or error})") from error
+    url = f"{'https' if tls else 'http'}://{host}:{server.server_address[1]}"
+    click.echo(json.dumps({"url": url}) if as_json else f"At {url}, with {len(gpus)} GPUs; Ctrl-C ends")
+    server.serve_forever()
+
+
+def _name(chip: LocalGpu) -> str:
+    """The catalog's, where it has one."""
+    from potluck.cli.up.gpus import gpu_of
+
+    try:
+        return gpu_of(chip)
+    except InputError:
+        return chip.name
+
+
+@hosts.command()
+@click.argument("urls", metavar="URL...", nargs=-1, required=True)
+@_key
+@_ca
+@click.option("--out", type=_file, help="Write the pool here, as a part of a spec.")
+@click.option("--json", "as_json", is_flag=True, help="For machines.")
+def find(urls: tuple[str, ...], key_file: Path, ca: Path | None, out: Path | None, as_json: bool) -> None:
+    """Ask the agents at these URLs what they have, and measure every way between them.
+
+    \b
+    Examples:
+      potluck hosts find http://10.0.0.5:7300 http://10.0.0.6:7300 --key-file key --out pool.yaml
+    """
+    from potluck.control.host_agent import HostClient, matrix
+
+    asking = HostClient(key_in(key_file, "--key-file"), None if ca is None else client_tls(ca, "--ca"))
+    found = [asking.host(url.rstrip("/")) for url in urls]
+    names = [each.name for each in found]
+    if len(set(names)) != len(names):
+        raise InputError("--name", f"two hosts have the same one: {', '.join(sorted(names))}")
+    ways = matrix(asking, [each.url for each in found])
+    if out is not None:
+        out.write_text(pool_text(found, ways), "utf-8")
+    if as_json:
+        render.emit_json(_as_json(found, ways))
+        return
+    for each in found:
+        click.echo(
+            f"{each.name} in {each.region}: {', '.join(each.gpus) or 'no GPU'}; version {each.version}"
+        )
+    for (source, target), way in ways.items():
+        here, there = (next(each.name for each in found if each.url == url) for url in (source, target))
+        click.echo(f"{here} -> {there}: {way.gbps:.3g} Gbit/s, {way.rtt_ms:.2g} ms")
+
+
+def _as_json(found: list[HostReport], ways: dict[tuple[str, str], HostLink]) -> dict[str, object]:
+    names = {each.url: each.name for each in found}
+    return {
+        "hosts": [
+            {"name": each.name, "region": each.region, "gpus": list(each.gpus), "version": each.version}
+            for each in found
+        ],
+        "links": [
+            {"from": names[source], "to": names[target], "gbps": way.gbps, "rtt_ms": way.rtt_ms}
+            for (source, target), way in ways.items()
+        ],
+    }
+
+
+def pool_text(found: list[HostReport], ways: dict[tuple[str, str], HostLink]) -> str:
+    """The `pool:` of a spec. A host's GPUs must be alike; one without any is left out."""
+    having = [each for each in found if each.gpus]
+    lines = ["pool:", "  machines:"]
+    for each in having:
+        if len(set(each.gpus)) > 1:
+            raise InputError(
+                each.name, f"has unlike GPUs ({', '.join(sorted(set(each.gpus)))}); list it by hand"
+            )
+        node = f"{len(each.gpus)}x{each.gpus[0]}"
+        machine = {"name": each.name, "node": node, "region": each.region}
+        lines.append(f"    - {json.dumps(machine)}")
+    if not having:
+        raise InputError("URL", "none of these hosts has a GPU; there is nothing to plan with")
+    for key, digits in (("gbps", 3), ("rtt_ms", 2)):
+        rows = [
+            [
+                0.0 if here is there else float(f"{getattr(ways[here.url, there.url], key):.{digits}g}")
+                for there in having
+            ]
+            for here in having
+        ]
+        lines.append(f"  {key}: {json.dumps(rows)}")
+    return "\n".join(lines) + "\n"

@@ -1,0 +1,460 @@
+"""`potluck drain`, `flip`, `scale`, `down`: what a person wants of a running service. Each is noted as by hand."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import time
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+from urllib.parse import urlsplit
+
+import click
+
+from potluck.cli.common import render
+from potluck.cli.fleet.service import at_options, client_at, nothing, opened, state_option
+from potluck.core.errors import InputError, PotluckError, UnknownNameError
+
+if TYPE_CHECKING:
+    from potluck.control.gateway_client import GatewayClient
+    from potluck.control.service_view import ServiceView
+    from potluck.core.values.plan import Plan
+
+
+CONTROLLER_S = 90.0
+"""In which a controller that was asked to end has drained all."""
+
+
+def _with_gateway(service: ServiceView) -> ServiceView:
+    if not service.gateway_lives:
+        raise nothing(f"no gateway runs in {service.folder}; `potluck status` says what does")
+    return service
+
+
+def _replica(service: ServiceView, text: str) -> str:
+    """The replica that is meant: its name, a part that only it has (`east#1/0`), or its engine's name."""
+    names = [str(each["replica"]) for each in _with_gateway(service).client.snapshot().get("replicas", ())]
+    engines = {each.name: each.replica for each in service.store.instances() if each.replica}
+    if text in engines:
+        return engines[text]
+    return meant("REPLICA", text, names)
+
+
+def meant(field: str, text: str, names: list[str]) -> str:
+    """The only name that has this as a part of it."""
+    if not text:
+        raise InputError(field, f"is empty; there are {', '.join(names) or 'none'}")
+    found = [text] if text in names else [name for name in names if text in name]
+    if len(found) > 1:
+        raise InputError(field, f"{text!r} is a part of several: {', '.join(found)}")
+    if not found:
+        raise UnknownNameError(field, text, names)
+    return found[0]
+
+
+def _note(service: ServiceView, kind: str, what: str) -> None:
+    from potluck.control.manual_changes import BY_HAND
+
+    service.store.note(time.time(), kind, what, BY_HAND)
+
+
+@click.command()
+@click.argument("replica")
+@state_option
+@click.option("--json", "as_json", is_flag=True, help="For machines.")
+def drain(replica: str, state: Path | None, as_json: bool) -> None:
+    """Let REPLICA finish what it has, stop its engine, and have a fresh one take its place.
+
+    Replicas that work with it in one copy (a pair, a combo) go with it. To have fewer for good use `potluck scale`.
+    A part of the name will do where only one replica has it: 'east#1/0'; or the name of its engine.
+    """
+    from potluck.control.manual_changes import leave, stay
+
+    with opened(state) as service:
+        replica = _replica(service, replica)
+        engines = {each.replica: each.name for each in service.store.instances() if each.replica}
+        client, mine = service.client, [engines[replica]] if replica in engines else []
+        leave(service.store, mine)  # before it is empty, which it may be at once
+        try:
+            said = client.drain(replica)
+        except PotluckError:
+            stay(service.store, mine)
+            raise
+        leave(service.store, (engines[each] for each in said.get("with_it", ()) if each in engines))
+        _note(service, "drain", replica)
+        lives = service.controller_lives
+    if as_json:
+        render.emit_json(said)
+        return
+    click.echo(f"{replica} drains; {said.get('open_requests', 0)} requests are open there")
+    for each in said.get("with_it", ()):
+        click.echo(f"  with it {each}, of the same copy")
+    _unless(lives, "its engine is stopped and replaced")
+
+
+@click.command()
+@click.argument("replica")
+@click.argument("role", type=click.Choice(["prefill", "decode"]))
+@state_option
+@click.option("--json", "as_json", is_flag=True, help="For machines.")
+def flip(replica: str, role: str, state: Path | None, as_json: bool) -> None:
+    """Give REPLICA another ROLE, weights and requests kept.
+
+    The role stays, whatever plans and scaling say, until it is flipped back to the planned one.
+    """
+    with opened(state) as service:
+        replica = _replica(service, replica)
+        said = service.client.flip(replica, role)
+        _note(service, "flip", f"{replica} from {said.get('before')} to {said.get('role')}")
+    if as_json:
+        render.emit_json(said)
+    elif said.get("role") == said.get("planned"):
+        click.echo(f"{replica} is {said['role']}, as planned; rules may change that again")
+    else:
+        click.echo(f"{replica} is {said.get('role')} until you flip it back to {said.get('planned')}")
+
+
+@click.command()
+@click.argument("what", metavar="TEMPLATE@REGION=COUNT", required=False)
+@state_option
+@click.option(
+    "--auto",
+    is_flag=True,
+    help="Hand the fleet back: the planner's last plan holds again, and its next ones.",
+)
+@click.option("--json", "as_json", is_flag=True, help="For machines.")
+def scale(what: str | None, state: Path | None, auto: bool, as_json: bool) -> None:
+    """Have COUNT copies of a plan's TEMPLATE in a REGION: a new version of the plan, made by hand.
+
+    It holds until `potluck scale --auto`: plans that the planner makes meanwhile are only noted as advice. A part of
+    the template's name will do where only one has it. More copies than there are nodes for are refused.
+
+    \b
+    Examples:
+      potluck scale 'L40S@west=2'
+      potluck scale --auto
+    """
+    if auto == (what is not None):
+        raise InputError("TEMPLATE@REGION=COUNT", "is needed, or --auto, and not both")
+    with opened(state) as service:
+        said = _handed_back(service) if what is None else _scaled(_with_gateway(service), what)
+        lives = service.controller_lives
+    if as_json:
+        render.emit_json(said)
+        return
+    click.echo(said["line"])
+    for model in said.get("unserved", ()):
+        click.echo(f"note: nothing is left to serve {model}")
+    if what is not None:
+        _unless(lives, "engines are started and stopped")
+        if said["scaling"] not in (None, "none"):
+            click.echo(
+                f"note: scaling ({said['scaling']}) goes on from there, and says so in `potluck events`"
+            )
+
+
+def _scaled(service: ServiceView, what: str) -> dict[str, Any]:
+    from potluck.control.manual_changes import BY_HAND, put_plan, scaled
+
+    key, _, number = what.rpartition("=")
+    template, _, region = key.rpartition("@")
+    if not template or not region or not number.isdecimal():
+        raise InputError("TEMPLATE@REGION=COUNT", f"{what!r} is not of that form, such as 'L40S@west=2'")
+    newest = service.store.plan()
+    if newest is None:
+        raise nothing(f"there is no plan in {service.folder} yet")
+    template = meant("TEMPLATE", template, [each.name for each in newest.plan.templates])
+    what = f"{template}@{region}={number}"
+    snapshot = service.client.snapshot()
+    costs = {
+        each["region"]: each["usd_per_h"]
+        for each in snapshot.get("copies", ())
+        if each["template"] == template
+    }
+    available: Counter[tuple[str, str]] = Counter()
+    for place in snapshot.get("regions", ()):
+        for offer in place["offers"]:
+            available[place["name"], offer["node"]] += offer["available"]
+    plan = scaled(newest.plan, template, region, int(number), costs, available)
+    if plan.deployments == newest.plan.deployments:
+        return {
+            "version": newest.version,
+            "scaling": None,
+            "line": f"there are to be {number} already; nothing changed",
+        }
+    reason = f"{BY_HAND}: {what}"
+    version = put_plan(service.store, service.client.set_plan, plan, reason, time.time())
+    _note(service, "plan", f"version {version}, ${plan.cost_usd_per_h:.2f}/h, {what}")
+    return {
+        "version": version,
+        "cost_usd_per_h": plan.cost_usd_per_h,
+        "scaling": snapshot.get("scaling"),
+        "unserved": _unserved(plan),
+        "line": f"plan {version}: {what}, ${plan.cost_usd_per_h:.2f}/h (was ${newest.plan.cost_usd_per_h:.2f}/h)",
+    }
+
+
+def _unserved(plan: Plan) -> list[str]:
+    """Models of the plan without any copy."""
+    served = {plan.template(each.template).model for each in plan.deployments if each.count}
+    return sorted({each.model for each in plan.templates} - served)
+
+
+def _handed_back(service: ServiceView) -> dict[str, Any]:
+    from potluck.control.manual_changes import is_by_hand, planned_last, put_plan
+
+    newest = service.store.plan()
+    if newest is None or not is_by_hand(newest):
+        return {
+            "version": newest.version if newest else None,
+            "line": "no plan made by hand holds; nothing changed",
+        }
+    last = planned_last(service.store) or newest
+    reason = f"handed back: as version {last.version}"
+    tell = service.client.set_plan if service.gateway_lives else _tell_nobody
+    version = put_plan(service.store, tell, last.plan, reason, time.time())
+    _note(service, "plan", f"version {version}, ${last.plan.cost_usd_per_h:.2f}/h, as version {last.version}")
+    return {
+        "version": version,
+        "as_version": last.version,
+        "cost_usd_per_h": last.plan.cost_usd_per_h,
+        "line": f"plan {version}: the planner's plan {last.version} holds again, "
+        f"${last.plan.cost_usd_per_h:.2f}/h (was ${newest.plan.cost_usd_per_h:.2f}/h), and so do its next ones",
+    }
+
+
+def _tell_nobody(plan: Plan, reason: str, version: int) -> None:
+    """No gateway runs; the next one begins with what is written down."""
+
+
+def _unless(controller_lives: bool, what: str) -> None:
+    if not controller_lives:
+        click.echo(f"note: no controller runs there; {what} once `potluck up` does")
+
+
+@click.command()
+@state_option
+@click.option(
+    "--timeout",
+    "within_s",
+    default=CONTROLLER_S,
+    show_default=True,
+    type=click.FloatRange(1.0),
+    help="Seconds in which a controller that runs must have stopped all.",
+)
+@click.option("--json", "as_json", is_flag=True, help="For machines: one JSON object.")
+def down(state: Path | None, within_s: float, as_json: bool) -> None:
+    """Drain a service and stop all of it: gateway, engines, controller."""
+    from potluck.cli.up.clusters import launcher_of
+    from potluck.control.local_stack import pid_of, stop_all, wait
+    from potluck.control.state_store import LASTS_S, Lease
+
+    with opened(state, running=False, left=True) as service:
+        controller = pid_of(service.store.get("controller"))
+        if service.controller_lives and controller is not None:
+            _note(service, "down", "the controller is asked to end")
+            click.echo("draining", err=True)
+            os.kill(controller.number, signal.SIGTERM)
+            if wait([controller], within_s):
+                raise nothing(
+                    f"process {controller.number} still drains after {within_s:g} s; `potluck events`"
+                )
+            _say_stopped(service, None, as_json)  # how, its own output says
+            return
+        if not service.gateway_lives and not service.store.instances():
+            raise nothing(f"nothing runs in {service.folder}")
+        lease, until_s = Lease(service.store), time.monotonic() + LASTS_S + 1.0
+        while not lease.renew():  # one that was killed a moment ago
+            if time.monotonic() > until_s:
+                raise nothing("another controller acts on this state; ask it to end first")
+            time.sleep(0.2)
+        try:
+            made = stop_all(service.store, "by hand; no controller ran", launcher=launcher_of(service.store))
+        finally:
+            lease.release()
+        _say_stopped(service, made, as_json)
+
+
+def _say_stopped(service: ServiceView, made: int | None, as_json: bool) -> None:
+    if as_json:
+        render.emit_json({"state": str(service.folder), "stopped": True, "made_to_end": made})
+    else:
+        click.echo("stopped" + (f"; {made} processes had to be made to end" if made else ""))
+
+
+_json = click.option("--json", "as_json", is_flag=True, help="For machines.")
+
+
+@click.command()
+@click.argument("name", metavar="REPLICA|HOST")
+@at_options
+@state_option
+@_json
+def cordon(
+    name: str, at: str | None, key_file: Path | None, ca: Path | None, state: Path | None, as_json: bool
+) -> None:
+    """Send nothing new to a REPLICA, or to all on a HOST; what is there ends, and no other is started instead.
+
+    It holds until `potluck uncordon`, also for engines that are started again at the same address. A HOST is named as
+    engines' addresses name it, or as the spec's pool does. To empty and replace one use `potluck drain`.
+
+    \b
+    Examples:
+      potluck cordon 'east#1/0'
+      potluck cordon 10.0.0.5 --at https://10.0.0.9:8001 --key-file admin.key --ca ca.pem
+    """
+    _told(name, at, key_file, ca, state, as_json, lift=False)
+
+
+@click.command()
+@click.argument("name", metavar="REPLICA|HOST")
+@at_options
+@state_option
+@_json
+def uncordon(
+    name: str, at: str | None, key_file: Path | None, ca: Path | None, state: Path | None, as_json: bool
+) -> None:
+    """Send to a REPLICA or a HOST again that was cordoned."""
+    _told(name, at, key_file, ca, state, as_json, lift=True)
+
+
+def _told(
+    name: str,
+    at: str | None,
+    key_file: Path | None,
+    ca: Path | None,
+    state: Path | None,
+    as_json: bool,
+    *,
+    lift: bool,
+) -> None:
+    if at is not None:
+        said = _ask(client_at(at, key_file, ca, state), {}, name, lift)
+    else:
+        with opened(state) as service:
+            if not service.gateway_lives:
+                raise nothing(f"no gateway runs in {service.folder}; `potluck status` says what does")
+            engines = {each.name: each.replica for each in service.store.instances() if each.replica}
+            said = _ask(service.client, engines, name, lift)
+    if as_json:
+        render.emit_json(said)
+        return
+    for each in said["changed"]:
+        click.echo(f"{each} is sent {'requests again' if lift else 'nothing new'}")
+    if not said["changed"]:
+        click.echo("no replica changes by that now")
+    click.echo(f"cordoned: {', '.join(said['cordoned']) or 'nothing'}")
+
+
+def _ask(client: GatewayClient, engines: dict[str, str], name: str, lift: bool) -> dict[str, Any]:
+    """A host or a mark that is there by its whole name; else a replica by a part of its own, or by its engine's."""
+    snapshot = client.snapshot()
+    marks = snapshot.get("wanted", {}).get("cordoned", ())
+    hosts = {urlsplit(str(each["url"])).hostname for each in snapshot.get("engines", ())}
+    if name in hosts or name in marks:
+        return client.cordon(name, node=True, lift=lift)
+    names = [str(each["replica"]) for each in snapshot.get("replicas", ())]
+    if name not in engines and not any(name in each for each in names):
+        return client.cordon(name, node=True, lift=lift)
+    return client.cordon(engines.get(name) or meant("REPLICA", name, names), node=False, lift=lift)
+
+
+LOOK_S = 0.2
+
+
+@click.command()
+@at_options
+@click.option(
+    "--within", default=600.0, show_default=True, type=click.FloatRange(1), help="For each copy, in s."
+)
+@state_option
+@click.option(
+    "--json",
+    "as_json",
+    is_flag=True,
+    help="One JSON object per line: each copy once it is replaced, the sum.",
+)
+def upgrade(
+    at: str | None, key_file: Path | None, ca: Path | None, within: float, state: Path | None, as_json: bool
+) -> None:
+    """Empty every copy in turn, and wait for the engines that take its place: no request is lost.
+
+    Install the new release first. Engines of `potluck up` are replaced by its controller; those of other hosts by
+    whatever starts them again (systemd, a container's restart policy), if they run with --end-when-drained.
+
+    \b
+    Examples:
+      potluck upgrade
+      potluck upgrade --at https://10.0.0.9:8001 --key-file admin.key --ca ca.pem
+    """
+    if at is not None:
+        client = client_at(at, key_file, ca, state)
+        _all(client, client.drain, within, as_json)
+        return
+    with opened(state) as service:
+        if not service.gateway_lives or not service.controller_lives:
+            raise nothing(f"gateway and controller must run in {service.folder}; `potluck up` starts them")
+        from potluck.control.manual_changes import leave
+
+        def drain(replica: str) -> None:
+            engines = {each.replica: each.name for each in service.store.instances() if each.replica}
+            unit = replica.rpartition("/")[0]
+            leave(service.store, (name for of, name in engines.items() if of.rpartition("/")[0] == unit))
+            service.client.drain(replica)
+
+        _all(service.client, drain, within, as_json)
+
+
+def _all(
+    client: GatewayClient, drain: Callable[[str], object], within_s: float, as_json: bool = False
+) -> None:
+    """Copy by copy. A gateway that does not answer, or a copy that is not ready to be drained, is asked again."""
+    from potluck.control.gateway_client import KeyRefused
+    from potluck.control.manual_changes import due, lacks
+
+    start_s, done = time.monotonic(), 0
+    if not due(client.snapshot(), 0.0):
+        raise nothing("no replica serves; nothing was changed")
+    while True:
+        before = _within(client.snapshot, within_s)
+        left = due(before, time.monotonic() - start_s)
+        if not left:
+            line = f"{done} {'copy was' if done == 1 else 'copies were'} replaced"
+            click.echo(json.dumps({"copies": done}) if as_json else line)
+            return
+        turn, began_s = left[0], time.monotonic()
+        problem = "it cannot be drained"
+        drained = False
+        while problem:
+            try:
+                if not drained:
+                    drain(turn.replicas[0])
+                    drained = True
+                problem = lacks(client.snapshot(), before, turn, time.monotonic() - began_s)
+            except KeyRefused:
+                raise
+            except PotluckError as error:
+                problem = str(error)
+            if problem and time.monotonic() - began_s > within_s:
+                raise nothing(f"{problem} after {within_s:g} s; {len(left) - 1} copies were left as they are")
+            time.sleep(LOOK_S if problem else 0.0)
+        done += 1
+        took_s = time.monotonic() - began_s
+        shown = {"replicas": list(turn.replicas), "took_s": round(took_s, 3), "left": len(left) - 1}
+        line = f"{', '.join(turn.replicas)} replaced after {took_s:.1f} s; {len(left) - 1} to go"
+        click.echo(json.dumps(shown) if as_json else line)
+
+
+def _within(ask: Callable[[], dict[str, Any]], within_s: float) -> dict[str, Any]:
+    """An answer, asked for again while there is none."""
+    until_s = time.monotonic() + within_s
+    while True:
+        try:
+            return ask()
+        except PotluckError:
+            if time.monotonic() > until_s:
+                raise
+        time.sleep(LOOK_S)

@@ -1,0 +1,122 @@
+"""Which running service a command is about: `--state DIR`, or the only one there."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+from urllib.parse import urlsplit
+
+import click
+
+from potluck.cli.up.up import STATE
+from potluck.core.errors import InputError
+
+if TYPE_CHECKING:
+    from potluck.control.gateway_client import GatewayClient
+    from potluck.control.service_view import ServiceView
+
+
+Command = Callable[..., Any]
+_FILE = click.Path(dir_okay=False, path_type=Path)
+
+
+def state_option(command: Command) -> Command:
+    return click.option(
+        "--state",
+        type=click.Path(path_type=Path),
+        help="The service's folder, as of `potluck up`; else the one that runs.",
+    )(command)
+
+
+def at_options(command: Command) -> Command:
+    """For commands that a gateway of another host may be told as well."""
+    for name, kind, words in (
+        ("--ca", _FILE, "With --at: authority of its certificate, where it is at https://."),
+        ("--key-file", _FILE, "With --at: the operators' key."),
+        ("--at", str, "A gateway's operators' port; else the service that runs here."),
+    ):
+        command = click.option(name, type=kind, metavar="URL" if kind is str else None, help=words)(command)
+    return command
+
+
+def client_at(at: str, key_file: Path | None, ca: Path | None, state: Path | None) -> GatewayClient:
+    from potluck.api.http import client_tls
+    from potluck.cli.engine.listening import key_in
+    from potluck.control.gateway_client import GatewayClient
+
+    if state is not None:
+        raise InputError("--at", "names a gateway; leave out --state")
+    if urlsplit(at).scheme not in ("http", "https") or not urlsplit(at).hostname:
+        raise InputError("--at", f"{at!r} is no address, such as http://127.0.0.1:8001")
+    key = None if key_file is None else key_in(key_file, "--key-file")
+    return GatewayClient(at.rstrip("/"), key, None if ca is None else client_tls(ca, "--ca"))
+
+
+def nothing(line: str) -> click.exceptions.Exit:
+    """One line and exit code 1: the question was sound, the answer is no."""
+    click.echo(f"potluck: {line}", err=True)
+    return click.exceptions.Exit(1)
+
+
+@contextmanager
+def opened(state: Path | None, *, running: bool = True, left: bool = False) -> Iterator[ServiceView]:
+    """The service; with `running` there must be something alive. With `left`, engines that were never seen to end
+    make it one that runs."""
+    from potluck.control.service_view import ServiceView
+
+    service = ServiceView(_folder(state, running or left, left))
+    try:
+        if running and not service.runs:
+            raise nothing(f"nothing runs in {service.folder}; start it with `potluck up`")
+        yield service
+    finally:
+        service.close()
+
+
+def running_url() -> str | None:
+    """Where clients ask the only service that runs here; None where there is none, or several."""
+    from potluck.control.service_view import ServiceView
+
+    found = []
+    for folder in _known():
+        service = ServiceView(folder)
+        found += [service.url] if service.gateway_lives else []
+        service.close()
+    return found[0] if len(found) == 1 else None
+
+
+def _known() -> list[Path]:
+    return sorted(path.parent for path in STATE.glob("*/state.db")) if STATE.is_dir() else []
+
+
+def _folder(state: Path | None, running: bool, left: bool) -> Path:
+    """Those that run are the choices; those that ended only for what may be asked of them too, where none runs."""
+    if state is not None:
+        if not (state / "state.db").is_file():
+            raise nothing(f"nothing runs in {state}: it has no state.db")
+        return state
+    known = _known()
+    if not known:
+        raise nothing("nothing runs; start it with `potluck up`, or say where with --state")
+    alive = [folder for folder in known if _runs(folder, left)]
+    if len(alive) > 1:
+        raise InputError("--state", f"is needed, several run: {', '.join(map(str, alive))}")
+    if not alive and running:
+        raise nothing("nothing runs; start it with `potluck up`")
+    found = alive or known
+    if len(found) > 1:
+        several = ", ".join(map(str, found))
+        raise InputError("--state", f"is needed: nothing runs now, and several have ended: {several}")
+    return found[0]
+
+
+def _runs(folder: Path, left: bool) -> bool:
+    from potluck.control.service_view import ServiceView
+
+    service = ServiceView(folder)
+    try:
+        return service.runs or (left and bool(service.store.instances()))
+    finally:
+        service.close()

@@ -1,0 +1,440 @@
+"""`potluck status`, `logs`, `events`: what a running service does, and did."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Iterator
+from contextlib import suppress
+from datetime import datetime
+from math import inf
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from potluck.cli.common import render
+from potluck.cli.fleet.orders import meant
+from potluck.cli.fleet.service import nothing, opened, state_option
+from potluck.core import figures
+from potluck.core.errors import PotluckError
+
+if TYPE_CHECKING:
+    from rich.console import Group
+    from rich.table import Table
+
+    from potluck.control.gateway_client import RecentMetrics
+    from potluck.control.service_view import ServiceView
+    from potluck.control.state_store import RecordedEvent
+
+
+LOOK_S = 0.3
+SETTLE_S = 2.0
+"""After which nothing older is added: what the gateway decided is read at the controller's next turn."""
+CONTROLLER = "controller"
+TAIL_BYTES = 1_000_000
+"""Of a log, from which its last lines are taken."""
+
+
+@click.command()
+@state_option
+@click.option("--json", "as_json", is_flag=True, help="For machines.")
+def status(state: Path | None, as_json: bool) -> None:
+    """Show the plan, models, replicas, what is missing and why, and what was done last.
+
+    Exits with 1 where nothing runs.
+    """
+    with opened(state) as service:
+        now_s = time.time()
+        found = service.status(now_s)
+    if as_json:
+        render.emit_json(found)
+    else:
+        _show(found, now_s)
+
+
+def _show(found: dict[str, Any], now_s: float) -> None:
+    plan = found["plan"]
+    lives = ", ".join(f"{name} {'runs' if found[name] else 'is gone'}" for name in ("gateway", "controller"))
+    click.echo(f"{found['url'] or 'no address yet'}  ({lives}; state in {found['state']})")
+    if plan is not None:
+        ago = figures.seconds(max(0.0, now_s - plan["since_s"]))
+        click.echo(
+            f"plan {plan['version']} ({plan['strategy']}), ${plan['cost_usd_per_h']:.2f}/h, since {ago}: "
+            f"{plan['reason']}"
+        )
+        for line in plan["notices"]:
+            click.echo(f"notice: {line}")
+        for each in plan["deployments"]:
+            click.echo(f"  {each['count']} x {each['template']} in {each['region']}")
+        standby = found["standby"] or {"copies": ()}
+        for each in standby["copies"]:
+            click.echo(f"  {each['count']} x {each['template']} in {each['region']} on standby")
+        if standby["copies"]:
+            whole = plan["cost_usd_per_h"] + standby["usd_per_h"]
+            click.echo(f"  standby is ${standby['usd_per_h']:.2f}/h more, ${whole:.2f}/h in all")
+    for name, model in found["models"].items():
+        slo = model.get("slo")
+        aim = ""
+        if slo:
+            aim = f"; TTFT <= {figures.seconds(slo['ttft_s'])}, TPOT <= {figures.seconds(slo['tpot_s'])}"
+            if slo.get("e2e_s"):
+                aim += f", E2E <= {figures.seconds(slo['e2e_s'])}"
+        click.echo(f"model {name}: {'ready' if model['ready'] else model['why']}{aim}")
+    for line in found["notices"]:
+        render.paragraph(f"notice: {line}")
+    click.echo()
+    if found["replicas"]:
+        columns = ("replica", "role", "state", "engine", "pace", "open", "KV")
+        only = next(iter(found["models"])) if len(found["models"]) == 1 else None
+        render.narrow(columns, [_row(each, only) for each in found["replicas"]])
+    for each in found["lacking"]:
+        click.echo(f"missing: {each['what']}: {each['why']}")
+        for line in each.get("log", ()):
+            click.echo(f"    {line}")
+        if each.get("log"):
+            click.echo(f"    (`potluck logs {each['engine']}` has all of it)")
+    for line in found["problems"]:
+        click.echo(f"problem: {line}")
+    for note in found["notes"]:
+        click.echo(_line(note["at_s"], note["kind"], note["what"], note["why"]))
+
+
+def _row(each: dict[str, Any], only: str | None) -> tuple[object, ...]:
+    """Where there is but one model its name goes without saying, and a row has 80 columns."""
+    return (
+        str(each["replica"]).removeprefix(f"{only}: "),
+        f"{each['role']}{' (by hand)' if each['by_hand'] else ''}",
+        ", ".join([each["state"], *(word for word in ("doubted", "cordoned", "standby") if each[word])]),
+        each["engine"] or "-",
+        "-" if each["pace"] is None else f"{each['pace']:.2f}",
+        each["open_requests"],
+        f"{each['kv_used']:.0%}",
+    )
+
+
+def _line(at_s: float, kind: str, what: str, why: str) -> str:
+    at = datetime.fromtimestamp(at_s).strftime("%H:%M:%S")
+    return f"{at}  {kind:<8} {what}" + (f"  ({why})" if why else "")
+
+
+@click.command()
+@state_option
+@click.option("--lines", default=50, show_default=True, type=click.IntRange(1, 100_000))
+@click.option("--follow", "-f", is_flag=True, help="Go on with what happens, until Ctrl-C.")
+@click.option(
+    "--live", is_flag=True, help="Of the gateway as well: routes, failures, decisions, as they are."
+)
+@click.option("--json", "as_json", is_flag=True, help="One JSON object per line.")
+def events(state: Path | None, lines: int, follow: bool, live: bool, as_json: bool) -> None:
+    """What was done to the service, by whom and why; oldest first."""
+    with opened(state, running=live or follow) as service:
+        _past(service, lines, follow and not live, as_json)
+        if live:
+            _live(service, as_json)
+
+
+def _past(service: ServiceView, lines: int, follow: bool, as_json: bool) -> None:
+    """What was done, oldest first; then what is done, in its order too: each a moment later."""
+    last, waiting = 0, list(service.store.happenings(most=lines))
+    while True:
+        settled_s = time.time() - SETTLE_S if follow else inf
+        for each in sorted(waiting, key=lambda each: (each.at_s, each.id)):
+            last = max(last, each.id)
+            if each.at_s <= settled_s:
+                click.echo(_happening(each, as_json))
+        if not follow:
+            return
+        waiting = [each for each in waiting if each.at_s > settled_s]
+        time.sleep(LOOK_S)
+        waiting += service.store.happenings(after=last)
+
+
+def _happening(each: RecordedEvent, as_json: bool) -> str:
+    if not as_json:
+        return _line(each.at_s, each.kind, each.what, each.why)
+    return json.dumps({"at_s": each.at_s, "kind": each.kind, "what": each.what, "why": each.why})
+
+
+def _live(service: ServiceView, as_json: bool) -> None:
+    if not service.gateway_lives:
+        raise nothing("no gateway runs there, so there are no live events")
+    for kind, what in service.client.events():
+        if as_json:
+            click.echo(json.dumps({"kind": kind, **what}))
+        else:
+            rest = {name: value for name, value in what.items() if name not in ("n", "time_s")}
+            text = " ".join(f"{name}={value}" for name, value in rest.items())
+            click.echo(_line(float(what.get("time_s", time.time())), kind, text, ""))
+
+
+@click.command()
+@click.argument("name", required=False)
+@state_option
+@click.option("--lines", default=50, show_default=True, type=click.IntRange(1, 100_000))
+@click.option("--follow", "-f", is_flag=True, help="Go on with what is written, until Ctrl-C.")
+@click.option("--json", "as_json", is_flag=True, help="One JSON object per line.")
+def logs(name: str | None, state: Path | None, lines: int, follow: bool, as_json: bool) -> None:
+    """What engines, gateway or controller wrote. NAME is an engine, a replica, `gateway` or `controller`.
+
+    A part of the name will do where only one has it. Without a NAME it lists what there is.
+
+    \b
+    Examples:
+      potluck logs gateway --follow
+      potluck logs words-7b9a4ecf
+    """
+    with opened(state, running=False) as service:
+        files = _files(service)
+        if name is None:
+            _list(files, as_json)
+            return
+        if name == CONTROLLER:
+            _past(service, lines, follow, as_json)
+            return
+        path = _log_of(service, files, name)
+    for line in _last(path, lines):
+        _tell(path, line, as_json)
+    for line in _follow(path) if follow else ():
+        _tell(path, line, as_json)
+
+
+def _tell(path: Path, line: str, as_json: bool) -> None:
+    click.echo(json.dumps({"name": path.stem, "line": line}) if as_json else line)
+
+
+def _list(files: dict[str, Path], as_json: bool) -> None:
+    sizes = {known: path.stat().st_size for known, path in files.items()}
+    if as_json:
+        for known, size in sizes.items():
+            click.echo(json.dumps({"name": known, "bytes": size}))
+        return
+    for known, size in sizes.items():
+        click.echo(f"{known}  {render.bytes_(size)}")
+    click.echo(f"{CONTROLLER}  (what it did; the same as `potluck events`)")
+
+
+def _files(service: ServiceView) -> dict[str, Path]:
+    """Logs by who wrote them, the newest last."""
+    found = [path for path in (service.folder / "logs").glob("*.log") if path.is_file()]
+    return {path.stem: path for path in sorted(found, key=lambda path: path.stat().st_mtime)}
+
+
+def _log_of(service: ServiceView, files: dict[str, Path], name: str) -> Path:
+    replicas = {each.replica: each.name for each in service.store.instances() if each.replica}
+    found = meant("NAME", name, [*files, *replicas, CONTROLLER])
+    path = files.get(replicas.get(found, found))
+    if path is None:
+        raise nothing(f"{found} has written nothing yet")
+    return path
+
+
+def _last(path: Path, lines: int) -> list[str]:
+    """The end of a log, and of the one before it where it was rotated lately."""
+    text = ""
+    for each in (path.with_name(f"{path.name}.1"), path):
+        if each.is_file():
+            with each.open("rb") as file:
+                file.seek(max(0, file.seek(0, 2) - TAIL_BYTES))
+                text += file.read().decode("utf-8", "replace")
+    return text.splitlines()[-lines:]
+
+
+def _follow(path: Path) -> Iterator[str]:
+    """Whole lines, as they are written."""
+    at, rest = path.stat().st_size, ""
+    for size in _sizes(path):
+        if size < at:
+            at = 0  # it was rotated
+        if size > at:
+            with path.open("rb") as file:
+                file.seek(at)
+                said = file.read()
+            at += len(said)
+            *lines, rest = (rest + said.decode("utf-8", "replace")).split("\n")
+            yield from lines
+
+
+def _sizes(path: Path) -> Iterator[int]:
+    while path.is_file():
+        yield path.stat().st_size
+        time.sleep(LOOK_S)
+
+
+WIDTH = 80
+MOST_ROWS = 40
+"""Replicas and links that are shown; the busiest first."""
+TTFT, TPOT = "vllm:time_to_first_token_seconds", "vllm:request_time_per_output_token_seconds"
+
+
+@click.command()
+@state_option
+@click.option("--every", "every_s", default=1.0, show_default=True, type=click.FloatRange(0.2, 60.0))
+@click.option("--once", is_flag=True, help="Print one frame and end; for scripts.")
+@click.option("--json", "as_json", is_flag=True, help="One JSON object per line, each a frame.")
+def top(state: Path | None, every_s: float, once: bool, as_json: bool) -> None:
+    """Rates, latencies, replicas, links and dollars of the last 10 s, live. Ctrl-C ends it; the service goes on."""
+    from rich.console import Console
+    from rich.live import Live
+
+    from potluck.control.gateway_client import RecentMetrics
+
+    with opened(state) as service:
+        if not service.gateway_lives:
+            raise nothing(f"no gateway runs in {service.folder}; `potluck status` says what does")
+        recent, codes = RecentMetrics(), False if render.unstyled() else None
+        _look(service, recent)
+        console = Console(highlight=False, force_terminal=codes)
+        with suppress(KeyboardInterrupt):
+            if once or as_json or not console.is_terminal:
+                plain = Console(width=WIDTH, highlight=False, force_terminal=codes)
+                while True:
+                    time.sleep(every_s)
+                    shown = _figures(service, _look(service, recent), recent)
+                    click.echo(json.dumps(shown)) if as_json else plain.print(_frame(shown))
+                    if once:
+                        return
+            with Live(console=console, screen=True, auto_refresh=False) as live:
+                while True:
+                    live.update(_frame(_figures(service, _look(service, recent), recent)), refresh=True)
+                    time.sleep(every_s)
+
+
+def _look(service: ServiceView, recent: RecentMetrics) -> dict[str, Any]:
+    """One more reading; the snapshot beside it."""
+    from potluck.control.gateway_client import read
+
+    try:
+        recent.add(read(service.client.metrics(), time.monotonic()))
+        return service.client.snapshot()
+    except PotluckError as error:
+        raise nothing(str(error)) from error
+
+
+def _figures(service: ServiceView, snapshot: dict[str, Any], recent: RecentMetrics) -> dict[str, Any]:
+    """All that a frame shows, as plain JSON."""
+    plan = snapshot.get("plan", {})
+    return {
+        "at_s": time.time(),
+        "url": service.url,
+        "plan": {"version": plan.get("version"), "strategy": plan.get("strategy")},
+        "usd_per_h": sum(value for _, value in recent.now.of("potluck_usd_per_hour")),
+        "open_requests": snapshot.get("open_requests", 0),
+        "span_s": recent.span_s,
+        "controller": service.controller_lives,
+        "models": {name: _model(name, recent) for name in snapshot.get("models", {})},
+        "replicas": [_replica(each) for each in snapshot.get("replicas", ())],
+        "links": list(snapshot.get("links") or ()),
+    }
+
+
+def _model(name: str, recent: RecentMetrics) -> dict[str, Any]:
+    latencies = {
+        f"{short}_p{round(100 * share)}_s": recent.quantile(family, share, model_name=name)
+        for short, family in (("ttft", TTFT), ("tpot", TPOT))
+        for share in (0.5, 0.9)
+    }
+    return {
+        "requests_per_s": recent.per_s("vllm:request_success_total", model_name=name),
+        "output_tokens_per_s": recent.per_s("vllm:generation_tokens_total", model_name=name),
+        **latencies,
+        "running": recent.now.sum("vllm:num_requests_running", model_name=name),
+        "waiting": recent.now.sum("vllm:num_requests_waiting", model_name=name),
+        "usd_per_million_tokens": recent.now.sum("potluck_usd_per_million_tokens", model=name) or None,
+    }
+
+
+def _replica(each: dict[str, Any]) -> dict[str, Any]:
+    status = each.get("status") or {}
+    total = status.get("total_blocks") or 0
+    return {
+        **{name: each[name] for name in ("replica", "role", "state", "doubted", "open_requests", "pace")},
+        "waiting": status.get("queued", 0),
+        "kv_used": 1.0 - status["free_blocks"] / total if total else None,
+        "step_s": status.get("step_s") or None,
+    }
+
+
+def _frame(shown: dict[str, Any]) -> Group:
+    from rich.console import Group
+    from rich.text import Text
+
+    plan = shown["plan"]
+    head = (
+        f"{shown['url']}  plan {plan['version']} ({plan['strategy']})  ${shown['usd_per_h']:.2f}/h  "
+        f"{shown['open_requests']} open  last {shown['span_s']:.0f} s"
+    )
+    if not shown["controller"]:
+        head += "  no controller"
+    grids = (_models(shown["models"]), _replicas(shown["replicas"]), _links(shown["links"]))
+    parts = [(Text(""), grid) for grid in grids if grid is not None]
+    return Group(Text(head, style="bold"), *(each for part in parts for each in part))
+
+
+def _grid(*columns: str, gap: int = 2) -> Table:
+    from rich.table import Table
+
+    grid = Table(box=None, show_edge=False, pad_edge=False, padding=(0, gap, 0, 0))
+    for place, column in enumerate(columns):
+        left = place == 0 or column in ("role", "state")
+        grid.add_column(
+            column, justify="left" if left else "right", no_wrap=True, overflow="ellipsis", ratio=None
+        )
+    return grid
+
+
+def _models(models: dict[str, Any]) -> Table:
+    grid = _grid("model", "req/s", "tok/s", "TTFT p50", "p90", "TPOT p50", "p90", "run", "wait", "$/Mtok")
+    for name, each in models.items():
+        usd = each["usd_per_million_tokens"]
+        grid.add_row(
+            name,
+            f"{each['requests_per_s']:.1f}",
+            render.count(round(each["output_tokens_per_s"])),
+            *(_seconds(each[f"{what}_s"]) for what in ("ttft_p50", "ttft_p90", "tpot_p50", "tpot_p90")),
+            f"{each['running']:.0f}",
+            f"{each['waiting']:.0f}",
+            "-" if usd is None else render.usd(usd),
+        )
+    return grid
+
+
+def _replicas(replicas: list[dict[str, Any]]) -> Table:
+    grid = _grid("replica", "role", "state", "busy", "wait", "KV", "pace", "step", gap=1)
+    shown = sorted(replicas, key=lambda each: -each["open_requests"])[:MOST_ROWS]
+    for each in sorted(shown, key=lambda each: str(each["replica"])):
+        grid.add_row(
+            _short(each["replica"]),
+            each["role"],
+            each["state"] + ("?" if each["doubted"] else ""),
+            str(each["open_requests"]),
+            str(each["waiting"]),
+            "-" if each["kv_used"] is None else f"{each['kv_used']:.0%}",
+            f"{each['pace']:.2f}",
+            _seconds(each["step_s"]),
+        )
+    return grid
+
+
+def _links(links: list[dict[str, Any]]) -> Table | None:
+    """Between regions; None where there is but one."""
+    if not links:
+        return None
+    grid = _grid("link", "used", "Gbit/s", "KV that waits")
+    for each in sorted(links, key=lambda each: -each["utilisation"])[:MOST_ROWS]:
+        grid.add_row(
+            f"{_short(each['source'], 26)} > {_short(each['target'], 26)}",
+            f"{each['utilisation']:.0%}",
+            f"{each['gbps']:.3g}",
+            render.bytes_(each["queued_bytes"]),
+        )
+    return grid
+
+
+def _seconds(value_s: float | None) -> str:
+    return "-" if value_s is None else figures.seconds(value_s).replace(" ", "")
+
+
+def _short(name: str, most: int = 35) -> str:
+    """A replica's name with its end, which tells them apart."""
+    return name if len(name) <= most else f"{name[: most // 2 - 1]}…{name[-(most - most // 2) :]}"

@@ -1,1 +1,0 @@
-"""Commands about how true the performance model is."""

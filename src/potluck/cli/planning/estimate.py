@@ -1,0 +1,405 @@
+"""`potluck estimate`: one node, one model, one kind of request."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from math import ceil
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from potluck.cli.common.files import named
+from potluck.cli.common.inputs import read_spec
+from potluck.cli.common.render import bytes_, count, emit_json, table, usd
+from potluck.core.errors import InputError
+from potluck.core.figures import seconds
+from potluck.core.values.layout import Ep
+from potluck.core.values.model import in_format
+from potluck.core.values.precision import format_named
+from potluck.core.values.types import NodeType, Role, Slo
+
+if TYPE_CHECKING:
+    from potluck.core.values.model import Model
+    from potluck.perf.estimate import Estimate
+    from potluck.perf.fits.error_bars import ErrorBar
+    from potluck.perf.timers.profile import Profile
+    from potluck.plan.problem import PlanningProblem
+    from potluck.spec.spec_values import ModelSpec, Spec
+
+
+profile_option = click.option(
+    "--profile",
+    "profile_paths",
+    multiple=True,
+    type=click.Path(path_type=Path),
+    help="Step times that `potluck profile` measured; may be repeated.",
+)
+
+
+@click.command()
+@click.option("--model", "model_name", required=True, help="Catalog name, or a Hugging Face directory.")
+@click.option("--node", "node_name", required=True, help="Such as 2xL40S, H100 or L40S:2.")
+@click.option("--tp", "--tensor-parallel-size", type=int, help="GPUs per replica; the best one by default.")
+@click.option(
+    "--ep",
+    type=click.Choice(["none", "tp", "dp"]),
+    default="none",
+    show_default=True,
+    help="Spread a mixture's experts over the GPUs, with tensor- or data-parallel attention.",
+)
+@click.option("--input", "--isl", "input_tokens", type=int, required=True, help="Prompt tokens.")
+@click.option("--output", "--osl", "output_tokens", type=int, required=True, help="Output tokens.")
+@click.option("--ttft-ms", type=float, help="Time to first token that must hold.")
+@click.option("--tpot-ms", type=float, help="Time per output token that must hold.")
+@click.option(
+    "--weights", "weights_in", help="As if stored in another format: bf16, fp8, fp8_block, int8, int4, ..."
+)
+@click.option("--role", type=click.Choice(["mixed", "prefill", "decode"]), default="mixed", show_default=True)
+@click.option("--price", "price_usd_per_h", type=float, help="USD per hour of the node; else the catalog's.")
+@click.option("--region", help="Take the catalog's price of this region, such as aws/us-east-1.")
+@profile_option
+@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+def estimate(
+    model_name: str,
+    node_name: str,
+    tp: int | None,
+    ep: Ep,
+    input_tokens: int,
+    output_tokens: int,
+    ttft_ms: float | None,
+    tpot_ms: float | None,
+    weights_in: str | None,
+    role: Role,
+    price_usd_per_h: float | None,
+    region: str | None,
+    profile_paths: tuple[Path, ...],
+    as_json: bool,
+) -> None:
+    """How fast a node serves a model, how much fits, and what a million tokens cost.
+
+    \b
+    Examples:
+      potluck estimate --model Llama-3.1-8B --node 2xL40S --input 1024 --output 256
+      potluck estimate --model Qwen3-32B --node 4xL40S --tp 4 --input 2000 --output 300 \\
+                       --ttft-ms 2000 --tpot-ms 80
+      potluck estimate --model GPT-OSS-120B --node 8xH100 --tp 8 --ep tp --input 2000 --output 300
+      potluck estimate --model Llama-3.1-70B --node 4xL40S --weights fp8 --input 2000 --output 300
+      potluck estimate --model ./my-model --node H100 --input 512 --output 512 --role decode --json
+    """
+    from potluck.catalog import nodes
+    from potluck.perf.estimate import estimate as estimate_node
+
+    node, model = nodes.node_type(node_name), find_model(model_name)
+    if weights_in is not None:
+        model = in_format(model, format_named(weights_in, "--weights"))
+    price, price_from = _price(node.name, price_usd_per_h, region)
+    found = estimate_node(
+        model,
+        node,
+        input_tokens=input_tokens,
+        output_tokens=output_tokens,
+        tp=tp,
+        ep=ep,
+        slo=_slo(ttft_ms, tpot_ms),
+        price_usd_per_h=price,
+        role=role,
+        profiles=read_profiles(profile_paths, [model], [node]),
+    )
+    if as_json:
+        emit_json({**_as_json(found, input_tokens, output_tokens, price_from), **_formats(model, node)})
+    else:
+        _show(found, input_tokens, output_tokens, price_from)
+        said = _formats(model, node)
+        click.echo("; ".join(str(words) for words in (f"Weights in {said['weights_are']}", *said["said"])))
+
+
+def read_profiles(
+    paths: Sequence[Path], models: Sequence[Model], nodes: Sequence[NodeType]
+) -> tuple[Profile, ...]:
+    """The profiles in some files; one that is of no model or GPU in question is an error, not ignored."""
+    if not paths:
+        return ()
+    from potluck.perf.timers.profile import profile_for, profile_from_json
+
+    found = []
+    for path in paths:
+        profile = named(path, profile_from_json, "--profile")
+        if not any(profile_for([profile], model, node, profile.tp) for model in models for node in nodes):
+            raise InputError(
+                "--profile", f"{path} is of {profile.model} on {profile.gpu}, which is not asked about"
+            )
+        found.append(profile)
+    return tuple(found)
+
+
+def measured(problem: PlanningProblem, paths: tuple[Path, ...]) -> PlanningProblem:
+    """With the step times in profiles, where they apply."""
+    if paths and (open_ := [each.name for each in problem.asks if len(each.formats) > 1]):
+        raise InputError("--profile", f"was measured in one format; name one `precision` for {open_[0]}")
+    found = read_profiles(paths, [each.model for each in problem.asks], problem.nodes)
+    return replace(problem, asks=tuple(replace(each, profiles=found) for each in problem.asks))
+
+
+def find_model(name: str) -> Model:
+    """A catalog model, or the one that a directory or a config.json describes."""
+    path = Path(name)
+    if path.exists() or name.endswith(".json") or name.startswith((".", "/")):
+        from potluck.catalog import huggingface
+
+        return huggingface.read_model(path)
+    from potluck.catalog import models
+
+    return models.model(name)
+
+
+def _slo(ttft_ms: float | None, tpot_ms: float | None) -> Slo | None:
+    for name, value in (("ttft-ms", ttft_ms), ("tpot-ms", tpot_ms)):
+        if value is not None and not value > 0:
+            raise InputError(name, f"must be positive, is {value:g}")
+    if ttft_ms is None and tpot_ms is None:
+        return None
+    return Slo((ttft_ms or 1e9) / 1e3, (tpot_ms or 1e9) / 1e3)
+
+
+def _price(node: str, given_usd_per_h: float | None, region: str | None) -> tuple[float | None, str]:
+    from potluck.catalog import prices
+
+    if given_usd_per_h is not None:
+        if not 0 <= given_usd_per_h < float("inf"):
+            raise InputError("price", f"must not be negative, is {given_usd_per_h:g}")
+        return given_usd_per_h, "given"
+    try:
+        found = prices.price_usd_per_h(node, region)
+    except InputError:
+        if region is not None:
+            raise
+        return None, "none known; give one with --price"
+    return found.price_usd_per_h, f"{found.cloud}/{found.region}, {found.date}, {found.basis}"
+
+
+def _formats(model: Model, node: NodeType) -> dict[str, Any]:
+    """In which format the weights are taken to be, and what that means on this GPU."""
+    from potluck.core.values.model import MoeFfn
+    from potluck.perf.operators.math_units import units_for
+
+    kinds = [model.weights_are]
+    if any(isinstance(layer.ffn, MoeFfn) for layer in model.layers) and model.experts_are not in kinds:
+        kinds.append(model.experts_are)
+    said = [units_for(kind, node.gpu).said for kind in kinds]
+    return {"weights_are": " and ".join(kinds), "said": [words for words in said if words]}
+
+
+def _as_json(found: Estimate, input_tokens: int, output_tokens: int, price_from: str) -> dict[str, Any]:
+    from potluck.core.codec import encode
+
+    body = encode(found)
+    assert isinstance(body, dict)
+    body.pop("type")
+    return {"input_tokens": input_tokens, "output_tokens": output_tokens, "price_from": price_from, **body}
+
+
+def _show(found: Estimate, input_tokens: int, output_tokens: int, price_from: str) -> None:
+    at = found.operating
+    attention = "data" if found.ep == "dp" else "tensor"
+    experts = "" if found.ep == "none" else f", experts spread over {found.tp}"
+    gpus = f"{attention} parallelism {found.tp}{experts}, {found.replicas} replica(s)"
+    title = f"{found.model} on {found.node} ({gpus}), {input_tokens} in / {output_tokens} out, {found.role}"
+    prefill_s, decode_s = found.prefill_s, found.decode_step_s
+    rows: list[tuple[str, str, str]] = [
+        ("prefill of one prompt", seconds(prefill_s), _time(found.rate_bar, prefill_s, found.prefill_bound)),
+        ("decode step, alone", seconds(decode_s), _time(found.rate_bar, decode_s)),
+        ("weights", bytes_(found.weight_bytes), "per replica"),
+        ("KV memory", bytes_(found.kv_bytes), f"{count(found.max_batch)} such requests per replica"),
+    ]
+    if at is not None:
+        chunk = f"{at.chunk_tokens:.0f} prompt tokens per step" if found.role == "mixed" else ""
+        rows += [
+            ("batch per replica", count(at.batch), chunk),
+            ("TTFT, without queueing", seconds(at.ttft_s), _time(found.ttft_bar, at.ttft_s)),
+            ("TPOT", seconds(at.tpot_s), _time(found.tpot_bar, at.tpot_s, found.decode_bound))
+            if at.tpot_s
+            else ("TPOT", "-", ""),
+            (
+                "requests per second",
+                f"{found.requests_per_s:.3g}",
+                _rate(found.rate_bar, found.requests_per_s),
+            ),
+            ("tokens per second", count(round(found.total_tokens_per_s)), "input and output"),
+        ]
+        if found.output_tokens_per_s:
+            rows.append(("output tokens per second", count(round(found.output_tokens_per_s)), ""))
+    rows.append(("what binds", found.binds, ""))
+    if found.price_usd_per_h is not None:
+        rows.append(("price per hour", usd(found.price_usd_per_h), price_from))
+        if found.usd_per_million_tokens is not None:
+            cost = found.usd_per_million_tokens
+            rows.append(("cost per million tokens", usd(cost), _cost(found.rate_bar, cost)))
+        if found.usd_per_million_output_tokens is not None:
+            rows.append(("cost per million output tokens", usd(found.usd_per_million_output_tokens), ""))
+    else:
+        rows.append(("price per hour", "unknown", price_from))
+    rows.append(("confidence", found.confidence, confidence_words(found)))
+    table(title, ("", "estimate", ""), rows)
+
+
+def _time(found: ErrorBar | None, time_s: float, bound: str = "") -> str:
+    words = f"{bound}-bound" if bound else ""
+    if found is None:
+        return words
+    low_s, high_s = found.around(time_s)
+    return ", ".join(part for part in (f"{seconds(low_s)} to {seconds(high_s)}", words) if part)
+
+
+def _rate(found: ErrorBar | None, rate: float) -> str:
+    if found is None:
+        return "whole node"
+    low, high = found.around_rate(rate)
+    return f"{low:.3g} to {high:.3g}, whole node"
+
+
+def _cost(found: ErrorBar | None, price_usd: float) -> str:
+    if found is None:
+        return "input and output"
+    low, high = found.around(price_usd)
+    return f"{usd(low)} to {usd(high)}, input and output"
+
+
+def confidence_words(found: Estimate) -> str:
+    """What the confidence means for this estimate."""
+    if found.rate_bar is None:
+        return f"{found.basis}; error unknown"
+    return f"{found.basis}; 8 in 10 are within the ranges above, by {found.rate_bar.basis}"
+
+
+HEADROOM = 0.8
+"""Share of a node's rate that is planned with: queues grow without bound as it nears 1."""
+
+
+@click.command()
+@click.argument("spec_path", metavar="[SPEC]", required=False, type=click.Path(path_type=Path))
+@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+def overview(spec_path: Path | None, as_json: bool) -> None:
+    """What a fleet could do for its models: one row per node type, cheapest tokens first.
+
+    Every node serves alone here, as whole replicas. Without SPEC the bundled example is shown.
+    """
+    spec = read_spec(spec_path)
+    found = {model.name: _candidates(spec, model) for model in spec.models}
+    if as_json:
+        emit_json({name: [_as_json_overview(row) for row in rows] for name, rows in found.items()})
+        return
+    for model in spec.models:
+        _show_overview(model, found[model.name])
+    _choice(spec, found)
+
+
+Row = tuple[str, "Estimate | None", int, int, str]
+"""(region, estimate, nodes needed, nodes available, why there is no estimate)."""
+
+
+def _candidates(spec: Spec, wanted: ModelSpec) -> list[Row]:
+    from potluck.core.errors import CapacityError
+    from potluck.perf.estimate import estimate
+
+    rows: list[Row] = []
+    traffic = wanted.traffic
+    for region in spec.regions:
+        for offer in region.offers:
+            try:
+                found = estimate(
+                    wanted.model,
+                    spec.node_type(offer.node),
+                    input_tokens=ceil(traffic.mean_input_tokens),
+                    output_tokens=ceil(traffic.mean_output_tokens),
+                    slo=wanted.slo.within_e2e(wanted.traffic.mean_output_tokens),
+                    price_usd_per_h=offer.price_usd_per_h,
+                )
+            except CapacityError as error:
+                rows.append((region.name, None, 0, offer.available, f"{offer.node}: {_reason(error)}"))
+                continue
+            if found.operating is None:
+                alone = f"{seconds(found.prefill_s)} to prefill, {seconds(found.decode_step_s)} a token"
+                reason = f"{offer.node}: objective out of reach (alone: {alone})"
+                rows.append((region.name, None, 0, offer.available, reason))
+                continue
+            needed = ceil(traffic.rate_per_s / (found.requests_per_s * HEADROOM))
+            rows.append((region.name, found, needed, offer.available, ""))
+    return sorted(rows, key=lambda row: row[1].usd_per_million_tokens or 0.0 if row[1] else float("inf"))
+
+
+def _reason(error: Exception) -> str:
+    text = str(error)
+    return "weights do not fit" if "does not fit" in text else text
+
+
+def _show_overview(wanted: ModelSpec, rows: list[Row]) -> None:
+    traffic, slo = wanted.traffic, wanted.slo
+    title = (
+        f"{wanted.name}: {traffic.rate_per_s:g} requests/s of {traffic.mean_input_tokens:.0f} in / "
+        f"{traffic.mean_output_tokens:.0f} out, TTFT {seconds(slo.ttft_s)}, TPOT {seconds(slo.tpot_s)}"
+        + ("" if slo.e2e_s is None else f", E2E {seconds(slo.e2e_s)}")
+    )
+    cells = []
+    for region, found, needed, available, why in rows:
+        if found is None or found.operating is None:
+            name, reason = why.split(": ", 1)
+            cells.append((region, name, "-", "-", "-", "-", "-", reason))
+            continue
+        at = found.operating
+        assert found.usd_per_million_tokens is not None
+        cells.append(
+            (
+                region,
+                f"{found.node} tp{found.tp}",
+                f"{found.requests_per_s:.3g}",
+                seconds(at.ttft_s),
+                seconds(at.tpot_s),
+                usd(found.usd_per_million_tokens),
+                f"{needed} of {available}",
+                f"{found.confidence}; {found.binds}",
+            )
+        )
+    columns = ("region", "node", "req/s", "TTFT", "TPOT", "$/M tokens", "needed", "confidence; what binds")
+    table(title, columns, cells)
+
+
+def _choice(spec: Spec, found: dict[str, list[Row]]) -> None:
+    """The cheapest single node type per model; nodes taken by one model are gone for the next."""
+    taken: dict[tuple[str, str], int] = {}
+    cells, total = [], 0.0
+    for name, rows in found.items():
+        best: tuple[float, str, Estimate, int] | None = None
+        for region, each, needed, available, _ in rows:
+            if each is None or each.price_usd_per_h is None:
+                continue
+            free = available - taken.get((region, each.node), 0)
+            cost = needed * each.price_usd_per_h
+            if needed <= free and (best is None or cost < best[0]):
+                best = (cost, region, each, needed)
+        if best is None:
+            cells.append((name, "-", "no single node type suffices", "-", "-"))
+            continue
+        cost, region, each, needed = best
+        taken[region, each.node] = taken.get((region, each.node), 0) + needed
+        total += cost
+        cells.append(
+            (name, region, f"{needed} x {each.node} (tp {each.tp})", f"{usd(cost)}/h", each.confidence)
+        )
+    columns = ("model", "region", "nodes", "cost", "confidence")
+    table(f"One node type per model, {HEADROOM:.0%} busy: {usd(total)}/h", columns, cells)
+
+
+def _as_json_overview(row: Row) -> object:
+    from potluck.core.codec import encode
+
+    region, found, needed, available, why = row
+    estimate = None if found is None else encode(found)
+    return {
+        "region": region,
+        "needed": needed,
+        "available": available,
+        "problem": why or None,
+        "estimate": estimate,
+    }

@@ -1,0 +1,449 @@
+"""`potluck plan`: from a spec to a plan that was tried in simulation."""
+
+from __future__ import annotations
+
+import re
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from potluck.cli.common.files import OutputFiles, require_writable
+from potluck.cli.common.inputs import read_plan
+from potluck.cli.common.render import ProgressBar, emit_json, missed, paragraph, progress, usd
+from potluck.cli.planning.estimate import measured, profile_option
+from potluck.cli.planning.plan_draw import (
+    compared_html,
+    draw_plan,
+    require_html,
+    require_kind,
+    show_search,
+    write_trace,
+)
+from potluck.cli.planning.plan_show import (
+    ComparedStrategy,
+    show_compared,
+    show_notes,
+    show_plan,
+    show_reasons,
+)
+from potluck.cli.planning.planning_options import (
+    PlanningOptions,
+    html_option,
+    json_option,
+    posed_of,
+    posing_options,
+    strategy_of,
+    strategy_option,
+)
+from potluck.cli.planning.rehearsal import (
+    RehearsalOptions,
+    asked_of,
+    averages_option,
+    basis_of,
+    cv_option,
+    estimate_of,
+    noted,
+    rehearsal_json,
+    rehearsal_options,
+    rehearsed,
+    requests_option,
+    show_rehearsal,
+    trial_of,
+    tried,
+)
+from potluck.core.errors import CapacityError, InputError
+
+if TYPE_CHECKING:
+    from potluck.core.values.plan import Deployment, Plan
+    from potluck.plan.problem import PlanningProblem
+    from potluck.plan.reasons.explain import Explanation
+    from potluck.plan.strategies import PlanOutcome, SolveSettings, TemplateFactory
+    from potluck.rehearse.evidence import Evidence
+    from potluck.spec.spec_values import Spec
+
+
+_PIN = re.compile(r"(?P<template>.+)@(?P<region>[^@=]+)=(?P<count>\d+)\Z")
+
+
+@click.command()
+@strategy_option
+@click.option("--out", type=click.Path(dir_okay=False, path_type=Path), help="Write the plan (JSON) here.")
+@click.option(
+    "--running", type=click.Path(exists=True, dir_okay=False, path_type=Path), help="The plan in force."
+)
+@click.option("--pin", "pinned", multiple=True, help="TEMPLATE@REGION=COUNT: at least so many copies of it.")
+@click.option("--init-penalty", type=float, default=0.0, show_default=True, help="CORAL's K, with --running.")
+@click.option("--exact-kv", is_flag=True, help="Plan as if the spec's kv_codecs were [raw].")
+@click.option("--explain/--no-explain", "explained", default=True, show_default=True, help="Say why.")
+@profile_option
+@rehearsal_options
+@click.option(
+    "--trace",
+    "trace_path",
+    type=click.Path(dir_okay=False, path_type=Path),
+    help="Draw how a search went (.html, .svg or .json).",
+)
+@posing_options()
+@html_option()
+@json_option
+def plan(
+    strategy: str,
+    out: Path | None,
+    running: Path | None,
+    pinned: tuple[str, ...],
+    init_penalty: float,
+    exact_kv: bool,
+    explained: bool,
+    profile_paths: tuple[Path, ...],
+    trace_path: Path | None,
+    html_path: Path | None,
+    as_json: bool,
+    **options: Any,
+) -> None:
+    """What to rent and how to lay the models out, with a proof of how cheap. Without SPEC, the bundled example.
+
+    \b
+    Examples:
+      potluck plan potluck.yaml --out plan.json
+      potluck plan potluck.yaml --rehearse --cv 3 --confidence 0.9
+      potluck plan potluck.yaml --strategy coral --what-if 'us-east-1:8xH100=0'
+      potluck plan pool.yaml --strategy thunderserve --trace search.html
+    """
+    from potluck.core.values.lossy_hops import lossy_notices
+    from potluck.core.values.plan import plan_to_json
+    from potluck.plan.reasons.explain import explain
+    from potluck.plan.reasons.unservable import planned_rest
+    from potluck.plan.strategies import TemplateFactory
+
+    posed, rest = posed_of(options)
+    planner, spec, asked, saves = strategy_of(strategy), posed.spec(), asked_of(rest), OutputFiles()
+    _require_places(out, trace_path, html_path)
+    problem = exact(measured(posed.problem(spec, init_penalty), profile_paths), exact_kv)
+    before = None if running is None else read_plan(running)
+    estimate = estimate_of(spec, problem, asked, posed.seed)
+    settings = posed.settings(running=before, pins=tuple(map(_pin, pinned)), estimate=estimate)
+    with progress(4 * len(problem.asks) + 1) as said:
+        factory, outcome, notes = planned_rest(planner, TemplateFactory(problem, said=said), settings)
+        problem, notes = factory.problem, notes + _remarks(planner, factory, outcome, settings)
+        notes = (*spec.notes, *notes)
+        require_service(problem, outcome, posed.limit_s, notes)
+        tried = rehearsed(spec, factory, outcome, planner, settings, asked, said.far)
+        if tried is not None:
+            factory, outcome = replace(factory, problem=tried.problem), tried.best.outcome
+        require_sound(factory.problem, outcome.plan)
+        if tried is not None:
+            outcome = replace(outcome, plan=tried.best.plan)
+        outcome = _offering(factory, outcome, spec)
+        found = noted(outcome.plan, tried, spec, problem, asked.cv)
+        notes = (*lossy_notices(found), *notes)
+        saves.text("--out", out, lambda: plan_to_json(found))
+        searched = dict(factory.searched)
+        saves("--trace", trace_path, lambda to: write_trace(to, searched))
+        said("asking what else there was")
+        reasons = explain(factory, outcome, planner, settings) if explained else None
+        saves("--html", html_path, lambda to: draw_plan(to, factory.problem, found, reasons))
+    if as_json:
+        body = _as_json(factory.problem, outcome, reasons, spec.policy.standby)
+        emit_json(body | rehearsal_json(tried) | ({"notes": list(notes)} if notes else {}))
+    else:
+        show_notes(notes)
+        show_plan(problem, outcome, spec.policy.standby, basis_of(tried))
+        show_rehearsal(tried, asked, outcome.plan)
+        _show_formats(spec, outcome.plan)
+        show_search(searched)
+        show_reasons(reasons if outcome.plan.deployments else None)
+    saves.complain()
+    if outcome.plan.fraction < 1 or (tried is not None and tried.chosen is None):
+        missed()
+
+
+def _require_places(out: Path | None, trace_path: Path | None, html_path: Path | None) -> None:
+    """Files can be written, and those that are drawn have a known ending: said before anything long is done."""
+    for option, path in (("--out", out), ("--trace", trace_path), ("--html", html_path)):
+        require_writable(option, path)
+    if trace_path is not None:
+        require_kind(trace_path)
+    require_html(html_path)
+
+
+def _remarks(
+    planner: Callable[[TemplateFactory, SolveSettings], PlanOutcome],
+    factory: TemplateFactory,
+    outcome: PlanOutcome,
+    settings: SolveSettings,
+) -> tuple[str, ...]:
+    return _money(planner, factory, outcome, settings) + _hurried(factory)
+
+
+def _hurried(factory: TemplateFactory) -> tuple[str, ...]:
+    """Which kinds of templates there was no time to make: a plan that is proven cheapest is so without them."""
+    kinds = sorted({kind.split(" of ")[0] for kind, _ in factory.left_out})
+    if not kinds:
+        return ()
+    return (f"there was no time for templates of these kinds: {', '.join(kinds)}; --time-limit gives more",)
+
+
+def _money(
+    planner: Callable[[TemplateFactory, SolveSettings], PlanOutcome],
+    factory: TemplateFactory,
+    outcome: PlanOutcome,
+    settings: SolveSettings,
+) -> tuple[str, ...]:
+    """Which budget would do, where the one there is does not."""
+    from potluck.plan.reasons.unservable import budget_that_would_do
+
+    if outcome.allocation.shortfall is None or factory.problem.budget_usd_per_h is None:
+        return ()
+    enough = budget_that_would_do(planner, factory, settings)
+    limit = usd(factory.problem.budget_usd_per_h)
+    return (
+        ()
+        if enough is None
+        else (f"{usd(enough)}/h would do for all of the demand; the budget is {limit}/h",)
+    )
+
+
+def exact(problem: PlanningProblem, exact_kv: bool) -> PlanningProblem:
+    """The problem with KV that is never put into fewer bits, if asked."""
+    return replace(problem, codecs=("fp16",)) if exact_kv else problem
+
+
+def _offering(factory: TemplateFactory, outcome: PlanOutcome, spec: Spec) -> PlanOutcome:
+    """With what scaling may start beside the plan's copies, where the spec's policy does."""
+    from potluck.plan.replan.scaling_candidates import with_candidates
+
+    if spec.policy.scaling != "cauchy":
+        return outcome
+    return replace(outcome, plan=with_candidates(factory, outcome.plan))
+
+
+def require_service(
+    problem: PlanningProblem, outcome: PlanOutcome, limit_s: float, notes: tuple[str, ...] = ()
+) -> None:
+    """A plan that serves nothing is no plan: say why instead."""
+    from potluck.plan.reasons.explain import why_not
+
+    if outcome.allocation.status == "unknown":
+        raise CapacityError(f"no plan was found within {limit_s:g} s; allow more with --time-limit")
+    asked = [ask.name for ask in problem.asks if ask.rate_per_s > 0]
+    if not asked or any(outcome.plan.fraction_of(name) > 0 for name in asked):
+        return
+    shortfall = outcome.allocation.shortfall
+    unserved = () if shortfall is None else shortfall.unserved
+    models = [ask.name for ask in problem.asks if any(name.startswith(f"{ask.name}/") for name in unserved)]
+    if models:
+        raise CapacityError("; ".join(why_not(problem, model) for model in models))
+    raise CapacityError("; ".join([f"no plan serves any of the demand: {shortfall}", *notes]))
+
+
+def require_sound(problem: PlanningProblem, plan: Plan) -> None:
+    from potluck.plan.check.verify import verify
+
+    if violations := verify(problem, plan):
+        raise CapacityError(f"the plan failed its own check: {violations[0]}")
+
+
+def _pin(text: str) -> Deployment:
+    from potluck.core.values.plan import Deployment
+
+    match = _PIN.match(text)
+    if match is None:
+        raise InputError("pin", f"{text!r} is not TEMPLATE@REGION=COUNT; `plan --json` names the templates")
+    return Deployment(match["template"], match["region"], int(match["count"]))
+
+
+def _show_formats(spec: Spec, plan: Plan) -> None:
+    for asked in spec.models:
+        if (chosen := plan.format_of(asked.name)) is not None:
+            why = "as the spec asks"
+            if len(asked.formats) > 1:
+                why = f"the cheapest of {', '.join(asked.formats)}, which the spec allows"
+            paragraph(f"{asked.name}: weights in {chosen}, {why}; their quality is yours to judge.")
+
+
+def _as_json(
+    problem: PlanningProblem, outcome: PlanOutcome, reasons: Explanation | None, standby: int
+) -> dict[str, object]:
+    from potluck.core.codec import encode
+    from potluck.core.scaling.standby import standby_counts, standby_usd_per_h
+    from potluck.plan.reasons.explain import tokens_json
+
+    body: dict[str, object] = {"plan": encode(outcome.plan)}
+    body["tokens_per_usd"] = tokens_json(problem, outcome.plan)
+    if standby:
+        counts = standby_counts(outcome.plan, standby, problem.regions)
+        body["standby"] = {
+            "copies": [{"template": key[0], "region": key[1], "count": n} for key, n in counts.items()],
+            "usd_per_h": standby_usd_per_h(outcome.plan, counts, problem.regions),
+        }
+    if outcome.allocation.shortfall is not None:
+        body["shortfall"] = str(outcome.allocation.shortfall)
+    if reasons is not None:
+        body["explanation"] = encode(reasons)
+    return body
+
+
+RUNS = 2
+"""Of every plan: attainment as it is seen, not a proof."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class SolvedStrategy:
+    """One strategy's plan, and what it took."""
+
+    outcome: PlanOutcome
+    cpu_s: float
+
+
+@click.command()
+@averages_option
+@cv_option
+@requests_option
+@posing_options()
+@html_option()
+@json_option
+def compare(html_path: Path | None, as_json: bool, **options: Any) -> None:
+    """All strategies on one spec, in one table. Without SPEC, the bundled example.
+
+    Every plan serves the same requests in a short simulation; --averages leaves that out.
+    """
+    posed, rest = posed_of(options)
+    asked, saves, spec = asked_of(rest), OutputFiles(), posed.spec()
+    require_html(html_path)
+    require_writable("--html", html_path)
+    problem = posed.problem(spec)
+    with progress(4 * len(problem.asks) + 12) as said:
+        factory, solved, left_out, notes = _solved(problem, posed, said)
+        problem = factory.problem
+        shown = {} if asked.averages else _rehearsed(spec, problem, solved, asked, posed.seed, said)
+    rows = [_row(problem, name, each, shown.get(name, ())) for name, each in solved.items()]
+    plans = {name: each.outcome.plan for name, each in solved.items()}
+    saves.text("--html", html_path, lambda: compared_html(rows, problem, plans))
+    if as_json:
+        from potluck.core.codec import encode
+
+        emit_json([encode(row) for row in rows])
+    else:
+        show_notes((*spec.notes, *notes))
+        if any(ask.rate_per_s > 0 for ask in problem.asks):
+            show_compared(rows)
+        else:
+            paragraph("Nothing is rented, as nothing is asked of it: all rates are 0.")
+    for text in left_out:
+        if as_json:
+            click.echo(f"left out: {text}", err=True)
+        else:
+            paragraph(f"left out: {text}")
+    saves.complain()
+
+
+def _solved(
+    problem: PlanningProblem, posed: PlanningOptions, said: ProgressBar
+) -> tuple[TemplateFactory, dict[str, SolvedStrategy], list[str], tuple[str, ...]]:
+    """(the workshop with what is planned for, each strategy's plan, who cannot and why, what nobody can serve)."""
+    from potluck.plan.reasons.unservable import planned_rest
+    from potluck.plan.strategies import STRATEGIES, TemplateFactory
+
+    factory = TemplateFactory(problem, said=said)
+    found, left_out = _others(factory, posed, said)
+    # `auto` begins from what the others found, so that it is never the worse.
+    known = tuple(each.outcome.plan for each in found.values())
+    start_s = time.process_time()
+    said("auto")
+    rest, outcome, notes = planned_rest(STRATEGIES["auto"], factory, posed.settings(starts=known))
+    best = SolvedStrategy(outcome, time.process_time() - start_s)
+    if rest.problem != problem:  # what nothing can serve is left out for all
+        found, left_out = _others(rest, posed, said)
+    return rest, {"auto": best} | found, left_out, notes
+
+
+def _others(
+    factory: TemplateFactory, posed: PlanningOptions, said: ProgressBar
+) -> tuple[dict[str, SolvedStrategy], list[str]]:
+    """Every strategy's plan but that of `auto`, and what is said of those that this spec is not for."""
+    from potluck.plan.strategies import STRATEGIES
+
+    found: dict[str, SolvedStrategy] = {}
+    left_out: list[str] = []
+    for name in (each for each in STRATEGIES if each != "auto"):
+        start_s = time.process_time()
+        said(name)
+        try:
+            outcome = STRATEGIES[name](factory, posed.settings())
+        except InputError as error:
+            # A strategy that this spec is not for is told, not fatal; what is wrong for all is.
+            if error.field != "strategy":
+                raise
+            left_out.append(error.problem)
+            continue
+        found[name] = SolvedStrategy(outcome, time.process_time() - start_s)
+    return found, left_out
+
+
+def _rehearsed(
+    spec: Spec,
+    problem: PlanningProblem,
+    solved: dict[str, SolvedStrategy],
+    asked: RehearsalOptions,
+    seed: int,
+    said: ProgressBar,
+) -> dict[str, tuple[Evidence, ...]]:
+    """What simulation says of every plan that serves all; plans that are alike are tried once."""
+    if not any(ask.rate_per_s > 0 for ask in problem.asks):
+        return {}
+    known: dict[object, tuple[Evidence, ...]] = {}
+    found = {}
+    trial, _ = trial_of(spec, problem, solved["auto"].outcome.plan, asked, seed)
+    for name, each in solved.items():
+        plan = each.outcome.plan
+        if plan.fraction < 1 or not plan.deployments:
+            continue
+        key = _same(plan)
+        if key not in known:
+            known[key] = tried(trial, plan, RUNS, partial(_told, said, name), said.far)
+        found[name] = known[key]
+    return found
+
+
+def _told(said: ProgressBar, name: str, what: str) -> None:
+    said(f"{name}: {what}")
+
+
+def _same(plan: Plan) -> object:
+    return plan.deployments, plan.shares, plan.flows, plan.formats
+
+
+def _row(
+    problem: PlanningProblem, name: str, solved: SolvedStrategy, shown: tuple[Evidence, ...]
+) -> ComparedStrategy:
+    from potluck.plan.check.verify import verify
+    from potluck.plan.reasons.explain import usd_range
+
+    found = solved.outcome.plan
+    tokens_per_h = sum(ask.tokens_per_s * found.fraction_of(ask.name) for ask in problem.asks) * 3600
+    low, high = usd_range(problem, found)
+    worst = min(shown, key=lambda each: each.mean - each.promised, default=None)
+    return ComparedStrategy(
+        strategy=name,
+        cost_usd_per_h=found.cost_usd_per_h,
+        usd_per_million_tokens=found.cost_usd_per_h / tokens_per_h * 1e6 if tokens_per_h else None,
+        served_fraction=found.fraction,
+        goodput_per_s=max(0.0, sum(ask.rate_per_s * found.fraction_of(ask.name) for ask in problem.asks)),
+        nodes=sum(found.nodes.values()),
+        gap=found.gap,
+        cpu_s=solved.cpu_s,
+        violations=verify(problem, found),
+        attained=None if worst is None else worst.mean,
+        promised=None if worst is None else worst.promised,
+        model="" if worst is None else worst.model,
+        requests=sum(each.requests for each in shown),
+        range_usd_per_million_tokens=(low / tokens_per_h * 1e6, high / tokens_per_h * 1e6)
+        if tokens_per_h
+        else None,
+        formats=found.formats,
+    )

@@ -1,0 +1,611 @@
+"""`potluck replan`: something happened; what are the answers, from cheap to dear?"""
+
+from __future__ import annotations
+
+import re
+import time
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass, replace
+from datetime import UTC, datetime
+from math import isclose
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+
+from potluck.cli.common.files import OutputFiles, require_writable
+from potluck.cli.common.inputs import load_problem, node_name, read_plan, read_spec
+from potluck.cli.common.render import emit_json, missed, paragraph, percent, progress, table, usd
+from potluck.cli.fleet.service import nothing, opened, state_option
+from potluck.cli.planning.estimate import measured
+from potluck.cli.planning.plan_show import show_groups
+from potluck.cli.planning.rehearsal import (
+    SHORT_RUNS,
+    RehearsalOptions,
+    Said,
+    averages_option,
+    evidence_line,
+    rehearsed,
+    trial_of,
+    tried,
+)
+from potluck.core.errors import CapacityError, InputError, UnknownNameError, did_you_mean
+from potluck.core.figures import seconds
+from potluck.core.values.types import LengthBin
+
+if TYPE_CHECKING:
+    from potluck.control.service_view import ServiceView
+    from potluck.core.values.observed_speed import ObservedSpeed
+    from potluck.core.values.plan import Plan, Tried
+    from potluck.plan.problem import PlanningProblem
+    from potluck.plan.replan.replan_options import ReplanOption
+    from potluck.plan.strategies import PlanOutcome, SolveSettings, TemplateFactory
+    from potluck.spec.spec_values import ModelSpec, Spec
+
+
+SERVES_AS_MUCH = 1e-6
+VERDICTS = ("holds", "unsure", "misses")
+
+
+def spec_now(spec: Spec, problem: PlanningProblem) -> Spec:
+    """The spec with the nodes, links and rates that there are after what happened."""
+    rates = {ask.name: ask.rate_per_s for ask in problem.asks}
+    models = tuple(
+        replace(each, traffic=replace(each.traffic, rate_per_s=rates.get(each.name, each.traffic.rate_per_s)))
+        for each in spec.models
+    )
+    return replace(spec, models=models, regions=problem.regions, links=problem.links, pool=problem.pool)
+
+
+def rehearsing(planner: Planner, spec: Spec) -> Planner:
+    """The planner whose plans have as much headroom as it takes to hold in a short rehearsal."""
+
+    def planned(factory: TemplateFactory, settings: SolveSettings) -> PlanOutcome:
+        outcome = planner(factory, settings)
+        if not outcome.plan.deployments:
+            return outcome
+        now = spec_now(spec, factory.problem)
+        found = rehearsed(now, factory, outcome, planner, replace(settings, start_s=None), RehearsalOptions())
+        return outcome if found is None else replace(found.best.outcome, plan=found.best.plan)
+
+    return planned
+
+
+def best_tried(
+    answers: Sequence[ReplanOption], spec: Spec, problem: PlanningProblem, said: Said
+) -> tuple[ReplanOption, tuple[Tried, ...]]:
+    """Of the answers that serve most, the first that holds in a short rehearsal, else the one that comes closest;
+    and what was seen of it."""
+    now = spec_now(spec, problem)
+    most = max(answer.served_fraction for answer in answers)
+    seen: dict[object, tuple[Tried, ...]] = {}
+    found: list[tuple[int, ReplanOption, tuple[Tried, ...]]] = []
+    for answer in answers:
+        if answer.served_fraction < most - SERVES_AS_MUCH:
+            continue
+        key = (answer.plan.deployments, answer.plan.shares, answer.plan.flows)
+        if key not in seen:
+            seen[key] = _tried(answer.plan, now, problem, said)
+        found.append((max(map(_rank, seen[key]), default=0), answer, seen[key]))
+        if found[-1][0] == 0:
+            break
+    _, best, shown = min(found, key=lambda each: each[0])
+    return best, shown
+
+
+def _tried(plan: Plan, spec: Spec, problem: PlanningProblem, said: Said) -> tuple[Tried, ...]:
+    if not any(model.traffic.rate_per_s > 0 for model in spec.models):
+        return ()
+    trial, _ = trial_of(spec, problem, plan, RehearsalOptions())
+    return tuple(each.told() for each in tried(trial, plan, SHORT_RUNS, said))
+
+
+def _rank(each: Tried) -> int:
+    return VERDICTS.index(each.verdict)
+
+
+REFUSED = "not applied: this misses in rehearsal. `--yes` applies it all the same; more nodes may help"
+
+
+@click.command()
+@click.argument(
+    "plan_path",
+    metavar="[PLAN]",
+    required=False,
+    type=click.Path(exists=True, dir_okay=False, path_type=Path),
+)
+@click.argument("spec_path", metavar="[SPEC]", required=False, type=click.Path(path_type=Path))
+@click.option("--live", is_flag=True, help="For the service that runs here, without PLAN and SPEC.")
+@click.option(
+    "--apply",
+    "applied",
+    is_flag=True,
+    help="With --live: put the best answer into force, unless a short rehearsal shows that it misses.",
+)
+@click.option("--yes", "anyway", is_flag=True, help="With --apply: also one that misses.")
+@averages_option
+@state_option
+@click.option(
+    "--lose",
+    multiple=True,
+    help="REGION:NODE=COUNT: so many of these nodes are gone; or NAME,NAME: these machines of a pool.",
+)
+@click.option("--rate", multiple=True, help="MODEL=REQUESTS_PER_S, or MODEL=1.5x for so many times as many.")
+@click.option(
+    "--workload",
+    multiple=True,
+    help="[MODEL=]LENGTHS: requests are now as long as 2048/28, a trace file or a workload of the catalog.",
+)
+@click.option(
+    "--link",
+    multiple=True,
+    help="FROM:TO=GBPS: a link's bandwidth is now this; between regions or machines, one direction.",
+)
+@click.option("--price", multiple=True, help="REGION:NODE=USD_PER_H: a node's price is now this.")
+@click.option(
+    "--out", type=click.Path(dir_okay=False, path_type=Path), help="Write the best answer's plan here."
+)
+@click.option(
+    "--time-limit", "time_limit_s", type=float, default=30.0, show_default=True, help="Seconds a solve."
+)
+@click.option("--init-penalty", type=float, default=0.1, show_default=True, help="CORAL's K, against churn.")
+@click.option("--headroom", type=float, default=0.8, show_default=True, help="How busy replicas may be.")
+@click.option("--seed", type=click.IntRange(min=0), default=0, show_default=True, help="Of a search.")
+@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+def replan(
+    plan_path: Path | None,
+    spec_path: Path | None,
+    live: bool,
+    applied: bool,
+    anyway: bool,
+    averages: bool,
+    state: Path | None,
+    lose: tuple[str, ...],
+    rate: tuple[str, ...],
+    workload: tuple[str, ...],
+    link: tuple[str, ...],
+    price: tuple[str, ...],
+    out: Path | None,
+    time_limit_s: float,
+    init_penalty: float,
+    headroom: float,
+    seed: int,
+    as_json: bool,
+) -> None:
+    """Answers to trouble for a running PLAN: new routing, role flips, a new allocation.
+
+    \b
+    Examples:
+      potluck replan plan.json potluck.yaml --lose us-east-1:4xL40S=1
+      potluck replan plan.json potluck.yaml --rate chat=2x --link us-east-1:lab=1gbps
+      potluck replan plan.json pool.yaml --lose node3,node7 --workload coding
+      potluck replan --live --rate words=2x --apply
+    """
+    from potluck.core.values.plan import plan_to_json
+    from potluck.plan.strategies import SolveSettings
+
+    if not 0 < time_limit_s < float("inf"):
+        raise InputError("time-limit", f"must be positive, is {time_limit_s:g}")
+    if applied and not live:
+        raise InputError("--apply", "is for a service that runs; add --live")
+    require_writable("--out", out)
+    changes, saves = ChangeOptions(lose, rate, workload, link, price), OutputFiles()
+    now: LiveService | None = None
+    with ExitStack() as stack:
+        if live:
+            if plan_path is not None:
+                raise InputError("--live", "takes plan and spec from the service; leave them out")
+            service = stack.enter_context(opened(state))
+            now = live_of(service)
+            running, spec = now.plan, read_spec(now.spec)
+            # What is said here counts more than what was seen, so it comes last.
+            changes = replace(changes, rate=(*now.rates, *rate))
+        elif plan_path is None or spec_path is None:
+            raise InputError("PLAN SPEC", "are needed, or --live")
+        else:
+            running, spec = read_plan(plan_path), read_spec(spec_path)
+        spec = changed_spec(spec, changes)
+        problem = load_problem(spec, headroom, None, (), init_penalty)
+        if now is not None:
+            problem = with_paces(measured(problem, now.profiles), now)
+        problem = changed_problem(problem, running, changes)
+        settings = SolveSettings(time_limit_s=time_limit_s, seed=seed)
+        found = _answered(problem, running, spec, settings, averages, now.style if now else "")
+        saves.text("--out", out, lambda: plan_to_json(found.best.plan))
+        refused = applied and found.misses and not anyway
+        done = REFUSED if refused else ""
+        if now is not None and applied and not refused:
+            done = apply(service, now, found.best)
+    _print(found, now, done, as_json)
+    saves.complain()
+    if refused:
+        missed()
+
+
+@dataclass(frozen=True, slots=True)
+class Answered:
+    """All answers, the best of them, and what a rehearsal showed of that one."""
+
+    answers: tuple[ReplanOption, ...]
+    best: ReplanOption
+    tried: tuple[Tried, ...] | None
+    """None: on averages alone."""
+
+    @property
+    def misses(self) -> bool:
+        return any(each.verdict == "misses" for each in self.tried or ())
+
+
+def _print(found: Answered, now: LiveService | None, done: str, as_json: bool) -> None:
+    if as_json:
+        from potluck.core.codec import encode
+
+        body: dict[str, object] = {
+            "best": found.best.step,
+            "answers": [encode(answer) for answer in found.answers],
+            "rehearsed": [{**asdict(each), "verdict": each.verdict} for each in found.tried or ()],
+        }
+        emit_json(body | ({} if now is None else {"version": now.version, "done": done}))
+        return
+    if now is not None:
+        said_of(now)
+    _show(found)
+    for each in found.tried or ():
+        paragraph(f"{evidence_line(each)}.")
+    if done:
+        paragraph(done)
+
+
+def _answered(
+    problem: PlanningProblem, running: Plan, spec: Spec, settings: SolveSettings, averages: bool, style: str
+) -> Answered:
+    """All answers, each checked, and the best of them."""
+    from potluck.core.values.terms import ModelTerms
+    from potluck.plan.check.verify import verify
+    from potluck.plan.replan.replan_options import best_answer, ladder
+    from potluck.plan.strategies import STRATEGIES
+
+    with progress(3) as said:
+        said("rerouting, flipping, reallocating")
+        auto = for_engines(STRATEGIES["auto"], style)
+        planner = auto if averages else rehearsing(auto, spec)
+        answers = ladder(problem, running, planner, settings)
+        # New routes and roles use what is left as well as they can; only a new plan keeps its owner's terms.
+        plain = replace(problem, asks=tuple(replace(ask, terms=ModelTerms()) for ask in problem.asks))
+        for answer in answers:
+            violations = verify(problem if answer.step == "reallocate" else plain, answer.plan)
+            if violations:
+                raise CapacityError(f"the answer {answer.step!r} failed its own check: {violations[0]}")
+        best = best_answer(answers)
+        if best.served_fraction <= 0 and any(ask.rate_per_s > 0 for ask in problem.asks):
+            raise CapacityError(
+                "nothing that is left can serve the demand within its objective; add nodes or relax it"
+            )
+        if averages:
+            return Answered(answers, best, None)
+        return Answered(answers, *best_tried(answers, spec, problem, said))
+
+
+def _show(found: Answered) -> None:
+    best = found.best
+    rows = [
+        (
+            f"{answer.step} (best)" if answer is best else answer.step,
+            percent(answer.served_fraction),
+            usd(answer.cost_usd_per_h),
+            f"in {seconds(answer.time_s)}" if answer.time_s else "at once",
+            usd(answer.start_cost_usd),
+            answer.flips,
+            answer.starts,
+            answer.stops,
+        )
+        for answer in found.answers
+    ]
+    columns = ("answer", "served", "USD/h", "in force", "to start", "flips", "starts", "stops")
+    judged = (
+        "served on averages, not rehearsed"
+        if found.tried is None
+        else "served on averages, the best rehearsed"
+    )
+    table(f"Answers, from cheap to dear; {judged}", columns, rows)
+    table(
+        f"With {best.step}",
+        ("region", "copies", "template"),
+        [(each.region, each.count, each.template) for each in best.plan.deployments],
+    )
+    show_groups(best.plan)
+
+
+_LOSE = re.compile(r"(?P<region>[^:=]+):(?P<node>[^:=]+)=(?P<value>\d+)\Z")
+_PRICE = re.compile(r"(?P<region>[^:=]+):(?P<node>[^:=]+)=(?P<value>[0-9.]+)\Z")
+_LINK = re.compile(r"(?P<source>[^:=]+):(?P<target>[^:=]+)=(?P<value>[0-9.]+)(gbps)?\Z", re.IGNORECASE)
+_RATE = re.compile(r"(?P<model>[^=]+)=(?P<value>[0-9.]+)(?P<times>x?)\Z")
+_LENGTHS = re.compile(r"(?P<input>[0-9]{1,8})/(?P<output>[0-9]{1,8})\Z")
+
+
+@dataclass(frozen=True, slots=True)
+class ChangeOptions:
+    """The options as they were written."""
+
+    lose: tuple[str, ...] = ()
+    rate: tuple[str, ...] = ()
+    workload: tuple[str, ...] = ()
+    link: tuple[str, ...] = ()
+    price: tuple[str, ...] = ()
+
+
+def changed_spec(spec: Spec, changes: ChangeOptions) -> Spec:
+    """The spec with other lengths; rates stay what they are."""
+    models = list(spec.models)
+    for text in changes.workload:
+        name, _, workload = text.rpartition("=")
+        known = [model.name for model in models]
+        if name and name not in known:
+            raise UnknownNameError("workload: model", name, known)
+        bins = _workload(workload)
+        models = [_with_lengths(m, bins, workload) if name in ("", m.name) else m for m in models]
+    return replace(spec, models=tuple(models))
+
+
+def changed_problem(problem: PlanningProblem, running: Plan, changes: ChangeOptions) -> PlanningProblem:
+    """The problem after everything else that happened."""
+    from potluck.plan.timing.named_machines import named
+
+    if any(template.machines for template in running.templates):
+        problem = named(problem)
+    for text in changes.lose:
+        problem = _with_loss(problem, text)
+    for text in changes.price:
+        region, node, value = _node_change(problem, "price", _PRICE, text)
+        problem = _with_offer(problem, region, node, price_usd_per_h=float(value))
+    for text in changes.link:
+        problem = _with_link(problem, text)
+    for text in changes.rate:
+        problem = _with_rate(problem, text)
+    return problem
+
+
+def _workload(text: str) -> tuple[LengthBin, ...]:
+    """Lengths as IN/OUT, from a trace file, or by a name of the catalog, whose means are taken."""
+    from potluck.catalog import named_workloads
+    from potluck.spec import binning
+    from potluck.spec.traces import load_trace
+
+    match = _LENGTHS.match(text)
+    if match is not None:
+        return (LengthBin(float(match["input"]), float(match["output"]), 1.0),)
+    path = Path(text)
+    if path.suffix and path.is_file():
+        try:
+            trace = load_trace(path)
+        except (OSError, ValueError) as error:
+            raise InputError("workload", f"{text!r} cannot be read: {error}") from error
+        return binning.joint_bins(trace.input_tokens, trace.output_tokens)
+    try:
+        laws = named_workloads.workload(text).lengths
+    except UnknownNameError as error:
+        forms = f"nor lengths such as 1155/211, nor a trace file{did_you_mean(text, named_workloads.names())}"
+        raise InputError("workload", f"{text!r} is no workload of the catalog, {forms}") from error
+    return (LengthBin(laws.prompt.mean_tokens, laws.output.mean_tokens, 1.0),)
+
+
+def _with_lengths(model: ModelSpec, bins: Sequence[LengthBin], words: str) -> ModelSpec:
+    """A model with other lengths; what its context has no room for is cut, prompts first, and told."""
+    most = model.model.max_context_tokens
+    cut = 0.0
+    kept = []
+    for each in bins:
+        output = min(each.output_tokens, most - 1.0)
+        prompt = min(each.input_tokens, most - output)
+        cut += each.share if (prompt, output) != (each.input_tokens, each.output_tokens) else 0.0
+        kept.append(replace(each, input_tokens=prompt, output_tokens=output))
+    if cut > 0:
+        note = f"{cut:.0%} of the requests are longer than {model.model.name}'s context of {most:,} tokens"
+        click.echo(f"note: {words}: {note} and were cut to it", err=True)
+    return replace(model, traffic=replace(model.traffic, lengths=tuple(kept)), lengths_from=words)
+
+
+def _with_loss(problem: PlanningProblem, text: str) -> PlanningProblem:
+    """`REGION:NODE=COUNT`, or names of machines with commas between them."""
+    if _LOSE.match(text):
+        region, node, value = _node_change(problem, "lose", _LOSE, text)
+        return _with_offer(problem, region, node, lose=int(value))
+    for name in (part.strip() for part in text.split(",")):
+        pool = problem.pool
+        if pool is None:
+            form = "is not REGION:NODE=COUNT, such as us-east-1:4xL40S=1"
+            raise InputError("lose", f"{text!r} {form}; machines have names only in a spec with `pool:`")
+        machine = pool.node(name)
+        if machine is None:
+            raise UnknownNameError("lose: machine", name, [node.name for node in pool.nodes if node.gpus])
+        if not machine.gpus:
+            raise InputError("lose", f"{name!r} is named twice")
+        if pool.gpus == machine.gpus:
+            raise InputError("lose", "that is every machine of the pool; nothing is left to serve on")
+        problem = replace(problem, pool=pool.without({name: machine.gpus}))
+        problem = _with_offer(problem, machine.region, machine.type.name, lose=1)
+    return problem
+
+
+def _match(field: str, pattern: re.Pattern[str], text: str, form: str) -> re.Match[str]:
+    match = pattern.match(text)
+    if match is None:
+        raise InputError(field, f"{text!r} is not {form}")
+    return match
+
+
+def _node_change(
+    problem: PlanningProblem, field: str, pattern: re.Pattern[str], text: str
+) -> tuple[str, str, str]:
+    match = _match(field, pattern, text, "REGION:NODE=NUMBER, such as us-east-1:4xL40S=1")
+    regions = [region.name for region in problem.regions]
+    if match["region"] not in regions:
+        raise UnknownNameError(f"{field}: region", match["region"], regions)
+    return match["region"], node_name(problem, match["node"], field), match["value"]
+
+
+def _with_offer(
+    problem: PlanningProblem, region: str, node: str, *, lose: int = 0, price_usd_per_h: float | None = None
+) -> PlanningProblem:
+    regions = []
+    for each in problem.regions:
+        offers = []
+        for offer in each.offers:
+            if (each.name, offer.node) == (region, node):
+                if lose > offer.available:
+                    raise InputError("lose", f"{region} has only {offer.available} {node}")
+                money = offer.price_usd_per_h if price_usd_per_h is None else price_usd_per_h
+                offer = replace(offer, available=offer.available - lose, price_usd_per_h=money)
+            offers.append(offer)
+        regions.append(replace(each, offers=tuple(offers)))
+    return replace(problem, regions=tuple(regions))
+
+
+def _with_link(problem: PlanningProblem, text: str) -> PlanningProblem:
+    """Between regions, or between two machines of a pool; one direction."""
+    match = _match("link", _LINK, text, "FROM:TO=GBPS, such as us-east-1:lab=20")
+    ends, gbps = (match["source"], match["target"]), float(match["value"])
+    if not gbps > 0:
+        raise InputError("link", f"{text!r}: the bandwidth must be positive")
+    machines = [] if problem.pool is None else [node.name for node in problem.pool.nodes]
+    if problem.pool is not None and set(ends) <= set(machines):
+        return replace(problem, pool=problem.pool.with_link(*ends, gbps))
+    known = {(each.source, each.target) for each in problem.links}
+    if ends not in known:
+        names = [":".join(each) for each in known]
+        wrong = [end for end in ends if end not in machines]
+        if machines and not known:
+            raise UnknownNameError("link: machine", wrong[0], machines)
+        raise UnknownNameError("link", ":".join(ends), names)
+    links = tuple(
+        replace(each, gbps=gbps) if (each.source, each.target) == ends else each for each in problem.links
+    )
+    return replace(problem, links=links)
+
+
+def _with_rate(problem: PlanningProblem, text: str) -> PlanningProblem:
+    match = _match("rate", _RATE, text, "MODEL=REQUESTS_PER_S or MODEL=1.5x")
+    names = [ask.name for ask in problem.asks]
+    if match["model"] not in names:
+        raise UnknownNameError("rate: model", match["model"], names)
+    asks = []
+    for ask in problem.asks:
+        if ask.name == match["model"]:
+            wanted = float(match["value"])
+            factor = wanted if match["times"] else wanted / ask.rate_per_s if ask.rate_per_s else 0.0
+            demands = tuple(replace(d, rate_per_s=d.rate_per_s * factor) for d in ask.demands)
+            ask = replace(ask, demands=demands)
+        asks.append(ask)
+    return replace(problem, asks=tuple(asks))
+
+
+Planner = Callable[["TemplateFactory", "SolveSettings"], "PlanOutcome"]
+LEAST_PER_S = 1e-3
+"""A model that was asked for less keeps the rate that its spec has: a pause is no reason to plan for nothing."""
+
+
+@dataclass(frozen=True, slots=True)
+class LiveService:
+    """A service that runs, as far as plans go."""
+
+    version: int
+    plan: Plan
+    spec: Path
+    profiles: tuple[Path, ...]
+    rates: tuple[str, ...]
+    """What was asked of it in the last ten minutes that are over, as `--rate` has it."""
+    paces: tuple[ObservedSpeed, ...] = ()
+    """What its replicas really take."""
+    style: str = ""
+    """Of its engines; empty: of a service that an earlier release started."""
+
+
+def live_of(service: ServiceView) -> LiveService:
+    from potluck.control.decision_history import history_of, paces_of
+
+    newest, known = service.store.plan(), service.store.get("spec files") or {}
+    if newest is None or "path" not in known:
+        raise nothing(f"there is no plan in {service.folder} yet")
+    now_s = time.time()
+    seen = history_of(service.store, now_s)
+    models = {template.model for template in newest.plan.templates}
+    rates = tuple(
+        f"{model}={rates[-1]:.6g}"
+        for model, rates in sorted(seen.items())
+        if model in models and rates[-1] >= LEAST_PER_S
+    )
+    profiles = tuple(Path(each) for each in known.get("profiles", ()))
+    paces = paces_of(service.store, now_s)
+    style = str(known.get("style", ""))
+    return LiveService(newest.version, newest.plan, Path(known["path"]), profiles, rates, paces, style)
+
+
+def for_engines(planner: Planner, style: str) -> Planner:
+    """The planner without what the engines of a service cannot be."""
+    from potluck.cli.up.prepare import PlanChoices, limit
+
+    if style != "emulated":
+        return planner
+
+    def planned(factory: TemplateFactory, settings: SolveSettings) -> PlanOutcome:
+        limit(factory, PlanChoices(settings.time_limit_s, here=True, single=True))
+        return planner(factory, settings)
+
+    return planned
+
+
+def with_paces(problem: PlanningProblem, running: LiveService) -> PlanningProblem:
+    """As fast as its replicas really are."""
+    from potluck.plan.replan.observed_profiles import observed
+
+    return observed(problem, running.paces, datetime.now(UTC).date().isoformat())
+
+
+def apply(service: ServiceView, running: LiveService, best: ReplanOption) -> str:
+    """Hand the best answer to the gateway, and so to the controller; what was done, in a line."""
+    from potluck.control.manual_changes import BY_HAND, put_plan
+
+    if not service.gateway_lives:
+        raise nothing(f"no gateway runs in {service.folder}; `potluck status` says what does")
+    if is_no_better(best.plan, running.plan):
+        return f"plan {running.version} is the best answer already; nothing changed"
+    newest = service.store.plan()
+    if newest is not None and newest.version != running.version:
+        raise InputError(
+            "--apply", f"plan {newest.version} came while this was reckoned; ask again, it may be enough"
+        )
+    why = f"replan --live, {best.step}"
+    version = put_plan(service.store, service.client.set_plan, best.plan, f"{BY_HAND}: {why}", time.time())
+    service.store.note(
+        time.time(), "plan", f"version {version}, ${best.cost_usd_per_h:.2f}/h, {why}", BY_HAND
+    )
+    return (
+        f"plan {version} is in force: {best.step}, ${best.cost_usd_per_h:.2f}/h "
+        f"(was ${running.plan.cost_usd_per_h:.2f}/h); `potluck scale --auto` hands the fleet back"
+    )
+
+
+def is_no_better(plan: Plan, running: Plan) -> bool:
+    """The same copies for the same demand, and no more of it served: other shares alone make no version."""
+    asked, before = (
+        {(each.model, each.bucket): each.rate_per_s for each in one.buckets} for one in (plan, running)
+    )
+    same = asked.keys() == before.keys() and all(
+        isclose(asked[key], before[key], rel_tol=0.01) for key in asked
+    )
+    return (
+        same
+        and set(plan.deployments) == set(running.deployments)
+        and plan.fraction <= running.fraction + 1e-6
+    )
+
+
+def said_of(running: LiveService) -> None:
+    """What the answers are for."""
+    from potluck.core.values.observed_speed import spoken
+
+    rates = ", ".join(running.rates) or "as the spec has them (nothing was seen for ten minutes yet)"
+    click.echo(f"plan {running.version} runs, ${running.plan.cost_usd_per_h:.2f}/h; requests/s: {rates}")
+    if paces := spoken(running.paces):
+        click.echo(paces)

@@ -1,0 +1,232 @@
+"""`potluck serve`: the gateway, one OpenAI endpoint over a plan's fleet."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from secrets import token_bytes
+
+import click
+
+from potluck.cli.common.files import read_bytes, read_text
+from potluck.cli.engine.listening import LOOPBACK, api_key, key_in, tls_for
+from potluck.cli.planning.estimate import profile_option
+from potluck.cli.simulating.simulation import policy_of, read_inputs, scene_of
+from potluck.core.errors import InputError, UnknownNameError
+from potluck.spec.spec_values import SHIPPED, Spec
+
+ADMIN_VARIABLE = "POTLUCK_ADMIN_KEY"
+_file = click.Path(dir_okay=False, path_type=Path)
+
+
+@click.command()
+@click.argument("plan", type=_file)
+@click.argument("spec", type=_file)
+@click.option(
+    "--engines", type=_file, help="Engines that were started already: a roster; see docs/gateway.md."
+)
+@click.option("--host", default="127.0.0.1", show_default=True, help="Address to listen on.")
+@click.option("--port", default=8000, show_default=True, type=click.IntRange(0, 65535), help="0: a free one.")
+@click.option("--admin-host", default="127.0.0.1", show_default=True, help="Where operators ask.")
+@click.option("--admin-port", default=8001, show_default=True, type=click.IntRange(0, 65535))
+@click.option("--admin-key-file", type=_file, help=f"Operators' key; else ${ADMIN_VARIABLE}.")
+@click.option("--engine-key-file", type=_file, help="What engines ask for that PUT /fleet tells.")
+@click.option(
+    "--workers", default=1, show_default=True, type=click.IntRange(1, 64), help="Processes for clients."
+)
+@click.option(
+    "--keys", type=_file, help="Clients' keys; see `potluck keys`. Without it only loopback is served."
+)
+@click.option(
+    "--secret-file",
+    type=_file,
+    help="Tenants' salts are made from it; else made up at each start, and cached prefixes are forgotten.",
+)
+@click.option("--usage", type=_file, help="Write a line per request here, to bill from.")
+@click.option(
+    "--log", type=_file, help="Write what the Brain hears and asks here; `potluck replay` reads it."
+)
+@click.option(
+    "--files",
+    multiple=True,
+    metavar="MODEL=DIR",
+    help="Where a model's tokenizer lies, over the spec's `files`; without one only tokens are taken.",
+)
+@click.option(
+    "--pretended", is_flag=True, help="Engines pretend: requests may be as long as the spec's models allow."
+)
+@click.option("--tls", nargs=2, type=_file, metavar="CERTIFICATE KEY", help="Serve HTTPS.")
+@click.option(
+    "--engine-ca",
+    type=_file,
+    help="Authority of the certificates that engines at https:// show; else those that this machine trusts.",
+)
+@click.option(
+    "--gateways",
+    default=1,
+    show_default=True,
+    type=click.IntRange(1, 1000),
+    help="So many share the clients: each grants its part of keys' limits.",
+)
+@click.option(
+    "--state",
+    type=click.Path(file_okay=False, path_type=Path),
+    help="Which engines there are, and answers for whoever asks again, are kept here over a restart.",
+)
+@click.option(
+    "--takeover",
+    type=_file,
+    metavar="SOCKET",
+    help="Take the ports of the gateway that has this, and hand them on: an upgrade without a gap.",
+)
+@click.option("--otlp", metavar="URL", help="Send a span for each segment there.")
+@click.option("--policy", multiple=True, help="NAME=VALUE of a run-time rule, over the spec's.")
+@click.option(
+    "--history", type=_file, help="Rates of the past for forecasts: a JSON object, model to rates of 10 min."
+)
+@click.option("--why", default="", metavar="TEXT", help="The reason for this plan, as the page shows it.")
+@click.option("--plan-version", default=1, type=click.IntRange(1), help="Its number, as the page shows it.")
+@profile_option
+@click.option("--json", "as_json", is_flag=True, help="Say where it listens as JSON.")
+def serve(
+    plan: Path,
+    spec: Path,
+    engines: Path | None,
+    host: str,
+    port: int,
+    admin_host: str,
+    admin_port: int,
+    admin_key_file: Path | None,
+    engine_key_file: Path | None,
+    workers: int,
+    keys: Path | None,
+    secret_file: Path | None,
+    usage: Path | None,
+    log: Path | None,
+    files: tuple[str, ...],
+    pretended: bool,
+    tls: tuple[Path, Path] | None,
+    engine_ca: Path | None,
+    gateways: int,
+    state: Path | None,
+    takeover: Path | None,
+    otlp: str | None,
+    policy: tuple[str, ...],
+    history: Path | None,
+    why: str,
+    plan_version: int,
+    profile_paths: tuple[Path, ...],
+    as_json: bool,
+) -> None:
+    """Serve a PLAN's models at one OpenAI address, over engines that were started for it.
+
+    \b
+    Examples:
+      potluck serve plan.json potluck.yaml --engines engines.yaml
+      curl localhost:8000/v1/models
+    """
+    from potluck.gateway.serve import serve_forever
+    from potluck.gateway.settings import GatewaySettings, ListenAddresses
+
+    if host not in LOOPBACK and keys is None:
+        raise InputError("--host", f"{host} is open to others; give --keys, or listen on 127.0.0.1")
+    if takeover is not None and workers > 1:
+        raise InputError("--takeover", "is for a gateway of one process; leave out --workers")
+    tls_for(host, tls)
+    inputs, rules = read_inputs(
+        (plan, spec), 0.0, _nothing, lambda read: policy_of(policy, read.policy), profile_paths
+    )
+    settings = GatewaySettings(
+        ListenAddresses(host, port, admin_host, admin_port, workers),
+        engines=engines,
+        keys=keys,
+        usage=usage,
+        log=log,
+        tls=tls,
+        engine_ca=engine_ca,
+        gateways=gateways,
+        state=state,
+        takeover=takeover,
+        otlp=otlp,
+        admin_key=_admin_key(admin_key_file, admin_host),
+        files=files_of(inputs.spec, files),
+        pretended=pretended,
+        engine_key="" if engine_key_file is None else api_key(engine_key_file, "--engine-key-file") or "",
+        secret=token_bytes(32) if secret_file is None else _secret(secret_file),
+        why=why,
+        plan_version=plan_version,
+    )
+    resolved = replace(scene_of(inputs), history=_history(history, inputs.spec))
+    serve_forever(resolved, rules, settings, announced(as_json))
+
+
+def _nothing(line: str) -> None:
+    """Nothing is planned here."""
+
+
+def announced(as_json: bool) -> Callable[[str, str], None]:
+    def ready(url: str, admin: str) -> None:
+        if as_json:
+            click.echo(json.dumps({"url": url, "admin": admin}))
+        else:
+            click.echo(
+                f"Serving at {url}  (try {url}/v1/models; the page and operators: {admin}; Ctrl-C ends)"
+            )
+
+    return ready
+
+
+def files_of(spec: Spec, pairs: tuple[str, ...]) -> dict[str, Path]:
+    """Where each model's tokenizer lies: as the spec says, or stronger, as the command line does."""
+    from potluck.engine.shipped_model import shipped_model
+
+    found = {}
+    for model in spec.models:
+        if model.files is not None:
+            folder = shipped_model() if model.files == SHIPPED else Path(model.files)
+            if not folder.is_dir():
+                raise InputError(f"models: {model.name}: files", f"{folder} is not a directory that is there")
+            found[model.name] = folder
+    for pair in pairs:
+        name, sign, given = pair.partition("=")
+        if not sign or not Path(given).is_dir():
+            raise InputError("--files", f"{pair!r} is not MODEL=DIR with a directory that is there")
+        if name not in {model.name for model in spec.models}:
+            raise UnknownNameError("--files", name, [model.name for model in spec.models])
+        found[name] = Path(given)
+    return found
+
+
+def _history(file: Path | None, spec: Spec) -> dict[str, tuple[float, ...]]:
+    if file is None:
+        return {}
+    try:
+        found = json.loads(read_text(file, "--history"))
+    except (ValueError, RecursionError) as error:
+        raise InputError("--history", f"{file} is not JSON") from error
+    try:
+        rates = {str(name): tuple(float(each) for each in listed) for name, listed in found.items()}
+    except (AttributeError, TypeError, ValueError) as error:
+        raise InputError("--history", f"{file} must be an object of lists of rates") from error
+    if not all(0 <= each < 1e9 for listed in rates.values() for each in listed):
+        raise InputError("--history", f"{file}: rates must not be negative")
+    known = {model.name for model in spec.models}
+    return {name: listed for name, listed in rates.items() if name in known}
+
+
+def _secret(file: Path) -> bytes:
+    found = read_bytes(file, "--secret-file").strip()
+    if len(found) < 16:
+        raise InputError("--secret-file", f"{file} must have at least 16 bytes that nobody can guess")
+    return found
+
+
+def _admin_key(file: Path | None, host: str) -> str | None:
+    said = os.environ.get(ADMIN_VARIABLE) or None
+    key = said if file is None else key_in(file, "--admin-key-file")
+    if host not in LOOPBACK and key is None:
+        raise InputError("--admin-host", f"{host} is open to others; give --admin-key-file")
+    return key

@@ -1,0 +1,222 @@
+"""`potluck up --on ray | kubernetes`: engines on machines of a cluster that somebody operates."""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, fields, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import click
+
+from potluck.core.errors import InputError, UnknownNameError
+
+if TYPE_CHECKING:
+    from potluck.control.launchers.engine_command import EngineCommands
+    from potluck.control.launchers.launcher import Launcher
+    from potluck.control.local_stack import LocalStackSettings
+    from potluck.control.market import ClusterNode, Spellings
+    from potluck.control.state_store import StateStore
+    from potluck.spec.spec_values import Spec
+
+
+ON = "on"
+"""Under which the state has where its engines are."""
+ENGINE_KEY = "engine.key"
+_F = TypeVar("_F", bound=Callable[..., Any])
+
+
+def elsewhere_options(command: _F) -> _F:
+    """What `up` is told about where engines run."""
+    for option in reversed(
+        [
+            click.option(
+                "--on",
+                default="here",
+                show_default=True,
+                type=click.Choice(["here", "ray", "kubernetes"]),
+                help="Where engines run: on this machine, or on the nodes of a cluster that it is part of.",
+            ),
+            click.option(
+                "--cluster", default="auto", help="With --on: its address; else the one that is found."
+            ),
+            click.option("--image", default="potluck", show_default=True, help="Of engines on Kubernetes."),
+            click.option(
+                "--namespace", default="potluck", show_default=True, help="Of engines on Kubernetes."
+            ),
+            click.option(
+                "--gpu-label",
+                "gpu_labels",
+                multiple=True,
+                metavar="GPU=NAME",
+                help="With --on: what the cluster calls a GPU of the spec, such as A100-80=A100.",
+            ),
+            click.option(
+                "--engine-tls",
+                nargs=3,
+                metavar="CERTIFICATE KEY AUTHORITY",
+                help="With --on ray: files of every machine, for TLS with engines; %host% in a name is its address.",
+            ),
+            click.option(
+                "--host",
+                default="127.0.0.1",
+                show_default=True,
+                help="Where clients reach it; others than loopback need a key.",
+            ),
+        ]
+    ):
+        command = option(command)
+    return command
+
+
+@dataclass(frozen=True, slots=True)
+class ClusterTarget:
+    """Where engines run, as it was asked for."""
+
+    on: str = "here"
+    cluster: str = "auto"
+    image: str = "potluck"
+    namespace: str = "potluck"
+    gpu_labels: tuple[str, ...] = ()
+    engine_tls: tuple[str, str, str] | None = None
+    host: str = "127.0.0.1"
+
+    @classmethod
+    def of(cls, options: dict[str, Any]) -> ClusterTarget:
+        """Take what is ours out of a command's options."""
+        return cls(**{each.name: options.pop(each.name) for each in fields(cls)})
+
+    def spec_there(self, spec: Spec) -> Spec:
+        """With as many nodes as the cluster has."""
+        if self.on == "here":
+            return spec
+        if spec.pool is not None:
+            raise InputError(
+                "--on", "pools of named machines run with `potluck export commands`; write a fleet"
+            )
+        from potluck.control.market import ClusterMarket
+
+        there = self._nodes_there(spec)
+        market = ClusterMarket(lambda: there, self._spellings(spec), spec.regions)
+        market.look()
+        return replace(spec, regions=market.regions)
+
+    def settled(self, settings: LocalStackSettings, spec: Spec) -> LocalStackSettings:
+        """With who starts engines there, what they ask for, and what the cluster has as the market."""
+        if self.engine_tls is not None and self.on != "ray":
+            raise InputError("--engine-tls", "is for --on ray, where addresses are machines' own")
+        if self.on == "here":
+            return settings
+        from potluck.control.market import ClusterMarket
+        from potluck.control.state_store import written
+        from potluck.spec.load_spec import load_spec
+
+        key_file = settings.folder / ENGINE_KEY
+        if not key_file.exists():
+            written(key_file, secrets.token_urlsafe(32))
+        maker = replace(settings.maker, tls=self.engine_tls)
+        launcher = self._launcher(
+            maker, self._spellings(spec), [each.name for each in spec.regions], settings.folder
+        )
+        # The gateway reads the spec as it is written; it is told what the cluster has instead.
+        written_regions = load_spec(settings.spec).regions
+        market = ClusterMarket(launcher.there, self._spellings(spec), written_regions, settings.market)
+        words = (*settings.gateway, f"--engine-key-file={key_file}")
+        if self.engine_tls is not None:
+            words = (*words, f"--engine-ca={self.engine_tls[2]}")
+        return replace(settings, maker=maker, launcher=launcher, market=market, gateway=words)
+
+    def remembered(self, store: StateStore) -> None:
+        """For whoever ends this service without us."""
+        told: Mapping[str, Any] = store.get(ON) or {}
+        before = str(told.get("on", "here"))
+        if before != self.on and store.instances():
+            raise InputError(
+                "--on", f"{self.on}: engines of this state are on {before}; `potluck down` first"
+            )
+        secured = list(self.engine_tls or ())
+        if told.get("engine_tls", []) != secured and store.instances():
+            raise InputError("--engine-tls", "is not as engines of this state have it; `potluck down` first")
+        said = {"on": self.on, "cluster": self.cluster, "namespace": self.namespace}
+        store.set(ON, {**said, "engine_tls": secured})
+
+    def _spellings(self, spec: Spec) -> Spellings:
+        from potluck.catalog import gpus
+        from potluck.control.market import spellings_of
+
+        names = {node.gpu.name for node in spec.node_types}
+        found = spellings_of(spec.node_types, _aliases(gpus), _pairs(self.gpu_labels, names))
+        if self.on == "kubernetes":
+            from potluck.control.launchers.kubernetes_pods import spelled_out
+
+            return {node: spelled_out(each) for node, each in found.items()}
+        return found
+
+    def _nodes_there(self, spec: Spec) -> tuple[ClusterNode, ...]:
+        if self.on == "kubernetes":
+            from potluck.control.launchers.kube_api import connect as connected
+            from potluck.control.launchers.kubernetes_pods import there_now
+
+            return there_now(connected(self.cluster), [each.name for each in spec.regions])
+        from potluck.control.launchers.ray_actors import cluster_nodes, must_name_regions
+        from potluck.control.launchers.ray_launcher import connect
+
+        nodes = connect(self.cluster).nodes()
+        must_name_regions(nodes, {each.name for each in spec.regions})
+        return cluster_nodes(nodes)
+
+    def _launcher(
+        self, maker: EngineCommands, spellings: Spellings, regions: Sequence[str], folder: Path
+    ) -> Any:
+        key = (folder / ENGINE_KEY).read_text("utf-8") if (folder / ENGINE_KEY).exists() else ""
+        at = (folder / "logs", str((folder / "state.db").resolve()))
+        if self.on == "kubernetes":
+            from potluck.control.launchers import kube_api, kubernetes_launcher, kubernetes_pods
+
+            cluster = kubernetes_pods.ManifestOptions(self.image, self.namespace)
+            podded = kubernetes_launcher.KubernetesOptions(
+                maker=maker, spellings=spellings, key=key, cluster=cluster
+            )
+            return kubernetes_launcher.KubernetesLauncher(kube_api.connect(self.cluster), podded, *at)
+        from potluck.control.launchers.ray_launcher import RayLauncher, RayOptions, connect
+
+        options = RayOptions(maker=maker, spellings=spellings, key=key, regions=tuple(regions))
+        return RayLauncher(connect(self.cluster), options, *at)
+
+
+def launcher_of(store: StateStore) -> Launcher | None:
+    """Who can end the engines of a state; None: they are processes of this machine."""
+    told: Mapping[str, Any] = store.get(ON) or {}
+    if told.get("on", "here") == "here":
+        return None
+    from potluck.control.launchers.engine_command import EngineCommands
+
+    elsewhere = ClusterTarget(
+        str(told["on"]), str(told.get("cluster", "auto")), namespace=str(told.get("namespace", "potluck"))
+    )
+    found: Launcher = elsewhere._launcher(EngineCommands(), {}, (), store.path.parent)
+    return found
+
+
+def _aliases(gpus: Any) -> Callable[[str], Sequence[str]]:
+    def aliases(name: str) -> Sequence[str]:
+        try:
+            found: Sequence[str] = gpus.facts(name).aliases
+        except UnknownNameError:  # the spec has figures of its own for it
+            return ()
+        return found
+
+    return aliases
+
+
+def _pairs(said: Sequence[str], known: set[str]) -> dict[str, str]:
+    found = {}
+    for each in said:
+        name, equals, value = each.partition("=")
+        if not equals or not value:
+            raise InputError("--gpu-label", f"{each!r} is not GPU=NAME")
+        if name not in known:
+            raise UnknownNameError("--gpu-label", name, known)
+        found[name] = value
+    return found

@@ -1,0 +1,375 @@
+"""`potluck up --model DIR`: from this machine's GPUs to a spec, a brief measurement and a plan for just those."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import yaml
+
+from potluck.cli.planning.rehearsal import Said
+from potluck.cli.up.prepare import PlanChoices, PreparedPlan, planned_for_all, tried_as_it_is
+from potluck.control.control_values import EngineSpec
+from potluck.control.launchers.engine_command import EngineCommands, nodes_of, parallel_of
+from potluck.control.launchers.local_capacity import VISIBLE, LocalGpu, find_chips
+from potluck.core.errors import CapacityError, InputError, UnknownNameError
+from potluck.core.state.facts import BLOCK_TOKENS
+from potluck.spec.spec_values import SHIPPED
+
+if TYPE_CHECKING:
+    from potluck.cli.simulating.simulation import SimulationInputs
+    from potluck.core.values.plan import Plan
+    from potluck.spec.spec_values import ModelSpec, Spec
+
+
+CONFIG = "config.json"
+MAKERS = ("NVIDIA", "Tesla", "GeForce", "Quadro")
+"""Words of a driver's name that the catalog leaves out."""
+SLO = {"ttft_ms": 2000, "tpot_ms": 100}
+INPUT, OUTPUT = {"mean": 500, "cv": 1.0}, {"mean": 150, "cv": 0.7}
+MAX_RUNNING, TOKEN_BUDGET = 64, 1024
+KV_SHARE = 0.85
+"""Of what the performance model leaves for KV: the rest is for what it does not see (graphs, the driver)."""
+MEASURE_S = 300.0
+LEAST_MEMORY = 0.85
+"""Of the catalog's figure, that a chip of this name has at least."""
+USUAL_PRICE_USD_PER_H = 1.0
+LESS = 0.75
+TRIES = 3
+SLOWER = (1.0, 4.0, 16.0)
+"""Times the objective: one that nobody asked for must not keep a slow machine from serving."""
+HEADER = """\
+# Made by `potluck up --model`: the GPUs of this machine. The objective and the lengths of requests are guesses, the
+# rate is what the GPUs can do with them. To serve for others, copy it, change it, and: potluck up COPY --engine gpu
+"""
+
+
+def gpu_of(chip: LocalGpu) -> str:
+    """The catalog's name of a chip; an unknown one is an error that says what to add."""
+    from potluck.catalog import gpus
+
+    words = chip.name.split()
+    for start in range(len(words)):
+        if all(word in MAKERS for word in words[:start]):
+            try:
+                name = gpus.canonical(" ".join(words[start:]))
+            except UnknownNameError:
+                continue
+            _must_have_memory(chip, name)
+            return name
+    raise InputError(
+        "--model",
+        f"GPU {chip.index} is a {chip.name!r}, which the catalog does not know: write a spec with its figures under "
+        "`gpus:` (name, fp16_tflops, memory_gb, bandwidth_gb_per_s), or leave it out with CUDA_VISIBLE_DEVICES",
+    )
+
+
+def _must_have_memory(chip: LocalGpu, name: str) -> None:
+    from potluck.catalog import gpus
+
+    known = gpus.gpu(name).memory_gb * 1e9
+    if chip.memory_bytes < LEAST_MEMORY * known:
+        there = f"{chip.memory_bytes / 1e9:.0f} GB"
+        raise InputError(
+            "--model",
+            f"GPU {chip.index} is a {chip.name!r} with {there}, the catalog's {name} has {known / 1e9:.0f} GB: "
+            "is it a part of one? Leave it out with CUDA_VISIBLE_DEVICES",
+        )
+
+
+def found_chips() -> tuple[LocalGpu, ...]:
+    found = find_chips()
+    if not found:
+        raise InputError(
+            "--model",
+            "no GPU was found here (nvidia-smi lists none); `potluck engine serve --model DIR` computes on the CPU, "
+            "`potluck up SPEC` acts as the GPUs of a spec",
+        )
+    return found
+
+
+def spec_text(
+    model: Path, name: str, counts: Counter[str], rate_per_s: float, slo: Mapping[str, float] = SLO
+) -> str:
+    """A spec of these GPUs, each a node of its own: an engine has one."""
+    nodes = [
+        {"node": f"1x{gpu}", "available": count, "price_usd_per_h": _price(f"1x{gpu}")}
+        for gpu, count in counts.items()
+    ]
+    body = {
+        "models": [
+            {
+                "model": str(model),
+                "name": name,
+                "files": str(model),
+                "slo": dict(slo),
+                "traffic": {"rate_per_s": rate_per_s, "input": INPUT, "output": OUTPUT},
+            }
+        ],
+        "fleet": {"regions": [{"name": "here", "nodes": nodes}]},
+    }
+    return HEADER + yaml.safe_dump(body, sort_keys=False, width=110)
+
+
+def _price(node: str) -> float:
+    """What renting one would cost; something, where nobody lists it, so that none is for free."""
+    from potluck.catalog import prices
+
+    try:
+        return prices.price_usd_per_h(node).price_usd_per_h
+    except InputError:
+        return USUAL_PRICE_USD_PER_H
+
+
+@dataclass(frozen=True, slots=True)
+class GpuSetup:
+    """What `up` goes on with."""
+
+    spec_path: Path
+    prepared: PreparedPlan
+    maker: EngineCommands
+    profiles: tuple[Path, ...]
+    wishes: PlanChoices = PlanChoices(30.0)
+    """How later plans are chosen, too."""
+
+
+def prepared_for_gpus(
+    model: Path, folder: Path, wishes: PlanChoices, device: str, said: Said, *, measure: bool = True
+) -> GpuSetup:
+    """Find the GPUs, measure each kind, plan for all of them, and try how much that holds."""
+    from potluck.control.state_store import written
+    from potluck.spec.load_spec import load_spec
+
+    model = model.resolve()
+    if not (model / CONFIG).is_file():
+        raise InputError("--model", f"{model} has no {CONFIG}; name a model's directory")
+    chips = found_chips()
+    counts = Counter(gpu_of(chip) for chip in chips)
+    said("found " + " + ".join(f"{count} x {gpu}" for gpu, count in counts.items()))
+    path, name = folder / "spec.yaml", model.name
+    written(path, spec_text(model, name, counts, 1.0))
+    profiles: tuple[Path, ...] = ()
+    notes: tuple[str, ...] = ()
+    if measure:
+        profiles, notes = measured_briefly(load_spec(path), model, chips, folder / "profiles", device, said)
+    said("planning")
+    wishes = for_this_machine(replace(wishes, profiles=profiles), load_spec(path))
+
+    def text(rate_per_s: float, slo: Mapping[str, float]) -> str:
+        return spec_text(model, name, counts, rate_per_s, slo)
+
+    slo, rate_per_s, make = _within_reach(path, text, wishes, said)
+    for attempt in range(TRIES):
+        rate_per_s = _rounded(rate_per_s * LESS**attempt)
+        written(path, text(rate_per_s, slo))
+        spec = load_spec(path)
+        found = tried_as_it_is(make(spec), wishes, said)
+        if found.holds:
+            break
+    what = f"planned for {rate_per_s:g} requests/s of about {INPUT['mean']} tokens in, {OUTPUT['mean']} out ({path})"
+    lines = (*notes, what, *found.lines)
+    return GpuSetup(path, PreparedPlan(found.inputs, lines), maker_of(spec, chips, device), profiles, wishes)
+
+
+def _within_reach(
+    path: Path, text: Callable[[float, Mapping[str, float]], str], wishes: PlanChoices, said: Said
+) -> tuple[Mapping[str, float], float, Callable[[Spec], SimulationInputs]]:
+    """The first objective that these GPUs can keep, what they can do with it, and a plan for that."""
+    from potluck.control.state_store import written
+    from potluck.spec.load_spec import load_spec
+
+    slos = [{key: value * times for key, value in SLO.items()} for times in SLOWER]
+    for slo in slos:
+        written(path, text(1.0, slo))
+        try:
+            return slo, *planned_for_all(load_spec(path), wishes, said)
+        except CapacityError:
+            if slo is slos[-1]:
+                raise
+    raise AssertionError("one of them was the last")
+
+
+def _rounded(rate_per_s: float) -> float:
+    return float(f"{rate_per_s:.2g}")
+
+
+def maker_of(spec: Spec, chips: Sequence[LocalGpu] | None, device: str = "cuda") -> EngineCommands:
+    """How engines of a spec's models are made on these chips; without, on those that somebody else hands out."""
+    mine = tuple((f"1x{gpu_of(chip)}", chip.uuid) for chip in chips or ())
+    for node in (each.name for each in spec.node_types if chips is not None):
+        if node not in {kind for kind, _ in mine}:
+            there = ", ".join(sorted({kind for kind, _ in mine}))
+            raise InputError("--engine", f"gpu: the spec has {node}, this machine has {there}")
+    files = tuple((model.name, weights_of(model)) for model in spec.models)
+    return EngineCommands("gpu", files, chips=mine, flags=flags_of(spec), device=device)
+
+
+def vllm_maker(spec: Spec, chips: Sequence[LocalGpu], python: str, more: tuple[str, ...]) -> EngineCommands:
+    """The same for stock vLLM, an engine of which may have several GPUs; with none here it takes what there is."""
+    from potluck.engine.shipped_model import shipped_model
+
+    files = tuple(
+        (model.name, shipped_model() if model.weights is None and model.files is None else weights_of(model))
+        for model in spec.models
+    )
+    kinds: dict[str, str] = {}
+    mine = tuple((f"1x{gpu_of(chip)}", chip.uuid) for chip in chips)
+    if mine:
+        kinds = {node.name: f"1x{node.gpu.name}" for node in spec.node_types}
+        there = {kind for kind, _ in mine}
+        for node, kind in kinds.items():
+            if kind not in there:
+                raise InputError(
+                    "--engine", f"vllm: the spec has {node}, this machine has {', '.join(sorted(there))}"
+                )
+    return EngineCommands("vllm", files, chips=mine, gpus=tuple(kinds.items()), python=python, more=more)
+
+
+def must_have_chips(plan: Plan, maker: EngineCommands) -> None:
+    """Refuse a plan for more GPUs than this machine has."""
+    there = Counter(kind for kind, _ in maker.chips)
+    wanted: Counter[str] = Counter()
+    for each in plan.deployments:
+        for replica in plan.template(each.template).replicas:
+            make = EngineSpec(plan.template(each.template).model, replica.layout, each.region)
+            for kind in maker.chips_for(make):
+                wanted[kind] += each.count
+    for kind, count in wanted.items():
+        if count > there[kind]:
+            raise InputError(
+                "--engine", f"the plan has {count} GPUs of type {kind}, this machine has {there[kind]}"
+            )
+
+
+def weights_of(model: ModelSpec) -> Path:
+    """The directory that an engine reads a model from: where the spec says that weights lie, else its files."""
+    from potluck.engine.shipped_model import shipped_model
+
+    where = model.weights
+    if where is None or where.path is None:
+        if model.files is None:
+            raise InputError(
+                f"models: {model.name}: weights: path", "is needed (or files): the directory of its weights"
+            )
+        return shipped_model() if model.files == SHIPPED else Path(model.files)
+    field, root = f"models: {model.name}: weights: path", Path(where.path)
+    if not root.is_dir():
+        mounted = "; is it mounted?" if where.place == "store" else ""
+        raise InputError(field, f"{root} is no directory that is there{mounted}")
+    names = dict.fromkeys((model.name, model.model.name))
+    found = [folder for folder in (root, *(root / name for name in names)) if (folder / CONFIG).is_file()]
+    if not found:
+        raise InputError(field, f"{root} has no {CONFIG}, nor a directory {' or '.join(names)} with one")
+    if not any(found[0].glob("*.safetensors")):
+        raise InputError(field, f"{found[0]} has no weights (*.safetensors)")
+    return found[0]
+
+
+def for_this_machine(wishes: PlanChoices, spec: Spec) -> PlanChoices:
+    """Engines here are whole on one GPU, or pipelines where a model is too large for some."""
+    from potluck.perf.sizes.capacity import stage_memory
+
+    alone = all(
+        stage_memory(model.model, node, 1).kv_bytes > 0 for model in spec.models for node in spec.node_types
+    )
+    return replace(wishes, here=True, single=alone)
+
+
+def must_run_here(plan: Plan, style: str) -> None:
+    """Refuse what no engine of this machine can be before anything is started."""
+    for each in plan.deployments:
+        template = plan.template(each.template)
+        for replica in template.replicas:
+            if style == "gpu":
+                nodes_of(EngineSpec(template.model, replica.layout, each.region))
+            elif style == "vllm":
+                parallel_of(EngineSpec(template.model, replica.layout, each.region))
+            elif style == "emulated" and len(replica.layout.stages) > 1:
+                raise InputError(
+                    "--engine",
+                    f"emulated engines are no pipelines, and the plan has {template.name}; --engine pretended can be",
+                )
+
+
+def flags_of(spec: Spec) -> Callable[[EngineSpec], tuple[str, ...]]:
+    """So much KV as there is room for on each of an engine's GPUs beside its layers, and no more than can be used."""
+    from potluck.perf.sizes.capacity import stage_memory
+    from potluck.perf.sizes.memory import kv_bytes_per_gpu
+    from potluck.perf.timers.pipeline_timer import stage_layers
+
+    models = {each.name: each.model for each in spec.models}
+    nodes = {node.name: node for node in spec.node_types}
+
+    def flags(make: EngineSpec) -> tuple[str, ...]:
+        model = models[make.model]
+        context = model.max_context_tokens
+        blocks = [(MAX_RUNNING + 8) * -(-context // BLOCK_TOKENS)]
+        for stage, layers in stage_layers(model, make.layout):
+            for member in stage.nodes:
+                memory = stage_memory(model, nodes[member.node], 1, layers)
+                each = kv_bytes_per_gpu(model, float(context), 1, layers) / context
+                if each > 0:
+                    blocks.append(int(KV_SHARE * max(0.0, memory.kv_bytes) / each / BLOCK_TOKENS))
+        return (
+            *("--kv-blocks", str(max(1, min(blocks))), "--max-running", str(MAX_RUNNING)),
+            *("--token-budget", str(TOKEN_BUDGET)),
+        )
+
+    return flags
+
+
+def measured_briefly(
+    spec: Spec, model: Path, chips: Sequence[LocalGpu], folder: Path, device: str, said: Said
+) -> tuple[tuple[Path, ...], tuple[str, ...]]:
+    """A profile of each kind of GPU, and what is to be said of those that could not be measured.
+
+    One that is there from before, for this model, is used again.
+    """
+    from potluck.perf.sizes.capacity import stage_memory
+
+    name = spec.models[0].model.name
+    folder.mkdir(parents=True, exist_ok=True)
+    nodes = {node.name: node for node in spec.node_types}
+    kinds = {gpu_of(chip): chip for chip in chips}
+    notes = []
+    for gpu in list(kinds):
+        if stage_memory(spec.models[0].model, nodes[f"1x{gpu}"], 1).kv_bytes <= 0:
+            notes.append(f"{name} is too large for one {gpu}; planned with the catalog's figures")
+            del kinds[gpu]
+    paths = {gpu: folder / f"{gpu}-{name}.json" for gpu in kinds}
+    running = {
+        gpu: _measuring(model, name, gpu, kinds[gpu], path, device)
+        for gpu, path in paths.items()
+        if not path.is_file()
+    }
+    for gpu, process in running.items():
+        said(f"measuring, {gpu}")
+        try:
+            out, _ = process.communicate(timeout=MEASURE_S)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.communicate()
+            out = f"took longer than {MEASURE_S:g} s"
+        if process.returncode or not paths[gpu].is_file():
+            why = " ".join((out.strip().splitlines() or ["it printed nothing"])[-1].split())[:160]
+            notes.append(f"{gpu} could not be measured ({why}); planned with the catalog's figures")
+    return tuple(path for path in paths.values() if path.is_file()), tuple(notes)
+
+
+def _measuring(
+    model: Path, name: str, gpu: str, chip: LocalGpu, path: Path, device: str
+) -> subprocess.Popen[str]:
+    command = [
+        *(sys.executable, "-m", "potluck.cli.main", "profile", "--local", "--quick", "--repeats", "3"),
+        *("--model", str(model), "--device", device, "--gpu", gpu, "--name", name, "--out", str(path)),
+    ]
+    environment = {**os.environ, VISIBLE: chip.uuid}
+    return subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment
+    )

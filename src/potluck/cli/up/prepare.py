@@ -1,0 +1,202 @@
+"""What `potluck up` serves with: a plan that is read or made, and tried in a short rehearsal."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from potluck.cli.planning.rehearsal import SHORT_RUNS, Said
+from potluck.cli.simulating.simulation import (
+    SimulationInputs,
+    offered,
+    read_plan_and_spec,
+)
+
+if TYPE_CHECKING:
+    from potluck.core.state.policy import Policy
+    from potluck.core.values.plan import Plan
+    from potluck.plan.problem import PlanningProblem
+    from potluck.plan.strategies import PlanOutcome, SolveSettings, TemplateFactory
+    from potluck.spec.spec_values import Spec
+
+
+HEADROOM = 0.8
+FIRST_PER_S, MOST_PER_S = 50.0, 50_000.0
+"""Requests a second with which a search for the most that a fleet can do begins and ends."""
+
+
+@dataclass(frozen=True, slots=True)
+class PreparedPlan:
+    """What is served, and what is to be said of it."""
+
+    inputs: SimulationInputs
+    lines: tuple[str, ...] = ()
+    holds: bool = True
+    """Whether it did in the rehearsal, where there was one."""
+
+
+@dataclass(frozen=True, slots=True)
+class PlanChoices:
+    """How a plan is chosen."""
+
+    time_limit_s: float
+    averages: bool = False
+    """Do without a rehearsal."""
+    profiles: tuple[Path, ...] = ()
+    """Step times that were measured."""
+    here: bool = False
+    """Only what the engines of this machine can be: no groups of machines."""
+    single: bool = False
+    """Only layouts of one GPU: each holds the models alone, and nothing is gained by joining them."""
+
+
+def prepared(paths: tuple[Path, ...], spec: Spec, wishes: PlanChoices, said: Said) -> PreparedPlan:
+    """Read the plan, or make one for the spec."""
+    if len(paths) == 2:
+        return tried_as_it_is(read_plan_and_spec(paths[0], spec, wishes.profiles), wishes, said)
+    return _planned(spec, wishes, said)
+
+
+def tried_as_it_is(inputs: SimulationInputs, wishes: PlanChoices, said: Said) -> PreparedPlan:
+    """A plan that stays, with what simulation says of it: what it was proven to do is not tried again in less."""
+    from potluck.cli.planning.rehearsal import (
+        RehearsalOptions,
+        evidence_line,
+        known_of,
+        trial_of,
+        tried,
+    )
+
+    if wishes.averages or not any(model.traffic.rate_per_s > 0 for model in inputs.spec.models):
+        return PreparedPlan(inputs)
+    shown = known_of(inputs.plan, inputs.spec, inputs.problem)
+    if not shown:
+        trial, _ = trial_of(inputs.spec, inputs.problem, inputs.plan, RehearsalOptions())
+        shown = tuple(each.told() for each in tried(trial, inputs.plan, SHORT_RUNS, said))
+    return PreparedPlan(
+        inputs, tuple(map(evidence_line, shown)), all(each.verdict == "holds" for each in shown)
+    )
+
+
+def _planned(spec: Spec, wishes: PlanChoices, said: Said) -> PreparedPlan:
+    from potluck.cli.planning.plan import require_service
+    from potluck.plan.reasons.unservable import planned_rest
+    from potluck.plan.strategies import STRATEGIES, SolveSettings
+
+    said("planning")
+    problem = _problem(spec, wishes)
+    factory = workshop_of(problem, wishes, said)
+    settings = SolveSettings(time_limit_s=wishes.time_limit_s)
+    factory, outcome, notes = planned_rest(STRATEGIES["auto"], factory, settings)
+    require_service(factory.problem, outcome, wishes.time_limit_s, notes)
+    lines = (*notes, *_short_of(factory.problem, outcome))
+    plan = outcome.plan
+    tried: tuple[str, ...] = ()
+    if not wishes.averages:
+        plan, tried = _rehearsed(spec, factory, outcome, settings)
+    return PreparedPlan(SimulationInputs(spec, problem, plan), (*lines, *tried))
+
+
+def planned_for_all(
+    spec: Spec, wishes: PlanChoices, said: Said
+) -> tuple[float, Callable[[Spec], SimulationInputs]]:
+    """The most that a fleet can do a second of what the spec's one model is asked for, and what plans for a spec like
+    it, with another rate, so that the whole fleet is used."""
+    from potluck.cli.planning.plan import require_service
+    from potluck.plan.assemble.even_shares import evened
+    from potluck.plan.strategies import STRATEGIES, SolveSettings
+    from potluck.rehearse.demand_factors import restored, scaled
+
+    problem, settings = _problem(spec, wishes), SolveSettings(time_limit_s=wishes.time_limit_s)
+    factory, ask = workshop_of(problem, wishes, said), problem.asks[0]
+    factor = FIRST_PER_S / ask.rate_per_s
+    while True:
+        more = scaled(problem, {ask.name: factor})
+        outcome = STRATEGIES["auto"](replace(factory, problem=more), settings)
+        require_service(more, outcome, wishes.time_limit_s)
+        if outcome.plan.fraction < 1 or factor * ask.rate_per_s > MOST_PER_S:
+            break
+        factor *= 4
+    even = evened(more, outcome.plan, settings.time_limit_s, settings.clock)
+    most_per_s = factor * ask.rate_per_s
+
+    def plan(other: Spec) -> SimulationInputs:
+        real = _problem(other, wishes)
+        asked = {ask.name: most_per_s / real.asks[0].rate_per_s}
+        return SimulationInputs(other, real, restored(even, real, asked))
+
+    return most_per_s * outcome.plan.fraction, plan
+
+
+def _problem(spec: Spec, wishes: PlanChoices) -> PlanningProblem:
+    from potluck.cli.common.inputs import load_problem
+    from potluck.cli.planning.estimate import measured
+
+    return measured(load_problem(spec, HEADROOM, None, (), 0.0), wishes.profiles)
+
+
+def workshop_of(
+    problem: PlanningProblem, wishes: PlanChoices, said: Said = lambda line: None
+) -> TemplateFactory:
+    """With the kinds of templates that the engines here can be."""
+    from potluck.plan.strategies import TemplateFactory
+
+    made = TemplateFactory(problem, said=said)
+    limit(made, wishes)
+    return made
+
+
+def limit(factory: TemplateFactory, wishes: PlanChoices) -> None:
+    """Leave the kinds of templates out that the engines here cannot be."""
+    from potluck.plan.strategies.pool_strategy import machines_key
+
+    problem = factory.problem
+    for ask in (variant for each in problem.asks for variant in each.variants):
+        if wishes.single:
+            factory.made["pipeline", ask.key] = []
+        if wishes.here:
+            factory.made[f"group of {machines_key(problem)}", ask.key] = []
+
+
+def _short_of(problem: PlanningProblem, outcome: PlanOutcome) -> tuple[str, ...]:
+    """What is said of a fleet that cannot do all that is asked of it."""
+    fraction = outcome.plan.fraction
+    if fraction >= 1:
+        return ()
+    able = ", ".join(f"{ask.name} {ask.rate_per_s * fraction:.3g}/s" for ask in problem.asks)
+    what = f"of {sum(ask.rate_per_s for ask in problem.asks):.3g} requests/s that are asked for"
+    return (f"this fleet can do {able} {what}; the rest waits or is refused (`potluck plan` says why)",)
+
+
+def _rehearsed(
+    spec: Spec, factory: TemplateFactory, outcome: PlanOutcome, settings: SolveSettings
+) -> tuple[Plan, tuple[str, ...]]:
+    """The first plan with headroom enough to hold in simulation; the one that came closest where none does."""
+    from potluck.cli.planning.rehearsal import RehearsalOptions, evidence_line, rehearsed
+    from potluck.plan.strategies import STRATEGIES
+
+    found = rehearsed(spec, factory, outcome, STRATEGIES["auto"], settings, RehearsalOptions())
+    if found is None:
+        return outcome.plan, ()
+    best = found.best
+    lines = tuple(evidence_line(each.told()) for each in best.evidence)
+    more = best.cost_usd_per_h - found.first.cost_usd_per_h
+    if found.chosen is None:
+        lines = (*lines, f"no plan held in simulation ({found.reason}); this one came closest")
+    elif more > 0.005:
+        lines = (*lines, f"${more:.2f}/h of it is headroom that the rehearsal asked for")
+    return best.plan, lines
+
+
+def with_offers(
+    found: PreparedPlan, rules: Policy, shop: Callable[[PlanningProblem], TemplateFactory]
+) -> PreparedPlan:
+    """With what scaling may start, and a line on what is on standby."""
+    from potluck.core.scaling.standby import spoken
+
+    inputs = found.inputs
+    standby = spoken(inputs.plan, rules.standby, inputs.spec.regions)
+    lines = (*found.lines, standby) if standby else found.lines
+    return replace(found, inputs=offered(inputs, rules, shop(inputs.problem)), lines=lines)

@@ -1,0 +1,519 @@
+"""The acts of the demo's day: what each does to the service, by which sign its answer shows, what is told of it.
+
+All that is told comes from the service itself: its decisions with their reasons, its prices, its fleet before and
+after, and what its clients saw.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import time
+import urllib.request
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from potluck.control.gateway_client import GatewayClient
+from potluck.demo.traffic import DemoLoad, RequestCounts
+
+NEAR, FAR = "near", "far"
+LINK = f"{FAR}->{NEAR}"
+SHOP, LAB = "shop", "lab"
+CHEAP = "1xA10"
+"""The node that is on offer at last."""
+CROSSES = re.compile(rf"prompts of .* beyond (\d+) tokens go over {LINK}")
+LENGTHS = re.compile(r"(prompts|answers) of .* (rose|fell) from")
+RAISED = 1.2
+LEAST_USD = 0.01
+LEAST_ASKED, LEAST_SEEN = 8, 4
+"""Of one tenant, to say how long its answers take; of all, to say that there are answers."""
+MOST_OF, LESS_OF = 0.75, 0.5
+"""Of one who keeps to its share so much is answered, at least; of one who floods so much of that, at most."""
+
+
+MOVED_KV = "potluck_kv_bytes_total"
+RETRIED = "potluck_retries_total"
+REPLICA = ("replica", "role", "state", "region", "template", "url", "open_requests")
+
+
+@dataclass(frozen=True, slots=True)
+class ReplicaLook:
+    """As the gateway's snapshot has it (`REPLICA`)."""
+
+    name: str
+    role: str
+    state: str
+    region: str
+    template: str
+    url: str
+    open_requests: int
+
+
+@dataclass(frozen=True, slots=True)
+class LoggedDecision:
+    """A line of the log of decisions."""
+
+    number: int
+    kind: str
+    what: str
+    why: str
+
+    @property
+    def line(self) -> str:
+        return f"{self.what} ({self.why})" if self.why else self.what
+
+
+@dataclass(frozen=True, slots=True)
+class FleetLook:
+    """One moment."""
+
+    at_s: float
+    replicas: tuple[ReplicaLook, ...]
+    usd_per_h: float
+    threshold_tokens: float
+    """From which length on prompts may cross; 0 where none do."""
+    crossed_bytes: float
+    """KV that came from another region so far."""
+    moved: int
+    """Attempts beyond requests' first so far."""
+    last: int
+    """Number of the latest decision."""
+
+    def ready(self, role: str = "", region: str = "") -> tuple[ReplicaLook, ...]:
+        return tuple(
+            each
+            for each in self.replicas
+            if each.state == "ready" and role in ("", each.role) and region in ("", each.region)
+        )
+
+    @property
+    def calm(self) -> bool:
+        """Nothing is about to come."""
+        return not any(each.state == "starting" for each in self.replicas)
+
+    def count_on(self, node: str, region: str) -> int:
+        """Replicas that stay."""
+        stay = [each for each in self.replicas if each.state in ("starting", "ready")]
+        return sum(node in each.template and each.region == region for each in stay)
+
+
+def look_at(client: GatewayClient, far: str, link: str, last: int) -> FleetLook:
+    """`far` is where KV comes from that crosses the `link`; `last` the latest decision that is known."""
+    said = client.snapshot()
+    metrics = client.metrics().splitlines()
+    return FleetLook(
+        time.time(),
+        tuple(ReplicaLook(*(each[name] for name in REPLICA)) for each in said["replicas"]),
+        sum(each["usd_per_h"] for each in said["models"].values()),
+        max((each["tokens"] for each in said["thresholds"] if each["link"] == link), default=0.0),
+        _total(metrics, MOVED_KV, f'source="[^"]*@{far}#'),
+        round(_total(metrics, RETRIED, "")),
+        last,
+    )
+
+
+def _total(lines: Sequence[str], name: str, label: str) -> float:
+    """Of a counter, of its lines those that have such a label. To read all of them takes longer than all else."""
+    mine = re.compile(rf"{name}{{.*{label}")
+    return sum(float(line.rpartition(" ")[2]) for line in lines if mine.match(line))
+
+
+def decided_since(client: GatewayClient, number: int) -> tuple[LoggedDecision, ...]:
+    found: Sequence[dict[str, Any]] = client.decisions(number)["decisions"]
+    return tuple(LoggedDecision(each["number"], each["kind"], each["what"], each["why"]) for each in found)
+
+
+@dataclass(frozen=True, slots=True)
+class ActEvidence:
+    """What an act has brought about so far."""
+
+    before: FleetLook
+    now: FleetLook
+    decided: tuple[LoggedDecision, ...]
+    by_tenant: Mapping[str, RequestCounts]
+    """Of requests that have ended."""
+    earlier: Mapping[str, RequestCounts]
+    """Of those that were sent while the act waited for its moment."""
+    victim: str = ""
+    """The replica that something was done to."""
+    near_usd_per_h: float = 0.0
+    """What the cheapest fleet costs that has nothing in the other region."""
+
+    def of(self, *kinds: str) -> tuple[LoggedDecision, ...]:
+        """Of remarks only those on what may cross: paces are remarked on too."""
+        return tuple(
+            each
+            for each in self.decided
+            if each.kind in kinds and (each.kind != "remark" or CROSSES.search(each.what))
+        )
+
+    @property
+    def more(self) -> int:
+        """Replicas that are ready, more than before."""
+        return len(self.now.ready()) - len(self.before.ready())
+
+    @property
+    def changed_roles(self) -> int:
+        """Replicas that were there before, in another role."""
+        roles = {each.name: each.role for each in self.before.replicas}
+        return sum(roles.get(each.name, each.role) != each.role for each in self.now.ready())
+
+    @property
+    def moved(self) -> int:
+        """Attempts that went on elsewhere."""
+        return self.now.moved - self.before.moved
+
+    @property
+    def crossed_gb(self) -> float:
+        return (self.now.crossed_bytes - self.before.crossed_bytes) / 1e9
+
+    @property
+    def raised(self) -> LoggedDecision | None:
+        """What was said when clearly fewer prompts might cross than before; else the most that was said."""
+        remarks, enough = self.of("remark"), RAISED * self.before.threshold_tokens
+        first = next((each for each in remarks if _crossing(each) >= enough), None)
+        return first or max(remarks, key=_crossing, default=None)
+
+    @property
+    def raised_tokens(self) -> float:
+        """The longest prompt that was kept from crossing then."""
+        return 0.0 if self.raised is None else _crossing(self.raised)
+
+
+def _crossing(remark: LoggedDecision) -> float:
+    """From which length on prompts may cross, of a remark that says so."""
+    found = CROSSES.search(remark.what)
+    return float(found[1]) if found else 0.0
+
+
+# By what it shows.
+
+
+def crossing(seen: ActEvidence) -> bool:
+    """Something could be kept from crossing."""
+    return seen.now.threshold_tokens > 0 and bool(seen.now.ready(region=FAR))
+
+
+def usual(seen: ActEvidence) -> bool:
+    """So many were asked and answered before it that one knows how long they take."""
+    return seen.now.calm and seen.earlier[SHOP].answered >= LEAST_ASKED
+
+
+def crossed(seen: ActEvidence) -> bool:
+    return seen.crossed_gb > 0 and sum(each.requests for each in seen.by_tenant.values()) >= LEAST_SEEN
+
+
+def grown(seen: ActEvidence) -> bool:
+    return bool(seen.of("plan")) and seen.more > 0
+
+
+def reshaped(seen: ActEvidence) -> bool:
+    """A plan for the lengths that were seen, and something that was done for it."""
+    plans = [each.number for each in seen.of("plan") if LENGTHS.search(each.why)]
+    return bool(plans) and any(
+        each.number > plans[0] for each in seen.of("recast", "flip", "ready", "drain", "stop")
+    )
+
+
+def replaced(seen: ActEvidence) -> bool:
+    lost = [each.number for each in seen.of("lost") if each.what.startswith(seen.victim)]
+    return bool(lost) and any(each.number > lost[0] for each in seen.of("ready", "plan"))
+
+
+def kept_near(seen: ActEvidence) -> bool:
+    return seen.raised_tokens >= RAISED * seen.before.threshold_tokens > 0
+
+
+def fair(seen: ActEvidence) -> bool:
+    mine, flood = seen.by_tenant[SHOP], seen.by_tenant[LAB]
+    return (
+        min(mine.requests, flood.requests) >= LEAST_ASKED
+        and mine.answered_share >= MOST_OF
+        and flood.answered_share <= LESS_OF * mine.answered_share
+    )
+
+
+def moved_to_cheaper(seen: ActEvidence) -> bool:
+    cheaper = bool(seen.of("plan")) and saved_since(seen) > LEAST_USD
+    return cheaper and any(CHEAP in each.template for each in seen.now.ready(region=NEAR))
+
+
+# What came of it.
+
+
+def far_share(seen: ActEvidence) -> str:
+    usd, alone = seen.now.usd_per_h, seen.near_usd_per_h
+    told = f"Longer prompts are computed in {FAR}, and their KV crosses to {NEAR}: {seen.crossed_gb:.1f} GB so far."
+    price = f" The fleet costs ${usd:.2f} an hour instead of ${alone:.2f} in {NEAR} alone."
+    return told + (price if alone > usd else "")
+
+
+def peak(seen: ActEvidence) -> str:
+    more = seen.now.usd_per_h - seen.before.usd_per_h
+    joined = _many(seen.more, "more replica serves", "more replicas serve")
+    return f"{joined}, for ${more:.2f} an hour more, and only while the burst lasts."
+
+
+def in_place(seen: ActEvidence) -> str:
+    changed = _many(seen.changed_roles, "replica", "replicas")
+    roles = f" {changed} changed roles without loading weights again." if seen.changed_roles else ""
+    return f"The fleet was planned anew for these lengths.{roles} {_price(seen)}"
+
+
+def went_on(seen: ActEvidence) -> str:
+    lost = sum(each.lost for each in seen.by_tenant.values())
+    moved = _many(seen.moved, "attempt", "attempts")
+    return f"{moved} went on at another replica; {_many(lost, 'request was', 'requests were')} lost."
+
+
+def not_sent(seen: ActEvidence) -> str:
+    now, before = seen.raised_tokens, seen.before.threshold_tokens
+    return f"Only prompts beyond {now:,.0f} tokens still cross the thin link, not those beyond {before:,.0f}."
+
+
+def shielded(seen: ActEvidence) -> str:
+    mine, flood, before = seen.by_tenant[SHOP], seen.by_tenant[LAB], seen.earlier[SHOP]
+    return (
+        f"The tenant {SHOP} had {mine.answered_share:.0%} of its {mine.requests} requests answered, 19 of 20 begun "
+        f"within {mine.ttft_s:.1f} s ({before.ttft_s:.1f} s before). {LAB} had {flood.answered_share:.0%} of "
+        f"{flood.requests} answered; the rest were told at once when to come again."
+    )
+
+
+def cheaper_now(seen: ActEvidence) -> str:
+    return f"The fleet moved to the cheaper GPUs. {_price(seen)}"
+
+
+def _price(seen: ActEvidence) -> str:
+    before, now = seen.before.usd_per_h, seen.now.usd_per_h
+    if abs(now - before) < LEAST_USD:
+        return f"It costs ${now:.2f} an hour, as before."
+    return f"It costs ${now:.2f} an hour instead of ${before:.2f}."
+
+
+def _many(count: int, one: str, several: str) -> str:
+    """`no replicas`, `1 replica`, `2 replicas`."""
+    return f"{count or 'no'} {one if count == 1 else several}"
+
+
+# What it saved, in USD an hour.
+
+
+def saved_by_far(seen: ActEvidence) -> float:
+    return seen.near_usd_per_h - seen.now.usd_per_h if seen.near_usd_per_h else 0.0
+
+
+def saved_since(seen: ActEvidence) -> float:
+    return seen.before.usd_per_h - seen.now.usd_per_h
+
+
+CHAT, CODE = (1350, 60), (2700, 10)
+"""Mean tokens of prompts and answers."""
+RATE_PER_S = 4.0
+"""Of both tenants together, as the spec has it."""
+BURST, FLOOD = 2.0, 3.0
+"""Times the usual rate."""
+THIN_GBPS, WIDE_GBPS = 1.0, 10.0
+USUAL, USUAL_COUNT, USUAL_USD_PER_H = "1xL4", 10, 0.6
+"""As in the spec."""
+CHEAP_COUNT, CHEAP_USD_PER_H = 6, 0.25
+MOST_TOLD = 2
+"""Decisions that are told of one answer."""
+
+
+@dataclass(slots=True)
+class DemoControls:
+    """With what things are done to the service."""
+
+    client: GatewayClient
+    market: Path
+    """The file of prices that its controller watches."""
+    quotes: dict[tuple[str, str], tuple[int, float]] = field(default_factory=dict)
+    """(region, node) to how many, for how much, where it is not as in the spec."""
+
+    def quote(self, region: str, node: str, count: int, usd_per_h: float) -> None:
+        self.quotes[region, node] = (count, usd_per_h)
+        lines = [
+            f"  - {{region: {where}, node: {what}, available: {many}, price_usd_per_h: {price}}}"
+            for (where, what), (many, price) in self.quotes.items()
+        ]
+        draft = self.market.with_suffix(".draft")
+        draft.write_text("\n".join(["offers:", *lines]), "utf-8")
+        draft.replace(self.market)  # whole, for whoever reads it meanwhile
+
+    def network(self, urls: Sequence[str], gbps: float) -> None:
+        for url in urls:
+            body = json.dumps({"gbps": gbps}).encode()
+            request = urllib.request.Request(f"{url}/network", body, {"Content-Type": "application/json"})
+            with urllib.request.urlopen(request, timeout=10) as answer:
+                answer.read()
+
+
+@dataclass(frozen=True, slots=True)
+class Act:
+    name: str
+    title: str
+    happens: str
+    asks: tuple[DemoLoad, ...]
+    shown: Callable[[ActEvidence], bool]
+    """Whether the answer is there."""
+    told: tuple[str, ...]
+    """Kinds of decisions that the answer is told by, the latest of each (of remarks the first that
+    kept clearly more from crossing); `no`: what the refused were told."""
+    result: Callable[[ActEvidence], str]
+    """What came of it, in sentences."""
+    begin: Callable[[DemoControls, FleetLook], str] = lambda means, look: ""
+    """Does it; the replica that it is done to, if any."""
+    moment: Callable[[ActEvidence], bool] = lambda seen: True
+    """When it may begin."""
+    earlier: tuple[DemoLoad, ...] = ()
+    """What is asked until then; nothing: what was asked before."""
+    prepare: Callable[[DemoControls, FleetLook], str] = lambda means, look: ""
+    """Done before that."""
+    saved_usd_per_h: Callable[[ActEvidence], float] = lambda seen: 0.0
+
+
+def chosen(act: Act, seen: ActEvidence) -> str:
+    """What the service decided, in its own words."""
+    lines: list[str] = []
+    for kind in act.told:
+        if kind == "no":
+            lines += [f"{tenant} is told: {each.no}" for tenant, each in seen.by_tenant.items() if each.no]
+        elif kind == "remark":
+            lines += [] if seen.raised is None else [seen.raised.line]
+        else:
+            lines += [each.line for each in seen.of(kind)[-1:]]
+    return "; ".join(lines[:MOST_TOLD])
+
+
+def asked(
+    rate_per_s: float, lengths: tuple[int, int], request_class: str = "standard"
+) -> tuple[DemoLoad, ...]:
+    """Half of it by each tenant."""
+    return tuple(DemoLoad(tenant, rate_per_s / 2, *lengths, request_class) for tenant in (SHOP, LAB))
+
+
+# What is done.
+
+
+def _kill(means: DemoControls, look: FleetLook) -> str:
+    """The busiest replica that computes prompts here; its node does not come back."""
+    victim = max(look.ready("prefill", NEAR) or look.ready(), key=lambda each: each.open_requests)
+    means.quote(NEAR, USUAL, USUAL_COUNT - 1, USUAL_USD_PER_H)
+    means.client.kill(victim.name)
+    return victim.name
+
+
+def _thin(means: DemoControls, look: FleetLook) -> str:
+    """All who send over the link share it."""
+    urls = [each.url for each in look.ready(region=FAR)]
+    means.network(urls, THIN_GBPS / max(1, len(urls)))
+    return ""
+
+
+def _wide(means: DemoControls, look: FleetLook) -> str:
+    """The link is as it was; no further GPU of the usual kind can be had."""
+    means.network([each.url for each in look.ready(region=FAR)], WIDE_GBPS)
+    means.quote(NEAR, USUAL, look.count_on(USUAL, NEAR), USUAL_USD_PER_H)
+    return ""
+
+
+def _cheaper(means: DemoControls, look: FleetLook) -> str:
+    means.quote(NEAR, CHEAP, CHEAP_COUNT, CHEAP_USD_PER_H)
+    return ""
+
+
+def the_day() -> tuple[Act, ...]:
+    return (*_morning(), *_troubles(asked(RATE_PER_S, CODE)), *_evening(asked(RATE_PER_S, CODE)))
+
+
+def _morning() -> tuple[Act, ...]:
+    return (
+        Act(
+            "steady",
+            "Morning",
+            f"Two tenants chat as planned, {RATE_PER_S:g} requests a second together.",
+            asked(RATE_PER_S, CHAT),
+            crossed,
+            ("plan",),
+            far_share,
+            saved_usd_per_h=saved_by_far,
+        ),
+        Act(
+            "burst",
+            "A burst",
+            f"{BURST:g} times as many chats arrive.",
+            asked(BURST * RATE_PER_S, CHAT),
+            grown,
+            ("plan", "replan"),
+            peak,
+        ),
+        Act(
+            "shift",
+            "Chats become coding",
+            f"The burst is over; prompts have {CODE[0]:,} tokens instead of {CHAT[0]:,}, answers {CODE[1]} instead "
+            f"of {CHAT[1]}.",
+            asked(RATE_PER_S, CODE),
+            reshaped,
+            ("plan", "recast", "flip"),
+            in_place,
+            saved_usd_per_h=saved_since,
+        ),
+    )
+
+
+def _troubles(coding: tuple[DemoLoad, ...]) -> tuple[Act, ...]:
+    return (
+        Act(
+            "killed",
+            "A node dies",
+            "The busiest replica that computes prompts is killed, and its node does not come back.",
+            coding,
+            replaced,
+            ("lost", "plan", "ready"),
+            went_on,
+            _kill,
+        ),
+        Act(
+            "thin",
+            "A thin link",
+            f"The link from {FAR} to {NEAR} carries {THIN_GBPS:g} Gbit/s instead of {WIDE_GBPS:g}.",
+            coding,
+            kept_near,
+            ("remark",),
+            not_sent,
+            _thin,
+            moment=crossing,
+        ),
+    )
+
+
+def _evening(coding: tuple[DemoLoad, ...]) -> tuple[Act, ...]:
+    told_no = asked(RATE_PER_S, CODE, "interactive")
+    return (
+        Act(
+            "flood",
+            "A tenant floods",
+            f"The tenant {LAB} sends {2 * FLOOD:g} times as much as before, and no more GPUs can be rented.",
+            (told_no[0], DemoLoad(LAB, FLOOD * RATE_PER_S, *CODE, "interactive")),
+            fair,
+            ("no",),
+            shielded,
+            moment=usual,
+            earlier=told_no,
+            prepare=_wide,
+        ),
+        Act(
+            "cheaper",
+            "A cheaper GPU",
+            f"{CHEAP_COUNT} {CHEAP.removeprefix('1x')}s can be rented in {NEAR} for ${CHEAP_USD_PER_H:.2f}/h each.",
+            coding,
+            moved_to_cheaper,
+            ("plan", "replan"),
+            cheaper_now,
+            _cheaper,
+            saved_usd_per_h=saved_since,
+        ),
+    )

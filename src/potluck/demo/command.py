@@ -1,0 +1,288 @@
+"""`potluck demo`: two minutes of a service's life on this machine, told on the page."""
+
+from __future__ import annotations
+
+import json
+import signal
+import tempfile
+import threading
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
+from importlib import resources
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+
+from potluck.cli.common.render import emit_json, table
+from potluck.core.errors import PotluckError
+from potluck.demo.acts import the_day
+from potluck.demo.play import ActOutcome
+from potluck.demo.traffic import RequestCounts
+
+if TYPE_CHECKING:
+    from potluck.cli.simulating.simulation import SimulationInputs
+    from potluck.control.controller import ControllerTurn
+    from potluck.control.local_stack import LocalStack
+    from potluck.demo.play import Player
+
+
+FORMAT, VERSION = "potluck.demo", 2
+
+
+def told(outcomes: Sequence[tuple[ActOutcome, RequestCounts]], as_json: bool) -> int:
+    """Say it; the exit code, 0 where every act of the day showed its answer and nothing was lost."""
+    lost = sum(counts.lost for _, counts in outcomes)
+    whole = len(outcomes) == len(the_day()) and all(each.shown for each, _ in outcomes)
+    if as_json:
+        rows = [_row(each, counts) for each, counts in outcomes]
+        emit_json({"format": FORMAT, "version": VERSION, "acts": rows, "lost": lost, "shown": whole})
+    elif outcomes:
+        _table(outcomes)
+        sent = sum(counts.requests for _, counts in outcomes)
+        click.echo(f"{sent} requests, {lost} lost" + ("" if whole else "; not every act showed its answer"))
+    return 0 if whole and not lost else 1
+
+
+def summary(outcomes: Sequence[tuple[ActOutcome, RequestCounts]]) -> str:
+    """The day in a few sentences, for who watched it."""
+    again = "Start again with `potluck demo`."
+    if not outcomes:
+        return again
+    sent = sum(counts.requests for _, counts in outcomes)
+    lost = sum(counts.lost for _, counts in outcomes)
+    timely = sum(counts.in_time for _, counts in outcomes) / max(1, sent)
+    first, last = outcomes[0][0].usd_per_h[0], outcomes[-1][0].usd_per_h[1]
+    return (
+        f"{sent:,} requests in {len(outcomes)} acts, {lost or 'none'} lost, {timely:.0%} in time. "
+        f"The fleet cost ${first:.2f} an hour at first and ${last:.2f} at the end. {again}"
+    )
+
+
+def _row(each: ActOutcome, counts: RequestCounts) -> dict[str, object]:
+    return {
+        "act": each.act.name,
+        "shown": each.shown,
+        "requests": counts.requests,
+        "in_time": counts.in_time,
+        "refused": counts.refused,
+        "lost": counts.lost,
+        "moved": each.moved,
+        "replicas": list(each.replicas),
+        "usd_per_h": [round(usd, 3) for usd in each.usd_per_h],
+        "lasted_s": round(each.lasted_s, 1),
+        "result": each.result,
+        "saved_usd_per_h": round(each.saved_usd_per_h, 3),
+        "chosen": each.chosen,
+    }
+
+
+def _table(outcomes: Sequence[tuple[ActOutcome, RequestCounts]]) -> None:
+    table(
+        "The day",
+        ("act", "requests", "in time", "refused", "lost", "moved", "replicas", "USD/h", "what it showed"),
+        [
+            (
+                each.act.name,
+                counts.requests,
+                f"{counts.attained:.0%}",
+                counts.refused,
+                counts.lost,
+                each.moved,
+                f"{each.replicas[0]} > {each.replicas[1]}",
+                f"${each.usd_per_h[0]:.2f} > ${each.usd_per_h[1]:.2f}",
+                each.result if each.shown else f"NOT SHOWN: {each.result}",
+            )
+            for each, counts in outcomes
+        ],
+    )
+
+
+SECONDS = 120.0
+STRATEGY = "prfaas"
+PLAN_S = 10.0
+WINDOW_SHARE, LOOK_SHARE = 1 / 12, 1 / 30
+"""Of the day: the window over which rates and lengths are watched, and how often a plan may be asked for."""
+LEAST_WINDOW_S, LEAST_LOOK_S = 9.0, 2.0
+"""Fewer requests would not say what their lengths are."""
+INTERRUPTED = 130
+
+
+def day() -> Path:
+    return Path(str(resources.files("potluck.demo") / "data" / "day.yaml"))
+
+
+@click.command()
+@click.option(
+    "--seconds",
+    type=click.FloatRange(8.0, 86_400.0),
+    default=SECONDS,
+    show_default=True,
+    help="How long the day takes, at least; an act waits until its answer shows.",
+)
+@click.option("--port", type=click.IntRange(0, 65535), default=0, help="Where clients ask; else a free one.")
+@click.option("--stay", is_flag=True, help="Serve on after the last act, until Ctrl-C.")
+@click.option("--json", "as_json", is_flag=True, help="What each act showed, as JSON.")
+def demo(seconds: float, port: int, stay: bool, as_json: bool) -> None:
+    """Play a day on a small fleet that needs no GPU: a burst, a shift, a dead node, a thin link, a flood, a sale.
+
+    Everything but the GPUs is real: gateway, controller, planner, and engines that take the planned GPUs' time and
+    make their tokens up. Its page tells what happens, what was chosen and why, and what came of it. The exit
+    code is 0 if every act showed its answer, and no request was lost.
+
+    \b
+    Examples:
+      potluck demo
+      potluck demo --seconds 300 --stay
+    """
+    with tempfile.TemporaryDirectory(prefix="potluck-demo-") as folder:
+        raise click.exceptions.Exit(_play(Path(folder), seconds, port, stay, as_json))
+
+
+@dataclass(slots=True)
+class _Day:
+    """A service that starts, is played with and ends; `seen` and `_story` are its mutators."""
+
+    stand: LocalStack
+    inputs: SimulationInputs
+    seconds: float
+    stay: bool
+    quiet: bool
+    keys: dict[str, str]
+    market: Path
+    near_usd_per_h: float
+    """What the cheapest fleet in the region near costs alone."""
+    stop: threading.Event = field(default_factory=threading.Event)
+    interrupted: bool = False
+    ready: bool = False
+    story: threading.Thread | None = None
+    player: Player | None = None
+    failed: str = ""
+
+    def say(self, line: str) -> None:
+        click.echo(line, err=self.quiet)
+
+    def seen(self, turn: ControllerTurn) -> None:
+        """One turn of the controller."""
+        if self.ready or not turn.wanted or turn.up < turn.wanted or not self.stand.ready:
+            return
+        self.ready = True
+        self.say(f"A day in {self.seconds:g} s or a little more. Watch it at {self.stand.client.url}/")
+        self.say(f"  (orders there need the key in {self.stand.key_file})")
+        self.story = threading.Thread(target=self._story, name="potluck-demo", daemon=True)
+        self.story.start()
+
+    def interrupt(self) -> None:
+        self.interrupted = True
+        self.stop.set()
+
+    def _story(self) -> None:
+        from potluck.control.gateway_client import GatewayClient
+        from potluck.demo.acts import DemoControls, the_day
+        from potluck.demo.play import Player
+        from potluck.demo.traffic import DemoTraffic
+
+        acts, model = the_day(), self.inputs.spec.models[0]
+        client = GatewayClient(self.stand.client.url, self.stand.key_file.read_text("utf-8"))
+        assert model.slo is not None
+        self.player = Player(
+            DemoControls(client, self.market),
+            DemoTraffic(self.stand.url, model.name, self.keys),
+            model.slo,
+            self.seconds / len(acts),
+            self.say,
+            self.stop.is_set,
+            self.near_usd_per_h,
+        )
+        try:
+            self.player.play(acts)
+        except PotluckError as error:
+            self.failed = str(error)
+        what = "The demo was stopped." if self.interrupted or self.failed else "The demo is over."
+        with suppress(PotluckError):
+            client.note(what, summary(self.player.told()), "end")
+        if self.stay and not self.stop.is_set():
+            self.say("The day is over; it serves on until Ctrl-C.")
+        else:
+            self.stop.set()
+
+
+def _play(folder: Path, seconds: float, port: int, stay: bool, as_json: bool) -> int:
+    found = _stood(folder, seconds, port, stay, as_json)
+    stand = found.stand
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, lambda *_: found.interrupt())
+    try:
+        stand.must_have_room()
+        stand.run(found.stop.is_set, found.seen)
+        if found.story is not None:
+            found.story.join()
+        stand.down()
+    finally:
+        with suppress(PotluckError):
+            stand.down()
+            stand.close()
+    outcomes = [] if found.player is None else found.player.told()
+    if found.failed:
+        click.echo(f"potluck: {found.failed}", err=True)
+    code = told(outcomes, as_json)
+    return INTERRUPTED if found.interrupted else max(code, int(bool(found.failed)))
+
+
+def _stood(folder: Path, seconds: float, port: int, stay: bool, as_json: bool) -> _Day:
+    """All that a day needs, planned and not yet started."""
+    from potluck.cli.common.inputs import load_problem
+    from potluck.cli.simulating.simulation import SimulationInputs, read_one_spec
+    from potluck.cli.up.prepare import HEADROOM
+    from potluck.control.launchers.engine_command import EngineCommands
+    from potluck.control.local_stack import LocalStack, LocalStackSettings, nursery_of
+    from potluck.control.market import MarketFile
+    from potluck.control.replanner import Replanner
+    from potluck.demo.acts import LAB, NEAR, SHOP
+    from potluck.engine.shipped_model import shipped_model
+    from potluck.plan.strategies import STRATEGIES, SolveSettings, TemplateFactory
+
+    fork_server = nursery_of(folder, "pretended")
+    click.echo("planning", err=True)
+    spec = read_one_spec((day(),))
+    problem = load_problem(spec, HEADROOM, None, (), 0.0)
+    alone = replace(problem, regions=tuple(each for each in problem.regions if each.name == NEAR), links=())
+    plan, near = (
+        STRATEGIES[STRATEGY](TemplateFactory(each), SolveSettings(time_limit_s=PLAN_S)).plan
+        for each in (problem, alone)
+    )
+    files = tuple((model.name, shipped_model()) for model in spec.models)
+    maker = EngineCommands("pretended", files, tuple((each.name, each.model.name) for each in spec.models))
+    market = folder / "market.yaml"
+    rules = {
+        "window_s": max(LEAST_WINDOW_S, seconds * WINDOW_SHARE),
+        "replan_s": max(LEAST_LOOK_S, seconds * LOOK_SHARE),
+        "grace_s": 15,
+        "tick_s": 0.5,
+    }
+    settings = LocalStackSettings(
+        folder / "state",
+        day(),
+        port,
+        maker,
+        (*maker.gateway_words(), *(f"--policy={name}={value:g}" for name, value in rules.items())),
+        market=MarketFile(market, spec.regions),
+        why=f"potluck demo: the cheapest fleet of {STRATEGY} for {spec.models[0].traffic.rate_per_s:g} requests/s",
+    )
+    ready = fork_server if fork_server is not None and fork_server.wait_ready() else None
+    stand = LocalStack(settings, plan, Replanner(problem, PLAN_S), ready)
+    keys = {tenant: _key(stand, tenant) for tenant in (SHOP, LAB)}
+    inputs = SimulationInputs(spec, problem, plan)
+    return _Day(stand, inputs, seconds, stay, as_json, keys, market, near.cost_usd_per_h)
+
+
+def _key(stand: LocalStack, tenant: str) -> str:
+    from potluck.control.accounts import KeptKey, add_key
+    from potluck.gateway.openai.keys import new_key
+
+    key, line = new_key(tenant, tenant)
+    kept = KeptKey(json.loads(line)["sha256"], tenant, {"tenant": tenant}, time.time())
+    add_key(stand.store, stand.folder, kept)
+    return key
