@@ -67,7 +67,6 @@ class ChatTemplates:
         return tuple(sorted(self._by_name))
 
     def text(self, *, with_tools: bool) -> str:
-        """The template for a conversation with or without tools."""
         if with_tools and WITH_TOOLS in self._by_name:
             return self._by_name[WITH_TOOLS]
         if DEFAULT not in self._by_name:

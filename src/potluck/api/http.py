@@ -17,8 +17,6 @@ from potluck.core.errors import CapacityError, InputError, PotluckError, Unknown
 
 
 class HttpRefusal(PotluckError):
-    """A request that is not taken, with the status that says why."""
-
     def __init__(self, status: int, message: str, code: str | None = None, param: str | None = None) -> None:
         self.status = status
         self.code = code
@@ -58,8 +56,6 @@ class _Peer(Generic[K]):
 
 
 class ConnectionLimits(Generic[K]):
-    """The connections of one listener, by the address that they came from."""
-
     def __init__(self, most: float) -> None:
         self.most = most
         self._peers: dict[str, _Peer[K]] = {}
@@ -89,7 +85,6 @@ class ConnectionLimits(Generic[K]):
                 peer.waiting[key] = None
 
     def works(self, key: K) -> None:
-        """Its request is whole."""
         name = self._peer_of.get(key)
         if name is not None:
             peer = self._peers[name]
@@ -122,8 +117,6 @@ ELSEWHERE = frozenset({"cross-site", "same-site"})
 
 @dataclass(frozen=True, slots=True)
 class ServedNames:
-    """Under which names a server is reached."""
-
     loopback: bool = True
     """It can only be reached from this machine."""
     names: frozenset[str] = frozenset()
@@ -142,7 +135,6 @@ class ServedNames:
 
 
 def check_origin(method: str, headers: Mapping[str, str], served: ServedNames) -> None:
-    """Raises for what a page of another origin sent."""
     host, origin = headers.get("Host"), headers.get("Origin")
     if host is not None and not served.keyed and (served.loopback or origin is not None):
         name = _name(host)

@@ -19,7 +19,6 @@ HALF = re.compile(rb"\\u[dD][89a-fA-F]")
 
 
 def parse_object(raw: bytes) -> dict[str, object]:
-    """The body as a JSON object."""
     try:
         found = from_json(raw, allow_inf_nan=False)  # pydantic's: a quarter of the time of the standard one
     except ValueError as error:

@@ -14,8 +14,6 @@ Json = dict[str, object]
 
 
 class ReplyHead(NamedTuple):
-    """What all parts of one reply begin with."""
-
     id: str
     created_s: int
     model: str
@@ -40,7 +38,6 @@ class ReplyHead(NamedTuple):
 
 
 def event(body: object) -> bytes:
-    """One server-sent event."""
     return b"data: " + json.dumps(body, separators=(",", ":")).encode() + b"\n\n"
 
 
@@ -48,7 +45,6 @@ LAST_EVENT = b"data: [DONE]\n\n"
 
 
 def model_entry(name: str, created_s: int, most_tokens: int) -> Json:
-    """One model of /v1/models."""
     return {
         "id": name,
         "object": "model",
@@ -137,7 +133,6 @@ def _chat_log(choice: SampledToken, name: object) -> Json:
 
 
 quoted = json.JSONEncoder().encode
-"""A text as JSON."""
 
 
 def usage_text(prompt: int, output: int, cached: int) -> str:
@@ -148,8 +143,6 @@ def usage_text(prompt: int, output: int, cached: int) -> str:
 
 
 class ChoiceChunks:
-    """The parts of one choice of a stream."""
-
     __slots__ = ("_after", "_before", "_key", "_open")
 
     def __init__(self, head: ReplyHead, index: int) -> None:
@@ -163,7 +156,6 @@ class ChoiceChunks:
         self._after = ("}}]" if head.chat else "}]") + (',"usage":' if head.usage_said else "")
 
     def part(self, text: str, usage: str = "null") -> bytes:
-        """More text."""
         return f"{self._before}{quoted(text)}{self._end(usage)}".encode()
 
     def first(self, text: str, usage: str = "null") -> bytes:
@@ -186,7 +178,6 @@ class ChoiceChunks:
 
 
 def whole_reply(head: ReplyHead, text: str, finish: str, usage: str) -> bytes:
-    """A reply of one choice."""
     kind = "chat.completion" if head.chat else "text_completion"
     said = quoted(text)
     said = (

@@ -188,8 +188,6 @@ class StreamOptions:
 
 @dataclass(frozen=True, slots=True)
 class CommonRequest:
-    """What completions and chats have in common."""
-
     model: str
     stream: bool = False
     stream_options: StreamOptions = StreamOptions()
@@ -209,7 +207,6 @@ class CommonRequest:
     add_special_tokens: bool | None = None
     """Whether the tokenizer adds its own; None: to a completion, and to a chat whose template does not."""
     priority: int = 0
-    """Higher first."""
     cache_salt: str | None = None
     """Prefixes are shared only with requests of the same salt."""
     presence_penalty: float | None = None
@@ -296,7 +293,6 @@ def _drawing(
 def completion_of(
     body: dict[str, object], able: EngineAbilities
 ) -> tuple[CompletionRequest, list[str | tuple[int, ...]]]:
-    """A completion and its prompts, each text or tokens."""
     body = dict(body)
     prompt = body.pop("prompt", None)
     asked = shaped(CompletionRequest, _read(body, able))
@@ -331,7 +327,6 @@ def chat_of(body: dict[str, object], able: EngineAbilities) -> tuple[ChatRequest
 
 
 def _read(body: dict[str, object], able: EngineAbilities) -> dict[str, object]:
-    """What counts of a body, in the reader's own values."""
     kept = what_counts(body, able)
     for name, read in (("logit_bias", bias_of), ("response_format", schema_of)):
         if name in kept:

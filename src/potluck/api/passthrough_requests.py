@@ -38,7 +38,6 @@ READERS = EngineAbilities(frozenset({"tools", "service_tier"}))
 
 
 def is_own(body: Mapping[str, object], able: EngineAbilities, *, chat: bool) -> bool:
-    """Whether it is for such an engine alone."""
     if goes_beyond(dict(body), able, READ_CHAT if chat else READ_COMPLETION):
         return True
     messages = body.get("messages") if chat else None

@@ -69,7 +69,6 @@ class SegmentRequest:
     max_tokens: int = 0
     sampling: SamplingBody = field(default_factory=SamplingBody)
     end_tokens: tuple[int, ...] = ()
-    """Beside the model's own."""
     ignore_eos: bool = False
     min_tokens: int = 0
     """Nothing that ends the output is drawn before there are so many."""

@@ -35,7 +35,6 @@ class StopScanner:
         self._include = include
         self._held = ""
         self.found: str | None = None
-        """The stop string that was met."""
 
     def feed(self, text: str) -> str:
         """More text; what can be shown now. After a stop was found, nothing can."""
@@ -78,7 +77,6 @@ class TextRules:
     include_stop: bool = False
     """Whether the string or the token that ended it is shown."""
     special: bool = False
-    """Whether special tokens are."""
 
 
 @dataclass(frozen=True, slots=True)

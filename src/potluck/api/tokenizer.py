@@ -63,8 +63,6 @@ LINE = r"[!-~]\n(?=[A-Za-z])"
 
 
 class TokenBoundaries:
-    """The places of one tokenizer."""
-
     def __init__(self, tokens: frozenset[str], lines: bool) -> None:
         self._tokens = tokens
         ways = [re.escape(token) for token in sorted(tokens)] + ([LINE] if lines else [])
@@ -105,7 +103,6 @@ def seams_of(tokenizer: Tokenizer) -> TokenBoundaries | None:
 
 
 def _about(part: Any) -> dict[str, Any] | None:
-    """What a part of a tokenizer says of itself."""
     return None if part is None else json.loads(part.__getstate__())
 
 
@@ -163,8 +160,6 @@ Around = tuple[list[int], list[int]]
 
 
 class IncrementalTokenizer:
-    """Of one tokenizer; threads may share it."""
-
     def __init__(self, tokenizer: Tokenizer, seams: TokenBoundaries, around: Around, most_bytes: int) -> None:
         self._tokenizer, self._seams, self._most_bytes = tokenizer, seams, most_bytes
         self._known: OrderedDict[tuple[str, str], array[int]] = OrderedDict()
@@ -294,7 +289,6 @@ class ModelTokenizer:
         return text
 
     def token_text(self, token: int) -> str:
-        """One token as it is shown among log probabilities."""
         return self.decode([token], special=True)
 
     def plain_tokens(self, most: int) -> list[int]:
@@ -345,7 +339,6 @@ class Detokenizer:
 
 
 def plain_chat(messages: Sequence[Message]) -> str:
-    """The template of models that have none; see above."""
     lines = []
     for message in messages:
         label = LABELS.get(message["role"])

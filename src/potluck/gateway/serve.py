@@ -46,7 +46,6 @@ MET_S = 2.0
 """The same where nobody serves meanwhile."""
 LOOK_S = 0.01
 Ready = Callable[[str, str], None]
-"""Hears the addresses for clients and for operators."""
 
 
 class AdminServer:
@@ -189,8 +188,6 @@ def notes_of(
 
 
 class SingleWorker:
-    """One worker, in the Brain's own process."""
-
     def __init__(
         self,
         core: GatewayCore,

@@ -12,8 +12,6 @@ LOOPBACK = ("127.0.0.1", "localhost", "::1")
 
 @dataclass(frozen=True, slots=True)
 class ListenAddresses:
-    """Where it listens, and with how many processes."""
-
     host: str = "127.0.0.1"
     port: int = 8000
     admin_host: str = "127.0.0.1"
@@ -39,11 +37,9 @@ class GatewaySettings:
     usage: Path | None = None
     log: Path | None = None
     tls: tuple[Path, Path] | None = None
-    """Certificate and key."""
     engine_ca: Path | None = None
     """Whose certificates engines show; None: of anybody whom the machine trusts."""
     otlp: str | None = None
-    """Where spans go, if anywhere."""
     admin_key: str | None = field(default=None, repr=False)
     engine_key: str = field(default="", repr=False)
     """What engines ask for that a controller tells."""
@@ -54,7 +50,6 @@ class GatewaySettings:
     plan_version: int = 1
     """Its number, where a controller counts plans."""
     drain_s: float = 30.0
-    """How long open requests may take when it ends."""
     gateways: int = 1
     """So many share the clients: each grants its part of every key's limits."""
     state: Path | None = None

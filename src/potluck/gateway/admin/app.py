@@ -36,13 +36,10 @@ from potluck.gateway.admin.operations import Json, OperationsApi
 from potluck.gateway.page.routes import PageRoutes, add_page, is_file, is_reading
 
 MOST_EVENTS = 1_000
-"""That wait for one reader."""
 MOST_READERS = 32
 
 
 class FeedReader:
-    """One reader."""
-
     def __init__(self, feed: EventFeed, kinds: frozenset[str] | None, most: int) -> None:
         self._feed, self._kinds = feed, kinds
         self._events: deque[bytes] = deque(maxlen=most)
@@ -50,7 +47,6 @@ class FeedReader:
         self._news = asyncio.Event()
 
     def put(self, kind: str, line: bytes) -> bool:
-        """True where an older one had to go."""
         if self._kinds is not None and kind not in self._kinds:
             return False
         full = len(self._events) == self._events.maxlen
@@ -92,7 +88,6 @@ class EventFeed:
         self._readers: set[FeedReader] = set()
         self._number = 0
         self.lost = 0
-        """Events that readers did not get, of all of them."""
 
     def publish(self, kind: str, what: dict[str, object]) -> None:
         if not self._readers:
@@ -107,7 +102,6 @@ class EventFeed:
                 self._missed()
 
     def watch(self, kinds: frozenset[str] | None = None, most: int = MOST_EVENTS) -> FeedReader | None:
-        """One more reader; None where there are enough."""
         if len(self._readers) >= MOST_READERS:
             return None
         reader = FeedReader(self, kinds, most)
@@ -124,16 +118,12 @@ class EventFeed:
 log = logging.getLogger(__name__)
 
 BODY_BYTES = 64_000_000
-"""Of a plan or a fleet."""
 MOST_WHY = 400
 QUIET_S = 15.0
-"""After so long without events a reader is told that nothing happened."""
 
 
 @dataclass(frozen=True, slots=True)
 class AdminContext:
-    """What the operators' port shows."""
-
     metrics: GatewayMetrics
     operations: OperationsApi
     feed: EventFeed
@@ -245,7 +235,6 @@ def _plan(operations: OperationsApi) -> Callable[[web.Request], Awaitable[web.St
 
 
 def _whole(request: web.Request, name: str) -> int:
-    """A whole number of the query; 0 where it is not there."""
     text = request.query.get(name, "0")
     if not (text.isascii() and text.isdigit() and len(text) <= 18):
         raise InputError(name, "must be a whole number")
@@ -284,7 +273,6 @@ async def _events(request: web.Request, feed: EventFeed) -> web.StreamResponse:
 
 
 def _check(request: web.Request, office: AdminContext) -> None:
-    """Raises for what this sender may not ask."""
     served = office.served
     free = (
         office.key is None or request.path == "/health" or (office.page is not None and is_file(request.path))

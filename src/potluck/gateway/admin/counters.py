@@ -24,14 +24,11 @@ Labels = tuple[str, ...]
 MOST_SERIES = 2_000
 """Of one family; what comes beyond is counted under `other`, so that no client can make them without end."""
 MOST_NOTED = 1_000
-"""Before what is noted is counted."""
 OTHER = "other"
 ANSWERED = frozenset({"stop", "length"})
 
 
 class Histogram:
-    """How many were at most each bound, and their sum."""
-
     __slots__ = ("bounds", "counts", "total")
 
     def __init__(self, bounds: tuple[float, ...]) -> None:
@@ -116,7 +113,6 @@ class Counters:
             self.published("request", told._asdict())
 
     def _settle(self) -> None:
-        """What was noted is counted."""
         self._settle_gaps()
         self._settle_ended()
         self._settle_segments()
@@ -301,8 +297,6 @@ class Counters:
 
 
 class FullMeter(Counters):
-    """A tally that passes on what others want to hear as well."""
-
     def __init__(
         self,
         told: Callable[[RequestOutcome], None] | None = None,
@@ -415,7 +409,6 @@ class Spans:
         self._provider.shutdown()
 
     def _trace_of(self, request: str) -> Any:
-        """A context whose trace has a number made from the request's name."""
         digest = hashlib.sha256(request.encode()).digest()
         context = self._trace.SpanContext(
             int.from_bytes(digest[:16], "big") or 1,

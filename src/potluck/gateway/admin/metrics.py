@@ -24,7 +24,6 @@ from potluck.gateway.admin.operations import NoOperations, OperationsApi
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 WINDOW_S = 300.0
-"""Over which the cost of a million tokens is told."""
 
 
 class TokenCosts:
@@ -44,7 +43,6 @@ class TokenCosts:
             self._seen.popleft()
 
     def usd_per_million(self, usd_per_h: float, model: str) -> float | None:
-        """None while nothing was served."""
         if len(self._seen) < 2:
             return None
         (first_s, first), (last_s, last) = self._seen[0], self._seen[-1]
@@ -53,8 +51,6 @@ class TokenCosts:
 
 
 class GatewayMetrics:
-    """A registry of all families. `look` is called every few seconds by whoever runs the gateway."""
-
     def __init__(
         self,
         counters: Counters,
@@ -147,7 +143,6 @@ def _histogram(family: Family, series: dict[Labels, Histogram]) -> HistogramMetr
 
 
 def figures(counters: Counters) -> dict[str, Any]:
-    """All counters as JSON, for the snapshot."""
     return {
         family.name: [
             {**dict(zip(family.labels, labels, strict=True)), "value": value}

@@ -25,8 +25,6 @@ Json = dict[str, object]
 
 
 class ReplicaView(NamedTuple):
-    """A replica as it is known now."""
-
     replica: str
     model: str
     state: str
@@ -35,7 +33,6 @@ class ReplicaView(NamedTuple):
     waiting: int = 0
     kv_usage: float = 0.0
     age_s: float = 0.0
-    """Of what is known of it."""
 
 
 class QueueView(NamedTuple):
@@ -155,7 +152,6 @@ DRAINED_S = 60.0
 """For so long a controller may hear whose engines were drained by hand."""
 MOST_NOTE = 400
 NOTES = ("note", "act", "outcome", "saving", "end")
-"""Kinds of lines that come from outside."""
 
 
 class Operations:
@@ -186,7 +182,6 @@ class Operations:
             yield QueueView(model, tenant, waiting[model, tenant], running[model, tenant])
 
     def usd_per_h(self) -> Mapping[str, float]:
-        """What the copies that are there cost, each for its model."""
         replica_models, found = self._center.replica_models, Counter[str]()
         copies = {view.member.unit: view.member for view in self._center.brain.fleet.views.values()}
         for member in copies.values():
@@ -246,7 +241,6 @@ class Operations:
         }
 
     def _copies(self) -> list[Json]:
-        """What a copy of each template of the plan costs in each region that has nodes for it."""
         resolved = self._center.replica_models.resolved
         return [
             {
@@ -410,7 +404,6 @@ class Operations:
         return {"what": what, "why": why, "kind": kind}
 
     def _ready(self, body: Json) -> ReplicaState:
-        """The replica that an order names."""
         view = self._named(body)
         if view.state != "ready":
             raise InputError(
@@ -471,7 +464,6 @@ class Operations:
         return 0 if replica_model is None else replica_model.engine.token_budget
 
     def set_market(self, body: Json) -> Json:
-        """What nodes cost and how many can be had, region by region as the spec names them."""
         listed = body.get("regions")
         if set(body) != {"regions"} or not isinstance(listed, list):
             raise InputError("regions", "is the only key: a list of regions with their offers")
@@ -521,7 +513,6 @@ class Operations:
 
 
 def encode_member(member: object) -> Json:
-    """A member's fields, without the codec's own mark."""
     found = encode(member)
     assert isinstance(found, dict)
     return {name: value for name, value in found.items() if name != "type"}

@@ -44,7 +44,6 @@ class UsageFile:
         """The day that the file is of, and when that is over."""
         self._synced_bytes = -1
         self.lost = 0
-        """Records that could not be written."""
         self.problem = ""
         try:
             self._open()
@@ -99,7 +98,6 @@ class UsageFile:
         self._write()
 
     def _write(self) -> None:
-        """What cannot be written waits, and `problem` says why."""
         if not self._waiting:
             return
         try:
@@ -119,7 +117,6 @@ class UsageFile:
         self._waiting, self._waiting_bytes, self.problem = [], 0, ""
 
     def _renewed(self) -> int:
-        """The file of now."""
         if self._file is None:
             self._open()
         elif os.fstat(self._file).st_size:
@@ -175,7 +172,6 @@ class UsageFile:
         self._day, self._ends_s = _day(at_s), (at_s // DAY_S + 1) * DAY_S
 
     def _is_there(self) -> bool:
-        """Whether the file that is open is the one that has the name."""
         assert self._file is not None
         try:
             return os.path.samestat(os.fstat(self._file), os.stat(self._path))

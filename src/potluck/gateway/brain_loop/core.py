@@ -75,7 +75,6 @@ _FREQUENT = frozenset(
 class Decision(NamedTuple):
     number: int
     at_s: float
-    """The time of day."""
     what: str
     why: str
     kind: str = "decision"
@@ -103,9 +102,7 @@ class DecisionLog:
         """Replicas that were lost of late: when, by the time of day, and why."""
         self._number = 0
         self._standby: set[str] = set()
-        """Replicas that are on standby."""
         self._plan: Plan | None = None
-        """The one that was adopted last."""
 
     def say(self, kind: str, what: str, why: str) -> None:
         self._number += 1
@@ -146,7 +143,6 @@ class DecisionLog:
         self.say("plan", what, self._plan_why())
 
     def _stands_by(self, member: ReplicaSpec) -> bool:
-        """Whether it did before."""
         before = member.id in self._standby
         (self._standby.add if member.standby else self._standby.discard)(member.id)
         return before
@@ -196,8 +192,6 @@ CODECS = {"fp16": "raw", "int8": "int8", "int4": "int4"}
 
 
 class GatewayCore:
-    """Made once. `start` needs a running event loop."""
-
     def __init__(
         self,
         resolved: ResolvedPlan,
@@ -217,11 +211,8 @@ class GatewayCore:
         self.replica_models.learn(resolved.plan)
         self.plan = resolved.plan
         self.plan_version = plan_version
-        """As whoever tells a plan numbers it; else it grows with every one that is adopted."""
         self.plan_mark = plan_mark(resolved.plan)
-        """By which a controller knows it again."""
         self.plan_why = why or "it was started with this plan"
-        """Why this one; whoever told it may say so."""
         self.kills: set[str] = set()
         """Replicas whose engines somebody wants killed, for whoever started them."""
         self.drains: dict[str, float] = {}
@@ -296,7 +287,6 @@ class GatewayCore:
         self.brain_loop.tell(PlanReceived(plan))
 
     def quote(self, regions: tuple[Region, ...]) -> None:
-        """Other prices, other nodes."""
         self.market = regions
         if self._memory is not None:
             self._memory.quoted(regions)
@@ -308,7 +298,6 @@ class GatewayCore:
         return tuple(self.replica_models.resolved.regions) if self.market is None else self.market
 
     def price_usd_per_h(self, region: str, node: str) -> float:
-        """What a node costs there now."""
         if self.market is None:
             return self.replica_models.resolved.price_usd_per_h(region, node)
         offers = {(each.name, offer.node): offer for each in self.market for offer in each.offers}
@@ -316,7 +305,6 @@ class GatewayCore:
         return 0.0 if found is None else found.price_usd_per_h
 
     def enlist(self, entries: tuple[EngineEntry, ...]) -> None:
-        """Another roster."""
         if self._memory is not None:
             self._memory.enlisted(entries)
         self.registry.enlist(entries)
@@ -359,8 +347,6 @@ _ENDINGS = (RequestFinished, AttemptFailed, RequestCancelled)
 
 
 class BrainLoop:
-    """Made once; used in one event loop."""
-
     def __init__(
         self,
         mind: Decider,
@@ -383,17 +369,14 @@ class BrainLoop:
         """Who carries out what is asked of the fleet."""
         self.watchers: list[Watcher] = []
         self.at_ticks: list[Callable[[], None]] = []
-        """Called after every tick: logs are flushed, say."""
 
     def now_s(self) -> float:
         return self._clock() - self.start_s
 
     def line(self, act: Act) -> LocalBrainClient:
-        """A worker's line; `act` is its driver's."""
         return LocalBrainClient(self, act)
 
     def tell(self, event: Event, line: LocalBrainClient | None = None) -> None:
-        """Let the Brain know, and have done what it asks."""
         at_s = self._clock() - self.start_s
         if self._acting:
             self._news.append((at_s, event, line))
@@ -417,7 +400,6 @@ class BrainLoop:
             self._acting = False
 
     def _act(self, actions: Sequence[Action]) -> None:
-        """Each to whom it concerns, in their order."""
         for action in actions:
             if not isinstance(action, _OF_REQUESTS):
                 self.manage((action,))
@@ -437,7 +419,6 @@ class BrainLoop:
     # Time.
 
     def start(self, loop: asyncio.AbstractEventLoop) -> None:
-        """Tick from now on."""
         self._ticking = loop.call_later(self._tick_s, self._tick, loop)
 
     def _tick(self, loop: asyncio.AbstractEventLoop) -> None:
@@ -456,8 +437,6 @@ class BrainLoop:
 
 
 class LocalBrainClient:
-    """The line of a worker in this process."""
-
     __slots__ = ("act", "now_s", "tell")
 
     def __init__(self, brain_loop: BrainLoop, act: Act) -> None:

@@ -37,7 +37,6 @@ class OperatorState:
         self._keep("plan", {"plan": encode(plan), "version": version, "why": why})
 
     def plan(self) -> tuple[Plan | None, int, str]:
-        """With its number and its reason."""
         found = self._read("plan")
         if found is None:
             return None, 0, ""
@@ -66,7 +65,6 @@ class OperatorState:
         return self._kept("cordons", list[str]) or []
 
     def _keep(self, name: str, value: object) -> None:
-        """Whole or not at all."""
         made = self._folder / f"{name}.new"
         made.write_text(json.dumps(value), "utf-8")
         os.replace(made, self._folder / name)
@@ -100,7 +98,6 @@ class Cordons:
         return sorted(self._marks)
 
     def inherit(self, marks: Iterable[str]) -> None:
-        """What another process was told before this one."""
         self._marks.update(marks)
 
     def told(self, body: Mapping[str, object]) -> list[str]:
@@ -115,7 +112,6 @@ class Cordons:
         return self._changed()
 
     def lift(self, body: Mapping[str, object]) -> list[str]:
-        """Replicas to which something may be sent again."""
         replica, node = body.get("replica"), body.get("node")
         mark = self._named(replica, node)
         if mark not in self._marks:
@@ -131,7 +127,6 @@ class Cordons:
         return self._settled()
 
     def look(self) -> None:
-        """At every tick."""
         self._settled()
 
     def _settled(self) -> list[str]:
@@ -163,7 +158,6 @@ class Cordons:
         return node
 
     def _places(self, replica: str) -> set[str]:
-        """All that it may be called by: its engine's address, that of its host, its machines."""
         view, address = self._views.get(replica), self._address(replica)
         named = set() if view is None else set(view.member.nodes)
         return {address, address.rpartition(":")[0], *named} - {""}

@@ -69,7 +69,6 @@ class Dispatcher:
         return len(self._open)
 
     def sizes(self) -> dict[str, int]:
-        """How much is kept; nothing when no request is open."""
         return {"open": len(self._open), "watched": len(self._watch), "news": len(self._news)}
 
     # What clients want.
@@ -112,7 +111,6 @@ class Dispatcher:
     def _attempt_for(
         self, request: ActiveRequest, run: Run, stream: RelayedStream
     ) -> RunningAttempt | CannotStart:
-        """Over engines that run segments, or over a server of plain OpenAI."""
         endpoints: list[Endpoint] = []
         by_segments = 0
         find, asked = self._context.directory.find, request.asked
@@ -162,7 +160,6 @@ class Dispatcher:
     # Another Brain, in the place of one whose process is gone.
 
     def names(self) -> list[str]:
-        """All that are open."""
         return list(self._open)
 
     def whereabouts(self, request: str, named: Callable[[Endpoint], str | None]) -> Event | None:
@@ -174,7 +171,6 @@ class Dispatcher:
         self._watch.gone(replica)
 
     def _do(self, action: Action) -> None:
-        """What is not to be run."""
         match action:
             case Refuse():
                 active = self._open.get(action.request)

@@ -51,7 +51,6 @@ OF_STATUS: dict[int, tuple[FailureKind, Blame]] = {
 
 
 def refused(status: int, code: object, has_source: bool) -> EngineFault:
-    """An answer that is no 200."""
     kind, blame = OF_STATUS.get(status, ("replica", "self"))
     if isinstance(code, str) and code in OF_CODE:
         kind, blame = OF_CODE[code]
@@ -62,7 +61,6 @@ def refused(status: int, code: object, has_source: bool) -> EngineFault:
 
 
 def ended(code: object, has_source: bool, hands_on: bool) -> EngineFault:
-    """A last line that says `error` or `cancelled`."""
     kind, blame = OF_CODE.get(code, ("replica", "self")) if isinstance(code, str) else ("replica", "self")
     if code == "hand_over" and hands_on:
         blame = "self"  # It could not send; a receiver that could not fetch says the same word.
@@ -82,8 +80,6 @@ class InvalidReply(PotluckError):
 
 
 class LastLine(NamedTuple):
-    """A segment's last line."""
-
     reason: str
     prompt_tokens: int
     cached_tokens: int
@@ -92,12 +88,9 @@ class LastLine(NamedTuple):
 
 
 Said = SampledToken | LastLine | dict[str, object]
-"""A token, the end, or something on the way to it."""
 
 
 class LineReader:
-    """Pieces of a body, cut anywhere, to lines."""
-
     __slots__ = ("_longest", "_rest", "_vocab")
 
     def __init__(self, vocab: int = 0, longest: int = LONGEST_LINE) -> None:
@@ -106,7 +99,6 @@ class LineReader:
 
     @property
     def cut_off(self) -> bool:
-        """Whether a line has begun and not ended."""
         return bool(self._rest)
 
     def feed(self, data: bytes) -> list[Said | InvalidReply]:

@@ -22,8 +22,6 @@ class DifferentAnswer(PotluckError):
 
 
 class ChoiceSoFar:
-    """A choice as far as it was said."""
-
     def __init__(self) -> None:
         self.texts: dict[str, str] = {}
         """By name; arguments of the third call are `call 3`."""
@@ -52,7 +50,6 @@ class ChoiceSoFar:
                 self.facts[name] = choice[name]
 
     def cover(self, other: ChoiceSoFar) -> None:
-        """Have what the other has beyond this one."""
         for name, text in other.texts.items():
             if len(text) > len(self.texts.get(name, "")):
                 self.texts[name] = text
@@ -139,8 +136,6 @@ def _must_begin_alike(now: Sequence[Any], told: Sequence[Any]) -> None:
 
 
 class MergedEvents:
-    """One answer's events, whoever says them."""
-
     def __init__(self, name: str, model: str, *, usage: bool) -> None:
         self._name, self._model, self._usage = name, model, usage
         self._told: list[Json] = []
@@ -155,7 +150,6 @@ class MergedEvents:
         return bool(self._told) or self._whole is not None
 
     def again(self) -> None:
-        """Another attempt begins."""
         if not self.begun:
             return
         if self._whole is None:
@@ -199,7 +193,6 @@ class MergedEvents:
         return made
 
     def whole(self, said: Json) -> bytes:
-        """An answer that is not streamed."""
         made = {name: value for name, value in said.items() if name != "kv_transfer_params"}
         return _text(made | {"id": self._name, "model": self._model})
 
@@ -232,11 +225,9 @@ class PassthroughEvents:
 
     @property
     def begun(self) -> bool:
-        """Whether the client has some of it."""
         return self._retold.begun
 
     def again(self) -> None:
-        """Another attempt begins."""
         self._retold.again()
         self._whole = None
 

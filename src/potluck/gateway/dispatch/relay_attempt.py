@@ -107,8 +107,6 @@ def continuation(
 
 
 class EventRewriter:
-    """Events of a completion in another's name."""
-
     def __init__(self, first: bytes, chat: bool, prompt_tokens: int, before_tokens: int) -> None:
         said = event_of(first)
         self._head: dict[str, Any] = {
@@ -118,7 +116,6 @@ class EventRewriter:
         self._prompt_tokens, self._before = prompt_tokens, before_tokens
 
     def event(self, event: bytes) -> bytes:
-        """One event, whole; the last one is passed on as it is."""
         if event.startswith(DONE):
             return event
         said = event_of(event)
@@ -158,7 +155,6 @@ class EventRewriter:
 
 
 def event_of(event: bytes) -> dict[str, Any]:
-    """The object of a server-sent event; raises FormatError for anything else."""
     text = event.strip()
     try:
         said = json.loads(text[5:]) if text.startswith(b"data:") else None
@@ -170,8 +166,6 @@ def event_of(event: bytes) -> dict[str, Any]:
 
 
 def _chat_logs(logs: dict[str, Any]) -> dict[str, Any]:
-    """A completion's log probabilities as a chat has them."""
-
     def one(token: str, logprob: float | None) -> dict[str, Any]:
         return {"token": token, "logprob": logprob, "bytes": list(token.encode())}
 
@@ -197,8 +191,6 @@ EVENT_END, PART, USAGE = b"\n\n", b"data: ", b'"usage":{'
 
 
 class RelayAttempt(RunningAttempt, AwaitingReply):
-    """From its `Run` to its end, its failure, or until it is given up."""
-
     streamed_blindly = True
     _call: EngineCall | None = None
     _over = False
@@ -207,7 +199,6 @@ class RelayAttempt(RunningAttempt, AwaitingReply):
     _kind = b""
     _streams = False
     _held = b""
-    """Of an event that has begun."""
     _size = 0
     _usage = b""
     _asks_ids = False
@@ -231,7 +222,6 @@ class RelayAttempt(RunningAttempt, AwaitingReply):
         self._now_s = context.now_s
         self._relay = request.answer.relay
         self._pieces: list[bytes] = []
-        """Of an answer that is not streamed."""
         self._pending: list[int] = []
         """Tokens whose text the server still holds back."""
 
@@ -338,7 +328,6 @@ class RelayAttempt(RunningAttempt, AwaitingReply):
         self._relay(data)
 
     def _whole_events(self, data: bytes) -> bytes:
-        """Those that are whole now."""
         data, mark, self._held = (self._held + data).rpartition(EVENT_END)
         if len(self._held) > MOST_BYTES:
             self._lied("an event without an end")
@@ -442,7 +431,6 @@ class RelayAttempt(RunningAttempt, AwaitingReply):
         return self._rewriter.event(event + EVENT_END)
 
     def _namesake(self) -> EventRewriter:
-        """Whoever writes in the name of the server that began."""
         stream, request = self.stream, self._request
         chat = request.asked.path == CHAT
         return EventRewriter(stream.first, chat, len(stream.prompt_ids), len(request.output))

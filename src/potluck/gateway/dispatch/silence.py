@@ -54,7 +54,6 @@ class AwaitingReply(ABC):
 
     def __init__(self, tokens: int) -> None:
         self.tokens = tokens
-        """Of the prompt that it computes."""
 
     @abstractmethod
     def stalled(self, kind: FailureKind) -> None:
@@ -67,7 +66,6 @@ class AwaitingReply(ABC):
     # What it says of itself.
 
     def expect(self, now_s: float) -> None:
-        """From now on its engine owes something."""
         self.owes = True
         self.since_s = self.heard_s = now_s
 
@@ -84,7 +82,6 @@ class AwaitingReply(ABC):
         self.heard_s = now_s
 
     def computed(self, now_s: float) -> None:
-        """Its prompt is done."""
         pulse = self.pulse
         if pulse is not None and self.owes:
             took_s = (now_s - self.since_s) / max(self.tokens, 1)
@@ -92,8 +89,6 @@ class AwaitingReply(ABC):
 
 
 class EnginePulse:
-    """One engine: when it was last heard of, and how it usually is."""
-
     __slots__ = ("debtors", "gap_s", "heard_s", "replica", "token_s")
 
     def __init__(self, replica: str) -> None:
@@ -145,7 +140,6 @@ class SilenceMonitor:
             self._later(SWEEP_S, self.sweep)
 
     def leave(self, debtor: AwaitingReply) -> None:
-        """Whatever comes of it, nothing more is expected."""
         pulse, debtor.pulse = debtor.pulse, None
         if pulse is not None:
             del pulse.debtors[debtor]
@@ -158,7 +152,6 @@ class SilenceMonitor:
             _stall(list(pulse.debtors), "replica")
 
     def sweep(self) -> None:
-        """Look at all of them, and again in a while if there are any."""
         now_s = self._now_s()
         late_s = now_s - self._swept_s - SWEEP_S
         self._swept_s = now_s

@@ -31,7 +31,6 @@ log = logging.getLogger(__name__)
 
 class IdleWatched(Protocol):
     heard_s: float
-    """By the wheel's clock."""
     silence_s: float
     slot: int
     """Where it is looked at next, which only the wheel writes; 0: nowhere."""
@@ -164,7 +163,6 @@ class EngineCall:
         self.wire: EngineConnection | None = None
         self.connecting: asyncio.Task[None] | None = None
         self.fresh = False
-        """It goes, or went, over a connection that was made for it."""
         self.over = False
 
     def cancel(self) -> None:
@@ -191,7 +189,6 @@ class EngineCall:
                 self.wire.resume()
 
     def lose(self, why: str) -> None:
-        """It failed, and its listener is told, once."""
         if self.over:
             return
         listener = self.listener
@@ -232,7 +229,6 @@ class EngineConnection(asyncio.Protocol):
         """Since when nobody uses it."""
 
     def take(self, call: EngineCall) -> None:
-        """Send a request over it."""
         assert self._transport is not None
         self._call = call
         self._reader = ResponseReader(call.bodiless)
@@ -272,7 +268,6 @@ class EngineConnection(asyncio.Protocol):
             self._transport.abort()
 
     def end(self, why: str) -> None:
-        """Close it, whatever is under way."""
         if self._call is not None:
             self._call.lose(why)
         else:
@@ -356,8 +351,6 @@ def plain(error: Exception) -> str:
 
 
 class ConnectionPool:
-    """The `Outgoing` of parts.py."""
-
     def __init__(
         self,
         *,
@@ -378,7 +371,6 @@ class ConnectionPool:
         self._sweeping: asyncio.TimerHandle | None = None
 
     def __len__(self) -> int:
-        """Connections that are open or being opened."""
         return len(self._wires) + len(self._connecting)
 
     def send(
@@ -429,7 +421,6 @@ class ConnectionPool:
         self._wires.add(wire)
 
     def keep(self, wire: EngineConnection) -> None:
-        """Its answer is over."""
         wire.kept_s = time.monotonic()
         self._kept.setdefault(wire.address, []).append(wire)
         if self._sweeping is None:
@@ -521,8 +512,6 @@ class NoResponse(PotluckError):
 
 
 class _Whole:
-    """A listener that keeps all it hears."""
-
     def __init__(self, most_bytes: int) -> None:
         self.answer: asyncio.Future[tuple[int, Headers, bytes]] = asyncio.get_running_loop().create_future()
         self._most_bytes = most_bytes
@@ -560,7 +549,6 @@ async def fetch(
     within_s: float = 5.0,
     most_bytes: int = 64_000_000,
 ) -> tuple[int, Headers, bytes]:
-    """Status, headers and body; raises `NoResponse`."""
     whole = _Whole(most_bytes)
     call = outgoing.send(address, method, path, body, whole, headers=headers, silence_s=within_s)
     try:

@@ -15,13 +15,10 @@ class HttpLimits:
     """All of it holds before anything is parsed or asked of anybody."""
 
     line_bytes: int = 8_192
-    """Of a request's first line."""
     head_bytes: int = 16_384
-    """Of that line and the headers."""
     fields: int = 100
     body_bytes: int = 8_000_000
     bodies_bytes: int = 256_000_000
-    """Of all requests that have not come whole."""
     connections: int = 65_536
     """At once, and no more than there are files for."""
     head_s: float = 10.0
@@ -30,7 +27,6 @@ class HttpLimits:
     """In which its body must have come; a large one has a second more for every `body_bytes_per_s` that are there."""
     body_bytes_per_s: int = 32_768
     idle_s: float = 75.0
-    """How long a connection is kept between requests."""
     stalled_s: float = 30.0
     """How long an answer waits for a client that reads nothing."""
     linger_s: float = 5.0

@@ -37,8 +37,6 @@ NO_LENGTH = -2
 
 
 class _Fields(dict[bytes, tuple[bytes, bytes]]):
-    """Field lines that were read."""
-
     __slots__ = ()
 
     def __missing__(self, line: bytes) -> tuple[bytes, bytes]:
@@ -96,7 +94,6 @@ def fields(lines: Sequence[bytes]) -> dict[bytes, bytes]:
 
 
 def _joined(lines: Sequence[bytes]) -> dict[bytes, bytes]:
-    """Where a name comes more than once."""
     found: dict[bytes, bytes] = {}
     for line in lines:
         name, value = _fields_read[line]
@@ -143,7 +140,6 @@ def length_of(headers: dict[bytes, bytes], v11: bool) -> int:
 
 
 def stays(headers: dict[bytes, bytes], v11: bool) -> bool:
-    """Whether the connection goes on after this message."""
     said = headers.get(b"connection")
     if said is None or not v11:
         return v11
@@ -171,7 +167,6 @@ class ChunkedReader:
         self.left = SIZE_LINE
         """Bytes of a chunk that have not come, or what is awaited."""
         self.held = b""
-        """A line that is not whole."""
         self._trailers = 0
         self.over = False
         self.rest = b""
@@ -267,8 +262,6 @@ _NEVER_NAME = re.compile(
 
 
 class HttpRequest:
-    """One that has come whole."""
-
     __slots__ = ("body", "headers", "method", "path", "query", "stays", "v11")
 
     def __init__(
@@ -280,8 +273,6 @@ class HttpRequest:
 
 
 class RequestReader:
-    """Fed with what comes, asked for whole requests."""
-
     __slots__ = (
         "_buffer",
         "_chunks",
@@ -300,9 +291,7 @@ class RequestReader:
         """What was not looked at, or is a part of a head."""
         self._scanned = 0
         self._coming: HttpRequest | None = None
-        """Its head is there, its body is not."""
         self._left = 0
-        """Bytes of its body that have not come."""
         self._chunks: ChunkedReader | None = None
         self._parts: list[bytes] = []
         self._parts_bytes = 0
@@ -315,14 +304,12 @@ class RequestReader:
 
     @property
     def held_bytes(self) -> int:
-        """All that is kept of requests that are not whole."""
         return len(self._buffer) + self._parts_bytes
 
     def feed(self, data: bytes) -> None:
         self._buffer = self._buffer + data if self._buffer else data
 
     def take(self) -> HttpRequest | None:
-        """The next one, if it is whole."""
         if self._coming is not None:
             return self._more() if self._buffer else None
         request = self._head()
@@ -358,7 +345,6 @@ class RequestReader:
         self._scanned = 0
 
     def _more(self) -> HttpRequest | None:
-        """Of the body of which a part is there."""
         request, data = self._coming, self._buffer
         assert request is not None
         self.wants = False
@@ -431,8 +417,6 @@ HEAD_BYTES = 65_536
 
 
 class ResponseReader:
-    """Fed with what comes for one request; gives back what of it is body."""
-
     __slots__ = ("_bodiless", "_buffer", "_chunks", "_left", "headers", "over", "rest", "status", "stays")
 
     def __init__(self, bodiless: bool) -> None:
@@ -442,10 +426,8 @@ class ResponseReader:
         self._chunks: ChunkedReader | None = None
         self._left = 0
         self.status = 0
-        """0 until the head is whole."""
         self.headers: dict[bytes, bytes] = {}
         self.stays = False
-        """The connection can be used again."""
         self.over = False
         self.rest = False
         """Something came after the end, which nobody asked for."""

@@ -29,8 +29,6 @@ LONGEST_ADDRESS = 100
 
 
 class InheritedSockets:
-    """The ports of a gateway that is to go."""
-
     def __init__(
         self,
         link: socket.socket,
@@ -44,7 +42,6 @@ class InheritedSockets:
         """Who gets nothing new, as operators told the one before."""
 
     def serving(self) -> None:
-        """From now on the one before is not needed."""
         with contextlib.suppress(OSError):  # it has ended by itself
             self._link.sendall(SERVING)
         self._link.close()
@@ -97,7 +94,6 @@ class SocketHandover:
         self._cordons = cordons
         self._path, self._on_handed = path, handed
         self.handed = False
-        """Whether a successor serves."""
         self._clients, self._operators = clients, operators
         self._loop = asyncio.get_running_loop()
         self._links: set[socket.socket] = set()

@@ -116,8 +116,6 @@ UNSERVED = frozenset(
 
 @dataclass(frozen=True, slots=True)
 class HandlerSettings:
-    """What holds for every request."""
-
     classes: frozenset[str] = frozenset(each.name for each in CLASSES)
     secret: bytes = b""
     """From which tenants' salts are made; empty: made up at the start."""
@@ -126,12 +124,9 @@ class HandlerSettings:
     served: ServedNames = ServedNames()
     """Under which names the gateway is reached; asked only where there are no keys."""
     most_open: int = 20_000
-    """Requests at once; more are turned away."""
 
 
 class ClientHandler(OpenRequests):
-    """The handler of the public port."""
-
     def __init__(
         self,
         cards: Mapping[str, ModelCard],
@@ -314,7 +309,6 @@ class ClientHandler(OpenRequests):
         validated: ValidatedRequest,
         prompts: list[tuple[int, ...]],
     ) -> None:
-        """All is known: let the driver see to it."""
         word = random_word()
         tenant, own = key.tenant, validated.own_salt
         base, adapter = validated.card.base or validated.card.name, validated.card.adapter

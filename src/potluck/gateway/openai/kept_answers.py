@@ -68,16 +68,12 @@ class PartialAnswer:
     created_s: float
     seed: int | None
     tokens: tuple[tuple[SampledToken, ...], ...]
-    """As they came."""
 
 
 @dataclass(frozen=True, slots=True)
 class RepeatKey:
-    """A request by its own name."""
-
     name: str
     digest: str
-    """Of what is asked."""
     lasting: bool
     """Whether it is computed to its end although its client left."""
 
@@ -121,7 +117,6 @@ class KeptAnswer:
             self.forget()
 
     def end(self) -> None:
-        """All of it is there."""
         self.add((END, b""))
         if self.open:
             self.open = False
@@ -129,7 +124,6 @@ class KeptAnswer:
             self._repeats.ended(self._path, self.size)
 
     def forget(self) -> None:
-        """Whoever asks again is answered anew."""
         if self.open:
             self.open = False
             with contextlib.suppress(OSError):
@@ -161,10 +155,7 @@ class AnswerReader:
 
 
 class KeptAnswers:
-    """A directory of such answers, for nobody else's eyes."""
-
     def __init__(self, folder: Path, later: Callable[[float, Callable[[], None]], object]) -> None:
-        """`later` is the event loop's `call_later`."""
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         self._folder, self.later = folder, later
         self._ended: deque[tuple[float, Path, int]] = deque()
@@ -250,7 +241,6 @@ class KeptAnswers:
                 oldest.unlink()
 
     def _sweep(self) -> None:
-        """Also what processes left that died."""
         self.later(SWEEP_S, self._sweep)
         with contextlib.suppress(OSError), os.scandir(self._folder) as found:
             for each in found:
@@ -327,7 +317,6 @@ class AnswerRecording:
         exchange.on_gone, exchange.on_room = self._gone, self._room
 
     def spoil(self) -> None:
-        """What comes is no answer to be kept."""
         self._failed = True
 
     def reply(
@@ -399,7 +388,6 @@ class AnswerRecording:
         return asks, word, created_s
 
     def drive(self, driver: Dispatcher, asked: ChoiceRequest, answer: AnswerSink) -> None:
-        """Have it answered, from where it was."""
         had = self._kept.had
         tokens = () if had is None or had.seed is None else had.tokens
         self._continued = bool(tokens)
@@ -456,7 +444,6 @@ class AnswerFollower:
         self._later(POLL_S, self.look)
 
     def _read(self) -> bool:
-        """Whether there was more."""
         frames = self._seen.more()
         for kind, payload in frames:
             self._pass_on(kind, payload)

@@ -41,16 +41,12 @@ NUMBERS = 3
 
 
 class QuotaUse(NamedTuple):
-    """What was used of a quota."""
-
     requests: float
     tokens: float
     open: float
 
 
 class SharedKeyUse:
-    """One key's use, by each worker."""
-
     __slots__ = ("_base", "_numbers", "_worker", "_workers")
 
     def __init__(self, numbers: memoryview[float], base: int, worker: int, workers: int) -> None:
@@ -94,7 +90,6 @@ class SharedUse:
         self._numbers = memoryview(self._map)[self._names_bytes : size].cast("d")
 
     def row(self, name: str) -> SharedKeyUse:
-        """The row of a key; made if it has none."""
         wanted = hashlib.sha256(name.encode()).digest()[:NAME_BYTES]
         first = int.from_bytes(wanted[:8], "big") % ROWS
         fcntl.lockf(self._file, fcntl.LOCK_EX)
@@ -134,8 +129,6 @@ OPEN_BESIDE = '{"open": "beside keys"}'
 
 @dataclass(frozen=True, slots=True)
 class KeyRecord:
-    """A key as the file has it."""
-
     name: str
     sha256: str
     tenant: str = DEFAULT_TENANT
@@ -150,14 +143,11 @@ class KeyRecord:
 
 @dataclass(frozen=True, slots=True)
 class ApiKey:
-    """Who asks."""
-
     name: str
     tenant: str
     allowance: KeyQuota
     classes: frozenset[str] | None = None
     expires_s: float | None = None
-    """By the calendar."""
     digest: bytes = b""
 
 
@@ -198,7 +188,6 @@ class KeyRing:
         return len(self._by_digest)
 
     def opened(self, now_s: float) -> bool:
-        """Whether nobody must show a key, now."""
         if now_s >= self._next_look_s:
             self.look(now_s)
         return self.open
@@ -238,7 +227,6 @@ class KeyRing:
         return found
 
     def look(self, now_s: float) -> None:
-        """Read the file again if it is another than it was."""
         self._next_look_s = now_s + LOOK_S
         self._recent = {}
         stamp = self._stamp()
@@ -348,7 +336,6 @@ def _expiry_s(line: KeyRecord) -> float | None:
 
 
 def read_expiry(text: str) -> float:
-    """A day or a time; without a zone it is UTC."""
     try:
         when = datetime.fromisoformat(text)
         return (when if when.tzinfo else when.replace(tzinfo=UTC)).timestamp()
@@ -379,8 +366,6 @@ Kind = Literal["requests", "tokens", "concurrent"]
 
 @dataclass(frozen=True, slots=True)
 class Quota:
-    """What a key may use; None: as much as there is."""
-
     requests_per_min: float | None = None
     tokens_per_min: float | None = None
     concurrent: int | None = None
@@ -403,15 +388,11 @@ class Quota:
 
 @dataclass(frozen=True, slots=True)
 class QuotaExceeded:
-    """Nothing is left of one kind."""
-
     kind: Kind
     retry_after_s: float
 
 
 class TokenBucket:
-    """Fills by `rate_per_s` up to `most`."""
-
     __slots__ = ("_level", "_seen_s", "most", "rate_per_s")
 
     def __init__(self, per_min: float, now_s: float) -> None:
@@ -457,7 +438,6 @@ class KeyQuota:
         self._row = row
         self._heard = QuotaUse(0.0, 0.0, 0.0) if row is None else row.others()
         self.open = 0
-        """Requests under way."""
         self._requests: TokenBucket | None = None
         self._tokens: TokenBucket | None = None
         self.quota = Quota()
@@ -490,7 +470,6 @@ class KeyQuota:
         return None
 
     def _hear(self, row: SharedKeyUse, now_s: float) -> None:
-        """What other processes have taken since."""
         before, self._heard = self._heard, row.others()
         if self._requests is not None:
             self._requests.level(now_s)
@@ -500,7 +479,6 @@ class KeyQuota:
             self._tokens.take(self._heard.tokens - before.tokens)
 
     def charge(self, tokens: int, now_s: float) -> QuotaExceeded | None:
-        """Tokens that the request is expected to use."""
         if self._tokens is None:
             return None
         wait_s = self._tokens.draw(float(tokens), now_s)

@@ -54,18 +54,14 @@ MOST_KEPT = 10_000
 
 
 class TenantLength:
-    """What one tenant's prompts to one model are like."""
-
     __slots__ = ("_chars", "_tokens", "asked", "chars_per_token")
 
     def __init__(self) -> None:
         self.chars_per_token = GUESSED_CHARS
         self.asked = 0
-        """Prompts whose length was reckoned."""
         self._chars = self._tokens = 0.0
 
     def learn(self, chars: int, tokens: int) -> None:
-        """A text of so many characters had so many tokens."""
         if chars <= 0 or tokens <= 0:
             return
         keep = 1.0 - 1.0 / RECENT
@@ -79,13 +75,10 @@ class TenantLength:
         return self.asked <= FEW or self.asked % SAMPLE == 0
 
     def fits(self, chars: int, more_tokens: int, room_tokens: int) -> bool:
-        """Whether it surely does."""
         return chars / self.chars_per_token * MARGIN + more_tokens <= room_tokens
 
 
 class LengthEstimates:
-    """All of them, made as they are needed."""
-
     def __init__(self) -> None:
         self._kept: dict[tuple[str, str], TenantLength] = {}
 
@@ -110,11 +103,8 @@ REMEMBER_BYTES = 8 << 20
 
 @dataclass(frozen=True, slots=True)
 class ModelCard:
-    """A model, as far as reading requests for it needs it."""
-
     name: str
     context_tokens: int
-    """Prompt and answer together."""
     text: ModelTokenizer | None = None
     """Its tokenizer; without one, only tokens can be sent to engines, and prompts to other servers are reckoned."""
     plain: bool = False
@@ -123,7 +113,6 @@ class ModelCard:
     ends: frozenset[int] = frozenset()
     """Tokens that end an answer and are not shown."""
     vocab: int = 0
-    """0: not known."""
     able: EngineAbilities = ENGINES
     created_s: int = 0
     base: str = ""
@@ -137,11 +126,9 @@ class ModelCard:
 
     @property
     def adapter(self) -> str:
-        """What engines call it, where it is one."""
         return self.name if self.base else ""
 
     def must_fit(self, chars: int) -> None:
-        """Said before anything is tokenised."""
         if chars > self.most_chars:
             raise CapacityError(
                 f"a prompt of {chars} characters cannot fit in {self.context_tokens} tokens; send less"
@@ -198,8 +185,6 @@ Prompt = str | tuple[int, ...]
 
 
 class RequestOptions(NamedTuple):
-    """How a request is to be treated."""
-
     request_class: str = DEFAULT_CLASS
     priority: int = 0
     deadline_s: float | None = None
@@ -210,8 +195,6 @@ class RequestOptions(NamedTuple):
 
 @dataclass(slots=True)
 class ValidatedRequest:
-    """What a client asks a model for."""
-
     card: ModelCard
     chat: bool
     body: dict[str, object]
@@ -226,7 +209,6 @@ class ValidatedRequest:
     limit: int | None
     stream: bool
     chars: int
-    """Of text that is to be tokenised."""
     own_salt: str | None = None
     """What the client itself sets its cached prefixes apart by."""
     length: TenantLength | None = None
@@ -396,7 +378,6 @@ def _texts(value: object) -> list[Message]:
 
 
 def reckoned(validated: ValidatedRequest) -> int:
-    """Prompt tokens, where the text is not tokenised."""
     known, length = 0, validated.length
     for prompt in validated.prompts:
         if not isinstance(prompt, str):
@@ -468,8 +449,6 @@ GREEDY = Sampling()
 
 
 class Submission:
-    """One request on its way to the driver."""
-
     def __init__(self, validated: ValidatedRequest, tenant: str, salt: str, path: bytes, body: bytes) -> None:
         self._wish, self._tenant, self._salt, self._path, self._body = validated, tenant, salt, path, body
         self.prompt_tokens = 0
@@ -607,7 +586,6 @@ class Submission:
 
 
 def growth_of(validated: ValidatedRequest) -> TextStream | None:
-    """How one answer's text grows; None where a server writes it."""
     return (
         None
         if validated.asked is None

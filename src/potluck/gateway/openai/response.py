@@ -51,8 +51,6 @@ NUMBERS = re.compile(rb'"(prompt|completion|cached)_tokens"[ \t\r\n]*:[ \t\r\n]*
 
 
 class StreamTail:
-    """The end of what went by."""
-
     __slots__ = ("pieces",)
 
     def __init__(self) -> None:
@@ -66,7 +64,6 @@ class StreamTail:
         return data.count(PART)
 
     def cut(self) -> None:
-        """So many pieces become one, which is not too long."""
         self.pieces = [b"".join(self.pieces)[-TAIL_BYTES:]]
 
     def counts(self) -> TokenCounts:
@@ -89,8 +86,6 @@ def counted(data: bytes) -> TokenCounts:
 
 
 class EventParser:
-    """Server-sent events out of bytes as they come, cut anywhere."""
-
     __slots__ = ("_held",)
 
     def __init__(self) -> None:
@@ -108,7 +103,6 @@ class EventParser:
 
 
 def parsed(data: bytes) -> dict[str, object]:
-    """A server's JSON object; raises FormatError for anything else."""
     try:
         found = json.loads(data)
     except (ValueError, RecursionError) as error:
@@ -126,7 +120,6 @@ class OpenRequests:
     """Where requests come in."""
 
     open = 0
-    """Requests under way."""
 
 
 class ResponseWriter:
@@ -136,7 +129,6 @@ class ResponseWriter:
     """
 
     limits = b""
-    """Lines that say what is left to the key."""
     validated: ValidatedRequest | None = None
     voices: Sequence[ChoiceWriter] = ()
     over = _begun = estimated = logprobs = False
@@ -227,7 +219,6 @@ class ResponseWriter:
         return now_s
 
     def say(self, data: bytes) -> None:
-        """A part of a stream."""
         if not self._begun:
             self.begin(200, EVENTS)
         self._exchange.write(data)
@@ -247,7 +238,6 @@ class ResponseWriter:
         return "null"
 
     def done(self, cached_tokens: int) -> None:
-        """A voice has said all it had to."""
         # A prompt counts once, and so does what of it was cached, however many answers it gets.
         self._cached = min(self._cached + cached_tokens, self.prompt_tokens)
         self._left -= 1
@@ -303,7 +293,6 @@ class ResponseWriter:
     # What goes wrong.
 
     def fail(self, error: HttpRefusal, outcome: str, after_s: float | None = None) -> None:
-        """It will not be answered, or not to its end."""
         if self.over:
             return
         self.over = True
@@ -320,7 +309,6 @@ class ResponseWriter:
             self._exchange.drop()
 
     def gone(self) -> None:
-        """The client left."""
         if not self.over:
             self.over = True
             self._cancel()
@@ -388,8 +376,6 @@ AGAIN = frozenset({429, 503})
 
 
 class RateLimited(HttpRefusal):
-    """Too much for now: with when to try again, and what is left."""
-
     def __init__(self, message: str, code: str, retry_after_s: float, lines: bytes = b"") -> None:
         super().__init__(429, message, code)
         self.retry_after_s = retry_after_s
@@ -397,7 +383,6 @@ class RateLimited(HttpRefusal):
 
 
 def limited(allowance: KeyQuota, spent: QuotaExceeded, now_s: float) -> RateLimited:
-    """That a key has used all it may for now."""
     quota = allowance.quota
     what = {
         "requests": f"{quota.requests_per_min:g} requests a minute" if quota.requests_per_min else "",
@@ -409,7 +394,6 @@ def limited(allowance: KeyQuota, spent: QuotaExceeded, now_s: float) -> RateLimi
 
 
 def refused_by_brain(refusal: Refuse) -> tuple[HttpRefusal, float | None]:
-    """As an error, and when to try again."""
     status, code = REFUSALS[refusal.reason]
     return HttpRefusal(status, refusal.detail or refusal.reason, code), refusal.retry_after_s
 
@@ -500,7 +484,6 @@ class ChoiceWriter:
             self._answering.fail(error, refusal.reason, after_s)
 
     def whole(self) -> Json:
-        """The choice of a reply that is not streamed."""
         if self.choice is not None:
             return self.choice
         answering = self._answering
@@ -672,7 +655,6 @@ class ChoiceWriter:
 
 
 def _refusal(status: int, said: Json) -> HttpRefusal:
-    """What an engine or a server finds wrong with a request, for all of its choices."""
     error = said.get("error")
     error = error if isinstance(error, dict) else {}
     code, param = (str(error[name]) if error.get(name) is not None else None for name in ("code", "param"))

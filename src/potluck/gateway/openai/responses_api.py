@@ -67,7 +67,6 @@ ROLES = ("user", "system", "developer", "assistant")
 
 
 def chat_of_response(body: Json) -> Json:
-    """The same as a chat's body; raises for what is more than a chat."""
     chat: Json = {}
     for name, value in body.items():
         if value is None or name in ("input", "instructions"):
@@ -166,7 +165,6 @@ class ResponsesExchange:
         self._over = False
 
     def read(self) -> None:
-        """Turn the request into a chat's."""
         self._asked = parse_object(self.body)
         self.body = compact(chat_of_response(self._asked))
 

@@ -127,7 +127,6 @@ class PageHistory:
 
     @property
     def tenants(self) -> dict[str, int]:
-        """Tokens of each in the last minute."""
         return dict(sum(self._tenants, Counter()))
 
     def columns(self) -> Point:
@@ -182,9 +181,7 @@ class Waterfall:
         self._zero_utc_s = zero_utc_s
         self._rows: dict[str, Row] = {}
         self._came_s: dict[str, float] = {}
-        """Those under way; by the desk's time."""
         self._shown: set[str] = set()
-        """Of those, the followed."""
         self._ended: deque[str] = deque(maxlen=LATEST)
         self._changed: dict[str, None] = {}
         self._begun = (0, 0)
@@ -208,7 +205,6 @@ class Waterfall:
         return self._rows.get(request)
 
     def watched(self, watched: bool) -> None:
-        """Whether somebody looks from now on."""
         self._watched, self._changed = watched, {}
 
     def latest(self) -> dict[str, Row]:

@@ -44,7 +44,6 @@ HEADERS = {
 QUIET_S = 10.0
 FILES = "/page/"
 READING = frozenset({"/live", "/history", "/moment", "/request"})
-"""What the page reads."""
 CHAT = "/chat"
 KEY_HEADER = "X-Potluck-Client-Key"
 MOST_BODY_BYTES = 1_000_000
@@ -61,7 +60,6 @@ class StaticFile(NamedTuple):
 
 @cache
 def files() -> dict[str, StaticFile]:
-    """By name."""
     found = {BASE: _read_file(BASE, base_css().encode())}
     for each in sorted(
         resources.files("potluck.gateway.page").joinpath("data").iterdir(), key=lambda one: one.name
@@ -77,8 +75,6 @@ def _read_file(name: str, body: bytes) -> StaticFile:
 
 @dataclass(slots=True)
 class PlaygroundProxy:
-    """`url` is known once clients are listened for."""
-
     url: str = ""
 
     async def answer(self, request: web.Request) -> web.StreamResponse:

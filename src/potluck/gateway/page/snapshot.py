@@ -19,9 +19,7 @@ from potluck.gateway.settings import GatewaySettings
 Row = dict[str, Any]
 Tables = dict[str, dict[str, Row]]
 LOST_S = 60.0
-"""How long a replica that was lost is still shown."""
 BUSY_S = 3.0
-"""Over which a replica's work is averaged."""
 FLOW_S = 4.0
 TOKENS_S = 8.0
 """Over which a replica's tokens are averaged: they are counted when its part in a request ends."""
@@ -53,8 +51,6 @@ class Rates(Generic[Key]):
 
 
 class KvFlows:
-    """KV that crosses between replicas lately: bytes a second, averaged."""
-
     def __init__(self) -> None:
         self._rates: Rates[tuple[str, str, str]] = Rates(FLOW_S, LEAST_FLOW_BYTES_PER_S)
 
@@ -288,7 +284,6 @@ class FleetSnapshot:
         }
 
     def _plain_row(self, view: ReplicaState) -> Row:
-        """What does not change while it lives."""
         member = view.member
         template = self._center.replica_models.templates.get(member.template)
         layout = None if template is None else template.replicas[member.index].layout
@@ -308,7 +303,6 @@ class FleetSnapshot:
 
 
 def gpu_of(layout: Layout) -> str:
-    """Its nodes by type: `1xA10 + 2 1xL4`."""
     parts = [name if count == 1 else f"{count} {name}" for name, count in layout.node_counts.items()]
     return " + ".join(parts)
 

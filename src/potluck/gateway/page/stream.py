@@ -34,15 +34,12 @@ MOST_MESSAGES = 40
 
 
 class PageReader:
-    """Somebody who reads."""
-
     def __init__(self) -> None:
         self._messages: deque[bytes] = deque()
         self._news = asyncio.Event()
         self.late = False
         """It was too slow: what waits for it is not all there was."""
         self.over = False
-        """Nothing more comes."""
 
     def put(self, message: bytes) -> None:
         if len(self._messages) >= MOST_MESSAGES:
@@ -52,7 +49,6 @@ class PageReader:
         self._news.set()
 
     def again(self, whole: bytes) -> None:
-        """Begin anew, with everything."""
         self._messages.clear()
         self.late = False
         self.put(whole)
@@ -103,7 +99,6 @@ class PageStream:
     # History.
 
     def look(self) -> None:
-        """At every tick of the desk."""
         now_s = self._clock()
         if self.hour.due(now_s):
             tables = self._before if self._watchers else self._tables(now_s)
@@ -113,7 +108,6 @@ class PageStream:
         return self._sight.look(now_s, self.hour.tenants)
 
     def history(self) -> Row:
-        """All that is kept, for who wants to keep it longer."""
         return {
             "format": FORMAT,
             "version": VERSION,
@@ -132,7 +126,6 @@ class PageStream:
     # Who watches.
 
     def watch(self) -> PageReader | None:
-        """One more; None where there are enough."""
         if len(self._watchers) >= MOST_WATCHERS:
             return None
         if not self._watchers:
@@ -206,7 +199,6 @@ class PageStream:
                     watcher.again(whole)
 
     def news(self) -> Row:
-        """What is not as it was at the tick before."""
         now_s = self._clock()
         after = self._tables(now_s)
         changed, gone = changes(self._before, after)
@@ -264,5 +256,4 @@ def event_of(each: Decision) -> Row:
 
 
 def message(kind: str, what: Row) -> bytes:
-    """A server-sent event."""
     return f"event: {kind}\ndata: {json.dumps(what, separators=(',', ':'))}\n\n".encode()

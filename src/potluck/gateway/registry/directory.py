@@ -23,7 +23,6 @@ class ReplicaDirectory:
         return tuple(self._endpoints.values())
 
     def refresh(self) -> None:
-        """Its endpoints have changed."""
         self._by_segments = frozenset(each.model for each in self._endpoints.values() if each.kind == "face")
         self._own, self._adapters = abilities_of(self._endpoints.values())
 

@@ -21,14 +21,11 @@ KEEP = 0.95
 
 
 class ResponseTimes(NamedTuple):
-    """What is remembered of an engine's answers."""
-
     longest_s: float = MOST_S / FACTOR
     """Of late. One that is new is given the most time."""
 
     @property
     def limit_s(self) -> float:
-        """Without an answer for so long it is silent."""
         return min(MOST_S, max(LEAST_S, FACTOR * self.longest_s))
 
     def heard(self, took_s: float) -> ResponseTimes:
@@ -55,13 +52,10 @@ class LinkCounters:
     goodput_bytes_per_s: float
     queue_bytes: float
     retransmits: float = 0.0
-    """Segments of TCP that it sent again."""
 
 
 @dataclass(frozen=True, slots=True)
 class StatusReport:
-    """What `GET /status` answered."""
-
     model: str
     fingerprint: str
     role: str
@@ -74,7 +68,6 @@ class StatusReport:
     links: tuple[LinkCounters, ...]
     problem: str
     own: bool = False
-    """Whether it takes clients' own requests."""
     adapters: tuple[str, ...] = ()
     version: str = ""
     kv_version: int = 0
@@ -86,7 +79,6 @@ class StatusReport:
 
 
 def read_status(body: bytes, host: str = "") -> StatusReport:
-    """What an engine says of itself; `host` is where it was asked."""
     data = _object(body)
     idle = not _number(data, "running") and not _number(data, "waiting")
     status = ReplicaStatus(
@@ -215,13 +207,10 @@ class EngineNoAnswer(PotluckError):
 
 @dataclass(slots=True, eq=False)
 class EngineRecord:
-    """Written by the keeper alone."""
-
     entry: EngineEntry
     up: bool = False
     said: StatusReport | None = None
     heard_s: float = 0.0
-    """When it last answered."""
     replica: str = ""
     """Which one it is at present; empty: none."""
     note: str = "was not heard of yet"
@@ -229,7 +218,6 @@ class EngineRecord:
     cache_epoch: int | None = None
     cache_after: int = 0
     peers: frozenset[str] | None = None
-    """Those it was told of last."""
     drained: bool = False
     """Whether it was told to take nothing new."""
     drained_elsewhere: bool = False
@@ -247,8 +235,6 @@ class EngineRecord:
 
 
 class EngineClient:
-    """Makes the calls; knows no state."""
-
     def __init__(self, outgoing: ConnectionPool) -> None:
         self._outgoing = outgoing
 
@@ -281,7 +267,6 @@ class EngineClient:
         return read_status(await self.ask(engine, b"GET", b"/status"), engine.entry.address.host)
 
     async def served_model(self, engine: EngineRecord) -> str:
-        """What a server of plain OpenAI calls its first model."""
         data = json.loads(await self.ask(engine, b"GET", b"/v1/models"))
         try:
             return str(data["data"][0]["id"])
@@ -316,7 +301,6 @@ class EngineClient:
     async def move(
         self, source: EngineRecord, target: EngineRecord, request: str, names: list[str], codec: str
     ) -> None:
-        """Have a cached prefix copied from one engine to another."""
         body = {"request": request, "blocks": names, "codec": codec}
         lent = json.loads(await self.ask(source, b"POST", b"/prefixes/lend", body, MOVE_S))
         if source.said is None:

@@ -30,8 +30,6 @@ KINDS = get_args(EngineKind)
 
 @dataclass(frozen=True, slots=True)
 class EngineEntry:
-    """One engine as it was told."""
-
     url: str
     address: Address
     kind: EngineKind = "face"
@@ -42,7 +40,6 @@ class EngineEntry:
     replica: str = ""
     """The one replica that it was started for, by its id; a controller says so."""
     served_model: str = ""
-    """What it calls the model, where that differs."""
     token_ids: bool = False
     """Whether it can be asked for token ids with its text (vLLM's `return_token_ids`)."""
     cache_salt: bool = False
@@ -50,7 +47,6 @@ class EngineEntry:
     key: str = field(default="", repr=False)
 
     def suits(self, member: ReplicaSpec) -> bool:
-        """Whether it may be this replica."""
         if self.replica:
             return self.replica == member.id
         return (
@@ -182,7 +178,6 @@ class EngineListFile:
         self._stamp = self._stamped()
         self.entries = self._read()
         self.problem = ""
-        """Why the file as it is now is not used."""
 
     def changed(self) -> bool:
         """Whether `entries` are others than at the last call."""

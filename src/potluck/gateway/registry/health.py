@@ -34,8 +34,6 @@ SEGMENT_BYTES = 1448
 
 @dataclass(slots=True)
 class LinkTraffic:
-    """What crossed a link in a period."""
-
     moved_bytes: float = 0.0
     busy_s: float = 0.0
     """Of all transfers together."""
@@ -106,12 +104,10 @@ class HealthChecker:
         self._planned_gbps = planned_gbps
         self._grants = grants
         self._granted: dict[str, list[dict[str, object]]] = {}
-        """By replica."""
         self._shares: dict[tuple[str, str], float] = {}
         """Of each link's bandwidth, what is dealt out."""
         self._looked_s = time.monotonic()
         self.links: tuple[LinkReported, ...] = ()
-        """As last told."""
         self.lateness = EmulationLag()
         self.moved: Callable[[str, str, str, int, float], None] = lambda source, target, codec, size, took_s: (
             None
@@ -119,7 +115,6 @@ class HealthChecker:
         """Hears what crossed from one replica to another since the last look: parts.Meter."""
 
     def meet(self) -> None:
-        """Watch those that are new."""
         loop = asyncio.get_running_loop()
         for engine in self._keeper.engines:
             if engine.watching is None or engine.watching.done():

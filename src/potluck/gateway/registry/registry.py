@@ -51,8 +51,6 @@ log = logging.getLogger(__name__)
 
 @dataclass(slots=True, eq=False)
 class ReplicaSlot:
-    """One replica that the Brain wants, and the engine that fills its place."""
-
     member: ReplicaSpec
     role: Role
     draining: bool = False
@@ -70,7 +68,6 @@ class WantedFleet:
     """URLs of engines that are nobody any more."""
     replan: Replan | None
     version: int
-    """Grows with every change."""
 
 
 class ReplicaRegistry(ReplicaDirectory):
@@ -198,7 +195,6 @@ class ReplicaRegistry(ReplicaDirectory):
     # What engines say (watch.py).
 
     def heard(self, engine: EngineRecord) -> None:
-        """It answered; `engine.said` is new."""
         engine.up = True
         engine.heard_s = time.monotonic()
         self._emptied_elsewhere(engine)
@@ -271,7 +267,6 @@ class ReplicaRegistry(ReplicaDirectory):
         self.bind()
 
     def bind(self) -> None:
-        """Give every wanted replica an engine that is there for it."""
         if self._binding:
             return
         self._binding = True

@@ -36,7 +36,6 @@ from potluck.runtime.log_lines import blocks_of, line, names, read_line
 MOST_BYTES = 64_000_000
 """Of a line that has not ended, or of what the other side has not read."""
 MOST_KEPT = 100_000
-"""Lines that wait for a connection."""
 LAZY_S = 0.005
 """How long news wait for company that change nothing at once: the other process is woken less often."""
 
@@ -61,7 +60,6 @@ class WorkerChannel(asyncio.Protocol):
         self._loop = asyncio.get_running_loop()
 
     def send(self, letter: str, text: str) -> None:
-        """`text` has no line end."""
         if not self._soon:
             self._soon = True
             self._loop.call_soon(self.flush)
@@ -236,7 +234,6 @@ class RemoteBrainClient:
         self.joined = True
         self.untold: set[str] = set()
         self.waiting: Callable[[], None] = lambda: None
-        """Called when an untold request's attempt fails: it can be told of at once."""
 
     def tell(self, event: Event) -> None:
         if not self.joined:
@@ -288,7 +285,6 @@ class WorkerMeter(Counters):
         self._said = ""
 
     def watch(self, read: bool) -> None:
-        """Whether somebody wants to see what happens."""
         self.published = self._publish if read else None
 
     def _publish(self, kind: str, what: dict[str, object]) -> None:
@@ -344,8 +340,6 @@ def _asked(said: list[Any]) -> ChoiceRequest:
 
 
 class WorkerMeterReceiver:
-    """At the desk: one worker's counts and news, said to the meter that has all of them."""
-
     def __init__(self, meter: FullMeter) -> None:
         self._meter = meter
         self._open = 0

@@ -49,19 +49,15 @@ log = logging.getLogger(__name__)
 
 @dataclass
 class BrainProcessContext:
-    """What all processes of a gateway have from their parent."""
-
     home: Path
     """A directory for nobody else's eyes."""
     brain_loop: socket.socket
-    """Where workers call."""
     clients: Sequence[Sequence[socket.socket]]
     """The clients' port: for each worker the sockets that it listens on."""
     operators: Sequence[socket.socket] = ()
     life: int = -1
     """Readable when the parent is gone."""
     again: bool = False
-    """Whether there was a desk before."""
     taken: InheritedSockets | None = None
     """The gateway whose ports these were, until this one serves."""
     orphaned: bool = False
@@ -80,7 +76,6 @@ class BrainProcessContext:
 
 
 def answers_in(settings: GatewaySettings, post: BrainProcessContext) -> Path:
-    """Where answers lie for whoever asks again."""
     return (settings.state or post.home) / "answers"
 
 
@@ -138,7 +133,6 @@ class SupervisedProcess:
         return code
 
     def ended(self) -> int | None:
-        """Its code, if it has."""
         pid, status = os.waitpid(self.pid, os.WNOHANG)
         if not pid:
             return None
@@ -180,7 +174,6 @@ class SupervisedProcess:
                 os.kill(self.pid, number)
 
     def end(self, within_s: float) -> None:
-        """By itself if it does so in time."""
         until_s = time.monotonic() + within_s
         while self.pid and self.ended() is None:
             if time.monotonic() >= until_s:
@@ -201,7 +194,6 @@ def worker(
 
 
 Desk = Callable[[BrainProcessContext], None]
-"""What a desk does until it is told to end."""
 
 
 class Supervisor:
@@ -252,7 +244,6 @@ class Supervisor:
         self._desk.send(signal.SIGTERM)
 
     def _look(self, now_s: float) -> bool:
-        """Whether to go on."""
         if self._stopping:
             return bool(self._desk.pid) and self._desk.ended() is None
         code = self._desk.look(now_s)
@@ -271,7 +262,6 @@ class Supervisor:
         return True
 
     def _end(self) -> None:
-        """Whatever is left; workers that were told to end are about to."""
         self._stopping = True
         self._desk.end(0.0)
         for each in self._workers:

@@ -27,8 +27,6 @@ from potluck.gateway.settings import GatewaySettings, ListenAddresses
 
 
 class Worker:
-    """All of it in one event loop."""
-
     def __init__(
         self,
         cards: Mapping[str, ModelCard],
@@ -72,7 +70,6 @@ class Worker:
         self.port: ClientListener | None = None
 
     async def listen(self, settings: GatewaySettings, sockets: Sequence[socket.socket] = ()) -> str:
-        """At `sockets` that listen already, if there are any."""
         places = settings.places
         tls = None if settings.tls is None else server_tls(*settings.tls)
         self.port = await open_port(self.door, places.host, places.port, tls=tls, taken=sockets)
@@ -96,14 +93,11 @@ def calls_of(settings: GatewaySettings) -> ConnectionPool:
 
 @dataclass(frozen=True, slots=True)
 class ModelCardNote:
-    """A model; what its files say is read where it is needed."""
-
     name: str
     context_tokens: int
     vocab: int
     plain: bool
     folder: str | None
-    """Where its tokenizer lies."""
     pretended: bool = False
     """Engines act as a larger model than the files are of, and answer as long requests as that would."""
 
@@ -122,7 +116,6 @@ class ModelCardNote:
 @dataclass(frozen=True, slots=True)
 class WorkerSetup:
     place: int
-    """Which of the workers it is."""
     workers: int
     host: str
     port: int
@@ -144,7 +137,6 @@ class WorkerSetup:
     usage: str | None = None
     """Where records of use are written."""
     answers: str | None = None
-    """Where answers lie for whoever asks again."""
 
     def text(self) -> str:
         return json.dumps(encode(self))

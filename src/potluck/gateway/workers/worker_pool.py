@@ -25,8 +25,6 @@ START_S = 60.0
 
 
 class WorkerSlot:
-    """One worker, as long as its process lives."""
-
     def __init__(self, worker_pool: WorkerPool) -> None:
         self._crew = worker_pool
         self.channel = WorkerChannel(self._heard, self._gone)
@@ -72,7 +70,6 @@ class WorkerPool:
         self._listening: dict[int, str] = {}
         self._all: asyncio.Event = asyncio.Event()
         self._none: asyncio.Event = asyncio.Event()
-        """All have ended."""
         self._reasons = ""
         self._watched = False
         self._closing = False
@@ -96,7 +93,6 @@ class WorkerPool:
         return self._listening[0]
 
     async def close(self, within_s: float) -> None:
-        """They end what is open, and then themselves."""
         self._closing = True
         for seat in self._seats:
             seat.channel.send(brain_client.CLOSE, "")

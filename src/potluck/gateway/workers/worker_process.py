@@ -40,8 +40,6 @@ log = logging.getLogger(__name__)
 
 
 class WorkerProcess:
-    """What came from the desk, and the worker that it is for."""
-
     def __init__(self, path: str, place: int) -> None:
         self._path, self._place = path, place
         self._loop = asyncio.get_running_loop()
@@ -97,7 +95,6 @@ class WorkerProcess:
         self.channel.send(brain_client.HELLO, str(self._place))
 
     async def _join(self) -> None:
-        """Call until another desk answers."""
         assert self.line is not None
         try:
             async with asyncio.timeout(LONELY_S):
@@ -218,7 +215,6 @@ async def _flush(meter: WorkerMeter) -> None:
 
 
 def run(path: str, place: int, sockets: Sequence[socket.socket], serves: Callable[[], None]) -> None:
-    """Until it is told to end: it listens at `sockets`, and says when it `serves`."""
     import uvloop
 
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
