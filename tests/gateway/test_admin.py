@@ -27,10 +27,10 @@ from potluck.core.state.actions import Run
 from potluck.core.values.route import Route, Segment, aggregated, handed_over
 from potluck.gateway.admin import families as known
 from potluck.gateway.admin.app import MOST_READERS, AdminContext, EventFeed, build_admin
-from potluck.gateway.admin.counters import MOST_SERIES, Counters, FullMeter, Spans
+from potluck.gateway.admin.counters import MOST_SERIES, Counters, Spans
 from potluck.gateway.admin.families import FAMILIES
 from potluck.gateway.admin.metrics import GatewayMetrics
-from potluck.gateway.admin.operations import Json, NoOperations, QueueView, ReplicaView
+from potluck.gateway.admin.operations import Json, Operations, QueueView, ReplicaView
 from potluck.gateway.openai.keys import KeyRing
 from potluck.gateway.values import ChoiceRequest, RequestOutcome
 
@@ -38,7 +38,7 @@ TOLD = RequestOutcome("req-1", "ann", "co", "m", "standard", "stop", 200, 100, 6
 ASKED = ChoiceRequest("a1", "m", (1, 2), 2, 5)
 
 
-class Fleet(NoOperations):
+class Fleet(Operations):
     """A replica that is ready, and one that is not."""
 
     def __init__(self) -> None:
@@ -55,6 +55,15 @@ class Fleet(NoOperations):
 
     def snapshot(self) -> Json:
         return {"fleet": ["r1", "r2"]}
+
+    def fleet(self) -> Json:
+        return {"engines": []}
+
+    def wanted(self) -> Json:
+        return {}
+
+    def decisions(self, after: int) -> Json:
+        return {}
 
     def set_fleet(self, body: Json) -> Json:
         if "engines" not in body:
@@ -208,8 +217,8 @@ def test_a_slow_reader_of_events_loses_the_oldest_and_is_told() -> None:
 
 
 @asynccontextmanager
-async def office(key: str | None = None) -> AsyncIterator[tuple[ClientSession, Fleet, EventFeed, FullMeter]]:
-    fleet, feed, meter = Fleet(), EventFeed(), FullMeter()
+async def office(key: str | None = None) -> AsyncIterator[tuple[ClientSession, Fleet, EventFeed, Counters]]:
+    fleet, feed, meter = Fleet(), EventFeed(), Counters()
     built = build_admin(
         AdminContext(GatewayMetrics(meter, fleet), fleet, feed, lambda: {"keys": {"problem": ""}}, key)
     )
@@ -289,7 +298,7 @@ def test_the_operators_port_has_a_key_of_its_own() -> None:
 def test_everything_that_happens_is_published_without_prompts() -> None:
     said: list[tuple[str, dict[str, object]]] = []
     told: list[RequestOutcome] = []
-    meter = FullMeter(told.append)
+    meter = Counters(told=told.append)
     meter.published = lambda kind, what: said.append((kind, what))
     secret = ASKED._replace(prompt=(987_654,), body=b"my secret")
     meter.routed(secret, run(handed_over("a", "b", 4)))
@@ -329,8 +338,8 @@ def test_spans_of_one_answer_are_one_trace_and_tell_nothing_of_prompts() -> None
     thread.start()
     spans = Spans(f"http://127.0.0.1:{server.server_port}/v1/traces")
     secret = ASKED._replace(body=b"my secret")
-    spans.segment(secret, "r1", 1.0, 2.0, 30)
-    spans.segment(secret, "r2", 1.0, 2.0, 30, "it died")
+    spans("segment", secret, ("r1", 1.0, 2.0, 30, ""))
+    spans("segment", secret, ("r2", 1.0, 2.0, 30, "it died"))
     spans.close()
     server.shutdown()
     thread.join()

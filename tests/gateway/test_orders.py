@@ -21,7 +21,7 @@ from potluck.core.values.plan import Deployment, NodeCount, Plan, PlannedReplica
 from potluck.core.values.replica_spec import ReplicaSpec
 from potluck.core.values.types import NodeOffer, Region, Role
 from potluck.gateway.admin.app import AdminContext, EventFeed, build_admin
-from potluck.gateway.admin.counters import FullMeter
+from potluck.gateway.admin.counters import Counters
 from potluck.gateway.admin.metrics import GatewayMetrics
 from potluck.gateway.admin.operations import Operations
 from potluck.gateway.brain_loop.core import BrainLoop, DecisionLog
@@ -189,7 +189,7 @@ def test_both_are_posted_to_the_operators_port_with_its_key() -> None:
     heard: list[Event] = []
     fleet.brain_loop.watchers.append(lambda at_s, event, actions: heard.append(event))
     office = AdminContext(
-        GatewayMetrics(FullMeter(lambda told: None, None, lambda name: "")),
+        GatewayMetrics(Counters(), fleet.oversight),
         fleet.oversight,
         EventFeed(),
         key="k",
@@ -229,9 +229,7 @@ def test_the_market_is_told_and_decisions_are_read_over_http() -> None:
         quote=told.append,
     )
     oversight = Operations(core)  # type: ignore[arg-type]
-    office = AdminContext(
-        GatewayMetrics(FullMeter(lambda told: None, None, lambda name: "")), oversight, EventFeed()
-    )
+    office = AdminContext(GatewayMetrics(Counters(), oversight), oversight, EventFeed())
 
     async def run() -> list[tuple[int, Any]]:
         found = []

@@ -31,7 +31,7 @@ from potluck.core.state.events import (
 from potluck.core.state.policy import Policy
 from potluck.core.values.route import aggregated, handed_over
 from potluck.core.values.types import Request
-from potluck.gateway.admin.counters import FullMeter
+from potluck.gateway.admin.counters import Counters
 from potluck.gateway.admin.families import REQUESTS
 from potluck.gateway.brain_loop.core import BrainLoop
 from potluck.gateway.settings import GatewaySettings, ListenAddresses
@@ -136,7 +136,7 @@ def workers_of(pid: int) -> dict[int, int]:
 
 def test_workers_share_the_brain_and_the_limits_and_are_replaced(tmp_path: Path) -> None:
     async def run(post: BrainProcessContext, supervisor: int) -> None:
-        mind, meter = Mind(), FullMeter()
+        mind, meter = Mind(), Counters()
         upstream = await asyncio.start_server(engine, "127.0.0.1", 0)
         core = center_of(mind, upstream.sockets[0].getsockname()[1])
         keys = tmp_path / "keys"
@@ -272,7 +272,7 @@ def test_a_workers_counts_are_added_once_and_end_with_it() -> None:
         )
         used: list[RequestOutcome] = []
         hand = WorkerMeter(channel, lambda replica: "", spans=False)
-        meter = FullMeter(used.append)
+        meter = Counters(told=used.append)
         told = RequestOutcome("r", "k", "t", "m", "c", "stop", 200, 5, 0, 3, 1.0, 2.0, 3.0, True)
         hand.came("m", "t")
         hand.came("m", "t")

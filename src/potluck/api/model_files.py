@@ -92,32 +92,14 @@ class JsonMembers:
 
 FILE = "generation_config.json"
 NEUTRAL: dict[str, tuple[object, ...]] = {
-    "bad_words_ids": ([],),
-    "begin_suppress_tokens": ([],),
-    "constraints": ([],),
-    "diversity_penalty": (0.0,),
-    "encoder_repetition_penalty": (1.0,),
-    "epsilon_cutoff": (0.0,),
-    "eta_cutoff": (0.0,),
-    "exponential_decay_length_penalty": (),
-    "force_words_ids": ([],),
-    "forced_bos_token_id": (),
-    "forced_eos_token_id": (),
-    "guidance_scale": (1.0,),
-    "min_length": (0,),
-    "min_new_tokens": (0,),
-    "no_repeat_ngram_size": (0,),
-    "num_beams": (1,),
-    "penalty_alpha": (0.0,),
-    "presence_penalty": (0.0,),
-    "frequency_penalty": (0.0,),
-    "sequence_bias": ({},),
-    "stop_strings": ([],),
-    "suppress_tokens": ([],),
-    "top_h": (),
-    "typical_p": (1.0,),
-    "watermarking_config": (),
-}
+    "bad_words_ids": ([],), "begin_suppress_tokens": ([],), "constraints": ([],), "diversity_penalty": (0.0,),
+    "encoder_repetition_penalty": (1.0,), "epsilon_cutoff": (0.0,), "eta_cutoff": (0.0,),
+    "exponential_decay_length_penalty": (), "force_words_ids": ([],), "forced_bos_token_id": (),
+    "forced_eos_token_id": (), "guidance_scale": (1.0,), "min_length": (0,), "min_new_tokens": (0,),
+    "no_repeat_ngram_size": (0,), "num_beams": (1,), "penalty_alpha": (0.0,), "presence_penalty": (0.0,),
+    "frequency_penalty": (0.0,), "sequence_bias": ({},), "stop_strings": ([],), "suppress_tokens": ([],),
+    "top_h": (), "typical_p": (1.0,), "watermarking_config": (),
+}  # fmt: skip
 """What else of the file would change which tokens are drawn, and the values with which it does not."""
 
 

@@ -18,75 +18,31 @@ from potluck.core.errors import FormatError, InputError
 from potluck.core.replica.block_values import LONGEST_SALT
 from potluck.core.values.sampling import Sampling, SamplingDefaults
 
-SILENT = frozenset(
-    {
-        "metadata",
-        "parallel_tool_calls",
-        "prediction",
-        "prompt_cache_key",
-        "prompt_cache_retention",
-        "request_id",
-        "safety_identifier",
-        "user",
-    }
-)
+SILENT = frozenset({
+    "metadata", "parallel_tool_calls", "prediction", "prompt_cache_key", "prompt_cache_retention", "request_id",
+    "safety_identifier", "user",
+})  # fmt: skip
 """Fields that change nothing about the answer, whatever they say."""
 
-PENALTIES: dict[str, tuple[object, ...]] = {
-    "presence_penalty": (0,),
-    "frequency_penalty": (0,),
-    "repetition_penalty": (1,),
-}
-TOOLS: dict[str, tuple[object, ...]] = {
-    "tools": ([],),
-    "tool_choice": ("none", "auto"),
-    "functions": ([],),
-    "function_call": ("none", "auto"),
-}
-BEAMS: dict[str, tuple[object, ...]] = {
-    "use_beam_search": (False,),
-    "length_penalty": (1,),
-    "early_stopping": (False,),
-}
-GUIDES: dict[str, tuple[object, ...]] = {
-    "structured_outputs": ({},),
-    "guided_json": (),
-    "guided_regex": (),
-    "guided_choice": (),
-    "guided_grammar": (),
-    "guided_decoding_backend": (),
-    "logit_bias": ({},),
-    "allowed_token_ids": (),
-    "bad_words": ([],),
-}
-OTHERS: dict[str, tuple[object, ...]] = {
-    "add_generation_prompt": (True,),
-    "audio": (),
-    "chat_template": (),
-    "chat_template_kwargs": ({},),
-    "continue_final_message": (False,),
-    "documents": ([],),
-    "echo": (False,),
-    "kv_transfer_params": ({},),
-    "logits_processors": ([],),
-    "mm_processor_kwargs": ({},),
-    "modalities": (["text"],),
-    "prompt_logprobs": (),
-    "reasoning_effort": ("none",),
-    "return_token_ids": (False,),
-    "return_tokens_as_token_ids": (False,),
-    "service_tier": ("auto", "default"),
-    "spaces_between_special_tokens": (True,),
-    "store": (False,),
-    "suffix": ("",),
-    "truncate_prompt_tokens": (-1,),
-    "vllm_xargs": ({},),
-    "verbosity": ("medium",),
-    "web_search_options": (),
-}
+Neutral = dict[str, tuple[object, ...]]
+PENALTIES: Neutral = {"presence_penalty": (0,), "frequency_penalty": (0,), "repetition_penalty": (1,)}
+TOOLS: Neutral = {
+    "tools": ([],), "tool_choice": ("none", "auto"), "functions": ([],), "function_call": ("none", "auto"),
+}  # fmt: skip
+OTHERS: Neutral = {
+    "use_beam_search": (False,), "length_penalty": (1,), "early_stopping": (False,),
+    "structured_outputs": ({},), "guided_json": (), "guided_regex": (), "guided_choice": (), "guided_grammar": (),
+    "guided_decoding_backend": (), "logit_bias": ({},), "allowed_token_ids": (), "bad_words": ([],),
+    "add_generation_prompt": (True,), "audio": (), "chat_template": (), "chat_template_kwargs": ({},),
+    "continue_final_message": (False,), "documents": ([],), "echo": (False,), "kv_transfer_params": ({},),
+    "logits_processors": ([],), "mm_processor_kwargs": ({},), "modalities": (["text"],), "prompt_logprobs": (),
+    "reasoning_effort": ("none",), "return_token_ids": (False,), "return_tokens_as_token_ids": (False,),
+    "service_tier": ("auto", "default"), "spaces_between_special_tokens": (True,), "store": (False,), "suffix": ("",),
+    "truncate_prompt_tokens": (-1,), "vllm_xargs": ({},), "verbosity": ("medium",), "web_search_options": (),
+}  # fmt: skip
 DRAWN = frozenset(PENALTIES) | {"logit_bias", "response_format"}
 """What engines that run segments can do, each time a token is drawn (`drawing.py`)."""
-KNOWN = PENALTIES | TOOLS | BEAMS | GUIDES | OTHERS
+KNOWN = PENALTIES | TOOLS | OTHERS
 """Fields that some engine honours, each with the values that ask for nothing."""
 ODD = frozenset(KNOWN) | {"response_format"}
 
@@ -300,18 +256,23 @@ def completion_of(
     _within("logprobs", asked.logprobs or 0, 0, able.most_logprobs)
     if asked.best_of != 1 and (asked.best_of < asked.n or (asked.best_of > asked.n and not able.more_draws)):
         raise InputError("best_of", "must be n for this engine; leave it out")
-    if isinstance(prompt, str):
-        return asked, [prompt]
-    if not isinstance(prompt, list) or not prompt:
-        raise FormatError("prompt", "must be text, a list of texts, tokens, or a list of tokens")
-    if all(type(item) is int for item in prompt):
-        return asked, [tuple(prompt)]
-    if len(prompt) * asked.n > able.most_choices:
+    if isinstance(prompt, list) and len(prompt) * asked.n > able.most_choices and type(prompt[0]) is not int:
         many = f"{len(prompt)} prompts and n {asked.n} are more than {able.most_choices} answers"
         raise InputError("prompt", many)
-    return asked, [
+    return asked, prompts_of(prompt)
+
+
+def prompts_of(value: object) -> list[str | tuple[int, ...]]:
+    """Each text or tokens."""
+    if isinstance(value, str):
+        return [value]
+    if not isinstance(value, list) or not value:
+        raise FormatError("prompt", "must be text, a list of texts, tokens, or a list of tokens")
+    if all(type(item) is int for item in value):
+        return [tuple(value)]
+    return [
         item if isinstance(item, str) else tokens_of(item, f"prompt[{place}]")
-        for place, item in enumerate(prompt)
+        for place, item in enumerate(value)
     ]
 
 

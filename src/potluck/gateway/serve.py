@@ -16,7 +16,7 @@ from potluck.api.http import ServedNames, server_tls
 from potluck.core.state.policy import Policy
 from potluck.gateway.admin import families
 from potluck.gateway.admin.app import AdminContext, EventFeed, build_admin
-from potluck.gateway.admin.counters import Counters, FullMeter, Spans
+from potluck.gateway.admin.counters import Counters, Spans
 from potluck.gateway.admin.metrics import GatewayMetrics
 from potluck.gateway.admin.operations import Operations
 from potluck.gateway.admin.usage import UsageFile
@@ -56,11 +56,11 @@ class AdminServer:
         self._usage = None if settings.usage is None else UsageFile(settings.usage, time.time)
         self._spans = None if settings.otlp is None else Spans(settings.otlp)
         self.page = PageRoutes(PageStream(core, self._tokens, lambda: notices(core, settings)))
-        self.meter = FullMeter(
-            self.page.show.hour.told,
-            self._spans,
+        self.meter = Counters(
             self._region_of(core),
             record=None if self._usage is None else self._record,
+            told=self.page.show.hour.told,
+            span=self._spans,
         )
         self._syncing: asyncio.Future[None] | None = None
         self._keys = None

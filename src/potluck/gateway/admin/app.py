@@ -32,7 +32,7 @@ from potluck.api.json_bodies import parse_object
 from potluck.core.errors import InputError
 from potluck.gateway.admin import families
 from potluck.gateway.admin.metrics import CONTENT_TYPE, GatewayMetrics, figures
-from potluck.gateway.admin.operations import Json, OperationsApi
+from potluck.gateway.admin.operations import Json, Operations
 from potluck.gateway.page.routes import PageRoutes, add_page, is_file, is_reading
 
 MOST_EVENTS = 1_000
@@ -125,7 +125,7 @@ QUIET_S = 15.0
 @dataclass(frozen=True, slots=True)
 class AdminContext:
     metrics: GatewayMetrics
-    operations: OperationsApi
+    operations: Operations
     feed: EventFeed
     notes: Callable[[], Json] = dict
     """What else belongs into the snapshot: problems with files, how many keys, ..."""
@@ -136,7 +136,12 @@ class AdminContext:
     """It only listens on the loopback address."""
 
 
+Route = Callable[[web.Request], Awaitable[web.StreamResponse]]
+
+
 def build_admin(office: AdminContext) -> web.Application:
+    operations, counters = office.operations, office.metrics.counters
+
     @web.middleware
     async def guard(request: web.Request, handler: Handler) -> web.StreamResponse:
         try:
@@ -150,86 +155,70 @@ def build_admin(office: AdminContext) -> web.Application:
             response.headers[HEADER] = request_id(request.headers.get(HEADER))
         return response
 
-    async def health(request: web.Request) -> web.StreamResponse:
-        return web.json_response({"status": "ok", "version": __version__})
-
     async def metrics(request: web.Request) -> web.StreamResponse:
         return web.Response(body=office.metrics.text(), headers={"Content-Type": CONTENT_TYPE})
-
-    async def snapshot(request: web.Request) -> web.StreamResponse:
-        shown = {
-            "version": __version__,
-            **office.operations.snapshot(),
-            **office.notes(),
-            "counters": figures(office.metrics.counters),
-        }
-        return web.json_response(shown, dumps=_dumps)
 
     async def events(request: web.Request) -> web.StreamResponse:
         return await _events(request, office.feed)
 
-    async def fleet(request: web.Request) -> web.StreamResponse:
-        return web.json_response(office.operations.fleet(), dumps=_dumps)
+    def snapshot(request: web.Request) -> Json:
+        counted = {"counters": figures(counters)}
+        return {"version": __version__, **operations.snapshot(), **office.notes(), **counted}
 
-    async def wanted(request: web.Request) -> web.StreamResponse:
-        return web.json_response(office.operations.wanted(), dumps=_dumps)
-
-    async def decisions(request: web.Request) -> web.StreamResponse:
-        after = _whole(request, "after")
+    def decisions(request: web.Request) -> Json:
         ended: Counter[str] = Counter()
-        for (model, *_), value in office.metrics.counters.counted(families.REQUESTS).items():
+        for (model, *_), value in counters.counted(families.REQUESTS).items():
             ended[model] += round(value)
-        shown = {**office.operations.decisions(after), "ended": ended}
-        return web.json_response(shown, dumps=_dumps)
+        return {**operations.decisions(_whole(request, "after")), "ended": ended}
+
+    def set_plan(request: web.Request, body: Json) -> Json:
+        return operations.set_plan(body, request.query.get("why", "")[:MOST_WHY], _whole(request, "version"))
+
+    def order(change: Callable[[Json], Json]) -> Route:
+        """What a person wants: with a key, or not at all."""
+
+        carried_out = _change(lambda request, body: change(body))
+
+        async def handler(request: web.Request) -> web.StreamResponse:
+            if office.key is None:
+                line = (
+                    "orders need an operators' key, and this gateway has none: start it with --admin-key-file"
+                )
+                raise HttpRefusal(403, line, "no_admin_key")
+            return await carried_out(request)
+
+        return handler
 
     app = web.Application(middlewares=[guard], client_max_size=BODY_BYTES)
-    app.router.add_get("/health", health)
-    app.router.add_get("/metrics", metrics)
-    app.router.add_get("/snapshot", snapshot)
-    app.router.add_get("/events", events)
-    app.router.add_get("/fleet", fleet)
-    app.router.add_put("/fleet", _put(office.operations.set_fleet))
-    app.router.add_put("/plan", _plan(office.operations))
-    app.router.add_put("/market", _put(office.operations.set_market))
-    app.router.add_get("/decisions", decisions)
-    for path, order in _orders(office.operations).items():
-        app.router.add_post(path, _order(office, order))
-    app.router.add_get("/wanted", wanted)
+    add = app.router
+    add.add_get("/metrics", metrics)
+    add.add_get("/events", events)
+    add.add_get("/health", _show(lambda request: {"status": "ok", "version": __version__}))
+    add.add_get("/snapshot", _show(snapshot))
+    add.add_get("/decisions", _show(decisions))
+    add.add_get("/fleet", _show(lambda request: operations.fleet()))
+    add.add_get("/wanted", _show(lambda request: operations.wanted()))
+    add.add_put("/fleet", _change(lambda request, body: operations.set_fleet(body)))
+    add.add_put("/plan", _change(set_plan))
+    add.add_put("/market", _change(lambda request, body: operations.set_market(body)))
+    for name in ("drain", "cordon", "uncordon", "flip", "kill", "note"):
+        add.add_post(f"/{name}", order(getattr(operations, name)))
     if office.page is not None:
         add_page(app, office.page)
     return app
 
 
-def _orders(operations: OperationsApi) -> dict[str, Callable[[Json], Json]]:
-    return {
-        "/drain": operations.drain,
-        "/cordon": operations.cordon,
-        "/uncordon": operations.uncordon,
-        "/flip": operations.flip,
-        "/kill": operations.kill,
-        "/note": operations.note,
-    }
-
-
-def _order(
-    office: AdminContext, change: Callable[[Json], Json]
-) -> Callable[[web.Request], Awaitable[web.StreamResponse]]:
-    """What a person wants: with a key, or not at all."""
-
+def _show(what: Callable[[web.Request], Json]) -> Route:
     async def handler(request: web.Request) -> web.StreamResponse:
-        if office.key is None:
-            line = "orders need an operators' key, and this gateway has none: start it with --admin-key-file"
-            raise HttpRefusal(403, line, "no_admin_key")
-        return web.json_response(change(parse_object(await request.read())), dumps=_dumps)
+        return web.json_response(what(request), dumps=_dumps)
 
     return handler
 
 
-def _plan(operations: OperationsApi) -> Callable[[web.Request], Awaitable[web.StreamResponse]]:
+def _change(change: Callable[[web.Request, Json], Json]) -> Route:
     async def handler(request: web.Request) -> web.StreamResponse:
-        body, why = parse_object(await request.read()), request.query.get("why", "")
-        version = _whole(request, "version")
-        return web.json_response(operations.set_plan(body, why[:MOST_WHY], version), dumps=_dumps)
+        body = parse_object(await request.read())
+        return web.json_response(change(request, body), dumps=_dumps)
 
     return handler
 
@@ -239,13 +228,6 @@ def _whole(request: web.Request, name: str) -> int:
     if not (text.isascii() and text.isdigit() and len(text) <= 18):
         raise InputError(name, "must be a whole number")
     return int(text)
-
-
-def _put(change: Callable[[Json], Json]) -> Callable[[web.Request], Awaitable[web.StreamResponse]]:
-    async def handler(request: web.Request) -> web.StreamResponse:
-        return web.json_response(change(parse_object(await request.read())), dumps=_dumps)
-
-    return handler
 
 
 async def _events(request: web.Request, feed: EventFeed) -> web.StreamResponse:

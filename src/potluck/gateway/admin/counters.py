@@ -52,7 +52,7 @@ class Histogram:
 
 
 class Counters:
-    """Counts of everything in `families` that is not read when asked for: parts.Meter.
+    """Counts of everything in `families` that is not read when asked for, and who else hears of it.
 
     What comes with every request and every token is noted, and counted many at a time: when somebody reads, as the
     gateway itself does every second, or when so many are noted.
@@ -61,11 +61,18 @@ class Counters:
     def __init__(
         self,
         region_of: Callable[[str], str] = lambda replica: "",
-        published: Callable[[str, dict[str, object]], None] | None = None,
+        *,
+        record: Callable[[RequestOutcome], None] | None = None,
+        told: Callable[[RequestOutcome], None] | None = None,
+        span: Callable[[str, ChoiceRequest, Sequence[Any]], None] | None = None,
     ) -> None:
-        self._region_of = region_of
-        self.published = published
+        """`record` writes down what this process answered; `told` hears of other processes' answers as well; `span`
+        of segments and failures."""
+        self._region_of, self._record, self.told, self.span = region_of, record, told, span
+        self.published: Callable[[str, dict[str, object]], None] | None = None
         """Whoever watches what happens; None while nobody does."""
+        self.usage_notes: dict[object, tuple[str, int]] = {}
+        """What other processes say of their records: what is wrong, and how many were lost."""
         self._counts: dict[str, Counter[Labels]] = {}
         self._histograms: dict[str, dict[Labels, Histogram]] = {}
         self._gaps: dict[str, list[float]] = {}
@@ -93,8 +100,6 @@ class Counters:
             found = series.setdefault(labels, Histogram(family.buckets))
         return found
 
-    # parts.Meter
-
     def came(self, model: str, tenant: str) -> None:
         self.open += 1
 
@@ -105,12 +110,16 @@ class Counters:
         return found.append
 
     def answered(self, told: RequestOutcome) -> None:
+        if self._record is not None:
+            self._record(told)
         self.open -= bool(told.model)
         self._ended.append(told)
         if len(self._ended) >= MOST_NOTED:
             self._settle_ended()
         if self.published is not None:
             self.published("request", told._asdict())
+        if self.told is not None:
+            self.told(told)
 
     def _settle(self) -> None:
         self._settle_gaps()
@@ -198,16 +207,8 @@ class Counters:
             self.histogram(known.SPLITS, (asked.model,)).see(stop)
         if self.published is not None:
             segments = [[each.replica, each.start, each.stop] for each in run.route.segments]
-            self.published(
-                "route",
-                {
-                    "request": asked.id,
-                    "model": asked.model,
-                    "kind": kind,
-                    "attempt": run.attempt,
-                    "segments": segments,
-                },
-            )
+            route = {"kind": kind, "attempt": run.attempt, "segments": segments}
+            self.published("route", {"request": asked.id, "model": asked.model, **route})
 
     def hedged(self, asked: ChoiceRequest, run: Run) -> None:
         self.count(known.HEDGES, (asked.model,))
@@ -237,24 +238,22 @@ class Counters:
         if self.published is not None:
             told = {"request": asked.id, "replica": replica, "took_s": ended_s - began_s, "tokens": tokens}
             self.published("segment", {**told, "problem": problem})
+        if self.span is not None:
+            self.span("segment", asked, (replica, began_s, ended_s, tokens, problem))
 
     def failed(self, asked: ChoiceRequest, where: str, kind: FailureKind, why: str) -> None:
         self.count(known.FAILURES, (where, kind))
         if self.published is not None:
             self.published("failure", {"request": asked.id, "where": where, "kind": kind, "why": why})
+        if self.span is not None:
+            self.span("failed", asked, (where, kind, why))
 
     def moved(self, source: str, target: str, codec: str, moved_bytes: int, took_s: float) -> None:
         self.count(known.KV_BYTES, (source, target, codec), moved_bytes)
         self.count(known.KV_TIME, (source, target, codec), took_s)
         if self.published is not None:
-            told = {
-                "source": source,
-                "target": target,
-                "codec": codec,
-                "bytes": moved_bytes,
-                "took_s": took_s,
-            }
-            self.published("transfer", told)
+            ends = {"source": source, "target": target, "codec": codec}
+            self.published("transfer", {**ends, "bytes": moved_bytes, "took_s": took_s})
 
     def decided(self, what: str, why: str) -> None:
         self.count(known.DECISIONS)
@@ -296,61 +295,9 @@ class Counters:
         return self._histograms.get(family.name, {})
 
 
-class FullMeter(Counters):
-    def __init__(
-        self,
-        told: Callable[[RequestOutcome], None] | None = None,
-        spans: Spans | None = None,
-        region_of: Callable[[str], str] = lambda replica: "",
-        *,
-        record: Callable[[RequestOutcome], None] | None = None,
-    ) -> None:
-        """`record` writes down what this process answered; `told` hears of other processes' answers as well."""
-        super().__init__(region_of)
-        self._told, self._spans, self._record = told, spans, record
-        self.usage_notes: dict[object, tuple[str, int]] = {}
-        """What other processes say of their records: what is wrong, and how many were lost."""
-
-    def answered(self, told: RequestOutcome) -> None:
-        if self._record is not None:
-            self._record(told)
-        super().answered(told)
-        if self._told is not None:
-            self._told(told)
-
-    def segment(
-        self,
-        asked: ChoiceRequest,
-        replica: str,
-        began_s: float,
-        ended_s: float,
-        tokens: int,
-        problem: str = "",
-    ) -> None:
-        super().segment(asked, replica, began_s, ended_s, tokens, problem)
-        if self._spans is not None:
-            self._spans.segment(asked, replica, began_s, ended_s, tokens, problem)
-
-    def failed(self, asked: ChoiceRequest, where: str, kind: FailureKind, why: str) -> None:
-        super().failed(asked, where, kind, why)
-        if self._spans is not None:
-            self._spans.failed(asked, where, kind, why)
-
-    # What other processes counted by themselves.
-
-    def used(self, told: RequestOutcome) -> None:
-        if self._told is not None:
-            self._told(told)
-
-    def span(self, name: str, asked: ChoiceRequest, what: Sequence[Any]) -> None:
-        if self._spans is not None and name == "segment":
-            self._spans.segment(asked, *what)
-        elif self._spans is not None and name == "failed":
-            self._spans.failed(asked, *what)
-
-
 class Spans:
-    """`segment` and `failed` as parts.Meter has them."""
+    """OpenTelemetry spans, one for each segment, sent to where `--otlp URL` says. All of an answer are in one trace,
+    whose number is made from the answer's name. Nothing of a prompt is told."""
 
     def __init__(
         self, url: str, offset_s: Callable[[], float] = lambda: time.time() - time.monotonic()
@@ -373,14 +320,11 @@ class Spans:
         self._tracer = self._provider.get_tracer("potluck.gateway")
         self._offset_s = offset_s
 
-    def segment(
-        self,
-        asked: ChoiceRequest,
-        replica: str,
-        began_s: float,
-        ended_s: float,
-        tokens: int,
-        problem: str = "",
+    def __call__(self, name: str, asked: ChoiceRequest, what: Sequence[Any]) -> None:
+        getattr(self, f"_{name}")(asked, *what)
+
+    def _segment(
+        self, asked: ChoiceRequest, replica: str, began_s: float, ended_s: float, tokens: int, problem: str
     ) -> None:
         offset_s = self._offset_s()
         attributes: dict[str, str | int] = {
@@ -400,7 +344,7 @@ class Spans:
             span.set_status(self._trace.Status(self._trace.StatusCode.ERROR, problem[:200]))
         span.end(end_time=int((ended_s + offset_s) * 1e9))
 
-    def failed(self, asked: ChoiceRequest, where: str, kind: FailureKind, why: str) -> None:
+    def _failed(self, asked: ChoiceRequest, where: str, kind: FailureKind, why: str) -> None:
         span = self._tracer.start_span("failure", context=self._trace_of(asked.id))
         span.set_attributes({"potluck.where": where, "potluck.kind": kind, "potluck.why": why[:200]})
         span.end()

@@ -20,7 +20,7 @@ from prometheus_client.registry import Collector
 from potluck.gateway.admin import families as known
 from potluck.gateway.admin.counters import Counters, Histogram, Labels
 from potluck.gateway.admin.families import FAMILIES, Family
-from potluck.gateway.admin.operations import NoOperations, OperationsApi
+from potluck.gateway.admin.operations import Operations
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 WINDOW_S = 300.0
@@ -54,12 +54,12 @@ class GatewayMetrics:
     def __init__(
         self,
         counters: Counters,
-        operations: OperationsApi | None = None,
+        operations: Operations,
         gauges: Callable[[], dict[Family, float]] = dict,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.counters = counters
-        self._overseer: OperationsApi = operations or NoOperations()
+        self._operations = operations
         self._gauges, self._clock = gauges, clock
         self._costs = TokenCosts()
         self._registry = CollectorRegistry()
@@ -97,17 +97,17 @@ class GatewayMetrics:
         def add(family: Family, labels: Labels, value: float) -> None:
             found.setdefault(family.name, Counter())[labels] += value  # type: ignore[assignment]
 
-        for replica in self._overseer.replicas():
+        for replica in self._operations.replicas():
             add(known.REPLICAS, (replica.model, replica.state), 1)
             add(known.REPLICA_RUNNING, (replica.replica, replica.model), replica.running)
             add(known.REPLICA_WAITING, (replica.replica, replica.model), replica.waiting)
             add(known.REPLICA_KV, (replica.replica, replica.model), replica.kv_usage)
             add(known.REPLICA_AGE, (replica.replica,), replica.age_s)
-        for queue in self._overseer.queues():
+        for queue in self._operations.queues():
             add(known.QUEUED, (queue.model, queue.tenant), queue.waiting)
             add(known.WAITING, (queue.model,), queue.waiting)
             add(known.RUNNING, (queue.model,), queue.running)
-        for model, usd in self._overseer.usd_per_h().items():
+        for model, usd in self._operations.usd_per_h().items():
             add(known.USD_PER_H, (model,), usd)
             each = self._costs.usd_per_million(usd, model)
             if each is not None:

@@ -6,7 +6,7 @@ import json
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 from potluck.core.codec import decode, encode
 from potluck.core.errors import InputError, UnknownNameError
@@ -18,6 +18,7 @@ from potluck.core.values.plan import plan_from_json
 from potluck.core.values.replica_spec import ReplicaSpec
 from potluck.core.values.types import Region
 from potluck.gateway.brain_loop.core import GatewayCore
+from potluck.gateway.registry.engine_client import EngineRecord
 from potluck.gateway.registry.engine_list import read_roster
 from potluck.gateway.registry.health import slow_lines
 
@@ -44,108 +45,7 @@ class QueueView(NamedTuple):
     running: int
 
 
-class OperationsApi(Protocol):
-    """The fleet and its Brain. What is wrong with what an operator sends is raised as an InputError."""
-
-    def replicas(self) -> Iterable[ReplicaView]: ...
-
-    def queues(self) -> Iterable[QueueView]: ...
-
-    def usd_per_h(self) -> Mapping[str, float]:
-        """What each model's replicas cost."""
-
-    def snapshot(self) -> Json:
-        """Everything at one moment: fleet, models, queues, wanted and seen, plan, counters."""
-
-    def fleet(self) -> Json:
-        """Which engines there are."""
-
-    def set_fleet(self, body: Json) -> Json:
-        """Other engines from now on; says what changed."""
-
-    def set_plan(self, body: Json, why: str = "", version: int = 0) -> Json:
-        """Another plan from now on, why, and its number (0: the next one); says what changes."""
-
-    def set_market(self, body: Json) -> Json:
-        """Other prices, other nodes."""
-
-    def decisions(self, after: int) -> Json:
-        """What was decided since a number, what scaling thinks now, and what replicas really take."""
-
-    def drain(self, body: Json) -> Json:
-        """Empty a replica, by hand; says which others go with it."""
-
-    def cordon(self, body: Json) -> Json:
-        """Send nothing new to a replica, or to those of a machine."""
-
-    def uncordon(self, body: Json) -> Json:
-        """Send to it again."""
-
-    def flip(self, body: Json) -> Json:
-        """Give a replica another role, by hand."""
-
-    def kill(self, body: Json) -> Json:
-        """Have a replica's engine killed, by hand."""
-
-    def note(self, body: Json) -> Json:
-        """Write a line into the log of decisions."""
-
-    def wanted(self) -> Json:
-        """What the Brain wants of the fleet, for whoever starts and stops engines."""
-
-
-class NoOperations:
-    """An overseer of nothing."""
-
-    def replicas(self) -> Iterable[ReplicaView]:
-        return ()
-
-    def queues(self) -> Iterable[QueueView]:
-        return ()
-
-    def usd_per_h(self) -> Mapping[str, float]:
-        return {}
-
-    def snapshot(self) -> Json:
-        return {}
-
-    def fleet(self) -> Json:
-        return {"engines": []}
-
-    def set_fleet(self, body: Json) -> Json:
-        return {}
-
-    def set_plan(self, body: Json, why: str = "", version: int = 0) -> Json:
-        return {}
-
-    def set_market(self, body: Json) -> Json:
-        return {}
-
-    def decisions(self, after: int) -> Json:
-        return {}
-
-    def drain(self, body: Json) -> Json:
-        return {}
-
-    def cordon(self, body: Json) -> Json:
-        return {}
-
-    def uncordon(self, body: Json) -> Json:
-        return {}
-
-    def flip(self, body: Json) -> Json:
-        return {}
-
-    def kill(self, body: Json) -> Json:
-        return {}
-
-    def note(self, body: Json) -> Json:
-        return {}
-
-    def wanted(self) -> Json:
-        return {}
-
-
+ENGINE_TEXTS = ("model", "role", "state", "kv", "version")
 CONTROLLER_S = 10.0
 """Without a question for so long, nobody is there who starts and stops engines."""
 DRAINED_S = 60.0
@@ -159,11 +59,11 @@ class Operations:
 
     def __init__(self, core: GatewayCore, engine_key: str = "") -> None:
         """The key is what engines ask for that are told here."""
-        self._center, self._engine_key = core, engine_key
+        self._core, self._engine_key = core, engine_key
 
     def replicas(self) -> Iterable[ReplicaView]:
-        now_s = self._center.brain_loop.now_s()
-        for name, view in self._center.brain.fleet.views.items():
+        now_s = self._core.brain_loop.now_s()
+        for name, view in self._core.brain.fleet.views.items():
             status = view.status
             if status is None:
                 yield ReplicaView(name, view.member.model, view.state)
@@ -175,25 +75,25 @@ class Operations:
     def queues(self) -> Iterable[QueueView]:
         waiting: Counter[tuple[str, str]] = Counter()
         running: Counter[tuple[str, str]] = Counter()
-        for req in self._center.brain.requests.values():
+        for req in self._core.brain.requests.values():
             key = (req.request.model, req.request.tenant)
             (running if req.state == RUNNING else waiting)[key] += 1
         for model, tenant in sorted({*waiting, *running}):
             yield QueueView(model, tenant, waiting[model, tenant], running[model, tenant])
 
     def usd_per_h(self) -> Mapping[str, float]:
-        replica_models, found = self._center.replica_models, Counter[str]()
-        copies = {view.member.unit: view.member for view in self._center.brain.fleet.views.values()}
+        replica_models, found = self._core.replica_models, Counter[str]()
+        copies = {view.member.unit: view.member for view in self._core.brain.fleet.views.values()}
         for member in copies.values():
             template = replica_models.templates.get(member.template)
             if template is not None:
                 for each in template.nodes:
-                    price = self._center.price_usd_per_h(member.region, each.node)
+                    price = self._core.price_usd_per_h(member.region, each.node)
                     found[member.model] += each.count * price  # type: ignore[assignment]
         return dict(found)
 
     def snapshot(self) -> Json:
-        core = self._center
+        core, slos = self._core, self._core.replica_models.resolved.slos
         return {
             "at_s": core.brain_loop.now_s(),
             "plan": {
@@ -216,9 +116,7 @@ class Operations:
                 name: {
                     "ready": not core.lacking(name),
                     "why": core.lacking(name),
-                    "slo": None
-                    if name not in core.replica_models.resolved.slos
-                    else encode(core.replica_models.resolved.slos[name]),
+                    "slo": None if name not in slos else encode(slos[name]),
                     "usd_per_h": self.usd_per_h().get(name, 0.0),
                 }
                 for name in core.replica_models.resolved.models
@@ -241,89 +139,68 @@ class Operations:
         }
 
     def _copies(self) -> list[Json]:
-        resolved = self._center.replica_models.resolved
+        resolved = self._core.replica_models.resolved
         return [
             {
                 "template": template.name,
                 "region": region.name,
                 "usd_per_h": sum(
-                    each.count * self._center.price_usd_per_h(region.name, each.node)
-                    for each in template.nodes
+                    each.count * self._core.price_usd_per_h(region.name, each.node) for each in template.nodes
                 ),
             }
-            for template in self._center.plan.holding(self._live()).templates
+            for template in self._core.plan.holding(self._live()).templates
             for region in resolved.regions
             if all(region.offer(each.node) is not None for each in template.nodes)
         ]
 
     def _live(self) -> dict[tuple[str, str], int]:
         """Copies that are there: scaling may have begun some of what the plan only offers."""
-        found = Counter((unit.template, unit.region) for unit in self._center.brain.fleet.units.values())
+        found = Counter((unit.template, unit.region) for unit in self._core.brain.fleet.units.values())
         return dict(found)
 
     def _problems(self) -> Iterable[str]:
-        core = self._center
+        core = self._core
         if core.engine_list is not None:
             yield core.engine_list.problem
         if core.logged is not None:
             yield core.logged.trouble
 
     def _replica(self, name: str) -> Json:
-        view = self._center.brain.fleet.views[name]
-        endpoint = self._center.registry.find(name)
+        view = self._core.brain.fleet.views[name]
+        endpoint = self._core.registry.find(name)
         return {
             "replica": name,
-            "unit": view.member.unit,
-            "template": view.member.template,
-            "index": view.member.index,
-            "model": view.member.model,
-            "region": view.member.region,
-            "role": view.role,
-            "state": view.state,
-            "standby": view.member.standby,
-            "by_hand": name in self._center.brain.autoscaler.by_hand,
-            "doubted": view.doubted,
-            "cordoned": view.cordoned,
-            "pace": view.pace,
-            "open_requests": view.open_requests,
-            "open_prefill_tokens": view.open_prefill_tokens,
+            **_fields(view.member, "unit", "template", "index", "model", "region", "standby"),
+            **_fields(
+                view, "role", "state", "doubted", "cordoned", "pace", "open_requests", "open_prefill_tokens"
+            ),
+            "by_hand": name in self._core.brain.autoscaler.by_hand,
             "url": None if endpoint is None else endpoint.address.url,
             "status": None if view.status is None else view.status._asdict(),
         }
 
     def fleet(self) -> Json:
-        return {
-            "engines": [
-                {
-                    "url": each.entry.url,
-                    "kind": each.entry.kind,
-                    "up": each.up,
-                    "replica": each.replica,
-                    "note": each.note,
-                    "model": "" if each.said is None else each.said.model,
-                    "role": "" if each.said is None else each.said.role,
-                    "state": "" if each.said is None else each.said.state,
-                    "kv": "" if each.said is None else each.said.kv,
-                    "uptime_s": 0.0 if each.said is None else each.said.uptime_s,
-                    "version": "" if each.said is None else each.said.version,
-                    "kv_version": 0 if each.said is None else each.said.kv_version,
-                }
-                for each in self._center.registry.engines
-            ]
-        }
+        return {"engines": [self._engine(each) for each in self._core.registry.engines]}
+
+    @staticmethod
+    def _engine(engine: EngineRecord) -> Json:
+        row = {"url": engine.entry.url, "kind": engine.entry.kind, **_fields(engine, "up", "replica", "note")}
+        if engine.said is None:
+            return row | dict.fromkeys(ENGINE_TEXTS, "") | {"uptime_s": 0.0, "kv_version": 0}
+        return row | _fields(engine.said, *ENGINE_TEXTS, "uptime_s", "kv_version")
 
     def set_fleet(self, body: Json) -> Json:
-        if self._center.engine_list is not None:
+        if self._core.engine_list is not None:
             raise InputError("engines", "are listed in a file (--engines); change that, or start without it")
-        before = {each.entry.url for each in self._center.registry.engines}
+        before = {each.entry.url for each in self._core.registry.engines}
         told = read_roster(json.dumps(body), "fleet")
         entries = tuple(replace(each, key=self._engine_key) for each in told)
-        self._center.enlist(entries)
+        self._core.enlist(entries)
         after = {each.url for each in entries}
         return {"engines": len(after), "came": sorted(after - before), "went": sorted(before - after)}
 
     def set_plan(self, body: Json, why: str = "", version: int = 0) -> Json:
-        core = self._center
+        core = self._core
         plan = plan_from_json(json.dumps(body))
         for template in plan.repertoire:
             if template.model not in core.replica_models.resolved.models:
@@ -337,23 +214,23 @@ class Operations:
 
     def drain(self, body: Json) -> Json:
         view = self._ready(body)
-        unit = self._center.brain.fleet.units[view.member.unit]
+        unit = self._core.brain.fleet.units[view.member.unit]
         others = sorted(each.member.id for each in unit.views if each is not view)
-        drains, registry = self._center.drains, self._center.registry
+        drains, registry = self._core.drains, self._core.registry
         for name in (view.member.id, *others):  # before it is empty, which it may be at once
             endpoint = registry.find(name)
             if endpoint is not None:
-                drains[endpoint.address.url] = self._center.brain_loop.now_s()
-        self._center.brain_loop.tell(OperatorOrdered(view.member.id, "drain"))
+                drains[endpoint.address.url] = self._core.brain_loop.now_s()
+        self._core.brain_loop.tell(OperatorOrdered(view.member.id, "drain"))
         return {"replica": view.member.id, "with_it": others, "open_requests": view.open_requests}
 
     def cordon(self, body: Json) -> Json:
-        changed = self._center.cordons.told(body)
-        return {"cordoned": self._center.cordons.marks, "changed": changed}
+        changed = self._core.cordons.told(body)
+        return {"cordoned": self._core.cordons.marks, "changed": changed}
 
     def uncordon(self, body: Json) -> Json:
-        changed = self._center.cordons.lift(body)
-        return {"cordoned": self._center.cordons.marks, "changed": changed}
+        changed = self._core.cordons.lift(body)
+        return {"cordoned": self._core.cordons.marks, "changed": changed}
 
     def flip(self, body: Json) -> Json:
         view, role = self._ready(body), body.get("role")
@@ -366,7 +243,7 @@ class Operations:
             raise InputError(
                 "replica", f"{member.id} ({member.kind}, {view.role}) does both and keeps its role"
             )
-        peers = self._center.brain.fleet.views.values()
+        peers = self._core.brain.fleet.views.values()
         others = [
             each.role
             for each in peers
@@ -376,12 +253,12 @@ class Operations:
             if role == says and all(each == says for each in others):
                 raise InputError("role", f"{says} would leave no replica to {needed} for {member.model}")
         before = view.role
-        self._center.brain_loop.tell(OperatorOrdered(member.id, "prefill" if role == "prefill" else "decode"))
+        self._core.brain_loop.tell(OperatorOrdered(member.id, "prefill" if role == "prefill" else "decode"))
         return {"replica": member.id, "role": view.role, "before": before, "planned": member.role}
 
     def kill(self, body: Json) -> Json:
         """Only whoever started an engine can end it, and hears of it when it asks what is wanted."""
-        core, view = self._center, self._named(body)
+        core, view = self._core, self._named(body)
         if core.brain_loop.now_s() - core.asked_s > CONTROLLER_S:
             raise InputError(
                 "replica", "cannot be killed: no controller asks what is wanted; end its engine where it runs"
@@ -400,7 +277,7 @@ class Operations:
             raise InputError("kind", f"must be one of {', '.join(NOTES)}")
         if max(len(what), len(why)) > MOST_NOTE:
             raise InputError("what", f"and why have at most {MOST_NOTE} characters")
-        self._center.decision_log.say(str(kind), what, why)
+        self._core.decision_log.say(str(kind), what, why)
         return {"what": what, "why": why, "kind": kind}
 
     def _ready(self, body: Json) -> ReplicaState:
@@ -412,7 +289,7 @@ class Operations:
         return view
 
     def _named(self, body: Json) -> ReplicaState:
-        views, name = self._center.brain.fleet.views, body.get("replica")
+        views, name = self._core.brain.fleet.views, body.get("replica")
         if not isinstance(name, str):
             raise InputError("replica", "must be the name of one")
         if name not in views:
@@ -420,19 +297,19 @@ class Operations:
         return views[name]
 
     def wanted(self) -> Json:
-        self._center.asked_s = self._center.brain_loop.now_s()
+        self._core.asked_s = self._core.brain_loop.now_s()
         return self._wanted()
 
     def _wanted(self) -> Json:
-        self._center.kills &= self._center.brain.fleet.views.keys()
-        now_s, drains = self._center.brain_loop.now_s(), self._center.drains
+        self._core.kills &= self._core.brain.fleet.views.keys()
+        now_s, drains = self._core.brain_loop.now_s(), self._core.drains
         for url in [url for url, at_s in drains.items() if now_s - at_s > DRAINED_S]:
             del drains[url]
-        found = self._center.registry.wanted()
+        found = self._core.registry.wanted()
         return {
             "version": found.version,
-            "plan_version": self._center.plan_version,
-            "plan_mark": self._center.plan_mark,
+            "plan_version": self._core.plan_version,
+            "plan_mark": self._core.plan_mark,
             "replicas": [
                 {
                     **encode_member(member),
@@ -444,8 +321,8 @@ class Operations:
                 for member, role, draining, url in found.replicas
             ],
             "idle": list(found.stop),
-            "kill": sorted(self._center.kills),
-            "cordoned": self._center.cordons.marks,
+            "kill": sorted(self._core.kills),
+            "cordoned": self._core.cordons.marks,
             "up_s": now_s,
             "leave": sorted(drains),
             "replan": None
@@ -455,12 +332,12 @@ class Operations:
                 "reason": found.replan.reason,
                 "lengths": [each._asdict() for each in found.replan.lengths],
             },
-            "market": None if self._center.market is None else [encode(each) for each in self._center.market],
+            "market": None if self._core.market is None else [encode(each) for each in self._core.market],
         }
 
     def _step_tokens(self, member: ReplicaSpec) -> int:
         """What the Brain's facts and the simulator reckon with, so that whoever starts an engine can say so."""
-        replica_model = self._center.replica_models.replica_models.get((member.template, member.index))
+        replica_model = self._core.replica_models.replica_models.get((member.template, member.index))
         return 0 if replica_model is None else replica_model.engine.token_budget
 
     def set_market(self, body: Json) -> Json:
@@ -468,7 +345,7 @@ class Operations:
         if set(body) != {"regions"} or not isinstance(listed, list):
             raise InputError("regions", "is the only key: a list of regions with their offers")
         regions = tuple(decode(Region, each, f"regions[{place}]") for place, each in enumerate(listed))
-        known = {region.name: region for region in self._center.replica_models.resolved.regions}
+        known = {region.name: region for region in self._core.replica_models.resolved.regions}
         for region in regions:
             if region.name not in known:
                 raise UnknownNameError("regions: name", region.name, known)
@@ -477,39 +354,31 @@ class Operations:
                 if offer.node not in nodes:
                     raise UnknownNameError(f"regions: {region.name}: node", offer.node, nodes)
         told = {region.name: region for region in regions}
-        self._center.quote(tuple(told.get(name, region) for name, region in known.items()))
+        self._core.quote(tuple(told.get(name, region) for name, region in known.items()))
         return {"regions": len(regions)}
 
     def decisions(self, after: int) -> Json:
         """What was decided since, what scaling thinks now, and what replicas took of late beside what they should."""
-        decision_log = self._center.decision_log
+        decision_log = self._core.decision_log
         return {
             "epoch": decision_log.epoch,
-            "decisions": [
-                {
-                    "number": each.number,
-                    "at_s": each.at_s,
-                    "kind": each.kind,
-                    "what": each.what,
-                    "why": each.why,
-                }
-                for each in decision_log.kept
-                if each.number > after
-            ],
-            "thinks": self._center.brain.autoscaler.why(),
+            "decisions": [each._asdict() for each in decision_log.kept if each.number > after],
+            "thinks": self._core.brain.autoscaler.why(),
             "paces": [
                 {
                     "replica": name,
                     "template": view.member.template,
                     "index": view.member.index,
-                    "observed_s": view.observed_s,
-                    "planned_s": view.planned_s,
-                    "learned_s": view.learned_s,
+                    **_fields(view, "observed_s", "planned_s", "learned_s"),
                 }
-                for name, view in self._center.brain.fleet.views.items()
+                for name, view in self._core.brain.fleet.views.items()
                 if view.planned_s > 0
             ],
         }
+
+
+def _fields(value: object, *names: str) -> Json:
+    return {name: getattr(value, name) for name in names}
 
 
 def encode_member(member: object) -> Json:

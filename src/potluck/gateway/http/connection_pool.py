@@ -131,19 +131,9 @@ class EngineCall:
     """The `Call` of parts.py: a request on its way, or being answered."""
 
     __slots__ = (
-        "_calls",
-        "address",
-        "bodiless",
-        "connecting",
-        "data",
-        "fresh",
-        "listener",
-        "over",
-        "paused",
-        "sent_s",
-        "silence_s",
-        "wire",
-    )
+        "_calls", "address", "bodiless", "connecting", "data", "fresh", "listener", "over", "paused", "sent_s",
+        "silence_s", "wire",
+    )  # fmt: skip
 
     def __init__(
         self,
@@ -202,18 +192,9 @@ class EngineCall:
 
 class EngineConnection(asyncio.Protocol):
     __slots__ = (
-        "_call",
-        "_calls",
-        "_paused",
-        "_reader",
-        "_transport",
-        "_wheel",
-        "address",
-        "heard_s",
-        "kept_s",
-        "silence_s",
+        "_call", "_calls", "_paused", "_reader", "_transport", "_wheel", "address", "heard_s", "kept_s", "silence_s",
         "slot",
-    )
+    )  # fmt: skip
 
     def __init__(self, calls: ConnectionPool, address: Address) -> None:
         self._calls = calls

@@ -15,17 +15,7 @@ _FIELD = re.compile(rb"(" + TOKEN + rb"{1,256}):[ \t]*([\t\x20-\x7e\x80-\xff]*)"
 _REQUEST = re.compile(rb"(" + TOKEN + rb"{1,24}) (/[!-\"$-~]*|\*) HTTP/(1\.[01])")
 _OTHER_VERSION = re.compile(TOKEN + rb"{1,24} [!-~]+ HTTP/\d\.\d")
 _STATUS = re.compile(rb"HTTP/1\.([01]) ([1-9]\d\d)(?: [\t\x20-\x7e\x80-\xff]*)?")
-ONCE = frozenset(
-    {
-        b"host",
-        b"content-length",
-        b"transfer-encoding",
-        b"authorization",
-        b"content-type",
-        b"expect",
-        b"x-api-key",
-    }
-)
+ONCE = frozenset(b"host content-length transfer-encoding authorization content-type expect x-api-key".split())
 """Fields that may come once only: of two, nobody can say which one counts."""
 FRAMING = frozenset({b"content-length", b"transfer-encoding"})
 """Fields that say where a body ends: written without tabs, and never after the body."""
@@ -274,16 +264,8 @@ class HttpRequest:
 
 class RequestReader:
     __slots__ = (
-        "_buffer",
-        "_chunks",
-        "_coming",
-        "_left",
-        "_limits",
-        "_parts",
-        "_parts_bytes",
-        "_scanned",
-        "wants",
-    )
+        "_buffer", "_chunks", "_coming", "_left", "_limits", "_parts", "_parts_bytes", "_scanned", "wants",
+    )  # fmt: skip
 
     def __init__(self, limits: HttpLimits) -> None:
         self._limits = limits

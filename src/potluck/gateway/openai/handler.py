@@ -36,10 +36,10 @@ from potluck.gateway.openai.requests import (
     Submission,
     TenantLength,
     ValidatedRequest,
-    growth_of,
-    manner_of,
-    plain_wish,
-    wish_of,
+    options_of,
+    text_stream_of,
+    validate,
+    validate_plain,
 )
 from potluck.gateway.openai.response import (
     JSON,
@@ -245,11 +245,11 @@ class ClientHandler(OpenRequests):
         model = body.get("model")
         card = (self._cards.get(model) if type(model) is str else None) or self._card(model)
         if card.plain:
-            validated = plain_wish(card, body, chat)
+            validated = validate_plain(card, body, chat)
         else:
             owns = self._directory is not None and self._directory.owns(card.base or card.name)
-            validated = wish_of(card, body, chat=chat, owns=owns)
-        validated.manner = manner_of(exchange.headers, body, exchange.came_s, self._settings.classes, key)
+            validated = validate(card, body, chat=chat, owns=owns)
+        validated.manner = options_of(exchange.headers, body, exchange.came_s, self._settings.classes, key)
         answering.validated = validated
         self._meter.came(card.name, key.tenant)
         chars = validated.chars
@@ -326,11 +326,13 @@ class ClientHandler(OpenRequests):
         voices: Sequence[ChoiceWriter]
         if len(asks) == 1:
             voices = (
-                ChoiceWriter(answering, word, 0, None if validated.asked is None else growth_of(validated)),
+                ChoiceWriter(
+                    answering, word, 0, None if validated.asked is None else text_stream_of(validated)
+                ),
             )
         else:
             voices = [
-                ChoiceWriter(answering, asked.id, place, growth_of(validated))
+                ChoiceWriter(answering, asked.id, place, text_stream_of(validated))
                 for place, asked in enumerate(asks)
             ]
         created_s, recording = self._calendar(), answering.recording

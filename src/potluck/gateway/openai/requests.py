@@ -1,13 +1,10 @@
-"""How many tokens a text has, where nobody needs to know which: reckoned from its characters.
+"""A client's body as a validated request, and that with its tokens as one `ChoiceRequest` for each answer.
 
 Tokenising a prompt costs many times what all the rest of a request does. Servers of plain OpenAI tokenise by
-themselves, so for them a prompt's length is only needed to weigh it: for admission, for limits, for the choice of a
-server. There it is reckoned by how many characters a token had lately, which is learned for each model and tenant
-(languages differ) from what servers say they used, and where there is a tokenizer, from some prompts.
-
-Tokenised is where tokens themselves are needed, since engines run segments of them; where a prompt might not fit, so
-that the client is told the truth; and the first prompts of a tenant and one in SAMPLE later, in case servers say
-nothing. What a server says it used is what is charged and recorded in the end.
+themselves, so for them a prompt's length is only needed to weigh it, and is reckoned by how many characters a token
+had lately: learned for each model and tenant from what servers say they used, and from some prompts where there is a
+tokenizer. Tokenised is where engines run segments, where a prompt might not fit, and the first prompts of a tenant
+and one in SAMPLE later. What a server says it used is what is charged and recorded in the end.
 """
 
 from __future__ import annotations
@@ -19,7 +16,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from potluck.api.http import HttpRefusal
-from potluck.api.json_bodies import compact, tokens_of
+from potluck.api.json_bodies import compact
 from potluck.api.model_files import JsonMembers, read_generation, read_json
 from potluck.api.openai_requests import (
     DEFAULT_TOKENS,
@@ -29,6 +26,7 @@ from potluck.api.openai_requests import (
     Message,
     chat_of,
     completion_of,
+    prompts_of,
     sampling_of,
 )
 from potluck.api.passthrough_requests import is_own, own_body, own_chat, own_completion, templated
@@ -171,12 +169,7 @@ def read_card(
 CLASS, DEADLINE, SESSION = b"x-potluck-class", b"x-potluck-deadline-ms", b"x-potluck-session"
 EXACT = b"x-potluck-exact"
 SWITCH: Mapping[bytes, bool] = {b"1": True, b"true": True, b"0": False, b"false": False}
-TIERS: Mapping[str, str] = {
-    "auto": DEFAULT_CLASS,
-    "default": DEFAULT_CLASS,
-    "flex": "batch",
-    "priority": "interactive",
-}
+TIERS = {"auto": DEFAULT_CLASS, "default": DEFAULT_CLASS, "flex": "batch", "priority": "interactive"}
 """OpenAI's service tiers, as classes."""
 LONGEST_SESSION = 256
 MOST_DEADLINE_MS = 86_400_000
@@ -250,11 +243,11 @@ class ValidatedRequest:
         return made
 
 
-def wish_of(card: ModelCard, body: dict[str, object], *, chat: bool, owns: bool = False) -> ValidatedRequest:
+def validate(card: ModelCard, body: dict[str, object], *, chat: bool, owns: bool = False) -> ValidatedRequest:
     """Reads a body; raises at what engines cannot honour. What a plain server can do is left to it, and so is what
     engines can that take clients' own requests (`owns`)."""
     if card.plain:
-        return plain_wish(card, body, chat)
+        return validate_plain(card, body, chat)
     asked: CompletionRequest | ChatRequest
     prompts: list[Prompt] = []
     messages = None
@@ -264,21 +257,8 @@ def wish_of(card: ModelCard, body: dict[str, object], *, chat: bool, owns: bool 
     else:
         asked, prompts = own_completion(body) if own else completion_of(body, card.able)
     special, chars = asked.add_special_tokens, _chars(prompts, messages)
-    return ValidatedRequest(
-        card,
-        chat,
-        body,
-        asked,
-        prompts,
-        messages,
-        special,
-        asked.n,
-        asked.limit,
-        asked.stream,
-        chars,
-        asked.cache_salt,
-        own=own,
-    )
+    sizes = (asked.n, asked.limit, asked.stream, chars, asked.cache_salt)
+    return ValidatedRequest(card, chat, body, asked, prompts, messages, special, *sizes, own=own)
 
 
 def _chars(prompts: list[Prompt], messages: list[Message] | None) -> int:
@@ -294,14 +274,14 @@ def _chars(prompts: list[Prompt], messages: list[Message] | None) -> int:
 def understand(validated: ValidatedRequest) -> CompletionRequest | ChatRequest:
     """Reads what was left to a server, where its tokens are told instead of its text."""
     try:
-        found = wish_of(replace(validated.card, plain=False), validated.body, chat=validated.chat).asked
+        found = validate(replace(validated.card, plain=False), validated.body, chat=validated.chat).asked
         assert found is not None
         return found
     except PotluckError:  # It took what engines do not: of that the text alone is shown.
         return (ChatRequest if validated.chat else CompletionRequest)(validated.card.name, validated.stream)
 
 
-def plain_wish(card: ModelCard, body: dict[str, object], chat: bool) -> ValidatedRequest:
+def validate_plain(card: ModelCard, body: dict[str, object], chat: bool) -> ValidatedRequest:
     """Read as far as the gateway itself must know it."""
     prompts: list[Prompt] = []
     messages: list[Message] | None = None
@@ -315,7 +295,7 @@ def plain_wish(card: ModelCard, body: dict[str, object], chat: bool) -> Validate
             messages = _texts(given)
             chars = _chars(prompts, messages)
     else:
-        prompts = _prompts(body.get("prompt"))
+        prompts = prompts_of(body.get("prompt"))
         chars = _chars(prompts, None)
     stream = body.get("stream")
     if stream is not None and not isinstance(stream, bool):
@@ -342,19 +322,6 @@ def _count(value: object, name: str) -> int:
     return value
 
 
-def _prompts(value: object) -> list[Prompt]:
-    if isinstance(value, str):
-        return [value]
-    if not isinstance(value, list) or not value:
-        raise FormatError("prompt", "must be text, a list of texts, tokens, or a list of tokens")
-    if all(type(item) is int for item in value):
-        return [tuple(value)]
-    return [
-        item if isinstance(item, str) else tokens_of(item, f"prompt[{place}]")
-        for place, item in enumerate(value)
-    ]
-
-
 def _texts(value: object) -> list[Message]:
     """A chat's messages as far as they are text: what else there is only the server knows how to read."""
     if not isinstance(value, list) or not value:
@@ -368,12 +335,8 @@ def _texts(value: object) -> list[Message]:
             parts = [part.get("text") for part in content if isinstance(part, dict)]
             content = "".join(part for part in parts if isinstance(part, str))
         role = message.get("role")
-        made.append(
-            {
-                "role": role if isinstance(role, str) else "user",
-                "content": content if isinstance(content, str) else "",
-            }
-        )
+        text = content if isinstance(content, str) else ""
+        made.append({"role": role if isinstance(role, str) else "user", "content": text})
     return made
 
 
@@ -385,7 +348,7 @@ def reckoned(validated: ValidatedRequest) -> int:
     return known + int(validated.chars / (GUESSED_CHARS if length is None else length.chars_per_token)) or 1
 
 
-def manner_of(
+def options_of(
     headers: Headers, body: dict[str, object], came_s: float, classes: frozenset[str], key: ApiKey
 ) -> RequestOptions:
     """What the headers and a few fields say; raises for a class that is not known, or not this key's."""
@@ -443,14 +406,18 @@ def _word(value: bytes, name: str) -> str:
 
 
 PLAIN = RequestOptions()
-
-
 GREEDY = Sampling()
 
 
 class Submission:
     def __init__(self, validated: ValidatedRequest, tenant: str, salt: str, path: bytes, body: bytes) -> None:
-        self._wish, self._tenant, self._salt, self._path, self._body = validated, tenant, salt, path, body
+        self._validated, self._tenant, self._salt, self._path, self._body = (
+            validated,
+            tenant,
+            salt,
+            path,
+            body,
+        )
         self.prompt_tokens = 0
         """Each prompt counts once, however many answers it gets."""
         self.expected_tokens = 0
@@ -461,7 +428,7 @@ class Submission:
 
     def asks(self, word: str, prompts: list[tuple[int, ...]]) -> list[ChoiceRequest]:
         """`word` becomes their name. A server of plain OpenAI gets the request whole, whatever it asks for."""
-        validated, card = self._wish, self._wish.card
+        validated, card = self._validated, self._validated.card
         if card.plain:
             return [self._plain(card, word, prompts)]
         self._ends = tuple(ends_of(validated))
@@ -481,50 +448,30 @@ class Submission:
         return made
 
     def _plain(self, card: ModelCard, word: str, prompts: list[tuple[int, ...]]) -> ChoiceRequest:
-        validated, manner = self._wish, self._wish.manner
+        validated = self._validated
         self.estimated = not prompts
         self.prompt_tokens = prompt_tokens = sum(map(len, prompts)) or reckoned(validated)
         output = validated.limit
         if output is None or prompt_tokens + output > card.context_tokens:
             output = self._room(card, prompt_tokens)
-        longest = EXPECTED_OUTPUT if validated.limit is None and output > EXPECTED_OUTPUT else output
-        self.expected_tokens = prompt_tokens + longest
-        return ChoiceRequest(
-            word,
-            card.name,
-            prompts[0] if len(prompts) == 1 else (),
-            prompt_tokens,
-            output,
-            GREEDY,
-            tuple(card.ends),
-            False,
-            0,
-            self._tenant,
-            manner.request_class,
-            manner.priority,
-            manner.deadline_s,
-            manner.session,
-            self._salt,
-            self._path,
-            self._body,
-            validated.stream,
-            card.vocab,
-            exact=manner.exact,
-        )
+        self._expect(output, 1)
+        self._ends = tuple(card.ends)
+        prompt = prompts[0] if len(prompts) == 1 else ()
+        return self._asked(word, prompt, prompt_tokens, output, GREEDY, self._body)
 
     def _expect(self, output: int, answers: int) -> None:
-        longest = EXPECTED_OUTPUT if self._wish.limit is None and output > EXPECTED_OUTPUT else output
+        longest = EXPECTED_OUTPUT if self._validated.limit is None and output > EXPECTED_OUTPUT else output
         self.expected_tokens = self.prompt_tokens + longest * answers
 
     def _room(self, card: ModelCard, prompt_tokens: int) -> int:
         """Output tokens that fit behind a prompt; an error if there is not room for those asked for."""
-        limit = self._wish.limit
+        limit = self._validated.limit
         room = card.context_tokens - prompt_tokens
         if room < (limit or 1) and not self.estimated:
             raise CapacityError(
                 f"a prompt of {prompt_tokens} tokens and {limit or 1} more exceed the model's {card.context_tokens}"
             )
-        asked = self._wish.asked
+        asked = self._validated.asked
         output = max(room, 1) if limit is None else limit
         if asked is not None and asked.min_tokens > output:
             raise InputError("min_tokens", f"there is room for {output}, not {asked.min_tokens}")
@@ -532,7 +479,7 @@ class Submission:
 
     def _drawing(self, drawn: int) -> Sampling:
         """Chance differs from choice to choice, and is the same again for the same seed."""
-        asked, defaults = self._wish.asked, self._wish.card.defaults
+        asked, defaults = self._validated.asked, self._validated.card.defaults
         assert asked is not None
         if self._seed is None:
             plain = sampling_of(asked, defaults, seed=0, logprobs=asked.reported)
@@ -543,7 +490,7 @@ class Submission:
 
     def _alone(self, prompt: tuple[int, ...], way: Sampling) -> bytes:
         """One of several choices as a body of its own, for a server of plain OpenAI; or the one of an own request."""
-        validated = self._wish
+        validated = self._validated
         if validated.own:
             seed = way.seed if way.temperature > 0 else None
             return compact(own_body(validated.body, None if validated.chat else prompt, seed))
@@ -558,7 +505,7 @@ class Submission:
     def _asked(
         self, id: str, prompt: tuple[int, ...], prompt_tokens: int, output: int, way: Sampling, body: bytes
     ) -> ChoiceRequest:
-        validated, asked, manner = self._wish, self._wish.asked, self._wish.manner
+        validated, asked, manner = self._validated, self._validated.asked, self._validated.manner
         return ChoiceRequest(
             id,
             validated.card.base or validated.card.name,
@@ -585,12 +532,9 @@ class Submission:
         )
 
 
-def growth_of(validated: ValidatedRequest) -> TextStream | None:
-    return (
-        None
-        if validated.asked is None
-        else TextStream(validated.card.text, validated.asked.shown, ends_of(validated))
-    )
+def text_stream_of(validated: ValidatedRequest) -> TextStream | None:
+    asked = validated.asked
+    return None if asked is None else TextStream(validated.card.text, asked.shown, ends_of(validated))
 
 
 def ends_of(validated: ValidatedRequest) -> frozenset[int]:

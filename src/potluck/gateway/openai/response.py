@@ -35,7 +35,7 @@ from potluck.gateway.dispatch.dispatcher import Dispatcher
 from potluck.gateway.http.server import STREAM_HEADERS, Exchange
 from potluck.gateway.openai.kept_answers import AnswerRecording
 from potluck.gateway.openai.keys import ApiKey, KeyQuota, QuotaExceeded
-from potluck.gateway.openai.requests import ValidatedRequest, growth_of, understand
+from potluck.gateway.openai.requests import ValidatedRequest, text_stream_of, understand
 from potluck.gateway.values import RequestOutcome, TokenCounts
 
 TAIL_BYTES = 2048
@@ -448,7 +448,7 @@ class ChoiceWriter:
             return True
         growth, answering = self._growth, self._answering
         if growth is None:
-            growth = self._growth = growth_of(answering.understand())
+            growth = self._growth = text_stream_of(answering.understand())
             assert growth is not None
         text, seen = "", 0
         for choice in choices:
@@ -472,7 +472,7 @@ class ChoiceWriter:
 
     def finished(self, reason: Literal["stop", "length"], cached_tokens: int) -> None:
         if not self.over:
-            growth = self._growth or growth_of(self._answering.understand())
+            growth = self._growth or text_stream_of(self._answering.understand())
             assert growth is not None
             delta = growth.end(reason)
             self._end(delta.text, delta.finish or reason, cached_tokens)

@@ -16,52 +16,22 @@ from potluck.gateway.http.server import Exchange
 from potluck.gateway.openai.response import EventParser, parsed
 
 Json = dict[str, object]
-SAME = frozenset(
-    [
-        "metadata",
-        "model",
-        "parallel_tool_calls",
-        "prompt_cache_key",
-        "prompt_cache_retention",
-        "safety_identifier",
-        "service_tier",
-        "stream",
-        "temperature",
-        "tool_choice",
-        "top_p",
-        "user",
-        # Not OpenAI's; load generators send them, as vLLM has them.
-        "add_special_tokens",
-        "cache_salt",
-        "ignore_eos",
-        "include_stop_str_in_output",
-        "min_p",
-        "min_tokens",
-        "priority",
-        "seed",
-        "skip_special_tokens",
-        "stop",
-        "stop_token_ids",
-        "top_k",
-    ]
-)
+SAME = frozenset({
+    "metadata", "model", "parallel_tool_calls", "prompt_cache_key", "prompt_cache_retention", "safety_identifier",
+    "service_tier", "stream", "temperature", "tool_choice", "top_p", "user",
+    # Not OpenAI's; load generators send them, as vLLM has them.
+    "add_special_tokens", "cache_salt", "ignore_eos", "include_stop_str_in_output", "min_p", "min_tokens", "priority",
+    "seed", "skip_special_tokens", "stop", "stop_token_ids", "top_k",
+})  # fmt: skip
 """Fields that mean in a chat what they mean here."""
 OPTIONS = frozenset({"include_obfuscation", "include_usage", "continuous_usage_stats"})
 """Of a stream, that ask for nothing: its last event tells the usage in any case."""
 NEUTRAL: dict[str, tuple[object, ...]] = {
-    "background": (False,),
-    "context_management": ([],),
-    "conversation": (),
-    "include": ([],),
-    "max_tool_calls": (),
-    "previous_response_id": (),
-    "prompt": (),
-    "reasoning": ({}, {"effort": "none"}, {"effort": None}, {"effort": None, "summary": None}),
-    "store": (False,),
-    "tools": ([],),
-    "top_logprobs": (0,),
+    "background": (False,), "context_management": ([],), "conversation": (), "include": ([],), "max_tool_calls": (),
+    "previous_response_id": (), "prompt": (), "store": (False,), "tools": ([],), "top_logprobs": (0,),
     "truncation": ("disabled", "auto"),
-}
+    "reasoning": ({}, {"effort": "none"}, {"effort": None}, {"effort": None, "summary": None}),
+}  # fmt: skip
 """Others, with the values that ask for nothing that a chat cannot do."""
 ROLES = ("user", "system", "developer", "assistant")
 

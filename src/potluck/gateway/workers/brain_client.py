@@ -16,7 +16,6 @@ from potluck.core.errors import PotluckError
 from potluck.core.state.actions import Action, Run
 from potluck.core.state.events import (
     Event,
-    FailureKind,
     FirstToken,
     RequestArrived,
     RequestCancelled,
@@ -27,7 +26,7 @@ from potluck.core.state.events import (
 )
 from potluck.core.values.route import Route, aggregated
 from potluck.core.values.types import Request
-from potluck.gateway.admin.counters import Counters, FullMeter
+from potluck.gateway.admin.counters import Counters
 from potluck.gateway.admin.usage import UsageFile
 from potluck.gateway.registry.directory import ReplicaDirectory
 from potluck.gateway.values import Address, ChoiceRequest, Endpoint, RequestOutcome
@@ -254,9 +253,9 @@ class RemoteBrainClient:
 
 
 class WorkerMeter(Counters):
-    """The `Meter` of a worker: it counts by itself, and its counts are added to the desk's now and then. Records of
-    use it writes itself, as a desk may die. One by one the desk hears how answers went; of spans and what is watched,
-    where somebody wants them."""
+    """It counts by itself, and its counts are added to the Brain's process's now and then. Records of use it writes
+    itself, as that process may die. One by one it hears how answers went; of spans and what is watched, where
+    somebody wants them."""
 
     def __init__(
         self,
@@ -266,103 +265,66 @@ class WorkerMeter(Counters):
         spans: bool,
         usage: UsageFile | None = None,
     ) -> None:
-        super().__init__(region_of)
-        self._mail, self._spans, self._usage = channel, spans, usage
-        self._said = ""
+        super().__init__(
+            region_of,
+            record=None if usage is None else lambda told: usage.record(told, time.monotonic()),
+            told=lambda told: channel.later(USED, json.dumps(told)),
+            span=self._send_span if spans else None,
+        )
+        self._channel, self._usage = channel, usage
+        self._sent = ""
 
     def flush(self) -> None:
         taken = self.take()
         if self._usage is not None:
             self._usage.look()
             taken["usage"] = (self._usage.problem, self._usage.lost)
-        said = json.dumps(taken)
-        if said != self._said:
-            self._said = said
-            self._mail.later(COUNTS, said)
+        text = json.dumps(taken)
+        if text != self._sent:
+            self._sent = text
+            self._channel.later(COUNTS, text)
 
     def renew(self) -> None:
-        """Another desk has to hear how many are open, although nothing changed."""
-        self._said = ""
+        """Another Brain has to hear how many are open, although nothing changed."""
+        self._sent = ""
 
     def watch(self, read: bool) -> None:
         self.published = self._publish if read else None
 
     def _publish(self, kind: str, what: dict[str, object]) -> None:
-        self._mail.later(WATCHED, json.dumps([kind, what]))
+        self._channel.later(WATCHED, json.dumps([kind, what]))
 
-    def answered(self, told: RequestOutcome) -> None:
-        if self._usage is not None:
-            self._usage.record(told, time.monotonic())
-        super().answered(told)
-        self._mail.later(USED, json.dumps(told))
-
-    def segment(
-        self,
-        asked: ChoiceRequest,
-        replica: str,
-        began_s: float,
-        ended_s: float,
-        tokens: int,
-        problem: str = "",
-    ) -> None:
-        super().segment(asked, replica, began_s, ended_s, tokens, problem)
-        if self._spans:
-            said = f"{text_of(replica)},{began_s!r},{ended_s!r},{tokens},{text_of(problem)}"
-            self._mail.later(SPAN, f'["segment",{_said(asked)},{said}]')
-
-    def failed(self, asked: ChoiceRequest, where: str, kind: FailureKind, why: str) -> None:
-        super().failed(asked, where, kind, why)
-        if self._spans:
-            said = f"{text_of(where)},{text_of(kind)},{text_of(why)}"
-            self._mail.later(SPAN, f'["failed",{_said(asked)},{said}]')
-
-
-def _said(asked: ChoiceRequest) -> str:
-    """What a meter looks at; never a prompt."""
-    return (
-        f"[{text_of(asked.id)},{text_of(asked.model)},{asked.prompt_tokens},{asked.max_output_tokens},"
-        f"{text_of(asked.tenant)},{text_of(asked.request_class)},{asked.priority}]"
-    )
-
-
-def _asked(said: list[Any]) -> ChoiceRequest:
-    name, model, prompt_tokens, output_tokens, tenant, request_class, priority = said
-    return ChoiceRequest(
-        name,
-        model,
-        (),
-        prompt_tokens,
-        output_tokens,
-        tenant=tenant,
-        request_class=request_class,
-        priority=priority,
-    )
+    def _send_span(self, name: str, asked: ChoiceRequest, what: Sequence[Any]) -> None:
+        """Never with a prompt."""
+        self._channel.later(SPAN, json.dumps([name, asked.id, asked.model, asked.request_class, *what]))
 
 
 class WorkerMeterReceiver:
-    def __init__(self, meter: FullMeter) -> None:
+    """In the Brain's process: one worker's counts and news, said to the meter that has all of them."""
+
+    def __init__(self, meter: Counters) -> None:
         self._meter = meter
         self._open = 0
 
     def heard(self, letter: str, text: str) -> bool:
         """False: it is about something else."""
-        if letter == COUNTS:
-            taken = json.loads(text)
-            self._meter.add(taken)
-            self._has_open(int(taken["open"]))
-            if "usage" in taken:
-                problem, lost = taken["usage"]
-                self._meter.usage_notes[self] = (problem, lost)
-        elif letter == USED:
-            self._meter.used(RequestOutcome(*json.loads(text)))
-        elif letter == SPAN:
-            name, asked, *what = json.loads(text)
-            self._meter.span(name, _asked(asked), what)
-        elif letter == WATCHED:
-            if self._meter.published is not None:
-                self._meter.published(*json.loads(text))
-        else:
+        meter = self._meter
+        if letter not in (COUNTS, USED, SPAN, WATCHED):
             return False
+        value = json.loads(text)
+        if letter == COUNTS:
+            meter.add(value)
+            self._has_open(int(value["open"]))
+            if "usage" in value:
+                problem, lost = value["usage"]
+                meter.usage_notes[self] = (problem, lost)
+        elif letter == USED and meter.told is not None:
+            meter.told(RequestOutcome(*value))
+        elif letter == SPAN and meter.span is not None:
+            name, request, model, request_class, *what = value
+            meter.span(name, ChoiceRequest(request, model, (), 0, 0, request_class=request_class), what)
+        elif letter == WATCHED and meter.published is not None:
+            meter.published(*value)
         return True
 
     def gone(self) -> None:

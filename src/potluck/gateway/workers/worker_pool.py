@@ -13,7 +13,7 @@ from contextlib import suppress
 
 from potluck.core.errors import PotluckError
 from potluck.core.state.actions import Action
-from potluck.gateway.admin.counters import FullMeter
+from potluck.gateway.admin.counters import Counters
 from potluck.gateway.brain_loop.core import GatewayCore
 from potluck.gateway.settings import GatewaySettings
 from potluck.gateway.workers import brain_client
@@ -56,7 +56,7 @@ class WorkerPool:
     def __init__(
         self,
         core: GatewayCore,
-        meter: FullMeter,
+        meter: Counters,
         settings: GatewaySettings,
         cards: tuple[ModelCardNote, ...],
         post: BrainProcessContext,
