@@ -17,12 +17,12 @@ from potluck.gateway.values import ChoiceRequest
 
 CHAT, COMPLETIONS = b"/v1/chat/completions", b"/v1/completions"
 KNOWN = {"model", "messages", "prompt", "stream", "max_tokens", "min_tokens", "add_special_tokens"}
-SSE = {b"content-type": b"text/event-stream"}
+SALT_SSE = {b"content-type": b"text/event-stream"}
 JSON = {b"content-type": b"application/json"}
 REPLY = b'{"choices":[{"text":"there"}],"usage":{"completion_tokens":2}}'
 
 
-def wanted(salt: str, stream: bool = False, **fields: Any) -> ChoiceRequest:
+def salted(salt: str, stream: bool = False, **fields: Any) -> ChoiceRequest:
     body = {"model": "m", "messages": [{"role": "user", "content": "Hi"}], "stream": stream, **fields}
     return asked("r", 5, 7, path=CHAT, body=json.dumps(body).encode(), stream=stream, salt=salt)
 
@@ -42,7 +42,7 @@ def strict(call: Call, *more: str) -> int:
 def test_a_server_that_takes_salts_gets_the_tenants_own_and_once(fields: dict[str, Any]) -> None:
     stage = Stage()
     stage.fleet.add("x", kind="openai", served_model="theirs", cache_salt=True)
-    heard = stage.begin(wanted("of-a-tenant", **fields), aggregated("x"))
+    heard = stage.begin(salted("of-a-tenant", **fields), aggregated("x"))
     body = stage.call("x").body
     assert body["cache_salt"] == "of-a-tenant"
     assert body["model"] == "theirs"
@@ -54,14 +54,14 @@ def test_a_server_that_takes_salts_gets_the_tenants_own_and_once(fields: dict[st
 def test_a_server_that_may_refuse_it_gets_none() -> None:
     stage = Stage()
     stage.fleet.add("x", kind="openai", served_model="m")
-    what = wanted("of-a-tenant")
+    what = salted("of-a-tenant")
     heard = stage.begin(what, aggregated("x"))
     assert stage.call("x").raw == what.body, "bodies go on as they came"
     assert strict(stage.call("x")) == heard.status == 200
     # Nor is anything invented where tenants share: no keys, no salt.
     stage = Stage()
     stage.fleet.add("x", kind="openai", served_model="m", cache_salt=True)
-    what = wanted("")
+    what = salted("")
     stage.begin(what, aggregated("x"))
     assert stage.call("x").raw == what.body
 
@@ -71,11 +71,11 @@ def test_what_goes_on_elsewhere_keeps_its_salt(takes: bool) -> None:
     stage = Stage()
     for each in ("x", "y"):
         stage.fleet.add(each, kind="openai", served_model="m", token_ids=True, cache_salt=takes)
-    what = wanted("of-a-tenant", stream=True)
+    what = salted("of-a-tenant", stream=True)
     stage.begin(what, aggregated("x"))
     first = stage.call("x")
     assert first.body.get("cache_salt") == ("of-a-tenant" if takes else None)
-    first.listener.head(200, SSE)
+    first.listener.head(200, SALT_SSE)
     said = {"id": "1", "choices": [{"index": 0, "delta": {"content": "It"}, "token_ids": [100]}]}
     raw = json.dumps({**said, "prompt_token_ids": [1, 2]}, separators=(",", ":")).encode()
     first.write_raw(b"data: " + raw + b"\n\n")

@@ -14,7 +14,7 @@ from potluck.core.state.events import CacheReported, LinkReported
 from potluck.gateway.registry.engine_client import read_cache, read_status
 from potluck.gateway.registry.health import LinkTraffic, link_reports
 
-SAID = {
+REPORT = {
     "model": "m",
     "fingerprint": "f",
     "role": "mixed",
@@ -35,10 +35,10 @@ SAID = {
 
 
 def test_a_status_is_what_the_brain_is_told() -> None:
-    said = read_status(json.dumps(SAID).encode())
+    said = read_status(json.dumps(REPORT).encode())
     assert tuple(said.status) == (2, 3, 50, 100, 7, 9, 0.02)
     assert said.links[0].peer == "127.0.0.1:8"
-    idle = read_status(json.dumps({**SAID, "waiting": 0, "running": 0}).encode())
+    idle = read_status(json.dumps({**REPORT, "waiting": 0, "running": 0}).encode())
     assert idle.status.step_s == 0.0
 
 
@@ -48,7 +48,7 @@ def test_a_status_is_what_the_brain_is_told() -> None:
 )
 def test_a_status_that_makes_no_sense_is_refused(change: dict[str, object]) -> None:
     with pytest.raises(PotluckError):
-        read_status(json.dumps({**SAID, **change}).encode())
+        read_status(json.dumps({**REPORT, **change}).encode())
 
 
 KEYS = st.sampled_from(["epoch", "reports", "sequence", "added", "state", "links"])

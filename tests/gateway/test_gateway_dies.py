@@ -35,12 +35,12 @@ def pid_of(fleet: LiveFleet) -> int:
     return fleet.gateway.popen.pid
 
 
-def children_of(pid: int, title: str) -> list[int]:
+def children_named(pid: int, title: str) -> list[int]:
     found = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
     return [int(each) for each in found if title in Path(f"/proc/{each}/cmdline").read_text()]
 
 
-def asked(
+def asked_again(
     url: str, headers: dict[str, str], heard: Callable[[bytes], None] = lambda data: None
 ) -> tuple[bytes, dict[str, str], bool]:
     """What came, with which headers, and whether it came whole."""
@@ -102,9 +102,9 @@ def test_a_stream_that_was_cut_goes_on_for_whoever_asks_again(
         knocking = threading.Thread(target=knock)
         knocking.start()
         try:
-            first, _, whole = asked(fleet.url, name, killing(lambda: children_of(parent, title)))
+            first, _, whole = asked_again(fleet.url, name, killing(lambda: children_named(parent, title)))
             assert not whole
-            second, headers, whole = asked(fleet.url, name)
+            second, headers, whole = asked_again(fleet.url, name)
         finally:
             over.set()
             knocking.join()
@@ -112,7 +112,7 @@ def test_a_stream_that_was_cut_goes_on_for_whoever_asks_again(
         assert whole
         assert second.startswith(first), "drawn as it would have been, under the same name"
         assert headers["x-potluck-replayed"] == "1"
-        third, headers, whole = asked(fleet.url, name)
+        third, headers, whole = asked_again(fleet.url, name)
         assert (third, whole) == (second, True)
         (record,) = [json.loads(line) for line in usage.read_text().splitlines()]
         assert (record["request"], record["output_tokens"], record["status"]) == ("again", TOKENS, 200)
@@ -122,8 +122,8 @@ def test_answers_under_way_end_although_the_supervisor_is_killed(tmp_path: Path)
     plan, spec = write_plans(tmp_path, WHOLE)
     with LiveFleet(plan, spec, gateway=("--files", f"{MODEL}={shipped_model()}")) as fleet:
         parent = pid_of(fleet)
-        (child,) = children_of(parent, "potluck-gateway")
-        _, _, whole = asked(fleet.url, {}, killing(lambda: [parent]))
+        (child,) = children_named(parent, "potluck-gateway")
+        _, _, whole = asked_again(fleet.url, {}, killing(lambda: [parent]))
         assert whole
         until_s = time.monotonic() + 60
         while Path(f"/proc/{child}").exists() and time.monotonic() < until_s:
@@ -139,14 +139,14 @@ def test_a_gateway_whose_ports_can_be_taken_over_outlives_its_supervisor(tmp_pat
     words = ("--files", f"{MODEL}={shipped_model()}", "--takeover", str(takeover), "--state", str(state))
     with LiveFleet(plan, spec, gateway=words) as fleet:
         parent = pid_of(fleet)
-        (child,) = children_of(parent, "potluck-gateway")
+        (child,) = children_named(parent, "potluck-gateway")
         os.kill(parent, signal.SIGKILL)
-        assert asked(fleet.url, {})[2], "it serves on"
+        assert asked_again(fleet.url, {})[2], "it serves on"
         succeeding = threading.Thread(target=fleet.succeed)
-        whole = asked(fleet.url, {}, lambda data: None if succeeding.ident else succeeding.start())[2]
+        whole = asked_again(fleet.url, {}, lambda data: None if succeeding.ident else succeeding.start())[2]
         assert whole
         succeeding.join()
-        assert asked(fleet.url, {})[2]
+        assert asked_again(fleet.url, {})[2]
         until_s = time.monotonic() + 120
         while Path(f"/proc/{child}").exists() and time.monotonic() < until_s:
             time.sleep(0.05)

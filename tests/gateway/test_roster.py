@@ -15,7 +15,7 @@ from potluck.gateway.registry.engine_list import EngineEntry, address_of, matche
 from potluck.gateway.values import Address
 
 
-def _member(
+def _listed_member(
     name: str, template: str = "t", index: int = 0, region: str = "east", model: str = "m"
 ) -> ReplicaSpec:
     return ReplicaSpec(name, "u", template, index, "homogeneous", model, "mixed", region)
@@ -89,13 +89,13 @@ def test_any_url_is_an_address_or_refused(text: str) -> None:
 
 
 def test_those_that_say_most_choose_first() -> None:
-    members = [_member("a", index=0), _member("b", index=1)]
+    members = [_listed_member("a", index=0), _listed_member("b", index=1)]
     anybody, second = _entry(1), _entry(2, template="t", index=1)
     assert {(m.id, e.address.port) for m, e in matched(members, [anybody, second])} == {("b", 2), ("a", 1)}
 
 
 def test_one_that_was_started_for_a_replica_is_that_one_or_none() -> None:
-    members = [_member("a"), _member("b")]
+    members = [_listed_member("a"), _listed_member("b")]
     assert [m.id for m, _ in matched(members, [_entry(1, replica="b")])] == ["b"]
     assert matched(members, [_entry(1, replica="gone")]) == []
 
@@ -114,7 +114,7 @@ def test_one_that_was_started_for_a_replica_is_that_one_or_none() -> None:
 def test_each_is_used_once_and_suits(
     wanted: list[tuple[str, int, str]], there: list[tuple[str, int | None, str]]
 ) -> None:
-    members = [_member(str(place), *said) for place, said in enumerate(wanted)]
+    members = [_listed_member(str(place), *said) for place, said in enumerate(wanted)]
     entries = [_entry(p, template=t, index=i, region=r) for p, (t, i, r) in enumerate(there)]
     found = matched(members, entries)
     assert len({m.id for m, _ in found}) == len({e.url for _, e in found}) == len(found)
