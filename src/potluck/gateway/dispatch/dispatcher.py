@@ -36,6 +36,8 @@ ENDED = 4096
 class BrainClient(Protocol):
     """A worker's way to the Brain. What it wants comes back through `Dispatcher.act`, perhaps before this returns."""
 
+    act: Callable[[Sequence[Action]], None]
+
     def tell(self, event: Event) -> None: ...
 
     def now_s(self) -> float:

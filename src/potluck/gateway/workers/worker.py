@@ -12,6 +12,7 @@ from pathlib import Path
 
 from potluck.api.http import client_tls, server_tls
 from potluck.core.codec import decode, encode
+from potluck.core.state.actions import Action
 from potluck.core.values.service import PrefixSharing
 from potluck.gateway.admin.counters import Counters
 from potluck.gateway.brain_loop.core import Act
@@ -45,8 +46,9 @@ class Worker:
         """`connect` makes the line to the desk from what the desk's orders go to. With other workers beside it, all
         have a `slate` for their keys' limits. In `answers` they lie for whoever asks again."""
         loop = asyncio.get_running_loop()
-        line = connect(lambda actions: self.dispatcher.act(actions))
-        self.dispatcher = Dispatcher(line, directory, outgoing, time.monotonic, loop.call_later, meter=meter)
+        line = connect(_too_early)
+        self.dispatcher = Dispatcher(line, directory, outgoing, time.monotonic, loop.call_later, meter)
+        line.act = self.dispatcher.act
         self.keys = None
         if settings.keys is not None:
             self.keys = KeyRing(
@@ -162,3 +164,7 @@ class WorkerSetup:
 
 def setup_of(text: str) -> WorkerSetup:
     return decode(WorkerSetup, json.loads(text), "setup")
+
+
+def _too_early(actions: Sequence[Action]) -> None:
+    raise AssertionError("the Brain asks for something before it was told anything")

@@ -1,39 +1,43 @@
-"""Real processes of the shipped model behind a gateway: every way gives the answer of one engine asked directly.
-
-A small part of benchmarks/gateway_same.py, which has all kinds of routes and 64 clients at once.
-"""
+"""Small parts of the gateway's benchmarks, as tests: right answers by all ways, and few steps for a request."""
 
 from __future__ import annotations
 
 import importlib.util
 import sys
 from pathlib import Path
-from types import ModuleType
+from types import FrameType, ModuleType
 
 import pytest
+import uvloop
 
-pytest.importorskip("torch")
 ROOT = Path(__file__).resolve().parent.parent.parent
+MOST_CALLS, MOST_CALLS_PER_TOKEN = 155, 8
+"""Of Python functions, the benchmark's own few included; 137 and 5 when this was written."""
+MOST_FILES = 28
+"""Of src/potluck that a relayed stream walks through: socket, parser, handler, Brain, dispatch, engine and back."""
 
 
-@pytest.fixture(scope="module")
-def same() -> ModuleType:
+def benchmark(name: str) -> ModuleType:
     sys.path.insert(0, str(ROOT / "benchmarks"))
     try:
-        spec = importlib.util.spec_from_file_location("gateway_same", ROOT / "benchmarks" / "gateway_same.py")
+        spec = importlib.util.spec_from_file_location(name, ROOT / "benchmarks" / f"{name}.py")
         assert spec is not None
         assert spec.loader is not None
-        module = importlib.util.module_from_spec(spec)
-        sys.modules["gateway_same"] = module
+        module = sys.modules[name] = importlib.util.module_from_spec(spec)
         spec.loader.exec_module(module)
     finally:
         sys.path.remove(str(ROOT / "benchmarks"))
     return module
 
 
+@pytest.fixture(scope="module")
+def same() -> ModuleType:
+    return benchmark("gateway_same")
+
+
 def test_answers_are_those_of_a_lone_engine_whatever_way_they_took(same: ModuleType) -> None:
     kinds = ("in place", "P/D", "split", "remote", "recovered")
-    figures = same.compared("words", kinds, count=10, output=24, engines=2, seed=3, repeats=2)
+    figures = same.compared("words", kinds, count=6, output=16, engines=2, seed=3)
     for kind in kinds:
         assert figures[f"words, {kind}: mismatches"] == 0, kind
         assert figures[f"words, {kind}: taken"] > 0, f"nothing went by {kind}"
@@ -84,3 +88,50 @@ def test_an_answer_that_differs_is_found(same: ModuleType) -> None:
     assert said(piece("a", -1.0), piece("b", -2.0, "stop"), usage) != right
     assert said(piece("a", -1.0), piece("b", -2.0, "length")) != right
     assert said(piece("a", -1.0), piece("c", -2.0, "length"), usage) != right
+
+
+def test_every_answer_is_right_whatever_becomes_of_engines() -> None:
+    """One of three engines lies, another is killed, and started again."""
+    kill = benchmark("gateway_kill")
+    load = kill.Load(streams=24, over_s=2.0, prompt=60, output=40, every_s=1.0, most_strikes=1)
+    figures = kill.trial("killed, lying", load, ("--pretend",), seed=2, units=kill.WHOLE * 3)
+    assert figures["wrong"] == 0
+    assert figures["attempts_failed"] > 0, "nothing happened to anybody"
+
+
+MOST_CALLS, MOST_CALLS_PER_TOKEN = 155, 8
+"""Of Python functions, the benchmark's own few included; 137 and 5 when this was written."""
+
+
+def test_a_request_and_a_token_take_few_steps() -> None:
+    found = benchmark("gateway_path").measure(True)
+    assert 50 < found["calls_per_request"] <= MOST_CALLS
+    assert 2 < found["calls_per_token"] <= MOST_CALLS_PER_TOKEN
+
+
+def test_a_relayed_request_walks_through_few_files(tmp_path: Path) -> None:
+    path = benchmark("gateway_path")
+    files: set[str] = set()
+
+    def look(frame: FrameType, event: str, argument: object) -> None:
+        if event == "call" and "/src/potluck/" in frame.f_code.co_filename:
+            files.add(frame.f_code.co_filename.partition("/src/potluck/")[2])
+
+    async def walk() -> None:
+        stage = path.Stage(tmp_path)
+        await stage.start()
+        requests = [path.clients.request(number, 4, True) for number in range(3)]
+        for request in requests[:2]:  # What is done once is done.
+            stage.streamed(request, 4)
+        sys.setprofile(look)
+        try:
+            stage.streamed(requests[2], 4)
+        finally:
+            sys.setprofile(None)
+        await stage.core.close()
+        await stage.calls.close()
+
+    path.proxies.prepare(tmp_path, list(range(20_001, 20_001 + path.ENGINES)), path.clients.KEY.decode())
+    uvloop.run(walk())
+    assert {"gateway/http/server.py", "gateway/dispatch/relay_attempt.py", "core/brain/brain.py"} <= files
+    assert len(files) <= MOST_FILES, sorted(files)

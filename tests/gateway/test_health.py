@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import asyncio
+import json
+from contextlib import suppress
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
-from potluck.core.state.events import LinkReported, ReplicaReported, ReplicaStatus
+from potluck.core.errors import FormatError, PotluckError
+from potluck.core.state.events import CacheReported, LinkReported, ReplicaReported, ReplicaStatus
 from potluck.gateway.registry.engine_client import (
     LEAST_S,
     MOST_S,
@@ -18,15 +23,20 @@ from potluck.gateway.registry.engine_client import (
     LinkCounters,
     ResponseTimes,
     StatusReport,
+    read_cache,
+    read_status,
 )
 from potluck.gateway.registry.engine_list import EngineEntry
 from potluck.gateway.registry.health import (
     AGAIN_S,
     LASTS_S,
+    WINDOW_S,
+    EmulationLag,
     HealthChecker,
     LinkTraffic,
     hosts_of,
     link_reports,
+    slow_lines,
 )
 from potluck.gateway.values import Address, Endpoint
 
@@ -223,3 +233,126 @@ def test_how_long_an_engine_may_take_is_learned_from_its_answers() -> None:
     for _ in range(200):
         busy = busy.heard(0.01)
     assert busy.limit_s == LEAST_S
+
+
+def test_a_slow_machine_is_told_of_and_a_quick_one_is_not() -> None:
+    late = EmulationLag()
+    assert slow_lines(late.slowdown) == []
+    late.told("a", 5.0, 500.0)
+    assert late.slowdown is None, "what an engine did before it was asked is its warming up"
+    late.told("a", 6.0, 504.0)
+    late.told("b", 0.0, 0.0)
+    late.told("b", 1.0, 2.0)
+    assert late.slowdown == pytest.approx(3.0), "4 s and 2 s of what should have been 2 s"
+    assert slow_lines(late.slowdown) == [
+        "this machine computes 3.0 times slower than the GPUs it stands for: "
+        "latencies are the CPU's, not the plan's"
+    ]
+    for second in range(7, 7 + 20 * int(WINDOW_S)):
+        late.told("a", float(second), 504.0 + second - 6.0)
+    assert late.slowdown == pytest.approx(1.0, abs=0.01), "it keeps up by now"
+    assert slow_lines(late.slowdown) == []
+    late.told("a", 1.0, 9.0)
+    late.told("a", 2.0, 10.0)
+    assert late.slowdown == pytest.approx(1.0, abs=0.01), "an engine that was restarted counts from there"
+
+
+def test_engines_that_compute_for_real_say_nothing_of_it() -> None:
+    said = read_status(b'{"state": "ready"}')
+    assert (said.predicted_s, said.took_s) == (0.0, 0.0)
+    late = EmulationLag()
+    for _ in range(3):
+        late.told("a", said.predicted_s, said.took_s)
+    assert late.slowdown is None
+    with pytest.raises(FormatError, match="emulated_took_s"):
+        read_status(b'{"state": "ready", "notes": {"emulated_took_s": "long"}}')
+
+
+def test_the_watch_adds_up_what_engines_say() -> None:
+    answers = iter((1.0, 2.0, 3.0))
+
+    async def status(_: EngineRecord) -> StatusReport:
+        seconds = next(answers)
+        notes = {"emulated_predicted_s": seconds, "emulated_took_s": 2.5 * seconds}
+        return read_status(json.dumps({"state": "ready", "notes": notes}).encode())
+
+    registry = SimpleNamespace(caller=SimpleNamespace(status=status), heard=lambda engine: None)
+    watch = HealthChecker(registry, lambda event: None, caches=False, planned_gbps={})  # type: ignore[arg-type]
+    engine = EngineRecord(EngineEntry("http://h:2", Address("h", 2)))
+    for _ in range(3):
+        asyncio.run(watch._ask(engine))
+    assert watch.lateness.slowdown == pytest.approx(2.5)
+
+
+REPORT = {
+    "model": "m",
+    "fingerprint": "f",
+    "role": "mixed",
+    "state": "ready",
+    "waiting": 2,
+    "running": 3,
+    "context_tokens": 100,
+    "todo_tokens": 50,
+    "free_blocks": 7,
+    "total_blocks": 9,
+    "block_tokens": 16,
+    "max_tokens": 4096,
+    "step_mean_s": 0.02,
+    "uptime_s": 5.0,
+    "kv": "127.0.0.1:9",
+    "links": [{"peer": "127.0.0.1:8", "moved_bytes": 10, "goodput_bytes_per_s": 5.0, "queue_bytes": 0}],
+}
+
+
+def test_a_status_is_what_the_brain_is_told() -> None:
+    said = read_status(json.dumps(REPORT).encode())
+    assert tuple(said.status) == (2, 3, 50, 100, 7, 9, 0.02)
+    assert said.links[0].peer == "127.0.0.1:8"
+    idle = read_status(json.dumps({**REPORT, "waiting": 0, "running": 0}).encode())
+    assert idle.status.step_s == 0.0
+
+
+@pytest.mark.parametrize(
+    "change",
+    [{"running": -1}, {"running": "3"}, {"running": True}, {"state": "fine"}, {"model": 3}, {"links": 3}],
+)
+def test_a_status_that_makes_no_sense_is_refused(change: dict[str, object]) -> None:
+    with pytest.raises(PotluckError):
+        read_status(json.dumps({**REPORT, **change}).encode())
+
+
+KEYS = st.sampled_from(["epoch", "reports", "sequence", "added", "state", "links"])
+JSON = st.recursive(
+    st.none() | st.integers() | st.text(max_size=5),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(KEYS, inner, max_size=4),
+)
+
+
+@given(st.binary(max_size=60) | JSON.map(lambda value: json.dumps(value).encode()))
+def test_garbage_is_only_ever_refused(body: bytes) -> None:
+    for read in (read_status, lambda raw: read_cache("a", raw)):
+        with suppress(PotluckError):
+            read(body)
+
+
+def test_cache_reports_keep_their_numbers_and_names() -> None:
+    body = {
+        "epoch": 77,
+        "reports": [{"sequence": 4, "whole": True, "added": [f"{1 << 100:032x}"], "removed": []}],
+    }
+    epoch, reports = read_cache("a", json.dumps(body).encode())
+    assert epoch == 77
+    assert reports == (CacheReported("a", 4, (1 << 100,), epoch=1, whole=True),)
+
+
+def test_a_link_is_slow_only_where_bytes_wait_for_it() -> None:
+    planned = {("e", "w"): 8.0, ("w", "e"): 8.0}
+    waiting = {
+        ("e", "w"): LinkTraffic(1e8, 1.0, queued_bytes=5e8),
+        ("w", "e"): LinkTraffic(1e8, 1.0, queued_bytes=5e7),
+    }
+    slow, idle = link_reports(waiting, planned, 1.0)
+    assert slow == LinkReported("e", "w", 0.1, 5e8, pytest.approx(0.8))
+    assert idle.gbps == 8.0
+    quiet = link_reports({}, planned, 1.0)
+    assert all(each.utilisation == 0 and each.gbps == 8.0 for each in quiet)

@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from door_kit import NAME, FakeExchange, Scene, saying
 from hypothesis import given
 from hypothesis import strategies as st
+from openai_helpers import NAME, FakeExchange, Scene, saying
 
 from potluck.core.errors import InputError
 from potluck.core.replica.block_values import BlockNamer

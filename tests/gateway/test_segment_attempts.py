@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+import gc
 import json
+from weakref import ref
 
 import pytest
-from drive_kit import EOS, Heard, asked, right_answer
-from drive_stage import LIES, Stage
+from dispatch_helpers import EOS, LIES, Clock, Fleet, Heard, Script, Stage, asked, driver, right_answer
 
+from potluck.api.segments import UNSUPPORTED
 from potluck.core.replica.batch_values import LATE
+from potluck.core.replica.block_values import block_hashes
 from potluck.core.state.actions import Abort, QueryAttempt, Refuse, Run
 from potluck.core.state.events import (
     AttemptFailed,
     AttemptRunning,
     FailureKind,
     FirstToken,
+    RequestArrived,
     RequestCancelled,
     RequestFinished,
     SegmentComputed,
@@ -22,7 +26,7 @@ from potluck.core.state.events import (
 )
 from potluck.core.values.route import Route, Segment, aggregated, handed_over
 from potluck.core.values.sampling import SampledToken, Sampling
-from potluck.gateway.dispatch.segment_attempt import GRACE_S, stretches
+from potluck.gateway.dispatch.segment_attempt import GRACE_S, SegmentAttempt, stretches
 
 
 def test_a_whole_request_is_asked_for_streamed_and_told() -> None:
@@ -387,3 +391,104 @@ def test_an_engine_with_other_weights_is_not_who_it_was() -> None:
     assert [each for each in stage.news if isinstance(each, AttemptFailed)] == [
         AttemptFailed("c", 0, "replica", "x", 0)
     ]
+
+
+@pytest.mark.parametrize("end", ["answered", "cancelled", "failed"])
+def test_what_is_over_is_gone_without_the_collector_of_garbage(end: str) -> None:
+    """Prompt and answer would wait there for thousands of others."""
+    stage = Stage("a", "b")
+    what = asked()
+    heard = stage.begin(what, Route((Segment("a", 0, 5), Segment("b", 5, None))))
+    trips = [each for each in gc.get_objects() if type(each) is SegmentAttempt]
+    here = [ref(each) for each in trips if each._request.asked is what]
+    del trips
+    assert len(here) == 1
+    gc.disable()
+    try:
+        if end == "answered":
+            stage.to_end()
+            heard.is_right()
+        elif end == "cancelled":
+            stage.dispatcher.cancel(what.id)
+        else:
+            stage.fleet.kill("b")
+            stage.dispatcher.cancel(what.id)
+        stage.at_rest()
+        stage.fleet.sent.clear()
+        assert here[0]() is None
+    finally:
+        gc.enable()
+
+
+def test_prompts_have_the_names_that_engines_with_these_weights_give_them() -> None:
+    clock, fleet = Clock(), Fleet()
+    fleet.add("plain")
+    fleet.add("x", fingerprint="weights")
+    line = Script(clock)
+    dispatcher = driver(line, fleet, clock)
+
+    def names(name: str, salt: str, replica: str) -> tuple[int, ...]:
+        what = asked(name, prompt=600, salt=salt)
+        dispatcher.begin(what, Heard(what))
+        event = line.told[-1]
+        assert isinstance(event, RequestArrived)
+        dispatcher.act([Run(name, aggregated(replica), 0, 600, 0)])
+        prompts[name] = what.prompt
+        return event.request.blocks
+
+    prompts: dict[str, tuple[int, ...]] = {}
+    assert names("a", "acme", "plain") == (), "nobody has told what the weights are"
+    assert names("b", "acme", "x") == ()
+    for name, salt in (("c", "acme"), ("d", "acme"), ("e", ""), ("f", "other")):
+        assert names(name, salt, "gone") == block_hashes(prompts[name], "weights", salt=salt) != ()
+
+
+def test_whoever_goes_on_is_told_what_was_output_and_how_it_is_drawn() -> None:
+    stage = Stage("x", "y")
+    way = Sampling(0.5, seed=3, presence_penalty=1.0, logit_bias=((4, -2.0),), json_schema="{}")
+    heard = stage.begin(what := asked(sampling=way), aggregated("x"))
+    said = {
+        "temperature": 0.5,
+        "seed": 3,
+        "presence_penalty": 1.0,
+        "logit_bias": [[4, -2.0]],
+        "json_schema": "{}",
+    }
+    body = stage.call("x").body
+    assert (body["sampling"], "generated" in body) == (said, False)
+    stage.call("x").step(3)
+    stage.fleet.kill("x")
+    stage.again(what, aggregated("y"), 1, 3)
+    body = stage.call("y").body
+    assert (body["sampling"], body["generated"]) == (said, 3)
+    assert body["tokens"] == [*what.prompt, *heard.tokens_]
+    stage.to_end()
+    heard.is_right()
+
+
+@pytest.mark.parametrize("handed", [False, True])
+def test_what_no_engine_can_do_is_the_clients_to_know_and_nobodys_fault(handed: bool) -> None:
+    stage = Stage("x", "y")
+    route = handed_over("x", "y", 20) if handed else aggregated("y")
+    heard = stage.begin(asked(sampling=Sampling(json_schema="{}")), route)
+    stage.call("y").refuse(400, UNSUPPORTED)
+    assert (heard.status, json.loads(heard.relayed)["error"]["code"]) == (400, UNSUPPORTED)
+    assert stage.turns == [RequestCancelled("r")]
+    stage.at_rest()
+
+
+@pytest.mark.parametrize("streamed", [0, 2])
+def test_a_grammar_that_fails_on_the_way_ends_the_answer_alone(streamed: int) -> None:
+    stage = Stage("x")
+    heard = stage.begin(asked(sampling=Sampling(json_schema="{}")), aggregated("x"))
+    if streamed:
+        stage.call("x").step(streamed)
+    counts = {"prompt_tokens": 20, "cached_tokens": 0, "output_tokens": streamed}
+    stage.call("x").write({"ended": "error", "code": UNSUPPORTED, "problem": "too complex", **counts})
+    if streamed:
+        assert heard.refusal is not None
+        assert heard.refusal.reason == "lost"
+    else:
+        assert heard.status == 400
+        assert json.loads(heard.relayed)["error"]["param"] == "response_format"
+    assert not any(isinstance(each, AttemptFailed) for each in stage.news)

@@ -6,8 +6,7 @@ import json
 from typing import Any
 
 import pytest
-from drive_kit import asked
-from drive_stage import Stage
+from dispatch_helpers import Stage, asked
 from hypothesis import given
 from hypothesis import strategies as st
 

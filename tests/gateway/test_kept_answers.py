@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from door_kit import NAME, SERVER, FakeExchange, Scene, choices, refusing, saying, tokens
+from openai_helpers import NAME, SERVER, FakeExchange, Scene, choices, refusing, saying, tokens
 
 from potluck.gateway.openai import kept_answers
 from potluck.gateway.openai.kept_answers import AnswerReader, KeptAnswer, KeptAnswers, RepeatKey, frames_of

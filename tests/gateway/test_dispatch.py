@@ -1,0 +1,472 @@
+"""Two attempts at once, over engines that only exist here: one answer, one end, and nobody who still works on it."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+from dispatch_helpers import (
+    EOS,
+    LIES,
+    MODEL,
+    VOCAB,
+    Clock,
+    Desk,
+    Fleet,
+    Heard,
+    Stage,
+    asked,
+    driver,
+    plan_of,
+    right_answer,
+)
+from hypothesis import given
+from hypothesis import strategies as st
+from openai_helpers import FakeExchange, FakeMeter, letters
+
+from potluck.core.state.actions import Hedge, Run
+from potluck.core.state.events import (
+    AttemptFailed,
+    Event,
+    FailureKind,
+    FirstToken,
+    RequestAdopted,
+    RequestArrived,
+    RequestFinished,
+    SegmentDone,
+)
+from potluck.core.state.policy import Policy
+from potluck.core.values.route import Route, Segment, aggregated, handed_over
+from potluck.core.values.types import Request
+from potluck.gateway.dispatch.silence import HANDOVER_S, LEAST_FIRST_S, MOST_FIRST_S, MOST_S
+from potluck.gateway.openai.handler import ClientHandler
+from potluck.gateway.openai.requests import ModelCard
+from potluck.gateway.values import ChoiceRequest, Endpoint
+
+
+def twin(stage: Stage, what: ChoiceRequest, route: Route, attempt: int = 1) -> None:
+    stage.dispatcher.act([Hedge(what.id, route, attempt, what.prompt_tokens, 0)])
+
+
+def two(*replicas: str, first: Route | None = None, second: Route | None = None) -> tuple[Stage, Heard]:
+    stage = Stage(*(replicas or ("x", "y")))
+    what = asked()
+    heard = stage.begin(what, first or aggregated("x"))
+    twin(stage, what, second or aggregated("y"))
+    return stage, heard
+
+
+@pytest.mark.parametrize(("quick", "slow", "attempt"), [("x", "y", 0), ("y", "x", 1)])
+def test_whoever_is_first_answers_and_the_other_is_stopped_at_once(
+    quick: str, slow: str, attempt: int
+) -> None:
+    stage, heard = two()
+    stage.call(quick).step()
+    assert stage.call(slow).cancelled
+    stage.call(slow).listener.data(b'{"token":3}\n')  # It was under way.
+    stage.to_end()
+    heard.is_right()
+    assert stage.news == [FirstToken("r", attempt), RequestFinished("r", attempt, len(heard.tokens_))]
+    stage.at_rest()
+
+
+def test_a_second_route_with_segments_tells_of_itself() -> None:
+    stage, heard = two("x", "p", "d", second=handed_over("p", "d", 10))
+    while not heard.tokens_:
+        stage.call("p").step()
+        stage.call("d").step()
+    assert stage.call("x").cancelled
+    stage.to_end()
+    heard.is_right()
+    assert stage.turns == [
+        SegmentDone("r", 1, 0),
+        FirstToken("r", 1),
+        RequestFinished("r", 1, len(heard.tokens_)),
+    ]
+    stage.at_rest()
+
+
+@pytest.mark.parametrize(("dies", "left", "attempt"), [("x", "y", 0), ("y", "x", 1)])
+def test_when_one_dies_the_other_goes_on(dies: str, left: str, attempt: int) -> None:
+    stage, heard = two()
+    stage.fleet.kill(dies)
+    assert stage.news == [AttemptFailed("r", attempt, "replica", dies, 0)]
+    assert stage.call(left).live
+    stage.to_end()
+    heard.is_right()
+    assert stage.news[-1] == RequestFinished("r", 1 - attempt, len(heard.tokens_))
+    stage.at_rest()
+
+
+def test_when_both_die_a_third_answers() -> None:
+    stage, heard = two("x", "y", "z")
+    stage.fleet.kill("x")
+    stage.fleet.kill("y")
+    assert stage.news == [AttemptFailed("r", 0, "replica", "x", 0), AttemptFailed("r", 1, "replica", "y", 0)]
+    stage.again(heard.asked, aggregated("z"), 2, 0)
+    stage.to_end()
+    heard.is_right()
+    stage.at_rest()
+
+
+def test_a_twin_that_comes_too_late_is_not_begun_and_one_whose_first_has_failed_runs_alone() -> None:
+    stage = Stage("x", "y")
+    streams, failed = asked("a"), asked("b")
+    heards = stage.begin(streams, aggregated("x")), stage.begin(failed, aggregated("x"))
+    stage.fleet.sent[0].step()
+    stage.fleet.sent[1].lose()
+    for what in (streams, failed):
+        twin(stage, what, aggregated("y"))
+    assert [call.replica for call in stage.fleet.sent] == ["x", "x", "y"]
+    stage.to_end()
+    for heard in heards:
+        heard.is_right()
+    stage.at_rest()
+
+
+def test_a_client_that_leaves_stops_both() -> None:
+    stage, _ = two()
+    stage.dispatcher.cancel("r")
+    assert [call.cancelled for call in stage.fleet.sent] == [True, True]
+    stage.at_rest()
+
+
+def test_one_that_cannot_be_reached_is_said_to_have_failed() -> None:
+    stage, heard = two(second=aggregated("nobody"))
+    assert stage.news == [AttemptFailed("r", 1, "replica", "nobody", 0)]
+    stage.to_end()
+    heard.is_right()
+
+
+@pytest.mark.parametrize("quick", ["x", "y"])
+def test_servers_of_plain_openai_race_until_the_first_byte_of_a_stream(quick: str) -> None:
+    stage = Stage()
+    for name in ("x", "y"):
+        stage.fleet.add(name, kind="openai")
+    body = json.dumps({"model": MODEL, "prompt": "Hi", "stream": True}).encode()
+    what = asked("r", 5, 7, path=b"/v1/completions", body=body, stream=True)
+    heard = stage.begin(what, aggregated("x"))
+    twin(stage, what, aggregated("y"))
+    call, other = stage.call(quick), stage.call("y" if quick == "x" else "x")
+    call.listener.head(200, {b"content-type": b"text/event-stream"})
+    said = b'data: {"choices":[{"index":0,"text":"It"}]}\n\n'
+    call.write_raw(said)
+    assert other.cancelled
+    other.listener.data(said)
+    end = b'data: {"choices":[],"usage":{"completion_tokens":1}}\n\ndata: [DONE]\n\n'
+    call.write_raw(end)
+    call.end()
+    assert heard.relayed == said + end
+    assert stage.news == [FirstToken("r", int(quick == "y")), RequestFinished("r", int(quick == "y"), 1)]
+    stage.at_rest()
+
+
+def test_what_comes_whole_is_never_late() -> None:
+    stage = Stage()
+    for name in ("x", "y"):
+        stage.fleet.add(name, kind="openai")
+    what = asked("r", 5, 7, path=b"/v1/completions", body=b'{"model":"m"}')
+    stage.begin(what, aggregated("x"))
+    twin(stage, what, aggregated("y"))
+    assert stage.news == [AttemptFailed("r", 1, "timeout", "", 0)]
+    assert [call.replica for call in stage.fleet.sent] == ["x"]
+
+
+@pytest.mark.parametrize("hedge", [0.0, 3.0])
+def test_from_the_client_to_the_bill_a_silent_engine_costs_a_moment_and_counts_once(hedge: float) -> None:
+    clock, fleet, meter = Clock(), Fleet(), FakeMeter()
+    brain_loop = Desk(clock, fleet, plan_of([["mixed"], ["mixed"]]), Policy(hedge=hedge))
+    dispatcher = driver(brain_loop, fleet, clock)
+    cards = {MODEL: ModelCard(MODEL, 512, letters(), ends=frozenset({EOS}), vocab=VOCAB)}
+    door = ClientHandler(cards, dispatcher, meter, clock=clock.now_s)
+    body: dict[str, Any] = {"model": MODEL, "prompt": [3, 4, 5], "max_tokens": 9, "stream": True}
+    exchange = FakeExchange(body=body)
+    door(exchange)
+    (silent,) = fleet.sent
+    fleet.stopped.add(silent.replica)
+    for _ in range(8):
+        brain_loop.tick(0.25)
+        while fleet.step_all():
+            pass
+    assert clock.now_s() < LEAST_FIRST_S, "before anybody is thought to be dead"
+    assert exchange.over is bool(hedge)
+    assert silent.cancelled is bool(hedge)
+    if not hedge:
+        return
+    expected = right_answer(ChoiceRequest("", MODEL, (3, 4, 5), 3, 9, ends=(EOS,)))
+    (told,) = meter.told
+    assert (told.outcome, told.prompt_tokens) == ("stop" if expected[-1] == EOS else "length", 3)
+    assert told.output_tokens == len(expected)
+    assert [type(each) for each in brain_loop.told if isinstance(each, RequestFinished | AttemptFailed)] == [
+        RequestFinished
+    ]
+    assert dispatcher.sizes() == {"open": 0, "watched": 0, "news": 0}
+    assert not any(view.open_requests for view in brain_loop.brain.fleet.views.values())
+
+
+def test_an_exact_request_asks_for_whole_kv_in_every_attempt_and_hedge() -> None:
+    stage = Stage("a", "b", "c", "d", far=("a", "c"))
+    stage.fleet.codecs = {("far", "near"): "int8", ("near", "near"): "int4", ("near", "far"): "int4"}
+    what = asked(exact=True)
+    stage.begin(what, Route((Segment("a", 0, 5), Segment("b", 5, 12), Segment("c", 12, None))))
+    stage.dispatcher.act([Hedge("r", handed_over("c", "d", 12), 1, what.prompt_tokens, 0)])
+    stage.again(what, handed_over("b", "a", 12), 2, 0)
+    arrived = stage.line.told[0]
+    assert isinstance(arrived, RequestArrived)
+    assert arrived.request.exact
+    assert [call.replica for call in stage.fleet.sent] == ["a", "b", "c", "c", "d", "b", "a"]
+    assert not [call.replica for call in stage.fleet.sent if "codec" in call.body]
+
+
+def test_an_engine_whose_answers_all_stop_is_dead_for_all_of_them() -> None:
+    stage = Stage("x")
+    heards = [stage.begin(asked(name, most=30, ends=()), aggregated("x")) for name in ("a", "b", "c")]
+    for _ in range(10):
+        stage.clock.pass_s(0.02)
+        stage.fleet.step_all()
+    stage.clock.pass_s(MOST_S + 1)
+    failed = [each for each in stage.news if isinstance(each, AttemptFailed)]
+    assert {(each.request, each.kind, each.where) for each in failed} == {
+        (name, "replica", "x") for name in ("a", "b", "c")
+    }
+    assert [len(each.tokens_) for each in heards] == [each.streamed_tokens for each in failed]
+
+
+def test_one_answer_that_stands_still_while_others_go_on_fails_alone() -> None:
+    stage = Stage("x")
+    stage.begin(asked("a", most=9999, ends=()), aggregated("x"))
+    stage.begin(asked("b", most=9999, ends=()), aggregated("x"))
+    flowing, still = stage.fleet.sent
+    still.step()
+    for _ in range(400):
+        stage.clock.pass_s(0.4)
+        flowing.step()
+    failed = [each for each in stage.news if isinstance(each, AttemptFailed)]
+    assert failed == [AttemptFailed("b", 0, "timeout", "x", 1)]
+    assert flowing.live
+
+
+def test_a_long_prompt_is_waited_for_and_an_engine_that_is_silent_for_ever_is_not() -> None:
+    stage = Stage("x")
+    stage.begin(asked(), aggregated("x"))
+    stage.clock.pass_s(LEAST_FIRST_S - 1)
+    assert stage.news == []
+    stage.clock.pass_s(MOST_FIRST_S)
+    assert stage.news == [AttemptFailed("r", 0, "replica", "x", 0)]
+
+
+def test_one_that_left_the_directory_and_says_nothing_is_dead() -> None:
+    stage = Stage("x", "y")
+    stage.begin(asked("a", most=99, ends=()), aggregated("x"))
+    stage.begin(asked("b", most=99, ends=()), aggregated("y"))
+    del stage.fleet.endpoints["x"], stage.fleet.endpoints["y"]
+    for _ in range(20):
+        stage.clock.pass_s(0.2)
+        stage.call("y").step()  # Said to be gone, but it streams: nobody loses anything.
+    assert [each for each in stage.news if isinstance(each, AttemptFailed)] == [
+        AttemptFailed("a", 0, "replica", "x", 0)
+    ]
+
+
+def test_one_that_is_said_to_be_silent_fails_its_requests_unless_its_answers_flow() -> None:
+    """Long before its own limits: a prompt that is computed says nothing for a long time."""
+    stage = Stage("x", "y")
+    stage.begin(asked("a", most=99, ends=()), aggregated("x"))
+    stage.begin(asked("b", most=99, ends=()), aggregated("y"))
+    for _ in range(20):
+        stage.clock.pass_s(0.05)
+        stage.call("y").step()
+    for replica in ("x", "y"):
+        stage.dispatcher.gone(replica)
+    assert stage.clock.now_s() < LEAST_FIRST_S
+    assert [each for each in stage.news if isinstance(each, AttemptFailed)] == [
+        AttemptFailed("a", 0, "replica", "x", 0)
+    ]
+
+
+@pytest.mark.parametrize(
+    ("steps", "silent", "kind", "where"),
+    [(0, "p", "replica", "p"), (1, "p", "replica", "p"), (2, "", "transfer", "d"), (3, "d", "replica", "d")],
+)
+def test_a_stall_on_the_way_to_the_first_token_is_put_down_to_whom_it_hangs_on(
+    steps: int, silent: str, kind: FailureKind, where: str
+) -> None:
+    stage = Stage("p", "d")
+    stage.begin(asked(), handed_over("p", "d", 10))
+    for _ in range(steps):
+        stage.call("p").step()
+    stage.clock.pass_s(max(MOST_FIRST_S, HANDOVER_S) + 1)
+    assert [each for each in stage.news if isinstance(each, AttemptFailed)] == [
+        AttemptFailed("r", 0, kind, where, 0)
+    ]
+
+
+def test_time_in_which_this_process_stood_still_is_not_held_against_engines() -> None:
+    stage = Stage("x")
+    heard = stage.begin(asked(), aggregated("x"))
+    stage.call("x").step()
+    stage.clock.now += 100.0  # Timers could not fire.
+    stage.clock.pass_s(0.3)
+    assert stage.news == [FirstToken("r", 0)]
+    stage.to_end()
+    heard.is_right()
+
+
+def known(name: str = "r") -> Request:
+    what = asked(name, 20, 12)
+    return Request(name, "m", 0.0, what.prompt_tokens, what.max_output_tokens)
+
+
+def renamed(endpoint: Endpoint) -> str | None:
+    return f"new-{endpoint.replica}"
+
+
+def told(stage: Stage, name: str = "r") -> Event | None:
+    return stage.dispatcher.whereabouts(name, renamed)
+
+
+def test_one_that_was_never_sent_arrives_again() -> None:
+    stage = Stage("x")
+    stage.dispatcher.begin(asked("r", 20, 12), Heard(asked("r", 20, 12)))
+    event = told(stage)
+    assert isinstance(event, RequestArrived)
+    assert event.request == known()
+
+
+def test_one_under_way_is_where_it_is() -> None:
+    stage = Stage("x", "y")
+    heard = stage.begin(asked("r", 20, 12), handed_over("x", "y", 20))
+    assert told(stage) == RequestAdopted(known(), 0, 0, handed_over("new-x", "new-y", 20), 0, False)
+    while not heard.tokens_:
+        stage.fleet.step_all()
+    event = told(stage)
+    assert isinstance(event, RequestAdopted)
+    assert (event.route, event.first) == (handed_over("new-x", "new-y", 20), True)
+    assert stage.dispatcher.whereabouts("r", lambda each: None) is None, "nobody knows it yet"
+    stage.to_end()
+    assert stage.dispatcher.names() == []
+    heard.is_right()
+
+
+def test_one_that_failed_is_sent_from_where_its_user_is() -> None:
+    stage = Stage("x", "y")
+    heard = stage.begin(asked("r", 20, 12, ends=()), aggregated("x"))
+    while len(heard.tokens_) < 3:
+        stage.fleet.step_all()
+    streamed = len(heard.tokens_)
+    stage.fleet.kill("x")
+    assert stage.dispatcher.whereabouts("r", lambda each: None) == RequestAdopted(known(), 0, streamed, None)
+    stage.dispatcher.act([Run("r", aggregated("y"), 1, 20 + streamed, streamed)])
+    event = told(stage)
+    assert isinstance(event, RequestAdopted)
+    assert (event.attempt, event.streamed_tokens, event.first) == (1, streamed, False)
+    stage.to_end()
+    heard.is_right()
+
+
+FLEETS: dict[str, list[list[Any]]] = {
+    "whole": [["mixed"]] * 4,
+    "combos": [["prefill", "decode", "decode"], ["prefill", "decode"]],
+    "both": [["mixed"], ["prefill", "decode"], ["mixed"]],
+}
+LIE = sorted(LIES)
+STATUS = [
+    (503, "draining"),
+    (409, "role"),
+    (424, "hand_over"),
+    (502, "hand_over"),
+    (403, "not_a_peer"),
+    (500, None),
+]
+STEPS = st.lists(
+    st.tuples(
+        st.sampled_from(
+            ["step"] * 8
+            + ["wait", "kill", "lie", "refuse", "cut", "late", "double", "stop", "part", "gone", "pause"]
+        ),
+        st.integers(0, 1000),
+        st.integers(1, 5),
+    ),
+    max_size=60,
+)
+TROUBLES = 6
+"""At most so many, so that no request is sent more often than the Brain allows."""
+
+
+@pytest.mark.parametrize("fleet_name", FLEETS)
+@given(steps=STEPS, requests=st.integers(1, 5), most=st.integers(1, 15), hedge=st.sampled_from([0.0, 2.0]))
+def test_every_request_gets_its_right_answer(
+    fleet_name: str, steps: list[tuple[str, int, int]], requests: int, most: int, hedge: float
+) -> None:
+    clock, fleet = Clock(), Fleet()
+    brain_loop = Desk(clock, fleet, plan_of(FLEETS[fleet_name]), Policy(retries=99, hedge=hedge))
+    dispatcher = driver(brain_loop, fleet, clock)
+    heards = []
+    for number in range(requests):
+        heard = Heard(asked(f"r{number}", 20 + number, most, min_tokens=number % 2))
+        heards.append(heard)
+        dispatcher.begin(heard.asked, heard)
+    left = TROUBLES
+    for what, pick, lines in steps:
+        clock.pass_s(0.01)
+        calls = list(fleet.calls)
+        if not calls:
+            brain_loop.tick(0.5)
+            continue
+        call = calls[pick % len(calls)]
+        if what == "step":
+            call.step(lines)
+        elif what == "wait":
+            brain_loop.tick(0.5)
+        elif what == "pause":
+            dispatcher.room(call.body["request"], lines > 2)
+        elif left > 0:
+            left -= 1
+            if what == "kill":
+                fleet.kill(call.replica)
+            elif what == "lie":
+                call.write_raw(LIES[LIE[pick % len(LIE)]]) if call.place else call.end()
+            elif what == "refuse":
+                call.refuse(*STATUS[pick % len(STATUS)]) if not call.place else call.lose()
+            elif what == "cut":
+                call.write_raw(b'{"token":')
+                call.end()
+            elif what == "late":  # It was given up, and does not know yet.
+                dispatcher.room(call.body["request"], True)
+                call.lose()
+                call.listener.data(b'{"token":3}\n')
+                call.listener.done()
+            elif what == "double" and call.output:
+                call.write_raw(b'{"handle":"x"}\n')
+            elif what == "stop":
+                left -= 2  # nobody else is heard of meanwhile either: each of these costs several attempts
+                fleet.stopped.add(call.replica)
+                for _ in range(16):
+                    brain_loop.tick(2.0)
+                fleet.stopped.clear()
+            elif what == "gone":
+                fleet.kill(call.replica)
+                endpoint = fleet.endpoints.pop(call.replica)
+                brain_loop.tick(1.5)
+                fleet.endpoints[call.replica] = endpoint
+            else:
+                call.write_raw(b'{"tok')
+                call.end()
+    for heard in heards:
+        dispatcher.room(heard.asked.id, True)
+    for _ in range(200):
+        while fleet.step_all(3):
+            pass
+        if not len(dispatcher):
+            break
+        brain_loop.tick()
+    for heard in heards:
+        heard.is_right()
+    assert dispatcher.sizes() == {"open": 0, "watched": 0, "news": 0}
+    assert brain_loop.brain.requests == {}
+    assert brain_loop.brain.sizes()["twins"] == 0
+    assert not any(view.open_requests for view in brain_loop.brain.fleet.views.values())
+    assert not fleet.calls
+    attempts = [(each.request, each.attempt) for each in brain_loop.told if isinstance(each, AttemptFailed)]
+    assert len(set(attempts)) == len(attempts), "an attempt fails once"

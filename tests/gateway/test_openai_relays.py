@@ -1,0 +1,387 @@
+"""Servers of plain OpenAI: their bytes go on as they came, and what they used is counted."""
+
+from __future__ import annotations
+
+import json
+from itertools import pairwise
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from openai_helpers import CARDS, LETTERS, NAME, SERVER, Scene, choices, letters
+from tokenizers import Tokenizer
+from tokenizers.decoders import Fuse
+from tokenizers.models import BPE
+
+from potluck.api.openai_requests import DRAWN
+from potluck.api.tokenizer import ModelTokenizer
+from potluck.core.state.actions import Refuse
+from potluck.gateway.openai.requests import (
+    FEW,
+    LEAST_CHARS,
+    MOST_CHARS,
+    SAMPLE,
+    LengthEstimates,
+    ModelCard,
+    TenantLength,
+)
+from potluck.gateway.openai.response import EventParser, StreamTail, counted
+from potluck.gateway.values import TokenCounts
+
+REPLY = {
+    "id": "x",
+    "choices": [{"index": 0, "text": "there", "finish_reason": "stop"}],
+    "usage": {
+        "prompt_tokens": 11,
+        "completion_tokens": 4,
+        "total_tokens": 15,
+        "prompt_tokens_details": {"cached_tokens": 8},
+    },
+}
+
+
+def test_a_whole_reply_goes_on_as_it_came() -> None:
+    resolved = Scene()
+    body = {"model": SERVER, "prompt": "Hello you", "tools": [1], "whatever": 3}
+    found = resolved.ask("/v1/completions", body)
+    (asked,) = resolved.driver.asked
+    assert (asked.prompt, asked.prompt_tokens, asked.max_output_tokens) == ((), 2, 16)
+    assert json.loads(asked.body) == body
+    raw = json.dumps(REPLY).encode()
+    answer = resolved.driver.answer
+    answer.relay_begin(200, b"application/json; charset=utf-8")
+    answer.relay(raw[:30])
+    answer.relay(raw[30:])
+    assert found.status is None
+    answer.relay_end()
+    assert (found.status, found.data) == (200, raw)
+    assert found.sent["content-type"] == "application/json; charset=utf-8"
+    told = resolved.meter.told[0]
+    assert (told.prompt_tokens, told.output_tokens, told.cached_tokens, told.estimated) == (11, 4, 8, False)
+
+
+def test_a_second_attempt_replaces_what_the_first_had_said() -> None:
+    resolved = Scene()
+    found = resolved.ask("/v1/completions", {"model": SERVER, "prompt": "Hello"})
+    answer = resolved.driver.answer
+    answer.relay_begin(200, b"application/json")
+    answer.relay(b'{"half')
+    answer.relay_begin(200, b"application/json")
+    answer.relay(b"{}")
+    answer.relay_end()
+    assert found.data == b"{}"
+    assert resolved.meter.told[0].estimated
+
+
+def test_a_stream_goes_on_as_it_comes() -> None:
+    resolved = Scene()
+    found = resolved.ask(
+        "/v1/chat/completions", {"model": SERVER, "messages": [{"role": "user"}], "stream": True, "n": 3}
+    )
+    assert len(resolved.driver.asked) == 1
+    answer = resolved.driver.answer
+    answer.relay_begin(200, b"text/event-stream")
+    answer.relay(b'data: {"a": 1}\n\ndata: {"b"')
+    assert found.data == b'data: {"a": 1}\n\ndata: {"b"'
+    answer.relay(b": 2}\n\ndata: [DONE]\n\n")
+    answer.relay_end()
+    assert found.over
+    assert (resolved.meter.told[0].outcome, resolved.meter.told[0].estimated) == ("stop", True)
+    assert len(resolved.meter.seen_s) == 1
+
+
+def test_a_stream_that_breaks_off_says_so() -> None:
+    resolved = Scene()
+    found = resolved.ask("/v1/completions", {"model": SERVER, "prompt": "x", "stream": True})
+    resolved.driver.answer.relay_begin(200, b"text/event-stream")
+    resolved.driver.answer.relay(b'data: {"a": 1}\n\n')
+    resolved.driver.answer.refused(Refuse("", "lost", "the server died"))
+    assert found.events[-1]["error"]["message"] == "the server died"
+
+
+def test_an_error_of_a_server_keeps_its_status() -> None:
+    resolved = Scene()
+    found = resolved.ask("/v1/completions", {"model": SERVER, "prompt": "x", "stream": True})
+    resolved.driver.answer.relay_begin(422, b"application/json")
+    resolved.driver.answer.relay(b'{"error": {}}')
+    resolved.driver.answer.relay_end()
+    assert (found.status, found.data, resolved.meter.told[0].outcome) == (422, b'{"error": {}}', "upstream")
+
+
+def test_of_several_choices_servers_and_engines_may_each_say_some() -> None:
+    resolved = Scene()
+    found = resolved.complete("ab", n=2, max_tokens=9)
+    first, second = (resolved.driver.answers[one.id] for one in resolved.driver.asked)
+    second.relay_begin(200, b"application/json")
+    second.relay(json.dumps(REPLY).encode())
+    second.relay_end()
+    first.finished("length", 0)
+    assert [(one["index"], one["text"]) for one in found.json["choices"]] == [(0, ""), (1, "there")]
+    streamed = resolved.complete("ab", n=2, stream=True)
+    first, second = (resolved.driver.answers[one.id] for one in resolved.driver.asked[-2:])
+    second.relay_begin(200, b"text/event-stream")
+    second.relay(b'data: {"choices": [{"index": 0, "text": "q", "finish_reason": null}]}\n')
+    second.relay(b"\ndata: [DONE]\n\n")
+    second.relay_end()
+    first.finished("length", 0)
+    shown = [(part["choices"][0]["index"], part["choices"][0]["text"]) for part in streamed.events]
+    assert shown == [(1, "q"), (0, ""), (0, "")]
+    assert {part["model"] for part in streamed.events} == {NAME}
+    broken = resolved.complete("ab", n=2)
+    resolved.driver.answer.relay_begin(200, b"application/json")
+    resolved.driver.answer.relay(b"<html>")
+    resolved.driver.answer.relay_end()
+    assert broken.status == 502
+
+
+def test_a_server_whose_tokens_are_told_is_shown_like_an_engine() -> None:
+    card = ModelCard("m", 512, letters(), plain=True)
+    for extra, shown in (({}, "ab"), ({"tools": [1]}, "abc")):
+        resolved = Scene(cards={"m": card})
+        fields = {"stream_options": {"include_usage": True}, "stop": "c", "stream": True, **extra}
+        found = resolved.ask("/v1/completions", {"model": "m", "prompt": "Hi", **fields})
+        (asked,) = resolved.driver.asked
+        assert (len(asked.prompt), asked.prompt_tokens) == (2, 2)
+        over = resolved.driver.answer.tokens(choices("abc"))
+        assert over == (not extra)
+        if not over:
+            resolved.driver.answer.finished("stop", 0)
+        texts = [part["choices"][0]["text"] for part in found.events if part["choices"]]
+        assert "".join(texts) == shown
+        assert ("usage" in found.events[-1]) == (not extra)
+
+
+def test_what_a_server_may_know_is_left_to_it_and_what_is_needed_is_checked() -> None:
+    resolved = Scene()
+    images = [{"role": "user", "content": [{"type": "image_url"}, {"type": "text", "text": "What is it?"}]}]
+    resolved.ask("/v1/chat/completions", {"model": SERVER, "messages": images, "max_completion_tokens": 7})
+    assert resolved.driver.asked[-1].max_output_tokens == 7
+    for wrong in ({"prompt": None}, {"stream": 1}, {"n": 0}, {"max_tokens": "x"}, {"prompt": "x" * 9000}):
+        assert resolved.ask("/v1/completions", {"model": SERVER, "prompt": "x", **wrong}).status == 400
+    assert resolved.ask("/v1/chat/completions", {"model": SERVER, "messages": [1]}).status == 400
+
+
+@given(st.lists(st.integers(0, 400), max_size=6))
+def test_parts_are_found_however_they_are_cut(cuts: list[int]) -> None:
+    raw = (
+        b"".join(b"data: %s\r\n\r\n" % json.dumps({"n": n}).encode() for n in range(20)) + b"data: [DONE]\n\n"
+    )
+    places = [0, *sorted(min(cut, len(raw)) for cut in cuts), len(raw)]
+    parts, tail = EventParser(), StreamTail()
+    found = []
+    for start, end in pairwise(places):
+        found += parts.feed(raw[start:end])
+        tail.add(raw[start:end])
+    assert found == [{"n": n} for n in range(20)]
+
+
+def test_usage_is_that_told_last() -> None:
+    first = b'{"usage": {"prompt_tokens": 1, "completion_tokens": 2}}'
+    assert counted(first + json.dumps(REPLY).encode())[:2] == (11, 4)
+    assert counted(b"{}") == (None, None, 0)
+    tail = StreamTail()
+    for byte in json.dumps(REPLY).encode():
+        tail.add(bytes([byte]))
+    assert tail.counts() == (11, 4, 8)
+
+
+ROOM = 490
+"""All prompts are short enough to be tokenised at once."""
+
+
+def scene_of(**fields: object) -> Scene:
+    card = ModelCard("m", ROOM, letters(), plain=True)  # a token for each letter
+    return Scene(cards={"m": card}, **fields)
+
+
+def ask(resolved: Scene, text: str, **fields: object) -> tuple[int, int]:
+    """How many tokens were told of it, and as how long it counts."""
+    resolved.ask("/v1/completions", {"model": "m", "prompt": text, **fields})
+    asked = resolved.driver.asked[-1]
+    return len(asked.prompt), asked.prompt_tokens
+
+
+def test_the_first_prompts_are_tokenised_and_teach_how_long_the_others_are() -> None:
+    resolved = scene_of()
+    assert [ask(resolved, "a" * 100) for _ in range(FEW)] == [(100, 100)] * FEW
+    assert [ask(resolved, "a" * 200) for _ in range(SAMPLE - FEW - 1)] == [(0, 200)] * (SAMPLE - FEW - 1)
+    assert ask(resolved, "a" * 300) == (300, 300)
+    assert ask(resolved, "a" * 300) == (0, 300)
+
+
+def test_what_might_not_fit_is_tokenised_and_refused_if_it_does_not() -> None:
+    resolved = scene_of()
+    for _ in range(FEW):
+        ask(resolved, "a" * 10)
+    assert ask(resolved, "a" * (ROOM // 2))[0] == 0
+    assert ask(resolved, "a" * (ROOM - 100)) == (ROOM - 100, ROOM - 100)
+    assert ask(resolved, "a", max_tokens=ROOM - 1) == (1, 1)
+    refused = resolved.ask("/v1/completions", {"model": "m", "prompt": "a" * ROOM})
+    assert (refused.status, refused.json["error"]["code"]) == (400, "context_length_exceeded")
+
+
+def test_engines_that_run_segments_need_tokens() -> None:
+    there = [False]
+    resolved = scene_of(directory=SimpleNamespace(segments=lambda model: there[0]))
+    for _ in range(FEW):
+        ask(resolved, "a" * 10)
+    assert ask(resolved, "a" * 10) == (0, 10)
+    there[0] = True
+    assert ask(resolved, "a" * 10) == (10, 10)
+
+
+def test_what_a_server_used_teaches_and_is_what_is_recorded() -> None:
+    resolved = Scene(cards={"m": ModelCard("m", ROOM, None, plain=True)})
+    assert ask(resolved, "a" * 80) == (0, 20), "nothing is known: four characters"
+    usage = {"usage": {"prompt_tokens": 40, "completion_tokens": 3}}
+    resolved.driver.answer.relay_whole(200, b"application/json", json.dumps(usage).encode())
+    assert (resolved.meter.told[-1].prompt_tokens, resolved.meter.told[-1].estimated) == (40, False)
+    assert ask(resolved, "a" * 80) == (0, 40)
+    tokens = resolved.ask("/v1/completions", {"model": "m", "prompt": [1, 2, 3]})
+    assert tokens.status is None
+    assert resolved.driver.asked[-1].prompt_tokens == 3
+    resolved.driver.answer.relay_whole(200, b"application/json", json.dumps(usage).encode())
+    assert ask(resolved, "a" * 80) == (0, 40), "a prompt of tokens teaches nothing of texts"
+
+
+@given(st.lists(st.tuples(st.integers(-5, 10**7), st.integers(-5, 10**7))))
+def test_whatever_is_said_a_token_has_some_characters(said: list[tuple[int, int]]) -> None:
+    length = TenantLength()
+    for chars, tokens in said:
+        length.learn(chars, tokens)
+        assert LEAST_CHARS <= length.chars_per_token <= MOST_CHARS
+
+
+@given(st.floats(0.6, 15.0))
+def test_what_is_steady_is_learned(truth: float) -> None:
+    length = TenantLength()
+    for number in range(200):
+        tokens = 50 + number % 7 * 40
+        length.learn(round(tokens * truth), tokens)
+    assert length.chars_per_token == pytest.approx(truth, rel=0.02)
+
+
+def test_tenants_and_models_are_apart() -> None:
+    lengths = LengthEstimates()
+    lengths.of("m", "ann").learn(100, 100)
+    assert lengths.of("m", "ann").chars_per_token == 1.0
+    assert lengths.of("m", "bob").chars_per_token == lengths.of("n", "ann").chars_per_token == 4.0
+
+
+TOOLS = [{"type": "function", "function": {"name": "f", "parameters": {}}}]
+USER = [{"role": "user", "content": "hi"}]
+TEMPLATE = "{% for tool in tools or [] %}{{ tool.function.name }}:{% endfor %}{{ messages[-1].content }}"
+
+
+def scene(owns: bool = True) -> Scene:
+    tokenizer = Tokenizer(BPE(vocab={letter: place for place, letter in enumerate(LETTERS)}, merges=[]))
+    tokenizer.decoder = Fuse()
+    card = ModelCard(NAME, 512, ModelTokenizer(tokenizer, TEMPLATE), vocab=len(LETTERS))
+    directory = SimpleNamespace(
+        segments=lambda model: True, owns=lambda model: owns, adapters=lambda: {"lora": NAME, "other": "gone"}
+    )
+    return Scene(cards={**CARDS, NAME: card}, directory=directory)
+
+
+def text(tokens: tuple[int, ...]) -> str:
+    return "".join(LETTERS[token] for token in tokens)
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        {"tools": TOOLS},
+        {"response_format": {"type": "json_object"}},
+        {"presence_penalty": 0.5},
+        {"structured_outputs": {"regex": "a+"}},
+        {"what_vllm_will_have": 1},
+        {"return_token_ids": True},
+        {"messages": [{"role": "tool", "tool_call_id": "c", "content": "hi"}]},
+    ],
+)
+def test_what_engines_can_do_goes_on_to_them_as_it_came(more: dict[str, Any]) -> None:
+    there = scene()
+    body = {"model": NAME, "messages": USER, "max_tokens": 9, "temperature": 0, "priority": 3, **more}
+    there.ask("/v1/chat/completions", body)
+    (asked,) = there.driver.asked
+    assert asked.own
+    sent = json.loads(asked.body)
+    assert {name: sent[name] for name in more} == more
+    assert not {"priority", "n", "seed"} & sent.keys()
+    assert asked.max_output_tokens == 9
+    there = scene(owns=False)
+    refused = there.ask("/v1/chat/completions", body)
+    if more.keys() <= DRAWN:  # what every engine can do, as a part of how tokens are drawn
+        assert there.driver.asked[0].sampling.edits
+        assert not there.driver.asked[0].own
+    else:
+        assert refused.status == 400
+
+
+def test_plain_requests_are_tokens_as_ever() -> None:
+    there = scene()
+    there.ask("/v1/chat/completions", {"model": NAME, "messages": USER, "tools": [], "presence_penalty": 0})
+    assert not there.driver.asked[0].own
+
+
+def test_tools_are_part_of_the_prompt() -> None:
+    there = scene()
+    there.ask("/v1/chat/completions", {"model": NAME, "messages": USER, "tools": TOOLS})
+    assert text(there.driver.asked[0].prompt) == "f:hi"
+
+
+def test_each_of_several_answers_is_asked_for_with_a_seed_of_its_own() -> None:
+    there = scene()
+    body = {"model": NAME, "messages": USER, "tools": TOOLS, "n": 2, "temperature": 1, "seed": 5}
+    exchange = there.ask("/v1/chat/completions", body)
+    sent = [json.loads(each.body) for each in there.driver.asked]
+    assert [each["seed"] for each in sent] == [5, 5 + (1 << 32)]
+    for place, asked in enumerate(there.driver.asked):
+        reply = {"choices": [{"index": 0, "message": {"content": str(place)}, "finish_reason": "tool_calls"}]}
+        answer = there.driver.answers[asked.id]
+        answer.relay_whole(200, b"application/json", json.dumps(reply).encode(), TokenCounts(2, 7, 1))
+    assert [each["message"]["content"] for each in exchange.json["choices"]] == ["0", "1"]
+    assert exchange.json["usage"]["completion_tokens"] == 14
+
+
+def test_several_streams_are_one_with_a_usage_that_counts_tokens() -> None:
+    there = scene()
+    body = {"model": NAME, "messages": USER, "tools": TOOLS, "n": 2, "stream": True}
+    exchange = there.ask("/v1/chat/completions", {**body, "stream_options": {"include_usage": True}})
+    for asked in there.driver.asked:
+        answer = there.driver.answers[asked.id]
+        answer.relay_begin(200, b"text/event-stream")
+        answer.relay(b'data: {"choices":[{"index":0,"delta":{"content":"x"}}]}\n\n')
+        answer.relay(b"data: [DONE]\n\n")
+        answer.relay_end(TokenCounts(2, 30, 0))
+    assert [each["choices"][0]["index"] for each in exchange.events[:2]] == [0, 1]
+    assert exchange.events[-1]["usage"]["completion_tokens"] == 60
+
+
+def test_a_completion_goes_on_with_its_tokens() -> None:
+    there = scene()
+    there.ask("/v1/completions", {"model": NAME, "prompt": "hi", "suffix": "x"})
+    there.ask("/v1/completions", {"model": NAME, "prompt": "hi", "echo": True})
+    asked, echoed = there.driver.asked
+    assert json.loads(asked.body)["prompt"] == list(asked.prompt)
+    assert json.loads(echoed.body)["prompt"] == "hi", "whose text is told"
+
+
+def test_hand_overs_are_not_the_clients_to_ask_for() -> None:
+    body = {"model": NAME, "messages": USER, "kv_transfer_params": {"potluck": {"request": "r"}}}
+    refused = scene().ask("/v1/chat/completions", body)
+    assert (refused.status, refused.json["error"]["param"]) == (400, "kv_transfer_params")
+
+
+def test_adapters_are_models_that_share_no_prefixes_with_theirs() -> None:
+    there = scene()
+    for name in (NAME, "lora"):
+        there.ask("/v1/chat/completions", {"model": name, "messages": USER})
+    plain, adapted = there.driver.asked
+    assert (plain.model, plain.adapter, adapted.model, adapted.adapter) == (NAME, "", NAME, "lora")
+    assert plain.salt != adapted.salt
+    listed = there.ask("/v1/models", method="GET").json["data"]
+    assert "lora" in [each["id"] for each in listed]
+    assert there.ask("/v1/chat/completions", {"model": "other", "messages": USER}).status == 404
