@@ -24,7 +24,7 @@ from potluck.gateway.brain_loop.core import GatewayCore
 from potluck.gateway.brain_loop.operator_state import OperatorState
 from potluck.gateway.http.connection_pool import ConnectionPool
 from potluck.gateway.http.limits import allow_open_files, calm
-from potluck.gateway.http.server import bound
+from potluck.gateway.http.server import bound, url_of
 from potluck.gateway.http.takeover import SocketHandover
 from potluck.gateway.openai.keys import KeyRing
 from potluck.gateway.page.routes import PageRoutes
@@ -32,7 +32,6 @@ from potluck.gateway.page.snapshot import notices
 from potluck.gateway.page.stream import PageStream
 from potluck.gateway.registry.engine_list import EngineEntry
 from potluck.gateway.settings import LOOPBACK, GatewaySettings
-from potluck.gateway.values import RequestOutcome
 from potluck.gateway.workers.supervisor import FOLLOWED, SERVES, BrainProcessContext, Supervisor, answers_in
 from potluck.gateway.workers.worker import ModelCardNote, Worker, calls_of
 from potluck.gateway.workers.worker_pool import WorkerPool
@@ -57,8 +56,10 @@ class AdminServer:
         self._spans = None if settings.otlp is None else Spans(settings.otlp)
         self.page = PageRoutes(PageStream(core, self._tokens, lambda: notices(core, settings)))
         self.meter = Counters(
-            self._region_of(core),
-            record=None if self._usage is None else self._record,
+            core.registry.region_of,
+            record=None
+            if (usage := self._usage) is None
+            else lambda told: usage.record(told, time.monotonic()),
             told=self.page.show.hour.told,
             span=self._spans,
         )
@@ -84,10 +85,6 @@ class AdminServer:
         core.decision_log.decided = self.meter.decided
         core.watch.moved = self._moved
         core.brain_loop.at_ticks += [self.metrics.look, self._flush, self.page.show.look]
-
-    def _record(self, told: RequestOutcome) -> None:
-        assert self._usage is not None
-        self._usage.record(told, time.monotonic())
 
     def _moved(self, source: str, target: str, codec: str, moved_bytes: int, took_s: float) -> None:
         self.meter.moved(source, target, codec, moved_bytes, took_s)
@@ -128,14 +125,6 @@ class AdminServer:
     def _watched(self, read: bool) -> None:
         self.meter.published = self.feed.publish if read else None
 
-    @staticmethod
-    def _region_of(core: GatewayCore) -> Callable[[str], str]:
-        def region(replica: str) -> str:
-            found = core.registry.find(replica)
-            return "" if found is None else found.region
-
-        return region
-
     async def listen(self, sockets: Sequence[socket.socket] = ()) -> str:
         places = self._settings.places
         sockets = sockets or await bound(places.admin_host, places.admin_port)
@@ -150,8 +139,7 @@ class AdminServer:
         await self._runner.setup()
         for each in sockets:
             await web.SockSite(self._runner, each, ssl_context=tls).start()
-        host, port = sockets[0].getsockname()[:2]
-        return f"{'https' if tls else 'http'}://{f'[{host}]' if ':' in host else host}:{port}"
+        return url_of(sockets[0], tls)
 
     async def leave(self) -> None:
         """Orders and questions are a successor's from now on; those who watch may go on."""

@@ -1,4 +1,9 @@
-"""What happens to the fleet and why, for whoever watches: a watcher of the desk that keeps the latest decisions."""
+"""The one Brain: who tells it what, who does what it asks, and what it decided of late.
+
+Workers tell it of requests through their clients, the registry tells it of replicas. What it asks of a request goes
+back to the worker whose request it is; what it asks of the fleet goes to the registry. As in the simulator, what
+happens while its orders are carried out is told afterwards, in order.
+"""
 
 from __future__ import annotations
 
@@ -218,7 +223,7 @@ class GatewayCore:
         self.drains: dict[str, float] = {}
         """Engines of replicas that somebody had drained, and when; for whoever started them: others come instead."""
         self.asked_s = -inf
-        """When whoever starts and stops engines last asked what is wanted; by the desk's time."""
+        """When whoever starts and stops engines last asked what is wanted; by the Brain's time."""
         facts = self.replica_models.facts()
         self.links_gbps = facts.links_gbps
         self.brain = Brain(facts, policy)

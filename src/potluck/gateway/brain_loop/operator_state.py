@@ -1,4 +1,4 @@
-"""What operators told a desk, kept for another one that takes its place: the plan, the roster, prices, cordons.
+"""What operators told a Brain, kept for another one that takes its place: the plan, the roster, prices, cordons.
 
 Files in a directory for nobody else's eyes, which ends with the gateway unless it was given one (`--state`).
 """

@@ -10,7 +10,7 @@ import logging
 import secrets
 import time
 import traceback
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import partial
@@ -37,7 +37,6 @@ from potluck.gateway.openai.requests import (
     TenantLength,
     ValidatedRequest,
     options_of,
-    text_stream_of,
     validate,
     validate_plain,
 )
@@ -323,18 +322,10 @@ class ClientHandler(OpenRequests):
         answering.estimated = asking.estimated
         if key.allowance.quota.tokens_per_min is not None:
             self._charge(answering, key, asking.expected_tokens)
-        voices: Sequence[ChoiceWriter]
         if len(asks) == 1:
-            voices = (
-                ChoiceWriter(
-                    answering, word, 0, None if validated.asked is None else text_stream_of(validated)
-                ),
-            )
+            voices = [ChoiceWriter(answering, validated, word, 0)]
         else:
-            voices = [
-                ChoiceWriter(answering, asked.id, place, text_stream_of(validated))
-                for place, asked in enumerate(asks)
-            ]
+            voices = [ChoiceWriter(answering, validated, asked.id, place) for place, asked in enumerate(asks)]
         created_s, recording = self._calendar(), answering.recording
         if recording is not None:
             asks, word, created_s = recording.begins(asks, word, created_s)

@@ -1,4 +1,4 @@
-"""One request's answer, from its first word to its last: what voices say becomes what the client reads.
+"""One request's answer, from its first word to its last: what its choices say becomes what the client reads.
 
 The status is only said with the first part, so that what fails before has its own.
 """
@@ -421,7 +421,11 @@ def reply_json(exchange: Exchange, tag: tuple[bytes, bytes], body: object, statu
 
 
 class ChoiceWriter:
-    """One choice of an answer, as the driver tells it: parts.Answer."""
+    """One choice of an answer: the `AnswerSink` of its request.
+
+    From an engine come tokens, which become text. A server of plain OpenAI writes text itself: with one choice its
+    bytes go on as they come; of several choices the parts are taken apart and said again under one head.
+    """
 
     over = begun = False
     choice: Json | None = None
@@ -437,44 +441,44 @@ class ChoiceWriter:
     _pass_on: Callable[[bytes], None]
     """Straight to the client, once an answer in pieces has begun."""
 
-    def __init__(self, answering: ResponseWriter, id: str, index: int, growth: TextStream | None) -> None:
-        self.id = id
-        self._answering, self._index, self._growth = answering, index, growth
+    def __init__(self, answering: ResponseWriter, validated: ValidatedRequest, id: str, index: int) -> None:
+        self.id, self._index, self._answering, self._validated = id, index, answering, validated
+        self._text = None if validated.asked is None else text_stream_of(validated)
         self.texts: list[str] = []
         self.choices: list[SampledToken] = []
 
     def tokens(self, choices: Sequence[SampledToken]) -> bool:
         if self.over:
             return True
-        growth, answering = self._growth, self._answering
-        if growth is None:
-            growth = self._growth = text_stream_of(answering.understand())
-            assert growth is not None
+        stream, answering = self._stream(), self._answering
         text, seen = "", 0
         for choice in choices:
-            text += growth.grow(choice)
+            text += stream.grow(choice)
             seen += 1
-            if growth.met:
+            if stream.met:
                 break
         self._spoke_s = answering.came(seen, self._spoke_s)
-        assert answering.validated is not None
         if answering.logprobs:
             self._with_logs(tuple(choices[:seen]), text)
             text = ""
-        elif not growth.met:
-            if answering.validated.stream:
+        elif not stream.met:
+            if self._validated.stream:
                 self._part(text)
             else:
                 self.texts.append(text)
-        if growth.met:
+        if stream.met:
             self._end(text, "stop", 0)
-        return growth.met
+        return stream.met
+
+    def _stream(self) -> TextStream:
+        if self._text is None:
+            self._text = text_stream_of(self._answering.understand())
+            assert self._text is not None
+        return self._text
 
     def finished(self, reason: Literal["stop", "length"], cached_tokens: int) -> None:
         if not self.over:
-            growth = self._growth or text_stream_of(self._answering.understand())
-            assert growth is not None
-            delta = growth.end(reason)
+            delta = self._stream().end(reason)
             self._end(delta.text, delta.finish or reason, cached_tokens)
 
     def refused(self, refusal: Refuse) -> None:
@@ -487,10 +491,9 @@ class ChoiceWriter:
         if self.choice is not None:
             return self.choice
         answering = self._answering
-        assert answering.validated is not None
         delta = TextDelta("".join(self.texts), tuple(self.choices), self.finish)
         return whole_choice(
-            answering.head, self._index, delta, answering.validated.card.text, logprobs=answering.logprobs
+            answering.head, self._index, delta, self._validated.card.text, logprobs=answering.logprobs
         )
 
     def _part(self, text: str) -> None:
@@ -503,8 +506,7 @@ class ChoiceWriter:
 
     def _with_logs(self, choices: tuple[SampledToken, ...], text: str, finish: str | None = None) -> None:
         answering = self._answering
-        assert answering.validated is not None
-        if not answering.validated.stream:
+        if not self._validated.stream:
             self.texts.append(text)
             self.choices += choices
             return
@@ -512,17 +514,15 @@ class ChoiceWriter:
             answering.head,
             self._index,
             TextDelta(text, choices, finish),
-            answering.validated.card.text,
+            self._validated.card.text,
             logprobs=True,
             offset=self._offset,
             first=self._chunks is None,
         )
         self._chunks = self._chunks or ChoiceChunks(answering.head, self._index)
         self._offset = offset_behind(made, self._offset)
-        counts = (
-            answering.validated.asked is not None
-            and answering.validated.asked.stream_options.continuous_usage_stats
-        )
+        asked = self._validated.asked
+        counts = asked is not None and asked.stream_options.continuous_usage_stats
         told = usage(answering.prompt_tokens, answering.output, 0) if counts else None
         answering.say(event(answering.head.reply([made], chunk=True, usage=told)))
 
@@ -530,8 +530,7 @@ class ChoiceWriter:
         """No more comes; `text` is what was not said yet."""
         answering = self._answering
         self.over, self.finish = True, finish
-        assert answering.validated is not None
-        if not answering.validated.stream:
+        if not self._validated.stream:
             self.texts.append(text)
         elif answering.logprobs:
             self._with_logs((), text, finish)
@@ -548,9 +547,8 @@ class ChoiceWriter:
         if self.over:
             return
         answering = self._answering
-        assert answering.validated is not None
         self._status, self._kind = status, content_type
-        streams = answering.validated.stream and status < 400 and b"event-stream" in content_type
+        streams = self._validated.stream and status < 400 and b"event-stream" in content_type
         self._pieces = None if streams else []
         self._tail = StreamTail() if streams else None
         self._events = EventParser() if streams and not answering.verbatim else None
@@ -605,9 +603,7 @@ class ChoiceWriter:
         if self.over:
             return
         answering = self._answering
-        if len(answering.voices) == 1 and not (
-            answering.validated is not None and answering.validated.stream
-        ):
+        if len(answering.voices) == 1 and not self._validated.stream:
             self.over = answering.estimated = True
             answering.relayed(status, content_type, body, counts or counted(body))
         else:

@@ -174,10 +174,10 @@ LATEST = 60
 
 
 class Waterfall:
-    """A watcher of the desk. Times are seconds since the request came."""
+    """A watcher of the Brain's loop. Times are seconds since the request came."""
 
     def __init__(self, zero_utc_s: float) -> None:
-        """`zero_utc_s`: the time of day when the desk's time was 0."""
+        """`zero_utc_s`: the time of day when the Brain's time was 0."""
         self._zero_utc_s = zero_utc_s
         self._rows: dict[str, Row] = {}
         self._came_s: dict[str, float] = {}

@@ -71,7 +71,7 @@ class PageReader:
 
 
 class PageStream:
-    """Made once. `look` is called at every tick of the desk, `listen` begins the stream's own ticks."""
+    """Made once. `look` is called at every tick of the Brain, `listen` begins the stream's own ticks."""
 
     def __init__(
         self,

@@ -22,6 +22,10 @@ class ReplicaDirectory:
     def endpoints(self) -> tuple[Endpoint, ...]:
         return tuple(self._endpoints.values())
 
+    def region_of(self, replica: str) -> str:
+        endpoint = self._endpoints.get(replica)
+        return "" if endpoint is None else endpoint.region
+
     def refresh(self) -> None:
         self._by_segments = frozenset(each.model for each in self._endpoints.values() if each.kind == "face")
         self._own, self._adapters = abilities_of(self._endpoints.values())

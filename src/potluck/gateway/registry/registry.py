@@ -71,7 +71,7 @@ class WantedFleet:
 
 
 class ReplicaRegistry(ReplicaDirectory):
-    """Used in one event loop. `tell` is the desk's; `busy` says how many requests the Brain has at a replica."""
+    """Used in one event loop. `tell` is the Brain's; `busy` says how many requests the Brain has at a replica."""
 
     def __init__(
         self,

@@ -1,4 +1,4 @@
-"""What a worker has of the desk: a line to it, who can be reached, and where to say what happens."""
+"""What a worker has of the Brain: a line to it, who can be reached, and where to say what happens."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ class WorkerChannel(asyncio.Protocol):
             return
         self._wire.write("".join(out).encode())
         if self._wire.get_write_buffer_size() > MOST_BYTES:
-            log.error("a worker or the desk reads nothing any more")
+            log.error("a worker or the Brain reads nothing any more")
             self._wire.abort()
 
     def close(self) -> None:
@@ -127,11 +127,11 @@ EVENT, ACTIONS, ENDPOINTS, REASONS, GONE = "e", "a", "d", "r", "g"
 SETUP, READY, HELLO, CLOSE, WATCH = "s", "l", "h", "c", "w"
 COUNTS, USED, SPAN, WATCHED = "t", "u", "o", "p"
 LASTING = frozenset({COUNTS, USED, SPAN})
-"""What another desk is told if one dies before it can be."""
+"""What another Brain is told if one dies before it can be."""
 
 
 # What every request brings (that it came, that it is sent to one replica, that it ended) is a mark and a list of its
-# fields; all else is as the log has it, where the desk's own clock counts.
+# fields; all else is as the log has it, where the Brain's own clock counts.
 
 ARRIVED, FINISHED, RUN = "A", "F", "R"
 
@@ -175,7 +175,7 @@ def actions_of(text: str) -> list[Action]:
     if text[:1] == RUN:
         request, replica, *rest = json.loads(text[1:])
         return [Run(request, _alone(replica), *rest)]
-    return read_line(text, "desk")[2]
+    return read_line(text, "brain")[2]
 
 
 @lru_cache(maxsize=4096)
@@ -222,7 +222,7 @@ class RemoteDirectory(ReplicaDirectory):
 class RemoteBrainClient:
     """The `Line` of a worker. All processes of a machine have the same monotonic clock.
 
-    A desk can die. Until another one is `joined` nothing is told, as it will hear of all that is open then; `untold`
+    A Brain can die. Until another one is `joined` nothing is told, as it will hear of all that is open then; `untold`
     are those that it has not heard of yet.
     """
 

@@ -1,11 +1,11 @@
 """The supervisor, the first process of every gateway: it forks the others, and again when they die.
 
-    parent ─┬─ desk: the Brain, the fleet, the log, the operators' port; with one worker, clients as well
-            └─ workers, where there are several: clients; each has a line to the desk
+    parent ─┬─ Brain: the Brain, the fleet, the log, the operators' port; with one worker, clients as well
+            └─ workers, where there are several: clients; each has a line to the Brain
 
 It does nothing else, and holds what must outlive them: the listening sockets, so that nobody is refused while one is
 replaced, the socket that workers call, a directory. All are forks of it, so that a successor is there within
-milliseconds; what is under way a desk hears from the workers. Should the parent itself die, the desk ends as if it
+milliseconds; what is under way a Brain hears from the workers. Should the parent itself die, the Brain ends as if it
 were told to, and the workers with it; one whose ports can be taken over serves until a successor does that.
 """
 
@@ -67,7 +67,7 @@ class BrainProcessContext:
 
     @property
     def path(self) -> str:
-        return str(self.home / "desk")
+        return str(self.home / "brain")
 
     def close(self) -> None:
         for each in (self.brain_loop, *self.operators, *(each for held in self.clients for each in held)):
@@ -95,7 +95,7 @@ async def make_post(places: ListenAddresses, takeover: Path | None = None) -> Br
         clients.append(mine)
     home = Path(tempfile.mkdtemp(prefix="potluck-"))
     brain_loop = socket.socket(socket.AF_UNIX)
-    brain_loop.bind(str(home / "desk"))
+    brain_loop.bind(str(home / "brain"))
     brain_loop.listen(BACKLOG)
     return BrainProcessContext(home, brain_loop, clients, operators, taken=taken)
 
@@ -200,10 +200,10 @@ class Supervisor:
     def __init__(self, places: ListenAddresses, brain_loop: Desk, takeover: Path | None = None) -> None:
         self._post = asyncio.run(make_post(places, takeover))
         self._post.life, self._alive = os.pipe()
-        self._run_desk = brain_loop
+        self._run_brain = brain_loop
         self._stopping = False
-        self._desk = SupervisedProcess(
-            "potluck-gateway" if places.workers == 1 else "potluck-gateway-desk", self._be_desk
+        self._brain = SupervisedProcess(
+            "potluck-gateway" if places.workers == 1 else "potluck-gateway-brain", self._be_brain
         )
         self._workers: list[SupervisedProcess] = []
         if places.workers > 1:
@@ -213,14 +213,14 @@ class Supervisor:
         """In a child: only the parent keeps the end of the pipe by which it is known to live."""
         os.close(self._alive)
 
-    def _be_desk(self, tell: Callable[[bytes], None]) -> None:
+    def _be_brain(self, tell: Callable[[bytes], None]) -> None:
         self._forked()
         self._post.tell = tell
-        self._run_desk(self._post)
+        self._run_brain(self._post)
 
     def run(self) -> None:
-        """Until a signal says to end; raises what kept the first desk from serving."""
-        calm()  # No desk needs to look at what it has from here.
+        """Until a signal says to end; raises what kept the first Brain from serving."""
+        calm()  # No Brain needs to look at what it has from here.
         woken, wake = socket.socketpair()
         wake.setblocking(False)
         woken.setblocking(False)
@@ -241,21 +241,21 @@ class Supervisor:
 
     def _stop(self, number: int, frame: object) -> None:
         self._stopping = True
-        self._desk.send(signal.SIGTERM)
+        self._brain.send(signal.SIGTERM)
 
     def _look(self, now_s: float) -> bool:
         if self._stopping:
-            return bool(self._desk.pid) and self._desk.ended() is None
-        code = self._desk.look(now_s)
+            return bool(self._brain.pid) and self._brain.ended() is None
+        code = self._brain.look(now_s)
         if code is not None:
-            said = self._desk.said
+            said = self._brain.said
             if SERVES not in said and not self._post.again:
                 text = said.decode("utf-8", "replace")
-                raise PotluckError(text or f"the desk's process ended with {code}; its log says why")
+                raise PotluckError(text or f"the Brain's process ended with {code}; its log says why")
             if code == 0:  # It was told to end, or another gateway serves.
                 return False
             self._post.again = True
-            self._desk.look(now_s)
+            self._brain.look(now_s)
         for each in self._workers:
             if each.look(now_s) is not None:
                 each.look(now_s)
@@ -263,7 +263,7 @@ class Supervisor:
 
     def _end(self) -> None:
         self._stopping = True
-        self._desk.end(0.0)
+        self._brain.end(0.0)
         for each in self._workers:
             each.end(LEAVE_S)
         os.close(self._alive)

@@ -43,7 +43,7 @@ class Worker:
         shared_use: SharedUse | None = None,
         answers: Path | None = None,
     ) -> None:
-        """`connect` makes the line to the desk from what the desk's orders go to. With other workers beside it, all
+        """`connect` makes the line to the Brain from what the Brain's orders go to. With other workers beside it, all
         have a `slate` for their keys' limits. In `answers` they lie for whoever asks again."""
         loop = asyncio.get_running_loop()
         line = connect(_too_early)
@@ -132,7 +132,7 @@ class WorkerSetup:
     """From which tenants' salts are made; the same for all."""
     shared_use: str
     start_s: float
-    """When the desk's time began, by the monotonic clock."""
+    """When the Brain's time began, by the monotonic clock."""
     drain_s: float
     gateways: int
     spans: bool

@@ -1,7 +1,7 @@
-"""A worker's process, forked by `parent.py`.
+"""A worker's process, forked by `supervisor.py`.
 
-It ends when it is told to. When the desk's process is gone its answers go on; another desk that takes its place hears
-of all that is open. With none after LONELY_S it ends as well.
+It ends when it is told to. When the Brain's process is gone its answers go on; another that takes its place hears of
+all that is open. With none after LONELY_S it ends as well.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from potluck.gateway.workers.worker import Worker, WorkerSetup, calls_of, setup_
 
 FLUSH_S = 0.25
 LONELY_S = 10.0
-"""How long another desk is waited for."""
+"""How long another Brain is waited for."""
 ORPHAN_S = 5.0
 """How long answers may then still go on."""
 RETRY_S = 0.02
@@ -51,7 +51,7 @@ class WorkerProcess:
         self.reasons: dict[str, str] = {}
         self.setup: asyncio.Future[WorkerSetup] = self._loop.create_future()
         self.ending: asyncio.Future[bool] = self._loop.create_future()
-        """True: in order; False: the desk is gone."""
+        """True: in order; False: the Brain is gone."""
         self.worker: Worker | None = None
         self.meter: WorkerMeter | None = None
         self.watched = False
@@ -80,7 +80,7 @@ class WorkerProcess:
         elif letter == brain_client.CLOSE:
             self._end(True)
 
-    # When a desk dies.
+    # When a Brain dies.
 
     def gone(self) -> None:
         if self.line is None or self.ending.done():
@@ -105,7 +105,7 @@ class WorkerProcess:
                             self.channel.send(brain_client.READY, self.url)
                     await asyncio.sleep(RETRY_S)
         except TimeoutError:
-            log.error("the desk is gone, and no other came")
+            log.error("the Brain is gone, and no other came")
             self._end(False)
 
     def _joined(self, setup: WorkerSetup) -> None:
@@ -113,7 +113,7 @@ class WorkerProcess:
         assert line is not None
         assert worker is not None
         if setup.start_s == line.start_s:
-            log.error("the desk lost this worker, and took its requests for cancelled")
+            log.error("the Brain lost this worker, and took its requests for cancelled")
             self._end(False)
             return
         if self.meter is not None:
@@ -127,7 +127,7 @@ class WorkerProcess:
         self._loop.call_soon(self.tell_anew)
 
     def tell_anew(self) -> None:
-        """What another desk has not heard of yet, as far as it knows the engines by now.
+        """What another Brain has not heard of yet, as far as it knows the engines by now.
 
         An attempt elsewhere goes on by itself, and is told of when it fails.
         """
@@ -155,10 +155,6 @@ class WorkerProcess:
         self.line = RemoteBrainClient(self.channel, self.setup.result().start_s, act)
         return self.line
 
-    def region(self, replica: str) -> str:
-        found = self.directory.find(replica)
-        return "" if found is None else found.region
-
     def lacking(self, model: str) -> str:
         return self.reasons.get(model, "")
 
@@ -166,37 +162,37 @@ class WorkerProcess:
 async def work(path: str, place: int, sockets: Sequence[socket.socket], serves: Callable[[], None]) -> None:
     loop = asyncio.get_running_loop()
     for number in (signal.SIGINT, signal.SIGTERM):
-        loop.add_signal_handler(number, lambda: None)  # The desk's process says when to end.
+        loop.add_signal_handler(number, lambda: None)  # The Brain's process says when to end.
     allow_open_files()
-    hand = WorkerProcess(path, place)
-    channel = hand.channel
-    await hand.join()
-    setup = await hand.setup
+    process = WorkerProcess(path, place)
+    channel = process.channel
+    await process.join()
+    setup = await process.setup
     usage = None if setup.usage is None else UsageFile(setup.usage, time.time)
-    hand.meter = meter = WorkerMeter(channel, hand.region, spans=setup.spans, usage=usage)
-    meter.watch(hand.watched)
+    process.meter = meter = WorkerMeter(channel, process.directory.region_of, spans=setup.spans, usage=usage)
+    meter.watch(process.watched)
     settings = setup.settings
     outgoing = calls_of(settings)
-    worker = hand.worker = Worker(
+    worker = process.worker = Worker(
         {note.name: note.card() for note in setup.cards},
-        hand.directory,
+        process.directory,
         outgoing,
         meter,
         settings,
         frozenset(setup.classes),
         setup.sharing,
-        hand.lacking,
-        hand.connect,
+        process.lacking,
+        process.connect,
         shared_use=SharedUse(setup.shared_use, setup.place, setup.workers),
         answers=None if setup.answers is None else Path(setup.answers),
     )
     flushing = loop.create_task(_flush(meter))
     try:
-        hand.url = await worker.listen(settings, sockets)
-        channel.send(brain_client.READY, hand.url)
+        process.url = await worker.listen(settings, sockets)
+        channel.send(brain_client.READY, process.url)
         serves()
         calm()
-        in_order = await hand.ending
+        in_order = await process.ending
     finally:
         flushing.cancel()
     within_s = setup.drain_s if in_order else min(setup.drain_s, ORPHAN_S)
