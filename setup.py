@@ -14,13 +14,12 @@ from typing import Any
 from setuptools import setup
 
 COMPILED = {
-    "core/admission": "admission capacity deadlines isolation queue queueing tenant_mix tenant_placement",
-    "core/brain": "attempt_queries brain failure_domains hedging prefix_caches recovery requests waiting",
-    "core/replica": "batch batch_values lockstep sequences spare_cache tenant_shares",
-    "core/routing": "balance learned_speeds link_avoidance link_states load_accounting opportunistic options "
-    "pair_state prefix_affinity prefix_index prefix_rebalance round_robin router routing_table "
-    "split targets template_weights threshold thresholds",
-    "core/state": "fleet request_state",
+    "core/admission": "admission queue",
+    "core/brain": "brain hedging prefix_caches recovery requests",
+    "core/replica": "batch sequences spare_cache",
+    "core/routing": "balance capacity deadlines isolation learned_speeds link_states opportunistic prefix_affinity "
+    "prefix_index round_robin router routing_table split template_weights thresholds",
+    "core/state": "fleet request_state targets",
     "sim/links": "handovers link sim_network",
     "sim/replicas": "gaps round_table sim_engine step_table",
     "sim/results": "ledger",

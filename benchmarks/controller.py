@@ -47,10 +47,10 @@ from potluck.core.values.plan import (
     Plan,
     PlannedReplica,
     PlannedShare,
+    ReplicaSpec,
     Template,
     plan_mark,
 )
-from potluck.core.values.replica_spec import ReplicaSpec
 
 TEMPLATES, COPIES, REGIONS = 30, 10, 10
 LOST = 30

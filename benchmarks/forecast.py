@@ -6,7 +6,7 @@ history that the forecaster learns from; the second is served, in simulation, se
     oracle           for every ten minutes the cheapest plan that serves them; no start-up, nothing to be drained
     static peak      one plan for the week's highest ten minutes; static mean: for its mean
     replan           re-allocation every six minutes at the rates now seen
-    ahead            re-allocation at the rates forecast (core/scaling/predictive.py)
+    ahead            re-allocation at the rates forecast (core/scaling/replan.py)
 
 The oracle's plans are served too: all the ten minutes that have the same plan, one after another, on that plan. What
 the others pay over it is taken apart, and what they miss (forecast_parts.py). Engines take steps that fit the
@@ -31,8 +31,7 @@ import numpy as np
 from autoscale import DATA, NAME, RATE_PER_S, RUNNING, SEED, SLO, STEP_S, lengths, the_problem
 from parts.common import run, skip
 from parts.forecast_parts import Stairs, missed, paid
-from potluck.core.scaling.periodic_replan import MARGIN
-from potluck.core.scaling.predictive import BURST_S
+from potluck.core.scaling.replan import BURST_S, MARGIN
 from potluck.core.state.policy import Policy
 from potluck.core.values.plan import Plan
 from potluck.plan.strategies import STRATEGIES, SolveSettings, TemplateFactory

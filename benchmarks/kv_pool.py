@@ -23,8 +23,7 @@ from pathlib import Path
 
 from parts.common import ROOT, cpu_s, run, skip
 from potluck.catalog.models import model
-from potluck.core.replica.block_layout import checkpoints_at, pool_layout
-from potluck.core.replica.blocks import BlockPool, CacheChanges, PrefixHit
+from potluck.core.replica.blocks import BlockPool, CacheChanges, PrefixHit, checkpoints_at, pool_layout
 from potluck.core.routing.prefix_index import CacheAnnouncer, PrefixIndex
 
 TRACE = "mooncake_fast25_conversation.jsonl.gz"

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from potluck.core.values.quantised import modelopt_scheme, quantised_of
+from potluck.core.values.model import modelopt_scheme, quantised_of
 
 CASES: list[tuple[dict[str, Any], str, str | None, str | None]] = [
     ({"quant_method": "fp8"}, "per tensor", "fp8", "fp8"),

@@ -19,8 +19,7 @@ from potluck.control.launchers.local_launcher import LocalLauncher
 from potluck.control.launchers.process import ProcessId, alive, end, last_words, marked, rotate, spawn
 from potluck.core.codec import decode
 from potluck.core.errors import InputError
-from potluck.core.values.emulated import EmulatedReplica
-from potluck.core.values.layout import Layout, Stage, StageNode, single
+from potluck.core.values.layout import EmulatedReplica, Layout, Stage, StageNode, single
 
 MAKE = EngineSpec("m", single("1xA10", 1, 2), "east")
 HEALTHY = """

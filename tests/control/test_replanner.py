@@ -11,8 +11,8 @@ from potluck.control.control_values import PlanRequest
 from potluck.control.replanner import Replanner
 from potluck.core.errors import CapacityError
 from potluck.core.state.actions import SeenLengths
+from potluck.core.state.facts import ObservedSpeed, spoken
 from potluck.core.values.layout import single
-from potluck.core.values.observed_speed import ObservedSpeed, spoken
 from potluck.core.values.plan import Deployment, Plan
 from potluck.core.values.types import LengthBin, NodeOffer, Region, Slo, Traffic
 from potluck.perf.step_timer import steps

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from math import ceil
 
 from potluck.core.replica.batch import DONE, FINISHED, FIRST, RESUMED, BatchLimits, Happening
-from potluck.core.replica.batch_values import LATE, LOWEST
+from potluck.core.replica.sequences import LATE, LOWEST
 
 
 @dataclass

@@ -44,10 +44,10 @@ from potluck.core.values.plan import (
     PlannedFlow,
     PlannedReplica,
     PlannedShare,
+    ReplicaSpec,
     Template,
     TemplateKind,
 )
-from potluck.core.values.replica_spec import ReplicaSpec
 from potluck.core.values.types import Request, Role
 
 Phase = Literal["closed", "prefill", "decode"]

@@ -12,12 +12,11 @@ asked for on one that ended, when tokens would be repeated, or when a count does
 from __future__ import annotations
 
 from collections import deque
+from dataclasses import dataclass, replace
 from itertools import islice
 from random import Random
 
 import brain_builders as build
-from brain_chaos_fleets import Broken, Job, facts, plan, policy
-from brain_chaos_twins import run_beside
 
 from potluck.core.brain.brain import Brain
 from potluck.core.brain.requests import ENDED
@@ -53,8 +52,12 @@ from potluck.core.state.events import (
     SegmentDone,
     Tick,
 )
+from potluck.core.state.facts import FleetFacts
 from potluck.core.state.fleet import ReplicaState
-from potluck.core.values.replica_spec import ReplicaSpec
+from potluck.core.state.policy import Policy
+from potluck.core.values.plan import Plan, ReplicaSpec
+from potluck.core.values.service import RequestClass, with_built_in
+from potluck.core.values.types import Request, Slo
 
 SURE = (RequestArrived, RequestCancelled, ReplicaReady, ReplicaLost, PlanReceived, Tick)
 """They may be late or doubled, but come."""
@@ -82,8 +85,8 @@ class Chaos:
         self.now_s = 0.0
         self.brain = Brain(facts(chance), policy(chance))
         self.jobs: dict[str, Job] = {}
-        self.recent: list[str] = []
-        """Some that ended, whose events may still be under way."""
+        self.recent: list[tuple[str, int]] = []
+        """Some that ended, whose events may still be under way, and how many had come before they ended."""
         self.members: dict[str, ReplicaSpec] = {}
         self.up: set[str] = set()
         self.draining: set[str] = set()
@@ -201,7 +204,7 @@ class Chaos:
         """The driver lets go of it. The first fate is what the user saw."""
         job.run = None
         if not job.fate:
-            job.fate = fate
+            job.fate, job.ended = fate, self._number
             self.fates[fate] += 1
 
     def _down(self, replica: str) -> None:
@@ -240,7 +243,9 @@ class Chaos:
     def _arrive(self) -> None:
         chance = self.random
         if self.recent and chance.random() < 0.05:  # said again although it is long over
-            self._on(RequestArrived(build.request(chance.choice(self.recent[-ENDED:]), at_s=self.now_s)))
+            name, ended = chance.choice(self.recent)
+            if self._number - ended < ENDED // 2:  # the Brain remembers only the last ENDED
+                self._on(RequestArrived(build.request(name, at_s=self.now_s)))
             return
         self._number += 1
         wait_s = chance.choice((None, None, None, 0.5, 5.0))
@@ -337,8 +342,8 @@ class Chaos:
         )
         for name in [name for name, job in self.jobs.items() if job.fate and name not in requests]:
             if name not in waiting:
+                self.recent.append((name, self.jobs[name].ended))
                 del self.jobs[name]
-                self.recent.append(name)
         del self.recent[:-REMEMBERED]
 
     def settle(self) -> None:
@@ -408,3 +413,107 @@ def trial(seed: int, events: int) -> Chaos:
     except Exception as error:
         raise Broken(f"seed {seed}, event {chaos.events}: {type(error).__name__}: {error}") from error
     return chaos
+
+
+# Random fleets and rules for the driver from hell, and what it knows of a request.
+
+REGIONS = ("near", "far", "east")
+TEMPLATES = (
+    build.template("plain", ("mixed", "mixed"), closed=(4.0, 1.0)),
+    build.template("combo", ("prefill", "decode", "decode"), "combo", closed=(2.0, 2.0)),
+    build.template("pair", ("prefill", "mixed"), "pair", closed=(2.0, 2.0)),
+    build.template("one", closed=(2.0, 2.0)),
+    build.template("p", ("prefill",), prefill=(2.0, 2.0), model="f"),
+    build.template("d", ("decode", "decode"), decode=(2.0, 2.0), model="f"),
+)
+BALANCES: tuple[str, ...] = ("learned", "goodput", "round-robin", "token", "fixed")
+SCALINGS: tuple[str, ...] = ("none", "none", "cauchy", "flips", "replan")
+
+
+class Broken(AssertionError):
+    """The Brain did what it must never do."""
+
+
+@dataclass(slots=True)
+class Job:
+    """What the driver knows of a request."""
+
+    request: Request
+    attempt: int = -1
+    """The last one it was asked to run."""
+    run: Run | None = None
+    """That, while it runs."""
+    done: int = 0
+    first: bool = False
+    streamed: int = 0
+    """Tokens that the user has."""
+    fate: str = ""
+    ended: int = 0
+    """How many requests had come then."""
+    last: RequestFinished | AttemptFailed | None = None
+    """How the last attempt ended, to be told again when asked."""
+
+
+def facts(chance: Random) -> FleetFacts:
+    slo = chance.choice((None, None, Slo(2.0, 0.1)))
+    known = build.facts(TEMPLATES, batch=chance.choice((2, 8)), longest={"plain": 5000})
+    models = {name: replace(each, slo=slo) for name, each in known.models.items()}
+    places = {(each.name, i): (f"node/{i // 2}",) for each in TEMPLATES for i in range(len(each.replicas))}
+    return replace(known, models=models, places=places)
+
+
+def policy(chance: Random) -> Policy:
+    return Policy(
+        balance=chance.choice(BALANCES),
+        opportunistic=chance.random() < 0.7,
+        split=chance.random() < 0.7,
+        split_overflow=chance.random() < 0.5,
+        low_decodes=chance.random() < 0.5,
+        scaling=chance.choice(SCALINGS),
+        retries=chance.choice((0, 1, 2)),
+        max_wait_s=chance.choice((2.0, 10.0)),
+        grace_s=chance.choice((2.0, 20.0)),
+        classes=with_built_in((RequestClass("hasty", stops=True),)),
+        hedge=chance.choice((0.0, 1.0, 3.0)),
+    )
+
+
+def plan(chance: Random) -> Plan:
+    """Some copies of some templates in some regions, with the shares and flows that fit them."""
+    templates = [each for each in TEMPLATES[:4] if chance.random() < 0.6] or [TEMPLATES[3]]
+    places = {(each.name, chance.choice(REGIONS)): chance.choice((1, 1, 2, 3)) for each in templates}
+    shares = {(name, region, "closed"): (1.0, 0.5) for name, region in places}
+    flows: dict[tuple[str, str, str], tuple[float, float]] = {}
+    if chance.random() < 0.6:
+        templates += TEMPLATES[4:]
+        source, target = chance.choice(REGIONS), chance.choice(REGIONS)
+        places |= {("p", source): 2, ("d", target): 1}
+        shares |= {("p", source, "prefill"): (1.0, 1.0), ("d", target, "decode"): (1.0, 1.0)}
+        flows[("f", source, target)] = (1.0, 1.0)
+    return build.plan(templates, places, shares, flows)  # type: ignore[arg-type]
+
+
+def run_beside(chaos: Chaos, hedge: Hedge) -> None:
+    job, run = chaos._open(hedge.request, hedge), Run(*hedge)
+    if run.attempt <= job.attempt or run.streamed_tokens:
+        raise Broken(f"{hedge} is no attempt beside {job.attempt}")
+    if job.fate or job.streamed:  # the first one has a token, which the Brain has not heard
+        return
+    chaos.twins += 1
+    if job.run is None:
+        chaos._run(run)
+        return
+    there = {segment.replica for segment in run.route.segments}
+    if not there.isdisjoint(segment.replica for segment in job.run.route.segments[job.done :]):
+        raise Broken(f"{hedge} is where the first attempt is")
+    dice, name = chaos.random.random(), job.request.id
+    if dice < 0.3 or not there <= chaos.up:
+        chaos.tell(AttemptFailed(name, run.attempt, "replica", run.route.decoder, 0))
+        return
+    before, job.attempt, job.run = job.attempt, run.attempt, run
+    if dice < 0.6:
+        job.done = 0
+        chaos.tell(AttemptFailed(name, before, "replica", run.route.decoder, 0))
+    else:
+        job.done, job.first, job.streamed = len(run.route.segments) - 1, True, 1
+        chaos.tell(FirstToken(name, run.attempt))

@@ -6,7 +6,6 @@ from typing import Any, get_args
 
 from hypothesis import strategies as st
 
-from potluck.core.values.confidence import Confidence
 from potluck.core.values.layout import Layout, Stage, StageNode
 from potluck.core.values.model import (
     DenseFfn,
@@ -20,6 +19,7 @@ from potluck.core.values.model import (
 )
 from potluck.core.values.plan import (
     BucketCapacity,
+    Confidence,
     Deployment,
     LengthBucket,
     NodeCount,

@@ -8,10 +8,8 @@ from dataclasses import replace
 from math import sqrt
 from typing import Any
 
-from potluck.core.scaling.copy_capacity import Key, TemplateCapacity, blueprints
-from potluck.core.scaling.copy_rates import CopyRates, total
-from potluck.core.scaling.reconcile import reconcile
-from potluck.core.scaling.reconcile_state import ReconcileState, ReconcileStep
+from potluck.core.scaling.copy_capacity import CopyRates, Key, TemplateCapacity, blueprints, total
+from potluck.core.scaling.reconcile import ReconcileState, ReconcileStep, reconcile
 from potluck.core.scaling.traffic_window import LengthCount, ModelTraffic, ObservedTraffic
 from potluck.core.state.actions import Action, DrainReplica, Reassign, StartReplica, StopReplica
 from potluck.core.state.events import LinkReported

@@ -9,10 +9,21 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
+from potluck.catalog.models import model, names
 from potluck.core.errors import InputError
-from potluck.core.replica import block_values
-from potluck.core.replica.block_values import BlockNamer
-from potluck.core.replica.blocks import BlockPlacement, BlockPool, Checkpoint, Name, block_hashes
+from potluck.core.replica import blocks
+from potluck.core.replica.blocks import (
+    BlockNamer,
+    BlockPlacement,
+    BlockPool,
+    Checkpoint,
+    Name,
+    PrefixHit,
+    block_hashes,
+    checkpoints_at,
+    pool_layout,
+)
+from potluck.core.values.model import DenseFfn, FullAttention, LatentAttention, Layer, LinearAttention, Model
 
 SIZE = 4
 PROMPTS = st.builds(
@@ -69,8 +80,8 @@ def test_a_name_book_keeps_no_tokens_and_looks_runs_up(monkeypatch: pytest.Monke
     book, tokens = BlockNamer(), list(range(1000))
     names = book.names(tokens, "m")
     seen: list[int] = []
-    chain = block_values._chain
-    monkeypatch.setattr(block_values, "_chain", lambda *of: (seen.append(len(of[1])), chain(*of))[1])
+    chain = blocks._chain
+    monkeypatch.setattr(blocks, "_chain", lambda *of: (seen.append(len(of[1])), chain(*of))[1])
     assert book.names(tokens, "m") == names == block_hashes(tokens, "m")
     assert seen == [14 * 16 * 8, 62 * 16 * 8], "only what is behind the last whole run is hashed again"
     assert book.names([*tokens[:600], 5], "m") == names[:37]
@@ -328,7 +339,7 @@ class ExactMachine(PoolMachine):
     size = 9
 
 
-COURSE = settings(max_examples=50, stateful_step_count=50, deadline=None)
+COURSE = settings(max_examples=25, stateful_step_count=50, deadline=None)
 TestPool = PoolMachine.TestCase
 TestPool.settings = COURSE
 TestExactPool = ExactMachine.TestCase
@@ -385,11 +396,67 @@ def test_what_makes_no_sense_is_refused() -> None:
     assert BlockPool(5).keep_checkpoint((), (1,), 6) == (None, [])
     pool = BlockPool(5)
     pool.keep((1, 2))
-    for names in ((7, 8, 1), (4, 4)):
+    for chain in ((7, 8, 1), (4, 4)):
         with pytest.raises(InputError, match="chained"):
-            pool.keep(names)
+            pool.keep(chain)
     with pytest.raises(InputError, match="not kept"):
         pool.pin(9)
     with pytest.raises(InputError, match="unpinned"):
         pool.unpin(1)
     pool.check()
+
+
+# Groups of layers over one pool: sizes worked out by hand, and where checkpoints are wanted.
+
+FULL = FullAttention(4, 2, 16, 24)
+SHORT = FullAttention(4, 2, 16, 16, window=24)
+LATENT = LatentAttention(4, 16, 12, 8, 20)
+LINEAR = LinearAttention("gated_delta", 2, 4, 16, 24, conv_kernel=4)
+
+
+def of(*attentions: FullAttention | LatentAttention | LinearAttention) -> Model:
+    return Model("m", 64, 100, tuple(Layer(each, DenseFfn(8)) for each in attentions), 1000)
+
+
+def test_sizes_by_hand() -> None:
+    layout = pool_layout(of(LINEAR, FULL, SHORT, LATENT, LINEAR))
+    assert [(group.kind, group.layers) for group in layout.groups] == [
+        ("state", (0, 4)),
+        ("tokens", (1, 3)),
+        ("window", (2,)),
+    ]
+    assert layout.block_bytes == 16 * (2 * (16 + 24) + (16 + 8)) * 2
+    state = 4 * 16 * 24 * 4 + 3 * (2 * 2 * 16 + 4 * 24) * 2
+    assert layout.checkpoint_bytes(16) == 2 * state + 16 * 2 * 32 * 2
+    assert layout.checkpoint_bytes(1000) == 2 * state + 23 * 2 * 32 * 2
+    assert layout.checkpoint_blocks(1000) == -(-layout.checkpoint_bytes(1000) // layout.block_bytes)
+    assert layout.exact
+
+
+def test_without_layers_that_keep_everything_a_block_is_a_checkpoint() -> None:
+    layout = pool_layout(of(LINEAR, SHORT))
+    assert layout.block_bytes == layout.checkpoint_bytes(16)
+    assert not pool_layout(of(FULL, LATENT)).exact
+    assert pool_layout(of(FULL)).checkpoint_blocks(500) == 0
+
+
+def test_llama_keeps_131072_bytes_a_token() -> None:
+    """Llama 3.1 8B: 32 layers x 2 x 8 heads x 128 x 2 bytes."""
+    assert pool_layout(model("llama-3.1-8b")).block_bytes == 16 * 131072
+
+
+@pytest.mark.parametrize("name", names())
+def test_every_model_of_the_catalog_has_a_layout(name: str) -> None:
+    found = pool_layout(model(name))
+    assert sorted(place for group in found.groups for place in group.layers) == list(
+        range(model(name).layer_count)
+    )
+    assert found.block_bytes > 0
+    assert found.exact == (found.checkpoint_blocks(4096) > 0)
+
+
+def test_checkpoints_are_wanted_at_the_end_and_where_prompts_part() -> None:
+    assert checkpoints_at(PrefixHit(0, 0, None, 0), 9) == (9,)
+    assert checkpoints_at(PrefixHit(32, 2, None, 5), 9) == (5, 9)
+    assert checkpoints_at(PrefixHit(80, 5, None, 5), 9) == (9,)
+    assert checkpoints_at(PrefixHit(0, 0, None, 0), 0) == ()

@@ -7,6 +7,10 @@ from dataclasses import replace
 
 import brain_builders as build
 import pytest
+from brain_builders import World
+from hypothesis import given
+from hypothesis import strategies as st
+from test_brain_stateful import PLANS, POLICIES
 
 from potluck.core.brain.brain import Brain
 from potluck.core.state.actions import (
@@ -24,6 +28,7 @@ from potluck.core.state.events import (
     AttemptFailed,
     MarketReported,
     PlanReceived,
+    RequestAdopted,
     RequestArrived,
     RequestCancelled,
     RequestFinished,
@@ -31,8 +36,8 @@ from potluck.core.state.events import (
 )
 from potluck.core.state.policy import Policy
 from potluck.core.values.layout import single
-from potluck.core.values.plan import PlannedReplica
-from potluck.core.values.route import aggregated
+from potluck.core.values.plan import Plan, PlannedReplica
+from potluck.core.values.route import aggregated, handed_over
 from potluck.core.values.types import NodeOffer, Region, Slo
 
 ONE = build.template("one", closed=(1.0, 1.0))
@@ -247,7 +252,7 @@ def test_under_a_rush_the_scaler_adds_copies() -> None:
     assert world.brain.autoscaler.why()
 
 
-@pytest.mark.parametrize("balance", ["goodput", "round-robin", "least-work", "token", "fixed"])
+@pytest.mark.parametrize("balance", ["goodput", "round-robin", "token", "fixed"])
 def test_every_balance_uses_every_replica_of_a_kind_alike(balance: str) -> None:
     template = build.template("quad", ("mixed",) * 4, closed=(4.0, 4.0))
     plan = build.plan((template,), {("quad", "near"): 2}, {("quad", "near", "closed"): (4.0, 4.0)})
@@ -323,7 +328,7 @@ def test_requests_that_wait_for_room_are_demand_to_scaling() -> None:
     world = build.world(PLAIN, Policy(scaling="cauchy"), known=known)
     for number in range(200):
         world.arrive(build.request(str(number)))
-    waiting = world.brain.admission.backlogs["m"].count
+    waiting = world.brain.admission.queues["m"].count
     assert waiting > 50
     seen: list[int] = []
     scaler = world.brain.autoscaler._scaler
@@ -334,3 +339,176 @@ def test_requests_that_wait_for_room_are_demand_to_scaling() -> None:
     )[1]
     world.tell(Tick())
     assert seen == [waiting]
+
+
+# A Brain that takes another's place knows what is under way: it counts it, and lets go of it, as its own.
+
+
+def adopt(world: World, plan: Plan, policy: Policy, ready: bool) -> World:
+    """What a driver tells another Brain of all that is open, and that Brain's world."""
+    after = World(Brain(build.facts(plan.templates), policy))
+    after.plan(plan, ready)
+    for name, request in world.requests.items():
+        if name in world.ended:
+            continue
+        after.requests[name] = request
+        job = world.jobs.get(name)
+        if job is None:
+            after.tell(RequestArrived(request))
+            continue
+        run = job.run
+        after.attempts[name] = run.attempt + 1
+        actions = after.tell(
+            RequestAdopted(request, run.attempt, run.streamed_tokens, run.route, job.done, job.first)
+        )
+        if not actions:
+            after.jobs[name] = job
+    return after
+
+
+@given(
+    st.sampled_from(sorted(PLANS)),
+    st.sampled_from(POLICIES),
+    st.lists(st.tuples(st.integers(1, 3000), st.integers(0, 3)), min_size=1, max_size=12),
+    st.booleans(),
+)
+def test_whatever_is_under_way_is_counted_and_let_go_of(
+    name: str, policy: Policy, asked: list[tuple[int, int]], ready: bool
+) -> None:
+    plan = PLANS[name]
+    model = plan.templates[-1].model
+    world = World(Brain(build.facts(plan.templates), policy))
+    world.plan(plan)
+    for place, (prompt, steps) in enumerate(asked):
+        world.arrive(build.request(f"r{place}", prompt, model=model))
+        for _ in range(steps):
+            if f"r{place}" in world.jobs:
+                world.advance(f"r{place}")
+    under_way = set(world.jobs)
+    after = adopt(world, plan, policy, ready)
+    assert set(after.brain.requests) == set(world.requests) - set(world.ended) - set(after.ended)
+    assert under_way <= set(after.jobs) | set(after.ended)
+    before, now = world.brain.fleet.views, after.brain.fleet.views
+    if set(world.jobs) == set(after.jobs):
+        for replica, view in before.items():
+            assert now[replica].open_requests == view.open_requests
+            assert now[replica].open_context_tokens == view.open_context_tokens
+            assert now[replica].open_prefill_tokens == view.open_prefill_tokens
+    after.all_ready()
+    while after.jobs:
+        after.finish(next(iter(after.jobs)))
+        after.now_s += 1.0
+        after.tell(Tick())
+    after.now_s += 10.0
+    after.tell(Tick())
+    while after.jobs:
+        after.finish(next(iter(after.jobs)))
+    build.assert_at_rest(after.brain)
+
+
+PLAIN_ADOPTION = build.template("plain", closed=(1.0, 1.0))
+TWO_ADOPTION = build.plan(
+    (PLAIN_ADOPTION,), {("plain", "near"): 2}, {("plain", "near", "closed"): (1.0, 1.0)}
+)
+
+
+@pytest.fixture
+def world() -> World:
+    made = build.world(TWO_ADOPTION)
+    made.requests["r"] = build.request("r", 100, 50)
+    return made
+
+
+def test_it_goes_on_and_recovers_as_any_other(world: World) -> None:
+    one, other = sorted(world.members)
+    request = world.requests["r"]
+    assert world.tell(RequestAdopted(request, 2, 10, aggregated(one), 0, True)) == []
+    assert world.tell(RequestAdopted(request, 2, 10, aggregated(other), 0, True)) == [], "once"
+    assert world.tell(RequestArrived(request)) == []
+    assert world.tell(RequestFinished("r", 1, 50)) == [], "of an earlier attempt"
+    world.attempts["r"] = 3
+    (run,) = [
+        each for each in world.tell(AttemptFailed("r", 2, "replica", one, 17)) if not isinstance(each, Abort)
+    ]
+    assert run == Run("r", aggregated(other), 3, 117, 17)
+    world.finish("r")
+    build.assert_at_rest(world.brain)
+
+
+def test_what_is_nowhere_is_sent_from_where_its_user_is(world: World) -> None:
+    request = world.requests["r"]
+    world.attempts["r"] = 5
+    (run,) = world.tell(RequestAdopted(request, 4, 20, None))
+    assert isinstance(run, Run)
+    assert (run.attempt, run.streamed_tokens, run.prompt_tokens) == (5, 20, 120)
+    world.finish("r")
+    build.assert_at_rest(world.brain)
+
+
+def test_where_a_replica_is_not_known_it_is_sent_again(world: World) -> None:
+    one = min(world.members)
+    request = world.requests["r"]
+    world.attempts["r"] = 1
+    (run,) = world.tell(RequestAdopted(request, 0, 0, handed_over("gone", one, 60), 0, False))
+    assert isinstance(run, Run)
+    assert run.attempt == 1
+    assert world.tell(RequestCancelled("r"))
+    build.assert_at_rest(world.brain)
+
+
+# Replicas whose caches cross in unlike versions: each answers whole requests, none hands over to the other.
+
+FIRST = build.template("first", ("prefill",), prefill=(1.0,))
+SECOND = build.template("second", ("decode",), decode=(1.0,))
+COMBO = build.template("combo", ("prefill", "decode"), "combo", closed=(1.0,))
+PAIR = build.template("pair", ("prefill", "mixed"), "pair", closed=(1.0,))
+
+
+def flow(source: str) -> Plan:
+    counts = {("first", source): 1, ("second", "near"): 1}
+    shares: dict[tuple[str, str, build.Phase], tuple[float, ...]] = {
+        ("first", source, "prefill"): (1.0,),
+        ("second", "near", "decode"): (1.0,),
+    }
+    return build.plan((FIRST, SECOND), counts, shares, {("m", source, "near"): (1.0,)}, (100_000,))
+
+
+def closed(name: str) -> Plan:
+    template = COMBO if name == "combo" else PAIR
+    return build.plan(
+        (template,), {(name, "near"): 1}, {(name, "near", "closed"): (1.0,)}, longest=(100_000,)
+    )
+
+
+PLANS_VERSIONS = {
+    "flow": flow("near"),
+    "crossing": flow("far"),
+    "combo": closed("combo"),
+    "pair": closed("pair"),
+}
+
+
+def replicas_of(plan: Plan, versions: tuple[int, int]) -> list[tuple[str, ...]]:
+    """Where 12 requests are sent, when the plan's two replicas have these versions."""
+    world = build.world(plan, Policy(opportunistic=False), ready=False)
+    names = list(world.brain.fleet.views)
+    for name, version in zip(names, versions, strict=True):
+        world.make_ready(name, version)
+    found = []
+    for place in range(12):
+        (run,) = world.arrive(build.request(f"r{place}", prompt=3000))
+        assert isinstance(run, Run)
+        found.append(tuple(each.replica for each in run.route.segments))
+        world.finish(f"r{place}")
+    build.assert_at_rest(world.brain)
+    return found
+
+
+@pytest.mark.parametrize("kind", PLANS_VERSIONS)
+def test_who_agrees_hands_over_and_who_does_not_answers_alone(kind: str) -> None:
+    alike = replicas_of(PLANS_VERSIONS[kind], (2, 2))
+    assert any(len(each) == 2 for each in alike), "nothing is handed over even where all agree"
+    answers = {each[-1] for each in alike if len(each) == 2}
+    unlike = replicas_of(PLANS_VERSIONS[kind], (2, 3))
+    assert all(len(each) == 1 for each in unlike)
+    assert answers <= {each[0] for each in unlike}, "whoever was to answer does so still"

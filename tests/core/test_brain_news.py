@@ -2,17 +2,39 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import brain_builders as build
 import pytest
 
-from potluck.core.brain.attempt_queries import ANSWER_S, FAILED_S, QUESTIONS, SILENCE_S
-from potluck.core.brain.failure_domains import TOGETHER_S, RecentLosses, smallest
+from potluck.core.brain.recovery import (
+    ANSWER_S,
+    FAILED_S,
+    QUARANTINE_S,
+    QUESTIONS,
+    SILENCE_S,
+    TOGETHER_S,
+    RecentLosses,
+    smallest,
+)
 from potluck.core.brain.requests import ENDED
-from potluck.core.state.actions import Abort, Action, QueryAttempt, Refuse, Run
+from potluck.core.scaling.rule import FlipRole
+from potluck.core.state.actions import (
+    Abort,
+    Action,
+    DrainReplica,
+    FlipReplica,
+    QueryAttempt,
+    Refuse,
+    Run,
+    StartReplica,
+    StopReplica,
+)
 from potluck.core.state.events import (
     AttemptFailed,
     AttemptRunning,
     FirstToken,
+    OperatorOrdered,
     ReplicaLost,
     ReplicaReported,
     ReplicaSilent,
@@ -23,8 +45,10 @@ from potluck.core.state.events import (
     SegmentDone,
     Tick,
 )
+from potluck.core.state.fleet import FleetState
 from potluck.core.state.policy import Policy
-from potluck.core.values.replica_spec import ReplicaSpec
+from potluck.core.values.plan import ReplicaSpec
+from potluck.core.values.types import Slo
 
 ONE = build.template("one", closed=(1.0,))
 
@@ -253,3 +277,284 @@ def test_waiting_for_a_pair_ends_as_well(deadline_s: float | None, reason: str) 
     for name in list(world.jobs):
         world.finish(name)
     build.assert_at_rest(world.brain)
+
+
+# What a person orders: it is done, what follows is done, and rules do not undo it.
+
+ONE_ORDERS = build.template("one", closed=(1.0,))
+PAIR = build.template("two", ("prefill", "decode"), "combo", closed=(1.0,))
+P, D = build.template("p", ("prefill",), prefill=(2.0,)), build.template("d", ("decode",), decode=(2.0,))
+FLOW = build.plan(
+    (P, D),
+    {("p", "near"): 2, ("d", "near"): 1},
+    {("p", "near", "prefill"): (1.0,), ("d", "near", "decode"): (1.0,)},
+    {("m", "near", "near"): (1.0,)},
+    longest=(100_000,),
+)
+
+
+def _closed(template: build.Template, count: int) -> build.Plan:
+    name = template.name
+    return build.plan(
+        (template,), {(name, "near"): count}, {(name, "near", "closed"): (1.0,)}, longest=(9_000,)
+    )
+
+
+def test_a_drained_replica_ends_what_it_has_and_another_takes_its_place() -> None:
+    world = build.world(_closed(ONE_ORDERS, 2))
+    (run,) = world.arrive(build.request("a"))
+    replica = run.route.decoder
+    actions = world.tell(OperatorOrdered(replica, "drain"))
+    assert DrainReplica(replica) in actions
+    (start,) = [each for each in actions if isinstance(each, StartReplica)]
+    assert start.member.id != replica
+    assert "a" in world.jobs, "what is open goes on"
+    for number in range(4):
+        (other,) = world.arrive(build.request(f"b{number}"))
+        assert other.route.decoder != replica
+    world.drain_out(replica)
+    assert replica not in world.members
+    assert world.ended["a"] == "answered"
+    assert world.tell(OperatorOrdered(replica, "drain")) == [], "it is gone"
+
+
+def test_a_cordoned_replica_keeps_what_it_has_and_gets_nothing_new_until_that_is_over() -> None:
+    world = build.world(_closed(ONE_ORDERS, 2))
+    (run,) = world.arrive(build.request("a"))
+    replica = run.route.decoder
+    assert world.tell(OperatorOrdered(replica, "cordon")) == [], "nobody is started in its place"
+    assert "a" in world.jobs
+    for number in range(4):
+        (other,) = world.arrive(build.request(f"b{number}"))
+        assert other.route.decoder != replica
+    assert world.tell(Tick()) == []
+    world.finish("a")
+    assert world.ended["a"] == "answered"
+    assert world.tell(OperatorOrdered(replica, "uncordon")) == []
+    (last,) = world.arrive(build.request("c"))
+    assert last.route.decoder == replica, "the other one has four"
+
+
+def test_what_comes_while_all_are_cordoned_waits_until_one_is_not() -> None:
+    world = build.world(_closed(ONE_ORDERS, 1))
+    (replica,) = world.members
+    world.tell(OperatorOrdered(replica, "cordon"))
+    assert world.arrive(build.request("a")) == []
+    (run,) = world.tell(OperatorOrdered(replica, "uncordon"))
+    assert isinstance(run, Run)
+    assert run.route.decoder == replica
+
+
+def test_a_copy_of_which_one_is_cordoned_gets_nothing_new() -> None:
+    world = build.world(_closed(PAIR, 2))
+    away = sorted(world.members)[0]
+    world.tell(OperatorOrdered(away, "cordon"))
+    for number in range(4):
+        (run,) = world.arrive(build.request(f"b{number}"))
+        assert away not in [segment.replica for segment in run.route.segments]
+
+
+def test_a_copys_replicas_go_together() -> None:
+    world = build.world(_closed(PAIR, 1))
+    first, second = sorted(world.members)
+    assert {
+        each.replica for each in world.tell(OperatorOrdered(first, "drain")) if isinstance(each, DrainReplica)
+    } == {
+        first,
+        second,
+    }
+    for replica in (first, second):
+        world.drain_out(replica)
+    assert len(world.members) == 2
+    assert not {first, second} & world.members.keys()
+
+
+def test_a_replica_that_is_not_ready_takes_no_orders() -> None:
+    world = build.world(_closed(ONE_ORDERS, 1), ready=False)
+    (replica,) = world.members
+    assert world.tell(OperatorOrdered(replica, "drain")) == []
+    assert world.tell(OperatorOrdered("nobody", "decode")) == []
+
+
+def test_a_role_by_hand_outlasts_rules_and_plans_until_it_is_given_back() -> None:
+    world = build.world(FLOW)
+    replica = next(name for name in world.members if name.startswith("p@"))
+    assert world.tell(OperatorOrdered(replica, "decode")) == [FlipReplica(replica, "decode")]
+    autoscaler = world.brain.autoscaler
+    autoscaler.watches = True
+
+    class Flips:
+        def on_tick(self, *_: object) -> tuple[FlipRole, ...]:
+            return (FlipRole(replica, "prefill", "a shift"),)
+
+    autoscaler._scaler = Flips()  # type: ignore[assignment]
+    assert not [each for each in world.tell(Tick()) if isinstance(each, FlipReplica)]
+    assert not [each for each in world.plan(FLOW) if isinstance(each, FlipReplica | StopReplica)]
+    assert world.brain.fleet.views[replica].role == "decode"
+    assert world.tell(OperatorOrdered(replica, "prefill")) == [FlipReplica(replica, "prefill")]
+    assert autoscaler.by_hand == {}
+    world.brain.fleet.flip(replica, "decode")
+    assert FlipReplica(replica, "prefill") in world.tell(Tick()), "the rules decide again"
+
+
+def test_what_was_lost_just_before_an_order_is_replaced_all_the_same() -> None:
+    world = build.world(FLOW)
+    lost = next(name for name in world.members if name.startswith("d@"))
+    flipped = next(name for name in world.members if name.startswith("p@"))
+    world.tell(Tick())
+    actions = world.tell(ReplicaLost(lost, "died"))
+    actions += world.tell(OperatorOrdered(flipped, "decode"))
+    for _ in range(3):
+        actions += world.tell(Tick())
+    assert [each.member.template for each in actions if isinstance(each, StartReplica)] == ["d"]
+
+
+# What the Brain makes of doubtful replicas, of crowds that waited, of promises kept, and of copies in part.
+
+ONE_TROUBLE = build.template("one", closed=(1.0,))
+THREE = build.plan(
+    (ONE_TROUBLE,), {("one", "near"): 3}, {("one", "near", "closed"): (1.5,)}, longest=(200_000,)
+)
+COMBO = build.template("combo", ("prefill", "decode", "decode"), kind="combo", closed=(1.0,))
+COMBOS = build.plan(
+    (COMBO,), {("combo", "near"): 2}, {("combo", "near", "closed"): (1.0,)}, longest=(200_000,)
+)
+IDLE = ReplicaStatus(0, 0, 0, 0, 100, 100, 0.0)
+
+
+def sent_trouble(world: build.World, prefix: str, count: int = 12) -> set[str]:
+    """Who works on the next requests."""
+    found: set[str] = set()
+    for number in range(count):
+        for action in world.arrive(build.request(f"{prefix}{number}")):
+            assert isinstance(action, Run)
+            found |= {segment.replica for segment in action.route.segments}
+    return found
+
+
+@pytest.mark.parametrize("heals", ["report", "time"])
+@pytest.mark.parametrize("plan", [THREE, COMBOS], ids=["plain", "combos"])
+def test_a_replica_that_may_be_gone_gets_nobody_until_it_is_heard_of(plan: build.Plan, heals: str) -> None:
+    world = build.world(plan, Policy(opportunistic=False))
+    (run,) = world.arrive(build.request("a"))
+    assert isinstance(run, Run)
+    doubted = run.route.decoder
+    again = world.fail("a", "replica", doubted)[-1]
+    assert isinstance(again, Run)
+    assert doubted not in sent_trouble(world, "b")
+    world.now_s = 0.5 * QUARANTINE_S
+    world.tell(Tick())
+    world.tell(ReplicaReported(again.route.decoder, IDLE))
+    assert doubted not in sent_trouble(world, "c")
+    if heals == "report":
+        world.tell(ReplicaReported(doubted, IDLE))
+    else:
+        world.now_s = QUARANTINE_S
+        world.tell(Tick())
+    assert doubted in sent_trouble(world, "d")
+
+
+def test_a_silent_replica_gets_nobody_for_as_long_as_that_is_said() -> None:
+    """Many times a day perhaps: what it says once it answers is believed, however often it was silent."""
+    world = build.world(THREE)
+    silent = "one@near#1/0"
+    for turn in range(5):
+        start_s = world.now_s
+        while world.now_s < start_s + 3 * QUARANTINE_S:
+            world.tell(ReplicaSilent(silent))
+            world.now_s += QUARANTINE_S / 2
+            world.tell(Tick())
+            assert silent not in sent_trouble(world, f"{turn} {world.now_s} ", 3)
+        world.tell(ReplicaReported(silent, IDLE))
+        assert silent in sent_trouble(world, f"{turn} again ")
+    world.tell(ReplicaSilent(silent))
+    world.now_s += QUARANTINE_S
+    world.tell(Tick())
+    assert silent in sent_trouble(world, "time ", 12), (
+        "some do not report; nobody says that it is silent any more"
+    )
+    assert world.tell(ReplicaSilent("nobody")) == []
+
+
+def test_other_failures_are_no_reason_to_doubt_a_replica() -> None:
+    world = build.world(THREE)
+    (run,) = world.arrive(build.request("a"))
+    assert isinstance(run, Run)
+    world.fail("a", "timeout", run.route.decoder)
+    assert run.route.decoder in sent_trouble(world, "b")
+
+
+def test_a_crowd_that_waited_is_spread_over_those_that_come_up() -> None:
+    batch = 8
+    world = build.world(THREE, known=build.facts((ONE_TROUBLE,), batch=batch), ready=False)
+    for number in range(40):
+        assert world.arrive(build.request(f"{number:02}")) == []
+    first = [run for run in world.make_ready("one@near#0/0") if isinstance(run, Run)]
+    assert [run.request for run in first] == [f"{number:02}" for number in range(batch)]
+    assert len(world.make_ready("one@near#1/0")) == batch
+    world.now_s = 1.0
+    rest = [run for run in world.tell(Tick()) if isinstance(run, Run)]
+    assert [run.request for run in rest] == [f"{number:02}" for number in range(2 * batch, 40)]
+    loads = [world.brain.fleet.views[f"one@near#{copy}/0"].open_requests for copy in (0, 1)]
+    assert sum(loads) == 40
+    assert max(loads) <= 40 - 2 * batch
+    world.now_s = 2.0
+    assert world.tell(Tick()) == []
+
+
+@pytest.mark.parametrize(("slo", "attained"), [(Slo(1.0, 0.05), 1), (Slo(0.5, 0.05), 0), (None, 2)])
+def test_answers_that_came_too_late_do_not_count_as_attained(slo: Slo | None, attained: int) -> None:
+    known = build.facts((ONE_TROUBLE,))
+    known = replace(known, models={"m": replace(known.models["m"], slo=slo)})
+    world = build.world(THREE, Policy(scaling="cauchy"), known)
+    for name in ("fast", "slow"):
+        world.arrive(build.request(name, output=11))
+    world.now_s = 0.8
+    world.advance("fast")
+    world.advance("slow")
+    world.now_s = 1.2  # ten tokens later: 40 ms each
+    world.advance("fast")
+    world.now_s = 2.8
+    world.advance("slow")
+    (seen,) = world.brain.autoscaler.window.observed(3.0).models
+    assert (seen.finished, seen.attained) == (2, attained)
+
+
+def test_a_copy_that_lost_a_replica_is_not_whole_until_it_has_it_again() -> None:
+    fleet = FleetState()
+    members = [ReplicaSpec(f"u/{i}", "u", "t", i, "combo", "m", "mixed", "near") for i in range(2)]
+    for member in members:
+        fleet.add(member)
+        fleet.ready(member.id)
+    unit = fleet.units["u"]
+    assert unit.whole
+    fleet.remove("u/1")
+    assert not unit.whole
+    fleet.add(members[1])
+    assert not unit.whole
+    fleet.ready("u/1")
+    assert unit.whole
+
+
+@pytest.mark.parametrize("heals", [False, True])
+def test_one_that_fails_again_and_again_is_tried_ever_more_seldom_however_well_it_says_it_is(
+    heals: bool,
+) -> None:
+    world = build.world(THREE, Policy(retries=99, balance="round-robin"))
+    bad = next(iter(world.members))
+    tried: list[float] = []
+    for number in range(900):
+        world.now_s = number / 10
+        world.tell(Tick())
+        world.tell(ReplicaReported(bad, IDLE))
+        name = f"r{number}"
+        world.arrive(build.request(name))
+        while world.jobs[name].run.route.decoder == bad and not (heals and number >= 300):
+            tried.append(world.now_s)
+            world.fail(name, "replica", bad)
+        if heals and number >= 300 and world.jobs[name].run.route.decoder == bad:
+            tried.append(world.now_s)
+        world.finish(name)
+    early, late = (sum(from_s <= at < from_s + 30 for at in tried) for from_s in (0, 60))
+    assert 3 <= early <= 8, "it is tried, and then left alone"
+    assert (late > 50) if heals else (late <= 3)

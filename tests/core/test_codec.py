@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 import core_strategies as build
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from potluck.core.codec import decode, dumps, encode, loads
@@ -74,6 +74,7 @@ def class_named(name: str) -> Any:
     return next(getattr(m, name) for m in (types, model, layout, plan, route) if hasattr(m, name))
 
 
+@settings(max_examples=25)
 @given(build.anything)
 def test_any_value_survives_json(value: object) -> None:
     text = dumps(value, format_name="test", version=3)
@@ -81,6 +82,7 @@ def test_any_value_survives_json(value: object) -> None:
     assert loads(type(value), text, format_name="test", version=3) == value
 
 
+@settings(max_examples=25)
 @given(build.plans)
 def test_a_plan_survives_its_file(value: Plan) -> None:
     again = plan_from_json(plan_to_json(value))
@@ -88,6 +90,7 @@ def test_a_plan_survives_its_file(value: Plan) -> None:
     assert plan_to_json(again) == plan_to_json(value)
 
 
+@settings(max_examples=25)
 @given(build.anything, st.data())
 def test_an_unknown_key_anywhere_is_named_with_the_nearest_right_one(
     value: object, data: st.DataObject
@@ -103,6 +106,7 @@ def test_an_unknown_key_anywhere_is_named_with_the_nearest_right_one(
     assert caught.value.problem == f"unknown key; did you mean {right!r}?"
 
 
+@settings(max_examples=25)
 @given(build.anything, st.data())
 def test_a_key_left_out_is_named_unless_it_has_a_default(value: object, data: st.DataObject) -> None:
     body = encode(value)
@@ -124,6 +128,7 @@ def test_a_key_left_out_is_named_unless_it_has_a_default(value: object, data: st
         )
 
 
+@settings(max_examples=25)
 @given(build.anything, st.data())
 def test_a_wrong_type_anywhere_is_named_by_its_path(value: object, data: st.DataObject) -> None:
     body = encode(value)
@@ -142,6 +147,7 @@ json_values = st.recursive(
 )
 
 
+@settings(max_examples=25)
 @given(build.anything, json_values, st.data())
 def test_no_json_value_anywhere_raises_anything_but_a_format_error(
     value: object, junk: object, data: st.DataObject

@@ -6,14 +6,11 @@ from dataclasses import replace
 
 import brain_builders as build
 import pytest
-from brain_chaos_driver import Chaos
-from brain_chaos_fleets import Broken
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from brain_chaos_driver import Broken, Chaos
 
 from potluck.core.state.actions import Run
 from potluck.core.state.events import Event, PlanReceived, RequestArrived
-from potluck.core.values.lossy_hops import codecs_between, lossy_crossings, lossy_notices
+from potluck.core.values.kv import codecs_between, lossy_crossings, lossy_notices
 from potluck.core.values.plan import Plan
 from potluck.core.values.types import Codec
 
@@ -68,21 +65,13 @@ class LossyChaos(Chaos):
         super()._run(run)
 
 
-@settings(max_examples=12, deadline=None)
-@given(st.integers(0, 2**20))
-def test_no_exact_request_is_sent_over_a_lossy_hand_over(seed: int) -> None:
-    chaos = LossyChaos(seed)
-    while chaos.events < 1500:
-        chaos.step()
-    chaos.settle()
-
-
-def test_exact_requests_do_cross_in_these_trials() -> None:
+def test_no_exact_request_is_sent_over_a_lossy_hand_over_and_some_do_cross() -> None:
     found = 0
     for seed in range(6):
         chaos = LossyChaos(seed)
         while chaos.events < 1500:
             chaos.step()
+        chaos.settle()
         found += chaos.crossings
     assert found > 0
 

@@ -11,9 +11,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from potluck.core.errors import InputError
-from potluck.core.scaling import AskReplan, scaler_of
+from potluck.core.scaling.autoscaler import scaler_of
 from potluck.core.scaling.forecast import BIN_S, DAY, Forecaster, _solved
-from potluck.core.scaling.predictive import BURST_S, LOOK_S
+from potluck.core.scaling.replan import BURST_S, LOOK_S
+from potluck.core.scaling.rule import AskReplan
 from potluck.core.state.facts import FleetFacts
 from potluck.core.state.policy import Policy
 

@@ -7,6 +7,7 @@ from collections import Counter
 import brain_builders as build
 import pytest
 
+from potluck.core.routing.balance import balance_rule
 from potluck.core.routing.routing_table import RoutingTable
 from potluck.core.state.actions import Abort, FlipReplica, OperatorNote, Run
 from potluck.core.state.events import CacheReported, LinkReported, SegmentComputed, SegmentDone, Tick
@@ -195,7 +196,7 @@ def test_lanes_follow_each_replica_as_if_built_anew() -> None:
     world.all_ready()
     world.lose(next(iter(world.members)))
     old = world.brain.table
-    fresh = RoutingTable(build.facts(TEMPLATES), Policy(), world.brain.fleet)
+    fresh = RoutingTable(build.facts(TEMPLATES), Policy(), balance_rule("learned"), world.brain.fleet)
     fresh.adopt(LENGTHS)
     for view in world.brain.fleet.views.values():
         fresh.update(view.member.unit, view)

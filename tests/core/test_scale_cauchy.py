@@ -14,19 +14,38 @@ from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 from scale_builders import World, fleet_of, observed, plan_of, template, traffic
 
-from potluck.core.scaling.cauchy_scaling import CauchyScaling
-from potluck.core.scaling.cheapest_cover import CopyOption, cheapest_cover, largest_within
-from potluck.core.scaling.copy_capacity import blueprints
-from potluck.core.scaling.copy_rates import CopyRates, rates_of
+from potluck.core.routing.template_weights import merged, offers
+from potluck.core.scaling.cauchy_scaling import (
+    CauchyScaling,
+    CopyOption,
+    cheapest_cover,
+    largest_within,
+    startable,
+)
+from potluck.core.scaling.copy_capacity import (
+    CopyRates,
+    blueprints,
+    busy_copies,
+    missing_copies,
+    rates_of,
+    served_by,
+)
 from potluck.core.scaling.reconcile import wanted_counts
 from potluck.core.scaling.rule import AskReplan, Resize, ScaleDecision
-from potluck.core.scaling.traffic_window import ModelTraffic, TrafficWindow
+from potluck.core.scaling.traffic_window import LengthCount, ModelTraffic, TrafficWindow
 from potluck.core.state.events import ReplicaStatus
 from potluck.core.state.facts import ModelFacts
 from potluck.core.state.fleet import FleetState
 from potluck.core.state.policy import Policy
-from potluck.core.values.plan import BucketCapacity, LengthBucket, Plan
-from potluck.core.values.replica_spec import ReplicaSpec
+from potluck.core.values.plan import (
+    BucketCapacity,
+    LengthBucket,
+    Plan,
+    PlannedFlow,
+    PlannedShare,
+    ReplicaSpec,
+    Template,
+)
 from potluck.core.values.types import NodeOffer, Region, Request
 
 POLICY = Policy(scaling="cauchy")
@@ -264,7 +283,7 @@ def options() -> st.SearchStrategy[list[CopyOption]]:
 
 
 @given(options(), st.integers(1, 14), st.integers(0, 6), st.integers(0, 6))
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=80, deadline=None)
 def test_the_cover_is_the_cheapest_there_is(each: list[CopyOption], deficit: int, n: int, k: int) -> None:
     free = {("r", "n"): n, ("r", "k"): k}
     cheapest = inf
@@ -336,7 +355,7 @@ def day(
     seed=st.integers(0, 2**32),
     burst=st.sampled_from([1.0, 4.0]),
 )
-@settings(max_examples=8, deadline=None, phases=[Phase.explicit, Phase.generate])
+@settings(max_examples=3, deadline=None, phases=[Phase.explicit, Phase.generate])
 def test_a_steady_rate_moves_almost_nothing(rate: float, fill: float, seed: int, burst: float) -> None:
     """Wherever a rate lies against the copies' capacity, few of 120 windows see a change.
 
@@ -346,7 +365,7 @@ def test_a_steady_rate_moves_almost_nothing(rate: float, fill: float, seed: int,
     assert made["Resize"] <= (8 if burst == 1.0 else 24), made
 
 
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", range(1))
 def test_it_follows_a_rate_that_really_changes(seed: int) -> None:
     _, trail = day([2.0, 8.0, 2.0], 1.0, seed, hours=3.0)
     hour = len(trail) // 3
@@ -356,3 +375,236 @@ def test_it_follows_a_rate_that_really_changes(seed: int) -> None:
     assert all(backlog < 8.0 * TICK_S for _, backlog in trail[hour + 3 * late * minutes : 2 * hour])
     down = trail[2 * hour + 4 * late * minutes :]
     assert max(serves for serves, _ in down) <= 2 * 2.0 / POLICY.headroom
+
+
+# Scaling a plan in which copies take different requests: each part by its own demand.
+
+SHORT, LONG = 1000, 100_000
+BUCKETS = (LengthBucket("m", 0, SHORT, 6.0), LengthBucket("m", 1, LONG, 2.0))
+REGIONS_PARTS = (Region("east", (NodeOffer("n", 1.0, 40),)),)
+
+
+def a_template(name: str, *rates: tuple[float, float, float]) -> object:
+    """(prefill, decode, closed) a second for each bucket."""
+    capacity = tuple(BucketCapacity(i, p, d, c, 0.1, 0.01) for i, (p, d, c) in enumerate(rates))
+    return replace(template(name, 1.0), capacity=capacity)
+
+
+def split_plan(prefills: int = 2, decodes: int = 1, wholes: int = 2) -> Plan:
+    """Short prompts are handed over, long ones go to replicas that do all: which could do the short ones too."""
+    templates = (
+        a_template("prefill", (4.0, 0.0, 0.0), (1.0, 0.0, 0.0)),
+        a_template("decode", (0.0, 8.0, 0.0), (0.0, 8.0, 0.0)),
+        a_template("whole", (0.0, 0.0, 5.0), (0.0, 0.0, 1.25)),
+    )
+    counts = {("prefill", "east"): prefills, ("decode", "east"): decodes, ("whole", "east"): wholes}
+    shares = (
+        PlannedShare("prefill", "east", 0, "prefill", 6.0),
+        PlannedShare("decode", "east", 0, "decode", 6.0),
+        PlannedShare("whole", "east", 1, "closed", 2.0),
+    )
+    return replace(plan_of(templates, counts, BUCKETS), shares=shares)
+
+
+def seen(rate_per_s: float, short_share: float = 0.75, **more: object) -> object:
+    arrivals = round(rate_per_s * 120)
+    short = round(arrivals * short_share)
+    lengths = (
+        LengthCount(500, 501, short, short * 500),
+        LengthCount(5000, 5001, arrivals - short, (arrivals - short) * 5000),
+    )
+    return replace(traffic(rate_per_s), lengths=lengths, error_per_s=0.01, **more)
+
+
+def asked(rate_per_s: float, plan: Plan, short_share: float = 0.75, **more: object) -> dict[str, int]:
+    rule = CauchyScaling(Policy(scaling="cauchy"), REGIONS_PARTS)
+    found = rule.on_tick(
+        1000.0, observed(1000.0, seen(rate_per_s, short_share, **more)), fleet_of(plan), plan
+    )
+    return {each.template: each.copies for each in found if isinstance(each, Resize)}
+
+
+def test_every_part_grows_with_its_own_demand() -> None:
+    """16 a second: 12 short ones need 12 / 4 / 0.8 prefills, 12 / 8 / 0.8 decodes; 4 long ones 4 / 1.25 / 0.8."""
+    assert asked(16.0, split_plan()) == {"prefill": 4, "decode": 2, "whole": 4}
+
+
+def test_only_what_the_longer_prompts_use_grows_with_them() -> None:
+    assert asked(8.0, split_plan(2, 1, 2), short_share=0.25) == {"whole": 6}
+
+
+def test_a_part_that_queues_is_not_answered_with_copies_that_it_never_reaches() -> None:
+    found = asked(8.0, split_plan(1, 1, 2))
+    assert found["prefill"] == 2
+    assert "whole" not in found or found["whole"] <= 3
+
+
+def test_each_part_shrinks_to_its_own_need_and_none_vanishes() -> None:
+    found = asked(2.0, split_plan(4, 3, 6))
+    assert found == {"prefill": 1, "decode": 1, "whole": 1}
+
+
+def test_a_plan_whose_copies_all_take_everything_is_no_plan_of_parts() -> None:
+    plan = split_plan()
+    closed = tuple(
+        PlannedShare("whole", "east", bucket, "closed", rate) for bucket, rate in ((0, 6.0), (1, 2.0))
+    )
+    assert busy_copies(replace(plan, shares=closed), "m", {0: 0.75, 1: 0.25}) is None
+    apart = tuple(
+        PlannedShare(name, "east", bucket, name, rate)
+        for name in ("prefill", "decode")
+        for bucket, rate in ((0, 6.0), (1, 2.0))
+    )
+    assert busy_copies(replace(plan, shares=apart), "m", {0: 0.75, 1: 0.25}) is None
+    assert busy_copies(replace(plan, shares=()), "m", {0: 1.0}) is None
+    assert busy_copies(plan, "m", {0: 0.75, 1: 0.25}) is not None
+
+
+@given(
+    mix=st.one_of(st.sampled_from([0.0, 1.0]), st.floats(1e-6, 1.0 - 1e-6)),
+    rate=st.floats(0.1, 200.0),
+    counts=st.tuples(st.integers(0, 9), st.integers(0, 9), st.integers(0, 9)),
+    free=st.integers(0, 60),
+)
+def test_what_is_added_serves_the_rate_and_no_copy_of_it_is_too_many(
+    mix: float, rate: float, counts: tuple[int, int, int], free: int
+) -> None:
+    busy = busy_copies(split_plan(), "m", {0: mix, 1: 1.0 - mix})
+    assert busy is not None
+    keys = (("prefill", "east"), ("decode", "east"), ("whole", "east"))
+    there = dict(zip(keys, counts, strict=True))
+    needs = {key: {("east", "n"): 1} for key in keys}
+    more, partly = missing_copies(busy, there, rate, needs, {("east", "n"): free})
+    after = {key: there[key] + more.get(key, 0) for key in keys}
+    assert sum(more.values()) <= free
+    if not partly:
+        assert served_by(busy, after).served_per_s >= rate * (1 - 1e-6)
+        for key, added in more.items():
+            fewer = {**after, key: after[key] - 1}
+            assert added > 0
+            assert served_by(busy, fewer).served_per_s < rate * (1 + 1e-6)
+    else:
+        assert sum(more.values()) == free
+    assert busy.get(keys[0], 0.0) == pytest.approx(mix / 4.0)
+    assert ceil(rate * busy.get(keys[2], 0.0) - 1e-6) <= after[keys[2]] or partly
+
+
+# Scale-out over all that is on offer: which templates may be started where, and what they are sent then.
+
+SMALL_REPERTOIRE = template("small", 10.0)
+OTHER = template("other", 30.0, nodes={"big": 1})
+DEAR = template("dear", 40.0, nodes={"big": 2})
+MARKET = (
+    Region("east", (NodeOffer("n", 1.0, 2), NodeOffer("big", 3.0, 1))),
+    Region("west", (NodeOffer("big", 2.5, 3),)),
+)
+
+
+def plan_repertoire(*candidates: Template, strategy: str = "auto") -> Plan:
+    made = plan_of((SMALL_REPERTOIRE,), {("small", "east"): 2})
+    return replace(made, candidates=candidates, strategy=strategy)
+
+
+def resized(
+    there: Plan, rate_per_s: float, regions: tuple[Region, ...] = MARKET
+) -> tuple[dict[tuple[str, str], int], str]:
+    rule = CauchyScaling(Policy(scaling="cauchy"), regions)
+    found = rule.on_tick(1000.0, observed(1000.0, traffic(rate_per_s)), fleet_of(there), there)
+    return {(r.template, r.region): r.copies for r in found if isinstance(r, Resize)}, rule.why()
+
+
+def test_what_the_plan_does_not_deploy_is_started_where_it_is_cheapest() -> None:
+    """All nodes of the plan's own template are taken: 24 / 0.8 - 20 = 10 a second are missing."""
+    nothing, why = resized(plan_repertoire(), 24.0)
+    assert nothing == {}
+    assert "no nodes are free" in why
+    assert resized(plan_repertoire(OTHER, DEAR), 24.0)[0] == {("other", "west"): 1}
+    # 75 missing: the three of the west, or two of them with a dear one on the others; the cheapest serves it all
+    found, _ = resized(plan_repertoire(OTHER, DEAR), 76.0)
+    assert found == {("other", "west"): 3}
+    found, why = resized(plan_repertoire(OTHER), 500.0)
+    assert found == {("other", "east"): 1, ("other", "west"): 3}
+    assert "all that nodes allow" in why
+
+
+def test_what_was_started_counts_and_goes_again() -> None:
+    there = plan_repertoire(OTHER)
+    grown = there.holding({("small", "east"): 2, ("other", "west"): 1})
+    assert {each.name for each in grown.templates} == {"small", "other"}
+    assert grown.candidates == ()
+    rule = CauchyScaling(Policy(scaling="cauchy"), MARKET)
+    rule.on_tick(1000.0, observed(1000.0, traffic(24.0)), fleet_of(there), there)
+    found = rule.on_tick(2000.0, observed(2000.0, traffic(36.0)), fleet_of(grown), there)
+    assert found == (), "50 are served, 40 counted on"
+    found = rule.on_tick(3000.0, observed(3000.0, traffic(10.0)), fleet_of(grown), there)
+    assert {(r.template, r.copies) for r in found if isinstance(r, Resize)} == {("other", 0)}
+
+
+def test_a_template_that_lacks_a_length_is_not_started() -> None:
+    both = (BucketCapacity(0, 0.0, 0.0, 20.0, 0.1, 0.01), BucketCapacity(1, 0.0, 0.0, 5.0, 0.1, 0.01))
+    cut = replace(OTHER, name="cut", capacity=(both[0], replace(both[1], closed_per_s=0.0)))
+    there = replace(plan_repertoire(replace(OTHER, capacity=both), cut), buckets=two_buckets())
+    found = startable(there, "m", {0: 0.5, 1: 0.5}, MARKET, ())
+    assert {name for name, _ in found} == {"small", "other"}
+    assert found["other", "west"].closed_per_s == pytest.approx(8.0)
+
+
+def test_phases_are_started_where_they_have_somebody_to_work_with() -> None:
+    """Prefill replicas for a region from which the plan has a flow, and nowhere else."""
+    first = template("first", prefill=10.0, roles=("prefill",), nodes={"big": 1})
+    there = replace(plan_repertoire(first), flows=(PlannedFlow("m", 0, "west", "east", 1.0),))
+    assert ("first", "west") in startable(there, "m", {0: 1.0}, MARKET, ())
+    assert ("first", "east") not in startable(there, "m", {0: 1.0}, MARKET, ())
+
+
+def test_where_copies_take_different_lengths_one_that_takes_all_may_be_better() -> None:
+    """Short prompts go to one deployment, long ones to another; one copy of `all` covers what two would."""
+    short, long = (
+        replace(template(name, nodes={"n": 1}), capacity=capacity)
+        for name, capacity in (("short", buckets(20.0, 0.0)), ("long", buckets(0.0, 20.0)))
+    )
+    whole = replace(template("all", nodes={"big": 1}), capacity=buckets(40.0, 40.0))
+    made = plan_of((short, long), {("short", "east"): 1, ("long", "east"): 1}, two_buckets())
+    shares = (PlannedShare("short", "east", 0, "closed", 8.0), PlannedShare("long", "east", 1, "closed", 8.0))
+    there = replace(made, shares=shares, candidates=(whole,), strategy="auto")
+    seen = traffic(60.0, prompt=100)
+    half = seen.arrivals // 2
+    long_too = replace(
+        seen, lengths=(LengthCount(100, 101, half, 100 * half), LengthCount(5000, 5001, half, 5000 * half))
+    )
+    cheap = (Region("east", (NodeOffer("n", 3.0, 9), NodeOffer("big", 1.0, 9))),)
+    dear = (Region("east", (NodeOffer("n", 0.1, 9), NodeOffer("big", 9.0, 9))),)
+    for regions, names in ((cheap, {"all"}), (dear, {"short", "long"})):
+        rule = CauchyScaling(Policy(scaling="cauchy"), regions)
+        found = rule.on_tick(1000.0, observed(1000.0, long_too), fleet_of(there), there)
+        assert {r.template for r in found if isinstance(r, Resize)} == names, rule.why()
+
+
+def test_a_copy_that_scaling_began_is_sent_what_it_serves_of_the_mix() -> None:
+    there = replace(
+        plan_repertoire(replace(OTHER, capacity=buckets(30.0, 10.0))),
+        buckets=two_buckets(),
+        shares=(
+            PlannedShare("small", "east", 0, "closed", 15.0),
+            PlannedShare("small", "east", 1, "closed", 5.0),
+        ),
+    )
+    read = offers(there, "goodput")["m"]
+    assert ("other", "west") not in read.copies
+    weights = read.copy(("other", "west"))
+    assert weights is not None
+    assert sum(w / c for w, c in zip(weights.closed, (30.0, 10.0), strict=True)) == pytest.approx(1.0)
+    assert weights.closed[0] / weights.closed[1] == pytest.approx(1.0), "as much of each as is asked for"
+    assert read.copy(("unknown", "west")) is None
+    # Under another plan it goes on until it is drained.
+    after = merged(offers(plan_repertoire(), "goodput")["m"], read, {("other", "west")})
+    assert after.copies["other", "west"].closed[0] == weights.closed[1]
+    assert set(blueprints(there)) == {"small", "other"}
+
+
+def buckets(short: float, long: float) -> tuple[BucketCapacity, ...]:
+    return tuple(BucketCapacity(b, 0.0, 0.0, rate, 0.1, 0.01) for b, rate in enumerate((short, long)))
+
+
+def two_buckets() -> Sequence[LengthBucket]:
+    return (LengthBucket("m", 0, 1000, 8.0), LengthBucket("m", 1, 10**6, 8.0))

@@ -99,7 +99,7 @@ def test_the_best_point_is_that_of_the_planners_model(remote: int, here: int, gb
     st.lists(st.sampled_from([FAST, SLOW]), min_size=2, max_size=5),
     st.floats(0.1, 100),
 )
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=30, deadline=None)
 def test_thresholds_and_splits_are_the_best_of_all(
     lengths: list[int], remote: int, kinds: list[ReplicaFacts], gbps: float
 ) -> None:

@@ -198,14 +198,14 @@ def test_the_way_back_must_gain_more_for_an_hour() -> None:
 
 @given(st.floats(60, 400), st.sampled_from([2.0, 10.0]), st.integers(0, 2**32))
 @example(119.0, 2.0, 2007)
-@settings(max_examples=5, deadline=None)
+@settings(max_examples=2, deadline=None)
 def test_a_steady_workload_does_not_flap(output: float, rate: float, seed: int) -> None:
     """Log-normal lengths, Poisson arrivals, two hours, wherever the balance lies; without `BACK_GAIN` the example has
     five flips."""
     assert steady_flips(output, rate, seed) <= 4
 
 
-@pytest.mark.parametrize(("output", "rate"), [(60.0, 2.0), (176.0, 2.0), (176.0, 10.0), (400.0, 10.0)])
+@pytest.mark.parametrize(("output", "rate"), [(60.0, 2.0), (176.0, 10.0)])
 def test_away_from_the_balance_a_steady_workload_settles(output: float, rate: float) -> None:
     assert steady_flips(output, rate, 1) <= 1
 

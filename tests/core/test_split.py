@@ -48,7 +48,7 @@ split_facts = st.builds(
 
 
 @given(split_facts, st.integers(1, 600), st.integers(0, 200), st.floats(0, 1e5))
-@settings(max_examples=150)
+@settings(max_examples=75)
 def test_the_split_is_the_best_of_all(facts: SplitFacts, prompt: int, decodes: int, context: float) -> None:
     decodes = min(decodes, facts.chunk_tokens - 1)
     chosen = partial_tokens(prompt, facts, decodes, context, PLENTY, BLOCK)

@@ -46,7 +46,7 @@ def settle(world: World) -> None:
 
 
 @given(old=counts, new=counts, before=counts, after=counts, seed=st.integers(0, 2**32))
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=20, deadline=None)
 def test_both_numbers_are_reached_without_serving_less_on_the_way(
     old: dict[Key, int], new: dict[Key, int], before: dict[Key, int], after: dict[Key, int], seed: int
 ) -> None:
@@ -69,7 +69,7 @@ def test_both_numbers_are_reached_without_serving_less_on_the_way(
 
 
 @given(wanted=counts, standby=counts, seed=st.integers(0, 2**32))
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=10, deadline=None)
 def test_losses_are_made_good(wanted: dict[Key, int], standby: dict[Key, int], seed: int) -> None:
     world = settled(wanted, standby)
     world.chance = random.Random(seed)

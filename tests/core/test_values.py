@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
@@ -12,6 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from potluck.core.errors import InputError
+from potluck.core.values.layout import Layout, Stage, StageNode, single
 from potluck.core.values.model import (
     DenseFfn,
     FullAttention,
@@ -22,6 +24,7 @@ from potluck.core.values.model import (
     MoeFfn,
 )
 from potluck.core.values.plan import Deployment
+from potluck.core.values.route import Route, Segment, aggregated, handed_over
 from potluck.core.values.service import RequestClass
 from potluck.core.values.types import (
     Gpu,
@@ -198,3 +201,144 @@ def test_derived_sizes() -> None:
     # Kimi-Linear's KDA layer: 32 heads with a 128 by 128 state, convolution over q, k and v.
     assert LINEAR.state_elements == 32 * 128 * 128
     assert LINEAR.conv_channels == 3 * 32 * 128
+
+
+# A layout counts its layers and nodes, and refuses to be empty.
+
+
+@given(build.layouts)
+def test_layers_and_nodes_add_up(layout: Layout) -> None:
+    names = [node.node for stage in layout.stages for node in stage.nodes]
+    assert layout.node_counts == Counter(names)
+    assert sum(layout.node_counts.values()) == sum(len(stage.nodes) for stage in layout.stages)
+    assert layout.layer_count == sum(stage.layers for stage in layout.stages) >= len(layout.stages)
+
+
+def test_the_plainest_layout() -> None:
+    layout = single("2xL40S", 2, 32)
+    assert layout.stages == (Stage(32, (StageNode("2xL40S", 2),)),)
+    assert (layout.layer_count, layout.node_counts) == (32, {"2xL40S": 1})
+
+
+def test_nodes_of_one_stage_may_be_unlike() -> None:
+    stage = Stage(8, (StageNode("8xH100", 8), StageNode("2xL40S", 2)))
+    assert Layout((stage, stage)).node_counts == {"8xH100": 2, "2xL40S": 2}
+
+
+def test_what_is_not_a_layout_says_why() -> None:
+    node = StageNode("1xL4", 1)
+    for build_it, says in [
+        (lambda: StageNode("1xL4", 0), "1xL4: tp: must be at least 1, is 0"),
+        (lambda: Stage(0, (node,)), "stage: layers: must be at least 1, is 0"),
+        (lambda: Stage(1, ()), "stage: nodes: a stage needs at least one node"),
+        (lambda: Layout(()), "layout: stages: a layout needs at least one stage"),
+    ]:
+        with pytest.raises(InputError) as caught:
+            build_it()
+        assert str(caught.value) == says
+
+
+def test_stages_on_one_named_machine_count_it_once() -> None:
+    def on(*places: tuple[str, str]) -> Layout:
+        return Layout(tuple(Stage(8, (StageNode(node, 2, machine),)) for node, machine in places))
+
+    named = on(("4xA40", "x"), ("4xA40", "x"), ("4xA40", "y"), ("2xL4", "z"))
+    assert named.node_counts == {"4xA40": 2, "2xL4": 1}
+    assert named.machines == {"x": 4, "y": 2, "z": 2}
+    unnamed = on(("4xA40", ""), ("4xA40", ""))
+    assert unnamed.node_counts == {"4xA40": 2}
+    assert unnamed.machines == {}
+
+
+# A route covers the prompt from token 0 without a gap, and exactly its last segment is open.
+
+LENGTH = 6
+"""Prompt tokens in the brute-force check; segments are drawn from 0 to here."""
+
+bounds = st.integers(0, LENGTH)
+segments = st.tuples(bounds, st.none() | bounds).filter(lambda pair: pair[1] is None or pair[0] < pair[1])
+rows = st.lists(segments, max_size=4)
+
+
+def is_route(pairs: list[tuple[int, int | None]]) -> bool:
+    """The rule by counting: each token, far beyond the prompt, is run once, in the order of the list."""
+    if sum(stop is None for _, stop in pairs) != 1:
+        return False
+    end = 2 * LENGTH
+    tokens = [token for start, stop in pairs for token in range(start, end if stop is None else stop)]
+    return tokens == list(range(end))
+
+
+def accepted(pairs: list[tuple[int, int | None]]) -> bool:
+    try:
+        Route(tuple(Segment("r", start, stop) for start, stop in pairs))
+    except InputError:
+        return False
+    return True
+
+
+@given(rows)
+def test_the_constructor_agrees_with_counting_tokens(pairs: list[tuple[int, int | None]]) -> None:
+    assert accepted(pairs) == is_route(pairs)
+
+
+def test_the_constructor_agrees_with_counting_tokens_on_all_short_lists() -> None:
+    ends: list[int | None] = [1, 2, 3, None]
+    every = [(start, stop) for start in range(4) for stop in ends if stop is None or start < stop]
+    lists = [[], *([a] for a in every), *([a, b] for a in every for b in every)]
+    lists += [[a, b, c] for a in every for b in every for c in every]
+    verdicts = [accepted(pairs) for pairs in lists]
+    assert verdicts == [is_route(pairs) for pairs in lists]
+    # One uncut, cut after 1, 2 or 3 tokens, or cut twice.
+    assert sum(verdicts) == 1 + 3 + 3
+
+
+@given(build.routes())
+def test_segments_cover_the_prompt_and_the_last_is_open(route: Route) -> None:
+    assert route.segments[0].start == 0
+    assert [s.stop for s in route.segments[:-1]] == [s.start for s in route.segments[1:]]
+    assert [s.stop is None for s in route.segments] == [False] * (len(route.segments) - 1) + [True]
+    assert route.decoder == route.segments[-1].replica
+
+
+@given(build.routes())
+def test_a_handover_moves_all_tokens_before_the_cut_and_only_between_unlike_replicas(route: Route) -> None:
+    expected = []
+    for i in range(1, len(route.segments)):
+        before, after = route.segments[i - 1], route.segments[i]
+        if before.replica != after.replica:
+            expected.append((before.replica, after.replica, before.stop))
+    assert list(route.handovers) == expected
+
+
+def test_the_routes_of_the_design() -> None:
+    assert aggregated("X").segments == (Segment("X", 0, None),)
+    assert aggregated("X").handovers == ()
+    disaggregated = handed_over("P", "D", 100)
+    assert disaggregated.segments == (Segment("P", 0, 100), Segment("D", 100, None))
+    assert disaggregated.handovers == (("P", "D", 100),)
+    assert disaggregated.decoder == "D"
+
+
+@pytest.mark.parametrize(
+    ("pairs", "says"),
+    [
+        ([], "route: segments: a route needs at least one"),
+        ([(1, None)], "route: segments: one starts at 1, not at 0"),
+        ([(0, 2), (3, None)], "route: segments: one starts at 3, not at 2"),
+        ([(0, None), (0, None)], "route: segments: only the last one may be open"),
+        ([(0, 2)], "route: segments: the last one must be open: it decodes"),
+        ([(-1, None)], "segment: start: must not be negative, is -1"),
+        ([(2, 2)], "segment: stop: must be beyond its start 2, is 2"),
+    ],
+)
+def test_what_is_not_a_route_says_why(pairs: list[tuple[int, int | None]], says: str) -> None:
+    with pytest.raises(InputError) as caught:
+        Route(tuple(Segment("r", start, stop) for start, stop in pairs))
+    assert str(caught.value) == says
+
+
+@pytest.mark.parametrize("at_token", [0, -1])
+def test_nothing_can_be_handed_over_before_the_first_token(at_token: int) -> None:
+    with pytest.raises(InputError, match="segment: stop"):
+        handed_over("a", "b", at_token)

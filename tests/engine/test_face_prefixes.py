@@ -11,7 +11,7 @@ from engine_models import prompt
 from face_kit import NAME, TRIAL, Client, face, make_service, played, tokens_in
 from test_feed import read
 
-from potluck.core.replica.block_values import block_hashes
+from potluck.core.replica.blocks import block_hashes
 from potluck.core.routing.prefix_index import PrefixIndex
 from potluck.engine.server.engine_service import RequestLimits
 from potluck.engine.server.kv_connector import KvSettings

@@ -8,7 +8,7 @@ import pytest
 from engine_models import prompt
 from face_kit import NAME, face, make_service, played, tokens_in
 
-from potluck.core.replica.block_values import block_hashes
+from potluck.core.replica.blocks import block_hashes
 
 TOKENS = prompt(70)
 

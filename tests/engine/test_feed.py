@@ -9,7 +9,7 @@ import pytest
 from face_kit import face, make_service, played, tokens_in
 from loop_kit import prompt
 
-from potluck.core.replica.block_values import block_hashes
+from potluck.core.replica.blocks import block_hashes
 from potluck.core.routing.prefix_index import PrefixIndex
 from potluck.core.state.events import CacheReported
 from potluck.kv import prefix_pool as feeds

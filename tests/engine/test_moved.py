@@ -11,7 +11,7 @@ from engine_models import KINDS, prompt, runner
 from test_prefix import computed, keep
 
 from potluck.core.errors import CapacityError, FormatError, InputError
-from potluck.core.replica.block_values import block_hashes
+from potluck.core.replica.blocks import block_hashes
 from potluck.engine.memory.prefix_cache import PrefixCache
 from potluck.engine.memory.prefix_transfer import ReceivedPrefix
 from potluck.kv.chunks import KvChunk

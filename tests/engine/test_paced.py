@@ -17,7 +17,7 @@ from potluck.catalog import models, nodes
 from potluck.cli.engine.emulate import emulation, executor_maker
 from potluck.core.errors import InputError
 from potluck.core.state.facts import BLOCK_TOKENS
-from potluck.core.values.confidence import Confidence
+from potluck.core.values.plan import Confidence
 from potluck.engine.compute.emulated import (
     EmulatedExecutor,
     EmulatedNic,

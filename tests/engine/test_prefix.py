@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from engine_models import KINDS, opened, prompt, run, runner
 
-from potluck.core.replica.block_layout import pool_layout
+from potluck.core.replica.blocks import pool_layout
 from potluck.engine.compute.runner import Runner
 from potluck.engine.memory.handover import KvChunk, pack
 from potluck.engine.memory.prefix_cache import PrefixCache

@@ -17,7 +17,7 @@ from pretend_kit import A100, FAST, LLAMA, pretend_service
 from potluck.api.tokenizer import ModelTokenizer
 from potluck.cli.main import cli
 from potluck.core.errors import FormatError
-from potluck.core.replica.block_values import block_hashes
+from potluck.core.replica.blocks import block_hashes
 from potluck.engine.compute.emulated import card_of, emulated_blocks
 from potluck.engine.mock.mock_prefix_transfer import lent
 from potluck.engine.serve import serve_all

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from openai_helpers import NAME, FakeExchange, Scene, saying
 
 from potluck.core.errors import InputError
-from potluck.core.replica.block_values import BlockNamer
+from potluck.core.replica.blocks import BlockNamer
 from potluck.core.values.service import PrefixSharing
 from potluck.gateway.openai.handler import HandlerSettings
 from potluck.gateway.openai.keys import KeyQuota, KeyRing, Quota, SharedUse, new_key

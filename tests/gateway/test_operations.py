@@ -17,8 +17,7 @@ from potluck.core.state.events import Event, OperatorOrdered, PlanReceived, Repl
 from potluck.core.state.facts import FleetFacts, ModelFacts
 from potluck.core.state.policy import Policy
 from potluck.core.values.layout import single
-from potluck.core.values.plan import Deployment, NodeCount, Plan, PlannedReplica, Template
-from potluck.core.values.replica_spec import ReplicaSpec
+from potluck.core.values.plan import Deployment, NodeCount, Plan, PlannedReplica, ReplicaSpec, Template
 from potluck.core.values.types import NodeOffer, Region, Role
 from potluck.gateway.admin.app import AdminContext, EventFeed, build_admin
 from potluck.gateway.admin.counters import Counters

@@ -9,8 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from potluck.core.replica.block_layout import checkpoints_at
-from potluck.core.replica.blocks import BlockPool
+from potluck.core.replica.blocks import BlockPool, checkpoints_at
 
 DATA = Path(os.environ.get("POTLUCK_DATA", Path(__file__).resolve().parents[2].parent / "shared" / "data"))
 TRACE = DATA / "mooncake_fast25_conversation.jsonl.gz"

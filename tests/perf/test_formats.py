@@ -12,8 +12,7 @@ from hypothesis import strategies as st
 
 from potluck.catalog import gpus, models, nodes
 from potluck.core.errors import InputError
-from potluck.core.values.model import in_format
-from potluck.core.values.precision import CHOSEN, FORMAT_BITS, format_named, format_of_bits
+from potluck.core.values.model import CHOSEN, FORMAT_BITS, format_named, format_of_bits, in_format
 from potluck.perf.operators.calibration import WINDOWED, bundled, curves_for
 from potluck.perf.operators.expert_routing import EVEN, TALL, UNEVEN, spread
 from potluck.perf.operators.kernels import prefill_attention_s

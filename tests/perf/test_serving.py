@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from potluck.catalog import models, nodes
-from potluck.core.values.confidence import Confidence
+from potluck.core.values.plan import Confidence
 from potluck.perf.step_timer import Floats, StepBatch, steps
 from potluck.perf.timers.engine_host import DEFAULT_HOST, NO_HOST, EngineHost, hosts
 from potluck.perf.timers.roofline import roofline

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from potluck.core.values.confidence import Confidence
+from potluck.core.values.plan import Confidence
 from potluck.core.values.types import Role, Slo
 from potluck.perf.serving.phases import CHUNK_TOKENS
 from potluck.perf.serving.throughput import MAX_BATCH, OperatingPoint, best_operating, mixed_steps

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from potluck.catalog import models, nodes
-from potluck.core.values.pool import Pool
+from potluck.core.values.layout import Pool
 from potluck.core.values.types import Codec, LengthBin, Link, NodeOffer, Region, Slo, Traffic
 from potluck.plan.problem import CODECS, ModelDemand, PlanningProblem, ask
 

@@ -10,8 +10,7 @@ from math import ceil
 import pytest
 
 from potluck.catalog import models, nodes
-from potluck.core.scaling.cheapest_cover import cheapest_cover
-from potluck.core.scaling.startable import options, startable, weight
+from potluck.core.scaling.cauchy_scaling import cheapest_cover, options, startable, weight
 from potluck.core.values.plan import Plan, plan_from_json, plan_to_json
 from potluck.core.values.types import LengthBin, NodeOffer, Region, Slo, Traffic
 from potluck.plan.problem import PlanningProblem, ask

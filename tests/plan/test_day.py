@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from plan_problems import a_problem, an_ask
 
 from potluck.core.errors import InputError
-from potluck.core.values.terms import ModelTerms
+from potluck.core.values.service import ModelTerms
 from potluck.plan.check.verify import verify
 from potluck.plan.series.day_schedule import at_rates, change_usd, cheapest_round, schedule
 from potluck.plan.series.frontier import dominated, frontier, with_value

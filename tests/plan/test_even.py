@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from plan_problems import a_problem, an_ask
 
 from potluck.core.routing.template_weights import offers as make_offers
-from potluck.core.routing.threshold import planned
+from potluck.core.routing.template_weights import planned
 from potluck.core.values.plan import Deployment, Plan, PlannedShare
 from potluck.core.values.types import Link, Slo
 from potluck.plan.assemble.even_shares import evened

@@ -18,10 +18,9 @@ from potluck.control.control_values import EngineSpec
 from potluck.control.launchers.engine_command import EngineCommands, WeightFormats
 from potluck.core.codec import encode
 from potluck.core.errors import InputError
-from potluck.core.values.emulated import EmulatedReplica
-from potluck.core.values.layout import single
+from potluck.core.values.layout import EmulatedReplica, single
+from potluck.core.values.model import Format
 from potluck.core.values.plan import Plan, plan_from_json, plan_to_json
-from potluck.core.values.precision import Format
 from potluck.plan.check.verify import verify
 from potluck.plan.problem import ModelDemand, PlanningProblem
 from potluck.plan.reasons.explain import explain

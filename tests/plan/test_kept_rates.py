@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 from plan_problems import a_problem, an_ask
 
+from potluck.core.state.facts import ObservedSpeed
 from potluck.core.values.layout import single
-from potluck.core.values.observed_speed import ObservedSpeed
 from potluck.core.values.plan import Template
 from potluck.plan.problem import ModelDemand, PlanningProblem
 from potluck.plan.replan.observed_profiles import observed

@@ -12,8 +12,8 @@ from plan_problems import a_problem, an_ask, pool_problem
 from search_pools import catalog_node
 
 from potluck.core.errors import InputError
+from potluck.core.values.layout import Pool
 from potluck.core.values.plan import Plan
-from potluck.core.values.pool import Pool
 from potluck.core.values.types import Slo
 from potluck.plan.check.verify import verify
 from potluck.plan.problem import PlanningProblem

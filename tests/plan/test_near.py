@@ -10,7 +10,7 @@ from plan_problems import CHAT, a_problem
 
 from potluck.catalog import models
 from potluck.core.errors import CapacityError
-from potluck.core.values.terms import ModelTerms
+from potluck.core.values.service import ModelTerms
 from potluck.core.values.types import LengthBin, Slo, Traffic
 from potluck.plan.check.verify import verify
 from potluck.plan.problem import ModelDemand, PlanningProblem, ask

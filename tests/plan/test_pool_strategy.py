@@ -12,9 +12,8 @@ from plan_problems import a_problem, an_ask, pool_problem
 from search_pools import catalog_node, random_pool
 
 from potluck.core.errors import InputError
-from potluck.core.values.layout import Layout, Stage, StageNode
+from potluck.core.values.layout import Layout, Pool, PoolNode, Stage, StageNode, uniform_pool
 from potluck.core.values.plan import Deployment, PlannedReplica, TemplateFlow, plan_from_json, plan_to_json
-from potluck.core.values.pool import Pool, PoolNode, uniform_pool
 from potluck.core.values.types import Codec, Slo
 from potluck.plan.allocate.solve import solve
 from potluck.plan.assemble.columns import columns, plan_of

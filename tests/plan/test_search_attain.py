@@ -7,8 +7,8 @@ from plan_problems import pool_problem
 from search_pools import catalog_node
 
 from potluck.catalog import models
+from potluck.core.values.layout import Pool, uniform_pool
 from potluck.core.values.plan import PlannedReplica
-from potluck.core.values.pool import Pool, uniform_pool
 from potluck.core.values.types import LengthBin, Slo, Traffic
 from potluck.plan.problem import ModelDemand, ask
 from potluck.plan.search.deduce import deducer

@@ -10,7 +10,7 @@ import pytest
 from search_pools import paper_pool, random_pool, workload
 
 from potluck.catalog import models
-from potluck.core.admission.capacity import MARGIN
+from potluck.core.routing.capacity import MARGIN
 from potluck.core.values.types import Slo
 from potluck.plan.search.deduce import ConfigurationSearch, GroupConfiguration, best_order, deducer, even_cuts
 from potluck.plan.search.deduce_kernel import DECODE, MIXED, PREFILL

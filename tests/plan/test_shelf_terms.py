@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from plan_problems import a_problem, an_ask
 
 from potluck.core.values.plan import Template
-from potluck.core.values.terms import ModelTerms
+from potluck.core.values.service import ModelTerms
 from potluck.core.values.types import Slo
 from potluck.plan.allocate.flow_price import Duals, Pricer
 from potluck.plan.assemble.codecs import solved

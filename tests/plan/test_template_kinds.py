@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from plan_problems import a_problem, an_ask
 
-from potluck.core.admission.capacity import MARGIN
+from potluck.core.routing.capacity import MARGIN
 from potluck.core.values.layout import Layout, Stage, StageNode
 from potluck.core.values.plan import Template
 from potluck.core.values.types import Slo

@@ -9,7 +9,7 @@ from plan_problems import a_problem, an_ask
 
 from potluck.core.errors import InputError
 from potluck.core.values.plan import Deployment, Plan
-from potluck.core.values.terms import ModelTerms
+from potluck.core.values.service import ModelTerms
 from potluck.core.values.types import Link, NodeOffer, Slo
 from potluck.plan.check.verify import verify
 from potluck.plan.problem import PlanningProblem

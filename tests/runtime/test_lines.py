@@ -12,8 +12,7 @@ from sim_fleets import closed_plan, combo, flow_plan, mixed, prefill_only
 from potluck.core.errors import FormatError
 from potluck.core.state.actions import Action, Run, SeenLengths
 from potluck.core.state.events import Event, ReplicaStatus, RequestArrived, Tick
-from potluck.core.values.plan import Plan
-from potluck.core.values.replica_spec import ReplicaSpec
+from potluck.core.values.plan import Plan, ReplicaSpec
 from potluck.core.values.route import Route, Segment, aggregated
 from potluck.core.values.types import NodeOffer, Region, Request
 from potluck.runtime.log_lines import ACTIONS, EVENTS, kind_of, line, read_line

@@ -12,7 +12,7 @@ from potluck.core.state.actions import Action, Run, StartReplica
 from potluck.core.state.events import Event, PlanReceived, RequestArrived, Tick
 from potluck.core.state.facts import FleetFacts
 from potluck.core.state.policy import Policy
-from potluck.core.values.replica_spec import ReplicaSpec
+from potluck.core.values.plan import ReplicaSpec
 from potluck.sim.load.workload import PrefixBlocks, Workload, workload
 from potluck.sim.results.records import SimResult
 

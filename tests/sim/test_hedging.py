@@ -9,7 +9,7 @@ import pytest
 import sim_fleets as fleets
 
 from potluck.core.brain.brain import Brain
-from potluck.core.state.policy import Balance, Policy
+from potluck.core.state.policy import Policy
 from potluck.runtime.replay import replay
 from potluck.sim.results.records import ANSWERED, SimResult
 from potluck.sim.run import build, simulate
@@ -34,7 +34,7 @@ def ttft_s(result: SimResult, share: float) -> float:
 
 
 @pytest.mark.parametrize("balance", ["learned", "goodput"])
-def test_a_replica_that_is_ten_times_as_slow_for_a_while_is_felt_less(balance: Balance) -> None:
+def test_a_replica_that_is_ten_times_as_slow_for_a_while_is_felt_less(balance: str) -> None:
     requests = fleets.load(600, 10.0, seed=3)
     without = simulate(FOUR, requests, Policy(balance=balance), faults=SLOW)
     hedged = simulate(FOUR, requests, Policy(balance=balance, hedge=3.0), faults=SLOW)

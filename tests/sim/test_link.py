@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from sim_fleets import decode_only, flow_plan, load, prefill_only, problem
 
 from potluck.core.errors import InputError
-from potluck.core.routing.bandwidth_grants import GRANTED
+from potluck.core.routing.link_states import GRANTED
 from potluck.core.state.policy import Policy
 from potluck.sim.links.link import SharedPipe
 from potluck.sim.run import build

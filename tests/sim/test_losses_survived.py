@@ -9,7 +9,7 @@ import pytest
 from potluck.catalog import models, nodes
 from potluck.core.state.policy import Policy
 from potluck.core.values.plan import Plan
-from potluck.core.values.terms import NO_TERMS, ModelTerms
+from potluck.core.values.service import NO_TERMS, ModelTerms
 from potluck.core.values.types import LengthBin, NodeOffer, Region, Slo, Traffic
 from potluck.plan.problem import PlanningProblem, ask
 from potluck.plan.strategies import STRATEGIES, SolveSettings, TemplateFactory

@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 from potluck.core.replica.batch import FINISHED, BatchLimits
-from potluck.core.values.confidence import Confidence
+from potluck.core.values.plan import Confidence
 from potluck.perf.step_timer import Floats, StepBatch
 from potluck.sim.replicas.round_table import step_table
 from potluck.sim.replicas.sim_engine import SimEngine

@@ -13,8 +13,8 @@ from replica_scenarios import live, touches
 from potluck.catalog import models, nodes
 from potluck.core.errors import InputError
 from potluck.core.replica.batch import FINISHED, FIRST, PREEMPTED, BatchLimits
-from potluck.core.values.confidence import Confidence
 from potluck.core.values.layout import Layout, Stage, StageNode
+from potluck.core.values.plan import Confidence
 from potluck.perf.serving.phases import decode_step_s, prefill_s
 from potluck.perf.step_timer import Floats, StepBatch
 from potluck.perf.timers.pipeline_timer import pipeline

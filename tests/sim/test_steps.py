@@ -11,8 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from potluck.catalog import models, nodes
-from potluck.core.values.confidence import Confidence
 from potluck.core.values.layout import Layout, Stage, StageNode
+from potluck.core.values.plan import Confidence
 from potluck.engine.compute.work import SequenceWork
 from potluck.engine.mock.step_durations import lasting
 from potluck.perf.step_timer import Floats, StepBatch, StepTimer, steps

@@ -132,7 +132,7 @@ def test_books_balance_whatever_happens(data: st.DataObject) -> None:
     work = data.draw(workloads())
     what = data.draw(faults(float(work.arrival_s[-1]) + 5.0, len(work)))
     policy = Policy(
-        balance=data.draw(st.sampled_from(["goodput", "round-robin", "token", "least-work", "fixed"])),
+        balance=data.draw(st.sampled_from(["goodput", "round-robin", "token", "fixed"])),
         opportunistic=data.draw(st.booleans()),
         split=data.draw(st.booleans()),
         retries=data.draw(st.integers(0, 3)),

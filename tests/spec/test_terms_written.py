@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from spec_texts import GOOD, good, problems
 
-from potluck.core.values.terms import NO_TERMS, ModelTerms
+from potluck.core.values.service import NO_TERMS, ModelTerms
 from potluck.spec.trace_stats import rates_by_hour
 from potluck.spec.traces import Trace
 

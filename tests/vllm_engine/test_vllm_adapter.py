@@ -14,7 +14,7 @@ from aiohttp import web
 from potluck.api.http import HttpRefusal
 from potluck.api.segments import segment_of
 from potluck.core.errors import InputError
-from potluck.core.replica.block_values import block_hashes
+from potluck.core.replica.blocks import block_hashes
 from potluck.core.routing.prefix_index import PrefixIndex
 from potluck.gateway.registry.engine_client import read_cache
 from potluck.vllm.adapter.adapter_service import summed

@@ -10,7 +10,7 @@ from vllm_kit import make_model, needs_vllm
 
 from potluck.control.launchers.engine_command import VLLM_MAKES, WeightFormats, vllm_formats
 from potluck.core.errors import InputError
-from potluck.core.values.precision import CHOSEN, Format
+from potluck.core.values.model import CHOSEN, Format
 
 if TYPE_CHECKING:
     from collections.abc import Callable

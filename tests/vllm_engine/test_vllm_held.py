@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from potluck.core.replica.block_values import CacheChanges, block_hashes
+from potluck.core.replica.blocks import CacheChanges, block_hashes
 from potluck.core.routing.prefix_index import PrefixIndex
 from potluck.core.state.events import CacheReported
 from potluck.vllm.cache_events import HeldBlocks

@@ -18,7 +18,7 @@ from socket import create_server
 
 import pytest
 
-from potluck.core.replica.block_values import block_hashes
+from potluck.core.replica.blocks import block_hashes
 from potluck.core.routing.prefix_index import PrefixIndex
 from potluck.gateway.registry.engine_client import read_cache
 

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from accuracy.serving import Placed
     from accuracy.study import Score
     from accuracy.verdict import RunVerdict
-    from potluck.core.values.precision import Format
+    from potluck.core.values.model import Format
 
 RUNS = "aic_h100_sxm_serving_runs.parquet"
 SUFFIX = re.compile(

@@ -34,8 +34,8 @@ from accuracy.measured import Measurements, Operator, read_all
 from accuracy.measured_formats import read_formats
 from accuracy.measured_steps import read_steps
 from accuracy.networks import LINKS, Collectives, fit_networks, predict, read_collectives
-from potluck.core.values.confidence import Confidence
 from potluck.core.values.model import Model
+from potluck.core.values.plan import Confidence
 from potluck.core.values.types import Gpu, NodeType
 from potluck.perf.operators.calibration import Calibration, ExpectedError, GpuCurves, chip_of, curves_for
 from potluck.perf.operators.kernels import ChipFigures

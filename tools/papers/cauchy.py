@@ -26,7 +26,7 @@ import numpy as np
 from papers import fleets
 from papers.cronus import FITTED_HOST
 from potluck.catalog import named_workloads
-from potluck.core.state.policy import Balance, Policy
+from potluck.core.state.policy import Policy
 from potluck.core.values.layout import Layout
 from potluck.core.values.plan import Template
 from potluck.core.values.types import NodeType, Role, Slo
@@ -45,7 +45,7 @@ DECODES = (1, 2, 3)
 LEAST_REQUESTS = 200
 WARM_UP = 0.2
 """Share of the arrivals that is left out: the fleet is empty at first."""
-BALANCES: tuple[Balance, ...] = ("round-robin", "token", "goodput")
+BALANCES: tuple[str, ...] = ("round-robin", "token", "goodput")
 COMBOS = (("H800-A800", 2), ("A800-H20", 1), ("2xA800", 1))
 """The working example's, with how many of each."""
 
@@ -148,13 +148,13 @@ def combo_goodputs(load: Load, effort: Effort) -> list[float]:
     ]
 
 
-def figure9_latencies(load: Load, effort: Effort) -> tuple[float, dict[Balance, Latencies]]:
+def figure9_latencies(load: Load, effort: Effort) -> tuple[float, dict[str, Latencies]]:
     """The rate, and the mean latencies of each way to choose a combo."""
     goodputs = combo_goodputs(load, effort)
     total_per_s = sum(each * count for each, (_, count) in zip(goodputs, COMBOS, strict=True))
     problem = figure9_problem(load, goodputs)
     rate_per_s = LOAD_SHARE * total_per_s
-    found: dict[Balance, Latencies] = {}
+    found: dict[str, Latencies] = {}
     for balance in BALANCES:
         policy = Policy(balance=balance, admission=False, opportunistic=False)
         found[balance] = latencies(problem, load, policy, rate_per_s, effort)

@@ -15,7 +15,7 @@ from typing import Any
 from potluck.api.json_bodies import shaped, tokens_of
 from potluck.api.text_stream import TextRules, checked_stops
 from potluck.core.errors import FormatError, InputError
-from potluck.core.replica.block_values import LONGEST_SALT
+from potluck.core.replica.blocks import LONGEST_SALT
 from potluck.core.values.sampling import Sampling, SamplingDefaults
 
 SILENT = frozenset({

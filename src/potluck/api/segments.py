@@ -7,8 +7,8 @@ from typing import Literal
 
 from potluck.api.json_bodies import shaped, tokens_of
 from potluck.core.errors import FormatError, InputError
-from potluck.core.replica.block_values import LONGEST_SALT
-from potluck.core.replica.tenant_shares import require_weight
+from potluck.core.replica.blocks import LONGEST_SALT
+from potluck.core.replica.sequences import require_weight
 from potluck.core.values.sampling import Sampling
 
 

@@ -7,9 +7,7 @@ from pathlib import Path
 from potluck.catalog.hf_families import FAMILIES
 from potluck.catalog.hf_fields import ConfigFields, read_json
 from potluck.core.errors import InputError, UnknownNameError
-from potluck.core.values.model import Model
-from potluck.core.values.precision import Format
-from potluck.core.values.quantised import modelopt_scheme, quantised_of
+from potluck.core.values.model import Format, Model, modelopt_scheme, quantised_of
 
 DTYPE_BITS = {
     "float32": 32.0,

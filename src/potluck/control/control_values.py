@@ -7,8 +7,8 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from potluck.core.state.actions import SeenLengths
+from potluck.core.state.facts import ObservedSpeed
 from potluck.core.values.layout import Layout
-from potluck.core.values.observed_speed import ObservedSpeed
 from potluck.core.values.plan import Plan
 from potluck.core.values.types import Region, Role
 

@@ -19,7 +19,7 @@ from potluck.control.manual_changes import is_by_hand
 from potluck.control.state_store import StateStore
 from potluck.core.errors import PotluckError
 from potluck.core.state.actions import SeenLengths
-from potluck.core.values.observed_speed import ObservedSpeed, spoken
+from potluck.core.state.facts import ObservedSpeed, spoken
 from potluck.core.values.plan import Plan
 from potluck.core.values.types import Region
 

@@ -14,7 +14,7 @@ from potluck.control.local_stack import living
 from potluck.control.state_store import RecordedEvent, StateStore
 from potluck.core.codec import encode
 from potluck.core.errors import InputError, PotluckError
-from potluck.core.values.lossy_hops import lossy_notices
+from potluck.core.values.kv import lossy_notices
 
 Json = dict[str, Any]
 NOTES = 8

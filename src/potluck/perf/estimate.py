@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Literal
 import numpy as np
 
 from potluck.core.errors import CapacityError, InputError
-from potluck.core.values.confidence import Confidence
 from potluck.core.values.layout import Ep
 from potluck.core.values.model import Model
+from potluck.core.values.plan import Confidence
 from potluck.core.values.types import NodeType, Role, Slo
 from potluck.perf.fits.error_bars import METRICS, ErrorBar, bar
 from potluck.perf.serving.phases import decode_step_s, prefill_s

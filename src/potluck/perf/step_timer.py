@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from potluck.core.errors import InputError
-from potluck.core.values.confidence import Confidence
+from potluck.core.values.plan import Confidence
 
 Floats = NDArray[np.float64]
 

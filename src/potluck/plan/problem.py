@@ -14,11 +14,10 @@ from math import ceil, inf
 import numpy as np
 
 from potluck.core.errors import InputError
-from potluck.core.values.lossy_hops import LOSSLESS
-from potluck.core.values.model import Model, in_format
-from potluck.core.values.pool import Pool
-from potluck.core.values.precision import Format
-from potluck.core.values.terms import NO_TERMS, ModelTerms
+from potluck.core.values.kv import LOSSLESS
+from potluck.core.values.layout import Pool
+from potluck.core.values.model import Format, Model, in_format
+from potluck.core.values.service import NO_TERMS, ModelTerms
 from potluck.core.values.types import (
     DEFAULT_CLASS,
     Codec,

@@ -22,7 +22,6 @@ from dataclasses import dataclass, field, replace
 from math import exp
 
 from potluck.core.routing.template_weights import PHASES, ModelWeights, Phase, offers
-from potluck.core.state.policy import Balance
 from potluck.core.values.plan import Plan, Template
 from potluck.perf.serving.phases import (
     CHUNK_TOKENS,
@@ -139,7 +138,7 @@ def promises(
     plan: Plan,
     replica_models: ReplicaModels,
     lengths: Mapping[tuple[str, int], BucketLengths],
-    balance: Balance = "learned",
+    balance: str = "learned",
     scale: Mapping[str, float] | None = None,
 ) -> PlanExpectations:
     """What the plan says of requests with these mean lengths, by model and bucket.

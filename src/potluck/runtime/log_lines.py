@@ -17,8 +17,7 @@ from potluck.core.errors import FormatError
 from potluck.core.state import actions, events
 from potluck.core.state.actions import Action
 from potluck.core.state.events import Event
-from potluck.core.values.plan import Plan
-from potluck.core.values.replica_spec import ReplicaSpec
+from potluck.core.values.plan import Plan, ReplicaSpec
 from potluck.core.values.route import Route, Segment
 from potluck.core.values.types import Region, Request
 

@@ -7,9 +7,8 @@ network cards counts, as the planner has it (`plan/timing/named_machines.py`).
 from __future__ import annotations
 
 from potluck.core.state.facts import GroupFacts
-from potluck.core.values.layout import Layout, layers_between
+from potluck.core.values.layout import RTT_S, Layout, layers_between
 from potluck.core.values.plan import Template
-from potluck.core.values.pool import RTT_S
 from potluck.perf.delays.transfer import AlphaBeta, alpha_beta
 from potluck.perf.operators.network import HANDOVER_SHARE, Hop
 from potluck.perf.timers.pipeline_timer import layout_hops

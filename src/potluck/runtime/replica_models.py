@@ -17,12 +17,11 @@ from potluck.core.state.facts import (
     ReplicaFacts,
     SplitFacts,
 )
-from potluck.core.values.kv import wire_bytes
+from potluck.core.values.kv import codecs_between, wire_bytes
 from potluck.core.values.layout import Layout, layers_between
-from potluck.core.values.lossy_hops import codecs_between
 from potluck.core.values.model import Model
 from potluck.core.values.plan import Plan, Template
-from potluck.core.values.terms import FailureDomain
+from potluck.core.values.service import FailureDomain
 from potluck.core.values.types import Codec, NodeType, Slo
 from potluck.perf.delays.startup import startup_s
 from potluck.perf.fits.predictors import ChunkedIterationPredictor, PartialPrefillPredictor, prompt_curve

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from potluck.core.errors import UnknownNameError
 from potluck.core.values.model import Model, in_format
 from potluck.core.values.plan import Plan
-from potluck.core.values.terms import FailureDomain
+from potluck.core.values.service import FailureDomain
 from potluck.core.values.types import Link, NodeType, Region, Slo
 from potluck.perf.delays.startup import DEFAULT_COSTS, StartupCosts
 from potluck.perf.serving.phases import CHUNK_TOKENS

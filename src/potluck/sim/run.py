@@ -11,6 +11,7 @@ from typing import IO
 from potluck.core.brain.brain import Brain
 from potluck.core.errors import CapacityError, UnknownNameError
 from potluck.core.replica.batch import BatchLimits
+from potluck.core.routing.balance import balance_rule
 from potluck.core.state.facts import BLOCK_TOKENS
 from potluck.core.state.policy import Policy
 from potluck.core.values.plan import Plan
@@ -121,7 +122,7 @@ def build(
             first_tokens=reads
             or bounded
             or policy.hedge > 0
-            or policy.balance == "learned"
+            or balance_rule(policy.balance).learns
             or log is not None
             or mind is not None
             if settings.first_tokens is None

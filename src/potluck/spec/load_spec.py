@@ -10,7 +10,7 @@ from pydantic import AliasChoices, BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
 from potluck.core.errors import did_you_mean
-from potluck.core.values.pool import REGION
+from potluck.core.values.layout import REGION
 from potluck.spec.resolve import resolve
 from potluck.spec.schema import NODE_TAGS, FleetSpecIn, SpecIn
 from potluck.spec.schema_parts import AT

@@ -7,15 +7,23 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import fields
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from pydantic import Field
 
 from potluck.core.errors import InputError, did_you_mean
-from potluck.core.state.policy import LISTS, Balance, Policy, Scaling, SplitRule
+from potluck.core.routing.balance import BALANCES
+from potluck.core.scaling.autoscaler import SCALERS
+from potluck.core.state.policy import LISTS, Policy, SplitRule
 from potluck.core.values.service import PrefixSharing, RequestClass, Tenant, with_built_in
 from potluck.spec.schema_parts import Name, SloIn, Written
 from potluck.spec.spec_problems import SpecProblems, shown
+
+if TYPE_CHECKING:
+    BalanceName = str
+    ScalingName = str
+else:  # the rules that there are, whatever they are
+    BalanceName, ScalingName = Literal[tuple(BALANCES)], Literal[tuple(SCALERS)]
 
 
 class TenantIn(Written):
@@ -48,7 +56,7 @@ class SharingIn(Written):
 class PolicyIn(Written):
     """Rules that differ from the default ones."""
 
-    balance: Balance | None = None
+    balance: BalanceName | None = None
     opportunistic: bool | None = None
     split: bool | None = None
     split_rule: SplitRule | None = None
@@ -59,7 +67,7 @@ class PolicyIn(Written):
     grants: bool | None = None
     split_overflow: bool | None = None
     low_decodes: bool | None = None
-    scaling: Scaling | None = None
+    scaling: ScalingName | None = None
     retries: int | None = None
     hedge: float | None = None
     max_wait_s: float | None = None

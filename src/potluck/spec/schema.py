@@ -20,8 +20,8 @@ from pydantic import (
     model_validator,
 )
 
-from potluck.core.values.precision import ChosenFormat
-from potluck.core.values.terms import FailureDomain
+from potluck.core.values.model import ChosenFormat
+from potluck.core.values.service import FailureDomain
 from potluck.core.values.types import Codec
 from potluck.spec.policies import PolicyIn
 from potluck.spec.schema_parts import AT, MAX_TOKENS, Name, PathText, SloIn, Tokens, Written

@@ -11,7 +11,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from math import isfinite
 
-from potluck.core.values.pool import REGION, RTT_S, Pool, PoolNode
+from potluck.core.values.layout import REGION, RTT_S, Pool, PoolNode
 from potluck.core.values.types import Link, NodeOffer, NodeType, Region
 from potluck.spec.schema import MachineIn, PoolIn
 from potluck.spec.spec_hardware import SpecHardware

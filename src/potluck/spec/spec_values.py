@@ -9,11 +9,10 @@ from typing import Literal, TypeVar
 
 from potluck.core.errors import UnknownNameError
 from potluck.core.state.policy import Policy
-from potluck.core.values.lossy_hops import LOSSLESS
-from potluck.core.values.model import Model, in_format
-from potluck.core.values.pool import Pool
-from potluck.core.values.precision import Format
-from potluck.core.values.terms import NO_TERMS, ModelTerms
+from potluck.core.values.kv import LOSSLESS
+from potluck.core.values.layout import Pool
+from potluck.core.values.model import Format, Model, in_format
+from potluck.core.values.service import NO_TERMS, ModelTerms
 from potluck.core.values.types import Codec, Link, NodeType, Region, Slo, Traffic
 
 T = TypeVar("T")

@@ -9,7 +9,7 @@ from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from potluck.core.errors import InputError, did_you_mean
-from potluck.core.values.terms import ModelTerms
+from potluck.core.values.service import ModelTerms
 from potluck.core.values.types import NodeType
 from potluck.spec.schema import LimitsIn, ModelIn, OfferIn, RegionIn, SpecIn
 from potluck.spec.spec_hardware import SpecHardware

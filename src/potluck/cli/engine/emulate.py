@@ -16,10 +16,8 @@ from typing import TYPE_CHECKING
 from potluck.cli.common.files import read_text
 from potluck.core.codec import decode
 from potluck.core.errors import FormatError, InputError
-from potluck.core.values.emulated import EmulatedReplica
-from potluck.core.values.layout import Layout, Stage, StageNode
-from potluck.core.values.model import Model, in_format
-from potluck.core.values.precision import format_named
+from potluck.core.values.layout import EmulatedReplica, Layout, Stage, StageNode
+from potluck.core.values.model import Model, format_named, in_format
 from potluck.core.values.types import NodeType
 
 if TYPE_CHECKING:

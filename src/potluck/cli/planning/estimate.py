@@ -16,8 +16,7 @@ from potluck.cli.common.render import bytes_, count, emit_json, table, usd
 from potluck.core.errors import InputError
 from potluck.core.figures import seconds
 from potluck.core.values.layout import Ep
-from potluck.core.values.model import in_format
-from potluck.core.values.precision import format_named
+from potluck.core.values.model import format_named, in_format
 from potluck.core.values.types import NodeType, Role, Slo
 
 if TYPE_CHECKING:

@@ -114,7 +114,7 @@ def plan(
       potluck plan potluck.yaml --strategy coral --what-if 'us-east-1:8xH100=0'
       potluck plan pool.yaml --strategy thunderserve --trace search.html
     """
-    from potluck.core.values.lossy_hops import lossy_notices
+    from potluck.core.values.kv import lossy_notices
     from potluck.core.values.plan import plan_to_json
     from potluck.plan.reasons.explain import explain
     from potluck.plan.reasons.unservable import planned_rest

@@ -61,7 +61,7 @@ def options(command: Command) -> Command:
             "--no-fast-forward", "stepwise", is_flag=True, help="Go step by step; same results, slow."
         ),
         click.option(
-            "--policy", multiple=True, help="NAME=VALUE of a run-time rule, such as balance=least-work."
+            "--policy", multiple=True, help="NAME=VALUE of a run-time rule, such as balance=goodput."
         ),
         click.option(
             "--time-limit", "time_limit_s", type=float, default=30.0, show_default=True, help="To plan, in s."

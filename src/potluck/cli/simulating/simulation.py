@@ -17,7 +17,7 @@ from potluck.cli.planning.estimate import measured
 from potluck.core.codec import decode
 from potluck.core.errors import CapacityError, FormatError, InputError, UnknownNameError
 from potluck.core.state.policy import LISTS, Policy
-from potluck.core.values.lossy_hops import lossy_crossings
+from potluck.core.values.kv import lossy_crossings
 from potluck.core.values.plan import Plan
 
 if TYPE_CHECKING:
@@ -263,7 +263,7 @@ def _rate(spec: Spec, model: str, parts: int, rate_per_s: float | None) -> float
 
 
 def policy_of(pairs: tuple[str, ...], base: Policy | None = None) -> Policy:
-    """`--policy balance=least-work --policy opportunistic=false`, over the spec's rules."""
+    """`--policy balance=goodput --policy opportunistic=false`, over the spec's rules."""
     known = [each.name for each in fields(Policy) if each.name not in LISTS]
     values: dict[str, object] = {}
     for pair in pairs:

@@ -12,8 +12,8 @@ from typing import Final
 from potluck.control.control_values import EngineSpec
 from potluck.core.codec import encode
 from potluck.core.errors import InputError
-from potluck.core.values.emulated import EmulatedReplica
-from potluck.core.values.precision import FORMAT_BITS, Format
+from potluck.core.values.layout import EmulatedReplica
+from potluck.core.values.model import FORMAT_BITS, Format
 
 EngineStyle = str
 """`emulated`: the shipped model at the pace of the planned GPUs; `pretended`: tokens made up at that pace; `gpu`: a

@@ -1,36 +1,33 @@
-"""Before the replicas: who waits for room, in which order they go, and who is told no at once.
+"""Who waits for room before the replicas, in which order they go, and who is told no at once.
 
-Replicas are sent what they can begin soon (`room.py`). Whoever finds no room waits here (`backlog.py`); each time a
-replica has done something, those whose turn it is are tried there. How long a newcomer would wait is predicted from
-what was done lately:
+Whoever finds no room (`routing/capacity.py`) waits in a queue per model (`queue.py`); each time a replica has done
+something, those whose turn it is are tried there. How long a newcomer would wait is predicted from what left lately:
 
     W      work ahead of it, in prompt tokens, those of answers at their cost in prompt tokens
-    r, l   work that left the backlog lately: a second, and at a time (the mean, weighted by itself)
-    wait   (W + SURE sqrt(W l)) / r
+    r, l   work that left the queue lately: a second, and at a time (the mean, weighted by itself)
+    wait   (W + SURE sqrt(W l)) / r          the mean and SURE standard deviations of work that leaves at random
 
-Work that leaves at random moments, l at a time, varies by W l when W of it has left. So the wait is W / r on average,
-and hardly ever longer than this. With more than WAIT of the TTFT objective to wait, a request is refused at once and
-told when to try again, unless its class wants late answers. Whoever is let in is thus hardly ever refused later: only
-if things got worse than they were lately (a replica is lost, others come that matter more), after as much, when its
-turn comes or at the next tick. A class that matters less gives way so: whoever matters more goes before it, until it
-cannot be in time itself. Where a tenant has as many waiting as it may, the one of them that matters least and came
-last makes place for one that matters more.
+With more than WAIT of the TTFT objective to wait, a request is refused at once and told when to try again, unless its
+class wants late answers. Classes that matter less give way: where a tenant has as many waiting as it may, the one
+that matters least and came last makes place for one that matters more.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable
 from heapq import heappop, heappush
 from math import exp, sqrt
 from typing import Final
 
-from potluck.core.admission.capacity import AHEAD, ReplicaCapacity
 from potluck.core.admission.queue import RequestQueue
-from potluck.core.routing.routing_table import RoutingTable
-from potluck.core.state.actions import RefusalReason
-from potluck.core.state.facts import FleetFacts
-from potluck.core.state.fleet import FleetState
+from potluck.core.routing.capacity import AHEAD, ReplicaCapacity
+from potluck.core.routing.router import SENT, Router, RoutingResult
+from potluck.core.routing.routing_table import ModelRoutes, RoutingTable
+from potluck.core.state.actions import Action, RefusalReason
+from potluck.core.state.fleet import ReplicaState
 from potluck.core.state.policy import Policy
 from potluck.core.state.request_state import RUNNING, Kind, QueuePosition, RequestState
+from potluck.core.state.targets import Target
 from potluck.core.values.service import RequestClass
 
 WAIT: Final = 0.45
@@ -41,6 +38,8 @@ MEMORY_S: Final = 2.0
 """Over how long the rate is averaged."""
 LEAST_RETRY_S: Final = 0.1
 MOST_RETRY_S: Final = 60.0
+MOST_MISSES: Final = 8
+"""Tries in vain after which nobody else is tried for now."""
 
 
 class Refusal:
@@ -58,7 +57,7 @@ class Refusal:
 
 
 class ServiceRate:
-    """Work a second that leaves a backlog, and how much at a time; what the plan says until something was seen."""
+    """Work a second that leaves a queue, and how much at a time; what the plan says until something was seen."""
 
     __slots__ = ("_at_once", "_since_s", "_spent_s", "_squares", "_work")
 
@@ -98,14 +97,19 @@ class ServiceRate:
 class Admission:
     """The queues of all models; changed by the Brain as requests come, go on and end."""
 
-    def __init__(self, facts: FleetFacts, policy: Policy, fleet: FleetState, table: RoutingTable) -> None:
-        self._facts = facts
+    run: Callable[[float, RequestState], Action]
+    refuse: Callable[[float, Refusal], list[Action]]
+    hold: Callable[[float, RequestState], None]
+    """What is done about a request that goes, is refused, or finds no replica: set by who owns requests."""
+
+    def __init__(self, policy: Policy, table: RoutingTable, room: ReplicaCapacity, router: Router) -> None:
         self._policy = policy
         self._table = table
+        self._router = router
         self.weights = {tenant.name: tenant.weight for tenant in policy.tenants}
         self.classes: dict[str, RequestClass] = {each.name: each for each in policy.classes}
-        self.room = ReplicaCapacity(facts, policy, fleet, table)
-        self.backlogs: dict[str, RequestQueue] = {}
+        self.room = room
+        self.queues: dict[str, RequestQueue] = {}
         """By model; only those that somebody waits in."""
         self._rates: dict[str, ServiceRate] = {}
         self._costs: dict[str, float] = {}
@@ -116,22 +120,22 @@ class Admission:
         self._deadlines: list[tuple[float, str]] = []
         """Of requests that are stopped then though they run."""
 
-    def behind(self, req: RequestState, kind: Kind) -> bool:
+    def behind(self, req: RequestState, table: ModelRoutes) -> bool:
         """Whether a newcomer has to stand in line."""
-        queue = self.backlogs.get(req.request.model)
+        request = req.request
+        queue = self.queues.get(request.model) if not req.attempt else None
         if queue is None:
             return False
-        request = req.request
-        return queue.waits(request.tenant, self.classes[request.request_class].matters, kind)
+        return queue.waits(request.tenant, self.classes[request.request_class].matters, table.kind(req))
 
-    def wait(self, at_s: float, req: RequestState, kind: Kind) -> list[Refusal]:
+    def _wait(self, at_s: float, req: RequestState, kind: Kind) -> list[Refusal]:
         """Let a request wait that finds no room, or say why it, or another in its place, is refused."""
         request = req.request
         model, tenant = request.model, request.tenant
         known = self.classes[request.request_class]
-        queue = self.backlogs.get(model)
+        queue = self.queues.get(model)
         if queue is None:
-            queue = self.backlogs[model] = RequestQueue(self.weights)
+            queue = self.queues[model] = RequestQueue(self.weights)
             self._rate(model).began(at_s)
         work = self._work(req)
         wait_s = self._rate(model).wait_s(at_s, queue.ahead(tenant, known.matters))
@@ -156,68 +160,68 @@ class Admission:
             refused.append(
                 self._give_up(at_s, least, "overloaded", f"one that matters more came, and {full}")
             )
-            queue = self.backlogs.setdefault(model, queue)
+            queue = self.queues.setdefault(model, queue)
         place = queue.add(at_s, req, known.matters, kind, work)
-        self._notes += 1  # a place's stamp is unlike only those of its own backlog
+        self._notes += 1  # a place's stamp is unlike only those of its own queue
         heappush(self._ends, (self._end_s(at_s, req, known), self._notes, place))
         return refused
 
-    def next(self, at_s: float, model: str) -> RequestState | Refusal | None:
+    def _next(self, at_s: float, model: str) -> RequestState | Refusal | None:
         """Whose turn it is; a refusal when it is too late for that one."""
-        queue = self.backlogs.get(model)
+        queue = self.queues.get(model)
         place = queue.head() if queue is not None else None
         if queue is None or place is None:
             return None
         late_s = self._end_s(place.since_s, place.req, self.classes[place.req.request.request_class])
         if at_s >= late_s:
             return self._too_late(at_s, place)
-        self.room.between.crowded = self.room.several and queue.others(place.tenant, place.level)
+        self.room.tenants.crowded = self.room.several and queue.others(place.tenant, place.level)
         return place.req
 
-    def take(self, at_s: float, req: RequestState) -> None:
+    def _take(self, at_s: float, req: RequestState) -> None:
         """It was sent."""
         place, model = req.place, req.request.model
         assert place is not None
         self._rate(model).took(at_s, place.work)
-        self.backlogs[model].take(place)
+        self.queues[model].take(place)
         self._forget(model)
 
-    def went(self, at_s: float, req: RequestState) -> None:
+    def _went(self, at_s: float, req: RequestState) -> None:
         """It was sent when its time to wait was over."""
         self._rate(req.request.model).took(at_s, self._work(req))
 
-    def left_s(self, at_s: float, req: RequestState) -> float:
+    def _left_s(self, at_s: float, req: RequestState) -> float:
         """Until its first token is due; 0 where late answers are wanted too, or nothing was promised."""
         known = self.classes[req.request.request_class]
         slo = known.objective(self.room.slo(req.request.model))
         return req.request.arrival_s + slo.ttft_s - at_s if slo is not None and not known.late else 0.0
 
-    def outranked(self, req: RequestState) -> bool:
+    def _outranked(self, req: RequestState) -> bool:
         """Whether somebody waits that matters more."""
-        queue = self.backlogs.get(req.request.model)
+        queue = self.queues.get(req.request.model)
         return queue is not None and queue.matters > self.classes[req.request.request_class].matters
 
-    def stuck(self, req: RequestState) -> None:
+    def _stuck(self, req: RequestState) -> None:
         """It found no room."""
         place = req.place
         assert place is not None
-        self.backlogs[req.request.model].stuck.add((place.tenant, place.kind))
+        self.queues[req.request.model].stuck.add((place.tenant, place.kind))
 
     def remove(self, req: RequestState) -> None:
         """It waits no more: cancelled, or held for want of any replica."""
         place, model = req.place, req.request.model
         if place is not None:
-            self.backlogs[model].remove(place)
+            self.queues[model].remove(place)
             self._forget(model)
 
-    def tick(self, at_s: float) -> list[Refusal]:
+    def _expired(self, at_s: float) -> list[Refusal]:
         """Those whose waiting has ended."""
         found = []
         while self._ends and self._ends[0][0] <= at_s:
             place = heappop(self._ends)[2]
             if place.req.place is place:
                 found.append(self._too_late(at_s, place))
-        if len(self._ends) > 64 and len(self._ends) > 4 * sum(each.count for each in self.backlogs.values()):
+        if len(self._ends) > 64 and len(self._ends) > 4 * sum(each.count for each in self.queues.values()):
             self._ends = sorted(end for end in self._ends if end[2].req.place is end[2])
         return found
 
@@ -236,6 +240,88 @@ class Admission:
                 found.append(req)
         return found
 
+    def line_up(self, at_s: float, req: RequestState, table: ModelRoutes) -> list[Action]:
+        """Let a request wait for room, or refuse it, or another in its place."""
+        if not self._outranked(req) and self._in_time(at_s, req, flows=True):
+            return [self.run(at_s, req)]
+        refusals = self._wait(at_s, req, table.kind(req))
+        if refusals and refusals[0].req is req:
+            goes = not self._outranked(req) and self._in_time(at_s, req)
+            return [self.run(at_s, req)] if goes else self.refuse(at_s, refusals[0])
+        return self._turn_away(at_s, refusals)
+
+    def _turn_away(self, at_s: float, refusals: Iterable[Refusal]) -> list[Action]:
+        """Refuse those that waited, but for whoever is in time somewhere still."""
+        actions: list[Action] = []
+        for each in refusals:
+            if each.reason == "overloaded" and self._in_time(at_s, each.req):
+                self._went(at_s, each.req)
+                actions.append(self.run(at_s, each.req))
+            else:
+                actions += self.refuse(at_s, each)
+        return actions
+
+    def _in_time(self, at_s: float, req: RequestState, flows: bool = False) -> bool:
+        """Send it where it is in time though there is no room; whether that is anywhere. `flows`: over these alone,
+        where there is but one: it is as well off in a replica's line as here."""
+        table = self._table.models.get(req.request.model)
+        if table is None or req.avoid:
+            return False
+        ways = self._table.ways(table, table.kind(req)[0], req.total_tokens)
+        if flows and (ways.simple or len(ways.turns) > 1):  # with several ways, turns are as planned
+            return False
+        return self._router.in_time(req, ways, self._left_s(at_s, req))
+
+    def freed(self, at_s: float, view: ReplicaState) -> list[Action]:
+        """Something was done at a replica: whoever waits may find room there."""
+        member = view.member
+        queue = self.queues.get(member.model)
+        if queue is None:
+            return []
+        queue.again()
+        target = self._table.groups.get(member.unit) or self._table.singles.get(member.id)
+        return self._go(at_s, member.model, target) if target is not None else []
+
+    def tick(self, at_s: float) -> list[Action]:
+        """Refuse those who waited too long; the others are tried again."""
+        return self._turn_away(at_s, self._expired(at_s)) + self.retry(at_s)
+
+    def retry(self, at_s: float) -> list[Action]:
+        """Whatever was missed: those that wait are tried everywhere."""
+        actions: list[Action] = []
+        for model, queue in list(self.queues.items()):
+            queue.again()
+            actions += self._go(at_s, model, None)
+        return actions
+
+    def _go(self, at_s: float, model: str, target: Target | None) -> list[Action]:
+        """Send those whose turn it is, as long as they find room: at one target, or anywhere.
+
+        Where many find none the rest are left for the next time, so that this costs no more with a thousand tenants.
+        """
+        actions: list[Action] = []
+        misses = 0
+        self.room.tenants.now_s = at_s
+        router, table = self._router, self._table.models.get(model)
+        while table is not None and (found := self._next(at_s, model)) is not None:
+            if isinstance(found, Refusal):
+                actions += self._turn_away(at_s, [found])
+                continue
+            answer = router.send(found, table) if target is None else router.send_to(target, found, table)
+            if answer is RoutingResult.FULL:
+                self._stuck(found)
+                misses += 1
+                if misses >= MOST_MISSES:
+                    self.queues[model].cut = True
+                    break
+                continue
+            self._take(at_s, found)
+            if answer is SENT:
+                actions.append(self.run(at_s, found))
+            else:
+                self.hold(at_s, found)
+        return actions
+
     def _too_late(self, at_s: float, place: QueuePosition) -> Refusal:
         request = place.req.request
         deadline_s = request.deadline_s
@@ -245,16 +331,16 @@ class Admission:
 
     def _give_up(self, at_s: float, place: QueuePosition, reason: RefusalReason, why: str) -> Refusal:
         model = place.req.request.model
-        queue = self.backlogs[model]
+        queue = self.queues[model]
         wait_s = self._rate(model).wait_s(at_s, queue.ahead(place.tenant, place.level))
         queue.remove(place)
         self._forget(model)
         return Refusal(place.req, reason, why, _retry(wait_s) if reason == "overloaded" else None)
 
     def _forget(self, model: str) -> None:
-        queue = self.backlogs.get(model)
+        queue = self.queues.get(model)
         if queue is not None and not queue.count:
-            del self.backlogs[model]
+            del self.queues[model]
 
     def _end_s(self, since_s: float, req: RequestState, known: RequestClass) -> float:
         """When waiting is of no use any more."""

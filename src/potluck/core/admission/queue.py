@@ -1,16 +1,10 @@
 """Requests that wait for room, of one model: classes that matter more go first, tenants share by weight.
 
-Within a level (how much a class matters) it is start-time fair queueing (Goyal, Vin, Cheng 1996) over the work that
-requests ask for:
-
-    V             virtual time: the tag of whoever was taken last
-    tag of t      when tenant t's next request starts, in virtual time; max(tag, V) when it begins to wait
-    take          the least tag goes; V becomes it; tag of t grows by work / weight of t
-
-So of tenants that all wait, none is behind another by more than one request of each, whatever they ask for. Within a
-tenant higher priority goes first, then earlier arrival. Requests that may go to different replicas wait side by
-side (`kind`), so that none stands in the way of one that finds room. A tenant that found none stands aside until
-something has ended. However many tenants wait, whose turn it is costs O(log n).
+Within a level (how much a class matters) it is start-time fair queueing (Goyal, Vin, Cheng 1996) over the work asked
+for: the tenant with the least tag goes, virtual time becomes that tag, and the tag grows by work / weight. So of
+tenants that all wait, none is behind another by more than one request of each. Within a tenant higher priority goes
+first, then earlier arrival. Requests that may go to different replicas wait side by side (`kind`). A tenant that
+found no room stands aside until something has ended. Whose turn it is costs O(log n).
 """
 
 from __future__ import annotations

@@ -1,58 +1,38 @@
 """The Brain: events in, actions out. The live system and the simulator drive this one object.
 
-    brain = Brain(facts, policy)
-    actions = brain.on(at_s, event)
+    actions = Brain(facts, policy).on(at_s, event)
 
-`on` is its only mutator. It reads no clock and draws no random number: the same events give the same actions.
-What it costs does not grow with the number of replicas or of open requests (but for Planned and Tick, which
-look at the fleet).
+`on` is its only mutator. It reads no clock and draws no random number: the same events give the same actions. What it
+costs does not grow with the fleet or the open requests, but for PlanReceived and Tick. Every accepted request ends
+once: in RequestFinished, in a Refuse or in RequestCancelled. Events that name an unknown request or replica, or an
+attempt that is over, change nothing.
 
-    Arrived            Run, or nothing yet: held until a replica is ready, or waiting for a place on a pair; or Refuse
-    Adopted            only counted where it is under way; else as an arrival
-    Computed           makes room where a prompt was computed: perhaps Run for one that waits there
-    SegmentDone        the next one's turn; makes room as well, should the former not have come
-    FirstToken         only counted
-    Finished           only counted
-    Failed             Run again from what was streamed, elsewhere; or Refuse
-    Underway           only noted: the answer to Inquire
-    Cancelled          Abandon
-    ReplicaReady       Run for those that were held
-    ReplicaLost        counted out; its requests come as Failed, or are asked about
-    Planned, Drained   the next steps towards the plan's fleet
-    Ordered            Drain or Flip, as a person asked, and what follows; or nothing new for a replica
-    Quoted             the next steps, as other nodes can be had; scaling may ask for another plan
-    Tick               refusals of those that waited too long; Inquire after those that went silent; scaling
-
-Whatever happens, a request that is late with its first token may be sent elsewhere as well (Twin), if that is wanted.
-
-Every accepted request ends once: in Finished, in a Refuse or in Cancelled. Events that name an unknown request,
-replica or an attempt that is over change nothing.
-
-Here is who is told what, and what happens to replicas and links; the way of requests is in `flights.py`, and of
-those that fail in `recovery.py`.
+Here is who is told what, and what happens to replicas and links; the way of requests is in `requests.py`, of those
+that fail in `recovery.py`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from typing import Any
+from typing import Any, Final
 
-from potluck.core.admission.admission import Admission
-from potluck.core.brain.adoption import Adoption
 from potluck.core.brain.hedging import Hedging
-from potluck.core.brain.operator_notes import OperatorNotes
-from potluck.core.brain.prefix_caches import PrefixCaches
 from potluck.core.brain.recovery import Recovery
-from potluck.core.brain.requests import Requests
+from potluck.core.brain.requests import BrainState, Requests
 from potluck.core.routing.group_sharing import MeanLengths
-from potluck.core.routing.learned_speeds import LearnedSpeeds
-from potluck.core.routing.prefix_affinity import PrefixAffinity
-from potluck.core.routing.router import Router
-from potluck.core.routing.routing_table import RoutingTable
-from potluck.core.scaling.autoscaler import Autoscaler
+from potluck.core.routing.template_weights import LengthThreshold
+from potluck.core.routing.thresholds import LEAST_TOKENS
 from potluck.core.scaling.rule import SetLengths
 from potluck.core.state import events as told
-from potluck.core.state.actions import Action, DrainReplica, FlipReplica, Reassign, StartReplica, StopReplica
+from potluck.core.state.actions import (
+    Action,
+    DrainReplica,
+    FlipReplica,
+    OperatorNote,
+    Reassign,
+    StartReplica,
+    StopReplica,
+)
 from potluck.core.state.facts import FleetFacts
 from potluck.core.state.fleet import FleetState, ReplicaState
 from potluck.core.state.policy import Policy
@@ -63,47 +43,23 @@ class Brain:
     """All run-time decisions of one fleet."""
 
     def __init__(self, facts: FleetFacts, policy: Policy) -> None:
-        self.fleet = FleetState(facts.replicas)
-        self.speeds = LearnedSpeeds(facts, self.fleet, policy.balance == "learned")
-        self.table = RoutingTable(facts, policy, self.fleet)
-        self.caches = PrefixCaches(facts, policy, self.fleet, self.table)
-        affinity = PrefixAffinity(facts, policy, self.fleet, self.table, self.caches.index)
-        self.admission = Admission(facts, policy, self.fleet, self.table)
-        room = self.admission.room if policy.admission else None
-        self.router = Router(facts, policy, self.fleet, self.table, affinity, self.speeds, room)
-        self.autoscaler = Autoscaler(facts, policy, self.fleet)
-        self._flights = requests = Requests(
-            facts,
-            policy,
-            self.fleet,
-            self.table,
-            self.caches,
-            affinity,
-            self.router,
-            self.autoscaler,
-            self.speeds,
-            self.admission,
+        state = BrainState(facts, policy)
+        self.fleet, self.table, self.speeds, self.caches = (
+            state.fleet,
+            state.table,
+            state.speeds,
+            state.caches,
         )
-        self._remarks = OperatorNotes()
-        adoption = Adoption(policy, self.fleet, requests, self.admission)
-        self._recovery = Recovery(policy, self.fleet, requests, self.router)
-        self._hedges: Hedging | None = None
-        if policy.hedge > 0:
-            self._hedges = Hedging(
-                facts,
-                policy.hedge,
-                self.admission,
-                self.table,
-                requests,
-                self._recovery,
-                self.router,
-                self.speeds,
-            )
+        self.router, self.admission, self.autoscaler = state.router, state.admission, state.autoscaler
+        self._requests = requests = Requests(state)
+        self._recovery = Recovery(state, requests)
+        self._hedges = Hedging(state, requests, self._recovery) if policy.hedge > 0 else None
+        self._notes = OperatorNotes()
         self.requests: dict[str, RequestState] = requests.open
         """Requests that were accepted and have not ended, by id."""
         self._handlers: dict[type, Callable[[float, Any], list[Action]]] = {
             told.RequestArrived: requests.arrived,
-            told.RequestAdopted: adoption.adopted,
+            told.RequestAdopted: requests.adopted,
             told.SegmentDone: requests.segment_done,
             told.SegmentComputed: requests.computed,
             told.FirstToken: requests.first_token,
@@ -132,7 +88,7 @@ class Brain:
     def sizes(self) -> dict[str, int]:
         """How much is remembered of requests; but for those that ended lately it is nothing when none is open."""
         twins = len(self._hedges.twins) if self._hedges is not None else 0
-        return {**self._flights.sizes(), **self._recovery.sizes(), "twins": twins}
+        return {**self._requests.sizes(), **self._recovery.sizes(), "twins": twins}
 
     # What replicas, links and caches say.
 
@@ -157,7 +113,7 @@ class Brain:
         if view is None or view.state != "starting":
             return []
         self.fleet.ready(event.replica, event.kv_version)
-        actions = self._flights.changed(at_s, view)
+        actions = self._requests.changed(at_s, view)
         return actions if view.member.standby else actions + self._recovery.let_in(at_s, view)
 
     def _lost(self, at_s: float, event: told.ReplicaLost) -> list[Action]:
@@ -174,10 +130,10 @@ class Brain:
     def _planned(self, at_s: float, event: told.PlanReceived) -> list[Action]:
         self.table.adopt(event.plan)
         self.router.adopt(event.plan)
-        self._remarks.planned(self.router.thresholds.links)
+        self._notes.planned(self.router.thresholds.links)
         actions = self._carry_out(at_s, self.autoscaler.adopt(at_s, event.plan))
         actions += self._carry_out(at_s, self.autoscaler.step(at_s))
-        return actions + self._flights.planned(at_s)
+        return actions + self._requests.planned(at_s)
 
     def _quoted(self, at_s: float, event: told.MarketReported) -> list[Action]:
         actions = self._carry_out(at_s, self.autoscaler.quoted(at_s, event.regions))
@@ -202,20 +158,20 @@ class Brain:
         if view.cordoned == cordoned:
             return []
         self.fleet.cordon(view, cordoned)
-        actions = self._flights.changed(at_s, view)
+        actions = self._requests.changed(at_s, view)
         return actions + self._recovery.let_in(at_s, view) if view.serves else actions
 
     def _tick(self, at_s: float, event: told.Tick) -> list[Action]:
-        actions = self._flights.tick(at_s) + self._recovery.tick(at_s)
+        actions = self._requests.tick(at_s) + self._recovery.tick(at_s)
         self.table.timed(self.speeds.faded(at_s))
         actions += self._scale(at_s) + self.caches.tick(at_s)
         if self.router.thresholds.links:
-            actions += self._remarks.thresholds(self.router.thresholds.links, self.autoscaler.why())
-        return actions + self._remarks.paces(self.fleet)
+            actions += self._notes.thresholds(self.router.thresholds.links, self.autoscaler.why())
+        return actions + self._notes.paces(self.fleet)
 
     def _scale(self, at_s: float) -> list[Action]:
-        waiting = self._flights.held.counts()
-        for model, queue in self.admission.backlogs.items():
+        waiting = self._requests.held.counts()
+        for model, queue in self.admission.queues.items():
             waiting[model] = waiting.get(model, 0) + queue.count
         steps, thresholds = self.autoscaler.tick(at_s, waiting)
         for decision in thresholds:
@@ -252,8 +208,73 @@ class Brain:
                     comes = view.member.standby and not member.standby
                     self.fleet.recast(member)
             if view is not None:
-                done += self._flights.changed(at_s, view)
+                done += self._requests.changed(at_s, view)
             if comes and view is not None and view.serves:
                 done += self._recovery.let_in(at_s, view)
         self.autoscaler.settled()
         return done
+
+
+SLOW, FINE = 1.5, 1.2
+"""Paces from which a replica counts as slow, and below which it no longer does."""
+MOVED: Final = 1.2
+"""By how much a threshold must have moved to be spoken of again."""
+
+
+class OperatorNotes:
+    """State: who was said to be slow, and what was last said of each threshold."""
+
+    __slots__ = ("_slow", "_thresholds")
+
+    def __init__(self) -> None:
+        self._slow: set[str] = set()
+        self._thresholds: dict[tuple[str, str], LengthThreshold] = {}
+
+    def paces(self, fleet: FleetState) -> list[Action]:
+        found: list[Action] = []
+        for name, view in fleet.views.items():
+            if name not in self._slow and view.pace >= SLOW:
+                self._slow.add(name)
+                said = f"takes {view.pace:.1f} times as long as planned"
+                found.append(OperatorNote(f"{name} {said}", "it is sent less: requests there took so long"))
+            elif name in self._slow and view.pace < FINE:
+                self._slow.discard(name)
+                found.append(
+                    OperatorNote(f"{name} is about as fast as planned again", f"pace {view.pace:.2f}")
+                )
+        if self._slow:
+            self._slow &= fleet.views.keys()
+        return found
+
+    def planned(self, links: dict[str, dict[str, LengthThreshold]]) -> None:
+        """A plan brought these with it."""
+        self._thresholds = {
+            (model, link): each for model, mine in links.items() for link, each in mine.items()
+        }
+
+    def thresholds(self, links: dict[str, dict[str, LengthThreshold]], thinks: str) -> list[Action]:
+        """Those that moved since they were last spoken of; `thinks` is what scaling thought at last."""
+        found: list[Action] = []
+        for model, mine in links.items():
+            for link, now in mine.items():
+                before = self._thresholds.get((model, link))
+                if before is not None and not _moved(before, now):
+                    continue
+                self._thresholds[model, link] = now
+                what = f"only prompts of {model} beyond {now.tokens:.0f} tokens go over {link} now"
+                found.append(OperatorNote(what, _why(before, now, thinks)))
+        return found
+
+
+def _moved(before: LengthThreshold, now: LengthThreshold) -> bool:
+    low, high = sorted((max(before.tokens, LEAST_TOKENS), max(now.tokens, LEAST_TOKENS)))
+    return high >= MOVED * low or before.base_tokens != now.base_tokens
+
+
+def _why(before: LengthThreshold | None, now: LengthThreshold, thinks: str) -> str:
+    if before is None or before.base_tokens != now.base_tokens:
+        return thinks
+    away = f"before it was {before.tokens:.0f}, planned are {now.base_tokens:.0f}"
+    if now.tokens > before.tokens:
+        return f"the link, or prefill at its far end, has too much to do; {away}"
+    return f"the link and its far end are clear again; {away}"

@@ -1,20 +1,15 @@
 """Hedging: a request that is late with its first token is tried elsewhere as well, and whoever is sooner answers it.
 
-When a request is sent, it is predicted when its first token comes: prompts before it and its own at the pace of each
-replica, KV on the way, a decode step. After `hedge` times that (LEAST_S at least) without one, and with nothing of it
-at the user, it is sent along a second route that shares no replica with the first. Only where
+When a request is sent it is predicted when its first token comes. After `hedge` times that (LEAST_S at least) without
+one, it is sent along a second route that shares no replica with the first, if
 
-    budget    twins are at most SHARE of the requests under way, one at a time in any case
-    room      nobody waits in line, the router finds room by the rules of admission, the batch and the KV there
-              are not full
-    sense     there its first token is predicted sooner than it has waited already
+    budget    second attempts are at most SHARE of the requests under way, one at a time in any case
+    room      nobody waits in line, admission has room there, the batch and the KV there are not full
+    sense     its first token is predicted sooner there than it has waited already
 
-What is not so now is looked at again AGAIN_S later. An attempt has one twin at most. Its driver lets the first of
-both that has a token answer and stops the other, so no token comes twice. When one of two fails the other goes on
-alone.
-
-A twin is a Flight of its own, with an attempt number of its own, that is counted on its replicas like any other. What
-is told of it is told to it: for that it takes the first one's seat among the open requests, for good once it has won.
+else it is looked at again AGAIN_S later. The driver lets the first of both that has a token answer and stops the
+other. A second attempt is a RequestState of its own; what is told of it is told to it: for that it takes the first
+one's place among the open requests, for good once it has won.
 """
 
 from __future__ import annotations
@@ -24,16 +19,12 @@ from heapq import heapify, heappop, heappush
 from math import inf
 from typing import Any, Final
 
-from potluck.core.admission.admission import Admission
 from potluck.core.brain.recovery import Recovery
-from potluck.core.brain.requests import Requests
-from potluck.core.routing.learned_speeds import LearnedSpeeds
-from potluck.core.routing.router import Router
-from potluck.core.routing.routing_result import SENT
-from potluck.core.routing.routing_table import RoutingTable
+from potluck.core.brain.requests import BrainState, Requests
+from potluck.core.routing.router import SENT
 from potluck.core.state import events as told
 from potluck.core.state.actions import Action, Hedge, Refuse, Run
-from potluck.core.state.facts import BLOCK_TOKENS, FleetFacts
+from potluck.core.state.facts import BLOCK_TOKENS
 from potluck.core.state.fleet import ReplicaState
 from potluck.core.state.request_state import RUNNING, RequestState
 
@@ -50,26 +41,16 @@ Handler = Callable[[float, Any], list[Action]]
 class Hedging:
     """Stands before the handlers of all events. Made only where hedging is wanted."""
 
-    def __init__(
-        self,
-        facts: FleetFacts,
-        hedge: float,
-        admission: Admission,
-        table: RoutingTable,
-        requests: Requests,
-        recovery: Recovery,
-        router: Router,
-        speeds: LearnedSpeeds,
-    ) -> None:
-        self._facts = facts
-        self._hedge = hedge
-        self._admission = admission
-        self._table = table
-        self._flights = requests
+    def __init__(self, state: BrainState, requests: Requests, recovery: Recovery) -> None:
+        self._facts = state.facts
+        self._hedge = state.policy.hedge
+        self._admission = state.admission
+        self._table = state.table
+        self._router = state.router
+        self._speeds = state.speeds
+        self._requests = requests
         self._open = requests.open
         self._recovery = recovery
-        self._router = router
-        self._speeds = speeds
         self.twins: dict[str, RequestState] = {}
         """The second attempts under way, by the request's id; the first is among the open ones."""
         self._due: list[tuple[float, int, str, int]] = []
@@ -104,7 +85,7 @@ class Hedging:
     def _told(self, at_s: float, event: Any, handler: Handler) -> list[Action]:
         if isinstance(event, told.RequestCancelled):
             hedge = self.twins.get(event.request)
-            stops = self._flights.abandon(hedge) if hedge is not None else []
+            stops = self._requests.abandon(hedge) if hedge is not None else []
             return stops + handler(at_s, event) + self._end(at_s, event.request)
         if not isinstance(
             event,
@@ -135,7 +116,7 @@ class Hedging:
         self._leave(name, left)
         if lost.last is not None:
             self._speeds.outrun(at_s, lost, lost.last)
-        return self._flights.release(at_s, lost) + handler(at_s, event)
+        return self._requests.release(at_s, lost) + handler(at_s, event)
 
     def _leave(self, request: str, left: RequestState) -> None:
         """From now on there is one."""
@@ -144,7 +125,7 @@ class Hedging:
 
     def _end(self, at_s: float, request: str) -> list[Action]:
         hedge = self.twins.pop(request, None)
-        return self._flights.release(at_s, hedge) if hedge is not None else []
+        return self._requests.release(at_s, hedge) if hedge is not None else []
 
     # Who is late.
 
@@ -185,7 +166,7 @@ class Hedging:
 
     def _twin(self, at_s: float, req: RequestState) -> list[Action]:
         """Send it along a second route, if there is a good one."""
-        requests, request = self._flights, req.request
+        requests, request = self._requests, req.request
         table = self._table.models.get(request.model)
         if table is None:
             return []
@@ -195,11 +176,11 @@ class Hedging:
         hedge.lost_on = req.lost_on
         hedge.avoid = req.failed_by | frozenset(req.workers())
         # As a newcomer, so that it is asked whether there is room: retries go wherever they may.
-        if self._admission.backlogs and self._admission.behind(hedge, table.kind(hedge)):
+        if self._admission.queues and self._admission.behind(hedge, table):
             return []
         room = self._admission.room
         if room.several:
-            room.between.now_s = at_s
+            room.tenants.now_s = at_s
         if self._router.send(hedge, table) is not SENT or not self._good(at_s, req, hedge):
             return requests.release(at_s, hedge)
         hedge.attempt = req.attempt + 1

@@ -1,34 +1,28 @@
-"""After a failure: again from the tokens already streamed, or a refusal with its reason. Nothing is dropped
-silently.
+"""After a failure: again from the tokens already streamed, or a refusal with its reason. Nothing is dropped silently.
 
 A request that lost its replica, link or transfer is sent again over prompt + streamed tokens, away from what failed
-it and from what may be dying with it (losses.py), while it has retries left and somebody still waits for it. Links
-that break and replicas that are lost together with others do not count against its retries; a replica that is lost by
-itself does, as the request may be what kills it. That it is not where the attempt brought new tokens: it got beyond
-where the one before it ended. Requests that nobody can take are held, and refused once they waited `max_wait_s` or
-their deadline passed; so are those that wait for their turn on a pair.
+it and from what may be dying with it, while it has retries left and somebody waits for it. Links that break and
+replicas that are lost together with others do not count against its retries; a replica that is lost by itself does,
+unless the attempt had brought new tokens: the request may be what kills it.
 
-A request that fails as if its replica were gone is news for the others as well: nobody is sent there until it
-reports again, or for QUARANTINE_S; the same each time that a replica is said to be silent. One that fails again and
-again, with no answer completed between, is not believed any more when it only says that it is well, and is tried ever
-more seldom. When a replica comes up, it gets no more of those held than it can take at once, as others may come up
-beside it; at the next tick all that are left go to whoever is there.
+A replica that fails a request as if it were gone, or is silent, gets nobody until it reports again, or for
+QUARANTINE_S. One that fails again and again, with no answer completed between, is not believed when it only reports,
+and is tried ever more seldom. A replica that comes up gets no more of those held than it can take at once; at the
+next tick all that are left go to whoever is there.
 """
 
 from __future__ import annotations
 
 from typing import Final
 
-from potluck.core.brain.attempt_queries import AttemptQueries
-from potluck.core.brain.failure_domains import RecentLosses
-from potluck.core.brain.requests import Requests
+from potluck.core.brain.requests import BrainState, Requests
 from potluck.core.routing.link_states import PATIENCE_S
-from potluck.core.routing.router import Router
 from potluck.core.state import events as told
-from potluck.core.state.actions import Action, RefusalReason
-from potluck.core.state.fleet import FleetState, ReplicaState
+from potluck.core.state.actions import Action, QueryAttempt, RefusalReason
+from potluck.core.state.fleet import ReplicaState
 from potluck.core.state.policy import Policy
 from potluck.core.state.request_state import HELD, RUNNING, RequestState
+from potluck.core.values.plan import ReplicaSpec
 
 QUARANTINE_S: Final = 1.0
 FREE_STRIKES: Final = 2
@@ -42,14 +36,30 @@ LOSSES: frozenset[told.FailureKind] = frozenset({"replica", "link"})
 """Failures that say nothing against the request, but for a replica that is lost by itself."""
 
 
+FAILED_S: Final = 5.0
+"""From the loss of a replica to the word that its requests failed."""
+SILENCE_S: Final = 900.0
+ANSWER_S: Final = 5.0
+"""From a question to its answer; then it is asked again."""
+QUESTIONS: Final = 3
+"""That many stay without an answer before a request is given up."""
+LOOKS: Final = 256
+"""Open requests looked at for silence in one tick: what a tick costs does not grow with them."""
+TOGETHER_S: Final = 5.0
+"""Losses so close together may have one cause."""
+SILENT_TOGETHER_S: Final = 60.0
+QUIET_S: Final = 1.0
+"""When nothing was lost for so long, whatever is still there is thought to stay."""
+
+
 class Recovery:
     """What is done about requests that failed, and about replicas that failed them."""
 
-    def __init__(self, policy: Policy, fleet: FleetState, requests: Requests, router: Router) -> None:
-        self._policy = policy
-        self._fleet = fleet
-        self._flights = requests
-        self._router = router
+    def __init__(self, state: BrainState, requests: Requests) -> None:
+        self._policy = state.policy
+        self._fleet = state.fleet
+        self._router = state.router
+        self._requests = requests
         self._losses = RecentLosses()
         self._inquiries = AttemptQueries(requests.open)
         self._crowded: set[str] = set()
@@ -58,7 +68,7 @@ class Recovery:
         """Replicas that may be gone, and until when to think so."""
 
     def failed(self, at_s: float, event: told.AttemptFailed) -> list[Action]:
-        req = self._flights.open.get(event.request)
+        req = self._requests.open.get(event.request)
         if req is None or req.state != RUNNING or event.attempt != req.attempt:
             return []
         kind, where = event.kind, event.where
@@ -66,16 +76,16 @@ class Recovery:
             kind, where = "link", req.recalled
         req.recalled = ""
         lost = kind == "replica"
-        actions = self._flights.abandon(req, where if lost else "")
+        actions = self._requests.abandon(req, where if lost else "")
         if lost:
             actions += self._doubt(at_s, where)
-        actions += self._flights.release(at_s, req)
+        actions += self._requests.release(at_s, req)
         request = req.request
         advanced = event.streamed_tokens > req.streamed_tokens
         req.streamed_tokens = max(req.streamed_tokens, event.streamed_tokens)
         if req.streamed_tokens >= request.max_output_tokens:  # the user has it all
-            del self._flights.open[request.id]
-            self._flights.end(request.id)
+            del self._requests.open[request.id]
+            self._requests.end(request.id)
             return actions
         req.prompt_tokens = request.prompt_tokens + req.streamed_tokens
         req.attempt += 1 + req.twins
@@ -83,7 +93,7 @@ class Recovery:
         self._blame(at_s, req, kind, where, advanced)
         problem = verdict(req, at_s, self._policy)
         if problem is not None:
-            return actions + self._flights.refuse(at_s, req, *problem)
+            return actions + self._requests.refuse(at_s, req, *problem)
         return actions + self._again(at_s, req, kind)
 
     def one_of_two(
@@ -94,7 +104,7 @@ class Recovery:
         actions = self._doubt(at_s, where) if kind == "replica" else []
         if where:
             self._blame(at_s, left, kind, where, advanced=False)
-        return actions + self._flights.release(at_s, lost)
+        return actions + self._requests.release(at_s, lost)
 
     def _blame(
         self, at_s: float, req: RequestState, kind: told.FailureKind, where: str, advanced: bool
@@ -117,12 +127,12 @@ class Recovery:
         req.avoid = req.failed_by
         if kind in LOSSES:
             req.avoid |= self._losses.suspects(at_s)
-        sent = self._flights.dispatch(at_s, req)
+        sent = self._requests.dispatch(at_s, req)
         if sent or req.state != HELD or (kind in LOSSES and req.losses != 1):
             return sent
-        self._flights.held.remove(req)
+        self._requests.held.remove(req)
         req.avoid = req.failed_by if kind in LOSSES else frozenset()
-        return self._flights.dispatch(at_s, req)
+        return self._requests.dispatch(at_s, req)
 
     def linked(self, at_s: float, event: told.LinkReported) -> list[Action]:
         """A link has become slow: what is on it goes elsewhere, once, if it is done clearly sooner there.
@@ -131,11 +141,11 @@ class Recovery:
         only when its driver has stopped it and said where the user is, it is sent again. That is no failure.
         """
         actions: list[Action] = []
-        if self._policy.balance != "learned" or self._policy.retries < 1:
+        if not self._router.learns or self._policy.retries < 1:
             return actions
         before: dict[str, int] = {}
         for name, over_s in self._router.links.waits_s(event):
-            req = self._flights.open[name]
+            req = self._requests.open[name]
             model = req.request.model
             again_s = self._router.detours.again_s(req, before.get(model, 0))
             if req.attempt or req.twins or req.recalled or verdict(req, at_s, self._policy):
@@ -143,11 +153,11 @@ class Recovery:
             if over_s >= again_s + PATIENCE_S:
                 req.recalled = req.link
                 before[model] = before.get(model, 0) + req.prompt_tokens
-                actions += [*self._flights.abandon(req), self._inquiries.ask(at_s, req)]
+                actions += [*self._requests.abandon(req), self._inquiries.ask(at_s, req)]
         return actions
 
     def underway(self, at_s: float, event: told.AttemptRunning) -> list[Action]:
-        req = self._flights.open.get(event.request)
+        req = self._requests.open.get(event.request)
         if req is not None and req.state == RUNNING and event.attempt == req.attempt:
             self._inquiries.underway(at_s, req)
         return []
@@ -157,7 +167,7 @@ class Recovery:
         if notice_s is not None:
             self._losses.note(at_s, view.member)
         self._inquiries.gone(at_s + (notice_s or 0.0), view)
-        return self._flights.changed(at_s, view)
+        return self._requests.changed(at_s, view)
 
     def sizes(self) -> dict[str, int]:
         """What is remembered, in entries."""
@@ -175,31 +185,33 @@ class Recovery:
             actions += self.trust(at_s, view) if view is not None else []
             self._doubts.pop(name, None)
         crowded, self._crowded = sorted(self._crowded), set()
-        actions += self._flights.retry_held(at_s, crowded)
+        actions += self._requests.retry_held(at_s, crowded)
         return actions + self._calm(at_s) + self._inquire(at_s)
 
     def _calm(self, at_s: float) -> list[Action]:
         """Once losses cease, those held for fear of them go wherever somebody is."""
         actions: list[Action] = []
-        doubtful, self._flights.doubtful = self._flights.doubtful, {}
+        doubtful, self._requests.doubtful = self._requests.doubtful, {}
         for name in doubtful:
-            req = self._flights.open.get(name)
+            req = self._requests.open.get(name)
             if req is None or req.state != HELD:
                 continue
             if not self._losses.quiet(at_s) and at_s - req.held_s < LONGEST_CALM_S:
-                self._flights.doubtful[name] = None
+                self._requests.doubtful[name] = None
                 continue
-            self._flights.held.remove(req)
+            self._requests.held.remove(req)
             req.avoid = req.failed_by = frozenset()
-            actions += self._flights.dispatch(at_s, req)
+            actions += self._requests.dispatch(at_s, req)
         return actions
 
     def _inquire(self, at_s: float) -> list[Action]:
         """Ask after those that went silent; give up those of which nobody knows anything."""
         actions, hopeless = self._inquiries.tick(at_s)
         for req in hopeless:
-            actions += self._flights.abandon(req) + self._flights.release(at_s, req)
-            actions += self._flights.refuse(at_s, req, "lost", "nobody knows how much of it reached the user")
+            actions += self._requests.abandon(req) + self._requests.release(at_s, req)
+            actions += self._requests.refuse(
+                at_s, req, "lost", "nobody knows how much of it reached the user"
+            )
         return actions
 
     def _doubt(self, at_s: float, replica: str) -> list[Action]:
@@ -214,7 +226,7 @@ class Recovery:
             self._fleet.doubt(view, True)
             strikes = min(view.strikes, MOST_STRIKES)
             self._doubts[replica] = at_s + QUARANTINE_S * (1 << (strikes - 1))
-        return self._flights.changed(at_s, view)
+        return self._requests.changed(at_s, view)
 
     def silent(self, at_s: float, event: told.ReplicaSilent) -> list[Action]:
         """A replica does not answer: nobody is sent there for now. What it has fails by itself."""
@@ -225,7 +237,7 @@ class Recovery:
         until_s = max(self._doubts.get(event.replica, at_s), at_s + QUARANTINE_S)
         known, self._doubts[event.replica] = view.doubted, until_s
         self._fleet.doubt(view, True, strike=False)
-        return [] if known else self._flights.changed(at_s, view)
+        return [] if known else self._requests.changed(at_s, view)
 
     def reported(self, at_s: float, view: ReplicaState) -> list[Action]:
         """A replica that is doubted says that it is well."""
@@ -238,14 +250,14 @@ class Recovery:
         self._doubts.pop(view.member.id, None)
         self._losses.mend(view.member.id)
         self._fleet.doubt(view, False)
-        return self._flights.changed(at_s, view) + self.let_in(at_s, view)
+        return self._requests.changed(at_s, view) + self.let_in(at_s, view)
 
     def let_in(self, at_s: float, view: ReplicaState) -> list[Action]:
         """Somebody can be sent to again: those held, but no more than it can take at once."""
         model = view.member.model
         facts = view.facts
-        actions = self._flights.retry_held(at_s, [model], facts.decode_batch if facts is not None else None)
-        if self._flights.held.counts().get(model):
+        actions = self._requests.retry_held(at_s, [model], facts.decode_batch if facts is not None else None)
+        if self._requests.held.counts().get(model):
             self._crowded.add(model)
         return actions
 
@@ -260,3 +272,176 @@ def verdict(req: RequestState, at_s: float, policy: Policy) -> tuple[RefusalReas
     if req.attempt >= MOST_ATTEMPTS:
         return "retries", f"was sent {req.attempt} times in vain"
     return None
+
+
+class AttemptQueries:
+    """Attempts that went silent are asked after (`QueryAttempt`), never guessed about: only the driver knows what its
+    user has. One of which nobody knows anything is refused: sent again it might repeat tokens.
+
+    Asked after is an attempt whose replica was lost or stopped, when `AttemptFailed` did not come within FAILED_S;
+    one of which nothing was heard for SILENCE_S; and at once one that is recalled from a slow link.
+    """
+
+    __slots__ = ("_asked", "_gone", "_open", "_round")
+
+    def __init__(self, requests: dict[str, RequestState]) -> None:
+        self._open = requests
+        self._gone: list[tuple[float, ReplicaState]] = []
+        """Replicas that are gone, and by when their requests should be known to have failed."""
+        self._asked: dict[str, tuple[int, int, float]] = {}
+        """Request to (attempt, questions so far, when the answer is overdue)."""
+        self._round: list[str] = []
+        """Those still to be looked at in this round."""
+
+    def __len__(self) -> int:
+        return len(self._asked) + len(self._gone)
+
+    def gone(self, until_s: float, view: ReplicaState) -> None:
+        """A replica went, or goes at a time that was told; then its requests fail, and that is to be heard soon."""
+        if view.open_requests:
+            self._gone.append((until_s + FAILED_S, view))
+
+    def underway(self, at_s: float, req: RequestState) -> None:
+        """It goes on. If its replica was said to be gone, that may be wrong, and is asked about again later."""
+        req.heard_s = at_s
+        if self._asked.pop(req.request.id, None) is not None:
+            self._asked[req.request.id] = (req.attempt, 0, at_s + FAILED_S)
+
+    def ask(self, at_s: float, req: RequestState) -> Action:
+        """What became of an attempt that is abandoned: its driver stops it, and then says where its user is."""
+        return self._ask(at_s, req, 0)
+
+    def tick(self, at_s: float) -> tuple[list[Action], list[RequestState]]:
+        """Questions to ask now, and requests of which nobody knows anything."""
+        actions: list[Action] = []
+        hopeless: list[RequestState] = []
+        for name, (attempt, questions, due_s) in list(self._asked.items()):
+            req = self._open.get(name)
+            if req is None or req.attempt != attempt or req.state != RUNNING:
+                del self._asked[name]
+            elif due_s <= at_s:
+                if questions == 0 and not self._orphan(req):
+                    del self._asked[name]
+                elif questions >= QUESTIONS:
+                    del self._asked[name]
+                    hopeless.append(req)
+                else:
+                    actions.append(self._ask(at_s, req, questions))
+        silent = [each for each in self._silent(at_s) if each.state == RUNNING and each not in hopeless]
+        actions += [self._ask(at_s, each, 0) for each in silent if each.request.id not in self._asked]
+        return actions, hopeless
+
+    def _silent(self, at_s: float) -> list[RequestState]:
+        due = {view for due_s, view in self._gone if due_s <= at_s}
+        if due:
+            self._gone = [each for each in self._gone if each[1] not in due]
+            return [req for req in self._open.values() if not due.isdisjoint(req.views())]
+        if not self._round:
+            self._round = list(self._open)
+        names, self._round = self._round[-LOOKS:], self._round[:-LOOKS]
+        looked = [self._open.get(name) for name in names]
+        return [each for each in looked if each is not None and at_s - each.heard_s >= SILENCE_S]
+
+    def _ask(self, at_s: float, req: RequestState, questions: int) -> Action:
+        self._asked[req.request.id] = (req.attempt, questions + 1, at_s + ANSWER_S)
+        return QueryAttempt(req.request.id, req.attempt)
+
+    @staticmethod
+    def _orphan(req: RequestState) -> bool:
+        """Whether one of its replicas is no longer in the fleet."""
+        return any(view.gone for view in req.views())
+
+
+class RecentLosses:
+    """Replicas that were lost within TOGETHER_S, and what may be dying with them: the smallest domain that explains
+    all recent losses of a region.
+
+        one replica, or several of one node     the node
+        several nodes of one zone               the zone
+        several zones, or no zone known         the region
+
+    A request may be what kills replicas. One that was merely on a replica that went silent is not, where within
+    SILENT_TOGETHER_S another went silent that it was not on, or one answered again.
+    """
+
+    __slots__ = ("_latest_s", "_recent", "_silent", "_suspects", "_woke_s")
+
+    def __init__(self) -> None:
+        self._recent: dict[str, tuple[float, ReplicaSpec]] = {}
+        """Replica to when it was lost, oldest first."""
+        self._suspects: frozenset[str] | None = frozenset()
+        """None when it must be worked out anew."""
+        self._latest_s = self._woke_s = float("-inf")
+        """When one was last lost, and when one that was silent answered again."""
+        self._silent: dict[str, float] = {}
+        """Replica to when it was last said to be silent, oldest first."""
+
+    def note(self, at_s: float, member: ReplicaSpec) -> None:
+        """It is lost, or a request failed there as if it were; the first word counts."""
+        if member.id not in self._recent:
+            self._recent[member.id] = (at_s, member)
+            self._suspects = None
+            self._latest_s = max(self._latest_s, at_s)
+
+    def silent(self, at_s: float, member: ReplicaSpec) -> None:
+        """It does not answer."""
+        self.note(at_s, member)
+        self._silent.pop(member.id, None)
+        self._silent[member.id] = at_s
+
+    def reported(self, at_s: float, replica: str) -> None:
+        """It answers."""
+        if replica in self._silent:
+            self._woke_s = at_s
+
+    def mend(self, replica: str) -> None:
+        """It was heard of again, or is taken to be well."""
+        if self._recent.pop(replica, None) is not None:
+            self._suspects = None
+
+    def suspects(self, at_s: float) -> frozenset[str]:
+        """Domains that may be dying, as `ReplicaSpec.domains` names them."""
+        self._forget(at_s)
+        if self._suspects is None:
+            regions: dict[str, list[ReplicaSpec]] = {}
+            for _, member in self._recent.values():
+                regions.setdefault(member.region, []).append(member)
+            self._suspects = frozenset(name for each in regions.values() for name in smallest(each))
+        return self._suspects
+
+    def alone(self, at_s: float, replica: str, visited: frozenset[str]) -> bool:
+        """Whether a replica was lost lately, and none that the request was not on: it may be what kills them."""
+        self._forget(at_s)
+        if replica not in self._recent or not visited.issuperset(self._recent):
+            return False
+        return replica not in self._silent or (
+            at_s - self._woke_s > SILENT_TOGETHER_S and visited.issuperset(self._silent)
+        )
+
+    def quiet(self, at_s: float) -> bool:
+        """Whether nothing was lost for a while."""
+        return at_s - self._latest_s >= QUIET_S
+
+    def _forget(self, at_s: float) -> None:
+        while self._silent:
+            oldest = next(iter(self._silent))
+            if at_s - self._silent[oldest] <= SILENT_TOGETHER_S:
+                break
+            del self._silent[oldest]
+        while self._recent:
+            oldest = next(iter(self._recent))
+            if at_s - self._recent[oldest][0] <= TOGETHER_S:
+                return
+            del self._recent[oldest]
+            self._suspects = None
+
+
+def smallest(lost: list[ReplicaSpec]) -> tuple[str, ...]:
+    """The smallest domain of one region that all of these lie in; several names when they share several nodes."""
+    nodes = set(lost[0].node_domains).intersection(*(member.node_domains for member in lost[1:]))
+    if nodes:
+        return tuple(sorted(nodes))
+    zones = {member.zone for member in lost}
+    if len(zones) == 1 and "" not in zones:
+        return (lost[0].domains[-2],)
+    return (lost[0].domains[-1],)

@@ -7,65 +7,73 @@ changes a `RequestState`, but for the router that sends it.
 from __future__ import annotations
 
 from collections.abc import Iterable
+from heapq import heapify, heappop, heappush
+from itertools import islice
 from typing import Final
 
 from potluck.core.admission.admission import Admission, Refusal
-from potluck.core.admission.capacity import crowded
-from potluck.core.admission.queueing import QueueManager
 from potluck.core.brain.prefix_caches import PrefixCaches
-from potluck.core.brain.waiting import WaitingRequests
+from potluck.core.routing.balance import balance_rule
+from potluck.core.routing.capacity import ReplicaCapacity, crowded
 from potluck.core.routing.learned_speeds import LearnedSpeeds
 from potluck.core.routing.prefix_affinity import PrefixAffinity
-from potluck.core.routing.router import Router
-from potluck.core.routing.routing_result import SENT, RoutingResult
+from potluck.core.routing.router import SENT, Router, RoutingResult
 from potluck.core.routing.routing_table import ModelRoutes, RoutingTable
 from potluck.core.routing.split import MOST_IN_LOW
-from potluck.core.routing.targets import Target
 from potluck.core.scaling.autoscaler import Autoscaler
 from potluck.core.state import events as told
 from potluck.core.state.actions import Abort, Action, RefusalReason, Refuse
 from potluck.core.state.facts import FleetFacts
 from potluck.core.state.fleet import FleetState, ReplicaState
 from potluck.core.state.policy import Policy
-from potluck.core.state.request_state import RUNNING, WAITING, RequestState
+from potluck.core.state.request_state import HELD, RUNNING, WAITING, RequestState
+from potluck.core.state.targets import Target
+from potluck.core.values.route import Route
 
+LEAST_NOTES: Final = 4096
 ENDED: Final = 1 << 12
 """Whoever tells of a request again does so within seconds."""
+
+
+class BrainState:
+    """What the Brain is made of: built once, and shared by all who decide about requests."""
+
+    def __init__(self, facts: FleetFacts, policy: Policy) -> None:
+        rule = balance_rule(policy.balance)
+        self.facts, self.policy = facts, policy
+        self.fleet = FleetState(facts.replicas)
+        self.speeds = LearnedSpeeds(facts, self.fleet, rule.learns)
+        self.table = RoutingTable(facts, policy, rule, self.fleet)
+        self.caches = PrefixCaches(facts, policy, self.fleet)
+        self.affinity = PrefixAffinity(policy, self.table, self.caches.index)
+        room = ReplicaCapacity(policy, self.table)
+        bound = room if policy.admission else None
+        self.router = Router(policy, self.table, self.affinity, self.speeds, bound)
+        self.admission = Admission(policy, self.table, room, self.router)
+        self.autoscaler = Autoscaler(facts, policy, self.fleet)
 
 
 class Requests:
     """All requests that were accepted and have not ended."""
 
-    def __init__(
-        self,
-        facts: FleetFacts,
-        policy: Policy,
-        fleet: FleetState,
-        table: RoutingTable,
-        caches: PrefixCaches,
-        affinity: PrefixAffinity,
-        router: Router,
-        autoscaler: Autoscaler,
-        speeds: LearnedSpeeds,
-        admission: Admission,
-    ) -> None:
-        self._facts = facts
-        self._policy = policy
-        self._fleet = fleet
-        self._table = table
-        self._caches = caches
-        self._affinity = affinity
-        self._router = router
-        self._steward = autoscaler
-        self._speeds = speeds
-        self._admission = admission
+    def __init__(self, state: BrainState) -> None:
+        self._facts = state.facts
+        self._policy = state.policy
+        self._fleet = state.fleet
+        self._table = state.table
+        self._caches = state.caches
+        self._affinity = state.affinity
+        self._router = state.router
+        self._autoscaler = state.autoscaler
+        self._speeds = state.speeds
+        self._admission = admission = state.admission
+        admission.run, admission.refuse, admission.hold = self.run, self._turned_away, self._hold
         self._room = admission.room
-        self._between = admission.room.between
-        self._lobby = QueueManager(admission, router, table, self.run, self._turned_away, self._hold)
-        self._backlogs = admission.backlogs
+        self._tenants = admission.room.tenants
+        self._queues = admission.queues
         self._weights = admission.weights
-        self._bounded = policy.admission
-        self._watches = autoscaler.watches
+        self._bounded = state.policy.admission
+        self._watches = state.autoscaler.watches
         self.open: dict[str, RequestState] = {}
         """By the request's id."""
         self.held = WaitingRequests(self.open)
@@ -91,24 +99,67 @@ class Requests:
             return [self._refusal(at_s, req, "unknown_class", what)]
         if request.blocks:
             self._caches.asked_for(at_s, request)
-        if self._steward.scale_to_zero:
-            self._steward.asked(at_s, request.model)
+        if self._autoscaler.scale_to_zero:
+            self._autoscaler.asked(at_s, request.model)
         if self._watches:
             cached_tokens = self._affinity.most_cached(req) if request.blocks else 0
-            self._steward.window.arrived(at_s, request, cached_tokens)
+            self._autoscaler.window.arrived(at_s, request, cached_tokens)
         if table is not None and req.total_tokens > table.limit_tokens:
             return [self._refusal(at_s, req, "too_long", table.too_long(req))]
         if request.deadline_s is not None and at_s >= request.deadline_s:
             late = f"came after its deadline at {request.deadline_s:g} s"
             return [self._refusal(at_s, req, "deadline", late)]
         self.open[name] = req
+        self._note_tenant(at_s, req)
+        return self._send(at_s, req, table)
+
+    def _note_tenant(self, at_s: float, req: RequestState) -> None:
+        """Whose request was accepted: its weight, and its deadline if it is to be stopped then."""
+        request = req.request
         if request.deadline_s is not None:
             self._admission.watch(req)
         if self._weights:
             req.weight = self._weights.get(request.tenant, 1.0)
         if self._bounded and (self._room.several or request.tenant is not self._room.tenant):
-            self._between.asks(at_s, req)
-        return self._send(at_s, req, table)
+            self._tenants.asks(at_s, req)
+
+    def adopted(self, at_s: float, event: told.RequestAdopted) -> list[Action]:
+        """A request of an earlier Brain, whose process is gone: it goes on where it is, or is sent as after a
+        failure. It is no arrival: that was counted then."""
+        request = event.request
+        if self.knows(request.id):
+            return []
+        req = self.open[request.id] = RequestState(request)
+        req.attempt, req.streamed_tokens = event.attempt, event.streamed_tokens
+        req.prompt_tokens += event.streamed_tokens
+        self._note_tenant(at_s, req)
+        if event.route is not None and self._resumed(req, event.route, event.done, event.first):
+            req.heard_s = at_s
+            if self._room.several:
+                self._tenants.sent(req)
+            return []
+        req.attempt += 1
+        return self.dispatch(at_s, req)
+
+    def _resumed(self, req: RequestState, route: Route, done: int, first: bool) -> bool:
+        """Count it where it is under way; False where one of its replicas is not known."""
+        views = [self._fleet.views.get(segment.replica) for segment in route.segments]
+        found = [view for view in views if view is not None]
+        if len(found) < len(views):
+            return False
+        last = found.pop()
+        req.route, req.state, req.last = route, RUNNING, last
+        req.earlier = tuple(
+            (view, segment.stop - segment.start)
+            for view, segment in zip(found, route.segments[:-1], strict=True)
+            if segment.stop is not None
+        )
+        req.done = len(req.earlier) if first else min(done, len(req.earlier))
+        req.last_tokens = 0 if first else max(0, req.prompt_tokens - route.segments[-1].start)
+        for view, tokens in req.earlier[req.done :]:
+            self._fleet.open(view, tokens, 0)
+        self._fleet.open(last, req.last_tokens, req.total_tokens)
+        return True
 
     def knows(self, request: str) -> bool:
         """Whether it is open, or ended lately."""
@@ -124,15 +175,15 @@ class Requests:
     def _send(self, at_s: float, req: RequestState, table: ModelRoutes | None) -> list[Action]:
         """Send a request, or hold it."""
         if table is not None:
-            if self._backlogs and self._lobby.behind(req, table):
-                return self._lobby.line_up(at_s, req, table)
+            if self._queues and self._admission.behind(req, table):
+                return self._admission.line_up(at_s, req, table)
             if self._room.several:
-                self._between.now_s = at_s
+                self._tenants.now_s = at_s
             answer = self._router.send(req, table)
             if answer is SENT:
                 return [self.run(at_s, req)]
             if answer is RoutingResult.FULL:
-                return self._lobby.line_up(at_s, req, table)
+                return self._admission.line_up(at_s, req, table)
             if answer is RoutingResult.WAITS:
                 self.held.wait(at_s, req, self._policy)
                 return []
@@ -149,7 +200,7 @@ class Requests:
         elif req.last is not None:
             req.sent = (at_s, req.last.done_s, req.last.done_prompts)
         if self._room.several:
-            self._between.sent(req)
+            self._tenants.sent(req)
         return req.run()
 
     def _turned_away(self, at_s: float, each: Refusal) -> list[Action]:
@@ -184,7 +235,7 @@ class Requests:
                 self._speeds.handed(at_s, req, view)
         leaves = req.pair is not None and req.done == len(req.earlier) - 1
         actions = self._leave_pair(at_s, req) if leaves else []
-        return actions + self._lobby.freed(at_s, view) if self._backlogs else actions
+        return actions + self._admission.freed(at_s, view) if self._queues else actions
 
     def _hand_on(self, at_s: float, req: RequestState) -> list[Action]:
         """The next of the earlier segments is done."""
@@ -195,7 +246,7 @@ class Requests:
             self._fleet.close(view, 0, 0)
         req.done += 1
         if req.long or req.light_tokens:
-            self._between.computed(req)
+            self._tenants.computed(req)
         going_on = req.done < len(req.earlier)
         onto = req.earlier[req.done][0] if going_on else req.last
         if req.link or req.cargo:
@@ -208,7 +259,7 @@ class Requests:
         else:
             self._prompt_done(req)
             actions = self._leave_pair(at_s, req) if req.pair is not None else []
-        return actions + self._lobby.freed(at_s, view) if self._backlogs else actions
+        return actions + self._admission.freed(at_s, view) if self._queues else actions
 
     def _prompt_done(self, req: RequestState) -> None:
         """What balances by load count for the prompt is done."""
@@ -237,9 +288,9 @@ class Requests:
                     self._speeds.computed(at_s, req, req.last)
             self._speeds.began(at_s, req, req.last)
             if req.long or req.light_tokens:
-                self._between.computed(req)
-            if self._backlogs:
-                actions += self._lobby.freed(at_s, req.last)
+                self._tenants.computed(req)
+            if self._queues:
+                actions += self._admission.freed(at_s, req.last)
         return actions
 
     def finished(self, at_s: float, event: told.RequestFinished) -> list[Action]:
@@ -254,11 +305,11 @@ class Requests:
         if last is not None and last.strikes:
             self._fleet.answered_again(last)
         if req.mixed:
-            self._between.apart.answered(req, event.output_tokens)
+            self._tenants.isolation.answered(req, event.output_tokens)
         if last is not None and req.first_s >= 0 and (crowded(last) or req.heavy):
             self._room.ended(at_s, req, last, event.output_tokens)
         if self._watches:
-            self._steward.finished(at_s, req, event.output_tokens)
+            self._autoscaler.finished(at_s, req, event.output_tokens)
         if req.watched_s >= 0:
             self._speeds.ended(at_s, req, event.output_tokens)
         elif req.first_s < 0:
@@ -297,7 +348,7 @@ class Requests:
             self._fleet.close(req.last, req.last_tokens, req.total_tokens)
             last, req.last = req.last, None
             if req.mixed:
-                self._between.left(req)
+                self._tenants.left(req)
         req.watched_s = -1.0
         if req.yielding is not None:
             self._router.timely.caught_up(req)
@@ -308,8 +359,8 @@ class Requests:
                 target.lighten(load)
             req.charges = ()
         actions = self._leave_pair(at_s, req) if req.pair is not None else []
-        if self._backlogs and last is not None:
-            actions += self._lobby.freed(at_s, last)
+        if self._queues and last is not None:
+            actions += self._admission.freed(at_s, last)
         return actions
 
     def _leave_pair(self, at_s: float, req: RequestState) -> list[Action]:
@@ -345,7 +396,7 @@ class Requests:
     def _refusal(self, at_s: float, req: RequestState, reason: RefusalReason, detail: str) -> Refuse:
         self.end(req.request.id)
         if self._watches and reason != "unknown_model":
-            self._steward.window.refused(at_s, req.request.model)
+            self._autoscaler.window.refused(at_s, req.request.model)
         return Refuse(req.request.id, reason, detail)
 
     def sizes(self) -> dict[str, int]:
@@ -364,7 +415,7 @@ class Requests:
         if self._bounded:
             self._fleet.bound(view, self._room.easiness(view))
         actions = self.admit(at_s, group) if group is not None and group.waiting else []
-        return actions + self._lobby.freed(at_s, view) if self._backlogs else actions
+        return actions + self._admission.freed(at_s, view) if self._queues else actions
 
     def planned(self, at_s: float) -> list[Action]:
         """A plan was adopted: whoever waits is tried again."""
@@ -372,7 +423,7 @@ class Requests:
         for pair in list(self._table.groups.values()):
             actions += self.admit(at_s, pair)
         actions += self.retry_held(at_s, self.held.models())
-        return actions + self._lobby.retry(at_s)
+        return actions + self._admission.retry(at_s)
 
     def tick(self, at_s: float) -> list[Action]:
         """Refusals of those that waited too long."""
@@ -390,7 +441,7 @@ class Requests:
             actions += self.abandon(req) + self.release(at_s, req)
             late = f"still ran at its deadline at {req.request.deadline_s:g} s"
             actions += self.refuse(at_s, req, "deadline", late)
-        return actions + self._lobby.tick(at_s)
+        return actions + self._admission.tick(at_s)
 
     def retry_held(self, at_s: float, models: Iterable[str], most: int | None = None) -> list[Action]:
         actions: list[Action] = []
@@ -398,3 +449,84 @@ class Requests:
             for name in self.held.take(model, most):
                 actions += self.dispatch(at_s, self.open[name])
         return actions
+
+
+class WaitingRequests:
+    """Requests that wait for any replica, by model in the order they came, and by when they give up."""
+
+    __slots__ = ("_expiries", "_models", "_most", "_open", "_sequence")
+
+    def __init__(self, requests: dict[str, RequestState]) -> None:
+        self._open = requests
+        self._models: dict[str, dict[str, None]] = {}
+        self._expiries: list[tuple[float, int, str]] = []
+        self._sequence = 0
+        self._most = LEAST_NOTES
+        """With more notes than this, those of requests that wait no longer are dropped."""
+
+    def __len__(self) -> int:
+        return sum(len(each) for each in self._models.values())
+
+    def counts(self) -> dict[str, int]:
+        return {model: len(each) for model, each in self._models.items() if each}
+
+    def add(self, at_s: float, req: RequestState, policy: Policy) -> None:
+        """Hold a request until somebody can take it."""
+        request = req.request
+        self._models.setdefault(request.model, {})[request.id] = None
+        req.state = HELD
+        self._begin(at_s, req, policy)
+
+    def wait(self, at_s: float, req: RequestState, policy: Policy) -> None:
+        """It waits for its turn on a pair, no longer than it would be held."""
+        assert req.state == WAITING
+        self._begin(at_s, req, policy)
+
+    def _begin(self, at_s: float, req: RequestState, policy: Policy) -> None:
+        """From now on time runs; one that was held or waited already keeps its time."""
+        if req.held_s >= 0:
+            return
+        req.held_s = at_s
+        expiry_s = at_s + policy.max_wait_s
+        deadline_s = req.request.deadline_s
+        if deadline_s is not None:
+            expiry_s = min(expiry_s, deadline_s)
+        self._sequence += 1
+        req.patience = self._sequence
+        heappush(self._expiries, (expiry_s, self._sequence, req.request.id))
+        if len(self._expiries) > self._most:
+            self._expiries = [each for each in self._expiries if self._waits(*each[1:]) is not None]
+            heapify(self._expiries)
+            self._most = LEAST_NOTES + 2 * len(self._expiries)
+
+    def remove(self, req: RequestState) -> None:
+        self._models.get(req.request.model, {}).pop(req.request.id, None)
+
+    def take(self, model: str, most: int | None = None) -> list[str]:
+        """Those of a model that wait longest, or all, to be tried again."""
+        waiting = self._models.get(model, {})
+        taken = list(islice(waiting, most))
+        for name in taken:
+            del waiting[name]
+        return taken
+
+    def models(self) -> list[str]:
+        return [model for model, each in self._models.items() if each]
+
+    def expired(self, at_s: float) -> list[RequestState]:
+        """Those that wait and whose time is over; they are no longer held."""
+        found = []
+        while self._expiries and self._expiries[0][0] <= at_s:
+            _, sequence, name = heappop(self._expiries)
+            req = self._waits(sequence, name)
+            if req is not None:
+                self.remove(req)
+                found.append(req)
+        return found
+
+    def _waits(self, sequence: int, name: str) -> RequestState | None:
+        """Whom a note is about, while it is about the present wait."""
+        req = self._open.get(name)
+        if req is None or req.state == RUNNING or req.patience != sequence or req.held_s < 0:
+            return None
+        return req

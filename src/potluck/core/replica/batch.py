@@ -1,25 +1,19 @@
 """Continuous batching with chunked prefill: what one replica computes in its next step.
 
-The rules are those of Orca (OSDI '22: batches change between any two steps), Sarathi-Serve (OSDI '24: prompts
-run in chunks beside the decodes, under a token budget) and vLLM (SOSP '23 and its v1 scheduler):
+The rules are those of Orca (OSDI '22), Sarathi-Serve (OSDI '24) and vLLM (SOSP '23 and its v1 scheduler):
 
 1. Every decoding sequence gets one token. The budget is at least the number of slots, so all of them fit.
-2. What is left of the token budget goes to prompts that have begun: higher priority first, then in the order in
-   which they began. Somebody waiting that has a higher priority than one of these begins before it goes on.
-3. Then waiting ones begin: higher priority first, then earlier arrival, and nobody overtakes. A sequence begins
-   when there is a slot and room for its whole prompt; beside others a few blocks stay spare, so that those can
-   grow. Sequences whose KV came from elsewhere have their blocks already and wait for nothing but a slot.
-   Where there are several tenants, the budget is divided among those with prompts by their weights, and each has a
-   line of its own (`sharing.py`); what one does not use, prompts that have begun take.
-4. When the decodes outgrow the memory, the sequence of the lowest priority that arrived last is preempted: its
-   blocks are freed, all it had becomes prompt again, and it waits ahead of everyone who arrived after it.
+2. What is left of the budget goes to prompts that have begun: higher priority first, then in the order in which they
+   began. Somebody waiting that has a higher priority than one of these begins before it goes on.
+3. Then waiting ones begin: higher priority first, then earlier arrival; nobody overtakes. A sequence begins when
+   there is a slot and room for its whole prompt; beside others a few blocks stay spare. Sequences whose KV came from
+   elsewhere have their blocks already. Several tenants divide the budget by weight, each with a line of its own.
+4. When the decodes outgrow the memory, the sequence of the lowest priority that arrived last is preempted: all it had
+   becomes prompt again, and it waits ahead of everyone who arrived after it.
 
-The step that computes the last token of a prompt yields the first output token, so O output tokens take O - 1
-steps more. A sequence of which only one prompt token is missing (its KV was received) is a decode at once.
-
-`next_step` and `commit` are what an engine calls. All decodes move in lockstep, which is why a simulator need
-not step (`lockstep.py`): `steady` says how many steps will be alike, `advance(k)` does k of them at once, at the
-same cost as one.
+The step that computes the last token of a prompt yields the first output token. A sequence of which only one prompt
+token is missing (its KV was received) is a decode at once. All decodes move in lockstep, so a simulator need not
+step: `steady` says how many steps will be alike, `advance(k)` does k of them at once, at the same cost as one.
 """
 
 from __future__ import annotations
@@ -27,7 +21,7 @@ from __future__ import annotations
 from heapq import heappop, heappush
 
 from potluck.core.errors import InputError
-from potluck.core.replica.batch_values import (
+from potluck.core.replica.sequences import (
     DECODE,
     DONE,
     FINISHED,
@@ -45,10 +39,10 @@ from potluck.core.replica.batch_values import (
     Happening,
     Queue,
     Sequence,
+    Sequences,
+    TenantShares,
     head_of,
 )
-from potluck.core.replica.sequences import Sequences
-from potluck.core.replica.tenant_shares import TenantShares
 
 __all__ = [
     "DONE",

@@ -1,38 +1,31 @@
 """One replica's block pool: which prefixes lie in which blocks, what a hand-over takes, what goes for lack of room.
 
-The pool is so many equal blocks. A block holds 16 tokens of all layers that keep every token; its name is a chained
-hash, which stands for its own tokens and all before them. Layers with a window or a state cannot resume after any
-block, only at lengths where what they need was put aside: a *checkpoint*, which takes whole blocks of the same pool.
-So there is one pool for all groups of layers, and nothing is set apart for one of them.
+A block holds 16 tokens of all layers that keep every token; its name is a chained hash, which stands for its own
+tokens and all before them. Layers with a window or a state resume only at lengths where what they need was put aside:
+a *checkpoint*, rounded up to whole blocks of the same pool, so nothing is set apart for one group of layers (PrfaaS
+3.2, Figure 4).
 
     prefix blocks     kept while there is room, found by whoever begins alike; complete before they can be found
     transfer blocks   of one hand-over; gone when it is done, or made prefix blocks where they are (`adopt`)
 
-Prefixes make a tree. A block is kept only while the one before it is, so how much of a prompt there is can be found
-by bisection. Only what nothing builds on and nobody has pinned can go, the least recently used first. The use of a
-block is the use of all before it, but only the last one is written to: a block learns of later use when those behind
-it go.
-
-The pool holds names and places; whoever owns it holds the data (`kv.pool`).
+A block is kept only while the one before it is, so how much of a prompt there is can be found by bisection. Only what
+nothing builds on and nobody has pinned can go, the least recently used first; the use of a block is the use of all
+before it. The pool holds names and places; whoever owns it holds the data (`kv.pool`).
 """
 
 from __future__ import annotations
 
+import struct
 from bisect import bisect_left
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from hashlib import blake2b, sha256
 from heapq import heappop, heappush
+from typing import Literal, NamedTuple
 
 from potluck.core.errors import InputError
-from potluck.core.replica.block_values import (
-    NOTHING,
-    BlockPlacement,
-    CacheChanges,
-    Checkpoint,
-    Name,
-    PrefixHit,
-    block_hashes,
-)
 from potluck.core.state.facts import BLOCK_TOKENS
+from potluck.core.values.model import Attention, FullAttention, LatentAttention, Model
 
 __all__ = [
     "NOTHING",
@@ -374,3 +367,242 @@ def _note(news: dict[int, bool], name: int, here: bool) -> None:
     """Note a change, unless it undoes one that nobody has heard of."""
     if news.pop(name, here) is here:
         news[name] = here
+
+
+HASH_BYTES = 16
+"""Wide enough that nobody can make two prefixes of one name, and so read another's cache."""
+
+
+LONGEST_SALT = 200
+RUN_BLOCKS = 16
+"""Blocks that a name book remembers together."""
+
+
+def chain_root(model: str = "", salt: str = "") -> bytes:
+    """Where the names of a model's blocks begin: its fingerprint, then the salt of who shares with nobody else."""
+    root = blake2b(model.encode(), digest_size=HASH_BYTES).digest()
+    if not salt:
+        return root
+    # Under a person of its own, since a salt may read like the tokens of a block.
+    said = salt.encode("utf-8", "surrogatepass")
+    return blake2b(root + said, digest_size=HASH_BYTES, person=b"potluck salt").digest()
+
+
+def block_hashes(
+    tokens: Sequence[int],
+    model: str = "",
+    block_tokens: int = BLOCK_TOKENS,
+    most: int | None = None,
+    salt: str = "",
+) -> tuple[int, ...]:
+    """The names of the whole blocks in `tokens`. Different models share nothing, nor do different salts (tenants)."""
+    return names_behind(chain_root(model, salt), tokens, block_tokens, most)
+
+
+def names_behind(
+    before: bytes, tokens: Sequence[int], block_tokens: int = BLOCK_TOKENS, most: int | None = None
+) -> tuple[int, ...]:
+    """The names of the whole blocks in tokens that come behind a root, or behind a block (`as_bytes`)."""
+    count = len(tokens) // block_tokens
+    if most is not None:
+        count = min(count, most)
+    found: list[int] = []
+    _chain(before, _packed(tokens, count * block_tokens), 8 * block_tokens, found)
+    return tuple(found)
+
+
+def as_bytes(name: int) -> bytes:
+    """A name as it goes into those behind it."""
+    return name.to_bytes(HASH_BYTES, "little")
+
+
+class BlockNamer:
+    """Names for one who names prompts all day: what begins as an earlier prompt did is not worked out again.
+
+    Remembered are runs of blocks, by a hash of their tokens and all before them; no tokens are. The least recently
+    used are forgotten.
+    """
+
+    def __init__(self, runs: int = 4096, block_tokens: int = BLOCK_TOKENS) -> None:
+        """A run takes half a kilobyte."""
+        self._most, self._block_tokens = runs, block_tokens
+        self._known: dict[bytes, bytes] = {}
+        """A run's hash to its names, as they are hashed, one behind the other."""
+
+    def names(self, tokens: Sequence[int], model: str = "", salt: str = "") -> tuple[int, ...]:
+        """What `block_hashes` says."""
+        size = 8 * self._block_tokens
+        data = _packed(tokens, len(tokens) // self._block_tokens * self._block_tokens)
+        run_bytes, known = RUN_BLOCKS * size, self._known
+        name, start = chain_root(model, salt), 0
+        found: list[int] = []
+        while start + run_bytes <= len(data):
+            piece = data[start : start + run_bytes]
+            key = sha256(name + piece).digest()
+            run = known.pop(key, None)
+            if run is None:
+                named: list[int] = []
+                _chain(name, piece, size, named)
+                run = b"".join([as_bytes(number) for number in named])
+                if len(known) >= self._most:
+                    del known[next(iter(known))]
+                found += named
+            else:
+                found += [
+                    int.from_bytes(run[place : place + HASH_BYTES], "little")
+                    for place in range(0, len(run), HASH_BYTES)
+                ]
+            known[key] = run
+            name = run[-HASH_BYTES:]
+            start += run_bytes
+        _chain(name, data[start:], size, found)
+        return tuple(found)
+
+
+def _packed(tokens: Sequence[int], count: int) -> bytes:
+    try:
+        return struct.pack(f"<{count}q", *(tokens if count == len(tokens) else tokens[:count]))
+    except struct.error as error:
+        raise InputError("tokens", "must be whole numbers of 64 bits") from error
+
+
+def _chain(name: bytes, data: bytes, size: int, found: list[int]) -> bytes:
+    """The names of blocks of so many bytes behind `name`; the last one as it is hashed."""
+    hashed, number = blake2b, int.from_bytes
+    for start in range(0, len(data), size):
+        name = hashed(name + data[start : start + size], digest_size=HASH_BYTES).digest()
+        found.append(number(name, "little"))
+    return name
+
+
+@dataclass(frozen=True, slots=True)
+class Checkpoint:
+    """A length at which everything can be resumed: behind the block `after`, `rest` further tokens.
+
+    Without a block before it `after` is 0, or what stands for a salt.
+    """
+
+    after: int
+    rest: tuple[int, ...] = ()
+
+
+Name = int | Checkpoint
+
+
+class PrefixHit(NamedTuple):
+    """The longest prefix that can be resumed."""
+
+    tokens: int
+    blocks: int
+    checkpoint: Checkpoint | None = None
+    shared_blocks: int = 0
+    """Blocks that there are, also behind the last checkpoint: others came this way, so one is wanted there."""
+
+
+NOTHING = PrefixHit(0, 0)
+
+
+class BlockPlacement(NamedTuple):
+    """Something new, and the blocks that it goes to."""
+
+    name: Name
+    places: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class CacheChanges:
+    """What came and went, net, since last asked for. `marked`: blocks at whose end everything can be resumed."""
+
+    added: tuple[int, ...] = ()
+    removed: tuple[int, ...] = ()
+    marked: tuple[int, ...] = ()
+    unmarked: tuple[int, ...] = ()
+
+    def __bool__(self) -> bool:
+        return bool(self.added or self.removed or self.marked or self.unmarked)
+
+
+Kind = Literal["tokens", "window", "state"]
+
+
+@dataclass(frozen=True, slots=True)
+class LayerGroup:
+    """Layers that keep the same kind of thing."""
+
+    kind: Kind
+    layers: tuple[int, ...]
+    bytes_per_token: int = 0
+    """Of all its layers together; 0 for states."""
+    state_bytes: int = 0
+    window: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class PoolLayout:
+    """Groups over one pool."""
+
+    groups: tuple[LayerGroup, ...]
+    block_tokens: int
+
+    @property
+    def exact(self) -> bool:
+        """Whether a prefix can be resumed only where there is a checkpoint."""
+        return any(group.kind != "tokens" for group in self.groups)
+
+    @property
+    def block_bytes(self) -> int:
+        """What every block of the pool holds."""
+        per_token = sum(group.bytes_per_token for group in self.groups if group.kind == "tokens")
+        return per_token * self.block_tokens or self.checkpoint_bytes(self.block_tokens)
+
+    def checkpoint_bytes(self, tokens: int) -> int:
+        """To resume after so many tokens, which end with a block: of windows what a query there can still see."""
+        return sum(
+            group.state_bytes + group.bytes_per_token * min(tokens, (group.window or 1) - 1)
+            for group in self.groups
+            if group.kind != "tokens"
+        )
+
+    def checkpoint_blocks(self, tokens: int) -> int:
+        return -(-self.checkpoint_bytes(tokens) // self.block_bytes)
+
+
+def pool_layout(model: Model, element_bytes: int = 2, block_tokens: int = BLOCK_TOKENS) -> PoolLayout:
+    """The groups of a model whose KV has elements of so many bytes."""
+    found: dict[tuple[Kind, int | None], list[int]] = {}
+    for place, layer in enumerate(model.layers):
+        found.setdefault(_kind(layer.attention), []).append(place)
+    groups = []
+    for (kind, window), places in found.items():
+        sizes = [_sizes(model.layers[place].attention, element_bytes) for place in places]
+        per_token, state = sum(size[0] for size in sizes), sum(size[1] for size in sizes)
+        groups.append(LayerGroup(kind, tuple(places), per_token, state, window))
+    return PoolLayout(tuple(groups), block_tokens)
+
+
+def checkpoints_at(found: PrefixHit, blocks: int) -> tuple[int, ...]:
+    """After how many blocks a prompt of so many whole ones, of which `found` was there, should leave checkpoints.
+
+    At its end, where its own continuation will look; and where it left a way that others had come: what two prompts
+    share a third is likely to share, and nobody put a state aside there.
+    """
+    branch = {found.shared_blocks} if found.shared_blocks > found.blocks else set()
+    return tuple(sorted(branch | ({blocks} if blocks else set())))
+
+
+def _kind(attention: Attention) -> tuple[Kind, int | None]:
+    if isinstance(attention, LatentAttention):
+        return "tokens", None
+    if isinstance(attention, FullAttention):
+        return ("tokens", None) if attention.window is None else ("window", attention.window)
+    return "state", None
+
+
+def _sizes(attention: Attention, element_bytes: int) -> tuple[int, int]:
+    """Bytes per token, bytes whatever the length."""
+    if isinstance(attention, FullAttention):
+        return attention.kv_heads * (attention.head_dim + attention.v_head_dim) * element_bytes, 0
+    if isinstance(attention, LatentAttention):
+        return (attention.kv_lora_rank + attention.qk_rope_head_dim) * element_bytes, 0
+    conv = max(attention.conv_kernel - 1, 0) * attention.conv_channels * element_bytes
+    return 0, attention.state_elements * attention.state_bytes_per_element + conv

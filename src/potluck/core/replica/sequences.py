@@ -1,27 +1,14 @@
-"""The sequences of one replica, where each is and what it holds: who comes, who goes, whose blocks are whose.
-
-`batch.py` has the rules of what is computed next, and is the only user.
-"""
+"""The sequences of one replica, where each is and what it holds: who comes, who goes, whose blocks are whose."""
 
 from __future__ import annotations
 
-from heapq import heappush
+from collections.abc import Mapping
+from dataclasses import dataclass
+from heapq import heappop, heappush
+from typing import Final
 
-from potluck.core.errors import InputError
-from potluck.core.replica.batch_values import (
-    DECODE,
-    GONE,
-    KEPT,
-    PREFILL,
-    WAITING,
-    BatchLimits,
-    BatchStep,
-    Queue,
-    Sequence,
-    require_fit,
-)
-from potluck.core.replica.lockstep import DecodeLockstep
-from potluck.core.replica.tenant_shares import TenantShares
+from potluck.core.errors import CapacityError, InputError
+from potluck.core.state.facts import BLOCK_TOKENS
 
 
 class Sequences:
@@ -211,3 +198,318 @@ class Sequences:
             shares = self._shares = TenantShares(self._tenant, self._queue)
             self._queue = []
         shares.come(tenant, weight)
+
+
+FIRST: Final = 0
+DONE: Final = 1
+FINISHED: Final = 2
+PREEMPTED: Final = 3
+RESUMED: Final = 4
+"""What may happen to a sequence: its first output token, the end of a segment that hands over, its last output
+token, the loss of its blocks, the first token after that."""
+WAITING: Final = 0
+PREFILL: Final = 1
+DECODE: Final = 2
+KEPT: Final = 3
+GONE: Final = 4
+
+LATE: Final = -1_000_000
+"""Priority of prompts that are late anyway, below all that users may ask for. One of them is computed at a time: its
+KV takes room from those that can be in time."""
+LOWEST: Final = -(1 << 60)
+"""Below every priority."""
+
+Happening = tuple[int, int]
+"""What, to whom (key)."""
+
+
+@dataclass(frozen=True, slots=True)
+class BatchLimits:
+    """What bounds a replica's steps."""
+
+    total_blocks: int
+    token_budget: int = 2048
+    """New tokens of one step, prompts and decodes together."""
+    max_running: int = 1024
+    """Sequences that have begun: slots."""
+    chunk_tokens: int | None = None
+    """New tokens of one prompt in one step, where that is less than the budget."""
+    spare_blocks: int = -1
+    """Blocks left free when a sequence begins beside others; a hundredth of all unless said."""
+    block_tokens: int = BLOCK_TOKENS
+
+    def __post_init__(self) -> None:
+        for name in ("total_blocks", "token_budget", "max_running", "block_tokens"):
+            if getattr(self, name) < 1:
+                raise InputError(f"limits: {name}", f"must be at least 1, is {getattr(self, name)}")
+        if self.token_budget < self.max_running:
+            raise InputError(
+                "limits: token_budget", f"must give each of the {self.max_running} sequences a token"
+            )
+        if self.chunk_tokens is not None and self.chunk_tokens < 1:
+            raise InputError("limits: chunk_tokens", f"must be at least 1, is {self.chunk_tokens}")
+
+    @property
+    def spare(self) -> int:
+        return self.spare_blocks if self.spare_blocks >= 0 else self.total_blocks // 100
+
+
+class BatchStep:
+    """One step: what is to be computed, and who had to go for it."""
+
+    __slots__ = ("chunks", "context_tokens", "decodes", "newcomers", "preempted")
+
+    def __init__(
+        self,
+        chunks: list[tuple[int, int, int]],
+        decodes: int,
+        context_tokens: int,
+        newcomers: int,
+        preempted: list[int],
+    ) -> None:
+        self.chunks = chunks
+        """(key, new tokens, context before them)"""
+        self.decodes = decodes
+        self.context_tokens = context_tokens
+        """Of the decodes, added up."""
+        self.newcomers = newcomers
+        """Decodes that make their first token here."""
+        self.preempted = preempted
+
+    @property
+    def tokens(self) -> int:
+        return self.decodes + sum(chunk[1] for chunk in self.chunks)
+
+
+class Sequence:
+    """A sequence as the Batcher keeps it; written by nobody else."""
+
+    __slots__ = (
+        "asked",
+        "base",
+        "blocks",
+        "end",
+        "held",
+        "key",
+        "left",
+        "order",
+        "priority",
+        "state",
+        "tenant",
+        "todo",
+    )
+
+    base: int
+    """Its context less the clock, once it decodes."""
+    end: int
+    """The clock at its last token, once it decodes."""
+
+    def __init__(self, key: int, priority: int, order: int, todo: int, held: int, asked: int) -> None:
+        self.key = key
+        self.priority = priority
+        self.order = order
+        self.todo = todo
+        """Prompt tokens to compute."""
+        self.held = held
+        """Tokens whose KV is there; while decoding it is base + clock instead."""
+        self.asked = asked
+        self.left = asked
+        """Output tokens to make; while decoding it is end - clock instead."""
+        self.blocks = 0
+        """Blocks of the prompt; while decoding they follow from the context."""
+        self.state = WAITING
+        self.tenant = ""
+        """Whose it is; not said while all are one tenant's."""
+
+    def left_at(self, clock: int) -> int:
+        """Output tokens to make, whether it decodes or not."""
+        return self.end - clock if self.state == DECODE else self.left
+
+
+Queue = list[tuple[int, int, Sequence]]
+"""A heap by priority, highest first, then arrival; may hold some that left it."""
+
+
+def head_of(queue: Queue) -> Sequence | None:
+    """The next in line; those that left are removed."""
+    while queue:
+        if queue[0][2].state == WAITING:
+            return queue[0][2]
+        heappop(queue)
+    return None
+
+
+def require_fit(
+    most_tokens: int, key: int, compute_tokens: int, context_tokens: int, output_tokens: int
+) -> None:
+    """A sequence must have a prompt, and room to end; nothing to compute is fine where there is context."""
+    whole = compute_tokens + context_tokens
+    if compute_tokens < 0 or context_tokens < 0 or output_tokens < 0 or not whole:
+        raise InputError(f"sequence {key}", "needs a prompt of at least one token")
+    # The last output token is not put in again, so it needs no room.
+    if whole + max(output_tokens - 1, 0) > most_tokens:
+        raise CapacityError(
+            f"sequence {key} of {whole} + {output_tokens} tokens can never fit in {most_tokens}"
+        )
+
+
+class DecodeLockstep:
+    """The decodes of one Batcher, which alone changes them."""
+
+    __slots__ = ("_edges", "clock", "context_tokens", "count", "ends", "fill", "size")
+
+    def __init__(self, block_tokens: int) -> None:
+        self.size = block_tokens
+        self.clock = 0
+        """Steps so far, those without decodes included."""
+        self.count = 0
+        self.context_tokens = 0
+        """Tokens of context, added up."""
+        self.ends: list[tuple[int, int, Sequence]] = []
+        """A heap by end; may hold some that left before."""
+        self.fill = [0] * block_tokens
+        """Sequences by the clock, modulo the block size, at which they need a block."""
+        self._edges = 0
+        """Those clocks, added up over all sequences."""
+
+    def join(self, sequence: Sequence) -> None:
+        """It decodes from now on, `left` tokens."""
+        clock, held = self.clock, sequence.held
+        sequence.state = DECODE
+        sequence.base = base = held - clock
+        sequence.end = end = clock + sequence.left
+        self.count += 1
+        self.context_tokens += held
+        edge = -base % self.size
+        self.fill[edge] += 1
+        self._edges += edge
+        heappush(self.ends, (end, sequence.order, sequence))
+
+    def leave(self, sequence: Sequence) -> None:
+        base = sequence.base
+        self.count -= 1
+        self.context_tokens -= base + self.clock
+        edge = -base % self.size
+        self.fill[edge] -= 1
+        self._edges -= edge
+        sequence.state = GONE
+
+    def live(self) -> list[Sequence]:
+        return [entry[2] for entry in self.ends if entry[2].state == DECODE]
+
+    def keys(self) -> list[int]:
+        """Who they are, earliest arrival first."""
+        return [sequence.key for sequence in sorted(self.live(), key=lambda s: s.order)]
+
+    def until_end(self) -> int:
+        """Steps until the first of them makes its last token. There must be one."""
+        ends = self.ends
+        while ends[0][2].state != DECODE:
+            heappop(ends)
+        return ends[0][0] - self.clock
+
+    def blocks(self, steps: int = 0) -> int:
+        """Blocks of all of them, so many steps from now."""
+        if not self.count:
+            return 0
+        size = self.size
+        at = (self.clock + steps) % size
+        # A block has to spare how far its edge is from here; those before it are a block's length away from that.
+        unused = self._edges - at * self.count + size * sum(self.fill[:at])
+        return (self.context_tokens + steps * self.count + unused) // size
+
+    def blocks_at_most(self, steps: int) -> int:
+        """No fewer than `blocks`, without looking at each."""
+        return (self.context_tokens + self.count * (steps + self.size - 1)) // self.size
+
+    def until_full(self, room_blocks: int) -> int:
+        """Steps that so many blocks suffice for."""
+        rounds, rest = divmod(room_blocks - self.blocks(), self.count)
+        steps = rounds * self.size
+        while (needed := self.fill[(self.clock + steps) % self.size]) <= rest:
+            rest -= needed
+            steps += 1
+        return steps
+
+    def ended(self, found: list[Happening], by_key: dict[int, Sequence]) -> None:
+        """Let go of those that made their last token."""
+        ends, clock = self.ends, self.clock
+        while ends and ends[0][0] <= clock:
+            sequence = heappop(ends)[2]
+            if sequence.state == DECODE:
+                base, key = sequence.base, sequence.key  # `leave`, written out
+                self.count -= 1
+                self.context_tokens -= base + clock
+                edge = -base % self.size
+                self.fill[edge] -= 1
+                self._edges -= edge
+                sequence.state = GONE
+                del by_key[key]
+                found.append((FINISHED, key))
+
+
+MOST_WEIGHT: Final = 1e9
+
+
+def require_weight(weight: float) -> None:
+    """A weight that somebody else sent."""
+    if not 0 < weight < MOST_WEIGHT:
+        raise InputError("weight", f"must be above 0 and below {MOST_WEIGHT:g}, is {weight}")
+
+
+class TenantShares:
+    """The tenants of one replica, each with its line of waiting sequences. `Batcher` alone changes it."""
+
+    __slots__ = ("_had", "_weights", "lines")
+
+    def __init__(self, tenant: str, queue: Queue) -> None:
+        self.lines: dict[str, Queue] = {tenant: queue}
+        self._weights: dict[str, float] = {tenant: 1.0}
+        self._had: dict[str, float] = {tenant: 0.0}
+        """Tokens computed for it, over its weight."""
+
+    def come(self, tenant: str, weight: float) -> None:
+        """A sequence of a tenant came. A newcomer has had as much as whoever has had least."""
+        if tenant not in self.lines:
+            self._had[tenant] = min(self._had.values())
+            self.lines[tenant] = []
+        self._weights[tenant] = weight
+
+    def had(self, tenant: str, tokens: int) -> None:
+        self._had[tenant] += tokens / self._weights[tenant]
+
+    def parts(self, budget: int, wants: Mapping[str, int]) -> list[tuple[str, int]]:
+        """Who may have how much, whoever has had least first; they add up to the budget, or to all that is wanted."""
+        order = sorted((tenant for tenant, tokens in wants.items() if tokens), key=self._had.__getitem__)
+        given = divided(budget, [(self._weights[tenant], wants[tenant]) for tenant in order])
+        return list(zip(order, given, strict=True))
+
+
+def divided(budget: int, wants: list[tuple[float, int]]) -> list[int]:
+    """(weight, tokens wanted) to tokens given; fractions go to those that come first."""
+    given = [0] * len(wants)
+    open_ = [place for place, (_, tokens) in enumerate(wants) if tokens > 0]
+    while open_ and budget > 0:
+        weight = _weight(wants, open_)
+        small = [place for place in open_ if wants[place][1] * weight <= budget * wants[place][0]]
+        if not small:
+            break
+        for place in small:
+            given[place] = wants[place][1]
+        budget -= sum(given[place] for place in small)
+        open_ = [place for place in open_ if place not in small]
+    weight = _weight(wants, open_)
+    for place in open_:
+        given[place] = int(budget * wants[place][0] / weight)
+    left = budget - sum(given[place] for place in open_)
+    for place in open_[:left]:
+        given[place] += 1
+    return given
+
+
+def _weight(wants: list[tuple[float, int]], places: list[int]) -> float:
+    """A loop, as compiled code takes a sum that begins with 0 for one of whole numbers."""
+    weight = 0.0
+    for place in places:
+        weight += wants[place][0]
+    return weight

@@ -1,12 +1,8 @@
-"""A prefix cache in spare memory: blocks of prompt KV that nobody uses at present, kept while there is room.
+"""A prefix cache in spare memory, for the simulator and emulated engines; `blocks.py` is for those that hold bytes.
 
-Blocks carry chained hashes, so a block stands for its whole prefix. Least recently used blocks go first, and a
-prefix is touched from its end to its beginning, so a block never goes before the ones that build on it. The room is
-what running requests leave over: cached blocks are given up as soon as those need the memory.
-
-Models with linear or window layers can resume only where their state was kept, which is at the end of a prompt
-(`exact`); such a state takes room of its own. The others resume at any block. The simulator's replicas and engines
-that pretend have this cache; `blocks.py` is for those that hold bytes.
+Blocks carry chained hashes. Least recently used blocks go first, and a prefix is touched from its end, so a block
+never goes before those that build on it. The room is what running requests leave over. Models with linear or window
+layers resume only where their state was kept, at the end of a prompt (`exact`); a state takes room of its own.
 """
 
 from __future__ import annotations
@@ -16,7 +12,7 @@ from itertools import compress, filterfalse, islice, repeat
 from math import ceil
 from typing import Final
 
-from potluck.core.replica.block_values import CacheChanges
+from potluck.core.replica.blocks import CacheChanges
 
 FEW: Final = 8
 """So many blocks are looked at one by one, which takes less time than to make what goes over all of them."""

@@ -1,15 +1,12 @@
-"""Who is next: in turn by weight, or the least loaded.
+"""How requests are spread over targets: a class per rule, named in BALANCES. A new rule is a class and a line here.
 
-    goodput       turns in proportion to the goodput of a unit for the bucket    CAUCHY 3.4.1, CORAL 5.1
-    round-robin   turns, all alike                                               CAUCHY 4.4's baseline
+    learned       the target done first at the speeds observed, with what the plan gives the bucket (default)
+    goodput       turns in proportion to a target's goodput for the bucket       CAUCHY 3.4.1, CORAL 5.1
     fixed         turns by the plan's rates, THUNDERSERVE's X and Y              THUNDERSERVE 3.3
-    token         the unit with the most tokens of KV left                       CAUCHY 4.4's token-weighted baseline
-    least-work    the unit that would be done first, in seconds
-    learned       the same at the speeds observed (speeds.py), and with what the plan gives the bucket there
+    round-robin   turns, all alike                                               CAUCHY 4.4's baseline
+    token         the target with the most tokens of KV left                     CAUCHY 4.4's token-weighted baseline
 
-The last three count what the Brain itself has sent and not seen end, so they need no report and are never late.
-Their index is a heap whose keys are put right when they surface: a load that grew is found too low and sinks,
-one that fell is pushed anew. A pick costs O(log n).
+`learned` and `token` count what the Brain has sent and not seen end, so they need no report and are never late.
 """
 
 from __future__ import annotations
@@ -17,16 +14,17 @@ from __future__ import annotations
 from collections.abc import Callable
 from heapq import heapify, heappop, heappush, heapreplace
 from math import inf
-from typing import Final, Protocol
+from typing import Final, Literal, Protocol
 
-from potluck.core.routing.targets import Target, avoided
+from potluck.core.errors import UnknownNameError
+from potluck.core.routing.round_robin import WeightedRoundRobin
 from potluck.core.state.facts import BLOCK_TOKENS, ReplicaFacts
-from potluck.core.state.policy import Balance
+from potluck.core.state.fleet import ReplicaState
 from potluck.core.state.request_state import RequestState
+from potluck.core.state.targets import PLAIN, Target, avoided
 
 TRIES: Final = 4
 """Turns that are looked at for one that a failed request need not avoid, before all are."""
-BY_LOAD: frozenset[Balance] = frozenset({"learned", "token", "least-work"})
 
 
 class Balancer(Protocol):
@@ -40,6 +38,119 @@ class Balancer(Protocol):
     def pick(self) -> Target | None: ...
     def swap(self, picked: Target, other: Target) -> None: ...
     def members(self) -> tuple[Target, ...]: ...
+
+
+class BalanceRule:
+    """Turns, all alike; other rules say what they have otherwise."""
+
+    weights: Literal["even", "rates", "goodput"] = "even"
+    """What a copy weighs for a bucket: all alike, the plan's rate, or its goodput (`template_weights.py`)."""
+    by_length = True
+    """Whether length thresholds between regions may decide."""
+    learns = False
+    """Whether speeds are observed, and late links avoided."""
+    by_load = False
+    """Whether requests count on their targets until they end, by `loads`."""
+    in_seconds = False
+    """Whether loads are seconds; where a target's facts are missing, its planned rate stands in."""
+
+    def chooser(self) -> Balancer:
+        return WeightedRoundRobin()
+
+    def loads(
+        self,
+        req: RequestState,
+        tokens: int,
+        prefills: list[ReplicaState],
+        decodes: list[ReplicaState],
+        answer_tokens: float,
+        apart: bool,
+    ) -> tuple[float, float]:
+        """What a request counts for: its prompt, of which so many tokens are computed, and its answer; `apart` on two
+        targets."""
+        return 0.0, 0.0
+
+
+class RoundRobin(BalanceRule):
+    """CAUCHY 4.4's baseline."""
+
+
+class GoodputBalance(BalanceRule):
+    weights = "goodput"
+
+
+class FixedBalance(BalanceRule):
+    weights = "rates"
+    by_length = False
+
+
+class TokenBalance(BalanceRule):
+    """All tokens count where they are decoded, and along a flow the prompt where it is computed."""
+
+    by_load = True
+
+    def chooser(self) -> Balancer:
+        return LeastLoaded(self.offset)
+
+    def offset(self, target: Target, weight: float) -> float:
+        views = target.decodes if target.kind != PLAIN else target.views()
+        return -float(
+            sum(facts.total_blocks * BLOCK_TOKENS for view in views if (facts := view.facts) is not None)
+        )
+
+    def loads(
+        self,
+        req: RequestState,
+        tokens: int,
+        prefills: list[ReplicaState],
+        decodes: list[ReplicaState],
+        answer_tokens: float,
+        apart: bool,
+    ) -> tuple[float, float]:
+        return float(tokens) if apart else 0.0, float(req.total_tokens)
+
+
+class LearnedBalance(BalanceRule):
+    """Seconds of the prompt until it is computed, and of its part of the decode steps, answers as long as lately."""
+
+    weights = "goodput"
+    learns = by_load = in_seconds = True
+
+    def chooser(self) -> Balancer:
+        return LeastLoaded(self.offset)
+
+    def offset(self, target: Target, weight: float) -> float:
+        return 1.0 / weight
+
+    def loads(
+        self,
+        req: RequestState,
+        tokens: int,
+        prefills: list[ReplicaState],
+        decodes: list[ReplicaState],
+        answer_tokens: float,
+        apart: bool,
+    ) -> tuple[float, float]:
+        first, last = prefills[0].facts, decodes[0].facts
+        first_s = prefill_seconds(first, tokens) if first is not None else float(tokens)
+        rest_s = decode_seconds(last, answer_tokens) if last is not None else float(answer_tokens)
+        return first_s / len(prefills), rest_s / len(decodes)
+
+
+BALANCES: Final[dict[str, type[BalanceRule]]] = {
+    "learned": LearnedBalance,
+    "goodput": GoodputBalance,
+    "round-robin": RoundRobin,
+    "token": TokenBalance,
+    "fixed": FixedBalance,
+}
+
+
+def balance_rule(name: str) -> BalanceRule:
+    """The rule that `policy.balance` names."""
+    if name not in BALANCES:
+        raise UnknownNameError("policy: balance", name, BALANCES)
+    return BALANCES[name]()
 
 
 class _Place:
@@ -57,7 +168,11 @@ class _Place:
 
 
 class LeastLoaded:
-    """The target with the least (load + offset) x pace; equals take turns."""
+    """The target with the least (load + offset) x pace; equals take turns.
+
+    A heap whose keys are put right when they surface: a load that grew is found too low and sinks, one that fell is
+    pushed anew. A pick costs O(log n).
+    """
 
     __slots__ = ("_heap", "_offset_of", "_places", "_stamp", "total")
 
@@ -145,11 +260,6 @@ def unfailed(chooser: Balancer, req: RequestState) -> Target | None:
     return min(others, key=lambda each: each.load * each.pace, default=None)
 
 
-def request_seconds(facts: ReplicaFacts, prompt_tokens: int, output_tokens: int) -> float:
-    """What a request takes of a replica's time: its prefill, and its part of the decode steps it shares."""
-    return prefill_seconds(facts, prompt_tokens) + decode_seconds(facts, output_tokens)
-
-
 def prefill_seconds(facts: ReplicaFacts, prompt_tokens: int) -> float:
     """What a prompt takes of a replica's time: of the way through a pipeline its slowest stage, since it computes the
     next prompts meanwhile."""
@@ -159,7 +269,3 @@ def prefill_seconds(facts: ReplicaFacts, prompt_tokens: int) -> float:
 
 def decode_seconds(facts: ReplicaFacts, output_tokens: float) -> float:
     return output_tokens * facts.decode_step_s / max(1, facts.decode_batch)
-
-
-def kv_tokens(facts: ReplicaFacts) -> int:
-    return facts.total_blocks * BLOCK_TOKENS

@@ -1,19 +1,12 @@
 """How fast replicas are in truth, learned from when their requests end: the plan's facts are the prior.
 
-    pace      seconds that things take there for each second that the facts say; 1 as planned, 2 half as fast
-    observed  from a request's first token to its last, or from sending a prompt until it is computed: as long as that
-              request is open its replica has work, so all of this time was spent on what was done meanwhile:
-    planned   prompts computed there in that time, and the decode steps that were not also a prompt's
-
     pace = (PRIOR_S + sum of observed) / (PRIOR_S + sum of planned)      older ones count ever less
 
-Both sums are of the Brain's own making, so no report can be late or wrong. What others do on a replica shows, too. A
-replica that is not sent anything is believed to be as planned again after a while: sums fade, the prior stays. So
-nobody is left out for ever for what was once true. One that is suddenly much slower (or faster) several times in a
-row has changed: what was observed before that is forgotten. For that first tokens count too, which come sooner. A
-pace is never below LEAST nor above MOST.
-
-How long answers get is learned as well, per model; a request's own limit is the most that is believed.
+Observed is the time from a request's first token to its last, or from sending a prompt until it is computed: all that
+time its replica had work. Planned is what the facts say for the prompts and decode steps done meanwhile. Both are the
+Brain's own counts, so no report can be late or wrong. Sums fade, so a replica that gets nothing counts as planned
+again after a while. One that is suddenly much slower (or faster) several times in a row has changed: what was
+observed before is forgotten. How long answers get is learned as well, per model.
 """
 
 from __future__ import annotations

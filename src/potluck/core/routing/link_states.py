@@ -1,26 +1,33 @@
-"""What links between regions carry at present, and what of ours is on its way over them.
+"""What links between regions carry at present, what of ours is on its way over them, and when to go round one.
 
     late_s = bytes before it / present rate + its own bytes (1 / present rate - 1 / planned rate)
 
-is by how much KV sent now would come later than the plan counts on. The rate is what the link last reported, or the
-planned one; the bytes are the Brain's own count, so that a link which is slower than it says shows as well, once
-enough is waiting for it. Nothing here is used while `late_s` is small: the plan chose the way.
-
-Tenants share a link by weight. So before a request's KV are all bytes of its tenant, and of each other tenant what
-is its due until those have passed, or all that it has: a tenant that floods a link makes it late for itself alone.
+is by how much KV sent now would come later than planned. The rate is what the link last reported, or the planned one;
+the bytes are the Brain's own count. Tenants share a link by weight: before a request's KV are all bytes of its
+tenant, and of each other tenant its due until those have passed.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from itertools import pairwise
 from math import inf
 from typing import Final
 
+from potluck.core.routing.routing_table import (
+    ANY,
+    CLOSED,
+    ModelRoutes,
+    RouteOption,
+    RouteOptions,
+    RoutingTable,
+)
 from potluck.core.state.events import LinkReported
 from potluck.core.state.facts import FleetFacts
 from potluck.core.state.fleet import ReplicaState
 from potluck.core.state.request_state import RequestState
-from potluck.core.values.lossy_hops import LOSSLESS
+from potluck.core.state.targets import prefilled_s
+from potluck.core.values.kv import LOSSLESS
 from potluck.core.values.route import Route
 from potluck.core.values.types import Codec
 
@@ -240,3 +247,73 @@ class LinkStates:
         name = req.request.model
         model, codec = self._facts.models.get(name), self.codecs.get((name, source, target), LOSSLESS)
         return 0.0 if model is None else model.wire_bytes(req.prompt_tokens, codec)
+
+
+class LinkAvoidance:
+    """Answers from the table and the links; owns nothing."""
+
+    def __init__(self, table: RoutingTable, links: LinkStates) -> None:
+        self._table = table
+        self._links = links
+
+    def late(self, way: RouteOption, req: RequestState, ways: RouteOptions, table: ModelRoutes) -> bool:
+        """Whether a way's link is slow or full, and the prompt would be computed sooner without it."""
+        late_s = self._links.late_s(way.source, way.target, req)
+        patience_s = self._links.patience_s(way.source, way.target) if late_s > 0 else inf
+        first = way.prefills.pick() if late_s > patience_s else None
+        if first is None:
+            return False
+        there_s = max(
+            prefilled_s(first, req.prompt_tokens), late_s
+        )  # prompts are sent while others are computed
+        return self._soonest_s(req, ways, table) + patience_s < there_s
+
+    def again_s(self, req: RequestState, before_tokens: int) -> float:
+        """Until the prompt of a request that is on its way would be computed anew, without a link, after others."""
+        table = self._table.models.get(req.request.model)
+        return self._soonest_s(req, None, table, before_tokens) if table is not None else inf
+
+    def _soonest_s(
+        self, req: RequestState, ways: RouteOptions | None, table: ModelRoutes, before_tokens: int = 0
+    ) -> float:
+        """Until the request's prompt is computed where no link is needed; infinite if that is nowhere."""
+        spare = [self._table.ways(table, bucket, req.total_tokens) for bucket in (CLOSED, ANY)]
+        choosers = [each.closed.prefills for each in spare]
+        if ways is not None:
+            choosers += [way.prefills for way in (ways.closed, *ways.flows) if not way.crosses]
+        tokens = req.prompt_tokens + before_tokens / max(1, *map(len, choosers))
+        found = [chooser.pick() for chooser in choosers]
+        return min((prefilled_s(each, tokens) for each in found if each is not None), default=inf)
+
+
+GRANTED: Final = 0.9
+"""Of a link's bandwidth: headers of packets take a part of it, and what no grant covers."""
+KEPT: Final = 0.1
+"""Of its even share, what a sender keeps that wants nothing."""
+LOSSY: Final = 0.01
+"""Share of segments sent again from which on a link is taken to carry less than it should."""
+EASED: Final = 0.85
+RECOVERED: Final = 0.05
+LEAST: Final = 0.25
+
+
+def grants(link_bytes_per_s: float, wants_bytes_per_s: Mapping[str, float]) -> dict[str, float]:
+    """Bytes a second that each sender may put on a link; together GRANTED of its bandwidth."""
+    left = GRANTED * link_bytes_per_s
+    found: dict[str, float] = {}
+    waiting = len(wants_bytes_per_s)
+    least = KEPT * left / max(1, waiting)
+    for sender, wanted in sorted(wants_bytes_per_s.items(), key=lambda each: (each[1], each[0])):
+        found[sender] = min(max(least, wanted), left / waiting)
+        left -= found[sender]
+        waiting -= 1
+    for sender in found:
+        found[sender] += left / len(found)
+    return found
+
+
+def eased(share: float, lost: float) -> float:
+    """Of a link's bandwidth, what is dealt out next: less while segments are lost, and slowly more again."""
+    if lost > LOSSY:
+        return max(LEAST, share * EASED)
+    return min(1.0, share + RECOVERED)

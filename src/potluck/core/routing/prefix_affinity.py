@@ -2,10 +2,8 @@
 
     score = affinity x seconds of prefill saved - seconds of waiting more
 
-Where a model has an objective, every answer under way waits for the prompts that are computed beside it. So a second
-of prompt counts BESIDE seconds more for each request that is open there: less of it saves more where there are many.
-
-The index of `index.py` says who holds what; here is what that means for the targets of these ways.
+With an objective, a second of prompt counts BESIDE seconds more for each request open there: their tokens wait for
+it.
 """
 
 from __future__ import annotations
@@ -15,14 +13,13 @@ from typing import Final
 
 from potluck.core.routing.balance import Balancer, decode_seconds
 from potluck.core.routing.link_states import LinkStates
-from potluck.core.routing.options import RouteOptions
 from potluck.core.routing.prefix_index import PrefixIndex
-from potluck.core.routing.routing_table import RoutingTable
-from potluck.core.routing.targets import Target
-from potluck.core.state.facts import BLOCK_TOKENS, FleetFacts
-from potluck.core.state.fleet import FleetState, ReplicaState
+from potluck.core.routing.routing_table import RouteOptions, RoutingTable
+from potluck.core.state.facts import BLOCK_TOKENS
+from potluck.core.state.fleet import ReplicaState
 from potluck.core.state.policy import Policy
 from potluck.core.state.request_state import RequestState
+from potluck.core.state.targets import Target
 
 BESIDE: Final = 0.05
 
@@ -30,12 +27,10 @@ BESIDE: Final = 0.05
 class PrefixAffinity:
     """Answers from the index, the table and the counts on replicas; owns nothing."""
 
-    def __init__(
-        self, facts: FleetFacts, policy: Policy, fleet: FleetState, table: RoutingTable, index: PrefixIndex
-    ) -> None:
-        self._facts = facts
+    def __init__(self, policy: Policy, table: RoutingTable, index: PrefixIndex) -> None:
+        self._facts = table.facts
         self._policy = policy
-        self._fleet = fleet
+        self._fleet = table.fleet
         self._table = table
         self._index = index
 

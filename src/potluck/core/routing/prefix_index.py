@@ -1,15 +1,12 @@
 """Which replica of which cluster holds which prefix: one index over all block pools, made of what they report.
 
-Every pool numbers its reports. What comes in order is taken in; what comes early waits for what is missing. As long
-as something is missing the replica is *stale*: it is left out of answers, and `apply` says that a snapshot is wanted.
-A snapshot replaces all that was known of the replica, and reports made after it are taken in behind it. A replica
-that starts anew has a higher epoch, and nothing from before counts.
+Every pool numbers its reports. What comes early waits for what is missing; until then the replica is *stale*: it is
+left out of answers, and `apply` says that a snapshot is wanted, which replaces all that was known. A replica that
+starts anew has a higher epoch.
 
-A block's holders are the bits of one number, so "which of this cluster" is one operation, and forgetting a replica
-only takes its bit out of use: it is swept out of the blocks when many have gone. Names are chained and pools keep no
-block without those before it, so the longest match is found by bisection, cluster by cluster. The index is bounded:
-it forgets the blocks that were neither reported nor matched for the longest. What it forgets or does not know yet
-costs a missed saving, never a wrong answer: a replica looks for itself what it has.
+A block's holders are the bits of one number; a replica that is forgotten leaves a bit out of use, swept out when
+there are many. Names are chained, so the longest match is found by bisection. The index is bounded: it forgets the
+blocks that were neither reported nor matched for the longest, which costs a missed saving, never a wrong answer.
 """
 
 from __future__ import annotations
@@ -21,7 +18,7 @@ from itertools import islice
 from typing import Final, NamedTuple
 
 from potluck.core.errors import InputError
-from potluck.core.replica.block_values import CacheChanges
+from potluck.core.replica.blocks import CacheChanges
 from potluck.core.state.events import CacheReported
 
 MOST_BLOCKS: Final = 1_000_000

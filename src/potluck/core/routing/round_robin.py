@@ -1,16 +1,14 @@
 """Smooth weighted round robin: every member gets its share of any run of picks, not just in the long run.
 
-CAUCHY 3.4.1 and CORAL 5.1 spread requests in proportion to goodput; bursts on one member would queue. nginx's
-smooth round robin looks at all members for each pick; this one keeps its spread in O(log n), as earliest
-eligible virtual deadline first (Stoica, Abdel-Wahab 1995) with unit jobs:
+Earliest eligible virtual deadline first (Stoica, Abdel-Wahab 1995) with unit jobs, O(log n) a pick:
 
     V             virtual time; one pick advances it by 1 / W, W the sum of weights
     e_i, d_i      member i's next job may run from e_i on and is due at d_i = e_i + 1 / w_i
     pick          of those with e_i <= V the one with the least d_i; then e_i = d_i
     lag_i         w_i (V - e_i): picks it is owed; always within (-1, 1), and the lags add up to 0
 
-So after N picks each count is within 1 of N w_i / W. A newcomer starts with no lag, and one that leaves hands
-its lag to the others, so that nobody is flooded when the fleet changes; a new weight keeps the lag.
+So after N picks each count is within 1 of N w_i / W. A newcomer starts with no lag, one that leaves hands its lag to
+the others, a new weight keeps it.
 """
 
 from __future__ import annotations

@@ -10,40 +10,47 @@
 from __future__ import annotations
 
 from bisect import bisect_left
+from enum import Enum
 
-from potluck.core.admission.capacity import ReplicaCapacity, easy
-from potluck.core.admission.deadlines import DeadlineCheck
-from potluck.core.admission.tenant_mix import CLOSED as CLOSED_WAY
-from potluck.core.admission.tenant_mix import DECODE, PREFILL
-from potluck.core.routing.balance import BY_LOAD, Balancer, unfailed
+from potluck.core.routing.balance import Balancer, prefill_seconds, unfailed
+from potluck.core.routing.capacity import CLOSED as CLOSED_WAY
+from potluck.core.routing.capacity import DECODE, PREFILL, ReplicaCapacity, easy
+from potluck.core.routing.deadlines import DeadlineCheck
 from potluck.core.routing.learned_speeds import LearnedSpeeds
-from potluck.core.routing.link_avoidance import LinkAvoidance
-from potluck.core.routing.link_states import LinkStates
-from potluck.core.routing.load_accounting import LoadAccounting
+from potluck.core.routing.link_states import LinkAvoidance, LinkStates
 from potluck.core.routing.opportunistic import (
-    busier,
     fullness,
     in_place,
     least_loaded,
     next_step_seconds,
-    seconds_per_token,
     shortest_queue,
 )
-from potluck.core.routing.options import RouteOption, RouteOptions
-from potluck.core.routing.pair_state import high_end, passes, stays_low
 from potluck.core.routing.prefix_affinity import PrefixAffinity
 from potluck.core.routing.round_robin import WeightedRoundRobin
-from potluck.core.routing.routing_result import SENT, RoutingResult
-from potluck.core.routing.routing_table import ANY, CLOSED, ModelRoutes, RoutingTable
-from potluck.core.routing.split import MOST_IN_LOW, partial_tokens, printed_tokens
-from potluck.core.routing.targets import COMBO, PLAIN, Target, avoided, unavoided
+from potluck.core.routing.routing_table import (
+    ANY,
+    CLOSED,
+    ModelRoutes,
+    RouteOption,
+    RouteOptions,
+    RoutingTable,
+)
+from potluck.core.routing.split import (
+    MOST_IN_LOW,
+    high_end,
+    partial_tokens,
+    passes,
+    printed_tokens,
+    stays_low,
+)
 from potluck.core.routing.thresholds import LengthThresholds
 from potluck.core.state.events import LinkReported
-from potluck.core.state.facts import BLOCK_TOKENS, FleetFacts
-from potluck.core.state.fleet import FleetState, ReplicaState
+from potluck.core.state.facts import BLOCK_TOKENS
+from potluck.core.state.fleet import ReplicaState
 from potluck.core.state.policy import Policy
 from potluck.core.state.request_state import NOWHERE, RUNNING, WAITING, RequestState
-from potluck.core.values.lossy_hops import codecs_between
+from potluck.core.state.targets import COMBO, PLAIN, Target, avoided, busier, seconds_per_token, unavoided
+from potluck.core.values.kv import codecs_between
 from potluck.core.values.plan import Plan
 from potluck.core.values.route import Route, Segment, handed_over
 
@@ -53,31 +60,29 @@ class Router:
 
     def __init__(
         self,
-        facts: FleetFacts,
         policy: Policy,
-        fleet: FleetState,
         table: RoutingTable,
         affinity: PrefixAffinity,
         speeds: LearnedSpeeds,
         room: ReplicaCapacity | None,
     ) -> None:
-        self._facts = facts
+        self._facts = table.facts
         self._policy = policy
-        self._fleet = fleet
+        self._fleet = table.fleet
         self._table = table
         self._affinity = affinity
-        self._charges = LoadAccounting(policy, table, speeds)
+        self._rule = rule = table.rule
+        self._speeds = speeds
         self._room = room
         """None: whoever is sent to has room."""
-        self.timely = DeadlineCheck(room, affinity, speeds, fleet)
+        self.timely = DeadlineCheck(room, affinity, speeds, table.fleet)
         self._full = False
         """Whether somebody was ready but had no room for the present request."""
         self._share = printed_tokens if policy.split_rule == "printed" else partial_tokens
-        self._by_load = policy.balance in BY_LOAD
-        self._learns = policy.balance == "learned"
-        self.links = LinkStates(facts)
+        self._by_load, self.learns = rule.by_load, rule.learns
+        self.links = LinkStates(table.facts)
         self.detours = LinkAvoidance(table, self.links)
-        self.thresholds = LengthThresholds(table, fleet, affinity)
+        self.thresholds = LengthThresholds(table, affinity)
 
     def adopt(self, plan: Plan) -> None:
         """The table has a new plan."""
@@ -123,7 +128,7 @@ class Router:
                 req.last_tokens = prompt
                 self._fleet.open(view, prompt, total)
                 if self._by_load:
-                    self._charges.plain(req, target, view)
+                    self._charge_plain(req, target, view)
                 return SENT
         self._full = False
         answer = self._through(ways, req, table)
@@ -149,7 +154,7 @@ class Router:
     def _through(self, ways: RouteOptions, req: RequestState, table: ModelRoutes) -> RoutingResult:
         if ways.simple:
             if self._room is not None and self._room.several and not req.attempt:
-                via = self._room.between.via(ways.closed.prefills, req)
+                via = self._room.tenants.via(ways.closed.prefills, req)
                 if via is not None and 2 * self._affinity.most_cached(req) <= req.prompt_tokens:
                     return self._over(*via, req)
             target = self._target(ways.closed.prefills, req)
@@ -195,7 +200,7 @@ class Router:
             return way
         for _ in range(len(turns)):
             if self._open(way, req, shut) and not (
-                self._learns and way.crosses and self.detours.late(way, req, ways, table)
+                self.learns and way.crosses and self.detours.late(way, req, ways, table)
             ):
                 return way
             way = turns.pick() or way
@@ -229,7 +234,7 @@ class Router:
         self._hand_over(req, here, there, req.prompt_tokens, holder)
         self.links.send(req, here.member.region, there.member.region, req.prompt_tokens)
         if self._by_load:
-            self._charges.flow(req, first, second, req.earlier[-1][1])
+            self._charge_apart(req, first, second, req.earlier[-1][1])
         return SENT
 
     def _roomy(self, chooser: Balancer, picked: Target, req: RequestState, phase: int) -> Target | None:
@@ -240,7 +245,7 @@ class Router:
         calm = view is not None and not room.several and easy(view)
         if not calm and req.place is None:
             room.seen(req)
-        if self._learns and phase == CLOSED_WAY and view is not None and req.prompt_tokens > view.easy[1]:
+        if self.learns and phase == CLOSED_WAY and view is not None and req.prompt_tokens > view.easy[1]:
             aside = self.timely.aside(chooser, view, req)
             if aside is not None:
                 return aside
@@ -284,11 +289,11 @@ class Router:
             assert target.view is not None
             self._in_place(req, target.view, target.route, abroad)
             if self._by_load:
-                self._charges.whole(req, target, req.last_tokens, [target.view], [target.view])
+                self._charge(req, target, req.last_tokens, [target.view], [target.view])
             return SENT
         if target.kind == COMBO:
             if self._by_load:
-                self._charges.whole(req, target, req.prompt_tokens, target.prefills, target.decodes)
+                self._charge(req, target, req.prompt_tokens, target.prefills, target.decodes)
             self._combo(target, req)
             return SENT
         return self.pair(target, req)
@@ -330,7 +335,7 @@ class Router:
             return SENT
         splits = self._facts.splits.get(low.member.template) if self._policy.split else None
         if self._by_load and not req.charges:
-            self._charges.whole(req, target, req.prompt_tokens, [low], [high])
+            self._charge(req, target, req.prompt_tokens, [low], [high])
         target.busy = busier(target.busy, target.prefills)
         part = req.prompt_tokens
         if splits is not None:
@@ -352,6 +357,50 @@ class Router:
             target.in_low += 1
         self._hand_over(req, low, high, part)
         return SENT
+
+    # What a request counts for on its targets, under balances by load; `charges` remembers it, to take it off again.
+
+    def _charge(
+        self,
+        req: RequestState,
+        target: Target,
+        tokens: int,
+        prefills: list[ReplicaState],
+        decodes: list[ReplicaState],
+    ) -> None:
+        """All of a request on one target; prompt and answer apart, as they end apart."""
+        if self._rule.in_seconds and decodes[0].facts is None:
+            first, rest = 0.0, self._table.request_s(target) or 1.0
+        else:
+            first, rest = self._rule.loads(req, tokens, prefills, decodes, self._answer_tokens(req), False)
+        req.charges = ((target, first), (target, rest))
+        target.load += first
+        target.load += rest
+
+    def _charge_plain(self, req: RequestState, target: Target, view: ReplicaState) -> None:
+        """The same on a single replica that computes all of the prompt: most requests, so written out."""
+        facts = view.facts
+        if facts is None or not self._rule.in_seconds:
+            self._charge(req, target, req.prompt_tokens, [view], [view])
+            return
+        first_s = prefill_seconds(facts, req.prompt_tokens)
+        rest_s = self._answer_tokens(req) * facts.decode_step_s / max(1, facts.decode_batch)
+        target.load += first_s
+        target.load += rest_s
+        req.charges = ((target, first_s), (target, rest_s))
+
+    def _charge_apart(self, req: RequestState, first: Target, second: Target, tokens: int) -> None:
+        """The prompt on one target, the answer on another."""
+        assert first.view is not None
+        assert second.view is not None
+        answer_tokens = self._answer_tokens(req)
+        loads = self._rule.loads(req, tokens, [first.view], [second.view], answer_tokens, True)
+        req.charges = ((first, loads[0]), (second, loads[1]))
+        for target, load in req.charges:
+            target.load += load
+
+    def _answer_tokens(self, req: RequestState) -> float:
+        return self._speeds.answer_tokens(req.request.model, req.output_tokens)
 
     def _alone(self, req: RequestState, view: ReplicaState) -> None:
         """On one of a group's replicas."""
@@ -409,3 +458,16 @@ class Router:
             self._fleet.open(view, tokens, 0)
         self._fleet.open(second, req.last_tokens, req.total_tokens)
         self.timely.sent(req, first, earlier[-1][1])
+
+
+class RoutingResult(Enum):
+    SENT = "sent"
+    WAITS = "waits"
+    """For a place on a pair's low-end replica."""
+    NOBODY = "nobody"
+    """No replica is ready that it could go to."""
+    FULL = "full"
+    """Some are, and none has room."""
+
+
+SENT = RoutingResult.SENT

@@ -1,39 +1,40 @@
 """A plan made ready for routing: per model and bucket, the ways a request may go.
 
-Ways are put together when its first request comes, and from then on a change of the fleet touches only the
-ways of that model and in them only the replica that changed: O(buckets log n). Should ways all be
-shut, there are two more to fall back on: any target of the model that does whole requests, then any of its
-replicas by itself.
+A way is the closed targets (they do a whole request), a flow from a region's prefill replicas to a region's decode
+replicas, or a hand-over inside a group's copy. Ways take turns by weight; a flow's is
 
-Replicas differ in how long a request they hold. Where a request fits only some, it gets ways of just those:
-lengths are sorted into classes by the templates' limits, and each class has ways of its own.
+    planned rate x min(ready prefill weight / planned prefill, ready decode weight / planned decode)
+
+and over a link never more than planned. Ways are built when the first request comes; then a change of the fleet
+touches only the replica that changed: O(buckets log n). Should all be shut, any target that does whole requests is
+used, then any replica by itself. Requests that fit only some replicas have ways of just those, by length class.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
-from typing import Final
+from typing import Final, NamedTuple
 
-from potluck.core.routing.balance import Balancer, LeastLoaded, kv_tokens
+from potluck.core.routing.balance import Balancer, BalanceRule
 from potluck.core.routing.group_sharing import MeanLengths, bucket_tokens, parts
-from potluck.core.routing.options import RouteOptions, TargetWeights
 from potluck.core.routing.round_robin import WeightedRoundRobin
-from potluck.core.routing.targets import PLAIN, Target, intact_share, kind_of
 from potluck.core.routing.template_weights import (
+    LengthThreshold,
     ModelWeights,
     Phase,
     RegionFlow,
     TemplateWeights,
     merged,
     offers,
+    planned,
 )
-from potluck.core.routing.threshold import LengthThreshold, planned
 from potluck.core.state.facts import FleetFacts
 from potluck.core.state.fleet import FleetState, ReplicaState, TemplateCopy
 from potluck.core.state.policy import Policy
 from potluck.core.state.request_state import RequestState
+from potluck.core.state.targets import PLAIN, Target, intact_share, kind_of
 from potluck.core.values.plan import Plan, Template
 
 UNBOUNDED_TOKENS: Final = 1 << 62
@@ -80,10 +81,11 @@ class ModelRoutes:
 class RoutingTable:
     """All models. Changed by the Brain when a plan comes or a replica changes."""
 
-    def __init__(self, facts: FleetFacts, policy: Policy, fleet: FleetState) -> None:
-        self._facts = facts
-        self._policy = policy
-        self._fleet = fleet
+    def __init__(self, facts: FleetFacts, policy: Policy, rule: BalanceRule, fleet: FleetState) -> None:
+        self.facts = facts
+        self._balance, self.rule = policy.balance, rule
+        self._by_length = policy.adapt_threshold and rule.by_length
+        self.fleet = fleet
         self._templates: dict[str, Template] = {}
         self.models: dict[str, ModelRoutes] = {}
         self.singles: dict[str, Target] = {}
@@ -97,16 +99,15 @@ class RoutingTable:
         """Compile a plan; copies of templates that it does not name go on serving until they are drained."""
         for template in plan.repertoire:
             self._templates[template.name] = template
-        live = {(unit.template, unit.region) for unit in self._fleet.units.values()}
-        fresh = offers(plan, self._policy.balance)
+        live = {(unit.template, unit.region) for unit in self.fleet.units.values()}
+        fresh = offers(plan, self._balance)
         for model, table in self.models.items():
             if model in fresh:
                 fresh[model] = merged(fresh[model], table.offers, live)
             elif any(self._templates[name].model == model for name, _ in live):
                 fresh[model] = table.offers
-        by_length = self._policy.adapt_threshold and self._policy.balance != "fixed"
         self.models = {
-            model: ModelRoutes(each, self._limits(each), planned(each) if by_length else None)
+            model: ModelRoutes(each, self._limits(each), planned(each) if self._by_length else None)
             for model, each in fresh.items()
         }
         for target in (*self.singles.values(), *self.groups.values()):
@@ -115,8 +116,7 @@ class RoutingTable:
     def divide(self, model: str, threshold: LengthThreshold) -> bool:
         """Let length decide where the plan does not, if anything crosses; prompts may then stay at home."""
         table = self.models.get(model)
-        by_length = self._policy.adapt_threshold and self._policy.balance != "fixed"
-        if table is None or not by_length or table.threshold is not None:
+        if table is None or not self._by_length or table.threshold is not None:
             return False
         flows = table.offers.flows
         crossing = [flow for flow in flows if flow.source != flow.target]
@@ -133,8 +133,8 @@ class RoutingTable:
 
     def update(self, unit_id: str, changed: ReplicaState) -> None:
         """A replica became ready, left, changed its role, or is doubted or trusted again."""
-        unit = self._fleet.units.get(unit_id)
-        ready = changed.serves and changed.member.id in self._fleet.views
+        unit = self.fleet.units.get(unit_id)
+        ready = changed.serves and changed.member.id in self.fleet.views
         single = self.singles.get(changed.member.id)
         if ready and single is None:
             single = self.singles[changed.member.id] = Target(PLAIN, unit_id, changed)
@@ -160,16 +160,14 @@ class RoutingTable:
         self._lengths[model] = lengths
         table = self.models.get(model)
         for (bucket, length_class), ways in table.ways.items() if table is not None else ():
-            for unit in self._fleet.units.values():
+            for unit in self.fleet.units.values():
                 if unit.model == model and table is not None:
                     self._join(table, ways, bucket, length_class, unit)
             ways.settle()
 
     def timed(self, views: Iterable[ReplicaState]) -> None:
         """Replicas count as faster than before."""
-        if self._policy.balance != "learned":
-            return
-        for view in views:
+        for view in views if self.rule.learns else ():
             for target in (self.singles.get(view.member.id), self.groups.get(view.member.unit)):
                 if target is not None:
                     target.timed()
@@ -206,10 +204,10 @@ class RoutingTable:
                     rate = sum(flow.rates_per_s) / len(flow.rates_per_s)
                 if rate:
                     flows.append((flow.source, flow.target, rate))
-        ways = RouteOptions(self._chooser, flows)
+        ways = RouteOptions(self.rule.chooser, flows)
         for target in (*self.singles.values(), *self.groups.values()):
             self._put(table, ways, bucket, length_class, target, True)
-        for unit in self._fleet.units.values():
+        for unit in self.fleet.units.values():
             if unit.model == table.offers.model:
                 self._join(table, ways, bucket, length_class, unit)
         ways.settle()
@@ -230,13 +228,13 @@ class RoutingTable:
             if single is not None and weight > 0 and self._fits(table, [view], length_class):
                 singles[view.member.index] = single
         serving = {place: each.view.role for place, each in singles.items() if each.view is not None}
-        known = self._facts.groups.get(unit.template)
+        known = self.facts.groups.get(unit.template)
         lengths = self._lengths.get(unit.model)
         if lengths is None:
             prompt = bucket_tokens(table.longest_tokens, bucket, known)
             lengths = MeanLengths(prompt, known.output_tokens if known is not None else 256.0)
         pairs, alone = [], dict.fromkeys(singles, 0.0)
-        found = parts(self._facts, template, serving, bucket, lengths, unit.model in self._lengths)
+        found = parts(self.facts, template, serving, bucket, lengths, unit.model in self._lengths)
         for first, second, share in found:
             if first == second:
                 alone[first] += share * weight
@@ -245,26 +243,6 @@ class RoutingTable:
         for place, own in alone.items():
             ways.put(singles[place], TargetWeights(unit.region, own, 0.0, 0.0))
         ways.join(unit.id, unit.region, pairs)
-
-    def _chooser(self) -> Balancer:
-        if self._policy.balance == "token":
-            return LeastLoaded(self._by_room)
-        if self._policy.balance == "least-work":
-            return LeastLoaded(self._by_work)
-        if self._policy.balance == "learned":
-            return LeastLoaded(self._by_weight)
-        return WeightedRoundRobin()
-
-    # Methods, not closures: a Brain can be written down (runtime/brain_checkpoint.py).
-
-    def _by_room(self, target: Target, weight: float) -> float:
-        return -float(self._kv_tokens(target))
-
-    def _by_work(self, target: Target, weight: float) -> float:
-        return self.request_s(target)
-
-    def _by_weight(self, target: Target, weight: float) -> float:
-        return 1.0 / weight
 
     def _put(
         self,
@@ -276,7 +254,7 @@ class RoutingTable:
         there: bool,
     ) -> None:
         """Set what a target weighs in these ways; nothing when it is another model's, too small or gone."""
-        views = _views(target)
+        views = target.views()
         if views and views[0].member.model != table.offers.model:
             return
         if not there or not views or not self._fits(table, views, length_class):
@@ -363,16 +341,12 @@ class RoutingTable:
 
     def request_s(self, target: Target) -> float:
         """Seconds between two requests that a target does at best; 0 when not known."""
-        template = self._templates[_views(target)[0].member.template]
+        template = self._templates[target.views()[0].member.template]
         best = max(
             (max(c.closed_per_s, c.prefill_per_s, c.decode_per_s) for c in template.capacity), default=0.0
         )
         share = len(template.replicas) if target.kind == PLAIN else 1
         return share / best if best > 0 else 0.0
-
-    def _kv_tokens(self, target: Target) -> int:
-        views = target.decodes if target.kind != PLAIN else _views(target)
-        return sum(kv_tokens(facts) for view in views if (facts := view.facts) is not None)
 
     def _fits(self, table: ModelRoutes, views: list[ReplicaState], length_class: int) -> bool:
         if length_class == 0:
@@ -381,7 +355,7 @@ class RoutingTable:
         return all(self._limit(view.member.template, view.member.index) >= least for view in views)
 
     def _limit(self, template: str, index: int) -> int:
-        facts = self._facts.replicas.get((template, index))
+        facts = self.facts.replicas.get((template, index))
         return facts.max_tokens if facts is not None else UNBOUNDED_TOKENS
 
     def _limits(self, model: ModelWeights) -> list[int]:
@@ -396,14 +370,170 @@ class RoutingTable:
         }
 
 
-def _views(target: Target) -> list[ReplicaState]:
-    if target.view is not None:
-        return [target.view]
-    return target.prefills + target.decodes
-
-
 def _most_closed(template: Template) -> float:
     """What a copy serves by itself at best, shared among its replicas when each is a target; 1 if not known."""
     best = max((each.closed_per_s for each in template.capacity), default=0.0)
     share = len(template.replicas) if kind_of(template) == PLAIN else 1
     return best / share if best > 0 else 1.0
+
+
+class RouteOption:
+    """One way: its closed targets (no regions), or a flow between two regions."""
+
+    __slots__ = ("decodes", "link", "planned_per_s", "prefills", "source", "target")
+
+    def __init__(
+        self, prefills: Balancer, decodes: Balancer | None, source: str = "", target: str = ""
+    ) -> None:
+        self.prefills = prefills
+        """Closed targets, or where prompts are prefilled."""
+        self.decodes = decodes
+        """None in the closed way."""
+        self.source = source
+        self.target = target
+        self.link = f"{source}->{target}"
+        self.planned_per_s = 0.0
+
+    @property
+    def crosses(self) -> bool:
+        return self.source != self.target
+
+    @property
+    def open(self) -> bool:
+        return len(self.prefills) > 0 and (self.decodes is None or len(self.decodes) > 0)
+
+
+class SingleChoice:
+    """A chooser with one member."""
+
+    __slots__ = ("_member", "total")
+
+    def __init__(self, member: Target) -> None:
+        self._member = member
+        self.total = 1.0
+
+    def __len__(self) -> int:
+        return 1
+
+    def __contains__(self, member: Target) -> bool:
+        return member is self._member
+
+    def set(self, member: Target, weight: float) -> None:
+        """It stays as long as its way does."""
+
+    def pick(self) -> Target | None:
+        return self._member
+
+    def swap(self, picked: Target, other: Target) -> None:
+        """There is no other."""
+
+    def members(self) -> tuple[Target, ...]:
+        return (self._member,)
+
+
+class RouteOptions:
+    """One bucket of a model, for requests up to some length in all."""
+
+    __slots__ = (
+        "_decode",
+        "_new",
+        "_prefill",
+        "closed",
+        "flows",
+        "local",
+        "pairs",
+        "remote",
+        "simple",
+        "turns",
+    )
+
+    def __init__(self, new_chooser: Callable[[], Balancer], flows: list[tuple[str, str, float]]) -> None:
+        self._new = new_chooser
+        self._prefill: dict[str, Balancer] = {}
+        self._decode: dict[str, Balancer] = {}
+        self.closed = RouteOption(new_chooser(), None)
+        self.flows: list[RouteOption] = []
+        self.turns: WeightedRoundRobin[RouteOption] = WeightedRoundRobin()
+        self.local: WeightedRoundRobin[RouteOption] = WeightedRoundRobin()
+        """Those of `turns` within a region."""
+        self.remote: WeightedRoundRobin[RouteOption] = WeightedRoundRobin()
+        """Those over a link."""
+        for source, target, planned_per_s in flows:
+            way = RouteOption(self.prefill(source), self.decode(target), source, target)
+            way.planned_per_s = planned_per_s
+            self.flows.append(way)
+        self.pairs: dict[str, dict[tuple[Target, Target], RouteOption]] = {}
+        """Unit to the hand-overs inside it."""
+        self.simple = not self.flows
+        """Only closed targets: the commonest case, and the fastest."""
+
+    def prefill(self, region: str) -> Balancer:
+        return self._pool(self._prefill, region)
+
+    def decode(self, region: str) -> Balancer:
+        return self._pool(self._decode, region)
+
+    def put(self, target: Target, weights: TargetWeights) -> None:
+        """Set a target's weights in all of the parts; `settle` must follow."""
+        self.closed.prefills.set(target, weights.closed)
+        if self.simple:
+            return
+        if weights.region in self._prefill:
+            self._prefill[weights.region].set(target, weights.prefill)
+        if weights.region in self._decode:
+            self._decode[weights.region].set(target, weights.decode)
+
+    def join(self, unit: str, region: str, pairs: list[tuple[Target, Target, float]]) -> None:
+        """The hand-overs inside a group's copy, with their weights, instead of those before; `settle` must follow."""
+        old = self.pairs.pop(unit, {})
+        new: dict[tuple[Target, Target], RouteOption] = {}
+        for first, second, weight in pairs:
+            way = old.pop((first, second), None)
+            if way is None:
+                way = RouteOption(SingleChoice(first), SingleChoice(second), region, region)
+            way.planned_per_s = weight
+            new[first, second] = way
+        for way in old.values():
+            self._weigh(way, 0.0)
+        if new:
+            self.pairs[unit] = new
+        self.simple = not (self.flows or self.pairs)
+
+    def settle(self) -> None:
+        """Weigh the ways anew."""
+        if self.simple:
+            return
+        for pairs in self.pairs.values():
+            for way in pairs.values():
+                self._weigh(way, way.planned_per_s)
+        out: dict[str, float] = {}
+        into: dict[str, float] = {}
+        for way in self.flows:
+            out[way.source] = out.get(way.source, 0.0) + way.planned_per_s
+            into[way.target] = into.get(way.target, 0.0) + way.planned_per_s
+        self._weigh(self.closed, self.closed.prefills.total if len(self.closed.prefills) else 0.0)
+        for way in self.flows:
+            share = 0.0
+            if way.open and way.decodes is not None:
+                planned = way.planned_per_s
+                share = min(way.prefills.total / out[way.source], way.decodes.total / into[way.target])
+                share = planned * (min(1.0, share) if way.crosses else share)
+            self._weigh(way, share)
+
+    def _weigh(self, way: RouteOption, weight: float) -> None:
+        self.turns.set(way, weight)
+        (self.remote if way.crosses else self.local).set(way, weight)
+
+    def _pool(self, pools: dict[str, Balancer], region: str) -> Balancer:
+        if region not in pools:
+            pools[region] = self._new()
+        return pools[region]
+
+
+class TargetWeights(NamedTuple):
+    """A target's weights in one set of ways."""
+
+    region: str
+    closed: float
+    prefill: float
+    decode: float

@@ -4,28 +4,15 @@
     t_chunked(c)      = k_ctxp c + k_ctxd (sum of L_d) + b_c             high-end: one iteration at context c
     T_chunked(L_p)    = sum over i < N of t_chunked(L_p + i n_p),        N = ceil((L - L_p) / n_p), n_p = B - n_d
 
-L_p is where the two times are nearest, so that both stages of the pipeline have the same throughput. With too
-few free blocks on the high-end GPU the whole prompt is computed on the low-end one. At most two requests are in
-the low-end instance at a time, so that L_p is worked out from fresh figures; others wait for a place.
+L_p is where the two times are nearest. With too few free blocks on the high-end GPU the whole prompt is computed on
+the low-end one. At most two requests are in the low-end instance at a time; others wait for a place.
 
-Algorithm 1 prints T_chunked = N (k_ctxp (L_in + L_last) / 2 + ...). The sum above is an arithmetic series,
-whose first context is L_p and not L_in, as equation 1 of the paper also says: with L_in every split looks as
-costly as if the chunks came after the whole prompt, and L_p comes out too large. The last context, too, is L_p
-+ (N - 1) n_p; the printed L_p + floor((L - L_p) / n_p) n_p is one chunk too far whenever the chunks come out
-even. We use the sum itself. Candidates are all whole L_p, not 512 of them: between two changes of N both times
-are straight lines, so the best is found without trying each. `printed_tokens` is Algorithm 1 to the letter
-(policy `split_rule=printed`).
+Algorithm 1 prints T_chunked = N (k_ctxp (L_in + L_last) / 2 + ...), whose first context should be L_p as in equation
+1. We use the sum itself, over all whole L_p; `printed_tokens` is Algorithm 1 to the letter (`split_rule=printed`).
 
-Beyond the paper, each with a switch in the policy:
-
-- `low_decodes` (the paper's section 6). When decoding on the high-end GPU is the bottleneck, splitting prompts cannot
-  help. A request then stays on the low-end GPU altogether: when the high-end one has more requests than the batch it
-  was planned for, and a decode step on the low-end one, prefills in between counted, is shorter than the high-end
-  one's would be with all of them (as in `opportunistic.py`).
-- `split_overflow`. A low-end GPU that is much the weaker one becomes a bottleneck itself, since every prompt has to
-  pass it. A prompt that finds it full goes whole to the high-end GPU if its prefill is done sooner there and that one
-  has no more requests than the batch it was planned for, beyond which decoding binds. The planner's capacity of a
-  pair counts on that (plan/templates/pair.py: "the rest whole").
+Beyond the paper: `low_decodes` (its section 6) keeps a request on the low-end GPU while the high-end one is over its
+planned batch and slower; with `split_overflow` a prompt that finds the low-end GPU full goes whole to the high-end
+one if that is sooner and within its batch, which the planner's capacity of a pair counts on.
 """
 
 from __future__ import annotations
@@ -34,7 +21,9 @@ from math import ceil, floor, inf
 from typing import Final
 
 from potluck.core.routing.opportunistic import step_seconds
-from potluck.core.state.facts import ReplicaFacts, SplitFacts
+from potluck.core.state.facts import BLOCK_TOKENS, ReplicaFacts, SplitFacts
+from potluck.core.state.fleet import ReplicaState
+from potluck.core.state.targets import Target
 
 MOST_IN_LOW: Final = 2
 CANDIDATES: Final = 512
@@ -168,3 +157,50 @@ def _nearest(prompt: int, facts: SplitFacts, chunk: int, base_s: float, n: int) 
 
 def _difference(prompt: int, facts: SplitFacts, chunk: int, base_s: float, part: int) -> float:
     return partial_prefill_s(facts, part) - chunked_s(facts, chunk, base_s, prompt, part)
+
+
+def waits_s(
+    splits: SplitFacts, target: Target, low: ReplicaState, high: ReplicaState, part: int
+) -> tuple[float, float]:
+    """Seconds of prompts before a new one, on either side; those that wait count as if they were like it."""
+    waiting = low.open_prefill_tokens + len(target.waiting) * part
+    facts = high.facts
+    high_s = high.open_prefill_tokens * facts.prefill_s_per_token if facts is not None else 0.0
+    return max(0.0, partial_prefill_s(splits, waiting)), high_s
+
+
+def high_end(view: ReplicaState) -> tuple[int, float, int]:
+    """Decodes, their context and free blocks: as reported, or as sent when nothing was reported yet."""
+    status, facts = view.status, view.facts
+    if status is not None:
+        return status.running, float(status.context_tokens), status.free_blocks
+    used = -(-view.open_context_tokens // BLOCK_TOKENS)
+    free = max(0, facts.total_blocks - used) if facts is not None else 1 << 40
+    return view.open_requests, float(view.open_context_tokens), free
+
+
+def passes(
+    splits: SplitFacts, target: Target, low: ReplicaState, high: ReplicaState, prompt_tokens: int, part: int
+) -> bool:
+    """Whether a prompt that finds the low-end side full goes whole to the high-end one.
+
+    Not beyond the batch that this was planned for: there decoding binds, and all its answers pay for the prompt.
+    """
+    decodes, context, free = high_end(high)
+    if free * BLOCK_TOKENS < prompt_tokens:
+        return False
+    if high.facts is not None and high.open_requests >= high.facts.decode_batch:
+        return False
+    low_s, high_s = waits_s(splits, target, low, high, part)
+    return sooner_whole(splits, prompt_tokens, part, decodes, context, low_s, high_s)
+
+
+def stays_low(target: Target, low: ReplicaState, high: ReplicaState, total_tokens: int) -> bool:
+    """Whether a request of so many tokens should also decode on the low-end side."""
+    weak, strong = low.facts, high.facts
+    if weak is None or strong is None:
+        return False
+    if low.open_context_tokens + total_tokens > weak.total_blocks * BLOCK_TOKENS:
+        return False
+    decoding = max(0, low.open_requests - target.in_low)
+    return keeps_decode(strong, high.open_requests, weak, decoding, target.busy)

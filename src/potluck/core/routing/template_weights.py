@@ -1,15 +1,13 @@
 """What a plan offers to routing: how much of each bucket one copy of each template takes, phase by phase.
 
-A copy divides its time among buckets and phases; x = rate / (count capacity) of it goes to one of them. Weights
-are
+A copy divides its time among buckets and phases; x = rate / (count capacity) of it goes to one of them. Weights are
 
     goodput       capacity x / (sum of its x): its goodput for the bucket in the time that the plan gives the bucket
-    fixed         rate / count: what the plan sends there
-    otherwise     1 where the plan sends anything
+    rates         rate / count: what the plan sends there
+    even          1 where the plan sends anything
 
-With one bucket the first is the profiled goodput itself, as in CAUCHY 3.4.1 and CORAL 5.1. With several it
-spreads a plan's slack without moving load between buckets: as all weights are at least the planned rates and a
-copy's weights take exactly its time, no copy is sent more than it can serve while the plan as a whole suffices.
+With one bucket the first is the profiled goodput itself (CAUCHY 3.4.1, CORAL 5.1). With several it spreads a plan's
+slack without moving load between buckets.
 """
 
 from __future__ import annotations
@@ -17,10 +15,11 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 from math import inf
 from typing import Literal
 
-from potluck.core.state.policy import Balance
+from potluck.core.routing.balance import BalanceRule, balance_rule
 from potluck.core.values.plan import BucketCapacity, Plan, Template
 
 Phase = Literal["closed", "prefill", "decode"]
@@ -71,10 +70,11 @@ class ModelWeights:
         return min(bisect_left(self.longest_tokens, prompt_tokens), len(self.longest_tokens) - 1)
 
 
-def offers(plan: Plan, balance: Balance) -> dict[str, ModelWeights]:
+def offers(plan: Plan, balance: str) -> dict[str, ModelWeights]:
     """Every model that the plan has a template for."""
+    rule = balance_rule(balance)
     models = dict.fromkeys(template.model for template in plan.templates)
-    return {model: _model(plan, model, balance) for model in models}
+    return {model: _model(plan, model, rule) for model in models}
 
 
 def merged(new: ModelWeights, old: ModelWeights, live: Collection[Key]) -> ModelWeights:
@@ -102,7 +102,7 @@ def merged(new: ModelWeights, old: ModelWeights, live: Collection[Key]) -> Model
     return ModelWeights(new.model, new.longest_tokens, copies, new.flows + tuple(flows), new.spare)
 
 
-def _model(plan: Plan, model: str, balance: Balance) -> ModelWeights:
+def _model(plan: Plan, model: str, rule: BalanceRule) -> ModelWeights:
     buckets = sorted((b for b in plan.buckets if b.model == model), key=lambda b: b.bucket)
     longest = (*(float(bucket.longest_tokens) for bucket in buckets[:-1]), inf)
     templates = {template.name: template for template in plan.templates if template.model == model}
@@ -118,20 +118,20 @@ def _model(plan: Plan, model: str, balance: Balance) -> ModelWeights:
     for place, _ in rates:
         counts.setdefault(place, 1)
     copies = {
-        key: _copy(templates[key[0]], {p: rates.get((key, p)) for p in PHASES}, count, len(longest), balance)
+        key: _copy(templates[key[0]], {p: rates.get((key, p)) for p in PHASES}, count, len(longest), rule)
         if rates
-        else _unplanned(templates[key[0]], len(longest), balance)
+        else _unplanned(templates[key[0]], len(longest), rule)
         for key, count in counts.items()
     }
     spare = {}
     if plan.candidates:
         mix = [bucket.rate_per_s for bucket in buckets] or [1.0]
         mine = [each for each in plan.repertoire if each.model == model and not each.machines]
-        spare = {each.name: _spare(each, mix if any(mix) else [1.0] * len(mix), balance) for each in mine}
+        spare = {each.name: _spare(each, mix if any(mix) else [1.0] * len(mix), rule) for each in mine}
     return ModelWeights(model, longest, copies, _flows(plan, model, len(longest)), spare)
 
 
-def _spare(template: Template, mix: Sequence[float], balance: Balance) -> TemplateWeights:
+def _spare(template: Template, mix: Sequence[float], rule: BalanceRule) -> TemplateWeights:
     """A copy that the plan does not count on takes every bucket that it can, as much of each as is asked for.
 
     One that does whole requests does nothing else. With m the mix, its time is shared so that it serves
@@ -144,7 +144,7 @@ def _spare(template: Template, mix: Sequence[float], balance: Balance) -> Templa
         busy = 0.0
         for rate, asked in zip(able, mix, strict=True):
             busy += asked / rate if rate > 0 else 0.0
-        if balance not in ("goodput", "learned", "fixed"):
+        if rule.weights == "even":
             return tuple(float(rate > 0) for rate in able)
         # A bucket that nobody was planned to ask for gets a little, so that it has somewhere to go.
         least = min(asked for asked in mix if asked > 0)
@@ -167,7 +167,7 @@ def _copy(
     rates: Mapping[Phase, list[float] | None],
     count: int,
     buckets: int,
-    balance: Balance,
+    rule: BalanceRule,
 ) -> TemplateWeights:
     """The weights of one copy, from what all copies are sent."""
     found: dict[Phase, list[float]] = {phase: [0.0] * buckets for phase in PHASES}
@@ -184,22 +184,20 @@ def _copy(
     busy = sum(uses.values())
     for phase, weights in found.items():
         for bucket, weight in enumerate(weights):
-            if weight > 0 and balance in ("goodput", "learned") and (phase, bucket) in uses:
+            if weight > 0 and rule.weights == "goodput" and (phase, bucket) in uses:
                 weights[bucket] = weight / busy
-            elif weight > 0 and balance not in ("goodput", "learned", "fixed"):
+            elif weight > 0 and rule.weights == "even":
                 weights[bucket] = 1.0
     return TemplateWeights(tuple(found["closed"]), tuple(found["prefill"]), tuple(found["decode"]))
 
 
-def _unplanned(template: Template, buckets: int, balance: Balance) -> TemplateWeights:
+def _unplanned(template: Template, buckets: int, rule: BalanceRule) -> TemplateWeights:
     """A plan without shares, written by hand: whatever a template can do, it may be sent."""
     capacities = {each.bucket: each for each in template.capacity}
 
     def weights(phase: Phase) -> tuple[float, ...]:
         known = [_capacity(capacities.get(bucket), phase) for bucket in range(buckets)]
-        return tuple(
-            known if balance in ("goodput", "learned", "fixed") else [float(weight > 0) for weight in known]
-        )
+        return tuple([float(weight > 0) for weight in known] if rule.weights == "even" else known)
 
     return TemplateWeights(weights("closed"), weights("prefill"), weights("decode"))
 
@@ -219,3 +217,41 @@ def _flows(plan: Plan, model: str, buckets: int) -> tuple[RegionFlow, ...]:
             key = (flow.prefill_region, flow.decode_region)
             rates.setdefault(key, [0.0] * buckets)[flow.bucket] += flow.rate_per_s
     return tuple(RegionFlow(source, target, tuple(rates[source, target])) for source, target in rates)
+
+
+@dataclass(frozen=True, slots=True)
+class LengthThreshold:
+    """The present rule for one model."""
+
+    base_tokens: float
+    """Where the plan, or the long-term update, has it."""
+    tokens: float
+    scarce: bool = True
+
+
+def planned(offers: ModelWeights) -> LengthThreshold | None:
+    """The plan's own threshold; None where the plan has no choice between here and there, or not by length.
+
+    The first bucket that crosses at all is cut where its part that crosses begins, as if lengths were spread evenly.
+    """
+    crossing = [0.0] * len(offers.longest_tokens)
+    local = [0.0] * len(offers.longest_tokens)
+    for flow in offers.flows:
+        for bucket, rate in enumerate(flow.rates_per_s):
+            (local if flow.source == flow.target else crossing)[bucket] += rate
+    for offer in offers.copies.values():
+        for bucket, rate in enumerate(offer.closed):
+            local[bucket] += rate
+    if not any(crossing) or not any(local):
+        return None
+    shares = [
+        far / (far + near) if far + near > 0 else 0.0 for far, near in zip(crossing, local, strict=True)
+    ]
+    used = [share for share, far, near in zip(shares, crossing, local, strict=True) if far + near > 0]
+    if any(later < earlier - 1e-9 for earlier, later in pairwise(used)):
+        return None
+    first = next(bucket for bucket, share in enumerate(shares) if share > 0)
+    shortest = offers.longest_tokens[first - 1] if first else 0.0
+    longest = offers.longest_tokens[first]
+    tokens = shortest if longest == inf else longest - shares[first] * (longest - shortest)
+    return LengthThreshold(tokens, tokens)

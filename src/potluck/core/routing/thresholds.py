@@ -1,19 +1,25 @@
-"""The length thresholds in force: one for each model and link, moved by what is heard of the link and its far end.
+"""Prefill here or in another region, by length (PrfaaS 3.3 and 3.4.3): one threshold t for each model and link.
 
-`threshold.py` has the rule for one of them; here is where they are kept. With several prefill clusters each link has
-its own: a congested one keeps more prompts at home, or leaves them to another cluster, while the others stay.
+A request is prefilled elsewhere when more than t of its tokens have to be computed:
+
+    bandwidth scarce      each region's cache by itself:  l_total - l_here                 > t
+    bandwidth abundant    the best cache anywhere:        l_total - max(l_here, l_there)   > t
+
+In the second case, if the region that does not compute has the longer prefix, its KV crosses first. t starts where
+the plan has it. A congested link (or far end) raises it by a quarter, so that fewer and longer prompts cross; a clear
+one lets it go back by a tenth of what is between. The paper names the signals, not the figures; they are ours.
 """
 
 from __future__ import annotations
 
-from typing import Final
+from dataclasses import replace
+from math import inf
+from typing import Final, NamedTuple
 
-from potluck.core.routing.options import RouteOptions
 from potluck.core.routing.prefix_affinity import PrefixAffinity
-from potluck.core.routing.routing_table import RoutingTable
-from potluck.core.routing.threshold import LengthThreshold, PrefillChoice, after_report, decide, rebased
+from potluck.core.routing.routing_table import RouteOptions, RoutingTable
+from potluck.core.routing.template_weights import LengthThreshold
 from potluck.core.state.events import LinkReported
-from potluck.core.state.fleet import FleetState
 from potluck.core.state.request_state import RequestState
 
 NONE: Final[dict[str, PrefillChoice]] = {}
@@ -22,9 +28,9 @@ NONE: Final[dict[str, PrefillChoice]] = {}
 class LengthThresholds:
     """Changed by the Brain alone, through the Router."""
 
-    def __init__(self, table: RoutingTable, fleet: FleetState, affinity: PrefixAffinity) -> None:
+    def __init__(self, table: RoutingTable, affinity: PrefixAffinity) -> None:
         self._table = table
-        self._fleet = fleet
+        self._fleet = table.fleet
         self._affinity = affinity
         self.links: dict[str, dict[str, LengthThreshold]] = {}
         """Model to `source->target` to its threshold."""
@@ -96,3 +102,64 @@ class LengthThresholds:
             and view.facts is not None
         ]
         return sum(waits) / len(waits) if waits else None
+
+
+CONGESTED: Final = 0.9
+CLEAR: Final = 0.7
+ABUNDANT: Final = 0.5
+"""Utilisation of the link."""
+QUEUE_S: Final = 0.5
+LOST: Final = 0.01
+"""Of what was sent."""
+AHEAD_S: Final = 1.0
+RAISE: Final = 1.25
+LEAST_TOKENS: Final = 512.0
+"""From where a t rises that is lower."""
+RETURN: Final = 0.1
+MOST_RAISED: Final = 64.0
+"""How far above its base t may go."""
+
+
+class PrefillChoice(NamedTuple):
+    """Where to prefill, and whose cache to begin with."""
+
+    remote: bool
+    fetch: bool
+    """The other side's cached prefix is the longer one and should be sent over."""
+
+
+def decide(
+    threshold: LengthThreshold, total_tokens: int, cached_here: int, cached_there: int
+) -> PrefillChoice:
+    """`here` is where it would be decoded, `there` where it could be prefilled instead."""
+    if threshold.scarce:
+        return PrefillChoice(total_tokens - cached_here > threshold.tokens, False)
+    remote = total_tokens - max(cached_here, cached_there) > threshold.tokens
+    return PrefillChoice(remote, cached_here > cached_there if remote else cached_there > cached_here)
+
+
+def after_report(threshold: LengthThreshold, report: LinkReported, ahead_s: float = 0.0) -> LengthThreshold:
+    """The threshold after a word of the link; prompts wait `ahead_s` longer in its prefill cluster than at home."""
+    tokens = threshold.tokens
+    queue_s = report.queued_bytes * 8 / (report.gbps * 1e9) if report.gbps > 0 else inf
+    lossy = report.lost_share > LOST
+    if report.utilisation >= CONGESTED or queue_s > QUEUE_S or lossy or ahead_s > AHEAD_S:
+        most = max(threshold.base_tokens, LEAST_TOKENS) * MOST_RAISED
+        tokens = min(max(tokens, LEAST_TOKENS) * RAISE, most)
+    elif report.utilisation < CLEAR:
+        tokens += (threshold.base_tokens - tokens) * RETURN
+    scarce = threshold.scarce
+    if report.utilisation >= CLEAR or queue_s > QUEUE_S or lossy:
+        scarce = True
+    elif report.utilisation < ABUNDANT:
+        scarce = False
+    return replace(threshold, tokens=tokens, scarce=scarce)
+
+
+def rebased(threshold: LengthThreshold, base_tokens: float) -> LengthThreshold:
+    """A new long-term value; how far congestion has moved t above it stays, as a ratio."""
+    if threshold.tokens <= threshold.base_tokens:
+        return replace(threshold, base_tokens=base_tokens, tokens=base_tokens)
+    moved = max(threshold.tokens, LEAST_TOKENS) / max(threshold.base_tokens, LEAST_TOKENS)
+    tokens = max(base_tokens, LEAST_TOKENS) * moved if moved > 1.0 else base_tokens
+    return replace(threshold, base_tokens=base_tokens, tokens=tokens)

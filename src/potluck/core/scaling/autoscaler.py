@@ -1,32 +1,76 @@
-"""The Brain's slow half: what was asked lately, how much of the fleet is wanted, and the next step towards it.
-
-`core.window` watches, a rule of `core.scale` decides, `core.reconcile` works towards the counts. This joins the
-three; the Brain carries out what comes back.
+"""The Brain's slow half: `traffic_window.py` watches, a rule decides how much of the fleet is wanted, `reconcile.py`
+works towards it. This joins the three; the Brain carries out what comes back.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from math import inf
 
-from potluck.core.scaling import AskReplan, FlipRole, Resize, SetLengths, SetThreshold, scaler_of
+from potluck.core.errors import UnknownNameError
+from potluck.core.scaling.cauchy_scaling import CauchyScaling
 from potluck.core.scaling.copy_capacity import Key, TemplateCapacity, blueprints
-from potluck.core.scaling.reassign import recasts
-from potluck.core.scaling.reconcile import reconcile, restored, wanted_counts
-from potluck.core.scaling.reconcile_state import ReconcileState
-from potluck.core.scaling.rule import LEAST_SEEN, available_nodes
-from potluck.core.scaling.scale_to_zero import ScaleToZero
+from potluck.core.scaling.prfaas_scaling import PrfaasScaling
+from potluck.core.scaling.reconcile import ReconcileState, recasts, reconcile, restored, wanted_counts
+from potluck.core.scaling.replan import PeriodicReplan, PredictiveReplan
+from potluck.core.scaling.role_shift import ShiftFlips
+from potluck.core.scaling.roles import CopyRoles, WithCopyRoles
+from potluck.core.scaling.rule import (
+    LEAST_SEEN,
+    AskReplan,
+    FlipRole,
+    NoScaling,
+    Resize,
+    Scaler,
+    SetLengths,
+    SetThreshold,
+    available_nodes,
+)
 from potluck.core.scaling.standby import standby_counts, standby_usd_per_h
 from potluck.core.scaling.traffic_window import ObservedTraffic, TrafficWindow
 from potluck.core.state.actions import Action, FlipReplica, OperatorNote, Replan, SeenLengths, StartReplica
-from potluck.core.state.facts import FleetFacts
+from potluck.core.state.facts import FleetFacts, ModelFacts
 from potluck.core.state.fleet import FleetState, ReplicaState
 from potluck.core.state.policy import Policy
 from potluck.core.state.request_state import RequestState
-from potluck.core.values.plan import Plan
-from potluck.core.values.replica_spec import ReplicaSpec
+from potluck.core.values.plan import Plan, ReplicaSpec
 from potluck.core.values.types import Region, Role
+
+
+def _combos(policy: Policy, facts: FleetFacts) -> Scaler:
+    return WithCopyRoles(CauchyScaling(policy, facts.regions, facts.models), CopyRoles(policy, facts))
+
+
+def _flips(policy: Policy, facts: FleetFacts) -> Scaler:
+    return WithCopyRoles(ShiftFlips(policy, facts), CopyRoles(policy, facts))
+
+
+def _none(policy: Policy, facts: FleetFacts) -> Scaler:
+    return NoScaling()
+
+
+def _periodic(policy: Policy, facts: FleetFacts) -> Scaler:
+    return PeriodicReplan(policy)
+
+
+SCALERS: dict[str, Callable[[Policy, FleetFacts], Scaler]] = {
+    "none": _none,
+    "cauchy": _combos,
+    "flips": _flips,
+    "prfaas": PrfaasScaling,
+    "replan": _periodic,
+    "ahead": PredictiveReplan,
+}
+"""Nobody; CAUCHY's combos (Algorithm 1); THUNDERSERVE's role flips on a workload shift; PrfaaS's periodic split and
+threshold; CORAL's periodic re-allocation; the same ahead of time, by forecast. A new rule: a file and a line here."""
+
+
+def scaler_of(policy: Policy, facts: FleetFacts) -> Scaler:
+    """The rule that the policy names, set up with its knobs."""
+    if policy.scaling not in SCALERS:
+        raise UnknownNameError("policy: scaling", policy.scaling, SCALERS)
+    return SCALERS[policy.scaling](policy, facts)
 
 
 class Autoscaler:
@@ -217,3 +261,41 @@ def _lengths(observed: ObservedTraffic) -> tuple[SeenLengths, ...]:
         for seen in observed.models
         if seen.finished >= LEAST_SEEN and seen.mean_output_tokens > 0
     )
+
+
+class ScaleToZero:
+    """State: when each model was last asked for or had something to do, and which sleep."""
+
+    __slots__ = ("_active_s", "_models", "asleep")
+
+    def __init__(self, models: Mapping[str, ModelFacts]) -> None:
+        self._models = models
+        self._active_s: dict[str, float] = {}
+        self.asleep: set[str] = set()
+
+    @property
+    def any(self) -> bool:
+        return any(each.idle_s is not None for each in self._models.values())
+
+    def asked(self, at_s: float, model: str) -> None:
+        self._active_s[model] = at_s
+
+    def tick(self, at_s: float, fleet: FleetState, held: Mapping[str, int]) -> tuple[list[Action], bool]:
+        """What to say of it, and whether another number of copies is wanted."""
+        found: list[Action] = []
+        if not self.any:
+            return found, False
+        busy = {view.member.model for view in fleet.views.values() if view.open_requests}
+        for model, facts in self._models.items():
+            if facts.idle_s is None:
+                continue
+            if model in busy or held.get(model) or model not in self._active_s:
+                self._active_s[model] = at_s
+            idle_s = at_s - self._active_s[model]
+            if model not in self.asleep and idle_s >= facts.idle_s:
+                self.asleep.add(model)
+                found.append(OperatorNote(f"{model} sleeps", f"no request came for {idle_s:.0f} s"))
+            elif model in self.asleep and idle_s < facts.idle_s:
+                self.asleep.discard(model)
+                found.append(OperatorNote(f"{model} wakes", "a request came"))
+        return found, bool(found)

@@ -5,56 +5,52 @@ With Q the window's mean rate and C what the copies serve under the lengths now 
     wait until the local window has passed since the last change
     Q - C >  ratio C      start the best copies that cover Q - C, of all that the strategy has on offer (`repertoire`)
     C - Q >  ratio C      take away copies, the largest first, as long as the rest still serves Q
-    else, when the global window has passed: ask for a new plan at its mean rate; reconciling starts before it stops
+    else, when the global window has passed: ask for a new plan at its mean rate
 
-Beyond the paper, each for a failure seen in other scalers:
-- A jump is not a window old: more is also started where the last quarter of the window alone asks for it, beyond its
-  own, larger noise, and a quarter of a window after other starts. A window that must fill first would start a part of
-  what is needed, and wait for the next one with the rest.
-- Requests that queue are demand too: Q includes what is needed to work off within one window whatever waits beyond
-  `QUEUE_S` of work and one request a copy; while it does, nothing is taken away.
-- Noise is not a change: the difference must also exceed NOISE standard deviations of the rate, so that at a steady
-  rate the fleet stays still; and copies go only if the rest serves Q plus as much again.
-- The objective plays no part: a TTFT that no fleet could keep neither adds copies for ever nor keeps idle ones.
-- C counts the copies that are there and wanted, not what a plan once said; while copies start or leave nothing is
-  taken away, and more is added only if those on their way will not do.
-- A template whose capacity is not known is never scaled, and `why` says so. The last copy of a model stays.
-- If nodes suffice for a part of the deficit only, that part is started.
-- Copies on standby that are ready come first, whatever they cost: they are paid already, and there at once.
-- Where a model must survive the loss of a node, C is what is left of its copies after the worst loss, over the share
-  that is to be served then, where that is less: a spare copy is not taken away, and one is started where it is
-  missing (zones count as regions: where in one a node comes up is not known).
-- Where the plan sends some lengths here and others there, each deployment is scaled by its own part (`parts`).
+Beyond the paper, each for a failure seen in other scalers: a jump in the last quarter of a window is acted on at
+once; requests that queue are demand; differences must exceed NOISE standard deviations; C counts copies that are
+there, and while some start or leave nothing goes; a template of unknown capacity is never scaled, the last copy
+stays; a part of the deficit is started where nodes are few; copies on standby come first; where a model must survive
+a loss, C is what is left after the worst one; where the plan sends some lengths here and others there, each
+deployment is scaled apart.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from math import sqrt
+from math import ceil, inf, sqrt
 from typing import Final
 
-from potluck.core.scaling.cheapest_cover import CopyOption, cheapest_cover, largest_within
-from potluck.core.scaling.copy_capacity import Key, Resource
-from potluck.core.scaling.copy_rates import NOTHING, CopyRates, buckets_of, rates_of, total
-from potluck.core.scaling.partial_service import busy_copies, missing_copies, served_by
+from potluck.core.scaling.copy_capacity import (
+    NOTHING,
+    CopyRates,
+    Key,
+    Resource,
+    buckets_of,
+    busy_copies,
+    missing_copies,
+    rates_of,
+    served_by,
+    total,
+)
 from potluck.core.scaling.rule import (
     QUOTED,
     AskReplan,
     Resize,
-    RuleNotes,
     ScaleDecision,
+    Scaler,
     available_nodes,
     queued_requests,
+    unit_price_usd_per_h,
     used_nodes,
 )
 from potluck.core.scaling.standby import ready_copies, taken_by_parts, taken_first
-from potluck.core.scaling.startable import options, startable
 from potluck.core.scaling.traffic_window import ModelTraffic, ObservedTraffic
 from potluck.core.state.facts import ModelFacts
 from potluck.core.state.fleet import FleetState
 from potluck.core.state.policy import Policy
-from potluck.core.values.plan import Plan
+from potluck.core.values.plan import Plan, Template
 from potluck.core.values.types import Region
 
 NOISE = 3.0
@@ -92,12 +88,13 @@ class _Standing:
         )
 
 
-class CauchyScaling:
+class CauchyScaling(Scaler):
     """Algorithm 1, model by model. State: when each model last changed, and the counts asked for."""
 
     def __init__(
         self, policy: Policy, regions: tuple[Region, ...] = (), models: Mapping[str, ModelFacts] = NO_MODELS
     ) -> None:
+        super().__init__()
         self._policy, self._regions, self._models = policy, regions, models
         self._last_s: dict[str, float] = {}
         self._resized_s: dict[str, float] = {}
@@ -105,10 +102,6 @@ class CauchyScaling:
         self._wanted: dict[Key, int] = {}
         self._quoted = False
         """Prices or nodes changed, which calls for a refinement."""
-        self._notes = RuleNotes()
-
-    def why(self) -> str:
-        return self._notes.text()
 
     def quoted(self, regions: tuple[Region, ...]) -> None:
         self._regions, self._quoted = regions, True
@@ -398,3 +391,193 @@ def _weighs(counts: Mapping[Key, int], weights: Mapping[Key, float]) -> float:
 
 def _listed(counts: Mapping[Key, int]) -> str:
     return ", ".join(f"{n} of {name}@{region}" for (name, region), n in sorted(counts.items()))
+
+
+SEARCH_STEPS = 20_000
+ROUNDING = 1e-9
+
+
+@dataclass(frozen=True, slots=True)
+class CopyOption:
+    """One more copy of a template in a region."""
+
+    key: Key
+    serves_per_s: float
+    weight: float
+    """What is to be small: its rent, or what else a strategy's program weighs (`repertoire`)."""
+    needs: Mapping[Resource, int]
+
+
+def cheapest_cover(
+    options: Sequence[CopyOption], deficit_per_s: float, free: Mapping[Resource, int] | None
+) -> dict[Key, int] | None:
+    """How many of each; None when no cover within the free nodes was found. Without `free` they are plenty."""
+    useful = undominated(
+        sorted(
+            (each for each in options if each.serves_per_s > 0),
+            key=lambda o: (o.weight / o.serves_per_s, -o.serves_per_s, o.key),
+        )
+    )
+    search = _Search(useful, dict(free) if free is not None else None)
+    search.branch(0, deficit_per_s, 0.0)
+    if search.best is None:
+        return None
+    return {option.key: n for option, n in zip(useful, search.best, strict=True) if n}
+
+
+def undominated(options: Sequence[CopyOption]) -> list[CopyOption]:
+    """Without those beside which another one serves as much, weighs no more and needs no more nodes."""
+    kept: list[CopyOption] = []
+    for option in options:
+        if not any(_dominates(other, option) for other in kept):
+            kept.append(option)
+    return kept
+
+
+def _dominates(one: CopyOption, other: CopyOption) -> bool:
+    return (
+        one.serves_per_s >= other.serves_per_s
+        and one.weight <= other.weight
+        and all(count <= other.needs.get(node, 0) for node, count in one.needs.items())
+    )
+
+
+def largest_within(options: Sequence[CopyOption], free: Mapping[Resource, int]) -> dict[Key, int]:
+    """As much capacity as the free nodes hold, taken greedily in order of cost per capacity."""
+    left, found = dict(free), {}
+    for option in sorted(
+        options, key=lambda o: (o.weight / max(o.serves_per_s, 1e-30), -o.serves_per_s, o.key)
+    ):
+        count = _most(option, left)
+        if count and option.serves_per_s > 0:
+            found[option.key] = count
+            for node, need in option.needs.items():
+                left[node] = left.get(node, 0) - need * count
+    return found
+
+
+def _most(option: CopyOption, free: Mapping[Resource, int] | None) -> int:
+    if free is None:
+        return 10**6
+    return max(0, min((free.get(node, 0) // need for node, need in option.needs.items()), default=10**6))
+
+
+class _Search:
+    """Depth first, most copies of the best option first."""
+
+    def __init__(self, options: Sequence[CopyOption], free: dict[Resource, int] | None) -> None:
+        self.options, self.free = options, free
+        self.best: list[int] | None = None
+        self.cost = inf
+        self.counts = [0] * len(options)
+        self.steps = 0
+
+    def branch(self, place: int, left_per_s: float, cost: float) -> None:
+        self.steps += 1
+        if left_per_s <= ROUNDING:
+            if cost < self.cost - ROUNDING:
+                self.best, self.cost = list(self.counts), cost
+            return
+        if place == len(self.options):
+            return
+        option = self.options[place]
+        least = cost + left_per_s * option.weight / option.serves_per_s
+        if least >= self.cost - ROUNDING or self.steps > SEARCH_STEPS:
+            return
+        enough = ceil(left_per_s / option.serves_per_s - ROUNDING)
+        for count in range(min(enough, _most(option, self.free)), -1, -1):
+            self._take(option, count)
+            self.counts[place] = count
+            spent = cost + count * option.weight
+            self.branch(place + 1, left_per_s - count * option.serves_per_s, spent)
+            self._take(option, -count)
+            if self.steps > SEARCH_STEPS:
+                break
+        self.counts[place] = 0
+
+    def _take(self, option: CopyOption, count: int) -> None:
+        if self.free is not None:
+            for node, need in option.needs.items():
+                self.free[node] = self.free.get(node, 0) - need * count
+
+
+def weight(strategy: str, template: Template, price_usd_per_h: float, serves_per_s: float) -> float:
+    """What the strategy's program would have one copy cost; USD an hour but for those that weigh by efficiency."""
+    if strategy not in ("cauchy", "cauchy-ce", "cauchy-mce"):
+        return price_usd_per_h
+    efficiency = template.ce_tokens_per_usd if strategy == "cauchy-ce" else 0.0
+    if efficiency <= 0 and price_usd_per_h > 0:
+        efficiency = 3600.0 * serves_per_s / price_usd_per_h
+    if efficiency <= 0:
+        return price_usd_per_h if price_usd_per_h > 0 or serves_per_s > 0 else inf
+    return 1.0 / efficiency if strategy == "cauchy-mce" else price_usd_per_h / efficiency
+
+
+def startable(
+    plan: Plan,
+    model: str,
+    mix: Mapping[int, float],
+    regions: tuple[Region, ...],
+    wanted: Iterable[Key],
+) -> dict[Key, CopyRates]:
+    """What one copy would serve of everything that could be started now.
+
+    Without candidates only what the plan has, where it has it. Copies that prefill or decode for others are begun
+    where the plan has others that they work with.
+    """
+    templates = {each.name: each for each in plan.repertoire if each.model == model and not each.machines}
+    if not plan.candidates or not regions:
+        keys = [key for key in wanted if key[0] in templates]
+        return {key: rates_of(templates[key[0]], mix) for key in sorted(keys)}
+    sources = {flow.prefill_region for flow in plan.flows if flow.model == model}
+    targets = {flow.decode_region for flow in plan.flows if flow.model == model}
+    found = {}
+    used = {each.name for each in plan.templates}
+    for name, template in sorted(templates.items()):
+        if name not in used and not _serves_all(template, mix):
+            continue
+        rates = rates_of(template, mix)
+        for region in regions:
+            alone = rates.closed_per_s > 0
+            joins = (rates.prefill_per_s > 0 and region.name in sources) or (
+                rates.decode_per_s > 0 and region.name in targets
+            )
+            if (alone or joins) and unit_price_usd_per_h(template, region.name, regions) is not None:
+                found[name, region.name] = rates
+    return found
+
+
+def _serves_all(template: Template, mix: Mapping[int, float]) -> bool:
+    """Whether there is no length of the mix that it lacks the room or the speed for."""
+    able = {c.bucket for c in template.capacity if c.closed_per_s > 0}
+    able = able or {c.bucket for c in template.capacity if c.prefill_per_s > 0 or c.decode_per_s > 0}
+    return all(bucket in able for bucket, share in mix.items() if share > 0)
+
+
+def options(
+    plan: Plan, known: Mapping[Key, CopyRates], regions: tuple[Region, ...], phase: str = "closed_per_s"
+) -> list[CopyOption]:
+    """One more copy of each, weighed by the strategy; without prices by its nodes."""
+    templates = {each.name: each for each in plan.repertoire}
+    strategy = plan.strategy
+    if strategy == "cauchy-ce" and any(templates[name].ce_tokens_per_usd <= 0 for name, _ in known):
+        strategy = "cauchy-mc"  # as the planner's fallback: the least cost, where not all are ranked
+    found = []
+    for key, rates in sorted(known.items()):
+        template = templates[key[0]]
+        serves = getattr(rates, phase)
+        price = (
+            unit_price_usd_per_h(template, key[1], regions)
+            if available_nodes(regions) is not None
+            else float(sum(each.count for each in template.nodes))
+        )
+        if price is None or template.machines:
+            continue  # it cannot be had there; or stands on machines with names, which cannot be had twice
+        worth = weight(strategy, template, price, serves)
+        if worth < inf:
+            found.append(CopyOption(key, serves, worth, needs_of(template, key[1])))
+    return found
+
+
+def needs_of(template: Template, region: str) -> dict[Resource, int]:
+    return {(region, each.node): each.count for each in template.nodes}

@@ -1,13 +1,21 @@
-"""What copies of templates serve and which nodes they hold, for comparing a fleet before and after a change."""
+"""What copies of templates serve together, and which nodes they hold.
+
+A template's capacity is given bucket by bucket, each as if it did nothing else. Time is shared among buckets, so for
+a mix with shares w_b one copy serves
+
+    C = 1 / sum_b (w_b / C_b)          over the buckets it can serve at all, their shares made to add up to 1
+
+and copies serve what they serve by themselves plus the lesser of what they prefill and decode for each other.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping
+from math import ceil, inf
 from typing import NamedTuple
 
-from potluck.core.scaling.copy_rates import CopyRates, planned_mix, rates_of, total
 from potluck.core.state.fleet import FleetState, TemplateCopy
-from potluck.core.values.plan import Plan, Template
+from potluck.core.values.plan import BucketCapacity, LengthBucket, Plan, Template
 
 Key = tuple[str, str]
 """(template, region)"""
@@ -149,3 +157,128 @@ def _needs(template: Template, region: str) -> dict[Resource, int]:
     needs = {(region, each.node): each.count for each in template.nodes}
     needs.update({(region, MACHINE + name): gpus for name, gpus in template.machines.items()})
     return needs
+
+
+class CopyRates(NamedTuple):
+    """Requests a second: from prompt to last token, prompts for others, answers to others' prompts."""
+
+    closed_per_s: float = 0.0
+    prefill_per_s: float = 0.0
+    decode_per_s: float = 0.0
+
+    @property
+    def known(self) -> bool:
+        return self.closed_per_s > 0 or self.prefill_per_s > 0 or self.decode_per_s > 0
+
+    def times(self, count: float) -> CopyRates:
+        return CopyRates(self.closed_per_s * count, self.prefill_per_s * count, self.decode_per_s * count)
+
+    def plus(self, other: CopyRates) -> CopyRates:
+        return CopyRates(*(a + b for a, b in zip(self, other, strict=True)))
+
+    @property
+    def served_per_s(self) -> float:
+        """What copies with these rates in total serve together."""
+        return self.closed_per_s + min(self.prefill_per_s, self.decode_per_s)
+
+
+NOTHING = CopyRates()
+
+
+def total(each: Iterable[CopyRates]) -> CopyRates:
+    found = list(each)
+    return CopyRates(*(sum(column) for column in zip(*found, strict=True))) if found else NOTHING
+
+
+def rates_of(template: Template, mix: Mapping[int, float]) -> CopyRates:
+    """What one copy does for a mix of buckets (bucket to weight); all 0 when its capacity is not known.
+
+    A copy that serves requests by itself is counted as doing that only: it cannot give the same time twice.
+    """
+    closed = _harmonic(((c, c.closed_per_s) for c in template.capacity), mix)
+    if closed > 0:
+        return CopyRates(closed_per_s=closed)
+    prefill = _harmonic(((c, c.prefill_per_s) for c in template.capacity), mix)
+    decode = _harmonic(((c, c.decode_per_s) for c in template.capacity), mix)
+    return CopyRates(0.0, prefill, decode)
+
+
+def _harmonic(capacity: Iterable[tuple[BucketCapacity, float]], mix: Mapping[int, float]) -> float:
+    weight = seconds = 0.0
+    for bucket, rate in capacity:
+        share = mix.get(bucket.bucket, 0.0)
+        if rate > 0 and share > 0:
+            weight += share
+            seconds += share / rate
+    return weight / seconds if seconds > 0 else 0.0
+
+
+def planned_mix(plan: Plan, model: str) -> dict[int, float]:
+    """The shares of a model's buckets that the plan was made for; even where it expects nothing."""
+    mine = [bucket for bucket in plan.buckets if bucket.model == model]
+    whole = sum(bucket.rate_per_s for bucket in mine)
+    return {b.bucket: b.rate_per_s / whole if whole > 0 else 1.0 / len(mine) for b in mine}
+
+
+def buckets_of(plan: Plan, model: str) -> list[LengthBucket]:
+    """A model's buckets, shortest first."""
+    return sorted((b for b in plan.buckets if b.model == model), key=lambda b: b.longest_tokens)
+
+
+ROUNDING = 1e-9
+
+
+def busy_copies(plan: Plan, model: str, mix: Mapping[int, float]) -> dict[Key, float] | None:
+    """u of every deployment of a model; None where each takes all lengths alike and whole copies add up."""
+    planned = {b.bucket: b.rate_per_s for b in plan.buckets if b.model == model and b.rate_per_s > 0}
+    capacity = {
+        t.name: {each.bucket: each for each in t.capacity} for t in plan.templates if t.model == model
+    }
+    taken: dict[tuple[Key, str], set[int]] = {}
+    found: dict[Key, float] = {}
+    for share in plan.shares:
+        able = capacity.get(share.template, {}).get(share.bucket)
+        rate = 0.0 if able is None else getattr(able, f"{share.phase}_per_s")
+        if share.bucket not in planned or rate <= 0 or share.rate_per_s <= 0:
+            continue
+        key = (share.template, share.region)
+        taken.setdefault((key, share.phase), set()).add(share.bucket)
+        part = share.rate_per_s / planned[share.bucket]
+        found[key] = found.get(key, 0.0) + mix.get(share.bucket, 0.0) * part / rate
+    whole = all(buckets == set(planned) for buckets in taken.values())
+    alike = len({phase == "closed" for _, phase in taken}) <= 1
+    if not taken or (whole and alike):
+        return None
+    return {key: used for key, used in found.items() if used > 0}
+
+
+def served_by(busy: Mapping[Key, float], counts: Mapping[Key, int]) -> CopyRates:
+    """What so many copies of each serve together."""
+    least = min((counts.get(key, 0) / used for key, used in busy.items()), default=inf)
+    return CopyRates(closed_per_s=least if least < inf else 0.0)
+
+
+def missing_copies(
+    busy: Mapping[Key, float],
+    counts: Mapping[Key, int],
+    rate_per_s: float,
+    needs: Mapping[Key, Mapping[Resource, int]],
+    free: Mapping[Resource, int] | None,
+) -> tuple[dict[Key, int], bool]:
+    """Copies to add so that a rate is served, those most behind first; and whether nodes allow only some."""
+    left = None if free is None else dict(free)
+    more: dict[Key, int] = {}
+    partly = False
+    for key in sorted(busy, key=lambda each: (counts.get(each, 0) / busy[each], each)):
+        wanted = ceil(rate_per_s * busy[key] - ROUNDING) - counts.get(key, 0)
+        if wanted <= 0:
+            continue
+        had = wanted if key in needs else 0
+        if left is not None and key in needs:
+            had = max(0, min([wanted, *(left.get(node, 0) // each for node, each in needs[key].items())]))
+            for node, each in needs[key].items():
+                left[node] = left.get(node, 0) - each * had
+        partly |= had < wanted
+        if had:
+            more[key] = had
+    return more, partly

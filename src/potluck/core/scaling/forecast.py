@@ -2,24 +2,13 @@
 
 Time is cut into bins of BIN_S. From the rate at hand, whose log is x, the log of the rate h bins ahead is
 
-    f_h = x + sum_k b_hk m_hk
+    f_h = x + sum_k b_hk m_hk      each m a move that one view of the past suggests:
 
-where each m is a move that one simple view of the past suggests:
+    trend    what the last bins moved by            level    back to the mean of the last hour
+    day      as between these times of day before   week     as between these times a week ago
 
-    trend    what the last bins moved by, on average a bin
-    level    back to the mean of the last hour
-    day      what it moved by between these two times of day, on average over the days before
-    week     what it moved by between these two times a week ago
-
-and b_h are the coefficients that would have been best lately: ridge regression on the past, older bins counting less.
-Traffic without days gets no forecast from days; where no view helps all b are near 0, and it stays as it is. What f
-missed by is kept as well: quantiles come from these errors, and no shape is assumed for them.
-
-    forecaster = Forecaster(history)                     rates of past bins, the last one ending now
-    forecaster.count(at_s, arrivals_ever)                at every tick
-    outlook = forecaster.outlook(now_per_s, noise, span_s, share)     the highest rate expected until then
-
-Rates below one request a bin count as that, since logs of nothing are no use.
+b_h is ridge regression on the past, older bins counting less: where no view helps all b are near 0. Quantiles come
+from what f missed by, with no shape assumed. Rates below one request a bin count as that.
 """
 
 from __future__ import annotations

@@ -8,11 +8,8 @@ sums over the replicas there are instead of counts of equal ones (equations 3 to
     Θ_pd-d   = sum BS / (T_decode L_out)                                  local replicas that decode
     Λ_max    = min(Θ_prfaas / p, Θ_pd-p / (1 - p), Θ_pd-d)
 
-Every window: the t with the largest Λ_max for the lengths now seen and the roles there are. Every global window: also
-how many local replicas prefill (those relatively best at it first), by role flips; never the last of a role. Both by
-trying all (equations 7 and 8 hold at the best), and both only for a gain beyond the noise of the lengths over what is
-in force, which is the plan's own t to begin with. Reacting to a congested link within seconds is routing's part
-(`core.threshold`), around the t that is set here.
+Every window the t with the largest Λ_max; every global window also how many local replicas prefill, by role flips,
+never the last of a role. Both by trying all (equations 7 and 8 hold at the best), only for a gain beyond the noise.
 """
 
 from __future__ import annotations
@@ -22,16 +19,15 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import inf
 
-from potluck.core.routing.template_weights import offers
-from potluck.core.routing.threshold import planned
+from potluck.core.routing.template_weights import offers, planned
 from potluck.core.scaling.roles import Flippable, flippable
-from potluck.core.scaling.rule import FlipRole, RuleNotes, ScaleDecision, SetThreshold
+from potluck.core.scaling.rule import FlipRole, ScaleDecision, Scaler, SetThreshold
 from potluck.core.scaling.traffic_window import LengthCount, ModelTraffic, ObservedTraffic
 from potluck.core.state.facts import FleetFacts, ModelFacts, ReplicaFacts
 from potluck.core.state.fleet import FleetState
 from potluck.core.state.policy import Policy
 from potluck.core.values.plan import Plan
-from potluck.core.values.types import Codec, Region, Role
+from potluck.core.values.types import Codec, Role
 
 NEVER_TOKENS = 10**9
 """A threshold above all prompts: everything stays local."""
@@ -137,22 +133,16 @@ def _keeps_roles(site: ClusterBalance, decoders: Sequence[bool]) -> bool:
     return before <= after
 
 
-class PrfaasScaling:
+class PrfaasScaling(Scaler):
     """State: per model, the threshold in force and when each timescale was last looked at."""
 
     def __init__(self, policy: Policy, facts: FleetFacts) -> None:
+        super().__init__()
         self._policy, self._facts = policy, facts
         self._plan: Plan | None = None
         self._thresholds: dict[str, int] = {}
         self._short_s: dict[str, float] = {}
         self._long_s: dict[str, float] = {}
-        self._notes = RuleNotes()
-
-    def why(self) -> str:
-        return self._notes.text()
-
-    def quoted(self, regions: tuple[Region, ...]) -> None:
-        """Roles do not depend on prices."""
 
     def on_tick(
         self, at_s: float, observed: ObservedTraffic, fleet: FleetState, plan: Plan

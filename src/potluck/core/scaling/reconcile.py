@@ -1,48 +1,44 @@
 """From the fleet there is to the copies that are wanted, without serving less on the way.
 
-Each call looks at the fleet and says what to do next; the caller carries it out on its `FleetState` at once (`Start`
-adds the member, `Drain` marks it, `Stop` removes it) and calls again later. A call without a change in between
-does nothing.
+Each call of `reconcile` says what to do next; the caller carries it out on its `FleetState` and calls again when a
+count changes, at `ReplicaDrained`, and at ticks when the fleet changed or `step.due_s` has come. The rules, per
+model:
 
-    actions = restored(fleet)                             when a plan is adopted: flips are undone
-    wanted = wanted_counts(plan, wanted)                  when a plan is adopted; a Resize changes one count
-    known.update(blueprints(plan))                        (core.capacity) what its copies need and serve
-    step = reconcile(fleet, wanted, known, progress, at_s, available=..., grace_s=..., dip=...)
-    progress = step.progress                              and step.actions are to be carried out in order
-    progress = progress.drained(replica)                  at a Drained, before the next call
-
-Call it when a plan is adopted or a count changes, at `Drained`, and at ticks when `fleet.version` differs from
-the one after the last call or `step.due_s` has come. The rules, per model:
-
-1. Start what is missing while there are nodes. A copy that lost some replicas gets those back, under new ids.
-   After a start that failed, the next waits 10 s, then 20 s, 40 s, ... up to 5 min.
-2. Of what is too much, copies that do not serve yet are stopped at once; then the least loaded are drained
-   (CORAL 5.1), but only while the rest that is ready serves at least the smaller of what is ready now and what
-   is wanted. So capacity never falls below the smaller of old and new (the two phases of CAUCHY 3.5.2; routing
-   follows readiness by itself).
+1. Start what is missing while there are nodes. A copy that lost some replicas gets those back, under new ids. After a
+   start that failed, the next waits 10 s, then 20 s, 40 s, ... up to 5 min.
+2. Of what is too much, copies that do not serve yet are stopped; then the least loaded are drained (CORAL 5.1), while
+   the rest serves at least the smaller of what is ready now and what is wanted (the two phases of CAUCHY 3.5.2).
 3. A draining replica is stopped when it says it is done, or `grace_s` after it was asked.
-4. If a missing copy cannot start because copies that must go hold its nodes, and rule 2 holds them back, then
-   they may go within `dip`: the share of the smaller of old and new that may be missing meanwhile. With no room
-   in it nothing moves, and a note says which dip it would take.
+4. If copies that must go hold a missing one's nodes, and rule 2 holds them back, they may go within `dip`: the share
+   of the smaller of old and new that may be missing meanwhile. A note says which dip it would take.
+5. Of `standby` so many copies are kept loaded and idle: taken first, filled last, given up where nodes are short.
 
-5. Of `standby` so many copies of each are kept loaded and idle. One that is missing is taken from there first, one
-   that is too much goes there while there is a place for it that no copy is ready in, and what is missing there is
-   started last. Where nodes are short, copies on standby go for those that are to serve.
-
-Copies of templates and regions that `wanted` does not name are someone else's and left alone, but for their nodes.
+A plan that wants the same replicas in other roles recasts copies in place (`recasts`): same model, region and
+layouts. Copies whose replicas work together (combos, pairs) stay what they are, as do those with a role that a person
+gave.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from math import inf
+from typing import NamedTuple
 
-from potluck.core.scaling.copy_capacity import CopyMeasure, FreeNodes, Key, TemplateCapacity, room_in
-from potluck.core.scaling.copy_rates import NOTHING, CopyRates
-from potluck.core.scaling.reconcile_state import ReconcileDraft, ReconcileState, ReconcileStep
+from potluck.core.scaling.copy_capacity import (
+    NOTHING,
+    CopyMeasure,
+    CopyRates,
+    FreeNodes,
+    Key,
+    TemplateCapacity,
+    room_in,
+)
+from potluck.core.scaling.roles import FLIPPABLE
 from potluck.core.scaling.standby import recast
-from potluck.core.state.actions import FlipReplica
-from potluck.core.state.fleet import FleetState, TemplateCopy
-from potluck.core.values.plan import Plan
+from potluck.core.state.actions import Action, DrainReplica, FlipReplica, Reassign, StartReplica, StopReplica
+from potluck.core.state.fleet import FleetState, ReplicaState, TemplateCopy
+from potluck.core.values.plan import Plan, PlannedReplica, ReplicaSpec, Template
 
 ROUNDING = 1e-9
 
@@ -88,6 +84,131 @@ def reconcile(
     if work.start_missing(room, dip):
         work.fill_standby(room)
     return work.step()
+
+
+RETRY_S = 10.0
+
+
+RETRY_MOST_S = 300.0
+
+
+class FailedStarts(NamedTuple):
+    """Starts of one template in one region that came to nothing, one after another."""
+
+    failures: int
+    again_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class ReconcileState:
+    """What must be remembered between two calls."""
+
+    next_number: int = 0
+    """Copies and replicas are numbered from here; no number is used twice."""
+    starting: Mapping[str, Key] = field(default_factory=dict)
+    """Replicas whose start was asked for and not yet seen through."""
+    draining_s: Mapping[str, float] = field(default_factory=dict)
+    """When each was asked to drain."""
+    done: frozenset[str] = frozenset()
+    """Draining replicas that said they are done."""
+    attempts: Mapping[Key, FailedStarts] = field(default_factory=dict)
+    goal: tuple[tuple[Key, int], ...] = ()
+    floors_per_s: Mapping[str, float] = field(default_factory=dict)
+    """Model to the smaller of what was served and what is wanted, when the goal was set."""
+
+    def drained(self, replica: str) -> ReconcileState:
+        return replace(self, done=self.done | {replica})
+
+
+class ReconcileStep(NamedTuple):
+    """What to do now, what to remember, and what cannot be done."""
+
+    actions: tuple[Action, ...]
+    progress: ReconcileState
+    due_s: float
+    """When to look again even if nothing happens; infinite when there is no need."""
+    notes: tuple[str, ...]
+
+    @property
+    def settled(self) -> bool:
+        """Nothing is missing, starting or leaving."""
+        return not self.notes and self.due_s == inf and not self.progress.starting
+
+
+class ReconcileDraft:
+    """One call's: what it starts, drains and stops."""
+
+    def __init__(
+        self,
+        fleet: FleetState,
+        known: Mapping[str, TemplateCapacity],
+        progress: ReconcileState,
+        at_s: float,
+        grace_s: float,
+    ) -> None:
+        self.fleet, self.known, self.at_s, self.grace_s = fleet, known, at_s, grace_s
+        self.actions: list[Action] = []
+        self.notes: list[str] = []
+        self.next_number = progress.next_number
+        self.starting = dict(progress.starting)
+        self.draining_s = {k: v for k, v in progress.draining_s.items() if k in fleet.views}
+        self.done = frozenset(replica for replica in progress.done if replica in fleet.views)
+        self.attempts = dict(progress.attempts)
+        self.due_s = inf
+        self.stopped: set[str] = set()
+
+    def remember_starts(self) -> None:
+        """Which of the starts came to something."""
+        failed: set[Key] = set()
+        fine: set[Key] = set()
+        for replica, key in list(self.starting.items()):
+            view = self.fleet.views.get(replica)
+            if view is None or view.state != "starting":
+                del self.starting[replica]
+                (failed if view is None else fine).add(key)
+        for key in fine - failed:
+            self.attempts.pop(key, None)
+        for key in failed:
+            failures = self.attempts[key].failures + 1 if key in self.attempts else 1
+            wait_s = min(RETRY_S * 2 ** min(failures - 1, 30), RETRY_MOST_S)
+            self.attempts[key] = FailedStarts(failures, self.at_s + wait_s)
+
+    def leave(self, unit: TemplateCopy) -> None:
+        """All of a copy's replicas go: what serves is drained, what does not is stopped."""
+        for view in unit.views:
+            replica = view.member.id
+            if view.state == "starting":
+                self.stop(replica)
+            elif replica not in self.draining_s:
+                if view.state == "ready":
+                    self.actions.append(DrainReplica(replica))
+                self.draining_s[replica] = self.at_s
+                self.due_s = min(self.due_s, self.at_s + self.grace_s)
+
+    def stop(self, replica: str) -> None:
+        self.actions.append(StopReplica(replica))
+        self.stopped.add(replica)
+        self.starting.pop(replica, None)
+        self.draining_s.pop(replica, None)
+        self.done -= {replica}
+
+    def start(self, key: Key, standby: bool = False) -> None:
+        template = self.known[key[0]].template
+        unit = f"{key[0]}@{key[1]}#{self.number()}"
+        for index in range(len(template.replicas)):
+            self.start_replica(key, unit, index, str(index), standby)
+
+    def start_replica(self, key: Key, unit: str, index: int, place: str, standby: bool) -> None:
+        template = self.known[key[0]].template
+        role, kind = template.replicas[index].role, template.kind
+        replica = f"{unit}/{place}"
+        member = ReplicaSpec(replica, unit, template.name, index, kind, template.model, role, key[1])
+        self.actions.append(StartReplica(replace(member, standby=True) if standby else member))
+        self.starting[replica] = key
+
+    def number(self) -> int:
+        self.next_number += 1
+        return self.next_number - 1
 
 
 class _Work(ReconcileDraft):
@@ -363,3 +484,87 @@ def _load(unit: TemplateCopy) -> tuple[int, int, int]:
 def _number_of(unit: str) -> int:
     digits = unit.rpartition("#")[2]
     return int(digits) if digits.isdigit() else 0
+
+
+def recasts(
+    fleet: FleetState,
+    wanted: Mapping[Key, int],
+    known: Mapping[str, TemplateCapacity],
+    fixed: Collection[str] = (),
+) -> tuple[Reassign, ...]:
+    """Which replicas become whose, so that as little as possible is missing; `fixed` ones stay."""
+    live: dict[Key, list[TemplateCopy]] = {}
+    for unit in fleet.units.values():
+        if not unit.standby and not any(view.state == "draining" for view in unit.views):
+            live.setdefault((unit.template, unit.region), []).append(unit)
+    spare = {
+        key: [unit for unit in units if _free(unit, fixed)]
+        for key, units in live.items()
+        if key in wanted and len(units) > wanted[key] and _plain(known, key)
+    }
+    left = {key: len(live[key]) - wanted[key] for key in spare}
+    found: list[Reassign] = []
+    for key in sorted(key for key in wanted if _plain(known, key)):
+        template = known[key[0]].template
+        for _ in range(wanted[key] - len(live.get(key, ()))):
+            best = _best(template, key, spare, left, known)
+            if best is None:
+                break
+            source, unit, places = best
+            spare[source].remove(unit)
+            left[source] -= 1
+            found += [_recast(view, template, index) for index, view in enumerate(places)]
+    return tuple(found)
+
+
+def _plain(known: Mapping[str, TemplateCapacity], key: Key) -> bool:
+    return key[0] in known and known[key[0]].template.kind in FLIPPABLE
+
+
+def _free(unit: TemplateCopy, fixed: Collection[str]) -> bool:
+    return unit.whole and not any(view.member.id in fixed for view in unit.views)
+
+
+def _best(
+    template: Template,
+    key: Key,
+    spare: Mapping[Key, list[TemplateCopy]],
+    left: Mapping[Key, int],
+    known: Mapping[str, TemplateCapacity],
+) -> tuple[Key, TemplateCopy, list[ReplicaState]] | None:
+    """A copy that can become one of these, with its replicas in their new places."""
+    ranked = []
+    for source, units in spare.items():
+        if left[source] <= 0 or source[1] != key[1] or known[source[0]].template.model != template.model:
+            continue
+        for unit in units:
+            places = _placed(unit, known[source[0]].template.replicas, template.replicas)
+            if places is not None:
+                pairs = zip(places, template.replicas, strict=True)
+                flips = sum(view.role != replica.role for view, replica in pairs)
+                load = sum(view.open_requests for view in unit.views)
+                ranked.append(((flips, load, unit.id), source, unit, places))
+    return min(ranked, key=lambda each: each[0])[1:] if ranked else None
+
+
+def _placed(
+    unit: TemplateCopy, old: Sequence[PlannedReplica], new: Sequence[PlannedReplica]
+) -> list[ReplicaState] | None:
+    """For each new replica one of the copy's on its layout, in its role if there is one; None where there is none."""
+    views = list(unit.views)
+    if len(views) != len(new):
+        return None
+    found = []
+    for replica in new:
+        alike = [view for view in views if old[view.member.index].layout == replica.layout]
+        if not alike:
+            return None
+        chosen = next((view for view in alike if view.role == replica.role), alike[0])
+        views.remove(chosen)
+        found.append(chosen)
+    return found
+
+
+def _recast(view: ReplicaState, template: Template, index: int) -> Reassign:
+    role = template.replicas[index].role
+    return Reassign(replace(view.member, template=template.name, index=index, kind=template.kind, role=role))

@@ -1,40 +1,36 @@
 """THUNDERSERVE's light rescheduling (its 3.4): when the workload shifts, change roles and load no weights.
 
-The first full window after a plan is looked at, and becomes the reference. A shift is a mean prompt, a mean answer
-or a rate that leaves the band around it and its own noise, or a change in how many replicas there are. Then, for
-the lengths now seen,
+A shift is a mean prompt, a mean answer or a rate that leaves the band around the reference and its own noise, or a
+change in how many replicas there are. Then, for the lengths now seen, the replica whose flip raises
 
-    P = sum of prefill rates      D = sum of decode rates      served = min(P, D)
+    served = min(sum of prefill rates, sum of decode rates)
 
-and the replica whose flip raises `served` most is flipped, again and again, at most `MAX_FLIPS` a window and only
-while each gains at least `LEAST_GAIN`: the paper's tabu search with the flip as its only move, without its uphill
-moves, which a running system would have to live through. The last replica of a role in a region stays. Without a
-gain worth a flip the new workload just becomes the reference, so noise around a balance moves nothing. Flips are
-chosen for the lengths of the window's last quarter where those differ: in a shift the rest is of the past. Flips the
-other way than those before, within `BACK_S` of them, must begin with one that gains `BACK_GAIN`: near a balance, what
-one window shows is often the opposite of what the next one does.
+most is flipped, again and again, at most MAX_FLIPS a window and while each gains LEAST_GAIN: the paper's tabu search
+with the flip as its only move and without uphill moves. The last replica of a role in a region stays. Flips the other
+way within BACK_S must begin with one that gains BACK_GAIN: near a balance, windows contradict each other.
 
-Replicas of groups are chosen for otherwise: by the paper's search, with the links between their machines in it
-(`regroup.py`). A copy's roles are looked at when its model has shifted, and at once when one of its replicas is gone.
-Whether roles change or not, its requests are shared anew for the lengths now seen (`SetLengths`).
+Roles inside groups are found by the paper's search, each choice worth what its best routing serves
+(`core/routing/group_sharing.py`): all choices where they are few, else tabu; only choices whose bound
+min(prefill, decode) + mixed beats the best so far are routed.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import product
 from math import hypot, inf
 
 from potluck.core.figures import moved
-from potluck.core.routing.group_sharing import MeanLengths
-from potluck.core.scaling.group_roles import best_roles
+from potluck.core.routing.group_sharing import GroupRates, MeanLengths, rated
 from potluck.core.scaling.roles import Flippable, codec_of, flippable, last_of_role
-from potluck.core.scaling.rule import FlipRole, RuleNotes, ScaleDecision, SetLengths
+from potluck.core.scaling.rule import FlipRole, ScaleDecision, Scaler, SetLengths
 from potluck.core.scaling.traffic_window import ModelTraffic, ObservedTraffic
 from potluck.core.state.facts import FleetFacts
 from potluck.core.state.fleet import FleetState, TemplateCopy
 from potluck.core.state.policy import Policy
 from potluck.core.values.plan import Plan
-from potluck.core.values.types import Region, Role
+from potluck.core.values.types import Role
 
 MAX_FLIPS = 4
 LEAST_GAIN = 0.1
@@ -60,10 +56,11 @@ class RoleReference:
     replicas: int
 
 
-class ShiftFlips:
+class ShiftFlips(Scaler):
     """State: per model, the reference workload and when roles were last looked at."""
 
     def __init__(self, policy: Policy, facts: FleetFacts) -> None:
+        super().__init__()
         self._policy, self._facts = policy, facts
         self._plan: Plan | None = None
         self._since_s = 0.0
@@ -71,13 +68,6 @@ class ShiftFlips:
         self._last_s: dict[str, float] = {}
         self._towards: dict[str, Role] = {}
         """Which role the last flips were to."""
-        self._notes = RuleNotes()
-
-    def why(self) -> str:
-        return self._notes.text()
-
-    def quoted(self, regions: tuple[Region, ...]) -> None:
-        """Roles do not depend on prices."""
 
     def on_tick(
         self, at_s: float, observed: ObservedTraffic, fleet: FleetState, plan: Plan
@@ -254,3 +244,127 @@ def best_flips(
         flips.append((left[best].replica, role))
         left[best] = replace(left[best], role=role)
     return flips
+
+
+ROLES: tuple[Role, ...] = ("prefill", "decode", "mixed")
+MOST_CHOICES = 6561
+"""Three roles for eight replicas."""
+STEPS, IDLE_STEPS, TABU = 60, 12, 6
+ALIKE = 0.03
+"""Choices that serve so much less than the best count as good: rates are not known better than that, while each flip
+disturbs what is under way."""
+
+Roles = dict[int, Role]
+"""Place of a replica in its template to its role."""
+
+
+class _Choices:
+    """What choices of roles are worth, each routed once at most."""
+
+    def __init__(self, facts: FleetFacts, template: str, places: Sequence[int], lengths: MeanLengths) -> None:
+        self._facts = facts
+        self._template = template
+        self._lengths = lengths
+        self._pace = GroupRates(facts, template, lengths)
+        self._rates: dict[int, dict[Role, float]] = {
+            place: {
+                "prefill": self._pace.prefill(place),
+                "decode": self._pace.decode(place),
+                "mixed": self._pace.mixed(place),
+            }
+            for place in places
+        }
+        self.known: dict[tuple[Role, ...], float] = {}
+
+    def bound(self, roles: Mapping[int, Role]) -> float:
+        sums = dict.fromkeys(ROLES, 0.0)
+        for place, role in roles.items():
+            sums[role] += self._rates[place][role]
+        return min(sums["prefill"], sums["decode"]) + sums["mixed"]
+
+    def served(self, roles: Mapping[int, Role]) -> float:
+        key = tuple(roles.values())
+        found = self.known.get(key)
+        if found is None:
+            routed = rated(self._facts, self._template, roles, self._lengths, self._pace)
+            found = self.known[key] = sum(rate for *_, rate in routed)
+        return found
+
+
+def best_roles(
+    facts: FleetFacts, template: str, now: Mapping[int, Role], lengths: MeanLengths, gain: float
+) -> tuple[Roles, float, float]:
+    """(roles, what they serve, what the present ones do); the present roles when others serve no more by `gain`.
+
+    Of choices that serve ALIKE the one with the fewest flips is taken.
+    """
+    choices = _Choices(facts, template, list(now), lengths)
+    before = choices.served(now)
+    few = len(ROLES) ** len(now) <= MOST_CHOICES
+    best, most = _all(choices, now, before) if few else _tabu(choices, now, before)
+    if most < before * (1.0 + gain) or most <= before:
+        return dict(now), before, before
+    near = _fewest(choices, now, best, max(before * (1.0 + gain), (1.0 - ALIKE) * most))
+    return near, choices.served(near), before
+
+
+def _all(choices: _Choices, now: Mapping[int, Role], before: float) -> tuple[Roles, float]:
+    places = list(now)
+    ranked = sorted(
+        (
+            (choices.bound(dict(zip(places, each, strict=True))), each)
+            for each in product(ROLES, repeat=len(places))
+        ),
+        key=lambda pair: -pair[0],
+    )
+    best, most = dict(now), before
+    for bound, each in ranked:
+        if bound <= most * (1.0 - ALIKE):
+            break
+        roles = dict(zip(places, each, strict=True))
+        served = choices.served(roles)
+        if served > most:
+            best, most = roles, served
+    return best, most
+
+
+def _tabu(choices: _Choices, now: Mapping[int, Role], before: float) -> tuple[Roles, float]:
+    """The best neighbour at each step, also downhill; a replica that has just changed stays for a while."""
+    best, most = dict(now), before
+    here: Roles = dict(now)
+    barred: dict[int, int] = {}
+    idle = 0
+    for step in range(STEPS):
+        moves = [(place, role) for place in here for role in ROLES if role != here[place]]
+        ranked = sorted(
+            ((choices.bound({**here, place: role}), place, role) for place, role in moves), reverse=True
+        )
+        chosen, value = None, -1.0
+        for bound, place, role in ranked:
+            if bound <= value:
+                break
+            served = choices.served({**here, place: role})
+            allowed = barred.get(place, -1) < step or served > most
+            if allowed and served > value:
+                chosen, value = (place, role), served
+        if chosen is None:
+            break
+        here[chosen[0]] = chosen[1]
+        barred[chosen[0]] = step + TABU
+        idle += 1
+        if value > most * (1 + 1e-9):
+            best, most, idle = dict(here), value, 0
+        if idle >= IDLE_STEPS:
+            break
+    return best, most
+
+
+def _fewest(choices: _Choices, now: Mapping[int, Role], best: Roles, enough: float) -> Roles:
+    """Of all choices that were looked at and serve enough, the one nearest to the present roles."""
+    places, here = list(now), tuple(now.values())
+    flips = [
+        (sum(new != old for new, old in zip(each, here, strict=True)), -served, each)
+        for each, served in choices.known.items()
+        if served >= enough
+    ]
+    return dict(zip(places, min(flips)[2], strict=True)) if flips else best

@@ -1,24 +1,34 @@
-"""Which replicas could change their role, and how fast each would be in either: what role flips are chosen from.
+"""Which replicas could change their role, how fast each is in either, and when combos change theirs (CAUCHY 3.6).
 
-A flip keeps the weights, so any replica that only prefills or only decodes can take the other role; those of
-combos and pairs are planned to work together and stay. Templates tell the capacity of the planned role alone, for
-the planned lengths. After a shift both roles are needed at the lengths now seen, so the rates come from `FleetFacts`:
+A flip keeps the weights, so any replica that only prefills or only decodes can take the other role. Rates come from
+`FleetFacts`, at the lengths now seen, and neither is more than its network card carries of such prompts' KV:
 
     prefill = 1 / (fixed + per token x mean prompt)          decode = batch / (step x mean output)
 
-and neither is more than its network card carries of such prompts' KV: many that prefill for one that decodes are as
-slow as that one's card.
+A combo serves the lesser of the sums of both; what is left of one that lost replicas may also do both (MIXED). The
+paper gives no rule for when combos change:
+
+    short   demand (the rate, and what waits) exceeds headroom x what all copies serve
+    change  while short: in the copy that gains most, if that is LEAST_GAIN; it is left alone for HOLD_S after that
+    back    to the planned roles where these serve no less, when lost replicas are back, or enough for CALM_S on end
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import product
 from math import inf
+from typing import NamedTuple
 
+from potluck.core.scaling.copy_capacity import planned_mix, rates_of
+from potluck.core.scaling.rule import FlipRole, RuleNotes, ScaleDecision, Scaler, queued_requests
+from potluck.core.scaling.traffic_window import ModelTraffic, ObservedTraffic
 from potluck.core.state.facts import FleetFacts, ModelFacts, ReplicaFacts
-from potluck.core.state.fleet import FleetState, ReplicaState
+from potluck.core.state.fleet import FleetState, ReplicaState, TemplateCopy
+from potluck.core.state.policy import Policy
 from potluck.core.values.plan import Plan
-from potluck.core.values.types import Codec, Role
+from potluck.core.values.types import Codec, Region, Role
 
 FLIPPABLE = frozenset({"homogeneous", "pipeline", "group", "remote_prefill"})
 
@@ -104,3 +114,267 @@ def last_of_role(replicas: list[Flippable]) -> set[str]:
 
 def _load(view: ReplicaState) -> int:
     return view.open_requests
+
+
+LEAST_GAIN = 0.1
+HOLD_S = 30.0
+CALM_S = 60.0
+QUEUE_S = 5.0
+"""Work that may wait without counting as demand."""
+LATE_S = 30.0
+"""In which what waits beyond that is to be worked off."""
+MIXED = 0.9
+"""What is left of a replica's time when prompts come between its answers."""
+CARDS = 0.8
+"""How busy network cards may be."""
+Roles = dict[str, Role]
+"""Replica to its role."""
+
+
+class RoleRates(NamedTuple):
+    """A replica's rates in both roles, in requests a second."""
+
+    prefill_per_s: float
+    decode_per_s: float
+    card_per_s: float = inf
+    """What its network cards carry of others' prompts, or of its own to others."""
+
+
+class CopyRoles:
+    """State: when a copy's roles last changed, with how many replicas, and since when it could go back."""
+
+    def __init__(self, policy: Policy, facts: FleetFacts) -> None:
+        self._policy, self._facts = policy, facts
+        self._changed: dict[str, tuple[float, int]] = {}
+        self._calm_s: dict[str, float] = {}
+        self.notes = RuleNotes()
+
+    def on_tick(
+        self, at_s: float, observed: ObservedTraffic, fleet: FleetState, plan: Plan
+    ) -> list[FlipRole]:
+        found: list[FlipRole] = []
+        self._changed = {unit: when for unit, when in self._changed.items() if unit in fleet.units}
+        for seen in observed.models:
+            mine = [u for u in fleet.units.values() if u.model == seen.model and not u.standby]
+            combos = [unit for unit in mine if _split(unit)]
+            if combos and seen.mean_output_tokens > 0:
+                found += self._model(at_s, seen, combos, fleet, plan)
+        return found
+
+    def _model(
+        self, at_s: float, seen: ModelTraffic, combos: Sequence[TemplateCopy], fleet: FleetState, plan: Plan
+    ) -> list[FlipRole]:
+        model = seen.model
+        codecs = {each.name: each.codec for each in plan.repertoire}
+        able = {unit.id: self._able(unit, seen, codecs.get(unit.template, "fp16")) for unit in combos}
+        known = [unit for unit in combos if able[unit.id]]
+        now = {unit.id: served(able[unit.id], _present(unit)) for unit in known}
+        whole = self._others(model, fleet, plan) + sum(now.values())
+        queued = seen.held + queued_requests(fleet, model)
+        late = max(0.0, queued - QUEUE_S * whole - len(fleet.units))
+        demand = seen.rate_per_s + late / LATE_S
+        headroom = self._policy.headroom
+        state = f"{demand:.3g} requests/s are asked for, {headroom * whole:.3g} counted on"
+        flips, whole = self._back(at_s, demand, known, able, now, whole)
+        if demand > headroom * whole:
+            flips += self._change(at_s, demand, known, able, now, whole)
+        else:
+            self.notes.say(model, f"{state}: roles in combos stay")
+        if flips:
+            self.notes.say(model, f"{state}: {', '.join(f'{f.replica} as {f.role}' for f in flips)}")
+            return [FlipRole(f.replica, f.role, f"{f.reason} ({state})") for f in flips]
+        return []
+
+    def _back(
+        self,
+        at_s: float,
+        demand: float,
+        units: Sequence[TemplateCopy],
+        able: Mapping[str, Mapping[str, RoleRates]],
+        now: dict[str, float],
+        whole: float,
+    ) -> tuple[list[FlipRole], float]:
+        """Planned roles where they serve no less, or enough for long enough; and what all copies serve then."""
+        flips: list[FlipRole] = []
+        for unit in units:
+            planned = {view.member.id: view.member.role for view in unit.views if view.serves}
+            if planned == _present(unit):
+                self._calm_s.pop(unit.id, None)
+                continue
+            then = served(able[unit.id], planned)
+            enough = then > 0 and self._policy.headroom * (whole - now[unit.id] + then) >= demand
+            since_s = self._calm_s.setdefault(unit.id, at_s) if enough else at_s
+            if not enough:
+                self._calm_s.pop(unit.id, None)
+            better = then > 0 and then >= now[unit.id] * (1 - 1e-9)
+            better |= unit.whole and "mixed" in _present(unit).values()
+            if better or (enough and at_s - since_s >= CALM_S):
+                flips += self._flips(at_s, unit, planned, "back to its planned role")
+                whole += then - now[unit.id]
+                now[unit.id] = then
+        return flips, whole
+
+    def _change(
+        self,
+        at_s: float,
+        demand: float,
+        units: Sequence[TemplateCopy],
+        able: Mapping[str, Mapping[str, RoleRates]],
+        now: Mapping[str, float],
+        whole: float,
+    ) -> list[FlipRole]:
+        """New roles in as many copies as it takes, the one that gains most first."""
+        ranked = []
+        for unit in units:
+            ready = sum(view.serves for view in unit.views)
+            when_s, count = self._changed.get(unit.id, (-HOLD_S, ready))
+            if at_s - when_s < HOLD_S and count == ready:
+                continue
+            roles, then = best_inside(able[unit.id], unit)
+            if then > now[unit.id] * (1 + LEAST_GAIN):
+                ranked.append((then - now[unit.id], unit.id, unit, roles))
+        flips: list[FlipRole] = []
+        for gain, _, unit, roles in sorted(ranked, key=lambda each: (-each[0], each[1])):
+            if self._policy.headroom * whole >= demand:
+                break
+            flips += self._flips(at_s, unit, roles, f"its combo serves {gain:.3g}/s more so")
+            whole += gain
+        return flips
+
+    def _flips(self, at_s: float, unit: TemplateCopy, roles: Roles, reason: str) -> list[FlipRole]:
+        self._changed[unit.id] = (at_s, sum(view.serves for view in unit.views))
+        self._calm_s.pop(unit.id, None)
+        present = _present(unit)
+        return [FlipRole(name, role, reason) for name, role in sorted(roles.items()) if role != present[name]]
+
+    def _able(self, unit: TemplateCopy, seen: ModelTraffic, codec: Codec) -> dict[str, RoleRates]:
+        """Rates of a copy's ready replicas; none where one of them was not timed."""
+        prompt = seen.recent_prompt_tokens or seen.mean_prompt_tokens
+        output = seen.recent_output_tokens or seen.mean_output_tokens
+        cards = self._card_per_s(unit, prompt, codec)
+        found: dict[str, RoleRates] = {}
+        for view in unit.views:
+            facts = view.facts
+            if not view.serves:
+                continue
+            if facts is None:
+                return {}
+            most = cards(facts)
+            prefill = prefill_per_s(facts, prompt) / view.pace
+            found[view.member.id] = RoleRates(
+                min(prefill, most), min(decode_per_s(facts, output) / view.pace, most)
+            )
+        return found
+
+    def _card_per_s(self, unit: TemplateCopy, prompt: float, codec: Codec) -> CardLimit:
+        """How many prompts' KV a replica's network cards carry; without a limit on one node, or if not known."""
+        places = {each for view in unit.views for each in view.member.nodes}
+        known = self._facts.models.get(unit.model)
+        size = 0.0 if known is None or len(places) == 1 else known.wire_bytes(prompt, codec)
+        return CardLimit(size)
+
+    def _others(self, model: str, fleet: FleetState, plan: Plan) -> float:
+        """What copies serve that are no combos, for the planned mix."""
+        templates = {each.name: each for each in plan.repertoire}
+        mix, prefill, decode, closed = planned_mix(plan, model), 0.0, 0.0, 0.0
+        for unit in fleet.units.values():
+            if unit.model != model or unit.standby or _split(unit):
+                continue
+            if unit.whole and unit.template in templates:
+                rates = rates_of(templates[unit.template], mix)
+                closed += rates.closed_per_s
+                prefill += rates.prefill_per_s
+                decode += rates.decode_per_s
+        return closed + min(prefill, decode)
+
+
+class CardLimit(NamedTuple):
+    """Prompts a second over a replica's network cards, each of so many bytes; 0: none of them matters."""
+
+    kv_bytes: float
+
+    def __call__(self, facts: ReplicaFacts) -> float:
+        if self.kv_bytes <= 0 or facts.card_gbps <= 0:
+            return inf
+        return CARDS * facts.card_gbps * 1e9 / 8 / self.kv_bytes
+
+
+class WithCopyRoles(Scaler):
+    """A rule for whole copies, and this one for the roles inside them."""
+
+    def __init__(self, rule: Scaler, inside: CopyRoles) -> None:
+        super().__init__()
+        self.rule, self._inside = rule, inside
+
+    def on_tick(
+        self, at_s: float, observed: ObservedTraffic, fleet: FleetState, plan: Plan
+    ) -> tuple[ScaleDecision, ...]:
+        flips = self._inside.on_tick(at_s, observed, fleet, plan)
+        return (*flips, *self.rule.on_tick(at_s, observed, fleet, plan))
+
+    def quoted(self, regions: tuple[Region, ...]) -> None:
+        self.rule.quoted(regions)
+
+    def why(self) -> str:
+        inside = self._inside.notes.any
+        return f"{self.rule.why()}; {inside}" if inside else self.rule.why()
+
+
+def served(able: Mapping[str, RoleRates], roles: Mapping[str, Role]) -> float:
+    """What a copy's replicas serve together in these roles."""
+    prefill = decode = alone = 0.0
+    for name, role in roles.items():
+        each = able[name]
+        if role == "prefill":
+            prefill += min(each.prefill_per_s, each.card_per_s)
+        elif role == "decode":
+            decode += min(each.decode_per_s, each.card_per_s)
+        elif each.prefill_per_s > 0 and each.decode_per_s > 0:
+            alone += MIXED / (1.0 / each.prefill_per_s + 1.0 / each.decode_per_s)
+    return min(prefill, decode) + alone
+
+
+def best_inside(able: Mapping[str, RoleRates], unit: TemplateCopy) -> tuple[Roles, float]:
+    """The roles that serve most, of those that change replicas one way only; with the fewest changes.
+
+    Replicas with the same rates are interchangeable, so only how many of them prefill is tried.
+    """
+    views = [view for view in unit.views if view.member.id in able]
+    if not views:
+        return {}, 0.0
+    found: list[tuple[float, int, Roles]] = []
+    if len(views) < len(unit.places):
+        both: Roles = {view.member.id: "mixed" for view in views}
+        found.append((served(able, both), len(views), both))
+    groups: dict[RoleRates, list[ReplicaState]] = {}
+    for view in views:
+        groups.setdefault(able[view.member.id], []).append(view)
+    for counts in product(*(range(len(group) + 1) for group in groups.values())):
+        if not 0 < sum(counts) < len(views):
+            continue
+        roles: Roles = {}
+        for group, count in zip(groups.values(), counts, strict=True):
+            # Those that prefill already stay; of the others those with the least to do go over.
+            ordered = sorted(
+                group, key=lambda view: (view.role != "prefill", view.open_requests, view.member.id)
+            )
+            roles |= {v.member.id: "prefill" if i < count else "decode" for i, v in enumerate(ordered)}
+        changed = [view for view in views if roles[view.member.id] != view.role]
+        if len({roles[view.member.id] for view in changed}) < 2:
+            found.append((served(able, roles), len(changed), roles))
+    most = max((value for value, *_ in found), default=0.0)
+    if not found:
+        return _present(unit), 0.0
+    value, _, chosen = min(
+        (each for each in found if each[0] >= most * (1 - 1e-9)), key=lambda each: (each[1], -each[0])
+    )
+    return chosen, value
+
+
+def _present(unit: TemplateCopy) -> Roles:
+    return {view.member.id: view.role for view in unit.views if view.serves}
+
+
+def _split(unit: TemplateCopy) -> bool:
+    """Whether a copy is a combo that was planned with prefill apart from decode."""
+    return unit.kind == "combo" and any(view.member.role != "mixed" for view in unit.views)

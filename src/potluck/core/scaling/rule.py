@@ -1,19 +1,14 @@
-"""What every scaling rule is asked and answers.
+"""What every scaling rule is asked at each tick, and what it may answer.
 
-At each tick the Brain calls
-
-    decisions = scaler.on_tick(at_s, window.observed(at_s, held), fleet, plan)
-
-and carries them out: `Resize` changes its wanted counts, which `core.reconcile` works towards; `FlipRole` becomes a
-Flip; `AskReplan` a Replan; `SetThreshold` moves the length from which prompts are prefilled elsewhere, `SetLengths`
-what groups share their requests by. Rules keep little state, change nothing but that, and say in `why` what they last
-thought, above all when they did nothing.
+Rules change nothing themselves: `Resize` changes the wanted counts, which `reconcile.py` works towards; `FlipRole`
+becomes a flip, `AskReplan` a Replan; `SetThreshold` moves the length from which prompts are prefilled elsewhere,
+`SetLengths` what groups share their requests by. `why` says what a rule last thought, above all when it did nothing.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 from potluck.core.scaling.traffic_window import ObservedTraffic
 from potluck.core.state.fleet import FleetState, TemplateCopy
@@ -70,37 +65,6 @@ class SetLengths(NamedTuple):
 ScaleDecision = Resize | FlipRole | AskReplan | SetThreshold | SetLengths
 
 
-class Scaler(Protocol):
-    """A rule that changes the fleet."""
-
-    def on_tick(
-        self, at_s: float, observed: ObservedTraffic, fleet: FleetState, plan: Plan
-    ) -> tuple[ScaleDecision, ...]: ...
-
-    def quoted(self, regions: tuple[Region, ...]) -> None:
-        """Prices or nodes are others from now on."""
-        ...
-
-    def why(self) -> str:
-        """What was decided at the last tick and why, model by model; never empty after a tick."""
-        ...
-
-
-class NoScaling:
-    """The fleet stays as it was planned."""
-
-    def on_tick(
-        self, at_s: float, observed: ObservedTraffic, fleet: FleetState, plan: Plan
-    ) -> tuple[ScaleDecision, ...]:
-        return ()
-
-    def quoted(self, regions: tuple[Region, ...]) -> None:
-        pass
-
-    def why(self) -> str:
-        return "scaling is off"
-
-
 class RuleNotes:
     """What a rule says for itself: one line per model or topic, the latest word of each.
 
@@ -132,6 +96,32 @@ class RuleNotes:
     def _line(self, topic: str) -> str:
         said, waits = self._lines.get(topic), self._waits.get(topic)
         return f"{said} ({waits})" if said and waits else said or waits or ""
+
+
+class Scaler:
+    """A rule that changes the fleet; this one does not."""
+
+    def __init__(self) -> None:
+        self._notes = RuleNotes()
+
+    def on_tick(
+        self, at_s: float, observed: ObservedTraffic, fleet: FleetState, plan: Plan
+    ) -> tuple[ScaleDecision, ...]:
+        return ()
+
+    def quoted(self, regions: tuple[Region, ...]) -> None:
+        """Prices or nodes are others from now on."""
+
+    def why(self) -> str:
+        """What was decided at the last tick and why, model by model; never empty after a tick."""
+        return self._notes.text()
+
+
+class NoScaling(Scaler):
+    """The fleet stays as it was planned."""
+
+    def why(self) -> str:
+        return "scaling is off"
 
 
 def available_nodes(regions: tuple[Region, ...]) -> Nodes | None:

@@ -1,16 +1,9 @@
-"""Copies on standby: loaded, idle and paid for, so that more is there in a tick and not after a start-up.
+"""Copies on standby: loaded, idle and paid for, so that more is there at once (CAUCHY 3.5.1's pre-warmed instances).
 
-CAUCHY's pre-warmed instances (its 3.5.1; the paper does not say of what, nor how many). With N = `policy.standby`, N
-copies of each model are kept beside those that its plan deploys:
-
-- Where all copies take all requests: of the deployment that serves a request for the least rent; where prompts and
-  answers are computed apart, of the best for each.
-- Where the plan sends some lengths here and others there: of each deployment, as none can stand in for another.
-- Of none that stands on machines with names, which cannot be had twice.
-
-A copy on standby is a member of the fleet whose replicas are marked so (`Member.standby`): it starts, fails and is
-started again as others do, and no request is sent there. Going on standby and coming from there is a `Reassign`:
-engines and weights stay, and so does what runs there. `core.scale.reconcile` says when.
+With N = `policy.standby`, N copies of each model are kept beside the plan's: of the deployment that serves a request
+for the least rent, of the best for each phase where these are apart, or of each deployment where none can stand in
+for another; of none on machines with names. Their replicas are marked (`ReplicaSpec.standby`) and get no requests;
+going on standby and coming from there is a `Reassign`, in which engines and weights stay.
 """
 
 from __future__ import annotations
@@ -19,9 +12,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from math import ceil, inf
 
-from potluck.core.scaling.copy_capacity import Key
-from potluck.core.scaling.copy_rates import CopyRates, planned_mix, rates_of
-from potluck.core.scaling.partial_service import ROUNDING, busy_copies
+from potluck.core.scaling.copy_capacity import ROUNDING, CopyRates, Key, busy_copies, planned_mix, rates_of
 from potluck.core.scaling.rule import unit_price_usd_per_h
 from potluck.core.state.actions import Action, Reassign
 from potluck.core.state.fleet import FleetState, TemplateCopy

@@ -1,20 +1,8 @@
 """What has been asked lately: rates and lengths per model over a sliding window, and over a long one.
 
-Time is cut into slots. An arrival or an end is only noted; when a slot is over, or someone looks, the notes are
-counted, a finished slot joins the sums of both windows, and slots that have left a window are taken off. So an
-arrival costs the same however busy the fleet is, and a window's edge is sharp to one slot. Prompt lengths go into a
-histogram of 8 bins per octave that also keeps each bin's tokens, so that buckets of any plan, thresholds and means
-can be read from it later; a bucket that ends inside a bin gets a part of it in proportion.
-
-    window = Window(policy.window_s, policy.global_window_s, slos)
-    window.watch(at_s, model)                                 at a plan: a model without requests is seen too
-    window.arrived(at_s, request, cached_tokens)              cached_tokens: what some replica's cache saves
-    window.finished(at_s, model, output_tokens, ttft_s, tpot_s)
-    window.refused(at_s, model)
-    window.linked(event)                                      a LinkReported
-    observed = window.observed(at_s, held)                    held: model to requests that wait before replicas
-
-Times must not go back by more than a slot; what comes late counts in the present slot.
+Time is cut into slots. An arrival or an end is only noted, and counted when its slot is over or someone looks: its
+cost does not grow with the traffic, and a window's edge is sharp to one slot. Prompt lengths go into a histogram of 8
+bins per octave that also keeps each bin's tokens. What comes late counts in the present slot.
 """
 
 from __future__ import annotations

@@ -139,7 +139,7 @@ class LinkReported(NamedTuple):
 class CacheReported(NamedTuple):
     """What changed in a replica's prefix cache, or with `whole` all that it holds, as of `sequence`.
 
-    Blocks have the chained names of `core.replica.block_values`. Marked are blocks at whose end the state of linear
+    Blocks have the chained names of `core.replica.blocks`. Marked are blocks at whose end the state of linear
     and window layers is held too; models that have such can only be resumed there.
     """
 

@@ -6,12 +6,12 @@ small enough that a decision costs microseconds.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Final
 
 from potluck.core.values.kv import wire_bytes
-from potluck.core.values.terms import FailureDomain
+from potluck.core.values.service import FailureDomain
 from potluck.core.values.types import Codec, Region, Slo
 
 BLOCK_TOKENS: Final = 16
@@ -131,10 +131,48 @@ class FleetFacts:
     regions: tuple[Region, ...] = ()
     """What can be rented where and at what price; scaling needs it. Empty: not known, so nothing is ruled out."""
     history: Mapping[str, tuple[float, ...]] = field(default_factory=dict)
-    """A model's requests a second in past bins of `core.scale.forecast.BIN_S`, the last of them ending at time 0."""
+    """A model's requests a second in past bins of `core.scaling.forecast.BIN_S`, the last ending at time 0."""
     places: Mapping[tuple[str, int], tuple[str, ...]] = field(default_factory=dict)
     """The nodes of its copy that a replica stands on, by names that all replicas of the copy share."""
     zones: Mapping[str, str] = field(default_factory=dict)
     """Machines that plans name, and the zone or rack of each, where known."""
     groups: Mapping[str, GroupFacts] = field(default_factory=dict)
     """Templates of the kind `group` whose machines have names."""
+
+
+LEAST: Final = 0.5
+MOST: Final = 4.0
+"""What is planned with at most: beyond it something is broken, and no plan helps."""
+WORTH: Final = 0.1
+"""A pace must be off by so much."""
+
+
+@dataclass(frozen=True, slots=True)
+class ObservedSpeed:
+    """How long replicas of a model on one kind of node take, for each second of their facts."""
+
+    model: str
+    """As the plan names it."""
+    node: str
+    tp: int
+    pace: float
+    replicas: int = 1
+    """In how many it was seen; it is their median."""
+
+    @property
+    def believed(self) -> float:
+        return min(MOST, max(LEAST, self.pace))
+
+    @property
+    def matters(self) -> bool:
+        return abs(self.pace - 1.0) > WORTH
+
+    def __str__(self) -> str:
+        shards = f" tp{self.tp}" if self.tp > 1 else ""
+        return f"{self.node}{shards} at {self.believed:.2f} of its facts for {self.model}"
+
+
+def spoken(paces: Sequence[ObservedSpeed]) -> str:
+    """What is planned with, in a line; empty where it is the facts."""
+    listed = ", ".join(str(each) for each in paces if each.matters)
+    return f"plans with {listed}" if listed else ""

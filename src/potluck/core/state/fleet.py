@@ -14,8 +14,7 @@ from typing import Final, Literal
 from potluck.core.errors import InputError
 from potluck.core.state.events import ReplicaStatus
 from potluck.core.state.facts import ReplicaFacts
-from potluck.core.values.plan import TemplateKind
-from potluck.core.values.replica_spec import ReplicaSpec
+from potluck.core.values.plan import ReplicaSpec, TemplateKind
 from potluck.core.values.types import Role
 
 State = Literal["starting", "ready", "draining"]
@@ -65,7 +64,7 @@ class ReplicaState:
     facts: ReplicaFacts | None = None
     """What the plan knows of it, if anything."""
     pace: float = 1.0
-    """Seconds that things take there for each second of its facts, as learned (`core.routing.speeds`)."""
+    """Seconds that things take there for each second of its facts, as learned (`core.routing.learned_speeds`)."""
     late_share: float = 0.0
     """Of its answers lately, how many came slower than their model's objective allows per token."""
     observed_s: float = 0.0

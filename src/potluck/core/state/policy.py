@@ -9,15 +9,6 @@ from typing import Final, Literal
 from potluck.core.errors import InputError
 from potluck.core.values.service import CLASSES, PrefixSharing, RequestClass, Tenant
 
-Balance = Literal["learned", "goodput", "round-robin", "token", "least-work", "fixed"]
-"""How requests are spread over units: to the one that is done first at the speeds observed, in proportion to goodput
-(CAUCHY 3.4.1, CORAL 5.1), in turn, to the unit with the most free tokens, to the one with the least work in seconds,
-or by the plan's fractions (THUNDERSERVE's X and Y)."""
-Scaling = Literal["none", "cauchy", "flips", "prfaas", "replan", "ahead"]
-"""Who changes the fleet: nobody; CAUCHY's combos (Algorithm 1); THUNDERSERVE's role flips on a workload shift;
-PrfaaS's periodic split and threshold; CORAL's periodic re-allocation; the same ahead of time, by forecast."""
-
-
 SplitRule = Literal["series", "printed"]
 """CRONUS's balancer: by the sum over iterations (equation 1), or as its Algorithm 1 is printed."""
 
@@ -30,7 +21,8 @@ LISTS: Final = frozenset({"tenants", "classes", "shared_prefixes"})
 class Policy:
     """The rules of one fleet."""
 
-    balance: Balance = "learned"
+    balance: str = "learned"
+    """How requests are spread over targets: a name in `BALANCES` (`core/routing/balance.py`)."""
     opportunistic: bool = True
     """Run a request in place on an idle replica of its unit (CAUCHY 3.4.2)."""
     split: bool = True
@@ -57,7 +49,8 @@ class Policy:
     """
     low_decodes: bool = True
     """In pairs, keep some decodes on the low-end GPU while the high-end one is over its batch (beyond CRONUS)."""
-    scaling: Scaling = "none"
+    scaling: str = "none"
+    """Who changes the fleet: a name in `SCALERS` (`core/scaling/autoscaler.py`)."""
     retries: int = 2
     """How often a request may be sent again after failures that may be its own fault: all but broken links and
     replicas that were lost together with others."""
@@ -108,7 +101,7 @@ class Policy:
     """Share of the capacity that may be missing while copies are exchanged on nodes that are all taken."""
     standby: int = 0
     """Copies of each model that are loaded and idle, so that more is there at once (CAUCHY 3.5.1's pre-warmed
-    instances; `core.scale.standby` says of what). They are paid for."""
+    instances; `core.scaling.standby` says of what). They are paid for."""
     advise: bool = False
     """Scaling only says what it would do."""
 

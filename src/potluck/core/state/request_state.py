@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
 from potluck.core.state.actions import Run
 from potluck.core.state.fleet import ReplicaState
+from potluck.core.state.targets import Target
 from potluck.core.values.route import Route
 from potluck.core.values.types import Request
-
-if TYPE_CHECKING:
-    from potluck.core.routing.targets import Target
 
 RUNNING: Final = 0
 HELD: Final = 1
@@ -39,7 +37,7 @@ class RequestState:
     state = HELD
     attempt = 0
     twins = 0
-    """Attempts that ran beside this one (`hedges.py`): their numbers are taken."""
+    """Attempts that ran beside this one (`hedging.py`): their numbers are taken."""
     earlier: tuple[tuple[ReplicaState, int], ...] = ()
     """Segments before the last: where, and how many tokens count as open there."""
     done = 0
@@ -62,11 +60,11 @@ class RequestState:
     long = False
     """Whether it has a long prompt there that is not computed."""
     heavy = False
-    """Whether its tenant sends little but long prompts (`core/admission/isolation.py`)."""
+    """Whether its tenant sends little but long prompts (`core/routing/isolation.py`)."""
     light_tokens = 0
     """Of its prompt, not computed where it was sent first, if its tenant is not heavy."""
     yielding: tuple[ReplicaState, int] | None = None
-    """Where its prompt lets others go before it, and how many tokens that is (`core/admission/deadlines.py`)."""
+    """Where its prompt lets others go before it, and how many tokens that is (`core/routing/deadlines.py`)."""
     link = ""
     """The link between regions that its KV has yet to cross, as `source->target`."""
     cargo: tuple[tuple[str, str, float], ...] = ()

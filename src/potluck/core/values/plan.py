@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from hashlib import sha256
@@ -10,10 +11,47 @@ from typing import Literal
 
 from potluck.core.codec import dumps, loads
 from potluck.core.errors import InputError
-from potluck.core.values.confidence import Confidence
 from potluck.core.values.layout import Layout
-from potluck.core.values.precision import Format
+from potluck.core.values.model import Format
 from potluck.core.values.types import Codec, Role
+
+
+@dataclass(frozen=True, slots=True)
+class ReplicaSpec:
+    """One replica of one copy of a template."""
+
+    id: str
+    unit: str
+    """The copy it belongs to: its replicas were planned to work together."""
+    template: str
+    index: int
+    """Which of the template's replicas it is."""
+    kind: TemplateKind
+    model: str
+    role: Role
+    region: str
+    nodes: tuple[str, ...] = ()
+    """The machines it stands on, by names that are theirs alone in the region; empty where nobody knows."""
+    zone: str = ""
+    """The part of the region that can go down by itself: a zone or a rack. Empty where nobody knows."""
+    standby: bool = False
+    """Its copy is loaded and gets no requests, until more is needed (`core.scaling.standby`)."""
+
+    @property
+    def node_domains(self) -> tuple[str, ...]:
+        """The smallest failure domains it is in: its machines, or itself where these are not known."""
+        return tuple(f"node {self.region}/{node}" for node in self.nodes) or (self.id,)
+
+    @property
+    def domains(self) -> tuple[str, ...]:
+        """All failure domains it is in, smallest first; with any of them it goes down."""
+        zone = (f"zone {self.region}/{self.zone}",) if self.zone else ()
+        return (*self.node_domains, *zone, f"region {self.region}")
+
+    def lies_in(self, names: frozenset[str]) -> bool:
+        """Whether it, or a domain it is in, is among these."""
+        return self.id in names or any(domain in names for domain in self.domains)
+
 
 PLAN_VERSION = 1
 
@@ -335,3 +373,34 @@ def plan_mark(plan: Plan) -> str:
 def _not_negative(field: str, value: float) -> None:
     if not 0 <= value < inf:
         raise InputError(field, f"must not be negative, is {value}")
+
+
+Confidence = Literal["measured", "transferred", "assumed"]
+"""measured: this GPU was measured; transferred: predicted from measurements of its relatives;
+assumed: nothing near it was measured."""
+
+
+def copies_changed(before: Plan, after: Plan) -> str:
+    """Which copies come and go: `2 more L4 (decode) in near, 1 fewer A10 (prefill) in far`."""
+    counts: Counter[tuple[str, str]] = Counter()
+    for plan, sign in ((before, -1), (after, 1)):
+        for each in plan.deployments:
+            counts[_said(plan.template(each.template)), each.region] += sign * each.count
+    lines = [
+        f"{abs(more)} {'more' if more > 0 else 'fewer'} {what} in {region}"
+        for (what, region), more in sorted(counts.items(), key=lambda each: (-each[1], each[0]))
+        if more
+    ]
+    return ", ".join(lines) or "the same GPUs in the same roles"
+
+
+def _said(template: Template) -> str:
+    """Its GPUs with their roles."""
+    parts = []
+    for replica in template.replicas:
+        nodes = " + ".join(
+            node.removeprefix("1x") if count == 1 else f"{count} {node}"
+            for node, count in replica.layout.node_counts.items()
+        )
+        parts.append(nodes if replica.role == "mixed" else f"{nodes} ({replica.role})")
+    return " with ".join(parts)

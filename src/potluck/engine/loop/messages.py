@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from potluck.core.errors import CapacityError, InputError
-from potluck.core.replica.tenant_shares import require_weight
+from potluck.core.replica.sequences import require_weight
 from potluck.core.values.sampling import SampledToken, Sampling
 from potluck.engine.compute.logit_edits import Guide
 from potluck.kv.chunks import KvChunk

@@ -14,8 +14,7 @@ from dataclasses import replace
 from typing import Protocol
 
 from potluck.core.errors import CapacityError, FormatError, InputError
-from potluck.core.replica.block_values import chain_root
-from potluck.core.replica.blocks import CacheChanges, PrefixHit, block_hashes
+from potluck.core.replica.blocks import CacheChanges, PrefixHit, block_hashes, chain_root
 from potluck.core.state.facts import BLOCK_TOKENS
 from potluck.core.values.model import Attention, FullAttention, LatentAttention
 from potluck.engine.memory.prefix_transfer import PrefixReceiver, ReceivedPrefix

@@ -18,7 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from potluck.core.errors import FormatError
-from potluck.core.replica.block_values import HASH_BYTES
+from potluck.core.replica.blocks import HASH_BYTES
 from potluck.core.values.model import FullAttention, LatentAttention, LinearAttention, Model
 from potluck.kv.chunks import KvChunk
 from potluck.kv.codec_layout import Part

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from typing import Protocol
 
-from potluck.core.replica.block_layout import pool_layout
+from potluck.core.replica.blocks import pool_layout
 from potluck.core.state.facts import BLOCK_TOKENS
 from potluck.core.values.model import Attention, FullAttention, LatentAttention, Model
 from potluck.kv.codec_layout import COLUMN_GROUP, Codec, Part, sizes

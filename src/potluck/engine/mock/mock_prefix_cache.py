@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from itertools import takewhile
 
 from potluck.core.errors import CapacityError, InputError
-from potluck.core.replica.block_values import CacheChanges, block_hashes
+from potluck.core.replica.blocks import CacheChanges, block_hashes
 from potluck.core.replica.spare_cache import SpareCache
 from potluck.core.state.facts import BLOCK_TOKENS
 from potluck.engine.memory.prefix_cache import Read

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from potluck.api.model_files import read_json
 from potluck.core.errors import FormatError, InputError
-from potluck.core.values.quantised import Quantised, modelopt_scheme, quantised_of
+from potluck.core.values.model import Quantised, modelopt_scheme, quantised_of
 
 MODELOPT = "hf_quant_config.json"
 

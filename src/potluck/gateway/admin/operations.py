@@ -14,8 +14,7 @@ from potluck.core.scaling.roles import FLIPPABLE
 from potluck.core.state.events import OperatorOrdered
 from potluck.core.state.fleet import ReplicaState
 from potluck.core.state.request_state import RUNNING
-from potluck.core.values.plan import plan_from_json
-from potluck.core.values.replica_spec import ReplicaSpec
+from potluck.core.values.plan import ReplicaSpec, plan_from_json
 from potluck.core.values.types import Region
 from potluck.gateway.brain_loop.core import GatewayCore
 from potluck.gateway.registry.engine_client import EngineRecord

@@ -54,9 +54,7 @@ from potluck.core.state.events import (
     Tick,
 )
 from potluck.core.state.policy import Policy
-from potluck.core.values.difference import copies_changed
-from potluck.core.values.plan import Plan, plan_mark
-from potluck.core.values.replica_spec import ReplicaSpec
+from potluck.core.values.plan import Plan, ReplicaSpec, copies_changed, plan_mark
 from potluck.core.values.types import Region
 from potluck.gateway.brain_loop.operator_state import Cordons, OperatorState
 from potluck.gateway.http.connection_pool import ConnectionPool

@@ -10,7 +10,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
-from potluck.core.replica.block_values import BlockNamer
+from potluck.core.replica.blocks import BlockNamer
 from potluck.core.state.actions import Abort, Action, Hedge, QueryAttempt, Refuse, Run
 from potluck.core.state.events import Event, RequestArrived, RequestCancelled, RequestFinished
 from potluck.core.values.types import Request

@@ -8,8 +8,8 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, Generic, TypeVar
 
 from potluck.core.state.fleet import ReplicaState
+from potluck.core.values.kv import lossy_notices
 from potluck.core.values.layout import Layout
-from potluck.core.values.lossy_hops import lossy_notices
 from potluck.core.values.plan import Plan, Template
 from potluck.gateway.admin.operations import Operations, QueueView
 from potluck.gateway.brain_loop.core import GatewayCore

@@ -20,7 +20,7 @@ from urllib.parse import urlsplit
 import yaml
 
 from potluck.core.errors import FormatError, InputError, PotluckError
-from potluck.core.values.replica_spec import ReplicaSpec
+from potluck.core.values.plan import ReplicaSpec
 from potluck.gateway.values import Address, EngineKind
 
 MOST_ENGINES = 4096

@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 from potluck.core.errors import PotluckError
-from potluck.core.routing.bandwidth_grants import eased, grants
+from potluck.core.routing.link_states import eased, grants
 from potluck.core.state.events import LinkReported, ReplicaReported
 from potluck.gateway.registry.engine_client import EngineNoAnswer, EngineRecord
 from potluck.gateway.registry.registry import ReplicaRegistry, Tell

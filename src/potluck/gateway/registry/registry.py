@@ -37,7 +37,7 @@ from potluck.core.state.events import (
     ReplicaReady,
     ReplicaSilent,
 )
-from potluck.core.values.replica_spec import ReplicaSpec
+from potluck.core.values.plan import ReplicaSpec
 from potluck.core.values.types import Role
 from potluck.gateway.http.connection_pool import ConnectionPool
 from potluck.gateway.registry.directory import ReplicaDirectory

@@ -19,7 +19,7 @@ from dataclasses import dataclass, replace
 from math import isfinite
 
 from potluck.core.errors import InputError
-from potluck.core.values.confidence import Confidence
+from potluck.core.values.plan import Confidence
 
 
 @dataclass(frozen=True, slots=True)

@@ -21,8 +21,8 @@ from math import exp, hypot
 from typing import Literal
 
 from potluck.core.codec import loads
-from potluck.core.values.confidence import Confidence
 from potluck.core.values.model import Model, MoeFfn
+from potluck.core.values.plan import Confidence
 from potluck.perf.data_files import shipped
 
 FORMAT = "potluck.bars"

@@ -21,7 +21,7 @@ from functools import lru_cache
 import numpy as np
 
 from potluck.core.codec import loads
-from potluck.core.values.confidence import Confidence
+from potluck.core.values.plan import Confidence
 from potluck.core.values.types import Gpu
 from potluck.perf.data_files import shipped
 from potluck.perf.operators.kernels import ChipFigures, DecodeCurve, GemmCurve, PrefillCurve, StreamCurve

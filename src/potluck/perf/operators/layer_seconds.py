@@ -11,7 +11,7 @@ from dataclasses import replace
 import numpy as np
 from numpy.typing import ArrayLike
 
-from potluck.core.values.precision import FORMAT_BITS, Format
+from potluck.core.values.model import FORMAT_BITS, Format
 from potluck.core.values.types import Gpu
 from potluck.perf.operators.calibration import WINDOWED, ExtraOperator, GpuCurves
 from potluck.perf.operators.expert_routing import UNEVEN, spread

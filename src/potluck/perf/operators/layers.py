@@ -18,6 +18,7 @@ import numpy as np
 from potluck.core.values.layout import Ep
 from potluck.core.values.model import (
     Attention,
+    Format,
     FullAttention,
     LatentAttention,
     Layer,
@@ -25,7 +26,6 @@ from potluck.core.values.model import (
     Model,
     MoeFfn,
 )
-from potluck.core.values.precision import Format
 from potluck.perf.operators.expert_routing import busiest_share
 from potluck.perf.sizes.memory import Layers
 from potluck.perf.step_timer import Floats

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from potluck.core.values.precision import Format
+from potluck.core.values.model import Format
 from potluck.core.values.types import Gpu
 
 

@@ -19,8 +19,8 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from potluck.core.errors import InputError
-from potluck.core.values.confidence import Confidence
 from potluck.core.values.model import DenseFfn, FullAttention, Model
+from potluck.core.values.plan import Confidence
 from potluck.core.values.types import Gpu
 from potluck.perf.step_timer import Floats, StepBatch
 

@@ -14,10 +14,9 @@ from itertools import pairwise
 import numpy as np
 
 from potluck.core.errors import InputError, UnknownNameError
-from potluck.core.values.confidence import Confidence
-from potluck.core.values.layout import Layout, Stage, StageNode
+from potluck.core.values.layout import RTT_S, Layout, Stage, StageNode
 from potluck.core.values.model import Model
-from potluck.core.values.pool import RTT_S
+from potluck.core.values.plan import Confidence
 from potluck.core.values.types import NodeType
 from potluck.perf.operators.calibration import Calibration
 from potluck.perf.operators.network import Hop, handover_s, hop_between, hop_inside

@@ -26,8 +26,8 @@ from numpy.typing import NDArray
 
 from potluck.core.codec import dumps, loads
 from potluck.core.errors import InputError
-from potluck.core.values.confidence import Confidence
 from potluck.core.values.model import Model
+from potluck.core.values.plan import Confidence
 from potluck.core.values.types import NodeType
 from potluck.perf.fits.linear_fit import mean_ape, relative_weights, solve
 from potluck.perf.step_timer import Floats, StepBatch, steps

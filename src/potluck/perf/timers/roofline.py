@@ -17,9 +17,9 @@ from functools import lru_cache
 import numpy as np
 
 from potluck.core.errors import InputError
-from potluck.core.values.confidence import Confidence
 from potluck.core.values.layout import Ep
 from potluck.core.values.model import FullAttention, LatentAttention, LinearAttention, Model, MoeFfn
+from potluck.core.values.plan import Confidence
 from potluck.core.values.types import Gpu, NodeType
 from potluck.perf.fits.error_bars import slower
 from potluck.perf.operators.calibration import Calibration, GpuCurves, bundled, curves_for

@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
-from potluck.core.values.lossy_hops import LOSSLESS
+from potluck.core.values.kv import LOSSLESS
 from potluck.core.values.plan import Deployment, Plan, Template
 from potluck.core.values.types import Codec
 from potluck.plan.allocate.allocation import Allocation

@@ -9,10 +9,10 @@ from functools import partial
 import numpy as np
 
 from potluck.core.errors import UnknownNameError
-from potluck.core.values.confidence import Confidence
-from potluck.core.values.lossy_hops import LOSSLESS
+from potluck.core.values.kv import LOSSLESS
 from potluck.core.values.plan import (
     BucketCapacity,
+    Confidence,
     Deployment,
     LengthBucket,
     Plan,

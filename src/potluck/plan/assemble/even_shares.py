@@ -17,10 +17,9 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
-from potluck.core.routing.template_weights import offers
-from potluck.core.routing.threshold import planned
+from potluck.core.routing.template_weights import offers, planned
 from potluck.core.values.plan import Plan, PlannedFlow, PlannedShare, Prediction
-from potluck.core.values.terms import NO_TERMS
+from potluck.core.values.service import NO_TERMS
 from potluck.plan.allocate.program import DemandBucket
 from potluck.plan.allocate.solve import solve
 from potluck.plan.assemble.columns import ProgramColumns, codecs_of, columns, plan_of

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from potluck.core.errors import InputError
 from potluck.core.values.plan import Charge, Plan, Template
-from potluck.core.values.terms import ModelTerms
+from potluck.core.values.service import ModelTerms
 from potluck.core.values.types import NodeOffer
 from potluck.perf.delays.startup import startup_s
 from potluck.perf.sizes.memory import weight_bytes

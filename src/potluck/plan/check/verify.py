@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from math import isclose
 
-from potluck.core.values.lossy_hops import LOSSLESS, lossy_crossings
+from potluck.core.values.kv import LOSSLESS, lossy_crossings
 from potluck.core.values.plan import BucketCapacity, Plan, Template
 from potluck.core.values.types import Role
 from potluck.plan.assemble.columns import CROSSING, codecs_of

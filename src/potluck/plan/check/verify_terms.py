@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping
 
 import numpy as np
 
-from potluck.core.values.lossy_hops import LOSSLESS
+from potluck.core.values.kv import LOSSLESS
 from potluck.core.values.plan import Plan
 from potluck.plan.allocate.highs import INFINITY, Milp, solve_milp
 from potluck.plan.assemble.columns import codecs_of, egress_usd_per_h

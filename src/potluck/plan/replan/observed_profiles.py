@@ -13,8 +13,8 @@ from dataclasses import replace
 from itertools import product
 
 from potluck.core.errors import UnknownNameError
+from potluck.core.state.facts import ObservedSpeed
 from potluck.core.values.layout import single
-from potluck.core.values.observed_speed import ObservedSpeed
 from potluck.perf.step_timer import StepTimer, steps
 from potluck.perf.timers.profile import Profile, ProfilePoint
 from potluck.plan.problem import ModelDemand, PlanningProblem

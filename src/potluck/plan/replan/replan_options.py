@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from potluck.core.values.plan import BucketCapacity, Deployment, NodeCount, Plan, PlannedReplica, Template
-from potluck.core.values.terms import NO_TERMS
+from potluck.core.values.service import NO_TERMS
 from potluck.core.values.types import NodeOffer, Region, Role
 from potluck.perf.delays.startup import DEFAULT_COSTS, StartupCosts, startup_s
 from potluck.perf.sizes.memory import weight_bytes

@@ -13,8 +13,8 @@ from dataclasses import replace
 from itertools import groupby
 from math import inf
 
-from potluck.core.scaling.copy_rates import rates_of
-from potluck.core.scaling.startable import weight
+from potluck.core.scaling.cauchy_scaling import weight
+from potluck.core.scaling.copy_capacity import rates_of
 from potluck.core.values.plan import Plan, Template
 from potluck.plan.assemble.term_rows import runs_in
 from potluck.plan.problem import ModelDemand

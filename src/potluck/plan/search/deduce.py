@@ -32,7 +32,7 @@ from itertools import pairwise
 
 import numpy as np
 
-from potluck.core.admission.capacity import MARGIN
+from potluck.core.routing.capacity import MARGIN
 from potluck.core.values.types import Role
 from potluck.plan.search.deduce_kernel import (
     BATCH,

@@ -11,8 +11,8 @@ from math import isfinite
 import numpy as np
 
 from potluck.core.errors import InputError
+from potluck.core.values.layout import Pool, PoolNode, uniform_pool
 from potluck.core.values.model import Model
-from potluck.core.values.pool import Pool, PoolNode, uniform_pool
 from potluck.core.values.types import Codec, Slo
 from potluck.perf.delays.transfer import alpha_beta, crossing_bytes
 from potluck.perf.operators.network import HANDOVER_FIXED_S, HANDOVER_SHARE

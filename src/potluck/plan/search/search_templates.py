@@ -9,9 +9,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from potluck.core.values.layout import Layout, Stage, StageNode
+from potluck.core.values.layout import Layout, Pool, Stage, StageNode
 from potluck.core.values.plan import PlannedReplica, Template
-from potluck.core.values.pool import Pool
 from potluck.plan.problem import ModelDemand, PlanningProblem
 from potluck.plan.search.deduce import NAMES, PHASES, GroupConfiguration, StageTake, Takes
 from potluck.plan.search.evaluate import TIE_WEIGHT, GpuGroup, PoolScore, PoolUse

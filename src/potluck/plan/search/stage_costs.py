@@ -22,8 +22,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from potluck.core.errors import InputError
-from potluck.core.values.confidence import Confidence
 from potluck.core.values.model import Model
+from potluck.core.values.plan import Confidence
 from potluck.core.values.types import NodeType
 from potluck.perf.operators.calibration import Calibration
 from potluck.perf.operators.network import all_reduce_s

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from potluck.core.values.plan import Plan
-from potluck.core.values.terms import FailureDomain, ModelTerms
+from potluck.core.values.service import FailureDomain, ModelTerms
 from potluck.plan.problem import PlanningProblem
 from potluck.plan.strategies.template_factory import PlanOutcome, SolveSettings, TemplateFactory
 

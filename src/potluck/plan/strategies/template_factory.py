@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from potluck.core.values.model import Format
 from potluck.core.values.plan import Deployment, Plan, Template
-from potluck.core.values.precision import Format
 from potluck.plan.allocate.allocation import Allocation
 from potluck.plan.assemble.codecs import solved
 from potluck.plan.assemble.columns import ProgramColumns, plan_of

@@ -14,8 +14,8 @@ from itertools import product
 from math import prod
 
 from potluck.core.errors import InputError
+from potluck.core.values.model import Format
 from potluck.core.values.plan import Plan
-from potluck.core.values.precision import Format
 from potluck.plan.problem import ModelDemand, PlanningProblem
 from potluck.plan.strategies.template_factory import FormatPrice, PlanOutcome, SolveSettings, TemplateFactory
 

@@ -10,8 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from itertools import pairwise
 
-from potluck.core.values.layout import Layout
-from potluck.core.values.pool import RTT_S, Pool, PoolNode
+from potluck.core.values.layout import RTT_S, Layout, Pool, PoolNode
 from potluck.core.values.types import NodeType
 from potluck.perf.delays.transfer import AlphaBeta, alpha_beta
 from potluck.perf.operators.network import HANDOVER_SHARE, Hop, hop_between, hop_inside

@@ -17,10 +17,9 @@ from typing import Any, NamedTuple, TypeVar, cast
 import numpy as np
 
 from potluck.core.codec import encode
-from potluck.core.values.confidence import Confidence
 from potluck.core.values.layout import Layout
-from potluck.core.values.plan import BucketCapacity, Template
-from potluck.core.values.terms import NO_TERMS
+from potluck.core.values.plan import BucketCapacity, Confidence, Template
+from potluck.core.values.service import NO_TERMS
 from potluck.core.values.types import Role
 from potluck.perf.timers.pipeline_timer import ORDER
 from potluck.plan.problem import BucketDemand, ModelDemand, PlanningProblem

@@ -23,8 +23,8 @@ from statistics import NormalDist
 import numpy as np
 from numpy.typing import NDArray
 
-from potluck.core.admission.capacity import MARGIN
 from potluck.core.errors import CapacityError
+from potluck.core.routing.capacity import MARGIN
 from potluck.core.values.layout import Layout
 from potluck.core.values.plan import BucketCapacity
 from potluck.core.values.types import NodeType, Role, Slo

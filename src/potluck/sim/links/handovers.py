@@ -27,7 +27,7 @@ from math import inf
 from typing import TYPE_CHECKING, Final
 
 from potluck.core.state.facts import OUTBOX_BYTES
-from potluck.core.values.lossy_hops import LOSSLESS
+from potluck.core.values.kv import LOSSLESS
 from potluck.core.values.types import Codec
 from potluck.sim.links.link import SharedPipe
 from potluck.sim.links.sim_network import SimNetwork

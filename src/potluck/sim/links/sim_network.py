@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from typing import Final
 
-from potluck.core.routing.bandwidth_grants import GRANTED
+from potluck.core.routing.link_states import GRANTED
 from potluck.core.state.events import FailureKind
 from potluck.core.values.types import Link
 from potluck.perf.delays.transfer import alpha_beta, link_alpha_beta

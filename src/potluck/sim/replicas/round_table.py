@@ -18,7 +18,7 @@ from typing import Protocol
 
 import numpy as np
 
-from potluck.core.values.confidence import Confidence
+from potluck.core.values.plan import Confidence
 from potluck.perf.step_timer import Floats, StepBatch, StepTimer, steps
 from potluck.perf.timers.pipeline_timer import PipelineTimer
 from potluck.perf.timers.roofline import RooflineTimer

@@ -22,7 +22,6 @@ from typing import Literal
 import numpy as np
 
 from potluck.core.routing.template_weights import ModelWeights, offers
-from potluck.core.state.policy import Balance
 from potluck.runtime.expectations import (
     BucketLengths,
     ModelExpectation,
@@ -61,7 +60,7 @@ class PlanDeviation:
 def compared(
     resolved: ResolvedPlan,
     result: SimResult,
-    balance: Balance = "learned",
+    balance: str = "learned",
     replica_models: ReplicaModels | None = None,
 ) -> tuple[PlanDeviation, ...]:
     """Everything that the scene's plan says of a run; empty where its fleet did not stay as planned."""

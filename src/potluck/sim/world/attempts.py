@@ -10,11 +10,11 @@ from __future__ import annotations
 from math import inf
 
 from potluck.core.replica.batch import DONE, FINISHED, FIRST, PREEMPTED
-from potluck.core.replica.batch_values import LATE
+from potluck.core.replica.sequences import LATE
 from potluck.core.state import events as told
 from potluck.core.state.actions import Abort, Hedge, QueryAttempt, Refuse, Run
 from potluck.core.state.events import FailureKind, FirstToken, RequestFinished, SegmentComputed, SegmentDone
-from potluck.core.values.lossy_hops import LOSSLESS
+from potluck.core.values.kv import LOSSLESS
 from potluck.core.values.types import Request
 from potluck.sim.links.handovers import codec_of
 from potluck.sim.results import records

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Literal
 
 from potluck.core.routing.prefix_index import CacheAnnouncer
 from potluck.core.state.facts import BLOCK_TOKENS
-from potluck.core.values.lossy_hops import LOSSLESS
-from potluck.core.values.replica_spec import ReplicaSpec
+from potluck.core.values.kv import LOSSLESS
+from potluck.core.values.plan import ReplicaSpec
 from potluck.core.values.route import Segment
 from potluck.core.values.types import Codec, Request, Role
 

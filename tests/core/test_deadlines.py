@@ -1,0 +1,241 @@
+"""Before a request is refused: where it would be in time still; and where those go that are late anyway."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from brain_builders import World, assert_at_rest, facts, plan, request, template, world
+
+from potluck.core.routing.capacity import AHEAD
+from potluck.core.state.actions import Action, Refuse, Run
+from potluck.core.state.events import CacheReported, RequestCancelled, Tick
+from potluck.core.state.policy import Policy
+from potluck.core.state.request_state import RequestState
+from potluck.core.values.types import Slo
+
+SLO = Slo(2.0, 0.06)
+PROMPT_S = 1e-4
+"""Seconds of a prompt token, as `brain_builders.facts` says."""
+
+
+def made(count: int, policy: Policy | None = None, slo: Slo | None = SLO) -> World:
+    one = template("one", closed=(5.0, 5.0))
+    fleet = plan([one], {("one", "near"): count}, {("one", "near", "closed"): (5.0, 5.0)})
+    known = facts(fleet.templates, batch=64)
+    models = {name: replace(each, slo=slo) for name, each in known.models.items()}
+    replicas = {key: replace(each, decode_first_s=0.01) for key, each in known.replicas.items()}
+    return world(fleet, policy or Policy(), replace(known, models=models, replicas=replicas))
+
+
+def after_a_long_one(count: int) -> World:
+    """Prompts are known to be long, and nobody is left."""
+    there = made(count)
+    there.arrive(request("before", prompt=5000))
+    there.now_s = 0.5
+    there.advance("before")
+    there.now_s = 0.5 + 99 * 0.01
+    there.advance("before")
+    there.now_s = 0.0
+    return there
+
+
+def where(actions: list[Action]) -> list[str]:
+    return [each.route.segments[0].replica for each in actions if isinstance(each, Run)]
+
+
+def refused(actions: list[Action]) -> list[str]:
+    return [each.request for each in actions if isinstance(each, Refuse)]
+
+
+def ahead_s(there: World) -> list[float]:
+    return [view.open_prefill_tokens * PROMPT_S for view in there.brain.fleet.views.values()]
+
+
+def test_a_request_that_is_in_time_behind_a_long_prompt_is_not_refused() -> None:
+    """A replica with 0.52 s of prompts is full, but 0.4 s more are in time when a second is left of the objective."""
+    there = after_a_long_one(1)
+    there.arrive(request("first", prompt=5200))
+    there.arrive(request("second", prompt=4000))
+    assert set(there.jobs) == {"first"}
+    assert ahead_s(there)[0] > AHEAD * SLO.ttft_s
+    there.now_s = 1.0
+    assert where(there.tell(Tick())) == ["one@near#0/0"]
+    assert set(there.jobs) == {"first", "second"}
+    while there.jobs:
+        there.finish(next(iter(there.jobs)))
+    assert_at_rest(there.brain)
+
+
+def test_a_request_that_would_be_late_everywhere_is_refused() -> None:
+    there = after_a_long_one(1)
+    there.arrive(request("first", prompt=12_000))
+    there.arrive(request("second", prompt=9000))
+    there.now_s = 1.0
+    assert refused(there.tell(Tick())) == ["second"]
+    assert set(there.jobs) == {"first"}
+
+
+def test_it_goes_where_its_prompt_is_computed_first_and_what_is_cached_counts() -> None:
+    there = after_a_long_one(2)
+    for name, prompt in (("a", 9000), ("b", 11_000)):
+        there.arrive(request(name, prompt=prompt))
+    blocks = tuple(range(500))
+    late = request("c", prompt=8000, blocks=blocks)
+    there.arrive(late)
+    assert "c" not in there.jobs
+    there.now_s = 1.0
+    # 0.9 + 0.8 s are not left; the other replica has 1.1 s before it, but nearly all of the prompt.
+    holder = there.jobs["b"].run.route.segments[0].replica
+    there.tell(CacheReported(holder, 1, blocks[:440]))
+    first = there.jobs["a"].run.route.segments[0].replica
+    assert holder != first
+    there.brain.fleet.prefilled(there.brain.fleet.views[holder], 3000)
+    assert where(there.tell(Tick())) == [holder]
+
+
+def test_short_prompts_fill_replicas_no_further_than_before() -> None:
+    there = made(2)
+    for number in range(200):
+        there.arrive(request(str(number)))
+    there.now_s = 1.0
+    assert refused(there.tell(Tick()))
+    assert all(each <= AHEAD * SLO.ttft_s + 1000 * PROMPT_S for each in ahead_s(there))
+
+
+def test_between_tenants_it_is_whose_turn_it_is_that_counts() -> None:
+    there = after_a_long_one(1)
+    there.arrive(request("first", prompt=6000))
+    there.arrive(request("second", prompt=6000)._replace(tenant="other"))
+    there.now_s = 1.0
+    assert refused(there.tell(Tick())) == ["second"]
+
+
+def test_prompts_that_are_late_anyway_go_where_such_a_one_is() -> None:
+    there = made(3)
+    (first,) = where(there.arrive(request("first", prompt=25_000)))
+    (second,) = where(there.arrive(request("second", prompt=25_000)))
+    assert second == first
+    (short,) = where(there.arrive(request("short", prompt=1000)))
+    assert short != first
+    # Two of them are more than twice the objective.
+    (third,) = where(there.arrive(request("third", prompt=25_000)))
+    assert third != first
+
+
+def test_of_replicas_without_prompts_it_goes_where_the_fewest_answers_are() -> None:
+    there = made(2)
+    there.arrive(request("a", prompt=20, output=2000))
+    (first,) = where(there.arrive(request("b", prompt=3000, output=10)))
+    (other,) = set(there.brain.fleet.views) - {first}
+    there.arrive(request("c", prompt=20, output=10))
+    for name in list(there.jobs):
+        there.advance(name)
+    counts = {name: view.open_requests for name, view in there.brain.fleet.views.items()}
+    assert sorted(counts.values()) == [1, 2]
+    (late,) = where(there.arrive(request("late", prompt=25_000)))
+    assert counts[late] == 1, (counts, first, other)
+
+
+def test_without_an_objective_nobody_is_late() -> None:
+    there = made(2, slo=None)
+    places = [where(there.arrive(request(str(number), prompt=25_000)))[0] for number in range(2)]
+    assert len(set(places)) == 2
+
+
+def test_a_prefix_is_worth_more_beside_many_answers_and_costs_more_there() -> None:
+    """With an objective, a prompt is computed where fewer wait for it, though a little of it is cached elsewhere."""
+    chosen = []
+    for slo in (SLO, None):
+        there = made(2, slo=slo)
+        for number in range(24):
+            there.arrive(request(str(number), prompt=16, output=100))
+        for name in list(there.jobs):
+            there.advance(name)
+        views = there.brain.fleet.views
+        busy, calm = sorted(views, key=lambda name: -views[name].open_requests)
+        for name in [n for n, job in there.jobs.items() if job.run.route.segments[0].replica == calm]:
+            there.ended[name] = "cancelled"
+            there.tell(RequestCancelled(name))
+        blocks = tuple(range(250))
+        there.tell(CacheReported(busy, 1, blocks[:50]))
+        (run,) = there.arrive(request("new", prompt=4000, blocks=blocks))
+        assert isinstance(run, Run)
+        chosen.append(run.route.decoder == busy)  # who lends what it holds does little
+    assert chosen == [False, True]
+
+
+def apart(**known: float) -> World:
+    """Prefill and decode on replicas of their own."""
+    first, second = (
+        template("p", ("prefill",), prefill=(5.0, 5.0)),
+        template("d", ("decode",), decode=(5.0, 5.0)),
+    )
+    fleet = plan(
+        [first, second],
+        {("p", "near"): 1, ("d", "near"): 1},
+        {("p", "near", "prefill"): (5.0, 5.0), ("d", "near", "decode"): (5.0, 5.0)},
+        {("m", "near", "near"): (5.0, 5.0)},
+    )
+    made = facts(fleet.templates, batch=64)
+    models = {name: replace(each, slo=SLO) for name, each in made.models.items()}
+    replicas = {key: replace(each, decode_first_s=0.01, **known) for key, each in made.replicas.items()}
+    return world(fleet, Policy(), replace(made, models=models, replicas=replicas))
+
+
+def test_over_a_flow_who_is_in_time_does_not_wait_for_room() -> None:
+    """0.95 s of prompts are ahead, more than the 0.9 that leave room; 0.5 s more is in time, 1.1 s is not."""
+    there = apart(prefill_fixed_s=0.3)
+    assert where(there.arrive(request("first", prompt=9500, output=10))) == ["p@near#1/0"]
+    assert there.arrive(request("late", prompt=11_000, output=10)) == []
+    (run,) = there.arrive(request("second", prompt=5000, output=10))
+    assert isinstance(run, Run)
+    assert [segment.replica for segment in run.route.segments] == ["p@near#1/0", "d@near#0/0"]
+
+
+def test_a_prompt_that_is_late_anyway_yields_and_nobody_waits_for_it() -> None:
+    there = apart(alone_s_per_token=2 * PROMPT_S)
+    (late,) = there.arrive(request("late", prompt=12_000))  # alone 2.4 s, of a pipeline's pace 1.2 s
+    (short,) = there.arrive(request("short", prompt=3000))
+    (long,) = there.arrive(request("long", prompt=9900))
+    assert [run.yields for run in (late, short, long) if isinstance(run, Run)] == [True, False, False]
+    view = there.brain.fleet.views["p@near#1/0"]
+    assert view.yielding_tokens == 12_000
+    there.advance("late")  # handed over
+    assert view.yielding_tokens == 0
+    (again,) = there.arrive(request("again", prompt=12_000))
+    assert isinstance(again, Run)
+    assert again.yields
+    there.tell(RequestCancelled("again"))
+    there.ended["again"] = "cancelled"
+    while there.jobs:
+        there.finish(next(iter(there.jobs)))
+    assert_at_rest(there.brain)
+
+
+def test_a_decoder_computes_prompts_only_if_answers_there_keep_their_pace() -> None:
+    """Answers of 100 tokens at 12 ms, of which 54 are allowed: 4.2 s of a prompt make 42 more, 4.3 s too many."""
+    there = apart(max_tokens=200_000)
+    view = there.brain.fleet.views["d@near#0/0"]
+    new = RequestState(request("new", prompt=1000, output=100))
+    assert there.brain.admission.room.bears(view, new, 100_000)  # nobody is there
+    for number in range(10):
+        there.arrive(request(str(number), prompt=160, output=100))
+    assert there.brain.admission.room.bears(view, new, 42_000)
+    assert not there.brain.admission.room.bears(view, new, 43_000)
+
+
+def test_prompts_on_a_decoder_add_up_until_an_answers_time_has_passed() -> None:
+    """As above, 4.2 s of prompts are borne in the time of an answer, which is 100 tokens of 60 ms."""
+    there = apart(max_tokens=200_000)
+    view, room = there.brain.fleet.views["d@near#0/0"], there.brain.admission.room
+    for number in range(10):
+        there.arrive(request(str(number), prompt=160, output=100))
+    first = RequestState(request("first", prompt=30_000, output=100))
+    first.last_tokens = 30_000
+    room.borne(view, first)
+    for passed_s, tokens in ((0.0, 12_000), (3.0, 27_000), (6.0, 42_000)):
+        later = RequestState(
+            request("later", output=100)._replace(arrival_s=first.request.arrival_s + passed_s)
+        )
+        assert room.bears(view, later, tokens)
+        assert not room.bears(view, later, tokens + 1000)

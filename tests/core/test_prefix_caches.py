@@ -1,0 +1,384 @@
+"""A region's caches as one pool, lenders, dead links, and one threshold for each link."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import brain_builders as build
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from potluck.core.routing.prefix_affinity import best_holder
+from potluck.core.routing.prefix_index import PrefixIndex
+from potluck.core.routing.template_weights import LengthThreshold
+from potluck.core.state.actions import Action, CopyPrefix, ResyncCache, Run
+from potluck.core.state.events import CacheReported, LinkReported, ReplicaReported, ReplicaStatus, Tick
+from potluck.core.state.facts import FleetFacts
+from potluck.core.state.policy import Policy
+from potluck.core.values.plan import Plan
+
+P = build.template("p", ("prefill",), prefill=(2.0, 2.0))
+D = build.template("d", ("decode",), decode=(2.0, 2.0))
+M = build.template("mix", closed=(2.0, 2.0))
+HOME = build.plan(
+    (P, D),
+    {("p", "near"): 1, ("d", "near"): 2},
+    {("p", "near", "prefill"): (1.0, 1.0), ("d", "near", "decode"): (1.0, 1.0)},
+    {("m", "near", "near"): (1.0, 1.0)},
+)
+ALONE = build.plan((M,), {("mix", "near"): 2}, {("mix", "near", "closed"): (4.0, 4.0)})
+AWAY = build.plan(
+    (M, P, D),
+    {("mix", "near"): 1, ("p", "far"): 1, ("d", "near"): 1},
+    {
+        ("mix", "near", "closed"): (1.0, 0.0),
+        ("p", "far", "prefill"): (0.0, 1.0),
+        ("d", "near", "decode"): (0.0, 1.0),
+    },
+    {("m", "far", "near"): (0.0, 1.0)},
+)
+"""Short prompts on a replica that does all, long ones prefilled far away."""
+CLEAR = LinkReported("far", "near", 0.1, 0.0, 10.0)
+BLOCKS = tuple(range(1, 1 + 2880 // 16))
+
+
+def quick(plan: Plan) -> FleetFacts:
+    """Cards of 100 Gbit/s."""
+    facts = build.facts(plan.templates)
+    return replace(facts, replicas={k: replace(v, card_gbps=100.0) for k, v in facts.replicas.items()})
+
+
+def sent(world: build.World, prompt: int = 3000, blocks: tuple[int, ...] = BLOCKS) -> Run:
+    (run,) = world.arrive(build.request(f"r{len(world.requests)}", prompt, blocks=blocks))
+    assert isinstance(run, Run)
+    return run
+
+
+def places(run: Run) -> list[tuple[str, int, int | None]]:
+    return [(each.replica, each.start, each.stop) for each in run.route.segments]
+
+
+def at_rest(world: build.World) -> None:
+    for name in list(world.jobs):
+        world.finish(name)
+    build.assert_at_rest(world.brain)
+
+
+def named(world: build.World, template: str, region: str = "near") -> list[str]:
+    return sorted(n for n, m in world.members.items() if m.template == template and m.region == region)
+
+
+def test_what_a_decoder_holds_is_not_computed_again() -> None:
+    for holder in (0, 1):
+        world = build.world(HOME)
+        world.tell(CacheReported(named(world, "d")[holder], 1, BLOCKS))
+        run = sent(world)
+        first = run.route.segments[0]
+        # The decoder does all where it was to decode anyway; else it lends, and the rest is computed elsewhere.
+        assert first.replica == named(world, "d")[holder]
+        assert first.stop in (None, 2880)
+        assert sum(view.open_prefill_tokens for view in world.brain.fleet.views.values()) <= 120
+        at_rest(world)
+
+
+def test_a_busy_holder_lends_to_a_replica_with_less_to_do() -> None:
+    world = build.world(ALONE, known=quick(ALONE))
+    one, two = named(world, "mix")
+    world.tell(CacheReported(one, 1, BLOCKS))
+    found = [places(sent(world)) for _ in range(12)]
+    assert [(one, 0, 2880), (two, 2880, None)] in found
+    at_rest(world)
+
+
+@pytest.mark.parametrize(
+    ("status", "lends"),
+    [
+        (ReplicaStatus(0, 4, 0, 0, 180, 20_000, 0.02), True),
+        (ReplicaStatus(1, 4, 0, 0, 180, 20_000, 0.02), False),
+        (ReplicaStatus(0, 4, 0, 0, 179, 20_000, 0.02), False),
+    ],
+    ids=["has room", "others wait", "no blocks"],
+)
+def test_who_has_no_room_does_not_lend(status: ReplicaStatus, lends: bool) -> None:
+    world = build.world(HOME)
+    one = named(world, "d")[0]
+    world.tell(CacheReported(one, 1, BLOCKS))
+    world.tell(ReplicaReported(one, status))
+    found = [places(sent(world)) for _ in range(6)]
+    assert any(len(each) == 3 for each in found) == lends
+
+
+@pytest.mark.parametrize(
+    "policy", [Policy(pool_caches=False), Policy(affinity=0.0)], ids=["not pooled", "no affinity"]
+)
+def test_the_pool_can_be_switched_off(policy: Policy) -> None:
+    world = build.world(HOME, policy)
+    for name in named(world, "d"):
+        world.tell(CacheReported(name, 1, BLOCKS))
+    assert places(sent(world))[0] == (named(world, "p")[0], 0, 3000)
+
+
+def test_a_prefix_is_computed_where_that_is_sooner_than_reading_it() -> None:
+    facts = build.facts((P, D))
+    heavy = replace(facts, models={"m": replace(facts.models["m"], kv_bytes_per_token=1e7)})
+    world = build.world(HOME, known=heavy)
+    world.tell(CacheReported(named(world, "d")[0], 1, BLOCKS))
+    assert {places(sent(world))[0][0] for _ in range(4)} <= {named(world, "p")[0], named(world, "d")[0]}
+    assert all(len(job.run.route.segments) < 3 for job in world.jobs.values())
+
+
+def test_whoever_failed_a_request_does_not_lend_to_it() -> None:
+    world = build.world(ALONE, known=quick(ALONE))
+    one, _ = named(world, "mix")
+    world.tell(CacheReported(one, 1, BLOCKS))
+    runs = [sent(world) for _ in range(12)]
+    lent = next(run for run in runs if len(run.route.segments) == 2)
+    again = [each for each in world.fail(lent.request, "replica", one) if isinstance(each, Run)]
+    assert all(one not in {segment.replica for segment in run.route.segments} for run in again)
+
+
+def test_a_far_prefix_is_fetched_for_a_replica_that_does_all_but_not_over_a_dead_link() -> None:
+    world = build.world(AWAY)
+    far, mix = named(world, "p", "far")[0], named(world, "mix")[0]
+    world.tell(CacheReported(far, 1, BLOCKS))
+    world.tell(CLEAR)
+    assert places(sent(world)) == [(far, 0, 2880), (mix, 2880, None)]
+    world.tell(CLEAR._replace(gbps=0.0))
+    for _ in range(6):
+        assert far not in {replica for replica, _, _ in places(sent(world))}
+    at_rest(world)
+
+
+def test_a_full_local_way_does_not_open_a_dead_link() -> None:
+    world = build.world(AWAY)
+    far = named(world, "p", "far")[0]
+    world.tell(CLEAR._replace(gbps=0.0))
+    for _ in range(40):
+        assert far not in {replica for replica, _, _ in places(sent(world, 50_000, ()))}
+
+
+CLUSTERS = build.plan(
+    (P, D),
+    {("p", "near"): 1, ("p", "far"): 1, ("p", "off"): 1, ("d", "near"): 2},
+    {
+        ("p", "near", "prefill"): (1.0, 0.0),
+        ("p", "far", "prefill"): (0.0, 1.0),
+        ("p", "off", "prefill"): (0.0, 1.0),
+        ("d", "near", "decode"): (1.0, 2.0),
+    },
+    {
+        ("m", "near", "near"): (1.0, 0.0),
+        ("m", "far", "near"): (0.0, 1.0),
+        ("m", "off", "near"): (0.0, 1.0),
+    },
+)
+
+
+def test_every_link_has_its_own_threshold() -> None:
+    facts = build.facts((P, D))
+    links = {**facts.links_gbps, ("off", "near"): 10.0}
+    world = build.world(CLUSTERS, Policy(balance="goodput"), known=replace(facts, links_gbps=links))
+
+    def regions(prompt: int) -> set[str]:
+        return {world.members[sent(world, prompt, ()).route.segments[0].replica].region for _ in range(8)}
+
+    assert regions(5000) == {"far", "off"}
+    for _ in range(8):
+        world.tell(LinkReported("far", "near", 1.0, 1e10, 10.0))
+    assert regions(5000) == {"off"}
+    assert regions(90_000) == {"far", "off"}
+    thresholds = world.brain.router.thresholds.links["m"]
+    assert thresholds["far->near"].tokens > thresholds["off->near"].tokens == 2000.0
+
+
+def test_prompts_that_wait_in_the_prefill_cluster_raise_the_threshold() -> None:
+    world = build.world(AWAY, Policy(balance="goodput"))
+    world.tell(CLEAR)
+    before = world.brain.router.thresholds.links["m"]["far->near"].tokens
+    for _ in range(3):
+        sent(world, 60_000, ())
+    world.tell(CLEAR)
+    assert world.brain.router.thresholds.links["m"]["far->near"].tokens > before
+
+
+ACROSS = build.plan(
+    (P, D),
+    {("p", "near"): 1, ("p", "far"): 1, ("d", "near"): 1},
+    {
+        ("p", "far", "prefill"): (1.0, 1.0),
+        ("p", "near", "prefill"): (1.0, 1.0),
+        ("d", "near", "decode"): (2.0, 2.0),
+    },
+    {("m", "far", "near"): (1.0, 1.0)},
+)
+"""All prompts cross, so the plan has no threshold."""
+
+
+def test_a_threshold_can_be_set_where_the_plan_has_none() -> None:
+    world = build.world(ACROSS, Policy(balance="goodput"))
+
+    def region(prompt: int) -> str:
+        return world.members[sent(world, prompt, ()).route.segments[0].replica].region
+
+    assert region(500) == region(9000) == "far"
+    world.brain.router.thresholds.rebase("m", 4000)
+    assert region(500) == "near"
+    assert region(9000) == "far"
+    assert world.brain.router.thresholds.links["m"] == {"far->near": LengthThreshold(4000, 4000)}
+    at_rest(world)
+
+
+def test_nothing_is_set_where_nothing_crosses_or_lengths_are_not_to_decide() -> None:
+    for plan, policy in ((HOME, Policy()), (ACROSS, Policy(adapt_threshold=False))):
+        world = build.world(plan, policy)
+        world.brain.router.thresholds.rebase("m", 4000)
+        assert world.brain.router.thresholds.links == {}
+
+
+@pytest.mark.parametrize("checkpoint", [180, 100])
+def test_what_resumes_at_checkpoints_alone_is_lent_one_token_beyond(checkpoint: int) -> None:
+    facts = quick(HOME)
+    hybrid = replace(facts.models["m"], exact_prefix=True, state_bytes=1e6)
+    world = build.world(HOME, known=replace(facts, models={"m": hybrid}))
+    one = named(world, "d")[0]
+    world.tell(CacheReported(one, 1, BLOCKS, (), (BLOCKS[checkpoint - 1],)))
+    stops = {places(sent(world))[0][2] for _ in range(4)}
+    assert 16 * checkpoint + 1 in stops
+    at_rest(world)
+
+
+# Who can resume how much of a prompt, as routing asks it; and the score.
+
+CHAINS = [tuple(100 * chain + place if place > 1 else place for place in range(8)) for chain in range(1, 4)]
+"""Three prompts of eight blocks that share their first two."""
+
+chain_steps = st.lists(
+    st.tuples(st.sampled_from("abc"), st.integers(0, 2), st.integers(0, 8), st.integers(0, 8)), max_size=25
+)
+
+
+@given(chain_steps, st.integers(0, 2), st.sets(st.sampled_from("abc")), st.booleans())
+def test_the_deepest_prefix_of_those_that_are_wanted_is_found(
+    steps: list[tuple[str, int, int, int]], asked: int, wanted: set[str], exact: bool
+) -> None:
+    """Caches hold prefixes (a block never goes before those that build on it), so bisection finds the longest."""
+    index = PrefixIndex()
+    held: dict[str, set[int]] = {name: set() for name in "abc"}
+    marks: dict[str, set[int]] = {name: set() for name in "abc"}
+    for number, (replica, chain, longest, kept) in enumerate(steps):
+        blocks = CHAINS[chain]
+        added = [block for block in blocks[:longest] if block not in held[replica]]
+        held[replica] |= set(added)
+        ends = (blocks[longest - 1],) if longest else ()
+        marks[replica] |= set(ends)
+        # Only what nothing else builds on may go.
+        others = {block for other in CHAINS if other != blocks for block in other}
+        gone = [block for block in blocks[kept:] if block in held[replica] and block not in others]
+        before = sum(step[0] == replica for step in steps[:number])
+        index.apply(CacheReported(replica, 2 * before + 1, tuple(added), marked=ends), "here")
+        index.apply(CacheReported(replica, 2 * before + 2, (), tuple(gone)), "here")
+        held[replica] -= set(gone)
+        marks[replica] -= set(gone)
+    blocks = CHAINS[asked]
+
+    def depth(replica: str) -> int:
+        depth = next((n for n, block in enumerate(blocks) if block not in held[replica]), len(blocks))
+        while exact and depth and blocks[depth - 1] not in marks[replica]:
+            depth -= 1
+        return depth
+
+    deepest, holders = index.deepest(blocks, wanted.__contains__, exact=exact)
+    assert deepest == max((depth(name) for name in wanted), default=0)
+    if not exact:
+        assert sorted(holders) == sorted(name for name in wanted if deepest and depth(name) == deepest)
+    for name in "abc":
+        assert index.held_by(name, blocks, exact=exact) == depth(name)
+    assert all(depth(name) >= deepest for name in holders)
+
+
+def test_saved_prefill_is_weighed_against_waiting() -> None:
+    saved = {"here": 0.0, "warm": 2.0}
+    assert best_holder(saved, {"here": 0.0, "warm": 1.9}, "here", 1.0) == "warm"
+    assert best_holder(saved, {"here": 0.0, "warm": 2.1}, "here", 1.0) == "here"
+    assert best_holder(saved, {"here": 0.0, "warm": 2.1}, "here", 2.0) == "warm"
+    assert best_holder(saved, {"here": 0.0, "warm": 0.1}, "here", 0.0) == "here"
+    assert best_holder(saved, {"here": 1.0, "warm": 0.5}, "here", 0.0) == "warm"
+
+
+# Lost reports are made good, and prefixes that many ask for spread to those with less to do.
+
+MIXED = build.template("mix", closed=(2.0, 2.0))
+PLAN = build.plan((MIXED,), {("mix", "near"): 3}, {("mix", "near", "closed"): (3.0, 3.0)})
+WARM = "mix@near#0/0"
+BLOCKS_CACHES = tuple(range(1, 1 + 1600 // 16))
+
+
+def ask(world: build.World, count: int) -> list[str]:
+    """Requests for the prefix; where they go."""
+    where = []
+    for _ in range(count):
+        (run,) = world.arrive(build.request(f"r{len(world.requests)}", 1700, blocks=BLOCKS_CACHES))
+        assert isinstance(run, Run)
+        where.append(run.route.decoder)
+    return where
+
+
+def tick(world: build.World, at_s: float) -> list[Action]:
+    world.now_s = at_s
+    return world.tell(Tick())
+
+
+def reported(world: build.World, free_blocks: int) -> None:
+    for name in world.members:
+        world.tell(ReplicaReported(name, ReplicaStatus(0, 0, 0, 0, free_blocks, 1000, 0.01)))
+
+
+def test_a_lost_report_leaves_a_replica_out_until_it_was_counted_anew() -> None:
+    world = build.world(PLAN)
+    assert world.tell(CacheReported(WARM, 1, BLOCKS_CACHES)) == []
+    assert world.brain.caches.index.held_by(WARM, BLOCKS_CACHES) == 100
+    assert world.tell(CacheReported(WARM, 3, (999,))) == [ResyncCache(WARM)]
+    assert world.brain.caches.index.held_by(WARM, BLOCKS_CACHES) == 0
+    assert world.tell(CacheReported(WARM, 4, (998,))) == []  # it was asked a moment ago
+    world.now_s = 6.0
+    assert world.tell(CacheReported(WARM, 5, (997,))) == [ResyncCache(WARM)]  # the answer was lost, too
+    assert world.tell(CacheReported(WARM, 5, BLOCKS_CACHES, whole=True)) == []
+    assert world.brain.caches.index.held_by(WARM, BLOCKS_CACHES) == 100
+    assert world.tell(CacheReported(WARM, 7, ())) == [ResyncCache(WARM)]
+
+
+@pytest.mark.parametrize("on", [True, False])
+def test_a_hot_prefix_is_copied_from_a_busy_replica_to_an_idle_one(on: bool) -> None:
+    world = build.world(PLAN, Policy(rebalance=on))
+    world.tell(CacheReported(WARM, 1, BLOCKS_CACHES))
+    reported(world, 500)
+    assert set(ask(world, 8)) == {WARM}
+    found = tick(world, 1.0)
+    if not on:
+        assert found == []
+        return
+    (move,) = found
+    assert isinstance(move, CopyPrefix)
+    assert (move.blocks, move.source) == (BLOCKS_CACHES, WARM)
+    assert move.target != WARM
+    assert tick(world, 2.0) == []  # it may still be on its way
+    world.tell(CacheReported(move.target, 1, BLOCKS_CACHES))
+    again = tick(world, 40.0)
+    assert all(isinstance(each, CopyPrefix) and each.target not in (WARM, move.target) for each in again)
+
+
+def test_nothing_is_copied_to_where_there_is_no_room_or_without_need() -> None:
+    full = build.world(PLAN, Policy(rebalance=True))
+    full.tell(CacheReported(WARM, 1, BLOCKS_CACHES))
+    reported(full, 50)
+    ask(full, 8)
+    assert tick(full, 1.0) == []
+    idle = build.world(PLAN, Policy(rebalance=True))
+    idle.tell(CacheReported(WARM, 1, BLOCKS_CACHES))
+    reported(idle, 500)
+    for name in ask(idle, 1):
+        assert name == WARM
+    for job in list(idle.jobs):
+        idle.finish(job)
+    assert tick(idle, 1.0) == []

@@ -1,0 +1,318 @@
+"""The global index against brute force, over a network that loses, repeats and reorders; and what it leads to."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+
+from potluck.core.brain.prefix_caches import CopyCosts, HotPrefix, PrefixHeat, ReplicaLoad, rebalance
+from potluck.core.errors import InputError
+from potluck.core.replica.blocks import BlockPool, block_hashes
+from potluck.core.routing.prefix_index import SWEEP_AT, CacheAnnouncer, PrefixIndex, PrefixMatch
+from potluck.core.state.events import CacheReported
+
+CLUSTERS = {"a1": "a", "a2": "a", "b1": "b"}
+REPLICAS = st.sampled_from(sorted(CLUSTERS))
+PROMPTS = st.lists(st.integers(0, 1), min_size=1, max_size=6)
+
+
+def hashes(tokens: list[int]) -> tuple[int, ...]:
+    return block_hashes(tokens, "m", 1)
+
+
+class Replica:
+    """A pool that reports, and what it held after each report."""
+
+    def __init__(self, name: str, epoch: int) -> None:
+        self.pool = BlockPool(6, exact=True, block_tokens=1)
+        self.epoch = epoch
+        self.announcer = CacheAnnouncer(name, epoch)
+        self.past = {0: (frozenset[int](), frozenset[int]())}
+
+    def report(self) -> CacheReported:
+        event = self.announcer.report(self.pool.changes())
+        held = {name for name in self.pool.names() if isinstance(name, int)}
+        marked = {name.after for name in self.pool.names() if not isinstance(name, int)}
+        self.past[event.sequence] = frozenset(held), frozenset(marked)
+        return event
+
+
+class IndexMachine(RuleBasedStateMachine):
+    def __init__(self) -> None:
+        super().__init__()
+        self.index = PrefixIndex(most_late=3)
+        self.replicas = {name: Replica(name, 1) for name in CLUSTERS}
+        self.flying: list[CacheReported] = []
+        self.seen: dict[str, int] = {}
+
+    @rule(
+        name=REPLICAS,
+        uses=st.lists(st.tuples(PROMPTS, st.booleans()), min_size=1, max_size=3),
+        how=st.sampled_from(["at once", "at once", "later", "never"]),
+    )
+    def use(self, name: str, uses: list[tuple[list[int], bool]], how: str) -> None:
+        replica = self.replicas[name]
+        for tokens, marks in uses:
+            replica.pool.keep(hashes(tokens))
+            if marks:
+                replica.pool.keep_checkpoint(hashes(tokens), (), 1)
+        event = replica.report()
+        if how == "at once":
+            self.index.apply(event, CLUSTERS[event.replica])
+        elif how == "later":
+            self.flying.append(event)
+
+    @precondition(lambda self: self.flying)
+    @rule(data=st.data(), again=st.booleans())
+    def deliver(self, data: st.DataObject, again: bool) -> None:
+        # Mostly in order.
+        place = data.draw(st.sampled_from([0, 0, 0, len(self.flying) - 1, len(self.flying) // 2]))
+        event = self.flying[place]
+        if not again:
+            del self.flying[place]
+        wanted = self.index.apply(event, CLUSTERS[event.replica])
+        assert wanted == self.index.stale(event.replica)
+
+    @rule(name=REPLICAS)
+    def snapshot(self, name: str) -> None:
+        replica = self.replicas[name]
+        event = replica.report()  # which may come or not
+        self.flying.append(event)
+        self.flying.append(replica.announcer.snapshot(replica.pool.everything()))
+
+    @rule(name=REPLICAS)
+    def heal(self, name: str) -> None:
+        """A snapshot that comes at once, whatever is still on its way."""
+        replica = self.replicas[name]
+        replica.report()
+        assert not self.index.apply(replica.announcer.snapshot(replica.pool.everything()), CLUSTERS[name])
+        assert self.index.view()[name][0] == replica.announcer.sequence
+
+    @rule(name=REPLICAS)
+    def restart(self, name: str) -> None:
+        self.replicas[name] = Replica(name, self.replicas[name].epoch + 1)
+
+    @rule(name=REPLICAS)
+    def forget(self, name: str) -> None:
+        """It is gone for good, and comes back as another."""
+        self.index.forget(name)
+        self.flying = [event for event in self.flying if event.replica != name]
+        self.replicas[name] = Replica(name, self.replicas[name].epoch + 1)
+
+    def believed(self) -> dict[str, tuple[frozenset[int], frozenset[int]]]:
+        """What each replica held at the last report that the index took in; of earlier lives nothing is checked."""
+        found = {}
+        for name, (sequence, held) in self.index.view().items():
+            epoch = self.index._sources[name].epoch
+            if epoch == self.replicas[name].epoch:
+                found[name] = self.replicas[name].past[sequence]
+                assert held == found[name][0]
+        return found
+
+    @rule(tokens=PROMPTS, exact=st.booleans())
+    def ask(self, tokens: list[int], exact: bool) -> None:
+        names = hashes(tokens)
+        believed = self.believed()
+        if set(believed) != set(self.index.view()):
+            return  # somebody's earlier life is still in it
+        best: dict[str, PrefixMatch] = {}
+        for replica, (held, marked) in sorted(believed.items()):
+            depth = 0
+            while depth < len(names) and names[depth] in held:
+                depth += 1
+            while exact and depth and names[depth - 1] not in marked:
+                depth -= 1
+            assert self.index.held_by(replica, names, exact=exact) == depth
+            cluster = CLUSTERS[replica]
+            if depth > best.get(cluster, PrefixMatch(0, ())).blocks:
+                best[cluster] = PrefixMatch(depth, ())
+            if depth and depth == best[cluster].blocks:
+                best[cluster] = PrefixMatch(depth, (*best[cluster].replicas, replica))
+        found = self.index.longest(names, exact=exact)
+        assert {c: (m.blocks, sorted(m.replicas)) for c, m in found.items()} == {
+            c: (
+                m.blocks,
+                sorted(
+                    r
+                    for r in believed
+                    if self.can(believed[r], names[: m.blocks], exact) and CLUSTERS[r] == c
+                ),
+            )
+            for c, m in best.items()
+        }
+
+    @staticmethod
+    def can(state: tuple[frozenset[int], frozenset[int]], names: tuple[int, ...], exact: bool) -> bool:
+        return set(names) <= state[0] and (not exact or names[-1] in state[1])
+
+    @invariant()
+    def agrees(self) -> None:
+        self.believed()
+        for name in CLUSTERS:
+            if self.index.stale(name):
+                assert name not in self.index.view()
+
+
+TestIndex = IndexMachine.TestCase
+TestIndex.settings = settings(max_examples=32, stateful_step_count=40, deadline=None)
+
+
+def event(replica: str, sequence: int, added: tuple[int, ...], whole: bool = False) -> CacheReported:
+    return CacheReported(replica, sequence, added, epoch=1, whole=whole)
+
+
+def test_a_gap_makes_stale_and_a_snapshot_heals() -> None:
+    index = PrefixIndex()
+    assert not index.apply(event("r", 1, (1,)), "c")
+    assert index.longest((1, 2)) == {"c": PrefixMatch(1, ("r",))}
+    assert index.apply(event("r", 3, (3,)), "c"), "2 is missing: a snapshot is wanted"
+    assert index.longest((1, 2)) == {}
+    assert not index.apply(event("r", 2, (1, 2), whole=True), "c"), "and 3, which waited, goes on top"
+    assert index.longest((1, 2, 3)) == {"c": PrefixMatch(3, ("r",))}
+    assert not index.apply(event("r", 2, (9,)), "c"), "an old report changes nothing"
+    assert index.holders(9) == ()
+
+
+def test_what_a_snapshot_covers_is_not_waited_for() -> None:
+    index = PrefixIndex(most_late=2)
+    for sequence in (2, 3, 4, 5):
+        assert index.apply(event("r", sequence, (sequence,)), "c")
+    assert not index.apply(event("r", 4, (1, 2, 3, 4), whole=True), "c")
+    assert index.longest((1, 2, 3, 4, 5)) == {"c": PrefixMatch(5, ("r",))}
+    assert not index.apply(event("r", 3, (9,), whole=True), "c"), "an old snapshot"
+    assert index.longest((1, 2, 3, 4, 5)) == {"c": PrefixMatch(5, ("r",))}
+
+
+def test_nothing_from_before_a_restart_counts() -> None:
+    index = PrefixIndex()
+    index.apply(event("r", 1, (1,)), "c")
+    assert not index.apply(CacheReported("r", 1, (2,), epoch=2), "c")
+    assert not index.apply(event("r", 2, (3,)), "c")
+    assert not index.apply(event("r", 9, (1, 3), whole=True), "c")
+    assert index.view() == {"r": (1, frozenset({2}))}
+
+
+def test_a_late_report_heals_as_well() -> None:
+    index = PrefixIndex()
+    assert index.apply(event("r", 2, (2,)), "c")
+    assert not index.apply(event("r", 1, (1,)), "c")
+    assert index.longest((1, 2)) == {"c": PrefixMatch(2, ("r",))}
+
+
+def test_replicas_come_and_go_without_leaving_anything_behind() -> None:
+    index = PrefixIndex()
+    for number in range(3 * SWEEP_AT):
+        index.apply(event(f"r{number}", 1, (1, 2, 100 + number)), "c")
+        if number >= 2:
+            index.forget(f"r{number - 2}")
+    assert sorted(index.holders(2)) == ["r94", "r95"]
+    assert index._bits <= SWEEP_AT + 2
+    assert len(index) <= SWEEP_AT + 4
+
+
+def test_the_index_is_bounded_and_keeps_what_is_asked_for() -> None:
+    index = PrefixIndex(most_blocks=160)
+    index.apply(event("r", 1, tuple(range(1000, 1010))), "c")
+    for number in range(100):
+        start = 10_000 + 50 * number
+        index.apply(event("r", number + 2, tuple(range(start, start + 50))), "c")
+        assert len(index) <= 160
+        assert index.longest(tuple(range(1000, 1010)))["c"].blocks == 10
+    assert index.longest(tuple(range(10_000, 10_050))) == {}
+    with pytest.raises(InputError):
+        PrefixIndex(0)
+
+
+def test_heat_fades_and_is_bounded() -> None:
+    heat = PrefixHeat(half_life_s=10.0, most=8)
+    for step in range(8):
+        heat.add(chain(1, 5), float(step))
+    heat.add(chain(2, 5), 100.0)
+    assert [hot.block for hot in heat.hottest(2, 100.0)] == [2, 1]
+    for block in range(3, 30):
+        heat.add((block,), 101.0)
+    assert len(heat) <= 8
+    # A steady rate is reported as such: n per second for long enough gives n.
+    steady = PrefixHeat(half_life_s=5.0)
+    for step in range(2000):
+        steady.add((1,), step * 0.05)
+    assert steady.hottest(1, 100.0)[0].uses_per_s == pytest.approx(20, rel=0.05)
+
+
+def chain(block: int, blocks: int) -> tuple[int, ...]:
+    return (*range(1000 * block, 1000 * block + blocks - 1), block)
+
+
+def hot(block: int, blocks: int, uses_per_s: float) -> HotPrefix:
+    return HotPrefix(chain(block, blocks), uses_per_s)
+
+
+LOADS = st.builds(ReplicaLoad, st.sampled_from("ab"), st.sampled_from([0.0, 0.5, 1.0]), st.integers(0, 9))
+ROOM = st.sampled_from([0, 30, 60, 1000])
+
+
+@settings(max_examples=120, deadline=None)
+@given(
+    holders=st.fixed_dictionaries({name: st.sets(st.integers(1, 5)) for name in ("r0", "r1")}),
+    loads=st.fixed_dictionaries({f"r{number}": LOADS for number in range(5)}),
+    wanted=st.lists(
+        st.builds(hot, st.integers(1, 5), st.integers(1, 4), st.floats(0, 5)),
+        min_size=2,
+        unique_by=lambda h: h.block,
+    ),
+    room=st.fixed_dictionaries({(one, two): ROOM for one in "ab" for two in "ab"}),
+    state=st.integers(0, 10),
+)
+def test_moves_go_to_the_less_busy_and_never_beyond_what_there_is(  # type: ignore[no-untyped-def]
+    holders, loads, wanted, room, state
+) -> None:
+    index = PrefixIndex()
+    for replica, blocks in holders.items():
+        index.apply(CacheReported(replica, 1, tuple(blocks)), "a")
+    costs = CopyCosts(10, state)
+    moves = rebalance(index, wanted, loads, room, costs, most_moves=3)
+    assert len(moves) <= 3
+    assert len({move.block for move in moves}) == len(moves)
+    sent: dict[tuple[str, str], int] = {}
+    taken: dict[str, int] = {}
+    for move in moves:
+        assert move.block in holders[move.source]
+        assert move.block not in holders.get(move.target, ())
+        assert move.size_bytes == 10 * move.blocks + state
+        ways = (loads[move.source].cluster, loads[move.target].cluster)
+        sent[ways] = sent.get(ways, 0) + move.size_bytes
+        taken[move.target] = taken.get(move.target, 0) + move.blocks
+    assert all(size <= room.get(ways, 0) for ways, size in sent.items())
+    assert all(blocks <= loads[target].free_blocks for target, blocks in taken.items())
+    if moves:
+        first = moves[0]
+        assert loads[first.target].busy <= loads[first.source].busy - 0.2
+
+
+def test_the_hottest_prefix_goes_to_the_idle_neighbour_and_abroad_only_with_room() -> None:
+    index = PrefixIndex()
+    index.apply(CacheReported("r0", 1, (1, 2), (), (2,)), "a")
+    wanted = [hot(1, 1, 0.5), hot(2, 8, 5.0)]
+    loads = {"r0": ReplicaLoad("a", 0.9, 0), "r1": ReplicaLoad("a", 0.3, 50), "r2": ReplicaLoad("b", 0.1, 50)}
+    costs = CopyCosts(10, 7, exact=True)
+    near = {("a", "a"): 1000}
+    assert [(m.block, m.target, m.size_bytes) for m in rebalance(index, wanted, loads, near, costs)] == [
+        (2, "r1", 87)
+    ]
+    crowded = {**loads, "r1": ReplicaLoad("a", 0.8, 50)}
+    assert rebalance(index, wanted, crowded, near, costs) == []
+    far = {("a", "a"): 1000, ("a", "b"): 87}
+    assert [(m.block, m.target) for m in rebalance(index, wanted, crowded, far, costs)] == [(2, "r2")]
+    assert rebalance(index, wanted, crowded, {**far, ("a", "b"): 86}, costs) == []
+
+
+def test_a_target_takes_no_more_than_it_has_room_for() -> None:
+    index = PrefixIndex()
+    index.apply(CacheReported("r0", 1, (1,)), "a")
+    index.apply(CacheReported("r1", 1, (2,)), "a")
+    loads = {"r0": ReplicaLoad("a", 1.0, 0), "r1": ReplicaLoad("a", 5.0, 0), "r2": ReplicaLoad("a", 0.0, 9)}
+    room = {("a", "a"): 1000}
+    assert len(rebalance(index, [hot(1, 5, 9.0), hot(2, 4, 1.0)], loads, room, CopyCosts(1))) == 2
+    assert len(rebalance(index, [hot(1, 5, 9.0), hot(2, 5, 1.0)], loads, room, CopyCosts(1))) == 1
