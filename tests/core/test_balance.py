@@ -116,8 +116,8 @@ def test_by_tokens_the_unit_with_the_most_room_is_next() -> None:
     assert replicas(world, 10) == {"fast": 10}
 
 
-def test_least_work_fills_the_faster_first_and_follows_what_ends() -> None:
-    world = build.world(TWO, Policy(balance="token"))
+def test_learned_fills_the_faster_first_and_follows_what_ends() -> None:
+    world = build.world(TWO, Policy(balance="learned"))
     (run,) = world.arrive(build.request("first"))
     assert isinstance(run, Run)
     assert "fast" in run.route.decoder  # with nothing open it would be done first

@@ -75,7 +75,7 @@ def test_what_is_shared_stays_shared_and_nothing_foreign_is_written_or_made() ->
     assert again.requests is again._requests.open
     assert again.fleet is again.router._fleet
     assert again._handlers.keys() == brain._handlers.keys()
-    assert known is again.table._facts
+    assert known is again.table.facts
     with pytest.raises(NotPlain):
         checkpoint(lambda: None)
     with pytest.raises(NotPlain):
