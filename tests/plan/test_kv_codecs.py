@@ -14,7 +14,7 @@ from plan_problems import a_problem, an_ask, pool_problem
 from search_pools import random_pool
 
 from potluck.cli.common.inputs import load_problem
-from potluck.core.values.lossy_hops import lossy_crossings
+from potluck.core.values.kv import lossy_crossings
 from potluck.core.values.plan import Plan
 from potluck.core.values.types import Link, Slo
 from potluck.plan.check.verify import verify

@@ -15,7 +15,7 @@ from potluck.control.gateway_client import GatewayClient
 from potluck.control.state_store import StateStore
 from potluck.core.errors import PotluckError
 from potluck.core.scaling.forecast import BIN_S
-from potluck.core.values.observed_speed import ObservedSpeed
+from potluck.core.state.facts import ObservedSpeed
 from potluck.core.values.plan import Template
 
 READ = "gateway read"

@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from potluck.core.replica.block_values import CacheChanges, as_bytes, chain_root, names_behind
+from potluck.core.replica.blocks import CacheChanges, as_bytes, chain_root, names_behind
 from potluck.core.state.facts import BLOCK_TOKENS
 
 HIDDEN = "potluck hides:"

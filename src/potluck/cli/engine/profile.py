@@ -18,7 +18,7 @@ from potluck.core.figures import seconds
 from potluck.core.state.facts import BLOCK_TOKENS
 
 if TYPE_CHECKING:
-    from potluck.core.values.observed_speed import ObservedSpeed
+    from potluck.core.state.facts import ObservedSpeed
     from potluck.perf.timers.profile import Profile, ProfilePoint
 
 

@@ -11,8 +11,8 @@ from potluck.core.figures import seconds
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from potluck.core.values.model import Format
     from potluck.core.values.plan import Plan
-    from potluck.core.values.precision import Format
     from potluck.core.values.types import Slo
     from potluck.plan.problem import PlanningProblem
     from potluck.plan.reasons.explain import Explanation, NodeValue

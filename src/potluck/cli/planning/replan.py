@@ -36,7 +36,7 @@ from potluck.core.values.types import LengthBin
 
 if TYPE_CHECKING:
     from potluck.control.service_view import ServiceView
-    from potluck.core.values.observed_speed import ObservedSpeed
+    from potluck.core.state.facts import ObservedSpeed
     from potluck.core.values.plan import Plan, Tried
     from potluck.plan.problem import PlanningProblem
     from potluck.plan.replan.replan_options import ReplanOption
@@ -261,7 +261,7 @@ def _answered(
     problem: PlanningProblem, running: Plan, spec: Spec, settings: SolveSettings, averages: bool, style: str
 ) -> Answered:
     """All answers, each checked, and the best of them."""
-    from potluck.core.values.terms import ModelTerms
+    from potluck.core.values.service import ModelTerms
     from potluck.plan.check.verify import verify
     from potluck.plan.replan.replan_options import best_answer, ladder
     from potluck.plan.strategies import STRATEGIES
@@ -603,7 +603,7 @@ def is_no_better(plan: Plan, running: Plan) -> bool:
 
 def said_of(running: LiveService) -> None:
     """What the answers are for."""
-    from potluck.core.values.observed_speed import spoken
+    from potluck.core.state.facts import spoken
 
     rates = ", ".join(running.rates) or "as the spec has them (nothing was seen for ten minutes yet)"
     click.echo(f"plan {running.version} runs, ${running.plan.cost_usd_per_h:.2f}/h; requests/s: {rates}")

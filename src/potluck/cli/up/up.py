@@ -42,7 +42,7 @@ from potluck.control.launchers.local_capacity import find_chips
 from potluck.control.launchers.process import last_lines, must_be_free
 from potluck.core.errors import CapacityError, InputError, PotluckError
 from potluck.core.figures import seconds
-from potluck.core.values.lossy_hops import lossy_notices
+from potluck.core.values.kv import lossy_notices
 
 if TYPE_CHECKING:
     from pathlib import Path
