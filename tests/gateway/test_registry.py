@@ -34,7 +34,7 @@ from potluck.core.state.events import (
     ReplicaStatus,
     RequestCancelled,
 )
-from potluck.core.values.replica_spec import ReplicaSpec
+from potluck.core.values.plan import ReplicaSpec
 from potluck.gateway.registry.directory import abilities_of
 from potluck.gateway.registry.engine_client import EngineNoAnswer, EngineRecord, StatusReport, read_status
 from potluck.gateway.registry.engine_list import EngineEntry, address_of, matched, read_roster
