@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from test_controller import World
-from test_step import A, B, _up, _want
+from test_reconciler import A, B, _up, _want
 
 from potluck.control.control_values import EngineInstance
 from potluck.control.reconciler import StartFailures, StuckReplica, stuck

@@ -44,7 +44,7 @@ PIPELINE = template(
     PlannedReplica(
         "mixed",
         Layout(
-            (Stage(20, (StageNode("1xA10G", 1),)), Stage(12, (StageNode("1xL4", 1), StageNode("1xL4", 1)))),
+            (Stage(20, (StageNode("1xA10G", 1),)), Stage(12, (StageNode("1xL4", 1), StageNode("1xL4", 1))))
         ),
     ),
 )

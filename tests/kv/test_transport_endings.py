@@ -13,15 +13,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
-from kv_kit import (
-    FINGERPRINT,
-    REQUEST,
-    SMALL_LINKS,
-    TOKENS_HASH,
-    ends,
-    made,
-    plain,
-)
+from kv_kit import FINGERPRINT, REQUEST, SMALL_LINKS, TOKENS_HASH, ends, made, plain
 
 import potluck
 from potluck.core.errors import InputError

@@ -9,28 +9,11 @@ import time
 from collections.abc import Callable
 
 import pytest
-from kv_kit import (
-    ABOUT,
-    SMALL,
-    SMALL_LINKS,
-    Harm,
-    ends,
-    made,
-    plain,
-)
+from kv_kit import ABOUT, SMALL, SMALL_LINKS, Harm, ends, made, plain
 
 from potluck.core.errors import PotluckError
 from potluck.kv.chunks import TransferError
-from potluck.kv.frames import (
-    PREFIX,
-    Ack,
-    ChunkPiece,
-    Hello,
-    TransferEnd,
-    TransferOpening,
-    frame,
-    label_of,
-)
+from potluck.kv.frames import PREFIX, Ack, ChunkPiece, Hello, TransferEnd, TransferOpening, frame, label_of
 
 PARCELS = made(5, 8)
 RIGHT = {parcel.layer: plain(parcel) for parcel in PARCELS}

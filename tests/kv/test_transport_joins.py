@@ -10,17 +10,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 
 import pytest
-from kv_kit import (
-    ABOUT,
-    BOUND,
-    SMALL,
-    SMALL_LINKS,
-    Ends,
-    ends,
-    made,
-    plain,
-    until,
-)
+from kv_kit import ABOUT, BOUND, SMALL, SMALL_LINKS, Ends, ends, made, plain, until
 
 from potluck.core.errors import InputError
 from potluck.kv import checksum

@@ -13,15 +13,7 @@ from potluck.core.errors import FormatError, InputError
 from potluck.kv.assembly import ChunkAssembly
 from potluck.kv.checksum import sums
 from potluck.kv.chunks import KvChunk
-from potluck.kv.frames import (
-    Ack,
-    ChunkHeader,
-    ChunkPiece,
-    FrameReader,
-    SenderProblem,
-    TransferEnd,
-    frame,
-)
+from potluck.kv.frames import Ack, ChunkHeader, ChunkPiece, FrameReader, SenderProblem, TransferEnd, frame
 from potluck.kv.handles import TransferHandles, bound_to, checked_handle, new_handle, new_session
 from potluck.kv.peer_connections import TcpInfo, parse, report
 from potluck.kv.send_queue import SendQueue, pack
@@ -155,8 +147,7 @@ def chunk(offset: int, count: int, tokens: int = 8, index: int = 0) -> ChunkPiec
 
 
 @pytest.mark.parametrize(
-    "bad",
-    [chunk(1, 256), chunk(0, 255), chunk(256, 255), chunk(0, 256, tokens=17, index=1)],
+    "bad", [chunk(1, 256), chunk(0, 255), chunk(256, 255), chunk(0, 256, tokens=17, index=1)]
 )
 def test_chunks_off_the_grid_or_beyond_the_window_are_refused(bad: ChunkPiece) -> None:
     receiver = Receiver(1024, 256)

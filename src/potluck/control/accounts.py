@@ -30,20 +30,16 @@ SERVED = (*ANSWERED, "cancelled")
 """Outcomes of requests that something was computed for: only their tokens count, unless outcomes are asked for."""
 PERIODS = {"hour": "hour", "day": "hour / 24"}
 BEGIN = b'{"time":'
-"""Of every record."""
 _NO_RECORD = (ValueError, KeyError, TypeError, OverflowError, RecursionError)
 _SUMS = ("requests", *FIGURES, "estimated")
 
 
 @dataclass(frozen=True, slots=True)
 class UsageRead:
-    """What one look at the files found."""
-
     records: int = 0
     garbled: int = 0
     """Lines that are no records; they count nowhere."""
     more: bool = False
-    """There is more to read than was read at once."""
 
 
 class UsageReader:
@@ -52,10 +48,8 @@ class UsageReader:
     def __init__(self, store: StateStore, folder: Path) -> None:
         self._store, self._folder = store, folder
         self._done: dict[str, tuple[int, int, int]] = {}
-        """Files that had nothing more, as they were then."""
 
     def turn(self, most_bytes: int = AT_ONCE_BYTES) -> UsageRead:
-        """Count what is new, up to so many bytes of it."""
         records = garbled = 0
         left = most_bytes
         for path in sorted(self._folder.glob(PATTERN)):
@@ -79,7 +73,6 @@ class UsageReader:
         return UsageRead(records, garbled)
 
     def _take(self, file: IO[bytes], name: str, most_bytes: int) -> tuple[UsageRead, int]:
-        """Count one piece of a file; how many bytes that was."""
         file.seek(0)
         first = file.readline(LONGEST_LINE)
         if not first.endswith(b"\n") and len(first) < LONGEST_LINE:
@@ -222,7 +215,6 @@ class Accounts:
 
 
 def count(reader: UsageReader, note: Note) -> bool:
-    """Count what is new; whether there is more of it."""
     read = reader.turn()
     if read.garbled:
         note("usage", f"{read.garbled} lines are no records", "they count nowhere")
@@ -230,7 +222,6 @@ def count(reader: UsageReader, note: Note) -> bool:
 
 
 def count_all(store: StateStore, folder: Path, now_s: float) -> None:
-    """Everything that was written until now, for whoever asks or ends."""
     reader = UsageReader(store, folder)
     while count(reader, lambda *what: store.note(now_s, *what)):
         pass
@@ -268,12 +259,10 @@ class KeptKey:
 
 
 def kept_keys(store: StateStore) -> tuple[KeptKey, ...]:
-    """All that there ever were, the oldest first."""
     return tuple(map(_key, store.rows(f"SELECT {_COLUMNS} FROM keys ORDER BY made_s, sha256")))
 
 
 def is_open(store: StateStore) -> bool:
-    """Whether clients without a key are let in."""
     return bool(store.get(OPENED)) or not kept_keys(store)
 
 
@@ -413,7 +402,6 @@ def _text(keys: tuple[KeptKey, ...], opened: bool) -> str:
 
 
 def _listed(text: str, path: Path, now_s: float) -> list[KeptKey]:
-    """The keys of a file."""
     found = []
     for number, line in enumerate(text.splitlines(), 1):
         if not line.strip() or line.lstrip().startswith("#") or line in (OPEN.strip(), OPEN_BESIDE.strip()):

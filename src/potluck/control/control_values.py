@@ -29,8 +29,6 @@ class EngineSpec:
 
 @dataclass(frozen=True, slots=True)
 class WantedReplica:
-    """A replica that the Brain wants."""
-
     replica: str
     make: EngineSpec
     role: Role
@@ -40,8 +38,6 @@ class WantedReplica:
 
 @dataclass(frozen=True, slots=True)
 class EngineInstance:
-    """An engine that somebody started for us, as a launcher sees it."""
-
     name: str
     """Its own, never used twice."""
     make: EngineSpec
@@ -49,19 +45,15 @@ class EngineInstance:
     since_s: float
     """When it came into that state."""
     url: str = ""
-    """Where it listens, once it is up."""
     replica: str = ""
     """Which replica it is, or is being started for; empty: none."""
     problem: str = ""
-    """Why it is dead, in one line."""
     pinned: bool = False
     """Started by hand: it is used, and never stopped by us."""
 
 
 @dataclass(frozen=True, slots=True)
 class LaunchEngine:
-    """Start an engine for a replica."""
-
     want: WantedReplica
     why: str
 
@@ -77,8 +69,6 @@ class AssignEngine:
 
 @dataclass(frozen=True, slots=True)
 class StopEngine:
-    """Stop an engine."""
-
     instance: str
     why: str
     insist: bool = False
@@ -87,8 +77,6 @@ class StopEngine:
 
 @dataclass(frozen=True, slots=True)
 class ForgetEngine:
-    """Forget an engine that is dead."""
-
     instance: str
     why: str
 
@@ -98,8 +86,6 @@ Order = LaunchEngine | AssignEngine | StopEngine | ForgetEngine
 
 @dataclass(frozen=True, slots=True)
 class PlanRequest:
-    """What is to be planned for."""
-
     rates_per_s: Mapping[str, float]
     reason: str
     lengths: tuple[SeenLengths, ...] = ()

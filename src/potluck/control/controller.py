@@ -47,8 +47,6 @@ ELSEWHERE_S = 10.0
 
 @dataclass(frozen=True, slots=True)
 class ControllerTurn:
-    """What one turn found and did."""
-
     acted: bool
     """False: another controller has the lease."""
     wanted: int = 0
@@ -57,7 +55,6 @@ class ControllerTurn:
     waiting: tuple[str, ...] = ()
     problem: str = ""
     stuck: tuple[StuckReplica, ...] = ()
-    """Replicas whose starts failed."""
 
     @property
     def settled(self) -> bool:
@@ -112,7 +109,6 @@ class Controller:
                 self.learn(newest.plan)
 
     def turn(self) -> ControllerTurn:
-        """One look and one step."""
         if not self._lease.renew():
             self._note_once("lease", "waits", "another controller acts on this state")
             return ControllerTurn(False)
@@ -156,13 +152,7 @@ class Controller:
         self._keep_stuck(failing)
         up = {each.replica for each in there if each.state == "up"}
         return ControllerTurn(
-            True,
-            len(wants),
-            sum(want.replica in up for want in wants),
-            done,
-            found.waiting,
-            problem,
-            failing,
+            True, len(wants), sum(want.replica in up for want in wants), done, found.waiting, problem, failing
         )
 
     def _keep_stuck(self, failing: tuple[StuckReplica, ...]) -> None:
@@ -216,7 +206,6 @@ class Controller:
         return tuple(instances.values()), frozenset(silent)
 
     def _do(self, order: Order) -> bool:
-        """Carry out one order; whether something was done."""
         match order:
             case LaunchEngine(want, why):
                 return self._launch(want, why)
@@ -331,7 +320,6 @@ class Controller:
                     self._note("notice", f"{each.replica} could not be drained", str(error))
 
     def _news(self) -> dict[str, float]:
-        """What the launcher says of machines is written down; engines on those that will vanish, and when."""
         going: dict[str, float] = {}
         for each in self._launcher.news():
             self._note(each.kind, each.node, each.why)
@@ -370,7 +358,6 @@ class Controller:
             )
 
     def change_plan(self, plan: Plan, reason: str) -> int:
-        """From now on this one; its version."""
         version = self._store.add_plan(plan, self._clock(), reason)
         self.learn(plan)
         self._gateway.set_plan(plan, reason, version)

@@ -19,9 +19,7 @@ from potluck.core.state.facts import ObservedSpeed
 from potluck.core.values.plan import Template
 
 READ = "gateway read"
-"""The setting that says how far was read."""
 HISTORY_BINS = 14 * 144
-"""Two weeks."""
 DAY_BINS = 144
 LEAST_SHARE = 0.5
 """Of a bin that somebody must have looked at it, for its rate to mean something."""
@@ -88,7 +86,6 @@ class DecisionHistory:
 
 
 def gist(line: str) -> str:
-    """A line without its figures."""
     return _NUMBERS.sub("", line)
 
 
@@ -112,7 +109,6 @@ def without_gaps(rates: Sequence[float | None]) -> tuple[float, ...]:
 
 
 PACES = "paces"
-"""The setting that has them."""
 LOOK_S = 5.0
 ENOUGH = 6
 """Looks at a replica that had done something new each time: half a minute of work at least."""
@@ -138,7 +134,6 @@ class ObservedSpeeds:
         self._next_s = 0.0
 
     def hear(self, said: Sequence[Json]) -> None:
-        """What the Brain thinks of its replicas."""
         now_s = self._clock()
         if now_s < self._next_s:
             return
@@ -166,7 +161,6 @@ class ObservedSpeeds:
             self._store.set(PACES, {"spec": _facts(self._store), "kinds": kinds})
 
     def now(self) -> tuple[ObservedSpeed, ...]:
-        """Of kinds of nodes of which enough was seen."""
         return paces_of(self._store, self._clock())
 
     def _kind(self, said: Json) -> str | None:
@@ -187,7 +181,6 @@ class ObservedSpeeds:
 
 
 def paces_of(store: StateStore, now_s: float) -> tuple[ObservedSpeed, ...]:
-    """As the state has them."""
     found = []
     for kind, replicas in sorted(_kinds(store).items()):
         means = [

@@ -38,7 +38,6 @@ class GatewayClient:
     """Its operators' port."""
 
     def __init__(self, url: str, key: str | None = None, tls: ssl.SSLContext | None = None) -> None:
-        """`tls` says whom to trust at an https:// address."""
         self._key = key
         self._http = HttpClient(url, lambda: key, tls, self._away)
 
@@ -57,7 +56,6 @@ class GatewayClient:
         return self._ask("GET", "/wanted")
 
     def set_fleet(self, instances: Iterable[EngineInstance]) -> None:
-        """Those that are up, each with the replica that it is."""
         entries = [
             {"url": each.url, "replica": each.replica, "model": each.make.model, "region": each.make.region}
             for each in instances
@@ -91,21 +89,18 @@ class GatewayClient:
         self._ask("POST", "/cordon", {"marks": sorted(marks)})
 
     def note(self, what: str, why: str, kind: str = "note") -> None:
-        """A line in its log of decisions."""
         self._ask("POST", "/note", {"what": what, "why": why, "kind": kind})
 
     def kill(self, replica: str) -> dict[str, Any]:
         return self._ask("POST", "/kill", {"replica": replica})
 
     def history(self) -> dict[str, Any]:
-        """The last hour's figures and decisions."""
         return self._ask("GET", "/history")
 
     def flip(self, replica: str, role: str) -> dict[str, Any]:
         return self._ask("POST", "/flip", {"replica": replica, "role": role})
 
     def metrics(self) -> str:
-        """As Prometheus reads them."""
         return self._said("GET", "/metrics").decode("utf-8", "replace")
 
     def events(self, quiet_s: float = QUIET_S) -> Iterator[tuple[str, dict[str, Any]]]:
@@ -151,7 +146,6 @@ class GatewayClient:
 
 
 def _message(said: bytes) -> str:
-    """What an error of OpenAI's shape says."""
     try:
         return " ".join(str(json.loads(said)["error"]["message"]).split())
     except (ValueError, KeyError, TypeError):
@@ -177,8 +171,6 @@ WINDOW_S = 10.0
 
 @dataclass(frozen=True, slots=True)
 class MetricsReading:
-    """All samples at one moment: name and labels to the value."""
-
     at_s: float
     values: Mapping[tuple[str, Labels], float]
 
@@ -192,7 +184,6 @@ class MetricsReading:
 
 
 def read(text: str, at_s: float) -> MetricsReading:
-    """What `/metrics` answered."""
     from prometheus_client.parser import text_string_to_metric_families
 
     values = {
@@ -204,8 +195,6 @@ def read(text: str, at_s: float) -> MetricsReading:
 
 
 class RecentMetrics:
-    """The readings of the last seconds."""
-
     def __init__(self, window_s: float = WINDOW_S) -> None:
         self._window_s = window_s
         self._readings: deque[MetricsReading] = deque()
@@ -224,7 +213,6 @@ class RecentMetrics:
         return self.now.at_s - self._readings[0].at_s
 
     def grown(self, name: str, **labels: str) -> float:
-        """By how much a counter grew in the window."""
         before, now = self._readings[0].sum(name, **labels), self.now.sum(name, **labels)
         return now - before if now >= before else now
 

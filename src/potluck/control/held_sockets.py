@@ -33,13 +33,11 @@ class HeldSockets:
         self.folder = ""
         """The state of the service that they belong to."""
         self.link: socket.socket | None = None
-        """To our supervisor, where there is one."""
 
     def __bool__(self) -> bool:
         return bool(self.clients)
 
     def told(self, said: bytes, numbers: list[int]) -> None:
-        """By whoever has them."""
         with contextlib.suppress(ValueError, KeyError, TypeError):
             told = json.loads(said)
             count, self.folder = int(told["clients"]), str(told.get("folder", self.folder))
@@ -90,7 +88,6 @@ class HeldSockets:
 
 
 def takeover_in(folder: Path) -> Path:
-    """Where the gateway of a state hands its ports over."""
     return folder / "gateway.sock"
 
 
@@ -135,7 +132,6 @@ LOOK_S = 0.05
 def launched(
     folder: Path, command: list[str], place: Mapping[str, object], held: HeldSockets
 ) -> dict[str, object]:
-    """A gateway's process, and what is written down of it."""
     files, said = held.passed()
     marks = {GATEWAY_MARK: str(folder.resolve()), **said}
     try:

@@ -35,8 +35,6 @@ PINGS = 5
 
 @dataclass(frozen=True, slots=True)
 class HostReport:
-    """One host."""
-
     url: str
     name: str
     region: str
@@ -47,8 +45,6 @@ class HostReport:
 
 @dataclass(frozen=True, slots=True)
 class HostLink:
-    """From one host to another."""
-
     gbps: float
     rtt_ms: float
 
@@ -69,11 +65,9 @@ class HostClient:
         )
 
     def measure(self, source: str, target: str) -> HostLink:
-        """Asks one host to send to another."""
         return _way(self._object(source, "POST", "/measure", json.dumps({"to": target}).encode()), source)
 
     def send_to(self, url: str) -> HostLink:
-        """Sends from here."""
         connection = self._connect(url)
         try:
             round_trips = []
@@ -90,7 +84,6 @@ class HostClient:
         return HostLink(size * 8e-9 / max(took_s, 1e-9), min(round_trips) * 1e3)
 
     def _sent(self, connection: HttpConnection, url: str, size: int) -> float:
-        """In how many seconds so many bytes came."""
         pieces = (bytes(min(PIECE_BYTES, size - at)) for at in range(0, size, PIECE_BYTES))
         said = self._said(connection, url, "POST", "/take", pieces, size)
         took_s = said.get("took_s")
@@ -112,13 +105,7 @@ class HostClient:
         return connection_to(url, ASK_S, self._tls)
 
     def _said(
-        self,
-        connection: HttpConnection,
-        url: str,
-        method: str,
-        path: str,
-        body: Any = None,
-        size: int = 0,
+        self, connection: HttpConnection, url: str, method: str, path: str, body: Any = None, size: int = 0
     ) -> dict[str, Any]:
         headers = {"Authorization": f"Bearer {self._key}", "Content-Length": str(size)}
         try:
@@ -141,7 +128,6 @@ def _way(said: Mapping[str, Any], url: str) -> HostLink:
 
 
 def matrix(asking: HostClient, urls: Sequence[str]) -> dict[tuple[str, str], HostLink]:
-    """Every way, one after the other."""
     return {
         (source, target): asking.measure(source, target)
         for source in urls

@@ -60,7 +60,6 @@ INSIST_S = 5.0
 
 
 def pid_of(place: Mapping[str, object] | None) -> ProcessId | None:
-    """A process that was written down."""
     number, started = (place or {}).get("pid"), (place or {}).get("started")
     return ProcessId(number, started) if isinstance(number, int) and isinstance(started, int) else None
 
@@ -71,7 +70,6 @@ def living(place: Mapping[str, object] | None) -> bool:
 
 
 def wait(pids: Iterable[ProcessId], within_s: float) -> list[ProcessId]:
-    """Those that have not ended by then."""
     until_s = time.monotonic() + within_s
     while left := [pid for pid in pids if alive(pid)]:
         if time.monotonic() > until_s:
@@ -144,7 +142,6 @@ def _ended(launcher: Launcher, places: dict[str, Place]) -> int:
 
 TURN_S = 0.5
 GATEWAY_S = 90.0
-"""In which a gateway must listen."""
 USUAL_PORT = 8000
 """Where clients ask unless told; operators and the page have the next one. `potluck serve` has the same."""
 PORT_TRIES = 3
@@ -169,11 +166,9 @@ class LocalStackSettings:
     start_s: float = START_S
     """In which an engine must be ready; then another is tried."""
     profiles: tuple[Path, ...] = ()
-    """Step times that were measured."""
     launcher: Launcher | None = None
     """Who starts engines elsewhere; None: they are processes of this machine."""
     host: str = LOOPBACK
-    """Where the gateway listens."""
     why: str = "potluck up"
     """The reason for the plan that is begun with."""
     held: HeldSockets = field(default_factory=HeldSockets)
@@ -239,7 +234,6 @@ class LocalStack:
 
     @property
     def keyed(self) -> bool:
-        """Whether clients must show a key."""
         return not is_open(self.store)
 
     def must_have_room(self) -> None:
@@ -282,7 +276,6 @@ class LocalStack:
     # The gateway.
 
     def open(self) -> None:
-        """Find the gateway that is there, or start one."""
         place = self.store.get("gateway") or {}
         if not living(place):
             if not self._kept(place):
@@ -343,7 +336,6 @@ class LocalStack:
         return free_port() if self._settings.port == 0 else self._next(port + 1, "the page's port")
 
     def _next(self, wanted: int, what: str) -> int:
-        """This one or the next that is free, which is said."""
         port = next_free(wanted)
         if port != wanted:
             self.said.append(f"{what} {wanted} is taken; it is {port} instead")
@@ -389,13 +381,11 @@ class LocalStack:
         return place
 
     def _history(self) -> Path:
-        """The rates of the past, for the new gateway's forecasts."""
         path = self.folder / "history.json"
         written(path, json.dumps(history_of(self.store, time.time())))
         return path
 
     def turn(self) -> ControllerTurn:
-        """One look at everything."""
         self.open()
         rotate(self.folder / "logs" / "gateway.log")
         return self.controller.turn()
@@ -415,7 +405,6 @@ class LocalStack:
     # The end.
 
     def down(self, within_s: float = DRAIN_S) -> int:
-        """Drain and stop everything; how many processes had to be made to end."""
         return stop_all(self.store, "by hand", within_s, self._settings.launcher)
 
     def running(self) -> list[str]:

@@ -30,7 +30,6 @@ def is_by_hand(version: PlanVersion | None) -> bool:
 
 
 def planned_last(store: StateStore) -> PlanVersion | None:
-    """The newest version that was not made by hand."""
     number = next((each for each, reason in store.versions() if not reason.startswith(BY_HAND)), None)
     return None if number is None else store.plan(number)
 
@@ -136,14 +135,12 @@ def _copy_shares(plan: Plan, template: str, region: str) -> tuple[PlannedShare, 
 
 
 def leave(store: StateStore, names: Iterable[str]) -> None:
-    """These engines are not to be used again."""
     there = {each.name for each in store.instances()}
     before = [name for name in store.get(LEAVING) or [] if name in there]
     store.set(LEAVING, sorted({*before, *names}))
 
 
 def stay(store: StateStore, names: Iterable[str]) -> None:
-    """They may be used after all."""
     store.set(LEAVING, sorted(leaving(store) - frozenset(names)))
 
 

@@ -59,7 +59,6 @@ class Market:
     notices: tuple[VanishNotice, ...] = ()
 
     def regions(self, spec: Sequence[Region]) -> tuple[Region, ...]:
-        """The spec's regions at these prices."""
         told = {(each.region, each.node): each for each in self.quotes}
         return tuple(
             replace(region, offers=tuple(_quoted(o, told.get((region.name, o.node))) for o in region.offers))
@@ -115,7 +114,6 @@ def read_market(text: str, where: str, spec: Sequence[Region]) -> Market:
 
 
 def market_lines(text: str, where: str, offer_keys: set[str], notice_keys: set[str]) -> tuple[Lines, Lines]:
-    """A file's offers and notices, each with its place in the file."""
     try:
         data = yaml.safe_load(text)
     except (yaml.YAMLError, RecursionError) as error:
@@ -221,7 +219,6 @@ class MarketSource(Protocol):
 
 
 def changed(before: Sequence[Region], after: Sequence[Region]) -> str:
-    """What differs, in words."""
     known = {(region.name, offer.node): offer for region in before for offer in region.offers}
     lines = [
         f"{offer.available} x {offer.node} in {region.name} at ${offer.price_usd_per_h:.2f}/h"
@@ -288,8 +285,6 @@ class MarketChange:
 
 @dataclass(frozen=True, slots=True)
 class NodesLeave:
-    """So many machines of a type go, though others like them may be had."""
-
     at_s: float
     region: str
     node: str
@@ -300,11 +295,9 @@ class NodesLeave:
 @dataclass(frozen=True, slots=True)
 class MarketSchedule:
     changes: tuple[MarketChange, ...] = ()
-    """In order of time."""
     leaves: tuple[NodesLeave, ...] = ()
 
     def regions(self, spec: Sequence[Region], at_s: float = 0.0) -> tuple[Region, ...]:
-        """The spec's regions at the prices and with the nodes of a moment."""
         found = tuple(spec)
         for change in self.changes:
             if change.at_s <= at_s:
@@ -313,7 +306,6 @@ class MarketSchedule:
 
 
 def read_schedule(text: str, where: str, spec: Sequence[Region]) -> MarketSchedule:
-    """A file's text, checked against the regions and nodes that the spec has."""
     timed = {"at_s", "notice_s"}
     offers, notices = market_lines(text, where, OFFER_KEYS | timed, (NOTICE_KEYS | timed) - {"engine", "at"})
     changes = [
@@ -353,23 +345,18 @@ class NodeTypeLabels:
 
 
 Spellings = Mapping[str, NodeTypeLabels]
-"""By node type."""
 
 
 @dataclass(frozen=True, slots=True)
 class ClusterNode:
-    """One machine of a cluster."""
-
     id: str
     region: str
     """Empty: it does not say."""
     gpus: tuple[tuple[str, int], ...]
-    """What they are called, and how many."""
     well: bool = True
     """Whether something may be started there."""
 
     def count(self, kind: NodeTypeLabels) -> int:
-        """How many nodes of a kind it can be."""
         return max((have // kind.gpus for name, have in self.gpus if name in kind.names), default=0)
 
 

@@ -52,19 +52,15 @@ class PlanRequests:
         advise: bool = False,
         paces: Callable[[], tuple[ObservedSpeed, ...]] = tuple,
     ) -> None:
-        """`paces`: what replicas really take, as far as is known."""
         self._store, self._planner, self._adopt, self._note = store, planner, adopt, note
         self._advise, self._paces = advise, paces
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="potluck-plan")
         self._answered: Any = None
-        """The request for a plan that is being answered, or was."""
         self._asked: PlanRequest | None = None
         self.under_way: Future[PlanReply] | None = None
         self._first = False
-        """Whether the first answer is what is under way."""
 
     def turn(self, wanted: dict[str, Any], regions: tuple[Region, ...] | None) -> None:
-        """Go on with a plan that is being made, or begin one."""
         if self.under_way is not None:
             if self.under_way.done():
                 finished, self.under_way = self.under_way, None

@@ -46,11 +46,9 @@ class StartFailures:
     count: int = 0
     last_s: float = 0.0
     why: str = ""
-    """Of the last one."""
     alike: int = 0
     """So many of the last ones failed in the same way."""
     engine: str = ""
-    """Which was the last, by name."""
 
     @property
     def in_vain(self) -> bool:
@@ -66,15 +64,12 @@ class StartFailures:
         return self.last_s + min(RETRY_MOST_S, RETRY_S * 2.0 ** (self.count - 1))
 
     def more(self, at_s: float, why: str, engine: str = "") -> StartFailures:
-        """With one more."""
         alike = self.alike + 1 if self.count and _gist(self.why) == _gist(why) else 1
         return StartFailures(self.count + 1, at_s, why, alike, engine)
 
 
 @dataclass(frozen=True, slots=True)
 class StuckReplica:
-    """A replica that is wanted, has no engine, and whose starts failed."""
-
     replica: str
     failures: StartFailures
 
@@ -84,7 +79,6 @@ def stuck(
     instances: Iterable[EngineInstance],
     failures: Mapping[EngineSpec, StartFailures],
 ) -> tuple[StuckReplica, ...]:
-    """Those that wait for another try."""
     there = {each.replica for each in instances if each.state != "dead"}
     return tuple(
         StuckReplica(want.replica, failures[want.make])
@@ -105,8 +99,6 @@ SILENT_S = 20.0
 
 @dataclass(frozen=True, slots=True)
 class ReconcilerMemory:
-    """What must be remembered between two steps."""
-
     failures: Mapping[EngineSpec, StartFailures] = field(default_factory=dict)
     idle_since_s: Mapping[str, float] = field(default_factory=dict)
     """Engine to when it was first seen to be free."""

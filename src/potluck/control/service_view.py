@@ -19,7 +19,6 @@ from potluck.core.values.kv import lossy_notices
 Json = dict[str, Any]
 NOTES = 8
 LOG_LINES = 5
-"""Of an engine that failed, as they are shown."""
 LOOK_BACK = 200
 """Happenings in which the reason for something that is missing is looked for."""
 
@@ -51,7 +50,6 @@ class ServiceView:
             return {}, str(error)
 
     def status(self, now_s: float) -> Json:
-        """Everything there is to say."""
         snapshot, problem = self.snapshot()
         version = self.store.plan()
         instances = self.store.instances()
@@ -101,7 +99,6 @@ class ServiceView:
         }
 
     def _stuck(self) -> Json:
-        """Replicas whose starts failed, as the controller keeps them."""
         return self.store.get(STUCK) or {} if self.controller_lives else {}
 
     def _with_logs(self, lacking: list[Json]) -> list[Json]:
@@ -124,7 +121,6 @@ def _key(path: Path) -> str | None:
 
 
 def replicas_of(snapshot: Json, wanted: Json, instances: Sequence[EngineInstance]) -> list[Json]:
-    """Each replica that is wanted or there, with its engine."""
     engines = {each.replica: each for each in instances if each.replica}
     seen = {each["replica"]: each for each in snapshot.get("replicas", ())}
     names = {each["id"]: each for each in wanted.get("replicas", ())}

@@ -41,7 +41,6 @@ def written(path: Path, text: str) -> None:
 
 BUSY_S = 5.0
 MOST_EVENTS = 100_000
-"""Older ones are forgotten."""
 BATCH = 1_000
 
 
@@ -59,8 +58,6 @@ class PlanVersion:
 
 @dataclass(frozen=True, slots=True)
 class RecordedEvent:
-    """Something that was done, or not done, with its reason."""
-
     id: int
     at_s: float
     kind: str
@@ -141,7 +138,6 @@ class StateStore:
             return row.lastrowid
 
     def forget_plan(self, version: int) -> None:
-        """One that nobody was told of."""
         with self.change() as db:
             db.execute("DELETE FROM plans WHERE version = ?", (version,))
         self._marks.pop(version, None)
@@ -151,7 +147,6 @@ class StateStore:
         return tuple(self.rows("SELECT version, reason FROM plans ORDER BY version DESC LIMIT ?", last))
 
     def plan(self, version: int | None = None) -> PlanVersion | None:
-        """One version, or the newest."""
         which = "ORDER BY version DESC LIMIT 1" if version is None else "WHERE version = ?"
         rows = self.rows(
             f"SELECT version, at_s, reason, plan FROM plans {which}", *(() if version is None else (version,))
@@ -179,7 +174,6 @@ class StateStore:
         return tuple(_instance(row) for row in rows)
 
     def places(self) -> dict[str, dict[str, Any]]:
-        """Name to what its launcher wrote down about where it runs."""
         return {
             name: json.loads(place or "{}") for name, place in self.rows("SELECT name, place FROM instances")
         }
@@ -251,7 +245,6 @@ class StateStore:
         return tuple(rows.get(each) for each in range(last_bin - bins + 1, last_bin + 1))
 
     def rated_models(self) -> tuple[str, ...]:
-        """Models of which rates were kept."""
         return tuple(model for (model,) in self.rows("SELECT DISTINCT model FROM rates ORDER BY model"))
 
     # Few plain settings: addresses, wishes by hand.
@@ -284,7 +277,6 @@ class StateStore:
             return turn
 
     def holder(self) -> str | None:
-        """Who had the lease last."""
         rows = self.rows("SELECT holder FROM lease WHERE id = 1")
         return str(rows[0][0]) if rows else None
 
@@ -447,7 +439,6 @@ class Lease:
 
     @property
     def held(self) -> bool:
-        """Whether something may be begun now."""
         return self._until_s - self._clock() >= ACT_S
 
     def release(self) -> None:

@@ -94,10 +94,7 @@ def _alike(
             "clusterIP": "None",
             "publishNotReadyAddresses": True,
             "selector": labels,
-            "ports": [
-                {"name": "http", "port": first.port},
-                {"name": "kv", "port": first.kv_port},
-            ],
+            "ports": [{"name": "http", "port": first.port}, {"name": "kv", "port": first.kv_port}],
         }
     }
     budget = _named("policy/v1", "PodDisruptionBudget", name, cluster) | {

@@ -34,8 +34,6 @@ PORTS_APART = 16
 
 @dataclass(frozen=True, slots=True)
 class RentedMachine:
-    """One rented machine."""
-
     name: str
     region: str
     node: NodeType
@@ -53,8 +51,6 @@ class MachineShare:
 
 @dataclass(frozen=True, slots=True)
 class EnginePlacement:
-    """One engine."""
-
     name: str
     template: str
     index: int
@@ -114,7 +110,6 @@ class _Ground:
     types: Mapping[str, NodeType]
     regions: Mapping[str, Region]
     free: dict[RentedMachine, list[int]] = field(default_factory=dict)
-    """GPUs that nobody has."""
     engines: dict[RentedMachine, int] = field(default_factory=dict)
     placements: list[EnginePlacement] = field(default_factory=list)
 
@@ -181,8 +176,6 @@ HostOf = Callable[[RentedMachine], str]
 
 @dataclass(frozen=True, slots=True)
 class CommandOptions:
-    """What commands are made with."""
-
     style: Style
     folders: Mapping[str, str]
     """Model to its directory on every machine."""
@@ -253,7 +246,6 @@ def stage_port(placement: EnginePlacement) -> int:
 
 
 def roster(fleet: PlacedPlan, url_of: Callable[[EnginePlacement], str], key_file: str) -> str:
-    """The gateway's list of engines."""
     engines = [
         {
             "url": url_of(placement),

@@ -44,9 +44,7 @@ class ChunkAssembly:
         """Memory for `window_bytes` of parcels, or for one alone that is larger, up to `parcel_bytes`."""
         self.released_bytes = 0
         self.used_bytes = 0
-        """Of parcels that hold memory."""
         self.parcels = 0
-        """Complete ones."""
         self._window_bytes, self._chunk_bytes = window_bytes, chunk_bytes
         self._parcel_bytes = window_bytes if parcel_bytes is None else parcel_bytes
         self._take, self._give = take, give
@@ -118,7 +116,6 @@ class ChunkAssembly:
             parcel.cells[self._cell(chunk)] = FREE
 
     def release(self, index: int) -> None:
-        """A complete parcel has been used up."""
         buffer = self._full.pop(index)
         self.released_bytes += len(buffer)
         self.used_bytes -= len(buffer)

@@ -43,7 +43,6 @@ _WAITALL = int(getattr(socket, "MSG_WAITALL", 0))
 
 
 def sums(data: Buffer) -> Sums:
-    """The checksum of a buffer."""
     view = memoryview(data).cast("B").toreadonly()
     if len(view) <= SMALL_BYTES:
         return _small(view)
@@ -87,7 +86,6 @@ def _words(view: memoryview) -> Words:
 
 
 def _small(view: memoryview) -> Sums:
-    """Without the compiled loops."""
     words = _words(view)
     places = np.arange(1, len(words) + 1, dtype=np.uint64)
     return _with_end(view, int(words.sum(dtype=np.uint64)), int((words * places).sum(dtype=np.uint64)))

@@ -27,25 +27,19 @@ class TransferDeclined(TransferError):
 
 @dataclass(frozen=True, slots=True)
 class KvManifest:
-    """What a hand-over is about."""
-
     fingerprint: str
     """Of the model with its weights."""
     start: int
     stop: int
     token_hash: str
-    """Of the tokens [0, stop): the entries of a token depend on all before it."""
 
 
 def token_hash(tokens: Sequence[int]) -> str:
-    """As a manifest has it."""
     return hashlib.sha256(struct.pack(f"<{len(tokens)}i", *tokens)).hexdigest()
 
 
 @dataclass(frozen=True, slots=True)
 class KvChunk:
-    """One part of one layer."""
-
     layer: int
     part: Part
     first: int

@@ -74,7 +74,6 @@ class QuantizedMatrix:
 
 
 def sizes(part: Part, dtype: str, shape: Sequence[int], codec: Codec) -> CodecSizes:
-    """How much `encode` will give."""
     whole_bytes = raw_bytes(part, dtype, shape, codec)
     matrices = layout(part, shape, codec)
     if matrices is None:

@@ -52,7 +52,6 @@ class DiskTier:
         return name in self._sizes
 
     def behind(self, after: int) -> Sequence[Checkpoint]:
-        """Checkpoints behind a block."""
         return self._rests.get(after, ())
 
     def put(self, name: Name, pieces: Pieces) -> None:
@@ -151,7 +150,6 @@ class DiskTier:
 
 
 def _head(name: Name) -> bytes:
-    """The name as it stands in a file."""
     block = name.after if isinstance(name, Checkpoint) else name
     if not 0 <= block < 1 << (8 * NAME_BYTES):
         raise InputError("block name", f"{block} does not have {NAME_BYTES} bytes")

@@ -14,7 +14,6 @@ import time
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol
 
 from potluck.core.errors import FormatError, InputError, PotluckError
 from potluck.kv import checksum, shared_memory
@@ -53,39 +52,8 @@ class FinalError(Exception):
         self.error = error
 
 
-class FetchContext(Protocol):
-    """What one connection needs to know and to tell of the fetch that it is part of."""
-
-    @property
-    def session(self) -> bytes: ...
-
-    @property
-    def opening(self) -> TransferOpening | None: ...
-
-    @property
-    def over(self) -> bool: ...
-
-    @property
-    def complete(self) -> bool: ...
-
-    @property
-    def released_bytes(self) -> int: ...
-
-    def hello(self, conn: KvConnection) -> Hello: ...
-
-    def open(self, opening: TransferOpening, conn: KvConnection) -> None: ...
-
-    def ended(self, end: TransferEnd) -> None: ...
-
-    def place(self, chunk: ChunkPiece, conn: KvConnection) -> memoryview | None: ...
-
-    def placed(self, chunk: ChunkPiece, sound: bool) -> None: ...
-
-
 class ReceiveConnection:
-    """A connection that attaches, and then takes what comes."""
-
-    def __init__(self, fetch: FetchContext, conn: KvConnection) -> None:
+    def __init__(self, fetch: KvFetch, conn: KvConnection) -> None:
         self._fetch, self._strand = fetch, conn
         self._taken = 0
         self._said = Ack(0, 0)
@@ -249,15 +217,15 @@ class KvFetch:
         self._links, self._address, self._wanted = links, address, wanted
         self._begun_s = self._heard_s = time.monotonic()
         self._until_s = self._begun_s + deadline_s
-        self._session = new_session()
+        self.session = new_session()
         self._changed = threading.Condition()
         self._assembly: ChunkAssembly | None = None
-        self._opening: TransferOpening | None = None
+        self.opening: TransferOpening | None = None
         self._ready: deque[tuple[int, KvChunk]] = deque()
         self._failure: Exception | None = None
         self._other = ""
         """What was said last of another version."""
-        self._over = False
+        self.over = False
         self._strands: dict[int, KvConnection] = {}
         self._attached: set[int] = set()
         self._live = degree
@@ -287,16 +255,16 @@ class KvFetch:
         try:
             while (next_one := self._await()) is not None:
                 index, parcel = next_one
-                assert self._opening is not None
+                assert self.opening is not None
                 if not told:
-                    opened(self._opening.manifest)
+                    opened(self.opening.manifest)
                     told = 1
                 sink(parcel)
                 moved_bytes += len(parcel.data) + len(parcel.parameters)
                 self._used_up(index)
-            assert self._opening is not None
+            assert self.opening is not None
             if not told:
-                opened(self._opening.manifest)
+                opened(self.opening.manifest)
             if whole is not None:
                 whole()
         finally:
@@ -304,7 +272,7 @@ class KvFetch:
         wall_s = time.monotonic() - self._begun_s
         self._links.moved(self._address, moved_bytes, wall_s)
         parcels = self._assembly.parcels if self._assembly else 0
-        return FetchResult(self._opening.manifest, parcels, moved_bytes, wall_s, self._lost, self._shared)
+        return FetchResult(self.opening.manifest, parcels, moved_bytes, wall_s, self._lost, self._shared)
 
     def _await(self) -> tuple[int, KvChunk] | None:
         with self._changed:
@@ -349,7 +317,7 @@ class KvFetch:
     def _stop(self) -> None:
         """Nothing of the fetch goes on after this: no thread, no connection that is not sound, no memory."""
         with self._changed:
-            self._over = True
+            self.over = True
             well = self._assembly is not None and self._assembly.complete
             for key, conn in self._strands.items():
                 if well and key in self._attached:
@@ -371,14 +339,14 @@ class KvFetch:
 
     def _connection(self) -> None:
         try:
-            while not self._over:
+            while not self.over:
                 problem = self._attempt()
                 if problem is None or not self._again(problem):
                     return
         finally:
             with self._changed:
                 self._live -= 1
-                if not self._live and not self._over and self._failure is None:
+                if not self._live and not self.over and self._failure is None:
                     self._failure = TransferError("hand-over: all connections to the sender are lost")
                 self._changed.notify_all()
 
@@ -391,7 +359,7 @@ class KvFetch:
                 within_s = min(self._until_s - now_s, self._patience_s(now_s))
             conn, used = links.borrow(self._address, within_s)
             with self._changed:
-                if self._over:
+                if self.over:
                     return None
                 self._strands[conn.key] = conn
             intake = ReceiveConnection(self, conn)
@@ -415,9 +383,8 @@ class KvFetch:
                 links.give_back(self._address, conn, sound)
 
     def _again(self, problem: Exception) -> bool:
-        """Whether a lost connection is replaced."""
         with self._changed:
-            if self._over or self._failure is not None:
+            if self.over or self._failure is not None:
                 return False
             if isinstance(problem, StaleConnection):
                 return True
@@ -440,20 +407,8 @@ class KvFetch:
     # What connections ask and tell.
 
     @property
-    def over(self) -> bool:
-        return self._over
-
-    @property
     def complete(self) -> bool:
         return self._assembly is not None and self._assembly.complete
-
-    @property
-    def session(self) -> bytes:
-        return self._session
-
-    @property
-    def opening(self) -> TransferOpening | None:
-        return self._opening
 
     @property
     def released_bytes(self) -> int:
@@ -464,7 +419,7 @@ class KvFetch:
         if conn.slots is None and self._links.shared_memory and conn.here:
             conn.slots = self._links.share()
         return Hello(
-            self._session,
+            self.session,
             bound_to(wanted.request, wanted.fingerprint, wanted.token_hash),
             wanted.handle,
             wanted.have,
@@ -492,13 +447,13 @@ class KvFetch:
         if problem:
             raise FinalError(FormatError("hand-over", problem))
         with self._changed:
-            if self._opening is None:
-                self._opening = opening
+            if self.opening is None:
+                self.opening = opening
                 take, give = self._links.buffers.take, self._links.buffers.give
                 self._assembly = ChunkAssembly(
                     limits.window_bytes, opening.chunk_bytes, take, give, limits.parcel_bytes
                 )
-            elif (self._opening.manifest, self._opening.chunk_bytes) != (about, opening.chunk_bytes):
+            elif (self.opening.manifest, self.opening.chunk_bytes) != (about, opening.chunk_bytes):
                 raise FinalError(FormatError("hand-over", "says two things about one cache"))
             self._shared = self._shared or opening.shared
             self._attached.add(conn.key)
@@ -513,12 +468,12 @@ class KvFetch:
         """Where a chunk goes. If it comes twice at once, the sender has given the other connection up."""
         with self._changed:
             assert self._assembly is not None
-            while (writer := self._assembly.writer(chunk)) is not None and not self._over:
+            while (writer := self._assembly.writer(chunk)) is not None and not self.over:
                 other = self._strands.get(writer)
                 if other is not None:
                     other.abort()
                 self._changed.wait(0.1)
-            if self._over:
+            if self.over:
                 raise TransferError("hand-over: is over")
             return self._assembly.place(chunk, conn.key)
 

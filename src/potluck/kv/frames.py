@@ -54,10 +54,7 @@ class SharedMemoryOffer:
 
 @dataclass(frozen=True, slots=True)
 class Hello:
-    """A receiver's first words on a connection."""
-
     session: bytes
-    """Of one fetch: all its connections say the same, nobody else can."""
     bound: bytes
     handle: str
     have: int
@@ -74,7 +71,6 @@ class Hello:
 @dataclass(frozen=True, slots=True)
 class TransferOpening:
     session: bytes
-    """Whose greeting it answers."""
     manifest: KvManifest
     chunk_bytes: int
     """All parcels are cut at multiples of it."""
@@ -181,7 +177,6 @@ def label_of(parcel: KvChunk, index: int) -> ChunkHeader:
 
 
 def frame(message: Message) -> bytes:
-    """All of a frame but its data."""
     if isinstance(message, ChunkPiece):
         return _frame(CHUNK, _chunk_head(message), message.count if message.inline else 0)
     if isinstance(message, Ack):

@@ -53,7 +53,6 @@ __all__ = [
     "CodecSizes",
     "EncodedPart",
     "Part",
-    "check_parameters",
     "decode",
     "encode",
     "load",
@@ -182,17 +181,7 @@ def _restore(source: Any, matrix: QuantizedMatrix, lows: Any, scales: Any, targe
         return
     floats = np.empty((2, cpu_kernels.WIDTH), np.float32)
     cpu_kernels.decode_columns(
-        source,
-        m.rows,
-        m.columns,
-        lows,
-        scales,
-        COLUMN_GROUP,
-        m.bits == 4,
-        target,
-        m.stride,
-        m.offset,
-        floats,
+        source, m.rows, m.columns, lows, scales, COLUMN_GROUP, m.bits == 4, target, m.stride, m.offset, floats
     )
 
 
@@ -209,17 +198,6 @@ def _cut(
         at += 2 * count
         place += matrix.payload_bytes
     return found
-
-
-def check_parameters(parameters: Buffer, part: Part, dtype: str, shape: Sequence[int], codec: Codec) -> None:
-    """For those who restore elsewhere (on a GPU): FormatError unless they restore finite numbers only."""
-    if memoryview(parameters).nbytes != sizes(part, dtype, shape, codec).parameter_bytes:
-        raise FormatError(
-            f"codec: {part}", f"{codec} has {memoryview(parameters).nbytes} bytes of parameters"
-        )
-    values = _readable(memoryview(parameters).cast("B"), np.uint16)
-    for matrix, lows, scales, _ in _cut(layout(part, shape, codec) or (), values, values[:0]):
-        _check(part, lows, scales, LEVELS[matrix.bits])
 
 
 def _check(part: Part, lows: Any, scales: Any, levels: int) -> None:

@@ -41,7 +41,6 @@ class KvConnection:
         self.silence_s = silence_s
         self.peer = str(connection.getpeername()[0])
         self.here = bool(connection.getsockname()[0] == self.peer)
-        """Whether the other side is on this machine."""
         self._secure = connection if isinstance(connection, ssl.SSLSocket) else None
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         if self.here:
@@ -234,7 +233,6 @@ def _readable(connection: socket.socket, within_s: float) -> bool:
 
 
 def _limit(seconds: float) -> bytes:
-    """A struct timeval."""
     return struct.pack("ll", int(seconds), int(seconds % 1 * 1e6) or 1)
 
 

@@ -11,7 +11,8 @@ import socket
 import ssl
 import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from math import inf
 from typing import Literal
@@ -85,7 +86,6 @@ class OutgoingTransfer:
         self._manifest: KvManifest | None = None
         self._opening = False
         self.problem = ""
-        """Why it failed."""
         self.claimed = False
         """Whether a receiver ever came."""
         self.peer = ""
@@ -115,7 +115,7 @@ class OutgoingTransfer:
                 raise CapacityError(
                     f"outbox: no room for {size} bytes beside the {room.held_bytes} that wait"
                 )
-            with _Counted(self):
+            with self.counted():
                 self.load.put(packed)
             self.ring()
 
@@ -128,14 +128,13 @@ class OutgoingTransfer:
         """Tell the receiver that the rest will not come."""
         with self.room.changed:
             if not self.over:
-                with _Counted(self):
+                with self.counted():
                     self.load.fail(line)
                 self.problem = self.problem or line
                 self.ring()
                 self._tell("failed")
 
     def wait(self, timeout_s: float) -> State:
-        """Until it is over, one way or the other."""
         with self.room.changed:
             self.room.changed.wait_for(lambda: self.over, timeout_s)
             return self.state
@@ -188,7 +187,7 @@ class OutgoingTransfer:
             return
         self.state = state
         self.stirred_s = time.monotonic()
-        with _Counted(self):
+        with self.counted():
             self.load.drop()
         self.room.changed.notify_all()
         self._tell(state)
@@ -198,8 +197,12 @@ class OutgoingTransfer:
         if closed is not None:
             closed(state)
 
-    def counted(self) -> _Counted:
-        return _Counted(self)
+    @contextmanager
+    def counted(self) -> Iterator[None]:
+        """Carries what a change of the queue's bytes means over to the room."""
+        before = self.load.held_bytes
+        yield
+        self.room.held_bytes += self.load.held_bytes - before
 
     def ring(self) -> None:
         """Wake as many idle connections as there is work for, and whoever waits for room."""
@@ -212,20 +215,6 @@ class OutgoingTransfer:
                 conn.wake()
                 work -= 1
         self.room.changed.notify_all()
-
-
-class _Counted:
-    """Carries what a change of the load's bytes means over to the room."""
-
-    def __init__(self, transfer: OutgoingTransfer) -> None:
-        self._shipment = transfer
-        self._before = 0
-
-    def __enter__(self) -> None:
-        self._before = self._shipment.load.held_bytes
-
-    def __exit__(self, *_: object) -> None:
-        self._shipment.room.held_bytes += self._shipment.load.held_bytes - self._before
 
 
 MOST_PEERS = 256
@@ -263,7 +252,6 @@ class KvSender:
         self._peers: dict[str, PeerLink] = {}
         self._grants: dict[str, BandwidthGrant] = {}
         self._throttles: dict[str, LinkThrottle] = {}
-        """By link; those of `_grants`."""
         self._keys = itertools.count(1)
         self._connections: dict[int, socket.socket] = {}
         self._threads: list[threading.Thread] = []
@@ -350,7 +338,6 @@ class KvSender:
         return len(self._shipments)
 
     def links(self) -> tuple[LinkReport, ...]:
-        """How the links fare to all that fetched from here."""
         with self._changed:
             queued: dict[str, int] = {}
             for transfer in self._shipments.values():
@@ -480,7 +467,9 @@ class KvSender:
             return self._last_words(conn, SenderProblem(str(error)))
         slots = self._slots(conn, hello)
         conn.send(TransferOpening(hello.session, about, transfer.load.chunk_bytes, slots is not None))
-        return SendConnection(conn, transfer, slots, self.limits).run(hello, self._peer(conn.peer))
+        with self._changed:
+            peer = self._peer(conn.peer)
+        return SendConnection(conn, transfer, slots, self.limits).run(hello, peer)
 
     def _slots(self, conn: KvConnection, hello: Hello) -> shared_memory.SharedSlots | None:
         if hello.shared is None or not self._shared:
@@ -529,10 +518,7 @@ class KvSender:
         return most_bytes if throttle is None else min(most_bytes, throttle.chunk_bytes)
 
     def _peer(self, name: str) -> PeerLink:
-        with self._changed:
-            return self._known(name)
-
-    def _known(self, name: str) -> PeerLink:
+        """Under the lock."""
         while len(self._peers) >= MOST_PEERS and name not in self._peers:
             idle = next((key for key, peer in self._peers.items() if not peer.conns), None)
             if idle is None:
@@ -545,14 +531,11 @@ class KvSender:
 
 @dataclass(frozen=True, slots=True)
 class SenderLimits:
-    """How much, and how long."""
-
     chunk_bytes: int = 1 << 23
     most_bytes: int = 1 << 32
     """Of parcels that wait to be fetched."""
     most_connections: int = 256
     most_lanes: int = 32
-    """Per shipment."""
     most_unacked: int = 4
     """Chunks that one connection may have under way."""
     hello_s: float = 3.0
@@ -568,8 +551,6 @@ class SenderLimits:
 
 @dataclass(slots=True)
 class PeerLink:
-    """What is known of the link to another machine."""
-
     moved_bytes: int = 0
     sent_again_bytes: int = 0
     busy_s: float = 0.0
@@ -590,8 +571,6 @@ class PeerLink:
 
 
 class SendConnection:
-    """A connection that has attached to a shipment."""
-
     def __init__(
         self,
         conn: KvConnection,

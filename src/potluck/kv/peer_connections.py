@@ -82,8 +82,6 @@ def info(connection: socket.socket) -> TcpInfo | None:
 
 @dataclass(frozen=True, slots=True)
 class LinkReport:
-    """All connections with one other machine."""
-
     peer: str
     connections: int
     goodput_bytes_per_s: float
@@ -127,15 +125,12 @@ Address = tuple[str, int]
 ANY_PORT = 0
 """In a fleet's addresses: whatever listens on that host."""
 MOST_ROADS = 256
-"""Senders that are reported on."""
 SWEEP_S = 60.0
 """Between looks for memory that others have left behind."""
 
 
 @dataclass(frozen=True, slots=True)
 class LinkLimits:
-    """How much, and how long."""
-
     window_bytes: int = 1 << 26
     """Of one fetch's parcels that are under way or not used up."""
     parcel_bytes: int = 1 << 30
@@ -249,7 +244,6 @@ class PeerConnections:
             sweep()
 
     def allow(self, fleet: Iterable[Address]) -> None:
-        """The fleet has changed."""
         with self._lock:
             self._fleet = frozenset(fleet)
 
@@ -312,7 +306,6 @@ class PeerConnections:
             road.busy_s += busy_s
 
     def reports(self) -> tuple[LinkReport, ...]:
-        """How the links fare from all that were fetched from."""
         with self._lock:
             return tuple(
                 report(

@@ -157,7 +157,6 @@ class PrefixPool:
         return self._memory[place * self.block_bytes : (place + 1) * self.block_bytes]
 
     def _write(self, one: BlockPlacement, pieces: Pieces) -> None:
-        """Fill an entry's blocks, one after the other."""
         total, at = 0, 0
         checksum = 0
         places = iter(one.places)

@@ -74,7 +74,6 @@ class SendQueue:
 
     @property
     def outstanding(self) -> int:
-        """Chunks that are under way."""
         return sum(len(conn.unacked) for conn in self._strands.values())
 
     @property
@@ -215,17 +214,12 @@ class SendQueue:
         return new
 
     def lost(self, conn: int) -> None:
-        """A connection is gone: what it had not acknowledged goes to the others."""
         state = self._strands.pop(conn, None)
         if state is not None:
             self._again.extendleft(reversed(state.unacked))
             self.sent_again_bytes += sum(
                 min(self.chunk_bytes, item.size - k * self.chunk_bytes) for item, k in state.unacked
             )
-
-    @property
-    def all_acked(self) -> bool:
-        return isinstance(self._last, TransferEnd) and not self.held_bytes
 
 
 def pack(parcel: KvChunk, chunk_bytes: int, *, now: bool = True) -> EncodedChunk:

@@ -39,7 +39,6 @@ class LinkThrottle:
     def __init__(self, bytes_per_s: float, now_s: float) -> None:
         self._flows: dict[int, _Flow] = {}
         self._tag = 0.0
-        """Of who was sent last."""
         self._at_s = now_s
         self._tokens = self._burst_bytes = 0.0
         self.bytes_per_s = bytes_per_s
@@ -79,7 +78,6 @@ class LinkThrottle:
         return 0.0
 
     def sent(self, key: int, size_bytes: int) -> None:
-        """What a shipment was allowed to send, it has."""
         flow = self._flows[key]
         alike = sum(each.tenant == flow.tenant for each in self._flows.values())
         self._tag = flow.tag
@@ -88,7 +86,6 @@ class LinkThrottle:
         self.sent_bytes += size_bytes
 
     def rest(self, key: int) -> None:
-        """A shipment has nothing to send for now."""
         flow = self._flows.get(key)
         if flow is not None:
             flow.wants = False

@@ -22,8 +22,6 @@ from potluck.core.values.layout import StageNode
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ClusterOptions:
-    """What engines of a cluster are started with."""
-
     maker: EngineCommands
     spellings: Spellings
     key: str = ""
@@ -92,7 +90,6 @@ def over_machines(
 
 
 def with_addresses(words: Sequence[str], addresses: Iterable[str]) -> list[str]:
-    """The command once its workers listen."""
     found = list(words)
     for number, address in enumerate(addresses):
         found = [word.replace(f"%{number}%", address) for word in found]

@@ -44,8 +44,6 @@ class WeightFormats:
 
 @dataclass(frozen=True, slots=True)
 class EngineCommands:
-    """How engines of this machine are made."""
-
     style: EngineStyle = "emulated"
     files: tuple[tuple[str, Path], ...] = ()
     """Model to its directory; without one, the shipped model acts as it."""
@@ -67,7 +65,6 @@ class EngineCommands:
     python: str = sys.executable
     """Of the environment that vLLM is in."""
     more: tuple[str, ...] = ()
-    """Flags of vLLM's own."""
     weights: Mapping[str, WeightFormats] = field(default_factory=dict)
     """Model to the format that the plan has its weights in, where it says so."""
 
@@ -96,7 +93,6 @@ class EngineCommands:
         return sum(node.tp for node in nodes) if self.style == "vllm" else 1
 
     def gateway_words(self) -> tuple[str, ...]:
-        """What a gateway before such engines must be told."""
         files = (f"--files={name}={path}" for name, path in self.files)
         return (*files, "--pretended") if self.style == "pretended" else tuple(files)
 

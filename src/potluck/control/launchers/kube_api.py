@@ -54,7 +54,6 @@ class KubeApi:
         return ApiUnreachable(f"the API server at {self._http.url} does not answer ({error})")
 
     def ask(self, method: str, path: str, body: Json | None = None, **query: object) -> Json:
-        """One call; the object that it answers with."""
         with self._call(method, path, query, body) as answer:
             found = self._object(answer.read())
         return found if isinstance(found, dict) else {}
@@ -115,7 +114,6 @@ def connect(address: str) -> KubeApi:
 
 
 def _configured(path: Path) -> KubeApi:
-    """As kubectl's file says, by a token or a certificate."""
     try:
         said = yaml.safe_load(path.read_text("utf-8"))
         chosen = _named(said["contexts"], said["current-context"])["context"]
@@ -175,11 +173,9 @@ class ObjectCache:
         self._lock, self._stop = threading.Lock(), threading.Event()
         self._synced = threading.Event()
         self.problem = ""
-        """Why it may be out of date."""
         threading.Thread(target=self._run, name=f"potluck-watch {path}", daemon=True).start()
 
     def now(self) -> dict[str, Json]:
-        """By name."""
         with self._lock:
             return dict(self._objects)
 

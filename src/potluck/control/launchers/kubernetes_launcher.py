@@ -87,7 +87,6 @@ class KubernetesLauncher(ClusterLauncher):
         self._pods = ObjectCache(api, f"{self._path}/pods", f"{OWNER}={self._mark}")
         self._nodes = ObjectCache(api, "/api/v1/nodes")
         self._heard_s: dict[str, float] = {}
-        """When each engine that was ready last answered."""
         self._made_s: dict[str, float] = {}
         self._ending: set[str] = set()
         self._known: dict[str, bool] = {}
@@ -98,7 +97,6 @@ class KubernetesLauncher(ClusterLauncher):
             raise CapacityError(f"--on: kubernetes: {problem}")
 
     def there(self) -> tuple[ClusterNode, ...]:
-        """The cluster as it is now."""
         labels = (self._cluster.gpu_label, self._cluster.region_label)
         return cluster_nodes(self._nodes.now().values(), *labels, silent=self._silent)
 
@@ -287,7 +285,6 @@ class KubernetesLauncher(ClusterLauncher):
         self._known = {name: is_cordoned(node) for name, node in nodes.items()}
 
     def _keep_last_words(self, name: str, pod: str) -> None:
-        """Its last words, before it is deleted."""
         with suppress(PotluckError, OSError):
             said = self._api.text(f"{self._path}/pods/{pod}/log", tailLines=200)
             self._keep_log(name, said.encode(), anew=True)
@@ -340,7 +337,6 @@ def node_of(pod: Mapping[str, Any]) -> str:
 
 
 def last_state(status: Mapping[str, Any]) -> str:
-    """Why a pod's container ended, in one line."""
     for each in status.get("containerStatuses", ()):
         ended = each.get("state", {}).get("terminated")
         if ended:
@@ -350,7 +346,6 @@ def last_state(status: Mapping[str, Any]) -> str:
 
 
 def unplaced(status: Mapping[str, Any]) -> str:
-    """What the scheduler says."""
     for each in status.get("conditions", ()):
         if each.get("type") == "PodScheduled" and each.get("status") != "True":
             return str(each.get("message") or each.get("reason") or "no reason was given")

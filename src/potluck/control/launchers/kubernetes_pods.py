@@ -19,8 +19,6 @@ GRACE_S = 300
 
 @dataclass(frozen=True, slots=True)
 class ManifestOptions:
-    """What the manifests are made for."""
-
     image: str
     namespace: str = "potluck"
     models_claim: str = "potluck-models"
@@ -49,10 +47,7 @@ def engine_container(
         "image": cluster.image,
         "command": command,
         "env": [POD_IP],
-        "ports": [
-            {"name": "http", "containerPort": ports[0]},
-            {"name": "kv", "containerPort": ports[1]},
-        ],
+        "ports": [{"name": "http", "containerPort": ports[0]}, {"name": "kv", "containerPort": ports[1]}],
         **({"resources": {"limits": {"nvidia.com/gpu": gpus}}} if gpus else {}),
         "volumeMounts": [*mounts(), {"name": "shm", "mountPath": "/dev/shm"}],
         # Weights may take long to load; whoever never answers is started again after half an hour.
@@ -65,7 +60,6 @@ def engine_container(
 
 
 def mounts() -> list[Manifest]:
-    """Where containers find models and secrets."""
     return [
         {"name": "models", "mountPath": "/models", "readOnly": True},
         {"name": "secret", "mountPath": "/etc/potluck", "readOnly": True},
@@ -155,7 +149,6 @@ def there_now(api: KubeApi, regions: Collection[str]) -> tuple[ClusterNode, ...]
 
 
 def is_ready(each: Mapping[str, Any]) -> bool:
-    """Of a node or a pod, by its own conditions."""
     conditions = each.get("status", {}).get("conditions", ())
     return any(one["type"] == "Ready" and one["status"] == "True" for one in conditions)
 

@@ -14,13 +14,10 @@ Place = dict[str, object]
 
 @dataclass(frozen=True, slots=True)
 class EngineSighting:
-    """An engine as its launcher finds it now."""
-
     name: str
     state: InstanceState
     url: str = ""
     problem: str = ""
-    """Why it is dead, in one line."""
     stands_still: bool = False
     """Its process was stopped, and does nothing until somebody lets it go on."""
 
@@ -35,7 +32,6 @@ class NodeNews:
     notice_s: float = 0.0
     """Of a notice: how long it will still be there."""
     engines: tuple[str, ...] = ()
-    """Those that it has, by name."""
 
 
 class Launcher(Protocol):

@@ -30,8 +30,6 @@ HALVINGS = 12
 
 @dataclass(frozen=True, slots=True)
 class CpuCost:
-    """CPU-seconds that the small model takes."""
-
     prompt_token_s: float
     step_s: float
     """Of a step of answers, however many are in it ..."""
@@ -49,7 +47,6 @@ def cost_of(said: object) -> CpuCost | None:
 
 
 def needed_cpus(plan: Plan, traffic: Iterable[Traffic], cost: CpuCost) -> float:
-    """How many CPUs would be busy all the time at the rates that the plan is for."""
     step_s = {each.model: each.tpot_s for each in plan.predictions}
     answering: dict[str, int] = {}
     for each in plan.deployments:
@@ -86,7 +83,6 @@ def slow_line(plan: Plan, traffic: Iterable[Traffic], cost: CpuCost, cpus: int) 
 
 
 def cpu_count() -> int:
-    """CPUs that this process may use."""
     try:
         return len(os.sched_getaffinity(0))
     except AttributeError:  # elsewhere than on Linux
@@ -166,7 +162,6 @@ class LocalGpu:
 
 
 def find_chips(environment: Mapping[str, str] | None = None) -> tuple[LocalGpu, ...]:
-    """All that may be used here; none where there is no driver."""
     variables = os.environ if environment is None else environment
     try:
         done = subprocess.run(ASK, capture_output=True, text=True, timeout=ASK_S, env=dict(variables))

@@ -79,7 +79,6 @@ class ForkServer:
         return self._ready
 
     def fork(self, arguments: Sequence[str], log: Path) -> ProcessId | None:
-        """An engine with these arguments; None where it did not come about."""
         stdin = self._process.stdin
         if not self._ready or stdin is None:
             return None
@@ -97,7 +96,6 @@ class ForkServer:
         return ProcessId(number, started)
 
     def _line(self, within_s: float) -> dict[str, object]:
-        """Its next line; nothing where none comes in time."""
         stdout = self._process.stdout
         until_s = time.monotonic() + within_s
         while stdout is not None and b"\n" not in self._read:
@@ -148,9 +146,7 @@ class LocalLauncher:
         self._free, self._nursery = free, fork_server
         self._ports = Ports(maker.host, clock)
         self._ending: dict[str, float] = {}
-        """Who was asked to end, and when."""
         self._chips: dict[str, str] = {}
-        """Which GPUs each engine has, with commas between."""
 
     def log_of(self, name: str) -> Path:
         return self._folder / f"{name}.log"

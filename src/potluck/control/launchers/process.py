@@ -106,13 +106,11 @@ def stands_still(pid: ProcessId) -> bool:
 
 
 def parent_of(pid: ProcessId) -> int:
-    """The number of the process that started it; 0 where it is gone."""
     fields = _stat(pid.number)
     return int(fields[1]) if fields else 0
 
 
 def title_of(pid: ProcessId) -> str:
-    """What the system calls a process."""
     try:
         return (PROC / str(pid.number) / "comm").read_text().strip()
     except OSError:
@@ -167,13 +165,11 @@ def marked(name: str, value: str) -> Iterator[tuple[ProcessId, dict[str, str]]]:
 
 
 def last_words(log: Path, most: int = 2000) -> str:
-    """The last line that a process printed, for whoever asks why it ended."""
     lines = last_lines(log, 1, most)
     return " ".join(lines[-1].split()).removeprefix("potluck: error: ")[:300] if lines else ""
 
 
 def last_lines(log: Path, count: int, most_bytes: int = 8000) -> list[str]:
-    """The end of what a process printed; nothing where it printed nothing."""
     try:
         with log.open("rb") as file:
             file.seek(max(0, file.seek(0, os.SEEK_END) - most_bytes))
@@ -248,7 +244,6 @@ def must_be_free(port: int) -> None:
 
 
 def free_port() -> int:
-    """Any that nobody listens on."""
     with socket.socket() as probe:
         probe.bind((LOOPBACK, 0))
         return cast(int, probe.getsockname()[1])

@@ -119,7 +119,6 @@ def must_name_regions(nodes: Iterable[Mapping[str, Any]], regions: Collection[st
 
 HOST, PORT, KV_PORT, PYTHON, SECRET_FILE = "%host%", "%port%", "%kv_port%", "%python%", "%secret_file%"
 MOST_LOG_BYTES = 65_536
-"""Of one report."""
 Errand = Literal["engine", "worker", "stand"]
 """An engine answers at its port; a pipeline's worker says its port on its first line; who stands holds a place."""
 Report = dict[str, Any]
@@ -180,7 +179,6 @@ class ProcessActor:
         return found
 
     def report(self, after: int = 0) -> Report:
-        """How it fares, and what it wrote since so many bytes."""
         rotate(self._log)
         written, at = self._written(after)
         state, address = self._state()
@@ -231,7 +229,6 @@ class ProcessActor:
             return b"", after
 
     def stop(self, insist: bool = False) -> None:
-        """Ask the process to end, or make it."""
         self._asked = True
         if self._pid is None:
             self._problem = "was asked to end"
@@ -269,14 +266,11 @@ class EngineActor:
     name: str
     handle: Any = None
     asked: Any = None
-    """What it was asked and has not answered yet."""
     heard_s: float | None = None
-    """When it last answered."""
     said: Report = field(default_factory=lambda: dict(START_REPORT))
     cut_off: bool = False
     """Whether it could not be reached when it was last asked."""
     gone: str = ""
-    """Why it is no more."""
 
 
 class EngineActors:
@@ -354,7 +348,6 @@ class EngineActors:
         return f"{self._space}-{self.name}"
 
     def ask(self) -> list[Any]:
-        """Ask all who owe no answer; what is awaited."""
         for member in self.members:
             if member.asked is None and self._found(member):
                 member.asked = member.handle.report.remote(member.said["log_at"])
@@ -387,7 +380,6 @@ class EngineActors:
         return written
 
     def tell(self, member: EngineActor, method: str, *values: object) -> None:
-        """Ask for something without waiting for it."""
         if self._found(member):
             getattr(member.handle, method).remote(*values)
 

@@ -53,9 +53,7 @@ LOST_S = 3.0
 BAN_S = 20.0
 """For so long a node that was not heard gets nothing; Ray knows by then whether it is dead."""
 PLACE_S = 90.0
-"""In which Ray must find a node."""
 WAIT_S = 0.25
-"""For answers, in one look."""
 NODES_S = 1.0
 SWEEP_S = 5.0
 """Between two looks at all nodes; for actors that nobody knows."""
@@ -70,7 +68,6 @@ class RayOptions(ClusterOptions):
 
 
 def connect(address: str) -> Any:
-    """Ray, joined to a cluster that runs."""
     try:
         import ray
     except ModuleNotFoundError as error:
@@ -105,7 +102,6 @@ class RayLauncher(ClusterLauncher):
         must_name_regions(self._nodes, options.regions)
 
     def there(self) -> tuple[ClusterNode, ...]:
-        """The cluster as it is now."""
         return cluster_nodes(self._nodes, self._silent)
 
     # Starting.
@@ -129,7 +125,6 @@ class RayLauncher(ClusterLauncher):
         return place
 
     def _asks(self, make: EngineSpec) -> list[NodeRequest]:
-        """One for each node of the layout."""
         return [
             ask_of(
                 self._spelling(node), node.tp, make.region, self._nodes, self._silent, machine=node.machine

@@ -12,15 +12,7 @@ import aiohttp
 from aiohttp import web
 from aiohttp.typedefs import Handler
 
-from potluck.api.http import (
-    HEADER,
-    HttpRefusal,
-    ServedNames,
-    check_origin,
-    error_object,
-    refusal,
-    request_id,
-)
+from potluck.api.http import HEADER, HttpRefusal, ServedNames, check_origin, error_object, refusal, request_id
 from potluck.api.json_bodies import parse_object
 from potluck.core.errors import FormatError, InputError
 from potluck.kv.prefix_pool import as_json, place_in

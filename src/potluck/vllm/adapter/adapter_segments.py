@@ -64,12 +64,7 @@ class SegmentLines:
 
 def end_of(reason: str | None, part: PromptPart, cached: int, told: int) -> dict[str, object]:
     own = max(0, min(cached - part.received, len(part.tokens))) if not part.hands_on else cached
-    return {
-        "ended": reason,
-        "prompt_tokens": len(part.tokens),
-        "cached_tokens": own,
-        "output_tokens": told,
-    }
+    return {"ended": reason, "prompt_tokens": len(part.tokens), "cached_tokens": own, "output_tokens": told}
 
 
 LEASE_S = 10.0
@@ -222,7 +217,6 @@ GIVEN_UP = (None, "abort", "error")
 
 
 def own_request(part: PromptPart, own: ClientBody, within_s: float) -> Json:
-    """What vLLM is asked."""
     body = own.body
     made: Json = {**body, "model": part.asked.model, "return_token_ids": True, "n": 1}
     if body.get("stream"):

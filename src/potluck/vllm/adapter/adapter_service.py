@@ -28,11 +28,9 @@ from potluck.vllm.cache_events import HeldBlocks
 
 RECENT_STEPS = 4096
 SHOWN_STEPS = 256
-"""That a mean is of."""
 LONGEST_LINE = 1 << 24
 MOST_FATES = 4096
 MOST_PEERS = 256
-"""That are reported on."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,7 +100,6 @@ class ConnectorEvents:
         self.workers: dict[int, ConnectorWorker] = {}
         self.moved = ReceivedTotals()
         self.held = HeldBlocks()
-        """Prefixes that vLLM holds."""
         self.steps = VllmSteps()
         self.here = asyncio.Event()
         """All workers have told who they are."""
@@ -133,7 +130,6 @@ class ConnectorEvents:
         self._fates.pop(handle, None)
 
     def allow(self, peers: Iterable[str]) -> None:
-        """From whom KV may come."""
         self._peers = sorted(peers)
         for writer in self._writers.values():
             self._tell(writer)
@@ -423,7 +419,6 @@ class ActiveSegment:
         service.todo_tokens += tokens
 
     def computed(self) -> None:
-        """Its prompt is."""
         self._service.todo_tokens -= self._tokens
         self._tokens = 0
 

@@ -62,15 +62,12 @@ class VllmSettings:
     model: str
     name: str
     python: str
-    """Of the environment that vLLM is installed in."""
     shape: GpuShape = GpuShape()
     token_budget: int | None = None
-    """Of one step."""
     max_running: int | None = None
     max_tokens: int | None = None
     block_tokens: int | None = None
     memory_share: float | None = None
-    """Of each GPU's memory."""
     kv_host: str = "127.0.0.1"
     kv_port: int = 0
     kv_tls: tuple[Path, ...] = ()
@@ -120,11 +117,7 @@ def command(settings: VllmSettings, port: int, channel: Path) -> list[str]:
 
 
 def transfer(settings: VllmSettings, channel: Path) -> dict[str, object]:
-    extra: dict[str, object] = {
-        "host": settings.kv_host,
-        "port": settings.kv_port,
-        "channel": str(channel),
-    }
+    extra: dict[str, object] = {"host": settings.kv_host, "port": settings.kv_port, "channel": str(channel)}
     if settings.kv_tls:
         extra["tls"] = [str(each.absolute()) for each in settings.kv_tls]
     if settings.any_version:
