@@ -2,23 +2,47 @@
 
 from __future__ import annotations
 
+import asyncio
 import concurrent.futures
+import json
 import random
+import threading
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from potluck.control.control_values import EngineInstance, EngineSpec, PlanReply, PlanRequest
+from potluck.control.control_values import EngineInstance, EngineSpec, LaunchEngine, PlanReply, PlanRequest
 from potluck.control.controller import Controller
-from potluck.control.gateway_client import GatewayAway
+from potluck.control.gateway_client import GatewayAway, wants_of
 from potluck.control.launchers.launcher import EngineSighting, NodeNews, Place
-from potluck.control.plan_requests import Planner
+from potluck.control.plan_requests import Planner, PlanRequests, _running
+from potluck.control.reconciler import ReconcilerMemory, step
+from potluck.control.service_view import replicas_of
 from potluck.control.state_store import Lease, StateStore
-from potluck.core.errors import CapacityError
+from potluck.core.brain.brain import Brain
+from potluck.core.errors import CapacityError, InputError
+from potluck.core.state.actions import Run
+from potluck.core.state.events import PlanReceived, ReplicaLost, ReplicaReady, RequestArrived, Tick
+from potluck.core.state.facts import FleetFacts, ModelFacts
+from potluck.core.state.policy import Policy
 from potluck.core.values.layout import single
-from potluck.core.values.plan import NodeCount, Plan, PlannedReplica, Template, plan_mark
+from potluck.core.values.plan import (
+    BucketCapacity,
+    Deployment,
+    LengthBucket,
+    NodeCount,
+    Plan,
+    PlannedReplica,
+    Template,
+    plan_mark,
+)
+from potluck.core.values.types import NodeOffer, Region, Request
+from potluck.gateway.admin.operations import Operations
+from potluck.gateway.brain_loop.core import BrainLoop, DecisionLog
+from potluck.gateway.registry.registry import ReplicaRegistry
 
 LAYOUT = single("1xA10", 1, 2)
 TEMPLATE = Template(
@@ -397,3 +421,275 @@ def test_a_planner_that_breaks_leaves_the_controller_and_says_so(world: World) -
     assert world.last.settled
     said = [each.why for each in StateStore(world.path).happenings() if each.what == "stays"]
     assert ["the planner failed" in each for each in said] == [True]
+
+
+def test_an_engine_whose_replica_was_drained_at_the_gateway_is_let_go_and_a_fresh_one_comes(
+    tmp_path: Path,
+) -> None:
+    world = World(tmp_path)
+    world.gateway.replicas = ["a"]
+    controller = world.controller()
+    world.turns(controller, 4)
+    (drained,) = world.gateway.fleet
+    said = world.gateway.wanted
+    world.gateway.wanted = lambda: {**said(), "leave": [drained.url]}  # type: ignore[method-assign]
+    world.gateway.replicas = []
+    world.turns(controller, 1)
+    world.gateway.replicas = ["a2"]
+    world.turns(controller, 5)
+    (fresh,) = world.gateway.fleet
+    assert (fresh.replica, fresh.name != drained.name) == ("a2", True), "not the same one under another name"
+    assert drained.name not in world.machine.running
+
+
+@dataclass
+class Freezer(Machine):
+    """Some of its processes stand still."""
+
+    frozen: set[str] = field(default_factory=set)
+
+    def look(self, places: dict[str, Place]) -> tuple[EngineSighting, ...]:
+        states = dict(self.running)
+        found = super().look(places)
+        self.running |= {name: states[name] for name in self.frozen & self.running.keys()}
+        return tuple(
+            EngineSighting(each.name, "starting", stands_still=states[each.name] == "starting")
+            if each.name in self.frozen & self.running.keys()
+            else each
+            for each in found
+        )
+
+
+@dataclass
+class Reaching(Gateway):
+    """Says which engine its replicas have."""
+
+    at: str = ""
+
+    def wanted(self) -> dict[str, Any]:
+        found = super().wanted()
+        return found | {"replicas": [{**each, "url": self.at} for each in found["replicas"]]}
+
+
+class Frozen(World):
+    machine: Freezer
+    gateway: Reaching
+
+
+@pytest.fixture
+def frozen_world(tmp_path: Path) -> Frozen:
+    made = Frozen(tmp_path)
+    made.machine, made.gateway = Freezer(), Reaching()
+    return made
+
+
+@pytest.mark.parametrize("starting", [False, True])
+def test_an_engine_that_is_frozen_for_good_is_killed_and_another_comes(
+    frozen_world: Frozen, starting: bool
+) -> None:
+    """It lives and will never answer: what takes its replica's place must not be it."""
+    frozen_world.gateway.replicas = ["a"]
+    controller = frozen_world.controller()
+    frozen_world.turns(controller, 1 if starting else 4)
+    (victim,) = frozen_world.machine.running
+    frozen_world.machine.frozen = {victim}
+    frozen_world.gateway.replicas = ["again"]
+    frozen_world.turns(controller, 15)
+    assert frozen_world.machine.killed == [], "for a while it may go on"
+    frozen_world.turns(controller, 15)
+    assert frozen_world.machine.killed == [victim]
+    (serving,) = frozen_world.gateway.fleet
+    assert (serving.replica, serving.name == victim) == ("again", False)
+    (cleared,) = [each for each in StateStore(frozen_world.path).happenings() if each.kind == "clear"]
+    assert (cleared.what, cleared.why) == (victim, "was silent for 20 s")
+
+
+@pytest.mark.parametrize("unsure", ["the gateway reaches it", "nobody knows what the gateway has"])
+def test_an_engine_that_does_not_answer_us_is_left_alone_where_it_may_serve(
+    frozen_world: Frozen, unsure: str
+) -> None:
+    frozen_world.gateway.replicas = ["a"]
+    controller = frozen_world.controller()
+    frozen_world.turns(controller, 4)
+    (name,) = frozen_world.machine.running
+    frozen_world.gateway.at = f"http://{name}"
+    frozen_world.machine.frozen = {name}
+    frozen_world.gateway.away = unsure == "nobody knows what the gateway has"
+    frozen_world.turns(controller, 60)
+    assert frozen_world.machine.killed == []
+    assert list(frozen_world.machine.running) == [name]
+
+
+WANTED: dict[str, Any] = {"replan": {"reason": "prices"}, "replicas": []}
+
+
+def plan(count: int) -> Plan:
+    layout = single("1xL4", 1, 2)
+    template = Template(
+        "t", "homogeneous", "m", (NodeCount("1xL4", 1),), (PlannedReplica("mixed", layout),), (), "measured"
+    )
+    return Plan("auto", (template,), (Deployment("t", "east", count),), (), (), (), (), 1.5, 0.0)
+
+
+def nodes(count: int) -> tuple[Region, ...]:
+    return (Region("east", (NodeOffer("1xL4", 1.0, count),)),)
+
+
+@dataclass
+class Slow:
+    """Takes all nodes that it is told of, when it is let go."""
+
+    go: threading.Event = field(default_factory=threading.Event)
+    asked: list[int] = field(default_factory=list)
+
+    def first(self, asked: PlanRequest) -> PlanReply:
+        return PlanReply(None, "")
+
+    def full(self, asked: PlanRequest) -> PlanReply:
+        assert asked.regions is not None
+        self.asked.append(asked.regions[0].offers[0].available)
+        assert self.go.wait(60)
+        return PlanReply(plan(self.asked[-1]), "more")
+
+
+def test_a_plan_for_nodes_that_have_gone_is_made_anew(tmp_path: Path) -> None:
+    slow, adopted, notes = Slow(), [], []
+    planning = PlanRequests(
+        StateStore(tmp_path / "state.db"),
+        slow,
+        lambda made, reason: adopted.append(made.deployments[0].count) or len(adopted),
+        lambda kind, what, why: notes.append(f"{what}: {why}"),
+    )
+
+    def turned(count: int) -> None:
+        planning.turn(WANTED, nodes(count))
+        while planning.under_way is not None:
+            planning.under_way.result(60)
+            planning.turn(WANTED, nodes(count))
+
+    planning.turn(WANTED, nodes(3))
+    slow.go.set()
+    turned(2)  # one has gone while it was made
+    turned(2)
+    assert (slow.asked, adopted) == ([3, 2], [2])
+    assert "begins anew: it wants 3 x 1xL4 in east, and there are 2 since it was begun" in notes
+    planning.close()
+
+
+def test_more_nodes_than_it_was_made_for_do_no_harm(tmp_path: Path) -> None:
+    slow, adopted = Slow(), []
+    slow.go.set()
+    planning = PlanRequests(
+        StateStore(tmp_path / "state.db"),
+        slow,
+        lambda made, reason: adopted.append(made.deployments[0].count) or len(adopted),
+        lambda kind, what, why: None,
+    )
+    planning.turn(WANTED, nodes(3))
+    while planning.under_way is not None:
+        planning.under_way.result(60)
+        planning.turn(WANTED, nodes(4))
+    assert adopted == [3]
+    planning.close()
+
+
+STANDBY_TEMPLATE = Template(
+    "t",
+    "homogeneous",
+    "m",
+    (NodeCount("1xA10", 1),),
+    (PlannedReplica("mixed", single("1xA10", 1, 2)),),
+    (BucketCapacity(0, 0.0, 0.0, 5.0, 0.1, 0.01),),
+    "measured",
+)
+STANDBY_PLAN = Plan(
+    "auto",
+    (STANDBY_TEMPLATE,),
+    (Deployment("t", "east", 1),),
+    (LengthBucket("m", 0, 100_000, 1.0),),
+    (),
+    (),
+    (),
+    1.5,
+    0.0,
+)
+REGIONS = (Region("east", (NodeOffer("1xA10", 1.5, 4),)),)
+
+
+class StandbyGateway:
+    """A Brain at its desk with a keeper of engines, and what the operators' port says of them."""
+
+    def __init__(self) -> None:
+        self.brain = Brain(
+            FleetFacts({"m": ModelFacts(1e5)}, {}, {}, {}, regions=REGIONS),
+            Policy(standby=1, admission=False),
+        )
+        self.brain_loop = BrainLoop(self.brain, self.brain.requests)
+        self.registry = ReplicaRegistry(lambda event: None, None, lambda replica: 0)  # type: ignore[arg-type]
+        self.brain_loop.manage = self.registry.act
+        self.runs: list[Run] = []
+        self.told: list[str] = []
+        decision_log = DecisionLog(lambda: "")
+        decision_log.decided = lambda what, why: self.told.append(what)
+        self.brain_loop.watchers.append(decision_log)
+        self.oversight = Operations(
+            SimpleNamespace(
+                brain=self.brain,
+                brain_loop=self.brain_loop,
+                registry=self.registry,
+                plan_version=1,
+                plan_mark="",
+                market=None,
+                replica_models=SimpleNamespace(replica_models={}),
+                kills=set(),
+                drains={},
+                cordons=SimpleNamespace(marks=[]),
+            )  # type: ignore[arg-type]
+        )
+
+    def wanted(self) -> dict[str, object]:
+        found: dict[str, object] = json.loads(json.dumps(self.oversight.wanted()))
+        return found
+
+    def asked(self, name: str) -> str:
+        """Where a request is sent."""
+        actions = self.brain.on(self.brain_loop.now_s(), RequestArrived(Request(name, "m", 0.0, 100, 10)))
+        (run,) = [each for each in actions if isinstance(each, Run)]
+        return run.route.segments[0].replica
+
+
+def test_it_is_wanted_and_started_and_gets_no_request_until_it_takes_over() -> None:
+    async def main() -> None:
+        gateway = StandbyGateway()
+        gateway.brain_loop.tell(PlanReceived(STANDBY_PLAN))
+        wanted = gateway.wanted()
+        wants = wants_of(wanted, {"t": STANDBY_TEMPLATE})
+        orders = step(wants, (), ReconcilerMemory(), 0.0).orders
+        assert sorted(each.want.replica for each in orders if isinstance(each, LaunchEngine)) == [
+            "t@east#0/0",
+            "t@east#1/0",
+        ]
+        running = _running(STANDBY_PLAN, wanted)
+        assert running is not None
+        assert running.deployments == (Deployment("t", "east", 1),), "planners do not count on it"
+        assert "t@east#1/0 is wanted on standby" in gateway.told
+        assert gateway.brain.autoscaler.standby_usd_per_h == 1.5
+        rows = {each["replica"]: each["standby"] for each in replicas_of({}, wanted, ())}
+        assert rows == {"t@east#0/0": False, "t@east#1/0": True}
+        for name in ("t@east#0/0", "t@east#1/0"):
+            gateway.brain_loop.tell(ReplicaReady(name))
+        gateway.brain_loop.tell(Tick())
+        assert {gateway.asked(f"r{number}") for number in range(8)} == {"t@east#0/0"}
+        with pytest.raises(InputError, match="is on standby"):
+            gateway.oversight.flip({"replica": "t@east#1/0", "role": "prefill"})
+        gateway.brain_loop.tell(ReplicaLost("t@east#0/0", "died"))
+        gateway.brain_loop.tell(Tick())
+        assert gateway.asked("after") == "t@east#1/0"
+        assert "t@east#1/0 serves, from standby" in gateway.told
+        again = {each.member.id: each.member.standby for each in gateway.brain.fleet.views.values()}
+        assert again == {"t@east#1/0": False, "t@east#2/0": True}, "its place is filled again"
+        replicas = gateway.wanted()["replicas"]
+        assert isinstance(replicas, list)
+        assert {each["id"]: each["standby"] for each in replicas} == again | {"t@east#0/0": False}
+
+    asyncio.run(main())

@@ -2,13 +2,32 @@
 
 from __future__ import annotations
 
+import json
+import time
 from math import sin, tau
 from pathlib import Path
 from typing import Any
 
-from potluck.control.decision_history import DAY_BINS, DecisionHistory, history_of, without_gaps
+import pytest
+from live_plans import WHOLE, write_plans
+
+from potluck.cli.main import run
+from potluck.control.decision_history import (
+    DAY_BINS,
+    ENOUGH,
+    FORGET_S,
+    LOOK_S,
+    DecisionHistory,
+    ObservedSpeeds,
+    history_of,
+    without_gaps,
+)
+from potluck.control.gateway_client import RecentMetrics, read
 from potluck.control.state_store import StateStore
 from potluck.core.scaling.forecast import BIN_S, Forecaster
+from potluck.core.values.layout import Layout, Stage, StageNode, single
+from potluck.core.values.plan import PlannedReplica, Template, plan_from_json
+from potluck.perf.timers.profile import profile_from_json
 
 
 class Gateway:
@@ -104,3 +123,157 @@ def test_a_forecast_from_the_state_sees_the_morning_coming(tmp_path: Path) -> No
     assert outlook.mean_per_s > 1.15 * rate
     flat = Forecaster((rate,) * DAY_BINS).outlook(rate, 0.0, 6 * BIN_S, 0.5)
     assert flat.mean_per_s < 1.05 * rate
+
+
+def template(name: str, layout: Layout) -> Template:
+    return Template(name, "homogeneous", "live", (), (PlannedReplica("mixed", layout),), (), "measured")
+
+
+L4 = single("1xL4", 1, 32)
+TWO = Layout((Stage(16, (StageNode("1xL4", 1),)), Stage(16, (StageNode("1xA10", 1),))))
+
+
+class SpeedScenario:
+    def __init__(self, path: Path) -> None:
+        self.now_s, self.work = 1000.0, 0
+        self.store = StateStore(path / "state.db")
+        self.store.set("spec", "mark")
+        self.templates = {"one": template("one", L4), "two": template("two", TWO)}
+        self.paces = ObservedSpeeds(self.store, self.templates, lambda: self.now_s)
+
+    def look(self, looks: int = 1, *, idle: bool = False, **ratios: float) -> None:
+        """The Brain tells of replicas that took so many times as long as they should have."""
+        for _ in range(looks):
+            self.now_s += LOOK_S
+            self.work += not idle
+            self.paces.hear([self.said(name, ratio) for name, ratio in ratios.items()])
+
+    def said(self, name: str, ratio: float, template: str = "one", planned_s: float = 5.0) -> dict[str, Any]:
+        return {
+            "replica": name,
+            "template": template,
+            "index": 0,
+            "observed_s": ratio * planned_s,
+            "planned_s": planned_s,
+            "learned_s": float(self.work),
+        }
+
+    @property
+    def found(self) -> list[tuple[str, int, float, int]]:
+        return [(each.node, each.tp, round(each.pace, 2), each.replicas) for each in self.paces.now()]
+
+
+@pytest.fixture
+def scenario(tmp_path: Path) -> SpeedScenario:
+    return SpeedScenario(tmp_path)
+
+
+def test_a_kind_is_as_fast_as_the_middle_of_its_replicas_once_enough_was_seen(
+    scenario: SpeedScenario,
+) -> None:
+    scenario.look(ENOUGH - 1, a=1.4, b=1.3, c=3.0)
+    assert scenario.found == []
+    scenario.look(a=1.4, b=1.3, c=3.0)
+    assert scenario.found == [("1xL4", 1, 1.4, 3)], "one that is ill says nothing about its kind"
+    again = ObservedSpeeds(StateStore(scenario.store.path), scenario.templates, lambda: scenario.now_s)
+    assert again.now() == scenario.paces.now(), "another controller knows it, too"
+    scenario.now_s += FORGET_S
+    assert scenario.found == []
+
+
+def test_a_replica_that_does_nothing_new_tells_nothing_new(scenario: SpeedScenario) -> None:
+    scenario.look(1, a=2.0)
+    scenario.look(3 * ENOUGH, idle=True, a=2.0)
+    assert scenario.found == []
+    for _ in range(2 * ENOUGH):
+        scenario.work += 1
+        scenario.now_s += LOOK_S
+        scenario.paces.hear([scenario.said("b", 2.0, planned_s=0.2), scenario.said("c", 2.0, "two")])
+        scenario.paces.hear([scenario.said("d", 2.0)])  # too soon after the last look
+    assert scenario.found == [], "too little work, several nodes, or nobody's template"
+
+
+def test_a_mean_moves_with_what_is_seen(scenario: SpeedScenario) -> None:
+    scenario.look(ENOUGH, a=2.0)
+    scenario.look(30, a=1.0)
+    assert scenario.found == [("1xL4", 1, 1.0, 1)]
+
+
+def test_another_spec_has_other_facts(scenario: SpeedScenario) -> None:
+    scenario.look(ENOUGH, a=2.0)
+    scenario.store.set("spec", "another")
+    assert scenario.found == []
+    scenario.look(ENOUGH, a=1.5)
+    assert scenario.found == [("1xL4", 1, 1.5, 1)]
+
+
+def test_profiles_of_a_service(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    plan_path, spec = write_plans(tmp_path, WHOLE)
+    plan = plan_from_json(plan_path.read_text())
+    scenario = SpeedScenario(tmp_path / "state")
+    scenario.store.set("spec files", {"path": str(spec), "profiles": []})
+    out = tmp_path / "observed.json"
+    arguments = ["profile", "--live", "--state", str(tmp_path / "state"), "--out", str(out)]
+    assert run(arguments) == 1
+    assert "too little was seen" in capsys.readouterr().err
+    scenario.templates["one"], scenario.now_s = plan.templates[0], time.time()
+    scenario.look(ENOUGH, a=1.5)
+    assert run([*arguments, "--json"]) == 0
+    (row,) = json.loads(capsys.readouterr().out)
+    node = plan.templates[0].replicas[0].layout.stages[0].nodes[0].node
+    assert (row["node"], row["pace"], row["file"]) == (node, pytest.approx(1.5), str(out))
+    found = profile_from_json(out.read_text())
+    assert (found.gpu, found.engine) == (node.removeprefix("1x"), "observed")
+    assert (
+        run(["simulate", str(plan_path), str(spec), "--profile", str(out), "--requests", "20", "--json"]) == 0
+    )
+    assert run([*arguments, "--local"]) == 2
+
+
+TEXT = """# TYPE answered_total counter
+answered_total{{model="a"}} {a}
+answered_total{{model="b"}} {b}
+# TYPE wait_seconds histogram
+wait_seconds_bucket{{le="1.0",model="a"}} {one}
+wait_seconds_bucket{{le="2.0",model="a"}} {two}
+wait_seconds_bucket{{le="+Inf",model="a"}} {all}
+wait_seconds_sum{{model="a"}} 0
+wait_seconds_count{{model="a"}} {all}
+"""
+
+
+def _recent(*steps: tuple[float, dict[str, int]]) -> RecentMetrics:
+    recent = RecentMetrics(window_s=10.0)
+    for at_s, values in steps:
+        recent.add(read(TEXT.format(**values), at_s))
+    return recent
+
+
+def test_only_what_happened_between_counts() -> None:
+    recent = _recent(
+        (0.0, {"a": 100, "b": 7, "one": 50, "two": 50, "all": 50}),
+        (2.0, {"a": 110, "b": 7, "one": 50, "two": 60, "all": 60}),
+    )
+    assert recent.per_s("answered_total", model="a") == pytest.approx(5.0)
+    assert recent.per_s("answered_total") == pytest.approx(5.0)
+    assert recent.per_s("answered_total", model="b") == 0.0
+    assert recent.quantile("wait_seconds", 0.5, model="a") == pytest.approx(1.5)
+    assert recent.quantile("wait_seconds", 0.5, model="b") is None
+
+
+def test_what_is_older_than_the_window_is_forgotten_and_a_restart_counts_from_nothing() -> None:
+    none = {"b": 0, "one": 0, "two": 0, "all": 0}
+    recent = _recent(*((float(at), {"a": 10 * at, **none}) for at in range(30)))
+    assert recent.span_s == pytest.approx(10.0)
+    assert recent.per_s("answered_total", model="a") == pytest.approx(10.0)
+    recent.add(read(TEXT.format(a=3, **none), 30.0))
+    assert recent.grown("answered_total", model="a") == 3
+    assert recent.quantile("wait_seconds", 0.9, model="a") is None
+
+
+def test_what_lies_beyond_the_last_bound_is_told_as_that_bound() -> None:
+    recent = _recent(
+        (0.0, {"a": 0, "b": 0, "one": 0, "two": 0, "all": 0}),
+        (1.0, {"a": 0, "b": 0, "one": 0, "two": 1, "all": 10}),
+    )
+    assert recent.quantile("wait_seconds", 0.99, model="a") == 2.0

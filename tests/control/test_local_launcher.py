@@ -7,19 +7,30 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
 
+from potluck.cli.engine.fork_server import MODULES, PRETENDED
 from potluck.control.control_values import EngineSpec
 from potluck.control.launchers.engine_command import EngineCommands, emulate_text
-from potluck.control.launchers.local_launcher import LocalLauncher
+from potluck.control.launchers.local_capacity import CpuCost, cost_of, needed_cpus, slow_line
+from potluck.control.launchers.local_launcher import (
+    FORK_MARK,
+    OWNER_MARK,
+    ForkServer,
+    LocalLauncher,
+    engines_of,
+)
 from potluck.control.launchers.process import ProcessId, alive, end, last_words, marked, rotate, spawn
 from potluck.core.codec import decode
 from potluck.core.errors import InputError
 from potluck.core.values.layout import EmulatedReplica, Layout, Stage, StageNode, single
+from potluck.core.values.plan import Deployment, Plan, PlannedReplica, Prediction, Template
+from potluck.core.values.types import LengthBin, Traffic
 
 MAKE = EngineSpec("m", single("1xA10", 1, 2), "east")
 HEALTHY = """
@@ -171,3 +182,149 @@ def test_a_stopped_process_still_ends(tmp_path: Path) -> None:
     os.kill(int(str(place["pid"])), signal.SIGSTOP)
     launcher.stop("i1", place)
     until(lambda: launcher.look({"i1": place})[0].state == "dead")
+
+
+L4 = single("1xL4", 1, 32)
+TEMPLATE = Template(
+    "t",
+    "combo",
+    "words",
+    (),
+    (PlannedReplica("prefill", L4), PlannedReplica("decode", L4), PlannedReplica("mixed", L4)),
+    (),
+    "measured",
+)
+PLAN = Plan(
+    "auto",
+    (TEMPLATE,),
+    (Deployment("t", "east", 2),),
+    (),
+    (),
+    (),
+    (Prediction("words", 10.0, 12.0, 0.1, 0.05, "measured"),),
+    1.0,
+    0.0,
+)
+
+
+def asked(rate_per_s: float, answer: int = 80) -> tuple[Traffic, ...]:
+    return (Traffic("words", rate_per_s, (LengthBin(500, answer, 1.0),)),)
+
+
+def test_prompts_steps_and_sequences_are_added_up() -> None:
+    cost = CpuCost(1e-4, 5e-3, 1e-4)
+    # 10 x 500 prompt tokens; four replicas answer, 20 steps a second each; 10 x 80 answer tokens
+    assert needed_cpus(PLAN, asked(10.0), cost) == pytest.approx(0.5 + 80 * 5e-3 + 0.08)
+    # no more steps than tokens
+    assert needed_cpus(PLAN, asked(0.1), cost) == pytest.approx(0.005 + 8 * 5e-3 + 0.0008)
+
+
+def test_a_machine_that_is_too_slow_is_told_how_far_it_reaches() -> None:
+    cost = CpuCost(4e-4, 5e-3, 0.0)
+    line = slow_line(PLAN, asked(10.0), cost, 1)
+    assert line.startswith("this machine would have to compute 2.4 times faster to stand for these GPUs")
+    assert "at the planned 10.0 requests/s: beyond about 3.00 requests/s latencies are the CPU's" in line
+    assert slow_line(PLAN, asked(10.0), cost, 2) == ""
+
+
+@pytest.mark.parametrize("said", [None, {}, {"prompt_token_s": 1.0}, "quick", {"prompt_token_s": "x"}])
+def test_who_says_nothing_is_not_judged(said: object) -> None:
+    assert cost_of(said) is None
+
+
+def test_what_a_nursery_says_is_read() -> None:
+    assert cost_of({"prompt_token_s": 1, "step_s": 2.0, "sequence_s": 0}) == CpuCost(1, 2.0, 0)
+    bad = {"prompt_token_s": float("nan"), "step_s": 2.0, "sequence_s": 0}
+    assert cost_of(bad) is None
+
+
+WITHIN_S = 60.0
+TINY = """
+import threading, time
+from potluck.cli.engine import fork_server
+fork_server.load = lambda style: {load}
+fork_server.main()
+"""
+
+
+def _fork_server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, load: str) -> ForkServer:
+    """The real one, but that it loads nothing: engines import what they need."""
+    (tmp_path / "tiny_fork_server.py").write_text(TINY.format(load=load))
+    monkeypatch.setenv("PYTHONPATH", ":".join([str(tmp_path), *filter(None, sys.path)]))
+    marks = {OWNER_MARK: str(tmp_path), FORK_MARK: "1"}
+    return ForkServer(marks, tmp_path / "logs" / "nursery.log", "tiny_fork_server")
+
+
+@pytest.fixture
+def fork_server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[ForkServer]:
+    found = _fork_server(tmp_path, monkeypatch, "None")
+    yield found
+    found.close()
+    for pid in engines_of(str(tmp_path)):
+        end(pid, insist=True)
+
+
+def _until(what: object) -> None:
+    until_s = time.monotonic() + WITHIN_S
+    while not what():  # type: ignore[operator]
+        assert time.monotonic() < until_s
+        time.sleep(0.05)
+
+
+@pytest.mark.parametrize("module", sorted({*MODULES, *PRETENDED}))
+def test_what_it_loads_is_there(module: str) -> None:
+    """Where something is not, it ends, and every engine is started from nothing: ten times the work, and no word."""
+    assert find_spec(module) is not None
+
+
+def test_a_forked_engine_runs_logs_ends_and_is_cleared_away(fork_server: ForkServer, tmp_path: Path) -> None:
+    log = tmp_path / "one.log"
+    assert fork_server.fork(["--version"], log) is None, "not before it is ready"
+    assert fork_server.wait_ready(WITHIN_S)
+    pid = fork_server.fork(["--version"], log)
+    assert pid is not None
+    _until(lambda: not alive(pid))
+    assert log.read_text().startswith("potluck, version")
+
+
+def test_it_outlives_the_fork_server_and_is_known_by_its_mark(
+    fork_server: ForkServer, tmp_path: Path
+) -> None:
+    assert fork_server.wait_ready(WITHIN_S)
+    arguments = ["engine", "serve", "--emulate", "A10:llama-3.1-8b", "--pretend", "--port", "0", "--json"]
+    log = tmp_path / "two.log"
+    pid = fork_server.fork(arguments, log)
+    assert pid is not None
+    _until(lambda: log.exists() and '"url"' in log.read_text())
+    fork_server.close()
+    assert alive(pid)
+    assert list(engines_of(str(tmp_path))) == [pid], "the nursery itself is no engine"
+    assert fork_server.fork(arguments, log) is None, "who asks then starts a process instead"
+    end(pid)
+    _until(lambda: not alive(pid))
+
+
+def test_one_that_stands_still_is_given_up_and_killed(fork_server: ForkServer, tmp_path: Path) -> None:
+    assert fork_server.wait_ready(WITHIN_S)
+    process = fork_server._process
+    os.kill(process.pid, signal.SIGSTOP)
+    assert fork_server.fork(["--version"], tmp_path / "log") is None, "who asks then starts a process instead"
+    assert process.returncode == -signal.SIGKILL
+    assert list(engines_of(str(tmp_path))) == []
+
+
+def test_with_threads_it_refuses_to_fork(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    waits = "threading.Thread(target=time.sleep, args=(60,), daemon=True).start()"
+    found = _fork_server(tmp_path, monkeypatch, waits)
+    try:
+        assert found.wait_ready(WITHIN_S)
+        assert found.fork(["--version"], tmp_path / "log") is None
+        assert not (tmp_path / "log").exists()
+    finally:
+        found.close()
+
+
+def test_one_that_cannot_load_is_given_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    found = _fork_server(tmp_path, monkeypatch, "1 / 0")
+    assert not found.wait_ready(WITHIN_S)
+    assert found.fork(["--version"], tmp_path / "log") is None

@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
+from pathlib import Path
+from typing import Any
 
+import click
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from test_controller import World
 
+from potluck.cli.fleet import orders
 from potluck.control.control_values import (
     AssignEngine,
     EngineInstance,
@@ -16,7 +23,11 @@ from potluck.control.control_values import (
     StopEngine,
     WantedReplica,
 )
-from potluck.control.reconciler import ReconcilerMemory, step
+from potluck.control.manual_changes import UpgradeTurn, due, lacks, turns
+from potluck.control.reconciler import ReconcilerMemory, StartFailures, StuckReplica, step, stuck
+from potluck.control.service_view import ServiceView
+from potluck.control.state_store import StateStore
+from potluck.core.errors import PotluckError
 from potluck.core.values.layout import single
 
 A = EngineSpec("m", single("1xA10", 1, 2), "east")
@@ -156,3 +167,141 @@ def test_any_fleet_settles_on_what_is_wanted(data: st.DataObject) -> None:
         each.make == next(w.make for w in wants if w.replica == each.replica) for each in living.values()
     )
     assert step(wants, living.values(), memory, now_s).orders == ()
+
+
+def test_starts_that_fail_alike_are_given_up_for_longer_and_longer() -> None:
+    failures, waits = StartFailures(), []
+    for number in range(9):
+        # Ports and names of engines differ from try to try.
+        failures = failures.more(
+            100.0, f"words-0000000{number}: port 90{number} refused", f"words-0000000{number}"
+        )
+        waits.append(failures.again_s - 100.0)
+        assert failures.in_vain == (number >= 2)
+    assert waits == [1.0, 2.0, 60.0, 120.0, 240.0, 300.0, 300.0, 300.0, 300.0]
+    assert failures.engine == "words-00000008", "whose log is read"
+    other = failures.more(100.0, "no memory", "words-00000009")
+    assert (other.count, other.alike, other.in_vain) == (10, 1, False), "another reason may pass"
+
+
+def test_who_is_stuck() -> None:
+    wants = [_want("r1"), _want("r2"), _want("r3", B), _want("r4", draining=True)]
+    failures = {A: StartFailures(2, 5.0, "no memory", 2, "i9")}
+    dead = EngineInstance("i9", A, "dead", 5.0, replica="r1")
+    assert stuck(wants, [dead, _up("i2", "r2")], failures) == (StuckReplica("r1", failures[A]),)
+
+
+def test_a_controller_stops_hammering_and_status_says_why(tmp_path: Path) -> None:
+    world = World(tmp_path)
+    world.gateway.replicas = ["a"]
+    world.machine.broken = True
+    controller = world.controller()
+    world.turns(controller, 50)
+    store = StateStore(world.path)
+    failed = [each for each in store.happenings() if each.kind == "failed"]
+    assert len(failed) == 3, "in 50 s, and the next not before a minute has passed"
+    (tmp_path / "logs").mkdir()
+    (tmp_path / "logs" / f"{failed[-1].what}.log").write_text("a line before\nno memory left\n")
+    service = ServiceView(world.path.parent)
+    service.controller_lives = True
+    (lacking,) = service.status(world.now_s)["lacking"]
+    assert lacking["why"].startswith("3 starts failed in the same way: no memory left; the next try in ")
+    assert lacking["engine"] == failed[-1].what
+    assert lacking["log"] == ["a line before", "no memory left"]
+    world.machine.broken = False
+    world.turns(controller, 20)
+    assert world.last.settled
+    assert store.get("stuck") == {}
+    service.close()
+
+
+class Fleet:
+    """Copies of two templates, as a gateway's snapshot has them; each engine may be replaced or be away."""
+
+    def __init__(self, copies: dict[str, int]) -> None:
+        self.replicas: list[dict[str, Any]] = []
+        self.engines: dict[str, dict[str, Any]] = {}
+        for template, count in copies.items():
+            for copy in range(count):
+                for index in range(2):
+                    self.put(
+                        template, f"{template}#{copy}", index, f"http://{template}-{copy}-{index}", 1000.0
+                    )
+        self.asked: list[str] = []
+        self.late = 0
+        """Looks until a copy that was drained is replaced."""
+        self.stuck = self.busy = False
+
+    def put(self, template: str, unit: str, index: int, url: str, uptime_s: float) -> None:
+        row = {"replica": f"{unit}/{index}", "unit": unit, "template": template, "index": index}
+        self.replicas.append({**row, "region": "near", "state": "ready", "url": url})
+        self.engines[url] = {"url": url, "up": True, "uptime_s": uptime_s}
+
+    def snapshot(self) -> dict[str, Any]:
+        if self.asked and not self.stuck:
+            self.late -= 1
+            if self.late == 0:
+                unit = self.asked[-1].rpartition("/")[0]
+                gone = [each for each in self.replicas if each["unit"] == unit]
+                self.replicas = [each for each in self.replicas if each["unit"] != unit]
+                for each in gone:
+                    self.put(each["template"], f"{unit}'", each["index"], each["url"], 0.0)
+        return {"replicas": list(self.replicas), "engines": list(self.engines.values())}
+
+    def drain(self, replica: str) -> None:
+        assert len(self.replicas) == len(self.engines), "only one copy at a time is away"
+        if not self.asked and not self.busy:
+            self.busy = True
+            raise PotluckError("the gateway does not answer")
+        self.asked.append(replica)
+        self.late = 3
+
+
+def test_every_copy_has_its_turn_and_the_next_waits(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(orders, "LOOK_S", 0.001)
+    fleet = Fleet({"a": 1, "b": 3})
+    orders._all(fleet, fleet.drain, 10.0, as_json=True)  # type: ignore[arg-type]
+    *each, last = map(json.loads, capsys.readouterr().out.splitlines())
+    assert ([said["left"] for said in each], last) == ([3, 2, 1, 0], {"copies": 4}), (
+        "a line per copy, and the sum"
+    )
+    assert fleet.asked == ["b#0/0", "b#1/0", "b#2/0", "a#0/0"]
+
+
+def test_a_copy_that_does_not_come_back_ends_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(orders, "LOOK_S", 0.001)
+    fleet = Fleet({"a": 3})
+    fleet.stuck = True
+    with pytest.raises(click.exceptions.Exit):
+        orders._all(fleet, fleet.drain, 0.05)  # type: ignore[arg-type]
+    assert len(fleet.asked) == 1, "the others are left as they are"
+
+
+def test_what_came_back_by_itself_is_not_replaced_again() -> None:
+    fleet = Fleet({"a": 3})
+    assert len(due(fleet.snapshot(), 60.0)) == 3
+    for place in range(2):
+        fleet.engines[f"http://a-1-{place}"]["uptime_s"] = 20.0
+    assert [turn.replicas[0] for turn in due(fleet.snapshot(), 60.0)] == ["a#0/0", "a#2/0"]
+
+
+def test_what_is_waited_for_is_named() -> None:
+    before = Fleet({"a": 2}).snapshot()
+    (turn, _) = turns(before)
+    assert turn == UpgradeTurn(("a#0/0", "a#0/1"), ("http://a-0-0", "http://a-0-1"))
+    assert lacks(before, before, turn, 5.0) == "a#0/0 still has requests"
+    after = Fleet({"a": 2})
+    after.replicas = after.replicas[2:]
+    assert "http://a-0-0" in lacks(after.snapshot(), before, turn, 5.0)
+    for url in turn.urls:
+        after.engines[url]["uptime_s"] = 1.0
+    assert lacks(after.snapshot(), before, turn, 5.0) == "1 of a in near are not ready"
+    after.engines[turn.urls[0]]["up"] = False
+    assert "http://a-0-0" in lacks(after.snapshot(), before, turn, 5.0)
+    gone = Fleet({"a": 2})
+    gone.replicas, gone.engines = gone.replicas[2:], dict(list(gone.engines.items())[2:])
+    for index in range(2):
+        gone.put("a", "a#9", index, f"http://elsewhere-{index}", 1.0)
+    assert lacks(gone.snapshot(), before, turn, 5.0) == ""

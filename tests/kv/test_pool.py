@@ -175,7 +175,7 @@ class ExactDiskBytes(Bytes):
     with_disk = True
 
 
-COURSE = settings(max_examples=40, stateful_step_count=40, deadline=None)
+COURSE = settings(max_examples=20, stateful_step_count=40, deadline=None)
 TestBytes, TestExactBytes = Bytes.TestCase, ExactBytes.TestCase
 TestDiskBytes, TestExactDiskBytes = DiskBytes.TestCase, ExactDiskBytes.TestCase
 TestBytes.settings = TestExactBytes.settings = COURSE
@@ -219,7 +219,7 @@ def test_a_restart_finds_what_was_on_disk(tmp_path: Path) -> None:
     assert other.find(tokens, hashes(tokens), 16).tokens == 0
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(data=st.data())
 def test_a_file_that_was_changed_anywhere_is_a_miss(tmp_path_factory, data: st.DataObject) -> None:  # type: ignore[no-untyped-def]
     folder = tmp_path_factory.mktemp("disk")

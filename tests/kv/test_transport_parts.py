@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 
 import pytest
-from hypothesis import example, given
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from kv_kit import BOUND, made, plain
 
@@ -55,6 +55,7 @@ SMALLEST_CHUNK_BYTES = 24
 """Of those drawn, since a parcel is then of hundreds already; a smaller one that divides nothing is given apart."""
 
 
+@settings(max_examples=25, deadline=None)
 @example(2, 7, 3, 0.2, random.Random(1))
 @given(
     st.integers(0, 9),
@@ -118,6 +119,7 @@ def test_whatever_is_lost_on_the_way_everything_comes_once_and_whole(
     assert receiver.out_bytes == 0
 
 
+@settings(max_examples=25, deadline=None)
 @example([3, 1, 7, 0, 5, 2, 6, 4], 7)
 @given(st.permutations(range(8)), st.integers(SMALLEST_CHUNK_BYTES, 700))
 def test_chunks_in_any_order_and_twice_make_the_same_parcel(order: list[int], chunk_bytes: int) -> None:
@@ -273,6 +275,7 @@ def test_handles_are_checked_and_not_offered_twice() -> None:
     assert len({new_handle() for _ in range(100)}) == 100
 
 
+@settings(max_examples=40, deadline=None)
 @given(st.text(max_size=9), st.text(max_size=9), st.text(max_size=9), st.text(max_size=9))
 def test_what_a_handle_is_bound_to_cannot_be_shifted_between_fields(a: str, b: str, c: str, d: str) -> None:
     if (a, b) != (c, d):

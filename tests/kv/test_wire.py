@@ -11,7 +11,7 @@ import zlib
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from kv_kit import ABOUT, BOUND
+from kv_kit import ABOUT, BOUND, ends
 
 from potluck.core.errors import FormatError
 from potluck.kv import checksum
@@ -19,6 +19,8 @@ from potluck.kv import frames as wire
 from potluck.kv.checksum import ROW
 from potluck.kv.codec_layout import CODEC_IDS, sizes
 from potluck.kv.frames import (
+    PREFIX,
+    VERSION,
     Ack,
     ChunkHeader,
     ChunkPiece,
@@ -27,12 +29,14 @@ from potluck.kv.frames import (
     Heartbeat,
     Hello,
     Message,
+    OtherVersion,
     SenderProblem,
     SharedMemoryOffer,
     TransferDone,
     TransferEnd,
     TransferOpening,
     frame,
+    read_prefix,
 )
 from potluck.kv.handles import new_handle
 
@@ -91,6 +95,7 @@ MESSAGES = st.one_of(
 )
 
 
+@settings(max_examples=40, deadline=None)
 @given(
     st.lists(chunks() | MESSAGES.map(lambda one: (one, b"")), max_size=6), st.randoms(use_true_random=False)
 )
@@ -107,6 +112,7 @@ def test_any_stream_cut_anywhere_is_read_as_it_was_written(
     assert found == sent
 
 
+@settings(max_examples=40, deadline=None)
 @given(chunks() | MESSAGES.map(lambda one: (one, b"")), st.data())
 def test_a_changed_bit_before_the_data_never_passes(sent: tuple[Message, bytes], data: st.DataObject) -> None:
     raw = bytearray(frame(sent[0]))
@@ -120,6 +126,7 @@ def test_a_changed_bit_before_the_data_never_passes(sent: tuple[Message, bytes],
     assert found == []  # It now claims to be longer, and waits for the rest.
 
 
+@settings(max_examples=40, deadline=None)
 @given(chunks(), st.data())
 def test_a_changed_bit_in_the_data_changes_its_sums(
     sent: tuple[ChunkPiece, bytes], data: st.DataObject
@@ -131,6 +138,7 @@ def test_a_changed_bit_in_the_data_changes_its_sums(
         assert checksum.sums(raw) != sent[0].sums
 
 
+@settings(max_examples=40, deadline=None)
 @given(MESSAGES | chunks().map(lambda one: one[0]), st.data())
 def test_a_stream_that_is_cut_short_is_noticed(message: Message, data: st.DataObject) -> None:
     raw = frame(message)
@@ -240,6 +248,7 @@ def by_hand(data: bytes) -> tuple[int, int]:
     return a % 2**64, b % 2**64
 
 
+@settings(max_examples=40, deadline=None)
 @given(st.binary(max_size=300), st.integers(0, 3 * 8 * ROW), st.integers(0, 9))
 def test_the_checksum_is_what_the_document_says(start: bytes, middle: int, rest: int) -> None:
     data = start + random.Random(middle).randbytes(middle) + bytes(range(rest))
@@ -269,7 +278,7 @@ def test_a_connection_that_ends_early_says_how_much_came() -> None:
         assert checksum.receive(two, memoryview(bytearray(9000)))[0] == 5000
 
 
-@settings(max_examples=50)
+@settings(max_examples=30, deadline=None)
 @given(st.lists(st.integers(0, 2**64 - 1), min_size=2, max_size=20, unique=True), st.data())
 def test_words_that_change_places_are_noticed(words: list[int], data: st.DataObject) -> None:
     i = data.draw(st.integers(0, len(words) - 2))
@@ -280,3 +289,56 @@ def test_words_that_change_places_are_noticed(words: list[int], data: st.DataObj
         struct.pack(f"<{len(words)}Q", *swapped)
     )
     assert same == ((words[i] - words[j]) * (i - j) % 2**64 == 0)
+
+
+PLACE = 4
+"""Of the version in a frame."""
+
+
+def aged(raw: bytes) -> bytes:
+    """The same of another version."""
+    return raw[:PLACE] + bytes([VERSION + 7]) + raw[PLACE + 1 :]
+
+
+def test_a_sender_answers_in_its_own_version() -> None:
+    hello = frame(Hello(bytes(16), BOUND, new_handle(), 0, 1 << 17, 4096, 100))
+    with ends() as pair, socket.create_connection(pair.address, timeout=5.0) as connection:
+        connection.sendall(aged(hello))
+        said = connection.recv(1 << 16)
+    prefix = read_prefix(said[: PREFIX.size])
+    assert said == frame(HandleRefused())
+    assert prefix.kind
+
+
+def test_a_receiver_gives_up_soon_and_names_both() -> None:
+    listener = socket.create_server(("127.0.0.1", 0))
+    came: list[bytes] = []
+
+    def answer() -> None:
+        while True:
+            try:
+                connection, _ = listener.accept()
+            except OSError:
+                return
+            with connection:
+                came.append(connection.recv(1 << 16))
+                connection.sendall(aged(frame(HandleRefused())))
+
+    thread = threading.Thread(target=answer, daemon=True)
+    thread.start()
+    with ends() as pair:
+        pair.address = listener.getsockname()
+        pair.links.allow({pair.address})
+        with pytest.raises(FormatError, match=f"version {VERSION + 7}, this side reads {VERSION}"):
+            pair.fetch(new_handle(), degree=1)
+    listener.shutdown(socket.SHUT_RDWR)
+    listener.close()
+    thread.join()
+    assert len(came) == 2, "what is said twice is meant; no use to try again"
+
+
+def test_only_another_version_is_hopeless() -> None:
+    assert issubclass(OtherVersion, FormatError)
+    with pytest.raises(FormatError) as told:
+        read_prefix(b"HTTP" + bytes(PREFIX.size - 4))
+    assert not isinstance(told.value, OtherVersion)
