@@ -499,14 +499,18 @@ def test_a_receiver_that_takes_smaller_chunks_gets_them() -> None:
         handle, transfer = pair.offer()
         for parcel in SENT[:4]:  # Cut and checked before anybody came.
             transfer.put(parcel)
-        feeding = threading.Timer(0.1, lambda: [transfer.put(parcel) for parcel in SENT[4:]])
+
+        def feed() -> None:  # The rest comes while somebody fetches.
+            assert until(lambda: transfer.state == "attached")
+            for parcel in SENT[4:]:
+                transfer.put(parcel)
+            transfer.finish()
+
+        feeding = threading.Thread(target=feed)
         feeding.start()
-        finishing = threading.Timer(0.3, transfer.finish)
-        finishing.start()
         _, got = pair.fetch(handle)
         assert got == SENT_RIGHT
         feeding.join()
-        finishing.join()
         assert transfer.wait(30) == "fetched"
         assert pair.sender.limits.chunk_bytes == 1 << 14
 
