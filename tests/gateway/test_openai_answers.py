@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from openai_helpers import CARDS, END, LETTERS, NAME, SERVER, Scene, choices, refusing, saying, tokens
+from openai_helpers import END, LETTERS, NAME, SERVER, Scene, choices, refusing, saying, tokens
 
 from potluck.api.openai_replies import (
     ChoiceChunks,
@@ -394,10 +394,6 @@ def test_bytes_written_straight_are_what_json_makes(
             )
         )
         assert chunks.part("x", usage_text(3, 2, 1)) == counted
-
-
-def test_the_kits_models_are_of_both_kinds() -> None:
-    assert [card.plain for card in CARDS.values()] == [False, True]
 
 
 @pytest.mark.parametrize("stream", [False, True])

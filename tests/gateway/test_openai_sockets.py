@@ -273,7 +273,7 @@ logit_bias add_special_tokens user input instructions max_output_tokens text
 FIELDS = st.sampled_from(WORDS.split())
 
 
-@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(
     st.sampled_from(["/v1/completions", "/v1/chat/completions", "/v1/responses", "/v1/embeddings", "/ready"]),
     st.sampled_from([NAME, SERVER, "gpt", 5]),
@@ -317,7 +317,7 @@ def test_no_body_is_answered_with_500(
     assert found.sent["x-request-id"]
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(st.binary(max_size=60), st.sampled_from(["/v1/completions", "/v1/chat/completions", "/v1/responses"]))
 def test_rubbish_is_answered(body: bytes, path: str) -> None:
     found = Scene(saying("x")).ask(path, body)

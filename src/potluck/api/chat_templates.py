@@ -49,8 +49,6 @@ Object = Mapping[str, Any]
 
 
 class ChatTemplates:
-    """The chat templates of one model. Nothing in it changes, so that threads may share it."""
-
     def __init__(
         self,
         by_name: Mapping[str, str],
@@ -106,7 +104,6 @@ class ChatTemplates:
 
 
 def read_templates(directory: str | Path, settings: Mapping[str, Any]) -> ChatTemplates | None:
-    """The templates in a directory, whose tokenizer_config.json holds `settings`; None where there is none."""
     specials = special_tokens(settings)
     folder = Path(directory)
     found: dict[str, str] = {}
@@ -162,7 +159,6 @@ def _read(path: Path) -> str:
 
 
 def _with_reasoning(message: Message) -> dict[str, Any]:
-    """A copy in which reasoning has all the names by which templates ask for it."""
     reasoning = next((message[name] for name in REASONING if message.get(name) is not None), None)
     if reasoning is None:
         return dict(message)

@@ -32,7 +32,6 @@ def error_object(
 
 
 def refusal(error: Exception) -> HttpRefusal | None:
-    """What was raised on purpose, with its status; None for what nobody expected."""
     line = " ".join(str(error).split())
     if isinstance(error, HttpRefusal):
         return error
@@ -111,14 +110,12 @@ class ConnectionLimits(Generic[K]):
 
 
 SAFE = frozenset({"GET", "HEAD", "OPTIONS"})
-"""Nothing changes by them."""
 ELSEWHERE = frozenset({"cross-site", "same-site"})
 
 
 @dataclass(frozen=True, slots=True)
 class ServedNames:
     loopback: bool = True
-    """It can only be reached from this machine."""
     names: frozenset[str] = frozenset()
     """Further ones, in lower case: the machine's, and those of `--allow-host`."""
     keyed: bool = False

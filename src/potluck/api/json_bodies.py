@@ -31,7 +31,6 @@ def parse_object(raw: bytes) -> dict[str, object]:
 
 
 def shaped(kind: type[T], body: dict[str, object]) -> T:
-    """A dataclass from a body. null counts as not given; the codec's own `type` key is no field here."""
     plain, required = _plain_fields(cast(Any, kind))
     for name, value in body.items():
         wanted = plain.get(name)
@@ -48,7 +47,6 @@ def shaped(kind: type[T], body: dict[str, object]) -> T:
 
 @lru_cache(maxsize=64)
 def _plain_fields(kind: type) -> tuple[dict[str, type], frozenset[str]]:
-    """Fields that hold one text, number or flag, perhaps None; and those that must be given."""
     hints, found, required = get_type_hints(kind), {}, set()
     for each in fields(cast(Any, kind)):
         hint = hints[each.name]

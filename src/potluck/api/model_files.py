@@ -29,8 +29,6 @@ def read_json(path: Path) -> Mapping[str, object]:
 
 
 class JsonMembers:
-    """Members of a JSON object by name and kind; null counts as missing."""
-
     def __init__(self, values: Mapping[str, object], where: str = "config.json") -> None:
         self._values = values
         self._where = where
@@ -73,7 +71,6 @@ class JsonMembers:
         return value
 
     def part(self, *names: str) -> JsonMembers:
-        """The first of these nested objects that has anything in it."""
         for name in names:
             value = self._values.get(name)
             if value is not None and not isinstance(value, dict):

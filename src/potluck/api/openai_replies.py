@@ -19,7 +19,6 @@ class ReplyHead(NamedTuple):
     model: str
     chat: bool
     usage_said: bool = False
-    """Whether every part has a usage, be it null, as those have that will end with one."""
 
     def reply(self, choices: list[Json], *, chunk: bool, usage: Json | None = None) -> Json:
         kind = "text_completion"
@@ -159,7 +158,6 @@ class ChoiceChunks:
         return f"{self._before}{quoted(text)}{self._end(usage)}".encode()
 
     def first(self, text: str, usage: str = "null") -> bytes:
-        """The first of a chat's says who speaks."""
         if self._key == '"text":':
             return self.part(text, usage)
         said = f'"delta":{{"role":"assistant","content":{quoted(text)}'

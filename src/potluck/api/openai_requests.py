@@ -56,10 +56,8 @@ class EngineAbilities:
     formats: frozenset[str] = frozenset({"text"})
     """Types of `response_format`."""
     most_choices: int = 64
-    """Answers to one request: prompts times n."""
     most_logprobs: int = 20
     more_draws: bool = False
-    """Whether `best_of` may be more than `n`."""
     draws: bool = False
     """Whether DRAWN is read here, for engines that run segments."""
 
@@ -135,9 +133,7 @@ PLAIN = SamplingDefaults()
 @dataclass(frozen=True, slots=True)
 class StreamOptions:
     include_usage: bool = False
-    """One more part at the end, with the usage of the whole."""
     continuous_usage_stats: bool = False
-    """The usage so far in every part."""
     include_obfuscation: bool = False
     """Padding against listeners on the way; there is none."""
 
@@ -170,7 +166,6 @@ class CommonRequest:
     repetition_penalty: float | None = None
     logit_bias: tuple[tuple[int, float], ...] = ()
     response_format: str = ""
-    """As a JSON schema; empty: text."""
 
     @property
     def shown(self) -> TextRules:
@@ -192,7 +187,6 @@ class CompletionRequest(CommonRequest):
 
     @property
     def reported(self) -> int | None:
-        """How many of the likeliest tokens are told with each; None: no log probabilities."""
         return self.logprobs
 
 
@@ -215,8 +209,6 @@ class ChatRequest(CommonRequest):
 def sampling_of(
     asked: CommonRequest, defaults: SamplingDefaults, *, seed: int, logprobs: int | None = None
 ) -> Sampling:
-    """How tokens are drawn: what the request says, else what the model's defaults say."""
-
     temperature = defaults.temperature if asked.temperature is None else asked.temperature
     top_k = max(defaults.top_k if asked.top_k is None else asked.top_k, 0)
     top_p = defaults.top_p if asked.top_p is None else asked.top_p
@@ -242,7 +234,6 @@ def sampling_of(
 def _drawing(
     temperature: float, top_k: int, top_p: float, min_p: float, seed: int, logprobs: int | None
 ) -> Sampling:
-    """Many ask for the same."""
     return Sampling(temperature, top_k, top_p, min_p, seed, logprobs)
 
 
@@ -336,7 +327,6 @@ SCHEMA_KEYS = frozenset({"name", "description", "schema", "strict"})
 
 
 def bias_of(value: object) -> tuple[tuple[int, float], ...]:
-    """OpenAI's `{"token": bias}`, tokens as texts; by token."""
     if not isinstance(value, dict):
         raise FormatError("logit_bias", 'must be an object of tokens and biases, such as {"50": -100}')
     found = []
@@ -350,7 +340,6 @@ def bias_of(value: object) -> tuple[tuple[int, float], ...]:
 
 
 def schema_of(value: object) -> str:
-    """The schema of `response_format`, as JSON in the order of the client; empty for text."""
     kind = value.get("type") if isinstance(value, dict) else None
     if not isinstance(value, dict) or not isinstance(kind, str) or kind not in FORMATS:
         raise FormatError("response_format", f"must have a type of {', '.join(FORMATS)}")

@@ -27,8 +27,6 @@ COMPLETIONS, CHATS = "/v1/completions", "/v1/chat/completions"
 
 @dataclass(frozen=True, slots=True)
 class ClientBody:
-    """The client's own request, for engines that do more than draw tokens: what was called, and with what."""
-
     path: str
     body: dict[str, object]
 
@@ -39,8 +37,6 @@ class ClientBody:
 
 @dataclass(frozen=True, slots=True)
 class SamplingBody:
-    """How tokens are drawn, as Sampling has it."""
-
     temperature: float = 0.0
     top_k: int = 0
     top_p: float = 1.0
@@ -71,15 +67,12 @@ class SegmentRequest:
     end_tokens: tuple[int, ...] = ()
     ignore_eos: bool = False
     min_tokens: int = 0
-    """Nothing that ends the output is drawn before there are so many."""
     generated: int = 0
     """How many of the last tokens are output already, of an attempt before: penalties and formats count them so."""
     priority: int = 0
     tenant: str = ""
-    """Whose it is: tenants share what is computed, by their weights."""
     weight: float = 1.0
     salt: str = ""
-    """Prefixes are shared only with requests of the same salt."""
     source: KvSource | None = None
     handle: str | None = None
     """Under which the cache of [0, stop) can be fetched; made up and told if not given."""

@@ -37,7 +37,6 @@ class StopScanner:
         self.found: str | None = None
 
     def feed(self, text: str) -> str:
-        """More text; what can be shown now. After a stop was found, nothing can."""
         if self.found is not None:
             return ""
         if not self._stops:
@@ -53,7 +52,6 @@ class StopScanner:
         return text[: len(text) - hold]
 
     def rest(self) -> str:
-        """The stream has ended: what was held back was no stop string."""
         text, self._held = self._held, ""
         return text
 
@@ -69,20 +67,15 @@ class StopScanner:
 
 @dataclass(frozen=True, slots=True)
 class TextRules:
-    """What of an answer is shown, and which strings end it."""
-
     stops: tuple[str, ...] = ()
     min_tokens: int = 0
     """Stop strings are looked for behind the first so many tokens."""
     include_stop: bool = False
-    """Whether the string or the token that ended it is shown."""
     special: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class TextDelta:
-    """More of an answer; the last one says why it ended."""
-
     text: str
     choices: tuple[SampledToken, ...] = ()
     finish: str | None = None
@@ -115,7 +108,6 @@ class TextStream:
         return TextDelta(self.grow(choice), (choice,), "stop" if self.met else None)
 
     def end(self, reason: str, cached_tokens: int = 0) -> TextDelta:
-        """No more tokens come: what was held back is shown."""
         text = self._scanner.feed("" if self._decoding is None else self._decoding.rest())
         if self._scanner.found is not None:
             reason = "stop"

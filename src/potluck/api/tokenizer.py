@@ -78,7 +78,6 @@ class TokenBoundaries:
 
 
 def seams_of(tokenizer: Tokenizer) -> TokenBoundaries | None:
-    """None where there are none, or none that are known to be."""
     model = tokenizer.model
     sampled = any(getattr(model, name, None) for name in ("dropout", "alpha", "nbest_size"))
     changed = tokenizer.truncation or tokenizer.padding or tokenizer.encode_special_tokens
@@ -143,7 +142,6 @@ def _by_line(part: Mapping[str, Any], added: Sequence[AddedToken]) -> bool:
 
 
 def _is_byte_level(part: Mapping[str, Any], *, by_regex: bool) -> bool:
-    """Whether it only writes bytes as letters, with GPT-2's pattern or without."""
     return (
         part.get("type") == "ByteLevel"
         and part.get("add_prefix_space") is False
@@ -154,7 +152,6 @@ def _is_byte_level(part: Mapping[str, Any], *, by_regex: bool) -> bool:
 STRETCH_CHARS = 256
 """At least; shorter ones cost more to keep than to tokenise."""
 ENTRY_BYTES = 300
-"""Beside text and tokens, for each stretch."""
 
 Around = tuple[list[int], list[int]]
 
@@ -212,7 +209,6 @@ def _bytes(text: str, tokens: array[int]) -> int:
 
 
 def stretches_of(tokenizer: Tokenizer, most_bytes: int) -> IncrementalTokenizer | None:
-    """None where a tokenizer's texts cannot be cut."""
     seams = seams_of(tokenizer)
     around = None if seams is None else _around(tokenizer)
     return (
@@ -260,7 +256,6 @@ class ModelTokenizer:
 
     @classmethod
     def read(cls, directory: str | Path, remember_bytes: int = 0) -> ModelTokenizer | None:
-        """The tokenizer in a model's directory; None where there is none, and only tokens can be served."""
         path = Path(directory) / "tokenizer.json"
         if not path.is_file():
             return None
@@ -284,7 +279,6 @@ class ModelTokenizer:
         return text
 
     def described(self) -> str:
-        """The tokenizer itself, as `tokenizer.json` has it."""
         text: str = self._tokenizer.to_str()
         return text
 
@@ -292,7 +286,6 @@ class ModelTokenizer:
         return self.decode([token], special=True)
 
     def plain_tokens(self, most: int) -> list[int]:
-        """Tokens that are whole pieces of text by themselves, no more than so many, from all over the vocabulary."""
         added = self._tokenizer.get_added_tokens_decoder()
         asked = [token for token in range(0, self.vocab, -(-self.vocab // most)) if token not in added]
         texts = self._tokenizer.decode_batch([[token] for token in asked])
@@ -333,7 +326,6 @@ class Detokenizer:
         return text
 
     def rest(self) -> str:
-        """What was still waiting when the tokens ended: an unfinished character."""
         whole: str = self._tokenizer.decode(self._tokens, skip_special_tokens=not self._special)
         return whole[self._shown :]
 

@@ -42,14 +42,11 @@ HANDED_S = 600.0
 KNOWN_S = 30.0
 """In which one that is to follow another, which serves meanwhile, has met its engines."""
 MET_S = 2.0
-"""The same where nobody serves meanwhile."""
 LOOK_S = 0.01
 Ready = Callable[[str, str], None]
 
 
 class AdminServer:
-    """The operators' port, and all that is counted and written down for them."""
-
     def __init__(self, core: GatewayCore, settings: GatewaySettings) -> None:
         self._settings = settings
         self._usage = None if settings.usage is None else UsageFile(settings.usage, time.time)
@@ -101,7 +98,6 @@ class AdminServer:
             self._keys.look(time.monotonic())
 
     def _sync(self, usage: UsageFile) -> None:
-        """A disk may take its time, so a thread waits for it; one at a time."""
         if self._syncing is None or self._syncing.done():
             sync = usage.unsynced()
             if sync is not None:
@@ -165,7 +161,6 @@ def notes_of(
     engine_list: tuple[EngineEntry, ...],
     pretended: bool = False,
 ) -> tuple[ModelCardNote, ...]:
-    """What is known of each model. Without files only tokens can be sent to engines."""
     found = []
     for name, model in resolved.models.items():
         kinds = {entry.kind for entry in engine_list if entry.model in ("", name)}

@@ -20,7 +20,6 @@ class ListenAddresses:
 
     @property
     def unreachable(self) -> bool:
-        """For whoever is not on this machine."""
         return self.host in LOOPBACK
 
 
@@ -28,7 +27,6 @@ class ListenAddresses:
 class GatewaySettings:
     places: ListenAddresses = ListenAddresses()
     engines: Path | None = None
-    """The roster; it is read again whenever it changes."""
     files: Mapping[str, Path] = field(default_factory=dict)
     """Model to where its tokenizer lies."""
     pretended: bool = False
@@ -44,11 +42,8 @@ class GatewaySettings:
     engine_key: str = field(default="", repr=False)
     """What engines ask for that a controller tells."""
     secret: bytes = field(default_factory=lambda: token_bytes(32), repr=False)
-    """From which tenants' salts are made: the same in all workers."""
     why: str = ""
-    """The reason for the plan that it begins with."""
     plan_version: int = 1
-    """Its number, where a controller counts plans."""
     drain_s: float = 30.0
     gateways: int = 1
     """So many share the clients: each grants its part of every key's limits."""

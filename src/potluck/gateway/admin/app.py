@@ -83,7 +83,6 @@ class EventFeed:
         clock: Callable[[], float] = time.time,
         lost: Callable[[], None] = lambda: None,
     ) -> None:
-        """`lost` hears of each event that a reader did not get."""
         self._changed, self._clock, self._missed = changed, clock, lost
         self._readers: set[FeedReader] = set()
         self._number = 0
@@ -133,7 +132,6 @@ class AdminContext:
     served: ServedNames = ServedNames()
     page: PageRoutes | None = None
     near: bool = True
-    """It only listens on the loopback address."""
 
 
 Route = Callable[[web.Request], Awaitable[web.StreamResponse]]
@@ -231,7 +229,6 @@ def _whole(request: web.Request, name: str) -> int:
 
 
 async def _events(request: web.Request, feed: EventFeed) -> web.StreamResponse:
-    """Server-sent events, all or those of ?kinds=route,failure."""
     given = request.query.get("kinds")
     reader = feed.watch(None if not given else frozenset(given.split(",")[:32]))
     if reader is None:

@@ -263,7 +263,6 @@ class Counters:
     # Between processes.
 
     def take(self) -> dict[str, Any]:
-        """All that was counted since the last time, as JSON values; `add` of another tally takes it."""
         self._settle()
         counts = [
             [name, list(labels), value]
@@ -280,7 +279,6 @@ class Counters:
         return {"counts": counts, "histograms": histograms, "open": self.open}
 
     def add(self, taken: dict[str, Any]) -> None:
-        """What another process counted; how many it has open is for its owner to keep."""
         for name, labels, value in taken["counts"]:
             self.count(FAMILIES[name], tuple(labels), value)
         for name, labels, counts, total in taken["histograms"]:

@@ -27,8 +27,6 @@ WINDOW_S = 300.0
 
 
 class TokenCosts:
-    """Dollars per million tokens of the last minutes: tokens are looked at from time to time, prices as they are."""
-
     def __init__(self, window_s: float = WINDOW_S) -> None:
         self._window_s = window_s
         self._seen: deque[tuple[float, Counter[str]]] = deque()
@@ -124,7 +122,6 @@ class _All(Collector):
         self._metrics = metrics
 
     def describe(self) -> Iterable[Metric]:
-        """Nothing: asking for figures while registering would be too early."""
         return ()
 
     def collect(self) -> Iterable[Metric]:

@@ -28,7 +28,6 @@ class ReplicaView(NamedTuple):
     replica: str
     model: str
     state: str
-    """`ready`, `starting`, `draining`, `lost`, ..."""
     running: int = 0
     waiting: int = 0
     kv_usage: float = 0.0
@@ -48,14 +47,11 @@ ENGINE_TEXTS = ("model", "role", "state", "kv", "version")
 CONTROLLER_S = 10.0
 """Without a question for so long, nobody is there who starts and stops engines."""
 DRAINED_S = 60.0
-"""For so long a controller may hear whose engines were drained by hand."""
 MOST_NOTE = 400
 NOTES = ("note", "act", "outcome", "saving", "end")
 
 
 class Operations:
-    """Reads the center; changes it only by its own calls."""
-
     def __init__(self, core: GatewayCore, engine_key: str = "") -> None:
         """The key is what engines ask for that are told here."""
         self._core, self._engine_key = core, engine_key
@@ -153,7 +149,6 @@ class Operations:
         ]
 
     def _live(self) -> dict[tuple[str, str], int]:
-        """Copies that are there: scaling may have begun some of what the plan only offers."""
         found = Counter((unit.template, unit.region) for unit in self._core.brain.fleet.units.values())
         return dict(found)
 
@@ -268,7 +263,6 @@ class Operations:
         return {"replica": name, "open_requests": view.open_requests}
 
     def note(self, body: Json) -> Json:
-        """A line of an operator's in the log of decisions; an act is followed by its outcome."""
         what, why, kind = body.get("what"), body.get("why", ""), body.get("kind", NOTES[0])
         if not isinstance(what, str) or not isinstance(why, str) or not what.strip():
             raise InputError("what", "must be a line of text; `why` another")
@@ -335,7 +329,6 @@ class Operations:
         }
 
     def _step_tokens(self, member: ReplicaSpec) -> int:
-        """What the Brain's facts and the simulator reckon with, so that whoever starts an engine can say so."""
         replica_model = self._core.replica_models.replica_models.get((member.template, member.index))
         return 0 if replica_model is None else replica_model.engine.token_budget
 
@@ -357,7 +350,6 @@ class Operations:
         return {"regions": len(regions)}
 
     def decisions(self, after: int) -> Json:
-        """What was decided since, what scaling thinks now, and what replicas took of late beside what they should."""
         decision_log = self._core.decision_log
         return {
             "epoch": decision_log.epoch,

@@ -41,7 +41,6 @@ class UsageFile:
         self._waiting_bytes = 0
         self._file: int | None = None
         self._day, self._ends_s = "", 0.0
-        """The day that the file is of, and when that is over."""
         self._synced_bytes = -1
         self.lost = 0
         self.problem = ""
@@ -51,7 +50,6 @@ class UsageFile:
             raise InputError(str(path), f"cannot be written ({error.strerror or error})") from error
 
     def record(self, told: RequestOutcome, monotonic_s: float) -> None:
-        """Write it; whoever has the end of its answer can be billed for it."""
         ended_s = self._calendar() - (monotonic_s - told.ended_s)
         line = json.dumps(
             {
@@ -179,7 +177,6 @@ class UsageFile:
             return False
 
     def _turn(self) -> None:
-        """Begin a new file; the old one gets the day's name, unless another process was first."""
         assert self._file is not None
         fcntl.flock(self._file, fcntl.LOCK_EX)
         try:

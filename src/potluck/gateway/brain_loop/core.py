@@ -81,7 +81,6 @@ class Decision(NamedTuple):
     what: str
     why: str
     kind: str = "decision"
-    """In a word: `ready`, `lost`, `plan`, `flip`, ...; what operators filter by."""
 
 
 class DecisionLog:
@@ -96,7 +95,6 @@ class DecisionLog:
         plan_why: Callable[[], str] = str,
         clock: Callable[[], float] = time.time,
     ) -> None:
-        """`thinks` is what scaling last thought: the reason of what it does at a tick; `plan_why` why a plan came."""
         self._thinks, self._plan_why, self._clock = thinks, plan_why, clock
         self.decided: Callable[[str, str], None] = lambda what, why: None
         self.epoch = secrets.token_hex(8)
@@ -208,7 +206,6 @@ class GatewayCore:
         plan_version: int = 1,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`why` and `plan_version`: the reason for the scene's plan and its number, as they are shown."""
         self.policy = policy
         self.replica_models = ReplicaModels(resolved)
         self.replica_models.learn(resolved.plan)
@@ -254,7 +251,6 @@ class GatewayCore:
         self._memory = memory
 
     def start(self) -> None:
-        """From the first plan on, or from what an earlier process was told since."""
         entries = None if self.engine_list is None else self.engine_list.entries
         if self._memory is not None:
             plan, version, why = self._memory.plan()
@@ -297,7 +293,6 @@ class GatewayCore:
 
     @property
     def regions(self) -> tuple[Region, ...]:
-        """What nodes cost and how many can be had: as somebody told, else as the spec has it."""
         return tuple(self.replica_models.resolved.regions) if self.market is None else self.market
 
     def price_usd_per_h(self, region: str, node: str) -> float:
@@ -344,7 +339,6 @@ class GatewayCore:
 
 Act = Callable[[Sequence[Action]], None]
 Watcher = Callable[[float, Event, Sequence[Action]], None]
-"""Hears of everything that was told and asked for; must be quick and must not raise."""
 _OF_REQUESTS = (Run, Hedge, Refuse, Abort, QueryAttempt)
 _ENDINGS = (RequestFinished, AttemptFailed, RequestCancelled)
 
@@ -358,7 +352,6 @@ class BrainLoop:
         tick_s: float = 1.0,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`open_flights` are the mind's own: requests that it has not seen the end of."""
         self._mind = mind
         self._flights = open_flights
         self._clock = clock
@@ -369,7 +362,6 @@ class BrainLoop:
         self._acting = False
         self._ticking: asyncio.TimerHandle | None = None
         self.manage: Act = _nobody
-        """Who carries out what is asked of the fleet."""
         self.watchers: list[Watcher] = []
         self.at_ticks: list[Callable[[], None]] = []
 
@@ -414,7 +406,6 @@ class BrainLoop:
                 self._owners.pop(action.request, None)
 
     def lost(self, line: LocalBrainClient) -> None:
-        """A worker is gone, and its clients with it."""
         for request in [request for request, owner in self._owners.items() if owner is line]:
             self.tell(RequestCancelled(request))
             self._owners.pop(request, None)

@@ -29,7 +29,6 @@ class OperatorState:
         self._folder = folder
 
     def only_entries(self) -> None:
-        """Forget all but the roster: whoever starts a gateway says the rest, and engines may run from before."""
         for name in ("plan", "market", "cordons"):
             (self._folder / name).unlink(missing_ok=True)
 
@@ -94,7 +93,6 @@ class Cordons:
 
     @property
     def marks(self) -> list[str]:
-        """Addresses of engines and names of machines."""
         return sorted(self._marks)
 
     def inherit(self, marks: Iterable[str]) -> None:

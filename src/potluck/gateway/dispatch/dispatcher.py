@@ -30,7 +30,6 @@ from potluck.gateway.registry.directory import ReplicaDirectory
 from potluck.gateway.values import AnswerSink, ChoiceRequest, Endpoint
 
 ENDED = 4096
-"""How many that ended are remembered, in case the Brain asks after one."""
 
 
 class BrainClient(Protocol):
@@ -45,8 +44,6 @@ class BrainClient(Protocol):
 
 
 class Dispatcher:
-    """`now_s` is the event loop's clock and `later` its `call_later`."""
-
     def __init__(
         self,
         brain: BrainClient,
@@ -106,7 +103,6 @@ class Dispatcher:
         )
 
     def _blocks(self, asked: ChoiceRequest) -> tuple[int, ...]:
-        """What engines call the blocks of its prompt; none before the first engine of its model was met."""
         fingerprint = self._fingerprints.get(asked.model)
         return () if fingerprint is None else self._namer.names(asked.prompt, fingerprint, asked.salt)
 
@@ -165,7 +161,6 @@ class Dispatcher:
         return list(self._open)
 
     def whereabouts(self, request: str, named: Callable[[Endpoint], str | None]) -> Event | None:
-        """What it must be told of a request that came before it did. None: it does not know the replicas yet."""
         active = self._open[request]
         return active.whereabouts(named, self._request(active.asked, 0.0))
 

@@ -47,7 +47,6 @@ OF_STATUS: dict[int, tuple[FailureKind, Blame]] = {
     502: ("transfer", "source"),
     504: ("timeout", "self"),
 }
-"""What a status means where the code says nothing."""
 
 
 def refused(status: int, code: object, has_source: bool) -> EngineFault:

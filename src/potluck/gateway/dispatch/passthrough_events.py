@@ -14,7 +14,6 @@ TEXTS = ("content", "reasoning", "reasoning_content", "refusal")
 HIDDEN = ("prompt_token_ids", "kv_transfer_params")
 ONCE = ("finish_reason", "stop_reason")
 LISTS = ("tokens", "token_logprobs", "top_logprobs", "text_offset", "content", "refusal")
-"""Of log probabilities: a completion's, and a chat's."""
 
 
 class DifferentAnswer(PotluckError):
@@ -70,7 +69,6 @@ class ChoiceSoFar:
             self.facts.setdefault(f"id {index}", call.get("id"))
 
     def beyond(self, told: ChoiceSoFar) -> Json | None:
-        """What this has beyond what was told, as one choice of an event; None for nothing."""
         for name in told.texts.keys() & self.texts.keys():
             _must_begin_alike(self.texts[name], told.texts[name])
         for name in told.lists.keys() & self.lists.keys():
@@ -141,7 +139,6 @@ class MergedEvents:
         self._told: list[Json] = []
         """Choices that the client has, in the first attempt's words."""
         self._whole: ChoiceSoFar | None = None
-        """The same together, once there was a second attempt."""
         self._now: ChoiceSoFar | None = None
         self._created: object = None
 
@@ -160,7 +157,6 @@ class MergedEvents:
         self._now = ChoiceSoFar()
 
     def event(self, said: Json) -> bytes:
-        """An event of the attempt as the client gets it; nothing where it has that already."""
         choices = [each for each in said.get("choices") or () if isinstance(each, dict)]
         if self._now is not None:
             choices = self._news(choices)
@@ -198,7 +194,6 @@ class MergedEvents:
 
 
 def _says(choice: Json) -> bool:
-    """Whether a client that asked for no tokens learns anything from it."""
     delta = choice.get("delta")
     told = (
         choice.get("text") or choice.get("finish_reason") or choice.get("token_ids") or choice.get("logprobs")
@@ -232,7 +227,6 @@ class PassthroughEvents:
         self._whole = None
 
     def say(self, events: list[dict[str, Any]], *, stream: bool) -> None:
-        """Raises Otherwise where the client has other words already."""
         if not stream:
             self._whole = self._retold.whole(events[-1])
             return

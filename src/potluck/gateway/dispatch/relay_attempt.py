@@ -81,7 +81,6 @@ def ids_of(text: bytes | None) -> list[int]:
 def continuation(
     body: bytes, chat: bool, served: str, tokens: Sequence[int], most: int, streamed: int, salt: str
 ) -> bytes | None:
-    """The rest of an answer as a completion of its tokens; None where it depends on more than those."""
     asked: dict[str, Any] = json.loads(body)
     if any(asked.get(name) not in (None, [], {}, 0, False, "", "none", "auto") for name in STRANGE):
         return None
@@ -126,7 +125,6 @@ class EventRewriter:
         return b"data: " + json.dumps(made, separators=(",", ":")).encode() + b"\n\n"
 
     def closing(self, body: bytes) -> bytes:
-        """The end of an answer that has all its tokens, and whose server died before it said so."""
         last: dict[str, Any] = {"index": 0, "text": "", "logprobs": None, "finish_reason": "length"}
         said = [{**self._head, "choices": [self._choice(last)]}]
         options = json.loads(body).get("stream_options") or {}
@@ -178,7 +176,6 @@ def _chat_logs(logs: dict[str, Any]) -> dict[str, Any]:
 
 
 SILENCE_S = 600.0
-"""An answer that is not streamed says nothing until all of it is there."""
 MOST_BYTES = 64 << 20
 """Of an answer that is not streamed, and of one event."""
 CLIENTS_FAULT = frozenset(range(400, 500)) - {401, 403, 404, 408, 429}
@@ -203,9 +200,7 @@ class RelayAttempt(RunningAttempt, AwaitingReply):
     _usage = b""
     _asks_ids = False
     _flat = False
-    """Whether what comes is passed on as it is: nothing of it is to be kept or written anew."""
     _ended = False
-    """Whether the stream said that it is whole."""
     _rewriter: EventRewriter | None = None
 
     def __init__(
@@ -370,7 +365,6 @@ class RelayAttempt(RunningAttempt, AwaitingReply):
     # A stream.
 
     def _events(self, data: bytes) -> None:
-        """Whole events: passed on as they are, or without the tokens that only we asked for, or written anew."""
         if not self.flows:
             self.computed(self.heard_s)
             self.flows = True
@@ -410,7 +404,6 @@ class RelayAttempt(RunningAttempt, AwaitingReply):
         self._request.answer.relay_begin(200, self._kind)
 
     def _noted(self, event: bytes) -> bytes:
-        """An event without its tokens, which are kept."""
         self._note(event)
         return TOKEN_IDS.sub(b"", PROMPT_IDS.sub(b"", event)) + EVENT_END
 
@@ -438,7 +431,6 @@ class RelayAttempt(RunningAttempt, AwaitingReply):
     # Its end.
 
     def _length(self, said: bytes) -> int:
-        """All of it is there; how long it was is told by the usage, or by how many parts it had."""
         stream, asked = self.stream, self._request.asked
         found = said.rfind(b'"completion_tokens":')
         tokens = 0

@@ -33,19 +33,14 @@ GONE_S = 1.0
 HEARD_S, GAPS = 0.5, 3.0
 HANDOVER_S = 60.0
 START_GAP_S, START_TOKEN_S = 0.2, 2e-3
-"""Before anything is known of an engine: between tokens, and for each token of a prompt."""
 RECENT = 16
 """What was observed lately counts as much as so many observations."""
 
 
 class AwaitingReply(ABC):
-    """Somebody who is to hear from an engine. What it says of itself is read by the watch."""
-
     pulse: EnginePulse | None = None
     owes = False
-    """Whether the engine has something to say now."""
     flows = False
-    """Whether it has begun to say it."""
     since_s = 0.0
     """Since when it owes, or last was read again."""
     heard_s = 0.0
@@ -73,7 +68,6 @@ class AwaitingReply(ABC):
         self.owes = False
 
     def hear(self, now_s: float) -> None:
-        """Something came: how its engine is doing is learned from when."""
         pulse = self.pulse
         if pulse is not None:
             pulse.heard_s = now_s
@@ -107,8 +101,6 @@ class EnginePulse:
 
 
 class SilenceMonitor:
-    """All engines that something is expected of. `later` is the event loop's `call_later`."""
-
     def __init__(
         self,
         directory: ReplicaDirectory,

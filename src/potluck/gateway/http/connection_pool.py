@@ -29,29 +29,23 @@ SWEEP_S = 1.0
 log = logging.getLogger(__name__)
 
 
-class IdleWatched(Protocol):
-    heard_s: float
-    silence_s: float
-    slot: int
-    """Where it is looked at next, which only the wheel writes; 0: nowhere."""
-
-    def awaited(self) -> bool | None:
-        """Whether its silence counts; None when nothing is awaited."""
-
-    def silent(self) -> None:
-        """It was, for too long."""
-
-
 class TimerWheel:
+    """Silence, noticed at the cost of one timer for all.
+
+    A connection is put into the slot of the moment at which it would be silent for too long. When that comes, those
+    that were heard in between move on to their next slot: hearing something costs one assignment. Time in which the
+    event loop itself stood still does not count: what came meanwhile has not been read yet.
+    """
+
     def __init__(self) -> None:
         self.now_s = 0.0
         """Time in which there was somebody to listen."""
-        self._slots: dict[int, list[IdleWatched]] = {}
+        self._slots: dict[int, list[EngineConnection]] = {}
         self._slot = 0
         self._ticked_s = 0.0
         self._timer: asyncio.TimerHandle | None = None
 
-    def watch(self, watched: IdleWatched) -> None:
+    def watch(self, watched: EngineConnection) -> None:
         """From now on, as long as something is awaited of it. Need not be called for one whose slot comes in time."""
         watched.heard_s = self.now_s
         self._put(watched)
@@ -62,7 +56,7 @@ class TimerWheel:
             self._timer = None
         self._slots.clear()
 
-    def _put(self, watched: IdleWatched) -> None:
+    def _put(self, watched: EngineConnection) -> None:
         if self._timer is None:
             self._ticked_s = time.monotonic()
             self._timer = asyncio.get_running_loop().call_later(TICK_S, self._tick)
@@ -86,7 +80,7 @@ class TimerWheel:
         else:
             self._timer = None
 
-    def _look(self, watched: IdleWatched) -> None:
+    def _look(self, watched: EngineConnection) -> None:
         counts = watched.awaited()
         if counts is None:
             return
@@ -128,8 +122,6 @@ DEAF = _Deaf()
 
 
 class EngineCall:
-    """The `Call` of parts.py: a request on its way, or being answered."""
-
     __slots__ = (
         "_calls", "address", "bodiless", "connecting", "data", "fresh", "listener", "over", "paused", "sent_s",
         "silence_s", "wire",
@@ -207,7 +199,6 @@ class EngineConnection(asyncio.Protocol):
         self._reader = ResponseReader(False)
         self._paused = False
         self.kept_s = 0.0
-        """Since when nobody uses it."""
 
     def take(self, call: EngineCall) -> None:
         assert self._transport is not None
@@ -225,6 +216,7 @@ class EngineConnection(asyncio.Protocol):
     # For the wheel.
 
     def awaited(self) -> bool | None:
+        """Whether its silence counts; None when nothing is awaited."""
         return None if self._call is None else not self._call.paused
 
     def silent(self) -> None:
@@ -345,7 +337,6 @@ class ConnectionPool:
         self._connect_s, self._idle_s = connect_s, idle_s
         self._most = open_files() * SHARE_OF_FILES if most is None else most
         self._kept: dict[Address, list[EngineConnection]] = {}
-        """Of each address, the one used last at the end."""
         self._wires: set[EngineConnection] = set()
         self._connecting: set[asyncio.Task[None]] = set()
         self._heads: dict[tuple[Address, bytes, bytes], bytes] = {}
@@ -386,7 +377,6 @@ class ConnectionPool:
         return call
 
     async def close(self) -> None:
-        """What is under way is cut off, and its listeners are told."""
         for wire in tuple(self._wires):
             wire.end("was left: the gateway ends")
         for task in tuple(self._connecting):
@@ -414,7 +404,6 @@ class ConnectionPool:
             kept.remove(wire)
 
     def again(self, call: EngineCall) -> None:
-        """The kept connection was stale."""
         self._open(call)
 
     # Connections.
@@ -465,7 +454,6 @@ class ConnectionPool:
         wire.take(call)
 
     def _make_room(self) -> bool:
-        """Close the connection that was idle longest."""
         idle = [wires[0] for wires in self._kept.values() if wires]
         if not idle:
             return False

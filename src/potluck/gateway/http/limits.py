@@ -12,15 +12,12 @@ SHARE_OF_FILES = 0.45
 
 @dataclass(frozen=True, slots=True)
 class HttpLimits:
-    """All of it holds before anything is parsed or asked of anybody."""
-
     line_bytes: int = 8_192
     head_bytes: int = 16_384
     fields: int = 100
     body_bytes: int = 8_000_000
     bodies_bytes: int = 256_000_000
     connections: int = 65_536
-    """At once, and no more than there are files for."""
     head_s: float = 10.0
     """In which a request's line and headers must have come."""
     body_s: float = 30.0
@@ -28,13 +25,11 @@ class HttpLimits:
     body_bytes_per_s: int = 32_768
     idle_s: float = 75.0
     stalled_s: float = 30.0
-    """How long an answer waits for a client that reads nothing."""
     linger_s: float = 5.0
     """How long the rest of what was refused is read and thrown away, so that the client sees the answer."""
 
 
 def open_files() -> float:
-    """How many files this process may have open; on some systems there is no such limit."""
     try:
         import resource
     except ModuleNotFoundError:
@@ -44,7 +39,6 @@ def open_files() -> float:
 
 
 def allow_open_files() -> None:
-    """As many as the system lets us have: each request may need two."""
     try:
         import resource
     except ModuleNotFoundError:

@@ -39,7 +39,6 @@ _statuses_read: dict[bytes, tuple[int, bool]] = {}
 
 
 def request_line(line: bytes) -> tuple[bytes, bytes, bytes, bool]:
-    """Method, path, query, and whether it is HTTP/1.1."""
     return _requests_read.get(line) or _request_line(line)
 
 
@@ -62,7 +61,6 @@ def _request_line(line: bytes) -> tuple[bytes, bytes, bytes, bool]:
 
 
 def status_line(line: bytes) -> tuple[int, bool]:
-    """The status, and whether it is HTTP/1.1."""
     found = _statuses_read.get(line)
     if found is not None:
         return found
@@ -78,7 +76,6 @@ def status_line(line: bytes) -> tuple[int, bool]:
 
 
 def fields(lines: Sequence[bytes]) -> dict[bytes, bytes]:
-    """Header lines, without the first one; names in small letters."""
     found = dict(map(_fields_read.__getitem__, lines))
     return found if len(found) == len(lines) else _joined(lines)
 
@@ -112,7 +109,6 @@ def field(line: bytes) -> tuple[bytes, bytes]:
 
 
 def length_of(headers: dict[bytes, bytes], v11: bool) -> int:
-    """Of a body: bytes, CHUNKED or NO_LENGTH."""
     length, coding = headers.get(b"content-length"), headers.get(b"transfer-encoding")
     if coding is None:
         if length is None:
@@ -140,7 +136,6 @@ def stays(headers: dict[bytes, bytes], v11: bool) -> bool:
 
 _SIZE = re.compile(rb"([0-9A-Fa-f]{1,8})(?:[ \t]*;[\t\x20-\x7e\x80-\xff]*)?")
 LINE_BYTES = 1024
-"""Of a chunk's size with its extensions, and of a trailer."""
 TRAILERS = 32
 SIZES: dict[bytes, int] = {}
 """Lines of sizes that were read, short ones other than 0; there are not many."""
@@ -155,7 +150,6 @@ class ChunkedReader:
 
     def __init__(self) -> None:
         self.left = SIZE_LINE
-        """Bytes of a chunk that have not come, or what is awaited."""
         self.held = b""
         self._trailers = 0
         self.over = False
@@ -212,7 +206,6 @@ class ChunkedReader:
         return b"".join(pieces)
 
     def _trailer(self, data: bytes, at: int) -> int:
-        """A line after the last chunk: a field that nobody reads, or the empty line that ends it all."""
         stop = data.find(b"\r\n", at, at + LINE_BYTES)
         if stop < 0:
             self._hold(data, at)
@@ -270,7 +263,6 @@ class RequestReader:
     def __init__(self, limits: HttpLimits) -> None:
         self._limits = limits
         self._buffer = b""
-        """What was not looked at, or is a part of a head."""
         self._scanned = 0
         self._coming: HttpRequest | None = None
         self._left = 0
@@ -347,7 +339,6 @@ class RequestReader:
         return request
 
     def _head(self) -> HttpRequest | None:
-        """What comes before a body; `_scanned` then says where that begins."""
         limits = self._limits
         if self._buffer.startswith(b"\r\n"):  # Some send one too many after a body; it means nothing.
             self._buffer, self._scanned = self._buffer.lstrip(b"\r\n"), 0
@@ -403,7 +394,6 @@ class ResponseReader:
 
     def __init__(self, bodiless: bool) -> None:
         self._bodiless = bodiless
-        """It answers HEAD: its length is that of what is not sent."""
         self._buffer = b""
         self._chunks: ChunkedReader | None = None
         self._left = 0
@@ -433,7 +423,6 @@ class ResponseReader:
         return self._head(data)
 
     def closed(self) -> bool:
-        """The connection ended: whether that is this answer's end."""
         if self.status and self._left == NO_LENGTH and not self.over:
             self._ends(True)
         return self.over

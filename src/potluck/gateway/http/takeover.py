@@ -39,7 +39,6 @@ class InheritedSockets:
         self._link = link
         self.clients, self.operators = clients, operators
         self.cordons = cordons
-        """Who gets nothing new, as operators told the one before."""
 
     def serving(self) -> None:
         with contextlib.suppress(OSError):  # it has ended by itself
@@ -61,7 +60,6 @@ def _short(path: Path) -> Iterator[str]:
 
 
 def take_over(path: Path) -> InheritedSockets | None:
-    """The ports of whoever serves here; None where nobody does."""
     link = socket.socket(socket.AF_UNIX)
     link.settimeout(ANSWER_S)
     try:
@@ -81,8 +79,6 @@ def take_over(path: Path) -> InheritedSockets | None:
 
 
 class SocketHandover:
-    """Waits for a successor; `handed` is called once it serves."""
-
     def __init__(
         self,
         path: Path,
@@ -145,7 +141,6 @@ class SocketHandover:
         link.close()
 
     def close(self) -> None:
-        """The path is removed unless it is a successor's by now."""
         self._loop.remove_reader(self._door)
         self._door.close()
         for link in tuple(self._links):

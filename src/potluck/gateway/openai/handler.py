@@ -58,7 +58,6 @@ T = TypeVar("T")
 INLINE_CHARS = 500
 """Up to here a text is tokenised at once: it takes less time than handing it to a thread and back."""
 MOST_WAITING_CHARS = 64_000_000
-"""Of all texts that wait for a thread or are in one; beyond it new ones are turned away."""
 THREADS = 2
 
 
@@ -71,7 +70,6 @@ class TokenizerPool:
         self.waiting_chars = 0
 
     def do(self, chars: int, task: Callable[[], T], then: Callable[[T | Exception], None]) -> None:
-        """Errors of a short task are raised, since it is done before this returns."""
         if chars <= INLINE_CHARS:
             then(task())
             return
@@ -104,7 +102,6 @@ class TokenizerPool:
 log = logging.getLogger(__name__)
 
 Ready = Callable[[str], str]
-"""Why a model cannot be served now; empty when it can."""
 MOST_SALTS = 100_000
 POST_ONLY = frozenset({b"/v1/completions", b"/v1/chat/completions", b"/v1/responses"})
 UNSERVED = frozenset(
@@ -117,7 +114,6 @@ UNSERVED = frozenset(
 class HandlerSettings:
     classes: frozenset[str] = frozenset(each.name for each in CLASSES)
     secret: bytes = b""
-    """From which tenants' salts are made; empty: made up at the start."""
     sharing: tuple[PrefixSharing, ...] = ()
     """Which tenants may use each other's cached prefixes."""
     served: ServedNames = ServedNames()
@@ -152,7 +148,6 @@ class ClientHandler(OpenRequests):
         self._hosts: set[bytes] = set()
         self._openapi = b""
         self.closing = ""
-        """Why nothing new is taken; empty while it is."""
 
     def __call__(self, exchange: Exchange) -> None:
         given = exchange.headers.get(b"x-request-id")
@@ -292,7 +287,6 @@ class ClientHandler(OpenRequests):
         return card
 
     def _adapters(self) -> dict[str, ModelCard]:
-        """Adapters that engines have loaded, as models of their own."""
         found = {} if self._directory is None else self._directory.adapters()
         return {
             name: replace(self._cards[base], name=name, base=base)
@@ -406,7 +400,6 @@ class ClientHandler(OpenRequests):
             )
 
     def _say_ready(self, exchange: Exchange, tag: tuple[bytes, bytes]) -> None:
-        """All models, or the one that ?model=NAME names."""
         wanted = [_unquoted(part[6:]) for part in exchange.query.split(b"&") if part.startswith(b"model=")]
         models = [self._card(name).name for name in wanted] or list(self._cards)
         reasons = {model: reason for model in models if (reason := self._ready(model))}
@@ -423,7 +416,6 @@ class ClientHandler(OpenRequests):
 
 
 def openapi(models: Iterable[str]) -> bytes:
-    """The description of what this port serves, with the models that there are."""
     found = json.loads(resources.files("potluck.gateway").joinpath("data/openapi.json").read_bytes())
     for name in ("CompletionRequest", "ChatRequest", "ResponseRequest"):
         found["components"]["schemas"][name]["properties"]["model"]["enum"] = list(models)
@@ -431,7 +423,6 @@ def openapi(models: Iterable[str]) -> bytes:
 
 
 def _outcome(error: HttpRefusal) -> str:
-    """Why a request was turned away at the door, in a word."""
     if error.status == 429:
         return "limited"
     return "internal" if error.status == 500 else "invalid" if error.status < 500 else "closing"

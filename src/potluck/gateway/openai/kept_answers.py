@@ -29,9 +29,7 @@ from potluck.gateway.http.server import STREAM_HEADERS, Exchange
 from potluck.gateway.values import AnswerSink, ChoiceRequest
 
 KEPT_S = 60.0
-"""From an answer's end, or its writer's, until it is forgotten."""
 SWEEP_S = 60.0
-"""How often files are looked for that dead processes left."""
 MOST_ANSWER_BYTES = 8_000_000
 MOST_BYTES = 64_000_000
 """Of all that this process has written and not forgotten; beyond it the oldest go first."""
@@ -47,7 +45,6 @@ Frame = tuple[bytes, bytes]
 
 
 def frames_of(data: bytes, start: int = 0) -> tuple[list[Frame], int]:
-    """Those that are whole, and where the next one begins."""
     found, at = [], start
     while at + _FRAME.size <= len(data):
         kind, size = _FRAME.unpack_from(data, at)
@@ -61,10 +58,7 @@ def frames_of(data: bytes, start: int = 0) -> tuple[list[Frame], int]:
 
 @dataclass(frozen=True, slots=True)
 class PartialAnswer:
-    """What a writer that died had of an answer."""
-
     word: str
-    """Its name, and that of its record of use."""
     created_s: float
     seed: int | None
     tokens: tuple[tuple[SampledToken, ...], ...]
@@ -75,7 +69,6 @@ class RepeatKey:
     name: str
     digest: str
     lasting: bool
-    """Whether it is computed to its end although its client left."""
 
 
 def asked_of(
@@ -132,8 +125,6 @@ class KeptAnswer:
 
 
 class AnswerReader:
-    """An answer that was written down, or is being so by somebody else; read as it grows."""
-
     def __init__(self, file: int) -> None:
         self._file, self._at, self._rest = file, 0, b""
 
@@ -182,7 +173,6 @@ class KeptAnswers:
         return None
 
     def _found(self, path: Path, file: int, asked: RepeatKey) -> KeptAnswer | AnswerReader | None:
-        """None: it is gone by now."""
         keep = False
         try:
             stat = os.fstat(file)
@@ -271,7 +261,6 @@ def _meta(frames: Sequence[Frame]) -> dict[str, object]:
 
 
 def _had(meta: dict[str, object], frames: Sequence[Frame]) -> PartialAnswer | None:
-    """None where it cannot be gone on with: it is answered anew."""
     word, created_s, seed = meta.get("word"), meta.get("created_s"), meta.get("seed")
     if not isinstance(word, str) or not isinstance(created_s, float):
         return None
@@ -374,7 +363,6 @@ class AnswerRecording:
     def begins(
         self, asks: list[ChoiceRequest], word: str, created_s: float
     ) -> tuple[list[ChoiceRequest], str, float]:
-        """With the name, the time and the chance of one that died, if it can be continued."""
         one = asks[0] if len(asks) == 1 and asks[0].prompt and asks[0].vocab and not asks[0].own else None
         had = self._kept.had
         if had is not None:
@@ -421,7 +409,6 @@ class AnswerFollower:
     def __init__(
         self, exchange: Exchange, seen: AnswerReader, request: str, repeats: KeptAnswers, again: Again
     ) -> None:
-        """`request` is its own id; `again` asks anew, where nothing comes of what it reads."""
         self._exchange, self._seen, self._request = exchange, seen, request
         self._later, self._again = repeats.later, again
         self._head: tuple[int, list[tuple[bytes, bytes]], bool] | None = None

@@ -118,7 +118,6 @@ class SharedUse:
 log = logging.getLogger(__name__)
 
 LOOK_S = 1.0
-"""How soon a change of the file is seen."""
 MOST_BYTES = 32_000_000
 LONGEST_KEY = 512
 MOST_RECENT = 4096
@@ -152,7 +151,6 @@ class ApiKey:
 
 
 def nobody(now_s: float) -> ApiKey:
-    """Whoever asks where no key is asked for."""
     return ApiKey("", DEFAULT_TENANT, KeyQuota(Quota(), now_s))
 
 
@@ -177,7 +175,6 @@ class KeyRing:
         self.open = False
         """Whether nobody must show a key."""
         self.problem = ""
-        """Why the file as it is now is not used; empty when it is."""
         self._seen = self._stamp()
         self._next_look_s = now_s + LOOK_S
         self._by_digest = self._read(now_s)
@@ -193,7 +190,6 @@ class KeyRing:
         return self.open
 
     def shown(self, authorization: bytes | None, now_s: float) -> ApiKey | None:
-        """Whose key a client shows where none is asked for; None: it is none that holds."""
         if authorization is None or not self._by_digest:
             return None
         try:
@@ -202,7 +198,6 @@ class KeyRing:
             return None
 
     def who(self, authorization: bytes | None, now_s: float) -> ApiKey:
-        """Whose key a client shows; raises for none, an unknown or an old one."""
         if now_s >= self._next_look_s:
             self.look(now_s)
         found = self._recent.get(authorization) or self._find(authorization)
@@ -344,7 +339,6 @@ def read_expiry(text: str) -> float:
 
 
 def new_key(name: str, tenant: str | None = None, **more: object) -> tuple[str, str]:
-    """A key, to be shown once, and its line for the file; `more` are its limits."""
     key = "pk-" + secrets.token_urlsafe(32)
     digest = hashlib.sha256(key.encode()).hexdigest()
     line = json.dumps({"name": name, "sha256": digest, "tenant": tenant or name, **more})
@@ -377,7 +371,6 @@ class Quota:
                 raise InputError(name, f"must be above 0, is {value}")
 
     def shared(self, among: int) -> Quota:
-        """One part of so many equal ones; of requests at once everybody has at least one."""
         requests, tokens, once = self.requests_per_min, self.tokens_per_min, self.concurrent
         return Quota(
             None if requests is None else requests / among,
@@ -421,7 +414,6 @@ class TokenBucket:
         return 0.0
 
     def left(self, now_s: float) -> tuple[float, float, int]:
-        """How much it holds at most, how much is there, and in how many seconds it will be full."""
         level = self._level if now_s == self._seen_s else self.level(now_s)
         return self.most, level if level > 0.0 else 0.0, ceil((self.most - level) / self.rate_per_s)
 
@@ -444,7 +436,6 @@ class KeyQuota:
         self.change(quota, now_s)
 
     def change(self, quota: Quota, now_s: float) -> None:
-        """Other limits from now on; a bucket whose limit is the same keeps its level."""
         if quota.requests_per_min != self.quota.requests_per_min:
             self._requests = (
                 None if quota.requests_per_min is None else TokenBucket(quota.requests_per_min, now_s)
@@ -454,7 +445,6 @@ class KeyQuota:
         self.quota = quota
 
     def enter(self, now_s: float) -> QuotaExceeded | None:
-        """One more request, unless there is no room for it. `leave` ends it."""
         most = self.quota.concurrent
         if self._row is not None:
             self._hear(self._row, now_s)
@@ -489,7 +479,6 @@ class KeyQuota:
         return None
 
     def leave(self, charged: int, used: int) -> None:
-        """A request has ended: what was charged for it is put right."""
         self.open -= 1
         if used != charged and self._tokens is not None:
             self._tokens.take(float(used - charged))

@@ -44,10 +44,8 @@ GUESSED_CHARS = 4.0
 LEAST_CHARS, MOST_CHARS = 0.5, 16.0
 """Whatever is said, no fewer and no more are believed."""
 RECENT = 64
-"""What was seen lately counts as much as so many prompts."""
 FEW, SAMPLE = 8, 512
 MARGIN = 1.5
-"""How far off a reckoned length may be."""
 MOST_KEPT = 10_000
 
 
@@ -68,7 +66,6 @@ class TenantLength:
         self.chars_per_token = min(MOST_CHARS, max(LEAST_CHARS, self._chars / self._tokens))
 
     def sampled(self) -> bool:
-        """Whether the next prompt is to be tokenised to learn from it."""
         self.asked += 1
         return self.asked <= FEW or self.asked % SAMPLE == 0
 
@@ -90,11 +87,9 @@ class LengthEstimates:
 
 
 ENGINES = EngineAbilities(frozenset({"service_tier"}), most_logprobs=MOST_LOGPROBS, draws=True)
-"""What engines can do that run segments; a service tier is the gateway's own affair."""
 OWN_FORM = "potluck"
 """Configurations that the engine writes itself, such as the shipped hybrid model's."""
 LONGEST_CHARS = 16
-"""Of a token, where nobody can tokenise."""
 REMEMBER_BYTES = 8 << 20
 """Of a model's texts that were tokenised lately, with their tokens: some 1,000 prompts of 1,000 tokens."""
 
@@ -109,12 +104,10 @@ class ModelCard:
     """Only servers of plain OpenAI have it: what they can do is theirs to say, and bodies go on as they came."""
     defaults: SamplingDefaults = field(default_factory=SamplingDefaults)
     ends: frozenset[int] = frozenset()
-    """Tokens that end an answer and are not shown."""
     vocab: int = 0
     able: EngineAbilities = ENGINES
     created_s: int = 0
     base: str = ""
-    """Of an adapter: the model that it is one of. Empty: it is a model itself."""
     most_chars: int = field(default=0, init=False)
     """A longer prompt cannot fit, whatever its tokens."""
 
@@ -136,7 +129,6 @@ class ModelCard:
 def read_card(
     name: str, directory: str | Path, *, context_tokens: int = 0, plain: bool = False, created_s: int = 0
 ) -> ModelCard:
-    """A card from a model's files: tokenizer.json, config.json, generation_config.json, those that are there."""
     folder = Path(directory)
     text = ModelTokenizer.read(folder, REMEMBER_BYTES)
     generation = read_generation(folder)
@@ -203,7 +195,6 @@ class ValidatedRequest:
     stream: bool
     chars: int
     own_salt: str | None = None
-    """What the client itself sets its cached prefixes apart by."""
     length: TenantLength | None = None
     """By what its tokens are reckoned, where all of it is text for servers of plain OpenAI."""
     manner: RequestOptions = RequestOptions()
@@ -212,7 +203,6 @@ class ValidatedRequest:
 
     @property
     def usage_said(self) -> bool:
-        """Whether every part of a stream says something of the usage."""
         options = None if self.asked is None else self.asked.stream_options
         return options is not None and (options.include_usage or options.continuous_usage_stats)
 
@@ -272,7 +262,6 @@ def _chars(prompts: list[Prompt], messages: list[Message] | None) -> int:
 
 
 def understand(validated: ValidatedRequest) -> CompletionRequest | ChatRequest:
-    """Reads what was left to a server, where its tokens are told instead of its text."""
     try:
         found = validate(replace(validated.card, plain=False), validated.body, chat=validated.chat).asked
         assert found is not None
@@ -282,7 +271,6 @@ def understand(validated: ValidatedRequest) -> CompletionRequest | ChatRequest:
 
 
 def validate_plain(card: ModelCard, body: dict[str, object], chat: bool) -> ValidatedRequest:
-    """Read as far as the gateway itself must know it."""
     prompts: list[Prompt] = []
     messages: list[Message] | None = None
     if chat:
@@ -419,9 +407,7 @@ class Submission:
             body,
         )
         self.prompt_tokens = 0
-        """Each prompt counts once, however many answers it gets."""
         self.expected_tokens = 0
-        """Prompt and answers, before anything is known of the answers."""
         self.estimated = False
         self._seed: int | None = None
         self._ends: tuple[int, ...] = ()
@@ -464,7 +450,6 @@ class Submission:
         self.expected_tokens = self.prompt_tokens + longest * answers
 
     def _room(self, card: ModelCard, prompt_tokens: int) -> int:
-        """Output tokens that fit behind a prompt; an error if there is not room for those asked for."""
         limit = self._validated.limit
         room = card.context_tokens - prompt_tokens
         if room < (limit or 1) and not self.estimated:
@@ -538,7 +523,6 @@ def text_stream_of(validated: ValidatedRequest) -> TextStream | None:
 
 
 def ends_of(validated: ValidatedRequest) -> frozenset[int]:
-    """Tokens that end an answer and are not shown."""
     asked = validated.asked
     if asked is None:
         return validated.card.ends

@@ -39,7 +39,6 @@ from potluck.gateway.openai.requests import ValidatedRequest, text_stream_of, un
 from potluck.gateway.values import RequestOutcome, TokenCounts
 
 TAIL_BYTES = 2048
-"""Of the end of an answer, where its usage stands."""
 PIECES = 16
 """That are kept before they are put together and cut: not with each of them."""
 PART = b"data:"
@@ -57,7 +56,6 @@ class StreamTail:
         self.pieces: list[bytes] = []
 
     def add(self, data: bytes) -> int:
-        """How many parts of a stream begin in it."""
         self.pieces.append(data)
         if len(self.pieces) > PIECES:
             self.cut()
@@ -72,7 +70,6 @@ class StreamTail:
 
 
 def counted(data: bytes) -> TokenCounts:
-    """The usage that a server told last in these bytes; None where it told none."""
     start = data.rfind(b'"usage"')
     if start < 0:
         return NOTHING_SAID
@@ -92,7 +89,6 @@ class EventParser:
         self._held = b""
 
     def feed(self, data: bytes) -> list[dict[str, object]]:
-        """The JSON objects that are whole now."""
         *lines, self._held = (self._held + data).split(b"\n")
         found = []
         for line in lines:
@@ -113,7 +109,6 @@ def parsed(data: bytes) -> dict[str, object]:
 
 
 GONE = 499
-"""The status that is counted where a client left before there was one."""
 
 
 class OpenRequests:
@@ -135,13 +130,11 @@ class ResponseWriter:
     _choices = 1
     _left = output = _cached = prompt_tokens = 0
     charged = 0
-    """Tokens that were taken off the key's at first."""
     first_s: float | None = None
     _head: ReplyHead | None = None
     _created_s = 0.0
     _word = ""
     recording: AnswerRecording | None = None
-    """Where it is kept for whoever asks again."""
     gap: Callable[[float], None] | None = None
     """Hears what is between two tokens, as soon as there was one."""
 
@@ -179,7 +172,6 @@ class ResponseWriter:
 
     @property
     def head(self) -> ReplyHead:
-        """Made when it is needed: a server of plain OpenAI writes its own."""
         if self._head is None:
             validated = self.validated
             assert validated is not None
@@ -200,7 +192,6 @@ class ResponseWriter:
 
     @property
     def verbatim(self) -> bool:
-        """Whether a server's bytes may go on as they come."""
         return len(self.voices) == 1
 
     # What a voice says.
@@ -224,13 +215,11 @@ class ResponseWriter:
         self._exchange.write(data)
 
     def begin(self, status: int, kind: tuple[bytes, bytes]) -> Callable[[bytes], None]:
-        """What parts are said with from now on."""
         self._begun = True
         self._exchange.begin(status, (kind, self._tag), STREAM_HEADERS + self.limits)
         return self._exchange.write
 
     def usage_so_far(self) -> str:
-        """What a part says of the usage, if it says anything of it."""
         assert self.validated is not None
         asked = self.validated.asked
         if asked is not None and asked.stream_options.continuous_usage_stats:
@@ -275,7 +264,6 @@ class ResponseWriter:
         )
 
     def relayed(self, status: int, kind: bytes, body: bytes | None, counts: TokenCounts) -> None:
-        """A server has said all of it: `body` where nothing was passed on yet."""
         if self.over:
             return
         if counts.output is not None and counts.prompt is not None:
@@ -370,9 +358,7 @@ REFUSALS: Mapping[RefusalReason, tuple[int, str]] = {
     "retries": (502, "upstream_failed"),
     "lost": (502, "upstream_failed"),
 }
-"""What the Brain says no with, as a status and a code."""
 AGAIN = frozenset({429, 503})
-"""With these comes Retry-After."""
 
 
 class RateLimited(HttpRefusal):
@@ -429,7 +415,6 @@ class ChoiceWriter:
 
     over = begun = False
     choice: Json | None = None
-    """As a server said it, of several."""
     finish: str | None = None
     _chunks: ChoiceChunks | None = None
     _offset = _status = _parts = 0
@@ -527,7 +512,6 @@ class ChoiceWriter:
         answering.say(event(answering.head.reply([made], chunk=True, usage=told)))
 
     def _end(self, text: str, finish: str, cached_tokens: int) -> None:
-        """No more comes; `text` is what was not said yet."""
         answering = self._answering
         self.over, self.finish = True, finish
         if not self._validated.stream:
@@ -612,7 +596,6 @@ class ChoiceWriter:
             self.relay_end(counts)
 
     def _merge(self, events: EventParser, data: bytes) -> None:
-        """Parts of one of several choices: said again under the one head."""
         answering = self._answering
         try:
             for part in events.feed(data):

@@ -32,7 +32,6 @@ POINTS = 1_800
 FRAME_S = 10.0
 FRAMES = 360
 MOST_NOTED = 100_000
-"""Requests of one point that are looked at; beyond, the oldest are not."""
 WINDOW = 30
 """Points over which tenants' shares are told: a minute."""
 ANSWERED = frozenset({"stop", "length"})
@@ -41,8 +40,6 @@ Tables = dict[str, dict[str, dict[str, Any]]]
 
 
 class PageHistory:
-    """`told` hears of every request that ended; `look` is called every now and then."""
-
     def __init__(self, slos: Mapping[str, Slo]) -> None:
         self._slos = slos
         self._noted: deque[RequestOutcome] = deque(maxlen=MOST_NOTED)
@@ -56,7 +53,6 @@ class PageHistory:
         return self._last_s is None or now_s - self._last_s >= POINT_S
 
     def look(self, now_s: float, tables: Tables) -> Point:
-        """One more point, of what ended since the last one; times are those of day."""
         span_s = POINT_S if self._last_s is None else max(now_s - self._last_s, 1e-3)
         self._last_s = now_s
         ended = list(self._noted)
@@ -130,7 +126,6 @@ class PageHistory:
         return dict(sum(self._tenants, Counter()))
 
     def columns(self) -> Point:
-        """All points, by column: a figure's list has a place for each time, None where nothing is known."""
         names = {name: None for point in self._points for name in point["models"]}
         figures: Point = next(iter(self._points[-1]["models"].values()), {}) if self._points else {}
         return {
@@ -166,11 +161,9 @@ Heard = SegmentComputed | SegmentDone | FirstToken | AttemptFailed | RequestFini
 _HEARD = (SegmentComputed, SegmentDone, FirstToken, AttemptFailed, RequestFinished, RequestCancelled)
 MOST_ROWS = 4_000
 MOST_SHOWN = 400
-"""Rows under way that are followed live."""
 NEW_PER_S = 24
 """Requests that begin to be followed in a second, of however many come."""
 LATEST = 60
-"""That have ended, and are told to who comes."""
 
 
 class Waterfall:
@@ -185,7 +178,6 @@ class Waterfall:
         self._ended: deque[str] = deque(maxlen=LATEST)
         self._changed: dict[str, None] = {}
         self._begun = (0, 0)
-        """A second, and how many began to be followed in it."""
         self._watched = False
 
     def __call__(self, at_s: float, event: Event, actions: Sequence[Action]) -> None:
@@ -208,12 +200,10 @@ class Waterfall:
         self._watched, self._changed = watched, {}
 
     def latest(self) -> dict[str, Row]:
-        """The last that ended, and the followed that have not."""
         wanted = {*self._ended, *self._shown}
         return {name: row for name, row in self._rows.items() if name in wanted}
 
     def changed(self) -> dict[str, Row]:
-        """Rows that are followed and are not what they were at the last look."""
         found = {name: self._rows[name] for name in self._changed if name in self._rows}
         self._changed = {}
         return found

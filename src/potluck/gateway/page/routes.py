@@ -55,7 +55,6 @@ class StaticFile(NamedTuple):
     body: bytes
     kind: str
     tag: str
-    """Another one when the file is another."""
 
 
 @cache

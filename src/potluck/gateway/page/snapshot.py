@@ -40,7 +40,6 @@ class Rates(Generic[Key]):
         self._new[key] += amount  # type: ignore[assignment]
 
     def look(self, span_s: float) -> dict[Key, float]:
-        """`span_s` since the look before; those below the least are left out."""
         keep = max(0.0, 1.0 - span_s / self._over_s)
         new, self._new = self._new, Counter()
         found = {
@@ -71,8 +70,6 @@ class KvFlows:
 
 
 class FleetSnapshot:
-    """Looks at a center. `look` may be called at any pace; averages go by the time between two."""
-
     def __init__(
         self,
         core: GatewayCore,
@@ -315,7 +312,6 @@ def stages_of(layout: Layout) -> list[Row]:
 
 
 def deployments_of(plan: Plan, price: Any) -> dict[str, Row]:
-    """What the plan has where, for what, at what price."""
     found = {}
     longest = {(each.model, each.bucket): each.longest_tokens for each in plan.buckets}
     for each in plan.deployments:

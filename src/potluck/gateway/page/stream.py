@@ -38,7 +38,6 @@ class PageReader:
         self._messages: deque[bytes] = deque()
         self._news = asyncio.Event()
         self.late = False
-        """It was too slow: what waits for it is not all there was."""
         self.over = False
 
     def put(self, message: bytes) -> None:
@@ -117,7 +116,6 @@ class PageStream:
         }
 
     def moment(self, at_s: float) -> Row | None:
-        """The fleet as it was; None where nothing is known yet."""
         found = self.hour.frame(at_s)
         if found is None:
             return None
@@ -220,7 +218,6 @@ class PageStream:
 
 
 def changes(before: Tables, after: Tables) -> tuple[dict[str, dict[str, Row]], dict[str, list[str]]]:
-    """(fields that have other values, rows that are gone), table by table."""
     changed: dict[str, dict[str, Row]] = {}
     gone: dict[str, list[str]] = {}
     for table, rows in after.items():

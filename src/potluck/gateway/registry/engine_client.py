@@ -17,12 +17,10 @@ from potluck.gateway.registry.engine_list import EngineEntry
 LEAST_S, MOST_S = 0.7, 2.0
 FACTOR = 3.0
 KEEP = 0.95
-"""Of the longest answer, at each one after it: it counts half after 14."""
 
 
 class ResponseTimes(NamedTuple):
     longest_s: float = MOST_S / FACTOR
-    """Of late. One that is new is given the most time."""
 
     @property
     def limit_s(self) -> float:
@@ -39,14 +37,11 @@ MOST_ADAPTERS = 1024
 KINDS = ("added", "removed", "marked", "unmarked")
 EVERYWHERE = ("0.0.0.0", "[::]", "::")
 FIRST_KV_VERSION = 2
-"""Of engines that do not say which: the last one that could not."""
 STATES = ("ready", "degraded", "draining", "drained", "failed")
 
 
 @dataclass(frozen=True, slots=True)
 class LinkCounters:
-    """All that an engine fetched from, or sent to, one other, since it started."""
-
     peer: str
     moved_bytes: float
     goodput_bytes_per_s: float
@@ -71,7 +66,6 @@ class StatusReport:
     adapters: tuple[str, ...] = ()
     version: str = ""
     kv_version: int = 0
-    """Of the format in which caches cross."""
     predicted_s: float = 0.0
     """Of one that acts as a GPU: how long all its steps should have taken since it started ..."""
     took_s: float = 0.0
@@ -120,7 +114,6 @@ def read_status(body: bytes, host: str = "") -> StatusReport:
 
 
 def _reached(kv: str, host: str) -> str:
-    """An engine that listens on all its addresses does not know by which of them others reach it."""
     listens, _, port = kv.rpartition(":")
     return f"{host}:{port}" if host and listens in EVERYWHERE else kv
 
@@ -195,7 +188,6 @@ def _whole(data: dict[str, Any], name: str) -> int:
 
 
 ASK_S = 2.0
-"""An engine that does not answer a plain question within this is as good as gone."""
 MOST_BYTES = 64_000_000
 """Of one answer; a cache that holds a million prefixes says so in half of that."""
 MOVE_S = 30.0
@@ -219,13 +211,10 @@ class EngineRecord:
     cache_after: int = 0
     peers: frozenset[str] | None = None
     drained: bool = False
-    """Whether it was told to take nothing new."""
     drained_elsewhere: bool = False
-    """Whether somebody else told it so: another gateway, or a person."""
     watching: asyncio.Task[None] | None = None
     answers: ResponseTimes = ResponseTimes()
     waited_s: float = 0.0
-    """How long it was waited for since it last answered."""
     told: tuple[float, ReplicaReported | None] = (0.0, None)
     """When the Brain was last told how it fares, and what."""
     links: dict[str, tuple[float, float]] = field(default_factory=dict)
@@ -274,7 +263,6 @@ class EngineClient:
             raise EngineNoAnswer("/v1/models names no model") from error
 
     async def cache(self, engine: EngineRecord) -> tuple[CacheReported, ...]:
-        """Reports of its prefix cache since the last ones; the engine's place in them is moved on."""
         query = b""
         if engine.cache_epoch is not None:
             query = f"?epoch={engine.cache_epoch}&after={engine.cache_after}".encode()

@@ -38,7 +38,6 @@ class EngineEntry:
     index: int | None = None
     region: str = ""
     replica: str = ""
-    """The one replica that it was started for, by its id; a controller says so."""
     served_model: str = ""
     token_ids: bool = False
     """Whether it can be asked for token ids with its text (vLLM's `return_token_ids`)."""
@@ -58,7 +57,6 @@ class EngineEntry:
 
     @property
     def precise(self) -> int:
-        """How much it says about where it belongs; those that say most choose first."""
         said = (self.model, self.template, self.region, "" if self.index is None else "index")
         return 8 * bool(self.replica) + sum(map(bool, said))
 
@@ -141,7 +139,6 @@ def _key(file: str | None, where: str, folder: Path | None) -> str:
 
 
 def address_of(url: str, where: str) -> Address:
-    """Of `http://HOST:PORT` or `https://HOST`; a path would be ignored, so it is refused."""
     try:
         parts = urlsplit(url)
         host, port = parts.hostname, parts.port

@@ -36,10 +36,8 @@ SEGMENT_BYTES = 1448
 class LinkTraffic:
     moved_bytes: float = 0.0
     busy_s: float = 0.0
-    """Of all transfers together."""
     queued_bytes: float = 0.0
     resent_segments: float = 0.0
-    """By all senders of its region."""
     by_sender: dict[str, float] = field(default_factory=dict)
     """Bytes that each has sent or would, by replica."""
 
@@ -73,14 +71,10 @@ def link_reports(
 
 POLL_S = 0.5
 SILENT_S = 2.5
-"""Without an answer for so long, an engine that can still be connected to is lost."""
 WAIT_S = 0.1
 AGAIN_S = 0.5
-"""Between two words that an engine is silent."""
 SAME_S = 2.0
-"""Between two reports to the Brain that say the same."""
 AWAY_S = 0.5
-"""Between two looks at an address where nobody answered."""
 
 
 Answer = TypeVar("Answer")
@@ -135,7 +129,6 @@ class HealthChecker:
                 self._deal(passed, period_s)
 
     def _deal(self, passed: Mapping[tuple[str, str], LinkTraffic], period_s: float) -> None:
-        """Share links out among their senders; each is told when it is next asked how it fares."""
         for report in self.links:
             ends = (report.source, report.target)
             self._shares[ends] = eased(self._shares.get(ends, 1.0), report.lost_share)
@@ -214,7 +207,6 @@ class HealthChecker:
             self._keeper.lost(engine, why)
 
     def _passed(self) -> dict[tuple[str, str], LinkTraffic]:
-        """What crossed each link since the last look, as its receivers say; what waits, as its senders say."""
         registry = self._keeper
         senders = {each.kv: each for each in registry.endpoints if each.kv}
         found: dict[tuple[str, str], LinkTraffic] = {}
@@ -251,7 +243,6 @@ class HealthChecker:
 
 
 LASTS_S = 15.0
-"""How long a grant holds that is not given again."""
 Ends = tuple[str, str]
 
 
@@ -291,9 +282,7 @@ def granted(
 
 
 WINDOW_S = 30.0
-"""Seconds of the GPUs' steps, of all engines together, that are looked back upon."""
 LEAST_S = 1.0
-"""With less than this nothing is said."""
 SLOW = 1.25
 """Times as long as they should that steps may take before it is said."""
 

@@ -65,7 +65,6 @@ class WantedFleet:
     replicas: tuple[tuple[ReplicaSpec, Role, bool, str], ...]
     """(which, its role, whether it is being emptied, the engine's URL or nothing)"""
     stop: tuple[str, ...]
-    """URLs of engines that are nobody any more."""
     replan: Replan | None
     version: int
 
@@ -255,7 +254,6 @@ class ReplicaRegistry(ReplicaDirectory):
             self._changed()
 
     def look(self) -> None:
-        """At every tick: replicas that are empty now, and engines that nobody is."""
         for replica, slot in list(self._posts.items()):
             if slot.draining and slot.ready and not self._busy(replica):
                 slot.ready = False
@@ -289,7 +287,6 @@ class ReplicaRegistry(ReplicaDirectory):
         return engine.up and not engine.replica and usable and not engine.drained_elsewhere
 
     def _unsuited(self, engine: EngineRecord, member: ReplicaSpec) -> str:
-        """Why an engine cannot be a replica beside those that are there; empty when it can."""
         if engine.said is None:
             return ""
         mark = engine.said.fingerprint
@@ -303,7 +300,6 @@ class ReplicaRegistry(ReplicaDirectory):
         return ""
 
     async def _ready(self, engine: EngineRecord, slot: ReplicaSlot) -> None:
-        """Tell a bound engine who it is, and the Brain that it is there."""
         member, said = slot.member, engine.said
         try:
             served = engine.entry.served_model
@@ -344,7 +340,6 @@ class ReplicaRegistry(ReplicaDirectory):
         self._tell(ReplicaReady(member.id, said.kv_version if said else 0))
 
     async def _introduce(self) -> None:
-        """Every engine that is there learns whose caches it may fetch."""
         there = [each for each in self._engines.values() if each.up and each.said and each.said.kv]
         known = frozenset(each.said.kv for each in there if each.said)
         unaware = [each for each in there if each.peers != known]

@@ -36,7 +36,6 @@ MOST_BYTES = 64_000_000
 """Of a line that has not ended, or of what the other side has not read."""
 MOST_KEPT = 100_000
 LAZY_S = 0.005
-"""How long news wait for company that change nothing at once: the other process is woken less often."""
 
 log = logging.getLogger(__name__)
 
@@ -180,12 +179,10 @@ def actions_of(text: str) -> list[Action]:
 
 @lru_cache(maxsize=4096)
 def _alone(replica: str) -> Route:
-    """The same for all requests that one replica does alone."""
     return aggregated(replica)
 
 
 def endpoints_text(endpoints: Iterable[Endpoint], codecs: Codecs) -> str:
-    """Those that can be reached, and how caches cross between their regions."""
     said = [_said_of(each) for each in endpoints]
     return json.dumps({"endpoints": said, "codecs": [[*key, codec] for key, codec in codecs.items()]})
 

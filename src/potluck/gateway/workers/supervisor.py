@@ -50,18 +50,13 @@ log = logging.getLogger(__name__)
 @dataclass
 class BrainProcessContext:
     home: Path
-    """A directory for nobody else's eyes."""
     brain_loop: socket.socket
     clients: Sequence[Sequence[socket.socket]]
-    """The clients' port: for each worker the sockets that it listens on."""
     operators: Sequence[socket.socket] = ()
     life: int = -1
-    """Readable when the parent is gone."""
     again: bool = False
     taken: InheritedSockets | None = None
-    """The gateway whose ports these were, until this one serves."""
     orphaned: bool = False
-    """In a child: whether the parent is gone."""
     tell: Callable[[bytes], None] = lambda said: None
     """In a child: the parent hears it."""
 
@@ -106,13 +101,10 @@ class SupervisedProcess:
     def __init__(self, name: str, run: Callable[[Callable[[bytes], None]], None]) -> None:
         self.name, self._run = name, run
         self.pid = 0
-        """0 while there is none."""
         self.said = b""
-        """What the last one that ended had told."""
         self._said = -1
         self._due_s = 0.0
         self._tries = 0
-        """Starts in a row that came to nothing."""
 
     def look(self, now_s: float) -> int | None:
         """Start it when it is time to; its code if it has just ended."""
@@ -184,8 +176,6 @@ class SupervisedProcess:
 def worker(
     post: BrainProcessContext, place: int, first: Callable[[], None] = lambda: None
 ) -> SupervisedProcess:
-    """A process for clients. `first` is what such a process does before all else."""
-
     def run(tell: Callable[[bytes], None]) -> None:
         first()
         worker_process.run(post.path, place, post.clients[place], lambda: tell(SERVES))

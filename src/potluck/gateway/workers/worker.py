@@ -129,7 +129,6 @@ class WorkerSetup:
     key: str | None
     engine_ca: str | None
     secret: str
-    """From which tenants' salts are made; the same for all."""
     shared_use: str
     start_s: float
     """When the Brain's time began, by the monotonic clock."""

@@ -33,7 +33,6 @@ FLUSH_S = 0.25
 LONELY_S = 10.0
 """How long another Brain is waited for."""
 ORPHAN_S = 5.0
-"""How long answers may then still go on."""
 RETRY_S = 0.02
 
 log = logging.getLogger(__name__)
