@@ -164,8 +164,8 @@ class Operations:
         endpoint = self._core.registry.find(name)
         return {
             "replica": name,
-            **_fields(view.member, "unit", "template", "index", "model", "region", "standby"),
-            **_fields(
+            **fields_of(view.member, "unit", "template", "index", "model", "region", "standby"),
+            **fields_of(
                 view, "role", "state", "doubted", "cordoned", "pace", "open_requests", "open_prefill_tokens"
             ),
             "by_hand": name in self._core.brain.autoscaler.by_hand,
@@ -178,10 +178,14 @@ class Operations:
 
     @staticmethod
     def _engine(engine: EngineRecord) -> Json:
-        row = {"url": engine.entry.url, "kind": engine.entry.kind, **_fields(engine, "up", "replica", "note")}
+        row = {
+            "url": engine.entry.url,
+            "kind": engine.entry.kind,
+            **fields_of(engine, "up", "replica", "note"),
+        }
         if engine.said is None:
             return row | dict.fromkeys(ENGINE_TEXTS, "") | {"uptime_s": 0.0, "kv_version": 0}
-        return row | _fields(engine.said, *ENGINE_TEXTS, "uptime_s", "kv_version")
+        return row | fields_of(engine.said, *ENGINE_TEXTS, "uptime_s", "kv_version")
 
     def set_fleet(self, body: Json) -> Json:
         if self._core.engine_list is not None:
@@ -360,7 +364,7 @@ class Operations:
                     "replica": name,
                     "template": view.member.template,
                     "index": view.member.index,
-                    **_fields(view, "observed_s", "planned_s", "learned_s"),
+                    **fields_of(view, "observed_s", "planned_s", "learned_s"),
                 }
                 for name, view in self._core.brain.fleet.views.items()
                 if view.planned_s > 0
@@ -368,7 +372,7 @@ class Operations:
         }
 
 
-def _fields(value: object, *names: str) -> Json:
+def fields_of(value: object, *names: str) -> Json:
     return {name: getattr(value, name) for name in names}
 
 

@@ -51,25 +51,20 @@ class UsageFile:
 
     def record(self, told: RequestOutcome, monotonic_s: float) -> None:
         ended_s = self._calendar() - (monotonic_s - told.ended_s)
-        line = json.dumps(
-            {
-                "time": datetime.fromtimestamp(ended_s, UTC).isoformat(timespec="milliseconds"),
-                "id": told.id,
-                "request": told.request,
-                "key": told.key,
-                "tenant": told.tenant,
-                "model": told.model,
-                "class": told.request_class,
-                "prompt_tokens": told.prompt_tokens,
-                "cached_tokens": told.cached_tokens,
-                "output_tokens": told.output_tokens,
-                "outcome": told.outcome,
-                "status": told.status,
-                "seconds": round(told.ended_s - told.came_s, 6),
-                "estimated": told.estimated,
-            },
-            separators=(",", ":"),
-        )
+        time_utc = datetime.fromtimestamp(ended_s, UTC).isoformat(timespec="milliseconds")
+
+        def told_of(*names: str) -> dict[str, object]:
+            return {name: getattr(told, name) for name in names}
+
+        record = {
+            "time": time_utc,
+            **told_of("id", "request", "key", "tenant", "model"),
+            "class": told.request_class,
+            **told_of("prompt_tokens", "cached_tokens", "output_tokens", "outcome", "status"),
+            "seconds": round(told.ended_s - told.came_s, 6),
+            "estimated": told.estimated,
+        }
+        line = json.dumps(record, separators=(",", ":"))
         data = line.encode() + b"\n"
         self._waiting.append(data)
         self._waiting_bytes += len(data)

@@ -11,7 +11,7 @@ from potluck.core.state.fleet import ReplicaState
 from potluck.core.values.kv import lossy_notices
 from potluck.core.values.layout import Layout
 from potluck.core.values.plan import Plan, Template
-from potluck.gateway.admin.operations import Operations, QueueView
+from potluck.gateway.admin.operations import Operations, QueueView, fields_of
 from potluck.gateway.brain_loop.core import GatewayCore
 from potluck.gateway.registry.health import slow_lines
 from potluck.gateway.settings import GatewaySettings
@@ -78,11 +78,11 @@ class FleetSnapshot:
         notices: Callable[[], Iterable[str]] = tuple,
     ) -> None:
         """`tokens`: what each replica computed or streamed since the gateway began."""
-        self._center, self._flows = core, flows
+        self._core, self._flows = core, flows
         self._tokens, self._notices = tokens, notices
         self._counted: Mapping[str, float] | None = None
         self._token_rates: Rates[str] = Rates(TOKENS_S, 0.05)
-        self._overseer = Operations(core)
+        self._operations = Operations(core)
         self._plain: dict[str, tuple[object, Row]] = {}
         self._rows: dict[str, Row] = {}
         self._busy: dict[str, float] = {}
@@ -92,11 +92,11 @@ class FleetSnapshot:
         self._looked_s: float | None = None
 
     def look(self, now_utc_s: float, tenant_tokens: Mapping[str, int]) -> Tables:
-        now_s = self._center.brain_loop.now_s()
+        now_s = self._core.brain_loop.now_s()
         span_s = 1e9 if self._looked_s is None else now_s - self._looked_s
         self._looked_s = now_s
-        queues = list(self._overseer.queues())
-        usd = self._overseer.usd_per_h()
+        queues = list(self._operations.queues())
+        usd = self._operations.usd_per_h()
         return {
             "plan": {"now": self._plan_row(usd)},
             "deployments": self._deployments(),
@@ -109,7 +109,7 @@ class FleetSnapshot:
         }
 
     def _plan_row(self, usd: Mapping[str, float]) -> Row:
-        core = self._center
+        core = self._core
         plan = core.plan
         return {
             "version": core.plan_version,
@@ -128,13 +128,13 @@ class FleetSnapshot:
 
     def _deployments(self) -> dict[str, Row]:
         version, rows = self._plan
-        if version != self._center.plan_version:
-            rows = deployments_of(self._center.plan, self._center.price_usd_per_h)
-            self._plan = (self._center.plan_version, rows)
+        if version != self._core.plan_version:
+            rows = deployments_of(self._core.plan, self._core.price_usd_per_h)
+            self._plan = (self._core.plan_version, rows)
         return rows
 
     def _regions(self) -> dict[str, Row]:
-        core = self._center
+        core = self._core
         rented: Counter[tuple[str, str]] = Counter()
         for unit in core.brain.fleet.units.values():
             template = core.replica_models.templates.get(unit.template)
@@ -156,7 +156,7 @@ class FleetSnapshot:
         }
 
     def _models(self, queues: list[QueueView], usd: Mapping[str, float]) -> dict[str, Row]:
-        core, found = self._center, {}
+        core, found = self._core, {}
         said = {each.model: each for each in core.plan.predictions}
         for name, model in core.replica_models.resolved.models.items():
             slo, promise = core.replica_models.resolved.slos.get(name), said.get(name)
@@ -166,14 +166,7 @@ class FleetSnapshot:
                 "layers": model.layer_count,
                 "ready": not why,
                 "why": why,
-                "slo": None
-                if slo is None
-                else {
-                    "ttft_s": slo.ttft_s,
-                    "tpot_s": slo.tpot_s,
-                    "e2e_s": slo.e2e_s,
-                    "attainment": slo.attainment,
-                },
+                "slo": None if slo is None else fields_of(slo, "ttft_s", "tpot_s", "e2e_s", "attainment"),
                 "planned": None
                 if promise is None
                 else {
@@ -190,7 +183,7 @@ class FleetSnapshot:
         return found
 
     def _tenants(self, queues: list[QueueView], tokens: Mapping[str, int]) -> dict[str, Row]:
-        weights = {each.name: each.weight for each in self._center.policy.tenants}
+        weights = {each.name: each.weight for each in self._core.policy.tenants}
         names = {*weights, *tokens, *(each.tenant for each in queues)}
         whole = sum(tokens.values())
         return {
@@ -205,8 +198,8 @@ class FleetSnapshot:
         }
 
     def _links(self, span_s: float) -> dict[str, Row]:
-        planned, weight = self._center.links_gbps, min(1.0, span_s / FLOW_S)
-        for each in self._center.watch.links:
+        planned, weight = self._core.links_gbps, min(1.0, span_s / FLOW_S)
+        for each in self._core.watch.links:
             before = self._used.get((each.source, each.target), 0.0)
             self._used[each.source, each.target] = before + (each.utilisation - before) * weight
         return {
@@ -218,33 +211,28 @@ class FleetSnapshot:
                 "planned_gbps": planned.get((each.source, each.target), each.gbps),
                 "waiting_mb": round(each.queued_bytes / 1e6, 1),
             }
-            for each in self._center.watch.links
+            for each in self._core.watch.links
         }
 
     # Replicas.
 
     def _replicas(self, span_s: float, now_utc_s: float) -> dict[str, Row]:
         weight = min(1.0, span_s / BUSY_S)
-        views = self._center.brain.fleet.views
+        views = self._core.brain.fleet.views
         tokens = self._tokens_per_s(span_s)
         rows = {name: self._replica(name, view, weight, tokens) for name, view in views.items()}
-        for name, (lost_s, why) in self._center.decision_log.lost.items():
+        for name, (lost_s, why) in self._core.decision_log.lost.items():
             if name not in rows and name in self._rows and now_utc_s - lost_s < LOST_S:
                 row = self._rows[name]
-                rows[name] = (
-                    row
-                    if row["state"] == "lost"
-                    else {
+                if row["state"] != "lost":
+                    row = {
                         **row,
+                        **dict.fromkeys(("open", "running", "waiting"), 0),
                         "state": "lost",
                         "why": why,
-                        "open": 0,
-                        "busy": 0.0,
-                        "tokens_per_s": 0.0,
-                        "running": 0,
-                        "waiting": 0,
                     }
-                )
+                    row |= {"busy": 0.0, "tokens_per_s": 0.0}
+                rows[name] = row
         self._busy = {name: busy for name, busy in self._busy.items() if name in rows}
         self._plain = {name: each for name, each in self._plain.items() if name in views}
         self._rows = rows
@@ -266,11 +254,8 @@ class FleetSnapshot:
         total = 0 if status is None else status.total_blocks
         return {
             **known[1],
-            "role": view.role,
-            "state": view.state,
-            "doubted": view.doubted,
-            "cordoned": view.cordoned,
-            "by_hand": name in self._center.brain.autoscaler.by_hand,
+            **fields_of(view, "role", "state", "doubted", "cordoned"),
+            "by_hand": name in self._core.brain.autoscaler.by_hand,
             "open": view.open_requests,
             "running": 0 if status is None else status.running,
             "waiting": 0 if status is None else status.queued,
@@ -282,18 +267,12 @@ class FleetSnapshot:
 
     def _plain_row(self, view: ReplicaState) -> Row:
         member = view.member
-        template = self._center.replica_models.templates.get(member.template)
+        template = self._core.replica_models.templates.get(member.template)
         layout = None if template is None else template.replicas[member.index].layout
         return {
-            "model": member.model,
-            "region": member.region,
-            "unit": member.unit,
-            "template": member.template,
-            "kind": member.kind,
-            "index": member.index,
+            **fields_of(member, "model", "region", "unit", "template", "kind", "index", "standby"),
             "members": 0 if template is None else len(template.replicas),
             "planned_role": member.role,
-            "standby": member.standby,
             "gpu": "?" if layout is None else gpu_of(layout),
             "stages": [] if layout is None else stages_of(layout),
         }

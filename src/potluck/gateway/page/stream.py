@@ -80,10 +80,10 @@ class PageStream:
         clock: Callable[[], float] = time.time,
         tick_s: float = TICK_S,
     ) -> None:
-        self._center, self._clock, self._tick_s = core, clock, tick_s
+        self._core, self._clock, self._tick_s = core, clock, tick_s
         self.flows = KvFlows()
         self.hour = PageHistory(self._slos())
-        self._sight = FleetSnapshot(core, self.flows, tokens, notices)
+        self._snapshot = FleetSnapshot(core, self.flows, tokens, notices)
         self._watchers: list[PageReader] = []
         self._before: Tables = {}
         self._event = 0
@@ -93,7 +93,7 @@ class PageStream:
         core.brain_loop.watchers.append(self.requests)
 
     def _slos(self) -> dict[str, Slo]:
-        return dict(self._center.replica_models.resolved.slos)
+        return dict(self._core.replica_models.resolved.slos)
 
     # History.
 
@@ -104,7 +104,7 @@ class PageStream:
             self._point = self.hour.look(now_s, tables)
 
     def _tables(self, now_s: float) -> Tables:
-        return self._sight.look(now_s, self.hour.tenants)
+        return self._snapshot.look(now_s, self.hour.tenants)
 
     def history(self) -> Row:
         return {
@@ -112,7 +112,7 @@ class PageStream:
             "version": VERSION,
             "at_s": self._clock(),
             "points": self.hour.columns(),
-            "events": [event_of(each) for each in self._center.decision_log.kept],
+            "events": [event_of(each) for each in self._core.decision_log.kept],
         }
 
     def moment(self, at_s: float) -> Row | None:
@@ -146,7 +146,7 @@ class PageStream:
     def _begin(self) -> None:
         self.requests.watched(True)
         self._before, self._point = self._tables(self._clock()), None
-        kept = self._center.decision_log.kept
+        kept = self._core.decision_log.kept
         self._event = kept[-1].number if kept else 0
         self._ticking = asyncio.get_running_loop().call_later(self._tick_s, self._tick)
 
@@ -158,7 +158,7 @@ class PageStream:
 
     def goodbye(self) -> None:
         """The last line to all who watch: that the gateway was asked to end, or what was said of it."""
-        last = next((each for each in reversed(self._center.decision_log.kept) if each.kind == "end"), None)
+        last = next((each for each in reversed(self._core.decision_log.kept) if each.kind == "end"), None)
         what, why = STOPPED if last is None else (last.what, last.why)
         line = message("bye", {"what": what, "why": why})
         self._rest()
@@ -178,7 +178,7 @@ class PageStream:
                 "tables": self._before,
                 "requests": self.requests.latest(),
                 "events": [
-                    event_of(each) for each in self._center.decision_log.kept if each.number <= self._event
+                    event_of(each) for each in self._core.decision_log.kept if each.number <= self._event
                 ],
                 "points": self.hour.columns(),
             },
@@ -208,7 +208,7 @@ class PageStream:
             found["gone"] = gone
         if rows := self.requests.changed():
             found["requests"] = rows
-        new = [each for each in self._center.decision_log.kept if each.number > self._event]
+        new = [each for each in self._core.decision_log.kept if each.number > self._event]
         if new:
             self._event = new[-1].number
             found["events"] = [event_of(each) for each in new]
@@ -228,9 +228,7 @@ def changes(before: Tables, after: Tables) -> tuple[dict[str, dict[str, Row]], d
             if was is None:
                 new[name] = row
             elif was != row:
-                new[name] = {
-                    field: value for field, value in row.items() if was.get(field, _NOTHING) != value
-                }
+                new[name] = {key: value for key, value in row.items() if was.get(key, _NOTHING) != value}
         if new:
             changed[table] = new
         missing = [name for name in old if name not in rows]
@@ -243,13 +241,7 @@ _NOTHING: Any = object()
 
 
 def event_of(each: Decision) -> Row:
-    return {
-        "number": each.number,
-        "at_s": round(each.at_s, 3),
-        "kind": each.kind,
-        "what": each.what,
-        "why": each.why,
-    }
+    return {**each._asdict(), "at_s": round(each.at_s, 3)}
 
 
 def message(kind: str, what: Row) -> bytes:

@@ -235,16 +235,8 @@ class EngineClient:
         headers = [(b"authorization", b"Bearer " + entry.key.encode())] if entry.key else []
         data = b"" if body is None else json.dumps(body).encode()
         try:
-            status, _, said = await fetch(
-                self._outgoing,
-                entry.address,
-                method,
-                path,
-                data,
-                headers=headers,
-                within_s=within_s,
-                most_bytes=MOST_BYTES,
-            )
+            where = (self._outgoing, entry.address, method, path, data)
+            status, _, said = await fetch(*where, headers=headers, within_s=within_s, most_bytes=MOST_BYTES)
         except (PotluckError, OSError) as error:
             raise EngineNoAnswer(" ".join(str(error).split())[:200]) from error
         if not 200 <= status < 300:
@@ -293,9 +285,6 @@ class EngineClient:
         lent = json.loads(await self.ask(source, b"POST", b"/prefixes/lend", body, MOVE_S))
         if source.said is None:
             raise EngineNoAnswer("the source is gone")
-        asked = {
-            "request": request,
-            "blocks": names,
-            "source": {"kv": source.said.kv, "handle": str(lent.get("handle"))},
-        }
+        at = {"kv": source.said.kv, "handle": str(lent.get("handle"))}
+        asked = {"request": request, "blocks": names, "source": at}
         await self.ask(target, b"POST", b"/prefixes/fetch", asked, MOVE_S)
