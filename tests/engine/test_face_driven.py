@@ -22,7 +22,7 @@ from potluck.core.values.route import Route, Segment, aggregated, handed_over
 from potluck.core.values.sampling import SampledToken, Sampling
 from potluck.core.values.types import Request
 from potluck.gateway.admin.counters import Counters
-from potluck.gateway.dispatch import silence
+from potluck.gateway.dispatch import active_request as silence
 from potluck.gateway.dispatch.dispatcher import Dispatcher
 from potluck.gateway.http.connection_pool import ConnectionPool
 from potluck.gateway.values import Address, ChoiceRequest, Endpoint

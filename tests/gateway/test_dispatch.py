@@ -39,7 +39,7 @@ from potluck.core.state.events import (
 from potluck.core.state.policy import Policy
 from potluck.core.values.route import Route, Segment, aggregated, handed_over
 from potluck.core.values.types import Request
-from potluck.gateway.dispatch.silence import HANDOVER_S, LEAST_FIRST_S, MOST_FIRST_S, MOST_S
+from potluck.gateway.dispatch.active_request import HANDOVER_S, LEAST_FIRST_S, MOST_FIRST_S, MOST_S
 from potluck.gateway.openai.handler import ClientHandler
 from potluck.gateway.openai.requests import ModelCard
 from potluck.gateway.values import ChoiceRequest, Endpoint

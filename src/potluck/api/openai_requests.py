@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any
 
-from potluck.api.json_bodies import shaped, tokens_of
+from potluck.api.http import shaped, tokens_of
 from potluck.api.text_stream import TextRules, checked_stops
 from potluck.core.errors import FormatError, InputError
 from potluck.core.replica.blocks import LONGEST_SALT

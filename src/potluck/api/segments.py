@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field, fields, replace
 from typing import Literal
 
-from potluck.api.json_bodies import shaped, tokens_of
+from potluck.api.http import shaped, tokens_of
 from potluck.core.errors import FormatError, InputError
 from potluck.core.replica.blocks import LONGEST_SALT
 from potluck.core.replica.sequences import require_weight

@@ -6,8 +6,7 @@ import asyncio
 
 from aiohttp import web
 
-from potluck.api.http import HttpRefusal
-from potluck.api.json_bodies import parse_object
+from potluck.api.http import HttpRefusal, parse_object
 from potluck.core.errors import FormatError
 from potluck.engine.server.engine_service import SERVICE
 from potluck.engine.server.http_connection import arrived

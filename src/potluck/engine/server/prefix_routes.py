@@ -20,8 +20,7 @@ from dataclasses import dataclass
 
 from aiohttp import web
 
-from potluck.api.http import HttpRefusal
-from potluck.api.json_bodies import shaped
+from potluck.api.http import HttpRefusal, shaped
 from potluck.api.segments import KvSource
 from potluck.core.errors import FormatError, InputError, PotluckError
 from potluck.core.state.facts import BLOCK_TOKENS

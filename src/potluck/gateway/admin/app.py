@@ -25,10 +25,10 @@ from potluck.api.http import (
     ServedNames,
     check_origin,
     error_object,
+    parse_object,
     refusal,
     request_id,
 )
-from potluck.api.json_bodies import parse_object
 from potluck.core.errors import InputError
 from potluck.gateway.admin import families
 from potluck.gateway.admin.metrics import CONTENT_TYPE, GatewayMetrics, figures

@@ -21,10 +21,10 @@ from potluck.gateway.dispatch.active_request import (
     DispatchContext,
     RelayedStream,
     RunningAttempt,
+    SilenceMonitor,
 )
 from potluck.gateway.dispatch.relay_attempt import RelayAttempt
 from potluck.gateway.dispatch.segment_attempt import SegmentAttempt
-from potluck.gateway.dispatch.silence import SilenceMonitor
 from potluck.gateway.http.connection_pool import ConnectionPool
 from potluck.gateway.registry.directory import ReplicaDirectory
 from potluck.gateway.values import AnswerSink, ChoiceRequest, Endpoint

@@ -17,12 +17,13 @@ from potluck.core.errors import FormatError
 from potluck.core.state.actions import Run
 from potluck.core.state.events import FailureKind
 from potluck.gateway.dispatch.active_request import (
+    RECENT,
     ActiveRequest,
+    AwaitingReply,
     DispatchContext,
     RelayedStream,
     RunningAttempt,
 )
-from potluck.gateway.dispatch.silence import RECENT, AwaitingReply
 from potluck.gateway.http.connection_pool import EngineCall
 from potluck.gateway.http.parser import Headers
 from potluck.gateway.values import Endpoint

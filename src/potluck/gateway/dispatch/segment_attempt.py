@@ -26,7 +26,9 @@ from potluck.core.state.events import FailureKind
 from potluck.core.values.route import Segment
 from potluck.core.values.sampling import SampledToken, Sampling
 from potluck.gateway.dispatch.active_request import (
+    HANDOVER_S,
     ActiveRequest,
+    AwaitingReply,
     DispatchContext,
     RelayedStream,
     RunningAttempt,
@@ -41,7 +43,6 @@ from potluck.gateway.dispatch.engine_replies import (
     ended,
     refused,
 )
-from potluck.gateway.dispatch.silence import HANDOVER_S, AwaitingReply
 from potluck.gateway.http.connection_pool import EngineCall
 from potluck.gateway.http.parser import Headers
 from potluck.gateway.values import ChoiceRequest, Endpoint, TokenCounts

@@ -18,8 +18,16 @@ from importlib import resources
 from typing import TypeVar
 from urllib.parse import unquote_to_bytes
 
-from potluck.api.http import HttpRefusal, ServedNames, check_origin, random_word, refusal, request_id
-from potluck.api.json_bodies import compact, parse_object
+from potluck.api.http import (
+    HttpRefusal,
+    ServedNames,
+    check_origin,
+    compact,
+    parse_object,
+    random_word,
+    refusal,
+    request_id,
+)
 from potluck.api.openai_replies import model_entry
 from potluck.core.errors import InputError, UnknownNameError
 from potluck.core.values.service import CLASSES, PrefixSharing

@@ -15,8 +15,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import NamedTuple
 
-from potluck.api.http import HttpRefusal
-from potluck.api.json_bodies import compact
+from potluck.api.http import HttpRefusal, compact
 from potluck.api.model_files import JsonMembers, read_generation, read_json
 from potluck.api.openai_requests import (
     DEFAULT_TOKENS,

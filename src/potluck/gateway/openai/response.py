@@ -11,8 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from math import ceil
 from typing import Literal
 
-from potluck.api.http import HttpRefusal, error_object, random_word
-from potluck.api.json_bodies import compact
+from potluck.api.http import HttpRefusal, compact, error_object, random_word
 from potluck.api.openai_replies import (
     LAST_EVENT,
     ChoiceChunks,

@@ -9,8 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from math import isfinite
 
-from potluck.api.http import error_object
-from potluck.api.json_bodies import compact, parse_object
+from potluck.api.http import compact, error_object, parse_object
 from potluck.core.errors import FormatError, InputError, PotluckError
 from potluck.gateway.http.server import Exchange
 from potluck.gateway.openai.response import EventParser, parsed

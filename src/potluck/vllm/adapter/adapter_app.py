@@ -12,8 +12,16 @@ import aiohttp
 from aiohttp import web
 from aiohttp.typedefs import Handler
 
-from potluck.api.http import HEADER, HttpRefusal, ServedNames, check_origin, error_object, refusal, request_id
-from potluck.api.json_bodies import parse_object
+from potluck.api.http import (
+    HEADER,
+    HttpRefusal,
+    ServedNames,
+    check_origin,
+    error_object,
+    parse_object,
+    refusal,
+    request_id,
+)
 from potluck.core.errors import FormatError, InputError
 from potluck.kv.prefix_pool import as_json, place_in
 from potluck.vllm.adapter.adapter_segments import segments

@@ -17,8 +17,7 @@ from typing import Any
 import aiohttp
 from aiohttp import web
 
-from potluck.api.http import HttpRefusal, error_object
-from potluck.api.json_bodies import parse_object
+from potluck.api.http import HttpRefusal, error_object, parse_object
 from potluck.api.segments import CHATS, UNSUPPORTED, ClientBody, segment_of
 from potluck.kv.handles import checked_handle, new_handle
 from potluck.vllm.adapter.adapter_service import SERVICE, ActiveSegment, AdapterService, SendResult
