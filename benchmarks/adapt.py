@@ -1,4 +1,4 @@
-"""A service that adapts, on pretended engines of this machine: `python benchmarks/adapt.py`.
+"""A service that adapts, on mock engines of this machine: `python benchmarks/adapt.py`.
 
     slow       one replica takes three times as long as planned
     killed     a node dies under load, and none like it is left
@@ -21,24 +21,13 @@ from __future__ import annotations
 import argparse
 import sys
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 
-from parts.adapt_foresight import advise, ahead, prfaas
-from parts.adapt_kills import restarts
-from parts.adapt_plot import draw, panel
-from parts.adapt_scenarios import SCENARIOS as HAPPENINGS
-from parts.adapt_scenarios import SEEN, SLO, slow
+from parts.adapt_scenarios import SCENARIOS, slow
 from parts.common import run
 
-SCENARIOS: dict[str, Callable[[Path, int, Callable[[str], None]], dict[str, float]]] = {
-    **HAPPENINGS,
-    "restarts": restarts,
-    "ahead": ahead,
-    "prfaas": prfaas,
-    "advise": advise,
-}
 QUICK = ("slow",)
 TARGETS = {
     "slow_noticed_s": ("<=", 10.0),
@@ -55,7 +44,7 @@ TARGETS = {
 }
 
 
-def measure(names: Sequence[str], seed: int, loud: bool, plot: Path | None) -> dict[str, float]:
+def measure(names: Sequence[str], seed: int, loud: bool) -> dict[str, float]:
     figures: dict[str, float] = {}
 
     def say(line: str) -> None:
@@ -68,8 +57,6 @@ def measure(names: Sequence[str], seed: int, loud: bool, plot: Path | None) -> d
             found = SCENARIOS[name](Path(folder), seed, say)
         say(f"{name}: " + ", ".join(f"{key} {value:.3g}" for key, value in found.items()))
         figures |= {f"{name}_{key}": value for key, value in found.items()}
-    if plot is not None:
-        draw([panel(name, rig, rig.happens_s, SLO) for name, rig in zip(names, SEEN, strict=True)], plot)
     return figures
 
 
@@ -80,14 +67,13 @@ def main() -> int:
     )
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--loud", action="store_true", help="say on stderr what happens")
-    parser.add_argument("--plot", type=Path, help="draw what happened here, as SVG")
     options, rest = parser.parse_known_args()
     names = options.only or list(QUICK if "--quick" in rest else SCENARIOS)
     if "--quick" in rest:
         SCENARIOS["slow"] = partial(slow, happens_s=8.0, lasts_s=26.0)
     return run(
         "adapt",
-        lambda quick: measure(names, options.seed, options.loud, options.plot),
+        lambda quick: measure(names, options.seed, options.loud),
         {key: target for key, target in TARGETS.items() if key.partition("_")[0] in names},
         seeds=(options.seed,),
         arguments=rest,

@@ -7,8 +7,7 @@ to the least that has a plan, then 25 % (core) or 75 % (extended) above it, one 
 plan, with that plan running and the paper's penalty for a new start, every demand changes by up to 10 %
 either way.
 
-`..._gap_max` and `..._cpu_s_max` are over all seeds; a run without a plan counts as a gap of 1. Plain HiGHS
-gets every column of the core setting at once, ample and scarce.
+`..._gap_max` and `..._cpu_s_max` are over all seeds; a run without a plan counts as a gap of 1.
 """
 
 from __future__ import annotations
@@ -29,10 +28,8 @@ from potluck.plan.allocate.allocation import Allocation
 from potluck.plan.allocate.colgen import relax
 from potluck.plan.allocate.cover_data import prepare
 from potluck.plan.allocate.deadline import Deadline
-from potluck.plan.allocate.highs import solve_milp
 from potluck.plan.allocate.program import ColumnCount, CoverDemand, CoverProgram, NodeSupply
 from potluck.plan.allocate.solve import solve
-from potluck.plan.allocate.survivors import Columns, Restricted
 from potluck.plan.templates.pipeline import pipeline_library
 from potluck.plan.timing.stage_rates import stage_rates
 
@@ -55,7 +52,7 @@ SPREAD = 0.75
 """Standard deviation of the logarithm of availability."""
 PENALTY = 0.1
 """Six minutes to start a node, an hour between two plans."""
-LIMIT_S, PLAIN_LIMIT_S, QUICK_PLAIN_LIMIT_S = 15.0, 10.0, 2.0
+LIMIT_S = 15.0
 TARGETS = {
     "core_ample_gap": ("<=", 1e-6),
     "core_ample_cpu_s": ("<=", 0.3),
@@ -188,20 +185,6 @@ def ample(name: str, gap_target: float, repeats: int) -> dict[str, float]:
     }
 
 
-def plain(asked: CoverProgram, ours: Allocation, limit_s: float) -> tuple[float, float]:
-    """HiGHS on all columns at once: its CPU-seconds, up to a limit, over ours, and the gap it proves."""
-    cover = prepare(asked)
-    cells = [np.nonzero(group.fits) for group in cover.groups]
-    group = np.repeat(np.arange(len(cells)), [len(rows) for rows, _ in cells])
-    row, region = (np.concatenate([cell[k] for cell in cells]) for k in (0, 1))
-    problem = Restricted(cover, Columns(group, row, region)).milp(None)
-    start_s = time.process_time()
-    answer = solve_milp(problem, time_limit_s=limit_s, gap_rel=max(ours.gap, 1e-6))
-    spent_s = time.process_time() - start_s
-    proven = (answer.objective - answer.bound) / answer.objective if answer.x is not None else 1.0
-    return spent_s / max(ours.cpu_s, 1e-9), proven
-
-
 def changed(before: CoverProgram, plan: tuple[ColumnCount, ...], seed: int) -> CoverProgram:
     """Every demand up to 10 % up or down, with the plan running."""
     rng = np.random.default_rng(seed)
@@ -217,7 +200,7 @@ def measure(quick: bool) -> dict[str, float]:
     figures: dict[str, float] = {}
     budget = Budget(quick)
     seeds = QUICK_SEEDS if quick else SEEDS
-    repeats, plain_limit_s = (1, QUICK_PLAIN_LIMIT_S) if quick else (3, PLAIN_LIMIT_S)
+    repeats = 1 if quick else 3
     if quick:
         print(f"left out: all seeds but {len(seeds)}, warm starts of scarce programs", file=sys.stderr)
     start_s = time.process_time()
@@ -236,13 +219,6 @@ def measure(quick: bool) -> dict[str, float]:
         asked = [scarce(name, seed) for seed in seeds]
         plans = [timed(each, 0.01) for each in asked]
         figures |= spread_of(f"{name}_scarce", plans)
-        if name == "core":
-            few = list(zip(asked, plans, strict=True))[: 1 if quick else 5]
-            ratios = [plain(*each, plain_limit_s) for each in few]
-            figures["plain_highs_scarce_over_ours_median"] = statistics.median(ratio for ratio, _ in ratios)
-            figures["plain_highs_scarce_gap_median"] = statistics.median(proven for _, proven in ratios)
-            ratio, proven = plain(program(name), first, plain_limit_s)
-            figures["plain_highs_ample_over_ours"], figures["plain_highs_ample_gap"] = ratio, proven
         if not quick:
             for seed, before, plan in zip(seeds, asked, plans, strict=True):
                 if plan.found:

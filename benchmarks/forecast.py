@@ -8,9 +8,8 @@ history that the forecaster learns from; the second is served, in simulation, se
     replan           re-allocation every six minutes at the rates now seen
     ahead            re-allocation at the rates forecast (core/scaling/replan.py)
 
-The oracle's plans are served too: all the ten minutes that have the same plan, one after another, on that plan. What
-the others pay over it is taken apart, and what they miss (forecast_parts.py). Engines take steps that fit the
-objective (perf/serving/step_budget.py); `POTLUCK_PACED=0` gives all of them 2048 tokens a step.
+The oracle's plans are served too: all the ten minutes that have the same plan, one after another, on that plan.
+`POTLUCK_PACED=0` gives all engines 2048 tokens a step.
 
 A reversal is a start and a drain of one template within 30 minutes. `--quick` serves the first hour of the week with
 `replan` and `ahead`.
@@ -23,6 +22,7 @@ from __future__ import annotations
 import os
 import sys
 import time
+from bisect import bisect_left, insort
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
@@ -30,8 +30,6 @@ import numpy as np
 
 from autoscale import DATA, NAME, RATE_PER_S, RUNNING, SEED, SLO, STEP_S, lengths, the_problem
 from parts.common import run, skip
-from parts.forecast_parts import Stairs, missed, paid
-from potluck.core.scaling.replan import BURST_S, MARGIN
 from potluck.core.state.policy import Policy
 from potluck.core.values.plan import Plan
 from potluck.plan.strategies import STRATEGIES, SolveSettings, TemplateFactory
@@ -40,8 +38,8 @@ from potluck.runtime.resolved_plan import ResolvedPlan
 from potluck.sim.load import arrivals
 from potluck.sim.load.draw_lengths import draw
 from potluck.sim.load.workload import Workload, workload
-from potluck.sim.results.metrics import summarise
-from potluck.sim.results.records import ReplicaRecord, SimResult
+from potluck.sim.results.metrics import judge, summarise
+from potluck.sim.results.records import ANSWERED, REFUSED, ReplicaRecord, SimResult
 from potluck.sim.run import simulate
 from potluck.sim.world.plan_question import PlanQuestion
 
@@ -54,6 +52,8 @@ QUICK_STEPS = 6
 REVERSAL_S = 1800.0
 START_S = 135.0
 """About what a copy takes to start (113 to 157 s)."""
+STEP_PER_S = 0.02
+"""Rates are looked up at multiples of this, rounded up."""
 LIMIT_S = 60.0
 """For a plan, in seconds on the clock. It takes about one on a machine that is free; on a busy one a short limit ends
 with a plan for part of the demand, and the fleet is blamed for it."""
@@ -76,15 +76,43 @@ def two_weeks() -> np.ndarray | None:
     return np.asarray(total * RATE_PER_S / total.mean())
 
 
+class Stairs:
+    """USD an hour of the cheapest plan for a rate: a staircase, as more demand never costs less."""
+
+    def __init__(self, cost: Callable[[float], float]) -> None:
+        self._cost = cost
+        self._places: list[int] = []
+        self._known: dict[int, float] = {}
+
+    def at(self, rate_per_s: float) -> float:
+        place = max(1, int(np.ceil(rate_per_s / STEP_PER_S - 1e-9)))
+        if place in self._known:
+            return self._known[place]
+        after = bisect_left(self._places, place)
+        if 0 < after < len(self._places):
+            below, above = (self._known[self._places[i]] for i in (after - 1, after))
+            if abs(below - above) <= 1e-4 * above:
+                return above
+        found = self._known[place] = self._cost(place * STEP_PER_S)
+        insort(self._places, place)
+        return found
+
+    def usd(self, rates_per_s: Sequence[float] | np.ndarray, each_s: float) -> float:
+        """Of rates that hold for so long each."""
+        values, counts = np.unique(np.asarray(rates_per_s), return_counts=True)
+        # The ends first: then what lies between is often known.
+        order = sorted(range(len(values)), key=lambda i: min(i, len(values) - 1 - i))
+        prices = {i: self.at(float(values[i])) for i in order}
+        return sum(prices[i] * int(counts[i]) for i in prices) * each_s / 3600
+
+
 class Planner:
     """Plans for any rate, from what runs: starting a copy has its price. Templates are made once."""
 
     def __init__(self, factory: TemplateFactory) -> None:
-        self._workshop = factory
+        self._factory = factory
         self._running: Plan | None = None
         self._known: dict[float, Plan] = {}
-        self.asked: list[tuple[float, float, float]] = []
-        """When, for which rate, and what the answer costs an hour; since `begin`."""
 
     def fresh(self, rate_per_s: float) -> Plan:
         """The cheapest plan for a rate, whatever runs."""
@@ -95,22 +123,20 @@ class Planner:
 
     def begin(self, rate_per_s: float) -> Plan:
         self._running = self.fresh(rate_per_s)
-        self.asked = [(0.0, rate_per_s, self._running.cost_usd_per_h)]
         return self._running
 
     def next(self, moment: PlanQuestion) -> Plan:
         rate_per_s = max(dict(moment.rates_per_s)[NAME], 0.05)
         self._running = self._plan(rate_per_s, self._running)
-        self.asked.append((moment.at_s, rate_per_s, self._running.cost_usd_per_h))
         return self._running
 
     def _plan(self, rate_per_s: float, running: Plan | None) -> Plan:
-        base = self._workshop.problem
+        base = self._factory.problem
         problem = scaled(base, {NAME: rate_per_s / base.asks[0].rate_per_s})
         if running is not None:
             problem = replace(problem, init_penalty=START_S / LIFE_S)
-        shop = replace(self._workshop, problem=problem)
-        return STRATEGIES["auto"](shop, SolveSettings(time_limit_s=LIMIT_S, running=running)).plan
+        factory = replace(self._factory, problem=problem)
+        return STRATEGIES["auto"](factory, SolveSettings(time_limit_s=LIMIT_S, running=running)).plan
 
 
 def served(
@@ -156,13 +182,17 @@ def reversals(replicas: Sequence[ReplicaRecord]) -> int:
     return found
 
 
-def asks(policy: Policy) -> Callable[[np.ndarray], np.ndarray]:
-    """What a rule asks of the planner at rates that it knows."""
-    if policy.scaling == "ahead":
-        share = policy.headroom / policy.busiest
-        return lambda rates: np.asarray((rates + np.sqrt(rates / BURST_S)) * share)
-    margin = MARGIN if policy.scaling == "replan" else 0.0
-    return lambda rates: np.asarray(rates * (1 + margin))
+def missed(result: SimResult) -> dict[str, float]:
+    """Shares of requests: refused, late to begin, in time but with slow tokens."""
+    verdict, records = judge(result.records, result.slos, result.end_s), result.records
+    count = max(1, int(verdict.judged.sum()))
+    answered = verdict.judged & (records.outcome == ANSWERED)
+    causes = {
+        "refused_share": verdict.judged & (records.outcome == REFUSED),
+        "late_share": answered & ~verdict.ttft_ok,
+        "slow_share": answered & verdict.ttft_ok & ~verdict.tpot_ok,
+    }
+    return {name: int(each.sum()) / count for name, each in causes.items()}
 
 
 def oracle_kept(
@@ -185,14 +215,14 @@ def oracle_kept(
             continue
         mine = workload(NAME, np.concatenate(when), load.prompt_tokens[rows], load.output_tokens[rows])
         policy = Policy(tick_s=RUNNING.tick_s)
-        result = simulate(scene(plan, factory, load, ()), mine, policy, seed=SEED, settings=RUNNING)
+        result = simulate(resolved(plan, factory, load, ()), mine, policy, seed=SEED, settings=RUNNING)
         kept = {"attainment": summarise(result).models[0].attainment or 0.0} | missed(result)
         for name, value in kept.items():
             found[name] += value * len(rows) / len(load)
     return found
 
 
-def scene(plan: Plan, factory: TemplateFactory, load: Workload, history: Sequence[float]) -> ResolvedPlan:
+def resolved(plan: Plan, factory: TemplateFactory, load: Workload, history: Sequence[float]) -> ResolvedPlan:
     problem = factory.problem
     return ResolvedPlan(
         plan,
@@ -234,7 +264,7 @@ def measure(rates: np.ndarray, quick: bool) -> dict[str, float]:
         say(f"left out: all but {len(week) / 6:g} h, the fleets that stay")
     for name, policy, start in rows[2:] if quick else rows:
         plan = planner.begin(start)
-        problem = scene(plan, factory, load, history)
+        problem = resolved(plan, factory, load, history)
         found, result = served(policy, planner, problem, load, planner.next)
         key = name.replace(" ", "_")
         lost = missed(result)
@@ -246,12 +276,6 @@ def measure(rates: np.ndarray, quick: bool) -> dict[str, float]:
             f"  {found['attainment']:7.2%} within the objective{causes(lost)}, {found['reversals_per_day']:.1f}"
             f" reversals a day, {found['copies_ever']:.0f} copies ever, {found['cpu_s']:.0f} CPU-s"
         )
-        if policy.scaling != "none":
-            keep_s = policy.keep_s if policy.scaling == "ahead" else 0.0
-            regions = factory.problem.regions
-            parts = paid(result, regions, week, STEP_S, planner.asked, asks(policy), keep_s, stairs)
-            figures |= {f"{key}_part_{what}": value for what, value in parts.items()}
-            say("               " + ", ".join(f"{what} {value:+.1%}" for what, value in parts.items()))
     return figures
 
 

@@ -181,12 +181,7 @@ def trial(
         plan, spec = write_plans(Path(folder), units)
         kind = LyingFleet if "lying" in how else LiveFleet
         workers = ("--workers", "2") if how == "desk" else ()
-        with kind(
-            plan,
-            spec,
-            gateway=("--files", f"{MODEL}={WORDS}", *workers),
-            engine=engine,
-        ) as fleet:
+        with kind(plan, spec, gateway=("--files", f"{MODEL}={WORDS}", *workers), engine=engine) as fleet:
             whole = str(fleet.engines[0].said["url"])
             with ThreadPoolExecutor(16) as pool:
                 expected = list(pool.map(lambda shot: reference(whole, shot), shots))

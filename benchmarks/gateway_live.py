@@ -2,7 +2,7 @@
 
     python benchmarks/gateway_live.py [--quick] [--json] [--only fidelity|overload|flood]...
 
-Engines only pretend (docs/engine.md), so two cores are a fleet. Three questions:
+Engines are mocks (docs/engine.md), so two cores are a fleet. Three questions:
 
 - fidelity: are TTFT and TPOT those of the simulation, on the whole and request by request?
 - overload: at 5 times the capacity, how much of it is still served in time, how soon is the rest refused, and what

@@ -10,7 +10,7 @@
     pipeline  an engine whose stages are on three hosts loses workers, and gets them back by itself
     beside    two gateways in the place of one: how right limits of keys and affinity to caches are then
 
-Engines pretend; gateway, engines and their KV speak TLS, and one engine's clock is a day behind. Every answer is
+Engines are mocks; gateway, engines and their KV speak TLS, and one engine's clock is a day behind. Every answer is
 compared with an engine's that nobody disturbs: `wrong` counts those that differ, were refused or cut. A stall is the
 longest wait between two pieces of one answer. Needs root, Linux and iproute2.
 """
@@ -33,10 +33,8 @@ from hosts_fleet import HostsFleet
 from live_plans import COMBO, MODEL, WHOLE, write_plans
 
 from parts.hosts_beside import beside
-from parts.hosts_load import Load, wrong
+from parts.hosts_load import Load, Times, Troubles, Upkeep, within, wrong
 from parts.hosts_pipeline import pipeline
-from parts.hosts_troubles import Times, Troubles, within
-from parts.hosts_upkeep import Upkeep
 
 WORDS = ROOT / "src" / "potluck" / "engine" / "data" / "words"
 OLDER: dict[str, object] = {"kv_version": 1, "version": "0.0.9"}
@@ -45,23 +43,12 @@ PARTS = ("troubles", "upgrade", "pipeline", "beside")
 SLOW_BITS_PER_S, CRAWLING_BITS_PER_S = 4e3, 20e3
 
 
-def source_of(revision: str, folder: Path) -> Path:
-    """The code as it was at a revision of this repository's history."""
-    made = subprocess.run(
-        ["git", "-C", str(ROOT), "archive", revision, "src"], check=True, capture_output=True
-    )
-    subprocess.run(["tar", "-x", "-C", str(folder)], input=made.stdout, check=True)
-    return folder / "src"
-
-
-def troubled(quick: bool, older: str | None) -> dict[str, float]:
+def troubled(quick: bool) -> dict[str, float]:
     """All of it, one after the other: four engines that answer whole requests, and a prefill with a decode engine."""
     units = WHOLE * 4 + COMBO
     prefill, decode = 4, 5
     with tempfile.TemporaryDirectory() as name, host_bed.Bed(len(units) + 2) as bed:
-        folder = Path(name)
-        source = None if older is None else source_of(older, folder)
-        plan, spec = write_plans(folder, units)
+        plan, spec = write_plans(Path(name), units)
         with HostsFleet(
             bed, plan, spec, gateway=("--files", f"{MODEL}={WORDS}"), odd={1: {"clock_s": -86_400.0}}
         ) as fleet:
@@ -72,7 +59,7 @@ def troubled(quick: bool, older: str | None) -> dict[str, float]:
             if not quick:
                 times["crawls"] = troubles.slow(2, CRAWLING_BITS_PER_S)
             times["killed"] = troubles.kill(prefill)
-            times["older"] = troubles.kill(decode, None if source else OLDER, source)
+            times["older"] = troubles.kill(decode, OLDER)
             troubles.kill(decode)
             shots = load.end()
             found = wrong(fleet, shots, by=2)
@@ -147,23 +134,12 @@ def main() -> int:
         return skip("hosts", why_not)
     parser = argparse.ArgumentParser(add_help=False)
     parser.add_argument("--only", choices=PARTS)
-    parser.add_argument(
-        "--older", metavar="REVISION", help="a release of history, in place of one that acts so"
-    )
     options, rest = parser.parse_known_args()
     parts = (options.only,) if options.only else PARTS
 
     def measure(quick: bool) -> dict[str, float]:
-        figures: dict[str, float] = {}
-        if "troubles" in parts:
-            figures |= troubled(quick, options.older)
-        if "upgrade" in parts:
-            figures |= upgraded(quick)
-        if "pipeline" in parts:
-            figures |= pipeline(quick)
-        if "beside" in parts:
-            figures |= beside(quick)
-        return figures
+        work = dict(zip(PARTS, (troubled, upgraded, pipeline, beside), strict=True))
+        return {name: value for part in parts for name, value in work[part](quick).items()}
 
     return run(
         "hosts",

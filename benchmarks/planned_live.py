@@ -1,4 +1,4 @@
-"""Is what is planned what is served? A plan of each kind on pretended engines, beside the simulator.
+"""Is what is planned what is served? A plan of each kind on mock engines, beside the simulator.
 
     python benchmarks/planned_live.py [--quick] [--json] [--only KIND]... [--loud]
 
@@ -34,7 +34,7 @@ from potluck.cli.common.inputs import load_problem, read_spec
 from potluck.cli.simulating.simulation import SimulationInputs, planner_of, policy_of, scene_of
 from potluck.core.routing.template_weights import offers
 from potluck.core.state.actions import Run
-from potluck.core.values.plan import Plan, plan_to_json
+from potluck.core.values.plan import plan_to_json
 from potluck.gateway.admin.counters import Counters
 from potluck.gateway.brain_loop.core import DecisionLog
 from potluck.loadgen.load_result import kept
@@ -72,8 +72,6 @@ class Seen:
     latency_s: dict[str, float] = field(default_factory=dict)
     """Before what happens."""
     lost: int = 0
-    later: Counter[str] = field(default_factory=Counter)
-    """Kinds of routes after what happened."""
     happened: Happened = field(default_factory=Happened)
 
     def share(self, what: str, name: str) -> float:
@@ -117,12 +115,12 @@ def simulated(
     counters = Counters(regions.__getitem__)
     sent: list[Sent] = []
     news: list[News] = []
-    herald = DecisionLog(lambda: "")
+    decisions = DecisionLog(lambda: "")
     log.seek(0)
     for at_s, event, actions in read(log):
-        known = len(herald.kept)
-        herald(at_s, event, actions)
-        news += [(at_s, each.what, each.why) for each in list(herald.kept)[known:]]
+        known = len(decisions.kept)
+        decisions(at_s, event, actions)
+        news += [(at_s, each.what, each.why) for each in list(decisions.kept)[known:]]
         for action in actions:
             if isinstance(action, Run) and not action.attempt:
                 names = tuple(each.replica for each in action.route.segments)
@@ -191,10 +189,7 @@ def served(kind: Kind, folder: Path, quick: bool, say: Say) -> dict[str, float]:
     roles = {each.id: each.role for each in result.replicas}
     sim = counted(sim_sent, begin_s, cause_s, roles)
     end_s = float(load.arrival_s[-1]) + 1.0
-    sim.attainment = {
-        "before": attained(result, begin_s, cause_s),
-        "after": attained(result, cause_s, end_s),
-    }
+    sim.attainment = {"before": attained(result, begin_s, cause_s), "after": attained(result, cause_s, end_s)}
     rows = (result.records.arrival_s >= begin_s) & (result.records.arrival_s < cause_s)
     sim.latency_s = latencies(
         (result.records.first_token_s - result.records.arrival_s)[rows], tpot(result.records)[rows]
@@ -219,52 +214,8 @@ def served(kind: Kind, folder: Path, quick: bool, say: Say) -> dict[str, float]:
                 live.latency_s = latencies([s.ttft_s for s in whole], [s.tpot_s for s in whole])
         live.lost = rig.lost
         live.happened = kind.happened(rig.news, cause_s)
-        for seen, sent in ((sim, sim_sent), (live, live_sent(rig))):
-            seen.later = counted(sent, cause_s, end_s, roles).kinds
     said = planned(inputs, result)
-    show(kind, plan, said, sim, live)
     return figures(kind, said, sim, live)
-
-
-def show(kind: Kind, plan: Plan, said: Seen, sim: Seen, live: Seen) -> None:
-    """One table, on stderr."""
-
-    def line(name: str, *values: str) -> None:
-        print(f"  {name:<66} {values[0]:>9} {values[1]:>9} {values[2]:>9}", file=sys.stderr)
-
-    copies = ", ".join(f"{each.count} x {each.template}" for each in plan.deployments)
-    print(f"{kind.name}: {plan.strategy}, {copies}", file=sys.stderr)
-    line("", "planned", "simulated", "live")
-    for name in sorted({*sim.replicas, *live.replicas, *said.replicas}):
-        line(name, *(f"{each.share('replicas', name):.1%}" for each in (said, sim, live)))
-    for name in sorted({*sim.flows, *live.flows}):
-        if name:
-            told = said.share("flows", name)
-            line(
-                f"  {name}",
-                f"{told:.1%}" if told else "",
-                *(f"{e.share('flows', name):.1%}" for e in (sim, live)),
-            )
-    for name in sorted({*sim.kinds, *live.kinds}):
-        line(f"route: {name}", "", *(f"{each.share('kinds', name):.1%}" for each in (sim, live)))
-    for name in sorted({*sim.later, *live.later}):
-        shares = [each.later[name] / max(1, sum(each.later.values())) for each in (sim, live)]
-        line(f"route, after: {name}", "", *(f"{share:.1%}" for share in shares))
-    for name in ("before", "after"):
-        promise = said.attainment.get("before", 0.0)
-        line(
-            f"within the objective, {name}",
-            f"{promise:.0%}",
-            *(f"{e.attainment[name]:.1%}" for e in (sim, live)),
-        )
-    for name, value in sim.latency_s.items():
-        line(name, "", *(f"{each * 1e3:.0f} ms" for each in (value, live.latency_s[name])))
-    line("lost", "", "", str(live.lost))
-    for name in live.happened.times_s:
-        times = [each.happened.times_s.get(name) for each in (sim, live)]
-        line(f"{name} after", "", *("" if each is None else f"{each:.1f} s" for each in times))
-    for text in live.happened.reasons:
-        print(f"    {text}", file=sys.stderr, flush=True)
 
 
 def figures(kind: Kind, said: Seen, sim: Seen, live: Seen) -> dict[str, float]:

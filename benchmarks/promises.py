@@ -5,8 +5,7 @@ The bundled example, all of `examples/`, the kinds of `planned_specs.py` in turn
 plan holds when every model's share of requests in time, over RUNS runs, is what was promised. Specs whose fleet is
 too small for them are left out. `rehearse/queueing.py` was fitted to the first 33 of these specs.
 
-    --specs 12      so many random specs of either sort
-    --json          every spec as a line
+    --specs 12      so many random specs of either sort (18 unless said; 2 with --quick, without the examples)
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 
-from parts.common import ROOT
+from parts.common import ROOT, run
 from parts.planned_specs import KINDS, spec_text
 from potluck.cli.common.inputs import load_problem, read_spec
 from potluck.cli.planning.rehearsal import RehearsalOptions, trial_of
@@ -65,9 +64,13 @@ def of_case(each: Case) -> Maker:
     return made
 
 
-def specs(count: int, folder: Path) -> Iterator[tuple[str, PlanningProblem, Maker]]:
-    paths: list[tuple[str, Path | None]] = [("bundled", None)]
-    paths += [(path.stem, path) for path in sorted((ROOT / "examples").glob("*.yaml"))]
+def specs(count: int, folder: Path, quick: bool) -> Iterator[tuple[str, PlanningProblem, Maker]]:
+    paths: list[tuple[str, Path | None]] = []
+    if not quick:
+        paths = [
+            ("bundled", None),
+            *((path.stem, path) for path in sorted((ROOT / "examples").glob("*.yaml"))),
+        ]
     for number in range(count):
         kind = KINDS[number % len(KINDS)]
         path = folder / f"{kind}-{number // len(KINDS)}.yaml"
@@ -118,16 +121,10 @@ def _holds(trial: TrialSetup, plan: Plan) -> bool:
     return all(each.mean >= each.promised for each in evidence_of(trial, plan, range(RUNS)))
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--specs", type=int, default=18)
-    parser.add_argument("--json", action="store_true")
-    options = parser.parse_args()
+def measure(count: int, quick: bool) -> dict[str, float]:
     rows: list[dict[str, object]] = []
     with tempfile.TemporaryDirectory() as folder:
-        for name, problem, trial in specs(options.specs, Path(folder)):
+        for name, problem, trial in specs(count, Path(folder), quick):
             try:
                 found = list(tried(name, problem, trial))
             except PotluckError as error:
@@ -135,14 +132,34 @@ def main() -> int:
                 continue
             rows += found
             for row in found:
-                print(json.dumps(row) if options.json else row, file=sys.stderr, flush=True)
+                print(json.dumps(row), file=sys.stderr, flush=True)
+    figures: dict[str, float] = {}
     for cv in CVS:
         mine = [row for row in rows if row["cv"] == cv]
         before, after = (sum(bool(row[key]) for row in mine) for key in ("held", "held_with_margins"))
         costs = [sum(float(str(row[key])) for row in mine) for key in ("usd_per_h", "usd_per_h_with_margins")]
-        print(f"CV {cv:g}: {before} of {len(mine)} hold on averages, {after} with margins,", end=" ")
-        print(f"which cost {costs[1] / max(costs[0], 1e-9):.3f} times as much")
-    return 0
+        figures |= {
+            f"cv_{cv:g}_specs": len(mine),
+            f"cv_{cv:g}_held": before,
+            f"cv_{cv:g}_held_with_margins": after,
+            f"cv_{cv:g}_margins_lose": before - after,
+            f"cv_{cv:g}_cost_ratio": costs[1] / max(costs[0], 1e-9),
+        }
+    return figures
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(add_help=False)
+    parser.add_argument("--specs", type=int)
+    options, rest = parser.parse_known_args()
+    targets = {f"cv_{cv:g}_margins_lose": ("<=", 0.0) for cv in CVS}
+    return run(
+        "promises",
+        lambda quick: measure(options.specs or (2 if quick else 18), quick),
+        targets,
+        arguments=rest,
+        quick_without="the examples and most random specs",
+    )
 
 
 if __name__ == "__main__":

@@ -1,10 +1,6 @@
 """Whether `auto` keeps its word: random specs, ample to scarce, one to twenty models, each in so much CPU time.
 
     python benchmarks/signed.py [--quick] [--json] [--specs 60] [--limit 10] [--only 3,17] [--workers 16]
-                                [--keep plans.jsonl]
-
-With `--keep` every plan is a line of that file as soon as it is made, and what stands there is not planned again, so
-that a run may be cut into pieces; delete the lines of `auto` to try another one against the same rivals.
 
 Every strategy plans every spec within the limit, templates included and nothing kept from before. For each spec:
 whether `auto` serves as much as any of them and for as much costs no more, how far it is from its bound, and how much
@@ -23,7 +19,6 @@ from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, dataclass
 from multiprocessing import get_context
-from pathlib import Path
 from tempfile import TemporaryDirectory
 
 from potluck.catalog import models, nodes
@@ -130,24 +125,10 @@ def made(task: tuple[int, str, float]) -> Made:
     return Made(shares, plan.fraction, plan.total_usd_per_h, _gap(found), cpu_s, sound)
 
 
-def plans_of(tasks: list[tuple[int, str, float]], workers: int, keep: Path | None) -> Iterator[Made]:
-    """The plans of all tasks in order: those that are kept already, and the others as they are made."""
-    kept = {}
-    for line in keep.read_text().splitlines() if keep is not None and keep.exists() else ():
-        task, plan = json.loads(line)
-        kept[tuple(task)] = Made(**{**plan, "served": tuple(plan["served"])})
-    # A process for each plan: what one has loaded and timed is of no use to another.
+def plans_of(tasks: list[tuple[int, str, float]], workers: int) -> Iterator[Made]:
+    """In order. A process for each plan: what one has loaded and timed is of no use to another."""
     with ProcessPoolExecutor(workers, mp_context=get_context("spawn"), max_tasks_per_child=1) as pool:
-        fresh = pool.map(made, [task for task in tasks if task not in kept])
-        for task in tasks:
-            if task in kept:
-                yield kept[task]
-                continue
-            plan = next(fresh)
-            if keep is not None:
-                with keep.open("a") as file:
-                    file.write(json.dumps([task, asdict(plan)]) + "\n")
-            yield plan
+        yield from pool.map(made, tasks)
 
 
 def row_of(seed: int, plans: dict[str, Made]) -> Row:
@@ -179,7 +160,6 @@ def main() -> None:
     parser.add_argument("--only", default="", help="these specs, by number: 3,17")
     parser.add_argument("--limit", type=float, default=10.0, help="CPU seconds for each plan")
     parser.add_argument("--workers", type=int, default=1, help="processes that plan side by side")
-    parser.add_argument("--keep", type=Path, help="a file of plans, a line each: read first, then added to")
     parser.add_argument("--quick", action="store_true", help="three small specs, 3 s each")
     parser.add_argument("--json", action="store_true")
     options = parser.parse_args()
@@ -190,7 +170,7 @@ def main() -> None:
     names = [name for name in STRATEGIES if name not in LEFT_OUT]
     tasks = [(seed, name, limit_s) for seed in seeds for name in names]
     rows = []
-    plans = plans_of(tasks, options.workers, options.keep)
+    plans = plans_of(tasks, options.workers)
     for seed in seeds:
         rows.append(row_of(seed, {name: next(plans) for name in names}))
         if not options.json:

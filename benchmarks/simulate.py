@@ -17,7 +17,6 @@ import json
 import os
 import subprocess
 import sys
-from heapq import heappop, heappush
 from math import factorial, inf
 
 import numpy as np
@@ -74,11 +73,10 @@ def measure(quick: bool) -> dict[str, float]:
 
 
 def speeds(quick: bool) -> dict[str, float]:
-    """Requests per CPU-second, and of a bare loop for scale."""
+    """Requests per CPU-second."""
     count, repeats = (10_000, 2) if quick else (50_000, 5)
     one, eight, combos = fleets.aggregated(1), fleets.aggregated(8), fleets.combos(4)
     return {
-        "bare_loop_requests_per_cpu_s": count / cpu_s(lambda: bare_loop(count), repeats),
         "replica_alone_requests_per_cpu_s": count / replica_alone_s(count, repeats),
         "aggregated_requests_per_cpu_s": count / run_s(one, count, repeats),
         "eight_replicas_requests_per_cpu_s": count / run_s(eight, count, repeats),
@@ -93,9 +91,6 @@ def everything(quick: bool) -> dict[str, float]:
     few = 2_000 if quick else 10_000
     figures["disaggregated_small_blocks_requests_per_cpu_s"] = few / run_s(combos, few, 1, 16)
     figures["stepping_over_jumping"] = stepping_over_jumping(2_000)
-    figures["bare_loop_over_aggregated"] = (
-        figures["bare_loop_requests_per_cpu_s"] / figures["aggregated_requests_per_cpu_s"]
-    )
     small, large = (5_000, 40_000) if quick else (10_000, 1_000_000)
     each_s = {size: run_s(eight, size, 3 if size == small else 1) / size for size in (small, large)}
     figures["cost_growth_with_requests"] = each_s[large] / each_s[small]
@@ -161,36 +156,6 @@ def ends_s(
                     found[key] = at_s
         else:
             return found
-
-
-def bare_loop(count: int) -> float:
-    """One replica in closed form and nothing else: prompts one by one, decode runs until the next arrival or end."""
-    made = fleets.requests(fleets.aggregated(1), count, SEED)
-    arrivals_s, prompts, outputs = (
-        column.tolist() for column in (made.arrival_s, made.prompt_tokens, made.output_tokens)
-    )
-    now_s, clock, context, place, waited_s = 0.0, 0, 0, 0, 0.0
-    ends: list[tuple[int, int]] = []
-    while place < count or ends:
-        if place < count and (not ends or arrivals_s[place] <= now_s):
-            now_s = max(now_s, arrivals_s[place]) + 0.005 + 2e-5 * prompts[place]
-            waited_s += now_s - arrivals_s[place]
-            clock += 1
-            context += len(ends) + prompts[place]
-            heappush(ends, (clock + outputs[place], prompts[place] + outputs[place]))
-            place += 1
-        else:
-            running = len(ends)
-            steps, step_s = ends[0][0] - clock, 0.005 + 1e-5 * running + 5e-8 * context
-            until_s = arrivals_s[place] - now_s if place < count else inf
-            if steps * step_s > until_s:
-                steps = min(steps, int(until_s / step_s) + 1)
-            now_s += steps * (step_s + 5e-8 * running * (steps - 1) / 2)
-            clock += steps
-            context += steps * running
-            while ends and ends[0][0] <= clock:
-                context -= heappop(ends)[1]
-    return waited_s
 
 
 def million_gb(quick: bool) -> float:

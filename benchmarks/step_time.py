@@ -26,10 +26,7 @@ CASES = {
     "dense_without_surface": ("Llama-3.1-8B", "H200"),
     "hybrid": ("GPT-OSS-120B", "H100-SXM"),
 }
-ESTIMATES = {
-    "estimate": ("Llama-3.1-8B", "2xL40S"),
-    "estimate_eight_gpus": ("GPT-OSS-120B", "8xH100-SXM"),
-}
+ESTIMATES = {"estimate": ("Llama-3.1-8B", "2xL40S"), "estimate_eight_gpus": ("GPT-OSS-120B", "8xH100-SXM")}
 TARGETS = {f"million_{name}_cpu_s": ("<=", 1.0) for name in CASES} | {
     f"{name}_median_cpu_s": ("<", 0.5) for name in ESTIMATES
 }

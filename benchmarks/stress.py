@@ -1,12 +1,10 @@
 """A fleet under stress, in simulation: overload, bursts, slow replicas, wrong weights, bad links, floods, losses.
 
-    python benchmarks/stress.py [--quick] [--json] [--more] [--only SCENARIO]... [--balance NAME]
-                                [--policy FILE|NAME=VALUE]...
+    python benchmarks/stress.py [--quick] [--json] [--only SCENARIO]... [--balance NAME] [--policy NAME=VALUE]...
 
 Every scenario serves made-up or recorded requests with the Brain that runs live, and says what the users got: which
 share of them kept the objective, how many good answers a second there were, who was refused and how soon.
-stress_scenarios.py has the scenarios, stress_speed.py those about cost, stress_more.py those of `--more`. `--policy`
-and `--balance` compare rules: a JSON file as `Policy` is written, or single values.
+`--policy` and `--balance` compare rules.
 
 Where a compiled copy of the present source lies in build/compiled (`make compiled`), that is what runs.
 """
@@ -14,28 +12,19 @@ Where a compiled copy of the present source lies in build/compiled (`make compil
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import sys
 import time
 from collections.abc import Sequence
-from dataclasses import replace
 from functools import partial
-from pathlib import Path
 
 from parts.common import COMPILED, compiled_copy, run
 from parts.stress_fleets import SEED, Rules
-from parts.stress_more import MORE
+from parts.stress_scenarios import COMPILED as RUNS_COMPILED
 from parts.stress_scenarios import SCENARIOS, Scenario
-from parts.stress_speed import COMPILED as RUNS_COMPILED
-from parts.stress_speed import SCENARIOS as SPEEDS
 from potluck.cli.simulating.simulation import policy_of
-from potluck.core.codec import decode
 from potluck.core.errors import PotluckError
 from potluck.core.state.policy import Policy
-
-ALL = (*SCENARIOS, *SPEEDS)
-EVERY = (*ALL, *MORE)
 
 
 def measure(chosen: Sequence[Scenario], policy: Policy, quick: bool) -> dict[str, float]:
@@ -51,45 +40,26 @@ def measure(chosen: Sequence[Scenario], policy: Policy, quick: bool) -> dict[str
     return figures
 
 
-def rules_of(pairs: Sequence[str], balance: str | None) -> Policy:
-    """Files of rules, then single values over them, then the balance."""
-    files = [text for text in pairs if "=" not in text]
-    if len(files) > 1:
-        raise SystemExit("stress: --policy takes one file; single values as NAME=VALUE")
-    values = [text for text in pairs if "=" in text] + ([] if balance is None else [f"balance={balance}"])
-    single = policy_of(tuple(values))
-    if not files:
-        return single
-    data = json.loads(Path(files[0]).read_text(encoding="utf-8"))
-    base = decode(Policy, data, files[0])
-    return replace(
-        base, **{name: getattr(single, name) for name in (text.partition("=")[0] for text in values)}
-    )
-
-
 def main() -> int:
     parser = argparse.ArgumentParser(prog="benchmarks/stress.py", description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--quick", action="store_true", help="end within 60 s")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     parser.add_argument(
-        "--only", action="append", choices=[each.name for each in EVERY], help="may be repeated"
+        "--only", action="append", choices=[each.name for each in SCENARIOS], help="may be repeated"
     )
-    parser.add_argument("--more", action="store_true", help="also stress without targets")
-    parser.add_argument(
-        "--policy", action="append", default=[], metavar="FILE|NAME=VALUE", help="may be repeated"
-    )
+    parser.add_argument("--policy", action="append", default=[], metavar="NAME=VALUE", help="may be repeated")
     parser.add_argument("--balance", metavar="NAME", help="the same as --policy balance=NAME")
     options = parser.parse_args()
     if not RUNS_COMPILED and compiled_copy():
         environment = os.environ | {"PYTHONPATH": str(COMPILED)}
         os.execve(sys.executable, [sys.executable, *sys.argv], environment)
     try:
-        policy = rules_of(options.policy, options.balance)
-    except (OSError, ValueError, PotluckError) as error:
+        policy = policy_of((*options.policy, *([f"balance={options.balance}"] if options.balance else ())))
+    except (ValueError, PotluckError) as error:
         print(f"stress: {error}", file=sys.stderr)
         return 2
-    asked = options.only or [each.name for each in (EVERY if options.more else ALL)]
-    chosen = [each for each in EVERY if each.name in asked]
+    asked = options.only or [each.name for each in SCENARIOS]
+    chosen = [each for each in SCENARIOS if each.name in asked]
     flags = [f"--{name}" for name in ("quick", "json") if getattr(options, name)]
     targets = {key: value for each in chosen for key, value in each.targets.items()}
     return run("stress", partial(measure, chosen, policy), targets, seeds=[SEED], arguments=flags)

@@ -1,6 +1,6 @@
 """Gateway and controller of `potluck up` are killed together, again and again, while clients ask.
 
-    python benchmarks/up_kill.py [--seconds 60] [--every 6] [--clients 8] [--whole]
+    python benchmarks/up_kill.py [--quick] [--json] [--seconds 60] [--every 6] [--clients 8] [--whole]
 
 Each client asks for answers of two to four seconds, one after the other, each under a name of its own
 (Idempotency-Key), and asks again at once whenever a connection is refused or cut off, or the answer is an error.
@@ -28,10 +28,11 @@ from collections import Counter
 from contextlib import suppress
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parent.parent
+from parts.common import ROOT, run
+
 sys.path.insert(0, str(ROOT / "tools"))
 
-from live_plans import MODEL, WHOLE, write_plans  # noqa: E402
+from live_plans import MODEL, WHOLE, write_plans
 
 PATIENCE_S = 60.0
 
@@ -149,38 +150,52 @@ class Clients:
             each.join(40)
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--seconds", type=float, default=60.0)
-    parser.add_argument("--every", type=float, default=6.0)
-    parser.add_argument("--clients", type=int, default=8)
-    parser.add_argument("--whole", action="store_true")
-    asked = parser.parse_args()
-    folder = Path(tempfile.mkdtemp(prefix="potluck-up-kill-"))
-    service = Service(folder)
+def measure(seconds: float, every_s: float, count: int, whole: bool) -> dict[str, float]:
+    service = Service(Path(tempfile.mkdtemp(prefix="potluck-up-kill-")))
     try:
-        clients = Clients(service.url, asked.clients)
+        clients = Clients(service.url, count)
         began_s, struck = time.monotonic(), 0
-        while time.monotonic() - began_s < asked.seconds:
-            if time.monotonic() - began_s > (struck + 1) * asked.every:
+        while time.monotonic() - began_s < seconds:
+            if time.monotonic() - began_s > (struck + 1) * every_s:
                 struck += 1
-                service.strike(asked.whole)
+                service.strike(whole)
             service.look()
             time.sleep(0.02)
         clients.close()
         records = [json.loads(line) for line in (service.state / "usage.jsonl").read_text().splitlines()]
     finally:
         service.close()
-    took_s = sorted(clients.took_s) or [0.0]
-    print(
-        f"struck {struck} times in {asked.seconds:g} s, load {os.getloadavg()[0]:.0f}; "
-        f"`up` was started {service.starts} times"
-    )
-    print(", ".join(f"{name} {count}" for name, count in sorted(clients.counts.items())))
-    print(f"an answer took {statistics.median(took_s):.1f} s (median), {took_s[-1]:.1f} s (most)")
     billed = {each.get("id", place) for place, each in enumerate(records) if each["status"] == 200}
-    print(f"billed {len(billed)} for {clients.counts['answered']} answers")
+    answered = clients.counts["answered"]
+    return {
+        "struck": struck,
+        "up_started": service.starts,
+        **{name.replace(" ", "_"): number for name, number in sorted(clients.counts.items())},
+        "refused": clients.counts["refused"],
+        "answered": answered,
+        "answer_p50_s": statistics.median(clients.took_s or [0.0]),
+        "answer_most_s": max(clients.took_s, default=0.0),
+        "unbilled": max(0, answered - len(billed)),
+    }
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(add_help=False)
+    parser.add_argument("--seconds", type=float)
+    parser.add_argument("--every", type=float, default=6.0)
+    parser.add_argument("--clients", type=int, default=8)
+    parser.add_argument("--whole", action="store_true")
+    options, rest = parser.parse_known_args()
+    return run(
+        "up_kill",
+        lambda quick: measure(
+            options.seconds or (15.0 if quick else 60.0), options.every, options.clients, options.whole
+        ),
+        {"refused": ("<=", 0.0), "answered": (">=", 1.0), "unbilled": ("<=", 0.0)},
+        arguments=rest,
+        quick_without="most of the time",
+    )
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

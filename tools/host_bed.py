@@ -16,11 +16,13 @@ import functools
 import ipaddress
 import os
 import secrets
+import shlex
 import shutil
 import subprocess
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Self
 
 NETWORKS = 64
@@ -146,3 +148,30 @@ def _ip(*words: str) -> None:
 
 def _run(*words: str) -> str:
     return subprocess.run(words, check=True, capture_output=True, text=True).stdout
+
+
+AUTHORITY = (
+    "openssl req -x509 -newkey ec -pkeyopt ec_paramgen_curve:P-256 -nodes -days 3650 -subj /CN=potluck"
+    " -keyout ca.key -out ca.pem"
+)
+REQUEST = (
+    "openssl req -new -newkey ec -pkeyopt ec_paramgen_curve:P-256 -nodes -subj /CN=HOST"
+    " -addext subjectAltName=IP:HOST -keyout HOST.key -out HOST.csr"
+)
+SIGN = (
+    "openssl x509 -req -in HOST.csr -CA ca.pem -CAkey ca.key -CAcreateserial -days 825 -copy_extensions copy"
+    " -out HOST.pem"
+)
+
+
+def make_certificates(folder: Path, hosts: Iterable[str]) -> Path:
+    """HOST.pem and HOST.key for each address, all signed by `ca.pem`, which is returned."""
+    _openssl(AUTHORITY, folder)
+    for host in hosts:
+        _openssl(REQUEST.replace("HOST", host), folder)
+        _openssl(SIGN.replace("HOST", host), folder)
+    return folder / "ca.pem"
+
+
+def _openssl(line: str, folder: Path) -> None:
+    subprocess.run(shlex.split(line), cwd=folder, check=True, capture_output=True)

@@ -15,8 +15,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from certificates import make_certificates
-from host_bed import Bed, Host
+from host_bed import Bed, Host, make_certificates
 from live_fleet import LiveFleet, Process
 
 from potluck.gateway.openai.keys import new_key

@@ -96,10 +96,7 @@ class Kube:
             "kind": "Node",
             "metadata": {"name": name, "labels": labels},
             "spec": {},
-            "status": {
-                "allocatable": {GPUS: str(gpus)},
-                "conditions": [{"type": "Ready", "status": "True"}],
-            },
+            "status": {"allocatable": {GPUS: str(gpus)}, "conditions": [{"type": "Ready", "status": "True"}]},
         }
         kubernetes_validate.validate(node, VERSION, strict=True)
         with self.changed:

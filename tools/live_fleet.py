@@ -1,4 +1,4 @@
-"""A plan brought to life on this machine, for tests and benchmarks: pretended engines and a gateway before them.
+"""A plan brought to life on this machine, for tests and benchmarks: mock engines and a gateway before them.
 
     with LiveFleet(plan_path, spec_path) as fleet:
         fleet.url, fleet.admin

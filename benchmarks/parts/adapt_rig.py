@@ -1,4 +1,4 @@
-"""A whole service on this machine: `potluck up` with pretended engines, its load, and what was seen of both.
+"""A whole service on this machine: `potluck up` with mock engines, its load, and what was seen of both.
 
 Times of everything are seconds since the load began: requests', the controller's notes', the gateway's events'.
 """
@@ -118,8 +118,6 @@ class Rig:
     """What the gateway said happened: when, what, why."""
     routes: list[tuple[float, Json]] = field(default_factory=list)
     """What was sent where: when, and what the gateway said of it."""
-    happens_s: float = 0.0
-    """When what the scenario is about happened."""
     zero_s: float = 0.0
     """When the load began, by the time of day."""
     _over: threading.Event = field(default_factory=threading.Event)

@@ -10,7 +10,10 @@ from __future__ import annotations
 
 import json
 import os
+import random
 import signal
+import sys
+import threading
 import time
 import urllib.request
 from collections.abc import Callable, Mapping
@@ -18,7 +21,9 @@ from pathlib import Path
 
 from parts.adapt_rig import MODEL, Phase, Rig, Seen, service
 from potluck.control.control_values import EngineInstance
-from potluck.control.manual_changes import scaled
+from potluck.control.manual_changes import BY_HAND, scaled
+from potluck.control.state_store import StateStore
+from potluck.core.scaling.forecast import BIN_S, DAY
 from potluck.core.values.plan import Plan, plan_to_json
 from potluck.core.values.types import Slo
 
@@ -41,8 +46,6 @@ PROMPT, OUTPUT = 1200, 40
 FEW_L4 = "{node: 1xL4, available: 4, price_usd_per_h: 0.6}, {node: 1xA10, available: 4, price_usd_per_h: 1.6}"
 NEVER_S = 1e3
 """For what did not happen."""
-SEEN: list[Rig] = []
-"""Services that were loaded in this run, for whoever draws them."""
 Figures = dict[str, float]
 Say = Callable[[str], None]
 
@@ -85,7 +88,6 @@ def write_market(folder: Path, offers: Mapping[str, tuple[int, float]], notices:
 
 def told(rig: Rig, happens_s: float, settled_s: float, slo: Slo = SLO) -> Figures:
     """Attainment before, during and after, and what was lost."""
-    rig.happens_s = happens_s
     end_s = max((shot.at_s for shot in rig.shots), default=0.0) + 1.0
     return {
         "requests": len(rig.shots),
@@ -299,7 +301,6 @@ def report(rig: Rig, say: Say) -> None:
             say(f"  {each.at_s - rig.zero_s:7.2f}  {each.kind:8} {each.what}  ({each.why})")
     for line in rig.problems():
         say(f"  lost: {line}")
-    SEEN.append(rig)
 
 
 def after(at_s: float | None, happens_s: float) -> float:
@@ -316,12 +317,196 @@ def post(url: str, body: object) -> None:
         answer.read()
 
 
+KILLS = 20
+
+
+def restarts(folder: Path, seed: int, say: Say) -> Figures:
+    """The controller is killed twenty times while copies are asked for and taken back; the gateway serves on."""
+    spec = write_spec(folder, 3.0, "{node: 1xL4, available: 8}")
+    plan = plan_as("melange", spec)
+    (template,) = (each.template for each in plan.deployments)
+    chance = random.Random(seed)
+    files = [write_plan(plan, spec), spec]
+    with service(folder, files, {}) as rig:
+        script = Path(__file__).with_name("adapt_controller.py")
+        rig.command = [sys.executable, str(script), str(rig.store.path.parent), str(spec), str(files[0])]
+        twice = Twice(rig)
+        with rig.loaded([Phase(KILLS * 7.0 + 30.0, 1.5, PROMPT, OUTPUT)], seed):
+            twice.start()
+            begun_s = rig.now_s
+            for _ in range(KILLS):
+                count = chance.randint(1, 4)
+                _scale(rig, template, count)
+                time.sleep(chance.uniform(0.0, 3.0))
+                rig.process.kill()
+                rig.process.wait()
+                say(f"  {rig.now_s:7.2f}  killed; {count} copies wanted, {len(rig.engines())} engines there")
+                rig.again()
+                rig.controlled(30.0)
+            _scale(rig, template, 2)
+            killed_s = rig.now_s
+
+            def settled(look: Seen) -> bool:
+                return look.ready() == len(look.replicas) == 2 and len(rig.engines()) == 2
+
+            done_s = rig.wait_for(settled, 60.0)
+            known = {each.name for each in rig.store.instances()}
+            orphans = [name for _, name in rig.engines() if name not in known]
+            twice.end()
+        report(rig, say)
+        return {
+            **told(rig, begun_s, killed_s),
+            "kills": KILLS,
+            "starts": len(rig.notes("start")),
+            "settled_s": after(done_s, killed_s),
+            "orphans": len(orphans),
+            "twice": twice.seen,
+        }
+
+
+class Twice(threading.Thread):
+    """Looks for replicas that two engines are at once."""
+
+    def __init__(self, rig: Rig) -> None:
+        super().__init__(daemon=True)
+        self._path, self._rig = rig.store.path, rig
+        self._over = threading.Event()
+        self.seen = 0
+
+    def run(self) -> None:
+        store = StateStore(self._path)
+        while not self._over.wait(0.2):
+            lives = {name for _, name in self._rig.engines()}
+            there = [each.replica for each in store.instances() if each.replica and each.name in lives]
+            self.seen += len(there) - len(set(there))
+        store.close()
+
+    def end(self) -> None:
+        self._over.set()
+        self.join()
+
+
+def _scale(rig: Rig, template: str, count: int) -> None:
+    """As `potluck scale` does."""
+    newest = rig.store.plan()
+    assert newest is not None
+    plan = scaled(newest.plan, template, "east", count, {"east": 0.6})
+    rig.client.set_plan(plan)
+    rig.store.add_plan(plan, time.time(), f"{BY_HAND}: {count} copies")
+
+
+DAYS = 9
+RISE = 1.6
+"""A jump that the days before had as well; a forecast follows one of this size within a bin of ten minutes."""
+HIGH_BINS = 18
+REMOTE = """kv_codecs: [raw, int8, int4]
+models:
+  - model: Llama-3.1-8B
+    name: {model}
+    slo: {{ttft_ms: 4000, tpot_ms: 60}}
+    traffic: {{rate_per_s: 10, input: {{mean: 1500, cv: 1.0}}, output: {{mean: 60, cv: 0.5}}}}
+fleet:
+  regions:
+    - {{name: near, nodes: [{{node: 1xA10, available: 8}}]}}
+    - {{name: far, nodes: [{{node: 1xL40S, available: 1}}]}}
+links:
+  - {{from: far, to: near, gbps: 40, rtt_ms: 10}}
+  - {{from: near, to: far, gbps: 0.05, rtt_ms: 10}}
+policy:
+  classes: [{{name: standard, late: true, max_wait_s: 120}}]
+"""
+
+
+def ahead(folder: Path, seed: int, say: Say) -> Figures:
+    """Every morning at this time the rate rises by 60 %: copies come before it does. The state knows nine days."""
+    base, rise_s, lasts_s = 3.0, 75.0, 120.0
+    spec = write_spec(folder, base, "{node: 1xL4, available: 10}")
+    plan = plan_as("melange", spec)
+    remember(folder / "state", base)
+    rules = {"scaling": "ahead", "window_s": 20, "grace_s": 15}
+    with service(folder, [write_plan(plan, spec), spec], rules) as rig:
+        phases = [Phase(rise_s, base, PROMPT, OUTPUT), Phase(lasts_s - rise_s, RISE * base, PROMPT, OUTPUT)]
+        with rig.loaded(phases, seed):
+            pass
+        copies = rig.looks[0].ready()
+        more_s = next((each.at_s for each in rig.looks if each.ready() > copies), NEVER_S)
+        at_rise = [each for each in rig.looks if each.at_s <= rise_s]
+        report(rig, say)
+        return {
+            **told(rig, rise_s, rise_s + 20.0),
+            "copies_before": copies,
+            "copies_at_rise": at_rise[-1].ready(),
+            "copies_after": rig.looks[-1].ready(),
+            "asked_s": after(rig.news_s("another plan is asked for", 0.0), 0.0),
+            "lead_s": rise_s - more_s,
+        }
+
+
+def remember(state: Path, base_per_s: float) -> None:
+    """Days that all rose at the time that it is now."""
+    state.mkdir(parents=True, exist_ok=True)
+    store = StateStore(state / "state.db")
+    now = int(time.time() // BIN_S)
+    for place in range(now - DAYS * DAY, now):
+        high = (place - now) % DAY < HIGH_BINS
+        store.add_rates(place, [(MODEL, base_per_s * (RISE if high else 1.0))])
+    store.close()
+
+
+def prfaas(folder: Path, seed: int, say: Say) -> Figures:
+    """Prompts get short and answers long: the threshold of the remote cluster follows, and local replicas that
+    prefilled decode. Windows of 15 s for the threshold, 30 s for roles."""
+    spec = folder / "potluck.yaml"
+    spec.write_text(REMOTE.format(model=MODEL), "utf-8")
+    happens_s, lasts_s = 45.0, 120.0
+    slo = Slo(4.0, 0.06)
+    rules = {"scaling": "prfaas", "window_s": 15, "global_window_s": 30}
+    with service(folder, [write_plan(plan_as("prfaas", spec), spec), spec], rules) as rig:
+        phases = [Phase(happens_s, 6.5, 1500, 60), Phase(lasts_s - happens_s, 6.5, 400, 170)]
+        with rig.loaded(phases, seed):
+            pass
+        sides = [sum(each["role"] == "prefill" for each in look.replicas) for look in rig.looks]
+        flips = [at_s for at_s, what, _ in rig.news if " becomes " in what and at_s > happens_s]
+        report(rig, say)
+        return {
+            **told(rig, happens_s, happens_s + 45.0, slo),
+            "first_threshold_s": after(rig.news_s(" may go over ", 0.0), 0.0),
+            "threshold_s": after(rig.news_s(" may go over ", happens_s), happens_s),
+            "thresholds": sum(" may go over " in what for _, what, _ in rig.news),
+            "first_flip_s": min(flips, default=NEVER_S) - happens_s,
+            "flips": len(flips),
+            "prefill_before": sides[0],
+            "prefill_after": sides[-1],
+        }
+
+
+def advise(folder: Path, seed: int, say: Say) -> Figures:
+    """Three times the load, and nothing may be changed: what would be done is said."""
+    base, up_s, end_s = 2.4, 25.0, 60.0
+    spec = write_spec(folder, 3.0, "{node: 1xL4, available: 10}")
+    rules = {"scaling": "cauchy", "window_s": 15, "grace_s": 10}
+    with service(folder, [write_plan(plan_as("melange", spec), spec), spec], rules, ["--advise"]) as rig:
+        phases = [Phase(up_s, base, PROMPT, OUTPUT), Phase(end_s - up_s, 3 * base, PROMPT, OUTPUT)]
+        with rig.loaded(phases, seed):
+            pass
+        said = [each.at_s - rig.zero_s for each in rig.notes("brain", "advice") if _advises(each)]
+        begun = [each for each in rig.notes("start", "stop") if each.at_s > rig.zero_s]
+        newest = rig.store.plan()
+        report(rig, say)
+        return {
+            **told(rig, up_s, end_s, SLO),
+            "advice": len(said),
+            "first_advice_s": min((each for each in said if each > up_s), default=NEVER_S) - up_s,
+            "changed": len(begun) + len({each.ready() for each in rig.looks}) - 1,
+            "plans": 0 if newest is None else newest.version,
+        }
+
+
+def _advises(each: object) -> bool:
+    return "advice" in (getattr(each, "kind", ""), str(getattr(each, "what", "")).partition(":")[0])
+
+
 SCENARIOS: dict[str, Callable[[Path, int, Say], Figures]] = {
-    "slow": slow,
-    "killed": killed,
-    "surge": surge,
-    "shift": shift,
-    "cheaper": cheaper,
-    "spot": spot,
-    "sleep": sleep,
+    scenario.__name__: scenario
+    for scenario in (slow, killed, surge, shift, cheaper, spot, sleep, restarts, ahead, prfaas, advise)
 }

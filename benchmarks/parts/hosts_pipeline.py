@@ -24,8 +24,7 @@ from hosts_fleet import ENGINE_KEY, HostsFleet
 from live_fleet import Process
 from live_plans import MODEL, WHOLE, write_plans
 
-from parts.hosts_load import Load, wrong
-from parts.hosts_troubles import within
+from parts.hosts_load import Load, within, wrong
 
 WORDS = Path(__file__).parents[2] / "src" / "potluck" / "engine" / "data" / "words"
 PORT, OUTPUT = 7000, 24

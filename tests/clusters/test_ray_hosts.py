@@ -12,8 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from certificates import make_certificates
-from host_bed import Bed, Host, missing
+from host_bed import Bed, Host, make_certificates, missing
 from ray_kit import NODES, STORE_BYTES
 from test_ray_live import WITHIN_S, potluck, written
 

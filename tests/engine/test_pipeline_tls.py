@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
-from certificates import make_certificates
+from host_bed import make_certificates
 from pipeline_workers import PLAIN, SECRET, generate, local, pipeline
 
 from potluck.engine.pipeline import __main__ as worker

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 import uvloop
-from certificates import make_certificates
+from host_bed import make_certificates
 
 from potluck.api.http import server_tls
 from potluck.core.errors import InputError

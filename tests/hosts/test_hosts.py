@@ -22,8 +22,7 @@ ROOT = Path(__file__).resolve().parent.parent.parent
 WORDS = ROOT / "src" / "potluck" / "engine" / "data" / "words"
 sys.path.insert(0, str(ROOT / "benchmarks"))
 
-from parts.hosts_load import Load, wrong  # noqa: E402
-from parts.hosts_troubles import Troubles, within  # noqa: E402
+from parts.hosts_load import Load, Troubles, within, wrong  # noqa: E402  # noqa: E402
 
 WHOLE_ONE, PREFILL, DECODE = 0, 1, 2
 OLDER = "0.0.9"

@@ -16,9 +16,7 @@ ROOT = Path(__file__).resolve().parent.parent.parent
 WORDS = ROOT / "src" / "potluck" / "engine" / "data" / "words"
 sys.path.insert(0, str(ROOT / "benchmarks"))
 
-from parts.hosts_load import Load, wrong  # noqa: E402
-from parts.hosts_troubles import within  # noqa: E402
-from parts.hosts_upkeep import Upkeep  # noqa: E402
+from parts.hosts_load import Load, Upkeep, within, wrong  # noqa: E402
 
 
 def test_everything_is_replaced_and_no_request_fails(tmp_path: Path) -> None:

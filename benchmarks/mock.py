@@ -1,4 +1,4 @@
-"""Engines that pretend: what they cost, and how well they keep the pace of the GPU that they act as.
+"""Mock engines: what they cost, and how well they keep the pace of the GPU that they act as.
 
 The loop alone first, in a clock that does not wait: CPU per step of 64 decodes. Then a whole engine as a process, and
 a client that streams: memory, CPU until it serves, idle CPU, CPU per token, and the time that all streams took beside
@@ -168,4 +168,4 @@ async def fleet(seconds: float) -> dict[str, float]:
 
 
 if __name__ == "__main__":
-    sys.exit(run("pretend", measure, TARGETS))
+    sys.exit(run("mock", measure, TARGETS))
