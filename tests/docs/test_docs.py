@@ -16,7 +16,6 @@ from docsite.assemble import COVER, ROOT, assemble, broken_links, sections, unli
 from docsite.shown import Call, calls, trouble
 from docsite.text import anchors, blocks, outside_code, phrases, slug
 
-from potluck.catalog import gpus, models, prices
 from potluck.cli.main import COMMANDS, run
 from potluck.gateway.page.stream import FORMAT as PAGE_FORMAT
 from potluck.gateway.page.stream import VERSION as PAGE_VERSION
@@ -184,12 +183,6 @@ def test_every_column_of_a_plan_is_explained() -> None:
     assert len(columns) > 15
     told = read("docs/planning.md").replace(sample.in_page(), "")
     assert [name for name in columns if name not in told] == []
-
-
-def test_the_readme_counts_what_the_catalog_has() -> None:
-    told = re.search(r"catalog: (\d+) GPUs, (\d+) models, (\d+) prices", read("README.md"))
-    assert told is not None
-    assert tuple(map(int, told.groups())) == (len(gpus.names()), len(models.names()), len(prices.prices()))
 
 
 def commands_of(pages: dict[str, str]) -> tuple[int, list[str]]:

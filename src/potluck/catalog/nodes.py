@@ -98,8 +98,9 @@ def facts(name: str) -> EntryFacts:
 
 
 def _entry(gpu: str) -> dict[str, Any]:
-    entry: dict[str, Any] = load_toml("nodes.toml")["node"][gpu]
-    return entry
+    """A GPU's node: in nodes.toml, or beside the GPU as [gpu.X.node]."""
+    known: dict[str, dict[str, Any]] = load_toml("nodes.toml")["node"]
+    return known.get(gpu) or load_toml("gpus.toml")["gpu"][gpu]["node"]
 
 
 def _link_name(entry: dict[str, Any], count: int) -> str:
