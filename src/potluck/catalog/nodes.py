@@ -100,7 +100,8 @@ def facts(name: str) -> EntryFacts:
 def _entry(gpu: str) -> dict[str, Any]:
     """A GPU's node: in nodes.toml, or beside the GPU as [gpu.X.node]."""
     known: dict[str, dict[str, Any]] = load_toml("nodes.toml")["node"]
-    return known.get(gpu) or load_toml("gpus.toml")["gpu"][gpu]["node"]
+    entry: dict[str, Any] = known.get(gpu) or load_toml("gpus.toml")["gpu"][gpu]["node"]
+    return entry
 
 
 def _link_name(entry: dict[str, Any], count: int) -> str:
