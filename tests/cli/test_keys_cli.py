@@ -110,11 +110,7 @@ def test_a_gateway_that_others_reach_is_never_opened(state: Path, capsys: pytest
 
 @pytest.mark.parametrize(("answer", "yes"), [("y\n", False), ("n\n", False), ("", True)])
 def test_a_person_at_a_terminal_is_asked(
-    answer: str,
-    yes: bool,
-    state: Path,
-    capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
+    answer: str, yes: bool, state: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A script never is."""
 

@@ -186,10 +186,7 @@ def test_a_slower_link_between_machines(files: tuple[str, str], capsys: pytest.C
         (["--workload", "codign"], "did you mean 'coding'?"),
         (["--workload", "talk=coding"], "workload: model: unknown 'talk'"),
         (["--workload", "0/3"], "lengths: input_tokens"),
-        (
-            ["--lose", "node0,node1,node2"],
-            "nothing that is left",
-        ),
+        (["--lose", "node0,node1,node2"], "nothing that is left"),
     ],
 )
 def test_bad_options_get_one_line(

@@ -54,7 +54,6 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, str]:
         ["schedule", "SPEC", *QUICK],
         ["replan", "PLAN", "SPEC", "--time-limit", "2", "--lose", "northern-europe-1:1xL40S=1"],
         ["check", "SPEC"],
-        ["overview", "SPEC"],
     ],
     ids=lambda words: f"{words[0]} {words[-1]}",
 )

@@ -15,8 +15,10 @@ from random import Random
 from typing import TYPE_CHECKING, Any
 
 import click
+from click import argument, option
 
 from potluck.cli.common import render
+from potluck.cli.common.files import FILE
 from potluck.cli.common.inputs import UNSAID_S, slo_option, written_slo
 from potluck.cli.common.render import missed
 from potluck.cli.fleet.service import running_url
@@ -41,43 +43,36 @@ Row = tuple[float, str, int, int]
 
 
 @click.command()
-@click.argument("url", required=False)
-@click.option("--model", help="Which one; else the server's first.")
-@click.option("--rate", "rate_per_s", type=float, help="Open loop: requests/s, with times of chance.")
-@click.option(
-    "--workload", metavar="NAME|FILE", help="Open loop: a trace or workload as `potluck simulate` reads it."
-)
-@click.option(
-    "--concurrency", type=click.IntRange(1, 10_000), help="Closed loop: so many at once (1 unless told)."
-)
-@click.option(
+@argument("url", required=False)
+@option("--model", help="Which one; else the server's first.")
+@option("--rate", "rate_per_s", type=float, help="Open loop: requests/s, with times of chance.")
+@option("--workload", metavar="NAME|FILE", help="Open loop: a trace, or a workload of the catalog.")
+@option("--concurrency", type=click.IntRange(1, 10_000), help="Closed loop: so many at once (1 unless told).")
+@option(
     "--requests",
     type=click.IntRange(1, MOST_REQUESTS),
     help=f"How many ({DEFAULT_REQUESTS}; of a trace all).",
 )
-@click.option("--seconds", type=click.FloatRange(0.1, 86_400), help="Send nothing new after this.")
-@click.option("--input", "prompt", type=click.IntRange(1, 1_000_000), default=256, show_default=True)
-@click.option("--output", type=click.IntRange(1, 1_000_000), default=64, show_default=True)
-@click.option(
+@option("--seconds", type=click.FloatRange(0.1, 86_400), help="Send nothing new after this.")
+@option("--input", "prompt", type=click.IntRange(1, 1_000_000), default=256)
+@option("--output", type=click.IntRange(1, 1_000_000), default=64)
+@option(
     "--prompts",
     "style",
     type=click.Choice(["ids", "text", "chat"]),
     default="ids",
-    show_default=True,
-    help="Token numbers (exact lengths), text, or text as a chat.",
+    help="Token ids (exact lengths), text or a chat.",
 )
-@click.option(
-    "--until-eos", is_flag=True, help="Let answers end by themselves; not all servers know ignore_eos."
-)
-@click.option("--ttft", "ttft_s", type=float, help="Objective, in s; counts how many requests keep it.")
-@click.option("--tpot", "tpot_s", type=float, help="Objective, in s per token after the first.")
-@click.option("--e2e", "e2e_s", type=float, help="Objective, in s, for the whole answer.")
+@option("--until-eos", is_flag=True, help="Let answers end by themselves; not all servers know ignore_eos.")
+@option("--ttft", "ttft_s", type=float, help="Objective, in s; counts how many requests keep it.")
+@option("--tpot", "tpot_s", type=float, help="Objective, in s per token after the first.")
+@option("--e2e", "e2e_s", type=float, help="Objective, in s, for the whole answer.")
 @slo_option
-@click.option("--timeout", "within_s", type=click.FloatRange(0.1), default=600.0, show_default=True)
-@click.option("--seed", type=int, default=0, show_default=True)
-@click.option("--key", help=f"API key; else ${KEY_VARIABLE}.")
-@click.option("--plot", type=click.Path(dir_okay=False, path_type=Path), help="FILE.html with distributions.")
-@click.option("--json", "as_json", is_flag=True, help="For machines.")
+@option("--timeout", "within_s", type=click.FloatRange(0.1), default=600.0)
+@option("--seed", type=int, default=0)
+@option("--key", help=f"API key; else ${KEY_VARIABLE}.")
+@option("--plot", type=FILE, help="FILE.html with distributions.")
+@option("--json", "as_json", is_flag=True, help="For machines.")
 def bench(
     url: str | None,
     model: str | None,

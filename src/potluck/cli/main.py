@@ -27,7 +27,6 @@ COMMANDS = {
     "check": (".planning.check:check", "Validate a spec and show what it says."),
     "catalog": (".planning.catalog:catalog", "List known GPUs, models and prices."),
     "estimate": (".planning.estimate:estimate", "How fast, how much and at what cost on one node."),
-    "overview": (".planning.estimate:overview", "What a spec's fleet could do for its models."),
     "plan": (".planning.plan:plan", "What to rent and how to lay models out, with a proof."),
     "compare": (".planning.plan:compare", "All planning strategies on one spec, in one table."),
     "schedule": (".planning.plan_series:schedule", "Plans for the hours of a day, and what changing costs."),
@@ -96,7 +95,7 @@ class LazyGroup(click.Group):
             formatter.write_dl([(str(code), meaning) for code, meaning in MEANINGS])
 
 
-@click.command(cls=LazyGroup, context_settings={"help_option_names": ["-h", "--help"]})
+@click.command(cls=LazyGroup, context_settings={"help_option_names": ["-h", "--help"], "show_default": True})
 @click.version_option(__version__, prog_name="potluck")
 def cli() -> None:
     """Serve large language models at the lowest cost on whatever GPUs one can get.

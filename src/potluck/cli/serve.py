@@ -10,8 +10,9 @@ from pathlib import Path
 from secrets import token_bytes
 
 import click
+from click import argument, option
 
-from potluck.cli.common.files import read_bytes, read_text
+from potluck.cli.common.files import FILE, FOLDER, read_bytes, read_text
 from potluck.cli.engine.listening import LOOPBACK, api_key, key_in, tls_for
 from potluck.cli.planning.estimate import profile_option
 from potluck.cli.simulating.simulation import policy_of, read_inputs, scene_of
@@ -19,78 +20,41 @@ from potluck.core.errors import InputError, UnknownNameError
 from potluck.spec.spec_values import SHIPPED, Spec
 
 ADMIN_VARIABLE = "POTLUCK_ADMIN_KEY"
-_file = click.Path(dir_okay=False, path_type=Path)
 
 
 @click.command()
-@click.argument("plan", type=_file)
-@click.argument("spec", type=_file)
-@click.option(
-    "--engines", type=_file, help="Engines that were started already: a roster; see docs/gateway.md."
+@argument("plan", type=FILE)
+@argument("spec", type=FILE)
+@option("--engines", type=FILE, help="Engines that were started already: a roster; see docs/gateway.md.")
+@option("--host", default="127.0.0.1", help="Address to listen on.")
+@option("--port", default=8000, type=click.IntRange(0, 65535), help="0: a free one.")
+@option("--admin-host", default="127.0.0.1", help="Where operators ask.")
+@option("--admin-port", default=8001, type=click.IntRange(0, 65535))
+@option("--admin-key-file", type=FILE, help=f"Operators' key; else ${ADMIN_VARIABLE}.")
+@option("--engine-key-file", type=FILE, help="What engines ask for that PUT /fleet tells.")
+@option("--workers", default=1, type=click.IntRange(1, 64), help="Processes for clients.")
+@option("--keys", type=FILE, help="Clients' keys; see `potluck keys`. Without it only loopback is served.")
+@option(
+    "--secret-file", type=FILE, help="Of tenants' salts; else new at each start, and prefixes are forgotten."
 )
-@click.option("--host", default="127.0.0.1", show_default=True, help="Address to listen on.")
-@click.option("--port", default=8000, show_default=True, type=click.IntRange(0, 65535), help="0: a free one.")
-@click.option("--admin-host", default="127.0.0.1", show_default=True, help="Where operators ask.")
-@click.option("--admin-port", default=8001, show_default=True, type=click.IntRange(0, 65535))
-@click.option("--admin-key-file", type=_file, help=f"Operators' key; else ${ADMIN_VARIABLE}.")
-@click.option("--engine-key-file", type=_file, help="What engines ask for that PUT /fleet tells.")
-@click.option(
-    "--workers", default=1, show_default=True, type=click.IntRange(1, 64), help="Processes for clients."
+@option("--usage", type=FILE, help="Write a line per request here, to bill from.")
+@option("--log", type=FILE, help="Write what the Brain hears and asks here; `potluck replay` reads it.")
+@option("--files", multiple=True, metavar="MODEL=DIR", help="A model's tokenizer, over the spec's `files`.")
+@option("--pretended", is_flag=True, help="Engines are mocks: requests may be as long as the spec allows.")
+@option("--tls", nargs=2, type=FILE, metavar="CERTIFICATE KEY", help="Serve HTTPS.")
+@option("--engine-ca", type=FILE, help="Authority of engines' certificates; else those trusted here.")
+@option("--gateways", default=1, type=click.IntRange(1, 1000), help="So many share clients and keys' limits.")
+@option("--state", type=FOLDER, help="Engines and answers are kept here over a restart.")
+@option(
+    "--takeover", type=FILE, metavar="SOCKET", help="Take the ports of the gateway with this socket: no gap."
 )
-@click.option(
-    "--keys", type=_file, help="Clients' keys; see `potluck keys`. Without it only loopback is served."
-)
-@click.option(
-    "--secret-file",
-    type=_file,
-    help="Tenants' salts are made from it; else made up at each start, and cached prefixes are forgotten.",
-)
-@click.option("--usage", type=_file, help="Write a line per request here, to bill from.")
-@click.option(
-    "--log", type=_file, help="Write what the Brain hears and asks here; `potluck replay` reads it."
-)
-@click.option(
-    "--files",
-    multiple=True,
-    metavar="MODEL=DIR",
-    help="Where a model's tokenizer lies, over the spec's `files`; without one only tokens are taken.",
-)
-@click.option(
-    "--pretended", is_flag=True, help="Engines pretend: requests may be as long as the spec's models allow."
-)
-@click.option("--tls", nargs=2, type=_file, metavar="CERTIFICATE KEY", help="Serve HTTPS.")
-@click.option(
-    "--engine-ca",
-    type=_file,
-    help="Authority of the certificates that engines at https:// show; else those that this machine trusts.",
-)
-@click.option(
-    "--gateways",
-    default=1,
-    show_default=True,
-    type=click.IntRange(1, 1000),
-    help="So many share the clients: each grants its part of keys' limits.",
-)
-@click.option(
-    "--state",
-    type=click.Path(file_okay=False, path_type=Path),
-    help="Which engines there are, and answers for whoever asks again, are kept here over a restart.",
-)
-@click.option(
-    "--takeover",
-    type=_file,
-    metavar="SOCKET",
-    help="Take the ports of the gateway that has this, and hand them on: an upgrade without a gap.",
-)
-@click.option("--otlp", metavar="URL", help="Send a span for each segment there.")
-@click.option("--policy", multiple=True, help="NAME=VALUE of a run-time rule, over the spec's.")
-@click.option(
-    "--history", type=_file, help="Rates of the past for forecasts: a JSON object, model to rates of 10 min."
-)
-@click.option("--why", default="", metavar="TEXT", help="The reason for this plan, as the page shows it.")
-@click.option("--plan-version", default=1, type=click.IntRange(1), help="Its number, as the page shows it.")
+@option("--otlp", metavar="URL", help="Send a span for each segment there.")
+@option("--policy", multiple=True, help="NAME=VALUE of a run-time rule, over the spec's.")
+@option("--history", type=FILE, help="Past rates for forecasts (JSON): model to rates of 10 min.")
+@option("--why", default="", metavar="TEXT", help="The reason for this plan, as the page shows it.")
+@option("--plan-version", default=1, type=click.IntRange(1), help="Its number, as the page shows it.")
 @profile_option
-@click.option("--json", "as_json", is_flag=True, help="Say where it listens as JSON.")
+@option("--json", "as_json", is_flag=True, help="Say where it listens as JSON.")
 def serve(
     plan: Path,
     spec: Path,

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import click
+from click import option
 
 from potluck.cli.common.render import emit_json, table
 from potluck.core.errors import PotluckError
@@ -115,16 +116,15 @@ def day() -> Path:
 
 
 @click.command()
-@click.option(
+@option(
     "--seconds",
     type=click.FloatRange(8.0, 86_400.0),
     default=SECONDS,
-    show_default=True,
     help="How long the day takes, at least; an act waits until its answer shows.",
 )
-@click.option("--port", type=click.IntRange(0, 65535), default=0, help="Where clients ask; else a free one.")
-@click.option("--stay", is_flag=True, help="Serve on after the last act, until Ctrl-C.")
-@click.option("--json", "as_json", is_flag=True, help="What each act showed, as JSON.")
+@option("--port", type=click.IntRange(0, 65535), default=0, help="Where clients ask; else a free one.")
+@option("--stay", is_flag=True, help="Serve on after the last act, until Ctrl-C.")
+@option("--json", "as_json", is_flag=True, help="What each act showed, as JSON.")
 def demo(seconds: float, port: int, stay: bool, as_json: bool) -> None:
     """Play a day on a small fleet that needs no GPU: a burst, a shift, a dead node, a thin link, a flood, a sale.
 

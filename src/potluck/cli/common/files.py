@@ -9,9 +9,17 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TypeVar
 
+import click
+
 from potluck.core.errors import InputError, PotluckError
 
 T = TypeVar("T")
+PATH, FILE = click.Path(path_type=Path), click.Path(dir_okay=False, path_type=Path)
+FOLDER, EXISTING = (
+    click.Path(file_okay=False, path_type=Path),
+    click.Path(exists=True, dir_okay=False, path_type=Path),
+)
+"""Types of options: `EXISTING` is a file that must be there."""
 MOST_BYTES = 256 << 20
 """Of a file that is read as a whole; plans, profiles and markets take a few MB at most."""
 

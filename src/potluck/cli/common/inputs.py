@@ -8,7 +8,7 @@ from importlib import resources
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import click
+from click import option
 
 from potluck.cli.common.files import named
 from potluck.control.launchers.engine_command import WeightFormats
@@ -128,18 +128,14 @@ UNSAID_S = 1e9
 TIMES, SHARES = ("ttft", "tpot", "e2e"), ("attainment", "share")
 _TIME = re.compile(r"(?P<figure>\d+(\.\d*)?|\.\d+)(?P<unit>ms|s)\Z")
 _SHARE = re.compile(r"(?P<figure>\d+(\.\d*)?|\.\d+)(?P<percent>%?)\Z")
-slo_option = click.option(
+slo_option = option(
     "--slo",
     "slo_text",
     metavar="ttft=2s,tpot=50ms,attainment=0.95",
     help="A promise, of TTFT, TPOT or E2E for a share of requests (0.9 unless told): exit code 3 when it is missed.",
 )
-scale_option = click.option(
-    "--slo-scale",
-    type=float,
-    default=1.0,
-    show_default=True,
-    help="All objectives (TTFT, TPOT, E2E) times this.",
+scale_option = option(
+    "--slo-scale", type=float, default=1.0, help="All objectives (TTFT, TPOT, E2E) times this."
 )
 
 

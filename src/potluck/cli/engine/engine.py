@@ -9,8 +9,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
+from click import argument, option
 
 from potluck.api.http import server_tls
+from potluck.cli.common.files import PATH
 from potluck.cli.engine.emulate import executor_maker, pretence
 from potluck.cli.engine.listening import KEY_VARIABLE, announce, key_for, kv_tls_option, tls_option
 from potluck.core.errors import InputError
@@ -147,89 +149,52 @@ def engine() -> None:
 
 
 @engine.command()
-@click.option(
-    "--model", type=click.Path(path_type=Path), help="A model's directory; else the one that ships."
-)
-@click.option("--name", help="The model's name for clients; else its directory's.")
-@click.option(
+@option("--model", type=PATH, help="A model's directory; else the one that ships.")
+@option("--name", help="The model's name for clients; else its directory's.")
+@option(
     "--generation-config",
     type=click.Choice(["auto", "none"]),
     default="auto",
-    show_default=True,
     help="none: take no defaults from generation_config.json.",
 )
-@click.option("--random-weights", type=int, metavar="SEED", help="Do not read weights; make them up.")
-@click.option("--host", default="127.0.0.1", show_default=True, help="Address to listen on.")
-@click.option("--port", default=8000, show_default=True, type=click.IntRange(0, 65535), help="0: a free one.")
-@click.option(
-    "--allow-host",
-    multiple=True,
-    metavar="NAME",
-    help="A name under which clients reach it, such as a proxy's.",
-)
-@click.option("--role", type=click.Choice(["prefill", "decode", "mixed"]), default="mixed", show_default=True)
-@click.option("--device", default="cpu", show_default=True, help="cpu, cuda, cuda:1, ...")
-@click.option(
-    "--threads",
-    type=click.IntRange(1),
-    help="Threads on a CPU; else 1 for a small model, else torch's choice.",
-)
-@click.option(
-    "--max-running",
-    type=click.IntRange(1),
-    help="At once; else 32, or with --pretend what is planned with, 1024.",
-)
-@click.option("--max-tokens", type=click.IntRange(2), help="Longest request; else the model's context.")
-@click.option(
-    "--kv-blocks", type=click.IntRange(1), help="KV blocks of 16 tokens; else a quarter context each."
-)
-@click.option(
-    "--token-budget",
-    type=click.IntRange(1),
-    help="Of one step; else 1024, or with --pretend as planned, 2048.",
-)
-@click.option("--chunk-tokens", type=click.IntRange(1), help="Of one prompt in one step; else the budget.")
-@click.option(
-    "--prefix-cache-mb",
-    type=click.IntRange(0),
-    help="0: none; else 64, or with --pretend what requests leave of the GPU's memory.",
-)
-@click.option(
-    "--prefix-cache-dir", type=click.Path(path_type=Path), help="Further prefixes go to files here."
-)
-@click.option("--prefix-cache-disk-mb", default=1000, show_default=True, type=click.IntRange(1))
-@click.option(
-    "--deadline-s", default=600.0, show_default=True, type=click.FloatRange(1), help="Of a request."
-)
-@click.option("--lease-s", default=60.0, show_default=True, type=click.FloatRange(0.1), help="Of a handle.")
-@click.option("--stages", help="A pipeline of processes: layers of each, such as 3,5x2 or 3@host:port,5@...")
-@click.option("--secret-file", type=click.Path(path_type=Path), help="Of pipeline workers elsewhere.")
-@click.option("--emulate", metavar="GPU:MODEL", help="Act as a GPU, such as A10:llama-3.1-8b.")
-@click.option("--speed-up", default=1.0, show_default=True, help="With --emulate: so many times faster.")
-@click.option("--pretend", is_flag=True, help="With --emulate: draw tokens by a hash, and compute nothing.")
-@click.option("--count", default=1, show_default=True, help="With --pretend: so many, on ports in a row.")
-@click.option(
+@option("--random-weights", type=int, metavar="SEED", help="Do not read weights; make them up.")
+@option("--host", default="127.0.0.1", help="Address to listen on.")
+@option("--port", default=8000, type=click.IntRange(0, 65535), help="0: a free one.")
+@option("--allow-host", multiple=True, metavar="NAME", help="A name under which clients reach it.")
+@option("--role", type=click.Choice(["prefill", "decode", "mixed"]), default="mixed")
+@option("--device", default="cpu", help="cpu, cuda, cuda:1, ...")
+@option("--threads", type=click.IntRange(1), help="Threads on a CPU; else 1 for a small model.")
+@option("--max-running", type=click.IntRange(1), help="Requests at once; else 32, or with --pretend 1024.")
+@option("--max-tokens", type=click.IntRange(2), help="Longest request; else the model's context.")
+@option("--kv-blocks", type=click.IntRange(1), help="KV blocks of 16 tokens; else a quarter context each.")
+@option("--token-budget", type=click.IntRange(1), help="Tokens of a step; else 1024, or with --pretend 2048.")
+@option("--chunk-tokens", type=click.IntRange(1), help="Of one prompt in one step; else the budget.")
+@option("--prefix-cache-mb", type=click.IntRange(0), help="0: none; else 64, or with --pretend what is left.")
+@option("--prefix-cache-dir", type=PATH, help="Further prefixes go to files here.")
+@option("--prefix-cache-disk-mb", default=1000, type=click.IntRange(1))
+@option("--deadline-s", default=600.0, type=click.FloatRange(1), help="Of a request.")
+@option("--lease-s", default=60.0, type=click.FloatRange(0.1), help="Of a handle.")
+@option("--stages", help="A pipeline of processes: layers of each, such as 3,5x2 or 3@host:port,5@...")
+@option("--secret-file", type=PATH, help="Of pipeline workers elsewhere.")
+@option("--emulate", metavar="GPU:MODEL", help="Act as a GPU, such as A10:llama-3.1-8b.")
+@option("--speed-up", default=1.0, help="With --emulate: so many times faster.")
+@option("--pretend", is_flag=True, help="With --emulate: draw tokens by a hash, and compute nothing.")
+@option("--count", default=1, help="With --pretend: so many, on ports in a row.")
+@option(
     "--mean-output",
     default=0,
     type=click.IntRange(0),
-    help="With --pretend: outputs end after so many tokens on average; else only by max_tokens.",
+    help="With --pretend: mean output; else by max_tokens.",
 )
-@click.option(
-    "--kv-port", default=0, type=click.IntRange(0, 65535), help="Where others fetch caches; else a free one."
-)
-@click.option(
-    "--kv-from",
-    multiple=True,
-    metavar="HOST[:PORT]",
-    help="Where caches may come from, beside what PUT /peers says; 127.0.0.1: any engine of this machine.",
+@option("--kv-port", default=0, type=click.IntRange(0, 65535), help="For caches; else a free one.")
+@option(
+    "--kv-from", multiple=True, metavar="HOST[:PORT]", help="Where caches may come from, beside PUT /peers."
 )
 @kv_tls_option
-@click.option(
-    "--end-when-drained", is_flag=True, help="So that whoever looks after it starts the next release."
-)
+@option("--end-when-drained", is_flag=True, help="So that whoever looks after it starts the next release.")
 @tls_option
-@click.option("--api-key-file", type=click.Path(path_type=Path), help=f"Clients' key; else ${KEY_VARIABLE}.")
-@click.option("--json", "as_json", is_flag=True, help="Say where it listens as JSON.")
+@option("--api-key-file", type=PATH, help=f"Clients' key; else ${KEY_VARIABLE}.")
+@option("--json", "as_json", is_flag=True, help="Say where it listens as JSON.")
 def serve(
     model: Path | None,
     name: str | None,
@@ -308,42 +273,37 @@ def generation_of(directory: Path) -> GenerationConfig:
 
 
 @engine.command(context_settings={"ignore_unknown_options": True})
-@click.option("--model", required=True, help="A model's directory, or its name on the hub.")
-@click.option("--name", help="The model's name for clients; else its directory's.")
-@click.option("--python", default=sys.executable, help="Of the environment that vLLM is in; else this one.")
-@click.option("--host", default="127.0.0.1", show_default=True, help="Address to listen on.")
-@click.option("--port", default=8000, show_default=True, type=click.IntRange(0, 65535), help="0: a free one.")
-@click.option("--allow-host", multiple=True, metavar="NAME", help="A name under which clients reach it.")
-@click.option("--role", type=click.Choice(["prefill", "decode", "mixed"]), default="mixed", show_default=True)
-@click.option(
-    "--tensor-parallel", default=1, show_default=True, type=click.IntRange(1), help="GPUs per stage."
+@option("--model", required=True, help="A model's directory, or its name on the hub.")
+@option("--name", help="The model's name for clients; else its directory's.")
+@option(
+    "--python",
+    default=sys.executable,
+    show_default=False,
+    help="Of the environment that vLLM is in; else this one.",
 )
-@click.option("--expert-parallel", is_flag=True, help="Each expert of a mixture whole on one GPU.")
-@click.option("--stages", help="A pipeline: layers of each stage, such as 20,12.")
-@click.option("--token-budget", type=click.IntRange(1), help="Of one step; else vLLM's choice.")
-@click.option("--max-running", type=click.IntRange(1), help="Requests at once; else vLLM's choice.")
-@click.option("--max-tokens", type=click.IntRange(2), help="Longest request; else the model's context.")
-@click.option("--block-tokens", type=click.IntRange(1), help="Of a KV block; else vLLM's choice.")
-@click.option(
-    "--memory-share", type=click.FloatRange(0.05, 1.0), help="Of each GPU's memory; else vLLM's choice."
-)
-@click.option(
-    "--kv-port", default=0, type=click.IntRange(0, 65535), help="Where others fetch KV; a port per worker."
-)
-@click.option(
-    "--kv-from", multiple=True, metavar="HOST[:PORT]", help="Where KV may come from, beside PUT /peers."
-)
+@option("--host", default="127.0.0.1", help="Address to listen on.")
+@option("--port", default=8000, type=click.IntRange(0, 65535), help="0: a free one.")
+@option("--allow-host", multiple=True, metavar="NAME", help="A name under which clients reach it.")
+@option("--role", type=click.Choice(["prefill", "decode", "mixed"]), default="mixed")
+@option("--tensor-parallel", default=1, type=click.IntRange(1), help="GPUs per stage.")
+@option("--expert-parallel", is_flag=True, help="Each expert of a mixture whole on one GPU.")
+@option("--stages", help="A pipeline: layers of each stage, such as 20,12.")
+@option("--token-budget", type=click.IntRange(1), help="Of one step; else vLLM's choice.")
+@option("--max-running", type=click.IntRange(1), help="Requests at once; else vLLM's choice.")
+@option("--max-tokens", type=click.IntRange(2), help="Longest request; else the model's context.")
+@option("--block-tokens", type=click.IntRange(1), help="Of a KV block; else vLLM's choice.")
+@option("--memory-share", type=click.FloatRange(0.05, 1.0), help="Of each GPU's memory; else vLLM's choice.")
+@option("--kv-port", default=0, type=click.IntRange(0, 65535), help="For KV; a port per worker.")
+@option("--kv-from", multiple=True, metavar="HOST[:PORT]", help="Where KV may come from, beside PUT /peers.")
 @kv_tls_option
-@click.option(
-    "--deadline-s", default=600.0, show_default=True, type=click.FloatRange(1), help="Of a request."
-)
-@click.option("--lease-s", default=60.0, show_default=True, type=click.FloatRange(0.1), help="Of a handle.")
-@click.option("--start-s", default=900.0, show_default=True, help="How long vLLM may take to start.")
-@click.option("--any-version", is_flag=True, help="Try a vLLM that this was not tested with.")
+@option("--deadline-s", default=600.0, type=click.FloatRange(1), help="Of a request.")
+@option("--lease-s", default=60.0, type=click.FloatRange(0.1), help="Of a handle.")
+@option("--start-s", default=900.0, help="How long vLLM may take to start.")
+@option("--any-version", is_flag=True, help="Try a vLLM that this was not tested with.")
 @tls_option
-@click.option("--api-key-file", type=click.Path(path_type=Path), help="Clients' key; else $POTLUCK_API_KEY.")
-@click.option("--json", "as_json", is_flag=True, help="Say where it listens as JSON.")
-@click.argument("more", nargs=-1, type=click.UNPROCESSED)
+@option("--api-key-file", type=PATH, help="Clients' key; else $POTLUCK_API_KEY.")
+@option("--json", "as_json", is_flag=True, help="Say where it listens as JSON.")
+@argument("more", nargs=-1, type=click.UNPROCESSED)
 def vllm(
     model: str,
     name: str | None,

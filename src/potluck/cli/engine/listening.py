@@ -9,9 +9,10 @@ from collections.abc import Callable
 from pathlib import Path
 
 import click
+from click import option
 
 from potluck.api.http import server_tls
-from potluck.cli.common.files import read_text
+from potluck.cli.common.files import PATH, read_text
 from potluck.core.errors import InputError
 
 KEY_VARIABLE = "POTLUCK_API_KEY"
@@ -41,19 +42,15 @@ def key_for(host: str, file: Path | None) -> str | None:
     return key
 
 
-kv_tls_option = click.option(
+kv_tls_option = option(
     "--kv-tls",
     nargs=3,
-    type=click.Path(path_type=Path),
+    type=PATH,
     metavar="CERTIFICATE KEY AUTHORITY",
     help="TLS between engines, and with a pipeline's workers elsewhere; both sides show a certificate.",
 )
-tls_option = click.option(
-    "--tls",
-    nargs=2,
-    type=click.Path(path_type=Path),
-    metavar="CERTIFICATE KEY",
-    help="Serve HTTPS, also to the gateway.",
+tls_option = option(
+    "--tls", nargs=2, type=PATH, metavar="CERTIFICATE KEY", help="Serve HTTPS, also to the gateway."
 )
 
 

@@ -9,7 +9,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import click
+from click import argument, option
 
+from potluck.cli.common.files import PATH
 from potluck.cli.common.render import emit_json, percent, progress, table
 from potluck.cli.engine.emulate import emulation
 from potluck.cli.fleet.service import nothing, opened, state_option
@@ -98,46 +100,33 @@ class ProfileOptions:
 
 
 @click.command()
-@click.argument("url", required=False)
-@click.option("--local", is_flag=True, help="Measure the embedded engine in this process instead.")
-@click.option("--live", is_flag=True, help="Of a service that runs: what its replicas took, kind by kind.")
+@argument("url", required=False)
+@option("--local", is_flag=True, help="Measure the embedded engine in this process instead.")
+@option("--live", is_flag=True, help="Of a service that runs: what its replicas took, kind by kind.")
 @state_option
-@click.option("--model", type=click.Path(path_type=Path), help="With --local: a model's directory.")
-@click.option("--device", default="cpu", show_default=True, help="With --local: cpu, cuda, cuda:1, ...")
-@click.option("--threads", type=click.IntRange(1), help="With --local: threads for computing on a CPU.")
-@click.option("--emulate", metavar="GPU:MODEL", help="With --local: act as a GPU, such as A10:llama-3.1-8b.")
-@click.option("--speed-up", default=1.0, show_default=True, help="With --emulate: so many times faster.")
-@click.option(
-    "--max-batch", default=32, show_default=True, type=click.IntRange(2, 1024), help="Decodes at once."
-)
-@click.option("--max-tokens", type=click.IntRange(128), help="Longest context to measure; else what fits.")
-@click.option(
+@option("--model", type=PATH, help="With --local: a model's directory.")
+@option("--device", default="cpu", help="With --local: cpu, cuda, cuda:1, ...")
+@option("--threads", type=click.IntRange(1), help="With --local: threads for computing on a CPU.")
+@option("--emulate", metavar="GPU:MODEL", help="With --local: act as a GPU, such as A10:llama-3.1-8b.")
+@option("--speed-up", default=1.0, help="With --emulate: so many times faster.")
+@option("--max-batch", default=32, type=click.IntRange(2, 1024), help="Decodes at once.")
+@option("--max-tokens", type=click.IntRange(128), help="Longest context to measure; else what fits.")
+@option(
     "--chunk-tokens",
     default=1024,
-    show_default=True,
     type=click.IntRange(32),
     help="Tokens of one step; for a URL, the engine's own --token-budget.",
 )
-@click.option(
-    "--repeats", default=5, show_default=True, type=click.IntRange(1, 100), help="Runs of each shape."
-)
-@click.option("--quick", is_flag=True, help="Fewer shapes.")
-@click.option("--gpu", help="Name of the hardware for the file; else what torch calls it.")
-@click.option(
-    "--tp", default=1, show_default=True, type=click.IntRange(1), help="GPUs that the engine shards over."
-)
-@click.option("--name", help="Name of the model for the file; else the engine's.")
-@click.option("--api-key-file", type=click.Path(path_type=Path), help="The engine's key.")
-@click.option("--out", type=click.Path(path_type=Path), default=Path("profile.json"), show_default=True)
-@click.option("--json", "as_json", is_flag=True, help="Print a summary as JSON.")
+@option("--repeats", default=5, type=click.IntRange(1, 100), help="Runs of each shape.")
+@option("--quick", is_flag=True, help="Fewer shapes.")
+@option("--gpu", help="Name of the hardware for the file; else what torch calls it.")
+@option("--tp", default=1, type=click.IntRange(1), help="GPUs that the engine shards over.")
+@option("--name", help="Name of the model for the file; else the engine's.")
+@option("--api-key-file", type=PATH, help="The engine's key.")
+@option("--out", type=PATH, default=Path("profile.json"))
+@option("--json", "as_json", is_flag=True, help="Print a summary as JSON.")
 def profile(
-    url: str | None,
-    local: bool,
-    live: bool,
-    state: Path | None,
-    out: Path,
-    as_json: bool,
-    **options: object,
+    url: str | None, local: bool, live: bool, state: Path | None, out: Path, as_json: bool, **options: object
 ) -> None:
     """Measure how long an engine's steps take, and write it down for `potluck`.
 

@@ -8,10 +8,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import click
+from click import argument, option
 
 from potluck import __version__
 from potluck.api.http import client_tls, server_tls
 from potluck.cli.common import render
+from potluck.cli.common.files import FILE
 from potluck.cli.engine.listening import key_in, tls_for, tls_option
 from potluck.core.errors import InputError
 
@@ -21,9 +23,8 @@ if TYPE_CHECKING:
 
 
 PORT = 7300
-_file = click.Path(dir_okay=False, path_type=Path)
-_key = click.option("--key-file", type=_file, required=True, help="What agents and whoever asks them share.")
-_ca = click.option("--ca", type=_file, help="Authority of the others' certificates, for https:// addresses.")
+_key = option("--key-file", type=FILE, required=True, help="What agents and whoever asks them share.")
+_ca = option("--ca", type=FILE, help="Authority of the others' certificates, for https:// addresses.")
 
 
 @click.group()
@@ -32,14 +33,14 @@ def hosts() -> None:
 
 
 @hosts.command()
-@click.option("--host", default="127.0.0.1", show_default=True, help="Address to listen on.")
-@click.option("--port", default=PORT, show_default=True, type=click.IntRange(0, 65535), help="0: a free one.")
-@click.option("--name", help="Its name in the pool; else the machine's.")
-@click.option("--region", default="pool", show_default=True)
+@option("--host", default="127.0.0.1", help="Address to listen on.")
+@option("--port", default=PORT, type=click.IntRange(0, 65535), help="0: a free one.")
+@option("--name", help="Its name in the pool; else the machine's.")
+@option("--region", default="pool")
 @_key
 @_ca
 @tls_option
-@click.option("--json", "as_json", is_flag=True, help="Say where it listens as JSON.")
+@option("--json", "as_json", is_flag=True, help="Say where it listens as JSON.")
 def serve(
     host: str,
     port: int,
@@ -80,11 +81,11 @@ def _name(chip: LocalGpu) -> str:
 
 
 @hosts.command()
-@click.argument("urls", metavar="URL...", nargs=-1, required=True)
+@argument("urls", metavar="URL...", nargs=-1, required=True)
 @_key
 @_ca
-@click.option("--out", type=_file, help="Write the pool here, as a part of a spec.")
-@click.option("--json", "as_json", is_flag=True, help="For machines.")
+@option("--out", type=FILE, help="Write the pool here, as a part of a spec.")
+@option("--json", "as_json", is_flag=True, help="For machines.")
 def find(urls: tuple[str, ...], key_file: Path, ca: Path | None, out: Path | None, as_json: bool) -> None:
     """Ask the agents at these URLs what they have, and measure every way between them.
 

@@ -15,8 +15,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import click
+from click import argument, option
 
 from potluck.cli.common import render
+from potluck.cli.common.files import FILE
 from potluck.cli.engine.listening import LOOPBACK
 from potluck.cli.fleet.service import nothing, opened, state_option
 from potluck.core.errors import InputError
@@ -32,7 +34,7 @@ NOBODY = (
     "no key holds any more: nobody gets in; `potluck keys add NAME` makes a key, "
     "`potluck keys open` lets clients in without one"
 )
-_json = click.option("--json", "as_json", is_flag=True, help="For machines: one JSON object.")
+_json = option("--json", "as_json", is_flag=True, help="For machines: one JSON object.")
 
 
 @click.group()
@@ -49,14 +51,14 @@ def keys() -> None:
 
 
 @keys.command()
-@click.argument("name")
-@click.option("--tenant", help="Whose share of the fleet it uses; else one of the key's name.")
-@click.option("--requests-per-min", type=click.FloatRange(0, min_open=True))
-@click.option("--tokens-per-min", type=click.FloatRange(0, min_open=True))
-@click.option("--concurrent", type=click.IntRange(1), help="Requests at once.")
-@click.option("--class", "classes", multiple=True, help="Of requests that it may send; else all.")
-@click.option("--expires", help="A day or a time, such as 2031-01-31.")
-@click.option("--yes", is_flag=True, help="Do not ask whether clients without a key are to be locked out.")
+@argument("name")
+@option("--tenant", help="Whose share of the fleet it uses; else one of the key's name.")
+@option("--requests-per-min", type=click.FloatRange(0, min_open=True))
+@option("--tokens-per-min", type=click.FloatRange(0, min_open=True))
+@option("--concurrent", type=click.IntRange(1), help="Requests at once.")
+@option("--class", "classes", multiple=True, help="Of requests that it may send; else all.")
+@option("--expires", help="A day or a time, such as 2031-01-31.")
+@option("--yes", is_flag=True, help="Do not ask whether clients without a key are to be locked out.")
 @state_option
 @_json
 def add(
@@ -106,14 +108,8 @@ def _say_shut(ask: bool) -> None:
 
 
 @keys.command()
-@click.argument("name")
-@click.option(
-    "--grace-h",
-    type=click.FloatRange(0),
-    default=24.0,
-    show_default=True,
-    help="Hours for which the key before holds.",
-)
+@argument("name")
+@option("--grace-h", type=click.FloatRange(0), default=24.0, help="Hours for which the key before holds.")
 @state_option
 @_json
 def rotate(name: str, grace_h: float, state: Path | None, as_json: bool) -> None:
@@ -129,7 +125,7 @@ def rotate(name: str, grace_h: float, state: Path | None, as_json: bool) -> None
 
 
 @keys.command()
-@click.argument("name")
+@argument("name")
 @state_option
 @_json
 def revoke(name: str, state: Path | None, as_json: bool) -> None:
@@ -189,7 +185,7 @@ def _set_open(service: ServiceView, opened: bool, note: str, as_json: bool) -> N
 
 @keys.command("list")
 @state_option
-@click.option("--json", "as_json", is_flag=True, help="For machines.")
+@option("--json", "as_json", is_flag=True, help="For machines.")
 def listed(state: Path | None, as_json: bool) -> None:
     """Show all keys that there are or were, without the keys themselves."""
     from potluck.control.accounts import is_open, kept_keys
@@ -213,14 +209,9 @@ def listed(state: Path | None, as_json: bool) -> None:
 
 
 @keys.command()
-@click.argument("name")
-@click.option("--tenant", help="Whose share of the fleet it uses; else one of the key's name.")
-@click.option(
-    "--file",
-    "path",
-    type=click.Path(path_type=Path, dir_okay=False),
-    help="Add the line to this file instead of printing it.",
-)
+@argument("name")
+@option("--tenant", help="Whose share of the fleet it uses; else one of the key's name.")
+@option("--file", "path", type=FILE, help="Add the line to this file instead of printing it.")
 @_json
 def new(name: str, tenant: str | None, path: Path | None, as_json: bool) -> None:
     """Make a key called NAME for a file of `potluck serve --keys`.
@@ -294,24 +285,19 @@ _SPAN = re.compile(r"([0-9]{1,6})([mhd])\Z")
 
 @click.command()
 @state_option
-@click.option("--since", help="A day or time (UTC), such as 2031-01-31, or a span: 24h, 30d. Else all.")
-@click.option("--until", help="The same; the hour in which it lies is counted.")
-@click.option(
+@option("--since", help="A day or time (UTC), such as 2031-01-31, or a span: 24h, 30d. Else all.")
+@option("--until", help="The same; the hour in which it lies is counted.")
+@option(
     "--by",
     multiple=True,
     metavar="NAME",
     help="One row for each of: hour, day, key, tenant, model, class, outcome; may be given several times. "
     f"Else {', '.join(USUAL)}.",
 )
-@click.option("--json", "as_json", is_flag=True, help="For machines.")
-@click.option("--csv", "as_csv", is_flag=True, help="For a spreadsheet.")
+@option("--json", "as_json", is_flag=True, help="For machines.")
+@option("--csv", "as_csv", is_flag=True, help="For a spreadsheet.")
 def usage(
-    state: Path | None,
-    since: str | None,
-    until: str | None,
-    by: tuple[str, ...],
-    as_json: bool,
-    as_csv: bool,
+    state: Path | None, since: str | None, until: str | None, by: tuple[str, ...], as_json: bool, as_csv: bool
 ) -> None:
     """Show requests and tokens of each key, tenant and model, in whole hours (UTC).
 

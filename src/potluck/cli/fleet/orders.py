@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
 import click
+from click import argument, option
 
 from potluck.cli.common import render
 from potluck.cli.fleet.service import at_options, client_at, nothing, opened, state_option
@@ -62,9 +63,9 @@ def _note(service: ServiceView, kind: str, what: str) -> None:
 
 
 @click.command()
-@click.argument("replica")
+@argument("replica")
 @state_option
-@click.option("--json", "as_json", is_flag=True, help="For machines.")
+@option("--json", "as_json", is_flag=True, help="For machines.")
 def drain(replica: str, state: Path | None, as_json: bool) -> None:
     """Let REPLICA finish what it has, stop its engine, and have a fresh one take its place.
 
@@ -96,10 +97,10 @@ def drain(replica: str, state: Path | None, as_json: bool) -> None:
 
 
 @click.command()
-@click.argument("replica")
-@click.argument("role", type=click.Choice(["prefill", "decode"]))
+@argument("replica")
+@argument("role", type=click.Choice(["prefill", "decode"]))
 @state_option
-@click.option("--json", "as_json", is_flag=True, help="For machines.")
+@option("--json", "as_json", is_flag=True, help="For machines.")
 def flip(replica: str, role: str, state: Path | None, as_json: bool) -> None:
     """Give REPLICA another ROLE, weights and requests kept.
 
@@ -118,14 +119,10 @@ def flip(replica: str, role: str, state: Path | None, as_json: bool) -> None:
 
 
 @click.command()
-@click.argument("what", metavar="TEMPLATE@REGION=COUNT", required=False)
+@argument("what", metavar="TEMPLATE@REGION=COUNT", required=False)
 @state_option
-@click.option(
-    "--auto",
-    is_flag=True,
-    help="Hand the fleet back: the planner's last plan holds again, and its next ones.",
-)
-@click.option("--json", "as_json", is_flag=True, help="For machines.")
+@option("--auto", is_flag=True, help="Hand the fleet back to the planner: its last plan holds again.")
+@option("--json", "as_json", is_flag=True, help="For machines.")
 def scale(what: str | None, state: Path | None, auto: bool, as_json: bool) -> None:
     """Have COUNT copies of a plan's TEMPLATE in a REGION: a new version of the plan, made by hand.
 
@@ -237,15 +234,14 @@ def _unless(controller_lives: bool, what: str) -> None:
 
 @click.command()
 @state_option
-@click.option(
+@option(
     "--timeout",
     "within_s",
     default=CONTROLLER_S,
-    show_default=True,
     type=click.FloatRange(1.0),
-    help="Seconds in which a controller that runs must have stopped all.",
+    help="Seconds for the controller to stop all.",
 )
-@click.option("--json", "as_json", is_flag=True, help="For machines: one JSON object.")
+@option("--json", "as_json", is_flag=True, help="For machines: one JSON object.")
 def down(state: Path | None, within_s: float, as_json: bool) -> None:
     """Drain a service and stop all of it: gateway, engines, controller."""
     from potluck.cli.up.clusters import launcher_of
@@ -285,11 +281,11 @@ def _say_stopped(service: ServiceView, made: int | None, as_json: bool) -> None:
         click.echo("stopped" + (f"; {made} processes had to be made to end" if made else ""))
 
 
-_json = click.option("--json", "as_json", is_flag=True, help="For machines.")
+_json = option("--json", "as_json", is_flag=True, help="For machines.")
 
 
 @click.command()
-@click.argument("name", metavar="REPLICA|HOST")
+@argument("name", metavar="REPLICA|HOST")
 @at_options
 @state_option
 @_json
@@ -310,7 +306,7 @@ def cordon(
 
 
 @click.command()
-@click.argument("name", metavar="REPLICA|HOST")
+@argument("name", metavar="REPLICA|HOST")
 @at_options
 @state_option
 @_json
@@ -367,16 +363,9 @@ LOOK_S = 0.2
 
 @click.command()
 @at_options
-@click.option(
-    "--within", default=600.0, show_default=True, type=click.FloatRange(1), help="For each copy, in s."
-)
+@option("--within", default=600.0, type=click.FloatRange(1), help="For each copy, in s.")
 @state_option
-@click.option(
-    "--json",
-    "as_json",
-    is_flag=True,
-    help="One JSON object per line: each copy once it is replaced, the sum.",
-)
+@option("--json", "as_json", is_flag=True, help="A JSON object per line: each copy, then the sum.")
 def upgrade(
     at: str | None, key_file: Path | None, ca: Path | None, within: float, state: Path | None, as_json: bool
 ) -> None:

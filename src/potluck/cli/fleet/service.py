@@ -9,7 +9,9 @@ from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
 import click
+from click import option
 
+from potluck.cli.common.files import FILE, PATH
 from potluck.cli.up.up import STATE
 from potluck.core.errors import InputError
 
@@ -19,25 +21,22 @@ if TYPE_CHECKING:
 
 
 Command = Callable[..., Any]
-_FILE = click.Path(dir_okay=False, path_type=Path)
 
 
 def state_option(command: Command) -> Command:
-    return click.option(
-        "--state",
-        type=click.Path(path_type=Path),
-        help="The service's folder, as of `potluck up`; else the one that runs.",
+    return option(
+        "--state", type=PATH, help="The service's folder, as of `potluck up`; else the one that runs."
     )(command)
 
 
 def at_options(command: Command) -> Command:
     """For commands that a gateway of another host may be told as well."""
     for name, kind, words in (
-        ("--ca", _FILE, "With --at: authority of its certificate, where it is at https://."),
-        ("--key-file", _FILE, "With --at: the operators' key."),
+        ("--ca", FILE, "With --at: authority of its certificate, where it is at https://."),
+        ("--key-file", FILE, "With --at: the operators' key."),
         ("--at", str, "A gateway's operators' port; else the service that runs here."),
     ):
-        command = click.option(name, type=kind, metavar="URL" if kind is str else None, help=words)(command)
+        command = option(name, type=kind, metavar="URL" if kind is str else None, help=words)(command)
     return command
 
 

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
+from click import argument, option
 
 from potluck.cli.common import render
 from potluck.cli.fleet.orders import meant
@@ -38,7 +39,7 @@ TAIL_BYTES = 1_000_000
 
 @click.command()
 @state_option
-@click.option("--json", "as_json", is_flag=True, help="For machines.")
+@option("--json", "as_json", is_flag=True, help="For machines.")
 def status(state: Path | None, as_json: bool) -> None:
     """Show the plan, models, replicas, what is missing and why, and what was done last.
 
@@ -120,12 +121,10 @@ def _line(at_s: float, kind: str, what: str, why: str) -> str:
 
 @click.command()
 @state_option
-@click.option("--lines", default=50, show_default=True, type=click.IntRange(1, 100_000))
-@click.option("--follow", "-f", is_flag=True, help="Go on with what happens, until Ctrl-C.")
-@click.option(
-    "--live", is_flag=True, help="Of the gateway as well: routes, failures, decisions, as they are."
-)
-@click.option("--json", "as_json", is_flag=True, help="One JSON object per line.")
+@option("--lines", default=50, type=click.IntRange(1, 100_000))
+@option("--follow", "-f", is_flag=True, help="Go on with what happens, until Ctrl-C.")
+@option("--live", is_flag=True, help="Of the gateway as well: routes, failures, decisions, as they are.")
+@option("--json", "as_json", is_flag=True, help="One JSON object per line.")
 def events(state: Path | None, lines: int, follow: bool, live: bool, as_json: bool) -> None:
     """What was done to the service, by whom and why; oldest first."""
     with opened(state, running=live or follow) as service:
@@ -169,11 +168,11 @@ def _live(service: ServiceView, as_json: bool) -> None:
 
 
 @click.command()
-@click.argument("name", required=False)
+@argument("name", required=False)
 @state_option
-@click.option("--lines", default=50, show_default=True, type=click.IntRange(1, 100_000))
-@click.option("--follow", "-f", is_flag=True, help="Go on with what is written, until Ctrl-C.")
-@click.option("--json", "as_json", is_flag=True, help="One JSON object per line.")
+@option("--lines", default=50, type=click.IntRange(1, 100_000))
+@option("--follow", "-f", is_flag=True, help="Go on with what is written, until Ctrl-C.")
+@option("--json", "as_json", is_flag=True, help="One JSON object per line.")
 def logs(name: str | None, state: Path | None, lines: int, follow: bool, as_json: bool) -> None:
     """What engines, gateway or controller wrote. NAME is an engine, a replica, `gateway` or `controller`.
 
@@ -269,9 +268,9 @@ TTFT, TPOT = "vllm:time_to_first_token_seconds", "vllm:request_time_per_output_t
 
 @click.command()
 @state_option
-@click.option("--every", "every_s", default=1.0, show_default=True, type=click.FloatRange(0.2, 60.0))
-@click.option("--once", is_flag=True, help="Print one frame and end; for scripts.")
-@click.option("--json", "as_json", is_flag=True, help="One JSON object per line, each a frame.")
+@option("--every", "every_s", default=1.0, type=click.FloatRange(0.2, 60.0))
+@option("--once", is_flag=True, help="Print one frame and end; for scripts.")
+@option("--json", "as_json", is_flag=True, help="One JSON object per line, each a frame.")
 def top(state: Path | None, every_s: float, once: bool, as_json: bool) -> None:
     """Rates, latencies, replicas, links and dollars of the last 10 s, live. Ctrl-C ends it; the service goes on."""
     from rich.console import Console

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import click
+from click import argument, option
 
+from potluck.cli.common.files import FILE
 from potluck.cli.common.inputs import read_spec
 from potluck.cli.common.render import emit_json, table
 from potluck.core.errors import InputError
@@ -21,8 +23,7 @@ if TYPE_CHECKING:
     from potluck.spec.spec_values import Spec
 
 
-_file = click.Path(dir_okay=False, path_type=Path)
-_json_option = click.option("--json", "as_json", is_flag=True, help="Print JSON instead of a table.")
+_json_option = option("--json", "as_json", is_flag=True, help="Print JSON instead of a table.")
 
 
 @click.group()
@@ -30,144 +31,164 @@ def catalog() -> None:
     """Show the GPUs, node types, models, prices and workloads Potluck knows, with their sources."""
 
 
+@dataclass(frozen=True, slots=True)
+class _Kind:
+    """One kind of entries: how all of them are listed, and what else is said of one."""
+
+    title: str
+    heads: tuple[str, ...]
+    row: Callable[[Any, str], tuple[str, ...]]
+    """Of the catalog's module and a name."""
+    notes: tuple[str, ...] = ()
+    totals: Callable[[str], dict[str, float] | None] = lambda name: None
+
+
+def _listed(module: Any, kind: _Kind, name: str | None, names: Iterable[str], as_json: bool) -> None:
+    """The entry NAME with its sources, or all entries in a table."""
+    if name is not None:
+        _show(module.facts(name), as_json, kind.totals(name))
+    elif as_json:
+        emit_json([_facts_json(module.facts(key), kind.totals(key)) for key in names])
+    else:
+        table(kind.title, kind.heads, [kind.row(module, key) for key in names])
+        for note in kind.notes:
+            click.echo(note)
+
+
+def _gpu_row(gpus: Any, key: str) -> tuple[str, ...]:
+    gpu, facts = gpus.gpu(key), gpus.facts(key)
+    recalled = sum(figure.source.kind == "recall" for figure in facts.figures)
+    mark = ("!" if facts.doubt else "") + (f"~{recalled}" if recalled else "")
+    figures = (gpu.fp16_tflops, gpu.fp8_tflops, gpu.memory_gb, gpu.bandwidth_gb_per_s, gpu.tdp_w or None)
+    return (key, gpu.architecture, *("-" if each is None else f"{each:g}" for each in figures), mark)
+
+
+def _node_row(nodes: Any, key: str) -> tuple[str, ...]:
+    node = nodes.node_type(key)
+    link = node.interconnect
+    speed = "-" if link.kind == "none" else f"{link.gb_per_s:.4g}"
+    return (key, link.kind, speed, f"{link.latency_s * 1e6:g}", f"{node.network_gbps:g}")
+
+
+def _model_row(models: Any, key: str) -> tuple[str, ...]:
+    sums, context = _totals(key), models.model(key).max_context_tokens
+    billions = (sums["parameters"], sums["active_parameters"], sums["weight_bytes"])
+    figures = (*(f"{each / 1e9:.1f}" for each in billions), f"{sums['kv_bytes_per_token'] / 2**10:.2f}")
+    state = f"{sums['state_bytes'] / 2**20:.1f}"
+    return (key, str(sums["layers"]), *figures, state, str(context), "!" if models.facts(key).doubt else "")
+
+
+def _workload_row(workloads: Any, key: str) -> tuple[str, ...]:
+    entry = workloads.workload(key)
+    means = (f"{each.mean_tokens:,.0f}" for each in (entry.lengths.prompt, entry.lengths.output))
+    rate = "-" if entry.rate_per_s is None else f"{entry.rate_per_s:g}"
+    mark = "!" if workloads.facts(key).assumed else ""
+    return (key, *means, rate, f"{entry.gap_cv:g}", entry.about, mark)
+
+
+def _totals(name: str) -> dict[str, float]:
+    """What follows from a model's architecture."""
+    from potluck.catalog import models
+    from potluck.perf.sizes import memory
+
+    model = models.model(name)
+    return {
+        "layers": model.layer_count,
+        "parameters": memory.parameters(model),
+        "active_parameters": memory.active_parameters(model),
+        "weight_bytes": memory.weight_bytes(model),
+        "kv_bytes_per_token": memory.kv_bytes_per_token(model),
+        "state_bytes": memory.state_bytes(model),
+    }
+
+
+GPUS = _Kind(
+    "GPUs (dense rates, per GPU)",
+    ("GPU", "architecture", "FP16\nTFLOPS", "FP8\nTFLOPS", "memory\nGB", "GB/s", "W", "doubt"),
+    _gpu_row,
+    (
+        "! sources disagree or are incomplete: `potluck catalog gpus NAME` says how.",
+        "~ so many figures are from memory: no data sheet was found for them.",
+    ),
+)
+NODES = _Kind(
+    "Node types", ("node", "link", "GB/s per GPU\none direction", "latency\nus", "network\nGbps"), _node_row
+)
+MODELS = _Kind(
+    "Models",
+    (
+        *("model", "layers", "params\nB", "active\nB", "weights\nGB", "KV\nKiB/token", "state\nMiB"),
+        *("context\ntokens", "doubt"),
+    ),
+    _model_row,
+    ("! assumed or disputed figures: `potluck catalog models NAME` says which.",),
+    _totals,
+)
+WORKLOADS = _Kind(
+    "Workloads (mean lengths)",
+    ("workload", "prompt\ntokens", "answer\ntokens", "rate\nper s", "CV of\ngaps", "what it is", "assumed"),
+    _workload_row,
+    ("! partly assumed: `potluck catalog workloads NAME` says what.",),
+)
+
+
 @catalog.command("gpus")
-@click.argument("name", required=False)
+@argument("name", required=False)
 @_json_option
 def gpus_command(name: str | None, as_json: bool) -> None:
     """List all GPUs, or show every figure of the GPU NAME with source, date and doubt."""
     from potluck.catalog import gpus
 
-    if name is not None:
-        _show(gpus.facts(name), as_json)
-        return
-    if as_json:
-        emit_json([_facts_json(gpus.facts(key)) for key in gpus.names()])
-        return
-    rows = []
-    for key in gpus.names():
-        gpu = gpus.gpu(key)
-        fp8 = "-" if gpu.fp8_tflops is None else f"{gpu.fp8_tflops:g}"
-        facts = gpus.facts(key)
-        recalled = [figure for figure in facts.figures if figure.source.kind == "recall"]
-        mark = ("!" if facts.doubt else "") + (f"~{len(recalled)}" if recalled else "")
-        figures = (f"{gpu.fp16_tflops:g}", fp8, f"{gpu.memory_gb:g}", f"{gpu.bandwidth_gb_per_s:g}")
-        rows.append((key, gpu.architecture, *figures, f"{gpu.tdp_w:g}" if gpu.tdp_w else "-", mark))
-    head = ("GPU", "architecture", "FP16\nTFLOPS", "FP8\nTFLOPS", "memory\nGB", "GB/s", "W", "doubt")
-    table("GPUs (dense rates, per GPU)", head, rows)
-    click.echo("! sources disagree or are incomplete: `potluck catalog gpus NAME` says how.")
-    click.echo("~ so many figures are from memory: no data sheet was found for them.")
+    _listed(gpus, GPUS, name, gpus.names(), as_json)
 
 
 @catalog.command("nodes")
-@click.argument("name", required=False)
-@click.option("--gpu", help="Only nodes of this GPU, such as L40S.")
+@argument("name", required=False)
+@option("--gpu", help="Only nodes of this GPU, such as L40S.")
 @_json_option
 def nodes_command(name: str | None, gpu: str | None, as_json: bool) -> None:
     """List all node types with their links, or show one, such as 2xL40S, with sources."""
     from potluck.catalog import gpus, nodes
 
-    if name is not None:
-        _show(nodes.facts(name), as_json)
-        return
     wanted = None if gpu is None else gpus.canonical(gpu)
     chosen = [key for key in nodes.names() if wanted in (None, nodes.parse(key)[1])]
-    if as_json:
-        emit_json([_facts_json(nodes.facts(key)) for key in chosen])
-        return
-    rows = []
-    for key in chosen:
-        node = nodes.node_type(key)
-        link = node.interconnect
-        speed = "-" if link.kind == "none" else f"{link.gb_per_s:.4g}"
-        rows.append((key, link.kind, speed, f"{link.latency_s * 1e6:g}", f"{node.network_gbps:g}"))
-    head = ("node", "link", "GB/s per GPU\none direction", "latency\nus", "network\nGbps")
-    table("Node types", head, rows)
+    _listed(nodes, NODES, name, chosen, as_json)
 
 
 @catalog.command("models")
-@click.argument("name", required=False)
+@argument("name", required=False)
 @_json_option
 def models_command(name: str | None, as_json: bool) -> None:
     """List all models, or show every figure of the model NAME with source, date and doubt."""
     from potluck.catalog import models
-    from potluck.perf.sizes import memory
 
-    if name is not None:
-        _show(models.facts(name), as_json, _totals(name))
-        return
-    if as_json:
-        emit_json([_facts_json(models.facts(key), _totals(key)) for key in models.names()])
-        return
-    rows = []
-    for key in models.names():
-        model = models.model(key)
-        sizes = (memory.parameters(model) / 1e9, memory.active_parameters(model) / 1e9)
-        kv_kib, state_mib = memory.kv_bytes_per_token(model) / 2**10, memory.state_bytes(model) / 2**20
-        mark = "!" if models.facts(key).doubt else ""
-        weights_gb = memory.weight_bytes(model) / 1e9
-        figures = (
-            f"{sizes[0]:.1f}",
-            f"{sizes[1]:.1f}",
-            f"{weights_gb:.1f}",
-            f"{kv_kib:.2f}",
-            f"{state_mib:.1f}",
-        )
-        rows.append((key, str(model.layer_count), *figures, str(model.max_context_tokens), mark))
-    sizes_head = ("params\nB", "active\nB", "weights\nGB", "KV\nKiB/token", "state\nMiB", "context\ntokens")
-    head = ("model", "layers", *sizes_head, "doubt")
-    table("Models", head, rows)
-    click.echo("! assumed or disputed figures: `potluck catalog models NAME` says which.")
+    _listed(models, MODELS, name, models.names(), as_json)
 
 
 @catalog.command("workloads")
-@click.argument("name", required=False)
+@argument("name", required=False)
 @_json_option
 def workloads_command(name: str | None, as_json: bool) -> None:
     """List named workloads to simulate with, or show the workload NAME with sources."""
     from potluck.catalog import named_workloads
 
-    if name is not None:
-        _show(named_workloads.facts(name), as_json)
-        return
-    if as_json:
-        emit_json([_facts_json(named_workloads.facts(key)) for key in named_workloads.names()])
-        return
-    rows = []
-    for key in named_workloads.names():
-        entry = named_workloads.workload(key)
-        means = (f"{entry.lengths.prompt.mean_tokens:,.0f}", f"{entry.lengths.output.mean_tokens:,.0f}")
-        rate = "-" if entry.rate_per_s is None else f"{entry.rate_per_s:g}"
-        mark = "!" if named_workloads.facts(key).assumed else ""
-        rows.append((key, *means, rate, f"{entry.gap_cv:g}", entry.about, mark))
-    head = (
-        "workload",
-        "prompt\ntokens",
-        "answer\ntokens",
-        "rate\nper s",
-        "CV of\ngaps",
-        "what it is",
-        "assumed",
-    )
-    table("Workloads (mean lengths)", head, rows)
-    click.echo("! partly assumed: `potluck catalog workloads NAME` says what.")
+    _listed(named_workloads, WORKLOADS, name, named_workloads.names(), as_json)
 
 
 @catalog.command("prices")
-@click.option("--node", help="Only this node type, such as 8xH100 or L4.")
-@click.option("--gpu", help="Only nodes of this GPU, such as L40S.")
-@click.option("--region", help="Only this place: aws/us-east-1, us-east-1 or a cloud such as runpod.")
-@click.option("--listed", is_flag=True, help="Leave out prices that were derived from other machines.")
-@click.option(
+@option("--node", help="Only this node type, such as 8xH100 or L4.")
+@option("--gpu", help="Only nodes of this GPU, such as L40S.")
+@option("--region", help="Only this place: aws/us-east-1, us-east-1 or a cloud such as runpod.")
+@option("--listed", is_flag=True, help="Leave out prices that were derived from other machines.")
+@option(
     "--from",
     "source",
     type=(click.Choice(["skypilot"]), str),
     metavar="skypilot FILE|DIR|installed",
     help="Read SkyPilot's catalog (vms.csv) instead; `installed` is the one that it has fetched.",
 )
-@click.option(
-    "--spec", "spec_path", type=_file, help="With --from: only this spec's offers, as a market file."
-)
-@click.option("--out", type=_file, help="With --spec: write them here, for `potluck plan --market`.")
+@option("--spec", "spec_path", type=FILE, help="With --from: only this spec's offers, as a market file.")
+@option("--out", type=FILE, help="With --spec: write them here, for `potluck plan --market`.")
 @_json_option
 def prices_command(
     node: str | None,
@@ -235,22 +256,6 @@ def _money(value: float | None) -> str:
     return "-" if value is None else f"{value:.3f}"
 
 
-def _totals(name: str) -> dict[str, float]:
-    """What follows from a model's architecture."""
-    from potluck.catalog import models
-    from potluck.perf.sizes import memory
-
-    model = models.model(name)
-    return {
-        "layers": model.layer_count,
-        "parameters": memory.parameters(model),
-        "active_parameters": memory.active_parameters(model),
-        "weight_bytes": memory.weight_bytes(model),
-        "kv_bytes_per_token": memory.kv_bytes_per_token(model),
-        "state_bytes": memory.state_bytes(model),
-    }
-
-
 def _show(facts: EntryFacts, as_json: bool, totals: dict[str, float] | None = None) -> None:
     if as_json:
         emit_json(_facts_json(facts, totals))
@@ -297,17 +302,7 @@ def _facts_json(facts: EntryFacts, totals: dict[str, float] | None = None) -> di
 
 
 def _price_json(price: Price) -> dict[str, object]:
-    return {
-        "node": price.node,
-        "cloud": price.cloud,
-        "region": price.region,
-        "price_usd_per_h": price.price_usd_per_h,
-        "spot_usd_per_h": price.spot_usd_per_h,
-        "instance_type": price.instance_type or None,
-        "source": price.source,
-        "date": price.date,
-        "basis": price.basis,
-    }
+    return asdict(price) | {"instance_type": price.instance_type or None}
 
 
 MOST_SHOWN = 12

@@ -8,7 +8,9 @@ from pathlib import Path
 from typing import Any
 
 import click
+from click import argument, option
 
+from potluck.cli.common.files import PATH
 from potluck.cli.common.render import bytes_, count, emit_json, percent, short, table, usd
 from potluck.core.errors import InputError
 from potluck.core.figures import seconds
@@ -20,8 +22,8 @@ from potluck.spec.spec_values import ModelSpec, Spec
 
 
 @click.command()
-@click.argument("spec", type=click.Path(path_type=Path), default=Path("potluck.yaml"))
-@click.option("--json", "as_json", is_flag=True, help="Print JSON, also when the spec is not valid.")
+@argument("spec", type=PATH, default=Path("potluck.yaml"))
+@option("--json", "as_json", is_flag=True, help="Print JSON, also when the spec is not valid.")
 @click.pass_context
 def check(context: click.Context, spec: Path, as_json: bool) -> None:
     """Validate SPEC (potluck.yaml when left out) and show models, fleet and links.
@@ -230,9 +232,9 @@ def _weight_bytes(model: Model) -> float:
 
 
 @click.command()
-@click.argument("path", type=click.Path(path_type=Path), default=Path("potluck.yaml"))
-@click.option("--force", is_flag=True, help="Overwrite a file that exists.")
-@click.option("--json", "as_json", is_flag=True, help="Say what was written as JSON.")
+@argument("path", type=PATH, default=Path("potluck.yaml"))
+@option("--force", is_flag=True, help="Overwrite a file that exists.")
+@option("--json", "as_json", is_flag=True, help="Say what was written as JSON.")
 def init(path: Path, force: bool, as_json: bool) -> None:
     """Write a commented example spec to PATH (potluck.yaml when left out).
 

@@ -7,8 +7,9 @@ from pathlib import Path
 from typing import Literal, cast
 
 import click
+from click import argument, option
 
-from potluck.cli.common.files import read_text
+from potluck.cli.common.files import EXISTING, PATH, read_text
 from potluck.cli.common.render import emit_json, table
 from potluck.core.errors import InputError
 from potluck.export.placement import KEY_FILE
@@ -18,48 +19,19 @@ KINDS = ("commands", "compose", "kubernetes", "skypilot")
 
 
 @click.command()
-@click.argument("kind", metavar="KIND", type=click.Choice(KINDS))
-@click.argument("plan", type=click.Path(path_type=Path, exists=True, dir_okay=False))
-@click.argument("spec", type=click.Path(path_type=Path, exists=True, dir_okay=False))
-@click.option(
-    "--out",
-    type=click.Path(path_type=Path),
-    required=True,
-    help="A folder for the files; it must be new or empty.",
-)
-@click.option("--engine", "style", type=click.Choice(("vllm", "embedded")), default="vllm", show_default=True)
-@click.option(
-    "--models",
-    default="/models",
-    show_default=True,
-    help="Where the models' directories lie on every machine, by the plan's names.",
-)
-@click.option(
-    "--image", default="potluck", show_default=True, help="Container image with potluck and its engine."
-)
-@click.option("--namespace", default="potluck", show_default=True, help="Of Kubernetes.")
-@click.option(
-    "--address",
-    "addresses",
-    multiple=True,
-    metavar="BOX=HOST",
-    help="Where a machine is reached; else by its own name.",
-)
-@click.option("--infra", multiple=True, metavar="REGION=CLOUD/REGION", help="A region as SkyPilot calls it.")
-@click.option(
-    "--gpu-label",
-    "labels",
-    multiple=True,
-    metavar="GPU=LABEL",
-    help="What Kubernetes' nodes say of a GPU, such as L4=NVIDIA-L4.",
-)
-@click.option(
-    "--setup",
-    default="pip install potluck[gateway]",
-    show_default=True,
-    help="How SkyPilot's machines get Potluck.",
-)
-@click.option("--json", "as_json", is_flag=True, help="Say what was written as JSON.")
+@argument("kind", metavar="KIND", type=click.Choice(KINDS))
+@argument("plan", type=EXISTING)
+@argument("spec", type=EXISTING)
+@option("--out", type=PATH, required=True, help="A new or empty folder for the files.")
+@option("--engine", "style", type=click.Choice(("vllm", "embedded")), default="vllm")
+@option("--models", default="/models", help="Where models' directories lie on every machine.")
+@option("--image", default="potluck", help="Container image with potluck and its engine.")
+@option("--namespace", default="potluck", help="Of Kubernetes.")
+@option("--address", "addresses", multiple=True, metavar="BOX=HOST", help="Where a machine is reached.")
+@option("--infra", multiple=True, metavar="REGION=CLOUD/REGION", help="A region as SkyPilot calls it.")
+@option("--gpu-label", "labels", multiple=True, metavar="GPU=LABEL", help="A GPU's label in Kubernetes.")
+@option("--setup", default="pip install potluck[gateway]", help="How SkyPilot's machines get Potluck.")
+@option("--json", "as_json", is_flag=True, help="Say what was written as JSON.")
 def export(
     kind: str,
     plan: Path,

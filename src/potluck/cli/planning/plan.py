@@ -11,8 +11,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
+from click import option
 
-from potluck.cli.common.files import OutputFiles, require_writable
+from potluck.cli.common.files import EXISTING, FILE, OutputFiles, require_writable
 from potluck.cli.common.inputs import read_plan
 from potluck.cli.common.render import ProgressBar, emit_json, missed, paragraph, progress, usd
 from potluck.cli.planning.estimate import measured, profile_option
@@ -72,22 +73,15 @@ _PIN = re.compile(r"(?P<template>.+)@(?P<region>[^@=]+)=(?P<count>\d+)\Z")
 
 @click.command()
 @strategy_option
-@click.option("--out", type=click.Path(dir_okay=False, path_type=Path), help="Write the plan (JSON) here.")
-@click.option(
-    "--running", type=click.Path(exists=True, dir_okay=False, path_type=Path), help="The plan in force."
-)
-@click.option("--pin", "pinned", multiple=True, help="TEMPLATE@REGION=COUNT: at least so many copies of it.")
-@click.option("--init-penalty", type=float, default=0.0, show_default=True, help="CORAL's K, with --running.")
-@click.option("--exact-kv", is_flag=True, help="Plan as if the spec's kv_codecs were [raw].")
-@click.option("--explain/--no-explain", "explained", default=True, show_default=True, help="Say why.")
+@option("--out", type=FILE, help="Write the plan (JSON) here.")
+@option("--running", type=EXISTING, help="The plan in force.")
+@option("--pin", "pinned", multiple=True, help="TEMPLATE@REGION=COUNT: at least so many copies of it.")
+@option("--init-penalty", type=float, default=0.0, help="CORAL's K, with --running.")
+@option("--exact-kv", is_flag=True, help="Plan as if the spec's kv_codecs were [raw].")
+@option("--explain/--no-explain", "explained", default=True, help="Say why.")
 @profile_option
 @rehearsal_options
-@click.option(
-    "--trace",
-    "trace_path",
-    type=click.Path(dir_okay=False, path_type=Path),
-    help="Draw how a search went (.html, .svg or .json).",
-)
+@option("--trace", "trace_path", type=FILE, help="Draw how a search went (.html, .svg or .json).")
 @posing_options()
 @html_option()
 @json_option
@@ -164,8 +158,8 @@ def plan(
 
 def _require_places(out: Path | None, trace_path: Path | None, html_path: Path | None) -> None:
     """Files can be written, and those that are drawn have a known ending: said before anything long is done."""
-    for option, path in (("--out", out), ("--trace", trace_path), ("--html", html_path)):
-        require_writable(option, path)
+    for name, path in (("--out", out), ("--trace", trace_path), ("--html", html_path)):
+        require_writable(name, path)
     if trace_path is not None:
         require_kind(trace_path)
     require_html(html_path)

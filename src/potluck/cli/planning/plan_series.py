@@ -9,8 +9,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
+from click import option
 
-from potluck.cli.common.files import OutputFiles, require_writable
+from potluck.cli.common.files import FOLDER, OutputFiles, require_writable
 from potluck.cli.common.inputs import scaled
 from potluck.cli.common.render import emit_json, listing, paragraph, percent, progress, usd
 from potluck.cli.planning.planning_options import (
@@ -40,20 +41,18 @@ WORDS = {
 
 
 @click.command()
-@click.option(
+@option(
     "--against",
     type=click.Choice(["objective", "availability", "spot"]),
     default="objective",
-    show_default=True,
     help="What cost is set against.",
 )
-@click.option("--values", help="Such as 0.5,1,2: what to ask for; else some that are usual.")
-@click.option(
+@option("--values", help="Such as 0.5,1,2: what to ask for; else some that are usual.")
+@option(
     "--survive",
     "domain",
     type=click.Choice(["node", "zone", "region"]),
     default="node",
-    show_default=True,
     help="With --against availability: what is lost.",
 )
 @strategy_option
@@ -243,7 +242,7 @@ PARTS = 24
 
 @click.command()
 @strategy_option
-@click.option("--out", type=click.Path(file_okay=False, path_type=Path), help="Write the plans (JSON) here.")
+@option("--out", type=FOLDER, help="Write the plans (JSON) here.")
 @averages_option
 @posing_options(10.0, "CPU-seconds, for each plan.")
 @json_option

@@ -8,8 +8,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
+from click import argument, option
 
-from potluck.cli.common.files import read_text
+from potluck.cli.common.files import FILE, PATH, read_text
 from potluck.cli.common.inputs import load_problem, read_spec, scale_option, scaled
 from potluck.core.errors import InputError, UnknownNameError
 
@@ -74,58 +75,36 @@ def posing_options(
     """The options that `PlanningOptions` is made of, and what a spec is named by."""
 
     def options(command: Command) -> Command:
-        for option in (
-            click.option(
-                "--time-limit",
-                "time_limit_s",
-                type=float,
-                default=limit_s,
-                show_default=True,
-                help=limit_help,
-            ),
-            click.option(
-                "--headroom", type=float, default=0.8, show_default=True, help="How busy replicas may be."
-            ),
-            click.option(
+        for each in (
+            option("--time-limit", "time_limit_s", type=float, default=limit_s, help=limit_help),
+            option("--headroom", type=float, default=0.8, help="How busy replicas may be."),
+            option(
                 "--confidence",
                 "sure",
                 type=float,
                 default=0.5,
-                show_default=True,
-                help="Plan for steps as slow as they are with this probability at most: 0.9 for the slow end.",
+                help="0.9: plan for the slow end of step times.",
             ),
-            click.option("--budget", "budget_usd_per_h", type=float, help="At most so many USD an hour."),
-            click.option(
-                "--what-if", multiple=True, help="Such as 'us-east-1:8xH100=0': another number of nodes."
-            ),
-            click.option(
-                "--seed",
-                type=click.IntRange(min=0),
-                default=0,
-                show_default=True,
-                help="Of the search on a pool, and of a rehearsal.",
-            ),
-            click.option(
-                "--market",
-                type=click.Path(dir_okay=False, path_type=Path),
-                help="Prices and numbers of nodes over the spec's; see docs/operating.md.",
-            ),
+            option("--budget", "budget_usd_per_h", type=float, help="At most so many USD an hour."),
+            option("--what-if", multiple=True, help="Such as 'us-east-1:8xH100=0': another number of nodes."),
+            option("--seed", type=click.IntRange(min=0), default=0, help="Of search and rehearsal."),
+            option("--market", type=FILE, help="Prices and nodes over the spec's; see docs/operating.md."),
             scale_option,
-            click.argument("spec_path", metavar="[SPEC]", required=False, type=click.Path(path_type=Path)),
+            argument("spec_path", metavar="[SPEC]", required=False, type=PATH),
         ):
-            command = option(command)
+            command = each(command)
         return command
 
     return options
 
 
-strategy_option = click.option("--strategy", default="auto", show_default=True, help="See `potluck compare`.")
-json_option = click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+strategy_option = option("--strategy", default="auto", help="See `potluck compare`.")
+json_option = option("--json", "as_json", is_flag=True, help="Print JSON.")
 
 
 def html_option(what: str = "Draw it here.") -> Callable[[Command], Command]:
-    path = click.Path(dir_okay=False, path_type=Path)
-    return click.option("--html", "html_path", type=path, help=what)
+    path = FILE
+    return option("--html", "html_path", type=path, help=what)
 
 
 def strategy_of(name: str) -> Callable[[TemplateFactory, SolveSettings], PlanOutcome]:

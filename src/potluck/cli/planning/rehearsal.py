@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
+from click import option
 
 from potluck.cli.common.render import paragraph, percent, table, usd
 from potluck.cli.planning.planning_options import strategy_of
@@ -103,42 +104,31 @@ class RehearsalOptions:
         return self.runs or (RUNS if self.rehearse else SHORT_RUNS)
 
 
-cv_option = click.option(
-    "--cv", type=float, help="Variation of a rehearsal's gaps: 1 is Poisson, above it bursts."
-)
-requests_option = click.option(
+cv_option = option("--cv", type=float, help="Variation of a rehearsal's gaps: 1 is Poisson, above it bursts.")
+requests_option = option(
     "--requests", type=click.IntRange(min=100), help="Of each run of a rehearsal; else as many as it takes."
 )
-averages_option = click.option(
+averages_option = option(
     "--averages", is_flag=True, help="Plan on averages alone: no short rehearsal in simulation."
 )
 
 
 def rehearsal_options(command: Command) -> Command:
     """What `plan` takes beside `--rehearse`."""
-    for option in (
-        click.option(
-            "--runs",
-            type=click.IntRange(2, 1000),
-            help="Of a rehearsal, per round: 3 of a short one; 5 of a long one, and 10 fresh ones in the end.",
-        ),
+    for each in (
+        option("--runs", type=click.IntRange(2, 1000), help="Per round: else 3, or 5 with --rehearse."),
         requests_option,
         cv_option,
-        click.option(
+        option(
             "--attainment",
             type=click.Choice(["closed", "simulated"]),
             default="closed",
-            show_default=True,
-            help="How pairs of a pool's replicas are judged: by a formula, or each in a short simulation.",
+            help="How pairs of a pool are judged.",
         ),
         averages_option,
-        click.option(
-            "--rehearse",
-            is_flag=True,
-            help="Rehearse for as long as it takes: the cheapest plan that holds, proven in fresh runs.",
-        ),
+        option("--rehearse", is_flag=True, help="Find the cheapest plan that holds, proven in fresh runs."),
     ):
-        command = option(command)
+        command = each(command)
     return command
 
 

@@ -13,8 +13,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import click
+from click import argument, option
 
-from potluck.cli.common.files import OutputFiles, require_writable
+from potluck.cli.common.files import EXISTING, FILE, PATH, OutputFiles, require_writable
 from potluck.cli.common.inputs import load_problem, node_name, read_plan, read_spec
 from potluck.cli.common.render import emit_json, missed, paragraph, percent, progress, table, usd
 from potluck.cli.fleet.service import nothing, opened, state_option
@@ -109,50 +110,28 @@ REFUSED = "not applied: this misses in rehearsal. `--yes` applies it all the sam
 
 
 @click.command()
-@click.argument(
-    "plan_path",
-    metavar="[PLAN]",
-    required=False,
-    type=click.Path(exists=True, dir_okay=False, path_type=Path),
+@argument("plan_path", metavar="[PLAN]", required=False, type=EXISTING)
+@argument("spec_path", metavar="[SPEC]", required=False, type=PATH)
+@option("--live", is_flag=True, help="For the service that runs here, without PLAN and SPEC.")
+@option(
+    "--apply", "applied", is_flag=True, help="With --live: put the best answer into force, unless it misses."
 )
-@click.argument("spec_path", metavar="[SPEC]", required=False, type=click.Path(path_type=Path))
-@click.option("--live", is_flag=True, help="For the service that runs here, without PLAN and SPEC.")
-@click.option(
-    "--apply",
-    "applied",
-    is_flag=True,
-    help="With --live: put the best answer into force, unless a short rehearsal shows that it misses.",
-)
-@click.option("--yes", "anyway", is_flag=True, help="With --apply: also one that misses.")
+@option("--yes", "anyway", is_flag=True, help="With --apply: also one that misses.")
 @averages_option
 @state_option
-@click.option(
-    "--lose",
-    multiple=True,
-    help="REGION:NODE=COUNT: so many of these nodes are gone; or NAME,NAME: these machines of a pool.",
+@option("--lose", multiple=True, help="REGION:NODE=COUNT nodes are gone; or NAME,NAME: machines of a pool.")
+@option("--rate", multiple=True, help="MODEL=REQUESTS_PER_S, or MODEL=1.5x for so many times as many.")
+@option(
+    "--workload", multiple=True, help="[MODEL=]LENGTHS: now such as 2048/28, a trace file or a workload's."
 )
-@click.option("--rate", multiple=True, help="MODEL=REQUESTS_PER_S, or MODEL=1.5x for so many times as many.")
-@click.option(
-    "--workload",
-    multiple=True,
-    help="[MODEL=]LENGTHS: requests are now as long as 2048/28, a trace file or a workload of the catalog.",
-)
-@click.option(
-    "--link",
-    multiple=True,
-    help="FROM:TO=GBPS: a link's bandwidth is now this; between regions or machines, one direction.",
-)
-@click.option("--price", multiple=True, help="REGION:NODE=USD_PER_H: a node's price is now this.")
-@click.option(
-    "--out", type=click.Path(dir_okay=False, path_type=Path), help="Write the best answer's plan here."
-)
-@click.option(
-    "--time-limit", "time_limit_s", type=float, default=30.0, show_default=True, help="Seconds a solve."
-)
-@click.option("--init-penalty", type=float, default=0.1, show_default=True, help="CORAL's K, against churn.")
-@click.option("--headroom", type=float, default=0.8, show_default=True, help="How busy replicas may be.")
-@click.option("--seed", type=click.IntRange(min=0), default=0, show_default=True, help="Of a search.")
-@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+@option("--link", multiple=True, help="FROM:TO=GBPS: now, between regions or machines, one direction.")
+@option("--price", multiple=True, help="REGION:NODE=USD_PER_H: a node's price is now this.")
+@option("--out", type=FILE, help="Write the best answer's plan here.")
+@option("--time-limit", "time_limit_s", type=float, default=30.0, help="Seconds a solve.")
+@option("--init-penalty", type=float, default=0.1, help="CORAL's K, against churn.")
+@option("--headroom", type=float, default=0.8, help="How busy replicas may be.")
+@option("--seed", type=click.IntRange(min=0), default=0, help="Of a search.")
+@option("--json", "as_json", is_flag=True, help="Print JSON.")
 def replan(
     plan_path: Path | None,
     spec_path: Path | None,

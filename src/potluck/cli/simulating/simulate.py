@@ -13,8 +13,9 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 import numpy as np
+from click import argument, option
 
-from potluck.cli.common.files import OutputFiles, require_writable
+from potluck.cli.common.files import FILE, FOLDER, PATH, OutputFiles, require_writable
 from potluck.cli.common.inputs import scale_option
 from potluck.cli.common.render import ProgressBar, emit_json, missed, paragraph, percent, progress, table
 from potluck.cli.planning.estimate import profile_option
@@ -47,80 +48,60 @@ if TYPE_CHECKING:
 
 Command = TypeVar("Command", bound=Callable[..., object])
 SAMPLES = 200
-_out = click.Path(dir_okay=False, path_type=Path)
 
 
 def options(command: Command) -> Command:
     """The options that every command which simulates has."""
-    for option in (
-        click.option("--json", "as_json", is_flag=True, help="Print JSON."),
+    for each in (
+        option("--json", "as_json", is_flag=True, help="Print JSON."),
         profile_option,
         scale_option,
-        click.option("--bulk", is_flag=True, help="Send KV in one piece, not layer by layer."),
-        click.option(
-            "--no-fast-forward", "stepwise", is_flag=True, help="Go step by step; same results, slow."
-        ),
-        click.option(
-            "--policy", multiple=True, help="NAME=VALUE of a run-time rule, such as balance=goodput."
-        ),
-        click.option(
-            "--time-limit", "time_limit_s", type=float, default=30.0, show_default=True, help="To plan, in s."
-        ),
-        click.option(
+        option("--bulk", is_flag=True, help="Send KV in one piece, not layer by layer."),
+        option("--no-fast-forward", "stepwise", is_flag=True, help="Go step by step; same results, slow."),
+        option("--policy", multiple=True, help="NAME=VALUE of a run-time rule, such as balance=goodput."),
+        option("--time-limit", "time_limit_s", type=float, default=30.0, help="To plan, in s."),
+        option(
             "--cv", type=float, help="Variation of made-up arrivals' gaps: 1 is Poisson, above it bursts."
         ),
-        click.option(
-            "--seed", type=click.IntRange(min=0), default=0, show_default=True, help="Of all chance."
-        ),
-        click.option("--requests", "count", type=click.IntRange(min=1), help="How many."),
-        click.option(
+        option("--seed", type=click.IntRange(min=0), default=0, help="Of all chance."),
+        option("--requests", "count", type=click.IntRange(min=1), help="How many."),
+        option(
             "--from-log",
             "logs",
             multiple=True,
             type=click.Path(exists=True, path_type=Path),
-            help="Serve the requests of this LOG again, live or simulated, or of the brain.log in this folder; again "
-            "for further files, in order.",
+            help="Serve the requests of a log again, or of a folder's brain.log; may be repeated, in order.",
         ),
-        click.option(
+        option(
             "--workload",
             multiple=True,
             help="NAME of the catalog or a trace FILE; MODEL=NAME where there are several.",
         ),
     ):
-        command = option(command)
+        command = each(command)
     return command
 
 
 @click.command()
-@click.argument("paths", metavar="[PLAN] [SPEC]", nargs=-1, type=click.Path(path_type=Path))
+@argument("paths", metavar="[PLAN] [SPEC]", nargs=-1, type=PATH)
 @options
-@click.option("--rate", "rate_per_s", type=float, help="Requests a second, all models together.")
-@click.option(
-    "--faults", "faults_path", type=_out, help="What goes wrong when (YAML); see docs/simulation.md."
-)
-@click.option("--market", type=_out, help="Prices and nodes over time (YAML); see docs/simulation.md.")
-@click.option(
-    "--warm-up", "warm_up_s", type=float, default=0.0, help="Leave out who arrives in the first seconds."
-)
-@click.option("--cold", is_flag=True, help="Replicas start at time 0 instead of being up.")
-@click.option(
+@option("--rate", "rate_per_s", type=float, help="Requests a second, all models together.")
+@option("--faults", "faults_path", type=FILE, help="What goes wrong when (YAML); see docs/simulation.md.")
+@option("--market", type=FILE, help="Prices and nodes over time (YAML); see docs/simulation.md.")
+@option("--warm-up", "warm_up_s", type=float, default=0.0, help="Leave out who arrives in the first seconds.")
+@option("--cold", is_flag=True, help="Replicas start at time 0 instead of being up.")
+@option(
     "--paced/--unpaced",
     default=True,
     help="Engines take steps that fit the objective, as planned; else 2048 tokens at most.",
 )
-@click.option(
-    "--heartbeat",
-    "heartbeat_s",
-    type=float,
-    default=0.0,
-    help="What is lost is noticed after so many seconds.",
-)
-@click.option(
+@option("--heartbeat", "heartbeat_s", type=float, default=0.0, help="Seconds until a loss is noticed.")
+@option(
     "--slo-scan", "scans", is_flag=True, help="Attainment against SLO scale, and the least for 90 and 99 %."
 )
-@click.option("--report", type=_out, help="Write an HTML report here.")
-@click.option("--records", type=_out, help="Write one row per request here (.jsonl or .parquet).")
-@click.option("--log", type=_out, help="Write every event and action here (JSON lines); it replays.")
+@option("--report", type=FILE, help="Write an HTML report here.")
+@option("--records", type=FILE, help="Write one row per request here (.jsonl or .parquet).")
+@option("--log", type=FILE, help="Write every event and action here (JSON lines); it replays.")
 def simulate(
     paths: tuple[Path, ...],
     workload: tuple[str, ...],
@@ -199,8 +180,8 @@ def _require_sound(
     from potluck.cli.simulating.simulate_output import require_kind
 
     require_positive("rate", rate_per_s)
-    for option, path in (("--report", report), ("--records", records), ("--log", log)):
-        require_writable(option, path)
+    for name, path in (("--report", report), ("--records", records), ("--log", log)):
+        require_writable(name, path)
     if records is not None:
         require_kind(records)
 
@@ -279,17 +260,17 @@ TOOLS = Path(__file__).parents[4] / "tools"
 
 
 @click.command()
-@click.argument("paper", type=click.Choice(("cauchy", "cronus")))
-@click.option(
+@argument("paper", type=click.Choice(("cauchy", "cronus")))
+@option(
     "--data",
     "folder",
-    type=click.Path(path_type=Path, file_okay=False),
+    type=FOLDER,
     envvar="POTLUCK_DATA",
     help="Folder with the Azure conversation trace; without it requests are made up.",
 )
-@click.option("--quick", is_flag=True, help="Shorter runs: coarser figures.")
-@click.option("--seed", default=0, show_default=True, help="Of requests that are made up.")
-@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+@option("--quick", is_flag=True, help="Shorter runs: coarser figures.")
+@option("--seed", default=0, help="Of requests that are made up.")
+@option("--json", "as_json", is_flag=True, help="Print JSON.")
 def reproduce(paper: str, folder: Path | None, quick: bool, seed: int, as_json: bool) -> None:
     """Run a paper's experiments and put its figures beside ours; needs a checkout of Potluck.
 
@@ -325,10 +306,10 @@ class RateTrial:
 
 
 @click.command()
-@click.argument("paths", metavar="[PLAN] [SPEC]", nargs=-1, type=click.Path(path_type=Path))
+@argument("paths", metavar="[PLAN] [SPEC]", nargs=-1, type=PATH)
 @options
-@click.option("--rate", "rate_per_s", type=float, help="Requests a second to begin at.")
-@click.option("--tolerance", type=float, default=0.02, show_default=True, help="Relative, of the rate found.")
+@option("--rate", "rate_per_s", type=float, help="Requests a second to begin at.")
+@option("--tolerance", type=float, default=0.02, help="Relative, of the rate found.")
 def goodput(
     paths: tuple[Path, ...],
     workload: tuple[str, ...],
@@ -481,14 +462,8 @@ def _show_goodput(steps: list[RateTrial], best: RateTrial | None) -> None:
 
 
 @click.command()
-@click.argument(
-    "logs",
-    metavar="LOG...",
-    nargs=-1,
-    required=True,
-    type=click.Path(exists=True, path_type=Path),
-)
-@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+@argument("logs", metavar="LOG...", nargs=-1, required=True, type=click.Path(exists=True, path_type=Path))
+@option("--json", "as_json", is_flag=True, help="Print JSON.")
 @click.pass_context
 def replay(context: click.Context, logs: tuple[Path, ...], as_json: bool) -> None:
     """Feed every event of a LOG, live or simulated, to a fresh Brain and compare what it asks for.

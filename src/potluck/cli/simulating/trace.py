@@ -7,7 +7,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import click
+from click import argument, option
 
+from potluck.cli.common.files import PATH
 from potluck.cli.common.render import count, emit_json, percent, table
 from potluck.core.errors import InputError, UnknownNameError
 from potluck.core.figures import seconds
@@ -23,15 +25,11 @@ if TYPE_CHECKING:
 
 BARS = " ▁▂▃▄▅▆▇█"
 PLOT_WIDTH = 72
-_file = click.argument("file", type=click.Path(path_type=Path))
-_out = click.option(
-    "--out", required=True, type=click.Path(path_type=Path), help="File to write; .gz packs it."
-)
-_to = click.option(
-    "--to", "to", type=click.Choice(["azure", "mooncake", "burstgpt"]), help="Format to write."
-)
-_seed = click.option("--seed", default=0, show_default=True, help="Seed of whatever is drawn at random.")
-_json = click.option("--json", "as_json", is_flag=True, help="Say what was written as JSON.")
+_file = argument("file", type=PATH)
+_out = option("--out", required=True, type=PATH, help="File to write; .gz packs it.")
+_to = option("--to", "to", type=click.Choice(["azure", "mooncake", "burstgpt"]), help="Format to write.")
+_seed = option("--seed", default=0, help="Seed of whatever is drawn at random.")
+_json = option("--json", "as_json", is_flag=True, help="Say what was written as JSON.")
 _positive = click.FloatRange(min=0, min_open=True, max=1e9)
 
 
@@ -42,7 +40,7 @@ def trace() -> None:
 
 @trace.command("stats")
 @_file
-@click.option("--json", "as_json", is_flag=True, help="Print JSON instead of a table.")
+@option("--json", "as_json", is_flag=True, help="Print JSON instead of a table.")
 def stats_command(file: Path, as_json: bool) -> None:
     """How fast, how bursty and how long the requests of FILE are."""
     from potluck.spec.trace_stats import trace_stats
@@ -62,12 +60,11 @@ def stats_command(file: Path, as_json: bool) -> None:
 
 @trace.command("scale")
 @_file
-@click.option("--rate", required=True, type=_positive, help="Requests a second to bring it to, on average.")
-@click.option(
+@option("--rate", required=True, type=_positive, help="Requests a second to bring it to, on average.")
+@option(
     "--how",
     type=click.Choice(["stretch", "superpose"]),
     default="stretch",
-    show_default=True,
     help="stretch: all gaps by one factor. superpose: keep the clock, thin it out or lay shifted copies over it.",
 )
 @_to
@@ -110,10 +107,10 @@ def convert_command(file: Path, to: str | None, out: Path, as_json: bool) -> Non
 
 
 @trace.command("make")
-@click.argument("name")
-@click.option("--rate", type=_positive, help="Requests a second [default: the source's, where it has one]")
-@click.option("--requests", default=10_000, show_default=True, type=click.IntRange(1, 20_000_000))
-@click.option(
+@argument("name")
+@option("--rate", type=_positive, help="Requests a second [default: the source's, where it has one]")
+@option("--requests", default=10_000, type=click.IntRange(1, 20_000_000))
+@option(
     "--cv", type=click.FloatRange(0, 1000), help="Variation of the gaps; 1 is Poisson [default: the entry's]"
 )
 @_to

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
+from click import option
 
 from potluck.core.errors import InputError, UnknownNameError
 
@@ -29,44 +30,34 @@ _F = TypeVar("_F", bound=Callable[..., Any])
 
 def elsewhere_options(command: _F) -> _F:
     """What `up` is told about where engines run."""
-    for option in reversed(
+    for each in reversed(
         [
-            click.option(
+            option(
                 "--on",
                 default="here",
-                show_default=True,
                 type=click.Choice(["here", "ray", "kubernetes"]),
-                help="Where engines run: on this machine, or on the nodes of a cluster that it is part of.",
+                help="Where engines run.",
             ),
-            click.option(
-                "--cluster", default="auto", help="With --on: its address; else the one that is found."
-            ),
-            click.option("--image", default="potluck", show_default=True, help="Of engines on Kubernetes."),
-            click.option(
-                "--namespace", default="potluck", show_default=True, help="Of engines on Kubernetes."
-            ),
-            click.option(
+            option("--cluster", default="auto", help="With --on: its address; else the one that is found."),
+            option("--image", default="potluck", help="Of engines on Kubernetes."),
+            option("--namespace", default="potluck", help="Of engines on Kubernetes."),
+            option(
                 "--gpu-label",
                 "gpu_labels",
                 multiple=True,
                 metavar="GPU=NAME",
-                help="With --on: what the cluster calls a GPU of the spec, such as A100-80=A100.",
+                help="With --on: the cluster's name of a GPU.",
             ),
-            click.option(
+            option(
                 "--engine-tls",
                 nargs=3,
                 metavar="CERTIFICATE KEY AUTHORITY",
                 help="With --on ray: files of every machine, for TLS with engines; %host% in a name is its address.",
             ),
-            click.option(
-                "--host",
-                default="127.0.0.1",
-                show_default=True,
-                help="Where clients reach it; others than loopback need a key.",
-            ),
+            option("--host", default="127.0.0.1", help="Where clients reach it."),
         ]
     ):
-        command = option(command)
+        command = each(command)
     return command
 
 

@@ -8,11 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from potluck.cli.planning.rehearsal import SHORT_RUNS, Said
-from potluck.cli.simulating.simulation import (
-    SimulationInputs,
-    offered,
-    read_plan_and_spec,
-)
+from potluck.cli.simulating.simulation import SimulationInputs, offered, read_plan_and_spec
 
 if TYPE_CHECKING:
     from potluck.core.state.policy import Policy
@@ -61,13 +57,7 @@ def prepared(paths: tuple[Path, ...], spec: Spec, wishes: PlanChoices, said: Sai
 
 def tried_as_it_is(inputs: SimulationInputs, wishes: PlanChoices, said: Said) -> PreparedPlan:
     """A plan that stays, with what simulation says of it: what it was proven to do is not tried again in less."""
-    from potluck.cli.planning.rehearsal import (
-        RehearsalOptions,
-        evidence_line,
-        known_of,
-        trial_of,
-        tried,
-    )
+    from potluck.cli.planning.rehearsal import RehearsalOptions, evidence_line, known_of, trial_of, tried
 
     if wishes.averages or not any(model.traffic.rate_per_s > 0 for model in inputs.spec.models):
         return PreparedPlan(inputs)

@@ -20,7 +20,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
+from click import argument, option
 
+from potluck.cli.common.files import FILE, FOLDER, PATH
 from potluck.cli.common.inputs import weights_in
 from potluck.cli.common.render import paragraph, progress, unstyled
 from potluck.cli.planning.rehearsal import SHORT_RUNS
@@ -224,7 +226,6 @@ LOG_LINES = 10
 """Of an engine that cannot be started, as they are shown."""
 REMIND_S = 30.0
 """Between two lines about the same thing that is waited for."""
-_file = click.Path(dir_okay=False, path_type=Path)
 
 
 def demo() -> Path:
@@ -233,64 +234,37 @@ def demo() -> Path:
 
 
 @click.command()
-@click.argument("paths", metavar="[PLAN] [SPEC]", nargs=-1, type=_file)
-@click.option(
-    "--port",
-    type=click.IntRange(0, 65535),
-    help="Clients'; 8000, or the next free one. The page has the one after it. 0: any free ones.",
-)
-@click.option(
-    "--state", type=click.Path(path_type=Path), help="A folder for state and logs; else one by the spec."
-)
-@click.option(
+@argument("paths", metavar="[PLAN] [SPEC]", nargs=-1, type=FILE)
+@option("--port", type=click.IntRange(0, 65535), help="Clients'; else 8000 or the next free one. 0: any.")
+@option("--state", type=PATH, help="A folder for state and logs; else one by the spec.")
+@option(
     "--engine",
     "style",
     default="emulated",
-    show_default=True,
     type=click.Choice(["emulated", "pretended", "gpu", "vllm"]),
     help="emulated: the small model at the planned GPUs' pace; pretended: made-up tokens at that pace; "
     "gpu: the models' own weights on this machine's GPUs; vllm: the same in stock vLLM.",
 )
-@click.option(
-    "--vllm-python", default=sys.executable, help="With --engine vllm: of the environment it is in."
+@option(
+    "--vllm-python",
+    default=sys.executable,
+    show_default=False,
+    help="With --engine vllm: of the environment it is in.",
 )
-@click.option("--vllm-flags", default="", metavar="TEXT", help="With --engine vllm: further flags of vLLM's.")
-@click.option(
-    "--model",
-    type=click.Path(file_okay=False, path_type=Path),
-    help="Serve this model on the GPUs of this machine; without PLAN and SPEC.",
-)
-@click.option(
-    "--measure/--no-measure", default=True, show_default=True, help="With --model: each kind of GPU."
-)
-@click.option("--device", default="cuda", hidden=True, help="Where engines compute that should on GPUs.")
-@click.option(
-    "--attach",
-    type=_file,
-    help="Servers that somebody else started, vLLM or any of plain OpenAI: a gateway over those; see docs/vllm.md.",
-)
-@click.option("--averages", is_flag=True, help="Take the plan as it is, without a rehearsal.")
-@click.option("--advise", is_flag=True, help="Only recommend other plans; change nothing by itself.")
-@click.option(
-    "--market",
-    type=_file,
-    help="Prices, availability and notices in a file that is watched; see docs/operating.md.",
-)
-@click.option("--policy", multiple=True, help="NAME=VALUE of a run-time rule, over the spec's.")
-@click.option(
-    "--time-limit", "time_limit_s", type=float, default=30.0, show_default=True, help="To plan, in s."
-)
-@click.option("--check", is_flag=True, help="Ask one question once it is ready, and stop.")
-@click.option(
-    "--within",
-    "within_s",
-    type=click.FloatRange(1.0),
-    default=CHECK_S,
-    show_default=True,
-    help="With --check: seconds in which all must be ready.",
-)
+@option("--vllm-flags", default="", metavar="TEXT", help="With --engine vllm: further flags of vLLM's.")
+@option("--model", type=FOLDER, help="Serve this model on this machine's GPUs; without SPEC.")
+@option("--measure/--no-measure", default=True, help="With --model: each kind of GPU.")
+@option("--device", default="cuda", hidden=True, help="Where engines compute that should on GPUs.")
+@option("--attach", type=FILE, help="Only a gateway, over servers that run already; see docs/vllm.md.")
+@option("--averages", is_flag=True, help="Take the plan as it is, without a rehearsal.")
+@option("--advise", is_flag=True, help="Only recommend other plans; change nothing by itself.")
+@option("--market", type=FILE, help="Prices and notices in a file that is watched; see docs/operating.md.")
+@option("--policy", multiple=True, help="NAME=VALUE of a run-time rule, over the spec's.")
+@option("--time-limit", "time_limit_s", type=float, default=30.0, help="To plan, in s.")
+@option("--check", is_flag=True, help="Ask one question once it is ready, and stop.")
+@option("--within", "within_s", type=click.FloatRange(1.0), default=CHECK_S, help="With --check, in s.")
 @elsewhere_options
-@click.option("--json", "as_json", is_flag=True, help="Say where it listens as JSON.")
+@option("--json", "as_json", is_flag=True, help="Say where it listens as JSON.")
 def up(paths: tuple[Path, ...], attach: Path | None, **options: Any) -> None:
     """Plan, rehearse, start engines and a gateway, and look after them until Ctrl-C.
 
