@@ -312,7 +312,10 @@ class ClientHandler(OpenRequests):
     ) -> None:
         word = random_word()
         tenant, own = key.tenant, validated.own_salt
-        base, adapter = validated.card.base or validated.card.name, validated.card.adapter
+        base, adapter = (
+            validated.card.base or validated.card.name,
+            validated.card.name if validated.card.base else "",
+        )
         circle = self._circle(tenant, base) if self._settings.sharing else tenant
         if adapter:  # Its KV is not the model's.
             own = f"{adapter}\0{own or ''}"

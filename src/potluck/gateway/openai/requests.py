@@ -114,10 +114,6 @@ class ModelCard:
         longest = LONGEST_CHARS if self.text is None else self.text.longest_token_chars
         object.__setattr__(self, "most_chars", self.context_tokens * longest)
 
-    @property
-    def adapter(self) -> str:
-        return self.name if self.base else ""
-
     def must_fit(self, chars: int) -> None:
         if chars > self.most_chars:
             raise CapacityError(
@@ -429,7 +425,9 @@ class Submission:
                 name = word if alone else f"{word}-{len(made)}"
                 body = self._body if alone and not validated.own else self._alone(prompt, way)
                 made.append(self._asked(name, prompt, len(prompt), output, way, body))
-        self._expect(made[-1].max_output_tokens, len(made))
+        output = made[-1].max_output_tokens
+        longest = EXPECTED_OUTPUT if validated.limit is None and output > EXPECTED_OUTPUT else output
+        self.expected_tokens = self.prompt_tokens + longest * len(made)
         return made
 
     def _plain(self, card: ModelCard, word: str, prompts: list[tuple[int, ...]]) -> ChoiceRequest:
@@ -439,14 +437,11 @@ class Submission:
         output = validated.limit
         if output is None or prompt_tokens + output > card.context_tokens:
             output = self._room(card, prompt_tokens)
-        self._expect(output, 1)
+        longest = EXPECTED_OUTPUT if validated.limit is None and output > EXPECTED_OUTPUT else output
+        self.expected_tokens = prompt_tokens + longest
         self._ends = tuple(card.ends)
         prompt = prompts[0] if len(prompts) == 1 else ()
         return self._asked(word, prompt, prompt_tokens, output, GREEDY, self._body)
-
-    def _expect(self, output: int, answers: int) -> None:
-        longest = EXPECTED_OUTPUT if self._validated.limit is None and output > EXPECTED_OUTPUT else output
-        self.expected_tokens = self.prompt_tokens + longest * answers
 
     def _room(self, card: ModelCard, prompt_tokens: int) -> int:
         limit = self._validated.limit
@@ -511,7 +506,7 @@ class Submission:
             validated.stream,
             validated.card.vocab,
             validated.own,
-            validated.card.adapter,
+            validated.card.name if validated.card.base else "",
             manner.exact,
         )
 
