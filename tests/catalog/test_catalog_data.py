@@ -100,7 +100,7 @@ def test_source_overrides_name_real_fields() -> None:
     """A misspelt override would silently fall back to the entry's default source."""
     for name, entry in load_toml("gpus.toml")["gpu"].items():
         assert set(entry.get("sources", {})) <= set(entry), name
-        assert set(entry) <= {*gpus.FIGURES, "aliases", "source", "sources", "doubt"}, name
+        assert set(entry) <= {*gpus.FIGURES, "aliases", "source", "sources", "doubt", "node"}, name
     for name, entry in load_toml("models.toml")["model"].items():
         assert set(entry.get("sources", {})) <= set(entry), name
     for name, entry in load_toml("nodes.toml")["link"].items():
