@@ -240,6 +240,22 @@ def test_no_modules_import_each_other_in_a_circle() -> None:
     assert cycle(sources, packages) == []
 
 
+CORE_ROOMS = ("values", "state", "replica", "routing", "admission", "scaling", "brain")
+"""Each may import those before it; admission and scaling do not know each other."""
+
+
+def test_rooms_of_core_import_downwards() -> None:
+    found = []
+    for module, path in MODULES.items():
+        room = module.split(".")[2] if module.startswith("potluck.core.") and module.count(".") > 2 else ""
+        for item in imports(path.read_text("utf-8"), module, path.name == "__init__.py") if room else ():
+            other = f"{item.module}.{item.name}".split(".")[2] if item.package == "core" else ""
+            apart = {room, other} == {"admission", "scaling"}
+            if other in CORE_ROOMS and (CORE_ROOMS.index(other) > CORE_ROOMS.index(room) or apart):
+                found.append(f"{module}:{item.line}: {room} may not import {other}")
+    assert found == []
+
+
 def test_there_are_modules_to_check() -> None:
     assert {"potluck", "potluck.core", "potluck.core.codec"} <= set(MODULES)
 

@@ -5,8 +5,16 @@ from __future__ import annotations
 from dataclasses import dataclass
 from math import ceil
 
-from potluck.core.replica.batch import DONE, FINISHED, FIRST, RESUMED, BatchLimits, Happening
-from potluck.core.replica.sequences import LATE, LOWEST
+from potluck.core.replica.sequences import (
+    DONE,
+    FINISHED,
+    FIRST,
+    LATE,
+    LOWEST,
+    RESUMED,
+    BatchLimits,
+    Happening,
+)
 
 
 @dataclass

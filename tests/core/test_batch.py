@@ -10,8 +10,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from potluck.core.errors import CapacityError, InputError
-from potluck.core.replica.batch import DONE, FINISHED, FIRST, RESUMED, Batcher, BatchLimits, Happening
-from potluck.core.replica.sequences import LATE, divided
+from potluck.core.replica.batch import Batcher
+from potluck.core.replica.sequences import (
+    DONE,
+    FINISHED,
+    FIRST,
+    LATE,
+    RESUMED,
+    BatchLimits,
+    Happening,
+    divided,
+)
 
 Op = tuple[str, int, int, int, int]
 """What, and four figures of which each kind of operation takes what it needs."""
@@ -345,15 +354,7 @@ def test_prompts_that_are_late_anyway_let_others_go_before_them_and_run_one_at_a
         step = batch.next_step()
         turns.append([(key, tokens) for key, tokens, _ in step.chunks])
         batch.commit(step)
-    assert turns == [
-        [(2, 32)],
-        [(2, 16), (0, 16)],
-        [(0, 32)],
-        [(0, 32)],
-        [(0, 16)],
-        [(1, 32)],
-        [(1, 32)],
-    ]
+    assert turns == [[(2, 32)], [(2, 16), (0, 16)], [(0, 32)], [(0, 32)], [(0, 16)], [(1, 32)], [(1, 32)]]
 
 
 # How a step's budget is divided among tenants, and what the Batcher makes of it.

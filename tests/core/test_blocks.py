@@ -330,7 +330,7 @@ class PoolMachine(RuleBasedStateMachine):
         self.pool.check()
         assert set(self.pool.names()) == set(self.plain.entries)
         assert self.pool.free_blocks == self.plain.free >= 0
-        assert self.pool.transfer_blocks == sum(self.plain.transfers.values())
+        assert sum(map(len, self.pool._transfers.values())) == sum(self.plain.transfers.values())
         assert all(self.pool.places(name) == places for name, places in self.places.items())
 
 

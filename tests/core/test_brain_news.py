@@ -359,10 +359,7 @@ def test_a_copys_replicas_go_together() -> None:
     first, second = sorted(world.members)
     assert {
         each.replica for each in world.tell(OperatorOrdered(first, "drain")) if isinstance(each, DrainReplica)
-    } == {
-        first,
-        second,
-    }
+    } == {first, second}
     for replica in (first, second):
         world.drain_out(replica)
     assert len(world.members) == 2

@@ -27,13 +27,13 @@ def test_the_others_have_their_pace_and_nothing_is_lost(
 ) -> None:
     """With k apart, the rest is as busy as its pace allows, and what the k compute and spare is all of their time."""
     k = fewest(load, asked, slower)
-    assert 0 <= k < load.count
-    busy = (load.steps + load.prompts) / load.count
+    assert 0 <= k < load.replicas
+    busy = (load.steps + load.prompts) / load.replicas
     x = busiest(load, slower)
     assert (1.0 - busy) / (1.0 - x) == pytest.approx(1.0 + slower)
     share = away(load, k, slower)
     there = load.steps + (1.0 - share) * load.prompts
-    assert there == pytest.approx((load.count - k) * x)
+    assert there == pytest.approx((load.replicas - k) * x)
     assert spare(load, k, slower) + share * load.prompts == pytest.approx(float(k), abs=1e-6)
     if k:
         assert share <= AWAY

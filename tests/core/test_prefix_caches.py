@@ -167,11 +167,7 @@ CLUSTERS = build.plan(
         ("p", "off", "prefill"): (0.0, 1.0),
         ("d", "near", "decode"): (1.0, 2.0),
     },
-    {
-        ("m", "near", "near"): (1.0, 0.0),
-        ("m", "far", "near"): (0.0, 1.0),
-        ("m", "off", "near"): (0.0, 1.0),
-    },
+    {("m", "near", "near"): (1.0, 0.0), ("m", "far", "near"): (0.0, 1.0), ("m", "off", "near"): (0.0, 1.0)},
 )
 
 

@@ -244,10 +244,7 @@ def test_a_jump_is_followed_by_what_the_last_quarter_of_the_window_shows() -> No
 
 def test_prefill_and_decode_apart_are_each_brought_up() -> None:
     apart = plan_of(
-        (
-            template("pre", prefill=10.0, roles=("prefill",)),
-            template("dec", decode=20.0, roles=("decode",)),
-        ),
+        (template("pre", prefill=10.0, roles=("prefill",)), template("dec", decode=20.0, roles=("decode",))),
         {("pre", "east"): 2, ("dec", "east"): 1},
     )
     found, _ = ask(traffic(30.0), apart)  # 37.5 of each are needed

@@ -83,7 +83,7 @@ def test_bucket_shares_add_up_and_are_off_by_a_bin_at_most(lengths: list[int], e
         assert abs(share * len(lengths) - exact[place]) <= slack + 1e-6
     for edge in edges:
         above = sum(tokens > edge for tokens in lengths)
-        assert abs(got.share_above(edge) * len(lengths) - above) <= cut[edge] + 1e-6
+        assert abs(got.bucket_shares([edge, 1 << 40])[1] * len(lengths) - above) <= cut[edge] + 1e-6
 
 
 def test_the_error_is_that_of_a_poisson_rate_and_grows_with_bursts() -> None:
@@ -141,7 +141,7 @@ def test_a_watched_model_without_requests_shows_a_rate_of_none() -> None:
     assert (got.arrivals, got.rate_per_s, got.span_s) == (0, 0.0, 60.0)
     assert got.attainment == 1.0
     assert got.bucket_shares([10, 20]) == [0.0, 0.0]
-    assert got.share_above(5) == 0.0
+    assert got.bucket_shares([5, 1 << 40])[1] == 0.0
 
 
 def test_errors_of_means_are_those_of_the_sample() -> None:

@@ -9,7 +9,7 @@ from face_kit import NAME, TRIAL
 from loop_kit import Desk
 
 from potluck.catalog import models, nodes
-from potluck.core.replica.batch import BatchLimits
+from potluck.core.replica.sequences import BatchLimits
 from potluck.core.values.model import Model
 from potluck.engine.compute.emulated import Clock
 from potluck.engine.compute.work import RunnerSize

@@ -14,7 +14,7 @@ from math import factorial, inf
 import numpy as np
 import pytest
 
-from potluck.core.replica.batch import FINISHED, BatchLimits
+from potluck.core.replica.sequences import FINISHED, BatchLimits
 from potluck.core.values.plan import Confidence
 from potluck.perf.step_timer import Floats, StepBatch
 from potluck.sim.replicas.round_table import step_table

@@ -12,7 +12,7 @@ from replica_scenarios import live, touches
 
 from potluck.catalog import models, nodes
 from potluck.core.errors import InputError
-from potluck.core.replica.batch import FINISHED, FIRST, PREEMPTED, BatchLimits
+from potluck.core.replica.sequences import FINISHED, FIRST, PREEMPTED, BatchLimits
 from potluck.core.values.layout import Layout, Stage, StageNode
 from potluck.core.values.plan import Confidence
 from potluck.perf.serving.phases import decode_step_s, prefill_s

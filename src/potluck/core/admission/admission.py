@@ -17,7 +17,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from heapq import heappop, heappush
 from math import exp, sqrt
-from typing import Final
+from typing import Final, NamedTuple
 
 from potluck.core.admission.queue import RequestQueue
 from potluck.core.routing.capacity import AHEAD, ReplicaCapacity
@@ -42,18 +42,13 @@ MOST_MISSES: Final = 8
 """Tries in vain after which nobody else is tried for now."""
 
 
-class Refusal:
+class Refusal(NamedTuple):
     """Why a request is told no, and when to try again."""
 
-    __slots__ = ("detail", "reason", "req", "retry_after_s")
-
-    def __init__(
-        self, req: RequestState, reason: RefusalReason, detail: str, retry_after_s: float | None = None
-    ) -> None:
-        self.req = req
-        self.reason = reason
-        self.detail = detail
-        self.retry_after_s = retry_after_s
+    req: RequestState
+    reason: RefusalReason
+    detail: str
+    retry_after_s: float | None = None
 
 
 class ServiceRate:

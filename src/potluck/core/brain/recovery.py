@@ -171,11 +171,7 @@ class Recovery:
 
     def sizes(self) -> dict[str, int]:
         """What is remembered, in entries."""
-        return {
-            "doubts": len(self._doubts),
-            "crowded": len(self._crowded),
-            "inquiries": len(self._inquiries),
-        }
+        return {"doubts": len(self._doubts), "crowded": len(self._crowded), "inquiries": len(self._inquiries)}
 
     def tick(self, at_s: float) -> list[Action]:
         """Doubts and fears that are over; questions after those that went silent."""

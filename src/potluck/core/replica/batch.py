@@ -30,11 +30,9 @@ from potluck.core.replica.sequences import (
     KEPT,
     LATE,
     LOWEST,
-    PREEMPTED,
     PREFILL,
     RESUMED,
     WAITING,
-    BatchLimits,
     BatchStep,
     Happening,
     Queue,
@@ -43,18 +41,6 @@ from potluck.core.replica.sequences import (
     TenantShares,
     head_of,
 )
-
-__all__ = [
-    "DONE",
-    "FINISHED",
-    "FIRST",
-    "PREEMPTED",
-    "RESUMED",
-    "BatchLimits",
-    "BatchStep",
-    "Batcher",
-    "Happening",
-]
 
 
 class Batcher(Sequences):

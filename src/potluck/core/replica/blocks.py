@@ -27,17 +27,6 @@ from potluck.core.errors import InputError
 from potluck.core.state.facts import BLOCK_TOKENS
 from potluck.core.values.model import Attention, FullAttention, LatentAttention, Model
 
-__all__ = [
-    "NOTHING",
-    "BlockPlacement",
-    "BlockPool",
-    "CacheChanges",
-    "Checkpoint",
-    "Name",
-    "PrefixHit",
-    "block_hashes",
-]
-
 
 class _Node:
     __slots__ = ("children", "marks", "name", "parent", "pins", "places", "queued", "stamp")
@@ -87,10 +76,6 @@ class BlockPool:
     @property
     def free_blocks(self) -> int:
         return len(self._free)
-
-    @property
-    def transfer_blocks(self) -> int:
-        return sum(map(len, self._transfers.values()))
 
     def places(self, name: Name) -> tuple[int, ...]:
         """Where something is."""

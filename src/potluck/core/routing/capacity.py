@@ -226,10 +226,7 @@ class ReplicaCapacity:
         if slo is None or facts is None:
             return
         before_s = self._owed_s(view, req, self._answer_tokens(req) * slo.tpot_s)
-        self._owed[view] = (
-            req.request.arrival_s,
-            before_s + _alone_s(view, facts, req.last_tokens),
-        )
+        self._owed[view] = (req.request.arrival_s, before_s + _alone_s(view, facts, req.last_tokens))
 
     def _owed_s(self, view: ReplicaState, req: RequestState, span_s: float) -> float:
         """What answers still wait for prompts there: all of what was sent, less as time passes; nothing after the

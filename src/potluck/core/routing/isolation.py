@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from math import ceil, exp
-from typing import Final
+from typing import Final, NamedTuple
 
 from potluck.core.state.fleet import ReplicaState
 from potluck.core.state.request_state import RequestState
@@ -69,24 +69,6 @@ class TenantProfile:
 
 class IsolatedReplicas:
     """One model's replicas that are set apart, and what decides how many."""
-
-    __slots__ = (
-        "answer_tokens",
-        "answers",
-        "away",
-        "checked_s",
-        "members",
-        "needed_s",
-        "owed_tokens",
-        "prompt_tokens",
-        "prompts",
-        "requests",
-        "seen_s",
-        "since_s",
-        "taken",
-        "views",
-        "work_s",
-    )
 
     def __init__(self) -> None:
         self.views: list[ReplicaState] = []
@@ -231,20 +213,13 @@ class TenantIsolation:
             isolated.away = isolated.taken = isolated.owed_tokens = 0.0
 
 
-class OthersLoad:
-    """What the others ask of a model's replicas."""
+class OthersLoad(NamedTuple):
+    """What the others ask of a model's replicas: N, D and P, and how many could be set apart at most."""
 
-    __slots__ = ("count", "most", "prompts", "steps")
-
-    def __init__(self, count: int, steps: float, prompts: float, most: int) -> None:
-        self.count = count
-        """N"""
-        self.steps = steps
-        """D"""
-        self.prompts = prompts
-        """P"""
-        self.most = most
-        """So many could be set apart and leave a place for all answers."""
+    replicas: int
+    steps: float
+    prompts: float
+    most: int
 
 
 def load_of(isolated: IsolatedReplicas, members: Sequence[ReplicaState]) -> OthersLoad | None:
@@ -270,21 +245,21 @@ def load_of(isolated: IsolatedReplicas, members: Sequence[ReplicaState]) -> Othe
 
 def busiest(load: OthersLoad, slower: float) -> float:
     """x"""
-    busy = min(1.0, (load.steps + load.prompts) / load.count)
+    busy = min(1.0, (load.steps + load.prompts) / load.replicas)
     return 1.0 - (1.0 - busy) / (1.0 + slower)
 
 
 def away(load: OthersLoad, k: int, slower: float) -> float:
     """Share of the others' prompts to be computed on k replicas; above 1 where even their answers are too much for
     the rest, below 0 where the rest has time to spare."""
-    left = (load.count - k) * busiest(load, slower) - load.steps
+    left = (load.replicas - k) * busiest(load, slower) - load.steps
     return 1.0 - left / load.prompts if load.prompts > 0 else float(left < 0)
 
 
 def spare(load: OthersLoad, k: int, slower: float) -> float:
     """What k replicas have left for heavy tenants, with what fits beside the others on the rest."""
     x = busiest(load, slower)
-    return k * (1.0 - x) + load.count * x - load.steps - load.prompts
+    return k * (1.0 - x) + load.replicas * x - load.steps - load.prompts
 
 
 def fewest(load: OthersLoad, asked: float, slower: float) -> int:

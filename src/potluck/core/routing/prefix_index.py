@@ -199,10 +199,6 @@ class PrefixIndex:
         """Who holds the prefix that ends with a block."""
         return self._who((self._marks if exact else self._blocks).get(block, 0) & self._fresh)
 
-    def cluster_of(self, replica: str) -> str | None:
-        source = self._sources.get(replica)
-        return None if source is None else source.cluster
-
     def view(self) -> Mapping[str, tuple[int, frozenset[int]]]:
         """Replica to (last report taken in, blocks), those that are stale left out; slow, to look at."""
         return {

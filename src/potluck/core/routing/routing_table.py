@@ -434,19 +434,6 @@ class SingleChoice:
 class RouteOptions:
     """One bucket of a model, for requests up to some length in all."""
 
-    __slots__ = (
-        "_decode",
-        "_new",
-        "_prefill",
-        "closed",
-        "flows",
-        "local",
-        "pairs",
-        "remote",
-        "simple",
-        "turns",
-    )
-
     def __init__(self, new_chooser: Callable[[], Balancer], flows: list[tuple[str, str, float]]) -> None:
         self._new = new_chooser
         self._prefill: dict[str, Balancer] = {}

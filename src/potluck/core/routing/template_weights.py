@@ -163,11 +163,7 @@ def _spare(template: Template, mix: Sequence[float], rule: BalanceRule) -> Templ
 
 
 def _copy(
-    template: Template,
-    rates: Mapping[Phase, list[float] | None],
-    count: int,
-    buckets: int,
-    rule: BalanceRule,
+    template: Template, rates: Mapping[Phase, list[float] | None], count: int, buckets: int, rule: BalanceRule
 ) -> TemplateWeights:
     """The weights of one copy, from what all copies are sent."""
     found: dict[Phase, list[float]] = {phase: [0.0] * buckets for phase in PHASES}

@@ -514,11 +514,7 @@ def weight(strategy: str, template: Template, price_usd_per_h: float, serves_per
 
 
 def startable(
-    plan: Plan,
-    model: str,
-    mix: Mapping[int, float],
-    regions: tuple[Region, ...],
-    wanted: Iterable[Key],
+    plan: Plan, model: str, mix: Mapping[int, float], regions: tuple[Region, ...], wanted: Iterable[Key]
 ) -> dict[Key, CopyRates]:
     """What one copy would serve of everything that could be started now.
 

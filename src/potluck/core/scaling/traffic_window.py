@@ -83,10 +83,6 @@ class ModelTraffic:
         ended = self.finished + self.refused
         return self.attained / ended if ended else 1.0
 
-    def share_above(self, tokens: int) -> float:
-        """Share of prompts longer than so many tokens."""
-        return 1.0 - _below(self.lengths, tokens) / self.arrivals if self.arrivals else 0.0
-
     def bucket_shares(self, longest_tokens: Sequence[int]) -> list[float]:
         """Share of each bucket, given the buckets' longest prompts in rising order; the last takes what is longer."""
         if not self.arrivals or not longest_tokens:

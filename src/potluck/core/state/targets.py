@@ -54,23 +54,6 @@ def kind_of(template: Template) -> int:
 class Target:
     """One of them. Its lists hold replicas that serve, by their present role."""
 
-    __slots__ = (
-        "busy",
-        "decodes",
-        "in_low",
-        "indexes",
-        "kind",
-        "load",
-        "pace",
-        "prefills",
-        "route",
-        "turn",
-        "unit",
-        "usage",
-        "view",
-        "waiting",
-    )
-
     def __init__(self, kind: int, unit: str, view: ReplicaState | None = None) -> None:
         self.kind = kind
         self.unit = unit

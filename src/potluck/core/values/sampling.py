@@ -110,11 +110,7 @@ class SamplingDefaults:
     def __post_init__(self) -> None:
         # Says what is wrong with them.
         Sampling(
-            self.temperature,
-            self.top_k,
-            self.top_p,
-            self.min_p,
-            repetition_penalty=self.repetition_penalty,
+            self.temperature, self.top_k, self.top_p, self.min_p, repetition_penalty=self.repetition_penalty
         )
 
 

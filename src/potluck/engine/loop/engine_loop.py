@@ -20,7 +20,7 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from potluck.core.errors import InputError
-from potluck.core.replica.batch import DONE, FINISHED, BatchLimits, BatchStep
+from potluck.core.replica.sequences import DONE, FINISHED, BatchLimits, BatchStep
 from potluck.core.values.sampling import SampledToken
 from potluck.engine.compute.executor import CacheExport, Executor, IncomingCache, TokenDraw
 from potluck.engine.compute.work import SequenceWork

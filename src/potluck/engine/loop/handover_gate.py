@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import deque
 
 from potluck.core.errors import InputError
-from potluck.core.replica.batch import BatchLimits
+from potluck.core.replica.sequences import BatchLimits
 from potluck.engine.compute.work import RunnerSize
 
 

@@ -11,7 +11,8 @@ from __future__ import annotations
 from math import inf
 
 from potluck.core.errors import InputError
-from potluck.core.replica.batch import PREEMPTED, RESUMED, Batcher, BatchLimits, BatchStep, Happening
+from potluck.core.replica.batch import Batcher
+from potluck.core.replica.sequences import PREEMPTED, RESUMED, BatchLimits, BatchStep, Happening
 from potluck.core.state.events import ReplicaStatus
 from potluck.perf.serving.phases import CHUNK_TOKENS
 from potluck.perf.serving.throughput import MAX_BATCH
