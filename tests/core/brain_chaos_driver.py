@@ -75,7 +75,7 @@ class Chaos:
         self.random = Random(seed)
         self.events = 0
         self.fates = dict.fromkeys(FATES, 0)
-        self.asked = self.twins = 0
+        self.asked = self.hedges = 0
         self._number = 0
         self.new_brain()
 
@@ -188,7 +188,7 @@ class Chaos:
             self.tell(AttemptRunning(name, attempt))
         elif job.last is not None and job.last.attempt == attempt:
             self.tell(job.last)
-        elif job.run is not None and attempt < job.attempt:  # its twin took its place
+        elif job.run is not None and attempt < job.attempt:  # its hedge took its place
             self.tell(AttemptFailed(name, attempt, "timeout", "", 0))
         elif job.fate != "cancelled":
             self.tell(AttemptFailed(name, attempt, "timeout", "", job.streamed))
@@ -499,7 +499,7 @@ def run_beside(chaos: Chaos, hedge: Hedge) -> None:
         raise Broken(f"{hedge} is no attempt beside {job.attempt}")
     if job.fate or job.streamed:  # the first one has a token, which the Brain has not heard
         return
-    chaos.twins += 1
+    chaos.hedges += 1
     if job.run is None:
         chaos._run(run)
         return

@@ -115,7 +115,7 @@ class World:
             self.fleet.drain(action.replica)
         elif isinstance(action, Reassign):
             assert self.fleet.views[action.member.id].member.standby != action.member.standby
-            self.fleet.recast(action.member)
+            self.fleet.reassign(action.member)
         else:
             assert isinstance(action, StopReplica)
             assert self.fleet.remove(action.replica) is not None

@@ -17,7 +17,7 @@ def test_whatever_is_told_every_request_ends_once_and_nothing_is_left(seed: int)
         "a trial in which nobody is answered, refused or cancelled shows nothing"
     )
     assert chaos.asked
-    assert chaos.twins
+    assert chaos.hedges
 
 
 def test_the_driver_tells_again_only_of_what_the_brain_remembers() -> None:

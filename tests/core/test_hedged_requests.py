@@ -1,4 +1,4 @@
-"""A request that is late with its first token, and its twin: who gets one, who answers, what is left of the other."""
+"""A request that is late with its first token, and its hedge: who gets one, who answers, what is left over."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ class Told:
         return sorted(each.member.id for each in views if each.open_requests)
 
     def nothing_left(self) -> None:
-        assert self.brain.sizes()["open"] == self.brain.sizes()["twins"] == 0
+        assert self.brain.sizes()["open"] == self.brain.sizes()["hedges"] == 0
         for view in self.brain.fleet.views.values():
             counted = (view.open_requests, view.open_prefill_tokens, view.open_context_tokens)
             assert counted == (0, 0, 0)
@@ -141,7 +141,7 @@ def test_one_that_fails_behind_tokens_had_the_first_though_nobody_said_so() -> N
     (run,) = [each for each in told.on(5.1, AttemptFailed("a", 1, "timeout", "", 7)) if isinstance(each, Run)]
     assert (run.attempt, run.streamed_tokens) == (2, 7)
     assert told.where() == [run.route.decoder]
-    assert told.late(50.0) == [], "nothing that was streamed has a twin"
+    assert told.late(50.0) == [], "nothing that was streamed has a hedge"
 
 
 def test_who_goes_away_leaves_nothing_behind() -> None:
@@ -166,9 +166,9 @@ def test_no_more_twins_than_the_budget_allows() -> None:
     count = 100
     for number in range(count):
         told.arrive(f"r{number}")
-    twins = [each for second in range(30, 90) for each in told.late(float(second))]
-    assert 1 < len(twins) <= SHARE * count
-    more = told.on(90.0, FirstToken(twins[0].request, 1))
+    hedges = [each for second in range(30, 90) for each in told.late(float(second))]
+    assert 1 < len(hedges) <= SHARE * count
+    more = told.on(90.0, FirstToken(hedges[0].request, 1))
     assert [type(each) for each in more] == [Hedge], "there is a place again, and the others are still late"
 
 
@@ -237,7 +237,7 @@ def test_whatever_is_told_twins_are_few_and_nothing_is_left(steps: list[tuple[st
             streamed.add(f"r{who}")
         for action in told.on(at_s, event):
             assert not (isinstance(action, Hedge) and action.request in streamed)
-        assert told.brain.sizes()["twins"] <= max(1.0, SHARE * len(told.brain.requests))
+        assert told.brain.sizes()["hedges"] <= max(1.0, SHARE * len(told.brain.requests))
     for number in range(10):
         told.on(at_s, RequestCancelled(f"r{number}"))
     told.nothing_left()

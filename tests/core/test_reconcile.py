@@ -482,8 +482,8 @@ def test_no_more_is_started_than_layouts_lack(before: dict, after: dict) -> None
         wanted = sum(n for (_, where), n in after.items() if where == node)
         started = [a for a in actions if isinstance(a, StartReplica) and a.member.template.endswith(node)]
         assert len(started) == max(0, wanted - there)
-    recast = [each.member.id for each in actions if isinstance(each, Reassign)]
-    assert len(recast) == len(set(recast))
+    reassign = [each.member.id for each in actions if isinstance(each, Reassign)]
+    assert len(reassign) == len(set(reassign))
 
 
 # Models that nobody asks for sleep where they may, and wake with the next request, which is held meanwhile.

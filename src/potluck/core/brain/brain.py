@@ -87,8 +87,8 @@ class Brain:
 
     def sizes(self) -> dict[str, int]:
         """How much is remembered of requests; but for those that ended lately it is nothing when none is open."""
-        twins = len(self._hedges.twins) if self._hedges is not None else 0
-        return {**self._requests.sizes(), **self._recovery.sizes(), "twins": twins}
+        hedges = len(self._hedges.hedges) if self._hedges is not None else 0
+        return {**self._requests.sizes(), **self._recovery.sizes(), "hedges": hedges}
 
     # What replicas, links and caches say.
 
@@ -206,7 +206,7 @@ class Brain:
                 case Reassign(member):
                     view = self.fleet.views[member.id]
                     comes = view.member.standby and not member.standby
-                    self.fleet.recast(member)
+                    self.fleet.reassign(member)
             if view is not None:
                 done += self._requests.changed(at_s, view)
             if comes and view is not None and view.serves:

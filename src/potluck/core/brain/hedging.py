@@ -29,7 +29,7 @@ from potluck.core.state.fleet import ReplicaState
 from potluck.core.state.request_state import RUNNING, RequestState
 
 SHARE: Final = 0.05
-"""Of the requests under way, how many may have a twin."""
+"""Of the requests under way, how many may have a hedge."""
 LEAST_S: Final = 0.1
 """Sooner than this nobody is late."""
 AGAIN_S: Final = 0.1
@@ -51,7 +51,7 @@ class Hedging:
         self._requests = requests
         self._open = requests.open
         self._recovery = recovery
-        self.twins: dict[str, RequestState] = {}
+        self.hedges: dict[str, RequestState] = {}
         """The second attempts under way, by the request's id; the first is among the open ones."""
         self._due: list[tuple[float, int, str, int]] = []
         """A heap: when to look at which attempt (request, number). The second settles ties."""
@@ -61,7 +61,7 @@ class Hedging:
 
     def on(self, at_s: float, event: told.Event, handler: Handler) -> list[Action]:
         """What the handler does about an event, and whoever is late now."""
-        actions = self._told(at_s, event, handler) if self.twins else handler(at_s, event)
+        actions = self._told(at_s, event, handler) if self.hedges else handler(at_s, event)
         actions = actions + self._after(at_s, actions)
         if self._due and self._due[0][0] <= at_s:
             late = self._look(at_s)
@@ -69,7 +69,7 @@ class Hedging:
         return actions
 
     def _after(self, at_s: float, actions: list[Action]) -> list[Action]:
-        """Attempts that were sent are noted; a request that was refused has no twin any more."""
+        """Attempts that were sent are noted; a request that was refused has no hedge any more."""
         more: list[Action] = []
         for action in actions:
             if isinstance(action, Run):
@@ -84,7 +84,7 @@ class Hedging:
 
     def _told(self, at_s: float, event: Any, handler: Handler) -> list[Action]:
         if isinstance(event, told.RequestCancelled):
-            hedge = self.twins.get(event.request)
+            hedge = self.hedges.get(event.request)
             stops = self._requests.abandon(hedge) if hedge is not None else []
             return stops + handler(at_s, event) + self._end(at_s, event.request)
         if not isinstance(
@@ -98,7 +98,7 @@ class Hedging:
         ):
             return handler(at_s, event)
         name = event.request
-        hedge, first = self.twins.get(name), self._open.get(name)
+        hedge, first = self.hedges.get(name), self._open.get(name)
         if hedge is None or first is None or event.attempt not in (first.attempt, hedge.attempt):
             return handler(at_s, event)
         its = event.attempt == hedge.attempt
@@ -120,11 +120,11 @@ class Hedging:
 
     def _leave(self, request: str, left: RequestState) -> None:
         """From now on there is one."""
-        del self.twins[request]
+        del self.hedges[request]
         self._open[request] = left
 
     def _end(self, at_s: float, request: str) -> list[Action]:
-        hedge = self.twins.pop(request, None)
+        hedge = self.hedges.pop(request, None)
         return self._requests.release(at_s, hedge) if hedge is not None else []
 
     # Who is late.
@@ -140,12 +140,12 @@ class Hedging:
             self._most = LEAST_NOTES + 2 * len(self._due)
 
     def _waits(self, request: str, attempt: int) -> RequestState | None:
-        """Whom a note is about, while that attempt has no token and no twin."""
+        """Whom a note is about, while that attempt has no token and no hedge."""
         req = self._open.get(request)
         if req is None or req.attempt != attempt or req.state != RUNNING or req.first_s >= 0:
             return None
         # What yields is late already, and what is recalled from a link goes elsewhere anyway.
-        if req.twins or req.streamed_tokens or req.recalled or req.yielding is not None:
+        if req.hedged or req.streamed_tokens or req.recalled or req.yielding is not None:
             return None
         return req
 
@@ -157,14 +157,14 @@ class Hedging:
             if req is None:
                 continue
             found: list[Action] = []
-            if len(self.twins) < max(1.0, SHARE * len(self._open)):
-                found = self._twin(at_s, req)
-            if not req.twins:
+            if len(self.hedges) < max(1.0, SHARE * len(self._open)):
+                found = self._send_second(at_s, req)
+            if not req.hedged:
                 self._note(at_s + AGAIN_S, req)
             actions += found
         return actions
 
-    def _twin(self, at_s: float, req: RequestState) -> list[Action]:
+    def _send_second(self, at_s: float, req: RequestState) -> list[Action]:
         """Send it along a second route, if there is a good one."""
         requests, request = self._requests, req.request
         table = self._table.models.get(request.model)
@@ -184,12 +184,12 @@ class Hedging:
         if self._router.send(hedge, table) is not SENT or not self._good(at_s, req, hedge):
             return requests.release(at_s, hedge)
         hedge.attempt = req.attempt + 1
-        req.twins = 1
-        self.twins[request.id] = hedge
+        req.hedged = 1
+        self.hedges[request.id] = hedge
         return [Hedge(*requests.run(at_s, hedge))]
 
     def _good(self, at_s: float, req: RequestState, hedge: RequestState) -> bool:
-        """Whether a twin's route is another one, has room, and is sooner than what was waited already."""
+        """Whether a hedge's route is another one, has room, and is sooner than what was waited already."""
         last = hedge.last
         if last is None or last.facts is None or hedge.yielding is not None:
             return False

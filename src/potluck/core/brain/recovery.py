@@ -88,8 +88,8 @@ class Recovery:
             self._requests.end(request.id)
             return actions
         req.prompt_tokens = request.prompt_tokens + req.streamed_tokens
-        req.attempt += 1 + req.twins
-        req.twins = 0
+        req.attempt += 1 + req.hedged
+        req.hedged = 0
         self._blame(at_s, req, kind, where, advanced)
         problem = verdict(req, at_s, self._policy)
         if problem is not None:
@@ -148,7 +148,7 @@ class Recovery:
             req = self._requests.open[name]
             model = req.request.model
             again_s = self._router.detours.again_s(req, before.get(model, 0))
-            if req.attempt or req.twins or req.recalled or verdict(req, at_s, self._policy):
+            if req.attempt or req.hedged or req.recalled or verdict(req, at_s, self._policy):
                 continue
             if over_s >= again_s + PATIENCE_S:
                 req.recalled = req.link

@@ -95,7 +95,7 @@ class ReplicaCapacity:
         self._fleet = table.fleet
         self._classes: Mapping[str, RequestClass] = {each.name: each for each in policy.classes}
         self._overflow = policy.split_overflow
-        self._habits: dict[tuple[str, str], TenantHistory] = {}
+        self._histories: dict[tuple[str, str], TenantHistory] = {}
         self._owed: dict[ReplicaState, tuple[float, float]] = {}
         """Decoding replicas that computed prompts: when last, and how many seconds of them count then."""
         self.mixes: dict[ReplicaState, TenantMix] = {}
@@ -130,10 +130,10 @@ class ReplicaCapacity:
         """A request came when things were not easy."""
         request = req.request
         key = request.model, request.tenant
-        habit = self._habits.get(key)
-        if habit is None:
-            habit = self._habits[key] = TenantHistory()
-        habit.add(request.prompt_tokens, request.max_output_tokens)
+        history = self._histories.get(key)
+        if history is None:
+            history = self._histories[key] = TenantHistory()
+        history.add(request.prompt_tokens, request.max_output_tokens)
 
     def ended(self, at_s: float, req: RequestState, view: ReplicaState, output_tokens: int) -> None:
         """An answer is complete, where there was much to do: how long did its tokens take?"""
@@ -235,8 +235,8 @@ class ReplicaCapacity:
         return seconds * max(0.0, 1.0 - (req.request.arrival_s - then_s) / span_s)
 
     def _answer_tokens(self, req: RequestState) -> float:
-        habit = self._habits.get((req.request.model, req.request.tenant))
-        return max(1.0, habit.answer_tokens if habit is not None else float(req.output_tokens))
+        history = self._histories.get((req.request.model, req.request.tenant))
+        return max(1.0, history.answer_tokens if history is not None else float(req.output_tokens))
 
     def keeps_pace(self, view: ReplicaState, req: RequestState, busy: float) -> bool:
         """Whether one answer more, be it the first, keeps its pace where prompts take `busy` of the time."""
@@ -284,8 +284,8 @@ class ReplicaCapacity:
 
     def rho(self, model: str, tenant: str) -> float:
         """Prompt tokens for each output token."""
-        habit = self._habits.get((model, tenant))
-        return habit.prompt_tokens / habit.answer_tokens if habit is not None else 0.0
+        history = self._histories.get((model, tenant))
+        return history.prompt_tokens / history.answer_tokens if history is not None else 0.0
 
 
 def _alone_s(view: ReplicaState, facts: ReplicaFacts, tokens: int) -> float:

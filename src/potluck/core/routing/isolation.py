@@ -126,21 +126,21 @@ class TenantIsolation:
 
     def __init__(self, disturbance: float) -> None:
         self._disturbance = disturbance
-        self._customs: dict[tuple[str, str], TenantProfile] = {}
-        self._annexes: dict[str, IsolatedReplicas] = {}
+        self._profiles: dict[tuple[str, str], TenantProfile] = {}
+        self._isolated: dict[str, IsolatedReplicas] = {}
 
     def asks(self, at_s: float, req: RequestState, long_s: float) -> None:
         """A request came, once there are several tenants; `long_s` its prompt's seconds if it is long."""
         request = req.request
         key = request.model, request.tenant
-        custom = self._customs.get(key)
-        if custom is None:
-            custom = self._customs[key] = TenantProfile()
-        custom.add(req.prompt_tokens, long_s > 0)
-        req.heavy = custom.heavy
-        isolated = self._annexes.get(request.model)
+        profile = self._profiles.get(key)
+        if profile is None:
+            profile = self._profiles[key] = TenantProfile()
+        profile.add(req.prompt_tokens, long_s > 0)
+        req.heavy = profile.heavy
+        isolated = self._isolated.get(request.model)
         if isolated is None:
-            isolated = self._annexes[request.model] = IsolatedReplicas()
+            isolated = self._isolated[request.model] = IsolatedReplicas()
         isolated.now(at_s)
         if req.heavy:
             isolated.work_s += long_s
@@ -152,23 +152,23 @@ class TenantIsolation:
 
     def views(self, model: str) -> list[ReplicaState]:
         """Those that are set apart."""
-        isolated = self._annexes.get(model)
+        isolated = self._isolated.get(model)
         return isolated.views if isolated is not None else []
 
     def taken(self, req: RequestState, view: ReplicaState) -> float:
         """Share of a replica's time that is not there for a heavy tenant, as others' prompts are computed there."""
-        isolated = self._annexes.get(req.request.model)
+        isolated = self._isolated.get(req.request.model)
         return isolated.taken if isolated is not None and req.heavy and view in isolated.views else 0.0
 
     def may_go(self, model: str, views: Sequence[ReplicaState]) -> None:
         """Where a heavy tenant's long prompts may go."""
-        isolated = self._annexes.get(model)
+        isolated = self._isolated.get(model)
         if isolated is not None:
             isolated.members = list(views)
 
     def goes_away(self, req: RequestState, long: bool) -> bool:
         """Whether it is the turn of another tenant's prompt to be computed there."""
-        isolated = self._annexes.get(req.request.model)
+        isolated = self._isolated.get(req.request.model)
         if isolated is None or not isolated.views:
             return False
         due = isolated.owed_tokens + isolated.away * req.prompt_tokens
@@ -176,7 +176,7 @@ class TenantIsolation:
 
     def sent(self, req: RequestState, away: bool) -> None:
         """It was sent, its prompt there or not."""
-        isolated = self._annexes.get(req.request.model)
+        isolated = self._isolated.get(req.request.model)
         if isolated is not None and isolated.views and not req.heavy:
             tokens = req.prompt_tokens
             most = MOST_OWED * max(tokens, isolated.prompt_tokens)
@@ -185,7 +185,7 @@ class TenantIsolation:
 
     def answered(self, req: RequestState, output_tokens: int) -> None:
         """An answer is complete."""
-        isolated = self._annexes.get(req.request.model)
+        isolated = self._isolated.get(req.request.model)
         if isolated is not None and not req.heavy:
             isolated.answered(output_tokens)
 

@@ -384,7 +384,8 @@ class Router:
             self._charge(req, target, req.prompt_tokens, [view], [view])
             return
         first_s = prefill_seconds(facts, req.prompt_tokens)
-        rest_s = self._answer_tokens(req) * facts.decode_step_s / max(1, facts.decode_batch)
+        answer_tokens = self._speeds.answer_tokens(req.request.model, req.output_tokens)
+        rest_s = answer_tokens * facts.decode_step_s / max(1, facts.decode_batch)
         target.load += first_s
         target.load += rest_s
         req.charges = ((target, first_s), (target, rest_s))

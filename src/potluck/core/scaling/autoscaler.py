@@ -12,7 +12,7 @@ from potluck.core.errors import UnknownNameError
 from potluck.core.scaling.cauchy_scaling import CauchyScaling
 from potluck.core.scaling.copy_capacity import Key, TemplateCapacity, blueprints
 from potluck.core.scaling.prfaas_scaling import PrfaasScaling
-from potluck.core.scaling.reconcile import ReconcileState, recasts, reconcile, restored, wanted_counts
+from potluck.core.scaling.reconcile import ReconcileState, reassignments, reconcile, restored, wanted_counts
 from potluck.core.scaling.replan import PeriodicReplan, PredictiveReplan
 from potluck.core.scaling.role_shift import ShiftFlips
 from potluck.core.scaling.roles import CopyRoles, WithCopyRoles
@@ -90,7 +90,7 @@ class Autoscaler:
         self._wanted: dict[Key, int] = {}
         self.standby: dict[Key, int] = {}
         """Copies that are to be loaded and idle."""
-        self._naps = ScaleToZero(facts.models)
+        self._sleep = ScaleToZero(facts.models)
         self.scale_to_zero = False
         """Whether any model may sleep."""
         self._known: dict[str, TemplateCapacity] = {}
@@ -110,14 +110,14 @@ class Autoscaler:
         self._wanted = wanted_counts(plan, self._wanted)
         self.standby = standby_counts(plan, self._policy.standby, self._regions)
         self._known.update(blueprints(plan))
-        self.scale_to_zero = self._naps.any
+        self.scale_to_zero = self._sleep.any
         if self.watches:
             for model in sorted({each.model for each in plan.templates}):
                 known = self._facts.models.get(model)
                 self.window.watch(at_s, model, known.slo if known is not None else None)
-        recast = recasts(self._fleet, self._wanted, self._known, self.by_hand)
-        settled = {each.member.id for each in recast} | self.by_hand.keys()
-        return (*recast, *(flip for flip in restored(self._fleet) if flip.replica not in settled))
+        reassign = reassignments(self._fleet, self._wanted, self._known, self.by_hand)
+        settled = {each.member.id for each in reassign} | self.by_hand.keys()
+        return (*reassign, *(flip for flip in restored(self._fleet) if flip.replica not in settled))
 
     def quoted(self, at_s: float, regions: tuple[Region, ...]) -> tuple[Action, ...]:
         """Other prices, other nodes."""
@@ -146,7 +146,7 @@ class Autoscaler:
             return (), ()
         actions: list[Action] = []
         thresholds: list[SetThreshold | SetLengths] = []
-        remarks, resized = self._naps.tick(at_s, self._fleet, held)
+        remarks, resized = self._sleep.tick(at_s, self._fleet, held)
         actions += remarks
         if self.watches:
             observed = self.window.observed(at_s, held)
@@ -224,11 +224,11 @@ class Autoscaler:
 
     def asked(self, at_s: float, model: str) -> None:
         """A request came, for a model that may sleep."""
-        self._naps.asked(at_s, model)
+        self._sleep.asked(at_s, model)
 
     def _sleeps(self, template: str) -> bool:
         known = self._known.get(template)
-        return known is not None and known.template.model in self._naps.asleep
+        return known is not None and known.template.model in self._sleep.asleep
 
     def _placed(self, member: ReplicaSpec) -> ReplicaSpec:
         """With the machines it stands on: those its plan names, or its copy's own; and their zone if it is one."""

@@ -13,7 +13,7 @@ model:
    of the smaller of old and new that may be missing meanwhile. A note says which dip it would take.
 5. Of `standby` so many copies are kept loaded and idle: taken first, filled last, given up where nodes are short.
 
-A plan that wants the same replicas in other roles recasts copies in place (`recasts`): same model, region and
+Where only roles differ, copies change in place (`reassignments`): same model, region and
 layouts. Copies whose replicas work together (combos, pairs) stay what they are, as do those with a role that a person
 gave.
 """
@@ -35,7 +35,7 @@ from potluck.core.scaling.copy_capacity import (
     room_in,
 )
 from potluck.core.scaling.roles import FLIPPABLE
-from potluck.core.scaling.standby import recast
+from potluck.core.scaling.standby import reassign
 from potluck.core.state.actions import Action, DrainReplica, FlipReplica, Reassign, StartReplica, StopReplica
 from potluck.core.state.fleet import FleetState, ReplicaState, TemplateCopy
 from potluck.core.values.plan import Plan, PlannedReplica, ReplicaSpec, Template
@@ -274,7 +274,7 @@ class _Work(ReconcileDraft):
                 if missing <= 0:
                     break
                 missing -= 1
-                self.actions += recast(unit, False)
+                self.actions += reassign(unit, False)
                 units.remove(unit)
                 self.live.setdefault(key, []).append(unit)
                 if unit.id in self.whole:
@@ -288,7 +288,7 @@ class _Work(ReconcileDraft):
         planned = all(view.role == view.member.role for view in unit.views)
         if not planned or sum(each.id in self.whole for each in spare) >= self.standby.get(key, 0):
             return False
-        self.actions += recast(unit, True)
+        self.actions += reassign(unit, True)
         self._serve(unit, -1)
         self.live[key].remove(unit)
         spare.append(unit)
@@ -486,7 +486,7 @@ def _number_of(unit: str) -> int:
     return int(digits) if digits.isdigit() else 0
 
 
-def recasts(
+def reassignments(
     fleet: FleetState,
     wanted: Mapping[Key, int],
     known: Mapping[str, TemplateCapacity],
@@ -513,7 +513,7 @@ def recasts(
             source, unit, places = best
             spare[source].remove(unit)
             left[source] -= 1
-            found += [_recast(view, template, index) for index, view in enumerate(places)]
+            found += [_reassigned(view, template, index) for index, view in enumerate(places)]
     return tuple(found)
 
 
@@ -565,6 +565,6 @@ def _placed(
     return found
 
 
-def _recast(view: ReplicaState, template: Template, index: int) -> Reassign:
+def _reassigned(view: ReplicaState, template: Template, index: int) -> Reassign:
     role = template.replicas[index].role
     return Reassign(replace(view.member, template=template.name, index=index, kind=template.kind, role=role))

@@ -65,7 +65,7 @@ def spoken(plan: Plan, copies: int, regions: tuple[Region, ...]) -> str:
     return f"on standby: {listed}; ${more:.2f}/h more, ${plan.cost_usd_per_h + more:.2f}/h in all"
 
 
-def recast(unit: TemplateCopy, standby: bool) -> list[Action]:
+def reassign(unit: TemplateCopy, standby: bool) -> list[Action]:
     """A copy goes on standby, or serves from now on."""
     return [Reassign(replace(view.member, standby=standby)) for view in unit.views]
 

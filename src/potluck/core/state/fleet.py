@@ -156,7 +156,7 @@ class FleetState:
         self.views[replica].role = role
         self.version += 1
 
-    def recast(self, member: ReplicaSpec) -> None:
+    def reassign(self, member: ReplicaSpec) -> None:
         """A replica is another template's from now on, or on standby, or no longer."""
         view = self.views[member.id]
         view.member, view.role = member, member.role
