@@ -114,7 +114,9 @@ class LearnedBalance(BalanceRule):
     """Seconds of the prompt until it is computed, and of its part of the decode steps, answers as long as lately."""
 
     weights = "goodput"
-    learns = by_load = in_seconds = True
+    learns = True
+    by_load = True
+    in_seconds = True
 
     def chooser(self) -> Balancer:
         return LeastLoaded(self.offset)

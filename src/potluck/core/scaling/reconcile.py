@@ -13,9 +13,8 @@ model:
    of the smaller of old and new that may be missing meanwhile. A note says which dip it would take.
 5. Of `standby` so many copies are kept loaded and idle: taken first, filled last, given up where nodes are short.
 
-Where only roles differ, copies change in place (`reassignments`): same model, region and
-layouts. Copies whose replicas work together (combos, pairs) stay what they are, as do those with a role that a person
-gave.
+Where only roles differ (same model, region and layouts), copies change in place (`reassignments`); not those whose
+replicas work together (combos, pairs), nor those with a role that a person gave.
 """
 
 from __future__ import annotations
