@@ -15,7 +15,9 @@ from potluck.cli.common.inputs import load_problem, read_plan, read_spec, scaled
 from potluck.cli.common.workloads import DEFAULT_REQUESTS, WorkloadOptions, load
 from potluck.cli.planning.estimate import measured
 from potluck.core.codec import decode
-from potluck.core.errors import CapacityError, FormatError, InputError, UnknownNameError
+from potluck.core.errors import CapacityError, FormatError, InputError, UnknownNameError, did_you_mean
+from potluck.core.routing.balance import BALANCES
+from potluck.core.scaling.autoscaler import SCALERS
 from potluck.core.state.policy import LISTS, Policy
 from potluck.core.values.kv import lossy_crossings
 from potluck.core.values.plan import Plan
@@ -277,6 +279,10 @@ def policy_of(pairs: tuple[str, ...], base: Policy | None = None) -> Policy:
         said = decode(Policy, values, "--policy")
     except FormatError as error:
         raise InputError(error.field, error.problem) from error
+    for name, rules in (("balance", tuple(BALANCES)), ("scaling", tuple(SCALERS))):
+        if getattr(said, name) not in rules:
+            hint = did_you_mean(getattr(said, name), rules)
+            raise InputError(f"--policy.{name}", f"{getattr(said, name)!r} is not one of its values{hint}")
     return replace(base or Policy(), **{name: getattr(said, name) for name in values})
 
 
