@@ -123,7 +123,7 @@ def test_a_link_is_shared_out_among_its_senders_and_less_of_it_while_it_loses() 
         Endpoint(name, "m", region, Address(host, 1), kv=f"{host}:1")
         for name, region, host in (("a", "east", "h1"), ("b", "east", "h2"), ("c", "west", "h3"))
     ]
-    watch._keeper = SimpleNamespace(endpoints=tuple(ends))  # type: ignore[assignment]
+    watch._registry = SimpleNamespace(endpoints=tuple(ends))  # type: ignore[assignment]
     passed = LinkTraffic(by_sender={"a": 9e9})
 
     def dealt(lost: float) -> tuple[float, float]:
@@ -170,8 +170,8 @@ def test_engines_are_told_their_grants_when_they_are_asked_how_they_fare(knows: 
 
     watch, engine, _ = _watch()
     told: list[object] = []
-    watch._keeper.caller = SimpleNamespace(status=status, grants=grants)  # type: ignore[assignment]
-    watch._keeper.heard = lambda engine: None  # type: ignore[method-assign]
+    watch._registry.caller = SimpleNamespace(status=status, grants=grants)  # type: ignore[assignment]
+    watch._registry.heard = lambda engine: None  # type: ignore[method-assign]
     watch._tell = told.append
     asyncio.run(watch._ask(engine))
     assert not given, "nobody is told anything where links are not shared out"
@@ -203,9 +203,9 @@ def test_an_engine_that_takes_longer_than_ever_is_silent_until_it_answers(
         await answer.wait()
         return SAID
 
-    watch._keeper.caller = SimpleNamespace(status=status)  # type: ignore[assignment]
-    watch._keeper.silent = hear  # type: ignore[method-assign]
-    watch._keeper.heard = lambda engine: None  # type: ignore[method-assign]
+    watch._registry.caller = SimpleNamespace(status=status)  # type: ignore[assignment]
+    watch._registry.silent = hear  # type: ignore[method-assign]
+    watch._registry.heard = lambda engine: None  # type: ignore[method-assign]
     watch._tell = told.append
     engine.answers = ResponseTimes(1e-9)
     engine.told = (1e12, ReplicaReported("b", SAID.status))

@@ -88,7 +88,7 @@ class Cordons:
         keep: Callable[[Iterable[str]], None] | None = None,
     ) -> None:
         """`keep` hears what holds, for a process that takes this one's place."""
-        self._views, self._keeper, self._tell, self._keep = views, registry, tell, keep
+        self._views, self._registry, self._tell, self._keep = views, registry, tell, keep
         self._marks: set[str] = set()
 
     @property
@@ -149,7 +149,7 @@ class Cordons:
             if not address:
                 raise InputError("replica", f"{replica} has no engine; only one that is ready takes orders")
             return address
-        hosts = {each.entry.address.host for each in self._keeper.engines}
+        hosts = {each.entry.address.host for each in self._registry.engines}
         known = self._marks | hosts.union(*(view.member.nodes for view in self._views.values()))
         if not isinstance(node, str) or node not in known:
             raise UnknownNameError("node", str(node), known)
@@ -161,5 +161,5 @@ class Cordons:
         return {address, address.rpartition(":")[0], *named} - {""}
 
     def _address(self, replica: str) -> str:
-        found = self._keeper.find(replica)
+        found = self._registry.find(replica)
         return "" if found is None else f"{found.address.host}:{found.address.port}"

@@ -167,10 +167,10 @@ class KeyRing:
         may_open: bool = False,
         gateways: int = 1,
     ) -> None:
-        """With a `slate`, limits hold across the workers that share it. `may_open`: only this machine reaches us.
+        """With a `shared_use`, limits hold across the workers that share it. `may_open`: only this machine reaches us.
         `gateways` on other machines share the clients: each grants its part of the limits."""
         self._gateways = gateways
-        self._path, self._clock, self._slate, self._may_open = Path(path), clock, shared_use, may_open
+        self._path, self._clock, self._shared_use, self._may_open = Path(path), clock, shared_use, may_open
         self._allowances: dict[str, KeyQuota] = {}
         self.open = False
         """Whether nobody must show a key."""
@@ -264,7 +264,7 @@ class KeyRing:
             quota = Quota(line.requests_per_min, line.tokens_per_min, line.concurrent).shared(self._gateways)
             allowance = self._allowances.get(line.name)
             if allowance is None:
-                row = None if self._slate is None else self._slate.row(line.name)
+                row = None if self._shared_use is None else self._shared_use.row(line.name)
                 allowance = self._allowances[line.name] = KeyQuota(quota, now_s, row)
             allowance.change(quota, now_s)
             digest = bytes.fromhex(line.sha256)

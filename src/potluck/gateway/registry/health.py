@@ -92,7 +92,7 @@ class HealthChecker:
         planned_gbps: Mapping[tuple[str, str], float],
         grants: bool = False,
     ) -> None:
-        self._keeper = registry
+        self._registry = registry
         self._tell = tell
         self._caches = caches
         self._planned_gbps = planned_gbps
@@ -110,7 +110,7 @@ class HealthChecker:
 
     def meet(self) -> None:
         loop = asyncio.get_running_loop()
-        for engine in self._keeper.engines:
+        for engine in self._registry.engines:
             if engine.watching is None or engine.watching.done():
                 engine.watching = loop.create_task(self._watch(engine))
 
@@ -137,7 +137,7 @@ class HealthChecker:
             ends: {replica: size / period_s for replica, size in each.by_sender.items()}
             for ends, each in passed.items()
         }
-        self._granted = granted(self._keeper.endpoints, gbps, wants)
+        self._granted = granted(self._registry.endpoints, gbps, wants)
 
     async def _watch(self, engine: EngineRecord) -> None:
         while True:
@@ -148,7 +148,7 @@ class HealthChecker:
             await asyncio.sleep(POLL_S if engine.up else AWAY_S)
 
     async def _ask(self, engine: EngineRecord) -> None:
-        caller, registry = self._keeper.caller, self._keeper
+        caller, registry = self._registry.caller, self._registry
         if engine.entry.kind == "openai":
             await self._prompt(engine, caller.ask(engine, b"GET", b"/health"))
             registry.heard(engine)
@@ -193,7 +193,7 @@ class HealthChecker:
                 engine.waited_s += WAIT_S
                 if engine.waited_s >= max(engine.answers.limit_s, said_s + AGAIN_S):
                     said_s, engine.told = engine.waited_s, (0.0, None)  # that it answers again is news
-                    self._keeper.silent(engine)
+                    self._registry.silent(engine)
             answer = asking.result()
         finally:
             asking.cancel()
@@ -204,10 +204,10 @@ class HealthChecker:
         """Nobody listens there: gone at once. Somebody does, but says nothing: gone after a while."""
         refused = "refused" in why or "reset" in why or "no connection" in why
         if not engine.replica or refused or time.monotonic() - engine.heard_s > SILENT_S:
-            self._keeper.lost(engine, why)
+            self._registry.lost(engine, why)
 
     def _passed(self) -> dict[tuple[str, str], LinkTraffic]:
-        registry = self._keeper
+        registry = self._registry
         senders = {each.kv: each for each in registry.endpoints if each.kv}
         found: dict[tuple[str, str], LinkTraffic] = {}
         for engine in registry.engines:

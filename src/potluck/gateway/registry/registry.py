@@ -85,7 +85,7 @@ class ReplicaRegistry(ReplicaDirectory):
         super().__init__(codec)
         self._tell, self._busy, self._codec_inside = tell, busy, codec_inside
         self.caller = EngineClient(outgoing)
-        self._posts: dict[str, ReplicaSlot] = {}
+        self._slots: dict[str, ReplicaSlot] = {}
         self._engines: dict[str, EngineRecord] = {}
         self._replan: Replan | None = None
         self._version = 0
@@ -103,7 +103,7 @@ class ReplicaRegistry(ReplicaDirectory):
     def wanted(self) -> WantedFleet:
         replicas = tuple(
             (slot.member, slot.role, slot.draining, slot.engine.entry.url if slot.engine else "")
-            for slot in self._posts.values()
+            for slot in self._slots.values()
         )
         idle = tuple(each.entry.url for each in self.engines if each.up and not each.replica)
         return WantedFleet(replicas, idle, self._replan, self._version)
@@ -138,28 +138,28 @@ class ReplicaRegistry(ReplicaDirectory):
         self._version += 1
         match action:
             case StartReplica(member):
-                self._posts[member.id] = ReplicaSlot(member, member.role)
+                self._slots[member.id] = ReplicaSlot(member, member.role)
                 self.bind()
-            case DrainReplica(replica) if replica in self._posts:
-                self._posts[replica].draining = True
+            case DrainReplica(replica) if replica in self._slots:
+                self._slots[replica].draining = True
             case StopReplica(replica):
-                slot = self._posts.pop(replica, None)
+                slot = self._slots.pop(replica, None)
                 if slot is not None and slot.engine is not None:
                     self._release(slot.engine, "was stopped by the plan")
-            case FlipReplica(replica, role) if replica in self._posts:
-                self._change_role(self._posts[replica], role)
-            case Reassign(member) if member.id in self._posts:
-                self._posts[member.id].member = member
+            case FlipReplica(replica, role) if replica in self._slots:
+                self._change_role(self._slots[replica], role)
+            case Reassign(member) if member.id in self._slots:
+                self._slots[member.id].member = member
                 if (endpoint := self._endpoints.get(member.id)) is not None:
                     self._endpoints[member.id] = replace(
                         endpoint, unit=member.unit, codec=self._codec_inside(member.template)
                     )
                     self._changed()
-                self._change_role(self._posts[member.id], member.role)
+                self._change_role(self._slots[member.id], member.role)
             case Replan():
                 self._replan = action
-            case ResyncCache(replica) if replica in self._posts:
-                engine = self._posts[replica].engine
+            case ResyncCache(replica) if replica in self._slots:
+                engine = self._slots[replica].engine
                 if engine is not None:
                     engine.cache_epoch = None
             case CopyPrefix():
@@ -174,13 +174,13 @@ class ReplicaRegistry(ReplicaDirectory):
         """Somebody answered the last Replan, or told another plan, which may have KV cross in other codecs."""
         self._replan = None
         self._version += 1
-        for name, slot in self._posts.items():
+        for name, slot in self._slots.items():
             if (endpoint := self._endpoints.get(name)) is not None:
                 self._endpoints[name] = replace(endpoint, codec=self._codec_inside(slot.member.template))
         self._changed()
 
     def _move(self, action: CopyPrefix) -> None:
-        source, target = (self._posts.get(name) for name in (action.source, action.target))
+        source, target = (self._slots.get(name) for name in (action.source, action.target))
         if source is None or target is None or source.engine is None or target.engine is None:
             return
         ends = [self._endpoints.get(each.member.id) for each in (source, target)]
@@ -200,7 +200,7 @@ class ReplicaRegistry(ReplicaDirectory):
         if not engine.replica:
             self.bind()
             return
-        slot, said = self._posts.get(engine.replica), engine.said
+        slot, said = self._slots.get(engine.replica), engine.said
         if slot is None or not slot.ready or said is None:
             return
         if said.role != slot.role:
@@ -214,7 +214,7 @@ class ReplicaRegistry(ReplicaDirectory):
         """Somebody else empties it, another gateway perhaps: so do we, and use it for nothing until that is over."""
         empties = engine.said is not None and engine.said.state in ("draining", "drained")
         engine.drained_elsewhere = engine.drained_elsewhere and empties
-        slot = self._posts.get(engine.replica)
+        slot = self._slots.get(engine.replica)
         if empties and not engine.drained and slot is not None and slot.ready and not slot.draining:
             engine.drained_elsewhere = True
             self._tell(OperatorOrdered(engine.replica, "drain"))
@@ -235,14 +235,14 @@ class ReplicaRegistry(ReplicaDirectory):
             engine.note = why
             return
         self._release(engine, why)
-        slot = self._posts.get(replica)
+        slot = self._slots.get(replica)
         if slot is None:
             return
         self._version += 1
         if not slot.ready and not slot.draining:
             slot.engine = None  # it never was there, and is still wanted
             return
-        del self._posts[replica]
+        del self._slots[replica]
         for call in self.on_gone:
             call(replica)
         self._tell(ReplicaLost(replica, why))
@@ -254,7 +254,7 @@ class ReplicaRegistry(ReplicaDirectory):
             self._changed()
 
     def look(self) -> None:
-        for replica, slot in list(self._posts.items()):
+        for replica, slot in list(self._slots.items()):
             if slot.draining and slot.ready and not self._busy(replica):
                 slot.ready = False
                 engine = slot.engine
@@ -270,9 +270,9 @@ class ReplicaRegistry(ReplicaDirectory):
         self._binding = True
         try:
             free = {each.entry.url: each for each in self._engines.values() if self._is_free(each)}
-            lacking = [slot.member for slot in self._posts.values() if slot.engine is None]
+            lacking = [slot.member for slot in self._slots.values() if slot.engine is None]
             for member, entry in matched(lacking, [each.entry for each in free.values()]):
-                engine, slot = free[entry.url], self._posts[member.id]
+                engine, slot = free[entry.url], self._slots[member.id]
                 problem = self._unsuited(engine, member)
                 if problem:
                     engine.note = problem
@@ -315,7 +315,7 @@ class ReplicaRegistry(ReplicaDirectory):
         except (EngineNoAnswer, PotluckError, ValueError) as error:
             self.lost(engine, str(error))
             return
-        if engine.replica != member.id or self._posts.get(member.id) is not slot:
+        if engine.replica != member.id or self._slots.get(member.id) is not slot:
             return  # it was stopped or lost meanwhile
         self._endpoints[member.id] = Endpoint(
             member.id,

@@ -223,10 +223,10 @@ class RemoteBrainClient:
     are those that it has not heard of yet.
     """
 
-    __slots__ = ("_mail", "act", "joined", "start_s", "untold", "waiting")
+    __slots__ = ("_channel", "act", "joined", "start_s", "untold", "waiting")
 
     def __init__(self, channel: WorkerChannel, start_s: float, act: Act) -> None:
-        self._mail, self.start_s, self.act = channel, start_s, act
+        self._channel, self.start_s, self.act = channel, start_s, act
         self.joined = True
         self.untold: set[str] = set()
         self.waiting: Callable[[], None] = lambda: None
@@ -241,9 +241,9 @@ class RemoteBrainClient:
                 self.waiting()
             return
         if isinstance(event, PATIENT):
-            self._mail.later(EVENT, event_text(event))
+            self._channel.later(EVENT, event_text(event))
         else:
-            self._mail.send(EVENT, event_text(event))
+            self._channel.send(EVENT, event_text(event))
 
     def now_s(self) -> float:
         return time.monotonic() - self.start_s

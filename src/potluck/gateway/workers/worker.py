@@ -44,7 +44,7 @@ class Worker:
         answers: Path | None = None,
     ) -> None:
         """`connect` makes the line to the Brain from what the Brain's orders go to. With other workers beside it, all
-        have a `slate` for their keys' limits. In `answers` they lie for whoever asks again."""
+        have a `shared_use` for their keys' limits. In `answers` they lie for whoever asks again."""
         loop = asyncio.get_running_loop()
         line = connect(_too_early)
         self.dispatcher = Dispatcher(line, directory, outgoing, time.monotonic, loop.call_later, meter)

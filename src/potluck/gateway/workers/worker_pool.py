@@ -26,7 +26,7 @@ START_S = 60.0
 
 class WorkerSlot:
     def __init__(self, worker_pool: WorkerPool) -> None:
-        self._crew = worker_pool
+        self._pool = worker_pool
         self.channel = WorkerChannel(self._heard, self._gone)
         self.place = -1
         self._counts = WorkerMeterReceiver(worker_pool.meter)
@@ -40,16 +40,16 @@ class WorkerSlot:
             self.line.tell(brain_client.event_of(text))
         elif letter == brain_client.HELLO:
             self.place = int(text)
-            self._crew.joined(self)
+            self._pool.joined(self)
         elif letter == brain_client.READY:
-            self._crew.listens(self.place, text)
+            self._pool.listens(self.place, text)
         elif not self._counts.heard(letter, text):
             raise ValueError(f"no line begins with {letter!r}")
 
     def _gone(self) -> None:
-        self._crew.left(self)
+        self._pool.left(self)
         self._counts.gone()
-        self._crew.core.brain_loop.lost(self.line)
+        self._pool.core.brain_loop.lost(self.line)
 
 
 class WorkerPool:
