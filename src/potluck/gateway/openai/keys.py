@@ -167,7 +167,7 @@ class KeyRing:
         may_open: bool = False,
         gateways: int = 1,
     ) -> None:
-        """With a `shared_use`, limits hold across the workers that share it. `may_open`: only this machine reaches us.
+        """With a `shared_use`, limits hold across the workers that share it. `may_open`: nobody else reaches us.
         `gateways` on other machines share the clients: each grants its part of the limits."""
         self._gateways = gateways
         self._path, self._clock, self._shared_use, self._may_open = Path(path), clock, shared_use, may_open
