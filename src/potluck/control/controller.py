@@ -87,8 +87,8 @@ class Controller:
         self.planning = PlanRequests(
             store, planner, self.change_plan, self._note, advise=advise, paces=paces.now
         )
-        self._chronicle = DecisionHistory(store, gateway, self._note_once, clock, paces.hear)
-        self._books = Accounts(store, store.path.parent, self._note, clock)
+        self._history = DecisionHistory(store, gateway, self._note_once, clock, paces.hear)
+        self._accounts = Accounts(store, store.path.parent, self._note, clock)
         self._elsewhere_s: float | None = None
         self._numbered = 0
         """The version whose number the gateway was last told; one of an older release keeps its own."""
@@ -146,8 +146,8 @@ class Controller:
             problem = self._tell(there)
         if not problem:
             self.planning.turn(wanted, None if self._market is None else self._market.regions)
-            self._chronicle.turn()
-        self._books.turn()
+            self._history.turn()
+        self._accounts.turn()
         failing = stuck(wants, there, self._memory.failures)
         self._keep_stuck(failing)
         up = {each.replica for each in there if each.state == "up"}

@@ -177,7 +177,7 @@ class LocalStackSettings:
 
 class LocalStack:
     """Made once per process. `planner` answers the Brain when it asks for another plan; engines are forked from the
-    `nursery` where there is one."""
+    `fork_server` where there is one."""
 
     def __init__(
         self,
@@ -186,7 +186,7 @@ class LocalStack:
         planner: Planner | None = None,
         fork_server: ForkServer | None = None,
     ) -> None:
-        self._settings, self._nursery = settings, fork_server
+        self._settings, self._fork_server = settings, fork_server
         self.folder = settings.folder
         self.store = StateStore(self.folder / "state.db")
         self._lease = Lease(self.store)
@@ -252,7 +252,7 @@ class LocalStack:
             if living(place)
         )
         more = 0 if living(self.store.get("gateway")) else GATEWAY_BYTES
-        forked = self._nursery is not None and style == "emulated"
+        forked = self._fork_server is not None and style == "emulated"
         must_have_room("forked" if forked else style, planned - there, more_bytes=more)
 
     def _chosen(self, plan: Plan) -> Plan:
@@ -419,14 +419,14 @@ class LocalStack:
 
     def close(self) -> None:
         """Leave everything as it is, for a successor."""
-        if self._nursery is not None:
-            self._nursery.close()
+        if self._fork_server is not None:
+            self._fork_server.close()
         self._held.close()
         self.controller.close()
         self.store.close()
 
 
-def nursery_of(folder: Path, style: str) -> ForkServer | None:
+def fork_server_of(folder: Path, style: str) -> ForkServer | None:
     """One for the engines of this state; None where it cannot be, or they are of a style that is not forked."""
     if style not in FORKED:
         return None

@@ -237,14 +237,14 @@ def _stood(folder: Path, seconds: float, port: int, stay: bool, as_json: bool) -
     from potluck.cli.simulating.simulation import SimulationInputs, read_one_spec
     from potluck.cli.up.prepare import HEADROOM
     from potluck.control.launchers.engine_command import EngineCommands
-    from potluck.control.local_stack import LocalStack, LocalStackSettings, nursery_of
+    from potluck.control.local_stack import LocalStack, LocalStackSettings, fork_server_of
     from potluck.control.market import MarketFile
     from potluck.control.replanner import Replanner
     from potluck.demo.acts import LAB, NEAR, SHOP
     from potluck.engine.shipped_model import shipped_model
     from potluck.plan.strategies import STRATEGIES, SolveSettings, TemplateFactory
 
-    fork_server = nursery_of(folder, "pretended")
+    fork_server = fork_server_of(folder, "pretended")
     click.echo("planning", err=True)
     spec = read_one_spec((day(),))
     problem = load_problem(spec, HEADROOM, None, (), 0.0)

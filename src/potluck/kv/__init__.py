@@ -1,1 +1,1 @@
-"""KV as cargo: made small, sent, checked, and kept for those who come again with the same beginning."""
+"""KV caches: encoded for a link, sent and checked, and kept for requests with the same prefix."""

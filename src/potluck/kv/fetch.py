@@ -54,7 +54,7 @@ class FinalError(Exception):
 
 class ReceiveConnection:
     def __init__(self, fetch: KvFetch, conn: KvConnection) -> None:
-        self._fetch, self._strand = fetch, conn
+        self._fetch, self._conn = fetch, conn
         self._taken = 0
         self._said = Ack(0, 0)
         self._shared = False
@@ -62,7 +62,7 @@ class ReceiveConnection:
 
     def run(self) -> bool:
         """Until all is there; whether the connection may be used again."""
-        fetch, conn = self._fetch, self._strand
+        fetch, conn = self._fetch, self._conn
         self._attach()
         while not fetch.over:
             more = self._taken - self._said.chunks < ACK_EVERY and conn.wait(0)
@@ -75,7 +75,7 @@ class ReceiveConnection:
 
     def _wait(self) -> bool:
         """Tell the sender what is new; then whether there is something to read, before somebody rings."""
-        conn = self._strand
+        conn = self._conn
         conn.idle = True  # First: whoever makes room now either sees this, or is seen by the next line.
         self._ack()
         readable = not conn.woken and conn.wait(conn.silence_s)
@@ -86,7 +86,7 @@ class ReceiveConnection:
         return readable
 
     def _attach(self) -> None:
-        fetch, conn = self._fetch, self._strand
+        fetch, conn = self._fetch, self._conn
         conn.send(fetch.hello(conn))
         while True:
             message, _ = conn.read()
@@ -111,7 +111,7 @@ class ReceiveConnection:
         self.attached = True
 
     def _take(self) -> None:
-        message, _ = self._strand.read()
+        message, _ = self._conn.read()
         if isinstance(message, ChunkPiece):
             self._chunk(message)
         elif isinstance(message, TransferEnd):
@@ -124,10 +124,10 @@ class ReceiveConnection:
     def _chunk(self, chunk: ChunkPiece) -> None:
         if chunk.count and chunk.inline == self._shared:
             raise FormatError("hand-over", "has a chunk on the wrong way")
-        place = self._fetch.place(chunk, self._strand)
+        place = self._fetch.place(chunk, self._conn)
         if place is None:
             if chunk.inline:
-                self._strand.receive(memoryview(bytearray(chunk.count)))
+                self._conn.receive(memoryview(bytearray(chunk.count)))
         else:
             sound = False
             try:
@@ -140,15 +140,15 @@ class ReceiveConnection:
 
     def _data(self, chunk: ChunkPiece, place: memoryview) -> checksum.Sums:
         if not self._shared:
-            return self._strand.receive(place)
-        assert self._strand.slots is not None
-        shared_memory.copy(self._strand.slots.slot(self._taken, chunk.count), place)
+            return self._conn.receive(place)
+        assert self._conn.slots is not None
+        shared_memory.copy(self._conn.slots.slot(self._taken, chunk.count), place)
         return checksum.sums(place)
 
     def _ack(self) -> None:
         ack = Ack(self._taken, self._fetch.released_bytes)
         if ack != self._said:
-            self._strand.send(ack)
+            self._conn.send(ack)
             self._said = ack
 
 

@@ -248,7 +248,7 @@ class KvSender:
         self._room = SenderMemory(self.limits.most_bytes)
         self._changed = self._room.changed
         self._handles: TransferHandles[OutgoingTransfer] = TransferHandles()
-        self._shipments: dict[str, OutgoingTransfer] = {}
+        self._transfers: dict[str, OutgoingTransfer] = {}
         self._peers: dict[str, PeerLink] = {}
         self._grants: dict[str, BandwidthGrant] = {}
         self._throttles: dict[str, LinkThrottle] = {}
@@ -284,14 +284,14 @@ class KvSender:
             if self._closed:
                 raise CapacityError("outbox: is closed")
             self._handles.offer(handle, bound, transfer, expires_s)
-            self._shipments[handle] = transfer
+            self._transfers[handle] = transfer
             self._changed.notify_all()
         return transfer
 
     def withdraw(self, handle: str) -> None:
         """Nobody may attach any more; whoever has goes on."""
         with self._changed:
-            transfer = self._shipments.get(handle)
+            transfer = self._transfers.get(handle)
             if transfer is not None and transfer.state == "offered":
                 transfer.end("gone")
             self._forget()
@@ -335,12 +335,12 @@ class KvSender:
 
     @property
     def transfers(self) -> int:
-        return len(self._shipments)
+        return len(self._transfers)
 
     def links(self) -> tuple[LinkReport, ...]:
         with self._changed:
             queued: dict[str, int] = {}
-            for transfer in self._shipments.values():
+            for transfer in self._transfers.values():
                 for name in {conn.peer for conn in transfer.conns.values()}:
                     queued[name] = queued.get(name, 0) + transfer.load.queued_bytes
             return tuple(
@@ -359,8 +359,8 @@ class KvSender:
     def close(self) -> None:
         with self._changed:
             self._closed = True
-            asking = [transfer.asking for transfer in self._shipments.values()]
-            for transfer in self._shipments.values():
+            asking = [transfer.asking for transfer in self._transfers.values()]
+            for transfer in self._transfers.values():
                 transfer.end("gone")
             for connection in self._connections.values():
                 shut(connection)
@@ -405,7 +405,7 @@ class KvSender:
             kept = [grant for grant in self._grants.values() if grant.until_s > now_s]
             if len(kept) < len(self._grants):
                 self.granted(kept, now_s)
-            for transfer in self._shipments.values():
+            for transfer in self._transfers.values():
                 if transfer.opening or (transfer.conns and not transfer.load.outstanding):
                     transfer.stirred_s = now_s  # The receiver is there; it is we who have nothing for it.
                 waited_s = now_s - transfer.stirred_s
@@ -419,9 +419,9 @@ class KvSender:
             self._forget()
 
     def _forget(self) -> None:
-        for handle in [handle for handle, transfer in self._shipments.items() if transfer.over]:
+        for handle in [handle for handle, transfer in self._transfers.items() if transfer.over]:
             self._handles.withdraw(handle)
-            del self._shipments[handle]
+            del self._transfers[handle]
 
     # One connection.
 
@@ -578,7 +578,7 @@ class SendConnection:
         slots: shared_memory.SharedSlots | None,
         limits: SenderLimits,
     ) -> None:
-        self._strand, self._shipment, self._slots, self._limits = conn, transfer, slots, limits
+        self._conn, self._transfer, self._slots, self._limits = conn, transfer, slots, limits
         self._lock = transfer.room.changed
         self._sent = 0
         self._under_way = 0
@@ -589,7 +589,7 @@ class SendConnection:
 
     def run(self, hello: Hello, peer: PeerLink) -> bool:
         self._peer = peer
-        conn, transfer = self._strand, self._shipment
+        conn, transfer = self._conn, self._transfer
         with self._lock:
             transfer.load.open(hello.window_bytes)
             transfer.load.join(conn.key, self._most_unacked)
@@ -619,9 +619,9 @@ class SendConnection:
                 transfer.ring()
 
     def _listen(self) -> None:
-        message, _ = self._strand.read()
+        message, _ = self._conn.read()
         expect(message, Ack, TransferDone)
-        transfer = self._shipment
+        transfer = self._transfer
         with self._lock:
             transfer.stirred_s = time.monotonic()
             if isinstance(message, TransferDone):
@@ -629,14 +629,14 @@ class SendConnection:
                 self._done = True
             elif isinstance(message, Ack) and not transfer.over:
                 with transfer.counted():
-                    new = transfer.load.ack(self._strand.key, message)
+                    new = transfer.load.ack(self._conn.key, message)
                 self._under_way -= new
                 self._peer.add(-new, transfer.stirred_s)
                 transfer.ring()
 
     def _step(self) -> bool:
         """Send one thing, or wait for one; whether to go on."""
-        conn, transfer = self._strand, self._shipment
+        conn, transfer = self._conn, self._transfer
         with self._lock:
             if transfer.state == "gone":
                 return False
@@ -669,10 +669,10 @@ class SendConnection:
 
     def _turn_s(self, now_s: float) -> float:
         """Seconds until this connection may take something: what a throttle says, where there is work for it."""
-        throttle, transfer = self._peer.throttle, self._shipment
+        throttle, transfer = self._peer.throttle, self._transfer
         if throttle is None or transfer.over or transfer.load.failed:
             return 0.0
-        if not transfer.load.may_take(self._strand.key) or not transfer.load.work:
+        if not transfer.load.may_take(self._conn.key) or not transfer.load.work:
             return 0.0
         return throttle.wait_s(self._key, transfer.tenant, transfer.weight, now_s)
 
@@ -692,7 +692,7 @@ class SendConnection:
             head = ChunkPiece(
                 chunk.label, chunk.parcel_bytes, chunk.offset, chunk.count, chunk.sums, inline=False
             )
-            self._strand.send(head)
+            self._conn.send(head)
         else:
-            self._strand.send(chunk, data)
+            self._conn.send(chunk, data)
         self._sent += 1

@@ -124,7 +124,7 @@ def report(
 Address = tuple[str, int]
 ANY_PORT = 0
 """In a fleet's addresses: whatever listens on that host."""
-MOST_ROADS = 256
+MOST_SENDERS = 256
 SWEEP_S = 60.0
 """Between looks for memory that others have left behind."""
 
@@ -193,7 +193,7 @@ class ReceiveBuffers:
 
 
 @dataclass(slots=True)
-class _Road:
+class _SenderLinks:
     idle: list[tuple[KvConnection, float]] = field(default_factory=list)
     busy: dict[int, KvConnection] = field(default_factory=dict)
     moved_bytes: int = 0
@@ -217,7 +217,7 @@ class PeerConnections:
         self._tls = tls
         self._lock = threading.Lock()
         self._fleet = frozenset(fleet)
-        self._roads: dict[Address, _Road] = {}
+        self._senders: dict[Address, _SenderLinks] = {}
         self._keys = itertools.count(1)
         self._shared: list[SharedSlots] = []
         self._swept_s = -inf
@@ -265,13 +265,13 @@ class PeerConnections:
             connection.close()
             raise
         with self._lock:
-            self._roads.setdefault(address, _Road()).busy[conn.key] = conn
+            self._senders.setdefault(address, _SenderLinks()).busy[conn.key] = conn
         return conn, False
 
     def _idle(self, address: Address) -> KvConnection | None:
         with self._lock:
             self._tidy(time.monotonic())
-            road = self._roads.setdefault(address, _Road())
+            road = self._senders.setdefault(address, _SenderLinks())
             while road.idle:
                 conn, _ = road.idle.pop()
                 if not conn.wait(0):  # Else the sender has closed it.
@@ -283,15 +283,15 @@ class PeerConnections:
 
     def _tidy(self, now_s: float) -> None:
         """Close what was not used for long, and forget senders that were not, if there are many."""
-        for road in self._roads.values():
+        for road in self._senders.values():
             while road.idle and now_s - road.idle[0][1] > self.limits.idle_s:
                 road.idle.pop(0)[0].close()
-        if len(self._roads) >= MOST_ROADS:
-            self._roads = {key: road for key, road in self._roads.items() if road.idle or road.busy}
+        if len(self._senders) >= MOST_SENDERS:
+            self._senders = {key: road for key, road in self._senders.items() if road.idle or road.busy}
 
     def give_back(self, address: Address, conn: KvConnection, sound: bool) -> None:
         with self._lock:
-            road = self._roads[address]
+            road = self._senders[address]
             road.busy = {key: one for key, one in road.busy.items() if one is not conn}
             if sound and len(road.idle) < self.limits.most_idle:
                 road.idle.append((conn, time.monotonic()))
@@ -301,7 +301,7 @@ class PeerConnections:
 
     def moved(self, address: Address, moved_bytes: int, busy_s: float) -> None:
         with self._lock:
-            road = self._roads.setdefault(address, _Road())
+            road = self._senders.setdefault(address, _SenderLinks())
             road.moved_bytes += moved_bytes
             road.busy_s += busy_s
 
@@ -314,16 +314,16 @@ class PeerConnections:
                     moved_bytes=road.moved_bytes,
                     busy_s=road.busy_s,
                 )
-                for address, road in self._roads.items()
+                for address, road in self._senders.items()
             )
 
     @staticmethod
-    def _strands(road: _Road) -> list[KvConnection]:
+    def _strands(road: _SenderLinks) -> list[KvConnection]:
         return [*road.busy.values(), *(conn for conn, _ in road.idle)]
 
     def close(self) -> None:
         with self._lock:
-            for road in self._roads.values():
+            for road in self._senders.values():
                 for conn, _ in road.idle:
                     conn.close()
                 road.idle.clear()

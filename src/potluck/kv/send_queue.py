@@ -43,7 +43,7 @@ Given = tuple[_Item, int]
 
 
 @dataclass(slots=True)
-class _StrandState:
+class _ConnectionState:
     most_unacked: int
     unacked: deque[Given] = field(default_factory=deque)
     acked: int = 0
@@ -65,7 +65,7 @@ class SendQueue:
         self._fresh: deque[_Item] = deque()
         self._again: deque[Given] = deque()
         self._current: Given | None = None
-        self._strands: dict[int, _StrandState] = {}
+        self._strands: dict[int, _ConnectionState] = {}
         self._begun_bytes = 0
         self._released_bytes = 0
         self._parcels = 0
@@ -130,7 +130,7 @@ class SendQueue:
         self._window_bytes = window_bytes
 
     def join(self, conn: int, most_unacked: int) -> None:
-        self._strands[conn] = _StrandState(most_unacked)
+        self._strands[conn] = _ConnectionState(most_unacked)
 
     def may_take(self, conn: int) -> bool:
         state = self._strands.get(conn)

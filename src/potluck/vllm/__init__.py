@@ -1,14 +1,10 @@
-"""Stock vLLM as an engine: a connector that is loaded into it, and an adapter that stands before it.
+"""Stock vLLM as an engine: the connector that it loads, and the adapter before it (`adapter/`).
 
-    connector.py    what vLLM loads (`kv_connector_module_path`): joins the rest to vLLM's own calls
-    booking.py      the scheduler's side: which requests give KV away or take it in, step by step
-    giving.py       the worker's side: KV read out of blocks and sent
-    taking.py       the worker's side: KV fetched and written into blocks
-    blocks.py       how a layer's KV lies in vLLM's blocks; caches.py: which layers there are, as vLLM says
-    identity.py     what must be alike at both ends of a hand-over; which vLLM this was tried with
-    params.py       what a request says of its hand-overs
-    telling.py      which prefixes vLLM holds, for the adapter; held.py: the same there, as a prefix index names them
-    stats.py        what came, in vLLM's metrics; channel.py: the same to the adapter, and peers from it
+    connector.py             what vLLM loads (`kv_connector_module_path`): joins the rest to vLLM's own calls
+    transfer_scheduler.py    the scheduler's side: which requests send KV or receive it, step by step
+    send_worker.py           the worker's side: KV read out of blocks and sent; receive_worker.py: the other way
+    vllm_blocks.py           how a layer's KV lies in vLLM's blocks, and what must be alike at both ends of a transfer
+    cache_events.py          which prefixes vLLM holds; adapter_channel.py: lines to and from the adapter
 
 Apart from `potluck.engine`, whose import changes how the process multiplies; vLLM must not get that. Nothing here
 needs a torch of its own: it is vLLM's.

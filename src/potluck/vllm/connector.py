@@ -141,12 +141,12 @@ class PotluckConnector(KVConnectorBase_V1, SupportsHMA):
         self._reads: list[ReadBlocks] = []
         """Of the step that is being computed."""
         self._idle = False
-        self._giving: SendWorker | None = None
-        self._taking: ReceiveWorker | None = None
+        self._sending: SendWorker | None = None
+        self._receiving: ReceiveWorker | None = None
         parallel = vllm_config.parallel_config
         self._workers = parallel.tensor_parallel_size * parallel.pipeline_parallel_size
         if role == KVConnectorRole.SCHEDULER:
-            self._booking = TransferScheduler(self._workers, windows=windows)
+            self._scheduler = TransferScheduler(self._workers, windows=windows)
             self._stepped_s = 0.0
             self._channel = AdapterChannel(extra.get("channel"))
             self._group = full_group(kv_cache_config)
@@ -157,16 +157,16 @@ class PotluckConnector(KVConnectorBase_V1, SupportsHMA):
 
     def on_new_request(self, request: Any) -> None:
         try:
-            self._booking.came(request)
+            self._scheduler.came(request)
         except PotluckError as error:
             # vLLM has taken it, and an exception here would end vLLM: it is served without a hand-over.
             logger.warning("request %s: %s", request.request_id, error)
 
     def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
-        return self._booking.matched(request, num_computed_tokens)
+        return self._scheduler.matched(request, num_computed_tokens)
 
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
-        self._booking.placed(request, blocks.get_block_ids, num_external_tokens)
+        self._scheduler.placed(request, blocks.get_block_ids, num_external_tokens)
 
     def build_connector_meta(self, scheduler_output: Any) -> SchedulerMeta:
         scheduled = scheduler_output.num_scheduled_tokens
@@ -182,14 +182,14 @@ class PotluckConnector(KVConnectorBase_V1, SupportsHMA):
             )
         if self._kv_cache_manager is not None and self._kv_cache_manager.enable_kv_cache_events:
             self._listen(self._kv_cache_manager)
-        if self._booking.quiet:
+        if self._scheduler.quiet:
             return NO_ORDERS if scheduled else IDLE
         state = scheduler_output.kv_connector_block_state
 
         def tables_of(key: str) -> Any:
             return state.get_block_ids(key) if state is not None else None
 
-        return SchedulerMeta(self._booking.orders(scheduled, tables_of))
+        return SchedulerMeta(self._scheduler.orders(scheduled, tables_of))
 
     def _listen(self, manager: Any) -> None:
         events = manager.take_events()
@@ -207,14 +207,14 @@ class PotluckConnector(KVConnectorBase_V1, SupportsHMA):
         meta = connector_output.kv_connector_worker_meta
         if meta is None:
             return
-        for request in self._booking.heard(meta.news):
+        for request in self._scheduler.heard(meta.news):
             _hide(request)
 
     def request_finished_all_groups(
         self, request: Any, block_ids: tuple[list[int], ...]
     ) -> tuple[bool, dict[str, Any] | None]:
         whole = request.status in (RequestStatus.FINISHED_STOPPED, RequestStatus.FINISHED_LENGTH_CAPPED)
-        return self._booking.finished(request, block_ids, whole=whole), None
+        return self._scheduler.finished(request, block_ids, whole=whole), None
 
     # The worker's side.
 
@@ -252,10 +252,10 @@ class PotluckConnector(KVConnectorBase_V1, SupportsHMA):
         checksum.load()  # machine code, so that the first hand-over does not wait for it
         kv_codec.load()
         self._channel = AdapterChannel(self._extra.get("channel"), self._heard)
-        self._giving = SendWorker(sender, self._layers, mark, self._channel.tell)
+        self._sending = SendWorker(sender, self._layers, mark, self._channel.tell)
         links = PeerConnections((), tls=client_context(*files) if files else None, shared_memory=shared)
-        self._taking = ReceiveWorker(links, self._layers, mark, share.rank, self._channel.tell)
-        self._taking.allow(fleet)
+        self._receiving = ReceiveWorker(links, self._layers, mark, share.rank, self._channel.tell)
+        self._receiving.allow(fleet)
         host, at = sender.address
         logger.info("potluck: KV is fetched from %s:%d, fingerprint %s", host, at, mark)
         shape = next(iter(self._layers.values())).shape
@@ -275,12 +275,12 @@ class PotluckConnector(KVConnectorBase_V1, SupportsHMA):
 
     def _heard(self, line: dict[str, object]) -> None:
         peers = line.get("peers")
-        if self._taking is not None and isinstance(peers, list):
-            self._taking.allow(frozenset(address_of(str(peer)) for peer in peers))
+        if self._receiving is not None and isinstance(peers, list):
+            self._receiving.allow(frozenset(address_of(str(peer)) for peer in peers))
 
     def bind_connector_metadata(self, connector_metadata: Any) -> None:
         super().bind_connector_metadata(connector_metadata)
-        giving, taking, orders = self._giving, self._taking, connector_metadata.orders
+        giving, taking, orders = self._sending, self._receiving, connector_metadata.orders
         if orders is None or giving is None or taking is None:
             self._reads, self._idle = [], False
             return
@@ -295,7 +295,7 @@ class PotluckConnector(KVConnectorBase_V1, SupportsHMA):
             taking.cancel(key)
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
-        taking, orders = self._taking, self._get_connector_metadata().orders
+        taking, orders = self._receiving, self._get_connector_metadata().orders
         if orders is not None and taking is not None:
             for ask in orders.asks:
                 taking.ask(ask)
@@ -306,35 +306,35 @@ class PotluckConnector(KVConnectorBase_V1, SupportsHMA):
         """A request is computed only when all its layers are here."""
 
     def save_kv_layer(self, layer_name: str, kv_layer: Any, attn_metadata: Any, **kwargs: Any) -> None:
-        if self._reads and self._giving is not None:
-            self._giving.read_layer(layer_of(layer_name), self._reads)
+        if self._reads and self._sending is not None:
+            self._sending.read_layer(layer_of(layer_name), self._reads)
 
     def wait_for_save(self) -> None:
         """Layers that vLLM did not tell of, as when it replays a recorded step."""
-        if self._reads and self._giving is not None:
+        if self._reads and self._sending is not None:
             for layer in self._layers:
-                self._giving.read_layer(layer, self._reads)
+                self._sending.read_layer(layer, self._reads)
 
     def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
-        if self._giving is None or self._taking is None:
+        if self._sending is None or self._receiving is None:
             return KVConnectorTransferResults()
         if self._idle:
-            self._taking.rest(REST_S)
-        received, failed = self._taking.results()
-        return KVConnectorTransferResults(self._giving.done(), received, failed)
+            self._receiving.rest(REST_S)
+        received, failed = self._receiving.results()
+        return KVConnectorTransferResults(self._sending.done(), received, failed)
 
     def build_connector_worker_meta(self) -> WorkerMeta | None:
-        if self._taking is None or self._giving is None:
+        if self._receiving is None or self._sending is None:
             return None
-        news = self._taking.news()
+        news = self._receiving.news()
         if news is None:
             return None
         for key in news.lossy:
-            self._giving.lossy(key)
+            self._sending.lossy(key)
         return WorkerMeta(news)
 
     def get_kv_connector_stats(self) -> KvStats | None:
-        counts = self._taking.counts() if self._taking is not None else {}
+        counts = self._receiving.counts() if self._receiving is not None else {}
         return KvStats(counts) if counts else None
 
     @classmethod
@@ -352,10 +352,10 @@ class PotluckConnector(KVConnectorBase_V1, SupportsHMA):
         return PromMetrics(vllm_config, metric_types, labelnames, per_engine_labelvalues)
 
     def shutdown(self) -> None:
-        if self._giving is not None:
-            self._giving.close()
-        if self._taking is not None:
-            self._taking.close()
+        if self._sending is not None:
+            self._sending.close()
+        if self._receiving is not None:
+            self._receiving.close()
         self._channel.close()
 
     @classmethod

@@ -35,7 +35,7 @@ class IncomingKv:
     """One request's KV on its way in."""
 
     def __init__(self, ask: FetchOrder, taking: ReceiveWorker) -> None:
-        self.ask, self._taking = ask, taking
+        self.ask, self._receiving = ask, taking
         self._until_s = time.monotonic() + ask.within_s
         self._changed = threading.Condition()
         self.place: PlaceBlocks | None = None
@@ -83,13 +83,13 @@ class IncomingKv:
         """Something has come: only now is there a place for it."""
         if about.stop != self.ask.stop:
             raise FormatError("hand-over", f"ends at {about.stop}, {self.ask.stop} tokens were asked for")
-        self._taking.come(self.ask.key)
+        self._receiving.come(self.ask.key)
         with self._changed:
             while self.place is None and not self.cancelled and time.monotonic() < self._until_s:
                 self._changed.wait(self._until_s - time.monotonic())
             if self.place is None or self.cancelled:
                 raise TransferError("hand-over: no blocks were taken for it")
-        layers = self._taking.layers
+        layers = self._receiving.layers
         self._pieces = MissingParts(
             {
                 (number, layer.shape.part): (layer.first(about.start, about.stop), about.stop)
@@ -102,7 +102,7 @@ class IncomingKv:
         if place is None or not place.tables:
             return
         self._pieces.take(parcel)
-        layer = self._taking.layers[parcel.layer]
+        layer = self._receiving.layers[parcel.layer]
         shape = layer.shape
         if parcel.dtype != shape.dtype or tuple(parcel.shape) != shape.of(parcel.stop - parcel.first):
             raise FormatError(
@@ -130,7 +130,7 @@ class ReceiveWorker:
         self.links, self.layers = links, layers
         self._fingerprint, self._rank, self._told = fingerprint, rank, told
         self._lock = threading.Lock()
-        self._arrivals: dict[str, IncomingKv] = {}
+        self._incoming: dict[str, IncomingKv] = {}
         self._news = WorkerNews()
         self._received: set[str] = set()
         self._failed: set[str] = set()
@@ -140,7 +140,7 @@ class ReceiveWorker:
 
     @property
     def open(self) -> int:
-        return len(self._arrivals)
+        return len(self._incoming)
 
     def allow(self, fleet: frozenset[Address]) -> None:
         self.links.allow({(host, port + self._rank if port else 0) for host, port in fleet})
@@ -150,19 +150,19 @@ class ReceiveWorker:
     def ask(self, ask: FetchOrder) -> None:
         arrival = IncomingKv(ask, self)
         with self._lock:
-            self._arrivals[ask.key] = arrival
+            self._incoming[ask.key] = arrival
         self._threads.submit(self._run, arrival)
 
     def put(self, place: PlaceBlocks) -> None:
         with self._lock:
-            arrival = self._arrivals.get(place.key)
+            arrival = self._incoming.get(place.key)
             if arrival is not None:
                 arrival.put(place)
             elif place.tables:  # It failed while blocks were taken for it.
                 self._lost(place)
 
     def cancel(self, key: str) -> None:
-        arrival = self._arrivals.get(key)
+        arrival = self._incoming.get(key)
         if arrival is not None:
             arrival.cancel()
 
@@ -192,11 +192,11 @@ class ReceiveWorker:
 
     def rest(self, most_s: float) -> None:
         """Until there is news, while vLLM has nothing to compute: else it asks a thousand times a second."""
-        if self._arrivals and self._stirred.wait(most_s):
+        if self._incoming and self._stirred.wait(most_s):
             self._stirred.clear()
 
     def close(self) -> None:
-        for arrival in list(self._arrivals.values()):
+        for arrival in list(self._incoming.values()):
             arrival.cancel()
         self._threads.shutdown(wait=False, cancel_futures=True)
         self.links.close()
@@ -222,7 +222,7 @@ class ReceiveWorker:
         if problem and not arrival.cancelled:
             log.warning("KV of %s from %s did not come, and is computed: %s", ask.key, ask.kv, problem)
         with self._lock:
-            del self._arrivals[ask.key]
+            del self._incoming[ask.key]
             place = arrival.place
             if problem:
                 self._count("failed_fetches", 1)

@@ -121,7 +121,7 @@ class _Piece:
 
 
 @dataclass(slots=True)
-class _Departure:
+class OutgoingKv:
     offer: SendOffer
     transfer: OutgoingTransfer | None = None
     read_to: dict[int, int] = field(default_factory=dict)
@@ -141,10 +141,10 @@ class SendWorker:
     def __init__(
         self, sender: KvSender, layers: Mapping[int, VllmLayer], fingerprint: str, told: Told
     ) -> None:
-        self._outbox, self._layers, self._fingerprint, self._told = sender, layers, fingerprint, told
+        self._sender, self._layers, self._fingerprint, self._told = sender, layers, fingerprint, told
         self.most_aside_bytes = MOST_ASIDE_BYTES
         self._lock = threading.Lock()
-        self._departures: dict[str, _Departure] = {}
+        self._outgoing: dict[str, OutgoingKv] = {}
         self._aside_bytes = 0
         self._finished: set[str] = set()
         devices = {layer.blocks.device for layer in layers.values()}
@@ -153,7 +153,7 @@ class SendWorker:
 
     @property
     def open(self) -> int:
-        return len(self._departures)
+        return len(self._outgoing)
 
     @property
     def aside_bytes(self) -> int:
@@ -162,10 +162,10 @@ class SendWorker:
     # vLLM's thread.
 
     def offer(self, offer: SendOffer) -> None:
-        departure = _Departure(offer, read_to=dict.fromkeys(self._layers, 0))
+        departure = OutgoingKv(offer, read_to=dict.fromkeys(self._layers, 0))
         bound = bound_to(offer.request, self._fingerprint, offer.token_hash)
         with self._lock:
-            self._departures[offer.key] = departure
+            self._outgoing[offer.key] = departure
 
         def opened(have: int) -> KvManifest:
             with self._lock:
@@ -188,14 +188,14 @@ class SendWorker:
             )
 
         try:
-            departure.transfer = self._outbox.offer(offer.handle, bound, opened, offer.lasts_s, closed)
+            departure.transfer = self._sender.offer(offer.handle, bound, opened, offer.lasts_s, closed)
         except PotluckError as error:
             departure.over = True
             self._told({"gave": offer.handle, "state": "failed", "claimed": False, "problem": str(error)})
 
     def lossy(self, key: str) -> None:
         """What it was computed from had come in fewer bits."""
-        departure = self._departures.get(key)
+        departure = self._outgoing.get(key)
         if departure is None or departure.transfer is None:
             return
         if departure.offer.codec == "raw":
@@ -204,13 +204,13 @@ class SendWorker:
     def read_layer(self, layer: int, reads: Iterable[ReadBlocks]) -> None:
         """A layer was computed."""
         for read in reads:
-            departure = self._departures.get(read.key)
+            departure = self._outgoing.get(read.key)
             if departure is not None and self._read(departure, layer, read):
                 self._pump(departure)
 
     def keep(self, read: ReadBlocks) -> None:
         """A request is done."""
-        departure = self._departures.get(read.key)
+        departure = self._outgoing.get(read.key)
         if departure is None:
             self._finished.add(read.key)
         else:
@@ -219,7 +219,7 @@ class SendWorker:
     def drop(self, key: str) -> None:
         """A request ended before its KV was there."""
         with self._lock:
-            departure = self._departures.pop(key, None)
+            departure = self._outgoing.pop(key, None)
         if departure is not None:
             self._forget(departure)
             if departure.transfer is not None:
@@ -227,10 +227,10 @@ class SendWorker:
 
     def done(self) -> set[str]:
         """Requests whose blocks may go."""
-        if not self._departures and not self._finished:
+        if not self._outgoing and not self._finished:
             return set()
         found, self._finished = self._finished, set()
-        for key, departure in list(self._departures.items()):
+        for key, departure in list(self._outgoing.items()):
             kept = departure.kept
             if kept is None:
                 continue
@@ -240,7 +240,7 @@ class SendWorker:
             if not departure.over and not (whole and all(event.query() for event in departure.copying)):
                 continue
             with self._lock:
-                del self._departures[key]
+                del self._outgoing[key]
             if departure.over:
                 self._forget(departure)
             found.add(key)
@@ -248,11 +248,11 @@ class SendWorker:
         return found
 
     def close(self) -> None:
-        self._outbox.close()
+        self._sender.close()
         self._pumps.shutdown(wait=False, cancel_futures=True)
         self._hosting.close()
 
-    def _read(self, departure: _Departure, layer: int, read: ReadBlocks) -> bool:
+    def _read(self, departure: OutgoingKv, layer: int, read: ReadBlocks) -> bool:
         """What was not read yet of a layer, if there is room for it; whether there was something."""
         kept = self._layers[layer]
         first = kept.first(max(departure.read_to[layer], departure.have or 0), departure.offer.stop)
@@ -286,14 +286,14 @@ class SendWorker:
 
     # Any thread.
 
-    def _pump(self, departure: _Departure) -> None:
+    def _pump(self, departure: OutgoingKv) -> None:
         with self._lock:
             if departure.pumping or departure.have is None:
                 return
             departure.pumping = True
         self._pumps.submit(self._send, departure)
 
-    def _send(self, departure: _Departure) -> None:
+    def _send(self, departure: OutgoingKv) -> None:
         transfer, offer = departure.transfer, departure.offer
         assert transfer is not None
         try:
@@ -311,7 +311,7 @@ class SendWorker:
             transfer.fail(" ".join(str(error).split()) or "was not copied out of the GPU")
             self._forget(departure)
 
-    def _next(self, departure: _Departure) -> _Piece | None:
+    def _next(self, departure: OutgoingKv) -> _Piece | None:
         with self._lock:
             if departure.over or not departure.pieces:
                 departure.pumping = False
@@ -331,7 +331,7 @@ class SendWorker:
         tokens = piece.stop - first
         return KvChunk(piece.layer, shape.part, first, piece.stop, shape.dtype, shape.of(tokens), data)
 
-    def _forget(self, departure: _Departure) -> None:
+    def _forget(self, departure: OutgoingKv) -> None:
         with self._lock:
             departure.over = True
             self._aside_bytes -= sum(piece.size for piece in departure.pieces)

@@ -308,7 +308,7 @@ def _up(
     within_s: float,
     as_json: bool,
 ) -> None:
-    from potluck.control.local_stack import LocalStack, LocalStackSettings, nursery_of
+    from potluck.control.local_stack import LocalStack, LocalStackSettings, fork_server_of
     from potluck.control.market import MarketFile
 
     began_s, here = time.monotonic(), elsewhere.on == "here"
@@ -322,7 +322,7 @@ def _up(
     with ExitStack() as whole, ExitStack() as until_ready:
         said = until_ready.enter_context(startup(2 * SHORT_RUNS + 12))
         # It loads while the plan is made.
-        fork_server = nursery_of(folder, style if model is None and here else "gpu")
+        fork_server = fork_server_of(folder, style if model is None and here else "gpu")
         if fork_server is not None:
             whole.callback(fork_server.close)
         wishes = PlanChoices(time_limit_s, averages)

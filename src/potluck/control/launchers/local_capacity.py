@@ -38,7 +38,7 @@ class CpuCost:
 
 
 def cost_of(said: object) -> CpuCost | None:
-    """As a nursery says it; None where it does not."""
+    """As a fork server says it; None where it does not."""
     if not isinstance(said, Mapping):
         return None
     found = [said.get(each.name) for each in fields(CpuCost)]

@@ -143,7 +143,7 @@ class LocalLauncher:
         fork_server: ForkServer | None = None,
     ) -> None:
         self._maker, self._folder, self._owner, self._clock = maker, folder, owner, clock
-        self._free, self._nursery = free, fork_server
+        self._free, self._fork_server = free, fork_server
         self._ports = Ports(maker.host, clock)
         self._ending: dict[str, float] = {}
         self._chips: dict[str, str] = {}
@@ -160,7 +160,7 @@ class LocalLauncher:
         chip = self._chips_for(make)
         if chip:
             self._chips[name], marks[VISIBLE] = chip, chip
-        pid = None if self._nursery is None else self._nursery.fork(command[3:], log)
+        pid = None if self._fork_server is None else self._fork_server.fork(command[3:], log)
         if pid is None:
             pid = spawn(command, marks, log)
         return {
@@ -243,7 +243,7 @@ def engines_of(owner: str) -> Iterator[ProcessId]:
     found = [
         pid
         for pid, variables in marked(OWNER_MARK, owner)
-        # One that was forked has its nursery's variables, and a title of its own.
+        # One that was forked has its fork server's variables, and a title of its own.
         if NAME_MARK in variables or (FORK_MARK in variables and title_of(pid) == FORKED_TITLE)
     ]
     # Workers of a pipeline have their engine's variables, and end with it.
