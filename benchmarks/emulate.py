@@ -23,12 +23,11 @@ from potluck.cli.engine.emulate import emulation
 from potluck.core.replica.sequences import BatchLimits
 from potluck.core.values.model import DenseFfn, FullAttention, Layer, Model
 from potluck.core.values.sampling import Sampling
-from potluck.engine.compute.emulated import EmulatedExecutor, steps_of
-from potluck.engine.compute.executor import Executor, TokenDraw
-from potluck.engine.compute.local_executor import LocalExecutor
-from potluck.engine.compute.runner import Runner, RunnerSize, SequenceWork
+from potluck.engine.compute.emulated import StepPacer, steps_of
+from potluck.engine.compute.executor import Executor, RunnerSize, SequenceWork, TokenDraw
+from potluck.engine.compute.runner import LocalExecutor, Runner
 from potluck.engine.loop.engine_loop import EngineLoop
-from potluck.engine.loop.messages import Job, OutputToken
+from potluck.engine.loop.jobs import Job, OutputToken
 from potluck.engine.model.checkpoint import RandomSource
 from potluck.engine.model.config import EngineModelConfig
 from potluck.engine.pipeline.launch import launch, parse_stages
@@ -67,7 +66,7 @@ def measure(quick: bool) -> dict[str, float]:
     means, singles, late = [], [], 0
     for name, (node, model) in list(CASES.items())[: 1 if quick else None]:
         timer = roofline(models.model(model), nodes.node_type(node), 1)
-        paced = EmulatedExecutor(local, timer)
+        paced = LocalExecutor(local.runner, local.size, StepPacer(timer))
         for shape in SHAPES:
             mean, each = step_errors(paced, local, shape, timer, 12 if quick else 30)
             figures[f"{name}_{shape[0]}_new_{shape[1]}x{shape[2]}"] = mean
@@ -84,7 +83,7 @@ def measure(quick: bool) -> dict[str, float]:
 
 
 def step_errors(
-    paced: EmulatedExecutor, inner: Executor, shape: tuple[int, int, int], timer: StepTimer, repeats: int
+    paced: LocalExecutor, inner: Executor, shape: tuple[int, int, int], timer: StepTimer, repeats: int
 ) -> tuple[float, list[float]]:
     """(error of the mean time from one step's end to the next one's, errors of the single ones) of one shape.
 
@@ -169,7 +168,7 @@ def lanes(requests: int, context: int, speed_up: float) -> dict[str, float]:
     executor = launch(SMALL, like.stages(parse_stages("1,1")), size, seed=1, threads=1)
     speeds = {}
     for count in (1, 2):
-        executor.lanes = count
+        executor.microbatches = count
         speeds[count] = decode_speed(executor, requests, context)
     executor.shutdown()
     stage = roofline(like.model, like.nodes[0][0], 1, layers=range(like.model.layer_count // 2), host=NO_HOST)
@@ -191,7 +190,7 @@ def decode_speed(executor: Executor, requests: int, context: int) -> float:
     while len(firsts) < requests:
         loop.turn(0.0)
     before, began = loop.counters.output_tokens, time.monotonic()
-    for _ in range(40 * len(loop.lanes.all)):
+    for _ in range(40 * len(loop.microbatches.all)):
         loop.turn(0.0)
     speed = (loop.counters.output_tokens - before) / (time.monotonic() - began)
     for key in range(requests):

@@ -110,7 +110,7 @@ class Ours:
 
     def cpu_s(self, wanted: Sequence[Ask]) -> float:
         """CPU-seconds to answer all, submitted at once."""
-        from potluck.engine.loop.messages import Job
+        from potluck.engine.loop.jobs import Job
 
         loop = self._loop
         self._runs += 1

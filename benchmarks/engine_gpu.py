@@ -22,7 +22,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "src"))
 
 from parts.common import skip
 from potluck.core.values.model import DenseFfn, FullAttention, Layer, Model
-from potluck.engine.compute.runner import Runner, RunnerSize, SequenceWork
+from potluck.engine.compute.executor import RunnerSize, SequenceWork
+from potluck.engine.compute.runner import Runner
 from potluck.engine.model.checkpoint import RandomSource, SafetensorsSource, WeightSource
 from potluck.engine.model.config import EngineModelConfig, RopeConfig, read_config
 

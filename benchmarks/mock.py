@@ -23,14 +23,12 @@ from parts.common import most_resident_mb, run, spent_cpu_s
 from potluck.catalog import models, nodes
 from potluck.core.replica.sequences import BatchLimits
 from potluck.core.values.model import Model
-from potluck.engine.compute.work import RunnerSize
+from potluck.engine.compute.executor import RunnerSize
 from potluck.engine.loop.engine_loop import EngineLoop
-from potluck.engine.loop.messages import Job
-from potluck.engine.mock.kv_sizes import KvSizes
-from potluck.engine.mock.mock_engine import LAYER
-from potluck.engine.mock.mock_executor import MockExecutor
-from potluck.engine.mock.step_durations import StepDurations
-from potluck.engine.mock.vocabulary import Vocabulary
+from potluck.engine.loop.jobs import Job
+from potluck.engine.mock.mock_engine import LAYER, StepDurations
+from potluck.engine.mock.mock_executor import MockExecutor, Vocabulary
+from potluck.engine.mock.mock_transfer import KvSizes
 from potluck.engine.model.config import EngineModelConfig
 from potluck.perf.timers.roofline import roofline
 

@@ -31,8 +31,8 @@ from torch import Tensor
 
 from potluck.catalog.huggingface import read_model
 from potluck.core.errors import PotluckError
-from potluck.engine.compute.graphs import DecodeGraphs, recordable
-from potluck.engine.compute.runner import Runner, RunnerSize, SequenceWork
+from potluck.engine.compute.executor import RunnerSize, SequenceWork
+from potluck.engine.compute.runner import DecodeGraphs, Runner, recordable
 from potluck.engine.model.checkpoint import RandomSource
 from potluck.engine.model.config import EngineModelConfig, read_config
 

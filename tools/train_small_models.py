@@ -20,6 +20,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from reference_model import FreshWeights, ReferenceModel
 from safetensors.torch import save_file
 from texts import HELD_OUT, passages
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
@@ -27,7 +28,6 @@ from torch import Tensor
 
 from potluck.core.values.model import DenseFfn, FullAttention, Layer, LinearAttention, Model
 from potluck.engine.model.config import EngineModelConfig, RopeConfig, write_config
-from potluck.engine.model.reference import FreshWeights, ReferenceModel
 
 VOCAB, HIDDEN, INNER, CONTEXT = 4096, 256, 704, 2048
 END = "<|end|>"

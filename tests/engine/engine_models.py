@@ -18,10 +18,11 @@ from potluck.core.values.model import (
     Model,
     MoeFfn,
 )
-from potluck.engine.compute.runner import Runner, RunnerSize, SequenceWork
+from potluck.engine.compute.executor import RunnerSize, SequenceWork
+from potluck.engine.compute.runner import Runner
 from potluck.engine.model.checkpoint import RandomSource
 from potluck.engine.model.config import EngineModelConfig, ExpertRouting, RopeConfig
-from potluck.engine.numbers.row_padding import exactness
+from potluck.engine.numbers.exact import exactness
 
 VOCAB = 200
 WINDOW = 24

@@ -10,7 +10,8 @@ from check_checkpoints import truth
 from sample_models import SAMPLES, config_of
 
 from potluck.catalog.huggingface import read_model
-from potluck.engine.compute.runner import Runner, RunnerSize
+from potluck.engine.compute.executor import RunnerSize
+from potluck.engine.compute.runner import Runner
 from potluck.engine.model.checkpoint import SafetensorsSource
 from potluck.engine.model.config import EngineModelConfig, read_config
 

@@ -7,15 +7,14 @@ from collections.abc import Sequence
 from engine_models import KINDS, VOCAB, prompt
 
 from potluck.core.replica.sequences import BatchLimits
-from potluck.engine.compute.executor import Executor
-from potluck.engine.compute.local_executor import LocalExecutor
-from potluck.engine.compute.runner import Runner, RunnerSize
+from potluck.engine.compute.executor import Executor, RunnerSize
+from potluck.engine.compute.runner import LocalExecutor, Runner
 from potluck.engine.loop.engine_loop import EngineLoop
-from potluck.engine.loop.messages import Event, Job, JobEnded, LayerSent, OutputToken, RowReady
-from potluck.engine.memory.handover import KvChunk, KvManifest
+from potluck.engine.loop.jobs import Event, Job, JobEnded, LayerSent, OutputToken, RowReady
 from potluck.engine.memory.prefix_cache import PrefixCache
 from potluck.engine.model.checkpoint import RandomSource
 from potluck.engine.model.config import EngineModelConfig
+from potluck.kv.chunks import KvChunk, KvManifest
 
 __all__ = ["KINDS", "VOCAB", "Desk", "desk", "prompt"]
 
@@ -78,8 +77,8 @@ class Desk:
         assert self.said[key][-1] is ends[0]
         return ends[0]
 
-    def parcels(self, key: int) -> list[KvChunk]:
-        return [p for event in self.said[key] if isinstance(event, LayerSent) for p in event.parcels]
+    def chunks(self, key: int) -> list[KvChunk]:
+        return [p for event in self.said[key] if isinstance(event, LayerSent) for p in event.chunks]
 
     def answer(self, tokens: Sequence[int], output: int, **fields: object) -> list[int]:
         key = self.submit(tokens, output, **fields)
@@ -103,7 +102,7 @@ def carry(sender: Desk, source: int, receiver: Desk, target: int, *, late: bool 
     receiver.turn()
     assert any(isinstance(event, RowReady) for event in receiver.said[target])
     receiver.loop.expect(target, about)
-    for parcel in sender.parcels(source):
-        receiver.loop.accept(target, parcel)
+    for chunk in sender.chunks(source):
+        receiver.loop.accept(target, chunk)
     receiver.loop.arrived(target)
     receiver.run()

@@ -8,14 +8,14 @@ from typing import Any
 
 import pytest
 from engine_models import KINDS, VOCAB
-from face_kit import NAME, face, letters, played
+from reference_model import ReferenceModel
+from server_kit import NAME, face, letters
 
 from potluck.api.model_files import NEUTRAL, GenerationConfig, read_generation
 from potluck.cli.engine.engine import generation_of
 from potluck.core.errors import InputError, PotluckError
 from potluck.core.values.sampling import SamplingDefaults
 from potluck.engine.model.checkpoint import RandomSource, save
-from potluck.engine.model.reference import ReferenceModel
 from potluck.engine.serve import EngineSettings, assemble
 from potluck.engine.server.engine_service import EngineService
 
@@ -88,23 +88,20 @@ async def said(folder: Path, **fields: Any) -> tuple[str, str]:
     return reply["choices"][0]["text"], reply["choices"][0]["finish_reason"]
 
 
-def test_requests_that_do_not_say_get_the_models_defaults(tmp_path: Path) -> None:
+async def test_requests_that_do_not_say_get_the_models_defaults(tmp_path: Path) -> None:
     save(tmp_path, KINDS["full"], ReferenceModel(KINDS["full"], RandomSource(1)).tensors())
 
-    async def scenario() -> None:
-        greedy, why = await said(tmp_path, temperature=0)
-        assert (len(greedy), why) == (8, "length")
-        written(tmp_path, {"do_sample": False})
-        assert await said(tmp_path) == (greedy, why)
-        warm = {await said(tmp_path, temperature=30, seed=seed) for seed in (1, 2)}
-        assert (greedy, why) not in warm  # what a request says is stronger
-        letter = greedy[2]
-        end = letters().encode(letter)[0]
-        written(tmp_path, {"do_sample": False, "eos_token_id": [end]})
-        assert await said(tmp_path) == (greedy[: greedy.index(letter)], "stop")
-        assert await said(tmp_path, ignore_eos=True) == (greedy, why)
-
-    played(scenario)
+    greedy, why = await said(tmp_path, temperature=0)
+    assert (len(greedy), why) == (8, "length")
+    written(tmp_path, {"do_sample": False})
+    assert await said(tmp_path) == (greedy, why)
+    warm = {await said(tmp_path, temperature=30, seed=seed) for seed in (1, 2)}
+    assert (greedy, why) not in warm  # what a request says is stronger
+    letter = greedy[2]
+    end = letters().encode(letter)[0]
+    written(tmp_path, {"do_sample": False, "eos_token_id": [end]})
+    assert await said(tmp_path) == (greedy[: greedy.index(letter)], "stop")
+    assert await said(tmp_path, ignore_eos=True) == (greedy, why)
     written(tmp_path, {"eos_token_id": [3, VOCAB]})
     with pytest.raises(InputError, match=f"^eos_token_id: {VOCAB} is not in the vocabulary"):
         started(tmp_path)

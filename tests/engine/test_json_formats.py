@@ -1,4 +1,4 @@
-"""JSON, penalties and biases over the face, with the model that ships: kept, and the same whatever way they take."""
+"""JSON, penalties and biases over HTTP, with the model that ships: kept, and the same whatever way they take."""
 
 from __future__ import annotations
 
@@ -13,18 +13,16 @@ from typing import Any
 import jsonschema
 import pytest
 from engine_models import EXACT
-from face_kit import TRIAL, Client, face, make_service, played, tokens_in
+from mock_kit import A100, FAST, LLAMA
 from pipeline_workers import SECRET, placed, standing
-from pretend_kit import A100, FAST, LLAMA
+from server_kit import TRIAL, Client, face, make_service, tokens_in
 
 from potluck.api.openai_requests import ANY_OBJECT, LONGEST_SCHEMA
 from potluck.api.tokenizer import ModelTokenizer
 from potluck.catalog.huggingface import read_model
-from potluck.engine.compute.executor import Executor
-from potluck.engine.compute.json_grammars import Grammars, JsonGuide
-from potluck.engine.compute.logit_edits import UnfitFormat
-from potluck.engine.compute.work import RunnerSize
-from potluck.engine.mock.mock_engine import on_node, pretend
+from potluck.engine.compute.executor import Executor, RunnerSize
+from potluck.engine.compute.logit_edits import Grammars, JsonGuide, UnfitFormat
+from potluck.engine.mock.mock_engine import mock_engine, on_node
 from potluck.engine.model.checkpoint import WeightSource
 from potluck.engine.model.config import EngineModelConfig
 from potluck.engine.pipeline.launch import launch
@@ -49,17 +47,16 @@ ENTRY = {
     "additionalProperties": False,
 }
 WAYS: dict[str, dict[str, Any]] = {
-    "penalties": {"temperature": 0.9, "seed": 4, "presence_penalty": 1.1, "frequency_penalty": 0.7},
     "greedy penalties": {"frequency_penalty": 1.9, "repetition_penalty": 1.3, "logprobs": 2},
-    "biases": {"temperature": 0.7, "seed": 9, "logit_bias": [[300, 6.0], [301, -100.0], [17, 4.0]]},
     "json": {"temperature": 1.0, "seed": 2, "json_schema": json.dumps(ENTRY), "logprobs": 1},
     "all of it": {
         "temperature": 0.8,
         "seed": 3,
         "top_p": 0.95,
+        "presence_penalty": 0.3,
         "frequency_penalty": 0.4,
         "repetition_penalty": 1.1,
-        "logit_bias": [[25, -2.0]],
+        "logit_bias": [[25, -2.0], [300, 3.0], [301, -100.0]],
         "json_schema": json.dumps(ENTRY),
     },
 }
@@ -98,30 +95,27 @@ def random_schema(chance: random.Random, depth: int = 2) -> dict[str, Any]:
     return {"type": kind}
 
 
-def test_answers_are_valid_under_random_schemas() -> None:
+async def test_answers_are_valid_under_random_schemas() -> None:
     chance = random.Random(5)
-    schemas = [random_schema(chance) for _ in range(60)]
+    schemas = [random_schema(chance) for _ in range(30)]
 
-    async def scenario() -> None:
-        async with face(words_service()) as one:
-            bodies = [
-                formatted(schema, seed=place, temperature=(0, 0.7, 1.3)[place % 3], stream=place % 2 == 0)
-                for place, schema in enumerate(schemas)
-            ]
-            found = await asyncio.gather(*(one.post("/v1/completions", body) for body in bodies))
-            whole = 0
-            for schema, (status, reply) in zip(schemas, found, strict=True):
-                assert status == 200, (schema, reply)
-                text, finish = said(reply)
-                if finish == "stop":
-                    whole += 1
-                    jsonschema.validate(json.loads(text), schema)
-                else:
-                    assert finish == "length"
-            assert whole > 50
-            await one.until_idle()
-
-    played(scenario)
+    async with face(words_service()) as one:
+        bodies = [
+            formatted(schema, seed=place, temperature=(0, 0.7, 1.3)[place % 3], stream=place % 2 == 0)
+            for place, schema in enumerate(schemas)
+        ]
+        found = await asyncio.gather(*(one.post("/v1/completions", body) for body in bodies))
+        whole = 0
+        for schema, (status, reply) in zip(schemas, found, strict=True):
+            assert status == 200, (schema, reply)
+            text, finish = said(reply)
+            if finish == "stop":
+                whole += 1
+                jsonschema.validate(json.loads(text), schema)
+            else:
+                assert finish == "length"
+        assert whole > 24
+        await one.until_idle()
 
 
 def said(reply: Any) -> tuple[str, str]:
@@ -130,30 +124,27 @@ def said(reply: Any) -> tuple[str, str]:
     return "".join(choice["text"] for choice in choices), choices[-1]["finish_reason"]
 
 
-def test_an_object_ends_when_it_is_whole_or_is_cut_by_max_tokens() -> None:
-    async def scenario() -> None:
-        async with face(words_service()) as one:
-            body = formatted(ENTRY, temperature=0)
-            _, reply = await one.post("/v1/completions", body)
-            text, finish = said(reply)
-            jsonschema.validate(json.loads(text), ENTRY)
-            # The token that ends it counts, as in every answer, and is not shown.
-            assert finish == "stop"
-            for most in (1, 4):
-                _, cut = await one.post("/v1/completions", {**body, "max_tokens": most})
-                assert said(cut)[1] == "length"
-                assert text.startswith(said(cut)[0])
-            chat = {key: value for key, value in body.items() if key != "prompt"}
-            chat |= {
-                "messages": [{"role": "user", "content": "Hi"}],
-                "response_format": {"type": "json_object"},
-            }
-            _, reply = await one.post("/v1/chat/completions", {**chat, "n": 3, "seed": 1, "temperature": 1})
-            texts = [choice["message"]["content"] for choice in reply["choices"]]
-            assert len(set(texts)) == 3
-            assert all(each.startswith("{") for each in texts)
-
-    played(scenario)
+async def test_an_object_ends_when_it_is_whole_or_is_cut_by_max_tokens() -> None:
+    async with face(words_service()) as one:
+        body = formatted(ENTRY, temperature=0)
+        _, reply = await one.post("/v1/completions", body)
+        text, finish = said(reply)
+        jsonschema.validate(json.loads(text), ENTRY)
+        # The token that ends it counts, as in every answer, and is not shown.
+        assert finish == "stop"
+        for most in (1, 4):
+            _, cut = await one.post("/v1/completions", {**body, "max_tokens": most})
+            assert said(cut)[1] == "length"
+            assert text.startswith(said(cut)[0])
+        chat = {key: value for key, value in body.items() if key != "prompt"}
+        chat |= {
+            "messages": [{"role": "user", "content": "Hi"}],
+            "response_format": {"type": "json_object"},
+        }
+        _, reply = await one.post("/v1/chat/completions", {**chat, "n": 3, "seed": 1, "temperature": 1})
+        texts = [choice["message"]["content"] for choice in reply["choices"]]
+        assert len(set(texts)) == 3
+        assert all(each.startswith("{") for each in texts)
 
 
 @pytest.fixture(scope="module")
@@ -171,35 +162,32 @@ def in_stages(workers: Sequence[tuple[str, int]]) -> Any:
 
 @pytest.mark.skipif(not EXACT, reason="needs products that are exact")
 @pytest.mark.parametrize("name", WAYS)
-def test_every_way_gives_the_same(name: str, workers: list[tuple[str, int]]) -> None:
+async def test_every_way_gives_the_same(name: str, workers: list[tuple[str, int]]) -> None:
     """Whole; handed over at several cuts; gone on with behind every token; in a pipeline; among others."""
-    way, output = WAYS[name], 20
+    way, output = WAYS[name], 14
 
-    async def scenario() -> None:
-        first, second = words_service(), words_service(prefix_cache_bytes=0)
-        third = words_service(in_stages(workers))
-        async with face(first) as one, face(second) as two, face(third) as three:
+    first, second = words_service(), words_service(prefix_cache_bytes=0)
+    third = words_service(in_stages(workers))
+    async with face(first) as one, face(second) as two, face(third) as three:
 
-            def rest(so_far: list[int]) -> dict[str, Any]:
-                asked = {"tokens": TOKENS + so_far, "sampling": way, "max_tokens": output - len(so_far)}
-                return asked | ({"generated": len(so_far)} if so_far else {})
+        def rest(so_far: list[int]) -> dict[str, Any]:
+            asked = {"tokens": TOKENS + so_far, "sampling": way, "max_tokens": output - len(so_far)}
+            return asked | ({"generated": len(so_far)} if so_far else {})
 
-            _, lines = await one.segment(**rest([]))
-            whole, tokens = drawn(lines), tokens_in(lines)
-            assert len(whole) > 8
-            again = await asyncio.gather(*(engine.segment(**rest([])) for engine in (two, three, three, one)))
-            assert all(drawn(each) == whole for _, each in again)
-            for k in range(1, len(tokens)):
-                _, lines = await (one, two, three)[k % 3].segment(**rest(tokens[:k]))
-                assert drawn(lines) == whole[k:], k
-            for k, cut in ((0, 5), (0, len(TOKENS)), (6, len(TOKENS) + 3)):
-                assert await over(one, two, rest(tokens[:k]), cut) == whole[k:]
-            wrong = {**rest(tokens[:6]), "generated": 0}
-            if "json_schema" in way:  # what counts output must know what it is
-                _, lines = await two.segment(**wrong)
-                assert drawn(lines) != whole[6:]
-
-    played(scenario)
+        _, lines = await one.segment(**rest([]))
+        whole, tokens = drawn(lines), tokens_in(lines)
+        assert len(whole) > 8
+        again = await asyncio.gather(*(engine.segment(**rest([])) for engine in (two, three, three, one)))
+        assert all(drawn(each) == whole for _, each in again)
+        for k in range(1, len(tokens)):
+            _, lines = await (one, two, three)[k % 3].segment(**rest(tokens[:k]))
+            assert drawn(lines) == whole[k:], k
+        for k, cut in ((0, 5), (0, len(TOKENS)), (6, len(TOKENS) + 3)):
+            assert await over(one, two, rest(tokens[:k]), cut) == whole[k:]
+        wrong = {**rest(tokens[:6]), "generated": 0}
+        if "json_schema" in way:  # what counts output must know what it is
+            _, lines = await two.segment(**wrong)
+            assert drawn(lines) != whole[6:]
 
 
 def drawn(lines: list[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -246,46 +234,40 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
 ]
 
 
-def test_what_cannot_be_kept_is_one_line_that_names_it() -> None:
-    async def scenario() -> None:
-        async with face(words_service()) as one:
-            for body, says in REFUSED:
-                for stream in (False, True):
-                    status, reply = await one.post("/v1/completions", {**body, "stream": stream})
-                    assert status == 400, reply
-                    assert says in reply["error"]["message"], reply
-                    assert "\n" not in reply["error"]["message"]
-            for way, says in (
-                ({"json_schema": '{"type": "strange"}'}, "Invalid type"),
-                ({"json_schema": "{"}, "the schema cannot be used"),
-                ({"logit_bias": [[99_999, 1]]}, "logit_bias: token 99999"),
-            ):
-                status, reply = await one.segment(TOKENS, sampling=way, max_tokens=4)
-                assert (status, says in reply["error"]["message"]) == (400, True), reply
-            status, reply = await one.segment(TOKENS, max_tokens=4, generated=len(TOKENS))
-            assert (status, reply["error"]["param"]) == (400, "generated")
-            await one.until_idle()
-
-    played(scenario)
+async def test_what_cannot_be_kept_is_one_line_that_names_it() -> None:
+    async with face(words_service()) as one:
+        for body, says in REFUSED:
+            for stream in (False, True):
+                status, reply = await one.post("/v1/completions", {**body, "stream": stream})
+                assert status == 400, reply
+                assert says in reply["error"]["message"], reply
+                assert "\n" not in reply["error"]["message"]
+        for way, says in (
+            ({"json_schema": '{"type": "strange"}'}, "Invalid type"),
+            ({"json_schema": "{"}, "the schema cannot be used"),
+            ({"logit_bias": [[99_999, 1]]}, "logit_bias: token 99999"),
+        ):
+            status, reply = await one.segment(TOKENS, sampling=way, max_tokens=4)
+            assert (status, says in reply["error"]["message"]) == (400, True), reply
+        status, reply = await one.segment(TOKENS, max_tokens=4, generated=len(TOKENS))
+        assert (status, reply["error"]["param"]) == (400, "generated")
+        await one.until_idle()
 
 
-def test_an_engine_without_the_library_or_without_text_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_an_engine_without_the_library_or_without_text_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "llguidance", None)
 
-    async def scenario() -> None:
-        async with face(words_service()) as one:
-            status, reply = await one.post("/v1/completions", formatted({}))
-            assert (status, reply["error"]["param"]) == (400, "response_format")
-            assert "pip install 'potluck[engine]'" in reply["error"]["message"]
-            assert (await one.post("/v1/completions", {"model": "tiny", "prompt": "a"}))[0] == 200
-        async with face(make_service(text=False)) as one:
-            status, reply = await one.post("/v1/completions", {**formatted({}), "prompt": [1, 2]})
-            assert (status, "has not a tokenizer" in reply["error"]["message"]) == (400, True)
-
-    played(scenario)
+    async with face(words_service()) as one:
+        status, reply = await one.post("/v1/completions", formatted({}))
+        assert (status, reply["error"]["param"]) == (400, "response_format")
+        assert "pip install 'potluck[engine]'" in reply["error"]["message"]
+        assert (await one.post("/v1/completions", {"model": "tiny", "prompt": "a"}))[0] == 200
+    async with face(make_service(text=False)) as one:
+        status, reply = await one.post("/v1/completions", {**formatted({}), "prompt": [1, 2]})
+        assert (status, "has not a tokenizer" in reply["error"]["message"]) == (400, True)
 
 
-def test_a_grammar_is_compiled_once_and_beside_the_event_loop(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_grammar_is_compiled_once_and_beside_the_event_loop(monkeypatch: pytest.MonkeyPatch) -> None:
     where: list[str] = []
     compile_ = Grammars._compile
 
@@ -295,17 +277,16 @@ def test_a_grammar_is_compiled_once_and_beside_the_event_loop(monkeypatch: pytes
 
     monkeypatch.setattr(Grammars, "_compile", watched)
 
-    async def scenario() -> None:
-        async with face(words_service()) as one:
-            for _ in range(2):
-                assert (await one.post("/v1/completions", formatted(ENTRY, n=3)))[0] == 200
-
-    played(scenario)
+    async with face(words_service()) as one:
+        for _ in range(2):
+            assert (await one.post("/v1/completions", formatted(ENTRY, n=3)))[0] == 200
     assert len(where) == 1
     assert where[0].startswith("grammars")
 
 
-def test_a_grammar_that_fails_on_the_way_ends_its_request_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_grammar_that_fails_on_the_way_ends_its_request_alone(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     allowed = JsonGuide.allowed
 
     def sick(self: JsonGuide) -> bytes:
@@ -313,35 +294,29 @@ def test_a_grammar_that_fails_on_the_way_ends_its_request_alone(monkeypatch: pyt
             raise UnfitFormat("too complex")
         return allowed(self)
 
-    async def scenario() -> None:
-        async with face(words_service()) as one:
-            other = asyncio.ensure_future(one.segment(TOKENS, max_tokens=12))
-            status, reply = await one.segment(TOKENS, sampling=WAYS["json"], max_tokens=9)
-            assert (status, reply["error"]["code"]) == (400, "unsupported_value")
-            status, lines = await one.segment(TOKENS, sampling=WAYS["json"], max_tokens=9)
-            assert (status, lines[-1]["ended"], lines[-1]["code"]) == (200, "error", "unsupported_value")
-            assert len(tokens_in(lines)) == 2
-            assert len(tokens_in((await other)[1])) == 12
-            await one.until_idle()
-
     fails = [True, False, False, True]
     monkeypatch.setattr(JsonGuide, "allowed", sick)
-    played(scenario)
+    async with face(words_service()) as one:
+        other = asyncio.ensure_future(one.segment(TOKENS, max_tokens=12))
+        status, reply = await one.segment(TOKENS, sampling=WAYS["json"], max_tokens=9)
+        assert (status, reply["error"]["code"]) == (400, "unsupported_value")
+        status, lines = await one.segment(TOKENS, sampling=WAYS["json"], max_tokens=9)
+        assert (status, lines[-1]["ended"], lines[-1]["code"]) == (200, "error", "unsupported_value")
+        assert len(tokens_in(lines)) == 2
+        assert len(tokens_in((await other)[1])) == 12
+        await one.until_idle()
 
 
-def test_a_mock_engine_keeps_a_format_too() -> None:
+async def test_a_mock_engine_keeps_a_format_too() -> None:
     schema = {"type": "array", "items": {"enum": ["sea", "king", 7]}, "minItems": 2, "maxItems": 3}
-    service = pretend(WORDS, on_node(LLAMA, A100, 1, FAST), EngineSettings(), name="tiny", kv=TRIAL)
+    service = mock_engine(WORDS, on_node(LLAMA, A100, 1, FAST), EngineSettings(), name="tiny", kv=TRIAL)
 
-    async def scenario() -> None:
-        async with face(service) as one:
-            for place in range(5):
-                body = formatted(schema, seed=place, presence_penalty=1)
-                status, reply = await one.post("/v1/completions", body)
-                assert (status, said(reply)[1]) == (200, "stop"), reply
-                jsonschema.validate(json.loads(said(reply)[0]), schema)
-
-    played(scenario)
+    async with face(service) as one:
+        for place in range(5):
+            body = formatted(schema, seed=place, presence_penalty=1)
+            status, reply = await one.post("/v1/completions", body)
+            assert (status, said(reply)[1]) == (200, "stop"), reply
+            jsonschema.validate(json.loads(said(reply)[0]), schema)
 
 
 def test_several_ends_end_a_grammar() -> None:

@@ -12,17 +12,20 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from potluck.core.values.model import DenseFfn, FullAttention, Layer, Model
-from potluck.engine.compute.runner import Runner, RunnerSize
+from potluck.engine.compute.executor import RunnerSize
+from potluck.engine.compute.runner import Runner
+from potluck.engine.model import attention as attention_layers
+from potluck.engine.model import ffn
 from potluck.engine.model.checkpoint import RandomSource
 from potluck.engine.model.config import EngineModelConfig
 from potluck.engine.model.ffn import gated
-from potluck.engine.numbers import threads
+from potluck.engine.numbers import matrix
 from potluck.engine.numbers.exact import rms_norm
-from potluck.engine.numbers.kernels import attention, delta, tiles, vector
-from potluck.engine.numbers.kernels.compiled import compiled
+from potluck.engine.numbers.kernels import attention, products, rows, vector
+from potluck.engine.numbers.kernels.vector import compiled
 from potluck.engine.numbers.matrix import Norm, TiledMatrix, across, add_product, feed_forward, product
 
-needs_tiles = pytest.mark.skipif(not tiles.available(), reason="this processor has no matrix tiles")
+needs_tiles = pytest.mark.skipif(not products.available(), reason="this processor has no matrix tiles")
 
 
 @compiled
@@ -213,7 +216,7 @@ def test_the_delta_rule_token_by_token() -> None:
         for cut in cuts:
             where = tuple(np.array([number]) for number in cut)
             arrays = (memory, query, key, value, decay, rate, out)
-            delta.walk(*where, (heads, key_dim, value_dim), *(each.ctypes.data for each in arrays))
+            rows.walk(*where, (heads, key_dim, value_dim), *(each.ctypes.data for each in arrays))
         return memory, out
 
     memory, out = walked(sequences)
@@ -257,7 +260,8 @@ def test_threads_change_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     engine = Runner(LIKE_THE_SHIPPED, Short(), RunnerSize(4, 200, 1024))
     tokens = prompt(150, seed=2)
     alone = run(engine, opened(engine, 150), tokens, [100] + [1] * 50)
-    monkeypatch.setattr(threads, "parts", lambda work: 3)
+    for module in (matrix, attention_layers, ffn):
+        monkeypatch.setattr(module, "thread_count", lambda work: 3)
     assert torch.equal(run(engine, opened(engine, 150), tokens, [100] + [1] * 50), alone)
 
 
@@ -269,7 +273,7 @@ def test_threads_share_all_of_the_work(count: int, parts: int) -> None:
         for place in range(begin, stop):
             done[place] += 1
 
-    threads.over(count, parts, some)
+    matrix.over_threads(count, parts, some)
     assert done == [1] * count
 
 
@@ -279,7 +283,7 @@ def test_what_goes_wrong_in_a_thread_is_heard_of() -> None:
             raise ValueError("here")
 
     with pytest.raises(ValueError, match="here"):
-        threads.over(4, 2, some)
+        matrix.over_threads(4, 2, some)
 
 
 def test_code_on_disk_is_of_all_files() -> None:

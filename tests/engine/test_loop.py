@@ -9,9 +9,8 @@ from loop_kit import KINDS, VOCAB, carry, desk, prompt
 
 from potluck.core.errors import CapacityError, InputError
 from potluck.core.values.sampling import Sampling
-from potluck.engine.compute.executor import TokenDraw, WorkerLost
-from potluck.engine.compute.runner import SequenceWork
-from potluck.engine.loop.messages import Job
+from potluck.engine.compute.executor import SequenceWork, TokenDraw, WorkerLost
+from potluck.engine.loop.jobs import Job
 
 LENGTH, OUTPUT = 150, 12
 
@@ -104,8 +103,8 @@ def test_what_the_receiver_has_does_not_cross(kind: str, expected: dict[str, lis
     target = second.submit(prompt(LENGTH), OUTPUT, start=LENGTH)
     carry(first, source, second, target)
     assert second.tokens(target) == expected[kind]
-    sent = first.parcels(source)
-    assert all(parcel.first >= 100 for parcel in sent if parcel.part in ("kv", "latent"))
+    sent = first.chunks(source)
+    assert all(chunk.first >= 100 for chunk in sent if chunk.part in ("kv", "latent"))
 
 
 def test_a_small_cache_forgets_and_is_never_wrong() -> None:
@@ -224,15 +223,15 @@ def test_a_worker_that_is_lost_fails_its_own_requests_only() -> None:
     engine = desk("full")
     keys = [engine.submit(prompt(20, n), 10) for n in range(3)]
     engine.turn()
-    step, calls = engine.executor.step, []
+    begin, calls = engine.executor.begin, []
 
     def broken(works: list, *rest: object) -> object:  # type: ignore[type-arg]
         calls.append(len(works))
         if len(works) == 3:
             raise WorkerLost([works[1].row], "worker 1 is gone")
-        return step(works, *rest)  # type: ignore[arg-type]
+        return begin(works, *rest)  # type: ignore[arg-type]
 
-    engine.executor.step = broken  # type: ignore[method-assign, assignment]
+    engine.executor.begin = broken  # type: ignore[method-assign, assignment]
     engine.run()
     assert [engine.end(key).reason for key in keys] == ["length", "error", "length"]
     assert engine.end(keys[1]).problem == "worker 1 is gone"

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 from engine_models import prompt
-from face_kit import NAME, Client, face, letters, make_service, played, spell
 from loop_kit import desk
+from server_kit import NAME, Client, face, letters, make_service, spell
 
 from potluck.api.tokenizer import ModelTokenizer, plain_chat
 from potluck.core.errors import InputError
@@ -32,155 +32,135 @@ def chat(**fields: object) -> dict[str, object]:
     return {"model": NAME, "messages": messages, "temperature": 0, **fields}
 
 
-def test_a_completion_streamed_or_not_is_the_same(expected: str) -> None:
-    async def scenario() -> None:
-        async with face(make_service()) as one:
-            status, whole = await one.post("/v1/completions", ask())
-            assert status == 200
-            assert whole["object"] == "text_completion"
-            assert whole["id"].startswith("cmpl-")
-            assert whole["choices"] == [
-                {"index": 0, "finish_reason": "length", "logprobs": None, "text": expected}
-            ]
-            assert whole["usage"]["prompt_tokens"] == 40
-            assert whole["usage"]["completion_tokens"] == OUTPUT
-            assert whole["usage"]["total_tokens"] == 40 + OUTPUT
-            body = ask(stream=True, stream_options={"include_usage": True})
-            status, parts = await one.post("/v1/completions", body)
-            assert status == 200
-            assert {part["id"] for part in parts} == {parts[0]["id"]}
-            text = "".join(choice["text"] for part in parts for choice in part["choices"])
-            assert text == expected
-            ends = [c["finish_reason"] for part in parts for c in part["choices"] if c["finish_reason"]]
-            assert ends == ["length"]
-            assert parts[-1]["choices"] == []
-            assert parts[-1]["usage"]["completion_tokens"] == OUTPUT
-            assert parts[-1]["usage"]["prompt_tokens_details"]["cached_tokens"] == 32
-
-    played(scenario)
+async def test_a_completion_streamed_or_not_is_the_same(expected: str) -> None:
+    async with face(make_service()) as one:
+        status, whole = await one.post("/v1/completions", ask())
+        assert status == 200
+        assert whole["object"] == "text_completion"
+        assert whole["id"].startswith("cmpl-")
+        assert whole["choices"] == [
+            {"index": 0, "finish_reason": "length", "logprobs": None, "text": expected}
+        ]
+        assert whole["usage"]["prompt_tokens"] == 40
+        assert whole["usage"]["completion_tokens"] == OUTPUT
+        assert whole["usage"]["total_tokens"] == 40 + OUTPUT
+        body = ask(stream=True, stream_options={"include_usage": True})
+        status, parts = await one.post("/v1/completions", body)
+        assert status == 200
+        assert {part["id"] for part in parts} == {parts[0]["id"]}
+        text = "".join(choice["text"] for part in parts for choice in part["choices"])
+        assert text == expected
+        ends = [c["finish_reason"] for part in parts for c in part["choices"] if c["finish_reason"]]
+        assert ends == ["length"]
+        assert parts[-1]["choices"] == []
+        assert parts[-1]["usage"]["completion_tokens"] == OUTPUT
+        assert parts[-1]["usage"]["prompt_tokens_details"]["cached_tokens"] == 32
 
 
-def test_prompts_come_as_texts_tokens_and_several_of_either(expected: str) -> None:
-    async def scenario() -> None:
-        async with face(make_service()) as one:
-            for form in (TEXT, prompt(40), [TEXT], [prompt(40)]):
-                _, reply = await one.post("/v1/completions", ask(form))
-                assert reply["choices"][0]["text"] == expected
-            _, reply = await one.post("/v1/completions", ask([TEXT, "abc"], n=2))
-            texts = [choice["text"] for choice in reply["choices"]]
-            assert texts[:2] == [expected, expected]
-            assert texts[2] == texts[3]
-            assert reply["usage"]["prompt_tokens"] == 43
-            assert reply["usage"]["completion_tokens"] == 4 * OUTPUT
-            _, parts = await one.post("/v1/completions", ask([TEXT, "abc"], n=2, stream=True))
-            for index, text in enumerate(texts):
-                found = [c["text"] for part in parts for c in part["choices"] if c["index"] == index]
-                assert "".join(found) == text
-
-    played(scenario)
+async def test_prompts_come_as_texts_tokens_and_several_of_either(expected: str) -> None:
+    async with face(make_service()) as one:
+        for form in (TEXT, prompt(40), [TEXT], [prompt(40)]):
+            _, reply = await one.post("/v1/completions", ask(form))
+            assert reply["choices"][0]["text"] == expected
+        _, reply = await one.post("/v1/completions", ask([TEXT, "abc"], n=2))
+        texts = [choice["text"] for choice in reply["choices"]]
+        assert texts[:2] == [expected, expected]
+        assert texts[2] == texts[3]
+        assert reply["usage"]["prompt_tokens"] == 43
+        assert reply["usage"]["completion_tokens"] == 4 * OUTPUT
+        _, parts = await one.post("/v1/completions", ask([TEXT, "abc"], n=2, stream=True))
+        for index, text in enumerate(texts):
+            found = [c["text"] for part in parts for c in part["choices"] if c["index"] == index]
+            assert "".join(found) == text
 
 
-def test_a_chat_has_its_shape_and_its_template() -> None:
+async def test_a_chat_has_its_shape_and_its_template() -> None:
     shown = "Be kind.\n\nUser: Hello\nAssistant:"
     tokens = letters().encode(shown.replace("\n", ""))
     assert (
         plain_chat([{"role": "system", "content": "Be kind."}, {"role": "user", "content": "Hello"}]) == shown
     )
 
-    async def scenario() -> None:
-        async with face(make_service()) as one:
-            status, whole = await one.post("/v1/chat/completions", chat(max_completion_tokens=8))
-            assert status == 200
-            assert whole["object"] == "chat.completion"
-            message = whole["choices"][0]["message"]
-            assert message["role"] == "assistant"
-            # The letters have no newline; what the tokenizer does not know it leaves out.
-            assert message["content"] == spell(desk("hybrid").answer(tokens, 8))
-            _, parts = await one.post("/v1/chat/completions", chat(max_tokens=8, stream=True))
-            assert {part["object"] for part in parts} == {"chat.completion.chunk"}
-            assert parts[0]["choices"][0]["delta"]["role"] == "assistant"
-            text = "".join(part["choices"][0]["delta"].get("content", "") for part in parts)
-            assert text == message["content"]
-            assert parts[-1]["choices"][0]["finish_reason"] == "length"
-            pieces = [{"type": "text", "text": "Hel"}, {"type": "text", "text": "lo"}]
-            body = chat(max_tokens=8)
-            body["messages"] = [
-                {"role": "system", "content": "Be kind."},
-                {"role": "user", "content": pieces},
-            ]
-            assert (await one.post("/v1/chat/completions", body))[1]["choices"] == whole["choices"]
-            # Without a limit there is as much as fits.
-            _, whole = await one.post("/v1/chat/completions", chat(ignore_eos=True))
-            assert whole["usage"]["total_tokens"] == 512
-
-    played(scenario)
+    async with face(make_service()) as one:
+        status, whole = await one.post("/v1/chat/completions", chat(max_completion_tokens=8))
+        assert status == 200
+        assert whole["object"] == "chat.completion"
+        message = whole["choices"][0]["message"]
+        assert message["role"] == "assistant"
+        # The letters have no newline; what the tokenizer does not know it leaves out.
+        assert message["content"] == spell(desk("hybrid").answer(tokens, 8))
+        _, parts = await one.post("/v1/chat/completions", chat(max_tokens=8, stream=True))
+        assert {part["object"] for part in parts} == {"chat.completion.chunk"}
+        assert parts[0]["choices"][0]["delta"]["role"] == "assistant"
+        text = "".join(part["choices"][0]["delta"].get("content", "") for part in parts)
+        assert text == message["content"]
+        assert parts[-1]["choices"][0]["finish_reason"] == "length"
+        pieces = [{"type": "text", "text": "Hel"}, {"type": "text", "text": "lo"}]
+        body = chat(max_tokens=8)
+        body["messages"] = [
+            {"role": "system", "content": "Be kind."},
+            {"role": "user", "content": pieces},
+        ]
+        assert (await one.post("/v1/chat/completions", body))[1]["choices"] == whole["choices"]
+        # Without a limit there is as much as fits.
+        _, whole = await one.post("/v1/chat/completions", chat(ignore_eos=True))
+        assert whole["usage"]["total_tokens"] == 512
 
 
-def test_stop_strings_end_it_and_are_not_shown(expected: str) -> None:
+async def test_stop_strings_end_it_and_are_not_shown(expected: str) -> None:
     stop = expected[4:7]
     kept = expected[: expected.index(stop)]
 
-    async def scenario() -> None:
-        async with face(make_service()) as one:
-            body = ask(stop=["no such thing", stop], max_tokens=200)
-            _, whole = await one.post("/v1/completions", body)
-            assert whole["choices"][0]["text"] == kept
-            assert whole["choices"][0]["finish_reason"] == "stop"
-            assert whole["usage"]["completion_tokens"] == len(kept) + len(stop)
-            _, parts = await one.post("/v1/completions", {**body, "stream": True})
-            assert "".join(part["choices"][0]["text"] for part in parts) == kept
-            # A stop string that only begins is shown in the end.
-            _, whole = await one.post("/v1/completions", ask(stop=expected[-2:] + "!!"))
-            assert whole["choices"][0]["text"] == expected
-            await one.until_idle()
-            assert one.service.counters.ended == {"stop": 2, "length": 1}
-
-    played(scenario)
+    async with face(make_service()) as one:
+        body = ask(stop=["no such thing", stop], max_tokens=200)
+        _, whole = await one.post("/v1/completions", body)
+        assert whole["choices"][0]["text"] == kept
+        assert whole["choices"][0]["finish_reason"] == "stop"
+        assert whole["usage"]["completion_tokens"] == len(kept) + len(stop)
+        _, parts = await one.post("/v1/completions", {**body, "stream": True})
+        assert "".join(part["choices"][0]["text"] for part in parts) == kept
+        # A stop string that only begins is shown in the end.
+        _, whole = await one.post("/v1/completions", ask(stop=expected[-2:] + "!!"))
+        assert whole["choices"][0]["text"] == expected
+        await one.until_idle()
+        assert one.service.counters.ended == {"stop": 2, "length": 1}
 
 
-def test_seeds_repeat_and_differ() -> None:
-    async def scenario() -> None:
-        async with face(make_service()) as one:
+async def test_seeds_repeat_and_differ() -> None:
+    async with face(make_service()) as one:
 
-            async def drawn(**fields: object) -> list[str]:
-                body = ask(temperature=1.5, max_tokens=20, **fields)
-                _, reply = await one.post("/v1/completions", body)
-                return [choice["text"] for choice in reply["choices"]]
+        async def drawn(**fields: object) -> list[str]:
+            body = ask(temperature=1.5, max_tokens=20, **fields)
+            _, reply = await one.post("/v1/completions", body)
+            return [choice["text"] for choice in reply["choices"]]
 
-            assert await drawn(seed=1) == await drawn(seed=1)
-            assert await drawn(seed=1) != await drawn(seed=2)
-            assert len(set(await drawn(seed=1, n=4))) == 4
-            assert await drawn() != await drawn()
-            way = Sampling(temperature=1.5, seed=1)
-            assert await drawn(seed=1) == [spell(desk("hybrid").answer(prompt(40), 20, sampling=way))]
-
-    played(scenario)
+        assert await drawn(seed=1) == await drawn(seed=1)
+        assert await drawn(seed=1) != await drawn(seed=2)
+        assert len(set(await drawn(seed=1, n=4))) == 4
+        assert await drawn() != await drawn()
+        way = Sampling(temperature=1.5, seed=1)
+        assert await drawn(seed=1) == [spell(desk("hybrid").answer(prompt(40), 20, sampling=way))]
 
 
-def test_log_probabilities_have_both_shapes(expected: str) -> None:
-    async def scenario() -> None:
-        async with face(make_service()) as one:
-            _, whole = await one.post("/v1/completions", ask(logprobs=3))
-            logs = whole["choices"][0]["logprobs"]
-            assert "".join(logs["tokens"]) == expected
-            assert logs["text_offset"] == list(range(OUTPUT))
-            for token, value, top in zip(
-                logs["tokens"], logs["token_logprobs"], logs["top_logprobs"], strict=True
-            ):
-                assert len(top) == 3
-                assert top[token] == max(top.values()) == value < 0
-            _, parts = await one.post("/v1/completions", ask(logprobs=3, stream=True))
-            found = [part["choices"][0]["logprobs"] for part in parts]
-            assert [log["tokens"][0] for log in found if log] == logs["tokens"]
-            assert [log["text_offset"][0] for log in found if log] == logs["text_offset"]
-            _, whole = await one.post(
-                "/v1/chat/completions", chat(max_tokens=2, logprobs=True, top_logprobs=2)
-            )
-            first = whole["choices"][0]["logprobs"]["content"][0]
-            assert first["top_logprobs"][0]["token"] == first["token"]
-            assert bytes(first["bytes"]).decode() == first["token"]
-
-    played(scenario)
+async def test_log_probabilities_have_both_shapes(expected: str) -> None:
+    async with face(make_service()) as one:
+        _, whole = await one.post("/v1/completions", ask(logprobs=3))
+        logs = whole["choices"][0]["logprobs"]
+        assert "".join(logs["tokens"]) == expected
+        assert logs["text_offset"] == list(range(OUTPUT))
+        for token, value, top in zip(
+            logs["tokens"], logs["token_logprobs"], logs["top_logprobs"], strict=True
+        ):
+            assert len(top) == 3
+            assert top[token] == max(top.values()) == value < 0
+        _, parts = await one.post("/v1/completions", ask(logprobs=3, stream=True))
+        found = [part["choices"][0]["logprobs"] for part in parts]
+        assert [log["tokens"][0] for log in found if log] == logs["tokens"]
+        assert [log["text_offset"][0] for log in found if log] == logs["text_offset"]
+        _, whole = await one.post("/v1/chat/completions", chat(max_tokens=2, logprobs=True, top_logprobs=2))
+        first = whole["choices"][0]["logprobs"]["content"][0]
+        assert first["top_logprobs"][0]["token"] == first["token"]
+        assert bytes(first["bytes"]).decode() == first["token"]
 
 
 WRONG: list[tuple[str, dict[str, Any], int, str]] = [
@@ -225,34 +205,28 @@ WRONG: list[tuple[str, dict[str, Any], int, str]] = [
 ]
 
 
-def test_what_is_wrong_is_said_in_their_shape_streamed_or_not() -> None:
-    async def scenario() -> None:
-        async with face(make_service()) as one:
-            for path, body, expected_status, says in WRONG:
-                for stream in (False, True):
-                    status, reply = await one.post(f"/v1/{path}", {**body, "stream": stream})
-                    assert status == expected_status, (body, reply)
-                    assert set(reply["error"]) == {"message", "type", "param", "code"}
-                    assert says in reply["error"]["message"], reply
-                    assert reply["error"]["type"] == "invalid_request_error"
-                    assert "\n" not in reply["error"]["message"]
-            await one.until_idle()
-            assert (await one.post("/v1/completions", ask()))[0] == 200
-
-    played(scenario)
+async def test_what_is_wrong_is_said_in_their_shape_streamed_or_not() -> None:
+    async with face(make_service()) as one:
+        for path, body, expected_status, says in WRONG:
+            for stream in (False, True):
+                status, reply = await one.post(f"/v1/{path}", {**body, "stream": stream})
+                assert status == expected_status, (body, reply)
+                assert set(reply["error"]) == {"message", "type", "param", "code"}
+                assert says in reply["error"]["message"], reply
+                assert reply["error"]["type"] == "invalid_request_error"
+                assert "\n" not in reply["error"]["message"]
+        await one.until_idle()
+        assert (await one.post("/v1/completions", ask()))[0] == 200
 
 
-def test_the_model_is_listed_and_one_without_text_takes_tokens() -> None:
-    async def scenario() -> None:
-        async with face(make_service(text=False)) as one:
-            _, listed = await one.get("/v1/models")
-            assert [entry["id"] for entry in listed["data"]] == [NAME]
-            assert (await one.post("/v1/completions", ask()))[0] == 400
-            status, reply = await one.post("/v1/completions", ask(prompt(40)))
-            assert status == 200
-            assert reply["usage"]["completion_tokens"] == OUTPUT
-
-    played(scenario)
+async def test_the_model_is_listed_and_one_without_text_takes_tokens() -> None:
+    async with face(make_service(text=False)) as one:
+        _, listed = await one.get("/v1/models")
+        assert [entry["id"] for entry in listed["data"]] == [NAME]
+        assert (await one.post("/v1/completions", ask()))[0] == 400
+        status, reply = await one.post("/v1/completions", ask(prompt(40)))
+        assert status == 200
+        assert reply["usage"]["completion_tokens"] == OUTPUT
 
 
 async def leave(one: Client, stream: bool) -> None:
@@ -271,17 +245,14 @@ async def leave(one: Client, stream: bool) -> None:
     await asyncio.gather(task, return_exceptions=True)
 
 
-def test_a_client_that_leaves_costs_nothing_more() -> None:
-    async def scenario() -> None:
-        async with face(make_service()) as one:
-            for stream in (True, False):
-                await leave(one, stream)
-                await one.until_idle()
-                while one.service.open_requests:
-                    await asyncio.sleep(0.01)
-            assert one.service.counters.ended == {"cancelled": 2}
-
-    played(scenario)
+async def test_a_client_that_leaves_costs_nothing_more() -> None:
+    async with face(make_service()) as one:
+        for stream in (True, False):
+            await leave(one, stream)
+            await one.until_idle()
+            while one.service.open_requests:
+                await asyncio.sleep(0.01)
+        assert one.service.counters.ended == {"cancelled": 2}
 
 
 def test_a_models_own_template_is_used_and_cannot_reach_out() -> None:

@@ -15,8 +15,8 @@ import pytest
 from engine_models import KINDS
 
 from potluck.core.errors import CapacityError
-from potluck.engine.compute.runner import RunnerSize
-from potluck.engine.numbers.kernels import tiles
+from potluck.engine.compute.executor import RunnerSize
+from potluck.engine.numbers.kernels import products
 from potluck.engine.pipeline import pipeline_connection
 from potluck.engine.serve import _must_fit, _on_signals
 
@@ -73,7 +73,7 @@ def test_connections_without_keep_alive_options(missing: list[str], monkeypatch:
 def test_other_processors_have_no_tiles(system: str, machine: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "platform", system)
     monkeypatch.setattr(platform, "machine", lambda: machine)
-    assert not tiles.available()
+    assert not products.available()
 
 
 def test_benchmarks_without_proc(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 from potluck.catalog import models, nodes
 from potluck.core.values.layout import Layout, Stage, StageNode
 from potluck.core.values.plan import Confidence
-from potluck.engine.compute.work import SequenceWork
-from potluck.engine.mock.step_durations import lasting
+from potluck.engine.compute.executor import SequenceWork
+from potluck.engine.mock.mock_engine import lasting
 from potluck.perf.step_timer import Floats, StepBatch, StepTimer, steps
 from potluck.perf.timers.pipeline_timer import PipelineTimer, pipeline
 from potluck.perf.timers.roofline import roofline

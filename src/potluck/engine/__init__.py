@@ -1,14 +1,15 @@
 """The embedded engine: a small, real transformer engine on PyTorch, for a CPU or a GPU.
 
-Its rooms, in the order in which to read them:
+Its packages, in the order in which to read them:
 
-    model/      what a checkpoint says and holds; the layers; `reference.py`: the same as plain functions
+    model/      what a checkpoint says and holds; the layers
     numbers/    products, and why cutting the work changes no bit (`exact.py`); `kernels/`: inner loops on a CPU
-    memory/     paged caches, who holds which block, parcels to hand on, prefixes that are kept
+    memory/     paged caches, who holds which block, chunks to hand on, prefixes that are kept
     compute/    one step: laid out, computed, tokens drawn; `executor.py`: the same as the loop sees it
     pipeline/   the same over several processes
+    mock/       the same without computing
     loop/       jobs come in, steps are made of them, tokens go out; one thread
-    face/       HTTP
+    server/     HTTP
     measure/    how long steps take
     serve.py    all of it put together
 """

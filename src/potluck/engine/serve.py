@@ -1,6 +1,6 @@
-"""An engine put together: weights, executor, loop, thread, face; and the server around it.
+"""An engine put together: weights, executor, loop, thread, HTTP server.
 
-torch is only loaded for engines that compute: those that pretend (`pretend/`) start without it.
+torch is only loaded for engines that compute: mock ones start without it.
 """
 
 from __future__ import annotations
@@ -22,22 +22,21 @@ from potluck.core.replica.sequences import BatchLimits
 from potluck.core.state.facts import BLOCK_TOKENS
 from potluck.core.values.model import Model
 from potluck.core.values.sampling import Sampling
-from potluck.engine.compute.executor import Executor, TokenDraw
-from potluck.engine.compute.work import RunnerSize, SequenceWork
+from potluck.engine.compute.executor import Executor, RunnerSize, SequenceWork, TokenDraw
 from potluck.engine.loop.engine_loop import EngineLoop
 from potluck.engine.loop.engine_status import Role
 from potluck.engine.loop.loop_thread import LoopThread
 from potluck.engine.memory.prefix_cache import PrefixCache
 from potluck.engine.model.config import EngineModelConfig, read_config
-from potluck.engine.server.channels import RequestChannels
-from potluck.engine.server.engine_service import EngineService, RequestLimits
+from potluck.engine.server.engine_app import open_server
+from potluck.engine.server.engine_service import EngineService, RequestChannels, RequestLimits
 from potluck.engine.server.kv_connector import KvSettings
-from potluck.engine.server.listener import open_face
 from potluck.kv import checksum, kv_codec
 from potluck.kv.disk_tier import DiskTier
 from potluck.perf.sizes.memory import kv_bytes_per_token
 
 if TYPE_CHECKING:
+    from potluck.engine.compute.runner import LocalExecutor
     from potluck.engine.model.checkpoint import WeightSource
 
 LOOK_S = 0.2
@@ -89,11 +88,10 @@ MakeExecutor = Callable[[EngineModelConfig, "WeightSource", RunnerSize, str], Ex
 
 def local_executor(
     config: EngineModelConfig, source: WeightSource, size: RunnerSize, device: str
-) -> Executor:
+) -> LocalExecutor:
     import torch
 
-    from potluck.engine.compute.local_executor import LocalExecutor
-    from potluck.engine.compute.runner import Runner
+    from potluck.engine.compute.runner import LocalExecutor, Runner
 
     try:
         torch.empty(0, device=device)
@@ -214,20 +212,6 @@ def _on_signals(loop: asyncio.AbstractEventLoop, call: Callable[[], None]) -> No
             signal.signal(number, lambda *_: loop.call_soon_threadsafe(call))
 
 
-async def serve(
-    service: EngineService,
-    host: str,
-    port: int,
-    *,
-    api_key: str | None,
-    ready: Callable[[str], None],
-    names: frozenset[str] = frozenset(),
-    tls: ssl.SSLContext | None = None,
-) -> None:
-    """Serve until a signal says to end; `ready` hears the address."""
-    await serve_all([service], host, port, api_key=api_key, ready=ready, names=names, tls=tls)
-
-
 async def serve_all(
     services: Sequence[EngineService],
     host: str,
@@ -238,19 +222,19 @@ async def serve_all(
     names: frozenset[str] = frozenset(),
     tls: ssl.SSLContext | None = None,
 ) -> None:
-    """The same of several, on ports in a row; a port of 0: on free ones."""
+    """Serve on ports in a row (0: free ones) until a signal or until all are drained; `ready` hears the addresses."""
     async with AsyncExitStack() as stack:
-        faces = []
+        servers = []
         for place, service in enumerate(services):
-            face = await open_face(
+            server = await open_server(
                 service, host, port and port + place, api_key=api_key, names=names, tls=tls
             )
-            stack.push_async_callback(face.close)
-            faces.append(face)
+            stack.push_async_callback(server.close)
+            servers.append(server)
         stop = asyncio.Event()
         _on_signals(asyncio.get_running_loop(), stop.set)
-        for face in faces:
-            ready(face.address)
+        for server in servers:
+            ready(server.address)
         while not (stop.is_set() or all(each.ends_drained and each.drained for each in services)):
             with suppress(TimeoutError):
                 await asyncio.wait_for(stop.wait(), LOOK_S if services[0].ends_drained else None)

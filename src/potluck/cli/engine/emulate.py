@@ -21,9 +21,8 @@ from potluck.core.values.model import Model, format_named, in_format
 from potluck.core.values.types import NodeType
 
 if TYPE_CHECKING:
-    from potluck.engine.compute.emulated import EmulatedExecutor
-    from potluck.engine.compute.executor import Executor
-    from potluck.engine.compute.runner import RunnerSize
+    from potluck.engine.compute.executor import Executor, RunnerSize
+    from potluck.engine.compute.runner import LocalExecutor
     from potluck.engine.mock.mock_engine import MockModel
     from potluck.engine.model.checkpoint import WeightSource
     from potluck.engine.model.config import EngineModelConfig
@@ -41,16 +40,17 @@ class Emulation:
     tp: int | None
     speed_up: float = 1.0
 
-    def paced(self, executor: Executor) -> EmulatedExecutor:
-        """An executor in this process that takes the node's time."""
-        from potluck.engine.compute.emulated import EmulatedExecutor, EmulatedNic, card_of
+    def pace(self, executor: LocalExecutor) -> LocalExecutor:
+        """An executor in this process takes the node's time from now on."""
+        from potluck.engine.compute.emulated import EmulatedNic, StepPacer
+        from potluck.perf.delays.transfer import alpha_beta
         from potluck.perf.timers.roofline import roofline
 
         node = self._only
-        timer = roofline(self.model, node, self._tp(node))
-        layers = executor.config.model.layer_count
-        kv = EmulatedNic(self.model, layers, card_of(node), self.speed_up)
-        return EmulatedExecutor(executor, timer, self.speed_up, kv=kv)
+        executor.pacer = StepPacer(roofline(self.model, node, self._tp(node)), self.speed_up)
+        layers, link = executor.config.model.layer_count, alpha_beta(node.network_gbps)
+        executor.nic = EmulatedNic(self.model, layers, link, self.speed_up)
+        return executor
 
     def blocks(self) -> int:
         """KV blocks that the node would have room for; of a pipeline's nodes the one with the fewest."""
@@ -223,7 +223,7 @@ def executor_maker(
             size = replace(size, blocks=like.blocks())
         if parts is None:
             executor = local_executor(config, source, size, device)
-            return executor if like is None else like.paced(executor)
+            return executor if like is None else like.pace(executor)
         return launch(
             config,
             parts if like is None else like.stages(parts),

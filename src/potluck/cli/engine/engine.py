@@ -52,13 +52,12 @@ def computing(common: EngineOptions, options: dict[str, Any]) -> EngineService:
         if options[flag] != without:
             raise InputError(f"--{flag.replace('_', '-')}", "is only for engines that --pretend")
     directory = common.directory
-    files = common.kv.identity
     make = executor_maker(
         options["emulate"],
         options["speed_up"],
         options["stages"],
         options["secret_file"],
-        tls=None if files is None else (files.certificate, files.key, files.authority),
+        tls=common.kv.identity,
         directory=directory,
         random_seed=options["random_weights"],
         threads=options["threads"],
@@ -80,7 +79,7 @@ def computing(common: EngineOptions, options: dict[str, Any]) -> EngineService:
 def pretending(common: EngineOptions, options: dict[str, Any]) -> list[EngineService]:
     """Those that pretend, in one process."""
     from potluck.api.tokenizer import ModelTokenizer
-    from potluck.engine.mock.mock_engine import pretend
+    from potluck.engine.mock.mock_engine import mock_engine
     from potluck.perf.serving.phases import CHUNK_TOKENS
     from potluck.perf.serving.throughput import MAX_BATCH
 
@@ -102,7 +101,7 @@ def pretending(common: EngineOptions, options: dict[str, Any]) -> list[EngineSer
     settings = replace(_settings(options, MAX_BATCH, CHUNK_TOKENS), handover_rows=2 * MAX_BATCH)
     text = ModelTokenizer.read(common.directory)
     return [
-        pretend(
+        mock_engine(
             common.directory,
             what,
             settings,
@@ -254,12 +253,11 @@ def kv_settings(
     host: str, port: int, kv_from: tuple[str, ...], tls: tuple[Path, Path, Path] | None
 ) -> KvSettings:
     """Where caches come from and go to."""
-    from potluck.engine.server.kv_connector import KvSettings, TlsIdentity
-    from potluck.engine.server.kv_peers import address_of
+    from potluck.engine.server.kv_connector import KvSettings, address_of
     from potluck.kv.peer_connections import ANY_PORT
 
     fleet = tuple(address_of(text, "--kv-from", ANY_PORT) for text in kv_from)
-    return KvSettings(host, port, fleet, identity=TlsIdentity(*tls) if tls else None)
+    return KvSettings(host, port, fleet, identity=tls)
 
 
 def generation_of(directory: Path) -> GenerationConfig:

@@ -62,9 +62,8 @@ def load(style: str = "emulated") -> dict[str, float]:
 
     torch.set_num_threads(1)
     from potluck.cli.engine.engine import described
-    from potluck.engine.compute.local_executor import LocalExecutor
-    from potluck.engine.compute.runner import Runner
-    from potluck.engine.compute.work import RunnerSize
+    from potluck.engine.compute.executor import RunnerSize
+    from potluck.engine.compute.runner import LocalExecutor, Runner
     from potluck.engine.memory.kv_cache import Pages
     from potluck.engine.model.checkpoint import SafetensorsSource
     from potluck.engine.model.config import read_config
@@ -95,8 +94,7 @@ def load(style: str = "emulated") -> dict[str, float]:
 def _cpu_cost(executor: Executor) -> dict[str, float]:
     """CPU-seconds of a prompt token, of a step of answers, and of each sequence in it: the best of some tries."""
     from potluck.core.values.sampling import Sampling
-    from potluck.engine.compute.executor import TokenDraw
-    from potluck.engine.compute.work import SequenceWork
+    from potluck.engine.compute.executor import SequenceWork, TokenDraw
 
     def cost_s(works: list[SequenceWork], draws: list[TokenDraw]) -> float:
         began_s = time.process_time()

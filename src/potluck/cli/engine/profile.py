@@ -162,9 +162,8 @@ def _local(options: ProfileOptions) -> Profile:
     import torch
 
     from potluck.cli.engine.engine import described
-    from potluck.engine.compute.executor import Executor
-    from potluck.engine.compute.local_executor import LocalExecutor
-    from potluck.engine.compute.runner import Runner, RunnerSize
+    from potluck.engine.compute.executor import RunnerSize
+    from potluck.engine.compute.runner import LocalExecutor, Runner
     from potluck.engine.measure.local_bench import LocalBench, grid
     from potluck.engine.model.checkpoint import SafetensorsSource
     from potluck.engine.model.config import read_config
@@ -178,9 +177,9 @@ def _local(options: ProfileOptions) -> Profile:
     rows = options.max_batch + 1
     size = RunnerSize(rows, rows * -(-longest // BLOCK_TOKENS), longest, min(options.chunk_tokens, longest))
     runner = Runner(config, SafetensorsSource(directory), size, device=options.device)
-    executor: Executor = LocalExecutor(runner, size)
+    executor = LocalExecutor(runner, size)
     if options.emulate is not None:
-        executor = emulation(options.emulate, options.speed_up).paced(executor)
+        emulation(options.emulate, options.speed_up).pace(executor)
     bench = LocalBench(executor, options.repeats)
     what = grid(bench.bounds, options.quick)
     points = []
@@ -199,9 +198,8 @@ def _remote(url: str, options: ProfileOptions) -> Profile:
     from aiohttp import ClientSession
 
     from potluck.cli.engine.listening import api_key
-    from potluck.engine.measure.http_bench import HttpBench
+    from potluck.engine.measure.http_bench import HttpBench, steps_told
     from potluck.engine.measure.local_bench import grid
-    from potluck.engine.measure.reported_steps import steps_told
 
     if not url.startswith(("http://", "https://")):
         raise InputError("URL", f"{url!r} must begin with http:// or https://")

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from potluck.core.errors import InputError
 from potluck.core.state.facts import BLOCK_TOKENS
-from potluck.engine.compute.work import SequenceWork
+from potluck.engine.compute.executor import SequenceWork
 from potluck.engine.memory.block_tables import BlockTables
 from potluck.engine.numbers.exact import HALF, LANE, LONGEST_SUM, PART, cut_of, next_cut, padded_columns
 
@@ -52,7 +52,7 @@ class GroupStep:
     """The slots again, for it."""
     table: np.ndarray
     followed: KeyLocations | None = None
-    """Instead of pieces, in a step of single tokens whose shapes stay (graphs.py)."""
+    """Instead of pieces, in a step of single tokens whose shapes stay (`DecodeGraphs`)."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,32 +1,28 @@
-"""Acting as a GPU that one does not have: each step takes the time that `perf` predicts for it.
+"""Emulating a GPU that one does not have: each step takes the time that `perf` predicts for it.
 
-The small model computes real tokens, in less time than the large one would take on the GPU in question; the rest of
-that time is slept. `speed_up` divides all predicted times. A step that really takes longer than predicted cannot be
-made shorter: it is counted as late, and an engine with many late steps no longer tells what the GPU would do.
+A small model computes real tokens, and the rest of the large one's time is slept; or, in a mock engine, a timer waits
+for all of it. `speed_up` divides all predicted times. A step that takes longer than predicted is counted as late: an
+engine with many late steps no longer tells what the GPU would do.
 
-Predicted times include the moment between two steps in which the host schedules (`perf.timers.host`). So a step
-that follows another at once is paced from the end of that one, up to that much; and what a step lasted too long (its
-sleep did, or the machine was busy) is taken off the next one, so that errors do not add up.
+Predicted times include the moment between two steps in which the host schedules (`perf.timers.engine_host`). So a
+step that follows another at once is paced from the end of that one, up to that much; and what a step lasted too long
+is taken off the next one, so that errors do not add up.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from math import floor, isfinite, prod
 
 from potluck.core.errors import InputError
 from potluck.core.state.facts import BLOCK_TOKENS
 from potluck.core.values.layout import Ep
 from potluck.core.values.model import Model
-from potluck.core.values.sampling import SampledToken
 from potluck.core.values.types import NodeType
-from potluck.engine.compute.executor import CacheExport, Deliver, Executor, IncomingCache, TokenDraw
-from potluck.engine.compute.work import RunnerSize, SequenceWork
-from potluck.engine.model.config import EngineModelConfig
-from potluck.engine.numbers.exactness import Exactness
-from potluck.kv.chunks import KvChunk, KvManifest
-from potluck.perf.delays.transfer import AlphaBeta, alpha_beta
+from potluck.engine.compute.executor import SequenceWork
+from potluck.kv.chunks import KvChunk
+from potluck.perf.delays.transfer import AlphaBeta
 from potluck.perf.sizes.capacity import kv_tokens, require_fit, stage_memory
 from potluck.perf.sizes.memory import kv_bytes_per_token, state_bytes, window_bytes_per_token
 from potluck.perf.step_timer import StepBatch, StepTimer, steps
@@ -156,111 +152,10 @@ class StepPacer:
         }
 
 
-class EmulatedExecutor:
-    """An executor whose steps last as long as those of a GPU."""
-
-    microbatches = 1
-
-    def __init__(
-        self,
-        executor: Executor,
-        timer: StepTimer,
-        speed_up: float = 1.0,
-        clock: Clock = time.monotonic,
-        sleep: Sleep = time.sleep,
-        host_s: float = DEFAULT_HOST.fixed_s,
-        kv: EmulatedNic | None = None,
-    ) -> None:
-        self._inner = executor
-        self.kv = kv
-        """For whoever sends its parcels over a network."""
-        self.pacer = StepPacer(timer, speed_up, clock, sleep, host_s)
-
-    @property
-    def config(self) -> EngineModelConfig:
-        return self._inner.config
-
-    @property
-    def size(self) -> RunnerSize:
-        return self._inner.size
-
-    @property
-    def fingerprint(self) -> str:
-        return self._inner.fingerprint
-
-    @property
-    def exact(self) -> Exactness:
-        return self._inner.exact
-
-    def open(self) -> int:
-        return self._inner.open()
-
-    def close(self, row: int) -> None:
-        self._inner.close(row)
-
-    def held(self, row: int) -> int:
-        return self._inner.held(row)
-
-    def grow(self, row: int, tokens: int, since: int = 0) -> None:
-        self._inner.grow(row, tokens, since)
-
-    def step(
-        self,
-        works: Sequence[SequenceWork],
-        draws: Sequence[TokenDraw],
-        exports: Sequence[CacheExport] = (),
-        deliver: Deliver | None = None,
-    ) -> list[SampledToken]:
-        """As the inner one does; a layer's parcels are delivered when that part of the step would be done."""
-        layers, send = self.config.model.layer_count, deliver
-
-        def in_time(row: int, parcels: tuple[KvChunk, ...]) -> None:
-            if parcels:
-                self.pacer.reach((parcels[0].layer + 1) / layers)
-            if send is not None:
-                send(row, parcels)
-
-        self.pacer.begin(works)
-        choices = self._inner.step(works, draws, exports, None if deliver is None else in_time)
-        self.pacer.end()
-        return choices
-
-    def begin(
-        self,
-        works: Sequence[SequenceWork],
-        draws: Sequence[TokenDraw],
-        exports: Sequence[CacheExport] = (),
-        deliver: Deliver | None = None,
-    ) -> Callable[[], list[SampledToken]]:
-        found = self.step(works, draws, exports, deliver)
-        return lambda: found
-
-    def export(self, row: int, layer: int, start: int, stop: int) -> tuple[KvChunk, ...]:
-        return self._inner.export(row, layer, start, stop)
-
-    def arrival(self, row: int, about: KvManifest, tokens: Sequence[int]) -> IncomingCache:
-        return self._inner.arrival(row, about, tokens)
-
-    def check(self) -> None:
-        self._inner.check()
-
-    def health(self) -> str:
-        return self._inner.health()
-
-    def degraded(self) -> str:
-        return self._inner.degraded()
-
-    def notes(self) -> Mapping[str, float]:
-        return {**self._inner.notes(), **self.pacer.notes()}
-
-    def shutdown(self) -> None:
-        self._inner.shutdown()
-
-
 class EmulatedNic:
-    """A network card that KV crosses byte by byte: says when each parcel would be there. One direction.
+    """A network card that KV crosses byte by byte: says when each chunk would be there. One direction.
 
-    A parcel of layer l of the small model's n stands for the large model's layers [l N / n, (l + 1) N / n).
+    A chunk of layer l of the small model's n stands for the large model's layers [l N / n, (l + 1) N / n).
     """
 
     def __init__(
@@ -277,37 +172,32 @@ class EmulatedNic:
         self._link, self._speed_up, self._clock = link, speed_up, clock
         self._free_s = -float("inf")
 
-    def kv_bytes(self, parcel: KvChunk) -> float:
-        """What the parcel would weigh if it were the large model's."""
+    def kv_bytes(self, chunk: KvChunk) -> float:
+        """What the chunk would weigh if it were the large model's."""
         many, few = self._large.layer_count, self._layers
-        layers = range(parcel.layer * many // few, (parcel.layer + 1) * many // few)
-        if parcel.part == "memory":  # comes with a `conv`, which is charged for both
+        layers = range(chunk.layer * many // few, (chunk.layer + 1) * many // few)
+        if chunk.part == "memory":  # comes with a `conv`, which is charged for both
             return 0.0
-        if parcel.part == "conv":
-            return state_bytes(self._large, layers) * _share(parcel)
-        tokens = parcel.stop - parcel.first
+        if chunk.part == "conv":
+            return state_bytes(self._large, layers) * _share(chunk)
+        tokens = chunk.stop - chunk.first
         size = tokens * kv_bytes_per_token(self._large, layers)
         for window, rate in window_bytes_per_token(self._large, layers).items():
             size += rate * min(tokens, window)
-        return size * _share(parcel)
+        return size * _share(chunk)
 
-    def due_s(self, parcel: KvChunk) -> float:
-        """When a parcel that is handed in now would be there, by the clock; those before it go first."""
+    def due_s(self, chunk: KvChunk) -> float:
+        """When a chunk that is handed in now would be there, by the clock; those before it go first."""
         start = max(self._free_s, self._clock())
-        self._free_s = start + self.kv_bytes(parcel) / self._link.beta_bytes_per_s / self._speed_up
+        self._free_s = start + self.kv_bytes(chunk) / self._link.beta_bytes_per_s / self._speed_up
         return self._free_s + self._link.alpha_s / self._speed_up
 
 
-def _share(parcel: KvChunk) -> float:
+def _share(chunk: KvChunk) -> float:
     """What a codec leaves of 16-bit numbers."""
-    if parcel.codec == "raw":
+    if chunk.codec == "raw":
         return 1.0
-    return (len(parcel.data) + len(parcel.parameters)) / (2 * prod(parcel.shape))
-
-
-def card_of(node: NodeType) -> AlphaBeta:
-    """A node's network card as a link."""
-    return alpha_beta(node.network_gbps)
+    return (len(chunk.data) + len(chunk.parameters)) / (2 * prod(chunk.shape))
 
 
 def emulated_blocks(

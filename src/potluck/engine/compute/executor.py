@@ -1,15 +1,13 @@
-"""What the engine's loop needs of whatever computes: one process, a pipeline of them, or one that is slowed down.
+"""What the engine's loop needs of whatever computes: one process, a pipeline of them, or a mock.
 
 The loop is the only caller, from one thread. It opens a row per sequence, grows it before each step, says what to
-compute and how to draw tokens, and closes it. Caches go out as parcels, layer by layer while a step runs (`exports`)
-or afterwards (`export`), and come in through an `IncomingCache`. Prefix caching is the same: parcels kept for
-oneself.
+compute and how to draw tokens, and closes it. Caches go out as chunks, layer by layer while a step runs (`exports`)
+or afterwards (`export`), and come in through an `IncomingCache`. Prefix caching is the same: chunks kept for oneself.
 
 Promises that the loop relies on:
 
 - `grow` succeeds as long as the blocks of all rows together, tokens rounded up to whole blocks, are at most
-  `size.blocks`, and the rows at most `size.rows`. (Where requests are spread over several workers, each of them
-  must be able to hold the whole.)
+  `size.blocks`, and the rows at most `size.rows`. (Each of several workers must be able to hold the whole.)
 - A call that raises an InputError or CapacityError has changed nothing but the rows that it names.
 - A step that cannot be completed raises `WorkerLost` with every row that is not as it was before the step; the
   loop fails those and runs the step again with the others.
@@ -20,17 +18,38 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Literal, Protocol
 
-from potluck.core.errors import PotluckError
+from potluck.core.errors import InputError, PotluckError
 from potluck.core.values.sampling import SampledToken, Sampling
 from potluck.engine.compute.logit_edits import LogitEdit
-from potluck.engine.compute.work import RunnerSize, SequenceWork
 from potluck.engine.model.config import EngineModelConfig
-from potluck.engine.numbers.exactness import Exactness
-from potluck.kv.chunks import KvChunk, KvManifest
+from potluck.engine.numbers import Exactness
+from potluck.kv.chunks import KvChunk, KvManifest, token_hash
 
-__all__ = ["CacheExport", "Deliver", "Executor", "IncomingCache", "TokenDraw", "WorkerLost"]
+
+@dataclass(frozen=True, slots=True)
+class SequenceWork:
+    """Tokens of one sequence to compute: they come right behind the `start` tokens that its row holds."""
+
+    row: int
+    start: int
+    tokens: Sequence[int]
+    logits: Literal["last", "all", "none"] = "last"
+
+
+@dataclass(frozen=True, slots=True)
+class RunnerSize:
+    """How much a runner can hold at once."""
+
+    rows: int
+    """Sequences."""
+    blocks: int
+    """Blocks of 16 tokens, of each layer that keeps everything."""
+    max_tokens: int
+    """Of one sequence."""
+    max_chunk_tokens: int = 2048
+    """Of one sequence in one step: windows need room for so many beside themselves."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,7 +84,7 @@ class CacheExport:
 
 
 Deliver = Callable[[int, tuple[KvChunk, ...]], None]
-"""(row, the parcels of one layer). Called from the thread that called `step`, before `step` returns."""
+"""(row, the chunks of one layer). Called from the thread that called `step`, before `step` returns."""
 
 
 class WorkerLost(PotluckError):
@@ -76,37 +95,35 @@ class WorkerLost(PotluckError):
         super().__init__(why)
 
 
+def check_manifest(about: KvManifest, fingerprint: str, held: int, tokens: Sequence[int]) -> None:
+    """Whether a cache on its way goes on from the `held` tokens of this model; InputError if not."""
+    if about.fingerprint != fingerprint:
+        raise InputError("hand-over: fingerprint", "is of another model or other weights")
+    if not 0 <= about.start < about.stop <= len(tokens) or about.start > held:
+        span = f"[{about.start}, {about.stop})"
+        raise InputError("hand-over: tokens", f"{span} does not go on from the {held} tokens held")
+    if about.token_hash != token_hash(tokens[: about.stop]):
+        raise InputError("hand-over: token_hash", "is of other tokens")
+
+
 class IncomingCache(Protocol):
-    """A cache on its way into a row. Whatever is wrong with a parcel is an InputError; the row can then be closed."""
+    """A cache on its way into a row. Whatever is wrong with a chunk is an InputError; the row can then be closed."""
 
-    @property
-    def missing(self) -> int:
-        """Parcels that have not come."""
-
-    def accept(self, parcel: KvChunk) -> None: ...
+    def accept(self, chunk: KvChunk) -> None: ...
 
     def finish(self) -> None:
         """All are there: the row holds the tokens [0, stop)."""
 
 
 class Executor(Protocol):
-    @property
-    def config(self) -> EngineModelConfig: ...
-
-    @property
-    def size(self) -> RunnerSize: ...
-
-    @property
-    def fingerprint(self) -> str:
-        """Of the model with its weights; caches of different ones never mix."""
-
-    @property
-    def exact(self) -> Exactness:
-        """Whether tokens stay the same to the last bit however the work is cut."""
-
-    @property
-    def microbatches(self) -> int:
-        """Steps that may be under way at once, of different rows, with something to gain."""
+    config: EngineModelConfig
+    size: RunnerSize
+    fingerprint: str
+    """Of the model with its weights; caches of different ones never mix."""
+    exact: Exactness
+    """Whether tokens stay the same to the last bit however the work is cut."""
+    microbatches: int = 1
+    """Steps that may be under way at once, of different rows, with something to gain."""
 
     def open(self) -> int: ...
 
@@ -127,6 +144,7 @@ class Executor(Protocol):
     ) -> list[SampledToken]:
         """Compute all works and draw a token for each that asks for its last logits, in the order of the works.
         What `exports` names is delivered layer by layer, each as soon as it can be."""
+        return self.begin(works, draws, exports, deliver)()
 
     def begin(
         self,
@@ -148,11 +166,16 @@ class Executor(Protocol):
 
     def health(self) -> str:
         """Why it cannot go on, in one line; empty when it can. Any thread may ask, as for the two below."""
+        return ""
 
     def degraded(self) -> str:
         """What is missing though it goes on, in one line; empty when nothing is."""
+        return ""
 
     def notes(self) -> Mapping[str, float]:
         """Figures of its own for /status, such as steps that an emulation could not keep up with."""
+        return {}
 
-    def shutdown(self) -> None: ...
+    def shutdown(self) -> None:
+        """Stop what it started."""
+        return

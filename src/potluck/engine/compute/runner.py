@@ -1,37 +1,55 @@
 """A step of a batch: tokens or hidden states in, hidden states or logits out.
 
-A runner has a range of a model's layers, their cache, and the tables that say what lies where. Whoever drives it
-(the engine's loop, with `core.replica.batch`) opens a row per sequence, grows it before each step, says what to
-compute, and closes it. The runner knows nothing of requests.
+A runner has a range of a model's layers, their cache, and the tables that say what lies where; it knows nothing of
+requests. `DecodeGraphs` replays decode steps as CUDA graphs; `LocalExecutor` is a runner as the loop sees it.
 
     row = runner.tables.open()
     runner.tables.grow(row, len(prompt))
-    logits = runner.step([Work(row, 0, prompt)])
+    logits = runner.step([SequenceWork(row, 0, prompt)])
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from potluck.core.errors import InputError
-from potluck.core.values.model import LatentAttention, LinearAttention
-from potluck.engine.compute.batch_layout import BatchLayout, check, lay_out
-from potluck.engine.compute.graphs import DecodeGraphs, recordable
-from potluck.engine.compute.work import RunnerSize, SequenceWork
+from potluck.core.state.facts import BLOCK_TOKENS
+from potluck.core.values.model import DenseFfn, LatentAttention, LinearAttention, Model
+from potluck.core.values.sampling import SampledToken
+from potluck.engine.compute.batch_layout import (
+    BatchLayout,
+    GroupStep,
+    KeyLocations,
+    check,
+    lay_out,
+    linear_step,
+)
+from potluck.engine.compute.emulated import EmulatedNic, StepPacer
+from potluck.engine.compute.executor import (
+    CacheExport,
+    Deliver,
+    Executor,
+    IncomingCache,
+    RunnerSize,
+    SequenceWork,
+    TokenDraw,
+)
+from potluck.engine.compute.sample import sample
 from potluck.engine.memory.block_tables import BlockTables
+from potluck.engine.memory.handover import IncomingHandover, pack
 from potluck.engine.memory.kv_cache import LayerCaches, groups_of
-from potluck.engine.model.checkpoint import WeightSource, fingerprint
+from potluck.engine.model.checkpoint import LayerLoader, WeightSource, fingerprint, parted
 from potluck.engine.model.config import EngineModelConfig
-from potluck.engine.model.fused_projections import parted
-from potluck.engine.model.loading import LayerLoader
 from potluck.engine.model.stack import OnLayer, Stack
-from potluck.engine.numbers.row_padding import exactness
+from potluck.engine.numbers.exact import exactness
+from potluck.kv.chunks import KvChunk, KvManifest
 from potluck.kv.handles import fingerprint_of
-
-__all__ = ["Runner", "RunnerSize", "SequenceWork"]
 
 
 class Runner:
@@ -95,13 +113,10 @@ class Runner:
         returns logits [rows asked for, vocabulary], work by work; the others hidden states.
         """
         vocab = self.config.model.vocab
-        for work in works:
-            if self.stack.embeds and not (
-                min(work.tokens, default=0) >= 0 and max(work.tokens, default=0) < vocab
-            ):
-                raise InputError(
-                    "tokens", f"{_stranger(work.tokens, vocab)} is not in the vocabulary of {vocab}"
-                )
+        for work in works if self.stack.embeds else ():
+            if min(work.tokens, default=0) < 0 or max(work.tokens, default=0) >= vocab:
+                unknown = next(token for token in work.tokens if not 0 <= token < vocab)
+                raise InputError("tokens", f"{unknown} is not in the vocabulary of {vocab}")
         if self._graphs is not None and hidden is None and on_layer is None and self._graphs.takes(works):
             check(works, self.tables)
             logits = self._graphs.run(works)
@@ -136,5 +151,207 @@ class Runner:
         return self.stack.embed(step.tokens)
 
 
-def _stranger(tokens: Sequence[int], vocab: int) -> int:
-    return next(token for token in tokens if not 0 <= token < vocab)
+COUNTS = (1, 2, 4, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256)
+"""Numbers of sequences for which a step is recorded, when it is first needed."""
+
+
+def recordable(model: Model, first: int, last: int) -> bool:
+    """Whether a step of the layers [first, last) always launches the same."""
+    return (first, last) == (0, model.layer_count) and all(
+        isinstance(layer.ffn, DenseFfn) and not isinstance(layer.attention, LatentAttention)
+        for layer in model.layers
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class _Numbers:
+    """What a step of `count` sequences is told, as parts of one tensor."""
+
+    all: Tensor
+    tokens: Tensor
+    positions: Tensor
+    rows: Tensor
+    slots: tuple[Tensor, ...]
+    tables: tuple[Tensor, ...]
+
+    @classmethod
+    def of(cls, count: int, widths: Sequence[int], **how: Any) -> _Numbers:
+        """`widths` are the blocks of a row, for each group."""
+        whole = torch.zeros(count * (3 + sum(1 + width for width in widths)), dtype=torch.int64, **how)
+        sizes = [count] * (3 + len(widths)) + [count * width for width in widths]
+        tokens, positions, rows, *rest = torch.split(whole, sizes)
+        slots, tables = tuple(rest[: len(widths)]), tuple(rest[len(widths) :])
+        return cls(whole, tokens, positions, rows, slots, tuple(table.view(count, -1) for table in tables))
+
+
+@dataclass(frozen=True, slots=True)
+class _Recorded:
+    host: _Numbers
+    device: _Numbers
+    step: BatchLayout
+    logits: Tensor
+    graph: torch.cuda.CUDAGraph | None
+
+
+class DecodeGraphs:
+    """Decode steps of a runner as CUDA graphs: recorded once for each number of sequences, then replayed.
+
+    A small step is a few hundred launches, which take longer to ask for than to do. A graph's tensors stay where they
+    are, so a step's numbers are copied into them in one go; sequences are filled up to the next recorded number by
+    repeating the last one, to no effect. A mixture of experts and latent layers, whose launches or shapes change, are
+    not recorded. Without a GPU the same steps are run as they are, to check by.
+    """
+
+    def __init__(
+        self, stack: Stack, cache: LayerCaches, tables: BlockTables, taps: int, device: torch.device
+    ) -> None:
+        self._stack, self._cache, self._tables = stack, cache, tables
+        self._taps, self._device = taps, device
+        self._recorded: dict[int, _Recorded] = {}
+        self._pool = torch.cuda.graph_pool_handle() if device.type == "cuda" else None
+        self.most = min(COUNTS[-1], tables.rows)
+
+    def takes(self, works: Sequence[SequenceWork]) -> bool:
+        return len(works) <= self.most and all(
+            len(work.tokens) == 1 and work.start and work.logits == "last" for work in works
+        )
+
+    def run(self, works: Sequence[SequenceWork]) -> Tensor:
+        """Logits, work by work; good until the next call. The works are checked already."""
+        count = next(count for count in COUNTS if count >= len(works))
+        recorded = self._recorded.get(count) or self._record(count, works)
+        self._fill(recorded, works)
+        if recorded.graph is None:
+            return self._compute(recorded.step)[: len(works)]
+        recorded.graph.replay()
+        return recorded.logits[: len(works)]
+
+    def _fill(self, recorded: _Recorded, works: Sequence[SequenceWork]) -> None:
+        host = recorded.host
+        spare = [works[-1]] * (len(host.tokens) - len(works))
+        whole = [*works, *spare]
+        rows, positions = np.array([work.row for work in whole]), np.array([work.start for work in whole])
+        host.tokens.numpy()[:] = [work.tokens[0] for work in whole]
+        host.positions.numpy()[:] = positions
+        host.rows.numpy()[:] = rows
+        blocks, places = np.divmod(positions, BLOCK_TOKENS)
+        for group, (slots, own) in enumerate(zip(host.slots, host.tables, strict=True)):
+            table = self._tables.table(group)
+            slots.numpy()[:] = table[rows, blocks] * BLOCK_TOKENS + places
+            own.numpy()[:] = table[rows]
+        recorded.device.all.copy_(host.all, non_blocking=True)
+
+    def _record(self, count: int, works: Sequence[SequenceWork]) -> _Recorded:
+        gpu = self._device.type == "cuda"
+        widths = [self._tables.table(group).shape[1] for group in range(len(self._tables.groups))]
+        host = _Numbers.of(count, widths, pin_memory=gpu)
+        device = _Numbers.of(count, widths, device=self._device)
+        nothing, none = np.empty(0, np.int64), np.empty((0, 0), np.int64)
+        step = BatchLayout(
+            order=list(range(count)),
+            tokens=device.tokens,
+            positions=device.positions,
+            groups=tuple(
+                GroupStep(slots, (), nothing, none, KeyLocations(table, device.positions, group.window))
+                for slots, table, group in zip(device.slots, device.tables, self._tables.groups, strict=True)
+            ),
+            linear=linear_step(device.rows, [1] * count, self._taps) if self._taps else None,
+            wanted=None,
+            begins=[],
+            packing=None,
+            unpacking=None,
+            rows=nothing,
+            places=nothing,
+        )
+        recorded = _Recorded(host, device, step, torch.empty(0), None)
+        if gpu:
+            recorded = self._capture(recorded, works)
+        self._recorded[count] = recorded
+        return recorded
+
+    def _capture(self, recorded: _Recorded, works: Sequence[SequenceWork]) -> _Recorded:
+        """Run the step once (what is compiled at first use must not be recorded), take its effect on states back,
+        then record it."""
+        self._fill(recorded, works)
+        before = [(kept.conv.clone(), kept.memory.clone()) for kept in self._cache.states]
+        stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            self._compute(recorded.step)
+        torch.cuda.current_stream().wait_stream(stream)
+        for kept, (conv, memory) in zip(self._cache.states, before, strict=True):
+            kept.conv.copy_(conv)
+            kept.memory.copy_(memory)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, pool=self._pool):
+            logits = self._compute(recorded.step)
+        return replace(recorded, logits=logits, graph=graph)
+
+    def _compute(self, step: BatchLayout) -> Tensor:
+        return self._stack.logits(self._stack(self._stack.embed(step.tokens), step, self._cache, None))
+
+
+class LocalExecutor(Executor):
+    """A whole model in this process; with a pacer its steps last as long as those of the emulated GPU."""
+
+    def __init__(
+        self, runner: Runner, size: RunnerSize, pacer: StepPacer | None = None, nic: EmulatedNic | None = None
+    ) -> None:
+        self.runner, self.size, self.pacer = runner, size, pacer
+        self.nic = nic
+        """For whoever sends its chunks over a network."""
+        self.config, self.fingerprint, self.exact = runner.config, runner.fingerprint, runner.exact
+
+    def open(self) -> int:
+        return self.runner.tables.open()
+
+    def close(self, row: int) -> None:
+        self.runner.tables.close(row)
+
+    def held(self, row: int) -> int:
+        return self.runner.tables.lengths[row]
+
+    def grow(self, row: int, tokens: int, since: int = 0) -> None:
+        self.runner.tables.grow(row, tokens, since)
+
+    def check(self) -> None:
+        self.runner.tables.check()
+
+    def begin(
+        self,
+        works: Sequence[SequenceWork],
+        draws: Sequence[TokenDraw],
+        exports: Sequence[CacheExport] = (),
+        deliver: Deliver | None = None,
+    ) -> Callable[[], list[SampledToken]]:
+        on_layer, pacer = None, self.pacer
+        if exports and deliver is not None:
+            send, layers = deliver, self.config.model.layer_count
+
+            def on_layer(layer: int) -> None:
+                for item in exports:
+                    chunks = pack(self.runner, item.row, layer, item.start, item.stop, item.end)
+                    if chunks and pacer is not None:  # not before that part of the step would be done
+                        pacer.reach((layer + 1) / layers)
+                    if chunks:
+                        send(item.row, chunks)
+
+        if pacer is not None:
+            pacer.begin(works)
+        logits = self.runner.step(works, on_layer=on_layer)
+        choices: list[SampledToken] = []
+        if draws:
+            ways, places = [draw.way for draw in draws], [draw.position for draw in draws]
+            choices = sample(logits, ways, places, [draw.edit for draw in draws])
+        if pacer is not None:
+            pacer.end()
+        return lambda: choices
+
+    def export(self, row: int, layer: int, start: int, stop: int) -> tuple[KvChunk, ...]:
+        return pack(self.runner, row, layer, start, stop)
+
+    def arrival(self, row: int, about: KvManifest, tokens: Sequence[int]) -> IncomingCache:
+        return IncomingHandover(self.runner, row, about, tokens)
+
+    def notes(self) -> Mapping[str, float]:
+        return {} if self.pacer is None else self.pacer.notes()

@@ -1,7 +1,7 @@
-"""The engine's loop: schedule, run, tell. One object, called from one thread, that owns executor and Batcher.
+"""The engine's loop: schedule, run, tell. One object, called from one thread, that owns executor and Batchers.
 
     turn     let hand-overs in; ask the Batcher for a step; compute it; commit it; say what happened
-    submit, cancel                              what may be asked between two turns (`driver.py` brings it here)
+    submit, cancel                              what may be asked between two turns (`loop_thread.py` brings it here)
     attach                                      of a sender: the receiver is there
     look_up, want, expect, accept, arrived      of a receiver, in this order
 
@@ -11,25 +11,33 @@ computed is what the row lacks: a prefix that was found in the cache makes a chu
 A hand-over takes a row beside the Batcher's slots, from when it may begin until its blocks are free (sender) or it
 runs (receiver), so that there is always a row for what the Batcher lets in. Half of these rows are for those that
 receive, half for the others: receivers wait for senders, perhaps in a ring of engines, and must not keep them out.
-Nor must a cache whose receiver has not come: when somebody waits for its row or blocks it is read out (`aside.py`).
+Nor must a cache whose receiver has not come: when somebody waits for its row or blocks it is read out to host memory.
 """
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable
 from dataclasses import replace
 
-from potluck.core.errors import InputError
+from potluck.api.segments import UNSUPPORTED
+from potluck.core.errors import CapacityError, InputError, PotluckError
 from potluck.core.replica.sequences import DONE, FINISHED, BatchLimits, BatchStep
+from potluck.core.state.facts import OUTBOX_BYTES
 from potluck.core.values.sampling import SampledToken
-from potluck.engine.compute.executor import CacheExport, Executor, IncomingCache, TokenDraw
-from potluck.engine.compute.work import SequenceWork
+from potluck.engine.compute.executor import (
+    CacheExport,
+    Executor,
+    IncomingCache,
+    SequenceWork,
+    TokenDraw,
+    WorkerLost,
+)
+from potluck.engine.compute.logit_edits import UnfitFormat
 from potluck.engine.loop.engine_status import EngineCounters
-from potluck.engine.loop.handover_gate import HandoverGate, spare_rows
-from potluck.engine.loop.host_kv import HostKvStore
-from potluck.engine.loop.jobs import CacheRows, RunningJob
-from potluck.engine.loop.messages import (
+from potluck.engine.loop.jobs import (
     NOT_FETCHED,
+    CacheRows,
     Event,
     Job,
     JobComputed,
@@ -37,13 +45,78 @@ from potluck.engine.loop.messages import (
     LayerSent,
     OutputToken,
     RowReady,
+    RunningJob,
 )
 from potluck.engine.loop.microbatches import Microbatch, Microbatches, RunningStep
-from potluck.engine.loop.step_runner import FAILURES, StepRunner, problem_of
 from potluck.engine.memory.prefix_cache import PrefixCache, PrefixStore
 from potluck.kv.chunks import KvChunk, KvManifest, data_bytes, token_hash
 
+
+class HandoverGate:
+    """Hand-overs of one kind: who waits for a row or for blocks, and who has a row set apart."""
+
+    def __init__(self, places: int) -> None:
+        self._places = places
+        self.waiting: deque[int] = deque()
+        self.inside: set[int] = set()
+
+    def next(self) -> list[int]:
+        """Those that may enter, in order."""
+        free = self._places - len(self.inside)
+        return [self.waiting[place] for place in range(min(free, len(self.waiting)))]
+
+    def enter(self, key: int) -> None:
+        self.waiting.remove(key)
+        self.inside.add(key)
+
+    def leave(self, key: int) -> None:
+        self.inside.discard(key)
+        if key in self.waiting:
+            self.waiting.remove(key)
+
+    @property
+    def empty(self) -> bool:
+        return not self.waiting and not self.inside
+
+
+FAILURES = (PotluckError, RuntimeError, ValueError, OSError)
+"""What may go wrong inside an executor: the requests at hand fail, the engine lives on."""
 Tell = Callable[[list[tuple[int, Event]]], None]
+
+
+class HostKvStore:
+    """Caches that were read out of their rows before anybody came for them, because somebody else waited for a row.
+
+    In a ring of engines that hand on to each other all would wait otherwise. By the job's key; changed by the loop,
+    and by whoever sees a hand-over end.
+    """
+
+    def __init__(self, most_bytes: int = OUTBOX_BYTES) -> None:
+        self.most_bytes = most_bytes
+        self._found: dict[int, tuple[KvManifest, int]] = {}
+        self._held_bytes = 0
+
+    @property
+    def full(self) -> bool:
+        """Asked before a cache is read: one may go beyond."""
+        return self._held_bytes >= self.most_bytes
+
+    def put(self, key: int, about: KvManifest, size_bytes: int) -> None:
+        self._found[key] = about, size_bytes
+        self._held_bytes += size_bytes
+
+    def taken(self, key: int) -> KvManifest | None:
+        """Its receiver came, or never will; what it is, if it is here."""
+        about, size_bytes = self._found.pop(key, (None, 0))
+        self._held_bytes -= size_bytes
+        return about
+
+
+def problem_of(error: Exception) -> tuple[str, bool, str]:
+    """What the end of a request says of an error: a line, whether to ask again, and a code."""
+    again = isinstance(error, WorkerLost | CapacityError)
+    code = UNSUPPORTED if isinstance(error, UnfitFormat) else ""
+    return (str(error).splitlines() or [type(error).__name__])[0], again, code
 
 
 class EngineLoop:
@@ -59,24 +132,28 @@ class EngineLoop:
         awaits: bool = True,
         join: Callable[[CacheExport], bool] | None = None,
     ) -> None:
-        """`weigh`: what parcels count as. Without `awaits` a step is left under way, and the next turn lands it when
-        over (`timed.py`). `join`: caches can be let out with it even then."""
-        spare = spare_rows(executor.size, limits)
+        """`weigh`: what chunks count as. Without `awaits` a step is left under way, and the next turn lands it
+        (`TimerLoop`). `join`: caches can be let out with it even then."""
+        size = executor.size
+        if limits.total_blocks > size.blocks:
+            raise InputError("blocks", f"{limits.total_blocks} are more than the executor's")
+        spare = size.rows - limits.max_running
+        if spare < 2:
+            raise InputError("rows", f"must be at least two more than the {limits.max_running} that may run")
         self.executor, self.counters = executor, EngineCounters()
-        chunk = min(limits.chunk_tokens or limits.token_budget, executor.size.max_chunk_tokens)
-        longest = min(executor.size.max_tokens, limits.total_blocks * limits.block_tokens)
+        chunk = min(limits.chunk_tokens or limits.token_budget, size.max_chunk_tokens)
+        longest = min(size.max_tokens, limits.total_blocks * limits.block_tokens)
         self.microbatches = Microbatches(replace(limits, chunk_tokens=chunk), executor.microbatches, longest)
         self._tell, self._weigh, self._join = tell, weigh, join
         self._awaits = awaits and len(self.microbatches.all) == 1
         self.prefixes: PrefixStore = prefixes or PrefixCache(executor.config, 0)
         self._rows = CacheRows(executor, self.prefixes, chunk, self.counters)
-        self._steps = StepRunner(executor, self._rows, self._send, self._lose)
         self._lease_s, self._now_s = lease_s, 0.0
         self._runs: dict[int, RunningJob] = {}
         self._senders, self._receivers = HandoverGate(spare - spare // 2), HandoverGate(spare // 2)
         self._kept: dict[int, float] = {}
         """Caches that are computed and whose receivers have not come, and until when they are kept."""
-        self.aside = HostKvStore()
+        self.host_kv = HostKvStore()
         self._said: list[tuple[int, Event]] = []
 
     # What is asked between turns.
@@ -92,7 +169,7 @@ class EngineLoop:
         if job.received:
             return  # until its cache comes
         if job.hands_on:
-            self._senders.lobby.append(job.key)
+            self._senders.waiting.append(job.key)
         else:
             self.microbatches.add(job.key, job.whole, 0, job.output_tokens, *job.standing)
 
@@ -106,7 +183,7 @@ class EngineLoop:
     def attach(self, key: int, have: int, now_s: float) -> KvManifest:
         """The receiver of what `key` hands on is there and has `have` tokens: its cache goes out when computed."""
         self._now_s = now_s
-        if (read := self.aside.taken(key)) is not None:
+        if (read := self.host_kv.taken(key)) is not None:
             return read
         run = self._runs.get(key)
         if run is None or not run.job.hands_on or run.fetched_from is not None:
@@ -116,8 +193,8 @@ class EngineLoop:
         run.fetched_from = have
         if run.computed:
             self._send_kept(run)
-        elif self._join is not None and (flight := self.microbatches.flight_of(key, run.row)) is not None:
-            flight.let_out(run, self._join)
+        elif self._join is not None and (running := self.microbatches.step_of(key, run.row)) is not None:
+            running.let_out(run, self._join)
         return self._about(run, have)
 
     def _about(self, run: RunningJob, have: int) -> KvManifest:
@@ -134,7 +211,7 @@ class EngineLoop:
     def want(self, key: int) -> None:
         """The cache is coming in: `RowReady` will say when there is a row and blocks for it, even during a step."""
         self._here(key)
-        self._receivers.lobby.append(key)
+        self._receivers.waiting.append(key)
         self._let_in()
 
     def expect(self, key: int, about: KvManifest) -> None:
@@ -146,13 +223,13 @@ class EngineLoop:
             )
         run.incoming = self.executor.arrival(run.row, about, run.job.prompt)
 
-    def accept(self, key: int, parcel: KvChunk, *, lossy: bool = False) -> None:
-        self._incoming(key).accept(parcel)
+    def accept(self, key: int, chunk: KvChunk, *, lossy: bool = False) -> None:
+        self._incoming(key).accept(chunk)
         self._here(key).exact &= not lossy
-        self.counters.received_bytes += self._weigh(parcel)
+        self.counters.received_bytes += self._weigh(chunk)
 
     def arrived(self, key: int) -> None:
-        """All parcels are there: the request may run."""
+        """All chunks are there: the request may run."""
         self._incoming(key).finish()
         run = self._here(key)
         run.incoming, job = None, run.job
@@ -172,7 +249,7 @@ class EngineLoop:
     # A turn.
 
     def turn(self, now_s: float, clock: Callable[[], float] | None = None) -> bool:
-        """A step of the next lane that has something to do; false when none has."""
+        """A step of the next micro-batch that has something to do; false when none has."""
         self._now_s = now_s
         self._expire()
         self._let_in()
@@ -181,17 +258,17 @@ class EngineLoop:
         return busy
 
     def _advance(self, microbatch: Microbatch, clock: Callable[[], float] | None) -> bool:
-        """Await the lane's step, and begin the next; a single lane's is awaited, too. Whether there was any."""
-        if (last := microbatch.flight) is not None:
+        """Await its step, and begin the next; that of a single micro-batch is awaited, too. Whether there was any."""
+        if (last := microbatch.step) is not None:
             self._land(microbatch, last, clock)
         step = microbatch.batcher.next_step()
         for key in step.preempted:
             self._rows.close(self._runs[key])
             self.counters.preemptions += 1
-        microbatch.flight = flight = self._plan(microbatch, step)
-        self._steps.begin(flight)
-        if self._awaits or not flight.works:
-            self._land(microbatch, flight, clock)
+        microbatch.step = running = self._plan(microbatch, step)
+        self._begin(running)
+        if self._awaits or not running.works:
+            self._land(microbatch, running, clock)
         return last is not None or bool(step.chunks or step.decodes)
 
     def flush(self) -> None:
@@ -225,19 +302,19 @@ class EngineLoop:
 
     @property
     def idle(self) -> bool:
-        return not (self._runs or self.microbatches.flying)
+        return not (self._runs or self.microbatches.under_way)
 
     @property
     def waiting(self) -> int:
-        return self.microbatches.queued + len(self._senders.lobby) + len(self._receivers.lobby)
+        return self.microbatches.queued + len(self._senders.waiting) + len(self._receivers.waiting)
 
     # Inside a turn.
 
     def _let_in(self) -> None:
         self._open_gates()
-        if self._kept and (self._senders.lobby or self._receivers.lobby or self.microbatches.short):
+        if self._kept and (self._senders.waiting or self._receivers.waiting or self.microbatches.short):
             for key in list(self._kept):
-                if not self.aside.full:
+                if not self.host_kv.full:
                     self._put_aside(self._runs[key])
             self._open_gates()
         self.flush()
@@ -246,7 +323,7 @@ class EngineLoop:
         """Its receiver is to find it outside of the row, from the first token on."""
         before, run.fetched_from = self.counters.sent_bytes, 0
         if self._send_kept(run):
-            self.aside.put(run.job.key, self._about(run, 0), self.counters.sent_bytes - before)
+            self.host_kv.put(run.job.key, self._about(run, 0), self.counters.sent_bytes - before)
 
     def _open_gates(self) -> None:
         for key in self._senders.next():
@@ -298,15 +375,41 @@ class EngineLoop:
             self.executor.grow(row, goal, since=start)
         return row, start
 
-    def _land(self, microbatch: Microbatch, flight: RunningStep, clock: Callable[[], float] | None) -> None:
+    def _begin(self, running: RunningStep) -> None:
+        """Put a step under way, without the rows that turn out to be lost."""
+        while running.works:
+            try:
+                running.land = self.executor.begin(running.works, running.draws, running.exports, self._send)
+                return
+            except FAILURES as error:
+                self._leave_out(running, error)
+
+    def _landed(self, running: RunningStep) -> dict[int, SampledToken]:
+        """Wait for a step; if rows are lost on the way it is run again without them. Tokens by key."""
+        while running.works:
+            assert running.land is not None
+            try:
+                drawn = zip(running.drawn, running.land(), strict=True)
+                return {self._rows.keys[row]: choice for row, choice in drawn}
+            except FAILURES as error:
+                self._leave_out(running, error)
+                self._begin(running)
+        return {}
+
+    def _leave_out(self, running: RunningStep, error: Exception) -> None:
+        lost = running.lost(error) & set(self._rows.keys)
+        self._lose([self._rows.keys[row] for row in lost], error)
+        running.without(lost)
+
+    def _land(self, microbatch: Microbatch, running: RunningStep, clock: Callable[[], float] | None) -> None:
         """The end of a step: what was drawn, who is done."""
-        size, count = flight.tokens, len(flight.works)
-        choices = self._steps.landed(flight)
+        size, count = running.tokens, len(running.works)
+        choices = self._landed(running)
         if clock is not None:
             self._now_s = clock()
-        microbatch.flight = None
-        found = microbatch.batcher.commit(flight.step)
-        for run in flight.left:
+        microbatch.step = None
+        found = microbatch.batcher.commit(running.step)
+        for run in running.left:
             self.microbatches.cancel(run.job.key)
             self._rows.close(run)
         for key, choice in choices.items():
@@ -315,9 +418,9 @@ class EngineLoop:
             if what == FINISHED and key in self._runs:
                 self._end(key, "length")
             elif what == DONE and key in self._runs:
-                self._done(self._runs[key], flight)
+                self._done(self._runs[key], running)
         if count:
-            self.counters.step(size, count, self._now_s - flight.began_s)
+            self.counters.step(size, count, self._now_s - running.began_s)
 
     def _lose(self, keys: list[int], error: Exception) -> None:
         keys = [key for key in keys if key in self._runs]
@@ -326,12 +429,12 @@ class EngineLoop:
         for key in keys:
             self._end(key, "error", line, again=again, code=code)
 
-    def _send(self, row: int, parcels: tuple[KvChunk, ...]) -> None:
-        self.counters.sent_bytes += sum(map(self._weigh, parcels))
+    def _send(self, row: int, chunks: tuple[KvChunk, ...]) -> None:
+        self.counters.sent_bytes += sum(map(self._weigh, chunks))
         if (run := self._runs.get(self._rows.keys[row])) is not None:
             end = (self.executor.config.model.layer_count - 1, run.whole)
-            last = (parcels[-1].layer, parcels[-1].stop) == end
-            self._said.append((run.job.key, LayerSent(parcels, last, run.exact)))
+            last = (chunks[-1].layer, chunks[-1].stop) == end
+            self._said.append((run.job.key, LayerSent(chunks, last, run.exact)))
             self.flush()
 
     def _drew(self, key: int, choice: SampledToken) -> None:
@@ -352,7 +455,7 @@ class EngineLoop:
         if choice.token in run.job.ends:
             self._end(key, "stop")
 
-    def _done(self, run: RunningJob, flight: RunningStep) -> None:
+    def _done(self, run: RunningJob, running: RunningStep) -> None:
         """A segment that hands on is computed."""
         run.computed = True
         self.counters.prompt_tokens += run.job.whole - run.job.received
@@ -360,7 +463,7 @@ class EngineLoop:
         self._said.append((run.job.key, JobComputed(run.times)))
         if run.fetched_from is None:
             self._kept[run.job.key] = self._now_s + self._lease_s
-        elif any(export.row == run.row for export in flight.exports):
+        elif any(export.row == run.row for export in running.exports):
             self._end(run.job.key, "handed_on")
         else:  # the receiver came while the step was under way
             self._send_kept(run)
@@ -396,9 +499,9 @@ class EngineLoop:
         self._kept.pop(key, None)
         self._senders.leave(key)
         self._receivers.leave(key)
-        flight = self.microbatches.flight_of(key, run.row)
-        if flight is not None:
-            flight.left.append(run)
+        running = self.microbatches.step_of(key, run.row)
+        if running is not None:
+            running.left.append(run)
         else:
             if reason in ("stop", "length"):
                 self._keep(run)

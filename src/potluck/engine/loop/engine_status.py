@@ -85,7 +85,7 @@ class EngineStatus:
     exact: bool = False
     """Whether tokens are the same to the last bit however requests are cut, batched and spread (numbers/exact.py)."""
     products: str = ""
-    """How rows are multiplied for that: plain, pairs, strips (numbers/filling.py)."""
+    """How rows are multiplied for that: plain, pairs, strips (numbers/exact.py)."""
     kv: str = ""
     """HOST:PORT where caches are fetched from it."""
     kv_version: int = 0

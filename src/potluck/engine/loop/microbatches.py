@@ -1,9 +1,9 @@
-"""Lanes: several batches of requests that take turns, so that all stages of a pipeline have work.
+"""Micro-batches: several batches of requests that take turns, so that all stages of a pipeline have work.
 
-A decode goes through the stages one after the other, and its next token only begins when it is out. With one step at
-a time a pipeline of k stages would use one of them. So an executor may say that it wants k lanes: each has a Batcher
-of its own with its share of slots and blocks, and at most one step under way. A request stays in its lane. There are
-fewer lanes where there are too few blocks for the longest request in each.
+A decode goes through the stages one after the other, and its next token only begins when it is out: with one step at
+a time a pipeline of k stages would use one. So an executor may want k micro-batches: each has a Batcher of its own
+with its share of slots and blocks, and at most one step under way. A request stays in its micro-batch. There are
+fewer where there are too few blocks for the longest request in each.
 """
 
 from __future__ import annotations
@@ -14,8 +14,12 @@ from dataclasses import dataclass, field, replace
 from potluck.core.replica.batch import Batcher
 from potluck.core.replica.sequences import BatchLimits, BatchStep
 from potluck.core.values.sampling import SampledToken
-from potluck.engine.compute.executor import CacheExport, TokenDraw, WorkerLost
-from potluck.engine.compute.work import SequenceWork
+from potluck.engine.compute.executor import (
+    CacheExport,
+    SequenceWork,
+    TokenDraw,
+    WorkerLost,
+)
 from potluck.engine.loop.jobs import RunningJob
 
 
@@ -55,9 +59,6 @@ class RunningStep:
         """Rows for which a token is drawn, in order."""
         return [work.row for work in self.works if work.logits == "last"]
 
-    def has(self, row: int | None) -> bool:
-        return any(work.row == row for work in self.works)
-
     def let_out(self, run: RunningJob, join: Callable[[CacheExport], bool]) -> None:
         """The receiver of a job came while its step is under way."""
         work = next(work for work in self.works if work.row == run.row)
@@ -71,11 +72,11 @@ class RunningStep:
 class Microbatch:
     def __init__(self, limits: BatchLimits) -> None:
         self.batcher = Batcher(limits)
-        self.flight: RunningStep | None = None
+        self.step: RunningStep | None = None
 
 
 class Microbatches:
-    """Several Batchers as one, for whoever does not care which lane a request is in."""
+    """Several Batchers as one, for whoever does not care which one a request is in."""
 
     def __init__(self, limits: BatchLimits, wanted: int, longest_tokens: int) -> None:
         room = limits.total_blocks * limits.block_tokens // longest_tokens
@@ -124,15 +125,15 @@ class Microbatches:
         if microbatch is not None:
             microbatch.batcher.cancel(key)
 
-    def flight_of(self, key: int, row: int | None) -> RunningStep | None:
+    def step_of(self, key: int, row: int | None) -> RunningStep | None:
         """The step under way that a request has a part in."""
         microbatch = self._of.get(key)
-        flight = None if microbatch is None else microbatch.flight
-        return flight if flight is not None and flight.has(row) else None
+        step = None if microbatch is None else microbatch.step
+        return step if step is not None and any(work.row == row for work in step.works) else None
 
     @property
-    def flying(self) -> bool:
-        return any(microbatch.flight is not None for microbatch in self.all)
+    def under_way(self) -> bool:
+        return any(microbatch.step is not None for microbatch in self.all)
 
     @property
     def short(self) -> bool:

@@ -15,8 +15,7 @@ from statistics import median
 from potluck.core.errors import CapacityError
 from potluck.core.state.facts import BLOCK_TOKENS
 from potluck.core.values.sampling import Sampling
-from potluck.engine.compute.executor import Executor, TokenDraw
-from potluck.engine.compute.runner import SequenceWork
+from potluck.engine.compute.executor import Executor, SequenceWork, TokenDraw
 from potluck.perf.timers.profile import MIN_POINTS, ProfilePoint
 
 WARM_UP = 2

@@ -1,1 +1,1 @@
-"""What sequences keep: paged caches and states, who holds which block, and the same as parcels to hand on."""
+"""What sequences keep: paged caches and states, who holds which block, and the same as chunks to hand on."""

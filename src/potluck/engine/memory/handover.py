@@ -7,7 +7,7 @@ where a prompt takes several:
 
     sender      runner.step(works, on_layer=lambda layer: send(pack(runner, row, layer, start, stop, whole)))
     receiver    arrival = Arrival(runner, row, manifest, tokens)
-                arrival.accept(parcel)          for each, in any order
+                arrival.accept(chunk)          for each, in any order
                 arrival.finish()
 
 Data is C-contiguous and little-endian. The receiver believes nothing: model, tokens, layers, shapes, formats and
@@ -19,6 +19,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -26,13 +27,29 @@ from torch import Tensor
 
 from potluck.core.errors import FormatError, InputError
 from potluck.core.state.facts import BLOCK_TOKENS
-from potluck.engine.compute.runner import Runner
+from potluck.engine.compute.executor import check_manifest
 from potluck.engine.memory.kv_cache import LinearStates, Pages
-from potluck.engine.memory.layer_parts import MissingParts, first_needed
 from potluck.kv.chunks import KvChunk, KvManifest, token_hash
 from potluck.kv.codec_layout import Part
 
-__all__ = ["IncomingHandover", "KvChunk", "KvManifest", "Part", "manifest", "pack", "token_hash"]
+if TYPE_CHECKING:
+    from potluck.engine.compute.runner import Runner
+from potluck.core.values.model import FullAttention, LinearAttention, Model
+from potluck.kv.assembly import MissingParts, Range, first_needed
+
+
+def ranges(model: Model, start: int, stop: int) -> dict[tuple[int, str], Range]:
+    """What each layer of a model hands over of the tokens [start, stop), by layer and part."""
+    found: dict[tuple[int, str], Range] = {}
+    for layer, each in enumerate(model.layers):
+        attention = each.attention
+        if isinstance(attention, LinearAttention):
+            found[layer, "conv"] = found[layer, "memory"] = (stop, stop)
+        elif isinstance(attention, FullAttention):
+            found[layer, "kv"] = (first_needed(start, stop, attention.window), stop)
+        else:
+            found[layer, "latent"] = (start, stop)
+    return found
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,14 +76,14 @@ def pack(
     last = whole in (None, stop)
     if not 0 <= start < stop <= held or (isinstance(kept, LinearStates) and last and stop != held):
         raise InputError(f"row {row}", f"holds {held} tokens; layer {layer} cannot give [{start}, {stop})")
-    parcels = []
+    chunks = []
     for expected in _expected(runner, layer, start, stop, whole):
         tensor = _read(runner, row, layer, expected, stop)
         raw = tensor.cpu().contiguous().view(torch.uint8).numpy()
         name = str(expected.dtype).removeprefix("torch.")
         data = memoryview(raw.data).cast("B")
-        parcels.append(KvChunk(layer, expected.part, expected.first, stop, name, tuple(tensor.shape), data))
-    return tuple(parcels)
+        chunks.append(KvChunk(layer, expected.part, expected.first, stop, name, tuple(tensor.shape), data))
+    return tuple(chunks)
 
 
 def _expected(
@@ -112,16 +129,7 @@ class IncomingHandover:
     def __init__(self, runner: Runner, row: int, about: KvManifest, tokens: Sequence[int]) -> None:
         if sys.byteorder != "little":
             raise InputError("hand-over", "needs a little-endian machine")
-        if about.fingerprint != runner.fingerprint:
-            raise InputError("hand-over: fingerprint", "is of another model or other weights")
-        held = runner.tables.lengths[row]
-        if not 0 <= about.start < about.stop <= len(tokens) or about.start > held:
-            raise InputError(
-                "hand-over: tokens",
-                f"[{about.start}, {about.stop}) does not go on from the {held} tokens held",
-            )
-        if about.token_hash != token_hash(tokens[: about.stop]):
-            raise InputError("hand-over: token_hash", "is of other tokens")
+        check_manifest(about, runner.fingerprint, runner.tables.lengths[row], tokens)
         runner.tables.grow(row, about.stop, since=about.stop)
         self._runner, self._row, self._about = runner, row, about
         layers = range(runner.stack.first, runner.stack.last)
@@ -132,55 +140,50 @@ class IncomingHandover:
         }
         self._pieces = MissingParts({key: (each.first, about.stop) for key, each in self._wanted.items()})
 
-    @property
-    def missing(self) -> int:
-        """Parts of layers that have not come whole."""
-        return self._pieces.missing
-
     @torch.inference_mode()
-    def accept(self, parcel: KvChunk) -> None:
-        """Check a parcel and put it in its place."""
-        where = f"hand-over: layer {parcel.layer} {parcel.part}"
-        wanted = self._wanted.get((parcel.layer, parcel.part))
+    def accept(self, chunk: KvChunk) -> None:
+        """Check a chunk and put it in its place."""
+        where = f"hand-over: layer {chunk.layer} {chunk.part}"
+        wanted = self._wanted.get((chunk.layer, chunk.part))
         if wanted is None:
             raise FormatError(where, "is not expected")
-        expected = wanted if wanted.part in ("conv", "memory") else _piece(wanted, parcel)
+        expected = wanted if wanted.part in ("conv", "memory") else _piece(wanted, chunk)
         dtype = str(expected.dtype).removeprefix("torch.")
-        if parcel.dtype != dtype or tuple(parcel.shape) != expected.shape:
+        if chunk.dtype != dtype or tuple(chunk.shape) != expected.shape:
             raise FormatError(
-                where, f"is {parcel.dtype} {list(parcel.shape)}, expected {dtype} {list(expected.shape)}"
+                where, f"is {chunk.dtype} {list(chunk.shape)}, expected {dtype} {list(expected.shape)}"
             )
-        tensor = _tensor(parcel, expected, where)
-        self._pieces.take(parcel)
-        self._write(parcel, expected, tensor)
+        tensor = _tensor(chunk, expected, where)
+        self._pieces.take(chunk)
+        self._write(chunk, expected, tensor)
 
-    def _write(self, parcel: KvChunk, expected: _Expected, tensor: Tensor) -> None:
-        kept, row = self._runner.cache.layer(parcel.layer), self._row
+    def _write(self, chunk: KvChunk, expected: _Expected, tensor: Tensor) -> None:
+        kept, row = self._runner.cache.layer(chunk.layer), self._row
         tensor = tensor.to(self._runner.device)
         if isinstance(kept, LinearStates):
             (kept.conv if expected.part == "conv" else kept.memory)[row].copy_(tensor)
         else:
-            slots = _slots(self._runner, row, kept, parcel.first, parcel.stop)
+            slots = _slots(self._runner, row, kept, chunk.first, chunk.stop)
             kept.write(slots, tensor.view(len(slots), -1))
 
     def finish(self) -> None:
-        """All parcels are there: the row holds [0, stop)."""
+        """All chunks are there: the row holds [0, stop)."""
         self._pieces.must_be_whole()
         self._runner.tables.advance(self._row, self._about.stop)
         self._runner.tables.trim(self._row)
 
 
-def _piece(wanted: _Expected, parcel: KvChunk) -> _Expected:
-    """What the tokens that a parcel says it is of should look like."""
-    tokens = max(0, parcel.stop - parcel.first)
-    return replace(wanted, first=parcel.first, shape=(tokens, *wanted.shape[1:]))
+def _piece(wanted: _Expected, chunk: KvChunk) -> _Expected:
+    """What the tokens that a chunk says it is of should look like."""
+    tokens = max(0, chunk.stop - chunk.first)
+    return replace(wanted, first=chunk.first, shape=(tokens, *wanted.shape[1:]))
 
 
-def _tensor(parcel: KvChunk, expected: _Expected, where: str) -> Tensor:
+def _tensor(chunk: KvChunk, expected: _Expected, where: str) -> Tensor:
     size = int(np.prod(expected.shape)) * expected.dtype.itemsize
-    if len(parcel.data) != size:
-        raise FormatError(where, f"has {len(parcel.data)} bytes, expected {size}")
-    raw = torch.from_numpy(np.frombuffer(parcel.data, dtype=np.uint8).copy())
+    if len(chunk.data) != size:
+        raise FormatError(where, f"has {len(chunk.data)} bytes, expected {size}")
+    raw = torch.from_numpy(np.frombuffer(chunk.data, dtype=np.uint8).copy())
     tensor = raw.view(expected.dtype).view(expected.shape)
     if not bool(torch.isfinite(tensor).all()):
         # One such number would spread through masked positions to sequences beside it.

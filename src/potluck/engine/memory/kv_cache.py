@@ -67,14 +67,6 @@ class LinearStates:
 Kept = Pages | LinearStates
 
 
-@dataclass(frozen=True, slots=True)
-class StateCopy:
-    """The linear layers' states of a sequence at an exact length, to resume from there."""
-
-    length: int
-    parts: tuple[tuple[Tensor, Tensor], ...]
-
-
 def windows_of(model: Model, first: int, last: int) -> tuple[int | None, ...]:
     """The groups that the layers [first, last) make: everything first, then windows by size."""
     found: set[int | None] = set()
@@ -161,16 +153,3 @@ class LayerCaches:
         for kept in self.states:
             kept.conv[rows] = 0
             kept.memory[rows] = 0
-
-    @torch.inference_mode()
-    def copy_states(self, row: int) -> StateCopy:
-        """The states at the row's present length: linear layers can be resumed at no other."""
-        parts = tuple((kept.conv[row].clone(), kept.memory[row].clone()) for kept in self.states)
-        return StateCopy(self.tables.lengths[row], parts)
-
-    @torch.inference_mode()
-    def put_states(self, row: int, copy: StateCopy) -> None:
-        """Back to where `copy` was taken; the blocks for its tokens are the caller's to provide."""
-        for kept, (conv, memory) in zip(self.states, copy.parts, strict=True):
-            kept.conv[row].copy_(conv)
-            kept.memory[row].copy_(memory)

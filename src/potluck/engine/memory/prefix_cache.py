@@ -1,6 +1,6 @@
 """Prefix caching: the caches of prompts that were computed, kept as bytes, and put into sequences that begin alike.
 
-It is a hand-over to oneself: parcels out of one row, and later into another. Layers that keep every token are stored
+It is a hand-over to oneself: chunks out of one row, and later into another. Layers that keep every token are stored
 block by block, so that prefixes share what they have in common. If there are others (windows, states), what they need
 at the end of the prefix is stored as a checkpoint, with what paged layers have behind the last whole block.
 `kv.store.pool` holds the bytes, `core.replica.blocks` says what is where and what goes.
@@ -8,27 +8,129 @@ at the end of the prefix is stored as a checkpoint, with what paged layers have 
 
 from __future__ import annotations
 
+import hashlib
 import json
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from math import prod
 from typing import Protocol
 
+import numpy as np
+from numpy.typing import NDArray
+
 from potluck.core.errors import CapacityError, FormatError, InputError
-from potluck.core.replica.blocks import CacheChanges, PrefixHit, block_hashes, chain_root
+from potluck.core.replica.blocks import HASH_BYTES, CacheChanges, PrefixHit, block_hashes, chain_root
 from potluck.core.state.facts import BLOCK_TOKENS
-from potluck.core.values.model import Attention, FullAttention, LatentAttention
-from potluck.engine.memory.prefix_transfer import PrefixReceiver, ReceivedPrefix
+from potluck.core.values.model import Attention, FullAttention, LatentAttention, LinearAttention, Model
 from potluck.engine.model.config import EngineModelConfig
 from potluck.kv.chunks import KvChunk
+from potluck.kv.codec_layout import Part
 from potluck.kv.disk_tier import DiskTier
 from potluck.kv.prefix_pool import PrefixPool
+
+FORMATS = {"float32": 4, "float16": 2, "bfloat16": 2}
+"""Bytes of a number."""
+INFINITE_BFLOAT16 = 0x7F80
+"""The exponent of what is not finite."""
+
+
+def chain_hash(names: Sequence[int]) -> str:
+    """What stands in a manifest where other hand-overs have the hash of their tokens."""
+    named = b"".join(name.to_bytes(HASH_BYTES, "little") for name in names)
+    return hashlib.sha256(b"prefix " + named).hexdigest()
+
+
+def expected_parts(
+    model: Model, start: int, stop: int
+) -> dict[tuple[int, Part], tuple[int, tuple[int, ...]]]:
+    """(layer, part) to the first token and the shape of what must come for blocks [start, stop)."""
+    found: dict[tuple[int, Part], tuple[int, tuple[int, ...]]] = {}
+    for place, layer in enumerate(model.layers):
+        kind = layer.attention
+        if isinstance(kind, LatentAttention):
+            shape = (stop - start, 1, kind.kv_lora_rank + kind.qk_rope_head_dim)
+            found[place, "latent"] = start, shape
+        elif isinstance(kind, FullAttention):
+            first = start if kind.window is None else max(0, stop - kind.window + 1)
+            found[place, "kv"] = first, (stop - first, 2, kind.kv_heads, kind.head_dim)
+        elif isinstance(kind, LinearAttention):
+            found[place, "conv"] = stop, (kind.conv_kernel - 1, kind.conv_channels)
+            found[place, "memory"] = stop, (kind.value_heads, kind.key_head_dim, kind.value_head_dim)
+    return found
+
+
+class PrefixReceiver(Protocol):
+    """What takes the chunks of a prefix as they come; the cache that made it knows the rest."""
+
+    @property
+    def stop(self) -> int: ...
+
+    def accept(self, chunk: KvChunk) -> None: ...
+
+
+class ReceivedPrefix:
+    """The chunks of tokens [start, stop) as they come, in any order."""
+
+    def __init__(self, model: Model, start: int, stop: int) -> None:
+        self.start, self.stop = start, stop
+        self._missing = expected_parts(model, start, stop)
+        self._chunks: dict[int, list[KvChunk]] = {}
+        self._format = ""
+
+    def accept(self, chunk: KvChunk) -> None:
+        """Check a chunk and keep a copy of it."""
+        where = f"prefix: layer {chunk.layer} {chunk.part}"
+        expected = self._missing.get((chunk.layer, chunk.part))
+        if expected is None:
+            raise FormatError(where, "is not expected, or came before")
+        if chunk.codec != "raw":
+            raise FormatError(where, f"came as {chunk.codec}; what is kept for others must be exact")
+        if (chunk.first, chunk.stop, tuple(chunk.shape)) != (expected[0], self.stop, expected[1]):
+            said = f"[{chunk.first}, {chunk.stop}) {list(chunk.shape)}"
+            raise FormatError(where, f"is {said}, expected [{expected[0]}, {self.stop}) {list(expected[1])}")
+        fixed = "float32" if chunk.part == "memory" else self._format
+        if chunk.dtype not in FORMATS or (fixed and chunk.dtype != fixed):
+            raise FormatError(where, f"is {chunk.dtype}, expected {fixed or ' or '.join(FORMATS)}")
+        self._format = self._format or ("" if chunk.part == "memory" else chunk.dtype)
+        if len(chunk.data) != prod(expected[1]) * FORMATS[chunk.dtype]:
+            raise FormatError(where, f"has {len(chunk.data)} bytes, which its shape has not")
+        raw = np.frombuffer(chunk.data, dtype=np.uint8).copy()
+        if not _all_finite(raw, chunk.dtype):
+            raise FormatError(where, "has values that are not finite")
+        self._chunks.setdefault(chunk.layer, []).append(replace(chunk, data=memoryview(raw.data)))
+        del self._missing[chunk.layer, chunk.part]
+
+    def finish(self) -> None:
+        if self._missing:
+            layer, part = min(self._missing)
+            raise FormatError(
+                "prefix", f"{len(self._missing)} chunks are missing, the first is layer {layer} {part}"
+            )
+
+    def read(self, layer: int, start: int, stop: int) -> tuple[KvChunk, ...]:
+        """What came of a layer, of one that keeps every token only [start, stop)."""
+        found = []
+        for chunk in self._chunks[layer]:
+            if chunk.first == self.start < start and chunk.shape[0] == self.stop - self.start:
+                skipped = len(chunk.data) // chunk.shape[0] * (start - self.start)
+                shape = (stop - start, *chunk.shape[1:])
+                chunk = replace(chunk, first=start, shape=shape, data=memoryview(chunk.data)[skipped:])
+            found.append(chunk)
+        return tuple(found)
+
+
+def _all_finite(raw: NDArray[np.uint8], dtype: str) -> bool:
+    if dtype == "bfloat16":
+        return bool(((raw.view("<u2") & INFINITE_BFLOAT16) != INFINITE_BFLOAT16).all())
+    return bool(np.isfinite(raw.view(dtype)).all())
+
 
 Read = Callable[[int, int, int], tuple[KvChunk, ...]]
 """(layer, start, stop) to what that layer has of a row."""
 
 
 class PrefixStore(Protocol):
-    """What the loop needs of a prefix cache; the one below, or one that pretends."""
+    """What the loop needs of a prefix cache; the one below, or a mock."""
 
     @property
     def exact(self) -> bool: ...
@@ -70,7 +172,7 @@ def keeps_all(attention: Attention) -> bool:
 
 
 class PrefixCache:
-    """Parcels by prefix. Changed by the engine's loop alone."""
+    """Chunks by prefix. Changed by the engine's loop alone."""
 
     def __init__(
         self,
@@ -89,7 +191,7 @@ class PrefixCache:
         self._pool: PrefixPool | None = None
         """Made when the first prefix is kept: only then is it known how large a block is."""
         self._kinds: list[tuple[KvChunk, int]] = []
-        """Of each paged layer an empty parcel, and the bytes of a block."""
+        """Of each paged layer an empty chunk, and the bytes of a block."""
 
     @property
     def exact(self) -> bool:
@@ -105,7 +207,7 @@ class PrefixCache:
         return self._capacity_bytes > 0
 
     def find(self, tokens: Sequence[int], most_tokens: int, salt: str = "") -> tuple[int, list[KvChunk]]:
-        """The longest known prefix of at most so many tokens, and the parcels of [0, that).
+        """The longest known prefix of at most so many tokens, and the chunks of [0, that).
 
         Only what was kept under the same salt is known.
         """
@@ -113,7 +215,7 @@ class PrefixCache:
             return 0, []
         hashes = self._hashes(tokens[:most_tokens], salt)
         found = self._pool.find(tokens, hashes, most_tokens, self._root(salt))
-        return (found.tokens, self._parcels(self._pool, hashes, found)) if found.tokens else (0, [])
+        return (found.tokens, self._chunks(self._pool, hashes, found)) if found.tokens else (0, [])
 
     def keep(self, tokens: Sequence[int], held: int, read: Read, salt: str = "") -> None:
         """Keep what a row has of its first `held` tokens, which is all that it holds."""
@@ -141,12 +243,12 @@ class PrefixCache:
         return min(self._pool.index.depth(names), most) * BLOCK_TOKENS
 
     def lend(self, names: Sequence[int], start: int) -> list[KvChunk]:
-        """The parcels of these blocks from token `start` on."""
+        """The chunks of these blocks from token `start` on."""
         stop = len(names) * BLOCK_TOKENS
         found = None if self._pool is None else self._pool.find((), names, stop)
         if self._pool is None or found is None or found.tokens != stop:
             raise InputError("prefix", "is no longer held here")
-        return self._parcels(self._pool, names, found, start // BLOCK_TOKENS)
+        return self._chunks(self._pool, names, found, start // BLOCK_TOKENS)
 
     def gathering(self, start: int, stop: int) -> ReceivedPrefix:
         """For what is to come of the blocks of tokens [start, stop)."""
@@ -212,11 +314,11 @@ class PrefixCache:
         self, tokens: Sequence[int], hashes: tuple[int, ...], held: int, read: Read, root: int
     ) -> None:
         whole = len(hashes) * BLOCK_TOKENS
-        parcels = [parcel for layer in self._others for parcel in read(layer, 0, held)]
+        chunks = [chunk for layer in self._others for chunk in read(layer, 0, held)]
         ends = [read(layer, whole, held)[0] for layer in self._paged] if whole < held else []
-        about = [(p.layer, p.part, p.first, p.stop, p.dtype, p.shape, len(p.data)) for p in parcels + ends]
+        about = [(p.layer, p.part, p.first, p.stop, p.dtype, p.shape, len(p.data)) for p in chunks + ends]
         head = json.dumps(about).encode()
-        pieces = [len(head).to_bytes(4, "little"), head, *(parcel.data for parcel in parcels + ends)]
+        pieces = [len(head).to_bytes(4, "little"), head, *(chunk.data for chunk in chunks + ends)]
         self._made(ends, sum(map(len, pieces))).keep_checkpoint(hashes, tokens[whole:held], pieces, root)
 
     def _made(self, runs: list[KvChunk], otherwise_bytes: int = 0) -> PrefixPool:
@@ -229,27 +331,27 @@ class PrefixCache:
             self._pool = PrefixPool(self._capacity_bytes, block_bytes, exact=self.exact, disk=self._disk)
         return self._pool
 
-    def _parcels(
+    def _chunks(
         self, pool: PrefixPool, hashes: Sequence[int], found: PrefixHit, skip: int = 0
     ) -> list[KvChunk]:
         """Those of [0, found), but of layers that keep every token without the first blocks."""
         # Copies, since they may be put aside while others use the pool.
         tail = [] if found.checkpoint is None else _unpacked(bytes(pool.read(found.checkpoint)))
-        parcels = [parcel for parcel in tail if parcel.layer in self._others]
-        ends = {parcel.layer: parcel.data for parcel in tail if parcel.layer not in self._others}
+        chunks = [chunk for chunk in tail if chunk.layer in self._others]
+        ends = {chunk.layer: chunk.data for chunk in tail if chunk.layer not in self._others}
         blocks = [memoryview(pool.read(name)) for name in hashes[skip : found.blocks]]
         at, first = 0, skip * BLOCK_TOKENS
         for kind, size in self._kinds:
             pieces = [block[at : at + size] for block in blocks]
             data = b"".join([*pieces, ends[kind.layer]] if kind.layer in ends else pieces)
             shape = (found.tokens - first, *kind.shape[1:])
-            parcels.append(replace(kind, first=first, stop=found.tokens, shape=shape, data=data))
+            chunks.append(replace(kind, first=first, stop=found.tokens, shape=shape, data=data))
             at += size
-        return parcels
+        return chunks
 
 
 def _unpacked(content: bytes) -> list[KvChunk]:
-    """The parcels of a checkpoint."""
+    """The chunks of a checkpoint."""
     view = memoryview(content)
     start = 4 + int.from_bytes(view[:4], "little")
     found = []

@@ -1,12 +1,9 @@
-"""Engines that only pretend: the face, the pace and the memory of an engine on a GPU, without any arithmetic.
+"""Mock engines: the HTTP server, the speed and the memory of an engine on a GPU, without any arithmetic.
 
-history.py    what a sequence's KV stands for, as one number
-words.py      tokens that are drawn from it
-cargo.py      what KV would weigh;  freight.py: how long a network card would take for it, and what it says of that
-lasting.py    how long a step would take
-executor.py   all of it as the loop sees it
-prefixes.py   the prefix cache;  moved.py: prefixes that go to another engine
-engine.py     put together
+mock_executor.py      tokens drawn from a hash of the sequence instead of logits, and steps that end when they are due
+mock_prefix_cache.py  names of blocks in place of their KV
+mock_transfer.py      what KV would weigh, and how long a network card would take for it
+mock_engine.py        put together, with how long steps would take
 
 Nothing in here may load torch: twenty of these engines share two cores.
 """

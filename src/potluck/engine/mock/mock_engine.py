@@ -1,11 +1,23 @@
-"""An engine that pretends, put together."""
+"""A mock engine put together, and how long its steps would take.
+
+A step that only decodes depends on how many do and on how much context they have together: for each number of decodes
+the timer is asked once, for contexts of all lengths, and in between it is as good as straight. Steps with prompts are
+rarer, and the timer is asked for each. A pipeline's step is a round, as the simulator has it: each sequence gets its
+step once, in one of as many batches as there are nodes. Decodes are spread evenly over those, each prompt goes to the
+one with the fewest tokens, and all of it takes as long as the longest of them alone, or as all of them one after
+another at the slowest stage.
+"""
 
 from __future__ import annotations
 
 import hashlib
 import time
+from bisect import bisect_right
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+
+import numpy as np
 
 from potluck.api.model_files import GenerationConfig, JsonMembers, read_json
 from potluck.api.tokenizer import ModelTokenizer
@@ -13,34 +25,122 @@ from potluck.core.replica.sequences import BatchLimits
 from potluck.core.values.layout import Layout, single
 from potluck.core.values.model import DenseFfn, FullAttention, Layer, Model
 from potluck.core.values.types import NodeType
-from potluck.engine.compute.emulated import Clock, emulated_blocks
+from potluck.engine.compute.emulated import Clock, emulated_blocks, steps_of
+from potluck.engine.compute.executor import SequenceWork
 from potluck.engine.loop.engine_loop import EngineLoop
-from potluck.engine.loop.timer_loop import TimerLoop
-from potluck.engine.mock.kv_sizes import KvSizes
-from potluck.engine.mock.mock_executor import MockExecutor
+from potluck.engine.loop.loop_thread import TimerLoop
+from potluck.engine.mock.mock_executor import MockExecutor, Vocabulary
 from potluck.engine.mock.mock_prefix_cache import MockPrefixCache
-from potluck.engine.mock.mock_transfer import MockKvTransfer
-from potluck.engine.mock.step_durations import lasting
-from potluck.engine.mock.vocabulary import Vocabulary
+from potluck.engine.mock.mock_transfer import KvSizes, MockKvTransfer
 from potluck.engine.model.config import EngineModelConfig
 from potluck.engine.serve import EngineSettings
-from potluck.engine.server.channels import RequestChannels
-from potluck.engine.server.engine_service import EngineService, RequestLimits
+from potluck.engine.server.engine_service import EngineService, RequestChannels, RequestLimits
 from potluck.engine.server.kv_connector import KvSettings
 from potluck.perf.delays.transfer import AlphaBeta, alpha_beta
 from potluck.perf.operators.network import Hop
-from potluck.perf.step_timer import StepTimer
-from potluck.perf.timers.pipeline_timer import pipeline, stage_layers
+from potluck.perf.step_timer import Floats, StepTimer, steps
+from potluck.perf.timers.pipeline_timer import PipelineTimer, pipeline, stage_layers
 from potluck.perf.timers.roofline import roofline
+
+LONGEST = 1 << 20
+"""Tokens of context of one decode."""
+POINTS = 160
+
+
+class StepDurations:
+    """Of one node."""
+
+    microbatches = 1
+
+    def __init__(self, timer: StepTimer) -> None:
+        self._timer = timer
+        self._means = np.unique(np.geomspace(1, LONGEST, POINTS).round())
+        self._grid: list[float] = self._means.tolist()
+        self._tables: dict[int, list[float]] = {}
+
+    def __call__(self, works: Sequence[SequenceWork]) -> float:
+        """Seconds."""
+        context = 0
+        for work in works:
+            if len(work.tokens) != 1 or not work.start:
+                return self._mixed_s(works)
+            context += work.start
+        return self._decoding(len(works), context)
+
+    def _mixed_s(self, works: Sequence[SequenceWork]) -> float:
+        return float(self._timer.step_s(steps_of(works))[0])
+
+    def _decodes_s(self, count: int) -> Floats:
+        """Of so many, for contexts of all lengths."""
+        return self._timer.step_s(steps(0.0, 0.0, count, self._means * count))
+
+    def _decoding(self, count: int, context: int) -> float:
+        table = self._tables.get(count)
+        if table is None:
+            table = self._tables[count] = self._decodes_s(count).tolist()
+        grid, mean = self._grid, context / count
+        place = min(max(bisect_right(grid, mean), 1), len(grid) - 1)
+        low, high = grid[place - 1], grid[place]
+        share = (mean - low) / (high - low)
+        return table[place - 1] + share * (table[place] - table[place - 1])
+
+
+class RoundDurations(StepDurations):
+    """Of a pipeline."""
+
+    def __init__(self, timer: PipelineTimer) -> None:
+        super().__init__(timer)
+        self._pipeline = timer
+        self.microbatches = sum(map(len, timer.stages))
+
+    def _mixed_s(self, works: Sequence[SequenceWork]) -> float:
+        chunks = [(len(work.tokens), work.start) for work in works if len(work.tokens) > 1 or not work.start]
+        contexts = [work.start for work in works if len(work.tokens) == 1 and work.start]
+        each, more = divmod(len(contexts), self.microbatches)
+        counts = [each + (microbatch < more) for microbatch in range(self.microbatches)]
+        given: list[list[tuple[int, int]]] = [[] for _ in counts]
+        loads = list(counts)
+        for new, cached in chunks:
+            microbatch = loads.index(min(loads))
+            given[microbatch].append((new, cached))
+            loads[microbatch] += new
+        width = max(map(len, given))
+        rows = [part + [(0, 0)] * (width - len(part)) for part in given]
+        mean = sum(contexts) / max(1, len(contexts))
+        batch = steps(
+            [[new for new, _ in row] for row in rows],
+            [[cached for _, cached in row] for row in rows],
+            counts,
+            [mean * count for count in counts],
+        )
+        longest_s, paced_s = self._pipeline.step_s(batch).max(), self._pipeline.interval_s(batch).sum()
+        return float(max(longest_s, paced_s))
+
+    def _decodes_s(self, count: int) -> Floats:
+        full, more = divmod(count, self.microbatches)
+        most = full + 1 if more else full
+        large, small = (steps(0.0, 0.0, each, self._means * each) for each in (most, full))
+        paced_s = (more or self.microbatches) * self._pipeline.interval_s(large)
+        if more:
+            paced_s = paced_s + (self.microbatches - more) * self._pipeline.interval_s(small)
+        return np.maximum(self._pipeline.step_s(large), paced_s)
+
+
+def lasting(timer: StepTimer) -> StepDurations:
+    """For any timer."""
+    if isinstance(timer, PipelineTimer) and sum(map(len, timer.stages)) > 1:
+        return RoundDurations(timer)
+    return StepDurations(timer)
+
 
 MOST_WORDS = 4096
 LAYER = Layer(FullAttention(1, 1, 1, 1), DenseFfn(1))
-"""Of the pretended model; nobody looks into it."""
+"""Of the mock model; nobody looks into it."""
 
 
 @dataclass(frozen=True, slots=True)
 class MockModel:
-    """What an engine makes believe: a model on nodes."""
+    """What is emulated: a model on nodes."""
 
     model: Model
     layout: Layout
@@ -110,7 +210,7 @@ def _ends(directory: Path) -> tuple[int, ...]:
     return JsonMembers(values).tokens("eos_token_id")
 
 
-def pretend(
+def mock_engine(
     directory: Path,
     mock_model: MockModel,
     settings: EngineSettings,
@@ -128,13 +228,13 @@ def pretend(
     text = text or ModelTokenizer.read(directory)
     words, ends = words_of(directory, text, mock_model)
     large = mock_model.model
-    cargo = KvSizes(large)
+    sizes = KvSizes(large)
     size = settings.size(large)
     if settings.kv_blocks is None:
         size = replace(size, blocks=mock_model.blocks())
     lasts = lasting(mock_model.timer())
     chunk = settings.chunk_tokens or settings.token_budget
-    model = Model(name, 1, words.vocab, (LAYER,) * cargo.layers, large.max_context_tokens)
+    model = Model(name, 1, words.vocab, (LAYER,) * sizes.layers, large.max_context_tokens)
     executor = MockExecutor(
         EngineModelConfig(model, eos_tokens=ends),
         size,
@@ -144,8 +244,8 @@ def pretend(
         speed_up=mock_model.speed_up,
         clock=clock,
     )
-    kv_transfer = MockKvTransfer(cargo, mock_model.card(), mock_model.speed_up, clock)
-    most_blocks = None if prefix_bytes is None else int(prefix_bytes / cargo.block_bytes)
+    kv_transfer = MockKvTransfer(sizes, mock_model.card(), mock_model.speed_up, clock)
+    most_blocks = None if prefix_bytes is None else int(prefix_bytes / sizes.block_bytes)
     limits, hub = limits or RequestLimits(), RequestChannels()
     loop = EngineLoop(
         executor,
@@ -154,7 +254,7 @@ def pretend(
             size.blocks, max(settings.token_budget, chunk * lasts.microbatches), settings.max_running, chunk
         ),
         hub.tell,
-        prefixes=MockPrefixCache(executor, cargo, most_blocks),
+        prefixes=MockPrefixCache(executor, sizes, most_blocks),
         lease_s=limits.lease_s,
         weigh=kv_transfer.kv_bytes,
         awaits=False,

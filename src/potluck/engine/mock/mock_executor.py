@@ -1,35 +1,225 @@
-"""What the loop needs of whoever computes, without computing: histories for KV, and steps that end when they are due.
+"""An executor that computes nothing: a row has a hash of its tokens in place of KV, and blocks that are only counted.
 
-A row has a history (`history.py`) instead of KV, and blocks that are only counted. What a row hands on is the history
-of its tokens, in parcels of a few bytes; the receiver knows the tokens, and takes no history that is not theirs.
+What a row hands on is that hash, in chunks of a few bytes; the receiver knows the tokens and takes no other hash. A
+step's tokens are known as soon as it begins. It ends when the GPU in question would be done, and nothing sleeps here:
+`due_s` says when something is due, and whoever turns the loop waits for that (`loop_thread.TimerLoop`).
 
-A step's tokens are known as soon as it begins. It ends when the GPU in question would be done, and nothing sleeps
-here: `due_s` says when something is due, and whoever turns the loop waits for that (`loop/timed.py`).
+    after(h, t) = h x FACTOR + (t + 1) x SPREAD        modulo 2^64
+
+can be taken further from any place, token by token or many at once, and comes to the same, as KV does. Tokens are
+drawn from `mixed` of it: ordinary words, and now and then the end. Greedy requests draw by the hash alone, others by
+their seed as well, and JSON from what its grammar allows; other sampling options change nothing, and probabilities
+are made up.
 """
 
 from __future__ import annotations
 
+import hashlib
+import struct
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import lru_cache
 from heapq import heappop, heappush
-from math import inf
+from math import inf, log
 from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
 
 from potluck.core.errors import CapacityError, FormatError, InputError
 from potluck.core.state.facts import BLOCK_TOKENS
-from potluck.core.values.sampling import SampledToken
+from potluck.core.values.sampling import SampledToken, Sampling
 from potluck.engine.compute.emulated import Clock, StepPacer
-from potluck.engine.compute.executor import CacheExport, Deliver, IncomingCache, TokenDraw
-from potluck.engine.compute.work import RunnerSize, SequenceWork
-from potluck.engine.memory.layer_parts import MissingParts
-from potluck.engine.mock.history import NOTHING, after
-from potluck.engine.mock.mock_chunks import DTYPE, MORE, SHAPE, ChunkTimes, parcel_of, same_word
-from potluck.engine.mock.vocabulary import Vocabulary
+from potluck.engine.compute.executor import (
+    CacheExport,
+    Deliver,
+    Executor,
+    IncomingCache,
+    RunnerSize,
+    SequenceWork,
+    TokenDraw,
+    check_manifest,
+)
+from potluck.engine.compute.logit_edits import LogitEdit
 from potluck.engine.model.config import EngineModelConfig
-from potluck.engine.numbers.exactness import Exactness
-from potluck.kv.chunks import KvChunk, KvManifest, token_hash
+from potluck.engine.numbers import Exactness
+from potluck.kv.assembly import MissingParts
+from potluck.kv.chunks import KvChunk, KvManifest
+
+BITS = 64
+MASK = (1 << BITS) - 1
+NOTHING = 0x243F6A8885A308D3
+"""The hash of no tokens."""
+FACTOR, SPREAD = 0x9E3779B97F4A7C15, 0xD6E8FEB86659FD93
+FEW = 12
+"""Up to so many tokens are faster one by one."""
+
+
+def after(history: int, tokens: Sequence[int]) -> int:
+    """The hash that goes on with these tokens."""
+    if len(tokens) <= FEW:
+        for token in tokens:
+            history = (history * FACTOR + (token + 1) * SPREAD) & MASK
+        return history
+    count = len(tokens)
+    spread = (np.asarray(tokens, np.uint64) + np.uint64(1)) * np.uint64(SPREAD)
+    added = int(np.dot(spread[::-1], _powers(1 << (count - 1).bit_length())[:count]))
+    return (history * pow(FACTOR, count, 1 << BITS) + added) & MASK
+
+
+@lru_cache(maxsize=32)
+def _powers(count: int) -> npt.NDArray[np.uint64]:
+    """FACTOR to the power of 0, 1, 2, ..."""
+    powers = np.full(count, FACTOR, np.uint64)
+    powers[0] = 1
+    return np.cumprod(powers, dtype=np.uint64)
+
+
+def mixed(number: int) -> int:
+    """Another number of 64 bits, each of whose bits depends on all of this one's (the end of splitmix64)."""
+    number = ((number ^ (number >> 30)) * 0xBF58476D1CE4E5B9) & MASK
+    number = ((number ^ (number >> 27)) * 0x94D049BB133111EB) & MASK
+    return number ^ (number >> 31)
+
+
+# What stands for a layer's KV on the wire: whose it is, and when it would have been there.
+
+WORD = struct.Struct("<QIII")
+"""The hash at the end, mixed with the layer; first, stop; where the hand-over began that ends here, or MORE."""
+CONTENT = struct.Struct("<QIIIddd")
+"""The same, and the times."""
+TIMES = struct.Struct("<ddd")
+MORE = (1 << 32) - 1
+"""More of the same layer follows."""
+DTYPE = "float32"
+SHAPE = (1, 16)
+"""Of each chunk, as the wire has it: room for the content, under any codec."""
+RAW_BYTES = 64
+
+
+class ChunkTimes(NamedTuple):
+    """The executor writes when the layers that a chunk stands for were computed, by its own clock; the sender's card
+    how long ago their first byte left, the last layer's first byte, and all of it."""
+
+    first_s: float = 0.0
+    last_s: float = 0.0
+    end_s: float = 0.0
+
+
+UNTOLD = ChunkTimes()
+
+
+def chunk_of(
+    history: int, layer: int, start: int, stop: int, since: int | None = None, times: ChunkTimes = UNTOLD
+) -> KvChunk:
+    """What stands for a layer's KV of the tokens [start, stop), which have this hash at their end.
+
+    They end a hand-over that began at `since`, by default at `start`; or it is MORE.
+    """
+    content = CONTENT.pack(mixed(history ^ layer), start, stop, start if since is None else since, *times)
+    return KvChunk(layer, "latent", start, stop, DTYPE, SHAPE, content.ljust(RAW_BYTES, b"\0"))
+
+
+def same_word(chunk: KvChunk, other: KvChunk) -> bool:
+    """Whether both stand for the same KV, whenever it was computed; of chunks under no codec."""
+    first, second = bytes(chunk.data), bytes(other.data)
+    return len(first) == len(second) and first[: WORD.size] == second[: WORD.size]
+
+
+def since_of(chunk: KvChunk) -> int:
+    """Where the hand-over began that a chunk ends, or MORE. What is lent goes whole."""
+    word = _content(chunk)
+    if word is None:
+        return chunk.first
+    since: int = WORD.unpack_from(word)[3]
+    return since
+
+
+def times_of(chunk: KvChunk) -> ChunkTimes | None:
+    """None where it says nothing: it is lent."""
+    word = _content(chunk)
+    return None if word is None else ChunkTimes(*TIMES.unpack_from(word, WORD.size))
+
+
+def with_times(chunk: KvChunk, times: ChunkTimes) -> KvChunk:
+    word = _content(chunk)
+    if word is None:
+        return chunk
+    whole = word[: WORD.size] + TIMES.pack(*times) + word[CONTENT.size :]
+    cut = len(chunk.parameters)
+    return replace(chunk, parameters=whole[:cut], data=whole[cut:])
+
+
+def _content(chunk: KvChunk) -> bytes | None:
+    word = bytes(chunk.parameters) + bytes(chunk.data)
+    return None if tuple(chunk.shape) != SHAPE or len(word) < CONTENT.size else word
+
+
+LIKELY, LIKELIER = 0.5, 0.4
+"""What is drawn is said to have had a probability of 0.5 to 0.9."""
+
+
+@dataclass(frozen=True, slots=True)
+class Vocabulary:
+    """What can be drawn."""
+
+    vocab: int
+    ordinary: tuple[int, ...]
+    """Tokens of plain text."""
+    end: int | None = None
+    """A token that ends the output ..."""
+    mean_tokens: int = 0
+    """... once in so many draws; 0: never, so that outputs are as long as they may be."""
+
+    def __post_init__(self) -> None:
+        if not self.ordinary:
+            raise InputError("--model", "its tokenizer has no token of plain text")
+        if self.mean_tokens and self.end is None:
+            raise InputError("--mean-output", "this model has no token that ends its output")
+
+    @property
+    def digest(self) -> str:
+        """The same for those who draw the same."""
+        numbers = (self.vocab, -1 if self.end is None else self.end, self.mean_tokens, *self.ordinary)
+        return hashlib.sha256(struct.pack(f"<{len(numbers)}q", *numbers)).hexdigest()
+
+    def draw(self, history: int, way: Sampling, position: int, edit: LogitEdit | None = None) -> SampledToken:
+        """The token behind a hash, which will take this place."""
+        number = mixed(history)
+        if way.temperature > 0:
+            number = mixed(number ^ mixed((way.seed + 1) & MASK))
+        token = self._token(number)
+        if edit is not None and edit.allowed:
+            allowed = edit.allows(self.vocab).nonzero()[0]
+            token = int(allowed[number % len(allowed)])
+        if way.barred and position < way.barred_before and token in way.barred:
+            token = self._allowed(number, way.barred)
+        return SampledToken(token) if way.logprobs is None else self._likely(number, token, way.logprobs)
+
+    def _token(self, number: int) -> int:
+        if self.mean_tokens and self.end is not None and (number >> 32) % self.mean_tokens == 0:
+            return self.end
+        return self.ordinary[(number & 0xFFFFFFFF) % len(self.ordinary)]
+
+    def _allowed(self, number: int, barred: tuple[int, ...]) -> int:
+        """The next plain word that is not barred; any token if all of them are."""
+        first = number % len(self.ordinary)
+        words: list[int] = [*self.ordinary[first:], *self.ordinary[:first], *range(self.vocab)]
+        return next(token for token in words if token not in barred)
+
+    def _likely(self, number: int, token: int, most: int) -> SampledToken:
+        """With probabilities as a model might have them: the token's, and then each half of what was left."""
+        share = LIKELY + LIKELIER * (mixed(number) >> 11) / (1 << 53)
+        chosen = log(share)
+        top = [(token, chosen)]
+        place = number % len(self.ordinary)
+        while len(top) < min(most, len(self.ordinary)):
+            place = (place + 1) % len(self.ordinary)
+            if self.ordinary[place] != token:
+                top.append((self.ordinary[place], log((1 - share) / 2 ** len(top))))
+        return SampledToken(token, chosen, tuple(top[:most]))
 
 
 @dataclass(slots=True)
@@ -48,8 +238,7 @@ class OutgoingLayer(NamedTuple):
     export: CacheExport
 
 
-class MockExecutor:
-    microbatches = 1
+class MockExecutor(Executor):
     exact = Exactness(True, "none")
 
     def __init__(
@@ -64,7 +253,7 @@ class MockExecutor:
         clock: Clock = time.monotonic,
     ) -> None:
         self.config, self.size, self.fingerprint = config, size, fingerprint
-        self.grown: Callable[[], None] = _nobody
+        self.grown: Callable[[], None] = lambda: None
         """Told when rows have taken more blocks."""
         self.used_blocks = 0
         self._words, self._lasts = words, lasts
@@ -82,7 +271,7 @@ class MockExecutor:
         self._deliver: Deliver | None = None
 
     def change_pace(self, pace: float) -> None:
-        """Steps take so many times as long as those of what is pretended."""
+        """Steps take so many times as long as those of the emulated GPU."""
         self._pacer.change(self._speed_up / pace)
 
     # Rows.
@@ -120,10 +309,10 @@ class MockExecutor:
 
     @property
     def due_s(self) -> float | None:
-        """When there is something to do again, by the clock: a parcel to deliver, or the end of a step."""
+        """When there is something to do again, by the clock: a chunk to deliver, or the end of a step."""
         if not self._under_way:
             return None
-        return self._leaving[0][0] if self._leaving else self._pacer.due_s
+        return self._leaving[0].when_s if self._leaving else self._pacer.due_s
 
     def step(
         self,
@@ -137,8 +326,8 @@ class MockExecutor:
         self._owed_s += self._lasts(works)
         if deliver is not None:
             for layer in range(self.config.model.layer_count):
-                for each in exports:
-                    deliver(each.row, self._piece(each, layer, self._now()))
+                for export in exports:
+                    deliver(export.row, self._part(export, layer, self._now()))
         return choices
 
     def begin(
@@ -149,9 +338,8 @@ class MockExecutor:
         deliver: Deliver | None = None,
     ) -> Callable[[], list[SampledToken]]:
         choices = self._advance(works, draws)
-        start_s, length_s = self._pacer.start(self._owed_s + self._lasts(works))
+        self._step_s = self._pacer.start(self._owed_s + self._lasts(works))
         self._owed_s, self._under_way, self._deliver = 0.0, True, deliver
-        self._step_s = start_s, length_s
         if exports and deliver is not None:
             self._leaving.extend(self._due(exports))
 
@@ -164,42 +352,40 @@ class MockExecutor:
         return land
 
     def join(self, export: CacheExport) -> bool:
-        """Somebody came for a row while its step is under way: layers that are computed go at once, the others as
-        they are. Whether they will."""
+        """A receiver came while a row's step is under way: layers that are computed go at once, the others as they
+        are. Whether they will."""
         if not self._under_way or self._deliver is None:
             return False
         now_s = self._clock()
         due = [
-            OutgoingLayer(max(when_s, now_s), max(began_s, now_s), layer, each)
-            for when_s, began_s, layer, each in self._due([export])
+            OutgoingLayer(max(when_s, now_s), max(began_s, now_s), layer, export)
+            for when_s, began_s, layer, _ in self._due([export])
         ]
-        self._leaving = deque(sorted([*self._leaving, *due], key=lambda each: each.when_s))
+        self._leaving = deque(sorted([*self._leaving, *due], key=lambda leaving: leaving.when_s))
         return True
 
     def _due(self, exports: Sequence[CacheExport]) -> list[OutgoingLayer]:
         (start_s, length_s), layers = self._step_s, self.config.model.layer_count
         ends_s = [start_s + length_s * place / layers for place in range(layers + 1)]
         return [
-            OutgoingLayer(ends_s[layer + 1], ends_s[layer], layer, each)
+            OutgoingLayer(ends_s[layer + 1], ends_s[layer], layer, export)
             for layer in range(layers)
-            for each in exports
+            for export in exports
         ]
 
     def deliver(self, now_s: float) -> None:
         """Hand out what is due by now of the step that is under way."""
         leaving = self._leaving
-        while leaving and leaving[0][0] <= now_s:
-            when_s, began_s, layer, each = leaving.popleft()
+        while leaving and leaving[0].when_s <= now_s:
+            when_s, began_s, layer, export = leaving.popleft()
             assert self._deliver is not None
-            self._deliver(each.row, self._piece(each, layer, ChunkTimes(began_s, when_s, when_s)))
+            self._deliver(export.row, self._part(export, layer, ChunkTimes(began_s, when_s, when_s)))
 
     def _advance(self, works: Sequence[SequenceWork], draws: Sequence[TokenDraw]) -> list[SampledToken]:
-        rows = self._rows
         self._check(works)
-        choices = []
-        next_draw = iter(draws)
+        choices, next_draw = [], iter(draws)
         for work in works:
-            here = rows[work.row]
+            here = self._rows[work.row]
             here.history = after(here.history, work.tokens)
             here.tokens += len(work.tokens)
             if work.logits == "last":
@@ -211,13 +397,10 @@ class MockExecutor:
         if not works or len({work.row for work in works}) != len(works):
             raise InputError("step", "has nothing to do, or two works for one row")
         for work in works:
-            here = self._rows[work.row]
-            stop = work.start + len(work.tokens)
+            here, stop = self._rows[work.row], work.start + len(work.tokens)
             if not work.tokens or work.start != here.tokens or stop > here.blocks * BLOCK_TOKENS:
-                line = (
-                    f"holds {here.tokens} tokens and {here.blocks} blocks, the step goes from {work.start} to"
-                )
-                raise InputError(f"row {work.row}", f"{line} {stop}")
+                held = f"holds {here.tokens} tokens and {here.blocks} blocks"
+                raise InputError(f"row {work.row}", f"{held}, the step goes from {work.start} to {stop}")
 
     # Hand-overs.
 
@@ -225,24 +408,24 @@ class MockExecutor:
         here = self._rows[row]
         if not 0 <= start < stop or stop != here.tokens:
             raise InputError(f"row {row}", f"holds {here.tokens} tokens; it cannot give [{start}, {stop})")
-        return (parcel_of(here.history, layer, start, stop, times=self._now()),)
+        return (chunk_of(here.history, layer, start, stop, times=self._now()),)
 
     def _now(self) -> ChunkTimes:
         now_s = self._clock()
         return ChunkTimes(now_s, now_s, now_s)
 
-    def _piece(self, export: CacheExport, layer: int, times: ChunkTimes) -> tuple[KvChunk, ...]:
+    def _part(self, export: CacheExport, layer: int, times: ChunkTimes) -> tuple[KvChunk, ...]:
         here = self._rows[export.row]
         if export.stop != here.tokens:
             raise InputError(f"row {export.row}", f"holds {here.tokens} tokens, not {export.stop}")
         since = MORE if not export.last else export.start if export.of is None else export.of[0]
-        return (parcel_of(here.history, layer, export.start, export.stop, since, times),)
+        return (chunk_of(here.history, layer, export.start, export.stop, since, times),)
 
     def arrival(self, row: int, about: KvManifest, tokens: Sequence[int]) -> IncomingCache:
         return MockHandover(self, row, about, tokens)
 
     def put(self, row: int, tokens: int, history: int) -> None:
-        """A row holds these many tokens, with this history."""
+        """A row holds these many tokens, with this hash."""
         self._rows[row].tokens, self._rows[row].history = tokens, history
 
     # What else is asked.
@@ -251,67 +434,37 @@ class MockExecutor:
         if self._rows or self.used_blocks or len(self._free) != self.size.rows:
             raise AssertionError(f"{len(self._rows)} rows and {self.used_blocks} blocks are taken by nobody")
 
-    def health(self) -> str:
-        return ""
-
-    def degraded(self) -> str:
-        return ""
-
     def notes(self) -> Mapping[str, float]:
         return self._pacer.notes()
-
-    def shutdown(self) -> None:
-        """Nothing to stop."""
-
-
-def _nobody() -> None:
-    """Nobody wants to know."""
 
 
 class MockHandover:
     """A hand-over on its way into a row, which must hold the tokens [0, start) already."""
 
     def __init__(self, executor: MockExecutor, row: int, about: KvManifest, tokens: Sequence[int]) -> None:
-        if about.fingerprint != executor.fingerprint:
-            raise InputError("hand-over: fingerprint", "is of another model or other weights")
-        held = executor.held(row)
-        if not 0 <= about.start < about.stop <= len(tokens) or about.start > held:
-            raise InputError(
-                "hand-over: tokens",
-                f"[{about.start}, {about.stop}) does not go on from the {held} tokens held",
-            )
-        if about.token_hash != token_hash(tokens[: about.stop]):
-            raise InputError("hand-over: token_hash", "is of other tokens")
+        check_manifest(about, executor.fingerprint, executor.held(row), tokens)
         executor.grow(row, about.stop)
-        self._executor, self._row, self._about = executor, row, about
-        self._tokens = tokens
+        self._executor, self._row, self._about, self._tokens = executor, row, about, tokens
         self._histories: dict[int, int] = {}
         layers = range(executor.config.model.layer_count)
-        self._pieces = MissingParts({(layer, "latent"): (about.start, about.stop) for layer in layers})
+        self._missing = MissingParts({(layer, "latent"): (about.start, about.stop) for layer in layers})
 
-    @property
-    def missing(self) -> int:
-        return self._pieces.missing
-
-    def accept(self, parcel: KvChunk) -> None:
-        where = f"hand-over: layer {parcel.layer} {parcel.part}"
-        since = self._about.start if parcel.stop == self._about.stop else MORE
-        self._pieces.take(parcel)
-        history = self._history(parcel.stop)
-        expected = parcel_of(history, parcel.layer, parcel.first, parcel.stop, since)
-        if (parcel.part, parcel.dtype, parcel.shape) != (expected.part, expected.dtype, expected.shape):
-            raise FormatError(
-                where, f"is {parcel.dtype} {list(parcel.shape)}, expected {DTYPE} {list(SHAPE)}"
-            )
-        if not same_word(parcel, expected):
+    def accept(self, chunk: KvChunk) -> None:
+        where = f"hand-over: layer {chunk.layer} {chunk.part}"
+        since = self._about.start if chunk.stop == self._about.stop else MORE
+        self._missing.take(chunk)
+        expected = chunk_of(self._history(chunk.stop), chunk.layer, chunk.first, chunk.stop, since)
+        if (chunk.part, chunk.dtype, chunk.shape) != (expected.part, expected.dtype, expected.shape):
+            raise FormatError(where, f"is {chunk.dtype} {list(chunk.shape)}, expected {DTYPE} {list(SHAPE)}")
+        if not same_word(chunk, expected):
             raise FormatError(where, "is not the KV of these tokens")
 
     def _history(self, stop: int) -> int:
-        """At the end of a piece; all layers have the same pieces."""
+        """At the end of a part; all layers have the same parts."""
         if stop not in self._histories:
             self._histories[stop] = after(NOTHING, self._tokens[:stop])
         return self._histories[stop]
 
     def finish(self) -> None:
-        self._pieces.must_be_whole()
+        self._missing.must_be_whole()
         self._executor.put(self._row, self._about.stop, self._history(self._about.stop))

@@ -1,30 +1,32 @@
-"""A pretended network card: what crosses takes the time, and is told with the bytes, of a large model's KV.
+"""A mock engine's KV on the network: it takes the time, and is reported with the bytes, of a large model's KV.
 
-Both ends have a card, and the slower one says how long it takes: parcels leave the sender's one behind the other, and
-are there when the receiver's, which takes them one behind the other as well, has them. A parcel stands for several
-layers, computed one after the other, each of which leaves as soon as it is computed (`perf.moves.transfer`):
+Both ends have a card, and the slower one says how long it takes: chunks leave the sender's one behind the other, and
+are there when the receiver's, which takes them one behind the other as well, has them. A chunk stands for several
+layers, computed one after the other, each of which leaves as soon as it is computed (`perf.delays.transfer`):
 
     F_m = max(F_m-1, C_m) + t        so, with C_1 .. C_k evenly apart,  F_k = max(F_0 + k t, C_1 + k t, C_k + t)
 
 The receiver takes layer m from when its first byte left, F_m - t, at its own rate. What comes from one sender comes
 in order; between senders the card is free whenever nothing is there to be taken, so that one who sends over a thin
-link holds up nobody else (`bookings.py`). All of this is reckoned, from the times that parcels carry: they themselves
-go at once, and wait at the receiver until they would be there.
-
-The parcels that cross are a few bytes, over connections that are really there. What those say of themselves (how
-many, how far, how often something was lost) stays; bytes and rates are put in their place.
+link holds up nobody else. All of this is reckoned from the times that chunks carry: they themselves, a few bytes,
+go at once over real connections, and wait at the receiver until they would be there. What those connections say of
+themselves (how many, how far, how often something was lost) stays; bytes and rates are replaced.
 """
 
 from __future__ import annotations
 
 import threading
 import time
+from bisect import insort
 from dataclasses import dataclass, replace
+from functools import cached_property, lru_cache
 
 from potluck.core.errors import FormatError
+from potluck.core.replica.blocks import pool_layout
+from potluck.core.state.facts import BLOCK_TOKENS
+from potluck.core.values.model import Attention, FullAttention, LatentAttention, Model
 from potluck.engine.compute.emulated import Clock
-from potluck.engine.mock.kv_sizes import KvSizes
-from potluck.engine.mock.mock_chunks import (
+from potluck.engine.mock.mock_executor import (
     CONTENT,
     MORE,
     RAW_BYTES,
@@ -33,82 +35,122 @@ from potluck.engine.mock.mock_chunks import (
     times_of,
     with_times,
 )
-from potluck.engine.mock.nic_schedule import NicSchedule
+from potluck.engine.server.kv_connector import KvTransfer
 from potluck.kv.chunks import KvChunk
-from potluck.kv.codec_layout import Codec, sizes
+from potluck.kv.codec_layout import COLUMN_GROUP, Codec, Part, sizes
 from potluck.kv.peer_connections import LinkReport
 from potluck.perf.delays.transfer import AlphaBeta
+from potluck.perf.sizes.memory import kv_bytes_per_token, state_bytes, window_bytes_per_token
+
+KEPT_S = 10.0
+"""What was busy longer ago is forgotten: nothing that comes now began so early."""
+
+
+class NicSchedule:
+    """State: spans that are busy, apart from each other, in order."""
+
+    def __init__(self) -> None:
+        self._spans: list[tuple[float, float]] = []
+
+    def book(self, from_s: float, for_s: float, now_s: float) -> float:
+        """Take so many seconds of what is free from then on; when the last of them is over."""
+        kept = [span for span in self._spans if span[1] > now_s - KEPT_S]
+        at_s, left_s, taken = from_s, for_s, []
+        for begin_s, end_s in kept:
+            if end_s <= at_s:
+                continue
+            free_s = min(left_s, max(0.0, begin_s - at_s))
+            if free_s > 0:
+                taken.append((at_s, at_s + free_s))
+                left_s -= free_s
+            if left_s <= 0:
+                break
+            at_s = end_s
+        if left_s > 0:
+            taken.append((at_s, at_s + left_s))
+        for span in taken:
+            insort(kept, span)
+        self._spans = _joined(kept)
+        return taken[-1][1] if taken else from_s
+
+
+def _joined(spans: list[tuple[float, float]]) -> list[tuple[float, float]]:
+    """Those that touch become one."""
+    found: list[tuple[float, float]] = []
+    for begin_s, end_s in spans:
+        if found and begin_s <= found[-1][1]:
+            found[-1] = (found[-1][0], max(end_s, found[-1][1]))
+        else:
+            found.append((begin_s, end_s))
+    return found
 
 
 @dataclass(slots=True)
-class _Book:
+class _LinkTotals:
     moved_bytes: int = 0
     busy_s: float = 0.0
 
 
-class MockKvTransfer:
-    """How the parcels of an engine that pretends go over the wire. Used from the event loop, but for `here_s`."""
+class MockKvTransfer(KvTransfer):
+    """Used from the event loop, but for `here_s`."""
 
     light = True
 
     def __init__(
-        self, cargo: KvSizes, link: AlphaBeta, speed_up: float = 1.0, clock: Clock = time.monotonic
+        self, sizes_of: KvSizes, link: AlphaBeta, speed_up: float = 1.0, clock: Clock = time.monotonic
     ) -> None:
-        self._cargo, self._speed_up, self._clock = cargo, speed_up, clock
+        super().__init__()
+        self._sizes, self._speed_up, self._clock = sizes_of, speed_up, clock
         self._bytes_per_s = link.beta_bytes_per_s * speed_up
         self._alpha_s = link.alpha_s / speed_up
         self._free_s = -float("inf")
         self._taken_s: dict[str, float] = {}
-        """When the last parcel that came from a sender is here."""
+        """When the last chunk that came from a sender is here."""
         self._card = NicSchedule()
         self._taking = threading.Lock()
-        self._books: dict[str, _Book] = {}
+        self._totals: dict[str, _LinkTotals] = {}
 
     def change_rate(self, gbps: float) -> None:
         """From now on what crosses here has so much of the way; what is on its way was reckoned before."""
         self._bytes_per_s = gbps * 1e9 / 8 * self._speed_up
 
-    def kv_bytes(self, parcel: KvChunk) -> int:
-        since = since_of(parcel)
-        return self._cargo.kv_bytes(parcel, None if since == MORE else since)
+    def kv_bytes(self, chunk: KvChunk) -> int:
+        since = since_of(chunk)
+        return self._sizes.kv_bytes(chunk, None if since == MORE else since)
 
-    def packed(self, parcel: KvChunk, codec: Codec) -> KvChunk:
-        size = sizes(parcel.part, parcel.dtype, parcel.shape, codec)
-        whole = bytes(parcel.data)[: CONTENT.size].ljust(size.total_bytes, b"\0")
+    def packed(self, chunk: KvChunk, codec: Codec) -> KvChunk:
+        size = sizes(chunk.part, chunk.dtype, chunk.shape, codec)
+        whole = bytes(chunk.data)[: CONTENT.size].ljust(size.total_bytes, b"\0")
         cut = size.parameter_bytes
-        return replace(parcel, codec=codec, parameters=whole[:cut], data=whole[cut:])
+        return replace(chunk, codec=codec, parameters=whole[:cut], data=whole[cut:])
 
-    def restored(self, parcel: KvChunk) -> KvChunk:
-        if parcel.codec == "raw":
-            return parcel
-        whole = bytes(parcel.parameters) + bytes(parcel.data)
+    def restored(self, chunk: KvChunk) -> KvChunk:
+        if chunk.codec == "raw":
+            return chunk
+        whole = bytes(chunk.parameters) + bytes(chunk.data)
         if len(whole) < CONTENT.size or any(whole[CONTENT.size :]):
-            raise FormatError(f"hand-over: layer {parcel.layer}", "is not what an engine that pretends sends")
+            raise FormatError(f"hand-over: layer {chunk.layer}", "is not what a mock engine sends")
         data = whole[: CONTENT.size].ljust(RAW_BYTES, b"\0")
-        return replace(parcel, codec="raw", parameters=b"", data=data)
+        return replace(chunk, codec="raw", parameters=b"", data=data)
 
-    def due_s(self, parcel: KvChunk) -> float | None:
-        """At once: the receiver waits for what is on its way."""
-        return None
-
-    def leaves(self, peer: str, parcel: KvChunk) -> KvChunk:
-        now_s, took_s = self._clock(), self._took_s(parcel)
-        self._moved(peer, self.kv_bytes(parcel), took_s)
-        computed = times_of(parcel) or ChunkTimes(now_s, now_s, now_s)
-        count = self._cargo.stands_for(parcel)
+    def leaves(self, peer: str, chunk: KvChunk) -> KvChunk:
+        now_s, took_s = self._clock(), self._took_s(chunk)
+        self._moved(peer, self.kv_bytes(chunk), took_s)
+        computed = times_of(chunk) or ChunkTimes(now_s, now_s, now_s)
+        count = self._sizes.stands_for(chunk)
         one_s = took_s / count
         first_s = computed.first_s + (computed.last_s - computed.first_s) / count
         began_s = max(self._free_s, first_s)
         self._free_s = max(began_s + took_s, computed.last_s + one_s)
         away_s = now_s - self._alpha_s
         return with_times(
-            parcel, ChunkTimes(away_s - began_s, away_s - (self._free_s - one_s), away_s - self._free_s)
+            chunk, ChunkTimes(away_s - began_s, away_s - (self._free_s - one_s), away_s - self._free_s)
         )
 
-    def here_s(self, peer: str, parcel: KvChunk) -> float:
-        now_s, took_s = self._clock(), self._took_s(parcel)
-        left = times_of(parcel) or ChunkTimes(took_s, 0.0, 0.0)
-        one_s = took_s / self._cargo.stands_for(parcel)
+    def here_s(self, peer: str, chunk: KvChunk) -> float:
+        now_s, took_s = self._clock(), self._took_s(chunk)
+        left = times_of(chunk) or ChunkTimes(took_s, 0.0, 0.0)
+        one_s = took_s / self._sizes.stands_for(chunk)
         with self._taking:
             begins_s = max(self._taken_s.get(peer, -float("inf")), now_s - left.first_s)
             booked_s = self._card.book(begins_s, took_s, now_s)
@@ -120,20 +162,124 @@ class MockKvTransfer:
 
     def told(self, report: LinkReport) -> LinkReport:
         """A report as it would be."""
-        book = self._books.get(report.peer, _Book())
-        rate = book.moved_bytes / book.busy_s if book.busy_s > 0 else 0.0
+        total = self._totals.get(report.peer, _LinkTotals())
+        rate = total.moved_bytes / total.busy_s if total.busy_s > 0 else 0.0
         waiting_s = max(0.0, self._free_s - self._clock())
         return replace(
             report,
-            moved_bytes=book.moved_bytes,
+            moved_bytes=total.moved_bytes,
             goodput_bytes_per_s=rate,
             queue_bytes=round(waiting_s * self._bytes_per_s) if report.queue_bytes or waiting_s else 0,
         )
 
-    def _took_s(self, parcel: KvChunk) -> float:
-        return self.kv_bytes(parcel) / self._bytes_per_s
+    def _took_s(self, chunk: KvChunk) -> float:
+        return self.kv_bytes(chunk) / self._bytes_per_s
 
     def _moved(self, peer: str, kv_bytes: int, busy_s: float) -> None:
-        book = self._books.setdefault(peer, _Book())
-        book.moved_bytes += kv_bytes
-        book.busy_s += busy_s
+        total = self._totals.setdefault(peer, _LinkTotals())
+        total.moved_bytes += kv_bytes
+        total.busy_s += busy_s
+
+
+MOST_LAYERS = 4
+"""Of a mock model: chunks go out while a step is under way, a quarter of its KV at a time. When each of the
+large model's layers would be there is reckoned below, so few are enough."""
+
+
+@dataclass(frozen=True)
+class KvSizes:
+    """The KV of a model."""
+
+    model: Model
+
+    @cached_property
+    def layers(self) -> int:
+        """Those of the mock model."""
+        return min(MOST_LAYERS, self.model.layer_count)
+
+    @cached_property
+    def exact(self) -> bool:
+        """Whether a prefix can only be resumed where a state was kept."""
+        return pool_layout(self.model).exact
+
+    @cached_property
+    def token_bytes(self) -> float:
+        """Of one more token, in layers that keep all."""
+        return kv_bytes_per_token(self.model)
+
+    @cached_property
+    def block_bytes(self) -> float:
+        return BLOCK_TOKENS * (self.token_bytes or 1.0)
+
+    @cached_property
+    def state_tokens(self) -> float:
+        """Room that one kept state takes, in tokens of KV."""
+        windows = sum(rate * window for window, rate in window_bytes_per_token(self.model).items())
+        state = state_bytes(self.model) + windows
+        return state / self.token_bytes if self.token_bytes else float(BLOCK_TOKENS)
+
+    def stands_for(self, chunk: KvChunk) -> int:
+        """How many layers of the large model."""
+        many, few = self.model.layer_count, self.layers
+        return (chunk.layer + 1) * many // few - chunk.layer * many // few
+
+    def kv_bytes(self, chunk: KvChunk, since: int | None) -> int:
+        """What a chunk would weigh on the wire: its tokens, and at the end of a hand-over that began at `since`
+        the windows and states, too."""
+        many, few = self.model.layer_count, self.layers
+        layers = range(chunk.layer * many // few, (chunk.layer + 1) * many // few)
+        tokens = chunk.stop - chunk.first
+        ending = None if since is None else chunk.stop - since
+        total = 0.0
+        for attention, count in self._kinds[layers.start, layers.stop]:
+            one_bytes = self._one_bytes(attention, tokens, ending)
+            total += count * one_bytes * _share(attention, chunk.codec)
+        return round(total)
+
+    @cached_property
+    def _kinds(self) -> dict[tuple[int, int], tuple[tuple[Attention, int], ...]]:
+        found = {}
+        many, few = self.model.layer_count, self.layers
+        for place in range(few):
+            layers = range(place * many // few, (place + 1) * many // few)
+            counts: dict[Attention, int] = {}
+            for layer in layers:
+                attention = self.model.layers[layer].attention
+                counts[attention] = counts.get(attention, 0) + 1
+            found[layers.start, layers.stop] = tuple(counts.items())
+        return found
+
+    def _one_bytes(self, attention: Attention, tokens: int, ending: int | None) -> float:
+        """Of one layer of a kind; any such layer of the model will do to ask."""
+        place = next(n for n, layer in enumerate(self.model.layers) if layer.attention == attention)
+        fixed, rate, window = _rates(self.model, place)
+        size = rate * tokens if window is None else 0.0
+        if ending is not None:
+            size += fixed + (0.0 if window is None else rate * min(ending, window))
+        return size
+
+
+@lru_cache(maxsize=1024)
+def _rates(model: Model, place: int) -> tuple[float, float, int | None]:
+    """(bytes whatever the length, bytes per token, up to so many tokens) of one layer."""
+    one = range(place, place + 1)
+    windows = window_bytes_per_token(model, one)
+    for window, rate in windows.items():
+        return state_bytes(model, one), rate, window
+    return state_bytes(model, one), kv_bytes_per_token(model, one), None
+
+
+@lru_cache(maxsize=256)
+def _share(attention: Attention, codec: Codec) -> float:
+    """What a codec leaves."""
+    part: Part
+    shape: tuple[int, ...]
+    if isinstance(attention, FullAttention):
+        part, shape = "kv", (COLUMN_GROUP, 2, attention.kv_heads, attention.head_dim)
+    elif isinstance(attention, LatentAttention):
+        part, shape = "latent", (COLUMN_GROUP, 1, attention.kv_lora_rank + attention.qk_rope_head_dim)
+    else:
+        return 1.0  # a state crosses whole
+    return (
+        sizes(part, "bfloat16", shape, codec).total_bytes / sizes(part, "bfloat16", shape, "raw").total_bytes
+    )

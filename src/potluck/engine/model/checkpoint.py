@@ -10,7 +10,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -21,12 +21,14 @@ from torch import Tensor
 
 from potluck.core.codec import encode
 from potluck.core.errors import FormatError, InputError
-from potluck.engine.model.config import EngineModelConfig, read_config, write_config
-from potluck.engine.model.fp8 import FP8, SUFFIXES, brought_back
-from potluck.engine.model.fp8_scales import read_quantised
+from potluck.core.values.model import DenseFfn, FullAttention, Model
+from potluck.engine.model.config import EngineModelConfig, read_config, read_quantised, write_config
 from potluck.kv.handles import directory_mark
 
 ONE_FILE, INDEX = "model.safetensors", "model.safetensors.index.json"
+FUSED = ("phi3",)
+FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
+SUFFIXES = ("_scale_inv", "_scale")
 
 
 class WeightSource(Protocol):
@@ -202,3 +204,100 @@ def _plain(file: object) -> bool:
 
 def _line(error: Exception) -> str:
     return (str(error).splitlines() or [type(error).__name__])[0][:160]
+
+
+def brought_back(
+    weight: Tensor, scale: Tensor, block: tuple[int, int] | None, name: str, where: str
+) -> Tensor:
+    """The numbers that 8-bit floats stand for, in float32."""
+    scale = scale.float()
+    if not bool(torch.isfinite(scale).all()):
+        raise FormatError(where, f"the scale of {name} is not finite; the file is damaged")
+    if scale.numel() == 1:
+        return weight.float() * scale.reshape(())
+    rows = weight.shape[0]
+    if scale.numel() == rows and scale.shape[0] == rows:
+        return weight.float() * scale.reshape(rows, *[1] * (weight.dim() - 1))
+    if weight.dim() == 2 and scale.dim() == 2:
+        high, wide = block or (-(-rows // scale.shape[0]), -(-weight.shape[1] // scale.shape[1]))
+        expected = (-(-rows // high), -(-weight.shape[1] // wide))
+        if tuple(scale.shape) == expected and (block is not None or _even(weight, scale)):
+            whole = scale.repeat_interleave(high, 0)[:rows].repeat_interleave(wide, 1)[:, : weight.shape[1]]
+            return weight.float() * whole
+    raise FormatError(
+        where, f"the scale of {name} has shape {list(scale.shape)}, which does not fit {list(weight.shape)}"
+    )
+
+
+def _even(weight: Tensor, scale: Tensor) -> bool:
+    return weight.shape[0] % scale.shape[0] == 0 and weight.shape[1] % scale.shape[1] == 0
+
+
+@dataclass(frozen=True, slots=True)
+class SplitSource:
+    """A source whose files have `qkv_proj` and `gate_up_proj` each in one tensor (Phi-3): cuts the rows out."""
+
+    whole: WeightSource
+    model: Model
+
+    @property
+    def fingerprint(self) -> str:
+        return self.whole.fingerprint
+
+    def has(self, name: str) -> bool:
+        part = self._part(name)
+        return self.whole.has(name if part is None else part[0])
+
+    def take(self, name: str, *shape: int) -> Tensor:
+        part = self._part(name)
+        if part is None:
+            return self.whole.take(name, *shape)
+        fused, sizes, place = part
+        tensor = self.whole.take(fused, sum(sizes), *shape[1:])
+        first = sum(sizes[:place])
+        return tensor[first : first + sizes[place]]
+
+    def _part(self, name: str) -> tuple[str, tuple[int, ...], int] | None:
+        """(the tensor with all of them, rows of each, which of them it is)"""
+        words = name.split(".")  # model.layers.3.self_attn.q_proj.weight
+        if len(words) != 6 or words[1] != "layers":
+            return None
+        layer, kind = self.model.layers[int(words[2])], words[4]
+        if isinstance(layer.attention, FullAttention) and kind in ("q_proj", "k_proj", "v_proj"):
+            heads, kv_heads, dim = layer.attention.heads, layer.attention.kv_heads, layer.attention.head_dim
+            sizes: tuple[int, ...] = (heads * dim, kv_heads * dim, kv_heads * dim)
+            return name.replace(kind, "qkv_proj"), sizes, "qkv".index(kind[0])
+        if isinstance(layer.ffn, DenseFfn) and kind in ("gate_proj", "up_proj"):
+            sizes = (layer.ffn.intermediate,) * 2
+            return name.replace(kind, "gate_up_proj"), sizes, ("gate_proj", "up_proj").index(kind)
+        return None
+
+
+def parted(source: WeightSource, config: EngineModelConfig) -> WeightSource:
+    """The source as layers ask it."""
+    return SplitSource(source, config.model) if config.family in FUSED else source
+
+
+@dataclass(frozen=True, slots=True)
+class LayerLoader:
+    """What layers are built with: a source of tensors, a prefix, and where the tensors shall live."""
+
+    source: WeightSource
+    device: torch.device
+    dtype: torch.dtype
+    prefix: str = ""
+    norm_plus_one: bool = False
+
+    def under(self, name: str) -> LayerLoader:
+        return replace(self, prefix=f"{self.prefix}{name}.")
+
+    def has(self, name: str) -> bool:
+        return self.source.has(self.prefix + name)
+
+    def take(self, name: str, *shape: int) -> Tensor:
+        return self.source.take(self.prefix + name, *shape).to(self.device, self.dtype)
+
+    def norm(self, name: str, size: int) -> Tensor:
+        """A norm's weight, which some models store as the difference from 1."""
+        weight = self.take(name, size)
+        return weight + 1 if self.norm_plus_one else weight

@@ -9,9 +9,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from potluck.engine.model.loading import LayerLoader
-from potluck.engine.numbers import threads
-from potluck.engine.numbers.exact import in_vectors
+from potluck.core.values.model import MoeFfn
+from potluck.engine.model.checkpoint import LayerLoader
+from potluck.engine.model.config import EngineModelConfig, ExpertRouting
+from potluck.engine.numbers.exact import in_vectors, sigmoid
 from potluck.engine.numbers.matrix import (
     TILED,
     Matrix,
@@ -21,6 +22,7 @@ from potluck.engine.numbers.matrix import (
     add_product,
     feed_forward,
     product,
+    thread_count,
 )
 
 
@@ -57,7 +59,7 @@ class DenseLayer:
         up, down = self._weight, self._down
         if isinstance(up, TiledMatrix) and isinstance(down, TiledMatrix) and self._fits:
             # On several threads the two products are cut by themselves, to the same effect.
-            alone = threads.parts(x.shape[0] * up.depth * up.padded) == 1
+            alone = thread_count(x.shape[0] * up.depth * up.padded) == 1
             if alone:
                 return feed_forward(x, norm, up, down)
         return self.add(x, norm(x))
@@ -65,3 +67,71 @@ class DenseLayer:
     def add(self, residual: Tensor, x: Tensor) -> Tensor:
         out = add_product(residual, gated(x, self._weight, self._bias), self._down)
         return out if self._down_bias is None else out.add_(self._down_bias)
+
+
+def route(logits: Tensor, bias: Tensor | None, routing: ExpertRouting, active: int) -> tuple[Tensor, Tensor]:
+    """(experts, weights), both [tokens, active]. A correction bias sways the choice, not the weights."""
+    scores = torch.softmax(logits, -1) if routing.scoring == "softmax" else sigmoid(logits)
+    choice = scores if bias is None else scores + bias
+    if routing.groups > 1:
+        grouped = choice.view(len(choice), routing.groups, -1)
+        best = grouped.amax(-1) if bias is None else grouped.topk(2, -1)[0].sum(-1)
+        out = torch.ones_like(best, dtype=torch.bool).scatter_(1, best.topk(routing.top_groups, -1)[1], False)
+        choice = grouped.masked_fill(out[..., None], 0.0 if bias is None else -torch.inf).flatten(1)
+    experts = choice.topk(active, -1)[1]
+    weights = scores.gather(1, experts)
+    if routing.normalised:
+        weights = weights / (weights.sum(-1, keepdim=True) + 1e-20)
+    return experts, weights * routing.scale
+
+
+class MoeLayer:
+    def __init__(self, config: EngineModelConfig, part: MoeFfn, load: LayerLoader) -> None:
+        self._part, self._routing = part, config.routing
+        hidden, width = config.model.hidden, part.intermediate
+        self._router = across(load.take("gate.weight", part.experts, hidden).float())
+        self._bias = (
+            load.take("gate.e_score_correction_bias", part.experts).float() if part.router_bias else None
+        )
+        gate, up, down = (
+            ("w1", "w3", "w2") if config.family == "mixtral" else ("gate_proj", "up_proj", "down_proj")
+        )
+        experts = [load.under(f"experts.{index}") for index in range(part.experts)]
+        self._weights = [
+            negated(each.take(f"{gate}.weight", width, hidden), each.take(f"{up}.weight", width, hidden))
+            for each in experts
+        ]
+        self._downs = [across(each.take(f"{down}.weight", hidden, width)) for each in experts]
+        self._shared = self._shared_gate = None
+        if part.shared_intermediate:
+            name = "shared_expert" if part.shared_gate else "shared_experts"
+            self._shared = DenseLayer(hidden, part.shared_intermediate, load.under(name))
+        if part.shared_gate:
+            self._shared_gate = across(load.take("shared_expert_gate.weight", 1, hidden))
+
+    def __call__(self, norm: Norm, residual: Tensor) -> Tensor:
+        x = norm(residual)
+        experts, weights = route(
+            product(x.float(), self._router), self._bias, self._routing, self._part.active
+        )
+        out = residual + self._experts(x, experts, weights.to(x.dtype))
+        if self._shared is None:
+            return out
+        if self._shared_gate is None:
+            return self._shared.add(out, x)
+        return out + self._shared.add(torch.zeros_like(x), x) * sigmoid(product(x, self._shared_gate))
+
+    def _experts(self, x: Tensor, experts: Tensor, weights: Tensor) -> Tensor:
+        """Tokens sorted by expert, one product per expert in use, and back; a token's experts add up in its order."""
+        chosen = experts.flatten()
+        order = chosen.argsort(stable=True)
+        found = torch.empty(len(chosen), x.shape[1], dtype=x.dtype, device=x.device)
+        first = 0
+        for expert, count in enumerate(torch.bincount(chosen, minlength=self._part.experts).tolist()):
+            if count:
+                places = order[first : first + count]
+                rows = gated(x.index_select(0, places // self._part.active), self._weights[expert])
+                found.index_copy_(0, places, product(rows, self._downs[expert]))
+                first += count
+        found = found.view(*experts.shape, -1) * weights[..., None]
+        return found.sum(1)

@@ -18,13 +18,11 @@ from potluck.core.values.model import (
 )
 from potluck.engine.compute.batch_layout import BatchLayout
 from potluck.engine.memory.kv_cache import Kept, LayerCaches
-from potluck.engine.model.attention.full import FullLayer, rotated
-from potluck.engine.model.attention.latent import LatentLayer
-from potluck.engine.model.attention.linear import LinearLayer
+from potluck.engine.model.attention import FullLayer, LatentLayer, rotated
+from potluck.engine.model.checkpoint import LayerLoader
 from potluck.engine.model.config import EngineModelConfig
-from potluck.engine.model.ffn import DenseLayer
-from potluck.engine.model.loading import LayerLoader
-from potluck.engine.model.moe import MoeLayer
+from potluck.engine.model.ffn import DenseLayer, MoeLayer
+from potluck.engine.model.linear_attention import LinearLayer
 from potluck.engine.model.rope import RopeAngles, angles
 from potluck.engine.numbers.matrix import Matrix, Norm, across, product
 

@@ -2,22 +2,23 @@
 
 Where a CPU has matrix tiles (Intel AMX) and the weights fit into 16 bits each, as they were stored, they are laid out
 for `kernels/products.py`: as exact as float32, several times as fast. Everywhere else torch multiplies, with rows
-added where its library wants some (`filling.py`). Which of these it is depends on the weights and the machine alone,
+added where its library wants some (`RowPadding`). Which of these it is depends on the weights and the machine alone,
 never on the rows, so that cutting work changes nothing.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cache
+from itertools import pairwise
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from potluck.engine.numbers import threads
-from potluck.engine.numbers.exact import rms_norm
-from potluck.engine.numbers.row_padding import PLAIN, RowPadding, filling_for, multiply
+from potluck.engine.numbers.exact import PLAIN, RowPadding, filling_for, multiply, rms_norm
 
 ROWS, DEPTH, PARTS, WIDE, STRIP = 16, 32, 3, 4, 64
 """As in kernels/products.py, which is slow to load and not needed with a GPU."""
@@ -69,7 +70,7 @@ class TiledMatrix:
             given = (rows, x.data_ptr(), 4 * x.stride(0), scales, eps, weight)
             multiply(*given, *rest, parts.data_ptr(), shapes)
 
-        threads.over(columns // WIDE, threads.parts(rows * self.depth * wide), some)
+        over_threads(columns // WIDE, thread_count(rows * self.depth * wide), some)
         return out if wide == self.width else out[:, : self.width]
 
 
@@ -91,7 +92,7 @@ Matrix = Tensor | TiledMatrix | PaddedMatrix
 
 @cache
 def _have_tiles() -> bool:
-    from potluck.engine.numbers.kernels.tiles import available
+    from potluck.engine.numbers.kernels.products import available
 
     return available()
 
@@ -151,3 +152,30 @@ def feed_forward(x: Tensor, norm: Norm, up: TiledMatrix, down: TiledMatrix) -> T
     rest = (up.operand, down.operand, out.data_ptr(), between.data_ptr(), parts.data_ptr(), shapes)
     products.feed_forward(x.shape[0], x.data_ptr(), stride, scales, eps, *rest)
     return out
+
+
+WORTH = 20_000_000
+"""Products for which a thread is woken: some tens of microseconds of work."""
+
+
+@cache
+def _pool(threads: int) -> ThreadPoolExecutor:
+    return ThreadPoolExecutor(threads, thread_name_prefix="potluck-kernel")
+
+
+def thread_count(work: int) -> int:
+    """Threads for so many products."""
+    return max(1, min(torch.get_num_threads(), work // WORTH))
+
+
+def over_threads(count: int, threads: int, call: Callable[[int, int], None]) -> None:
+    """`call(begin, stop)` for ranges that together are [0, count)."""
+    if threads == 1 or count == 1:
+        call(0, count)
+        return
+    cuts = [count * part // threads for part in range(threads + 1)]
+    ranges = [(begin, stop) for begin, stop in pairwise(cuts) if begin < stop]
+    others = [_pool(threads - 1).submit(call, *each) for each in ranges[1:]]
+    call(*ranges[0])
+    for other in others:
+        other.result()

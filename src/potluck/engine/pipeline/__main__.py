@@ -10,7 +10,7 @@ from pathlib import Path
 
 from potluck.core.errors import PotluckError
 from potluck.engine.pipeline.pipeline_connection import TlsPair
-from potluck.engine.pipeline.worker_listener import serve
+from potluck.engine.pipeline.worker import serve
 
 
 def main() -> int:

@@ -2,21 +2,38 @@
 
 from __future__ import annotations
 
+import queue
 import secrets
 import subprocess
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 
-from potluck.core.errors import InputError
-from potluck.engine.compute.runner import RunnerSize
+from potluck.core.errors import InputError, PotluckError
+from potluck.engine.compute.executor import RunnerSize
+from potluck.engine.memory.block_tables import BlockTables
+from potluck.engine.memory.kv_cache import groups_of
 from potluck.engine.model.config import EngineModelConfig
-from potluck.engine.pipeline import spawn
-from potluck.engine.pipeline.pipeline_connection import TlsPair
+from potluck.engine.numbers import Exactness
+from potluck.engine.numbers.exact import together
+from potluck.engine.pipeline import pipeline_messages as msg
+from potluck.engine.pipeline.pipeline_connection import LinkError, TlsPair, connect
 from potluck.engine.pipeline.pipeline_executor import PipelineExecutor
-from potluck.engine.pipeline.pipeline_messages import EmulatedGpu
-from potluck.engine.pipeline.worker_starter import Reached, WorkerOptions, WorkerStarter
+from potluck.engine.pipeline.remote_worker import (
+    Event,
+    RemoteWorker,
+    WorkerReturned,
+    end_worker,
+    start_worker,
+    worker_port,
+)
+from potluck.engine.pipeline.worker import DRIVER
 
+LOAD_S = 600.0
+"""Reading weights and making room for caches takes a while."""
+Reached = tuple[tuple[str, int], subprocess.Popen[bytes] | None]
+"""Where a worker listens, and its process if it is ours."""
 WAIT_S = 60.0
 WORTH_TOKENS = 128
 """From so many tokens on, a GPU's or a CPU's time for a step grows with them."""
@@ -28,7 +45,7 @@ class WorkerPlace:
 
     address: tuple[str, int] | None = None
     weight: float = 1.0
-    emulate: EmulatedGpu | None = None
+    emulate: msg.EmulatedGpu | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,6 +80,158 @@ def _address(text: str) -> tuple[str, int]:
     return host, int(port)
 
 
+@dataclass(frozen=True, slots=True)
+class WorkerOptions:
+    """What every worker is set up with."""
+
+    directory: str | None
+    seed: int
+    threads: int
+    device: str
+    wait_s: float
+    key: bytes
+    tls: TlsPair | None = None
+    """For workers that run elsewhere."""
+
+
+class WorkerStarter:
+    def __init__(
+        self,
+        config: EngineModelConfig,
+        stages: Sequence[PipelineStage],
+        layers: Sequence[range],
+        size: RunnerSize,
+        means: WorkerOptions,
+    ) -> None:
+        self._config, self._stages, self._layers = config, stages, layers
+        self._size, self._means = size, means
+        self._addresses: list[list[Reached]] = []
+        self._device: dict[tuple[int, int], str] = {}
+        self.inbox: queue.SimpleQueue[Event] = queue.SimpleQueue()
+        self.remotes: list[list[RemoteWorker]] = []
+
+    def reach(self, addresses: list[list[Reached]]) -> None:
+        """Connect to every worker."""
+        self._addresses = addresses
+        for stage, row in enumerate(addresses):
+            self.remotes.append([])
+            for place, reached in enumerate(row):
+                self.remotes[-1].append(self._remote(stage, place, reached, self.inbox))
+        mine = [
+            (s, p) for s, row in enumerate(addresses) for p, each in enumerate(row) if each[1] is not None
+        ]
+        self._device = dict(zip(mine, devices_of(self._means.device, len(mine)), strict=True))
+
+    def set_up(self) -> tuple[str, Exactness]:
+        """Give each worker its layers; the fingerprint that all of them must have, and how exact they are."""
+        every = [remote for row in self.remotes for remote in row]
+        for number, remote in enumerate(every, 1):
+            remote.post(self._setup(number, remote))
+        ready = [answer for answer in _answers(self.inbox, len(every)) if isinstance(answer, msg.WorkerReady)]
+        prints = {answer.fingerprint for answer in ready}
+        if len(prints) != 1:
+            raise InputError("workers", "do not have the same weights; is the directory the same everywhere?")
+        return prints.pop(), together([Exactness(each.exact, each.products) for each in ready])
+
+    def join(self) -> None:
+        """Connect each stage to the next."""
+        asked = [remote for row in self.remotes[:-1] for remote in row]
+        for number, remote in enumerate(asked, 1):
+            remote.post(self._connect(number, remote.stage))
+        _answers(self.inbox, len(asked))
+
+    def again(self, lost: RemoteWorker, fingerprint: str) -> tuple[RemoteWorker, WorkerReturned]:
+        """Another worker in the place of one that is lost."""
+        (address, process), inbox = self._addresses[lost.stage][lost.place], queue.SimpleQueue[Event]()
+        if process is not None:
+            process = start_worker(self._means.key)
+            address = ("127.0.0.1", worker_port(process))
+        try:
+            remote = self._remote(lost.stage, lost.place, (address, process), inbox)
+        except PotluckError:
+            if process is not None:
+                end_worker(process)
+            raise
+        try:
+            remote.post(self._setup(1, remote))
+            (ready,) = _answers(inbox, 1)
+            if not isinstance(ready, msg.WorkerReady) or ready.fingerprint != fingerprint:
+                raise InputError(remote.name, "has other weights than the pipeline")
+            if lost.stage + 1 < len(self.remotes):
+                remote.post(self._connect(2, lost.stage))
+                _answers(inbox, 1)
+        except PotluckError:
+            remote.stop()
+            raise
+        self._addresses[lost.stage][lost.place] = address, process
+        return remote, WorkerReturned(*address)
+
+    def _remote(
+        self, stage: int, place: int, reached: Reached, inbox: queue.SimpleQueue[Event]
+    ) -> RemoteWorker:
+        size, layers = self._size, self._layers[stage]
+        groups = groups_of(
+            self._config.model,
+            layers.start,
+            layers.stop,
+            blocks=size.blocks,
+            rows=size.rows,
+            max_chunk_tokens=size.max_chunk_tokens,
+        )
+        name = f"stage {stage} worker {place}"
+        tls = self._means.tls if reached[1] is None else None
+        link = connect(reached[0], self._means.key, DRIVER, name, tls)
+        tables = BlockTables(groups, size.rows, size.max_tokens)
+        return RemoteWorker(name, stage, place, link, tables, inbox, reached[1])
+
+    def _setup(self, call: int, remote: RemoteWorker) -> msg.WorkerInit:
+        stage, place, size, means = remote.stage, remote.place, self._size, self._means
+        return msg.WorkerInit(
+            call,
+            stage,
+            place,
+            self._config,
+            means.directory,
+            means.seed,
+            self._layers[stage].start,
+            self._layers[stage].stop,
+            size.rows,
+            size.blocks,
+            size.max_tokens,
+            size.max_chunk_tokens,
+            means.wait_s,
+            means.threads,
+            self._device.get((stage, place), means.device),
+            self._stages[stage].places[place].emulate,
+        )
+
+    def _connect(self, call: int, stage: int) -> msg.ConnectStage:
+        """To all workers of the stage behind that are there."""
+        there = [
+            address if remote.gone is None else ("", 0)
+            for (address, _), remote in zip(self._addresses[stage + 1], self.remotes[stage + 1], strict=True)
+        ]
+        hosts, ports = zip(*there, strict=True)
+        return msg.ConnectStage(call, tuple(hosts), tuple(ports))
+
+
+def _answers(inbox: queue.SimpleQueue[Event], count: int) -> list[msg.WorkerReady | msg.CommandDone]:
+    deadline = time.monotonic() + LOAD_S
+    found: list[msg.WorkerReady | msg.CommandDone] = []
+    while len(found) < count:
+        try:
+            _, answer, _ = inbox.get(timeout=max(0.0, deadline - time.monotonic()))
+        except queue.Empty:
+            raise LinkError(f"workers: {count - len(found)} are not ready after {LOAD_S:g} s") from None
+        if isinstance(answer, str):
+            raise LinkError(f"{answer} while it was set up; does it serve another driver?")
+        if isinstance(answer, msg.CommandFailed):
+            raise msg.error_of(answer)
+        if isinstance(answer, msg.WorkerReady | msg.CommandDone):
+            found.append(answer)
+    return found
+
+
 def launch(
     config: EngineModelConfig,
     stages: Sequence[PipelineStage],
@@ -88,9 +257,7 @@ def launch(
     key = secrets.token_hex(32).encode() if secret is None else secret
     processes: list[subprocess.Popen[bytes]] = []
     means = WorkerOptions(directory, seed, threads, device, wait_s, key, tls)
-    starter = WorkerStarter(
-        config, layers, size, means, lambda stage, place: stages[stage].places[place].emulate, devices_of
-    )
+    starter = WorkerStarter(config, stages, layers, size, means)
     try:
         starter.reach(_addresses(stages, key, processes))
         fingerprint, exact = starter.set_up()
@@ -99,7 +266,7 @@ def launch(
         for remote in (each for row in starter.remotes for each in row):
             remote.stop()
         for process in processes:
-            spawn.end(process)
+            end_worker(process)
         raise
     return PipelineExecutor(
         config,
@@ -112,13 +279,13 @@ def launch(
         wait_s=wait_s,
         batches=batches or len(stages),
         worth_tokens=worth_tokens,
-        microbatches=lanes_of(stages),
+        microbatches=microbatches_for(stages),
         exact=exact,
         reach=partial(starter.again, fingerprint=fingerprint) if returns else None,
     )
 
 
-def lanes_of(stages: Sequence[PipelineStage]) -> int:
+def microbatches_for(stages: Sequence[PipelineStage]) -> int:
     """Batches that may go round at once, as long as none waits for another at the slowest stage.
 
     A batch that goes round alone takes the sum of its stages' times. With n of them a round takes n times the slowest
@@ -158,11 +325,11 @@ def _addresses(
     stages: Sequence[PipelineStage], key: bytes, processes: list[subprocess.Popen[bytes]]
 ) -> list[list[Reached]]:
     """Where each worker listens; those without an address are started, all at once."""
-    started = [[None if place.address else spawn.start(key) for place in stage.places] for stage in stages]
+    started = [[None if place.address else start_worker(key) for place in stage.places] for stage in stages]
     processes += [process for stage in started for process in stage if process is not None]
     return [
         [
-            (place.address or ("127.0.0.1", spawn.port_of(process)), process)  # type: ignore[arg-type]
+            (place.address or ("127.0.0.1", worker_port(process)), process)  # type: ignore[arg-type]
             for place, process in zip(stage.places, row, strict=True)
         ]
         for stage, row in zip(stages, started, strict=True)

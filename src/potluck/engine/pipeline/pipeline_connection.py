@@ -2,8 +2,8 @@
 
     frame    magic, 4 bytes | head length, 4 bytes | body length, 8 bytes | head | body       (little-endian)
 
-The head is a message of `messages.py` in JSON, read strictly; the body is plain bytes: numbers or tensors, whose
-format the head says. Nothing is ever unpickled. Both lengths are capped before anything is read.
+The head is a message of `pipeline_messages.py` in JSON, read strictly; the body is plain bytes: numbers or tensors,
+whose format the head says. Nothing is ever unpickled. Both lengths are capped before anything is read.
 
 Who connects and who listens prove to each other that they know the pipeline's secret, without sending it:
 

@@ -22,30 +22,31 @@ from potluck.core.errors import CapacityError, InputError
 from potluck.core.routing.round_robin import WeightedRoundRobin
 from potluck.core.values.model import LinearAttention
 from potluck.core.values.sampling import SampledToken
-from potluck.engine.compute.executor import CacheExport, Deliver, TokenDraw, WorkerLost
-from potluck.engine.compute.runner import RunnerSize, SequenceWork
-from potluck.engine.memory.handover import KvChunk, KvManifest
+from potluck.engine.compute.executor import (
+    CacheExport,
+    Deliver,
+    Executor,
+    RunnerSize,
+    SequenceWork,
+    TokenDraw,
+    WorkerLost,
+)
 from potluck.engine.memory.kv_cache import windows_of
 from potluck.engine.model.config import EngineModelConfig
-from potluck.engine.numbers.exactness import Exactness
+from potluck.engine.numbers import Exactness
+from potluck.engine.pipeline import pipeline_messages as msg
 from potluck.engine.pipeline.pipeline_connection import Bytes
-from potluck.engine.pipeline.pipeline_handover import PipelineHandover
-from potluck.engine.pipeline.pipeline_messages import (
-    Answer,
-    CheckWorker,
-    Command,
-    CommandFailed,
-    LayerParts,
-    PackRow,
-    ReconnectStage,
-    WorkerChecked,
-    error_of,
-    parcels_of,
+from potluck.engine.pipeline.pipeline_step import (
+    Path,
+    PipelineHandover,
+    PipelineStep,
+    StepFailed,
+    StepPart,
+    cut,
+    must_be_sound,
 )
-from potluck.engine.pipeline.pipeline_step import PipelineStep, StepFailed, must_be_sound
-from potluck.engine.pipeline.rejoin import Reach, WorkerRejoin
-from potluck.engine.pipeline.remote_worker import Event, RemoteWorker, WorkerReturned
-from potluck.engine.pipeline.step_parts import Path, StepPart, cut
+from potluck.engine.pipeline.remote_worker import Event, Reach, RemoteWorker, WorkerRejoin, WorkerReturned
+from potluck.kv.chunks import KvChunk, KvManifest
 
 LAST_WORD_S = 2.0
 """A worker that misses another's states may say so before the other one's end is noticed."""
@@ -60,7 +61,7 @@ class _Row:
     """Its row at each of them."""
 
 
-class PipelineExecutor:
+class PipelineExecutor(Executor):
     def __init__(
         self,
         config: EngineModelConfig,
@@ -88,7 +89,7 @@ class PipelineExecutor:
         self._back: list[tuple[RemoteWorker, WorkerReturned]] = []
         self._flying: list[PipelineStep] = []
         self._calls = itertools.count(1)
-        self._answers: dict[int, tuple[Answer, bytearray] | None] = {}
+        self._answers: dict[int, tuple[msg.Answer, bytearray] | None] = {}
         """What was asked and is waited for."""
         self._rows: dict[int, _Row] = {}
         self._free = list(range(size.rows - 1, -1, -1))
@@ -148,15 +149,6 @@ class PipelineExecutor:
 
     # Steps.
 
-    def step(
-        self,
-        works: Sequence[SequenceWork],
-        draws: Sequence[TokenDraw],
-        exports: Sequence[CacheExport] = (),
-        deliver: Deliver | None = None,
-    ) -> list[SampledToken]:
-        return self.collect(self.submit(works, draws, exports, deliver))
-
     def begin(
         self,
         works: Sequence[SequenceWork],
@@ -213,7 +205,7 @@ class PipelineExecutor:
                     rows = [self._rows[piece.part.row].locals[stage] for piece in pieces]
                     run.post(call, remote, pieces, rows, stage, len(self._stages))
 
-    def _blame(self, source: RemoteWorker, answer: CommandFailed) -> str:
+    def _blame(self, source: RemoteWorker, answer: msg.CommandFailed) -> str:
         """Who is gone: a worker that misses states says so, perhaps before the other one's end is noticed."""
         deadline = time.monotonic() + LAST_WORD_S
         while True:
@@ -242,9 +234,9 @@ class PipelineExecutor:
 
     def export(self, row: int, layer: int, start: int, stop: int) -> tuple[KvChunk, ...]:
         remote, local = self.workers(row)[self.stage_of(layer)]
-        answer, body = self.ask(row, remote, lambda call: PackRow(call, local, layer, start, stop))
-        assert isinstance(answer, LayerParts)
-        return parcels_of(answer, body)
+        answer, body = self.ask(row, remote, lambda call: msg.PackRow(call, local, layer, start, stop))
+        assert isinstance(answer, msg.LayerParts)
+        return msg.chunks_of(answer, body)
 
     def arrival(self, row: int, about: KvManifest, tokens: Sequence[int]) -> PipelineHandover:
         return PipelineHandover(self, row, about, tokens)
@@ -264,10 +256,10 @@ class PipelineExecutor:
                 continue
             remote.tables.check()
             try:
-                answer, _ = self.ask(None, remote, CheckWorker)
+                answer, _ = self.ask(None, remote, msg.CheckWorker)
             except WorkerLost:
                 continue  # noticed, and said by `health`
-            assert isinstance(answer, WorkerChecked)
+            assert isinstance(answer, msg.WorkerChecked)
             tables = remote.tables
             blocks = tuple(tables.free_blocks(group) for group in range(len(tables.groups)))
             if (answer.free_rows, answer.free_blocks) != (tables.free_rows, blocks):
@@ -316,9 +308,9 @@ class PipelineExecutor:
         self,
         row: int | None,
         remote: RemoteWorker,
-        command: Callable[[int], Command],
+        command: Callable[[int], msg.Command],
         bodies: Sequence[Bytes] = (),
-    ) -> tuple[Answer, bytearray]:
+    ) -> tuple[msg.Answer, bytearray]:
         """One question and its answer. What the worker found wrong is raised here."""
         call = next(self._calls)
         self._answers[call] = None
@@ -329,8 +321,8 @@ class PipelineExecutor:
         found = self._answers.pop(call)
         if found is None:
             raise WorkerLost(() if row is None else (row,), remote.lost or "")
-        if isinstance(found[0], CommandFailed):
-            raise error_of(found[0])
+        if isinstance(found[0], msg.CommandFailed):
+            raise msg.error_of(found[0])
         return found
 
     def _next(self, deadline_s: float, awaited: RemoteWorker) -> bool:
@@ -357,7 +349,9 @@ class PipelineExecutor:
         for each in before:
             if each.lost is None and remote.lost is None:
                 with suppress(WorkerLost):  # it will connect by itself when it comes back
-                    self.ask(None, each, lambda call: ReconnectStage(call, remote.place, at.host, at.port))
+                    self.ask(
+                        None, each, lambda call: msg.ReconnectStage(call, remote.place, at.host, at.port)
+                    )
         if remote.lost is None:
             self._turns[remote.stage].set(remote.place, self._weights[remote.stage][remote.place])
 
@@ -381,11 +375,11 @@ class PipelineExecutor:
             self._answers[answer.call] = answer, body
             return True
         for run in self._flying:
-            if isinstance(answer, CommandFailed) and (answer.call, remote) in run.awaited:
+            if isinstance(answer, msg.CommandFailed) and (answer.call, remote) in run.awaited:
                 if run.failed is None and answer.kind == "link":
                     run.fail(0, self._blame(remote, answer))
                 else:
-                    run.fail(answer.call, f"{remote.name}: {error_of(answer)}")
+                    run.fail(answer.call, f"{remote.name}: {msg.error_of(answer)}")
                 return True
             if run.hear(remote, answer, body):
                 return True

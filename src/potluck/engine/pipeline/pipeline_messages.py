@@ -1,4 +1,4 @@
-"""What the processes of a pipeline say to each other. `wire.py` carries it.
+"""What the processes of a pipeline say to each other, over `pipeline_connection.py`.
 
 Every message is a frozen value; what is large (tokens, states, caches) lies in the frame's body, whose layout the
 message tells. The driver numbers what it asks, and answers bear the number.
@@ -17,11 +17,12 @@ from potluck.core.errors import CapacityError, FormatError, InputError, PotluckE
 from potluck.core.values.model import Model
 from potluck.core.values.sampling import Drawing, SampledToken
 from potluck.core.values.types import NodeType
+from potluck.engine.compute.executor import SequenceWork
 from potluck.engine.compute.logit_edits import LogitEdit
-from potluck.engine.compute.work import SequenceWork
-from potluck.engine.memory.handover import KvChunk, KvManifest, Part
 from potluck.engine.model.config import EngineModelConfig
 from potluck.engine.pipeline.pipeline_connection import LinkError
+from potluck.kv.chunks import KvChunk, KvManifest
+from potluck.kv.codec_layout import Part
 
 OPEN, CLOSE, GROW, BACK = 0, 1, 2, 3
 LOGITS = ("none", "last", "all")
@@ -145,7 +146,7 @@ class BeginHandover:
 
 @dataclass(frozen=True, slots=True)
 class LayerPartHeader:
-    """A parcel without its data, which lies in the body."""
+    """A chunk without its data, which lies in the body."""
 
     layer: int
     part: Part
@@ -311,24 +312,22 @@ def read_edits(sizes: Sequence[EditSize], ways: int, body: memoryview) -> list[L
     return found
 
 
-def label_of(parcel: KvChunk) -> LayerPartHeader:
-    size = memoryview(parcel.data).nbytes
-    return LayerPartHeader(
-        parcel.layer, parcel.part, parcel.first, parcel.stop, parcel.dtype, parcel.shape, size
-    )
+def label_of(chunk: KvChunk) -> LayerPartHeader:
+    size = memoryview(chunk.data).nbytes
+    return LayerPartHeader(chunk.layer, chunk.part, chunk.first, chunk.stop, chunk.dtype, chunk.shape, size)
 
 
-def parcel_of(label: LayerPartHeader, data: bytes | memoryview) -> KvChunk:
+def chunk_of(label: LayerPartHeader, data: bytes | memoryview) -> KvChunk:
     return KvChunk(label.layer, label.part, label.first, label.stop, label.dtype, label.shape, data)
 
 
-def parcels_of(message: LayerParts, body: bytearray) -> tuple[KvChunk, ...]:
-    """Parcels with their parts of the body."""
+def chunks_of(message: LayerParts, body: bytearray) -> tuple[KvChunk, ...]:
+    """Chunks with their parts of the body."""
     found, begin, view = [], 0, memoryview(body)
     for label in message.labels:
         if label.size < 0 or begin + label.size > len(body):
-            raise FormatError("parcels", "are longer than the message")
-        found.append(parcel_of(label, view[begin : begin + label.size]))
+            raise FormatError("chunks", "are longer than the message")
+        found.append(chunk_of(label, view[begin : begin + label.size]))
         begin += label.size
     return tuple(found)
 

@@ -4,29 +4,59 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
+from typing import TYPE_CHECKING
 
-from potluck.core.errors import FormatError, InputError
+from potluck.core.errors import FormatError, InputError, PotluckError
 from potluck.core.values.sampling import Drawing, SampledToken, Sampling
 from potluck.engine.compute.batch_layout import check
-from potluck.engine.compute.executor import CacheExport, Deliver, TokenDraw
+from potluck.engine.compute.executor import CacheExport, Deliver, SequenceWork, TokenDraw
 from potluck.engine.compute.logit_edits import LogitEdit
-from potluck.engine.compute.runner import SequenceWork
-from potluck.engine.memory.handover import KvChunk
-from potluck.engine.pipeline.pipeline_messages import (
-    NOBODY,
-    Answer,
-    EditSize,
-    LayerParts,
-    StepCommand,
-    StepDone,
-    edit_bytes,
-    numbers,
-    parcels_of,
-    read_numbers,
-    work_row,
-)
+from potluck.engine.memory.handover import ranges
+from potluck.engine.pipeline import pipeline_messages as msg
 from potluck.engine.pipeline.remote_worker import RemoteWorker
-from potluck.engine.pipeline.step_parts import StepPart
+from potluck.kv.assembly import MissingParts
+from potluck.kv.chunks import KvChunk, KvManifest
+
+if TYPE_CHECKING:
+    from potluck.engine.pipeline.pipeline_executor import PipelineExecutor
+
+
+class PipelineHandover:
+    """A hand-over into a pipeline: each layer's chunks go to the worker that has the layer, which checks them."""
+
+    def __init__(self, driver: PipelineExecutor, row: int, about: KvManifest, tokens: Sequence[int]) -> None:
+        self._driver, self._row, self._about = driver, row, about
+        self._workers = driver.workers(row)
+        self._missing = MissingParts(ranges(driver.config.model, about.start, about.stop))
+        begun: list[tuple[RemoteWorker, int]] = []
+        try:
+            for remote, local in self._workers:
+                begin = partial(msg.BeginHandover, row=local, about=about)
+                driver.ask(row, remote, begin, [msg.numbers(tokens)])
+                remote.tables.grow(local, about.stop, since=about.stop)
+                begun.append((remote, local))
+        except PotluckError:
+            for remote, local in begun:
+                if remote.lost is None:
+                    driver.ask(row, remote, partial(msg.FinishHandover, row=local, whole=False))
+            raise
+
+    def accept(self, chunk: KvChunk) -> None:
+        layers = self._driver.config.model.layer_count
+        if not 0 <= chunk.layer < layers:
+            raise FormatError(f"hand-over: layer {chunk.layer}", f"is not one of the model's {layers}")
+        remote, local = self._workers[self._driver.stage_of(chunk.layer)]
+        accept = partial(msg.AcceptPart, row=local, label=msg.label_of(chunk))
+        self._driver.ask(self._row, remote, accept, [chunk.data])
+        self._missing.take(chunk)
+
+    def finish(self) -> None:
+        self._missing.must_be_whole()
+        for remote, local in self._workers:
+            self._driver.ask(self._row, remote, partial(msg.FinishHandover, row=local, whole=True))
+            remote.tables.advance(local, self._about.stop)
+            remote.tables.trim(local)
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,11 +105,11 @@ class PipelineStep:
     ) -> None:
         """Send a worker its part of a micro-batch, and count it as done in its tables."""
         table = [
-            work_row(
+            msg.work_row(
                 piece.part,
                 row,
-                piece.path[stage - 1] if stage else NOBODY,
-                piece.path[stage + 1] if stage + 1 < stages else NOBODY,
+                piece.path[stage - 1] if stage else msg.NOBODY,
+                piece.path[stage + 1] if stage + 1 < stages else msg.NOBODY,
                 self._draws[piece.work].position if piece.part.logits == "last" else 0,
             )
             for piece, row in zip(pieces, rows, strict=True)
@@ -95,29 +125,31 @@ class PipelineStep:
         if stage + 1 == stages:
             ways = tuple(_plain(draw.way) for draw in drawn)
             edits = {place: draw.edit for place, draw in enumerate(drawn) if draw.edit is not None}
-        sizes = tuple(EditSize(place, len(edit.tokens), len(edit.allowed)) for place, edit in edits.items())
+        sizes = tuple(
+            msg.EditSize(place, len(edit.tokens), len(edit.allowed)) for place, edit in edits.items()
+        )
         tokens = [token for piece in pieces for token in piece.part.tokens] if not stage else []
-        command = StepCommand(call, len(table), len(exports), ways, sizes)
+        command = msg.StepCommand(call, len(table), len(exports), ways, sizes)
         self.awaited[call, remote] = pieces
         self._posted.append((call, remote, pieces))
-        changes = map(edit_bytes, edits.values())
-        remote.post(command, [numbers(table), numbers(exports), numbers(tokens), *changes])
+        changes = map(msg.edit_bytes, edits.values())
+        remote.post(command, [msg.numbers(table), msg.numbers(exports), msg.numbers(tokens), *changes])
         for piece, row in zip(pieces, rows, strict=True):
             remote.tables.advance(row, piece.part.start + len(piece.part.tokens))
         for row in rows:
             remote.tables.trim(row)
 
-    def hear(self, source: RemoteWorker, answer: Answer, body: bytearray) -> bool:
+    def hear(self, source: RemoteWorker, answer: msg.Answer, body: bytearray) -> bool:
         """Whether an answer belongs to this step."""
         pieces = self.awaited.get((answer.call, source))
         if pieces is None:
             return False
-        if isinstance(answer, LayerParts):
+        if isinstance(answer, msg.LayerParts):
             if not 0 <= answer.work < len(pieces):
-                raise FormatError("parcels", f"are of work {answer.work}, there are {len(pieces)}")
-            self._hand_out(pieces[answer.work].part.row, parcels_of(answer, body))
+                raise FormatError("chunks", f"are of work {answer.work}, there are {len(pieces)}")
+            self._hand_out(pieces[answer.work].part.row, msg.chunks_of(answer, body))
             return True
-        if not isinstance(answer, StepDone):
+        if not isinstance(answer, msg.StepDone):
             return False
         del self.awaited[answer.call, source]
         self.busy_s += answer.busy_to_s - answer.busy_from_s
@@ -126,19 +158,19 @@ class PipelineStep:
             self._keep([piece.work for piece in pieces if piece.part.logits == "last"], answer, body)
         return True
 
-    def _hand_out(self, row: int, parcels: tuple[KvChunk, ...]) -> None:
+    def _hand_out(self, row: int, chunks: tuple[KvChunk, ...]) -> None:
         """Deliver layer by layer: a later stage's may be heard before an earlier one's.
 
-        Order only matters at the end of a hand-over, which the last layer's parcels are taken for.
+        Order only matters at the end of a hand-over, which the last layer's chunks are taken for.
         """
-        if not parcels or self._deliver is None:
+        if not chunks or self._deliver is None:
             return
         if not self._exports[row].last:
             self._begun.add(row)
-            self._deliver(row, parcels)
+            self._deliver(row, chunks)
             return
         waiting = self._waiting.setdefault(row, {})
-        waiting[parcels[0].layer] = parcels
+        waiting[chunks[0].layer] = chunks
         while (layer := self._next_layer.get(row, 0)) in waiting:
             self._next_layer[row] = layer + 1
             self._deliver(row, waiting.pop(layer))
@@ -148,9 +180,9 @@ class PipelineStep:
         """Rows of which some layers have gone out: they cannot be computed again."""
         return self._begun | set(self._next_layer)
 
-    def _keep(self, works: list[int], answer: StepDone, body: bytearray) -> None:
+    def _keep(self, works: list[int], answer: msg.StepDone, body: bytearray) -> None:
         choices = answer.choices or tuple(
-            SampledToken(int(token)) for token in read_numbers(body, len(works))
+            SampledToken(int(token)) for token in msg.read_numbers(body, len(works))
         )
         for work, choice in zip(works, choices, strict=True):
             self._found[work] = choice
@@ -206,3 +238,49 @@ def must_be_sound(
         raise InputError("logits", "of all tokens are not brought back from a pipeline")
     if len(draws) != sum(work.logits == "last" for work in works):
         raise InputError("draws", "must be one for each work that asks for its last logits")
+
+
+LEAST_TOKENS = 32
+"""A chunk is not cut into pieces smaller than this: each costs a pass over the weights."""
+
+Path = tuple[int, ...]
+"""A request's worker in each stage."""
+
+
+@dataclass(frozen=True, slots=True)
+class StepPart:
+    """A work, or a part of one; `work` is its place in the step."""
+
+    work: int
+    path: Path
+    part: SequenceWork
+    last: bool
+    """Whether it completes the work."""
+
+
+def cut(
+    works: Sequence[SequenceWork], paths: Sequence[Path], batches: int, worth: int
+) -> list[list[StepPart]]:
+    """At most `batches` micro-batches of about as many tokens each, `worth` or more, in the order to run them in."""
+    total = sum(len(work.tokens) for work in works)
+    batches = max(1, min(batches, total // worth))
+    goal = max(1, -(-total // batches))
+    order = sorted(range(len(works)), key=lambda i: paths[i])
+    found: list[list[StepPart]] = [[]]
+    room = goal
+    for index in order:
+        left = works[index]
+        while True:
+            if room <= 0 and len(found) < batches:
+                found.append([])
+                room = goal
+            size, take = len(left.tokens), max(room, LEAST_TOKENS)
+            if len(found) == batches or size - take < LEAST_TOKENS:
+                found[-1].append(StepPart(index, paths[index], left, True))
+                room -= size
+                break
+            head = replace(left, tokens=left.tokens[:take], logits="none")
+            found[-1].append(StepPart(index, paths[index], head, False))
+            left = replace(left, start=left.start + take, tokens=left.tokens[take:])
+            room = 0
+    return [batch for batch in found if batch]

@@ -3,28 +3,19 @@
 from __future__ import annotations
 
 import queue
+import select
 import subprocess
+import sys
 import threading
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import IO
 
 from potluck.core.errors import PotluckError
 from potluck.engine.memory.block_tables import BlockTables
-from potluck.engine.pipeline import spawn
+from potluck.engine.pipeline import pipeline_messages as msg
 from potluck.engine.pipeline.pipeline_connection import Bytes, LinkError, PipelineConnection
-from potluck.engine.pipeline.pipeline_messages import (
-    BACK,
-    CLOSE,
-    GROW,
-    OPEN,
-    Answer,
-    Command,
-    RowChanges,
-    StopWorker,
-    numbers,
-    read_answer,
-    to_bytes,
-)
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,7 +26,7 @@ class WorkerReturned:
     port: int
 
 
-Event = tuple["RemoteWorker", "Answer | str | WorkerReturned", bytearray]
+Event = tuple["RemoteWorker", "msg.Answer | str | WorkerReturned", bytearray]
 """A worker's answer with its body; or, as text, why there will be no more; or that it is one that has come back."""
 
 
@@ -78,42 +69,42 @@ class RemoteWorker:
         try:
             while True:
                 head, body = self._link.receive()
-                self._inbox.put((self, read_answer(head), body))
+                self._inbox.put((self, msg.read_answer(head), body))
         except PotluckError as error:
             self._silent = self._gone(str(error))
             self._inbox.put((self, str(error), nothing))
 
     def open(self) -> int:
         row = self.tables.open()
-        self._note(OPEN, row)
+        self._note(msg.OPEN, row)
         return row
 
     def close(self, row: int) -> None:
         self.tables.close(row)
-        self._note(CLOSE, row)
+        self._note(msg.CLOSE, row)
 
     def grow(self, row: int, tokens: int, since: int) -> None:
         self.tables.grow(row, tokens, since)
-        self._note(GROW, row, tokens, since)
+        self._note(msg.GROW, row, tokens, since)
 
     def set_back(self, row: int, length: int) -> None:
         """The row holds no more than `length` tokens."""
         self.tables.advance(row, length)
-        self._note(BACK, row, length)
+        self._note(msg.BACK, row, length)
 
     def _note(self, what: int, row: int, tokens: int = 0, since: int = 0) -> None:
         if self.lost is None:
             self._ops.append((what, row, tokens, since))
 
-    def post(self, command: Command, bodies: Sequence[Bytes] = ()) -> None:
+    def post(self, command: msg.Command, bodies: Sequence[Bytes] = ()) -> None:
         """Send a command behind all changes to rows. A worker that is gone shows in the inbox, not here."""
         if self.lost is not None:
             return
         try:
             if self._ops:
-                self._link.send(to_bytes(RowChanges(len(self._ops))), [numbers(self._ops)])
+                self._link.send(msg.to_bytes(msg.RowChanges(len(self._ops))), [msg.numbers(self._ops)])
                 self._ops = []
-            self._link.send(to_bytes(command), bodies)
+            self._link.send(msg.to_bytes(command), bodies)
         except LinkError as error:
             self._inbox.put((self, str(error), bytearray()))
 
@@ -124,7 +115,7 @@ class RemoteWorker:
         self._link.close()
         self._ops = []
         if self.process is not None:
-            spawn.end(self.process, 0.2)
+            end_worker(self.process, 0.2)
             why = f"{why} (exit code {self.process.returncode})"
         self.lost = self._gone(why)
 
@@ -134,7 +125,108 @@ class RemoteWorker:
     def stop(self) -> None:
         """An orderly end."""
         if self.lost is None:
-            self.post(StopWorker(0))
+            self.post(msg.StopWorker(0))
             self._link.close()
         if self.process is not None:
-            spawn.end(self.process, spawn.END_S)
+            end_worker(self.process, END_S)
+
+
+RETRY_S, RETRY_MOST_S = 1.0, 30.0
+
+
+Reach = Callable[[RemoteWorker], tuple[RemoteWorker, WorkerReturned]]
+"""Makes a worker in the place of one that is lost, ready for steps; raises a PotluckError while that cannot be."""
+
+
+class WorkerRejoin:
+    """A thread for each worker that is missed. The driver hears of those that are back through its inbox."""
+
+    def __init__(self, reach: Reach, inbox: queue.SimpleQueue[Event], retry_s: float = RETRY_S) -> None:
+        self._reach, self._inbox, self._retry_s = reach, inbox, retry_s
+        self._over = threading.Event()
+        self._back: set[int] = set()
+
+    def miss(self, lost: RemoteWorker) -> None:
+        threading.Thread(target=self._seek, args=(lost,), daemon=True, name=f"seek {lost.name}").start()
+
+    def awaited(self, stage: int) -> bool:
+        """Whether a worker of a stage is back that the driver has not taken in yet. Any thread may ask."""
+        return stage in self._back
+
+    def taken_in(self, stage: int) -> None:
+        self._back.discard(stage)
+
+    def close(self) -> None:
+        self._over.set()
+
+    def _seek(self, lost: RemoteWorker) -> None:
+        wait_s = self._retry_s
+        while not self._over.wait(wait_s):
+            try:
+                remote, where = self._reach(lost)
+            except PotluckError:
+                wait_s = min(RETRY_MOST_S, 1.5 * wait_s)
+                continue
+            if self._over.is_set():
+                remote.stop()
+                return
+            remote.report_to(self._inbox)
+            self._back.add(lost.stage)
+            self._inbox.put((remote, where, bytearray()))
+            return
+
+
+START_S = 120.0
+"""Importing torch on a busy machine takes its time."""
+END_S = 5.0
+
+
+def start_worker(secret: bytes) -> subprocess.Popen[bytes]:
+    """A worker that listens on a loopback port; `port_of` waits for it."""
+    command = [sys.executable, "-m", "potluck.engine.pipeline", "--listen", "127.0.0.1:0"]
+    # In a session of its own: Ctrl-C is for the driver, which then stops its workers in order.
+    process = subprocess.Popen(
+        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, bufsize=0, start_new_session=True
+    )
+    assert process.stdin is not None
+    try:
+        process.stdin.write(secret + b"\n")
+        process.stdin.close()
+    except OSError as error:
+        end_worker(process)
+        raise LinkError(f"worker: did not start ({error})") from error
+    return process
+
+
+def worker_port(process: subprocess.Popen[bytes], within_s: float = START_S) -> int:
+    """The port that a worker listens on, once it does."""
+    assert process.stdout is not None
+    line = _line(process.stdout, time.monotonic() + within_s)
+    if not line.strip().isdigit():
+        end_worker(process)
+        raise LinkError(f"worker: did not start (exit code {process.returncode})")
+    return int(line)
+
+
+def _line(stream: IO[bytes], deadline_s: float) -> bytes:
+    found = b""
+    while not found.endswith(b"\n") and len(found) < 16:
+        left = deadline_s - time.monotonic()
+        if left <= 0 or not select.select([stream], [], [], left)[0]:
+            return b""
+        byte = stream.read(1)
+        if not byte:
+            return b""
+        found += byte
+    return found
+
+
+def end_worker(process: subprocess.Popen[bytes], within_s: float = 0.0) -> None:
+    """Wait for a process that was told to stop; then make it."""
+    try:
+        process.wait(within_s)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        process.wait()
+    if process.stdout is not None:
+        process.stdout.close()

@@ -1,14 +1,10 @@
-"""The engine's face: HTTP for requests, segments, hand-overs and control.
+"""The engine's HTTP server (aiohttp): requests, segments, hand-overs and control.
 
-errors.py     what goes wrong here, as potluck.api says it
-bodies.py     what clients write, read strictly, within its time and size
-hub.py        from the loop's thread to asyncio and back
-service.py    what all handlers share: the model's name and text, the role, the limits
-generate.py   one answer: tokens become text, stop strings end it
-openai.py     /v1/completions, /v1/chat/completions, /v1/models (potluck.api reads and shapes them)
-segments.py   /segments: run a part of a request;  carriage.py: its cache, fetched and handed on by potluck.kv
-page.py       /: a page for a person
-control.py    /status, /role, /drain, /health;  metrics.py: /metrics
-app.py        the routes, the key, the limits;  origin.py: pages of others;  peers.py: from whom caches may come
-listen.py     the port;  visit.py: one connection;  uploads.py: bodies that are coming
+http_connection.py   one connection; bodies read strictly, within their time and size; errors in OpenAI's shape
+engine_service.py    what all handlers share, and the channels between the loop's thread and asyncio
+openai_routes.py     /v1/completions, /v1/chat/completions, /v1/models (potluck.api reads and shapes them)
+segment_routes.py    /segments: run a part of a request;  /prefixes: copy a kept prefix from engine to engine
+kv_connector.py      their KV, fetched and handed on by potluck.kv
+control.py           /, /status, /role, /drain, /health, /metrics, /peers, /grants;  engine_metrics.py: Prometheus
+engine_app.py        the routes, the key, the limits, the port
 """

@@ -1,27 +1,47 @@
-"""Control: /status, /cache, /role, /pace, /network, /drain, /health, /metrics.
+"""Control: /, /status, /cache, /role, /pace, /network, /peers, /grants, /drain, /health, /metrics.
 
 A role is changed in two steps, after CAUCHY: `init` says which role comes next, `activate` takes it on, `show` tells,
-`stop` goes back to mixed. A body with only a role does both steps. Weights stay, and what runs runs on. A role
-says what an engine is for, not what it can do: segments are run as they are asked for, whatever the role; a prefill
-engine answers no clients of its own (409 at /v1/...).
+`stop` goes back to mixed. A body with only a role does both steps. Weights stay, and what runs runs on. A role says
+what an engine is for, not what it can do: segments are run whatever the role; a prefill engine answers no clients of
+its own (409 at /v1/...).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Collection
 from dataclasses import asdict
+from importlib import resources
+from math import isfinite
 
 from aiohttp import web
 
 from potluck.api.http import HttpRefusal
-from potluck.core.errors import InputError
+from potluck.core.errors import FormatError, InputError
 from potluck.engine.loop.engine_status import role_of
-from potluck.engine.server.control_bodies import read_object
 from potluck.engine.server.engine_metrics import CONTENT_TYPE
 from potluck.engine.server.engine_service import SERVICE, EngineService
+from potluck.engine.server.http_connection import read_object
+from potluck.engine.server.kv_connector import KvConnector, address_of, written
+from potluck.kv.kv_sender import BandwidthGrant
 from potluck.kv.prefix_pool import as_json, place_in
 
 ACTIONS = ("init", "activate", "show", "stop")
+PAGE_HEADERS = {
+    "Content-Security-Policy": "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; "
+    "connect-src 'self'; form-action 'none'; base-uri 'none'; frame-ancestors 'none'",
+    "X-Content-Type-Options": "nosniff",
+    "Cache-Control": "no-cache",
+}
+MOST_PEERS, MOST_GRANTS = 4096, 256
+GRANT_KEYS = {"link", "peers", "bytes_per_s"}
+LONGEST_S, LONGEST_NAME = 3600.0, 500
+
+
+async def page(_: web.Request) -> web.Response:
+    """For a person; it holds no figures itself, but asks /status, with the key that its reader types in."""
+    text = (resources.files("potluck.engine.server") / "data" / "page.html").read_text("utf-8")
+    return web.Response(text=text, content_type="text/html", headers=PAGE_HEADERS)
 
 
 async def status(request: web.Request) -> web.Response:
@@ -50,20 +70,22 @@ async def health(request: web.Request) -> web.Response:
 
 
 async def metrics(request: web.Request) -> web.Response:
-    body = request.app[SERVICE].metrics.text()
-    return web.Response(body=body, headers={"Content-Type": CONTENT_TYPE})
+    return web.Response(body=request.app[SERVICE].metrics.text(), headers={"Content-Type": CONTENT_TYPE})
+
+
+def _only_keys(body: dict[str, object], keys: Collection[str], line: str) -> None:
+    if unknown := body.keys() - keys:
+        raise InputError(min(unknown), f"unknown key; {line}")
 
 
 async def show_role(request: web.Request) -> web.Response:
-    return web.json_response(_shown(request.app[SERVICE]))
+    return web.json_response(_role_shown(request.app[SERVICE]))
 
 
 async def change_role(request: web.Request) -> web.Response:
     service = request.app[SERVICE]
     body = await read_object(request, optional=True)
-    unknown = set(body) - {"action", "role"}
-    if unknown:
-        raise InputError(min(unknown), "unknown key; a change of role has action and role")
+    _only_keys(body, {"action", "role"}, "a change of role has action and role")
     action = body.get("action")
     if action is None:
         service.role, service.next_role = role_of(body.get("role")), None
@@ -77,39 +99,36 @@ async def change_role(request: web.Request) -> web.Response:
         service.role, service.next_role = "mixed", None
     elif action != "show":
         raise InputError("action", f"must be one of {', '.join(ACTIONS)}")
-    return web.json_response(_shown(service))
+    return web.json_response(_role_shown(service))
 
 
-def _shown(service: EngineService) -> dict[str, object]:
+def _role_shown(service: EngineService) -> dict[str, object]:
     report = service.status()
     return {"role": service.role, "next": service.next_role, "running": report.running, "state": report.state}
 
 
 async def change_pace(request: web.Request) -> web.Response:
-    """`{"pace": 3}`: an engine that pretends takes three times as long from now on, as a sick GPU would."""
+    """`{"pace": 3}`: a mock engine takes three times as long from now on, as a sick GPU would."""
     return await _changed(request, "pace", (0.01, 100.0), request.app[SERVICE].change_pace)
 
 
 async def change_network(request: web.Request) -> web.Response:
-    """`{"gbps": 0.2}`: caches come to and leave an engine that pretends as over so thin a link from now on."""
+    """`{"gbps": 0.2}`: caches come to and leave a mock engine as over so thin a link from now on."""
     return await _changed(request, "gbps", (0.001, 10_000.0), request.app[SERVICE].change_network)
 
 
 async def _changed(
     request: web.Request, name: str, bounds: tuple[float, float], change: Callable[[float], None] | None
 ) -> web.Response:
-    """A number that an engine which pretends goes by from now on."""
+    """A number that a mock engine goes by from now on."""
     body = await read_object(request)
     value = body.get(name)
-    if (
-        set(body) != {name}
-        or type(value) not in (int, float)
-        or not bounds[0] <= float(str(value)) <= bounds[1]
-    ):
+    number = float(value) if isinstance(value, int | float) and not isinstance(value, bool) else -1.0
+    if set(body) != {name} or not bounds[0] <= number <= bounds[1]:
         raise InputError(name, f"is the only key, a number from {bounds[0]:g} to {bounds[1]:g}")
     if change is None:
-        raise InputError(name, "can only be changed where an engine pretends")
-    change(float(str(value)))
+        raise InputError(name, "can only be changed in a mock engine")
+    change(number)
     return web.json_response({name: value})
 
 
@@ -117,11 +136,91 @@ async def drain(request: web.Request) -> web.Response:
     """Take nothing new; `{"resume": true}` takes requests again."""
     service = request.app[SERVICE]
     body = await read_object(request, optional=True)
-    if set(body) - {"resume"} or not isinstance(body.get("resume", False), bool):
-        raise InputError("resume", "is the only key, true or false")
     resume = body.get("resume", False)
+    if set(body) - {"resume"} or not isinstance(resume, bool):
+        raise InputError("resume", "is the only key, true or false")
     if resume and service.draining and service.ends_drained:
         raise HttpRefusal(409, "this engine ends once it is drained; another takes its place", "draining")
     service.draining = not resume
     report = service.status()
     return web.json_response({"state": report.state, "running": report.running, "waiting": report.waiting})
+
+
+# Whom caches may be fetched from: what `--kv-from` says, and what was told by `PUT /peers`; nobody else. A segment
+# names its sender and may come from anybody, so an engine connects only to addresses that whoever runs the fleet has
+# told it; what it says about any other does not depend on whether somebody listens there.
+
+
+async def show_peers(request: web.Request) -> web.Response:
+    service = request.app[SERVICE]
+    return web.json_response(
+        {"peers": sorted(map(written, service.peers)), "always": sorted(map(written, service.always))}
+    )
+
+
+async def change_peers(request: web.Request) -> web.Response:
+    """The whole list, in place of the one before: `{"peers": ["10.0.0.5:9000", ...]}`."""
+    body = await read_object(request)
+    _only_keys(body, {"peers"}, "there is only peers")
+    given = body.get("peers")
+    if not isinstance(given, list):
+        raise FormatError("peers", "must be a list of HOST:PORT")
+    if len(given) > MOST_PEERS:
+        raise InputError("peers", f"at most {MOST_PEERS}, got {len(given)}")
+    peers = frozenset(address_of(text, f"peers[{place}]") for place, text in enumerate(given))
+    request.app[SERVICE].peers = peers
+    return await show_peers(request)
+
+
+# What this engine may send over which links, told by whoever sees all senders of a link. A grant holds for some
+# seconds and is given again while it is meant: an engine that nobody tells anything sends as fast as it can.
+
+
+def _connector(request: web.Request) -> KvConnector:
+    connector = request.app[SERVICE].kv_connector
+    assert connector is not None
+    return connector
+
+
+async def show_grants(request: web.Request) -> web.Response:
+    grants = [
+        {"link": grant.link, "peers": sorted(grant.peers), "bytes_per_s": grant.bytes_per_s}
+        for grant in _connector(request).grants
+    ]
+    return web.json_response({"grants": grants})
+
+
+async def change_grants(request: web.Request) -> web.Response:
+    """All of them, in place of those before: `{"grants": [{link, peers, bytes_per_s}], "lasts_s": 15}`."""
+    body = await read_object(request)
+    _only_keys(body, {"grants", "lasts_s"}, "there are grants and lasts_s")
+    given = body.get("grants")
+    if not isinstance(given, list):
+        raise FormatError("grants", "must be a list")
+    if len(given) > MOST_GRANTS:
+        raise InputError("grants", f"at most {MOST_GRANTS}, got {len(given)}")
+    now_s = time.monotonic()
+    until_s = now_s + _number(body.get("lasts_s"), "lasts_s", LONGEST_S)
+    grants = [_grant(grant, f"grants[{place}]", until_s) for place, grant in enumerate(given)]
+    _connector(request).granted(grants, now_s)
+    return await show_grants(request)
+
+
+def _grant(given: object, where: str, until_s: float) -> BandwidthGrant:
+    if not isinstance(given, dict) or given.keys() != GRANT_KEYS:
+        raise FormatError(where, f"must have {', '.join(sorted(GRANT_KEYS))}, and nothing else")
+    link, peers = given["link"], given["peers"]
+    if not isinstance(link, str) or not 0 < len(link) <= LONGEST_NAME:
+        raise InputError(f"{where}.link", f"must be a name of at most {LONGEST_NAME} characters")
+    if not isinstance(peers, list) or not 0 < len(peers) <= MOST_PEERS:
+        raise InputError(f"{where}.peers", f"must be a list of 1 to {MOST_PEERS} hosts")
+    hosts = frozenset(address_of(peer, f"{where}.peers", port=0)[0] for peer in peers)
+    return BandwidthGrant(link, hosts, _number(given["bytes_per_s"], f"{where}.bytes_per_s", 1e15), until_s)
+
+
+def _number(value: object, where: str, most: float) -> float:
+    if isinstance(value, bool) or not isinstance(value, int | float) or not isfinite(value):
+        raise InputError(where, "must be a number")
+    if not 0 < value <= most:
+        raise InputError(where, f"must be above 0 and at most {most:g}, is {value:g}")
+    return float(value)

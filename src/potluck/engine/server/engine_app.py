@@ -4,26 +4,24 @@ from __future__ import annotations
 
 import asyncio
 import hmac
+import itertools
 import logging
+import math
+import socket
+import ssl
+from collections import Counter
 from collections.abc import AsyncIterator
 from dataclasses import replace
 
 from aiohttp import web
+from aiohttp.http import HttpProcessingError
 from aiohttp.typedefs import Handler
 
-from potluck.api.http import HEADER, HttpRefusal, ServedNames, check_origin, request_id
-from potluck.engine.server import (
-    control,
-    engine_page,
-    kv_peers,
-    openai_routes,
-    prefix_routes,
-    segment_routes,
-    sender_grants,
-)
-from potluck.engine.server.engine_service import SERVICE, EngineService
-from potluck.engine.server.error_replies import error_response
-from potluck.engine.server.http_connection import arrived
+from potluck.api.http import HEADER, ConnectionLimits, HttpRefusal, ServedNames, check_origin, request_id
+from potluck.core.errors import InputError
+from potluck.engine.server import control, openai_routes, segment_routes
+from potluck.engine.server.engine_service import SERVICE, EngineService, RequestLimits
+from potluck.engine.server.http_connection import UPLOADS, HttpConnection, arrived, error_response
 from potluck.engine.server.kv_connector import KvConnector
 
 OPEN = frozenset({"/", "/health"})
@@ -60,30 +58,34 @@ def build(
             return _broken_off(request, error) or error_response(error)
 
     app = web.Application(middlewares=[guard], client_max_size=service.limits.body_bytes)
-    app[SERVICE] = service
+    app[SERVICE], app[UPLOADS] = service, service.uploads
     app.on_response_prepare.append(_note)
     app.cleanup_ctx.append(_running)
-    app.router.add_post("/v1/completions", openai_routes.completions)
-    app.router.add_post("/v1/chat/completions", openai_routes.chat_completions)
-    app.router.add_get("/v1/models", openai_routes.models)
-    app.router.add_get("/v1/models/{id:.+}", openai_routes.model)
-    app.router.add_post("/segments", segment_routes.segments)
-    app.router.add_post("/prefixes/lend", prefix_routes.lend)
-    app.router.add_post("/prefixes/fetch", prefix_routes.fetch)
-    app.router.add_get("/", engine_page.page)
-    app.router.add_get("/status", control.status)
-    app.router.add_get("/cache", control.cache)
-    app.router.add_get("/role", control.show_role)
-    app.router.add_post("/role", control.change_role)
-    app.router.add_post("/pace", control.change_pace)
-    app.router.add_post("/network", control.change_network)
-    app.router.add_get("/peers", kv_peers.show_peers)
-    app.router.add_put("/peers", kv_peers.change_peers)
-    app.router.add_get("/grants", sender_grants.show_grants)
-    app.router.add_put("/grants", sender_grants.change_grants)
-    app.router.add_post("/drain", control.drain)
-    app.router.add_get("/health", control.health)
-    app.router.add_get("/metrics", control.metrics)
+    app.add_routes(
+        [
+            web.post("/v1/completions", openai_routes.completions),
+            web.post("/v1/chat/completions", openai_routes.chat_completions),
+            web.get("/v1/models", openai_routes.models),
+            web.get("/v1/models/{id:.+}", openai_routes.model),
+            web.post("/segments", segment_routes.segments),
+            web.post("/prefixes/lend", segment_routes.lend_prefix),
+            web.post("/prefixes/fetch", segment_routes.fetch_prefix),
+            web.get("/", control.page),
+            web.get("/status", control.status),
+            web.get("/cache", control.cache),
+            web.get("/role", control.show_role),
+            web.post("/role", control.change_role),
+            web.post("/pace", control.change_pace),
+            web.post("/network", control.change_network),
+            web.get("/peers", control.show_peers),
+            web.put("/peers", control.change_peers),
+            web.get("/grants", control.show_grants),
+            web.put("/grants", control.change_grants),
+            web.post("/drain", control.drain),
+            web.get("/health", control.health),
+            web.get("/metrics", control.metrics),
+        ]
+    )
     return app
 
 
@@ -132,3 +134,223 @@ def _check_key(request: web.Request, api_key: str) -> None:
     right = hmac.compare_digest(given.strip().encode("utf-8", "surrogateescape"), api_key.encode())
     if scheme.lower() != "bearer" or not right:
         raise HttpRefusal(401, "a valid key is needed: Authorization: Bearer ...", "invalid_api_key")
+
+
+ACCEPTED_AT_ONCE = 64
+BACKLOG = 512
+SHARE_OF_FILES = 0.75
+"""Of the file descriptors that a process may have; the others are for caches on the move, workers and files."""
+WATCH_S = 1.0
+REST_S = 0.1
+"""Until the next try, when there was no file descriptor left to accept with."""
+LOG_S = 60.0
+"""Dropped connections are told of at most this often."""
+SHUTDOWN_S = 5.0
+
+
+def _our_fault(record: logging.LogRecord) -> bool:
+    """What a client does wrong is the client's to know, not a traceback in the engine's log."""
+    error = record.exc_info[1] if record.exc_info else None
+    return not isinstance(error, HttpProcessingError | web.RequestPayloadError | ConnectionError)
+
+
+server_log = logging.getLogger("potluck.engine.http")
+server_log.addFilter(_our_fault)
+
+
+class EngineListener:
+    """Accepts connections on some sockets, for one server.
+
+    aiohttp waits for ever for the rest of a request's head, accepts as many connections as there are file
+    descriptors, and asyncio writes a traceback for each one that it then cannot accept. So connections are accepted
+    here, no more than there is room for (`api/http.py` says who gives way), and each is watched: for
+    heads that do not come, for clients that stop reading, for idle ones.
+    """
+
+    def __init__(
+        self,
+        sockets: list[socket.socket],
+        server: web.Server,
+        limits: RequestLimits,
+        dropped: Counter[str],
+        tls: ssl.SSLContext | None = None,
+    ) -> None:
+        self._loop = asyncio.get_running_loop()
+        self.log = server_log
+        self._sockets, self._server, self._limits, self._dropped = sockets, server, limits, dropped
+        self._tls = tls
+        self.crowd: ConnectionLimits[HttpConnection] = ConnectionLimits(
+            min(limits.connections, _files() * SHARE_OF_FILES)
+        )
+        self._coming: set[asyncio.Task[None]] = set()
+        self._told: Counter[str] = Counter()
+        self._told_s = -LOG_S
+        self._watching = self._loop.call_later(WATCH_S, self._watch)
+        self._accepting = {each: self._loop.create_task(self._accept(each)) for each in sockets}
+
+    async def close(self) -> None:
+        """Accept nobody any more; those who are here are the server's."""
+        self._watching.cancel()
+        self._tell()
+        tasks = (*self._accepting.values(), *self._coming)
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        for each in self._sockets:
+            each.close()
+
+    def drop(self, why: str) -> None:
+        """Counted, and told of now and then."""
+        self._dropped[why] += 1
+
+    def _tell(self) -> None:
+        now_s = self._loop.time()
+        if self._dropped != self._told and now_s - self._told_s >= LOG_S:
+            shown = ", ".join(f"{count} {why}" for why, count in sorted(self._dropped.items()))
+            log.warning("connections dropped so far: %s; %d are open", shown, len(self.crowd))
+            self._told, self._told_s = Counter(self._dropped), now_s
+
+    async def _accept(self, listening: socket.socket) -> None:
+        listening.setblocking(False)
+        for number in itertools.count():
+            if number % ACCEPTED_AT_ONCE == 0:
+                await asyncio.sleep(0)
+            try:
+                connection, address = await self._loop.sock_accept(listening)
+            except ConnectionAbortedError:
+                continue
+            except (
+                OSError
+            ):  # No file descriptor is left, or no memory. Asking again at once would be in vain.
+                self.drop("no_files")
+                self._make_room()
+                await asyncio.sleep(REST_S)
+                continue
+            if self.crowd.full and not self._make_room():
+                self.drop("full")
+                _turn_away(connection)
+                continue
+            visit = HttpConnection(self, self._server, self._limits)
+            self.crowd.came(visit, str(address[0]))
+            task = self._loop.create_task(self._welcome(visit, connection))
+            self._coming.add(task)
+            task.add_done_callback(self._coming.discard)
+
+    def _make_room(self) -> bool:
+        visit = self.crowd.oldest()
+        if visit is None:
+            return False
+        self.crowd.left(visit)
+        self.drop("crowded_out")
+        visit.send_away(503, "too many connections; try again", "overloaded")
+        return True
+
+    async def _welcome(self, visit: HttpConnection, connection: socket.socket) -> None:
+        try:
+            late_s = None if self._tls is None else self._limits.head_s
+            await self._loop.connect_accepted_socket(
+                lambda: visit, connection, ssl=self._tls, ssl_handshake_timeout=late_s
+            )
+        except (OSError, asyncio.CancelledError):  # It has left already, or we have.
+            self.crowd.left(visit)
+            connection.close()
+
+    def _watch(self) -> None:
+        self._watching = self._loop.call_later(WATCH_S, self._watch)
+        now_s = self._loop.time()
+        for visit in self.crowd:
+            why = visit.overdue(now_s)
+            if why:
+                self.drop(why)
+                visit.end(why)
+        for each, task in self._accepting.items():
+            if task.done():  # A fault of ours; an engine that nobody can reach would be worse.
+                log.error("accepting failed", exc_info=task.exception())
+                self._accepting[each] = self._loop.create_task(self._accept(each))
+        self._tell()
+
+
+def _files() -> float:
+    """File descriptors that this process may have; on some systems there is no such limit."""
+    try:
+        import resource
+    except ModuleNotFoundError:
+        return math.inf
+    limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+    return math.inf if limit == resource.RLIM_INFINITY else limit
+
+
+def _turn_away(connection: socket.socket) -> None:
+    connection.setblocking(False)
+    try:
+        connection.send(
+            HttpConnection.canned(503, "too many requests are under way; try again", "overloaded")
+        )
+    except OSError:
+        return  # It has left.
+    finally:
+        connection.close()
+
+
+class EngineServer:
+    """An engine's application at its port."""
+
+    def __init__(self, runner: web.AppRunner, listener: EngineListener, address: str) -> None:
+        self._runner, self.listener, self.address = runner, listener, address
+        self._open = True
+
+    async def close(self) -> None:
+        """What is under way may end, for a while."""
+        await self.listener.close()
+        if self._open:
+            self._open = False
+            await self._runner.cleanup()
+
+
+async def open_server(
+    service: EngineService,
+    host: str,
+    port: int,
+    *,
+    api_key: str | None = None,
+    names: frozenset[str] = frozenset(),
+    tls: ssl.SSLContext | None = None,
+) -> EngineServer:
+    """Listen for a service's clients; `names` are those under which it is reached beside its address."""
+    sockets = await _bound(host, port)
+    first = sockets[0].getsockname()
+    loopback = all(ServedNames().has(str(each.getsockname()[0])) for each in sockets)
+    own = frozenset() if loopback else frozenset({socket.gethostname().lower()})
+    served = ServedNames(loopback, frozenset(name.lower() for name in names) | own, api_key is not None)
+    try:
+        runner = web.AppRunner(
+            build(service, api_key, served),
+            handler_cancellation=True,
+            access_log=None,
+            shutdown_timeout=SHUTDOWN_S,
+        )
+        await runner.setup()
+    except BaseException:
+        for each in sockets:
+            each.close()
+        raise
+    assert runner.server is not None
+    shown = f"[{first[0]}]" if ":" in first[0] else first[0]
+    listener = EngineListener(sockets, runner.server, service.limits, service.dropped, tls)
+    return EngineServer(runner, listener, f"{'https' if tls else 'http'}://{shown}:{first[1]}")
+
+
+async def _bound(host: str, port: int) -> list[socket.socket]:
+    """Sockets for each address of a host, on one port."""
+    made: list[socket.socket] = []
+    try:
+        loop = asyncio.get_running_loop()
+        found = await loop.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+        for family, _, _, _, address in dict.fromkeys(found):
+            at = (address[0], made[0].getsockname()[1] if made else port, *address[2:])
+            made.append(socket.create_server(at, family=family, backlog=BACKLOG))
+    except OSError as error:
+        for each in made:
+            each.close()
+        raise InputError("--port", f"{host}:{port} cannot be used ({error.strerror or error})") from error
+    return made

@@ -10,14 +10,21 @@ import asyncio
 import json
 import logging
 from http import HTTPStatus
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
+import aiohttp
 from aiohttp import web
 from aiohttp.web_protocol import RequestHandler
 
-from potluck.api.http import HEADER, ConnectionLimits, error_object, request_id
+from potluck.api.http import HEADER, HttpRefusal, error_object, parse_object, refusal, request_id
+from potluck.api.segments import UNSUPPORTED
+from potluck.core.errors import FormatError
+from potluck.engine.compute.executor import WorkerLost
+from potluck.engine.loop.jobs import JobEnded
+from potluck.engine.loop.loop_thread import LoopStopped
 
 if TYPE_CHECKING:
+    from potluck.engine.server.engine_app import EngineListener
     from potluck.engine.server.engine_service import RequestLimits
 
 HEAD_BYTES = 65_536
@@ -30,15 +37,6 @@ NEVER_S = 1e6
 """aiohttp's own timer for idle connections, which says nothing to anybody, is not used."""
 
 
-class ConnectionHost(Protocol):
-    """What a connection needs of whoever accepted it."""
-
-    log: logging.Logger
-    crowd: ConnectionLimits[HttpConnection]
-
-    def drop(self, why: str) -> None: ...
-
-
 def arrived(request: web.Request) -> None:
     """The request is whole: from now on its connection is busy."""
     if isinstance(request.protocol, HttpConnection):
@@ -46,19 +44,12 @@ def arrived(request: web.Request) -> None:
 
 
 class HttpConnection(RequestHandler):
-    __slots__ = (
-        "_answered",
-        "_began_s",
-        "_head_bytes",
-        "_limits",
-        "_listener",
-        "_since_s",
-        "_stalled_s",
-        "_unread_bytes",
-        "_wire",
-    )
+    # fmt: off
+    __slots__ = ("_answered", "_began_s", "_head_bytes", "_limits", "_listener", "_since_s", "_stalled_s",
+                 "_unread_bytes", "_wire")
+    # fmt: on
 
-    def __init__(self, listener: ConnectionHost, server: web.Server, limits: RequestLimits) -> None:
+    def __init__(self, listener: EngineListener, server: web.Server, limits: RequestLimits) -> None:
         super().__init__(
             server,
             loop=asyncio.get_running_loop(),
@@ -196,3 +187,106 @@ class HttpConnection(RequestHandler):
         head = f"HTTP/1.1 {status} {HTTPStatus(status).phrase}\r\nContent-Type: application/json\r\n"
         head += f"Content-Length: {len(body)}\r\nConnection: close\r\n{HEADER}: {request_id(None)}\r\n"
         return (head + ("Retry-After: 1\r\n" if status == 503 else "") + "\r\n").encode() + body
+
+
+class Uploads:
+    """Bodies that have not come whole. Where there are too many bytes at once, the largest body goes."""
+
+    def __init__(self, body_bytes: int, most_bytes: int) -> None:
+        self.body_bytes, self._most_bytes = body_bytes, most_bytes
+        self._held: dict[aiohttp.StreamReader, int] = {}
+        self.held_bytes = 0
+
+    def grow(self, reader: aiohttp.StreamReader, size: int) -> None:
+        self._held[reader] = self._held.get(reader, 0) + size
+        self.held_bytes += size
+        while self.held_bytes > self._most_bytes:
+            largest = max(self._held, key=self._held.__getitem__)
+            self.done(largest)
+            refused = HttpRefusal(503, "too much is being sent to this engine; try again", "overloaded")
+            if largest is reader:
+                raise refused
+            largest.set_exception(refused)
+
+    def done(self, reader: aiohttp.StreamReader) -> None:
+        self.held_bytes -= self._held.pop(reader, 0)
+
+
+UPLOADS = web.AppKey("uploads", Uploads)
+BODY_S = 30.0
+"""In which a body must have come."""
+
+
+async def read_object(request: web.Request, *, optional: bool = False) -> dict[str, object]:
+    """The body as a JSON object, within its time and size."""
+    try:
+        async with asyncio.timeout(BODY_S):
+            raw = await _read(request)
+    except TimeoutError:
+        raise HttpRefusal(408, f"the body did not come within {BODY_S:g} s") from None
+    except web.RequestPayloadError as error:
+        raise FormatError("body", "cannot be decoded as its headers say") from error
+    arrived(request)
+    return {} if optional and not raw else parse_object(raw)
+
+
+async def _read(request: web.Request) -> bytes:
+    uploads, reader = request.app[UPLOADS], request.content
+    most_bytes = uploads.body_bytes
+    if (request.content_length or 0) > most_bytes:
+        raise web.HTTPRequestEntityTooLarge(most_bytes, request.content_length or 0)
+    parts, size = [], 0
+    try:
+        while part := await reader.readany():
+            size += len(part)
+            if size > most_bytes:
+                raise web.HTTPRequestEntityTooLarge(most_bytes, size)
+            uploads.grow(reader, len(part))
+            parts.append(part)
+    finally:
+        uploads.done(reader)
+    return b"".join(parts)
+
+
+log = logging.getLogger(__name__)
+
+
+def ended(end: JobEnded) -> HttpRefusal:
+    """A request that the loop could not complete."""
+    if end.code == UNSUPPORTED:
+        return HttpRefusal(400, end.problem, end.code, "response_format")
+    why = f"the request could not be completed ({end.problem or end.reason})"
+    return HttpRefusal(503, why, "try_again") if end.again else HttpRefusal(500, why)
+
+
+def error_body(error: Exception) -> tuple[int, dict[str, object]]:
+    """The status and the body for an exception; what nobody expected says nothing of its inside."""
+    while isinstance(error, ExceptionGroup):
+        error = error.exceptions[0]
+    known = refusal(error)
+    code = param = None
+    if known is not None:
+        status, message, code, param = known.status, str(known), known.code, known.param
+    elif isinstance(error, LoopStopped | WorkerLost):
+        status, message = 503, str(error)
+        code = "failed" if isinstance(error, LoopStopped) else "try_again"
+    elif isinstance(error, web.HTTPException):
+        status = error.status
+        why = "the body is larger than this engine reads" if status == 413 else error.reason
+        message = f"{HTTPStatus(status).phrase}: {why}"
+    elif isinstance(error, ConnectionError):  # nobody is left to read it
+        status, message = 400, "the connection was closed"
+    elif isinstance(error, TimeoutError):
+        status, message, code = 504, "the request took longer than it may", "deadline"
+    else:
+        log.error("a handler failed", exc_info=error)
+        status, message = 500, "internal error; the engine's log says more"
+    return status, error_object(status, message, param=param, code=code)
+
+
+def error_response(error: Exception) -> web.Response:
+    status, body = error_body(error)
+    headers = {"Retry-After": "1"} if status in (429, 503) else {}
+    return web.Response(
+        status=status, text=json.dumps(body), content_type="application/json", headers=headers
+    )

@@ -1,29 +1,30 @@
-"""Caches between engines: what this one hands on waits in an outbox, what it goes on with is fetched (potluck.kv).
+"""KV between engines: what this one hands on waits in a sender, what it goes on with is fetched (potluck.kv).
 
-The transport has threads, the face has asyncio, the loop has a thread of its own. A receiver that attaches asks the
-loop from its connection's thread; the parcels then come through the request's channel and are put into the shipment
-off the event loop. A fetch runs in a thread, asks the loop for each parcel, and is cancelled with its request.
+The transport has threads, the server has asyncio, the loop has a thread of its own. A receiver that attaches asks the
+loop from its connection's thread; the chunks then come through the request's channel and are put into the transfer
+off the event loop. A fetch runs in a thread, asks the loop for each chunk, and is cancelled with its request.
 """
 
 from __future__ import annotations
 
 import asyncio
+import ipaddress
 import time
 from collections.abc import Awaitable, Callable, Coroutine, Iterable
 from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 from potluck.core.errors import InputError, PotluckError
+from potluck.engine.compute.emulated import EmulatedNic
+from potluck.engine.loop.jobs import NOT_FETCHED, JobEnded
 from potluck.engine.loop.loop_thread import LoopThread
-from potluck.engine.loop.messages import NOT_FETCHED, JobEnded
-from potluck.engine.server.channels import RequestChannel
-from potluck.engine.server.kv_transfer import KvTransfer
 from potluck.kv.chunks import KvChunk, KvManifest, TransferError
 from potluck.kv.codec_layout import Codec
 from potluck.kv.fetch import FetchRequest, FetchResult, KvFetch
+from potluck.kv.kv_codec import packed, restored
 from potluck.kv.kv_sender import BandwidthGrant, KvSender, OutgoingTransfer, SenderLimits, State
 from potluck.kv.peer_connections import (
     Address,
@@ -34,8 +35,76 @@ from potluck.kv.peer_connections import (
     server_context,
 )
 
+if TYPE_CHECKING:
+    from potluck.engine.server.engine_service import RequestChannel
+
+
+class KvTransfer:
+    """How chunks go over the wire: as they are, but in the time of an emulated GPU's card, if there is one. A mock
+    engine's (`mock_transfer.py`) stand for others."""
+
+    light = False
+    """Whether chunks are so small that no thread is needed for them."""
+
+    def __init__(self, nic: EmulatedNic | None = None) -> None:
+        self._nic = nic
+
+    def kv_bytes(self, chunk: KvChunk) -> int:
+        """What it counts as on the wire."""
+        return len(chunk.data) + len(chunk.parameters)
+
+    def packed(self, chunk: KvChunk, codec: Codec) -> KvChunk:
+        return packed(chunk, codec)
+
+    def restored(self, chunk: KvChunk) -> KvChunk:
+        return restored(chunk)
+
+    def due_s(self, chunk: KvChunk) -> float | None:
+        """When a chunk that is handed in now may go, by the monotonic clock; None: at once."""
+        return None if self._nic is None else self._nic.due_s(chunk)
+
+    def leaves(self, peer: str, chunk: KvChunk) -> KvChunk:
+        """It goes there now: the chunk as it goes."""
+        return chunk
+
+    def here_s(self, peer: str, chunk: KvChunk) -> float | None:
+        """When a chunk that came from there is here, by the monotonic clock; None: at once. Called in any thread."""
+        return None
+
+    def fetched(self, peer: str, kv_bytes: int, wall_s: float) -> None:
+        """A cache came whole from there."""
+
+    def told(self, report: LinkReport) -> LinkReport:
+        """What is said of a link."""
+        return report
+
+
+LONGEST_HOST = 253
+
+
+def address_of(text: object, where: str, port: int | None = None) -> Address:
+    """HOST:PORT, or a host alone where a port is given for it. An address has one way of being written."""
+    if isinstance(text, str) and len(text) <= LONGEST_HOST + 8 and text.isprintable():
+        host, colon, number = text.rpartition(":")
+        if not colon or (":" in host and not host.startswith("[")):
+            host, number = text, "" if port is None else str(port)
+        if number.isascii() and number.isdigit() and len(number) <= 5 and int(number) < 1 << 16:
+            host = host.removeprefix("[").removesuffix("]").lower()
+            if host and (port is not None or int(number)):
+                with suppress(ValueError):  # a name, not an IP address
+                    host = str(ipaddress.ip_address(host))
+                return host, int(number)
+    shown = f", is {text!r}" if isinstance(text, str) and len(text) <= 80 else ""
+    raise InputError(where, f"must be HOST:PORT{shown}")
+
+
+def written(address: Address) -> str:
+    host = f"[{address[0]}]" if ":" in address[0] else address[0]
+    return f"{host}:{address[1]}" if address[1] else host
+
+
 MOST_AT_ONCE = 128
-"""Fetches, and apart from these parcels being put; others wait for their turn."""
+"""Fetches, and apart from these chunks being put; others wait for their turn."""
 ASK_S = 60.0
 """The loop answers between two steps."""
 Read = Callable[[int], tuple[KvManifest, list[KvChunk]]]
@@ -59,15 +128,6 @@ Fate = asyncio.Future[KvNotDelivered | None]
 
 
 @dataclass(frozen=True, slots=True)
-class TlsIdentity:
-    """Files for TLS: this engine's certificate and key, and the authority that signed the fleet's."""
-
-    certificate: Path
-    key: Path
-    authority: Path
-
-
-@dataclass(frozen=True, slots=True)
 class KvSettings:
     """Where caches are fetched from this engine, and from where it may fetch."""
 
@@ -77,7 +137,8 @@ class KvSettings:
     """From whom caches may always come; a port of 0 stands for any."""
     degree: int = 2
     """Connections per fetch."""
-    identity: TlsIdentity | None = None
+    identity: tuple[Path, Path, Path] | None = None
+    """For TLS: this engine's certificate and key, and the authority that signed the fleet's."""
     sender: SenderLimits = field(default_factory=SenderLimits)
     links: LinkLimits = field(default_factory=LinkLimits)
     shared_memory: bool = True
@@ -85,24 +146,19 @@ class KvSettings:
 
 
 class KvConnector:
-    """Made within the event loop that serves the face."""
+    """Made within the event loop that serves HTTP."""
 
     def __init__(
         self, settings: KvSettings, driver: LoopThread, kv_transfer: KvTransfer, handover_s: float
     ) -> None:
-        self._settings, self._driver, self._freight, self._handover_s = (
-            settings,
-            driver,
-            kv_transfer,
-            handover_s,
-        )
+        self._settings, self._driver = settings, driver
+        self._transfer, self._handover_s = kv_transfer, handover_s
         self._loop = asyncio.get_running_loop()
-        identity, tls = settings.identity, None
-        if identity is not None:
-            files = (identity.certificate, identity.key, identity.authority)
+        files, tls = settings.identity, None
+        if files is not None:
             tls = server_context(*files), client_context(*files)
         try:
-            self._outbox = KvSender(
+            self._sender = KvSender(
                 settings.host,
                 settings.port,
                 limits=settings.sender,
@@ -122,28 +178,27 @@ class KvConnector:
         self._fetches = ThreadPoolExecutor(MOST_AT_ONCE, thread_name_prefix="potluck-kv-in")
         self._puts = ThreadPoolExecutor(MOST_AT_ONCE, thread_name_prefix="potluck-kv-out")
         """Fetches wait for what others put, who may wait for what is put here."""
-        self._shipments: dict[str, OutgoingTransfer] = {}
-        self._carrying: set[asyncio.Task[None]] = set()
+        self._outgoing: dict[str, OutgoingTransfer] = {}
+        self._tasks: set[asyncio.Task[None]] = set()
 
     @property
     def address(self) -> str:
         """Where others fetch from this engine."""
-        host, port = self._outbox.address
-        return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+        return written(self._sender.address)
 
     def reports(self) -> tuple[LinkReport, ...]:
         """How the links fare, both ways."""
-        return tuple(map(self._freight.told, self._outbox.links() + self._links.reports()))
+        return tuple(map(self._transfer.told, self._sender.links() + self._links.reports()))
 
     # What is handed on.
 
     def granted(self, grants: Iterable[BandwidthGrant], now_s: float) -> None:
         """What may be sent over which links from now on."""
-        self._outbox.granted(grants, now_s)
+        self._sender.granted(grants, now_s)
 
     @property
     def grants(self) -> tuple[BandwidthGrant, ...]:
-        return self._outbox.grants
+        return self._sender.grants
 
     def offer(
         self,
@@ -159,7 +214,7 @@ class KvConnector:
 
         def opened(have: int) -> KvManifest:
             about = self._driver.ask(lambda loop, now_s: loop.attach(channel.key, have, now_s)).result(ASK_S)
-            self._loop.call_soon_threadsafe(self._begin, channel, transfer, codec)
+            self._loop.call_soon_threadsafe(lambda: self._send_off(self._carry(channel, transfer, codec)))
             return about
 
         def closed(state: State) -> None:
@@ -167,8 +222,8 @@ class KvConnector:
             with suppress(RuntimeError):  # The event loop is closed: nobody is left to be told.
                 self._loop.call_soon_threadsafe(_settle, fate, found)
 
-        transfer = self._outbox.offer(handle, bound, opened, lasts_s, closed, *whose)
-        self._shipments[handle] = transfer
+        transfer = self._sender.offer(handle, bound, opened, lasts_s, closed, *whose)
+        self._outgoing[handle] = transfer
         return fate
 
     def _undelivered(self, transfer: OutgoingTransfer, state: State) -> KvNotDelivered:
@@ -183,47 +238,47 @@ class KvConnector:
         """Something that is kept can be fetched, once, within a time. It is read when the receiver comes."""
 
         def opened(have: int) -> KvManifest:
-            about, parcels = read(have)
-            self._loop.call_soon_threadsafe(lambda: self._send_off(self._put(transfer, parcels)))
+            about, chunks = read(have)
+            self._loop.call_soon_threadsafe(lambda: self._send_off(self._put(transfer, chunks)))
             return about
 
         def closed(state: State) -> None:
             with suppress(RuntimeError):  # The event loop is closed: nobody counts any more.
                 self._loop.call_soon_threadsafe(over)
 
-        transfer = self._outbox.offer(handle, bound, opened, lasts_s, closed)
+        transfer = self._sender.offer(handle, bound, opened, lasts_s, closed)
 
-    async def _put(self, transfer: OutgoingTransfer, parcels: list[KvChunk]) -> None:
+    async def _put(self, transfer: OutgoingTransfer, chunks: list[KvChunk]) -> None:
         try:
             async with asyncio.timeout(self._handover_s):
-                for parcel in parcels:
-                    await self._hand_in(transfer, parcel)
+                for chunk in chunks:
+                    await self._hand_in(transfer, chunk)
                 transfer.finish()
         except (PotluckError, TimeoutError) as error:
-            transfer.fail(" ".join(str(error).split()) or f"it took longer than {self._handover_s:g} s")
+            self._failed(transfer, error)
+
+    def _failed(self, transfer: OutgoingTransfer, error: Exception) -> None:
+        transfer.fail(" ".join(str(error).split()) or f"it took longer than {self._handover_s:g} s")
 
     def withdraw(self, handle: str, channel: RequestChannel) -> None:
         """The request has ended here: what was read out still goes, and nobody new may attach."""
-        transfer = self._shipments.pop(handle)
-        self._driver.ask(lambda loop, _: loop.aside.taken(channel.key))
+        transfer = self._outgoing.pop(handle)
+        self._driver.ask(lambda loop, _: loop.host_kv.taken(channel.key))
         if channel.ended is None or channel.ended.problem:
             transfer.fail(channel.ended.problem if channel.ended else "the request was cancelled")
-        self._outbox.withdraw(handle)
-
-    def _begin(self, channel: RequestChannel, transfer: OutgoingTransfer, codec: Codec) -> None:
-        self._send_off(self._carry(channel, transfer, codec))
+        self._sender.withdraw(handle)
 
     def _send_off(self, work: Coroutine[None, None, None]) -> None:
         task = self._loop.create_task(work)
-        self._carrying.add(task)
-        task.add_done_callback(self._carrying.discard)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
 
     async def _carry(self, channel: RequestChannel, transfer: OutgoingTransfer, codec: Codec) -> None:
-        """From the channel into the shipment, until the last."""
+        """From the channel into the transfer, until the last."""
         try:
             async with asyncio.timeout(self._handover_s):
                 while not transfer.over:
-                    event = await channel.parcels.get()
+                    event = await channel.chunks.get()
                     if isinstance(event, JobEnded):
                         transfer.fail(event.problem or event.reason)
                         return
@@ -231,30 +286,29 @@ class KvConnector:
                         # The next receiver would take it for exact, and keep it for others.
                         transfer.fail("a cache that came in fewer bits can only be handed on under a codec")
                         return
-                    for parcel in event.parcels:
-                        await self._hand_in(transfer, parcel, codec)
+                    for chunk in event.chunks:
+                        await self._hand_in(transfer, chunk, codec)
                     if event.last:
                         transfer.finish()
                         return
         except (PotluckError, TimeoutError) as error:
-            transfer.fail(" ".join(str(error).split()) or f"it took longer than {self._handover_s:g} s")
+            self._failed(transfer, error)
 
-    async def _hand_in(self, transfer: OutgoingTransfer, parcel: KvChunk, codec: Codec = "raw") -> None:
-        """Into the shipment, when its turn has come on the network card."""
-        kv_transfer = self._freight
+    async def _hand_in(self, transfer: OutgoingTransfer, chunk: KvChunk, codec: Codec = "raw") -> None:
+        """Into the transfer, when its turn has come on the network card."""
         if codec != "raw":
-            parcel = await self._apart(kv_transfer.packed, parcel, codec)
-        due_s = kv_transfer.due_s(parcel)
+            chunk = await self._apart(self._transfer.packed, chunk, codec)
+        due_s = self._transfer.due_s(chunk)
         if due_s is not None:
             await asyncio.sleep(max(0.0, due_s - time.monotonic()))
-        parcel = kv_transfer.leaves(transfer.peer, parcel)
-        await self._apart(transfer.put, parcel, self._handover_s)
+        chunk = self._transfer.leaves(transfer.peer, chunk)
+        await self._apart(transfer.put, chunk, self._handover_s)
 
-    async def _apart(self, call: Callable[[KvChunk, A], T], parcel: KvChunk, more: A) -> T:
+    async def _apart(self, call: Callable[[KvChunk, A], T], chunk: KvChunk, more: A) -> T:
         """Off the event loop, unless it takes no time."""
-        if self._freight.light:
-            return call(parcel, more)
-        return await self._loop.run_in_executor(self._puts, call, parcel, more)
+        if self._transfer.light:
+            return call(chunk, more)
+        return await self._loop.run_in_executor(self._puts, call, chunk, more)
 
     # What is fetched.
 
@@ -280,15 +334,15 @@ class KvConnector:
         moved_bytes, last_s, peer = 0, 0.0, f"{address[0]}:{address[1]}"
         taken: list[Future[None]] = []
 
-        def sink(parcel: KvChunk) -> None:
+        def sink(chunk: KvChunk) -> None:
             nonlocal moved_bytes, last_s
-            moved_bytes += self._freight.kv_bytes(parcel)
-            last_s = self._freight.here_s(peer, parcel) or 0.0
-            if self._freight.light:  # a copy costs less than to wait for each
-                own = replace(parcel, data=bytes(parcel.data), parameters=bytes(parcel.parameters))
+            moved_bytes += self._transfer.kv_bytes(chunk)
+            last_s = self._transfer.here_s(peer, chunk) or 0.0
+            if self._transfer.light:  # a copy costs less than to wait for each
+                own = replace(chunk, data=bytes(chunk.data), parameters=bytes(chunk.parameters))
                 taken.append(accept(own))
             else:
-                _result(accept(parcel), ASK_S)
+                _result(accept(chunk), ASK_S)
 
         def complete() -> None:
             time.sleep(max(0.0, last_s - time.monotonic()))
@@ -302,7 +356,7 @@ class KvConnector:
         running = self._loop.run_in_executor(self._fetches, fetching.run, opened, sink, complete)
         try:
             found = await asyncio.shield(running)
-            self._freight.fetched(peer, moved_bytes, found.wall_s)
+            self._transfer.fetched(peer, moved_bytes, found.wall_s)
             return replace(found, moved_bytes=moved_bytes)
         except asyncio.CancelledError:
             fetching.cancel()
@@ -314,11 +368,11 @@ class KvConnector:
             raise
 
     async def close(self) -> None:
-        for task in self._carrying:
+        for task in self._tasks:
             task.cancel()
-        await asyncio.gather(*self._carrying, return_exceptions=True)
+        await asyncio.gather(*self._tasks, return_exceptions=True)
         self._links.close()
-        await asyncio.to_thread(self._outbox.close)
+        await asyncio.to_thread(self._sender.close)
         for pool in (self._fetches, self._puts):
             pool.shutdown(wait=False, cancel_futures=True)
 

@@ -31,14 +31,47 @@ from potluck.api.openai_requests import (
     completion_of,
     sampling_of,
 )
-from potluck.api.text_stream import TextDelta
+from potluck.api.text_stream import TextDelta, TextRules, TextStream
 from potluck.core.errors import CapacityError, InputError
-from potluck.core.values.sampling import MOST_LOGPROBS
-from potluck.engine.loop.messages import Job
-from potluck.engine.server.control_bodies import read_object
+from potluck.core.values.sampling import MOST_LOGPROBS, SampledToken
+from potluck.engine.loop.jobs import Job, JobEnded, OutputToken
 from potluck.engine.server.engine_service import SERVICE, EngineService
-from potluck.engine.server.error_replies import error_body
-from potluck.engine.server.generate import answer, whole_answer
+from potluck.engine.server.http_connection import ended, error_body, read_object
+
+
+async def answer(service: EngineService, job: Job, shown: TextRules) -> AsyncGenerator[TextDelta]:
+    """The answer to a job, as it comes. Leaving early cancels the job."""
+    growth = TextStream(service.text, shown, job.ends)
+    async with service.run(job) as channel:
+        async for event in channel:
+            if isinstance(event, OutputToken):
+                if event.gap_s is not None:
+                    service.metrics.gap(event.gap_s)
+                delta = growth.feed(event.choice)
+                if delta.finish is None:
+                    yield delta
+                    continue
+                await service.hub.ask(lambda loop, now_s: loop.cancel(job.key, now_s, reason="stop"))
+                end = await channel.end()
+                yield TextDelta(delta.text, delta.choices, delta.finish, end.times.cached_tokens)
+                return
+            elif isinstance(event, JobEnded):
+                if event.reason not in ("stop", "length"):
+                    raise channel.failure or ended(event)
+                yield growth.end(event.reason, event.times.cached_tokens)
+
+
+async def whole_answer(service: EngineService, job: Job, shown: TextRules) -> TextDelta:
+    """All of it at once."""
+    texts: list[str] = []
+    choices: list[SampledToken] = []
+    finish, cached = None, 0
+    async for delta in answer(service, job, shown):
+        texts.append(delta.text)
+        choices += delta.choices
+        finish, cached = delta.finish or finish, max(cached, delta.cached_tokens)
+    return TextDelta("".join(texts), tuple(choices), finish, cached)
+
 
 EMBEDDED = EngineAbilities(most_logprobs=MOST_LOGPROBS, draws=True)
 """What this engine can do."""

@@ -13,10 +13,10 @@ from __future__ import annotations
 
 import numpy as np
 
-from potluck.engine.numbers.kernels.compiled import compiled
 from potluck.engine.numbers.kernels.vector import (
     BYTES,
     COUNT,
+    compiled,
     copy_one,
     exp,
     fetch,
@@ -60,8 +60,8 @@ def place(packed, stride, heads, kv_heads, dim, angles, turned, positions, slots
         if turned:
             for head in range(heads + kv_heads):
                 turn(row + 4 * head * dim, cos, cos + 4 * turned, 2 * turned)
-        block, microbatch = divmod(slots[token], COUNT)
-        source, target = row + 4 * heads * dim, keys + block * kept * COUNT + 4 * microbatch
+        block, lane = divmod(slots[token], COUNT)
+        source, target = row + 4 * heads * dim, keys + block * kept * COUNT + 4 * lane
         for number in range(kv_heads * dim):
             copy_one(source + 4 * number, target + BYTES * number)
         source, target = source + kept, values + slots[token] * kept
@@ -73,8 +73,8 @@ def place(packed, stride, heads, kv_heads, dim, angles, turned, positions, slots
 def collect(slots, size, keys, values, out):  # type: ignore[no-untyped-def]
     """What is kept of tokens: `size` numbers of key, then as many of value, of each."""
     for token in range(len(slots)):
-        block, microbatch = divmod(slots[token], COUNT)
-        source, target = keys + block * size * BYTES + 4 * microbatch, out + token * 8 * size
+        block, lane = divmod(slots[token], COUNT)
+        source, target = keys + block * size * BYTES + 4 * lane, out + token * 8 * size
         for number in range(size):
             copy_one(source + BYTES * number, target + 4 * number)
         source, target = values + slots[token] * 4 * size, target + 4 * size

@@ -7,8 +7,17 @@ from __future__ import annotations
 
 import numpy as np
 
-from potluck.engine.numbers.kernels.compiled import compiled
-from potluck.engine.numbers.kernels.vector import BYTES, exp, load, multiply_add, spread, store, total
+from potluck.engine.numbers.kernels.vector import (
+    BYTES,
+    compiled,
+    exp,
+    load,
+    multiply_add,
+    spread,
+    spread_from,
+    store,
+    total,
+)
 
 _ZERO, _ONE = np.float32(0.0), np.float32(1.0)
 
@@ -37,3 +46,41 @@ def gate(count, width, packed, packed_stride, out):  # type: ignore[no-untyped-d
         for place in range(0, size, BYTES):
             n, m = load(source + place), load(source + size + place)
             store(target + place, n * m / (exp(n) + spread(_ONE)))
+
+
+@compiled
+def walk(rows, firsts, sizes, sides, memory, query, key, value, decay, rate, out):  # type: ignore[no-untyped-def]
+    """Sequences one after the other: tokens [first, first + size) move the state at `rows` on.
+
+    `sides` is (heads, key dim, value dim). `memory` [rows, heads, key dim, value dim]; `query`, `key`, `value`, `out`
+    [tokens, heads, dim]; `decay`, `rate` [tokens, heads]. The value dim is a multiple of 16.
+    """
+    heads, key_dim, value_dim = sides
+    width = 4 * value_dim
+    for sequence in range(len(rows)):
+        for head in range(heads):
+            state = memory + (rows[sequence] * heads + head) * key_dim * width
+            for token in range(firsts[sequence], firsts[sequence] + sizes[sequence]):
+                place = token * heads + head
+                q, k = query + place * 4 * key_dim, key + place * 4 * key_dim
+                shrink, pace = spread_from(decay + 4 * place), spread_from(rate + 4 * place)
+                for column in range(0, width, BYTES):
+                    wanted = load(value + place * width + column)
+                    found = _step(state + column, width, key_dim, q, k, shrink, pace, wanted)
+                    store(out + place * width + column, found)
+
+
+@compiled
+def _step(state, width, key_dim, query, key, shrink, pace, wanted):  # type: ignore[no-untyped-def]
+    """One token for sixteen columns of the state."""
+    known = spread(_ZERO)
+    for number in range(key_dim):
+        entry = load(state + number * width) * shrink
+        store(state + number * width, entry)
+        known = multiply_add(spread_from(key + 4 * number), entry, known)
+    change, found = (wanted - known) * pace, spread(_ZERO)
+    for number in range(key_dim):
+        entry = multiply_add(spread_from(key + 4 * number), change, load(state + number * width))
+        store(state + number * width, entry)
+        found = multiply_add(spread_from(query + 4 * number), entry, found)
+    return found

@@ -1,4 +1,4 @@
-"""Sixteen float32 numbers at once, as a value that compiled functions can compute with.
+"""Compiling inner loops, and sixteen float32 numbers at once, as a value that compiled functions can compute with.
 
 Loops over numbers can be turned into vector instructions by a compiler, or not, and differently at their ends; here
 every operation is written out, each with one rounding, so that a number comes out the same wherever it stands. Where
@@ -9,22 +9,70 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable
-from typing import Any
+from functools import cache, wraps
+from pathlib import Path
+from typing import Any, cast
 
 import numpy as np
 from llvmlite import ir  # type: ignore[import-untyped]
 from numba import types
 from numba.core import cgutils
 from numba.core.typing.templates import ConcreteTemplate, infer_global, signature
-from numba.extending import lower_builtin, models, register_model
+from numba.extending import intrinsic, lower_builtin, models, register_model
 
-from potluck.engine.numbers.kernels.compiled import compiled, instruction
+from potluck.kv.compiled import Function
+from potluck.kv.compiled import compiled as kv_compiled
 
 COUNT = 16
 BYTES = 4 * COUNT
 _FLOAT, _INT = ir.FloatType(), ir.IntType(32)
 _FLOATS, _INTS = ir.VectorType(_FLOAT, COUNT), ir.VectorType(_INT, COUNT)
 _INDICES = ir.Constant(_INTS, list(range(COUNT)))
+
+
+def compiled(function: Function) -> Function:
+    """Compile a function on its first call. It must not create arrays, and lets other threads run meanwhile.
+
+    As `kv/compiled.py` does, with liberties that change no result from run to run: a product followed by a sum has
+    one rounding, and sums may be cut into vectors, but in a way that depends on their length alone.
+    """
+    fast = kv_compiled(function, fastmath={"contract", "reassoc", "nsz", "arcp"})
+    # numba looks only at the file that a function stands in, but what is called from other files becomes part of it.
+    cache_file = getattr(getattr(fast, "_cache", None), "_cache_file", None)
+    if cache_file is not None and hasattr(cache_file, "_source_stamp"):
+        cache_file._source_stamp = _stamp()
+    return fast
+
+
+@cache
+def _stamp() -> tuple[tuple[str, float, int], ...]:
+    """Of all files in this folder; code compiled from others than these is compiled anew."""
+    files = sorted(Path(__file__).parent.glob("*.py"))
+    return tuple((file.name, file.stat().st_mtime, file.stat().st_size) for file in files)
+
+
+def instruction(function: Function) -> Function:
+    """Something that compiled functions can use and that is written in the compiler's own language: `function` takes
+    the types of its arguments, or their values where those are written out, and says how to generate it."""
+    return cast(Function, intrinsic(prefer_literal=True)(function))
+
+
+def emits(kind: Any) -> Callable[[Callable[..., Any]], Any]:
+    """The same of a function of a builder and the arguments' values, whose result has no other types than these."""
+
+    def wrap(generate: Callable[..., Any]) -> Any:
+        @wraps(generate)
+        def typing(context: Any, *arguments: Any) -> Any:
+            return (
+                kind,
+                lambda context, builder, _, arguments: (
+                    generate(builder, *arguments) or context.get_dummy_value()
+                ),
+            )
+
+        return instruction(typing)
+
+    return wrap
 
 
 class _Vector(types.Type):
@@ -51,15 +99,12 @@ def _arithmetic(symbol: Any, name: str) -> None:
         return getattr(builder, name)(*arguments)
 
 
-for _symbol, _name in (
-    (operator.add, "fadd"),
-    (operator.sub, "fsub"),
-    (operator.mul, "fmul"),
-    (operator.truediv, "fdiv"),
+for _symbol, _name in zip(
+    (operator.add, operator.sub, operator.mul, operator.truediv),
+    ("fadd", "fsub", "fmul", "fdiv"),
+    strict=True,
 ):
     _arithmetic(_symbol, _name)
-
-Generate = Callable[[Any, Any, Any, Any], Any]
 
 
 def _pointer(builder: Any, address: Any, kind: Any = _FLOATS) -> Any:
@@ -67,93 +112,66 @@ def _pointer(builder: Any, address: Any, kind: Any = _FLOATS) -> Any:
 
 
 def _call(builder: Any, name: str, kind: Any, arguments: list[Any]) -> Any:
-    function = ir.FunctionType(kind, [each.type for each in arguments])
+    function = ir.FunctionType(kind, [argument.type for argument in arguments])
     callee = cgutils.get_or_insert_function(builder.module, function, name)  # type: ignore[no-untyped-call]
     return builder.call(callee, arguments)
 
 
-@instruction
-def load(typing: Any, address: Any) -> Any:
-    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        return builder.load(_pointer(builder, arguments[0]), align=4)
-
-    return LANES(types.int64), generate
+def _spread(builder: Any, value: Any, kind: Any = _FLOATS) -> Any:
+    undefined = ir.Constant(kind, ir.Undefined)
+    one = builder.insert_element(undefined, value, ir.Constant(_INT, 0))
+    return builder.shuffle_vector(one, undefined, ir.Constant(_INTS, [0] * COUNT))
 
 
-@instruction
-def store(typing: Any, address: Any, microbatches: Any) -> Any:
-    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        builder.store(arguments[1], _pointer(builder, arguments[0]), align=4)
-        return context.get_dummy_value()
-
-    return types.void(types.int64, LANES), generate
+@emits(LANES(types.int64))
+def load(builder: Any, address: Any) -> Any:
+    return builder.load(_pointer(builder, address), align=4)
 
 
-def _spread(builder: Any, value: Any) -> Any:
-    one = builder.insert_element(ir.Constant(_FLOATS, ir.Undefined), value, ir.Constant(_INT, 0))
-    return builder.shuffle_vector(one, ir.Constant(_FLOATS, ir.Undefined), ir.Constant(_INTS, [0] * COUNT))
+@emits(types.void(types.int64, LANES))
+def store(builder: Any, address: Any, lanes: Any) -> None:
+    builder.store(lanes, _pointer(builder, address), align=4)
 
 
-@instruction
-def spread(typing: Any, number: Any) -> Any:
+@emits(LANES(types.float32))
+def spread(builder: Any, number: Any) -> Any:
     """The same number in all places."""
-
-    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        return _spread(builder, arguments[0])
-
-    return LANES(types.float32), generate
+    return _spread(builder, number)
 
 
-@instruction
-def spread_from(typing: Any, address: Any) -> Any:
+@emits(LANES(types.int64))
+def spread_from(builder: Any, address: Any) -> Any:
     """The one number at `address` in all places."""
-
-    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        return _spread(builder, builder.load(_pointer(builder, arguments[0], _FLOAT), align=4))
-
-    return LANES(types.int64), generate
+    return _spread(builder, builder.load(_pointer(builder, address, _FLOAT), align=4))
 
 
-@instruction
-def fetch(typing: Any, address: Any) -> Any:
+@emits(types.void(types.int64))
+def fetch(builder: Any, address: Any) -> None:
     """Have the 64 bytes at `address` brought near; they will be read soon."""
-
-    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        numbers = [ir.Constant(_INT, number) for number in (0, 3, 1)]  # to read, to keep, data
-        _call(builder, "llvm.prefetch.p0", ir.VoidType(), [_pointer(builder, arguments[0]), *numbers])
-        return context.get_dummy_value()
-
-    return types.void(types.int64), generate
+    numbers = [ir.Constant(_INT, number) for number in (0, 3, 1)]  # to read, to keep, data
+    _call(builder, "llvm.prefetch.p0", ir.VoidType(), [_pointer(builder, address), *numbers])
 
 
-@instruction
-def copy_one(typing: Any, source: Any, target: Any) -> Any:
+@emits(types.void(types.int64, types.int64))
+def copy_one(builder: Any, source: Any, target: Any) -> None:
     """One number."""
-
-    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        source, target = (_pointer(builder, each, _FLOAT) for each in arguments)
-        builder.store(builder.load(source, align=4), target, align=4)
-        return context.get_dummy_value()
-
-    return types.void(types.int64, types.int64), generate
+    number = builder.load(_pointer(builder, source, _FLOAT), align=4)
+    builder.store(number, _pointer(builder, target, _FLOAT), align=4)
 
 
-@instruction
-def multiply_add(typing: Any, a: Any, b: Any, c: Any) -> Any:
+@emits(LANES(LANES, LANES, LANES))
+def multiply_add(builder: Any, a: Any, b: Any, c: Any) -> Any:
     """a * b + c with one rounding."""
-
-    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        return _call(builder, "llvm.fma.v16f32", _FLOATS, list(arguments))
-
-    return LANES(LANES, LANES, LANES), generate
+    return _call(builder, "llvm.fma.v16f32", _FLOATS, [a, b, c])
 
 
-@instruction
-def larger(typing: Any, a: Any, b: Any) -> Any:
-    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        return builder.select(builder.fcmp_ordered(">", *arguments), *arguments)
+def _larger(builder: Any, a: Any, b: Any) -> Any:
+    return builder.select(builder.fcmp_ordered(">", a, b), a, b)
 
-    return LANES(LANES, LANES), generate
+
+@emits(LANES(LANES, LANES))
+def larger(builder: Any, a: Any, b: Any) -> Any:
+    return _larger(builder, a, b)
 
 
 def _fold(builder: Any, value: Any, combine: Callable[[Any, Any], Any]) -> Any:
@@ -166,56 +184,29 @@ def _fold(builder: Any, value: Any, combine: Callable[[Any, Any], Any]) -> Any:
     return builder.extract_element(value, ir.Constant(_INT, 0))
 
 
-@instruction
-def largest(typing: Any, microbatches: Any) -> Any:
-    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        def larger(a: Any, b: Any) -> Any:
-            return builder.select(builder.fcmp_ordered(">", a, b), a, b)
-
-        return _fold(builder, arguments[0], larger)
-
-    return types.float32(LANES), generate
+@emits(types.float32(LANES))
+def largest(builder: Any, lanes: Any) -> Any:
+    return _fold(builder, lanes, lambda a, b: _larger(builder, a, b))
 
 
-@instruction
-def total(typing: Any, microbatches: Any) -> Any:
-    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        return _fold(builder, arguments[0], builder.fadd)
-
-    return types.float32(LANES), generate
+@emits(types.float32(LANES))
+def total(builder: Any, lanes: Any) -> Any:
+    return _fold(builder, lanes, builder.fadd)
 
 
-@instruction
-def keep(typing: Any, microbatches: Any, first: Any, stop: Any, other: Any) -> Any:
+@emits(LANES(LANES, types.int64, types.int64, types.float32))
+def keep(builder: Any, lanes: Any, first: Any, stop: Any, other: Any) -> Any:
     """`lanes` in the places [first, stop), `other` in those around them."""
-
-    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        def everywhere(value: Any) -> Any:
-            one = builder.insert_element(
-                ir.Constant(_INTS, ir.Undefined), builder.trunc(value, _INT), ir.Constant(_INT, 0)
-            )
-            zeros = ir.Constant(_INTS, [0] * COUNT)
-            return builder.shuffle_vector(one, ir.Constant(_INTS, ir.Undefined), zeros)
-
-        microbatches, first, stop, other = arguments
-        inside = builder.and_(
-            builder.icmp_signed(">=", _INDICES, everywhere(first)),
-            builder.icmp_signed("<", _INDICES, everywhere(stop)),
-        )
-        return builder.select(inside, microbatches, _spread(builder, other))
-
-    return LANES(LANES, types.int64, types.int64, types.float32), generate
+    low, high = (_spread(builder, builder.trunc(value, _INT), _INTS) for value in (first, stop))
+    inside = builder.and_(builder.icmp_signed(">=", _INDICES, low), builder.icmp_signed("<", _INDICES, high))
+    return builder.select(inside, lanes, _spread(builder, other))
 
 
-@instruction
-def _times_power_of_two(typing: Any, microbatches: Any, shifted: Any) -> Any:
+@emits(LANES(LANES, LANES))
+def _times_power_of_two(builder: Any, lanes: Any, shifted: Any) -> Any:
     """lanes * 2 ** n, with n in the lowest bits of `shifted`."""
-
-    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        power = builder.shl(builder.bitcast(arguments[1], _INTS), ir.Constant(_INTS, [23] * COUNT))
-        return builder.bitcast(builder.add(builder.bitcast(arguments[0], _INTS), power), _FLOATS)
-
-    return LANES(LANES, LANES), generate
+    power = builder.shl(builder.bitcast(shifted, _INTS), ir.Constant(_INTS, [23] * COUNT))
+    return builder.bitcast(builder.add(builder.bitcast(lanes, _INTS), power), _FLOATS)
 
 
 _HIGHEST, _LOWEST = np.float32(88.0), np.float32(-87.0)
@@ -247,22 +238,17 @@ def exp(x):  # type: ignore[no-untyped-def]
     return _times_power_of_two(multiply_add(p, r * r, r) + spread(_ONE), shifted)
 
 
-@instruction
-def split(typing: Any, source: Any, low: Any, middle: Any, high: Any) -> Any:
+@emits(types.void(types.int64, types.int64, types.int64, types.int64))
+def split(builder: Any, source: Any, low: Any, middle: Any, high: Any) -> None:
     """Write the low, middle and high 8 significant bits of the 32 numbers at `source`, as bfloat16 each."""
-
-    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        halves = ir.VectorType(ir.IntType(16), 2 * COUNT)
-        upper = ir.Constant(ir.VectorType(_INT, 2 * COUNT), [2 * i + 1 for i in range(2 * COUNT)])
-        mask = ir.Constant(_INTS, [0xFFFF0000] * COUNT)
-        second = builder.add(arguments[0], ir.Constant(ir.IntType(64), BYTES))
-        rests = [builder.load(_pointer(builder, place), align=4) for place in (arguments[0], second)]
-        for target in (arguments[3], arguments[2], arguments[1]):
-            kept = builder.shuffle_vector(*(builder.bitcast(rest, halves) for rest in rests), upper)
-            builder.store(kept, _pointer(builder, target, halves), align=2)
-            for i, rest in enumerate(rests):
-                part = builder.and_(builder.bitcast(rest, _INTS), mask)
-                rests[i] = builder.fsub(rest, builder.bitcast(part, _FLOATS))
-        return context.get_dummy_value()
-
-    return types.void(types.int64, types.int64, types.int64, types.int64), generate
+    halves = ir.VectorType(ir.IntType(16), 2 * COUNT)
+    upper = ir.Constant(ir.VectorType(_INT, 2 * COUNT), [2 * i + 1 for i in range(2 * COUNT)])
+    mask = ir.Constant(_INTS, [0xFFFF0000] * COUNT)
+    second = builder.add(source, ir.Constant(ir.IntType(64), BYTES))
+    rests = [builder.load(_pointer(builder, place), align=4) for place in (source, second)]
+    for target in (high, middle, low):
+        kept = builder.shuffle_vector(*(builder.bitcast(rest, halves) for rest in rests), upper)
+        builder.store(kept, _pointer(builder, target, halves), align=2)
+        for i, rest in enumerate(rests):
+            part = builder.and_(builder.bitcast(rest, _INTS), mask)
+            rests[i] = builder.fsub(rest, builder.bitcast(part, _FLOATS))

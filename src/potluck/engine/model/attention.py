@@ -1,0 +1,294 @@
+"""Attention with keys and values for each token: full (over everything, or over a window) and latent.
+
+Heads are ordered so that no copy is needed: with `heads` key heads and G queries to each, query head g x heads + h
+belongs to key head h. The G queries of a decoding sequence then count as G rows that share their keys; those of a
+chunk as G batches over the same keys.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from potluck.core.state.facts import BLOCK_TOKENS
+from potluck.core.values.model import FullAttention, LatentAttention
+from potluck.engine.compute.batch_layout import AttentionCall, BatchLayout, KeyLocations
+from potluck.engine.memory.kv_cache import Kept, Pages
+from potluck.engine.model.checkpoint import LayerLoader
+from potluck.engine.model.config import EngineModelConfig
+from potluck.engine.model.rope import RopeAngles, halves_apart, latent_sharpness, turn
+from potluck.engine.numbers.exact import LANE, chunk_attention, per_head, rms_norm, sigmoid
+from potluck.engine.numbers.matrix import Norm, across, add_product, over_threads, product, thread_count
+
+
+def rotated(config: EngineModelConfig, part: FullAttention) -> int:
+    """Numbers of each head that positions turn."""
+    return int(part.head_dim * config.rope.share)
+
+
+class FullLayer:
+    """One product makes queries, keys and values (and the output gate), keys and values side by side as they are
+    kept."""
+
+    def __init__(self, config: EngineModelConfig, part: FullAttention, load: LayerLoader) -> None:
+        self._part = part
+        self._scale = part.head_dim**-0.5
+        self._eps = config.norm_eps
+        self._turned = rotated(config, part)
+        heads, kv_heads, dim, hidden = part.heads, part.kv_heads, part.head_dim, config.model.hidden
+        groups = heads // kv_heads
+        pairs = halves_apart(config.rope, dim, self._turned)
+        # Query head h x G + g becomes g x heads + h (see above); within a head halves are turned (rope.py).
+        order = torch.arange(heads).view(kv_heads, groups).T.flatten()
+        load = load.under("self_attn")
+
+        def rows(kind: str) -> Tensor:
+            """Weights of a projection with its bias as a last column."""
+            count = kv_heads if kind in "kv" else heads
+            size = 2 * dim if kind == "q" and part.output_gate else dim
+            weight = load.take(f"{kind}_proj.weight", count * size, hidden)
+            bias = (
+                load.take(f"{kind}_proj.bias", count * size) if part.bias else weight.new_zeros(count * size)
+            )
+            return torch.cat([weight, bias[:, None]], 1).view(count, size, hidden + 1)
+
+        query, key, value = rows("q"), rows("k"), rows("v")
+        parts = [query[order][:, :dim][:, pairs], key[:, pairs], value]
+        if part.output_gate:
+            parts.append(query[order][:, dim:])
+        packed = torch.cat([each.flatten(0, 1) for each in parts])
+        self._weight = across(packed[:, :hidden])
+        self._bias = packed[:, hidden].contiguous() if part.bias else None
+        out = load.take("o_proj.weight", hidden, heads * dim).view(hidden, heads, dim)
+        self._out = across(out[:, order].reshape(hidden, heads * dim))
+        self._out_bias = load.take("o_proj.bias", hidden) if part.output_bias else None
+        self._qk_norm = None
+        if part.qk_norm == "head":
+            q_norm, k_norm = (load.norm(f"{kind}_norm.weight", dim)[pairs] for kind in "qk")
+            self._qk_norm = torch.cat([q_norm.expand(heads, dim), k_norm.expand(kv_heads, dim)])
+
+    def __call__(
+        self,
+        norm: Norm,
+        residual: Tensor,
+        kept: Kept,
+        step: BatchLayout,
+        turned_by: RopeAngles,
+        wanted: Tensor | None,
+    ) -> Tensor:
+        """The residual plus attention of its norm, of those tokens that are wanted; all keys and values are kept."""
+        assert isinstance(kept, Pages)
+        part, tokens = self._part, residual.shape[0]
+        heads, kv_heads, dim = part.heads, part.kv_heads, part.head_dim
+        packed = product(residual, self._weight, self._bias, norm=norm)
+        queries_keys = packed[:, : (heads + kv_heads) * dim].view(tokens, heads + kv_heads, dim)
+        if self._qk_norm is not None:
+            queries_keys.copy_(rms_norm(queries_keys, self._qk_norm, self._eps))
+        group = step.groups[kept.group]
+        if kept.keys is not None:
+            self._place(packed, queries_keys, kept, kept.keys, step, turned_by)
+            rows, places = step.rows, step.places
+            if wanted is not None:
+                residual, packed = residual.index_select(0, wanted), packed.index_select(0, wanted)
+                rows, places = rows[wanted.numpy()], places[wanted.numpy()]
+            out = self._attend(packed, kept, kept.keys, group.table, rows, places)
+        else:
+            turn(queries_keys, turned_by.by(self._turned))
+            kept.entries.index_copy_(0, group.slots, packed[:, heads * dim : (heads + 2 * kv_heads) * dim])
+            queries = queries_keys[:, :heads].view(tokens, heads // kv_heads, kv_heads, dim)
+            out = (
+                attend(queries, kept, group.pieces, self._scale)
+                if group.followed is None
+                else attend_decodes(queries, kept, group.followed, self._scale)
+            )
+            if wanted is not None:
+                residual, packed, out = (x.index_select(0, wanted) for x in (residual, packed, out))
+        if part.output_gate:
+            out = out * sigmoid(packed[:, (heads + 2 * kv_heads) * dim :])
+        residual = add_product(residual, out, self._out)
+        return residual if self._out_bias is None else residual.add_(self._out_bias)
+
+    def _place(
+        self,
+        packed: Tensor,
+        queries_keys: Tensor,
+        kept: Pages,
+        keys: Tensor,
+        step: BatchLayout,
+        turned_by: RopeAngles,
+    ) -> None:
+        """Turn queries and keys, and keep keys and values, by kernels/attention.py."""
+        from potluck.engine.numbers.kernels.attention import place
+
+        turned = self._turned
+        if turned % (2 * LANE):
+            turn(queries_keys, turned_by.by(turned))
+            turned = 0
+        angles = turned_by.tables[self._turned].data_ptr()
+        slots, cache = step.groups[kept.group].places, (keys.data_ptr(), kept.entries.data_ptr())
+        place(*self._packed(packed), angles, turned, step.places, slots, *cache)
+
+    def _packed(self, packed: Tensor) -> tuple[int, int, int, int, int]:
+        part = self._part
+        return packed.data_ptr(), 4 * packed.stride(0), part.heads, part.kv_heads, part.head_dim
+
+    def _attend(
+        self,
+        packed: Tensor,
+        kept: Pages,
+        keys: Tensor,
+        table: np.ndarray,
+        rows: np.ndarray,
+        places: np.ndarray,
+    ) -> Tensor:
+        """Attention of packed tokens at these rows and places, by kernels/attention.py."""
+        from potluck.engine.numbers.kernels import attention
+
+        part = self._part
+        out = torch.empty(len(rows), part.heads * part.head_dim)
+        address, stride, *sizes = self._packed(packed)
+        cache = keys.data_ptr(), kept.entries.data_ptr(), self._scale
+
+        def some(begin: int, stop: int) -> None:
+            scores, state = torch.empty(2 * attention.TILE), np.empty((attention.TOGETHER, 4), np.float32)
+            seen = (rows[begin:stop], places[begin:stop], table, part.window or 0)
+            target = out.data_ptr() + 4 * begin * out.shape[1]
+            given = (address + begin * stride, stride, *sizes, *seen, *cache)
+            attention.attend(*given, scores.data_ptr(), state, target)
+
+        work = 2 * int(places.sum()) * part.heads * part.head_dim
+        over_threads(len(rows), thread_count(work), some)
+        return out
+
+
+LATENT_NORM_EPS = 1e-6
+"""The norms inside take this, whatever the model's own is."""
+
+
+class LatentLayer:
+    """Multi-head latent attention (DeepSeek): per token one compressed latent and one rotary key, for all heads.
+
+    With the latent c of a token, head h has the key K_h c and the value V_h c. Instead of expanding every token of
+    the context, the query goes down to the latent: q (K_h c) = (q K_h) c, and the weighted latents come up through
+    V_h at the end ("absorbed"). So all heads share one key head, the latent and the rotary key side by side, which is
+    its own value: what the rotary part adds to the output is cut off.
+    """
+
+    def __init__(self, config: EngineModelConfig, part: LatentAttention, load: LayerLoader) -> None:
+        self._part = part
+        hidden, heads, rank = config.model.hidden, part.heads, part.kv_lora_rank
+        plain, rotary = part.qk_nope_head_dim, part.qk_rope_head_dim
+        self._scale = (plain + rotary) ** -0.5 * latent_sharpness(config.rope)
+        load = load.under("self_attn")
+        pairs = halves_apart(config.rope, rotary, rotary)
+        both = torch.cat([torch.arange(plain), plain + pairs])
+        down = load.take("kv_a_proj_with_mqa.weight", rank + rotary, hidden)
+        down = torch.cat([down[:rank], down[rank:][pairs]])
+        self._latent_norm = load.take("kv_a_layernorm.weight", rank)
+        width = heads * (plain + rotary)
+        if part.q_lora_rank is None:
+            query = load.take("q_proj.weight", width, hidden)
+            self._up = self._query_norm = None
+        else:
+            query = load.take("q_a_proj.weight", part.q_lora_rank, hidden)
+            self._query_norm = load.take("q_a_layernorm.weight", part.q_lora_rank)
+            up = load.take("q_b_proj.weight", width, part.q_lora_rank)
+            self._up = across(up.view(heads, plain + rotary, -1)[:, both].flatten(0, 1))
+        if self._up is None:
+            query = query.view(heads, plain + rotary, hidden)[:, both].flatten(0, 1)
+        self._weight = across(torch.cat([down, query]))
+        expand = load.take("kv_b_proj.weight", heads * (plain + part.v_head_dim), rank)
+        expand = expand.view(heads, plain + part.v_head_dim, rank)
+        self._to_latent = expand[:, :plain].contiguous()
+        self._from_latent = expand[:, plain:].transpose(1, 2).contiguous()
+        self._out = across(load.take("o_proj.weight", hidden, heads * part.v_head_dim))
+
+    def __call__(
+        self,
+        norm: Norm,
+        residual: Tensor,
+        kept: Kept,
+        step: BatchLayout,
+        turned_by: RopeAngles,
+        wanted: Tensor | None,
+    ) -> Tensor:
+        assert isinstance(kept, Pages)
+        part, tokens, rank = self._part, residual.shape[0], self._part.kv_lora_rank
+        plain, rotary, entry = part.qk_nope_head_dim, part.qk_rope_head_dim, kept.dim
+        packed = product(residual, self._weight, norm=norm)
+        queries = packed[:, entry:]
+        if self._up is not None:
+            assert self._query_norm is not None
+            queries = product(rms_norm(queries, self._query_norm, LATENT_NORM_EPS), self._up)
+        queries = queries.view(tokens, part.heads, plain + rotary)
+        latent = rms_norm(packed[:, :rank], self._latent_norm, LATENT_NORM_EPS)
+        by = turned_by.by(rotary)
+        rotary_keys = turn(packed[:, None, rank:entry].clone(), by)
+        group = step.groups[kept.group]
+        kept.entries.index_copy_(0, group.slots, torch.cat([latent, rotary_keys[:, 0]], 1))
+        lowered = per_head(queries[..., :plain], self._to_latent)
+        turned = turn(queries[..., plain:].clone(), by)
+        out = attend(torch.cat([lowered, turned], -1)[:, :, None], kept, group.pieces, self._scale)
+        latents = out.view(tokens, part.heads, entry)[..., :rank]
+        found = add_product(residual, per_head(latents, self._from_latent).reshape(tokens, -1), self._out)
+        return found if wanted is None else found.index_select(0, wanted)
+
+
+def attend(queries: Tensor, pages: Pages, pieces: tuple[AttentionCall, ...], scale: float) -> Tensor:
+    """[tokens, G, heads, dim] packed queries over pages to [tokens, G x heads x dim]."""
+    found = [_piece(queries, pages, piece, scale) for piece in pieces]
+    return found[0] if len(found) == 1 else torch.cat(found)
+
+
+def _piece(queries: Tensor, pages: Pages, piece: AttentionCall, scale: float) -> Tensor:
+    count = piece.sequences * piece.queries
+    rows = queries[piece.first : piece.first + count]
+    keys, values = _keys_and_values(pages, piece)
+    if piece.queries == 1:
+        mask = piece.mask.expand(-1, -1, rows.shape[1], -1)
+        out = F.scaled_dot_product_attention(rows.transpose(1, 2), keys, values, attn_mask=mask, scale=scale)
+        return out.transpose(1, 2).reshape(count, -1)
+    keys, values = (x.expand(rows.shape[1], -1, -1, -1) for x in (keys, values))
+    out = chunk_attention(rows.permute(1, 2, 0, 3), keys, values, piece.mask, scale)
+    return out.permute(2, 0, 1, 3).reshape(count, -1)
+
+
+def _keys_and_values(pages: Pages, piece: AttentionCall) -> tuple[Tensor, Tensor]:
+    """Two of [sequences, heads, columns, dim]; the same twice where keys are values."""
+    heads, dim = pages.heads, pages.dim
+    size = pages.parts * heads * dim
+    if piece.blocks is None:
+        entries, base, stride = pages.entries, piece.base * size, piece.stride * size
+    else:
+        entries = pages.entries.view(-1, BLOCK_TOKENS * size).index_select(0, piece.blocks)
+        base, stride = 0, piece.columns * size
+    shape = (piece.sequences, heads, piece.columns, dim)
+    strides = (stride, dim, size, 1)
+    keys = entries.as_strided(shape, strides, base)
+    return keys, keys if pages.parts == 1 else entries.as_strided(shape, strides, base + heads * dim)
+
+
+def attend_decodes(queries: Tensor, pages: Pages, followed: KeyLocations, scale: float) -> Tensor:
+    """The same of one query each, where the step's shapes must not change (`DecodeGraphs`).
+
+    A GPU runs one program for each sequence and key head: it follows the sequence's table through memory, 64 keys at
+    a time, with a running maximum and sum. Elsewhere the same is done with gathered keys, to check by.
+    """
+    if queries.device.type == "cuda":
+        from potluck.engine.model import triton_decode  # only torch's builds for GPUs have Triton
+
+        return triton_decode.attend(
+            queries, pages.entries, followed.table, followed.positions, scale, followed.window or 0
+        )
+    count = followed.table.shape[1] * BLOCK_TOKENS
+    places = torch.arange(count)
+    slots = followed.table.repeat_interleave(BLOCK_TOKENS, 1) * BLOCK_TOKENS + places % BLOCK_TOKENS
+    kept = pages.entries[slots].view(len(slots), count, 2, pages.heads, pages.dim)
+    seen = places <= followed.positions[:, None]
+    if followed.window is not None:
+        seen &= places > followed.positions[:, None] - followed.window
+    scores = torch.einsum("bghd,bkhd->bghk", queries, kept[:, :, 0]) * scale
+    weights = scores.masked_fill(~seen[:, None, None], -torch.inf).softmax(-1)
+    return torch.einsum("bghk,bkhd->bghd", weights, kept[:, :, 1]).flatten(1)

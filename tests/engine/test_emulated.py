@@ -1,0 +1,289 @@
+"""Emulated GPUs: steps last as long as predicted, errors do not add up, and what is too slow is counted."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from pipeline_workers import HYBRID, PLAIN, PROMPTS, SECRET, SEED, SIZE, generate, local, standing
+
+from potluck.catalog import models, nodes
+from potluck.cli.engine.emulate import emulation, executor_maker
+from potluck.core.errors import InputError
+from potluck.core.state.facts import BLOCK_TOKENS
+from potluck.core.values.plan import Confidence
+from potluck.engine.compute.emulated import (
+    EmulatedNic,
+    StepPacer,
+    emulated_blocks,
+    steps_of,
+)
+from potluck.engine.compute.executor import CacheExport, Executor, SequenceWork
+from potluck.engine.compute.runner import LocalExecutor
+from potluck.engine.model.checkpoint import RandomSource
+from potluck.engine.pipeline.launch import launch, parse_stages
+from potluck.engine.serve import EngineSettings, service_of
+from potluck.kv.chunks import KvChunk
+from potluck.kv.kv_codec import packed
+from potluck.perf.delays.transfer import AlphaBeta, alpha_beta
+from potluck.perf.sizes.memory import kv_bytes
+from potluck.perf.step_timer import Floats, StepBatch, steps
+from potluck.perf.timers.roofline import roofline
+
+LLAMA = models.model("Llama-3.1-8B")
+A10 = nodes.node_type("A10")
+
+
+class FakeTime:
+    """A clock that only sleeping and working move; each sleep lasts `over_s` too long."""
+
+    def __init__(self, over_s: float = 0.0) -> None:
+        self.now_s, self.over_s, self.sleeps = 100.0, over_s, 0
+
+    def clock(self) -> float:
+        return self.now_s
+
+    def sleep(self, seconds: float) -> None:
+        assert seconds > 0
+        self.sleeps += 1
+        self.now_s += seconds + self.over_s
+
+
+class Fixed:
+    """A timer: a second for each new token."""
+
+    confidence: Confidence = "assumed"
+
+    def step_s(self, batch: StepBatch) -> Floats:
+        return np.asarray(batch.tokens, np.float64)
+
+
+def run(pacer: StepPacer, fake: FakeTime, tokens: Sequence[int], work_s: float, gap_s: float) -> list[float]:
+    """When each step ended."""
+    ends = []
+    for count in tokens:
+        pacer.begin([SequenceWork(0, 0, [0] * count)])
+        fake.now_s += work_s
+        pacer.end()
+        ends.append(fake.now_s)
+        fake.now_s += gap_s
+    return ends
+
+
+@given(
+    st.lists(st.integers(1, 5), min_size=1, max_size=20),
+    st.floats(0.0, 0.4),
+    st.floats(0.0, 0.05),
+    st.floats(0.25, 8.0),
+)
+def test_steps_last_as_long_as_predicted_and_errors_do_not_add_up(
+    tokens: list[int], work_share: float, over_s: float, speed_up: float
+) -> None:
+    fake = FakeTime(over_s)
+    pacer = StepPacer(Fixed(), speed_up, fake.clock, fake.sleep, host_s=0.1)
+    ends = run(pacer, fake, tokens, work_share / speed_up, gap_s=0.1 / speed_up * 0.9)
+    due = 100.0 + np.cumsum(tokens) / speed_up
+    assert pacer.late_steps == 0
+    assert np.all(np.array(ends) >= due - 1e-9)
+    # Only the last sleep's error is left, however many there were.
+    assert np.all(np.array(ends) <= due + over_s + 1e-9)
+
+
+def test_a_pause_between_steps_is_not_made_up_for() -> None:
+    fake = FakeTime()
+    pacer = StepPacer(Fixed(), 1.0, fake.clock, fake.sleep, host_s=0.1)
+    assert run(pacer, fake, [1, 1], 0.2, gap_s=5.0) == [101.0, pytest.approx(107.0)]
+
+
+def test_steps_that_are_too_slow_are_counted_and_not_slept_for() -> None:
+    fake = FakeTime()
+    pacer = StepPacer(Fixed(), 4.0, fake.clock, fake.sleep)
+    run(pacer, fake, [1, 8, 1], work_s=0.5, gap_s=0.0)
+    assert fake.now_s == 100.0 + 0.25 + 2.0 + 0.5, "the second step makes up for the first, the third cannot"
+    assert (pacer.steps, pacer.late_steps) == (3, 2)
+    assert pacer.late_s == pytest.approx(0.5)
+    assert fake.sleeps == 1
+    assert pacer.notes()["emulated_late_steps"] == 2
+
+
+def test_steps_tell_how_much_longer_than_the_gpu_this_machine_computes() -> None:
+    """Three times as long, however much of it the step before had left: that one is counted with it."""
+    fake = FakeTime()
+    pacer = StepPacer(Fixed(), 1.0, fake.clock, fake.sleep)
+    run(pacer, fake, [1] * 5, work_s=3.0, gap_s=0.0)
+    assert pacer.took_s / pacer.predicted_s == pytest.approx(3.0)
+    quick = StepPacer(Fixed(), 1.0, fake.clock, fake.sleep)
+    run(quick, fake, [1] * 5, work_s=0.3, gap_s=0.0)
+    assert quick.notes()["emulated_took_s"] == pytest.approx(quick.predicted_s)
+
+
+def test_what_is_too_slow_for_good_is_not_made_up_for_without_end() -> None:
+    fake = FakeTime()
+    pacer = StepPacer(Fixed(), 1.0, fake.clock, fake.sleep, host_s=0.0)
+    run(pacer, fake, [1] * 50, work_s=2.0, gap_s=0.0)
+    assert pacer.late_steps == 50
+    slow = fake.now_s
+    run(pacer, fake, [1] * 50, work_s=0.5, gap_s=0.0)
+    assert fake.now_s - slow == pytest.approx(49.0), "one step's time is caught up, not fifty"
+
+
+@given(st.lists(st.tuples(st.integers(1, 300), st.integers(0, 300)), min_size=1, max_size=12))
+def test_steps_as_perf_sees_them(shapes: list[tuple[int, int]]) -> None:
+    found = steps_of([SequenceWork(row, start, [0] * new) for row, (new, start) in enumerate(shapes)])
+    assert found.tokens[0] == sum(new for new, _ in shapes)
+    decodes = [start for new, start in shapes if new == 1 and start]
+    assert (found.decodes[0], found.decode_context[0]) == (len(decodes), sum(decodes))
+    assert found.sequences[0] == len(shapes)
+
+
+@pytest.mark.parametrize("speed_up", [1.0, 10.0])
+def test_an_executor_says_the_same_and_takes_the_gpus_time(speed_up: float) -> None:
+    fake, alone = FakeTime(), local(HYBRID)
+    timer = roofline(LLAMA, A10, 1)
+    pacer = StepPacer(timer, speed_up, fake.clock, fake.sleep, host_s=0.0)
+    paced: Executor = LocalExecutor(alone.runner, alone.size, pacer)
+    assert generate(paced, PROMPTS[:3]) == generate(alone, PROMPTS[:3])
+    # 64 tokens of each prompt at first, then 62 and two decodes, and so on.
+    row = paced.open()
+    paced.grow(row, 100)
+    begin = fake.now_s
+    paced.step([SequenceWork(row, 0, PROMPTS[2][:100], "none")], [])
+    assert fake.now_s - begin == pytest.approx(float(timer.step_s(steps(100))[0]) / speed_up)
+    paced.close(row)
+    paced.check()
+    assert paced.health() == ""
+    assert paced.notes()["emulated_late_steps"] == 0
+
+
+def test_layers_go_out_over_the_step() -> None:
+    fake, alone = FakeTime(), local(HYBRID)
+    timer = roofline(LLAMA, A10, 1)
+    paced = LocalExecutor(alone.runner, alone.size, StepPacer(timer, 1.0, fake.clock, fake.sleep))
+    row, seen = paced.open(), {}
+    paced.grow(row, 50)
+
+    def deliver(_: int, chunks: tuple[KvChunk, ...]) -> None:
+        seen[chunks[0].layer] = fake.now_s - 100.0
+
+    paced.step([SequenceWork(row, 0, PROMPTS[2][:50], "none")], [], [CacheExport(row, 0, 50)], deliver)
+    whole = float(timer.step_s(steps(50))[0])
+    assert [seen[layer] for layer in range(5)] == pytest.approx([whole * part / 5 for part in range(1, 6)])
+
+
+def test_kv_crosses_at_the_pace_of_the_card() -> None:
+    fake = FakeTime()
+    pace = EmulatedNic(LLAMA, 8, AlphaBeta(0.5, 1e9), 2.0, fake.clock)
+    chunks = [KvChunk(layer, "kv", 0, 100, "float32", (1,), b"") for layer in range(8)]
+    assert sum(map(pace.kv_bytes, chunks)) == pytest.approx(kv_bytes(LLAMA, 100))
+    whole = KvChunk(0, "kv", 0, 100, "float32", (100, 2, 4, 64), bytes(4 * 100 * 2 * 4 * 64))
+    assert 0.26 < pace.kv_bytes(packed(whole, "int4")) / pace.kv_bytes(whole) < 0.29
+    dues = [pace.due_s(chunk) for chunk in chunks]
+    each = kv_bytes(LLAMA, 100) / 8 / 1e9 / 2.0
+    assert dues == pytest.approx([100.0 + each * count + 0.25 for count in range(1, 9)])
+    fake.now_s += 50
+    assert pace.due_s(chunks[0]) == pytest.approx(150.0 + each + 0.25)
+    assert alpha_beta(A10.network_gbps).beta_bytes_per_s < A10.network_gbps * 1e9 / 8
+
+
+def test_an_engine_sends_at_the_pace_of_the_card() -> None:
+    service = service_of(
+        made(emulate="A10:llama-3.1-8b"), EngineSettings(max_running=4, token_budget=64), name="x"
+    )
+    chunks = [KvChunk(layer, "kv", 0, 512, "float32", (1,), b"") for layer in range(3)]
+    began = time.monotonic()
+    due_s = [service.kv_transfer.due_s(chunk) or 0.0 for chunk in chunks]
+    assert due_s == sorted(due_s)
+    assert due_s[-1] - began >= kv_bytes(LLAMA, 512) / alpha_beta(A10.network_gbps).beta_bytes_per_s > 0.01
+
+
+def test_capacity_follows_the_gpu() -> None:
+    """Llama-3.1-8B leaves an A10 (24 GB, 0.9 usable, 16.06 GB of weights) a few GB of KV of 131072 bytes a token."""
+    blocks = emulated_blocks(LLAMA, A10, 1)
+    assert 20_000 < blocks * BLOCK_TOKENS < 45_000
+    assert emulated_blocks(LLAMA, nodes.node_type("H100"), 1) > 8 * blocks
+    assert emulation("A10:llama-3.1-8b").blocks() == blocks
+    assert emulation("A10,A10:llama-3.1-8b").blocks() > 3 * blocks
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        "A10",
+        "A10:",
+        ":llama-3.1-8b",
+        "A11:llama-3.1-8b",
+        "A10:llama-9",
+        "A10:llama-3.1-8b:2",
+        "A10:x:y:z",
+    ],
+)
+def test_emulations_that_make_no_sense(text: str) -> None:
+    with pytest.raises(InputError):
+        emulation(text)
+
+
+def made(**flags: object) -> Executor:
+    """The executor that an engine started with such flags would have."""
+    none = dict.fromkeys(("emulate", "stages", "secret_file", "random_seed", "threads", "kv_blocks"))
+    make = executor_maker(**{**none, "speed_up": 1.0, "directory": Path(), **flags})  # type: ignore[arg-type]
+    return make(PLAIN, RandomSource(SEED), SIZE, "cpu")
+
+
+def test_flags_make_an_executor(tmp_path: Path) -> None:
+    assert isinstance(made(), LocalExecutor)
+    paced = made(emulate="A10:llama-3.1-8b")
+    assert isinstance(paced, LocalExecutor)
+    assert paced.pacer is not None
+    assert paced.size.blocks == emulated_blocks(LLAMA, A10, 1)
+    assert paced.nic is not None
+    assert made(emulate="A10:llama-3.1-8b", kv_blocks=SIZE.blocks).size == SIZE
+
+
+def test_flags_that_make_no_executor(tmp_path: Path) -> None:
+    short = tmp_path / "secret"
+    short.write_text("short\n")
+    for file, says in ((None, "is needed"), (short, "16 characters"), (tmp_path / "none", "cannot be read")):
+        with pytest.raises(InputError, match=says):
+            made(stages="1,2@127.0.0.1:9", secret_file=file)
+
+
+def test_speed_up_must_be_positive() -> None:
+    for speed_up in (0.0, -1.0, float("nan"), float("inf")):
+        with pytest.raises(InputError, match="speed"):
+            emulation("A10:llama-3.1-8b", speed_up)
+        with pytest.raises(InputError, match="speed"):
+            StepPacer(Fixed(), speed_up)
+
+
+def test_a_pipeline_of_unlike_gpus() -> None:
+    """Each worker acts as its GPU with its share of layers, and gets requests by its speed."""
+    like = emulation("A10,L4+A10:llama-3.1-8b", speed_up=50.0)
+    first, second = like.stages(parse_stages("1,2x2"))
+    slow, fast = second.places
+    assert first.places[0].emulate is not None
+    assert slow.emulate is not None
+    assert fast.emulate is not None
+    assert (first.places[0].emulate.first, first.places[0].emulate.last) == (0, 10)
+    assert (slow.emulate.first, slow.emulate.last) == (10, 32)
+    assert first.places[0].emulate.hop_s == 0 < slow.emulate.hop_s
+    assert 1.2 < fast.weight / slow.weight < 3
+    with pytest.raises(InputError, match="names 2 stages"):
+        like.stages(parse_stages("1,1,1"))
+    with pytest.raises(InputError, match="only a pipeline"):
+        like.pace(local(PLAIN))
+    addresses = iter(standing(3))
+    placed = [
+        replace(stage, places=tuple(replace(place, address=next(addresses)) for place in stage.places))
+        for stage in (first, second)
+    ]
+
+    executor = launch(PLAIN, placed, SIZE, seed=SEED, secret=SECRET)
+    assert generate(executor, count=2) == generate(local(PLAIN), count=2)
+    executor.shutdown()

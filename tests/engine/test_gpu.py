@@ -1,0 +1,121 @@
+"""Steps of fixed shape, as recorded on a GPU, run here as they are: the same logits as steps laid out anew."""
+
+from __future__ import annotations
+
+import check_gpu
+import pytest
+import torch
+from engine_models import DENSE, KINDS, LINEAR, WINDOW, opened, prompt, runner, stack
+from sample_models import BASES
+
+from potluck.core.errors import InputError
+from potluck.core.values.model import FullAttention
+from potluck.engine.compute.executor import SequenceWork
+from potluck.engine.compute.runner import DecodeGraphs, Runner, recordable
+from potluck.engine.model.config import FAMILIES, EngineModelConfig
+from potluck.engine.numbers import exact
+
+NARROW = FullAttention(4, 2, 8, 8)
+"""Too narrow for the compiled kernels, so that pages lie as on a GPU."""
+SHORT = FullAttention(4, 2, 8, 8, window=WINDOW)
+MODELS = {
+    "full": stack((NARROW, DENSE), (NARROW, DENSE)),
+    "mixed": stack((LINEAR, DENSE), (NARROW, DENSE), (SHORT, DENSE)),
+}
+
+
+def pair(config: EngineModelConfig) -> tuple[Runner, Runner]:
+    """One runner that lays each step out anew, and one whose decode steps have fixed shapes."""
+    plain, fixed = runner(config), runner(config)
+    taps = fixed._taps
+    fixed._graphs = DecodeGraphs(fixed.stack, fixed.cache, fixed.tables, taps, fixed.device)
+    return plain, fixed
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_fixed_shapes_give_the_same_logits(name: str) -> None:
+    plain, fixed = pair(MODELS[name])
+    lengths = [3, 70, 17, 130, 40]
+    for engine in (plain, fixed):
+        for length in lengths:
+            row = opened(engine, length + 40)
+            engine.step([SequenceWork(row, 0, prompt(length, seed=length))])
+    rows = list(range(len(lengths)))
+    for step in range(30):
+        chosen = rows[: 1 + step % len(rows)]
+        works = [SequenceWork(row, plain.tables.lengths[row], [(7 * step + row) % 200]) for row in chosen]
+        torch.testing.assert_close(fixed.step(works), plain.step(works), atol=2e-5, rtol=1e-4)
+    for one, two in zip(plain.cache.states, fixed.cache.states, strict=True):
+        torch.testing.assert_close(one.memory, two.memory, atol=2e-5, rtol=1e-4)
+    assert plain.tables.lengths == fixed.tables.lengths
+
+
+def test_only_plain_decodes_are_taken() -> None:
+    _, fixed = pair(MODELS["full"])
+    graphs = fixed._graphs
+    assert graphs is not None
+    assert graphs.takes([SequenceWork(0, 5, [1])])
+    assert not graphs.takes([SequenceWork(0, 0, [1])])
+    assert not graphs.takes([SequenceWork(0, 5, [1, 2])])
+    assert not graphs.takes([SequenceWork(0, 5, [1], "none")])
+    assert not graphs.takes([SequenceWork(row, 5, [1]) for row in range(21)])
+
+
+def test_a_step_that_does_not_go_on_is_refused() -> None:
+    _, fixed = pair(MODELS["full"])
+    row = opened(fixed, 20)
+    fixed.step([SequenceWork(row, 0, prompt(9))])
+    with pytest.raises(InputError):
+        fixed.step([SequenceWork(row, 8, [1])])
+    with pytest.raises(InputError):
+        fixed.step([SequenceWork(row, 9, [1]), SequenceWork(row, 9, [1])])
+
+
+def test_what_chooses_on_the_way_is_not_recorded() -> None:
+    def whole(name: str) -> bool:
+        model = KINDS[name].model
+        return recordable(model, 0, model.layer_count)
+
+    assert whole("full")
+    assert whole("linear")
+    assert not whole("full-fancy")
+    assert not whole("latent")
+    assert not recordable(KINDS["full"].model, 0, 1)
+
+
+def test_the_samples_have_every_family() -> None:
+    assert set(BASES) == set(FAMILIES)
+
+
+def test_norms_of_heads_run_in_sixteen_bits(capsys: pytest.CaptureFixture[str]) -> None:
+    assert check_gpu.main(["--device", "cpu", "--only", "qwen3_5_text"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split()[1:3] for line in lines[1:-1]] == [
+        ["float32", "launched"],
+        ["bfloat16", "launched"],
+        ["bfloat16", "recorded"],
+    ]
+
+
+def test_a_difference_is_found_out(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    honest = exact.rms_norm
+
+    def careless(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+        return honest(x, weight, eps) * (1.3 if x.dtype == torch.bfloat16 and x.dim() == 3 else 1.0)
+
+    monkeypatch.setattr("potluck.engine.model.attention.rms_norm", careless)
+    monkeypatch.setattr(check_gpu, "TIMES_BF16", 0.0)  # the CPU's own 16 bits are as careless here
+    assert check_gpu.main(["--device", "cpu", "--only", "qwen3"]) == 1
+    assert "DIFFERS" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_a_norm_with_a_weight_for_each_head(dtype: torch.dtype) -> None:
+    chance = torch.Generator().manual_seed(1)
+    x, weight = torch.randn(7, 3, 16, generator=chance), torch.randn(3, 16, generator=chance)
+    expected = exact.rms_norm(x.to(dtype).float(), weight.to(dtype).float(), 1e-5)
+    found = exact.rms_norm(x.to(dtype), weight.to(dtype), 1e-5)
+    assert found.dtype == dtype
+    assert torch.allclose(found.float(), expected, atol=0.02, rtol=0.02)

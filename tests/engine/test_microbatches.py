@@ -1,0 +1,229 @@
+"""Several steps under way at once: the same tokens, whoever leaves or is lost meanwhile, and nothing left behind."""
+
+from __future__ import annotations
+
+import random
+import threading
+from collections.abc import Callable, Sequence
+
+import pytest
+from engine_models import KINDS, prompt
+from loop_kit import Desk, desk
+
+from potluck.core.replica.sequences import BatchLimits, BatchStep
+from potluck.core.values.sampling import SampledToken, Sampling
+from potluck.engine.compute.executor import (
+    CacheExport,
+    Deliver,
+    RunnerSize,
+    SequenceWork,
+    TokenDraw,
+    WorkerLost,
+)
+from potluck.engine.compute.runner import LocalExecutor, Runner
+from potluck.engine.loop.microbatches import Microbatches, RunningStep
+from potluck.engine.memory.handover import ranges
+from potluck.engine.model.checkpoint import RandomSource
+from potluck.kv.assembly import MissingParts
+
+SIZE = RunnerSize(24, 1000, 1024, 512)
+
+
+class Late(LocalExecutor):
+    """Steps are computed when they are awaited; touching a row that is under way is an error."""
+
+    microbatches = 3
+
+    def __init__(self, kind: str, size: RunnerSize = SIZE) -> None:
+        super().__init__(Runner(KINDS[kind], RandomSource(7), size), size)
+        self.under_way: set[int] = set()
+        self.most_at_once = 0
+        self.lose: Callable[[set[int]], Sequence[int]] = lambda _: ()
+
+    def step(
+        self,
+        works: Sequence[SequenceWork],
+        draws: Sequence[TokenDraw],
+        exports: Sequence[CacheExport] = (),
+        deliver: Deliver | None = None,
+    ) -> list[SampledToken]:
+        return super().begin(works, draws, exports, deliver)()
+
+    def begin(
+        self,
+        works: Sequence[SequenceWork],
+        draws: Sequence[TokenDraw],
+        exports: Sequence[CacheExport] = (),
+        deliver: Deliver | None = None,
+    ) -> Callable[[], list[SampledToken]]:
+        mine = {work.row for work in works}
+        assert not mine & self.under_way
+        self.under_way |= mine
+        self.most_at_once = max(self.most_at_once, len(self.under_way))
+
+        def land() -> list[SampledToken]:
+            self.under_way -= mine
+            lost = self.lose(mine)
+            if lost:
+                raise WorkerLost(lost, "worker 2 is gone")
+            return self.step(works, draws, exports, deliver)
+
+        return land
+
+    def close(self, row: int) -> None:
+        assert row not in self.under_way
+        super().close(row)
+
+    def grow(self, row: int, tokens: int, since: int = 0) -> None:
+        assert row not in self.under_way
+        super().grow(row, tokens, since)
+
+
+def late(kind: str, **fields: int) -> Desk:
+    return Desk(KINDS[kind], executor=Late(kind), **fields)  # type: ignore[arg-type]
+
+
+ASKS = [(length, output) for length in (1, 30, 77, 150) for output in (1, 9, 20)]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_lanes_do_not_matter(kind: str) -> None:
+    engine, plain = late(kind, chunk=40, prefix_bytes=200_000), desk(kind)
+    keys = [engine.submit(prompt(length, output), output) for length, output in ASKS]
+    engine.run()
+    assert engine.executor.most_at_once > len(ASKS) / 2  # type: ignore[attr-defined]
+    for key, (length, output) in zip(keys, ASKS, strict=True):
+        assert engine.tokens(key) == plain.answer(prompt(length, output), output)
+    engine.loop.check()
+    assert engine.loop.counters.checks
+
+
+def test_a_lone_request_is_run_whatever_lane_it_is_in() -> None:
+    engine = late("full")
+    for _ in range(7):
+        assert len(engine.answer(prompt(20), 5)) == 5
+    assert engine.loop.idle
+
+
+def test_whoever_leaves_while_a_step_is_under_way_leaves_nothing_behind() -> None:
+    chance = random.Random(3)
+    engine = Desk(KINDS["hybrid"], executor=Late("hybrid"), blocks=200, lease_s=0.3)
+    keys: list[int] = []
+    for _ in range(120):
+        tokens = prompt(chance.randrange(2, 90), chance.randrange(4))
+        if chance.random() < 0.3:
+            keys.append(engine.submit(tokens, stop=chance.randrange(1, len(tokens) + 1)))
+        else:
+            keys.append(engine.submit(tokens, chance.randrange(1, 30)))
+        engine.turn()
+        if chance.random() < 0.6:
+            engine.loop.cancel(chance.choice(keys[-8:]), engine.now_s)
+    for _ in range(2000):
+        engine.turn()
+        if engine.loop.idle:
+            break
+    engine.loop.check()
+    assert engine.loop.counters.checks == 1
+    # Nobody fetches, and others wait for the rows.
+    assert {engine.end(key).reason for key in keys} == {"length", "cancelled", "handed_on"}
+
+
+@pytest.mark.parametrize("turns", range(1, 9))
+def test_a_receiver_may_come_at_any_moment(turns: int) -> None:
+    """Also while the last step of the sender's segment is under way."""
+    sender = late("hybrid", chunk=16)
+    source = sender.submit(prompt(50), stop=50)
+    for _ in range(turns):
+        sender.turn()
+    about = sender.loop.attach(source, 0, sender.now_s)
+    sender.run()
+    assert sender.end(source).reason == "handed_on"
+    books = MissingParts(ranges(KINDS["hybrid"].model, 0, about.stop))
+    for chunk in sender.chunks(source):
+        books.take(chunk)
+    books.must_be_whole()
+    sender.loop.check()
+
+
+def test_rows_that_are_lost_end_whatever_lane_they_are_in() -> None:
+    """Two of the rows that one step finds gone are under way in other lanes' steps."""
+    engine = late("full")
+    keys = [engine.submit(prompt(20, place), 12) for place in range(9)]
+    for _ in range(6):
+        engine.turn()
+    executor = engine.executor
+    assert isinstance(executor, Late)
+    gone: set[int] = set()
+
+    def lose(mine: set[int]) -> Sequence[int]:
+        if not gone:
+            gone.update([min(mine), *sorted(executor.under_way)[:2]])
+            return sorted(gone)
+        return sorted(gone & mine)
+
+    executor.lose = lose
+    engine.run()
+    reasons = [engine.end(key).reason for key in keys]
+    assert reasons.count("error") == len(gone) == 3
+    assert reasons.count("length") == 6
+    for place, (key, reason) in enumerate(zip(keys, reasons, strict=True)):
+        if reason == "length":
+            assert engine.tokens(key) == desk("full").answer(prompt(20, place), 12)
+    engine.loop.check()
+    assert engine.loop.idle
+
+
+def test_what_a_step_loses_goes_with_all_that_belongs_to_it() -> None:
+    works = [SequenceWork(row, 0, [1], "none" if row == 2 else "last") for row in (1, 2, 3)]
+    draws = [TokenDraw(Sampling(seed=row), 1) for row in (1, 3)]
+    req = RunningStep(BatchStep([], 3, 0, 0, []), 0.0, works, draws, [CacheExport(2, 0, 1)])
+    assert req.lost(WorkerLost([2, 9], "gone")) == {2, 9}
+    assert req.lost(WorkerLost([9], "gone")) == req.lost(RuntimeError()) | {9} == {1, 2, 3, 9}
+    req.without({1})
+    assert (req.works, req.draws, req.drawn) == (works[1:], draws[1:], [3])
+    req.without({2, 9})
+    assert (req.works, req.draws, req.exports, req.tokens) == (works[2:], draws[1:], [], 1)
+
+
+def test_there_are_no_more_lanes_than_the_longest_request_leaves() -> None:
+    limits = BatchLimits(100, 64, 10)
+    assert [len(Microbatches(limits, 4, tokens).all) for tokens in (1600, 801, 800, 400, 16)] == [
+        1,
+        1,
+        2,
+        4,
+        4,
+    ]
+    assert len(Microbatches(BatchLimits(100, 64, 2), 4, 16).all) == 2
+    lanes = Microbatches(limits, 3, 100)
+    assert (lanes.limits.total_blocks, lanes.limits.max_running, lanes.most_tokens) == (99, 9, 33 * 16)
+    for key in range(6):
+        lanes.add(key, 10, 0, 5, 0)
+    assert [len(lane.batcher.keys()) for lane in lanes.all] == [2, 2, 2]
+    assert lanes.reserve(9, 500)
+    assert not lanes.reserve(10, 530)
+    lanes.cancel(9)
+    for key in range(6):
+        lanes.cancel(key)
+    lanes.cancel(77)
+    assert lanes.free_blocks == 99
+    assert not lanes.keys()
+
+
+def test_an_engine_that_stops_refuses_from_then_on() -> None:
+    """Nothing that is asked is left without an answer, whenever it is asked."""
+    from potluck.engine.loop.loop_thread import LoopStopped, LoopThread
+
+    driver = LoopThread(desk("full").loop)
+    driver.start()
+    futures = []
+    asker = threading.Thread(
+        target=lambda: futures.extend(driver.ask(lambda _, now: now) for _ in range(4000))
+    )
+    asker.start()
+    driver.stop()
+    asker.join()
+    problems = [future.exception(timeout=30) for future in futures]
+    assert len(problems) == 4000
+    assert all(problem is None or isinstance(problem, LoopStopped) for problem in problems)
+    assert isinstance(driver.ask(lambda _, now: now).exception(30), LoopStopped)

@@ -1,0 +1,262 @@
+"""Engines that pretend behind HTTP: the face of a real one, hand-overs with pretended bytes, and no torch."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import subprocess
+import sys
+from typing import Any
+
+import aiohttp
+import pytest
+from click.testing import CliRunner
+from mock_kit import A100, FAST, LLAMA, pretend_service
+from server_kit import Client, face, make_service, tokens_in
+
+from potluck.api.tokenizer import ModelTokenizer
+from potluck.cli.main import cli
+from potluck.core.errors import FormatError
+from potluck.core.replica.blocks import block_hashes
+from potluck.engine.compute.emulated import emulated_blocks
+from potluck.engine.mock.mock_prefix_cache import lent
+from potluck.engine.serve import serve_all
+from potluck.engine.server.engine_service import RequestLimits
+from potluck.engine.shipped_model import shipped_model
+from potluck.kv.handles import new_handle
+from potluck.perf.delays.transfer import alpha_beta
+from potluck.perf.sizes.memory import kv_bytes
+
+TOKENS = [token % 4000 for token in range(7, 7 + 13 * 90, 13)]
+GREEDY = {"max_tokens": 10}
+
+
+async def handed_over(one: Client, two: Client, stop: int, **fields: object) -> tuple[list[int], Any]:
+    """Prefill at one, decode at the other: the tokens, and the sender's end."""
+    handle = new_handle()
+    sender = asyncio.create_task(one.segment(TOKENS, stop=stop, handle=handle, **fields))
+    source = {"kv": one.kv, "handle": handle}
+    status, lines = await two.segment(TOKENS, start=stop, source=source, **GREEDY)
+    assert status == 200, lines
+    return tokens_in(lines), (await sender)[1][-1]
+
+
+@pytest.mark.parametrize("codec", ["raw", "int4"])
+async def test_hand_overs_give_the_same_tokens_and_tell_pretended_bytes(codec: str) -> None:
+    async with face(pretend_service()) as one, face(pretend_service()) as two:
+        expected = tokens_in((await one.segment(TOKENS, **GREEDY))[1])
+        tokens, end = await handed_over(one, two, 70, codec=codec)
+        assert (tokens, end["ended"]) == (expected, "handed_on")
+        await one.until_idle()
+        await two.until_idle()
+        share = 1.0 if codec == "raw" else 0.2734
+        sent, got = (await one.get("/status"))[1], (await two.get("/status"))[1]
+        moved = kv_bytes(LLAMA, 70) * share
+        assert sent["links"][0]["moved_bytes"] == pytest.approx(moved, rel=1e-2)
+        assert got["links"][0]["moved_bytes"] == pytest.approx(moved, rel=1e-2)
+        card = alpha_beta(A100.network_gbps).beta_bytes_per_s * FAST
+        assert sent["links"][0]["goodput_bytes_per_s"] == pytest.approx(card)
+        assert one.service.counters.sent_bytes == two.service.counters.received_bytes
+        assert one.service.counters.sent_bytes == pytest.approx(kv_bytes(LLAMA, 70), abs=8)
+
+
+async def test_a_wrong_cache_is_refused() -> None:
+    """What came in fewer bits does not become a prefix; and a sender of another model is not understood."""
+
+    other = pretend_service(mean_output=30)
+    async with face(pretend_service(RequestLimits(attach_s=0.3))) as one, face(other) as two:
+        handle = new_handle()
+        sender = asyncio.create_task(one.segment(TOKENS, stop=70, handle=handle))
+        source = {"kv": one.kv, "handle": handle}
+        status, body = await two.segment(TOKENS, start=70, source=source, **GREEDY)
+        assert (status, body["error"]["code"]) == (424, "hand_over")
+        sender.cancel()
+        await asyncio.gather(sender, return_exceptions=True)
+    async with face(pretend_service()) as one, face(pretend_service()) as two:
+        await handed_over(one, two, 70, codec="int8")
+        assert (await two.get("/cache"))[1]["reports"][0]["added"] == []
+        await handed_over(one, two, 70)
+        assert len((await two.get("/cache"))[1]["reports"][0]["added"]) == 6
+
+
+async def test_a_kept_prefix_is_copied_by_the_names_of_its_blocks() -> None:
+    async with face(pretend_service()) as one, face(pretend_service()) as two:
+        expected = tokens_in((await one.segment(TOKENS, **GREEDY))[1])
+        names = block_hashes(TOKENS, one.service.fingerprint)[:5]
+        ask = {"request": "m", "model": "tiny", "blocks": [f"{name:032x}" for name in names]}
+        loan = (await one.post("/prefixes/lend", ask))[1]
+        source = {"kv": loan["kv"], "handle": loan["handle"]}
+        status, came = await two.post("/prefixes/fetch", {**ask, "source": source})
+        assert (status, came["tokens"]) == (200, 80)
+        assert came["moved_bytes"] == kv_bytes(LLAMA, 80)
+        lines = (await two.segment(TOKENS, **GREEDY))[1]
+        assert (tokens_in(lines), lines[-1]["cached_tokens"]) == (expected, 80)
+        made = two.service._loop.prefixes.gathering(0, 32)
+        made.accept(lent([1, 2], 0, 0, 32))
+        for wrong, says in (
+            (lent([1, 3], 1, 0, 32), "not the KV of the same tokens"),
+            (lent([1, 2], 0, 0, 32), "came before"),
+            (lent([1], 1, 0, 32), "expected"),
+        ):
+            with pytest.raises(FormatError, match=says):
+                made.accept(wrong)
+        with pytest.raises(FormatError, match="3 chunks are missing"):
+            two.service._loop.prefixes.adopt((1, 2), made)
+
+
+def keys_of(value: object) -> object:
+    """The shape of a JSON document: keys all the way down, and kinds of values."""
+    if isinstance(value, dict):
+        return {key: keys_of(each) for key, each in value.items() if key != "notes"}
+    if isinstance(value, list):
+        return [keys_of(each) for each in value[:1]]
+    return (
+        "number" if isinstance(value, int | float) and not isinstance(value, bool) else type(value).__name__
+    )
+
+
+async def test_status_cache_and_metrics_have_the_shape_of_a_real_engines() -> None:
+    found = []
+    for make in (lambda: make_service("full"), pretend_service):
+        tokens = [token % 90 for token in range(64)]
+        async with face(make()) as client:
+            ends = (await client.segment(tokens, max_tokens=4))[1][-1]
+            again = (await client.segment(tokens, max_tokens=4))[1][-1]
+            assert again["cached_tokens"] == 48
+            pages = {path: (await client.get(path))[1] for path in ("/status", "/cache", "/role", "/health")}
+            names = {
+                line.split("{")[0]
+                for line in (await client.get("/metrics"))[1].splitlines()
+                if line and not line.startswith("#") and "emulated" not in line
+            }
+            found.append((keys_of(ends), keys_of(pages), names))
+            assert len(pages["/cache"]["reports"][0]["added"]) == 4
+            if make is pretend_service:
+                assert pages["/status"]["total_blocks"] == emulated_blocks(LLAMA, A100, 1)
+                assert pages["/status"]["prefix_bytes"] == 4 * 16 * 131072
+    assert found[0] == found[1]
+
+
+async def test_drain_roles_and_text_are_those_of_an_engine() -> None:
+    async with face(pretend_service()) as client:
+        asked = {"model": "tiny", "prompt": "Call me", "max_tokens": 9, "seed": 3, "stream": True}
+        events = (await client.post("/v1/completions", asked))[1]
+        text = "".join(event["choices"][0]["text"] for event in events)
+        assert text.strip()
+        assert "\ufffd" not in text
+        again = (await client.post("/v1/completions", {**asked, "stream": False}))[1]
+        assert again["choices"][0] == {
+            "index": 0, "finish_reason": "length", "logprobs": None, "text": text,
+        }  # fmt: skip
+        await client.post("/role", {"role": "prefill"})
+        assert (await client.post("/v1/completions", asked))[0] == 409
+        await client.post("/drain", {})
+        assert (await client.segment([1, 2, 3], stop=2))[0] == 503
+        assert (await client.get("/status"))[1]["state"] == "drained"
+
+
+async def test_an_engine_that_ends_when_drained_ends_after_its_last_request() -> None:
+    service, said = pretend_service(), asyncio.Queue[str]()
+    service.ends_drained = True
+    serving = asyncio.create_task(serve_all([service], "127.0.0.1", 0, api_key=None, ready=said.put_nowait))
+    url = await said.get()
+    asked = {"model": "tiny", "prompt": "Call me", "max_tokens": 200}
+    async with aiohttp.ClientSession() as session:
+        answer = asyncio.create_task(session.post(f"{url}/v1/completions", json=asked))
+        while not service.open_requests:
+            await asyncio.sleep(0.001)
+        await session.post(f"{url}/drain", json={})
+        again = await session.post(f"{url}/drain", json={"resume": True})
+        assert again.status == 409, "somebody counts on its end"
+        assert (await (await answer).json())["usage"]["completion_tokens"] == 200
+    await asyncio.wait_for(serving, 30)
+
+
+async def test_who_leaves_frees_everything() -> None:
+    async with face(pretend_service()) as client:
+        tasks = [asyncio.create_task(client.segment([n + 1] * 50, max_tokens=5000)) for n in range(12)]
+        await asyncio.sleep(0.3)
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        await client.until_idle()
+
+
+def test_plain_tokens_are_whole_pieces_of_text() -> None:
+    text = ModelTokenizer.read(shipped_model())
+    assert text is not None
+    some = text.plain_tokens(100)
+    assert 20 < len(some) <= 100
+    assert len(text.plain_tokens(10**6)) > 3000
+    assert all(text.token_text(token).strip("\ufffd ") for token in some)
+
+
+PROCESS = """
+import asyncio, json, sys
+from potluck.cli.main import cli
+from potluck.engine import serve
+import potluck.engine.server.engine_app
+
+async def once(services, host, port, *, api_key, ready, names, tls):
+    import aiohttp
+    from potluck.engine.server.engine_app import open_server
+    faces = [await open_server(each, host, port) for each in services]
+    async with aiohttp.ClientSession() as session:
+        body = {"request": "r", "model": "words", "tokens": list(range(50)), "stop": 40, "codec": "int8",
+                "handle": "h" * 32}
+        first = asyncio.create_task(session.post(faces[0].address + "/segments", json=body))
+        source = {"kv": services[0].kv_connector.address, "handle": "h" * 32}
+        body = {k: v for k, v in body.items() if k not in ("stop", "codec", "handle")}
+        body |= {"start": 40, "source": source, "max_tokens": 4}
+        async with session.post(faces[1].address + "/segments", json=body) as reply:
+            lines = (await reply.text()).splitlines()
+        (await first).close()
+    for face in faces:
+        await face.close()
+    heavy = ("torch", "numba", "scipy", "pandas", "safetensors", "highspy")
+    print(json.dumps([len(lines), [name for name in heavy if name in sys.modules]]))
+
+serve.serve_all = once
+sys.argv = ["potluck", "engine", "serve", "--emulate", "A100:llama-3.1-8b", "--pretend", "--count", "2",
+            "--port", "0", "--kv-from", "127.0.0.1", "--speed-up", "20"]
+cli()
+"""
+
+
+def test_nothing_heavy_is_loaded_to_serve_and_to_hand_over() -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", PROCESS], check=True, capture_output=True, text=True, timeout=60
+    )
+    assert json.loads(done.stdout) == [5, []]
+
+
+@pytest.mark.parametrize(
+    ("flags", "says"),
+    [
+        (["--pretend"], "--pretend: needs --emulate"),
+        (["--pretend", "--emulate", "A100:llama-3.1-8b", "--stages", "2,4"], "--stages: is not for engines"),
+        (["--pretend", "--emulate", "A100:llama-3.1-8b", "--count", "0"], "--count: must be 1 to 256, is 0"),
+        (["--pretend", "--emulate", "T4:llama-3.1-8b"], "does not fit"),
+        (["--count", "2"], "--count: is only for engines that --pretend"),
+        (["--mean-output", "9"], "--mean-output: is only for engines that --pretend"),
+    ],
+)
+def test_flags_that_do_not_go_together(flags: list[str], says: str) -> None:
+    found = CliRunner().invoke(cli, ["engine", "serve", *flags])
+    assert says in (found.output + str(found.exception))
+
+
+async def test_a_pretended_engine_can_be_made_slower_and_a_real_one_cannot() -> None:
+    async with face(pretend_service()) as one, face(make_service()) as real:
+        status, said = await one.post("/pace", {"pace": 3})
+        assert (status, said) == (200, {"pace": 3})
+        for wrong in ({"pace": 0}, {"pace": "fast"}, {}, {"pace": 2, "more": 1}):
+            status, said = await one.post("/pace", wrong)
+            assert (status, "pace" in said["error"]["message"]) == (400, True)
+        status, said = await real.post("/pace", {"pace": 3})
+        assert (status, "where an engine pretends" in said["error"]["message"]) == (400, True)
+        status, said = await one.post("/network", {"gbps": 0.5})
+        assert (status, said) == (200, {"gbps": 0.5})
+        for wrong in ({"gbps": 0}, {"pace": 1}, {}):
+            assert (await one.post("/network", wrong))[0] == 400
+        assert (await real.post("/network", {"gbps": 1}))[0] == 400

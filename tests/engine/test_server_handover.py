@@ -1,0 +1,567 @@
+"""Hand-overs through the face: whose handle it is, where caches may come from, and senders that are wrong."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import AsyncExitStack, contextmanager, suppress
+from dataclasses import replace
+from random import Random
+from typing import Any
+
+import pytest
+from engine_models import prompt
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from loop_kit import desk
+from mock_kit import PretendDesk, pretend_service
+from server_kit import TRIAL, Client, face, make_service, played, tokens_in
+
+from potluck.core.errors import InputError
+from potluck.engine.loop.jobs import NOT_FETCHED, LayerSent, RowReady
+from potluck.engine.server import kv_connector
+from potluck.engine.server.engine_service import RequestLimits
+from potluck.engine.server.kv_connector import KvSettings
+from potluck.gateway.registry.health import LASTS_S, granted
+from potluck.gateway.values import Address, Endpoint
+from potluck.kv.chunks import KvManifest, token_hash
+from potluck.kv.frames import ChunkPiece, FrameReader, Hello, TransferOpening, frame
+from potluck.kv.handles import bound_to, new_handle, new_session
+from potluck.kv.kv_sender import KvSender, SenderLimits
+
+TOKENS, OUTPUT = prompt(90), 10
+QUICK = RequestLimits(handover_s=2.0, attach_s=0.3, lease_s=0.3, deadline_s=20.0)
+
+
+@pytest.fixture(scope="module")
+def expected() -> list[int]:
+    return desk("hybrid").answer(TOKENS, OUTPUT)
+
+
+async def test_a_handle_is_good_for_one_request_only() -> None:
+    async with face(make_service(limits=RequestLimits(attach_s=0.3))) as one, face(make_service()) as two:
+        handle = new_handle()
+        segment = asyncio.create_task(one.segment(TOKENS, stop=50, handle=handle))
+        source = {"kv": one.kv, "handle": handle}
+        right = {"start": 50, "max_tokens": 1, "source": source}
+        await asyncio.sleep(0.2)
+        for tokens, wrong in (
+            (TOKENS, {"source": {**source, "handle": new_handle()}}),
+            (TOKENS, {"request": "s"}),
+            (TOKENS[1:], {}),
+        ):
+            status, body = await two.segment(tokens, **(right | wrong))
+            assert (status, body["error"]["code"]) == (424, "hand_over")
+            assert "is unknown, has expired, was used" in body["error"]["message"]
+        assert (await two.segment(TOKENS, **right))[0] == 200
+        assert (await segment)[1][-1]["ended"] == "handed_on"
+        assert (await two.segment(TOKENS, **right))[0] == 424
+
+
+def fetching() -> int:
+    return sum(thread.name.startswith("kv-in") for thread in threading.enumerate())
+
+
+@pytest.mark.parametrize("sends", [False, True])
+async def test_who_leaves_stops_its_hand_over(sends: bool) -> None:
+    """A receiver whose cache never comes, or a sender whose receiver is there already: nobody waits for them."""
+
+    async with face(make_service()) as one, face(make_service()) as two:
+        handle = new_handle()
+        source = {"kv": one.kv, "handle": handle}
+        receiver = asyncio.create_task(two.segment(TOKENS, start=50, max_tokens=1, source=source))
+        while not fetching():
+            await asyncio.sleep(0.01)
+        if sends:
+            sender = asyncio.create_task(one.segment(prompt(400), stop=390, handle=handle, request="s"))
+            await asyncio.sleep(0.1)
+            sender.cancel()
+            await asyncio.gather(sender, return_exceptions=True)
+        receiver.cancel()
+        await asyncio.gather(receiver, return_exceptions=True)
+        await one.until_idle()
+        await two.until_idle()
+        for _ in range(6000):
+            if not fetching():
+                break
+            await asyncio.sleep(0.01)
+        assert not fetching()
+
+
+async def test_status_says_where_caches_are_and_how_links_fare() -> None:
+    async with face(make_service(prefix_cache_bytes=0)) as one, face(make_service()) as two:
+        source = {"kv": one.kv, "handle": new_handle()}
+        await asyncio.gather(
+            one.segment(TOKENS, stop=64, handle=source["handle"]),
+            two.segment(TOKENS, start=64, max_tokens=OUTPUT, source=source),
+        )
+        (_, sender), (_, receiver) = await one.get("/status"), await two.get("/status")
+        assert sender["kv"] == one.kv
+        (out,), (back,) = sender["links"], receiver["links"]
+        assert out["moved_bytes"] == back["moved_bytes"] > 0
+        assert out["peer"] == "127.0.0.1"
+        assert back["peer"] == one.kv
+
+
+async def test_an_engine_keeps_to_what_it_is_granted() -> None:
+    async with face(make_service("full", limits=QUICK)) as one:
+        grant = {"link": "a->b", "peers": ["10.0.0.5", "0:0::1"], "bytes_per_s": 1e9}
+        status, told = await one.put("/grants", {"grants": [grant], "lasts_s": 30})
+        assert (status, told) == (200, {"grants": [grant | {"peers": ["10.0.0.5", "::1"]}]})
+        for wrong in (
+            {"grants": [grant]},
+            {"grants": [grant], "lasts_s": 0},
+            {"grants": grant, "lasts_s": 30},
+            {"grants": [grant | {"peers": []}], "lasts_s": 30},
+            {"grants": [grant | {"bytes_per_s": -1}], "lasts_s": 30},
+            {"grants": [grant | {"more": 1}], "lasts_s": 30},
+            {"grant": [], "lasts_s": 30},
+        ):
+            assert (await one.put("/grants", wrong))[0] == 400, wrong
+        assert (await one.get("/grants"))[1] == told
+        ends = [
+            Endpoint(name, "m", name, Address(host, 1), kv=f"{host}:1")
+            for name, host in (("a", "10.0.0.4"), ("b", "10.0.0.5"))
+        ]
+        (given,) = granted(ends, {("a", "b"): 8.0}, {}).values()  # what a gateway would say
+        status, told = await one.put("/grants", {"grants": given, "lasts_s": LASTS_S})
+        assert (status, told["grants"]) == (200, [{**grant, "peers": ["10.0.0.5"], "bytes_per_s": 9e8}])
+        assert (await one.put("/grants", {"grants": [], "lasts_s": 30}))[1] == {"grants": []}
+
+
+async def test_a_cache_is_only_fetched_from_peers_and_nobody_learns_who_listens() -> None:
+    service = make_service("full", limits=QUICK, kv=KvSettings(fleet=(("10.9.9.9", 1234),)))
+    async with face(service) as one:
+
+        async def asked(kv: str) -> tuple[int, Any]:
+            source = {"kv": kv, "handle": new_handle()}
+            return await one.segment(TOKENS, start=50, max_tokens=OUTPUT, source=source)
+
+        for kv in (
+            "nowhere",
+            "127.0.0.1:x",
+            "127.0.0.1:99999",
+            "127.0.0.1:0",
+            "::1:80",
+            "a\nb:80",
+            "x" * 300,
+        ):
+            status, body = await asked(kv)
+            assert (status, body["error"]["param"]) == (400, "source.kv"), kv
+        with socket.create_server(("127.0.0.1", 0)) as open_port, socket.socket() as closed_port:
+            closed_port.bind(("127.0.0.1", 0))
+            open_at, closed_at = (f"127.0.0.1:{each.getsockname()[1]}" for each in (open_port, closed_port))
+            strangers = [open_at, closed_at, one.kv, "10.1.2.3:80", "example.org:80", "10.9.9.9:1235"]
+            said = [await asked(kv) for kv in strangers]
+            assert {status for status, _ in said} == {403}
+            assert len({body["error"]["message"] for _, body in said}) == 1
+            assert said[0][1]["error"]["code"] == "not_a_peer"
+            open_port.settimeout(0)
+            with pytest.raises(BlockingIOError):
+                open_port.accept()
+            # The list is whole each time, and the same again changes nothing.
+            for _ in range(2):
+                status, told = await one.put("/peers", {"peers": [closed_at, closed_at, "[0:0::1]:80"]})
+                assert (status, told) == (
+                    200,
+                    {"peers": [closed_at, "[::1]:80"], "always": ["10.9.9.9:1234"]},
+                )
+            assert (await one.get("/peers"))[1] == told
+            assert (await asked(closed_at))[0] == 502
+            assert (await asked(open_at))[0] == 403
+            await one.put("/peers", {"peers": []})
+            assert (await asked(closed_at))[0] == 403
+        for wrong in (
+            {"peers": ["host"]},
+            {"peers": "x:1"},
+            {"pears": []},
+            {},
+            {"peers": ["h:1"] * 4097},
+        ):
+            assert (await one.put("/peers", wrong))[0] == 400
+        assert (await one.get("/peers"))[1]["peers"] == []
+        await one.until_idle()
+
+
+def wrong_sender(damage: str, handle: str) -> tuple[KvSender, str]:
+    """A sender that is wrong in one way."""
+    other = desk("hybrid" if damage != "shape" else "window")
+    key = other.submit(TOKENS, stop=50)
+    about = other.loop.attach(key, 0, 0.0)
+    other.run()
+    chunks = other.chunks(key)
+    fingerprint = desk("hybrid").executor.fingerprint
+    bound = bound_to("r", fingerprint, about.token_hash)
+    said = {
+        "model": KvManifest("0" * 32, 0, 50, about.token_hash),
+        "hash": KvManifest(fingerprint, 0, 50, token_hash(TOKENS[1:51])),
+    }.get(damage, KvManifest(fingerprint, 0, 50, about.token_hash))
+
+    def opened(have: int) -> KvManifest:
+        if damage == "refusal":
+            raise ValueError("no")
+        return said
+
+    sender = KvSender(limits=SenderLimits(attach_s=0.3))
+    if damage != "unknown":
+        transfer = sender.offer(handle, bound, opened, 10.0)
+        for chunk in chunks[damage == "missing" :]:
+            transfer.put(chunk)
+        transfer.finish()
+    return sender, f"127.0.0.1:{sender.address[1]}"
+
+
+@contextmanager
+def rude(answer: bytes) -> Iterator[str]:
+    """Somebody at a port who says something else."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+
+        def serve() -> None:
+            with suppress(OSError):
+                while True:
+                    connection, _ = listener.accept()
+                    with connection:
+                        connection.sendall(answer)
+
+        thread = threading.Thread(target=serve, daemon=True)
+        thread.start()
+        yield f"127.0.0.1:{listener.getsockname()[1]}"
+        listener.shutdown(socket.SHUT_RDWR)
+        thread.join()
+
+
+STATUS = {"refusal": 424, "unknown": 424, "nobody": 502, "cut": 502}
+
+
+@pytest.mark.parametrize(
+    "damage", ["model", "hash", "shape", "missing", "noise", "cut", "refusal", "unknown", "nobody"]
+)
+def test_a_damaged_hand_over_is_refused_and_the_engine_lives_on(damage: str, expected: list[int]) -> None:
+    async def scenario(kv: str, handle: str) -> None:
+        async with face(make_service(limits=QUICK, prefix_cache_bytes=0)) as one:
+            source = {"kv": kv, "handle": handle}
+            status, body = await one.segment(TOKENS, start=50, max_tokens=OUTPUT, source=source)
+            assert status == STATUS.get(damage, 422), body
+            assert body["error"]["message"].startswith("hand-over")
+            assert "\n" not in body["error"]["message"]
+            await one.until_idle()
+            assert tokens_in((await one.segment(TOKENS, max_tokens=OUTPUT))[1]) == expected
+
+    handle = new_handle()
+    if damage in ("noise", "cut"):
+        with rude(b"not a cache at all, but some text" if damage == "noise" else b"") as kv:
+            played(lambda: scenario(kv, handle))
+        return
+    sender, kv = wrong_sender(damage, handle)
+    if damage == "nobody":
+        sender.close()
+    played(lambda: scenario(kv, handle))
+    sender.close()
+
+
+@pytest.mark.parametrize("codec", ["int8", "int4"])
+async def test_a_cache_may_cross_in_fewer_bits_and_never_becomes_a_prefix(
+    codec: str, expected: list[int]
+) -> None:
+    async with face(make_service()) as one, face(make_service()) as two:
+        for sent in (codec, "raw"):
+            handle = new_handle()
+            source = {"kv": one.kv, "handle": handle}
+            (a, _), (b, got) = await asyncio.gather(
+                one.segment(TOKENS, stop=70, handle=handle, codec=sent),
+                two.segment(TOKENS, start=70, max_tokens=OUTPUT, source=source),
+            )
+            assert (a, b) == (200, 200)
+            assert len(tokens_in(got)) == OUTPUT
+            # What came in fewer bits was not kept: the second time nothing is known of the prompt.
+            assert got[-1]["cached_tokens"] == 0
+        assert tokens_in(got) == expected
+        links = (await one.get("/status"))[1]["links"]
+        assert links
+        status, body = await one.segment(TOKENS, max_tokens=1, codec=codec)
+        assert status == 400
+        assert body["error"]["message"].startswith("codec: ")
+        status, _ = await one.segment(TOKENS, stop=70, codec="int3")
+        assert status == 400
+
+
+@pytest.mark.parametrize(("second", "status"), [("raw", 424), ("int8", 200)])
+async def test_what_came_in_fewer_bits_goes_on_only_as_such(second: str, status: int) -> None:
+    """Else the third engine would take it for exact, and give it to others."""
+
+    async with face(make_service()) as one, face(make_service()) as two, face(make_service()) as three:
+        first, then = new_handle(), new_handle()
+        answers = await asyncio.gather(
+            one.segment(TOKENS, stop=40, handle=first, codec="int4"),
+            two.segment(
+                TOKENS,
+                start=40,
+                stop=70,
+                handle=then,
+                codec=second,
+                source={"kv": one.kv, "handle": first},
+            ),
+            three.segment(TOKENS, start=70, max_tokens=OUTPUT, source={"kv": two.kv, "handle": then}),
+        )
+        assert answers[2][0] == status
+        if status == 424:
+            assert "fewer bits" in answers[2][1]["error"]["message"]
+        for engine in (one, two, three):
+            await engine.until_idle()
+        _, lines = await three.segment(TOKENS, max_tokens=1)
+        assert lines[-1]["cached_tokens"] == 0
+
+
+LONG_TOKENS = prompt(90)
+SHORT_LEASES = RequestLimits(handover_s=5.0, attach_s=0.3, lease_s=0.3, deadline_s=20.0)
+KV = replace(TRIAL, sender=SenderLimits(lease_s=0.3, beat_s=0.1))
+
+
+def greeted(engine: Client, handle: str, stop: int) -> socket.socket:
+    """A receiver by hand: it asks for the cache of a segment."""
+    host, _, port = engine.kv.rpartition(":")
+    connection = socket.create_connection((host, int(port)), timeout=5)
+    bound = bound_to("r", engine.service.fingerprint, token_hash(LONG_TOKENS[:stop]))
+    connection.sendall(frame(Hello(new_session(), bound, handle, 0, 1 << 20, 1 << 20, 3000)))
+    return connection
+
+
+def hear(connection: socket.socket, kind: type) -> None:
+    reader = FrameReader()
+    while not any(isinstance(message, kind) for message, _ in reader.feed(connection.recv(1 << 16))):
+        pass
+
+
+async def _died(engine: Client, after: type | None) -> list[dict[str, Any]]:
+    """What a poster is told whose receiver attaches, hears so much, and is killed."""
+    handle = new_handle()
+    posted = asyncio.create_task(engine.segment(LONG_TOKENS, stop=50, handle=handle))
+    connection = await asyncio.to_thread(greeted, engine, handle, 50)
+    if after is not None:
+        await asyncio.to_thread(hear, connection, after)
+    connection.close()
+    status, lines = await posted
+    assert status == 200
+    return lines  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("after", [TransferOpening, ChunkPiece])
+async def test_a_receiver_that_dies_is_told_of_to_whoever_asked(after: type) -> None:
+    async with face(make_service(limits=SHORT_LEASES, kv=KV)) as one:
+        lines = await _died(one, after)
+        assert (lines[-1]["ended"], lines[-1]["code"]) == ("error", "receiver_gone")
+        assert "heard of no more" in lines[-1]["problem"]
+        assert lines[-1]["prompt_tokens"] == len(LONG_TOKENS)
+        await one.until_idle()
+
+
+async def test_nothing_is_computed_for_a_receiver_that_is_gone() -> None:
+    """It dies while the prompt still waits for its turn: the poster hears of it before that comes."""
+
+    async with face(make_service(limits=SHORT_LEASES, kv=KV, max_running=1)) as one:
+        others = [
+            asyncio.create_task(one.segment(LONG_TOKENS, max_tokens=400, ignore_eos=True)) for _ in range(3)
+        ]
+        while not (await one.get("/status"))[1]["waiting"]:
+            await asyncio.sleep(0.01)
+        lines = await _died(one, TransferOpening)
+        assert (lines[-1]["ended"], lines[-1]["code"]) == ("error", "receiver_gone")
+        assert not any("computed" in line for line in lines)
+        for other in others:
+            other.cancel()
+        await asyncio.gather(*others, return_exceptions=True)
+        await one.until_idle()
+
+
+async def test_a_cache_that_nobody_comes_for_is_told_of_too() -> None:
+    async with face(make_service(limits=SHORT_LEASES, kv=KV)) as one:
+        _, lines = await one.segment(LONG_TOKENS, stop=50)
+        assert (lines[-1]["ended"], lines[-1]["code"]) == ("error", "not_fetched")
+        assert [next(iter(line)) for line in lines] == ["handle", "computed", "ended"]
+
+
+async def test_a_receiver_that_fails_is_told_of_and_one_that_does_not_is_not() -> None:
+    expected = desk("hybrid").answer(LONG_TOKENS, 3)
+
+    async with (
+        face(make_service(limits=SHORT_LEASES, kv=KV)) as one,
+        face(make_service(kind="window", limits=SHORT_LEASES)) as other,
+        face(make_service(limits=SHORT_LEASES)) as two,
+    ):
+        for engine, ended in ((other, "error"), (two, "handed_on")):
+            handle = new_handle()
+            source = {"kv": one.kv, "handle": handle}
+            (_, sent), (status, got) = await asyncio.gather(
+                one.segment(LONG_TOKENS, stop=50, handle=handle),
+                engine.segment(LONG_TOKENS, start=50, max_tokens=3, source=source),
+            )
+            assert sent[-1]["ended"] == ended
+            if engine is two:
+                assert "code" not in sent[-1]
+                assert [line["token"] for line in got[:-1]] == expected
+            else:  # Another model's engine is never given this cache.
+                assert status == 424
+                assert sent[-1]["code"] == "not_fetched"
+
+
+FETCHES = 2
+"""That an engine has at once."""
+RING_OUTPUT = 3
+
+
+class Leg:
+    """A request that is computed at one desk and answered at another."""
+
+    def __init__(self, sender: PretendDesk, receiver: PretendDesk, tokens: Sequence[int]) -> None:
+        self.sender, self.receiver = sender, receiver
+        whole = len(tokens) - 1
+        self.source = sender.submit(tokens, stop=whole)
+        self.target = receiver.submit(tokens, RING_OUTPUT, start=whole)
+        self.about: KvManifest | None = None
+        self.wanted = self.expected = False
+        self.taken = 0
+
+    @property
+    def fetched(self) -> bool:
+        """Take a step of the fetch; whether it is over."""
+        if self.about is None:
+            have = self.receiver.loop.look_up(self.target)
+            self.about = self.sender.loop.attach(self.source, have, self.sender.now_s)
+        sent = [event for event in self.sender.said.get(self.source, []) if isinstance(event, LayerSent)]
+        if sent and not self.wanted:
+            self.receiver.loop.want(self.target)
+            self.wanted = True
+        said = self.receiver.said.get(self.target, [])
+        if not any(isinstance(event, RowReady) for event in said):
+            return False
+        if not self.expected:
+            self.receiver.loop.expect(self.target, self.about)
+            self.expected = True
+        for event in sent[self.taken :]:
+            for chunk in event.chunks:
+                self.receiver.loop.accept(self.target, chunk)
+        self.taken = len(sent)
+        if sent[-1].last:
+            self.receiver.loop.arrived(self.target)
+        return sent[-1].last
+
+
+def finished(desks: list[PretendDesk], hops: list[Leg]) -> bool:
+    """Run all until nothing changes any more."""
+    lines = {brain_loop: [hop for hop in hops if hop.receiver is brain_loop] for brain_loop in desks}
+    still = 0
+    while still < 50:
+        busy = [brain_loop.turn() for brain_loop in desks]
+        for line in lines.values():
+            for hop in line[:FETCHES]:
+                if hop.fetched:
+                    line.remove(hop)
+                    busy.append(True)
+        still = 0 if any(busy) else still + 1
+    return not any(lines.values()) and all(brain_loop.loop.idle for brain_loop in desks)
+
+
+def desks_of(count: int, **fields: int) -> list[PretendDesk]:
+    return [PretendDesk(**fields) for _ in range(count)]  # type: ignore[arg-type]
+
+
+def put_aside(brain_loop: PretendDesk, hops: list[Leg]) -> list[Leg]:
+    """Those whose chunks went out, though nobody came."""
+    return [
+        hop
+        for hop in hops
+        if any(isinstance(event, LayerSent) for event in brain_loop.said.get(hop.source, ()))
+    ]
+
+
+def test_a_ring_whose_fetches_come_in_the_other_order_goes_on() -> None:
+    """Those that are fetched first are computed last: they wait for rows of caches that nobody fetches yet."""
+    desks = desks_of(3)
+    hops = [
+        Leg(desks[place % 3], desks[(place + 1) % 3], prompt(40 + place, seed=place)) for place in range(45)
+    ]
+    assert finished(desks, hops[::-1])
+    assert all(hop.receiver.end(hop.target).reason == "length" for hop in hops)
+    for brain_loop in desks:
+        brain_loop.loop.check()
+
+
+@settings(max_examples=25, deadline=None)
+@given(
+    st.lists(st.tuples(st.integers(0, 3), st.integers(1, 3)), min_size=1, max_size=60),
+    st.integers(0, 1 << 16),
+    st.sampled_from([20, 60, 1000]),
+)
+def test_whoever_hands_on_to_whom_all_are_answered(
+    pairs: list[tuple[int, int]], seed: int, blocks: int
+) -> None:
+    chance, desks = Random(seed), desks_of(4, blocks=blocks)
+    hops = [
+        Leg(desks[first], desks[(first + step) % 4], prompt(chance.randint(20, 250), seed=place))
+        for place, (first, step) in enumerate(pairs)
+    ]
+    chance.shuffle(hops)
+    assert finished(desks, hops)
+    assert all(hop.receiver.end(hop.target).reason == "length" for hop in hops)
+    for brain_loop in desks:
+        brain_loop.loop.check()
+
+
+def test_a_cache_that_nobody_came_for_leaves_its_row_only_when_somebody_waits() -> None:
+    sender, receiver = desks_of(2)
+    hops = [Leg(sender, receiver, prompt(100, seed=place)) for place in range(3)]
+    sender.run()
+    assert put_aside(sender, hops) == []
+    sender.now_s += 61.0
+    sender.turn()
+    assert sender.end(hops[0].source).code == NOT_FETCHED
+    more = [Leg(sender, receiver, prompt(100, seed=10 + place)) for place in range(9)]
+    sender.run()
+    gone = put_aside(sender, more)
+    assert len(gone) >= len(more) - 3
+    about = sender.loop.attach(gone[0].source, 16, sender.now_s)
+    assert (about.start, about.stop) == (0, 99)
+    with pytest.raises(InputError, match="handle"):
+        sender.loop.attach(gone[0].source, 16, sender.now_s)
+
+
+def test_what_is_put_aside_is_bounded_and_may_be_dropped() -> None:
+    sender, receiver = desks_of(2)
+    sender.loop.host_kv.most_bytes = 1
+    hops = [Leg(sender, receiver, prompt(100, seed=place)) for place in range(9)]
+    sender.run()
+    gone = put_aside(sender, hops)
+    assert len(gone) == 1  # the bound is asked before the next one
+    sender.loop.host_kv.taken(gone[0].source)
+    sender.run()
+    assert len(put_aside(sender, hops)) == 2
+
+
+async def test_a_ring_of_engines_goes_on_over_their_faces(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Three engines with a few rows and fewer fetches at once; who is fetched first is computed last."""
+    monkeypatch.setattr(kv_connector, "MOST_AT_ONCE", 2)
+
+    async with AsyncExitStack() as stack:
+        ring = [
+            await stack.enter_async_context(
+                face(pretend_service(max_running=4, handover_rows=4, prefix_cache_bytes=0))
+            )
+            for _ in range(3)
+        ]
+        computed, answered = [], []
+        for place in range(24):
+            first, second = ring[place % 3], ring[(place + 1) % 3]
+            tokens, handle, name = prompt(60, seed=place), new_handle(), f"r{place}"
+            computed.append(first.segment(tokens, request=name, stop=59, handle=handle))
+            source = {"kv": first.kv, "handle": handle}
+            answered.append(
+                second.segment(tokens, request=name, start=59, max_tokens=4, ignore_eos=True, source=source)
+            )
+        replies = await asyncio.gather(*computed, *reversed(answered))
+        assert {status for status, _ in replies} == {200}
+        assert all(lines[-1]["ended"] == "handed_on" for _, lines in replies[:24])
+        assert all(len(tokens_in(lines)) == 4 for _, lines in replies[24:])
+        for engine in ring:
+            await engine.until_idle()

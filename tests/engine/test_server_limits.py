@@ -1,0 +1,721 @@
+"""The face under bad conditions: odd bodies, slow and stalled clients, a hung loop, failures in the middle of an
+answer, start-up errors. Everybody is answered, nothing says more than it should."""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import json
+import logging
+import re
+import resource
+import socket
+import threading
+import time
+from collections import Counter
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+from aiohttp import ClientPayloadError, ClientSession, ServerDisconnectedError, web
+from engine_models import KINDS, prompt
+from hypothesis import given
+from hypothesis import strategies as st
+from reference_model import ReferenceModel
+from server_kit import NAME, Client, face, make_service, spell, tokens_in
+
+from potluck.api.http import ConnectionLimits, HttpRefusal, ServedNames, check_origin
+from potluck.cli.main import run
+from potluck.engine.model.checkpoint import RandomSource, save
+from potluck.engine.serve import serve_all
+from potluck.engine.server import control, engine_app, engine_service, http_connection, openai_routes
+from potluck.engine.server.engine_service import EngineService, RequestLimits
+
+TOKENS = prompt(40)
+Handling = Callable[[web.Request], Awaitable[web.StreamResponse]]
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        b'{"model": "tiny", "prompt": "\\ud800"}',
+        b'{"model": "tiny", "prompt": ["a", "b\\uDFFFc"]}',
+        b'{"model": "\\udead", "prompt": "a"}',
+        b'{"model": "tiny", "prompt": "a", "stop": ' + b"[" * 3000 + b"]" * 3000 + b"}",
+        b'{"model": "tiny", "prompt": "a", "user": ' + b'{"a":' * 3000 + b'"\\ud801"' + b"}" * 3000 + b"}",
+        b'{"model": "tiny", "prompt": "a", "temperature": 1e999}',
+        b'{"model": "tiny", "prompt": "a", "seed": ' + b"9" * 5000 + b"}",
+        b'{"model": "tiny", "prompt": "a", "temperature": NaN}',
+        b'{"model": "tiny", "prompt": "a", "max_tokens": 1e3}',
+        b'{"model": "tiny", "prompt": [[1], "x", 3]}',
+        b"\xff\xfe",
+        b"",
+    ],
+)
+async def test_odd_bodies_are_refused_in_one_line(body: bytes, caplog: pytest.LogCaptureFixture) -> None:
+    async with face(make_service("full")) as one:
+        status, reply = await one.post("/v1/completions", body)
+        assert status in (400, 404), reply
+        assert "\n" not in reply["error"]["message"]
+        assert (await one.post("/v1/completions", b'{"model": "tiny", "prompt": "\\ud83d\\ude00a"}'))[
+            0
+        ] == 200
+    assert "Traceback" not in caplog.text
+
+
+async def served(service: EngineService, visit: Callable[[str], Awaitable[None]]) -> None:
+    """A visit to the server as `potluck engine serve` starts it."""
+    address: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+    serving = asyncio.create_task(
+        serve_all([service], "127.0.0.1", 0, api_key=None, ready=address.set_result)
+    )
+    try:
+        await visit(await asyncio.wait_for(address, 60))
+    finally:
+        serving.cancel()
+        await asyncio.gather(serving, return_exceptions=True)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("n", [1, 2])
+async def test_a_client_that_leaves_ends_its_requests(stream: bool, n: int) -> None:
+    service = make_service("full", max_running=4)
+    body = {"model": NAME, "prompt": spell(TOKENS), "max_tokens": 400, "ignore_eos": True}
+
+    async def visit(address: str) -> None:
+        async with ClientSession() as session:
+            post = asyncio.create_task(
+                session.post(address + "/v1/completions", json={**body, "stream": stream, "n": n})
+            )
+            while service.counters.output_tokens < 4 * n:
+                await asyncio.sleep(0.005)
+            post.cancel()
+            for reply in await asyncio.gather(post, return_exceptions=True):
+                if not isinstance(reply, BaseException):
+                    reply.close()
+            while not await service.hub.ask(lambda loop, _: loop.idle):
+                await asyncio.sleep(0.005)
+        assert service.counters.ended == {"cancelled": n}
+        assert service.counters.output_tokens < 400 * n
+        assert service.open_requests == 0
+
+    await served(service, visit)
+
+
+BROKEN = [
+    b"GARBAGE\r\n\r\n",
+    b"GET /status HTTP/1.1\r\nHost: localhost\r\nX: " + b"a" * 20_000 + b"\r\n\r\n",
+    b"POST /segments HTTP/1.1\r\nHost: localhost\r\nContent-Length: -5\r\n\r\n",
+    b"POST /segments HTTP/1.1\r\nHost: localhost\r\nTransfer-Encoding: chunked\r\n\r\nzz\r\n",
+    b"POST /segments HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n"
+    b"Content-Encoding: gzip\r\nContent-Length: 4\r\n\r\nabcd",
+]
+
+
+async def test_clients_that_do_not_speak_http_are_told_and_leave_no_traceback(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    replies: list[bytes] = []
+
+    async def visit(address: str) -> None:
+        host, port = address.removeprefix("http://").split(":")
+        for raw in BROKEN:
+            reader, writer = await asyncio.open_connection(host, int(port))
+            writer.write(raw)
+            replies.append(await asyncio.wait_for(reader.read(), 60))
+            writer.close()
+
+    await served(make_service("full"), visit)
+    assert [reply.split(b" ")[1] for reply in replies] == [b"400"] * len(BROKEN)
+    assert not any(b"Traceback" in reply for reply in replies)
+    assert "Traceback" not in caplog.text
+
+
+async def test_a_key_is_compared_whatever_it_is_and_never_told(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.DEBUG)
+    key = "the-secret-of-this-engine"
+
+    async with face(make_service("full"), key=key) as one:
+        assert (await one.segment(TOKENS, max_tokens=2))[0] == 200
+        assert (await one.segment(TOKENS, max_tokens=0))[0] == 400
+        for wrong in (
+            b"Bearer \xff\xfe",
+            b"Basic " + key.encode(),
+            b"Bearer " + key.encode() + b"x",
+            b"Bearer",
+        ):
+            raw = (
+                b"GET /status HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\nAuthorization: "
+                + wrong
+                + b"\r\n\r\n"
+            )
+            host, port = one.url.removeprefix("http://").split(":")
+            reader, writer = await asyncio.open_connection(host, int(port))
+            writer.write(raw)
+            reply = await reader.read()
+            writer.close()
+            assert b" 401 " in reply.splitlines()[0]
+            assert key.encode() not in reply
+    assert key not in caplog.text
+
+
+async def test_the_page_needs_nothing_from_elsewhere_and_no_key() -> None:
+    async with face(make_service("full"), key="a secret") as one, one.session.get(one.url + "/") as reply:
+        text = await reply.text()
+        assert reply.status == 200
+        assert "default-src 'none'" in reply.headers["Content-Security-Policy"]
+        assert not re.search(r"https?://|@import|src=", text)
+        assert NAME not in text
+
+
+async def test_a_body_that_does_not_come_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(http_connection, "BODY_S", 0.1)
+
+    async with face(make_service("full")) as one:
+        host, port = one.url.removeprefix("http://").split(":")
+        reader, writer = await asyncio.open_connection(host, int(port))
+        writer.write(b"POST /segments HTTP/1.1\r\nHost: localhost\r\nContent-Length: 100\r\n\r\n{")
+        line = await asyncio.wait_for(reader.readline(), 60)
+        assert b" 408 " in line
+        writer.close()
+
+
+async def _begun(request: web.Request) -> web.StreamResponse:
+    response = web.StreamResponse()
+    await response.prepare(request)
+    await response.write(b"the beginning")
+    return response
+
+
+async def _stalls(request: web.Request) -> web.StreamResponse:
+    await _begun(request)
+    await asyncio.sleep(60)
+    raise AssertionError("nobody waits so long")
+
+
+async def _fails(request: web.Request) -> web.StreamResponse:
+    await _begun(request)
+    raise KeyError("a bug")
+
+
+async def _hangs(_: web.Request) -> web.StreamResponse:
+    await asyncio.sleep(60)
+    raise AssertionError("nobody waits so long")
+
+
+@pytest.mark.parametrize("handler", [_stalls, _fails])
+async def test_an_answer_that_breaks_off_is_seen_to_be_broken(
+    handler: Handling, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A second answer in the middle of the first, or a clean end, would be taken for the whole."""
+    monkeypatch.setattr(engine_app, "STALLED_S", 0.1)
+    monkeypatch.setattr(openai_routes, "models", handler)
+
+    async with face(make_service("full", RequestLimits(deadline_s=0.2))) as one:
+        with pytest.raises((ClientPayloadError, ServerDisconnectedError, ConnectionError)):
+            await one.get("/v1/models")
+        assert (await one.get("/status"))[0] == 200
+    assert ("a bug" in caplog.text) == (handler is _fails)
+
+
+async def test_a_handler_that_hangs_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(engine_app, "STALLED_S", 0.1)
+    monkeypatch.setattr(openai_routes, "models", _hangs)
+
+    async with face(make_service("full", RequestLimits(deadline_s=0.2))) as one:
+        status, body = await one.get("/v1/models")
+        assert (status, body["error"]["code"]) == (504, "deadline")
+
+
+async def test_a_loop_that_hangs_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(engine_service, "LAST_WORD_S", 0.1)
+    go_on = threading.Event()
+
+    service = make_service("full", RequestLimits(deadline_s=0.3))
+    async with face(service) as one:
+        begin = service._loop.executor.begin
+
+        def slow(*args: object) -> object:
+            go_on.wait(20)
+            return begin(*args)  # type: ignore[arg-type]
+
+        service._loop.executor.begin = slow  # type: ignore[method-assign, assignment]
+        began = time.monotonic()
+        replies = await asyncio.gather(*(one.segment(TOKENS, max_tokens=2) for _ in range(2)))
+        assert {status for status, _ in replies} == {504}
+        assert time.monotonic() - began < 10
+        go_on.set()
+        await one.until_idle()
+        assert tokens_in((await one.segment(TOKENS, max_tokens=2))[1])
+
+
+@pytest.mark.parametrize("n", [1, 3])
+async def test_a_stream_that_fails_says_so_and_ends(n: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also when several answers are mixed, and while one of them is being written: the client must not mistake it
+    for a lost connection."""
+    write = web.StreamResponse.write
+
+    async def slowly(self: web.StreamResponse, data: bytes) -> None:
+        await write(self, data)
+        await asyncio.sleep(0.05)
+
+    monkeypatch.setattr(web.StreamResponse, "write", slowly)
+
+    service = make_service("full")
+    async with face(service) as one:
+        begin, calls = service._loop.executor.begin, []
+
+        def broken(*args: object) -> object:
+            calls.append(1)
+            if len(calls) > 6:
+                raise RuntimeError("out of order")
+            return begin(*args)  # type: ignore[arg-type]
+
+        service._loop.executor.begin = broken  # type: ignore[method-assign, assignment]
+        body = {"model": NAME, "prompt": spell(TOKENS), "max_tokens": 50, "n": n, "stream": True}
+        status, parts = await one.post("/v1/completions", body)
+        assert status == 200
+        assert "out of order" in parts[-1]["error"]["message"]
+        assert sum("choices" in part for part in parts) >= n
+        service._loop.executor.begin = begin  # type: ignore[method-assign]
+        await one.until_idle()
+        assert (await one.post("/v1/completions", {**body, "stream": False}))[0] == 200
+
+
+@pytest.fixture(scope="module")
+def stored(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("model") / "m"
+    save(folder, KINDS["full"], ReferenceModel(KINDS["full"], RandomSource(1)).tensors())
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        (["--device", "banana"], "--device"),
+        (["--kv-blocks", "1000000000000"], "lower --kv-blocks"),
+        (["--token-budget", "3"], "--token-budget"),
+        (["--stages", "1,9"], "stages"),
+        (["--stages", "1,1@127.0.0.1:9"], "--secret-file"),
+        (["--emulate", "A10"], "emulate"),
+        (["--emulate", "A10:llama-3.1-70b"], "does not fit"),
+        (["--api-key-file", "nowhere"], "--api-key-file"),
+        (["--host", "no such host"], "no such host"),
+    ],
+)
+def test_what_cannot_be_served_is_a_start_up_error_in_one_line(
+    options: list[str],
+    says: str,
+    stored: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("POTLUCK_API_KEY", "set, so that nothing is said about it")
+    assert run(["engine", "serve", "--model", str(stored), "--port", "0", *options]) == 2
+    shown = capsys.readouterr().err
+    assert shown.startswith("potluck: error: ")
+    assert says in shown
+    assert len(shown.splitlines()) == 1
+
+
+def test_a_port_in_use_is_a_start_up_error(stored: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        assert run(["engine", "serve", "--model", str(stored), "--port", str(port)]) == 2
+    assert f"127.0.0.1:{port} cannot be used" in capsys.readouterr().err
+
+
+def test_a_tokenizer_that_is_none_is_a_start_up_error(
+    stored: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = tmp_path / "m"
+    folder.mkdir()
+    for file in stored.iterdir():
+        (folder / file.name).write_bytes(file.read_bytes())
+    (folder / "tokenizer.json").write_text("{}")
+    assert run(["engine", "serve", "--model", str(folder), "--port", "0"]) == 2
+    shown = capsys.readouterr().err
+    assert "is not a tokenizer" in shown
+    assert len(shown.splitlines()) == 1
+
+
+HALF_HEAD = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nX-Slow: "
+HALF_BODY = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: 5000\r\n\r\n{"
+HEALTH = b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n"
+Pair = tuple[asyncio.StreamReader, asyncio.StreamWriter]
+
+
+@pytest.fixture(autouse=True)
+def _watched_closely(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(engine_app, "WATCH_S", 0.05)
+
+
+async def connect(one: Client, raw: bytes = b"", at: str = "127.0.0.1") -> Pair:
+    port = int(one.url.rsplit(":", 1)[1])
+    pair = await asyncio.open_connection("127.0.0.1", port, local_addr=(at, 0))
+    pair[1].write(raw)
+    await pair[1].drain()
+    return pair
+
+
+@asynccontextmanager
+async def many(one: Client, count: int, raw: bytes) -> AsyncIterator[list[Pair]]:
+    pairs = [await connect(one, raw) for _ in range(count)]
+    try:
+        yield pairs
+    finally:
+        for _, writer in pairs:
+            writer.close()
+
+
+async def told(pair: Pair) -> tuple[int, Any]:
+    """What a server says that then hangs up; nothing counts as 0."""
+    try:
+        raw = await asyncio.wait_for(pair[0].read(), 60)
+    except ConnectionError:
+        raw = b""
+    finally:
+        pair[1].close()
+    head, _, body = raw.partition(b"\r\n\r\n")
+    return (int(head.split()[1]), json.loads(body)) if head else (0, None)
+
+
+def dropped(one: Client) -> dict[str, int]:
+    return dict(one.service.dropped)
+
+
+async def test_half_sent_requests_do_not_keep_others_out(caplog: pytest.LogCaptureFixture) -> None:
+    """More than there is room for, of heads and of bodies, all held open."""
+
+    async with face(make_service("full", RequestLimits(connections=20))) as one:
+        async with many(one, 50, HALF_HEAD) as heads, many(one, 30, HALF_BODY):
+            for _ in range(5):
+                async with asyncio.timeout(60):
+                    assert (await one.get("/health"))[0] == 200
+                    assert (await one.segment([1, 2, 3], max_tokens=2))[0] == 200
+            status, body = await told(heads[0])
+            assert (status, body["error"]["code"]) == (503, "overloaded")
+        assert dropped(one).keys() == {"crowded_out"}
+        assert dropped(one)["crowded_out"] >= 60
+    assert len(caplog.records) == 1
+    assert "Traceback" not in caplog.text
+
+
+async def test_heads_that_do_not_come_and_idle_connections_end() -> None:
+    async with face(make_service("full", RequestLimits(head_s=0.3, idle_s=0.3))) as one:
+        status, body = await told(await connect(one, HALF_HEAD))
+        assert (status, body["error"]["type"]) == (408, "invalid_request_error")
+        assert await told(await connect(one)) == (0, None)  # nothing was asked, nothing is said
+        status, body = await told(await connect(one, HEALTH))
+        assert (status, body) == (200, {"status": "ok"})
+        # Half a head behind a whole request is late as well.
+        pair = await connect(one, HEALTH)
+        await pair[0].readuntil(b"}")
+        pair[1].write(HALF_HEAD)
+        assert (await told(pair))[0] == 408
+        assert dropped(one) == {"late": 3, "idle": 1}
+
+
+async def test_a_head_that_does_not_end_is_not_kept() -> None:
+    async with face(make_service("full")) as one:
+        reader, writer = await connect(one, b"GET /health HTTP/1.1\r\n")
+        line = b"X-%d: " + b"a" * 4000 + b"\r\n"
+        for number in range(30):
+            writer.write(line % number)
+        status, _ = await told((reader, writer))
+        assert status in (431, 0)  # a reset may overtake the answer
+        assert dropped(one) == {"large": 1}
+        # A body is no head, however much of it comes at once.
+        body = b" " * 400_000 + b"{}"
+        raw = b"POST /drain HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\nContent-Length: %d\r\n\r\n"
+        assert (await told(await connect(one, raw % len(body) + body)))[0] == 200
+
+
+async def test_thousands_of_requests_in_one_connection_are_answered_in_turn() -> None:
+    async with face(make_service("full")) as one:
+        reader, writer = await connect(one)
+        sending = asyncio.create_task(_send(writer, HEALTH * 2000))
+        found = 0
+        async with asyncio.timeout(120):
+            assert (await one.get("/health"))[0] == 200
+            while found < 2000:
+                found += (await reader.read(1 << 16)).count(b'{"status": "ok"}')
+        await sending
+        writer.close()
+        assert dropped(one) == {}
+
+
+async def _send(writer: asyncio.StreamWriter, raw: bytes) -> None:
+    writer.write(raw)
+    await writer.drain()
+
+
+async def test_a_client_that_does_not_read_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def large(_: web.Request) -> web.Response:
+        return web.Response(body=b"x" * 30_000_000)
+
+    monkeypatch.setattr(control, "status", large)
+
+    limits = RequestLimits(stalled_s=0.2)
+    async with face(make_service("full", limits)) as one:
+        pair = await connect(one, b"GET /status HTTP/1.1\r\nHost: localhost\r\n\r\n")
+        async with asyncio.timeout(60):
+            while dropped(one) != {"stalled": 1}:
+                await asyncio.sleep(0.02)
+        pair[1].close()
+        # One that reads, however slowly, gets all.
+        reader, writer = await connect(one, b"GET /status HTTP/1.0\r\nHost: localhost\r\n\r\n")
+        size = 0
+        while part := await reader.read(1 << 20):
+            size += len(part)
+            await asyncio.sleep(0.01)
+        assert size > 30_000_000
+        writer.close()
+
+
+async def test_too_many_bytes_of_bodies_send_the_largest_away() -> None:
+    limits = RequestLimits(bodies_bytes=1_000_000, body_bytes=900_000)
+    async with face(make_service("full", limits)) as one:
+        head = b"POST /drain HTTP/1.1\r\nHost: localhost\r\nContent-Length: 900000\r\n\r\n"
+        first = await connect(one, head + b" " * 600_000)
+        while one.service.uploads.held_bytes < 500_000:
+            await asyncio.sleep(0.01)
+        second = await connect(one, head + b" " * 550_000)
+        status = int((await first[0].readuntil(b"\r\n")).split()[1])
+        assert status == 503
+        assert (await one.segment([1, 2, 3], max_tokens=2))[0] == 200
+        second[1].close()
+        first[1].close()
+        async with asyncio.timeout(60):
+            while one.service.uploads.held_bytes:
+                await asyncio.sleep(0.01)
+        status, body = await one.post("/v1/completions", b"x" * 900_001)
+        assert (status, "larger" in body["error"]["message"]) == (413, True)
+
+
+@pytest.mark.parametrize(("files", "most"), [(resource.RLIM_INFINITY, 1280), (1024, 768), (65536, 1280)])
+async def test_there_is_room_for_as_many_as_there_are_files_for(
+    files: int, most: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(resource, "getrlimit", lambda _: (files, files))
+
+    started = engine_app.EngineListener([], web.Server(control.health), RequestLimits(), Counter())  # type: ignore[arg-type]
+    assert started.crowd.most == most
+    await started.close()
+
+
+class Starved(socket.socket):
+    """A listener in a process that has no file descriptor left, for a while."""
+
+    tries = 0
+
+    def accept(self) -> tuple[socket.socket, Any]:
+        Starved.tries += 1
+        if Starved.tries <= 3:
+            raise OSError(errno.EMFILE, "Too many open files")
+        return super().accept()
+
+
+async def test_without_file_descriptors_it_neither_spins_nor_floods_the_log(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    bound = engine_app._bound
+
+    async def starved(host: str, port: int) -> list[socket.socket]:
+        return [Starved(fileno=each.detach()) for each in await bound(host, port)]
+
+    monkeypatch.setattr(engine_app, "_bound", starved)
+
+    caplog.set_level(logging.INFO)
+    async with face(make_service("full")) as one:
+        assert (await one.get("/health"))[0] == 200
+        assert dropped(one) == {"no_files": 3}
+        assert Starved.tries <= 3 + 2  # the connection, and that there is no other
+    assert len(caplog.records) == 1
+    assert "Traceback" not in caplog.text
+
+
+async def test_when_all_are_busy_the_next_is_told_and_a_stop_is_quick(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    go_on = asyncio.Event()
+
+    async def slow(_: web.Request) -> web.Response:
+        await go_on.wait()
+        return web.Response(text="done")
+
+    monkeypatch.setattr(control, "status", slow)
+    monkeypatch.setattr(engine_app, "SHUTDOWN_S", 600.0)
+
+    async with face(make_service("full", RequestLimits(connections=4))) as one:
+        raw = b"GET /status HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n"
+        async with many(one, 4, raw) as pairs:
+            while one.opened.listener.crowd.oldest() is not None:
+                await asyncio.sleep(0.01)
+            status, _ = await told(await connect(one, raw))
+            assert status in (503, 0)
+            assert dropped(one) == {"full": 1}
+            go_on.set()
+            for reader, _ in pairs:
+                assert (await reader.read()).endswith(b"done")
+        async with many(one, 3, HALF_HEAD), asyncio.timeout(30):  # nobody waits for what was half sent
+            await one.opened.close()
+
+
+@given(st.lists(st.tuples(st.sampled_from("cwpl"), st.integers(0, 9)), max_size=60))
+def test_who_gives_way_waits_longest_at_the_address_with_the_most_that_wait(
+    moves: list[tuple[str, int]],
+) -> None:
+    crowd: ConnectionLimits[int] = ConnectionLimits(5)
+    waiting: dict[int, None] = {}  # in the order of their coming
+    present: set[int] = set()
+    for move, key in moves:
+        if move == "c" and key not in present:
+            crowd.came(key, str(key % 3))
+            waiting[key] = None
+            present.add(key)
+        elif move == "w":
+            crowd.works(key)
+            waiting.pop(key, None)
+        elif move == "p" and key in present and key not in waiting:
+            crowd.waits(key)
+            waiting[key] = None
+        elif move == "l":
+            crowd.left(key)
+            waiting.pop(key, None)
+            present.discard(key)
+        counts = [sum(each % 3 == peer for each in waiting) for peer in range(3)]
+        gives_way = crowd.oldest()
+        if gives_way is None:
+            assert not waiting
+        else:
+            assert counts[gives_way % 3] == max(counts)
+            assert gives_way == next(each for each in waiting if each % 3 == gives_way % 3)
+        assert (len(crowd), set(crowd)) == (len(present), present)
+        assert crowd.full == (len(present) >= 5)
+
+
+HERE = ServedNames(loopback=True)
+OPEN = ServedNames(loopback=False, names=frozenset({"gpu7"}))
+KEYED = ServedNames(loopback=False, keyed=True)
+NAMED = ServedNames(loopback=True, names=frozenset({"llm.example"}))
+
+FINE = [
+    (HERE, "POST", {"Host": "127.0.0.1:8000"}),
+    (HERE, "POST", {"Host": "LocalHost:9"}),
+    (HERE, "POST", {"Host": "localhost."}),
+    (HERE, "POST", {"Host": "[::1]:8000", "Origin": "http://[::1]:8000"}),
+    (HERE, "POST", {"Host": "127.9.9.9"}),
+    (HERE, "POST", {}),
+    (
+        HERE,
+        "POST",
+        {"Host": "localhost:8000", "Origin": "http://localhost:8000", "Sec-Fetch-Site": "same-origin"},
+    ),
+    (HERE, "POST", {"Host": "localhost:8000", "Sec-Fetch-Site": "none"}),
+    (
+        HERE,
+        "GET",
+        {"Host": "localhost:8000", "Origin": "https://example.org", "Sec-Fetch-Site": "cross-site"},
+    ),
+    (NAMED, "POST", {"Host": "llm.example", "Origin": "https://llm.example"}),
+    (NAMED, "POST", {"Host": "127.0.0.1:8000", "Origin": "https://llm.example"}),
+    (OPEN, "POST", {"Host": "engine-3.cluster.local:8000"}),
+    (OPEN, "POST", {"Host": "10.0.0.5:8000", "Origin": "http://10.0.0.5:8000"}),
+    (OPEN, "POST", {"Host": "gpu7:8000", "Origin": "http://gpu7:8000"}),
+    (KEYED, "POST", {"Host": "llm.example", "Origin": "https://llm.example"}),
+]
+NOT = [
+    # A form or a script of another page, also one on another port of this machine.
+    (HERE, "POST", {"Host": "localhost:8000", "Origin": "https://example.org"}, "cross_origin"),
+    (HERE, "POST", {"Host": "localhost:8000", "Origin": "http://localhost:3000"}, "cross_origin"),
+    (HERE, "POST", {"Host": "localhost:8000", "Origin": "null"}, "cross_origin"),
+    (HERE, "POST", {"Host": "localhost:8000", "Origin": ""}, "cross_origin"),
+    (HERE, "PUT", {"Host": "localhost:8000", "Sec-Fetch-Site": "cross-site"}, "cross_origin"),
+    (HERE, "POST", {"Host": "localhost:8000", "Sec-Fetch-Site": "same-site"}, "cross_origin"),
+    (KEYED, "POST", {"Host": "llm.example", "Origin": "https://example.org"}, "cross_origin"),
+    # A name of theirs that was made to point here; the browser takes the answer for theirs.
+    (HERE, "GET", {"Host": "rebound.example:8000"}, "wrong_host"),
+    (HERE, "POST", {"Host": "rebound.example:8000", "Origin": "http://rebound.example:8000"}, "wrong_host"),
+    (HERE, "GET", {"Host": "localhost.rebound.example"}, "wrong_host"),
+    (HERE, "GET", {"Host": "10.0.0.5:8000"}, "wrong_host"),
+    (OPEN, "POST", {"Host": "rebound.example", "Origin": "http://rebound.example"}, "wrong_host"),
+    (HERE, "GET", {"Host": ""}, "wrong_host"),
+    (HERE, "GET", {"Host": "localhost:x"}, "wrong_host"),
+    (HERE, "GET", {"Host": "[localhost"}, "wrong_host"),
+    (HERE, "GET", {"Host": "a@localhost"}, "wrong_host"),
+    (HERE, "GET", {"Host": "localhost/x"}, "wrong_host"),
+]
+
+
+@pytest.mark.parametrize(("served", "method", "headers"), FINE)
+def test_clients_and_the_engines_own_page_pass(
+    served: ServedNames, method: str, headers: dict[str, str]
+) -> None:
+    check_origin(method, headers, served)
+
+
+@pytest.mark.parametrize(("served", "method", "headers", "code"), NOT)
+def test_pages_of_others_do_not(served: ServedNames, method: str, headers: dict[str, str], code: str) -> None:
+    with pytest.raises(HttpRefusal) as caught:
+        check_origin(method, headers, served)
+    assert (caught.value.status, caught.value.code) == (403, code)
+
+
+async def test_no_page_drains_an_engine_and_every_answer_has_a_name() -> None:
+    async with face(make_service("full")) as one:
+        form = {"Origin": "https://example.org", "Content-Type": "text/plain"}
+        for method, path in (
+            ("POST", "/drain"),
+            ("POST", "/role"),
+            ("PUT", "/peers"),
+            ("POST", "/segments"),
+        ):
+            async with one.session.request(method, one.url + path, data=b"{}", headers=form) as reply:
+                assert reply.status == 403
+                assert (await reply.json())["error"]["code"] == "cross_origin"
+        rebound = {"Host": "rebound.example"}
+        async with one.session.get(one.url + "/status", headers=rebound) as reply:
+            assert reply.status == 403
+        assert not one.service.draining
+        page = {"Origin": one.url, "Content-Type": "text/plain"}
+        body = f'{{"model": "{NAME}", "prompt": "abc"}}'.encode()
+        async with one.session.post(one.url + "/v1/completions", data=body, headers=page) as reply:
+            assert reply.status == 200
+        # Names of requests: the client's if it is one, else ours; on errors as well.
+        seen = set()
+        for path, given, kept in (
+            ("/health", "abc-1:2", True),
+            ("/nowhere", "abc", True),
+            ("/health", "a b", False),
+            ("/health", "x" * 129, False),
+            ("/status", "", False),
+        ):
+            async with one.session.get(one.url + path, headers={"X-Request-Id": given}) as reply:
+                said = reply.headers["x-request-id"]
+                assert (said == given) == kept
+                seen.add(said)
+        assert len(seen) == 5
+        async with one.session.get(one.url + "/v1/models/" + NAME) as reply:
+            assert (await reply.json())["id"] == NAME
+        status, wrong = await one.get("/v1/models/meta/llama")
+        assert (status, wrong["error"]["code"]) == (404, "model_not_found")
+        host, port = one.url.removeprefix("http://").split(":")
+        begun = b"POST /v1/completions HTTP/1.1\r\nHost: here\r\n"
+        for wrong_bytes in (
+            b"GARBAGE\r\n\r\n",
+            begun + b"TE\t: chunked\r\n",  # refused before the head is whole
+            begun + b"TE : chunked\r\n",
+            begun + b"Transfer-Encoding\t: chunked\r\n\r\n0\r\n\r\n",
+            begun + b"Content-Length : 4\r\n\r\nabcd",
+            begun + b"X: a\r\n folded\r\n",
+        ):
+            reader, writer = await asyncio.open_connection(host, int(port))
+            writer.write(wrong_bytes)
+            head, _, rest = (await reader.read()).partition(b"\r\n\r\n")
+            assert b" 400 " in head.split(b"\r\n")[0]
+            assert b"x-request-id: req-" in head
+            assert rest.startswith(b'{"error": {"message": "the request cannot be read as HTTP')
+            writer.close()
