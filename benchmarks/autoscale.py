@@ -33,7 +33,7 @@ from potluck.core.state.policy import Policy
 from potluck.core.values.length_laws import Lengths
 from potluck.core.values.plan import Plan
 from potluck.core.values.types import LengthBin, NodeOffer, Region, Slo, Traffic
-from potluck.plan.problem import CODECS, PlanningProblem, ask
+from potluck.plan.problem import CODECS, PlanningProblem, model_demand
 from potluck.plan.strategies import STRATEGIES, SolveSettings, TemplateFactory
 from potluck.rehearse.demand_factors import scaled
 from potluck.runtime.resolved_plan import ResolvedPlan
@@ -100,7 +100,7 @@ def the_problem(rate_per_s: float) -> PlanningProblem:
     offers = tuple(
         NodeOffer(node.name, prices.price_usd_per_h(node.name).price_usd_per_h, AVAILABLE) for node in types
     )
-    asked = ask(NAME, models.model(MODEL), SLO, traffic)
+    asked = model_demand(NAME, models.model(MODEL), SLO, traffic)
     return PlanningProblem((asked,), (Region("here", offers),), tuple(types), codecs=CODECS)
 
 

@@ -23,8 +23,8 @@ from potluck.catalog import models, nodes
 from potluck.core.state.policy import Policy
 from potluck.core.values.plan import Deployment, Plan
 from potluck.core.values.types import LengthBin, NodeOffer, Region, Slo, Traffic
-from potluck.plan.problem import CODECS, PlanningProblem, ask
-from potluck.plan.replan.scaling_candidates import with_candidates
+from potluck.plan.problem import CODECS, PlanningProblem, model_demand
+from potluck.plan.replan.current_problem import with_candidates
 from potluck.plan.strategies import STRATEGIES, SolveSettings, TemplateFactory
 from potluck.plan.strategies.template_factory import allocated
 from potluck.runtime.resolved_plan import ResolvedPlan
@@ -49,7 +49,7 @@ def the_problem(
     offers = tuple(NodeOffer(node, usd, available) for node, usd in USD_PER_H.items())
     types = tuple(nodes.node_type(name) for name in USD_PER_H)
     return PlanningProblem(
-        (ask("m", models.model("Llama-3.1-8B"), slo, traffic),),
+        (model_demand("m", models.model("Llama-3.1-8B"), slo, traffic),),
         (Region("cluster", offers),),
         types,
         codecs=CODECS,

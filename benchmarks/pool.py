@@ -21,10 +21,10 @@ from parts.common import ROOT, run
 from potluck.cli.common.inputs import load_problem, read_spec
 from potluck.cli.simulating.simulation import SimulationInputs, scene_of
 from potluck.core.state.policy import Policy
-from potluck.plan.search.pool_workload import workload_of
 from potluck.plan.search.search_templates import to_templates
 from potluck.plan.search.tabu import SearchLimits, search
 from potluck.plan.search.tabu import SearchSettings as Searching
+from potluck.plan.search.workload import workload_of
 from potluck.plan.strategies import SolveSettings, TemplateFactory
 from potluck.plan.strategies.template_factory import allocated
 from potluck.plan.timing.named_machines import region_pool

@@ -31,7 +31,7 @@ from potluck.core.errors import CapacityError
 from potluck.core.state.policy import Policy
 from potluck.core.values.plan import Plan
 from potluck.core.values.types import LengthBin, Region, Slo, Traffic
-from potluck.plan.problem import CODECS, PlanningProblem, ask
+from potluck.plan.problem import CODECS, PlanningProblem, model_demand
 from potluck.plan.replan.current_problem import INTERVAL_S, TemplateFactories, problem_now
 from potluck.plan.strategies import STRATEGIES, SolveSettings
 from potluck.runtime.resolved_plan import ResolvedPlan
@@ -117,7 +117,7 @@ def the_problem(market: Market) -> PlanningProblem:
             LengthBin(float(prompt[part].mean()), float(output[part].mean()), len(part) / len(prompt))
             for part in np.array_split(np.argsort(prompt), 10)
         ]
-        asks.append(ask(name, models.model(model), slo, Traffic(name, rate_per_s, tuple(bins))))
+        asks.append(model_demand(name, models.model(model), slo, Traffic(name, rate_per_s, tuple(bins))))
     types = tuple(nodes.node_type(each) for each in NODES)
     return PlanningProblem(tuple(asks), market.regions(0.0), types, codecs=CODECS)
 

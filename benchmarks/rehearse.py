@@ -20,7 +20,7 @@ from potluck.catalog import models, nodes, prices
 from potluck.core.state.policy import Policy
 from potluck.core.values.length_laws import Binned
 from potluck.core.values.types import LengthBin, NodeOffer, Region, Slo, Traffic
-from potluck.plan.problem import CODECS, PlanningProblem, ask
+from potluck.plan.problem import CODECS, PlanningProblem, model_demand
 from potluck.plan.strategies import STRATEGIES, SolveSettings, TemplateFactory
 from potluck.rehearse.evidence import Evidence, TrialSetup, evidence_of
 from potluck.rehearse.rehearsal import Rehearsal, RehearsalRules, rehearse
@@ -71,7 +71,7 @@ def case(seed: int, quick: bool = False) -> Case:
         size = 0.3 if name == "Qwen3-32B" else 1.0
         one = Traffic(name, float(rng.uniform(3.0, 15.0)) * size, _lengths(rng))
         traffic.append(one)
-        asks.append(ask(name, models.model(name), slo, one))
+        asks.append(model_demand(name, models.model(name), slo, one))
     types = [nodes.node_type(str(each)) for each in rng.choice(NODES, size=4, replace=False)]
     offers = tuple(
         NodeOffer(node.name, prices.price_usd_per_h(node.name).price_usd_per_h, AVAILABLE) for node in types

@@ -23,10 +23,10 @@ from parts.common import run
 from potluck.catalog import models, nodes, prices
 from potluck.core.values.plan import Plan, Template
 from potluck.core.values.types import LengthBin, NodeOffer, Region, Slo, Traffic
-from potluck.plan.check.verify import verify
-from potluck.plan.problem import CODECS, PlanningProblem, ask
+from potluck.plan.problem import CODECS, PlanningProblem, model_demand
 from potluck.plan.strategies import STRATEGIES, PlanOutcome, SolveSettings, TemplateFactory
 from potluck.plan.strategies.template_factory import allocated
+from potluck.plan.verify import verify
 
 LENGTHS = {"conv": (1155, 211), "code": (2048, 28), "burst": (768, 195)}
 CORE = {
@@ -59,7 +59,7 @@ def problem(setting: str) -> PlanningProblem:
     asks = []
     for name, (ttft_s, tpot_s, trace) in asked.items():
         traffic = Traffic(name, RATES_PER_S[setting], (LengthBin(*LENGTHS[trace], 1.0),))
-        asks.append(ask(name, models.model(name), Slo(ttft_s, tpot_s), traffic))
+        asks.append(model_demand(name, models.model(name), Slo(ttft_s, tpot_s), traffic))
     types = [nodes.node_type(f"{count}x{gpu}") for gpu in gpus for count in COUNTS]
     regions = []
     for place in REGIONS[:2] if core else REGIONS:

@@ -27,10 +27,15 @@ from potluck.core.values.types import NodeType, Role, Slo
 from potluck.perf.step_timer import steps
 from potluck.plan.search.bound import class_bound, exact_bound
 from potluck.plan.search.deduce import Takes
-from potluck.plan.search.pool_workload import Pool, PoolNode, PoolWorkload
-from potluck.plan.search.reschedule import reschedule, survivors
-from potluck.plan.search.stage_costs import PeakCosts
-from potluck.plan.search.tabu import SearchLimits, SearchResult, SearchSettings, search
+from potluck.plan.search.tabu import (
+    SearchLimits,
+    SearchResult,
+    SearchSettings,
+    groups_left,
+    reschedule,
+    search,
+)
+from potluck.plan.search.workload import PeakCosts, Pool, PoolNode, PoolWorkload
 
 SEED = 1
 SEEDS = (1, 2, 3, 4, 5)
@@ -193,7 +198,7 @@ def losing_a_node(before: SearchResult, quick: bool) -> dict[str, float]:
             continue
         if most is not None:
             before = search(pool, wanted, settings(PAPER, max_group_gpus=most))
-        left = survivors(pool, before, {"node0": 4})
+        left = groups_left(pool, before, {"node0": 4})
         untouched = reschedule(left, before, wanted, settings(PAPER, limits=SearchLimits(steps=0)))
         light = reschedule(left, before, wanted, settings(PAPER))
         figures[f"lost_{label}attainment_before"] = before.score.attainment

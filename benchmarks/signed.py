@@ -23,10 +23,10 @@ from tempfile import TemporaryDirectory
 
 from potluck.catalog import models, nodes
 from potluck.core.values.types import LengthBin, Link, NodeOffer, Region, Slo, Traffic
-from potluck.plan.assemble.priorities import served
-from potluck.plan.check.verify import verify
-from potluck.plan.problem import CODECS, ModelDemand, PlanningProblem, ask
+from potluck.plan.assemble.codecs import served
+from potluck.plan.problem import CODECS, ModelDemand, PlanningProblem, model_demand
 from potluck.plan.strategies import STRATEGIES, PlanOutcome, SolveSettings, TemplateFactory
+from potluck.plan.verify import verify
 
 NODES = (
     "1xL4",
@@ -86,7 +86,9 @@ def _ask(draw: random.Random, place: int) -> ModelDemand:
     mean_in, mean_out = draw.choice((300, 1000, 3000)), draw.choice((100, 300))
     lengths = (LengthBin(mean_in / 2, mean_out, 0.6), LengthBin(2 * mean_in, mean_out, 0.4))
     slo = Slo(draw.choice((0.8, 2.0, 5.0)), draw.choice((0.05, 0.1)))
-    return ask(name, models.model(draw.choice(MODELS)), slo, Traffic(name, draw.uniform(0.3, 10.0), lengths))
+    return model_demand(
+        name, models.model(draw.choice(MODELS)), slo, Traffic(name, draw.uniform(0.3, 10.0), lengths)
+    )
 
 
 def _price(draw: random.Random, kind: str) -> float:

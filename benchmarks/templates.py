@@ -21,14 +21,15 @@ from pathlib import Path
 
 import numpy as np
 
-from parts.common import Budget, cpu_s, peak_bytes, run
+from parts.common import ROOT, Budget, cpu_s, peak_bytes, run
 from potluck.catalog import models, nodes
 from potluck.core.values.types import NodeType, Slo
 from potluck.plan.templates.library import pipeline_libraries
-from potluck.plan.templates.pipeline import MAX_NODES, PipelineLibrary, pipeline_library
-from potluck.plan.templates.pipeline_placement import best_placement
-from potluck.plan.templates.pipeline_reference import integer_program
+from potluck.plan.templates.pipeline import MAX_NODES, PipelineLibrary, best_placement, pipeline_library
 from potluck.plan.timing.stage_rates import StageRates, stage_rates
+
+sys.path.insert(0, str(ROOT / "tools"))
+from papers.coral_placement import integer_program
 
 SEED = 42
 AZURE_CONVERSATION, AZURE_CODE, BURST_GPT = (1155, 211), (2048, 28), (768, 195)

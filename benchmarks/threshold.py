@@ -9,9 +9,11 @@ from __future__ import annotations
 
 import sys
 
-from parts.common import run
+from parts.common import ROOT, run
 from potluck.catalog import models
-from potluck.plan.strategies.threshold import (
+
+sys.path.insert(0, str(ROOT / "tools"))
+from papers.prfaas_model import (
     Curve,
     Site,
     local_from_remote,

@@ -14,7 +14,7 @@ from potluck.cli.planning.plan_draw import compared_html, plan_html
 from potluck.cli.planning.plan_show import ComparedStrategy
 from potluck.core.values.layout import Layout, Stage, StageNode
 from potluck.core.values.plan import Deployment, NodeCount, Plan, PlannedReplica, Prediction, Template
-from potluck.plan.reasons.explain import Explanation, ModelReason, NodeValue
+from potluck.plan.explain import Explanation, ModelReason, NodeValue
 
 SPEC = """\
 models:

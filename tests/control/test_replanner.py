@@ -17,15 +17,14 @@ from potluck.core.values.plan import Deployment, Plan
 from potluck.core.values.types import LengthBin, NodeOffer, Region, Slo, Traffic
 from potluck.perf.step_timer import steps
 from potluck.perf.timers.profile import ProfileTimer
-from potluck.plan.problem import PlanningProblem, ask
-from potluck.plan.replan.current_problem import drifted
-from potluck.plan.replan.observed_profiles import observed, profile_of
+from potluck.plan.problem import PlanningProblem, model_demand
+from potluck.plan.replan.current_problem import drifted, observed, profile_of
 from potluck.plan.strategies import STRATEGIES, SolveSettings, TemplateFactory
 from potluck.plan.timing.replica_rates import layout_timer
 
 L4, A10 = nodes.node_type("1xL4"), nodes.node_type("1xA10")
 TRAFFIC = Traffic("m", 6.0, (LengthBin(1200.0, 40.0, 1.0),))
-ASK = ask("m", models.model("Llama-3.1-8B"), Slo(4.0, 0.25), TRAFFIC)
+ASK = model_demand("m", models.model("Llama-3.1-8B"), Slo(4.0, 0.25), TRAFFIC)
 
 
 def regions(l4: int, a10: int, a10_usd: float = 3.0) -> tuple[Region, ...]:
@@ -100,7 +99,7 @@ def test_rates_and_lengths_that_were_seen_are_planned_for(running: Plan, planner
 def test_other_roles_are_no_start(planner: Replanner) -> None:
     """A plan for long answers, asked for long prompts: what comes back keeps to the layouts that are there."""
     talk = Traffic("m", 6.0, (LengthBin(300.0, 120.0, 1.0),))
-    problem = replace(PROBLEM, asks=(ask("m", ASK.model, ASK.slo, talk),), regions=regions(5, 0))
+    problem = replace(PROBLEM, asks=(model_demand("m", ASK.model, ASK.slo, talk),), regions=regions(5, 0))
     plan = STRATEGIES["prfaas"](TemplateFactory(problem), SolveSettings(time_limit_s=10.0)).plan
     counts = {each.template: 1 if "prefill" in each.template else 4 for each in plan.deployments}
     plan = replace(plan, deployments=tuple(Deployment(name, "east", n) for name, n in counts.items()))

@@ -37,7 +37,7 @@ from potluck.core.state.targets import PrefillUtilization, busier
 from potluck.core.values.plan import ReplicaSpec, Template, TemplateFlow, plan_from_json, plan_to_json
 from potluck.core.values.route import aggregated, handed_over
 from potluck.core.values.types import Role, Slo
-from potluck.plan.search.orchestrate import transport
+from potluck.plan.search.evaluate import transport
 
 COMBO = build.template("combo", ("prefill", "decode", "decode"), "combo", closed=(2.0, 2.0))
 COMBOS = build.plan((COMBO,), {("combo", "near"): 1}, {("combo", "near", "closed"): (1.0, 1.0)})

@@ -12,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scale_builders import fleet_of, observed, plan_of, template, traffic
 
+from papers import prfaas_model as planner
 from potluck.core.scaling.prfaas_scaling import (
     NEVER_TOKENS,
     ClusterBalance,
@@ -29,7 +30,6 @@ from potluck.core.state.facts import FleetFacts, ModelFacts, ReplicaFacts
 from potluck.core.state.policy import Policy
 from potluck.core.values.plan import LengthBucket, Plan, PlannedFlow
 from potluck.core.values.types import Request, Role
-from potluck.plan.strategies import threshold as planner
 
 POLICY = Policy(scaling="prfaas")
 FAST = ReplicaFacts(5e-5, 0.2, 0.02, 64, 10**5, 10**6)

@@ -16,14 +16,11 @@ from potluck.plan.allocate.program import (
     ColumnCount,
     ColumnKey,
     ColumnPin,
-    CoverDemand,
-    CoverProgram,
     DemandBucket,
     FlowProgram,
     LinkRow,
     ModelColumns,
     NodeSupply,
-    Program,
 )
 
 INF = float("inf")
@@ -74,11 +71,7 @@ class Text:
         return float(highs.getInfo().objective_function_value)
 
 
-def groups_of(program: Program) -> tuple[CoverDemand, ...] | tuple[ModelColumns, ...]:
-    return program.demands if isinstance(program, CoverProgram) else program.models
-
-
-def reference(program: Program, *, fraction: bool = False) -> float | None:
+def reference(program: FlowProgram, *, fraction: bool = False) -> float | None:
     """The least cost, or with `fraction` the largest theta <= 1 (None: not even pins can be kept)."""
     text = Text()
     money = 0.0 if fraction else 1.0
@@ -88,12 +81,12 @@ def reference(program: Program, *, fraction: bool = False) -> float | None:
     fleet = program.fleet
     n: dict[ColumnKey, int] = {}
     running = dict(program.running)
-    for g, group in enumerate(groups_of(program)):
+    for g, group in enumerate(program.models):
         for t in range(len(group.uses)):
             for r in range(len(fleet.regions)):
                 price = float(fleet.price_usd_per_h[r] @ group.uses[t])
                 key = ColumnKey(g, t, r)
-                allowed = not isinstance(group, ModelColumns) or group.allowed is None or group.allowed[t, r]
+                allowed = group.allowed is None or group.allowed[t, r]
                 n[key] = text.variable(money * price, 50.0 if allowed else 0.0, whole=True)
                 late = text.variable(money)
                 weight = price * program.init_penalty
@@ -101,29 +94,18 @@ def reference(program: Program, *, fraction: bool = False) -> float | None:
     for r in range(len(fleet.regions)):
         for c in range(len(fleet.nodes)):
             terms = [
-                (float(groups_of(program)[k.group].uses[k.template, c]), v)
-                for k, v in n.items()
-                if k.region == r
+                (float(program.models[k.group].uses[k.template, c]), v) for k, v in n.items() if k.region == r
             ]
             text.row(-INF, terms, float(fleet.available[r, c]))
     if program.budget_usd_per_h is not None:
-        uses = groups_of(program)
         rent = [
-            (float(fleet.price_usd_per_h[k.region] @ uses[k.group].uses[k.template]), v) for k, v in n.items()
+            (float(fleet.price_usd_per_h[k.region] @ program.models[k.group].uses[k.template]), v)
+            for k, v in n.items()
         ]
         text.row(-INF, rent, program.budget_usd_per_h)
     for pin in program.pins:
         text.row(float(pin.copies), [(1.0, n[pin.key])], float(pin.copies) if pin.exactly else INF)
-    if isinstance(program, CoverProgram):
-        for d, demand in enumerate(program.demands):
-            terms = [
-                (program.headroom * float(demand.throughput[k.template]), v)
-                for k, v in n.items()
-                if k.group == d
-            ]
-            text.row(0.0, [*terms, (-demand.rate, theta)], INF)
-    else:
-        _flow_rows(program, text, n, theta, money)
+    _flow_rows(program, text, n, theta, money)
     value = text.minimum()
     return None if value is None else (-value if fraction else value)
 
@@ -175,9 +157,9 @@ def _flow_rows(program: FlowProgram, text: Text, n: dict[ColumnKey, int], theta:
                 text.row(-INF, [*bits, (-float(cards[key.template]) / 1e9, n[key])], 0.0)
 
 
-def check(program: Program, found: Allocation, fraction: float = 1.0) -> None:
+def check(program: FlowProgram, found: Allocation, fraction: float = 1.0) -> None:
     """Everything a plan must keep, counted from its own numbers."""
-    fleet, groups = program.fleet, groups_of(program)
+    fleet, groups = program.fleet, program.models
     used = np.zeros(fleet.available.shape)
     rent = cost = 0.0
     counts, running = dict(found.counts), dict(program.running)
@@ -195,12 +177,7 @@ def check(program: Program, found: Allocation, fraction: float = 1.0) -> None:
     for pin in program.pins:
         have = counts.get(pin.key, 0)
         assert have == pin.copies if pin.exactly else have >= pin.copies
-    if isinstance(program, CoverProgram):
-        for d, demand in enumerate(program.demands):
-            met = sum(demand.throughput[k.template] * c for k, c in counts.items() if k.group == d)
-            assert met * program.headroom >= demand.rate * fraction * (1 - 1e-6)
-    else:
-        cost += _check_flows(program, found, counts, fraction)
+    cost += _check_flows(program, found, counts, fraction)
     assert cost == approx(found.cost_usd_per_h)
 
 
@@ -269,19 +246,25 @@ def random_uses(rng: np.random.Generator, templates: int, types: int) -> np.ndar
     return uses
 
 
-def random_cover(seed: int, *, extras: bool = True) -> CoverProgram:
+def closed(name: str, rate: float, uses: np.ndarray, per_s: np.ndarray) -> ModelColumns:
+    """A model with one bucket, whose templates do both phases: CORAL's program, one row for each demand."""
+    none = np.zeros((len(uses), 1))
+    return ModelColumns(name, (DemandBucket(name, rate, 0.0),), uses, none, none, per_s[:, None])
+
+
+def random_closed(seed: int, *, extras: bool = True) -> FlowProgram:
     """A small CORAL-like program; about one in four is infeasible."""
     rng = np.random.default_rng(seed)
     fleet = random_fleet(rng, 12)
-    demands = []
-    for d in range(int(rng.integers(1, 5))):
+    models = []
+    for m in range(int(rng.integers(1, 5))):
         uses = random_uses(rng, int(rng.integers(1, 7)), len(fleet.nodes))
         worth = uses @ rng.uniform(1, 4, len(fleet.nodes))
-        demands.append(
-            CoverDemand(f"m{d}", float(rng.uniform(1, 15)), uses, worth * rng.uniform(0.6, 1.2, len(uses)))
+        models.append(
+            closed(f"m{m}", float(rng.uniform(1, 15)), uses, worth * rng.uniform(0.6, 1.2, len(uses)))
         )
-    sizes = [len(demand.uses) for demand in demands]
-    return CoverProgram(fleet, tuple(demands), **(random_extras(rng, fleet, sizes) if extras else {}))
+    sizes = [len(model.uses) for model in models]
+    return FlowProgram(fleet, tuple(models), **(random_extras(rng, fleet, sizes) if extras else {}))
 
 
 def random_flow(seed: int, *, extras: bool = True) -> FlowProgram:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from potluck.catalog import models, nodes
 from potluck.core.values.layout import Pool
 from potluck.core.values.types import Codec, LengthBin, Link, NodeOffer, Region, Slo, Traffic
-from potluck.plan.problem import CODECS, ModelDemand, PlanningProblem, ask
+from potluck.plan.problem import CODECS, ModelDemand, PlanningProblem, model_demand
 
 CHAT = ((300, 250, 0.5), (1500, 200, 0.4), (6000, 300, 0.1))
 
@@ -18,7 +18,7 @@ def an_ask(
     lengths: tuple[tuple[float, float, float], ...] = CHAT,
 ) -> ModelDemand:
     traffic = Traffic(name, rate_per_s, tuple(LengthBin(*each) for each in lengths))
-    return ask(name, models.model(model), slo or Slo(2.0, 0.06), traffic)
+    return model_demand(name, models.model(model), slo or Slo(2.0, 0.06), traffic)
 
 
 def a_problem(

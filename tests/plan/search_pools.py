@@ -9,7 +9,7 @@ import numpy as np
 
 from potluck.catalog import gpus, models, nodes
 from potluck.core.values.types import Slo
-from potluck.plan.search.pool_workload import Pool, PoolNode, PoolWorkload, uniform_pool
+from potluck.plan.search.workload import Pool, PoolNode, PoolWorkload, uniform_pool
 
 CONVERSATION, CODING = (1155, 211), (2000, 28)
 """Mean lengths of the Azure traces; coding's 2,048 would leave LLaMA-30B no room to answer."""

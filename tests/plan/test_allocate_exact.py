@@ -6,15 +6,15 @@ import itertools
 
 import numpy as np
 import pytest
-from allocate_reference import check, random_cover, random_flow, reference
+from allocate_reference import check, closed, random_closed, random_flow, reference
 
-from potluck.plan.allocate.program import ColumnKey, CoverDemand, CoverProgram, NodeSupply, Program, as_flow
+from potluck.plan.allocate.program import ColumnKey, FlowProgram, NodeSupply
 from potluck.plan.allocate.solve import solve
 
 LIMIT_S = 60.0
 
 
-def agrees(program: Program) -> str:
+def agrees(program: FlowProgram) -> str:
     """Solve, recheck and compare; the status."""
     found, best = solve(program, time_limit_s=LIMIT_S), reference(program)
     if best is not None:
@@ -41,13 +41,13 @@ def agrees(program: Program) -> str:
     return found.status
 
 
-@pytest.mark.parametrize("block", range(6))
-def test_cover_programs_equal_the_reference(block: int) -> None:
-    seen = [agrees(random_cover(seed)) for seed in range(15 * block, 15 * block + 15)]
+@pytest.mark.parametrize("block", range(2))
+def test_closed_programs_equal_the_reference(block: int) -> None:
+    seen = [agrees(random_closed(seed)) for seed in range(10 * block, 10 * block + 10)]
     assert {"optimal", "infeasible"} <= set(seen)
 
 
-@pytest.mark.parametrize("block", range(6))
+@pytest.mark.parametrize("block", range(3))
 def test_general_programs_equal_the_reference(block: int) -> None:
     seen = [agrees(random_flow(seed)) for seed in range(10 * block, 10 * block + 10)]
     assert {"optimal", "infeasible"} <= set(seen)
@@ -56,7 +56,7 @@ def test_general_programs_equal_the_reference(block: int) -> None:
 @pytest.mark.parametrize("seed", [6087, 7025])
 def test_programs_on_which_highs_itself_errs(seed: int) -> None:
     """With probing in presolve HiGHS calls a worse fraction optimal, and in the other ends in an error."""
-    assert agrees(random_cover(seed)) == "infeasible"
+    assert agrees(random_closed(seed)) == "infeasible"
 
 
 def test_a_count_that_is_whole_only_within_tolerance() -> None:
@@ -64,21 +64,12 @@ def test_a_count_that_is_whole_only_within_tolerance() -> None:
     assert agrees(random_flow(20745)) == "optimal"
 
 
-@pytest.mark.parametrize("seed", range(200, 220))
-def test_both_solvers_agree_on_a_cover_program(seed: int) -> None:
-    program = random_cover(seed)
-    one, other = (solve(each, time_limit_s=LIMIT_S) for each in (program, as_flow(program)))
-    assert one.status == other.status
-    if one.found:
-        assert one.cost_usd_per_h == pytest.approx(other.cost_usd_per_h, rel=1e-6)
-
-
-def tiny(seed: int) -> CoverProgram:
+def tiny(seed: int) -> FlowProgram:
     """Two demands, two templates each, one region, at most three nodes of a type."""
     rng = np.random.default_rng(seed)
     fleet = NodeSupply(("here",), ("a", "b"), rng.uniform(1, 4, (1, 2)), rng.integers(1, 4, (1, 2)))
-    demands = tuple(
-        CoverDemand(
+    models = tuple(
+        closed(
             f"m{d}",
             float(rng.uniform(1, 4)),
             np.array([[1, 0], [int(rng.integers(0, 2)), 1]], dtype=np.uint8),
@@ -86,10 +77,10 @@ def tiny(seed: int) -> CoverProgram:
         )
         for d in range(2)
     )
-    return CoverProgram(fleet, demands)
+    return FlowProgram(fleet, models)
 
 
-@pytest.mark.parametrize("seed", range(40))
+@pytest.mark.parametrize("seed", range(10))
 def test_tiny_programs_equal_brute_force(seed: int) -> None:
     program = tiny(seed)
     columns = [ColumnKey(d, t, 0) for d in range(2) for t in range(2)]
@@ -97,11 +88,11 @@ def test_tiny_programs_equal_brute_force(seed: int) -> None:
     for counts in itertools.product(range(4), repeat=4):
         used, met, cost = np.zeros(2), np.zeros(2), 0.0
         for key, n in zip(columns, counts, strict=True):
-            demand = program.demands[key.group]
+            demand = program.models[key.group]
             used += n * demand.uses[key.template]
-            met[key.group] += n * demand.throughput[key.template]
+            met[key.group] += n * float(demand.closed_per_s[key.template, 0])
             cost += n * float(demand.uses[key.template] @ program.fleet.price_usd_per_h[0])
-        enough = all(met[d] >= program.demands[d].rate for d in range(2))
+        enough = all(met[d] >= program.models[d].buckets[0].rate_per_s for d in range(2))
         if enough and (used <= program.fleet.available[0]).all():
             best = min(best, cost)
     found = solve(program, time_limit_s=LIMIT_S)

@@ -11,16 +11,17 @@ import pytest
 
 from potluck.catalog import models, nodes
 from potluck.core.scaling.cauchy_scaling import cheapest_cover, options, startable, weight
-from potluck.core.values.plan import Plan, plan_from_json, plan_to_json
+from potluck.core.values.plan import Plan, Template, plan_from_json, plan_to_json
 from potluck.core.values.types import LengthBin, NodeOffer, Region, Slo, Traffic
-from potluck.plan.problem import PlanningProblem, ask
-from potluck.plan.reasons.explain import copy_tokens_per_usd, tokens_json
-from potluck.plan.replan.scaling_candidates import MOST, with_candidates
+from potluck.plan.explain import copy_tokens_per_usd, tokens_json
+from potluck.plan.problem import PlanningProblem, model_demand
+from potluck.plan.replan.current_problem import MOST, with_candidates
 from potluck.plan.strategies import STRATEGIES, SolveSettings, TemplateFactory
-from potluck.plan.strategies.column_kinds import KINDS, templates_of
 
 USD_PER_H = {"1xH800": 2.69, "1xA800-PCIe": 1.19, "1xH20": 1.50}
-ASK = ask("m", models.model("Llama-3.1-8B"), Slo(10.0, 0.05), Traffic("m", 6.4, (LengthBin(1155, 77, 1.0),)))
+ASK = model_demand(
+    "m", models.model("Llama-3.1-8B"), Slo(10.0, 0.05), Traffic("m", 6.4, (LengthBin(1155, 77, 1.0),))
+)
 
 
 def market(*available: int, region: str = "here") -> Region:
@@ -32,6 +33,11 @@ PROBLEM = PlanningProblem((ASK,), (market(8, 8, 8),), tuple(nodes.node_type(name
 WORKSHOP = TemplateFactory(PROBLEM)
 
 
+def templates_of(strategy: str) -> list[Template]:
+    make = STRATEGIES[strategy].templates
+    return [] if make is None else make(WORKSHOP, ASK)
+
+
 @pytest.fixture(scope="module", params=["cauchy", "cauchy-mc", "cauchy-mce", "cauchy-ce"])
 def plan(request: pytest.FixtureRequest) -> Plan:
     made = STRATEGIES[request.param](WORKSHOP, SolveSettings(time_limit_s=5)).plan
@@ -39,13 +45,13 @@ def plan(request: pytest.FixtureRequest) -> Plan:
 
 
 def test_candidates_are_the_strategys_and_cover_every_pair_of_types(plan: Plan) -> None:
-    made = {each.name for each in templates_of(WORKSHOP, plan.strategy, ASK)}
+    made = {each.name for each in templates_of(plan.strategy)}
     used = {each.name for each in plan.templates}
     names = {each.name for each in plan.candidates}
     assert names <= made
     assert not names & used
     assert 0 < len(names) <= MOST
-    types = {frozenset(each.node_counts) for each in templates_of(WORKSHOP, plan.strategy, ASK)}
+    types = {frozenset(each.node_counts) for each in templates_of(plan.strategy)}
     assert {frozenset(each.node_counts) for each in plan.repertoire} == types
     again = plan_from_json(plan_to_json(plan))
     assert again == plan
@@ -53,7 +59,7 @@ def test_candidates_are_the_strategys_and_cover_every_pair_of_types(plan: Plan) 
 
 def test_nothing_is_left_out_that_would_be_better_on_the_same_nodes(plan: Plan) -> None:
     """Brute force: no template that was left out does more than every one that was kept of its nodes."""
-    for left in templates_of(WORKSHOP, plan.strategy, ASK):
+    for left in templates_of(plan.strategy):
         rivals = [each for each in plan.repertoire if set(each.node_counts) == set(left.node_counts)]
         if left.name in {each.name for each in rivals} or len(plan.candidates) == MOST:
             continue
@@ -113,7 +119,7 @@ def test_weights_are_the_strategys_programs(plan: Plan) -> None:
 
 
 def test_every_strategy_that_has_kinds_is_a_strategy() -> None:
-    assert KINDS.keys() == STRATEGIES.keys() - {"homo", "thunderserve"}
+    assert [name for name, each in STRATEGIES.items() if each.templates is None] == ["homo", "thunderserve"]
 
 
 def test_tokens_per_dollar_of_deployments_add_up_to_the_plans(plan: Plan) -> None:

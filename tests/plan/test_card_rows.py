@@ -11,9 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from potluck.core.errors import InputError
-from potluck.plan.allocate.flow_price import Duals, Pricer
 from potluck.plan.allocate.highs import Milp, solve_milp
 from potluck.plan.allocate.program import DemandBucket, FlowProgram, ModelColumns, NodeSupply
+from potluck.plan.allocate.relaxation import Duals, Pricer
 from potluck.plan.allocate.solve import solve
 
 LIMIT_S = 60.0

@@ -9,12 +9,12 @@ import pytest
 from potluck.catalog import models, nodes
 from potluck.core.values.types import LengthBin, NodeOffer, Region, Slo, Traffic
 from potluck.perf.timers.cauchy_timer import CauchyModel, ComboSide, ce
-from potluck.plan.check.verify import retimed, verify
-from potluck.plan.problem import ModelDemand, PlanningProblem, ask
+from potluck.plan.problem import ModelDemand, PlanningProblem, model_demand
 from potluck.plan.strategies import STRATEGIES, SolveSettings, TemplateFactory
 from potluck.plan.strategies.template_factory import with_running
-from potluck.plan.templates.gpu_combo import _batch, gpu_combos
+from potluck.plan.templates.combo import _batch, gpu_combos
 from potluck.plan.timing.rate_cache import unwritten
+from potluck.plan.verify import retimed, verify
 
 USD_PER_H = {"H800": 2.69, "A800-PCIe": 1.19, "H20": 1.50}
 """Of one GPU: the paper's Table 1."""
@@ -24,7 +24,7 @@ def an_ask(
     rate_per_s: float = 6.4, lengths: tuple[int, int] = (1155, 77), model: str = "Llama-3.1-8B"
 ) -> ModelDemand:
     traffic = Traffic("m", rate_per_s, (LengthBin(*lengths, 1.0),))
-    return ask("m", models.model(model), Slo(10.0, 0.05), traffic)
+    return model_demand("m", models.model(model), Slo(10.0, 0.05), traffic)
 
 
 def a_fleet(each: ModelDemand, gpus: int = 1, available: int = 8) -> PlanningProblem:

@@ -13,10 +13,17 @@ from plan_problems import a_problem, an_ask
 
 from potluck.core.errors import InputError
 from potluck.core.values.service import ModelTerms
-from potluck.plan.check.verify import verify
-from potluck.plan.series.day_schedule import at_rates, change_usd, cheapest_round, schedule
-from potluck.plan.series.frontier import dominated, frontier, with_value
+from potluck.plan.day_and_frontier import (
+    at_rates,
+    change_usd,
+    cheapest_round,
+    dominated,
+    frontier,
+    schedule,
+    with_value,
+)
 from potluck.plan.strategies import STRATEGIES, SolveSettings, TemplateFactory
+from potluck.plan.verify import verify
 
 melange = STRATEGIES["melange"]
 SETTINGS = SolveSettings(time_limit_s=20.0)

@@ -12,9 +12,9 @@ from potluck.core.routing.template_weights import planned
 from potluck.core.values.plan import Deployment, Plan, PlannedShare
 from potluck.core.values.types import Link, Slo
 from potluck.plan.assemble.even_shares import evened
-from potluck.plan.check.verify import verify
 from potluck.plan.problem import CODECS, PlanningProblem
 from potluck.plan.strategies import STRATEGIES, SolveSettings, TemplateFactory
+from potluck.plan.verify import verify
 
 SETTINGS = SolveSettings(time_limit_s=5.0)
 ONE_BUCKET = ((800, 150, 1.0),)

@@ -21,13 +21,13 @@ from potluck.core.errors import InputError
 from potluck.core.values.layout import EmulatedReplica, single
 from potluck.core.values.model import Format
 from potluck.core.values.plan import Plan, plan_from_json, plan_to_json
-from potluck.plan.check.verify import verify
+from potluck.plan.explain import explain
 from potluck.plan.problem import ModelDemand, PlanningProblem
-from potluck.plan.reasons.explain import explain
+from potluck.plan.replan.current_problem import with_candidates
 from potluck.plan.replan.replan_options import at_once
-from potluck.plan.replan.scaling_candidates import with_candidates
 from potluck.plan.strategies import STRATEGIES, PlanOutcome, SolveSettings, TemplateFactory
-from potluck.plan.strategies.weight_formats import formats_of
+from potluck.plan.strategies.variants import formats_of
+from potluck.plan.verify import verify
 from potluck.runtime.resolved_plan import ResolvedPlan
 from potluck.spec.load_spec import parse_spec
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from plan_problems import a_problem, an_ask
 
-from potluck.plan.check.verify import verify
 from potluck.plan.strategies import STRATEGIES, SolveSettings, TemplateFactory
+from potluck.plan.verify import verify
 
 BRIEF = SolveSettings(time_limit_s=10)
 

@@ -14,11 +14,10 @@ from potluck.core.state.facts import ObservedSpeed
 from potluck.core.values.layout import single
 from potluck.core.values.plan import Template
 from potluck.plan.problem import ModelDemand, PlanningProblem
-from potluck.plan.replan.observed_profiles import observed
+from potluck.plan.replan.current_problem import observed
 from potluck.plan.strategies.template_factory import TemplateFactory
 from potluck.plan.timing import rate_cache as books_module
-from potluck.plan.timing.array_files import load, save, trim
-from potluck.plan.timing.rate_cache import RateCaches, unwritten
+from potluck.plan.timing.rate_cache import RateCaches, load, save, trim, unwritten
 from potluck.plan.timing.replica_rates import replica_capacity
 
 

@@ -17,10 +17,10 @@ from potluck.cli.common.inputs import load_problem
 from potluck.core.values.kv import lossy_crossings
 from potluck.core.values.plan import Plan
 from potluck.core.values.types import Link, Slo
-from potluck.plan.check.verify import verify
 from potluck.plan.problem import CODECS, PlanningProblem
 from potluck.plan.strategies import STRATEGIES, SolveSettings, TemplateFactory
 from potluck.plan.strategies.pool_strategy import worth_searching
+from potluck.plan.verify import verify
 from potluck.spec.load_spec import load_spec, parse_spec
 
 EXAMPLES = sorted((Path(__file__).parents[2] / "examples").glob("*.yaml"))
@@ -28,7 +28,7 @@ SHIPPED = [
     Path(str(resources.files(package) / "data" / name))
     for package, name in (
         ("potluck.cli", "demo.yaml"),
-        ("potluck.demo", "day.yaml"),
+        ("potluck.cli", "day.yaml"),
         ("potluck.spec", "example.yaml"),
     )
 ]

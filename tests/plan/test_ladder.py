@@ -11,11 +11,11 @@ from plan_problems import a_problem, an_ask
 
 from potluck.core.values.plan import Plan
 from potluck.core.values.types import Link, Slo
-from potluck.plan.check.verify import verify
+from potluck.plan.explain import without_nodes
 from potluck.plan.problem import PlanningProblem
-from potluck.plan.reasons.explain import without_nodes
 from potluck.plan.replan.replan_options import best_answer, ladder, survivors
 from potluck.plan.strategies import STRATEGIES, SolveSettings, TemplateFactory
+from potluck.plan.verify import verify
 
 OFFERS = {"east": {"1xH100": (3.0, 3), "1xL40S": (1.2, 4)}, "west": {"1xA10G": (0.6, 10), "1xL40S": (1.5, 4)}}
 LINKS = (Link("east", "west", 40.0, 0.02), Link("west", "east", 40.0, 0.02))

@@ -15,12 +15,11 @@ from potluck.core.errors import InputError
 from potluck.core.values.layout import Pool
 from potluck.core.values.plan import Plan
 from potluck.core.values.types import Slo
-from potluck.plan.check.verify import verify
+from potluck.plan.explain import without_nodes
 from potluck.plan.problem import PlanningProblem
-from potluck.plan.reasons.explain import without_nodes
-from potluck.plan.replan.regroup_pool import left_of, settled
-from potluck.plan.replan.replan_options import ReplanOption, best_answer, ladder
+from potluck.plan.replan.replan_options import ReplanOption, best_answer, ladder, left_of, settled
 from potluck.plan.strategies import STRATEGIES, SolveSettings, TemplateFactory
+from potluck.plan.verify import verify
 
 QUICK = SolveSettings(time_limit_s=2.0)
 MACHINES = (("a", "A40", 4), ("b", "A5000", 4), ("c", "RTX3090Ti", 4), ("d", "A5000", 4), ("e", "A40", 2))

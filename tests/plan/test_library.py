@@ -14,7 +14,7 @@ from potluck.perf.operators.calibration import bundled
 from potluck.plan.templates import library
 from potluck.plan.templates.library import cached_library, cached_stage_rates, library_key, pipeline_libraries
 from potluck.plan.templates.pipeline import PipelineLibrary, pipeline_library
-from potluck.plan.timing.array_files import default_folder
+from potluck.plan.timing.rate_cache import default_folder
 from potluck.plan.timing.stage_rates import StageRates, stage_rates
 
 MODEL = models.model("Qwen3-32B")

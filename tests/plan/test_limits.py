@@ -11,16 +11,18 @@ import pytest
 from allocate_reference import reference
 
 from potluck.core.errors import InputError
-from potluck.plan.allocate.limits import CountLimit, ExtraVariable, Outage
 from potluck.plan.allocate.outages import gone_columns
 from potluck.plan.allocate.program import (
     ColumnKey,
     ColumnPin,
+    CountLimit,
     DemandBucket,
+    ExtraVariable,
     FlowProgram,
     LinkRow,
     ModelColumns,
     NodeSupply,
+    Outage,
 )
 from potluck.plan.allocate.solve import solve
 

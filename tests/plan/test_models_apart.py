@@ -9,12 +9,11 @@ import numpy as np
 import pytest
 from allocate_reference import random_flow, reference
 
-from potluck.plan.allocate.deadline import Deadline
 from potluck.plan.allocate.decomposition import ModelDecomposition, falls_apart
-from potluck.plan.allocate.dominated import told_in, without_needless
 from potluck.plan.allocate.flow import begun
+from potluck.plan.allocate.highs import Deadline
 from potluck.plan.allocate.program import ColumnKey, FlowProgram
-from potluck.plan.allocate.solve import solve
+from potluck.plan.allocate.solve import solve, told_in, without_needless
 
 
 def joined(seed: int) -> FlowProgram:

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from potluck.core.errors import InputError
-from potluck.plan.templates.multisets import Multisets, multisets
+from potluck.plan.templates.pipeline import Multisets, multisets
 
 
 @pytest.mark.parametrize(("kinds", "most"), [(1, 1), (1, 6), (3, 4), (5, 3), (20, 2)])

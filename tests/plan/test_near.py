@@ -12,10 +12,10 @@ from potluck.catalog import models
 from potluck.core.errors import CapacityError
 from potluck.core.values.service import ModelTerms
 from potluck.core.values.types import LengthBin, Slo, Traffic
-from potluck.plan.check.verify import verify
-from potluck.plan.problem import ModelDemand, PlanningProblem, ask
-from potluck.plan.reasons.term_prices import term_prices
+from potluck.plan.explain import term_prices
+from potluck.plan.problem import ModelDemand, PlanningProblem, model_demand
 from potluck.plan.strategies import STRATEGIES, PlanOutcome, SolveSettings, TemplateFactory
+from potluck.plan.verify import verify
 
 SETTINGS = SolveSettings(time_limit_s=20.0)
 melange = STRATEGIES["melange"]
@@ -35,7 +35,7 @@ def made(
     kinds = tuple((name, 0.25) for name in classes or {})
     traffic = Traffic("chat", 6.0, lengths, classes=kinds, origins=shares)
     far = {name: tuple(each.items()) for name, each in rtt_s.items()}
-    return ask("chat", models.model("Llama-3.1-8B"), slo, traffic, promises=classes, rtt_s=far)
+    return model_demand("chat", models.model("Llama-3.1-8B"), slo, traffic, promises=classes, rtt_s=far)
 
 
 def at(problem: PlanningProblem, regions: tuple[str, ...]) -> PlanOutcome | None:

@@ -7,15 +7,21 @@ from itertools import combinations
 import numpy as np
 import pytest
 from numpy.typing import NDArray
+from papers.coral_placement import brute_force, integer_program
 
 from potluck.catalog import models, nodes
 from potluck.core.errors import InputError, UnknownNameError
 from potluck.core.values.types import Slo
-from potluck.plan.templates.multisets import multisets
-from potluck.plan.templates.pipeline import memory_limit, pipeline_library, solve
-from potluck.plan.templates.pipeline_partitions import partitions, pattern_of
-from potluck.plan.templates.pipeline_placement import best_placement, divide
-from potluck.plan.templates.pipeline_reference import brute_force, integer_program
+from potluck.plan.templates.pipeline import (
+    best_placement,
+    divide,
+    memory_limit,
+    multisets,
+    partitions,
+    pattern_of,
+    pipeline_library,
+    solve,
+)
 from potluck.plan.timing.stage_rates import StageRates, stage_rates
 
 Ints = NDArray[np.int64]

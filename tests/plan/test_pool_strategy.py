@@ -17,13 +17,13 @@ from potluck.core.values.plan import Deployment, PlannedReplica, TemplateFlow, p
 from potluck.core.values.types import Codec, Slo
 from potluck.plan.allocate.solve import solve
 from potluck.plan.assemble.columns import columns, plan_of
-from potluck.plan.check.verify import verify
 from potluck.plan.problem import ModelDemand, PlanningProblem
 from potluck.plan.strategies import STRATEGIES, SolveSettings, TemplateFactory
 from potluck.plan.templates.group import components, group_capacity, group_template, route
 from potluck.plan.timing.named_machines import machine_of, named, region_pool
 from potluck.plan.timing.network_cards import wire_bits
 from potluck.plan.timing.replica_rates import replica_capacity
+from potluck.plan.verify import verify
 
 KINDS = ("A5000", "RTX3090Ti", "A40", "L4")
 QUICK = SolveSettings(time_limit_s=4.0, gap_target=0.0)

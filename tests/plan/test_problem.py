@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from potluck.catalog import models, nodes
 from potluck.core.errors import InputError
 from potluck.core.values.types import LengthBin, NodeOffer, Region, Slo, Traffic
-from potluck.plan.problem import PlanningProblem, ask, demands_of, prefill_work
+from potluck.plan.problem import PlanningProblem, demands_of, model_demand, prefill_work
 
 LLAMA = models.model("Llama-3.1-8B")
 GPT_OSS = models.model("GPT-OSS-20B")
@@ -34,10 +34,10 @@ def test_an_objective_for_the_whole_answer_tightens_what_is_planned_for() -> Non
     bins = (LengthBin(1000, 50, 0.5), LengthBin(900, 101, 0.4), LengthBin(800, 4000, 0.1))
     traffic, slo = Traffic("m", 1.0, bins), Slo(2.0, 0.1, 0.9, e2e_s=6.0)
     # 90 % of the answers have at most 101 tokens: 2 s + 100 x 0.1 s, twice what may be
-    assert ask("m", LLAMA, slo, traffic).slo == Slo(1.0, 0.05, 0.9, 6.0)
-    longer = ask("m", LLAMA, replace(slo, attainment=0.95), traffic).slo
+    assert model_demand("m", LLAMA, slo, traffic).slo == Slo(1.0, 0.05, 0.9, 6.0)
+    longer = model_demand("m", LLAMA, replace(slo, attainment=0.95), traffic).slo
     assert longer.ttft_s + 3999 * longer.tpot_s == pytest.approx(6.0)
-    assert ask("m", LLAMA, replace(slo, e2e_s=12.0), traffic).slo.tpot_s == 0.1
+    assert model_demand("m", LLAMA, replace(slo, e2e_s=12.0), traffic).slo.tpot_s == 0.1
 
 
 @given(traffics(), st.sampled_from([LLAMA, GPT_OSS]))
@@ -73,14 +73,14 @@ def test_tokens_are_kept_up_to_rounding(traffic: Traffic) -> None:
 def test_the_longest_requests_beyond_the_attained_share_lose_the_ttft_promise() -> None:
     bins = tuple(LengthBin(length, 100, 0.25) for length in (100, 1000, 10_000, 30_000))
     traffic = Traffic("m", 4.0, bins)
-    promised = [d.promised for d in ask("m", LLAMA, Slo(1.0, 0.1, 0.7), traffic).demands]
+    promised = [d.promised for d in model_demand("m", LLAMA, Slo(1.0, 0.1, 0.7), traffic).demands]
     assert promised == [True, True, True, False]
-    assert all(d.promised for d in ask("m", LLAMA, Slo(1.0, 0.1, 1.0), traffic).demands)
-    assert ask("m", LLAMA, Slo(1.0, 0.1, 0.01), traffic).demands[0].promised
+    assert all(d.promised for d in model_demand("m", LLAMA, Slo(1.0, 0.1, 1.0), traffic).demands)
+    assert model_demand("m", LLAMA, Slo(1.0, 0.1, 0.01), traffic).demands[0].promised
 
 
 def test_a_fleet_without_gpus_is_refused() -> None:
-    one = ask("m", LLAMA, Slo(1.0, 0.1), Traffic("m", 1.0, (LengthBin(100, 10, 1.0),)))
+    one = model_demand("m", LLAMA, Slo(1.0, 0.1), Traffic("m", 1.0, (LengthBin(100, 10, 1.0),)))
     empty = Region("home", (NodeOffer("1xL4", 1.0, 0),))
     with pytest.raises(InputError, match="no GPUs"):
         PlanningProblem((one,), (empty,), (nodes.node_type("L4"),))

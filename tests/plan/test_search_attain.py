@@ -10,21 +10,20 @@ from potluck.catalog import models
 from potluck.core.values.layout import Pool, uniform_pool
 from potluck.core.values.plan import PlannedReplica
 from potluck.core.values.types import LengthBin, Slo, Traffic
-from potluck.plan.problem import ModelDemand, ask
+from potluck.plan.problem import ModelDemand, model_demand
 from potluck.plan.search.deduce import deducer
-from potluck.plan.search.deduce_kernel import PREFILL
 from potluck.plan.search.evaluate import PoolEvaluator
-from potluck.plan.search.pair_attainment import tried
-from potluck.plan.search.pool_workload import workload_of
-from potluck.plan.search.search_templates import to_templates
+from potluck.plan.search.kernels import PREFILL
+from potluck.plan.search.search_templates import to_templates, tried
 from potluck.plan.search.tabu import SearchLimits, SearchResult, SearchSettings, search_with
+from potluck.plan.search.workload import workload_of
 from potluck.plan.strategies.pool_strategy import search_groups
 
 QUICK = SearchSettings(limits=SearchLimits(walks=3, patience=10), phases=("prefill", "decode"))
 POOL: Pool = uniform_pool(
     [catalog_node(f"n{i}", gpu, 2) for i, gpu in enumerate(("A40", "A40", "A5000", "A6000"))], 20.0
 )
-WANTED: ModelDemand = ask(
+WANTED: ModelDemand = model_demand(
     "chat",
     models.model("Llama-2-13B"),
     Slo(2.5, 0.1),

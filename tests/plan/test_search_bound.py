@@ -11,13 +11,12 @@ from search_pools import catalog_node, random_pool, workload
 from potluck.core.values.types import Slo
 from potluck.plan.allocate.program import DemandBucket, FlowProgram, ModelColumns, NodeSupply
 from potluck.plan.allocate.solve import solve
-from potluck.plan.search import bound_program
+from potluck.plan.search import bound
 from potluck.plan.search.bound import _fit, _thresholds, class_bound, exact_bound, groups_of
 from potluck.plan.search.deduce import deducer
-from potluck.plan.search.deduce_kernel import DECODE, MIXED, PREFILL
-from potluck.plan.search.pool_workload import Pool, PoolWorkload, uniform_pool
-from potluck.plan.search.stage_costs import PeakCosts
+from potluck.plan.search.kernels import DECODE, MIXED, PREFILL
 from potluck.plan.search.tabu import SearchLimits, SearchSettings, search
+from potluck.plan.search.workload import PeakCosts, Pool, PoolWorkload, uniform_pool
 
 KINDS = ("A5000", "RTX3090Ti", "A40", "L4")
 LOOSE = Slo(1e4, 0.06)
@@ -87,7 +86,7 @@ def test_what_is_known_and_fewer_columns_leave_a_bound(seed: int, monkeypatch: p
     assert known == pytest.approx(plain, rel=1e-3)
     assert exact_bound(pool, work, PeakCosts(), known_per_s=2 * plain) <= 2 * plain
     assert class_bound(pool, work, PeakCosts(), time_limit_s=600.0) >= plain * (1 - 1e-3)
-    monkeypatch.setattr(bound_program, "MOST_COLUMNS", 10)
+    monkeypatch.setattr(bound, "MOST_COLUMNS", 10)
     assert exact_bound(pool, work, PeakCosts(), time_limit_s=600.0) >= plain * (1 - 1e-3)
 
 

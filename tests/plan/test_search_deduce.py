@@ -13,9 +13,8 @@ from potluck.catalog import models
 from potluck.core.routing.capacity import MARGIN
 from potluck.core.values.types import Slo
 from potluck.plan.search.deduce import ConfigurationSearch, GroupConfiguration, best_order, deducer, even_cuts
-from potluck.plan.search.deduce_kernel import DECODE, MIXED, PREFILL
-from potluck.plan.search.pool_workload import PoolWorkload
-from potluck.plan.search.stage_costs import CalibratedCosts, PeakCosts
+from potluck.plan.search.kernels import DECODE, MIXED, PREFILL
+from potluck.plan.search.workload import CalibratedCosts, PeakCosts, PoolWorkload
 
 LAYERS = 9
 KINDS = ("A5000", "RTX3090Ti", "A40", "A6000", "L4")

@@ -12,11 +12,20 @@ from potluck.core.values.types import Slo
 from potluck.plan.search import deduce
 from potluck.plan.search.deduce import deducer
 from potluck.plan.search.evaluate import GpuGroup, PoolEvaluator, PoolUse
-from potluck.plan.search.groups import dealt_state, joined, make_state, size_of
-from potluck.plan.search.moves import NeighbourMoves, all_moves, all_near, flips_only, kinds_of, swap
-from potluck.plan.search.pool_workload import Pool, PoolWorkload
-from potluck.plan.search.stage_costs import PeakCosts
+from potluck.plan.search.moves import (
+    NeighbourMoves,
+    all_moves,
+    all_near,
+    dealt_state,
+    flips_only,
+    joined,
+    kinds_of,
+    make_state,
+    size_of,
+    swap,
+)
 from potluck.plan.search.tabu import SearchLimits, SearchSettings, TabuSearch
+from potluck.plan.search.workload import PeakCosts, Pool, PoolWorkload
 
 KINDS = ("A5000", "RTX3090Ti", "A40", "L4")
 PHASES = (0, 1, 2)

@@ -11,10 +11,9 @@ from search_pools import paper_pool, workload
 from potluck.core.errors import InputError
 from potluck.plan.allocate.highs import INFINITY, Milp, solve_milp
 from potluck.plan.search.deduce import deducer
-from potluck.plan.search.deduce_kernel import DECODE, MIXED, PREFILL
-from potluck.plan.search.evaluate import GpuGroup, PoolEvaluator
-from potluck.plan.search.orchestrate import transport
-from potluck.plan.search.stage_costs import PeakCosts
+from potluck.plan.search.evaluate import GpuGroup, PoolEvaluator, transport
+from potluck.plan.search.kernels import DECODE, MIXED, PREFILL
+from potluck.plan.search.workload import PeakCosts
 
 
 def brute_force(

@@ -10,9 +10,8 @@ from search_pools import CLOUD, CODING, CONVERSATION, catalog_node, paper_node, 
 
 from potluck.core.values.types import Slo
 from potluck.perf.step_timer import steps
-from potluck.plan.search.pool_workload import uniform_pool
-from potluck.plan.search.stage_costs import CalibratedCosts, LayerTiming, PeakCosts
 from potluck.plan.search.tabu import SearchLimits, SearchResult, SearchSettings, search
+from potluck.plan.search.workload import CalibratedCosts, LayerTiming, PeakCosts, uniform_pool
 
 PAPER = SearchSettings(phases=("prefill", "decode"), timing=PeakCosts(), limits=SearchLimits(walks=4))
 ACROSS = ((0, 2), (1, 2))

@@ -10,13 +10,19 @@ from search_pools import CODING, catalog_node, paper_pool, workload
 from potluck.catalog import models
 from potluck.core.errors import CapacityError, InputError
 from potluck.core.values.types import LengthBin, Slo, Traffic
-from potluck.plan.problem import ModelDemand, ask
-from potluck.plan.search.groups import joined
-from potluck.plan.search.pool_workload import Pool, uniform_pool, workload_of
-from potluck.plan.search.reschedule import flipped, reschedule, survivors
+from potluck.plan.problem import ModelDemand, model_demand
+from potluck.plan.search.moves import joined
 from potluck.plan.search.search_templates import attainment_trace, found_of, replicas_of, to_templates
-from potluck.plan.search.stage_costs import CalibratedCosts, PeakCosts
-from potluck.plan.search.tabu import SearchLimits, SearchResult, SearchSettings, search
+from potluck.plan.search.tabu import (
+    SearchLimits,
+    SearchResult,
+    SearchSettings,
+    flipped,
+    groups_left,
+    reschedule,
+    search,
+)
+from potluck.plan.search.workload import CalibratedCosts, PeakCosts, Pool, uniform_pool, workload_of
 
 QUICK = SearchSettings(
     timing=PeakCosts(), limits=SearchLimits(walks=4, patience=30), phases=("prefill", "decode")
@@ -34,7 +40,7 @@ def _fields(settings: SearchSettings) -> dict[str, object]:
 
 def test_losing_a_node_flips_and_reroutes_without_reloading(conversation: SearchResult) -> None:
     pool, work = paper_pool(), workload()
-    left = survivors(pool, conversation, {"A6000-0": 4})
+    left = groups_left(pool, conversation, {"A6000-0": 4})
     after = reschedule(left, conversation, work, QUICK)
     loaded = [mine.stages for mine in conversation.configurations]
     assert all(mine.stages in loaded for mine in after.configurations)
@@ -52,7 +58,7 @@ def test_losing_a_node_flips_and_reroutes_without_reloading(conversation: Search
 
 def test_a_shift_to_coding_flips_towards_prefill(conversation: SearchResult) -> None:
     pool = paper_pool()
-    nothing_lost = survivors(pool, conversation, {})
+    nothing_lost = groups_left(pool, conversation, {})
     after = reschedule(nothing_lost, conversation, workload(lengths=CODING), QUICK)
     changes = flipped(conversation, after)
     assert changes
@@ -65,7 +71,7 @@ def test_random_losses_down_to_nothing(conversation: SearchResult) -> None:
     served = refused = 0
     for _ in range(40):
         lost = {node.name: int(rng.integers(0, node.gpus + 1)) for node in pool.nodes}
-        left = survivors(pool, conversation, lost)
+        left = groups_left(pool, conversation, lost)
         used = joined(conversation.state.groups[place].takes for place in left.kept)
         assert all(count <= left.pool.nodes[node].gpus for node, count in used)
         try:
@@ -78,7 +84,7 @@ def test_random_losses_down_to_nothing(conversation: SearchResult) -> None:
         assert after.orchestration.goodput_per_s == pytest.approx(after.score.attainment * work.rate_per_s)
     assert served
     assert refused
-    nearly_all = survivors(
+    nearly_all = groups_left(
         pool, conversation, {node.name: node.gpus for node in pool.nodes[1:]} | {"A6000-0": 3}
     )
     with pytest.raises(CapacityError, match="no group that is left"):
@@ -88,16 +94,16 @@ def test_random_losses_down_to_nothing(conversation: SearchResult) -> None:
 def test_the_groups_that_were_hit_may_be_named(conversation: SearchResult) -> None:
     pool = paper_pool()
     node = conversation.state.groups[0].takes[0][0]
-    left = survivors(pool, conversation, {pool.nodes[node].name: 1}, dead=[0])
+    left = groups_left(pool, conversation, {pool.nodes[node].name: 1}, dead=[0])
     assert 0 not in left.kept
     with pytest.raises(InputError, match="beyond the"):
-        survivors(pool, conversation, {}, dead=[99])
+        groups_left(pool, conversation, {}, dead=[99])
 
 
 def chat() -> tuple[Pool, ModelDemand]:
     pool = uniform_pool([catalog_node("a", "A40", 4), catalog_node("b", "RTX3090Ti", 4)], 40.0)
     traffic = Traffic("chat", 6.0, (LengthBin(300, 250, 0.6), LengthBin(1500, 200, 0.4)))
-    return pool, ask("chat", models.model("Llama-3.1-8B"), Slo(2.0, 0.06), traffic)
+    return pool, model_demand("chat", models.model("Llama-3.1-8B"), Slo(2.0, 0.06), traffic)
 
 
 @pytest.mark.parametrize("phases", [("prefill", "decode"), ("prefill", "decode", "mixed")])

@@ -11,14 +11,21 @@ from search_pools import catalog_node, paper_pool, random_pool, workload
 
 from potluck.core.errors import CapacityError, InputError, UnknownNameError
 from potluck.core.values.types import Slo
-from potluck.plan.problem import ask
+from potluck.plan.problem import model_demand
 from potluck.plan.search.bound import exact_bound
 from potluck.plan.search.deduce import Takes, deducer
 from potluck.plan.search.evaluate import GpuGroup, PoolEvaluator
-from potluck.plan.search.groups import clusters, joined, size_of
-from potluck.plan.search.pool_workload import Pool, PoolNode, PoolWorkload, uniform_pool, workload_of
-from potluck.plan.search.stage_costs import CalibratedCosts, PeakCosts
+from potluck.plan.search.moves import clusters, joined, size_of
 from potluck.plan.search.tabu import SearchLimits, SearchSettings, search, search_with
+from potluck.plan.search.workload import (
+    CalibratedCosts,
+    PeakCosts,
+    Pool,
+    PoolNode,
+    PoolWorkload,
+    uniform_pool,
+    workload_of,
+)
 
 KINDS = ("A5000", "RTX3090Ti", "A40", "L4")
 SHORT = SearchLimits(walks=6)
@@ -153,5 +160,5 @@ def test_a_demand_becomes_a_workload_of_the_same_tokens() -> None:
 
     model = models.model("Llama-3.1-8B")
     traffic = Traffic("chat", 5.0, (LengthBin(300, 250, 0.5), LengthBin(2000, 100, 0.5)))
-    work = workload_of(ask("chat", model, Slo(1.0, 0.05), traffic))
+    work = workload_of(model_demand("chat", model, Slo(1.0, 0.05), traffic))
     assert (work.input_tokens, work.output_tokens, work.rate_per_s) == (1150, 175, 5.0)

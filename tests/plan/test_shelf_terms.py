@@ -14,12 +14,12 @@ from plan_problems import a_problem, an_ask
 from potluck.core.values.plan import Template
 from potluck.core.values.service import ModelTerms
 from potluck.core.values.types import Slo
-from potluck.plan.allocate.flow_price import Duals, Pricer
+from potluck.plan.allocate.relaxation import Duals, Pricer
 from potluck.plan.assemble.codecs import solved
 from potluck.plan.assemble.columns import ProgramColumns, columns
 from potluck.plan.problem import PlanningProblem
 from potluck.plan.strategies import STRATEGIES, SolveSettings, TemplateFactory
-from potluck.plan.strategies.column_growth import copy_costs
+from potluck.plan.strategies.template_factory import copy_costs
 from potluck.plan.templates.placement_table import pipelines, shelf_of
 
 ONE = ((1500, 200, 1.0),)

@@ -10,8 +10,8 @@ from plan_problems import a_problem, an_ask
 from potluck.core.values.layout import StageNode
 from potluck.core.values.plan import Plan, plan_from_json, plan_to_json
 from potluck.core.values.types import LengthBin, Slo, Traffic
-from potluck.plan.check.verify import verify
 from potluck.plan.strategies import STRATEGIES, SolveSettings, TemplateFactory
+from potluck.plan.verify import verify
 from potluck.runtime.resolved_plan import ResolvedPlan
 from potluck.sim.load.workload import of_traffic
 from potluck.sim.run import simulate

@@ -11,11 +11,11 @@ from plan_problems import a_problem, an_ask
 
 from potluck.core.values.plan import Deployment, plan_from_json, plan_to_json
 from potluck.core.values.types import Link, Slo
-from potluck.plan.check.verify import verify
+from potluck.plan.explain import explain, without_nodes
 from potluck.plan.problem import CODECS, PlanningProblem
-from potluck.plan.reasons.explain import explain, without_nodes
 from potluck.plan.strategies import STRATEGIES, SolveSettings, TemplateFactory
 from potluck.plan.strategies.pool_strategy import worth_searching
+from potluck.plan.verify import verify
 
 NODES = ("1xL40S", "1xA10G", "2xL4", "1xH100", "1xA100", "1xRTX4090")
 QUICK = SolveSettings(time_limit_s=20.0, gap_target=0.0)

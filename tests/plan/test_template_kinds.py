@@ -15,15 +15,14 @@ from potluck.core.values.plan import Template
 from potluck.core.values.types import Slo
 from potluck.perf.serving.mixed_pipeline import PACED
 from potluck.perf.serving.phases import prefill_s
-from potluck.plan.check.verify import retimed
-from potluck.plan.templates.aggregated import aggregated
 from potluck.plan.templates.combo import combos, efficiency_tokens_per_usd, served_per_s
 from potluck.plan.templates.homogeneous import homogeneous
 from potluck.plan.templates.pair import pairs
-from potluck.plan.templates.placement_table import pipelines
+from potluck.plan.templates.placement_table import aggregated, pipelines
 from potluck.plan.timing.rate_cache import unwritten
 from potluck.plan.timing.replica_rates import layout_timer, replica_capacity, wait_factor
 from potluck.plan.timing.stage_rates import UNITS_PER_TOKEN, stage_rates
+from potluck.plan.verify import retimed
 
 ASK = an_ask()
 PROBLEM = a_problem(ASK)

@@ -11,13 +11,12 @@ from potluck.core.errors import InputError
 from potluck.core.values.plan import Deployment, Plan
 from potluck.core.values.service import ModelTerms
 from potluck.core.values.types import Link, NodeOffer, Slo
-from potluck.plan.check.verify import verify
+from potluck.plan.explain import spot_risks, term_prices, without_nodes
 from potluck.plan.problem import PlanningProblem
-from potluck.plan.reasons.explain import without_nodes
-from potluck.plan.reasons.term_prices import spot_risks, term_prices
 from potluck.plan.strategies import STRATEGIES, PlanOutcome, SolveSettings, TemplateFactory
 from potluck.plan.strategies.template_factory import allocated
 from potluck.plan.timing.network_cards import wire_bits
+from potluck.plan.verify import verify
 
 SETTINGS = SolveSettings(time_limit_s=20.0)
 OFFERS = {"east": {"1xL40S": (1.86, 8), "1xA10G": (1.0, 8)}, "west": {"1xL40S": (2.2, 8)}}

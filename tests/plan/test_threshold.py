@@ -6,11 +6,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-
-from potluck.core.errors import InputError
-from potluck.plan.allocate.program import DemandBucket, FlowProgram, LinkRow, ModelColumns, NodeSupply
-from potluck.plan.allocate.solve import solve
-from potluck.plan.strategies.threshold import (
+from papers.prfaas_model import (
     Curve,
     Lengths,
     Site,
@@ -19,6 +15,10 @@ from potluck.plan.strategies.threshold import (
     optimum,
     truncated_lognormal,
 )
+
+from potluck.core.errors import InputError
+from potluck.plan.allocate.program import DemandBucket, FlowProgram, LinkRow, ModelColumns, NodeSupply
+from potluck.plan.allocate.solve import solve
 
 K = 1024
 AT = (1 * K, 8 * K, 32 * K, 128 * K)

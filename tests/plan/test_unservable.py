@@ -8,9 +8,9 @@ import pytest
 from plan_problems import a_problem, an_ask
 
 from potluck.core.values.types import Slo
-from potluck.plan.check.verify import verify
-from potluck.plan.reasons.unservable import budget_that_would_do, planned_rest, within_context
+from potluck.plan.explain import budget_that_would_do, planned_rest, within_context
 from potluck.plan.strategies import STRATEGIES, SolveSettings, TemplateFactory
+from potluck.plan.verify import verify
 
 PLAN = STRATEGIES["melange"]
 QUICK = SolveSettings(time_limit_s=10.0)

@@ -9,8 +9,8 @@ from plan_problems import a_problem, an_ask
 
 from potluck.core.values.plan import Deployment, Plan, PlannedShare
 from potluck.core.values.types import Link
-from potluck.plan.check.verify import verify
 from potluck.plan.strategies import STRATEGIES, SolveSettings, TemplateFactory
+from potluck.plan.verify import verify
 
 TWO = {"east": {"1xH100": (6.9, 3)}, "west": {"1xA10G": (1.0, 12), "1xL40S": (1.86, 4)}}
 LINKS = (Link("east", "west", 50.0, 0.02), Link("west", "east", 50.0, 0.02))

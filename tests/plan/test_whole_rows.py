@@ -9,12 +9,11 @@ import numpy as np
 import pytest
 from allocate_reference import random_cards, random_flow
 
-from potluck.plan.allocate.deadline import Deadline
 from potluck.plan.allocate.flow import settle, start_vector
-from potluck.plan.allocate.flow_price import Pricer, relax_flow
-from potluck.plan.allocate.flow_rows import FlowRows
-from potluck.plan.allocate.integrality import with_whole_rows
+from potluck.plan.allocate.highs import Deadline
+from potluck.plan.allocate.matrix import FlowRows
 from potluck.plan.allocate.program import ColumnKey, DemandBucket, FlowProgram, ModelColumns, NodeSupply
+from potluck.plan.allocate.relaxation import Pricer, relax_flow, with_whole_rows
 from potluck.plan.allocate.solve import solve
 
 LIMIT_S = 60.0

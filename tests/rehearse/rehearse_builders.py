@@ -5,7 +5,7 @@ from __future__ import annotations
 from potluck.catalog import models, nodes
 from potluck.core.state.policy import Policy
 from potluck.core.values.types import LengthBin, NodeOffer, Region, Slo, Traffic
-from potluck.plan.problem import PlanningProblem, ask
+from potluck.plan.problem import PlanningProblem, model_demand
 from potluck.plan.strategies import STRATEGIES, SolveSettings, TemplateFactory
 from potluck.rehearse.evidence import TrialSetup
 from potluck.rehearse.request_sources import made_up
@@ -25,7 +25,7 @@ def a_traffic(name: str = "chat", rate_per_s: float = 8.0) -> Traffic:
 
 def a_problem(*traffic: Traffic, offers: dict[str, tuple[float, int]] | None = None) -> PlanningProblem:
     asks = tuple(
-        ask(each.model, models.model("Llama-3.1-8B"), Slo(1.0, 0.06), each)
+        model_demand(each.model, models.model("Llama-3.1-8B"), Slo(1.0, 0.06), each)
         for each in traffic or (a_traffic(),)
     )
     chosen = offers or OFFERS

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from potluck.catalog import models, nodes
 from potluck.core.values.types import LengthBin, NodeOffer, Region, Slo, Traffic
-from potluck.plan.check.verify import verify
-from potluck.plan.problem import PlanningProblem, ask
+from potluck.plan.problem import PlanningProblem, model_demand
 from potluck.plan.strategies import SolveSettings, TemplateFactory
 from potluck.plan.strategies.template_factory import allocated
+from potluck.plan.verify import verify
 from potluck.runtime.replica_models import ReplicaModels
 from potluck.runtime.resolved_plan import DEFAULT_ENGINE, ResolvedPlan
 from potluck.sim.load.workload import of_traffic
@@ -19,7 +19,7 @@ TRAFFIC = Traffic("big", 1.5, (LengthBin(800, 100, 1.0),))
 
 
 def test_a_plan_of_such_pipelines_runs_as_planned() -> None:
-    wanted = ask("big", models.model("LLaMA-30B"), Slo(3.0, 0.2), TRAFFIC)
+    wanted = model_demand("big", models.model("LLaMA-30B"), Slo(3.0, 0.2), TRAFFIC)
     kind = nodes.node_type("2xRTX4090")
     problem = PlanningProblem((wanted,), (Region("here", (NodeOffer(kind.name, 1.0, 6),)),), (kind,))
     shop = TemplateFactory(problem)

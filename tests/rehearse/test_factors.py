@@ -9,8 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from rehearse_builders import SETTINGS, a_problem, a_traffic, melange
 
-from potluck.plan.check.verify import verify
 from potluck.plan.strategies import TemplateFactory
+from potluck.plan.verify import verify
 from potluck.rehearse.demand_factors import assembled, cost_by_model, reached, restored, scaled
 
 PROBLEM = a_problem(a_traffic("chat", 8.0), a_traffic("code", 3.0))

@@ -10,8 +10,8 @@ from rehearse_builders import SETTINGS, a_problem, a_traffic, a_trial, melange
 
 from potluck.core.values.plan import Deployment, Plan
 from potluck.plan.assemble.even_shares import evened
-from potluck.plan.check.verify import verify
 from potluck.plan.strategies import PlanOutcome, SolveSettings, TemplateFactory
+from potluck.plan.verify import verify
 from potluck.rehearse import rehearsal
 from potluck.rehearse.demand_factors import assembled, restored, scaled
 from potluck.rehearse.evidence import Evidence, TrialSetup, evidence_of

@@ -20,7 +20,7 @@ from potluck.core.values.types import Codec, Request, Slo
 from potluck.perf.delays.transfer import crossing_bytes, wire_bytes
 from potluck.perf.sizes.memory import kv_bytes, state_bytes
 from potluck.plan.problem import CODECS, BucketDemand, ModelDemand
-from potluck.plan.search.pool_workload import PoolWorkload
+from potluck.plan.search.workload import PoolWorkload
 from potluck.plan.templates.pair import _wire_bits
 from potluck.plan.timing.network_cards import wire_bits
 from potluck.runtime.replica_models import _model_facts, kv_of

@@ -13,9 +13,9 @@ from potluck.catalog import models, nodes
 from potluck.core.values.plan import Plan
 from potluck.core.values.types import LengthBin, NodeOffer, Region, Slo, Traffic
 from potluck.perf.fits.error_bars import slower
-from potluck.plan.check.verify import verify
-from potluck.plan.problem import PlanningProblem, ask
+from potluck.plan.problem import PlanningProblem, model_demand
 from potluck.plan.strategies import STRATEGIES, SolveSettings, TemplateFactory
+from potluck.plan.verify import verify
 from potluck.runtime.resolved_plan import ResolvedPlan
 from potluck.sim.load.workload import workload
 from potluck.sim.results.metrics import summarise
@@ -30,7 +30,7 @@ REGIONS = (Region("east", tuple(NodeOffer(name, price, 40) for name, price in OF
 
 
 def planned(sure: float, rate_per_s: float = 12.0, strategy: str = "melange") -> tuple[PlanningProblem, Plan]:
-    asked = ask("m", MODEL, SLO, Traffic("m", rate_per_s, (LengthBin(*LENGTHS, 1.0),)))
+    asked = model_demand("m", MODEL, SLO, Traffic("m", rate_per_s, (LengthBin(*LENGTHS, 1.0),)))
     problem = PlanningProblem(
         (replace(asked, sure=sure),), REGIONS, tuple(map(nodes.node_type, OFFERS)), headroom=0.95
     )

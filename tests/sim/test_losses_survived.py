@@ -11,7 +11,7 @@ from potluck.core.state.policy import Policy
 from potluck.core.values.plan import Plan
 from potluck.core.values.service import NO_TERMS, ModelTerms
 from potluck.core.values.types import LengthBin, NodeOffer, Region, Slo, Traffic
-from potluck.plan.problem import PlanningProblem, ask
+from potluck.plan.problem import PlanningProblem, model_demand
 from potluck.plan.strategies import STRATEGIES, SolveSettings, TemplateFactory
 from potluck.runtime.resolved_plan import ResolvedPlan
 from potluck.sim.load.workload import of_traffic
@@ -36,7 +36,7 @@ REGION = Region(
 
 
 def planned(terms: ModelTerms) -> tuple[PlanningProblem, Plan]:
-    made = ask("chat", models.model("Llama-3.1-8B"), Slo(1.5, 0.08, PROMISED), TRAFFIC, terms)
+    made = model_demand("chat", models.model("Llama-3.1-8B"), Slo(1.5, 0.08, PROMISED), TRAFFIC, terms)
     problem = PlanningProblem((made,), (REGION,), (*TYPES, SPOT))
     outcome = STRATEGIES["melange"](TemplateFactory(problem), SolveSettings(time_limit_s=20.0))
     assert outcome.plan.fraction == 1

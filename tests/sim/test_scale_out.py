@@ -11,8 +11,8 @@ from potluck.catalog import models, nodes
 from potluck.core.state.policy import Policy
 from potluck.core.values.plan import Plan
 from potluck.core.values.types import LengthBin, NodeOffer, Region, Slo, Traffic
-from potluck.plan.problem import PlanningProblem, ask
-from potluck.plan.replan.scaling_candidates import with_candidates
+from potluck.plan.problem import PlanningProblem, model_demand
+from potluck.plan.replan.current_problem import with_candidates
 from potluck.plan.strategies import STRATEGIES, SolveSettings, TemplateFactory
 from potluck.runtime.resolved_plan import ResolvedPlan
 from potluck.sim.load.workload import workload
@@ -24,7 +24,7 @@ SLO = Slo(4.0, 0.1)
 TRAFFIC = Traffic("m", 2.0, (LengthBin(*LENGTHS, 1.0),))
 REGIONS = (Region("east", (NodeOffer("1xL4", 0.4, 3), NodeOffer("1xA10", 1.2, 6))),)
 PROBLEM = PlanningProblem(
-    (ask("m", models.model("Llama-3.1-8B"), SLO, TRAFFIC),),
+    (model_demand("m", models.model("Llama-3.1-8B"), SLO, TRAFFIC),),
     REGIONS,
     (nodes.node_type("1xL4"), nodes.node_type("1xA10")),
 )

@@ -13,10 +13,10 @@ from potluck.cli.simulating.simulation import SimulationInputs, scene_of
 from potluck.core.values.plan import Plan
 from potluck.core.values.types import LengthBin, NodeOffer, Region, Slo, Traffic
 from potluck.plan.assemble.columns import codecs_of
-from potluck.plan.check.verify import verify
-from potluck.plan.problem import CODECS, PlanningProblem, ask
+from potluck.plan.problem import CODECS, PlanningProblem, model_demand
 from potluck.plan.strategies import STRATEGIES, SolveSettings, TemplateFactory
 from potluck.plan.timing.network_cards import wire_bits
+from potluck.plan.verify import verify
 from potluck.runtime.resolved_plan import ResolvedPlan
 from potluck.sim.load.workload import of_traffic
 from potluck.sim.results.metrics import summarise
@@ -31,7 +31,7 @@ def a_problem(gbps: float, rate_per_s: float = 8.0) -> PlanningProblem:
     types = tuple(replace(nodes.node_type(name), network_gbps=gbps) for name in ("1xL40S", "1xA10G"))
     offers = tuple(NodeOffer(t.name, usd, 24) for t, usd in zip(types, (1.86, 1.0), strict=True))
     traffic = replace(TRAFFIC, rate_per_s=rate_per_s)
-    asked = ask("chat", models.model("Llama-3.1-8B"), SLO, traffic)
+    asked = model_demand("chat", models.model("Llama-3.1-8B"), SLO, traffic)
     return PlanningProblem((asked,), (Region("here", offers),), types, codecs=CODECS)
 
 

@@ -13,10 +13,8 @@ from datetime import UTC, datetime
 from potluck.control.control_values import PlanReply, PlanRequest
 from potluck.core.values.plan import Plan
 from potluck.plan.problem import PlanningProblem
-from potluck.plan.replan.current_problem import INTERVAL_S, Startups, problem_now
-from potluck.plan.replan.observed_profiles import observed
+from potluck.plan.replan.current_problem import INTERVAL_S, Startups, observed, problem_now, with_candidates
 from potluck.plan.replan.replan_options import ReplanOption, at_once, best_answer, survivors
-from potluck.plan.replan.scaling_candidates import with_candidates
 from potluck.plan.strategies import STRATEGIES, SolveSettings, TemplateFactory
 
 FIRST_S = 1.0

@@ -209,7 +209,7 @@ def strictest(slos: Sequence[Slo]) -> Slo:
     return found
 
 
-def ask(
+def model_demand(
     name: str,
     model: Model,
     slo: Slo,

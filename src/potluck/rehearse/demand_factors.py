@@ -67,7 +67,7 @@ def _expected(prediction: Prediction, demand_per_s: float, factor: float) -> Pre
 def assembled(parts: Mapping[str, Plan], problem: PlanningProblem) -> Plan:
     """One plan of several: of each plan just what it has for one model. Rates stay as planned there.
 
-    Models share nodes and links, but no replica. Whether both suffice is for `plan.check.verify` to say.
+    Models share nodes and links, but no replica. Whether both suffice is for `plan.verify` to say.
     """
     names = [ask.name for ask in problem.asks if ask.name in parts]
     of = {name: {t.name: t for t in parts[name].templates if t.model == name} for name in names}

@@ -22,9 +22,9 @@ from functools import partial
 from potluck.core.errors import CapacityError
 from potluck.core.values.plan import Plan
 from potluck.plan.assemble.even_shares import evened
-from potluck.plan.check.verify import verify
 from potluck.plan.problem import PlanningProblem
 from potluck.plan.strategies.template_factory import PlanOutcome, SolveSettings, TemplateFactory
+from potluck.plan.verify import verify
 from potluck.rehearse.bracket import GROWTH, SAME_COST, SMALL_GROWTH, FactorBracket, refuted, told
 from potluck.rehearse.demand_factors import Factors, assembled, cost_by_model, reached, restored, scaled
 from potluck.rehearse.evidence import Evidence, TrialSetup, evidence_of, of_models

@@ -52,15 +52,15 @@ def load_problem(
     sure: float = 0.5,
 ) -> PlanningProblem:
     """The planning problem that a spec and the options pose."""
-    from potluck.plan.problem import PlanningProblem, ask
-    from potluck.plan.reasons.explain import without_nodes
+    from potluck.plan.explain import without_nodes
+    from potluck.plan.problem import PlanningProblem, model_demand
 
     if not 0 < headroom <= 1:
         raise InputError("headroom", f"must be above 0 and at most 1, is {headroom:g}")
     if not 0.5 <= sure < 1:
         raise InputError("confidence", f"must be at least 0.5 and below 1, is {sure:g}")
     asks = tuple(
-        ask(
+        model_demand(
             m.name,
             m.model,
             m.slo,

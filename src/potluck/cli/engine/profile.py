@@ -58,7 +58,7 @@ def _observed(state: Path | None) -> list[tuple[ObservedSpeed, Profile]]:
     from potluck.cli.common.inputs import load_problem, read_spec
     from potluck.cli.planning.estimate import measured
     from potluck.control.decision_history import ENOUGH, LOOK_S, paces_of
-    from potluck.plan.replan.observed_profiles import profile_of
+    from potluck.plan.replan.current_problem import profile_of
 
     with opened(state, running=False) as service:
         known = service.store.get("spec files") or {}

@@ -61,8 +61,8 @@ from potluck.core.errors import CapacityError, InputError
 
 if TYPE_CHECKING:
     from potluck.core.values.plan import Deployment, Plan
+    from potluck.plan.explain import Explanation
     from potluck.plan.problem import PlanningProblem
-    from potluck.plan.reasons.explain import Explanation
     from potluck.plan.strategies import PlanOutcome, SolveSettings, TemplateFactory
     from potluck.rehearse.evidence import Evidence
     from potluck.spec.spec_values import Spec
@@ -110,8 +110,7 @@ def plan(
     """
     from potluck.core.values.kv import lossy_notices
     from potluck.core.values.plan import plan_to_json
-    from potluck.plan.reasons.explain import explain
-    from potluck.plan.reasons.unservable import planned_rest
+    from potluck.plan.explain import explain, planned_rest
     from potluck.plan.strategies import TemplateFactory
 
     posed, rest = posed_of(options)
@@ -189,7 +188,7 @@ def _money(
     settings: SolveSettings,
 ) -> tuple[str, ...]:
     """Which budget would do, where the one there is does not."""
-    from potluck.plan.reasons.unservable import budget_that_would_do
+    from potluck.plan.explain import budget_that_would_do
 
     if outcome.allocation.shortfall is None or factory.problem.budget_usd_per_h is None:
         return ()
@@ -209,7 +208,7 @@ def exact(problem: PlanningProblem, exact_kv: bool) -> PlanningProblem:
 
 def _offering(factory: TemplateFactory, outcome: PlanOutcome, spec: Spec) -> PlanOutcome:
     """With what scaling may start beside the plan's copies, where the spec's policy does."""
-    from potluck.plan.replan.scaling_candidates import with_candidates
+    from potluck.plan.replan.current_problem import with_candidates
 
     if spec.policy.scaling != "cauchy":
         return outcome
@@ -220,7 +219,7 @@ def require_service(
     problem: PlanningProblem, outcome: PlanOutcome, limit_s: float, notes: tuple[str, ...] = ()
 ) -> None:
     """A plan that serves nothing is no plan: say why instead."""
-    from potluck.plan.reasons.explain import why_not
+    from potluck.plan.explain import why_not
 
     if outcome.allocation.status == "unknown":
         raise CapacityError(f"no plan was found within {limit_s:g} s; allow more with --time-limit")
@@ -236,7 +235,7 @@ def require_service(
 
 
 def require_sound(problem: PlanningProblem, plan: Plan) -> None:
-    from potluck.plan.check.verify import verify
+    from potluck.plan.verify import verify
 
     if violations := verify(problem, plan):
         raise CapacityError(f"the plan failed its own check: {violations[0]}")
@@ -265,7 +264,7 @@ def _as_json(
 ) -> dict[str, object]:
     from potluck.core.codec import encode
     from potluck.core.scaling.standby import standby_counts, standby_usd_per_h
-    from potluck.plan.reasons.explain import tokens_json
+    from potluck.plan.explain import tokens_json
 
     body: dict[str, object] = {"plan": encode(outcome.plan)}
     body["tokens_per_usd"] = tokens_json(problem, outcome.plan)
@@ -340,7 +339,7 @@ def _solved(
     problem: PlanningProblem, posed: PlanningOptions, said: ProgressBar
 ) -> tuple[TemplateFactory, dict[str, SolvedStrategy], list[str], tuple[str, ...]]:
     """(the workshop with what is planned for, each strategy's plan, who cannot and why, what nobody can serve)."""
-    from potluck.plan.reasons.unservable import planned_rest
+    from potluck.plan.explain import planned_rest
     from potluck.plan.strategies import STRATEGIES, TemplateFactory
 
     factory = TemplateFactory(problem, said=said)
@@ -415,8 +414,8 @@ def _same(plan: Plan) -> object:
 def _row(
     problem: PlanningProblem, name: str, solved: SolvedStrategy, shown: tuple[Evidence, ...]
 ) -> ComparedStrategy:
-    from potluck.plan.check.verify import verify
-    from potluck.plan.reasons.explain import usd_range
+    from potluck.plan.explain import usd_range
+    from potluck.plan.verify import verify
 
     found = solved.outcome.plan
     tokens_per_h = sum(ask.tokens_per_s * found.fraction_of(ask.name) for ask in problem.asks) * 3600

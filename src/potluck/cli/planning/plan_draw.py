@@ -22,8 +22,8 @@ if TYPE_CHECKING:
     from potluck.cli.planning.plan_show import ComparedStrategy
     from potluck.core.values.layout import Layout
     from potluck.core.values.plan import Plan, Template
+    from potluck.plan.explain import Explanation
     from potluck.plan.problem import PlanningProblem
-    from potluck.plan.reasons.explain import Explanation
     from potluck.plan.search.tabu import SearchResult
 
 
@@ -156,7 +156,7 @@ def _stages(layout: Layout) -> str:
 
 
 def _expected(problem: PlanningProblem, plan: Plan) -> str:
-    from potluck.plan.reasons.explain import usd_per_million_tokens
+    from potluck.plan.explain import usd_per_million_tokens
 
     slos = {ask.name: ask.slo for ask in problem.asks}
     rows = []

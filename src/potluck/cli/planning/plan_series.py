@@ -25,9 +25,8 @@ from potluck.cli.planning.rehearsal import averages_option, planner_of, untried_
 from potluck.core.errors import InputError
 
 if TYPE_CHECKING:
+    from potluck.plan.day_and_frontier import DaySchedule, DayStep, FrontierPoint
     from potluck.plan.problem import PlanningProblem
-    from potluck.plan.series.day_schedule import DaySchedule, DayStep
-    from potluck.plan.series.frontier import FrontierPoint
     from potluck.spec.spec_values import ModelSpec, Spec
 
 
@@ -78,7 +77,7 @@ def frontier(
       potluck frontier potluck.yaml --against availability --survive region --html frontier.html
       potluck frontier potluck.yaml --against spot --values 0,0.25,0.5,1
     """
-    from potluck.plan.series.frontier import VALUES, frontier, with_value
+    from potluck.plan.day_and_frontier import VALUES, frontier, with_value
 
     posed, _ = posed_of(options)
     planner, settings, saves = planner_of(strategy, averages), posed.settings(), OutputFiles()
@@ -173,7 +172,7 @@ def _cells(point: FrontierPoint) -> tuple[str, str, str, str, str]:
 
 
 def _table(points: Sequence[FrontierPoint], against: str, basis: str) -> None:
-    from potluck.plan.series.frontier import dominated
+    from potluck.plan.day_and_frontier import dominated
 
     worse = dominated(points, less_is_more=against != "availability")
     rows = [
@@ -253,7 +252,7 @@ def schedule(strategy: str, out: Path | None, averages: bool, as_json: bool, **o
     of `potluck plan`, which also tries one in simulation.
     """
     from potluck.core.values.plan import plan_to_json
-    from potluck.plan.series import day_schedule
+    from potluck.plan import day_and_frontier
     from potluck.plan.strategies import TemplateFactory
 
     posed, _ = posed_of(options)
@@ -263,9 +262,9 @@ def schedule(strategy: str, out: Path | None, averages: bool, as_json: bool, **o
     problem = posed.problem(spec)
     if out is not None:
         out.mkdir(parents=True, exist_ok=True)
-    with progress(4 * len(problem.asks) + day_schedule.LEVELS) as said:
+    with progress(4 * len(problem.asks) + day_and_frontier.LEVELS) as said:
         factory = TemplateFactory(problem, said=said)
-        found = day_schedule.schedule(factory, planner, settings, rates, said)
+        found = day_and_frontier.schedule(factory, planner, settings, rates, said)
     if out is not None:
         plans = {f"plan-{_clock(step.from_h).replace(':', '')}.json": step.plan for step in found.steps}
         for name, plan in (plans | {"static.json": found.static}).items():

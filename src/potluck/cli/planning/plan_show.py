@@ -14,9 +14,8 @@ if TYPE_CHECKING:
     from potluck.core.values.model import Format
     from potluck.core.values.plan import Plan
     from potluck.core.values.types import Slo
+    from potluck.plan.explain import Explanation, NodeValue, TermPrice
     from potluck.plan.problem import PlanningProblem
-    from potluck.plan.reasons.explain import Explanation, NodeValue
-    from potluck.plan.reasons.term_prices import TermPrice
     from potluck.plan.strategies import PlanOutcome
     from potluck.plan.strategies.template_factory import FormatPrice
 
@@ -55,7 +54,7 @@ def _times(slo: Slo) -> str:
 
 def show_risk(problem: PlanningProblem, plan: Plan) -> None:
     """How often spot nodes go, and what is left without them."""
-    from potluck.plan.reasons.term_prices import spot_risks
+    from potluck.plan.explain import spot_risks
 
     for each in spot_risks(problem, plan):
         often = f"one is taken away every {1 / each.preemptions_per_h:.3g} h"
@@ -207,29 +206,18 @@ def show_groups(plan: Plan) -> None:
         table("Groups of machines", ("model", "group", "role", "GPUs", "stages (GPUs:layers)"), rows)
 
 
-COLUMNS = {
-    "auto": "the templates of all kinds that were timed",
-    "homo": "the node types it picked",
-    "melange": "aggregated replicas",
-    "cauchy": "combos of whole nodes",
-    "cauchy-mc": "combos of whole nodes",
-    "cauchy-mce": "combos of whole nodes",
-    "cauchy-ce": "the combos that equation 15 shortlists",
-    "cronus": "pairs and aggregated replicas",
-    "prfaas": "single nodes that do one phase",
-    "coral": "the pipelines and single nodes for one phase that were timed",
-}
-"""What a strategy chooses from: of these its proof is, and of no others."""
-
-
 def _columns(plan: Plan) -> str:
+    """What a strategy chooses from: of these its proof is, and of no others."""
+    from potluck.plan.strategies import STRATEGIES
+
     if plan.strategy == "cauchy-ce" and any(each.ce_tokens_per_usd <= 0 for each in plan.templates):
-        return COLUMNS["cauchy"]  # its fallback
-    return COLUMNS.get(plan.strategy, "its own columns")
+        return STRATEGIES["cauchy"].chooses_from  # its fallback
+    known = STRATEGIES.get(plan.strategy)
+    return "its own columns" if known is None else known.chooses_from
 
 
 def _show_deployments(problem: PlanningProblem, outcome: PlanOutcome, basis: str) -> None:
-    from potluck.plan.reasons.explain import copy_tokens_per_usd
+    from potluck.plan.explain import copy_tokens_per_usd
 
     found = outcome.plan
     prices = {(r.name, o.node): o.price_usd_per_h for r in problem.regions for o in r.offers}
@@ -283,7 +271,7 @@ def _between(low: float, high: float) -> str:
 
 
 def _show_predictions(problem: PlanningProblem, outcome: PlanOutcome) -> None:
-    from potluck.plan.reasons.explain import range_of, tokens_per_usd, usd_per_million_tokens
+    from potluck.plan.explain import range_of, tokens_per_usd, usd_per_million_tokens
 
     found = outcome.plan
     cost = {p.model: usd_per_million_tokens(problem, found, p.model) for p in found.predictions}

@@ -17,7 +17,7 @@ from potluck.core.errors import InputError
 if TYPE_CHECKING:
     from potluck.core.values.plan import Plan, Tried
     from potluck.plan.problem import PlanningProblem
-    from potluck.plan.search.pair_attainment import Estimate
+    from potluck.plan.search.search_templates import Estimate
     from potluck.plan.strategies import PlanOutcome, SolveSettings, TemplateFactory
     from potluck.rehearse.evidence import Evidence, TrialSetup
     from potluck.rehearse.rehearsal import Rehearsal

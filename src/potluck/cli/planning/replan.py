@@ -241,9 +241,9 @@ def _answered(
 ) -> Answered:
     """All answers, each checked, and the best of them."""
     from potluck.core.values.service import ModelTerms
-    from potluck.plan.check.verify import verify
     from potluck.plan.replan.replan_options import best_answer, ladder
     from potluck.plan.strategies import STRATEGIES
+    from potluck.plan.verify import verify
 
     with progress(3) as said:
         said("rerouting, flipping, reallocating")
@@ -536,7 +536,7 @@ def for_engines(planner: Planner, style: str) -> Planner:
 
 def with_paces(problem: PlanningProblem, running: LiveService) -> PlanningProblem:
     """As fast as its replicas really are."""
-    from potluck.plan.replan.observed_profiles import observed
+    from potluck.plan.replan.current_problem import observed
 
     return observed(problem, running.paces, datetime.now(UTC).date().isoformat())
 

@@ -76,7 +76,7 @@ def read_inputs(
 
 def _first_plan(problem: PlanningProblem, time_limit_s: float) -> Plan:
     """For what can be served at all; what cannot is said, and refused when it comes."""
-    from potluck.plan.reasons.unservable import planned_rest
+    from potluck.plan.explain import planned_rest
     from potluck.plan.strategies import STRATEGIES, SolveSettings, TemplateFactory
 
     _, outcome, notes = planned_rest(
@@ -128,7 +128,7 @@ def planned(
     candidates: bool = False,
 ) -> Plan:
     """The plan of `auto`, or of the strategy that made the one that runs; with what scaling may start."""
-    from potluck.plan.replan.scaling_candidates import with_candidates
+    from potluck.plan.replan.current_problem import with_candidates
     from potluck.plan.strategies import STRATEGIES, SolveSettings, TemplateFactory
 
     strategy = STRATEGIES.get("auto" if running is None else running.strategy, STRATEGIES["auto"])
@@ -145,7 +145,7 @@ def offered(
     """With what scaling may start beside the plan's own copies, where the policy's rule would start something."""
     if rules.scaling != "cauchy" or inputs.plan.candidates:
         return inputs
-    from potluck.plan.replan.scaling_candidates import with_candidates
+    from potluck.plan.replan.current_problem import with_candidates
     from potluck.plan.strategies import TemplateFactory
 
     return replace(inputs, plan=with_candidates(factory or TemplateFactory(inputs.problem), inputs.plan))

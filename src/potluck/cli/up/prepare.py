@@ -72,7 +72,7 @@ def tried_as_it_is(inputs: SimulationInputs, wishes: PlanChoices, said: Said) ->
 
 def _planned(spec: Spec, wishes: PlanChoices, said: Said) -> PreparedPlan:
     from potluck.cli.planning.plan import require_service
-    from potluck.plan.reasons.unservable import planned_rest
+    from potluck.plan.explain import planned_rest
     from potluck.plan.strategies import STRATEGIES, SolveSettings
 
     said("planning")

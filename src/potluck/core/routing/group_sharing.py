@@ -9,7 +9,7 @@ links between their machines: THUNDERSERVE's transportation problem,
 
 t_ij is how long a request's KV takes, w so small that it only tells equal routings apart, s the seconds that it keeps
 a link busy. f = 0 is feasible, so a primal simplex on a dense tableau needs no first phase: milliseconds for a dozen
-replicas. The planner has its own (`plan/search/orchestrate_kernel.py`); tests hold both to the same answers.
+replicas. The planner has its own (`plan/search/kernels.py`); tests hold both to the same answers.
 """
 
 from __future__ import annotations

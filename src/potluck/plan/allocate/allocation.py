@@ -36,20 +36,6 @@ class FlowRate:
     rate_per_s: float
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class ShadowPrices:
-    """Shadow prices: what the bound would change by, in $/h, for one unit more."""
-
-    nodes_usd_per_h: Floats
-    """[regions, node types]: saved per further node."""
-    demands_usd_per_h: tuple[float, ...]
-    """Paid per further request/s; cover demands in order, or all models' buckets in order."""
-    links_usd_per_h: tuple[float, ...] = ()
-    """Saved per further bit/s, in the order of the program's links."""
-    budget: float = 0.0
-    """Objective saved per further dollar of budget."""
-
-
 @dataclass(frozen=True, slots=True)
 class BindingResource:
     """A resource that limits how much demand can be met."""
@@ -105,12 +91,8 @@ class Allocation:
     lower_bound_usd_per_h: float
     gap: float
     """(cost - lower bound) / cost; infinite without a plan."""
-    prices: ShadowPrices
-    columns_seen: int
-    """Columns of the program, times regions, that were priced."""
-    columns_solved: int
-    """Columns that reached the last integer program."""
-    cpu_s: float
+    node_prices_usd_per_h: Floats
+    """Shadow prices [regions, node types]: saved per further node."""
     shortfall: Shortfall | None = None
 
     @property

@@ -21,9 +21,8 @@ from itertools import combinations
 
 import numpy as np
 
-from potluck.plan.allocate.deadline import Deadline
 from potluck.plan.allocate.flow import FlowState, begun, close, offer_counts, solve_flow
-from potluck.plan.allocate.highs import INFINITY, Milp, solve_milp
+from potluck.plan.allocate.highs import INFINITY, Deadline, Milp, solve_milp
 from potluck.plan.allocate.program import ColumnKey, Floats, FlowProgram, NodeSupply
 
 SHARE, MANY, MOST = 0.65, 6, 0.9

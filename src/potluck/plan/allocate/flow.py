@@ -1,5 +1,4 @@
-"""The general solver: relaxation by column generation, with rows for whole copies (`whole.py`), then HiGHS on the
-columns that can still matter.
+"""Relaxation by column generation (`relaxation.py`), then HiGHS on the columns that can still matter.
 
 A new column j with bound + reduced cost above what must be proven cannot be in a plan that undercuts it. The
 integer program over the others therefore proves the least of its own bound and of the cheapest column left
@@ -12,12 +11,10 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from potluck.plan.allocate.deadline import Deadline
-from potluck.plan.allocate.flow_price import Pricer, Relaxation, relax_flow
-from potluck.plan.allocate.flow_rows import THETA, FlowRows
-from potluck.plan.allocate.highs import INFINITY, MilpResult, solve_milp
-from potluck.plan.allocate.integrality import with_whole_rows
+from potluck.plan.allocate.highs import INFINITY, Deadline, MilpResult, solve_milp
+from potluck.plan.allocate.matrix import THETA, FlowRows
 from potluck.plan.allocate.program import ColumnKey, Floats, FlowProgram
+from potluck.plan.allocate.relaxation import Pricer, Relaxation, relax_flow, with_whole_rows
 
 EXACT = 1e-9
 WHOLE = 1e-6
@@ -47,7 +44,6 @@ class FlowState:
     upper: float = INFINITY
     counts: dict[ColumnKey, int] | None = None
     infeasible: bool = False
-    solved: int = 0
     ready: bool = False
     """Whether there is a relaxation at cost to go on from."""
 
@@ -122,7 +118,6 @@ def close(state: FlowState) -> None:
         keys = _undercutting(state, limit)
         left_out = _least_left_out(state, set(keys))
         rows = FlowRows(state.pricer.program, keys)
-        state.solved = max(state.solved, len(keys))
         whole = left_out == INFINITY or left_out > ceiling
         share = 1.0 if whole and limit > FIRST else 0.4
         answer = _run(state, rows, share)
@@ -181,7 +176,7 @@ def _run(state: FlowState, rows: FlowRows, share: float) -> MilpResult:
         problem,
         time_limit_s=share * state.deadline.left_s,
         gap_rel=0.5 * state.gap_target,
-        sparse_start=start,
+        start=start,
     )
     if answer.x is not None and (settled := settle(rows, answer.x, state.at_cost, state.deadline)):
         value, x = settled

@@ -1,9 +1,10 @@
-"""The little of HiGHS that the allocation needs: an integer program at once, a linear one that grows."""
+"""The little of HiGHS that planning needs: a linear or integer program, within CPU time."""
 
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass, field
+from collections.abc import Callable
+from dataclasses import dataclass
 
 import highspy
 import numpy as np
@@ -37,7 +38,6 @@ class Milp:
     row: Ints
     column: Ints
     value: Floats
-    row_names: list[str] = field(default_factory=list)
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,12 +57,10 @@ def solve_milp(
     *,
     time_limit_s: float,
     relax: bool = False,
-    start: Floats | None = None,
-    sparse_start: tuple[Ints, Floats] | None = None,
-    gap_abs: float = 0.0,
+    start: tuple[Ints, Floats] | None = None,
     gap_rel: float = 0.0,
 ) -> MilpResult:
-    """HiGHS on one thread. A start gives all variables, or some by index for HiGHS to complete.
+    """HiGHS on one thread. A start gives some variables by index, for HiGHS to complete.
 
     The limit is CPU time of this thread, as everywhere in planning, so that a busy machine changes no plan: HiGHS
     itself keeps wall time, so it is asked to stop, and a linear program that it stopped too soon goes on.
@@ -74,12 +72,12 @@ def solve_milp(
     if not relax:
         highs.cbMipInterrupt += watch.stop_when_over
     highs.setOptionValue("mip_rel_gap", gap_rel)
-    highs.setOptionValue("mip_abs_gap", max(gap_abs, 1e-9))
+    highs.setOptionValue("mip_abs_gap", 1e-9)
     highs.passModel(_as_lp(problem, relax))
     for presolve in ("choose", "off"):
         highs.setOptionValue("presolve", presolve)
-        if not relax:
-            _give_start(highs, start, sparse_start)
+        if start is not None and not relax:
+            highs.setSolution(len(start[0]), start[0].astype(np.int32), start[1])
         watch.run(highs, not relax)
         if highs.getModelStatus() in SOUND:
             return _answer(highs, mixed=bool(problem.integer.any()) and not relax)
@@ -111,16 +109,6 @@ class _Watch:
                 return
 
 
-def _give_start(highs: highspy.Highs, start: Floats | None, sparse_start: tuple[Ints, Floats] | None) -> None:
-    if start is not None:
-        solution = highspy.HighsSolution()
-        solution.col_value = start.tolist()
-        highs.setSolution(solution)
-    elif sparse_start is not None:
-        index, values = sparse_start
-        highs.setSolution(len(index), index.astype(np.int32), values)
-
-
 def _answer(highs: highspy.Highs, mixed: bool) -> MilpResult:
     status, info, solution = highs.getModelStatus(), highs.getInfo(), highs.getSolution()
     feasible = info.primal_solution_status == highspy.SolutionStatus.kSolutionStatusFeasible
@@ -137,52 +125,6 @@ def _answer(highs: highspy.Highs, mixed: bool) -> MilpResult:
         infeasible=infeasible,
         finished=finished,
     )
-
-
-class GrowingLp:
-    """A linear program whose rows are fixed and whose columns arrive; keeps its basis between solves."""
-
-    def __init__(self, row_lower: Floats, row_upper: Floats) -> None:
-        self._highs = _silent()
-        self._highs.setOptionValue("presolve", "off")  # a warm basis is worth more than a smaller matrix
-        none = np.zeros(0)
-        empty = np.zeros(0, dtype=np.int32)
-        starts = np.zeros(len(row_lower), dtype=np.int32)
-        self._highs.addRows(len(row_lower), row_lower, row_upper, 0, starts, empty, none)
-        self.columns = 0
-
-    def add(self, cost: Floats, upper: Floats, dense: Floats) -> None:
-        """Append columns; `dense` holds one column of A per row of the array."""
-        if not len(cost):
-            return
-        which, rows = np.nonzero(dense)
-        starts = np.searchsorted(which, np.arange(len(cost))).astype(np.int32)
-        self._highs.addCols(
-            len(cost),
-            np.ascontiguousarray(cost, dtype=np.float64),
-            np.zeros(len(cost)),
-            np.ascontiguousarray(upper, dtype=np.float64),
-            len(rows),
-            starts,
-            rows.astype(np.int32),
-            dense[which, rows],
-        )
-        self.columns += len(cost)
-
-    def set_cost(self, cost: Floats) -> None:
-        self._highs.changeColsCost(len(cost), np.arange(len(cost), dtype=np.int32), cost)
-
-    def set_bounds(self, column: int, lower: float, upper: float) -> None:
-        self._highs.changeColBounds(column, lower, upper)
-
-    def solve(self, time_limit_s: float) -> tuple[Floats, Floats, float] | None:
-        """(x, row duals, objective), or None when it was stopped or has no solution."""
-        _Watch(time_limit_s).run(self._highs, whole=False)
-        if self._highs.getModelStatus() != highspy.HighsModelStatus.kOptimal:
-            return None
-        solution = self._highs.getSolution()
-        objective = float(self._highs.getInfo().objective_function_value)
-        return np.array(solution.col_value), np.array(solution.row_dual), objective
 
 
 def _silent() -> highspy.Highs:
@@ -205,11 +147,43 @@ def _as_lp(problem: Milp, relax: bool) -> highspy.HighsLp:
     lp.a_matrix_.start_ = np.searchsorted(problem.column[order], np.arange(count + 1)).astype(np.int32)
     lp.a_matrix_.index_ = problem.row[order].astype(np.int32)
     lp.a_matrix_.value_ = problem.value[order]
-    if problem.row_names:
-        lp.row_names_ = problem.row_names
     if not relax:
         kinds = highspy.HighsVarType
         lp.integrality_ = [
             kinds.kInteger if whole else kinds.kContinuous for whole in problem.integer.tolist()
         ]
     return lp
+
+
+Clock = Callable[[], float]
+
+
+class Deadline:
+    """Counts down from a limit; `reserve_s` is kept back for writing down the answer."""
+
+    def __init__(self, limit_s: float, clock: Clock) -> None:
+        self.limit_s = limit_s
+        self.reserve_s = min(0.5, 0.1 * limit_s)
+        self._clock = clock
+        self._start_s = clock()
+
+    @property
+    def spent_s(self) -> float:
+        return self._clock() - self._start_s
+
+    @property
+    def left_s(self) -> float:
+        return self.limit_s - self.reserve_s - self.spent_s
+
+    @property
+    def final_s(self) -> float:
+        """For the last small steps: half of what is left, the reserve included."""
+        return max(0.5 * (self.limit_s - self.spent_s), 0.0)
+
+    @property
+    def over(self) -> bool:
+        return self.left_s <= 0
+
+    def part(self, share: float) -> Deadline:
+        """A deadline within this one, with so much of what is left."""
+        return Deadline(max(share * self.left_s, 1e-3), self._clock)

@@ -29,14 +29,20 @@ from typing import NamedTuple
 
 import numpy as np
 
-from potluck.plan.allocate.deadline import Deadline
 from potluck.plan.allocate.decomposition import solve_models
 from potluck.plan.allocate.flow import FlowState, start_vector
-from potluck.plan.allocate.flow_price import UNCAPPED, Duals, Pricer, duals_of, relax_flow
-from potluck.plan.allocate.flow_rows import THETA, FlowRows
-from potluck.plan.allocate.highs import INFINITY, solve_milp
-from potluck.plan.allocate.limits import CountLimit, ExtraVariable, Floats, Outage
-from potluck.plan.allocate.program import ColumnKey, FlowProgram, ModelColumns
+from potluck.plan.allocate.highs import INFINITY, Deadline, solve_milp
+from potluck.plan.allocate.matrix import THETA, FlowRows
+from potluck.plan.allocate.program import (
+    ColumnKey,
+    CountLimit,
+    ExtraVariable,
+    Floats,
+    FlowProgram,
+    ModelColumns,
+    Outage,
+)
+from potluck.plan.allocate.relaxation import UNCAPPED, Duals, Pricer, duals_of, relax_flow
 
 SHORT = 1e-6
 """By how much what is left may fall short: as much as the solver may err."""

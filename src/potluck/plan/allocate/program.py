@@ -31,18 +31,12 @@ Rows
                                                               which p_rc g_rc comes off the cost and the rent
     budget       all of that but the penalty and egress <= B
     pin_j        n_j >= k or n_j = k
-    limit_i      whatever else is asked of counts (`limits.py`); losses that must be survived become such rows
+    limit_i      low_i <= sum_j A_ij n_j + sum_h B_ih y_h - t_i theta <= high_i     y_h: a helper, whole or not;
+                 what an owner asks of counts; losses that must be survived become such rows (`outages.py`)
 
 The penalty K (CORAL 4.3) is the ratio of a node's start-up time to the interval between two plans. It needs
 no variable of its own: every running template has two columns, `running` (cost p_j, at most v_j) and `new`
 (cost (1 + K) p_j).
-
-`FlowProgram` is this program. `CoverProgram` is CORAL's special case, where every template offers one phase
-of one model and nothing crosses regions: the rows x, z, f collapse to
-
-    cover_d      sum_{j of d} T_j n_j >= D_d                  d = (model, phase), T_j = h * throughput
-
-and there may be a million columns, so a demand's templates are two arrays.
 """
 
 from __future__ import annotations
@@ -55,15 +49,56 @@ import numpy as np
 from numpy.typing import NDArray
 
 from potluck.core.errors import InputError
-from potluck.plan.allocate.limits import CountLimit, ExtraVariable, Outage, check_limits
 
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
 Bytes = NDArray[np.uint8]
 
 
+@dataclass(frozen=True, slots=True)
+class ExtraVariable:
+    """A variable beside counts, shares and flows."""
+
+    name: str
+    upper: float = 1.0
+    whole: bool = True
+    usd_per_h: float = 0.0
+    """What is paid where it is 1 ..."""
+    row: int = -1
+    """... which the copies in this limit call for."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class CountLimit:
+    """One row over counts."""
+
+    name: str
+    low: float
+    high: float
+    copies: tuple[Floats | None, ...]
+    """A: per model [templates, regions]; None: all 0."""
+    helpers: tuple[tuple[int, float], ...] = ()
+    """(helper, B)"""
+    theta: float = 0.0
+    """t: for rows that ask for so much of the demand."""
+
+    def scaled(self, fraction: float) -> CountLimit:
+        return self if not self.theta else replace(self, theta=self.theta * fraction)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Outage:
+    """Nodes that may go all at once, and the share of each model's demand that must still be served without them."""
+
+    name: str
+    gone: NDArray[np.bool_]
+    """[regions, node types]; a copy with a node of these goes with it."""
+    shares: tuple[float, ...]
+    """Per model; 0: nothing is asked."""
+
+
 class ColumnKey(NamedTuple):
-    """A column: the template with this index of this group (a cover demand or a model), in this region."""
+    """A column: the template with this index of this group (a model), in this region."""
 
     group: int
     template: int
@@ -110,22 +145,6 @@ class NodeSupply:
 
     def node_label(self, region: int, node: int) -> str:
         return f"{self.regions[region]}: {self.nodes[node]}"
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class CoverDemand:
-    """A (model, phase) that must be covered, and the templates that can."""
-
-    name: str
-    rate: float
-    """In the unit of `throughput`; requests/s or tokens/s."""
-    uses: Bytes
-    """[templates, node types]"""
-    throughput: Floats
-
-    def __post_init__(self) -> None:
-        _check_rate(f"demand {self.name}: rate", self.rate)
-        _check_table(f"demand {self.name}", self.uses, (self.throughput,))
 
 
 @dataclass(frozen=True, slots=True)
@@ -198,28 +217,6 @@ class LinkRow:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class CoverProgram:
-    """CORAL's allocation: one throughput per column, one row per (model, phase)."""
-
-    fleet: NodeSupply
-    demands: tuple[CoverDemand, ...]
-    running: tuple[ColumnCount, ...] = ()
-    pins: tuple[ColumnPin, ...] = ()
-    init_penalty: float = 0.0
-    """K"""
-    headroom: float = 1.0
-    """h"""
-    budget_usd_per_h: float | None = None
-
-    def __post_init__(self) -> None:
-        _check_common(self, [len(demand.throughput) for demand in self.demands])
-
-    def scaled(self, fraction: float) -> CoverProgram:
-        """The same with every demand multiplied."""
-        return replace(self, demands=tuple(replace(d, rate=d.rate * fraction) for d in self.demands))
-
-
-@dataclass(frozen=True, slots=True, eq=False)
 class FlowProgram:
     """The whole program: buckets, shares, flows and links."""
 
@@ -238,7 +235,7 @@ class FlowProgram:
     """Per model the share of its demand that must still be served without any one of its copies; empty: nothing."""
 
     def __post_init__(self) -> None:
-        _check_common(self, [len(model.uses) for model in self.models])
+        _check_common(self)
         shapes = [(len(model.uses), len(self.fleet.regions)) for model in self.models]
         shape = (len(self.fleet.regions), len(self.fleet.nodes))
         check_limits(self.limits, self.helpers, self.outages, self.spare, shapes, shape)
@@ -308,44 +305,49 @@ def card_rows(model: ModelColumns, headroom: float) -> tuple[tuple[Floats, Float
     return tuple(found)
 
 
-Program = CoverProgram | FlowProgram
-
-
-def as_flow(program: CoverProgram) -> FlowProgram:
-    """A cover demand is a bucket that only closed groups serve; the general solver then applies."""
-    models = []
-    for demand in program.demands:
-        none = np.zeros((len(demand.throughput), 1))
-        bucket = DemandBucket(demand.name, demand.rate, 0.0)
-        models.append(
-            ModelColumns(demand.name, (bucket,), demand.uses, none, none, demand.throughput[:, None])
-        )
-    return FlowProgram(
-        program.fleet,
-        tuple(models),
-        running=program.running,
-        pins=program.pins,
-        init_penalty=program.init_penalty,
-        headroom=program.headroom,
-        budget_usd_per_h=program.budget_usd_per_h,
-    )
-
-
-def paid_usd_per_h(program: Program, counts: Mapping[ColumnKey, int]) -> float:
+def paid_usd_per_h(program: FlowProgram, counts: Mapping[ColumnKey, int]) -> float:
     """What nodes that are paid for already take off the rent."""
     fleet = program.fleet
     if fleet.reserved is None:
         return 0.0
-    groups = program.demands if isinstance(program, CoverProgram) else program.models
     used = np.zeros(fleet.available.shape)
     for key, count in counts.items():
-        used[key.region] += groups[key.group].uses[key.template].astype(np.float64) * count
+        used[key.region] += program.models[key.group].uses[key.template].astype(np.float64) * count
     return float((np.minimum(used, fleet.reserved) * fleet.price_usd_per_h).sum())
 
 
 def price_of(fleet: NodeSupply, uses: Bytes, region: int) -> float:
     """p_j: dollars an hour for one copy."""
     return float(uses @ fleet.price_usd_per_h[region])
+
+
+def check_limits(
+    limits: Sequence[CountLimit],
+    helpers: Sequence[ExtraVariable],
+    outages: Sequence[Outage],
+    spare: Sequence[float],
+    shapes: Sequence[tuple[int, int]],
+    fleet: tuple[int, int],
+) -> None:
+    """Raises where tables do not fit the program they are for."""
+    for limit in limits:
+        if len(limit.copies) != len(shapes) or any(
+            table is not None and table.shape != shape
+            for table, shape in zip(limit.copies, shapes, strict=False)
+        ):
+            raise InputError(f"limit {limit.name}", "needs a table of templates and regions for every model")
+        if any(not 0 <= place < len(helpers) for place, _ in limit.helpers):
+            raise InputError(f"limit {limit.name}", "names a helper that is not there")
+    for outage in outages:
+        if outage.gone.shape != fleet or len(outage.shares) != len(shapes):
+            raise InputError(
+                f"outage {outage.name}", "needs a table of regions and nodes, and a share per model"
+            )
+    if spare and len(spare) != len(shapes):
+        raise InputError("spare", "needs a share per model")
+    for share in (*spare, *(each for outage in outages for each in outage.shares)):
+        if not 0 <= share <= 1:
+            raise InputError("share", f"must be between 0 and 1, is {share}")
 
 
 def _check_rate(field: str, value: float) -> None:
@@ -364,14 +366,12 @@ def _check_table(field: str, uses: Bytes, rates: Sequence[Floats]) -> None:
         raise InputError(field, "every template must use at least one node")
 
 
-def _check_common(program: Program, sizes: Sequence[int]) -> None:
-    groups = program.demands if isinstance(program, CoverProgram) else program.models
+def _check_common(program: FlowProgram) -> None:
+    sizes = [len(model.uses) for model in program.models]
     nodes, regions = len(program.fleet.nodes), len(program.fleet.regions)
-    if isinstance(program, CoverProgram) and program.fleet.reserved is not None:
-        raise InputError("fleet: reserved", "is for the whole program; use `as_flow`")
-    for group in groups:
-        if group.uses.shape[1] != nodes:
-            raise InputError(f"{group.name}: uses", f"needs {nodes} node types, has {group.uses.shape[1]}")
+    for model in program.models:
+        if model.uses.shape[1] != nodes:
+            raise InputError(f"{model.name}: uses", f"needs {nodes} node types, has {model.uses.shape[1]}")
     for key, count in (*program.running, *((pin.key, pin.copies) for pin in program.pins)):
         group_ok = 0 <= key.group < len(sizes) and 0 <= key.template < sizes[key.group]
         if not group_ok or not 0 <= key.region < regions:

@@ -1,9 +1,10 @@
-"""The door: solve an allocation program of either kind within a time limit."""
+"""Solve an allocation program within a time limit, or find the largest fraction of demand that can be met."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from math import ceil
 
 import numpy as np
@@ -11,49 +12,43 @@ import numpy as np
 from potluck.core.errors import InputError
 from potluck.plan.allocate.allocation import (
     Allocation,
+    BindingResource,
     ColumnShare,
     FlowRate,
-    ShadowPrices,
     Shortfall,
     Status,
 )
-from potluck.plan.allocate.cover import State, solve_cover
-from potluck.plan.allocate.cover_data import Cover, Multipliers, prepare
-from potluck.plan.allocate.deadline import Clock, Deadline
-from potluck.plan.allocate.dominated import told_in, without_needless
-from potluck.plan.allocate.flow import FlowState, settle, start_vector
-from potluck.plan.allocate.flow_price import prices_of
-from potluck.plan.allocate.flow_rows import THETA, FlowRows
-from potluck.plan.allocate.infeasible import largest_fraction
-from potluck.plan.allocate.outages import solve_guarded
-from potluck.plan.allocate.primal import recheck
+from potluck.plan.allocate.flow import FlowState, close, offer_counts, settle, start_vector
+from potluck.plan.allocate.highs import Clock, Deadline
+from potluck.plan.allocate.matrix import THETA, FlowRows, bins_of
+from potluck.plan.allocate.outages import guarded, solve_guarded
 from potluck.plan.allocate.program import (
     ColumnCount,
     ColumnKey,
-    CoverProgram,
-    Floats,
     FlowProgram,
-    Program,
-    as_flow,
+    Ints,
+    ModelColumns,
     paid_usd_per_h,
     price_of,
 )
-from potluck.plan.allocate.survivors import Chosen
+from potluck.plan.allocate.relaxation import UNCAPPED, Pricer, Relaxation, relax_flow
 
 MOST_SHARE = 0.6
 """Of the time that is left, for the largest fraction that can be met; the rest is for its cheapest plan."""
+GBIT = 1e9
 OPTIMAL = 1e-6
 """A relative gap below this counts as none."""
+Routed = tuple[tuple[ColumnShare, ...], tuple[FlowRate, ...], float, float]
+"""Shares and flows for whole counts, what egress costs, and the fraction of demand that they serve."""
 IDLE = 1e-4
 """Of a copy's time: less than this is not worth a copy."""
 
 
 def solve(
-    program: Program,
+    program: FlowProgram,
     *,
     time_limit_s: float = 60.0,
     gap_target: float = 0.0,
-    warm: Allocation | None = None,
     starts: Sequence[Mapping[ColumnKey, int]] = (),
     clock: Clock = time.process_time,
     in_part: bool = True,
@@ -61,70 +56,18 @@ def solve(
     """The best plan found within the limit, with a proven lower bound; stops early at `gap_target`.
 
     `starts` are counts that the answer must not be worse than: it serves no less than any of them does, and for as
-    much it costs no more.
-
-    `warm` is the answer to an earlier program with the same templates, regions and node types: its prices
-    start the column generation and its counts, where they still suffice, are the first plan. When demand
-    cannot be met the answer says so, and is the cheapest plan found for the largest uniform fraction that can, or
-    (not `in_part`) no plan.
+    much it costs no more. When demand cannot be met the answer says so, and is the cheapest plan found for the
+    largest uniform fraction that can, or (not `in_part`) no plan.
     """
     if not time_limit_s > 0:
         raise InputError("time_limit_s", f"must be positive, is {time_limit_s}")
     if not 0 <= gap_target < 1:
         raise InputError("gap_target", f"must be at least 0 and below 1, is {gap_target}")
-    start_cpu_s = time.process_time()
     deadline = Deadline(time_limit_s, clock)
-    warm = warm if warm is not None and _fits(program, warm) else None
-    if isinstance(program, CoverProgram):
-        return _cover(program, deadline, gap_target, warm, start_cpu_s)
-    return _flow(program, deadline, gap_target, warm, starts, start_cpu_s, in_part)
-
-
-def _cover(
-    program: CoverProgram, deadline: Deadline, gap_target: float, warm: Allocation | None, start_cpu_s: float
-) -> Allocation:
-    cover = prepare(program)
-    state = State(cover, deadline, gap_target, infeasible=bool(cover.overpinned))
-    if not cover.overpinned:
-        prices, plan = _warm_cover(cover, warm) if warm is not None else (None, None)
-        state = solve_cover(cover, deadline, gap_target, prices, plan)
-    counts = _cover_counts(cover, state.plan) if state.plan is not None else {}
-    shortfall = None
-    if state.plan is None and (state.infeasible or not deadline.over):
-        shortfall, counts = largest_fraction(as_flow(program), deadline, gap_target)
-        if shortfall.fraction >= 1 - OPTIMAL:  # a plan after all
-            shortfall = None
-        else:
-            counts = _cheapest_for(as_flow(program), shortfall.fraction, counts, deadline, gap_target)
-    lower = cover.fixed_cost + max(state.lower, 0.0)
-    return _answer(
-        program,
-        counts,
-        found=state.plan is not None or (shortfall is None and bool(counts)),
-        infeasible=state.infeasible,
-        lower=lower,
-        prices=_cover_prices(program, cover, state),
-        solved=state.solved,
-        shortfall=shortfall,
-        start_cpu_s=start_cpu_s,
-    )
-
-
-def _flow(
-    program: FlowProgram,
-    deadline: Deadline,
-    gap_target: float,
-    warm: Allocation | None,
-    starts: Sequence[Mapping[ColumnKey, int]],
-    start_cpu_s: float,
-    in_part: bool,
-) -> Allocation:
     program, stands = without_needless(program)
     begin = [told_in(each, stands) for each in starts]
-    known = told_in(dict(warm.counts), stands) if warm is not None else {}
-    reuse = [known] if warm is not None and warm.found else []
-    keys = sorted({*known, *(key for each in begin for key in each)})
-    state = solve_guarded(program, deadline, gap_target, keys, [*reuse, *begin])
+    keys = sorted({key for each in begin for key in each})
+    state = solve_guarded(program, deadline, gap_target, keys, begin)
     counts, shortfall = state.counts or {}, None
     if state.counts is None and in_part and (state.infeasible or starts or not deadline.over):
         part = deadline.part(MOST_SHARE)
@@ -135,19 +78,8 @@ def _flow(
             counts = _cheapest_for(program, shortfall.fraction, counts, deadline, gap_target)
     found = state.counts is not None or (shortfall is None and bool(counts))
     counts = without_idle(program, counts, shortfall.fraction if shortfall else 1.0, deadline)
-    shares, flows, egress = _routed(program, counts, found, deadline)
-    return _answer(
-        program,
-        counts,
-        found=found,
-        infeasible=state.infeasible,
-        lower=max(state.lower, 0.0),
-        prices=_flow_prices(program, state),
-        solved=state.solved,
-        shortfall=shortfall,
-        start_cpu_s=start_cpu_s,
-        routed=(shares, flows, egress),
-    )
+    routed = reroute(program, counts, found, deadline) if counts else None
+    return _answer(program, state, counts, found, shortfall, routed)
 
 
 def _cheapest_for(
@@ -182,7 +114,7 @@ def without_idle(
     if settled is None:
         return counts
     busy: dict[ColumnKey, float] = {}
-    for share in rows.read(settled[1])[1]:
+    for share in rows.read(settled[1])[0]:
         busy[share.key] = busy.get(share.key, 0.0) + share.copies
     least = {pin.key: pin.copies for pin in program.pins}
     fewer = {
@@ -197,30 +129,27 @@ def without_idle(
 
 
 def _answer(
-    program: Program,
+    program: FlowProgram,
+    state: FlowState,
     counts: dict[ColumnKey, int],
-    *,
     found: bool,
-    infeasible: bool,
-    lower: float,
-    prices: ShadowPrices,
-    solved: int,
     shortfall: Shortfall | None,
-    start_cpu_s: float,
-    routed: tuple[tuple[ColumnShare, ...], tuple[FlowRate, ...], float] = ((), (), 0.0),
+    routed: Routed | None,
 ) -> Allocation:
-    shares, flows, egress = routed
+    shares, flows, egress, _ = routed or ((), (), 0.0, 0.0)
     rent, cost = cost_of(program, counts.items())
     cost += egress
+    lower = max(state.lower, 0.0)
     lower = min(lower, cost) if found else lower
     gap = (max(cost - lower, 0.0) / cost if cost > 0 else 0.0) if found else np.inf
     status: Status = "unknown"
     if found:
         status = "optimal" if gap <= OPTIMAL else "feasible"
-    elif infeasible or (shortfall is not None and shortfall.fraction_bound < 1 - OPTIMAL):
+    elif state.infeasible or (shortfall is not None and shortfall.fraction_bound < 1 - OPTIMAL):
         status = "infeasible"
-    regions = len(program.fleet.regions)
-    groups = program.demands if isinstance(program, CoverProgram) else program.models
+    prices = np.zeros(program.fleet.available.shape)
+    if state.prices is not None and state.counts is not None:
+        prices = state.prices.duals.nodes
     return Allocation(
         status=status,
         counts=tuple(ColumnCount(key, n) for key, n in sorted(counts.items()) if n),
@@ -230,46 +159,29 @@ def _answer(
         rent_usd_per_h=rent,
         lower_bound_usd_per_h=lower,
         gap=gap,
-        prices=prices,
-        columns_seen=sum(len(group.uses) for group in groups) * regions,
-        columns_solved=solved,
-        cpu_s=time.process_time() - start_cpu_s,
+        node_prices_usd_per_h=prices,
         shortfall=shortfall,
     )
 
 
-def cost_of(program: Program, counts: Iterable[tuple[ColumnKey, int]]) -> tuple[float, float]:
+def cost_of(program: FlowProgram, counts: Iterable[tuple[ColumnKey, int]]) -> tuple[float, float]:
     """Rent that is still to be paid, and that with the initialisation penalty and fees."""
-    groups = program.demands if isinstance(program, CoverProgram) else program.models
     running, held = dict(program.running), dict(counts)
     rent = cost = 0.0
     for key, count in held.items():
-        price = price_of(program.fleet, groups[key.group].uses[key.template], key.region)
+        price = price_of(program.fleet, program.models[key.group].uses[key.template], key.region)
         rent += price * count
         cost += price * (count + program.init_penalty * max(0, count - running.get(key, 0)))
-        if isinstance(program, FlowProgram):
-            cost += program.fee_usd_per_h(key) * count
-    if isinstance(program, FlowProgram):
-        cost += program.fixed_usd_per_h(held)
+        cost += program.fee_usd_per_h(key) * count
+    cost += program.fixed_usd_per_h(held)
     paid = paid_usd_per_h(program, held)
     return rent - paid, cost - paid
 
 
-def _routed(
-    program: FlowProgram, counts: dict[ColumnKey, int], found: bool, deadline: Deadline
-) -> tuple[tuple[ColumnShare, ...], tuple[FlowRate, ...], float]:
-    """Shares and flows for whole counts, and what egress costs."""
-    routed = reroute(program, counts, found, deadline) if counts else None
-    return ((), (), 0.0) if routed is None else routed[:3]
-
-
 def reroute(
     program: FlowProgram, counts: dict[ColumnKey, int], whole: bool, deadline: Deadline
-) -> tuple[tuple[ColumnShare, ...], tuple[FlowRate, ...], float, float] | None:
-    """Shares and flows for whole counts, what egress costs, and the fraction of demand that they serve.
-
-    None when all of it is asked for (`whole`) and these copies do not suffice.
-    """
+) -> Routed | None:
+    """How whole counts are used; None when all of the demand is asked for (`whole`) and they do not suffice."""
     rows = FlowRows(program, sorted({*counts, *(pin.key for pin in program.pins)}))
     settled = settle(rows, start_vector(rows, counts), whole, deadline)
     if settled is None:
@@ -279,67 +191,182 @@ def reroute(
         # As much as can be served may go many ways: the cheapest of them.
         cheapest = settle(rows, x, True, deadline, float(x[THETA]))
         x = x if cheapest is None else cheapest[1]
-    _, shares, flows = rows.read(x)
+    shares, flows = rows.read(x)
     egress = sum(rows.entries.cost[variable] * float(x[variable]) for variable in rows.flows.values())
     return shares, flows, egress, float(x[THETA])
 
 
-def _fits(program: Program, warm: Allocation) -> bool:
-    """Whether an earlier answer speaks of the same regions and node types, and of columns that exist."""
-    groups = program.demands if isinstance(program, CoverProgram) else program.models
-    if warm.prices.nodes_usd_per_h.shape != program.fleet.available.shape:
-        return False
-    return all(
-        key.group < len(groups) and key.template < len(groups[key.group].uses) for key, _ in warm.counts
+def without_needless(program: FlowProgram) -> tuple[FlowProgram, list[Ints]]:
+    """The program in which needless columns may not be used, and for each model which column stands for which.
+
+    Needless is a column that uses no less of any node than another and does no more of anything. Where rows speak of
+    copies (limits, losses) replacing it would not hold, so all columns stay.
+    """
+    same = [np.arange(len(model.uses)) for model in program.models]
+    if program.limits or program.helpers or program.guarded:
+        return program, same
+    kept = {key for key, _ in program.running} | {pin.key for pin in program.pins}
+    models, stands = [], []
+    for m, model in enumerate(program.models):
+        stand = _stands(model, {key.template for key in kept if key.group == m})
+        needed = stand == np.arange(len(stand))
+        regions = len(program.fleet.regions)
+        allowed = np.ones((len(stand), regions), bool) if model.allowed is None else model.allowed
+        models.append(replace(model, allowed=allowed & needed[:, None]))
+        stands.append(stand)
+    return replace(program, models=tuple(models)), stands
+
+
+def told_in(counts: Mapping[ColumnKey, int], stands: Sequence[Ints]) -> dict[ColumnKey, int]:
+    """A plan with needless columns replaced by those that stand for them."""
+    found: dict[ColumnKey, int] = {}
+    for key, n in counts.items():
+        other = key._replace(template=int(stands[key.group][key.template]))
+        found[other] = found.get(other, 0) + n
+    return found
+
+
+def _stands(model: ModelColumns, kept: set[int]) -> Ints:
+    """[templates]: the column that stands for each; itself where none makes it needless."""
+    count = len(model.uses)
+    none = np.full(count, np.inf)
+    sends = none if model.sends_bits_per_s is None else model.sends_bits_per_s
+    takes = none if model.takes_bits_per_s is None else model.takes_bits_per_s
+    more = [model.prefill_per_s, model.decode_per_s, model.closed_per_s, sends[:, None], takes[:, None]]
+    if model.allowed is not None:
+        more.append(model.allowed.astype(np.float64))
+    if model.fees_usd_per_h is not None:
+        more.append(-model.fees_usd_per_h)
+    does = np.concatenate(more, axis=1)
+    stand = np.arange(count)
+    needed = np.ones(count, bool)
+    # Those with the fewest nodes and the most done come first: whatever makes a column needless is before it.
+    order = np.lexsort(
+        (np.arange(count), -np.nan_to_num(does, posinf=0.0).sum(axis=1), model.uses.sum(axis=1))
     )
+    for place, j in enumerate(order.tolist()):
+        before = order[:place][needed[order[:place]]]
+        if j in kept or not len(before):
+            continue
+        better = (model.uses[before] <= model.uses[j]).all(axis=1) & (does[before] >= does[j]).all(axis=1)
+        if better.any():
+            stand[j], needed[j] = before[int(np.argmax(better))], False
+    return stand
 
 
-def _warm_cover(cover: Cover, warm: Allocation) -> tuple[tuple[Multipliers, Floats] | None, Chosen | None]:
-    names = [demand.name for demand in cover.program.demands]
-    place = {names.index(group.name): d for d, group in enumerate(cover.groups)}
-    prices = None
-    if len(warm.prices.demands_usd_per_h) == len(names):
-        earn = np.array([warm.prices.demands_usd_per_h[names.index(group.name)] for group in cover.groups])
-        if (earn > 0).all():
-            prices = (Multipliers(warm.prices.nodes_usd_per_h, warm.prices.budget), earn)
-    left = dict(warm.counts) if warm.found else {}
-    for key, count in cover.fixed:
-        left[key] = left.get(key, 0) - count
-    new: dict[tuple[int, int, int], int] = {}
-    for key, count in left.items():
-        if count > 0 and key.group in place:
-            d = place[key.group]
-            rows = np.flatnonzero(cover.groups[d].origin == key.template)
-            if len(rows) and cover.groups[d].fits[rows[0], key.region]:
-                new[(d, int(rows[0]), key.region)] = count
-    return prices, recheck(cover, Chosen(new, {}, 0.0))
+def largest_fraction(
+    program: FlowProgram,
+    deadline: Deadline,
+    gap_target: float = 0.0,
+    starts: Sequence[dict[ColumnKey, int]] = (),
+) -> tuple[Shortfall, dict[ColumnKey, int]]:
+    """The shortfall, and the counts of a plan that meets that fraction: no less than any of `starts` does.
+
+    The same rows with theta maximised. The relaxation's duals on nodes, links and budget say how much of theta one
+    more unit would buy.
+    """
+    if over := overpinned(program):
+        return Shortfall(0.0, 0.0, (), overpinned=over), {}
+    missing = unserved(program, Pricer(program))
+    state = guarded(
+        program,
+        deadline,
+        lambda each, limit, best: _most(each, limit, gap_target, [best, *starts]),
+        at_cost=False,
+    )
+    if state.relaxed is None:
+        names = tuple(limit.name for limit in program.limits) if state.infeasible else ()
+        least = min(max(0.0, -state.upper), 1.0) if state.counts is not None else 0.0
+        return Shortfall(least, 1.0, (), missing, unkept=names), state.counts or {}
+    fraction = 0.0 if state.counts is None else min(max(0.0, -state.upper), 1.0)
+    most = min(max(-state.lower, fraction), 1.0)
+    binding = _binding(state.pricer.program, state.relaxed)
+    return Shortfall(fraction, most, binding, missing), state.counts or {}
 
 
-def _cover_counts(cover: Cover, plan: Chosen) -> dict[ColumnKey, int]:
-    names = {demand.name: d for d, demand in enumerate(cover.program.demands)}
-    counts = dict(cover.fixed)
-    for (d, row, region), count in plan.new.items():
-        group = cover.groups[d]
-        key = ColumnKey(names[group.name], int(group.origin[row]), region)
-        counts[key] = counts.get(key, 0) + count
-    for tag, count in plan.old.items():
-        key = cover.olds[tag].key
-        counts[key] = counts.get(key, 0) + count
-    return counts
+def _most(
+    program: FlowProgram, deadline: Deadline, gap_target: float, starts: Sequence[dict[ColumnKey, int]]
+) -> FlowState:
+    """The largest theta; without a relaxation when not even nothing at all keeps the limits, or time ran out."""
+    pricer = Pricer(program)
+    state = FlowState(pricer, deadline, gap_target, at_cost=False)
+    keys = sorted({*pricer.first_keys(), *(key for each in starts for key in each)})
+    state.relaxed = relax_flow(pricer, deadline, at_cost=False, keys=keys, theta_cap=UNCAPPED)
+    for counts in starts:
+        if counts:
+            offer_counts(state, counts)
+    if state.relaxed is None:
+        state.infeasible = state.counts is None and not deadline.over
+        return state
+    state.lower = state.relaxed.bound
+    close(state)
+    return state
 
 
-def _cover_prices(program: CoverProgram, cover: Cover, state: State) -> ShadowPrices:
-    at = state.bound.at if state.bound is not None else cover.zero()
-    demands = dict.fromkeys((demand.name for demand in program.demands), 0.0)
-    if state.relaxed is not None:
-        for group, earn in zip(cover.groups, state.relaxed.earn.tolist(), strict=True):
-            demands[group.name] = earn * program.headroom
-    return ShadowPrices(at.nodes, tuple(demands.values()), (), at.budget)
+def overpinned(program: FlowProgram) -> tuple[str, ...]:
+    """What the pinned copies alone need too much of."""
+    fleet = program.fleet
+    need = np.zeros(fleet.available.shape, dtype=np.int64)
+    rent = 0.0
+    banned: list[str] = []
+    for key, count, _ in program.pins:
+        uses = program.models[key.group].uses[key.template]
+        need[key.region] += uses.astype(np.int64) * count
+        rent += count * price_of(fleet, uses, key.region)
+        allowed = program.models[key.group].allowed
+        if count and allowed is not None and not allowed[key.template, key.region]:
+            name = program.models[key.group].name
+            banned.append(f"template {key.template} of {name} in {fleet.regions[key.region]}")
+    over = [fleet.node_label(int(r), int(c)) for r, c in np.argwhere(need > fleet.available)]
+    if program.budget_usd_per_h is not None and rent > program.budget_usd_per_h * (1 + 1e-9):
+        over.append("budget")
+    return (*over, *banned)
 
 
-def _flow_prices(program: FlowProgram, state: FlowState) -> ShadowPrices:
-    if state.prices is not None and state.counts is not None:
-        return prices_of(state.prices.duals)
-    bins = sum(len(model.buckets) for model in program.models)
-    nodes = np.zeros(program.fleet.available.shape)
-    return ShadowPrices(nodes, (0.0,) * bins, (0.0,) * len(program.links))
+def unserved(program: FlowProgram, pricer: Pricer) -> tuple[str, ...]:
+    """Demands for which no region has both phases, or a path between them, at any count."""
+    regions = range(len(program.fleet.regions))
+    paths = [(r, r) for r in regions] + [(link.source, link.target) for link in program.links]
+    names = []
+    for one in bins_of(program):
+        if one.rate_per_s <= 0:
+            continue
+        model = program.models[one.model]
+        can = pricer.most[one.model] >= 1
+        for pin in program.pins:
+            if pin.key.group == one.model and pin.copies:
+                can[pin.key.template, pin.key.region] = True
+
+        def somewhere(
+            table: np.ndarray[tuple[int, int], np.dtype[np.float64]],
+            can: np.ndarray[tuple[int, int], np.dtype[np.bool_]] = can,
+            bucket: int = one.bucket,
+        ) -> list[bool]:
+            return [bool((can[:, r] & (table[:, bucket] > 0)).any()) for r in regions]
+
+        prefill, decode = somewhere(model.prefill_per_s), somewhere(model.decode_per_s)
+        joined = any(prefill[r] and decode[s] for r, s in paths if (r, s) not in one.barred)
+        if not joined and not any(somewhere(model.closed_per_s)):
+            names.append(one.name)
+    return tuple(names)
+
+
+def _binding(program: FlowProgram, relaxed: Relaxation) -> tuple[BindingResource, ...]:
+    """Resources with a price, dearest first by what all of them together are worth."""
+    fleet, duals = program.fleet, relaxed.duals
+    found: list[tuple[float, BindingResource]] = []
+    for r, c in np.argwhere(duals.nodes > 1e-12):
+        each = float(duals.nodes[r, c])
+        # A type of which there is none at all still names what is missing.
+        worth = each * max(int(fleet.available[r, c]), 1)
+        found.append((worth, BindingResource(fleet.node_label(int(r), int(c)), each)))
+    for link, price in zip(program.links, duals.links.tolist(), strict=True):
+        if price * link.bits_per_s > 1e-12:
+            name = f"link {fleet.regions[link.source]}->{fleet.regions[link.target]}"
+            found.append((price * link.bits_per_s, BindingResource(name, price * GBIT)))
+    for limit, dual in zip(program.limits, duals.limits.tolist(), strict=True):
+        if abs(dual) > 1e-12:
+            found.append((abs(dual), BindingResource(limit.name, abs(dual))))
+    if duals.budget > 1e-12 and program.budget_usd_per_h is not None:
+        found.append((duals.budget * program.budget_usd_per_h, BindingResource("budget", duals.budget)))
+    return tuple(binding for _, binding in sorted(found, key=lambda pair: (-pair[0], pair[1].name)))

@@ -23,8 +23,8 @@ from potluck.core.values.service import NO_TERMS
 from potluck.plan.allocate.program import DemandBucket
 from potluck.plan.allocate.solve import solve
 from potluck.plan.assemble.columns import ProgramColumns, codecs_of, columns, plan_of
-from potluck.plan.check.verify import verify
 from potluck.plan.problem import ModelDemand, PlanningProblem
+from potluck.plan.verify import verify
 
 BY_LENGTH = "prfaas"
 """The strategy whose plans cross by length."""

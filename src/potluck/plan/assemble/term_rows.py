@@ -19,8 +19,7 @@ from potluck.core.values.service import ModelTerms
 from potluck.core.values.types import NodeOffer
 from potluck.perf.delays.startup import startup_s
 from potluck.perf.sizes.memory import weight_bytes
-from potluck.plan.allocate.limits import CountLimit, ExtraVariable, Floats, Outage
-from potluck.plan.allocate.program import FlowProgram, NodeSupply
+from potluck.plan.allocate.program import CountLimit, ExtraVariable, Floats, FlowProgram, NodeSupply, Outage
 from potluck.plan.problem import ModelDemand, PlanningProblem
 
 HOURS_PER_MONTH = 730.0

@@ -10,15 +10,27 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import groupby, product
+from math import inf
 
-from potluck.core.errors import CapacityError
+from potluck.core.errors import CapacityError, UnknownNameError
+from potluck.core.scaling.cauchy_scaling import weight
+from potluck.core.scaling.copy_capacity import rates_of
 from potluck.core.state.actions import SeenLengths
+from potluck.core.state.facts import ObservedSpeed
+from potluck.core.values.layout import single
+from potluck.core.values.plan import Plan, Template
 from potluck.core.values.types import LengthBin, Region, Traffic
 from potluck.perf.delays.startup import DEFAULT_COSTS, StartupCosts, startup_s
 from potluck.perf.sizes.memory import weight_bytes
-from potluck.plan.problem import ModelDemand, PlanningProblem, ask
+from potluck.perf.step_timer import StepTimer, steps
+from potluck.perf.timers.profile import Profile, ProfilePoint
+from potluck.plan.assemble.term_rows import runs_in
+from potluck.plan.problem import ModelDemand, PlanningProblem, model_demand
+from potluck.plan.strategies import STRATEGIES
 from potluck.plan.strategies.template_factory import TemplateFactory
-from potluck.plan.templates.mixed import Timed
+from potluck.plan.templates.placement_table import Timed
+from potluck.plan.timing.replica_rates import layout_timer
 
 INTERVAL_S = 3600.0
 """Over which starts are spread: CORAL amortises initialisation over 60 minutes (its 6.1)."""
@@ -71,7 +83,7 @@ def ask_now(known: ModelDemand, rate_per_s: float | None, seen: SeenLengths | No
     """One model's demand at the rate that is seen, and with lengths that are, where they have drifted."""
     rate = known.rate_per_s if rate_per_s is None else rate_per_s
     if seen is not None and drifted(known, seen):
-        made = ask(known.name, known.model, known.slo, _traffic(known, rate, seen), known.terms)
+        made = model_demand(known.name, known.model, known.slo, _traffic(known, rate, seen), known.terms)
         return replace(known, slo=made.slo, demands=made.demands)
     if known.rate_per_s <= 0:
         return known
@@ -126,3 +138,152 @@ class TemplateFactories:
         for old in list(self._kept)[:-KEPT]:
             del self._kept[old]
         return replace(found, problem=problem)
+
+
+MOST = 24
+"""Templates of a model: all pairs of six node types, and some more."""
+
+
+def with_candidates(factory: TemplateFactory, plan: Plan) -> Plan:
+    """The plan with what scaling may start; of a strategy that is not known here it has none."""
+    factory = factory.settled(plan)
+    used = {template.name for template in plan.templates}
+    found: list[Template] = []
+    for ask in factory.problem.asks:
+        strategy = STRATEGIES.get(plan.strategy)
+        if strategy is None or strategy.templates is None:
+            continue
+        made = [each for each in strategy.templates(factory, ask) if each.name not in used]
+        found += shortlist(factory, plan.strategy, ask, made)
+    return replace(plan, candidates=tuple(found))
+
+
+def shortlist(
+    factory: TemplateFactory, strategy: str, ask: ModelDemand, made: Sequence[Template]
+) -> list[Template]:
+    """At most MOST of them, the best first, with each set of node types before a second of any."""
+    prices = factory.prices
+    able = [each for each in made if not each.machines and _on_offer(factory, ask, each)]
+    ranked = sorted(
+        _undominated(able), key=lambda each: (_per_request(strategy, ask, each, prices), each.name)
+    )
+    seen: dict[tuple[tuple[str, ...], str], int] = {}
+    order = []
+    for place, each in enumerate(ranked):
+        kind = (tuple(sorted(each.node_counts)), _phase(each))
+        seen[kind] = seen.get(kind, 0) + 1
+        order.append((seen[kind] > 1, place, each))
+    chosen = [each for *_, each in sorted(order, key=lambda item: item[:2])[:MOST]]
+    return sorted(chosen, key=ranked.index)
+
+
+def _on_offer(factory: TemplateFactory, ask: ModelDemand, template: Template) -> bool:
+    """Whether some region has nodes enough for a copy, and none has where the model may not run."""
+    there = [
+        region.name
+        for region in factory.problem.regions
+        if all(
+            (offer := region.offer(each.node)) is not None and offer.available >= each.count
+            for each in template.nodes
+        )
+    ]
+    return bool(there) and all(runs_in(factory.problem, ask, template, region) for region in there)
+
+
+def _undominated(templates: Sequence[Template]) -> list[Template]:
+    """Of those on the same node types; a pair of types that prefills the one way seldom does as well the other."""
+    ordered = sorted(templates, key=lambda each: sorted(each.node_counts))
+    kept: list[Template] = []
+    for _, group in groupby(ordered, key=lambda each: sorted(each.node_counts)):
+        mine = list(group)
+        kept += [
+            each for each in mine if not any(_dominates(other, each) for other in mine if other is not each)
+        ]
+    return kept
+
+
+def _dominates(one: Template, other: Template) -> bool:
+    """Whether it does at least as much of everything on no more nodes, and one of these is really better."""
+    counts, others = one.node_counts, other.node_counts
+    pairs = [
+        (a, b)
+        for mine, theirs in zip(one.capacity, other.capacity, strict=True)
+        for a, b in (
+            (mine.closed_per_s, theirs.closed_per_s),
+            (mine.prefill_per_s, theirs.prefill_per_s),
+            (mine.decode_per_s, theirs.decode_per_s),
+        )
+    ]
+    fewer = all(counts[node] <= others[node] for node in counts)
+    if not fewer or any(a < b for a, b in pairs):
+        return False
+    return counts != others or any(a > b for a, b in pairs) or one.name < other.name
+
+
+def _phase(template: Template) -> str:
+    roles = {replica.role for replica in template.replicas}
+    return roles.pop() if len(roles) == 1 else "mixed"
+
+
+def _per_request(strategy: str, ask: ModelDemand, template: Template, prices: Mapping[str, float]) -> float:
+    """What the strategy has a request a second cost."""
+    rates = rates_of(template, {demand.bucket: demand.rate_per_s or 1.0 for demand in ask.demands})
+    serves = max(rates)
+    if serves <= 0:
+        return inf
+    price = 0.0
+    for each in template.nodes:
+        price += each.count * prices.get(each.node, inf)
+    return weight(strategy, template, price, serves) / serves
+
+
+ENGINE = "observed"
+CHUNKS = (16, 64, 256, 512, 1024, 2048, 4096, 8192)
+CACHED = (0, 1024, 8192)
+BATCHES = (1, 4, 16, 64, 256)
+CONTEXTS = (64, 512, 4096)
+MIXED = ((256, 16), (1024, 64), (2048, 4), (512, 256))
+
+
+def observed(problem: PlanningProblem, paces: Sequence[ObservedSpeed], day: str) -> PlanningProblem:
+    """The problem with the paces that matter; of models and nodes that it does not have, none does."""
+    known = {(each.model, each.node) for each in paces if each.matters}
+    asks = tuple(
+        replace(
+            ask,
+            profiles=(
+                *ask.profiles,
+                *(
+                    profile_of(problem, ask, pace, day)
+                    for pace in paces
+                    if pace.matters and pace.model == ask.name and pace.node in problem.by_name
+                ),
+            ),
+        )
+        if any(model == ask.name for model, _ in known)
+        else ask
+        for ask in problem.asks
+    )
+    return replace(problem, asks=asks)
+
+
+def profile_of(problem: PlanningProblem, ask: ModelDemand, pace: ObservedSpeed, day: str) -> Profile:
+    """Step times of a model on a kind of node, as long as they really are."""
+    if pace.node not in problem.by_name:
+        raise UnknownNameError("node", pace.node, problem.by_name)
+    layout = single(pace.node, pace.tp, len(ask.model.layers))
+    timer = layout_timer(ask, layout, problem.by_name)
+    node = problem.node(pace.node)
+    points = tuple(_points(timer, pace.believed, ask.model.max_context_tokens))
+    return Profile(node.gpu.name, ask.model.name, pace.tp, ENGINE, {}, day, points)
+
+
+def _points(timer: StepTimer, pace: float, most_tokens: int) -> list[ProfilePoint]:
+    shapes = [(new, cached, 0, 0) for new, cached in product(CHUNKS, CACHED) if new + cached <= most_tokens]
+    for batch, context in product(BATCHES, CONTEXTS):
+        shapes.append((0, 0, batch, batch * min(context, most_tokens)))
+    for (new, batch), context in product(MIXED, CONTEXTS):
+        shapes.append((min(new, most_tokens), 0, batch, batch * min(context, most_tokens)))
+    unique = list(dict.fromkeys(shapes))
+    taken_s = timer.step_s(steps(*zip(*unique, strict=True)))
+    return [ProfilePoint(*shape, float(each) * pace) for shape, each in zip(unique, taken_s, strict=True)]

@@ -34,7 +34,7 @@ import numpy as np
 
 from potluck.core.routing.capacity import MARGIN
 from potluck.core.values.types import Role
-from potluck.plan.search.deduce_kernel import (
+from potluck.plan.search.kernels import (
     BATCH,
     DECODE,
     LATENCY_S,
@@ -47,18 +47,23 @@ from potluck.plan.search.deduce_kernel import (
     DeduceScratch,
     Floats,
     Ints,
-    best_candidate,
-    best_split,
-)
-from potluck.plan.search.listing_kernel import (
     ListingScratch,
     StageCuts,
     StageListing,
+    best_candidate,
     best_path,
+    best_split,
     list_candidates,
 )
-from potluck.plan.search.pool_workload import Pool, PoolLinks, PoolWorkload, wires_of
-from potluck.plan.search.stage_costs import LayerTiming, StageCosts, costs_of
+from potluck.plan.search.workload import (
+    LayerTiming,
+    Pool,
+    PoolLinks,
+    PoolWorkload,
+    StageCosts,
+    costs_of,
+    wires_of,
+)
 from potluck.plan.timing.replica_rates import HANDOVER_SHARE
 
 MAX_STAGES = 8

@@ -24,10 +24,9 @@ import numpy as np
 
 from potluck.plan.allocate.highs import INFINITY, Milp, MilpResult, solve_milp
 from potluck.plan.search.bound import kv_free_share
-from potluck.plan.search.deduce_kernel import DECODE, MIXED, PREFILL, Floats, Ints
 from potluck.plan.search.evaluate import GpuGroup, PoolEvaluator, PoolUse
-from potluck.plan.search.groups import joined, make_state
-from potluck.plan.search.moves import MAX_NODES, NeighbourMoves, without
+from potluck.plan.search.kernels import DECODE, MIXED, PREFILL, Floats, Ints
+from potluck.plan.search.moves import MAX_NODES, NeighbourMoves, joined, make_state, without
 
 MOST_COLUMNS = 150
 MOST_LOOKED_AT = 2000

@@ -7,15 +7,22 @@ search itself expects, for mean lengths, is in `SearchResult`.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 from potluck.core.values.layout import Layout, Pool, Stage, StageNode
 from potluck.core.values.plan import PlannedReplica, Template
 from potluck.plan.problem import ModelDemand, PlanningProblem
 from potluck.plan.search.deduce import NAMES, PHASES, GroupConfiguration, StageTake, Takes
-from potluck.plan.search.evaluate import TIE_WEIGHT, GpuGroup, PoolScore, PoolUse
+from potluck.plan.search.evaluate import (
+    TIE_WEIGHT,
+    GpuGroup,
+    Orchestration,
+    PoolEvaluator,
+    PoolScore,
+    PoolUse,
+)
 from potluck.plan.search.moves import without
-from potluck.plan.search.orchestrate import Orchestration
 from potluck.plan.search.tabu import SearchResult
 from potluck.plan.templates.group import Attained, components, group_template, route
 
@@ -101,3 +108,63 @@ def _takes(stages: Sequence[StageTake]) -> Takes:
     for stage in stages:
         counts[stage.node] = counts.get(stage.node, 0) + stage.tp
     return tuple(sorted(counts.items()))
+
+
+Estimate = Callable[[PlannedReplica, PlannedReplica, float], float]
+"""(who prefills, who decodes or the same one, requests a second) to the share within the objective."""
+SHORTLIST = 6
+"""States that are tried."""
+
+
+def tried(evaluator: PoolEvaluator, found: SearchResult, estimate: Estimate) -> tuple[SearchResult, Attained]:
+    """The best of what a search ended with when every pair is tried, and what was seen of its pairs."""
+    known: dict[tuple[PlannedReplica, PlannedReplica], float] = {}
+    best, seen = found, None
+    for state in (found.state, *found.others)[:SHORTLIST]:
+        matrix = _matrix(evaluator, state, estimate, known)
+        score, routed = evaluator.weighed(state.groups, matrix)
+        if seen is None or score > best.score:
+            configurations = tuple(evaluator.deduced(group) for group in state.groups)
+            best = replace(
+                found,
+                state=state,
+                score=score,
+                configurations=tuple(each for each in configurations if each is not None),
+                orchestration=routed,
+            )
+            replicas = _replicas(evaluator, state)
+            seen = {(replicas[i].layout, replicas[j].layout): share for (i, j), share in matrix.items()}
+    return best, seen or {}
+
+
+def _matrix(
+    evaluator: PoolEvaluator,
+    state: PoolUse,
+    estimate: Estimate,
+    known: dict[tuple[PlannedReplica, PlannedReplica], float],
+) -> dict[tuple[int, int], float]:
+    """D by places of the groups; pairs that the closed form leaves no hope are not tried."""
+    replicas, closed = _replicas(evaluator, state), evaluator.attained(state.groups)
+    work = evaluator.deducer.work
+    found = {}
+    for (i, j), hope in closed.items():
+        pair = (replicas[i], replicas[j])
+        if hope > 0.0 and pair not in known:
+            slower = min(_rate(evaluator, state, place) for place in (i, j))
+            known[pair] = estimate(*pair, min(work.headroom * slower, work.rate_per_s))
+        found[i, j] = known[pair] if hope > 0.0 else 0.0
+    return found
+
+
+def _rate(evaluator: PoolEvaluator, state: PoolUse, place: int) -> float:
+    found = evaluator.deduced(state.groups[place])
+    return 0.0 if found is None else found.rate_per_s
+
+
+def _replicas(evaluator: PoolEvaluator, state: PoolUse) -> list[PlannedReplica]:
+    made = []
+    for group in state.groups:
+        found = evaluator.deduced(group)
+        assert found is not None, "a state with a score has configurations"
+        made.append(PlannedReplica(NAMES[group.phase], layout_of(evaluator.deducer.pool, found)))
+    return made

@@ -11,20 +11,29 @@ random numbers come from a seed, so the same limits in steps give the same answe
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import product
 from random import Random
 
-from potluck.core.errors import CapacityError
+from potluck.core.errors import CapacityError, InputError
 from potluck.core.values.types import Role
-from potluck.plan.search.deduce import PHASES, GroupConfiguration, deducer
-from potluck.plan.search.evaluate import GpuGroup, PoolEvaluator, PoolScore, PoolUse
-from potluck.plan.search.groups import dealt_state, starting_state
-from potluck.plan.search.moves import NeighbourMoves, all_moves, all_near, kinds_of
-from potluck.plan.search.orchestrate import Orchestration
-from potluck.plan.search.pool_workload import Pool, PoolWorkload
+from potluck.plan.search.deduce import PHASES, GroupConfiguration, StageTake, Takes, deducer
+from potluck.plan.search.evaluate import GpuGroup, Orchestration, PoolEvaluator, PoolScore, PoolUse
+from potluck.plan.search.moves import (
+    NeighbourMoves,
+    all_moves,
+    all_near,
+    dealt_state,
+    flips_only,
+    joined,
+    kinds_of,
+    make_state,
+    starting_state,
+    without,
+)
 from potluck.plan.search.recombine import look_around, recombined
-from potluck.plan.search.stage_costs import CalibratedCosts, LayerTiming
+from potluck.plan.search.workload import CalibratedCosts, LayerTiming, Pool, PoolWorkload
 
 SCALES = (1.0, 1.6, 2.4)
 """How many times over the groups of a start hold the model."""
@@ -273,3 +282,122 @@ class TabuSearch:
                 known.add(round(score.value, 9))
                 found.append(state)
         return tuple(found[:MOST_OTHERS])
+
+
+MOST_COMBINATIONS = 3000
+
+
+@dataclass(frozen=True, slots=True)
+class PoolSurvivors:
+    """What is left after a loss."""
+
+    pool: Pool
+    kept: tuple[int, ...]
+    """Places of the groups that are whole."""
+    idle: Takes
+
+
+def groups_left(
+    pool: Pool, found: SearchResult, lost: Mapping[str, int], dead: Collection[int] | None = None
+) -> PoolSurvivors:
+    """Who survives losing so many GPUs of each named node.
+
+    `dead` are the places of the groups that were hit, where that is known. Otherwise a node's idle GPUs are
+    taken to be lost first, then the groups with the most GPUs on it: few groups explain the loss of a part.
+    The loss of a whole node hits everyone on it in any case.
+    """
+    rest = pool.without(lost)
+    free = {node: rest.nodes[node].gpus for node in range(len(rest.nodes))}
+    groups = found.state.groups
+    hit = set(dead or ())
+    if not hit <= set(range(len(groups))):
+        raise InputError("reschedule: dead", f"names a group beyond the {len(groups)} there are")
+    if dead is None:
+        hit = _fewest(groups, found.state.idle, {pool.index(name): n for name, n in lost.items()})
+    kept = tuple(place for place in range(len(groups)) if place not in hit)
+    used = joined(groups[place].takes for place in kept)
+    if any(count > free[node] for node, count in used):
+        raise InputError("reschedule: dead", "the groups left need more GPUs than the pool has")
+    everything = tuple((node, count) for node, count in free.items() if count)
+    return PoolSurvivors(rest, kept, without(everything, used))
+
+
+def _fewest(groups: tuple[GpuGroup, ...], idle: Takes, lost: Mapping[int, int]) -> set[int]:
+    hit: set[int] = set()
+    for node, count in sorted(lost.items()):
+        left = count - dict(idle).get(node, 0) - sum(dict(groups[g].takes).get(node, 0) for g in hit)
+        mine = [(dict(g.takes)[node], p) for p, g in enumerate(groups) if node in dict(g.takes)]
+        for taken, place in sorted(mine, reverse=True):
+            if left <= 0:
+                break
+            if place not in hit:
+                hit.add(place)
+                left -= taken
+    return hit
+
+
+def reschedule(
+    left: PoolSurvivors, found: SearchResult, work: PoolWorkload, settings: SearchSettings | None = None
+) -> SearchResult:
+    """New phases and routing for the groups that are left, for the same or another workload."""
+    chosen = settings or SearchSettings()
+    source = deducer(left.pool, work, chosen.timing)
+    phases = tuple(PHASES[role] for role in chosen.phases)
+    stages = [found.configurations[place].stages for place in left.kept]
+    # Groups are named by their place: two of the same GPUs may be loaded unlike.
+    for place, mine in enumerate(stages):
+        for phase in phases:
+            source.seen[((place, 1),), phase] = source.fixed(mine, phase)
+    evaluator = PoolEvaluator(source)
+    able = [[p for p in phases if source.seen[((place, 1),), p]] for place in range(len(stages))]
+    working = [place for place in range(len(stages)) if able[place]]
+    if not working:
+        raise CapacityError("no group that is left can serve within the objective; search the pool anew")
+    hunt = TabuSearch(evaluator, flips_only(left.pool, work, phases), chosen)
+    hunt.try_all(_combinations(working, able, found, left))
+    return _named(hunt.found(), left, found)
+
+
+def _combinations(
+    working: list[int], able: list[list[int]], found: SearchResult, left: PoolSurvivors
+) -> list[PoolUse]:
+    """The present designation, and all others if they are few."""
+    size = 1
+    now = []
+    for place in working:
+        size *= len(able[place])
+        phase = found.state.groups[left.kept[place]].phase
+        now.append(phase if phase in able[place] else able[place][0])
+    choices = [tuple(now)]
+    if size <= MOST_COMBINATIONS:
+        choices += [each for each in product(*(able[place] for place in working)) if each != tuple(now)]
+    return [
+        make_state([GpuGroup(((w, 1),), p) for w, p in zip(working, chosen, strict=True)], ())
+        for chosen in choices
+    ]
+
+
+def _named(answer: SearchResult, left: PoolSurvivors, before: SearchResult) -> SearchResult:
+    """With the real GPUs in place of places; groups keep the order that the routing speaks of."""
+    places = [left.kept[group.takes[0][0]] for group in answer.state.groups]
+    groups = tuple(
+        GpuGroup(before.state.groups[place].takes, group.phase)
+        for place, group in zip(places, answer.state.groups, strict=True)
+    )
+    useless = [before.state.groups[p].takes for p in left.kept if p not in places]
+    return replace(answer, state=PoolUse(groups, joined((left.idle, *useless))))
+
+
+def flipped(before: SearchResult, after: SearchResult) -> tuple[tuple[GroupConfiguration, int, int], ...]:
+    """(configuration, old phase, new phase) of every group that changes its phase."""
+    old: dict[tuple[Takes, tuple[StageTake, ...]], list[int]] = {}
+    for group, mine in zip(before.state.groups, before.configurations, strict=True):
+        old.setdefault((group.takes, mine.stages), []).append(group.phase)
+    changes = []
+    for group, mine in zip(after.state.groups, after.configurations, strict=True):
+        phases = old[group.takes, mine.stages]
+        was = group.phase if group.phase in phases else phases[0]
+        phases.remove(was)
+        if was != group.phase:
+            changes.append((mine, was, group.phase))
+    return tuple(changes)

@@ -1,42 +1,93 @@
-"""Ways to a plan, all over the same templates and the same program, so that they can stand in one table."""
+"""Ways to a plan over the same templates and program. A new one is a file here and a row of the table."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 
-from potluck.plan.strategies.cauchy_strategy import cauchy_ce, cauchy_co, cauchy_mc, cauchy_mce
-from potluck.plan.strategies.programs import auto, coral, cronus, homo, melange, prfaas, thunderserve
-from potluck.plan.strategies.template_factory import MAKING_SHARE, PlanOutcome, SolveSettings, TemplateFactory
-from potluck.plan.strategies.user_distance import near_users
-from potluck.plan.strategies.weight_formats import choosing_formats
+from potluck.core.values.plan import Template
+from potluck.plan.problem import ModelDemand
+from potluck.plan.strategies import cauchy_strategy as cauchy
+from potluck.plan.strategies import programs
+from potluck.plan.strategies.template_factory import (
+    MAKING_SHARE,
+    Planner,
+    PlanOutcome,
+    SolveSettings,
+    TemplateFactory,
+)
+from potluck.plan.strategies.variants import choosing_formats, near_users
 
-Strategy = Callable[[TemplateFactory, SolveSettings], PlanOutcome]
 
+@dataclass(frozen=True, slots=True)
+class Strategy:
+    """One way to a plan; called, it plans within one time limit, for users where they are, in the best formats."""
 
-def _in_time(strategy: Strategy) -> Strategy:
-    """The strategy with one time limit for its templates and its program together."""
+    plan: Planner
+    about: str
+    chooses_from: str
+    """Its proof is over these columns, and over no others."""
+    templates: Callable[[TemplateFactory, ModelDemand], list[Template]] | None = None
+    """What scaling may start for it; None: nothing but copies of what is planned."""
 
-    def planned(factory: TemplateFactory, settings: SolveSettings) -> PlanOutcome:
+    def __call__(self, factory: TemplateFactory, settings: SolveSettings) -> PlanOutcome:
+        return choosing_formats(near_users(self._in_time))(factory, settings)
+
+    def _in_time(self, factory: TemplateFactory, settings: SolveSettings) -> PlanOutcome:
         begun = settings.begun
-        return strategy(factory.within(begun, MAKING_SHARE * begun.left_s), begun)
-
-    return planned
+        return self.plan(factory.within(begun, MAKING_SHARE * begun.left_s), begun)
 
 
-_ALL: dict[str, Strategy] = {
-    "auto": auto,
-    "homo": homo,
-    "melange": melange,
-    "cauchy": cauchy_co,
-    "cauchy-ce": cauchy_ce,
-    "cauchy-mc": cauchy_mc,
-    "cauchy-mce": cauchy_mce,
-    "cronus": cronus,
-    "prfaas": prfaas,
-    "coral": coral,
-    "thunderserve": thunderserve,
+WHOLE = "combos of whole nodes"
+STRATEGIES = {
+    "auto": Strategy(
+        programs.auto,
+        "every kind of column in one program",
+        "the templates of all kinds that were timed",
+        programs.every_kind,
+    ),
+    "homo": Strategy(
+        programs.homo, "one node type per model, picked in isolation", "the node types it picked"
+    ),
+    "melange": Strategy(
+        programs.melange,
+        "aggregated replicas of any node types",
+        "aggregated replicas",
+        TemplateFactory.mixed,
+    ),
+    "cauchy": Strategy(
+        cauchy.cauchy_co, "combos, by price over cost efficiency", WHOLE, TemplateFactory.combos
+    ),
+    "cauchy-ce": Strategy(
+        cauchy.cauchy_ce,
+        "combos counted in GPUs, ranked as printed",
+        "the combos that equation 15 shortlists",
+        cauchy.efficient,
+    ),
+    "cauchy-mc": Strategy(cauchy.cauchy_mc, "combos, by price", WHOLE, TemplateFactory.combos),
+    "cauchy-mce": Strategy(cauchy.cauchy_mce, "combos, by cost efficiency", WHOLE, TemplateFactory.combos),
+    "cronus": Strategy(
+        programs.cronus,
+        "pairs that share prefills, beside aggregated nodes",
+        "pairs and aggregated replicas",
+        programs.cronus_templates,
+    ),
+    "prfaas": Strategy(
+        programs.prfaas,
+        "one phase per node, in one region or over a link",
+        "single nodes that do one phase",
+        TemplateFactory.phased,
+    ),
+    "coral": Strategy(
+        programs.coral,
+        "single nodes and pipelines of unlike nodes, one phase each",
+        "the pipelines and single nodes for one phase that were timed",
+        programs.coral_templates,
+    ),
+    "thunderserve": Strategy(
+        programs.thunderserve, "groups of the pool's machines, by search", "its own columns"
+    ),
 }
-STRATEGIES = {name: choosing_formats(near_users(_in_time(strategy))) for name, strategy in _ALL.items()}
-"""Name to strategy; `auto` puts every kind of column into one program."""
+"""By name."""
 
-__all__ = ["STRATEGIES", "PlanOutcome", "SolveSettings", "TemplateFactory"]
+__all__ = ["STRATEGIES", "PlanOutcome", "SolveSettings", "Strategy", "TemplateFactory"]

@@ -25,7 +25,6 @@ from potluck.plan.allocate.highs import Milp, solve_milp
 from potluck.plan.assemble.columns import egress_usd_per_h
 from potluck.plan.assemble.term_rows import charges_of, rent_usd_per_h, require_rows, runs_in
 from potluck.plan.problem import ModelDemand, PlanningProblem
-from potluck.plan.strategies.column_kinds import efficient
 from potluck.plan.strategies.template_factory import PlanOutcome, SolveSettings, TemplateFactory, allocated
 from potluck.plan.templates.combo import efficiency_tokens_per_usd, served_per_s
 
@@ -34,6 +33,17 @@ Efficiency = Callable[[ModelDemand, Template], float]
 ByModel = Mapping[str, Sequence[Template]]
 BOUND_SHARE = 0.25
 """Of the time that is left, for the bound that says how far a choice is from the cheapest."""
+
+
+def efficient(factory: TemplateFactory, ask: ModelDemand) -> list[Template]:
+    """Combos counted in GPUs, each with equation 15 of its two types."""
+    ranks = {(each.prefill, each.decode): each.ce_tokens_per_usd for each in factory.ranked(ask)}
+
+    def ends(template: Template) -> tuple[str, str]:
+        first, last = template.replicas[0].layout, template.replicas[-1].layout
+        return first.stages[0].nodes[0].node, last.stages[0].nodes[0].node
+
+    return [replace(each, ce_tokens_per_usd=ranks[ends(each)]) for each in factory.gpu_combos(ask)]
 
 
 def cauchy_co(factory: TemplateFactory, settings: SolveSettings) -> PlanOutcome:

@@ -16,7 +16,7 @@ from potluck.plan.problem import ModelDemand, PlanningProblem
 from potluck.plan.timing.named_machines import gpus_of, region_pool
 
 if TYPE_CHECKING:
-    from potluck.plan.search.pair_attainment import Estimate
+    from potluck.plan.search.search_templates import Estimate
     from potluck.plan.search.tabu import SearchResult
 
 MAX_GPUS = 256
@@ -66,10 +66,9 @@ def search_groups(
     # numba is slow to load, and most plans search no pool
     from potluck.plan.search.deduce import deducer
     from potluck.plan.search.evaluate import PoolEvaluator
-    from potluck.plan.search.pair_attainment import tried
-    from potluck.plan.search.pool_workload import workload_of
-    from potluck.plan.search.search_templates import to_templates
+    from potluck.plan.search.search_templates import to_templates, tried
     from potluck.plan.search.tabu import SearchLimits, SearchSettings, search_with
+    from potluck.plan.search.workload import workload_of
 
     templates: list[Template] = []
     searched: dict[str, SearchResult] = {}

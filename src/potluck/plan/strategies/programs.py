@@ -1,12 +1,6 @@
 """Strategies that are the allocation program over some kinds of columns.
 
-- *homo* (CORAL's first baseline): each model on its most cost-efficient node types, alone or in two phases.
-- *melange*: aggregated replicas of any node types, counts chosen by the integer program.
-- *prfaas*: single nodes that do one phase; long prompts may be prefilled in another region over a link.
-- *cronus*: pairs that share prefills, beside aggregated single nodes.
-- *coral*: single nodes and pipelines of unlike nodes, each doing one phase.
-- *thunderserve*: groups of named machines, found by search on the pool there is.
-- *auto*: every kind of column in one program. It contains all the others' columns, so it can only be cheaper.
+`auto` has every kind in one program, all the others' columns among them, so it can only be cheaper.
 """
 
 from __future__ import annotations
@@ -16,15 +10,20 @@ from dataclasses import replace
 from math import ceil
 
 from potluck.core.values.plan import Template
+from potluck.plan.assemble.codecs import served
 from potluck.plan.assemble.even_shares import evened
-from potluck.plan.assemble.priorities import served
 from potluck.plan.assemble.term_rows import require_rows, unsupported
 from potluck.plan.problem import ModelDemand, PlanningProblem
 from potluck.plan.strategies.cauchy_strategy import cauchy_ce, cauchy_co, cauchy_mc, cauchy_mce
-from potluck.plan.strategies.column_growth import grow
-from potluck.plan.strategies.column_kinds import templates_of, whole_nodes
 from potluck.plan.strategies.pool_strategy import require_pool, worth_searching
-from potluck.plan.strategies.template_factory import PlanOutcome, SolveSettings, TemplateFactory, allocated
+from potluck.plan.strategies.template_factory import (
+    Kind,
+    PlanOutcome,
+    SolveSettings,
+    TemplateFactory,
+    allocated,
+    grow,
+)
 
 
 def auto(factory: TemplateFactory, settings: SolveSettings) -> PlanOutcome:
@@ -86,9 +85,26 @@ def auto(factory: TemplateFactory, settings: SolveSettings) -> PlanOutcome:
     return whole if best is whole or not _better(problem, best, whole) else _proven(best, whole)
 
 
+def every_kind(factory: TemplateFactory, ask: ModelDemand) -> list[Template]:
+    """All kinds but groups."""
+    return [*_whole_nodes(factory, ask), *factory.pipelines(ask)]
+
+
+def _whole_nodes(factory: TemplateFactory, ask: ModelDemand) -> list[Template]:
+    """The same without pipelines, one template per name: an aggregated combo is a mixed replica."""
+    made = [
+        *factory.homogeneous(ask),
+        *factory.combos(ask),
+        *factory.gpu_combos(ask),
+        *factory.pairs(ask),
+        *factory.aggregated(ask),
+    ]
+    return list({template.name: template for template in made}.values())
+
+
 def _others(factory: TemplateFactory, groups: Mapping[str, list[Template]]) -> dict[str, list[Template]]:
     """All but pipelines."""
-    return {ask.name: [*whole_nodes(factory, ask), *groups[ask.name]] for ask in factory.problem.asks}
+    return {ask.name: [*_whole_nodes(factory, ask), *groups[ask.name]] for ask in factory.problem.asks}
 
 
 def _with_pipelines(
@@ -168,35 +184,43 @@ def thunderserve(factory: TemplateFactory, settings: SolveSettings) -> PlanOutco
     return allocated(factory, settings, "thunderserve", templates)
 
 
+def coral_templates(factory: TemplateFactory, ask: ModelDemand) -> list[Template]:
+    return [*factory.phased(ask), *factory.pipelines(ask)]
+
+
 def coral(factory: TemplateFactory, settings: SolveSettings) -> PlanOutcome:
     """Pipelines and single nodes, prefill and decode apart."""
     for ask in factory.problem.asks:
         factory.pipelines(ask)
     grow(factory, settings, {ask.name: factory.phased(ask) for ask in factory.problem.asks})
-    return _over_kinds(factory, settings, "coral")
+    return _over(factory, settings, "coral", coral_templates)
 
 
 def prfaas(factory: TemplateFactory, settings: SolveSettings) -> PlanOutcome:
     """Prefill and decode on single nodes, in one region or over a link; from some length on prompts cross."""
-    outcome = _over_kinds(factory, settings, "prfaas")
+    outcome = _over(factory, settings, "prfaas", TemplateFactory.phased)
     if all(flow.prefill_region == flow.decode_region for flow in outcome.plan.flows):
         return outcome
     plan = evened(factory.problem, outcome.plan, settings.time_limit_s, settings.clock)
     return replace(outcome, plan=plan)
 
 
+def cronus_templates(factory: TemplateFactory, ask: ModelDemand) -> list[Template]:
+    return [*factory.mixed(ask), *factory.pairs(ask)]
+
+
 def cronus(factory: TemplateFactory, settings: SolveSettings) -> PlanOutcome:
     """A low-end and a high-end node that share each prompt's prefill, and aggregated replicas."""
-    return _over_kinds(factory, settings, "cronus")
+    return _over(factory, settings, "cronus", cronus_templates)
 
 
 def melange(factory: TemplateFactory, settings: SolveSettings) -> PlanOutcome:
     """Aggregated replicas on mixed GPUs."""
-    return _over_kinds(factory, settings, "melange")
+    return _over(factory, settings, "melange", TemplateFactory.mixed)
 
 
-def _over_kinds(factory: TemplateFactory, settings: SolveSettings, strategy: str) -> PlanOutcome:
-    templates = {ask.name: templates_of(factory, strategy, ask) for ask in factory.problem.asks}
+def _over(factory: TemplateFactory, settings: SolveSettings, strategy: str, make: Kind) -> PlanOutcome:
+    templates = {ask.name: make(factory, ask) for ask in factory.problem.asks}
     return allocated(factory, settings, strategy, templates)
 
 

@@ -16,27 +16,37 @@ from potluck.plan.assemble.codecs import solved
 from potluck.plan.assemble.columns import ProgramColumns, plan_of
 from potluck.plan.assemble.even_shares import evened
 from potluck.plan.assemble.term_rows import runs_in
-from potluck.plan.check.verify import retimed
 from potluck.plan.problem import ModelDemand, PlanningProblem
 from potluck.plan.strategies.pool_strategy import machines_key, search_groups
-from potluck.plan.templates.aggregated import aggregated
-from potluck.plan.templates.combo import combos
-from potluck.plan.templates.gpu_combo import SHORTLIST, RankedPair, gpu_combos, ranked
+from potluck.plan.templates.combo import SHORTLIST, RankedPair, combos, gpu_combos, ranked
 from potluck.plan.templates.homogeneous import homogeneous
-from potluck.plan.templates.mixed import Timed
 from potluck.plan.templates.pair import pairs
-from potluck.plan.templates.placement_table import PlacementTable, shelf_of
+from potluck.plan.templates.placement_table import PlacementTable, Timed, aggregated, shelf_of
 from potluck.plan.timing.rate_cache import RateCache, RateCaches
+from potluck.plan.verify import retimed
 
 if TYPE_CHECKING:
-    from potluck.plan.search.pair_attainment import Estimate
+    from potluck.plan.search.search_templates import Estimate
     from potluck.plan.search.tabu import SearchResult
+from potluck.plan.allocate.highs import Deadline
+from potluck.plan.allocate.program import ColumnKey, Floats, FlowProgram, NodeSupply
+from potluck.plan.allocate.relaxation import Duals, Pricer, relax_flow
+from potluck.plan.assemble.columns import columns
+from potluck.plan.assemble.term_rows import limit_prices, losses_usd_per_h
+from potluck.plan.timing.stage_rates import Integers
 
 LEAST_SHARE = 0.05
 LATE_SHARE = 0.1
 """Of the time limit, what is left when it is late."""
 FIRST_FEW = 3
 """Pipelines per bucket and phase that are timed before any price is known."""
+FEW = 4
+"""Pipelines per model, bucket and phase that join in a round."""
+ROUNDS = 40
+NOUGHT = 1e-7
+SAME = 1e-4
+"""Of a plan's cost: not worth another look."""
+ByModel = Mapping[str, Sequence[Template]]
 MAKING_SHARE = 0.5
 """Of the time limit, when making templates ends; what is not made by then is left out, single nodes apart."""
 
@@ -118,7 +128,7 @@ class TemplateFactory:
     timed: Timed = field(default_factory=dict)
     """Pipelines whose rates are known for these lengths, whatever they cost."""
     near: dict[float, TemplateFactory] = field(default_factory=dict)
-    """How far requests may travel to a workshop for that (`strategies.near`)."""
+    """How far requests may travel to the factory for that (`near_users`)."""
     shelves: dict[str, PlacementTable] = field(default_factory=dict)
     """Key of a model to all its pipelines, also those that nobody has asked for."""
     enough: Callable[[], bool] = lambda: False
@@ -129,12 +139,12 @@ class TemplateFactory:
     """(kind, model) for which there was no time."""
 
     def within(self, settings: SolveSettings, time_s: float) -> TemplateFactory:
-        """The same workshop, which makes nothing more once so much time is gone from now on."""
+        """The same factory, which makes nothing more once so much time is gone from now on."""
         end_s = settings.clock() + time_s
         return replace(self, enough=lambda: settings.clock() > end_s)
 
     def settled(self, plan: Plan) -> TemplateFactory:
-        """The same workshop for a problem in which models have the formats of a plan."""
+        """The same factory for a problem in which models have the formats of a plan."""
         return replace(self, problem=self.problem.in_formats(plan.formats))
 
     @property
@@ -245,6 +255,11 @@ class TemplateFactory:
         return [t for t in found if any(runs_in(self.problem, ask, t, region) for region in regions)]
 
 
+Planner = Callable[[TemplateFactory, SolveSettings], PlanOutcome]
+Kind = Callable[[TemplateFactory, ModelDemand], list[Template]]
+"""Templates of one kind, or of several."""
+
+
 def allocated(
     factory: TemplateFactory,
     settings: SolveSettings,
@@ -296,3 +311,103 @@ def with_running(
             capacity = tuple(replace(each, prefill_per_s=0.0, decode_per_s=0.0) for each in capacity)
         mine.append(replace(template, capacity=capacity))
     return merged
+
+
+@dataclass(slots=True)
+class ColumnGrowth:
+    """How far it went."""
+
+    rounds: int = 0
+    added: int = 0
+    complete: bool = False
+    """Whether no pipeline that was left would lower the bound."""
+
+
+def grow(
+    factory: TemplateFactory,
+    settings: SolveSettings,
+    others: ByModel,
+    plan_usd_per_h: float | None = None,
+    rounds: int = ROUNDS,
+) -> ColumnGrowth:
+    """Time what the program over `others` and the pipelines so far asks for; with a plan, what might undercut it.
+
+    The relaxation's duals price every pipeline of the libraries, and those that might earn more than they cost are
+    timed and join. When none is left, its bound holds for all pipelines, timed or not. Copies are whole, so once a
+    plan is known those join too that lose less than what lies between it and the relaxation.
+    """
+    problem, done, keys = factory.problem, ColumnGrowth(), list[ColumnKey]()
+    deadline = Deadline(settings.left_s, settings.clock)
+    while done.rounds < rounds and not factory.enough():
+        templates = {ask.name: [*others.get(ask.name, ()), *factory.pipelines(ask)] for ask in problem.asks}
+        smallest = dict.fromkeys((ask.name for ask in problem.asks), problem.codecs[-1])
+        program = columns(problem, templates, pins=(), codecs=smallest, books=factory.books).program
+        relaxed = _relaxed(program, deadline, keys)
+        if relaxed is None:
+            return done
+        keys, duals, factor, value = relaxed
+        ceiling = -NOUGHT * max(abs(value), 1.0)
+        # Maximising the fraction, a dollar means nothing: only those that would raise it join.
+        if plan_usd_per_h is not None and factor > 0:
+            ceiling = max(plan_usd_per_h * (1 - SAME) - value, ceiling)
+        added = _taken(factory, program, duals, factor, ceiling)
+        done.rounds += 1
+        done.added += added
+        if not added:
+            done.complete = True
+            return done
+    return done
+
+
+def _relaxed(
+    program: FlowProgram, deadline: Deadline, keys: list[ColumnKey]
+) -> tuple[list[ColumnKey], Duals, float, float] | None:
+    """Columns, duals, what a dollar counts and the value of the relaxation; None where there was no time."""
+    pricer = Pricer(program)
+    known = sorted({*pricer.first_keys(), *keys})
+    most = relax_flow(pricer, deadline, at_cost=False, keys=known)
+    if most is None:
+        return None
+    if most.theta < 1 - 1e-6:
+        return most.keys, most.duals, 0.0, most.value
+    least = relax_flow(pricer, deadline, at_cost=True, keys=most.keys)
+    if least is None:
+        return None
+    return least.keys, least.duals, 1.0 + program.init_penalty, least.value
+
+
+def _taken(
+    factory: TemplateFactory, program: FlowProgram, duals: Duals, factor: float, ceiling: float
+) -> int:
+    """Time the rows that are worth it; how many templates came of it."""
+    problem, added, first = factory.problem, 0, 0
+    for m, ask in enumerate(problem.asks):
+        buckets = len(ask.demands)
+        placement_table = factory.shelves.get(ask.key)
+        if placement_table is not None:
+            mine = duals.phase[:, first : first + buckets]
+            costs = copy_costs(problem, m, placement_table.uses, program.fleet, duals, factor)
+            rows = placement_table.worth(problem, ask, costs, mine, FEW, ceiling)
+            if placement_table.take(rows):
+                added += len(rows)
+                factory.made["pipeline", ask.key] = placement_table.templates
+            elif len(rows):
+                added += len(rows)  # they can do nothing, but the next ones might
+        first += buckets
+    return added
+
+
+def copy_costs(
+    problem: PlanningProblem, m: int, uses: Integers, fleet: NodeSupply, duals: Duals, factor: float
+) -> Floats:
+    """[regions, placements]: what a copy costs at these prices, before what it earns, as `Pricer.reduced` has it.
+
+    `uses` is [placements, node types of the problem]: reserved nodes, limits and losses of spot nodes count.
+    """
+    places = [fleet.nodes.index(node.name) for node in problem.nodes]
+    price = fleet.price_usd_per_h * (factor + duals.budget) + duals.nodes - duals.paid
+    per_copy, per_node = limit_prices(problem, fleet, duals.limits)[m]
+    whole = np.zeros((len(uses), len(fleet.nodes)), np.int64)
+    whole[:, places] = uses
+    losses = losses_usd_per_h(problem, problem.asks[m], whole, fleet) * (float(factor > 0) + duals.budget)
+    return np.asarray((price + per_node) @ whole.T + per_copy[:, None] + losses, np.float64)

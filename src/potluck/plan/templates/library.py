@@ -19,24 +19,20 @@ from potluck.core.values.model import Model
 from potluck.core.values.types import NodeType, Slo
 from potluck.perf.operators.calibration import Calibration
 from potluck.perf.timers.pipeline_timer import ORDER
-from potluck.plan.templates.multisets import multisets
 from potluck.plan.templates.pipeline import (
     MAX_NODES,
     MEMORY_RATIO,
     PipelineLibrary,
     memory_limit,
+    multisets,
     pipeline_library,
     with_running,
 )
-from potluck.plan.timing.array_files import Arrays, default_folder, load, name_of, own, save, sources
+from potluck.plan.timing.rate_cache import Arrays, default_folder, load, name_of, save, sources
 from potluck.plan.timing.stage_rates import BucketRule, StageRates, largest_tp, stage_rates
 
-RATES = ("timing/stage_rates.py", "timing/stage_rates_kernel.py", "timing/replica_rates.py")
-SEARCH = (
-    "templates/multisets.py",
-    *(f"templates/pipeline{part}.py" for part in ("", "_kernel", "_partitions")),
-)
-"""What is stored follows from this code, besides `perf`."""
+CODE = ("potluck.perf", "potluck.plan.timing", "potluck.plan.templates")
+"""What is stored follows from this code."""
 
 
 def pipeline_libraries(
@@ -95,7 +91,7 @@ def cached_stage_rates(
     """`stage_rates`, from disk where they are there."""
     given = dumps(encode((slo, input_tokens, output_tokens, max_stages, rule, sure))).encode()
     fitted = b"" if calibration is None else dumps(encode(calibration)).encode()
-    code = sources("potluck.perf") + b"".join(map(own, RATES))
+    code = b"".join(map(sources, CODE))
     key = name_of(b"stage rates", _text(model, tuple(nodes)), given, fitted, code)
     shape = (max_stages, len(nodes), model.layer_count)
     stored = load(folder, key)
@@ -152,7 +148,7 @@ def library_key(rates: StageRates, max_nodes: int, memory_ratio: float, *, prune
     """A name for the templates that follow from all this."""
     node_bytes, most_bytes = memory_limit(rates, memory_ratio)
     numbers = np.array([*rates.units.shape, max_nodes, most_bytes, int(prune)], np.int64)
-    search = b"".join(map(own, SEARCH))
+    search = sources(CODE[-1])
     return name_of(b"library", numbers.tobytes(), rates.units.tobytes(), node_bytes.tobytes(), search)
 
 

@@ -29,8 +29,11 @@ optimum of an allocation is lost, as long as templates that already run stay: le
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property, lru_cache
+from itertools import pairwise
+from math import comb
 
 import numpy as np
 from numpy.typing import NDArray
@@ -40,10 +43,75 @@ from potluck.core.values.layout import Layout, Stage, StageNode
 from potluck.core.values.plan import BucketCapacity, NodeCount, PlannedReplica, Template
 from potluck.perf.sizes.memory import weight_bytes
 from potluck.perf.timers.pipeline_timer import ORDER
-from potluck.plan.templates.multisets import Multisets, multisets
-from potluck.plan.templates.pipeline_partitions import partitions
-from potluck.plan.templates.pipeline_placement import best_placement
 from potluck.plan.timing.stage_rates import UNITS_PER_TOKEN, StageRates
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Partitions:
+    """Partitions of up to `most` nodes for every pattern, in one array."""
+
+    most: int
+    masks: NDArray[np.uint8]
+    """(P, most) stages of each partition; 0 beyond its number of stages."""
+    starts: NDArray[np.int64]
+    """(most + 1, 2^(most-1), most + 2): those of n nodes, a pattern and S stages are the rows
+    starts[n, pattern, S] to starts[n, pattern, S + 1]."""
+
+    def of(self, n: int, pattern: int, stages: int) -> NDArray[np.uint8]:
+        """(P, stages) masks of the partitions of n nodes into so many stages."""
+        first, last = self.starts[n, pattern, stages : stages + 2]
+        return self.masks[first:last, :stages]
+
+
+@lru_cache(maxsize=8)
+def partitions(most: int) -> Partitions:
+    """The table for up to `most` nodes."""
+    starts = np.zeros((most + 1, 1 << (most - 1), most + 2), np.int64)
+    blocks: list[NDArray[np.uint8]] = []
+    total = 0
+    for n in range(1, most + 1):
+        every = np.array(list(_set_partitions(n, most)), np.uint8)
+        for pattern in range(1 << (n - 1)):
+            unlike = every[_first_of_alike(every, n, pattern)]
+            stages = np.count_nonzero(unlike, axis=1)
+            blocks.append(unlike[np.argsort(stages, kind="stable")])
+            ends = np.cumsum(np.bincount(stages, minlength=most + 1))
+            starts[n, pattern] = total + np.concatenate([[0], ends])
+            total += len(unlike)
+    return Partitions(most, np.concatenate(blocks), starts)
+
+
+def pattern_of(types: tuple[int, ...]) -> int:
+    """Which neighbours in a multiset, in ascending order, are of the same type."""
+    return sum(1 << i for i, (a, b) in enumerate(pairwise(types)) if a == b)
+
+
+def _set_partitions(n: int, width: int) -> Iterator[list[int]]:
+    """Masks of the stages, padded with 0: node i joins one of the stages so far or opens the next."""
+
+    def extend(node: int, masks: list[int]) -> Iterator[list[int]]:
+        if node == n:
+            yield masks + [0] * (width - len(masks))
+            return
+        for stage in range(len(masks)):
+            yield from extend(node + 1, [m | (1 << node) * (s == stage) for s, m in enumerate(masks)])
+        yield from extend(node + 1, [*masks, 1 << node])
+
+    return extend(0, [])
+
+
+def _first_of_alike(every: NDArray[np.uint8], n: int, pattern: int) -> NDArray[np.int64]:
+    """Rows that no earlier row equals up to swapping nodes of one type and stages."""
+    group, weights = 0, []
+    for node in range(n):
+        group += node > 0 and not pattern >> (node - 1) & 1
+        weights.append((n + 1) ** group)  # how many of each type a mask has, as digits
+    bits = np.arange(1 << n)[:, None] >> np.arange(n) & 1
+    content = bits @ np.array(weights, np.int64)
+    keys = np.sort(content[every], axis=1)
+    _, first = np.unique(keys, axis=0, return_index=True)
+    return np.sort(first)
+
 
 MAX_NODES = 6
 MEMORY_RATIO = 12.0
@@ -285,3 +353,155 @@ def _check(rates: Ints, node_bytes: Ints) -> None:
         raise InputError("stage rates", f"must be 0 to {MOST_UNITS}, to be added up exactly")
     if node_bytes.min() <= 0:
         raise InputError("node memory", "must be positive")
+
+
+NEVER = np.iinfo(np.int64).max
+
+
+@dataclass(frozen=True, slots=True)
+class Placement:
+    """Stages as (layers, types of their nodes), and the throughput of the slowest one."""
+
+    units: int
+    stages: tuple[tuple[int, tuple[int, ...]], ...]
+
+
+def best_placement(
+    units: Ints, types: tuple[int, ...], *, stages: int | None = None, target: int | None = None
+) -> Placement | None:
+    """The best placement of these node types (ascending); None when they cannot hold the model.
+
+    `units` is T̂ as in `StageRates`. With `stages`, only with so many; the search ends early at `target`.
+    """
+    best: Placement | None = None
+    most = min(len(types), units.shape[0], units.shape[2])
+    for count in range(1, most + 1) if stages is None else (stages,):
+        for masks in partitions(len(types)).of(len(types), pattern_of(types), count):
+            groups = [tuple(t for i, t in enumerate(types) if mask >> i & 1) for mask in masks]
+            rates = np.stack([units[count - 1, list(group)].sum(axis=0) for group in groups])
+            reached, layers = divide(rates)
+            if reached > (best.units if best else 0):
+                best = Placement(reached, tuple(zip(layers, groups, strict=True)))
+            if best and target is not None and best.units >= target:
+                return best
+    return best
+
+
+def divide(rates: Ints) -> tuple[int, tuple[int, ...]]:
+    """(T, layers of each stage) for stages with these rates: (S, L), [s, j-1] is stage s with j layers."""
+    layers = rates.shape[1]
+    total = np.arange(layers + 1)
+    before = total[:, None] - np.arange(1, layers + 1)[None, :]  # l - j
+    reached = np.where(total == 0, NEVER, 0)
+    choices = []
+    for row in rates:
+        options = np.where(before >= 0, np.minimum(reached[before], row), 0)
+        choice = options.argmax(axis=1)
+        reached = options[total, choice]
+        choices.append(choice + 1)
+    split: list[int] = []
+    left = layers
+    for choice in reversed(choices):
+        split.append(int(choice[left]))
+        left -= split[-1]
+        if left < 0:  # only where nothing is reached at all
+            return 0, ()
+    return int(reached[layers]), tuple(reversed(split))
+
+
+MOST_MULTISETS = 20_000_000
+"""More would not fit in memory beside what is stored of each."""
+
+
+@dataclass(frozen=True)
+class Multisets:
+    """All multisets of at most `most` nodes over `kinds` types."""
+
+    kinds: int
+    most: int
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.kinds <= 255:
+            raise InputError("node types", f"must be 1 to 255, are {self.kinds}")
+        if not 1 <= self.most <= 8:
+            raise InputError("nodes per template", f"must be 1 to 8, are {self.most}")
+        if self.count > MOST_MULTISETS:
+            problem = f"{self.count} of up to {self.most} nodes of {self.kinds} types are too many"
+            raise InputError("node combinations", f"{problem}; take fewer types or fewer nodes per template")
+
+    @property
+    def count(self) -> int:
+        """How many there are, the empty one included."""
+        return comb(self.kinds + self.most, self.most)
+
+    @cached_property
+    def offsets(self) -> NDArray[np.int64]:
+        """(most + 2,) first id of each size; the last entry is the count."""
+        sizes = [0, *(comb(self.kinds + n - 1, n - 1) for n in range(1, self.most + 2))]
+        return np.array(sizes, np.int64)
+
+    @cached_property
+    def terms(self) -> NDArray[np.int64]:
+        """(kinds, most + 1) C(t + i - 1, i): what type t in place i adds to the rank; column 0 is unused."""
+        table = [[comb(t + i - 1, i) if i else 0 for i in range(self.most + 1)] for t in range(self.kinds)]
+        return np.array(table, np.int64)
+
+    @cached_property
+    def members(self) -> NDArray[np.uint8]:
+        """(count, most) types of every multiset in ascending order; what is beyond its size is 0."""
+        table = np.zeros((self.count, self.most), np.uint8)
+        for n in range(1, self.most + 1):
+            left = np.arange(self.offsets[n + 1] - self.offsets[n])
+            rows = slice(self.offsets[n], self.offsets[n + 1])
+            for i in range(n, 0, -1):
+                kind = np.searchsorted(self.terms[:, i], left, side="right") - 1
+                table[rows, i - 1] = kind
+                left = left - self.terms[kind, i]
+        return table
+
+    def sizes(self, ids: NDArray[np.int64]) -> NDArray[np.int64]:
+        """How many nodes each multiset has."""
+        return np.asarray(np.searchsorted(self.offsets, ids, side="right") - 1, np.int64)
+
+    def counts(self, ids: NDArray[np.int64]) -> NDArray[np.uint8]:
+        """(len(ids), kinds) how many nodes of each type."""
+        found = np.zeros((len(ids), self.kinds), np.uint8)
+        sizes, rows = self.sizes(ids), np.arange(len(ids))
+        for i in range(self.most):
+            there = sizes > i
+            # One place at a time: a row occurs once in each, so plain indexing counts right.
+            found[rows[there], self.members[ids[there], i]] += 1
+        return found
+
+    def id_of(self, types: Iterable[int]) -> int:
+        """The id of a multiset, given in any order."""
+        ordered = sorted(types)
+        if len(ordered) > self.most or any(not 0 <= t < self.kinds for t in ordered):
+            raise InputError("nodes", f"{ordered} is not a multiset of at most {self.most} of {self.kinds}")
+        rank = sum(comb(t + i - 1, i) for i, t in enumerate(ordered, 1))
+        return int(self.offsets[len(ordered)]) + rank if ordered else 0
+
+    def types_of(self, number: int) -> tuple[int, ...]:
+        """The types of a multiset in ascending order."""
+        if not 0 <= number < self.count:
+            raise InputError("multiset", f"{number} is not below {self.count}")
+        size = int(np.searchsorted(self.offsets, number, side="right")) - 1
+        return tuple(int(t) for t in self.members[number, :size])
+
+    def part_ids(self, types: Sequence[int]) -> NDArray[np.int64]:
+        """(2^n,) ids of all parts: bit i of the index says whether the i-th type in ascending order is in."""
+        if any(a > b for a, b in pairwise(types)):
+            raise InputError("types", "must be in ascending order")
+        ranks = [0] * (1 << len(types))
+        ids = [0] * (1 << len(types))
+        for mask in range(1, 1 << len(types)):
+            high, size = mask.bit_length() - 1, mask.bit_count()
+            ranks[mask] = ranks[mask ^ (1 << high)] + int(self.terms[types[high], size])
+            ids[mask] = int(self.offsets[size]) + ranks[mask]
+        return np.array(ids, np.int64)
+
+
+@lru_cache(maxsize=4)
+def multisets(kinds: int, most: int) -> Multisets:
+    """The same object for the same question: its tables are made once."""
+    return Multisets(kinds, most)

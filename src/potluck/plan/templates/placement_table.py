@@ -12,22 +12,91 @@ Libraries are on the safe side (`timing.stage_rates`), so q is the largest ratio
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, MutableMapping
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
 
+from potluck.core.errors import InputError
 from potluck.core.values.layout import Layout
-from potluck.core.values.plan import Template
+from potluck.core.values.plan import BucketCapacity, NodeCount, PlannedReplica, Template
 from potluck.core.values.types import Role
-from potluck.plan.problem import ModelDemand, PlanningProblem
-from potluck.plan.templates.mixed import MAX_NODES, Timed, libraries, timed_template
+from potluck.perf.serving.mixed_pipeline import RequestLengths, together
+from potluck.perf.timers.pipeline_timer import PipelineTimer, layout_requests
+from potluck.plan.problem import BucketDemand, ModelDemand, PlanningProblem
+from potluck.plan.templates.library import pipeline_libraries
 from potluck.plan.templates.pipeline import PipelineLibrary
-from potluck.plan.timing.rate_cache import RateCache, RateCaches
-from potluck.plan.timing.stage_rates import Integers
+from potluck.plan.timing.rate_cache import RateCache, RateCaches, RatedLayout, layout_text
+from potluck.plan.timing.replica_rates import (
+    HANDOVER_SHARE,
+    UNPROMISED_TTFT_S,
+    layout_timer,
+    useful,
+    wait_factor,
+)
+from potluck.plan.timing.stage_rates import BucketRule, Integers
 
+
+def aggregated(
+    problem: PlanningProblem, ask: ModelDemand, pipelines: Iterable[Template], book: RateCache
+) -> Iterator[Template]:
+    """Of each placement of several stages the same nodes doing both; one name for one placement."""
+    seen: set[Layout] = set()
+    names: set[str] = set()
+    for template in pipelines:
+        layout = template.replicas[0].layout
+        if layout in seen or len(layout.stages) < 2:
+            continue
+        seen.add(layout)
+        capacity = book.rated(f"both {layout_text(layout)}", partial(_rated, problem, ask, template)).capacity
+        if not useful(capacity):
+            continue
+        listed = " + ".join(f"{each.count} {each.node}" for each in template.nodes)
+        name = f"{ask.name}: mixed pipeline {listed}"
+        if name in names:
+            name += f", {'+'.join(str(stage.layers) for stage in layout.stages)} layers"
+        names.add(name)
+        yield replace(template, name=name, replicas=(PlannedReplica("mixed", layout),), capacity=capacity)
+
+
+def _rated(problem: PlanningProblem, ask: ModelDemand, template: Template) -> RatedLayout:
+    layout = template.replicas[0].layout
+    return RatedLayout(aggregated_capacity(problem, ask, layout), template.confidence)
+
+
+def aggregated_capacity(
+    problem: PlanningProblem, ask: ModelDemand, layout: Layout
+) -> tuple[BucketCapacity, ...]:
+    """What a pipeline that does both serves of every bucket; 0 where it cannot be in time."""
+    timer = layout_timer(ask, layout, problem.by_name)
+    assert isinstance(timer, PipelineTimer)
+    return tuple(_bucket(problem, ask, demand, layout, timer) for demand in ask.demands)
+
+
+def _bucket(
+    problem: PlanningProblem, ask: ModelDemand, demand: BucketDemand, layout: Layout, timer: PipelineTimer
+) -> BucketCapacity:
+    longest = demand.longest_tokens + demand.output_tokens
+    room = layout_requests(ask.model, layout, problem.by_name, longest)
+    slo = ask.slo if demand.promised else replace(ask.slo, ttft_s=UNPROMISED_TTFT_S)
+    lengths = RequestLengths(
+        demand.new_tokens, demand.cached_tokens, demand.output_tokens, demand.longest_tokens
+    )
+    found = together(timer, lengths, room, slo, problem.headroom)
+    if found is None:
+        return BucketCapacity(demand.bucket, 0.0, 0.0, 0.0, 0.0, 0.0)
+    return BucketCapacity(demand.bucket, 0.0, 0.0, found.requests_per_s, found.ttft_s, found.tpot_s)
+
+
+MAX_NODES = 6
+"""Nodes of a pipeline in a plan, as in the paper; larger ones seldom pay."""
+UNEVEN = (1.0, 1.25, 1.5, 2.0)
+"""How much longer than the mean a stage of several may take: a library for each."""
+Timed = MutableMapping[tuple[str, Role, Layout], Template | None]
+"""Model, role and layout to the template; None where it can do nothing. Prices have no part in it."""
 Floats = NDArray[np.float64]
 PHASES: tuple[Role, ...] = ("prefill", "decode")
 FIRST_RATIO, MOST_RATIO = 1.05, 1.6
@@ -222,3 +291,53 @@ def _all(
     for demand in [each for each in ask.demands if each.rate_per_s > 0] or ask.demands[:1]:
         for library in libraries(problem, ask, demand, max_nodes, folder):
             yield demand.bucket, library
+
+
+def libraries(
+    problem: PlanningProblem,
+    ask: ModelDemand,
+    demand: BucketDemand,
+    max_nodes: int = MAX_NODES,
+    folder: Path | None = None,
+) -> tuple[PipelineLibrary, ...]:
+    """Prefill and decode pipelines for one bucket; none where there are more layers or types than a library takes."""
+    rule = BucketRule(
+        wait_factor(problem.headroom),
+        1.0 - HANDOVER_SHARE,
+        demand.longest_tokens,
+        demand.cached_tokens,
+        demand.promised,
+        problem.headroom,
+        ask.slo.attainment,
+    )
+    given = (ask.model, problem.offered, ask.slo, demand.new_tokens, demand.output_tokens)
+    try:
+        return tuple(
+            library
+            for uneven in UNEVEN
+            for library in pipeline_libraries(
+                *given, max_nodes=max_nodes, rule=replace(rule, uneven=uneven), folder=folder, sure=ask.sure
+            )
+        )
+    except InputError:
+        return ()
+
+
+def timed_template(
+    problem: PlanningProblem, ask: ModelDemand, phase: Role, layout: Layout, book: RateCache
+) -> Template | None:
+    """A placement timed stage by stage for every bucket; None where it can do nothing."""
+    rated = book.replica(problem, ask, layout, phase)
+    if not useful(rated.capacity):
+        return None
+    nodes = tuple(NodeCount(name, count) for name, count in sorted(layout.node_counts.items()))
+    listed = " + ".join(f"{each.count} {each.node}" for each in nodes)
+    return Template(
+        name=f"{ask.name}: {phase} pipeline {listed}",
+        kind="pipeline",
+        model=ask.name,
+        nodes=nodes,
+        replicas=(PlannedReplica(phase, layout),),
+        capacity=rated.capacity,
+        confidence=rated.confidence,
+    )

@@ -8,14 +8,25 @@ from (`header`): the model, node types, objective and lengths, and the code and 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable
+import hashlib
+import os
+import tempfile
+import zipfile
+from collections.abc import Callable, Hashable, Iterable
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
+from functools import lru_cache
+from importlib import resources
+from io import BytesIO
 from json import dumps
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar, cast
 
 import numpy as np
+from numpy.lib.npyio import NpzFile
+from numpy.typing import NDArray
 
+from potluck import __version__
 from potluck.core.codec import encode
 from potluck.core.values.layout import Layout
 from potluck.core.values.plan import BucketCapacity, Confidence, Template
@@ -23,11 +34,105 @@ from potluck.core.values.service import NO_TERMS
 from potluck.core.values.types import Role
 from potluck.perf.timers.pipeline_timer import ORDER
 from potluck.plan.problem import BucketDemand, ModelDemand, PlanningProblem
-from potluck.plan.timing.array_files import Arrays, default_folder, load, name_of, own, save, sources
 from potluck.plan.timing.replica_rates import fits, layout_timer, replica_capacity
 
-CODE = ("potluck.core", "potluck.perf", "potluck.plan.timing")
-PARTS = ("templates/pair.py", "templates/aggregated.py")
+FORMAT = 2
+MOST_BYTES = 256 << 20
+BUILT = (".so", ".pyd")
+"""Compiled from sources that are there too."""
+Arrays = dict[str, NDArray[Any]]
+
+
+def default_folder() -> Path | None:
+    """`$XDG_CACHE_HOME/potluck` or `~/.cache/potluck`; None where there is no such place."""
+    chosen = os.environ.get("XDG_CACHE_HOME", "")
+    if os.path.isabs(chosen):
+        return Path(chosen) / "potluck"
+    try:
+        return Path.home() / ".cache" / "potluck"
+    except RuntimeError:
+        return None
+
+
+def load(folder: Path | None, key: str) -> Arrays | None:
+    """The arrays of a file; None when it is not there or not whole."""
+    if folder is None:
+        return None
+    path = folder / f"{key}.npz"
+    try:
+        stored = np.load(BytesIO(path.read_bytes()), allow_pickle=False)
+        found = {name: stored[name] for name in stored.files} if isinstance(stored, NpzFile) else None
+    except (OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile):
+        return None
+    with suppress(OSError):
+        os.utime(path)  # used just now
+    return found
+
+
+def save(folder: Path | None, key: str, arrays: Arrays) -> bool:
+    """Write a file as a whole or not at all; False where that is not possible."""
+    if folder is None:
+        return False
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        handle, aside = tempfile.mkstemp(suffix=".tmp", dir=folder)
+    except OSError:
+        return False
+    try:
+        with os.fdopen(handle, "wb") as file:
+            np.savez(file, allow_pickle=False, **arrays)
+        os.replace(aside, folder / f"{key}.npz")
+    except OSError:
+        Path(aside).unlink(missing_ok=True)
+        return False
+    trim(folder)
+    return True
+
+
+def trim(folder: Path, most_bytes: int = MOST_BYTES) -> None:
+    """Remove what was not used for longest, until the rest is small enough."""
+    try:
+        there = [(entry.stat(), entry.path) for entry in os.scandir(folder) if entry.name.endswith(".npz")]
+    except OSError:
+        return
+    size = sum(each.st_size for each, _ in there)
+    if size <= most_bytes:
+        return
+    for each, path in sorted(there, key=lambda one: one[0].st_mtime):
+        with suppress(OSError):
+            os.unlink(path)
+        size -= each.st_size
+        if size <= most_bytes * 3 // 4:
+            return
+
+
+@lru_cache(maxsize=16)
+def sources(package: str) -> bytes:
+    """A hash of a package's own files, data included: a change of code gives results of another name."""
+    digest = hashlib.sha256()
+    for entry in sorted(_files(resources.files(package)), key=lambda each: each.name):
+        digest.update(entry.name.encode() + b"\0" + hashlib.sha256(entry.read_bytes()).digest())
+    return digest.digest()
+
+
+def _files(folder: Any) -> Iterable[Any]:
+    for entry in folder.iterdir():
+        if entry.is_dir():
+            if entry.name != "__pycache__":
+                yield from _files(entry)
+        elif not entry.name.endswith(BUILT):
+            yield entry
+
+
+def name_of(*parts: bytes) -> str:
+    """What follows from these parts, by these versions, is kept under this name."""
+    digest = hashlib.sha256(f"{FORMAT} {__version__} {np.__version__}".encode())
+    for part in parts:
+        digest.update(len(part).to_bytes(8, "little") + part)
+    return digest.hexdigest()[:40]
+
+
+CODE = ("potluck.core", "potluck.perf", "potluck.plan.timing", "potluck.plan.templates")
 """What is kept follows from this code, data of `perf` included."""
 MOST = 20_000
 """Layouts of a book that are kept; one of so many is no longer quick to read."""
@@ -136,7 +241,7 @@ def unwritten(ask: ModelDemand) -> RateCache:
 def header(ask: ModelDemand, nodes: tuple[object, ...], headroom: float) -> str:
     """A name for all rates that follow from this."""
     given = dumps(encode((ask, nodes, headroom))).encode()
-    return name_of(b"book", given, *map(sources, CODE), *map(own, PARTS))
+    return name_of(b"book", given, *map(sources, CODE))
 
 
 def nothing(buckets: int) -> RatedLayout:

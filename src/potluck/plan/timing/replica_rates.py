@@ -15,7 +15,7 @@ stages S batches take turns, so a request's step is a cycle of them.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from math import ceil
 from statistics import NormalDist
@@ -26,8 +26,9 @@ from numpy.typing import NDArray
 from potluck.core.errors import CapacityError
 from potluck.core.routing.capacity import MARGIN
 from potluck.core.values.layout import Layout
-from potluck.core.values.plan import BucketCapacity
+from potluck.core.values.plan import BucketCapacity, PlannedShare, Template
 from potluck.core.values.types import NodeType, Role, Slo
+from potluck.perf.fits.error_bars import bar, slower
 from potluck.perf.serving.phases import CHUNK_TOKENS, chunked_prefill_s, prefill_s, prompts_in_step, prompts_s
 from potluck.perf.serving.throughput import MAX_BATCH, best_operating
 from potluck.perf.sizes.capacity import STEP_TOKENS
@@ -236,3 +237,35 @@ def _pipeline_mixed(
     if not rate[best] > 0:
         return 0.0, 0.0, 0.0
     return float(rate[best]), float(ttft_s[best]), float(tpot_s[best])
+
+
+def range_per_s(
+    ask: ModelDemand,
+    shares: Iterable[PlannedShare],
+    used: Mapping[str, Template],
+    nodes: Mapping[str, NodeType],
+    rate_per_s: float,
+) -> tuple[float, float]:
+    """(slowest, fastest) of a model's replicas together, where they are planned to do `rate_per_s`.
+
+    Replicas are taken to err alike, as what they have in common is most of it: so nothing averages out. Where one
+    was measured by `potluck profile`, it does not err at all. (0, 0) where nothing is served.
+    """
+    lows, highs = [1.0], [1.0]
+    names = {share.template for share in shares if share.rate_per_s > 0}
+    places = {
+        (member.node, member.tp, member.ep)
+        for name in names
+        for replica in used[name].replicas
+        for stage in replica.layout.stages
+        for member in stage.nodes
+    }
+    for name, tp, ep in places:
+        node = nodes[name]
+        if profile_for(ask.profiles, ask.model, node, tp) is not None:
+            continue
+        who = (ask.model, tp, node.gpu.name, roofline(ask.model, node, tp, ep=ep).confidence)
+        planned, around = slower(*who, ask.sure) if ask.sure > 0.5 else 1.0, bar("rate", *who)
+        lows.append(planned / around.high)
+        highs.append(planned / around.low)
+    return (rate_per_s * min(lows), rate_per_s * max(highs)) if places else (0.0, 0.0)

@@ -282,7 +282,7 @@ def _node_rates(
 
     `stage_s` (S_max) is what one of S stages may take.
     """
-    from potluck.plan.timing.stage_rates_kernel import best_rates  # numba is slow to load
+    from potluck.plan.templates.pipeline_kernel import best_rates  # numba is slow to load
 
     found = np.zeros(most.shape)
     if most.max() > 0:

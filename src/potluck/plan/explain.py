@@ -6,7 +6,7 @@ whole, so a shadow price tells the direction and seldom the amount.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, replace
 
 from potluck.core.errors import InputError
@@ -15,12 +15,107 @@ from potluck.core.values.plan import Deployment, Plan, Prediction
 from potluck.core.values.types import NodeOffer, Region
 from potluck.perf.serving.phases import decode_step_s, prefill_s
 from potluck.perf.timers.roofline import check_tp
-from potluck.plan.problem import ModelDemand, PlanningProblem
-from potluck.plan.reasons.term_prices import TermPrice, term_prices
-from potluck.plan.strategies.template_factory import FormatPrice, PlanOutcome, SolveSettings, TemplateFactory
+from potluck.plan.assemble.term_rows import domains, offers_of
+from potluck.plan.problem import BucketDemand, ModelDemand, PlanningProblem
+from potluck.plan.strategies.template_factory import (
+    FormatPrice,
+    Planner,
+    PlanOutcome,
+    SolveSettings,
+    TemplateFactory,
+)
 from potluck.plan.timing.replica_rates import HANDOVER_SHARE, fits, layout_timer, wait_factor
+from potluck.plan.verify import copies_without, served_share
 
-Planner = Callable[[TemplateFactory, SolveSettings], PlanOutcome]
+
+@dataclass(frozen=True, slots=True)
+class TermPrice:
+    """A term of a model, in words, and what it adds to the plan."""
+
+    model: str
+    term: str
+    words: str
+    extra_usd_per_h: float | None
+    """None where not all demand is met, so that costs do not compare."""
+    extra_fraction: float
+    """Of the demand, what more would be served without it."""
+    exact: bool
+    """Whether both plans were proven cheapest; else the difference may be of the search."""
+
+
+@dataclass(frozen=True, slots=True)
+class SpotRisk:
+    """A model's spot nodes."""
+
+    model: str
+    spot_nodes: int
+    nodes: int
+    preemptions_per_h: float
+    """Of all of them together."""
+    served_without: float
+    """Share of its demand that is served when all are gone."""
+
+
+def term_prices(
+    factory: TemplateFactory, outcome: PlanOutcome, planner: Planner, settings: SolveSettings
+) -> tuple[TermPrice, ...]:
+    """Every term of every model, priced by planning without it."""
+    found = []
+    for ask in factory.problem.asks:
+        for term, words, changed in _changes(ask):
+            fresh = changed.slo != ask.slo or changed.origins != ask.origins  # templates are timed anew
+            there = _with(factory.problem, changed)
+            shop = TemplateFactory(there) if fresh else replace(factory, problem=there)
+            other = planner(shop, settings)
+            whole = min(outcome.plan.fraction, other.plan.fraction) >= 1
+            extra = outcome.plan.total_usd_per_h - other.plan.total_usd_per_h if whole else None
+            exact = max(outcome.plan.gap, other.plan.gap) < settings.gap_target + 1e-9
+            more = max(0.0, other.plan.fraction - outcome.plan.fraction)
+            found.append(TermPrice(ask.name, term, words, extra, more, exact))
+    return tuple(found)
+
+
+def _changes(ask: ModelDemand) -> Iterator[tuple[str, str, ModelDemand]]:
+    """Every term with its words, and what is asked without it."""
+    for term, words in ask.terms.asked.items():
+        yield term, words, replace(ask, terms=ask.terms.without(term))
+    for each in ask.classes:
+        if (left := ask.without_class(each.name)).slo != ask.slo:
+            yield "class", f"what class {each.name} was promised", left
+    if ask.origins:
+        places = ", ".join(f"{origin.share:.0%} {origin.name}" for origin in ask.origins)
+        yield "origins", f"users have places: {places}", replace(ask, origins=())
+
+
+def _with(problem: PlanningProblem, ask: ModelDemand) -> PlanningProblem:
+    return replace(problem, asks=tuple(ask if each.name == ask.name else each for each in problem.asks))
+
+
+def spot_risks(problem: PlanningProblem, plan: Plan) -> tuple[SpotRisk, ...]:
+    """Models with spot nodes, how often these go, and what is left without them."""
+    offers, found = offers_of(problem), []
+    cells = [cell for _, each in domains(problem)["spot"] for cell in each]
+    for ask in problem.asks if cells else ():
+        copies: dict[tuple[str, str], int] = {}
+        nodes = spot = 0
+        often = 0.0
+        for deployment in plan.deployments:
+            template = plan.template(deployment.template)
+            if template.model != ask.name:
+                continue
+            copies[deployment.template, deployment.region] = deployment.count
+            for each in template.nodes:
+                held, offer = each.count * deployment.count, offers.get((deployment.region, each.node))
+                nodes += held
+                if offer is not None and offer.spot:
+                    spot += held
+                    often += held * offer.preemptions_per_h
+        if spot:
+            left = served_share(problem, plan, ask, copies_without(plan, copies, cells))
+            found.append(SpotRisk(ask.name, spot, nodes, often, left))
+    return tuple(found)
+
+
 ASKING_SHARE = 0.5
 """Of the time limit, for all questions about what else there was."""
 
@@ -233,7 +328,7 @@ def _nodes(
     found = []
     for row, region in enumerate(problem.regions):
         for offer in region.offers:
-            shadow = float(outcome.allocation.prices.nodes_usd_per_h[row, fleet.nodes.index(offer.node)])
+            shadow = float(outcome.allocation.node_prices_usd_per_h[row, fleet.nodes.index(offer.node)])
             count = rented.get((region.name, offer.node), 0)
             if not count and shadow <= 1e-9:
                 continue
@@ -287,3 +382,96 @@ def why_not(problem: PlanningProblem, model: str) -> str:
     )
     reach = f"is out of reach; the fastest node alone takes {best}; allow more, or offer faster nodes"
     return f"{model}: its objective ({wanted}) {reach}"
+
+
+TRIES = 3
+
+
+def planned_rest(
+    planner: Planner, factory: TemplateFactory, settings: SolveSettings
+) -> tuple[TemplateFactory, PlanOutcome, tuple[str, ...]]:
+    """(the workshop with what is planned for, its plan, a line for everything that was left out)."""
+    problem, notes = within_context(factory.problem)
+    factory = replace(factory, problem=problem)
+    outcome = planner(factory, settings)
+    for _ in range(TRIES):
+        shortfall = outcome.allocation.shortfall
+        if shortfall is None or not shortfall.unserved or outcome.plan.fraction > 0:
+            break
+        rest, more = without_demands(factory.problem, shortfall.unserved)
+        if not any(ask.rate_per_s > 0 for ask in rest.asks):
+            break
+        notes += more
+        factory = replace(factory, problem=rest)
+        outcome = planner(factory, settings)
+    return factory, outcome, notes
+
+
+def within_context(problem: PlanningProblem) -> tuple[PlanningProblem, tuple[str, ...]]:
+    """Without requests that are longer than their model's context: every engine refuses them."""
+
+    def too_long(ask: ModelDemand, demand: BucketDemand) -> bool:
+        return demand.input_tokens + demand.output_tokens > ask.model.max_context_tokens
+
+    rest = _left_out(problem, too_long)
+    notes = []
+    for before, after in zip(problem.asks, rest.asks, strict=True):
+        if share := _share(before, after):
+            limit = f"{before.model.max_context_tokens:,} tokens"
+            notes.append(
+                f"{before.name}: {share:.2g} % of its requests are longer than its context of {limit}; "
+                "they are left out of the plan, and refused when they come"
+            )
+    return rest, tuple(notes)
+
+
+def without_demands(
+    problem: PlanningProblem, unserved: Collection[str]
+) -> tuple[PlanningProblem, tuple[str, ...]]:
+    """Without the demands of these names, as `Shortfall.unserved` has them."""
+
+    def named(ask: ModelDemand, demand: BucketDemand) -> bool:
+        return f"{ask.name}/{ask.name} up to {demand.longest_tokens} tokens" in unserved
+
+    rest = _left_out(problem, named)
+    notes = []
+    for before, after in zip(problem.asks, rest.asks, strict=True):
+        if not (share := _share(before, after)):
+            continue
+        if after.rate_per_s > 0:
+            left = [
+                d for d, e in zip(before.demands, after.demands, strict=True) if d.rate_per_s > e.rate_per_s
+            ]
+            lengths = ", ".join(f"up to {demand.longest_tokens:,}" for demand in left)
+            notes.append(
+                f"{before.name}: no template on offer serves its prompts of {lengths} tokens within the "
+                f"objective; {share:.2g} % of its requests are left out"
+            )
+        else:
+            notes.append(f"{why_not(problem, before.name)}. It is left out, the others are planned")
+    return rest, tuple(notes)
+
+
+def _left_out(
+    problem: PlanningProblem, which: Callable[[ModelDemand, BucketDemand], bool]
+) -> PlanningProblem:
+    asks = tuple(
+        replace(ask, demands=tuple(replace(d, rate_per_s=0.0) if which(ask, d) else d for d in ask.demands))
+        for ask in problem.asks
+    )
+    return replace(problem, asks=asks)
+
+
+def _share(before: ModelDemand, after: ModelDemand) -> float:
+    """Percent of requests that are gone."""
+    asked = before.rate_per_s
+    return 100.0 * (1.0 - after.rate_per_s / asked) if asked > 0 and after.rate_per_s < asked else 0.0
+
+
+def budget_that_would_do(planner: Planner, factory: TemplateFactory, settings: SolveSettings) -> float | None:
+    """USD an hour of a plan for all of the demand if money were no matter; None where other things bind too."""
+    if factory.problem.budget_usd_per_h is None:
+        return None
+    free = replace(factory, problem=replace(factory.problem, budget_usd_per_h=None))
+    other = planner(free, settings)
+    return other.plan.cost_usd_per_h if other.allocation.found else None

@@ -15,7 +15,6 @@ import numpy as np
 from potluck.plan.allocate.allocation import ColumnShare, FlowRate, Phase
 from potluck.plan.allocate.highs import INFINITY, Milp
 from potluck.plan.allocate.program import (
-    ColumnCount,
     ColumnKey,
     ColumnPin,
     Floats,
@@ -25,7 +24,6 @@ from potluck.plan.allocate.program import (
 )
 
 PHASES: tuple[Phase, ...] = ("prefill", "decode", "closed")
-CARDS = ("sends", "takes")
 THETA = 0
 
 
@@ -64,13 +62,11 @@ class MatrixEntries:
     integer: list[bool] = field(default_factory=list)
     low: list[float] = field(default_factory=list)
     high: list[float] = field(default_factory=list)
-    names: list[str] = field(default_factory=list)
 
-    def new_row(self, name: str, low: float, high: float) -> int:
-        self.names.append(name)
+    def new_row(self, low: float, high: float) -> int:
         self.low.append(low)
         self.high.append(high)
-        return len(self.names) - 1
+        return len(self.low) - 1
 
     def new_variable(self, cost: float, upper: float, integer: bool = False) -> int:
         self.cost.append(cost)
@@ -111,31 +107,21 @@ class FlowRows:
         fleet, regions = program.fleet, range(len(program.fleet.regions))
         entries.new_variable(0.0, 1.0)  # theta
         self.scale = [max(one.rate_per_s, 1e-300) for one in self.bins]
-        self.demand = [
-            entries.new_row(f"demand {one.name}", float(one.firm and one.rate_per_s > 0), INFINITY)
-            for one in self.bins
-        ]
+        self.demand = [entries.new_row(float(one.firm and one.rate_per_s > 0), INFINITY) for one in self.bins]
         self.phase = {
-            (p, b, r): entries.new_row(f"{PHASES[p]} {one.name}@{fleet.regions[r]}", 0.0, INFINITY)
+            (p, b, r): entries.new_row(0.0, INFINITY)
             for p in (0, 1)
-            for b, one in enumerate(self.bins)
+            for b in range(len(self.bins))
             for r in regions
         }
         self.nodes = {
-            (r, c): entries.new_row(
-                f"nodes {fleet.node_label(r, c)}", -INFINITY, float(fleet.available[r, c])
-            )
+            (r, c): entries.new_row(-INFINITY, float(fleet.available[r, c]))
             for r in regions
             for c in range(len(fleet.nodes))
         }
-        self.links = [
-            entries.new_row(
-                f"link {fleet.regions[link.source]}->{fleet.regions[link.target]}", -INFINITY, 1.0
-            )
-            for link in program.links
-        ]
+        self.links = [entries.new_row(-INFINITY, 1.0) for _ in program.links]
         budget = program.budget_usd_per_h
-        self.budget = entries.new_row("budget", -INFINITY, INFINITY if budget is None else budget)
+        self.budget = entries.new_row(-INFINITY, INFINITY if budget is None else budget)
         for b, one in enumerate(self.bins):
             entries.put(self.demand[b], THETA, -1.0 if one.rate_per_s > 0 and not one.firm else 0.0)
 
@@ -149,7 +135,7 @@ class FlowRows:
             entries.put(
                 self.budget, variable, helper.usd_per_h if program.budget_usd_per_h is not None else 0.0
             )
-        self.limits = [entries.new_row(f"limit {each.name}", each.low, each.high) for each in program.limits]
+        self.limits = [entries.new_row(each.low, each.high) for each in program.limits]
         for row, limit in zip(self.limits, program.limits, strict=True):
             entries.put(row, THETA, -limit.theta)
             for place, value in limit.helpers:
@@ -169,7 +155,7 @@ class FlowRows:
             used = entries.new_variable(
                 -price, float(fleet.reserved[r, c]) if fleet.reserved is not None else 0
             )
-            self.paid[r, c] = entries.new_row(f"paid {fleet.node_label(r, c)}", 0.0, INFINITY)
+            self.paid[r, c] = entries.new_row(0.0, INFINITY)
             entries.put(self.paid[r, c], used, -1.0)
             entries.put(self.budget, used, -price if program.budget_usd_per_h is not None else 0.0)
 
@@ -202,7 +188,7 @@ class FlowRows:
         most = float((program.fleet.available[key.region][held] // uses[held]).min())
         if model.allowed is not None and not model.allowed[key.template, key.region]:
             most = 0.0
-        time = entries.new_row(f"time {model.name}[{key.template}]@{key.region}", -INFINITY, 0.0)
+        time = entries.new_row(-INFINITY, 0.0)
         fee = program.fee_usd_per_h(key)
         copies = [entries.new_variable(price * (1 + program.init_penalty) + fee, most, integer=True)]
         self.new[key] = copies[0]
@@ -220,7 +206,7 @@ class FlowRows:
                 entries.put(row, variable, float(table[key.template, key.region]))
         if pin is not None:
             high = float(pin.copies) if pin.exactly else INFINITY
-            row = entries.new_row(f"pin {model.name}[{key.template}]@{key.region}", float(pin.copies), high)
+            row = entries.new_row(float(pin.copies), high)
             for variable in copies:
                 entries.put(row, variable, 1.0)
         cards = self._card_rows(key, copies)
@@ -240,12 +226,11 @@ class FlowRows:
     def _card_rows(self, key: ColumnKey, copies: list[int]) -> list[int | None]:
         """Rows of a copy's network cards, sending and receiving, scaled by what they carry; None where none binds."""
         rows: list[int | None] = []
-        for what, (_, limit) in zip(CARDS, self._cards[key.group], strict=True):
+        for _, limit in self._cards[key.group]:
             if not np.isfinite(limit[key.template]):
                 rows.append(None)
                 continue
-            name = f"{what} {self.program.models[key.group].name}[{key.template}]@{key.region}"
-            row = self.entries.new_row(name, -INFINITY, 0.0)
+            row = self.entries.new_row(-INFINITY, 0.0)
             for variable in copies:
                 self.entries.put(row, variable, -1.0)
             rows.append(row)
@@ -279,7 +264,6 @@ class FlowRows:
             row=np.array(entries.row, dtype=np.int64),
             column=np.array(entries.column, dtype=np.int64),
             value=np.array(entries.value),
-            row_names=entries.names,
         )
 
     def counts(self, x: Floats) -> dict[ColumnKey, int]:
@@ -291,11 +275,8 @@ class FlowRows:
                     found[key] = found.get(key, 0) + n
         return found
 
-    def read(
-        self, x: Floats
-    ) -> tuple[tuple[ColumnCount, ...], tuple[ColumnShare, ...], tuple[FlowRate, ...]]:
-        """Counts, shares and flows of a solution, without what is nought."""
-        counts = tuple(ColumnCount(key, n) for key, n in sorted(self.counts(x).items()))
+    def read(self, x: Floats) -> tuple[tuple[ColumnShare, ...], tuple[FlowRate, ...]]:
+        """Shares and flows of a solution, without what is nought."""
         shares = tuple(
             ColumnShare(key, self.bins[b].bucket, PHASES[p], float(x[variable]), float(x[variable]) * rate)
             for key, b, p, variable, rate in self.shares
@@ -306,4 +287,4 @@ class FlowRows:
             for (b, r, s), variable in self.flows.items()
             if x[variable] > 1e-9 and self.bins[b].rate_per_s > 0
         )
-        return counts, shares, flows
+        return shares, flows

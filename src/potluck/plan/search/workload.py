@@ -1,41 +1,125 @@
-"""What a stage costs: seconds per layer and beside the layers, and how many layers its memory takes.
+"""What the search is given: GPUs on nodes with the bandwidth between them (`core.pool`), and the work.
 
-A stage of l layers on tp GPUs of a node takes l·a(B) + r(B) seconds for a step of B requests. The search asks
-for these a million times, so they are tables: one row per (GPU type and links, tp), one column per batch B.
-
-    prefill   one prompt
-    decode    B requests that are on average half done
-    mixed     B decodes with the c = B·L/O prompt tokens that keep them coming, at most `CHUNK_TOKENS`; and
-              beside it the first-token tables: a whole prompt in such chunks among B decodes
-
-Every stage is charged the output head and the larger of embedding and head, since which one is first or last
-is decided later (the same safe side as `plan.timing.stage_rates`); so a stage's cost does not depend on its place.
+GPUs of one node are alike and linked alike, so a group of GPUs is how many it takes of which node.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from math import ceil
+from math import ceil, isfinite
 from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
 from potluck.core.errors import InputError
+from potluck.core.values.layout import Pool, PoolNode, uniform_pool
 from potluck.core.values.model import Model
 from potluck.core.values.plan import Confidence
-from potluck.core.values.types import NodeType
+from potluck.core.values.types import Codec, NodeType, Slo
+from potluck.perf.delays.transfer import alpha_beta, crossing_bytes
 from potluck.perf.operators.calibration import Calibration
-from potluck.perf.operators.network import all_reduce_s
+from potluck.perf.operators.network import HANDOVER_FIXED_S, HANDOVER_SHARE, all_reduce_s
 from potluck.perf.serving.phases import CHUNK_TOKENS
 from potluck.perf.serving.throughput import MAX_BATCH
 from potluck.perf.sizes.arithmetic import step_sums
 from potluck.perf.sizes.capacity import USABLE_SHARE, stage_memory
-from potluck.perf.sizes.memory import embedding_bytes, head_bytes, kv_bytes_per_gpu, weight_bytes_per_gpu
+from potluck.perf.sizes.memory import (
+    embedding_bytes,
+    head_bytes,
+    kv_bytes,
+    kv_bytes_per_gpu,
+    weight_bytes_per_gpu,
+)
 from potluck.perf.step_timer import Floats, StepBatch, steps
 from potluck.perf.timers.engine_host import DEFAULT_HOST
 from potluck.perf.timers.roofline import check_tp, roofline
-from potluck.plan.search.pool_workload import Pool, PoolWorkload
+from potluck.plan.problem import HEADROOM, ModelDemand
+
+__all__ = ["Pool", "PoolLinks", "PoolNode", "PoolWorkload", "uniform_pool", "wires_of", "workload_of"]
+
+
+@dataclass(frozen=True, slots=True)
+class PoolWorkload:
+    """One model's requests in their means, and the promise."""
+
+    model: Model
+    slo: Slo
+    input_tokens: int
+    output_tokens: int
+    rate_per_s: float
+    codec: Codec = "fp16"
+    """In which KV crosses from prefill to decode replicas; they compute in 16 bits all the same."""
+    headroom: float = HEADROOM
+    """Share of its time a replica is planned to be busy."""
+    cached_tokens: int = 0
+    """Prompt tokens beside `input_tokens` that are not computed again, but handed over all the same."""
+
+    def __post_init__(self) -> None:
+        for name in ("input_tokens", "output_tokens", "rate_per_s"):
+            value = getattr(self, name)
+            if not (isfinite(value) and value > 0):
+                raise InputError(f"workload: {name}", f"must be positive, is {value}")
+        if not 0 < self.headroom < 1:
+            raise InputError("workload: headroom", f"must be above 0 and below 1, is {self.headroom}")
+        most = self.model.max_context_tokens
+        if self.input_tokens + self.output_tokens > most:
+            raise InputError("workload: input_tokens", f"{self.model.name} takes at most {most} tokens")
+
+    @property
+    def kv_bytes_per_layer(self) -> float:
+        """What one layer of one prompt puts on the wire."""
+        whole = kv_bytes(self.model, float(self.input_tokens + self.cached_tokens))
+        return crossing_bytes(self.model, whole, self.codec) / self.model.layer_count
+
+
+def workload_of(ask: ModelDemand, codec: Codec = "fp16", headroom: float = HEADROOM) -> PoolWorkload:
+    """A planner's demand in its means, which preserve the tokens that pass through.
+
+    Where the means are beyond the model's context the prompt is cut to what it takes.
+    """
+    rate = ask.rate_per_s
+    if not rate > 0:
+        raise InputError(f"model {ask.name}: rate_per_s", "must be positive for a search")
+    mean_in = sum(d.rate_per_s * d.new_tokens for d in ask.demands) / rate
+    mean_out = sum(d.rate_per_s * d.output_tokens for d in ask.demands) / rate
+    cached = sum(d.rate_per_s * d.cached_tokens for d in ask.demands) / rate
+    most = ask.model.max_context_tokens
+    output = min(max(1, round(mean_out)), most - 1)
+    prompt = min(max(1, round(mean_in)), most - output)
+    return PoolWorkload(ask.model, ask.slo, prompt, output, rate, codec, headroom, round(cached))
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class PoolLinks:
+    """A pool's links as alpha-beta tables, [from node, to node]."""
+
+    hop_alpha_s: Floats
+    """Activations from a stage to the next."""
+    hop_s_per_byte: Floats
+    kv_alpha_s: Floats
+    """KV from a replica to another."""
+    kv_s_per_byte: Floats
+
+
+def wires_of(pool: Pool) -> PoolLinks:
+    """Between nodes the matrix, inside one its interconnect."""
+    size = len(pool.nodes)
+    hop_alpha, hop_beta, kv_alpha, kv_beta = (np.zeros((size, size)) for _ in range(4))
+    for a, node in enumerate(pool.nodes):
+        inside = node.type.interconnect
+        for b in range(size):
+            if a != b:
+                path = alpha_beta(pool.gbps[a][b], pool.rtt_s[a][b])
+                hop_alpha[a, b] = HANDOVER_FIXED_S + pool.rtt_s[a][b] / 2
+                hop_beta[a, b] = 8.0 / (pool.gbps[a][b] * 1e9 * HANDOVER_SHARE)
+                kv_alpha[a, b], kv_beta[a, b] = path.alpha_s, 1.0 / path.beta_bytes_per_s
+            elif inside.kind != "none":
+                speed = inside.gb_per_s * 1e9 * HANDOVER_SHARE
+                hop_alpha[a, a] = kv_alpha[a, a] = inside.latency_s
+                hop_beta[a, a] = kv_beta[a, a] = 1.0 / speed
+    return PoolLinks(hop_alpha, hop_beta, kv_alpha, kv_beta)
+
 
 DENSE_BATCHES = 16
 """Up to here every batch is in the grid; beyond, steps of about an eighth."""

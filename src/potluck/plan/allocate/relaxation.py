@@ -1,4 +1,4 @@
-"""Pricing every column of the general program at once, and its linear relaxation by column generation.
+"""The linear relaxation by column generation: every column priced at once, and rows that hold as copies are whole.
 
 With duals pi_br (prefill), rho_br (decode), delta_b (demand), mu_rc (nodes), beta (budget) and the cost
 factor k (1 + K when cost is minimised, 0 when the fraction is maximised), a new column of region r has the
@@ -15,16 +15,15 @@ also before the last column has come in.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
 from itertools import combinations
 
 import numpy as np
 
-from potluck.plan.allocate.allocation import ShadowPrices
-from potluck.plan.allocate.deadline import Deadline
-from potluck.plan.allocate.flow_rows import THETA, FlowRows
-from potluck.plan.allocate.highs import solve_milp
-from potluck.plan.allocate.program import ColumnKey, Floats, FlowProgram, card_rows
+from potluck.plan.allocate.highs import INFINITY, Deadline, solve_milp
+from potluck.plan.allocate.matrix import THETA, FlowRows
+from potluck.plan.allocate.program import ColumnKey, CountLimit, Floats, FlowProgram, card_rows
 
 PER_ROUND = 12
 TOLERANCE = 1e-9
@@ -206,10 +205,6 @@ def duals_of(rows: FlowRows, dual: Floats) -> Duals:
     return Duals(phase, np.where(live, demand, 0.0), nodes, np.array(links), budget, paid, limits)
 
 
-def prices_of(duals: Duals) -> ShadowPrices:
-    return ShadowPrices(duals.nodes, tuple(duals.demand.tolist()), tuple(duals.links.tolist()), duals.budget)
-
-
 def relax_flow(
     pricer: Pricer,
     deadline: Deadline,
@@ -247,3 +242,138 @@ def relax_flow(
             return last
         known = sorted({*known, *fresh})
     return last
+
+
+ROUNDS = 2
+"""Of rows at the relaxation's own prices."""
+UNITS, LEAST = 3, 0.05
+"""Units that each row is rounded in; what copies earn at least to be one."""
+SLACK = 1e-5
+"""By which E_j is rounded up: a count is whole for HiGHS within a millionth, and so may demand be met."""
+
+
+def with_whole_rows(
+    pricer: Pricer, relaxed: Relaxation, deadline: Deadline
+) -> tuple[Pricer, Relaxation] | None:
+    """The program with rows for whole copies, and its relaxation at cost; None where there was no time.
+
+    At prices w_b of prefilling and v_b of decoding a model's buckets, the rows of demand, phases and time add up to
+
+        W = sum_b (w_b + v_b) D_b  <=  sum_j E_j n_j       E_j: what a copy earns at these prices (`Pricer.earnings`)
+
+    which a relaxation keeps with a tenth of a copy that earns ten times W. But n_j is whole, so this holds too:
+
+        sum_j min(E_j / W, 1) n_j >= theta                 firm demand counts whole, whatever theta is
+
+    Where one copy does not suffice, the same in units of what a copy u earns, rounded (a mixed-integer rounding):
+
+        sum_j (floor(a_j) + min(frac(a_j) / frac(b), 1)) n_j >= ceil(b)      a_j = E_j / E_u, b = W / E_u
+
+    which is for theta = 1: below it the right side is scaled along. Prices: each bucket's prefill, decode and both
+    alone, then those that the relaxation itself ends with. Only rows that bind are kept.
+    """
+    rows = [row for m in range(len(pricer.program.models)) for row in _alone(pricer, m)]
+    rows += _at(pricer, relaxed.duals)
+    found = _relaxed(pricer, rows, relaxed, deadline)
+    for _ in range(ROUNDS):
+        if found is None:
+            return None
+        kept, best = found
+        if not (more := _at(pricer, best.duals)):
+            break
+        again = _relaxed(pricer, [*kept, *more], best, deadline)
+        if again is None or again[1].bound <= best.bound * (1 + SLACK):
+            break
+        found = again
+    if found is None:
+        return None
+    return Pricer(replace(pricer.program, limits=(*pricer.program.limits, *found[0]))), found[1]
+
+
+def _relaxed(
+    pricer: Pricer, rows: list[CountLimit], before: Relaxation, deadline: Deadline
+) -> tuple[list[CountLimit], Relaxation] | None:
+    """The rows that bind, and the relaxation with these alone: without the others it is the same."""
+    own = len(pricer.program.limits)
+    program = replace(pricer.program, limits=(*pricer.program.limits, *rows))
+    again = Pricer(program)
+    # With these rows the columns there are may not suffice: those that do join first.
+    most = relax_flow(again, deadline, at_cost=False, keys=before.keys)
+    found = None if most is None else relax_flow(again, deadline, at_cost=True, keys=most.keys)
+    if found is None:
+        return None
+    binding = np.flatnonzero(found.duals.limits[own:])
+    limits = np.concatenate([found.duals.limits[:own], found.duals.limits[own:][binding]])
+    kept = [rows[place] for place in binding.tolist()]
+    return kept, replace(found, duals=replace(found.duals, limits=limits))
+
+
+def _alone(pricer: Pricer, m: int) -> Iterator[CountLimit]:
+    """Each bucket's phases alone, and both."""
+    buckets = len(pricer.program.models[m].buckets)
+    for prices in np.eye(buckets):
+        for prefill, decode in ((1.0, 0.0), (0.0, 1.0), (1.0, 1.0)):
+            yield from _rows(pricer, m, prices * prefill, prices * decode)
+
+
+def _at(pricer: Pricer, duals: Duals) -> list[CountLimit]:
+    """Each model's phases alone and both, at the least price that any region has for them."""
+    found = []
+    for m in range(len(pricer.program.models)):
+        span = slice(int(pricer.first_bin[m]), int(pricer.first_bin[m + 1]))
+        prefill, decode = duals.phase[0, span].min(axis=1), duals.phase[1, span].min(axis=1)
+        for w, v in ((prefill, decode), (prefill, 0 * decode), (0 * prefill, decode)):
+            found += _rows(pricer, m, w, v)
+    return found
+
+
+def _rows(pricer: Pricer, m: int, prefill: Floats, decode: Floats) -> list[CountLimit]:
+    """The rows at these prices; none where nothing is asked at them."""
+    program = pricer.program
+    model, regions = program.models[m], len(program.fleet.regions)
+    worth = prefill + decode
+    rates = np.array([bucket.rate_per_s for bucket in model.buckets])
+    firm = np.array([bucket.firm for bucket in model.buckets], bool)
+    asked = float(worth @ rates)
+    if not asked > 0:
+        return []
+    span = slice(int(pricer.first_bin[m]), int(pricer.first_bin[m + 1]))
+    phase, demand = np.zeros((2, int(pricer.first_bin[-1]), regions)), np.zeros(int(pricer.first_bin[-1]))
+    phase[0, span], phase[1, span], demand[span] = prefill[:, None], decode[:, None], worth
+    nothing = np.zeros(0)
+    earned = pricer.earnings(m, Duals(phase, demand, nothing, nothing, 0.0, nothing, nothing))
+    earned *= (1 + SLACK) / asked
+    first = _limit(program, m, np.minimum(earned, 1.0), 1.0, float(worth[firm] @ rates[firm]) / asked)
+    return [first, *(_rounded(program, m, earned, unit) for unit in _units(pricer, m, earned))]
+
+
+def _units(pricer: Pricer, m: int, earned: Floats) -> list[float]:
+    """What a copy earns of those that cost least for it and do not suffice alone."""
+    if any(bucket.firm for bucket in pricer.program.models[m].buckets):
+        return []
+    cost = pricer.uses[m] @ pricer.program.fleet.price_usd_per_h.T
+    able = (pricer.most[m] >= 1) & (earned > LEAST) & (earned < 1)
+    ratio = np.where(able, cost / np.maximum(earned, LEAST), np.inf).ravel()
+    order = np.argsort(ratio, kind="stable")[:UNITS]
+    return sorted({float(earned.ravel()[place]) for place in order if np.isfinite(ratio[place])})
+
+
+def _rounded(program: FlowProgram, m: int, earned: Floats, unit: float) -> CountLimit:
+    """In units of so much, rounded up: what is asked for, and what is left of it after whole units."""
+    asked = (1 - SLACK) / unit
+    rest = asked - np.floor(asked)
+    whole = np.floor(earned / unit)
+    return _limit(
+        program,
+        m,
+        whole + np.minimum((earned / unit - whole) / max(rest, SLACK), 1.0),
+        float(np.ceil(asked)),
+        0.0,
+    )
+
+
+def _limit(program: FlowProgram, m: int, table: Floats, low: float, firm: float) -> CountLimit:
+    tables: list[Floats | None] = [None] * len(program.models)
+    tables[m] = table
+    name = f"whole copies of {program.models[m].name}"
+    return CountLimit(name, low * firm, INFINITY, tuple(tables), theta=low * (1 - firm))

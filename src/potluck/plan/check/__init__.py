@@ -1,1 +1,0 @@
-"""A finished plan, rechecked without the solver that made it."""

@@ -1,1 +1,0 @@
-"""Several plans together: over the hours of a day, or along a frontier."""

@@ -1,0 +1,160 @@
+"""Weights in one of several formats, where the spec allows them: which one is chosen with the plan.
+
+All replicas of a model share a format. Any two of them may come to hand KV to each other (flows, flips, prefixes
+that are lent, requests that outlive a machine), and where a request was sent should not change its answer. So for
+every combination of the models' formats the strategy is asked for a plan, and the best is taken: most served, then
+cheapest, then the format that the spec names first.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+from itertools import product
+from math import prod
+
+from potluck.core.errors import CapacityError, InputError
+from potluck.core.values.model import Format
+from potluck.core.values.plan import Plan
+from potluck.plan.assemble.codecs import served
+from potluck.plan.problem import ModelDemand, PlanningProblem
+from potluck.plan.strategies.template_factory import (
+    FormatPrice,
+    Planner,
+    PlanOutcome,
+    SolveSettings,
+    TemplateFactory,
+)
+
+Formats = tuple[tuple[str, Format], ...]
+MOST = 32
+"""Combinations that are tried; each takes a plan's time."""
+
+
+def choosing_formats(strategy: Planner) -> Planner:
+    """The strategy, made to choose formats where the spec leaves them open; what runs keeps its own."""
+
+    def planned(factory: TemplateFactory, settings: SolveSettings) -> PlanOutcome:
+        combinations = formats_of(factory.problem, settings.running)
+        if combinations == [()]:
+            return strategy(factory, settings)
+        settings = settings.begun if len(combinations) > 1 else settings
+        found = []
+        for place, formats in enumerate(combinations):
+            there = replace(factory, problem=factory.problem.in_formats(formats))
+            left = len(combinations) - place
+            mine = settings if left == 1 else settings.within(1 / left)
+            starts = tuple(each for each in settings.starts if each.formats == formats)
+            found.append(strategy(there, replace(mine, starts=starts)))
+        return best_of(found)
+
+    return planned
+
+
+def formats_of(problem: PlanningProblem, running: Plan | None = None) -> list[Formats]:
+    """Every combination of the formats that models may have, those of the spec's first formats first."""
+    asks = [ask for ask in problem.asks if ask.formats]
+    allowed = [_allowed(ask, running) for ask in asks]
+    count = prod(len(each) for each in allowed)
+    if count > MOST:
+        raise InputError("precision", f"{count} combinations of formats are more than {MOST}; name fewer")
+    names = [ask.name for ask in asks]
+    return [tuple(zip(names, each, strict=True)) for each in product(*allowed)]
+
+
+def _allowed(ask: ModelDemand, running: Plan | None) -> Sequence[Format]:
+    loaded = None if running is None else running.format_of(ask.name)
+    return ask.formats if loaded is None else (loaded,)
+
+
+def best_of(outcomes: Iterable[PlanOutcome]) -> PlanOutcome:
+    """The best of plans in different formats, with a proof over all of them."""
+    found = list(outcomes)
+    best = max(found, key=_rank)
+    if len(found) == 1:
+        return best
+    prices = ((each.plan.formats, each.plan.fraction, each.plan.total_usd_per_h) for each in found)
+    best = replace(best, tried=tuple(FormatPrice(*each) for each in prices))
+    if not best.allocation.found:
+        return best
+    cost = best.plan.total_usd_per_h
+    bound = min(each.allocation.lower_bound_usd_per_h for each in found if each.allocation.found)
+    bound = min(bound, best.allocation.lower_bound_usd_per_h, cost)
+    gap = max(best.plan.gap, (cost - bound) / cost if cost > 0 else 0.0)
+    return replace(best, plan=replace(best.plan, gap=gap))
+
+
+def _rank(outcome: PlanOutcome) -> tuple[float, float]:
+    plan = outcome.plan
+    return round(plan.fraction, 9), -round(plan.total_usd_per_h + plan.start_usd_per_h, 9)
+
+
+def near_users(strategy: Planner) -> Planner:
+    """The strategy, made to know where users are."""
+
+    def planned(factory: TemplateFactory, settings: SolveSettings) -> PlanOutcome:
+        problem = factory.problem
+        if not any(ask.origins for ask in problem.asks):
+            return strategy(factory, settings)
+        found = []
+        for far_s in distances(problem):
+            there = within(problem, far_s)
+            known = factory.near.setdefault(far_s, TemplateFactory(there, said=factory.said))
+            found.append(strategy(replace(known, problem=there), settings))
+        if not found:
+            raise CapacityError(
+                "no region is near enough to all users for the objective; allow a longer TTFT"
+            )
+        best = max(found, key=lambda each: (served(factory.problem, each.plan), -each.plan.total_usd_per_h))
+        return replace(best, plan=_seen_by_users(problem, best.plan))
+
+    return planned
+
+
+def _able(problem: PlanningProblem, ask: ModelDemand) -> list[float]:
+    """Distances of regions where a model may run and some TTFT is left."""
+    far = {ask.far_s(region.name) for region in problem.regions if ask.terms.allows(region.name)}
+    return sorted(each for each in far if each < ask.slo.ttft_s)
+
+
+def distances(problem: PlanningProblem) -> list[float]:
+    """How far requests may travel, the nearest first; empty where some model has no region near enough."""
+    able = [_able(problem, ask) for ask in problem.asks if ask.origins]
+    if not all(able):
+        return []
+    return sorted({far_s for each in able for far_s in each if far_s >= max(first[0] for first in able)})
+
+
+def within(problem: PlanningProblem, far_s: float) -> PlanningProblem:
+    """The problem where no request travels farther, and what it travels is gone from TTFT."""
+
+    def near(ask: ModelDemand) -> ModelDemand:
+        if not ask.origins:
+            return ask
+        own_s = max(each for each in _able(problem, ask) if each <= far_s)
+        regions = tuple(
+            region.name
+            for region in problem.regions
+            if ask.terms.allows(region.name) and ask.far_s(region.name) <= own_s
+        )
+        slo = replace(ask.slo, ttft_s=ask.slo.ttft_s - own_s)
+        return replace(ask, slo=slo, terms=replace(ask.terms, regions=regions), origins=())
+
+    return replace(problem, asks=tuple(near(ask) for ask in problem.asks))
+
+
+def _seen_by_users(problem: PlanningProblem, plan: Plan) -> Plan:
+    """The plan whose predictions count the way of a mean user."""
+    asks = {ask.name: ask for ask in problem.asks}
+    far: dict[str, list[tuple[float, float]]] = {}
+    for share in plan.shares:
+        ask = asks[plan.template(share.template).model]
+        if share.phase != "decode" and ask.origins:
+            far.setdefault(ask.name, []).append((share.rate_per_s, ask.mean_far_s(share.region)))
+    predictions = []
+    for each in plan.predictions:
+        parts = far.get(each.model, [])
+        total = sum(rate for rate, _ in parts)
+        mean_s = sum(rate * far_s for rate, far_s in parts) / total if total > 0 else 0.0
+        predictions.append(replace(each, ttft_s=each.ttft_s + mean_s))
+    return replace(plan, predictions=tuple(predictions))
