@@ -35,10 +35,10 @@ from potluck.core.values.plan import Plan
 from potluck.core.values.types import LengthBin, NodeOffer, Region, Slo, Traffic
 from potluck.plan.problem import CODECS, PlanningProblem, model_demand
 from potluck.plan.strategies import STRATEGIES, SolveSettings, TemplateFactory
-from potluck.rehearse.demand_factors import scaled
+from potluck.rehearse.queueing_margins import scaled
 from potluck.runtime.resolved_plan import ResolvedPlan
 from potluck.sim.load import arrivals
-from potluck.sim.load.draw_lengths import draw
+from potluck.sim.load.arrivals import draw
 from potluck.sim.load.workload import Workload, workload
 from potluck.sim.results.metrics import RunSummary, summarise
 from potluck.sim.results.records import SimResult

@@ -33,15 +33,15 @@ from parts.common import run, skip
 from potluck.core.state.policy import Policy
 from potluck.core.values.plan import Plan
 from potluck.plan.strategies import STRATEGIES, SolveSettings, TemplateFactory
-from potluck.rehearse.demand_factors import scaled
+from potluck.rehearse.queueing_margins import scaled
 from potluck.runtime.resolved_plan import ResolvedPlan
 from potluck.sim.load import arrivals
-from potluck.sim.load.draw_lengths import draw
+from potluck.sim.load.arrivals import draw
 from potluck.sim.load.workload import Workload, workload
 from potluck.sim.results.metrics import judge, summarise
 from potluck.sim.results.records import ANSWERED, REFUSED, ReplicaRecord, SimResult
 from potluck.sim.run import simulate
-from potluck.sim.world.plan_question import PlanQuestion
+from potluck.sim.world.sim_fleet import PlanQuestion
 
 SOURCE = os.environ.get("POTLUCK_SOURCE", "m-large")
 DAYS = int(os.environ.get("POTLUCK_DAYS", "7"))

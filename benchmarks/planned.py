@@ -53,10 +53,16 @@ from potluck.plan.strategies import STRATEGIES, SolveSettings, TemplateFactory
 from potluck.plan.strategies.template_factory import PlanOutcome, allocated
 from potluck.rehearse.rehearsal import rehearse
 from potluck.rehearse.request_sources import made_up
-from potluck.runtime.expectations import ValueRange
 from potluck.sim.load.workload import Workload, at_rate, of_traffic
 from potluck.sim.results.metrics import summarise
-from potluck.sim.results.plan_comparison import PlanDeviation, Verdict, compared, described, disagreements
+from potluck.sim.results.plan_comparison import (
+    PlanDeviation,
+    ValueRange,
+    Verdict,
+    compared,
+    described,
+    disagreements,
+)
 from potluck.sim.results.records import SimResult
 from potluck.sim.run import simulate
 from potluck.spec.spec_values import Spec

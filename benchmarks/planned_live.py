@@ -39,12 +39,11 @@ from potluck.gateway.admin.counters import Counters
 from potluck.gateway.brain_loop.core import DecisionLog
 from potluck.loadgen.load_result import kept
 from potluck.plan.strategies import STRATEGIES, SolveSettings, TemplateFactory
-from potluck.runtime.expectations import promises
 from potluck.runtime.replay import read
 from potluck.runtime.replica_models import ReplicaModels
 from potluck.sim.load.workload import Workload
 from potluck.sim.results.metrics import judge, tpot
-from potluck.sim.results.plan_comparison import lengths_of
+from potluck.sim.results.plan_comparison import lengths_of, promises
 from potluck.sim.results.records import SimResult
 from potluck.sim.run import simulate
 

@@ -36,13 +36,13 @@ from potluck.plan.replan.current_problem import INTERVAL_S, TemplateFactories, p
 from potluck.plan.strategies import STRATEGIES, SolveSettings
 from potluck.runtime.resolved_plan import ResolvedPlan
 from potluck.sim.load import arrivals
-from potluck.sim.load.draw_lengths import draw
+from potluck.sim.load.arrivals import draw
 from potluck.sim.load.workload import Workload, merge, workload
 from potluck.sim.results.metrics import summarise
 from potluck.sim.run import simulate
 from potluck.sim.sim_settings import SimSettings as Running
 from potluck.sim.world.faults import Faults, PriceChange, SupplyChange
-from potluck.sim.world.plan_question import Planner, PlanQuestion
+from potluck.sim.world.sim_fleet import Planner, PlanQuestion
 
 ASKED = (
     ("chat", "Llama-3.1-8B", "azure-conv", 3.0, Slo(2.0, 0.08)),

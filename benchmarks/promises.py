@@ -3,7 +3,7 @@
 The bundled example, all of `examples/`, the kinds of `planned_specs.py` in turn and the random specs of `rehearse.py`
 (lognormal lengths, one or two models), each by `auto`, with gaps whose coefficient of variation is 1, 2 and 3.5. A
 plan holds when every model's share of requests in time, over RUNS runs, is what was promised. Specs whose fleet is
-too small for them are left out. `rehearse/queueing.py` was fitted to the first 33 of these specs.
+too small for them are left out. `rehearse/queueing_margins.py` was fitted to the first 33 of these specs.
 
     --specs 12      so many random specs of either sort (18 unless said; 2 with --quick, without the examples)
 """
@@ -28,9 +28,8 @@ from potluck.core.state.policy import Policy
 from potluck.core.values.plan import Plan
 from potluck.plan.problem import CODECS, PlanningProblem
 from potluck.plan.strategies import STRATEGIES, SolveSettings, TemplateFactory
-from potluck.rehearse.demand_factors import restored
 from potluck.rehearse.evidence import TrialSetup, evidence_of
-from potluck.rehearse.queueing_margins import margined
+from potluck.rehearse.queueing_margins import margined, restored
 from potluck.rehearse.request_sources import made_up
 from potluck.runtime.resolved_plan import ResolvedPlan
 from potluck.sim.sim_settings import SimSettings as Running

@@ -27,7 +27,7 @@ from potluck.rehearse.rehearsal import Rehearsal, RehearsalRules, rehearse
 from potluck.rehearse.request_sources import FRESH, Source, enough, made_up
 from potluck.runtime.resolved_plan import ResolvedPlan
 from potluck.sim.load import arrivals
-from potluck.sim.load.draw_lengths import draw
+from potluck.sim.load.arrivals import draw
 from potluck.sim.load.workload import Workload, merge, workload
 from potluck.sim.sim_settings import SimSettings as Running
 

@@ -22,7 +22,8 @@ from dataclasses import replace
 import numpy as np
 
 from parts.common import Budget, cpu_s, run
-from potluck.catalog import gpus, models, nodes
+from potluck.catalog import models, nodes
+from potluck.catalog.figure_sources import load_toml
 from potluck.core.values.types import NodeType, Role, Slo
 from potluck.perf.step_timer import steps
 from potluck.plan.search.bound import class_bound, exact_bound
@@ -95,9 +96,9 @@ def measure(quick: bool) -> dict[str, float]:
 
 def node(gpu: str, count: int) -> NodeType:
     """A machine with Table 1's figures."""
-    row = gpus.paper_gpus("thunderserve")[gpu]
-    base = nodes.node_type(f"{count}x{row.gpu}")
-    told = {name: getattr(row, name) for name in ("fp16_tflops", "bandwidth_gb_per_s", "memory_gb")}
+    row = load_toml("gpus.toml")["paper"]["thunderserve"][gpu]
+    base = nodes.node_type(f"{count}x{row['gpu']}")
+    told = {name: row[name] for name in ("fp16_tflops", "bandwidth_gb_per_s", "memory_gb")}
     return replace(base, gpu=replace(base.gpu, **told))
 
 

@@ -2,16 +2,29 @@
 
 from __future__ import annotations
 
+import json
 import re
+from types import SimpleNamespace
 
+import numpy as np
 import pytest
+from click.testing import CliRunner
+from hypothesis import given
+from hypothesis import strategies as st
 
 from potluck.catalog import gpus, models, named_workloads, nodes, prices
 from potluck.catalog.figure_sources import EntryFacts, load_toml, plain, sources
-from potluck.core.errors import UnknownNameError
+from potluck.cli.planning.catalog import catalog
+from potluck.core.errors import InputError, PotluckError, UnknownNameError
+from potluck.core.values.length_laws import Fixed, LogNormal
+from potluck.sim.load.arrivals import draw
 
 DATE = re.compile(r"\d{4}(-\d{2}(-\d{2})?)?")
+
+
 KINDS = {"vendor", "secondary", "paper", "measured", "recall", "derived"}
+
+
 ISSUE_GPUS = [
     "H800",
     "H100",
@@ -41,6 +54,8 @@ ISSUE_GPUS = [
     "A100-80-PCIe",
     "V100-32",
 ]
+
+
 ISSUE_MODELS = [
     "Llama-3.1-8B",
     "Llama-3-70B",
@@ -103,7 +118,7 @@ def test_source_overrides_name_real_fields() -> None:
         assert set(entry) <= {*gpus.FIGURES, "aliases", "source", "sources", "doubt", "node"}, name
     for name, entry in load_toml("models.toml")["model"].items():
         assert set(entry.get("sources", {})) <= set(entry), name
-    for name, entry in load_toml("nodes.toml")["link"].items():
+    for name, entry in load_toml("links.toml")["link"].items():
         assert set(entry.get("sources", {})) <= set(entry), name
 
 
@@ -164,8 +179,6 @@ def test_unknown_names_suggest_the_nearest() -> None:
         gpus.gpu("L40")
     with pytest.raises(UnknownNameError, match="did you mean 'Llama-3.1-8B'?"):
         models.model("lama-3.1-8b")
-    with pytest.raises(UnknownNameError, match="paper"):
-        gpus.paper_gpus("cauchi")
 
 
 def test_dense_rate_agrees_with_the_chip() -> None:
@@ -188,3 +201,258 @@ def test_dense_rate_agrees_with_the_chip() -> None:
         assert gpu.boost_ghz is not None
         expected = gpu.sm_count * gpu.boost_ghz * rate / 1e3
         assert expected / gpu.fp16_tflops == pytest.approx(1, abs=loose.get(name, 0.02)), name
+
+
+def rows(paper: str) -> dict[str, SimpleNamespace]:
+    """A paper's GPU table as printed, by the names it uses."""
+    table = load_toml("gpus.toml")["paper"][paper]
+    return {key: SimpleNamespace(name=key, **row) for key, row in table.items() if isinstance(row, dict)}
+
+
+CAUCHY, THUNDERSERVE = rows("cauchy"), rows("thunderserve")
+
+
+def printed(per_usd: float) -> str:
+    """As CAUCHY's Table 1 prints: thousands below a million, else millions with two decimals."""
+    return f"{per_usd / 1e3:.0f}K" if per_usd < 999_500 else f"{per_usd / 1e6:.2f}M"
+
+
+@pytest.mark.parametrize("name", CAUCHY)
+def test_cauchy_table_1_from_its_own_figures(name: str) -> None:
+    row = CAUCHY[name]
+    assert printed(row.fp16_tflops * 3600 / row.price_usd_per_h) == row.tflop_per_usd
+    assert printed(row.bandwidth_gb_per_s * 3600 / row.price_usd_per_h) == row.gb_per_usd
+
+
+@pytest.mark.parametrize("name", CAUCHY)
+def test_cauchy_table_1_from_the_catalog(name: str) -> None:
+    """The catalog agrees with all six rows to the printed digits (the RTX 4090's 165.2 prints as 862K)."""
+    row, gpu = CAUCHY[name], gpus.gpu(name)
+    assert gpu.name == row.gpu
+    tflop_per_usd = gpu.fp16_tflops * 3600 / row.price_usd_per_h
+    assert printed(tflop_per_usd) == ("862K" if name == "RTX4090" else row.tflop_per_usd)
+    assert printed(gpu.bandwidth_gb_per_s * 3600 / row.price_usd_per_h) == row.gb_per_usd
+    assert gpu.memory_gb == row.memory_gb
+
+
+def test_cauchy_prints_one_wrong_ratio() -> None:
+    """165 / 1008 is 0.16; the table prints 0.21 for the RTX 4090, the ratio of the row above."""
+    for name, row in CAUCHY.items():
+        ratio = round(row.fp16_tflops / row.bandwidth_gb_per_s, 2)
+        assert ratio == (0.16 if name == "RTX4090" else row.tflops_per_bandwidth)
+    assert CAUCHY["RTX4090"].tflops_per_bandwidth == CAUCHY["A10"].tflops_per_bandwidth == 0.21
+
+
+def test_thunderserve_disagrees_where_the_doubt_says_so() -> None:
+    assert {name: row.gpu for name, row in THUNDERSERVE.items()}["3090Ti"] == "RTX3090Ti"
+    for row in THUNDERSERVE.values():
+        gpu = gpus.gpu(row.gpu)
+        agrees = gpu.fp16_tflops == row.fp16_tflops and gpu.bandwidth_gb_per_s == row.bandwidth_gb_per_s
+        doubt = gpus.facts(row.gpu).doubt or ""
+        assert agrees or "ThunderServe" in doubt, row.name
+    # 8 x A100 at its price is the budget that section 5 states.
+    assert 8 * THUNDERSERVE["A100"].price_usd_per_h == pytest.approx(14.024)
+    # Its A6000 and A5000 rates are a quarter of the tensor-core rate: FP32 on CUDA cores.
+    for name in ("A6000", "A5000"):
+        assert gpus.gpu(name).fp16_tflops / THUNDERSERVE[name].fp16_tflops == pytest.approx(4, rel=0.01)
+
+
+def test_all_listed_nodes_are_built() -> None:
+    assert len(nodes.names()) == 4 * len(gpus.names())
+    for name in nodes.names():
+        node = nodes.node_type(name)
+        assert node.name == name
+        assert node.network_gbps > 0
+        assert (node.interconnect.kind == "none") == (node.gpus == 1)
+
+
+@pytest.mark.parametrize("spelling", ["2xL40S", "2xl40s", "L40S:2", " 2 x L40S ", "l40s-48gb:2", "2*L40S"])
+def test_spellings_of_one_node(spelling: str) -> None:
+    assert nodes.canonical(spelling) == "2xL40S"
+    assert nodes.node_type(spelling) == nodes.node_type("2xL40S")
+
+
+def test_a_plain_gpu_is_one() -> None:
+    assert nodes.canonical("h100") == "1xH100-SXM"
+    assert nodes.node_type("3xL4").gpus == 3
+
+
+@pytest.mark.parametrize("count", [0, 9, 16, 10**30])
+def test_other_counts_are_refused(count: int) -> None:
+    with pytest.raises(InputError, match="write 1 to 8"):
+        nodes.node_type(f"{count}xL40S")
+
+
+@pytest.mark.parametrize("name", ["", "x", "2x", "xL40S", "2xFOO", "L40S:2:2", "2xL40S:2", "-1xL4", "nodes"])
+def test_malformed_names_say_what_to_write(name: str) -> None:
+    with pytest.raises(InputError, match=r"^node: .*(write|did you mean)"):
+        nodes.node_type(name)
+
+
+def test_a_gpu_without_machines_or_with_an_unknown_link_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    links = nodes.load_toml("links.toml")
+    files = {"links.toml": links, "gpus.toml": {"gpu": {"L4": {}}}}
+    monkeypatch.setattr(nodes, "load_toml", files.get)
+    with pytest.raises(InputError, match=r"L4 has no machines; gpus.toml needs \[gpu.L4.node\]"):
+        nodes.node_type.__wrapped__("2xL4")
+    files["gpus.toml"]["gpu"]["L4"]["node"] = {"link": "pcie9", "network_gbps": {"1": 10}}
+    with pytest.raises(UnknownNameError, match="pcie9"):
+        nodes.node_type.__wrapped__("2xL4")
+
+
+@given(st.text(max_size=40))
+def test_any_text_is_a_node_or_a_clean_error(name: str) -> None:
+    try:
+        node = nodes.node_type(name)
+    except PotluckError as error:
+        message = str(error)
+        assert len(message.splitlines()) == 1, message
+        return
+    assert 1 <= node.gpus <= 8
+
+
+def test_links_follow_the_hardware() -> None:
+    link = {name: nodes.node_type(name).interconnect for name in nodes.names()}
+    assert (link["8xH100-SXM"].kind, link["8xH100-SXM"].gb_per_s) == ("nvswitch", 450)
+    assert (link["8xA100-80"].kind, link["8xA100-80"].gb_per_s) == ("nvswitch", 300)
+    assert link["8xH800"].gb_per_s == link["8xA800-SXM"].gb_per_s == 200
+    assert link["8xB200"].gb_per_s == 900
+    # Bridges join pairs only: four cards talk over PCIe.
+    for name in ("A30", "A40", "A6000", "A5000", "RTX3090Ti", "A100-80-PCIe"):
+        assert link[f"2x{name}"].kind == "nvlink"
+        assert link[f"4x{name}"].kind == link[f"8x{name}"].kind == "pcie"
+    for name in ("L4", "L40S", "A10", "A10G", "T4", "RTX4090", "L20"):
+        assert {link[f"{count}x{name}"].kind for count in (2, 4, 8)} == {"pcie"}
+    # Meshes without a switch: a pair has only the links between the two.
+    assert link["2xMI300X"].gb_per_s == pytest.approx(64, rel=1e-3)
+    assert link["2xV100-16"].gb_per_s == pytest.approx(50, rel=1e-3)
+
+
+def test_listed_prices_of_one_region() -> None:
+    price = prices.price_usd_per_h("8xH100", "aws/us-east-1")
+    assert (price.price_usd_per_h, price.instance_type, price.basis) == (55.04, "p5.48xlarge", "listed")
+    assert prices.price_usd_per_h("8xH100", "aws:us-east-1") == price
+    assert prices.price_usd_per_h("8xh100-sxm", "us-east-1") == price
+    spot = prices.price_usd_per_h("8xH100", "us-east-1", spot=True)
+    assert spot.price_usd_per_h == price.spot_usd_per_h
+    assert prices.price_usd_per_h("L4", "gcp/us-central1").price_usd_per_h == pytest.approx(0.7068)
+
+
+def test_a_size_nobody_rents_is_derived_and_says_so() -> None:
+    two = prices.price_usd_per_h("2xL40S", "us-east-2")
+    four = prices.price_usd_per_h("4xL40S", "us-east-2")
+    assert two.price_usd_per_h == pytest.approx(four.price_usd_per_h / 2, abs=1e-4)
+    assert two.basis == "derived: per-GPU price of 4xL40S x2"
+    three = prices.price_usd_per_h("3xL40S", "us-east-2")
+    assert three.price_usd_per_h == pytest.approx(four.price_usd_per_h * 3 / 4)
+    assert not three.listed
+
+
+def test_cheapest_anywhere_prefers_listed_and_leaves_papers_last() -> None:
+    for node in {price.node for price in prices.prices()}:
+        best = prices.price_usd_per_h(node)
+        same = [price for price in prices.prices() if price.node == node]
+        market = [price for price in same if not price.from_paper] or same
+        listed = [price for price in market if price.listed] or market
+        assert best.price_usd_per_h == min(price.price_usd_per_h for price in listed)
+    assert prices.price_usd_per_h("H20").cloud == "paper-cauchy"  # listed nowhere else
+
+
+def test_a_gpu_has_a_price_or_says_that_it_has_none() -> None:
+    priced = {nodes.parse(price.node)[1] for price in prices.prices()}
+    assert len(priced) >= 30
+    assert {"A800-SXM", "L20", "GB200", "MI325X"}.isdisjoint(priced)
+    for name in gpus.names():
+        if name in priced:
+            assert prices.price_usd_per_h(f"8x{name}").price_usd_per_h > 0
+        else:
+            with pytest.raises(InputError, match=f"no price for 8x{name}; give price_usd_per_h"):
+                prices.price_usd_per_h(f"8x{name}")
+
+
+def test_unknown_region_and_missing_spot_price() -> None:
+    with pytest.raises(UnknownNameError, match="did you mean 'us-east-1'"):
+        prices.price_usd_per_h("L4", "us-est-1")
+    with pytest.raises(InputError, match="no spot price for 1xRTX4090"):
+        prices.price_usd_per_h("RTX4090", spot=True)
+    assert "aws/ap-northeast-2" in prices.regions()
+
+
+def test_cauchy_prices_are_there() -> None:
+    rows = load_toml("gpus.toml")["paper"]["cauchy"].values()
+    for row in (row for row in rows if isinstance(row, dict)):
+        price = prices.price_usd_per_h(row["gpu"], "paper-cauchy")
+        assert price.price_usd_per_h == row["price_usd_per_h"]
+
+
+PUBLISHED = {
+    "dailymail": (702, 42),
+    "sharegpt": (290, 207),
+    "longwriter": (337, 1330),
+    "azure-conv": (1155, 211),
+    "azure-code": (2048, 28),
+    "conversation": (1155, 211),
+    "coding": (2048, 28),
+    "cronus": (1014, 247),
+    "mooncake-conv": (12035, 343),
+    "burstgpt": (352.45, 58.94),
+}
+
+
+@pytest.mark.parametrize(("name", "means"), PUBLISHED.items())
+def test_means_are_the_published_ones(name: str, means: tuple[float, float]) -> None:
+    lengths = named_workloads.workload(name).lengths
+    assert lengths.prompt.mean_tokens == pytest.approx(means[0], rel=1e-3, abs=0.5)
+    assert lengths.output.mean_tokens == pytest.approx(means[1], rel=1e-3, abs=0.5)
+
+
+def test_prfaas_is_the_law_it_prints() -> None:
+    lengths = named_workloads.workload("prfaas").lengths
+    assert lengths.prompt == LogNormal(9.9, 1.0, 128, 131072)
+    assert lengths.prompt.mean_tokens == pytest.approx(27_000, rel=0.03)
+    assert lengths.output == Fixed(1024)
+
+
+def test_medians_of_azure_are_those_that_thunderserve_prints() -> None:
+    rng = np.random.default_rng(0)
+    for name, median in (("coding", 13), ("conversation", 129)):
+        prompt, output = draw(rng, named_workloads.workload(name).lengths, 100_000)
+        assert np.median(output) == pytest.approx(median, rel=0.05)
+        assert np.median(prompt) > 1000
+
+
+@pytest.mark.parametrize("name", named_workloads.names())
+def test_what_is_drawn_has_the_mean_of_its_law(name: str) -> None:
+    lengths = named_workloads.workload(name).lengths
+    prompt, output = draw(np.random.default_rng(1), lengths, 100_000)
+    for drawn, law in ((prompt, lengths.prompt), (output, lengths.output)):
+        error = drawn.std() / len(drawn) ** 0.5
+        assert drawn.mean() == pytest.approx(law.mean_tokens, abs=5 * error + 1e-9)
+
+
+def test_names_and_aliases() -> None:
+    assert named_workloads.canonical("Azure_Conversation") == "azure-conv"
+    assert named_workloads.workload("ThunderServe coding").gap_cv == 1.0
+    with pytest.raises(UnknownNameError, match="did you mean 'sharegpt'"):
+        named_workloads.workload("shargpt")
+
+
+def test_a_likeness_keeps_the_other_entrys_source() -> None:
+    figures = {figure.field: figure for figure in named_workloads.facts("cronus").figures}
+    assert figures["mean_input_tokens"].source.id == "cronus"
+    assert figures["input_law"].source.id == "azure-llm-2023"
+    assert named_workloads.facts("dailymail").assumed
+
+
+def test_the_catalog_command() -> None:
+    def run(*arguments: str) -> str:
+        result = CliRunner().invoke(catalog, ("workloads", *arguments), catch_exceptions=False)
+        assert result.exit_code == 0
+        return result.output
+
+    table = run()
+    assert all(name in table for name in named_workloads.names())
+    assert [entry["name"] for entry in json.loads(run("--json"))] == list(named_workloads.names())
+    assert "1014" in run("cronus")
+    one = json.loads(run("coding", "--json"))
+    assert one["figures"]["mean_output_tokens"]["value"] == 27.9

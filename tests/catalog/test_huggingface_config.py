@@ -11,10 +11,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from potluck.catalog import huggingface
-from potluck.catalog.hf_families import FAMILIES
-from potluck.catalog.hf_fields import ConfigFields
+from potluck.catalog.huggingface import FAMILIES, ConfigFields
 from potluck.core.errors import InputError
-from potluck.core.values.model import FullAttention, LatentAttention, LinearAttention, MoeFfn
+from potluck.core.values.model import (
+    FullAttention,
+    LatentAttention,
+    LinearAttention,
+    MoeFfn,
+    modelopt_scheme,
+    quantised_of,
+)
 from potluck.perf.sizes import memory
 
 BASE: dict[str, Any] = {
@@ -27,8 +33,14 @@ BASE: dict[str, Any] = {
     "num_key_value_heads": 2,
     "max_position_embeddings": 1024,
 }
+
+
 EXPERTS = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+
+
 LATENT = {"kv_lora_rank": 16, "q_lora_rank": 8, "qk_nope_head_dim": 8, "qk_rope_head_dim": 4, "v_head_dim": 8}
+
+
 DELTA = {
     "linear_num_key_heads": 2,
     "linear_num_value_heads": 4,
@@ -36,11 +48,17 @@ DELTA = {
     "linear_value_head_dim": 8,
     "shared_expert_intermediate_size": 32,
 }
+
+
 KIMI = {
     "linear_attn_config": {"num_heads": 4, "head_dim": 8, "full_attn_layers": [4]},
     "num_shared_experts": 1,
 }
+
+
 MIMO = {"head_dim": 12, "v_head_dim": 8, "sliding_window": 16, "hybrid_layer_pattern": [0, 1, 1, 0]}
+
+
 EXTRAS: dict[str, dict[str, Any]] = {
     "gpt_oss": {**EXPERTS, "sliding_window": 16},
     "mixtral": EXPERTS,
@@ -226,12 +244,16 @@ JSON = st.recursive(
     lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=8), inner, max_size=4),
     max_leaves=12,
 )
+
+
 MORE_KEYS = (
     *("head_dim", "dtype", "quantization_config", "text_config", "layer_types", "mlp_layer_types"),
     *("sliding_window", "attention_bias", "tie_word_embeddings", "first_k_dense_replace", "moe_layer_freq"),
     *("mlp_only_layers", "decoder_sparse_step", "use_sliding_window", "max_window_layers"),
     "full_attention_interval",
 )
+
+
 KEYS = sorted({key for kind in FAMILIES for key in config(kind)} | set(MORE_KEYS))
 
 
@@ -257,3 +279,41 @@ def test_no_document_gives_a_traceback(document: object) -> None:
         return
     with pytest.raises(InputError):
         read(document)
+
+
+CASES: list[tuple[dict[str, Any], str, str | None, str | None]] = [
+    ({"quant_method": "fp8"}, "per tensor", "fp8", "fp8"),
+    ({"quant_method": "fp8", "weight_block_size": [128, 128]}, "by blocks", "fp8_block", "fp8_block"),
+    ({"quant_method": "mxfp4"}, "experts alone", None, "mxfp4"),
+    ({"quant_method": "awq", "bits": 4, "group_size": 128}, "awq", "int4", "int4"),
+    ({"quant_method": "gptq", "bits": 8, "group_size": 128}, "gptq", "int8", "int8"),
+    ({"quant_method": "bitsandbytes", "load_in_4bit": True}, "bitsandbytes", "int4", "int4"),
+    (
+        {
+            "quant_method": "compressed-tensors",
+            "config_groups": {"group_0": {"weights": {"num_bits": 8, "type": "float"}}},
+        },
+        "compressed fp8",
+        "fp8",
+        "fp8",
+    ),
+    (
+        {
+            "quant_method": "compressed-tensors",
+            "config_groups": {"group_0": {"weights": {"num_bits": 8, "type": "int"}}},
+        },
+        "compressed int8",
+        "int8",
+        "int8",
+    ),
+    (modelopt_scheme({"quantization": {"quant_algo": "NVFP4"}}), "modelopt", "nvfp4", "nvfp4"),
+    (modelopt_scheme({"quantization": {"quant_algo": "FP8"}}), "modelopt fp8", "fp8", "fp8"),
+]
+
+
+@pytest.mark.parametrize(("scheme", "words", "weights", "experts"), CASES, ids=[case[1] for case in CASES])
+def test_the_format_is_told(
+    scheme: dict[str, Any], words: str, weights: str | None, experts: str | None
+) -> None:
+    found = quantised_of(scheme, 16.0, words)
+    assert (found.weight_format, found.expert_format) == (weights, experts)

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from potluck.catalog.skypilot_prices import CALLED, COLUMNS, installed, read, read_all
+from potluck.catalog.prices import CALLED, COLUMNS, installed, read, read_all
 from potluck.cli.main import run
 from potluck.core.errors import FormatError, InputError
 

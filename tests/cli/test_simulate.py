@@ -244,8 +244,7 @@ def test_what_is_not_as_planned_fits_eighty_columns_and_keeps_every_word(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     from potluck.cli.simulating.simulate_output import show_planned
-    from potluck.runtime.expectations import ValueRange
-    from potluck.sim.results.plan_comparison import PlanDeviation
+    from potluck.sim.results.plan_comparison import PlanDeviation, ValueRange
 
     name = "documents: pipeline 2xRTX4090 tp2 + 2xRTX4090 tp2 mixed@a-far-away-region#12/0 and 3 like it"
     show_planned(

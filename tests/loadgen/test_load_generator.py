@@ -15,8 +15,16 @@ from hypothesis import strategies as st
 
 from potluck.core.errors import InputError
 from potluck.core.values.types import Slo
-from potluck.loadgen.load_client import TimedRequest, fire, server_of, take_turns
-from potluck.loadgen.load_prompts import poisson, prompt_of, same, shots
+from potluck.loadgen.load_client import (
+    TimedRequest,
+    fire,
+    poisson,
+    prompt_of,
+    same,
+    server_of,
+    shots,
+    take_turns,
+)
 from potluck.loadgen.load_result import kept, kind_of, measured, percentiles, tpot_of
 
 

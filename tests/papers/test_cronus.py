@@ -21,7 +21,7 @@ from papers.cronus_rows import (
     rows,
 )
 
-from papers import cronus
+from papers import cronus, cronus_beyond
 from potluck.core.state.actions import Run
 from potluck.core.state.events import FirstToken, ReplicaReady, RequestArrived, RequestFinished
 from potluck.core.state.facts import FleetFacts
@@ -30,6 +30,8 @@ from potluck.core.values.types import Request
 from potluck.perf.timers.engine_host import EngineHost
 
 DATA = Path(os.environ.get("POTLUCK_DATA", Path(__file__).resolve().parents[2].parent / "shared" / "data"))
+
+
 MADE_UP = cronus.synthetic_requests(seed=3)
 
 
@@ -110,9 +112,6 @@ def test_the_same_run_twice_is_the_same() -> None:
     assert set(one.prefill_replica.tolist()) == {0, 1}
 
 
-# The dispatcher of the data-parallel baseline.
-
-
 def dispatcher(limits: tuple[int, int]) -> QueueLimited:
     engines = [("high", 3, limits[0]), ("low", 1, limits[1])]
     made = QueueLimited(FleetFacts({}, {}), Policy(), engines)
@@ -166,3 +165,14 @@ def test_no_waiting_queue_is_over_its_limit_and_nobody_is_forgotten(moves: list[
         done += 1
         saw(list(made.on(0.0, FirstToken(request, 0))))
     assert done == came
+
+
+def test_decodes_on_the_low_end_gpu_raise_the_throughput_of_long_answers() -> None:
+    rules = cronus_beyond.policies()
+    with_a30 = cronus.SETTINGS[2]
+    paper = cronus_beyond.run(with_a30, "answers", rules["paper"])
+    ours = cronus_beyond.run(with_a30, "answers", rules["both"])
+    assert paper.kept == 0
+    assert ours.kept > 100
+    assert ours.per_s > 1.03 * paper.per_s
+    assert ours.ttft_p90_s < paper.ttft_p90_s

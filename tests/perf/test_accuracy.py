@@ -2,22 +2,51 @@
 
 from __future__ import annotations
 
+import gzip
+import json
 import os
+from collections import deque
+from dataclasses import dataclass, replace
+from math import log
 from pathlib import Path
 
 import numpy as np
 import pytest
 from accuracy.calibrate import fit_operator, fit_residuals, keys_of
+from accuracy.closed_loop import BenchClient, RunWork, run_work, served, together
 from accuracy.measured import Measurements, read_all
 from accuracy.report import report
-from accuracy.scores import stored_scores
+from accuracy.runs import MeasuredRun, read_runs
+from accuracy.scores import stored_runs, stored_scores
+from accuracy.serving import Placed, coverage, run_errors
 from accuracy.study import OPERATORS, expected_errors, kinds_of
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
-from potluck.catalog import gpus
+from potluck.catalog import gpus, models, nodes
+from potluck.core.errors import InputError
+from potluck.core.values.plan import Confidence
+from potluck.perf.fits.error_bars import (
+    METRICS,
+    SHARES,
+    ErrorBars,
+    Metric,
+    RunErrors,
+    bar,
+    bundled_bars,
+    slower,
+)
 from potluck.perf.operators.calibration import bundled, chip_of, curves_for
+from potluck.perf.step_timer import Floats, StepBatch, steps
+from potluck.perf.timers.engine_host import DEFAULT_HOST, NO_HOST, EngineHost, hosts
+from potluck.perf.timers.roofline import roofline
 
 ROOT = Path(__file__).parents[2]
+
+
 DATA = Path(os.environ.get("POTLUCK_DATA", ROOT.parent / "shared" / "data")) / "measured"
+
+
 needs_data = pytest.mark.skipif(not DATA.is_dir(), reason="the public measurements are not on this machine")
 
 
@@ -95,3 +124,313 @@ def test_known_figures_are_found_again() -> None:
     surface = fit_residuals(rows, fit, chips)["L4", "made up"]
     assert np.abs(np.asarray(surface.log_factor)).max() < 0.05
     assert keys_of(rows)[0] == ("L4", "made up")
+
+
+HEAD = "model,GPU,TP size,ISL,OSL,max concurrency,mean_ttft_ms,TPOT (ms)"
+
+
+ROW = "Llama-3.1-8B,H100-SXM,2,1000,200,16,120,9.5"
+
+
+def written(folder: Path, text: str, name: str = "runs.csv") -> Path:
+    path = folder / name
+    path.write_text(text, encoding="utf-8")
+    return path
+
+
+def test_a_table_is_read_whatever_its_columns_are_called(tmp_path: Path) -> None:
+    (run,) = read_runs(written(tmp_path, f"{HEAD}\n{ROW}\n")).runs
+    assert (run.model, run.gpu, run.tp, run.concurrency) == ("Llama-3.1-8B", "H100-SXM", 2, 16)
+    assert (run.ttft_s, run.tpot_s) == pytest.approx((0.12, 0.0095))
+    assert run.requests_per_s == pytest.approx(16 / (0.12 + 199 * 0.0095))
+
+
+def same(tmp_path: Path, runs: tuple[MeasuredRun, ...]) -> None:
+    assert runs == read_runs(written(tmp_path, f"{HEAD}\n{ROW}\n")).runs
+
+
+def test_other_formats_say_the_same(tmp_path: Path) -> None:
+    row = dict(zip(HEAD.split(","), ROW.split(","), strict=True))
+    same(tmp_path, read_runs(written(tmp_path, json.dumps([row]), "runs.json")).runs)
+    same(tmp_path, read_runs(written(tmp_path, json.dumps({"runs": [row]}), "runs.json")).runs)
+    same(tmp_path, read_runs(written(tmp_path, json.dumps(row) + "\n", "runs.jsonl")).runs)
+    (tmp_path / "runs.csv.gz").write_bytes(gzip.compress(f"{HEAD}\n{ROW}\n".encode()))
+    same(tmp_path, read_runs(tmp_path / "runs.csv.gz").runs)
+
+
+def test_parquet_too(tmp_path: Path) -> None:
+    pyarrow = pytest.importorskip("pyarrow")
+    from pyarrow import parquet
+
+    row = dict(zip(HEAD.split(","), ROW.split(","), strict=True))
+    parquet.write_table(pyarrow.Table.from_pylist([row]), tmp_path / "runs.parquet")
+    same(tmp_path, read_runs(tmp_path / "runs.parquet").runs)
+
+
+def test_throughput_may_stand_for_times(tmp_path: Path) -> None:
+    text = "model,gpu,input_tokens,output_tokens,concurrency,output_throughput\nPhi-4,A100-80,500,100,8,400\n"
+    (run,) = read_runs(written(tmp_path, text)).runs
+    assert run.requests_per_s == pytest.approx(4.0)
+    assert run.ttft_s is None
+    assert run.tpot_s is None
+
+
+def test_rows_that_say_too_little_are_counted_and_the_rest_is_taken_once(tmp_path: Path) -> None:
+    lacking = "Llama-3.1-8B,H100-SXM,2,1000,200,,120,9.5"
+    table = read_runs(written(tmp_path, f"{HEAD}\n{ROW}\n{ROW}\n{lacking}\n"))
+    assert (len(table.runs), table.left_out) == (1, 1)
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        (
+            "gpu,isl,osl,ttft_ms\nH100,1,1,1\n",
+            "runs.csv: model: no such column; call it one of model, model_path",
+        ),
+        ("model,gpu,isl,osl\nPhi-4,H100,1,1\n", "runs.csv: tpot: nothing measured"),
+        (
+            f"{HEAD}\n{ROW.replace('120', 'soon')}\n",
+            "runs.csv: row 2: mean_ttft_ms: must be a number, is 'soon'",
+        ),
+        (f"{HEAD}\n{ROW.replace('120', '-5')}\n", "runs.csv: row 2: mean_ttft_ms: must not be negative"),
+        (f"{HEAD}\n", "runs.csv: model: no such column"),
+        ("", "runs.csv: model: no such column"),
+    ],
+)
+def test_what_is_wrong_is_said_in_a_line(tmp_path: Path, text: str, said: str) -> None:
+    with pytest.raises(InputError) as error:
+        read_runs(written(tmp_path, text))
+    assert str(error.value).startswith(said)
+    assert "\n" not in str(error.value)
+
+
+def test_what_is_no_table_is_an_error(tmp_path: Path) -> None:
+    (tmp_path / "runs.csv").write_bytes(b"\xff\xfe\x00")
+    with pytest.raises(InputError, match=r"runs\.csv"):
+        read_runs(tmp_path / "runs.csv")
+    with pytest.raises(InputError, match="one for each run"):
+        read_runs(written(tmp_path, '"text"', "runs.json"))
+
+
+QUIET = BenchClient(burst=0.0, ahead=0.0, request_s=0.0)
+
+
+@dataclass(frozen=True)
+class Line:
+    """Steps that cost base + token x tokens."""
+
+    base_s: float = 8e-3
+    token_s: float = 2e-5
+
+    @property
+    def confidence(self) -> Confidence:
+        return "assumed"
+
+    def step_s(self, batch: StepBatch) -> Floats:
+        return np.where(batch.tokens > 0, self.base_s + self.token_s * batch.tokens, 0.0)
+
+
+def stepped(timer: Line, open_requests: int, new: int, out: int, budget: int, waves: int) -> float:
+    """Requests a second of an engine that is stepped through, once its start is over."""
+    waiting, decoding, now, ended = deque([new] * open_requests), [], 0.0, []
+    while len(ended) < waves * open_requests:
+        room, chunk = budget - len(decoding), 0
+        fresh = []
+        while waiting and room > 0:
+            taken = min(waiting[0], room)
+            waiting[0] -= taken
+            room, chunk = room - taken, chunk + taken
+            if waiting[0] == 0:
+                waiting.popleft()
+                fresh.append(out - 1)
+        now += timer.base_s + timer.token_s * (chunk + len(decoding))
+        decoding = [left - 1 for left in decoding]
+        done = decoding.count(0)
+        decoding = [left for left in decoding if left > 0] + fresh
+        waiting.extend([new] * done)
+        ended += [now] * done
+    half = len(ended) // 2
+    return (len(ended) - half) / (ended[-1] - ended[half - 1])
+
+
+@pytest.mark.parametrize(
+    ("open_requests", "new", "out"), [(4, 900, 200), (32, 900, 200), (64, 300, 100), (16, 3000, 60)]
+)
+def test_throughput_is_that_of_an_engine_stepped_through(open_requests: int, new: int, out: int) -> None:
+    timer, budget = Line(), 2048
+    truth = stepped(timer, open_requests, new, out, budget, 12)
+    found = served(run_work(timer, 1, open_requests, new, out, 10_000, budget), NO_HOST, QUIET)
+    assert found.requests_per_s[0] == pytest.approx(truth, rel=0.08)
+
+
+works = st.builds(
+    run_work,
+    st.just(Line()),
+    st.integers(1, 80),
+    st.integers(1, 200),
+    st.integers(1, 6000),
+    st.integers(2, 600),
+    st.integers(1, 300),
+)
+
+
+clients = st.builds(BenchClient, st.floats(0, 1), st.floats(0, 3), st.floats(0, 0.2))
+
+
+hosting = st.builds(EngineHost, st.floats(0, 5e-3), st.floats(0, 1e-4), st.floats(0, 1e-3))
+
+
+@given(works, hosting, clients)
+def test_what_is_under_way_is_waiting_or_answered(
+    work: RunWork, host: EngineHost, client: BenchClient
+) -> None:
+    """Little's law: concurrency = rate x (TTFT + the rest of the answer)."""
+    found = served(work, host, client)
+    whole_s = found.ttft_s + work.answers * found.tpot_s
+    assert found.requests_per_s * whole_s == pytest.approx(work.concurrency)
+    assert (found.ttft_s > 0).all()
+    assert (found.tpot_s > 0).all()
+
+
+@given(works, hosting, clients, st.floats(1.0, 4.0))
+def test_a_slower_host_never_serves_more(
+    work: RunWork, host: EngineHost, client: BenchClient, factor: float
+) -> None:
+    slow = EngineHost(host.fixed_s * factor, host.sequence_s * factor, host.launch_s * factor)
+    faster, slower = served(work, host, client), served(work, slow, client)
+    assert (slower.requests_per_s <= faster.requests_per_s * (1 + 1e-9)).all()
+
+
+@settings(max_examples=20)
+@given(st.integers(1, 64), st.integers(16, 4000), hosting)
+def test_a_host_that_is_added_later_is_the_one_that_is_timed_with(
+    decodes: int, new: int, host: EngineHost
+) -> None:
+    model, node = models.model("Llama-3.1-8B"), nodes.node_type("1xH100-SXM")
+    bare = run_work(roofline(model, node, 1, host=NO_HOST), model.layer_count, decodes, new, 100, 500)
+    later = bare.steps.hosted(host, bare.layers)
+    at_once = run_work(roofline(model, node, 1, host=host), model.layer_count, decodes, new, 100, 500).steps
+    for name in ("with_s", "without_s", "turn_s"):
+        assert getattr(later, name) == pytest.approx(getattr(at_once, name))
+
+
+def test_runs_side_by_side_are_the_same_runs() -> None:
+    first, second = run_work(Line(), 8, 4, 500, 100, 50), run_work(Line(), 8, 40, 900, 20, 10)
+    both = served(together([first, second]), DEFAULT_HOST, QUIET)
+    alone = [served(each, DEFAULT_HOST, QUIET).ttft_s[0] for each in (first, second)]
+    assert both.ttft_s == pytest.approx(alone)
+    assert together([first, second]).where(np.array([False, True])).concurrency == [40.0]
+
+
+def test_launches_are_the_least_of_a_step_with_a_chunk_and_no_other() -> None:
+    model, node = models.model("Llama-3.1-8B"), nodes.node_type("1xH100-SXM")
+    bare, launched = (roofline(model, node, 1, host=EngineHost(0.0, 0.0, each)) for each in (0.0, 1e-3))
+    batch = steps([16.0, 4000.0, 0.0], 0.0, [3.0, 3.0, 3.0], 900.0)
+    short, long, decode = launched.step_s(batch)
+    assert short == pytest.approx(32e-3)
+    assert (long, decode) == pytest.approx(tuple(bare.step_s(batch)[1:]))
+    assert launched.least_s == pytest.approx(32e-3)
+    assert launched.unlaunched.step_s(batch) == pytest.approx(bare.step_s(batch))
+
+
+def test_hosts_of_three_engines_are_known() -> None:
+    assert set(hosts()) == {"vllm", "sglang", "trtllm"}
+    assert hosts()["vllm"] == DEFAULT_HOST
+    for host in hosts().values():
+        assert 0 < host.fixed_s < 5e-3
+        assert 0 <= host.sequence_s < 1e-4
+
+
+LLAMA, OSS = models.model("Llama-3.1-8B"), models.model("GPT-OSS-120B")
+
+
+def test_bars_of_80_percent_hold_75_to_85_of_left_out_runs() -> None:
+    held = stored_runs().coverage
+    assert {*METRICS, *(f"{metric}, {kind}" for metric in METRICS for kind in ("dense", "experts"))} <= set(
+        held
+    )
+    for name, share in held.items():
+        assert 0.75 <= share <= 0.85, name
+
+
+def test_left_out_runs_are_as_near_as_is_claimed() -> None:
+    """Of H100: throughput within 10 % dense and 15 % experts, TPOT 15 %, TTFT 25 %, bias 8 % at every degree."""
+    for score in stored_runs().scores:
+        if score.engine:
+            continue
+        if score.kind:
+            limits = {"rate": 0.10 if score.kind == "dense" else 0.15, "tpot": 0.15, "ttft": 0.25}
+            assert score.median <= limits[score.metric], score
+        elif score.metric == "rate":
+            assert abs(score.bias) <= 0.08, score
+
+
+@pytest.mark.parametrize("metric", METRICS)
+@pytest.mark.parametrize("model", [LLAMA, OSS])
+def test_less_known_is_wider(metric: Metric, model: object) -> None:
+    who = (metric, model, 2)
+    here = bar(*who, "H100-SXM", "measured")  # type: ignore[arg-type]
+    widths = [here, *(bar(*who, "L40S", each) for each in ("measured", "transferred", "assumed"))]  # type: ignore[arg-type]
+    spans = [log(each.high / each.low) for each in widths]
+    assert spans == sorted(spans)
+    assert all(each.low < each.high for each in widths)
+    assert "serving runs on H100-SXM" in here.basis
+
+
+@given(st.floats(0.5, 0.98), st.floats(0.5, 0.98), st.sampled_from(["H100-SXM", "L40S", "T4"]))
+def test_the_slow_end_is_slower_the_surer_one_wants_to_be(first: float, second: float, gpu: str) -> None:
+    low, high = sorted((first, second))
+    assert 1.0 <= slower(LLAMA, 1, gpu, "transferred", low) <= slower(LLAMA, 1, gpu, "transferred", high)
+
+
+def test_the_slow_end_at_nine_in_ten_is_the_far_end_of_a_bar_of_eight() -> None:
+    found = bar("rate", LLAMA, 2, "L40S", "measured")
+    assert slower(LLAMA, 2, "L40S", "measured", 0.9) == pytest.approx(found.high)
+
+
+def errors(kind: str, bits: int, tp: int, at: float) -> RunErrors:
+    return RunErrors("rate", kind, bits, tp, 100, tuple(at * (share - 0.5) for share in SHARES))
+
+
+def test_errors_are_those_of_the_nearest_group() -> None:
+    known = ErrorBars(
+        "H100-SXM", (errors("", 0, 0, 1.0), errors("dense", 16, 0, 0.5), errors("dense", 16, 4, 0.1)), {}
+    )
+
+    def span(model: object, tp: int) -> float:
+        found = bar("rate", model, tp, "H100-SXM", "measured", bars=known)  # type: ignore[arg-type]
+        return log(found.high / found.low)
+
+    assert span(LLAMA, 4) == pytest.approx(0.08)
+    assert span(LLAMA, 2) == pytest.approx(0.4)
+    assert span(replace(LLAMA, weight_bits=8.0), 4) == span(OSS, 4) == pytest.approx(0.8)
+
+
+def test_rates_and_prices_go_the_other_way() -> None:
+    found = bar("rate", LLAMA, 1, "H100-SXM", "measured")
+    slow, fast = found.around_rate(10.0)
+    assert slow == pytest.approx(10.0 / found.high)
+    assert fast == pytest.approx(10.0 / found.low)
+    assert found.around(2.0) == pytest.approx((2.0 * found.low, 2.0 * found.high))
+
+
+def runs(count: int) -> list[Placed]:
+    node = nodes.node_type("8xH100-SXM")
+    made = [
+        MeasuredRun("m", "H100-SXM", 1, "", "none", "vllm", "1", 100 + i // 4, 100, 1 + i % 4, 0.1, 0.01, 1.0)
+        for i in range(count)
+    ]
+    return [Placed(run, LLAMA, node) for run in made]
+
+
+def test_coverage_is_of_runs_that_made_no_bar() -> None:
+    placed = runs(800)
+    ratios = np.random.default_rng(0).normal(0.0, 0.1, (len(METRICS), len(placed)))
+    assert coverage(placed, ratios)["rate"] == pytest.approx(0.8, abs=0.04)
+
+
+def test_a_group_with_too_few_runs_has_no_bar_of_its_own() -> None:
+    few = run_errors(runs(20), np.zeros((len(METRICS), 20)))
+    assert {(each.kind, each.bits, each.tp) for each in few} == {("", 0, 0)}
+    assert bundled_bars().gpu == "H100-SXM"

@@ -10,7 +10,7 @@ import pytest
 from potluck.catalog import models, nodes
 from potluck.core.errors import InputError
 from potluck.core.values.layout import StageNode, single
-from potluck.perf.operators.expert_routing import busiest_share
+from potluck.perf.operators.kernels import busiest_share
 from potluck.perf.operators.layers import GemmWork
 from potluck.perf.serving.phases import prefill_s
 from potluck.perf.sizes.capacity import max_requests, stage_memory

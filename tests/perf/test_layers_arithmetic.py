@@ -23,11 +23,12 @@ from potluck.perf.operators.layers import (
     GemmWork,
     LinearWork,
     SoftmaxWork,
+    StepSums,
     head_gemm,
     layer_work,
     layer_works,
+    step_sums,
 )
-from potluck.perf.sizes.arithmetic import StepSums, step_sums
 from potluck.perf.sizes.memory import active_parameters, embedding_bytes, kv_bytes, state_bytes, weight_bytes
 from potluck.perf.step_timer import steps
 from potluck.perf.timers.cauchy_timer import CauchyModel

@@ -5,20 +5,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from potluck.core.errors import InputError
-from potluck.perf.delays.startup import StartupCosts, drain_s, reload_s, role_flip_s, startup_s
+from potluck.perf.delays.startup import StartupCosts, drain_s, role_flip_s, startup_s
 
 LLAMA_8B_BYTES = 8.03e9 * 2
-LLAMA_30B_BYTES = 32.5e9 * 2
 LLAMA_70B_BYTES = 70.6e9 * 2
 
 
 def test_cauchys_90_seconds_for_a_new_instance():
     assert startup_s(LLAMA_8B_BYTES).total_s == pytest.approx(90, rel=0.05)
     assert drain_s() == 30
-
-
-def test_thunderserves_103_seconds_of_reloading():
-    assert reload_s(LLAMA_30B_BYTES).total_s == pytest.approx(103, abs=10)
 
 
 def test_corals_several_minutes_for_a_large_model():
@@ -35,7 +30,6 @@ def test_parts_add_up_and_carry_their_confidence():
     assert time.total_s == 17
     assert time.confidence == "measured"
     assert startup_s(1e9).confidence == "assumed"
-    assert reload_s(10e9, 2, StartupCosts(1, 2, 0.5, 25, 4)).total_s == 14
 
 
 def test_a_fast_disk_is_capped_by_pcie():

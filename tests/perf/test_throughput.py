@@ -10,12 +10,27 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from potluck.catalog import models, nodes
+from potluck.core.values.layout import Layout, Stage, StageNode
 from potluck.core.values.plan import Confidence
 from potluck.core.values.types import Role, Slo
-from potluck.perf.serving.phases import CHUNK_TOKENS
-from potluck.perf.serving.throughput import MAX_BATCH, OperatingPoint, best_operating, mixed_steps
+from potluck.perf.serving.phases import CHUNK_TOKENS, chunked_iteration_s
+from potluck.perf.serving.throughput import (
+    LEAST_TOKENS,
+    LONGEST,
+    MAX_BATCH,
+    PACED,
+    OperatingPoint,
+    RequestLengths,
+    best_operating,
+    mixed_steps,
+    paced_budget,
+    together,
+)
 from potluck.perf.sizes.capacity import STEP_TOKENS
-from potluck.perf.step_timer import Floats, StepBatch
+from potluck.perf.step_timer import Floats, StepBatch, StepTimer, steps
+from potluck.perf.timers.pipeline_timer import PipelineTimer, pipeline
+from potluck.perf.timers.roofline import roofline
 
 
 @dataclass(frozen=True)
@@ -80,10 +95,12 @@ timers = st.builds(
     st.floats(1e-9, 1e-7),
     st.sampled_from([0.0, 1e-7, 1e-5]),
 )
+
+
 slos = st.none() | st.builds(Slo, st.floats(0.02, 3.0), st.floats(0.005, 0.2))
 
 
-@settings(max_examples=100)
+@settings(max_examples=40)
 @given(timers, st.integers(1, 6000), st.integers(1, 2000), st.integers(0, 2000), slos)
 def test_the_best_is_that_of_a_full_scan(
     timer: Line, tokens_in: int, tokens_out: int, memory: int, slo: Slo | None
@@ -234,3 +251,100 @@ def test_prompts_beyond_the_budget_pace_the_replica() -> None:
     fastest = CHUNK_TOKENS / (5e-3 + 2e-5 * CHUNK_TOKENS) / 4000
     assert found.chunk_tokens == CHUNK_TOKENS - found.batch
     assert found.requests_per_s == pytest.approx(fastest, rel=0.02)
+
+
+SLO = Slo(2.5, 0.1, 0.9)
+
+
+def timer(node: str, tp: int) -> StepTimer:
+    return roofline(models.model("Qwen3-32B"), nodes.node_type(node), tp)
+
+
+def step_s(each: StepTimer, budget: int, slo: Slo) -> float:
+    found = best_operating(each, 1155, 211, 60, slo)
+    assert found is not None
+    return float(chunked_iteration_s(each, budget - found.batch, 0.0, found.batch, 1155 + 211 / 2)[0])
+
+
+@pytest.mark.parametrize("tpot_s", [0.06, 0.08, 0.1, 0.15])
+def test_it_is_the_largest_that_is_short_enough(tpot_s: float) -> None:
+    slow, slo = timer("2xL40S", 2), Slo(2.5, tpot_s, 0.9)
+    budget = paced_budget(slow, 1155, 211, 60, slo)
+    assert LEAST_TOKENS < budget < CHUNK_TOKENS
+    assert step_s(slow, budget, slo) <= LONGEST * tpot_s < step_s(slow, 2 * budget, slo)
+
+
+def test_a_fast_gpu_takes_more() -> None:
+    assert paced_budget(timer("1xH100", 1), 1155, 211, 60, SLO) > paced_budget(
+        timer("2xL40S", 2), 1155, 211, 60, SLO
+    )
+
+
+def test_an_objective_that_cannot_be_kept_changes_nothing() -> None:
+    assert paced_budget(timer("2xL40S", 2), 1155, 211, 60, Slo(2.5, 0.001, 0.9)) == CHUNK_TOKENS
+
+
+def test_it_never_falls_below_the_least() -> None:
+    slow = timer("2xL40S", 2)
+    slos = [Slo(2.5, tpot_ms / 1000, 0.9) for tpot_ms in range(30, 80)]
+    tight = next(slo for slo in slos if best_operating(slow, 1155, 211, 60, slo))
+    assert LEAST_TOKENS <= paced_budget(slow, 1155, 211, 60, tight) <= paced_budget(slow, 1155, 211, 60, SLO)
+
+
+MODEL = models.model("LLaMA-30B")
+
+
+NODES = {nodes.canonical(name): nodes.node_type(name) for name in ("2xRTX4090", "4xA10")}
+
+
+def timer_of(*layers: int) -> PipelineTimer:
+    kinds = sorted(NODES)
+    stages = [
+        Stage(each, (StageNode(kinds[i % 2], NODES[kinds[i % 2]].gpus),)) for i, each in enumerate(layers)
+    ]
+    return pipeline(MODEL, Layout(tuple(stages)), NODES)
+
+
+TIMERS = (timer_of(30, 30), timer_of(25, 20, 15))
+
+
+@settings(max_examples=12)
+@given(
+    timer=st.sampled_from(TIMERS),
+    new=st.integers(64, 1500),
+    output=st.integers(16, 300),
+    room=st.integers(2, 200),
+    ttft_s=st.floats(0.5, 6.0),
+    tpot_s=st.floats(0.05, 0.3),
+)
+def test_turns_keep_the_objective_by_the_formula(
+    timer: PipelineTimer, new: int, output: int, room: int, ttft_s: float, tpot_s: float
+) -> None:
+    found = together(timer, RequestLengths(new, 0, output, new), room, Slo(ttft_s, tpot_s))
+    if found is None:
+        return
+    lanes, batch, chunk = len(timer.stages), found.batch, found.chunk_tokens
+    assert lanes * batch <= room
+
+    def turn_s(tokens: int) -> float:
+        context = batch * (new + output / 2)
+        work = steps(tokens, max(new - tokens, 0) / 2, batch, context)
+        if not tokens:
+            work = steps(decodes=batch, decode_context=context)
+        return float(max(lanes * timer.interval_s(work)[0], timer.step_s(work)[0]))
+
+    used = batch * new / output / chunk
+    assert used < 1
+    assert found.tpot_s == pytest.approx(used * turn_s(chunk) + (1 - used) * turn_s(0))
+    assert found.tpot_s <= PACED * tpot_s
+    assert ceil(new / chunk) * turn_s(chunk) <= found.ttft_s <= ttft_s
+    assert found.requests_per_s == pytest.approx(lanes * batch / output / found.tpot_s)
+
+
+def test_what_cannot_be_in_time_is_not_offered() -> None:
+    timer = TIMERS[0]
+    assert together(timer, RequestLengths(1000, 0, 100, 1000), 40, Slo(0.05, 0.1)) is None
+    assert together(timer, RequestLengths(1000, 0, 100, 1000), 1, Slo(3.0, 0.2)) is None
+    short, long = (together(timer, RequestLengths(1000, 0, 100, n), 40, Slo(1.5, 0.2)) for n in (1000, 1900))
+    assert short is not None
+    assert long is None or long.requests_per_s <= short.requests_per_s

@@ -1,4 +1,4 @@
-"""KV transfer: alpha-beta, codecs, overlap with prefill, and PrfaaS's KV throughput."""
+"""KV transfer: alpha-beta, codecs, overlap with prefill."""
 
 import numpy as np
 import pytest
@@ -11,13 +11,8 @@ from potluck.perf.delays.transfer import (
     AlphaBeta,
     alpha_beta,
     codec_ratio,
-    kv_throughput_gbps,
-    kv_transfer_s,
     link_alpha_beta,
-    needed_gbps,
-    overlapped_layers_s,
     overlapped_transfer_s,
-    transfer_s,
     wire_bytes,
 )
 
@@ -25,6 +20,10 @@ seconds = st.floats(0, 100)
 byte_counts = st.floats(0, 1e12)
 rates = st.floats(0.01, 1000)
 MIB = 2**20
+
+
+def transfer_s(wire_bytes, gbps, rtt_s=0.0, **more):
+    return alpha_beta(gbps, rtt_s, **more).time_s(wire_bytes)
 
 
 def test_latency_plus_bytes_over_bandwidth():
@@ -83,15 +82,6 @@ def test_the_state_of_linear_attention_is_never_quantised():
     assert wire_bytes(0.0, 500.0, "int4") == 500.0
 
 
-def test_codec_time_counts_when_it_is_given():
-    path = AlphaBeta(0.0, 1e9)
-    plain = kv_transfer_s(4e9, path, codec="int4")
-    coded = kv_transfer_s(4e9, path, codec="int4", encode_bytes_per_s=40e9, decode_bytes_per_s=20e9)
-    assert plain == pytest.approx(1.0625)
-    assert coded - plain == pytest.approx(0.1 + 0.2)
-    assert kv_transfer_s(4e9, path, encode_bytes_per_s=1e9) == pytest.approx(4.0)
-
-
 @given(prefill_s=seconds, layers=st.integers(1, 128), send_s=seconds, latency_s=st.floats(0, 1))
 def test_overlap_is_never_slower_than_bulk_nor_faster_than_its_bounds(prefill_s, layers, send_s, latency_s):
     tail = float(overlapped_transfer_s(prefill_s, layers, send_s, latency_s))
@@ -101,56 +91,10 @@ def test_overlap_is_never_slower_than_bulk_nor_faster_than_its_bounds(prefill_s,
     assert tail >= send_s / layers + latency_s - slack
 
 
-@given(prefill_s=seconds, layers=st.integers(1, 128), send_s=seconds)
-def test_the_general_formula_contains_equal_layers(prefill_s, layers, send_s):
-    equal = overlapped_transfer_s(prefill_s, layers, send_s)
-    general = overlapped_layers_s(np.full(layers, prefill_s / layers), np.full(layers, send_s / layers))
-    assert general == pytest.approx(equal, rel=1e-9, abs=1e-9)
-
-
-@given(st.lists(st.tuples(seconds, seconds), min_size=1, max_size=40))
-def test_unequal_layers_follow_the_recurrence(times):
-    done = finished = 0.0
-    for compute, send in times:
-        done += compute
-        finished = max(finished, done) + send
-    compute_s, send_s = (np.array(column) for column in zip(*times, strict=True))
-    assert overlapped_layers_s(compute_s, send_s) == pytest.approx(finished - done, rel=1e-9, abs=1e-9)
-
-
 def test_overlap_is_vectorised_and_one_layer_is_bulk():
     tails = overlapped_transfer_s(1.0, 10, np.array([0.5, 1.0, 2.0]))
     assert tails == pytest.approx([0.05, 0.1, 0.2 + 9 * 0.1])
     assert overlapped_transfer_s(5.0, 1, 2.0, 0.1) == pytest.approx(2.1)
-    assert overlapped_layers_s(np.ones((3, 4)), np.ones(4)) == pytest.approx([1.0, 1.0, 1.0])
-
-
-@pytest.mark.parametrize(
-    ("kv_mib", "prefill_s", "printed_gbps"),
-    [(190.8, 0.44, 3.61), (308.9, 0.72, 3.59), (701.3, 1.84, 3.19), (2316.3, 7.40, 2.62)],
-)
-def test_prfaas_table_5_kv_throughput_within_rounding(kv_mib, prefill_s, printed_gbps):
-    """S_kv is printed to 0.1 MiB, T_prefill to 0.01 s and Phi to 0.01 Gbps: their ranges must meet."""
-    low = kv_throughput_gbps((kv_mib - 0.05) * MIB, prefill_s + 0.005)
-    high = kv_throughput_gbps((kv_mib + 0.05) * MIB, prefill_s - 0.005)
-    assert low <= printed_gbps + 0.005
-    assert high >= printed_gbps - 0.005
-    assert kv_throughput_gbps(kv_mib * MIB, prefill_s) == pytest.approx(printed_gbps, rel=0.01)
-
-
-@given(kv=st.floats(1, 1e11), prefill_s=st.floats(0.01, 100), layers=st.integers(1, 100))
-def test_at_the_needed_rate_all_but_one_layer_hides(kv, prefill_s, layers):
-    gbps = float(needed_gbps(kv, prefill_s, efficiency=0.8))
-    stream_s = alpha_beta(gbps, efficiency=0.8).stream_s(kv)
-    assert stream_s == pytest.approx(prefill_s)
-    assert overlapped_transfer_s(prefill_s, layers, stream_s) == pytest.approx(prefill_s / layers, rel=1e-6)
-
-
-def test_the_needed_rate_is_equation_17_and_falls_with_the_codec():
-    # CAUCHY (17): KV per token * R_in * GPU_f / FLOP_prefill, for Llama-3.1-8B's figures on an A100.
-    prefill_s = 2048 * 16643203072.0 / 312e12
-    assert needed_gbps(131072 * 2048, prefill_s, efficiency=1.0) / 8 == pytest.approx(2.457, rel=1e-3)
-    assert needed_gbps(1e9, 1.0, codec="int4") < needed_gbps(1e9, 1.0, codec="int8") < needed_gbps(1e9, 1.0)
 
 
 @pytest.mark.parametrize(
@@ -167,10 +111,6 @@ def test_the_needed_rate_is_equation_17_and_falls_with_the_codec():
         (lambda: codec_ratio("int4", group=0), "group"),
         (lambda: codec_ratio("int4", stored_bits=0), "stored_bits"),
         (lambda: overlapped_transfer_s(1.0, 0, 1.0), "layers"),
-        (lambda: overlapped_layers_s([], []), "layers"),
-        (lambda: kv_throughput_gbps(1.0, 0.0), "prefill_s"),
-        (lambda: needed_gbps(1.0, 1.0, efficiency=0.0), "efficiency"),
-        (lambda: kv_transfer_s(1.0, AlphaBeta(0, 1), codec="int4", encode_bytes_per_s=0.0), "bytes_per_s"),
     ],
 )
 def test_bad_values_name_their_field(call, field):

@@ -7,7 +7,8 @@ from dataclasses import replace
 
 import numpy as np
 
-from potluck.catalog import gpus, models, nodes
+from potluck.catalog import models, nodes
+from potluck.catalog.figure_sources import load_toml
 from potluck.core.values.types import Slo
 from potluck.plan.search.workload import Pool, PoolNode, PoolWorkload, uniform_pool
 
@@ -19,15 +20,12 @@ CLOUD = (("A6000", 4), ("A6000", 4), ("A5000", 4), ("A5000", 4), ("A40", 8), ("3
 
 def paper_node(name: str, gpu: str, count: int) -> PoolNode:
     """A machine with the GPU figures of THUNDERSERVE's Table 1."""
-    row = gpus.paper_gpus("thunderserve")[gpu]
-    base = nodes.node_type(f"{count}x{row.gpu}")
+    row = load_toml("gpus.toml")["paper"]["thunderserve"][gpu]
+    base = nodes.node_type(f"{count}x{row['gpu']}")
     figures = replace(
-        base.gpu,
-        fp16_tflops=row.fp16_tflops,
-        bandwidth_gb_per_s=row.bandwidth_gb_per_s,
-        memory_gb=row.memory_gb,
+        base.gpu, **{name: row[name] for name in ("fp16_tflops", "bandwidth_gb_per_s", "memory_gb")}
     )
-    return PoolNode(name, replace(base, gpu=figures), count, row.price_usd_per_h * count)
+    return PoolNode(name, replace(base, gpu=figures), count, row["price_usd_per_h"] * count)
 
 
 def catalog_node(name: str, gpu: str, count: int) -> PoolNode:

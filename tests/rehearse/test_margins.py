@@ -11,9 +11,18 @@ from hypothesis import strategies as st
 from rehearse_builders import SETTINGS, a_problem, a_traffic, a_trial, melange
 
 from potluck.plan.strategies import TemplateFactory
-from potluck.rehearse.demand_factors import restored, scaled
-from potluck.rehearse.queueing import APART, DeploymentQueue, _late, late, queues_of
-from potluck.rehearse.queueing_margins import SURE, TRIES, margined
+from potluck.rehearse.queueing_margins import (
+    APART,
+    SURE,
+    TRIES,
+    DeploymentQueue,
+    _late,
+    late,
+    margined,
+    queues_of,
+    restored,
+    scaled,
+)
 from potluck.rehearse.rehearsal import RehearsalRules, rehearse
 
 PROBLEM = a_problem()

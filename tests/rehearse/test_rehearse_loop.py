@@ -8,17 +8,29 @@ from dataclasses import replace
 import pytest
 from rehearse_builders import SETTINGS, a_problem, a_traffic, a_trial, melange
 
+from potluck.catalog import models, nodes
 from potluck.core.values.plan import Deployment, Plan
+from potluck.core.values.types import LengthBin, NodeOffer, Region, Slo, Traffic
 from potluck.plan.assemble.even_shares import evened
+from potluck.plan.problem import PlanningProblem, model_demand
 from potluck.plan.strategies import PlanOutcome, SolveSettings, TemplateFactory
+from potluck.plan.strategies.template_factory import allocated
 from potluck.plan.verify import verify
 from potluck.rehearse import rehearsal
-from potluck.rehearse.demand_factors import assembled, restored, scaled
 from potluck.rehearse.evidence import Evidence, TrialSetup, evidence_of
+from potluck.rehearse.queueing_margins import assembled, restored, scaled
 from potluck.rehearse.rehearsal import RehearsalRules, rehearse
 from potluck.rehearse.request_sources import FRESH
+from potluck.runtime.replica_models import ReplicaModels
+from potluck.runtime.resolved_plan import DEFAULT_ENGINE, ResolvedPlan
+from potluck.sim.load.workload import of_traffic
+from potluck.sim.results.metrics import summarise
+from potluck.sim.results.plan_comparison import compared, disagreements
+from potluck.sim.run import simulate
 
 RULES = RehearsalRules(runs=3, verdict_runs=4)
+
+
 Judge = Callable[[TrialSetup, Plan, Sequence[int], object], tuple[Evidence, ...]]
 
 
@@ -42,20 +54,23 @@ def judging(needed: dict[str, float], fresh_needed: dict[str, float] | None = No
     return judge
 
 
-def every_factor(shop: TemplateFactory, judge: Judge, trial: TrialSetup) -> list[tuple[float, bool]]:
-    """(USD an hour, whether it holds) of the plan for every factor on a grid."""
+@pytest.fixture(scope="module")
+def every_factor() -> list[tuple[float, Plan]]:
+    """(USD an hour, plan) for every factor on a grid."""
+    shop = TemplateFactory(a_problem(a_traffic()))
     found = []
     for place in range(20):
         factors = {"chat": 0.8 * 1.15**place}
         problem = scaled(shop.problem, factors)
         raw = evened(problem, melange(replace(shop, problem=problem), SETTINGS).plan, SETTINGS.time_limit_s)
-        holds = judge(trial, restored(raw, shop.problem, factors), [0], None)[0].holds
-        found.append((raw.cost_usd_per_h, holds))
+        found.append((raw.cost_usd_per_h, restored(raw, shop.problem, factors)))
     return found
 
 
 @pytest.mark.parametrize("needed", [0.5, 1.3, 7.0])
-def test_as_cheap_as_trying_every_factor(needed: float, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_as_cheap_as_trying_every_factor(
+    needed: float, every_factor: list[tuple[float, Plan]], monkeypatch: pytest.MonkeyPatch
+) -> None:
     traffic = (a_traffic(),)
     problem = a_problem(*traffic)
     judge = judging({"chat": needed})
@@ -66,8 +81,8 @@ def test_as_cheap_as_trying_every_factor(needed: float, monkeypatch: pytest.Monk
     assert found.chosen is not None
     assert found.chosen.fresh
     cost = found.chosen.cost_usd_per_h
-    held = [each for each in every_factor(shop, judge, trial) if each[1]]
-    assert cost >= min(usd_per_h for usd_per_h, _ in held) - 1e-9
+    held = [usd_per_h for usd_per_h, plan in every_factor if judge(trial, plan, [0], None)[0].holds]
+    assert cost >= min(held) - 1e-9
     # Factors closer than the tolerance are not told apart, so the cost may be that of so much more.
     more = {"chat": max(needed, 0.8) * (1 + RULES.tolerance)}
     assert cost <= melange(replace(shop, problem=scaled(problem, more)), SETTINGS).plan.cost_usd_per_h + 1e-9
@@ -140,8 +155,9 @@ def test_a_bursty_model_gets_more_in_real_runs() -> None:
 def test_the_same_twice() -> None:
     traffic = (a_traffic(rate_per_s=10.0),)
     problem = a_problem(*traffic)
-    trial = a_trial(problem, traffic, cv=6.0, requests=100)
-    one, other = (rehearse(TemplateFactory(problem), melange, SETTINGS, trial, RULES) for _ in range(2))
+    trial = a_trial(problem, traffic, cv=6.0, requests=60)
+    rules = RehearsalRules(runs=2, verdict_runs=2)
+    one, other = (rehearse(TemplateFactory(problem), melange, SETTINGS, trial, rules) for _ in range(2))
     assert len(one.steps) > 1
     assert [step.evidence for step in one.steps] == [step.evidence for step in other.steps]
 
@@ -269,3 +285,39 @@ def test_it_ends_when_told_that_it_is_enough(monkeypatch: pytest.MonkeyPatch) ->
     assert len(found.steps) == 1
     assert found.chosen is None
     assert "no time" in found.reason
+
+
+TRAFFIC = Traffic("big", 1.5, (LengthBin(800, 100, 1.0),))
+
+
+def test_a_plan_of_such_pipelines_runs_as_planned() -> None:
+    wanted = model_demand("big", models.model("LLaMA-30B"), Slo(3.0, 0.2), TRAFFIC)
+    kind = nodes.node_type("2xRTX4090")
+    problem = PlanningProblem((wanted,), (Region("here", (NodeOffer(kind.name, 1.0, 6),)),), (kind,))
+    shop = TemplateFactory(problem)
+    plan = allocated(
+        shop, SolveSettings(time_limit_s=5.0), "aggregated", {"big": shop.aggregated(wanted)}
+    ).plan
+    assert plan.fraction == 1
+    assert verify(problem, plan) == ()
+    (template,) = {plan.template(each.template) for each in plan.deployments}
+    assert template.replicas[0].role == "mixed"
+    assert len(template.replicas[0].layout.stages) > 1
+    world = ResolvedPlan(
+        plan,
+        {"big": wanted.model},
+        problem.by_name,
+        problem.regions,
+        (),
+        {"big": wanted.slo},
+        {"big": (800.0, 100.0)},
+    )
+    replica_models = ReplicaModels(world)
+    replica_models.learn(plan)
+    engine = replica_models.replica_models[template.name, 0].engine
+    assert engine.token_budget < DEFAULT_ENGINE.token_budget, "turns of the planned length"
+    result = simulate(world, of_traffic([TRAFFIC], 300, 0, 0.1))
+    (seen,) = summarise(result).models
+    assert seen.attainment is not None
+    assert seen.attainment >= wanted.slo.attainment
+    assert not [each for each in disagreements(compared(world, result, "learned")) if each.what != "rate"]

@@ -19,9 +19,16 @@ from potluck.core.errors import FormatError, InputError
 from potluck.core.state.facts import FleetFacts
 from potluck.core.state.policy import Policy
 from potluck.runtime import brain_log as log_
-from potluck.runtime.brain_checkpoint import NotPlain, checkpoint, restored
-from potluck.runtime.brain_log import LoggedBrain
-from potluck.runtime.log_files import NAME, LogFiles, pack, pieces_of
+from potluck.runtime.brain_log import (
+    NAME,
+    LogFiles,
+    LoggedBrain,
+    NotPlain,
+    checkpoint,
+    pack,
+    pieces_of,
+    restored,
+)
 from potluck.runtime.log_lines import written
 from potluck.runtime.replay import LogEntry, LogHead, LogReader, log_lines, replay
 from potluck.sim.load.log_workload import from_log

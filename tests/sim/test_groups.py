@@ -6,8 +6,12 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+from sim_fleets import SLOW, closed_plan, load, mixed, problem
+from sim_minds import Around, requests
 
 from potluck.catalog import models, nodes
+from potluck.core.state.actions import Action
+from potluck.core.state.events import Event, MarketReported
 from potluck.core.state.policy import Policy
 from potluck.core.values.layout import Layout, Stage, StageNode
 from potluck.core.values.plan import (
@@ -22,20 +26,31 @@ from potluck.core.values.plan import (
     Template,
     TemplateFlow,
 )
-from potluck.core.values.types import NodeOffer, Region, Slo
+from potluck.core.values.types import LengthBin, NodeOffer, Region, Slo, Traffic
 from potluck.perf.delays.transfer import alpha_beta
+from potluck.plan.problem import PlanningProblem, model_demand
+from potluck.plan.replan.current_problem import with_candidates
+from potluck.plan.strategies import STRATEGIES, SolveSettings, TemplateFactory
 from potluck.runtime.replica_models import ReplicaModels
 from potluck.runtime.resolved_plan import ResolvedPlan
 from potluck.sim.load.workload import Workload, workload
-from potluck.sim.results.metrics import judge
+from potluck.sim.results.metrics import judge, summarise
 from potluck.sim.results.plan_comparison import compared, disagreements
+from potluck.sim.results.records import SimResult
 from potluck.sim.run import simulate
 from potluck.sim.sim_settings import SimSettings
-from potluck.sim.world.faults import parse_faults
+from potluck.sim.world.faults import Faults, PriceChange, SupplyChange, parse_faults
+from potluck.sim.world.sim_fleet import PlanQuestion
 
 LLAMA = models.model("Llama-3.1-8B")
+
+
 NODE = nodes.canonical("2xA40")
+
+
 LAYERS = LLAMA.layer_count
+
+
 NAMES = ("a", "b", "c")
 
 
@@ -160,3 +175,154 @@ def test_a_shift_to_long_prompts_flips_a_decoder() -> None:
 def test_plans_of_groups_without_flows_still_load() -> None:
     made = scene().plan
     assert replace(made.templates[0], flows=()).flows == ()
+
+
+LENGTHS = (1200, 60)
+
+
+SLO = Slo(4.0, 0.1)
+
+
+TRAFFIC = Traffic("m", 2.0, (LengthBin(*LENGTHS, 1.0),))
+
+
+REGIONS = (Region("east", (NodeOffer("1xL4", 0.4, 3), NodeOffer("1xA10", 1.2, 6))),)
+
+
+PROBLEM = PlanningProblem(
+    (model_demand("m", models.model("Llama-3.1-8B"), SLO, TRAFFIC),),
+    REGIONS,
+    (nodes.node_type("1xL4"), nodes.node_type("1xA10")),
+)
+
+
+@pytest.fixture(scope="module")
+def plan() -> Plan:
+    factory = TemplateFactory(PROBLEM)
+    made = STRATEGIES["melange"](factory, SolveSettings(time_limit_s=5)).plan
+    return with_candidates(factory, made)
+
+
+def served(plan: Plan) -> SimResult:
+    """From 120 s on three times the planned rate, for eight minutes."""
+    when = np.concatenate([np.arange(0, 120, 0.5), np.arange(120, 600, 1 / 6)])
+    load = workload("m", when, np.full(len(when), LENGTHS[0]), np.full(len(when), LENGTHS[1]))
+    resolved = ResolvedPlan(
+        plan,
+        {"m": PROBLEM.asks[0].model},
+        PROBLEM.by_name,
+        REGIONS,
+        slos={"m": SLO},
+        mean_tokens={"m": (1200.0, 60.0)},
+    )
+    return simulate(resolved, load, Policy(scaling="cauchy", window_s=30.0))
+
+
+def late(result: SimResult) -> int:
+    """Of those who came in the last three minutes, how many were not served in time."""
+    records = result.records
+    came = records.arrival_s > 420
+    in_time = records.first_token_s - records.arrival_s <= SLO.ttft_s
+    return int((came & ~in_time).sum())
+
+
+def test_more_is_started_of_what_there_is_and_serves(plan: Plan) -> None:
+    own = {each.name for each in plan.templates}
+    assert own == {"m: mixed 1xL4 tp1"}, "the cheap ones, of which there are few"
+    alone, offered = served(replace(plan, candidates=())), served(plan)
+    assert {each.template for each in alone.replicas} == own
+    begun = {each.template for each in offered.replicas} - own
+    assert begun
+    assert all(each.busy_s > 0 for each in offered.replicas if each.template in begun)
+    assert late(alone) > 400
+    assert late(offered) < 120, "a tenth may be late: the rule leaves a fifth more than is planned for alone"
+
+
+FAST_NODE, SLOW_NODE = "1xH100-SXM", "1xL4"
+
+
+PLAN = closed_plan((mixed(), "east", 2))
+
+
+MARKET = Faults(
+    prices=(
+        PriceChange(300.0, "east", FAST_NODE, 9.0),
+        PriceChange(300.0, "east", SLOW_NODE, 0.1),
+        PriceChange(600.0, "east", SLOW_NODE, 0.2),
+    ),
+    availability=(SupplyChange(300.0, "east", FAST_NODE, 1, notice_s=20.0),),
+)
+
+
+def offer(moment: PlanQuestion, node: str) -> NodeOffer:
+    found = next(region for region in moment.regions if region.name == "east").offer(node)
+    assert found is not None
+    return found
+
+
+def test_the_planner_sees_the_moment_and_what_is_left() -> None:
+    asked: list[PlanQuestion] = []
+
+    def planner(moment: PlanQuestion) -> Plan:
+        asked.append(moment)
+        return closed_plan((mixed(), "east", 1), (mixed(SLOW), "east", 1))
+
+    result = simulate(
+        problem(PLAN),
+        load(1300, 2.0),
+        Policy(scaling="replan", replan_s=400.0),
+        faults=MARKET,
+        planner=planner,
+        settings=SimSettings(planner_s=30.0),
+    )
+    assert [moment.at_s for moment in asked] == [300.0, 600.0], "at once, not with the next interval"
+    first, later = asked
+    assert (offer(first, FAST_NODE).price_usd_per_h, offer(first, FAST_NODE).available) == (9.0, 1)
+    assert offer(first, SLOW_NODE).price_usd_per_h == 0.1
+    assert first.running.deployments == (Deployment(PLAN.templates[0].name, "east", 2),)
+    counts = {each.template: each.count for each in later.running.deployments}
+    assert counts == {PLAN.templates[0].name: 1, mixed(SLOW).name: 1}, "one machine went, and one was started"
+    (began,) = [replica for replica in result.replicas if replica.began_s > 0]
+    (ready_s,) = [at_s for at_s, state, _ in began.changes if state == "ready"]
+    assert summarise(result).start_usd == pytest.approx(0.1 * (ready_s - began.began_s) / 3600), (
+        "at 0.1 an hour"
+    )
+
+
+def test_the_brain_is_told_once_for_all_that_changes_in_a_moment() -> None:
+    told: list[tuple[float, MarketReported]] = []
+
+    class Listening(Around):
+        def on(self, at_s: float, event: Event) -> list[Action]:
+            if isinstance(event, MarketReported):
+                told.append((at_s, event))
+            return self.brain.on(at_s, event)
+
+    result = simulate(
+        problem(PLAN),
+        load(1300, 2.0),
+        faults=MARKET,
+        mind=lambda replica_models, policy: Listening(replica_models.facts(), policy),
+    )
+    assert [at_s for at_s, _ in told] == [300.0, 600.0]
+    assert len(result.replicas) == 2, "nothing is started where there is no machine"
+
+
+def test_what_is_drained_for_a_new_plan_ends_its_answers() -> None:
+    """CORAL 5.1: an instance that goes shuts down once its requests complete, however long they take."""
+    moved = closed_plan((mixed(SLOW), "east", 1))
+    steady = [(float(at_s), 200, 5) for at_s in range(0, 700, 10)]
+    work = requests(*sorted([*steady, (395.0, 200, 12_000)]))
+    result = simulate(
+        problem(closed_plan((mixed(), "east", 1))),
+        work,
+        Policy(scaling="replan"),
+        faults=Faults(prices=(PriceChange(300.0, "east", FAST_NODE, 99.0),)),
+        planner=lambda moment: moved,
+    )
+    old = result.replicas[0]
+    drained_s, stopped_s = (at_s for at_s, state, _ in old.changes if state in ("draining", "stopped"))
+    (long,) = [place for place, tokens in enumerate(work.output_tokens) if tokens == 12_000]
+    assert 395.0 < drained_s < stopped_s - 40.0
+    assert result.records.finish_s[long] == pytest.approx(stopped_s)
+    assert (result.records.attempts == 1).all()

@@ -3,22 +3,37 @@
 from __future__ import annotations
 
 import io
+from dataclasses import replace
 
 import numpy as np
 import pytest
 import sim_fleets as fleets
 
+from potluck.catalog import models, nodes
 from potluck.core.brain.brain import Brain
 from potluck.core.state.policy import Policy
+from potluck.core.values.plan import Plan
+from potluck.core.values.service import NO_TERMS, ModelTerms
+from potluck.core.values.types import LengthBin, NodeOffer, Region, Slo, Traffic
+from potluck.plan.problem import PlanningProblem, model_demand
+from potluck.plan.strategies import STRATEGIES, SolveSettings, TemplateFactory
 from potluck.runtime.replay import replay
+from potluck.runtime.resolved_plan import ResolvedPlan
+from potluck.sim.load.workload import of_traffic
+from potluck.sim.results.metrics import summarise
 from potluck.sim.results.records import ANSWERED, SimResult
-from potluck.sim.run import build, simulate
+from potluck.sim.run import build, check, simulate
 from potluck.sim.world.faults import Fault, Faults
-from potluck.sim.world.invariants import check
 
 FOUR = fleets.problem(fleets.closed_plan((fleets.mixed(), "east", 4)))
+
+
 MIXED = fleets.problem(fleets.closed_plan((fleets.combo(2, 2), "east", 2), (fleets.mixed(), "west", 2)))
+
+
 POLICY = Policy(balance="goodput", hedge=1.5)
+
+
 SLOW = Faults(
     tuple(
         Fault(at_s, "slow", replica=f"*#{n}/0", factor=10.0, duration_s=8.0)
@@ -66,10 +81,98 @@ def test_books_balance_over_routes_of_several_segments_and_the_log_replays() -> 
     )
     log = io.StringIO()
     world = build(MIXED, fleets.load(200, 15.0, seed=6, blocks=3), POLICY, log=log)
-    world.outside.plan(faults, 1, 100.0)
+    world.external.plan(faults, 1, 100.0)
     world.run()
-    assert world.attempts.twinned > 2
-    assert world.attempts.twins == {}
+    assert world.attempts.hedged > 2
+    assert world.attempts.hedges == {}
     assert check(world) == []
     log.seek(0)
     assert replay(log, Brain).difference == ""
+
+
+RATE_PER_S = 11.0
+
+
+TRAFFIC = Traffic("chat", RATE_PER_S, (LengthBin(300, 60, 0.6), LengthBin(1200, 80, 0.4)))
+
+
+PROMISED = 0.9
+
+
+AT_S = 20.0
+
+
+TYPES = tuple(nodes.node_type(name) for name in ("1xL40S", "1xA10G"))
+
+
+SPOT = replace(TYPES[1], name="1xA10G spot")
+
+
+REGION = Region(
+    "here",
+    (
+        NodeOffer("1xL40S", 1.9, 20),
+        NodeOffer("1xA10G", 1.0, 20),
+        NodeOffer("1xA10G spot", 0.35, 20, spot=True, preemptions_per_h=0.2),
+    ),
+)
+
+
+def planned(terms: ModelTerms) -> tuple[PlanningProblem, Plan]:
+    made = model_demand("chat", models.model("Llama-3.1-8B"), Slo(1.5, 0.08, PROMISED), TRAFFIC, terms)
+    problem = PlanningProblem((made,), (REGION,), (*TYPES, SPOT))
+    outcome = STRATEGIES["melange"](TemplateFactory(problem), SolveSettings(time_limit_s=20.0))
+    assert outcome.plan.fraction == 1
+    return problem, outcome.plan
+
+
+def attained(
+    problem: PlanningProblem, plan: Plan, faults: Faults | None, rate_per_s: float = RATE_PER_S
+) -> float:
+    """The share of requests after the fault that kept the objective."""
+    resolved = ResolvedPlan(
+        plan,
+        {"chat": problem.asks[0].model},
+        problem.by_name,
+        problem.regions,
+        (),
+        {"chat": problem.asks[0].slo},
+        {"chat": (TRAFFIC.mean_input_tokens, TRAFFIC.mean_output_tokens)},
+    )
+    load = of_traffic([replace(TRAFFIC, rate_per_s=rate_per_s)], 1200, 1, 1.0)
+    result = simulate(resolved, load, Policy(admission=False), seed=1, faults=faults)
+    return summarise(result, warm_up_s=AT_S).total.attainment
+
+
+def test_any_node_of_a_plan_with_one_to_spare_may_die() -> None:
+    problem, plan = planned(ModelTerms(survive="node"))
+    units = sum(each.count for each in plan.deployments)
+    assert units >= 2
+    kept = [attained(problem, plan, None)]
+    for unit in range(units):
+        lost = Faults((Fault(AT_S, "node", pick=(unit + 0.5) / units),))
+        kept.append(attained(problem, plan, lost))
+    assert min(kept) >= PROMISED
+
+
+def test_without_one_to_spare_it_would_be_missed() -> None:
+    problem, plan = planned(NO_TERMS)
+    lost = Faults((Fault(AT_S, "node", node="*"),))
+    assert attained(problem, plan, lost) < PROMISED
+
+
+def test_a_wave_that_takes_all_spot_nodes_leaves_what_was_promised() -> None:
+    problem, plan = planned(ModelTerms(max_spot_share=0.4))
+    spot = plan.nodes.get(("here", "1xA10G spot"), 0)
+    assert spot > 0
+    wave = Faults((Fault(AT_S, "spot", region="here", node="1xA10G spot", count=spot, notice_s=0.0),))
+    assert attained(problem, plan, wave, RATE_PER_S * 0.6) >= PROMISED
+    bare = planned(NO_TERMS)[1]  # all of it would be spot, and nothing is left of it
+    assert {node for _, node in bare.nodes} == {"1xA10G spot"}
+
+
+@pytest.mark.parametrize("share", [0.0, 1.0])
+def test_the_share_decides_how_much_is_spot(share: float) -> None:
+    _, plan = planned(ModelTerms(max_spot_share=share))
+    kinds = {"spot" in node for _, node in plan.nodes}
+    assert kinds == {share == 1.0}

@@ -14,9 +14,17 @@ from made_results import MODELS, SLOS, made_result
 
 from potluck.core.errors import FormatError
 from potluck.core.values.types import Slo
-from potluck.sim.results.metrics import RunSummary, cost_between, gap_spread, judge, merge_gaps, summarise
+from potluck.sim.results.metrics import (
+    SCALES,
+    RunSummary,
+    cost_between,
+    gap_spread,
+    judge,
+    merge_gaps,
+    scan,
+    summarise,
+)
 from potluck.sim.results.records import ANSWERED, CANCELLED, OPEN, REASONS, REFUSED, RequestRecords, SimResult
-from potluck.sim.results.slo_scales import SCALES, scan
 
 NAN = float("nan")
 Row = tuple[float, int, int, float, float, int]

@@ -2,26 +2,39 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import cache
-from math import inf
+from heapq import heapreplace
+from math import factorial, inf
 from random import Random
 
 import numpy as np
 import pytest
 from replica_scenarios import live, touches
+from sim_fleets import LONGEST, MODEL, closed_plan, decode_only, mixed, prefill_only, problem, workload
 
 from potluck.catalog import models, nodes
 from potluck.core.errors import InputError
-from potluck.core.replica.sequences import FINISHED, FIRST, PREEMPTED, BatchLimits
+from potluck.core.replica.batch import FINISHED, FIRST
+from potluck.core.replica.sequences import PREEMPTED, BatchLimits
+from potluck.core.state.policy import Policy
 from potluck.core.values.layout import Layout, Stage, StageNode
-from potluck.core.values.plan import Confidence
+from potluck.core.values.plan import (
+    BucketCapacity,
+    Confidence,
+    Deployment,
+    LengthBucket,
+    Plan,
+    PlannedFlow,
+    PlannedShare,
+)
 from potluck.perf.serving.phases import decode_step_s, prefill_s
 from potluck.perf.step_timer import Floats, StepBatch
 from potluck.perf.timers.pipeline_timer import pipeline
 from potluck.perf.timers.roofline import roofline
-from potluck.sim.replicas.gaps import EDGES_S
-from potluck.sim.replicas.round_table import StepTimes, step_table
-from potluck.sim.replicas.sim_engine import SimEngine, replica_limits
+from potluck.sim.replicas.sim_engine import EDGES_S, SimEngine, replica_limits
+from potluck.sim.replicas.step_table import StepTimes, step_table
+from potluck.sim.run import simulate
 
 SCENARIOS = 1000
 
@@ -169,3 +182,154 @@ def test_a_preempted_request_has_one_long_gap() -> None:
     waited_s = found[-1][0] - next(at_s for at_s, kind, _ in found if kind == PREEMPTED)
     longest_s = EDGES_S[np.flatnonzero(counts)[-1]]
     assert 0.05 < longest_s < waited_s
+
+
+class Steady:
+    """Every step takes as long."""
+
+    confidence: Confidence = "assumed"
+
+    def __init__(self, seconds: float) -> None:
+        self._s = seconds
+
+    def step_s(self, batch: StepBatch) -> Floats:
+        return np.where(batch.tokens > 0, self._s, 0.0)
+
+
+def ends_s(arrivals_s: list[float], outputs: list[int], slots: int, step_s: float) -> Floats:
+    """When a replica is done with each request, all with a prompt of one token."""
+    limits = BatchLimits(1 << 24, token_budget=1 << 20, max_running=slots)
+    replica = SimEngine(step_table(Steady(step_s)), limits)
+    found = [0.0] * len(arrivals_s)
+    place, count = 0, len(arrivals_s)
+    while True:
+        due_s = replica.next_s()
+        if place < count and arrivals_s[place] < due_s:
+            replica.add(arrivals_s[place], place, 1, 0, outputs[place])
+            place += 1
+        elif due_s < inf:
+            for at_s, kind, key in replica.advance(due_s):
+                if kind == FINISHED:
+                    found[key] = at_s
+        else:
+            return np.array(found)
+
+
+def servers_ends_s(arrivals_s: list[float], services_s: list[float], servers: int) -> Floats:
+    """The same for so many servers behind one queue, first come first served."""
+    free_s = [0.0] * servers
+    found = []
+    for arrival_s, service_s in zip(arrivals_s, services_s, strict=True):
+        found.append(max(arrival_s, free_s[0]) + service_s)
+        heapreplace(free_s, found[-1])
+    return np.array(found)
+
+
+def waits_s(gaps_s: Floats, service_s: float) -> Floats:
+    """Waits at one server (Lindley): the walk of service less gap, above its lowest point so far."""
+    walk = np.concatenate([[0.0], np.cumsum(service_s - gaps_s[1:])])
+    return np.asarray(walk - np.minimum.accumulate(walk))
+
+
+@pytest.mark.parametrize("load", [0.3, 0.8, 0.95])
+def test_one_slot_of_fixed_service_is_the_single_server_queue(load: float) -> None:
+    gaps_s = np.random.default_rng(1).exponential(1.0 / load, 20_000)
+    arrivals_s = np.cumsum(gaps_s)
+    ours = ends_s(arrivals_s.tolist(), [1] * len(gaps_s), 1, 1.0) - arrivals_s - 1.0
+    assert ours == pytest.approx(waits_s(gaps_s, 1.0), abs=1e-6)
+
+
+@pytest.mark.parametrize("load", [0.3, 0.5, 0.8])
+def test_that_queue_waits_as_m_d_1(load: float) -> None:
+    gaps_s = np.random.default_rng(2).exponential(1.0 / load, 6_000_000)
+    assert waits_s(gaps_s, 1.0).mean() == pytest.approx(load / (2.0 * (1.0 - load)), rel=0.01)
+
+
+@pytest.mark.parametrize(("slots", "load"), [(1, 0.7), (3, 0.5), (3, 0.9), (16, 0.9)])
+def test_slots_are_servers_behind_one_queue(slots: int, load: float) -> None:
+    """A request may find a step under way and wait for its end; whoever queues behind it waits no longer."""
+    rng, mean_steps = np.random.default_rng(3), 50
+    step_s = 1.0 / mean_steps
+    arrivals_s = np.cumsum(rng.exponential(1.0 / (load * slots), 20_000))
+    outputs = rng.geometric(1.0 / mean_steps, len(arrivals_s))
+    ours = ends_s(arrivals_s.tolist(), outputs.tolist(), slots, step_s)
+    exact = servers_ends_s(arrivals_s.tolist(), (outputs * step_s).tolist(), slots)
+    late_s = ours - exact
+    assert late_s.min() > -1e-6
+    assert late_s.max() < step_s + 1e-6
+
+
+@pytest.mark.parametrize(("servers", "load"), [(2, 0.5), (4, 0.7)])
+def test_those_servers_wait_as_m_m_c(servers: int, load: float) -> None:
+    rng, count, mean_steps = np.random.default_rng(4), 400_000, 400
+    arrivals_s = np.cumsum(rng.exponential(1.0 / (load * servers), count))
+    services_s = rng.geometric(1.0 / mean_steps, count) / mean_steps
+    sojourn_s = servers_ends_s(arrivals_s.tolist(), services_s.tolist(), servers) - arrivals_s
+    assert sojourn_s.mean() == pytest.approx(1.0 + erlang_wait_s(servers, load), rel=0.01)
+
+
+def erlang_wait_s(servers: int, load: float) -> float:
+    """Erlang C with a mean service of 1."""
+    offered = servers * load
+    full = offered**servers / factorial(servers) / (1.0 - load)
+    all_busy = full / (sum(offered**k / factorial(k) for k in range(servers)) + full)
+    return all_busy / (servers * (1.0 - load))
+
+
+SHORT = 4000
+
+
+def divided() -> Plan:
+    """Prompts above 4,000 tokens are prefilled in the west; two replicas in the east prefill the others."""
+    prefill = replace(
+        prefill_only(),
+        capacity=(BucketCapacity(0, 20.0, 0.0, 0.0, 0.2, 0.03), BucketCapacity(1, 5.0, 0.0, 0.0, 0.2, 0.03)),
+    )
+    decode = replace(
+        decode_only(),
+        capacity=tuple(BucketCapacity(bucket, 0.0, 20.0, 0.0, 0.2, 0.03) for bucket in (0, 1)),
+    )
+    return replace(
+        closed_plan((mixed(), "east", 1)),
+        templates=(prefill, decode),
+        deployments=(
+            Deployment(prefill.name, "west", 1),
+            Deployment(prefill.name, "east", 2),
+            Deployment(decode.name, "east", 3),
+        ),
+        buckets=(LengthBucket(MODEL, 0, SHORT, 10.0), LengthBucket(MODEL, 1, LONGEST, 2.0)),
+        shares=(
+            PlannedShare(prefill.name, "east", 0, "prefill", 10.0),
+            PlannedShare(prefill.name, "west", 1, "prefill", 2.0),
+            PlannedShare(decode.name, "east", 0, "decode", 10.0),
+            PlannedShare(decode.name, "east", 1, "decode", 2.0),
+        ),
+        flows=(
+            PlannedFlow(MODEL, 0, "east", "east", 10.0),
+            PlannedFlow(MODEL, 1, "west", "east", 2.0, "int4"),
+        ),
+    )
+
+
+def mean_ttft_s(policy: Policy, long_share: float) -> float:
+    rng, count = np.random.default_rng(1), 250
+    arrival_s = np.cumsum(rng.exponential(1 / 6.0, count))
+    long = rng.random(count) < long_share
+    prompts = np.where(long, rng.integers(5000, 20_000, count), rng.integers(200, 3000, count))
+    work = workload(MODEL, arrival_s, prompts, rng.integers(20, 100, count))
+    records = simulate(problem(divided(), gbps=400.0), work, policy).records
+    waits = np.array(records.first_token_s) - np.array(records.arrival_s)
+    assert np.isfinite(waits).all()
+    return float(waits.mean())
+
+
+def test_a_queue_in_the_prefill_cluster_is_relieved() -> None:
+    moved = mean_ttft_s(Policy(balance="goodput", admission=False), 0.6)
+    fixed = mean_ttft_s(Policy(balance="goodput", admission=False, adapt_threshold=False), 0.6)
+    assert moved < fixed / 2
+
+
+def test_a_cluster_that_keeps_up_is_left_alone() -> None:
+    moved = mean_ttft_s(Policy(balance="goodput", admission=False), 0.1)
+    fixed = mean_ttft_s(Policy(balance="goodput", admission=False, adapt_threshold=False), 0.1)
+    assert abs(moved - fixed) < 0.1 * fixed

@@ -17,7 +17,7 @@ from potluck.core.figures import digits, seconds
 from potluck.sim.results.metrics import summarise
 from potluck.sim.results.records import OPEN, SimResult
 from potluck.sim.results.report import html
-from potluck.sim.results.report.plots import (
+from potluck.sim.results.report.charts import (
     attribute,
     clipped,
     log_ticks,

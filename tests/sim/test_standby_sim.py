@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from test_scale_out import LENGTHS, PROBLEM, SLO
+from test_groups import LENGTHS, PROBLEM, SLO
 
 from potluck.core.state.policy import Policy
 from potluck.core.values.plan import Plan

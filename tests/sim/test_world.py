@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import numpy as np
 import pytest
+import sim_fleets as fleets
 from sim_fleets import (
     FAST,
     LLAMA,
@@ -24,6 +26,8 @@ from sim_fleets import (
 )
 from sim_minds import Around, Fixed, requests, ttft
 
+from potluck.core.brain.brain import Brain
+from potluck.core.errors import UnknownNameError
 from potluck.core.state.actions import Action, CopyPrefix, DrainReplica, Replan, Run, StopReplica
 from potluck.core.state.events import (
     CacheReported,
@@ -41,21 +45,25 @@ from potluck.core.state.events import (
 from potluck.core.state.policy import Policy
 from potluck.core.values.plan import Plan
 from potluck.core.values.route import aggregated, handed_over
-from potluck.core.values.types import Codec
+from potluck.core.values.types import Codec, LengthBin, Role, Traffic
 from potluck.perf.delays.startup import startup_s
 from potluck.perf.delays.transfer import link_alpha_beta, overlapped_transfer_s, wire_bytes
 from potluck.perf.serving.phases import decode_step_s, prefill_s
 from potluck.perf.sizes.memory import kv_bytes
 from potluck.perf.timers.roofline import roofline
-from potluck.sim.load.workload import PrefixBlocks, Workload
-from potluck.sim.results.records import ANSWERED, HANDED_OVER, OPEN, SPLIT, SimResult
-from potluck.sim.run import build, reads_reports, result_of, simulate
+from potluck.runtime.brain_log import Decider
+from potluck.runtime.replica_models import ReplicaModels
+from potluck.sim.load.workload import PrefixBlocks, Workload, of_traffic
+from potluck.sim.results.metrics import judge, summarise
+from potluck.sim.results.records import ANSWERED, HANDED_OVER, OPEN, OUTCOMES, REFUSED, SPLIT, SimResult
+from potluck.sim.run import build, check, reads_reports, result_of, simulate
 from potluck.sim.sim_settings import SimSettings
-from potluck.sim.world.faults import Fault, Faults
-from potluck.sim.world.invariants import check
-from potluck.sim.world.plan_question import PlanQuestion
+from potluck.sim.world.faults import Fault, Faults, PriceChange, SupplyChange
+from potluck.sim.world.sim_fleet import PlanQuestion
 
 TIMER = roofline(LLAMA, next(node for node in NODES.values() if "H100" in node.name), 1)
+
+
 FIRST = "chat: mixed 1xH100@east#0/0"
 
 
@@ -137,7 +145,7 @@ def test_cold_replicas_are_ready_after_their_start() -> None:
 
 def told(plan: Plan, work: Workload, mind: Fixed, faults: Faults | None = None) -> list[tuple[float, Event]]:
     world = build(problem(plan, gbps=1.0), work, settings=SimSettings(reports=True), mind=lambda *_: mind)
-    world.outside.plan(faults or Faults(), 0, 100.0)
+    world.external.plan(faults or Faults(), 0, 100.0)
     world.run()
     assert check(world) == []
     return mind.told
@@ -341,3 +349,189 @@ def test_events_and_actions_have_all_their_fields_though_some_are_made_without_t
         mind=lambda replica_models, policy: Watching(replica_models.facts(), policy),
     )
     assert seen >= {RequestArrived, SegmentDone, FirstToken, RequestFinished, Run}
+
+
+MIXED = "chat: mixed 1xH100@east"
+
+
+def test_a_lost_replica_s_request_goes_on_elsewhere_from_what_was_streamed() -> None:
+    plan = closed_plan((mixed(), "east", 2))
+    work = requests((0.0, 1000, 400))
+    calm = simulate(problem(plan), work).records
+    half_s = float(calm.first_token_s[0] + calm.finish_s[0]) / 2
+    result = simulate(problem(plan), work, faults=Faults((Fault(half_s, "replica", replica="*#0/0"),)))
+    records = result.records
+    assert (records.attempts[0], records.outcome[0], records.streamed_tokens[0]) == (2, ANSWERED, 400)
+    assert records.first_token_s[0] == calm.first_token_s[0]
+    assert float(records.finish_s[0]) > float(calm.finish_s[0])
+    lost, other, _ = result.replicas
+    # The third is the lost one's replacement, still starting.
+    assert lost.changes[-1][:2] == (half_s, "lost")
+    # What the user had is prompt there: nothing is made twice.
+    again = other.prefill_tokens - 1000
+    assert 150 < again < 250
+    assert lost.decode_tokens + 1 == pytest.approx(again, abs=1)
+    assert other.decode_tokens == 400 - again - 1
+
+
+def test_with_notice_requests_finish_before_the_machine_goes() -> None:
+    plan = closed_plan((mixed(), "east", 2))
+    work = requests((0.0, 1000, 100), (1.0, 1000, 100))
+    spot = Fault(0.5, "spot", region="east", node="1xH100-SXM", count=2, notice_s=30.0)
+    result = simulate(problem(plan), work, faults=Faults((spot,)), policy=Policy(max_wait_s=1.0))
+    assert result.records.outcome.tolist() == [ANSWERED, REFUSED]
+    assert result.records.attempts.tolist() == [1, 0]
+
+
+def test_nodes_are_paid_at_the_price_of_the_time() -> None:
+    plan = closed_plan((mixed(), "east", 2))
+    work = requests((0.0, 100, 2), (3600.0, 100, 2))
+    result = simulate(
+        problem(plan), work, faults=Faults(prices=(PriceChange(1800.0, "east", "1xH100-SXM", 10.0),))
+    )
+    assert result.cost_rates == ((0.0, 4.0), (1800.0, 20.0))
+    assert result.cost_usd == pytest.approx((4.0 + 20.0) / 2, rel=1e-3)
+
+
+def test_supply_that_falls_takes_machines_and_keeps_new_ones_from_starting() -> None:
+    plan = closed_plan((mixed(), "east", 3))
+    fall = SupplyChange(10.0, "east", "1xH100-SXM", 1, notice_s=2.0)
+    result = simulate(problem(plan), load(100, 2.0), faults=Faults(availability=(fall,)))
+    there = [replica for replica in result.replicas if replica.changes[-1][1] == "ready"]
+    assert len(there) == 1
+    assert (result.records.outcome == ANSWERED).all()
+    assert result.cost_rates[-1] == (12.0, pytest.approx(2.0))
+    assert len(result.replicas) == 3, "the Brain was told, so nothing is started that finds no machine"
+
+
+def test_a_broken_link_fails_what_is_on_it_and_a_slow_one_delays() -> None:
+    plan = flow_plan((prefill_only(), "west", 1), (decode_only(), "east", 1))
+    work = requests((0.0, 4000, 5), (10.0, 4000, 5))
+    down = Fault(0.05, "link", source="west", target="east", factor=0.0, duration_s=5.0)
+    broken = simulate(problem(plan, gbps=10.0), work, Policy(opportunistic=False), faults=Faults((down,)))
+    assert broken.records.attempts[0] > 1
+    assert broken.links[1].lost_bytes > 0
+    slow = Fault(0.0, "link", source="west", target="east", gbps=1.0)
+    straight = Policy(balance="goodput")  # the default goes around a slow link
+    calm = simulate(problem(plan, gbps=10.0), work, straight)
+    delayed = simulate(problem(plan, gbps=10.0), work, straight, faults=Faults((slow,)))
+    assert ttft(delayed) > 5 * ttft(calm)
+    with pytest.raises(UnknownNameError, match="west->north"):
+        simulate(problem(plan), work, faults=Faults((replace(slow, target="north"),)))
+
+
+def test_a_slow_replica_is_slow_for_a_while() -> None:
+    plan, work = closed_plan((mixed(), "east", 1)), requests((0.0, 1000, 100), (60.0, 1000, 100))
+    calm = simulate(problem(plan), work).records
+    fault = Fault(0.0, "slow", replica="*", factor=4.0, duration_s=30.0)
+    records = simulate(problem(plan), work, faults=Faults((fault,))).records
+    assert float(records.finish_s[0]) == pytest.approx(4.0 * float(calm.finish_s[0]), rel=1e-6)
+    assert float(records.finish_s[1] - 60.0) == pytest.approx(float(calm.finish_s[1] - 60.0), rel=1e-6)
+
+
+TRAFFIC = Traffic(
+    "chat",
+    4.0,
+    (LengthBin(200, 30, 1.0),),
+    classes=(("interactive", 0.3), ("batch", 0.2)),
+    origins=(("europe", 0.75), ("asia", 0.25)),
+)
+
+
+def test_classes_and_origins_are_drawn_by_their_shares() -> None:
+    made = of_traffic([TRAFFIC], 4000, 7)
+    labels = made.labels
+    assert labels is not None
+    assert labels.classes == ("interactive", "batch", "standard")
+    assert np.bincount(labels.request_class) / 4000 == pytest.approx([0.3, 0.2, 0.5], abs=0.03)
+    assert np.bincount(labels.from_origin) / 4000 == pytest.approx([0.75, 0.25], abs=0.03)
+    plain = of_traffic([replace(TRAFFIC, classes=(), origins=())], 4000, 7)
+    assert plain.labels is None
+    assert (plain.arrival_s == made.arrival_s).all()
+    assert (plain.prompt_tokens == made.prompt_tokens).all()
+
+
+def test_first_tokens_are_seen_as_late_as_users_are_far() -> None:
+    resolved = problem(closed_plan((mixed(), "east", 2)))
+    load = of_traffic([TRAFFIC], 300, 1)
+    near = simulate(resolved, load, Policy(admission=False), seed=1)
+    rtt_s = {("europe", "east"): 0.1, ("asia", "east"): 0.3}
+    far = simulate(replace(resolved, rtt_s=rtt_s), load, Policy(admission=False), seed=1)
+    labels = far.records.labels
+    assert labels is not None
+    later = np.where(labels.from_origin == 0, 0.1, 0.3)
+    assert far.records.first_token_s == pytest.approx(near.records.first_token_s + later)
+    assert far.records.finish_s == pytest.approx(near.records.finish_s + later)
+    classes = {each.model: each for each in summarise(far).classes}
+    assert set(classes) == {"interactive", "batch", "standard"}
+    assert all(each.attainment is not None for each in classes.values())
+
+
+FOUR = fleets.problem(fleets.closed_plan((fleets.mixed(), "east", 4)))
+
+
+ACROSS = fleets.problem(
+    fleets.flow_plan((fleets.prefill_only(), "west", 2), (fleets.decode_only(), "east", 2)), gbps=100.0
+)
+
+
+def attainment(result: SimResult) -> float:
+    found = judge(result.records, result.slos, result.end_s)
+    return float(found.met.sum() / found.judged.sum())
+
+
+def test_paces_come_to_the_true_ones_and_a_slow_replica_gets_what_it_can_do() -> None:
+    brains: list[Brain] = []
+
+    def mind(replica_models: ReplicaModels, policy: Policy) -> Decider:
+        brains.append(Brain(replica_models.facts(), policy))
+        return brains[0]
+
+    slow = Faults((Fault(0.0, "slow", replica="*#0/0", factor=3.0),))
+    result = simulate(FOUR, fleets.load(1500, 40.0, seed=3), faults=slow, mind=mind)
+    paces = {name: view.pace for name, view in brains[0].fleet.views.items()}
+    hers = next(name for name in paces if "#0/" in name)
+    others = [pace for name, pace in paces.items() if name != hers]
+    assert 2.4 < paces[hers] / np.mean(others) < 3.6
+    assert max(others) / min(others) < 1.2
+    sent = np.bincount(result.records.decode_replica)
+    assert sent[0] < 0.6 * sent[1:].mean()
+    assert attainment(result) > 0.99
+    assert (
+        attainment(simulate(FOUR, fleets.load(1500, 40.0, seed=3), Policy(balance="goodput"), faults=slow))
+        < 0.9
+    )
+
+
+def test_a_slow_link_is_no_worse_than_a_dead_one() -> None:
+    requests = fleets.load(400, 14.0, seed=2)
+    found = {}
+    for factor in (0.3, 0.1, 0.02, 0.0):
+        fault = Fault(8.0, "link", source="west", target="east", factor=factor, duration_s=15.0)
+        found[factor] = attainment(simulate(ACROSS, requests, faults=Faults((fault,))))
+    assert min(found.values()) >= found[0.0] - 0.005, found
+    assert found[0.0] > 0.99
+
+
+def test_the_same_run_learns_the_same() -> None:
+    faults = Faults((Fault(1.0, "slow", replica="*", factor=2.0, duration_s=5.0),))
+    once, again = (simulate(FOUR, fleets.load(300, 30.0, blocks=5), faults=faults) for _ in range(2))
+    assert (once.records.finish_s == again.records.finish_s).all()
+    assert (once.records.decode_replica == again.records.decode_replica).all()
+
+
+def test_a_combo_that_lost_a_side_goes_on_and_comes_back() -> None:
+    plan = closed_plan((combo(1, 2), "east", 1))
+    requests = load(1200, 8.0)
+    gone = Faults((Fault(30.0, "replica", replica="*#0/0"),))
+    result = simulate(problem(plan), requests, Policy(scaling="flips"), faults=gone)
+    changes: dict[str, list[tuple[float, Role]]] = {}
+    for each in result.replicas:
+        changes[each.id] = [(at_s, role) for at_s, state, role in each.changes if state == "ready"]
+    left = [roles for name, roles in changes.items() if name.endswith(("#0/1", "#0/2"))]
+    assert any(role != "decode" for roles in left for _, role in roles), "somebody took over"
+    first_s = min(at_s for roles in left for at_s, role in roles if role != "decode")
+    assert 30.0 <= first_s <= 33.0, "at the next tick"
+    assert all(roles[-1][1] == "decode" for roles in left), "the planned roles, once the other is back"
+    answered = OUTCOMES.index("answered")
+    assert (result.records.outcome == answered).all()

@@ -72,7 +72,6 @@ def test_any_yaml_like_text(text: str) -> None:
 
 
 @given(structures)
-@settings(max_examples=150)
 def test_any_structure(value: object) -> None:
     read(yaml.safe_dump(value))
 
@@ -101,7 +100,7 @@ def test_a_sound_pool_with_parts_replaced(changes: list[tuple[tuple[Any, ...], o
 @example([(("fleet", "regions"), True)])
 @example([(("fleet", "regions", 0, "nodes", 0, "node"), {"<name>": 1})])
 @example([(("models", 0, "@at"), 1)])
-@settings(max_examples=300)
+@settings(max_examples=100)
 def test_a_sound_spec_with_parts_replaced(changes: list[tuple[tuple[Any, ...], object]]) -> None:
     check_replaced(BASE, changes)
 

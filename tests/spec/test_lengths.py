@@ -12,10 +12,9 @@ from spec_texts import changed, good
 
 from potluck.core.errors import InputError
 from potluck.core.values.length_laws import Z99
-from potluck.spec import binning
-from potluck.spec.binning import Group
+from potluck.spec import traffic
 from potluck.spec.schema import LengthsIn
-from potluck.spec.traffic import cut, describe
+from potluck.spec.traffic import Group, cut, describe
 
 
 def mean(groups: list[Group]) -> float:
@@ -36,7 +35,7 @@ def sound(groups: list[Group], most: int) -> None:
 def test_the_truncated_lognormal_of_prfaas_has_a_mean_of_27k() -> None:
     groups = cut_of(lognormal={"mu": 9.90, "sigma": 1.00, "min": 128, "max": 131072})
     sound(groups, 16)
-    law = binning.lognormal(9.90, 1.00, 128, 131072)
+    law = traffic.lognormal(9.90, 1.00, 128, 131072)
     x = np.exp(np.linspace(log(128), log(131072), 400_001))
     density = np.exp(-((np.log(x) - 9.9) ** 2) / 2)
     integral = float(np.trapezoid(x * density, np.log(x)) / np.trapezoid(density, np.log(x)))
@@ -77,12 +76,12 @@ def test_uniform(low: float, width: float) -> None:
 def test_truncated_lognormal(mu: float, sigma: float, low: float, width: float, number: int) -> None:
     a, b = exp(low), min(exp(low + width), 1e7)
     try:
-        law = binning.lognormal(mu, sigma, a, b)
+        law = traffic.lognormal(mu, sigma, a, b)
     except InputError:
         # Almost no mass between the two; the message has its own test.
         return
     assert a <= law.mean <= b
-    groups = binning.cut_law(law, number)
+    groups = traffic.cut_law(law, number)
     sound(groups, number)
     assert mean(groups) == pytest.approx(law.mean, rel=1e-6)
 
@@ -119,17 +118,17 @@ def test_no_group_holds_more_than_its_part_of_requests_or_tokens() -> None:
 )
 def test_joint_bins_keep_means(rows: list[tuple[int, int]]) -> None:
     x, y = [a for a, _ in rows], [b for _, b in rows]
-    bins = binning.joint_bins(x, y)
-    assert len(bins) <= binning.INPUT_GROUPS * binning.OUTPUT_GROUPS
+    bins = traffic.joint_bins(x, y)
+    assert len(bins) <= traffic.INPUT_GROUPS * traffic.OUTPUT_GROUPS
     assert sum(b.share for b in bins) == pytest.approx(1)
     assert sum(b.share * b.input_tokens for b in bins) == pytest.approx(np.mean(x), rel=1e-9)
     assert sum(b.share * b.output_tokens for b in bins) == pytest.approx(np.mean(y), rel=1e-9)
-    assert bins == binning.joint_bins(x, y)
+    assert bins == traffic.joint_bins(x, y)
 
 
 def test_joint_bins_keep_correlation() -> None:
     x = np.arange(1, 2001)
-    bins = binning.joint_bins(x, 3 * x)
+    bins = traffic.joint_bins(x, 3 * x)
     assert all(b.output_tokens == pytest.approx(3 * b.input_tokens) for b in bins)
     seen = sum(b.share * b.input_tokens * b.output_tokens for b in bins)
     assert seen == pytest.approx(float(np.mean(3.0 * x * x)), rel=0.01)
@@ -137,7 +136,7 @@ def test_joint_bins_keep_correlation() -> None:
 
 def test_no_requests() -> None:
     with pytest.raises(InputError, match="has no requests"):
-        binning.joint_bins([], [])
+        traffic.joint_bins([], [])
 
 
 FORMS = [

@@ -7,8 +7,7 @@ import pytest
 from spec_texts import GOOD, good, problems
 
 from potluck.core.values.service import NO_TERMS, ModelTerms
-from potluck.spec.trace_stats import rates_by_hour
-from potluck.spec.traces import Trace
+from potluck.spec.traces import Trace, rates_by_hour
 
 ASKED = GOOD.replace(
     "    slo: {ttft_ms: 500, tpot_ms: 50}\n",

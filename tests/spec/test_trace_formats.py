@@ -13,9 +13,16 @@ from spec_texts import data_folder
 from test_traces import AZURE, BURST, MOONCAKE, refused, write
 
 from potluck.core.errors import InputError
-from potluck.spec.trace_stats import trace_stats, window_counts
-from potluck.spec.trace_write import FORMATS, Format, format_of, write_trace
-from potluck.spec.traces import Trace, load_trace
+from potluck.spec.traces import (
+    FORMATS,
+    Format,
+    Trace,
+    format_of,
+    load_trace,
+    trace_stats,
+    window_counts,
+    write_trace,
+)
 
 SHARE = [
     {"id": "a", "conversations": [{"from": "human", "value": "x" * 41}, {"from": "gpt", "value": "y" * 8}]},

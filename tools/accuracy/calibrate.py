@@ -28,6 +28,7 @@ from potluck.perf.operators.calibration import (
     ExpectedError,
     GpuScales,
     PowerLimit,
+    Residual,
     SharedFigures,
     chip_of,
 )
@@ -42,7 +43,6 @@ from potluck.perf.operators.kernels import (
     prefill_attention_s,
     stream_s,
 )
-from potluck.perf.operators.residual import Residual
 from potluck.perf.step_timer import Floats
 
 Key = tuple[str, str]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from potluck.perf.operators.residual import Residual, knot_position
+from potluck.perf.operators.calibration import Residual, knot_position
 from potluck.perf.step_timer import Floats
 
 

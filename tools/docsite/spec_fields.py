@@ -16,11 +16,12 @@ from pydantic.fields import FieldInfo
 
 from potluck.core.state.policy import Policy
 from potluck.core.values.service import RequestClass
-from potluck.spec import policies, schema, schema_parts
-from potluck.spec.schema_parts import AT, Written
+from potluck.core.values.types import Gpu
+from potluck.spec import schema
+from potluck.spec.schema import AT, Written
 
 WORDS = Path(__file__).parent.parent.parent / "docs" / "spec-fields.yaml"
-VALUES = {"PolicyIn": Policy, "ClassIn": RequestClass}
+VALUES = {"PolicyIn": Policy, "ClassIn": RequestClass, "GpuIn": Gpu}
 """Where the meaning and the default of a section's fields stand, if not in the schema."""
 
 INTRO = """\
@@ -51,10 +52,9 @@ def sections() -> list[type[Written]]:
 
 
 def section(name: str) -> type[Written]:
-    for module in (schema, schema_parts, policies):
-        found = getattr(module, name, None)
-        if isinstance(found, type) and issubclass(found, Written):
-            return found
+    found = getattr(schema, name, None)
+    if isinstance(found, type) and issubclass(found, Written):
+        return found
     raise KeyError(f"{WORDS.name}: {name} is no section of the schema")
 
 
@@ -62,8 +62,7 @@ def all_sections() -> set[str]:
     """Names of all mappings that a person may write."""
     found = {
         name: each
-        for module in (schema, schema_parts, policies)
-        for name, each in vars(module).items()
+        for name, each in vars(schema).items()
         if isinstance(each, type) and issubclass(each, Written)
     }
     roots = {"Written", "FleetSpecIn"}  # what all are made of; the same as SpecIn
@@ -124,7 +123,7 @@ def rows(kind: type[Written]) -> list[FieldText]:
     found = []
     for written, name in field_names(kind).items():
         field = kind.model_fields[name]
-        says = told[written].get("says") or docstrings(kind).get(name) or docstrings(value or kind).get(name)
+        says = told[written].get("says") or docstrings(value or kind).get(name)
         if not says:
             raise KeyError(f"{WORDS.name}: {kind.__name__}.{written} needs `says`")
         names = written_name(name, field)

@@ -36,10 +36,10 @@ from potluck.core.values.layout import Layout, Stage, StageNode
 from potluck.core.values.plan import Template
 from potluck.core.values.types import NodeType
 from potluck.perf.timers.engine_host import EngineHost
-from potluck.runtime.decider import Decider
+from potluck.runtime.brain_log import Decider
 from potluck.runtime.replica_models import ReplicaModels
 from potluck.runtime.resolved_plan import EngineSetup, ResolvedPlan
-from potluck.sim.load.draw_lengths import draw
+from potluck.sim.load.arrivals import draw
 from potluck.sim.load.workload import workload
 from potluck.sim.results.metrics import summarise
 from potluck.sim.results.records import ANSWERED, SimResult

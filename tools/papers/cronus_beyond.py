@@ -18,7 +18,7 @@ from potluck.catalog import named_workloads
 from potluck.core.state.policy import Policy
 from potluck.perf.timers.engine_host import DEFAULT_HOST
 from potluck.runtime.resolved_plan import EngineSetup
-from potluck.sim.load.draw_lengths import draw
+from potluck.sim.load.arrivals import draw
 from potluck.sim.load.workload import workload
 from potluck.sim.results.metrics import summarise
 from potluck.sim.run import simulate

@@ -2,20 +2,16 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
-from potluck.catalog.catalog_names import CatalogNames
 from potluck.catalog.figure_sources import (
+    CatalogNames,
     EntryFacts,
-    FigureSource,
     SourcedFigure,
     entry_source,
     load_toml,
-    source,
 )
-from potluck.core.errors import UnknownNameError
 from potluck.core.values.types import Gpu
 
 RATES = (
@@ -31,25 +27,6 @@ RATES = (
 )
 TRAITS = ("sm_count", "architecture", "bf16")
 FIGURES = RATES + TRAITS
-
-
-@dataclass(frozen=True, slots=True)
-class PaperGpu:
-    """A row of a paper's own GPU table, kept as printed even where the catalog takes other figures."""
-
-    name: str
-    gpu: str
-    """The catalog's name for it."""
-    fp16_tflops: float
-    bandwidth_gb_per_s: float
-    memory_gb: float
-    price_usd_per_h: float
-    source: FigureSource
-    tflop_per_usd: str | None = None
-    """As printed, such as `1.32M`."""
-    gb_per_usd: str | None = None
-    tflops_per_bandwidth: float | None = None
-    deployment: str | None = None
 
 
 def names() -> tuple[str, ...]:
@@ -84,18 +61,7 @@ def facts(name: str) -> EntryFacts:
     figures = tuple(
         SourcedFigure(field, entry[field], entry_source(entry, field)) for field in FIGURES if field in entry
     )
-    return EntryFacts(key, tuple(entry["aliases"]), figures, entry.get("doubt"))
-
-
-def paper_gpus(paper: str) -> dict[str, PaperGpu]:
-    """A paper's GPU table by the names it uses: `cauchy` or `thunderserve`."""
-    papers: dict[str, Any] = load_toml("gpus.toml")["paper"]
-    if paper not in papers:
-        raise UnknownNameError("paper", paper, papers)
-    table = papers[paper]
-    origin = source(table["source"])
-    rows = ((key, row) for key, row in table.items() if isinstance(row, dict))
-    return {key: PaperGpu(name=key, source=origin, **row) for key, row in rows}
+    return EntryFacts(key, tuple(entry.get("aliases", ())), figures, entry.get("doubt"))
 
 
 def _entries() -> dict[str, dict[str, Any]]:

@@ -6,8 +6,14 @@ import re
 from functools import lru_cache
 from typing import Any
 
-from potluck.catalog.catalog_names import CatalogNames
-from potluck.catalog.figure_sources import EntryFacts, SourcedFigure, entry_source, load_toml, source
+from potluck.catalog.figure_sources import (
+    CatalogNames,
+    EntryFacts,
+    SourcedFigure,
+    entry_source,
+    load_toml,
+    source,
+)
 from potluck.core.errors import FormatError
 from potluck.core.values.model import (
     Attention,

@@ -7,8 +7,14 @@ from functools import lru_cache
 from math import inf
 from typing import Any
 
-from potluck.catalog.catalog_names import CatalogNames
-from potluck.catalog.figure_sources import EntryFacts, FigureSource, SourcedFigure, entry_source, load_toml
+from potluck.catalog.figure_sources import (
+    CatalogNames,
+    EntryFacts,
+    FigureSource,
+    SourcedFigure,
+    entry_source,
+    load_toml,
+)
 from potluck.core.values.length_laws import Fixed, Independent, Law, LogNormal, Quantiles, lognormal_from_mean
 
 SIDES = ("input", "output")

@@ -82,7 +82,7 @@ def facts(name: str) -> EntryFacts:
     doubts = [entry.get("doubt")]
     if count > 1:
         key = _link_name(entry, count)
-        link = load_toml("nodes.toml")["link"][key]
+        link = _link(key)
         shown = _interconnect(entry, count)
         figures.append(SourcedFigure("interconnect", key, entry_source(link, "kind")))
         figures.append(SourcedFigure("gb_per_s", shown.gb_per_s, entry_source(link, "gb_per_s")))
@@ -98,10 +98,19 @@ def facts(name: str) -> EntryFacts:
 
 
 def _entry(gpu: str) -> dict[str, Any]:
-    """A GPU's node: in nodes.toml, or beside the GPU as [gpu.X.node]."""
-    known: dict[str, dict[str, Any]] = load_toml("nodes.toml")["node"]
-    entry: dict[str, Any] = known.get(gpu) or load_toml("gpus.toml")["gpu"][gpu]["node"]
+    entry: dict[str, Any] | None = load_toml("gpus.toml")["gpu"][gpu].get("node")
+    if entry is None or not {"link", "network_gbps"} <= set(entry):
+        raise InputError(
+            "node", f"{gpu} has no machines; gpus.toml needs [gpu.{gpu}.node] with link, network_gbps"
+        )
     return entry
+
+
+def _link(name: str) -> dict[str, Any]:
+    links: dict[str, dict[str, Any]] = load_toml("links.toml")["link"]
+    if name not in links:
+        raise UnknownNameError("link", name, links)
+    return links[name]
 
 
 def _link_name(entry: dict[str, Any], count: int) -> str:
@@ -112,7 +121,7 @@ def _link_name(entry: dict[str, Any], count: int) -> str:
 def _interconnect(entry: dict[str, Any], count: int) -> Interconnect:
     if count == 1:
         return Interconnect("none", 0.0, 0.0)
-    link = load_toml("nodes.toml")["link"][_link_name(entry, count)]
+    link = _link(_link_name(entry, count))
     # A mesh without a switch gives fewer GPUs only the links that lead to each other.
     share = _at_most(entry["scale"], count) if "scale" in entry and count < MOST_GPUS else 1.0
     return Interconnect(link["kind"], link["gb_per_s"] * share, link["latency_s"], link.get("domain"))

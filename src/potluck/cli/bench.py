@@ -27,8 +27,7 @@ from potluck.core.errors import InputError, UnknownNameError
 from potluck.core.values.types import Slo
 
 if TYPE_CHECKING:
-    from potluck.loadgen.load_client import TimedRequest
-    from potluck.loadgen.load_prompts import Style
+    from potluck.loadgen.load_client import Style, TimedRequest
     from potluck.loadgen.load_result import LoadResult
 
 
@@ -112,7 +111,7 @@ def bench(
       potluck bench --rate 5 --slo ttft=2s,tpot=50ms,attainment=0.95
       potluck bench --workload trace.jsonl --rate 5 --requests 500 --plot bench.html
     """
-    from potluck.loadgen import load_client, load_prompts, load_result
+    from potluck.loadgen import load_client, load_result
 
     if plot is not None and plot.suffix != ".html":
         raise InputError("--plot", f"{plot.name} must end in .html")
@@ -126,8 +125,8 @@ def bench(
     open_loop = rate_per_s is not None or workload is not None
     rows: Iterable[Row] = ((at_s, model, sent, wanted) for at_s, sent, wanted in traced)
     if workload is None:
-        rows = load_prompts.same(_times(rate_per_s, requests, seconds, seed), model, prompt, output)
-    made = load_prompts.shots(rows, seed=seed, style=style, key=key, until_eos=until_eos)
+        rows = load_client.same(_times(rate_per_s, requests, seconds, seed), model, prompt, output)
+    made = load_client.shots(rows, seed=seed, style=style, key=key, until_eos=until_eos)
     if open_loop:
         load_client.shoot(url, shots := list(made), within_s=within_s)
     else:
@@ -197,7 +196,7 @@ def _times(
     rate_per_s: float | None, requests: int | None, seconds: float | None, seed: int
 ) -> Iterable[float]:
     """When requests are sent: at times of chance, or in a closed loop all at once, by turns."""
-    from potluck.loadgen.load_prompts import poisson
+    from potluck.loadgen.load_client import poisson
 
     count = requests or (None if seconds is not None else DEFAULT_REQUESTS)
     if rate_per_s is not None:

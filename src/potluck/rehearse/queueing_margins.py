@@ -6,14 +6,99 @@ The plan for the demand as it is says which queues there are; theory says how bu
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
+from math import exp, sqrt
+from statistics import NormalDist
+from typing import Literal
 
-from potluck.core.values.plan import Plan
-from potluck.plan.problem import PlanningProblem
+from potluck.core.values.plan import BucketCapacity, Deployment, Plan, Prediction
+from potluck.plan.problem import ModelDemand, PlanningProblem
 from potluck.plan.strategies.template_factory import PlanOutcome, SolveSettings, TemplateFactory
-from potluck.rehearse.demand_factors import restored, scaled
-from potluck.rehearse.queueing import late
+from potluck.plan.timing.replica_rates import HANDOVER_SHARE, wait_factor
+
+ROUNDING = 1e-9
+Factors = Mapping[str, float]
+"""Model to what its demand is multiplied by."""
+
+
+def scaled(problem: PlanningProblem, factors: Factors) -> PlanningProblem:
+    """The problem with each model's demand multiplied."""
+    asks = []
+    for ask in problem.asks:
+        factor = factors.get(ask.name, 1.0)
+        demands = tuple(replace(each, rate_per_s=each.rate_per_s * factor) for each in ask.demands)
+        asks.append(replace(ask, demands=demands))
+    return replace(problem, asks=tuple(asks))
+
+
+def reached(plan: Plan, factors: Factors) -> dict[str, float]:
+    """The factors that a plan really has capacity for: less than asked for where the fleet does not suffice."""
+    return {model: factor * plan.fraction_of(model) for model, factor in factors.items()}
+
+
+def restored(plan: Plan, problem: PlanningProblem, factors: Factors) -> Plan:
+    """A plan for scaled demand as one for the problem's own: nothing is deployed differently.
+
+    Where the fleet suffices for more than the real demand, all of it is served; where not, as much as before.
+    """
+    got = reached(plan, factors)
+    shrink = {name: 1.0 / max(got[name], min(factor, 1.0)) for name, factor in factors.items()}
+    model_of = {template.name: template.model for template in plan.templates}
+    rates = {(d.model, d.bucket): d.rate_per_s for ask in problem.asks for d in ask.demands}
+    asked = {ask.name: ask.rate_per_s for ask in problem.asks}
+    fraction = min([1.0, *(got[name] * shrink[name] for name in factors)])
+    return replace(
+        plan,
+        buckets=tuple(replace(b, rate_per_s=rates.get((b.model, b.bucket), 0.0)) for b in plan.buckets),
+        shares=tuple(
+            replace(s, rate_per_s=s.rate_per_s * shrink.get(model_of[s.template], 1.0)) for s in plan.shares
+        ),
+        flows=tuple(replace(f, rate_per_s=f.rate_per_s * shrink.get(f.model, 1.0)) for f in plan.flows),
+        predictions=tuple(_expected(p, asked[p.model], shrink.get(p.model, 1.0)) for p in plan.predictions),
+        fraction=1.0 if fraction > 1 - ROUNDING else fraction,
+    )
+
+
+def _expected(prediction: Prediction, demand_per_s: float, factor: float) -> Prediction:
+    return replace(
+        prediction,
+        demand_per_s=demand_per_s,
+        prompt_tokens_per_s=prediction.prompt_tokens_per_s * factor,
+        answer_tokens_per_s=prediction.answer_tokens_per_s * factor,
+    )
+
+
+def assembled(parts: Mapping[str, Plan], problem: PlanningProblem) -> Plan:
+    """One plan of several: of each plan just what it has for one model. Rates stay as planned there.
+
+    Models share nodes and links, but no replica. Whether both suffice is for `plan.verify` to say.
+    """
+    names = [ask.name for ask in problem.asks if ask.name in parts]
+    of = {name: {t.name: t for t in parts[name].templates if t.model == name} for name in names}
+    return Plan(
+        parts[names[0]].strategy,
+        tuple(template for name in names for template in of[name].values()),
+        tuple(d for name in names for d in parts[name].deployments if d.template in of[name]),
+        tuple(bucket for name in names for bucket in parts[name].buckets if bucket.model == name),
+        tuple(share for name in names for share in parts[name].shares if share.template in of[name]),
+        tuple(flow for name in names for flow in parts[name].flows if flow.model == name),
+        tuple(each for name in names for each in parts[name].predictions if each.model == name),
+        sum(cost_by_model(parts[name], problem)[name] for name in names),
+        max(parts[name].gap for name in names),
+    )
+
+
+def cost_by_model(plan: Plan, problem: PlanningProblem) -> dict[str, float]:
+    """USD an hour of what is deployed for each model."""
+    prices = {(r.name, o.node): o.price_usd_per_h for r in problem.regions for o in r.offers}
+    found = {ask.name: 0.0 for ask in problem.asks}
+    for deployment in plan.deployments:
+        template = plan.template(deployment.template)
+        each = sum(prices[deployment.region, node.node] * node.count for node in template.nodes)
+        found[template.model] += each * deployment.count
+    return found
+
 
 TRIES = 3
 MOST = 1.3
@@ -82,3 +167,125 @@ def asked(problem: PlanningProblem, plan: Plan, cv: float) -> dict[str, float]:
         waiting = {name for name in waiting if seen[name] > allowed[name] and found[name] < MOST}
         found |= {name: min(found[name] * STEP, MOST) for name in waiting}
     return found
+
+
+BESIDE, APART = 2.0, 0.6
+"""g of prompts that are computed beside answers, and of those apart from them."""
+LEAST_LEFT = 0.02
+"""Of TTFT, what is reckoned to be left where a request's own time takes all."""
+MOST_BUSY = 0.999
+NORMAL = NormalDist()
+Phase = Literal["closed", "prefill", "decode"]
+PHASES: tuple[Phase, ...] = ("closed", "prefill", "decode")
+
+
+@dataclass(frozen=True, slots=True)
+class DeploymentQueue:
+    """What requests of one model wait for: one deployment, in one phase."""
+
+    phase: Phase
+    servers: int
+    """Copies times replicas of each."""
+    busy: float
+    service_s: float
+    """Of one server, for a mean request."""
+    spread: float
+    """Squared coefficient of variation of that."""
+    answer_s: float
+    answers: float
+    """At a time, on average."""
+    own_s: float
+    """TTFT of a request that finds nobody before it."""
+    share: float
+    """Of the model's requests."""
+
+
+def late(
+    problem: PlanningProblem, plan: Plan, cv: float = 1.0, headroom: Mapping[str, float] | None = None
+) -> dict[str, float]:
+    """Model to the share of its requests that is expected to be late. `headroom` divides how busy they are."""
+    found = {}
+    for ask in problem.asks:
+        if ask.rate_per_s > 0:
+            less = (headroom or {}).get(ask.name, 1.0)
+            queues = tuple(queues_of(problem, plan, ask))
+            found[ask.name] = min(1.0, sum(queue.share * _late(queue, ask, cv, less) for queue in queues))
+    return found
+
+
+def queues_of(problem: PlanningProblem, plan: Plan, ask: ModelDemand) -> Iterator[DeploymentQueue]:
+    demands = {demand.bucket: demand for demand in ask.demands}
+    for deployment in plan.deployments:
+        template = plan.template(deployment.template)
+        if template.model != ask.name:
+            continue
+        capacity = {each.bucket: each for each in template.capacity}
+        for phase in PHASES:
+            shares = _shares(plan, deployment, phase)
+            rate = sum(shares.values())
+            if not rate > 0 or any(_rate(capacity[bucket], phase) <= 0 for bucket in shares):
+                continue
+            times = {bucket: 1.0 / _rate(capacity[bucket], phase) for bucket in shares}
+            mean_s = sum(each * times[bucket] for bucket, each in shares.items()) / rate
+            square = sum(each * times[bucket] ** 2 for bucket, each in shares.items()) / rate
+            answer_s = sum(
+                each * demands[bucket].output_tokens * capacity[bucket].tpot_s
+                for bucket, each in shares.items()
+            )
+            own_s = sum(each * capacity[bucket].ttft_s for bucket, each in shares.items()) / rate
+            replicas = len(template.replicas)
+            yield DeploymentQueue(
+                phase,
+                deployment.count * replicas,
+                rate * mean_s / deployment.count,
+                mean_s * replicas,
+                max(0.0, square / mean_s**2 - 1.0),
+                answer_s / rate,
+                answer_s,
+                # Plans reckon with a mean queue where prompts are computed apart.
+                own_s - (wait_factor(problem.headroom) - 1.0) * mean_s if phase == "prefill" else own_s,
+                rate / ask.rate_per_s,
+            )
+
+
+def _shares(plan: Plan, deployment: Deployment, phase: str) -> dict[int, float]:
+    """Bucket to requests a second."""
+    where = (deployment.template, deployment.region, phase)
+    return {
+        each.bucket: each.rate_per_s
+        for each in plan.shares
+        if (each.template, each.region, each.phase) == where and each.rate_per_s > 0
+    }
+
+
+def _rate(capacity: BucketCapacity, phase: str) -> float:
+    if phase == "closed":
+        return capacity.closed_per_s
+    return capacity.prefill_per_s if phase == "prefill" else capacity.decode_per_s
+
+
+def _late(queue: DeploymentQueue, ask: ModelDemand, cv: float, headroom: float) -> float:
+    busy, ttft_s = min(queue.busy / headroom, MOST_BUSY), ask.slo.ttft_s
+    kept = 1.0
+    if queue.phase != "prefill" and queue.answers > 0:
+        peaked = 1.0 + max(0.0, cv * cv - 1.0) / 2.0
+        room = max(queue.answers / busy, 1.0)
+        left_s = max(ttft_s - queue.own_s, LEAST_LEFT * ttft_s)
+        waits = exp(-max(0.0, room - queue.answers) * left_s / (peaked * queue.answer_s))
+        kept *= 1.0 - _no_room(room, busy, peaked) * waits
+    if queue.phase != "decode":
+        apart = queue.phase == "prefill"
+        left_s = max(ttft_s * (1.0 - HANDOVER_SHARE * apart) - queue.own_s, LEAST_LEFT * ttft_s)
+        vary = max((cv * cv + queue.spread) / 2.0, 1e-3)
+        service_s = queue.service_s
+        if not apart and queue.own_s < service_s:
+            service_s, busy = queue.own_s, busy * queue.own_s / service_s
+        waits = busy ** (sqrt(2.0 * (queue.servers + 1)) - 1.0)
+        rate = (APART if apart else BESIDE) * queue.servers * (1.0 - busy) / (service_s * vary)
+        kept *= 1.0 - waits * exp(-rate * left_s)
+    return 1.0 - kept
+
+
+def _no_room(room: float, busy: float, peaked: float) -> float:
+    b = (1.0 - busy) * sqrt(room / peaked)
+    return 0.0 if b > 8 else 1.0 / (1.0 + b * NORMAL.cdf(b) / NORMAL.pdf(b))

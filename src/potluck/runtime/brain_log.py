@@ -13,19 +13,197 @@ hashes. Tenants, models and replicas appear by their names.
 
 from __future__ import annotations
 
+import fcntl
+import gzip
+import os
+import shutil
+import threading
+from collections import deque
+from collections.abc import Iterable
 from contextlib import suppress
+from enum import Enum
+from functools import cache
+from importlib import import_module
+from itertools import chain
 from math import inf
-from typing import IO, Any, Literal
+from pathlib import Path
+from types import ModuleType
+from typing import IO, Any, Literal, Protocol
 
 from potluck.core.codec import encode
+from potluck.core.errors import FormatError, InputError
 from potluck.core.state.actions import Action
 from potluck.core.state.events import Event, PlanReceived
 from potluck.core.state.facts import FleetFacts
 from potluck.core.state.policy import Policy
-from potluck.runtime.brain_checkpoint import NotPlain, checkpoint
-from potluck.runtime.decider import Decider
-from potluck.runtime.log_files import LogFiles
 from potluck.runtime.log_lines import dumps, line
+
+PLAIN = frozenset({int, float, str, bool, type(None)})
+CONTAINERS: dict[type[Any], str] = {dict: "dict", list: "list", set: "set"}
+CORE = "potluck.core."
+
+
+class NotPlain(TypeError):
+    """Something that a Brain should not hold: a closure, a file."""
+
+
+def checkpoint(root: object) -> dict[str, Any]:
+    """What `restored` makes `root` of again, as JSON can write it."""
+    writer = _Writer()
+    value = writer.value(root)
+    return {"root": value, "things": [writer.thing(each) for each in writer.found]}  # they grow on the way
+
+
+class _Writer:
+    def __init__(self) -> None:
+        self.found: list[object] = []
+        self._numbers: dict[int, int] = {}
+        self._attributes: dict[type[Any], tuple[str, ...]] = {}
+
+    def value(self, value: Any) -> Any:
+        kind = type(value)
+        if kind in PLAIN:
+            return value
+        if kind is tuple or kind is frozenset:
+            return [kind.__name__, *self._values(value)]
+        if isinstance(value, Enum):
+            return ["enum", _name(kind), value.name]
+        if isinstance(value, tuple):
+            return ["made", _name(kind), *self._values(value)]
+        owner = getattr(value, "__self__", None)
+        if owner is not None and not isinstance(owner, ModuleType) and callable(value):
+            return ["method", self.value(owner), value.__name__]
+        if isinstance(value, type) or hasattr(value, "__qualname__"):
+            return ["core", _name(value)]
+        number = self._numbers.get(id(value))
+        if number is None:
+            number = self._numbers[id(value)] = len(self.found)
+            self.found.append(value)
+        return ["ref", number]
+
+    def _values(self, values: Iterable[Any]) -> list[Any]:
+        return [each if type(each) in PLAIN else self.value(each) for each in values]
+
+    def thing(self, thing: Any) -> list[Any]:
+        kind = type(thing)
+        if kind is dict:
+            return ["dict", self._values(chain.from_iterable(thing.items()))]
+        if kind in CONTAINERS:
+            return [CONTAINERS[kind], self._values(thing)]
+        if kind is deque:
+            return ["deque", thing.maxlen, self._values(thing)]
+        if kind not in self._attributes:
+            self._attributes[kind] = _attributes(kind)
+        names = [*self._attributes[kind], *getattr(thing, "__dict__", ())]
+        return [
+            "object",
+            _name(kind),
+            {name: self.value(getattr(thing, name)) for name in names if hasattr(thing, name)},
+        ]
+
+
+def _attributes(kind: type[Any]) -> tuple[str, ...]:
+    """Names of what its objects hold outside a `__dict__`; compiled classes have a list of their own."""
+    found: dict[str, None] = {}
+    for each in kind.__mro__:
+        slots = each.__dict__.get("__slots__", ())
+        for name in (*((slots,) if isinstance(slots, str) else slots), *getattr(each, "__mypyc_attrs__", ())):
+            private = name.startswith("__") and not name.endswith("__")
+            found[f"_{each.__name__.lstrip('_')}{name}" if private else name] = None
+    return tuple(name for name in found if name not in ("__dict__", "__weakref__"))
+
+
+def _name(what: Any) -> str:
+    module, name = getattr(what, "__module__", None) or "", what.__qualname__
+    if not module.startswith(CORE) or "<" in name:
+        raise NotPlain(f"{module}.{name} cannot be written down")
+    return f"{module}:{name}"
+
+
+def restored(data: Any, where: str) -> Any:
+    """What `checkpoint` wrote. `where` it stands, for errors."""
+    try:
+        return _Reader(data["things"]).read(data["root"])
+    except (KeyError, TypeError, ValueError, IndexError, AttributeError, ImportError) as error:
+        raise FormatError(f"{where}: state", f"cannot be read ({error})") from error
+
+
+class _Reader:
+    def __init__(self, things: list[Any]) -> None:
+        self._written = things
+        self._things = [_empty(each) for each in things]
+
+    def read(self, root: Any) -> Any:
+        """Objects are filled first: what is looked up by its value must have it."""
+        for thing, (kind, *rest) in zip(self._things, self._written, strict=True):
+            if kind == "object":
+                for name, value in rest[1].items():
+                    object.__setattr__(thing, name, self._value(value))
+        for thing, (kind, *rest) in zip(self._things, self._written, strict=True):
+            if kind == "dict":
+                values = [self._value(each) for each in rest[0]]
+                thing.update(zip(values[::2], values[1::2], strict=True))
+            elif kind == "set":
+                thing.update(map(self._value, rest[0]))
+            elif kind != "object":
+                thing.extend(map(self._value, rest[-1]))
+        return self._value(root)
+
+    def _value(self, value: Any) -> Any:
+        if type(value) is not list:
+            return value
+        kind, *rest = value
+        match kind:
+            case "ref":
+                return self._things[rest[0]]
+            case "tuple":
+                return tuple([self._value(each) for each in rest])
+            case "frozenset":
+                return frozenset([self._value(each) for each in rest])
+            case "made":
+                return tuple.__new__(_found(rest[0]), [self._value(each) for each in rest[1:]])
+            case "enum":
+                return _found(rest[0])[rest[1]]
+            case "core":
+                return _found(rest[0])
+            case "method":
+                return getattr(self._value(rest[0]), rest[1])
+        raise ValueError(f"has a {kind!r}")
+
+
+def _empty(written: list[Any]) -> Any:
+    match written:
+        case ["object", name, _]:
+            kind = _found(name)
+            if hasattr(kind, "__mypyc_attrs__"):
+                raise ValueError(
+                    "compiled classes cannot be made of it: replay it with the package as source"
+                )
+            return kind.__new__(kind)
+        case ["deque", most, _]:
+            return deque(maxlen=most)
+        case ["dict", _]:
+            return {}
+        case ["list", _]:
+            return []
+        case ["set", _]:
+            return set()
+    raise ValueError(f"has a thing of no known kind: {str(written)[:60]}")
+
+
+@cache
+def _found(name: str) -> Any:
+    """A class or function of the core, by its name."""
+    module, _, path = name.partition(":")
+    if not module.startswith(CORE):
+        raise ValueError(f"names {name}, which is not of the core")
+    found: Any = import_module(module)
+    for part in path.split("."):
+        found = getattr(found, part)
+    if getattr(found, "__module__", None) != module:
+        raise ValueError(f"names {name}, which is not of the core")
+    return found
+
 
 FORMAT, VERSION = "potluck.log", 4
 FLUSH_S = 1.0
@@ -142,3 +320,137 @@ def facts_body(facts: FleetFacts) -> dict[str, Any]:
         "zones": dict(facts.zones),
         "groups": {name: encode(each) for name, each in facts.groups.items()},
     }
+
+
+NAME = "brain.log"
+"""Of a service's log in its folder of state."""
+PIECE_BYTES = 64_000_000
+MOST_BYTES = 1_000_000_000
+"""Of all packed pieces."""
+BUFFER_BYTES = 1 << 18
+CHUNK_BYTES = 1 << 20
+DIGITS = 6
+PACKED = ".gz"
+LEVEL = 6
+
+
+class LogFiles:
+    """Writes to the end of a log. Several processes may, while one takes over from another: then nothing is cut."""
+
+    def __init__(self, path: Path, piece_bytes: int = PIECE_BYTES, most_bytes: int = MOST_BYTES) -> None:
+        self._path, self._piece_bytes, self._most_bytes = path, piece_bytes, most_bytes
+        self._packing: threading.Thread | None = None
+        try:
+            self._out = _open(path)
+            self._size = path.stat().st_size
+        except OSError as error:
+            raise InputError(f"log {path}", error.strerror or "cannot be written") from error
+        self._cut_at = piece_bytes
+        self._pack()
+
+    @property
+    def full(self) -> bool:
+        """Whether what is written next had better stand in another piece."""
+        return self._size >= self._cut_at
+
+    def write(self, text: str) -> int:
+        self._size += len(text)
+        return self._out.write(text)
+
+    def flush(self) -> None:
+        self._out.flush()
+
+    def cut(self) -> bool:
+        """Begin another piece, if nobody else writes to this one."""
+        self._out.flush()
+        own = self._out.fileno()
+        try:
+            fcntl.flock(own, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            fcntl.flock(own, fcntl.LOCK_SH)
+            self._cut_at = self._size + self._piece_bytes
+            return False
+        if self._path.stat().st_ino == os.fstat(own).st_ino:  # else somebody else has cut it off
+            self._path.rename(self._path.with_name(f"{self._path.name}.{self._next():0{DIGITS}}"))
+        before, self._out = self._out, _open(self._path)
+        before.close()
+        self._size, self._cut_at = self._path.stat().st_size, self._piece_bytes
+        self._pack()
+        return True
+
+    def close(self) -> None:
+        """All that was written is in the file; a piece that is being packed is packed."""
+        self._out.close()
+        if self._packing is not None:
+            self._packing.join()
+
+    def _next(self) -> int:
+        return max((_number(each) for each in pieces_of(self._path)[:-1]), default=0) + 1
+
+    def _pack(self) -> None:
+        before = self._packing
+
+        def work() -> None:
+            if before is not None:
+                before.join()
+            with suppress(
+                OSError
+            ):  # the disk is full, say: what is not packed now is when the next piece is cut
+                pack(self._path, self._most_bytes)
+
+        self._packing = threading.Thread(target=work, name="pack-log", daemon=True)
+        self._packing.start()
+
+
+def _open(path: Path) -> IO[str]:
+    """For its owner's eyes; what a killed writer left of a line gets its end."""
+    opened = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT, 0o600)
+    fcntl.flock(opened, fcntl.LOCK_SH)
+    size = os.fstat(opened).st_size
+    if size and os.pread(opened, 1, size - 1) != b"\n":
+        os.write(opened, b"\n")
+    return os.fdopen(opened, "a", buffering=BUFFER_BYTES, encoding="ascii", newline="\n")
+
+
+def pieces_of(path: Path) -> list[Path]:
+    """All that there is of a log, oldest first; where a piece is there packed and not, it is taken packed."""
+    found: dict[int, Path] = {}
+    for each in sorted(path.parent.glob(f"{path.name}.*")):
+        number = _number(each)
+        if number:
+            found[number] = each
+    return [*(found[number] for number in sorted(found)), *([path] if path.exists() else [])]
+
+
+def _number(piece: Path) -> int:
+    digits = piece.name.removesuffix(PACKED).rpartition(".")[2]
+    return int(digits) if len(digits) >= DIGITS and digits.isdecimal() else 0
+
+
+def pack(path: Path, most_bytes: int) -> None:
+    """Pack what was cut off, and let the oldest go where that is too much."""
+    for plain in sorted(path.parent.glob(f"{path.name}.*[0-9]")):
+        if _number(plain):
+            packed = plain.with_name(plain.name + PACKED)
+            half = packed.with_name(f"{packed.name}.part")
+            with plain.open("rb") as source, _private(half) as target, gzip.open(target, "wb", LEVEL) as out:
+                shutil.copyfileobj(source, out, CHUNK_BYTES)
+            half.rename(packed)
+            plain.unlink()
+    kept = [each for each in pieces_of(path) if each.suffix == PACKED]
+    size = sum(each.stat().st_size for each in kept)
+    for oldest in kept:
+        if size <= most_bytes:
+            break
+        size -= oldest.stat().st_size
+        oldest.unlink()
+
+
+def _private(path: Path) -> IO[bytes]:
+    return os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "wb")
+
+
+class Decider(Protocol):
+    """The Brain, or a stand-in for it."""
+
+    def on(self, at_s: float, event: Event) -> list[Action]: ...

@@ -19,10 +19,7 @@ from potluck.core.state.events import Event
 from potluck.core.state.facts import FleetFacts, GroupFacts, ModelFacts, ReplicaFacts, SplitFacts
 from potluck.core.state.policy import Policy
 from potluck.core.values.types import Region
-from potluck.runtime.brain_checkpoint import restored
-from potluck.runtime.brain_log import FORMAT, VERSION, Begins
-from potluck.runtime.decider import Decider
-from potluck.runtime.log_files import NAME, pieces_of
+from potluck.runtime.brain_log import FORMAT, NAME, VERSION, Begins, Decider, pieces_of, restored
 from potluck.runtime.log_lines import kind_of, read_line, written
 
 MOST_LETTERS = 64 << 20

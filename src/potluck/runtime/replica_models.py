@@ -18,18 +18,17 @@ from potluck.core.state.facts import (
     SplitFacts,
 )
 from potluck.core.values.kv import codecs_between, wire_bytes
-from potluck.core.values.layout import Layout, layers_between
+from potluck.core.values.layout import RTT_S, Layout, layers_between
 from potluck.core.values.model import Model
 from potluck.core.values.plan import Plan, Template
 from potluck.core.values.service import FailureDomain
 from potluck.core.values.types import Codec, NodeType, Slo
 from potluck.perf.delays.startup import startup_s
-from potluck.perf.fits.predictors import ChunkedIterationPredictor, PartialPrefillPredictor, prompt_curve
-from potluck.perf.operators.network import Hop
-from potluck.perf.serving.mixed_pipeline import RequestLengths, together
+from potluck.perf.delays.transfer import AlphaBeta, alpha_beta
+from potluck.perf.fits.linear_fit import ChunkedIterationPredictor, PartialPrefillPredictor, prompt_curve
+from potluck.perf.operators.network import HANDOVER_SHARE, Hop
 from potluck.perf.serving.phases import decode_knees, decode_step_s
-from potluck.perf.serving.step_budget import paced_budget
-from potluck.perf.serving.throughput import best_operating
+from potluck.perf.serving.throughput import RequestLengths, best_operating, paced_budget, together
 from potluck.perf.sizes.capacity import kv_tokens, require_fit, stage_memory
 from potluck.perf.sizes.memory import (
     kv_bytes_per_token,
@@ -39,11 +38,53 @@ from potluck.perf.sizes.memory import (
 )
 from potluck.perf.step_timer import StepTimer
 from potluck.perf.timers.engine_host import DEFAULT_HOST, EngineHost
-from potluck.perf.timers.pipeline_timer import PipelineRounds, PipelineTimer, pipeline, stage_layers
+from potluck.perf.timers.pipeline_timer import (
+    PipelineRounds,
+    PipelineTimer,
+    layout_hops,
+    pipeline,
+    stage_layers,
+)
 from potluck.perf.timers.profile import Profile, ProfileTimer, profile_for
 from potluck.perf.timers.roofline import roofline
-from potluck.runtime.machine_paths import group_facts, hops_of
 from potluck.runtime.resolved_plan import DEFAULT_ENGINE, PROMPT_ENGINE, EngineSetup, ResolvedPlan
+
+
+def hops_of(resolved: ResolvedPlan, layout: Layout) -> tuple[Hop, ...]:
+    """From each stage to the next and back to the first, over the links between machines that the layout names."""
+    return layout_hops(layout, resolved.nodes, resolved.machine_gbps)
+
+
+def group_facts(
+    resolved: ResolvedPlan, template: Template, kv_bytes_per_token: float, mean: tuple[float, float]
+) -> GroupFacts:
+    """How KV gets from each of a group's replicas to each other, over the links between their machines."""
+    nodes = {n.machine: n.node for r in template.replicas for s in r.layout.stages for n in s.nodes}
+    hops = []
+    for i, first in enumerate(template.replicas):
+        for j, second in enumerate(template.replicas):
+            layers = layers_between(first.layout, second.layout)
+            whole = sum(layers.values())
+            parts = []
+            for (a, b), count in sorted(layers.items()):
+                path = machine_path(resolved, (a, nodes[a]), (b, nodes[b]))
+                if path is not None:
+                    name = f"{a}->{b}" if a != b else ""
+                    parts.append((name, path.alpha_s, count / whole / path.beta_bytes_per_s))
+            hops.append((i, j, tuple(parts)))
+    return GroupFacts(template.model, kv_bytes_per_token, tuple(hops), *mean)
+
+
+def machine_path(resolved: ResolvedPlan, first: tuple[str, str], second: tuple[str, str]) -> AlphaBeta | None:
+    """The way of KV from one machine (its name and type) to another; None within one that has a single GPU."""
+    if first[0] == second[0]:
+        inside = resolved.node(first[1]).interconnect
+        if inside.kind == "none":
+            return None
+        return AlphaBeta(inside.latency_s, inside.gb_per_s * 1e9 * HANDOVER_SHARE)
+    cards = (min(resolved.node(first[1]).network_gbps, resolved.node(second[1]).network_gbps), RTT_S)
+    return alpha_beta(*resolved.machine_gbps.get((first[0], second[0]), cards))
+
 
 CHUNK_STEP = 8
 """Planned chunks are rounded up to this. Coarser steps make every turn of a pipeline longer than planned: with 64

@@ -6,7 +6,9 @@ import gc
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import IO
+from typing import IO, TYPE_CHECKING
+
+import numpy as np
 
 from potluck.core.brain.brain import Brain
 from potluck.core.errors import CapacityError, UnknownNameError
@@ -16,25 +18,95 @@ from potluck.core.state.facts import BLOCK_TOKENS
 from potluck.core.state.policy import Policy
 from potluck.core.values.plan import Plan
 from potluck.core.values.types import Role
-from potluck.runtime.brain_log import LoggedBrain
-from potluck.runtime.decider import Decider
+from potluck.runtime.brain_log import Decider, LoggedBrain
 from potluck.runtime.replica_models import ReplicaModel, ReplicaModels
 from potluck.runtime.resolved_plan import ResolvedPlan
 from potluck.sim.links.link import SharedPipe
 from potluck.sim.load.workload import Workload
-from potluck.sim.replicas.gaps import UPPER_S
-from potluck.sim.replicas.round_table import StepTimes, step_table
-from potluck.sim.replicas.sim_engine import SimEngine, replica_limits
-from potluck.sim.replicas.step_table import StepTable
-from potluck.sim.results.distance import as_users_see
-from potluck.sim.results.records import LinkRecord, ReplicaRecord, SimResult
+from potluck.sim.replicas.sim_engine import UPPER_S, SimEngine, replica_limits
+from potluck.sim.replicas.step_table import StepTable, StepTimes, step_table
+from potluck.sim.results.records import ANSWERED, OPEN, LinkRecord, ReplicaRecord, SimResult, as_users_see
 from potluck.sim.sim_settings import SimSettings
 from potluck.sim.world.faults import Faults
-from potluck.sim.world.invariants import check
-from potluck.sim.world.plan_question import Planner
-from potluck.sim.world.sim_fleet import Make
-from potluck.sim.world.sim_state import SimReplica
+from potluck.sim.world.sim_fleet import Make, Planner
+from potluck.sim.world.sim_state import SimHandover, SimReplica
 from potluck.sim.world.world import SimWorld
+
+if TYPE_CHECKING:
+    from potluck.sim.world.world import SimWorld
+
+RELATIVE = 1e-6
+
+
+def check(world: SimWorld) -> list[str]:
+    """Everything that does not hold at the end of a run; empty when all does. `midway` holds at any time."""
+    return [*midway(world), *_requests(world), *_idle(world)]
+
+
+def midway(world: SimWorld) -> list[str]:
+    """What holds at any time: no replica over its memory, no pipe with more or less than it was given."""
+    found = []
+    for site in world.sites.values():
+        replica = site.replica
+        if not 0 <= replica.used_blocks <= replica.total_blocks:
+            found.append(f"{site.id} uses {replica.used_blocks} of {replica.total_blocks} blocks")
+    for pipe in world.network.pipes:
+        told = pipe.sent_bytes + pipe.open_bytes(world.now_s)
+        if abs(told - pipe.served_bytes) > RELATIVE * max(told, 1.0):
+            found.append(f"{pipe.name} carried {pipe.served_bytes:.0f} bytes for {told:.0f} asked")
+    return found
+
+
+def _requests(world: SimWorld) -> list[str]:
+    ledger, load = world.ledger, world.workload
+    records = ledger.records(load)
+    found = []
+    still = int((records.outcome[: world.arrived] == OPEN).sum())
+    if still != len(world.attempts.open):
+        found.append(f"{still} requests without an outcome, {len(world.attempts.open)} open")
+    answered = records.outcome == ANSWERED
+    short = answered & (records.streamed_tokens != records.output_tokens)
+    if short.any():
+        found.append(
+            f"{int(short.sum())} answers have not the tokens asked for, such as {np.flatnonzero(short)[:3]}"
+        )
+    with np.errstate(invalid="ignore"):
+        disorder = answered & ~(
+            (records.arrival_s <= records.first_token_s) & (records.first_token_s <= records.finish_s)
+        )
+        over = records.streamed_tokens > records.output_tokens
+        early = (records.outcome != OPEN) & ~(records.finish_s >= records.arrival_s)
+    for what, mask in (
+        ("times out of order", disorder),
+        ("too many tokens", over),
+        ("ended too early", early),
+    ):
+        if mask.any():
+            found.append(f"{int(mask.sum())} requests with {what}, such as {np.flatnonzero(mask)[:3]}")
+    unreasoned = (records.outcome == 2) & (records.reason == 0)
+    if unreasoned.any():
+        found.append(f"{int(unreasoned.sum())} refusals without a reason")
+    return found
+
+
+def _idle(world: SimWorld) -> list[str]:
+    """With no request open, nothing may be left anywhere."""
+    if world.attempts.open:
+        return []
+    found = []
+    for site in world.fleet.all_sites:
+        left = len(site.attempts) + len(site.computing) + sum(not hand.over for hand in site.waiting)
+        if left:
+            found.append(f"{site.id} still has {left} requests")
+        if site.there and site.replica.used_blocks:
+            found.append(f"{site.id} still uses {site.replica.used_blocks} blocks")
+    found += [
+        f"{pipe.name} still has {len(pipe)} transfers"
+        for pipe in world.network.pipes
+        if any(isinstance(world.handovers.what(key), SimHandover) for key in pipe.keys)
+    ]
+    return found
+
 
 MINDS = Callable[[ReplicaModels, Policy], Decider]
 
@@ -68,7 +140,7 @@ def simulate(
             mind=mind,
         )
         if faults is not None:
-            world.outside.plan(faults, seed, horizon_s(workload))
+            world.external.plan(faults, seed, horizon_s(workload))
         world.run()
         wrong = check(world)
         if wrong:
@@ -190,7 +262,7 @@ def result_of(world: SimWorld, seed: int) -> SimResult:
         "hand-overs that waited for room": world.handovers.waited,
         "reports lost": world.reports.lost,
         "plans asked for": world.replans,
-        "second attempts": world.attempts.twinned,
+        "second attempts": world.attempts.hedged,
     }
     replicas = tuple(_replica_record(site, end_s) for site in world.fleet.all_sites)
     return SimResult(
@@ -199,12 +271,12 @@ def result_of(world: SimWorld, seed: int) -> SimResult:
         replicas,
         tuple(_link_record(world, pipe) for pipe in (*links, *cards)),
         end_s,
-        tuple(world.purse.rates),
+        tuple(world.costs.rates),
         world.sampler.samples(),
-        tuple(world.outside.noted),
+        tuple(world.external.noted),
         counts=counts,
         seed=seed,
-        start_rates=tuple(world.purse.start_rates),
+        start_rates=tuple(world.costs.start_rates),
     )
 
 

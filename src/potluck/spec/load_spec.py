@@ -12,11 +12,18 @@ from pydantic_core import ErrorDetails
 from potluck.core.errors import did_you_mean
 from potluck.core.values.layout import REGION
 from potluck.spec.resolve import resolve
-from potluck.spec.schema import NODE_TAGS, FleetSpecIn, SpecIn
-from potluck.spec.schema_parts import AT
-from potluck.spec.spec_problems import Loc, SpecError, SpecProblem, SpecProblems, one_line, shown
+from potluck.spec.schema import AT, NODE_TAGS, FleetSpecIn, SpecIn
+from potluck.spec.spec_problems import (
+    MAX_BYTES,
+    Loc,
+    SpecError,
+    SpecProblem,
+    SpecProblems,
+    one_line,
+    read_marked,
+    shown,
+)
 from potluck.spec.spec_values import Spec
-from potluck.spec.yaml_lines import MAX_BYTES, read_marked
 
 MAX_PROBLEMS = 500
 """With more than this the file is something else; going on would only take time."""

@@ -6,22 +6,179 @@ goes on, and the notes are raised together at the end.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from potluck.core.errors import InputError, PotluckError, UnknownNameError, did_you_mean
+from potluck.core.state.policy import Policy
 from potluck.core.values.model import Model, in_format
+from potluck.core.values.service import ModelTerms, PrefixSharing, RequestClass, Tenant, with_built_in
 from potluck.core.values.types import Link, NodeOffer, NodeType, Region
-from potluck.spec.policies import resolve_policy
-from potluck.spec.schema import KV_CODECS, LinkIn, ModelIn, OfferIn, RegionIn, SpecIn
-from potluck.spec.spec_hardware import SpecHardware
-from potluck.spec.spec_pools import ResolvedPool, resolve_pool
+from potluck.spec.schema import (
+    KV_CODECS,
+    LimitsIn,
+    LinkIn,
+    ModelIn,
+    OfferIn,
+    PolicyIn,
+    RegionIn,
+    SharingIn,
+    SpecIn,
+)
+from potluck.spec.spec_hardware import ResolvedPool, SpecHardware, made_of, resolve_pool
 from potluck.spec.spec_problems import Loc, SpecProblems, shown
 from potluck.spec.spec_values import SHIPPED, ModelSpec, PriceNote, Spec, WeightsLocation
-from potluck.spec.term_names import ASSUMED_PREEMPTIONS_PER_H, beside, places_of, resolve_terms
-from potluck.spec.traffic import resolve_traffic
-from potluck.spec.traffic_shares import resolve_origins, with_shares
+from potluck.spec.traffic import resolve_origins, resolve_traffic, with_shares
+
+ASSUMED_PREEMPTIONS_PER_H = 0.05
+"""Of a spot node when nothing is said: once in 20 hours. Clouds publish bands by month, far apart by type."""
+
+
+@dataclass(frozen=True, slots=True)
+class TermNames:
+    """What terms may name."""
+
+    regions: tuple[str, ...]
+    clouds: dict[str, str]
+    """Region to its cloud, where it has one."""
+    nodes: tuple[NodeType, ...]
+    zones: bool
+    pool: bool
+
+    def node_names(self) -> dict[str, tuple[str, ...]]:
+        """A node's name, its type's without zone or spot, or its GPU's, to the nodes that it means."""
+        found: dict[str, set[str]] = {}
+        for node in self.nodes:
+            for name in (node.name, f"{node.gpus}x{node.gpu.name}", node.gpu.name):
+                found.setdefault(name, set()).add(node.name)
+        return {name: tuple(sorted(each)) for name, each in found.items()}
+
+
+def places_of(written: SpecIn, pooled: ResolvedPool, regions: Sequence[str]) -> TermNames:
+    clouds = {} if written.fleet is None else {r.name: r.cloud for r in written.fleet.regions if r.cloud}
+    zones = any(offer.zone for region in pooled.regions for offer in region.offers)
+    return TermNames(tuple(regions), clouds, pooled.node_types, zones, written.pool is not None)
+
+
+def beside(region: RegionIn, hardware: SpecHardware) -> Iterator[tuple[OfferIn, NodeType]]:
+    """A region's offers with their nodes; those of one type that are spot or in another zone are named so."""
+    found = [(offer, hardware.node(offer.node, (*offer.at, "node"))) for offer in region.nodes]
+    named = [node.name for _, node in found if node is not None]
+    for offer, node in found:
+        if node is None:
+            continue
+        kinds = {(o.spot, o.zone) for o, n in found if n is not None and n.name == node.name}
+        if named.count(node.name) > 1 and len(kinds) > 1:
+            name = node.name + (f" {offer.zone}" if offer.zone else "") + (" spot" if offer.spot else "")
+            node = hardware.nodes.setdefault(name, replace(node, name=name))
+        yield offer, node
+
+
+def resolve_terms(entry: ModelIn, places: TermNames, problems: SpecProblems) -> ModelTerms:
+    """The terms of one model; what is wrong with them is noted with its line."""
+    limits = entry.limits or LimitsIn()
+    before = len(problems.found)
+    redundancy = entry.redundancy
+    if redundancy is not None and redundancy.survive == "zone" and not places.zones:
+        fix = "add zone: to the fleet's nodes" if not places.pool else "a pool's plans name no zones"
+        problems.add((*entry.at, "redundancy"), f"zone is not known of any node; {fix}, or survive: node")
+    regions = _allowed_regions(limits, places, problems)
+    residency = None
+    if limits.residency is not None:
+        known = {*places.regions, *places.clouds.values()}
+        asked = _known(limits.residency, known, "region or cloud", (*limits.at, "residency"), problems)
+        residency = tuple(r for r in places.regions if r in asked or places.clouds.get(r) in asked)
+    nodes = _nodes(limits, places, problems)
+    for only, name in ((regions, "only_regions"), (residency, "residency"), (nodes, "only_nodes")):
+        if only == () and len(problems.found) == before:
+            problems.add((*limits.at, name), "leaves nothing to run on; allow more")
+    try:
+        return ModelTerms(
+            None if redundancy is None else redundancy.survive,
+            1.0 if redundancy is None else redundancy.share,
+            entry.max_spot_share,
+            regions,
+            residency,
+            nodes,
+            limits.max_gpu_kinds,
+            limits.max_stages,
+            limits.max_nodes,
+            limits.min_copies,
+            limits.max_copies,
+            entry.priority,
+        )
+    except InputError as error:
+        problems.add((*limits.at, error.field), error.problem)
+        return ModelTerms()
+
+
+def _allowed_regions(limits: LimitsIn, places: TermNames, problems: SpecProblems) -> tuple[str, ...] | None:
+    """The regions that are left; None when nothing is said."""
+    at, clouds = limits.at, places.clouds
+    said = (limits.only_regions, limits.only_clouds, limits.no_regions or None, limits.no_clouds or None)
+    if all(each is None for each in said):
+        return None
+    left = set(places.regions)
+    for field, names, known, allowed in (
+        ("only_regions", limits.only_regions, places.regions, True),
+        ("no_regions", limits.no_regions, places.regions, False),
+        ("only_clouds", limits.only_clouds, tuple(clouds.values()), True),
+        ("no_clouds", limits.no_clouds, tuple(clouds.values()), False),
+    ):
+        if not names and (names is None or not allowed):
+            continue
+        what = "cloud" if "clouds" in field else "region"
+        asked = _known(names, set(known), what, (*at, field), problems)
+        mine = {r for r in left if (clouds.get(r) if what == "cloud" else r) in asked}
+        left = mine if allowed else left - mine
+    return tuple(region for region in places.regions if region in left)
+
+
+def _nodes(limits: LimitsIn, places: TermNames, problems: SpecProblems) -> tuple[str, ...] | None:
+    if limits.only_nodes is None and not limits.no_nodes:
+        return None
+    names = places.node_names()
+    left = {node.name for node in places.nodes}
+    for field, written, allowed in (
+        ("only_nodes", limits.only_nodes, True),
+        ("no_nodes", limits.no_nodes, False),
+    ):
+        if written is None or (not written and not allowed):
+            continue
+        spelt = [_spelt(each, names) for each in written]
+        asked = _known(spelt, set(names), "node", (*limits.at, field), problems)
+        mine = {node for name in asked for node in names[name]}
+        left = left & mine if allowed else left - mine
+    return tuple(node.name for node in places.nodes if node.name in left)
+
+
+def _spelt(name: str, known: Collection[str]) -> str:
+    """The name under which the catalog has a node or a GPU, where it is not known as it is."""
+    from potluck.catalog import gpus, nodes
+
+    if name in known:
+        return name
+    for gpu in (True, False):
+        try:
+            found = gpus.gpu(name).name if gpu else nodes.canonical(name)
+        except InputError:
+            continue
+        if found in known:
+            return found
+    return name
+
+
+def _known(written: Sequence[str], known: set[str], what: str, at: Loc, problems: SpecProblems) -> set[str]:
+    """Those of the names that there are; each other one is a complaint."""
+    for place, name in enumerate(written):
+        if name not in known and known:
+            problems.add((*at, place), f"unknown {what} {shown(name)}{did_you_mean(name, known)}")
+        elif not known:
+            problems.add((*at, place), f"unknown {what} {shown(name)}; the fleet names none")
+    return {name for name in written if name in known}
+
 
 PLAUSIBLE_TTFT_MS, PLAUSIBLE_TPOT_MS, PLAUSIBLE_E2E_MS = 20.0, 1.0, 50.0
 """Below these no GPU there is keeps an objective for any model worth serving."""
@@ -140,15 +297,12 @@ def _offer(written: OfferIn, node: NodeType, price_usd_per_h: float, hardware: S
         often = ASSUMED_PREEMPTIONS_PER_H if written.spot else 0.0
         if written.spot:
             hardware.note(f"{node.name}: spot, assumed to be taken away {often:g} times an hour")
-    return NodeOffer(
-        node.name,
-        price_usd_per_h,
-        written.available,
-        written.spot,
-        often,
-        written.reserved,
-        written.zone or "",
-    )
+    fixed: dict[str, Any] = {
+        "node": node.name,
+        "price_usd_per_h": price_usd_per_h,
+        "preemptions_per_h": often,
+    }
+    return NodeOffer(**written.model_dump(exclude=set(fixed), exclude_none=True), **fixed)
 
 
 def _price(
@@ -260,3 +414,40 @@ def _read_config(path: Path) -> Model:
     from potluck.catalog import huggingface
 
     return huggingface.read_model(path)
+
+
+def resolve_policy(written: PolicyIn | None, models: Sequence[str], problems: SpecProblems) -> Policy:
+    """The rules; what is wrong with them is noted with its line. `models` are the names of those there are."""
+    if written is None:
+        return Policy()
+    for kind in ("tenants", "classes"):
+        seen: set[str] = set()
+        for entry in getattr(written, kind):
+            if entry.name in seen:
+                problems.add((*entry.at, "name"), f"duplicate name {shown(entry.name)} in {kind}; keep one")
+            seen.add(entry.name)
+    shared = tuple(_sharing(each, models, problems) for each in written.shared_prefixes)
+    classes = [
+        made_of(RequestClass, each, problems, slo=None if each.slo is None else each.slo.value())
+        for each in written.classes
+    ]
+    if problems.found:
+        return Policy()
+    tenants = tuple(Tenant(tenant.name, tenant.weight) for tenant in written.tenants)
+    own = with_built_in(tuple(each for each in classes if each is not None))
+    lists = {"tenants": tenants, "classes": own, "shared_prefixes": shared}
+    return made_of(Policy, written, problems, **lists) or Policy()
+
+
+def _sharing(written: SharingIn, models: Sequence[str], problems: SpecProblems) -> PrefixSharing:
+    if written.tenants != "all" and len(set(written.tenants)) < 2:
+        problems.add((*written.at, "tenants"), "must name two tenants or more that share, or say `all`")
+    named = () if written.models == "all" else tuple(written.models)
+    for place, name in enumerate(named):
+        if models and name not in models:
+            line = f"unknown model {shown(name)}{did_you_mean(name, models)}"
+            problems.add((*written.at, "models", place), line)
+    if written.models == []:
+        problems.add((*written.at, "models"), "must name models, or say `all`")
+    tenants = () if written.tenants == "all" else tuple(sorted(set(written.tenants)))
+    return PrefixSharing(tenants, named)

@@ -8,25 +8,120 @@ so that later complaints find their line.
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal, TypeVar
+from dataclasses import MISSING, fields
+from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar, get_args, get_type_hints
 
 from pydantic import (
     AfterValidator,
     AliasChoices,
+    BaseModel,
     BeforeValidator,
+    ConfigDict,
     Discriminator,
     Field,
     Tag,
+    create_model,
     model_validator,
 )
 
+from potluck.core.routing.balance import BALANCES
+from potluck.core.scaling.autoscaler import SCALERS
+from potluck.core.state.policy import Policy
 from potluck.core.values.model import ChosenFormat
-from potluck.core.values.service import FailureDomain
-from potluck.core.values.types import Codec
-from potluck.spec.policies import PolicyIn
-from potluck.spec.schema_parts import AT, MAX_TOKENS, Name, PathText, SloIn, Tokens, Written
+from potluck.core.values.service import FailureDomain, RequestClass
+from potluck.core.values.types import Codec, Gpu, Slo
+from potluck.spec.spec_problems import Loc
+
+AT = "@at"
+"""Key under which the loader puts a mapping's location before it is validated."""
+
+MAX_TOKENS = 10_000_000
+MOST = 1e9
+"""Of any number of a GPU, a class or the policy: more is a slip."""
+
+Name = Annotated[str, Field(min_length=1, max_length=200)]
+PathText = Annotated[str, Field(min_length=1, max_length=4096)]
+Tokens = Annotated[float, Field(ge=1, le=MAX_TOKENS)]
+
+
+class Written(BaseModel):
+    """Base of every mapping a person writes."""
+
+    model_config = ConfigDict(extra="forbid", strict=True, frozen=True, allow_inf_nan=False)
+
+    at: Loc = Field(default=(), validation_alias=AT, exclude=True, repr=False)
+
+
+class SloIn(Written):
+    """What users were promised."""
+
+    ttft_ms: float = Field(gt=0, le=3_600_000, validation_alias=AliasChoices("ttft_ms", "ttft"))
+    tpot_ms: float = Field(gt=0, le=600_000, validation_alias=AliasChoices("tpot_ms", "tpot"))
+    e2e_ms: float | None = Field(
+        default=None, gt=0, le=36_000_000, validation_alias=AliasChoices("e2e_ms", "e2e")
+    )
+    attainment: float = Field(default=0.9, gt=0, le=1)
+
+    def value(self) -> Slo:
+        e2e_s = None if self.e2e_ms is None else self.e2e_ms / 1000
+        return Slo(self.ttft_ms / 1000, self.tpot_ms / 1000, self.attainment, e2e_s)
+
 
 T = TypeVar("T")
+
+
+def derived(called: str, kind: type[Any], unset: bool = False, **shapes: tuple[Any, Any]) -> type[Written]:
+    """A mapping with the fields of a dataclass, each written once; `shapes` differ in (type, default).
+
+    With `unset` a field may be left open, which is not the same as writing its default. Numbers are at most MOST;
+    what else the dataclass refuses, it says itself when it is made (`resolve`).
+    """
+    hints, made = get_type_hints(kind), dict[str, Any]()
+    for each in fields(kind):
+        hint = hints[each.name]
+        if {float, int} & {hint, *get_args(hint)}:
+            hint = Annotated[hint, Field(le=MOST)]
+        default = ... if each.default is MISSING else each.default
+        made[each.name] = shapes.get(each.name) or ((hint | None, None) if unset else (hint, default))
+    return create_model(called, __base__=Written, __doc__=kind.__doc__, __module__=__name__, **made)
+
+
+class TenantIn(Written):
+    """Somebody who shares the fleet."""
+
+    name: Name
+    weight: float = Field(default=1.0, gt=0, le=1e6)
+
+
+class SharingIn(Written):
+    """Tenants that use each other's cached prefixes."""
+
+    tenants: Literal["all"] | list[Name]
+    models: Literal["all"] | list[Name] = "all"
+
+
+if TYPE_CHECKING:
+
+    class GpuIn(Written):
+        name: str
+
+    class ClassIn(Written):
+        name: str
+        slo: SloIn | None
+
+    class PolicyIn(Written):
+        tenants: list[TenantIn]
+        classes: list[ClassIn]
+        shared_prefixes: list[SharingIn]
+
+else:
+    GpuIn = derived("GpuIn", Gpu, name=(Name, ...), architecture=(Name, "unknown"))
+    ClassIn = derived("ClassIn", RequestClass, name=(Name, ...), slo=(SloIn | None, None))
+    lists = {"tenants": TenantIn, "classes": ClassIn, "shared_prefixes": SharingIn}
+    rules = {"balance": BALANCES, "scaling": SCALERS}
+    shapes = {n: (list[k], Field(default_factory=list)) for n, k in lists.items()}
+    shapes |= {n: (Literal[tuple(known)] | None, None) for n, known in rules.items()}
+    PolicyIn = derived("PolicyIn", Policy, True, **shapes)
 
 
 class LognormalIn(Written):
@@ -234,22 +329,6 @@ class ModelIn(Written):
     precision: Precision = None
     """Serve it as if its weights were stored in this format, or in that of these which is cheapest; without it, as
     they are."""
-
-
-class GpuIn(Written):
-    """A GPU that the catalog does not have. Dense rates, decimal gigabytes."""
-
-    name: Name
-    fp16_tflops: float = Field(gt=0, le=1e5)
-    memory_gb: float = Field(gt=0, le=1e4)
-    bandwidth_gb_per_s: float = Field(gt=0, le=1e6)
-    fp8_tflops: float | None = Field(default=None, gt=0, le=1e6)
-    tdp_w: float | None = Field(default=None, gt=0, le=1e5)
-    sm_count: int | None = Field(default=None, gt=0, le=10_000)
-    l2_mb: float | None = Field(default=None, gt=0, le=1e5)
-    boost_ghz: float | None = Field(default=None, gt=0, le=100)
-    architecture: Name = "unknown"
-    bf16: bool = True
 
 
 class InterconnectIn(Written):

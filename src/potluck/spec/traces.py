@@ -16,18 +16,113 @@ from array import array
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from datetime import UTC, datetime
+from datetime import UTC, datetime, timedelta
 from math import inf
 from pathlib import Path
-from typing import IO
+from typing import IO, Any, Literal, get_args
 
 import numpy as np
 from numpy.typing import NDArray
 
 from potluck.core.errors import InputError, did_you_mean
-from potluck.spec.sharegpt import read_sharegpt
 from potluck.spec.spec_problems import shown
-from potluck.spec.trace_rows import TraceRequest, label, time_of, tokens, wait_of, whole
+
+WINDOW_S = 60.0
+DAY_S = 86_400.0
+LEVELS = (0.5, 0.9, 0.99)
+
+
+@dataclass(frozen=True, slots=True)
+class LengthSpread:
+    """A length's distribution in tokens."""
+
+    mean: float
+    p50: float
+    p90: float
+    p99: float
+    max: float
+
+
+@dataclass(frozen=True, slots=True)
+class TraceStats:
+    """Rates and burstiness are None where the trace has no times, or fewer than two windows of them."""
+
+    format_name: str
+    requests: int
+    span_s: float
+    rate_per_s: float | None
+    gap_cv: float | None
+    """Standard deviation over mean of the gaps: 1 is Poisson."""
+    window_cv: float | None
+    """The same of the counts in whole windows of WINDOW_S."""
+    window_peak_to_mean: float | None
+    dispersion: float | None
+    """Variance over mean of those counts: 1 is Poisson at any rate."""
+    input_tokens: LengthSpread
+    output_tokens: LengthSpread
+    prefix_hit_share: float | None
+    empty_outputs: int
+    passed_over: int
+
+
+def trace_stats(trace: Trace) -> TraceStats:
+    gaps = np.diff(trace.time_s)
+    counts = window_counts(trace.time_s, WINDOW_S)
+    mean = float(counts.mean()) if len(counts) >= 2 else 0.0
+    return TraceStats(
+        trace.format_name,
+        len(trace),
+        trace.span_s,
+        trace.rate_per_s,
+        float(gaps.std() / gaps.mean()) if len(gaps) and gaps.mean() > 0 else None,
+        float(counts.std() / mean) if mean else None,
+        float(counts.max() / mean) if mean else None,
+        float(counts.var() / mean) if mean else None,
+        _spread(trace.input_tokens),
+        _spread(trace.output_tokens),
+        trace.prefix_hit_share,
+        trace.empty_outputs,
+        trace.passed_over,
+    )
+
+
+def window_counts(time_s: NDArray[np.float64], window_s: float) -> NDArray[np.int64]:
+    """Requests in each whole window from the first request on; the last, partial one is left out."""
+    since_s = time_s - time_s[0]
+    whole = int(since_s[-1] // window_s)
+    inside = since_s[since_s < whole * window_s]
+    return np.bincount((inside // window_s).astype(np.int64), minlength=whole)
+
+
+def _spread(tokens: NDArray[np.float64]) -> LengthSpread:
+    p50, p90, p99 = (float(value) for value in np.quantile(tokens, LEVELS))
+    return LengthSpread(float(tokens.mean()), p50, p90, p99, float(tokens.max()))
+
+
+def rates_by_hour(trace: Trace, parts: int = 24) -> tuple[float, ...]:
+    """Requests a second in equal parts of the day, by the hours the trace covers; empty when it covers too few.
+
+    Times of a trace that has dates are hours of the day (UTC); others count from midnight. Parts that it does not
+    reach have the least rate seen.
+    """
+    part_s = DAY_S / parts
+    if trace.span_s < 2 * part_s:
+        return ()
+    start_s = float(trace.time_s[0]) if trace.time_s[0] > DAY_S * 365 else 0.0
+    times = trace.time_s if start_s else trace.time_s - float(trace.time_s[0])
+    place = (np.floor(times / part_s) % parts).astype(np.int64)
+    counts = np.bincount(place, minlength=parts).astype(np.float64)
+    first, last = float(times[0]), float(times[-1])
+    edges = np.arange(np.floor(first / part_s), np.floor(last / part_s) + 1)
+    held_s = np.zeros(parts)
+    for edge in edges:
+        held_s[int(edge) % parts] += min((edge + 1) * part_s, last) - max(edge * part_s, first)
+    seen = held_s > part_s / 4
+    rates = counts[seen] / held_s[seen]
+    found = np.full(parts, rates.min())
+    found[seen] = rates
+    return tuple(found.tolist())
+
 
 LABELS = ("Tenant", "Class", "Deadline ms")
 """Columns that any CSV trace may have beside its own: the deadline counts from the request's time."""
@@ -297,3 +392,239 @@ def _milliseconds(value: object) -> float:
     if isinstance(value, bool) or not isinstance(value, int | float):
         raise ValueError("not a number")
     return value / 1000.0
+
+
+Format = Literal["azure", "mooncake", "burstgpt"]
+FORMATS: tuple[Format, ...] = get_args(Format)
+_EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
+_LAST_S = (datetime(9999, 12, 31, tzinfo=UTC) - _EPOCH).total_seconds()
+
+
+def format_of(path: Path) -> Format:
+    """What a file's name asks for: Mooncake for JSON lines, Azure for CSV."""
+    name = path.name.removesuffix(".gz")
+    if name.endswith((".jsonl", ".json")):
+        return "mooncake"
+    if name.endswith(".csv"):
+        return "azure"
+    raise InputError("--out", f"{path.name} ends in neither .csv nor .jsonl; give --to")
+
+
+def write_trace(trace: Trace, path: Path, format_name: Format) -> None:
+    """Write it, gzipped where the name ends in .gz.
+
+    Times keep microseconds; what a format cannot hold is left out.
+    """
+    lines = {"azure": _azure, "mooncake": _mooncake, "burstgpt": _burstgpt}[format_name](trace)
+    try:
+        # A fixed time in the gzip header: the same trace gives the same bytes.
+        with path.open("wb") as raw:
+            if path.suffix == ".gz":
+                with gzip.GzipFile("", "wb", fileobj=raw, mtime=0) as packed:
+                    packed.writelines(line.encode() for line in lines)
+            else:
+                raw.writelines(line.encode() for line in lines)
+    except OSError as error:
+        raise InputError(str(path), f"cannot be written: {error.strerror or error}") from error
+
+
+def _azure(trace: Trace) -> Iterator[str]:
+    if not 0 <= trace.time_s[0] <= trace.time_s[-1] <= _LAST_S:
+        raise InputError("time", "is outside of the years 1970 to 9999, which azure's format cannot hold")
+    yield "TIMESTAMP,ContextTokens,GeneratedTokens\n"
+    for time_s, prompt, output in _rows(trace):
+        moment = _EPOCH + timedelta(microseconds=round(time_s * 1e6))
+        yield f"{moment:%Y-%m-%d %H:%M:%S.%f},{prompt},{output}\n"
+
+
+def _burstgpt(trace: Trace) -> Iterator[str]:
+    yield "Timestamp,Model,Request tokens,Response tokens,Total tokens,Log Type\n"
+    first_s = float(trace.time_s[0])
+    for time_s, prompt, output in _rows(trace):
+        yield f"{_plain(time_s - first_s, 6)},unknown,{prompt},{output},{prompt + output},API log\n"
+
+
+def _mooncake(trace: Trace) -> Iterator[str]:
+    first_s = float(trace.time_s[0])
+    starts, ids = trace.block_starts, trace.block_ids
+    for i, (time_s, prompt, output) in enumerate(_rows(trace)):
+        row: dict[str, object] = {
+            "timestamp": _plain((time_s - first_s) * 1e3, 3),
+            "input_length": prompt,
+            "output_length": output,
+            "hash_ids": [],
+        }
+        if starts is not None and ids is not None:
+            row["hash_ids"] = ids[starts[i] : starts[i + 1]].tolist()
+        if trace.tenants is not None and trace.tenants[i]:
+            row["tenant"] = trace.tenants[i]
+        if trace.classes is not None and trace.classes[i]:
+            row["class"] = trace.classes[i]
+        if trace.wait_s is not None and trace.wait_s[i] < inf:
+            row["deadline_ms"] = _plain(float(trace.wait_s[i]) * 1e3, 3)
+        yield json.dumps(row) + "\n"
+
+
+def _rows(trace: Trace) -> Iterator[tuple[float, int, int]]:
+    tokens = (trace.input_tokens.astype(int).tolist(), trace.output_tokens.astype(int).tolist())
+    yield from zip(trace.time_s.tolist(), *tokens, strict=True)
+
+
+def _plain(value: float, digits: int) -> float:
+    """Rounded, and without a `.0`."""
+    rounded = round(value, digits)
+    return int(rounded) if rounded.is_integer() else rounded
+
+
+MAX_TOKENS = 10_000_000
+MOST_LABEL = 200
+
+
+@dataclass(frozen=True, slots=True)
+class TraceRequest:
+    """One line of a trace. `blocks` are its prefix block ids, where the trace has them."""
+
+    time_s: float
+    input_tokens: int
+    output_tokens: int
+    blocks: tuple[int, ...] = ()
+    tenant: str = ""
+    """Who sent it and of which class it is, where the trace says so."""
+    request_class: str = ""
+    wait_s: float = inf
+    """How long anybody waits for its answer."""
+
+
+def label(column: str, value: object) -> str:
+    """A tenant's or a class's name; nothing is none."""
+    if value is None:
+        return ""
+    if not isinstance(value, str) or len(value) > MOST_LABEL or not value.isprintable():
+        raise ValueError(f"{column} must be a name of at most {MOST_LABEL} characters, is {shown(value)}")
+    return value.strip()
+
+
+def wait_of(column: str, value: object) -> float:
+    """Milliseconds from the arrival to the deadline; nothing is none."""
+    if value is None or value == "":
+        return inf
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < 1e15:
+        raise ValueError(f"{column} must be a positive number of milliseconds, is {shown(value)}")
+    return value / 1000.0
+
+
+def time_of(column: str, value: Any, read: Callable[[Any], float], last_s: float) -> float:
+    """A time in seconds that does not lie before the one of the line above."""
+    try:
+        seconds = read(value)
+    except (ValueError, OverflowError) as error:
+        raise ValueError(f"{column} must be a time, is {shown(value)}") from error
+    if not abs(seconds) < 1e15:
+        raise ValueError(f"{column} must be a time, is {shown(value)}")
+    if seconds < last_s:
+        raise ValueError(f"{column} goes back by {last_s - seconds:g} s; sort the file by time")
+    return seconds
+
+
+def whole(text: str) -> object:
+    """A number as CSV writers spell whole ones, `12` or `12.0`; anything else as it stands."""
+    try:
+        number = float(text)
+    except ValueError:
+        return text
+    return int(number) if number.is_integer() else number
+
+
+def tokens(column: str, value: object, least: int) -> int:
+    if type(value) is not int:
+        raise ValueError(f"{column} must be a whole number, is {shown(value)}")
+    if not least <= value <= MAX_TOKENS:
+        raise ValueError(f"{column} must be between {least} and {MAX_TOKENS:,}, is {shown(value)}")
+    return value
+
+
+BYTES_PER_TOKEN = 4
+PROMPT_FROM = frozenset({"human", "user"})
+ANSWER_FROM = frozenset({"gpt", "chatgpt", "assistant", "bing", "bard"})
+_SPACE = " \t\r\n"
+
+
+def read_sharegpt(text: str, name: str) -> Iterator[TraceRequest | None]:
+    """The requests one by one, all at time 0; None for a conversation that has none."""
+    decoder = json.JSONDecoder()
+    at, line = _skip(text, 0), 1
+    line += text.count("\n", 0, at)
+    at += 1  # the opening bracket, which told the format
+    first = True
+    while True:
+        following = _skip(text, at)
+        line += text.count("\n", at, following)
+        at = following
+        end = text[at : at + 1]
+        if end == "]":
+            _nothing_after(text, at + 1, name, line)
+            return
+        if not first:
+            if end != ",":
+                raise InputError(f"{name}:{line}", "is not JSON: a comma or ] is missing")
+            following = _skip(text, at + 1)
+            line += text.count("\n", at, following)
+            at = following
+        first = False
+        try:
+            entry, stop = decoder.raw_decode(text, at)
+            yield _request(entry)
+        except json.JSONDecodeError as error:
+            raise InputError(f"{name}:{error.lineno}", f"is not JSON: {error.msg}") from error
+        except RecursionError as error:
+            raise InputError(f"{name}:{line}", "is nested too deeply") from error
+        except ValueError as error:
+            raise InputError(f"{name}:{line}", str(error)) from error
+        line += text.count("\n", at, stop)
+        at = stop
+
+
+def _skip(text: str, at: int) -> int:
+    while at < len(text) and text[at] in _SPACE:
+        at += 1
+    return at
+
+
+def _nothing_after(text: str, at: int, name: str, line: int) -> None:
+    end = _skip(text, at)
+    if end < len(text):
+        raise InputError(f"{name}:{line + text.count(chr(10), at, end)}", "is not JSON: text after the list")
+
+
+def _request(entry: object) -> TraceRequest | None:
+    if not isinstance(entry, dict):
+        raise ValueError("is not a JSON object")
+    if "conversations" not in entry:
+        raise ValueError(f"'conversations' is missing{did_you_mean('conversations', entry)}")
+    turns = entry["conversations"]
+    if not isinstance(turns, list):
+        raise ValueError(f"conversations must be a list, is {shown(turns)}")
+    sides = [_side(turn) for turn in turns]
+    for index in range(len(sides) - 1):
+        if sides[index] in PROMPT_FROM:
+            if sides[index + 1] not in ANSWER_FROM:
+                return None
+            prompt, answer = _length(turns[index]), _length(turns[index + 1])
+            return TraceRequest(0.0, prompt, answer) if prompt else None
+    return None
+
+
+def _side(turn: object) -> str:
+    if not isinstance(turn, dict) or not isinstance(turn.get("from"), str):
+        raise ValueError("every turn must be an object with 'from'")
+    return str(turn["from"])
+
+
+def _length(turn: dict[str, object]) -> int:
+    if "tokens" in turn:
+        return tokens("tokens", turn["tokens"], least=0)
+    value = turn.get("value")
+    if not isinstance(value, str):
+        raise ValueError(f"a turn needs 'value' or 'tokens', value is {shown(value)}")
+    estimate = -(-len(value.encode("utf-8", "surrogatepass")) // BYTES_PER_TOKEN)
+    return min(estimate, MAX_TOKENS)

@@ -2,15 +2,23 @@
 
 from __future__ import annotations
 
-from math import exp
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import pairwise
+from math import erfc, exp, log, sqrt
 from pathlib import Path
 
-from potluck.core.errors import InputError
-from potluck.core.values.length_laws import lognormal_from_mean, lognormal_from_quantiles
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+from potluck.core.errors import InputError, did_you_mean
+from potluck.core.state.policy import Policy
+from potluck.core.values.length_laws import LEAST_MASS, lognormal_from_mean, lognormal_from_quantiles
 from potluck.core.values.types import LengthBin, Traffic
-from potluck.spec import binning
-from potluck.spec.schema import LengthsIn, TrafficIn
-from potluck.spec.spec_problems import Loc, SpecProblems
+from potluck.spec import traffic
+from potluck.spec.schema import LengthsIn, ModelIn, OriginIn, TrafficIn
+from potluck.spec.spec_problems import Loc, SpecProblems, shown
+from potluck.spec.spec_values import ModelSpec
 from potluck.spec.traces import Trace, load_trace
 
 TAIL_SIGMAS = 9.0
@@ -28,11 +36,11 @@ def resolve_traffic(
         return _from_trace(written, written.trace, model, folder, problems)
     assert written.input is not None
     assert written.output is not None
-    inputs = _groups(written.input, binning.INPUT_GROUPS, (*written.at, "input"), problems)
-    outputs = _groups(written.output, binning.OUTPUT_GROUPS, (*written.at, "output"), problems)
+    inputs = _groups(written.input, traffic.INPUT_GROUPS, (*written.at, "input"), problems)
+    outputs = _groups(written.output, traffic.OUTPUT_GROUPS, (*written.at, "output"), problems)
     if inputs is None or outputs is None:
         return None, ""
-    bins = binning.product_bins(inputs, outputs)
+    bins = traffic.product_bins(inputs, outputs)
     words = f"{describe(written.input)} in, {describe(written.output)} out"
     rate_per_s = max(written.rate_by_hour or [0.0]) if written.rate_per_s is None else written.rate_per_s
     return Traffic(model, rate_per_s, bins, written.prefix_hit_share or 0.0), words
@@ -44,7 +52,7 @@ def _from_trace(
     loc = (*written.at, "trace")
     try:
         trace = load_trace(folder / trace_path)
-        bins: tuple[LengthBin, ...] = binning.joint_bins(trace.input_tokens, trace.output_tokens)
+        bins: tuple[LengthBin, ...] = traffic.joint_bins(trace.input_tokens, trace.output_tokens)
     except (OSError, ValueError) as error:
         problems.add(loc, f"cannot be read: {getattr(error, 'strerror', None) or error}")
         return None, ""
@@ -72,7 +80,7 @@ def _trace_words(trace: Trace, name: str) -> str:
     return words
 
 
-def _groups(written: LengthsIn, groups: int, loc: Loc, problems: SpecProblems) -> list[binning.Group] | None:
+def _groups(written: LengthsIn, groups: int, loc: Loc, problems: SpecProblems) -> list[traffic.Group] | None:
     try:
         return cut(written, groups)
     except InputError as error:
@@ -80,17 +88,17 @@ def _groups(written: LengthsIn, groups: int, loc: Loc, problems: SpecProblems) -
         return None
 
 
-def cut(written: LengthsIn, groups: int) -> list[binning.Group]:
+def cut(written: LengthsIn, groups: int) -> list[traffic.Group]:
     """A written distribution as (share, mean tokens) groups."""
     if written.values is not None:
         weights = written.weights or [1.0] * len(written.values)
-        return binning.cut_values(written.values, weights, groups)
+        return traffic.cut_values(written.values, weights, groups)
     if written.uniform is not None:
         low, high = written.uniform
-        return [(1.0, low)] if low == high else binning.cut_law(binning.uniform(low, high), groups)
+        return [(1.0, low)] if low == high else traffic.cut_law(traffic.uniform(low, high), groups)
     if written.lognormal is not None:
         law = written.lognormal
-        return binning.cut_law(binning.lognormal(law.mu, law.sigma, law.min, law.max), groups)
+        return traffic.cut_law(traffic.lognormal(law.mu, law.sigma, law.min, law.max), groups)
     if written.p50 is not None and written.p99 is not None:
         middle = written.p50
         mu, sigma = lognormal_from_quantiles(written.p50, written.p99)
@@ -103,7 +111,7 @@ def cut(written: LengthsIn, groups: int) -> list[binning.Group]:
     if sigma > MAX_SIGMA:
         raise InputError("", "p99 is over 10,000 times p50; check the two")
     low, high = exp(mu - TAIL_SIGMAS * sigma), exp(mu + (TAIL_SIGMAS + sigma) * sigma)
-    return binning.cut_law(binning.lognormal(mu, sigma, low, high), groups)
+    return traffic.cut_law(traffic.lognormal(mu, sigma, low, high), groups)
 
 
 def describe(written: LengthsIn) -> str:
@@ -120,3 +128,204 @@ def describe(written: LengthsIn) -> str:
     return (
         f"fixed {written.mean:g}" if not written.cv else f"lognormal mean {written.mean:g} cv {written.cv:g}"
     )
+
+
+Distances = tuple[tuple[str, float], ...]
+"""Region to seconds, there and back."""
+WHOLE = 1e-6
+
+
+def resolve_origins(
+    written: Sequence[OriginIn], regions: Sequence[str], problems: SpecProblems
+) -> tuple[tuple[str, Distances], ...]:
+    """Every place with its distance to every region."""
+    found: dict[str, Distances] = {}
+    for origin in written:
+        if origin.name in found:
+            problems.add((*origin.at, "name"), f"duplicate origin {shown(origin.name)}; keep one")
+        for region in origin.rtt_ms:
+            if regions and region not in regions:
+                problem = f"unknown region {shown(region)}{did_you_mean(region, regions)}"
+                problems.add((*origin.at, "rtt_ms", region), problem)
+        missing = [region for region in regions if region not in origin.rtt_ms]
+        if missing:
+            problems.add((*origin.at, "rtt_ms"), f"says nothing of {shown(missing[0])}; add it")
+        found[origin.name] = tuple((region, ms / 1000) for region, ms in origin.rtt_ms.items())
+    return tuple(found.items())
+
+
+def with_shares(
+    written: Sequence[ModelIn],
+    models: list[ModelSpec],
+    policy: Policy,
+    origins: Mapping[str, Distances],
+    problems: SpecProblems,
+) -> list[ModelSpec]:
+    """Models whose traffic knows its classes and origins."""
+    classes = [each.name for each in policy.classes]
+    for entry in written:
+        at = entry.traffic.at
+        _check(entry.traffic.classes, classes, "class", (*at, "classes"), problems)
+        _check(entry.traffic.origins, origins, "origin", (*at, "origins"), problems)
+        total = sum(entry.traffic.origins.values())
+        if entry.traffic.origins and abs(total - 1) > WHOLE:
+            problems.add((*at, "origins"), f"shares must add up to 1, not {total:g}")
+        if sum(entry.traffic.classes.values()) > 1 + WHOLE:
+            problems.add((*at, "classes"), "shares must not add up to more than 1")
+    if problems.found or len(models) != len(written):
+        return models
+    return [
+        replace(
+            model,
+            traffic=replace(
+                model.traffic,
+                classes=tuple(entry.traffic.classes.items()),
+                origins=tuple(entry.traffic.origins.items()),
+            ),
+        )
+        for entry, model in zip(written, models, strict=True)
+    ]
+
+
+def _check(
+    named: Collection[str],
+    known: Collection[str],
+    what: str,
+    at: tuple[str | int, ...],
+    problems: SpecProblems,
+) -> None:
+    for name in named:
+        if name not in known:
+            problems.add((*at, name), f"unknown {what} {shown(name)}{did_you_mean(name, known)}")
+
+
+INPUT_GROUPS = 16
+OUTPUT_GROUPS = 4
+Group = tuple[float, float]
+"""(share, mean tokens)"""
+
+
+@dataclass(frozen=True, slots=True)
+class LengthLaw:
+    """A continuous law on [low, high]: its F, T and mean."""
+
+    low: float
+    high: float
+    requests: Callable[[float], float]
+    tokens: Callable[[float], float]
+    mean: float
+
+
+def uniform(low: float, high: float) -> LengthLaw:
+    """Every length in [low, high] is as likely as any other."""
+    return LengthLaw(
+        low,
+        high,
+        lambda x: (x - low) / (high - low),
+        lambda x: (x * x - low * low) / (high * high - low * low),
+        (low + high) / 2,
+    )
+
+
+def lognormal(mu: float, sigma: float, low: float, high: float) -> LengthLaw:
+    """exp(mu + sigma Z) cut to [low, high].
+
+    T needs no integral: weighting a lognormal by its value shifts mu by sigma².
+    """
+
+    def between(x: float, shift: float) -> float:
+        """Mass of Z in [z(low), z(x)], from the tail that keeps the digits."""
+        a, b = (log(low) - mu) / sigma - shift, (log(x) - mu) / sigma - shift
+        if a > 0:
+            return (erfc(a / sqrt(2)) - erfc(b / sqrt(2))) / 2
+        return (erfc(-b / sqrt(2)) - erfc(-a / sqrt(2))) / 2
+
+    mass, token_mass = between(high, 0.0), between(high, sigma)
+    if mass < LEAST_MASS or token_mass < LEAST_MASS:
+        problem = f"[{low:g}, {high:g}] holds almost none of lognormal({mu:g}, {sigma:g}); widen it"
+        raise InputError("", problem)
+    mean = exp(mu + sigma * sigma / 2) * token_mass / mass
+    return LengthLaw(
+        low, high, lambda x: between(x, 0.0) / mass, lambda x: between(x, sigma) / token_mass, mean
+    )
+
+
+def cut_law(law: LengthLaw, groups: int) -> list[Group]:
+    """Groups of a continuous law; their means are exact, so they add up to the law's."""
+    edges = [law.low, *(_edge(law, i / groups) for i in range(1, groups)), law.high]
+    result: list[Group] = []
+    for a, b in pairwise(edges):
+        share = law.requests(b) - law.requests(a)
+        if share <= 0:
+            continue
+        mean = law.mean * (law.tokens(b) - law.tokens(a)) / share
+        # Rounding can push the mean of a tiny group over its own edge.
+        result.append((share, min(max(mean, a), b)))
+    return _exact(result, law.mean)
+
+
+def cut_values(values: ArrayLike, weights: ArrayLike, groups: int) -> list[Group]:
+    """Groups of a discrete law."""
+    x, w = np.asarray(values, dtype=np.float64), np.asarray(weights, dtype=np.float64)
+    w = w / w.sum()
+    result: list[Group] = []
+    for members in split(x, w, groups):
+        share = float(w[members].sum())
+        if share > 0:
+            result.append((share, float((w[members] * x[members]).sum()) / share))
+    return result
+
+
+def split(x: NDArray[np.float64], w: NDArray[np.float64], groups: int) -> list[NDArray[np.intp]]:
+    """Positions of the members of each group; equal values always share a group."""
+    order = np.argsort(x, kind="stable")
+    distinct, inverse = np.unique(x, return_inverse=True)
+    weight = np.bincount(inverse, weights=w, minlength=len(distinct))
+    measure = (weight / weight.sum() + weight * distinct / (weight * distinct).sum()) / 2
+    middle = np.cumsum(measure) - measure / 2
+    if len(distinct) <= groups:
+        group = np.arange(len(distinct))
+    else:
+        group = np.minimum((middle * groups).astype(np.intp), groups - 1)
+    member = group[inverse][order]
+    cuts = np.flatnonzero(np.diff(member)) + 1
+    return list(np.split(order, cuts))
+
+
+def product_bins(inputs: list[Group], outputs: list[Group]) -> tuple[LengthBin, ...]:
+    """Bins of independent input and output lengths."""
+    return tuple(LengthBin(i, o, p * q) for p, i in inputs for q, o in outputs)
+
+
+def joint_bins(inputs: ArrayLike, outputs: ArrayLike) -> tuple[LengthBin, ...]:
+    """Bins of requests whose lengths were seen together."""
+    x, y = np.asarray(inputs, dtype=np.float64), np.asarray(outputs, dtype=np.float64)
+    if len(x) == 0:
+        raise InputError("", "has no requests")
+    bins: list[LengthBin] = []
+    for column in split(x, np.ones(len(x)), INPUT_GROUPS):
+        for cell in split(y[column], np.ones(len(column)), OUTPUT_GROUPS):
+            chosen = column[cell]
+            bins.append(LengthBin(float(x[chosen].mean()), float(y[chosen].mean()), len(chosen) / len(x)))
+    return tuple(bins)
+
+
+def _edge(law: LengthLaw, level: float) -> float:
+    """x with m(x) = level, by bisection: 200 halvings reach the last bit of any interval used here."""
+    low, high = law.low, law.high
+    for _ in range(200):
+        middle = (low + high) / 2
+        if middle in (low, high):
+            break
+        if (law.requests(middle) + law.tokens(middle)) / 2 < level:
+            low = middle
+        else:
+            high = middle
+    return high
+
+
+def _exact(groups: list[Group], mean: float) -> list[Group]:
+    """Take the last digits' error out, so that shares add up to 1 and means to the law's mean."""
+    total = sum(share for share, _ in groups)
+    found = sum(share * tokens for share, tokens in groups) / total
+    return [(share / total, tokens * mean / found) for share, tokens in groups]

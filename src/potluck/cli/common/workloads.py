@@ -10,13 +10,14 @@ import numpy as np
 
 from potluck.core.errors import InputError, UnknownNameError
 from potluck.core.values.types import DEFAULT_CLASS, DEFAULT_TENANT
-from potluck.sim.load import arrivals, request_labels
+from potluck.sim.load import arrivals
 from potluck.sim.load.workload import (
     PrefixBlocks,
     Scaling,
     Workload,
     at_rate,
     first,
+    named_labels,
     synthetic,
     with_prefixes,
     workload,
@@ -90,7 +91,7 @@ def of_trace(trace: Trace, model: str, asked: WorkloadOptions) -> Workload:
     made = workload(model, times, prompt, output, blocks=blocks)
     tenants = None if trace.tenants is None else [name or DEFAULT_TENANT for name in trace.tenants]
     classes = None if trace.classes is None else [name or DEFAULT_CLASS for name in trace.classes]
-    made = replace(made, labels=request_labels.named(tenants, classes, trace.wait_s, len(made)))
+    made = replace(made, labels=named_labels(tenants, classes, trace.wait_s, len(made)))
     if timed and asked.rate_per_s is not None:
         made = at_rate(made, asked.rate_per_s, asked.how, asked.seed)
     return made if asked.requests is None else first(made, asked.requests)

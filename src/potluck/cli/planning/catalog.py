@@ -18,8 +18,7 @@ from potluck.core.errors import InputError
 
 if TYPE_CHECKING:
     from potluck.catalog.figure_sources import EntryFacts
-    from potluck.catalog.prices import Price
-    from potluck.catalog.skypilot_prices import SkyPilotPrices
+    from potluck.catalog.prices import Price, SkyPilotPrices
     from potluck.spec.spec_values import Spec
 
 
@@ -310,14 +309,14 @@ MOST_SHOWN = 12
 
 def listed_from(where: str) -> SkyPilotPrices:
     """Of a file, a folder of SkyPilot's catalogs, or the one that it has fetched."""
-    from potluck.catalog import skypilot_prices
+    from potluck.catalog.prices import installed, read, read_all
 
     if where == "installed":
-        return skypilot_prices.read_all(skypilot_prices.installed())
+        return read_all(installed())
     path = Path(where)
     if path.is_dir():
-        return skypilot_prices.read_all(skypilot_prices.installed(path))
-    return skypilot_prices.read(path)
+        return read_all(installed(path))
+    return read(path)
 
 
 @dataclass(frozen=True, slots=True)
@@ -331,7 +330,7 @@ class MarketOffers:
 
 
 def offers_for(spec: Spec, prices: Sequence[Price], source: str) -> MarketOffers:
-    from potluck.catalog.skypilot_prices import offer_price
+    from potluck.catalog.prices import offer_price
 
     types = {node.name: node for node in spec.node_types}
     lines, kept, dates = [], [], set()

@@ -178,7 +178,7 @@ def _price(node: str, given_usd_per_h: float | None, region: str | None) -> tupl
 def _formats(model: Model, node: NodeType) -> dict[str, Any]:
     """In which format the weights are taken to be, and what that means on this GPU."""
     from potluck.core.values.model import MoeFfn
-    from potluck.perf.operators.math_units import units_for
+    from potluck.perf.operators.layer_seconds import units_for
 
     kinds = [model.weights_are]
     if any(isinstance(layer.ffn, MoeFfn) for layer in model.layers) and model.experts_are not in kinds:

@@ -184,8 +184,8 @@ def _table(points: Sequence[FrontierPoint], against: str, basis: str) -> None:
 
 def _page(points: Sequence[FrontierPoint], words: str, strategy: str, basis: str) -> str:
     """One page with the drawing and the plans; it loads nothing."""
+    from potluck.sim.results.report.charts import FULL_WIDTH, AxisTick, PlotFrame, axes, line, nice_ticks, svg
     from potluck.sim.results.report.html_report import sheet
-    from potluck.sim.results.report.plots import FULL_WIDTH, AxisTick, PlotFrame, axes, line, nice_ticks, svg
 
     most = max((point.usd_per_h for point in points), default=0.0) * 1.05 or 1.0
     low, high = points[0].value, points[-1].value
@@ -300,8 +300,7 @@ def hourly_rates(spec: Spec) -> list[dict[str, float]]:
 
 def _own_rates(model: ModelSpec) -> tuple[float, ...]:
     """As written, or as a trace has them, about the rate that the spec asks for."""
-    from potluck.spec.trace_stats import rates_by_hour
-    from potluck.spec.traces import load_trace
+    from potluck.spec.traces import load_trace, rates_by_hour
 
     if model.rates_by_hour or model.trace is None:
         return model.rates_by_hour

@@ -248,7 +248,7 @@ def estimate_of(
     from potluck.cli.simulating.simulation import SimulationInputs, scene_of
     from potluck.core.values.plan import Plan
     from potluck.plan.strategies.pool_strategy import require_pool
-    from potluck.rehearse.pair_trials import PairTrial
+    from potluck.rehearse.evidence import PairTrial
 
     try:
         ask = require_pool(problem)

@@ -348,8 +348,8 @@ def changed_problem(problem: PlanningProblem, running: Plan, changes: ChangeOpti
 def _workload(text: str) -> tuple[LengthBin, ...]:
     """Lengths as IN/OUT, from a trace file, or by a name of the catalog, whose means are taken."""
     from potluck.catalog import named_workloads
-    from potluck.spec import binning
     from potluck.spec.traces import load_trace
+    from potluck.spec.traffic import joint_bins
 
     match = _LENGTHS.match(text)
     if match is not None:
@@ -360,7 +360,7 @@ def _workload(text: str) -> tuple[LengthBin, ...]:
             trace = load_trace(path)
         except (OSError, ValueError) as error:
             raise InputError("workload", f"{text!r} cannot be read: {error}") from error
-        return binning.joint_bins(trace.input_tokens, trace.output_tokens)
+        return joint_bins(trace.input_tokens, trace.output_tokens)
     try:
         laws = named_workloads.workload(text).lengths
     except UnknownNameError as error:

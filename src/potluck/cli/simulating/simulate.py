@@ -38,10 +38,9 @@ if TYPE_CHECKING:
 
     from potluck.core.state.policy import Policy
     from potluck.sim.load.workload import Workload
-    from potluck.sim.results.metrics import RunSummary
+    from potluck.sim.results.metrics import RunSummary, ScaleScan
     from potluck.sim.results.plan_comparison import PlanDeviation
     from potluck.sim.results.records import SimResult
-    from potluck.sim.results.slo_scales import ScaleScan
     from potluck.sim.sim_settings import SimSettings
     from potluck.spec.spec_values import Spec
 
@@ -138,9 +137,8 @@ def simulate(
       potluck simulate potluck.yaml --market day.yaml --policy scaling=replan
       potluck simulate plan.json potluck.yaml --slo-scan --policy admission=false
     """
-    from potluck.sim.results.metrics import summarise
+    from potluck.sim.results.metrics import scan, summarise
     from potluck.sim.results.plan_comparison import compared
-    from potluck.sim.results.slo_scales import scan
     from potluck.sim.run import simulate as run
 
     _require_sound(rate_per_s, report, records, log)

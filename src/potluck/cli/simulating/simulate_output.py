@@ -17,10 +17,9 @@ from potluck.sim.results.records import OUTCOMES, REASONS, ROUTES, SimResult
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-    from potluck.sim.results.metrics import LatencySpread, ModelSummary, RunSummary
+    from potluck.sim.results.metrics import LatencySpread, ModelSummary, RunSummary, ScaleScan
     from potluck.sim.results.plan_comparison import PlanDeviation
     from potluck.sim.results.records import SimResult
-    from potluck.sim.results.slo_scales import ScaleScan
 
 
 MOST_ROWS = 12

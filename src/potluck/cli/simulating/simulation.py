@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from potluck.runtime.resolved_plan import ResolvedPlan
     from potluck.sim.load.workload import Workload
     from potluck.sim.world.faults import Faults
-    from potluck.sim.world.plan_question import Planner, PlanQuestion
+    from potluck.sim.world.sim_fleet import Planner, PlanQuestion
     from potluck.spec.spec_values import Spec
 
 

@@ -18,9 +18,7 @@ if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
 
-    from potluck.spec.trace_stats import TraceStats
-    from potluck.spec.trace_write import Format
-    from potluck.spec.traces import Trace
+    from potluck.spec.traces import Format, Trace, TraceStats
 
 
 BARS = " ▁▂▃▄▅▆▇█"
@@ -43,8 +41,7 @@ def trace() -> None:
 @option("--json", "as_json", is_flag=True, help="Print JSON instead of a table.")
 def stats_command(file: Path, as_json: bool) -> None:
     """How fast, how bursty and how long the requests of FILE are."""
-    from potluck.spec.trace_stats import trace_stats
-    from potluck.spec.traces import load_trace
+    from potluck.spec.traces import load_trace, trace_stats
 
     loaded = load_trace(file)
     found = trace_stats(loaded)
@@ -138,7 +135,7 @@ def make_command(
 
 
 def _write(made: Trace, out: Path, to: str | None, as_json: bool) -> None:
-    from potluck.spec.trace_write import FORMATS, format_of, write_trace
+    from potluck.spec.traces import FORMATS, format_of, write_trace
 
     wanted: list[Format] = [known for known in FORMATS if known == to] or [format_of(out)]
     chosen = wanted[0]

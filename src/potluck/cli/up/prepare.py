@@ -97,7 +97,7 @@ def planned_for_all(
     from potluck.cli.planning.plan import require_service
     from potluck.plan.assemble.even_shares import evened
     from potluck.plan.strategies import STRATEGIES, SolveSettings
-    from potluck.rehearse.demand_factors import restored, scaled
+    from potluck.rehearse.queueing_margins import restored, scaled
 
     problem, settings = _problem(spec, wishes), SolveSettings(time_limit_s=wishes.time_limit_s)
     factory, ask = workshop_of(problem, wishes, said), problem.asks[0]

@@ -61,9 +61,7 @@ from potluck.gateway.http.connection_pool import ConnectionPool
 from potluck.gateway.registry.engine_list import EngineEntry, EngineListFile
 from potluck.gateway.registry.health import HealthChecker
 from potluck.gateway.registry.registry import ReplicaRegistry
-from potluck.runtime.brain_log import FLUSH_S, LoggedBrain
-from potluck.runtime.decider import Decider
-from potluck.runtime.log_files import LogFiles
+from potluck.runtime.brain_log import FLUSH_S, Decider, LogFiles, LoggedBrain
 from potluck.runtime.replica_models import ReplicaModels
 from potluck.runtime.resolved_plan import ResolvedPlan
 

@@ -84,11 +84,6 @@ def startup_s(weight_bytes: float, nodes: int = 1, costs: StartupCosts = DEFAULT
     return StartupTime(costs.provision_s, costs.container_s, load, costs.engine_init_s, costs.confidence)
 
 
-def reload_s(weight_bytes: float, nodes: int = 1, costs: StartupCosts = DEFAULT_COSTS) -> StartupTime:
-    """Another model or layout on nodes that already run: weights and engine, neither node nor container."""
-    return StartupTime(0.0, 0.0, _load_s(weight_bytes, nodes, costs), costs.engine_init_s, costs.confidence)
-
-
 def drain_s(costs: StartupCosts = DEFAULT_COSTS) -> float:
     """From the last request accepted until the nodes are free."""
     return costs.drain_s

@@ -85,17 +85,6 @@ def link_alpha_beta(link: Link, connections: int = CONNECTIONS, efficiency: floa
     return alpha_beta(link.gbps, link.rtt_s, connections, efficiency)
 
 
-def transfer_s(
-    wire_bytes: ArrayLike,
-    gbps: float,
-    rtt_s: float = 0.0,
-    connections: int = CONNECTIONS,
-    efficiency: float = EFFICIENCY,
-) -> Floats:
-    """Seconds for bytes over a link: latency plus bytes over bandwidth."""
-    return alpha_beta(gbps, rtt_s, connections, efficiency).time_s(wire_bytes)
-
-
 def wire_bytes(
     kv_bytes: ArrayLike,
     state_bytes: ArrayLike = 0.0,
@@ -114,28 +103,6 @@ def crossing_bytes(model: Model, held_bytes: float, codec: Codec) -> float:
     return (held_bytes - state) * codec_ratio(codec, stored_bits=model.kv_bits) + state
 
 
-def kv_transfer_s(
-    kv_bytes: ArrayLike,
-    path: AlphaBeta,
-    state_bytes: ArrayLike = 0.0,
-    codec: Codec = "fp16",
-    group: int = 128,
-    encode_bytes_per_s: float | None = None,
-    decode_bytes_per_s: float | None = None,
-) -> Floats:
-    """Seconds to move a request's KV in one piece: encode, send, decode, one after the other.
-
-    Codec speeds are in bytes of KV before encoding; None leaves the term out, and fp16 has none.
-    """
-    sent = path.time_s(wire_bytes(kv_bytes, state_bytes, codec, group))
-    for speed in (encode_bytes_per_s, decode_bytes_per_s):
-        if speed is not None and codec != "fp16":
-            if not speed > 0:
-                raise InputError("codec: bytes_per_s", f"must be positive, is {speed}")
-            sent = sent + _not_negative("kv_bytes", kv_bytes) / speed
-    return sent
-
-
 def overlapped_transfer_s(
     prefill_s: ArrayLike, layers: int, transfer_total_s: ArrayLike, latency_s: float = 0.0
 ) -> Floats:
@@ -151,47 +118,6 @@ def overlapped_transfer_s(
     t = _not_negative("transfer_total_s", transfer_total_s) / layers
     tail: Floats = t + (layers - 1) * np.maximum(t - p, 0.0) + latency_s
     return tail
-
-
-def overlapped_layers_s(compute_s: ArrayLike, send_s: ArrayLike, latency_s: float = 0.0) -> Floats:
-    """The same for unequal layers, over the last axis.
-
-    Layer m is computed at C_m = p_1 + .. + p_m and sent when both it and the link are ready:
-    F_m = max(F_{m-1}, C_m) + t_m. Unrolled, F_L = max over m of (C_m + t_m + .. + t_L), one running maximum.
-    """
-    p, t = _not_negative("compute_s", compute_s), _not_negative("send_s", send_s)
-    p, t = np.broadcast_arrays(p, t)
-    if p.ndim == 0 or p.shape[-1] == 0:
-        raise InputError("transfer: layers", "needs one time per layer")
-    done = np.cumsum(p, axis=-1)
-    rest = np.cumsum(t[..., ::-1], axis=-1)[..., ::-1]
-    tail: Floats = (done + rest).max(axis=-1) - done[..., -1] + latency_s
-    return tail
-
-
-def kv_throughput_gbps(request_bytes: ArrayLike, prefill_s: ArrayLike) -> Floats:
-    """PrfaaS (1): Phi_kv = S_kv / T_prefill, the rate at which a prefill instance makes KV."""
-    made, time = _not_negative("bytes", request_bytes), np.asarray(prefill_s, dtype=np.float64)
-    if time.size and not time.min() > 0:
-        raise InputError("transfer: prefill_s", "must be positive")
-    return made * 8 / time / 1e9
-
-
-def needed_gbps(
-    kv_bytes: ArrayLike,
-    prefill_s: ArrayLike,
-    state_bytes: ArrayLike = 0.0,
-    codec: Codec = "fp16",
-    group: int = 128,
-    efficiency: float = EFFICIENCY,
-) -> Floats:
-    """Link rate at which sending a layer takes as long as computing one: all but the last one hide.
-
-    CAUCHY (17) for any model, codec and prefill time: Phi_kv of what crosses, over the payload share.
-    """
-    if not 0 < efficiency <= 1:
-        raise InputError("transfer: efficiency", f"must be above 0 and at most 1, is {efficiency}")
-    return kv_throughput_gbps(wire_bytes(kv_bytes, state_bytes, codec, group), prefill_s) / efficiency
 
 
 def _not_negative(name: str, value: ArrayLike) -> Floats:

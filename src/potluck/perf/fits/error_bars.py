@@ -23,7 +23,7 @@ from typing import Literal
 from potluck.core.codec import loads
 from potluck.core.values.model import Model, MoeFfn
 from potluck.core.values.plan import Confidence
-from potluck.perf.data_files import shipped
+from potluck.perf import shipped
 
 FORMAT = "potluck.bars"
 VERSION = 1

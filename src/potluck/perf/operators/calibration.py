@@ -19,13 +19,48 @@ from dataclasses import dataclass, field
 from functools import lru_cache
 
 import numpy as np
+from numpy.typing import ArrayLike
 
 from potluck.core.codec import loads
 from potluck.core.values.plan import Confidence
 from potluck.core.values.types import Gpu
-from potluck.perf.data_files import shipped
+from potluck.perf import shipped
 from potluck.perf.operators.kernels import ChipFigures, DecodeCurve, GemmCurve, PrefillCurve, StreamCurve
-from potluck.perf.operators.residual import Residual
+from potluck.perf.step_timer import Floats
+
+
+@dataclass(frozen=True, slots=True)
+class Residual:
+    """`log_factor[i][j]` belongs to `x[i]`, `y[j]`, both base-2 logarithms of a feature."""
+
+    x: tuple[float, ...]
+    y: tuple[float, ...]
+    log_factor: tuple[tuple[float, ...], ...]
+    z_power: float = 0.0
+
+    def factor(self, x: ArrayLike, y: ArrayLike, z: ArrayLike = 1.0) -> Floats:
+        """What to multiply a predicted time with; `x`, `y` and `z` are the features themselves."""
+        rows, row_share = knot_position(self.x, x)
+        cols, col_share = knot_position(self.y, y)
+        grid = np.asarray(self.log_factor)
+        low = grid[rows, cols] * (1 - col_share) + grid[rows, cols + 1] * col_share
+        high = grid[rows + 1, cols] * (1 - col_share) + grid[rows + 1, cols + 1] * col_share
+        third = self.z_power * np.log2(np.asarray(z, np.float64))
+        result: Floats = np.exp(low * (1 - row_share) + high * row_share + third)
+        return result
+
+
+def knot_position(
+    knots: tuple[float, ...], value: ArrayLike
+) -> tuple[np.ndarray[tuple[int], np.dtype[np.intp]], Floats]:
+    """Which knot lies before, and how far it is to the next; knots lie evenly, so none is looked for."""
+    last = len(knots) - 1
+    at = np.log2(np.maximum(np.asarray(value, np.float64), 1e-12))
+    at = np.clip((at - knots[0]) * (last / (knots[-1] - knots[0])), 0.0, float(last))
+    index = np.minimum(at.astype(np.intp), last - 1)
+    share: Floats = at - index
+    return index, share
+
 
 CALIBRATION_VERSION = 1
 FORMAT = "potluck.calibration"

@@ -32,8 +32,9 @@ from potluck.perf.serving.phases import (
     prompts_s,
 )
 from potluck.perf.sizes.capacity import STEP_TOKENS
-from potluck.perf.step_timer import Floats, StepTimer, once
+from potluck.perf.step_timer import Floats, StepTimer, once, steps
 from potluck.perf.timers.engine_host import EngineHost
+from potluck.perf.timers.pipeline_timer import PipelineRounds, PipelineTimer
 
 Limit = Literal["memory", "tpot", "ttft", "compute", "batch"]
 MAX_COLUMNS = 64
@@ -264,3 +265,97 @@ def _choose(
         float(chunk[best]),
         limit,
     )
+
+
+PACED = 0.7
+BUSY = 0.8
+"""h, where nothing else is said."""
+CHUNKS = (1.15, 1.3, 1.5, 2.0, 2.5, 3.0, 4.0, 6.0, 8.0, 12.0)
+"""Chunks that are tried, in units of what B answers need on average."""
+LEAST_CHUNK, CHUNK_STEP = 16, 8
+
+
+@dataclass(frozen=True, slots=True)
+class RequestLengths:
+    """Of requests, in tokens."""
+
+    new: int
+    """Of a prompt, what is computed."""
+    cached: int
+    output: int
+    longest: int
+    """The longest prompt, which must be in time too when nothing is before it."""
+
+
+@dataclass(frozen=True, slots=True)
+class MixedPipeline:
+    requests_per_s: float
+    ttft_s: float
+    tpot_s: float
+    batch: int
+    """Answers of each batch."""
+    chunk_tokens: int
+
+    @property
+    def step_tokens(self) -> int:
+        """New tokens of a batch's turn."""
+        return self.batch + self.chunk_tokens
+
+
+def together(
+    timer: PipelineTimer, lengths: RequestLengths, room: int, slo: Slo, headroom: float = BUSY
+) -> MixedPipeline | None:
+    """The best turns within the objective; None where there are none. `room` is how many requests' KV fits."""
+    lanes = PipelineRounds(timer).lanes
+    most = min(room // lanes, MAX_BATCH)
+    if most < 1:
+        return None
+    batches = np.unique(np.geomspace(1, most, 40).round())
+    context = batches * (lengths.cached + lengths.new + lengths.output / 2)
+    needed = batches * lengths.new / lengths.output
+
+    def turns_s(chunks: Floats) -> Floats:
+        cached = lengths.cached + np.maximum(lengths.new - chunks, 0.0) / 2
+        cached[chunks == 0] = 0.0
+        asked = (np.broadcast_to(each, chunks.shape).ravel() for each in (chunks, cached, batches, context))
+        step_s, interval_s = timer.both_s(steps(*asked))
+        return np.maximum(lanes * interval_s, step_s).reshape(chunks.shape)
+
+    whole = np.ceil(np.outer(CHUNKS, needed) / CHUNK_STEP) * CHUNK_STEP
+    chunks = np.clip(whole, LEAST_CHUNK, max(LEAST_CHUNK, min(CHUNK_TOKENS, lengths.new)))
+    plain_s, *taken_s = turns_s(np.vstack([np.zeros_like(batches), chunks]))
+    best: MixedPipeline | None = None
+    for chunk, full_s in zip(chunks, taken_s, strict=True):
+        used = needed / chunk
+        tpot_s = used * full_s + (1.0 - used) * plain_s
+        busy = np.minimum(headroom * used, 0.99)
+        ttft_s = np.ceil(lengths.new / chunk) * full_s * (1.0 + busy / (2.0 * (1.0 - busy))) + full_s / 2
+        longest_s = np.ceil(lengths.longest / chunk) * full_s
+        kept = (tpot_s <= PACED * slo.tpot_s) & (np.maximum(ttft_s, longest_s) <= slo.ttft_s) & (used < 1.0)
+        rate = np.where(kept, lanes * batches / (tpot_s * lengths.output), 0.0)
+        at = int(np.argmax(rate))
+        if rate[at] > (0.0 if best is None else best.requests_per_s):
+            found = (float(rate[at]), float(ttft_s[at]), float(tpot_s[at]), int(batches[at]), int(chunk[at]))
+            best = MixedPipeline(*found)
+    return best
+
+
+LONGEST = 2.0
+LEAST_TOKENS = 128
+
+
+def paced_budget(
+    timer: StepTimer, prompt_tokens: int, answer_tokens: int, memory_batch: int, slo: Slo
+) -> int:
+    """A power of two, from LEAST_TOKENS to CHUNK_TOKENS; CHUNK_TOKENS where the objective cannot be kept anyway."""
+    found = best_operating(timer, prompt_tokens, answer_tokens, memory_batch, slo)
+    if found is None:
+        return CHUNK_TOKENS
+    context = prompt_tokens + answer_tokens / 2
+    budget = CHUNK_TOKENS
+    while budget > LEAST_TOKENS:
+        step_s = float(chunked_iteration_s(timer, budget - found.batch, 0.0, found.batch, context)[0])
+        if step_s <= LONGEST * slo.tpot_s:
+            break
+        budget //= 2
+    return budget

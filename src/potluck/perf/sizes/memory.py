@@ -74,19 +74,6 @@ def active_parameters(model: Model, layers: Layers = None) -> int:
     return total if layers is not None else total + _outside(model)
 
 
-def layer_parameters(model: Model, index: int) -> int:
-    return _elements(_layer(model, index), model.hidden)
-
-
-def layer_active_parameters(model: Model, index: int) -> int:
-    return _active(_layer(model, index), model.hidden)
-
-
-def layer_weight_bytes(model: Model, index: int) -> float:
-    """Bytes of one layer's weights as stored."""
-    return _layer_bytes(model, _layer(model, index))
-
-
 def embedding_bytes(model: Model) -> float:
     """Bytes of the token embedding."""
     return model.vocab * model.hidden * _table_bits(model) / 8
@@ -375,12 +362,6 @@ def _range(model: Model, layers: Layers) -> range:
     if chosen.step != 1 or (len(chosen) and not 0 <= chosen.start <= chosen.stop <= count):
         raise InputError("layers", f"must be consecutive layers within 0 to {count}, not {layers}")
     return chosen
-
-
-def _layer(model: Model, index: int) -> Layer:
-    if not 0 <= index < model.layer_count:
-        raise InputError("layer", f"{index} is not one of the {model.layer_count} layers")
-    return model.layers[index]
 
 
 def _check_tp(tp: int) -> None:

@@ -13,16 +13,11 @@ C_1 to C_3 assume k = n and n s = h; (9) rounds the sum of (8); (18) keeps one r
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from dataclasses import dataclass, replace
-
-import numpy as np
+from dataclasses import dataclass
 
 from potluck.core.errors import InputError
 from potluck.core.values.model import DenseFfn, FullAttention, Model
-from potluck.core.values.plan import Confidence
 from potluck.core.values.types import Gpu
-from potluck.perf.step_timer import Floats, StepBatch
 
 S_PER_H = 3600.0
 
@@ -79,10 +74,6 @@ class CauchyModel:
             d=model.weight_bits / 8,
         )
 
-    def as_multi_head(self) -> CauchyModel:
-        """The same model with k = n: what section 5's printed 10 and 5 GB/s were computed with."""
-        return replace(self, k=self.n)
-
     @property
     def c1(self) -> float:
         """(1) C_1 = 4 l h: FLOPs of attention per squared token."""
@@ -117,10 +108,6 @@ class CauchyModel:
         """(5) S_prefill = GPU_n GPU_f / (C_1 R_in + C_2): input tokens a second, whatever B."""
         return gpu_n * gpu_f / (self.c1 * r_in + self.c2)
 
-    def byte_decode_sum(self, b: float, r_in: float, r_out: int) -> float:
-        """(8) Byte_decode = sum over j = 0 .. R_out - 1 of C_3 + B C_4 (R_in + j), exactly."""
-        return (self.c3 + b * self.c4 * r_in) * r_out + b * self.c4 * (r_out * (r_out - 1) // 2)
-
     def byte_decode(self, b: float, r_in: float, r_out: float) -> float:
         """(9) As printed: (C_3 + B C_4 R_in) R_out + B C_4 R_out^2 / 2.
 
@@ -143,18 +130,6 @@ class CauchyModel:
     def a2(self, b: float, r_in: float, r_out: float) -> float:
         """(13) A_2 = 1 / (C_4 R_out / 2 + C_4 R_in + C_3 / B)."""
         return 1.0 / (self.c4 * r_out / 2 + self.c4 * r_in + self.c3 / b)
-
-    def net_bytes_per_s(self, r_in: float, gpu_f: float, b: float = 1.0) -> float:
-        """(18) Net >= C_4 GPU_f / (B (C_1 R_in + C_2)): bandwidth that hides the KV behind its prefill.
-
-        This is (17), C_4 R_in GPU_f / FLOP_prefill, with (3) put in. As printed it sets the KV of one request
-        against the FLOPs of B; for a batch that sends all its KV use B = 1, the ratio being the same.
-        """
-        return self.c4 * gpu_f / (b * (self.c1 * r_in + self.c2))
-
-    def net_bytes_per_s_17(self, r_in: float, gpu_f: float, b: float = 1.0) -> float:
-        """(17) Net >= KVCache_token R_in GPU_f / FLOP_prefill."""
-        return self.c4 * r_in * gpu_f / self.flop_prefill(b, r_in)
 
 
 @dataclass(frozen=True, slots=True)
@@ -202,60 +177,6 @@ def ce(
     prefill_part = model.a1(r_in) * prefill.gpu_f / (prefill.gpu_p_usd_per_h / S_PER_H)
     decode_part = model.a2(b, r_in, r_out) * decode.gpu_b / (decode.gpu_p_usd_per_h / S_PER_H)
     return prefill_part + decode_part
-
-
-def combo_weight(p_usd_per_h: float, c_tokens_per_usd: float) -> float:
-    """P_n / C_n: what (16) charges for one combo of hourly price P_n and cost-efficiency C_n."""
-    if not c_tokens_per_usd > 0:
-        raise InputError("combo: cost-efficiency", f"must be positive, is {c_tokens_per_usd}")
-    return p_usd_per_h / c_tokens_per_usd
-
-
-def combo_objective(terms: Iterable[tuple[float, float, int]]) -> float:
-    """(16) sum of P_n / C_n x_mn over (P_n, C_n, x_mn); its rows are the planner's business."""
-    return sum(combo_weight(p, c) * x for p, c, x in terms)
-
-
-def tflop_per_usd(gpu_tflops: float, price_usd_per_h: float) -> float:
-    """Table 1's TFLOP/$: TFLOP/s for the seconds that one dollar buys."""
-    return gpu_tflops * S_PER_H / price_usd_per_h
-
-
-def gb_per_usd(bandwidth_gb_per_s: float, price_usd_per_h: float) -> float:
-    """Table 1's GB/$: GB/s for the seconds that one dollar buys."""
-    return bandwidth_gb_per_s * S_PER_H / price_usd_per_h
-
-
-@dataclass(frozen=True, slots=True)
-class CauchyTimer:
-    """Step times from the closed form, for GPU_n GPUs of one kind.
-
-    A chunk of a new tokens behind c cached ones costs C_1 ((c + a)^2 - c^2) + C_2 a FLOPs, so that the chunks
-    of a prompt add up to (3). A step that decodes reads C_3 + C_4 context bytes: one term of (8). The paper
-    has no mixed step; one is timed as the sum of its two parts, as if prefill and decode took turns.
-    """
-
-    model: CauchyModel
-    gpu: Gpu
-    gpu_n: int = 1
-
-    def __post_init__(self) -> None:
-        if self.gpu_n < 1:
-            raise InputError(f"{self.gpu.name}: gpu_n", f"must be at least 1, is {self.gpu_n}")
-
-    @property
-    def confidence(self) -> Confidence:
-        """Peak rates of data sheets, and no measurement anywhere."""
-        return "assumed"
-
-    def step_s(self, batch: StepBatch) -> Floats:
-        """(N,) seconds: FLOPs of the chunks over GPU_n GPU_f plus bytes of the decodes over GPU_n GPU_b."""
-        new, cached = batch.chunk_new, batch.chunk_cached
-        flops = (self.model.c1 * new * (new + 2.0 * cached) + self.model.c2 * new).sum(axis=1)
-        read = np.where(batch.decodes > 0, self.model.c3 + self.model.c4 * batch.decode_context, 0.0)
-        gpu_f, gpu_b = self.gpu.fp16_tflops * 1e12, self.gpu.bandwidth_gb_per_s * 1e9
-        seconds: Floats = flops / (self.gpu_n * gpu_f) + read / (self.gpu_n * gpu_b)
-        return seconds
 
 
 def _not_covered(model: Model, problem: str) -> InputError:

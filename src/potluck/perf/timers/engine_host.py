@@ -16,7 +16,7 @@ from functools import lru_cache
 import numpy as np
 
 from potluck.core.codec import loads
-from potluck.perf.data_files import shipped
+from potluck.perf import shipped
 from potluck.perf.step_timer import Floats, StepBatch
 
 FORMAT = "potluck.hosts"

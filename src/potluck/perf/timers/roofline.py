@@ -30,10 +30,10 @@ from potluck.perf.operators.layer_seconds import (
     gemm_time_s,
     latent_decode_s,
     latent_prefill_s,
+    units_for,
     windowed_prefill_s,
 )
 from potluck.perf.operators.layers import LayerWork, LinearWork, SoftmaxWork, head_gemm, layer_works
-from potluck.perf.operators.math_units import units_for
 from potluck.perf.operators.network import all_reduce_s, all_to_all_s, network_for
 from potluck.perf.step_timer import Floats, StepBatch, once
 from potluck.perf.timers.engine_host import DEFAULT_HOST, EngineHost

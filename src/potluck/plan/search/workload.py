@@ -19,10 +19,10 @@ from potluck.core.values.plan import Confidence
 from potluck.core.values.types import Codec, NodeType, Slo
 from potluck.perf.delays.transfer import alpha_beta, crossing_bytes
 from potluck.perf.operators.calibration import Calibration
+from potluck.perf.operators.layers import step_sums
 from potluck.perf.operators.network import HANDOVER_FIXED_S, HANDOVER_SHARE, all_reduce_s
 from potluck.perf.serving.phases import CHUNK_TOKENS
 from potluck.perf.serving.throughput import MAX_BATCH
-from potluck.perf.sizes.arithmetic import step_sums
 from potluck.perf.sizes.capacity import USABLE_SHARE, stage_memory
 from potluck.perf.sizes.memory import (
     embedding_bytes,

@@ -29,8 +29,7 @@ from typing import TYPE_CHECKING, Final
 from potluck.core.state.facts import OUTBOX_BYTES
 from potluck.core.values.kv import LOSSLESS
 from potluck.core.values.types import Codec
-from potluck.sim.links.link import SharedPipe
-from potluck.sim.links.sim_network import SimNetwork
+from potluck.sim.links.link import SharedPipe, SimNetwork
 from potluck.sim.world.sim_state import SimAttempt, SimHandover, SimReplica
 
 if TYPE_CHECKING:
@@ -56,10 +55,10 @@ def codec_of(
 class SimHandovers:
     """All KV on the move, and the only one who moves it."""
 
-    __slots__ = ("_agenda", "_next_key", "_open", "_waiting", "network", "overlap", "waited")
+    __slots__ = ("_events", "_next_key", "_open", "_waiting", "network", "overlap", "waited")
 
     def __init__(self, events: EventQueue, network: SimNetwork, overlap: bool = True) -> None:
-        self._agenda = events
+        self._events = events
         self.network = network
         self.overlap = overlap
         self.waited = 0
@@ -118,7 +117,7 @@ class SimHandovers:
                     self._off_pipe(now_s, hand)
                     hand.reserved, hand.started_s, hand.piped_s = False, inf, inf
                     target.replica.release(now_s, hand.running.key)
-                    self._agenda.look(target)
+                    self._events.look(target)
 
     def stuck(self, now_s: float) -> list[SimHandover]:
         """The longest waiting at each replica that has no room for it and nothing to do that would make some."""
@@ -188,7 +187,7 @@ class SimHandovers:
         due_s = pipe.next_s()
         if due_s < pipe.due_s:
             pipe.due_s = due_s
-            self._agenda.push(due_s, PIPE, pipe)
+            self._events.push(due_s, PIPE, pipe)
 
     def _off_pipe(self, now_s: float, hand: SimHandover) -> None:
         if hand.pipe is not None and hand.key in hand.pipe:
@@ -224,7 +223,7 @@ class SimHandovers:
             hand.aside = True
             source.aside_bytes += hand.size_bytes
             source.replica.release(now_s, hand.running.key)
-            self._agenda.look(source)
+            self._events.look(source)
 
     def _close(self, hand: SimHandover) -> None:
         hand.over = True
@@ -248,7 +247,7 @@ class SimHandovers:
         """Whether there is room for it; then what the receiver does next may be due earlier."""
         running, target = hand.running, hand.target
         hand.reserved = target.replica.reserve(now_s, running.key, running.segments[running.place].stop or 0)
-        self._agenda.look(target)
+        self._events.look(target)
         return hand.reserved
 
     def _start(self, now_s: float, hand: SimHandover) -> None:
@@ -306,7 +305,7 @@ class SimHandovers:
                 at_s = max(at_s + computed_s / layers, hand.computed_s + tail_s)
             if pipe is not None:
                 at_s += pipe.alpha_s
-        self._agenda.push(max(at_s, now_s), HANDED, hand)
+        self._events.push(max(at_s, now_s), HANDED, hand)
 
     def what(self, key: int) -> object:
         """What a transfer carries: a hand-over, or a call to make when it is there."""

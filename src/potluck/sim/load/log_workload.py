@@ -19,8 +19,7 @@ from potluck.core.errors import InputError
 from potluck.core.state.events import RequestArrived, RequestFinished
 from potluck.core.values.types import DEFAULT_CLASS, DEFAULT_TENANT, Request
 from potluck.runtime.replay import LogHead, LogReader
-from potluck.sim.load import request_labels
-from potluck.sim.load.workload import MOST_TOKENS, PrefixBlocks, Workload
+from potluck.sim.load.workload import MOST_TOKENS, PrefixBlocks, RequestLabels, Workload, named_labels
 
 WANTED = frozenset({"RequestArrived", "RequestFinished"})
 
@@ -111,13 +110,13 @@ def _workload(rows: _Rows) -> Workload:
     )
 
 
-def _labels(rows: _Rows) -> request_labels.RequestLabels | None:
+def _labels(rows: _Rows) -> RequestLabels | None:
     found = rows.requests
     plain = (DEFAULT_TENANT, DEFAULT_CLASS, None, False)
     if all((each.tenant, each.request_class, each.deadline_s, each.exact) == plain for each in found):
         return None
     waits = np.array([_wait_s(each) for each in found])
-    named = request_labels.named(
+    named = named_labels(
         [each.tenant for each in found], [each.request_class for each in found], waits, len(found)
     )
     assert named is not None

@@ -20,7 +20,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from math import inf, sqrt
+from math import ceil, inf, sqrt
 
 import numpy as np
 from numpy.typing import NDArray
@@ -38,7 +38,69 @@ from potluck.sim.results.records import (
     RequestRecords,
     SimResult,
 )
-from potluck.sim.results.utilization import HardwareUse, LinkUse, hardware_use, link_use
+
+
+@dataclass(frozen=True, slots=True)
+class HardwareUse:
+    """All replicas that stand on the same node types."""
+
+    nodes: str
+    replicas: int
+    gpus: int
+    busy_share: float
+    """Of the time from ready to stopped, weighted by GPUs."""
+    gpu_h: float
+    """GPU-hours from ready to stopped."""
+    lost: int
+
+
+@dataclass(frozen=True, slots=True)
+class LinkUse:
+    source: str
+    target: str
+    kind: str
+    gbps: float
+    sent_bytes: float
+    mean_share: float
+    """Of what it could have carried in the whole run."""
+    busy_share: float
+    """Of the run, with at least one transfer."""
+
+
+def hardware_use(replicas: Sequence[ReplicaRecord], end_s: float) -> tuple[HardwareUse, ...]:
+    """How busy each kind of hardware was."""
+    groups: dict[str, list[ReplicaRecord]] = {}
+    for replica in replicas:
+        groups.setdefault("+".join(sorted(set(replica.nodes))) or "unknown", []).append(replica)
+    found = []
+    for nodes, members in sorted(groups.items()):
+        busy_s = sum(member.busy_s * member.gpus for member in members)
+        there_s = sum(serving_s(member, end_s) * member.gpus for member in members)
+        lost = sum(member.changes[-1][1] == "lost" for member in members)
+        share = min(busy_s / there_s, 1.0) if there_s > 0 else 0.0
+        gpus = sum(member.gpus for member in members)
+        found.append(HardwareUse(nodes, len(members), gpus, share, there_s / 3600.0, lost))
+    return tuple(found)
+
+
+def serving_s(replica: ReplicaRecord, end_s: float) -> float:
+    """From ready to stopped."""
+    ready_s = replica.ready_s
+    return 0.0 if ready_s is None else max(0.0, min(replica.ended_s(end_s), end_s) - ready_s)
+
+
+def link_use(result: SimResult) -> tuple[LinkUse, ...]:
+    span_s = result.end_s
+    found = []
+    for link in result.links:
+        if link.kind == "card" and link.sent_bytes == 0:
+            continue
+        most_bytes = link.gbps * 1e9 / 8 * span_s
+        share = min(link.sent_bytes / most_bytes, 1.0) if most_bytes > 0 else 0.0
+        busy = min(link.busy_s / span_s, 1.0) if span_s > 0 else 0.0
+        found.append(LinkUse(link.source, link.target, link.kind, link.gbps, link.sent_bytes, share, busy))
+    return tuple(found)
+
 
 Floats = NDArray[np.float64]
 Mask = NDArray[np.bool_]
@@ -381,3 +443,59 @@ def _outcomes(records: RequestRecords, chosen: Mask) -> OutcomeCounts:
         int((records.attempts[chosen] > 1).sum()),
         int((records.preemptions[chosen] > 0).sum()),
     )
+
+
+SCALES = (0.25, 0.5, 0.75, 1.0, 1.25, 1.5, 2.0, 3.0, 4.0, 6.0, 8.0, 12.0, 16.0)
+LEVELS = (0.9, 0.99)
+"""Shares whose least scale is told, THUNDERSERVE's two."""
+
+
+@dataclass(frozen=True, slots=True)
+class ScalePart:
+    """One objective, or all at once."""
+
+    name: str
+    attainment: tuple[float, ...]
+    """At each of the scan's scales."""
+    least: tuple[float | None, ...]
+    """Scale from which each of `LEVELS` is attained; None: at no scale, since too many were refused."""
+
+
+@dataclass(frozen=True, slots=True)
+class ScaleScan:
+    """Attainment against SLO scale."""
+
+    requests: int
+    scales: tuple[float, ...]
+    levels: tuple[float, ...]
+    parts: tuple[ScalePart, ...]
+
+
+def scan(result: SimResult, warm_up_s: float = 0.0, scales: tuple[float, ...] = SCALES) -> ScaleScan:
+    """Of all requests to which something was promised, each against its own objective."""
+    records = result.records
+    promised, limits_s = limits_of(records, result.slos, result.classes)
+    answered, refused = records.outcome == ANSWERED, records.outcome == REFUSED
+    counted = promised & (answered | refused) & (records.arrival_s >= warm_up_s)
+    times_s = (
+        records.first_token_s - records.arrival_s,
+        np.where(records.streamed_tokens > 1, tpot(records), 0.0),
+        records.finish_s - records.arrival_s,
+    )
+    own = [
+        np.where(answered, seconds / limit_s, inf)[counted]
+        for seconds, limit_s in zip(times_s, limits_s, strict=True)
+    ]
+    parts = {"TTFT": own[0], "TPOT": own[1]}
+    if bool((limits_s[2][counted] < inf).any()):
+        parts["E2E"] = own[2]
+    parts["all"] = np.maximum.reduce(own)
+    found = tuple(_part(name, np.sort(values), scales) for name, values in parts.items())
+    return ScaleScan(int(counted.sum()), scales, LEVELS, found)
+
+
+def _part(name: str, ranked: Floats, scales: tuple[float, ...]) -> ScalePart:
+    count = len(ranked)
+    shares = np.searchsorted(ranked, scales, side="right") / max(count, 1)
+    least = [float(ranked[ceil(level * count - 1e-9) - 1]) if count else inf for level in LEVELS]
+    return ScalePart(name, tuple(shares.tolist()), tuple(None if s == inf else s for s in least))

@@ -26,7 +26,8 @@ TTFT = first_token_s - arrival_s; TPOT = (finish_s - first_token_s) / (streamed_
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, fields
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, fields, replace
 from itertools import pairwise
 from typing import Final, get_args
 
@@ -36,7 +37,7 @@ from numpy.typing import NDArray
 from potluck.core.state.actions import RefusalReason
 from potluck.core.values.service import RequestClass
 from potluck.core.values.types import Slo
-from potluck.sim.load.request_labels import RequestLabels
+from potluck.sim.load.workload import RequestLabels
 
 OPEN: Final = 0
 ANSWERED: Final = 1
@@ -206,3 +207,28 @@ class SimResult:
         for (from_s, usd_per_h), (to_s, _) in pairwise(rates):
             total += max(0.0, min(to_s, self.end_s) - min(from_s, self.end_s)) * usd_per_h / 3600.0
         return total
+
+
+def as_users_see(
+    records: RequestRecords, replicas: Sequence[ReplicaRecord], rtt_s: Mapping[tuple[str, str], float]
+) -> RequestRecords:
+    """The records with first and last tokens when they reach whoever asked; the same where nobody said where."""
+    labels = records.labels
+    if labels is None or not rtt_s or labels.origins == ("",):
+        return records
+    regions = sorted({replica.region for replica in replicas})
+    table = np.zeros((len(labels.origins), len(regions) + 1))  # the last column: no replica
+    for o, origin in enumerate(labels.origins):
+        for r, region in enumerate(regions):
+            table[o, r] = rtt_s.get((origin, region), 0.0)
+    place = np.array([regions.index(replica.region) for replica in replicas] + [len(regions)], dtype=np.int64)
+    origins = labels.from_origin
+    far_s = (
+        table[origins, place[records.prefill_replica]] + table[origins, place[records.decode_replica]]
+    ) / 2
+    seen = np.isfinite(records.first_token_s)
+    return replace(
+        records,
+        first_token_s=records.first_token_s + far_s,
+        finish_s=np.where(seen, records.finish_s + far_s, records.finish_s),
+    )

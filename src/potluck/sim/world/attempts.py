@@ -25,33 +25,33 @@ class SimAttempts:
     """All requests that have come and not ended."""
 
     __slots__ = (
-        "_agenda",
         "_attempts",
         "_chatty",
         "_decode",
+        "_events",
         "_finish_s",
         "_first_s",
         "_handovers",
-        "_kits",
         "_network",
         "_outcome",
         "_prefill",
+        "_replica_models",
         "_reporting",
         "_reports",
         "_sites",
         "_streamed",
         "_tell",
         "ended_s",
+        "hedged",
+        "hedges",
         "ledger",
         "open",
-        "twinned",
-        "twins",
     )
 
     def __init__(self, common: CommonState, tell: Tell) -> None:
-        self._agenda = common.events
+        self._events = common.events
         self._handovers = common.handovers
-        self._kits = common.replica_models
+        self._replica_models = common.replica_models
         self._network = common.network
         self._reports = common.reports
         self._reporting = common.reports.on
@@ -68,9 +68,9 @@ class SimAttempts:
         self._chatty = common.settings.first_tokens is not False or common.workload.blocks is not None
         self.open: dict[int, Request | SimAttempt] = {}
         """What has not ended: a request that was not sent anywhere yet, or is to be sent again, or its journey."""
-        self.twins: dict[int, SimAttempt] = {}
+        self.hedges: dict[int, SimAttempt] = {}
         """Second attempts, beside those that are open."""
-        self.twinned = 0
+        self.hedged = 0
         """How many there were."""
         self.ended_s = 0.0
         """When the last one ended so far."""
@@ -104,7 +104,7 @@ class SimAttempts:
         running = SimAttempt(key, request, attempt, prompt_tokens, before_tokens, segments, (site,), weight)
         self.open[key] = site.attempts[key] = running
         replica.add(at_s, key, prompt_tokens, 0, output_tokens, priority, request.tenant, weight)
-        self._agenda.look(site)
+        self._events.look(site)
         if self._reporting and not site.touched:
             self._reports.touched(at_s, site)
 
@@ -114,7 +114,7 @@ class SimAttempts:
         there = self.open.get(key)
         if isinstance(there, SimAttempt):
             if self._first_s[key] != self._first_s[key]:
-                self.twinned += 1
+                self.hedged += 1
                 self._run(at_s, Run(*action), key, there.request, hedge=True)
         else:
             self.run(at_s, Run(*action))
@@ -137,7 +137,7 @@ class SimAttempts:
             self._failed(at_s, key, attempt, *problem, streamed)
             return
         if hedge:
-            self.twins[key] = running
+            self.hedges[key] = running
         else:
             self.ledger.cached_tokens[key] = 0
             self._enter(running)
@@ -157,7 +157,7 @@ class SimAttempts:
 
     def _alone(self, at_s: float, running: SimAttempt) -> None:
         """Of two journeys of a request this one goes on; the other is taken off everywhere."""
-        other: Request | SimAttempt = self.twins.pop(running.key)
+        other: Request | SimAttempt = self.hedges.pop(running.key)
         if other is running:
             other = self.open[running.key]
             self._enter(running)
@@ -197,8 +197,8 @@ class SimAttempts:
         request, model, have = running.request, source.member.model, 0
         if request.blocks and target.cache is not None:
             have = target.hit(at_s, request, stop + 1)
-        codec = codec_of(self._kits.codecs, running, source, target)
-        size_bytes = self._kits.kv[model].wire_bytes(have, stop, codec)
+        codec = codec_of(self._replica_models.codecs, running, source, target)
+        size_bytes = self._replica_models.kv[model].wire_bytes(have, stop, codec)
         self.ledger.wire_bytes[running.key] += size_bytes
         self._handovers.expect(at_s, running, size_bytes, codec)
 
@@ -208,7 +208,7 @@ class SimAttempts:
         site.due_s = inf
         if site.replica.wake_s <= at_s:
             self.catch_up(at_s, site)
-        self._agenda.look(site)
+        self._events.look(site)
 
     def catch_up_if_due(self, at_s: float, site: SimReplica) -> None:
         """Let what is due at a replica happen before something is done to it."""
@@ -227,7 +227,7 @@ class SimAttempts:
             running = attempts.get(key)
             if running is None:
                 continue
-            if self.twins and key in self.twins and kind in (FIRST, FINISHED):
+            if self.hedges and key in self.hedges and kind in (FIRST, FINISHED):
                 self._alone(when_s, running)
             if kind == FIRST:
                 if first_s[key] != first_s[key]:  # a retry's first token is not the user's first
@@ -245,7 +245,7 @@ class SimAttempts:
 
     def touch(self, at_s: float, site: SimReplica) -> None:
         """Something happened at a replica: note when its next happening is due, and that it has news."""
-        self._agenda.look(site)
+        self._events.look(site)
         if self._reporting and not site.touched:
             self._reports.touched(at_s, site)
 
@@ -304,7 +304,7 @@ class SimAttempts:
         target = running.sites[place + 1]
         if target.replica.wake_s <= at_s:
             self.catch_up(at_s, target)
-        if running is not self.open.get(running.key) and running is not self.twins.get(running.key):
+        if running is not self.open.get(running.key) and running is not self.hedges.get(running.key):
             return
         self._begin(at_s, running)
         self._tell(at_s, tuple.__new__(SegmentDone, (running.request.id, running.attempt, place)))
@@ -320,7 +320,7 @@ class SimAttempts:
         running = self.open.get(key)
         if not isinstance(running, SimAttempt):
             return self.ledger.streamed_tokens[key]
-        hedge = self.twins.pop(key, None)
+        hedge = self.hedges.pop(key, None)
         if hedge is not None:
             self._take_off(at_s, hedge)
         self.open[key] = running.request
@@ -347,7 +347,7 @@ class SimAttempts:
     def fail(self, at_s: float, running: SimAttempt, kind: FailureKind, where: str) -> None:
         """A request lost its replica, link or transfer; nothing when it is not on its way."""
         key, streamed = running.key, running.before_tokens
-        first, hedge = self.open.get(key), self.twins.get(key)
+        first, hedge = self.open.get(key), self.hedges.get(key)
         if hedge is not None and isinstance(first, SimAttempt) and (running is hedge or running is first):
             self._alone(at_s, first if running is hedge else hedge)
         elif running is first:

@@ -1,13 +1,8 @@
 """The simulated world: it supplies the time, tells the Brain what happens and does what the Brain asks.
 
-Arrivals come from the workload in order; everything else is due on the agenda. A replica or a pipe is looked at
+Arrivals come from the workload in order; everything else is due in the event queue. A replica or a pipe is looked at
 only when something touches it or when its own next happening is due, so the cost grows with requests, not with
-tokens or replicas. `run` goes until every request has ended; `checks.py` holds the books to account.
-
-    world.py      the loop, and who is told what   ground.py     what the others share
-    journeys.py   requests along their routes      handover.py   KV between segments, over network.py's pipes
-    yard.py       replicas and machines            outside.py    faults, prices, supply
-    reports.py    late news                        ledger.py     the books
+tokens or replicas. `run` goes until every request has ended; `sim.run.check` compares the totals then.
 """
 
 from __future__ import annotations
@@ -41,7 +36,7 @@ from potluck.core.state.actions import (
 from potluck.core.state.events import Event, PlanReceived, RequestArrived, Tick
 from potluck.core.values.plan import Plan
 from potluck.core.values.types import DEFAULT_CLASS, DEFAULT_TENANT, Request
-from potluck.runtime.decider import Decider
+from potluck.runtime.brain_log import Decider
 from potluck.runtime.replica_models import ReplicaModels
 from potluck.sim.load.workload import Workload
 from potluck.sim.sim_settings import SimSettings
@@ -61,10 +56,8 @@ from potluck.sim.world.event_queue import (
     SAMPLE,
     TICK,
 )
-from potluck.sim.world.external_events import ExternalEvents
-from potluck.sim.world.plan_question import Planner, PlanQuestion, running_of
-from potluck.sim.world.sampler import StateSampler
-from potluck.sim.world.sim_fleet import Make, SimFleet
+from potluck.sim.world.faults import ExternalEvents
+from potluck.sim.world.sim_fleet import Make, Planner, PlanQuestion, SimFleet, StateSampler, running_of
 
 FEED: Final = 4096
 """Requests whose columns are turned into plain numbers at once."""
@@ -97,7 +90,7 @@ class SimWorld(CommonState):
         self.replans = 0
         self.attempts = SimAttempts(self, self.tell)
         self.fleet = SimFleet(self, self.attempts, self.tell, make)
-        self.outside = ExternalEvents(self, self.attempts, self.fleet, self.tell)
+        self.external = ExternalEvents(self, self.attempts, self.fleet, self.tell)
         self.sampler = StateSampler(self, self.fleet)
         self.arrived = 0
         """Requests that have come so far."""
@@ -110,7 +103,7 @@ class SimWorld(CommonState):
             COLLECT: self.reports.collect,
             DELIVER: self._deliver,
             READY: self.fleet.ready,
-            FAULT: self.outside.happen,
+            FAULT: self.external.happen,
             SAMPLE: self.sampler.take,
             PLAN: self._planned,
             CALL: _call,
@@ -125,7 +118,7 @@ class SimWorld(CommonState):
             DrainReplica: self.fleet.drain,
             StopReplica: self.fleet.stop,
             FlipReplica: self.fleet.flip,
-            Reassign: self.fleet.recast,
+            Reassign: self.fleet.reassign,
             OperatorNote: _noted,
             Replan: self._replan,
             CopyPrefix: self._move,
@@ -248,14 +241,14 @@ class SimWorld(CommonState):
             self.tell(at_s, event)
 
     def _start(self, at_s: float, action: StartReplica) -> None:
-        self.outside.started(at_s, self.fleet.start(at_s, action))
+        self.external.started(at_s, self.fleet.start(at_s, action))
 
     def _replan(self, at_s: float, action: Replan) -> None:
         self.replans += 1
         if self.planner is None:
             return
         running = running_of(self.plan, self.sites.values())
-        moment = PlanQuestion(at_s, action.rates_per_s, self.outside.regions(), running, action.lengths)
+        moment = PlanQuestion(at_s, action.rates_per_s, self.external.regions(), running, action.lengths)
         plan = self.planner(moment)
         if plan is not None:
             self.events.push(at_s + self.settings.planner_s, PLAN, plan)

@@ -11,7 +11,7 @@ from potluck.runtime.style import base_css
 from potluck.sim.results.metrics import LatencySpread, ModelSummary, RunSummary
 from potluck.sim.results.records import SimResult
 from potluck.sim.results.report import charts
-from potluck.sim.results.report.plots import moment
+from potluck.sim.results.report.charts import moment
 from potluck.sim.results.series import RunSeries, series
 
 PARTS = ("mean", "p50", "p90", "p99")
