@@ -257,7 +257,7 @@ def test_a_row_crosses_step_by_step(kind: str) -> None:
     """The receiver goes on exactly as if it had computed all of it."""
     tokens = prompt(300)
     one, two = desk(kind), desk(kind)
-    sender, receiver = one.executor._runner, two.executor._runner  # type: ignore[attr-defined]
+    sender, receiver = one.executor.runner, two.executor.runner  # type: ignore[attr-defined]
     source, row = sender.tables.open(), receiver.tables.open()
     sender.tables.grow(source, 300)
     arrival = IncomingHandover(receiver, row, manifest(sender, tokens, 0, 290), tokens)
