@@ -59,7 +59,7 @@ class BucketDemand:
     promised: bool = True
     """False for the longest prompts beyond the attained share: TTFT need not hold for them."""
     firm: bool = False
-    """Must be met whole, also where of the rest only a fraction can be (`plan.assemble.priorities`)."""
+    """Must be met whole, also where of the rest only a fraction can be (`plan.assemble.codecs`)."""
 
     @property
     def new_tokens(self) -> int:
@@ -106,11 +106,11 @@ class ModelDemand:
     classes: tuple[ClassDemand, ...] = ()
     """Classes of its requests, where there are several; `slo` is the strictest of all."""
     origins: tuple[UserOrigin, ...] = ()
-    """Where its users are; `slo` does not know of it (`strategies.near`)."""
+    """Where its users are; `slo` does not know of it (`strategies.variants`)."""
     sure: float = 0.5
     """With what probability steps take no longer than is planned with; 0.5: as long as they are expected to."""
     formats: tuple[Format, ...] = ()
-    """Which its weights may be in, `model`'s among them; empty: as they are (`strategies.formats`)."""
+    """Which its weights may be in, `model`'s among them; empty: as they are (`strategies.variants`)."""
 
     @property
     def rate_per_s(self) -> float:

@@ -3,7 +3,7 @@
 For a loss s let n^s be the copies that are left: none of those with a node that is gone, or one fewer of one column.
 That they serve theta of the demand asked for is a linear program; by its duals, whichever n is,
 
-    theta <= sum_j E_j n^s_j + sum_l lambda_l bandwidth_l          E_j: what one copy's time earns (`flow_price`)
+    theta <= sum_j E_j n^s_j + sum_l lambda_l bandwidth_l          E_j: what one copy's time earns (`relaxation.py`)
 
 so a plan whose n^s falls short breaks a row over counts that every plan that survives s keeps. Such rows are added
 until a plan breaks none (Benders), so the last is as cheap as it can be, and proven so. The loss of one copy of

@@ -3,6 +3,13 @@
 Fewer bits on the wire only widen the program, so it is solved with the smallest codec that is allowed, whose bound
 holds for all. Then, with the counts that were found, each model's KV is put back to the most exact codec in which
 these copies still serve as much: a lossy one stays only where it saves nodes, or serves what could not be served.
+
+Where not all demand fits: models of a higher priority first, each level as much as the ones above it leave.
+
+Level by level, the largest fraction of its models' demand is asked for, while what the levels above were given must
+be met whole (`Demand.firm`) and the levels below are asked for nothing. Models of one level share alike, as all do
+where none has a priority. But where that leaves nothing to any of them, since not even a copy of each fits, they come
+one after another, those whose first copy costs least before others: what can be served is.
 """
 
 from __future__ import annotations
@@ -139,7 +146,7 @@ def solved(
 ) -> tuple[ProgramColumns, Allocation]:
     """The program over some templates and its answer, each model's KV in the most exact codec that will do.
 
-    Where not all demand fits, models of a higher priority come first (`plan.assemble.priorities`); if not `in_part`,
+    Where not all demand fits, models of a higher priority come first (`plan.assemble.codecs`); if not `in_part`,
     nothing is planned then.
     """
 

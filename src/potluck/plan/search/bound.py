@@ -32,6 +32,16 @@ nodes of C GPUs each gives rows
 
 whose first one is gpus; each holds since no node has room for parts whose u_k add up to more than 1 (Martello and
 Toth's bound for bin packing). `bound_program` solves both.
+
+The program behind `plan.search.bound`, which has it with its letters: relaxed first, then whole.
+
+With n in fractions a column that is not fully used only wastes GPUs, so x_j = h r_j n_j and the rows are few. Its
+dual prices y say what a whole copy of column j costs of the relaxed value U at least:
+
+    loss_j = sum_v y_v U_jv - h r_j max(0, D_j - y_decode - y_offered)        decoders: y_decode in the brackets
+
+So nothing better than a known value has a column whose loss is above the distance from U. Of the columns left,
+the `MOST_COLUMNS` of least loss form the whole program; what uses any other is worth at most U less its loss.
 """
 
 from __future__ import annotations

@@ -61,7 +61,7 @@ def search_groups(
 ) -> tuple[list[Template], dict[str, SearchResult]]:
     """(templates, what each region's search found); a region where the model cannot be served has neither.
 
-    With an `estimate` the pairs of the best states are tried by it (`plan.search.attain`).
+    With an `estimate` the pairs of the best states are tried by it (`plan.search.search_templates`).
     """
     # numba is slow to load, and most plans search no pool
     from potluck.plan.search.deduce import deducer

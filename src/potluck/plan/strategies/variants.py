@@ -4,6 +4,13 @@ All replicas of a model share a format. Any two of them may come to hand KV to e
 that are lent, requests that outlive a machine), and where a request was sent should not change its answer. So for
 every combination of the models' formats the strategy is asked for a plan, and the best is taken: most served, then
 cheapest, then the format that the spec names first.
+
+Users have places: how far a request may travel is chosen with the plan.
+
+A request's way to a region and back counts in its TTFT, and nobody knows which region it is sent to; so a model that
+runs in some regions must make its first tokens within what the farthest of its users leave of the objective. For each
+distance d that some region is at: only regions within d, and TTFT shorter by d. The best of these plans is taken.
+Several models have one d each: the largest of their own that is no farther than the d at hand.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Groups of machines that serve together (THUNDERSERVE): replicas on named machines, as one closed template.
 
 Replicas belong together when they share a machine or hand KV to one another. What they serve in a bucket is a
-transportation problem over the rates that `plan.timing.rates` gives each of them:
+transportation problem over the rates that `plan.timing.replica_rates` gives each of them:
 
     maximise   sum_ij D_ij f_ij + sum_k D_k g_k    i prefills, j decodes, k does both
     prefill_i  sum_j f_ij <= h P_i                 h: the share of time a replica is planned to be busy
@@ -10,7 +10,7 @@ transportation problem over the rates that `plan.timing.rates` gives each of the
     link_ab    sum_ij s_ij,ab f_ij <= 1            s: seconds that one request's KV keeps the link busy
 
 where f_ij exists only if i's TTFT and the KV from i to j are within the objective together. D is 1, or the share of
-requests within the objective where each pair was tried (`plan.search.attain`). KV goes in one piece
+requests within the objective where each pair was tried (`plan.search.search_templates`). KV goes in one piece
 after the prefill, each layer from the machine that has it at i to the one that needs it at j, links side by side
 (THUNDERSERVE's equation 1). The template's closed rate is the optimum over h, since the program puts h back.
 """

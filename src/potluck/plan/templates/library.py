@@ -2,7 +2,7 @@
 
 Two kinds of file, each named by a hash of everything its content depends on: the stage rates (model, node
 types, objective, lengths, calibration, the source of `perf`) and the templates (stage rates, node memory,
-limits, the source of this package's search). `timing/kept.py` says how files are kept.
+limits, the source of this package's search). `timing/rate_cache.py` says how files are kept.
 """
 
 from __future__ import annotations

@@ -9,7 +9,7 @@ a rate of μ(L_p); a prompt that it takes whole costs it 1 / μ(0). So the pair 
 
 and the best L_p of a grid is where the two nearly meet. TTFT is both parts one after the other. The KV of L_p
 tokens crosses the narrower of the two network cards, so λ is at most what that carries, and the first part takes as
-long as its prefill or its KV, whichever is longer (`plan.timing.cards`).
+long as its prefill or its KV, whichever is longer (`plan.timing.network_cards`).
 """
 
 from __future__ import annotations

@@ -25,6 +25,27 @@ Pruning. A template is worth keeping only if its nodes do better together than a
 W(M) = max(T*(M), max W(A) + W(M - A)), M is dropped when a split reaches T*(M): the same nodes, or fewer,
 then serve as much. So the incumbent starts at the best split, and most multisets are never settled. No
 optimum of an allocation is lost, as long as templates that already run stay: leaving one costs a new start.
+
+Multisets of node types as numbers: all those of at most N nodes over G types, without gaps.
+
+A multiset is written as its types in ascending order, t_1 ≤ ... ≤ t_n. Its rank among those of n nodes is
+
+    r = Σ_i C(t_i + i - 1, i)
+
+(the combinatorial number system, with repetition), and its id adds the number of smaller multisets:
+
+    id = offset_n + r,   offset_n = C(G + n - 1, n - 1);   the empty multiset has id 0.
+
+The rank is a sum of one term per node that depends on nothing but its type and its place. So the id of every
+part of a multiset follows from that of a part with one node less by one look-up and one addition.
+
+The best placement of one multiset of nodes: which nodes and how many layers each stage has.
+
+`plan.templates.pipeline` keeps only the throughput and the number of stages of its many templates; this finds
+the placement of a chosen one again. It tries every partition of the nodes and divides the layers by a
+recursion over stages that supposes nothing of T̂, so it also is a second opinion on the compiled search:
+
+    F_s(l) = max_j min(F_{s-1}(l - j), Σ_{g in stage s} T̂_j(g)),    F_0(0) = ∞,    T = F_S(L)
 """
 
 from __future__ import annotations
@@ -136,7 +157,7 @@ class PipelineLibrary:
     max_nodes: int
     memory_ratio: float
     ids: Ints
-    """(n,) which multiset each template is, ascending; see `plan.templates.multisets`."""
+    """(n,) which multiset each template is, ascending; see `Multisets`."""
     units: Ints
     """(n,) throughput in hundredths of a token a second."""
     stages: Bytes

@@ -171,7 +171,7 @@ def solve_all(
 
 @compiled
 def _part_ids(t: PipelineTables, c: PipelineScratch, size: int) -> None:
-    """Ids of all parts of a multiset; see `plan.templates.multisets`."""
+    """Ids of all parts of a multiset; see `Multisets`."""
     c.ids[0] = 0
     for high in range(size):
         bit = 1 << high

@@ -62,7 +62,7 @@ Integers = NDArray[np.int64]
 
 @dataclass(frozen=True, slots=True)
 class BucketRule:
-    """What a plan asks of a bucket's prompts beyond the objective (`timing.rates` times templates by the same)."""
+    """What a plan asks of a bucket's prompts beyond the objective (as `replica_rates` times templates)."""
 
     wait: float
     """w: time in the system over time of service, while as busy as planned."""
