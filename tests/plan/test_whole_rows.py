@@ -9,12 +9,11 @@ import numpy as np
 import pytest
 from allocate_reference import random_cards, random_flow
 
-from potluck.plan.allocate.flow import settle, start_vector
+from potluck.plan.allocate.flow import settle, solve_flow, start_vector
 from potluck.plan.allocate.highs import Deadline
 from potluck.plan.allocate.matrix import FlowRows
 from potluck.plan.allocate.program import ColumnKey, DemandBucket, FlowProgram, ModelColumns, NodeSupply
 from potluck.plan.allocate.relaxation import Pricer, relax_flow, with_whole_rows
-from potluck.plan.allocate.solve import solve
 
 LIMIT_S = 60.0
 
@@ -84,6 +83,7 @@ def test_prices_are_those_of_single_units() -> None:
     none, one = np.zeros((1, 1)), np.array([[10.0]])
     model = ModelColumns("m", (DemandBucket("b", 1.0, 0.0),), np.ones((1, 1), np.uint8), none, none, one)
     fleet = NodeSupply(("here",), ("a",), np.array([[7.0]]), np.array([[5]]))
-    found = solve(FlowProgram(fleet, (model,)), time_limit_s=LIMIT_S)
-    assert found.cost_usd_per_h == pytest.approx(7.0)
-    assert found.prices.demands_usd_per_h == pytest.approx((0.7,))
+    found = solve_flow(FlowProgram(fleet, (model,)), deadline(), 0.0, [], [])
+    assert found.upper == pytest.approx(7.0)
+    assert found.prices is not None
+    assert found.prices.duals.demand.tolist() == pytest.approx([0.7])
