@@ -146,7 +146,14 @@ NEAR = 0.15
 
 @dataclass(frozen=True, slots=True)
 class SkyPilotPrices:
-    """What was read."""
+    """What was read.
+
+        InstanceType,AcceleratorName,AcceleratorCount,vCPUs,MemoryGiB,GpuInfo,Price,SpotPrice,Region,AvailabilityZone
+
+    SkyPilot fetches these files when it first runs (`~/.sky/catalogs/vN/CLOUD/vms.csv`). Of machines with the same
+    GPUs in a region the cheapest counts; spot prices are the median over its zones. Whatever cannot be used is
+    listed.
+    """
 
     prices: tuple[Price, ...]
     left_out: tuple[tuple[str, int], ...]

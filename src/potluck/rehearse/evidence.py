@@ -250,7 +250,13 @@ WARM_UP_SHARE = 0.2
 
 @dataclass(frozen=True, slots=True)
 class PairTrial:
-    """Tries pairs of replicas of one model; calling it is an `Estimate` of `plan.search.attain`."""
+    """Tries pairs of replicas of one model; calling it is an `Estimate` of `plan.search.attain`.
+
+    The pair is a plan of one group; requests come by chance at the given rate, nobody is refused, all objectives
+    count. The same requests, in their order, are asked of every pair: what differs between two is the pairs. The
+    search may think more of a pair than `timing.rates` does, by which it is sent its requests in the end; then it
+    is tried at what it will be sent, and the rest counts as missed.
+    """
 
     problem: PlanningProblem
     world: ResolvedPlan

@@ -41,6 +41,9 @@ def restored(plan: Plan, problem: PlanningProblem, factors: Factors) -> Plan:
     """A plan for scaled demand as one for the problem's own: nothing is deployed differently.
 
     Where the fleet suffices for more than the real demand, all of it is served; where not, as much as before.
+
+    A plan for f times a model's rate has f times the capacity, at the least cost. `restored` makes of it a plan for
+    the real rates again: the same nodes and copies, every share and flow divided by what was planned for.
     """
     got = reached(plan, factors)
     shrink = {name: 1.0 / max(got[name], min(factor, 1.0)) for name, factor in factors.items()}
@@ -181,7 +184,22 @@ PHASES: tuple[Phase, ...] = ("closed", "prefill", "decode")
 
 @dataclass(frozen=True, slots=True)
 class DeploymentQueue:
-    """What requests of one model wait for: one deployment, in one phase."""
+    """What requests of one model wait for: one deployment, in one phase.
+
+    A queue is before what one deployment does in one phase: n copies of r replicas, busy a share u of the time. Gaps
+    between arrivals have a coefficient of variation c, and work per request varies with its length, by v (squared
+    coefficient of variation). Requests are late that find
+
+        answers  no room: N places, a = u N taken on average. With peakedness z = 1 + (c^2 - 1) / 2 these are
+                  1 / (1 + b F(b) / f(b)),  b = (1 - u) sqrt(N / z)      (Halfin and Whitt; F, f: the normal law)
+                  and a share exp(-(N - a) w / (z H)) of them waits for longer than TTFT allows; H: an answer's time
+        prompts  too many before them: u^(sqrt(2 (k + 1)) - 1) exp(-g k (1 - u) w / (S V))  (Sakasegawa, Kingman)
+                  k = n r servers, S: seconds of one for a request, V = (c^2 + v) / 2; beside answers S is at most
+                  the time of a prompt, and u what that takes
+
+    w is what TTFT leaves beside a request's own time. g is fitted to simulations (docs/planning.md has the table),
+    once for prompts that are computed apart and once for those beside answers.
+    """
 
     phase: Phase
     servers: int

@@ -39,7 +39,13 @@ SAME_COST = 0.005
 
 @dataclass(frozen=True, slots=True)
 class FactorBracket:
-    """Where the factor lies. `factor` is the one to plan for next."""
+    """Where the factor lies. `factor` is the one to plan for next.
+
+    The cheapest plan for more demand never costs less, so the least factor that holds gives the cheapest plan of
+    this kind. Whether a plan holds is only nearly monotone in the factor (another factor may bring other GPUs), so
+    what was measured always counts for more than what the order would suggest: only a factor whose own plan held is
+    ever taken.
+    """
 
     floor: float
     """No factor below it: 1 x the planner's headroom is a fleet that is busy all the time on averages alone."""

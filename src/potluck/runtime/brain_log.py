@@ -48,7 +48,17 @@ class NotPlain(TypeError):
 
 
 def checkpoint(root: object) -> dict[str, Any]:
-    """What `restored` makes `root` of again, as JSON can write it."""
+    """What `restored` makes `root` of again, as JSON can write it.
+
+    All that can be reached from it is written down once and referred to by number, so that what several share is
+    shared again. Nothing but the values, classes, functions and methods of `core` and plain containers is written
+    or made: a log is read without running anything that it brings.
+
+        a value     a number, a text, true, false, null; else a list: ["tuple", ...], ["frozenset", ...],
+                    ["made", class, ...] a named tuple, ["enum", class, name], ["core", name] a class or function,
+                    ["method", value, name], ["ref", number]
+        a thing     ["dict" | "list" | "set", values], ["deque", most, values], ["object", class, {attribute: value}]
+    """
     writer = _Writer()
     value = writer.value(root)
     return {"root": value, "things": [writer.thing(each) for each in writer.found]}  # they grow on the way
@@ -335,7 +345,16 @@ LEVEL = 6
 
 
 class LogFiles:
-    """Writes to the end of a log. Several processes may, while one takes over from another: then nothing is cut."""
+    """Writes to the end of a log. Several processes may, while one takes over from another: then nothing is cut.
+
+        brain.log               what is being written
+        brain.log.000007        cut off, and about to be packed
+        brain.log.000007.gz     packed; the one with the least number goes when there are too many
+
+    Packing is another thread's: whoever writes does not wait for it. A piece is replaced by its packed form in one
+    step, so that a crash at any moment leaves one of them; what is left over is put in order when the log is next
+    opened.
+    """
 
     def __init__(self, path: Path, piece_bytes: int = PIECE_BYTES, most_bytes: int = MOST_BYTES) -> None:
         self._path, self._piece_bytes, self._most_bytes = path, piece_bytes, most_bytes

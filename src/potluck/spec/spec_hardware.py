@@ -184,7 +184,13 @@ class ResolvedPool:
 def resolve_pool(
     written: PoolIn, machine_count: int, hardware: SpecHardware, problems: SpecProblems
 ) -> ResolvedPool:
-    """`machine_count` is how many were written, those that were cut out as broken included."""
+    """`machine_count` is how many were written, those that were cut out as broken included.
+
+    So that every strategy works on a pool, its machines are also a fleet: a region per place they name, offering each
+    type as often as there are machines of it. Strategies that do not know which machine they get must count on the
+    slowest link, so a type's network card is the slowest link within a region that one of its machines has. Between
+    regions the slowest link of any two machines counts, unless `links` are written.
+    """
     if not machine_count:
         problems.add((*written.at, "machines"), "needs at least one entry")
     before = len(problems.found)

@@ -232,7 +232,13 @@ class _Builder:
 
 
 def read_marked(raw: bytes, file: str) -> tuple[dict[str, Any], SpecProblems]:
-    """The root mapping as plain values, and a collector that knows the line of each of them."""
+    """The root mapping as plain values, and a collector that knows the line of each of them.
+
+    PyYAML's loaders forget lines and let a later key overwrite an earlier one; its composers recurse. So this
+    builds the values from the parser's events with a stack of its own: depth, size and the expansion of
+    aliases are bounded, duplicate keys are complaints, and scalars follow YAML 1.2's core schema (`no` is a
+    name and not false, `1e3` is a number, `010` is ten).
+    """
     problems = SpecProblems(file)
     builder = _Builder(problems)
     text = _text(raw, builder)

@@ -31,7 +31,12 @@ from potluck.perf.step_timer import Floats
 
 @dataclass(frozen=True, slots=True)
 class Residual:
-    """`log_factor[i][j]` belongs to `x[i]`, `y[j]`, both base-2 logarithms of a feature."""
+    """`log_factor[i][j]` belongs to `x[i]`, `y[j]`, both base-2 logarithms of a feature.
+
+    Kernels have habits that no short formula catches. Where a GPU was measured, the logarithm of measured over
+    predicted time is kept on a coarse grid of two base-2 logarithms and interpolated bilinearly; outside the
+    grid the nearest edge holds. A third feature enters as a power. A GPU that was not measured has no surface.
+    """
 
     x: tuple[float, ...]
     y: tuple[float, ...]

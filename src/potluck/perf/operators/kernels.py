@@ -57,7 +57,14 @@ def busiest_share(rows: Floats, ranks: int) -> Floats:
 def spread(
     tokens: ArrayLike, experts: ArrayLike, active: ArrayLike, ranks: ArrayLike = 1.0, skew: ArrayLike = UNEVEN
 ) -> ExpertSpread:
-    """Loads on the experts of the busiest of `ranks`, each of which has experts / ranks of them whole."""
+    """Loads on the experts of the busiest of `ranks`, each of which has experts / ranks of them whole.
+
+    Routers are not fair: of the experts of one layer some get many times the rows of others. As in the published
+    measurements, the loads of E experts follow a power law with density x^-a between 1 and 0.8 T (T tokens, each
+    choosing k); they are scaled to T k rows. a = 0 stands for a router that is fair to the row. With expert
+    parallelism the busiest rank decides: its load is above the mean by Blom's z, times the deviation of a sum of E
+    / ranks such loads.
+    """
     chosen, many, per_token, places, power = np.broadcast_arrays(
         *(np.atleast_1d(np.asarray(v, np.float64)) for v in (tokens, experts, active, ranks, skew))
     )

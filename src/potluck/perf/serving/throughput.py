@@ -305,7 +305,24 @@ class MixedPipeline:
 def together(
     timer: PipelineTimer, lengths: RequestLengths, room: int, slo: Slo, headroom: float = BUSY
 ) -> MixedPipeline | None:
-    """The best turns within the objective; None where there are none. `room` is how many requests' KV fits."""
+    """The best turns within the objective; None where there are none. `room` is how many requests' KV fits.
+
+    N batches take turns, one for each node. A batch of B answers takes a chunk of c tokens of a prompt with it
+    whenever one is to be computed; with L new tokens in a prompt and O in an answer that is a share u of its turns.
+    With C(c) the time from one turn of a batch to its next,
+
+        C(c)   = max(N I, T)             I: the slowest stage, T: all stages, of B answers and c tokens
+        u      = B L / (O c)             as busy as it may be; less than 1, or prompts would wait without end
+        TPOT   = u C(c) + (1 - u) C(0)
+        TTFT  = ceil(L / c) C(c) (1 + h u / (2 (1 - h u))) + C(c) / 2  a prompt's turns, behind others (M/D/1) when
+                                                                             h of that is asked for, after half a turn
+        rate   = N B / (O TPOT)
+
+    Larger chunks make turns longer and prompts wait less; B and c are those of the largest rate within the
+    objective. A turn takes as long however busy the pipeline is, and a batch varies around its mean, so TPOT is
+    kept to PACED of its objective: with nine tenths, four of fifteen pipelines kept 66 to 84 % of what was promised
+    in simulation.
+    """
     lanes = PipelineRounds(timer).lanes
     most = min(room // lanes, MAX_BATCH)
     if most < 1:
@@ -347,7 +364,15 @@ LEAST_TOKENS = 128
 def paced_budget(
     timer: StepTimer, prompt_tokens: int, answer_tokens: int, memory_batch: int, slo: Slo
 ) -> int:
-    """A power of two, from LEAST_TOKENS to CHUNK_TOKENS; CHUNK_TOKENS where the objective cannot be kept anyway."""
+    """A power of two, from LEAST_TOKENS to CHUNK_TOKENS; CHUNK_TOKENS where the objective cannot be kept anyway.
+
+    Whoever is being answered waits for the chunks of others' prompts. The planner reckons with the prompts of the
+    long run, evenly spread over the steps; an engine that takes what its budget allows computes a prompt in few
+    long steps, and short answers beside it miss their objective. Sarathi-Serve (OSDI '24) therefore takes the
+    largest budget whose step is still short enough. Here that is LONGEST times the TPOT objective, with all the
+    answers that a replica is planned to make at once: the short steps around it make up for one such step, and
+    prompts still pass quickly.
+    """
     found = best_operating(timer, prompt_tokens, answer_tokens, memory_batch, slo)
     if found is None:
         return CHUNK_TOKENS

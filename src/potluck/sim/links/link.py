@@ -239,7 +239,17 @@ def card_pipe(name: str, gbps: float) -> SharedPipe:
 
 
 class SimNetwork:
-    """All pipes of a run."""
+    """All pipes of a run.
+
+        same machine         the GPUs' interconnect: fast and not shared here
+        named machines  pipes of their own between each two, where the pool gives their bandwidth: each layer goes
+                             from the machine that has it to the one that needs it, all pipes side by side
+        same region          the network cards: the one of the two that has less to give each transfer now
+        other region         the link; no faster than either card
+
+    A transfer is shared at one place only, its narrowest; the other places bound its speed but are not slowed by it.
+    That is exact while at most one end is contended, and never gives a link more than it carries.
+    """
 
     __slots__ = ("_granted", "_links", "_machines", "_ways", "links", "pipes", "resolved")
 

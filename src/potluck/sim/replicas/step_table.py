@@ -309,7 +309,19 @@ class _Pace:
 
 
 class RoundTable:
-    """Scalar round times of one pipeline."""
+    """Scalar round times of one pipeline.
+
+    A pipeline of several nodes keeps as many batches under way as it has nodes (`lanes`), so that no node waits. A
+    sequence is in one of them. The simulated replica keeps one set of sequences and steps through *rounds*: in a
+    round each sequence gets its step once, in one of the lanes, and the lanes follow each other every `interval_s`:
+
+        round = max( longest latency of a lane's step,  sum over lanes of the interval of its step )
+
+    The first is what a lone prompt takes, the second the pace of the slowest stage under load; no drain between
+    rounds, as lanes overlap. Decodes are spread evenly over the lanes, each chunk goes to the lane with the fewest
+    tokens. What this leaves out: lanes really begin one after another, so a newcomer may find one that begins sooner
+    than the next round; it waits half a round too long at most, on average.
+    """
 
     __slots__ = ("_latency", "_pace", "lanes", "rows", "timer")
 

@@ -472,7 +472,18 @@ class ScaleScan:
 
 
 def scan(result: SimResult, warm_up_s: float = 0.0, scales: tuple[float, ...] = SCALES) -> ScaleScan:
-    """Of all requests to which something was promised, each against its own objective."""
+    """Of all requests to which something was promised, each against its own objective.
+
+    A request keeps an objective that is s times as long from
+
+        s = max(TTFT / slo.ttft_s, TPOT / slo.tpot_s, E2E / slo.e2e_s)
+
+    on, each part alone likewise. So one run answers for every scale: attainment at s is the share of requests whose
+    own scale is at most s, and the least scale that attains a share is a quantile. Refused requests are within no
+    scale; those that are still open or were cancelled are left out. Rules that look at the objective decided by the
+    one in force, above all admission, so scan with `admission=false`; another run with `--slo-scale` lets them
+    decide anew.
+    """
     records = result.records
     promised, limits_s = limits_of(records, result.slos, result.classes)
     answered, refused = records.outcome == ANSWERED, records.outcome == REFUSED

@@ -147,6 +147,20 @@ def promises(
     """What the plan says of requests with these mean lengths, by model and bucket.
 
     `scale` has for each model what share of the planned requests come.
+
+    For every replica the requests a second that it prefills for others, decodes for others or does alone; who hands
+    to whom; how busy that keeps it; how many bytes cross each link; and the share of requests within the objective.
+    A rate is a range: from what the plan's program sent there to what the Brain's weights make of it, which spread
+    the time that copies have to spare (`core.routing.offers`).
+
+    Busy is a range too, whatever arrivals are like. With u the time that prompts take and n the answers that would be
+    under way at once if each ran alone, both per second,
+
+        low = 1 - (1 - u) exp(-n)      arrivals by chance: answers overlap and share steps
+        high = min(1, u + n)           arrivals in turn
+
+    Inside combos and pairs the Brain decides request by request who does what (in place, split, overflow). There the
+    plan counts on the copy as a whole, so nothing is said of a single replica but that it gets work.
     """
     if scale is not None:
         plan = _scaled(plan, scale)

@@ -212,7 +212,12 @@ class SimResult:
 def as_users_see(
     records: RequestRecords, replicas: Sequence[ReplicaRecord], rtt_s: Mapping[tuple[str, str], float]
 ) -> RequestRecords:
-    """The records with first and last tokens when they reach whoever asked; the same where nobody said where."""
+    """The records with first and last tokens when they reach whoever asked; the same where nobody said where.
+
+    The world counts from a request's arrival at a region. A user sends it half a round trip before, to the region
+    of the first segment's replica, and has tokens half a round trip after they are made, from the region of the
+    last one's. So the first token and the last come later by both halves, and TPOT is as it was.
+    """
     labels = records.labels
     if labels is None or not rtt_s or labels.origins == ("",):
         return records

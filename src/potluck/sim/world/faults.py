@@ -251,7 +251,11 @@ def _numbers(data: Any, names: list[str], where: str) -> dict[str, float]:
 
 
 class ExternalEvents:
-    """Carries out what a fault file or chance has in store."""
+    """Carries out what a fault file or chance has in store.
+
+    Of prices and supply the Brain is told (`MarketReported`) once for each moment in which some change, as a live
+    one is by the market file, and the planner sees them.
+    """
 
     __slots__ = (
         "_attempts",
