@@ -266,7 +266,7 @@ def _named(version: str, kind: str, name: str, cluster: ManifestOptions) -> Mani
     return {"apiVersion": version, "kind": kind, "metadata": metadata}
 
 
-class _Dumper(yaml.SafeDumper):
+class _ManifestDumper(yaml.SafeDumper):
     """Without anchors: a file that people read says things twice."""
 
     def ignore_aliases(self, data: object) -> bool:
@@ -274,4 +274,4 @@ class _Dumper(yaml.SafeDumper):
 
 
 def _text(manifests: list[Manifest]) -> str:
-    return yaml.dump_all(manifests, Dumper=_Dumper, sort_keys=False, width=120, explicit_start=True)
+    return yaml.dump_all(manifests, Dumper=_ManifestDumper, sort_keys=False, width=120, explicit_start=True)

@@ -73,7 +73,7 @@ def _task(
         "run": "\n".join([*lines, "wait -n"]) + "\n",
     }
     head = f"# {box.node.name} in {box.region}: {', '.join(placement.name for placement in placements)}\n"
-    return head + yaml.dump(task, Dumper=_Dumper, sort_keys=False, width=120)
+    return head + yaml.dump(task, Dumper=_TaskDumper, sort_keys=False, width=120)
 
 
 def _launch(fleet: PlacedPlan, wording: CommandOptions) -> str:
@@ -93,11 +93,11 @@ exec {serve} "$@"
 """
 
 
-class _Dumper(yaml.SafeDumper):
+class _TaskDumper(yaml.SafeDumper):
     """Scripts as blocks of lines."""
 
 
-_Dumper.add_representer(
+_TaskDumper.add_representer(
     str,
     lambda dumper, text: dumper.represent_scalar(
         "tag:yaml.org,2002:str", text, style="|" if "\n" in text else None

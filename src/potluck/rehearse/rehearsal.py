@@ -183,7 +183,7 @@ class Rehearsal:
 
 
 @dataclass(slots=True)
-class _Search:
+class _RehearsalSearch:
     """The state of a rehearsal; its methods are its mutators."""
 
     factory: TemplateFactory
@@ -416,7 +416,7 @@ def rehearse(
     were served; `known` are plans that were made before, with the factors to begin with first; `plainer` makes plans
     of another kind, of which one is tried where the first misses and the first that holds will do.
     """
-    search = _Search(
+    search = _RehearsalSearch(
         factory, planner, settings, trial, rules or RehearsalRules(), said, enough, far, known, plainer
     )
     chosen, reason = search.run()

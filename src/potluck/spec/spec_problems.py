@@ -114,13 +114,13 @@ _STR_TAG = "tag:yaml.org,2002:str"
 
 
 @dataclass(slots=True)
-class _Node:
+class _YamlNode:
     """A value with its line; `size` and `depth` count what is inside, so that aliases cannot explode."""
 
     line: int
     value: object = None
-    keys: dict[str, tuple[int, _Node]] | None = None
-    items: list[_Node] | None = None
+    keys: dict[str, tuple[int, _YamlNode]] | None = None
+    items: list[_YamlNode] | None = None
     size: int = 1
     depth: int = 1
     pending_key: tuple[int, str] | None = None
@@ -132,9 +132,9 @@ class _Builder:
     """Turns parser events into nodes, one open collection per stack entry."""
 
     problems: SpecProblems
-    stack: list[_Node] = field(default_factory=list)
-    anchors: dict[str, _Node] = field(default_factory=dict)
-    root: _Node | None = None
+    stack: list[_YamlNode] = field(default_factory=list)
+    anchors: dict[str, _YamlNode] = field(default_factory=dict)
+    root: _YamlNode | None = None
     documents: int = 0
 
     def feed(self, event: Any) -> None:
@@ -147,11 +147,11 @@ class _Builder:
             known = self.anchors.get(event.anchor or "")
             if known is None:
                 self.refuse(line, f"alias *{event.anchor} has no finished anchor &{event.anchor}")
-            self.place(_Node(line, known.value, known.keys, known.items, known.size, known.depth), line)
+            self.place(_YamlNode(line, known.value, known.keys, known.items, known.size, known.depth), line)
         elif isinstance(event, yaml.ScalarEvent):
             self.untagged(event, line)
             # implicit[0]: neither quoted nor tagged, so the text decides what it is.
-            node = _Node(line, scalar(event.value) if event.implicit[0] else event.value)
+            node = _YamlNode(line, scalar(event.value) if event.implicit[0] else event.value)
             self.bind(event.anchor, node)
             self.place(node, line, event.value)
         elif isinstance(event, yaml.CollectionStartEvent):
@@ -166,7 +166,7 @@ class _Builder:
         if self.stack and self.stack[-1].keys is not None and self.stack[-1].pending_key is None:
             self.refuse(line, "a key must be a plain word, not a list or mapping")
         mapping = isinstance(event, yaml.MappingStartEvent)
-        node = _Node(line, anchor=event.anchor)
+        node = _YamlNode(line, anchor=event.anchor)
         node.keys, node.items = ({}, None) if mapping else (None, [])
         self.stack.append(node)
 
@@ -177,7 +177,7 @@ class _Builder:
         self.bind(node.anchor, node)
         self.place(node, node.line)
 
-    def place(self, node: _Node, line: int, text: str | None = None) -> None:
+    def place(self, node: _YamlNode, line: int, text: str | None = None) -> None:
         """Put a finished node into the collection that is open, as key or as value."""
         if not self.stack:
             self.root = node
@@ -208,7 +208,7 @@ class _Builder:
         else:
             parent.keys[key] = (key_line, node)
 
-    def merge(self, node: _Node) -> None:
+    def merge(self, node: _YamlNode) -> None:
         """`<<: *defaults`: keys of the mapping itself win over merged ones."""
         assert node.keys is not None
         line, source = node.keys.pop("<<")
@@ -218,7 +218,7 @@ class _Builder:
             for key, entry in mapping.keys.items():
                 node.keys.setdefault(key, entry)
 
-    def bind(self, anchor: str | None, node: _Node) -> None:
+    def bind(self, anchor: str | None, node: _YamlNode) -> None:
         if anchor is not None:
             self.anchors[anchor] = node
 
@@ -304,7 +304,7 @@ def scalar(text: str) -> str | int | float | bool | None:
     return text if special is None else float(special)
 
 
-def _plain(node: _Node, loc: Loc, lines: dict[Loc, int]) -> object:
+def _plain(node: _YamlNode, loc: Loc, lines: dict[Loc, int]) -> object:
     """Plain values; MAX_DEPTH bounds the recursion, aliases included."""
     lines.setdefault(loc, node.line)
     if node.keys is not None:

@@ -38,7 +38,7 @@ class HostRows:
 
 
 @dataclass(slots=True)
-class _Slot:
+class _HostSlot:
     room: Tensor
     copied: torch.cuda.Event
 
@@ -47,12 +47,12 @@ class HostCopies:
     """One worker's, for its one device; called in the thread that computes."""
 
     def __init__(self, device: torch.device) -> None:
-        self._slots: deque[_Slot] = deque()
+        self._slots: deque[_HostSlot] = deque()
         self._pages: deque[Tensor] = deque()
         if device.type == "cuda":
             self._stream = torch.cuda.Stream(device)
             room = torch.empty(SLOTS, PAGE_BYTES, dtype=torch.uint8, device=device)
-            self._slots.extend(_Slot(each, torch.cuda.Event()) for each in room)
+            self._slots.extend(_HostSlot(each, torch.cuda.Event()) for each in room)
             self._porters = ThreadPoolExecutor(PORTERS, thread_name_prefix="potluck-kv-host")
             threading.Thread(target=self._pin, name="potluck-kv-pin", daemon=True).start()
 

@@ -209,7 +209,7 @@ class WorkerNews:
 
 
 @dataclass(slots=True)
-class _Live:
+class _LiveTransfer:
     request: VllmRequest
     moves: TransferParams
     stage: Stage = "new"
@@ -221,7 +221,7 @@ class TransferScheduler:
     def __init__(self, workers: int, *, windows: bool = False) -> None:
         """`windows`: some layers keep no more than the latest tokens."""
         self._workers, self._windows = workers, windows
-        self._live: dict[str, _Live] = {}
+        self._live: dict[str, _LiveTransfer] = {}
         self._orders = WorkerOrders()
 
     def __len__(self) -> int:
@@ -244,7 +244,7 @@ class TransferScheduler:
         if self._windows and moves.take is not None and moves.take.stop == len(prompt):
             # vLLM computes the last token again, whose window begins before what came.
             raise InputError("take.stop", f"must leave a token to compute, at most {len(prompt) - 1}")
-        self._live[request.request_id] = _Live(request, moves)
+        self._live[request.request_id] = _LiveTransfer(request, moves)
         give = moves.give
         if give is not None:
             self._orders.offers.append(_offer(request.request_id, moves.request, give, prompt))
@@ -328,7 +328,7 @@ class TransferScheduler:
         self._orders.keeps.append(ReadBlocks(request.request_id, _kept(tables), live.moves.give.stop))
         return True
 
-    def _let_go(self, key: str, live: _Live) -> None:
+    def _let_go(self, key: str, live: _LiveTransfer) -> None:
         """What is on its way is not needed, or cannot be used: the sender is rid of it all the same."""
         if live.stage in ("asked", "come"):
             self._orders.places.append(PlaceBlocks(key))

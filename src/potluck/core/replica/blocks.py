@@ -28,10 +28,10 @@ from potluck.core.state.facts import BLOCK_TOKENS
 from potluck.core.values.model import Attention, FullAttention, LatentAttention, Model
 
 
-class _Node:
+class _CacheNode:
     __slots__ = ("children", "marks", "name", "parent", "pins", "places", "queued", "stamp")
 
-    def __init__(self, name: Name, parent: _Node | None, places: tuple[int, ...], stamp: int) -> None:
+    def __init__(self, name: Name, parent: _CacheNode | None, places: tuple[int, ...], stamp: int) -> None:
         self.name = name
         self.parent = parent
         self.places = places
@@ -41,7 +41,7 @@ class _Node:
         self.pins = 0
         self.queued = False
         """Whether the queue has an entry for it, perhaps with an older stamp."""
-        self.marks: list[_Node] | None = None
+        self.marks: list[_CacheNode] | None = None
 
 
 class BlockPool:
@@ -55,10 +55,10 @@ class BlockPool:
         """Whether only checkpoints can be resumed."""
         self.block_tokens = block_tokens
         self._free = list(range(blocks - 1, -1, -1))
-        self._nodes: dict[int, _Node] = {}
-        self._root = _Node(0, None, (), 0)
-        self._marks: dict[Checkpoint, _Node] = {}
-        self._queue: list[tuple[int, int, _Node]] = []
+        self._nodes: dict[int, _CacheNode] = {}
+        self._root = _CacheNode(0, None, (), 0)
+        self._marks: dict[Checkpoint, _CacheNode] = {}
+        self._queue: list[tuple[int, int, _CacheNode]] = []
         """What may be able to go: (stamp when it was put here, number, node)."""
         self._pushed = 0
         self._tick = 0
@@ -107,7 +107,7 @@ class BlockPool:
                 self._tick += 1
                 self._nodes[hashes[depth - 1]].stamp = self._tick
             return PrefixHit(depth * self.block_tokens, depth, None, depth)
-        node: _Node | None = self._nodes[hashes[depth - 1]] if depth else self._root
+        node: _CacheNode | None = self._nodes[hashes[depth - 1]] if depth else self._root
         blocks = depth
         while node is not None:
             after = hashes[blocks - 1] if blocks else root
@@ -157,7 +157,7 @@ class BlockPool:
         if len(self._free) < blocks:
             self._enqueue(parent)
             return None, gone
-        node = _Node(checkpoint, parent, self._take(blocks), self._tick)
+        node = _CacheNode(checkpoint, parent, self._take(blocks), self._tick)
         parent.children += 1
         parent.marks = [*(parent.marks or ()), node]
         self._marks[checkpoint] = node
@@ -256,20 +256,20 @@ class BlockPool:
 
     # Inside.
 
-    def _node(self, name: Name) -> _Node:
+    def _node(self, name: Name) -> _CacheNode:
         node = self._marks.get(name) if isinstance(name, Checkpoint) else self._nodes.get(name)
         if node is None:
             raise InputError("block pool", f"{name} is not kept")
         return node
 
-    def _behind(self, node: _Node, lost: set[int]) -> bool:
+    def _behind(self, node: _CacheNode, lost: set[int]) -> bool:
         """Whether it is lost, given that nodes are asked about in order."""
         if id(node) in lost or id(node.parent) in lost:
             lost.add(id(node))
             return True
         return False
 
-    def _end(self, hashes: Sequence[int]) -> tuple[int, _Node]:
+    def _end(self, hashes: Sequence[int]) -> tuple[int, _CacheNode]:
         """How many leading blocks there are and the last of these, used now. The others must all be new."""
         depth = self.depth(hashes)
         others = hashes[depth:]
@@ -283,13 +283,13 @@ class BlockPool:
     def _take(self, blocks: int) -> tuple[int, ...]:
         return tuple(self._free.pop() for _ in range(blocks))
 
-    def _add_block(self, name: int, parent: _Node, places: tuple[int, ...]) -> _Node:
-        node = self._nodes[name] = _Node(name, parent, places, self._tick)
+    def _add_block(self, name: int, parent: _CacheNode, places: tuple[int, ...]) -> _CacheNode:
+        node = self._nodes[name] = _CacheNode(name, parent, places, self._tick)
         parent.children += 1
         _note(self._block_news, name, True)
         return node
 
-    def _enqueue(self, node: _Node) -> None:
+    def _enqueue(self, node: _CacheNode) -> None:
         if not (node.children or node.pins or node.queued) and node is not self._root and node.places:
             node.queued = True
             self._pushed += 1
@@ -310,7 +310,7 @@ class BlockPool:
             gone.append(self._remove(node))
         return gone
 
-    def _remove(self, node: _Node) -> BlockPlacement:
+    def _remove(self, node: _CacheNode) -> BlockPlacement:
         name, parent, places = node.name, node.parent, node.places
         assert parent is not None
         if isinstance(name, Checkpoint):
@@ -331,8 +331,8 @@ class BlockPool:
 
 
 def _longest_rest(
-    node: _Node, after: int, tokens: Sequence[int], start: int, most_tokens: int
-) -> _Node | None:
+    node: _CacheNode, after: int, tokens: Sequence[int], start: int, most_tokens: int
+) -> _CacheNode | None:
     """The checkpoint behind a block, or behind a root, that goes furthest along `tokens`."""
     best, most = None, -1
     for mark in node.marks or ():

@@ -418,7 +418,7 @@ def cheapest_cover(
             key=lambda o: (o.weight / o.serves_per_s, -o.serves_per_s, o.key),
         )
     )
-    search = _Search(useful, dict(free) if free is not None else None)
+    search = _CoverSearch(useful, dict(free) if free is not None else None)
     search.branch(0, deficit_per_s, 0.0)
     if search.best is None:
         return None
@@ -462,7 +462,7 @@ def _most(option: CopyOption, free: Mapping[Resource, int] | None) -> int:
     return max(0, min((free.get(node, 0) // need for node, need in option.needs.items()), default=10**6))
 
 
-class _Search:
+class _CoverSearch:
     """Depth first, most copies of the best option first."""
 
     def __init__(self, options: Sequence[CopyOption], free: dict[Resource, int] | None) -> None:

@@ -72,7 +72,7 @@ def reconcile(
     standby: Mapping[Key, int] | None = None,
 ) -> ReconcileStep:
     """The next step towards `wanted`; `available` counts all nodes that can be had, those in use included."""
-    work = _Work(fleet, wanted, known, progress, at_s, grace_s, standby or {})
+    work = _ReconcileWork(fleet, wanted, known, progress, at_s, grace_s, standby or {})
     work.remember_starts()
     work.set_goal()
     work.stop_drained()
@@ -210,7 +210,7 @@ class ReconcileDraft:
         return self.next_number - 1
 
 
-class _Work(ReconcileDraft):
+class _ReconcileWork(ReconcileDraft):
     """What is there, what is too much, what is missing."""
 
     def __init__(

@@ -104,7 +104,7 @@ class ObservedTraffic:
 
 
 @dataclass(slots=True)
-class _Slot:
+class _WindowSlot:
     number: int
     arrivals: int = 0
     prompt_tokens: int = 0
@@ -121,14 +121,14 @@ class _Slot:
 class _Sums:
     """Sums over the finished slots of one window."""
 
-    slots: deque[_Slot] = field(default_factory=deque)
+    slots: deque[_WindowSlot] = field(default_factory=deque)
     arrivals: int = 0
     finished: int = 0
     attained: int = 0
     refused: int = 0
     output_tokens: int = 0
 
-    def add(self, slot: _Slot) -> None:
+    def add(self, slot: _WindowSlot) -> None:
         self.slots.append(slot)
         self._count(slot, 1)
 
@@ -138,7 +138,7 @@ class _Sums:
             slot.bins = {}  # only the short window asks for lengths
             self._count(slot, -1)
 
-    def _count(self, slot: _Slot, sign: int) -> None:
+    def _count(self, slot: _WindowSlot, sign: int) -> None:
         self.arrivals += sign * slot.arrivals
         self.finished += sign * slot.finished
         self.attained += sign * slot.attained
@@ -147,10 +147,10 @@ class _Sums:
 
 
 @dataclass(slots=True)
-class _Watch:
+class _JumpWatch:
     """One model: the present slot with notes not yet counted, and the two windows behind it."""
 
-    slot: _Slot
+    slot: _WindowSlot
     slo: Slo | None
     end_s: float
     """When the present slot is over."""
@@ -172,7 +172,7 @@ class TrafficWindow:
         self._slot_s = window_s / SLOTS
         self._long_slots = max(SLOTS, round(long_window_s / self._slot_s))
         self._slos = dict(slos or {})
-        self._watches: dict[str, _Watch] = {}
+        self._watches: dict[str, _JumpWatch] = {}
         self._links: dict[tuple[str, str], LinkReported] = {}
         self._start_s: float | None = None
 
@@ -215,14 +215,14 @@ class TrafficWindow:
             found.append(self._model(at_s, model, (held or {}).get(model, 0)))
         return ObservedTraffic(at_s, tuple(found), tuple(self._links[key] for key in sorted(self._links)))
 
-    def _at(self, at_s: float, model: str) -> _Watch:
+    def _at(self, at_s: float, model: str) -> _JumpWatch:
         """A model's watch, after moving its windows up to now."""
         watch = self._watches.get(model)
         number = int(at_s / self._slot_s)
         if watch is None:
             if self._start_s is None:
                 self._start_s = at_s
-            watch = _Watch(_Slot(number), self._slos.get(model), (number + 1) * self._slot_s)
+            watch = _JumpWatch(_WindowSlot(number), self._slos.get(model), (number + 1) * self._slot_s)
             self._watches[model] = watch
         elif number > watch.slot.number:
             _count(watch)
@@ -230,7 +230,7 @@ class TrafficWindow:
             watch.long.add(watch.slot)
             watch.short.drop_before(number - SLOTS)
             watch.long.drop_before(number - self._long_slots)
-            watch.slot = _Slot(number)
+            watch.slot = _WindowSlot(number)
             watch.end_s = (number + 1) * self._slot_s
         return watch
 
@@ -271,7 +271,7 @@ class TrafficWindow:
         )
 
     def _recent_rate(
-        self, at_s: float, watch: _Watch, slots: Sequence[_Slot], long_rate_per_s: float
+        self, at_s: float, watch: _JumpWatch, slots: Sequence[_WindowSlot], long_rate_per_s: float
     ) -> tuple[float, float, float]:
         """(span, rate, its standard deviation)"""
         arrivals, span_s = sum(slot.arrivals for slot in slots), self._span_s(at_s, BLOCK_SLOTS)
@@ -285,7 +285,7 @@ class TrafficWindow:
         oldest_s = (int(at_s / self._slot_s) - slots) * self._slot_s
         return max(at_s - max(oldest_s, self._start_s), self._slot_s)
 
-    def _error_per_s(self, watch: _Watch, arrivals: int, span_s: float, long_rate_per_s: float) -> float:
+    def _error_per_s(self, watch: _JumpWatch, arrivals: int, span_s: float, long_rate_per_s: float) -> float:
         """Standard deviation of the window's rate: sqrt(D n) / span for n arrivals, D = 1 for a Poisson process.
 
         D is the variance over the mean of the counts of blocks of slots in the long window, by how much each differs
@@ -309,7 +309,7 @@ class TrafficWindow:
         return sqrt(dispersion * max(arrivals, long_rate_per_s * span_s, 1.0)) / span_s
 
 
-def _count(watch: _Watch) -> None:
+def _count(watch: _JumpWatch) -> None:
     """Count what was noted since the last time."""
     slot, bins = watch.slot, watch.slot.bins
     slot.arrivals += len(watch.prompts)
@@ -331,7 +331,7 @@ def _count(watch: _Watch) -> None:
     watch.outputs.clear()
 
 
-def _recent(slots: Sequence[_Slot]) -> tuple[float, float]:
+def _recent(slots: Sequence[_WindowSlot]) -> tuple[float, float]:
     """Mean prompt and mean answer."""
     arrivals, finished = sum(slot.arrivals for slot in slots), sum(slot.finished for slot in slots)
     prompts = sum(slot.prompt_tokens for slot in slots) / arrivals if arrivals >= LEAST_RECENT else 0.0
@@ -339,7 +339,7 @@ def _recent(slots: Sequence[_Slot]) -> tuple[float, float]:
     return prompts, outputs
 
 
-def _histogram(slots: Sequence[_Slot]) -> tuple[LengthCount, ...]:
+def _histogram(slots: Sequence[_WindowSlot]) -> tuple[LengthCount, ...]:
     sums: dict[int, list[int]] = {}
     for slot in slots:
         for place, (count, tokens) in slot.bins.items():

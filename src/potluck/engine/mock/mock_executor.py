@@ -223,7 +223,7 @@ class Vocabulary:
 
 
 @dataclass(slots=True)
-class _Row:
+class _MockRow:
     tokens: int = 0
     blocks: int = 0
     history: int = NOTHING
@@ -259,7 +259,7 @@ class MockExecutor(Executor):
         self._words, self._lasts = words, lasts
         self._speed_up, self._clock = speed_up, clock
         self._pacer = StepPacer(None, speed_up, clock)
-        self._rows: dict[int, _Row] = {}
+        self._rows: dict[int, _MockRow] = {}
         self._free = list(range(size.rows))
         self._owed_s = 0.0
         """Of steps that were taken at once, and must still be waited for."""
@@ -280,7 +280,7 @@ class MockExecutor(Executor):
         if not self._free:
             raise CapacityError(f"all {self.size.rows} rows are taken")
         row = heappop(self._free)
-        self._rows[row] = _Row()
+        self._rows[row] = _MockRow()
         return row
 
     def close(self, row: int) -> None:

@@ -53,7 +53,7 @@ LAST_WORD_S = 2.0
 
 
 @dataclass(frozen=True, slots=True)
-class _Row:
+class _PipelineRow:
     path: Path
     remotes: tuple[RemoteWorker, ...]
     """Its workers, also those that are lost and have a successor in their place."""
@@ -91,7 +91,7 @@ class PipelineExecutor(Executor):
         self._calls = itertools.count(1)
         self._answers: dict[int, tuple[msg.Answer, bytearray] | None] = {}
         """What was asked and is waited for."""
-        self._rows: dict[int, _Row] = {}
+        self._rows: dict[int, _PipelineRow] = {}
         self._free = list(range(size.rows - 1, -1, -1))
         self._turns: list[WeightedRoundRobin[int]] = []
         for shares in weights:
@@ -120,7 +120,7 @@ class PipelineExecutor(Executor):
             path.append(place)
         row = self._free.pop()
         remotes = tuple(stage[place] for stage, place in zip(self._stages, path, strict=True))
-        self._rows[row] = _Row(tuple(path), remotes, tuple(each.open() for each in remotes))
+        self._rows[row] = _PipelineRow(tuple(path), remotes, tuple(each.open() for each in remotes))
         return row
 
     def close(self, row: int) -> None:

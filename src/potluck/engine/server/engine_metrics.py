@@ -31,7 +31,7 @@ class EngineMetrics:
     def __init__(self, model: str, service: EngineService) -> None:
         names = (model, "0")
         self._registry = CollectorRegistry()
-        self._registry.register(_Live(names, service))
+        self._registry.register(_LiveGauges(names, service))
 
         def histogram(name: str, text: str, buckets: tuple[float, ...] = SECONDS) -> Histogram:
             return Histogram(f"vllm:{name}", text, LABELS, registry=self._registry, buckets=buckets).labels(
@@ -71,7 +71,7 @@ class EngineMetrics:
         return generate_latest(self._registry)
 
 
-class _Live(Collector):
+class _LiveGauges(Collector):
     """Figures as they are at the moment of asking."""
 
     def __init__(self, names: tuple[str, str], service: EngineService) -> None:

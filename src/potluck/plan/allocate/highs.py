@@ -68,7 +68,7 @@ def solve_milp(
     without presolve; what then still has no status proves nothing.
     """
     highs = _silent()
-    watch = _Watch(time_limit_s)
+    watch = _SolverWatch(time_limit_s)
     if not relax:
         highs.cbMipInterrupt += watch.stop_when_over
     highs.setOptionValue("mip_rel_gap", gap_rel)
@@ -85,7 +85,7 @@ def solve_milp(
     return MilpResult(None, INFINITY, -INFINITY, None, infeasible=False, finished=False)
 
 
-class _Watch:
+class _SolverWatch:
     """Keeps HiGHS to a limit in CPU time of this thread."""
 
     def __init__(self, limit_s: float) -> None:

@@ -52,7 +52,7 @@ MACHINE = "machine "
 """Before the name of a machine among a fleet's node types."""
 
 
-class _Row(NamedTuple):
+class _ColumnRow(NamedTuple):
     """What a template is to the program, whatever is asked and rented."""
 
     prefill_per_s: Floats
@@ -61,17 +61,19 @@ class _Row(NamedTuple):
     cards_bits_per_s: float
 
 
-def _row(problem: PlanningProblem, each: ModelDemand, template: Template, bits: Floats) -> _Row:
+def _row(problem: PlanningProblem, each: ModelDemand, template: Template, bits: Floats) -> _ColumnRow:
     table = np.zeros((3, len(each.demands)))
     for capacity in template.capacity:
         rates = capacity.prefill_per_s, capacity.decode_per_s, capacity.closed_per_s
         table[:, capacity.bucket] = rates
     if not table[:2].any():
-        return _Row(table[0], table[1], table[2], float("inf"))  # what is handed over inside is in its rate
+        return _ColumnRow(
+            table[0], table[1], table[2], float("inf")
+        )  # what is handed over inside is in its rate
     cards = cards_of(template.replicas, problem.by_name)
     busy, passes = busy_limits(each, bits, cards, problem.headroom)
     table[:2] *= passes
-    return _Row(table[0], table[1], table[2], busy * cards.all_bits_per_s)
+    return _ColumnRow(table[0], table[1], table[2], busy * cards.all_bits_per_s)
 
 
 def model_columns(

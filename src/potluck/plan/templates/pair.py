@@ -101,7 +101,7 @@ def _rated(
     layout = high[0].layout
     alone, sure = book.replica(problem, ask, layout, "mixed").times(len(high))
     both = (cards_of(low, problem.by_name), cards_of(high, problem.by_name))
-    work = _Work(
+    work = _PairWork(
         problem,
         ask,
         layout_timer(ask, low[0].layout, problem.by_name),
@@ -123,7 +123,7 @@ def _rated(
 
 
 @dataclass(frozen=True, slots=True)
-class _Work:
+class _PairWork:
     """The two sides of a pair and what lies between them."""
 
     problem: PlanningProblem
@@ -136,7 +136,7 @@ class _Work:
     codec: Codec
 
 
-def _balanced(work: _Work, demand: BucketDemand, room: int, alone: BucketCapacity) -> BucketCapacity:
+def _balanced(work: _PairWork, demand: BucketDemand, room: int, alone: BucketCapacity) -> BucketCapacity:
     """The best split of this bucket's prompts; no split at all where that serves more."""
     best, whole, new = alone, alone.closed_per_s, demand.new_tokens
     parts = sorted({min(max(1, round(new * share)), new - 1) for share in GRID} - {0})
@@ -166,7 +166,7 @@ class _First(NamedTuple):
     """Of TTFT, for the other side."""
 
 
-def _firsts(work: _Work, demand: BucketDemand, parts: Sequence[int]) -> list[_First]:
+def _firsts(work: _PairWork, demand: BucketDemand, parts: Sequence[int]) -> list[_First]:
     """Those that leave any time."""
     ask, headroom = work.ask, work.problem.headroom
     limit_s = ask.slo.ttft_s if demand.promised else UNPROMISED_TTFT_S

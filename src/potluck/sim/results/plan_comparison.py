@@ -121,7 +121,7 @@ class PlanExpectations:
 
 
 @dataclass(slots=True)
-class _Work:
+class _ExpectedWork:
     """What one replica does for one bucket, as the program has it and as the weights do."""
 
     prompts: dict[int, list[float]] = field(default_factory=dict)
@@ -165,7 +165,7 @@ def promises(
     if scale is not None:
         plan = _scaled(plan, scale)
     read = offers(plan, balance)
-    work: dict[Place, _Work] = {}
+    work: dict[Place, _ExpectedWork] = {}
     pairs: dict[tuple[str, Place, Place], float] = {}
     links: dict[tuple[str, str], float] = {}
     for (name, region), rates in copy_rates(plan, read).items():
@@ -175,7 +175,7 @@ def promises(
                 mine = (both[0] * share, both[1] * share)
                 for index, prompt, answer in _parts(first, second):
                     place = (name, region, index)
-                    work.setdefault(place, _Work()).add(bucket, mine, prompt, answer)
+                    work.setdefault(place, _ExpectedWork()).add(bucket, mine, prompt, answer)
                 if template.flows and first is not None and second is not None:
                     ends = (template.model, (name, region, first), (name, region, second))
                     pairs[ends] = pairs.get(ends, 0.0) + mine[0]
@@ -275,7 +275,7 @@ def _parts(first: int | None, second: int | None) -> list[tuple[int, bool, bool]
 def _replica(
     template: Template,
     place: Place,
-    work: _Work,
+    work: _ExpectedWork,
     replica_models: ReplicaModels,
     lengths: Mapping[tuple[str, int], BucketLengths],
 ) -> ReplicaExpectation:
