@@ -465,7 +465,7 @@ def test_every_request_gets_its_right_answer(
         heard.is_right()
     assert dispatcher.sizes() == {"open": 0, "watched": 0, "news": 0}
     assert brain_loop.brain.requests == {}
-    assert brain_loop.brain.sizes()["twins"] == 0
+    assert brain_loop.brain.sizes()["hedges"] == 0
     assert not any(view.open_requests for view in brain_loop.brain.fleet.views.values())
     assert not fleet.calls
     attempts = [(each.request, each.attempt) for each in brain_loop.told if isinstance(each, AttemptFailed)]

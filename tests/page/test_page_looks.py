@@ -214,12 +214,12 @@ def test_the_story_heads_savings_only_where_there_were_some_and_names_replicas_a
 def test_notices_are_a_strip_below_the_head(lab: Lab) -> None:
     async def run(tab: Tab) -> Any:
         hidden = await tab.run("one('#notices').hidden")
-        sight = lab.stage.operators.page.show._sight
-        before, sight._notices = sight._notices, lambda: ["KV crosses a link in int8", "<b>slow</b>"]
+        snapshot = lab.stage.operators.page.show._snapshot
+        before, snapshot._notices = snapshot._notices, lambda: ["KV crosses a link in int8", "<b>slow</b>"]
         try:
             await tab.until("all('#notices li').length === 2")
         finally:
-            sight._notices = before
+            snapshot._notices = before
         return hidden, await tab.run("all('#notices li').map((each) => each.textContent)")
 
     assert on_page(lab, run) == (True, ["KV crosses a link in int8", "<b>slow</b>"])
