@@ -37,7 +37,7 @@ def test_a_log_replays_and_a_changed_one_does_not(
     other.write_text("".join(lines))
     assert run(["replay", str(other)]) == 1
     out = capsys.readouterr().out
-    assert f"line {place + 1}: Arrived" in out
+    assert f"line {place + 1}: RequestArrived" in out
     assert "instead of []" in out
     assert run(["replay", str(other), "--json"]) == 1
     found = json.loads(capsys.readouterr().out)
