@@ -15,7 +15,18 @@ from potluck.core.errors import FormatError, InputError
 from potluck.kv import cpu_kernels
 from potluck.kv.chunks import KvChunk
 from potluck.kv.codec_layout import LEVELS, STATES, layout
-from potluck.kv.kv_codec import CODEC_IDS, CODECS, Codec, Part, decode, encode, packed, restored, sizes
+from potluck.kv.kv_codec import (
+    CODEC_IDS,
+    CODECS,
+    Codec,
+    Part,
+    check_parameters,
+    decode,
+    encode,
+    packed,
+    restored,
+    sizes,
+)
 
 DTYPES = ("float16", "bfloat16", "float32")
 LOSSY: tuple[Codec, ...] = ("int8", "int4")
@@ -152,9 +163,12 @@ def test_whatever_the_sender_writes_is_refused_or_finite(
     try:
         restored = decode(parameters, chance.bytes(size.payload_bytes), part, dtype, shape, codec)
     except FormatError:
+        with pytest.raises(FormatError):
+            check_parameters(parameters, part, dtype, shape, codec)
         values = (np.frombuffer(parameters, np.uint16).astype(np.uint32) << 16).view(np.float32)
         assert ((values < 0) | ~(np.abs(values) < 1e36)).any()
     else:
+        check_parameters(parameters, part, dtype, shape, codec)
         assert np.isfinite(to_floats(bytes(restored), dtype)).all()
 
 

@@ -53,6 +53,7 @@ __all__ = [
     "CodecSizes",
     "EncodedPart",
     "Part",
+    "check_parameters",
     "decode",
     "encode",
     "load",
@@ -198,6 +199,16 @@ def _cut(
         at += 2 * count
         place += matrix.payload_bytes
     return found
+
+
+def check_parameters(parameters: Buffer, part: Part, dtype: str, shape: Sequence[int], codec: Codec) -> None:
+    """For those who restore elsewhere (on a GPU): FormatError unless they restore finite numbers only."""
+    if memoryview(parameters).nbytes != sizes(part, dtype, shape, codec).parameter_bytes:
+        count = memoryview(parameters).nbytes
+        raise FormatError(f"codec: {part}", f"{codec} has {count} bytes of parameters")
+    values = _readable(memoryview(parameters).cast("B"), np.uint16)
+    for matrix, lows, scales, _ in _cut(layout(part, shape, codec) or (), values, values[:0]):
+        _check(part, lows, scales, LEVELS[matrix.bits])
 
 
 def _check(part: Part, lows: Any, scales: Any, levels: int) -> None:
