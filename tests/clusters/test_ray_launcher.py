@@ -85,7 +85,7 @@ def come_to(launcher: RayLauncher, places: dict[str, Place], state: str) -> Engi
 
 
 def node_of(launcher: RayLauncher, name: str, worker: int | None = None) -> str:
-    crew = launcher._crews[name]
+    crew = launcher._engines[name]
     member = crew.lead if worker is None else crew.workers[worker]
     return str(member.said["node"])
 
@@ -136,7 +136,7 @@ def test_a_pipeline_has_all_of_its_nodes_and_is_given_up_when_one_falls_silent(
     found = [node_of(launcher, "p"), node_of(launcher, "p", 0), node_of(launcher, "p", 1)]
     assert found == [nodes["L4"].node_id, nodes["L4"].node_id, nodes["A10"].node_id]
     ray = connect("")
-    pid = ray.get(launcher._crews["p"].workers[1].handle.__ray_call__.remote(lambda self: os.getpid()))
+    pid = ray.get(launcher._engines["p"].workers[1].handle.__ray_call__.remote(lambda self: os.getpid()))
     launcher.news()
     os.kill(pid, signal.SIGSTOP)  # as a machine that nobody hears any more
     try:

@@ -185,11 +185,11 @@ def test_what_is_no_record_counts_nowhere_and_is_said(bad: str, tmp_path: Path, 
 KILLED = """
 import os, sys, threading
 from pathlib import Path
-from potluck.control.state_store import Store
+from potluck.control.state_store import StateStore
 from potluck.control.accounts import UsageReader
 folder = Path(sys.argv[1])
 threading.Timer(float(sys.argv[2]), lambda: os._exit(9)).start()
-reader = UsageReader(Store(folder / "state.db"), folder)
+reader = UsageReader(StateStore(folder / "state.db"), folder)
 while reader.turn(1).more:
     pass
 os._exit(0)

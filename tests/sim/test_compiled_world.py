@@ -18,7 +18,7 @@ sys.path[:0] = [{tests!r}]
 import io
 from sim_fleets import closed_plan, combo, decode_only, flow_plan, load, mixed, prefill_only, problem
 from potluck.sim.run import simulate
-from potluck.sim.world.faults import Faults, Rates
+from potluck.sim.world.faults import FaultRates, Faults
 import potluck.core.brain.brain, potluck.sim.replicas.sim_engine
 print(potluck.core.brain.brain.__file__.endswith(".py"), potluck.sim.replicas.sim_engine.__file__.endswith(".py"))
 plans = (
@@ -26,12 +26,12 @@ plans = (
     flow_plan((prefill_only(), "west", 1), (decode_only(), "east", 1)),
 )
 for plan in plans:
-    for faults in (Faults(), Faults(random=Rates(*[300.0] * 6))):
+    for faults in (Faults(), Faults(random=FaultRates(*[300.0] * 6))):
         for fast in (True, False):
             log = io.StringIO()
-            from potluck.sim.sim_settings import Settings
+            from potluck.sim.sim_settings import SimSettings
             result = simulate(problem(plan), load(150, 6.0, blocks=2), log=log, faults=faults,
-                              settings=Settings(fast_forward=fast))
+                              settings=SimSettings(fast_forward=fast))
             print(hashlib.sha256(log.getvalue().encode()).hexdigest(), len(log.getvalue()))
 """
 

@@ -1,0 +1,1 @@
+"""What the Brain knows: events and actions, the fleet, requests, policies and targets."""
