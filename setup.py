@@ -20,8 +20,8 @@ COMPILED = {
     "core/routing": "balance capacity deadlines isolation learned_speeds link_states opportunistic prefix_affinity "
     "prefix_index round_robin router routing_table split template_weights thresholds",
     "core/state": "fleet request_state targets",
-    "sim/links": "handovers link",
-    "sim/replicas": "sim_engine step_table",
+    "sim/links": "handovers link sim_network",
+    "sim": "sim_engine step_table",
     "sim/results": "ledger",
     "sim/world": "attempts common_state event_queue sim_state world",
 }

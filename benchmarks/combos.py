@@ -23,8 +23,8 @@ from potluck.catalog import models, nodes
 from potluck.core.state.policy import Policy
 from potluck.core.values.plan import Deployment, Plan
 from potluck.core.values.types import LengthBin, NodeOffer, Region, Slo, Traffic
+from potluck.plan.current_problem import with_candidates
 from potluck.plan.problem import CODECS, PlanningProblem, model_demand
-from potluck.plan.replan.current_problem import with_candidates
 from potluck.plan.strategies import STRATEGIES, SolveSettings, TemplateFactory
 from potluck.plan.strategies.template_factory import allocated
 from potluck.runtime.resolved_plan import ResolvedPlan

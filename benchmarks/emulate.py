@@ -25,14 +25,15 @@ from potluck.core.values.model import DenseFfn, FullAttention, Layer, Model
 from potluck.core.values.sampling import Sampling
 from potluck.engine.compute.emulated import StepPacer, steps_of
 from potluck.engine.compute.executor import Executor, RunnerSize, SequenceWork, TokenDraw
-from potluck.engine.compute.runner import LocalExecutor, Runner
+from potluck.engine.compute.local_executor import LocalExecutor
+from potluck.engine.compute.runner import Runner
 from potluck.engine.loop.engine_loop import EngineLoop
 from potluck.engine.loop.jobs import Job, OutputToken
 from potluck.engine.model.checkpoint import RandomSource
 from potluck.engine.model.config import EngineModelConfig
 from potluck.engine.pipeline.launch import launch, parse_stages
 from potluck.engine.pipeline.pipeline_step import PipelineStep
-from potluck.perf.serving.phases import decode_step_s
+from potluck.perf.phases import decode_step_s
 from potluck.perf.step_timer import StepTimer
 from potluck.perf.timers.engine_host import NO_HOST
 from potluck.perf.timers.roofline import roofline

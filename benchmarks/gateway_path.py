@@ -33,7 +33,7 @@ from parts import gateway_clients as clients
 from parts import gateway_proxies as proxies
 from parts import gateway_upstream as upstream
 from potluck.cli.simulating.simulation import policy_of, read_inputs, scene_of
-from potluck.gateway.brain_loop.core import GatewayCore
+from potluck.gateway.core import GatewayCore
 from potluck.gateway.http.connection_pool import ConnectionPool, EngineCall, EngineConnection
 from potluck.gateway.http.limits import HttpLimits, calm
 from potluck.gateway.http.server import ClientConnection, ClientListener

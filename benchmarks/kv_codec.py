@@ -27,8 +27,8 @@ from codec_reference import from_floats, to_floats
 from texts import unseen
 
 if TYPE_CHECKING:
+    from potluck.engine.compute.handover import KvChunk
     from potluck.engine.compute.runner import Runner
-    from potluck.engine.memory.handover import KvChunk
 
 SHAPE = (2048, 2, 8, 128)
 PREFIX, SCORED = 384, 128
@@ -142,8 +142,8 @@ def scored(runner: Runner, tokens: list[int], parcels: list[KvChunk]) -> float:
     """The loss of the tokens behind the prefix, summed."""
     import torch
 
+    from potluck.engine.compute.handover import IncomingHandover, manifest
     from potluck.engine.compute.runner import SequenceWork
-    from potluck.engine.memory.handover import IncomingHandover, manifest
 
     row = runner.tables.open()
     arrival = IncomingHandover(runner, row, manifest(runner, tokens, 0, PREFIX), tokens)
@@ -162,8 +162,8 @@ def perplexities(name: str, dtype: str, most: int | None) -> Iterator[tuple[str,
 
     import potluck.engine
     from potluck.cli.engine.engine import described
+    from potluck.engine.compute.handover import pack
     from potluck.engine.compute.runner import Runner, RunnerSize, SequenceWork
-    from potluck.engine.memory.handover import pack
     from potluck.engine.model.checkpoint import SafetensorsSource
     from potluck.engine.model.config import read_config
 

@@ -36,8 +36,8 @@ from potluck.core.routing.template_weights import offers
 from potluck.core.state.actions import Run
 from potluck.core.values.plan import plan_to_json
 from potluck.gateway.admin.counters import Counters
-from potluck.gateway.brain_loop.core import DecisionLog
-from potluck.loadgen.load_result import kept
+from potluck.gateway.core import DecisionLog
+from potluck.loadgen.load_client import kept
 from potluck.plan.strategies import STRATEGIES, SolveSettings, TemplateFactory
 from potluck.runtime.replay import read
 from potluck.runtime.replica_models import ReplicaModels

@@ -31,8 +31,8 @@ from potluck.core.errors import CapacityError
 from potluck.core.state.policy import Policy
 from potluck.core.values.plan import Plan
 from potluck.core.values.types import LengthBin, Region, Slo, Traffic
+from potluck.plan.current_problem import INTERVAL_S, TemplateFactories, problem_now
 from potluck.plan.problem import CODECS, PlanningProblem, model_demand
-from potluck.plan.replan.current_problem import INTERVAL_S, TemplateFactories, problem_now
 from potluck.plan.strategies import STRATEGIES, SolveSettings
 from potluck.runtime.resolved_plan import ResolvedPlan
 from potluck.sim.load import arrivals

@@ -28,11 +28,11 @@ from potluck.core.values.plan import Confidence
 from potluck.perf.step_timer import Floats, StepBatch
 from potluck.perf.timers.roofline import roofline
 from potluck.runtime.resolved_plan import ResolvedPlan
-from potluck.sim.replicas import step_table as step_table_module
-from potluck.sim.replicas.sim_engine import SimEngine, replica_limits
-from potluck.sim.replicas.step_table import step_table
+from potluck.sim import step_table as step_table_module
 from potluck.sim.run import simulate
+from potluck.sim.sim_engine import SimEngine, replica_limits
 from potluck.sim.sim_settings import SimSettings
+from potluck.sim.step_table import step_table
 
 SEED = 5
 TARGETS = {

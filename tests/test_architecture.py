@@ -178,13 +178,13 @@ def _impure_calls(module: str, tree: ast.Module) -> list[str]:
 
 
 def cycle(modules: Mapping[str, str], packages: Iterable[str] = ()) -> list[str]:
-    """A cycle among the imports that run on load, as the modules on it; empty when there is none."""
+    """A cycle among all imports, those in functions and under TYPE_CHECKING too; empty when there is none."""
     inits = set(packages)
     edges = {
         module: {
             target
             for item in imports(source, module, module in inits)
-            if item.on_load and (target := _module_of(item, modules)) and target != module
+            if (target := _module_of(item, modules)) and target != module
         }
         for module, source in modules.items()
     }
@@ -333,11 +333,12 @@ def test_a_package_resolves_its_relative_imports_from_itself() -> None:
     assert violations("potluck", "from potluck.core import types", is_package=True) != []
 
 
-def test_a_cycle_is_found_and_a_deferred_import_is_none() -> None:
+def test_a_cycle_is_found_through_deferred_imports_too() -> None:
     a, b, c = "potluck.core.a", "potluck.core.b", "potluck.core.c"
     ring = {a: "from potluck.core import b", b: "from .c import x", c: "import potluck.core.a"}
     assert cycle(ring) == [a, b, c, a]
-    assert cycle(ring | {c: "def f():\n    import potluck.core.a"}) == []
-    assert cycle(ring | {c: "if TYPE_CHECKING:\n    import potluck.core.a"}) == []
+    assert cycle(ring | {c: "def f():\n    import potluck.core.a"}) == [a, b, c, a]
+    assert cycle(ring | {c: "if TYPE_CHECKING:\n    import potluck.core.a"}) == [a, b, c, a]
+    assert cycle(ring | {c: ""}) == []
     package = {"potluck.core": "from potluck.core.a import y", a: "from potluck.core import z"}
     assert cycle(package, ["potluck.core"]) == ["potluck.core", a, "potluck.core"]

@@ -41,7 +41,7 @@ from potluck.core.values.service import Tenant
 from potluck.core.values.types import Link, Region, Request, Slo
 from potluck.gateway.admin.families import SEGMENT_TOKENS
 from potluck.gateway.admin.operations import Operations
-from potluck.gateway.brain_loop.core import GatewayCore
+from potluck.gateway.core import GatewayCore
 from potluck.gateway.http.connection_pool import ConnectionPool
 from potluck.gateway.serve import AdminServer
 from potluck.gateway.settings import GatewaySettings, ListenAddresses

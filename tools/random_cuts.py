@@ -16,7 +16,7 @@ from potluck.core.brain.brain import Brain
 from potluck.core.state.actions import Action, Run
 from potluck.core.state.events import Event
 from potluck.core.values.route import Route, Segment
-from potluck.gateway.brain_loop import core
+from potluck.gateway import core
 
 SEED = 7
 

@@ -28,8 +28,7 @@ from potluck.control.local_stack import owner_of, pid_of, stop_all
 from potluck.control.state_store import RecordedEvent, StateStore
 from potluck.core.errors import PotluckError
 from potluck.core.values.types import Slo
-from potluck.loadgen.load_client import TimedRequest, shoot
-from potluck.loadgen.load_result import kept, whole
+from potluck.loadgen.load_client import TimedRequest, kept, shoot, whole
 from potluck.sim.load.workload import Workload
 
 MODEL = "m"

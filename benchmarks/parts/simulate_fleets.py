@@ -20,7 +20,7 @@ from potluck.core.values.plan import (
     TemplateKind,
 )
 from potluck.core.values.types import NodeOffer, Region, Role, Slo
-from potluck.perf.serving.throughput import best_operating
+from potluck.perf.throughput import best_operating
 from potluck.perf.timers.roofline import roofline
 from potluck.runtime.resolved_plan import ResolvedPlan
 from potluck.sim.load.workload import Workload, synthetic, with_prefixes

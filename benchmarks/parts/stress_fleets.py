@@ -29,7 +29,7 @@ from potluck.core.values.plan import (
     Template,
 )
 from potluck.core.values.types import Link, NodeOffer, Region, Role, Slo
-from potluck.perf.serving.throughput import best_operating
+from potluck.perf.throughput import best_operating
 from potluck.perf.timers.roofline import roofline
 from potluck.runtime.resolved_plan import ResolvedPlan
 from potluck.sim.load import arrivals

@@ -22,8 +22,8 @@ from parts.stress_fleets import FAST, SEED, SMALL, Rules
 from potluck.cli.common.workloads import WorkloadOptions, load
 from potluck.core.values.types import Slo
 from potluck.runtime.resolved_plan import ResolvedPlan
+from potluck.sim import step_table
 from potluck.sim.load.workload import Workload, first, labelled, merge
-from potluck.sim.replicas import step_table
 from potluck.sim.results.metrics import ModelSummary, summarise, tpot
 from potluck.sim.results.records import ANSWERED, SimResult
 from potluck.sim.run import simulate

@@ -106,14 +106,14 @@ def test_tokens_are_those_of_the_whole(kind: str, short: int) -> None:
     made, plain = remembering(kind), tokenizer(kind)
 
     @given(TEXTS, TEXTS)
-    @settings(max_examples=40, deadline=None)
+    @settings(max_examples=60, deadline=None)
     def holds(first: str, second: str) -> None:
         for text in (first, first + second, second + first):  # what grows, and what is put together anew
             for special in (False, True):
                 assert made.encode(text, special) == plain.encode(text, add_special_tokens=special).ids
 
     holds()
-    assert made.hits > 5
+    assert made.hits
 
 
 def test_only_tokens_that_are_found_anywhere_are_cut_behind() -> None:

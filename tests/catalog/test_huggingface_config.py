@@ -21,7 +21,7 @@ from potluck.core.values.model import (
     modelopt_scheme,
     quantised_of,
 )
-from potluck.perf.sizes import memory
+from potluck.perf import memory
 
 BASE: dict[str, Any] = {
     "model_type": "llama",

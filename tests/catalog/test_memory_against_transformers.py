@@ -13,7 +13,7 @@ from transformers_reference import CONFIG_CLASSES, reference_config
 
 from potluck.catalog import huggingface, models
 from potluck.core.values.model import FullAttention, LatentAttention, LinearAttention, Model, MoeFfn
-from potluck.perf.sizes import memory
+from potluck.perf import memory
 
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")

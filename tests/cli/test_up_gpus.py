@@ -42,8 +42,8 @@ from potluck.core.values.layout import Layout, Stage, StageNode, single
 from potluck.core.values.plan import Plan
 from potluck.engine.pipeline.launch import devices_of, parse_stages
 from potluck.engine.shipped_model import shipped_model
-from potluck.perf.sizes.memory import weight_bytes
-from potluck.plan.replan.current_problem import start_share
+from potluck.perf.memory import weight_bytes
+from potluck.plan.current_problem import start_share
 from potluck.spec.load_spec import load_spec
 
 MIXED = "0, GPU-a, NVIDIA L4, 23034\n1, GPU-b, NVIDIA A10, 23028\n2, GPU-c, NVIDIA A10, 23028\n"

@@ -205,7 +205,7 @@ def test_readers_killed_at_any_instant_count_nothing_twice(
             subprocess.Popen([sys.executable, "-c", KILLED, str(tmp_path), str(after_s)]) for _ in range(2)
         ]
         for each in two:
-            each.wait(60)
+            assert each.wait(60) in (0, 9)
     count_all(store, tmp_path, 0.0)
     assert total(store)["requests"] == 20_000
     assert total(store)["prompt_tokens"] == sum(range(20_000))

@@ -41,7 +41,7 @@ from potluck.core.values.plan import (
 )
 from potluck.core.values.types import NodeOffer, Region, Request
 from potluck.gateway.admin.operations import Operations
-from potluck.gateway.brain_loop.core import BrainLoop, DecisionLog
+from potluck.gateway.core import BrainLoop, DecisionLog
 from potluck.gateway.registry.registry import ReplicaRegistry
 
 LAYOUT = single("1xA10", 1, 2)

@@ -17,8 +17,8 @@ from potluck.core.values.plan import Deployment, Plan
 from potluck.core.values.types import LengthBin, NodeOffer, Region, Slo, Traffic
 from potluck.perf.step_timer import steps
 from potluck.perf.timers.profile import ProfileTimer
+from potluck.plan.current_problem import drifted, observed, profile_of
 from potluck.plan.problem import PlanningProblem, model_demand
-from potluck.plan.replan.current_problem import drifted, observed, profile_of
 from potluck.plan.strategies import STRATEGIES, SolveSettings, TemplateFactory
 from potluck.plan.timing.replica_rates import layout_timer
 

@@ -8,7 +8,8 @@ from engine_models import KINDS, VOCAB, prompt
 
 from potluck.core.replica.sequences import BatchLimits
 from potluck.engine.compute.executor import Executor, RunnerSize
-from potluck.engine.compute.runner import LocalExecutor, Runner
+from potluck.engine.compute.local_executor import LocalExecutor
+from potluck.engine.compute.runner import Runner
 from potluck.engine.loop.engine_loop import EngineLoop
 from potluck.engine.loop.jobs import Event, Job, JobEnded, LayerSent, OutputToken, RowReady
 from potluck.engine.memory.prefix_cache import PrefixCache

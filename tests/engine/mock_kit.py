@@ -20,7 +20,8 @@ from potluck.engine.mock.mock_prefix_cache import MockPrefixCache
 from potluck.engine.mock.mock_transfer import KvSizes
 from potluck.engine.model.config import EngineModelConfig
 from potluck.engine.serve import EngineSettings
-from potluck.engine.server.engine_service import EngineService, RequestLimits
+from potluck.engine.server.engine_service import EngineService
+from potluck.engine.server.http_connection import RequestLimits
 from potluck.engine.shipped_model import shipped_model
 from potluck.perf.timers.roofline import roofline
 

@@ -11,7 +11,8 @@ from engine_models import DENSE, FULL, LATENT, LINEAR, MOE, SHORT, prompt, stack
 
 from potluck.core.values.sampling import SampledToken, Sampling
 from potluck.engine.compute.executor import Executor, RunnerSize, SequenceWork, TokenDraw
-from potluck.engine.compute.runner import LocalExecutor, Runner
+from potluck.engine.compute.local_executor import LocalExecutor
+from potluck.engine.compute.runner import Runner
 from potluck.engine.model.checkpoint import RandomSource
 from potluck.engine.model.config import EngineModelConfig
 from potluck.engine.pipeline.launch import PipelineStage, WorkerPlace, launch, parse_stages

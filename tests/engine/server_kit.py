@@ -19,7 +19,8 @@ from potluck.core.values.model import Model
 from potluck.engine.model.checkpoint import RandomSource
 from potluck.engine.serve import EngineSettings, local_executor, service_of
 from potluck.engine.server.engine_app import EngineServer, open_server
-from potluck.engine.server.engine_service import EngineService, RequestLimits
+from potluck.engine.server.engine_service import EngineService
+from potluck.engine.server.http_connection import RequestLimits
 from potluck.engine.server.kv_connector import KvSettings
 from potluck.kv.peer_connections import ANY_PORT
 

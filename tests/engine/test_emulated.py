@@ -25,16 +25,16 @@ from potluck.engine.compute.emulated import (
     steps_of,
 )
 from potluck.engine.compute.executor import CacheExport, Executor, SequenceWork
-from potluck.engine.compute.runner import LocalExecutor
+from potluck.engine.compute.local_executor import LocalExecutor
 from potluck.engine.model.checkpoint import RandomSource
 from potluck.engine.pipeline.launch import launch, parse_stages
 from potluck.engine.serve import EngineSettings, service_of
 from potluck.kv.chunks import KvChunk
 from potluck.kv.kv_codec import packed
-from potluck.perf.delays.transfer import AlphaBeta, alpha_beta
-from potluck.perf.sizes.memory import kv_bytes
+from potluck.perf.memory import kv_bytes
 from potluck.perf.step_timer import Floats, StepBatch, steps
 from potluck.perf.timers.roofline import roofline
+from potluck.perf.transfer import AlphaBeta, alpha_beta
 
 LLAMA = models.model("Llama-3.1-8B")
 A10 = nodes.node_type("A10")

@@ -16,14 +16,14 @@ from torch import Tensor
 from potluck.core.errors import FormatError, PotluckError
 from potluck.core.values.model import Model
 from potluck.engine.compute.executor import SequenceWork
+from potluck.engine.compute.handover import IncomingHandover, manifest, pack, ranges
 from potluck.engine.compute.runner import Runner
 from potluck.engine.loop.jobs import JobComputed, LayerSent
-from potluck.engine.memory.handover import IncomingHandover, manifest, pack, ranges
 from potluck.engine.mock.mock_executor import MORE, NOTHING, chunk_of
 from potluck.engine.mock.mock_transfer import KvSizes, MockKvTransfer
 from potluck.kv.assembly import MissingParts
 from potluck.kv.chunks import KvChunk, KvManifest, token_hash
-from potluck.perf.delays.transfer import AlphaBeta
+from potluck.perf.transfer import AlphaBeta
 
 LENGTH, NEXT = 300, 40
 TOKENS = prompt(LENGTH)

@@ -18,11 +18,11 @@ from test_emulated import FakeTime
 from potluck.catalog import models, nodes
 from potluck.cli.main import run
 from potluck.core.errors import CapacityError, FormatError, InputError
+from potluck.engine import http_bench
 from potluck.engine.compute.emulated import StepPacer
-from potluck.engine.compute.runner import LocalExecutor
-from potluck.engine.measure import http_bench
-from potluck.engine.measure.http_bench import HttpBench, ReportedStepBench, steps_told
-from potluck.engine.measure.local_bench import EngineBounds, LocalBench, ShapeGrid, grid
+from potluck.engine.compute.local_executor import LocalExecutor
+from potluck.engine.http_bench import HttpBench, ReportedStepBench, steps_told
+from potluck.engine.local_bench import EngineBounds, LocalBench, ShapeGrid, grid
 from potluck.engine.serve import EngineSettings, service_of
 from potluck.engine.server.engine_app import build
 from potluck.perf.step_timer import steps

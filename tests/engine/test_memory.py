@@ -13,9 +13,9 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from potluck.core.errors import CapacityError, InputError
 from potluck.core.replica.blocks import pool_layout
+from potluck.engine.compute.handover import pack
 from potluck.engine.compute.runner import Runner
 from potluck.engine.memory.block_tables import BlockTables, WindowGroup
-from potluck.engine.memory.handover import pack
 from potluck.engine.memory.prefix_cache import PrefixCache
 from potluck.kv.chunks import KvChunk
 from potluck.kv.disk_tier import DiskTier

@@ -20,9 +20,10 @@ from potluck.engine.compute.executor import (
     TokenDraw,
     WorkerLost,
 )
-from potluck.engine.compute.runner import LocalExecutor, Runner
+from potluck.engine.compute.handover import ranges
+from potluck.engine.compute.local_executor import LocalExecutor
+from potluck.engine.compute.runner import Runner
 from potluck.engine.loop.microbatches import Microbatches, RunningStep
-from potluck.engine.memory.handover import ranges
 from potluck.engine.model.checkpoint import RandomSource
 from potluck.kv.assembly import MissingParts
 

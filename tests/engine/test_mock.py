@@ -35,8 +35,8 @@ from potluck.engine.mock.mock_prefix_cache import lent
 from potluck.engine.mock.mock_transfer import KvSizes, MockKvTransfer, NicSchedule
 from potluck.kv.chunks import KvChunk, KvManifest, token_hash
 from potluck.kv.codec_layout import Codec
-from potluck.perf.delays.transfer import AlphaBeta, overlapped_transfer_s
-from potluck.perf.sizes.memory import kv_bytes
+from potluck.perf.memory import kv_bytes
+from potluck.perf.transfer import AlphaBeta, overlapped_transfer_s
 
 SIZE = RunnerSize(8, 400, 4096)
 SAMPLED = Sampling(temperature=0.8, seed=11)

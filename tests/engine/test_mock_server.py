@@ -21,11 +21,11 @@ from potluck.core.replica.blocks import block_hashes
 from potluck.engine.compute.emulated import emulated_blocks
 from potluck.engine.mock.mock_prefix_cache import lent
 from potluck.engine.serve import serve_all
-from potluck.engine.server.engine_service import RequestLimits
+from potluck.engine.server.http_connection import RequestLimits
 from potluck.engine.shipped_model import shipped_model
 from potluck.kv.handles import new_handle
-from potluck.perf.delays.transfer import alpha_beta
-from potluck.perf.sizes.memory import kv_bytes
+from potluck.perf.memory import kv_bytes
+from potluck.perf.transfer import alpha_beta
 
 TOKENS = [token % 4000 for token in range(7, 7 + 13 * 90, 13)]
 GREEDY = {"max_tokens": 10}

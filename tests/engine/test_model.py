@@ -17,8 +17,8 @@ from sample_models import BASE, BASES, SAMPLES, Values
 from potluck.core.errors import FormatError, InputError, PotluckError
 from potluck.core.values.model import DenseFfn, FullAttention
 from potluck.engine.compute.executor import RunnerSize, SequenceWork
+from potluck.engine.compute.handover import IncomingHandover, manifest, pack
 from potluck.engine.compute.runner import Runner
-from potluck.engine.memory.handover import IncomingHandover, manifest, pack
 from potluck.engine.model.checkpoint import RandomSource, SafetensorsSource, save
 from potluck.engine.model.config import FAMILIES, READ_BY, EngineModelConfig, read_config
 

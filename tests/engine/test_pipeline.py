@@ -33,7 +33,7 @@ from pipeline_workers import (
 from potluck.core.errors import CapacityError, InputError, PotluckError
 from potluck.core.values.sampling import SampledToken, Sampling
 from potluck.engine.compute.executor import CacheExport, Executor, SequenceWork, TokenDraw, WorkerLost
-from potluck.engine.compute.runner import LocalExecutor
+from potluck.engine.compute.local_executor import LocalExecutor
 from potluck.engine.pipeline import worker
 from potluck.engine.pipeline.launch import launch, microbatches_for, parse_stages
 from potluck.engine.pipeline.pipeline_connection import LinkError

@@ -15,7 +15,7 @@ from server_kit import NAME, Client, face, make_service, played, tokens_in
 from potluck.core.replica.blocks import block_hashes
 from potluck.core.routing.prefix_index import PrefixIndex
 from potluck.core.state.events import CacheReported
-from potluck.engine.server.engine_service import RequestLimits
+from potluck.engine.server.http_connection import RequestLimits
 from potluck.kv import prefix_pool as feeds
 from potluck.kv.handles import new_handle
 

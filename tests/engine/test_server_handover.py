@@ -22,7 +22,7 @@ from server_kit import TRIAL, Client, face, make_service, played, tokens_in
 from potluck.core.errors import InputError
 from potluck.engine.loop.jobs import NOT_FETCHED, LayerSent, RowReady
 from potluck.engine.server import kv_connector
-from potluck.engine.server.engine_service import RequestLimits
+from potluck.engine.server.http_connection import RequestLimits
 from potluck.engine.server.kv_connector import KvSettings
 from potluck.gateway.registry.health import LASTS_S, granted
 from potluck.gateway.values import Address, Endpoint

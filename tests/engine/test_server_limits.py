@@ -30,8 +30,9 @@ from potluck.api.http import ConnectionLimits, HttpRefusal, ServedNames, check_o
 from potluck.cli.main import run
 from potluck.engine.model.checkpoint import RandomSource, save
 from potluck.engine.serve import serve_all
-from potluck.engine.server import control, engine_app, engine_service, http_connection, openai_routes
-from potluck.engine.server.engine_service import EngineService, RequestLimits
+from potluck.engine.server import control, engine_app, http_connection, openai_routes, request_channels
+from potluck.engine.server.engine_service import EngineService
+from potluck.engine.server.http_connection import RequestLimits
 
 TOKENS = prompt(40)
 Handling = Callable[[web.Request], Awaitable[web.StreamResponse]]
@@ -230,7 +231,7 @@ async def test_a_handler_that_hangs_is_given_up(monkeypatch: pytest.MonkeyPatch)
 
 
 async def test_a_loop_that_hangs_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(engine_service, "LAST_WORD_S", 0.1)
+    monkeypatch.setattr(request_channels, "LAST_WORD_S", 0.1)
     go_on = threading.Event()
 
     service = make_service("full", RequestLimits(deadline_s=0.3))
@@ -349,7 +350,7 @@ Pair = tuple[asyncio.StreamReader, asyncio.StreamWriter]
 
 @pytest.fixture(autouse=True)
 def _watched_closely(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(engine_app, "WATCH_S", 0.05)
+    monkeypatch.setattr(http_connection, "WATCH_S", 0.05)
 
 
 async def connect(one: Client, raw: bytes = b"", at: str = "127.0.0.1") -> Pair:
@@ -501,7 +502,7 @@ async def test_there_is_room_for_as_many_as_there_are_files_for(
 ) -> None:
     monkeypatch.setattr(resource, "getrlimit", lambda _: (files, files))
 
-    started = engine_app.EngineListener([], web.Server(control.health), RequestLimits(), Counter())  # type: ignore[arg-type]
+    started = http_connection.EngineListener([], web.Server(control.health), RequestLimits(), Counter())  # type: ignore[arg-type]
     assert started.crowd.most == most
     await started.close()
 

@@ -21,7 +21,8 @@ from potluck.core.values.route import Route, Segment, aggregated, handed_over
 from potluck.core.values.sampling import SampledToken, Sampling
 from potluck.core.values.types import Request
 from potluck.engine.compute.executor import Executor, RunnerSize
-from potluck.engine.compute.runner import LocalExecutor, Runner
+from potluck.engine.compute.local_executor import LocalExecutor
+from potluck.engine.compute.runner import Runner
 from potluck.engine.model.checkpoint import RandomSource
 from potluck.engine.model.config import EngineModelConfig
 from potluck.engine.pipeline.launch import launch

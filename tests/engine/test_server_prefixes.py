@@ -18,7 +18,7 @@ from potluck.core.errors import CapacityError, FormatError, InputError
 from potluck.core.replica.blocks import block_hashes
 from potluck.core.routing.prefix_index import PrefixIndex
 from potluck.engine.memory.prefix_cache import PrefixCache, ReceivedPrefix
-from potluck.engine.server.engine_service import RequestLimits
+from potluck.engine.server.http_connection import RequestLimits
 from potluck.engine.server.kv_connector import KvSettings
 from potluck.kv.chunks import KvChunk
 from potluck.kv.handles import new_handle

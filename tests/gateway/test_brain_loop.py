@@ -16,7 +16,7 @@ from potluck.core.state.events import (
 )
 from potluck.core.values.route import aggregated
 from potluck.core.values.types import Request
-from potluck.gateway.brain_loop.core import BrainLoop
+from potluck.gateway.core import BrainLoop
 
 
 class Scripted:

@@ -23,8 +23,8 @@ from potluck.gateway.admin.app import AdminContext, EventFeed, build_admin
 from potluck.gateway.admin.counters import Counters
 from potluck.gateway.admin.metrics import GatewayMetrics
 from potluck.gateway.admin.operations import Operations
-from potluck.gateway.brain_loop.core import BrainLoop, DecisionLog
-from potluck.gateway.brain_loop.operator_state import Cordons
+from potluck.gateway.core import BrainLoop, DecisionLog
+from potluck.gateway.operator_state import Cordons
 from potluck.gateway.registry.registry import WantedFleet
 from potluck.gateway.values import Address
 from potluck.runtime.resolved_plan import EngineSetup

@@ -33,7 +33,7 @@ from potluck.core.values.route import aggregated, handed_over
 from potluck.core.values.types import Request
 from potluck.gateway.admin.counters import Counters
 from potluck.gateway.admin.families import REQUESTS
-from potluck.gateway.brain_loop.core import BrainLoop
+from potluck.gateway.core import BrainLoop
 from potluck.gateway.settings import GatewaySettings, ListenAddresses
 from potluck.gateway.values import Address, Endpoint, RequestOutcome
 from potluck.gateway.workers import brain_client

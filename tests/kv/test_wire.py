@@ -16,7 +16,7 @@ from kv_kit import ABOUT, BOUND, ends
 from potluck.core.errors import FormatError
 from potluck.kv import checksum
 from potluck.kv import frames as wire
-from potluck.kv.checksum import ROW
+from potluck.kv.chunks import CHECKSUM_ROW as ROW
 from potluck.kv.codec_layout import CODEC_IDS, sizes
 from potluck.kv.frames import (
     PREFIX,

@@ -18,14 +18,18 @@ from potluck.core.values.types import Slo
 from potluck.loadgen.load_client import (
     TimedRequest,
     fire,
+    kept,
+    kind_of,
+    measured,
+    percentiles,
     poisson,
     prompt_of,
     same,
     server_of,
     shots,
     take_turns,
+    tpot_of,
 )
-from potluck.loadgen.load_result import kept, kind_of, measured, percentiles, tpot_of
 
 
 class Server:

@@ -26,7 +26,7 @@ from hypothesis import strategies as st
 from potluck.catalog import gpus, models, nodes
 from potluck.core.errors import InputError
 from potluck.core.values.plan import Confidence
-from potluck.perf.fits.error_bars import (
+from potluck.perf.error_bars import (
     METRICS,
     SHARES,
     ErrorBars,

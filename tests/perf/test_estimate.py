@@ -8,8 +8,8 @@ from potluck.catalog import models, nodes
 from potluck.core.errors import CapacityError, InputError
 from potluck.core.values.types import Role, Slo
 from potluck.perf.estimate import Estimate, estimate
-from potluck.perf.serving.phases import decode_step_s, prefill_s
-from potluck.perf.sizes.memory import kv_bytes, weight_bytes
+from potluck.perf.memory import kv_bytes, weight_bytes
+from potluck.perf.phases import decode_step_s, prefill_s
 from potluck.perf.timers.roofline import roofline
 
 ROLES: list[Role] = ["mixed", "prefill", "decode"]

@@ -10,11 +10,11 @@ import pytest
 from potluck.catalog import models, nodes
 from potluck.core.errors import InputError
 from potluck.core.values.layout import StageNode, single
+from potluck.perf.kv_capacity import max_requests, stage_memory
+from potluck.perf.memory import active_parameters, parameters, weight_bytes, weight_bytes_per_gpu
 from potluck.perf.operators.kernels import busiest_share
 from potluck.perf.operators.layers import GemmWork
-from potluck.perf.serving.phases import prefill_s
-from potluck.perf.sizes.capacity import max_requests, stage_memory
-from potluck.perf.sizes.memory import active_parameters, parameters, weight_bytes, weight_bytes_per_gpu
+from potluck.perf.phases import prefill_s
 from potluck.perf.step_timer import steps
 from potluck.perf.timers.roofline import RooflineTimer, check_tp, roofline
 

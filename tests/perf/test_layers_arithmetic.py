@@ -19,6 +19,7 @@ from potluck.core.values.model import (
     Model,
     MoeFfn,
 )
+from potluck.perf.memory import active_parameters, embedding_bytes, kv_bytes, state_bytes, weight_bytes
 from potluck.perf.operators.layers import (
     GemmWork,
     LinearWork,
@@ -29,7 +30,6 @@ from potluck.perf.operators.layers import (
     layer_works,
     step_sums,
 )
-from potluck.perf.sizes.memory import active_parameters, embedding_bytes, kv_bytes, state_bytes, weight_bytes
 from potluck.perf.step_timer import steps
 from potluck.perf.timers.cauchy_timer import CauchyModel
 

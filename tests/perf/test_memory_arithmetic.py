@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 from potluck.catalog import models, nodes
 from potluck.core.errors import CapacityError, InputError
 from potluck.core.values.model import DenseFfn, FullAttention, Layer, LinearAttention, Model
-from potluck.perf.sizes import memory
-from potluck.perf.sizes.capacity import StageMemory, max_requests, require_fit, stage_memory
-from potluck.perf.sizes.memory import embedding_bytes, head_bytes, kv_bytes, weight_bytes
+from potluck.perf import memory
+from potluck.perf.kv_capacity import StageMemory, max_requests, require_fit, stage_memory
+from potluck.perf.memory import embedding_bytes, head_bytes, kv_bytes, weight_bytes
 
 MIB = 2**20
 

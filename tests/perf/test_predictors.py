@@ -13,7 +13,7 @@ from scipy.optimize import nnls as scipy_nnls
 from potluck.catalog import models, nodes
 from potluck.core.errors import InputError
 from potluck.core.values.types import Gpu
-from potluck.perf.fits.linear_fit import (
+from potluck.perf.linear_fit import (
     ChunkedIterationPredictor,
     PartialPrefillPredictor,
     chunked_prefill_s,

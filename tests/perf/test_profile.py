@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from potluck.core.errors import FormatError, InputError
-from potluck.perf.fits.linear_fit import absolute_errors
+from potluck.perf.linear_fit import absolute_errors
 from potluck.perf.step_timer import StepTimer, steps
 from potluck.perf.timers.profile import (
     Profile,

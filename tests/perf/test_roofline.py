@@ -17,18 +17,18 @@ from potluck.catalog import models, nodes
 from potluck.core.errors import CapacityError, InputError, UnknownNameError
 from potluck.core.values.layout import Layout, Stage, StageNode, single
 from potluck.core.values.types import Interconnect, NodeType
+from potluck.perf.kv_capacity import max_requests, stage_memory
 from potluck.perf.operators.calibration import bundled, curves_for
 from potluck.perf.operators.kernels import stream_s
 from potluck.perf.operators.layers import step_sums
 from potluck.perf.operators.network import OWN_MOST_BYTES, all_reduce_s, all_to_all_s, handover_s
-from potluck.perf.serving.phases import (
+from potluck.perf.phases import (
     chunked_iteration_s,
     chunked_prefill_s,
     chunked_prefills_s,
     decode_step_s,
     prefill_s,
 )
-from potluck.perf.sizes.capacity import max_requests, stage_memory
 from potluck.perf.step_timer import StepBatch, steps
 from potluck.perf.timers.engine_host import DEFAULT_HOST, NO_HOST
 from potluck.perf.timers.pipeline_timer import layout_requests, pipeline, stage_layers

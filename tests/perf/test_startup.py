@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from potluck.core.errors import InputError
-from potluck.perf.delays.startup import StartupCosts, drain_s, role_flip_s, startup_s
+from potluck.perf.startup import StartupCosts, drain_s, role_flip_s, startup_s
 
 LLAMA_8B_BYTES = 8.03e9 * 2
 LLAMA_70B_BYTES = 70.6e9 * 2

@@ -14,8 +14,10 @@ from potluck.catalog import models, nodes
 from potluck.core.values.layout import Layout, Stage, StageNode
 from potluck.core.values.plan import Confidence
 from potluck.core.values.types import Role, Slo
-from potluck.perf.serving.phases import CHUNK_TOKENS, chunked_iteration_s
-from potluck.perf.serving.throughput import (
+from potluck.perf.kv_capacity import STEP_TOKENS
+from potluck.perf.phases import CHUNK_TOKENS, chunked_iteration_s
+from potluck.perf.step_timer import Floats, StepBatch, StepTimer, steps
+from potluck.perf.throughput import (
     LEAST_TOKENS,
     LONGEST,
     MAX_BATCH,
@@ -27,8 +29,6 @@ from potluck.perf.serving.throughput import (
     paced_budget,
     together,
 )
-from potluck.perf.sizes.capacity import STEP_TOKENS
-from potluck.perf.step_timer import Floats, StepBatch, StepTimer, steps
 from potluck.perf.timers.pipeline_timer import PipelineTimer, pipeline
 from potluck.perf.timers.roofline import roofline
 

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from potluck.core.errors import InputError
 from potluck.core.values.types import Link
-from potluck.perf.delays.transfer import (
+from potluck.perf.transfer import (
     AlphaBeta,
     alpha_beta,
     codec_ratio,

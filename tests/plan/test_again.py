@@ -10,8 +10,8 @@ from plan_problems import a_problem, an_ask
 from potluck.core.errors import CapacityError
 from potluck.core.values.plan import Template
 from potluck.core.values.types import NodeOffer, Region
-from potluck.perf.delays.startup import DEFAULT_COSTS
-from potluck.plan.replan.current_problem import TemplateFactories, problem_now, start_share
+from potluck.perf.startup import DEFAULT_COSTS
+from potluck.plan.current_problem import TemplateFactories, problem_now, start_share
 from potluck.plan.strategies import STRATEGIES, SolveSettings, TemplateFactory
 
 PROBLEM = a_problem(an_ask(), an_ask("more", rate_per_s=2.0), offers={"east": {"1xL40S": (1.86, 8)}})

@@ -13,9 +13,9 @@ from potluck.catalog import models, nodes
 from potluck.core.scaling.cauchy_scaling import cheapest_cover, options, startable, weight
 from potluck.core.values.plan import Plan, Template, plan_from_json, plan_to_json
 from potluck.core.values.types import LengthBin, NodeOffer, Region, Slo, Traffic
+from potluck.plan.current_problem import MOST, with_candidates
 from potluck.plan.explain import copy_tokens_per_usd, tokens_json
 from potluck.plan.problem import PlanningProblem, model_demand
-from potluck.plan.replan.current_problem import MOST, with_candidates
 from potluck.plan.strategies import STRATEGIES, SolveSettings, TemplateFactory
 
 USD_PER_H = {"1xH800": 2.69, "1xA800-PCIe": 1.19, "1xH20": 1.50}

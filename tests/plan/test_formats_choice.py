@@ -21,10 +21,10 @@ from potluck.core.errors import InputError
 from potluck.core.values.layout import EmulatedReplica, single
 from potluck.core.values.model import Format
 from potluck.core.values.plan import Plan, plan_from_json, plan_to_json
+from potluck.plan.current_problem import with_candidates
 from potluck.plan.explain import explain
 from potluck.plan.problem import ModelDemand, PlanningProblem
-from potluck.plan.replan.current_problem import with_candidates
-from potluck.plan.replan.replan_options import at_once
+from potluck.plan.replan_options import at_once
 from potluck.plan.strategies import STRATEGIES, PlanOutcome, SolveSettings, TemplateFactory
 from potluck.plan.strategies.variants import formats_of
 from potluck.plan.verify import verify

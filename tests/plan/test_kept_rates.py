@@ -13,8 +13,8 @@ from plan_problems import a_problem, an_ask
 from potluck.core.state.facts import ObservedSpeed
 from potluck.core.values.layout import single
 from potluck.core.values.plan import Template
+from potluck.plan.current_problem import observed
 from potluck.plan.problem import ModelDemand, PlanningProblem
-from potluck.plan.replan.current_problem import observed
 from potluck.plan.strategies.template_factory import TemplateFactory
 from potluck.plan.timing import rate_cache as books_module
 from potluck.plan.timing.rate_cache import RateCaches, load, save, trim, unwritten

@@ -13,7 +13,7 @@ from potluck.core.values.plan import Plan
 from potluck.core.values.types import Link, Slo
 from potluck.plan.explain import without_nodes
 from potluck.plan.problem import PlanningProblem
-from potluck.plan.replan.replan_options import best_answer, ladder, survivors
+from potluck.plan.replan_options import best_answer, ladder, survivors
 from potluck.plan.strategies import STRATEGIES, SolveSettings, TemplateFactory
 from potluck.plan.verify import verify
 

@@ -115,7 +115,7 @@ def reference(
     problem: PlanningProblem, wanted: ModelDemand, replicas: list[PlannedReplica], codec: Codec
 ) -> float:
     """The closed rate of two replicas, prefill and decode, by hand: rates, the link, the objective."""
-    from potluck.perf.delays.transfer import alpha_beta, codec_ratio
+    from potluck.perf.transfer import alpha_beta, codec_ratio
 
     demand, h = wanted.demands[0], problem.headroom
     first, second = (replica_capacity(wanted, r.layout, problem.by_name, r.role, h)[0] for r in replicas)

@@ -11,11 +11,11 @@ from potluck.catalog import models, nodes
 from potluck.core.errors import InputError
 from potluck.core.values.model import FullAttention, Model
 from potluck.core.values.types import NodeType, Slo
+from potluck.perf.kv_capacity import max_requests, stage_memory
 from potluck.perf.operators.network import handover_s
-from potluck.perf.serving.phases import decode_step_s
-from potluck.perf.serving.throughput import MAX_BATCH
-from potluck.perf.sizes.capacity import max_requests, stage_memory
+from potluck.perf.phases import decode_step_s
 from potluck.perf.step_timer import steps
+from potluck.perf.throughput import MAX_BATCH
 from potluck.perf.timers.roofline import roofline
 from potluck.plan.timing.stage_rates import StageRates, largest_tp, stage_rates
 

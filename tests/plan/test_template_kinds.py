@@ -13,8 +13,8 @@ from potluck.core.routing.capacity import MARGIN
 from potluck.core.values.layout import Layout, Stage, StageNode
 from potluck.core.values.plan import Template
 from potluck.core.values.types import Slo
-from potluck.perf.serving.phases import prefill_s
-from potluck.perf.serving.throughput import PACED
+from potluck.perf.phases import prefill_s
+from potluck.perf.throughput import PACED
 from potluck.plan.templates.combo import combos, efficiency_tokens_per_usd, served_per_s
 from potluck.plan.templates.homogeneous import homogeneous
 from potluck.plan.templates.pair import pairs

@@ -35,13 +35,13 @@ from potluck.core.state.request_state import RequestState
 from potluck.core.values.layout import Layout, Stage, StageNode, single
 from potluck.core.values.plan import NodeCount, PlannedReplica, Template
 from potluck.core.values.types import Codec, Request, Slo
-from potluck.perf.delays.startup import from_place, startup_s
-from potluck.perf.delays.transfer import codec_ratio, crossing_bytes, wire_bytes
-from potluck.perf.serving.phases import decode_knees, decode_step_s, prefill_s
-from potluck.perf.sizes.memory import kv_bytes, state_bytes, weight_bytes
+from potluck.perf.memory import kv_bytes, state_bytes, weight_bytes
+from potluck.perf.phases import decode_knees, decode_step_s, prefill_s
+from potluck.perf.startup import from_place, startup_s
 from potluck.perf.step_timer import steps
 from potluck.perf.timers.pipeline_timer import PipelineTimer, layout_requests
 from potluck.perf.timers.roofline import roofline
+from potluck.perf.transfer import codec_ratio, crossing_bytes, wire_bytes
 from potluck.plan.problem import CODECS, BucketDemand, ModelDemand
 from potluck.plan.search.workload import PoolWorkload
 from potluck.plan.templates.pair import _wire_bits

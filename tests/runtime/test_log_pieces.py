@@ -31,7 +31,7 @@ from potluck.runtime.brain_log import (
 )
 from potluck.runtime.log_lines import written
 from potluck.runtime.replay import LogEntry, LogHead, LogReader, log_lines, replay
-from potluck.sim.load.log_workload import from_log
+from potluck.sim.load.workload import from_log
 from potluck.sim.run import simulate
 from potluck.sim.world.faults import FaultRates, Faults
 

@@ -9,8 +9,8 @@ from random import Random
 
 from potluck.core.replica.sequences import DONE, FINISHED, FIRST, PREEMPTED, BatchLimits
 from potluck.core.state.events import ReplicaStatus
-from potluck.sim.replicas.sim_engine import SimEngine
-from potluck.sim.replicas.step_table import StepTimes
+from potluck.sim.sim_engine import SimEngine
+from potluck.sim.step_table import StepTimes
 
 Touch = tuple[float, int, str, tuple[float, ...]]
 

@@ -19,8 +19,8 @@ import io
 from sim_fleets import closed_plan, combo, decode_only, flow_plan, load, mixed, prefill_only, problem
 from potluck.sim.run import simulate
 from potluck.sim.world.faults import FaultRates, Faults
-import potluck.core.brain.brain, potluck.sim.replicas.sim_engine
-print(potluck.core.brain.brain.__file__.endswith(".py"), potluck.sim.replicas.sim_engine.__file__.endswith(".py"))
+import potluck.core.brain.brain, potluck.sim.sim_engine
+print(potluck.core.brain.brain.__file__.endswith(".py"), potluck.sim.sim_engine.__file__.endswith(".py"))
 plans = (
     closed_plan((combo(1, 2), "east", 1), (mixed(), "west", 2)),
     flow_plan((prefill_only(), "west", 1), (decode_only(), "east", 1)),

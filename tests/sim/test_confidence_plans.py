@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from potluck.catalog import models, nodes
 from potluck.core.values.plan import Plan
 from potluck.core.values.types import LengthBin, NodeOffer, Region, Slo, Traffic
-from potluck.perf.fits.error_bars import slower
+from potluck.perf.error_bars import slower
 from potluck.plan.problem import PlanningProblem, model_demand
 from potluck.plan.strategies import STRATEGIES, SolveSettings, TemplateFactory
 from potluck.plan.verify import verify

@@ -27,9 +27,9 @@ from potluck.core.values.plan import (
     TemplateFlow,
 )
 from potluck.core.values.types import LengthBin, NodeOffer, Region, Slo, Traffic
-from potluck.perf.delays.transfer import alpha_beta
+from potluck.perf.transfer import alpha_beta
+from potluck.plan.current_problem import with_candidates
 from potluck.plan.problem import PlanningProblem, model_demand
-from potluck.plan.replan.current_problem import with_candidates
 from potluck.plan.strategies import STRATEGIES, SolveSettings, TemplateFactory
 from potluck.runtime.replica_models import ReplicaModels
 from potluck.runtime.resolved_plan import ResolvedPlan

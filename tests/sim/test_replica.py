@@ -28,13 +28,13 @@ from potluck.core.values.plan import (
     PlannedFlow,
     PlannedShare,
 )
-from potluck.perf.serving.phases import decode_step_s, prefill_s
+from potluck.perf.phases import decode_step_s, prefill_s
 from potluck.perf.step_timer import Floats, StepBatch
 from potluck.perf.timers.pipeline_timer import pipeline
 from potluck.perf.timers.roofline import roofline
-from potluck.sim.replicas.sim_engine import EDGES_S, SimEngine, replica_limits
-from potluck.sim.replicas.step_table import StepTimes, step_table
 from potluck.sim.run import simulate
+from potluck.sim.sim_engine import EDGES_S, SimEngine, replica_limits
+from potluck.sim.step_table import StepTimes, step_table
 
 SCENARIOS = 1000
 

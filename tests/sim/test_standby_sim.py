@@ -11,7 +11,7 @@ from test_groups import LENGTHS, PROBLEM, SLO
 from potluck.core.state.policy import Policy
 from potluck.core.values.plan import Plan
 from potluck.core.values.types import NodeOffer, Region
-from potluck.perf.delays.startup import StartupCosts
+from potluck.perf.startup import StartupCosts
 from potluck.plan.strategies import STRATEGIES, SolveSettings, TemplateFactory
 from potluck.runtime.resolved_plan import ResolvedPlan
 from potluck.sim.load.workload import workload

@@ -20,7 +20,7 @@ from potluck.engine.mock.mock_engine import lasting
 from potluck.perf.step_timer import Floats, StepBatch, StepTimer, steps
 from potluck.perf.timers.pipeline_timer import PipelineTimer, pipeline
 from potluck.perf.timers.roofline import roofline
-from potluck.sim.replicas.step_table import CONTEXTS, DecodeRow, RoundTable, StepTable, step_table
+from potluck.sim.step_table import CONTEXTS, DecodeRow, RoundTable, StepTable, step_table
 
 CASES = [
     ("Llama-3.1-8B", "H100-SXM", 1),

@@ -32,13 +32,13 @@ from potluck.runtime.brain_log import header
 from potluck.runtime.log_lines import line
 from potluck.sim.load import arrivals
 from potluck.sim.load.arrivals import draw, draw_law, draw_pairs
-from potluck.sim.load.log_workload import from_log
 from potluck.sim.load.workload import (
     PrefixBlocks,
     RequestLabels,
     Workload,
     at_rate,
     first,
+    from_log,
     merge,
     of_traffic,
     synthetic,

@@ -46,11 +46,11 @@ from potluck.core.state.policy import Policy
 from potluck.core.values.plan import Plan
 from potluck.core.values.route import aggregated, handed_over
 from potluck.core.values.types import Codec, LengthBin, Role, Traffic
-from potluck.perf.delays.startup import startup_s
-from potluck.perf.delays.transfer import link_alpha_beta, overlapped_transfer_s, wire_bytes
-from potluck.perf.serving.phases import decode_step_s, prefill_s
-from potluck.perf.sizes.memory import kv_bytes
+from potluck.perf.memory import kv_bytes
+from potluck.perf.phases import decode_step_s, prefill_s
+from potluck.perf.startup import startup_s
 from potluck.perf.timers.roofline import roofline
+from potluck.perf.transfer import link_alpha_beta, overlapped_transfer_s, wire_bytes
 from potluck.runtime.brain_log import Decider
 from potluck.runtime.replica_models import ReplicaModels
 from potluck.sim.load.workload import PrefixBlocks, Workload, of_traffic

@@ -119,6 +119,7 @@ def test_money_beside_rent() -> None:
         (ASKED.replace("no_regions: [west]", "only_clouds: [aws]"), 9, "the fleet names none"),
         (ASKED.replace("max_copies: 6", "max_copies: 0"), 15, "max_copies"),
         (ASKED.replace("min_copies: 1", "min_copies: 7"), 15, "must not be below min_copies, 7"),
+        (ASKED.replace("rate_per_s: 4", "rate_per_s: 0"), 14, "asks for copies of a model at rate 0"),
         (ASKED.replace("max_spot_share: 0.25", "max_spot_share: 25"), 7, "max_spot_share"),
         (ASKED.replace("priority: 3", "priority: high"), 5, "priority"),
         (

@@ -21,10 +21,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from potluck.perf.serving.phases import prompts_in_step, prompts_s
-from potluck.perf.serving.throughput import MAX_BATCH, MixedSteps, mixed_steps
-from potluck.perf.sizes.capacity import STEP_TOKENS
+from potluck.perf.kv_capacity import STEP_TOKENS
+from potluck.perf.phases import prompts_in_step, prompts_s
 from potluck.perf.step_timer import Floats, StepTimer
+from potluck.perf.throughput import MAX_BATCH, MixedSteps, mixed_steps
 from potluck.perf.timers.engine_host import EngineHost
 
 

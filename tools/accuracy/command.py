@@ -129,7 +129,7 @@ def study_table(path: Path, scores: tuple[Score, ...], save: bool, said: Callabl
     from accuracy.scores import save_runs
     from accuracy.serving import study_runs
     from accuracy.study import deviations
-    from potluck.perf.fits.error_bars import ErrorBars
+    from potluck.perf.error_bars import ErrorBars
 
     table_read = read_runs(path)
     found = [placed(run) for run in table_read.runs]

@@ -165,8 +165,8 @@ def _table(rows: Iterable[Score]) -> str:
 def _published() -> str:
     """Published prefill times of whole models, which nothing here was fitted to."""
     from potluck.catalog import models, nodes
-    from potluck.perf.serving.phases import prefill_s
-    from potluck.perf.sizes.memory import kv_bytes
+    from potluck.perf.memory import kv_bytes
+    from potluck.perf.phases import prefill_s
     from potluck.perf.timers.roofline import roofline
 
     lines = [

@@ -9,8 +9,8 @@ from accuracy.serving import RunStudy, numbers
 from accuracy.study import Score
 from potluck.core.codec import dumps, loads
 from potluck.perf import DATA as SHIPPED
-from potluck.perf.fits.error_bars import FORMAT as BARS_FORMAT
-from potluck.perf.fits.error_bars import ErrorBars, bundled_bars
+from potluck.perf.error_bars import FORMAT as BARS_FORMAT
+from potluck.perf.error_bars import ErrorBars, bundled_bars
 from potluck.perf.operators.calibration import CALIBRATION_VERSION, FORMAT, Calibration, bundled
 from potluck.perf.timers.engine_host import FORMAT as HOSTS_FORMAT
 from potluck.perf.timers.engine_host import hosts

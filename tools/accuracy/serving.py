@@ -20,7 +20,7 @@ from accuracy.closed_loop import BenchClient, BenchReport, RunWork, run_work, se
 from accuracy.runs import MeasuredRun
 from potluck.core.values.model import Model
 from potluck.core.values.types import NodeType
-from potluck.perf.fits.error_bars import (
+from potluck.perf.error_bars import (
     LEAST_CONFIGURATIONS,
     LEAST_RUNS,
     METRICS,
@@ -33,7 +33,7 @@ from potluck.perf.fits.error_bars import (
     bits_of,
     kind_of,
 )
-from potluck.perf.sizes.capacity import max_requests, stage_memory
+from potluck.perf.kv_capacity import max_requests, stage_memory
 from potluck.perf.step_timer import Floats
 from potluck.perf.timers.engine_host import NO_HOST, EngineHost
 from potluck.perf.timers.roofline import RooflineTimer, roofline

@@ -18,7 +18,7 @@ from accuracy.serving import (
     run_scores,
     works,
 )
-from potluck.perf.fits.error_bars import METRICS, SHARE, Metric, bar
+from potluck.perf.error_bars import METRICS, SHARE, Metric, bar
 from potluck.perf.timers.roofline import roofline
 
 WORSE = 0.6

@@ -27,8 +27,7 @@ from potluck.core.errors import InputError, UnknownNameError
 from potluck.core.values.types import Slo
 
 if TYPE_CHECKING:
-    from potluck.loadgen.load_client import Style, TimedRequest
-    from potluck.loadgen.load_result import LoadResult
+    from potluck.loadgen.load_client import LoadResult, Style, TimedRequest
 
 
 DEFAULT_URL = "http://127.0.0.1:8000"
@@ -111,7 +110,7 @@ def bench(
       potluck bench --rate 5 --slo ttft=2s,tpot=50ms,attainment=0.95
       potluck bench --workload trace.jsonl --rate 5 --requests 500 --plot bench.html
     """
-    from potluck.loadgen import load_client, load_result
+    from potluck.loadgen import load_client
 
     if plot is not None and plot.suffix != ".html":
         raise InputError("--plot", f"{plot.name} must end in .html")
@@ -131,7 +130,7 @@ def bench(
         load_client.shoot(url, shots := list(made), within_s=within_s)
     else:
         shots = load_client.shoot_in_turns(url, made, concurrency or 1, seconds=seconds, within_s=within_s)
-    found = load_result.measured(shots, slo)
+    found = load_client.measured(shots, slo)
     if plot is not None:
         _write(plot, _page(url, shots, found, slo))
     if as_json:
@@ -286,7 +285,7 @@ def _page(url: str, shots: Sequence[TimedRequest], found: LoadResult, slo: Slo |
     """Distributions as one page that needs nothing else."""
     import numpy as np
 
-    from potluck.loadgen.load_result import tpot_of, whole
+    from potluck.loadgen.load_client import tpot_of, whole
     from potluck.sim.results.report import THEME, charts, sheet
     from potluck.sim.results.series import LatencyCurve, curve
 

@@ -12,9 +12,9 @@ from datetime import UTC, datetime
 
 from potluck.control.control_values import PlanReply, PlanRequest
 from potluck.core.values.plan import Plan
+from potluck.plan.current_problem import INTERVAL_S, Startups, observed, problem_now, with_candidates
 from potluck.plan.problem import PlanningProblem
-from potluck.plan.replan.current_problem import INTERVAL_S, Startups, observed, problem_now, with_candidates
-from potluck.plan.replan.replan_options import ReplanOption, at_once, best_answer, survivors
+from potluck.plan.replan_options import ReplanOption, at_once, best_answer, survivors
 from potluck.plan.strategies import STRATEGIES, SolveSettings, TemplateFactory
 
 FIRST_S = 1.0

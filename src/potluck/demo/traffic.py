@@ -12,8 +12,7 @@ from dataclasses import dataclass, field
 from math import ceil
 
 from potluck.core.values.types import Slo
-from potluck.loadgen.load_client import LoadTarget, TimedRequest
-from potluck.loadgen.load_result import kept, whole
+from potluck.loadgen.load_client import LoadTarget, TimedRequest, kept, whole
 
 TOKENS = range(5, 200)
 WITHIN_S = 180.0

@@ -29,14 +29,16 @@ from potluck.engine.loop.loop_thread import LoopThread
 from potluck.engine.memory.prefix_cache import PrefixCache
 from potluck.engine.model.config import EngineModelConfig, read_config
 from potluck.engine.server.engine_app import open_server
-from potluck.engine.server.engine_service import EngineService, RequestChannels, RequestLimits
+from potluck.engine.server.engine_service import EngineService
+from potluck.engine.server.http_connection import RequestLimits
 from potluck.engine.server.kv_connector import KvSettings
+from potluck.engine.server.request_channels import RequestChannels
 from potluck.kv import checksum, kv_codec
 from potluck.kv.disk_tier import DiskTier
-from potluck.perf.sizes.memory import kv_bytes_per_token
+from potluck.perf.memory import kv_bytes_per_token
 
 if TYPE_CHECKING:
-    from potluck.engine.compute.runner import LocalExecutor
+    from potluck.engine.compute.local_executor import LocalExecutor
     from potluck.engine.model.checkpoint import WeightSource
 
 LOOK_S = 0.2
@@ -91,7 +93,8 @@ def local_executor(
 ) -> LocalExecutor:
     import torch
 
-    from potluck.engine.compute.runner import LocalExecutor, Runner
+    from potluck.engine.compute.local_executor import LocalExecutor
+    from potluck.engine.compute.runner import Runner
 
     try:
         torch.empty(0, device=device)

@@ -20,13 +20,13 @@ from potluck.gateway.admin.counters import Counters, Spans
 from potluck.gateway.admin.metrics import GatewayMetrics
 from potluck.gateway.admin.operations import Operations
 from potluck.gateway.admin.usage import UsageFile
-from potluck.gateway.brain_loop.core import GatewayCore
-from potluck.gateway.brain_loop.operator_state import OperatorState
+from potluck.gateway.core import GatewayCore
 from potluck.gateway.http.connection_pool import ConnectionPool
 from potluck.gateway.http.limits import allow_open_files, calm
 from potluck.gateway.http.server import bound, url_of
 from potluck.gateway.http.takeover import SocketHandover
 from potluck.gateway.openai.keys import KeyRing
+from potluck.gateway.operator_state import OperatorState
 from potluck.gateway.page.routes import PageRoutes
 from potluck.gateway.page.snapshot import notices
 from potluck.gateway.page.stream import PageStream

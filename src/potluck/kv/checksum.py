@@ -12,8 +12,8 @@ The numbers are taken as rows of 512, so that no multiplication is needed for mo
 up to rᵢ and column j (from 1) to cⱼ, p = 512 i + j, so that B = Σ 512 i · rᵢ + Σ j · cⱼ.
 
 `receive` is a loop without Python around recv(2): each piece is checked while it is in the cache, and Python's lock
-is taken once per chunk. Those loops are compiled (`summing.py`), and only loaded for chunks that are worth it: who
-has none of these (an engine that pretends) starts without a compiler.
+is taken once per chunk. Those loops are compiled (`checksum_kernel.py`), and loaded for chunks that are worth it:
+who has none of these (a mock engine) starts without a compiler.
 """
 
 from __future__ import annotations
@@ -25,10 +25,8 @@ import sys
 import numpy as np
 import numpy.typing as npt
 
+from potluck.kv.chunks import CHECKSUM_ROW as ROW
 from potluck.kv.chunks import Buffer
-
-ROW = 512
-
 
 Sums = tuple[int, int]
 Words = npt.NDArray[np.uint64]

@@ -1,4 +1,4 @@
-"""The compiled loops of `check.py`."""
+"""The compiled loops of `checksum.py`."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 from numba import types
 
-from potluck.kv.checksum import ROW
+from potluck.kv.chunks import CHECKSUM_ROW as ROW
 from potluck.kv.compiled import Function, compiled
 
 Words = npt.NDArray[np.uint64]

@@ -1,6 +1,6 @@
-"""What is handed over: a manifest, and parcels, each one part of one layer.
+"""What is handed over: a manifest, and chunks, each one part of one layer.
 
-A parcel's data is C-contiguous and little-endian. Under a codec other than `raw` it is what the codec made of it, and
+A chunk's data is C-contiguous and little-endian. Under a codec other than `raw` it is what the codec made of it, and
 `parameters` are what the codec needs to undo that; dtype and shape are always those of the restored array.
 """
 
@@ -15,6 +15,8 @@ from potluck.core.errors import PotluckError
 from potluck.kv.codec_layout import Codec, Part
 
 Buffer = bytes | bytearray | memoryview
+CHECKSUM_ROW = 512
+"""Numbers of 64 bits that a chunk's checksum takes as one row."""
 
 
 class TransferError(PotluckError):

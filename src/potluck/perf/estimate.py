@@ -13,12 +13,12 @@ from potluck.core.values.layout import Ep
 from potluck.core.values.model import Model
 from potluck.core.values.plan import Confidence
 from potluck.core.values.types import NodeType, Role, Slo
-from potluck.perf.fits.error_bars import METRICS, ErrorBar, bar
+from potluck.perf.error_bars import METRICS, ErrorBar, bar
+from potluck.perf.kv_capacity import StageMemory, max_requests, require_fit, stage_memory
 from potluck.perf.operators.layers import step_sums
-from potluck.perf.serving.phases import decode_step_s, prefill_s
-from potluck.perf.serving.throughput import Limit, OperatingPoint, best_operating
-from potluck.perf.sizes.capacity import StageMemory, max_requests, require_fit, stage_memory
+from potluck.perf.phases import decode_step_s, prefill_s
 from potluck.perf.step_timer import StepBatch, StepTimer, steps
+from potluck.perf.throughput import Limit, OperatingPoint, best_operating
 from potluck.perf.timers.roofline import RooflineTimer, check_tp, roofline
 
 if TYPE_CHECKING:

@@ -19,8 +19,8 @@ from typing import Literal
 from potluck.core.errors import InputError
 from potluck.core.values.plan import Plan
 from potluck.core.values.service import FailureDomain, ModelTerms
-from potluck.perf.delays.startup import DEFAULT_COSTS, startup_s
-from potluck.perf.sizes.memory import weight_bytes
+from potluck.perf.memory import weight_bytes
+from potluck.perf.startup import DEFAULT_COSTS, startup_s
 from potluck.plan.assemble.term_rows import offers_of
 from potluck.plan.problem import ModelDemand, PlanningProblem
 from potluck.plan.strategies.template_factory import Planner, SolveSettings, TemplateFactory

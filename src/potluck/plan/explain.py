@@ -13,7 +13,7 @@ from potluck.core.errors import InputError
 from potluck.core.values.layout import single
 from potluck.core.values.plan import Deployment, Plan, Prediction
 from potluck.core.values.types import NodeOffer, Region
-from potluck.perf.serving.phases import decode_step_s, prefill_s
+from potluck.perf.phases import decode_step_s, prefill_s
 from potluck.perf.timers.roofline import check_tp
 from potluck.plan.assemble.term_rows import domains, offers_of
 from potluck.plan.problem import BucketDemand, ModelDemand, PlanningProblem

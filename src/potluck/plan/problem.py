@@ -28,8 +28,8 @@ from potluck.core.values.types import (
     Slo,
     Traffic,
 )
+from potluck.perf.memory import kv_bytes
 from potluck.perf.operators.layers import step_sums
-from potluck.perf.sizes.memory import kv_bytes
 from potluck.perf.step_timer import Floats, steps
 from potluck.perf.timers.profile import Profile
 

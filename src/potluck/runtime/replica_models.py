@@ -23,20 +23,19 @@ from potluck.core.values.model import Model
 from potluck.core.values.plan import Plan, Template
 from potluck.core.values.service import FailureDomain
 from potluck.core.values.types import Codec, NodeType, Slo
-from potluck.perf.delays.startup import startup_s
-from potluck.perf.delays.transfer import AlphaBeta, alpha_beta
-from potluck.perf.fits.linear_fit import ChunkedIterationPredictor, PartialPrefillPredictor, prompt_curve
-from potluck.perf.operators.network import HANDOVER_SHARE, Hop
-from potluck.perf.serving.phases import decode_knees, decode_step_s
-from potluck.perf.serving.throughput import RequestLengths, best_operating, paced_budget, together
-from potluck.perf.sizes.capacity import kv_tokens, require_fit, stage_memory
-from potluck.perf.sizes.memory import (
+from potluck.perf.kv_capacity import kv_tokens, require_fit, stage_memory
+from potluck.perf.linear_fit import ChunkedIterationPredictor, PartialPrefillPredictor, prompt_curve
+from potluck.perf.memory import (
     kv_bytes_per_token,
     state_bytes,
     weight_bytes,
     window_bytes_per_token,
 )
+from potluck.perf.operators.network import HANDOVER_SHARE, Hop
+from potluck.perf.phases import decode_knees, decode_step_s
+from potluck.perf.startup import startup_s
 from potluck.perf.step_timer import StepTimer
+from potluck.perf.throughput import RequestLengths, best_operating, paced_budget, together
 from potluck.perf.timers.engine_host import DEFAULT_HOST, EngineHost
 from potluck.perf.timers.pipeline_timer import (
     PipelineRounds,
@@ -47,6 +46,7 @@ from potluck.perf.timers.pipeline_timer import (
 )
 from potluck.perf.timers.profile import Profile, ProfileTimer, profile_for
 from potluck.perf.timers.roofline import roofline
+from potluck.perf.transfer import AlphaBeta, alpha_beta
 from potluck.runtime.resolved_plan import DEFAULT_ENGINE, PROMPT_ENGINE, EngineSetup, ResolvedPlan
 
 

@@ -10,10 +10,10 @@ from potluck.core.values.model import Model, in_format
 from potluck.core.values.plan import Plan
 from potluck.core.values.service import FailureDomain
 from potluck.core.values.types import Link, NodeType, Region, Slo
-from potluck.perf.delays.startup import DEFAULT_COSTS, StartupCosts
-from potluck.perf.serving.phases import CHUNK_TOKENS
-from potluck.perf.serving.throughput import MAX_BATCH
-from potluck.perf.sizes.capacity import STEP_TOKENS
+from potluck.perf.kv_capacity import STEP_TOKENS
+from potluck.perf.phases import CHUNK_TOKENS
+from potluck.perf.startup import DEFAULT_COSTS, StartupCosts
+from potluck.perf.throughput import MAX_BATCH
 from potluck.perf.timers.engine_host import DEFAULT_HOST, EngineHost
 from potluck.perf.timers.profile import Profile
 

@@ -23,10 +23,10 @@ from potluck.runtime.replica_models import ReplicaModel, ReplicaModels
 from potluck.runtime.resolved_plan import ResolvedPlan
 from potluck.sim.links.link import SharedPipe
 from potluck.sim.load.workload import Workload
-from potluck.sim.replicas.sim_engine import UPPER_S, SimEngine, replica_limits
-from potluck.sim.replicas.step_table import StepTable, StepTimes, step_table
 from potluck.sim.results.records import ANSWERED, OPEN, LinkRecord, ReplicaRecord, SimResult, as_users_see
+from potluck.sim.sim_engine import UPPER_S, SimEngine, replica_limits
 from potluck.sim.sim_settings import SimSettings
+from potluck.sim.step_table import StepTable, StepTimes, step_table
 from potluck.sim.world.faults import Faults
 from potluck.sim.world.sim_fleet import Make, Planner
 from potluck.sim.world.sim_state import SimHandover, SimReplica

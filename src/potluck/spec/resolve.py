@@ -84,6 +84,10 @@ def resolve_terms(entry: ModelIn, places: TermNames, problems: SpecProblems) -> 
     if redundancy is not None and redundancy.survive == "zone" and not places.zones:
         fix = "add zone: to the fleet's nodes" if not places.pool else "a pool's plans name no zones"
         problems.add((*entry.at, "redundancy"), f"zone is not known of any node; {fix}, or survive: node")
+    if limits.min_copies and entry.traffic.rate_per_s == 0:
+        problems.add(
+            (*limits.at, "min_copies"), "asks for copies of a model at rate 0; give it a rate_per_s above 0"
+        )
     regions = _allowed_regions(limits, places, problems)
     residency = None
     if limits.residency is not None:

@@ -22,7 +22,7 @@ from potluck.core.values.types import NodeType
 
 if TYPE_CHECKING:
     from potluck.engine.compute.executor import Executor, RunnerSize
-    from potluck.engine.compute.runner import LocalExecutor
+    from potluck.engine.compute.local_executor import LocalExecutor
     from potluck.engine.mock.mock_engine import MockModel
     from potluck.engine.model.checkpoint import WeightSource
     from potluck.engine.model.config import EngineModelConfig
@@ -43,8 +43,8 @@ class Emulation:
     def pace(self, executor: LocalExecutor) -> LocalExecutor:
         """An executor in this process takes the node's time from now on."""
         from potluck.engine.compute.emulated import EmulatedNic, StepPacer
-        from potluck.perf.delays.transfer import alpha_beta
         from potluck.perf.timers.roofline import roofline
+        from potluck.perf.transfer import alpha_beta
 
         node = self._only
         executor.pacer = StepPacer(roofline(self.model, node, self._tp(node)), self.speed_up)
@@ -99,7 +99,7 @@ class Emulation:
     def _like(self, node: NodeType, layers: range, before: Sequence[NodeType]) -> tuple[EmulatedGpu, float]:
         from potluck.engine.pipeline.pipeline_messages import EmulatedGpu
         from potluck.perf.operators.network import handover_s
-        from potluck.perf.serving.phases import decode_step_s
+        from potluck.perf.phases import decode_step_s
         from potluck.perf.timers.engine_host import NO_HOST
         from potluck.perf.timers.roofline import roofline
 

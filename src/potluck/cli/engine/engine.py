@@ -21,7 +21,8 @@ from potluck.core.values.model import Model
 if TYPE_CHECKING:
     from potluck.api.model_files import GenerationConfig
     from potluck.engine.serve import EngineSettings
-    from potluck.engine.server.engine_service import EngineService, RequestLimits
+    from potluck.engine.server.engine_service import EngineService
+    from potluck.engine.server.http_connection import RequestLimits
     from potluck.engine.server.kv_connector import KvSettings
 
 
@@ -80,8 +81,8 @@ def pretending(common: EngineOptions, options: dict[str, Any]) -> list[EngineSer
     """Those that pretend, in one process."""
     from potluck.api.tokenizer import ModelTokenizer
     from potluck.engine.mock.mock_engine import mock_engine
-    from potluck.perf.serving.phases import CHUNK_TOKENS
-    from potluck.perf.serving.throughput import MAX_BATCH
+    from potluck.perf.phases import CHUNK_TOKENS
+    from potluck.perf.throughput import MAX_BATCH
 
     if options["emulate"] is None:
         raise InputError("--pretend", "needs --emulate, such as A100:llama-3.1-8b: what to pretend to be")
@@ -227,7 +228,7 @@ def serve(
         import asyncio
 
         from potluck.engine.serve import serve_all
-        from potluck.engine.server.engine_service import RequestLimits
+        from potluck.engine.server.http_connection import RequestLimits
         from potluck.engine.shipped_model import shipped_model
     except ModuleNotFoundError as error:
         raise InputError("engine", f"needs {error.name}; install potluck[engine]") from error

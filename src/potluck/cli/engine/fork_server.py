@@ -43,7 +43,7 @@ PRETENDED = (
     "potluck.catalog.nodes",
     "potluck.engine.mock.mock_engine",
     "potluck.engine.serve",
-    "potluck.perf.serving.throughput",
+    "potluck.perf.throughput",
 )
 """The same for one that pretends: no torch, nothing that computes."""
 
@@ -63,7 +63,8 @@ def load(style: str = "emulated") -> dict[str, float]:
     torch.set_num_threads(1)
     from potluck.cli.engine.engine import described
     from potluck.engine.compute.executor import RunnerSize
-    from potluck.engine.compute.runner import LocalExecutor, Runner
+    from potluck.engine.compute.local_executor import LocalExecutor
+    from potluck.engine.compute.runner import Runner
     from potluck.engine.memory.kv_cache import Pages
     from potluck.engine.model.checkpoint import SafetensorsSource
     from potluck.engine.model.config import read_config

@@ -58,7 +58,7 @@ def _observed(state: Path | None) -> list[tuple[ObservedSpeed, Profile]]:
     from potluck.cli.common.inputs import load_problem, read_spec
     from potluck.cli.planning.estimate import measured
     from potluck.control.decision_history import ENOUGH, LOOK_S, paces_of
-    from potluck.plan.replan.current_problem import profile_of
+    from potluck.plan.current_problem import profile_of
 
     with opened(state, running=False) as service:
         known = service.store.get("spec files") or {}
@@ -163,8 +163,9 @@ def _local(options: ProfileOptions) -> Profile:
 
     from potluck.cli.engine.engine import described
     from potluck.engine.compute.executor import RunnerSize
-    from potluck.engine.compute.runner import LocalExecutor, Runner
-    from potluck.engine.measure.local_bench import LocalBench, grid
+    from potluck.engine.compute.local_executor import LocalExecutor
+    from potluck.engine.compute.runner import Runner
+    from potluck.engine.local_bench import LocalBench, grid
     from potluck.engine.model.checkpoint import SafetensorsSource
     from potluck.engine.model.config import read_config
     from potluck.engine.shipped_model import shipped_model
@@ -198,8 +199,8 @@ def _remote(url: str, options: ProfileOptions) -> Profile:
     from aiohttp import ClientSession
 
     from potluck.cli.engine.listening import api_key
-    from potluck.engine.measure.http_bench import HttpBench, steps_told
-    from potluck.engine.measure.local_bench import grid
+    from potluck.engine.http_bench import HttpBench, steps_told
+    from potluck.engine.local_bench import grid
 
     if not url.startswith(("http://", "https://")):
         raise InputError("URL", f"{url!r} must begin with http:// or https://")

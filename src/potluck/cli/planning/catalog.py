@@ -88,7 +88,7 @@ def _workload_row(workloads: Any, key: str) -> tuple[str, ...]:
 def _totals(name: str) -> dict[str, float]:
     """What follows from a model's architecture."""
     from potluck.catalog import models
-    from potluck.perf.sizes import memory
+    from potluck.perf import memory
 
     model = models.model(name)
     return {

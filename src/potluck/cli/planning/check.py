@@ -220,13 +220,13 @@ def _memory_bytes(spec: Spec, node: str) -> float:
 
 
 def _parameters(model: Model) -> int:
-    from potluck.perf.sizes.memory import parameters
+    from potluck.perf.memory import parameters
 
     return parameters(model)
 
 
 def _weight_bytes(model: Model) -> float:
-    from potluck.perf.sizes.memory import weight_bytes
+    from potluck.perf.memory import weight_bytes
 
     return weight_bytes(model)
 

@@ -20,8 +20,8 @@ from potluck.core.values.types import NodeType, Role, Slo
 
 if TYPE_CHECKING:
     from potluck.core.values.model import Model
+    from potluck.perf.error_bars import ErrorBar
     from potluck.perf.estimate import Estimate
-    from potluck.perf.fits.error_bars import ErrorBar
     from potluck.perf.timers.profile import Profile
     from potluck.plan.problem import PlanningProblem
 

@@ -208,7 +208,7 @@ def exact(problem: PlanningProblem, exact_kv: bool) -> PlanningProblem:
 
 def _offering(factory: TemplateFactory, outcome: PlanOutcome, spec: Spec) -> PlanOutcome:
     """With what scaling may start beside the plan's copies, where the spec's policy does."""
-    from potluck.plan.replan.current_problem import with_candidates
+    from potluck.plan.current_problem import with_candidates
 
     if spec.policy.scaling != "cauchy":
         return outcome

@@ -40,7 +40,7 @@ if TYPE_CHECKING:
     from potluck.core.state.facts import ObservedSpeed
     from potluck.core.values.plan import Plan, Tried
     from potluck.plan.problem import PlanningProblem
-    from potluck.plan.replan.replan_options import ReplanOption
+    from potluck.plan.replan_options import ReplanOption
     from potluck.plan.strategies import PlanOutcome, SolveSettings, TemplateFactory
     from potluck.spec.spec_values import ModelSpec, Spec
 
@@ -241,7 +241,7 @@ def _answered(
 ) -> Answered:
     """All answers, each checked, and the best of them."""
     from potluck.core.values.service import ModelTerms
-    from potluck.plan.replan.replan_options import best_answer, ladder
+    from potluck.plan.replan_options import best_answer, ladder
     from potluck.plan.strategies import STRATEGIES
     from potluck.plan.verify import verify
 
@@ -536,7 +536,7 @@ def for_engines(planner: Planner, style: str) -> Planner:
 
 def with_paces(problem: PlanningProblem, running: LiveService) -> PlanningProblem:
     """As fast as its replicas really are."""
-    from potluck.plan.replan.current_problem import observed
+    from potluck.plan.current_problem import observed
 
     return observed(problem, running.paces, datetime.now(UTC).date().isoformat())
 

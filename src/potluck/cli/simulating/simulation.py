@@ -24,7 +24,7 @@ from potluck.core.values.plan import Plan
 
 if TYPE_CHECKING:
     from potluck.control.market import MarketSchedule
-    from potluck.perf.delays.startup import StartupCosts
+    from potluck.perf.startup import StartupCosts
     from potluck.plan.problem import PlanningProblem
     from potluck.plan.strategies import TemplateFactory
     from potluck.runtime.resolved_plan import ResolvedPlan
@@ -128,7 +128,7 @@ def planned(
     candidates: bool = False,
 ) -> Plan:
     """The plan of `auto`, or of the strategy that made the one that runs; with what scaling may start."""
-    from potluck.plan.replan.current_problem import with_candidates
+    from potluck.plan.current_problem import with_candidates
     from potluck.plan.strategies import STRATEGIES, SolveSettings, TemplateFactory
 
     strategy = STRATEGIES.get("auto" if running is None else running.strategy, STRATEGIES["auto"])
@@ -145,7 +145,7 @@ def offered(
     """With what scaling may start beside the plan's own copies, where the policy's rule would start something."""
     if rules.scaling != "cauchy" or inputs.plan.candidates:
         return inputs
-    from potluck.plan.replan.current_problem import with_candidates
+    from potluck.plan.current_problem import with_candidates
     from potluck.plan.strategies import TemplateFactory
 
     return replace(inputs, plan=with_candidates(factory or TemplateFactory(inputs.problem), inputs.plan))
@@ -153,7 +153,7 @@ def offered(
 
 def startups_of(spec: Spec) -> dict[str, StartupCosts]:
     """What a start costs of models whose weights lie somewhere that the spec names."""
-    from potluck.perf.delays.startup import from_place
+    from potluck.perf.startup import from_place
 
     return {
         m.name: from_place(m.weights.place, m.weights.gb_per_s) for m in spec.models if m.weights is not None
@@ -228,8 +228,7 @@ def _logged(
     said: Callable[[str], None] | None,
 ) -> Workload:
     from potluck.runtime.replay import log_lines
-    from potluck.sim.load.log_workload import from_log
-    from potluck.sim.load.workload import at_rate, first
+    from potluck.sim.load.workload import at_rate, first, from_log
 
     with log_lines(logs) as lines:
         found = from_log(lines, None if said is None else lambda seen: said(f"{seen:,} requests of the log"))
@@ -292,7 +291,7 @@ def planner_of(inputs: SimulationInputs, policy: Policy, time_limit_s: float) ->
     It plans by the strategy that made the plan in force and pays for what it starts: CORAL's K is the longest
     start-up over the time between two plans.
     """
-    from potluck.plan.replan.current_problem import TemplateFactories, problem_now
+    from potluck.plan.current_problem import TemplateFactories, problem_now
 
     if policy.scaling == "none":
         return None

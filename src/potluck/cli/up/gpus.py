@@ -273,7 +273,7 @@ def weights_of(model: ModelSpec) -> Path:
 
 def for_this_machine(wishes: PlanChoices, spec: Spec) -> PlanChoices:
     """Engines here are whole on one GPU, or pipelines where a model is too large for some."""
-    from potluck.perf.sizes.capacity import stage_memory
+    from potluck.perf.kv_capacity import stage_memory
 
     alone = all(
         stage_memory(model.model, node, 1).kv_bytes > 0 for model in spec.models for node in spec.node_types
@@ -299,8 +299,8 @@ def must_run_here(plan: Plan, style: str) -> None:
 
 def flags_of(spec: Spec) -> Callable[[EngineSpec], tuple[str, ...]]:
     """So much KV as there is room for on each of an engine's GPUs beside its layers, and no more than can be used."""
-    from potluck.perf.sizes.capacity import stage_memory
-    from potluck.perf.sizes.memory import kv_bytes_per_gpu
+    from potluck.perf.kv_capacity import stage_memory
+    from potluck.perf.memory import kv_bytes_per_gpu
     from potluck.perf.timers.pipeline_timer import stage_layers
 
     models = {each.name: each.model for each in spec.models}
@@ -331,7 +331,7 @@ def measured_briefly(
 
     One that is there from before, for this model, is used again.
     """
-    from potluck.perf.sizes.capacity import stage_memory
+    from potluck.perf.kv_capacity import stage_memory
 
     name = spec.models[0].model.name
     folder.mkdir(parents=True, exist_ok=True)

@@ -565,7 +565,7 @@ def must_have_vllm(python: str) -> None:
 def start_s(ready: GpuSetup) -> float:
     """In which an engine must be ready: more where much is read from a slow place."""
     from potluck.control.reconciler import START_S
-    from potluck.plan.replan.current_problem import longest_start_s
+    from potluck.plan.current_problem import longest_start_s
 
     inputs = ready.prepared.inputs
     if ready.maker.style not in ("gpu", "vllm"):

@@ -22,11 +22,11 @@ from potluck.core.values.model import Model
 from potluck.core.values.types import NodeType
 from potluck.engine.compute.executor import SequenceWork
 from potluck.kv.chunks import KvChunk
-from potluck.perf.delays.transfer import AlphaBeta
-from potluck.perf.sizes.capacity import kv_tokens, require_fit, stage_memory
-from potluck.perf.sizes.memory import kv_bytes_per_token, state_bytes, window_bytes_per_token
+from potluck.perf.kv_capacity import kv_tokens, require_fit, stage_memory
+from potluck.perf.memory import kv_bytes_per_token, state_bytes, window_bytes_per_token
 from potluck.perf.step_timer import StepBatch, StepTimer, steps
 from potluck.perf.timers.engine_host import DEFAULT_HOST
+from potluck.perf.transfer import AlphaBeta
 
 Clock = Callable[[], float]
 Sleep = Callable[[float], None]

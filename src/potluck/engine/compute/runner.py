@@ -10,7 +10,7 @@ requests. `DecodeGraphs` replays decode steps as CUDA graphs; `LocalExecutor` is
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -21,7 +21,6 @@ from torch import Tensor
 from potluck.core.errors import InputError
 from potluck.core.state.facts import BLOCK_TOKENS
 from potluck.core.values.model import DenseFfn, LatentAttention, LinearAttention, Model
-from potluck.core.values.sampling import SampledToken
 from potluck.engine.compute.batch_layout import (
     BatchLayout,
     GroupStep,
@@ -30,25 +29,16 @@ from potluck.engine.compute.batch_layout import (
     lay_out,
     linear_step,
 )
-from potluck.engine.compute.emulated import EmulatedNic, StepPacer
 from potluck.engine.compute.executor import (
-    CacheExport,
-    Deliver,
-    Executor,
-    IncomingCache,
     RunnerSize,
     SequenceWork,
-    TokenDraw,
 )
-from potluck.engine.compute.sample import sample
 from potluck.engine.memory.block_tables import BlockTables
-from potluck.engine.memory.handover import IncomingHandover, pack
 from potluck.engine.memory.kv_cache import LayerCaches, groups_of
 from potluck.engine.model.checkpoint import LayerLoader, WeightSource, fingerprint, parted
 from potluck.engine.model.config import EngineModelConfig
 from potluck.engine.model.stack import OnLayer, Stack
 from potluck.engine.numbers.exact import exactness
-from potluck.kv.chunks import KvChunk, KvManifest
 from potluck.kv.handles import fingerprint_of
 
 
@@ -289,69 +279,3 @@ class DecodeGraphs:
 
     def _compute(self, step: BatchLayout) -> Tensor:
         return self._stack.logits(self._stack(self._stack.embed(step.tokens), step, self._cache, None))
-
-
-class LocalExecutor(Executor):
-    """A whole model in this process; with a pacer its steps last as long as those of the emulated GPU."""
-
-    def __init__(
-        self, runner: Runner, size: RunnerSize, pacer: StepPacer | None = None, nic: EmulatedNic | None = None
-    ) -> None:
-        self.runner, self.size, self.pacer = runner, size, pacer
-        self.nic = nic
-        """For whoever sends its chunks over a network."""
-        self.config, self.fingerprint, self.exact = runner.config, runner.fingerprint, runner.exact
-
-    def open(self) -> int:
-        return self.runner.tables.open()
-
-    def close(self, row: int) -> None:
-        self.runner.tables.close(row)
-
-    def held(self, row: int) -> int:
-        return self.runner.tables.lengths[row]
-
-    def grow(self, row: int, tokens: int, since: int = 0) -> None:
-        self.runner.tables.grow(row, tokens, since)
-
-    def check(self) -> None:
-        self.runner.tables.check()
-
-    def begin(
-        self,
-        works: Sequence[SequenceWork],
-        draws: Sequence[TokenDraw],
-        exports: Sequence[CacheExport] = (),
-        deliver: Deliver | None = None,
-    ) -> Callable[[], list[SampledToken]]:
-        on_layer, pacer = None, self.pacer
-        if exports and deliver is not None:
-            send, layers = deliver, self.config.model.layer_count
-
-            def on_layer(layer: int) -> None:
-                for item in exports:
-                    chunks = pack(self.runner, item.row, layer, item.start, item.stop, item.end)
-                    if chunks and pacer is not None:  # not before that part of the step would be done
-                        pacer.reach((layer + 1) / layers)
-                    if chunks:
-                        send(item.row, chunks)
-
-        if pacer is not None:
-            pacer.begin(works)
-        logits = self.runner.step(works, on_layer=on_layer)
-        choices: list[SampledToken] = []
-        if draws:
-            ways, places = [draw.way for draw in draws], [draw.position for draw in draws]
-            choices = sample(logits, ways, places, [draw.edit for draw in draws])
-        if pacer is not None:
-            pacer.end()
-        return lambda: choices
-
-    def export(self, row: int, layer: int, start: int, stop: int) -> tuple[KvChunk, ...]:
-        return pack(self.runner, row, layer, start, stop)
-
-    def arrival(self, row: int, about: KvManifest, tokens: Sequence[int]) -> IncomingCache:
-        return IncomingHandover(self.runner, row, about, tokens)
-
-    def notes(self) -> Mapping[str, float]:
-        return {} if self.pacer is None else self.pacer.notes()

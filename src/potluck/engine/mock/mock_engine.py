@@ -34,13 +34,15 @@ from potluck.engine.mock.mock_prefix_cache import MockPrefixCache
 from potluck.engine.mock.mock_transfer import KvSizes, MockKvTransfer
 from potluck.engine.model.config import EngineModelConfig
 from potluck.engine.serve import EngineSettings
-from potluck.engine.server.engine_service import EngineService, RequestChannels, RequestLimits
+from potluck.engine.server.engine_service import EngineService
+from potluck.engine.server.http_connection import RequestLimits
 from potluck.engine.server.kv_connector import KvSettings
-from potluck.perf.delays.transfer import AlphaBeta, alpha_beta
+from potluck.engine.server.request_channels import RequestChannels
 from potluck.perf.operators.network import Hop
 from potluck.perf.step_timer import Floats, StepTimer, steps
 from potluck.perf.timers.pipeline_timer import PipelineTimer, pipeline, stage_layers
 from potluck.perf.timers.roofline import roofline
+from potluck.perf.transfer import AlphaBeta, alpha_beta
 
 LONGEST = 1 << 20
 """Tokens of context of one decode."""

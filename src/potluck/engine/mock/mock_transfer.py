@@ -39,8 +39,8 @@ from potluck.engine.server.kv_connector import KvTransfer
 from potluck.kv.chunks import KvChunk
 from potluck.kv.codec_layout import COLUMN_GROUP, Codec, Part, sizes
 from potluck.kv.peer_connections import LinkReport
-from potluck.perf.delays.transfer import AlphaBeta
-from potluck.perf.sizes.memory import kv_bytes_per_token, state_bytes, window_bytes_per_token
+from potluck.perf.memory import kv_bytes_per_token, state_bytes, window_bytes_per_token
+from potluck.perf.transfer import AlphaBeta
 
 KEPT_S = 10.0
 """What was busy longer ago is forgotten: nothing that comes now began so early."""

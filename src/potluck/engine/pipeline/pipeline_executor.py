@@ -17,8 +17,9 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 
-from potluck.core.errors import CapacityError, InputError
+from potluck.core.errors import CapacityError, FormatError, InputError, PotluckError
 from potluck.core.routing.round_robin import WeightedRoundRobin
 from potluck.core.values.model import LinearAttention
 from potluck.core.values.sampling import SampledToken
@@ -31,21 +32,15 @@ from potluck.engine.compute.executor import (
     TokenDraw,
     WorkerLost,
 )
+from potluck.engine.compute.handover import ranges
 from potluck.engine.memory.kv_cache import windows_of
 from potluck.engine.model.config import EngineModelConfig
 from potluck.engine.numbers import Exactness
 from potluck.engine.pipeline import pipeline_messages as msg
 from potluck.engine.pipeline.pipeline_connection import Bytes
-from potluck.engine.pipeline.pipeline_step import (
-    Path,
-    PipelineHandover,
-    PipelineStep,
-    StepFailed,
-    StepPart,
-    cut,
-    must_be_sound,
-)
+from potluck.engine.pipeline.pipeline_step import Path, PipelineStep, StepFailed, StepPart, cut, must_be_sound
 from potluck.engine.pipeline.remote_worker import Event, Reach, RemoteWorker, WorkerRejoin, WorkerReturned
+from potluck.kv.assembly import MissingParts
 from potluck.kv.chunks import KvChunk, KvManifest
 
 LAST_WORD_S = 2.0
@@ -390,3 +385,40 @@ class PipelineExecutor(Executor):
 
     def _rows_lost(self) -> list[int]:
         return [row for row in self._rows if self._lost_of(row)]
+
+
+class PipelineHandover:
+    """A hand-over into a pipeline: each layer's chunks go to the worker that has the layer, which checks them."""
+
+    def __init__(self, driver: PipelineExecutor, row: int, about: KvManifest, tokens: Sequence[int]) -> None:
+        self._driver, self._row, self._about = driver, row, about
+        self._workers = driver.workers(row)
+        self._missing = MissingParts(ranges(driver.config.model, about.start, about.stop))
+        begun: list[tuple[RemoteWorker, int]] = []
+        try:
+            for remote, local in self._workers:
+                begin = partial(msg.BeginHandover, row=local, about=about)
+                driver.ask(row, remote, begin, [msg.numbers(tokens)])
+                remote.tables.grow(local, about.stop, since=about.stop)
+                begun.append((remote, local))
+        except PotluckError:
+            for remote, local in begun:
+                if remote.lost is None:
+                    driver.ask(row, remote, partial(msg.FinishHandover, row=local, whole=False))
+            raise
+
+    def accept(self, chunk: KvChunk) -> None:
+        layers = self._driver.config.model.layer_count
+        if not 0 <= chunk.layer < layers:
+            raise FormatError(f"hand-over: layer {chunk.layer}", f"is not one of the model's {layers}")
+        remote, local = self._workers[self._driver.stage_of(chunk.layer)]
+        accept = partial(msg.AcceptPart, row=local, label=msg.label_of(chunk))
+        self._driver.ask(self._row, remote, accept, [chunk.data])
+        self._missing.take(chunk)
+
+    def finish(self) -> None:
+        self._missing.must_be_whole()
+        for remote, local in self._workers:
+            self._driver.ask(self._row, remote, partial(msg.FinishHandover, row=local, whole=True))
+            remote.tables.advance(local, self._about.stop)
+            remote.tables.trim(local)

@@ -4,59 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import TYPE_CHECKING
 
-from potluck.core.errors import FormatError, InputError, PotluckError
+from potluck.core.errors import FormatError, InputError
 from potluck.core.values.sampling import Drawing, SampledToken, Sampling
 from potluck.engine.compute.batch_layout import check
 from potluck.engine.compute.executor import CacheExport, Deliver, SequenceWork, TokenDraw
 from potluck.engine.compute.logit_edits import LogitEdit
-from potluck.engine.memory.handover import ranges
 from potluck.engine.pipeline import pipeline_messages as msg
 from potluck.engine.pipeline.remote_worker import RemoteWorker
-from potluck.kv.assembly import MissingParts
-from potluck.kv.chunks import KvChunk, KvManifest
+from potluck.kv.chunks import KvChunk
 
 if TYPE_CHECKING:
-    from potluck.engine.pipeline.pipeline_executor import PipelineExecutor
-
-
-class PipelineHandover:
-    """A hand-over into a pipeline: each layer's chunks go to the worker that has the layer, which checks them."""
-
-    def __init__(self, driver: PipelineExecutor, row: int, about: KvManifest, tokens: Sequence[int]) -> None:
-        self._driver, self._row, self._about = driver, row, about
-        self._workers = driver.workers(row)
-        self._missing = MissingParts(ranges(driver.config.model, about.start, about.stop))
-        begun: list[tuple[RemoteWorker, int]] = []
-        try:
-            for remote, local in self._workers:
-                begin = partial(msg.BeginHandover, row=local, about=about)
-                driver.ask(row, remote, begin, [msg.numbers(tokens)])
-                remote.tables.grow(local, about.stop, since=about.stop)
-                begun.append((remote, local))
-        except PotluckError:
-            for remote, local in begun:
-                if remote.lost is None:
-                    driver.ask(row, remote, partial(msg.FinishHandover, row=local, whole=False))
-            raise
-
-    def accept(self, chunk: KvChunk) -> None:
-        layers = self._driver.config.model.layer_count
-        if not 0 <= chunk.layer < layers:
-            raise FormatError(f"hand-over: layer {chunk.layer}", f"is not one of the model's {layers}")
-        remote, local = self._workers[self._driver.stage_of(chunk.layer)]
-        accept = partial(msg.AcceptPart, row=local, label=msg.label_of(chunk))
-        self._driver.ask(self._row, remote, accept, [chunk.data])
-        self._missing.take(chunk)
-
-    def finish(self) -> None:
-        self._missing.must_be_whole()
-        for remote, local in self._workers:
-            self._driver.ask(self._row, remote, partial(msg.FinishHandover, row=local, whole=True))
-            remote.tables.advance(local, self._about.stop)
-            remote.tables.trim(local)
+    pass
 
 
 @dataclass(frozen=True, slots=True)

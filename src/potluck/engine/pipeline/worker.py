@@ -21,9 +21,9 @@ from torch import Tensor
 from potluck.core.errors import FormatError, InputError, PotluckError
 from potluck.engine.compute.emulated import StepPacer
 from potluck.engine.compute.executor import RunnerSize, SequenceWork
+from potluck.engine.compute.handover import IncomingHandover, pack
 from potluck.engine.compute.runner import Runner
 from potluck.engine.compute.sample import sample
-from potluck.engine.memory.handover import IncomingHandover, pack
 from potluck.engine.model.checkpoint import RandomSource, SafetensorsSource
 from potluck.engine.pipeline import pipeline_messages as msg
 from potluck.engine.pipeline.pipeline_connection import (

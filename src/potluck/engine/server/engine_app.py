@@ -4,24 +4,26 @@ from __future__ import annotations
 
 import asyncio
 import hmac
-import itertools
 import logging
-import math
 import socket
 import ssl
-from collections import Counter
 from collections.abc import AsyncIterator
 from dataclasses import replace
 
 from aiohttp import web
-from aiohttp.http import HttpProcessingError
 from aiohttp.typedefs import Handler
 
-from potluck.api.http import HEADER, ConnectionLimits, HttpRefusal, ServedNames, check_origin, request_id
+from potluck.api.http import HEADER, HttpRefusal, ServedNames, check_origin, request_id
 from potluck.core.errors import InputError
 from potluck.engine.server import control, openai_routes, segment_routes
-from potluck.engine.server.engine_service import SERVICE, EngineService, RequestLimits
-from potluck.engine.server.http_connection import UPLOADS, HttpConnection, arrived, error_response
+from potluck.engine.server.engine_service import SERVICE, EngineService
+from potluck.engine.server.http_connection import (
+    BACKLOG,
+    UPLOADS,
+    EngineListener,
+    arrived,
+    error_response,
+)
 from potluck.engine.server.kv_connector import KvConnector
 
 OPEN = frozenset({"/", "/health"})
@@ -136,160 +138,7 @@ def _check_key(request: web.Request, api_key: str) -> None:
         raise HttpRefusal(401, "a valid key is needed: Authorization: Bearer ...", "invalid_api_key")
 
 
-ACCEPTED_AT_ONCE = 64
-BACKLOG = 512
-SHARE_OF_FILES = 0.75
-"""Of the file descriptors that a process may have; the others are for caches on the move, workers and files."""
-WATCH_S = 1.0
-REST_S = 0.1
-"""Until the next try, when there was no file descriptor left to accept with."""
-LOG_S = 60.0
-"""Dropped connections are told of at most this often."""
 SHUTDOWN_S = 5.0
-
-
-def _our_fault(record: logging.LogRecord) -> bool:
-    """What a client does wrong is the client's to know, not a traceback in the engine's log."""
-    error = record.exc_info[1] if record.exc_info else None
-    return not isinstance(error, HttpProcessingError | web.RequestPayloadError | ConnectionError)
-
-
-server_log = logging.getLogger("potluck.engine.http")
-server_log.addFilter(_our_fault)
-
-
-class EngineListener:
-    """Accepts connections on some sockets, for one server.
-
-    aiohttp waits for ever for the rest of a request's head, accepts as many connections as there are file
-    descriptors, and asyncio writes a traceback for each one that it then cannot accept. So connections are accepted
-    here, no more than there is room for (`api/http.py` says who gives way), and each is watched: for
-    heads that do not come, for clients that stop reading, for idle ones.
-    """
-
-    def __init__(
-        self,
-        sockets: list[socket.socket],
-        server: web.Server,
-        limits: RequestLimits,
-        dropped: Counter[str],
-        tls: ssl.SSLContext | None = None,
-    ) -> None:
-        self._loop = asyncio.get_running_loop()
-        self.log = server_log
-        self._sockets, self._server, self._limits, self._dropped = sockets, server, limits, dropped
-        self._tls = tls
-        self.crowd: ConnectionLimits[HttpConnection] = ConnectionLimits(
-            min(limits.connections, _files() * SHARE_OF_FILES)
-        )
-        self._coming: set[asyncio.Task[None]] = set()
-        self._told: Counter[str] = Counter()
-        self._told_s = -LOG_S
-        self._watching = self._loop.call_later(WATCH_S, self._watch)
-        self._accepting = {each: self._loop.create_task(self._accept(each)) for each in sockets}
-
-    async def close(self) -> None:
-        """Accept nobody any more; those who are here are the server's."""
-        self._watching.cancel()
-        self._tell()
-        tasks = (*self._accepting.values(), *self._coming)
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
-        for each in self._sockets:
-            each.close()
-
-    def drop(self, why: str) -> None:
-        """Counted, and told of now and then."""
-        self._dropped[why] += 1
-
-    def _tell(self) -> None:
-        now_s = self._loop.time()
-        if self._dropped != self._told and now_s - self._told_s >= LOG_S:
-            shown = ", ".join(f"{count} {why}" for why, count in sorted(self._dropped.items()))
-            log.warning("connections dropped so far: %s; %d are open", shown, len(self.crowd))
-            self._told, self._told_s = Counter(self._dropped), now_s
-
-    async def _accept(self, listening: socket.socket) -> None:
-        listening.setblocking(False)
-        for number in itertools.count():
-            if number % ACCEPTED_AT_ONCE == 0:
-                await asyncio.sleep(0)
-            try:
-                connection, address = await self._loop.sock_accept(listening)
-            except ConnectionAbortedError:
-                continue
-            except (
-                OSError
-            ):  # No file descriptor is left, or no memory. Asking again at once would be in vain.
-                self.drop("no_files")
-                self._make_room()
-                await asyncio.sleep(REST_S)
-                continue
-            if self.crowd.full and not self._make_room():
-                self.drop("full")
-                _turn_away(connection)
-                continue
-            visit = HttpConnection(self, self._server, self._limits)
-            self.crowd.came(visit, str(address[0]))
-            task = self._loop.create_task(self._welcome(visit, connection))
-            self._coming.add(task)
-            task.add_done_callback(self._coming.discard)
-
-    def _make_room(self) -> bool:
-        visit = self.crowd.oldest()
-        if visit is None:
-            return False
-        self.crowd.left(visit)
-        self.drop("crowded_out")
-        visit.send_away(503, "too many connections; try again", "overloaded")
-        return True
-
-    async def _welcome(self, visit: HttpConnection, connection: socket.socket) -> None:
-        try:
-            late_s = None if self._tls is None else self._limits.head_s
-            await self._loop.connect_accepted_socket(
-                lambda: visit, connection, ssl=self._tls, ssl_handshake_timeout=late_s
-            )
-        except (OSError, asyncio.CancelledError):  # It has left already, or we have.
-            self.crowd.left(visit)
-            connection.close()
-
-    def _watch(self) -> None:
-        self._watching = self._loop.call_later(WATCH_S, self._watch)
-        now_s = self._loop.time()
-        for visit in self.crowd:
-            why = visit.overdue(now_s)
-            if why:
-                self.drop(why)
-                visit.end(why)
-        for each, task in self._accepting.items():
-            if task.done():  # A fault of ours; an engine that nobody can reach would be worse.
-                log.error("accepting failed", exc_info=task.exception())
-                self._accepting[each] = self._loop.create_task(self._accept(each))
-        self._tell()
-
-
-def _files() -> float:
-    """File descriptors that this process may have; on some systems there is no such limit."""
-    try:
-        import resource
-    except ModuleNotFoundError:
-        return math.inf
-    limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
-    return math.inf if limit == resource.RLIM_INFINITY else limit
-
-
-def _turn_away(connection: socket.socket) -> None:
-    connection.setblocking(False)
-    try:
-        connection.send(
-            HttpConnection.canned(503, "too many requests are under way; try again", "overloaded")
-        )
-    except OSError:
-        return  # It has left.
-    finally:
-        connection.close()
 
 
 class EngineServer:

@@ -6,17 +6,16 @@ are vLLM's: `model_name`, and `engine`, which is always 0 here.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from typing import TYPE_CHECKING
+from collections import Counter
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 
 from prometheus_client import CollectorRegistry, Histogram, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
+from potluck.engine.loop.engine_status import EngineCounters, EngineStatus
 from potluck.engine.loop.jobs import Job, JobEnded
-
-if TYPE_CHECKING:
-    from potluck.engine.server.engine_service import EngineService
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 LABELS = ("model_name", "engine")
@@ -27,11 +26,20 @@ TOKENS = tuple(float(digit * 10**power) for power in range(6) for digit in (1, 2
 REASONS = {"stop": "stop", "length": "length", "cancelled": "abort", "error": "error"}
 
 
+@dataclass(frozen=True, slots=True)
+class LiveFigures:
+    """What is read at the moment of asking."""
+
+    status: Callable[[], EngineStatus]
+    counters: Callable[[], EngineCounters]
+    dropped: Counter[str]
+
+
 class EngineMetrics:
-    def __init__(self, model: str, service: EngineService) -> None:
+    def __init__(self, model: str, live: LiveFigures) -> None:
         names = (model, "0")
         self._registry = CollectorRegistry()
-        self._registry.register(_LiveGauges(names, service))
+        self._registry.register(_LiveGauges(names, live))
 
         def histogram(name: str, text: str, buckets: tuple[float, ...] = SECONDS) -> Histogram:
             return Histogram(f"vllm:{name}", text, LABELS, registry=self._registry, buckets=buckets).labels(
@@ -74,15 +82,15 @@ class EngineMetrics:
 class _LiveGauges(Collector):
     """Figures as they are at the moment of asking."""
 
-    def __init__(self, names: tuple[str, str], service: EngineService) -> None:
-        self._names, self._service = names, service
+    def __init__(self, names: tuple[str, str], live: LiveFigures) -> None:
+        self._names, self._live = names, live
 
     def describe(self) -> Iterable[Metric]:
         """Nothing: asking for figures while registering would be too early."""
         return ()
 
     def collect(self) -> Iterable[Metric]:
-        status, counters = self._service.status(), self._service.counters
+        status, counters = self._live.status(), self._live.counters()
         used = 1 - status.free_blocks / status.total_blocks
         gauges = [
             ("vllm:num_requests_running", "Requests in execution.", status.running),
@@ -112,7 +120,7 @@ class _LiveGauges(Collector):
             yield self._counter(name, text, {"": count})
         ended = {REASONS.get(why, why): count for why, count in sorted(counters.ended.items())}
         yield self._counter("vllm:request_success", "Requests that ended.", ended, "finished_reason")
-        dropped = dict(sorted(self._service.dropped.items()))
+        dropped = dict(sorted(self._live.dropped.items()))
         yield self._counter("potluck:connections_dropped", "Connections that were ended.", dropped, "why")
 
     def _counter(self, name: str, text: str, counts: dict[str, int], label: str = "") -> Metric:

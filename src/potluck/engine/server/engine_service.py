@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-import itertools
 import time
 from collections import Counter
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import TypeVar
 
 from aiohttp import web
@@ -17,174 +16,22 @@ from potluck import __version__
 from potluck.api.http import HttpRefusal
 from potluck.api.model_files import GenerationConfig
 from potluck.api.tokenizer import ModelTokenizer
-from potluck.core.errors import CapacityError, InputError, PotluckError, UnknownNameError
+from potluck.core.errors import CapacityError, InputError, UnknownNameError
 from potluck.core.values.sampling import Sampling
 from potluck.engine.compute.logit_edits import Grammars
 from potluck.engine.loop.engine_loop import EngineLoop
 from potluck.engine.loop.engine_status import EngineCounters, EngineStatus, Role, step_times
-from potluck.engine.loop.jobs import Event, Job, JobEnded, JobTimes, LayerSent, OutputToken, RowReady
-from potluck.engine.loop.loop_thread import Ask, LoopThread
-from potluck.engine.server.engine_metrics import EngineMetrics
-from potluck.engine.server.http_connection import Uploads
+from potluck.engine.loop.jobs import Job
+from potluck.engine.loop.loop_thread import LoopThread
+from potluck.engine.server.engine_metrics import EngineMetrics, LiveFigures
+from potluck.engine.server.http_connection import RequestLimits, Uploads
 from potluck.engine.server.kv_connector import KvConnector, KvSettings, KvTransfer
+from potluck.engine.server.request_channels import RequestChannel, RequestChannels
 from potluck.kv.frames import VERSION
 from potluck.kv.peer_connections import ANY_PORT, Address
 from potluck.kv.prefix_pool import CacheFeed
 
 T = TypeVar("T")
-LAST_WORD_S = 5.0
-"""A loop that does not end a request this long after being told to is not waited for."""
-
-
-class RequestChannel:
-    """What is said about one request. Chunks go apart: another connection fetches them."""
-
-    def __init__(self, key: int) -> None:
-        self.key = key
-        self.ended: JobEnded | None = None
-        self.tokens = 0
-        self.failure: PotluckError | None = None
-        """What went wrong outside of the loop, when that is why it ended."""
-        self.room: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        """Done once there is room for the cache that is coming in."""
-        self.events: asyncio.Queue[Event] = asyncio.Queue()
-        self.chunks: asyncio.Queue[LayerSent | JobEnded] = asyncio.Queue()
-
-    def put(self, event: Event) -> None:
-        if isinstance(event, LayerSent):
-            self.chunks.put_nowait(event)
-            return
-        if isinstance(event, RowReady):
-            if not self.room.done():
-                self.room.set_result(None)
-            return
-        self.events.put_nowait(event)
-        if isinstance(event, OutputToken):
-            self.tokens += 1
-        elif isinstance(event, JobEnded):
-            self.room.cancel()
-            self.ended = event
-            self.chunks.put_nowait(event)
-
-    async def end(self) -> JobEnded:
-        """Skip what else was said, up to the end."""
-        async for event in self:
-            if isinstance(event, JobEnded):
-                return event
-        raise AssertionError("a channel ends with an end")
-
-    async def __aiter__(self) -> AsyncIterator[Event]:
-        """All events up to the end."""
-        while True:
-            event = await self.events.get()
-            yield event
-            if isinstance(event, JobEnded):
-                return
-
-
-class RequestChannels:
-    """The channels of one driver, for one asyncio loop."""
-
-    def __init__(self) -> None:
-        self._loop: asyncio.AbstractEventLoop | None = None
-        self._channels: dict[int, RequestChannel] = {}
-        self._keys = itertools.count(1)
-        self._driver: LoopThread | None = None
-
-    def bind(self, driver: LoopThread) -> None:
-        """From within the asyncio loop that is to hear."""
-        self._driver = driver
-        self._loop = asyncio.get_running_loop()
-
-    @property
-    def driver(self) -> LoopThread:
-        assert self._driver is not None
-        return self._driver
-
-    @property
-    def open(self) -> int:
-        return len(self._channels)
-
-    def next_key(self) -> int:
-        return next(self._keys)
-
-    def tell(self, events: list[tuple[int, Event]]) -> None:
-        """Called from the loop's thread, once per step."""
-        if self._loop is None or self._loop.is_closed():
-            return
-        try:
-            self._loop.call_soon_threadsafe(self._deliver, events)
-        except RuntimeError:  # closed between the question and the call
-            return
-
-    def _deliver(self, events: list[tuple[int, Event]]) -> None:
-        for key, event in events:
-            channel = self._channels.get(key)
-            if channel is not None:
-                channel.put(event)
-
-    async def ask(self, what: Ask[T]) -> T:
-        return await asyncio.wrap_future(self.driver.ask(what))
-
-    @asynccontextmanager
-    async def run(self, job: Job, deadline_s: float) -> AsyncIterator[RequestChannel]:
-        """Submit a job; whoever leaves before its end (an error, a client that went away) cancels it."""
-        channel = self._channels[job.key] = RequestChannel(job.key)
-        timer = asyncio.get_running_loop().call_later(deadline_s, self._too_late, channel, deadline_s)
-        try:
-            async with asyncio.timeout(deadline_s + LAST_WORD_S):
-                await self.ask(lambda loop, now_s: loop.submit(job, now_s))
-            yield channel
-        finally:
-            timer.cancel()
-            del self._channels[job.key]
-            if channel.ended is None:
-                self.driver.ask(lambda loop, now_s: loop.cancel(job.key, now_s))
-
-    def _too_late(self, channel: RequestChannel, deadline_s: float) -> None:
-        line = f"the request took longer than the {deadline_s:g} s that it may"
-        channel.failure = HttpRefusal(504, line, "deadline")
-        self.driver.ask(lambda loop, now_s: loop.cancel(channel.key, now_s, line))
-        asyncio.get_running_loop().call_later(LAST_WORD_S, _fail, channel, line)
-
-    def fail_all(self, why: str) -> None:
-        """The loop is dead and will say nothing more."""
-        for channel in self._channels.values():
-            _fail(channel, why)
-
-
-def _fail(channel: RequestChannel, why: str) -> None:
-    if channel.ended is None:
-        channel.put(JobEnded("error", JobTimes(0.0), why))
-
-
-@dataclass(frozen=True, slots=True)
-class RequestLimits:
-    """What a client may ask for."""
-
-    body_bytes: int = 8_000_000
-    bodies_bytes: int = 256_000_000
-    """Of all bodies that have not come whole."""
-    connections: int = 1280
-    """At once, and at most three quarters of the files that the process may have open."""
-    head_s: float = 10.0
-    """In which a request's line and headers must have come."""
-    idle_s: float = 75.0
-    """How long a connection is kept between requests."""
-    stalled_s: float = 30.0
-    """How long an answer waits for a client that reads nothing."""
-    open_requests: int = 1024
-    """At once; more are refused with 429."""
-    deadline_s: float = 600.0
-    """Of one request, from its arrival to its last token."""
-    handover_s: float = 120.0
-    """Of one hand-over, the sender's work included."""
-    attach_s: float = 10.0
-    """How long a fetch waits for a sender that has not heard of the request yet."""
-    lease_s: float = 60.0
-    """How long a cache waits for whoever fetches it."""
-    prefix_moves: int = 16
-    """Kept prefixes that are lent at once, and that are fetched; more are refused with 429."""
 
 
 class EngineService:
@@ -218,7 +65,9 @@ class EngineService:
         """The same for its network card: Gbit/s."""
         self.started_s = time.monotonic()
         self.created_s = int(time.time())
-        self.metrics = EngineMetrics(name, self)
+        self.dropped: Counter[str] = Counter()
+        """Connections that were ended, by why."""
+        self.metrics = EngineMetrics(name, LiveFigures(self.status, lambda: self.counters, self.dropped))
         self.kv = kv or KvSettings()
         self.kv_connector: KvConnector | None = None
         """As long as the application runs."""
@@ -227,8 +76,6 @@ class EngineService:
         self.lent = self.fetching = 0
         """Kept prefixes that wait for whoever fetches them, or are on their way here."""
         self.uploads = Uploads(limits.body_bytes, limits.bodies_bytes)
-        self.dropped: Counter[str] = Counter()
-        """Connections that were ended, by why."""
         self._loop, self.driver = loop, driver
         self.feed = CacheFeed(loop.prefixes)
         """Used in the loop's thread."""

@@ -7,25 +7,35 @@ parsed requests tells when a head is there; `arrived` tells when its body is.
 from __future__ import annotations
 
 import asyncio
+import itertools
 import json
 import logging
+import math
+import socket
+import ssl
+from collections import Counter
+from dataclasses import dataclass
 from http import HTTPStatus
-from typing import TYPE_CHECKING
 
 import aiohttp
 from aiohttp import web
+from aiohttp.http import HttpProcessingError
 from aiohttp.web_protocol import RequestHandler
 
-from potluck.api.http import HEADER, HttpRefusal, error_object, parse_object, refusal, request_id
+from potluck.api.http import (
+    HEADER,
+    ConnectionLimits,
+    HttpRefusal,
+    error_object,
+    parse_object,
+    refusal,
+    request_id,
+)
 from potluck.api.segments import UNSUPPORTED
 from potluck.core.errors import FormatError
 from potluck.engine.compute.executor import WorkerLost
 from potluck.engine.loop.jobs import JobEnded
 from potluck.engine.loop.loop_thread import LoopStopped
-
-if TYPE_CHECKING:
-    from potluck.engine.server.engine_app import EngineListener
-    from potluck.engine.server.engine_service import RequestLimits
 
 HEAD_BYTES = 65_536
 """Of one request's line and headers."""
@@ -290,3 +300,187 @@ def error_response(error: Exception) -> web.Response:
     return web.Response(
         status=status, text=json.dumps(body), content_type="application/json", headers=headers
     )
+
+
+@dataclass(frozen=True, slots=True)
+class RequestLimits:
+    """What a client may ask for."""
+
+    body_bytes: int = 8_000_000
+    bodies_bytes: int = 256_000_000
+    """Of all bodies that have not come whole."""
+    connections: int = 1280
+    """At once, and at most three quarters of the files that the process may have open."""
+    head_s: float = 10.0
+    """In which a request's line and headers must have come."""
+    idle_s: float = 75.0
+    """How long a connection is kept between requests."""
+    stalled_s: float = 30.0
+    """How long an answer waits for a client that reads nothing."""
+    open_requests: int = 1024
+    """At once; more are refused with 429."""
+    deadline_s: float = 600.0
+    """Of one request, from its arrival to its last token."""
+    handover_s: float = 120.0
+    """Of one hand-over, the sender's work included."""
+    attach_s: float = 10.0
+    """How long a fetch waits for a sender that has not heard of the request yet."""
+    lease_s: float = 60.0
+    """How long a cache waits for whoever fetches it."""
+    prefix_moves: int = 16
+    """Kept prefixes that are lent at once, and that are fetched; more are refused with 429."""
+
+
+ACCEPTED_AT_ONCE = 64
+BACKLOG = 512
+SHARE_OF_FILES = 0.75
+"""Of the file descriptors that a process may have; the others are for caches on the move, workers and files."""
+WATCH_S = 1.0
+REST_S = 0.1
+"""Until the next try, when there was no file descriptor left to accept with."""
+LOG_S = 60.0
+"""Dropped connections are told of at most this often."""
+
+
+def _our_fault(record: logging.LogRecord) -> bool:
+    """What a client does wrong is the client's to know, not a traceback in the engine's log."""
+    error = record.exc_info[1] if record.exc_info else None
+    return not isinstance(error, HttpProcessingError | web.RequestPayloadError | ConnectionError)
+
+
+server_log = logging.getLogger("potluck.engine.http")
+server_log.addFilter(_our_fault)
+
+
+class EngineListener:
+    """Accepts connections on some sockets, for one server.
+
+    aiohttp waits for ever for the rest of a request's head, accepts as many connections as there are file
+    descriptors, and asyncio writes a traceback for each one that it then cannot accept. So connections are accepted
+    here, no more than there is room for (`api/http.py` says who gives way), and each is watched: for
+    heads that do not come, for clients that stop reading, for idle ones.
+    """
+
+    def __init__(
+        self,
+        sockets: list[socket.socket],
+        server: web.Server,
+        limits: RequestLimits,
+        dropped: Counter[str],
+        tls: ssl.SSLContext | None = None,
+    ) -> None:
+        self._loop = asyncio.get_running_loop()
+        self.log = server_log
+        self._sockets, self._server, self._limits, self._dropped = sockets, server, limits, dropped
+        self._tls = tls
+        self.crowd: ConnectionLimits[HttpConnection] = ConnectionLimits(
+            min(limits.connections, _files() * SHARE_OF_FILES)
+        )
+        self._coming: set[asyncio.Task[None]] = set()
+        self._told: Counter[str] = Counter()
+        self._told_s = -LOG_S
+        self._watching = self._loop.call_later(WATCH_S, self._watch)
+        self._accepting = {each: self._loop.create_task(self._accept(each)) for each in sockets}
+
+    async def close(self) -> None:
+        """Accept nobody any more; those who are here are the server's."""
+        self._watching.cancel()
+        self._tell()
+        tasks = (*self._accepting.values(), *self._coming)
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        for each in self._sockets:
+            each.close()
+
+    def drop(self, why: str) -> None:
+        """Counted, and told of now and then."""
+        self._dropped[why] += 1
+
+    def _tell(self) -> None:
+        now_s = self._loop.time()
+        if self._dropped != self._told and now_s - self._told_s >= LOG_S:
+            shown = ", ".join(f"{count} {why}" for why, count in sorted(self._dropped.items()))
+            log.warning("connections dropped so far: %s; %d are open", shown, len(self.crowd))
+            self._told, self._told_s = Counter(self._dropped), now_s
+
+    async def _accept(self, listening: socket.socket) -> None:
+        listening.setblocking(False)
+        for number in itertools.count():
+            if number % ACCEPTED_AT_ONCE == 0:
+                await asyncio.sleep(0)
+            try:
+                connection, address = await self._loop.sock_accept(listening)
+            except ConnectionAbortedError:
+                continue
+            except (
+                OSError
+            ):  # No file descriptor is left, or no memory. Asking again at once would be in vain.
+                self.drop("no_files")
+                self._make_room()
+                await asyncio.sleep(REST_S)
+                continue
+            if self.crowd.full and not self._make_room():
+                self.drop("full")
+                _turn_away(connection)
+                continue
+            visit = HttpConnection(self, self._server, self._limits)
+            self.crowd.came(visit, str(address[0]))
+            task = self._loop.create_task(self._welcome(visit, connection))
+            self._coming.add(task)
+            task.add_done_callback(self._coming.discard)
+
+    def _make_room(self) -> bool:
+        visit = self.crowd.oldest()
+        if visit is None:
+            return False
+        self.crowd.left(visit)
+        self.drop("crowded_out")
+        visit.send_away(503, "too many connections; try again", "overloaded")
+        return True
+
+    async def _welcome(self, visit: HttpConnection, connection: socket.socket) -> None:
+        try:
+            late_s = None if self._tls is None else self._limits.head_s
+            await self._loop.connect_accepted_socket(
+                lambda: visit, connection, ssl=self._tls, ssl_handshake_timeout=late_s
+            )
+        except (OSError, asyncio.CancelledError):  # It has left already, or we have.
+            self.crowd.left(visit)
+            connection.close()
+
+    def _watch(self) -> None:
+        self._watching = self._loop.call_later(WATCH_S, self._watch)
+        now_s = self._loop.time()
+        for visit in self.crowd:
+            why = visit.overdue(now_s)
+            if why:
+                self.drop(why)
+                visit.end(why)
+        for each, task in self._accepting.items():
+            if task.done():  # A fault of ours; an engine that nobody can reach would be worse.
+                log.error("accepting failed", exc_info=task.exception())
+                self._accepting[each] = self._loop.create_task(self._accept(each))
+        self._tell()
+
+
+def _files() -> float:
+    """File descriptors that this process may have; on some systems there is no such limit."""
+    try:
+        import resource
+    except ModuleNotFoundError:
+        return math.inf
+    limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+    return math.inf if limit == resource.RLIM_INFINITY else limit
+
+
+def _turn_away(connection: socket.socket) -> None:
+    connection.setblocking(False)
+    try:
+        connection.send(
+            HttpConnection.canned(503, "too many requests are under way; try again", "overloaded")
+        )
+    except OSError:
+        return  # It has left.
+    finally:
+        connection.close()

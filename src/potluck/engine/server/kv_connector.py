@@ -15,12 +15,13 @@ from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeVar
+from typing import TypeVar
 
 from potluck.core.errors import InputError, PotluckError
 from potluck.engine.compute.emulated import EmulatedNic
 from potluck.engine.loop.jobs import NOT_FETCHED, JobEnded
 from potluck.engine.loop.loop_thread import LoopThread
+from potluck.engine.server.request_channels import RequestChannel
 from potluck.kv.chunks import KvChunk, KvManifest, TransferError
 from potluck.kv.codec_layout import Codec
 from potluck.kv.fetch import FetchRequest, FetchResult, KvFetch
@@ -34,9 +35,6 @@ from potluck.kv.peer_connections import (
     client_context,
     server_context,
 )
-
-if TYPE_CHECKING:
-    from potluck.engine.server.engine_service import RequestChannel
 
 
 class KvTransfer:

@@ -33,9 +33,10 @@ from potluck.core.state.facts import BLOCK_TOKENS
 from potluck.engine.loop.engine_loop import EngineLoop
 from potluck.engine.loop.jobs import Job, JobComputed, JobEnded, OutputToken
 from potluck.engine.memory.prefix_cache import PrefixReceiver, chain_hash
-from potluck.engine.server.engine_service import SERVICE, EngineService, RequestChannel
+from potluck.engine.server.engine_service import SERVICE, EngineService
 from potluck.engine.server.http_connection import ended, read_object
 from potluck.engine.server.kv_connector import ASK_S, RECEIVER_GONE, Fate, KvNotDelivered, address_of
+from potluck.engine.server.request_channels import RequestChannel
 from potluck.kv.chunks import KvChunk, KvManifest, TransferDeclined, TransferError, token_hash
 from potluck.kv.codec_layout import Codec
 from potluck.kv.fetch import FetchRequest, FetchResult

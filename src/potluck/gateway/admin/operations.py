@@ -16,7 +16,7 @@ from potluck.core.state.fleet import ReplicaState
 from potluck.core.state.request_state import RUNNING
 from potluck.core.values.plan import ReplicaSpec, plan_from_json
 from potluck.core.values.types import Region
-from potluck.gateway.brain_loop.core import GatewayCore
+from potluck.gateway.core import GatewayCore
 from potluck.gateway.registry.engine_client import EngineRecord
 from potluck.gateway.registry.engine_list import read_roster
 from potluck.gateway.registry.health import slow_lines

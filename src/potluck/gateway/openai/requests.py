@@ -25,10 +25,14 @@ from potluck.api.openai_requests import (
     Message,
     chat_of,
     completion_of,
+    is_own,
+    own_body,
+    own_chat,
+    own_completion,
     prompts_of,
     sampling_of,
+    templated,
 )
-from potluck.api.passthrough_requests import is_own, own_body, own_chat, own_completion, templated
 from potluck.api.text_stream import TextStream
 from potluck.api.tokenizer import ModelTokenizer
 from potluck.core.errors import CapacityError, FormatError, InputError, PotluckError, did_you_mean

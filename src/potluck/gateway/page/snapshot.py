@@ -12,7 +12,7 @@ from potluck.core.values.kv import lossy_notices
 from potluck.core.values.layout import Layout
 from potluck.core.values.plan import Plan, Template
 from potluck.gateway.admin.operations import Operations, QueueView, fields_of
-from potluck.gateway.brain_loop.core import GatewayCore
+from potluck.gateway.core import GatewayCore
 from potluck.gateway.registry.health import slow_lines
 from potluck.gateway.settings import GatewaySettings
 

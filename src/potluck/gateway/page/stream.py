@@ -21,7 +21,7 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from potluck.core.values.types import Slo
-from potluck.gateway.brain_loop.core import Decision, GatewayCore
+from potluck.gateway.core import Decision, GatewayCore
 from potluck.gateway.page.history import PageHistory, Waterfall
 from potluck.gateway.page.snapshot import FleetSnapshot, KvFlows, Row, Tables
 

@@ -15,7 +15,7 @@ from potluck.core.codec import decode, encode
 from potluck.core.state.actions import Action
 from potluck.core.values.service import PrefixSharing
 from potluck.gateway.admin.counters import Counters
-from potluck.gateway.brain_loop.core import Act
+from potluck.gateway.core import Act
 from potluck.gateway.dispatch.dispatcher import BrainClient, Dispatcher
 from potluck.gateway.http.connection_pool import ConnectionPool
 from potluck.gateway.http.server import ClientListener, open_port

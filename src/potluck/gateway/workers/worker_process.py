@@ -17,7 +17,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from potluck.gateway.admin.usage import UsageFile
-from potluck.gateway.brain_loop.core import Act
+from potluck.gateway.core import Act
 from potluck.gateway.http.limits import allow_open_files, calm
 from potluck.gateway.openai.keys import SharedUse
 from potluck.gateway.workers import brain_client

@@ -26,8 +26,8 @@ from potluck.core.values.model import (
     Model,
     MoeFfn,
 )
+from potluck.perf.memory import Layers
 from potluck.perf.operators.kernels import busiest_share, mean_keys
-from potluck.perf.sizes.memory import Layers
 from potluck.perf.step_timer import Floats, StepBatch
 
 LINEAR_CHUNK = 64

@@ -18,9 +18,9 @@ from potluck.core.values.layout import RTT_S, Layout, Stage, StageNode
 from potluck.core.values.model import Model
 from potluck.core.values.plan import Confidence
 from potluck.core.values.types import NodeType
+from potluck.perf.kv_capacity import max_requests, require_fit, stage_memory
 from potluck.perf.operators.calibration import Calibration
 from potluck.perf.operators.network import Hop, handover_s, hop_between, hop_inside
-from potluck.perf.sizes.capacity import max_requests, require_fit, stage_memory
 from potluck.perf.step_timer import Floats, StepBatch, steps
 from potluck.perf.timers.engine_host import DEFAULT_HOST, NO_HOST, EngineHost
 from potluck.perf.timers.roofline import RooflineTimer, roofline

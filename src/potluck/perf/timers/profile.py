@@ -29,7 +29,7 @@ from potluck.core.errors import InputError
 from potluck.core.values.model import Model
 from potluck.core.values.plan import Confidence
 from potluck.core.values.types import NodeType
-from potluck.perf.fits.linear_fit import mean_ape, relative_weights, solve
+from potluck.perf.linear_fit import mean_ape, relative_weights, solve
 from potluck.perf.step_timer import Floats, StepBatch, steps
 
 PROFILE_FORMAT = "potluck.profile"

@@ -21,7 +21,7 @@ from potluck.core.values.layout import Ep
 from potluck.core.values.model import FullAttention, LatentAttention, LinearAttention, Model, MoeFfn
 from potluck.core.values.plan import Confidence
 from potluck.core.values.types import Gpu, NodeType
-from potluck.perf.fits.error_bars import slower
+from potluck.perf.error_bars import slower
 from potluck.perf.operators.calibration import Calibration, GpuCurves, bundled, curves_for
 from potluck.perf.operators.kernels import decode_attention_s, prefill_attention_s, stream_s
 from potluck.perf.operators.layer_seconds import (

@@ -24,8 +24,8 @@ from potluck.core.values.plan import (
     Template,
 )
 from potluck.core.values.types import Codec, Link
-from potluck.perf.delays.transfer import link_alpha_beta
 from potluck.perf.timers.pipeline_timer import ORDER
+from potluck.perf.transfer import link_alpha_beta
 from potluck.plan.allocate.allocation import Allocation
 from potluck.plan.allocate.program import (
     ColumnCount,

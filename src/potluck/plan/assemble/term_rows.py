@@ -17,8 +17,8 @@ from potluck.core.errors import InputError
 from potluck.core.values.plan import Charge, Plan, Template
 from potluck.core.values.service import ModelTerms
 from potluck.core.values.types import NodeOffer
-from potluck.perf.delays.startup import startup_s
-from potluck.perf.sizes.memory import weight_bytes
+from potluck.perf.memory import weight_bytes
+from potluck.perf.startup import startup_s
 from potluck.plan.allocate.program import CountLimit, ExtraVariable, Floats, FlowProgram, NodeSupply, Outage
 from potluck.plan.problem import ModelDemand, PlanningProblem
 

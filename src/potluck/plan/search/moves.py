@@ -14,8 +14,8 @@ from dataclasses import dataclass
 from itertools import combinations, permutations
 from random import Random
 
-from potluck.perf.sizes.capacity import USABLE_SHARE
-from potluck.perf.sizes.memory import weight_bytes
+from potluck.perf.kv_capacity import USABLE_SHARE
+from potluck.perf.memory import weight_bytes
 from potluck.plan.search.deduce import MAX_STAGES, Takes
 from potluck.plan.search.evaluate import GpuGroup, PoolEvaluator, PoolUse
 from potluck.plan.search.workload import Pool, PoolWorkload

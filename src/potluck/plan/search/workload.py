@@ -30,23 +30,23 @@ from potluck.core.values.layout import Pool, PoolNode, uniform_pool
 from potluck.core.values.model import Model
 from potluck.core.values.plan import Confidence
 from potluck.core.values.types import Codec, NodeType, Slo
-from potluck.perf.delays.transfer import alpha_beta, crossing_bytes
-from potluck.perf.operators.calibration import Calibration
-from potluck.perf.operators.layers import step_sums
-from potluck.perf.operators.network import HANDOVER_FIXED_S, HANDOVER_SHARE, all_reduce_s
-from potluck.perf.serving.phases import CHUNK_TOKENS
-from potluck.perf.serving.throughput import MAX_BATCH
-from potluck.perf.sizes.capacity import USABLE_SHARE, stage_memory
-from potluck.perf.sizes.memory import (
+from potluck.perf.kv_capacity import USABLE_SHARE, stage_memory
+from potluck.perf.memory import (
     embedding_bytes,
     head_bytes,
     kv_bytes,
     kv_bytes_per_gpu,
     weight_bytes_per_gpu,
 )
+from potluck.perf.operators.calibration import Calibration
+from potluck.perf.operators.layers import step_sums
+from potluck.perf.operators.network import HANDOVER_FIXED_S, HANDOVER_SHARE, all_reduce_s
+from potluck.perf.phases import CHUNK_TOKENS
 from potluck.perf.step_timer import Floats, StepBatch, steps
+from potluck.perf.throughput import MAX_BATCH
 from potluck.perf.timers.engine_host import DEFAULT_HOST
 from potluck.perf.timers.roofline import check_tp, roofline
+from potluck.perf.transfer import alpha_beta, crossing_bytes
 from potluck.plan.problem import HEADROOM, ModelDemand
 
 __all__ = ["Pool", "PoolLinks", "PoolNode", "PoolWorkload", "uniform_pool", "wires_of", "workload_of"]

@@ -26,8 +26,8 @@ import numpy as np
 from potluck.core.values.layout import Layout, layers_between
 from potluck.core.values.plan import BucketCapacity, NodeCount, PlannedReplica, Template, TemplateFlow
 from potluck.core.values.types import Codec
-from potluck.perf.delays.transfer import crossing_bytes
 from potluck.perf.timers.pipeline_timer import ORDER
+from potluck.perf.transfer import crossing_bytes
 from potluck.plan.allocate.highs import Milp, solve_milp
 from potluck.plan.problem import BucketDemand, ModelDemand, PlanningProblem
 from potluck.plan.timing.named_machines import kv_path, timer_of

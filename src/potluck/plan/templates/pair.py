@@ -21,12 +21,12 @@ from typing import NamedTuple
 
 from potluck.core.values.plan import BucketCapacity, NodeCount, PlannedReplica, Template
 from potluck.core.values.types import Codec, NodeType
-from potluck.perf.delays.transfer import crossing_bytes
-from potluck.perf.serving.phases import prefill_s
-from potluck.perf.serving.throughput import best_shared
-from potluck.perf.sizes.memory import kv_bytes
+from potluck.perf.memory import kv_bytes
+from potluck.perf.phases import prefill_s
 from potluck.perf.step_timer import StepTimer
+from potluck.perf.throughput import best_shared
 from potluck.perf.timers.pipeline_timer import ORDER, layout_requests
+from potluck.perf.transfer import crossing_bytes
 from potluck.plan.problem import BucketDemand, ModelDemand, PlanningProblem
 from potluck.plan.timing.network_cards import NetworkCards, cards_of, sides, sojourn_s
 from potluck.plan.timing.rate_cache import RateCache, RatedLayout, layout_text

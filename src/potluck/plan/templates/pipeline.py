@@ -62,7 +62,7 @@ from numpy.typing import NDArray
 from potluck.core.errors import InputError, UnknownNameError
 from potluck.core.values.layout import Layout, Stage, StageNode
 from potluck.core.values.plan import BucketCapacity, NodeCount, PlannedReplica, Template
-from potluck.perf.sizes.memory import weight_bytes
+from potluck.perf.memory import weight_bytes
 from potluck.perf.timers.pipeline_timer import ORDER
 from potluck.plan.timing.stage_rates import UNITS_PER_TOKEN, StageRates
 

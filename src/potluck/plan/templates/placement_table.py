@@ -31,7 +31,7 @@ from potluck.core.errors import InputError
 from potluck.core.values.layout import Layout
 from potluck.core.values.plan import BucketCapacity, NodeCount, PlannedReplica, Template
 from potluck.core.values.types import Role
-from potluck.perf.serving.throughput import RequestLengths, together
+from potluck.perf.throughput import RequestLengths, together
 from potluck.perf.timers.pipeline_timer import PipelineTimer, layout_requests
 from potluck.plan.problem import BucketDemand, ModelDemand, PlanningProblem
 from potluck.plan.templates.library import pipeline_libraries

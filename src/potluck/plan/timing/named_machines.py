@@ -12,10 +12,10 @@ from itertools import pairwise
 
 from potluck.core.values.layout import RTT_S, Layout, Pool, PoolNode
 from potluck.core.values.types import NodeType
-from potluck.perf.delays.transfer import AlphaBeta, alpha_beta
 from potluck.perf.operators.network import HANDOVER_SHARE, Hop, hop_between, hop_inside
 from potluck.perf.step_timer import StepTimer
 from potluck.perf.timers.pipeline_timer import pipeline
+from potluck.perf.transfer import AlphaBeta, alpha_beta
 from potluck.plan.problem import ModelDemand, PlanningProblem
 from potluck.plan.timing.replica_rates import layout_timer
 

@@ -30,8 +30,8 @@ import numpy as np
 from potluck.core.values.layout import Layout
 from potluck.core.values.plan import PlannedReplica, PlannedShare, Template
 from potluck.core.values.types import Codec, Link, NodeType
-from potluck.perf.delays.transfer import alpha_beta, crossing_bytes, link_alpha_beta
 from potluck.perf.step_timer import Floats
+from potluck.perf.transfer import alpha_beta, crossing_bytes, link_alpha_beta
 from potluck.plan.problem import BucketDemand, ModelDemand
 from potluck.plan.timing.replica_rates import HANDOVER_SHARE, UNPROMISED_TTFT_S, wait_factor
 

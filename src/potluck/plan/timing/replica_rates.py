@@ -28,11 +28,11 @@ from potluck.core.routing.capacity import MARGIN
 from potluck.core.values.layout import Layout
 from potluck.core.values.plan import BucketCapacity, PlannedShare, Template
 from potluck.core.values.types import NodeType, Role, Slo
-from potluck.perf.fits.error_bars import bar, slower
-from potluck.perf.serving.phases import CHUNK_TOKENS, chunked_prefill_s, prefill_s, prompts_in_step, prompts_s
-from potluck.perf.serving.throughput import MAX_BATCH, best_operating
-from potluck.perf.sizes.capacity import STEP_TOKENS
+from potluck.perf.error_bars import bar, slower
+from potluck.perf.kv_capacity import STEP_TOKENS
+from potluck.perf.phases import CHUNK_TOKENS, chunked_prefill_s, prefill_s, prompts_in_step, prompts_s
 from potluck.perf.step_timer import Floats, StepBatch, StepTimer, steps
+from potluck.perf.throughput import MAX_BATCH, best_operating
 from potluck.perf.timers.pipeline_timer import PipelineTimer, layout_requests, pipeline
 from potluck.perf.timers.profile import ProfileTimer, profile_for
 from potluck.perf.timers.roofline import roofline

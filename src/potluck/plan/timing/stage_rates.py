@@ -43,13 +43,13 @@ from potluck.core.errors import InputError
 from potluck.core.values.model import Model
 from potluck.core.values.plan import Confidence
 from potluck.core.values.types import NodeType, Slo
+from potluck.perf.kv_capacity import USABLE_SHARE, stage_memory
+from potluck.perf.memory import embedding_bytes, head_bytes, kv_bytes_per_gpu, weight_bytes_per_gpu
 from potluck.perf.operators.calibration import Calibration
 from potluck.perf.operators.network import handover_s
-from potluck.perf.serving.phases import CHUNK_TOKENS, prefill_s, prompts_in_step
-from potluck.perf.serving.throughput import MAX_BATCH
-from potluck.perf.sizes.capacity import USABLE_SHARE, stage_memory
-from potluck.perf.sizes.memory import embedding_bytes, head_bytes, kv_bytes_per_gpu, weight_bytes_per_gpu
+from potluck.perf.phases import CHUNK_TOKENS, prefill_s, prompts_in_step
 from potluck.perf.step_timer import Floats, StepBatch, steps
+from potluck.perf.throughput import MAX_BATCH
 from potluck.perf.timers.roofline import RooflineTimer, check_tp, roofline
 from potluck.plan.timing.replica_rates import UNPROMISED_TTFT_S, filled_room
 

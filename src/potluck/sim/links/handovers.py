@@ -29,7 +29,8 @@ from typing import TYPE_CHECKING, Final
 from potluck.core.state.facts import OUTBOX_BYTES
 from potluck.core.values.kv import LOSSLESS
 from potluck.core.values.types import Codec
-from potluck.sim.links.link import SharedPipe, SimNetwork
+from potluck.sim.links.link import SharedPipe
+from potluck.sim.links.sim_network import SimNetwork
 from potluck.sim.world.sim_state import SimAttempt, SimHandover, SimReplica
 
 if TYPE_CHECKING:

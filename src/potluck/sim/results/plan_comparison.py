@@ -23,7 +23,7 @@ import numpy as np
 
 from potluck.core.routing.template_weights import PHASES, ModelWeights, Phase, offers
 from potluck.core.values.plan import Plan, Template
-from potluck.perf.serving.phases import (
+from potluck.perf.phases import (
     CHUNK_TOKENS,
     chunked_prefill_s,
     decode_step_s,

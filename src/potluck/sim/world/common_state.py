@@ -15,7 +15,7 @@ from potluck.core.state.events import CacheReported, Event, LinkReported, Replic
 from potluck.core.values.plan import Plan
 from potluck.runtime.replica_models import ReplicaModels
 from potluck.sim.links.handovers import SimHandovers
-from potluck.sim.links.link import SimNetwork
+from potluck.sim.links.sim_network import SimNetwork
 from potluck.sim.load.workload import Workload
 from potluck.sim.results.ledger import CostMeter, RequestLedger
 from potluck.sim.sim_settings import SimSettings

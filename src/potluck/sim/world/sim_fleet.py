@@ -11,7 +11,7 @@ from potluck.core.replica.spare_cache import SpareCache
 from potluck.core.state.actions import DrainReplica, FlipReplica, Reassign, StartReplica, StopReplica
 from potluck.core.state.events import ReplicaDrained, ReplicaLost, ReplicaReady
 from potluck.core.values.types import Role
-from potluck.sim.links.link import machine_name
+from potluck.sim.links.sim_network import machine_name
 from potluck.sim.world.attempts import SimAttempts
 from potluck.sim.world.common_state import CommonState, Tell
 from potluck.sim.world.event_queue import CALL, READY
@@ -20,7 +20,7 @@ from potluck.sim.world.sim_state import SimMachine, SimReplica
 if TYPE_CHECKING:
     from potluck.runtime.replica_models import ReplicaModel
     from potluck.sim.links.link import SharedPipe
-    from potluck.sim.replicas.sim_engine import SimEngine
+    from potluck.sim.sim_engine import SimEngine
 from collections.abc import Iterable
 from dataclasses import dataclass
 

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from potluck.core.replica.spare_cache import SpareCache
     from potluck.runtime.replica_models import ReplicaModel
     from potluck.sim.links.link import SharedPipe
-    from potluck.sim.replicas.sim_engine import SimEngine
+    from potluck.sim.sim_engine import SimEngine
 
 SiteState = Literal["starting", "ready", "draining", "leaving", "stopped", "lost"]
 """`leaving`: the Brain was told that it is lost, but its machine still has its notice to run."""

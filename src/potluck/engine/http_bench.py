@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 from aiohttp import ClientError, ClientSession, ClientTimeout
 
 from potluck.core.errors import FormatError, InputError
-from potluck.engine.measure.local_bench import EngineBounds, ShapeGrid
+from potluck.engine.local_bench import EngineBounds, ShapeGrid
 from potluck.perf.timers.profile import ProfilePoint
 
 REQUEST_S = 600.0

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import ArrayLike
 
-from potluck.perf.sizes.capacity import STEP_TOKENS
+from potluck.perf.kv_capacity import STEP_TOKENS
 from potluck.perf.step_timer import Floats, StepTimer, steps
 
 CHUNK_TOKENS = 2048

@@ -20,8 +20,8 @@ from potluck.core.errors import CapacityError
 from potluck.core.values.plan import BucketCapacity, Deployment, NodeCount, Plan, PlannedReplica, Template
 from potluck.core.values.service import NO_TERMS
 from potluck.core.values.types import NodeOffer, Region, Role
-from potluck.perf.delays.startup import DEFAULT_COSTS, StartupCosts, startup_s
-from potluck.perf.sizes.memory import weight_bytes
+from potluck.perf.memory import weight_bytes
+from potluck.perf.startup import DEFAULT_COSTS, StartupCosts, startup_s
 from potluck.plan.assemble.codecs import solved
 from potluck.plan.assemble.columns import plan_of
 from potluck.plan.problem import ModelDemand, PlanningProblem

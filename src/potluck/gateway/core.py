@@ -56,8 +56,8 @@ from potluck.core.state.events import (
 from potluck.core.state.policy import Policy
 from potluck.core.values.plan import Plan, ReplicaSpec, copies_changed, plan_mark
 from potluck.core.values.types import Region
-from potluck.gateway.brain_loop.operator_state import Cordons, OperatorState
 from potluck.gateway.http.connection_pool import ConnectionPool
+from potluck.gateway.operator_state import Cordons, OperatorState
 from potluck.gateway.registry.engine_list import EngineEntry, EngineListFile
 from potluck.gateway.registry.health import HealthChecker
 from potluck.gateway.registry.registry import ReplicaRegistry

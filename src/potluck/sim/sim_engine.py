@@ -18,10 +18,10 @@ from potluck.core.errors import InputError
 from potluck.core.replica.batch import Batcher
 from potluck.core.replica.sequences import PREEMPTED, RESUMED, BatchLimits, BatchStep, Happening
 from potluck.core.state.events import ReplicaStatus
-from potluck.perf.serving.phases import CHUNK_TOKENS
-from potluck.perf.serving.throughput import MAX_BATCH
+from potluck.perf.phases import CHUNK_TOKENS
 from potluck.perf.step_timer import Floats
-from potluck.sim.replicas.step_table import DecodeRow, StepTimes
+from potluck.perf.throughput import MAX_BATCH
+from potluck.sim.step_table import DecodeRow, StepTimes
 
 BINS_PER_DOUBLING: Final = 16
 """Bins are 4.4 % wide."""

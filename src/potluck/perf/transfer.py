@@ -20,7 +20,7 @@ from potluck.core.errors import InputError
 from potluck.core.values.kv import codec_ratio
 from potluck.core.values.model import Model
 from potluck.core.values.types import Codec, Link
-from potluck.perf.sizes.memory import state_bytes as model_state_bytes
+from potluck.perf.memory import state_bytes as model_state_bytes
 from potluck.perf.step_timer import Floats
 
 EFFICIENCY = 0.94

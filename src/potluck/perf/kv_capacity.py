@@ -14,7 +14,7 @@ from potluck.core.errors import CapacityError
 from potluck.core.values.layout import Ep
 from potluck.core.values.model import LinearAttention, Model
 from potluck.core.values.types import NodeType
-from potluck.perf.sizes.memory import (
+from potluck.perf.memory import (
     attention_ways,
     embedding_bytes,
     head_bytes,

@@ -35,8 +35,8 @@ from potluck.core.state.facts import ObservedSpeed
 from potluck.core.values.layout import single
 from potluck.core.values.plan import Plan, Template
 from potluck.core.values.types import LengthBin, Region, Traffic
-from potluck.perf.delays.startup import DEFAULT_COSTS, StartupCosts, startup_s
-from potluck.perf.sizes.memory import weight_bytes
+from potluck.perf.memory import weight_bytes
+from potluck.perf.startup import DEFAULT_COSTS, StartupCosts, startup_s
 from potluck.perf.step_timer import StepTimer, steps
 from potluck.perf.timers.profile import Profile, ProfilePoint
 from potluck.plan.assemble.term_rows import runs_in

@@ -1,1 +1,0 @@
-"""The one Brain, with its clock and its log."""

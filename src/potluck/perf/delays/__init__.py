@@ -1,1 +1,0 @@
-"""What takes time beside steps: KV on a link, a replica's start."""

@@ -1,1 +1,0 @@
-"""From step times to what is served: phases, rates within an objective, what a client sees."""

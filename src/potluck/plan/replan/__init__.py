@@ -1,1 +1,0 @@
-"""Planning while a fleet runs: what scaling may start, what was observed, answers to trouble."""

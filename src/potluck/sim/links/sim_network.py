@@ -1,0 +1,174 @@
+"""All pipes of a simulated run, and which of them a transfer takes."""
+
+from __future__ import annotations
+
+from potluck.core.routing.link_states import GRANTED
+from potluck.core.state.events import FailureKind
+from potluck.core.values.types import Link
+from potluck.perf.transfer import alpha_beta, link_alpha_beta
+from potluck.runtime.resolved_plan import ResolvedPlan
+from potluck.sim.links.link import ROUND_TRIP_S, SharedPipe
+from potluck.sim.world.sim_state import SimAttempt, SimReplica
+
+
+def card_pipe(name: str, gbps: float) -> SharedPipe:
+    path = alpha_beta(gbps, ROUND_TRIP_S, window_bytes=None)
+    return SharedPipe("card", name, "", path.beta_bytes_per_s, path.alpha_s)
+
+
+class SimNetwork:
+    """All pipes of a run.
+
+        same machine         the GPUs' interconnect: fast and not shared here
+        named machines  pipes of their own between each two, where the pool gives their bandwidth: each layer goes
+                             from the machine that has it to the one that needs it, all pipes side by side
+        same region          the network cards: the one of the two that has less to give each transfer now
+        other region         the link; no faster than either card
+
+    A transfer is shared at one place only, its narrowest; the other places bound its speed but are not slowed by it.
+    That is exact while at most one end is contended, and never gives a link more than it carries.
+    """
+
+    __slots__ = ("_granted", "_links", "_machines", "_ways", "links", "pipes", "resolved")
+
+    def __init__(self, resolved: ResolvedPlan, granted: bool = False) -> None:
+        self.resolved = resolved
+        self._granted = granted
+        """Whether senders keep to what they are granted: all of them together to a share of a link."""
+        self.pipes: list[SharedPipe] = []
+        self._links: dict[tuple[str, str], Link] = {}
+        self.links: dict[tuple[str, str], SharedPipe] = {}
+        self._machines: dict[tuple[str, str], SharedPipe] = {}
+        self._ways: dict[tuple[str, str], tuple[tuple[SharedPipe, float], ...]] = {}
+        """By the ids of two replicas."""
+        for link in resolved.links:
+            ends = (link.source, link.target)
+            self._links[ends] = link
+            self.links[ends] = self._add(
+                SharedPipe("link", *ends, self.full_rate(ends), link_alpha_beta(link).alpha_s)
+            )
+
+    def card(self, name: str, gbps: float) -> SharedPipe:
+        return self._add(card_pipe(name, gbps))
+
+    def full_rate(self, ends: tuple[str, str]) -> float:
+        """Bytes a second that a link was built for."""
+        return self.rate_of(ends, self._links[ends].gbps)
+
+    def rate_of(self, ends: tuple[str, str], gbps: float) -> float:
+        """Bytes a second of payload at another bandwidth of the same link."""
+        if gbps <= 0:
+            return 0.0
+        rate = alpha_beta(gbps, self._links[ends].rtt_s).beta_bytes_per_s
+        return min(rate, GRANTED * gbps * 1e9 / 8) if self._granted else rate
+
+    def gbps_of(self, ends: tuple[str, str]) -> float:
+        """What a link carries at present, as its bandwidth is written."""
+        full = self.full_rate(ends)
+        return self._links[ends].gbps * self.links[ends].rate_bytes_per_s / full
+
+    def carries(self, source: str, target: str) -> bool:
+        """Whether there is a link between two regions that carries something at present."""
+        pipe = self.links.get((source, target))
+        return pipe is not None and pipe.rate_bytes_per_s > 0
+
+    def obstacle(self, running: SimAttempt) -> tuple[FailureKind, str] | None:
+        """Why a route cannot be gone: a replica too small, or no link for its KV."""
+        output_tokens = running.request.max_output_tokens - running.before_tokens
+        sites, last = running.sites, len(running.sites) - 1
+        if running.prompt_tokens + output_tokens > sites[last].room_tokens:
+            return "memory", sites[last].id
+        for place in range(last):
+            source, target = sites[place].member.region, sites[place + 1].member.region
+            if source != target and not self.carries(source, target):
+                return "link", f"{source}->{target}"
+        for place in range(last):
+            stop = running.segments[place].stop
+            if stop is not None and stop > sites[place].room_tokens:
+                return "memory", sites[place].id
+        return None
+
+    def pipe(
+        self, source: SimReplica, target: SimReplica, running: SimAttempt | None = None
+    ) -> SharedPipe | None:
+        """The pipe between two replicas; None when they share a machine, or no link joins their regions."""
+        if source.member.region != target.member.region:
+            return self.links.get((source.member.region, target.member.region))
+        if near(source, target):
+            return None
+        ways = self.ways(source, target)
+        if ways:
+            return ways[0][0]
+        first, second = source.card, target.card
+        tenant, weight = (running.request.tenant, running.weight) if running is not None else ("", 1.0)
+        left = first.share_bytes_per_s(1, tenant, weight)
+        return first if left <= second.share_bytes_per_s(1, tenant, weight) else second
+
+    def floor_s(
+        self, source: SimReplica, target: SimReplica, pipe: SharedPipe | None, size_bytes: float
+    ) -> float:
+        """Seconds that a transfer takes at least, whatever its share of the pipe."""
+        if pipe is None:
+            return size_bytes / min(
+                source.replica_model.inside_bytes_per_s, target.replica_model.inside_bytes_per_s
+            )
+        if pipe.kind == "link":
+            return size_bytes / min(source.card.rate_bytes_per_s, target.card.rate_bytes_per_s)
+        return 0.0
+
+    def ways(self, source: SimReplica, target: SimReplica) -> tuple[tuple[SharedPipe, float], ...]:
+        """(pipe, share of a request's KV) between the named machines of two replicas, the slowest first.
+
+        Empty where nothing is said of their links, and where all stays within machines.
+        """
+        if not self.resolved.machine_gbps or source.member.region != target.member.region:
+            return ()
+        key = (source.member.id, target.member.id)
+        found = self._ways.get(key)
+        if found is None:
+            found = self._ways[key] = self._side_by_side(source, target)
+        return found
+
+    def _side_by_side(self, source: SimReplica, target: SimReplica) -> tuple[tuple[SharedPipe, float], ...]:
+        first, second = source.replica_model.owners, target.replica_model.owners
+        if not first or len(first) != len(second):
+            return ()
+        layers: dict[tuple[str, str], int] = {}
+        for ends in zip(first, second, strict=True):
+            layers[ends] = layers.get(ends, 0) + 1
+        found = []
+        for ends, count in layers.items():
+            if ends[0] == ends[1]:
+                continue
+            pipe = self._between(ends)
+            if pipe is None:
+                return ()
+            found.append((count / len(first) / max(pipe.rate_bytes_per_s, 1.0), pipe, count / len(first)))
+        found.sort(key=lambda each: (-each[0], each[1].name))
+        return tuple([(pipe, share) for _, pipe, share in found])
+
+    def _between(self, ends: tuple[str, str]) -> SharedPipe | None:
+        if ends not in self._machines:
+            said = self.resolved.machine_gbps.get(ends)
+            if said is None:
+                return None
+            path = alpha_beta(said[0], said[1])
+            self._machines[ends] = self._add(SharedPipe("card", *ends, path.beta_bytes_per_s, path.alpha_s))
+        return self._machines[ends]
+
+    def _add(self, pipe: SharedPipe) -> SharedPipe:
+        self.pipes.append(pipe)
+        return pipe
+
+
+def near(source: SimReplica, target: SimReplica) -> bool:
+    """Whether two replicas stand on one machine."""
+    machines = target.machines
+    for machine in source.machines:  # noqa: SIM110 - asked for every hand-over, and `any` makes a generator each time
+        if machine in machines:
+            return True
+    return False
+
+
+def machine_name(unit: str, node: str, place: int) -> str:
+    return f"{unit}/{node}/{place}"

@@ -1,1 +1,0 @@
-"""One replica: its batches, the time of each step, the prefixes it holds."""
