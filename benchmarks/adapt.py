@@ -54,9 +54,9 @@ def measure(names: Sequence[str], seed: int, loud: bool) -> dict[str, float]:
     for name in names:
         say(f"{name}:")
         with tempfile.TemporaryDirectory(prefix="adapt-") as folder:
-            found = SCENARIOS[name](Path(folder), seed, say)
-        say(f"{name}: " + ", ".join(f"{key} {value:.3g}" for key, value in found.items()))
-        figures |= {f"{name}_{key}": value for key, value in found.items()}
+            result = SCENARIOS[name](Path(folder), seed, say)
+        say(f"{name}: " + ", ".join(f"{key} {value:.3g}" for key, value in result.items()))
+        figures |= {f"{name}_{key}": value for key, value in result.items()}
     return figures
 
 

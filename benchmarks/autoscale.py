@@ -96,7 +96,7 @@ def the_problem(rate_per_s: float) -> PlanningProblem:
         for part in np.array_split(order, 20)
     ]
     traffic = Traffic(NAME, rate_per_s, tuple(bins))
-    types = [nodes.node_type(each) for each in NODES]
+    types = [nodes.node_type(item) for item in NODES]
     offers = tuple(
         NodeOffer(node.name, prices.price_usd_per_h(node.name).price_usd_per_h, AVAILABLE) for node in types
     )

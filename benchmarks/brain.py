@@ -61,8 +61,8 @@ def plan(templates: Sequence[Template], count: int) -> Plan:
     buckets = (LengthBucket("m", 0, 2000, 1.0), LengthBucket("m", 1, 8000, 1.0))
     phases = ("closed",) if len(templates) == 1 else ("prefill", "decode")
     shares = tuple(
-        PlannedShare(each.name, "home", bucket, phase, rate * count)  # type: ignore[arg-type]
-        for each, phase in zip(templates, phases, strict=True)
+        PlannedShare(item.name, "home", bucket, phase, rate * count)  # type: ignore[arg-type]
+        for item, phase in zip(templates, phases, strict=True)
         for bucket, rate in enumerate((3.0, 0.6))
     )
     flows = (
@@ -70,15 +70,15 @@ def plan(templates: Sequence[Template], count: int) -> Plan:
         if len(templates) > 1
         else ()
     )
-    deployments = tuple(Deployment(each.name, "home", count) for each in templates)
+    deployments = tuple(Deployment(item.name, "home", count) for item in templates)
     return Plan("benchmark", tuple(templates), deployments, buckets, shares, flows, (), 1.0, 0.0)
 
 
 def started(templates: Sequence[Template], count: int, policy: Policy) -> Brain:
     replicas = {
-        (each.name, place): ReplicaFacts(1e-4, 1e-3, 0.02, 64, 20_000, 16_000)
-        for each in templates
-        for place in range(len(each.replicas))
+        (item.name, place): ReplicaFacts(1e-4, 1e-3, 0.02, 64, 20_000, 16_000)
+        for item in templates
+        for place in range(len(item.replicas))
     }
     brain = Brain(FleetFacts({"m": ModelFacts(1e5)}, replicas), policy)
     for action in brain.on(0.0, PlanReceived(plan(templates, count))):
@@ -92,10 +92,10 @@ def cost_us(templates: Sequence[Template], count: int, policy: Policy, requests:
     brain = started(templates, count, policy)
     asked = [Request(str(n), "m", n * 0.01, PROMPT_TOKENS, OUTPUT_TOKENS) for n in range(requests)]
     begins: list[list[Event]] = []
-    for each in asked:
-        middle: list[Event] = [SegmentDone(each.id, 0, 0)] if len(templates) > 1 else []
-        begins.append([RequestArrived(each), *middle, FirstToken(each.id, 0)])
-    ends = [RequestFinished(each.id, 0, OUTPUT_TOKENS) for each in asked]
+    for item in asked:
+        middle: list[Event] = [SegmentDone(item.id, 0, 0)] if len(templates) > 1 else []
+        begins.append([RequestArrived(item), *middle, FirstToken(item.id, 0)])
+    ends = [RequestFinished(entry.id, 0, OUTPUT_TOKENS) for entry in asked]
     gc.collect()
     gc.disable()
     begin_s = time.process_time()

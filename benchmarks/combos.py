@@ -77,11 +77,11 @@ def load_of(rates_per_s: Sequence[float], step_s: float, lengths: tuple[int, int
 def kept(result: SimResult, from_s: float, to_s: float, slo: Slo = SLO) -> float:
     """Share of those who came in that time that were served within the objective."""
     records = result.records
-    came = (records.arrival_s >= from_s) & (records.arrival_s < to_s)
+    received = (records.arrival_s >= from_s) & (records.arrival_s < to_s)
     ttft_s = records.first_token_s - records.arrival_s
     tpot_s = (records.finish_s - records.first_token_s) / np.maximum(records.output_tokens - 1, 1)
     within = (ttft_s <= slo.ttft_s) & (tpot_s <= slo.tpot_s)
-    return float((within & came).sum() / max(1, came.sum()))
+    return float((within & received).sum() / max(1, received.sum()))
 
 
 def out(strategy: str) -> dict[str, float]:
@@ -91,8 +91,8 @@ def out(strategy: str) -> dict[str, float]:
     load = load_of([10.0, 40.0, 40.0, 40.0], 300.0)
     policy = Policy(scaling="cauchy")
     figures = {}
-    for name, each in (("own", plan), ("offer", with_candidates(factory, plan))):
-        result = simulate(scene(each, problem), load, policy, seed=SEED)
+    for name, item in (("own", plan), ("offer", with_candidates(factory, plan))):
+        result = simulate(scene(item, problem), load, policy, seed=SEED)
         key = f"out_{strategy}_{name}"
         figures[f"{key}_kept_after"] = kept(result, 600.0, 1200.0)
         figures[f"{key}_usd"] = summarise(result).cost_usd
@@ -107,7 +107,7 @@ def out(strategy: str) -> dict[str, float]:
 def combos_of(copies: int, rate_per_s: float) -> tuple[PlanningProblem, Plan]:
     """So many combos of three H20, whatever a strategy would have chosen."""
     problem = the_problem(rate_per_s, 16, NEWS, NEWS_SLO)
-    made = {each.name: each for each in TemplateFactory(problem).combos(problem.asks[0])}
+    made = {combo.name: combo for combo in TemplateFactory(problem).combos(problem.asks[0])}
     chosen = (Deployment("m: combo 2 1xH20 -> 1 1xH20", "cluster", copies),)
     templates = {"m": [made[chosen[0].template]]}
     pinned = SolveSettings(time_limit_s=5, pins=chosen)

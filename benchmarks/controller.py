@@ -80,10 +80,12 @@ def template_of(place: int) -> Template:
 def plan_of() -> Plan:
     templates = tuple(map(template_of, range(TEMPLATES)))
     shares = tuple(
-        PlannedShare(each.name, f"r{p % REGIONS}", 0, "closed", 4.0 * COPIES)
-        for p, each in enumerate(templates)
+        PlannedShare(template.name, f"r{p % REGIONS}", 0, "closed", 4.0 * COPIES)
+        for p, template in enumerate(templates)
     )
-    deployments = tuple(Deployment(each.name, f"r{p % REGIONS}", COPIES) for p, each in enumerate(templates))
+    deployments = tuple(
+        Deployment(template.name, f"r{p % REGIONS}", COPIES) for p, template in enumerate(templates)
+    )
     rate_per_s = 4.0 * COPIES * TEMPLATES
     return Plan(
         "auto",
@@ -109,16 +111,16 @@ class Machines:
         return {"pid": name}
 
     def look(self, places: dict[str, Place]) -> tuple[EngineSighting, ...]:
-        found = []
+        result = []
         for name in places:
             state = self.running.get(name)
             if state is None:
-                found.append(EngineSighting(name, "dead", problem="its node is gone"))
+                result.append(EngineSighting(name, "dead", problem="its node is gone"))
             else:
                 self.running[name] = "up"
                 url = f"http://{name}:8100" if state == "up" else ""
-                found.append(EngineSighting(name, "up" if state == "up" else "starting", url))
-        return tuple(found)
+                result.append(EngineSighting(name, "up" if state == "up" else "starting", url))
+        return tuple(result)
 
     def stop(self, name: str, place: Place) -> None:
         self.running.pop(name, None)
@@ -141,33 +143,33 @@ class Gateway(GatewayClient):
 
     def act(self, actions: list[Action]) -> None:
         self.wanted_members |= {
-            each.member.id: each.member for each in actions if isinstance(each, StartReplica)
+            action.member.id: action.member for action in actions if isinstance(action, StartReplica)
         }
 
     def _said(self, method: str, path: str, body: object = None) -> bytes:
         if path == "/fleet":
             fleet = json.loads(json.dumps(body))["engines"]
-            for each in fleet:
-                if each["replica"] in self.wanted_members and each["replica"] not in self.urls:
-                    self.urls[each["replica"]] = each["url"]
-                    self.hear(ReplicaReady(each["replica"]))
+            for item in fleet:
+                if item["replica"] in self.wanted_members and item["replica"] not in self.urls:
+                    self.urls[item["replica"]] = item["url"]
+                    self.hear(ReplicaReady(item["replica"]))
             return b"{}"
         if path.startswith("/decisions"):
             return b'{"epoch": "e", "decisions": [], "thinks": "", "ended": {}}'
         rows = [
             {
-                "id": each.id,
-                "template": each.template,
-                "index": each.index,
-                "model": each.model,
-                "region": each.region,
-                "role": each.role,
-                "unit": each.unit,
+                "id": wanted_member.id,
+                "template": wanted_member.template,
+                "index": wanted_member.index,
+                "model": wanted_member.model,
+                "region": wanted_member.region,
+                "role": wanted_member.role,
+                "unit": wanted_member.unit,
                 "draining": False,
-                "url": self.urls.get(each.id, ""),
+                "url": self.urls.get(wanted_member.id, ""),
                 "step_tokens": 2048,
             }
-            for each in self.wanted_members.values()
+            for wanted_member in self.wanted_members.values()
         ]
         return json.dumps({"replicas": rows, "replan": None, "kill": [], "plan_mark": self._mark}).encode()
 
@@ -176,7 +178,7 @@ def measure(quick: bool) -> dict[str, float]:
     plan = plan_of()
     facts = FleetFacts(
         {"m": ModelFacts(1e5)},
-        {(each.name, 0): ReplicaFacts(1e-4, 1e-3, 0.02, 64, 20_000, 100_000) for each in plan.templates},
+        {(item.name, 0): ReplicaFacts(1e-4, 1e-3, 0.02, 64, 20_000, 100_000) for item in plan.templates},
         {},
         {},
     )
@@ -197,13 +199,13 @@ def measure(quick: bool) -> dict[str, float]:
         timed("adopt", lambda: gateway.hear(PlanReceived(plan)))
         figures["replicas"] = len(gateway.wanted_members)
         figures["nodes"] = sum(
-            sum(plan.template(each.template).replicas[0].layout.node_counts.values())
-            for each in gateway.wanted_members.values()
+            sum(plan.template(wanted_member.template).replicas[0].layout.node_counts.values())
+            for wanted_member in gateway.wanted_members.values()
         )
         timed("start", controller.turn)
         for _ in range(3):
-            found = controller.turn()
-        assert found.settled, found
+            result = controller.turn()
+        assert result.settled, result
         timed("settled", controller.turn, 3 if quick else 20)
         timed("tick", lambda: reports(gateway), 3 if quick else 20)
         for name in list(gateway.urls)[:LOST]:
@@ -213,8 +215,8 @@ def measure(quick: bool) -> dict[str, float]:
         gateway.hear(Tick())
         timed("lost", controller.turn)
         for _ in range(4):
-            found = controller.turn()
-        assert found.settled, found
+            result = controller.turn()
+        assert result.settled, result
         assert len(gateway.urls) == figures["replicas"]
         controller.close()
         store.close()

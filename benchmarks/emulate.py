@@ -69,10 +69,10 @@ def measure(quick: bool) -> dict[str, float]:
         timer = roofline(models.model(model), nodes.node_type(node), 1)
         paced = LocalExecutor(local.runner, local.size, StepPacer(timer))
         for shape in SHAPES:
-            mean, each = step_errors(paced, local, shape, timer, 12 if quick else 30)
+            mean, item = step_errors(paced, local, shape, timer, 12 if quick else 30)
             figures[f"{name}_{shape[0]}_new_{shape[1]}x{shape[2]}"] = mean
             means.append(abs(mean))
-            singles += each
+            singles += item
         late += paced.pacer.late_steps
     singles.sort()
     figures["worst_mean_step_error"] = max(means)
@@ -119,7 +119,7 @@ def overlap(rounds: int) -> dict[str, float]:
     like = emulation("A10,A10:llama-3.1-8b")
     executor = launch(SMALL, like.stages(parse_stages("1,1")), SIZE, seed=1, threads=1)
     lanes = [[executor.open() for _ in range(BATCH)] for _ in range(2)]
-    for row in (each for lane in lanes for each in lane):
+    for row in (item for lane in lanes for item in lane):
         executor.grow(row, 2 * rounds + 20)
     executor.step([SequenceWork(row, 0, [1] * 8, "none") for lane in lanes for row in lane], [])
 
@@ -140,7 +140,7 @@ def overlap(rounds: int) -> dict[str, float]:
     for run_ in flying:
         executor.collect(run_)
     both_s = time.monotonic() - began
-    for row in (each for lane in lanes for each in lane):
+    for row in (item for lane in lanes for item in lane):
         executor.close(row)
     prompt_s = {}
     for batches in (1, 2):

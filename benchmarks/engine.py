@@ -223,7 +223,7 @@ def speed(directory: Path, quick: bool) -> dict[str, float]:
             if count > 1:
                 runs["ragged"].append(ours.cpu_s(ragged))
                 runs["padded"].append(theirs.cpu_s(ragged, padded=True))
-        best = {name: min(found) for name, found in runs.items() if found}
+        best = {name: min(run) for name, run in runs.items() if run}
         figures |= ratios(count, sum(ask.output for ask in alike), best)
         figures[f"speed_ratio_bfloat16_{count}"] = best["bfloat16"] / best["ours"]
         if count > 1:

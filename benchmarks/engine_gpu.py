@@ -79,15 +79,15 @@ def steps(
     for place in range(decode - 1):
         behind = history or tokens
         works = [
-            SequenceWork(row, engine.tables.lengths[row], said[place : place + 1])
-            for row, said in zip(rows, behind, strict=True)
+            SequenceWork(row, engine.tables.lengths[row], message[place : place + 1])
+            for row, message in zip(rows, behind, strict=True)
         ]
         torch.cuda.synchronize()
         begin = time.perf_counter()
         chosen = engine.step(works).argmax(-1).tolist()
         took.append(time.perf_counter() - begin)
-        for said, token in zip(tokens, chosen, strict=True):
-            said.append(token)
+        for text, token in zip(tokens, chosen, strict=True):
+            text.append(token)
     for row in rows:
         engine.tables.close(row)
     return tokens, took[5:]
@@ -104,9 +104,9 @@ def compare(
         engine._graphs = None
         expected, slow = steps(engine, count, prompt, decode)
         engine._graphs = graphs
-        said, fast = steps(engine, count, prompt, decode, expected)
+        text, fast = steps(engine, count, prompt, decode, expected)
         same = sum(
-            a == b for one, two in zip(said, expected, strict=True) for a, b in zip(one, two, strict=True)
+            a == b for one, two in zip(text, expected, strict=True) for a, b in zip(one, two, strict=True)
         )
         figures[f"same_tokens_{count}"] = same / (count * decode)
         figures[f"recorded_ms_{count}"] = 1e3 * statistics.median(fast)
@@ -120,19 +120,19 @@ def compare(
 def main() -> int:
     if not torch.cuda.is_available():
         return skip("engine_gpu", "there is no CUDA device")
-    found: dict[str, object] = {"device": torch.cuda.get_device_name(), "torch": torch.__version__}
+    result: dict[str, object] = {"device": torch.cuda.get_device_name(), "torch": torch.__version__}
     shipped = EngineModelConfig(SHIPPED, rope=RopeConfig(theta=10000.0), norm_eps=1e-6)
     hybrid = read_config(DATA / "words-hybrid", None)
     words = SafetensorsSource(DATA / "words")
-    found["words float32"] = compare(shipped, words, torch.float32, 150, 60)
-    found["words bfloat16"] = compare(shipped, words, torch.bfloat16, 150, 60)
-    found["words-hybrid float32"] = compare(
+    result["words float32"] = compare(shipped, words, torch.float32, 150, 60)
+    result["words bfloat16"] = compare(shipped, words, torch.bfloat16, 150, 60)
+    result["words-hybrid float32"] = compare(
         hybrid, SafetensorsSource(DATA / "words-hybrid"), torch.float32, 150, 40
     )
-    found["large bfloat16"] = compare(
+    result["large bfloat16"] = compare(
         EngineModelConfig(LARGE, rope=RopeConfig(theta=10000.0)), Shared(), torch.bfloat16, 300, 60
     )
-    print(json.dumps(found, indent=1))
+    print(json.dumps(result, indent=1))
     return 0
 
 

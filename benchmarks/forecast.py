@@ -93,9 +93,9 @@ class Stairs:
             below, above = (self._known[self._places[i]] for i in (after - 1, after))
             if abs(below - above) <= 1e-4 * above:
                 return above
-        found = self._known[place] = self._cost(place * STEP_PER_S)
+        cost = self._known[place] = self._cost(place * STEP_PER_S)
         insort(self._places, place)
-        return found
+        return cost
 
     def usd(self, rates_per_s: Sequence[float] | np.ndarray, each_s: float) -> float:
         """Of rates that hold for so long each."""
@@ -171,15 +171,15 @@ def reversals(replicas: Sequence[ReplicaRecord]) -> int:
                 starts.setdefault(replica.template, set()).add(at_s)
             elif state == "draining":
                 drains.setdefault(replica.template, set()).add(at_s)
-    found = 0
+    result = 0
     for template, when in drains.items():
         left = sorted(starts.get(template, ()))
         for at_s in sorted(when):
             near = [start_s for start_s in left if abs(start_s - at_s) <= REVERSAL_S]
             if near:
                 left.remove(near[0])
-                found += 1
-    return found
+                result += 1
+    return result
 
 
 def missed(result: SimResult) -> dict[str, float]:
@@ -192,7 +192,7 @@ def missed(result: SimResult) -> dict[str, float]:
         "late_share": answered & ~verdict.ttft_ok,
         "slow_share": answered & verdict.ttft_ok & ~verdict.tpot_ok,
     }
-    return {name: int(each.sum()) / count for name, each in causes.items()}
+    return {name: int(cause.sum()) / count for name, cause in causes.items()}
 
 
 def oracle_kept(
@@ -203,7 +203,7 @@ def oracle_kept(
     for place, rate in enumerate(week):
         bins.setdefault(round(stairs.at(float(rate)), 3), []).append(place)
     edges = np.searchsorted(load.arrival_s, np.arange(len(week) + 1) * STEP_S)
-    found = {"attainment": 0.0, "refused_share": 0.0, "late_share": 0.0, "slow_share": 0.0}
+    outcome = {"attainment": 0.0, "refused_share": 0.0, "late_share": 0.0, "slow_share": 0.0}
     for places in bins.values():
         plan = planner.fresh(float(week[places].max()))
         parts = [np.arange(edges[i], edges[i + 1]) for i in places]
@@ -218,8 +218,8 @@ def oracle_kept(
         result = simulate(resolved(plan, factory, load, ()), mine, policy, seed=SEED, settings=RUNNING)
         kept = {"attainment": summarise(result).models[0].attainment or 0.0} | missed(result)
         for name, value in kept.items():
-            found[name] += value * len(rows) / len(load)
-    return found
+            outcome[name] += value * len(rows) / len(load)
+    return outcome
 
 
 def resolved(plan: Plan, factory: TemplateFactory, load: Workload, history: Sequence[float]) -> ResolvedPlan:
@@ -265,16 +265,16 @@ def measure(rates: np.ndarray, quick: bool) -> dict[str, float]:
     for name, policy, start in rows[2:] if quick else rows:
         plan = planner.begin(start)
         problem = resolved(plan, factory, load, history)
-        found, result = served(policy, planner, problem, load, planner.next)
+        outcome, result = served(policy, planner, problem, load, planner.next)
         key = name.replace(" ", "_")
         lost = missed(result)
-        figures |= {f"{key}_{what}": value for what, value in (found | lost).items()}
-        over = figures[f"{key}_over_oracle"] = found["usd"] / oracle_usd - 1
-        figures[f"{key}_attainment_over_oracle"] = found["attainment"] - oracle["attainment"]
+        figures |= {f"{key}_{what}": value for what, value in (outcome | lost).items()}
+        over = figures[f"{key}_over_oracle"] = outcome["usd"] / oracle_usd - 1
+        figures[f"{key}_attainment_over_oracle"] = outcome["attainment"] - oracle["attainment"]
         say(
-            f"  {name:<12} {found['usd']:8.2f} USD ({over:+.1%} of the oracle's)"
-            f"  {found['attainment']:7.2%} within the objective{causes(lost)}, {found['reversals_per_day']:.1f}"
-            f" reversals a day, {found['copies_ever']:.0f} copies ever, {found['cpu_s']:.0f} CPU-s"
+            f"  {name:<12} {outcome['usd']:8.2f} USD ({over:+.1%} of the oracle's)"
+            f"  {outcome['attainment']:7.2%} within the objective{causes(lost)}, {outcome['reversals_per_day']:.1f}"
+            f" reversals a day, {outcome['copies_ever']:.0f} copies ever, {outcome['cpu_s']:.0f} CPU-s"
         )
     return figures
 

@@ -146,8 +146,8 @@ def costs(stand: Stand, rounds: int, requests: int, tokens: int) -> dict[str, fl
             asked[name].append(per_request(process, port, count))
             if name != "two_workers":
                 streamed[name].append(per_token(process, port, tokens))
-    found = {f"{name}_us_per_request": 1e6 * statistics.median(values) for name, values in asked.items()}
-    return found | {
+    result = {f"{name}_us_per_request": 1e6 * statistics.median(values) for name, values in asked.items()}
+    return result | {
         f"{name}_us_per_token": 1e6 * statistics.median(values) for name, values in streamed.items() if values
     }
 
@@ -189,23 +189,23 @@ def measure(quick: bool) -> dict[str, float]:
         for name in wanted:
             stand.start(name)
         stand.pace(PACE_MS)
-        found = costs(stand, *((1, 600, 40) if quick else (5, 2000, 100)))
+        result = costs(stand, *((1, 600, 40) if quick else (5, 2000, 100)))
         seconds = 2.0 if quick else 10.0
         direct_s = p50_s(stand.engines[0], seconds)
-        found["direct_p50_ms"] = 1e3 * direct_s
+        result["direct_p50_ms"] = 1e3 * direct_s
         for name in ("relay", "nginx", *ROUTERS, "gateway", "gateway_tokenising"):
             if name in stand.all:
-                found[f"{name}_added_p50_ms"] = 1e3 * (p50_s(stand.all[name][1], seconds) - direct_s)
-        found |= many_streams(stand, 20 if quick else 60)
-    found["tokenise_us_per_prompt"] = 1e6 * tokenise_s(20 if quick else 100)
+                result[f"{name}_added_p50_ms"] = 1e3 * (p50_s(stand.all[name][1], seconds) - direct_s)
+        result |= many_streams(stand, 20 if quick else 60)
+    result["tokenise_us_per_prompt"] = 1e6 * tokenise_s(20 if quick else 100)
     for other in ("sglang_router", "vllm_router", "nginx"):
-        if f"{other}_us_per_request" in found:
+        if f"{other}_us_per_request" in result:
             for ours in ("gateway", "gateway_tokenising", "relay"):
                 for what in ("request", "token"):
-                    ratio = found[f"{ours}_us_per_{what}"] / found[f"{other}_us_per_{what}"]
-                    found[f"{ours}_{what}_by_{other}"] = ratio
-    found["workers_ratio"] = found["two_workers_us_per_request"] / found["gateway_us_per_request"]
-    return found
+                    ratio = result[f"{ours}_us_per_{what}"] / result[f"{other}_us_per_{what}"]
+                    result[f"{ours}_{what}_by_{other}"] = ratio
+    result["workers_ratio"] = result["two_workers_us_per_request"] / result["gateway_us_per_request"]
+    return result
 
 
 if __name__ == "__main__":

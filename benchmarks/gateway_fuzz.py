@@ -143,13 +143,13 @@ class Gateway:
         return int(match[1])
 
     def _heard(self, link: socket.socket) -> bytes:
-        found = b""
+        text = b""
         try:
-            while len(found) < 64 and (more := link.recv(4096)):
-                found += more
+            while len(text) < 64 and (more := link.recv(4096)):
+                text += more
         except OSError:
             pass
-        return found
+        return text
 
     @property
     def memory_mb(self) -> float:
@@ -222,10 +222,12 @@ def schemathesis(gateway: Gateway, examples: int) -> dict[str, float]:
     command = [tool, "run", f"{gateway.url}/openapi.json"]
     command += ["--checks", checks, "--max-examples", str(examples), "--seed", str(SEED), "--no-color"]
     with tempfile.TemporaryDirectory() as folder:  # it keeps notes where it runs
-        found = subprocess.run(command, capture_output=True, text=True, timeout=1200, check=False, cwd=folder)
-    if found.returncode:
-        print(found.stdout[-6000:], found.stderr[-2000:], file=sys.stderr)
-    return {"schemathesis_failures": float(found.returncode != 0)}
+        completed = subprocess.run(
+            command, capture_output=True, text=True, timeout=1200, check=False, cwd=folder
+        )
+    if completed.returncode:
+        print(completed.stdout[-6000:], completed.stderr[-2000:], file=sys.stderr)
+    return {"schemathesis_failures": float(completed.returncode != 0)}
 
 
 def measure(quick: bool) -> dict[str, float]:

@@ -115,12 +115,12 @@ class Trouble(threading.Thread):
                 return
             with ThreadPoolExecutor(8) as pool:
                 while self.happened < self._load.most_strikes and not self._over.wait(self._load.every_s):
-                    if sum(not each.done() for each in self._back) < len(self._fleet.engines) // 2:
+                    if sum(not entry.done() for entry in self._back) < len(self._fleet.engines) // 2:
                         self.happened += 1
                         place = self.happened % len(self._fleet.engines)
                         self._back = [*self._back[-9:], pool.submit(self._strike, place)]
-                for each in self._back:
-                    each.result()
+                for item in self._back:
+                    item.result()
         except Exception as error:
             self.problem = error
 
@@ -149,10 +149,10 @@ def desk_of(fleet: LiveFleet) -> int:
     assert fleet.gateway.popen is not None
     pid = fleet.gateway.popen.pid
     children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
-    (found,) = [
-        each for each in children if b"worker_process" not in Path(f"/proc/{each}/cmdline").read_bytes()
+    (result,) = [
+        child for child in children if b"worker_process" not in Path(f"/proc/{child}/cmdline").read_bytes()
     ]
-    return int(found)
+    return int(result)
 
 
 class LyingFleet(LiveFleet):

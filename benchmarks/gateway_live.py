@@ -105,7 +105,7 @@ def _waited_s(pid: int) -> float:
 def pids_of(fleet: LiveFleet) -> list[int]:
     """The gateway's, then the engines'."""
     processes = [fleet.gateway, *fleet.engines]
-    return [each.popen.pid for each in processes if each is not None and each.popen is not None]
+    return [process.popen.pid for process in processes if process is not None and process.popen is not None]
 
 
 class Live:
@@ -125,8 +125,8 @@ class Live:
         return made if rate_per_s is None else at_rate(made, rate_per_s)
 
     def capacity_per_s(self) -> float:
-        said = potluck("goodput", str(self.plan), str(self.spec), "--requests", "2000", "--json")
-        return float(json.loads(said)["goodput_per_s"])
+        text = potluck("goodput", str(self.plan), str(self.spec), "--requests", "2000", "--json")
+        return float(json.loads(text)["goodput_per_s"])
 
 
 def potluck(*arguments: str) -> str:

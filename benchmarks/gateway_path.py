@@ -168,12 +168,12 @@ def counted(do: Callable[[], object]) -> tuple[Counter[str], int]:
 
 
 def least_s(do: Callable[[], object], rounds: int) -> float:
-    found = []
+    result = []
     for _ in range(rounds):
         began_s = time.process_time()
         do()
-        found.append(time.process_time() - began_s)
-    return min(found)
+        result.append(time.process_time() - began_s)
+    return min(result)
 
 
 def hop_s() -> float:
@@ -195,16 +195,16 @@ async def measured(home: Path, quick: bool, shown: bool) -> dict[str, float]:
     streams = [clients.request(number, TOKENS, True) for number in range(10)]
 
     def requests() -> None:
-        for each in asked:
-            stage.answered(each)
+        for item in asked:
+            stage.answered(item)
 
     def tokens() -> None:
-        for each in streams:
-            stage.streamed(each, TOKENS)
+        for entry in streams:
+            stage.streamed(entry, TOKENS)
 
     def begun() -> None:
-        for each in streams:
-            stage.streamed(each, 0)
+        for stream in streams:
+            stage.streamed(stream, 0)
 
     for do in (requests, tokens, begun):
         do()
@@ -214,17 +214,17 @@ async def measured(home: Path, quick: bool, shown: bool) -> dict[str, float]:
             print(f"{count / 100:7.2f}  {name}")
     all_seen, empty_seen = counted(tokens)[0], counted(begun)[0]
     rounds = 10 if quick else 60
-    found = {
+    result = {
         "calls_per_request": seen.total() / 100,
         "c_calls_per_request": in_c / 100,
         "us_per_request": 1e4 * least_s(requests, rounds),
         "calls_per_token": (all_seen.total() - empty_seen.total()) / (10 * TOKENS),
         "us_per_token": 1e5 * (least_s(tokens, rounds) - least_s(begun, rounds)) / TOKENS,
     }
-    found["request_by_hop"] = found["us_per_request"] / (1e6 * hop_s())
+    result["request_by_hop"] = result["us_per_request"] / (1e6 * hop_s())
     await stage.core.close()
     await stage.calls.close()
-    return found
+    return result
 
 
 def measure(quick: bool, shown: bool = False) -> dict[str, float]:
@@ -236,5 +236,5 @@ def measure(quick: bool, shown: bool = False) -> dict[str, float]:
 
 if __name__ == "__main__":
     shown = "--calls" in sys.argv
-    rest = [each for each in sys.argv[1:] if each != "--calls"]
+    rest = [item for item in sys.argv[1:] if item != "--calls"]
     sys.exit(common.run("gateway_path", partial(measure, shown=shown), {}, arguments=rest))

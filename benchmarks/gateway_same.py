@@ -107,12 +107,12 @@ class Said:
     def add(self, data: dict[str, Any]) -> None:
         if "error" in data:
             self.problem = str(data["error"])[:200]
-        for each in data.get("choices", ()):
-            choice = self.choices.setdefault(each["index"], Choice())
-            part = each.get("delta") or each.get("message") or each
+        for datum in data.get("choices", ()):
+            choice = self.choices.setdefault(datum["index"], Choice())
+            part = datum.get("delta") or datum.get("message") or datum
             choice.text += part.get("content") or part.get("text") or ""
-            choice.ended = each.get("finish_reason") or choice.ended
-            logs = each.get("logprobs")
+            choice.ended = datum.get("finish_reason") or choice.ended
+            logs = datum.get("logprobs")
             if logs:
                 choice.logs += logs["content"] if "content" in logs else _rows(logs)
         if data.get("usage"):
@@ -126,19 +126,19 @@ def _rows(logs: dict[str, Any]) -> list[Any]:
 
 
 async def said_of(session: aiohttp.ClientSession, url: str, ask: Ask, heard: Heard, headers: Headers) -> Said:
-    said = Said()
+    text = Said()
     try:
         async with session.post(url + ask.path, json=ask.body, headers=headers) as answer:
             if answer.content_type == "text/event-stream":
                 async for line in answer.content:
                     if line.startswith(b"data: {"):
-                        said.add(json.loads(line[6:]))
+                        text.add(json.loads(line[6:]))
                         heard(1)
             else:
-                said.add(await answer.json())
+                text.add(await answer.json())
     except (aiohttp.ClientError, TimeoutError, ValueError) as error:
-        said.problem = f"{type(error).__name__} {error}"
-    return said
+        text.problem = f"{type(error).__name__} {error}"
+    return text
 
 
 async def all_said(
@@ -209,7 +209,11 @@ def taken_of(log: Path) -> tuple[Counter[str], set[int]]:
         if isinstance(event, RequestFinished):
             run = runs[event.request, event.attempt]
             taken[kind_of(run, regions)] += 1
-            cuts |= {each.stop for each in run.route.segments if each.stop not in (None, run.prompt_tokens)}
+            cuts |= {
+                segment.stop
+                for segment in run.route.segments
+                if segment.stop not in (None, run.prompt_tokens)
+            }
             if run.attempt:
                 taken["recovered"] += 1
                 taken["recovered within its answer"] += run.streamed_tokens > 0
@@ -220,7 +224,7 @@ def kind_of(run: Run, regions: dict[str, str]) -> str:
     segments = run.route.segments
     if len(segments) == 1:
         return "in place"
-    if len({regions[each.replica] for each in segments}) > 1:
+    if len({regions[segment.replica] for segment in segments}) > 1:
         return "remote"
     return "P/D" if segments[-2].stop == run.prompt_tokens else "split"
 
@@ -230,7 +234,7 @@ def wait_for_all(fleet: LiveFleet) -> None:
     until_s = time.monotonic() + 60.0
     while time.monotonic() < until_s:
         with urllib.request.urlopen(f"{fleet.admin}/snapshot", timeout=10) as answer:
-            states = [each["state"] for each in json.load(answer)["replicas"]]
+            states = [item["state"] for item in json.load(answer)["replicas"]]
         if states == ["ready"] * len(fleet.engine_list):
             return
         time.sleep(0.1)
@@ -255,25 +259,25 @@ def trial(
         # Nobody is refused for being late, on however slow a machine.
         plan, spec = write_plans(Path(folder), units, way.flows, ttft_ms=1000 * int(WITHIN_S), codec=codec)
         log = Path(folder) / "log"
-        rules = [part for each in (*way.policy, PATIENT) for part in ("--policy", each)]
+        rules = [part for item in (*way.policy, PATIENT) for part in ("--policy", item)]
         settings = ("--files", f"{MODEL}={DATA / model}", "--log", str(log), *rules)
         with LiveFleet(plan, spec, gateway=settings, over=engines, program=way.program) as fleet:
             wait_for_all(fleet)
             plain = asyncio.run(all_said(fleet.url, salted, len(asks))) if lossy else []
             began_s = time.monotonic()
             headers = EXACT if lossy else {}
-            found = asyncio.run(all_said(fleet.url, salted, len(asks), killing.heard, headers))
+            completed = asyncio.run(all_said(fleet.url, salted, len(asks), killing.heard, headers))
             took_s = time.monotonic() - began_s
         taken, cuts = taken_of(log)
-    wrong = [place for place, said in enumerate(found) if said != expected[place]]
+    wrong = [place for place, text in enumerate(completed) if text != expected[place]]
     for place in wrong[:3]:
-        print(f"{kind}: {asks[place].body}: {found[place]} is not {expected[place]}", file=sys.stderr)
+        print(f"{kind}: {asks[place].body}: {completed[place]} is not {expected[place]}", file=sys.stderr)
     figures = {
         "requests": float(len(asks)),
-        "answers": float(sum(len(said.choices) for said in expected)),
+        "answers": float(sum(len(text.choices) for text in expected)),
         "taken": float(taken[kind]),
         "mismatches": float(len(wrong)),
-        "refused": float(sum(bool(said.problem) for said in found)),
+        "refused": float(sum(bool(text.problem) for text in completed)),
         "seconds": took_s,
     }
     if lossy:
@@ -315,12 +319,12 @@ def compared(
             stack.callback(process.end)
         alone = [other_way(ask) for ask in asks]
         expected = asyncio.run(all_said(str(started[0].said["url"]), alone, 1))
-        problems = [said.problem for said in expected if said.problem]
+        problems = [text.problem for text in expected if text.problem]
         if problems:
             raise RuntimeError(f"the lone engine says {problems[0]}")
         for kind in kinds:
-            found = trial(kind, started, model, asks * repeats, expected * repeats, codec)
-            for name, value in found.items():
+            result = trial(kind, started, model, asks * repeats, expected * repeats, codec)
+            for name, value in result.items():
                 print(f"{model}, {name}: {value:g}", file=sys.stderr)
                 figures[f"{model}, {name}"] = value
     return figures

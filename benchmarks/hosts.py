@@ -62,11 +62,11 @@ def troubled(quick: bool) -> dict[str, float]:
             times["older"] = troubles.kill(decode, OLDER)
             troubles.kill(decode)
             shots = load.end()
-            found = wrong(fleet, shots, by=2)
-    for line in found:
+            result = wrong(fleet, shots, by=2)
+    for line in result:
         print(f"wrong: {line}", file=sys.stderr)
     gaps = sorted(max(shot.longest_gap_s, shot.ttft_s) for shot in shots)
-    figures = {"requests": float(len(shots)), "wrong": float(len(found))}
+    figures = {"requests": float(len(shots)), "wrong": float(len(result))}
     figures |= {"stall_p50_s": gaps[len(gaps) // 2], "stall_most_s": gaps[-1]}
     return figures | spread(times)
 
@@ -94,17 +94,21 @@ def upgraded(quick: bool) -> dict[str, float]:
                 rounds += 1
             took_s = time.monotonic() - began_s
             shots = load.end()
-            within(lambda: all(each.popen is not None and each.popen.poll() == 0 for each in successors))
+            within(
+                lambda: all(
+                    successor.popen is not None and successor.popen.poll() == 0 for successor in successors
+                )
+            )
             upkeep.end()
-            found = wrong(fleet, shots, by=0)
-    for line in found:
+            result = wrong(fleet, shots, by=0)
+    for line in result:
         print(f"failed: {line}", file=sys.stderr)
-    if found:
+    if result:
         print("attempts that failed, as gateways counted them:", *troubles, sep="\n", file=sys.stderr)
     waits = sorted(max(shot.longest_gap_s, shot.ttft_s) for shot in shots)
     return {
         "upgrade_requests": len(shots),
-        "upgrade_failed": len(found),
+        "upgrade_failed": len(result),
         "upgrade_s": took_s,
         "upgrade_engines_replaced": upkeep.started,
         "upgrade_gateways_replaced": len(successors),
@@ -114,18 +118,18 @@ def upgraded(quick: bool) -> dict[str, float]:
 
 
 def upgrade(fleet: HostsFleet) -> None:
-    said = ("--at", fleet.gateways[0].admin, "--key-file", str(fleet.folder / "admin.key"))
-    command = [sys.executable, "-m", "potluck.cli.main", "upgrade", *said, "--ca", str(fleet.authority)]
+    message = ("--at", fleet.gateways[0].admin, "--key-file", str(fleet.folder / "admin.key"))
+    command = [sys.executable, "-m", "potluck.cli.main", "upgrade", *message, "--ca", str(fleet.authority)]
     done = subprocess.run(command, capture_output=True, text=True)
     if done.returncode:
         raise RuntimeError(f"potluck upgrade: {done.stderr}")
 
 
 def spread(times: dict[str, Times]) -> dict[str, float]:
-    found = {}
-    for name, each in times.items():
-        found |= {f"{name}_noticed_s": each.noticed_s, f"{name}_back_s": each.back_s}
-    return found
+    result = {}
+    for name, item in times.items():
+        result |= {f"{name}_noticed_s": item.noticed_s, f"{name}_back_s": item.back_s}
+    return result
 
 
 def main() -> int:

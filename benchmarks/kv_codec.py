@@ -68,8 +68,8 @@ def speeds(quick: bool) -> Iterator[tuple[str, float]]:
         data = from_floats(values, dtype)
         target = bytearray(len(data))
         for codec in LOSSY:
-            found = encode(data, "kv", dtype, SHAPE, codec)
-            parameters, payload = found.parameters, found.payload
+            result = encode(data, "kv", dtype, SHAPE, codec)
+            parameters, payload = result.parameters, result.payload
             forth_s = cpu_s(lambda d=data, t=dtype, c=codec: encode(d, "kv", t, SHAPE, c), repeats)
             back: Callable[[], object] = lambda p=parameters, q=payload, t=dtype, c=codec, o=target: decode(  # noqa: E731
                 p, q, "kv", t, SHAPE, c, o
@@ -111,8 +111,8 @@ def windows(name: str) -> list[list[int]]:
 
 
 def handed_over(parcel: KvChunk, codec: Codec, errors: dict[str, Errors]) -> KvChunk:
-    found = encode(parcel.data, parcel.part, parcel.dtype, parcel.shape, codec)
-    data = decode(found.parameters, found.payload, parcel.part, parcel.dtype, parcel.shape, codec)
+    result = encode(parcel.data, parcel.part, parcel.dtype, parcel.shape, codec)
+    data = decode(result.parameters, result.payload, parcel.part, parcel.dtype, parcel.shape, codec)
     if codec != "raw":
         exact = to_floats(bytes(parcel.data), parcel.dtype).reshape(parcel.shape)
         restored = to_floats(bytes(data), parcel.dtype).reshape(parcel.shape)
@@ -131,9 +131,9 @@ def states_in_four_bits(parcel: KvChunk) -> KvChunk:
     rows = to_floats(bytes(parcel.data), parcel.dtype).reshape(-1, width)
     both = from_floats(np.stack([np.zeros_like(rows), rows], axis=1), parcel.dtype)
     shape = (len(rows), 2, 1, width)
-    found = encode(both, "kv", parcel.dtype, shape, "int4")
+    result = encode(both, "kv", parcel.dtype, shape, "int4")
     data = to_floats(
-        bytes(decode(found.parameters, found.payload, "kv", parcel.dtype, shape, "int4")), parcel.dtype
+        bytes(decode(result.parameters, result.payload, "kv", parcel.dtype, shape, "int4")), parcel.dtype
     )
     return replace(parcel, data=from_floats(data.reshape(shape)[:, 1].copy(), parcel.dtype))
 
@@ -191,9 +191,9 @@ def perplexities(name: str, dtype: str, most: int | None) -> Iterator[tuple[str,
     yield f"{label}_perplexity", exp(losses["raw"] / count)
     for codec in LOSSY:
         yield f"{label}_{codec}_change", abs(exp((losses[codec] - losses["raw"]) / count) - 1)
-        for part, found in sorted(errors[codec].items()):
-            yield f"{label}_{codec}_{part}_worst_error", found.worst
-            yield f"{label}_{codec}_{part}_rms_error", found.rms
+        for part, error in sorted(errors[codec].items()):
+            yield f"{label}_{codec}_{part}_worst_error", error.worst
+            yield f"{label}_{codec}_{part}_rms_error", error.rms
     if four_bit_states:
         yield f"{label}_int4_change_if_states_had_4_bits", exp((four_bit_states - losses["raw"]) / count) - 1
 

@@ -36,9 +36,9 @@ SEED = 7
 
 Policy = Callable[[PrefixHit, int], Sequence[int]]
 POLICIES: dict[str, Policy] = {
-    "ends": lambda found, blocks: (blocks,) if blocks else (),
+    "ends": lambda outcome, blocks: (blocks,) if blocks else (),
     "branches": checkpoints_at,
-    "every": lambda found, blocks: range(1, blocks + 1),
+    "every": lambda result, blocks: range(1, blocks + 1),
 }
 
 
@@ -49,14 +49,14 @@ class Prompt(tuple[int, ...]):
 
 
 def prompts() -> list[Prompt]:
-    found = []
+    result = []
     with gzip.open(DATA / TRACE, "rt") as lines:
         for line in lines:
             row = json.loads(line)
             prompt = Prompt(name + 1 for name in row["hash_ids"])  # zero stands for the beginning
             prompt.full = row["input_length"] // TOKENS
-            found.append(prompt)
-    return found
+            result.append(prompt)
+    return result
 
 
 def infinite(trace: Sequence[Prompt], policy: Policy | None = None) -> tuple[float, int, int]:
@@ -66,14 +66,14 @@ def infinite(trace: Sequence[Prompt], policy: Policy | None = None) -> tuple[flo
     hits = total = 0
     for prompt in trace:
         shared = next((place for place, name in enumerate(prompt) if name not in blocks), len(prompt))
-        found = shared
-        while policy is not None and found and prompt[found - 1] not in marks:
-            found -= 1
-        hits += found
+        result = shared
+        while policy is not None and result and prompt[result - 1] not in marks:
+            result -= 1
+        hits += result
         total += len(prompt)
         blocks.update(prompt)
         if policy is not None:
-            about = PrefixHit(found * TOKENS, found, None, shared)
+            about = PrefixHit(result * TOKENS, result, None, shared)
             marks.update(prompt[depth - 1] for depth in policy(about, prompt.full))
     return hits / total, len(blocks), len(marks)
 
@@ -82,12 +82,12 @@ def hit(trace: Sequence[Prompt], blocks: int, policy: Policy | None = None, unit
     pool = BlockPool(blocks, exact=policy is not None, block_tokens=TOKENS)
     hits = total = 0
     for prompt in trace:
-        found = pool.longest((), prompt, len(prompt) * TOKENS)
-        hits += found.blocks
+        result = pool.longest((), prompt, len(prompt) * TOKENS)
+        hits += result.blocks
         total += len(prompt)
         pool.keep(prompt)
         if policy is not None:
-            for depth in policy(found, prompt.full):
+            for depth in policy(result, prompt.full):
                 pool.keep_checkpoint(prompt[:depth], (), units)
     pool.check()
     return hits / total
@@ -100,10 +100,10 @@ def ratios(trace: Sequence[Prompt], quick: bool) -> Iterator[tuple[str, float]]:
     if quick:
         print(f"left out: all sizes but {shares[0]:g} and {shares[1]:g} of what is held", file=sys.stderr)
     for share in shares:
-        found = hit(trace, round(blocks * share))
-        yield f"full_hit_at_{share:g}", found
+        result = hit(trace, round(blocks * share))
+        yield f"full_hit_at_{share:g}", result
         if share == 1.0:
-            yield "full_ample_shortfall", 1 - found / best
+            yield "full_ample_shortfall", 1 - result / best
     layout = pool_layout(model(HYBRID), block_tokens=TOKENS)
     units = layout.checkpoint_blocks(TOKENS)
     yield "hybrid_block_mib", layout.block_bytes / 2**20
@@ -114,10 +114,10 @@ def ratios(trace: Sequence[Prompt], quick: bool) -> Iterator[tuple[str, float]]:
         yield f"hybrid_{name}_checkpoints", marks
         ample = held + units * marks
         for share in shares:
-            found = hit(trace, round(ample * share), policy, units)
-            yield f"hybrid_{name}_hit_at_{share:g}", found
+            result = hit(trace, round(ample * share), policy, units)
+            yield f"hybrid_{name}_hit_at_{share:g}", result
             if share == 1.0:
-                yield f"hybrid_{name}_ample_shortfall", 1 - found / limit
+                yield f"hybrid_{name}_ample_shortfall", 1 - result / limit
         if not quick:
             yield f"hybrid_{name}_hit_at_50000", hit(trace, 50_000, policy, units)
 

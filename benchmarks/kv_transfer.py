@@ -59,8 +59,8 @@ class Side:
         line = self._process.stdout.readline()
         if not line:
             raise RuntimeError("a peer of the benchmark has died")
-        found: dict[str, Any] = json.loads(line)
-        return found
+        result: dict[str, Any] = json.loads(line)
+        return result
 
     def do(self, do: str, **what: object) -> dict[str, Any]:
         self.ask(do, **what)
@@ -161,15 +161,15 @@ def migration(quick: bool) -> dict[str, float]:
     repeats = 2 if quick else 9
     figures: dict[str, float] = {}
     with sides() as (sender, receiver):
-        found: dict[int, list[float]] = {degree: [] for degree in (0, *DEGREES)}
+        result: dict[int, list[float]] = {degree: [] for degree in (0, *DEGREES)}
         for _ in range(repeats + 1):
-            found[0].append(ours(sender, receiver, 1, "bulk").left_s)
+            result[0].append(ours(sender, receiver, 1, "bulk").left_s)
             for degree in DEGREES:
-                found[degree].append(ours(sender, receiver, degree, "layers").left_s)
-        figures["migration_bulk_ms"] = statistics.median(found[0][1:]) * 1e3
+                result[degree].append(ours(sender, receiver, degree, "layers").left_s)
+        figures["migration_bulk_ms"] = statistics.median(result[0][1:]) * 1e3
         for degree in DEGREES:
-            figures[f"migration_d{degree}_ms"] = statistics.median(found[degree][1:]) * 1e3
-            figures[f"migration_speedup_d{degree}"] = _ratio(found[0][1:], found[degree][1:])
+            figures[f"migration_d{degree}_ms"] = statistics.median(result[degree][1:]) * 1e3
+            figures[f"migration_speedup_d{degree}"] = _ratio(result[0][1:], result[degree][1:])
     figures["migration_speedup_published"] = PUBLISHED_SPEEDUP
     return figures
 

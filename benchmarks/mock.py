@@ -103,8 +103,8 @@ async def stream(session: ClientSession, url: str, number: int, tokens: int) -> 
 
 async def notes(session: ClientSession, url: str) -> dict[str, Any]:
     async with session.get(f"{url}/status") as reply:
-        found: dict[str, Any] = await reply.json()
-        return found
+        result: dict[str, Any] = await reply.json()
+        return result
 
 
 def client() -> ClientSession:
@@ -154,14 +154,14 @@ async def fleet(seconds: float) -> dict[str, float]:
             lasted_s = time.monotonic() - began_s
             spent_s = spent_cpu_s(pid) - before_s
             every = [(await notes(session, url))["notes"] for url in urls]
-    steps = sum(each["emulated_steps"] for each in every)
+    steps = sum(item["emulated_steps"] for item in every)
     return {
         "fleet_start_cpu_s": start_s,
         "fleet_resident_mb": resident,
         "fleet_tokens_per_s": total / lasted_s,
         "fleet_cpu_share": spent_s / lasted_s,
-        "fleet_late_ms_per_step": sum(each["emulated_late_s"] for each in every) / steps * 1e3,
-        "fleet_late_share": sum(each["emulated_late_steps"] for each in every) / steps,
+        "fleet_late_ms_per_step": sum(item["emulated_late_s"] for item in every) / steps * 1e3,
+        "fleet_late_share": sum(item["emulated_late_steps"] for item in every) / steps,
     }
 
 

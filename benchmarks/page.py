@@ -79,7 +79,7 @@ async def opened(tab: Tab) -> None:
 
 async def measured(quick: bool) -> dict[str, float]:
     seconds, rounds = (8.0, 1) if quick else (20.0, 2)
-    found: dict[str, list[float]] = {"alone": [], "watched": [], "browser": [], "code": []}
+    result: dict[str, list[float]] = {"alone": [], "watched": [], "browser": [], "code": []}
     own_code = Own()
     async with stage(large_fleet(REPLICAS)) as (made, url), browser() as there:
         load = asyncio.create_task(made.flood(RATE_PER_S, 600.0))
@@ -89,24 +89,24 @@ async def measured(quick: bool) -> dict[str, float]:
         show._tick = own_code.counted(show._tick)  # type: ignore[method-assign]
         Waterfall.__call__ = own_code.counted_method(Waterfall.__call__)  # type: ignore[method-assign]
         for _ in range(rounds):
-            found["alone"].append((await cpu(seconds))[0])
+            result["alone"].append((await cpu(seconds))[0])
             async with there.tab(url) as tab:
                 await opened(tab)
                 await asyncio.sleep(3.0)
                 before_s, began_s = own_code.cpu_s, time.monotonic()
                 own, its = await cpu(seconds, there)
-                found["code"].append((own_code.cpu_s - before_s) / (time.monotonic() - began_s))
-                found["watched"].append(own)
-                found["browser"].append(its)
+                result["code"].append((own_code.cpu_s - before_s) / (time.monotonic() - began_s))
+                result["watched"].append(own)
+                result["browser"].append(its)
                 assert tab.errors == [], tab.errors
             while made.operators.page.show.watched:
                 await asyncio.sleep(0.2)
         took_s = time.monotonic() - start_s
         figures = {
-            "browser, cores": sum(found["browser"]) / rounds,
-            "gateway, cores of the page's code": sum(found["code"]) / rounds,
-            "gateway, cores more than unwatched": (sum(found["watched"]) - sum(found["alone"])) / rounds,
-            "gateway, cores unwatched": sum(found["alone"]) / rounds,
+            "browser, cores": sum(result["browser"]) / rounds,
+            "gateway, cores of the page's code": sum(result["code"]) / rounds,
+            "gateway, cores more than unwatched": (sum(result["watched"]) - sum(result["alone"])) / rounds,
+            "gateway, cores unwatched": sum(result["alone"]) / rounds,
             "requests per second": (made.sent - sent) / took_s,
             "waited for a core, share": (waited_s() - waits_s) / took_s,
             "history, cores": history_cores(made),
@@ -128,8 +128,8 @@ def history_cores(made: Stage) -> float:
 
 async def busy_s(tab: Tab) -> float:
     """CPU seconds of a page's main thread."""
-    said = await tab.call("Performance.getMetrics")
-    return next(float(each["value"]) for each in said["metrics"] if each["name"] == "TaskDuration")
+    text = await tab.call("Performance.getMetrics")
+    return next(float(item["value"]) for item in text["metrics"] if item["name"] == "TaskDuration")
 
 
 async def updates(made: Stage, there: Browser, url: str, seconds: float) -> dict[str, float]:

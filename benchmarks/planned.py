@@ -97,7 +97,9 @@ class Run:
     found: tuple[PlanDeviation, ...]
 
     def wrong(self, part: str) -> list[PlanDeviation]:
-        return [each for each in disagreements(self.found) if PARTS.get(each.what) == part]
+        return [
+            disagreement for disagreement in disagreements(self.found) if PARTS.get(disagreement.what) == part
+        ]
 
     @property
     def passes(self) -> bool:
@@ -155,19 +157,19 @@ def rehearsed(name: str, path: Path, strategies: tuple[str, ...], time_limit_s: 
             if not first.plan.deployments or first.plan.fraction < 1:
                 continue
             trial, _ = trial_of(spec, problem, first.plan, RehearsalOptions(True, 1.0, None, 5))
-            found = rehearse(factory, PLANNERS[strategy], settings, trial)
+            result = rehearse(factory, PLANNERS[strategy], settings, trial)
         except PotluckError:
             continue
-        if found.chosen is None:
+        if result.chosen is None:
             yield strategy
             continue
-        resolved, source = replace(trial.world, plan=found.chosen.plan), made_up(traffic)
+        resolved, source = replace(trial.world, plan=result.chosen.plan), made_up(traffic)
         results = [
             simulate(resolved, source(SEED + run), spec.policy, seed=SEED + run) for run in range(RUNS)
         ]
         parts = tuple(compared(resolved, results[0], spec.policy.balance))
-        parts = tuple(each for each in parts if each.what != "attainment")
-        yield Run(name, strategy, found.chosen.plan, (*parts, *kept(results)))
+        parts = tuple(part for part in parts if part.what != "attainment")
+        yield Run(name, strategy, result.chosen.plan, (*parts, *kept(results)))
 
 
 def kept(results: Sequence[SimResult]) -> Iterator[PlanDeviation]:
@@ -193,30 +195,30 @@ def measure(quick: bool, *, only: Sequence[str], chosen: Sequence[str], poisson:
     none = 0
     with tempfile.TemporaryDirectory() as folder:
         for name, path in specs(quick, Path(folder)):
-            if only and not any(fnmatch(name, each) for each in only):
+            if only and not any(fnmatch(name, entry) for entry in only):
                 continue
             if not budget.allows(f"{name} and what follows", 5.0):
                 break
             limit_s = 3.0 if quick else 8.0
             made = rehearsed if poisson else tried
-            for each in made(name, path, strategies, limit_s):
-                if isinstance(each, str):
+            for item in made(name, path, strategies, limit_s):
+                if isinstance(item, str):
                     none += 1
-                    print(f"{name:<12} {each:<13} no plan holds", file=sys.stderr, flush=True)
+                    print(f"{name:<12} {item:<13} no plan holds", file=sys.stderr, flush=True)
                     continue
-                runs.append(each)
-                say(each)
+                runs.append(item)
+                say(item)
     figures: dict[str, float] = {
         "runs": float(len(runs)),
-        "pass": share(runs, [each.passes for each in runs]),
+        "pass": share(runs, [entry.passes for entry in runs]),
     }
     if poisson:
         figures["no plan"] = float(none)
     for part in PARTS.values():
-        figures[part] = share(runs, [not each.wrong(part) for each in runs])
+        figures[part] = share(runs, [not entry.wrong(part) for entry in runs])
     for strategy in strategies:
-        mine = [each for each in runs if each.strategy == strategy]
-        figures[f"pass, {strategy}"] = share(mine, [each.passes for each in mine])
+        mine = [entry for entry in runs if entry.strategy == strategy]
+        figures[f"pass, {strategy}"] = share(mine, [entry.passes for entry in mine])
     return figures
 
 
@@ -242,7 +244,7 @@ def main() -> int:
     parser.add_argument("--strategy", default="")
     parser.add_argument("--poisson", action="store_true")
     options, rest = parser.parse_known_args()
-    only, chosen = (tuple(filter(None, each.split(","))) for each in (options.only, options.strategy))
+    only, chosen = (tuple(filter(None, item.split(","))) for item in (options.only, options.strategy))
     unknown = set(chosen) - set(PLANNERS)
     if unknown:
         print(f"--strategy: has no {', '.join(sorted(unknown))}", file=sys.stderr)

@@ -81,17 +81,17 @@ class Seen:
 
 def counted(sent: Iterable[Sent], from_s: float, to_s: float, roles: Mapping[str, str]) -> Seen:
     """Of requests that were sent within a time."""
-    found = Seen()
+    seen = Seen()
     for at_s, kind, replicas in sent:
         if not from_s <= at_s < to_s:
             continue
-        found.kinds[f"{kind}, {roles.get(replicas[0], '?')}" if kind == "in_place" else kind] += 1
-        places = [place_of(each) for each in replicas]
-        for each in dict.fromkeys(places):
-            found.replicas[each] += 1
+        seen.kinds[f"{kind}, {roles.get(replicas[0], '?')}" if kind == "in_place" else kind] += 1
+        places = [place_of(replica) for replica in replicas]
+        for fromkey in dict.fromkeys(places):
+            seen.replicas[fromkey] += 1
         if replicas[0] != replicas[-1]:
-            found.flows[f"{places[0]} => {places[-1]}"] += 1
-    return found
+            seen.flows[f"{places[0]} => {places[-1]}"] += 1
+    return seen
 
 
 def place_of(replica: str) -> str:
@@ -110,7 +110,7 @@ def simulated(
     result = simulate(
         scene_of(inputs), load, policy, faults=kind.wrong(inputs.plan, cause_s), planner=planner, log=log
     )
-    regions = {each.id: each.region for each in result.replicas}
+    regions = {item.id: item.region for item in result.replicas}
     counters = Counters(regions.__getitem__)
     sent: list[Sent] = []
     news: list[News] = []
@@ -119,19 +119,19 @@ def simulated(
     for at_s, event, actions in read(log):
         known = len(decisions.kept)
         decisions(at_s, event, actions)
-        news += [(at_s, each.what, each.why) for each in list(decisions.kept)[known:]]
+        news += [(at_s, item.what, item.why) for item in list(decisions.kept)[known:]]
         for action in actions:
             if isinstance(action, Run) and not action.attempt:
-                names = tuple(each.replica for each in action.route.segments)
+                names = tuple(segment.replica for segment in action.route.segments)
                 sent.append((at_s, counters.route_kind(action), names))
     return result, sent, news
 
 
 def live_sent(rig: Rig) -> list[Sent]:
     return [
-        (at_s, each["kind"], tuple(name for name, *_ in each["segments"]))
-        for at_s, each in rig.routes
-        if not each["attempt"]
+        (at_s, item["kind"], tuple(name for name, *_ in item["segments"]))
+        for at_s, item in rig.routes
+        if not item["attempt"]
     ]
 
 
@@ -142,19 +142,19 @@ def planned(inputs: SimulationInputs, result: SimResult) -> Seen:
     replica_models.learn(plan)
     policy = inputs.spec.policy
     lengths = lengths_of(result.records, offers(plan, policy.balance))
-    said = promises(plan, replica_models, lengths, policy.balance)
-    total = sum(each.served_per_s for each in said.models)
-    found = Seen()
-    found.kinds["all"] = 1000
-    counts = {(each.template, each.region): each.count for each in plan.deployments}
-    for each in said.replicas:
-        name, region, index = each.place
-        rate = each.counted_per_s * counts[name, region]
-        found.replicas[f"{name}@{region}/{index}"] = round(1000 * rate / total)
-    for flow in said.flows:
-        found.flows[f"{flow.source} => {flow.target}"] = round(1000 * flow.rate_per_s / total)
-    found.attainment = {"before": min(each.attainment or 0.0 for each in said.models)}
-    return found
+    text = promises(plan, replica_models, lengths, policy.balance)
+    total = sum(model.served_per_s for model in text.models)
+    seen = Seen()
+    seen.kinds["all"] = 1000
+    counts = {(deployment.template, deployment.region): deployment.count for deployment in plan.deployments}
+    for replica in text.replicas:
+        name, region, index = replica.place
+        rate = replica.counted_per_s * counts[name, region]
+        seen.replicas[f"{name}@{region}/{index}"] = round(1000 * rate / total)
+    for flow in text.flows:
+        seen.flows[f"{flow.source} => {flow.target}"] = round(1000 * flow.rate_per_s / total)
+    seen.attainment = {"before": min(model.attainment or 0.0 for model in text.models)}
+    return seen
 
 
 def attained(result: SimResult, from_s: float, to_s: float) -> float:
@@ -185,7 +185,7 @@ def served(kind: Kind, folder: Path, quick: bool, say: Say) -> dict[str, float]:
     load, cause_s = load_of(spec, parts, plan.fraction, SEED), parts[0].lasts_s
     begin_s = SETTLED * cause_s
     result, sim_sent, sim_news = simulated(kind, inputs, load, cause_s)
-    roles = {each.id: each.role for each in result.replicas}
+    roles = {replica.id: replica.role for replica in result.replicas}
     sim = counted(sim_sent, begin_s, cause_s, roles)
     end_s = float(load.arrival_s[-1]) + 1.0
     sim.attainment = {"before": attained(result, begin_s, cause_s), "after": attained(result, cause_s, end_s)}
@@ -213,8 +213,8 @@ def served(kind: Kind, folder: Path, quick: bool, say: Say) -> dict[str, float]:
                 live.latency_s = latencies([s.ttft_s for s in whole], [s.tpot_s for s in whole])
         live.lost = rig.lost
         live.happened = kind.happened(rig.news, cause_s)
-    said = planned(inputs, result)
-    return figures(kind, said, sim, live)
+    message = planned(inputs, result)
+    return figures(kind, message, sim, live)
 
 
 def figures(kind: Kind, said: Seen, sim: Seen, live: Seen) -> dict[str, float]:
@@ -226,15 +226,15 @@ def figures(kind: Kind, said: Seen, sim: Seen, live: Seen) -> dict[str, float]:
         *(abs(live.share("flows", name) - sim.share("flows", name)) for name in flows),
         *(abs(live.share("kinds", name) - sim.share("kinds", name)) for name in kinds),
     ]
-    told = [
-        abs(each.share("replicas", name) - said.share("replicas", name))
+    message = [
+        abs(item.share("replicas", name) - said.share("replicas", name))
         for name in said.replicas
-        for each in (sim, live)
+        for item in (sim, live)
     ]
     return {
         "requests": float(sum(live.kinds.values())),
         "lost": float(live.lost),
-        "shares, off planned, at most": max(told, default=0.0),
+        "shares, off planned, at most": max(message, default=0.0),
         "attainment planned": said.attainment["before"],
         **{f"attainment simulated, {name}": value for name, value in sim.attainment.items()},
         **{f"attainment live, {name}": value for name, value in live.attainment.items()},
@@ -248,12 +248,12 @@ def figures(kind: Kind, said: Seen, sim: Seen, live: Seen) -> dict[str, float]:
 
 
 def measure(names: Sequence[str], quick: bool, loud: bool) -> dict[str, float]:
-    found: dict[str, float] = {}
+    result: dict[str, float] = {}
     for name in names:
         with tempfile.TemporaryDirectory(prefix="planned-live-") as folder:
             mine = served(KINDS[name], Path(folder), quick, _loud if loud else lambda line: None)
-        found |= {f"{name}: {key}": value for key, value in mine.items()}
-    return found
+        result |= {f"{name}: {key}": value for key, value in mine.items()}
+    return result
 
 
 def _loud(line: str) -> None:

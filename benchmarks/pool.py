@@ -57,8 +57,8 @@ def planned() -> ResolvedPlan:
     work = workload_of(ask, problem.codecs[-1], problem.headroom)
     # A walk that is counted, not timed: the same plan on every machine.
     limits = SearchLimits(walks=2, steps=STEPS, time_limit_s=600.0)
-    found = search(pool, work, Searching(phases=("prefill", "decode"), limits=limits))
-    templates = {ask.name: to_templates(problem, ask, pool, found)}
+    result = search(pool, work, Searching(phases=("prefill", "decode"), limits=limits))
+    templates = {ask.name: to_templates(problem, ask, pool, result)}
     plan = allocated(
         TemplateFactory(problem), SolveSettings(time_limit_s=20.0), "thunderserve", templates
     ).plan
@@ -125,7 +125,7 @@ if __name__ == "__main__":
         run(
             "pool",
             measure,
-            {f"kept with flips, {each}": (">=", PROMISE) for each in names},
+            {f"kept with flips, {item}": (">=", PROMISE) for item in names},
             quick_without="one of two lost machines",
         )
     )

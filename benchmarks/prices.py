@@ -118,7 +118,7 @@ def the_problem(market: Market) -> PlanningProblem:
             for part in np.array_split(np.argsort(prompt), 10)
         ]
         asks.append(model_demand(name, models.model(model), slo, Traffic(name, rate_per_s, tuple(bins))))
-    types = tuple(nodes.node_type(each) for each in NODES)
+    types = tuple(nodes.node_type(node) for node in NODES)
     return PlanningProblem(tuple(asks), market.regions(0.0), types, codecs=CODECS)
 
 
@@ -135,16 +135,16 @@ def served(row: Row, planners: Planners, market: Market, load: Workload, hours: 
     """The day with one way to provide for it."""
     problem = planners.problem
     regions = market.regions(0.0)
-    offered = tuple(each for each in regions if each.name == ON_DEMAND) if row.on_demand else regions
+    offered = tuple(region for region in regions if region.name == ON_DEMAND) if row.on_demand else regions
     first = planners.at(offered)
     resolved = ResolvedPlan(
         first,
-        {each.name: each.model for each in problem.asks},
+        {ask.name: ask.model for ask in problem.asks},
         problem.by_name,
         regions,
         (),
-        {each.name: each.slo for each in problem.asks},
-        {each.name: _means(load, each.name) for each in problem.asks},
+        {ask.name: ask.slo for ask in problem.asks},
+        {ask.name: _means(load, ask.name) for ask in problem.asks},
     )
     policy = Policy(tick_s=5.0, scaling="replan" if row.scaling else "none", replan_s=REPLAN_S)
     result = simulate(
@@ -157,14 +157,14 @@ def served(row: Row, planners: Planners, market: Market, load: Workload, hours: 
         planner=planners.again(row.interval_s) if row.scaling else None,
     )
     summary = summarise(result)
-    within = sum((each.attainment or 0.0) * each.requests for each in summary.models)
-    starts = [each for each in result.replicas if each.began_s > 0]
+    within = sum((item.attainment or 0.0) * item.requests for item in summary.models)
+    starts = [replica for replica in result.replicas if replica.began_s > 0]
     return {
         "usd": summary.cost_usd,
         "attainment": within / len(load),
-        "worst_attainment": min(each.attainment or 0.0 for each in summary.models),
+        "worst_attainment": min(item.attainment or 0.0 for item in summary.models),
         "usd_per_1000_within": 1000 * summary.cost_usd / max(within, 1),
-        "copies_started": len({each.unit for each in starts}),
+        "copies_started": len({start.unit for start in starts}),
         "plans_asked": result.counts["plans asked for"],
     }
 
@@ -176,7 +176,7 @@ def _means(load: Workload, name: str) -> tuple[float, float]:
 
 def faults_of(market: Market, end_s: float) -> Faults:
     """What the simulator is told of a market."""
-    later = [each for each in market.changes if 0 < each.at_s < end_s]
+    later = [change for change in market.changes if 0 < change.at_s < end_s]
     return Faults(
         prices=tuple(
             PriceChange(c.at_s, c.region, c.node, c.usd_per_h) for c in later if c.usd_per_h is not None
@@ -225,10 +225,10 @@ def measure(quick: bool) -> dict[str, float]:
     return figures
 
 
-def _tell(name: str, found: dict[str, float], figures: dict[str, float]) -> None:
-    figures |= {f"{name.replace(' ', '_')}_{key}": value for key, value in found.items()}
-    told = ", ".join(f"{key} {value:.4g}" for key, value in found.items())
-    print(f"  {name:<12} {told}", file=sys.stderr, flush=True)
+def _tell(name: str, result: dict[str, float], figures: dict[str, float]) -> None:
+    figures |= {f"{name.replace(' ', '_')}_{key}": value for key, value in result.items()}
+    text = ", ".join(f"{key} {value:.4g}" for key, value in result.items())
+    print(f"  {name:<12} {text}", file=sys.stderr, flush=True)
 
 
 def _ratios(figures: dict[str, float], names: Sequence[str]) -> None:

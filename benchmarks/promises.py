@@ -80,8 +80,8 @@ def specs(count: int, folder: Path, quick: bool) -> Iterator[tuple[str, Planning
         problem = replace(load_problem(spec, 0.8, None, (), 0.0), codecs=CODECS)
         yield name, problem, of_spec(spec, problem)
     for seed in range(1, count + 1):
-        each = case(seed)
-        yield f"random-{seed}", each.problem, of_case(each)
+        item = case(seed)
+        yield f"random-{seed}", item.problem, of_case(item)
 
 
 def tried(name: str, problem: PlanningProblem, trial: Maker) -> Iterator[dict[str, object]]:
@@ -117,7 +117,7 @@ def tried(name: str, problem: PlanningProblem, trial: Maker) -> Iterator[dict[st
 
 
 def _holds(trial: TrialSetup, plan: Plan) -> bool:
-    return all(each.mean >= each.promised for each in evidence_of(trial, plan, range(RUNS)))
+    return all(item.mean >= item.promised for item in evidence_of(trial, plan, range(RUNS)))
 
 
 def measure(count: int, quick: bool) -> dict[str, float]:
@@ -125,12 +125,12 @@ def measure(count: int, quick: bool) -> dict[str, float]:
     with tempfile.TemporaryDirectory() as folder:
         for name, problem, trial in specs(count, Path(folder), quick):
             try:
-                found = list(tried(name, problem, trial))
+                result = list(tried(name, problem, trial))
             except PotluckError as error:
                 print(f"{name}: {error}", file=sys.stderr, flush=True)
                 continue
-            rows += found
-            for row in found:
+            rows += result
+            for row in result:
                 print(json.dumps(row), file=sys.stderr, flush=True)
     figures: dict[str, float] = {}
     for cv in CVS:

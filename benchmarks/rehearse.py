@@ -64,7 +64,7 @@ def case(seed: int, quick: bool = False) -> Case:
     rng = np.random.default_rng(seed)
     chosen = rng.choice(sorted(MODELS), size=int(rng.integers(1, 3)), replace=False)
     traffic, asks = [], []
-    for name in (str(each) for each in chosen):
+    for name in (str(item) for item in chosen):
         ttft_s, tpot_s = MODELS[name]
         loose = float(rng.uniform(1.0, 2.5))
         slo = Slo(ttft_s * loose, tpot_s * float(rng.uniform(1.0, 2.0)), float(rng.choice([0.9, 0.95, 0.99])))
@@ -72,7 +72,7 @@ def case(seed: int, quick: bool = False) -> Case:
         one = Traffic(name, float(rng.uniform(3.0, 15.0)) * size, _lengths(rng))
         traffic.append(one)
         asks.append(model_demand(name, models.model(name), slo, one))
-    types = [nodes.node_type(str(each)) for each in rng.choice(NODES, size=4, replace=False)]
+    types = [nodes.node_type(str(item)) for item in rng.choice(NODES, size=4, replace=False)]
     offers = tuple(
         NodeOffer(node.name, prices.price_usd_per_h(node.name).price_usd_per_h, AVAILABLE) for node in types
     )
@@ -96,7 +96,7 @@ def _lengths(rng: np.random.Generator) -> tuple[LengthBin, ...]:
 
 def switching(traffic: tuple[Traffic, ...], peak: float, count: int) -> Source:
     """Busy and quiet times of random length, `peak` times the mean rate and the rest; the mean is kept."""
-    span = count / sum(each.rate_per_s for each in traffic)
+    span = count / sum(item.rate_per_s for item in traffic)
 
     def source(number: int) -> Workload:
         parts = []
@@ -135,22 +135,22 @@ def tried(each: Case, settings: SolveSettings, rules: RehearsalRules, test_runs:
         {one.model: (one.mean_input_tokens, one.mean_output_tokens) for one in each.traffic},
     )
     trial = TrialSetup(world, each.source, Policy(admission=False), Running())
-    found = rehearse(factory, STRATEGIES["auto"], settings, trial, rules)
+    result = rehearse(factory, STRATEGIES["auto"], settings, trial, rules)
     runs = range(TEST, TEST + test_runs)
-    return found, evidence_of(trial, first.plan, runs), evidence_of(trial, found.best.plan, runs)
+    return result, evidence_of(trial, first.plan, runs), evidence_of(trial, result.best.plan, runs)
 
 
 def _missed(evidence: tuple[Evidence, ...]) -> bool:
     return any(one.mean < one.promised for one in evidence)
 
 
-def _told(each: Case, found: Rehearsal, before: tuple[Evidence, ...], after: tuple[Evidence, ...]) -> str:
+def _told(each: Case, rehearsal: Rehearsal, before: tuple[Evidence, ...], after: tuple[Evidence, ...]) -> str:
     words = []
     for old, new in zip(before, after, strict=True):
         words.append(f"{old.model} {old.promised:.0%}: {old.mean:.1%} -> {new.mean:.1%}")
-    cost = f"{found.first.cost_usd_per_h:.2f} -> {found.best.cost_usd_per_h:.2f} USD/h"
-    state = "" if found.chosen else f"; no plan held: {found.reason}"
-    return f"  spec {each.seed} ({each.bursts}): {cost}; {'; '.join(words)}; {len(found.steps)} rounds{state}"
+    cost = f"{rehearsal.first.cost_usd_per_h:.2f} -> {rehearsal.best.cost_usd_per_h:.2f} USD/h"
+    state = "" if rehearsal.chosen else f"; no plan held: {rehearsal.reason}"
+    return f"  spec {each.seed} ({each.bursts}): {cost}; {'; '.join(words)}; {len(rehearsal.steps)} rounds{state}"
 
 
 def measure(quick: bool) -> dict[str, float]:
@@ -161,22 +161,22 @@ def measure(quick: bool) -> dict[str, float]:
     results: list[Tried] = []
     while len(results) < wanted:
         seed += 1
-        each = case(seed, quick)
-        result = tried(each, settings, rules, test_runs)
+        item = case(seed, quick)
+        result = tried(item, settings, rules, test_runs)
         if result is None:
             left_out += 1
             continue
-        print(_told(each, *result), file=sys.stderr, flush=True)
+        print(_told(item, *result), file=sys.stderr, flush=True)
         results.append(result)
-    first = sum(found.first.cost_usd_per_h for found, _, _ in results)
-    best = sum(found.best.cost_usd_per_h for found, _, _ in results)
-    ratios = [found.best.cost_usd_per_h / found.first.cost_usd_per_h for found, _, _ in results]
+    first = sum(outcome.first.cost_usd_per_h for outcome, _, _ in results)
+    best = sum(outcome.best.cost_usd_per_h for outcome, _, _ in results)
+    ratios = [outcome.best.cost_usd_per_h / outcome.first.cost_usd_per_h for outcome, _, _ in results]
     return {
         "specs": wanted,
         "specs_left_out_as_out_of_reach": left_out,
         "missed_without_rehearsal": sum(_missed(before) for _, before, _ in results),
         "missed_with_rehearsal": sum(_missed(after) for _, _, after in results),
-        "no_plan_held": sum(found.chosen is None for found, _, _ in results),
+        "no_plan_held": sum(outcome.chosen is None for outcome, _, _ in results),
         "single_runs_missed_with_rehearsal": sum(
             len(one.attained) - one.runs_kept for _, _, after in results for one in after
         ),
@@ -185,7 +185,7 @@ def measure(quick: bool) -> dict[str, float]:
         "cost_ratio_least": min(ratios),
         "cost_ratio_most": max(ratios),
         "specs_cheaper_with_rehearsal": sum(ratio < 1 - 1e-9 for ratio in ratios),
-        "rounds_mean": sum(len(found.steps) for found, _, _ in results) / wanted,
+        "rounds_mean": sum(len(outcome.steps) for outcome, _, _ in results) / wanted,
         "cpu_s_per_spec": (time.process_time() - start_s) / wanted,
     }
 

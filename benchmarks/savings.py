@@ -65,9 +65,9 @@ def problem(setting: str) -> PlanningProblem:
     for place in REGIONS[:2] if core else REGIONS:
         offers = []
         for node in types:
-            found = [price for price in prices.in_region(place) if price.node == node.name]
-            if found:
-                offers.append(NodeOffer(node.name, found[0].price_usd_per_h, AMPLE))
+            result = [price for price in prices.in_region(place) if price.node == node.name]
+            if result:
+                offers.append(NodeOffer(node.name, result[0].price_usd_per_h, AMPLE))
         regions.append(Region(place, tuple(offers)))
     return PlanningProblem(tuple(asks), tuple(regions), tuple(types), codecs=CODECS)
 
@@ -126,16 +126,16 @@ def plans(each: PlanningProblem, limit_s: float) -> Iterator[tuple[str, Plan, fl
 def measure(quick: bool, settings: Sequence[str], limit_s: float) -> dict[str, float]:
     figures: dict[str, float] = {}
     for setting in settings[:1] if quick else settings:
-        each = problem(setting)
-        for name, plan, cpu_s in plans(each, 4.0 if quick else limit_s):
+        item = problem(setting)
+        for name, plan, cpu_s in plans(item, 4.0 if quick else limit_s):
             key = f"{setting}_{name.replace(' ', '_')}"
             figures[f"{key}_usd_per_h"] = plan.cost_usd_per_h
             figures[f"{key}_gap"] = plan.gap
             figures[f"{key}_served"] = plan.fraction
             figures[f"{key}_cpu_s"] = cpu_s
-            figures[f"{key}_gpus"] = gpus(each, plan)
-            figures[f"{key}_violations"] = len(verify(each, plan))
-            for (model, role), usd in sorted(by_phase(each, plan).items()):
+            figures[f"{key}_gpus"] = gpus(item, plan)
+            figures[f"{key}_violations"] = len(verify(item, plan))
+            for (model, role), usd in sorted(by_phase(item, plan).items()):
                 figures[f"{key}_{model}_{role}_usd_per_h"] = usd
         for baseline, published in PAPER[setting].items():
             figures[f"{setting}_{baseline}_over_coral_published"] = published
@@ -157,7 +157,7 @@ def by_phase(each: PlanningProblem, plan: Plan) -> dict[tuple[str, str], float]:
     paid = {
         (region.name, offer.node): offer.price_usd_per_h for region in each.regions for offer in region.offers
     }
-    found: dict[tuple[str, str], float] = {}
+    phase: dict[tuple[str, str], float] = {}
     for deployment in plan.deployments:
         template = plan.template(deployment.template)
         roles = {replica.role for replica in template.replicas}
@@ -165,8 +165,8 @@ def by_phase(each: PlanningProblem, plan: Plan) -> dict[tuple[str, str], float]:
         usd = (
             sum(paid[deployment.region, node.node] * node.count for node in template.nodes) * deployment.count
         )
-        found[key] = found.get(key, 0.0) + usd
-    return found
+        phase[key] = phase.get(key, 0.0) + usd
+    return phase
 
 
 if __name__ == "__main__":
@@ -179,7 +179,7 @@ if __name__ == "__main__":
         run(
             "savings",
             lambda quick: measure(quick, chosen, options.limit),
-            {f"{setting}_{each}_over_auto": (">=", 1.0) for setting in chosen for each in PAPER[setting]},
+            {f"{setting}_{item}_over_auto": (">=", 1.0) for setting in chosen for item in PAPER[setting]},
             arguments=rest,
             quick_without="the extended setting",
         )

@@ -50,7 +50,7 @@ def measure(quick: bool) -> dict[str, float]:
 
 def of_cronus(quick: bool) -> dict[str, float]:
     asked, real = requests()
-    found = cronus_rows.measure(asked, fitted_only=True)
+    result = cronus_rows.measure(asked, fitted_only=True)
     figures = {"real_trace": float(real), "host_s": cronus.FITTED_HOST_S}
     if not quick:
         figures["host_fitted_again_s"] = cronus.fit_host_s(asked)
@@ -58,20 +58,20 @@ def of_cronus(quick: bool) -> dict[str, float]:
     for approach, key in KEYS.items():
         off = []
         for setting in cronus.SETTINGS:
-            ours, published = found.fitted[setting.name][approach], setting.published_per_s[approach]
+            ours, published = result.fitted[setting.name][approach], setting.published_per_s[approach]
             place = setting.name.removeprefix("A100+").replace(" ", "_").lower()
             figures[f"{key}_{place}_per_s"] = ours
             off.append(abs(ours / published - 1.0))
-        within += sum(each <= OFF for each in off)
+        within += sum(item <= OFF for item in off)
         figures[f"{key}_off_most"] = max(off)
     figures["cells_within_a_quarter"] = within
-    figures["order_inversions"] = cronus_rows.order_inversions(found)
-    figures["order_inversions_without_pp"] = cronus_rows.order_inversions(found, cronus.PP)
+    figures["order_inversions"] = cronus_rows.order_inversions(result)
+    figures["order_inversions_without_pp"] = cronus_rows.order_inversions(result, cronus.PP)
     for metric, other, low, _ in cronus_rows.CLAIMS:
         where = f"_{low.lower()}" if low else ""
         label = f"{metric}_p99_below_{KEYS[other]}{where}"
-        figures[label] = cronus_rows.largest_reduction(found, metric, other, low) or 0.0
-    figures["wrong_directions"] = len(cronus_rows.wrong_directions(found))
+        figures[label] = cronus_rows.largest_reduction(result, metric, other, low) or 0.0
+    figures["wrong_directions"] = len(cronus_rows.wrong_directions(result))
     return figures
 
 
@@ -80,31 +80,31 @@ def beyond_cronus(settings: Sequence[cronus.Setting]) -> dict[str, float]:
     figures: dict[str, float] = {}
     for setting in settings:
         for overload in cronus_beyond.OVERLOADS:
-            found = {
+            result = {
                 name: cronus_beyond.run(setting, overload, policy, SEED)
                 for name, policy in cronus_beyond.policies().items()
             }
-            for name, outcome in found.items():
+            for name, outcome in result.items():
                 label = f"beyond_{setting.low.lower()}_{overload}_{name}"
                 figures[f"{label}_per_s"] = outcome.per_s
                 figures[f"{label}_ttft_p90_s"] = outcome.ttft_p90_s
                 figures[f"{label}_alone"] = outcome.kept
-            gain = found["both"].per_s / found["paper"].per_s
+            gain = result["both"].per_s / result["paper"].per_s
             figures[f"beyond_{setting.low.lower()}_{overload}_gain"] = gain
     return figures
 
 
 def of_cauchy() -> dict[str, float]:
-    found = cauchy_rows.measure(cauchy.Effort())
+    result = cauchy_rows.measure(cauchy.Effort())
     figures: dict[str, float] = {}
     for decodes in cauchy.DECODES:
-        figures[f"opportunistic_goodput_1p{decodes}d"] = found.goodput_change(decodes)
+        figures[f"opportunistic_goodput_1p{decodes}d"] = result.goodput_change(decodes)
         for metric in ("e2e_s", "ttft_s", "tbt_s"):
             name = metric.removesuffix("_s")
-            figures[f"opportunistic_{name}_1p{decodes}d"] = found.latency_change(decodes, metric)
+            figures[f"opportunistic_{name}_1p{decodes}d"] = result.latency_change(decodes, metric)
     for load in cauchy.LOADS:
-        figures[f"goodput_weighted_e2e_{load.name}"] = found.figure9_change(load.name, "round-robin")
-        figures[f"goodput_against_token_e2e_{load.name}"] = found.figure9_change(load.name, "token")
+        figures[f"goodput_weighted_e2e_{load.name}"] = result.figure9_change(load.name, "round-robin")
+        figures[f"goodput_against_token_e2e_{load.name}"] = result.figure9_change(load.name, "token")
     return figures
 
 

@@ -81,16 +81,16 @@ def measure(quick: bool) -> dict[str, float]:
             f"left out: longer searches, bounds, other pools, table 3, {len(SEEDS) - 1} of {len(SEEDS)} seeds",
             file=sys.stderr,
         )
-    found = schedule(figures, quick, budget)
+    result = schedule(figures, quick, budget)
     if not quick:
         figures |= large_pool()
-    figures |= losing_a_node(found["conversation"], quick)
+    figures |= losing_a_node(result["conversation"], quick)
     if budget.allows("table 5", QUICK_SEARCH_S):
         figures |= table_5()
     if budget.allows("small pools", QUICK_SEARCH_S):
         figures |= small_pools(1 if quick else 12)
     if not quick:
-        figures |= table_3(found)
+        figures |= table_3(result)
     return figures
 
 
@@ -98,8 +98,8 @@ def node(gpu: str, count: int) -> NodeType:
     """A machine with Table 1's figures."""
     row = load_toml("gpus.toml")["paper"]["thunderserve"][gpu]
     base = nodes.node_type(f"{count}x{row['gpu']}")
-    told = {name: row[name] for name in ("fp16_tflops", "bandwidth_gb_per_s", "memory_gb")}
-    return replace(base, gpu=replace(base.gpu, **told))
+    message = {name: row[name] for name in ("fp16_tflops", "bandwidth_gb_per_s", "memory_gb")}
+    return replace(base, gpu=replace(base.gpu, **message))
 
 
 def pool_of(machines: Sequence[NodeType], gbps: np.ndarray) -> Pool:
@@ -132,8 +132,8 @@ def settings(
 
 def timed(pool: Pool, wanted: PoolWorkload, chosen: SearchSettings) -> tuple[SearchResult, float]:
     start = time.process_time()
-    found = search(pool, wanted, chosen)
-    return found, time.process_time() - start
+    result = search(pool, wanted, chosen)
+    return result, time.process_time() - start
 
 
 def several(
@@ -169,9 +169,9 @@ def schedule(figures: dict[str, float], quick: bool, budget: Budget) -> dict[str
         for name in WORK:
             short = several(pool, work(name), phases, SEEDS[:1] if quick else SEEDS)
             took += [took_s for _, took_s in short]
-            speed += [found.evaluated / took_s for found, took_s in short]
+            speed += [result.evaluated / took_s for result, took_s in short]
             answers[f"{prefix}{name}"] = short[0][0]
-            attained = [found.score.attainment for found, _ in short]
+            attained = [result.score.attainment for result, _ in short]
             figures[f"{prefix}{name}_attainment"] = attained[0]
             if not quick:
                 long = longer(pool, work(name), phases, short, times)
@@ -237,22 +237,22 @@ def small_pools(count: int) -> dict[str, float]:
 def large_pool() -> dict[str, float]:
     """Four times the cloud, four times the traffic."""
     pool, wanted = cloud(4), work("conversation", 4 * RATE_PER_S)
-    found, took_s = timed(pool, wanted, settings(PAPER, limits=SearchLimits(time_limit_s=50.0)))
-    got_per_s = found.score.attainment * wanted.rate_per_s
+    result, took_s = timed(pool, wanted, settings(PAPER, limits=SearchLimits(time_limit_s=50.0)))
+    got_per_s = result.score.attainment * wanted.rate_per_s
     bound = class_bound(pool, wanted, PeakCosts(), PAPER, known_per_s=got_per_s, time_limit_s=240.0)
     return {
         "schedule_128_cpu_s": took_s,
-        "attainment_128": found.score.attainment,
-        "converged_128": float(found.converged),
+        "attainment_128": result.score.attainment,
+        "converged_128": float(result.converged),
         "gap_128_gpus": 1.0 - got_per_s / bound,
     }
 
 
-def share(found: SearchResult, phase: int, gpu: str | None = None) -> float:
+def share(search_result: SearchResult, phase: int, gpu: str | None = None) -> float:
     """Share of the GPUs (of one type) that are in groups of a phase."""
     mine = [place for place, (name, _) in enumerate(CLOUD) if gpu in (None, name)]
     total = sum(count for name, count in CLOUD if gpu in (None, name))
-    taken = [group.takes for group in found.state.groups if group.phase == phase]
+    taken = [group.takes for group in search_result.state.groups if group.phase == phase]
     return sum(_count(takes, mine) for takes in taken) / total
 
 
@@ -260,11 +260,11 @@ def _count(takes: Takes, mine: Sequence[int]) -> int:
     return sum(count for place, count in takes if place in mine)
 
 
-def table_3(found: Mapping[str, SearchResult]) -> dict[str, float]:
+def table_3(result: Mapping[str, SearchResult]) -> dict[str, float]:
     """Who prefills and who decodes: free, in groups of up to four as the paper's are, and with other figures."""
     figures: dict[str, float] = {}
     small = {name: search(cloud(1), work(name), settings(PAPER, max_group_gpus=4)) for name in WORK}
-    plans = {"": {name: found[name] for name in WORK}, "of_4_": small}
+    plans = {"": {name: result[name] for name in WORK}, "of_4_": small}
     for label, mine in plans.items():
         for name, plan in mine.items():
             figures[f"table_3_{label}{name}_prefill_share"] = share(plan, 0)

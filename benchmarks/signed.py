@@ -119,12 +119,12 @@ def made(task: tuple[int, str, float]) -> Made:
     with TemporaryDirectory() as folder:
         os.environ["XDG_CACHE_HOME"] = folder
         start_s = time.process_time()
-        found = STRATEGIES[strategy](TemplateFactory(problem), SolveSettings(limit_s))
+        result = STRATEGIES[strategy](TemplateFactory(problem), SolveSettings(limit_s))
         cpu_s = time.process_time() - start_s
-    plan = found.plan
+    plan = result.plan
     sound = strategy != "auto" or not verify(problem, plan)
     shares = served(problem, plan)
-    return Made(shares, plan.fraction, plan.total_usd_per_h, _gap(found), cpu_s, sound)
+    return Made(shares, plan.fraction, plan.total_usd_per_h, _gap(result), cpu_s, sound)
 
 
 def plans_of(tasks: list[tuple[int, str, float]], workers: int) -> Iterator[Made]:
@@ -165,7 +165,7 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true", help="three small specs, 3 s each")
     parser.add_argument("--json", action="store_true")
     options = parser.parse_args()
-    seeds = [int(each) for each in options.only.split(",") if each] or list(range(options.specs))
+    seeds = [int(part) for part in options.only.split(",") if part] or list(range(options.specs))
     limit_s = options.limit
     if options.quick:
         seeds, limit_s = [seed for seed in range(40) if len(problem_of(seed).asks) == 1][:3], 3.0

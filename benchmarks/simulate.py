@@ -144,7 +144,7 @@ def ends_s(
     replica: SimEngine, arrivals_s: list[float], prompts: list[int], outputs: list[int]
 ) -> list[float]:
     """When each request ends."""
-    found, place, count = [0.0] * len(arrivals_s), 0, len(arrivals_s)
+    result, place, count = [0.0] * len(arrivals_s), 0, len(arrivals_s)
     while True:
         due_s = replica.next_s()
         if place < count and arrivals_s[place] < due_s:
@@ -153,9 +153,9 @@ def ends_s(
         elif due_s < inf:
             for at_s, kind, key in replica.advance(due_s):
                 if kind == FINISHED:
-                    found[key] = at_s
+                    result[key] = at_s
         else:
-            return found
+            return result
 
 
 def million_gb(quick: bool) -> float:

@@ -30,12 +30,12 @@ from potluck.core.state.policy import Policy
 def measure(chosen: Sequence[Scenario], policy: Policy, quick: bool) -> dict[str, float]:
     """All figures of the chosen scenarios."""
     rules, figures = Rules(policy, quick), {"compiled": float(RUNS_COMPILED)}
-    for each in chosen:
+    for item in chosen:
         begin_s = time.process_time()
-        print(f"  {each.name} (seed {SEED}) ...", end="", file=sys.stderr, flush=True)
-        figures |= each.run(rules)
+        print(f"  {item.name} (seed {SEED}) ...", end="", file=sys.stderr, flush=True)
+        figures |= item.run(rules)
         spent_s = time.process_time() - begin_s
-        figures[f"{each.name}_cpu_s"] = spent_s
+        figures[f"{item.name}_cpu_s"] = spent_s
         print(f" {spent_s:.1f} CPU-s", file=sys.stderr, flush=True)
     return figures
 
@@ -45,7 +45,7 @@ def main() -> int:
     parser.add_argument("--quick", action="store_true", help="end within 60 s")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     parser.add_argument(
-        "--only", action="append", choices=[each.name for each in SCENARIOS], help="may be repeated"
+        "--only", action="append", choices=[scenario.name for scenario in SCENARIOS], help="may be repeated"
     )
     parser.add_argument("--policy", action="append", default=[], metavar="NAME=VALUE", help="may be repeated")
     parser.add_argument("--balance", metavar="NAME", help="the same as --policy balance=NAME")
@@ -58,10 +58,10 @@ def main() -> int:
     except (ValueError, PotluckError) as error:
         print(f"stress: {error}", file=sys.stderr)
         return 2
-    asked = options.only or [each.name for each in SCENARIOS]
-    chosen = [each for each in SCENARIOS if each.name in asked]
+    asked = options.only or [scenario.name for scenario in SCENARIOS]
+    chosen = [scenario for scenario in SCENARIOS if scenario.name in asked]
     flags = [f"--{name}" for name in ("quick", "json") if getattr(options, name)]
-    targets = {key: value for each in chosen for key, value in each.targets.items()}
+    targets = {key: value for item in chosen for key, value in item.targets.items()}
     return run("stress", partial(measure, chosen, policy), targets, seeds=[SEED], arguments=flags)
 
 

@@ -130,8 +130,8 @@ def search(every: Sequence[PipelineLibrary], quick: bool) -> dict[str, float]:
     compared = wrong = 0
     for library in [*every, *noisy]:
         for i in rng.integers(0, len(library), 1 if quick else 150):
-            found = best_placement(library.rates.units, library.space.types_of(int(library.ids[i])))
-            wrong += found is None or found.units != library.units[i]
+            result = best_placement(library.rates.units, library.space.types_of(int(library.ids[i])))
+            wrong += result is None or result.units != library.units[i]
             compared += 1
     return {
         "search_compared": compared,
@@ -164,7 +164,7 @@ def compare(
 ) -> tuple[int, int, int, float]:
     """(solved, proven, mismatches, CPU-seconds) of random templates of at most so many nodes."""
     chosen = [np.flatnonzero(library.space.sizes(library.ids) <= nodes) for library in every]
-    ends = np.cumsum([len(each) for each in chosen])
+    ends = np.cumsum([len(item) for item in chosen])
     solved = proven = wrong = 0
     start = time.process_time()
     while time.process_time() - start < budget_s:
@@ -172,11 +172,11 @@ def compare(
         at = int(np.searchsorted(ends, drawn, side="right"))
         library, i = every[at], int(chosen[at][drawn - ends[at]])
         types = library.space.types_of(int(library.ids[i]))
-        found = integer_program(library.rates.units, types, time_limit_s=limit_s)
+        result = integer_program(library.rates.units, types, time_limit_s=limit_s)
         units = int(library.units[i])
         solved += 1
-        proven += found.proven
-        wrong += found.units != units if found.proven else found.units > units
+        proven += result.proven
+        wrong += result.units != units if result.proven else result.units > units
     return solved, proven, wrong, time.process_time() - start
 
 

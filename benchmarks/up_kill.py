@@ -91,7 +91,7 @@ class Service:
 
 def children_of(pid: int) -> list[int]:
     try:
-        return [int(each) for each in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+        return [int(part) for part in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
     except OSError:
         return []
 
@@ -105,8 +105,8 @@ class Clients:
         self._threads = [
             threading.Thread(target=self._ask, args=(place,), daemon=True) for place in range(count)
         ]
-        for each in self._threads:
-            each.start()
+        for thread in self._threads:
+            thread.start()
 
     def _ask(self, place: int) -> None:
         drawn, number = random.Random(place), 0
@@ -146,8 +146,8 @@ class Clients:
 
     def close(self) -> None:
         self.over.set()
-        for each in self._threads:
-            each.join(40)
+        for thread in self._threads:
+            thread.join(40)
 
 
 def measure(seconds: float, every_s: float, count: int, whole: bool) -> dict[str, float]:
@@ -165,7 +165,7 @@ def measure(seconds: float, every_s: float, count: int, whole: bool) -> dict[str
         records = [json.loads(line) for line in (service.state / "usage.jsonl").read_text().splitlines()]
     finally:
         service.close()
-    billed = {each.get("id", place) for place, each in enumerate(records) if each["status"] == 200}
+    billed = {record.get("id", place) for place, record in enumerate(records) if record["status"] == 200}
     answered = clients.counts["answered"]
     return {
         "struck": struck,

@@ -51,17 +51,17 @@ class Bare(Instance):
         super().__init__(model, model.parent / f"{kind}.log", connector=kind not in PLAIN, python=where)
 
     def _connected(self) -> list[str]:
-        said: dict[str, object] = {"kv_role": "kv_both", "kv_load_failure_policy": "recompute"}
+        text: dict[str, object] = {"kv_role": "kv_both", "kv_load_failure_policy": "recompute"}
         if self._kind == "nothing":
-            said |= {"kv_connector": "NothingConnector", "kv_connector_module_path": "parts.vllm_nothing"}
+            text |= {"kv_connector": "NothingConnector", "kv_connector_module_path": "parts.vllm_nothing"}
         else:
-            said |= {"kv_connector": "PotluckConnector", "kv_connector_module_path": "potluck.vllm.connector"}
-            said["kv_connector_extra_config"] = {"channel": str(self._channel)}
-        found = ["--kv-transfer-config", json.dumps(said)]
+            text |= {"kv_connector": "PotluckConnector", "kv_connector_module_path": "potluck.vllm.connector"}
+            text["kv_connector_extra_config"] = {"channel": str(self._channel)}
+        connected = ["--kv-transfer-config", json.dumps(text)]
         if self._kind == "ours":
             events = {"enable_kv_cache_events": True, "publisher": "null"}
-            found += ["--kv-events-config", json.dumps(events)]
-        return found
+            connected += ["--kv-events-config", json.dumps(events)]
+        return connected
 
     def spent_s(self) -> float:
         """All its processes."""
@@ -129,12 +129,12 @@ def measure(quick: bool) -> dict[str, float]:
         model = make_model(Path(folder) / "tiny")
         made = {kind: Bare(kind, model, Path(folder) / "channel", where) for kind in KINDS}
         try:
-            for each in made.values():
-                each.ready()
+            for item in made.values():
+                item.ready()
             return rounds(made, 4 if quick else 24) | {"told_bytes": float(heard[0])}
         finally:
-            for each in made.values():
-                each.end()
+            for entry in made.values():
+                entry.end()
 
 
 def rounds(made: dict[str, Bare], count: int) -> dict[str, float]:

@@ -145,14 +145,14 @@ def violations(module: str, source: str, is_package: bool = False) -> list[str]:
     package = parts[1]
     if package not in PACKAGES:
         return [f"{module}:1: {package} is not in the table of packages"]
-    found = []
+    result = []
     for item in imports(source, module, is_package):
         problem = _direction(package, item) or _heavy(package, item)
         if problem is None and package == "core" and item.top != "potluck" and item.top not in PURE:
             problem = f"core is pure and may not import {item.module}"
         if problem:
-            found.append(f"{module}:{item.line}: {problem}")
-    return found + (_impure_calls(module, ast.parse(source)) if package == "core" else [])
+            result.append(f"{module}:{item.line}: {problem}")
+    return result + (_impure_calls(module, ast.parse(source)) if package == "core" else [])
 
 
 def _direction(package: str, item: Import) -> str | None:
@@ -190,9 +190,9 @@ def cycle(modules: Mapping[str, str], packages: Iterable[str] = ()) -> list[str]
     }
     done: set[str] = set()
     for start in sorted(edges):
-        found = _walk(start, edges, [], done)
-        if found:
-            return found
+        result = _walk(start, edges, [], done)
+        if result:
+            return result
     return []
 
 
@@ -209,29 +209,29 @@ def _walk(module: str, edges: Mapping[str, set[str]], trail: list[str], done: se
     if module in done:
         return []
     for target in sorted(edges[module]):
-        found = _walk(target, edges, [*trail, module], done)
-        if found:
-            return found
+        result = _walk(target, edges, [*trail, module], done)
+        if result:
+            return result
     done.add(module)
     return []
 
 
 def our_modules() -> dict[str, Path]:
-    found = {}
+    result = {}
     for path in sorted((SOURCE / "potluck").rglob("*.py")):
         parts = path.relative_to(SOURCE).with_suffix("").parts
-        found[".".join(parts[:-1] if parts[-1] == "__init__" else parts)] = path
-    return found
+        result[".".join(parts[:-1] if parts[-1] == "__init__" else parts)] = path
+    return result
 
 
 MODULES = our_modules()
 
 
 def test_every_module_imports_only_what_it_may() -> None:
-    found = []
+    result = []
     for module, path in MODULES.items():
-        found += violations(module, path.read_text("utf-8"), path.name == "__init__.py")
-    assert found == []
+        result += violations(module, path.read_text("utf-8"), path.name == "__init__.py")
+    assert result == []
 
 
 def test_no_modules_import_each_other_in_a_circle() -> None:
@@ -245,15 +245,15 @@ CORE_ROOMS = ("values", "state", "replica", "routing", "admission", "scaling", "
 
 
 def test_rooms_of_core_import_downwards() -> None:
-    found = []
+    result = []
     for module, path in MODULES.items():
         room = module.split(".")[2] if module.startswith("potluck.core.") and module.count(".") > 2 else ""
         for item in imports(path.read_text("utf-8"), module, path.name == "__init__.py") if room else ():
             other = f"{item.module}.{item.name}".split(".")[2] if item.package == "core" else ""
             apart = {room, other} == {"admission", "scaling"}
             if other in CORE_ROOMS and (CORE_ROOMS.index(other) > CORE_ROOMS.index(room) or apart):
-                found.append(f"{module}:{item.line}: {room} may not import {other}")
-    assert found == []
+                result.append(f"{module}:{item.line}: {room} may not import {other}")
+    assert result == []
 
 
 def test_there_are_modules_to_check() -> None:
@@ -317,9 +317,9 @@ SOUND = [
 
 @pytest.mark.parametrize(("module", "source", "says"), BROKEN)
 def test_a_broken_rule_is_caught(module: str, source: str, says: str) -> None:
-    found = violations(f"potluck.{module}", source)
-    assert len(found) == 1
-    assert says in found[0]
+    result = violations(f"potluck.{module}", source)
+    assert len(result) == 1
+    assert says in result[0]
 
 
 @pytest.mark.parametrize(("module", "source"), SOUND)

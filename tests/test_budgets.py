@@ -136,7 +136,7 @@ def test_a_file_name_has_one_meaning() -> None:
 
 
 def wide_functions() -> list[str]:
-    found = []
+    result = []
     for path, tree in trees().items():
         for node in ast.walk(tree):
             if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
@@ -144,8 +144,8 @@ def wide_functions() -> list[str]:
                 names = [arg.arg for arg in (*given.posonlyargs, *given.args, *given.kwonlyargs)]
                 count = len(names) - (names[:1] in (["self"], ["cls"]))
                 if count > MOST_PARAMETERS:
-                    found.append(f"{path}:{node.lineno}: {node.name} takes {count}")
-    return found
+                    result.append(f"{path}:{node.lineno}: {node.name} takes {count}")
+    return result
 
 
 def test_functions_take_few_arguments() -> None:

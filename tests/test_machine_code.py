@@ -34,9 +34,9 @@ def from_disk(fast: Any) -> bool:
 
 
 def files(folder: Path, ending: str) -> list[Path]:
-    found = list(folder.rglob(f"*.{ending}"))
-    assert found
-    return found
+    paths = list(folder.rglob(f"*.{ending}"))
+    assert paths
+    return paths
 
 
 def cut_short(file: Path) -> None:

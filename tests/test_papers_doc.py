@@ -29,9 +29,9 @@ def test_there_is_a_page_for_each_paper() -> None:
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
 def test_every_mechanism_names_places_that_exist(page: Path) -> None:
-    found = rows(page)
-    assert found
-    for mechanism, where, printed, switch in found:
+    result = rows(page)
+    assert result
+    for mechanism, where, printed, switch in result:
         assert printed, mechanism
         assert switch, mechanism
         places = re.findall(r"`([^`]+)`", where)
@@ -41,7 +41,7 @@ def test_every_mechanism_names_places_that_exist(page: Path) -> None:
 
 
 def test_every_switch_exists() -> None:
-    names = {each.name for each in fields(Policy)}
+    names = {field.name for field in fields(Policy)}
     text = "\n".join(page.read_text(encoding="utf-8") for page in PAGES)
     for rule in re.findall(r"--policy (\w+)=", text):
         assert rule in names

@@ -190,8 +190,8 @@ def test_no_two_test_files_have_one_name() -> None:
 
 
 def test_no_file_names_a_place_on_one_machine() -> None:
-    found = [f"{name_of(p)}:{line}: {what}" for p in FILES for line, what in machine_places(p.read_bytes())]
-    assert found == []
+    result = [f"{name_of(p)}:{line}: {what}" for p in FILES for line, what in machine_places(p.read_bytes())]
+    assert result == []
 
 
 def test_the_readme_names_the_two_commands() -> None:

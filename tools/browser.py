@@ -47,7 +47,7 @@ WAIT_S = 30.0
 
 def chromium() -> str | None:
     """Where it is, if it is there."""
-    return next((found for name in NAMES if (found := shutil.which(name))), None)
+    return next((result for name in NAMES if (result := shutil.which(name))), None)
 
 
 class PageError(Exception):
@@ -75,28 +75,28 @@ class Tab:
         self._number += 1
         answer = self._asked[self._number] = asyncio.get_running_loop().create_future()
         await self._socket.send_json({"id": self._number, "method": method, "params": parameters})
-        said = await asyncio.wait_for(answer, WAIT_S)
-        if "error" in said:
-            raise PageError(f"{method}: {said['error']['message']}")
-        return dict(said["result"])
+        text = await asyncio.wait_for(answer, WAIT_S)
+        if "error" in text:
+            raise PageError(f"{method}: {text['error']['message']}")
+        return dict(text["result"])
 
     async def run(self, script: str) -> Any:
         """The value of an expression, awaited where it is a promise."""
-        said = await self.call(
+        text = await self.call(
             "Runtime.evaluate", expression=script, returnByValue=True, awaitPromise=True, userGesture=True
         )
-        if "exceptionDetails" in said:
-            found = said["exceptionDetails"]
-            raise PageError(str(found.get("exception", {}).get("description", found["text"])))
-        return said["result"].get("value")
+        if "exceptionDetails" in text:
+            result = text["exceptionDetails"]
+            raise PageError(str(result.get("exception", {}).get("description", result["text"])))
+        return text["result"].get("value")
 
     async def until(self, script: str, within_s: float = WAIT_S) -> Any:
         """The value of an expression once it is true."""
         until_s = time.monotonic() + within_s
         while True:
-            found = await self.run(script)
-            if found:
-                return found
+            completed = await self.run(script)
+            if completed:
+                return completed
             if time.monotonic() > until_s:
                 raise PageError(f"was never true: {script}")
             await asyncio.sleep(0.1)
@@ -128,28 +128,28 @@ class Tab:
         )
 
     async def picture(self, path: Path, whole: bool = False) -> None:
-        said = await self.call("Page.captureScreenshot", format="png", captureBeyondViewport=whole)
-        path.write_bytes(base64.b64decode(said["data"]))
+        text = await self.call("Page.captureScreenshot", format="png", captureBeyondViewport=whole)
+        path.write_bytes(base64.b64decode(text["data"]))
 
     async def _read(self) -> None:
         async for message in self._socket:
             if message.type is not WSMsgType.TEXT:
                 continue
-            said = json.loads(message.data)
-            if "id" in said:
-                answer = self._asked.pop(said["id"], None)
+            body = json.loads(message.data)
+            if "id" in body:
+                answer = self._asked.pop(body["id"], None)
                 if answer is not None and not answer.done():
-                    answer.set_result(said)
+                    answer.set_result(body)
             else:
-                self._heard(said["method"], said["params"])
+                self._heard(body["method"], body["params"])
 
     def _heard(self, method: str, said: dict[str, Any]) -> None:
         if method == "Runtime.exceptionThrown":
-            found = said["exceptionDetails"]
-            self.errors.append(str(found.get("exception", {}).get("description", found["text"])))
+            result = said["exceptionDetails"]
+            self.errors.append(str(result.get("exception", {}).get("description", result["text"])))
         elif method == "Runtime.consoleAPICalled" and said["type"] in ("error", "warning", "assert"):
             self.errors.append(
-                " ".join(str(each.get("value", each.get("description"))) for each in said["args"])
+                " ".join(str(item.get("value", item.get("description"))) for item in said["args"])
             )
         elif method == "Log.entryAdded" and said["entry"]["level"] in ("error", "warning"):
             self.errors.append(f"{said['entry']['text']} {said['entry'].get('url', '')}")
@@ -165,11 +165,11 @@ class Tab:
 @asynccontextmanager
 async def browser(*flags: str) -> AsyncIterator[Browser]:
     """A browser of our own, which ends with the block."""
-    found = chromium()
-    if found is None:
+    result = chromium()
+    if result is None:
         raise FileNotFoundError("no chromium: apt-get install chromium")
     with tempfile.TemporaryDirectory(prefix="potluck-browser-", ignore_cleanup_errors=True) as folder:
-        command = [found, *FLAGS, *flags, f"--user-data-dir={folder}", "about:blank"]
+        command = [result, *FLAGS, *flags, f"--user-data-dir={folder}", "about:blank"]
         process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
         try:
             port = await _port(Path(folder) / "DevToolsActivePort", process)
@@ -193,8 +193,8 @@ class Browser:
         """A page of its own; what it keeps, others see, as tabs do."""
         address = f"http://127.0.0.1:{self._port}/json/new?about:blank"
         async with self._session.put(address) as answer:
-            said = await answer.json()
-        socket = await self._session.ws_connect(said["webSocketDebuggerUrl"], max_msg_size=0)
+            body = await answer.json()
+        socket = await self._session.ws_connect(body["webSocketDebuggerUrl"], max_msg_size=0)
         tab = Tab(socket)
         try:
             await tab.size(width, height)
@@ -202,7 +202,7 @@ class Browser:
             yield tab
         finally:
             await tab.close()
-            async with self._session.get(f"http://127.0.0.1:{self._port}/json/close/{said['id']}"):
+            async with self._session.get(f"http://127.0.0.1:{self._port}/json/close/{body['id']}"):
                 pass
 
     def cpu_s(self) -> float:
@@ -228,11 +228,11 @@ def _family(pid: int) -> list[int]:
         except OSError:
             continue
         parents.setdefault(int(rest[1]), []).append(int(path.parent.name))
-    found, new = [], [pid]
+    family, new = [], [pid]
     while new:
-        found += new
-        new = [child for each in new for child in parents.get(each, ())]
-    return found
+        family += new
+        new = [child for item in new for child in parents.get(item, ())]
+    return family
 
 
 def _cpu_s(pid: int) -> float:

@@ -124,23 +124,23 @@ def compare(case: Case) -> Outcome:
         except Exception as error:  # whatever transformers may raise: there is nothing to compare with
             return Outcome("n/a", (str(error).splitlines() or [type(error).__name__])[0][:100])
         try:
-            found = engine_logits(folder, tokens)
+            result = engine_logits(folder, tokens)
         except PotluckError as error:
             return Outcome("refused*" if "\n" not in str(error) else "WRONG", str(error).replace(name, "DIR"))
         except Exception as error:  # a fault of the engine, to be told like any other
             return Outcome("WRONG", f"{type(error).__name__}: {(str(error).splitlines() or [''])[0][:100]}")
-    off = float((found - expected).abs().max() / max(float(expected.std()), 1.0))
+    off = float((result - expected).abs().max() / max(float(expected.std()), 1.0))
     close = CLOSE_DELTA if case.family in ("qwen3_next", "qwen3_5_text") else CLOSE
     return Outcome("same" if off < 10 * close else "WRONG", f"{off:.0e}")
 
 
-def written(found: Mapping[tuple[str, str], str]) -> str:
+def written(result: Mapping[tuple[str, str], str]) -> str:
     """By family and change, the outcome, as CSV."""
     out = io.StringIO()
     writer = csv.writer(out, lineterminator="\n")
     writer.writerow(["change", *BASES])
     for label in dict.fromkeys(case.label or "(none)" for case in cases()):
-        writer.writerow([label, *(found.get((family, label), "") for family in BASES)])
+        writer.writerow([label, *(result.get((family, label), "") for family in BASES)])
     return out.getvalue()
 
 
@@ -162,22 +162,22 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--all", action="store_true", help="print every outcome")
     options = parser.parse_args(arguments)
     torch.set_num_threads(1)
-    found = []
+    result = []
     for case in cases():
         if options.only and case.family not in options.only:
             continue
         outcome = compare(case)
-        found.append((case, outcome))
+        result.append((case, outcome))
         if options.all or not outcome.fine:
             print(f"{case.family:13} {outcome.kind:8} {case.label}: {outcome.detail}", flush=True)
     counts = {
-        kind: sum(outcome.kind == kind for _, outcome in found)
+        kind: sum(outcome.kind == kind for _, outcome in result)
         for kind in ("same", "refused", "refused*", "n/a", "WRONG")
     }
     print(", ".join(f"{count} {kind}" for kind, count in counts.items()))
     if options.write is not None:
         kept = documented(options.write.read_text("utf-8")) if options.only else {}  # of the other families
-        tried = {(case.family, case.label or "(none)"): outcome.kind for case, outcome in found}
+        tried = {(case.family, case.label or "(none)"): outcome.kind for case, outcome in result}
         options.write.write_text(written({**kept, **tried}), "utf-8")
     return 1 if counts["WRONG"] else 0
 

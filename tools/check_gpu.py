@@ -84,29 +84,29 @@ def logits(engine: Runner) -> Tensor:
     """[tokens, vocabulary], sequence by sequence; what is said does not depend on what is computed."""
     chance = torch.Generator().manual_seed(SEED)
     vocab = engine.config.model.vocab
-    said = [torch.randint(0, vocab, (length + DECODES,), generator=chance).tolist() for length in PROMPTS]
-    rows, found = [], [list[Tensor]() for _ in PROMPTS]
-    for tokens in said:
+    text = [torch.randint(0, vocab, (length + DECODES,), generator=chance).tolist() for length in PROMPTS]
+    rows, result = [], [list[Tensor]() for _ in PROMPTS]
+    for tokens in text:
         rows.append(engine.tables.open())
         engine.tables.grow(rows[-1], len(tokens))
     for first in range(0, max(PROMPTS), CHUNK):  # prompts side by side, in chunks of unlike sizes
         works = {
             index: SequenceWork(rows[index], first, tokens[first : min(first + CHUNK, length)], "all")
-            for index, (tokens, length) in enumerate(zip(said, PROMPTS, strict=True))
+            for index, (tokens, length) in enumerate(zip(text, PROMPTS, strict=True))
             if first < length
         }
         parts = engine.step(list(works.values())).split([len(work.tokens) for work in works.values()])
         for index, part in zip(works, parts, strict=True):
-            found[index].append(part.float().cpu().clone())
+            result[index].append(part.float().cpu().clone())
     for step in range(DECODES):
         places = [length + step for length in PROMPTS]
         works_now = [
             SequenceWork(row, place, tokens[place : place + 1])
-            for row, place, tokens in zip(rows, places, said, strict=True)
+            for row, place, tokens in zip(rows, places, text, strict=True)
         ]
         for index, part in enumerate(engine.step(works_now).float().cpu().clone()):
-            found[index].append(part[None])
-    return torch.cat([torch.cat(parts) for parts in found])
+            result[index].append(part[None])
+    return torch.cat([torch.cat(parts) for parts in result])
 
 
 def distance(one: Tensor, two: Tensor) -> float:
@@ -144,13 +144,13 @@ def off_by(
 ) -> tuple[float, str]:
     """How far the logits are from those expected, and what went wrong if anything did."""
     try:
-        found = logits(start(config, device, dtype, recorded=recorded))
+        result = logits(start(config, device, dtype, recorded=recorded))
     except (RuntimeError, PotluckError, ImportError, TypeError, ValueError) as error:
         # The table goes on: which of the others work is what one wants to know next.
         return float("inf"), f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
-    if not bool(torch.isfinite(found).all()):
+    if not bool(torch.isfinite(result).all()):
         return float("inf"), "logits that are not finite"
-    return distance(found, expected), ""
+    return distance(result, expected), ""
 
 
 def line(row: Row) -> str:

@@ -85,8 +85,8 @@ def served(model: Path, state: Path, device: str, more: list[str]) -> dict[str, 
         process.kill()
         process.wait()
         return {"fine": False, "problem": "it did not become ready", "logs": _logs(state)}
-    said = json.loads(line)
-    found: dict[str, object] = {"ready": said, "loads": [_bench(said["url"], *load) for load in LOADS]}
+    body = json.loads(line)
+    result: dict[str, object] = {"ready": body, "loads": [_bench(body["url"], *load) for load in LOADS]}
     began_s = time.monotonic()
     process.send_signal(signal.SIGINT)
     try:
@@ -94,9 +94,9 @@ def served(model: Path, state: Path, device: str, more: list[str]) -> dict[str, 
     except subprocess.TimeoutExpired:
         process.kill()
         code = process.wait()
-    found |= {"ended_with": code, "ended_after_s": round(time.monotonic() - began_s, 1)}
-    answered = all(each.get("answered") == each.get("requests") for each in found["loads"])  # type: ignore
-    return {"fine": code == 0 and answered, **found}
+    result |= {"ended_with": code, "ended_after_s": round(time.monotonic() - began_s, 1)}
+    answered = all(item.get("answered") == item.get("requests") for item in result["loads"])  # type: ignore
+    return {"fine": code == 0 and answered, **result}
 
 
 LOADS = (("--concurrency", "1", "--requests", "8"), ("--concurrency", "16", "--requests", "64"))
@@ -107,17 +107,17 @@ def _bench(url: str, *load: str) -> dict[str, object]:
     command += ["--input", "400", "--output", "64", "--ttft", "2", "--tpot", "0.1"]
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=BENCH_S)
-        found = json.loads(done.stdout)
+        document = json.loads(done.stdout)
     except (subprocess.TimeoutExpired, ValueError) as error:
         return {"load": load, "problem": str(error)[:300]}
     names = ("requests", "answered", "errors", "attainment", "ttft_s", "tpot_s", "output_tokens_per_s")
-    return {"load": " ".join(load), **{name: found.get(name) for name in names}}
+    return {"load": " ".join(load), **{name: document.get(name) for name in names}}
 
 
 def measured(path: Path) -> list[dict[str, float]]:
     """The steps of a profile that have no context behind them."""
     points = profile_from_json(path.read_text()).points
-    return [encode(each) for each in points if not each.chunk_cached][:40]
+    return [encode(point) for point in points if not point.chunk_cached][:40]
 
 
 def _logs(state: Path) -> dict[str, str]:
@@ -137,11 +137,11 @@ def main() -> int:
         if given.model is None:
             checkpoint(model, given.layers, given.hidden)
         state = Path(folder, "state")
-        found = served(model, state, given.device, given.more)
-        found["spec"] = (state / "spec.yaml").read_text() if (state / "spec.yaml").is_file() else ""
-        found["profiles"] = {path.stem: measured(path) for path in (state / "profiles").glob("*.json")}
-    print(json.dumps(found, indent=1))
-    return 0 if found["fine"] else 1
+        result = served(model, state, given.device, given.more)
+        result["spec"] = (state / "spec.yaml").read_text() if (state / "spec.yaml").is_file() else ""
+        result["profiles"] = {path.stem: measured(path) for path in (state / "profiles").glob("*.json")}
+    print(json.dumps(result, indent=1))
+    return 0 if result["fine"] else 1
 
 
 if __name__ == "__main__":

@@ -80,7 +80,7 @@ CASES = (
 def blocks_of(model: Model, order: str, dtype: torch.dtype, size: int) -> dict[int, VllmLayer]:
     """Twice as many as one prompt needs."""
     count = 2 * -(-model.tokens // size) + 2
-    found: dict[int, VllmLayer] = {}
+    blocks: dict[int, VllmLayer] = {}
     for layer in range(model.layers):
         if order == "NHD":
             lies = torch.zeros(
@@ -88,8 +88,8 @@ def blocks_of(model: Model, order: str, dtype: torch.dtype, size: int) -> dict[i
             ).transpose(1, 2)
         else:
             lies = torch.zeros(count, model.heads, size, 2 * model.width, dtype=dtype, device=DEVICE)
-        found[layer] = VllmLayer(PlainBlocks(lies, "kv"))
-    return found
+        blocks[layer] = VllmLayer(PlainBlocks(lies, "kv"))
+    return blocks
 
 
 @dataclass
@@ -116,9 +116,9 @@ class Worker:
     ) -> None:
         upto = min(first + self.model.chunk, self.model.tokens)
         with torch.cuda.stream(self.stream), torch.inference_mode():
-            for layer, each in self.blocks.items():
+            for layer, block in self.blocks.items():
                 self.work()
-                each.write((table,), first, values[layer][first:upto])
+                block.write((table,), first, values[layer][first:upto])
                 after(layer)
 
 
@@ -187,17 +187,17 @@ class Rig:
 
         until(done)
         with torch.cuda.stream(self.giver.stream):
-            for each in self.giver.blocks.values():
-                each.blocks._cache.fill_(7.0)  # type: ignore[attr-defined]
+            for block in self.giver.blocks.values():
+                block.blocks._cache.fill_(7.0)  # type: ignore[attr-defined]
 
     def received(self, key: str) -> None:
-        found: set[str] = set()
+        result: set[str] = set()
 
         def there() -> bool:
             with torch.cuda.stream(self.taker.stream):
                 self.taker.work()
-            found.update(*self.taking.results())
-            return key in found
+            result.update(*self.taking.results())
+            return key in result
 
         until(there)
 
@@ -207,8 +207,8 @@ class Rig:
         with torch.cuda.stream(self.taker.stream), torch.inference_mode():
             tables = (self.table(1, backwards=True),)
             for layer, values in self.values.items():
-                came = self.taker.blocks[layer].read(tables, 0, self.model.tokens)
-                apart = (came.float() - values.float()).abs().max() / values.float().abs().max()
+                received = self.taker.blocks[layer].read(tables, 0, self.model.tokens)
+                apart = (received.float() - values.float()).abs().max() / values.float().abs().max()
                 worst = max(worst, float(apart))
         return worst
 
@@ -268,19 +268,19 @@ def cost(model: Model) -> None:
     for turn, handle in enumerate(handles):
         aside = f"aside{turn}"
         rig.offer(aside, new_handle(), lasts_s=1.0)
-        found = [rig.compute("nobody"), rig.compute(aside), rig.compute(handle)]
+        result = [rig.compute("nobody"), rig.compute(aside), rig.compute(handle)]
         until(lambda handle=handle: any(line.get("gave") == handle for line in rig.told))  # type: ignore[misc]
         if turn:
-            for row, each in zip(rows.values(), found, strict=True):
-                row.append(each)
+            for row, text in zip(rows.values(), result, strict=True):
+                row.append(text)
     taker.join(DEADLINE_S)
     rig.close()
     calls = model.layers * -(-model.tokens // model.chunk)
     alone = median(took for _, took in rows["alone"])
     for name, row in rows.items():
         hooks, took = median(hooks for hooks, _ in row), median(took for _, took in row)
-        each = f"{hooks / calls * 1e6:.0f} us of the host in the hook of a layer"
-        print(f"a prompt {name:12} {took * 1e3:6.1f} ms, {took / alone:.3f} of alone; {each}")
+        text = f"{hooks / calls * 1e6:.0f} us of the host in the hook of a layer"
+        print(f"a prompt {name:12} {took * 1e3:6.1f} ms, {took / alone:.3f} of alone; {text}")
 
 
 def main() -> int:

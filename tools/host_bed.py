@@ -126,8 +126,8 @@ def missing() -> str:
         with Bed(1) as bed:
             bed.slow(bed.hosts[0], 1e9)
     except (subprocess.CalledProcessError, OSError) as error:
-        said = getattr(error, "stderr", "") or str(error)
-        return f"needs network namespaces ({' '.join(said.split())[:120]})"
+        text = getattr(error, "stderr", "") or str(error)
+        return f"needs network namespaces ({' '.join(text.split())[:120]})"
     return ""
 
 
@@ -137,7 +137,7 @@ def _network() -> str:
     taken = [ipaddress.ip_interface(word).network for word in shown if "/" in word and word[0].isdigit()]
     for _ in range(NETWORKS):
         net = f"10.193.{secrets.randbelow(NETWORKS)}"
-        if not any(each.overlaps(ipaddress.ip_network(f"{net}.0/24")) for each in taken):
+        if not any(item.overlaps(ipaddress.ip_network(f"{net}.0/24")) for item in taken):
             return net
     raise OSError("all networks that a bed may take are in use")
 

@@ -32,8 +32,8 @@ class Gateway:
         self.url = self.admin = ""
 
     def hear(self) -> None:
-        said = self.process.hear()
-        self.url, self.admin = said["url"], said["admin"]
+        text = self.process.hear()
+        self.url, self.admin = text["url"], text["admin"]
 
 
 class HostsFleet(LiveFleet):
@@ -61,7 +61,7 @@ class HostsFleet(LiveFleet):
         self.gateways: list[Gateway] = []
         self._takeover = takeover
         self._odd = dict(odd or {})
-        self.authority = make_certificates(self.folder, [each.address for each in bed.hosts])
+        self.authority = make_certificates(self.folder, [host.address for host in bed.hosts])
         self.engine_key = ENGINE_KEY
         self.tls: ssl.SSLContext = ssl.create_default_context(cafile=str(self.authority))
         (self.folder / "engine.key").write_text(ENGINE_KEY)
@@ -121,8 +121,8 @@ class HostsFleet(LiveFleet):
         for place in range(len(self._gateway_hosts)):
             self.gateways.append(self.gateway_process(place))
             self.gateways[-1].process.start()
-        for each in self.gateways:
-            each.hear()
+        for gateway in self.gateways:
+            gateway.hear()
         self.url, self.admin = self.gateways[0].url, self.gateways[0].admin
         self.until(
             lambda: all(self.serving(place) == len(self.engines) for place in range(len(self.gateways)))
@@ -145,12 +145,12 @@ class HostsFleet(LiveFleet):
 
     @property
     def urls(self) -> list[str]:
-        return [each.url for each in self.gateways]
+        return [gateway.url for gateway in self.gateways]
 
     def succeed(self, place: int = 0) -> Process:
         """Start a gateway in the place of another; returns the one before, which ends by itself."""
         before = self.gateways[place]
-        ports = (int(each.rsplit(":", 1)[1]) for each in (before.url, before.admin))
+        ports = (int(item.rsplit(":", 1)[1]) for item in (before.url, before.admin))
         self.gateways[place] = self.gateway_process(place, *ports)
         self.gateways[place].process.start()
         self.gateways[place].hear()
@@ -177,17 +177,17 @@ class HostsFleet(LiveFleet):
     def serving(self, gateway: int = 0) -> int:
         """Engines that a gateway has and may send to."""
         replicas = self.ask(gateway, "/snapshot")["replicas"]
-        return sum(each["state"] == "ready" and each["url"] is not None for each in replicas)
+        return sum(replica["state"] == "ready" and replica["url"] is not None for replica in replicas)
 
     def until(self, holds: Callable[[], bool], within_s: float = 60.0) -> None:
         until_s = time.monotonic() + within_s
         while not holds():
             if time.monotonic() > until_s:
-                tails = [each.process.log.read_text()[-1500:] for each in self.gateways]
+                tails = [gateway.process.log.read_text()[-1500:] for gateway in self.gateways]
                 raise RuntimeError(f"it did not come to that within {within_s:g} s: {tails}")
             time.sleep(0.1)
 
     def close(self) -> None:
-        for each in self.gateways:
-            each.process.end()
+        for gateway in self.gateways:
+            gateway.process.end()
         super().close()

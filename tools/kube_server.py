@@ -72,18 +72,18 @@ class Kube:
 
     # Objects.
 
-    def put(self, kind: str, happened: str, found: Json) -> Json:
+    def put(self, kind: str, happened: str, result: Json) -> Json:
         """With the lock held."""
         self.version += 1
-        found["metadata"]["resourceVersion"] = str(self.version)
-        name = found["metadata"]["name"]
+        result["metadata"]["resourceVersion"] = str(self.version)
+        name = result["metadata"]["name"]
         if happened == "DELETED":
             self.objects[kind].pop(name, None)
         else:
-            self.objects[kind][name] = found
-        self.events.append((self.version, kind, happened, json.loads(json.dumps(found))))
+            self.objects[kind][name] = result
+        self.events.append((self.version, kind, happened, json.loads(json.dumps(result))))
         self.changed.notify_all()
-        return found
+        return result
 
     def add_node(self, name: str, gpu: str, gpus: int, region: str) -> None:
         labels = {
@@ -140,7 +140,7 @@ class Kube:
             if name in self.objects[kind]:
                 raise Refusal(409, "AlreadyExists", f"{kind} {name!r} already exists")
             if kind == "pods":
-                secret = next(each["secret"] for each in body["spec"]["volumes"] if "secret" in each)
+                secret = next(item["secret"] for item in body["spec"]["volumes"] if "secret" in item)
                 assert secret["secretName"] in self.objects["secrets"], (
                     "a pod without its secret never starts"
                 )
@@ -149,20 +149,20 @@ class Kube:
 
     def delete(self, kind: str, name: str, grace_s: float | None) -> Json:
         with self.changed:
-            found = self.objects[kind].get(name)
-            if found is None:
+            result = self.objects[kind].get(name)
+            if result is None:
                 raise Refusal(404, "NotFound", f"{kind} {name!r} not found")
-            if kind == "pods" and grace_s != 0 and found["spec"].get("nodeName"):
-                found["metadata"].setdefault("deletionTimestamp", "2026-01-01T00:00:00Z")
+            if kind == "pods" and grace_s != 0 and result["spec"].get("nodeName"):
+                result["metadata"].setdefault("deletionTimestamp", "2026-01-01T00:00:00Z")
                 process = self.processes.get(name)
                 if process is not None:
                     process.send_signal(signal.SIGTERM)
-                return self.put(kind, "MODIFIED", found)
+                return self.put(kind, "MODIFIED", result)
             process = self.processes.pop(name, None)
             if process is not None:
                 process.kill()
                 process.wait()
-            return self.put(kind, "DELETED", found)
+            return self.put(kind, "DELETED", result)
 
     # Scheduler and kubelet.
 
@@ -213,7 +213,7 @@ class Kube:
             labels = node["metadata"]["labels"]
             fits = all(labels.get(key) == value for key, value in wanted.items())
             allowed = all(labels[rule["key"]] not in rule["values"] for rule in rules)
-            used = sum(_gpus(each) for each in self._on(name))
+            used = sum(_gpus(item) for item in self._on(name))
             room = int(node["status"]["allocatable"][GPUS]) - used >= _gpus(pod)
             if fits and allowed and room and not node["spec"].get("unschedulable"):
                 return name
@@ -238,7 +238,7 @@ class Kube:
 
     def _files(self, pod: Json) -> Path:
         """What is in /etc/potluck of a pod."""
-        named = next(each["secret"]["secretName"] for each in pod["spec"]["volumes"] if "secret" in each)
+        named = next(item["secret"]["secretName"] for item in pod["spec"]["volumes"] if "secret" in item)
         folder = self.folder / named
         folder.mkdir(exist_ok=True)
         for name, text in self.objects["secrets"][named]["data"].items():
@@ -266,7 +266,7 @@ def _probed(pod: Json, ip: str) -> bool:
     """Whether it is ready, as its probe asks: over HTTP, or by a connection."""
     (container,) = pod["spec"]["containers"]
     (name, about), *_ = container["readinessProbe"].items()
-    ports = {each["name"]: each["containerPort"] for each in container["ports"]}
+    ports = {item["name"]: item["containerPort"] for item in container["ports"]}
     if name == "httpGet":
         return healthy(f"http://{ip}:{ports[about['port']]}", 0.2)
     try:
@@ -307,12 +307,12 @@ def _handler(kube: Kube) -> type[BaseHTTPRequestHandler]:
                 self._say(refusal.code, body)
 
         def _answer(self, path: str, query: dict[str, str]) -> None:
-            found = re.fullmatch(
+            outcome = re.fullmatch(
                 r"/api/v1(?:/namespaces/[^/]+)?/(pods|nodes|secrets)(?:/([^/]+))?(/log)?", path
             )
-            if found is None:
+            if outcome is None:
                 raise Refusal(404, "NotFound", f"the server could not find {path}")
-            kind, name, log = found.groups()
+            kind, name, log = outcome.groups()
             if log:
                 self._write(200, (kube.folder / f"{name}.log").read_bytes(), "text/plain")
             elif self.command == "POST":
@@ -325,7 +325,7 @@ def _handler(kube: Kube) -> type[BaseHTTPRequestHandler]:
                 self._watch(kind, query)
             else:
                 with kube.changed:
-                    items = [each for each in kube.objects[kind].values() if _matches(each, query)]
+                    items = [item for item in kube.objects[kind].values() if _matches(item, query)]
                     self._say(200, {"metadata": {"resourceVersion": str(kube.version)}, "items": items})
 
         def _watch(self, kind: str, query: dict[str, str]) -> None:
@@ -338,13 +338,13 @@ def _handler(kube: Kube) -> type[BaseHTTPRequestHandler]:
                         gone = {"kind": "Status", "code": 410, "reason": "Expired"}
                         self.wfile.write(json.dumps({"type": "ERROR", "object": gone}).encode() + b"\n")
                         return
-                    news = [each for each in kube.events if each[0] > after]
+                    news = [event for event in kube.events if event[0] > after]
                     if not news:
                         kube.changed.wait(0.5)
-                for version, which, happened, found in news:
+                for version, which, happened, result in news:
                     after = version
-                    if which == kind and _matches(found, query):
-                        self.wfile.write(json.dumps({"type": happened, "object": found}).encode() + b"\n")
+                    if which == kind and _matches(result, query):
+                        self.wfile.write(json.dumps({"type": happened, "object": result}).encode() + b"\n")
                 self.wfile.flush()
 
         def _say(self, code: int, body: Json) -> None:

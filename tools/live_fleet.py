@@ -192,8 +192,8 @@ class LiveFleet:
     def _start_gateway(self) -> None:
         self.gateway = self._gateway_process()
         self.gateway.start()
-        said = self.gateway.hear()
-        self.url, self.admin = said["url"], said["admin"]
+        text = self.gateway.hear()
+        self.url, self.admin = text["url"], text["admin"]
         self.wait_ready()
 
     def wait_ready(self, within_s: float = START_S) -> None:

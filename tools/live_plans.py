@@ -78,7 +78,7 @@ def write_plans(
     plan = Plan(
         "by hand",
         tuple(templates),
-        tuple(Deployment(each.name, unit[2], 1) for each, unit in zip(templates, units, strict=True)),
+        tuple(Deployment(template.name, unit[2], 1) for template, unit in zip(templates, units, strict=True)),
         (LengthBucket(MODEL, 0, 100_000, 1.0),),
         tuple(shares),
         tuple(PlannedFlow(MODEL, 0, source, target, 1.0, codec) for source, target in flows),

@@ -47,8 +47,8 @@ def app(behind: str) -> web.Application:
     async def pass_on(request: web.Request) -> web.Response:
         body = await request.read()
         async with session.request(request.method, behind + request.path_qs, data=body) as answer:
-            said = await answer.read()
-            return web.Response(status=answer.status, body=said, content_type=answer.content_type)
+            received = await answer.read()
+            return web.Response(status=answer.status, body=received, content_type=answer.content_type)
 
     made = web.Application(client_max_size=MOST_BYTES)
     session: ClientSession

@@ -75,12 +75,12 @@ def large_fleet(replicas: int = 200) -> tuple[Plan, tuple[Region, ...], tuple[Li
         template("1xL4", "homogeneous", [("mixed", "1xL4")]),
     )
     names = ("east", "north", "south", "west")
-    each = replicas // len(names)
+    item = replicas // len(names)
     held, regions = [], []
     for name in names:
-        held += [Deployment(kinds[0].name, name, each // 4), Deployment(kinds[1].name, name, each // 4)]
-        held.append(Deployment(kinds[2].name, name, each - 3 * (each // 4)))
-        regions.append(_region(name, dict.fromkeys(PRICE, each)))
+        held += [Deployment(kinds[0].name, name, item // 4), Deployment(kinds[1].name, name, item // 4)]
+        held.append(Deployment(kinds[2].name, name, item - 3 * (item // 4)))
+        regions.append(_region(name, dict.fromkeys(PRICE, item)))
     links = tuple(Link(one, other, 25.0, 0.03) for one in names for other in names if one != other)
     return _plan(kinds, tuple(held), 200.0), tuple(regions), links
 
@@ -90,17 +90,17 @@ def _region(name: str, available: dict[str, int]) -> Region:
 
 
 def _plan(kinds: tuple[Template, ...], held: tuple[Deployment, ...], rate: float) -> Plan:
-    copies = sum(each.count for each in held)
+    copies = sum(item.count for item in held)
     shares = tuple(
-        PlannedShare(each.template, each.region, bucket, "closed", rate * part * each.count / copies)
-        for each in held
+        PlannedShare(item.template, item.region, bucket, "closed", rate * part * item.count / copies)
+        for item in held
         for bucket, part in ((0, 0.7), (1, 0.3))
     )
     cost = sum(
-        each.count * sum(one.count * PRICE[one.node] for one in kind.nodes)
-        for each in held
+        item.count * sum(one.count * PRICE[one.node] for one in kind.nodes)
+        for item in held
         for kind in kinds
-        if kind.name == each.template
+        if kind.name == item.template
     )
     return Plan(
         "auto",

@@ -146,7 +146,7 @@ class Stage:
         self.core.brain_loop.tell(ReplicaLost(replica, "its process ended"))
         for staged in list(self.open_requests.values()):
             run = staged.run
-            if run is not None and any(each.replica == replica for each in run.route.segments):
+            if run is not None and any(segment.replica == replica for segment in run.route.segments):
                 self._stop(staged)
                 self.line.tell(
                     AttemptFailed(staged.request.id, run.attempt, "replica", replica, staged.streamed)

@@ -43,7 +43,7 @@ def answer(curl: str) -> str:
     done = subprocess.run(["sh", "-c", curl], capture_output=True, text=True, timeout=120)
     pieces = [json.loads(line[6:]) for line in done.stdout.splitlines() if line.startswith("data: {")]
     return "".join(
-        str(each["choices"][0]["delta"].get("content") or "") for each in pieces if each["choices"]
+        str(piece["choices"][0]["delta"].get("content") or "") for piece in pieces if piece["choices"]
     )
 
 
@@ -57,14 +57,14 @@ def run(state: str) -> list[tuple[str, list[str]]]:
         lines = printed(process)
         watchdog.cancel()
         at = next(place for place, line in enumerate(lines) if "curl" in line)
-        said = answer("\n".join(lines[at:]))
+        message = answer("\n".join(lines[at:]))
         load = subprocess.Popen([*POTLUCK, "bench", *LOAD], stdout=subprocess.DEVNULL)
         top = [*POTLUCK, "top", "--once", "--every", "8", "--state", state]
         seen = subprocess.run(top, capture_output=True, text=True, timeout=120).stdout
         load.wait(120)
         return [
             ("make up", lines),
-            ("curl -N ...   # the line above; its stream, put together", [said]),
+            ("curl -N ...   # the line above; its stream, put together", [message]),
             ("potluck top", seen.splitlines()),
         ]
     finally:

@@ -31,7 +31,7 @@ class RandomCuts:
         return getattr(self._brain, name)
 
     def on(self, at_s: float, event: Event) -> list[Action]:
-        return [self._cut(each) if isinstance(each, Run) else each for each in self._brain.on(at_s, event)]
+        return [self._cut(item) if isinstance(item, Run) else item for item in self._brain.on(at_s, event)]
 
     def _cut(self, run: Run) -> Run:
         segments = run.route.segments

@@ -185,21 +185,21 @@ class ReferenceModel(nn.Module):
         rate = torch.sigmoid(self._project(x, name + "in_proj_b", heads))
         pace = self._project(x, name + "in_proj_a", heads) + self._take(name + "dt_bias", heads)
         decay = torch.exp(-self._take(name + "A_log", heads).exp() * F.softplus(pace))
-        found = self._recur(query, key, value, decay, rate)
+        recur = self._recur(query, key, value, decay, rate)
         gate = self._project(x, name + "in_proj_z", heads * dim)
-        out = F.rms_norm(found, (dim,), self._take(name + "norm.weight", dim), self.config.norm_eps)
+        out = F.rms_norm(recur, (dim,), self._take(name + "norm.weight", dim), self.config.norm_eps)
         return self._project(out.reshape(batch, length, -1) * F.silu(gate), name + "out_proj", hidden)
 
     def _recur(self, query: Tensor, key: Tensor, value: Tensor, decay: Tensor, rate: Tensor) -> Tensor:
         """The gated delta rule, token by token; `decay` and `rate` are [batch, length, heads]."""
         batch, length, heads, dim = value.shape
-        state, found = value.new_zeros(batch, heads, key.shape[-1], dim), []
+        state, result = value.new_zeros(batch, heads, key.shape[-1], dim), []
         for t in range(length):
             state = state * decay[:, t, :, None, None]
             error = value[:, t] - torch.einsum("bhkv,bhk->bhv", state, key[:, t])
             state = state + torch.einsum("bhk,bhv->bhkv", key[:, t], error * rate[:, t, :, None])
-            found.append(torch.einsum("bhkv,bhk->bhv", state, query[:, t]))
-        return torch.stack(found, 1)
+            result.append(torch.einsum("bhkv,bhk->bhv", state, query[:, t]))
+        return torch.stack(result, 1)
 
     def _attend(self, query: Tensor, key: Tensor, value: Tensor, scale: float, window: int | None) -> Tensor:
         return _attention(query, key, value, scale, window)

@@ -20,14 +20,14 @@ FOLDER = "POTLUCK_TEXT"
 
 
 def passages(folder: Path) -> list[str]:
-    found = []
+    result = []
     for path in sorted(folder.rglob("*.txt")):
         if path.parent.name == "data":
             text = " ".join(path.read_text("utf-8", errors="replace").split())
-            found += [text[at : at + PASSAGE_CHARACTERS] for at in range(0, len(text), PASSAGE_CHARACTERS)]
-    if not found:
+            result += [text[at : at + PASSAGE_CHARACTERS] for at in range(0, len(text), PASSAGE_CHARACTERS)]
+    if not result:
         raise SystemExit(f"no data/*.txt under {folder}")
-    return found
+    return result
 
 
 def unseen() -> tuple[str, list[str]]:

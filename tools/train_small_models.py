@@ -43,7 +43,7 @@ class Trainee(ReferenceModel):
     def _attend(self, query: Tensor, key: Tensor, value: Tensor, scale: float, window: int | None) -> Tensor:
         places = torch.arange(query.shape[1], device=query.device)
         seen = None if window is None else (places[:, None] - places < window) & (places[:, None] >= places)
-        parts = (each.transpose(1, 2).to(value.dtype) for each in (query, key, value))
+        parts = (item.transpose(1, 2).to(value.dtype) for item in (query, key, value))
         out = F.scaled_dot_product_attention(*parts, attn_mask=seen, is_causal=seen is None, scale=scale)
         return out.transpose(1, 2)
 
@@ -57,8 +57,8 @@ class Trainee(ReferenceModel):
         if query.shape[1] % CHUNK:
             return super()._recur(query, key, value, decay, rate)
         with torch.autocast(query.device.type, enabled=False):
-            heads_first = (each.float().transpose(1, 2) for each in (query, key, value))
-            q, k, v = (each.unflatten(2, (-1, CHUNK)) for each in heads_first)
+            heads_first = (item.float().transpose(1, 2) for item in (query, key, value))
+            q, k, v = (item.unflatten(2, (-1, CHUNK)) for item in heads_first)
             logs = decay.float().clamp(min=1e-12).log().transpose(1, 2).unflatten(2, (-1, CHUNK)).cumsum(-1)
             b = rate.float().transpose(1, 2).unflatten(2, (-1, CHUNK))[..., None]
             below = torch.ones(CHUNK, CHUNK, device=q.device).tril(-1)
@@ -70,14 +70,14 @@ class Trainee(ReferenceModel):
             )
             dim = v.shape[-1]
             inner = (q @ k.mT) * fade * (below + below.new_ones(CHUNK).diag())
-            state, found = v.new_zeros(*v.shape[:2], k.shape[-1], dim), []
+            state, result = v.new_zeros(*v.shape[:2], k.shape[-1], dim), []
             for c in range(q.shape[2]):
                 added = known[:, :, c, :, :dim] - known[:, :, c, :, dim:] @ state
                 grown = logs[:, :, c, :, None].exp()
-                found.append((q[:, :, c] * grown) @ state + inner[:, :, c] @ added)
+                result.append((q[:, :, c] * grown) @ state + inner[:, :, c] @ added)
                 last = logs[:, :, c, -1:, None]
                 state = last.exp() * state + (k[:, :, c] * (last - logs[:, :, c, :, None]).exp()).mT @ added
-        return torch.stack(found, 2).flatten(2, 3).transpose(1, 2).to(value.dtype)
+        return torch.stack(result, 2).flatten(2, 3).transpose(1, 2).to(value.dtype)
 
 
 def words() -> Model:
@@ -115,7 +115,7 @@ def tokenizer(texts: list[str]) -> Tokenizer:
 
 def stream(made: Tokenizer, texts: list[str]) -> Tensor:
     end = made.token_to_id(END)
-    ids = [token for each in made.encode_batch(texts) for token in [*each.ids, end]]
+    ids = [token for item in made.encode_batch(texts) for token in [*item.ids, end]]
     return torch.tensor(ids)
 
 
@@ -141,8 +141,8 @@ def train(
     device = args.device
     torch.manual_seed(args.seed)
     model = Trainee(config, FreshWeights(args.seed)).to(device)
-    flat = [each for each in model.parameters() if each.dim() < 2]
-    matrices = [each for each in model.parameters() if each.dim() >= 2]
+    flat = [entry for entry in model.parameters() if entry.dim() < 2]
+    matrices = [entry for entry in model.parameters() if entry.dim() >= 2]
     groups = [{"params": matrices, "weight_decay": 0.1}, {"params": flat, "weight_decay": 0.0}]
     optimiser = torch.optim.AdamW(groups, lr=args.rate, betas=(0.9, 0.95), fused=device != "cpu")
     generator = torch.Generator().manual_seed(args.seed)
@@ -206,7 +206,7 @@ def write(
     out: Path, config: EngineModelConfig, model: ReferenceModel, made: Tokenizer, report: dict[str, Any]
 ) -> None:
     out.mkdir(parents=True, exist_ok=True)
-    weights = {name: each.to(torch.bfloat16).contiguous().cpu() for name, each in model.tensors().items()}
+    weights = {name: tensor.to(torch.bfloat16).contiguous().cpu() for name, tensor in model.tensors().items()}
     save_file(weights, out / "model.safetensors", metadata={"format": "pt"})
     made.save(str(out / "tokenizer.json"))
     if config.model.name == "words":
@@ -240,7 +240,7 @@ def main() -> None:
     config = EngineModelConfig(model, rope=RopeConfig(theta=10_000.0), dtype="bfloat16", eos_tokens=(end,))
     trained, log = train(config, data, args)
     report = {
-        "parameters": sum(each.numel() for each in trained.parameters()),
+        "parameters": sum(parameter.numel() for parameter in trained.parameters()),
         "train_tokens": len(data["train"]),
         "held_out_tokens": len(data["held_out"]),
         "held_out_loss": min(held for _, _, held in log),

@@ -96,8 +96,8 @@ class Seen:
 
     def ready(self, **wanted: str) -> int:
         return sum(
-            each["state"] == "ready" and all(each[name] == value for name, value in wanted.items())
-            for each in self.replicas
+            replica["state"] == "ready" and all(replica[name] == value for name, value in wanted.items())
+            for replica in self.replicas
         )
 
 
@@ -143,8 +143,8 @@ class Rig:
             threading.Thread(target=self._watch, daemon=True),
             threading.Thread(target=self._listen, daemon=True),
         ]
-        for each in threads:
-            each.start()
+        for thread in threads:
+            thread.start()
         try:
             yield
             threads[0].join()
@@ -155,11 +155,11 @@ class Rig:
     def _watch(self) -> None:
         while not self._over.wait(LOOK_S):
             try:
-                found = self.client.snapshot()
+                result = self.client.snapshot()
             except PotluckError:
                 continue
-            usd = sum(each["usd_per_h"] for each in found["models"].values())
-            self.looks.append(Seen(self.now_s, found["replicas"], usd))
+            usd = sum(item["usd_per_h"] for item in result["models"].values())
+            self.looks.append(Seen(self.now_s, result["replicas"], usd))
 
     def _listen(self) -> None:
         try:
@@ -180,21 +180,21 @@ class Rig:
         """When a look first shows something; None when none does in time."""
         begun, until_s = len(self.looks), self.now_s + within_s
         while self.now_s < until_s:
-            for each in self.looks[begun:]:
-                if what(each):
-                    return each.at_s
+            for look in self.looks[begun:]:
+                if what(look):
+                    return look.at_s
             time.sleep(LOOK_S / 2)
         return None
 
     # What was seen.
 
     def notes(self, *kinds: str) -> list[RecordedEvent]:
-        return [each for each in self.store.happenings(most=10_000) if each.kind in kinds]
+        return [happening for happening in self.store.happenings(most=10_000) if happening.kind in kinds]
 
     def note_s(self, kind: str, after_s: float, part: str = "") -> float | None:
         """When the controller first noted something after a moment."""
-        times = [each.at_s - self.zero_s for each in self.notes(kind) if part in f"{each.what} {each.why}"]
-        return min((each for each in times if each >= after_s), default=None)
+        times = [note.at_s - self.zero_s for note in self.notes(kind) if part in f"{note.what} {note.why}"]
+        return min((item for item in times if item >= after_s), default=None)
 
     def news_s(self, part: str, after_s: float) -> float | None:
         """When the gateway first said something after a moment."""

@@ -104,18 +104,18 @@ def slow(folder: Path, seed: int, say: Say, happens_s: float = 20.0, lasts_s: fl
     with service(folder, [write_plan(plan_as("melange", spec), spec), spec], {}) as rig:
         with rig.loaded([Phase(lasts_s, 4.5, PROMPT, OUTPUT)], seed):
             rig.sleep_until(happens_s)
-            victim = next(each for each in rig.looks[-1].replicas if each["state"] == "ready")
+            victim = next(replica for replica in rig.looks[-1].replicas if replica["state"] == "ready")
             post(f"{victim['url']}/pace", {"pace": 3})
             happens_s = rig.now_s
             say(f"{victim['replica']} is slow from {happens_s:.1f} s on")
         name = victim["replica"]
 
         def pace(look: Seen) -> float:
-            return next((each["pace"] for each in look.replicas if each["replica"] == name), 1.0)
+            return next((replica["pace"] for replica in look.replicas if replica["replica"] == name), 1.0)
 
         figures = told(rig, happens_s, happens_s + 10.0)
         figures["noticed_s"] = after(rig.note_s("brain", happens_s, "times as long as planned"), happens_s)
-        figures["pace_seen"] = max((pace(each) for each in rig.looks if each.at_s > happens_s), default=1.0)
+        figures["pace_seen"] = max((pace(item) for item in rig.looks if item.at_s > happens_s), default=1.0)
         report(rig, say)
         return figures
 
@@ -162,12 +162,12 @@ def surge(folder: Path, seed: int, say: Say) -> Figures:
         ]
         with rig.loaded(phases, seed):
             pass
-        most = max(each.ready() for each in rig.looks)
+        most = max(look.ready() for look in rig.looks)
         at_first, at_last = rig.looks[0].ready(), rig.looks[-1].ready()
         out_s = next(
-            (each.at_s for each in rig.looks if each.at_s > up_s and each.ready() > at_first), NEVER_S
+            (look.at_s for look in rig.looks if look.at_s > up_s and look.ready() > at_first), NEVER_S
         )
-        in_s = next((each.at_s for each in rig.looks if each.at_s > down_s and each.ready() < most), NEVER_S)
+        in_s = next((look.at_s for look in rig.looks if look.at_s > down_s and look.ready() < most), NEVER_S)
         recovered = rig.recovered_s(SLO, up_s, 0.9)
         settled_s = up_s + (NEVER_S if recovered is None else recovered)
         report(rig, say)
@@ -199,13 +199,13 @@ def shift(folder: Path, seed: int, say: Say) -> Figures:
         with rig.loaded(phases, seed):
             pass
         flips = [at_s for at_s, what, _ in rig.news if " becomes " in what]
-        roles = [each["role"] for each in rig.looks[-1].replicas]
+        roles = [replica["role"] for replica in rig.looks[-1].replicas]
         recovered = rig.recovered_s(slo, happens_s, 0.9)
         settled_s = happens_s + (NEVER_S if recovered is None else recovered)
         report(rig, say)
         return {
             **told(rig, happens_s, min(settled_s, lasts_s), slo),
-            "first_flip_s": min((each for each in flips if each > happens_s), default=NEVER_S) - happens_s,
+            "first_flip_s": min((flip for flip in flips if flip > happens_s), default=NEVER_S) - happens_s,
             "flips": len(flips),
             "prefill_after": roles.count("prefill"),
             "recovered_s": settled_s - happens_s,
@@ -231,7 +231,7 @@ def cheaper(folder: Path, seed: int, say: Say) -> Figures:
             happens_s = rig.now_s
 
             def moved(look: Seen) -> bool:
-                return bool(look.replicas) and all("A10" in each["template"] for each in look.replicas)
+                return bool(look.replicas) and all("A10" in replica["template"] for replica in look.replicas)
 
             moved_s = rig.wait_for(moved, 50.0)
         settled_s = moved_s or lasts_s
@@ -260,7 +260,7 @@ def spot(folder: Path, seed: int, say: Say) -> Figures:
             happens_s = rig.now_s
 
             def left(look: Seen) -> bool:
-                return all(each["replica"] != victim.replica for each in look.replicas)
+                return all(item["replica"] != victim.replica for item in look.replicas)
 
             emptied_s = rig.wait_for(left, 2 * notice_s)
             rig.sleep_until(happens_s + notice_s)
@@ -283,7 +283,7 @@ def sleep(folder: Path, seed: int, say: Say) -> Figures:
         phases = [Phase(quiet_s, 1.5, PROMPT, OUTPUT), Phase(again_s - quiet_s, 0.0, 1, 1)]
         with rig.loaded([*phases, Phase(15.0, 1.5, PROMPT, OUTPUT)], seed):
             pass
-        asleep = [each.at_s for each in rig.looks if each.at_s > quiet_s and not each.replicas]
+        asleep = [look.at_s for look in rig.looks if look.at_s > quiet_s and not look.replicas]
         first = min((shot for shot in rig.shots if shot.at_s >= again_s), key=lambda shot: shot.at_s)
         report(rig, say)
         return {
@@ -296,9 +296,11 @@ def sleep(folder: Path, seed: int, say: Say) -> Figures:
 
 def report(rig: Rig, say: Say) -> None:
     """What was done and said, for whoever reads along."""
-    for each in sorted(rig.store.happenings(most=1000), key=lambda each: each.at_s):
-        if each.at_s - rig.zero_s > -5.0:
-            say(f"  {each.at_s - rig.zero_s:7.2f}  {each.kind:8} {each.what}  ({each.why})")
+    for happening in sorted(rig.store.happenings(most=1000), key=lambda each: each.at_s):
+        if happening.at_s - rig.zero_s > -5.0:
+            say(
+                f"  {happening.at_s - rig.zero_s:7.2f}  {happening.kind:8} {happening.what}  ({happening.why})"
+            )
     for line in rig.problems():
         say(f"  lost: {line}")
 
@@ -308,7 +310,7 @@ def after(at_s: float | None, happens_s: float) -> float:
 
 
 def _instance(rig: Rig) -> EngineInstance:
-    return next(each for each in rig.store.instances() if each.state == "up" and each.replica)
+    return next(instance for instance in rig.store.instances() if instance.state == "up" and instance.replica)
 
 
 def post(url: str, body: object) -> None:
@@ -324,7 +326,7 @@ def restarts(folder: Path, seed: int, say: Say) -> Figures:
     """The controller is killed twenty times while copies are asked for and taken back; the gateway serves on."""
     spec = write_spec(folder, 3.0, "{node: 1xL4, available: 8}")
     plan = plan_as("melange", spec)
-    (template,) = (each.template for each in plan.deployments)
+    (template,) = (deployment.template for deployment in plan.deployments)
     chance = random.Random(seed)
     files = [write_plan(plan, spec), spec]
     with service(folder, files, {}) as rig:
@@ -350,7 +352,7 @@ def restarts(folder: Path, seed: int, say: Say) -> Figures:
                 return look.ready() == len(look.replicas) == 2 and len(rig.engines()) == 2
 
             done_s = rig.wait_for(settled, 60.0)
-            known = {each.name for each in rig.store.instances()}
+            known = {instance.name for instance in rig.store.instances()}
             orphans = [name for _, name in rig.engines() if name not in known]
             twice.end()
         report(rig, say)
@@ -377,7 +379,11 @@ class Twice(threading.Thread):
         store = StateStore(self._path)
         while not self._over.wait(0.2):
             lives = {name for _, name in self._rig.engines()}
-            there = [each.replica for each in store.instances() if each.replica and each.name in lives]
+            there = [
+                instance.replica
+                for instance in store.instances()
+                if instance.replica and instance.name in lives
+            ]
             self.seen += len(there) - len(set(there))
         store.close()
 
@@ -429,8 +435,8 @@ def ahead(folder: Path, seed: int, say: Say) -> Figures:
         with rig.loaded(phases, seed):
             pass
         copies = rig.looks[0].ready()
-        more_s = next((each.at_s for each in rig.looks if each.ready() > copies), NEVER_S)
-        at_rise = [each for each in rig.looks if each.at_s <= rise_s]
+        more_s = next((look.at_s for look in rig.looks if look.ready() > copies), NEVER_S)
+        at_rise = [look for look in rig.looks if look.at_s <= rise_s]
         report(rig, say)
         return {
             **told(rig, rise_s, rise_s + 20.0),
@@ -465,7 +471,7 @@ def prfaas(folder: Path, seed: int, say: Say) -> Figures:
         phases = [Phase(happens_s, 6.5, 1500, 60), Phase(lasts_s - happens_s, 6.5, 400, 170)]
         with rig.loaded(phases, seed):
             pass
-        sides = [sum(each["role"] == "prefill" for each in look.replicas) for look in rig.looks]
+        sides = [sum(replica["role"] == "prefill" for replica in look.replicas) for look in rig.looks]
         flips = [at_s for at_s, what, _ in rig.news if " becomes " in what and at_s > happens_s]
         report(rig, say)
         return {
@@ -489,15 +495,15 @@ def advise(folder: Path, seed: int, say: Say) -> Figures:
         phases = [Phase(up_s, base, PROMPT, OUTPUT), Phase(end_s - up_s, 3 * base, PROMPT, OUTPUT)]
         with rig.loaded(phases, seed):
             pass
-        said = [each.at_s - rig.zero_s for each in rig.notes("brain", "advice") if _advises(each)]
-        begun = [each for each in rig.notes("start", "stop") if each.at_s > rig.zero_s]
+        text = [note.at_s - rig.zero_s for note in rig.notes("brain", "advice") if _advises(note)]
+        begun = [note for note in rig.notes("start", "stop") if note.at_s > rig.zero_s]
         newest = rig.store.plan()
         report(rig, say)
         return {
             **told(rig, up_s, end_s, SLO),
-            "advice": len(said),
-            "first_advice_s": min((each for each in said if each > up_s), default=NEVER_S) - up_s,
-            "changed": len(begun) + len({each.ready() for each in rig.looks}) - 1,
+            "advice": len(text),
+            "first_advice_s": min((item for item in text if item > up_s), default=NEVER_S) - up_s,
+            "changed": len(begun) + len({look.ready() for look in rig.looks}) - 1,
             "plans": 0 if newest is None else newest.version,
         }
 

@@ -94,8 +94,8 @@ class Soak:
             return (
                 "answered" if text.endswith("data: [DONE]\n\n") and '"error"' not in text else "wrong: stream"
             )
-        found = json.loads(text)
-        ends = [choice["finish_reason"] for choice in found["choices"]]
+        document = json.loads(text)
+        ends = [choice["finish_reason"] for choice in document["choices"]]
         return (
             "answered" if set(ends) <= {"stop", "length"} and len(ends) == body.get("n", 1) else "wrong: end"
         )
@@ -140,9 +140,9 @@ class Soak:
                 if status == 424
                 else f"wrong: {status} {text[-200:]}"
             )
-        (first, said), (status, text) = await asyncio.gather(sender, self._post("/segments", body))
-        if first != 200 or "handed_on" not in said:
-            return f"wrong: {first} {said[-200:]}"
+        (first, message), (status, text) = await asyncio.gather(sender, self._post("/segments", body))
+        if first != 200 or "handed_on" not in message:
+            return f"wrong: {first} {message[-200:]}"
         return _judged(status, text, output)
 
     async def _wrong(self, chance: random.Random) -> str:

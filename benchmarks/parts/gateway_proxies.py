@@ -55,9 +55,9 @@ def cores_apart() -> list[int]:
 
 def free_ports(count: int) -> list[int]:
     taken = [socket.create_server(("127.0.0.1", 0)) for _ in range(count)]
-    ports = [int(each.getsockname()[1]) for each in taken]
-    for each in taken:
-        each.close()
+    ports = [int(entry.getsockname()[1]) for entry in taken]
+    for item in taken:
+        item.close()
     return ports
 
 
@@ -83,16 +83,16 @@ class Process:
 
     def pids(self) -> list[int]:
         """Its own and its children's."""
-        found, left = [], [self._process.pid]
+        result, left = [], [self._process.pid]
         while left:
             pid = left.pop()
-            found.append(pid)
+            result.append(pid)
             for task in _listed(f"/proc/{pid}/task"):
                 try:
                     left += map(int, Path(f"/proc/{pid}/task/{task}/children").read_text().split())
                 except OSError:
                     continue
-        return found
+        return result
 
     def cpu_s(self) -> float:
         """User and system time so far, exact to the nanosecond where the kernel counts so."""
@@ -174,15 +174,15 @@ def nginx(port: int, engines: Sequence[int], cores: set[int], home: Path) -> Pro
     program = shutil.which("nginx") or shutil.which("nginx", path="/usr/sbin:/usr/local/sbin")
     if program is None:
         return None
-    servers = " ".join(f"server 127.0.0.1:{each};" for each in engines)
+    servers = " ".join(f"server 127.0.0.1:{engine};" for engine in engines)
     (home / "nginx.conf").write_text(NGINX.format(home=home, port=port, servers=servers))
     return Process([program, "-p", str(home), "-c", str(home / "nginx.conf")], cores)
 
 
 def program(name: str) -> Path | None:
     """A router's program, fetched if that can be done."""
-    found = ROUTERS / "bin" / name
-    if not found.exists():
+    result = ROUTERS / "bin" / name
+    if not result.exists():
         if not (ROUTERS / "bin" / "pip").exists():
             subprocess.run([sys.executable, "-m", "venv", str(ROUTERS)], capture_output=True, check=False)
         fetch = [str(ROUTERS / "bin" / "pip"), "install", "-q", "--retries", "1", "--timeout", "10", name]
@@ -190,16 +190,16 @@ def program(name: str) -> Path | None:
             subprocess.run(fetch, capture_output=True, check=False, timeout=300)
         except (OSError, subprocess.TimeoutExpired):
             return None
-    return found if found.exists() else None
+    return result if result.exists() else None
 
 
 def router(name: str, policy: str, port: int, engines: Sequence[int], cores: set[int]) -> Process | None:
-    found = program(name)
-    if found is None:
+    result = program(name)
+    if result is None:
         return None
-    urls = [f"http://127.0.0.1:{each}" for each in engines]
+    urls = [f"http://127.0.0.1:{engine}" for engine in engines]
     port_of_metrics = free_ports(1)[0]
-    command = [str(found), *(["launch"] if name == "sglang-router" else [])]
+    command = [str(result), *(["launch"] if name == "sglang-router" else [])]
     command += ["--host", "127.0.0.1", "--port", str(port), "--worker-urls", *urls, "--policy", policy]
     command += ["--prometheus-port", str(port_of_metrics), "--log-level", "error"]
     return Process(command, cores, {"RUST_LOG": "error"})
@@ -229,7 +229,9 @@ def prepare(home: Path, engines: Sequence[int], key: str) -> None:
     out = str(home / "plan.json")
     command = potluck("plan", str(home / "spec.yaml"), "--strategy", "homo", "--no-explain", "--out", out)
     subprocess.run(command, check=True, capture_output=True)
-    entries = [{"url": f"http://127.0.0.1:{each}", "kind": "openai", "model": "bench"} for each in engines]
+    entries = [
+        {"url": f"http://127.0.0.1:{engine}", "kind": "openai", "model": "bench"} for engine in engines
+    ]
     (home / "engines.yaml").write_text(json.dumps({"engines": entries}))
     digest = hashlib.sha256(key.encode()).hexdigest()
     line = {

@@ -58,7 +58,7 @@ class Relay:
 async def main(port: int, engines: list[int]) -> None:
     allow_open_files()
     calls = ConnectionPool()
-    addresses = itertools.cycle([Address("127.0.0.1", each) for each in engines])
+    addresses = itertools.cycle([Address("127.0.0.1", engine) for engine in engines])
     fields = ((b"content-type", b"application/json"),)
 
     def handle(exchange: Exchange) -> None:
@@ -75,4 +75,4 @@ async def main(port: int, engines: list[int]) -> None:
 
 
 if __name__ == "__main__":
-    uvloop.run(main(int(sys.argv[1]), [int(each) for each in sys.argv[2:]]))
+    uvloop.run(main(int(sys.argv[1]), [int(item) for item in sys.argv[2:]]))

@@ -56,7 +56,7 @@ def run(work: Coroutine[Any, Any, float]) -> float:
 
 class Balancer:
     def __init__(self, fleet: HostsFleet, kind: str) -> None:
-        self._to = [LoadTarget(each.url, False, 120.0, fleet.tls) for each in fleet.gateways]
+        self._to = [LoadTarget(gateway.url, False, 120.0, fleet.tls) for gateway in fleet.gateways]
         self._kind, self._turn, self._chance = kind, 0, random.Random(1)
 
     async def send(self, shot: TimedRequest) -> None:
@@ -85,20 +85,20 @@ async def crowd(fleet: HostsFleet, kind: str, lasts_s: float) -> float:
 async def talks(fleet: HostsFleet, kind: str) -> float:
     """Conversations that grow: the share of what was said before that an engine still held."""
     balancer = Balancer(fleet, kind)
-    found = await asyncio.gather(*(talk(fleet, balancer, place) for place in range(TALKS)))
-    cached, could = map(sum, zip(*found, strict=True))
+    result = await asyncio.gather(*(talk(fleet, balancer, place) for place in range(TALKS)))
+    cached, could = map(sum, zip(*result, strict=True))
     return cached / could
 
 
 async def talk(fleet: HostsFleet, balancer: Balancer, place: int) -> tuple[float, float]:
     chance = random.Random(place)
-    said: list[int] = []
+    text: list[int] = []
     cached = could = 0.0
     for turn in range(TURNS):
-        before = len(said)
-        said = [*said, *(chance.randrange(5, 200) for _ in range(TURN_TOKENS))]
+        before = len(text)
+        text = [*text, *(chance.randrange(5, 200) for _ in range(TURN_TOKENS))]
         shot = TimedRequest(
-            0.0, MODEL, said, 4, key=fleet.key, extra={"stream_options": {"include_usage": True}}
+            0.0, MODEL, text, 4, key=fleet.key, extra={"stream_options": {"include_usage": True}}
         )
         await balancer.send(shot)
         if not shot.ended:

@@ -171,9 +171,9 @@ class Troubles:
     def row(self, place: int) -> dict[str, Any] | None:
         """An engine's replica as the first gateway knows it; None while it sends nothing there."""
         url = self._fleet.engine_list[place]["url"]
-        for each in self._fleet.ask(0, "/snapshot")["replicas"]:
-            if each["url"] == url and each["state"] == "ready" and not each["doubted"]:
-                return dict(each)
+        for item in self._fleet.ask(0, "/snapshot")["replicas"]:
+            if item["url"] == url and item["state"] == "ready" and not item["doubted"]:
+                return dict(item)
         return None
 
     def away(self, place: int) -> bool:

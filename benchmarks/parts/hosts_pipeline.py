@@ -51,22 +51,22 @@ class PipelineFleet(HostsFleet):
         return Process(host.inside(words), self.folder / f"worker-{host.address}.log", self._env)
 
     def _start_engines(self) -> None:
-        for each in self.workers:
-            each.start()
-        for each in self.workers:
-            assert each.popen is not None
-            assert each.popen.stdout is not None
-            each.popen.stdout.readline()
+        for worker in self.workers:
+            worker.start()
+        for item in self.workers:
+            assert item.popen is not None
+            assert item.popen.stdout is not None
+            item.popen.stdout.readline()
         self._upkeep.start()
         super()._start_engines()
 
     def _look_after(self) -> None:
         while not self._enough.wait(0.1):
-            for each in self.workers:
-                if each.popen is not None and each.popen.poll() is not None and not self._enough.is_set():
-                    assert each.popen.stdout is not None
-                    each.popen.stdout.close()
-                    each.start()
+            for worker in self.workers:
+                if worker.popen is not None and worker.popen.poll() is not None and not self._enough.is_set():
+                    assert worker.popen.stdout is not None
+                    worker.popen.stdout.close()
+                    worker.start()
 
     def _engine_process(self, like: str, model: str, name: str) -> Process:
         process = super()._engine_process(like, model, name)
@@ -97,8 +97,8 @@ class PipelineFleet(HostsFleet):
         if self._upkeep.ident is not None:
             self._upkeep.join()
         super().close()
-        for each in self.workers:
-            each.end()
+        for worker in self.workers:
+            worker.end()
 
 
 def pipeline(quick: bool) -> dict[str, float]:
@@ -117,15 +117,15 @@ def pipeline(quick: bool) -> dict[str, float]:
             alone = len(load.shots)
             figures |= killed(fleet, load, requests, "beside")
             shots = load.end()
-            found = wrong(fleet, shots, by=1)
-    for line in found:
+            result = wrong(fleet, shots, by=1)
+    for line in result:
         print(f"wrong: {line}", file=sys.stderr)
     return figures | {
         "pipeline_requests": len(shots),
         "pipeline_requests_alone": alone,
-        "pipeline_wrong": len(found),
-        "pipeline_wait_most_alone_s": max(max(each.longest_gap_s, each.ttft_s) for each in shots[:alone]),
-        "pipeline_wait_most_beside_s": max(max(each.longest_gap_s, each.ttft_s) for each in shots[alone:]),
+        "pipeline_wrong": len(result),
+        "pipeline_wait_most_alone_s": max(max(shot.longest_gap_s, shot.ttft_s) for shot in shots[:alone]),
+        "pipeline_wait_most_beside_s": max(max(shot.longest_gap_s, shot.ttft_s) for shot in shots[alone:]),
     }
 
 

@@ -170,10 +170,10 @@ class Peer:
             one.send(b"!")
             at = 0
             while at < len(view):
-                came = one.recv_into(view[at : at + BLOCK_BYTES], 0, socket.MSG_WAITALL)
-                if not came:
+                recv = one.recv_into(view[at : at + BLOCK_BYTES], 0, socket.MSG_WAITALL)
+                if not recv:
                     raise ConnectionError("the bare sender is gone")
-                at += came
+                at += recv
 
         memory = self._room(asked["bytes"])
         start_s, cpu_s = time.monotonic(), time.process_time()

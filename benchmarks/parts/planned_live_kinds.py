@@ -119,15 +119,15 @@ class Kind:
         return replace(self.before, lasts_s=first_s), replace(self.after, lasts_s=then_s)
 
     def happened(self, news: Iterable[News], cause_s: float) -> Happened:
-        later = [each for each in news if each[0] >= cause_s]
+        later = [item for item in news if item[0] >= cause_s]
         times: dict[str, float] = {}
         reasons = []
         for name, words in self.waits_for.items():
-            fits = [each for each in later if all(word in each[1] for word in words)]
-            found = None if not fits else fits[-1] if name.startswith("last") else fits[0]
-            times[name] = NEVER_S if found is None else found[0] - cause_s
-            if found is not None:
-                reasons.append(f"{name}: {found[1]} ({found[2]})")
+            fits = [item for item in later if all(word in item[1] for word in words)]
+            fit = None if not fits else fits[-1] if name.startswith("last") else fits[0]
+            times[name] = NEVER_S if fit is None else fit[0] - cause_s
+            if fit is not None:
+                reasons.append(f"{name}: {fit[1]} ({fit[2]})")
         return Happened(times, reasons)
 
 
@@ -136,7 +136,7 @@ def load_of(spec: Spec, parts: Sequence[Part], fraction: float, seed: int) -> Wo
     made, begins_s = [], 0.0
     for part in parts:
         traffic = [_traffic(model.traffic, part, fraction) for model in spec.models]
-        count = max(2, round(sum(each.rate_per_s for each in traffic) * part.lasts_s))
+        count = max(2, round(sum(item.rate_per_s for item in traffic) * part.lasts_s))
         load = of_traffic(traffic, count, seed, SMOOTH)
         arrival_s = load.arrival_s * (part.lasts_s / max(part.lasts_s, load.span_s))
         made.append(replace(load, arrival_s=begins_s + arrival_s))
@@ -156,7 +156,7 @@ def _pool() -> str:
 
 
 def _slow_prefill(rig: Rig, folder: Path) -> None:
-    victim = next(each for each in rig.looks[-1].replicas if each["region"] == "far")
+    victim = next(replica for replica in rig.looks[-1].replicas if replica["region"] == "far")
     post(f"{victim['url']}/pace", {"pace": SLOW})
 
 
@@ -176,8 +176,8 @@ def _cheaper_there(plan: Plan, at_s: float) -> Faults:
 
 
 KINDS = {
-    each.name: each
-    for each in (
+    item.name: item
+    for item in (
         Kind(
             "pool",
             "thunderserve",

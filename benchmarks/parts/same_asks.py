@@ -91,12 +91,12 @@ def stops_of(chance: random.Random) -> dict[str, Any]:
     for text in chance.choices(TEXTS, k=chance.randrange(1, 4)):
         start = chance.randrange(len(text))
         stops.append(text[start : start + chance.randrange(1, 4)])
-    found: dict[str, Any] = {"stop": stops}
+    result: dict[str, Any] = {"stop": stops}
     if chance.random() < 0.3:
-        found["min_tokens"] = 4
+        result["min_tokens"] = 4
     if chance.random() < 0.2:
-        found["include_stop_str_in_output"] = True
-    return found
+        result["include_stop_str_in_output"] = True
+    return result
 
 
 def edits_of(chance: random.Random, body: dict[str, Any]) -> dict[str, Any]:

@@ -36,9 +36,9 @@ LONGEST = 16_384
 
 def capacity_per_s(role: Role = "mixed") -> float:
     """Requests a second that one replica sustains, by the model that plans are made with."""
-    found = best_operating(roofline(LLAMA, NODE, 1), INPUT, OUTPUT, 300, None, role)
-    assert found is not None
-    return found.requests_per_s
+    result = best_operating(roofline(LLAMA, NODE, 1), INPUT, OUTPUT, 300, None, role)
+    assert result is not None
+    return result.requests_per_s
 
 
 def aggregated(replicas: int) -> ResolvedPlan:

@@ -78,11 +78,11 @@ class Rules:
 def per_s(node: str, role: Role = "mixed") -> float:
     """Requests a second that one replica sustains, by the model that plans are made with."""
     kind = nodes.node_type(node)
-    found = best_operating(
+    result = best_operating(
         roofline(fleets.LLAMA, kind, kind.gpus), fleets.INPUT, fleets.OUTPUT, 300, None, role
     )
-    assert found is not None
-    return found.requests_per_s
+    assert result is not None
+    return result.requests_per_s
 
 
 def alike(replicas: int) -> ResolvedPlan:
@@ -150,7 +150,7 @@ def _problem(
         1.0,
         0.0,
     )
-    used = {each.node: nodes.node_type(each.node) for t in templates for each in t.nodes}
+    used = {item.node: nodes.node_type(item.node) for t in templates for item in t.nodes}
     offers = tuple(NodeOffer(name, 2.0, 100_000) for name in used)
     regions = tuple(Region(name, offers) for name in dict.fromkeys(region for _, region, _ in fleet))
     mean = {MODEL: (float(fleets.INPUT), float(fleets.OUTPUT))}
@@ -216,8 +216,8 @@ def good(result: SimResult) -> Mask:
 
 def between(records: RequestRecords, from_s: float, to_s: float) -> Mask:
     """Which requests arrived in a time."""
-    found: Mask = (records.arrival_s >= from_s) & (records.arrival_s < to_s)
-    return found
+    mask: Mask = (records.arrival_s >= from_s) & (records.arrival_s < to_s)
+    return mask
 
 
 def good_per_s(result: SimResult, from_s: float, to_s: float) -> float:
@@ -232,8 +232,8 @@ def attainment(result: SimResult, from_s: float, to_s: float) -> float:
 
 
 def refused(result: SimResult) -> Mask:
-    found: Mask = result.records.outcome == REFUSED
-    return found
+    mask: Mask = result.records.outcome == REFUSED
+    return mask
 
 
 def broken_promises(result: SimResult, tick_s: float) -> int:

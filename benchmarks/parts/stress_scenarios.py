@@ -180,12 +180,12 @@ def shared_link(rules: Rules) -> Figures:
     both = merge([chat, flood])
     assert both.labels is not None
     hers = both.labels.tenant == both.labels.tenants.index("other")
-    for name, each in (
+    for name, item in (
         ("shared_link", rules),
         ("shared_link_goodput", replace(rules, policy=replace(rules.policy, balance="goodput"))),
     ):
-        half = each.run(fleet.apart([("west", 2)], ("east", 2), 12.5), chat)
-        result = each.run(fleet.apart([("west", 2)], ("east", 2), 25.0), both)
+        half = item.run(fleet.apart([("west", 2)], ("east", 2), 12.5), chat)
+        result = item.run(fleet.apart([("west", 2)], ("east", 2), 25.0), both)
         ttft_s, half_s = (run.records.first_token_s - run.records.arrival_s for run in (result, half))
         figures |= {
             f"{name}_attainment": float(fleet.good(result)[hers].mean()),
@@ -214,10 +214,10 @@ def prefix(rules: Rules) -> Figures:
         if rules.quick and len(requests) > 4000:
             requests = first(requests, 2000)
         key, both, free = _key(trace), (rules, plain), replace(four(), slos={})
-        ours, theirs = (summarise(each.run(free, requests)).total for each in both)
+        ours, theirs = (summarise(item.run(free, requests)).total for item in both)
         assert ours.ttft_s is not None
         assert theirs.ttft_s is not None
-        held = [fleet.attainment(each.run(four(), requests), 0.0, inf) for each in both]
+        held = [fleet.attainment(item.run(four(), requests), 0.0, inf) for item in both]
         figures |= {
             f"{key}_mean_over_round_robin": ours.ttft_s.mean / theirs.ttft_s.mean,
             f"{key}_p99_over_round_robin": ours.ttft_s.p99 / theirs.ttft_s.p99,

@@ -104,10 +104,10 @@ def test_what_cannot_be_honoured_is_refused_under_its_name(param: str, fields: d
     for ask in (completion, chat):
         with pytest.raises(InputError) as caught:
             ask(**fields)
-        said = refusal(caught.value)
-        assert said is not None
-        assert (said.status, said.param) == (400, param)
-        assert "\n" not in str(said)
+        text = refusal(caught.value)
+        assert text is not None
+        assert (text.status, text.param) == (400, param)
+        assert "\n" not in str(text)
 
 
 def test_names_that_only_one_of_the_two_has() -> None:
@@ -151,14 +151,14 @@ def test_an_engine_that_can_do_more_is_asked_more() -> None:
 
 def test_messages_have_text_in_any_of_its_forms() -> None:
     parts = [{"type": "text", "text": "Hel"}, {"type": "text", "text": "lo", "cache_control": {}}]
-    said: list[object] = [
+    text: list[object] = [
         {"role": "developer", "content": "Be kind.", "name": "Ann"},
         {"role": "user", "content": parts},
         {"role": "assistant"},
         {"role": "assistant", "content": None, "refusal": "no", "tool_calls": [], "audio": None},
         {"role": "assistant", "content": [{"type": "refusal", "refusal": "no"}], "annotations": []},
     ]
-    _, messages = chat(messages=said)
+    _, messages = chat(messages=text)
     assert [message["content"] for message in messages] == ["Be kind.", "Hello", "", "", "no"]
     assert [message.get("name") for message in messages] == ["Ann", None, None, None, None]
 
@@ -220,13 +220,13 @@ JSON = st.recursive(
 
 @given(st.dictionaries(st.sampled_from(FIELDS), JSON, max_size=5), st.booleans())
 def test_whatever_comes_is_read_or_refused_in_one_line(body: dict[str, object], talks: bool) -> None:
-    said: PotluckError | None = None
+    potluck_error: PotluckError | None = None
     try:
         if talks:
             chat_of({"model": "m", "messages": SAID, **body}, PLAIN)
         else:
             completion_of({"model": "m", "prompt": "x", **body}, PLAIN)
     except PotluckError as error:
-        said = refusal(error)
-        assert said is not None
-    assert "\n" not in str(said)
+        potluck_error = refusal(error)
+        assert potluck_error is not None
+    assert "\n" not in str(potluck_error)

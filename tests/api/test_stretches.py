@@ -69,7 +69,7 @@ def tokenizer(kind: str) -> Tokenizer:
         both = [("<|im_end|>", made.token_to_id("<|im_end|>")), ("</s>", made.token_to_id("</s>"))]
         made.post_processor = processors.TemplateProcessing(single="<|im_end|> $A </s>", special_tokens=both)
     elif kind in ("llama3", "qwen2"):
-        pattern = next(each for each in BY_LINE if ("{1,3}" in each) == (kind == "llama3"))
+        pattern = next(item for item in BY_LINE if ("{1,3}" in item) == (kind == "llama3"))
         made.pre_tokenizer = pre_tokenizers.Sequence(
             [
                 pre_tokenizers.Split(Regex(pattern), "isolated"),
@@ -130,16 +130,17 @@ def test_only_tokens_that_are_found_anywhere_are_cut_behind() -> None:
 def test_a_conversation_that_grows_is_tokenised_once() -> None:
     text = ModelTokenizer(tokenizer("llama3"), remember_bytes=1 << 20)
     assert text.stretches is not None
-    said = ""
+    message = ""
     for turn in range(20):
-        said += f"<|im_start|>user\n{'what is it ' * 40}{turn}<|im_end|>\n"
+        message += f"<|im_start|>user\n{'what is it ' * 40}{turn}<|im_end|>\n"
         assert (
-            text.encode(said, special=False) == tokenizer("llama3").encode(said, add_special_tokens=False).ids
+            text.encode(message, special=False)
+            == tokenizer("llama3").encode(message, add_special_tokens=False).ids
         )
     assert text.stretches.misses <= 21
     assert text.stretches.hits >= 18 * 19 / 2
     before = text.stretches.misses
-    text.encode(said, special=False, apart="another tenant")  # learns nothing from the time that it takes
+    text.encode(message, special=False, apart="another tenant")  # learns nothing from the time that it takes
     assert text.stretches.misses > before + 10
 
 
@@ -149,7 +150,7 @@ def test_memory_is_bounded_by_bytes() -> None:
         text = "".join(f"line {turn} {place} {'word ' * 60}.\nThe end" for place in range(4))
         assert made.encode(text, True) == tokenizer("shipped").encode(text).ids
     assert 15_000 < made.held_bytes <= 20_000
-    assert made.held_bytes == sum(tokenizing._bytes(key[1], found) for key, found in made._known.items())
+    assert made.held_bytes == sum(tokenizing._bytes(key[1], result) for key, result in made._known.items())
 
 
 def test_threads_may_share_it(short: int) -> None:
@@ -159,7 +160,7 @@ def test_threads_may_share_it(short: int) -> None:
         assert list(pool.map(lambda text: made.encode(text, True), texts)) == [
             plain.encode(t).ids for t in texts
         ]
-    assert made.held_bytes == sum(tokenizing._bytes(key[1], found) for key, found in made._known.items())
+    assert made.held_bytes == sum(tokenizing._bytes(key[1], result) for key, result in made._known.items())
 
 
 def changed(kind: str) -> Tokenizer:

@@ -100,10 +100,10 @@ def test_sources_are_dated_and_used() -> None:
 
 
 def _all_facts() -> list[EntryFacts]:
-    found = [gpus.facts(name) for name in gpus.names()]
-    found += [models.facts(name) for name in models.names()]
-    found += [named_workloads.facts(name) for name in named_workloads.names()]
-    return found + [nodes.facts(name) for name in nodes.names()]
+    result = [gpus.facts(name) for name in gpus.names()]
+    result += [models.facts(name) for name in models.names()]
+    result += [named_workloads.facts(name) for name in named_workloads.names()]
+    return result + [nodes.facts(name) for name in nodes.names()]
 
 
 def test_every_figure_has_a_known_source() -> None:

@@ -75,11 +75,11 @@ def test_one_model_shows_what_is_assumed() -> None:
 
 
 def test_price_filters() -> None:
-    found = run_json("prices", "--node", "8xH100", "--region", "aws/us-east-1")
-    assert [price["price_usd_per_h"] for price in found] == [55.04]
-    found = run_json("prices", "--gpu", "l40s", "--listed")
-    assert {price["node"].split("x")[1] for price in found} == {"L40S"}
-    assert {price["basis"] for price in found} == {"listed"}
+    result = run_json("prices", "--node", "8xH100", "--region", "aws/us-east-1")
+    assert [price["price_usd_per_h"] for price in result] == [55.04]
+    result = run_json("prices", "--gpu", "l40s", "--listed")
+    assert {price["node"].split("x")[1] for price in result} == {"L40S"}
+    assert {price["basis"] for price in result} == {"listed"}
     assert "No such price" in run("prices", "--node", "L20")
 
 

@@ -315,5 +315,5 @@ CASES: list[tuple[dict[str, Any], str, str | None, str | None]] = [
 def test_the_format_is_told(
     scheme: dict[str, Any], words: str, weights: str | None, experts: str | None
 ) -> None:
-    found = quantised_of(scheme, 16.0, words)
-    assert (found.weight_format, found.expert_format) == (weights, experts)
+    quantised = quantised_of(scheme, 16.0, words)
+    assert (quantised.weight_format, quantised.expert_format) == (weights, experts)

@@ -117,7 +117,7 @@ def _narrow(model: Model, layers: int) -> Model:
 
 def _held_bytes(cache: Any, tokens: int) -> int:
     """In bfloat16, whichever of the two formats `_after` had."""
-    tensors = [each for layer in cache.layers for each in (layer.keys, layer.values) if each is not None]
+    tensors = [item for layer in cache.layers for item in (layer.keys, layer.values) if item is not None]
     held_bytes = sum(tensor.numel() * tensor.element_size() for tensor in tensors)
     return held_bytes if tokens == 1 else held_bytes // 2
 

@@ -52,12 +52,12 @@ def aws(tmp_path: Path) -> Path:
 
 
 def test_the_cheapest_machine_counts_and_the_median_of_spot(aws: Path) -> None:
-    found = {(each.node, each.region): each for each in read(aws).prices}
-    assert found.keys() == {("1xL4", "us-east-1"), ("4xL4", "us-east-1"), ("8xA100-40", "us-west-2")}
-    small = found["1xL4", "us-east-1"]
+    result = {(price.node, price.region): price for price in read(aws).prices}
+    assert result.keys() == {("1xL4", "us-east-1"), ("4xL4", "us-east-1"), ("8xA100-40", "us-west-2")}
+    small = result["1xL4", "us-east-1"]
     assert (small.price_usd_per_h, small.spot_usd_per_h, small.instance_type) == (0.8048, 0.2, "g6.xlarge")
     assert (small.place, small.source, small.listed) == ("aws/us-east-1", "skypilot-aws", True)
-    assert found["4xL4", "us-east-1"].spot_usd_per_h is None
+    assert result["4xL4", "us-east-1"].spot_usd_per_h is None
 
 
 def test_what_is_left_out_is_listed_with_the_reason(aws: Path) -> None:
@@ -81,11 +81,11 @@ def test_every_row_with_an_accelerator_is_a_price_or_left_out(
     path = tmp_path_factory.mktemp("sky") / "gcp.csv"
     lines = [f"i{n},{name},{count},1,1,,{n + 1},,r{n},z" for n, (name, count) in enumerate(rows)]
     path.write_text("\n".join([HEAD, *lines]), encoding="utf-8")
-    found = read(path)
-    assert len(found.prices) + sum(count for _, count in found.left_out) == sum(
+    received = read(path)
+    assert len(received.prices) + sum(count for _, count in received.left_out) == sum(
         bool(name) for name, _ in rows
     )
-    assert all(each.cloud == "gcp" for each in found.prices)
+    assert all(price.cloud == "gcp" for price in received.prices)
 
 
 def test_the_newest_of_what_is_installed_is_read(aws: Path, tmp_path: Path) -> None:
@@ -96,7 +96,7 @@ def test_the_newest_of_what_is_installed_is_read(aws: Path, tmp_path: Path) -> N
     gcp.parent.mkdir()
     gcp.write_text(AWS, encoding="utf-8")
     assert installed(tmp_path) == (aws, gcp)
-    assert {each.cloud for each in read_all(installed(tmp_path)).prices} == {"aws", "gcp"}
+    assert {price.cloud for price in read_all(installed(tmp_path)).prices} == {"aws", "gcp"}
     with pytest.raises(InputError, match="no catalog of SkyPilot"):
         installed(tmp_path / "v5")
 
@@ -123,15 +123,15 @@ def test_a_spec_gets_offers_that_a_plan_takes(
     spec.write_text(SPEC, encoding="utf-8")
     source = ["catalog", "prices", "--from", "skypilot", str(aws)]
     assert run([*source, "--spec", str(spec), "--out", str(market)]) == 0
-    said = capsys.readouterr()
-    assert "2 offers" in said.out
-    assert "not listed, keeps its price: 1xA10G in us-east-1" in said.err
+    text = capsys.readouterr()
+    assert "2 offers" in text.out
+    assert "not listed, keeps its price: 1xA10G in us-east-1" in text.err
     assert run(["plan", str(spec), "--market", str(market), "--averages", "--json"]) == 0
     plan = json.loads(capsys.readouterr().out)
     assert plan["plan"]["cost_usd_per_h"] == pytest.approx(0.2), "the spot price that is listed, not $9.00"
     assert run([*source, "--json", "--gpu", "L4"]) == 0
     rows = json.loads(capsys.readouterr().out)
-    assert [each["node"] for each in rows if "node" in each] == ["1xL4", "4xL4"]
+    assert [row["node"] for row in rows if "node" in row] == ["1xL4", "4xL4"]
     assert {"left_out": "Inferentia2: unknown to the catalog", "rows": 2} in rows
     assert run([*source, "--gpu", "L4"]) == 0
     assert "Inferentia2: unknown to the catalog (2 rows)" in capsys.readouterr().out

@@ -115,7 +115,7 @@ CASES = [
 
 
 def test_every_place_and_every_kind_is_tried() -> None:
-    assert all(any(each == command for each, _ in CASES) for command in COMMANDS + KEY_COMMANDS)
+    assert all(any(item == command for item, _ in CASES) for command in COMMANDS + KEY_COMMANDS)
     assert {how for _, how in CASES} == set(MADE)
 
 
@@ -147,9 +147,9 @@ def test_a_file_with_anything_in_it_is_refused_by_its_name(
     MADE[how](tmp_path / BAD)
     before = sorted(tmp_path.glob("[!.]*"))
     code = run([{"SPEC": "spec.yaml", "PLAN": "plan.json"}.get(word, word) for word in command])
-    said = capsys.readouterr()
-    assert code == 2, said.err
-    (line,) = said.err.strip().splitlines()
+    message = capsys.readouterr()
+    assert code == 2, message.err
+    (line,) = message.err.strip().splitlines()
     assert line.startswith("potluck: error: ")
     assert BAD in line
     assert len(line) < 400

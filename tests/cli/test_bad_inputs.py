@@ -224,12 +224,12 @@ COMMANDS = [
 def refused(arguments: list[str], capsys: pytest.CaptureFixture[str], folder: Path) -> None:
     before = sorted(folder.iterdir())
     code = run(arguments)
-    said = capsys.readouterr()
-    assert code == 2, (arguments, said.err, said.out[:200])
-    lines = said.err.strip().splitlines()
+    text = capsys.readouterr()
+    assert code == 2, (arguments, text.err, text.out[:200])
+    lines = text.err.strip().splitlines()
     assert lines
-    assert all(line.startswith("potluck: error: ") for line in lines), said.err
-    assert "Traceback" not in said.err
+    assert all(line.startswith("potluck: error: ") for line in lines), text.err
+    assert "Traceback" not in text.err
     assert sorted(folder.iterdir()) == before
 
 
@@ -259,4 +259,4 @@ def test_a_bad_command_is_refused(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "spec.yaml").write_text(SPEC, encoding="utf-8")
-    refused([each.replace("SPEC", "spec.yaml") for each in command], capsys, tmp_path)
+    refused([item.replace("SPEC", "spec.yaml") for item in command], capsys, tmp_path)

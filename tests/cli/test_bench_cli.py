@@ -65,11 +65,11 @@ def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[Server]:
 
 
 def _said(capsys: pytest.CaptureFixture[str], *arguments: str | Path, rc: int = 0) -> str:
-    assert run([str(each) for each in ("bench", *arguments)]) == rc, capsys.readouterr().err
-    found = capsys.readouterr()
+    assert run([str(argument) for argument in ("bench", *arguments)]) == rc, capsys.readouterr().err
+    result = capsys.readouterr()
     if rc:
-        assert found.err.count("\n") == 1, found.err
-    return found.err if rc else found.out
+        assert result.err.count("\n") == 1, result.err
+    return result.err if rc else result.out
 
 
 def test_a_trace_is_sent_at_its_times_with_its_lengths(
@@ -79,11 +79,11 @@ def test_a_trace_is_sent_at_its_times_with_its_lengths(
     trace, plot = tmp_path / "trace.csv", tmp_path / "bench.html"
     trace.write_text(f"TIMESTAMP,ContextTokens,GeneratedTokens\n{rows}\n")
     limits = ("--ttft", "20", "--rate", "40", "--plot", plot)
-    found = json.loads(_said(capsys, server.url, "--workload", trace, *limits, "--json"))
-    assert (found["loop"], found["requests"], found["answered"]) == ("open", 4, 3)
-    assert found["errors"] == {"HTTP 429": 1}
-    assert found["attainment"] == 0.75
-    lengths = sorted((len(each["prompt"]), each["max_tokens"]) for each in server.asked)
+    document = json.loads(_said(capsys, server.url, "--workload", trace, *limits, "--json"))
+    assert (document["loop"], document["requests"], document["answered"]) == ("open", 4, 3)
+    assert document["errors"] == {"HTTP 429": 1}
+    assert document["attainment"] == 0.75
+    lengths = sorted((len(item["prompt"]), item["max_tokens"]) for item in server.asked)
     assert lengths == [(10 + place, 2 + place) for place in range(4)]
     assert server.keys == {"Bearer sesame"}
     drawn = plot.read_text()
@@ -101,7 +101,7 @@ def test_a_closed_loop_says_what_it_hides_and_errors_have_kinds(
     assert "4 of 6 requests answered" in text
     assert "2 x HTTP 429: too much" in text
     assert "closed loop, 2 at once: a slow server was asked less" in text
-    assert all(isinstance(each["prompt"], str) for each in server.asked)
+    assert all(isinstance(item["prompt"], str) for item in server.asked)
 
 
 def test_no_answer_at_all_is_a_no(server: Server, capsys: pytest.CaptureFixture[str]) -> None:
@@ -120,16 +120,16 @@ def test_a_promise_that_is_missed_is_exit_code_3(server: Server, capsys: pytest.
     assert run([*words, "ttft=1000s,e2e=2000s,share=60%"]) == 0
     assert "promise" not in capsys.readouterr().out
     assert run([*words, "ttft=1000s,share=0.95", "--json"]) == 3
-    found = json.loads(capsys.readouterr().out)
-    assert found["objective"] == {"ttft_s": 1000.0, "tpot_s": None, "e2e_s": None, "attainment": 0.95}
+    document = json.loads(capsys.readouterr().out)
+    assert document["objective"] == {"ttft_s": 1000.0, "tpot_s": None, "e2e_s": None, "attainment": 0.95}
     assert run([*words[:-1], "--ttft", "1000"]) == 0, "an objective is counted; only a promise may be missed"
     assert run(["bench", server.url, "--requests", "2", "--output", "99", "--slo", "ttft=1s"]) == 3
 
 
 def test_seconds_end_a_closed_loop(server: Server, capsys: pytest.CaptureFixture[str]) -> None:
-    found = json.loads(_said(capsys, server.url, "--seconds", "0.2", "--output", "1", "--json"))
-    assert found["requests"] == len(server.asked) > 0
-    assert found["concurrency"] == 1
+    document = json.loads(_said(capsys, server.url, "--seconds", "0.2", "--output", "1", "--json"))
+    assert document["requests"] == len(server.asked) > 0
+    assert document["concurrency"] == 1
 
 
 @pytest.mark.parametrize(

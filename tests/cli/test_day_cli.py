@@ -44,7 +44,7 @@ class Shown(NamedTuple):
 @pytest.fixture
 def run(capsys: pytest.CaptureFixture[str]) -> Callable[..., Shown]:
     def called(*args: object) -> Shown:
-        code = run_command([str(each) for each in args])
+        code = run_command([str(arg) for arg in args])
         return Shown(code, *capsys.readouterr())
 
     return called

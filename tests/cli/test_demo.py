@@ -169,8 +169,8 @@ def test_a_flood_is_answered_where_who_keeps_to_its_share_is_served() -> None:
 
 
 def test_what_was_chosen_is_told_in_the_services_own_words() -> None:
-    said = seen(look(), look(), ("plan", "first"), ("plan", "second"), ("replan", "asked"), ("start", "x"))
-    assert chosen(ACTS["burst"], said) == "second (why); asked (why)"
+    text = seen(look(), look(), ("plan", "first"), ("plan", "second"), ("replan", "asked"), ("start", "x"))
+    assert chosen(ACTS["burst"], text) == "second (why); asked (why)"
 
 
 def test_requests_are_answered_told_no_or_lost() -> None:
@@ -180,10 +180,10 @@ def test_requests_are_answered_told_no_or_lost() -> None:
         0.0, "m", [1], 2, status=429, problem='{"error": {"message": "overloaded"}}', done_s=0.1
     )
     cut = TimedRequest(0.0, "m", [1], 2, status=200, problem="cut off", done_s=0.1)
-    sent = [SentRequest("a", SHOP, each) for each in (whole, late, no, cut)]
-    found = counted(sent, Slo(3.0, 0.2))
-    assert found == RequestCounts(4, 1, 1, 1, ttft_s=5.0, no="overloaded")
-    assert (found.answered, found.answered_share, found.attained) == (2, 0.5, 0.25)
+    sent = [SentRequest("a", SHOP, item) for item in (whole, late, no, cut)]
+    result = counted(sent, Slo(3.0, 0.2))
+    assert result == RequestCounts(4, 1, 1, 1, ttft_s=5.0, no="overloaded")
+    assert (result.answered, result.answered_share, result.attained) == (2, 0.5, 0.25)
 
 
 @pytest.mark.parametrize(("shown", "lost", "code"), [(True, 0, 0), (False, 0, 1), (True, 1, 1)])
@@ -208,10 +208,10 @@ def test_a_short_day_shows_every_answer_and_leaves_nothing_behind(tmp_path: Path
         command, capture_output=True, text=True, timeout=WITHIN_S, env={**os.environ, "TMPDIR": str(tmp_path)}
     )
     assert done.returncode == 0, done.stdout + done.stderr
-    said = json.loads(done.stdout)
-    rows = {row["act"]: row for row in said["acts"]}
+    body = json.loads(done.stdout)
+    rows = {row["act"]: row for row in body["acts"]}
     assert list(rows) == list(ACTS)
-    assert said["lost"] == 0
+    assert body["lost"] == 0
     for row in rows.values():
         assert row["shown"]
         assert row["requests"] > 0
@@ -231,11 +231,11 @@ def test_a_short_day_shows_every_answer_and_leaves_nothing_behind(tmp_path: Path
 
 def _with_mark(mark: str) -> list[str]:
     """Processes whose command line names a folder."""
-    found = []
+    result = []
     for path in Path("/proc").glob("[0-9]*/cmdline"):
         try:
             if mark in (line := path.read_bytes().decode(errors="replace")):
-                found.append(line)
+                result.append(line)
         except OSError:
             continue
-    return found
+    return result

@@ -25,9 +25,9 @@ def arguments(**changes: str | None) -> list[str]:
 
 def answer(capsys: pytest.CaptureFixture[str], **changes: str | None) -> dict[str, object]:
     assert run([*arguments(**changes), "--json"]) == 0
-    found = json.loads(capsys.readouterr().out)
-    assert isinstance(found, dict)
-    return found
+    document = json.loads(capsys.readouterr().out)
+    assert isinstance(document, dict)
+    return document
 
 
 def refused(capsys: pytest.CaptureFixture[str], **changes: str | None) -> str:
@@ -65,18 +65,23 @@ def test_the_table_answers_everything(capsys: pytest.CaptureFixture[str]) -> Non
 
 
 def test_the_json_says_what_the_table_says(capsys: pytest.CaptureFixture[str]) -> None:
-    found = answer(capsys, price="2.5", tp="2")
-    assert (found["model"], found["node"], found["tp"], found["replicas"]) == ("Llama-3.1-8B", "2xL40S", 2, 1)
-    assert (found["input_tokens"], found["output_tokens"]) == (1024, 256)
-    assert (found["price_usd_per_h"], found["price_from"]) == (2.5, "given")
+    result = answer(capsys, price="2.5", tp="2")
+    assert (result["model"], result["node"], result["tp"], result["replicas"]) == (
+        "Llama-3.1-8B",
+        "2xL40S",
+        2,
+        1,
+    )
+    assert (result["input_tokens"], result["output_tokens"]) == (1024, 256)
+    assert (result["price_usd_per_h"], result["price_from"]) == (2.5, "given")
     for key in ("prefill_s", "decode_step_s", "max_batch", "requests_per_s", "usd_per_million_tokens"):
-        assert float(str(found[key])) > 0, key
-    assert found["prefill_bound"] == "compute"
-    operating = found["operating"]
+        assert float(str(result[key])) > 0, key
+    assert result["prefill_bound"] == "compute"
+    operating = result["operating"]
     assert isinstance(operating, dict)
     assert operating["limit"] in ("memory", "compute")
-    assert found["confidence"] == "measured"
-    bar = found["rate_bar"]
+    assert result["confidence"] == "measured"
+    bar = result["rate_bar"]
     assert isinstance(bar, dict)
     assert float(str(bar["low"])) < 1 < float(str(bar["high"]))
 
@@ -99,8 +104,8 @@ def test_without_a_price_there_is_an_answer_all_the_same(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("potluck.catalog.prices.prices", lambda: ())
-    found = answer(capsys)
-    assert (found["price_usd_per_h"], found["usd_per_million_tokens"]) == (None, None)
+    result = answer(capsys)
+    assert (result["price_usd_per_h"], result["usd_per_million_tokens"]) == (None, None)
     assert run(arguments()) == 0
     assert "give one with --price" in capsys.readouterr().out
 
@@ -127,8 +132,8 @@ def test_roles(role: str, capsys: pytest.CaptureFixture[str]) -> None:
 def test_an_objective_that_cannot_be_met_is_an_answer(capsys: pytest.CaptureFixture[str]) -> None:
     assert run(arguments(tpot_ms="0.1")) == 0
     assert "cannot be met" in capsys.readouterr().out
-    found = answer(capsys, tpot_ms="0.1")
-    assert (found["operating"], found["requests_per_s"]) == (None, 0.0)
+    result = answer(capsys, tpot_ms="0.1")
+    assert (result["operating"], result["requests_per_s"]) == (None, 0.0)
 
 
 @pytest.mark.parametrize(
@@ -189,9 +194,9 @@ def test_a_config_json_serves_as_a_model(tmp_path: Path, capsys: pytest.CaptureF
     path.write_text(json.dumps(CONFIG))
     catalog = answer(capsys)
     for model in (str(tmp_path), str(path)):
-        found = answer(capsys, model=model)
+        result = answer(capsys, model=model)
         for key in ("prefill_s", "decode_step_s", "max_batch", "weight_bytes"):
-            assert found[key] == catalog[key], key
+            assert result[key] == catalog[key], key
 
 
 @pytest.mark.parametrize("missing", ["num_hidden_layers", "hidden_size", "num_attention_heads"])
@@ -242,10 +247,10 @@ def test_help_has_examples(capsys: pytest.CaptureFixture[str]) -> None:
 def test_experts_are_spread_where_asked_and_there_are_some(capsys: pytest.CaptureFixture[str]) -> None:
     asked = ["estimate", "--node", "8xH100", "--tp", "8", "--input", "1000", "--output", "100", "--json"]
     assert run([*asked, "--model", "GPT-OSS-120B", "--ep", "tp"]) == 0
-    found = json.loads(capsys.readouterr().out)
-    assert found["ep"] == "tp"
-    assert "expert parallelism" in found["basis"]
+    document = json.loads(capsys.readouterr().out)
+    assert document["ep"] == "tp"
+    assert "expert parallelism" in document["basis"]
     assert run([*asked, "--model", "Llama-3.1-8B", "--ep", "tp"]) == 2
-    said = capsys.readouterr().err
-    assert said.count("\n") == 1
-    assert "0 experts" in said
+    text = capsys.readouterr().err
+    assert text.count("\n") == 1
+    assert "0 experts" in text

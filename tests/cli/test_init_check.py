@@ -94,9 +94,9 @@ def test_check_json_of_a_broken_spec(tmp_path: Path, capsys: pytest.CaptureFixtu
     path = broken(tmp_path)
     capsys.readouterr()
     assert run(["check", str(path), "--json"]) == 2
-    found = json.loads(capsys.readouterr().out)
-    assert found["valid"] is False
-    assert found["errors"][0] == {
+    document = json.loads(capsys.readouterr().out)
+    assert document["valid"] is False
+    assert document["errors"][0] == {
         "file": str(path),
         "line": 9,
         "field": "models[0].slo.ttft_ms",
@@ -108,13 +108,13 @@ def test_check_json_of_a_broken_spec(tmp_path: Path, capsys: pytest.CaptureFixtu
 
 def test_check_json_of_a_sound_spec(capsys: pytest.CaptureFixture[str]) -> None:
     assert run(["check", str(EXAMPLES / "cauchy.yaml"), "--json"]) == 0
-    found = json.loads(capsys.readouterr().out)
-    assert found["valid"] is True
-    assert found["errors"] == []
-    assert found["models"][0]["parameters"] == 8_030_261_248
-    assert found["models"][0]["mean_output_tokens"] == 1330
-    assert [row["price_usd_per_h"] for row in found["fleet"]] == [5.38, 2.38, 3.0]
-    assert sum(row["gpus"] * row["available"] for row in found["fleet"]) == 24
+    document = json.loads(capsys.readouterr().out)
+    assert document["valid"] is True
+    assert document["errors"] == []
+    assert document["models"][0]["parameters"] == 8_030_261_248
+    assert document["models"][0]["mean_output_tokens"] == 1330
+    assert [row["price_usd_per_h"] for row in document["fleet"]] == [5.38, 2.38, 3.0]
+    assert sum(row["gpus"] * row["available"] for row in document["fleet"]) == 24
 
 
 @pytest.mark.parametrize("path", sorted(EXAMPLES.glob("*.yaml")), ids=lambda path: path.stem)

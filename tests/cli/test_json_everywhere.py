@@ -26,7 +26,7 @@ ALL = dict(_commands(cli))
 
 @pytest.mark.parametrize("name", sorted(ALL))
 def test_a_command_takes_json_and_says_what_it_is_for(name: str) -> None:
-    (option,) = [each for each in ALL[name].params if "--json" in each.opts]
+    (option,) = [param for param in ALL[name].params if "--json" in param.opts]
     assert isinstance(option, click.Option)
     assert option.is_flag
     assert option.help, "one object, or one per line"

@@ -35,8 +35,8 @@ def state(tmp_path: Path) -> Path:
 
 def _keys(capsys: pytest.CaptureFixture[str], state: Path, *words: str, rc: int = 0) -> tuple[str, str]:
     assert run(["keys", *words, "--state", str(state)]) == rc
-    said = capsys.readouterr()
-    return said.out, said.err
+    text = capsys.readouterr()
+    return text.out, text.err
 
 
 def _lets_in(state: Path, key: str = "") -> bool:
@@ -92,7 +92,7 @@ def test_open_and_close_keep_the_keys(state: Path, capsys: pytest.CaptureFixture
     lost = StateStore(state / "another.db")  # a state that was lost is as its file says
     publish_keys(lost, state, 0.0)
     assert is_open(lost)
-    assert [each.name for each in kept_keys(lost)] == ["ann"]
+    assert [item.name for item in kept_keys(lost)] == ["ann"]
     lost.close()
     assert "every client needs a key" in _keys(capsys, state, "close")[0]
     assert not _lets_in(state)

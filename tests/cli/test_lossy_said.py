@@ -38,13 +38,13 @@ def test_it_is_said_before_what_is_deployed(
     store.close()
     service = ServiceView(tmp_path)
     try:
-        found = service.status(2.0)
+        result = service.status(2.0)
     finally:
         service.close()
-    assert found["plan"]["notices"] == lines
-    status._show(found, 2.0)
+    assert result["plan"]["notices"] == lines
+    status._show(result, 2.0)
     shown = capsys.readouterr().out.splitlines()
-    assert shown[2 : 2 + len(lines)] == [f"notice: {each}" for each in lines]
+    assert shown[2 : 2 + len(lines)] == [f"notice: {line}" for line in lines]
     watch = SimpleNamespace(lateness=SimpleNamespace(slowdown=1.0))
     core: Any = SimpleNamespace(plan=plan(codec), watch=watch)
     assert [*notices(core, GatewaySettings())] == lines

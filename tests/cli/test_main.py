@@ -117,10 +117,10 @@ def test_no_memory_is_no_bug_of_ours(
 ) -> None:
     failing.append(error)
     assert entry.run(["fail"]) == 2
-    said = capsys.readouterr().err
-    assert said.startswith("potluck: error: no memory is left")
-    assert str(error) in said
-    assert "end something else, or allow more" in said
+    text = capsys.readouterr().err
+    assert text.startswith("potluck: error: no memory is left")
+    assert str(error) in text
+    assert "end something else, or allow more" in text
 
 
 def test_interrupts(failing: list[BaseException], capsys: pytest.CaptureFixture[str]) -> None:
@@ -234,6 +234,6 @@ def test_no_escape_codes_where_none_are_wanted(
     env = plain | {"COLUMNS": "80", "TERM": "xterm"}
     for more, codes in (({}, True), ({name: value}, False)):
         subprocess.run([sys.executable, "-c", code], check=True, env=env | more)
-        said = capfd.readouterr()
-        assert ("\x1b" in said.out) == codes
-        assert codes or "\x1b" not in said.err
+        message = capfd.readouterr()
+        assert ("\x1b" in message.out) == codes
+        assert codes or "\x1b" not in message.err

@@ -41,18 +41,18 @@ def written(folder: Path, gpu: str, slower: float) -> Path:
                     shape = steps([[float(new)]], [[0.0]], float(decodes), float(decodes * context))
                     taken = slower * float(timer.step_s(shape)[0])
                     points.append(ProfilePoint(new, 0, decodes, decodes * context, taken))
-    found = Profile(gpu, "Llama-3.1-8B", 1, "potluck", {}, "2026-01-31", tuple(points))
+    profile = Profile(gpu, "Llama-3.1-8B", 1, "potluck", {}, "2026-01-31", tuple(points))
     path = folder / f"{gpu}-{slower:g}.json"
-    path.write_text(profile_to_json(found))
+    path.write_text(profile_to_json(profile))
     return path
 
 
 def estimated(capsys: pytest.CaptureFixture[str], node: str, *options: str) -> dict[str, object]:
     asked = ["--model", "Llama-3.1-8B", "--node", node, "--tp", "1", "--input", "1024", "--output", "256"]
     assert run(["estimate", *asked, "--json", *options]) == 0
-    found = json.loads(capsys.readouterr().out)
-    assert isinstance(found, dict)
-    return found
+    document = json.loads(capsys.readouterr().out)
+    assert isinstance(document, dict)
+    return document
 
 
 def test_an_estimate_takes_the_measured_times(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -85,8 +85,8 @@ def planned(tmp_path: Path, capsys: pytest.CaptureFixture[str], *options: str) -
     assert run(command) == 0, capsys.readouterr().err
     capsys.readouterr()
     plan = plan_from_json(out.read_text())
-    rented = {each.template for each in plan.deployments if each.count}
-    used = {node.node for each in plan.templates if each.name in rented for node in each.nodes}
+    rented = {deployment.template for deployment in plan.deployments if deployment.count}
+    used = {node.node for item in plan.templates if item.name in rented for node in item.nodes}
     return plan, used
 
 

@@ -19,15 +19,15 @@ __all__ = ["folder", "port"]
 
 def test_top_as_json_has_what_a_frame_shows(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (line,) = _said(capsys, "top", "--once", "--every", "0.2", "--json", "--state", folder).splitlines()
-    found = json.loads(line)
-    assert (found["plan"]["version"], found["usd_per_h"], found["open_requests"]) == (1, 1.5, 3)
-    words = found["models"]["words"]
+    document = json.loads(line)
+    assert (document["plan"]["version"], document["usd_per_h"], document["open_requests"]) == (1, 1.5, 3)
+    words = document["models"]["words"]
     assert words["requests_per_s"] > 0
     assert words["ttft_p50_s"] == pytest.approx(0.2)
     assert words["tpot_p50_s"] is None
-    first = found["replicas"][0]
+    first = document["replicas"][0]
     assert (first["replica"], first["kv_used"], first["waiting"]) == ("t@east#0/0", 0.25, 1)
-    assert found["links"][0]["source"] == "east"
+    assert document["links"][0]["source"] == "east"
 
 
 def test_top_in_a_pipe_prints_frame_after_frame(
@@ -59,8 +59,8 @@ def test_down_as_json(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Non
     gateway = _sleeper(tmp_path, "gateway")
     try:
         store.set("gateway", {"pid": gateway.number, "started": gateway.started})
-        found = json.loads(_said(capsys, "down", "--json", "--state", tmp_path))
-        assert found == {"state": str(tmp_path), "stopped": True, "made_to_end": 0}
+        document = json.loads(_said(capsys, "down", "--json", "--state", tmp_path))
+        assert document == {"state": str(tmp_path), "stopped": True, "made_to_end": 0}
         assert not alive(gateway)
     finally:
         end(gateway, insist=True)
@@ -68,10 +68,10 @@ def test_down_as_json(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Non
 
 def test_a_key_for_a_file_as_json(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / "keys.jsonl"
-    found = json.loads(_said(capsys, "keys", "new", "ann", "--tenant", "co", "--file", file, "--json"))
+    document = json.loads(_said(capsys, "keys", "new", "ann", "--tenant", "co", "--file", file, "--json"))
     kept = json.loads(file.read_text())
-    assert (found["name"], found["tenant"], found["file"]) == ("ann", "co", str(file))
-    assert (kept["sha256"], found["key"] in file.read_text()) == (found["sha256"], False)
+    assert (document["name"], document["tenant"], document["file"]) == ("ann", "co", str(file))
+    assert (kept["sha256"], document["key"] in file.read_text()) == (document["sha256"], False)
 
 
 def test_events_are_in_the_order_of_their_time(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -83,8 +83,8 @@ def test_events_are_in_the_order_of_their_time(folder: Path, capsys: pytest.Capt
     for command in (["events", "--json"], ["logs", "controller", "--json"]):
         lines = _said(capsys, *command, "--state", folder).splitlines()
         assert [json.loads(line)["what"] for line in lines] == want
-    found = json.loads(_said(capsys, "status", "--json", "--state", folder))
-    assert [each["what"] for each in found["notes"]] == want
+    document = json.loads(_said(capsys, "status", "--json", "--state", folder))
+    assert [item["what"] for item in document["notes"]] == want
     store.close()
 
 

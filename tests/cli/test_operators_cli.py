@@ -89,9 +89,14 @@ class Port:
                     line = {"error": {"message": "replica: unknown 'x'"}}
                     self.say(404, json.dumps(line).encode())
                     return
-                said = {"replica": "t@east#0/0", "with_it": [], "open_requests": 3, "role": body.get("role")}
-                said |= {"changed": ["t@east#0/0"], "cordoned": ["h:1"]}
-                self.say(200, json.dumps({**said, "before": "prefill", "planned": "prefill"}).encode())
+                message = {
+                    "replica": "t@east#0/0",
+                    "with_it": [],
+                    "open_requests": 3,
+                    "role": body.get("role"),
+                }
+                message |= {"changed": ["t@east#0/0"], "cordoned": ["h:1"]}
+                self.say(200, json.dumps({**message, "before": "prefill", "planned": "prefill"}).encode())
 
             do_PUT = do_POST
 
@@ -160,11 +165,11 @@ def folder(tmp_path: Path, port: Port) -> Path:
 
 
 def _said(capsys: pytest.CaptureFixture[str], *arguments: str | Path, rc: int = 0) -> str:
-    assert run([str(each) for each in arguments]) == rc, capsys.readouterr().err
-    found = capsys.readouterr()
+    assert run([str(argument) for argument in arguments]) == rc, capsys.readouterr().err
+    result = capsys.readouterr()
     if rc:
-        assert found.err.count("\n") == 1, found.err
-    return found.err if rc else found.out
+        assert result.err.count("\n") == 1, result.err
+    return result.err if rc else result.out
 
 
 def test_status_shows_what_is_there_and_what_is_not(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -174,12 +179,12 @@ def test_status_shows_what_is_there_and_what_is_not(folder: Path, capsys: pytest
     assert re.search(r"missing: t@east#1/0: words-2 is starting, since \d+ s", text)
     assert "missing: words: mixed t@west: 1 wanted, but there are no nodes" in text
     assert "notice: this machine computes 3.1 times slower" in text
-    found = json.loads(_said(capsys, "status", "--state", folder, "--json"))
-    assert (found["notices"], found["plan"]["version"]) == (SNAPSHOT["notices"], 1)
-    assert found["lacking"][1]["what"] == "words: mixed t@west"
-    first = found["replicas"][0]
+    document = json.loads(_said(capsys, "status", "--state", folder, "--json"))
+    assert (document["notices"], document["plan"]["version"]) == (SNAPSHOT["notices"], 1)
+    assert document["lacking"][1]["what"] == "words: mixed t@west"
+    first = document["replicas"][0]
     assert (first["engine"], first["pace"], first["kv_used"], first["waiting"]) == ("words-1", 1.25, 0.25, 1)
-    assert [each["kind"] for each in found["notes"]] == ["start"]
+    assert [item["kind"] for item in document["notes"]] == ["start"]
 
 
 @pytest.mark.parametrize("command", ["status", "top --once", "drain x", "scale t@east=1", "down"])

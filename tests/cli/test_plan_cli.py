@@ -64,7 +64,7 @@ def test_what_if_changes_the_fleet(spec: Path, capsys: pytest.CaptureFixture[str
     def nodes(*options: str) -> set[str]:
         assert run(["plan", str(spec), "--averages", "--json", "--no-explain", *options]) == 0
         plan = json.loads(capsys.readouterr().out)["plan"]
-        return {each["node"] for template in plan["templates"] for each in template["nodes"]}
+        return {item["node"] for template in plan["templates"] for item in template["nodes"]}
 
     assert nodes("--what-if", "home:1xL40S=0") == {"1xA10G"}
     assert nodes("--what-if", "home:A10G=0") == {"1xL40S"}
@@ -156,7 +156,7 @@ def test_a_pinned_template_is_kept(spec: Path, capsys: pytest.CaptureFixture[str
     pin = "chat: mixed 1xL40S tp1@home=2"
     assert run(["plan", str(spec), "--averages", "--json", "--no-explain", "--pin", pin]) == 0
     plan = json.loads(capsys.readouterr().out)["plan"]
-    counts = {each["template"]: each["count"] for each in plan["deployments"]}
+    counts = {item["template"]: item["count"] for item in plan["deployments"]}
     assert counts["chat: mixed 1xL40S tp1"] >= 2
 
 
@@ -250,14 +250,14 @@ def test_one_model_that_nothing_serves_spares_the_others(
 ) -> None:
     path = tmp_path / "potluck.yaml"
     path.write_text((SPEC % 4).replace("fleet:\n", UNSERVABLE))
-    said = "hasty: its objective (TTFT 2000 ms, TPOT 0.01 ms) is out of reach"
+    text = "hasty: its objective (TTFT 2000 ms, TPOT 0.01 ms) is out of reach"
     assert run(["compare", str(path), "--averages", "--time-limit", "2"]) == 0
-    assert said in capsys.readouterr().out
+    assert text in capsys.readouterr().out
     assert run(["simulate", str(path), "--requests", "100", "--time-limit", "2"]) == 3
-    assert said in capsys.readouterr().err
-    found = prepared((path,), read_spec(path), PlanChoices(2.0, averages=True), lambda line: None)
-    assert any(said in line for line in found.lines)
-    assert {template.model for template in found.inputs.plan.templates} == {"chat"}
+    assert text in capsys.readouterr().err
+    result = prepared((path,), read_spec(path), PlanChoices(2.0, averages=True), lambda line: None)
+    assert any(text in line for line in result.lines)
+    assert {template.model for template in result.inputs.plan.templates} == {"chat"}
 
 
 def test_what_cannot_be_written_is_kept(

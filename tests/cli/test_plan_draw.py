@@ -70,9 +70,9 @@ class Seen(HTMLParser):
         self.tags.add(tag)
         if tag != "meta":
             self.open.append(tag)
-        found = dict(attrs)
-        self.styles.append(found.get("style") or "")
-        self.kinds.append(found.get("class") or "")
+        result = dict(attrs)
+        self.styles.append(result.get("style") or "")
+        self.kinds.append(result.get("class") or "")
 
     def handle_endtag(self, tag: str) -> None:
         assert self.open.pop() == tag
@@ -82,11 +82,11 @@ class Seen(HTMLParser):
 
 
 def seen(text: str) -> Seen:
-    found = Seen()
-    found.feed(text)
-    assert found.open == []
-    assert "script" not in found.tags
-    return found
+    result = Seen()
+    result.feed(text)
+    assert result.open == []
+    assert "script" not in result.tags
+    return result
 
 
 @pytest.fixture
@@ -102,15 +102,15 @@ def test_stages_are_as_wide_as_they_have_layers_and_bars_say_what_is_late(spec: 
         (ModelReason("chat", (NASTY,), 1.0, (), 3.0, ("2 of something",)),),
         (NodeValue("home", "1xL40S", 2, 4, 2.0, 0.0, None),),
     )
-    found = seen(plan_html(problem, PLAN, reasons))
-    assert [each for each in found.styles if "flex" in each] == ["flex: 20 1 0", "flex: 12 1 0"]
-    assert "2 × chat: pipeline, $8.00/h" in found.text
-    assert "20 layers on 1xL40S" in found.text
-    assert NASTY in found.text
-    widths = [each for each in found.styles if "width" in each]
+    result = seen(plan_html(problem, PLAN, reasons))
+    assert [style for style in result.styles if "flex" in style] == ["flex: 20 1 0", "flex: 12 1 0"]
+    assert "2 × chat: pipeline, $8.00/h" in result.text
+    assert "20 layers on 1xL40S" in result.text
+    assert NASTY in result.text
+    widths = [style for style in result.styles if "width" in style]
     assert widths[:3] == ["width: 50.0%", "width: 25.0%", "width: 100.0%"], "demand, TTFT, TPOT"
-    assert found.kinds.count("fill over") == 1, "TPOT is beyond its objective"
-    assert "+$3.00/h" in found.text
+    assert result.kinds.count("fill over") == 1, "TPOT is beyond its objective"
+    assert "+$3.00/h" in result.text
 
 
 def test_strategies_are_drawn_side_by_side(spec: Path) -> None:
@@ -119,9 +119,9 @@ def test_strategies_are_drawn_side_by_side(spec: Path) -> None:
         ComparedStrategy(name, cost, 1.0, 1.0, 2.0, 3, 0.0, 0.1, ())
         for name, cost in (("auto", 4.0), (NASTY, 8.0))
     ]
-    found = seen(compared_html(rows, problem, {"auto": PLAN}))
-    assert [each for each in found.styles if "width" in each] == ["width: 50.0%", "width: 100.0%"]
-    assert NASTY in found.text
+    result = seen(compared_html(rows, problem, {"auto": PLAN}))
+    assert [style for style in result.styles if "width" in style] == ["width: 50.0%", "width: 100.0%"]
+    assert NASTY in result.text
 
 
 def test_plan_writes_the_file_and_refuses_another_ending(spec: Path, tmp_path: Path, capsys: object) -> None:

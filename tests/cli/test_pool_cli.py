@@ -109,11 +109,11 @@ def test_every_strategy_works_on_a_pool(files: tuple[str, str], capsys: pytest.C
     rows = {row["strategy"]: row for row in json.loads(capsys.readouterr().out)}
     assert set(rows) == set(STRATEGIES)
     assert all(row["violations"] == [] for row in rows.values())
-    best, found = rows["auto"], rows["thunderserve"]
-    assert found["served_fraction"] > 0
-    assert best["served_fraction"] >= found["served_fraction"] - 1e-6
-    assert best["served_fraction"] > found["served_fraction"] or (
-        best["cost_usd_per_h"] <= found["cost_usd_per_h"] + 1e-6
+    best, result = rows["auto"], rows["thunderserve"]
+    assert result["served_fraction"] > 0
+    assert best["served_fraction"] >= result["served_fraction"] - 1e-6
+    assert best["served_fraction"] > result["served_fraction"] or (
+        best["cost_usd_per_h"] <= result["cost_usd_per_h"] + 1e-6
     )
     assert run(["check", files[1]]) == 0
     assert "is valid" in capsys.readouterr().out
@@ -132,15 +132,15 @@ def test_strategies_that_do_not_apply_are_told(tmp_path: Path, capsys: pytest.Ca
 
 def answers(options: list[str], capsys: pytest.CaptureFixture[str]) -> dict[str, dict[str, float]]:
     assert run(["replan", *options, "--json", "--time-limit", "3"]) == 0
-    return {each["step"]: each for each in json.loads(capsys.readouterr().out)["answers"]}
+    return {load["step"]: load for load in json.loads(capsys.readouterr().out)["answers"]}
 
 
 def test_named_machines_are_lost(
     files: tuple[str, str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     out = tmp_path / "new.json"
-    found = answers([*files, "--lose", "node1,node2", "--out", str(out)], capsys)
-    assert found["reroute"]["served_fraction"] <= found["flip"]["served_fraction"] + 1e-6
+    result = answers([*files, "--lose", "node1,node2", "--out", str(out)], capsys)
+    assert result["reroute"]["served_fraction"] <= result["flip"]["served_fraction"] + 1e-6
     plan = plan_from_json(out.read_text())
     assert not {m for t in plan.templates for m in t.machines} & {"node1", "node2"}
     assert sum(plan.nodes.values()) <= 2
@@ -153,8 +153,8 @@ def test_other_lengths(files: tuple[str, str], tmp_path: Path, capsys: pytest.Ca
     rows = [f"2023-11-16 18:00:{i:02d}.0,{100 + 10 * i},{20 + i}" for i in range(40)]
     trace.write_text("\n".join(["TIMESTAMP,ContextTokens,GeneratedTokens", *rows]) + "\n")
     for text in ("chat=coding", str(trace)):
-        found = answers([*files, "--workload", text], capsys)
-        assert found["reallocate"]["served_fraction"] > 0, text
+        result = answers([*files, "--workload", text], capsys)
+        assert result["reallocate"]["served_fraction"] > 0, text
     same = answers([*files, "--workload", "900/200"], capsys)
     assert same["reroute"]["served_fraction"] == pytest.approx(
         plan_from_json(Path(files[0]).read_text()).fraction
@@ -171,8 +171,8 @@ def test_a_prompt_beyond_the_context_is_cut_and_told(
 def test_a_slower_link_between_machines(files: tuple[str, str], capsys: pytest.CaptureFixture[str]) -> None:
     names = [f"node{i}" for i in range(4)]
     slow = [f"{a}:{b}=0.05gbps" for a in names for b in names if a != b]
-    found = answers([*files, *(text for each in slow for text in ("--link", each))], capsys)
-    assert found["reroute"]["served_fraction"] <= 1
+    result = answers([*files, *(text for item in slow for text in ("--link", item))], capsys)
+    assert result["reroute"]["served_fraction"] <= 1
 
 
 @pytest.mark.parametrize(

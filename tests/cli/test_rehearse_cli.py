@@ -61,14 +61,14 @@ def test_a_rehearsal_is_shown_step_by_step_and_its_plan_written(
 def test_json_has_every_step(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert run(["plan", str(a_spec(tmp_path)), *QUICK, "--cv", "6", "--json"]) == 0
     body = json.loads(capsys.readouterr().out)
-    told = body["rehearsal"]
-    assert told["holds"]
-    last = told["steps"][-1]
+    message = body["rehearsal"]
+    assert message["holds"]
+    last = message["steps"][-1]
     assert last["fresh"]
     assert last["cost_usd_per_h"] == body["plan"]["cost_usd_per_h"]
     assert last["models"][0]["at_least"] >= last["models"][0]["promised"]
-    assert not told["steps"][0]["holds"]
-    assert last["cost_usd_per_h"] > told["steps"][0]["cost_usd_per_h"]
+    assert not message["steps"][0]["holds"]
+    assert last["cost_usd_per_h"] > message["steps"][0]["cost_usd_per_h"]
 
 
 def test_when_nothing_holds_it_is_said_and_the_best_is_shown(
@@ -90,7 +90,7 @@ def test_the_specs_own_trace_is_what_is_rehearsed(tmp_path: Path, capsys: pytest
     rows = [f"2024-01-01 00:{int(t // 60):02d}:{t % 60:09.6f},600,80" for t in when]
     (tmp_path / "bursts.csv").write_text("TIMESTAMP,ContextTokens,GeneratedTokens\n" + "\n".join(rows) + "\n")
     path = a_spec(tmp_path, "trace: bursts.csv")
-    short = [each for each in QUICK if each not in ("--requests", "300")]
+    short = [item for item in QUICK if item not in ("--requests", "300")]
     assert run(["plan", str(path), *short, "--json"]) == 0
     steps = json.loads(capsys.readouterr().out)["rehearsal"]["steps"]
     assert run(["plan", str(path), *QUICK, "--cv", "1", "--json"]) == 0
@@ -189,15 +189,15 @@ def test_what_a_plan_was_proven_to_do_travels_with_it(
     def said(spec: Path, plan: Path) -> PreparedPlan:
         return prepared((plan, spec), load_spec(spec), PlanChoices(5.0), lambda _: None)
 
-    found = said(path, out)
-    assert [f"{line}." for line in found.lines] == [proven]
-    assert found.holds
+    result = said(path, out)
+    assert [f"{line}." for line in result.lines] == [proven]
+    assert result.holds
     assert not asked
     other = tmp_path / "more.yaml"
     other.write_text(path.read_text().replace("rate_per_s: 8", "rate_per_s: 9"))
-    found = said(other, out)
+    result = said(other, out)
     assert len(asked) == 1
-    assert not found.holds
+    assert not result.holds
     changed = tmp_path / "other.json"
     changed.write_text(out.read_text().replace('"count": ', '"count": 1'))
     said(path, changed)

@@ -46,12 +46,12 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, str]:
 
 def answers(options: list[str], capsys: pytest.CaptureFixture[str]) -> dict[str, dict[str, float]]:
     assert run(["replan", *options, "--averages", "--json"]) == 0
-    return {each["step"]: each for each in json.loads(capsys.readouterr().out)["answers"]}
+    return {load["step"]: load for load in json.loads(capsys.readouterr().out)["answers"]}
 
 
 def test_nothing_happened(files: tuple[str, str], capsys: pytest.CaptureFixture[str]) -> None:
-    found = answers(list(files), capsys)
-    assert found["reroute"]["served_fraction"] == 1
+    result = answers(list(files), capsys)
+    assert result["reroute"]["served_fraction"] == 1
     assert run(["replan", *files, "--averages"]) == 0
     out = capsys.readouterr().out
     assert "reroute (best)" in out
@@ -62,17 +62,17 @@ def test_lost_nodes(files: tuple[str, str], tmp_path: Path, capsys: pytest.Captu
     plan = plan_from_json(Path(files[0]).read_text())
     (region, node), count = max(plan.nodes.items(), key=lambda item: item[1])
     out = tmp_path / "new.json"
-    found = answers([*files, "--lose", f"{region}:{node}={count}", "--out", str(out)], capsys)
-    assert found["reroute"]["served_fraction"] < 1
-    assert found["reallocate"]["served_fraction"] > found["reroute"]["served_fraction"]
-    assert found["reallocate"]["time_s"] > 30
+    result = answers([*files, "--lose", f"{region}:{node}={count}", "--out", str(out)], capsys)
+    assert result["reroute"]["served_fraction"] < 1
+    assert result["reallocate"]["served_fraction"] > result["reroute"]["served_fraction"]
+    assert result["reallocate"]["time_s"] > 30
     assert plan_from_json(out.read_text()).fraction > 0
 
 
 def test_more_load_and_a_slower_link(files: tuple[str, str], capsys: pytest.CaptureFixture[str]) -> None:
-    found = answers([*files, "--rate", "chat=3x", "--link", "home:lab=0.5gbps"], capsys)
-    assert found["reroute"]["served_fraction"] < 1
-    assert found["reallocate"]["served_fraction"] == pytest.approx(1)
+    result = answers([*files, "--rate", "chat=3x", "--link", "home:lab=0.5gbps"], capsys)
+    assert result["reroute"]["served_fraction"] < 1
+    assert result["reallocate"]["served_fraction"] == pytest.approx(1)
 
 
 @pytest.mark.parametrize(
@@ -130,10 +130,10 @@ def test_an_answer_is_judged_by_the_evidence_that_plans_are(
     quick = json.loads(capsys.readouterr().out)
     assert (quick["answers"][-1]["cost_usd_per_h"], quick["rehearsed"]) == (1.6, [])
     assert run([*words, "--json"]) == 0
-    found = json.loads(capsys.readouterr().out)
-    assert found["best"] == "reallocate"
-    assert found["answers"][-1]["cost_usd_per_h"] == pytest.approx(3.2)
-    assert [each["verdict"] for each in found["rehearsed"]] == ["holds"]
+    document = json.loads(capsys.readouterr().out)
+    assert document["best"] == "reallocate"
+    assert document["answers"][-1]["cost_usd_per_h"] == pytest.approx(3.2)
+    assert [item["verdict"] for item in document["rehearsed"]] == ["holds"]
 
 
 class Told:
@@ -164,10 +164,10 @@ def test_an_answer_that_misses_is_not_put_into_force_unasked(
     monkeypatch.setenv("COLUMNS", "200")
     words = ["replan", "--live", "--lose", "office:1xL40S=1", "--apply"]
     assert run(words) == 3
-    said = capsys.readouterr().out
-    assert "misses its 90.0 %" in said
-    assert "not applied: this misses in rehearsal. `--yes` applies it all the same" in said
+    text = capsys.readouterr().out
+    assert "misses its 90.0 %" in text
+    assert "not applied: this misses in rehearsal. `--yes` applies it all the same" in text
     assert service.applied == []
     assert run([*words, "--yes"]) == 0
     assert "plan 2 is in force: reallocate, $1.60/h (was $1.86/h)" in capsys.readouterr().out
-    assert [each.cost_usd_per_h for each in service.applied] == [1.6]
+    assert [item.cost_usd_per_h for item in service.applied] == [1.6]

@@ -40,9 +40,9 @@ def test_a_log_replays_and_a_changed_one_does_not(
     assert f"line {place + 1}: RequestArrived" in out
     assert "instead of []" in out
     assert run(["replay", str(other), "--json"]) == 1
-    found = json.loads(capsys.readouterr().out)
-    assert not found["same"]
-    assert found["difference"].startswith(f"line {place + 1}")
+    document = json.loads(capsys.readouterr().out)
+    assert not document["same"]
+    assert document["difference"].startswith(f"line {place + 1}")
 
 
 def test_cut_and_bad_logs(

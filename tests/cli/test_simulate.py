@@ -75,7 +75,7 @@ def test_a_plan_is_simulated_with_everything_written(
 def test_json_is_the_same_for_the_same_seed_and_without_fast_forward(
     files: tuple[str, str], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    found = []
+    result = []
     for more in ([], [], ["--no-fast-forward"], ["--seed", "9"]):
         assert (
             run(
@@ -94,11 +94,11 @@ def test_json_is_the_same_for_the_same_seed_and_without_fast_forward(
             )
             == 0
         )
-        found.append(json.loads(capsys.readouterr().out))
-    assert found[0] == found[1]
-    assert found[0]["total"]["ttft_s"]["p99"] == pytest.approx(found[2]["total"]["ttft_s"]["p99"], rel=1e-9)
-    assert found[0] != found[3]
-    assert found[0]["total"]["rate_per_s"] == pytest.approx(3.0, rel=0.3)
+        result.append(json.loads(capsys.readouterr().out))
+    assert result[0] == result[1]
+    assert result[0]["total"]["ttft_s"]["p99"] == pytest.approx(result[2]["total"]["ttft_s"]["p99"], rel=1e-9)
+    assert result[0] != result[3]
+    assert result[0]["total"]["rate_per_s"] == pytest.approx(3.0, rel=0.3)
 
 
 def test_parquet_records_have_the_same_rows(files: tuple[str, str], tmp_path: Path) -> None:
@@ -126,15 +126,15 @@ def test_goodput_brackets_the_rate_and_says_what_it_found(
     files: tuple[str, str], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert run(["goodput", *files, "--requests", "400", "--tolerance", "0.1", "--json"]) == 0
-    found = json.loads(capsys.readouterr().out)
-    held = [step["rate_per_s"] for step in found["steps"] if step["holds"]]
-    missed = [step["rate_per_s"] for step in found["steps"] if not step["holds"]]
-    assert max(held) == found["goodput_per_s"]
+    document = json.loads(capsys.readouterr().out)
+    held = [step["rate_per_s"] for step in document["steps"] if step["holds"]]
+    missed = [step["rate_per_s"] for step in document["steps"] if not step["holds"]]
+    assert max(held) == document["goodput_per_s"]
     assert min(missed) <= max(held) * 1.1 * 1.001
     monkeypatch.setenv("COLUMNS", "200")
     assert run(["goodput", *files, "--requests", "400", "--tolerance", "0.1"]) == 0
-    said = capsys.readouterr().out
-    *_, last = said.strip().splitlines()
+    text = capsys.readouterr().out
+    *_, last = text.strip().splitlines()
     assert last.startswith(f"Goodput: {max(held):.4g} requests/s; there chat is in time for ")
     assert f"promised. At {min(missed):.4g} requests/s chat would be in time for " in last
 
@@ -229,15 +229,17 @@ def test_a_market_over_time_is_followed_by_planner_and_fleet(
     )
     options = ["--requests", "320", "--seed", "3", "--policy", "scaling=replan", "--json"]
     assert run(["simulate", *files, "--market", str(market), *options]) == 0
-    found = json.loads(capsys.readouterr().out)
+    document = json.loads(capsys.readouterr().out)
     assert run(["simulate", *files, *options]) == 0
     plain = json.loads(capsys.readouterr().out)
-    assert found["cost_usd"] == pytest.approx(plain["cost_usd"] / 1.9 * 2.5, rel=0.1), "40 s at 1, 40 s at 4"
+    assert document["cost_usd"] == pytest.approx(plain["cost_usd"] / 1.9 * 2.5, rel=0.1), (
+        "40 s at 1, 40 s at 4"
+    )
     market.write_text("offers: [{at_s: 40, region: home, node: 1xL4}]")
     assert run(["simulate", files[1], "--market", str(market)]) == 2
-    said = capsys.readouterr().err
-    assert said.count("\n") == 1
-    assert "offers[0].node" in said
+    text = capsys.readouterr().err
+    assert text.count("\n") == 1
+    assert "offers[0].node" in text
 
 
 def test_what_is_not_as_planned_fits_eighty_columns_and_keeps_every_word(

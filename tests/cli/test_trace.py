@@ -53,12 +53,12 @@ def test_stats(azure: Path, mooncake: Path, capsys: pytest.CaptureFixture[str]) 
     assert "0.2 requests/s" in text
     assert "█" in text
     assert run(["trace", "stats", str(mooncake), "--json"]) == 0
-    found = json.loads(capsys.readouterr().out)
-    assert found["requests"] == 50
-    assert found["rate_per_s"] == pytest.approx(10)
-    assert found["gap_cv"] == pytest.approx(0, abs=1e-9)
-    assert found["prefix_hit_share"] == pytest.approx(49 * 1024 / sum(range(1100, 1150)))
-    assert found["input_tokens"]["max"] == 1149
+    document = json.loads(capsys.readouterr().out)
+    assert document["requests"] == 50
+    assert document["rate_per_s"] == pytest.approx(10)
+    assert document["gap_cv"] == pytest.approx(0, abs=1e-9)
+    assert document["prefix_hit_share"] == pytest.approx(49 * 1024 / sum(range(1100, 1150)))
+    assert document["input_tokens"]["max"] == 1149
 
 
 @pytest.mark.parametrize("how", ["stretch", "superpose"])
@@ -186,10 +186,10 @@ def test_what_was_written_is_said_for_machines(
         (["make", "azure-conv", "--requests", "70"], 70, False),
     ):
         arguments = ["trace", *words, "--to", "azure", "--out", out, "--json"]
-        assert run([str(each) for each in arguments]) == 0
-        said = capsys.readouterr()
-        found = json.loads(said.out)
-        assert said.err == ""
-        assert (found["file"], found["format"], found["requests"]) == (str(out), "azure", requests)
-        assert found["blocks_left_out"] is blocks
-        assert found["rate_per_s"] == pytest.approx(load_trace(out).rate_per_s, rel=0.01)
+        assert run([str(argument) for argument in arguments]) == 0
+        text = capsys.readouterr()
+        document = json.loads(text.out)
+        assert text.err == ""
+        assert (document["file"], document["format"], document["requests"]) == (str(out), "azure", requests)
+        assert document["blocks_left_out"] is blocks
+        assert document["rate_per_s"] == pytest.approx(load_trace(out).rate_per_s, rel=0.01)

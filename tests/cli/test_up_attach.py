@@ -42,8 +42,8 @@ def roster(folder: Path, *lines: str) -> Path:
 def test_plain_servers_are_planned_as_whole_replicas(tmp_path: Path) -> None:
     (tmp_path / "spec.yaml").write_text(SPEC)
     entries = read_entries(roster(tmp_path, "url: 'http://127.0.0.1:1', kind: openai, token_ids: true"))
-    found = planned_for(entries, (tmp_path / "spec.yaml",), 10.0, lambda line: None)
-    kinds = {found.plan.template(each.template).kind for each in found.plan.deployments}
+    planned = planned_for(entries, (tmp_path / "spec.yaml",), 10.0, lambda line: None)
+    kinds = {planned.plan.template(deployment.template).kind for deployment in planned.plan.deployments}
     assert kinds == {"homogeneous"}
 
 
@@ -115,10 +115,10 @@ class Server(BaseHTTPRequestHandler):
     said: ClassVar[dict[int, dict[str, object]]] = {}
 
     def do_GET(self) -> None:
-        found = self.said[self.server.server_address[1]].get(self.path)  # type: ignore[index]
-        self.send_response(404 if found is None else 200)
+        result = self.said[self.server.server_address[1]].get(self.path)  # type: ignore[index]
+        self.send_response(404 if result is None else 200)
         self.end_headers()
-        self.wfile.write(json.dumps(found).encode())
+        self.wfile.write(json.dumps(result).encode())
 
     def log_message(self, format: str, *args: object) -> None:
         """Nothing."""
@@ -152,21 +152,23 @@ def test_without_a_spec_servers_are_asked_what_they_are(
         for role in ("prefill", "decode", "mixed")
     ]
     (tmp_path / "key").write_text("secret")
-    lines = [f"url: '{plain}', key_file: key", f"url: '{other}'", *(f"url: '{each}'" for each in engines)]
+    lines = [f"url: '{plain}', key_file: key", f"url: '{other}'", *(f"url: '{engine}'" for engine in engines)]
     file = roster(tmp_path, *lines)
     (tmp_path / "made").mkdir()
     inputs, made = asked(read_entries(file), file, tmp_path / "made")
     assert [model.name for model in inputs.spec.models] == ["m", "Qwen2.5-7B", "e"]
     assert inputs.spec.models[0].files == str(shipped_model()), "where the server says that its model lies"
-    shapes = {each.name: [replica.role for replica in each.replicas] for each in inputs.plan.templates}
+    shapes = {
+        template.name: [replica.role for replica in template.replicas] for template in inputs.plan.templates
+    }
     assert sorted(map(tuple, shapes.values())) == [("mixed",), ("mixed",), ("mixed",), ("prefill", "decode")]
     entries = read_entries(made)
-    assert [(each.kind, each.model, each.token_ids) for each in entries[:2]] == [
+    assert [(entry.kind, entry.model, entry.token_ids) for entry in entries[:2]] == [
         ("openai", "m", True),
         ("openai", "Qwen2.5-7B", False),
     ]
     assert entries[0].key == "secret"
-    assert [(each.kind, each.model) for each in entries[2:]] == [
+    assert [(entry.kind, entry.model) for entry in entries[2:]] == [
         ("face", "e"),
         ("face", "e"),
         ("openai", "e"),

@@ -22,10 +22,10 @@ def test_the_demo_is_rehearsed_answers_and_leaves_nothing_behind(tmp_path: Path)
     command += ["--port", "0", "--state", str(state), "--within", str(WITHIN_S - 60)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=WITHIN_S)
     assert done.returncode == 0, done.stderr
-    said = json.loads(done.stdout)
-    assert said["models"] == ["words"]
-    assert [each["text"] != "" for each in said["answers"]] == [True]
-    assert any("holds its" in line for line in said["lines"]), said["lines"]
+    body = json.loads(done.stdout)
+    assert body["models"] == ["words"]
+    assert [item["text"] != "" for item in body["answers"]] == [True]
+    assert any("holds its" in line for line in body["lines"]), body["lines"]
     store = StateStore(state / "state.db")
     try:
         version = store.plan()
@@ -43,7 +43,7 @@ def test_the_demo_is_rehearsed_answers_and_leaves_nothing_behind(tmp_path: Path)
 
 
 def _must_share_prompts_in_every_way(plan: Plan) -> None:
-    kinds = {plan.template(each.template).kind for each in plan.deployments}
+    kinds = {plan.template(deployment.template).kind for deployment in plan.deployments}
     assert "pair" in kinds, "a prompt begun on one GPU and ended on another"
     ways = {(flow.prefill_region, flow.decode_region) for flow in plan.flows}
     assert any(prefill == decode for prefill, decode in ways), "computed and answered apart, in one region"

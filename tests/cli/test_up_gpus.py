@@ -106,9 +106,9 @@ def test_a_driver_that_fails_is_told_in_one_line(
         ("NVIDIA RTX A6000", "A6000"),
     ],
 )
-def test_drivers_names_are_found_in_the_catalog(name: str, found: str) -> None:
-    memory = int(gpus.gpu(found).memory_gb * GB)
-    assert gpu_of(LocalGpu(0, "GPU-a", name, memory)) == found
+def test_drivers_names_are_found_in_the_catalog(name: str, text: str) -> None:
+    memory = int(gpus.gpu(text).memory_gb * GB)
+    assert gpu_of(LocalGpu(0, "GPU-a", name, memory)) == text
     with pytest.raises(InputError, match="a part of one"):
         gpu_of(LocalGpu(0, "GPU-a", name, memory // 4))
 
@@ -142,8 +142,8 @@ def test_the_plan_is_for_exactly_what_is_there(counts: dict[str, int], large: Pa
         "all of them, no more"
     )
     assert plan.fraction == pytest.approx(1.0)
-    replicas = [each for d in plan.deployments for each in plan.template(d.template).replicas]
-    assert all(len(each.layout.stages) == 1 for each in replicas)
+    replicas = [replica for d in plan.deployments for replica in plan.template(d.template).replicas]
+    assert all(len(replica.layout.stages) == 1 for replica in replicas)
     assert rate_per_s > 0.5
 
 
@@ -159,10 +159,12 @@ def test_a_model_too_large_for_one_gpu_is_laid_over_several(large: Path, tmp_pat
     _, make = planned_for_all(spec, wishes, lambda line: None)
     plan = make(spec).plan
     must_run_here(plan, "gpu")
-    replicas = [each for d in plan.deployments for each in plan.template(d.template).replicas]
-    pipelines = [each.layout for each in replicas if len(each.layout.stages) > 1]
+    replicas = [replica for d in plan.deployments for replica in plan.template(d.template).replicas]
+    pipelines = [replica.layout for replica in replicas if len(replica.layout.stages) > 1]
     assert pipelines, "an L4 alone does not hold it"
-    assert all(node.tp == 1 for each in replicas for stage in each.layout.stages for node in stage.nodes)
+    assert all(
+        node.tp == 1 for replica in replicas for stage in replica.layout.stages for node in stage.nodes
+    )
     chips = (_chip("L4", "a"), _chip("A100-SXM4-40GB", "b"), _chip("L4", "c"))
     maker = maker_of(spec, chips, "cpu")
     for layout in pipelines:
@@ -351,8 +353,8 @@ def test_what_cannot_be_measured_is_said_and_what_was_is_kept(
     monkeypatch.setattr(up_gpus, "_measuring", measuring)
     chips = (LocalGpu(0, "GPU-a", "NVIDIA L4", 24 * GB), LocalGpu(1, "GPU-b", "NVIDIA A10", 24 * GB))
     arguments = (load_spec(path), shipped_model(), chips, tmp_path / "profiles", "cpu", lambda line: None)
-    found, notes = measured_briefly(*arguments)
-    assert [each.name for each in found] == ["L4-words.json"]
+    result, notes = measured_briefly(*arguments)
+    assert [item.name for item in result] == ["L4-words.json"]
     assert "A10 could not be measured (out of memory)" in notes[0]
     measured_briefly(*arguments)
     assert begun == [("L4", "GPU-a"), ("A10", "GPU-b"), ("A10", "GPU-b")]
@@ -378,9 +380,9 @@ def test_a_service_on_gpus_that_are_found(
     command = [sys.executable, "-m", "potluck.cli.main", *arguments]
     done = subprocess.run(command, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
-    said = json.loads(done.stdout)
-    assert said["models"] == ["tiny"]
-    assert said["answers"][0]["text"]
+    body = json.loads(done.stdout)
+    assert body["models"] == ["tiny"]
+    assert body["answers"][0]["text"]
     assert "found 1 x L4" in done.stderr
     _driver(tmp_path, monkeypatch, "")
     assert run([*arguments[:-3], str(tmp_path / "other")]) == 2

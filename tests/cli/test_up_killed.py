@@ -25,7 +25,7 @@ TOKENS = 80
 
 
 def children_of(pid: int) -> list[int]:
-    return [int(each) for each in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+    return [int(part) for part in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
 
 
 def asked(url: str, heard: Callable[[bytes], None] = lambda data: None) -> tuple[bytes, bool]:
@@ -97,10 +97,10 @@ def test_all_of_the_gateway_and_the_controller_are_killed_at_once(tmp_path: Path
         assert {name: place["pid"] for name, place in store.places().items()} == engines, (
             "they were found again"
         )
-        records = [json.loads(each) for each in (state / "usage.jsonl").read_text().splitlines()]
-        assert [each["output_tokens"] for each in records] == [TOKENS]
+        records = [json.loads(item) for item in (state / "usage.jsonl").read_text().splitlines()]
+        assert [record["output_tokens"] for record in records] == [TOKENS]
         until(
-            lambda: "brain" in [each.kind for each in store.happenings(most=1000)[noted:]]
+            lambda: "brain" in [happening.kind for happening in store.happenings(most=1000)[noted:]]
         )  # it took a turn
         process.send_signal(signal.SIGTERM)
         assert process.wait(WITHIN_S) == 0

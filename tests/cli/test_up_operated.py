@@ -39,10 +39,10 @@ def up(tmp_path: Path) -> Iterator[tuple[Path, str, subprocess.Popen[str]]]:
     try:
         line = process.stdout.readline()
         assert line, process.stderr.read()
-        said = json.loads(line)
-        with urllib.request.urlopen(f"{said['page']}/", timeout=WITHIN_S) as answer:
+        body = json.loads(line)
+        with urllib.request.urlopen(f"{body['page']}/", timeout=WITHIN_S) as answer:
             assert b"<title>Potluck</title>" in answer.read()
-        yield state, said["url"], process
+        yield state, body["url"], process
     finally:
         watchdog.cancel()
         process.kill()
@@ -55,7 +55,7 @@ def up(tmp_path: Path) -> Iterator[tuple[Path, str, subprocess.Popen[str]]]:
 
 
 def _said(capsys: pytest.CaptureFixture[str], *arguments: str | Path) -> str:
-    assert run([str(each) for each in arguments]) == 0, capsys.readouterr().err
+    assert run([str(argument) for argument in arguments]) == 0, capsys.readouterr().err
     return capsys.readouterr().out
 
 
@@ -63,8 +63,8 @@ def _cordoned(capsys: pytest.CaptureFixture[str], state: Path, url: str, load: t
     """A replica that gets nothing new while the other serves, and is not replaced."""
     _said(capsys, "cordon", "unit1@near#1/0", "--state", state)
     assert json.loads(_said(capsys, "bench", url, "--rate", "20", *load, "--json"))["answered"] == 8
-    found = json.loads(_said(capsys, "status", "--json", "--state", state))
-    assert [(each["replica"], each["cordoned"]) for each in found["replicas"]] == [
+    document = json.loads(_said(capsys, "status", "--json", "--state", state))
+    assert [(item["replica"], item["cordoned"]) for item in document["replicas"]] == [
         ("unit0@near#0/0", False),
         ("unit1@near#1/0", True),
     ]
@@ -77,13 +77,13 @@ def test_a_service_is_watched_loaded_drained_and_brought_down(
     state, url, process = up
     until_s = time.monotonic() + WITHIN_S
     while True:  # the model is served once one of its replicas is there
-        found = json.loads(_said(capsys, "status", "--json", "--state", state))
-        assert found["models"]["live"]["ready"]
-        if [each["state"] for each in found["replicas"]] == ["ready", "ready"]:
+        document = json.loads(_said(capsys, "status", "--json", "--state", state))
+        assert document["models"]["live"]["ready"]
+        if [item["state"] for item in document["replicas"]] == ["ready", "ready"]:
             break
-        assert time.monotonic() < until_s, found
+        assert time.monotonic() < until_s, document
         time.sleep(0.1)
-    assert found["lacking"] == []
+    assert document["lacking"] == []
     load = ("--requests", "8", "--input", "20", "--output", "4", "--ttft", "30", "--tpot", "5")
     bench = json.loads(_said(capsys, "bench", url, "--rate", "20", *load, "--json"))
     assert (bench["loop"], bench["answered"], bench["attainment"]) == ("open", 8, 1.0)
@@ -99,15 +99,15 @@ def test_a_service_is_watched_loaded_drained_and_brought_down(
     assert "unit0@near#0/0" in _said(capsys, "top", "--once", "--every", "0.2", "--state", state)
     _cordoned(capsys, state, url, load)
     store = StateStore(state / "state.db")
-    engines = {each.replica: each.name for each in store.instances()}
+    engines = {instance.replica: instance.name for instance in store.instances()}
     _said(capsys, "drain", "unit0@near#0/0", "--state", state)
     until_s = time.monotonic() + WITHIN_S
     while True:  # until a fresh engine has taken its place
-        found = json.loads(_said(capsys, "status", "--json", "--state", state))
-        ready = {each["replica"]: each["engine"] for each in found["replicas"] if each["state"] == "ready"}
+        document = json.loads(_said(capsys, "status", "--json", "--state", state))
+        ready = {item["replica"]: item["engine"] for item in document["replicas"] if item["state"] == "ready"}
         if len(ready) == 2 and "unit0@near#0/0" not in ready:
             break
-        assert time.monotonic() < until_s, found
+        assert time.monotonic() < until_s, document
         time.sleep(0.2)
     assert engines["unit0@near#0/0"] not in ready.values(), "the engine that was drained is used no more"
     assert ready["unit1@near#1/0"] == engines["unit1@near#1/0"], "the other was left alone"
@@ -146,8 +146,8 @@ def _handed_back(capsys: pytest.CaptureFixture[str], state: Path, store: StateSt
     template = newest.plan.templates[0].name
     assert run(["scale", f"{template}@near=1000", "--state", str(state)]) == 2
     assert "1000 cannot be had: near has " in capsys.readouterr().err
-    said = json.loads(_said(capsys, "scale", "--auto", "--json", "--state", state))
-    assert (said["version"], said["as_version"]) == (newest.version + 1, 1)
+    body = json.loads(_said(capsys, "scale", "--auto", "--json", "--state", state))
+    assert (body["version"], body["as_version"]) == (newest.version + 1, 1)
     after = store.plan()
     assert after is not None
     assert after.plan == first.plan
@@ -159,24 +159,26 @@ def _replanned(capsys: pytest.CaptureFixture[str], state: Path, store: StateStor
     asked = ("replan", "--live", "--state", state, "--rate", "live=14")
     newest = store.plan()
     assert newest is not None
-    found = json.loads(_said(capsys, *asked, "--apply", "--json"))
-    assert (found["version"], found["best"]) == (newest.version, "reallocate")
-    assert "is in force: reallocate" in found["done"]
+    document = json.loads(_said(capsys, *asked, "--apply", "--json"))
+    assert (document["version"], document["best"]) == (newest.version, "reallocate")
+    assert "is in force: reallocate" in document["done"]
     after = store.plan()
     assert after is not None
     assert after.version == newest.version + 1
     assert after.reason.startswith("by hand: replan --live")
     plan = after.plan
-    wanted = sum(each.count * len(plan.template(each.template).replicas) for each in plan.deployments)
-    names = {each.template for each in plan.deployments if each.count}
+    wanted = sum(
+        deployment.count * len(plan.template(deployment.template).replicas) for deployment in plan.deployments
+    )
+    names = {deployment.template for deployment in plan.deployments if deployment.count}
     until_s = time.monotonic() + WITHIN_S
     while True:
         status = json.loads(_said(capsys, "status", "--json", "--state", state))
-        ready = [each for each in status["replicas"] if each["state"] == "ready"]
-        if len(ready) == wanted and {each["replica"].split("@")[0] for each in ready} == names:
+        ready = [item for item in status["replicas"] if item["state"] == "ready"]
+        if len(ready) == wanted and {item["replica"].split("@")[0] for item in ready} == names:
             break
         assert time.monotonic() < until_s, status
         time.sleep(0.2)
     assert "nothing changed" in _said(capsys, *asked, "--apply")
-    assert run([str(each) for each in asked[:4]] + ["--apply", "plan.json", "spec.yaml"]) == 2
+    assert run([str(item) for item in asked[:4]] + ["--apply", "plan.json", "spec.yaml"]) == 2
     capsys.readouterr()

@@ -72,9 +72,9 @@ def handlers() -> Iterator[None]:
 
 
 def _said(capsys: pytest.CaptureFixture[str]) -> str:
-    said = capsys.readouterr().err
-    assert "Traceback" not in said
-    return said
+    text = capsys.readouterr().err
+    assert "Traceback" not in text
+    return text
 
 
 def test_a_spec_that_cannot_be_met(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -179,9 +179,9 @@ def test_a_corrupt_state_file(text: bytes, tmp_path: Path, capsys: pytest.Captur
     (state / "state.db").write_bytes(text or whole[: len(whole) // 2])
     arguments = ["up", str(plan), str(spec), "--state", str(state), "--engine", "pretended"]
     assert run([*arguments, "--averages", "--check", "--within", "1"]) == 2
-    said = _said(capsys)
-    assert "state.db is damaged" in said
-    assert "mv " in said, "how to go on"
+    message = _said(capsys)
+    assert "state.db is damaged" in message
+    assert "mv " in message, "how to go on"
     assert run(["status", "--state", str(state)]) == 2
     assert "is damaged" in _said(capsys)
 
@@ -195,7 +195,7 @@ def test_what_a_lost_state_left_running_is_ended(stand: LocalStack) -> None:
         time.sleep(0.01)  # it has its mark from when it runs
     stand._end_forgotten()
     assert not alive(left), "or the new gateway would not get its port"
-    assert any("the state lost it" in each.why for each in stand.store.happenings())
+    assert any("the state lost it" in happening.why for happening in stand.store.happenings())
 
 
 def _limited(most_bytes: int) -> Callable[[], None]:
@@ -263,7 +263,7 @@ def test_an_engine_that_fails_in_the_same_way_stops_the_start(tmp_path: Path, ha
         stand, prepared, False, time.monotonic(), False, 600.0, lambda line: None, lambda: None
     )
     closing = stand.close
-    stand.close = lambda: (notes.extend(each.kind for each in store.happenings()), closing())  # type: ignore
+    stand.close = lambda: (notes.extend(happening.kind for happening in store.happenings()), closing())  # type: ignore
     with pytest.raises(CapacityError, match="3 starts failed in the same way: port .* is closed") as error:
         up_module._run(show)
     assert "  a line before\n" in str(error.value), "its last lines"

@@ -64,7 +64,7 @@ def test_what_is_printed_fits_80_columns(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setenv("COLUMNS", "80")
-    command = [files[0] if each == "PLAN" else files[1] if each == "SPEC" else each for each in words]
+    command = [files[0] if word == "PLAN" else files[1] if word == "SPEC" else word for word in words]
     assert run(command) in (0, 3)
     out = capsys.readouterr().out
     assert out.strip()
@@ -122,4 +122,4 @@ def test_docs_have_the_figures_that_estimate_prints(capsys: pytest.CaptureFixtur
     printed = [" ".join(line.split()) for line in capsys.readouterr().out.splitlines()]
     quoted = text.split("how far to trust it:\n\n", 1)[1].split("\n\n", 1)[0]
     for line in quoted.splitlines():
-        assert any(" ".join(line.split()).removesuffix("...").strip() in each for each in printed), line
+        assert any(" ".join(line.split()).removesuffix("...").strip() in item for item in printed), line

@@ -23,5 +23,5 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.fixture(scope="session")
 def cluster() -> Iterator[tuple[Any, dict[str, Any]]]:
-    with three_nodes() as found:
-        yield found
+    with three_nodes() as result:
+        yield result

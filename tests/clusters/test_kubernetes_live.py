@@ -22,11 +22,11 @@ WITHIN_S = 180.0
 @pytest.fixture
 def kube(tmp_path: Path) -> Iterator[Kube]:
     (tmp_path / "pods").mkdir()
-    found = Kube(tmp_path / "pods", potluck_itself)
+    result = Kube(tmp_path / "pods", potluck_itself)
     for name in ("node-a", "node-b", "node-c"):
-        found.add_node(name, "NVIDIA-A10", 1, "near")
-    yield found
-    found.close()
+        result.add_node(name, "NVIDIA-A10", 1, "near")
+    yield result
+    result.close()
 
 
 def potluck(*words: str) -> list[str]:
@@ -62,11 +62,11 @@ def test_a_node_dies_under_load_and_its_engine_is_started_elsewhere(kube: Kube, 
         on_nodes = {pod["spec"]["nodeName"] for pod in kube.objects["pods"].values()}
         lost = min(on_nodes)
         kube.lose(lost)
-        found = json.loads(bench.communicate(timeout=WITHIN_S)[0])
-        assert (found["answered"], found["errors"]) == (40, {})
+        document = json.loads(bench.communicate(timeout=WITHIN_S)[0])
+        assert (document["answered"], document["errors"]) == (40, {})
         while True:  # until another node has its place
             now = status(state)
-            ready = [each for each in now["replicas"] if each["state"] == "ready"]
+            ready = [item for item in now["replicas"] if item["state"] == "ready"]
             if len(ready) == 2 and not now["lacking"]:
                 break
             assert time.monotonic() < until_s, now

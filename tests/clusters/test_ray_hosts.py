@@ -65,10 +65,10 @@ class Cluster:
         return int(done.stdout) if done.returncode == 0 and done.stdout.strip().isdigit() else 0
 
     def close(self) -> None:
-        for each in reversed(self._running):
-            each.terminate()
-        for each in self._running:
-            each.wait(WITHIN_S)
+        for item in reversed(self._running):
+            item.terminate()
+        for entry in self._running:
+            entry.wait(WITHIN_S)
 
 
 @pytest.fixture
@@ -93,7 +93,7 @@ def test_a_host_is_cut_off_under_load_and_no_request_is_lost(
     head, state = cluster.head, tmp_path / "state"
     words = ("--state", str(state), "--engine", "pretended", "--averages", "--port", "0", "--json")
     where = ("--on", "ray", "--cluster", cluster.address, "--time-limit", "5")
-    authority = make_certificates(tmp_path, [each.address for each in cluster.bed.hosts])
+    authority = make_certificates(tmp_path, [host.address for host in cluster.bed.hosts])
     tls = ("--engine-tls", f"{tmp_path}/%host%.pem", f"{tmp_path}/%host%.key", str(authority))
     process = subprocess.Popen(
         cluster.on(head, potluck("up", str(plan), str(spec), *words, *where, *tls)),
@@ -110,12 +110,12 @@ def test_a_host_is_cut_off_under_load_and_no_request_is_lost(
         )
         came_to(head, state, lambda now: now["open_requests"] >= 2)
         store = StateStore(state / "state.db")
-        assert all(each.url.startswith("https://") for each in store.instances())
+        assert all(instance.url.startswith("https://") for instance in store.instances())
         store.close()
         cluster.bed.cut(cluster.named["L4"])
         began_s = time.monotonic()
-        found = json.loads(bench.communicate(timeout=WITHIN_S)[0])
-        assert (found["answered"], found["errors"]) == (60, {})
+        document = json.loads(bench.communicate(timeout=WITHIN_S)[0])
+        assert (document["answered"], document["errors"]) == (60, {})
         came_to(head, state, planned_without)
         sys.stdout.write(f"planned for what is left {time.monotonic() - began_s:.0f} s after the cut\n")
     finally:
@@ -126,8 +126,8 @@ def test_a_host_is_cut_off_under_load_and_no_request_is_lost(
 
 def planned_without(now: dict[str, Any]) -> bool:
     """Whether the plan is for what is left, and all of it serves."""
-    planned = {each["template"] for each in now["plan"]["deployments"] if each["count"]}
-    ready = [each for each in now["replicas"] if each["state"] == "ready"]
+    planned = {item["template"] for item in now["plan"]["deployments"] if item["count"]}
+    ready = [item for item in now["replicas"] if item["state"] == "ready"]
     return "on 1xL4" not in planned and bool(ready) and not now["lacking"]
 
 

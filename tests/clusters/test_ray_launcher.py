@@ -60,18 +60,18 @@ def made(cluster: tuple[Any, dict[str, Any]], tmp_path: Path) -> Iterator[Made]:
         return RayLauncher(ray, terms, tmp_path, str(tmp_path), **more)
 
     yield make
-    for each in ray.util.list_named_actors(all_namespaces=True):
-        ray.kill(ray.get_actor(each["name"], each["namespace"]))
+    for named_actor in ray.util.list_named_actors(all_namespaces=True):
+        ray.kill(ray.get_actor(named_actor["name"], named_actor["namespace"]))
     until(lambda: not ray.util.list_named_actors(all_namespaces=True))
     ray.shutdown()
 
 
 def until(what: Callable[[], Any], within_s: float = WITHIN_S) -> Any:
     end_s = time.monotonic() + within_s
-    while not (found := what()):
+    while not (result := what()):
         assert time.monotonic() < end_s, "it never came about"
         time.sleep(0.05)
-    return found
+    return result
 
 
 def come_to(launcher: RayLauncher, places: dict[str, Place], state: str) -> EngineSighting:
@@ -80,8 +80,8 @@ def come_to(launcher: RayLauncher, places: dict[str, Place], state: str) -> Engi
         assert seen.state == state or seen.state != "dead", seen
         return seen if seen.state == state else None
 
-    found: EngineSighting = until(there)
-    return found
+    engine_sighting: EngineSighting = until(there)
+    return engine_sighting
 
 
 def node_of(launcher: RayLauncher, name: str, worker: int | None = None) -> str:
@@ -98,7 +98,7 @@ def test_an_engine_is_on_the_node_that_has_its_gpu_and_is_found_again(
         name: launcher.start(name, EngineSpec("m", single(f"1x{name}", 1, 2), region))
         for name, region in (("L4", "east"), ("A10", "east"), ("L40S", "west"))
     }
-    until(lambda: {each.state for each in launcher.look(places)} == {"up"})
+    until(lambda: {item.state for item in launcher.look(places)} == {"up"})
     for name in places:
         assert node_of(launcher, name) == nodes[name].node_id
     assert launcher.log_of("L4").read_text() == "listens\n", "its words are brought here"
@@ -107,15 +107,15 @@ def test_an_engine_is_on_the_node_that_has_its_gpu_and_is_found_again(
     # Another controller on the same state finds them; what it does not know of, it ends.
     successor = made()
     del places["A10"]
-    until(lambda: {each.state for each in successor.look(places)} == {"up"})
+    until(lambda: {item.state for item in successor.look(places)} == {"up"})
     ray = connect("")
 
     def names() -> set[str]:
         successor.look(places)
-        return {each["name"] for each in ray.util.list_named_actors(all_namespaces=True)}
+        return {named_actor["name"] for named_actor in ray.util.list_named_actors(all_namespaces=True)}
 
     until(lambda: names() == {"L4", "L40S"})
-    url = next(each.url for each in successor.look(places) if each.name == "L4")
+    url = next(item.url for item in successor.look(places) if item.name == "L4")
     successor.stop("L4", places["L4"])
     assert come_to(successor, {"L4": places["L4"]}, "dead").problem == "was asked to end"
     with pytest.raises(OSError):
@@ -133,8 +133,8 @@ def test_a_pipeline_has_all_of_its_nodes_and_is_given_up_when_one_falls_silent(
     layout = Layout((Stage(1, (StageNode("1xL4", 1),)), Stage(1, (StageNode("1xA10", 1),))))
     places = {"p": launcher.start("p", EngineSpec("m", layout, "east"))}
     come_to(launcher, places, "up")
-    found = [node_of(launcher, "p"), node_of(launcher, "p", 0), node_of(launcher, "p", 1)]
-    assert found == [nodes["L4"].node_id, nodes["L4"].node_id, nodes["A10"].node_id]
+    result = [node_of(launcher, "p"), node_of(launcher, "p", 0), node_of(launcher, "p", 1)]
+    assert result == [nodes["L4"].node_id, nodes["L4"].node_id, nodes["A10"].node_id]
     ray = connect("")
     pid = ray.get(launcher._engines["p"].workers[1].handle.__ray_call__.remote(lambda self: os.getpid()))
     launcher.news()
@@ -142,7 +142,7 @@ def test_a_pipeline_has_all_of_its_nodes_and_is_given_up_when_one_falls_silent(
     try:
         seen = come_to(launcher, places, "dead")
         assert "was last heard" in seen.problem
-        assert [each.kind for each in launcher.news()] == ["gone"]
+        assert [item.kind for item in launcher.news()] == ["gone"]
         well = {host.id: host.well for host in launcher.there()}
         assert not well[nodes["A10"].node_id]
         assert well[nodes["L4"].node_id]

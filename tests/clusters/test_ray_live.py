@@ -113,7 +113,7 @@ def test_a_node_is_removed_under_load_and_no_request_is_lost(
 ) -> None:
     (rays, nodes), (state, url) = cluster, up
     before = status(state)
-    assert sorted(each["replica"].split("@")[0] for each in before["replicas"]) == [
+    assert sorted(item["replica"].split("@")[0] for item in before["replicas"]) == [
         "on 1xA10",
         "on 1xL4",
         "on 1xL40S",
@@ -126,12 +126,12 @@ def test_a_node_is_removed_under_load_and_no_request_is_lost(
         time.sleep(0.05)
     rays.remove_node(nodes["L4"], allow_graceful=False)
     out, _ = bench.communicate(timeout=WITHIN_S)
-    found = json.loads(out)
-    assert (found["answered"], found["errors"]) == (60, {})
+    document = json.loads(out)
+    assert (document["answered"], document["errors"]) == (60, {})
     while True:  # until the plan is for what is left, and all of it serves
         now = status(state)
-        planned = {each["template"] for each in now["plan"]["deployments"] if each["count"]}
-        ready = [each for each in now["replicas"] if each["state"] == "ready"]
+        planned = {item["template"] for item in now["plan"]["deployments"] if item["count"]}
+        ready = [item for item in now["replicas"] if item["state"] == "ready"]
         if "on 1xL4" not in planned and ready and not now["lacking"]:
             break
         assert time.monotonic() < until_s, now

@@ -179,7 +179,9 @@ def test_what_is_no_record_counts_nowhere_and_is_said(bad: str, tmp_path: Path, 
     write(tmp_path / "usage.jsonl", line(), bad, line())
     count_all(store, tmp_path, 7.0)
     assert total(store)["requests"] == 2
-    assert any(each.kind == "usage" and "no records" in each.what for each in store.happenings())
+    assert any(
+        happening.kind == "usage" and "no records" in happening.what for happening in store.happenings()
+    )
 
 
 KILLED = """
@@ -204,8 +206,8 @@ def test_readers_killed_at_any_instant_count_nothing_twice(
         two = [
             subprocess.Popen([sys.executable, "-c", KILLED, str(tmp_path), str(after_s)]) for _ in range(2)
         ]
-        for each in two:
-            assert each.wait(60) in (0, 9)
+        for item in two:
+            assert item.wait(60) in (0, 9)
     count_all(store, tmp_path, 0.0)
     assert total(store)["requests"] == 20_000
     assert total(store)["prompt_tokens"] == sum(range(20_000))
@@ -304,7 +306,7 @@ def test_a_file_changed_by_hand_is_made_good_and_that_is_said(tmp_path: Path, st
     now_s[0] = 5.0
     books.turn()
     assert (tmp_path / KEY_FILE).read_text() == whole
-    assert [each[0] for each in notes] == ["keys"]
+    assert [note[0] for note in notes] == ["keys"]
 
 
 def test_a_state_that_was_lost_takes_its_keys_from_the_file(tmp_path: Path, store: StateStore) -> None:
@@ -312,7 +314,7 @@ def test_a_state_that_was_lost_takes_its_keys_from_the_file(tmp_path: Path, stor
     add_key(store, tmp_path, kept)
     again = StateStore(tmp_path / "another.db")
     publish_keys(again, tmp_path, 2000.0)
-    assert [(each.name, each.line) for each in kept_keys(again)] == [("ann", kept.line)]
+    assert [(item.name, item.line) for item in kept_keys(again)] == [("ann", kept.line)]
     gateway = Gateway(tmp_path)
     assert gateway.lets_in(key)
     assert not gateway.lets_in(""), "what was closed stays closed"
@@ -332,15 +334,15 @@ def test_a_file_of_version_one_is_brought_up_to_date(tmp_path: Path) -> None:
     assert store.rows("PRAGMA user_version") == [(VERSION,)]
     newest = store.plan()
     assert newest is not None
-    assert [each.template for each in newest.plan.deployments] == ["words: mixed 1xL4 tp1"]
-    assert [each.kind for each in store.happenings()][-1] == "down"
+    assert [deployment.template for deployment in newest.plan.deployments] == ["words: mixed 1xL4 tp1"]
+    assert [happening.kind for happening in store.happenings()][-1] == "down"
     assert store.get("spec files") == {"path": "potluck.yaml", "profiles": []}
     assert kept_keys(store) == ()
     write(tmp_path / "usage.jsonl", line())
     count_all(store, tmp_path, 0.0)
     assert total(store)["requests"] == 1
     add_key(store, tmp_path, made("ann", 0.0)[1])
-    assert [each.name for each in kept_keys(StateStore(path))] == ["ann"]
+    assert [key.name for key in kept_keys(StateStore(path))] == ["ann"]
 
 
 def test_the_commands(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -360,7 +362,7 @@ def test_the_commands(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Non
     gateway.now_s = 1e12
     assert not gateway.lets_in(other), "it expires when the first one would have"
     assert run(["keys", "revoke", "bob", *state]) == 2
-    assert "did you mean" in (said := capsys.readouterr().err) or "known are" in said
+    assert "did you mean" in (text := capsys.readouterr().err) or "known are" in text
     assert run(["keys", "add", "bob", "--expires", "soon", *state]) == 2
     assert "2031-01-31" in capsys.readouterr().err
     write(tmp_path / "new" / "usage.jsonl", line(), line(model="=cmd()"))

@@ -54,12 +54,12 @@ NODES = [
 
 def test_what_is_there_is_the_market_and_what_is_gone_or_silent_is_not() -> None:
     def available(*silent: str) -> list[int | None]:
-        return [each.available for each in quotes_of(cluster_nodes(NODES, silent), SPELLINGS, REGIONS)]
+        return [quote.available for quote in quotes_of(cluster_nodes(NODES, silent), SPELLINGS, REGIONS)]
 
     assert available() == [4, 2, 3]
     assert available("a") == [0, 2, 3]
     unlabelled = [replace(host, region="") for host in cluster_nodes(NODES)]
-    assert [each.available for each in quotes_of(unlabelled, SPELLINGS, REGIONS[1:])] == [7]
+    assert [quote.available for quote in quotes_of(unlabelled, SPELLINGS, REGIONS[1:])] == [7]
 
 
 @given(
@@ -72,7 +72,7 @@ def test_no_machine_is_counted_for_more_nodes_than_its_gpus_make(
         ClusterNode(str(place), "east", ((name, count),), well)
         for place, (name, count, well) in enumerate(machines)
     ]
-    counts = {each.node: each.available for each in quotes_of(there, SPELLINGS, REGIONS[:1])}
+    counts = {quote.node: quote.available for quote in quotes_of(there, SPELLINGS, REGIONS[:1])}
     assert counts["1xL4"] == sum(count for name, count, well in machines if name == "L4" and well)
     assert counts["2xA100-80"] == sum(
         count // 2 for name, count, well in machines if name.startswith("A100") and well
@@ -168,10 +168,10 @@ def made(name: str, errand: Any, monkeypatch: pytest.MonkeyPatch, folder: Path) 
 
 def until(what: Callable[[], Any]) -> Any:
     end_s = time.monotonic() + 60.0
-    while not (found := what()):
+    while not (result := what()):
         assert time.monotonic() < end_s, "it never came about"
         time.sleep(0.02)
-    return found
+    return result
 
 
 def test_an_engine_is_filled_in_reported_and_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -179,12 +179,15 @@ def test_an_engine_is_filled_in_reported_and_ended(tmp_path: Path, monkeypatch: 
     assert it.report()["state"] == "starting", "nobody has begun it"
     for _ in range(2):  # it is begun once
         it.begin([PYTHON, "-S", "-c", ENGINE, HOST, PORT, SECRET_FILE])
-    said = until(lambda: (found := it.report())["state"] == "up" and found)
-    assert said["address"].startswith("127.0.0.1:")
-    assert said["node"] == "node-1"
-    assert (said["log"], it.report(said["log_at"])["log"]) == (b"s" * 20 + b"\n", b"")
+    text = until(lambda: (result := it.report())["state"] == "up" and result)
+    assert text["address"].startswith("127.0.0.1:")
+    assert text["node"] == "node-1"
+    assert (text["log"], it.report(text["log_at"])["log"]) == (b"s" * 20 + b"\n", b"")
     it.stop()
-    assert until(lambda: (found := it.report())["state"] == "dead" and found)["problem"] == "was asked to end"
+    assert (
+        until(lambda: (outcome := it.report())["state"] == "dead" and outcome)["problem"]
+        == "was asked to end"
+    )
     it.forget()
     assert list(tmp_path.rglob("m-1*")) == [], "neither its log nor its secret is left"
 

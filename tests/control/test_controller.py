@@ -79,17 +79,17 @@ class Machine:
         known = {place.get("pid") for place in places.values()}
         for name in [name for name in self.running if name not in known]:
             del self.running[name]
-        found = []
+        result = []
         for name, place in places.items():
             state = self.running.get(str(place.get("pid", "")))
             if state is None:
-                found.append(EngineSighting(name, "dead", problem="is not there"))
+                result.append(EngineSighting(name, "dead", problem="is not there"))
             elif state == "starting":
                 self.running[name] = "up"
-                found.append(EngineSighting(name, "starting"))
+                result.append(EngineSighting(name, "starting"))
             else:
-                found.append(EngineSighting(name, "up", f"http://{name}"))
-        return tuple(found)
+                result.append(EngineSighting(name, "up", f"http://{name}"))
+        return tuple(result)
 
     def stop(self, name: str, place: Place) -> None:
         self.running.pop(name, None)
@@ -99,8 +99,8 @@ class Machine:
         self.running.pop(name, None)
 
     def news(self) -> tuple[NodeNews, ...]:
-        found, self.told = tuple(self.told), []
-        return found
+        node_news, self.told = tuple(self.told), []
+        return node_news
 
     def log_of(self, name: str) -> Path:
         return Path(name)
@@ -123,7 +123,7 @@ class Gateway:
     def wanted(self) -> dict[str, Any]:
         if self.away:
             raise GatewayAway("refused")
-        each = {
+        item = {
             "template": "t",
             "index": 0,
             "model": "m",
@@ -135,7 +135,7 @@ class Gateway:
             "url": "http://somewhere" if self.urls else "",
         }
         return {
-            "replicas": [{**each, "id": name} for name in self.replicas],
+            "replicas": [{**item, "id": name} for name in self.replicas],
             "replan": self.replan,
             "kill": self.kill,
             "plan_mark": self.mark,
@@ -144,7 +144,7 @@ class Gateway:
     def set_fleet(self, instances: tuple[EngineInstance, ...]) -> None:
         if self.away:
             raise GatewayAway("refused")
-        self.fleet = tuple(each for each in instances if each.state == "up" and each.replica)
+        self.fleet = tuple(instance for instance in instances if instance.state == "up" and instance.replica)
 
     def set_plan(self, plan: Plan, why: str = "", version: int = 0) -> None:
         self.plans.append(plan)
@@ -217,13 +217,13 @@ def test_what_is_wanted_is_started_told_and_stopped_again(world: World) -> None:
     world.gateway.replicas = ["a", "b"]
     controller = world.controller()
     world.turns(controller, 4)
-    assert sorted(each.replica for each in world.gateway.fleet) == ["a", "b"]
+    assert sorted(item.replica for item in world.gateway.fleet) == ["a", "b"]
     assert world.last.settled
     world.gateway.replicas = ["b"]
     world.turns(controller, 10)
-    assert [each.replica for each in world.gateway.fleet] == ["b"]
+    assert [item.replica for item in world.gateway.fleet] == ["b"]
     assert len(world.machine.running) == 1
-    kinds = [each.kind for each in StateStore(world.path).happenings()]
+    kinds = [happening.kind for happening in StateStore(world.path).happenings()]
     assert kinds.count("start") == 2
     assert "stop" in kinds
 
@@ -232,14 +232,14 @@ def test_an_engine_that_somebody_wants_dead_is_killed_once_and_another_comes(wor
     world.gateway.replicas = ["a", "b"]
     controller = world.controller()
     world.turns(controller, 4)
-    (victim,) = (each.name for each in world.gateway.fleet if each.replica == "a")
+    (victim,) = (item.name for item in world.gateway.fleet if item.replica == "a")
     world.gateway.kill = ["a"]
     world.turns(controller, 1)
     world.gateway.kill = []
     world.turns(controller, 5)
     assert world.machine.killed == [victim]
-    assert sorted(each.replica for each in world.gateway.fleet) == ["a", "b"]
-    assert victim not in {each.name for each in world.gateway.fleet}
+    assert sorted(item.replica for item in world.gateway.fleet) == ["a", "b"]
+    assert victim not in {item.name for item in world.gateway.fleet}
     world.gateway.kill, world.gateway.away = ["a"], True
     world.turns(controller, 3)
     assert world.machine.killed == [victim], (
@@ -268,7 +268,7 @@ def test_engines_serve_on_while_the_gateway_is_away_and_dead_ones_come_back(worl
     world.turns(controller, 8)
     assert len(world.machine.running) == 2
     assert world.machine.started == 3
-    away = [each for each in StateStore(world.path).happenings() if each.kind == "away"]
+    away = [happening for happening in StateStore(world.path).happenings() if happening.kind == "away"]
     assert len(away) == 1, "said once, not every second"
 
 
@@ -277,10 +277,10 @@ def test_a_start_that_cannot_be_is_tried_again_later(world: World) -> None:
     world.machine.broken = True
     controller = world.controller()
     world.turns(controller, 12)
-    failed = [each for each in StateStore(world.path).happenings() if each.kind == "failed"]
+    failed = [happening for happening in StateStore(world.path).happenings() if happening.kind == "failed"]
     assert 2 <= len(failed) <= 5
     assert failed[0].why == "no memory left"
-    waits = [each.why for each in StateStore(world.path).happenings() if each.kind == "waits"]
+    waits = [happening.why for happening in StateStore(world.path).happenings() if happening.kind == "waits"]
     assert waits
     assert all("'no memory left'" in why for why in waits), "why it failed is not forgotten"
     world.machine.broken = False
@@ -296,8 +296,8 @@ def test_machines_that_go_or_will_go_are_noted_and_their_engines_used_no_more(wo
     going = NodeNews("notice", "n2", "cordoned", 30, (name,))
     world.machine.told = [NodeNews("gone", "n1", "was not heard"), going]
     world.turns(controller, 1)
-    told = [(each.kind, each.what) for each in StateStore(world.path).happenings()]
-    assert {("gone", "n1"), ("notice", name)} <= {*told}
+    message = [(happening.kind, happening.what) for happening in StateStore(world.path).happenings()]
+    assert {("gone", "n1"), ("notice", name)} <= {*message}
     assert world.gateway.drained == ["a"]
 
 
@@ -321,7 +321,7 @@ def test_a_plan_that_is_asked_for_is_made_once_and_handed_over(world: World) -> 
     world.gateway.replan = {"rates_per_s": {"m": 3.0}, "reason": "more is asked for"}
     world.turns(controller, 1)
     planned(world, controller)
-    assert [each.rates_per_s for each in asked] == [{"m": 3.0}]
+    assert [item.rates_per_s for item in asked] == [{"m": 3.0}]
     assert world.gateway.plans == [PLAN]
     newest = StateStore(world.path).plan()
     assert newest is not None
@@ -334,7 +334,9 @@ def test_advice_changes_nothing(world: World) -> None:
     world.turns(controller, 1)
     planned(world, controller)
     assert world.gateway.plans == []
-    assert [each.kind for each in StateStore(world.path).happenings() if each.kind == "advice"] == ["advice"]
+    assert [
+        happening.kind for happening in StateStore(world.path).happenings() if happening.kind == "advice"
+    ] == ["advice"]
 
 
 @pytest.mark.parametrize("seed", range(8))
@@ -374,8 +376,8 @@ def test_killed_at_any_instant_it_converges_and_nothing_is_orphaned(world: World
     world.gateway.replicas = ["x", "y", "z"]
     world.turns(world.controller(), 80)
     assert world.last.settled
-    assert sorted(each.replica for each in world.gateway.fleet) == ["x", "y", "z"]
-    assert sorted(world.machine.running) == sorted(each.name for each in world.gateway.fleet)
+    assert sorted(item.replica for item in world.gateway.fleet) == ["x", "y", "z"]
+    assert sorted(world.machine.running) == sorted(item.name for item in world.gateway.fleet)
 
 
 def test_what_is_left_counts_before_the_full_plan_is_there(world: World) -> None:
@@ -385,7 +387,7 @@ def test_what_is_left_counts_before_the_full_plan_is_there(world: World) -> None
     world.gateway.replan = {"rates_per_s": {"m": 3.0}, "reason": "a node died"}
     world.turns(controller, 1)
     planned(world, controller)
-    assert [each.cost_usd_per_h for each in world.gateway.plans] == [1.0, 2.0]
+    assert [item.cost_usd_per_h for item in world.gateway.plans] == [1.0, 2.0]
     assert planner.asked[0].running == left, "the full plan starts from what is left"
 
 
@@ -401,8 +403,8 @@ def test_a_plan_that_was_written_down_and_not_told_is_told_by_the_next(world: Wo
     world.now_s += 10.0
     world.turns(controller, 30)
     assert world.gateway.plans == [], "a plan by others is not fought"
-    said = [each.why for each in store.happenings() if each.kind == "plan"]
-    assert sum("serves another plan" in each for each in said) == 1
+    whies = [happening.why for happening in store.happenings() if happening.kind == "plan"]
+    assert sum("serves another plan" in item for item in whies) == 1
 
 
 def test_a_planner_that_breaks_leaves_the_controller_and_says_so(world: World) -> None:
@@ -419,8 +421,8 @@ def test_a_planner_that_breaks_leaves_the_controller_and_says_so(world: World) -
         world.turns(controller, 1)
     world.turns(controller, 3)
     assert world.last.settled
-    said = [each.why for each in StateStore(world.path).happenings() if each.what == "stays"]
-    assert ["the planner failed" in each for each in said] == [True]
+    whies = [happening.why for happening in StateStore(world.path).happenings() if happening.what == "stays"]
+    assert ["the planner failed" in item for item in whies] == [True]
 
 
 def test_an_engine_whose_replica_was_drained_at_the_gateway_is_let_go_and_a_fresh_one_comes(
@@ -431,8 +433,8 @@ def test_an_engine_whose_replica_was_drained_at_the_gateway_is_let_go_and_a_fres
     controller = world.controller()
     world.turns(controller, 4)
     (drained,) = world.gateway.fleet
-    said = world.gateway.wanted
-    world.gateway.wanted = lambda: {**said(), "leave": [drained.url]}  # type: ignore[method-assign]
+    text = world.gateway.wanted
+    world.gateway.wanted = lambda: {**text(), "leave": [drained.url]}  # type: ignore[method-assign]
     world.gateway.replicas = []
     world.turns(controller, 1)
     world.gateway.replicas = ["a2"]
@@ -450,13 +452,13 @@ class Freezer(Machine):
 
     def look(self, places: dict[str, Place]) -> tuple[EngineSighting, ...]:
         states = dict(self.running)
-        found = super().look(places)
+        result = super().look(places)
         self.running |= {name: states[name] for name in self.frozen & self.running.keys()}
         return tuple(
-            EngineSighting(each.name, "starting", stands_still=states[each.name] == "starting")
-            if each.name in self.frozen & self.running.keys()
-            else each
-            for each in found
+            EngineSighting(item.name, "starting", stands_still=states[item.name] == "starting")
+            if item.name in self.frozen & self.running.keys()
+            else item
+            for item in result
         )
 
 
@@ -467,8 +469,8 @@ class Reaching(Gateway):
     at: str = ""
 
     def wanted(self) -> dict[str, Any]:
-        found = super().wanted()
-        return found | {"replicas": [{**each, "url": self.at} for each in found["replicas"]]}
+        result = super().wanted()
+        return result | {"replicas": [{**item, "url": self.at} for item in result["replicas"]]}
 
 
 class Frozen(World):
@@ -500,7 +502,9 @@ def test_an_engine_that_is_frozen_for_good_is_killed_and_another_comes(
     assert frozen_world.machine.killed == [victim]
     (serving,) = frozen_world.gateway.fleet
     assert (serving.replica, serving.name == victim) == ("again", False)
-    (cleared,) = [each for each in StateStore(frozen_world.path).happenings() if each.kind == "clear"]
+    (cleared,) = [
+        happening for happening in StateStore(frozen_world.path).happenings() if happening.kind == "clear"
+    ]
     assert (cleared.what, cleared.why) == (victim, "was silent for 20 s")
 
 
@@ -648,13 +652,13 @@ class StandbyGateway:
         )
 
     def wanted(self) -> dict[str, object]:
-        found: dict[str, object] = json.loads(json.dumps(self.oversight.wanted()))
-        return found
+        result: dict[str, object] = json.loads(json.dumps(self.oversight.wanted()))
+        return result
 
     def asked(self, name: str) -> str:
         """Where a request is sent."""
         actions = self.brain.on(self.brain_loop.now_s(), RequestArrived(Request(name, "m", 0.0, 100, 10)))
-        (run,) = [each for each in actions if isinstance(each, Run)]
+        (run,) = [action for action in actions if isinstance(action, Run)]
         return run.route.segments[0].replica
 
 
@@ -665,7 +669,7 @@ def test_it_is_wanted_and_started_and_gets_no_request_until_it_takes_over() -> N
         wanted = gateway.wanted()
         wants = wants_of(wanted, {"t": STANDBY_TEMPLATE})
         orders = step(wants, (), ReconcilerMemory(), 0.0).orders
-        assert sorted(each.want.replica for each in orders if isinstance(each, LaunchEngine)) == [
+        assert sorted(order.want.replica for order in orders if isinstance(order, LaunchEngine)) == [
             "t@east#0/0",
             "t@east#1/0",
         ]
@@ -674,7 +678,7 @@ def test_it_is_wanted_and_started_and_gets_no_request_until_it_takes_over() -> N
         assert running.deployments == (Deployment("t", "east", 1),), "planners do not count on it"
         assert "t@east#1/0 is wanted on standby" in gateway.told
         assert gateway.brain.autoscaler.standby_usd_per_h == 1.5
-        rows = {each["replica"]: each["standby"] for each in replicas_of({}, wanted, ())}
+        rows = {item["replica"]: item["standby"] for item in replicas_of({}, wanted, ())}
         assert rows == {"t@east#0/0": False, "t@east#1/0": True}
         for name in ("t@east#0/0", "t@east#1/0"):
             gateway.brain_loop.tell(ReplicaReady(name))
@@ -686,10 +690,10 @@ def test_it_is_wanted_and_started_and_gets_no_request_until_it_takes_over() -> N
         gateway.brain_loop.tell(Tick())
         assert gateway.asked("after") == "t@east#1/0"
         assert "t@east#1/0 serves, from standby" in gateway.told
-        again = {each.member.id: each.member.standby for each in gateway.brain.fleet.views.values()}
+        again = {view.member.id: view.member.standby for view in gateway.brain.fleet.views.values()}
         assert again == {"t@east#1/0": False, "t@east#2/0": True}, "its place is filled again"
         replicas = gateway.wanted()["replicas"]
         assert isinstance(replicas, list)
-        assert {each["id"]: each["standby"] for each in replicas} == again | {"t@east#0/0": False}
+        assert {item["id"]: item["standby"] for item in replicas} == again | {"t@east#0/0": False}
 
     asyncio.run(main())

@@ -39,9 +39,9 @@ class Wanting:
 
         class Handler(BaseHTTPRequestHandler):
             def do_GET(self) -> None:
-                each = {"template": "t", "index": 0, "model": "m", "region": "east", "role": "mixed"}
-                each |= {"draining": False, "unit": "u", "url": ""}  # type: ignore[dict-item]
-                wanted = [{**each, "id": name} for name in gateway.replicas]
+                item = {"template": "t", "index": 0, "model": "m", "region": "east", "role": "mixed"}
+                item |= {"draining": False, "unit": "u", "url": ""}  # type: ignore[dict-item]
+                wanted = [{**item, "id": name} for name in gateway.replicas]
                 known = {"epoch": "e", "decisions": [], "thinks": "", "ended": {}}
                 self.answer({"replicas": wanted, "replan": None, "plan_mark": plan_mark(PLAN), **known})
 
@@ -95,16 +95,16 @@ def test_whenever_it_is_killed_it_ends_with_just_what_is_wanted(tmp_path: Path, 
         until_s = time.monotonic() + WITHIN_S
         while time.monotonic() < until_s:
             names = running(store)
-            told = sorted(each["replica"] for each in gateway.fleet)
-            kept = sorted(each.name for each in store.instances())
-            if told == ["r0", "x", "y"] and len(names) == 3 and sorted(names) == kept:
+            message = sorted(item["replica"] for item in gateway.fleet)
+            kept = sorted(instance.name for instance in store.instances())
+            if message == ["r0", "x", "y"] and len(names) == 3 and sorted(names) == kept:
                 break
             time.sleep(0.1)
-        assert told == ["r0", "x", "y"]
+        assert message == ["r0", "x", "y"]
         assert len(names) == 3
         assert sorted(names) == kept
-        assert Counter(each.replica for each in store.instances()) == Counter(["r0", "x", "y"])
-        assert {each["url"] for each in gateway.fleet} == {each.url for each in store.instances()}
+        assert Counter(instance.replica for instance in store.instances()) == Counter(["r0", "x", "y"])
+        assert {item["url"] for item in gateway.fleet} == {instance.url for instance in store.instances()}
     finally:
         process.kill()
         process.wait()
@@ -124,9 +124,9 @@ def test_two_controllers_of_one_state_never_act_at_once(tmp_path: Path, gateway:
             time.sleep(0.05)
         time.sleep(0.5)
         assert len(running(store)) == 2
-        assert [each.kind for each in store.happenings()].count("start") == 2
+        assert [happening.kind for happening in store.happenings()].count("start") == 2
     finally:
-        for each in both:
-            each.kill()
-            each.wait()
+        for item in both:
+            item.kill()
+            item.wait()
         stop_all(store, "the test is over", 5.0)

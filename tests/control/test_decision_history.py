@@ -42,7 +42,7 @@ class Gateway:
         ]
         return {
             "epoch": self.epoch,
-            "decisions": [each for each in listed if each["number"] > after],
+            "decisions": [item for item in listed if item["number"] > after],
             "thinks": self.thinks,
             "ended": {"m": self.ended},
         }
@@ -63,7 +63,9 @@ class Scene:
         )
 
     def noted(self) -> list[str]:
-        return [each.what for each in StateStore(self.path).happenings() if each.kind == "brain"]
+        return [
+            happening.what for happening in StateStore(self.path).happenings() if happening.kind == "brain"
+        ]
 
 
 def test_each_decision_is_noted_once_by_whichever_controller(tmp_path: Path) -> None:
@@ -160,7 +162,7 @@ class SpeedScenario:
 
     @property
     def found(self) -> list[tuple[str, int, float, int]]:
-        return [(each.node, each.tp, round(each.pace, 2), each.replicas) for each in self.paces.now()]
+        return [(item.node, item.tp, round(item.pace, 2), item.replicas) for item in self.paces.now()]
 
 
 @pytest.fixture
@@ -222,8 +224,8 @@ def test_profiles_of_a_service(tmp_path: Path, capsys: pytest.CaptureFixture[str
     (row,) = json.loads(capsys.readouterr().out)
     node = plan.templates[0].replicas[0].layout.stages[0].nodes[0].node
     assert (row["node"], row["pace"], row["file"]) == (node, pytest.approx(1.5), str(out))
-    found = profile_from_json(out.read_text())
-    assert (found.gpu, found.engine) == (node.removeprefix("1x"), "observed")
+    profile = profile_from_json(out.read_text())
+    assert (profile.gpu, profile.engine) == (node.removeprefix("1x"), "observed")
     assert (
         run(["simulate", str(plan_path), str(spec), "--profile", str(out), "--requests", "20", "--json"]) == 0
     )

@@ -55,7 +55,7 @@ def test_ports_are_fetched_and_the_gateway_goes_on(deep: Path) -> None:
         heritage = SocketHandover(path, [client], [operator], handed.set)
         assert await asyncio.to_thread(held.fetch, path)
         assert await asyncio.to_thread(hands_over, path)
-        assert [each.getsockname() for each in (*held.clients, *held.operators)] == [
+        assert [item.getsockname() for item in (*held.clients, *held.operators)] == [
             client.getsockname(),
             operator.getsockname(),
         ]
@@ -76,21 +76,21 @@ def test_ports_are_fetched_and_the_gateway_goes_on(deep: Path) -> None:
 def test_a_process_that_is_started_finds_them() -> None:
     held = HeldSockets()
     held.clients, held.operators = [listening(), listening()], [listening()]
-    files, said = held.passed()
+    files, text = held.passed()
     try:
         out = subprocess.run(
             [sys.executable, "-c", PROBE],
             pass_fds=files,
-            env={**os.environ, **said},
+            env={**os.environ, **text},
             stdout=subprocess.PIPE,
             check=True,
         ).stdout
     finally:
-        for each in files:
-            os.close(each)
+        for file in files:
+            os.close(file)
     assert json.loads(out) == [
-        [each.getsockname()[1] for each in held.clients],
-        [each.getsockname()[1] for each in held.operators],
+        [client.getsockname()[1] for client in held.clients],
+        [operator.getsockname()[1] for operator in held.operators],
     ]
     held.close()
     for wrong in ({}, {"LISTEN_FDS": "2", "LISTEN_PID": "1"}, {"LISTEN_FDS": "x"}):
@@ -106,12 +106,12 @@ def test_a_supervisor_has_them_too() -> None:
     held.give(Path("/nobody"))  # without a supervisor nothing happens
     held.clients, held.link = [listening()], theirs
     held.give(Path("/state"))
-    said, numbers, _, _ = socket.recv_fds(mine, MOST_BYTES, MOST_SOCKETS)
-    kept.told(said, list(numbers))
+    text, numbers, _, _ = socket.recv_fds(mine, MOST_BYTES, MOST_SOCKETS)
+    kept.told(text, list(numbers))
     assert (kept.folder, len(kept.clients), len(kept.operators)) == ("/state", 1, 0)
     assert kept.clients[0].getsockname() == held.clients[0].getsockname()
-    for each in (held, kept, mine, theirs):
-        each.close()
+    for item in (held, kept, mine, theirs):
+        item.close()
 
 
 def test_a_gateway_that_is_gone_is_started_as_it_was(tmp_path: Path) -> None:
@@ -119,12 +119,12 @@ def test_a_gateway_that_is_gone_is_started_as_it_was(tmp_path: Path) -> None:
     revive(tmp_path, held)  # of a state that is not there nothing is started
     assert not (tmp_path / "state.db").exists()
     held.clients = [listening()]
-    said = tmp_path / "said"
+    text = tmp_path / "said"
     command = [
         sys.executable,
         "-c",
         f"{PROBE.replace('print(', 'open(sys.argv[1], chr(119)).write(')}",
-        str(said),
+        str(text),
     ]
     place = {"pid": os.getpid(), "started": started_at(os.getpid()), "port": 1, "command": command}
     place |= {"url": "http://127.0.0.1:1", "admin": "http://127.0.0.1:2"}
@@ -134,11 +134,11 @@ def test_a_gateway_that_is_gone_is_started_as_it_was(tmp_path: Path) -> None:
     assert store.get("gateway") == place, "it lives"
     store.set("gateway", {**place, "started": 1})
     revive(tmp_path, held)
-    found = store.get("gateway")
-    assert found is not None
-    assert (found["port"], found["admin"], found["command"]) == (1, "http://127.0.0.1:2", command)
-    assert not alive(ProcessId(found["pid"], found["started"])), "it is waited for until it serves or ends"
-    assert json.loads(said.read_text()) == [[held.clients[0].getsockname()[1]], []]
+    result = store.get("gateway")
+    assert result is not None
+    assert (result["port"], result["admin"], result["command"]) == (1, "http://127.0.0.1:2", command)
+    assert not alive(ProcessId(result["pid"], result["started"])), "it is waited for until it serves or ends"
+    assert json.loads(text.read_text()) == [[held.clients[0].getsockname()[1]], []]
     held.close()
     store.close()
 
@@ -180,9 +180,9 @@ def line_of(process: subprocess.Popen[str]) -> tuple[int, str, int]:
 
 def ended(process: subprocess.Popen[str]) -> int:
     code = process.wait(60)
-    for each in (process.stdin, process.stdout):
-        assert each is not None
-        each.close()
+    for item in (process.stdin, process.stdout):
+        assert item is not None
+        item.close()
     return code
 
 

@@ -46,12 +46,12 @@ def script(words: list[str]) -> list[str]:
 @pytest.fixture
 def kube(tmp_path: Path) -> Iterator[Kube]:
     (tmp_path / "pods").mkdir()
-    found = Kube(tmp_path / "pods", script)
-    found.add_node("node-a", "NVIDIA-L4", 1, "east")
-    found.add_node("node-b", "NVIDIA-L4", 1, "east")
-    found.add_node("node-c", "NVIDIA-A10", 2, "west")
-    yield found
-    found.close()
+    result = Kube(tmp_path / "pods", script)
+    result.add_node("node-a", "NVIDIA-L4", 1, "east")
+    result.add_node("node-b", "NVIDIA-L4", 1, "east")
+    result.add_node("node-c", "NVIDIA-A10", 2, "west")
+    yield result
+    result.close()
 
 
 Made = Callable[..., KubernetesLauncher]
@@ -72,8 +72,8 @@ def made(kube: Kube, tmp_path: Path) -> Iterator[Made]:
         return launchers[-1]
 
     yield make
-    for each in launchers:
-        each.close()
+    for launcher in launchers:
+        launcher.close()
 
 
 def come_to(launcher: KubernetesLauncher, places: dict[str, Place], state: str) -> EngineSighting:
@@ -147,8 +147,8 @@ def test_a_node_that_falls_silent_is_noticed_by_us_and_left_out(kube: Kube, made
     launcher.news()
     kube.lose(node)
     assert "has not answered for" in come_to(launcher, places, "dead").problem
-    assert [(each.kind, each.node) for each in launcher.news()] == [("gone", node)]
-    assert [each.id for each in launcher.there() if not each.well] == [node], (
+    assert [(item.kind, item.node) for item in launcher.news()] == [("gone", node)]
+    assert [item.id for item in launcher.there() if not item.well] == [node], (
         "Kubernetes still holds it for ready"
     )
     places = {"m-2": launcher.start("m-2", MAKE)}
@@ -164,25 +164,25 @@ def test_a_cordoned_node_is_a_notice_and_a_watch_that_is_too_old_begins_anew(kub
     kube.forget_history()
     kube.cordon("node-a")
     kube.add_node("node-d", "NVIDIA-L4", 4, "east")
-    told: dict[str, Any] = {}
+    message: dict[str, Any] = {}
     until_s = time.monotonic() + 60.0
-    while told.keys() != {"notice", "came"}:
+    while message.keys() != {"notice", "came"}:
         launcher.look(places)
-        told |= {each.kind: each for each in launcher.news()}
-        assert time.monotonic() < until_s, told
+        message |= {item.kind: item for item in launcher.news()}
+        assert time.monotonic() < until_s, message
         time.sleep(0.02)
-    assert (told["notice"].node, told["notice"].engines) == ("node-a", ("m-1",))
-    assert told["came"].node == "node-d"
-    assert {each.id: each.well for each in launcher.there()}["node-a"] is False
+    assert (message["notice"].node, message["notice"].engines) == ("node-a", ("m-1",))
+    assert message["came"].node == "node-d"
+    assert {item.id: item.well for item in launcher.there()}["node-a"] is False
 
 
 def test_the_example_is_valid_and_its_command_is_known() -> None:
     text = (Path(__file__).parents[2] / "examples" / "kubernetes" / "up.yaml").read_text("utf-8")
     manifests = list(yaml.safe_load_all(text))
-    for each in manifests:
-        kubernetes_validate.validate(each, "1.33", strict=True)
-    (deployed,) = [each for each in manifests if each["kind"] == "Deployment"]
+    for manifest in manifests:
+        kubernetes_validate.validate(manifest, "1.33", strict=True)
+    (deployed,) = [item for item in manifests if item["kind"] == "Deployment"]
     (container,) = deployed["spec"]["template"]["spec"]["containers"]
     assert container["command"][:2] == ["potluck", "up"]
-    with up.make_context("up", list(container["command"][2:])) as found:
-        assert (found.params["on"], found.params["host"]) == ("kubernetes", "0.0.0.0")
+    with up.make_context("up", list(container["command"][2:])) as result:
+        assert (result.params["on"], result.params["host"]) == ("kubernetes", "0.0.0.0")

@@ -38,12 +38,12 @@ def script(words: list[str]) -> list[str]:
 @pytest.fixture
 def kube(tmp_path: Path) -> Iterator[Kube]:
     (tmp_path / "pods").mkdir()
-    found = Kube(tmp_path / "pods", script, first_ip="127.81.0.")
-    found.add_node("node-a", "NVIDIA-A10", 1, "east")
+    result = Kube(tmp_path / "pods", script, first_ip="127.81.0.")
+    result.add_node("node-a", "NVIDIA-A10", 1, "east")
     for name in ("node-b", "node-c", "node-d"):
-        found.add_node(name, "NVIDIA-L4", 1, "east")
-    yield found
-    found.close()
+        result.add_node(name, "NVIDIA-L4", 1, "east")
+    yield result
+    result.close()
 
 
 @pytest.fixture
@@ -85,8 +85,8 @@ def test_workers_come_first_and_the_engine_is_told_where_they_are(
     at = [(pods[name]["status"]["podIP"], 7100) for name in NAMES]
     assert [place.address for place in (*one.places, *two.places)] == at
     assert (one.layers, two.layers) == (2, 4)
-    with serve.make_context("serve", list(words[3:])) as found:
-        assert str(found.params["secret_file"]) == "/etc/potluck/pipeline.secret"
+    with serve.make_context("serve", list(words[3:])) as result:
+        assert str(result.params["secret_file"]) == "/etc/potluck/pipeline.secret"
     secret = next(iter(kube.objects["secrets"].values()))["data"]["pipeline.secret"]
     assert secret.encode() not in (kube.folder / "p-1-w0.log").read_bytes()
     launcher.stop("p-1", places["p-1"])
@@ -118,7 +118,7 @@ def test_a_worker_whose_pod_is_gone_takes_all_of_it_along(kube: Kube, launcher: 
     notices: list[tuple[str, ...]] = []
     while not notices:
         launcher.look(places)
-        notices = [each.engines for each in launcher.news() if each.kind == "notice"]
+        notices = [item.engines for item in launcher.news() if item.kind == "notice"]
         assert time.monotonic() < until_s
     assert notices == [("p-1",)], "an engine is on every machine that it has a worker on"
     kube.delete("pods", on_b, 0)

@@ -163,8 +163,8 @@ def test_commands_say_what_was_planned() -> None:
     long = Layout(
         (Stage(2, (StageNode("1xA10", 1),)), Stage(2, (StageNode("1xL4", 1), StageNode("1xL4", 1))))
     )
-    said = json.loads(emulate_text(EngineSpec("m", long, "east"), "x"))
-    assert decode(EmulatedReplica, said) == EmulatedReplica("x", long)
+    body = json.loads(emulate_text(EngineSpec("m", long, "east"), "x"))
+    assert decode(EmulatedReplica, body) == EmulatedReplica("x", long)
     planned = EngineCommands(style="pretended").command(replace(MAKE, step_tokens=192), 1, 2)
     assert planned[planned.index("--token-budget") + 1] == "192"
     assert "--token-budget" not in command, "nothing was said of it"
@@ -257,9 +257,9 @@ def _fork_server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, load: str) -> 
 
 @pytest.fixture
 def fork_server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[ForkServer]:
-    found = _fork_server(tmp_path, monkeypatch, "None")
-    yield found
-    found.close()
+    result = _fork_server(tmp_path, monkeypatch, "None")
+    yield result
+    result.close()
     for pid in engines_of(str(tmp_path)):
         end(pid, insist=True)
 
@@ -315,16 +315,16 @@ def test_one_that_stands_still_is_given_up_and_killed(fork_server: ForkServer, t
 
 def test_with_threads_it_refuses_to_fork(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     waits = "threading.Thread(target=time.sleep, args=(60,), daemon=True).start()"
-    found = _fork_server(tmp_path, monkeypatch, waits)
+    result = _fork_server(tmp_path, monkeypatch, waits)
     try:
-        assert found.wait_ready(WITHIN_S)
-        assert found.fork(["--version"], tmp_path / "log") is None
+        assert result.wait_ready(WITHIN_S)
+        assert result.fork(["--version"], tmp_path / "log") is None
         assert not (tmp_path / "log").exists()
     finally:
-        found.close()
+        result.close()
 
 
 def test_one_that_cannot_load_is_given_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    found = _fork_server(tmp_path, monkeypatch, "1 / 0")
-    assert not found.wait_ready(WITHIN_S)
-    assert found.fork(["--version"], tmp_path / "log") is None
+    result = _fork_server(tmp_path, monkeypatch, "1 / 0")
+    assert not result.wait_ready(WITHIN_S)
+    assert result.fork(["--version"], tmp_path / "log") is None

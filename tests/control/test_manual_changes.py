@@ -69,9 +69,9 @@ def test_an_engine_that_leaves_is_used_for_nothing_else_and_goes_at_once() -> No
     engine = EngineInstance("i", MAKE, "up", 0.0, "http://i", "old")
     kept = step([WantedReplica("old", MAKE, "mixed", True)], [engine], ReconcilerMemory(), 0.0, leaving={"i"})
     assert kept.orders == (), "it is still being emptied"
-    found = step([WantedReplica("new", MAKE, "mixed")], [engine], ReconcilerMemory(), 0.0, leaving={"i"})
-    assert [order.want.replica for order in found.orders if isinstance(order, LaunchEngine)] == ["new"]
-    assert StopEngine("i", "its replica was drained by hand, or its machine goes") in found.orders
+    result = step([WantedReplica("new", MAKE, "mixed")], [engine], ReconcilerMemory(), 0.0, leaving={"i"})
+    assert [order.want.replica for order in result.orders if isinstance(order, LaunchEngine)] == ["new"]
+    assert StopEngine("i", "its replica was drained by hand, or its machine goes") in result.orders
 
 
 def test_who_leaves_is_remembered_as_long_as_it_is_there(tmp_path: Path) -> None:
@@ -97,7 +97,7 @@ def test_a_drained_replica_gets_a_fresh_engine(tmp_path: Path) -> None:
     world.gateway.replicas = ["b"]
     world.turns(controller, 5)
     assert old not in world.machine.running
-    assert [each.replica for each in world.gateway.fleet] == ["b"]
+    assert [item.replica for item in world.gateway.fleet] == ["b"]
     assert world.machine.started == 2
 
 
@@ -112,7 +112,7 @@ def test_the_planner_only_advises_while_a_plan_by_hand_holds(tmp_path: Path) -> 
     world.turns(controller, 1)
     planned(world, controller)
     assert world.gateway.plans == []
-    (advice,) = [each for each in store.happenings() if each.kind == "advice"]
+    (advice,) = [happening for happening in store.happenings() if happening.kind == "advice"]
     assert "by hand and holds" in advice.why
     store.add_plan(PLAN, 1.0, "handed back (was by hand)")
     world.gateway.replan = {"rates_per_s": {"m": 4.0}, "reason": "even more"}
@@ -147,7 +147,7 @@ def test_a_controller_that_comes_back_keeps_a_plan_by_hand_while_it_is_served(
     again.close()
     anew = LocalStack(settings, PLAN)
     assert anew.plan == PLAN
-    assert "version 2, made by hand, goes" in [each.what for each in store.happenings()]
+    assert "version 2, made by hand, goes" in [happening.what for happening in store.happenings()]
     anew.close()
 
 
@@ -174,25 +174,25 @@ def test_a_controller_that_comes_back_keeps_the_plan_that_its_gateway_serves(tmp
 
 
 def test_a_gateway_that_is_started_again_is_told_of_cordons_again(tmp_path: Path) -> None:
-    store, told = StateStore(tmp_path / "state.db"), list[list[str]]()
+    store, message = StateStore(tmp_path / "state.db"), list[list[str]]()
 
     def tell(marks: Iterable[str]) -> None:
-        if not told:
-            told.append([])
+        if not message:
+            message.append([])
             raise PotluckError("it does not answer")
-        told.append(sorted(marks))
+        message.append(sorted(marks))
 
     kept = KeptCordons(store, tell)
     assert kept.heed({"cordoned": [], "up_s": 5.0}) == ""
     assert kept.heed({"cordoned": ["h", "h:1"], "up_s": 6.0}) == ""
     assert kept.heed({"cordoned": ["h"], "up_s": 7.0}) == ""
-    assert told == [], "who knows is not told"
+    assert message == [], "who knows is not told"
     assert kept.heed({"cordoned": [], "up_s": 0.1}) == "it does not answer"
     assert kept.heed({"cordoned": [], "up_s": 0.6}) == "", "it is asked again"
-    assert told == [[], ["h"]]
+    assert message == [[], ["h"]]
     assert kept.heed({"cordoned": [], "up_s": 1.1}) == ""
     assert KeptCordons(store, tell).heed({"cordoned": [], "up_s": 1.6}) == "", "it was uncordoned meanwhile"
-    assert told == [[], ["h"]]
+    assert message == [[], ["h"]]
 
 
 def test_a_gateway_with_another_number_for_the_plan_is_told_once(tmp_path: Path) -> None:
@@ -200,13 +200,13 @@ def test_a_gateway_with_another_number_for_the_plan_is_told_once(tmp_path: Path)
     world = World(tmp_path)
     store = StateStore(world.path)
     store.add_plan(PLAN, 1.0, "handed back: as version 1")
-    told: list[int] = []
+    message: list[int] = []
     wanted = world.gateway.wanted
     world.gateway.wanted = lambda: {**wanted(), "plan_version": 1}  # type: ignore[method-assign]
-    world.gateway.set_plan = lambda plan, why="", version=0: told.append(version)  # type: ignore[method-assign]
+    world.gateway.set_plan = lambda plan, why="", version=0: message.append(version)  # type: ignore[method-assign]
     world.gateway.mark = plan_mark(PLAN)
     world.turns(world.controller(), 5)
-    assert told == [2]
+    assert message == [2]
 
 
 def test_a_plan_that_the_gateway_does_not_take_is_forgotten(tmp_path: Path) -> None:

@@ -78,7 +78,7 @@ def _market(gateway: Any, told: list[Any]) -> None:
     """The gateway of test_controller, with a market."""
     wanted = gateway.wanted
     gateway.wanted = lambda: {**wanted(), "market": told[-1] if told else None}
-    gateway.set_market = lambda regions: told.append([_plain(each) for each in regions])
+    gateway.set_market = lambda regions: told.append([_plain(region) for region in regions])
 
 
 def _plain(region: Region) -> Any:
@@ -88,23 +88,23 @@ def _plain(region: Region) -> Any:
 
 
 def test_the_gateway_hears_of_changes_once_and_again_when_it_forgot(tmp_path: Path) -> None:
-    world, told = World(tmp_path), []
-    _market(world.gateway, told)
+    world, message = World(tmp_path), []
+    _market(world.gateway, message)
     path = tmp_path / "market.yaml"
     controller = world.controller(market=MarketFile(path, SPEC))
     world.turns(controller, 3)
-    assert told == []
+    assert message == []
     path.write_text("offers: [{region: east, node: 1xL4, available: 3}]")
     world.turns(controller, 3)
-    assert [each[0]["offers"][1]["available"] for each in told] == [3]
-    told.clear()  # it was started again
+    assert [item[0]["offers"][1]["available"] for item in message] == [3]
+    message.clear()  # it was started again
     world.turns(controller, 3)
-    assert len(told) == 1
+    assert len(message) == 1
 
 
 def test_plans_are_made_at_the_prices_of_now(tmp_path: Path) -> None:
-    world, told, asked = World(tmp_path), [], []
-    _market(world.gateway, told)
+    world, message, asked = World(tmp_path), [], []
+    _market(world.gateway, message)
     path = tmp_path / "market.yaml"
     path.write_text("offers: [{region: west, node: 1xA10, price_usd_per_h: 0.1}]")
     controller = world.controller(Fixed(PLAN, asked), market=MarketFile(path, SPEC))
@@ -115,15 +115,15 @@ def test_plans_are_made_at_the_prices_of_now(tmp_path: Path) -> None:
 
 
 def test_a_noticed_engine_is_drained_not_used_again_and_replaced(tmp_path: Path) -> None:
-    world, told, drained = World(tmp_path), [], []
-    _market(world.gateway, told)
+    world, message, drained = World(tmp_path), [], []
+    _market(world.gateway, message)
     world.gateway.drain = drained.append  # type: ignore[attr-defined]
     path = tmp_path / "market.yaml"
     controller = world.controller(market=MarketFile(path, SPEC))
     world.gateway.replicas = ["a", "b"]
     world.gateway.urls = True
     world.turns(controller, 4)
-    victim = next(each for each in world.gateway.fleet if each.replica == "a")
+    victim = next(item for item in world.gateway.fleet if item.replica == "a")
     path.write_text(f"notices: [{{engine: {victim.name}, at: {world.now_s + 60}}}]")
     world.turns(controller, 3)
     assert drained == ["a"]
@@ -131,9 +131,9 @@ def test_a_noticed_engine_is_drained_not_used_again_and_replaced(tmp_path: Path)
     world.gateway.replicas = ["b", "c"]
     world.turns(controller, 4)
     assert victim.name not in world.machine.running
-    assert sorted(each.replica for each in world.gateway.fleet) == ["b", "c"]
-    noted = [each for each in StateStore(world.path).happenings() if each.kind == "notice"]
-    assert [each.what for each in noted] == [victim.name]
+    assert sorted(item.replica for item in world.gateway.fleet) == ["b", "c"]
+    noted = [happening for happening in StateStore(world.path).happenings() if happening.kind == "notice"]
+    assert [item.what for item in noted] == [victim.name]
 
 
 def test_of_a_type_as_many_go_as_were_named() -> None:

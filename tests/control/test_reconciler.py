@@ -43,17 +43,17 @@ def _up(name: str, replica: str = "", make: EngineSpec = A, since_s: float = 0.0
 
 
 def test_what_is_there_is_used_before_anything_is_started() -> None:
-    found = step(
+    result = step(
         [_want("r1"), _want("r2"), _want("r3", B)], [_up("i1", "r1"), _up("i2")], ReconcilerMemory(), 0.0
     )
-    assert AssignEngine("i2", "r2", "it was there and free") in found.orders
-    launches = [order.want.replica for order in found.orders if isinstance(order, LaunchEngine)]
+    assert AssignEngine("i2", "r2", "it was there and free") in result.orders
+    launches = [order.want.replica for order in result.orders if isinstance(order, LaunchEngine)]
     assert launches == ["r3"]
 
 
 def test_the_same_engine_serves_on_under_another_name() -> None:
-    found = step([_want("new")], [_up("i", "old")], ReconcilerMemory(), 0.0)
-    assert found.orders == (AssignEngine("i", "new", "it was there and free"),)
+    result = step([_want("new")], [_up("i", "old")], ReconcilerMemory(), 0.0)
+    assert result.orders == (AssignEngine("i", "new", "it was there and free"),)
 
 
 def test_what_nobody_wants_is_stopped_after_a_while_unless_started_by_hand() -> None:
@@ -75,17 +75,17 @@ def test_a_want_that_comes_back_in_time_saves_its_engine() -> None:
 def test_starts_that_fail_are_tried_ever_more_rarely() -> None:
     memory, now_s, tries = ReconcilerMemory(), 0.0, []
     while now_s < 200:
-        found = step([_want("r")], [], memory, now_s)
-        memory = found.memory
-        if found.orders:
+        result = step([_want("r")], [], memory, now_s)
+        memory = result.memory
+        if result.orders:
             tries.append(now_s)
             why = ("no memory", "no port")[len(tries) % 2]
             dead = EngineInstance(f"i{now_s}", A, "dead", now_s, problem=why)
-            found = step([_want("r")], [dead], memory, now_s)
-            assert ForgetEngine(f"i{now_s}", why) in found.orders
-            memory = found.memory
+            result = step([_want("r")], [dead], memory, now_s)
+            assert ForgetEngine(f"i{now_s}", why) in result.orders
+            memory = result.memory
         else:
-            assert "failed, the last as 'no " in found.waiting[0]
+            assert "failed, the last as 'no " in result.waiting[0]
         now_s += 0.5
     assert tries[:5] == [0.0, 1.0, 3.0, 7.0, 15.0]
     assert tries[-1] - tries[-2] == 60.0
@@ -93,16 +93,16 @@ def test_starts_that_fail_are_tried_ever_more_rarely() -> None:
 
 def test_one_that_is_up_makes_failures_forgotten() -> None:
     memory = ReconcilerMemory().failed(A, 0.0, "why").failed(A, 0.0, "why")
-    found = step([_want("r")], [_up("i", "r")], memory, 1.0)
-    assert found.memory.failures == {}
+    result = step([_want("r")], [_up("i", "r")], memory, 1.0)
+    assert result.memory.failures == {}
 
 
 def test_a_start_that_takes_too_long_has_failed() -> None:
     slow = EngineInstance("i", A, "starting", 0.0, replica="r")
-    found = step([_want("r")], [slow], ReconcilerMemory(), 11.0, start_s=10.0)
-    assert [type(order) for order in found.orders] == [StopEngine]
-    assert found.memory.failures[A].count == 1
-    again = step([], [replace(slow, problem="was not ready after 10 s")], found.memory, 12.0, start_s=10.0)
+    result = step([_want("r")], [slow], ReconcilerMemory(), 11.0, start_s=10.0)
+    assert [type(order) for order in result.orders] == [StopEngine]
+    assert result.memory.failures[A].count == 1
+    again = step([], [replace(slow, problem="was not ready after 10 s")], result.memory, 12.0, start_s=10.0)
     gone = replace(slow, state="dead", problem="was not ready after 10 s")
     ended = step([], [gone], again.memory, 13.0, start_s=10.0)
     assert ended.memory.failures[A].count == 1, "one start failed, however long its end takes"
@@ -139,9 +139,9 @@ def test_any_fleet_settles_on_what_is_wanted(data: st.DataObject) -> None:
     memory, now_s, started = ReconcilerMemory(), 0.0, 0
     for turn in range(60):
         now_s += 10.0
-        found = step(wants, living.values(), memory, now_s, linger_s=20.0)
-        memory = found.memory
-        for order in found.orders:
+        result = step(wants, living.values(), memory, now_s, linger_s=20.0)
+        memory = result.memory
+        for order in result.orders:
             if turn < 10 and data.draw(st.booleans()):
                 continue  # it was not carried out: the controller died
             match order:
@@ -154,17 +154,17 @@ def test_any_fleet_settles_on_what_is_wanted(data: st.DataObject) -> None:
                     living[name] = replace(living[name], replica=replica)
                 case StopEngine(name) | ForgetEngine(name):
                     living.pop(name, None)
-        for name, each in list(living.items()):
-            if each.state == "starting":
+        for name, item in list(living.items()):
+            if item.state == "starting":
                 dies = turn < 10 and data.draw(st.booleans())
                 living[name] = (
-                    replace(each, state="dead", since_s=now_s, problem="died")
+                    replace(item, state="dead", since_s=now_s, problem="died")
                     if dies
-                    else replace(each, state="up", since_s=now_s, url="http://h")
+                    else replace(item, state="up", since_s=now_s, url="http://h")
                 )
-    assert sorted(each.replica for each in living.values()) == sorted(want.replica for want in wants)
+    assert sorted(entry.replica for entry in living.values()) == sorted(want.replica for want in wants)
     assert all(
-        each.make == next(w.make for w in wants if w.replica == each.replica) for each in living.values()
+        entry.make == next(w.make for w in wants if w.replica == entry.replica) for entry in living.values()
     )
     assert step(wants, living.values(), memory, now_s).orders == ()
 
@@ -198,7 +198,7 @@ def test_a_controller_stops_hammering_and_status_says_why(tmp_path: Path) -> Non
     controller = world.controller()
     world.turns(controller, 50)
     store = StateStore(world.path)
-    failed = [each for each in store.happenings() if each.kind == "failed"]
+    failed = [happening for happening in store.happenings() if happening.kind == "failed"]
     assert len(failed) == 3, "in 50 s, and the next not before a minute has passed"
     (tmp_path / "logs").mkdir()
     (tmp_path / "logs" / f"{failed[-1].what}.log").write_text("a line before\nno memory left\n")
@@ -242,10 +242,10 @@ class Fleet:
             self.late -= 1
             if self.late == 0:
                 unit = self.asked[-1].rpartition("/")[0]
-                gone = [each for each in self.replicas if each["unit"] == unit]
-                self.replicas = [each for each in self.replicas if each["unit"] != unit]
-                for each in gone:
-                    self.put(each["template"], f"{unit}'", each["index"], each["url"], 0.0)
+                gone = [replica for replica in self.replicas if replica["unit"] == unit]
+                self.replicas = [replica for replica in self.replicas if replica["unit"] != unit]
+                for item in gone:
+                    self.put(item["template"], f"{unit}'", item["index"], item["url"], 0.0)
         return {"replicas": list(self.replicas), "engines": list(self.engines.values())}
 
     def drain(self, replica: str) -> None:
@@ -263,8 +263,8 @@ def test_every_copy_has_its_turn_and_the_next_waits(
     monkeypatch.setattr(orders, "LOOK_S", 0.001)
     fleet = Fleet({"a": 1, "b": 3})
     orders._all(fleet, fleet.drain, 10.0, as_json=True)  # type: ignore[arg-type]
-    *each, last = map(json.loads, capsys.readouterr().out.splitlines())
-    assert ([said["left"] for said in each], last) == ([3, 2, 1, 0], {"copies": 4}), (
+    *item, last = map(json.loads, capsys.readouterr().out.splitlines())
+    assert ([text["left"] for text in item], last) == ([3, 2, 1, 0], {"copies": 4}), (
         "a line per copy, and the sum"
     )
     assert fleet.asked == ["b#0/0", "b#1/0", "b#2/0", "a#0/0"]

@@ -46,7 +46,7 @@ def planner() -> Replanner:
 
 def copies(plan: Plan | None, node: str) -> int:
     assert plan is not None
-    return sum(each.count for each in plan.deployments if node in each.template)
+    return sum(deployment.count for deployment in plan.deployments if node in deployment.template)
 
 
 def test_what_is_left_is_routed_anew_and_then_replaced(running: Plan, planner: Replanner) -> None:
@@ -101,12 +101,14 @@ def test_other_roles_are_no_start(planner: Replanner) -> None:
     talk = Traffic("m", 6.0, (LengthBin(300.0, 120.0, 1.0),))
     problem = replace(PROBLEM, asks=(model_demand("m", ASK.model, ASK.slo, talk),), regions=regions(5, 0))
     plan = STRATEGIES["prfaas"](TemplateFactory(problem), SolveSettings(time_limit_s=10.0)).plan
-    counts = {each.template: 1 if "prefill" in each.template else 4 for each in plan.deployments}
+    counts = {
+        deployment.template: 1 if "prefill" in deployment.template else 4 for deployment in plan.deployments
+    }
     plan = replace(plan, deployments=tuple(Deployment(name, "east", n) for name, n in counts.items()))
     seen = SeenLengths("m", 12.0, ((1200.0, 60.0),))
     reply = Replanner(problem, 10.0).full(PlanRequest({"m": 6.0}, "shift", (seen,), running=plan))
     assert reply.plan is not None
-    assert sum(each.count for each in reply.plan.deployments) <= 5
+    assert sum(deployment.count for deployment in reply.plan.deployments) <= 5
 
 
 def test_without_any_node_it_says_so(planner: Replanner) -> None:
@@ -144,8 +146,8 @@ def test_an_observed_profile_is_the_facts_times_the_pace() -> None:
     )
     facts = layout_timer(ASK, layout, PROBLEM.by_name).step_s(batch)
     for pace, believed in ((2.0, 2.0), (0.6, 0.6), (50.0, 4.0), (0.01, 0.5)):
-        found = profile_of(PROBLEM, ASK, ObservedSpeed("m", "1xL4", 1, pace), "2031-01-31")
-        assert ProfileTimer(found).step_s(batch) / facts == pytest.approx(believed, rel=0.08)
+        profile = profile_of(PROBLEM, ASK, ObservedSpeed("m", "1xL4", 1, pace), "2031-01-31")
+        assert ProfileTimer(profile).step_s(batch) / facts == pytest.approx(believed, rel=0.08)
     slow = observed(PROBLEM, (ObservedSpeed("m", "1xL4", 1, 2.0),), "2031-01-31")
     assert layout_timer(slow.asks[0], layout, PROBLEM.by_name).step_s(batch) / facts == pytest.approx(
         2, rel=0.08

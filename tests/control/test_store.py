@@ -42,7 +42,7 @@ def test_everything_is_there_again_after_a_restart(tmp_path: Path) -> None:
     oldest = again.plan(first)
     assert oldest is not None
     assert oldest.plan == PLAN
-    assert [each.what for each in again.happenings()] == ["i1"]
+    assert [happening.what for happening in again.happenings()] == ["i1"]
     assert again.rates("m", 101, 3) == (None, 2.5, None)
     assert again.rated_models() == ("m",)
     assert again.get("gateway") == {"url": "http://g"}
@@ -80,7 +80,7 @@ def test_an_older_file_is_brought_up_to_date(tmp_path: Path, monkeypatch: pytest
     monkeypatch.setattr(state_store, "MIGRATIONS", more)
     monkeypatch.setattr(state_store, "VERSION", len(more))
     again = StateStore(path)
-    assert [each.name for each in again.instances()] == ["i"]
+    assert [instance.name for instance in again.instances()] == ["i"]
     assert again.rows("SELECT colour FROM instances") == [("red",)]
 
 
@@ -111,9 +111,9 @@ def test_events_are_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     store = StateStore(tmp_path / "state.db")
     for place in range(60):
         store.note(float(place), "k", str(place), "")
-    found = store.happenings(most=1000)
-    assert [each.what for each in found] == [str(place) for place in range(40, 60)]
-    assert [each.what for each in store.happenings(after=found[-3].id)] == ["58", "59"]
+    result = store.happenings(most=1000)
+    assert [item.what for item in result] == [str(place) for place in range(40, 60)]
+    assert [happening.what for happening in store.happenings(after=result[-3].id)] == ["58", "59"]
 
 
 def test_only_one_holds_the_lease_and_it_passes_on_when_it_ends(tmp_path: Path) -> None:

@@ -156,35 +156,35 @@ class PlainBatcher:
         return budget
 
     def commit(self) -> list[Happening]:
-        found: list[Happening] = []
+        happenings: list[Happening] = []
         for s in list(self.all):
             if s.state in ("new", "decode"):
                 s.held += 1
                 s.left -= 1
                 if s.state == "new":
-                    found.append((FIRST, s.key))
+                    happenings.append((FIRST, s.key))
                     s.todo = 0
                 s.state = "decode"
                 if not s.left:
-                    self._gone(s, found)
+                    self._gone(s, happenings)
             elif s.state == "prefill":
                 s.held += s.chunk
                 s.todo -= s.chunk
                 if not s.todo:
-                    self._computed(s, found)
-        return found
+                    self._computed(s, happenings)
+        return happenings
 
-    def _computed(self, s: Plain, found: list[Happening]) -> None:
+    def _computed(self, s: Plain, happenings: list[Happening]) -> None:
         if not s.asked:
             s.state = "kept"
-            found.append((DONE, s.key))
+            happenings.append((DONE, s.key))
             return
-        found.append((FIRST if s.left == s.asked else RESUMED, s.key))
+        happenings.append((FIRST if s.left == s.asked else RESUMED, s.key))
         s.left -= 1
         s.state = "decode"
         if not s.left:
-            self._gone(s, found)
+            self._gone(s, happenings)
 
-    def _gone(self, s: Plain, found: list[Happening]) -> None:
+    def _gone(self, s: Plain, happenings: list[Happening]) -> None:
         self.all.remove(s)
-        found.append((FINISHED, s.key))
+        happenings.append((FINISHED, s.key))

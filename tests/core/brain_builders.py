@@ -66,8 +66,8 @@ def template(
     decode: Sequence[float] = (),
 ) -> Template:
     size = max(len(closed), len(prefill), len(decode))
-    rates = [list(each) + [0.0] * (size - len(each)) for each in (prefill, decode, closed)]
-    capacity = tuple(BucketCapacity(b, *(each[b] for each in rates), 0.1, 0.02) for b in range(size))
+    rates = [list(item) + [0.0] * (size - len(item)) for item in (prefill, decode, closed)]
+    capacity = tuple(BucketCapacity(b, *(rate[b] for rate in rates), 0.1, 0.02) for b in range(size))
     replicas = tuple(PlannedReplica(role, single("node", 1, 8)) for role in roles)
     return Template(name, kind, model, (NodeCount("node", 1),), replicas, capacity, "measured")
 
@@ -80,7 +80,7 @@ def plan(
     longest: Sequence[int] = (SHORT_TOKENS, 100_000),
 ) -> Plan:
     """Counts by (template, region), rates by (template, region, phase), flows by (model, from, to)."""
-    models = dict.fromkeys(each.model for each in templates)
+    models = dict.fromkeys(item.model for item in templates)
     return Plan(
         "test",
         tuple(templates),
@@ -113,12 +113,12 @@ def facts(
 ) -> FleetFacts:
     limits = longest or {}
     replicas = {
-        (each.name, i): ReplicaFacts(1e-4, 1e-3, 0.02, batch, 20_000, limits.get(each.name, 200_000))
-        for each in templates
-        for i in range(len(each.replicas))
+        (item.name, i): ReplicaFacts(1e-4, 1e-3, 0.02, batch, 20_000, limits.get(item.name, 200_000))
+        for item in templates
+        for i in range(len(item.replicas))
     }
-    models = {each.model: ModelFacts(1e5, exact_prefix=exact) for each in templates}
-    splits = {each.name: SPLIT for each in templates if each.kind == "pair"}
+    models = {item.model: ModelFacts(1e5, exact_prefix=exact) for item in templates}
+    splits = {item.name: SPLIT for item in templates if item.kind == "pair"}
     return FleetFacts(models, replicas, splits, {("far", "near"): 10.0, ("near", "far"): 10.0})
 
 

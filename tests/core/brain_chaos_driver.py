@@ -152,7 +152,7 @@ class Chaos:
     def _unheard(self, replica: str) -> bool:
         """Whether the Brain knows that it is gone, or the letter that says so is still under way."""
         letters = (*self.late, *self._news)
-        crossed = any(isinstance(each, ReplicaLost) and each.replica == replica for each in letters)
+        crossed = any(isinstance(letter, ReplicaLost) and letter.replica == replica for letter in letters)
         return crossed or replica not in self.brain.fleet.views
 
     def _open(self, name: str, action: Action) -> Job:
@@ -213,7 +213,7 @@ class Chaos:
         self.draining.discard(replica)
         for job in list(self.jobs.values()):
             if job.run is not None and any(
-                each.replica == replica for each in job.run.route.segments[job.done :]
+                segment.replica == replica for segment in job.run.route.segments[job.done :]
             ):
                 self._fail(job, "replica", replica)
 
@@ -299,7 +299,7 @@ class Chaos:
             assert job.run is not None
             kinds: tuple[FailureKind, ...] = ("replica", "link", "transfer", "timeout", "memory")
             kind = chance.choice(kinds)
-            replicas = [each.replica for each in job.run.route.segments]
+            replicas = [segment.replica for segment in job.run.route.segments]
             where = "far->near" if kind in ("link", "transfer") else chance.choice(replicas)
             self._fail(job, kind, where)
         elif dice < 0.75 and self.jobs:
@@ -369,7 +369,7 @@ class Chaos:
 
     def _finish(self, job: Job) -> None:
         if (
-            any(each.replica not in self.up for each in job.run.route.segments[job.done :])
+            any(segment.replica not in self.up for segment in job.run.route.segments[job.done :])
             if job.run
             else False
         ):
@@ -457,8 +457,12 @@ class Job:
 def facts(chance: Random) -> FleetFacts:
     slo = chance.choice((None, None, Slo(2.0, 0.1)))
     known = build.facts(TEMPLATES, batch=chance.choice((2, 8)), longest={"plain": 5000})
-    models = {name: replace(each, slo=slo) for name, each in known.models.items()}
-    places = {(each.name, i): (f"node/{i // 2}",) for each in TEMPLATES for i in range(len(each.replicas))}
+    models = {name: replace(model, slo=slo) for name, model in known.models.items()}
+    places = {
+        (template.name, i): (f"node/{i // 2}",)
+        for template in TEMPLATES
+        for i in range(len(template.replicas))
+    }
     return replace(known, models=models, places=places)
 
 
@@ -480,8 +484,8 @@ def policy(chance: Random) -> Policy:
 
 def plan(chance: Random) -> Plan:
     """Some copies of some templates in some regions, with the shares and flows that fit them."""
-    templates = [each for each in TEMPLATES[:4] if chance.random() < 0.6] or [TEMPLATES[3]]
-    places = {(each.name, chance.choice(REGIONS)): chance.choice((1, 1, 2, 3)) for each in templates}
+    templates = [template for template in TEMPLATES[:4] if chance.random() < 0.6] or [TEMPLATES[3]]
+    places = {(template.name, chance.choice(REGIONS)): chance.choice((1, 1, 2, 3)) for template in templates}
     shares = {(name, region, "closed"): (1.0, 0.5) for name, region in places}
     flows: dict[tuple[str, str, str], tuple[float, float]] = {}
     if chance.random() < 0.6:

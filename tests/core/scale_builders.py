@@ -48,17 +48,17 @@ def template(
 def plan_of(
     templates: Sequence[Template], counts: Mapping[Key, int], buckets: Sequence[LengthBucket] | None = None
 ) -> Plan:
-    models = sorted({each.model for each in templates})
-    found = buckets or [LengthBucket(model, 0, 10**6, 1.0) for model in models]
+    models = sorted({item.model for item in templates})
+    length_buckets = buckets or [LengthBucket(model, 0, 10**6, 1.0) for model in models]
     deployments = tuple(Deployment(name, region, count) for (name, region), count in counts.items())
-    return Plan("test", tuple(templates), deployments, tuple(found), (), (), (), 0.0, 0.0)
+    return Plan("test", tuple(templates), deployments, tuple(length_buckets), (), (), (), 0.0, 0.0)
 
 
 def fleet_of(plan: Plan) -> FleetState:
     """The plan's copies, all ready."""
     world = World(blueprints(plan), {}, random.Random(0))
-    for each in plan.deployments:
-        world.wanted[each.template, each.region] = each.count
+    for deployment in plan.deployments:
+        world.wanted[deployment.template, deployment.region] = deployment.count
     world.call()
     for replica in list(world.fleet.views):
         world.fleet.ready(replica)
@@ -141,19 +141,19 @@ class World:
 
     def counts(self, standby: bool = False) -> dict[Key, int]:
         """Whole copies of each key that serve, or are on standby."""
-        found = dict.fromkeys(self.standby if standby else self.wanted, 0)
+        result = dict.fromkeys(self.standby if standby else self.wanted, 0)
         for unit in self.fleet.units.values():
             if self.whole(unit) and unit.standby == standby:
                 key = (unit.template, unit.region)
-                found[key] = found.get(key, 0) + 1
-        return found
+                result[key] = result.get(key, 0) + 1
+        return result
 
     def held_nodes(self) -> dict[tuple[str, str], int]:
         held: dict[tuple[str, str], int] = {}
         for unit in self.fleet.units.values():
-            for each in self.known[unit.template].template.nodes:
-                key = (unit.region, each.node)
-                held[key] = held.get(key, 0) + each.count
+            for item in self.known[unit.template].template.nodes:
+                key = (unit.region, item.node)
+                held[key] = held.get(key, 0) + item.count
         return held
 
 

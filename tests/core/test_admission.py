@@ -32,8 +32,8 @@ PROMPT_S = 1e-4
 
 def promised(templates: tuple[Template, ...], batch: int = 8) -> FleetFacts:
     known = facts(templates, batch=batch)
-    models = {name: replace(each, slo=SLO) for name, each in known.models.items()}
-    replicas = {key: replace(each, decode_first_s=0.01) for key, each in known.replicas.items()}
+    models = {name: replace(model, slo=SLO) for name, model in known.models.items()}
+    replicas = {key: replace(replica, decode_first_s=0.01) for key, replica in known.replicas.items()}
     return replace(known, models=models, replicas=replicas)
 
 
@@ -82,15 +82,15 @@ def refusals(actions: list[Action]) -> list[Refuse]:
 def test_a_flood_fills_replicas_no_further_than_they_can_begin_soon(name: str) -> None:
     """The rest waits, or is refused at once with a time to try again."""
     there = made(FLEETS[name])
-    told = [each for number in range(400) for each in refusals(there.arrive(asks(str(number))))]
-    assert told
-    assert all(each.reason == "overloaded" for each in told)
-    assert all(each.retry_after_s is not None and 0 < each.retry_after_s < 3600 for each in told)
-    compared = [WAITS.fullmatch(each.detail) for each in told if "would wait" in each.detail]
+    message = [refusal for number in range(400) for refusal in refusals(there.arrive(asks(str(number))))]
+    assert message
+    assert all(item.reason == "overloaded" for item in message)
+    assert all(item.retry_after_s is not None and 0 < item.retry_after_s < 3600 for item in message)
+    compared = [WAITS.fullmatch(item.detail) for item in message if "would wait" in item.detail]
     assert compared
-    for found in compared:
-        assert found is not None
-        wait_s, objective_s, most_s = map(float, found.groups())
+    for result in compared:
+        assert result is not None
+        wait_s, objective_s, most_s = map(float, result.groups())
         assert objective_s == SLO.ttft_s
         assert most_s < objective_s
         assert wait_s >= most_s, "what is compared is what is said"
@@ -111,7 +111,7 @@ def test_what_keeps_whole_answers_in_time_is_what_admits() -> None:
     fleet, sent = alike(1), []
     known = promised(fleet.templates)
     for limits in (None, SLO.scaled(0.5)):
-        models = {name: replace(each, limits=limits) for name, each in known.models.items()}
+        models = {name: replace(model, limits=limits) for name, model in known.models.items()}
         there = world(fleet, Policy(), replace(known, models=models))
         for number in range(200):
             there.arrive(asks(str(number)))
@@ -164,8 +164,8 @@ def live(there: World, steps: list[tuple[str, int, str, str, int]]) -> None:
             there.tell(Tick())
         backlogs = there.brain.admission.queues
         waiting = [req for req in there.brain.requests.values() if req.place is not None]
-        assert sum(each.count for each in backlogs.values()) == len(waiting)
-        assert all(each.count for each in backlogs.values())
+        assert sum(backlog.count for backlog in backlogs.values()) == len(waiting)
+        assert all(backlog.count for backlog in backlogs.values())
         if waiting and there.brain.table.models["m"].offers.flows == ():
             # Work conserving: nobody waits while a replica that does whole requests has nothing to do.
             singles = [view for view in there.brain.fleet.views.values() if view.member.kind == "homogeneous"]
@@ -192,8 +192,10 @@ def test_nobody_waits_beside_an_idle_replica_and_all_end(
     assert set(there.ended) == set(there.requests)
     assert_at_rest(there.brain)
     for _, _, actions in there.log:
-        for each in refusals(list(actions)):
-            assert each.retry_after_s is None or (isfinite(each.retry_after_s) and each.retry_after_s > 0)
+        for refusal in refusals(list(actions)):
+            assert refusal.retry_after_s is None or (
+                isfinite(refusal.retry_after_s) and refusal.retry_after_s > 0
+            )
 
 
 def test_who_waits_is_sent_when_a_prompt_is_computed_or_an_answer_ends() -> None:
@@ -202,10 +204,10 @@ def test_who_waits_is_sent_when_a_prompt_is_computed_or_an_answer_ends() -> None
         there.arrive(asks(str(number)))
     waiting = len(there.brain.admission.queues["m"].places())
     assert waiting
-    sent = [each for name in list(there.jobs) for each in there.advance(name) if isinstance(each, Run)]
-    sent += [each for name in list(there.jobs) for each in there.advance(name) if isinstance(each, Run)]
+    sent = [item for name in list(there.jobs) for item in there.advance(name) if isinstance(item, Run)]
+    sent += [item for name in list(there.jobs) for item in there.advance(name) if isinstance(item, Run)]
     assert sent
-    assert int(sent[0].request) == min(int(each.request) for each in sent)
+    assert int(sent[0].request) == min(int(item.request) for item in sent)
 
 
 @pytest.mark.parametrize(("each", "spread"), [(100.0, False), (1500.0, False), (1500.0, True)])
@@ -236,13 +238,13 @@ def test_waiting_ends_at_the_objective_the_deadline_or_the_longest_wait() -> Non
         there.arrive(asks(f"x{number}"))
     late = [asks("objective"), asks("patient", kind="patient"), asks("batch", kind="batch")]
     late.append(asks("deadline", kind="patient")._replace(deadline_s=2.5))
-    for each in late:
-        there.arrive(each)
+    for item in late:
+        there.arrive(item)
     ends: dict[str, tuple[float, str]] = {}
     for second in range(1, 70):
         there.now_s = float(second)
-        for each in refusals(there.tell(Tick())):
-            ends[each.request] = (there.now_s, each.reason)
+        for refusal in refusals(there.tell(Tick())):
+            ends[refusal.request] = (there.now_s, refusal.reason)
     assert ends["deadline"] == (3.0, "deadline")
     assert ends["batch"] == (5.0, "overloaded")
     assert ends["patient"] == (60.0, "overloaded")
@@ -257,8 +259,8 @@ def test_what_matters_least_gives_way() -> None:
         number += 1
     for extra in range(3):
         there.arrive(asks(f"batch{extra}", kind="batch"))
-    told = refusals(there.arrive(asks("now", kind="interactive")))
-    assert [each.request for each in told] == ["batch2"]
+    message = refusals(there.arrive(asks("now", kind="interactive")))
+    assert [item.request for item in message] == ["batch2"]
     head = there.brain.admission.queues["m"].head()
     assert head is not None
     assert head.req.request.id == "now"
@@ -270,16 +272,16 @@ def test_a_running_request_is_stopped_at_its_deadline_where_its_class_says_so() 
     for name, kind in (("a", "strict"), ("b", "standard")):
         there.arrive(asks(name, kind=kind)._replace(deadline_s=1.5))
     there.now_s = 2.0
-    told = refusals(there.tell(Tick()))
-    assert [(each.request, each.reason) for each in told] == [("a", "deadline")]
+    message = refusals(there.tell(Tick()))
+    assert [(item.request, item.reason) for item in message] == [("a", "deadline")]
     assert list(there.brain.requests) == ["b"]
 
 
 def test_an_unknown_class_is_refused_by_name() -> None:
-    told = refusals(made(alike(1)).arrive(asks("a", kind="urgent")))
-    assert told[0].reason == "unknown_class"
-    assert "'urgent'" in told[0].detail
-    assert "interactive, standard, batch" in told[0].detail
+    message = refusals(made(alike(1)).arrive(asks("a", kind="urgent")))
+    assert message[0].reason == "unknown_class"
+    assert "'urgent'" in message[0].detail
+    assert "interactive, standard, batch" in message[0].detail
 
 
 def test_a_flooding_tenant_holds_up_nobody_else() -> None:
@@ -290,14 +292,14 @@ def test_a_flooding_tenant_holds_up_nobody_else() -> None:
     sent = 0
     for number in range(60):
         there.now_s = number * 0.1
-        told = there.arrive(asks(f"flood{number}", there.now_s, "flooder", prompt=9000))
-        sent += sum(isinstance(each, Run) for each in told)
+        message = there.arrive(asks(f"flood{number}", there.now_s, "flooder", prompt=9000))
+        sent += sum(isinstance(item, Run) for item in message)
     assert 0 < sent < 60
     long = {job.run.route.segments[0].replica for name, job in there.jobs.items() if name.startswith("flood")}
     assert len(long) < 3
-    told = there.arrive(asks("last", there.now_s, "other", prompt=500))
-    assert isinstance(told[0], Run)
-    assert told[0].route.segments[0].replica not in long
+    message = there.arrive(asks("last", there.now_s, "other", prompt=500))
+    assert isinstance(message[0], Run)
+    assert message[0].route.segments[0].replica not in long
 
 
 def test_runs_carry_their_tenants_weight() -> None:
@@ -363,7 +365,7 @@ def test_all_leave_in_order(asked: list[tuple[str, int, int]]) -> None:
         seen.append((place.tenant, -place.level, -place.req.request.priority, number))
     assert [level for _, level, _, _ in seen] == sorted(level for _, level, _, _ in seen)
     for tenant in "ab":
-        own = [each[1:] for each in seen if each[0] == tenant]
+        own = [item[1:] for item in seen if item[0] == tenant]
         assert own == sorted(own)
     assert backlog.head() is None
 

@@ -305,9 +305,9 @@ def test_a_unit_that_is_planned_for_long_prompts_is_not_flooded_with_short_ones(
         {("a", "near"): 2, ("b", "near"): 1},
         {("a", "near", "closed"): (0.2, 1.8), ("b", "near", "closed"): (0.8, 0.0)},
     )
-    found = offers(plan, "goodput")["m"]
-    assert found.copies["a", "near"].closed == pytest.approx((0.1, 0.9))
-    assert found.copies["b", "near"].closed == pytest.approx((1.0, 0.0))
+    offer = offers(plan, "goodput")["m"]
+    assert offer.copies["a", "near"].closed == pytest.approx((0.1, 0.9))
+    assert offer.copies["b", "near"].closed == pytest.approx((1.0, 0.0))
 
 
 rates = st.floats(0.0, 5.0)
@@ -323,19 +323,19 @@ def test_no_copy_is_sent_more_than_its_time_while_the_plan_suffices(
     capacity = (3.0, 2.0, 1.0)
     templates = [build.template(f"t{i}", closed=capacity) for i in range(len(rows))]
     shares, counts = {}, {}
-    for i, (*each, count) in enumerate(rows):
-        busy = sum(rate / (c * count) for rate, c in zip(each, capacity, strict=True))
+    for i, (*item, count) in enumerate(rows):
+        busy = sum(rate / (c * count) for rate, c in zip(item, capacity, strict=True))
         scale = min(1.0, headroom / busy) if busy else 1.0
         counts[f"t{i}", "near"] = count
-        shares[f"t{i}", "near", "closed"] = [rate * scale for rate in each]
+        shares[f"t{i}", "near", "closed"] = [rate * scale for rate in item]
     plan = build.plan(templates, counts, shares, longest=(1000, 4000, 90000))  # type: ignore[arg-type]
     if not plan.shares:
         return
-    found = offers(plan, "goodput")["m"].copies
+    result = offers(plan, "goodput")["m"].copies
     demand = [sum(s.rate_per_s for s in plan.shares if s.bucket == b) for b in range(3)]
-    total = [sum(found[key].closed[b] * count for key, count in counts.items()) for b in range(3)]
+    total = [sum(result[key].closed[b] * count for key, count in counts.items()) for b in range(3)]
     for key in counts:
-        sent = [demand[b] * found[key].closed[b] / total[b] if total[b] else 0.0 for b in range(3)]
+        sent = [demand[b] * result[key].closed[b] / total[b] if total[b] else 0.0 for b in range(3)]
         assert sum(rate / c for rate, c in zip(sent, capacity, strict=True)) <= 1 + 1e-6
 
 
@@ -345,9 +345,9 @@ def test_a_plan_without_shares_offers_what_templates_can_do() -> None:
 
 
 def test_every_prompt_has_a_bucket() -> None:
-    found = offers(build.plan((A,), {("a", "near"): 1}, {}, longest=(100, 1000)), "goodput")["m"]
-    assert found.longest_tokens == (100.0, inf)
-    assert [found.bucket(tokens) for tokens in (1, 100, 101, 1000, 10**9)] == [0, 0, 1, 1, 1]
+    offer = offers(build.plan((A,), {("a", "near"): 1}, {}, longest=(100, 1000)), "goodput")["m"]
+    assert offer.longest_tokens == (100.0, inf)
+    assert [offer.bucket(tokens) for tokens in (1, 100, 101, 1000, 10**9)] == [0, 0, 1, 1, 1]
 
 
 def test_what_an_old_plan_runs_keeps_its_weights_by_length() -> None:

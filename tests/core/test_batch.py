@@ -167,13 +167,13 @@ def test_everyone_ends_in_bounded_time_and_in_order(rules: BatchLimits, ops: lis
     first_tokens, finished = set(), set()
     while priorities.keys() - finished:
         steady = batch.steady()
-        found = batch.advance(steady) if steady else []
+        result = batch.advance(steady) if steady else []
         if not steady:
             step = batch.next_step()
             for key in [*(chunk[0] for chunk in step.chunks), *batch.decoding.keys()]:
                 begun.setdefault(key, batch.decoding.clock)
-            found = batch.commit(step)
-        for what, key in found:
+            result = batch.commit(step)
+        for what, key in result:
             assert what in (FIRST, FINISHED, RESUMED)
             if what == FIRST:
                 assert key not in first_tokens
@@ -203,7 +203,7 @@ def test_a_lone_request_takes_its_chunks_and_a_step_per_further_token(
 ) -> None:
     batch = Batcher(BatchLimits(100, token_budget=budget, max_running=4))
     batch.add(0, prompt, 0, output)
-    steps = run(batch, lambda found: (FINISHED, 0) in found)
+    steps = run(batch, lambda result: (FINISHED, 0) in result)
     assert steps == -(-prompt // budget) + output - 1
 
 
@@ -267,7 +267,7 @@ def test_the_lowest_and_latest_is_preempted_and_resumes_with_its_progress() -> N
     assert preempted == [2]
     assert batch.streamed(2) == made[2] > 0
     assert batch.queued == 1
-    steps = run(batch, lambda found: (RESUMED, 2) in found)
+    steps = run(batch, lambda result: (RESUMED, 2) in result)
     assert batch.streamed(2) == made[2] + 1
     assert steps > 1
 
@@ -379,12 +379,12 @@ def batcher(budget: int = 512, slots: int = 64) -> Batcher:
 
 def first_token_steps(batch: Batcher, steps: int) -> dict[int, int]:
     """Key to the step that made its first token."""
-    found: dict[int, int] = {}
+    token_steps: dict[int, int] = {}
     for number in range(steps):
         for what, key in batch.commit(batch.next_step()):
             if what == FIRST:
-                found[key] = number
-    return found
+                token_steps[key] = number
+    return token_steps
 
 
 def test_a_short_prompt_does_not_wait_for_another_tenants_long_ones() -> None:

@@ -144,8 +144,8 @@ class Plain:
         while more := {n for n in self.entries if self.before[n] in lost} - lost:
             lost |= more
         self.entries = [n for n in self.entries if n not in lost]
-        for each in lost:
-            self.pins.pop(each, None)
+        for item in lost:
+            self.pins.pop(item, None)
         return lost
 
 
@@ -177,11 +177,11 @@ class PoolMachine(RuleBasedStateMachine):
     @rule(tokens=PROMPTS, less=st.integers(0, 5))
     def look(self, tokens: list[int], less: int) -> None:
         names, most = hashes(tokens), len(tokens) - less
-        found = self.pool.longest(tokens, names, most)
+        result = self.pool.longest(tokens, names, most)
         depth = self.held(names)
         if not self.exact:
             blocks = min(depth, max(most, 0) // SIZE)
-            assert (found.tokens, found.blocks) == (blocks * SIZE, blocks)
+            assert (result.tokens, result.blocks) == (blocks * SIZE, blocks)
             self.plain.use(list(names[:blocks]))
             return
         lengths = (
@@ -196,13 +196,13 @@ class PoolMachine(RuleBasedStateMachine):
             if most > 0
             else []
         )
-        assert found.tokens == max(lengths, default=0)
+        assert result.tokens == max(lengths, default=0)
         if most > 0:
-            assert found.shared_blocks == depth
-        if found.checkpoint is not None:
-            after = names[found.blocks - 1] if found.blocks else 0
-            assert found.checkpoint == Checkpoint(after, tuple(tokens[found.blocks * SIZE : found.tokens]))
-            self.plain.use([*names[: found.blocks], found.checkpoint])
+            assert result.shared_blocks == depth
+        if result.checkpoint is not None:
+            after = names[result.blocks - 1] if result.blocks else 0
+            assert result.checkpoint == Checkpoint(after, tuple(tokens[result.blocks * SIZE : result.tokens]))
+            self.plain.use([*names[: result.blocks], result.checkpoint])
 
     @rule(tokens=PROMPTS)
     def keep(self, tokens: list[int]) -> None:
@@ -311,15 +311,15 @@ class PoolMachine(RuleBasedStateMachine):
     def hear(self, whole: bool) -> None:
         """The world keeps up, by changes or by a snapshot."""
         if whole:
-            found = self.pool.everything()
+            result = self.pool.everything()
             self.heard, self.marked = set(), set()
             assert not self.pool.changes()
         else:
-            found = self.pool.changes()
-            assert not set(found.added) & self.heard
-            assert set(found.removed) <= self.heard
-        self.heard = (self.heard | set(found.added)) - set(found.removed)
-        self.marked = (self.marked | set(found.marked)) - set(found.unmarked)
+            result = self.pool.changes()
+            assert not set(result.added) & self.heard
+            assert set(result.removed) <= self.heard
+        self.heard = (self.heard | set(result.added)) - set(result.removed)
+        self.marked = (self.marked | set(result.marked)) - set(result.unmarked)
         assert self.heard == {name for name in self.plain.entries if isinstance(name, int)}
         assert self.marked == {
             n.after for n in self.plain.entries if isinstance(n, Checkpoint) and n.after and not n.rest
@@ -355,8 +355,8 @@ def test_a_hybrid_model_resumes_at_exact_lengths_only() -> None:
         pool.keep(names[:3])
     hybrid.keep_checkpoint(names[:2], (), 2)
     assert full.longest(tokens, names, 19).tokens == 12
-    found = hybrid.longest(tokens, names, 19)
-    assert (found.tokens, found.blocks, found.shared_blocks) == (8, 2, 3)
+    result = hybrid.longest(tokens, names, 19)
+    assert (result.tokens, result.blocks, result.shared_blocks) == (8, 2, 3)
     assert hybrid.longest(tokens, names, 7).tokens == 0
 
 
@@ -415,7 +415,7 @@ LINEAR = LinearAttention("gated_delta", 2, 4, 16, 24, conv_kernel=4)
 
 
 def of(*attentions: FullAttention | LatentAttention | LinearAttention) -> Model:
-    return Model("m", 64, 100, tuple(Layer(each, DenseFfn(8)) for each in attentions), 1000)
+    return Model("m", 64, 100, tuple(Layer(attention, DenseFfn(8)) for attention in attentions), 1000)
 
 
 def test_sizes_by_hand() -> None:
@@ -447,12 +447,12 @@ def test_llama_keeps_131072_bytes_a_token() -> None:
 
 @pytest.mark.parametrize("name", names())
 def test_every_model_of_the_catalog_has_a_layout(name: str) -> None:
-    found = pool_layout(model(name))
-    assert sorted(place for group in found.groups for place in group.layers) == list(
+    result = pool_layout(model(name))
+    assert sorted(place for group in result.groups for place in group.layers) == list(
         range(model(name).layer_count)
     )
-    assert found.block_bytes > 0
-    assert found.exact == (found.checkpoint_blocks(4096) > 0)
+    assert result.block_bytes > 0
+    assert result.exact == (result.checkpoint_blocks(4096) > 0)
 
 
 def test_checkpoints_are_wanted_at_the_end_and_where_prompts_part() -> None:

@@ -274,18 +274,18 @@ def test_advice_is_said_and_nothing_is_done() -> None:
     actions = [a for _, _, made in world.log for a in made]
     assert len([a for a in actions if isinstance(a, StartReplica)]) == 1
     advice = [a.what for a in actions if isinstance(a, OperatorNote)]
-    assert any("advice: " in each and "of one in near" in each for each in advice)
+    assert any("advice: " in item and "of one in near" in item for item in advice)
     assert len(advice) == len(set(advice)), "said once"
 
 
 def test_a_slow_replica_is_said_to_be_slow_once_and_when_it_is_well_again() -> None:
     world = build.world(TWO)
     view = world.brain.fleet.views["one@near#0/0"]
-    said = []
+    text = []
     for pace in (1.0, 1.6, 2.5, 1.4, 1.1, 1.1):
         view.pace = pace
-        said += [each.what for each in world.tell(Tick()) if isinstance(each, OperatorNote)]
-    assert [each.partition(" ")[2] for each in said] == [
+        text += [item.what for item in world.tell(Tick()) if isinstance(item, OperatorNote)]
+    assert [item.partition(" ")[2] for item in text] == [
         "takes 1.6 times as long as planned",
         "is about as fast as planned again",
     ]
@@ -297,10 +297,10 @@ def test_other_prices_call_for_a_plan_at_once(scaling: str) -> None:
     world.tell(Tick())
     cheaper = (Region("near", (NodeOffer("node", 0.1, 5),)),)
     world.now_s = 1.0
-    (asked,) = [each for each in world.tell(MarketReported(cheaper)) if isinstance(each, Replan)]
+    (asked,) = [item for item in world.tell(MarketReported(cheaper)) if isinstance(item, Replan)]
     assert "prices or nodes changed" in asked.reason
     world.now_s = 2.0
-    assert not [each for each in world.tell(Tick()) if isinstance(each, Replan)]
+    assert not [item for item in world.tell(Tick()) if isinstance(item, Replan)]
 
 
 def test_a_service_that_has_just_started_lets_nothing_go_for_want_of_requests() -> None:
@@ -308,7 +308,7 @@ def test_a_service_that_has_just_started_lets_nothing_go_for_want_of_requests() 
     asked: list[float] = []
     for second in range(60):
         world.now_s = float(second)
-        asked += [world.now_s for each in world.tell(Tick()) if isinstance(each, Replan)]
+        asked += [world.now_s for item in world.tell(Tick()) if isinstance(item, Replan)]
     assert asked
     assert asked[0] >= 24.0, "a window that nobody has looked through says nothing"
 
@@ -318,7 +318,7 @@ def test_nodes_that_can_be_had_now_are_used_at_once() -> None:
     world = build.world(TWO, known=known)
     assert len(world.brain.fleet.views) == 1
     actions = world.tell(MarketReported((Region("near", (NodeOffer("node", 1.0, 2),)),)))
-    assert [type(each) for each in actions] == [StartReplica]
+    assert [type(action) for action in actions] == [StartReplica]
 
 
 def test_requests_that_wait_for_room_are_demand_to_scaling() -> None:
@@ -332,10 +332,10 @@ def test_requests_that_wait_for_room_are_demand_to_scaling() -> None:
     assert waiting > 50
     seen: list[int] = []
     scaler = world.brain.autoscaler._scaler
-    told = scaler.on_tick
+    message = scaler.on_tick
     scaler.on_tick = lambda at_s, observed, fleet, plan: (  # type: ignore[method-assign]
         seen.append(observed.of("m").held),  # type: ignore[union-attr]
-        told(at_s, observed, fleet, plan),
+        message(at_s, observed, fleet, plan),
     )[1]
     world.tell(Tick())
     assert seen == [waiting]
@@ -428,7 +428,7 @@ def test_it_goes_on_and_recovers_as_any_other(world: World) -> None:
     assert world.tell(RequestFinished("r", 1, 50)) == [], "of an earlier attempt"
     world.attempts["r"] = 3
     (run,) = [
-        each for each in world.tell(AttemptFailed("r", 2, "replica", one, 17)) if not isinstance(each, Abort)
+        item for item in world.tell(AttemptFailed("r", 2, "replica", one, 17)) if not isinstance(item, Abort)
     ]
     assert run == Run("r", aggregated(other), 3, 117, 17)
     world.finish("r")
@@ -494,21 +494,21 @@ def replicas_of(plan: Plan, versions: tuple[int, int]) -> list[tuple[str, ...]]:
     names = list(world.brain.fleet.views)
     for name, version in zip(names, versions, strict=True):
         world.make_ready(name, version)
-    found = []
+    replicas = []
     for place in range(12):
         (run,) = world.arrive(build.request(f"r{place}", prompt=3000))
         assert isinstance(run, Run)
-        found.append(tuple(each.replica for each in run.route.segments))
+        replicas.append(tuple(segment.replica for segment in run.route.segments))
         world.finish(f"r{place}")
     build.assert_at_rest(world.brain)
-    return found
+    return replicas
 
 
 @pytest.mark.parametrize("kind", PLANS_VERSIONS)
 def test_who_agrees_hands_over_and_who_does_not_answers_alone(kind: str) -> None:
     alike = replicas_of(PLANS_VERSIONS[kind], (2, 2))
-    assert any(len(each) == 2 for each in alike), "nothing is handed over even where all agree"
-    answers = {each[-1] for each in alike if len(each) == 2}
+    assert any(len(item) == 2 for item in alike), "nothing is handed over even where all agree"
+    answers = {item[-1] for item in alike if len(item) == 2}
     unlike = replicas_of(PLANS_VERSIONS[kind], (2, 3))
-    assert all(len(each) == 1 for each in unlike)
-    assert answers <= {each[0] for each in unlike}, "whoever was to answer does so still"
+    assert all(len(item) == 1 for item in unlike)
+    assert answers <= {item[0] for item in unlike}, "whoever was to answer does so still"

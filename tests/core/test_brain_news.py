@@ -60,7 +60,7 @@ def many(near: int, far: int = 0) -> build.Plan:
 
 
 def sent(actions: list[Action]) -> Run:
-    (run,) = [each for each in actions if isinstance(each, Run)]
+    (run,) = [action for action in actions if isinstance(action, Run)]
     return run
 
 
@@ -111,7 +111,7 @@ def test_a_loss_without_its_failures_is_asked_about_and_resumed_where_the_user_i
     lost = run.route.decoder
     world.tell(ReplicaLost(lost, "died"))
     world.now_s = FAILED_S - 0.1
-    assert not [each for each in world.tell(Tick()) if isinstance(each, QueryAttempt)]
+    assert not [item for item in world.tell(Tick()) if isinstance(item, QueryAttempt)]
     world.now_s = FAILED_S
     assert QueryAttempt("a", 0) in world.tell(Tick())
     again = sent(world.fail("a", "replica", lost, streamed=57))
@@ -127,7 +127,7 @@ def test_a_loss_that_was_not_one_and_notice_leave_requests_alone() -> None:
     world.tell(ReplicaLost(run.route.decoder, "spot", 30.0))
     for second in range(1, 34):
         world.now_s = float(second)
-        assert not [each for each in world.tell(Tick()) if isinstance(each, QueryAttempt | Refuse)]
+        assert not [item for item in world.tell(Tick()) if isinstance(item, QueryAttempt | Refuse)]
     asked = 0
     for second in range(34, 200):
         world.now_s = float(second)
@@ -269,11 +269,11 @@ def test_waiting_for_a_pair_ends_as_well(deadline_s: float | None, reason: str) 
     waiting = sorted(set("abcdef") - world.jobs.keys())
     assert waiting
     world.now_s = (deadline_s or 10.0) - 0.1
-    assert not [each for each in world.tell(Tick()) if isinstance(each, Refuse)]
+    assert not [item for item in world.tell(Tick()) if isinstance(item, Refuse)]
     world.now_s += 0.1
-    refused = [each for each in world.tell(Tick()) if isinstance(each, Refuse)]
-    assert sorted(each.request for each in refused) == waiting
-    assert {each.reason for each in refused} == {reason}
+    refused = [item for item in world.tell(Tick()) if isinstance(item, Refuse)]
+    assert sorted(item.request for item in refused) == waiting
+    assert {item.reason for item in refused} == {reason}
     for name in list(world.jobs):
         world.finish(name)
     build.assert_at_rest(world.brain)
@@ -306,7 +306,7 @@ def test_a_drained_replica_ends_what_it_has_and_another_takes_its_place() -> Non
     replica = run.route.decoder
     actions = world.tell(OperatorOrdered(replica, "drain"))
     assert DrainReplica(replica) in actions
-    (start,) = [each for each in actions if isinstance(each, StartReplica)]
+    (start,) = [action for action in actions if isinstance(action, StartReplica)]
     assert start.member.id != replica
     assert "a" in world.jobs, "what is open goes on"
     for number in range(4):
@@ -358,7 +358,7 @@ def test_a_copys_replicas_go_together() -> None:
     world = build.world(_closed(PAIR, 1))
     first, second = sorted(world.members)
     assert {
-        each.replica for each in world.tell(OperatorOrdered(first, "drain")) if isinstance(each, DrainReplica)
+        item.replica for item in world.tell(OperatorOrdered(first, "drain")) if isinstance(item, DrainReplica)
     } == {first, second}
     for replica in (first, second):
         world.drain_out(replica)
@@ -385,8 +385,8 @@ def test_a_role_by_hand_outlasts_rules_and_plans_until_it_is_given_back() -> Non
             return (FlipRole(replica, "prefill", "a shift"),)
 
     autoscaler._scaler = Flips()  # type: ignore[assignment]
-    assert not [each for each in world.tell(Tick()) if isinstance(each, FlipReplica)]
-    assert not [each for each in world.plan(FLOW) if isinstance(each, FlipReplica | StopReplica)]
+    assert not [item for item in world.tell(Tick()) if isinstance(item, FlipReplica)]
+    assert not [item for item in world.plan(FLOW) if isinstance(item, FlipReplica | StopReplica)]
     assert world.brain.fleet.views[replica].role == "decode"
     assert world.tell(OperatorOrdered(replica, "prefill")) == [FlipReplica(replica, "prefill")]
     assert autoscaler.by_hand == {}
@@ -403,7 +403,7 @@ def test_what_was_lost_just_before_an_order_is_replaced_all_the_same() -> None:
     actions += world.tell(OperatorOrdered(flipped, "decode"))
     for _ in range(3):
         actions += world.tell(Tick())
-    assert [each.member.template for each in actions if isinstance(each, StartReplica)] == ["d"]
+    assert [action.member.template for action in actions if isinstance(action, StartReplica)] == ["d"]
 
 
 # What the Brain makes of doubtful replicas, of crowds that waited, of promises kept, and of copies in part.
@@ -421,12 +421,12 @@ IDLE = ReplicaStatus(0, 0, 0, 0, 100, 100, 0.0)
 
 def sent_trouble(world: build.World, prefix: str, count: int = 12) -> set[str]:
     """Who works on the next requests."""
-    found: set[str] = set()
+    result: set[str] = set()
     for number in range(count):
         for action in world.arrive(build.request(f"{prefix}{number}")):
             assert isinstance(action, Run)
-            found |= {segment.replica for segment in action.route.segments}
-    return found
+            result |= {segment.replica for segment in action.route.segments}
+    return result
 
 
 @pytest.mark.parametrize("heals", ["report", "time"])

@@ -154,8 +154,8 @@ def test_no_json_value_anywhere_raises_anything_but_a_format_error(
 ) -> None:
     body = encode(value)
     place = data.draw(st.sampled_from(list(places(body))))
-    said = refusal(type(value), put(body, place, junk))
-    assert said is None or len(said.splitlines()) == 1
+    text = refusal(type(value), put(body, place, junk))
+    assert text is None or len(text.splitlines()) == 1
 
 
 @pytest.mark.parametrize("text", ["NaN", "Infinity", "-Infinity", "1e999", "1" + "0" * 400])

@@ -284,10 +284,10 @@ def test_arrivals_in_turn_do_not_hide_how_busy_a_prefill_replica_is() -> None:
     assert facts is not None
     prompt_s = facts.prefill_fixed_s + 1000 * facts.prefill_s_per_token
     usage = PrefillUtilization()
-    came = [build.request("r", 1000)._replace(arrival_s=number * prompt_s / 0.8) for number in range(200)]
-    found = [usage.seen(each.arrival_s, each.prompt_tokens, prefill) for each in came]
-    assert found[0] == 0.0
-    assert found[-1] == pytest.approx(0.8)
+    received = [build.request("r", 1000)._replace(arrival_s=number * prompt_s / 0.8) for number in range(200)]
+    result = [usage.seen(item.arrival_s, item.prompt_tokens, prefill) for item in received]
+    assert result[0] == 0.0
+    assert result[-1] == pytest.approx(0.8)
 
 
 def test_copies_that_are_alike_have_alike_though_their_paces_scatter() -> None:
@@ -452,7 +452,7 @@ def test_new_roles_serve_as_much_as_any_with_the_fewest_flips(seed: int, count: 
     def flips(roles: dict[int, Role]) -> int:
         return sum(roles[place] != role for place, role in now.items())
 
-    every = [dict(enumerate(each)) for each in product(ROLES, repeat=count)]
+    every = [dict(enumerate(item)) for item in product(ROLES, repeat=count)]
     most = max(map(served, every))
     best, serves, before = best_roles(facts, "g", now, lengths, 0.0)
     assert before == pytest.approx(served(now))
@@ -460,8 +460,8 @@ def test_new_roles_serve_as_much_as_any_with_the_fewest_flips(seed: int, count: 
     assert serves >= most * (1 - ALIKE) * (1 - 1e-9)
     enough = max(before, most * (1 - ALIKE)) * (1 + 1e-6)
     assert all(flips(roles) >= flips(best) for roles in every if served(roles) > enough)
-    _, found = _tabu(_Choices(facts, "g", list(now), lengths), now, before)
-    assert before - 1e-9 <= found <= most * (1 + 1e-9)
+    _, result = _tabu(_Choices(facts, "g", list(now), lengths), now, before)
+    assert before - 1e-9 <= result <= most * (1 + 1e-9)
 
 
 def test_roles_stay_for_less_than_the_gain_that_was_asked_for() -> None:

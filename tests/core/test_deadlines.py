@@ -22,8 +22,8 @@ def made(count: int, policy: Policy | None = None, slo: Slo | None = SLO) -> Wor
     one = template("one", closed=(5.0, 5.0))
     fleet = plan([one], {("one", "near"): count}, {("one", "near", "closed"): (5.0, 5.0)})
     known = facts(fleet.templates, batch=64)
-    models = {name: replace(each, slo=slo) for name, each in known.models.items()}
-    replicas = {key: replace(each, decode_first_s=0.01) for key, each in known.replicas.items()}
+    models = {name: replace(model, slo=slo) for name, model in known.models.items()}
+    replicas = {key: replace(replica, decode_first_s=0.01) for key, replica in known.replicas.items()}
     return world(fleet, policy or Policy(), replace(known, models=models, replicas=replicas))
 
 
@@ -40,11 +40,11 @@ def after_a_long_one(count: int) -> World:
 
 
 def where(actions: list[Action]) -> list[str]:
-    return [each.route.segments[0].replica for each in actions if isinstance(each, Run)]
+    return [action.route.segments[0].replica for action in actions if isinstance(action, Run)]
 
 
 def refused(actions: list[Action]) -> list[str]:
-    return [each.request for each in actions if isinstance(each, Refuse)]
+    return [action.request for action in actions if isinstance(action, Refuse)]
 
 
 def ahead_s(there: World) -> list[float]:
@@ -99,7 +99,7 @@ def test_short_prompts_fill_replicas_no_further_than_before() -> None:
         there.arrive(request(str(number)))
     there.now_s = 1.0
     assert refused(there.tell(Tick()))
-    assert all(each <= AHEAD * SLO.ttft_s + 1000 * PROMPT_S for each in ahead_s(there))
+    assert all(item <= AHEAD * SLO.ttft_s + 1000 * PROMPT_S for item in ahead_s(there))
 
 
 def test_between_tenants_it_is_whose_turn_it_is_that_counts() -> None:
@@ -177,8 +177,8 @@ def apart(**known: float) -> World:
         {("m", "near", "near"): (5.0, 5.0)},
     )
     made = facts(fleet.templates, batch=64)
-    models = {name: replace(each, slo=SLO) for name, each in made.models.items()}
-    replicas = {key: replace(each, decode_first_s=0.01, **known) for key, each in made.replicas.items()}
+    models = {name: replace(model, slo=SLO) for name, model in made.models.items()}
+    replicas = {key: replace(replica, decode_first_s=0.01, **known) for key, replica in made.replicas.items()}
     return world(fleet, Policy(), replace(made, models=models, replicas=replicas))
 
 

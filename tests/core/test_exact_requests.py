@@ -29,8 +29,8 @@ def in_codec(plan: Plan, codec: Codec) -> Plan:
     """The plan with all KV in a codec."""
     return replace(
         plan,
-        templates=tuple(replace(each, codec=codec) for each in plan.templates),
-        flows=tuple(replace(each, codec=codec) for each in plan.flows),
+        templates=tuple(replace(template, codec=codec) for template in plan.templates),
+        flows=tuple(replace(flow, codec=codec) for flow in plan.flows),
     )
 
 
@@ -66,24 +66,24 @@ class LossyChaos(Chaos):
 
 
 def test_no_exact_request_is_sent_over_a_lossy_hand_over_and_some_do_cross() -> None:
-    found = 0
+    result = 0
     for seed in range(6):
         chaos = LossyChaos(seed)
         while chaos.events < 1500:
             chaos.step()
         chaos.settle()
-        found += chaos.crossings
-    assert found > 0
+        result += chaos.crossings
+    assert result > 0
 
 
 def hops(world: build.World, exact: bool, count: int, prompt: int) -> list[int]:
-    found = []
+    result = []
     for _ in range(count):
         request = build.request(f"r{len(world.requests)}", prompt)._replace(exact=exact)
         (run,) = world.arrive(request)
         assert isinstance(run, Run), "an exact request is never refused while there is a way"
-        found.append(len(run.route.segments))
-    return found
+        result.append(len(run.route.segments))
+    return result
 
 
 def test_whole_kv_crosses_a_link_that_was_planned_for_less_until_going_round_is_sooner() -> None:
@@ -113,5 +113,5 @@ def test_lossy_crossings_are_told_once_each_and_whole_ones_not() -> None:
         "KV of m crosses far → near in int8 (lossy: allowed by kv_codecs)",
         "KV of m crosses within c in int8 (lossy: allowed by kv_codecs)",
     )
-    assert {each.codec for each in lossy_crossings(twice)} == {"int8"}
+    assert {lossy_crossing.codec for lossy_crossing in lossy_crossings(twice)} == {"int8"}
     assert codecs_between(plan) == {("m", "far", "near"): "int8"}

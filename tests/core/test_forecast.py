@@ -34,11 +34,11 @@ def days(count: int, noise: float = 0.03, seed: int = 1) -> list[float]:
 def walk(count: int, seed: int = 1, step: float = 0.1) -> list[float]:
     """A rate that nothing can be known of but that it stays about where it is."""
     rng, log = random.Random(seed), 0.0
-    found = []
+    result = []
     for _ in range(count * DAY):
         log = 0.98 * log + rng.gauss(0, step)
-        found.append(5.0 * math.exp(log))
-    return found
+        result.append(5.0 * math.exp(log))
+    return result
 
 
 def errors(rates: list[float], learn: int, ahead: int) -> tuple[float, float]:
@@ -125,9 +125,9 @@ def test_the_equations_are_solved(seed: int) -> None:
         [sum(root[i][k] * root[j][k] for k in range(4)) + (i == j) * 0.1 for j in range(4)] for i in range(4)
     ]
     right = [rng.uniform(-1, 1) for _ in range(4)]
-    found = _solved(rows, right)
+    solved = _solved(rows, right)
     for row, wanted in zip(rows, right, strict=True):
-        assert sum(a * x for a, x in zip(row, found, strict=True)) == pytest.approx(wanted, abs=1e-6)
+        assert sum(a * x for a, x in zip(row, solved, strict=True)) == pytest.approx(wanted, abs=1e-6)
 
 
 class Asked:
@@ -158,7 +158,7 @@ def test_a_rise_is_answered_at_once_and_a_dip_is_waited_out() -> None:
     asked.show(0.0, 1200.0, 4.0)
     first = asked.asked[-1][1]
     asked.show(1200.0, 1800.0, 8.0)
-    rise = next(each for each in asked.asked if each[1] > 1.5 * first)
+    rise = next(item for item in asked.asked if item[1] > 1.5 * first)
     assert rise[0] == 1200.0
     before = len(asked.asked)
     asked.show(1800.0, 1800.0 + POLICY.keep_s - LOOK_S, 4.0)

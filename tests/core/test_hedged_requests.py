@@ -57,7 +57,7 @@ class Told:
         return run
 
     def late(self, at_s: float = 5.0) -> list[Hedge]:
-        return [each for each in self.on(at_s, Tick()) if isinstance(each, Hedge)]
+        return [item for item in self.on(at_s, Tick()) if isinstance(item, Hedge)]
 
     def both(self) -> tuple[Run, Hedge]:
         run = self.arrive("a")
@@ -67,7 +67,7 @@ class Told:
     def where(self) -> list[str]:
         """Who has something to do, as far as is counted."""
         views = self.brain.fleet.views.values()
-        return sorted(each.member.id for each in views if each.open_requests)
+        return sorted(view.member.id for view in views if view.open_requests)
 
     def nothing_left(self) -> None:
         assert self.brain.sizes()["open"] == self.brain.sizes()["hedges"] == 0
@@ -77,99 +77,101 @@ class Told:
 
 
 def test_after_so_many_times_what_was_predicted_it_is_sent_elsewhere_as_well() -> None:
-    told = Told()
-    run = told.arrive("a")
+    message = Told()
+    run = message.arrive("a")
     predicted_s = PROMPT * 1e-4 + 1e-3 + 0.02
-    assert told.late(TIMES * predicted_s - 0.01) == []
-    (hedge,) = told.late(TIMES * predicted_s + 0.01)
+    assert message.late(TIMES * predicted_s - 0.01) == []
+    (hedge,) = message.late(TIMES * predicted_s + 0.01)
     assert (hedge.request, hedge.attempt, hedge.prompt_tokens, hedge.streamed_tokens) == ("a", 1, PROMPT, 0)
     assert hedge.route.decoder != run.route.decoder
-    assert told.where() == sorted([run.route.decoder, hedge.route.decoder])
-    assert told.late(100.0) == [], "one at a time"
+    assert message.where() == sorted([run.route.decoder, hedge.route.decoder])
+    assert message.late(100.0) == [], "one at a time"
 
 
 def test_any_event_is_an_occasion_to_look() -> None:
-    told = Told()
-    told.arrive("a")
-    actions = told.on(5.0, RequestArrived(build.request("b")))
-    assert [type(each) for each in actions] == [Run, Hedge]
+    message = Told()
+    message.arrive("a")
+    actions = message.on(5.0, RequestArrived(build.request("b")))
+    assert [type(action) for action in actions] == [Run, Hedge]
 
 
 def test_it_is_off_unless_wanted_and_a_wrong_value_is_named() -> None:
     assert Policy().hedge == 0
-    told = Told(hedge=0.0)
-    told.arrive("a")
-    assert told.late(100.0) == []
+    message = Told(hedge=0.0)
+    message.arrive("a")
+    assert message.late(100.0) == []
     with pytest.raises(InputError, match="hedge"):
         Policy(hedge=-1.0)
 
 
 @pytest.mark.parametrize("winner", [0, 1])
 def test_whoever_has_the_first_token_answers_and_the_other_counts_no_more(winner: int) -> None:
-    told = Told()
-    routes = [each.route.decoder for each in told.both()]
-    told.on(5.1, FirstToken("a", winner))
-    assert told.where() == [routes[winner]]
-    assert told.on(5.2, FirstToken("a", 1 - winner)) == []
-    assert told.on(5.2, RequestFinished("a", 1 - winner, 100)) == []
-    assert told.where() == [routes[winner]]
-    told.on(6.0, RequestFinished("a", winner, 100))
-    told.nothing_left()
+    message = Told()
+    routes = [item.route.decoder for item in message.both()]
+    message.on(5.1, FirstToken("a", winner))
+    assert message.where() == [routes[winner]]
+    assert message.on(5.2, FirstToken("a", 1 - winner)) == []
+    assert message.on(5.2, RequestFinished("a", 1 - winner, 100)) == []
+    assert message.where() == [routes[winner]]
+    message.on(6.0, RequestFinished("a", winner, 100))
+    message.nothing_left()
 
 
 @pytest.mark.parametrize("loser", [0, 1])
 def test_when_one_fails_the_other_goes_on_and_numbers_are_used_once(loser: int) -> None:
-    told = Told(4, retries=9)
-    routes = [each.route.decoder for each in told.both()]
-    assert told.on(5.1, AttemptFailed("a", loser, "replica", routes[loser], 0)) == []
-    assert told.where() == [routes[1 - loser]]
+    message = Told(4, retries=9)
+    routes = [item.route.decoder for item in message.both()]
+    assert message.on(5.1, AttemptFailed("a", loser, "replica", routes[loser], 0)) == []
+    assert message.where() == [routes[1 - loser]]
     (run,) = [
-        each
-        for each in told.on(5.2, AttemptFailed("a", 1 - loser, "transfer", routes[1 - loser], 0))
-        if isinstance(each, Run)
+        item
+        for item in message.on(5.2, AttemptFailed("a", 1 - loser, "transfer", routes[1 - loser], 0))
+        if isinstance(item, Run)
     ]
     assert run.attempt == 2
     assert run.route.decoder not in routes
-    told.on(5.3, FirstToken("a", 2))
-    told.on(5.4, RequestFinished("a", 2, 100))
-    told.nothing_left()
+    message.on(5.3, FirstToken("a", 2))
+    message.on(5.4, RequestFinished("a", 2, 100))
+    message.nothing_left()
 
 
 def test_one_that_fails_behind_tokens_had_the_first_though_nobody_said_so() -> None:
-    told = Told()
-    told.both()
-    (run,) = [each for each in told.on(5.1, AttemptFailed("a", 1, "timeout", "", 7)) if isinstance(each, Run)]
+    message = Told()
+    message.both()
+    (run,) = [
+        item for item in message.on(5.1, AttemptFailed("a", 1, "timeout", "", 7)) if isinstance(item, Run)
+    ]
     assert (run.attempt, run.streamed_tokens) == (2, 7)
-    assert told.where() == [run.route.decoder]
-    assert told.late(50.0) == [], "nothing that was streamed has a hedge"
+    assert message.where() == [run.route.decoder]
+    assert message.late(50.0) == [], "nothing that was streamed has a hedge"
 
 
 def test_who_goes_away_leaves_nothing_behind() -> None:
-    told = Told()
-    routes = {each.route.decoder for each in told.both()}
-    actions = told.on(5.1, RequestCancelled("a"))
-    assert {each.replicas[0] for each in actions if isinstance(each, Abort)} == routes
-    told.nothing_left()
+    message = Told()
+    routes = {item.route.decoder for item in message.both()}
+    actions = message.on(5.1, RequestCancelled("a"))
+    assert {action.replicas[0] for action in actions if isinstance(action, Abort)} == routes
+    message.nothing_left()
 
 
 def test_a_deadline_ends_both() -> None:
-    told = Told(classes=with_built_in((RequestClass("hasty", stops=True),)))
+    message = Told(classes=with_built_in((RequestClass("hasty", stops=True),)))
     hasty = build.request("a", PROMPT, deadline_s=8.0)._replace(request_class="hasty")
-    told.on(0.0, RequestArrived(hasty))
-    assert len(told.late()) == 1
-    assert any(isinstance(each, Refuse) for each in told.on(9.0, Tick()))
-    told.nothing_left()
+    message.on(0.0, RequestArrived(hasty))
+    assert len(message.late()) == 1
+    assert any(isinstance(item, Refuse) for item in message.on(9.0, Tick()))
+    message.nothing_left()
 
 
 def test_no_more_twins_than_the_budget_allows() -> None:
-    told = Told(16, batch=64)
+    message = Told(16, batch=64)
     count = 100
     for number in range(count):
-        told.arrive(f"r{number}")
-    hedges = [each for second in range(30, 90) for each in told.late(float(second))]
+        message.arrive(f"r{number}")
+    hedges = [item for second in range(30, 90) for item in message.late(float(second))]
     assert 1 < len(hedges) <= SHARE * count
-    more = told.on(90.0, FirstToken(hedges[0].request, 1))
-    assert [type(each) for each in more] == [Hedge], "there is a place again, and the others are still late"
+    more = message.on(90.0, FirstToken(hedges[0].request, 1))
+    assert [type(item) for item in more] == [Hedge], "there is a place again, and the others are still late"
 
 
 def test_no_twin_where_there_is_no_room() -> None:
@@ -185,30 +187,30 @@ def test_no_twin_where_there_is_no_room() -> None:
 
 
 def test_a_replica_that_is_outrun_again_and_again_is_believed_to_be_slow() -> None:
-    told = Told()
-    slow = next(iter(told.brain.fleet.views))
+    message = Told()
+    slow = next(iter(message.brain.fleet.views))
     at_s = 0.0
     for number in range(40):
         name, at_s = f"r{number}", at_s + 10.0
-        run = told.arrive(name, at_s)
+        run = message.arrive(name, at_s)
         attempt = 0
         if run.route.decoder == slow:
-            attempt = len(told.late(at_s + 2.0))
+            attempt = len(message.late(at_s + 2.0))
             assert attempt == 1
-        told.on(at_s + 0.22 + 2.0 * attempt, FirstToken(name, attempt))
-        told.on(at_s + 0.3 + 2.0 * attempt, RequestFinished(name, attempt, 2))
-        if told.brain.fleet.views[slow].pace > 2.0:
+        message.on(at_s + 0.22 + 2.0 * attempt, FirstToken(name, attempt))
+        message.on(at_s + 0.3 + 2.0 * attempt, RequestFinished(name, attempt, 2))
+        if message.brain.fleet.views[slow].pace > 2.0:
             break
     else:
         pytest.fail("nothing was learned")
-    assert all(view.pace < 1.5 for name, view in told.brain.fleet.views.items() if name != slow)
+    assert all(view.pace < 1.5 for name, view in message.brain.fleet.views.items() if name != slow)
 
 
 def test_it_is_written_down_as_it_is() -> None:
-    told = Told()
-    told.both()
-    at_s, event, actions = told.log[-1]
-    assert any(isinstance(each, Hedge) for each in actions)
+    message = Told()
+    message.both()
+    at_s, event, actions = message.log[-1]
+    assert any(isinstance(action, Hedge) for action in actions)
     assert read_line(line(at_s, event, actions), "here") == (at_s, event, actions)
 
 
@@ -220,27 +222,27 @@ def test_while_nobody_is_late_hedging_changes_nothing(steps: list[tuple[str, int
     fleets = Told(hedge=0.0), Told(hedge=1e9)
     for place, (what, who, attempt) in enumerate(steps):
         event = _event(what, f"r{who}", attempt, 0.05 * place)
-        first, second = (each.on(0.05 * place, event) for each in fleets)
+        first, second = (fleet.on(0.05 * place, event) for fleet in fleets)
         assert first == second
 
 
 @given(STEPS)
 def test_whatever_is_told_twins_are_few_and_nothing_is_left(steps: list[tuple[str, int, int]]) -> None:
-    told = Told(hedge=1.0, retries=9)
+    message = Told(hedge=1.0, retries=9)
     streamed: set[str] = set()
     at_s = 0.0
     for what, who, attempt in steps:
         at_s += LEAST_S
         event = _event(what, f"r{who}", attempt, at_s)
-        req = told.brain.requests.get(f"r{who}")
+        req = message.brain.requests.get(f"r{who}")
         if isinstance(event, FirstToken) and req is not None and attempt == req.attempt:
             streamed.add(f"r{who}")
-        for action in told.on(at_s, event):
+        for action in message.on(at_s, event):
             assert not (isinstance(action, Hedge) and action.request in streamed)
-        assert told.brain.sizes()["hedges"] <= max(1.0, SHARE * len(told.brain.requests))
+        assert message.brain.sizes()["hedges"] <= max(1.0, SHARE * len(message.brain.requests))
     for number in range(10):
-        told.on(at_s, RequestCancelled(f"r{number}"))
-    told.nothing_left()
+        message.on(at_s, RequestCancelled(f"r{number}"))
+    message.nothing_left()
 
 
 def _event(what: str, name: str, attempt: int, at_s: float) -> Event:

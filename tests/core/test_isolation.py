@@ -70,8 +70,8 @@ def test_a_flooder_gets_replicas_and_others_only_compute_prompts_there() -> None
         flood = [f"flood{number}"] if number % 2 else []
         for name in (*flood, f"other{number}"):
             tenant, prompt = ("flooder", 9000) if name in flood else ("other", 300)
-            told = there.arrive(asks(name, there.now_s, tenant, prompt=prompt, output=20))
-            runs = [each for each in told if isinstance(each, Run) and each.request.startswith("other")]
+            message = there.arrive(asks(name, there.now_s, tenant, prompt=prompt, output=20))
+            runs = [item for item in message if isinstance(item, Run) and item.request.startswith("other")]
             if number > 100:
                 seen += [tuple(segment.replica for segment in run.route.segments) for run in runs]
         for name, job in list(there.jobs.items()):

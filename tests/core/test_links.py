@@ -109,8 +109,10 @@ def test_what_is_stuck_is_done_again_elsewhere_once() -> None:
     assert sum(isinstance(action, Abort) for action in actions) == 3
     assert len(actions) == 6  # nothing is sent while the first may still be streaming
     assert world.tell(slow(0.05)) == []
-    told = [each for name in asked for each in world.tell(AttemptFailed(name.request, 0, "timeout", "", 0))]
-    again = [action for action in told if isinstance(action, Run)]
+    message = [
+        item for name in asked for item in world.tell(AttemptFailed(name.request, 0, "timeout", "", 0))
+    ]
+    again = [action for action in message if isinstance(action, Run)]
     assert {action.attempt for action in again} == {1}
     assert {hops(action) for action in again} == {1}
     assert world.brain.requests["r0"].failures == 0
@@ -125,8 +127,8 @@ def test_what_streams_already_goes_on_from_where_its_user_is() -> None:
     world = build.world(ACROSS)
     send(world, 3)
     world.tell(slow(0.1))
-    told = world.tell(AttemptFailed("r0", 0, "timeout", "", 7))
-    (run,) = (action for action in told if isinstance(action, Run))
+    message = world.tell(AttemptFailed("r0", 0, "timeout", "", 7))
+    (run,) = (action for action in message if isinstance(action, Run))
     assert (run.attempt, run.streamed_tokens, run.prompt_tokens) == (
         1,
         7,
@@ -150,11 +152,11 @@ def test_nobody_answers_for_what_was_recalled() -> None:
     world = build.world(ACROSS)
     send(world, 1, prompt=20_000)
     assert any(isinstance(action, QueryAttempt) for action in world.tell(slow(0.1)))
-    told = []
+    message = []
     for _ in range(6):
         world.now_s += 5.0
-        told += world.tell(Tick())
-    assert [action.reason for action in told if isinstance(action, Refuse)] == ["lost"]
+        message += world.tell(Tick())
+    assert [action.reason for action in message if isinstance(action, Refuse)] == ["lost"]
     build.assert_at_rest(world.brain)
 
 
@@ -231,17 +233,17 @@ wanted = st.dictionaries(
 
 @given(st.floats(1e3, 1e11), wanted)
 def test_nobody_is_starved_and_the_link_is_never_overfilled(link: float, wants: dict[str, float]) -> None:
-    found = grants(link, wants)
+    result = grants(link, wants)
     whole = GRANTED * link
-    assert found.keys() == wants.keys()
-    assert sum(found.values()) == pytest.approx(whole)
+    assert result.keys() == wants.keys()
+    assert sum(result.values()) == pytest.approx(whole)
     for sender, want in wants.items():
         even = whole / len(wants)
-        assert found[sender] >= min(max(want, KEPT * even), even) * (1 - 1e-9)
-    short = [sender for sender, want in wants.items() if found[sender] < want * (1 - 1e-9)]
+        assert result[sender] >= min(max(want, KEPT * even), even) * (1 - 1e-9)
+    short = [sender for sender, want in wants.items() if result[sender] < want * (1 - 1e-9)]
     if short:  # then those that got less than they want got the same, and nobody more
-        most = max(found.values())
-        assert all(found[sender] == pytest.approx(most) for sender in short)
+        most = max(result.values())
+        assert all(result[sender] == pytest.approx(most) for sender in short)
 
 
 def test_what_nobody_wants_is_dealt_out_evenly() -> None:

@@ -56,7 +56,7 @@ def sent(world: build.World, prompt: int = 3000, blocks: tuple[int, ...] = BLOCK
 
 
 def places(run: Run) -> list[tuple[str, int, int | None]]:
-    return [(each.replica, each.start, each.stop) for each in run.route.segments]
+    return [(segment.replica, segment.start, segment.stop) for segment in run.route.segments]
 
 
 def at_rest(world: build.World) -> None:
@@ -86,8 +86,8 @@ def test_a_busy_holder_lends_to_a_replica_with_less_to_do() -> None:
     world = build.world(ALONE, known=quick(ALONE))
     one, two = named(world, "mix")
     world.tell(CacheReported(one, 1, BLOCKS))
-    found = [places(sent(world)) for _ in range(12)]
-    assert [(one, 0, 2880), (two, 2880, None)] in found
+    result = [places(sent(world)) for _ in range(12)]
+    assert [(one, 0, 2880), (two, 2880, None)] in result
     at_rest(world)
 
 
@@ -105,8 +105,8 @@ def test_who_has_no_room_does_not_lend(status: ReplicaStatus, lends: bool) -> No
     one = named(world, "d")[0]
     world.tell(CacheReported(one, 1, BLOCKS))
     world.tell(ReplicaReported(one, status))
-    found = [places(sent(world)) for _ in range(6)]
-    assert any(len(each) == 3 for each in found) == lends
+    result = [places(sent(world)) for _ in range(6)]
+    assert any(len(item) == 3 for item in result) == lends
 
 
 @pytest.mark.parametrize(
@@ -134,7 +134,7 @@ def test_whoever_failed_a_request_does_not_lend_to_it() -> None:
     world.tell(CacheReported(one, 1, BLOCKS))
     runs = [sent(world) for _ in range(12)]
     lent = next(run for run in runs if len(run.route.segments) == 2)
-    again = [each for each in world.fail(lent.request, "replica", one) if isinstance(each, Run)]
+    again = [item for item in world.fail(lent.request, "replica", one) if isinstance(item, Run)]
     assert all(one not in {segment.replica for segment in run.route.segments} for run in again)
 
 
@@ -350,18 +350,18 @@ def test_a_hot_prefix_is_copied_from_a_busy_replica_to_an_idle_one(on: bool) -> 
     world.tell(CacheReported(WARM, 1, BLOCKS_CACHES))
     reported(world, 500)
     assert set(ask(world, 8)) == {WARM}
-    found = tick(world, 1.0)
+    result = tick(world, 1.0)
     if not on:
-        assert found == []
+        assert result == []
         return
-    (move,) = found
+    (move,) = result
     assert isinstance(move, CopyPrefix)
     assert (move.blocks, move.source) == (BLOCKS_CACHES, WARM)
     assert move.target != WARM
     assert tick(world, 2.0) == []  # it may still be on its way
     world.tell(CacheReported(move.target, 1, BLOCKS_CACHES))
     again = tick(world, 40.0)
-    assert all(isinstance(each, CopyPrefix) and each.target not in (WARM, move.target) for each in again)
+    assert all(isinstance(item, CopyPrefix) and item.target not in (WARM, move.target) for item in again)
 
 
 def test_nothing_is_copied_to_where_there_is_no_room_or_without_need() -> None:

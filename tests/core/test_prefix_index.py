@@ -103,13 +103,13 @@ class IndexMachine(RuleBasedStateMachine):
 
     def believed(self) -> dict[str, tuple[frozenset[int], frozenset[int]]]:
         """What each replica held at the last report that the index took in; of earlier lives nothing is checked."""
-        found = {}
+        result = {}
         for name, (sequence, held) in self.index.view().items():
             epoch = self.index._sources[name].epoch
             if epoch == self.replicas[name].epoch:
-                found[name] = self.replicas[name].past[sequence]
-                assert held == found[name][0]
-        return found
+                result[name] = self.replicas[name].past[sequence]
+                assert held == result[name][0]
+        return result
 
     @rule(tokens=PROMPTS, exact=st.booleans())
     def ask(self, tokens: list[int], exact: bool) -> None:
@@ -130,8 +130,8 @@ class IndexMachine(RuleBasedStateMachine):
                 best[cluster] = PrefixMatch(depth, ())
             if depth and depth == best[cluster].blocks:
                 best[cluster] = PrefixMatch(depth, (*best[cluster].replicas, replica))
-        found = self.index.longest(names, exact=exact)
-        assert {c: (m.blocks, sorted(m.replicas)) for c, m in found.items()} == {
+        result = self.index.longest(names, exact=exact)
+        assert {c: (m.blocks, sorted(m.replicas)) for c, m in result.items()} == {
             c: (
                 m.blocks,
                 sorted(

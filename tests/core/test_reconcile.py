@@ -395,7 +395,7 @@ FAR = single("another", 1, 8)
 
 
 def one_role(role: Role, node: str = "node") -> Template:
-    prefill, decode, closed = (4.0 if role == each else 0.0 for each in ("prefill", "decode", "mixed"))
+    prefill, decode, closed = (4.0 if role == item else 0.0 for item in ("prefill", "decode", "mixed"))
     made = build.template(f"{role} {node}", (role,), prefill=(prefill,), decode=(decode,), closed=(closed,))
     return replace(made, replicas=(PlannedReplica(role, single(node, 1, 8)),))
 
@@ -423,7 +423,7 @@ def test_roles_change_in_place_and_only_what_is_missing_is_started() -> None:
     )
     names = set(world.brain.fleet.views)
     actions = world.plan(plan_of_recast({("prefill", "node"): 3, ("decode", "node"): 2}))
-    assert [type(each) for each in actions] == [Reassign, StartReplica]
+    assert [type(action) for action in actions] == [Reassign, StartReplica]
     assert names <= set(world.brain.fleet.views)
     roles = sorted(view.role for view in world.brain.fleet.views.values())
     assert roles == ["decode", "decode", "prefill", "prefill", "prefill"]
@@ -448,7 +448,7 @@ def test_flipped_replicas_are_taken_first_and_roles_by_hand_stay() -> None:
     world.tell(OperatorOrdered(decodes[2], "prefill"))
     world.brain.fleet.flip(decodes[1], "prefill")
     actions = world.plan(plan_of_recast({("prefill", "node"): 3, ("decode", "node"): 2}))
-    assert [each.member.id for each in actions if isinstance(each, Reassign)] == [decodes[1]]
+    assert [action.member.id for action in actions if isinstance(action, Reassign)] == [decodes[1]]
     assert world.brain.fleet.views[decodes[2]].role == "prefill"
     assert world.brain.fleet.views[decodes[2]].member.role == "decode"
 
@@ -458,10 +458,10 @@ def test_other_layouts_and_copies_that_work_together_are_started_anew() -> None:
     together = build.plan((combo,), {("combo", "near"): 1}, {}, longest=(1000,))
     known = build.facts((*TEMPLATES_RECAST, combo))
     world = build.world(plan_of_recast({("mixed", "node"): 2}), known=known)
-    assert not [each for each in world.plan(together) if isinstance(each, Reassign)]
+    assert not [item for item in world.plan(together) if isinstance(item, Reassign)]
     world = build.world(plan_of_recast({("mixed", "node"): 2}), known=known)
     assert not [
-        each for each in world.plan(plan_of_recast({("mixed", "another"): 2})) if isinstance(each, Reassign)
+        item for item in world.plan(plan_of_recast({("mixed", "another"): 2})) if isinstance(item, Reassign)
     ]
 
 
@@ -482,7 +482,7 @@ def test_no_more_is_started_than_layouts_lack(before: dict, after: dict) -> None
         wanted = sum(n for (_, where), n in after.items() if where == node)
         started = [a for a in actions if isinstance(a, StartReplica) and a.member.template.endswith(node)]
         assert len(started) == max(0, wanted - there)
-    reassign = [each.member.id for each in actions if isinstance(each, Reassign)]
+    reassign = [action.member.id for action in actions if isinstance(action, Reassign)]
     assert len(reassign) == len(set(reassign))
 
 
@@ -495,45 +495,45 @@ PLAN = build.plan((ONE,), {("one", "near"): 2}, {("one", "near", "closed"): (1.0
 def facts(idle_s: float | None, slo: Slo | None = None) -> build.Facts:
     made = build.facts((ONE,))
     return replace(
-        made, models={name: replace(each, idle_s=idle_s, slo=slo) for name, each in made.models.items()}
+        made, models={name: replace(model, idle_s=idle_s, slo=slo) for name, model in made.models.items()}
     )
 
 
 def pass_time(world: build.World, until_s: float) -> list[object]:
-    found: list[object] = []
+    result: list[object] = []
     while world.now_s < until_s:
         world.now_s += 1.0
-        found += world.tell(Tick())
-    return found
+        result += world.tell(Tick())
+    return result
 
 
 def test_it_sleeps_after_a_while_and_the_first_request_waits_for_a_replica() -> None:
     world = build.world(PLAN, Policy(max_wait_s=120.0), known=facts(30.0, Slo(1.0, 0.1)))
-    said = pass_time(world, 29.0)
-    assert not [each for each in said if isinstance(each, OperatorNote | DrainReplica)]
-    said = pass_time(world, 32.0)
-    assert [each.what for each in said if isinstance(each, OperatorNote)] == ["m sleeps"]
-    for name in [each.replica for each in said if isinstance(each, DrainReplica)]:
+    text = pass_time(world, 29.0)
+    assert not [item for item in text if isinstance(item, OperatorNote | DrainReplica)]
+    text = pass_time(world, 32.0)
+    assert [item.what for item in text if isinstance(item, OperatorNote)] == ["m sleeps"]
+    for name in [item.replica for item in text if isinstance(item, DrainReplica)]:
         world.drain_out(name)
     assert not world.brain.fleet.views
     assert world.arrive(build.request("a")) == []
-    said = pass_time(world, 34.0)
-    assert [each.what for each in said if isinstance(each, OperatorNote)] == ["m wakes"]
-    starts = [each for each in said if isinstance(each, StartReplica)]
+    text = pass_time(world, 34.0)
+    assert [item.what for item in text if isinstance(item, OperatorNote)] == ["m wakes"]
+    starts = [item for item in text if isinstance(item, StartReplica)]
     assert len(starts) == 2
     pass_time(world, 60.0)
     actions = world.make_ready(starts[0].member.id)
-    assert [type(each) for each in actions] == [Run], "late, but nobody could have been in time"
-    assert not [each for _, _, made in world.log for each in made if isinstance(each, Refuse)]
+    assert [type(action) for action in actions] == [Run], "late, but nobody could have been in time"
+    assert not [item for _, _, made in world.log for item in made if isinstance(item, Refuse)]
 
 
 def test_one_that_has_something_to_do_stays_awake_and_others_never_sleep() -> None:
     world = build.world(PLAN, known=facts(10.0))
     world.arrive(build.request("a"))
     assert not [
-        each for each in pass_time(world, 30.0) if isinstance(each, OperatorNote | DrainReplica | StopReplica)
+        item for item in pass_time(world, 30.0) if isinstance(item, OperatorNote | DrainReplica | StopReplica)
     ]
     world.finish("a")
-    assert [each for each in pass_time(world, 45.0) if isinstance(each, DrainReplica)]
+    assert [item for item in pass_time(world, 45.0) if isinstance(item, DrainReplica)]
     world = build.world(PLAN, known=facts(None))
     assert not pass_time(world, 200.0)

@@ -244,20 +244,20 @@ def test_a_flow_weighs_as_much_as_its_tighter_side_is_ready() -> None:
 
 def test_thresholds_that_move_are_spoken_of_with_the_reason() -> None:
     world = build.world(LENGTHS)
-    assert not [each for each in world.tell(Tick()) if isinstance(each, OperatorNote)], (
+    assert not [item for item in world.tell(Tick()) if isinstance(item, OperatorNote)], (
         "the plan's own is no news"
     )
-    said = []
+    text = []
     for report in (CONGESTED, CONGESTED, *[CLEAR] * 40):
         world.tell(report)
-        said += [each for each in world.tell(Tick()) if isinstance(each, OperatorNote)]
-    assert [each.what for each in said[:2]] == [
+        text += [item for item in world.tell(Tick()) if isinstance(item, OperatorNote)]
+    assert [item.what for item in text[:2]] == [
         "only prompts of m beyond 2500 tokens go over far->near now",
         "only prompts of m beyond 3125 tokens go over far->near now",
     ]
-    assert "too much to do" in said[0].why
-    assert "clear again" in said[-1].why
-    assert len(said) < 6, "steps that are small are not spoken of"
+    assert "too much to do" in text[0].why
+    assert "clear again" in text[-1].why
+    assert len(text) < 6, "steps that are small are not spoken of"
 
 
 def test_a_prompt_counts_until_its_kv_has_crossed_and_says_nothing_of_how_fast_it_was() -> None:

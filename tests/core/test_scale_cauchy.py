@@ -65,54 +65,54 @@ def ask(
 ) -> tuple[tuple[ScaleDecision, ...], str]:
     there = there or plan()
     rule = CauchyScaling(POLICY, regions)
-    found = rule.on_tick(1000.0, observed(1000.0, seen), fleet or fleet_of(there), there)
-    return found, rule.why()
+    tick = rule.on_tick(1000.0, observed(1000.0, seen), fleet or fleet_of(there), there)
+    return tick, rule.why()
 
 
 def counts(decisions: tuple[ScaleDecision, ...]) -> dict[str, int]:
-    return {each.template: each.copies for each in decisions if isinstance(each, Resize)}
+    return {decision.template: decision.copies for decision in decisions if isinstance(decision, Resize)}
 
 
 def test_within_the_ratio_nothing_happens_and_it_says_so() -> None:
-    found, why = ask(traffic(18.0))
-    assert found == ()
+    result, why = ask(traffic(18.0))
+    assert result == ()
     assert "18 requests/s and 0 queued need 18, served are 16" in why
 
 
 def test_a_deficit_is_covered_by_the_cheapest_copies() -> None:
-    found, why = ask(
+    result, why = ask(
         traffic(24.0)
     )  # 16 served of 24: 10 a second of full capacity are missing, one small is cheapest
-    assert counts(found) == {"small": 3}
+    assert counts(result) == {"small": 3}
     assert "starts 1 of small@east" in why
-    found, _ = ask(traffic(36.0))  # 25 missing: three small cost 3, one large as well and serves less
-    assert counts(found) in ({"small": 5}, {"large": 1})
+    result, _ = ask(traffic(36.0))  # 25 missing: three small cost 3, one large as well and serves less
+    assert counts(result) in ({"small": 5}, {"large": 1})
 
 
 def test_it_takes_what_nodes_there_are() -> None:
     tight = (Region("east", (NodeOffer("n", 1.0, 3), NodeOffer("big", 3.0, 0))),)
-    found, why = ask(traffic(100.0), regions=tight)
-    assert counts(found) == {"small": 3}
+    result, why = ask(traffic(100.0), regions=tight)
+    assert counts(result) == {"small": 3}
     assert "all that nodes allow" in why
-    found, why = ask(traffic(100.0), plan(3), tight)
-    assert found == ()
+    result, why = ask(traffic(100.0), plan(3), tight)
+    assert result == ()
     assert "no nodes are free" in why
 
 
 def test_an_excess_goes_but_the_rest_still_serves_the_rate_with_its_noise() -> None:
-    found, _ = ask(traffic(10.0), plan(2, 2))  # 70 of capacity, 56 counted on
-    left = {"small": 2, "large": 2} | counts(found)
+    result, _ = ask(traffic(10.0), plan(2, 2))  # 70 of capacity, 56 counted on
+    left = {"small": 2, "large": 2} | counts(result)
     after = (left["small"] * 10 + left["large"] * 25) * POLICY.headroom
     assert 10.0 < after < 56
-    found, why = ask(traffic(7.9), plan(2))  # one copy serves 8: too near
-    assert found == ()
+    result, why = ask(traffic(7.9), plan(2))  # one copy serves 8: too near
+    assert result == ()
     assert "no copy is small enough" in why
 
 
 @given(st.integers(0, 4), st.integers(0, 4), st.floats(0, 120))
 def test_taking_away_never_leaves_too_little_nor_nothing(small: int, large: int, rate: float) -> None:
-    found, _ = ask(traffic(rate), plan(small, large))
-    left = {"small": small, "large": large} | counts(found)
+    result, _ = ask(traffic(rate), plan(small, large))
+    left = {"small": small, "large": large} | counts(result)
     before, after = (c["small"] * 10 + c["large"] * 25 for c in ({"small": small, "large": large}, left))
     if after < before:
         assert after * POLICY.headroom >= rate
@@ -126,9 +126,9 @@ def test_a_spare_copy_stays_where_a_node_may_be_lost(
     """What is left without any one copy serves the share: it is started where it does not, and never taken away."""
     there, seen = plan(small, large), traffic(rate)
     rule = CauchyScaling(POLICY, REGIONS, {seen.model: ModelFacts(1.0, survive="node", survive_share=share)})
-    found = rule.on_tick(1000.0, observed(1000.0, seen), fleet_of(there), there)
+    tick = rule.on_tick(1000.0, observed(1000.0, seen), fleet_of(there), there)
     begin = {"small": small, "large": large}
-    left = begin | counts(found)
+    left = begin | counts(tick)
 
     def without_one(copies: dict[str, int]) -> float:
         served = copies["small"] * 10 + copies["large"] * 25
@@ -162,10 +162,10 @@ def test_what_queues_is_demand() -> None:
     assert ask(traffic(10.0), fleet=fleet)[0] == ()
     for view in fleet.views.values():
         view.status = ReplicaStatus(900, 5, 10**5, 10**5, 0, 100, 0.1)
-    found, why = ask(traffic(10.0), fleet=fleet)  # 1800 queued in a window of 120 s are 15 a second more
-    assert counts(found)["small"] > 2 or counts(found).get("large")
+    result, why = ask(traffic(10.0), fleet=fleet)  # 1800 queued in a window of 120 s are 15 a second more
+    assert counts(result)["small"] > 2 or counts(result).get("large")
     assert "1800 queued" in why
-    assert counts(ask(traffic(10.0, held=1800))[0]) == counts(found)
+    assert counts(ask(traffic(10.0, held=1800))[0]) == counts(result)
     fleet = fleet_of(plan(4))
     for view in fleet.views.values():
         view.status = ReplicaStatus(500, 5, 10**5, 10**5, 0, 100, 0.1)
@@ -173,14 +173,14 @@ def test_what_queues_is_demand() -> None:
 
 
 def test_an_objective_that_no_fleet_could_keep_does_not_hold_copies_back() -> None:
-    found, _ = ask(replace(traffic(5.0), attained=0), plan(4))
-    assert counts(found)["small"] < 4
+    result, _ = ask(replace(traffic(5.0), attained=0), plan(4))
+    assert counts(result)["small"] < 4
 
 
 def test_unknown_capacity_is_not_scaled_and_said() -> None:
     dull = plan_of((template("dull"),), {("dull", "east"): 2})
-    found, why = ask(traffic(100.0), dull)
-    assert found == ()
+    result, why = ask(traffic(100.0), dull)
+    assert result == ()
     assert "capacity of dull is not known" in why
     both = plan_of((SMALL, template("dull")), {("small", "east"): 2, ("dull", "east"): 0})
     assert counts(ask(traffic(100.0), both)[0]) == {"small": 10}  # the known one is, as far as nodes go
@@ -191,8 +191,8 @@ def test_copies_put_there_by_hand_count_and_are_not_touched() -> None:
     fleet.add(ReplicaSpec("x", "x", "large", 0, "homogeneous", "m", "mixed", "west"))
     fleet.ready("x")
     assert ask(traffic(30.0), fleet=fleet)[0] == ()  # 45 of capacity: 36
-    found, _ = ask(traffic(0.0), fleet=fleet)
-    assert {each.region for each in found if isinstance(each, Resize)} == {"east"}
+    result, _ = ask(traffic(0.0), fleet=fleet)
+    assert {item.region for item in result if isinstance(item, Resize)} == {"east"}
     fleet.add(ReplicaSpec("y", "y", "strange", 0, "homogeneous", "m", "mixed", "west"))
     assert "capacity of strange is not known" in ask(traffic(30.0), fleet=fleet)[1]
 
@@ -208,8 +208,8 @@ def test_copies_that_are_gone_are_missed_whatever_was_planned() -> None:
 def test_while_copies_start_or_leave_nothing_is_taken_away() -> None:
     fleet = fleet_of(plan(4))
     fleet.add(ReplicaSpec("s", "small@east#9", "small", 0, "homogeneous", "m", "mixed", "east"))
-    found, why = ask(traffic(5.0), plan(4), fleet=fleet)
-    assert found == ()
+    result, why = ask(traffic(5.0), plan(4), fleet=fleet)
+    assert result == ()
     assert "waits for 1 copies" in why
 
 
@@ -225,17 +225,19 @@ def test_it_looks_once_a_window_and_asks_for_a_plan_when_the_rate_held() -> None
     asked = []
     rule = CauchyScaling(POLICY, REGIONS)
     for tick in range(4000):
-        found = rule.on_tick(float(tick), observed(float(tick), traffic(16.0, span_s=120.0)), fleet, there)
-        asked += [(tick, each) for each in found]
+        result = rule.on_tick(float(tick), observed(float(tick), traffic(16.0, span_s=120.0)), fleet, there)
+        asked += [(tick, item) for item in result]
     times = [tick for tick, _ in asked]
     assert [round(b - a) for a, b in pairwise(times)] == [1800]
-    assert all(isinstance(each, AskReplan) and each.rates_per_s == (("m", 16.0),) for _, each in asked)
+    assert all(isinstance(item, AskReplan) and item.rates_per_s == (("m", 16.0),) for _, item in asked)
 
 
 def test_a_jump_is_followed_by_what_the_last_quarter_of_the_window_shows() -> None:
     """The window's mean still has the time before the jump in it, and would start a part of what is needed."""
-    found, _ = ask(replace(traffic(20.0), recent_rate_per_s=40.0, recent_span_s=30.0, recent_error_per_s=1.2))
-    assert counts(found) == {"small": 5}, "40 at a headroom of 0.8"
+    result, _ = ask(
+        replace(traffic(20.0), recent_rate_per_s=40.0, recent_span_s=30.0, recent_error_per_s=1.2)
+    )
+    assert counts(result) == {"small": 5}, "40 at a headroom of 0.8"
     noisy, why = ask(
         replace(traffic(16.0), recent_rate_per_s=19.0, recent_span_s=30.0, recent_error_per_s=0.8)
     )
@@ -247,10 +249,10 @@ def test_prefill_and_decode_apart_are_each_brought_up() -> None:
         (template("pre", prefill=10.0, roles=("prefill",)), template("dec", decode=20.0, roles=("decode",))),
         {("pre", "east"): 2, ("dec", "east"): 1},
     )
-    found, _ = ask(traffic(30.0), apart)  # 37.5 of each are needed
-    assert counts(found) == {"pre": 4, "dec": 2}
-    found, _ = ask(traffic(2.0), apart)
-    assert counts(found) == {"pre": 1}  # the last of each stays
+    result, _ = ask(traffic(30.0), apart)  # 37.5 of each are needed
+    assert counts(result) == {"pre": 4, "dec": 2}
+    result, _ = ask(traffic(2.0), apart)
+    assert counts(result) == {"pre": 1}  # the last of each stays
 
 
 def test_capacity_follows_the_lengths_now_seen() -> None:
@@ -289,15 +291,15 @@ def test_the_cover_is_the_cheapest_there_is(each: list[CopyOption], deficit: int
         fits = all(sum(o.needs.get(node, 0) * c for o, c in pairs) <= most for node, most in free.items())
         if fits and sum(o.serves_per_s * c for o, c in pairs) >= deficit:
             cheapest = min(cheapest, sum(o.weight * c for o, c in pairs))
-    found = cheapest_cover(each, float(deficit), free)
-    if found is None:
+    result = cheapest_cover(each, float(deficit), free)
+    if result is None:
         assert cheapest == inf
         partly = largest_within(each, free)
         assert all(
             sum(o.needs.get(node, 0) * partly.get(o.key, 0) for o in each) <= free[node] for node in free
         )
     else:
-        assert sum(o.weight * found.get(o.key, 0) for o in each) == pytest.approx(cheapest)
+        assert sum(o.weight * result.get(o.key, 0) for o in each) == pytest.approx(cheapest)
 
 
 # Noise
@@ -335,10 +337,10 @@ def day(
         backlog = max(0.0, backlog - TICK_S * serves)
         trail.append((serves, backlog))
         seen = window.observed(at_s, {"m": int(backlog)})
-        for each in rule.on_tick(at_s, seen, world.fleet, there):
-            made[type(each).__name__] += 1
-            if isinstance(each, Resize):
-                world.wanted[each.template, each.region] = each.copies
+        for item in rule.on_tick(at_s, seen, world.fleet, there):
+            made[type(item).__name__] += 1
+            if isinstance(item, Resize):
+                world.wanted[item.template, item.region] = item.copies
         world.call()
         for replica, view in list(world.fleet.views.items()):
             if view.state == "starting" and at_s >= due.setdefault(replica, at_s + 90.0):
@@ -415,10 +417,8 @@ def seen(rate_per_s: float, short_share: float = 0.75, **more: object) -> object
 
 def asked(rate_per_s: float, plan: Plan, short_share: float = 0.75, **more: object) -> dict[str, int]:
     rule = CauchyScaling(Policy(scaling="cauchy"), REGIONS_PARTS)
-    found = rule.on_tick(
-        1000.0, observed(1000.0, seen(rate_per_s, short_share, **more)), fleet_of(plan), plan
-    )
-    return {each.template: each.copies for each in found if isinstance(each, Resize)}
+    tick = rule.on_tick(1000.0, observed(1000.0, seen(rate_per_s, short_share, **more)), fleet_of(plan), plan)
+    return {item.template: item.copies for item in tick if isinstance(item, Resize)}
 
 
 def test_every_part_grows_with_its_own_demand() -> None:
@@ -431,14 +431,14 @@ def test_only_what_the_longer_prompts_use_grows_with_them() -> None:
 
 
 def test_a_part_that_queues_is_not_answered_with_copies_that_it_never_reaches() -> None:
-    found = asked(8.0, split_plan(1, 1, 2))
-    assert found["prefill"] == 2
-    assert "whole" not in found or found["whole"] <= 3
+    result = asked(8.0, split_plan(1, 1, 2))
+    assert result["prefill"] == 2
+    assert "whole" not in result or result["whole"] <= 3
 
 
 def test_each_part_shrinks_to_its_own_need_and_none_vanishes() -> None:
-    found = asked(2.0, split_plan(4, 3, 6))
-    assert found == {"prefill": 1, "decode": 1, "whole": 1}
+    result = asked(2.0, split_plan(4, 3, 6))
+    assert result == {"prefill": 1, "decode": 1, "whole": 1}
 
 
 def test_a_plan_whose_copies_all_take_everything_is_no_plan_of_parts() -> None:
@@ -506,8 +506,8 @@ def resized(
     there: Plan, rate_per_s: float, regions: tuple[Region, ...] = MARKET
 ) -> tuple[dict[tuple[str, str], int], str]:
     rule = CauchyScaling(Policy(scaling="cauchy"), regions)
-    found = rule.on_tick(1000.0, observed(1000.0, traffic(rate_per_s)), fleet_of(there), there)
-    return {(r.template, r.region): r.copies for r in found if isinstance(r, Resize)}, rule.why()
+    tick = rule.on_tick(1000.0, observed(1000.0, traffic(rate_per_s)), fleet_of(there), there)
+    return {(r.template, r.region): r.copies for r in tick if isinstance(r, Resize)}, rule.why()
 
 
 def test_what_the_plan_does_not_deploy_is_started_where_it_is_cheapest() -> None:
@@ -517,33 +517,33 @@ def test_what_the_plan_does_not_deploy_is_started_where_it_is_cheapest() -> None
     assert "no nodes are free" in why
     assert resized(plan_repertoire(OTHER, DEAR), 24.0)[0] == {("other", "west"): 1}
     # 75 missing: the three of the west, or two of them with a dear one on the others; the cheapest serves it all
-    found, _ = resized(plan_repertoire(OTHER, DEAR), 76.0)
-    assert found == {("other", "west"): 3}
-    found, why = resized(plan_repertoire(OTHER), 500.0)
-    assert found == {("other", "east"): 1, ("other", "west"): 3}
+    result, _ = resized(plan_repertoire(OTHER, DEAR), 76.0)
+    assert result == {("other", "west"): 3}
+    result, why = resized(plan_repertoire(OTHER), 500.0)
+    assert result == {("other", "east"): 1, ("other", "west"): 3}
     assert "all that nodes allow" in why
 
 
 def test_what_was_started_counts_and_goes_again() -> None:
     there = plan_repertoire(OTHER)
     grown = there.holding({("small", "east"): 2, ("other", "west"): 1})
-    assert {each.name for each in grown.templates} == {"small", "other"}
+    assert {item.name for item in grown.templates} == {"small", "other"}
     assert grown.candidates == ()
     rule = CauchyScaling(Policy(scaling="cauchy"), MARKET)
     rule.on_tick(1000.0, observed(1000.0, traffic(24.0)), fleet_of(there), there)
-    found = rule.on_tick(2000.0, observed(2000.0, traffic(36.0)), fleet_of(grown), there)
-    assert found == (), "50 are served, 40 counted on"
-    found = rule.on_tick(3000.0, observed(3000.0, traffic(10.0)), fleet_of(grown), there)
-    assert {(r.template, r.copies) for r in found if isinstance(r, Resize)} == {("other", 0)}
+    tick = rule.on_tick(2000.0, observed(2000.0, traffic(36.0)), fleet_of(grown), there)
+    assert tick == (), "50 are served, 40 counted on"
+    tick = rule.on_tick(3000.0, observed(3000.0, traffic(10.0)), fleet_of(grown), there)
+    assert {(r.template, r.copies) for r in tick if isinstance(r, Resize)} == {("other", 0)}
 
 
 def test_a_template_that_lacks_a_length_is_not_started() -> None:
     both = (BucketCapacity(0, 0.0, 0.0, 20.0, 0.1, 0.01), BucketCapacity(1, 0.0, 0.0, 5.0, 0.1, 0.01))
     cut = replace(OTHER, name="cut", capacity=(both[0], replace(both[1], closed_per_s=0.0)))
     there = replace(plan_repertoire(replace(OTHER, capacity=both), cut), buckets=two_buckets())
-    found = startable(there, "m", {0: 0.5, 1: 0.5}, MARKET, ())
-    assert {name for name, _ in found} == {"small", "other"}
-    assert found["other", "west"].closed_per_s == pytest.approx(8.0)
+    result = startable(there, "m", {0: 0.5, 1: 0.5}, MARKET, ())
+    assert {name for name, _ in result} == {"small", "other"}
+    assert result["other", "west"].closed_per_s == pytest.approx(8.0)
 
 
 def test_phases_are_started_where_they_have_somebody_to_work_with() -> None:
@@ -573,8 +573,8 @@ def test_where_copies_take_different_lengths_one_that_takes_all_may_be_better() 
     dear = (Region("east", (NodeOffer("n", 0.1, 9), NodeOffer("big", 9.0, 9))),)
     for regions, names in ((cheap, {"all"}), (dear, {"short", "long"})):
         rule = CauchyScaling(Policy(scaling="cauchy"), regions)
-        found = rule.on_tick(1000.0, observed(1000.0, long_too), fleet_of(there), there)
-        assert {r.template for r in found if isinstance(r, Resize)} == names, rule.why()
+        tick = rule.on_tick(1000.0, observed(1000.0, long_too), fleet_of(there), there)
+        assert {r.template for r in tick if isinstance(r, Resize)} == names, rule.why()
 
 
 def test_a_copy_that_scaling_began_is_sent_what_it_serves_of_the_mix() -> None:

@@ -60,7 +60,7 @@ def window_of(lengths: list[int]) -> ModelTraffic:
     return seen
 
 
-LENGTHS = [int(each) for each in planner.truncated_lognormal(9.9, 1.0, 128, 131072, 2000).tokens]
+LENGTHS = [int(token) for token in planner.truncated_lognormal(9.9, 1.0, 128, 131072, 2000).tokens]
 BINS = window_of(LENGTHS).lengths
 
 
@@ -82,8 +82,8 @@ def test_the_best_point_is_that_of_the_planners_model(remote: int, here: int, gb
         planner.Curve(ends, tuple(2e4 * tokens + 1e8 for tokens in ends)),
         1 / decode_per_s(SLOW, OUTPUT),
     )
-    tokens = np.array([each.mean_tokens for each in BINS])
-    share = np.array([each.count for each in BINS]) / len(LENGTHS)
+    tokens = np.array([item.mean_tokens for item in BINS])
+    share = np.array([item.count for item in BINS]) / len(LENGTHS)
     best = planner.optimum(theirs, planner.Lengths(tokens, share))
     rate, t, flips = best_split(site(remote, local(here, 1), gbps), BINS, most=here)
     assert rate == pytest.approx(best.rate_per_s, rel=1e-9)
@@ -108,28 +108,28 @@ def test_thresholds_and_splits_are_the_best_of_all(
         replace(local(1, int(place == 0), facts)[0], replica=f"l{place}") for place, facts in enumerate(kinds)
     ]
     place = site(remote, sorted(here, key=lambda each: -each.prefill_per_s / each.decode_per_s), gbps)
-    tries = [0, *(each.high_tokens - 1 for each in bins), NEVER_TOKENS] if remote else [NEVER_TOKENS]
-    now = [each.role == "decode" for each in place.local]
+    tries = [0, *(item.high_tokens - 1 for item in bins), NEVER_TOKENS] if remote else [NEVER_TOKENS]
+    now = [item.role == "decode" for item in place.local]
     rate, t = best_threshold(place, bins, now)
-    assert rate == max(rate_per_s(place, bins, each, now) for each in tries)
+    assert rate == max(rate_per_s(place, bins, item, now) for item in tries)
     assert rate == rate_per_s(place, bins, t, now)
     every = [split for split in product((False, True), repeat=len(kinds)) if len(set(split)) == 2]
-    best = max(rate_per_s(place, bins, each, split) for split in every for each in tries)
-    found, _, _ = best_split(place, bins, most=9)
+    best = max(rate_per_s(place, bins, item, split) for split in every for item in tries)
+    result, _, _ = best_split(place, bins, most=9)
     if len(set(kinds)) == 1:
-        assert found == pytest.approx(best)
-    assert found <= best * (1 + 1e-9)
-    assert found >= rate
+        assert result == pytest.approx(best)
+    assert result <= best * (1 + 1e-9)
+    assert result >= rate
     assert best_split(place, bins, most=0) == (rate, t, [])
 
 
 def test_a_region_keeps_both_roles() -> None:
-    near, far = local(4, 2), [replace(each, replica=f"x{each.replica}", region="far") for each in local(2, 1)]
+    near, far = local(4, 2), [replace(item, replica=f"x{item.replica}", region="far") for item in local(2, 1)]
     both = sorted([*near, *far], key=lambda each: each.role == "decode")
     _, _, flips = best_split(site(0, both), BINS, most=9)
     assert flips
-    roles = {each.replica: each.role for each in both} | dict(flips)
-    assert {(each.region, roles[each.replica]) for each in both} == set(
+    roles = {item.replica: item.role for item in both} | dict(flips)
+    assert {(item.region, roles[item.replica]) for item in both} == set(
         product(("here", "far"), ("prefill", "decode"))
     )
 
@@ -162,7 +162,7 @@ def plan(far: int = 4, pre: int = 3, dec: int = 5) -> Plan:
 
 
 def seen(scale: float = 1.0) -> ModelTraffic:
-    bins = window_of([max(1, int(each * scale)) for each in LENGTHS])
+    bins = window_of([max(1, int(length * scale)) for length in LENGTHS])
     sure = traffic(20.0, output=int(OUTPUT))
     return replace(
         sure, lengths=bins.lengths, arrivals=bins.arrivals, mean_prompt_tokens=bins.mean_prompt_tokens
@@ -172,22 +172,22 @@ def seen(scale: float = 1.0) -> ModelTraffic:
 def run(
     rule: PrfaasScaling,
     there: Plan,
-    found: ModelTraffic,
+    model_traffic: ModelTraffic,
     from_s: int,
     to_s: int,
     links: tuple[LinkReported, ...] = (),
 ) -> list[tuple[int, ScaleDecision]]:
     made: list[tuple[int, ScaleDecision]] = []
     for at_s in range(from_s, to_s, 10):
-        look = observed(float(at_s), found, links=links)
-        for each in rule.on_tick(float(at_s), look, FLEETS[there], there):
-            if isinstance(each, FlipRole):
-                FLEETS[there].flip(each.replica, each.role)
-            made.append((at_s, each))
+        look = observed(float(at_s), model_traffic, links=links)
+        for item in rule.on_tick(float(at_s), look, FLEETS[there], there):
+            if isinstance(item, FlipRole):
+                FLEETS[there].flip(item.replica, item.role)
+            made.append((at_s, item))
     return made
 
 
-FLEETS = {each: fleet_of(each) for each in (plan(), plan(4, 6, 2), plan(0))}
+FLEETS = {item: fleet_of(item) for item in (plan(), plan(4, 6, 2), plan(0))}
 
 
 def test_the_threshold_is_set_after_a_window_and_moves_with_lengths_and_link_only() -> None:
@@ -207,7 +207,7 @@ def test_the_threshold_is_set_after_a_window_and_moves_with_lengths_and_link_onl
 
 def test_the_plans_own_threshold_is_kept_unless_another_is_better() -> None:
     """It begins where the plan has it, and does not move for what the lengths' noise could feign."""
-    best = best_threshold(site(4, local(8, 3)), BINS, [each.role == "decode" for each in local(8, 3)])[1]
+    best = best_threshold(site(4, local(8, 3)), BINS, [item.role == "decode" for item in local(8, 3)])[1]
     for cut, moves in ((best * 0.95, False), (best * 6.0, True)):
         buckets = [LengthBucket("m", 0, round(cut), 0.5), LengthBucket("m", 1, 10**6, 0.5)]
         flows = (PlannedFlow("m", 0, "here", "here", 0.5), PlannedFlow("m", 1, "there", "here", 0.5))
@@ -223,13 +223,13 @@ def test_the_plans_own_threshold_is_kept_unless_another_is_better() -> None:
 def test_roles_change_on_the_long_timescale_only_and_restore_the_balance() -> None:
     rule, there = PrfaasScaling(POLICY, FACTS), plan(4, 6, 2)
     made = run(rule, there, seen(), 0, 1800)
-    assert not any(isinstance(each, FlipRole) for _, each in made)
+    assert not any(isinstance(item, FlipRole) for _, item in made)
     made = run(rule, there, seen(), 1800, 4000)
-    flips = [each for _, each in made if isinstance(each, FlipRole)]
-    assert {each.role for each in flips} == {"decode"}
-    assert any(isinstance(each, SetThreshold) for _, each in made)
+    flips = [item for _, item in made if isinstance(item, FlipRole)]
+    assert {flip.role for flip in flips} == {"decode"}
+    assert any(isinstance(item, SetThreshold) for _, item in made)
     place = site(4, local(8, sum(v.role == "prefill" for v in FLEETS[there].views.values()) - 4))
-    now = [each.role == "decode" for each in place.local]
+    now = [item.role == "decode" for item in place.local]
     assert best_threshold(place, BINS, now)[0] >= best_split(place, BINS, most=8)[0] / 1.1
 
 
@@ -250,7 +250,7 @@ def test_it_says_why_it_does_nothing() -> None:
 
 def test_without_another_region_nothing_is_sent() -> None:
     made = run(PrfaasScaling(POLICY, FACTS), plan(0), seen(), 0, 600)
-    assert [each.tokens for _, each in made if isinstance(each, SetThreshold)] == [NEVER_TOKENS]
+    assert [item.tokens for _, item in made if isinstance(item, SetThreshold)] == [NEVER_TOKENS]
 
 
 def test_a_codec_widens_the_link() -> None:
@@ -258,7 +258,7 @@ def test_a_codec_widens_the_link() -> None:
     packed = replace(there, flows=(PlannedFlow("m", 0, "there", "here", 1.0, "int4"),))
     FLEETS[packed] = FLEETS[there]
     thin = (LinkReported("there", "here", 0.5, 0.0, 2.0),)
-    plain, small = (run(PrfaasScaling(POLICY, FACTS), each, seen(), 0, 200, thin) for each in (there, packed))
+    plain, small = (run(PrfaasScaling(POLICY, FACTS), item, seen(), 0, 200, thin) for item in (there, packed))
     assert isinstance(plain[0][1], SetThreshold)
     assert isinstance(small[0][1], SetThreshold)
     assert small[0][1].tokens < plain[0][1].tokens
@@ -287,7 +287,7 @@ def test_prompts_are_timed_by_their_curve_where_it_is_known() -> None:
     bent = ClusterBalance(Counter({curved: 2}), here, 1e12, CARGO)
     t = 20_000
     p, long, short = split_lengths(BINS, t)
-    now = [each.role == "decode" for each in here]
+    now = [item.role == "decode" for item in here]
     compute = 2 / (0.1 + 2e-5 * long + 1e-9 * long**2) / p
     home = 4 / (0.3 + 1.5e-4 * short) / (1 - p)
     assert rate_per_s(bent, BINS, t, now) == pytest.approx(min(compute, home, 4 * decode_per_s(SLOW, OUTPUT)))

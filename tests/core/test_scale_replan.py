@@ -37,9 +37,9 @@ def asked(
     there = there or plan()
     fleet = fleet_of(there)
     return [
-        (at_s, each)
+        (at_s, item)
         for at_s in range(from_s, to_s, 10)
-        for each in rule.on_tick(float(at_s), observed(float(at_s), *seen), fleet, there)
+        for item in rule.on_tick(float(at_s), observed(float(at_s), *seen), fleet, there)
     ]
 
 
@@ -48,12 +48,12 @@ def test_it_asks_every_interval_while_rates_move_and_names_every_model() -> None
     quiet = traffic(0.0, model="o")
     made = asked(rule, 0, 1000, traffic(20.0), quiet)
     assert [at_s for at_s, _ in made] == [360]
-    each = made[0][1]
-    assert isinstance(each, AskReplan)
-    rates = dict(each.rates_per_s)
+    item = made[0][1]
+    assert isinstance(item, AskReplan)
+    rates = dict(item.rates_per_s)
     assert 20.0 * 1.04 < rates["m"] < 20.0 * 1.2
     assert 0 < rates["o"] < 0.1  # a model nobody asks for keeps a copy
-    assert "requests for m rose from 10 to 20 a second" in each.reason
+    assert "requests for m rose from 10 to 20 a second" in item.reason
     assert [at_s for at_s, _ in asked(rule, 1000, 1500, traffic(30.0), quiet)] == [1080]
 
 
@@ -75,16 +75,16 @@ def test_a_missing_copy_and_a_queue_count() -> None:
     fleet.remove(next(iter(fleet.views)))
     rule = PeriodicReplan(POLICY)
     rule.on_tick(0.0, observed(0.0), fleet, there)
-    (each,) = rule.on_tick(360.0, observed(360.0, traffic(10.0)), fleet, there)
-    assert "1 copies of the plan are not there" in each.reason
+    (item,) = rule.on_tick(360.0, observed(360.0, traffic(10.0)), fleet, there)
+    assert "1 copies of the plan are not there" in item.reason
     for view in fleet.views.values():
         view.status = ReplicaStatus(3600, 0, 0, 0, 0, 1, 0.0)
     rule = PeriodicReplan(POLICY)
     rule.on_tick(0.0, observed(0.0), fleet, there)
     (more,) = rule.on_tick(360.0, observed(360.0, traffic(10.0)), fleet, there)
     assert isinstance(more, AskReplan)
-    assert isinstance(each, AskReplan)
-    assert more.rates_per_s[0][1] == pytest.approx(each.rates_per_s[0][1] + 10.0)
+    assert isinstance(item, AskReplan)
+    assert more.rates_per_s[0][1] == pytest.approx(item.rates_per_s[0][1] + 10.0)
 
 
 def test_other_lengths_are_a_reason_too_and_their_noise_is_not() -> None:
@@ -94,9 +94,9 @@ def test_other_lengths_are_a_reason_too_and_their_noise_is_not() -> None:
     assert asked(rule, 370, 730, noisy) == [], "within three deviations"
     few = traffic(10.0, prompt=3000, finished=LEAST_SEEN - 1)
     assert asked(rule, 730, 1090, few) == [], "of too few answers"
-    ((_, each),) = asked(rule, 1090, 1450, traffic(10.0, prompt=1000, output=30))
-    assert isinstance(each, AskReplan)
-    assert each.reason == "answers of m fell from 100 to 30 tokens"
+    ((_, item),) = asked(rule, 1090, 1450, traffic(10.0, prompt=1000, output=30))
+    assert isinstance(item, AskReplan)
+    assert item.reason == "answers of m fell from 100 to 30 tokens"
     assert asked(rule, 1450, 1810, traffic(10.0, prompt=1000, output=30)) == [], "asked for already"
 
 
@@ -119,8 +119,8 @@ def test_noise_alone_does_not_ask(rate: float) -> None:
         while next_s < at_s:
             window.arrived(next_s, Request("r", "m", next_s, 10, 1))
             next_s += chance.expovariate(rate)
-        for each in rule.on_tick(at_s, window.observed(at_s), fleet, there):
-            made += "moved" in each.reason
+        for item in rule.on_tick(at_s, window.observed(at_s), fleet, there):
+            made += "moved" in item.reason
     assert made <= 2
 
 

@@ -44,23 +44,23 @@ def roles(fleet: FleetState) -> list[Role]:
 def ask(
     rule: CopyRoles, fleet: FleetState, at_s: float, rate: float, output: int = OUTPUT, **more: float
 ) -> list[FlipRole]:
-    found = rule.on_tick(
+    tick = rule.on_tick(
         at_s, observed(at_s, traffic(rate, prompt=PROMPT, output=output, **more)), fleet, PLAN
     )
-    for each in found:
-        fleet.flip(each.replica, each.role)
-    return found
+    for item in tick:
+        fleet.flip(item.replica, item.role)
+    return tick
 
 
 def test_answers_that_grow_make_a_prefill_replica_decode_and_it_goes_back_when_calm() -> None:
     there, inside = fleet(), rule()
     assert ask(inside, there, 0.0, 14.0) == [], "20 are served and 16 counted on"
-    found = ask(inside, there, 20.0, 12.0, output=300)  # decode does 3.3 each: 6.7 with two, 10 with three
-    assert [each.role for each in found] == ["decode"]
+    result = ask(inside, there, 20.0, 12.0, output=300)  # decode does 3.3 each: 6.7 with two, 10 with three
+    assert [item.role for item in result] == ["decode"]
     assert sorted(roles(there)) == ["decode", "decode", "decode", "prefill"]
     assert ask(inside, there, 21.0, 12.0, output=300) == [], "that is the best there is"
     # Answers are short again: the planned roles serve more at once, so it goes back without waiting.
-    assert [each.role for each in ask(inside, there, 25.0, 12.0)] == ["prefill"]
+    assert [item.role for item in ask(inside, there, 25.0, 12.0)] == ["prefill"]
     assert roles(there) == ["prefill", "prefill", "decode", "decode"]
 
 
@@ -81,18 +81,18 @@ def test_a_lost_replica_is_made_up_for_at_once_and_its_return_undoes_that() -> N
     gone = list(there.views)[:2]
     for name in gone:
         there.remove(name)
-    assert [each.role for each in ask(inside, there, 0.0, 6.0)] == ["prefill"]
+    assert [item.role for item in ask(inside, there, 0.0, 6.0)] == ["prefill"]
     assert sorted(roles(there)) == ["decode", "prefill"]
     one = next(view for view in there.views.values() if view.role == "decode")
     there.remove(one.member.id)
-    found = ask(inside, there, 5.0, 6.0)
-    assert [each.role for each in found] == ["mixed"], "less than HOLD_S later, as there are fewer now"
+    result = ask(inside, there, 5.0, 6.0)
+    assert [item.role for item in result] == ["mixed"], "less than HOLD_S later, as there are fewer now"
     for place in range(len(gone)):
         there.add(replace(one.member, id=f"new{place}", index=place, role="prefill"))
         there.views[f"new{place}"].facts = FACTS
         there.ready(f"new{place}")
-    found = ask(inside, there, 6.0, 6.0)
-    assert [each.role for each in found] == ["decode"], "what is left is what was planned"
+    result = ask(inside, there, 6.0, 6.0)
+    assert [item.role for item in result] == ["decode"], "what is left is what was planned"
     assert sorted(roles(there)) == ["decode", "prefill", "prefill"]
 
 
@@ -126,8 +126,8 @@ def test_the_best_roles_of_all(seed: int) -> None:
     for view in list(unit.views)[count:]:
         there.remove(view.member.id)
     able = {view.member.id: chance.choice(kinds) for view in unit.views}
-    found, value = best_inside(able, unit)
-    assert value == pytest.approx(served(able, found))
+    result, value = best_inside(able, unit)
+    assert value == pytest.approx(served(able, result))
     choices: list[tuple[Role, ...]] = [("mixed",) * count] if count < 5 else []
     for choice in product(("prefill", "decode"), repeat=count):
         changed = {role for role, view in zip(choice, unit.views, strict=True) if role != view.role}
@@ -140,6 +140,6 @@ def test_the_rules_that_change_roles_say_what_they_think() -> None:
     there = fleet()
     for scaling in ("cauchy", "flips"):
         scaler = scaler_of(Policy(scaling=scaling), FleetFacts({}, {}))
-        found = scaler.on_tick(1000.0, observed(1000.0, traffic(12.0, output=300)), there, PLAN)
-        assert any(isinstance(each, FlipRole) for each in found)
+        tick = scaler.on_tick(1000.0, observed(1000.0, traffic(12.0, output=300)), there, PLAN)
+        assert any(isinstance(item, FlipRole) for item in tick)
         assert "as decode" in scaler.why()

@@ -49,9 +49,9 @@ def replica(
 
 
 def served(replicas: list[Flippable], flips: dict[str, Role]) -> float:
-    roles = {each.replica: flips.get(each.replica, each.role) for each in replicas}
-    prefill = sum(each.prefill_per_s for each in replicas if roles[each.replica] == "prefill")
-    return min(prefill, sum(each.decode_per_s for each in replicas if roles[each.replica] == "decode"))
+    roles = {item.replica: flips.get(item.replica, item.role) for item in replicas}
+    prefill = sum(item.prefill_per_s for item in replicas if roles[item.replica] == "prefill")
+    return min(prefill, sum(item.decode_per_s for item in replicas if roles[item.replica] == "decode"))
 
 
 def fleets(alike: bool) -> st.SearchStrategy[list[Flippable]]:
@@ -60,17 +60,17 @@ def fleets(alike: bool) -> st.SearchStrategy[list[Flippable]]:
     role: st.SearchStrategy[Role] = st.sampled_from(["prefill", "decode"])
     one = st.tuples(role, rate, decode)
     return st.lists(one, min_size=2, max_size=7).map(
-        lambda found: [replica(f"r{i}", *each) for i, each in enumerate(found)]
+        lambda result: [replica(f"r{i}", *item) for i, item in enumerate(result)]
     )
 
 
 @given(fleets(alike=True))
 def test_alike_replicas_end_up_in_the_best_split(replicas: list[Flippable]) -> None:
-    if len({each.role for each in replicas}) < 2:
+    if len({item.role for item in replicas}) < 2:
         assert best_flips(replicas, 9, 0.0) == [] or served(replicas, dict(best_flips(replicas, 9, 0.0))) > 0
         return
     best = max(
-        served(replicas, dict(zip([each.replica for each in replicas], roles, strict=True)))
+        served(replicas, dict(zip([item.replica for item in replicas], roles, strict=True)))
         for roles in product(("prefill", "decode"), repeat=len(replicas))
     )
     assert served(replicas, dict(best_flips(replicas, 9, 1e-9))) == pytest.approx(best)
@@ -86,8 +86,8 @@ def test_unlike_replicas_gain_with_every_flip_and_keep_both_roles(replicas: list
         after = served(replicas, dict(flips[:count]))
         assert after >= before * (1 + LEAST_GAIN) * (1 - 1e-9)
         before = after
-    if {each.role for each in replicas} == {"prefill", "decode"}:
-        roles = {dict(flips).get(each.replica, each.role) for each in replicas}
+    if {item.role for item in replicas} == {"prefill", "decode"}:
+        roles = {dict(flips).get(item.replica, item.role) for item in replicas}
         assert roles == {"prefill", "decode"}
     if not flips and before > 0:
         single = [
@@ -109,14 +109,14 @@ def test_the_last_of_a_role_in_a_region_stays_and_ties_go_to_the_least_loaded() 
 def settled(
     rule: ShiftFlips, fleet: FleetState, there: Plan, seen: ModelTraffic, until_s: float
 ) -> list[ScaleDecision]:
-    found: list[ScaleDecision] = []
+    scale_decisions: list[ScaleDecision] = []
     for tick in range(0, int(until_s), 10):
         made = rule.on_tick(float(tick), observed(float(tick), seen), fleet, there)
-        for each in made:
-            assert isinstance(each, FlipRole)
-            fleet.flip(each.replica, each.role)
-        found += made
-    return found
+        for item in made:
+            assert isinstance(item, FlipRole)
+            fleet.flip(item.replica, item.role)
+        scale_decisions += made
+    return scale_decisions
 
 
 def test_a_shift_to_long_answers_turns_prefill_replicas_to_decode_and_back() -> None:
@@ -124,12 +124,12 @@ def test_a_shift_to_long_answers_turns_prefill_replicas_to_decode_and_back() -> 
     fleet, rule = fleet_of(there), ShiftFlips(POLICY, FACTS)
     even = traffic(20.0, prompt=1000, output=70)  # 9.1 prompts a second each, 22.9 answers
     first = settled(rule, fleet, there, even, 600)
-    assert all(isinstance(each, FlipRole) and each.role == "prefill" for each in first)
+    assert all(isinstance(item, FlipRole) and item.role == "prefill" for item in first)
     assert settled(rule, fleet, there, even, 600) == []
     long = traffic(20.0, prompt=1000, output=700)
     second = settled(rule, fleet, there, long, 600)
     assert second
-    assert all(isinstance(each, FlipRole) and each.role == "decode" for each in second)
+    assert all(isinstance(item, FlipRole) and item.role == "decode" for item in second)
     assert "answers rose from 70 to 700" in second[0].reason
     assert len(second) <= MAX_FLIPS
     assert settled(rule, fleet, there, long, 2000) == []
@@ -167,8 +167,8 @@ def test_a_gain_below_a_tenth_and_a_mean_that_may_be_chance_move_nothing() -> No
         fleet, rule = fleet_of(there), ShiftFlips(POLICY, FACTS)
         base = replace(traffic(20.0, prompt=1000, output=176), prompt_error_tokens=error)
         assert settled(rule, fleet, there, base, 300) == []
-        found = settled(rule, fleet, there, replace(base, mean_prompt_tokens=1800.0), 300)
-        assert bool(found) is moves
+        result = settled(rule, fleet, there, replace(base, mean_prompt_tokens=1800.0), 300)
+        assert bool(result) is moves
 
 
 def test_a_lost_replica_is_a_reason_to_look() -> None:
@@ -178,9 +178,9 @@ def test_a_lost_replica_is_a_reason_to_look() -> None:
     assert settled(rule, fleet, there, balanced, 300) == []
     for name in [name for name, view in fleet.views.items() if view.role == "prefill"][:2]:
         fleet.remove(name)
-    found = settled(rule, fleet, there, balanced, 300)
-    assert [each.role for each in found if isinstance(each, FlipRole)] == ["prefill"]
-    assert "4 replicas instead of 6" in found[0].reason
+    result = settled(rule, fleet, there, balanced, 300)
+    assert [item.role for item in result if isinstance(item, FlipRole)] == ["prefill"]
+    assert "4 replicas instead of 6" in result[0].reason
 
 
 def test_the_way_back_must_gain_more_for_an_hour() -> None:
@@ -220,9 +220,9 @@ def steady_flips(output: float, rate: float, seed: int) -> int:
             window.arrived(next_s, Request("r", "m", next_s, 1 + int(chance.lognormvariate(6.5, 1.0)), 1))
             window.finished(next_s, "m", 1 + int(chance.lognormvariate(0, 1.0) * output / 1.65))
             next_s += chance.expovariate(rate)
-        for each in rule.on_tick(at_s, window.observed(at_s), fleet, there):
-            assert isinstance(each, FlipRole)
-            fleet.flip(each.replica, each.role)
+        for item in rule.on_tick(at_s, window.observed(at_s), fleet, there):
+            assert isinstance(item, FlipRole)
+            fleet.flip(item.replica, item.role)
             flips += 1
     return flips
 
@@ -234,22 +234,22 @@ def test_nobody_is_counted_for_more_than_its_card_carries() -> None:
         models={"m": ModelFacts(kv_bytes_per_token=1e5)}, replicas={("pre", 0): carded, ("dec", 0): carded}
     )
     fleet = fleet_of(plan(1, 5))
-    found, _ = flippable(fleet, facts, "m", 2000, 4)
-    assert {each.decode_per_s for each in found} == {5.0}, "1 GB/s, and 0.2 GB for each prompt"
-    assert [each.prefill_per_s for each in found] == pytest.approx([1 / 0.21] * 6)
-    assert len(best_flips(found)) == 2, "three for three"
+    result, _ = flippable(fleet, facts, "m", 2000, 4)
+    assert {item.decode_per_s for item in result} == {5.0}, "1 GB/s, and 0.2 GB for each prompt"
+    assert [item.prefill_per_s for item in result] == pytest.approx([1 / 0.21] * 6)
+    assert len(best_flips(result)) == 2, "three for three"
     unbound, _ = flippable(fleet, FACTS, "m", 2000, 4)
     assert len(best_flips(unbound)) == 4
     small, _ = flippable(fleet, facts, "m", 2000, 4, "int4")
-    assert max(each.decode_per_s for each in small) > 15.0
+    assert max(item.decode_per_s for item in small) > 15.0
 
 
 def test_rates_come_from_the_timings() -> None:
     assert prefill_per_s(TIMED, 1000) == pytest.approx(1 / 0.11)
     assert decode_per_s(TIMED, 100) == pytest.approx(32 / 2.0)
-    found, untimed = flippable(fleet_of(plan(1, 1)), FACTS, "m", 1000, 100)
+    result, untimed = flippable(fleet_of(plan(1, 1)), FACTS, "m", 1000, 100)
     assert untimed == []
-    assert [(each.role, round(each.prefill_per_s, 3)) for each in found] == [
+    assert [(item.role, round(item.prefill_per_s, 3)) for item in result] == [
         ("decode", 9.091),
         ("prefill", 9.091),
     ]

@@ -27,7 +27,7 @@ def test_holds_what_fits_newest_first_and_never_a_block_without_its_prefix(
     cache = SpareCache(16, exact)
     order: list[int] = []
     """Reference: most recent last; of one prompt, its beginning last."""
-    told: set[int] = set()
+    message: set[int] = set()
     marked: set[int] = set()
     for chain, room in uses:
         cache.keep(chain)
@@ -36,25 +36,25 @@ def test_holds_what_fits_newest_first_and_never_a_block_without_its_prefix(
         order = order[max(0, len(order) - room) :]
         assert {block for block in range(40) if block in cache} == set(order)
         assert cache.held_tokens <= room * 16
-        for each in CHAINS:
-            depth = next((i for i, block in enumerate(each) if block not in order), len(each))
-            assert all(block not in order for block in each[depth:]), "a block without its prefix"
+        for item in CHAINS:
+            depth = next((i for i, block in enumerate(item) if block not in order), len(item))
+            assert all(block not in order for block in item[depth:]), "a block without its prefix"
             if exact:
-                assert cache.match(each) <= depth
+                assert cache.match(item) <= depth
             else:
-                assert cache.match(each) == depth
+                assert cache.match(item) == depth
         if len(order) % 2:
             changes = cache.changes()
-            told = (told - set(changes.removed)) | set(changes.added)
+            message = (message - set(changes.removed)) | set(changes.added)
             marked = (marked - set(changes.unmarked)) | set(changes.marked)
-            assert told == set(order)
+            assert message == set(order)
             assert marked == {
                 block for block in order if exact and cache.match(_up_to(block)) == _place(block)
             }
         if len(order) % 5 == 0:
             everything = cache.everything()
-            told, marked = set(everything.added), set(everything.marked)
-            assert told == set(order)
+            message, marked = set(everything.added), set(everything.marked)
+            assert message == set(order)
             assert not cache.changed
 
 

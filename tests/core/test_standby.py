@@ -85,7 +85,7 @@ def test_more_is_there_at_once_and_the_place_is_filled_again() -> None:
     world = settled({S: 1}, {S: 1})
     world.wanted = {S: 2}
     actions = world.call().actions
-    assert [type(each) for each in actions] == [Reassign, StartReplica]
+    assert [type(action) for action in actions] == [Reassign, StartReplica]
     assert world.serving_per_s("m") == 20.0
     assert isinstance(actions[1], StartReplica)
     assert actions[1].member.standby
@@ -97,10 +97,10 @@ def test_what_is_too_much_takes_the_place_of_one_that_is_still_starting() -> Non
     world.call()
     world.wanted = {S: 1}
     actions = world.call().actions
-    assert [type(each) for each in actions] == [Reassign, StopReplica], "nothing is drained"
+    assert [type(action) for action in actions] == [Reassign, StopReplica], "nothing is drained"
     assert world.counts() == world.counts(standby=True) == {S: 1}
     world.wanted = {S: 0}
-    assert [type(each) for each in world.call().actions] == [DrainReplica], "its place is taken"
+    assert [type(action) for action in world.call().actions] == [DrainReplica], "its place is taken"
 
 
 def test_a_copy_with_other_roles_than_planned_does_not_go_on_standby() -> None:
@@ -108,7 +108,7 @@ def test_a_copy_with_other_roles_than_planned_does_not_go_on_standby() -> None:
     for view in world.fleet.views.values():
         world.fleet.flip(view.member.id, "mixed")
     world.wanted, world.standby = {C: 1}, {C: 1}
-    kinds = {type(each) for each in world.call().actions}
+    kinds = {type(action) for action in world.call().actions}
     assert Reassign not in kinds
     assert DrainReplica in kinds
 
@@ -126,7 +126,7 @@ def test_nodes_go_to_what_is_to_serve() -> None:
     world = settled({C: 1}, {S: 1}, nodes=2)
     world.wanted = {C: 2}
     step = world.call()
-    assert [type(each) for each in step.actions] == [DrainReplica], "the one on standby goes"
+    assert [type(action) for action in step.actions] == [DrainReplica], "the one on standby goes"
     for _ in range(30):
         world.pass_time()
         step = world.call()
@@ -138,11 +138,11 @@ def test_scale_out_takes_ready_copies_first_whatever_others_cost() -> None:
     plan = plan_of((SMALL, LARGE), {S: 2, L: 0})
     world = settled({S: 2}, {S: 1})
     rule = CauchyScaling(Policy(scaling="cauchy"), REGIONS)
-    found = rule.on_tick(1000.0, observed(1000.0, traffic(24.0)), world.fleet, plan)
-    assert [each[:3] for each in found if isinstance(each, Resize)] == [("small", "east", 3)]
+    tick = rule.on_tick(1000.0, observed(1000.0, traffic(24.0)), world.fleet, plan)
+    assert [item[:3] for item in tick if isinstance(item, Resize)] == [("small", "east", 3)]
     rule = CauchyScaling(Policy(scaling="cauchy"), REGIONS)
-    found = rule.on_tick(1000.0, observed(1000.0, traffic(40.0)), world.fleet, plan)
-    more = {each.template: each.copies for each in found if isinstance(each, Resize)}
+    tick = rule.on_tick(1000.0, observed(1000.0, traffic(40.0)), world.fleet, plan)
+    more = {item.template: item.copies for item in tick if isinstance(item, Resize)}
     assert more == {"small": 3, "large": 1}, "only what they leave is started: 2 of 3 and a large one"
 
 
@@ -158,9 +158,9 @@ def test_scaling_counts_no_copy_on_standby() -> None:
 
 def test_of_copies_that_take_all_requests_the_best_for_its_rent_is_kept() -> None:
     plan = plan_of((SMALL, LARGE), {S: 2, L: 1})
-    found = standby_counts(plan, 2, REGIONS)
-    assert found == {L: 2}, "25 requests for 2 USD, not 10 for 1"
-    assert standby_usd_per_h(plan, found, REGIONS) == 4.0
+    result = standby_counts(plan, 2, REGIONS)
+    assert result == {L: 2}, "25 requests for 2 USD, not 10 for 1"
+    assert standby_usd_per_h(plan, result, REGIONS) == 4.0
     assert spoken(plan, 2, REGIONS) == "on standby: 2 x large in east; $4.00/h more, $4.00/h in all"
     assert standby_counts(plan, 0, REGIONS) == {}
     assert spoken(plan, 0, REGIONS) == ""
@@ -202,9 +202,9 @@ def test_no_request_is_sent_to_a_copy_on_standby_until_it_takes_over() -> None:
     assert "held" not in world.jobs
     world.now_s += 1.0
     actions = world.tell(Tick())
-    assert [type(each) for each in actions[:2]] == [Reassign, Run], "there at once, with what was held"
+    assert [type(item) for item in actions[:2]] == [Reassign, Run], "there at once, with what was held"
     assert world.jobs["held"].run.route.segments[0].replica == idle[0]
-    (refill,) = [each.member for each in actions if isinstance(each, StartReplica)]
+    (refill,) = [item.member for item in actions if isinstance(item, StartReplica)]
     assert refill.standby
 
 
@@ -220,7 +220,7 @@ def test_what_runs_on_a_copy_that_goes_on_standby_ends_there() -> None:
     assert len(set(places.values())) == 2
     world.lose(idle)
     actions = world.plan(brains.plan([one], {("t", "near"): 1}, {("t", "near", "closed"): (1.0, 1.0)}))
-    (moved,) = [each.member.id for each in actions if isinstance(each, Reassign)]
+    (moved,) = [action.member.id for action in actions if isinstance(action, Reassign)]
     assert moved in places.values()
     world.arrive(brains.request("c"))
     world.arrive(brains.request("d"))

@@ -24,9 +24,9 @@ def request(tokens: int, model: str = "m", at_s: float = 0.0) -> Request:
 
 
 def seen(window: TrafficWindow, at_s: float, model: str = "m") -> ModelTraffic:
-    found = window.observed(at_s).of(model)
-    assert found is not None
-    return found
+    model_traffic = window.observed(at_s).of(model)
+    assert model_traffic is not None
+    return model_traffic
 
 
 @given(st.lists(st.tuples(st.floats(0, 30), LENGTHS), min_size=1, max_size=80), st.floats(1, 300))
@@ -44,8 +44,8 @@ def test_counts_and_means_are_those_of_the_slots_in_the_window(
     got = seen(window, at_s)
     assert got.arrivals == len(inside)
     assert got.mean_prompt_tokens == pytest.approx(fmean(inside))
-    assert sum(each.count for each in got.lengths) == len(inside)
-    assert sum(each.tokens for each in got.lengths) == sum(inside)
+    assert sum(length.count for length in got.lengths) == len(inside)
+    assert sum(length.tokens for length in got.lengths) == sum(inside)
     start_s = max((number - SLOTS) * slot_s, all_[0][0])
     assert got.span_s == pytest.approx(max(at_s - start_s, slot_s))
     assert got.rate_per_s == pytest.approx(len(inside) / got.span_s)
@@ -60,10 +60,10 @@ def test_every_length_lies_in_its_bin_and_bins_are_narrow(lengths: list[int]) ->
         window.arrived(0.0, request(tokens))
     bins = seen(window, 0.0).lengths
     assert all(a.high_tokens <= b.low_tokens for a, b in pairwise(bins))
-    for each in bins:
-        assert each.low_tokens <= each.mean_tokens < each.high_tokens
-        assert each.high_tokens - each.low_tokens <= max(1, each.low_tokens / 8)
-        assert each.count == sum(each.low_tokens <= tokens < each.high_tokens for tokens in lengths)
+    for item in bins:
+        assert item.low_tokens <= item.mean_tokens < item.high_tokens
+        assert item.high_tokens - item.low_tokens <= max(1, item.low_tokens / 8)
+        assert item.count == sum(item.low_tokens <= tokens < item.high_tokens for tokens in lengths)
 
 
 @given(st.lists(LENGTHS, min_size=1, max_size=200), st.lists(LENGTHS, min_size=1, max_size=6, unique=True))

@@ -43,14 +43,14 @@ def test_every_link_in_the_repository_leads_somewhere() -> None:
 
 
 def test_every_link_in_the_site_leads_to_a_page_of_it(pages: Path) -> None:
-    found = [path.relative_to(pages).as_posix() for path in pages.rglob("*.md")]
-    assert list(broken_links(pages, found)) == []
+    result = [path.relative_to(pages).as_posix() for path in pages.rglob("*.md")]
+    assert list(broken_links(pages, result)) == []
 
 
 def test_links_that_lead_nowhere_are_found(tmp_path: Path) -> None:
     (tmp_path / "a.md").write_text("# One\n\n[x](b.md) [y](#one) [z](#two)\n\n```\n[code](c.md)\n```\n")
-    found = list(broken_links(tmp_path, ["a.md"]))
-    assert [each.split(": ")[1] for each in found] == ["b.md", "#two"]
+    result = list(broken_links(tmp_path, ["a.md"]))
+    assert [item.split(": ")[1] for item in result] == ["b.md", "#two"]
 
 
 def test_every_page_is_in_one_section() -> None:
@@ -84,11 +84,11 @@ def test_the_page_explains_words_as_the_glossary_does() -> None:
 
 
 def test_the_glossary_has_each_word_once_and_alone() -> None:
-    found = glossary.entries(read("docs/glossary.md"))
-    words = Counter(word.lower() for entry in found for word in entry.words)
+    result = glossary.entries(read("docs/glossary.md"))
+    words = Counter(word.lower() for entry in result for word in entry.words)
     assert [word for word, often in words.items() if often > 1] == []
-    assert all(entry.meaning for entry in found)
-    assert set(glossary.linked_words().values()) <= {word for entry in found for word in entry.words}
+    assert all(entry.meaning for entry in result)
+    assert set(glossary.linked_words().values()) <= {word for entry in result for word in entry.words}
     assert "| word | meaning |" not in read("ARCHITECTURE.md"), "words go to docs/glossary.md"
 
 
@@ -104,30 +104,30 @@ def test_words_are_linked_once_where_they_are_read() -> None:
 def test_spec_fields_are_those_of_the_schema() -> None:
     assert set(spec_fields.words()) == spec_fields.all_sections()
     for kind in spec_fields.sections():
-        told = spec_fields.words()[kind.__name__]["fields"]
-        assert set(told) == set(spec_fields.field_names(kind)), kind.__name__
+        word = spec_fields.words()[kind.__name__]["fields"]
+        assert set(word) == set(spec_fields.field_names(kind)), kind.__name__
         assert all(row.says and row.kind for row in spec_fields.rows(kind))
 
 
 @pytest.mark.parametrize("kind", spec_fields.sections(), ids=lambda kind: kind.__name__)
 def test_every_example_of_a_field_is_accepted(kind: type) -> None:
-    told = spec_fields.words()[kind.__name__]["fields"]
+    word = spec_fields.words()[kind.__name__]["fields"]
     names = spec_fields.field_names(kind)  # type: ignore[arg-type]
     needed = {
-        field: told[field]["example"][field]
+        field: word[field]["example"][field]
         for field, name in names.items()
         if kind.model_fields[name].is_required()  # type: ignore[attr-defined]
     }
-    for field, entry in told.items():
+    for field, entry in word.items():
         assert field in entry["example"]
         kind.model_validate(needed | entry["example"])  # type: ignore[attr-defined]
 
 
 def test_every_command_and_option_is_in_the_reference() -> None:
-    found = commands.pages()
-    assert {f"commands/{name}.md" for name in COMMANDS} < set(found)
+    result = commands.pages()
+    assert {f"commands/{name}.md" for name in COMMANDS} < set(result)
     for words, command, _ in commands.tree():
-        page = found[f"commands/{words[0]}.md"]
+        page = result[f"commands/{words[0]}.md"]
         assert f"# potluck {' '.join(words)}\n" in page
         for option in command.params:
             if isinstance(option, click.Option) and not option.hidden:
@@ -145,8 +145,8 @@ def test_anchors_are_those_that_github_makes() -> None:
 
 def test_versions_of_formats_are_those_of_the_code() -> None:
     page = read("docs/formats.md")
-    found = dict(re.findall(r"^\| `(potluck[.\w-]+)` \| (\d+) \|", page, flags=re.MULTILINE))
-    assert {name: int(number) for name, number in found.items()} == {
+    result = dict(re.findall(r"^\| `(potluck[.\w-]+)` \| (\d+) \|", page, flags=re.MULTILINE))
+    assert {name: int(number) for name, number in result.items()} == {
         **values.FORMATS,
         PAGE_FORMAT: PAGE_VERSION,
     }
@@ -166,34 +166,34 @@ def test_commands_print_the_keys_that_formats_lists(
 ) -> None:
     monkeypatch.chdir(ROOT)
     row = next(line for line in read("docs/formats.md").splitlines() if line.startswith(f"| `{command}` |"))
-    told = set(re.findall(r"`(\w+)`", row.split("|")[2]))
+    matches = set(re.findall(r"`(\w+)`", row.split("|")[2]))
     assert run([*command.split(), *arguments, "--json"]) == 0
     printed = json.loads(capsys.readouterr().out)
-    assert told <= set(printed[0] if isinstance(printed, list) else printed)
+    assert matches <= set(printed[0] if isinstance(printed, list) else printed)
 
 
 def test_the_fault_file_that_is_shown_is_read() -> None:
     shown = next(block.text for block in blocks(read("docs/formats.md")) if "kind: replica" in block.text)
-    found = parse_faults(shown, "docs/formats.md")
-    assert {fault.kind for fault in found.faults} == set(get_args(FaultKind)), "every kind is shown"
+    result = parse_faults(shown, "docs/formats.md")
+    assert {fault.kind for fault in result.faults} == set(get_args(FaultKind)), "every kind is shown"
 
 
 def test_every_column_of_a_plan_is_explained() -> None:
     columns = {name for table in sample.heads(sample.in_page()) for name in table}
     assert len(columns) > 15
-    told = read("docs/planning.md").replace(sample.in_page(), "")
-    assert [name for name in columns if name not in told] == []
+    message = read("docs/planning.md").replace(sample.in_page(), "")
+    assert [name for name in columns if name not in message] == []
 
 
 def commands_of(pages: dict[str, str]) -> tuple[int, list[str]]:
     """How many commands pages show, and which of them could not be run."""
-    found = [(page, call) for page, text in pages.items() for call in calls(text)]
+    result = [(page, call) for page, text in pages.items() for call in calls(text)]
     wrong = [
         f"{page}:{call.line}: {' '.join(call.words)}: {why}"
-        for page, call in found
+        for page, call in result
         if (why := trouble(call, ROOT))
     ]
-    return len(found), wrong
+    return len(result), wrong
 
 
 def test_commands_in_pages_and_help_texts_can_be_run(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -256,9 +256,9 @@ OLD_WORDS = (*HOUSE.split(), "herald", "pail", "kits", "yard", "roster", "recast
 def test_pages_speak_the_fields_words() -> None:
     """Names that the code once had of its own; `--pretend` and the like may be shown as code."""
     pattern = re.compile(rf"\b({'|'.join(OLD_WORDS)})\b")
-    found = []
+    result = []
     for page in written():
         if page != "CHANGELOG.md":
             plain = re.sub(r"`[^`\n]*`|^    .*$", "", read(page), flags=re.M).lower()
-            found += [f"{page}: {word}" for word in pattern.findall(plain)]
-    assert found == []
+            result += [f"{page}: {word}" for word in pattern.findall(plain)]
+    assert result == []

@@ -97,27 +97,27 @@ class Reader:
             f"{self.url}/v1/chat/completions", words[words.index("-d") + 1].encode(), head
         )
         with urllib.request.urlopen(asked, timeout=WITHIN_S) as answer:
-            said = str(answer.read().decode())
-        assert json.loads(said)["choices"][0]["message"]["content"]
-        return said
+            text = str(answer.read().decode())
+        assert json.loads(text)["choices"][0]["message"]["content"]
+        return text
 
     def status(self) -> dict[str, Any]:
         """Asked for often, so in this process."""
         (state,) = (path.parent for path in self.home.rglob("state.db"))
         with redirect_stdout(io.StringIO()) as printed:
             assert run(["status", "--json", "--state", str(state)]) == 0
-        found = json.loads(printed.getvalue())
-        assert isinstance(found, dict)
-        return found
+        document = json.loads(printed.getvalue())
+        assert isinstance(document, dict)
+        return document
 
     def fleet(self) -> list[str]:
         """Replicas that serve, once nothing is missing and nothing is too much."""
         until_s = time.monotonic() + WITHIN_S
         while True:
-            found = self.status()
-            if not found["lacking"] and {each["state"] for each in found["replicas"]} == {"ready"}:
-                return sorted(each["replica"] for each in found["replicas"])
-            assert time.monotonic() < until_s, found
+            result = self.status()
+            if not result["lacking"] and {item["state"] for item in result["replicas"]} == {"ready"}:
+                return sorted(item["replica"] for item in result["replicas"])
+            assert time.monotonic() < until_s, result
             time.sleep(0.5)
 
 
@@ -147,13 +147,13 @@ def must_match(each: Shown, printed: str, home: Path) -> None:
 
 
 def test_the_tutorial_can_be_followed_and_prints_what_it_shows(reader: Reader) -> None:
-    told = list(shown(TEXT))
-    assert tuple(each.command for each in told[:3]) == ELSEWHERE
-    assert all(each.output for each in told[3:]), "every command is shown with what it prints"
+    message = list(shown(TEXT))
+    assert tuple(entry.command for entry in message[:3]) == ELSEWHERE
+    assert all(entry.output for entry in message[3:]), "every command is shown with what it prints"
     (reader.home / "potluck.yaml").write_text(sample.spec())
     before: list[str] = []
-    for each in told[3:]:
-        command = each.command
+    for item in message[3:]:
+        command = item.command
         if command.startswith("curl "):
             printed = reader.ask(command)
         elif command.startswith("potluck up "):
@@ -163,7 +163,7 @@ def test_the_tutorial_can_be_followed_and_prints_what_it_shows(reader: Reader) -
             if command == "potluck down":
                 after = reader.fleet()
             printed = reader.run(command)
-        must_match(each, printed, reader.home)
+        must_match(item, printed, reader.home)
     _must_be_as_told((reader.home / "plan.json").read_text())
     assert [("L40S" in name, "L4 " in name) for name in before] == [(True, False)], "it begins with the L40S"
     assert len(after) == 4, "all four L4 serve at the end"
@@ -178,9 +178,11 @@ def _must_be_as_told(text: str) -> None:
     prose = TEXT
     for block in blocks(TEXT):
         prose = prose.replace(block.text, "")
-    prices = [float(each) for each in re.findall(r"\$(\d+\.\d+)", prose)]
+    prices = [float(item) for item in re.findall(r"\$(\d+\.\d+)", prose)]
     assert prices == [1.60, pytest.approx(plan.cost_usd_per_h)]
-    assert [plan.template(each.template).name for each in plan.deployments] == ["chat: mixed 1xL40S tp1"]
+    assert [plan.template(deployment.template).name for deployment in plan.deployments] == [
+        "chat: mixed 1xL40S tp1"
+    ]
 
 
 def test_the_plan_that_is_explained_is_the_one_that_is_printed() -> None:

@@ -74,24 +74,24 @@ def opened(engine: Runner, tokens: int) -> int:
 
 def run(engine: Runner, row: int, tokens: Sequence[int], sizes: Iterable[int]) -> Tensor:
     """Logits of all tokens, computed behind what the row holds, in chunks of the given sizes."""
-    found, first, start = [], 0, engine.tables.lengths[row]
+    result, first, start = [], 0, engine.tables.lengths[row]
     for size in sizes:
         chunk = list(tokens[first : first + size])
-        found.append(engine.step([SequenceWork(row, start + first, chunk, "all")]))
+        result.append(engine.step([SequenceWork(row, start + first, chunk, "all")]))
         first += len(chunk)
         if first == len(tokens):
             break
-    return torch.cat(found)
+    return torch.cat(result)
 
 
 def greedy(engine: Runner, row: int, logits: Tensor, count: int) -> list[int]:
     """Tokens that follow, the likeliest each time."""
-    found = [int(logits[-1].argmax())]
+    result = [int(logits[-1].argmax())]
     for _ in range(count - 1):
         length = engine.tables.lengths[row]
         engine.tables.grow(row, length + 1)
-        found.append(int(engine.step([SequenceWork(row, length, found[-1:])])[-1].argmax()))
-    return found
+        result.append(int(engine.step([SequenceWork(row, length, result[-1:])])[-1].argmax()))
+    return result
 
 
 EXACT = exactness(torch.device("cpu"), torch.float32, latent=True).holds

@@ -34,12 +34,12 @@ def local(config: EngineModelConfig) -> LocalExecutor:
 
 def standing(count: int) -> list[tuple[str, int]]:
     """Addresses of workers that serve one driver after another."""
-    found = []
+    result = []
     for _ in range(count):
         listener = socket.create_server(("127.0.0.1", 0))
-        found.append(("127.0.0.1", listener.getsockname()[1]))
+        result.append(("127.0.0.1", listener.getsockname()[1]))
         threading.Thread(target=serve, args=(listener, SECRET, True), daemon=True).start()
-    return found
+    return result
 
 
 def placed(text: str, addresses: Sequence[tuple[str, int]]) -> list[PipelineStage]:
@@ -71,7 +71,7 @@ class Loop:
     ) -> None:
         self.executor, self.way = executor, way
         self.rows = [executor.open() for _ in prompts]
-        self.tokens = [list(each) for each in prompts]
+        self.tokens = [list(item) for item in prompts]
         self.said: list[list[SampledToken]] = [[] for _ in prompts]
         for row in self.rows:
             executor.grow(row, most)
@@ -105,7 +105,7 @@ def generate(
 ) -> list[list[SampledToken]]:
     """`count` tokens behind each prompt; all start together, shorter prompts go on while longer ones are read."""
     loop = Loop(executor, prompts, way)
-    while any(len(said) < count for said in loop.said):
+    while any(len(text) < count for text in loop.said):
         loop.step(chunk)
     loop.close()
-    return [said[:count] for said in loop.said]
+    return [text[:count] for text in loop.said]

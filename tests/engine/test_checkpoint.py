@@ -59,7 +59,7 @@ def test_a_directory_runs_as_the_tensors_it_was_made_of(folder: Path) -> None:
     engine = start(folder)
     memory = Runner(KINDS["hybrid"], InMemorySource(load_file(folder / "model.safetensors")), SIZE)
     tokens = prompt(40)
-    one, two = (run(each, opened(each, 40), tokens, [40]) for each in (engine, memory))
+    one, two = (run(item, opened(item, 40), tokens, [40]) for item in (engine, memory))
     assert torch.equal(one, two)
     assert engine.fingerprint != memory.fingerprint  # of a file and of memory; each is stable
     assert engine.fingerprint == start(folder).fingerprint
@@ -125,7 +125,7 @@ def test_several_files_with_an_index(folder: Path, tmp_path: Path) -> None:
     index = tmp_path / "model.safetensors.index.json"
     index.write_text(json.dumps({"weight_map": files}))
     tokens = prompt(30)
-    one, two = (run(each, opened(each, 30), tokens, [30]) for each in (start(tmp_path), start(folder)))
+    one, two = (run(item, opened(item, 30), tokens, [30]) for item in (start(tmp_path), start(folder)))
     assert torch.equal(one, two)
     (tmp_path / "part-1.safetensors").rename(tmp_path / "gone")
     one_line(tmp_path, "part-1.safetensors", "is missing")
@@ -313,8 +313,8 @@ def test_eight_bits_run_as_the_numbers_they_stand_for(
         configure(small, quantization_config=scheme)
     (_, one), (_, two) = load(small), load(plain)
     tokens = [token % 96 for token in prompt(20)]
-    found, expected = (run(each, opened(each, 20), tokens, [20]) for each in (one, two))
-    assert torch.equal(found, expected)
+    result, expected = (run(item, opened(item, 20), tokens, [20]) for item in (one, two))
+    assert torch.equal(result, expected)
     assert read_model(small).weight_bits == 8
     assert read_model(small).kv_bits == (8 if scheme is None else 32)
     tensors = load_file(small / "model.safetensors")
@@ -386,9 +386,9 @@ def test_modelopts_own_file_is_read_by_both(tmp_path: Path) -> None:
     with pytest.raises(InputError, match=r"modelopt \(4.5 bits\) cannot be run"):
         read_config(tmp_path, model)
     beside.write_text(json.dumps(MODELOPT))
-    found = read_quantised(tmp_path)
-    assert found is not None
-    assert found.fp8
+    quantised = read_quantised(tmp_path)
+    assert quantised is not None
+    assert quantised.fp8
     for bad in ("[]", "{}", '{"quantization": 3}'):
         beside.write_text(bad)
         with pytest.raises(InputError, match=r"hf_quant_config\.json"):

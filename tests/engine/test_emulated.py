@@ -135,11 +135,11 @@ def test_what_is_too_slow_for_good_is_not_made_up_for_without_end() -> None:
 
 @given(st.lists(st.tuples(st.integers(1, 300), st.integers(0, 300)), min_size=1, max_size=12))
 def test_steps_as_perf_sees_them(shapes: list[tuple[int, int]]) -> None:
-    found = steps_of([SequenceWork(row, start, [0] * new) for row, (new, start) in enumerate(shapes)])
-    assert found.tokens[0] == sum(new for new, _ in shapes)
+    result = steps_of([SequenceWork(row, start, [0] * new) for row, (new, start) in enumerate(shapes)])
+    assert result.tokens[0] == sum(new for new, _ in shapes)
     decodes = [start for new, start in shapes if new == 1 and start]
-    assert (found.decodes[0], found.decode_context[0]) == (len(decodes), sum(decodes))
-    assert found.sequences[0] == len(shapes)
+    assert (result.decodes[0], result.decode_context[0]) == (len(decodes), sum(decodes))
+    assert result.sequences[0] == len(shapes)
 
 
 @pytest.mark.parametrize("speed_up", [1.0, 10.0])
@@ -184,10 +184,10 @@ def test_kv_crosses_at_the_pace_of_the_card() -> None:
     whole = KvChunk(0, "kv", 0, 100, "float32", (100, 2, 4, 64), bytes(4 * 100 * 2 * 4 * 64))
     assert 0.26 < pace.kv_bytes(packed(whole, "int4")) / pace.kv_bytes(whole) < 0.29
     dues = [pace.due_s(chunk) for chunk in chunks]
-    each = kv_bytes(LLAMA, 100) / 8 / 1e9 / 2.0
-    assert dues == pytest.approx([100.0 + each * count + 0.25 for count in range(1, 9)])
+    item = kv_bytes(LLAMA, 100) / 8 / 1e9 / 2.0
+    assert dues == pytest.approx([100.0 + item * count + 0.25 for count in range(1, 9)])
     fake.now_s += 50
-    assert pace.due_s(chunks[0]) == pytest.approx(150.0 + each + 0.25)
+    assert pace.due_s(chunks[0]) == pytest.approx(150.0 + item + 0.25)
     assert alpha_beta(A10.network_gbps).beta_bytes_per_s < A10.network_gbps * 1e9 / 8
 
 

@@ -47,16 +47,16 @@ def test_chunks_of_any_size_give_the_same_logits(kind: str) -> None:
     engine, tokens = runner(KINDS[kind]), prompt(LENGTH)
     row = opened(engine, LENGTH)
     whole = run(engine, row, tokens, [LENGTH])
-    said = greedy(engine, row, whole, 4)
+    text = greedy(engine, row, whole, 4)
     engine.tables.close(row)
     for size in (1, 7, 64, 512):
         length = LENGTH if size > 7 else 330
         row = opened(engine, LENGTH)
-        found = run(engine, row, tokens[:length], [size] * LENGTH)
-        assert same(found, whole[:length]), size
+        completed = run(engine, row, tokens[:length], [size] * LENGTH)
+        assert same(completed, whole[:length]), size
         if length < LENGTH:
-            found = torch.cat([found, run(engine, row, tokens[length:], [LENGTH])])
-        assert greedy(engine, row, found, 4) == said
+            completed = torch.cat([completed, run(engine, row, tokens[length:], [LENGTH])])
+        assert greedy(engine, row, completed, 4) == text
         engine.tables.close(row)
     engine.tables.check()
 
@@ -98,7 +98,7 @@ def test_any_cuts_give_the_same_logits(kind: str, data: st.DataObject) -> None:
 def neighbours(engine: Runner, tokens: list[int], sizes: list[int], seed: int) -> torch.Tensor:
     """Run `tokens` among 16 others that come and go, in steps that mix chunks and decodes in any order."""
     chance, others = random.Random(seed), {}
-    row, found, first = opened(engine, len(tokens)), [], 0
+    row, result, first = opened(engine, len(tokens)), [], 0
     for size in sizes:
         chunk = tokens[first : first + size]
         works = [SequenceWork(row, first, chunk, "all")]
@@ -112,13 +112,13 @@ def neighbours(engine: Runner, tokens: list[int], sizes: list[int], seed: int) -
             works.append(SequenceWork(other, length, [chance.randrange(VOCAB) for _ in range(count)], "none"))
             others[other] = length + count
         chance.shuffle(works)
-        found.append(engine.step(works))
+        result.append(engine.step(works))
         first += len(chunk)
         if first == len(tokens):
             break
     for other in [row, *others]:
         engine.tables.close(other)
-    return torch.cat(found)
+    return torch.cat(result)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -227,11 +227,11 @@ def library(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[Odd], None]]:
 
 def _rows(mm: Callable[[Tensor, Tensor], Tensor], x: Tensor, weight: Tensor) -> Tensor:
     pair = torch.zeros(2, x.shape[1], dtype=x.dtype)
-    found = []
+    result = []
     for row in x:
         pair[0] = row
-        found.append(mm(pair, weight)[:1])
-    return torch.cat(found)
+        result.append(mm(pair, weight)[:1])
+    return torch.cat(result)
 
 
 @pytest.mark.parametrize(

@@ -64,9 +64,9 @@ def test_what_cannot_be_meant_is_one_line(tmp_path: Path, values: object, words:
 
 def test_what_cannot_be_done_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     written(tmp_path, {"repetition_penalty": 1.05, "num_beams": 4, "typical_p": 0.9, "guidance_scale": None})
-    found = generation_of(tmp_path)
-    assert found.defaults.repetition_penalty == 1.05
-    assert found.left_out == ("num_beams 4", "typical_p 0.9")
+    generation = generation_of(tmp_path)
+    assert generation.defaults.repetition_penalty == 1.05
+    assert generation.left_out == ("num_beams 4", "typical_p 0.9")
     assert "generation_config.json: left out: num_beams 4, typical_p 0.9\n" in capsys.readouterr().err
     written(tmp_path, {key: values[0] for key, values in NEUTRAL.items() if values})
     assert generation_of(tmp_path).left_out == ()

@@ -116,6 +116,6 @@ def test_a_norm_with_a_weight_for_each_head(dtype: torch.dtype) -> None:
     chance = torch.Generator().manual_seed(1)
     x, weight = torch.randn(7, 3, 16, generator=chance), torch.randn(3, 16, generator=chance)
     expected = exact.rms_norm(x.to(dtype).float(), weight.to(dtype).float(), 1e-5)
-    found = exact.rms_norm(x.to(dtype), weight.to(dtype), 1e-5)
-    assert found.dtype == dtype
-    assert torch.allclose(found.float(), expected, atol=0.02, rtol=0.02)
+    result = exact.rms_norm(x.to(dtype), weight.to(dtype), 1e-5)
+    assert result.dtype == dtype
+    assert torch.allclose(result.float(), expected, atol=0.02, rtol=0.02)

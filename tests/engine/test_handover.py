@@ -31,8 +31,8 @@ TOKENS = prompt(LENGTH)
 
 def chunks(engine: Runner, row: int, start: int, stop: int) -> list[KvChunk]:
     layers = range(engine.stack.first, engine.stack.last)
-    found = [chunk for layer in layers for chunk in pack(engine, row, layer, start, stop)]
-    return [replace(chunk, data=bytes(chunk.data)) for chunk in found]
+    result = [chunk for layer in layers for chunk in pack(engine, row, layer, start, stop)]
+    return [replace(chunk, data=bytes(chunk.data)) for chunk in result]
 
 
 def arrive(engine: Runner, row: int, about: KvManifest, cargo: list[KvChunk]) -> None:
@@ -45,9 +45,9 @@ def arrive(engine: Runner, row: int, about: KvManifest, cargo: list[KvChunk]) ->
 def whole(engine: Runner) -> tuple[Tensor, list[int]]:
     row = opened(engine, LENGTH)
     logits = run(engine, row, TOKENS, [LENGTH])
-    said = greedy(engine, row, logits, 3)
+    text = greedy(engine, row, logits, 3)
     engine.tables.close(row)
-    return logits, said
+    return logits, text
 
 
 @pytest.mark.parametrize("kind", ["full", "window", "latent", "linear", "hybrid"])
@@ -55,7 +55,7 @@ def test_every_cut_in_two_gives_the_same_tokens(kind: str) -> None:
     """The hybrid has all kinds of layers and is cut at every third token, the others at every seventh. Behind every
     seventh cut, and near the end, all the rest is computed, behind the others the next tokens."""
     sender, receiver = runner(KINDS[kind]), runner(KINDS[kind])
-    expected, said = whole(receiver)
+    expected, text = whole(receiver)
     source = opened(sender, LENGTH)
     for cut in range(1, LENGTH):
         sender.step([SequenceWork(source, cut - 1, TOKENS[cut - 1 : cut], "none")])
@@ -68,7 +68,7 @@ def test_every_cut_in_two_gives_the_same_tokens(kind: str) -> None:
         logits = receiver.step([SequenceWork(row, cut, TOKENS[cut:stop])])
         assert same(logits, expected[stop - 1 : stop]), cut
         if stop == LENGTH and cut % 10 == 0:
-            assert greedy(receiver, row, logits, 3) == said
+            assert greedy(receiver, row, logits, 3) == text
         receiver.tables.close(row)
     receiver.tables.check()
 
@@ -76,7 +76,7 @@ def test_every_cut_in_two_gives_the_same_tokens(kind: str) -> None:
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("cuts", [(16, 160), (5, 93), (299,), (100, 101)])
 def test_segments_on_machines_of_their_own(kind: str, cuts: tuple[int, ...]) -> None:
-    expected, said = whole(runner(KINDS[kind]))
+    expected, text = whole(runner(KINDS[kind]))
     start, cargo, about = 0, [], None
     for stop in (*cuts, LENGTH):
         engine = runner(KINDS[kind])
@@ -87,7 +87,7 @@ def test_segments_on_machines_of_their_own(kind: str, cuts: tuple[int, ...]) -> 
         logits = run(engine, row, TOKENS[start:stop], [64] * 9)
         assert same(logits, expected[start:stop])
         start, cargo, about = stop, chunks(engine, row, 0, stop), manifest(engine, TOKENS, 0, stop)
-    assert greedy(engine, row, logits, 3) == said
+    assert greedy(engine, row, logits, 3) == text
 
 
 @pytest.mark.parametrize("kind", ["full", "hybrid"])
@@ -131,8 +131,8 @@ def test_stages_hand_over_their_own_layers() -> None:
     config = KINDS["hybrid"]
     expected, _ = whole(runner(config))
     ranges = [(0, 1), (1, 4)]
-    senders = [runner(config, *each) for each in ranges]
-    receivers = [runner(config, *each) for each in ranges]
+    senders = [runner(config, *item) for item in ranges]
+    receivers = [runner(config, *item) for item in ranges]
     rows = [opened(stage, LENGTH) for stage in senders]
     hidden = senders[0].step([SequenceWork(rows[0], 0, TOKENS[:77])])
     senders[1].step([SequenceWork(rows[1], 0, TOKENS[:77])], hidden)

@@ -104,9 +104,9 @@ async def test_answers_are_valid_under_random_schemas() -> None:
             formatted(schema, seed=place, temperature=(0, 0.7, 1.3)[place % 3], stream=place % 2 == 0)
             for place, schema in enumerate(schemas)
         ]
-        found = await asyncio.gather(*(one.post("/v1/completions", body) for body in bodies))
+        result = await asyncio.gather(*(one.post("/v1/completions", body) for body in bodies))
         whole = 0
-        for schema, (status, reply) in zip(schemas, found, strict=True):
+        for schema, (status, reply) in zip(schemas, result, strict=True):
             assert status == 200, (schema, reply)
             text, finish = said(reply)
             if finish == "stop":
@@ -144,7 +144,7 @@ async def test_an_object_ends_when_it_is_whole_or_is_cut_by_max_tokens() -> None
         _, reply = await one.post("/v1/chat/completions", {**chat, "n": 3, "seed": 1, "temperature": 1})
         texts = [choice["message"]["content"] for choice in reply["choices"]]
         assert len(set(texts)) == 3
-        assert all(each.startswith("{") for each in texts)
+        assert all(item.startswith("{") for item in texts)
 
 
 @pytest.fixture(scope="module")
@@ -178,7 +178,7 @@ async def test_every_way_gives_the_same(name: str, workers: list[tuple[str, int]
         whole, tokens = drawn(lines), tokens_in(lines)
         assert len(whole) > 8
         again = await asyncio.gather(*(engine.segment(**rest([])) for engine in (two, three, three, one)))
-        assert all(drawn(each) == whole for _, each in again)
+        assert all(drawn(item) == whole for _, item in again)
         for k in range(1, len(tokens)):
             _, lines = await (one, two, three)[k % 3].segment(**rest(tokens[:k]))
             assert drawn(lines) == whole[k:], k

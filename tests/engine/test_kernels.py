@@ -36,14 +36,14 @@ def _exp(source, target, count):  # type: ignore[no-untyped-def]
 
 def test_exp_is_exp() -> None:
     x = np.linspace(-86.9, 87.9, 64000, dtype=np.float32)
-    found = np.empty_like(x)
-    _exp(x.ctypes.data, found.ctypes.data, len(x))
-    assert np.abs(found / np.exp(x.astype(np.float64)) - 1).max() < 1.5e-7
+    result = np.empty_like(x)
+    _exp(x.ctypes.data, result.ctypes.data, len(x))
+    assert np.abs(result / np.exp(x.astype(np.float64)) - 1).max() < 1.5e-7
     far = np.array([-1e30, -200, 0, 200] * 4, np.float32)
-    _exp(far.ctypes.data, found.ctypes.data, 16)
-    assert found[0] == found[1] < 1e-37
-    assert found[2] == 1
-    assert np.isfinite(found[:16]).all()
+    _exp(far.ctypes.data, result.ctypes.data, 16)
+    assert result[0] == result[1] < 1e-37
+    assert result[2] == 1
+    assert np.isfinite(result[:16]).all()
 
 
 def short(*shape: int, seed: int) -> torch.Tensor:
@@ -62,14 +62,14 @@ def test_products_are_as_exact_as_float32(rows: int, depth: int, width: int, exp
     x = torch.randn(rows, 32 * depth, generator=torch.Generator().manual_seed(rows)) * 2.0**exponent
     exact = x.double() @ weight.double().T
     size = x.double().abs() @ weight.double().abs().T
-    found = product(x, matrix)
-    assert ((found - exact).abs() <= 32 * depth * 2**-24 * size).all()
+    result = product(x, matrix)
+    assert ((result - exact).abs() <= 32 * depth * 2**-24 * size).all()
     residual = torch.randn(rows, width) * 2.0**exponent
     added = add_product(residual, x, matrix)
     assert ((added - exact - residual).abs() <= 33 * depth * 2**-24 * (size + residual.abs())).all()
     for count in {1, rows // 2, rows - 1} - {0}:
-        assert torch.equal(product(x[:count], matrix), found[:count])
-        assert torch.equal(product(x[-count:], matrix), found[-count:])
+        assert torch.equal(product(x[:count], matrix), result[:count])
+        assert torch.equal(product(x[-count:], matrix), result[-count:])
 
 
 @needs_tiles
@@ -89,20 +89,20 @@ def test_the_feed_forward_part(rows: int) -> None:
     assert isinstance(packed, TiledMatrix)
     assert isinstance(lowered, TiledMatrix)
     x, norm = torch.randn(rows, 64), Norm(torch.rand(64) + 0.5, 1e-5)
-    found = feed_forward(x, norm, packed, lowered)
+    result = feed_forward(x, norm, packed, lowered)
     normed = x.double() * norm.weight.double() / (x.double().square().mean(1, keepdim=True) + 1e-5).sqrt()
     n, m = (normed @ up.double().T).chunk(2, 1)
     expected = x.double() + (n * m / (1 + n.exp())) @ down.double().T
-    torch.testing.assert_close(found.double(), expected, atol=1e-5, rtol=1e-5)
-    assert torch.equal(found, add_product(x, gated(norm(x), packed), lowered))
-    assert torch.equal(feed_forward(x[-1:], norm, packed, lowered), found[-1:])
+    torch.testing.assert_close(result.double(), expected, atol=1e-5, rtol=1e-5)
+    assert torch.equal(result, add_product(x, gated(norm(x), packed), lowered))
+    assert torch.equal(feed_forward(x[-1:], norm, packed, lowered), result[-1:])
 
 
 def test_norms_of_rows_that_lie_apart() -> None:
     wide, weight = torch.randn(9, 96), torch.rand(48)
-    found = rms_norm(wide[:, 16:64], weight, 1e-4)
-    torch.testing.assert_close(found, torch.nn.functional.rms_norm(wide[:, 16:64], (48,), weight, 1e-4))
-    assert torch.equal(rms_norm(wide[3:4, 16:64], weight, 1e-4), found[3:4])
+    result = rms_norm(wide[:, 16:64], weight, 1e-4)
+    torch.testing.assert_close(result, torch.nn.functional.rms_norm(wide[:, 16:64], (48,), weight, 1e-4))
+    assert torch.equal(rms_norm(wide[3:4, 16:64], weight, 1e-4), result[3:4])
 
 
 class Paged:
@@ -125,7 +125,7 @@ class Paged:
     def put(self, rows: np.ndarray, places: np.ndarray, heads: int, queries: np.ndarray) -> np.ndarray:
         """Keep those tokens; returns them packed with their queries."""
         kv_heads, dim = self.k.shape[2:]
-        kept = [each[rows, places].reshape(len(rows), -1) for each in (self.k, self.v)]
+        kept = [item[rows, places].reshape(len(rows), -1) for item in (self.k, self.v)]
         packed = np.ascontiguousarray(np.concatenate([queries.reshape(len(rows), -1), *kept], 1))
         slots = self.table[rows, places // 16] * 16 + places % 16
         sizes = (packed.ctypes.data, packed.strides[0], heads, kv_heads, dim)
@@ -144,7 +144,7 @@ class Paged:
 
     def expected(self, query: np.ndarray, row: int, place: int, window: int) -> np.ndarray:
         first = max(0, place - window + 1) if window else 0
-        keys, values = (each[row, first : place + 1].astype(np.float64) for each in (self.k, self.v))
+        keys, values = (item[row, first : place + 1].astype(np.float64) for item in (self.k, self.v))
         scores = np.einsum("ghd,khd->ghk", query.astype(np.float64), keys) * query.shape[-1] ** -0.5
         weights = np.exp(scores - scores.max(-1, keepdims=True))
         weights /= weights.sum(-1, keepdims=True)
@@ -176,12 +176,12 @@ def test_attention_is_attention(
         np.random.default_rng(seed).standard_normal((len(rows), groups, kv_heads, dim)).astype(np.float32)
     )
     packed = paged.put(rows, places, heads, queries)
-    found = paged.attend(packed, rows, places, window)
+    result = paged.attend(packed, rows, places, window)
     for token in range(len(rows)):
         expected = paged.expected(queries[token], rows[token], places[token], window)
-        np.testing.assert_allclose(found[token], expected, atol=2e-6)
+        np.testing.assert_allclose(result[token], expected, atol=2e-6)
         one = slice(token, token + 1)
-        assert np.array_equal(paged.attend(packed[one], rows[one], places[one], window)[0], found[token])
+        assert np.array_equal(paged.attend(packed[one], rows[one], places[one], window)[0], result[token])
 
 
 def test_what_is_kept_can_be_collected() -> None:
@@ -191,7 +191,7 @@ def test_what_is_kept_can_be_collected() -> None:
     slots = paged.table[rows, places // 16] * 16 + places % 16
     out = np.empty((47, 128), np.float32)
     attention.collect(slots, 64, paged.keys.ctypes.data, paged.values.ctypes.data, out.ctypes.data)
-    expected = [each[rows, places].reshape(47, -1) for each in (paged.k, paged.v)]
+    expected = [item[rows, places].reshape(47, -1) for item in (paged.k, paged.v)]
     assert np.array_equal(out, np.concatenate(expected, 1))
 
 
@@ -216,7 +216,7 @@ def test_the_delta_rule_token_by_token() -> None:
         for cut in cuts:
             where = tuple(np.array([number]) for number in cut)
             arrays = (memory, query, key, value, decay, rate, out)
-            rows.walk(*where, (heads, key_dim, value_dim), *(each.ctypes.data for each in arrays))
+            rows.walk(*where, (heads, key_dim, value_dim), *(item.ctypes.data for item in arrays))
         return memory, out
 
     memory, out = walked(sequences)

@@ -168,8 +168,8 @@ def test_rows_that_lie_in_any_order_do_not_matter(kind: str) -> None:
         engine.executor.step([SequenceWork(row, 0, prompt(length, row), "none")], [])
     last = list(zip(rows, lengths, strict=True))[2:]
     works = [SequenceWork(row, length, [9]) for row, length in last]
-    found = engine.executor.step(works, [TokenDraw(Sampling(), length + 1) for _, length in last])
-    for (row, length), choice in zip(last, found, strict=True):
+    result = engine.executor.step(works, [TokenDraw(Sampling(), length + 1) for _, length in last])
+    for (row, length), choice in zip(last, result, strict=True):
         assert plain.answer([*prompt(length, row), 9], 1) == [choice.token]
 
 

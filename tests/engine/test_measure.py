@@ -63,7 +63,7 @@ class Engine:
 
     async def ask(self, path: str) -> dict[str, object] | None:
         after = int(path.partition("=")[2] or 0)
-        return {"count": self._count, "steps": [list(each) for each in self._told if each[0] > after]}
+        return {"count": self._count, "steps": [list(item) for item in self._told if item[0] > after]}
 
     async def _work(self) -> None:
         while self._asked:
@@ -154,17 +154,17 @@ def test_what_is_measured_is_what_there_is() -> None:
 )
 def test_every_shape_of_a_grid_can_be_run(bounds: EngineBounds, quick: bool) -> None:
     try:
-        found = grid(bounds, quick)
+        result = grid(bounds, quick)
     except CapacityError:
         assert bounds.max_tokens < 512 or bounds.total_tokens < 8192 or bounds.chunk_tokens < 64
         return
-    assert found.count >= 8
-    assert max(found.chunks) <= bounds.chunk_tokens
-    assert max(found.cached) + max(found.chunks) <= bounds.max_tokens
-    assert max(found.contexts) < bounds.max_tokens
-    assert max(found.batches) <= bounds.max_running
-    assert max(found.batches) * max(found.contexts) <= bounds.total_tokens
-    assert all(new + decodes <= bounds.chunk_tokens for new, decodes in found.mixed)
+    assert result.count >= 8
+    assert max(result.chunks) <= bounds.chunk_tokens
+    assert max(result.cached) + max(result.chunks) <= bounds.max_tokens
+    assert max(result.contexts) < bounds.max_tokens
+    assert max(result.batches) <= bounds.max_running
+    assert max(result.batches) * max(result.contexts) <= bounds.total_tokens
+    assert all(new + decodes <= bounds.chunk_tokens for new, decodes in result.mixed)
 
 
 def with_engine(use: Callable[[ClientSession, str], Awaitable[None]]) -> None:
@@ -186,20 +186,20 @@ def with_engine(use: Callable[[ClientSession, str], Awaitable[None]]) -> None:
 
 
 def test_an_engine_is_measured_over_http() -> None:
-    found: list[ProfilePoint] = []
+    profile_points: list[ProfilePoint] = []
 
     async def use(client: ClientSession, url: str) -> None:
         bench = HttpBench(client, url, chunk_tokens=64, repeats=2)
         bounds = await bench.look()
         assert (bounds.max_tokens, bounds.max_running, bounds.chunk_tokens) == (512, 6, 64)
-        found.extend([point async for point in bench.points(GRID, bounds)])
+        profile_points.extend([point async for point in bench.points(GRID, bounds)])
         assert bench.model == "small"
 
     with_engine(use)
-    shapes = [(p.chunk_new, p.chunk_cached, p.decodes) for p in found]
+    shapes = [(p.chunk_new, p.chunk_cached, p.decodes) for p in profile_points]
     assert shapes[:4] == [(16, 0, 0), (64, 0, 0), (16, 64, 0), (64, 64, 0)]
     assert shapes[4:] == [(0, 0, 1), (0, 0, 4), (16, 0, 4)] * 2
-    for point in found[4:]:
+    for point in profile_points[4:]:
         assert 64 <= point.decode_context / point.decodes <= 128 + 64
         assert 0 < point.seconds < 10
 
@@ -237,9 +237,9 @@ def test_bad_input_is_one_line(
 ) -> None:
     out = [] if "--out" in arguments else ["--out", str(tmp_path / "p.json")]
     assert run(["profile", *arguments, *out]) == 2
-    said = capsys.readouterr().err
-    assert says in said
-    assert len(said.splitlines()) == 1
+    text = capsys.readouterr().err
+    assert says in text
+    assert len(text.splitlines()) == 1
     assert not (tmp_path / "p.json").exists()
 
 
@@ -247,11 +247,11 @@ def test_a_profile_from_the_command_line(tmp_path: Path, capsys: pytest.CaptureF
     out = tmp_path / "p.json"
     flags = "--local --quick --max-tokens 384 --max-batch 4 --chunk-tokens 128 --repeats 1 --json"
     assert run(["profile", *flags.split(), "--gpu", "A10", "--out", str(out)]) == 0
-    said = json.loads(capsys.readouterr().out)
-    found = profile_from_json(out.read_text("utf-8"))
-    assert (found.gpu, found.model, found.engine) == ("A10", "words", "potluck")
-    assert said["points"] == len(found.points) >= 8
-    timer = ProfileTimer(found)
-    point = found.points[-1]
+    body = json.loads(capsys.readouterr().out)
+    profile = profile_from_json(out.read_text("utf-8"))
+    assert (profile.gpu, profile.model, profile.engine) == ("A10", "words", "potluck")
+    assert body["points"] == len(profile.points) >= 8
+    timer = ProfileTimer(profile)
+    point = profile.points[-1]
     asked = steps(point.chunk_new, point.chunk_cached, point.decodes, point.decode_context)
     assert float(timer.step_s(asked)[0]) == pytest.approx(point.seconds, rel=1e-2)

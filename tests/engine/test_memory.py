@@ -142,11 +142,11 @@ def keep(cache: PrefixCache, engine: Runner, row: int, tokens: list[int]) -> Non
     cache.keep(tokens, len(tokens), lambda layer, start, stop: pack(engine, row, layer, start, stop))
 
 
-def same(found: list[KvChunk], engine: Runner, row: int, stop: int) -> None:
+def same(kv_chunks: list[KvChunk], engine: Runner, row: int, stop: int) -> None:
     layers = range(engine.config.model.layer_count)
     expected = {(p.layer, p.part): p for layer in layers for p in pack(engine, row, layer, 0, stop)}
-    assert {(chunk.layer, chunk.part) for chunk in found} == set(expected)
-    for chunk in found:
+    assert {(chunk.layer, chunk.part) for chunk in kv_chunks} == set(expected)
+    for chunk in kv_chunks:
         wanted = expected[chunk.layer, chunk.part]
         assert (chunk.first, chunk.stop, chunk.dtype, chunk.shape) == (
             wanted.first,

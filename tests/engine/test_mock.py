@@ -59,10 +59,10 @@ def test_a_history_is_the_same_however_it_came_about(tokens: list[int], cuts: li
     by_hand = NOTHING
     for token in tokens:
         by_hand = (by_hand * FACTOR + (token + 1) * SPREAD) & MASK
-    found, places = NOTHING, [0, *sorted(min(cut, len(tokens)) for cut in cuts), len(tokens)]
+    result, places = NOTHING, [0, *sorted(min(cut, len(tokens)) for cut in cuts), len(tokens)]
     for start, stop in pairwise(places):
-        found = after(found, tokens[start:stop])
-    assert found == by_hand
+        result = after(result, tokens[start:stop])
+    assert result == by_hand
 
 
 @given(st.lists(st.integers(0, 500), min_size=1, max_size=60), st.data())
@@ -71,7 +71,7 @@ def test_another_history_draws_other_tokens(tokens: list[int], data: st.DataObje
     other = [*tokens]
     other[place] += 1
     many = Vocabulary(1 << 40, range(1 << 32))  # type: ignore[arg-type]
-    drawn = [many.draw(after(NOTHING, each), Sampling(), 0).token for each in (tokens, other)]
+    drawn = [many.draw(after(NOTHING, item), Sampling(), 0).token for item in (tokens, other)]
     assert drawn[0] != drawn[1]
 
 
@@ -117,7 +117,7 @@ def test_seeds_count_only_where_there_is_a_temperature() -> None:
     assert greedy == answer(tokens, 20, Sampling(seed=5))
     sampled = [answer(tokens, 20, Sampling(temperature=1.0, seed=seed)) for seed in (1, 1, 2)]
     assert sampled[0] == sampled[1]
-    assert len({tuple(each) for each in (greedy, sampled[0], sampled[2])}) == 3
+    assert len({tuple(item) for item in (greedy, sampled[0], sampled[2])}) == 3
 
 
 def test_neighbours_change_nothing_and_preempted_requests_neither() -> None:
@@ -366,11 +366,11 @@ def test_a_thin_link_from_one_sender_holds_up_no_other() -> None:
     for chunk in chunks:
         slow_s = receiver.here_s("thin", thin.leaves("receiver", computed(chunk, now_s)))
     assert slow_s == pytest.approx(10.0 + len(chunks) * size / 1e6)
-    quick = [receiver.here_s("wide", wide.leaves("receiver", computed(each, now_s))) for each in chunks]
+    quick = [receiver.here_s("wide", wide.leaves("receiver", computed(item, now_s))) for item in chunks]
     assert quick[0] < 10.0 + 3 * size / 1e9
     assert quick[-1] <= 10.0 + 2 * len(chunks) * size / 1e9 + 1e-6
     third = MockKvTransfer(cargo, AlphaBeta(0.0, 1e9), clock=clock)
-    last = [receiver.here_s("third", third.leaves("receiver", computed(each, now_s))) for each in chunks]
+    last = [receiver.here_s("third", third.leaves("receiver", computed(item, now_s))) for item in chunks]
     assert last[-1] >= 10.0 + 2 * len(chunks) * size / 1e9, "but two that send at once share it"
 
 

@@ -86,9 +86,9 @@ async def test_a_kept_prefix_is_copied_by_the_names_of_its_blocks() -> None:
         ask = {"request": "m", "model": "tiny", "blocks": [f"{name:032x}" for name in names]}
         loan = (await one.post("/prefixes/lend", ask))[1]
         source = {"kv": loan["kv"], "handle": loan["handle"]}
-        status, came = await two.post("/prefixes/fetch", {**ask, "source": source})
-        assert (status, came["tokens"]) == (200, 80)
-        assert came["moved_bytes"] == kv_bytes(LLAMA, 80)
+        status, received = await two.post("/prefixes/fetch", {**ask, "source": source})
+        assert (status, received["tokens"]) == (200, 80)
+        assert received["moved_bytes"] == kv_bytes(LLAMA, 80)
         lines = (await two.segment(TOKENS, **GREEDY))[1]
         assert (tokens_in(lines), lines[-1]["cached_tokens"]) == (expected, 80)
         made = two.service._loop.prefixes.gathering(0, 32)
@@ -107,16 +107,16 @@ async def test_a_kept_prefix_is_copied_by_the_names_of_its_blocks() -> None:
 def keys_of(value: object) -> object:
     """The shape of a JSON document: keys all the way down, and kinds of values."""
     if isinstance(value, dict):
-        return {key: keys_of(each) for key, each in value.items() if key != "notes"}
+        return {key: keys_of(item) for key, item in value.items() if key != "notes"}
     if isinstance(value, list):
-        return [keys_of(each) for each in value[:1]]
+        return [keys_of(item) for item in value[:1]]
     return (
         "number" if isinstance(value, int | float) and not isinstance(value, bool) else type(value).__name__
     )
 
 
 async def test_status_cache_and_metrics_have_the_shape_of_a_real_engines() -> None:
-    found = []
+    result = []
     for make in (lambda: make_service("full"), pretend_service):
         tokens = [token % 90 for token in range(64)]
         async with face(make()) as client:
@@ -129,12 +129,12 @@ async def test_status_cache_and_metrics_have_the_shape_of_a_real_engines() -> No
                 for line in (await client.get("/metrics"))[1].splitlines()
                 if line and not line.startswith("#") and "emulated" not in line
             }
-            found.append((keys_of(ends), keys_of(pages), names))
+            result.append((keys_of(ends), keys_of(pages), names))
             assert len(pages["/cache"]["reports"][0]["added"]) == 4
             if make is pretend_service:
                 assert pages["/status"]["total_blocks"] == emulated_blocks(LLAMA, A100, 1)
                 assert pages["/status"]["prefix_bytes"] == 4 * 16 * 131072
-    assert found[0] == found[1]
+    assert result[0] == result[1]
 
 
 async def test_drain_roles_and_text_are_those_of_an_engine() -> None:
@@ -156,10 +156,10 @@ async def test_drain_roles_and_text_are_those_of_an_engine() -> None:
 
 
 async def test_an_engine_that_ends_when_drained_ends_after_its_last_request() -> None:
-    service, said = pretend_service(), asyncio.Queue[str]()
+    service, text = pretend_service(), asyncio.Queue[str]()
     service.ends_drained = True
-    serving = asyncio.create_task(serve_all([service], "127.0.0.1", 0, api_key=None, ready=said.put_nowait))
-    url = await said.get()
+    serving = asyncio.create_task(serve_all([service], "127.0.0.1", 0, api_key=None, ready=text.put_nowait))
+    url = await text.get()
     asked = {"model": "tiny", "prompt": "Call me", "max_tokens": 200}
     async with aiohttp.ClientSession() as session:
         answer = asyncio.create_task(session.post(f"{url}/v1/completions", json=asked))
@@ -242,21 +242,21 @@ def test_nothing_heavy_is_loaded_to_serve_and_to_hand_over() -> None:
     ],
 )
 def test_flags_that_do_not_go_together(flags: list[str], says: str) -> None:
-    found = CliRunner().invoke(cli, ["engine", "serve", *flags])
-    assert says in (found.output + str(found.exception))
+    result = CliRunner().invoke(cli, ["engine", "serve", *flags])
+    assert says in (result.output + str(result.exception))
 
 
 async def test_a_pretended_engine_can_be_made_slower_and_a_real_one_cannot() -> None:
     async with face(pretend_service()) as one, face(make_service()) as real:
-        status, said = await one.post("/pace", {"pace": 3})
-        assert (status, said) == (200, {"pace": 3})
+        status, text = await one.post("/pace", {"pace": 3})
+        assert (status, text) == (200, {"pace": 3})
         for wrong in ({"pace": 0}, {"pace": "fast"}, {}, {"pace": 2, "more": 1}):
-            status, said = await one.post("/pace", wrong)
-            assert (status, "pace" in said["error"]["message"]) == (400, True)
-        status, said = await real.post("/pace", {"pace": 3})
-        assert (status, "only be changed in a mock engine" in said["error"]["message"]) == (400, True)
-        status, said = await one.post("/network", {"gbps": 0.5})
-        assert (status, said) == (200, {"gbps": 0.5})
+            status, text = await one.post("/pace", wrong)
+            assert (status, "pace" in text["error"]["message"]) == (400, True)
+        status, text = await real.post("/pace", {"pace": 3})
+        assert (status, "only be changed in a mock engine" in text["error"]["message"]) == (400, True)
+        status, text = await one.post("/network", {"gbps": 0.5})
+        assert (status, text) == (200, {"gbps": 0.5})
         for wrong in ({"gbps": 0}, {"pace": 1}, {}):
             assert (await one.post("/network", wrong))[0] == 400
         assert (await real.post("/network", {"gbps": 1}))[0] == 400

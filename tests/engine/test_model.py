@@ -31,9 +31,9 @@ def test_logits_are_those_of_the_reference(kind: str) -> None:
     with torch.no_grad():
         expected = ReferenceModel(config, RandomSource(7))(torch.tensor([TOKENS]))[0]
     engine = runner(config)
-    found = run(engine, opened(engine, 90), TOKENS, [33, 1, 1, 55])
+    completed = run(engine, opened(engine, 90), TOKENS, [33, 1, 1, 55])
     assert float(expected.std()) > 0.1
-    torch.testing.assert_close(found, expected, atol=5e-5, rtol=5e-5)
+    torch.testing.assert_close(completed, expected, atol=5e-5, rtol=5e-5)
 
 
 TINY = stack(
@@ -53,7 +53,7 @@ def test_what_is_trained_is_what_runs(tmp_path: Path) -> None:
         loss.backward()
         optimiser.step()
         losses.append(float(loss.detach()))
-    idle = {name for name, each in reference.named_parameters() if each.grad is None}
+    idle = {name for name, item in reference.named_parameters() if item.grad is None}
     assert idle == {"model/layers/1/mlp/gate/e_score_correction_bias"}  # it sways the choice of experts only
     assert losses[-1] < 0.2 * losses[0]
     save(tmp_path, TINY, reference.tensors())
@@ -63,8 +63,8 @@ def test_what_is_trained_is_what_runs(tmp_path: Path) -> None:
     tokens = pattern[0].tolist()
     with torch.no_grad():
         expected = reference(pattern)[0]
-    found = run(engine, opened(engine, 24), tokens, [5] * 9)
-    torch.testing.assert_close(found, expected, atol=1e-4, rtol=1e-4)
+    completed = run(engine, opened(engine, 24), tokens, [5] * 9)
+    torch.testing.assert_close(completed, expected, atol=1e-4, rtol=1e-4)
 
 
 @pytest.mark.parametrize("cuts", [(1, 2, 3), (2,), (1, 3), (3,)])
@@ -78,12 +78,14 @@ def test_stages_are_the_whole(cuts: tuple[int, ...]) -> None:
     places = []
     for number, stage in enumerate(stages):
         skipped = [opened(stage, 1) for _ in range(number)]
-        found = [opened(stage, 60) for _ in tokens]
-        places.append(found[::-1] if number % 2 else found)
+        result = [opened(stage, 60) for _ in tokens]
+        places.append(result[::-1] if number % 2 else result)
         for row in skipped:
             stage.tables.close(row)
     for start, stop in ((0, 17), (17, 18), (18, 40)):
-        chunks = [each[start:stop] if index else each[start : start + 1] for index, each in enumerate(tokens)]
+        chunks = [
+            token[start:stop] if index else token[start : start + 1] for index, token in enumerate(tokens)
+        ]
         if start:
             chunks, these = chunks[1:], [1, 2]
         else:
@@ -193,7 +195,7 @@ def test_stages_take_their_own_parts(folder: Path) -> None:
     )
     tokens = tokens_of(30)
     expected = run(whole, opened(whole, 30), tokens, [30])
-    rows = [opened(each, 30) for each in (first, last)]
+    rows = [opened(item, 30) for item in (first, last)]
     states = first.step([SequenceWork(rows[0], 0, tokens, "all")])
     assert same(last.step([SequenceWork(rows[1], 0, tokens, "all")], states), expected)
 
@@ -258,25 +260,25 @@ def test_odd_configurations_are_those_of_transformers(family: str, changes: Valu
 def test_what_is_not_honoured_is_refused_by_name(
     family: str, changes: Values, words: str, tmp_path: Path
 ) -> None:
-    said = refusal(Case(family, changes).config(), tmp_path)
-    assert said is not None
-    assert said.startswith(words) or (words in said and said.startswith("layer "))
-    assert "\n" not in said
+    text = refusal(Case(family, changes).config(), tmp_path)
+    assert text is not None
+    assert text.startswith(words) or (words in text and text.startswith("layer "))
+    assert "\n" not in text
 
 
 def test_the_documented_table_is_whole_and_true(tmp_path: Path) -> None:
     """Refusals are tried again, every one; what is the same as in transformers only by its not being refused."""
-    found = documented(TABLE.read_text("utf-8"))
+    result = documented(TABLE.read_text("utf-8"))
     tried = {(case.family, case.label or "(none)"): case for case in cases()}
-    assert set(found) == set(tried), "run tools/check_checkpoints.py --write docs/checkpoints.csv"
-    assert set(found.values()) <= {"same", "refused", "refused*", "n/a"}
+    assert set(result) == set(tried), "run tools/check_checkpoints.py --write docs/checkpoints.csv"
+    assert set(result.values()) <= {"same", "refused", "refused*", "n/a"}
     wrong = [
         key
         for key, case in tried.items()
-        if (refusal(case.config(), tmp_path) is not None) != (found[key] == "refused")
+        if (refusal(case.config(), tmp_path) is not None) != (result[key] == "refused")
     ]
     assert wrong == []
-    assert all(found[family, "(none)"] == "same" for family in BASES)
+    assert all(result[family, "(none)"] == "same" for family in BASES)
 
 
 def test_every_key_that_is_read_was_tried() -> None:
@@ -299,7 +301,7 @@ def test_logits_are_those_of_transformers(name: str, tmp_path: Path) -> None:
         expected = model(tokens[None]).logits[0].float()
     row = runner.tables.open()
     runner.tables.grow(row, TOKENS_AGAINST_TRANSFORMERS)
-    found = [
+    result = [
         runner.step([SequenceWork(row, 0, tokens[:37].tolist(), "all")]),
         *(
             runner.step([SequenceWork(row, i, [int(tokens[i])])])
@@ -310,4 +312,4 @@ def test_logits_are_those_of_transformers(name: str, tmp_path: Path) -> None:
     assert scale > 0.05
     # transformers computes the delta rule in a chunked form, in float32: there the two are further apart.
     close = 5e-4 if name in ("qwen3_next", "qwen3_5_text") else 2e-5
-    assert torch.allclose(torch.cat(found), expected, atol=close * max(scale, 1.0), rtol=close)
+    assert torch.allclose(torch.cat(result), expected, atol=close * max(scale, 1.0), rtol=close)

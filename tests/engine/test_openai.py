@@ -70,8 +70,8 @@ async def test_prompts_come_as_texts_tokens_and_several_of_either(expected: str)
         assert reply["usage"]["completion_tokens"] == 4 * OUTPUT
         _, parts = await one.post("/v1/completions", ask([TEXT, "abc"], n=2, stream=True))
         for index, text in enumerate(texts):
-            found = [c["text"] for part in parts for c in part["choices"] if c["index"] == index]
-            assert "".join(found) == text
+            result = [c["text"] for part in parts for c in part["choices"] if c["index"] == index]
+            assert "".join(result) == text
 
 
 async def test_a_chat_has_its_shape_and_its_template() -> None:
@@ -154,9 +154,9 @@ async def test_log_probabilities_have_both_shapes(expected: str) -> None:
             assert len(top) == 3
             assert top[token] == max(top.values()) == value < 0
         _, parts = await one.post("/v1/completions", ask(logprobs=3, stream=True))
-        found = [part["choices"][0]["logprobs"] for part in parts]
-        assert [log["tokens"][0] for log in found if log] == logs["tokens"]
-        assert [log["text_offset"][0] for log in found if log] == logs["text_offset"]
+        result = [part["choices"][0]["logprobs"] for part in parts]
+        assert [log["tokens"][0] for log in result if log] == logs["tokens"]
+        assert [log["text_offset"][0] for log in result if log] == logs["text_offset"]
         _, whole = await one.post("/v1/chat/completions", chat(max_tokens=2, logprobs=True, top_logprobs=2))
         first = whole["choices"][0]["logprobs"]["content"][0]
         assert first["top_logprobs"][0]["token"] == first["token"]
@@ -282,5 +282,5 @@ def test_templates_may_leave_their_loops() -> None:
     template = (
         "{% for m in messages %}{% if loop.index > 1 %}{% break %}{% endif %}{{ m.content }}{% endfor %}"
     )
-    said = [{"role": "user", "content": word} for word in ("one", "two")]
-    assert ModelTokenizer(letters()._tokenizer, template).chat(said) == "one"
+    text = [{"role": "user", "content": word} for word in ("one", "two")]
+    assert ModelTokenizer(letters()._tokenizer, template).chat(text) == "one"

@@ -92,15 +92,15 @@ def test_chunks_do_not_matter(
 
 def test_chance_and_probabilities_are_the_same(shared: PipelineExecutor, alone: LocalExecutor) -> None:
     way = Sampling(temperature=0.8, top_p=0.9, top_k=50, seed=3, logprobs=2)
-    found, expected = generate(shared, way=way), generate(alone, way=way)
+    result, expected = generate(shared, way=way), generate(alone, way=way)
     assert shared.exact == alone.exact
     if alone.exact.holds:
-        assert found == expected
+        assert result == expected
     else:
-        assert [[choice.token for choice in said] for said in found] == [
-            [choice.token for choice in said] for said in expected
+        assert [[choice.token for choice in text] for text in result] == [
+            [choice.token for choice in text] for text in expected
         ]
-    assert all(choice.logprob is not None and len(choice.top) == 2 for said in found for choice in said)
+    assert all(choice.logprob is not None and len(choice.top) == 2 for text in result for choice in text)
 
 
 def test_workers_of_a_stage_take_requests_in_proportion(workers: list[tuple[str, int]]) -> None:
@@ -121,8 +121,8 @@ def test_workers_of_a_stage_take_requests_in_proportion(workers: list[tuple[str,
 
 def cargo(executor: Executor, row: int, start: int, stop: int) -> list[KvChunk]:
     layers = range(executor.config.model.layer_count)
-    found = [chunk for layer in layers for chunk in executor.export(row, layer, start, stop)]
-    return [replace(chunk, data=bytes(chunk.data)) for chunk in found]
+    result = [chunk for layer in layers for chunk in executor.export(row, layer, start, stop)]
+    return [replace(chunk, data=bytes(chunk.data)) for chunk in result]
 
 
 def manifest(executor: Executor, start: int, stop: int) -> KvManifest:
@@ -149,7 +149,7 @@ def test_caches_go_in_and_out_by_layer(
     cut: int, shared: PipelineExecutor, alone: LocalExecutor, expected: list[list[SampledToken]]
 ) -> None:
     """Through a pipeline and back: one process to the pipeline, another stretch there, and on to one process."""
-    said, middle = expected[2][0].token, min(cut + 20, len(TOKENS) - 1)
+    text, middle = expected[2][0].token, min(cut + 20, len(TOKENS) - 1)
     for first, second in ((alone, shared), (shared, alone)):
         row = first.open()
         first.grow(row, cut)
@@ -160,8 +160,8 @@ def test_caches_go_in_and_out_by_layer(
         second.step([SequenceWork(there, cut, TOKENS[cut:middle], "none")], [])
         back = first.open()
         arrive(first, back, cargo(second, there, 0, middle), 0, middle)
-        assert tail(first, back, middle) == said
-        assert tail(second, there, middle) == said
+        assert tail(first, back, middle) == text
+        assert tail(second, there, middle) == text
         for executor, used in ((first, row), (first, back), (second, there)):
             executor.close(used)
     alone.check()
@@ -169,23 +169,23 @@ def test_caches_go_in_and_out_by_layer(
 
 
 def test_layers_go_out_while_the_step_runs_in_order(shared: PipelineExecutor, alone: LocalExecutor) -> None:
-    found: dict[str, list[KvChunk]] = {"shared": [], "alone": []}
+    result: dict[str, list[KvChunk]] = {"shared": [], "alone": []}
     for name, executor in (("shared", shared), ("alone", alone)):
         row, other = executor.open(), executor.open()
-        for each in (row, other):
-            executor.grow(each, len(TOKENS))
+        for item in (row, other):
+            executor.grow(item, len(TOKENS))
 
         def deliver(of: int, chunks: tuple[KvChunk, ...], want: int = row, name: str = name) -> None:
             assert of == want
-            found[name] += [replace(chunk, data=bytes(chunk.data)) for chunk in chunks]
+            result[name] += [replace(chunk, data=bytes(chunk.data)) for chunk in chunks]
 
         works = [SequenceWork(other, 0, TOKENS[:50], "none"), SequenceWork(row, 0, TOKENS, "none")]
         executor.step(works, [], [CacheExport(row, 0, len(TOKENS))], deliver)
-        assert found[name] == cargo(executor, row, 0, len(TOKENS))
+        assert result[name] == cargo(executor, row, 0, len(TOKENS))
         executor.close(row)
         executor.close(other)
-    assert found["shared"] == found["alone"]
-    layers = [chunk.layer for chunk in found["shared"]]
+    assert result["shared"] == result["alone"]
+    layers = [chunk.layer for chunk in result["shared"]]
     assert layers == sorted(layers)
 
 
@@ -195,14 +195,14 @@ def test_steps_under_way_at_once_do_not_disturb_each_other(
     """Two groups of requests go round in turn; each says what it would say alone."""
     prompts = [PROMPTS[:2], PROMPTS[2:]]
     rows = [[shared.open() for _ in group] for group in prompts]
-    tokens = [[list(each) for each in group] for group in prompts]
-    for row in (each for group in rows for each in group):
+    tokens = [[list(item) for item in group] for group in prompts]
+    for row in (item for group in rows for item in group):
         shared.grow(row, 150)
 
     def begin(group: int) -> PipelineStep:
         held = [shared.held(row) for row in rows[group]]
         works = [SequenceWork(r, h, t[h:]) for r, h, t in zip(rows[group], held, tokens[group], strict=True)]
-        return shared.submit(works, [TokenDraw(Sampling(), len(each)) for each in tokens[group]])
+        return shared.submit(works, [TokenDraw(Sampling(), len(item)) for item in tokens[group]])
 
     runs = [begin(0), begin(1)]
     for turn in range(12):
@@ -211,9 +211,9 @@ def test_steps_under_way_at_once_do_not_disturb_each_other(
             sequence.append(choice.token)
         if turn < 10:
             runs[group] = begin(group)
-    said = [each[-6:] for group in tokens for each in group]
-    assert said == [[choice.token for choice in each] for each in expected]
-    for row in (each for group in rows for each in group):
+    text = [item[-6:] for group in tokens for item in group]
+    assert text == [[choice.token for choice in item] for item in expected]
+    for row in (item for group in rows for item in group):
         shared.close(row)
 
 
@@ -306,11 +306,11 @@ SIZES = st.lists(st.one_of(st.just(1), st.integers(1, 600)), min_size=1, max_siz
 def test_pieces_make_up_the_works_in_order(sizes: list[int], batches: int, data: st.DataObject) -> None:
     works = [SequenceWork(row, row * 3, list(range(size))) for row, size in enumerate(sizes)]
     paths = [(data.draw(st.integers(0, 1)), data.draw(st.integers(0, 2))) for _ in sizes]
-    found = cut(works, paths, batches, 1)
-    assert 1 <= len(found) <= batches
-    assert all(found)
+    result = cut(works, paths, batches, 1)
+    assert 1 <= len(result) <= batches
+    assert all(result)
     for index, work in enumerate(works):
-        pieces = [piece for batch in found for piece in batch if piece.work == index]
+        pieces = [piece for batch in result for piece in batch if piece.work == index]
         assert [token for piece in pieces for token in piece.part.tokens] == list(work.tokens)
         assert [piece.part.start for piece in pieces] == [
             work.start + sum(len(before.part.tokens) for before in pieces[:place])
@@ -320,31 +320,31 @@ def test_pieces_make_up_the_works_in_order(sizes: list[int], batches: int, data:
         assert [piece.part.logits for piece in pieces] == ["none"] * (len(pieces) - 1) + ["last"]
         assert {piece.path for piece in pieces} == {paths[index]}
         assert all(len(piece.part.tokens) >= LEAST_TOKENS for piece in pieces if len(pieces) > 1)
-        rows = [{piece.part.row for piece in batch} for batch in found]
-        assert all(len(rows[place]) == len(batch) for place, batch in enumerate(found))
+        rows = [{piece.part.row for piece in batch} for batch in result]
+        assert all(len(rows[place]) == len(batch) for place, batch in enumerate(result))
 
 
 @given(SIZES, st.integers(1, 6))
 def test_micro_batches_are_about_as_large_as_each_other(sizes: list[int], batches: int) -> None:
     """None is larger than its share by more than a piece that could not be cut."""
     works = [SequenceWork(row, 0, [0] * size) for row, size in enumerate(sizes)]
-    found = cut(works, [(0,)] * len(works), batches, 1)
+    result = cut(works, [(0,)] * len(works), batches, 1)
     goal = -(-sum(sizes) // min(batches, sum(sizes)))
-    for batch in found:
+    for batch in result:
         assert sum(len(piece.part.tokens) for piece in batch) <= goal + 2 * LEAST_TOKENS
 
 
 def test_decodes_are_shared_out_and_one_alone_is_not() -> None:
     works = [SequenceWork(row, 5, [1]) for row in range(8)]
-    found = cut(works, [(row % 2,) for row in range(8)], 2, 4)
-    assert [[piece.path for piece in batch] for batch in found] == [[(0,)] * 4, [(1,)] * 4]
+    result = cut(works, [(row % 2,) for row in range(8)], 2, 4)
+    assert [[piece.path for piece in batch] for batch in result] == [[(0,)] * 4, [(1,)] * 4]
     assert len(cut(works[:1], [(0,)], 4, 1)) == 1
     assert len(cut(works, [(0,)] * 8, 2, 5)) == 1, "too few tokens to be worth it"
 
 
 def test_a_long_chunk_is_spread_over_the_stages() -> None:
-    found = cut([SequenceWork(0, 10, [0] * 400)], [(0,)], 4, 100)
-    assert [len(batch[0].part.tokens) for batch in found] == [100] * 4
+    result = cut([SequenceWork(0, 10, [0] * 400)], [(0,)], 4, 100)
+    assert [len(batch[0].part.tokens) for batch in result] == [100] * 4
 
 
 @pytest.mark.parametrize(
@@ -364,7 +364,7 @@ class Stage:
 
     def __init__(self, count: int) -> None:
         self.listeners = [socket.create_server(("127.0.0.1", 0)) for _ in range(count)]
-        self.addresses = [("127.0.0.1", int(each.getsockname()[1])) for each in self.listeners]
+        self.addresses = [("127.0.0.1", int(listener.getsockname()[1])) for listener in self.listeners]
         for place in range(count):
             self._stand(place)
 

@@ -256,14 +256,14 @@ def met(
 ) -> list[PipelineConnection | LinkError]:
     """What connector and listener make of each other."""
     listener = socket.create_server((HOST, 0))
-    found: list[PipelineConnection | LinkError] = []
+    result: list[PipelineConnection | LinkError] = []
 
     def listen() -> None:
         sock, _ = listener.accept()
         try:
-            found.append(welcome(sock, SECRET, "somebody", listens)[0])
+            result.append(welcome(sock, SECRET, "somebody", listens)[0])
         except LinkError as error:
-            found.append(error)
+            result.append(error)
 
     thread = threading.Thread(target=listen)
     thread.start()
@@ -275,7 +275,7 @@ def met(
         mine = error
     thread.join()
     listener.close()
-    return [mine, *found]
+    return [mine, *result]
 
 
 def test_large_frames_cross_both_ways_at_once(ours: TlsPair) -> None:
@@ -294,11 +294,11 @@ def test_large_frames_cross_both_ways_at_once(ours: TlsPair) -> None:
         got[name] = [bytes(link.receive(30.0)[1]) for _ in bodies]
 
     threads = [threading.Thread(target=send, args=(link,)) for link in (left, right)]
-    threads += [threading.Thread(target=hear, args=each) for each in (("left", left), ("right", right))]
-    for each in threads:
-        each.start()
-    for each in threads:
-        each.join(60.0)
+    threads += [threading.Thread(target=hear, args=entry) for entry in (("left", left), ("right", right))]
+    for thread in threads:
+        thread.start()
+    for item in threads:
+        item.join(60.0)
     assert got == {"left": bodies, "right": bodies}
     left.close()
     with pytest.raises(LinkError):
@@ -312,14 +312,14 @@ def test_nobody_comes_in_without_tls_or_with_another_authoritys(
     monkeypatch.setattr(pipeline_connection, "GREETING_S", 1.0)
     strangers = secure(tmp_path / "strangers")
     for connects, listens in ((ours, strangers), (strangers, ours), (ours, None), (None, ours)):
-        found = met(connects, listens)
-        assert all(isinstance(each, LinkError) for each in found)
+        result = met(connects, listens)
+        assert all(isinstance(item, LinkError) for item in result)
     assert "TLS was not agreed on" in str(met(ours, None)[0])
 
 
 def test_a_certificate_is_for_the_host_that_was_asked_for(ours: TlsPair) -> None:
-    found = met(ours, ours, "localhost")
-    assert "TLS was not agreed on" in str(found[0])
+    result = met(ours, ours, "localhost")
+    assert "TLS was not agreed on" in str(result[0])
 
 
 def test_a_pipeline_says_the_same_under_tls(ours: TlsPair, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -335,9 +335,9 @@ def test_a_pipeline_says_the_same_under_tls(ours: TlsPair, monkeypatch: pytest.M
 
 def standing(count: int, tls: TlsPair) -> Sequence[tuple[str, int]]:
     listeners = [socket.create_server((HOST, 0)) for _ in range(count)]
-    for each in listeners:
-        threading.Thread(target=serve, args=(each, SECRET, True, tls), daemon=True).start()
-    return [(HOST, each.getsockname()[1]) for each in listeners]
+    for listener in listeners:
+        threading.Thread(target=serve, args=(listener, SECRET, True, tls), daemon=True).start()
+    return [(HOST, item.getsockname()[1]) for item in listeners]
 
 
 def test_a_worker_says_its_port_first_and_then_that_it_is_heard_in_clear(

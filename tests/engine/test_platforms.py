@@ -82,8 +82,8 @@ def test_benchmarks_without_proc(monkeypatch: pytest.MonkeyPatch) -> None:
 
     here = common.spent_cpu_s(os.getpid())
     monkeypatch.setattr(sys, "platform", "darwin")
-    said = {"time": "1-02:03:04.50", "rss": "2048"}
-    monkeypatch.setattr(common, "_ps", lambda pid, field: said[field])
+    text = {"time": "1-02:03:04.50", "rss": "2048"}
+    monkeypatch.setattr(common, "_ps", lambda pid, field: text[field])
     assert common.spent_cpu_s(1) == 86_400 + 2 * 3600 + 3 * 60 + 4.5
     assert common.most_resident_mb(1) == 2.048
     assert here > 0

@@ -75,9 +75,9 @@ def test_a_batch_draws_what_the_definition_says_for_each_row(
     batch: list[tuple[Sampling, int]], vocab: int, seed: int
 ) -> None:
     logits = rows(len(batch), vocab, seed)
-    found = sample(logits, [way for way, _ in batch], [position for _, position in batch])
+    result = sample(logits, [way for way, _ in batch], [position for _, position in batch])
     expected = [by_hand(logits[i], way, position) for i, (way, position) in enumerate(batch)]
-    assert [choice.token for choice in found] == expected
+    assert [choice.token for choice in result] == expected
 
 
 @settings(max_examples=150)
@@ -118,9 +118,9 @@ def test_what_is_as_likely_goes_by_its_number() -> None:
     logits = torch.zeros(2, 900)
     logits[0, 500:] = 1.0
     way = Sampling(temperature=1.0, top_k=3, seed=1, logprobs=2)
-    found = [sample(logits, [way, Sampling(logprobs=20)], [place, 0])[0] for place in range(60)]
-    assert {choice.token for choice in found} == {500, 501, 502}
-    assert {tuple(token for token, _ in choice.top) for choice in found} == {(500, 501)}
+    result = [sample(logits, [way, Sampling(logprobs=20)], [place, 0])[0] for place in range(60)]
+    assert {choice.token for choice in result} == {500, 501, 502}
+    assert {tuple(token for token, _ in choice.top) for choice in result} == {(500, 501)}
 
 
 def test_cuts_that_leave_all_change_no_draw() -> None:
@@ -144,9 +144,9 @@ def test_draws_have_the_softmax_distribution() -> None:
 def test_a_flat_distribution_makes_top_p_look_at_everything() -> None:
     vocab = 4 * FIRST_LOOK
     logits, way = torch.zeros(1, vocab), Sampling(temperature=1.0, top_p=0.9, seed=1)
-    found = {sample(logits, [way], [position])[0].token for position in range(300)}
-    assert len(found) > FIRST_LOOK / 2
-    assert max(found) > FIRST_LOOK
+    tokens = {sample(logits, [way], [position])[0].token for position in range(300)}
+    assert len(tokens) > FIRST_LOOK / 2
+    assert max(tokens) > FIRST_LOOK
 
 
 def test_seed_and_place_decide_and_nothing_else() -> None:
@@ -223,7 +223,7 @@ def by_the_formula(
     row: np.ndarray, way: Sampling, prompt: list[int], output: list[int]
 ) -> dict[int, np.floating[Any]]:
     """As vLLM and OpenAI write it down, token by token."""
-    counts, biases, found = Counter(output), dict(way.logit_bias), {}
+    counts, biases, the_formula = Counter(output), dict(way.logit_bias), {}
     for token in range(len(row)):
         value = np.float32(row[token]) + np.float32(biases.get(token, 0.0))
         if token in counts or token in prompt:
@@ -231,8 +231,8 @@ def by_the_formula(
             value = value / by if value > 0 else value * by
         if token in counts:
             value -= np.float32(way.frequency_penalty * counts[token] + way.presence_penalty)
-        found[token] = value
-    return found
+        the_formula[token] = value
+    return the_formula
 
 
 def likeliest(row: np.ndarray, edit: LogitEdit | None, way: Sampling | None = None) -> int:
@@ -282,8 +282,8 @@ def test_what_changes_depends_on_prompt_and_output_alone(
 
 def changes(edit: LogitEdit) -> set[tuple[float, ...]]:
     columns = (edit.tokens, edit.bias, edit.repetition, edit.penalty)
-    found = set(zip(*(column.tolist() for column in columns), strict=True))
-    return {each for each in found if each[1:] != (0.0, 1.0, 0.0)}
+    result = set(zip(*(column.tolist() for column in columns), strict=True))
+    return {item for item in result if item[1:] != (0.0, 1.0, 0.0)}
 
 
 @given(TOKENS, st.integers(0, 9999), st.floats(0, 2), st.integers(0, 1 << 40))

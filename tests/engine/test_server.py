@@ -177,7 +177,7 @@ async def test_too_many_requests_are_told_so_and_a_deadline_ends_one() -> None:
         status, body = await one.segment(TOKENS, max_tokens=1)
         assert (status, body["error"]["code"]) == (429, "overloaded")
         lines = [(await task)[1] for task in slow]
-        assert all("longer than" in found[-1]["problem"] for found in lines)
+        assert all("longer than" in line[-1]["problem"] for line in lines)
         await one.until_idle()
         assert one.service.counters.ended == {"error": 2}
 
@@ -246,15 +246,15 @@ async def test_same_tokens_share_under_the_same_salt_alone(kind: str) -> None:
             status, lines = await one.segment(SALTED_TOKENS, max_tokens=3, **fields)
             assert status == 200
             answers.append(tokens_in(lines))
-            found: int = lines[-1]["cached_tokens"]
-            return found
+            result: int = lines[-1]["cached_tokens"]
+            return result
 
         async def completed(**fields: object) -> int:
             asked = {"model": NAME, "prompt": SALTED_TOKENS, "max_tokens": 3, "temperature": 0, **fields}
             status, body = await one.post("/v1/completions", asked)
             assert status == 200
-            found: int = body["usage"]["prompt_tokens_details"]["cached_tokens"]
-            return found
+            outcome: int = body["usage"]["prompt_tokens_details"]["cached_tokens"]
+            return outcome
 
         answers: list[Any] = []
         assert await cached() == 0
@@ -270,7 +270,7 @@ async def test_same_tokens_share_under_the_same_salt_alone(kind: str) -> None:
         assert all(answer == answers[0] for answer in answers)
         # Whoever keeps an index of it finds the blocks under the names that they have with the salt.
         _, report = await one.get("/cache")
-        there = {int(name, 16) for each in report["reports"] for name in each["added"]}
+        there = {int(name, 16) for item in report["reports"] for name in item["added"]}
         for salt in ("", "acme", "Acme", "other"):
             assert set(block_hashes(SALTED_TOKENS, service.fingerprint, salt=salt)) <= there
         status, body = await one.segment(SALTED_TOKENS, max_tokens=1, salt="x" * 201)
@@ -306,18 +306,18 @@ async def test_what_follows_is_what_would_have_followed(kind: str, way: dict[str
 
         _, lines = await one.segment(**rest(0, []))
         whole, last = drawn(lines), lines[-1]
-        said = tokens_in(lines)
-        assert len(said) >= LEAST
-        assert not set(said[: LEAST - 1]) & set(ENDS)
-        for k in (1, LEAST - 1, LEAST, len(said) - 1):
-            if k >= len(said):
+        tokens = tokens_in(lines)
+        assert len(tokens) >= LEAST
+        assert not set(tokens[: LEAST - 1]) & set(ENDS)
+        for k in (1, LEAST - 1, LEAST, len(tokens) - 1):
+            if k >= len(tokens):
                 continue
             for engine in (one, two):
-                _, again = await engine.segment(**rest(k, said))
+                _, again = await engine.segment(**rest(k, tokens))
                 assert drawn(again) == whole[k:], k
                 assert again[-1]["ended"] == last["ended"]
         # The same over a hand-over, cut within what was streamed.
-        asked, source = rest(6, said), {"kv": one.kv, "handle": new_handle()}
+        asked, source = rest(6, tokens), {"kv": one.kv, "handle": new_handle()}
         cut = {"tokens": asked["tokens"], "stop": 43, "handle": source["handle"]}
         _, (_, again) = await asyncio.gather(
             one.segment(**cut), two.segment(**asked, start=43, source=source)

@@ -108,8 +108,8 @@ async def test_status_says_where_caches_are_and_how_links_fare() -> None:
 async def test_an_engine_keeps_to_what_it_is_granted() -> None:
     async with face(make_service("full", limits=QUICK)) as one:
         grant = {"link": "a->b", "peers": ["10.0.0.5", "0:0::1"], "bytes_per_s": 1e9}
-        status, told = await one.put("/grants", {"grants": [grant], "lasts_s": 30})
-        assert (status, told) == (200, {"grants": [grant | {"peers": ["10.0.0.5", "::1"]}]})
+        status, message = await one.put("/grants", {"grants": [grant], "lasts_s": 30})
+        assert (status, message) == (200, {"grants": [grant | {"peers": ["10.0.0.5", "::1"]}]})
         for wrong in (
             {"grants": [grant]},
             {"grants": [grant], "lasts_s": 0},
@@ -120,14 +120,14 @@ async def test_an_engine_keeps_to_what_it_is_granted() -> None:
             {"grant": [], "lasts_s": 30},
         ):
             assert (await one.put("/grants", wrong))[0] == 400, wrong
-        assert (await one.get("/grants"))[1] == told
+        assert (await one.get("/grants"))[1] == message
         ends = [
             Endpoint(name, "m", name, Address(host, 1), kv=f"{host}:1")
             for name, host in (("a", "10.0.0.4"), ("b", "10.0.0.5"))
         ]
         (given,) = granted(ends, {("a", "b"): 8.0}, {}).values()  # what a gateway would say
-        status, told = await one.put("/grants", {"grants": given, "lasts_s": LASTS_S})
-        assert (status, told["grants"]) == (200, [{**grant, "peers": ["10.0.0.5"], "bytes_per_s": 9e8}])
+        status, message = await one.put("/grants", {"grants": given, "lasts_s": LASTS_S})
+        assert (status, message["grants"]) == (200, [{**grant, "peers": ["10.0.0.5"], "bytes_per_s": 9e8}])
         assert (await one.put("/grants", {"grants": [], "lasts_s": 30}))[1] == {"grants": []}
 
 
@@ -152,23 +152,23 @@ async def test_a_cache_is_only_fetched_from_peers_and_nobody_learns_who_listens(
             assert (status, body["error"]["param"]) == (400, "source.kv"), kv
         with socket.create_server(("127.0.0.1", 0)) as open_port, socket.socket() as closed_port:
             closed_port.bind(("127.0.0.1", 0))
-            open_at, closed_at = (f"127.0.0.1:{each.getsockname()[1]}" for each in (open_port, closed_port))
+            open_at, closed_at = (f"127.0.0.1:{item.getsockname()[1]}" for item in (open_port, closed_port))
             strangers = [open_at, closed_at, one.kv, "10.1.2.3:80", "example.org:80", "10.9.9.9:1235"]
-            said = [await asked(kv) for kv in strangers]
-            assert {status for status, _ in said} == {403}
-            assert len({body["error"]["message"] for _, body in said}) == 1
-            assert said[0][1]["error"]["code"] == "not_a_peer"
+            text = [await asked(kv) for kv in strangers]
+            assert {status for status, _ in text} == {403}
+            assert len({body["error"]["message"] for _, body in text}) == 1
+            assert text[0][1]["error"]["code"] == "not_a_peer"
             open_port.settimeout(0)
             with pytest.raises(BlockingIOError):
                 open_port.accept()
             # The list is whole each time, and the same again changes nothing.
             for _ in range(2):
-                status, told = await one.put("/peers", {"peers": [closed_at, closed_at, "[0:0::1]:80"]})
-                assert (status, told) == (
+                status, message = await one.put("/peers", {"peers": [closed_at, closed_at, "[0:0::1]:80"]})
+                assert (status, message) == (
                     200,
                     {"peers": [closed_at, "[::1]:80"], "always": ["10.9.9.9:1234"]},
                 )
-            assert (await one.get("/peers"))[1] == told
+            assert (await one.get("/peers"))[1] == message
             assert (await asked(closed_at))[0] == 502
             assert (await asked(open_at))[0] == 403
             await one.put("/peers", {"peers": []})
@@ -194,7 +194,7 @@ def wrong_sender(damage: str, handle: str) -> tuple[KvSender, str]:
     chunks = other.chunks(key)
     fingerprint = desk("hybrid").executor.fingerprint
     bound = bound_to("r", fingerprint, about.token_hash)
-    said = {
+    text = {
         "model": KvManifest("0" * 32, 0, 50, about.token_hash),
         "hash": KvManifest(fingerprint, 0, 50, token_hash(TOKENS[1:51])),
     }.get(damage, KvManifest(fingerprint, 0, 50, about.token_hash))
@@ -202,7 +202,7 @@ def wrong_sender(damage: str, handle: str) -> tuple[KvSender, str]:
     def opened(have: int) -> KvManifest:
         if damage == "refusal":
             raise ValueError("no")
-        return said
+        return text
 
     sender = KvSender(limits=SenderLimits(attach_s=0.3))
     if damage != "unknown":
@@ -433,8 +433,8 @@ class Leg:
         if sent and not self.wanted:
             self.receiver.loop.want(self.target)
             self.wanted = True
-        said = self.receiver.said.get(self.target, [])
-        if not any(isinstance(event, RowReady) for event in said):
+        text = self.receiver.said.get(self.target, [])
+        if not any(isinstance(event, RowReady) for event in text):
             return False
         if not self.expected:
             self.receiver.loop.expect(self.target, self.about)

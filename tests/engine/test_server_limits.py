@@ -438,11 +438,11 @@ async def test_thousands_of_requests_in_one_connection_are_answered_in_turn() ->
     async with face(make_service("full")) as one:
         reader, writer = await connect(one)
         sending = asyncio.create_task(_send(writer, HEALTH * 2000))
-        found = 0
+        result = 0
         async with asyncio.timeout(120):
             assert (await one.get("/health"))[0] == 200
-            while found < 2000:
-                found += (await reader.read(1 << 16)).count(b'{"status": "ok"}')
+            while result < 2000:
+                result += (await reader.read(1 << 16)).count(b'{"status": "ok"}')
         await sending
         writer.close()
         assert dropped(one) == {}
@@ -525,7 +525,7 @@ async def test_without_file_descriptors_it_neither_spins_nor_floods_the_log(
     bound = engine_app._bound
 
     async def starved(host: str, port: int) -> list[socket.socket]:
-        return [Starved(fileno=each.detach()) for each in await bound(host, port)]
+        return [Starved(fileno=item.detach()) for item in await bound(host, port)]
 
     monkeypatch.setattr(engine_app, "_bound", starved)
 
@@ -587,13 +587,13 @@ def test_who_gives_way_waits_longest_at_the_address_with_the_most_that_wait(
             crowd.left(key)
             waiting.pop(key, None)
             present.discard(key)
-        counts = [sum(each % 3 == peer for each in waiting) for peer in range(3)]
+        counts = [sum(item % 3 == peer for item in waiting) for peer in range(3)]
         gives_way = crowd.oldest()
         if gives_way is None:
             assert not waiting
         else:
             assert counts[gives_way % 3] == max(counts)
-            assert gives_way == next(each for each in waiting if each % 3 == gives_way % 3)
+            assert gives_way == next(item for item in waiting if item % 3 == gives_way % 3)
         assert (len(crowd), set(crowd)) == (len(present), present)
         assert crowd.full == (len(present) >= 5)
 
@@ -695,9 +695,9 @@ async def test_no_page_drains_an_engine_and_every_answer_has_a_name() -> None:
             ("/status", "", False),
         ):
             async with one.session.get(one.url + path, headers={"X-Request-Id": given}) as reply:
-                said = reply.headers["x-request-id"]
-                assert (said == given) == kept
-                seen.add(said)
+                header = reply.headers["x-request-id"]
+                assert (header == given) == kept
+                seen.add(header)
         assert len(seen) == 5
         async with one.session.get(one.url + "/v1/models/" + NAME) as reply:
             assert (await reply.json())["id"] == NAME

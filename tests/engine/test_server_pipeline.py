@@ -49,11 +49,11 @@ def workers() -> list[tuple[str, int]]:
 
 @pytest.fixture(scope="module")
 def expected() -> dict[str, list[list[int]]]:
-    found = {}
+    result = {}
     for name, config in (("hybrid", HYBRID), ("plain", PLAIN)):
         engine = Desk(config)
-        found[name] = [engine.answer(tokens, OUTPUT) for tokens in ASKS]
-    return found
+        result[name] = [engine.answer(tokens, OUTPUT) for tokens in ASKS]
+    return result
 
 
 def joined(
@@ -95,8 +95,8 @@ async def test_a_pipeline_answers_as_one_process_does(
     async with face(pipe) as many, face(serving(alone)) as single:
         assert len(pipe._loop.microbatches.all) == executor.microbatches
         order = [place % len(ASKS) for place in range(17)]
-        found = await asyncio.gather(*(asked(many, place) for place in order))
-        assert found == [expected["hybrid"][place] for place in order]
+        result = await asyncio.gather(*(asked(many, place) for place in order))
+        assert result == [expected["hybrid"][place] for place in order]
         body = {"model": NAME, "prompt": spell(ASKS[3]), "temperature": 0, "max_tokens": OUTPUT}
         _, reply = await many.post("/v1/completions", body)
         assert reply["choices"][0]["text"] == spell(expected["hybrid"][3])
@@ -140,8 +140,8 @@ async def test_a_pipeline_goes_on_with_the_workers_that_are_left(
         assert (status["state"], status["problem"]) == ("degraded", health["problem"])
         _, text = await one.get("/metrics")
         assert 'potluck:pipeline_workers_lost{engine="0",model_name="tiny"} 1.0' in text
-        found = await asyncio.gather(*(asked(one, place) for place in range(len(ASKS))))
-        assert list(found) == expected["plain"]
+        result = await asyncio.gather(*(asked(one, place) for place in range(len(ASKS))))
+        assert list(result) == expected["plain"]
         await one.until_idle()
         second[1]._link.close()
         while (await one.get("/health"))[0] == 200:
@@ -296,17 +296,17 @@ async def answers(
     async with asyncio.timeout(60):
         for _ in range(troubles):
             # Somebody has some of an answer and not all of it: all engines are gone for a moment.
-            while not any(each.choices and not each.over.is_set() for each in heard):
-                assert not all(each.over.is_set() for each in heard), "all were answered before"
+            while not any(item.choices and not item.over.is_set() for item in heard):
+                assert not all(item.over.is_set() for item in heard), "all were answered before"
                 await asyncio.sleep(0)
             for name in NAMES:
                 dispatcher.gone(name)
-            enough = sum(len(each.choices) for each in heard) + 40
-            while sum(len(each.choices) for each in heard) < enough and not all(
-                each.over.is_set() for each in heard
+            enough = sum(len(item.choices) for item in heard) + 40
+            while sum(len(item.choices) for item in heard) < enough and not all(
+                item.over.is_set() for item in heard
             ):
                 await asyncio.sleep(0)
-        await asyncio.gather(*(each.over.wait() for each in heard))
+        await asyncio.gather(*(item.over.wait() for item in heard))
     assert dispatcher.sizes() == {"open": 0, "watched": 0, "news": 0}
     await calls.close()
     return heard, chooser
@@ -324,14 +324,14 @@ def test_every_route_and_every_recovery_gives_the_tokens_of_one_engine(
         async with face(services[0]) as a, face(services[1]) as b, face(services[2]) as c:
             engines, asked = (a, b, c), questions(3)
             alone, _ = await answers(engines, ["in place"], asked)
-            heard, told = await answers(engines, ["prefill apart", "split", "three"], asked)
-            assert [each.choices for each in heard] == [each.choices for each in alone]
-            assert told.finished == STREAMS
-            assert not told.failed
-            heard, told = await answers(engines, ["in place", "prefill apart", "split", "three"], asked, 4)
-            assert [each.choices for each in heard] == [each.choices for each in alone]
-            assert [each.reason for each in heard] == [each.reason for each in alone]
-            assert told.finished == STREAMS
-            assert any(each.streamed_tokens for each in told.failed), "nobody had anything yet"
+            heard, message = await answers(engines, ["prefill apart", "split", "three"], asked)
+            assert [item.choices for item in heard] == [item.choices for item in alone]
+            assert message.finished == STREAMS
+            assert not message.failed
+            heard, message = await answers(engines, ["in place", "prefill apart", "split", "three"], asked, 4)
+            assert [item.choices for item in heard] == [item.choices for item in alone]
+            assert [item.reason for item in heard] == [item.reason for item in alone]
+            assert message.finished == STREAMS
+            assert any(item.streamed_tokens for item in message.failed), "nobody had anything yet"
 
     asyncio.run(run())

@@ -240,10 +240,10 @@ def lent_moved() -> tuple[tuple[int, ...], list[KvChunk]]:
 
 def test_what_is_sound_is_kept_and_gone_over_to_others(lent_moved: Any) -> None:
     names, chunks = lent_moved
-    cache, came = PrefixCache(CONFIG, 10_000_000, "m"), ReceivedPrefix(CONFIG.model, 0, LENGTH)
+    cache, received = PrefixCache(CONFIG, 10_000_000, "m"), ReceivedPrefix(CONFIG.model, 0, LENGTH)
     for chunk in reversed(chunks):
-        came.accept(chunk)
-    assert cache.adopt(names, came) == LENGTH
+        received.accept(chunk)
+    assert cache.adopt(names, received) == LENGTH
     assert sorted(map(plain, cache.lend(names, 0))) == sorted(map(plain, chunks))
     assert set(cache.changes().added) == set(names)
     cache.verify()
@@ -288,9 +288,9 @@ def test_what_is_not_sound_is_refused(lent_moved: Any) -> None:
             ReceivedPrefix(CONFIG.model, 0, LENGTH).accept(
                 replace(tokens, dtype=dtype, data=numbers.tobytes())
             )
-    came = ReceivedPrefix(CONFIG.model, 0, LENGTH)
-    came.accept(tokens)
+    received_prefix = ReceivedPrefix(CONFIG.model, 0, LENGTH)
+    received_prefix.accept(tokens)
     with pytest.raises(FormatError, match="came before"):
-        came.accept(tokens)
+        received_prefix.accept(tokens)
     with pytest.raises(FormatError, match="chunks are missing"):
-        PrefixCache(CONFIG, 10_000_000, "m").adopt(lent_moved[0], came)
+        PrefixCache(CONFIG, 10_000_000, "m").adopt(lent_moved[0], received_prefix)

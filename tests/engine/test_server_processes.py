@@ -149,8 +149,8 @@ async def test_openais_client_is_served() -> None:
         assert len(whole.choices[0].logprobs.tokens) == CLIENT_OUTPUT
         parts = await client.completions.create(**asked, stream=True)  # type: ignore[call-overload]
         assert "".join([part.choices[0].text async for part in parts]) == expected
-        said = [{"role": "user", "content": [{"type": "text", "text": "Hello"}]}, {"role": "assistant"}]
-        chat = {"model": NAME, "messages": said, "max_completion_tokens": 8, "seed": 3, "n": 2}
+        line = [{"role": "user", "content": [{"type": "text", "text": "Hello"}]}, {"role": "assistant"}]
+        chat = {"model": NAME, "messages": line, "max_completion_tokens": 8, "seed": 3, "n": 2}
         answer = await client.chat.completions.create(  # type: ignore[call-overload]
             **chat,
             user="somebody",

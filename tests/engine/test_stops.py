@@ -27,12 +27,12 @@ def test_stop_strings_are_found_across_any_cut(text: str, stops: list[str], cuts
         shown += scanner.feed(text[start:stop])
         # Shown text is final: it is never taken back.
         assert text.startswith(shown)
-    found = first_complete(text, stops)
-    assert scanner.found == found[1]
-    if found[1] is None:
+    complete = first_complete(text, stops)
+    assert scanner.found == complete[1]
+    if complete[1] is None:
         assert shown + scanner.rest() == text
     else:
-        assert shown == text[: found[0]]
+        assert shown == text[: complete[0]]
         assert scanner.feed("more") == scanner.rest() == ""
 
 

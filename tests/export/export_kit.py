@@ -51,8 +51,8 @@ PIPELINE = template(
 
 
 def plan(*deployed: tuple[Template, str, int]) -> Plan:
-    templates = tuple(dict.fromkeys(each for each, _, _ in deployed))
-    where = tuple(Deployment(each.name, region, count) for each, region, count in deployed)
+    templates = tuple(dict.fromkeys(item for item, _, _ in deployed))
+    where = tuple(Deployment(item.name, region, count) for item, region, count in deployed)
     return Plan("auto", templates, where, (), (), (), (), 1.0, 0.0)
 
 

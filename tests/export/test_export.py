@@ -35,22 +35,22 @@ CLUSTER = ManifestOptions("registry/potluck:1", gpu_names={"L40S": "NVIDIA-L40S"
 def test_every_gpu_is_given_once(widths: list[int], copies: int) -> None:
     replicas = [PlannedReplica("mixed", single("4xL40S", width, 32)) for width in widths]
     made = template("one", "homogeneous", "chat", {"4xL40S": len(widths)}, *replicas)
-    found = fleet((made, "us-east-1", copies))
+    result = fleet((made, "us-east-1", copies))
     given_out = [
-        (each.box.name, gpu)
-        for placement in found.placements
-        for each in placement.footings
-        for gpu in each.gpus
+        (footing.box.name, gpu)
+        for placement in result.placements
+        for footing in placement.footings
+        for gpu in footing.gpus
     ]
     assert len(given_out) == len(set(given_out)) == sum(widths) * copies
-    assert len(found.boxes) == len(widths) * copies
+    assert len(result.boxes) == len(widths) * copies
     ports = [
         (placement.box.name, port)
-        for placement in found.placements
+        for placement in result.placements
         for port in (placement.port, placement.kv_port)
     ]
     assert len(ports) == len(set(ports))
-    assert len({placement.name for placement in found.placements}) == len(found.placements)
+    assert len({placement.name for placement in result.placements}) == len(result.placements)
 
 
 def test_what_does_not_fit_is_refused() -> None:
@@ -70,9 +70,9 @@ def test_machines_by_name_are_the_boxes() -> None:
     made = template(
         "group", "group", "chat", {"4xL40S": 2}, PlannedReplica("mixed", lies), PlannedReplica("mixed", lies)
     )
-    found = fleet((made, "us-east-1", 1))
-    assert [box.name for box in found.boxes] == ["rack-a-1", "b"]
-    assert [each.gpus for placement in found.placements for each in placement.footings] == [
+    result = fleet((made, "us-east-1", 1))
+    assert [box.name for box in result.boxes] == ["rack-a-1", "b"]
+    assert [footing.gpus for placement in result.placements for footing in placement.footings] == [
         (0, 1),
         (0, 1),
         (2, 3),
@@ -82,10 +82,10 @@ def test_machines_by_name_are_the_boxes() -> None:
 
 @given(st.text(max_size=200))
 def test_labels_are_names_in_dns(text: str) -> None:
-    found = label(text)
-    assert len(found) <= 50
-    assert found == "" or (
-        found.isascii() and found.replace("-", "").isalnum() and found == found.strip("-").lower()
+    result = label(text)
+    assert len(result) <= 50
+    assert result == "" or (
+        result.isascii() and result.replace("-", "").isalnum() and result == result.strip("-").lower()
     )
 
 
@@ -140,41 +140,43 @@ def test_a_pipeline_over_machines_names_all_its_workers() -> None:
 
 
 def test_the_gateway_reads_the_roster(tmp_path: Path) -> None:
-    found = fleet((COMBO, "us-east-1", 2))
+    result = fleet((COMBO, "us-east-1", 2))
     (tmp_path / "engine.key").write_text("secret")
-    text = shell.files(found, wording(), {})["engines.yaml"].replace("/etc/potluck", str(tmp_path))
+    text = shell.files(result, wording(), {})["engines.yaml"].replace("/etc/potluck", str(tmp_path))
     entries = read_roster(text, "engines.yaml", tmp_path)
-    assert [(each.template, each.index, each.region, each.key) for each in entries] == [
-        (placement.template, placement.index, "us-east-1", "secret") for placement in found.placements
+    assert [(entry.template, entry.index, entry.region, entry.key) for entry in entries] == [
+        (placement.template, placement.index, "us-east-1", "secret") for placement in result.placements
     ]
-    assert len({each.url for each in entries}) == 8
+    assert len({entry.url for entry in entries}) == 8
 
 
-def manifest_objects(found: PlacedPlan, style: Any = "vllm") -> list[dict[str, Any]]:
-    files = manifests.files(found, wording(style), CLUSTER, {"plan.json": "{}", "traces/a.csv": "1"})
-    return [each for text in files.values() for each in yaml.safe_load_all(text)]
+def manifest_objects(placed_plan: PlacedPlan, style: Any = "vllm") -> list[dict[str, Any]]:
+    files = manifests.files(placed_plan, wording(style), CLUSTER, {"plan.json": "{}", "traces/a.csv": "1"})
+    return [item for text in files.values() for item in yaml.safe_load_all(text)]
 
 
 def test_manifests_are_what_kubernetes_takes() -> None:
     validate = pytest.importorskip(
         "kubernetes_validate", reason="kubernetes-validate is not installed"
     ).validate
-    found = manifest_objects(fleet((COMBO, "us-east-1", 3), (COMBO, "lab", 0)))
-    for each in found:
-        validate(each, "1.33", strict=True)
+    result = manifest_objects(fleet((COMBO, "us-east-1", 3), (COMBO, "lab", 0)))
+    for item in result:
+        validate(item, "1.33", strict=True)
     sets = {
-        each["metadata"]["name"]: each["spec"]["replicas"] for each in found if each["kind"] == "StatefulSet"
+        entry["metadata"]["name"]: entry["spec"]["replicas"]
+        for entry in result
+        if entry["kind"] == "StatefulSet"
     }
     assert sets == {f"chat-0-us-east-1-{index}": 3 for index in range(4)}
-    assert not any("secret" in json.dumps(each).lower() for each in found if each["kind"] == "ConfigMap")
+    assert not any("secret" in json.dumps(entry).lower() for entry in result if entry["kind"] == "ConfigMap")
 
 
 def test_a_pipeline_over_machines_is_a_group_of_pods() -> None:
     validate = pytest.importorskip(
         "kubernetes_validate", reason="kubernetes-validate is not installed"
     ).validate
-    found = manifest_objects(fleet((PIPELINE, "us-east-1", 2)), "embedded")
-    (group,) = [each for each in found if each["kind"] == "LeaderWorkerSet"]
+    result = manifest_objects(fleet((PIPELINE, "us-east-1", 2)), "embedded")
+    (group,) = [item for item in result if item["kind"] == "LeaderWorkerSet"]
     made = group["spec"]["leaderWorkerTemplate"]
     assert (group["spec"]["replicas"], made["size"]) == (2, 3)
     for part in (
@@ -183,7 +185,7 @@ def test_a_pipeline_over_machines_is_a_group_of_pods() -> None:
     ):  # The set itself is no part of Kubernetes: its pods are.
         validate({"apiVersion": "v1", "kind": "Pod", **made[part]}, "1.33", strict=True)
     (engine_words,) = [
-        each["command"] for each in made["leaderTemplate"]["spec"]["containers"] if each["name"] == "engine"
+        item["command"] for item in made["leaderTemplate"]["spec"]["containers"] if item["name"] == "engine"
     ]
     name = "documents-0-us-east-1-0"
     assert engine_words[engine_words.index("--stages") + 1] == (
@@ -201,25 +203,25 @@ def test_unlike_workers_are_no_group_of_pods() -> None:
 
 @pytest.mark.parametrize("name", ["20-engines.yaml", "30-gateway.yaml", "40-network.yaml"])
 def test_kubernetes_reads_as_it_did(name: str) -> None:
-    found = manifests.files(fleet((COMBO, "us-east-1", 2)), wording(), CLUSTER, {"plan.json": "{}"})
-    assert found[name] == (GOLDEN / name).read_text()
+    result = manifests.files(fleet((COMBO, "us-east-1", 2)), wording(), CLUSTER, {"plan.json": "{}"})
+    assert result[name] == (GOLDEN / name).read_text()
 
 
 @pytest.mark.parametrize(
     "name", ["chat-0-us-east-1-0-box0.yaml", "chat-0-us-east-1-0-box1.yaml", "launch.sh"]
 )
 def test_skypilot_reads_as_it_did(name: str) -> None:
-    found = skypilot.files(fleet((COMBO, "us-east-1", 1)), wording(), {"us-east-1": "aws/us-east-1"}, "true")
-    assert found[name] == (GOLDEN / name).read_text()
+    result = skypilot.files(fleet((COMBO, "us-east-1", 1)), wording(), {"us-east-1": "aws/us-east-1"}, "true")
+    assert result[name] == (GOLDEN / name).read_text()
 
 
 def test_compose_gives_each_engine_its_gpus() -> None:
-    found = compose.files(fleet((COMBO, "us-east-1", 1)), wording(), {}, "potluck:1", ["traces/a.csv"])
-    data = yaml.safe_load(found["compose-chat-0-us-east-1-0-box0.yaml"])
+    result = compose.files(fleet((COMBO, "us-east-1", 1)), wording(), {}, "potluck:1", ["traces/a.csv"])
+    data = yaml.safe_load(result["compose-chat-0-us-east-1-0-box0.yaml"])
     assert data["services"].keys() == {"chat-0-us-east-1-0-0", "chat-0-us-east-1-0-1", "gateway"}
     gpus = [
-        each["deploy"]["resources"]["reservations"]["devices"][0]["device_ids"]
-        for name, each in data["services"].items()
+        datum["deploy"]["resources"]["reservations"]["devices"][0]["device_ids"]
+        for name, datum in data["services"].items()
         if name != "gateway"
     ]
     assert gpus == [["0", "1"], ["2", "3"]]
@@ -229,9 +231,9 @@ def test_compose_gives_each_engine_its_gpus() -> None:
     data = yaml.safe_load(piped["compose-documents-0-us-east-1-0-box1.yaml"])
     assert data["secrets"] == {"pipeline.secret": {"file": "./pipeline.secret"}}
     assert all(
-        f"{folder}:{folder}:ro" in each["volumes"]
+        f"{folder}:{folder}:ro" in datum["volumes"]
         for folder in FOLDERS.values()
-        for name, each in data["services"].items()
+        for name, datum in data["services"].items()
         if name != "gateway"
     )
 
@@ -276,9 +278,9 @@ def run(tmp_path: Path, *words: str) -> Any:
 def test_the_command_writes_all_of_it(tmp_path: Path, kind: str) -> None:
     done = run(tmp_path, kind, "--out", str(tmp_path / "out"), "--json")
     assert done.exit_code == 0, done.output
-    said = json.loads(done.output)
-    assert (said["machines"], said["engines"]) == (3, 4)
-    assert sorted(path.name for path in (tmp_path / "out").iterdir()) == said["files"]
+    body = json.loads(done.output)
+    assert (body["machines"], body["engines"]) == (3, 4)
+    assert sorted(path.name for path in (tmp_path / "out").iterdir()) == body["files"]
 
 
 @pytest.mark.parametrize(

@@ -14,10 +14,10 @@ sky = pytest.importorskip("sky", reason="SkyPilot is not installed; `make test-s
 
 def test_tasks_say_what_the_plan_rents(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("POTLUCK_API_KEY", "x")
-    found = fleet((COMBO, "us-east-1", 1))
-    files = skypilot.files(found, wording(), {"us-east-1": "aws/us-east-1"}, "true")
+    result = fleet((COMBO, "us-east-1", 1))
+    files = skypilot.files(result, wording(), {"us-east-1": "aws/us-east-1"}, "true")
     rented = []
-    for box in found.boxes:
+    for box in result.boxes:
         path = tmp_path / f"{box.name}.yaml"
         path.write_text(files[path.name])
         task = sky.Task.from_yaml(str(path))

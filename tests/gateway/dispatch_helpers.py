@@ -186,7 +186,7 @@ class Call:
                 self.listener.head(200, {b"content-type": b"application/x-ndjson"})
             self.place += 1
             self.write_raw(
-                b"".join(json.dumps(each, separators=(",", ":")).encode() + b"\n" for each in lines)
+                b"".join(json.dumps(line, separators=(",", ":")).encode() + b"\n" for line in lines)
             )
 
     def write_raw(self, data: bytes) -> None:
@@ -227,7 +227,7 @@ class Call:
                 return []
             if self.place == 1:
                 return [{"computed": self.body["stop"] - self.body.get("start", 0), "handle": handle}]
-            if any(each.body.get("source", {}).get("handle") == handle for each in self.fleet.calls):
+            if any(call.body.get("source", {}).get("handle") == handle for call in self.fleet.calls):
                 self.fleet.delivered.add(handle)
                 return [{"ended": "handed_on", **counts}]
             return []
@@ -246,17 +246,17 @@ class Call:
         """Write the next lines at once; whether there were any."""
         if not self.live or self.paused:
             return False
-        found: list[object] = []
-        while len(found) < lines and (more := self.line()):
-            found += more
+        result: list[object] = []
+        while len(result) < lines and (more := self.line()):
+            result += more
             if "ended" in more[0]:  # type: ignore[operator]
                 break
             if self.hands_on:
                 break
-        if not found:
+        if not result:
             return False
-        self.write(*found)
-        if "ended" in found[-1]:  # type: ignore[operator]
+        self.write(*result)
+        if "ended" in result[-1]:  # type: ignore[operator]
             self.end()
         return True
 
@@ -298,7 +298,9 @@ class Fleet:
         headers: Iterable[tuple[bytes, bytes]] = (),
         silence_s: float = 60.0,
     ) -> Call:
-        replica = next(each.replica for each in self.endpoints.values() if each.address == address)
+        replica = next(
+            endpoint.replica for endpoint in self.endpoints.values() if endpoint.address == address
+        )
         call = Call(self, replica, path, body, listener)
         self.sent.append(call)
         self.calls[call] = None
@@ -328,9 +330,9 @@ def plan_of(names: Sequence[Sequence[Role]], region: str = "near") -> Plan:
     return Plan(
         "test",
         tuple(templates),
-        tuple(Deployment(each.name, region, 1) for each in templates),
+        tuple(Deployment(template.name, region, 1) for template in templates),
         (LengthBucket(MODEL, 0, 100_000, 1.0),),
-        tuple(PlannedShare(each.name, region, 0, "closed", 1.0) for each in templates),
+        tuple(PlannedShare(template.name, region, 0, "closed", 1.0) for template in templates),
         (),
         (),
         1.0,
@@ -347,9 +349,9 @@ class Desk:
             FleetFacts(
                 {MODEL: ModelFacts(1e5)},
                 {
-                    (each.name, place): ReplicaFacts(1e-4, 1e-3, 0.02, 8, 20_000, 200_000)
-                    for each in plan.templates
-                    for place in range(len(each.replicas))
+                    (template.name, place): ReplicaFacts(1e-4, 1e-3, 0.02, 8, 20_000, 200_000)
+                    for template in plan.templates
+                    for place in range(len(template.replicas))
                 },
                 {},
                 {},
@@ -409,8 +411,8 @@ class Stage:
 
     def __init__(self, *replicas: str, far: tuple[str, ...] = ()) -> None:
         self.clock, self.fleet = Clock(), Fleet()
-        for each in replicas:
-            self.fleet.add(each, "far" if each in far else "near")
+        for replica in replicas:
+            self.fleet.add(replica, "far" if replica in far else "near")
         self.line = Script(self.clock)
         self.dispatcher = driver(self.line, self.fleet, self.clock)
 
@@ -439,7 +441,7 @@ class Stage:
     @property
     def turns(self) -> list[object]:
         """The same without what was computed and is still on its way."""
-        return [each for each in self.news if not isinstance(each, SegmentComputed)]
+        return [item for item in self.news if not isinstance(item, SegmentComputed)]
 
     def at_rest(self) -> None:
         assert self.dispatcher.sizes() == {"open": 0, "watched": 0, "news": 0}

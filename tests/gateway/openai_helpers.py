@@ -204,9 +204,9 @@ class Scene:
         return self.ask("/v1/completions", {"model": NAME, "prompt": prompt, **fields}, **(headers or {}))
 
     def chat(self, text: str = "Hello", headers: dict[str, str] | None = None, **fields: Any) -> FakeExchange:
-        said = [{"role": "user", "content": text}]
+        message = [{"role": "user", "content": text}]
         return self.ask(
-            "/v1/chat/completions", {"model": NAME, "messages": said, **fields}, **(headers or {})
+            "/v1/chat/completions", {"model": NAME, "messages": message, **fields}, **(headers or {})
         )
 
 

@@ -88,25 +88,25 @@ def test_metrics_have_the_names_people_know() -> None:
     counters.turned_away(401, "invalid_api_key")
     now_s[0] = 10.0
     metrics.look()
-    found = values(metrics.text())
-    assert found['vllm:time_to_first_token_seconds_bucket{le="0.5",model_name="m"}'] == 1
-    assert found['vllm:time_to_first_token_seconds_bucket{le="0.25",model_name="m"}'] == 0
-    assert found['vllm:time_to_first_token_seconds_sum{model_name="m"}'] == 0.5
-    assert found['vllm:inter_token_latency_seconds_count{model_name="m"}'] == 1
-    assert found['vllm:request_time_per_output_token_seconds_sum{model_name="m"}'] == 0.2
-    assert found['vllm:e2e_request_latency_seconds_sum{model_name="m"}'] == 2.5
-    assert found['vllm:prompt_tokens_total{model_name="m"}'] == 100
-    assert found['vllm:generation_tokens_total{model_name="m"}'] == 11
-    assert found['vllm:prefix_cache_hits_total{model_name="m"}'] == 60
-    assert found['vllm:num_requests_waiting{model_name="m"}'] == 5
-    assert found['vllm:num_requests_running{model_name="m"}'] == 3
-    assert found['potluck_replicas{model="m",state="lost"}'] == 1
-    assert found['potluck_usd_per_hour{model="m"}'] == 3.6
-    assert found['potluck_usd_per_million_tokens{model="m"}'] == pytest.approx(3.6 / 360 / 111 * 1e6)
-    assert found['potluck_requests_total{class="standard",model="m",outcome="stop"}'] == 1
-    assert found['potluck_turned_away_total{code="invalid_api_key",status="401"}'] == 1
-    assert found["potluck_keys"] == 7
-    assert found["potluck_open_requests"] == 0
+    result = values(metrics.text())
+    assert result['vllm:time_to_first_token_seconds_bucket{le="0.5",model_name="m"}'] == 1
+    assert result['vllm:time_to_first_token_seconds_bucket{le="0.25",model_name="m"}'] == 0
+    assert result['vllm:time_to_first_token_seconds_sum{model_name="m"}'] == 0.5
+    assert result['vllm:inter_token_latency_seconds_count{model_name="m"}'] == 1
+    assert result['vllm:request_time_per_output_token_seconds_sum{model_name="m"}'] == 0.2
+    assert result['vllm:e2e_request_latency_seconds_sum{model_name="m"}'] == 2.5
+    assert result['vllm:prompt_tokens_total{model_name="m"}'] == 100
+    assert result['vllm:generation_tokens_total{model_name="m"}'] == 11
+    assert result['vllm:prefix_cache_hits_total{model_name="m"}'] == 60
+    assert result['vllm:num_requests_waiting{model_name="m"}'] == 5
+    assert result['vllm:num_requests_running{model_name="m"}'] == 3
+    assert result['potluck_replicas{model="m",state="lost"}'] == 1
+    assert result['potluck_usd_per_hour{model="m"}'] == 3.6
+    assert result['potluck_usd_per_million_tokens{model="m"}'] == pytest.approx(3.6 / 360 / 111 * 1e6)
+    assert result['potluck_requests_total{class="standard",model="m",outcome="stop"}'] == 1
+    assert result['potluck_turned_away_total{code="invalid_api_key",status="401"}'] == 1
+    assert result["potluck_keys"] == 7
+    assert result["potluck_open_requests"] == 0
     counters.answered(TOLD._replace(choices=2, output_tokens=22))
     assert counters.seen(known.TPOT)["m",].total == pytest.approx(0.4), "each of two had 11"
 
@@ -196,9 +196,9 @@ def test_a_slow_reader_of_events_loses_the_oldest_and_is_told() -> None:
         for number in range(5):
             feed.publish("route", {"number": number})
             feed.publish("other", {})
-        said = (await reader.next(1.0)).decode()
-        assert said.startswith('event: lost\ndata: {"events":2}\n\n')
-        assert [json.loads(line[6:])["number"] for line in said.splitlines() if '"number"' in line] == [
+        body = (await reader.next(1.0)).decode()
+        assert body.startswith('event: lost\ndata: {"events":2}\n\n')
+        assert [json.loads(line[6:])["number"] for line in body.splitlines() if '"number"' in line] == [
             2,
             3,
             4,
@@ -207,9 +207,9 @@ def test_a_slow_reader_of_events_loses_the_oldest_and_is_told() -> None:
         assert await reader.next(0.01) == b": nothing\n\n"
         others = [feed.watch() for _ in range(MOST_READERS)]
         assert others[-1] is None
-        for each in [reader, *others[:-1]]:
-            assert each is not None
-            each.close()
+        for item in [reader, *others[:-1]]:
+            assert item is not None
+            item.close()
         assert read[0] is True
         assert read[-1] is False
 
@@ -296,10 +296,10 @@ def test_the_operators_port_has_a_key_of_its_own() -> None:
 
 
 def test_everything_that_happens_is_published_without_prompts() -> None:
-    said: list[tuple[str, dict[str, object]]] = []
-    told: list[RequestOutcome] = []
-    meter = Counters(told=told.append)
-    meter.published = lambda kind, what: said.append((kind, what))
+    text: list[tuple[str, dict[str, object]]] = []
+    request_outcomes: list[RequestOutcome] = []
+    meter = Counters(told=request_outcomes.append)
+    meter.published = lambda kind, what: text.append((kind, what))
     secret = ASKED._replace(prompt=(987_654,), body=b"my secret")
     meter.routed(secret, run(handed_over("a", "b", 4)))
     meter.segment(secret, "a", 1.0, 2.0, 30)
@@ -307,10 +307,10 @@ def test_everything_that_happens_is_published_without_prompts() -> None:
     meter.moved("a", "b", "int8", 1000, 0.5)
     meter.decided("start r3", "the queue grows")
     meter.answered(TOLD)
-    assert [kind for kind, _ in said] == ["route", "segment", "failure", "transfer", "decision", "request"]
-    assert "987654" not in json.dumps(said)
-    assert "secret" not in json.dumps(said)
-    assert told == [TOLD]
+    assert [kind for kind, _ in text] == ["route", "segment", "failure", "transfer", "decision", "request"]
+    assert "987654" not in json.dumps(text)
+    assert "secret" not in json.dumps(text)
+    assert request_outcomes == [TOLD]
     assert meter.counted(known.KV_BYTES) == {("a", "b", "int8"): 1000}
     assert meter.counted(known.SEGMENT_TOKENS) == {("a",): 30}
 

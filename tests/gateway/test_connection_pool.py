@@ -361,8 +361,8 @@ def test_nothing_of_a_request_is_kept_when_it_was_answered() -> None:
             ear = Ear()
             calls.send(address, b"POST", b"/", b"x" * 1000, ear, silence_s=600)
             await ear.ended.wait()
-        assert not [each for each in gc.get_objects() if type(each) is EngineCall]
-        assert sum(len(each) for each in calls.wheel._slots.values()) == 1
+        assert not [item for item in gc.get_objects() if type(item) is EngineCall]
+        assert sum(len(slot) for slot in calls.wheel._slots.values()) == 1
 
     engine(talk, work)
 

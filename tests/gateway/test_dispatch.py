@@ -150,14 +150,14 @@ def test_servers_of_plain_openai_race_until_the_first_byte_of_a_stream(quick: st
     twin(stage, what, aggregated("y"))
     call, other = stage.call(quick), stage.call("y" if quick == "x" else "x")
     call.listener.head(200, {b"content-type": b"text/event-stream"})
-    said = b'data: {"choices":[{"index":0,"text":"It"}]}\n\n'
-    call.write_raw(said)
+    text = b'data: {"choices":[{"index":0,"text":"It"}]}\n\n'
+    call.write_raw(text)
     assert other.cancelled
-    other.listener.data(said)
+    other.listener.data(text)
     end = b'data: {"choices":[],"usage":{"completion_tokens":1}}\n\ndata: [DONE]\n\n'
     call.write_raw(end)
     call.end()
-    assert heard.relayed == said + end
+    assert heard.relayed == text + end
     assert stage.news == [FirstToken("r", int(quick == "y")), RequestFinished("r", int(quick == "y"), 1)]
     stage.at_rest()
 
@@ -195,10 +195,10 @@ def test_from_the_client_to_the_bill_a_silent_engine_costs_a_moment_and_counts_o
     if not hedge:
         return
     expected = right_answer(ChoiceRequest("", MODEL, (3, 4, 5), 3, 9, ends=(EOS,)))
-    (told,) = meter.told
-    assert (told.outcome, told.prompt_tokens) == ("stop" if expected[-1] == EOS else "length", 3)
-    assert told.output_tokens == len(expected)
-    assert [type(each) for each in brain_loop.told if isinstance(each, RequestFinished | AttemptFailed)] == [
+    (message,) = meter.told
+    assert (message.outcome, message.prompt_tokens) == ("stop" if expected[-1] == EOS else "length", 3)
+    assert message.output_tokens == len(expected)
+    assert [type(item) for item in brain_loop.told if isinstance(item, RequestFinished | AttemptFailed)] == [
         RequestFinished
     ]
     assert dispatcher.sizes() == {"open": 0, "watched": 0, "news": 0}
@@ -226,11 +226,11 @@ def test_an_engine_whose_answers_all_stop_is_dead_for_all_of_them() -> None:
         stage.clock.pass_s(0.02)
         stage.fleet.step_all()
     stage.clock.pass_s(MOST_S + 1)
-    failed = [each for each in stage.news if isinstance(each, AttemptFailed)]
-    assert {(each.request, each.kind, each.where) for each in failed} == {
+    failed = [item for item in stage.news if isinstance(item, AttemptFailed)]
+    assert {(item.request, item.kind, item.where) for item in failed} == {
         (name, "replica", "x") for name in ("a", "b", "c")
     }
-    assert [len(each.tokens_) for each in heards] == [each.streamed_tokens for each in failed]
+    assert [len(heard.tokens_) for heard in heards] == [item.streamed_tokens for item in failed]
 
 
 def test_one_answer_that_stands_still_while_others_go_on_fails_alone() -> None:
@@ -242,7 +242,7 @@ def test_one_answer_that_stands_still_while_others_go_on_fails_alone() -> None:
     for _ in range(400):
         stage.clock.pass_s(0.4)
         flowing.step()
-    failed = [each for each in stage.news if isinstance(each, AttemptFailed)]
+    failed = [item for item in stage.news if isinstance(item, AttemptFailed)]
     assert failed == [AttemptFailed("b", 0, "timeout", "x", 1)]
     assert flowing.live
 
@@ -264,7 +264,7 @@ def test_one_that_left_the_directory_and_says_nothing_is_dead() -> None:
     for _ in range(20):
         stage.clock.pass_s(0.2)
         stage.call("y").step()  # Said to be gone, but it streams: nobody loses anything.
-    assert [each for each in stage.news if isinstance(each, AttemptFailed)] == [
+    assert [item for item in stage.news if isinstance(item, AttemptFailed)] == [
         AttemptFailed("a", 0, "replica", "x", 0)
     ]
 
@@ -280,7 +280,7 @@ def test_one_that_is_said_to_be_silent_fails_its_requests_unless_its_answers_flo
     for replica in ("x", "y"):
         stage.dispatcher.gone(replica)
     assert stage.clock.now_s() < LEAST_FIRST_S
-    assert [each for each in stage.news if isinstance(each, AttemptFailed)] == [
+    assert [item for item in stage.news if isinstance(item, AttemptFailed)] == [
         AttemptFailed("a", 0, "replica", "x", 0)
     ]
 
@@ -297,7 +297,7 @@ def test_a_stall_on_the_way_to_the_first_token_is_put_down_to_whom_it_hangs_on(
     for _ in range(steps):
         stage.call("p").step()
     stage.clock.pass_s(max(MOST_FIRST_S, HANDOVER_S) + 1)
-    assert [each for each in stage.news if isinstance(each, AttemptFailed)] == [
+    assert [item for item in stage.news if isinstance(item, AttemptFailed)] == [
         AttemptFailed("r", 0, kind, where, 0)
     ]
 
@@ -468,5 +468,5 @@ def test_every_request_gets_its_right_answer(
     assert brain_loop.brain.sizes()["hedges"] == 0
     assert not any(view.open_requests for view in brain_loop.brain.fleet.views.values())
     assert not fleet.calls
-    attempts = [(each.request, each.attempt) for each in brain_loop.told if isinstance(each, AttemptFailed)]
+    attempts = [(item.request, item.attempt) for item in brain_loop.told if isinstance(item, AttemptFailed)]
     assert len(set(attempts)) == len(attempts), "an attempt fails once"

@@ -104,9 +104,9 @@ MOST_CALLS, MOST_CALLS_PER_TOKEN = 155, 8
 
 
 def test_a_request_and_a_token_take_few_steps() -> None:
-    found = benchmark("gateway_path").measure(True)
-    assert 50 < found["calls_per_request"] <= MOST_CALLS
-    assert 2 < found["calls_per_token"] <= MOST_CALLS_PER_TOKEN
+    result = benchmark("gateway_path").measure(True)
+    assert 50 < result["calls_per_request"] <= MOST_CALLS
+    assert 2 < result["calls_per_token"] <= MOST_CALLS_PER_TOKEN
 
 
 def test_a_relayed_request_walks_through_few_files(tmp_path: Path) -> None:

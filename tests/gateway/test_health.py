@@ -102,19 +102,19 @@ def test_an_engine_that_was_restarted_counts_from_nothing() -> None:
 def test_a_roster_that_is_told_again_says_nothing_of_links() -> None:
     """A controller tells it twice a second: what crossed in such a moment would make any link seem full."""
     watch, engine, _ = _watch()
-    told: list[object] = []
-    watch._tell = told.append
+    message: list[object] = []
+    watch._tell = message.append
 
     async def run() -> None:
         watch.meet()
         watch.meet()
-        assert not told
+        assert not message
         watch.look()
         assert engine.watching is not None
         engine.watching.cancel()
 
     asyncio.run(run())
-    assert len(told) == 1, "a look at a tick does"
+    assert len(message) == 1, "a look at a tick does"
 
 
 def test_a_link_is_shared_out_among_its_senders_and_less_of_it_while_it_loses() -> None:
@@ -169,19 +169,19 @@ def test_engines_are_told_their_grants_when_they_are_asked_how_they_fare(knows: 
             raise EngineNoAnswer("/grants was answered with 404")
 
     watch, engine, _ = _watch()
-    told: list[object] = []
+    message: list[object] = []
     watch._registry.caller = SimpleNamespace(status=status, grants=grants)  # type: ignore[assignment]
     watch._registry.heard = lambda engine: None  # type: ignore[method-assign]
-    watch._tell = told.append
+    watch._tell = message.append
     asyncio.run(watch._ask(engine))
     assert not given, "nobody is told anything where links are not shared out"
     watch._grants, watch._granted = True, {"b": [{"link": "east->west"}]}
     asyncio.run(watch._ask(engine))
     assert given == [([{"link": "east->west"}], LASTS_S)]
-    assert len(told) == 1, "what says nothing new is not told twice"
+    assert len(message) == 1, "what says nothing new is not told twice"
     engine.told = (0.0, None)
     asyncio.run(watch._ask(engine))
-    assert len(told) == 2, "it is heard all the same"
+    assert len(message) == 2, "it is heard all the same"
 
 
 def test_an_engine_that_takes_longer_than_ever_is_silent_until_it_answers(
@@ -191,7 +191,7 @@ def test_an_engine_that_takes_longer_than_ever_is_silent_until_it_answers(
     monkeypatch.setattr("potluck.gateway.registry.health.WAIT_S", 1e-3)
     watch, engine, _ = _watch()
     silent: list[float] = []
-    told: list[object] = []
+    message: list[object] = []
     answer = asyncio.Event()
 
     def hear(each: EngineRecord) -> None:
@@ -206,13 +206,13 @@ def test_an_engine_that_takes_longer_than_ever_is_silent_until_it_answers(
     watch._registry.caller = SimpleNamespace(status=status)  # type: ignore[assignment]
     watch._registry.silent = hear  # type: ignore[method-assign]
     watch._registry.heard = lambda engine: None  # type: ignore[method-assign]
-    watch._tell = told.append
+    watch._tell = message.append
     engine.answers = ResponseTimes(1e-9)
     engine.told = (1e12, ReplicaReported("b", SAID.status))
     asyncio.run(watch._ask(engine))
     assert silent == pytest.approx([LEAST_S, LEAST_S + AGAIN_S, LEAST_S + 2 * AGAIN_S], abs=5e-3)
     assert engine.waited_s == 0.0
-    assert told == [ReplicaReported("b", SAID.status)], "that it answers again is news, whatever it says"
+    assert message == [ReplicaReported("b", SAID.status)], "that it answers again is news, whatever it says"
     asyncio.run(watch._ask(engine))
     assert len(silent) == 3
 
@@ -258,11 +258,11 @@ def test_a_slow_machine_is_told_of_and_a_quick_one_is_not() -> None:
 
 
 def test_engines_that_compute_for_real_say_nothing_of_it() -> None:
-    said = read_status(b'{"state": "ready"}')
-    assert (said.predicted_s, said.took_s) == (0.0, 0.0)
+    status = read_status(b'{"state": "ready"}')
+    assert (status.predicted_s, status.took_s) == (0.0, 0.0)
     late = EmulationLag()
     for _ in range(3):
-        late.told("a", said.predicted_s, said.took_s)
+        late.told("a", status.predicted_s, status.took_s)
     assert late.slowdown is None
     with pytest.raises(FormatError, match="emulated_took_s"):
         read_status(b'{"state": "ready", "notes": {"emulated_took_s": "long"}}')
@@ -305,9 +305,9 @@ REPORT = {
 
 
 def test_a_status_is_what_the_brain_is_told() -> None:
-    said = read_status(json.dumps(REPORT).encode())
-    assert tuple(said.status) == (2, 3, 50, 100, 7, 9, 0.02)
-    assert said.links[0].peer == "127.0.0.1:8"
+    text = read_status(json.dumps(REPORT).encode())
+    assert tuple(text.status) == (2, 3, 50, 100, 7, 9, 0.02)
+    assert text.links[0].peer == "127.0.0.1:8"
     idle = read_status(json.dumps({**REPORT, "waiting": 0, "running": 0}).encode())
     assert idle.status.step_s == 0.0
 
@@ -355,4 +355,4 @@ def test_a_link_is_slow_only_where_bytes_wait_for_it() -> None:
     assert slow == LinkReported("e", "w", 0.1, 5e8, pytest.approx(0.8))
     assert idle.gbps == 8.0
     quiet = link_reports({}, planned, 1.0)
-    assert all(each.utilisation == 0 and each.gbps == 8.0 for each in quiet)
+    assert all(item.utilisation == 0 and item.gbps == 8.0 for item in quiet)

@@ -267,8 +267,8 @@ def test_who_waits_gives_way_and_who_works_does_not() -> None:
         also.reply(200, b"b")
         assert (await first.readuntil(b"\r\n")).startswith(b"HTTP/1.1 200")
         assert (await reader.readuntil(b"\r\n")).startswith(b"HTTP/1.1 200")
-        for each in (writer, other, third):
-            each.close()
+        for item in (writer, other, third):
+            item.close()
 
     serve(work, replace(LIMITS, connections=2))
 
@@ -313,8 +313,8 @@ def test_closing_lets_answers_end_and_says_that_they_are_the_last() -> None:
         await closing
         with pytest.raises(OSError):
             await join(port)
-        for each in (one, two, three):
-            each.close()
+        for item in (one, two, three):
+            item.close()
 
     uvloop.run(run())
 

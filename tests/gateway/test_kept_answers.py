@@ -96,9 +96,9 @@ def test_what_failed_is_tried_again(tmp_path: Path) -> None:
 
     broken = Worker(tmp_path, breaks)
     for _ in range(2):
-        found = broken.complete("Hello", named(), stream=True)
-        assert "error" in found.events[-1]
-        assert "x-potluck-replayed" not in found.sent
+        result = broken.complete("Hello", named(), stream=True)
+        assert "error" in result.events[-1]
+        assert "x-potluck-replayed" not in result.sent
     assert len(broken.driver.asked) == 2
     assert list(tmp_path.iterdir()) == []
 
@@ -143,7 +143,7 @@ def test_a_client_with_a_key_may_leave_and_come_back(tmp_path: Path) -> None:
     saying("world")(worker.driver.asked[0], worker.driver.answer)
     again = worker.complete("Hello", named(), max_tokens=5)
     assert (again.status, again.json["choices"][0]["text"]) == (200, "world")
-    assert [told.outcome for told in worker.meter.told] == ["length"]
+    assert [message.outcome for message in worker.meter.told] == ["length"]
 
 
 def test_a_client_without_a_key_cancels_by_leaving(tmp_path: Path) -> None:
@@ -154,7 +154,7 @@ def test_a_client_without_a_key_cancels_by_leaving(tmp_path: Path) -> None:
     assert first.on_gone is not None
     first.on_gone()
     assert worker.driver.cancelled == [worker.driver.asked[0].id]
-    assert [told.outcome for told in worker.meter.told] == ["cancelled"]
+    assert [message.outcome for message in worker.meter.told] == ["cancelled"]
     for _ in range(20):
         other.pass_time()
     assert len(other.driver.asked) == 1, "who waited for it has it computed"
@@ -179,13 +179,13 @@ def test_one_whose_process_died_is_continued_from_its_tokens(
     assert other.driver.asked[0].id != one.driver.asked[0].id, "the Brain has seen the end of that one"
     saying("ld")(other.driver.asked[0], other.driver.answer)
     assert again.sent["x-potluck-replayed"] == "1"
-    (told,) = other.meter.told
-    assert (told.output_tokens, told.prompt_tokens) == (5, 5), "the whole of it is billed, once"
+    (message,) = other.meter.told
+    assert (message.output_tokens, message.prompt_tokens) == (5, 5), "the whole of it is billed, once"
     if stream:
         assert again.data.startswith(first.data), "the same answer, by the same name"
-        parts = [each for each in again.events if each["choices"]]
-        assert "".join(each["choices"][0]["text"] for each in parts) == "world"
-        assert told.id in parts[0]["id"]
+        parts = [event for event in again.events if event["choices"]]
+        assert "".join(part["choices"][0]["text"] for part in parts) == "world"
+        assert message.id in parts[0]["id"]
     else:
         assert again.json["choices"][0]["text"] == "world"
     for _ in range(20):
@@ -240,8 +240,8 @@ def test_answers_are_forgotten(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, 
     for place in range(2):
         held.complete("Hello", {"x_request_id": f"r{place}"})
     os.close(files[2])
-    for each in tmp_path.iterdir():
-        os.utime(each, (past_s, past_s))
+    for item in tmp_path.iterdir():
+        os.utime(item, (past_s, past_s))
     KeptAnswers(tmp_path, lambda *_: None)
     assert len(list(tmp_path.iterdir())) == 1
     monkeypatch.setattr(kept_answers, "MOST_BYTES", 100)
@@ -290,14 +290,14 @@ def test_of_two_that_find_nothing_one_writes(tmp_path: Path) -> None:
     assert second.forsaken
     second.close()
     assert json.dumps({"digest": "d"}).encode() not in b"".join(
-        each.read_bytes() for each in tmp_path.iterdir()
+        path.read_bytes() for path in tmp_path.iterdir()
     )
 
 
 def test_responses_are_kept_as_their_clients_read_them(tmp_path: Path) -> None:
     worker = Worker(tmp_path, saying("world", "stop"))
     body = {"model": NAME, "input": "Hello"}
-    found: list[FakeExchange] = [worker.ask("/v1/responses", body, **named()) for _ in range(2)]
-    assert found[0].json["object"] == "response"
-    assert found[1].data == found[0].data
+    fake_exchanges: list[FakeExchange] = [worker.ask("/v1/responses", body, **named()) for _ in range(2)]
+    assert fake_exchanges[0].json["object"] == "response"
+    assert fake_exchanges[1].data == fake_exchanges[0].data
     assert len(worker.driver.asked) == 1

@@ -49,9 +49,9 @@ def test_only_known_keys_are_let_in(tmp_path: Path) -> None:
     assert resolved.try_key(resolved.key).status == 200
     assert (resolved.driver.asked[0].tenant, resolved.meter.told[0].key) == ("ann-and-co", "ann")
     for wrong in (None, "", resolved.key[:-1], resolved.key + "x", "pk-" + "x" * 1_000_000):
-        found = resolved.try_key(wrong)
-        assert (found.status, found.json["error"]["code"]) == (401, "invalid_api_key")
-        assert found.sent["www-authenticate"] == "Bearer"
+        result = resolved.try_key(wrong)
+        assert (result.status, result.json["error"]["code"]) == (401, "invalid_api_key")
+        assert result.sent["www-authenticate"] == "Bearer"
     assert resolved.ask("/v1/models", method="GET").status == 401
     assert resolved.ask("/health", method="GET").status == 200
     assert resolved.ask("/ready", method="GET").status == 200
@@ -137,8 +137,8 @@ def test_keys_expire_and_classes_may_be_few(tmp_path: Path) -> None:
     assert resolved.try_key(resolved.key).status == 403
     assert resolved.try_key(resolved.key, service_tier="flex").status == 200
     resolved.now_s = 3600.0
-    found = resolved.try_key(resolved.key, service_tier="flex")
-    assert (found.status, found.json["error"]["code"]) == (401, "expired_api_key")
+    result = resolved.try_key(resolved.key, service_tier="flex")
+    assert (result.status, result.json["error"]["code"]) == (401, "expired_api_key")
 
 
 def test_requests_per_minute(tmp_path: Path) -> None:
@@ -149,10 +149,10 @@ def test_requests_per_minute(tmp_path: Path) -> None:
         "1",
     )
     assert resolved.try_key(resolved.key).status == 200
-    found = resolved.try_key(resolved.key)
-    assert (found.status, found.sent["retry-after"]) == (429, "30")
-    assert found.sent["x-ratelimit-remaining-requests"] == "0"
-    assert found.sent["x-ratelimit-reset-requests"] == "60s"
+    result = resolved.try_key(resolved.key)
+    assert (result.status, result.sent["retry-after"]) == (429, "30")
+    assert result.sent["x-ratelimit-remaining-requests"] == "0"
+    assert result.sent["x-ratelimit-reset-requests"] == "60s"
     resolved.now_s = 29.9
     assert resolved.try_key(resolved.key).status == 429
     resolved.now_s = 30.1
@@ -306,12 +306,12 @@ def test_a_slate_keeps_keys_apart(tmp_path: Path) -> None:
     slates = [SharedUse(tmp_path / "slate", worker, 3) for worker in range(3)]
     names = [f"key-{number}" for number in range(200)]
     rows = [{name: shared_use.row(name) for name in names} for shared_use in slates]
-    for worker, each in enumerate(rows):
+    for worker, item in enumerate(rows):
         for place, name in enumerate(names):
-            each[name].add(place, worker, 1)
-    for worker, each in enumerate(rows):
+            item[name].add(place, worker, 1)
+    for worker, entry in enumerate(rows):
         for place, name in enumerate(names):
-            assert each[name].others() == (2 * place, 3 - worker, 2)
+            assert entry[name].others() == (2 * place, 3 - worker, 2)
     with pytest.raises(InputError):
         SharedUse(tmp_path / "slate", 3, 3)
 

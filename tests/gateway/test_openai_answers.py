@@ -31,22 +31,28 @@ from potluck.gateway.values import AnswerSink, ChoiceRequest
 
 def test_a_whole_completion() -> None:
     resolved = Scene(saying("world", cached=3))
-    found = resolved.complete("Hello", max_tokens=5, temperature=0)
-    assert (found.status, found.over, found.streamed) == (200, True, False)
-    reply = found.json
+    result = resolved.complete("Hello", max_tokens=5, temperature=0)
+    assert (result.status, result.over, result.streamed) == (200, True, False)
+    reply = result.json
     assert reply["id"].startswith("cmpl-")
     assert (reply["object"], reply["model"], reply["created"]) == ("text_completion", NAME, 10**9)
     assert reply["choices"] == [{"index": 0, "finish_reason": "length", "logprobs": None, "text": "world"}]
     assert reply["usage"] == usage(5, 5, 3)
-    assert found.sent["content-type"] == "application/json"
-    assert found.sent["x-request-id"].startswith("req-")
+    assert result.sent["content-type"] == "application/json"
+    assert result.sent["x-request-id"].startswith("req-")
     (asked,) = resolved.driver.asked
     assert (asked.prompt, asked.prompt_tokens) == (tuple(tokens("Hello")), 5)
     assert (asked.max_output_tokens, asked.sampling) == (5, Sampling())
     assert asked.path == b"/v1/completions"
     assert json.loads(asked.body)["prompt"] == "Hello"
-    (told,) = resolved.meter.told
-    assert (told.outcome, told.status, told.prompt_tokens, told.cached_tokens, told.output_tokens) == (
+    (message,) = resolved.meter.told
+    assert (
+        message.outcome,
+        message.status,
+        message.prompt_tokens,
+        message.cached_tokens,
+        message.output_tokens,
+    ) == (
         "length",
         200,
         5,
@@ -58,10 +64,10 @@ def test_a_whole_completion() -> None:
 
 def test_a_streamed_chat_with_its_usage() -> None:
     resolved = Scene(saying("Hey", "stop"))
-    found = resolved.chat("Hi", stream=True, stream_options={"include_usage": True})
-    assert (found.status, found.over) == (200, True)
-    assert found.sent["content-type"].startswith("text/event-stream")
-    *parts, last = found.events
+    result = resolved.chat("Hi", stream=True, stream_options={"include_usage": True})
+    assert (result.status, result.over) == (200, True)
+    assert result.sent["content-type"].startswith("text/event-stream")
+    *parts, last = result.events
     assert parts[0]["choices"][0]["delta"] == {"role": "assistant", "content": "H"}
     assert "".join(part["choices"][0]["delta"].get("content", "") for part in parts) == "Hey"
     assert [part["choices"][0]["finish_reason"] for part in parts] == [None, None, None, "stop"]
@@ -75,7 +81,7 @@ def test_a_streamed_chat_with_its_usage() -> None:
 
 def test_prompts_times_n_are_so_many_answers_with_seeds_of_their_own() -> None:
     resolved = Scene()
-    found = resolved.complete(["ab", tokens("cde")], n=2, seed=7, temperature=1, max_tokens=4)
+    result = resolved.complete(["ab", tokens("cde")], n=2, seed=7, temperature=1, max_tokens=4)
     asked = resolved.driver.asked
     assert [one.prompt for one in asked] == [tuple(tokens(text)) for text in ("ab", "ab", "cde", "cde")]
     assert [one.sampling.seed for one in asked] == [7, 7 + (1 << 32)] * 2
@@ -84,17 +90,17 @@ def test_prompts_times_n_are_so_many_answers_with_seeds_of_their_own() -> None:
     assert [body["prompt"] for body in bodies] == [list(one.prompt) for one in asked]
     assert [(body["n"], body["seed"]) for body in bodies] == [(1, one.sampling.seed) for one in asked]
     for place in (2, 0, 3, 1):
-        assert found.status is None
+        assert result.status is None
         resolved.driver.answers[asked[place].id].tokens(choices("wxyz"[place]))
         resolved.driver.answers[asked[place].id].finished("stop", 2)
-    assert [choice["text"] for choice in found.json["choices"]] == list("wxyz")
-    assert [choice["index"] for choice in found.json["choices"]] == [0, 1, 2, 3]
-    assert found.json["usage"] == usage(5, 4, 5)
+    assert [choice["text"] for choice in result.json["choices"]] == list("wxyz")
+    assert [choice["index"] for choice in result.json["choices"]] == [0, 1, 2, 3]
+    assert result.json["usage"] == usage(5, 4, 5)
 
 
 def test_streamed_choices_come_as_they_come() -> None:
     resolved = Scene()
-    found = resolved.chat(n=2, stream=True)
+    result = resolved.chat(n=2, stream=True)
     first, second = (resolved.driver.answers[one.id] for one in resolved.driver.asked)
     second.tokens(choices("x"))
     resolved.now_s = 3.0
@@ -104,10 +110,10 @@ def test_streamed_choices_come_as_they_come() -> None:
     first.tokens(choices(""))
     assert resolved.meter.seen_s == [1.0]
     second.finished("stop", 0)
-    assert not found.over
+    assert not result.over
     first.finished("length", 0)
     texts = ["", ""]
-    for part in found.events:
+    for part in result.events:
         texts[part["choices"][0]["index"]] += part["choices"][0]["delta"].get("content", "")
     assert texts == ["ab", "x"]
 
@@ -123,8 +129,8 @@ def test_log_probabilities(stream: bool, chat: bool) -> None:
 
     resolved = Scene(script)
     asks: dict[str, Any] = {"logprobs": True, "top_logprobs": 1} if chat else {"logprobs": 1}
-    found = (resolved.chat if chat else resolved.complete)("x", stream=stream, max_tokens=2, **asks)
-    choices = [part["choices"][0] for part in found.events] if stream else found.json["choices"]
+    result = (resolved.chat if chat else resolved.complete)("x", stream=stream, max_tokens=2, **asks)
+    choices = [part["choices"][0] for part in result.events] if stream else result.json["choices"]
     logs = [one["logprobs"] for one in choices if one["logprobs"]]
     if chat:
         values = [entry["logprob"] for log in logs for entry in log["content"]]
@@ -136,7 +142,7 @@ def test_log_probabilities(stream: bool, chat: bool) -> None:
 
 def test_ends_are_not_shown_and_ends_that_clients_set_reach_the_engine() -> None:
     resolved = Scene()
-    found = resolved.complete(
+    result = resolved.complete(
         "x", stop_token_ids=[40], ignore_eos=False, min_tokens=1, max_tokens=9, priority=3
     )
     (asked,) = resolved.driver.asked
@@ -148,7 +154,7 @@ def test_ends_are_not_shown_and_ends_that_clients_set_reach_the_engine() -> None
     )
     resolved.driver.answer.tokens([SampledToken(33), SampledToken(END)])
     resolved.driver.answer.finished("stop", 0)
-    assert found.json["choices"][0]["text"] == LETTERS[33]
+    assert result.json["choices"][0]["text"] == LETTERS[33]
     ignoring = resolved.complete("x", ignore_eos=True, max_tokens=9)
     resolved.driver.answer.tokens([SampledToken(33), SampledToken(END)])
     resolved.driver.answer.finished("length", 0)
@@ -170,20 +176,20 @@ REFUSED = {
 @pytest.mark.parametrize("reason", REFUSALS)
 def test_what_the_brain_refuses_has_its_status(reason: str) -> None:
     resolved = Scene(refusing(reason, "all are busy", 2.3))
-    found = resolved.chat(stream=True)
-    assert (found.status, found.json["error"]["message"]) == (REFUSED[reason], "all are busy")
-    assert found.sent.get("retry-after") == ("3" if found.status in (429, 503) else None)
+    result = resolved.chat(stream=True)
+    assert (result.status, result.json["error"]["message"]) == (REFUSED[reason], "all are busy")
+    assert result.sent.get("retry-after") == ("3" if result.status in (429, 503) else None)
     assert resolved.meter.told[0].outcome == reason
     assert resolved.door.open == 0
 
 
 def test_a_refusal_of_one_choice_ends_all() -> None:
     resolved = Scene()
-    found = resolved.complete("x", n=3)
+    result = resolved.complete("x", n=3)
     first, second, third = resolved.driver.asked
     resolved.driver.answers[second.id].tokens(choices("ab"))
     resolved.driver.answers[second.id].refused(Refuse(second.id, "lost", "gone"))
-    assert found.status == 502
+    assert result.status == 502
     assert resolved.driver.cancelled == [first.id, third.id]
     resolved.driver.answers[first.id].tokens(choices("late"))
     resolved.driver.answers[first.id].finished("stop", 0)
@@ -199,26 +205,26 @@ def test_a_choice_that_is_refused_at_once_keeps_the_others_from_beginning() -> N
 
 def test_an_error_in_a_stream_is_an_event_of_it() -> None:
     resolved = Scene()
-    found = resolved.chat(stream=True)
+    result = resolved.chat(stream=True)
     resolved.driver.answer.tokens(choices("ab"))
     resolved.driver.answer.refused(Refuse(resolved.driver.asked[0].id, "retries", "three engines died"))
-    assert found.over
-    assert found.events[-1]["error"]["code"] == "upstream_failed"
-    assert found.events[-1]["error"]["message"] == "three engines died"
+    assert result.over
+    assert result.events[-1]["error"]["code"] == "upstream_failed"
+    assert result.events[-1]["error"]["message"] == "three engines died"
     assert resolved.meter.told[0].output_tokens == 2
 
 
 def test_a_client_that_leaves_is_cancelled_and_one_that_is_slow_holds_its_answer_back() -> None:
     resolved = Scene()
-    found = resolved.chat(stream=True, n=2)
-    assert found.on_room is not None
-    assert found.on_gone is not None
-    found.on_room(False)
+    result = resolved.chat(stream=True, n=2)
+    assert result.on_room is not None
+    assert result.on_gone is not None
+    result.on_room(False)
     first, second = (one.id for one in resolved.driver.asked)
     resolved.driver.answers[first].finished("stop", 0)
-    found.on_room(True)
+    result.on_room(True)
     assert resolved.driver.rooms == [(first, False), (second, False), (second, True)]
-    found.on_gone()
+    result.on_gone()
     assert resolved.driver.cancelled == [second]
     assert (resolved.meter.told[0].outcome, resolved.meter.told[0].status) == ("cancelled", 499)
     assert resolved.driver.answers[second].tokens(choices("a"))
@@ -251,10 +257,10 @@ WRONG: list[tuple[dict[str, Any], int, str | None]] = [
 @pytest.mark.parametrize(("fields", "status", "param"), WRONG)
 def test_what_is_wrong_is_named(fields: dict[str, Any], status: int, param: str | None) -> None:
     resolved = Scene()
-    found = resolved.complete(**{"prompt": "x", **fields})
-    assert (found.status, found.json["error"]["param"]) == (status, param)
+    result = resolved.complete(**{"prompt": "x", **fields})
+    assert (result.status, result.json["error"]["param"]) == (status, param)
     if status == 400 and param is None:
-        assert found.json["error"]["code"] == "context_length_exceeded"
+        assert result.json["error"]["code"] == "context_length_exceeded"
     assert resolved.driver.asked == []
     assert resolved.door.open == 0
 
@@ -286,28 +292,28 @@ def test_other_paths() -> None:
 
 def test_the_openapi_file_tells_of_every_path_and_of_the_fields_that_are_read() -> None:
     resolved = Scene(saying("a"))
-    found = resolved.ask("/openapi.json", method="GET").json
-    schemas = found["components"]["schemas"]
-    for path, methods in found["paths"].items():
+    result = resolved.ask("/openapi.json", method="GET").json
+    schemas = result["components"]["schemas"]
+    for path, methods in result["paths"].items():
         (method,) = methods
         answer = resolved.ask(path.replace("{id}", NAME), b"{}", method=method.upper())
         assert answer.status in (200, 400), path
         assert (answer.status == 200) == (method == "get"), path
     for name, kind in (("CompletionRequest", CompletionRequest), ("ChatRequest", ChatRequest)):
-        told = schemas[name]["properties"]
-        read = {each.name for each in fields(kind)} | (
+        schema = schemas[name]["properties"]
+        read = {field.name for field in fields(kind)} | (
             {"prompt"} if kind is CompletionRequest else {"messages"}
         )
-        assert read <= told.keys()
-        assert told.keys() - read == {"service_tier", "prompt_cache_key", "user", "metadata"}
-        assert told["model"]["enum"] == [NAME, SERVER]
+        assert read <= schema.keys()
+        assert schema.keys() - read == {"service_tier", "prompt_cache_key", "user", "metadata"}
+        assert schema["model"]["enum"] == [NAME, SERVER]
 
 
 def test_while_closing_nothing_new_is_taken() -> None:
     resolved = Scene()
     resolved.door.closing = "shutting down"
-    found = resolved.complete()
-    assert (found.status, found.json["error"]["code"]) == (503, "shutting_down")
+    result = resolved.complete()
+    assert (result.status, result.json["error"]["code"]) == (503, "shutting_down")
     assert resolved.ask("/ready", method="GET").status == 503
 
 
@@ -329,14 +335,14 @@ def test_classes_deadlines_and_sessions() -> None:
 
 def test_a_request_may_refuse_lossy_kv() -> None:
     resolved = Scene()
-    for said in ("1", "true", "0", "false"):
-        resolved.complete(headers={"x-potluck-exact": said})
+    for text in ("1", "true", "0", "false"):
+        resolved.complete(headers={"x-potluck-exact": text})
     resolved.complete()
-    assert [each.exact for each in resolved.driver.asked] == [True, True, False, False, False]
+    assert [item.exact for item in resolved.driver.asked] == [True, True, False, False, False]
     for wrong in ("", "yes", "2", "True", "1, 1"):
-        found = resolved.complete(headers={"x-potluck-exact": wrong})
-        assert (found.status, found.json["error"]["param"]) == (400, "x-potluck-exact"), wrong
-        assert "must be 1, 0, true or false" in found.json["error"]["message"]
+        result = resolved.complete(headers={"x-potluck-exact": wrong})
+        assert (result.status, result.json["error"]["param"]) == (400, "x-potluck-exact"), wrong
+        assert "must be 1, 0, true or false" in result.json["error"]["message"]
 
 
 def test_pages_of_other_origins_are_turned_away_where_there_are_no_keys() -> None:
@@ -351,9 +357,9 @@ def test_what_nobody_expected_is_a_500_that_says_nothing(caplog: pytest.LogCaptu
         raise RuntimeError(asked.body)
 
     resolved = Scene(script)
-    found = resolved.complete("my secret")
-    assert found.status == 500
-    assert "secret" not in caplog.text + found.data.decode()
+    result = resolved.complete("my secret")
+    assert result.status == 500
+    assert "secret" not in caplog.text + result.data.decode()
     assert "RuntimeError" in caplog.text
 
 
@@ -399,17 +405,17 @@ def test_bytes_written_straight_are_what_json_makes(
 @pytest.mark.parametrize("stream", [False, True])
 def test_a_stop_string_ends_it_and_the_rest_is_not_wanted(stream: bool) -> None:
     resolved = Scene()
-    found = resolved.complete("x", stop=["lo w"], stream=stream, max_tokens=20)
+    result = resolved.complete("x", stop=["lo w"], stream=stream, max_tokens=20)
     answer = resolved.driver.answer
     assert not answer.tokens(choices("Hel"))
     assert not answer.tokens(choices("lo"))
     assert answer.tokens(choices(" world"))
-    assert found.over
+    assert result.over
     if stream:
-        text = "".join(part["choices"][0]["text"] for part in found.events)
-        finish = found.events[-1]["choices"][0]["finish_reason"]
+        text = "".join(part["choices"][0]["text"] for part in result.events)
+        finish = result.events[-1]["choices"][0]["finish_reason"]
     else:
-        text, finish = found.json["choices"][0]["text"], found.json["choices"][0]["finish_reason"]
+        text, finish = result.json["choices"][0]["text"], result.json["choices"][0]["finish_reason"]
     assert (text, finish) == ("Hel", "stop")
     assert resolved.meter.told[0].output_tokens == 7
 
@@ -436,10 +442,10 @@ def test_random_stop_strings_end_every_shape_of_answer_alike(data: st.DataObject
         fields["logprobs"] = True if chat else 0
     if stream:
         fields["stream_options"] = {"include_usage": True}
-    found = resolved.chat("x", **fields) if chat else resolved.complete("x", **fields)
+    result = resolved.chat("x", **fields) if chat else resolved.complete("x", **fields)
     for asked, text in zip(resolved.driver.asked, texts, strict=True):
         answer, left, over = resolved.driver.answers[asked.id], choices(text), False
-        left = [SampledToken(each.token, -1.0 if logprobs else None) for each in left]
+        left = [SampledToken(item.token, -1.0 if logprobs else None) for item in left]
         while left and not over:
             size = data.draw(st.integers(1, len(left)))
             over, left = answer.tokens(left[:size]), left[size:]
@@ -448,19 +454,19 @@ def test_random_stop_strings_end_every_shape_of_answer_alike(data: st.DataObject
     right = [until_stop(text, stops, included) for text in texts]
     shown, ends = [""] * len(texts), [""] * len(texts)
     logs: list[list[Any]] = [[] for _ in texts]
-    for body in found.events if stream else [found.json]:
+    for body in result.events if stream else [result.json]:
         for choice in body["choices"]:
             place = choice["index"]
-            said = choice.get("delta") or choice.get("message") or choice
-            shown[place] += said.get("content" if chat else "text") or ""
+            line = choice.get("delta") or choice.get("message") or choice
+            shown[place] += line.get("content" if chat else "text") or ""
             ends[place] = choice["finish_reason"] or ends[place]
-            told = choice["logprobs"] or {}
-            logs[place] += told.get("content") or list(
-                zip(told.get("tokens", ()), told.get("text_offset", ()), strict=True)
+            message = choice["logprobs"] or {}
+            logs[place] += message.get("content") or list(
+                zip(message.get("tokens", ()), message.get("text_offset", ()), strict=True)
             )
     assert list(zip(shown, ends, strict=True)) == [(text, end) for text, _, end in right]
     if logprobs and chat:
-        assert [[one["token"] for one in each] for each in logs] == [
+        assert [[one["token"] for one in log] for log in logs] == [
             list(text[:size]) for text, (_, size, _) in zip(texts, right, strict=True)
         ]
     elif logprobs:
@@ -468,7 +474,7 @@ def test_random_stop_strings_end_every_shape_of_answer_alike(data: st.DataObject
             [(letter, at) for at, letter in enumerate(text[:size])]
             for text, (_, size, _) in zip(texts, right, strict=True)
         ]
-    whole = found.events[-1] if stream else found.json
+    whole = result.events[-1] if stream else result.json
     assert whole["usage"]["completion_tokens"] == sum(size for _, size, _ in right)
 
 
@@ -486,8 +492,8 @@ def test_what_an_engine_finds_wrong_reaches_the_client_as_it_is(n: int, stream: 
         answer.relay_whole(400, b"application/json", json.dumps({"error": error}).encode())
 
     form = {"type": "json_schema", "json_schema": {"schema": {"type": "strange"}}}
-    found = Scene(script).complete("x", n=n, stream=stream, response_format=form)
-    assert (found.status, found.json["error"]) == (400, error)
+    result = Scene(script).complete("x", n=n, stream=stream, response_format=form)
+    assert (result.status, result.json["error"]) == (400, error)
 
 
 def test_formats_and_penalties_are_a_part_of_how_tokens_are_drawn() -> None:

@@ -45,7 +45,7 @@ REPLY = {
 def test_a_whole_reply_goes_on_as_it_came() -> None:
     resolved = Scene()
     body = {"model": SERVER, "prompt": "Hello you", "tools": [1], "whatever": 3}
-    found = resolved.ask("/v1/completions", body)
+    result = resolved.ask("/v1/completions", body)
     (asked,) = resolved.driver.asked
     assert (asked.prompt, asked.prompt_tokens, asked.max_output_tokens) == ((), 2, 16)
     assert json.loads(asked.body) == body
@@ -54,71 +54,76 @@ def test_a_whole_reply_goes_on_as_it_came() -> None:
     answer.relay_begin(200, b"application/json; charset=utf-8")
     answer.relay(raw[:30])
     answer.relay(raw[30:])
-    assert found.status is None
+    assert result.status is None
     answer.relay_end()
-    assert (found.status, found.data) == (200, raw)
-    assert found.sent["content-type"] == "application/json; charset=utf-8"
-    told = resolved.meter.told[0]
-    assert (told.prompt_tokens, told.output_tokens, told.cached_tokens, told.estimated) == (11, 4, 8, False)
+    assert (result.status, result.data) == (200, raw)
+    assert result.sent["content-type"] == "application/json; charset=utf-8"
+    message = resolved.meter.told[0]
+    assert (message.prompt_tokens, message.output_tokens, message.cached_tokens, message.estimated) == (
+        11,
+        4,
+        8,
+        False,
+    )
 
 
 def test_a_second_attempt_replaces_what_the_first_had_said() -> None:
     resolved = Scene()
-    found = resolved.ask("/v1/completions", {"model": SERVER, "prompt": "Hello"})
+    result = resolved.ask("/v1/completions", {"model": SERVER, "prompt": "Hello"})
     answer = resolved.driver.answer
     answer.relay_begin(200, b"application/json")
     answer.relay(b'{"half')
     answer.relay_begin(200, b"application/json")
     answer.relay(b"{}")
     answer.relay_end()
-    assert found.data == b"{}"
+    assert result.data == b"{}"
     assert resolved.meter.told[0].estimated
 
 
 def test_a_stream_goes_on_as_it_comes() -> None:
     resolved = Scene()
-    found = resolved.ask(
+    result = resolved.ask(
         "/v1/chat/completions", {"model": SERVER, "messages": [{"role": "user"}], "stream": True, "n": 3}
     )
     assert len(resolved.driver.asked) == 1
     answer = resolved.driver.answer
     answer.relay_begin(200, b"text/event-stream")
     answer.relay(b'data: {"a": 1}\n\ndata: {"b"')
-    assert found.data == b'data: {"a": 1}\n\ndata: {"b"'
+    assert result.data == b'data: {"a": 1}\n\ndata: {"b"'
     answer.relay(b": 2}\n\ndata: [DONE]\n\n")
     answer.relay_end()
-    assert found.over
+    assert result.over
     assert (resolved.meter.told[0].outcome, resolved.meter.told[0].estimated) == ("stop", True)
     assert len(resolved.meter.seen_s) == 1
 
 
 def test_a_stream_that_breaks_off_says_so() -> None:
     resolved = Scene()
-    found = resolved.ask("/v1/completions", {"model": SERVER, "prompt": "x", "stream": True})
+    result = resolved.ask("/v1/completions", {"model": SERVER, "prompt": "x", "stream": True})
     resolved.driver.answer.relay_begin(200, b"text/event-stream")
     resolved.driver.answer.relay(b'data: {"a": 1}\n\n')
     resolved.driver.answer.refused(Refuse("", "lost", "the server died"))
-    assert found.events[-1]["error"]["message"] == "the server died"
+    assert result.events[-1]["error"]["message"] == "the server died"
 
 
 def test_an_error_of_a_server_keeps_its_status() -> None:
     resolved = Scene()
-    found = resolved.ask("/v1/completions", {"model": SERVER, "prompt": "x", "stream": True})
+    result = resolved.ask("/v1/completions", {"model": SERVER, "prompt": "x", "stream": True})
     resolved.driver.answer.relay_begin(422, b"application/json")
     resolved.driver.answer.relay(b'{"error": {}}')
     resolved.driver.answer.relay_end()
-    assert (found.status, found.data, resolved.meter.told[0].outcome) == (422, b'{"error": {}}', "upstream")
+    assert (result.status, result.data, resolved.meter.told[0].outcome) == (422, b'{"error": {}}', "upstream")
 
 
 def test_of_several_choices_servers_and_engines_may_each_say_some() -> None:
     resolved = Scene()
-    found = resolved.complete("ab", n=2, max_tokens=9)
+    result = resolved.complete("ab", n=2, max_tokens=9)
     first, second = (resolved.driver.answers[one.id] for one in resolved.driver.asked)
     second.relay_begin(200, b"application/json")
     second.relay(json.dumps(REPLY).encode())
     second.relay_end()
     first.finished("length", 0)
-    assert [(one["index"], one["text"]) for one in found.json["choices"]] == [(0, ""), (1, "there")]
+    assert [(one["index"], one["text"]) for one in result.json["choices"]] == [(0, ""), (1, "there")]
     streamed = resolved.complete("ab", n=2, stream=True)
     first, second = (resolved.driver.answers[one.id] for one in resolved.driver.asked[-2:])
     second.relay_begin(200, b"text/event-stream")
@@ -141,16 +146,16 @@ def test_a_server_whose_tokens_are_told_is_shown_like_an_engine() -> None:
     for extra, shown in (({}, "ab"), ({"tools": [1]}, "abc")):
         resolved = Scene(cards={"m": card})
         fields = {"stream_options": {"include_usage": True}, "stop": "c", "stream": True, **extra}
-        found = resolved.ask("/v1/completions", {"model": "m", "prompt": "Hi", **fields})
+        result = resolved.ask("/v1/completions", {"model": "m", "prompt": "Hi", **fields})
         (asked,) = resolved.driver.asked
         assert (len(asked.prompt), asked.prompt_tokens) == (2, 2)
         over = resolved.driver.answer.tokens(choices("abc"))
         assert over == (not extra)
         if not over:
             resolved.driver.answer.finished("stop", 0)
-        texts = [part["choices"][0]["text"] for part in found.events if part["choices"]]
+        texts = [part["choices"][0]["text"] for part in result.events if part["choices"]]
         assert "".join(texts) == shown
-        assert ("usage" in found.events[-1]) == (not extra)
+        assert ("usage" in result.events[-1]) == (not extra)
 
 
 def test_what_a_server_may_know_is_left_to_it_and_what_is_needed_is_checked() -> None:
@@ -170,11 +175,11 @@ def test_parts_are_found_however_they_are_cut(cuts: list[int]) -> None:
     )
     places = [0, *sorted(min(cut, len(raw)) for cut in cuts), len(raw)]
     parts, tail = EventParser(), StreamTail()
-    found = []
+    result = []
     for start, end in pairwise(places):
-        found += parts.feed(raw[start:end])
+        result += parts.feed(raw[start:end])
         tail.add(raw[start:end])
-    assert found == [{"n": n} for n in range(20)]
+    assert result == [{"n": n} for n in range(20)]
 
 
 def test_usage_is_that_told_last() -> None:
@@ -336,13 +341,13 @@ def test_each_of_several_answers_is_asked_for_with_a_seed_of_its_own() -> None:
     there = scene()
     body = {"model": NAME, "messages": USER, "tools": TOOLS, "n": 2, "temperature": 1, "seed": 5}
     exchange = there.ask("/v1/chat/completions", body)
-    sent = [json.loads(each.body) for each in there.driver.asked]
-    assert [each["seed"] for each in sent] == [5, 5 + (1 << 32)]
+    sent = [json.loads(item.body) for item in there.driver.asked]
+    assert [item["seed"] for item in sent] == [5, 5 + (1 << 32)]
     for place, asked in enumerate(there.driver.asked):
         reply = {"choices": [{"index": 0, "message": {"content": str(place)}, "finish_reason": "tool_calls"}]}
         answer = there.driver.answers[asked.id]
         answer.relay_whole(200, b"application/json", json.dumps(reply).encode(), TokenCounts(2, 7, 1))
-    assert [each["message"]["content"] for each in exchange.json["choices"]] == ["0", "1"]
+    assert [item["message"]["content"] for item in exchange.json["choices"]] == ["0", "1"]
     assert exchange.json["usage"]["completion_tokens"] == 14
 
 
@@ -356,7 +361,7 @@ def test_several_streams_are_one_with_a_usage_that_counts_tokens() -> None:
         answer.relay(b'data: {"choices":[{"index":0,"delta":{"content":"x"}}]}\n\n')
         answer.relay(b"data: [DONE]\n\n")
         answer.relay_end(TokenCounts(2, 30, 0))
-    assert [each["choices"][0]["index"] for each in exchange.events[:2]] == [0, 1]
+    assert [event["choices"][0]["index"] for event in exchange.events[:2]] == [0, 1]
     assert exchange.events[-1]["usage"]["completion_tokens"] == 60
 
 
@@ -383,5 +388,5 @@ def test_adapters_are_models_that_share_no_prefixes_with_theirs() -> None:
     assert (plain.model, plain.adapter, adapted.model, adapted.adapter) == (NAME, "", NAME, "lora")
     assert plain.salt != adapted.salt
     listed = there.ask("/v1/models", method="GET").json["data"]
-    assert "lora" in [each["id"] for each in listed]
+    assert "lora" in [item["id"] for item in listed]
     assert there.ask("/v1/chat/completions", {"model": "other", "messages": USER}).status == 404

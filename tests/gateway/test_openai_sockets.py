@@ -116,8 +116,8 @@ def test_openais_client_gets_responses() -> None:
             assert (whole.output_text, whole.status) == ("Hello", "incomplete")
             assert whole.usage is not None
             assert (whole.usage.output_tokens, whole.usage.input_tokens_details.cached_tokens) == (5, 2)
-            said = "Be kind\n\nUser: Hi\nAssistant: Yes?\nUser: Well\nAssistant:"
-            assert len(driver.asked[0].prompt) == len(said.replace("\n", ""))
+            message = "Be kind\n\nUser: Hi\nAssistant: Yes?\nUser: Well\nAssistant:"
+            assert len(driver.asked[0].prompt) == len(message.replace("\n", ""))
             text, kinds = "", []
             async for event in await client.responses.create(**asks, stream=True):
                 kinds.append(event.type)
@@ -148,11 +148,11 @@ def test_openais_client_gets_responses() -> None:
 
 def test_a_response_that_breaks_off_says_so() -> None:
     scenario = Scene()
-    found = scenario.ask("/v1/responses", {"model": NAME, "input": "Hi", "stream": True})
+    result = scenario.ask("/v1/responses", {"model": NAME, "input": "Hi", "stream": True})
     scenario.driver.answer.tokens(choices("ab"))
     scenario.driver.answer.refused(Refuse(scenario.driver.asked[0].id, "lost", "it died"))
-    assert found.over
-    last = found.data.decode().split("\n\n")[-2]
+    assert result.over
+    last = result.data.decode().split("\n\n")[-2]
     assert last.startswith("event: response.failed\ndata: ")
     assert json.loads(last.split("data: ")[1])["response"]["error"]["message"] == "it died"
     refused = scenario.ask("/v1/responses", {"model": "gpt", "input": "Hi"})
@@ -252,9 +252,9 @@ def test_what_load_generators_send(who: str) -> None:
     body = LOAD[who]
     scenario = Scene(saying("abcde"))
     path = "/v1/completions" if "prompt" in body else "/v1/chat/completions"
-    found = scenario.ask(path, body)
-    assert found.status == 200
-    *parts, last = found.events
+    result = scenario.ask(path, body)
+    assert result.status == 200
+    *parts, last = result.events
     assert last["usage"]["completion_tokens"] == 5
     if "continuous_usage_stats" in body["stream_options"]:
         assert [part["usage"]["completion_tokens"] for part in parts] == [1, 2, 3, 4, 5, 5]
@@ -305,24 +305,26 @@ def test_no_body_is_answered_with_500(
     scenario = Scene(script)
     body: dict[str, Any] = {"model": model, **fields}
     if valid:
-        said = [{"role": "user", "content": "Hi"}]
+        message = [{"role": "user", "content": "Hi"}]
         body = (
-            {**body, "prompt": "x"} if path == "/v1/completions" else {**body, "messages": said, "input": "x"}
+            {**body, "prompt": "x"}
+            if path == "/v1/completions"
+            else {**body, "messages": message, "input": "x"}
         )
-    found = scenario.ask(path, json.dumps(body).encode(), **headers)
-    assert found.status is not None
-    assert found.status < 500
-    assert found.over
+    result = scenario.ask(path, json.dumps(body).encode(), **headers)
+    assert result.status is not None
+    assert result.status < 500
+    assert result.over
     assert scenario.door.open == 0
-    assert found.sent["x-request-id"]
+    assert result.sent["x-request-id"]
 
 
 @settings(max_examples=40, deadline=None)
 @given(st.binary(max_size=60), st.sampled_from(["/v1/completions", "/v1/chat/completions", "/v1/responses"]))
 def test_rubbish_is_answered(body: bytes, path: str) -> None:
-    found = Scene(saying("x")).ask(path, body)
-    assert found.status is not None
-    assert 400 <= found.status < 500
+    result = Scene(saying("x")).ask(path, body)
+    assert result.status is not None
+    assert 400 <= result.status < 500
 
 
 AIPERF = {
@@ -356,22 +358,22 @@ def test_completions_and_chats(who: str, chat: bool) -> None:
     most = {"max_completion_tokens" if chat else "max_tokens": 5}
     path = "/v1/chat/completions" if chat else "/v1/completions"
     headers = AIPERF if who == "aiperf" else {}
-    found = resolved.ask(path, {"model": NAME, "stream": True, **asked, **most, **ASKED[who]}, **headers)
-    assert found.status == 200
-    assert found.events[-1]["usage"]["completion_tokens"] == 5
+    result = resolved.ask(path, {"model": NAME, "stream": True, **asked, **most, **ASKED[who]}, **headers)
+    assert result.status == 200
+    assert result.events[-1]["usage"]["completion_tokens"] == 5
     if headers:
-        assert found.sent["x-request-id"] == AIPERF["x_request_id"]
+        assert result.sent["x-request-id"] == AIPERF["x_request_id"]
     assert (resolved.driver.asked[0].max_output_tokens, resolved.driver.asked[0].ignore_eos) == (5, True)
 
 
 @pytest.mark.parametrize("who", RESPONSES)
 def test_responses(who: str) -> None:
     resolved = Scene(saying("abcde"))
-    found = resolved.ask("/v1/responses", {"model": NAME, "input": INPUT[who], **RESPONSES[who]})
-    assert found.status == 200, found.data
-    last = found.data.decode().split("\n\n")[-2]
-    said = json.loads(last.split("data: ")[1])["response"]
-    assert said["usage"]["output_tokens"] == 5
+    result = resolved.ask("/v1/responses", {"model": NAME, "input": INPUT[who], **RESPONSES[who]})
+    assert result.status == 200, result.data
+    last = result.data.decode().split("\n\n")[-2]
+    load = json.loads(last.split("data: ")[1])["response"]
+    assert load["usage"]["output_tokens"] == 5
     assert resolved.driver.asked[0].ignore_eos == (who == "guidellm")
     refused = resolved.ask("/v1/responses", {"model": NAME, "input": "Hi", "stream_options": {"colour": 1}})
     assert (refused.status, refused.json["error"]["param"]) == (400, "stream_options")
@@ -382,8 +384,8 @@ def test_responses(who: str) -> None:
 @pytest.mark.parametrize("method", ["GET", "HEAD"])
 def test_metrics_are_looked_for_where_clients_ask(method: str) -> None:
     """aiperf and vLLM do, and go on without; operators have them on their own port."""
-    found = Scene().ask("/metrics", method=method)
-    assert (found.status, found.json["error"]["code"]) == (404, "not_found")
+    result = Scene().ask("/metrics", method=method)
+    assert (result.status, result.json["error"]["code"]) == (404, "not_found")
 
 
 def test_prompts_are_not_tokenised_for_clients() -> None:
@@ -394,8 +396,8 @@ def test_prompts_are_not_tokenised_for_clients() -> None:
 
 def test_what_no_model_here_can_do() -> None:
     for path in ("/v1/embeddings", "/v1/rerank", "/v1/audio/speech", "/v1/images/generations"):
-        found = Scene().ask(path, {"model": NAME, "input": "Hi"})
-        assert (found.status, found.json["error"]["code"]) == (400, "unsupported")
+        result = Scene().ask(path, {"model": NAME, "input": "Hi"})
+        assert (result.status, result.json["error"]["code"]) == (400, "unsupported")
     for path in ("/v1/responses/resp_1", "/v1/responses/resp_1/cancel", "/v1/files"):
         assert Scene().ask(path, method="GET").status == 404
 

@@ -49,7 +49,7 @@ class Fleet:
         plan = Plan(
             "auto",
             templates,
-            tuple(Deployment(each.name, "east", 1) for each in templates),
+            tuple(Deployment(template.name, "east", 1) for template in templates),
             (),
             (),
             (),
@@ -97,8 +97,8 @@ class Fleet:
 def test_a_drain_is_told_to_the_brain_and_noted_as_by_hand() -> None:
     fleet = Fleet("mixed", "mixed")
     first = fleet.names[0]
-    said = fleet.oversight.drain({"replica": first})
-    assert said == {"replica": first, "with_it": [], "open_requests": 0}
+    text = fleet.oversight.drain({"replica": first})
+    assert text == {"replica": first, "with_it": [], "open_requests": 0}
     assert DrainReplica(first) in fleet.done
     assert (f"{first}: drain", "by hand") in fleet.told
     assert (f"{first} drains", "by hand") in fleet.told
@@ -152,8 +152,8 @@ def test_a_cordon_that_cannot_be_is_one_line(body: dict[str, Any], line: str) ->
 def test_a_role_is_flipped_where_somebody_is_left_for_the_other() -> None:
     fleet = Fleet("prefill", "prefill", "decode")
     first, second, third = fleet.names
-    said = fleet.oversight.flip({"replica": first, "role": "decode"})
-    assert (said["role"], said["before"], said["planned"]) == ("decode", "prefill", "prefill")
+    text = fleet.oversight.flip({"replica": first, "role": "decode"})
+    assert (text["role"], text["before"], text["planned"]) == ("decode", "prefill", "prefill")
     assert fleet.done == [FlipReplica(first, "decode")]
     with pytest.raises(InputError, match="no replica to prefill for m"):
         fleet.oversight.flip({"replica": second, "role": "decode"})
@@ -195,7 +195,7 @@ def test_both_are_posted_to_the_operators_port_with_its_key() -> None:
     )
 
     async def run() -> list[tuple[int, Any]]:
-        found = []
+        result = []
         async with TestServer(build_admin(office)) as server, ClientSession() as client:
             for path, body, key in (
                 ("/drain", {"replica": fleet.names[0]}, ""),
@@ -205,8 +205,8 @@ def test_both_are_posted_to_the_operators_port_with_its_key() -> None:
             ):
                 headers = {"Authorization": f"Bearer {key}"} if key else {}
                 async with client.post(server.make_url(path), json=body, headers=headers) as answer:
-                    found.append((answer.status, await answer.json()))
-        return found
+                    result.append((answer.status, await answer.json()))
+        return result
 
     statuses, bodies = zip(*asyncio.run(run()), strict=True)
     assert statuses == (401, 200, 400, 404)
@@ -219,19 +219,19 @@ def test_both_are_posted_to_the_operators_port_with_its_key() -> None:
 def test_the_market_is_told_and_decisions_are_read_over_http() -> None:
     regions = (Region("east", (NodeOffer("1xA10", 1.0, 1),)),)
     fleet = Fleet("mixed", "mixed")
-    told: list[tuple[Region, ...]] = []
+    message: list[tuple[Region, ...]] = []
     core = SimpleNamespace(
         brain=fleet.brain,
         brain_loop=fleet.brain_loop,
         decision_log=fleet.brain_loop.watchers[0],
         replica_models=SimpleNamespace(resolved=SimpleNamespace(regions=regions)),
-        quote=told.append,
+        quote=message.append,
     )
     oversight = Operations(core)  # type: ignore[arg-type]
     office = AdminContext(GatewayMetrics(Counters(), oversight), oversight, EventFeed())
 
     async def run() -> list[tuple[int, Any]]:
-        found = []
+        result = []
         async with TestServer(build_admin(office)) as server, ClientSession() as client:
             for listed in (
                 [{"name": "east", "offers": [{"node": "1xA10", "price_usd_per_h": 0.5, "available": 3}]}],
@@ -240,18 +240,18 @@ def test_the_market_is_told_and_decisions_are_read_over_http() -> None:
                 "all of it",
             ):
                 async with client.put(server.make_url("/market"), json={"regions": listed}) as answer:
-                    found.append((answer.status, await answer.json()))
+                    result.append((answer.status, await answer.json()))
             for after in ("0", "1", "x"):
                 url = server.make_url("/decisions").with_query(after=after)
                 async with client.get(url) as answer:
-                    found.append((answer.status, await answer.json()))
-        return found
+                    result.append((answer.status, await answer.json()))
+        return result
 
     statuses, bodies = zip(*asyncio.run(run()), strict=True)
     assert statuses == (200, 404, 404, 400, 200, 200, 400)
-    assert told == [(Region("east", (NodeOffer("1xA10", 0.5, 3),)),)]
+    assert message == [(Region("east", (NodeOffer("1xA10", 0.5, 3),)),)]
     first, second = bodies[4], bodies[5]
-    assert [each["number"] for each in first["decisions"]] == list(range(1, len(first["decisions"]) + 1))
+    assert [item["number"] for item in first["decisions"]] == list(range(1, len(first["decisions"]) + 1))
     assert second["decisions"] == first["decisions"][1:]
     assert first["decisions"][0]["what"].startswith("the plan for")
     assert first["thinks"] == "scaling is off"
@@ -274,7 +274,7 @@ def test_what_is_wanted_comes_with_the_steps_that_are_reckoned_with() -> None:
         brain_loop=SimpleNamespace(now_s=lambda: 7.0),
     )
     wanted = Operations(core).wanted()  # type: ignore[arg-type]
-    (found,) = wanted["replicas"]
-    assert (found["id"], found["step_tokens"]) == ("a", 192)
+    (result,) = wanted["replicas"]
+    assert (result["id"], result["step_tokens"]) == ("a", 192)
     assert (wanted["cordoned"], wanted["up_s"]) == (["h"], 7.0)
     assert wanted["leave"] == ["http://h:1"], "whose engines were drained by hand, for a minute"

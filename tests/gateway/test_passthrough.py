@@ -44,12 +44,12 @@ def call(name: str = "", arguments: str = "", id: str = "c1") -> dict[str, Any]:
 def told(data: bytes) -> tuple[ChoiceSoFar, list[dict[str, Any]]]:
     """What a client has of it."""
     events = [part for part in data.decode().split("\n\n") if part]
-    found = [json.loads(each.removeprefix("data: ")) for each in events if each != "data: [DONE]"]
+    result = [json.loads(entry.removeprefix("data: ")) for entry in events if entry != "data: [DONE]"]
     whole = ChoiceSoFar()
-    for each in found:
-        for choice in each["choices"]:
+    for item in result:
+        for choice in item["choices"]:
             whole.add(choice)
-    return whole, found
+    return whole, result
 
 
 def stage(*names: str) -> Stage:
@@ -72,7 +72,7 @@ def test_the_engine_gets_the_clients_body_and_the_client_its_events() -> None:
     asked_for.write({**END, "output_tokens": 3})
     asked_for.end()
     whole, events = told(heard.relayed)
-    assert {(each["id"], each["model"]) for each in events} == {("chatcmpl-r", "m")}
+    assert {(item["id"], item["model"]) for item in events} == {("chatcmpl-r", "m")}
     assert (whole.texts["call 0"], whole.facts["name 0"]) == ('{"n": 1}', "look")
     assert heard.relayed.endswith(b"data: [DONE]\n\n")
     assert heard.counts == TokenCounts(20, 3, 4)
@@ -117,7 +117,7 @@ def test_what_broke_off_is_asked_for_again_and_only_the_rest_is_told() -> None:
     again.end()
     whole, events = told(heard.relayed)
     assert whole.texts["call 0"] == '{"n": 1}'
-    assert [each["choices"][0]["delta"]["tool_calls"][0].get("id") for each in events[1:]] == ["c1", None]
+    assert [item["choices"][0]["delta"]["tool_calls"][0].get("id") for item in events[1:]] == ["c1", None]
     assert there.news[-1] == RequestFinished("r", 1, 2)
 
 
@@ -211,12 +211,12 @@ def _events(answer: tuple[str, list[tuple[str, str]]], cuts: list[int], name: st
 
 
 def _cut(text: str, cuts: list[int]) -> list[str]:
-    found, place = [], 0
+    cut, place = [], 0
     while text:
         size = cuts[place % len(cuts)]
-        found.append(text[:size])
+        cut.append(text[:size])
         text, place = text[size:], place + 1
-    return found
+    return cut
 
 
 @given(ANSWERS, st.lists(st.tuples(CUTS, st.integers(0, 20)), min_size=1, max_size=4))
@@ -226,13 +226,13 @@ def test_however_often_it_breaks_off_the_client_has_one_answer(
     retold, data = MergedEvents("chatcmpl-1", "m", usage=False), b""
     for place, (cuts, upto) in enumerate(attempts):
         retold.again()
-        said = _events(answer, cuts, f"attempt {place} ")
+        message = _events(answer, cuts, f"attempt {place} ")
         last = place + 1 == len(attempts)
-        data += b"".join(map(retold.event, said if last else said[:upto]))
+        data += b"".join(map(retold.event, message if last else message[:upto]))
     whole, events = told(data)
     expected = ChoiceSoFar()
-    for each in _events(answer, [1], ""):
-        expected.add(each["choices"][0])
+    for item in _events(answer, [1], ""):
+        expected.add(item["choices"][0])
     for facts in (whole.facts, expected.facts):
         for name in [name for name in facts if name.startswith("id ")]:
             facts.pop(name)
@@ -240,7 +240,7 @@ def test_however_often_it_breaks_off_the_client_has_one_answer(
         name: text for name, text in expected.texts.items() if text
     }
     assert whole.facts == expected.facts
-    assert sum(bool(each["choices"][0]["finish_reason"]) for each in events) == 1
+    assert sum(bool(entry["choices"][0]["finish_reason"]) for entry in events) == 1
 
 
 def test_other_words_are_noticed_wherever_they_are() -> None:

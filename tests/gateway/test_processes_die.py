@@ -40,15 +40,15 @@ STREAMS = 24
 
 
 def children_of(pid: int) -> dict[int, str]:
-    found = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
-    return {int(each): Path(f"/proc/{each}/cmdline").read_text() for each in found}
+    result = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+    return {int(item): Path(f"/proc/{item}/cmdline").read_text() for item in result}
 
 
 def desk_of(fleet: LiveFleet) -> int:
     assert fleet.gateway is not None
     assert fleet.gateway.popen is not None
     children = children_of(fleet.gateway.popen.pid).items()
-    (brain_loop,) = [pid for pid, said in children if "worker_process" not in said]
+    (brain_loop,) = [pid for pid, text in children if "worker_process" not in text]
     return brain_loop
 
 
@@ -103,7 +103,7 @@ def test_streams_go_on_while_the_desk_is_killed(tmp_path: Path, capsys: pytest.C
         bodies = [{**json.loads(shot.body()), "stream": False} for shot in shots]
         lone = str(fleet.engines[0].said["url"])
         with ThreadPoolExecutor(STREAMS) as pool:
-            expected = [each["choices"][0]["text"] for each in pool.map(lambda b: asked(lone, b), bodies)]
+            expected = [item["choices"][0]["text"] for item in pool.map(lambda b: asked(lone, b), bodies)]
         short = {"model": MODEL, "prompt": [5, 6], "max_tokens": 1}
         used = [status_of(fleet.url, short, limited) for _ in range(2)]
 
@@ -128,8 +128,8 @@ def test_streams_go_on_while_the_desk_is_killed(tmp_path: Path, capsys: pytest.C
         os.kill(desk_of(fleet), signal.SIGKILL)
         # Whoever has an answer has a record, whatever becomes of the desk.
         records = [json.loads(line) for line in usage.read_text().splitlines()]
-        assert sum(each["status"] == 200 for each in records) == STREAMS + 3
-        assert len({each["id"] for each in records}) == len(records)
+        assert sum(record["status"] == 200 for record in records) == STREAMS + 3
+        assert len({record["id"] for record in records}) == len(records)
         assert status_of(fleet.url, short, key) == 200, "one that comes meanwhile waits"
         wait_until(lambda: snapshot(fleet)["open_requests"] == 0)  # the last news may be on their way
         assert fleet.gateway is not None
@@ -198,8 +198,8 @@ def pid_of(fleet: LiveFleet) -> int:
 
 
 def children_named(pid: int, title: str) -> list[int]:
-    found = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
-    return [int(each) for each in found if title in Path(f"/proc/{each}/cmdline").read_text()]
+    result = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+    return [int(item) for item in result if title in Path(f"/proc/{item}/cmdline").read_text()]
 
 
 def asked_again(

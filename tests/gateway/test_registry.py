@@ -90,7 +90,7 @@ class Yard:
         self.registry.caller = self.caller  # type: ignore[assignment]
 
     def engine(self, port: int) -> EngineRecord:
-        return next(each for each in self.registry.engines if each.entry.address.port == port)
+        return next(item for item in self.registry.engines if item.entry.address.port == port)
 
     async def up(
         self, port: int, *, fingerprint: str = "f", role: str = "mixed", state: str = "ready"
@@ -133,9 +133,9 @@ def test_a_wanted_replica_becomes_the_engine_that_comes_up() -> None:
         assert fleet.registry.wanted().replicas[0][3] == ""
         await fleet.up(1)
         assert fleet.told == [ReplicaReady("a")]
-        found = fleet.registry.find("a")
-        assert found is not None
-        assert (found.address.port, found.kv, found.fingerprint, found.served_model) == (
+        result = fleet.registry.find("a")
+        assert result is not None
+        assert (result.address.port, result.kv, result.fingerprint, result.served_model) == (
             1,
             "h:1001",
             "f",
@@ -307,14 +307,14 @@ def test_another_plan_may_have_kv_cross_in_another_codec() -> None:
         await fleet.up(1)
         heard: list[str] = []
         fleet.registry.on_endpoints.append(lambda: heard.append("changed"))
-        found = fleet.registry.find("a")
-        assert found is not None
-        assert found.codec == "int8"
+        result = fleet.registry.find("a")
+        assert result is not None
+        assert result.codec == "int8"
         fleet.registry._codec_inside = {"t": "raw"}.__getitem__
         fleet.registry.planned()
-        found = fleet.registry.find("a")
-        assert found is not None
-        assert (found.codec, heard) == ("raw", ["changed"])
+        result = fleet.registry.find("a")
+        assert result is not None
+        assert (result.codec, heard) == ("raw", ["changed"])
 
     run(body)
 
@@ -325,10 +325,10 @@ def test_plain_servers_get_whole_requests_under_their_own_name() -> None:
         fleet.registry.act([StartReplica(_member("a"))])
         fleet.registry.heard(fleet.engine(1))
         await settle()
-        found = fleet.registry.find("a")
-        assert found is not None
-        assert (found.kind, found.served_model, found.kv) == ("openai", "their-name", "")
-        assert (found.token_ids, found.cache_salt) == (False, True)
+        result = fleet.registry.find("a")
+        assert result is not None
+        assert (result.kind, result.served_model, result.kv) == ("openai", "their-name", "")
+        assert (result.token_ids, result.cache_salt) == (False, True)
         assert fleet.told == [ReplicaReady("a")]
 
     run(body)
@@ -379,9 +379,9 @@ def test_only_what_all_of_a_model_can_do_counts() -> None:
 
 
 def test_engines_say_what_they_can() -> None:
-    said = {"state": "ready", "own": True, "adapters": ["b", "a", 7]}
-    found = read_status(json.dumps(said).encode())
-    assert (found.own, found.adapters) == (True, ("a", "b"))
+    text = {"state": "ready", "own": True, "adapters": ["b", "a", 7]}
+    status = read_status(json.dumps(text).encode())
+    assert (status.own, status.adapters) == (True, ("a", "b"))
     assert not read_status(b'{"state": "ready", "own": "yes"}').own
     with pytest.raises(FormatError, match="adapters"):
         read_status(b'{"state": "ready", "adapters": "a"}')
@@ -399,7 +399,7 @@ def _entry(place: int, **said: object) -> EngineEntry:
 
 def test_a_file_is_read(tmp_path: Path) -> None:
     (tmp_path / "east.key").write_text("secret\n")
-    found = read_roster(
+    roster = read_roster(
         """
         engines:
           - {url: "http://10.0.0.5:8100/", template: combo, index: 1, region: east, key_file: east.key}
@@ -408,7 +408,7 @@ def test_a_file_is_read(tmp_path: Path) -> None:
         "engines.yaml",
         tmp_path,
     )
-    first, second = found
+    first, second = roster
     assert first.url == "http://10.0.0.5:8100"
     assert first.address == Address("10.0.0.5", 8100)
     assert (first.template, first.index, first.key) == ("combo", 1, "secret")
@@ -453,11 +453,11 @@ def test_nothing_else_is_ever_raised(text: str) -> None:
 @given(st.text(max_size=40))
 def test_any_url_is_an_address_or_refused(text: str) -> None:
     try:
-        found = address_of(text, "url")
+        address = address_of(text, "url")
     except PotluckError:
         return
-    assert found.host
-    assert 0 <= found.port < 1 << 16
+    assert address.host
+    assert 0 <= address.port < 1 << 16
 
 
 def test_those_that_say_most_choose_first() -> None:
@@ -486,11 +486,11 @@ def test_one_that_was_started_for_a_replica_is_that_one_or_none() -> None:
 def test_each_is_used_once_and_suits(
     wanted: list[tuple[str, int, str]], there: list[tuple[str, int | None, str]]
 ) -> None:
-    members = [_listed_member(str(place), *said) for place, said in enumerate(wanted)]
+    members = [_listed_member(str(place), *text) for place, text in enumerate(wanted)]
     entries = [_entry(p, template=t, index=i, region=r) for p, (t, i, r) in enumerate(there)]
-    found = matched(members, entries)
-    assert len({m.id for m, _ in found}) == len({e.url for _, e in found}) == len(found)
-    assert all(entry.suits(member) for member, entry in found)
-    free_members = [m for m in members if m.id not in {x.id for x, _ in found}]
-    free_entries = [e for e in entries if e.url not in {x.url for _, x in found}]
+    result = matched(members, entries)
+    assert len({m.id for m, _ in result}) == len({e.url for _, e in result}) == len(result)
+    assert all(entry.suits(member) for member, entry in result)
+    free_members = [m for m in members if m.id not in {x.id for x, _ in result}]
+    free_entries = [e for e in entries if e.url not in {x.url for _, x in result}]
     assert not any(e.suits(m) for m in free_members for e in free_entries)

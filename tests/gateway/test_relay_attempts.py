@@ -30,8 +30,8 @@ WORDS = ["It", " was", " a", " dark", " and", " stormy", " night"]
 
 def plain(*replicas: str, **more: Any) -> Stage:
     stage = Stage()
-    for each in replicas:
-        stage.fleet.add(each, kind="openai", served_model="theirs", **more)
+    for replica in replicas:
+        stage.fleet.add(replica, kind="openai", served_model="theirs", **more)
     return stage
 
 
@@ -56,7 +56,7 @@ def event(said: dict[str, Any]) -> bytes:
 
 def chunk(place: int, first: bool = False, **more: Any) -> bytes:
     """A part of a chat with its token, as vLLM writes it."""
-    said: dict[str, Any] = {
+    text: dict[str, Any] = {
         "id": "chatcmpl-1",
         "object": "chat.completion.chunk",
         "created": 7,
@@ -64,20 +64,20 @@ def chunk(place: int, first: bool = False, **more: Any) -> bytes:
     }
     delta = {"role": "assistant", "content": WORDS[place]} if first else {"content": WORDS[place]}
     choice = {"index": 0, "delta": delta, "logprobs": None, "finish_reason": None, "token_ids": [100 + place]}
-    return event({**said, "choices": [choice | more], **({"prompt_token_ids": [1, 2, 3]} if first else {})})
+    return event({**text, "choices": [choice | more], **({"prompt_token_ids": [1, 2, 3]} if first else {})})
 
 
 def texts(relayed: bytes) -> list[str]:
-    found = []
-    for each in relayed.split(b"\n\n"):
-        if each and each != b"data: [DONE]":
-            choice = json.loads(each[6:])["choices"][0]
-            found.append(choice["delta"].get("content", "") if "delta" in choice else choice["text"])
-    return found
+    result = []
+    for part in relayed.split(b"\n\n"):
+        if part and part != b"data: [DONE]":
+            choice = json.loads(part[6:])["choices"][0]
+            result.append(choice["delta"].get("content", "") if "delta" in choice else choice["text"])
+    return result
 
 
 def parts(relayed: bytes) -> list[dict[str, Any]]:
-    return [json.loads(each[6:]) for each in relayed.split(b"\n\n") if each and each != b"data: [DONE]"]
+    return [json.loads(part[6:]) for part in relayed.split(b"\n\n") if part and part != b"data: [DONE]"]
 
 
 # Bytes as they are.
@@ -223,17 +223,17 @@ def test_with_tokens_another_server_goes_on_and_the_client_sees_one_stream(cut: 
     for place in range(cut, len(WORDS)):
         last = place == len(WORDS) - 1
         choice = {"index": 0, "text": WORDS[place], "finish_reason": "length" if last else None}
-        said = {"id": "cmpl-2", "object": "text_completion", "created": 9, "model": "theirs"}
-        other.write_raw(event({**said, "choices": [choice | {"token_ids": [100 + place]}]}))
+        text = {"id": "cmpl-2", "object": "text_completion", "created": 9, "model": "theirs"}
+        other.write_raw(event({**text, "choices": [choice | {"token_ids": [100 + place]}]}))
     usage = {"prompt_tokens": 3 + cut, "completion_tokens": 7 - cut, "total_tokens": 10}
     other.write_raw(event({"id": "cmpl-2", "choices": [], "usage": usage}) + b"data: [DONE]\n\n")
     other.end()
-    *said, counted = parts(heard.relayed)
-    assert "".join(texts(b"".join(event(each) for each in said))) == "".join(WORDS)
-    assert {(each["id"], each["object"], each["created"]) for each in said} == {
+    *text, counted = parts(heard.relayed)
+    assert "".join(texts(b"".join(event(item) for item in text))) == "".join(WORDS)
+    assert {(item["id"], item["object"], item["created"]) for item in text} == {
         ("chatcmpl-1", "chat.completion.chunk", 7)
     }
-    assert said[-1]["choices"][0]["finish_reason"] == "length"
+    assert text[-1]["choices"][0]["finish_reason"] == "length"
     assert counted["usage"] == {"prompt_tokens": 3, "completion_tokens": 7, "total_tokens": 10}
     assert b"token_ids" not in heard.relayed
     assert heard.relayed.endswith(b"data: [DONE]\n\n")
@@ -283,7 +283,7 @@ def test_log_probabilities_of_a_completion_become_those_of_a_chat() -> None:
     made = rewriter.event(event({"choices": [{"index": 0, "text": "a", "logprobs": logs}]}))
     (one,) = json.loads(made[6:])["choices"][0]["logprobs"]["content"]
     assert (one["token"], one["logprob"], one["bytes"]) == ("a", -0.5, [97])
-    assert [each["token"] for each in one["top_logprobs"]] == ["a", "é"]
+    assert [item["token"] for item in one["top_logprobs"]] == ["a", "é"]
 
 
 def test_a_models_name_is_replaced_wherever_it_stands() -> None:
@@ -352,8 +352,8 @@ class Noted:
 @pytest.mark.parametrize("kind", ["openai", "face"])
 def test_what_became_of_every_attempt_is_counted_once(kind: str) -> None:
     stage, meter = Stage(), Noted()
-    for each in ("x", "y"):
-        stage.fleet.add(each, kind=kind)
+    for item in ("x", "y"):
+        stage.fleet.add(item, kind=kind)
     stage.dispatcher = Dispatcher(
         stage.line, stage.fleet, stage.fleet, stage.clock.now_s, stage.clock.later, meter=meter
     )  # type: ignore[arg-type]
@@ -433,15 +433,15 @@ def test_a_server_that_may_refuse_it_gets_none() -> None:
 @pytest.mark.parametrize("takes", [True, False])
 def test_what_goes_on_elsewhere_keeps_its_salt(takes: bool) -> None:
     stage = Stage()
-    for each in ("x", "y"):
-        stage.fleet.add(each, kind="openai", served_model="m", token_ids=True, cache_salt=takes)
+    for item in ("x", "y"):
+        stage.fleet.add(item, kind="openai", served_model="m", token_ids=True, cache_salt=takes)
     what = salted("of-a-tenant", stream=True)
     stage.begin(what, aggregated("x"))
     first = stage.call("x")
     assert first.body.get("cache_salt") == ("of-a-tenant" if takes else None)
     first.listener.head(200, SALT_SSE)
-    said = {"id": "1", "choices": [{"index": 0, "delta": {"content": "It"}, "token_ids": [100]}]}
-    raw = json.dumps({**said, "prompt_token_ids": [1, 2]}, separators=(",", ":")).encode()
+    text = {"id": "1", "choices": [{"index": 0, "delta": {"content": "It"}, "token_ids": [100]}]}
+    raw = json.dumps({**text, "prompt_token_ids": [1, 2]}, separators=(",", ":")).encode()
     first.write_raw(b"data: " + raw + b"\n\n")
     first.lose()
     stage.again(what, aggregated("y"), 1, 1)
@@ -457,8 +457,8 @@ def test_a_salt_joins_what_else_is_added() -> None:
 
 def test_the_roster_says_who_takes_salts() -> None:
     def flags(said: str) -> tuple[bool, bool]:
-        (found,) = read_roster(f'engines: [{{url: "http://h:1", kind: openai{said}}}]', "engines.yaml")
-        return found.token_ids, found.cache_salt
+        (result,) = read_roster(f'engines: [{{url: "http://h:1", kind: openai{said}}}]', "engines.yaml")
+        return result.token_ids, result.cache_salt
 
     assert flags("") == (False, False)
     assert flags(", cache_salt: true") == (False, True)

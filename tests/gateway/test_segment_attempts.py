@@ -85,7 +85,7 @@ def test_a_prompt_that_yields_is_asked_for_below_all_others_and_its_answer_is_no
 def test_neighbours_on_one_replica_are_one_segment_and_a_last_token_alone_is_none() -> None:
     def found(*segments: Segment, prompt: int = 20) -> list[tuple[int, str, int, int | None]]:
         parts = stretches(segments, prompt)
-        return [(each.place, each.replica, each.start, each.stop) for each in parts]
+        return [(part.place, part.replica, part.start, part.stop) for part in parts]
 
     assert found(Segment("a", 0, 5), Segment("a", 5, 12), Segment("b", 12, None)) == [
         (1, "a", 0, 12),
@@ -130,15 +130,15 @@ def test_what_does_not_add_up_ends_the_attempt_and_the_next_goes_on_from_there(l
     else:
         call.listener.head(200, {})
     call.write_raw(LIES[lie])
-    told = len(heard.tokens_)
-    assert stage.news[-1] == AttemptFailed("z", 0, "replica", "x", told)
+    count = len(heard.tokens_)
+    assert stage.news[-1] == AttemptFailed("z", 0, "replica", "x", count)
     assert call.cancelled
     call.listener.data(b'{"token":5}\n')
     call.listener.done()
-    assert heard.tokens_ == expected[:told]
-    stage.again(what, aggregated("y"), 1, told)
-    assert stage.call("y").body["tokens"] == [*what.prompt, *expected[:told]]
-    assert stage.call("y").body["max_tokens"] == 9 - told
+    assert heard.tokens_ == expected[:count]
+    stage.again(what, aggregated("y"), 1, count)
+    assert stage.call("y").body["tokens"] == [*what.prompt, *expected[:count]]
+    assert stage.call("y").body["max_tokens"] == 9 - count
     stage.to_end()
     heard.is_right()
     assert stage.news[-1] == RequestFinished("z", 1, len(expected))
@@ -388,7 +388,7 @@ def test_an_engine_with_other_weights_is_not_who_it_was() -> None:
     for name, mark in (("a", b"abc"), ("b", b""), ("c", b"xyz")):
         stage.begin(asked(name), aggregated("x"))
         stage.call("x").listener.head(200, {b"x-potluck-fingerprint": mark} if mark else {})
-    assert [each for each in stage.news if isinstance(each, AttemptFailed)] == [
+    assert [item for item in stage.news if isinstance(item, AttemptFailed)] == [
         AttemptFailed("c", 0, "replica", "x", 0)
     ]
 
@@ -399,8 +399,8 @@ def test_what_is_over_is_gone_without_the_collector_of_garbage(end: str) -> None
     stage = Stage("a", "b")
     what = asked()
     heard = stage.begin(what, Route((Segment("a", 0, 5), Segment("b", 5, None))))
-    trips = [each for each in gc.get_objects() if type(each) is SegmentAttempt]
-    here = [ref(each) for each in trips if each._request.asked is what]
+    trips = [item for item in gc.get_objects() if type(item) is SegmentAttempt]
+    here = [ref(trip) for trip in trips if trip._request.asked is what]
     del trips
     assert len(here) == 1
     gc.disable()
@@ -447,7 +447,7 @@ def test_whoever_goes_on_is_told_what_was_output_and_how_it_is_drawn() -> None:
     stage = Stage("x", "y")
     way = Sampling(0.5, seed=3, presence_penalty=1.0, logit_bias=((4, -2.0),), json_schema="{}")
     heard = stage.begin(what := asked(sampling=way), aggregated("x"))
-    said = {
+    text = {
         "temperature": 0.5,
         "seed": 3,
         "presence_penalty": 1.0,
@@ -455,12 +455,12 @@ def test_whoever_goes_on_is_told_what_was_output_and_how_it_is_drawn() -> None:
         "json_schema": "{}",
     }
     body = stage.call("x").body
-    assert (body["sampling"], "generated" in body) == (said, False)
+    assert (body["sampling"], "generated" in body) == (text, False)
     stage.call("x").step(3)
     stage.fleet.kill("x")
     stage.again(what, aggregated("y"), 1, 3)
     body = stage.call("y").body
-    assert (body["sampling"], body["generated"]) == (said, 3)
+    assert (body["sampling"], body["generated"]) == (text, 3)
     assert body["tokens"] == [*what.prompt, *heard.tokens_]
     stage.to_end()
     heard.is_right()
@@ -491,4 +491,4 @@ def test_a_grammar_that_fails_on_the_way_ends_the_answer_alone(streamed: int) ->
     else:
         assert heard.status == 400
         assert json.loads(heard.relayed)["error"]["param"] == "response_format"
-    assert not any(isinstance(each, AttemptFailed) for each in stage.news)
+    assert not any(isinstance(item, AttemptFailed) for item in stage.news)

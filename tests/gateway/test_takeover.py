@@ -47,9 +47,9 @@ async def asked(port: ClientListener) -> bytes:
     host, number = port.sockets[0].getsockname()[:2]
     reader, writer = await asyncio.open_connection(host, number)
     writer.write(b"GET / HTTP/1.1\r\nHost: here\r\nConnection: close\r\n\r\n")
-    said = await reader.read()
+    received = await reader.read()
     writer.close()
-    return said.rpartition(b"\r\n\r\n")[2]
+    return received.rpartition(b"\r\n\r\n")[2]
 
 
 def test_nobody_is_refused_while_one_takes_the_others_place(tmp_path: Path) -> None:
@@ -102,9 +102,9 @@ def test_who_came_before_may_still_ask_and_is_told_that_it_is_the_last_time() ->
             await asyncio.open_connection(*address)
         for reader, writer in ((silent, one), (kept, two)):
             writer.write(KEPT)
-            said = await reader.read()
-            assert said.endswith(b"old")
-            assert b"connection: close" in said
+            received = await reader.read()
+            assert received.endswith(b"old")
+            assert b"connection: close" in received
             writer.close()
         await closing
 
@@ -139,8 +139,8 @@ def test_a_successor_that_dies_before_it_serves_changes_nothing(tmp_path: Path) 
         for _ in range(2):
             taken = await asyncio.to_thread(take_over, path)
             assert taken is not None
-            for each in taken.clients:
-                each.close()
+            for client in taken.clients:
+                client.close()
             taken._link.close()
         await asyncio.sleep(0.05)
         assert not handed.is_set()

@@ -35,8 +35,8 @@ def test_usage_is_kept_line_by_line_and_begins_anew_each_day(tmp_path: Path) -> 
     again.look()
     again.record(TOLD, 0.0)
     again.close()
-    whole = "".join(each.read_text() for each in tmp_path.iterdir())
-    assert len([json.loads(each) for each in whole.splitlines()]) == 4
+    whole = "".join(item.read_text() for item in tmp_path.iterdir())
+    assert len([json.loads(item) for item in whole.splitlines()]) == 4
     with pytest.raises(InputError, match="cannot be written"):
         UsageFile(tmp_path / "no" / "usage", lambda: 0.0)
 
@@ -96,8 +96,8 @@ def test_several_processes_write_one_file_of_records(tmp_path: Path) -> None:
     one.close()
     other.close()
     ids = {
-        each.name: [json.loads(line)["id"] for line in each.read_text().splitlines()]
-        for each in tmp_path.iterdir()
+        item.name: [json.loads(line)["id"] for line in item.read_text().splitlines()]
+        for item in tmp_path.iterdir()
     }
     assert ids == {
         "usage-2030-03-17.jsonl": ["a0", "b0", "a1", "b1", "a2", "b2"],

@@ -127,10 +127,10 @@ def looked_after(post: BrainProcessContext, count: int) -> int:
 
 def workers_of(pid: int) -> dict[int, int]:
     """Each worker's place, and its process."""
-    found = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
-    said = {int(each): Path(f"/proc/{each}/cmdline").read_text().strip("\0").split() for each in found}
+    result = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+    text = {int(item): Path(f"/proc/{item}/cmdline").read_text().strip("\0").split() for item in result}
     return {
-        int(words[1]): each for each, words in said.items() if words and words[0].endswith("worker_process")
+        int(words[1]): item for item, words in text.items() if words and words[0].endswith("worker_process")
     }
 
 
@@ -260,7 +260,7 @@ def test_actions_and_endpoints_cross_as_they_are() -> None:
     there = replace(endpoint, replica="b", region="there")
     assert directory.codec(endpoint, there) == "int4"
     assert directory.codec(there, endpoint) == "raw"
-    mates = [replace(each, unit="u", codec="int8") for each in (endpoint, there)]
+    mates = [replace(item, unit="u", codec="int8") for item in (endpoint, there)]
     assert directory.codec(*mates) == "int8", "inside a copy its own codec counts"
 
 
@@ -273,22 +273,22 @@ def test_a_workers_counts_are_added_once_and_end_with_it() -> None:
         used: list[RequestOutcome] = []
         hand = WorkerMeter(channel, lambda replica: "", spans=False)
         meter = Counters(told=used.append)
-        told = RequestOutcome("r", "k", "t", "m", "c", "stop", 200, 5, 0, 3, 1.0, 2.0, 3.0, True)
+        request_outcome = RequestOutcome("r", "k", "t", "m", "c", "stop", 200, 5, 0, 3, 1.0, 2.0, 3.0, True)
         hand.came("m", "t")
         hand.came("m", "t")
-        hand.answered(told)
+        hand.answered(request_outcome)
         hand.flush()
         heard = WorkerMeterReceiver(meter)
         for letter, text in lines:
             assert heard.heard(letter, text)
         assert not heard.heard("?", "")
-        assert used == [told]
+        assert used == [request_outcome]
         assert meter.open == 1
         before = len(lines)
         hand.flush()
         for letter, text in lines[before:]:
             heard.heard(letter, text)
-        assert sum(sum(each.values()) for each in meter._counts.values()) > 0
+        assert sum(sum(count.values()) for count in meter._counts.values()) > 0
         counted = {name: dict(series) for name, series in meter._counts.items()}
         hand.flush()
         assert counted == {name: dict(series) for name, series in meter._counts.items()}

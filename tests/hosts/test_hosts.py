@@ -58,13 +58,13 @@ def test_no_request_is_lost_whatever_becomes_of_hosts(bed: Bed, tmp_path: Path) 
 def strangers_stay_outside(fleet: HostsFleet) -> None:
     """Nobody gets in without a key, nor is believed without a certificate of ours."""
     url = str(fleet.engine_list[WHOLE_ONE]["url"])
-    for each in (f"{url}/status", f"{fleet.gateways[0].admin}/snapshot"):
+    for item in (f"{url}/status", f"{fleet.gateways[0].admin}/snapshot"):
         with pytest.raises(HTTPError, match="401"):
-            urlopen(each, timeout=10, context=fleet.tls)
+            urlopen(item, timeout=10, context=fleet.tls)
     strangers = ssl.create_default_context()
-    for each in (url, fleet.gateways[0].url, fleet.gateways[0].admin):
+    for entry in (url, fleet.gateways[0].url, fleet.gateways[0].admin):
         with pytest.raises(URLError, match="certificate verify failed"):
-            urlopen(f"{each}/health", timeout=10, context=strangers)
+            urlopen(f"{entry}/health", timeout=10, context=strangers)
     with pytest.raises(OSError, match=r".*"):
         urlopen(f"http{url.removeprefix('https')}/health", timeout=10)
 
@@ -77,8 +77,8 @@ def in_trouble(fleet: HostsFleet, load: Load) -> None:
         "slowed": troubles.slow(PREFILL, 4e3),
         "killed, then older": troubles.kill(DECODE, {"kv_version": 1, "version": OLDER}),
     }
-    for name, each in times.items():
-        sys.stdout.write(f"{name}: noticed after {each.noticed_s:.1f} s, back after {each.back_s:.1f} s\n")
+    for name, time in times.items():
+        sys.stdout.write(f"{name}: noticed after {time.noticed_s:.1f} s, back after {time.back_s:.1f} s\n")
     within(lambda: OLDER in known(fleet))
     before, sent = handed_over(fleet), len(load.shots)
     within(lambda: len(load.shots) >= sent + 6)
@@ -104,6 +104,6 @@ def handed_over(fleet: HostsFleet) -> float:
 
 def known(fleet: HostsFleet) -> list[str]:
     """Releases of the engines that the gateway sends to."""
-    found = fleet.ask(0, "/snapshot")
-    serve = {each["url"] for each in found["replicas"] if each["state"] == "ready"}
-    return [each["version"] for each in found["engines"] if each["url"] in serve]
+    result = fleet.ask(0, "/snapshot")
+    serve = {item["url"] for item in result["replicas"] if item["state"] == "ready"}
+    return [item["version"] for item in result["engines"] if item["url"] in serve]

@@ -66,30 +66,30 @@ def test_hosts_are_found_with_gpus_regions_and_links(bed: Bed, tmp_path: Path) -
             command = host.inside([sys.executable, "-m", "potluck.cli.main", *words])
             agents.append(Process(command, tmp_path / f"{place}.log", env))
             agents[-1].start()
-        urls = [str(each.hear()["url"]) for each in agents]
+        urls = [str(item.hear()["url"]) for item in agents]
         bed.slow(bed.hosts[0], FAST)
         bed.slow(bed.hosts[1], SLOW)
         bed.slow(bed.hosts[2], FAST)
         out = tmp_path / "pool.yaml"
-        said = CliRunner().invoke(
+        result = CliRunner().invoke(
             cli, ["hosts", "find", *urls, "--key-file", str(key), "--out", str(out), "--json"]
         )
-        assert said.exit_code == 0, said.output
+        assert result.exit_code == 0, result.output
         key.write_text("a guess")
         guessed = CliRunner().invoke(cli, ["hosts", "find", *urls, "--key-file", str(key)])
         assert "401" in str(guessed.exception)
     finally:
-        for each in agents:
-            each.end()
-    found = json.loads(said.stdout)
-    assert [each["gpus"] for each in found["hosts"]] == [["L4"] * 2, ["A10"] * 2, ["L4"] * 2]
-    assert len(found["links"]) == 6
-    for link in found["links"]:
+        for agent in agents:
+            agent.end()
+    document = json.loads(result.stdout)
+    assert [item["gpus"] for item in document["hosts"]] == [["L4"] * 2, ["A10"] * 2, ["L4"] * 2]
+    assert len(document["links"]) == 6
+    for link in document["links"]:
         slow = "h1" in (link["from"], link["to"])
         expected = (SLOW if slow else FAST) / 1e9
         assert 0.5 * expected < link["gbps"] < 1.5 * expected, link
     pool = yaml.safe_load(out.read_text())["pool"]
-    assert [each["node"] for each in pool["machines"]] == ["2xL4", "2xA10", "2xL4"]
+    assert [item["node"] for item in pool["machines"]] == ["2xL4", "2xA10", "2xL4"]
     assert pool["gbps"][0][0] == 0
     assert pool["gbps"][0][2] > 3 * pool["gbps"][0][1]
     spec = tmp_path / "spec.yaml"

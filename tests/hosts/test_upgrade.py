@@ -26,7 +26,7 @@ def test_everything_is_replaced_and_no_request_fails(tmp_path: Path) -> None:
     gateway = ("--files", f"{MODEL}={WORDS}", "--takeover", str(tmp_path / "gateway.sock"))
     gateway += ("--admin-key-file", str(key))
     with LiveFleet(plan, spec, gateway=gateway, engine=("--pretend", "--end-when-drained")) as fleet:
-        first = [each.popen for each in fleet.engines]
+        first = [item.popen for item in fleet.engines]
         upkeep, load = Upkeep(fleet, fleet.restart), Load(fleet, 4.0)
         upkeep.start()
         load.start()
@@ -35,7 +35,7 @@ def test_everything_is_replaced_and_no_request_fails(tmp_path: Path) -> None:
         done = CliRunner().invoke(cli, ["upgrade", "--at", fleet.admin, "--key-file", str(key)])
         assert done.exit_code == 0, done.output
         assert done.output.splitlines()[-1] == "2 copies were replaced"
-        assert all(each is not None and each.poll() == 0 for each in first), "both ended by themselves"
+        assert all(item is not None and item.poll() == 0 for item in first), "both ended by themselves"
         before, sent = fleet.succeed(), len(load.shots)
         within(lambda: len(load.shots) >= sent + 4)
         shots = load.end()

@@ -85,8 +85,8 @@ def brain_bits(numbers: Floats) -> npt.NDArray[np.uint16]:
 
 def _table(numbers: Floats, matrix: QuantizedMatrix) -> Floats:
     rows = matrix.offset + matrix.stride * np.arange(matrix.rows)[:, None]
-    found: Floats = numbers[rows + np.arange(matrix.columns)]
-    return found
+    floats: Floats = numbers[rows + np.arange(matrix.columns)]
+    return floats
 
 
 def _spans(matrix: QuantizedMatrix) -> list[Any]:
@@ -142,7 +142,7 @@ def _unwoven(
     packs: npt.NDArray[np.uint8], matrix: QuantizedMatrix
 ) -> list[tuple[Any, npt.NDArray[np.uint8]]]:
     """(where a group lies, its numbers)."""
-    found, at = [], 0
+    unwoven, at = [], 0
     for number, span in enumerate(_spans(matrix)):
         count = len(np.empty((matrix.rows, matrix.columns), np.uint8)[span])
         size = count if matrix.bits == 8 else (count + 1) // 2
@@ -154,5 +154,5 @@ def _unwoven(
             bytes_ = packs[at : at + size]
             at += size
         both = bytes_ if matrix.bits == 8 else np.concatenate([bytes_ & 15, bytes_ >> 4])[:count]
-        found.append((span, both))
-    return found
+        unwoven.append((span, both))
+    return unwoven

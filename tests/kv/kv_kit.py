@@ -42,14 +42,14 @@ SMALL_LINKS = LinkLimits(
 def made(seed: int = 0, layers: int = 6) -> list[KvChunk]:
     """Parcels of all parts, of sizes on and off the grid of chunks, one of them empty."""
     draw = random.Random(seed)
-    found = []
+    kv_chunks = []
     shapes = [("kv", (33, 2, 4, 16)), ("latent", (33, 1, 24)), ("conv", (3, 40)), ("memory", (4, 16, 16))]
     for layer in range(layers):
         part, shape = shapes[layer % len(shapes)]
         dtype = ("float32", "bfloat16", "float16")[layer % 3]
         codec = ("raw", "raw", "int8", "int4")[layer % 4]
         size = sizes(part, dtype, shape, codec)  # type: ignore[arg-type]
-        found.append(
+        kv_chunks.append(
             KvChunk(
                 layer,
                 part,  # type: ignore[arg-type]
@@ -62,8 +62,8 @@ def made(seed: int = 0, layers: int = 6) -> list[KvChunk]:
                 draw.randbytes(size.parameter_bytes),
             )
         )
-    found.append(KvChunk(layers, "kv", 33, 33, "float16", (0, 2, 4, 16), b""))
-    return found
+    kv_chunks.append(KvChunk(layers, "kv", 33, 33, "float16", (0, 2, 4, 16), b""))
+    return kv_chunks
 
 
 def plain(parcel: KvChunk) -> tuple[object, ...]:
@@ -112,11 +112,11 @@ class Ends:
                 sink(parcel)
 
         wanted = FetchRequest(handle, request, FINGERPRINT, TOKENS_HASH)
-        told: list[KvManifest] = []
+        kv_manifests: list[KvManifest] = []
         fetched = fetch(
-            self.links, self.address, wanted, told.append, keep, degree=degree, deadline_s=deadline_s
+            self.links, self.address, wanted, kv_manifests.append, keep, degree=degree, deadline_s=deadline_s
         )
-        assert told == [ABOUT]
+        assert kv_manifests == [ABOUT]
         return fetched, got
 
 

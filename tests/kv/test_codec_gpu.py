@@ -28,16 +28,16 @@ CASES = [
 
 def numbers(kind: str, count: int) -> np.ndarray:
     chance = np.random.default_rng(count)
-    found = chance.standard_normal(count).astype(np.float32)
+    result = chance.standard_normal(count).astype(np.float32)
     if kind == "wide":
-        found *= np.exp(chance.standard_normal(count) * 4).astype(np.float32)
+        result *= np.exp(chance.standard_normal(count) * 4).astype(np.float32)
     elif kind == "offset":
-        found = found * np.float32(0.01) + np.float32(100)
+        result = result * np.float32(0.01) + np.float32(100)
     elif kind == "tiny":
-        found *= np.float32(1e-7)
+        result *= np.float32(1e-7)
     elif kind == "constant":
-        found[:] = np.float32(0.3)
-    return found
+        result[:] = np.float32(0.3)
+    return result
 
 
 @pytest.mark.parametrize("kind", ["normal", "wide", "offset", "tiny", "constant"])

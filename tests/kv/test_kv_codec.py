@@ -45,21 +45,21 @@ MOST = {"float16": 65504.0, "bfloat16": 3e38, "float32": 3e38}
 def numbers(seed: int, count: int, dtype: str, kind: str) -> np.ndarray:
     """Numbers that KV has, and those that it should not."""
     chance = np.random.default_rng(seed)
-    found = chance.standard_normal(count).astype(np.float32)
+    result = chance.standard_normal(count).astype(np.float32)
     if kind == "constant":
-        found[:] = np.float32(chance.standard_normal() * 10.0 ** chance.integers(-6, 4))
+        result[:] = np.float32(chance.standard_normal() * 10.0 ** chance.integers(-6, 4))
     elif kind == "offset":
-        found = found * np.float32(0.01) + np.float32(100)
+        result = result * np.float32(0.01) + np.float32(100)
     elif kind == "wide":
-        found = found * np.exp(chance.standard_normal(count) * 4).astype(np.float32)
+        result = result * np.exp(chance.standard_normal(count) * 4).astype(np.float32)
     elif kind == "tiny":
-        found = found * np.float32(1e-7 if dtype == "float16" else 1e-41)
+        result = result * np.float32(1e-7 if dtype == "float16" else 1e-41)
     elif kind == "extreme" and count:
-        found[chance.integers(0, count, 3)] = np.float32(MOST[dtype] / 3)
-        found[chance.integers(0, count, 2)] = np.float32(-MOST[dtype] / 3)
+        result[chance.integers(0, count, 3)] = np.float32(MOST[dtype] / 3)
+        result[chance.integers(0, count, 2)] = np.float32(-MOST[dtype] / 3)
     elif kind == "zeros":
-        found = np.where(found > 0, np.float32(0), np.float32(-0.0)).astype(np.float32)
-    return found
+        result = np.where(result > 0, np.float32(0), np.float32(-0.0)).astype(np.float32)
+    return result
 
 
 @st.composite
@@ -78,10 +78,10 @@ def test_kernels_do_bit_by_bit_what_the_reference_does(
     case: tuple[bytes, Part, str, tuple[int, ...], Codec],
 ) -> None:
     data, part, dtype, shape, codec = case
-    found = encode(data, part, dtype, shape, codec)
+    result = encode(data, part, dtype, shape, codec)
     parameters, payload = encode_reference(data, part, dtype, shape, codec)
-    assert bytes(found.parameters) == parameters
-    assert bytes(found.payload) == payload
+    assert bytes(result.parameters) == parameters
+    assert bytes(result.payload) == payload
     assert (len(parameters), len(payload)) == (
         (size := sizes(part, dtype, shape, codec)).parameter_bytes,
         size.payload_bytes,
@@ -97,8 +97,8 @@ def test_kernels_do_bit_by_bit_what_the_reference_does(
 @given(cases())
 def test_no_error_is_larger_than_half_a_step(case: tuple[bytes, Part, str, tuple[int, ...], Codec]) -> None:
     data, part, dtype, shape, codec = case
-    found = encode(data, part, dtype, shape, codec)
-    restored = to_floats(bytes(decode(found.parameters, found.payload, part, dtype, shape, codec)), dtype)
+    result = encode(data, part, dtype, shape, codec)
+    restored = to_floats(bytes(decode(result.parameters, result.payload, part, dtype, shape, codec)), dtype)
     exact = to_floats(data, dtype).astype(np.float64)
     error = np.abs(restored - exact)
     matrices = layout(part, shape, codec)
@@ -194,26 +194,26 @@ def test_lengths_must_be_those_that_follow_from_the_shape(
 
 def test_raw_is_the_data_itself() -> None:
     data = bytearray(np.array([np.nan, np.inf, 1, 2], np.float16).tobytes())
-    found = encode(data, "latent", "float16", (2, 2), "raw")
-    assert found.parameters == b""
+    result = encode(data, "latent", "float16", (2, 2), "raw")
+    assert result.parameters == b""
     data[0] ^= 1
-    assert found.payload == data, "a copy was made"
-    assert decode(b"", found.payload, "latent", "float16", (2, 2), "raw") == data
+    assert result.payload == data, "a copy was made"
+    assert decode(b"", result.payload, "latent", "float16", (2, 2), "raw") == data
     out = bytearray(8)
-    decode(b"", found.payload, "latent", "float16", (2, 2), "raw", out)
+    decode(b"", result.payload, "latent", "float16", (2, 2), "raw", out)
     assert out == data
     with pytest.raises(InputError, match="out"):
-        decode(b"", found.payload, "latent", "float16", (2, 2), "raw", bytearray(9))
+        decode(b"", result.payload, "latent", "float16", (2, 2), "raw", bytearray(9))
 
 
 def test_data_may_lie_anywhere() -> None:
     """Chunks of a stream begin at odd addresses."""
     values = numbers(3, 5 * 2 * 70, "float16", "normal").astype(np.float16).tobytes()
     shape = (5, 2, 1, 70)
-    found = encode(memoryview(b"x" + values)[1:], "kv", "float16", shape, "int4")
-    assert found.payload == encode(values, "kv", "float16", shape, "int4").payload
+    result = encode(memoryview(b"x" + values)[1:], "kv", "float16", shape, "int4")
+    assert result.payload == encode(values, "kv", "float16", shape, "int4").payload
     out = bytearray(1 + len(values))
-    parameters, payload = b"x" + bytes(found.parameters), b"x" + bytes(found.payload)
+    parameters, payload = b"x" + bytes(result.parameters), b"x" + bytes(result.payload)
     decode(
         memoryview(parameters)[1:],
         memoryview(payload)[1:],
@@ -223,7 +223,7 @@ def test_data_may_lie_anywhere() -> None:
         "int4",
         memoryview(out)[1:],
     )
-    assert out[1:] == bytes(decode(found.parameters, found.payload, "kv", "float16", shape, "int4"))
+    assert out[1:] == bytes(decode(result.parameters, result.payload, "kv", "float16", shape, "int4"))
 
 
 @pytest.mark.parametrize(
@@ -271,8 +271,8 @@ def test_both_ways_to_convert_float16_agree_with_numpy() -> None:
             else []
         ),
     ):
-        found = np.array([widen(bits) for bits in every[finite]], np.float32)
-        assert (found.view(np.uint32) == exact[finite].view(np.uint32)).all()
+        result = np.array([widen(bits) for bits in every[finite]], np.float32)
+        assert (result.view(np.uint32) == exact[finite].view(np.uint32)).all()
         back = np.array([narrow(value) for value in wide], np.uint16)
         assert (back == np.clip(wide, -65504, 65504).astype(np.float16).view(np.uint16)).all()
 
@@ -300,8 +300,8 @@ def test_there_and_back(part: Part, dtype: str, codec: Codec) -> None:
     sent = packed(one, codec)
     if part in STATES and codec != "raw":
         assert sent is one
-        found = encode(one.data, part, dtype, one.shape, codec)
-        sent = replace(one, data=found.payload, codec=codec, parameters=found.parameters)
+        result = encode(one.data, part, dtype, one.shape, codec)
+        sent = replace(one, data=result.payload, codec=codec, parameters=result.parameters)
     size = sizes(part, dtype, one.shape, codec)
     assert (len(sent.parameters), len(sent.data)) == (size.parameter_bytes, size.payload_bytes)
     got = restored(sent)

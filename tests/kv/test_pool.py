@@ -78,14 +78,14 @@ class Bytes(RuleBasedStateMachine):
     @rule(tokens=PROMPTS)
     def find(self, tokens: list[int]) -> None:
         names = hashes(tokens)
-        found = self.pool.find(tokens, names, len(tokens))
-        for place in range(found.blocks):
+        result = self.pool.find(tokens, names, len(tokens))
+        for place in range(result.blocks):
             assert bytes(self.pool.read(names[place])) == data_of(tokens[: (place + 1) * SIZE])
-        if found.tokens:
-            assert tuple(tokens[: found.tokens]) in self.kept
-        if self.exact and found.tokens:
-            assert found.checkpoint is not None
-            assert bytes(self.pool.read(found.checkpoint)) == data_of([*tokens[: found.tokens], 7], 70)
+        if result.tokens:
+            assert tuple(tokens[: result.tokens]) in self.kept
+        if self.exact and result.tokens:
+            assert result.checkpoint is not None
+            assert bytes(self.pool.read(result.checkpoint)) == data_of([*tokens[: result.tokens], 7], 70)
 
     @rule(key=st.integers(0, 1), tokens=PROMPTS)
     def receive(self, key: int, tokens: list[int]) -> None:

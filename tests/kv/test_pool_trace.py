@@ -27,12 +27,12 @@ def trace() -> list[tuple[tuple[int, ...], int]]:
 
 def hits(trace: list[tuple[tuple[int, ...], int]], blocks: int) -> float:
     pool = BlockPool(blocks, block_tokens=TOKENS)
-    found = 0
+    result = 0
     for prompt, _ in trace:
-        found += pool.longest((), prompt, len(prompt) * TOKENS).blocks
+        result += pool.longest((), prompt, len(prompt) * TOKENS).blocks
         pool.keep(prompt)
     pool.check()
-    return found / sum(len(prompt) for prompt, _ in trace)
+    return result / sum(len(prompt) for prompt, _ in trace)
 
 
 def test_hits_decay_with_size_from_those_of_an_infinite_cache(
@@ -45,12 +45,12 @@ def test_hits_decay_with_size_from_those_of_an_infinite_cache(
         seen.update(prompt)
     infinite = best / sum(len(prompt) for prompt, _ in trace)
     sizes = [len(seen), len(seen) // 2, len(seen) // 10, len(seen) // 50]
-    found = [hits(trace, size) for size in sizes]
-    assert found[0] == infinite
-    assert found[1] >= 0.99 * infinite
-    assert found == sorted(found, reverse=True)
-    assert found[2] > 0.7 * infinite
-    assert found[3] > 0
+    result = [hits(trace, size) for size in sizes]
+    assert result[0] == infinite
+    assert result[1] >= 0.99 * infinite
+    assert result == sorted(result, reverse=True)
+    assert result[2] > 0.7 * infinite
+    assert result[3] > 0
 
 
 def test_a_hybrid_model_hits_only_where_a_checkpoint_was_left(
@@ -61,14 +61,14 @@ def test_a_hybrid_model_hits_only_where_a_checkpoint_was_left(
     marks: set[int] = set()
     total = partial = 0
     for prompt, full in trace[:3000]:
-        found = pool.longest((), prompt, len(prompt) * TOKENS)
+        result = pool.longest((), prompt, len(prompt) * TOKENS)
         lengths = [depth for depth in range(1, len(prompt) + 1) if prompt[depth - 1] in marks]
-        assert found.blocks == max(lengths, default=0)
-        assert found.blocks <= found.shared_blocks
-        total += found.blocks
-        partial += found.shared_blocks
+        assert result.blocks == max(lengths, default=0)
+        assert result.blocks <= result.shared_blocks
+        total += result.blocks
+        partial += result.shared_blocks
         pool.keep(prompt)
-        for depth in checkpoints_at(found, full):
+        for depth in checkpoints_at(result, full):
             pool.keep_checkpoint(prompt[:depth], (), 3)
             marks.add(prompt[depth - 1])
     assert 0 < total < partial, "some of what is there cannot be resumed"

@@ -115,7 +115,7 @@ def test_caches_cross_a_throttled_link_whole_and_by_turns() -> None:
             thread.join()
         assert problems == []
         (throttle,) = pair.sender.throttles
-        moved = sum(len(p.data) + len(p.parameters) for each in parcels.values() for p in each)
+        moved = sum(len(p.data) + len(p.parameters) for item in parcels.values() for p in item)
         assert throttle.sent_bytes == moved
         pair.sender.granted([], time.monotonic())
         handle, _ = pair.send(parcels[0])
@@ -134,15 +134,15 @@ def test_what_was_not_granted_waits_and_its_receiver_hears_so() -> None:
         )
         handle, transfer = pair.send(parcels)
         (throttle,) = pair.sender.throttles
-        found: list[object] = []
-        receiver = threading.Thread(target=lambda: found.append(pair.fetch(handle, deadline_s=20.0)))
+        result: list[object] = []
+        receiver = threading.Thread(target=lambda: result.append(pair.fetch(handle, deadline_s=20.0)))
         receiver.start()
         transfer.wait(1.5)  # longer than the receiver's patience for silence
         assert 0 < throttle.sent_bytes <= burst + SMALL.chunk_bytes
-        assert not found
+        assert not result
         pair.sender.granted(
             [BandwidthGrant("a->b", HERE, 1e9, until_s=time.monotonic() - 1.0)], time.monotonic()
         )
         receiver.join()
-        assert found
+        assert result
     assert pair.sender.grants == ()  # it had ended, and was swept away

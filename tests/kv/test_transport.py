@@ -59,7 +59,7 @@ def test_every_parcel_comes_as_it_was_put(degree: int, shared: bool) -> None:
 
 def test_a_receiver_may_come_before_its_sender_and_gets_each_layer_as_it_is_made() -> None:
     parcels = made(2, 6)
-    handle, came, opened = new_handle(), threading.Event(), threading.Event()
+    handle, received, opened = new_handle(), threading.Event(), threading.Event()
     with ends() as pair:
 
         def send() -> None:
@@ -73,13 +73,13 @@ def test_a_receiver_may_come_before_its_sender_and_gets_each_layer_as_it_is_made
             assert opened.wait(30)
             for parcel in parcels:
                 transfer.put(parcel)
-                assert came.wait(30)
-                came.clear()
+                assert received.wait(30)
+                received.clear()
             transfer.finish()
 
         sender = threading.Thread(target=send)
         sender.start()
-        _, got = pair.fetch(handle, lambda _: came.set())
+        _, got = pair.fetch(handle, lambda _: received.set())
         sender.join()
         assert got == {parcel.layer: plain(parcel) for parcel in parcels}
 
@@ -448,15 +448,15 @@ def test_shared_memory_is_bounded_and_what_is_closed_counts_no_more() -> None:
     links = PeerConnections([], limits=limits)
     made = [links.share() for _ in range(4)]
     try:
-        assert [each is not None for each in made] == [True, True, True, False]
+        assert [entry is not None for entry in made] == [True, True, True, False]
         assert made[0] is not None
         made[0].close()
         made.append(links.share())
         assert made[-1] is not None
     finally:
-        for each in made:
-            if each is not None and not each.closed:
-                each.close()
+        for item in made:
+            if item is not None and not item.closed:
+                item.close()
         links.close()
 
 

@@ -292,8 +292,8 @@ def test_an_old_kernel_says_nothing() -> None:
 def test_a_report_adds_its_connections_up() -> None:
     one = TcpInfo(0.010, 0.004, 2, 100, 0, 50, 1e6)
     two = TcpInfo(0.030, 0.006, 3, 100, 0, 25, 1e6)
-    found = report("h", [one, None, two], moved_bytes=1000, busy_s=0.5, past_retransmits=7, queued_bytes=5)
-    assert (found.connections, found.retransmits, found.queue_bytes) == (3, 12, 80)
-    assert found.rtt_s == pytest.approx(0.020)
-    assert found.least_rtt_s == 0.004
-    assert found.goodput_bytes_per_s == 2000
+    result = report("h", [one, None, two], moved_bytes=1000, busy_s=0.5, past_retransmits=7, queued_bytes=5)
+    assert (result.connections, result.retransmits, result.queue_bytes) == (3, 12, 80)
+    assert result.rtt_s == pytest.approx(0.020)
+    assert result.least_rtt_s == 0.004
+    assert result.goodput_bytes_per_s == 2000

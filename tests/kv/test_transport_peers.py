@@ -63,15 +63,15 @@ def greeting(handle: str, session: bytes = bytes(16), bound: bytes = BOUND, wait
 def answer(address: tuple[str, int], said: bytes, most_s: float = 3.0) -> tuple[bytes, float]:
     """All that a sender answers until it closes, and how long that took."""
     begun_s = time.monotonic()
-    found = b""
+    text = b""
     with (
         socket.create_connection(address, timeout=most_s) as connection,
         contextlib.suppress(ConnectionError),
     ):
         connection.sendall(said)
         while data := connection.recv(1 << 16):
-            found += data
-    return found, time.monotonic() - begun_s
+            text += data
+    return text, time.monotonic() - begun_s
 
 
 def test_whatever_is_wrong_with_a_handle_the_answer_is_the_same() -> None:
@@ -91,11 +91,11 @@ def test_whatever_is_wrong_with_a_handle_the_answer_is_the_same() -> None:
             "of another request": greeting(other, bound=bound_to("r-2", FINGERPRINT, TOKENS_HASH)),
             "of another session": greeting(claimed, new_session()),
         }
-        found = {name: answer(pair.address, said) for name, said in asked.items()}
+        result = {name: answer(pair.address, text) for name, text in asked.items()}
         holder.close()
-        without_beats = {raw.replace(frame(Heartbeat()), b"") for raw, _ in found.values()}
+        without_beats = {raw.replace(frame(Heartbeat()), b"") for raw, _ in result.values()}
         assert len(without_beats) == 1
-        assert all(took_s >= 0.3 for _, took_s in found.values())
+        assert all(took_s >= 0.3 for _, took_s in result.values())
         _, got = pair.fetch(other)  # The one that was guessed at is not spoiled by it.
         assert got == RIGHT
 
@@ -125,8 +125,8 @@ def test_a_wrong_handle_is_an_error_within_the_deadline() -> None:
 )
 def test_who_does_not_greet_properly_is_shown_the_door(said: bytes) -> None:
     with ends() as pair:
-        found, took_s = answer(pair.address, said)
-        assert found == b""
+        result, took_s = answer(pair.address, said)
+        assert result == b""
         assert took_s < SMALL.hello_s + SLACK_S
 
 
@@ -246,11 +246,11 @@ def liar(script: Script) -> Iterator[Callable[..., None]]:
     def serve(connection: socket.socket) -> None:
         with connection, contextlib.suppress(OSError):
             connection.settimeout(5)
-            reader, found = FrameReader(), []
-            while not found:
-                found = reader.feed(connection.recv(4096))
-            assert isinstance(found[0][0], Hello)
-            script(connection, found[0][0])
+            reader, result = FrameReader(), []
+            while not result:
+                result = reader.feed(connection.recv(4096))
+            assert isinstance(result[0][0], Hello)
+            script(connection, result[0][0])
             while connection.recv(4096) and not over.is_set():
                 pass
 
@@ -550,11 +550,11 @@ def test_a_load_that_is_cut_anew_gives_out_every_byte_once(most_bytes: int) -> N
     load.finish()
     load.open(1 << 30)
     load.join(1, 1 << 20)
-    found = [b"", b""]
+    result = [b"", b""]
     while isinstance(todo := load.next(1), tuple):
         chunk, data = todo
         assert isinstance(chunk, ChunkPiece)
         assert len(data) <= min(8192, most_bytes)
         assert chunk.sums in (None, checksum.sums(data))
-        found[chunk.label.index] += bytes(data)
-    assert found == [bytes(parcel.parameters) + bytes(parcel.data) for parcel in SENT[:2]]
+        result[chunk.label.index] += bytes(data)
+    assert result == [bytes(parcel.parameters) + bytes(parcel.data) for parcel in SENT[:2]]

@@ -103,13 +103,13 @@ def test_any_stream_cut_anywhere_is_read_as_it_was_written(
     sent: list[tuple[Message, bytes]], draw: random.Random
 ) -> None:
     raw = b"".join(frame(message) + data for message, data in sent)
-    reader, found, at = FrameReader(), [], 0
+    reader, result, at = FrameReader(), [], 0
     while at < len(raw):
         step = draw.randint(1, max(1, len(raw) // 3))
-        found += reader.feed(raw[at : at + step])
+        result += reader.feed(raw[at : at + step])
         at += step
     reader.close()
-    assert found == sent
+    assert result == sent
 
 
 @settings(max_examples=40, deadline=None)
@@ -120,10 +120,10 @@ def test_a_changed_bit_before_the_data_never_passes(sent: tuple[Message, bytes],
     raw[place // 8] ^= 1 << place % 8
     reader = FrameReader()
     try:
-        found = reader.feed(bytes(raw) + sent[1])
+        result = reader.feed(bytes(raw) + sent[1])
     except FormatError:
         return
-    assert found == []  # It now claims to be longer, and waits for the rest.
+    assert result == []  # It now claims to be longer, and waits for the rest.
 
 
 @settings(max_examples=40, deadline=None)
@@ -304,15 +304,15 @@ def test_a_sender_answers_in_its_own_version() -> None:
     hello = frame(Hello(bytes(16), BOUND, new_handle(), 0, 1 << 17, 4096, 100))
     with ends() as pair, socket.create_connection(pair.address, timeout=5.0) as connection:
         connection.sendall(aged(hello))
-        said = connection.recv(1 << 16)
-    prefix = read_prefix(said[: PREFIX.size])
-    assert said == frame(HandleRefused())
+        received = connection.recv(1 << 16)
+    prefix = read_prefix(received[: PREFIX.size])
+    assert received == frame(HandleRefused())
     assert prefix.kind
 
 
 def test_a_receiver_gives_up_soon_and_names_both() -> None:
     listener = socket.create_server(("127.0.0.1", 0))
-    came: list[bytes] = []
+    received: list[bytes] = []
 
     def answer() -> None:
         while True:
@@ -321,7 +321,7 @@ def test_a_receiver_gives_up_soon_and_names_both() -> None:
             except OSError:
                 return
             with connection:
-                came.append(connection.recv(1 << 16))
+                received.append(connection.recv(1 << 16))
                 connection.sendall(aged(frame(HandleRefused())))
 
     thread = threading.Thread(target=answer, daemon=True)
@@ -334,11 +334,11 @@ def test_a_receiver_gives_up_soon_and_names_both() -> None:
     listener.shutdown(socket.SHUT_RDWR)
     listener.close()
     thread.join()
-    assert len(came) == 2, "what is said twice is meant; no use to try again"
+    assert len(received) == 2, "what is said twice is meant; no use to try again"
 
 
 def test_only_another_version_is_hopeless() -> None:
     assert issubclass(OtherVersion, FormatError)
-    with pytest.raises(FormatError) as told:
+    with pytest.raises(FormatError) as message:
         read_prefix(b"HTTP" + bytes(PREFIX.size - 4))
-    assert not isinstance(told.value, OtherVersion)
+    assert not isinstance(message.value, OtherVersion)

@@ -68,10 +68,10 @@ class Server:
                 return _http(200, b'data: {"error": {"message": "gone"}}\n\ndata: [DONE]\n\n')
         chat = "messages" in body
         piece = {"delta": {"content": "a"}} if chat else {"text": "a"}
-        said = [{"choices": [{"delta": {"role": "assistant", "content": ""}}]}] if chat else []
-        said += [{"choices": [piece]}] * body["max_tokens"]
-        said += [{"choices": [], "usage": {"completion_tokens": body["max_tokens"]}}]
-        events = [f"data: {json.dumps(each)}\r\n\r\n" for each in said]
+        text = [{"choices": [{"delta": {"role": "assistant", "content": ""}}]}] if chat else []
+        text += [{"choices": [piece]}] * body["max_tokens"]
+        text += [{"choices": [], "usage": {"completion_tokens": body["max_tokens"]}}]
+        events = [f"data: {json.dumps(item)}\r\n\r\n" for item in text]
         return _http(200, ("".join(events) + ": nothing\n\ndata: [DONE]\n\n").encode())
 
 
@@ -97,12 +97,12 @@ def test_answers_are_counted_and_what_goes_wrong_has_a_kind() -> None:
             return server, asked
 
     server, asked = asyncio.run(run())
-    found = measured(asked, Slo(10.0, 10.0))
-    assert (found.requests, found.answered, found.attained) == (5, 2, 2)
-    assert dict(found.errors) == {"HTTP 429": 1, "cut off": 1, "error in the stream": 1}
-    assert dict(found.examples) == {"HTTP 429": "full", "cut off": "cut off", "error in the stream": "gone"}
-    assert found.attainment == pytest.approx(0.4), "who was refused kept no objective"
-    assert found.output_tokens == 6
+    result = measured(asked, Slo(10.0, 10.0))
+    assert (result.requests, result.answered, result.attained) == (5, 2, 2)
+    assert dict(result.errors) == {"HTTP 429": 1, "cut off": 1, "error in the stream": 1}
+    assert dict(result.examples) == {"HTTP 429": "full", "cut off": "cut off", "error in the stream": "gone"}
+    assert result.attainment == pytest.approx(0.4), "who was refused kept no objective"
+    assert result.output_tokens == 6
     assert asked[2].retry_after == "3"
     assert all(head.startswith("POST /v1/completions HTTP/1.1\r\nHost: 127.0.0.1:") for head in server.heads)
     assert all("Authorization: Bearer secret" in head for head in server.heads)
@@ -128,10 +128,10 @@ def test_open_loop_counts_from_when_it_should_have_been_sent() -> None:
     shot = TimedRequest(
         1.0, "m", [1], 3, sent_s=4.0, first_s=4.5, last_s=5.5, pieces=3, ended=True, done_s=5.5, status=200
     )
-    found = measured([shot], Slo(3.0, 1.0))
-    assert found.ttft_s is not None
-    assert found.ttft_s.mean == pytest.approx(3.5)
-    assert found.late_s == pytest.approx(3.0)
+    result = measured([shot], Slo(3.0, 1.0))
+    assert result.ttft_s is not None
+    assert result.ttft_s.mean == pytest.approx(3.5)
+    assert result.late_s == pytest.approx(3.0)
     assert tpot_of(shot) == pytest.approx(0.5)
     assert not kept(shot, Slo(3.0, 1.0))
     assert kept(shot, Slo(3.5, 0.5))
@@ -166,11 +166,11 @@ def test_nobody_there_is_an_error_of_its_kind() -> None:
 
 @given(st.lists(st.floats(0, 1e6), min_size=1, max_size=200))
 def test_percentiles_are_values_that_were_seen(values: list[float]) -> None:
-    found = percentiles(values)
-    assert found is not None
-    assert {found.p50, found.p90, found.p99, found.most} <= set(values)
-    assert found.p50 <= found.p90 <= found.p99 <= found.most == max(values)
-    assert sum(value <= found.p90 for value in values) >= 0.9 * len(values)
+    result = percentiles(values)
+    assert result is not None
+    assert {result.p50, result.p90, result.p99, result.most} <= set(values)
+    assert result.p50 <= result.p90 <= result.p99 <= result.most == max(values)
+    assert sum(value <= result.p90 for value in values) >= 0.9 * len(values)
 
 
 @given(st.integers(0, 10), st.floats(0.5, 50.0))

@@ -34,7 +34,9 @@ async def with_key(tab: Tab) -> None:
 def clean(tab: Tab, url: str) -> None:
     """It loaded nothing from elsewhere, and its console is empty."""
     assert tab.errors == []
-    assert {each.split("/")[2] for each in tab.requests if each.startswith("http")} == {url.split("/")[2]}
+    assert {request.split("/")[2] for request in tab.requests if request.startswith("http")} == {
+        url.split("/")[2]
+    }
 
 
 def test_a_live_request_is_a_waterfall_from_queue_to_decode(lab: Lab) -> None:
@@ -115,9 +117,9 @@ def test_a_chat_answer_shows_its_route_and_markup_stays_text(lab: Lab) -> None:
             clean(tab, lab.url)
             return way, await tab.run("says('.said')"), await tab.run("window.hurt"), marked
 
-    way, said, hurt, marked = lab.run(run())
-    assert NASTY in said
-    assert "Everybody brings" in said
+    way, text, hurt, marked = lab.run(run())
+    assert NASTY in text
+    assert "Everybody brings" in text
     assert hurt is None
     assert marked == 0
     assert way
@@ -142,7 +144,7 @@ def test_without_the_key_nothing_can_be_changed(lab: Lab) -> None:
       body: '{"replica": "x", "what": "x"}'}).then((said) => said.status)))"""
 
     def orders() -> list[str]:
-        return [each.what for each in lab.stage.core.decision_log.kept if each.kind == "order"]
+        return [item.what for item in lab.stage.core.decision_log.kept if item.kind == "order"]
 
     async def run() -> tuple[list[bool], list[int]]:
         async with lab.browser.tab(lab.url, 1440, 2600) as tab:
@@ -227,12 +229,12 @@ def test_a_word_is_explained_where_it_stands_by_keyboard(lab: Lab) -> None:
             await live(tab)
             await tab.run("all('.term').find((each) => each.textContent === 'goodput').focus()")
             await tab.press("Enter")
-            said = await tab.until("one('#term').matches(':popover-open') && says('#term')")
+            message = await tab.until("one('#term').matches(':popover-open') && says('#term')")
             await tab.press("Escape")
             await tab.until("!one('#term').matches(':popover-open')")
             clean(tab, lab.url)
-            told = "all('[data-term]').every((each) => each.querySelector('.term'))"
-            return said, await tab.run("document.activeElement.textContent"), await tab.run(told)
+            text = "all('[data-term]').every((each) => each.querySelector('.term'))"
+            return message, await tab.run("document.activeElement.textContent"), await tab.run(text)
 
     assert lab.run(run()) == ("requests a second that kept the objective", "goodput", True)
 
@@ -263,9 +265,9 @@ def test_fifty_updates_a_second_are_drawn_a_few_times_a_second(lab: Lab) -> None
         try:
             async with lab.browser.tab(lab.url, 1440, 2600) as tab:
                 await live(tab)
-                found = await tab.run(script)
+                completed = await tab.run(script)
                 clean(tab, lab.url)
-                return list(found)
+                return list(completed)
         finally:
             show._tick_s = TICK_S
             while show.watched:

@@ -66,8 +66,8 @@ def test_what_a_copy_does_is_said_by_its_roles(lab: Lab) -> None:
         await tab.until("all('#deployments tbody th').length === 4")
         return await tab.run(DOING), dict(await tab.run(DEPLOYED))
 
-    said, rows = on_page(lab, run)
-    assert said == [
+    text, rows = on_page(lab, run)
+    assert text == [
         "prompts only",
         "answers only",
         "whole requests",
@@ -92,7 +92,7 @@ def test_rows_fill_their_lanes_and_every_arc_has_ends_of_its_own(lab: Lab, width
             "all('.flows > path').map((each) => Number(getComputedStyle(each).strokeWidth.replace('px', '')))"
         )
         titles = "all('.flows > path > title').map((each) => each.textContent)"
-        return [await tab.run(each) for each in (sides, ENDS, widths, titles)]
+        return [await tab.run(item) for item in (sides, ENDS, widths, titles)]
 
     sides, ends, widths, titles = on_page(lab, run, width)
     for side, rows in sides:
@@ -128,22 +128,22 @@ def test_names_of_levels_stand_beside_the_points_and_a_spike_is_cut_and_told(lab
         lab.stage.operators.page.show._rest()
         await tab.run(STILL % POINTS)
         await tab.until("all('.spike').length === 2")
-        told = "all('.spike title').map((each) => each.textContent)"
-        found = [await tab.run(each) for each in (LINES, OBJECTIVE, told)]
+        text = "all('.spike title').map((each) => each.textContent)"
+        result = [await tab.run(item) for item in (LINES, OBJECTIVE, text)]
         await tab.run(HOVER)
         value = "says('#plot-grid figure:nth-child(2) .value')"
-        return [*found, await tab.until(f"/900/.test({value}) && {value}")]
+        return [*result, await tab.until(f"/900/.test({value}) && {value}")]
 
-    plots, objective, told, hover = on_page(lab, run)
+    plots, objective, message, hover = on_page(lab, run)
     for lines, names in plots:
         newest = max(line[2] for line in lines)
         assert all(name[0] >= newest for name in names), "left of every name all points are drawn"
         tops = sorted(name[1] for name in names)
         assert all(b - a >= 11 for a, b in pairwise(tops)), "and none stands on another"
     assert objective < 80, "the objective of 45 ms is high in the plot, although 900 ms were seen"
-    assert told[0].startswith("900 ms at ")
-    assert told[0].endswith("beyond what is drawn")
-    assert told[1].startswith("700 ms at ")
+    assert message[0].startswith("900 ms at ")
+    assert message[0].endswith("beyond what is drawn")
+    assert message[1].startswith("700 ms at ")
     assert "9 of 10 900 ms" in hover
 
 
@@ -164,15 +164,15 @@ def test_every_colour_has_one_meaning(lab: Lab) -> None:
     async def run(tab: Tab) -> Any:
         lab.stage.send(300, 5)
         await tab.until("one('.bar.used') !== null && one('.line.c0') !== null && one('.level.slo') !== null")
-        found = {}
+        outcome = {}
         for theme in ("light", "dark"):
             await tab.run(f"document.documentElement.dataset.theme = '{theme}'")
-            found[theme] = {name: await tab.run(script) for name, script in meanings.items()}
-        return found
+            outcome[theme] = {name: await tab.run(script) for name, script in meanings.items()}
+        return outcome
 
-    for theme, found in on_page(lab, run).items():
-        assert all(len(set(colours)) == 1 for colours in found.values()), (theme, found)
-        assert len({colours[0] for colours in found.values()}) == len(meanings), (theme, found)
+    for theme, result in on_page(lab, run).items():
+        assert all(len(set(colours)) == 1 for colours in result.values()), (theme, result)
+        assert len({colours[0] for colours in result.values()}) == len(meanings), (theme, result)
 
 
 def test_a_refused_request_says_why(lab: Lab) -> None:
@@ -244,8 +244,13 @@ def test_a_gateway_that_was_stopped_says_goodbye_and_one_that_is_lost_is_red(lab
             card = await tab.run("one('#bye').checkVisibility() ? says('#bye') : ''")
             return link, red, card, await tab.run("says('#bye code')")
 
-    found = lab.run(run())
+    completed = lab.run(run())
     if said:
-        assert found == ("ended", False, "The demo is over.Start again with potluck demo.", "potluck demo")
+        assert completed == (
+            "ended",
+            False,
+            "The demo is over.Start again with potluck demo.",
+            "potluck demo",
+        )
     else:
-        assert found == ("connection lost; trying again", True, "", "")
+        assert completed == ("connection lost; trying again", True, "", "")

@@ -48,8 +48,8 @@ def test_what_changed_makes_the_old_the_new(before: Any, after: Any) -> None:
         for name, row in mine.items():
             mine[name] = {**before.get(table, {}).get(name, {}), **row}
     changed, gone = changes(before, after)
-    found = applied(before, changed, gone)
-    assert {table: mine for table, mine in found.items() if mine} == {t: m for t, m in after.items() if m}
+    result = applied(before, changed, gone)
+    assert {table: mine for table, mine in result.items() if mine} == {t: m for t, m in after.items() if m}
     assert changes(after, after) == ({}, {})
 
 
@@ -64,9 +64,9 @@ def told(
 
 @given(st.lists(st.floats(0.0, 100.0), min_size=1), st.sampled_from([0.5, 0.9]))
 def test_quantiles_are_the_smallest_value_with_enough_below(values: list[float], share: float) -> None:
-    found = quantile(values, share)
-    rounded = sorted(round(each, 5) for each in values)
-    assert found == next(each for at, each in enumerate(rounded, 1) if at >= share * len(rounded) - 1e-9), (
+    result = quantile(values, share)
+    rounded = sorted(round(value, 5) for value in values)
+    assert result == next(item for at, item in enumerate(rounded, 1) if at >= share * len(rounded) - 1e-9), (
         "by counting"
     )
 
@@ -74,8 +74,8 @@ def test_quantiles_are_the_smallest_value_with_enough_below(values: list[float],
 def test_an_hour_counts_what_was_in_time_and_forgets_what_is_older() -> None:
     hour = PageHistory({"m": Slo(1.0, 0.1)})
     models = {"models": {"m": {"usd_per_h": 3.6}}}
-    for each in (told("m", 0.0, 0.5, 0.05), told("m", 0.0, 2.0, 0.05), told("m", 0.0, 0.5, 0.2)):
-        hour.told(each)
+    for item in (told("m", 0.0, 0.5, 0.05), told("m", 0.0, 2.0, 0.05), told("m", 0.0, 0.5, 0.2)):
+        hour.told(item)
     hour.look(0.0, models)
     figures = hour.columns()["models"]["m"]
     assert figures["ended_per_s"] == [3 / POINT_S]
@@ -86,9 +86,9 @@ def test_an_hour_counts_what_was_in_time_and_forgets_what_is_older() -> None:
     assert hour.tenants == {"co": 333}
     for at in range(1, POINTS + 50):
         hour.look(at * POINT_S, models)
-    found = hour.columns()
-    assert len(found["at_s"]) == POINTS
-    assert found["at_s"][0] == 50 * POINT_S
+    result = hour.columns()
+    assert len(result["at_s"]) == POINTS
+    assert result["at_s"][0] == 50 * POINT_S
     assert hour.tenants == {}
     assert len(hour._frames) <= FRAMES
     at_s, then = hour.frame(1000.0) or (0.0, {})
@@ -230,9 +230,9 @@ def test_notices_and_tokens_are_in_what_is_sent() -> None:
             await asyncio.sleep(0.02)
         return (await whole(client, url))["tables"]
 
-    found = on_stage(run)
-    assert found["plan"]["now"]["notices"] == []
-    assert sum(row["tokens_per_s"] for row in found["replicas"].values()) > 0
+    result = on_stage(run)
+    assert result["plan"]["now"]["notices"] == []
+    assert sum(row["tokens_per_s"] for row in result["replicas"].values()) > 0
     core: Any = None
     assert any("Mock engines" in line for line in notices(core, GatewaySettings(pretended=True)))
 
@@ -292,8 +292,8 @@ def test_files_come_with_a_strict_policy_and_nothing_inline() -> None:
             return dict(answer.headers)
 
     policy = on_stage(run)["Content-Security-Policy"]
-    for each in ("default-src 'none'", "script-src 'self'", "style-src 'self'", "connect-src 'self'"):
-        assert each in policy.split("; ")
+    for item in ("default-src 'none'", "script-src 'self'", "style-src 'self'", "connect-src 'self'"):
+        assert item in policy.split("; ")
     assert "unsafe" not in policy
     page = files()["index.html"].body.decode()
     assert "style=" not in page
@@ -348,9 +348,9 @@ def test_the_playground_speaks_with_the_clients_key() -> None:
         made.operators.page.chat.url = f"http://127.0.0.1:{runner.addresses[0][1]}"
         headers = {"X-Potluck-Client-Key": "sk-1", "Authorization": f"Bearer {KEY}"}
         async with client.post(f"{url}/chat", json={}, headers=headers) as answer:
-            found = seen[0], str(answer.status) + answer.headers["Retry-After"]
+            result = seen[0], str(answer.status) + answer.headers["Retry-After"]
         await runner.cleanup()
-        return found
+        return result
 
     assert on_stage(run) == ("Bearer sk-1", "4013"), "the operators' key goes nowhere"
 
@@ -361,11 +361,11 @@ def test_a_machine_that_is_too_slow_for_its_gpus_is_told_of() -> None:
         late.told("engine", 0.0, 0.0)
         late.told("engine", 10.0, 42.0)
         async with client.get(f"{url}/snapshot", headers={"Authorization": f"Bearer {KEY}"}) as answer:
-            said = await answer.json()
+            message = await answer.json()
         settings: Any = SimpleNamespace(pretended=False)
-        return said, [*notices(made.core, settings)]
+        return message, [*notices(made.core, settings)]
 
-    said, shown = on_stage(run)
-    assert said["slowdown"] == pytest.approx(4.2)
-    assert shown[0] == said["notices"][0]
+    text, shown = on_stage(run)
+    assert text["slowdown"] == pytest.approx(4.2)
+    assert shown[0] == text["notices"][0]
     assert shown[0].startswith("this machine computes 4.2 times slower than the GPUs it stands for")

@@ -16,9 +16,9 @@ SHORT = Effort(0.5, (1,), 0.1)
 def test_the_published_changes_follow_from_the_published_figures() -> None:
     """Table 3 prints both, for instance +8.4 % goodput and -8.5 % latency for 1P1D."""
     pair = cauchy.Latencies(1.0, 1.0, 1.0)
-    found = rows(CauchyMeasured({d: Pair((1.0, 1.0), (pair, pair), 1.0) for d in TABLE3}, {}))
+    result = rows(CauchyMeasured({d: Pair((1.0, 1.0), (pair, pair), 1.0) for d in TABLE3}, {}))
     changes = {
-        (row.setting, row.metric.split(",")[0]): row.published for row in found if row.unit == "change"
+        (row.setting, row.metric.split(",")[0]): row.published for row in result if row.unit == "change"
     }
     printed = {
         ("1P1D", "max CE"): 0.087,
@@ -39,8 +39,8 @@ def test_the_published_changes_follow_from_the_published_figures() -> None:
 
 
 def test_workloads_have_the_printed_means() -> None:
-    found = [tuple(map(round, load.mean_tokens)) for load in LOADS]
-    assert found == [(702, 42), (290, 207), (337, 1330)]
+    result = [tuple(map(round, load.mean_tokens)) for load in LOADS]
+    assert result == [(702, 42), (290, 207), (337, 1330)]
 
 
 def test_more_decode_replicas_serve_more() -> None:

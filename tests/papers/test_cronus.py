@@ -44,8 +44,8 @@ def first() -> CronusMeasured:
 def test_the_published_ratios_follow_from_the_published_table() -> None:
     """Section 5.2: up to 2.58 times PP, 5.64 times H-L, 1.9 times L-H."""
     for other, ratio in ((PP, 2.58), (HIGH_LOW, 5.64), (LOW_HIGH, 1.9)):
-        found = max(each.published_per_s[CRONUS] / each.published_per_s[other] for each in SETTINGS)
-        assert found == pytest.approx(ratio, abs=0.01)
+        setting = max(item.published_per_s[CRONUS] / item.published_per_s[other] for item in SETTINGS)
+        assert setting == pytest.approx(ratio, abs=0.01)
 
 
 def test_layers_of_the_pipelines_are_all_layers() -> None:
@@ -88,9 +88,9 @@ def test_latencies_point_where_the_paper_says(first: CronusMeasured) -> None:
 
 
 def test_every_row_has_a_figure_and_stands_beside_the_published_one(first: CronusMeasured) -> None:
-    found = rows(first, MADE_UP)
-    assert all(np.isfinite(row.ours) and row.ours != 0 for row in found)
-    table = [row for row in found if row.experiment == "Table 2"]
+    result = rows(first, MADE_UP)
+    assert all(np.isfinite(row.ours) and row.ours != 0 for row in result)
+    table = [row for row in result if row.experiment == "Table 2"]
     assert [row.published for row in table] == list(SETTINGS[0].published_per_s.values())
 
 
@@ -101,7 +101,7 @@ def test_a_slower_host_is_a_slower_engine_and_a_pipeline_gains_by_overlap() -> N
             cronus.throughput_per_s(SETTINGS[2], approach, few, EngineHost(host)) for host in (0.001, 0.05)
         )
         assert slow < fast
-    serial, both = (cronus.throughput_per_s(SETTINGS[2], each, MADE_UP) for each in (SERIAL_PP, PP))
+    serial, both = (cronus.throughput_per_s(SETTINGS[2], item, MADE_UP) for item in (SERIAL_PP, PP))
     assert serial < both
 
 
@@ -121,15 +121,17 @@ def dispatcher(limits: tuple[int, int]) -> QueueLimited:
 
 
 def sent_to(actions: list[object]) -> list[str]:
-    return [each.route.segments[0].replica.partition("@")[0] for each in actions if isinstance(each, Run)]
+    return [
+        action.route.segments[0].replica.partition("@")[0] for action in actions if isinstance(action, Run)
+    ]
 
 
 def test_three_turns_to_one_while_no_queue_is_full() -> None:
     made = dispatcher((1000, 1000))
-    found: Counter[str] = Counter()
+    counter: Counter[str] = Counter()
     for i in range(400):
-        found.update(sent_to(list(made.on(0.0, RequestArrived(Request(str(i), "m", 0.0, 10, 10))))))
-    assert found == {"high": 300, "low": 100}
+        counter.update(sent_to(list(made.on(0.0, RequestArrived(Request(str(i), "m", 0.0, 10, 10))))))
+    assert counter == {"high": 300, "low": 100}
 
 
 @given(st.lists(st.integers(0, 3), max_size=60))
@@ -138,7 +140,7 @@ def test_no_waiting_queue_is_over_its_limit_and_nobody_is_forgotten(moves: list[
     """0 and 1: a request comes; 2 and 3: the first or last one on its way makes its first token."""
     made = dispatcher((3, 1))
     where: dict[str, str] = {}
-    came = done = 0
+    received = done = 0
 
     def saw(actions: list[object]) -> None:
         for action in actions:
@@ -151,8 +153,8 @@ def test_no_waiting_queue_is_over_its_limit_and_nobody_is_forgotten(moves: list[
 
     for move in moves:
         if move < 2:
-            saw(list(made.on(0.0, RequestArrived(Request(str(came), "m", 0.0, 10, 10)))))
-            came += 1
+            saw(list(made.on(0.0, RequestArrived(Request(str(received), "m", 0.0, 10, 10)))))
+            received += 1
         elif where:
             request = sorted(where, key=int)[0 if move == 2 else -1]
             del where[request]
@@ -164,7 +166,7 @@ def test_no_waiting_queue_is_over_its_limit_and_nobody_is_forgotten(moves: list[
         del where[request]
         done += 1
         saw(list(made.on(0.0, FirstToken(request, 0))))
-    assert done == came
+    assert done == received
 
 
 def test_decodes_on_the_low_end_gpu_raise_the_throughput_of_long_answers() -> None:

@@ -31,12 +31,12 @@ def shortened(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.usefixtures("shortened")
 def test_json_has_the_agreed_shape(capsys: pytest.CaptureFixture[str]) -> None:
     assert run(["reproduce", "cronus", "--json"]) == 0
-    found = json.loads(capsys.readouterr().out)
-    assert set(found) == {"paper", "rows"}
-    assert found["paper"] == "CRONUS"
-    assert all(set(row) == COLUMNS for row in found["rows"])
-    assert any(row["published"] is None for row in found["rows"])
-    assert {row["published"] for row in found["rows"]} >= {7.28, 8.29}
+    document = json.loads(capsys.readouterr().out)
+    assert set(document) == {"paper", "rows"}
+    assert document["paper"] == "CRONUS"
+    assert all(set(row) == COLUMNS for row in document["rows"])
+    assert any(row["published"] is None for row in document["rows"])
+    assert {row["published"] for row in document["rows"]} >= {7.28, 8.29}
 
 
 @pytest.mark.usefixtures("shortened")

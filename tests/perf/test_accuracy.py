@@ -60,9 +60,9 @@ def test_the_page_has_every_target() -> None:
 @pytest.mark.parametrize("kind", OPERATORS)
 def test_each_kind_of_work_meets_its_target_in_the_middle(question: str, target: float, kind: str) -> None:
     """The median over GPUs; the pairs that miss are listed in the report."""
-    found = [s.median for s in stored_scores() if s.question == question and s.kind == kind]
-    assert len(found) >= 5
-    assert np.median(found) <= target
+    medians = [s.median for s in stored_scores() if s.question == question and s.kind == kind]
+    assert len(medians) >= 5
+    assert np.median(medians) <= target
 
 
 def test_every_measured_gpu_was_left_out_once() -> None:
@@ -260,8 +260,8 @@ def stepped(timer: Line, open_requests: int, new: int, out: int, budget: int, wa
 def test_throughput_is_that_of_an_engine_stepped_through(open_requests: int, new: int, out: int) -> None:
     timer, budget = Line(), 2048
     truth = stepped(timer, open_requests, new, out, budget, 12)
-    found = served(run_work(timer, 1, open_requests, new, out, 10_000, budget), NO_HOST, QUIET)
-    assert found.requests_per_s[0] == pytest.approx(truth, rel=0.08)
+    result = served(run_work(timer, 1, open_requests, new, out, 10_000, budget), NO_HOST, QUIET)
+    assert result.requests_per_s[0] == pytest.approx(truth, rel=0.08)
 
 
 works = st.builds(
@@ -286,11 +286,11 @@ def test_what_is_under_way_is_waiting_or_answered(
     work: RunWork, host: EngineHost, client: BenchClient
 ) -> None:
     """Little's law: concurrency = rate x (TTFT + the rest of the answer)."""
-    found = served(work, host, client)
-    whole_s = found.ttft_s + work.answers * found.tpot_s
-    assert found.requests_per_s * whole_s == pytest.approx(work.concurrency)
-    assert (found.ttft_s > 0).all()
-    assert (found.tpot_s > 0).all()
+    result = served(work, host, client)
+    whole_s = result.ttft_s + work.answers * result.tpot_s
+    assert result.requests_per_s * whole_s == pytest.approx(work.concurrency)
+    assert (result.ttft_s > 0).all()
+    assert (result.tpot_s > 0).all()
 
 
 @given(works, hosting, clients, st.floats(1.0, 4.0))
@@ -318,14 +318,14 @@ def test_a_host_that_is_added_later_is_the_one_that_is_timed_with(
 def test_runs_side_by_side_are_the_same_runs() -> None:
     first, second = run_work(Line(), 8, 4, 500, 100, 50), run_work(Line(), 8, 40, 900, 20, 10)
     both = served(together([first, second]), DEFAULT_HOST, QUIET)
-    alone = [served(each, DEFAULT_HOST, QUIET).ttft_s[0] for each in (first, second)]
+    alone = [served(item, DEFAULT_HOST, QUIET).ttft_s[0] for item in (first, second)]
     assert both.ttft_s == pytest.approx(alone)
     assert together([first, second]).where(np.array([False, True])).concurrency == [40.0]
 
 
 def test_launches_are_the_least_of_a_step_with_a_chunk_and_no_other() -> None:
     model, node = models.model("Llama-3.1-8B"), nodes.node_type("1xH100-SXM")
-    bare, launched = (roofline(model, node, 1, host=EngineHost(0.0, 0.0, each)) for each in (0.0, 1e-3))
+    bare, launched = (roofline(model, node, 1, host=EngineHost(0.0, 0.0, item)) for item in (0.0, 1e-3))
     batch = steps([16.0, 4000.0, 0.0], 0.0, [3.0, 3.0, 3.0], 900.0)
     short, long, decode = launched.step_s(batch)
     assert short == pytest.approx(32e-3)
@@ -371,10 +371,10 @@ def test_left_out_runs_are_as_near_as_is_claimed() -> None:
 def test_less_known_is_wider(metric: Metric, model: object) -> None:
     who = (metric, model, 2)
     here = bar(*who, "H100-SXM", "measured")  # type: ignore[arg-type]
-    widths = [here, *(bar(*who, "L40S", each) for each in ("measured", "transferred", "assumed"))]  # type: ignore[arg-type]
-    spans = [log(each.high / each.low) for each in widths]
+    widths = [here, *(bar(*who, "L40S", item) for item in ("measured", "transferred", "assumed"))]  # type: ignore[arg-type]
+    spans = [log(width.high / width.low) for width in widths]
     assert spans == sorted(spans)
-    assert all(each.low < each.high for each in widths)
+    assert all(width.low < width.high for width in widths)
     assert "serving runs on H100-SXM" in here.basis
 
 
@@ -385,8 +385,8 @@ def test_the_slow_end_is_slower_the_surer_one_wants_to_be(first: float, second: 
 
 
 def test_the_slow_end_at_nine_in_ten_is_the_far_end_of_a_bar_of_eight() -> None:
-    found = bar("rate", LLAMA, 2, "L40S", "measured")
-    assert slower(LLAMA, 2, "L40S", "measured", 0.9) == pytest.approx(found.high)
+    result = bar("rate", LLAMA, 2, "L40S", "measured")
+    assert slower(LLAMA, 2, "L40S", "measured", 0.9) == pytest.approx(result.high)
 
 
 def errors(kind: str, bits: int, tp: int, at: float) -> RunErrors:
@@ -399,8 +399,8 @@ def test_errors_are_those_of_the_nearest_group() -> None:
     )
 
     def span(model: object, tp: int) -> float:
-        found = bar("rate", model, tp, "H100-SXM", "measured", bars=known)  # type: ignore[arg-type]
-        return log(found.high / found.low)
+        result = bar("rate", model, tp, "H100-SXM", "measured", bars=known)  # type: ignore[arg-type]
+        return log(result.high / result.low)
 
     assert span(LLAMA, 4) == pytest.approx(0.08)
     assert span(LLAMA, 2) == pytest.approx(0.4)
@@ -408,11 +408,11 @@ def test_errors_are_those_of_the_nearest_group() -> None:
 
 
 def test_rates_and_prices_go_the_other_way() -> None:
-    found = bar("rate", LLAMA, 1, "H100-SXM", "measured")
-    slow, fast = found.around_rate(10.0)
-    assert slow == pytest.approx(10.0 / found.high)
-    assert fast == pytest.approx(10.0 / found.low)
-    assert found.around(2.0) == pytest.approx((2.0 * found.low, 2.0 * found.high))
+    result = bar("rate", LLAMA, 1, "H100-SXM", "measured")
+    slow, fast = result.around_rate(10.0)
+    assert slow == pytest.approx(10.0 / result.high)
+    assert fast == pytest.approx(10.0 / result.low)
+    assert result.around(2.0) == pytest.approx((2.0 * result.low, 2.0 * result.high))
 
 
 def runs(count: int) -> list[Placed]:
@@ -432,5 +432,5 @@ def test_coverage_is_of_runs_that_made_no_bar() -> None:
 
 def test_a_group_with_too_few_runs_has_no_bar_of_its_own() -> None:
     few = run_errors(runs(20), np.zeros((len(METRICS), 20)))
-    assert {(each.kind, each.bits, each.tp) for each in few} == {("", 0, 0)}
+    assert {(item.kind, item.bits, item.tp) for item in few} == {("", 0, 0)}
     assert bundled_bars().gpu == "H100-SXM"

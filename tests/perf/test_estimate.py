@@ -38,27 +38,27 @@ def run(
 
 
 def test_times_are_the_timers() -> None:
-    found, timer = run(tp=2), roofline(models.model("Llama-3.1-8B"), nodes.node_type("2xL40S"), 2)
-    assert found.prefill_s == prefill_s(timer, 1024)[0]
-    assert found.decode_step_s == decode_step_s(timer, 1, 1024 + 128)[0]
-    assert (found.confidence, found.basis) == (timer.confidence, timer.basis)
+    result, timer = run(tp=2), roofline(models.model("Llama-3.1-8B"), nodes.node_type("2xL40S"), 2)
+    assert result.prefill_s == prefill_s(timer, 1024)[0]
+    assert result.decode_step_s == decode_step_s(timer, 1, 1024 + 128)[0]
+    assert (result.confidence, result.basis) == (timer.confidence, timer.basis)
 
 
 @pytest.mark.parametrize("role", ROLES)
 def test_rates_and_prices_agree(role: Role) -> None:
-    found = run(price=3.6, role=role, tp=1)
-    assert found.operating is not None
-    rate = found.requests_per_s
-    assert (found.replicas, rate) == (2, 2 * found.operating.requests_per_s)
+    completed = run(price=3.6, role=role, tp=1)
+    assert completed.operating is not None
+    rate = completed.requests_per_s
+    assert (completed.replicas, rate) == (2, 2 * completed.operating.requests_per_s)
     made, read = (0 if role == "prefill" else 256), (0 if role == "decode" else 1024)
-    assert found.output_tokens_per_s == pytest.approx(rate * made)
-    assert found.total_tokens_per_s == pytest.approx(rate * (made + read))
+    assert completed.output_tokens_per_s == pytest.approx(rate * made)
+    assert completed.total_tokens_per_s == pytest.approx(rate * (made + read))
     # 3.60 USD an hour are 0.001 USD a second.
-    assert found.usd_per_million_tokens == pytest.approx(1000 / found.total_tokens_per_s)
+    assert completed.usd_per_million_tokens == pytest.approx(1000 / completed.total_tokens_per_s)
     if role == "prefill":
-        assert found.usd_per_million_output_tokens is None
+        assert completed.usd_per_million_output_tokens is None
     else:
-        assert found.usd_per_million_output_tokens == pytest.approx(1000 / found.output_tokens_per_s)
+        assert completed.usd_per_million_output_tokens == pytest.approx(1000 / completed.output_tokens_per_s)
 
 
 def test_a_dearer_node_costs_more_and_no_price_costs_nothing() -> None:
@@ -70,10 +70,10 @@ def test_a_dearer_node_costs_more_and_no_price_costs_nothing() -> None:
 
 
 def test_memory_adds_up() -> None:
-    found, model = run(tp=1), models.model("Llama-3.1-8B")
-    assert found.weight_bytes == weight_bytes(model)
-    each = kv_bytes(model, 1280)
-    assert found.max_batch * each <= found.kv_bytes < (found.max_batch + 1) * each
+    result, model = run(tp=1), models.model("Llama-3.1-8B")
+    assert result.weight_bytes == weight_bytes(model)
+    item = kv_bytes(model, 1280)
+    assert result.max_batch * item <= result.kv_bytes < (result.max_batch + 1) * item
 
 
 @pytest.mark.parametrize("slo", [None, Slo(0.5, 0.03), Slo(0.05, 1.0)])
@@ -94,8 +94,8 @@ def test_a_model_too_large_for_one_gpu_is_spread() -> None:
 
 def test_an_odd_number_of_gpus_leaves_degrees_that_divide() -> None:
     """32 heads over three GPUs: only one at a time."""
-    found = run(node="3xL40S")
-    assert (found.tp, found.replicas) == (1, 3)
+    completed = run(node="3xL40S")
+    assert (completed.tp, completed.replicas) == (1, 3)
 
 
 def test_objectives_hold_or_are_said_to_be_impossible() -> None:
@@ -111,15 +111,15 @@ def test_objectives_hold_or_are_said_to_be_impossible() -> None:
 @pytest.mark.parametrize("role", ROLES)
 def test_no_room_for_even_one_request_is_memory(role: Role) -> None:
     """The weights take 16 of an A10's 21.6 usable GB; 100,000 tokens would need 13 more."""
-    found = run(node="A10", tokens_in=100_000, role=role)
-    assert (found.max_batch, found.operating, found.requests_per_s) == (0, None, 0.0)
-    assert found.binds == "KV memory: not even one such request fits"
+    completed = run(node="A10", tokens_in=100_000, role=role)
+    assert (completed.max_batch, completed.operating, completed.requests_per_s) == (0, None, 0.0)
+    assert completed.binds == "KV memory: not even one such request fits"
 
 
 def test_what_a_step_waits_for() -> None:
     """One decode reads 16 GB for 16 GFLOP; a prompt of 1,024 tokens does a thousand times the arithmetic."""
-    found = run(slo=Slo(10.0, 0.03))
-    assert (found.prefill_bound, found.decode_bound) == ("compute", "bandwidth")
+    completed = run(slo=Slo(10.0, 0.03))
+    assert (completed.prefill_bound, completed.decode_bound) == ("compute", "bandwidth")
     assert run(tokens_in=1, tokens_out=100).prefill_bound == "bandwidth"
 
 
@@ -127,10 +127,10 @@ def test_bars_come_with_the_confidence() -> None:
     """Wider the less is known; none where an engine was measured."""
     spans = []
     for node in ("1xH100-SXM", "1xA100-80", "1xA10", "1xMI300X"):
-        found = run(node=node)
-        assert found.rate_bar is not None
-        assert found.rate_bar.low < 1 < found.rate_bar.high
-        spans.append(found.rate_bar.high / found.rate_bar.low)
+        completed = run(node=node)
+        assert completed.rate_bar is not None
+        assert completed.rate_bar.low < 1 < completed.rate_bar.high
+        spans.append(completed.rate_bar.high / completed.rate_bar.low)
     assert spans == sorted(spans)
 
 

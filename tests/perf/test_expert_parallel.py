@@ -18,7 +18,7 @@ from potluck.perf.phases import prefill_s
 from potluck.perf.step_timer import steps
 from potluck.perf.timers.roofline import RooflineTimer, check_tp, roofline
 
-OSS, DEEPSEEK, LLAMA = (models.model(each) for each in ("GPT-OSS-120B", "DeepSeek-V3", "Llama-3.1-8B"))
+OSS, DEEPSEEK, LLAMA = (models.model(item) for item in ("GPT-OSS-120B", "DeepSeek-V3", "Llama-3.1-8B"))
 H100, H200 = nodes.node_type("8xH100"), nodes.node_type("8xH200")
 
 

@@ -82,13 +82,13 @@ def test_loads_add_up_and_the_busiest_rank_has_most(
     tokens: int, shape: tuple[int, int], ranks: int, skew: float
 ) -> None:
     experts, active = shape
-    found = spread(float(tokens), experts, active, ranks, skew)
-    rows, used = float(found.rows[0]), float(found.used[0])
+    result = spread(float(tokens), experts, active, ranks, skew)
+    rows, used = float(result.rows[0]), float(result.used[0])
     assert 1.0 <= used <= experts / ranks + 1e-9
     assert rows >= 0.5 * tokens * active / ranks - experts  # rounding aside, at least the fair share
     assert rows <= 1.5 * tokens * active + experts
     for tall in TALL:
-        assert found.tiles[tall][0] >= max(used, rows / tall) - 1e-6
+        assert result.tiles[tall][0] >= max(used, rows / tall) - 1e-6
 
 
 def test_uneven_routers_cost_more_tiles_and_whole_experts_wait_for_the_busiest() -> None:
@@ -115,18 +115,18 @@ def test_stored_errors_are_within_what_was_promised() -> None:
 
     Of experts the A100's, left out, are 26.6 % off: a kernel of its own (docs/accuracy.md).
     """
-    found = {(s.question, s.kind, s.gpu): s.median for s in stored_scores() if s.group == ""}
+    result = {(s.question, s.kind, s.gpu): s.median for s in stored_scores() if s.group == ""}
     for gpu in ("H100-SXM", "L40S"):
-        assert found["GPU left out", "FP8 GEMM", gpu] <= 0.20
-        assert found["calibrated", "FP8 GEMM", gpu] <= 0.08
-        assert found["GPU left out", "latent module", gpu] <= 0.25
-        assert found["calibrated", "latent module", gpu] <= 0.12
-        assert found["GPU left out", "windowed attention", gpu] <= 0.25
-        assert found["calibrated", "windowed attention", gpu] <= 0.10
-        assert found["GPU left out", "experts", gpu] <= 0.25
-        assert found["calibrated", "experts", gpu] <= 0.12
-    assert found["GPU left out", "experts", "A100-80"] <= 0.27
-    assert found["calibrated", "experts", "A100-80"] <= 0.12
+        assert result["GPU left out", "FP8 GEMM", gpu] <= 0.20
+        assert result["calibrated", "FP8 GEMM", gpu] <= 0.08
+        assert result["GPU left out", "latent module", gpu] <= 0.25
+        assert result["calibrated", "latent module", gpu] <= 0.12
+        assert result["GPU left out", "windowed attention", gpu] <= 0.25
+        assert result["calibrated", "windowed attention", gpu] <= 0.10
+        assert result["GPU left out", "experts", gpu] <= 0.25
+        assert result["calibrated", "experts", gpu] <= 0.12
+    assert result["GPU left out", "experts", "A100-80"] <= 0.27
+    assert result["calibrated", "experts", "A100-80"] <= 0.12
 
 
 def test_windowed_attention_has_its_own_figures_only_where_it_was_measured() -> None:
@@ -149,12 +149,12 @@ def test_windowed_attention_has_its_own_figures_only_where_it_was_measured() -> 
 def test_products_that_nobody_measured_are_assumed() -> None:
     """int8 everywhere, FP8 without units for it; FP8 on an H100 was measured."""
     model, a100, h100 = models.model("Llama-3.1-8B"), nodes.node_type("1xA100-80"), nodes.node_type("1xH100")
-    found = {
+    result = {
         (node.gpu.name, kind): roofline(in_format(model, kind), node, 1).confidence
         for node in (a100, h100)
         for kind in ("bf16", "fp8", "int8", "int4")
     }
-    assert {key for key, said in found.items() if said == "measured"} == {
+    assert {key for key, text in result.items() if text == "measured"} == {
         ("A100-80", "bf16"),
         ("H100-SXM", "bf16"),
         ("H100-SXM", "fp8"),
@@ -218,11 +218,11 @@ def truth(x: Floats, y: Floats, z: Floats) -> Floats:
 def test_a_fit_finds_the_surface_behind_noise() -> None:
     x, y, z = points(4000, 1)
     noise = np.random.default_rng(2).normal(0, 0.02, len(x))
-    found = fit_residual(x, y, z, truth(x, y, z) + noise)
+    result = fit_residual(x, y, z, truth(x, y, z) + noise)
     fresh = points(500, 3)
-    left = np.log(found.factor(*fresh)) - truth(*fresh)
+    left = np.log(result.factor(*fresh)) - truth(*fresh)
     assert np.median(np.abs(left)) < 0.01
-    assert found.z_power == pytest.approx(0.03, abs=0.005)
+    assert result.z_power == pytest.approx(0.03, abs=0.005)
 
 
 def test_far_off_rows_lose_their_weight() -> None:
@@ -230,23 +230,23 @@ def test_far_off_rows_lose_their_weight() -> None:
     x, y, z = points(4000, 4)
     measured = truth(x, y, z) + np.random.default_rng(5).normal(0, 0.02, len(x))
     measured[::10] += np.log(10.0)
-    found = fit_residual(x, y, z, measured)
+    result = fit_residual(x, y, z, measured)
     fresh = points(500, 6)
-    assert np.median(np.abs(np.log(found.factor(*fresh)) - truth(*fresh))) < 0.03
+    assert np.median(np.abs(np.log(result.factor(*fresh)) - truth(*fresh))) < 0.03
 
 
 def test_where_nothing_was_measured_a_fit_says_little() -> None:
     """The penalty draws knots without rows to their neighbours and to 0, never beyond what was seen."""
     x, y, z = points(300, 7)
-    found = fit_residual(x, y, z, np.full(len(x), 0.4))
-    assert np.asarray(found.log_factor).max() <= 0.5
-    assert np.asarray(found.log_factor).min() >= 0.0
+    result = fit_residual(x, y, z, np.full(len(x), 0.4))
+    assert np.asarray(result.log_factor).max() <= 0.5
+    assert np.asarray(result.log_factor).min() >= 0.0
 
 
 def test_a_single_feature_value_is_no_division_by_zero() -> None:
     y = np.geomspace(1, 1000, 50)
-    found = fit_residual(np.full(50, 8.0), y, np.ones(50), np.full(50, 0.2))
-    assert found.factor(8.0, 30.0) == pytest.approx(np.exp(0.2), rel=0.05)
+    result = fit_residual(np.full(50, 8.0), y, np.ones(50), np.full(50, 0.2))
+    assert result.factor(8.0, 30.0) == pytest.approx(np.exp(0.2), rel=0.05)
 
 
 def test_a_surface_survives_its_file() -> None:

@@ -136,19 +136,19 @@ def test_eight_bit_models_keep_their_tables_in_sixteen() -> None:
 def test_layers_add_up(name: str) -> None:
     model = models.model(name)
     count = model.layer_count
-    each = range(count)
+    item = range(count)
     half = count // 2
     for whole, first, second in (
-        (f(model, each), f(model, range(half)), f(model, slice(half, None)))
+        (f(model, item), f(model, range(half)), f(model, slice(half, None)))
         for f in (memory.parameters, memory.weight_bytes, memory.kv_bytes_per_token, memory.state_bytes)
     ):
         assert whole == pytest.approx(first + second, rel=1e-12)
-    assert sum(memory.parameters(model, range(i, i + 1)) for i in each) == memory.parameters(model, each)
-    assert sum(memory.weight_bytes(model, range(i, i + 1)) for i in each) == memory.weight_bytes(model, each)
-    active = sum(memory.active_parameters(model, range(i, i + 1)) for i in each)
-    assert active == memory.active_parameters(model, each) <= memory.parameters(model, each)
+    assert sum(memory.parameters(model, range(i, i + 1)) for i in item) == memory.parameters(model, item)
+    assert sum(memory.weight_bytes(model, range(i, i + 1)) for i in item) == memory.weight_bytes(model, item)
+    active = sum(memory.active_parameters(model, range(i, i + 1)) for i in item)
+    assert active == memory.active_parameters(model, item) <= memory.parameters(model, item)
     tables = memory.embedding_bytes(model) + memory.head_bytes(model)
-    assert memory.weight_bytes(model) == memory.weight_bytes(model, each) + tables
+    assert memory.weight_bytes(model) == memory.weight_bytes(model, item) + tables
 
 
 @pytest.mark.parametrize("name", ["Llama-3-70B", "GPT-OSS-20B", "Qwen3.5-397B", "Kimi-Linear", "DeepSeek-V3"])
@@ -239,12 +239,12 @@ def test_llama_on_an_h100_by_hand() -> None:
 )
 def test_counting_one_by_one(name: str, tokens: int, room: float) -> None:
     model = models.model(name)
-    each, count = kv_bytes(model, tokens), 0
+    item, count = kv_bytes(model, tokens), 0
     memory = StageMemory(room, 0.0, 0.0)
-    while (count + 1) * each <= room and count < 5000:
+    while (count + 1) * item <= room and count < 5000:
         count += 1
     got = max_requests(model, memory, 1, tokens)
-    assert min(got, 5000) in (count, count - 1 if count * each > room * (1 - 1e-12) else count)
+    assert min(got, 5000) in (count, count - 1 if count * item > room * (1 - 1e-12) else count)
 
 
 def test_no_room_is_no_request_and_never_negative() -> None:

@@ -105,8 +105,8 @@ def test_times_are_never_negative():
 @given(n_iter=st.integers(1, 50), start=st.integers(0, 5000), chunk=st.integers(1, 2048))
 def test_equation_1_is_the_sum_of_the_iterations(n_iter, start, chunk):
     predictor = ChunkedIterationPredictor(2e-6, 3e-7, 0.05, 1, 0)
-    each = predictor.seconds(start + chunk * np.arange(n_iter), 10_000)
-    assert chunked_prefill_s(n_iter, each[0], each[-1]) == pytest.approx(each.sum())
+    item = predictor.seconds(start + chunk * np.arange(n_iter), 10_000)
+    assert chunked_prefill_s(n_iter, item[0], item[-1]) == pytest.approx(item.sum())
 
 
 def test_a_prompt_in_chunks_is_predicted_as_the_timer_sums_it():

@@ -36,7 +36,7 @@ def roofline_s(new, cached, decodes, context):
 def grid(noise=0.0, seed=0):
     rng = np.random.default_rng(seed)
     chunks = [(0, 0)] + [(n, c) for n in (32, 128, 512, 2048) for c in (0, 512, 2048, 8192)]
-    decodes = [(0, 0)] + [(d, d * each) for d in (1, 8, 32, 128) for each in (128, 1024, 8192)]
+    decodes = [(0, 0)] + [(d, d * item) for d in (1, 8, 32, 128) for item in (128, 1024, 8192)]
     points = []
     for new, cached in chunks:
         for count, context in decodes:
@@ -66,8 +66,8 @@ def scattered(count, seed):
     new = np.where(kind != 1, np.exp(rng.uniform(np.log(32), np.log(2048), count)).round(), 0)
     cached = np.where(kind != 1, np.exp(rng.uniform(0, np.log(8192), count)).round(), 0)
     decodes = np.where(kind != 0, np.exp(rng.uniform(0, np.log(128), count)).round(), 0)
-    each = np.exp(rng.uniform(np.log(128), np.log(8192), count)).round()
-    return new, cached, decodes, decodes * each
+    item = np.exp(rng.uniform(np.log(128), np.log(8192), count)).round()
+    return new, cached, decodes, decodes * item
 
 
 def test_a_profile_survives_its_file():
@@ -235,14 +235,14 @@ def test_held_out_steps_of_a_measured_rtx_4090():
     attention = pd.read_parquet(DATA / "measured" / name.format("attention"))
     dense = pd.read_parquet(DATA / "measured" / name.format("dense"))
     attention = attention[attention.prefill_chunk + attention.n_decode <= 2048]
-    new, cached, decodes, each, attention_us = (attention[c].to_numpy(float) for c in attention.columns)
+    new, cached, decodes, item, attention_us = (attention[c].to_numpy(float) for c in attention.columns)
     layers = dict.fromkeys(("act_fn", "down_proj", "gate_up_proj", "o_proj", "qkv_proj", "rotary_emb"), 32)
     total_us = 32 * attention_us
     for layer, count in (layers | {"layernorm": 64, "final_layernorm": 1, "embedding": 1}).items():
         curve = dense[dense.layer == layer].sort_values("tokens")
         total_us = total_us + count * np.interp(new + decodes, curve.tokens, curve.time_us)
     known = np.random.default_rng(0).random(len(new)) < 0.1
-    where = (new, cached, decodes, decodes * each)
+    where = (new, cached, decodes, decodes * item)
     points = zip(*(part[known].astype(int) for part in where), (total_us[known] * 1e-6), strict=True)
     timer = ProfileTimer(profile(tuple(ProfilePoint(*map(int, row), float(s)) for *row, s in points)))
     errors = absolute_errors(total_us[~known] * 1e-6, timer.step_s(steps(*(part[~known] for part in where))))

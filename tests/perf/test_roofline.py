@@ -99,7 +99,7 @@ def test_the_order_of_chunks_is_irrelevant(model: str, node: str, tp: int) -> No
     mirrored = StepBatch(
         batch.chunk_new[:, ::-1], batch.chunk_cached[:, ::-1], batch.decodes, batch.decode_context
     )
-    one, other = (timer(model, node, tp).step_s(each) for each in (batch, mirrored))
+    one, other = (timer(model, node, tp).step_s(item) for item in (batch, mirrored))
     assert one == pytest.approx(other, rel=1e-9)
 
 
@@ -372,9 +372,9 @@ def test_cards_that_cannot_read_each_other_are_marked_in_the_catalog() -> None:
 
 def test_stored_errors_of_links_are_within_what_was_promised() -> None:
     """All-reduce over NVSwitch within 20 % from the other machine, PCIe within 15 % when calibrated."""
-    found = {(s.question, s.gpu): s.median for s in stored_scores() if s.kind == "all-reduce"}
-    assert all(found["GPU left out", gpu] <= 0.20 for gpu in ("A100-80", "H100-SXM"))
-    assert found["calibrated", "L40S"] <= 0.15
+    result = {(s.question, s.gpu): s.median for s in stored_scores() if s.kind == "all-reduce"}
+    assert all(result["GPU left out", gpu] <= 0.20 for gpu in ("A100-80", "H100-SXM"))
+    assert result["calibrated", "L40S"] <= 0.15
 
 
 @pytest.mark.skipif(not MEASURED.is_dir(), reason="needs the folder of measurements")

@@ -106,27 +106,27 @@ def test_the_best_is_that_of_a_full_scan(
     timer: Line, tokens_in: int, tokens_out: int, memory: int, slo: Slo | None
 ) -> None:
     """The grid grows by an eighth at most, so no more than an eighth is lost between its points."""
-    found = best_operating(timer, tokens_in, tokens_out, memory, slo)
+    result = best_operating(timer, tokens_in, tokens_out, memory, slo)
     truth = scan(timer, tokens_in, tokens_out, memory, slo)
-    if found is None:
+    if result is None:
         assert truth == 0.0
         return
-    assert truth / 1.13 <= found.requests_per_s <= truth * (1 + 1e-9)
-    rate, tpot, ttft = by_hand(timer, tokens_in, tokens_out, found.batch)
-    assert (found.requests_per_s, found.tpot_s, found.ttft_s) == pytest.approx((rate, tpot, ttft))
-    assert 1 <= found.batch <= min(memory, MAX_BATCH)
+    assert truth / 1.13 <= result.requests_per_s <= truth * (1 + 1e-9)
+    rate, tpot, ttft = by_hand(timer, tokens_in, tokens_out, result.batch)
+    assert (result.requests_per_s, result.tpot_s, result.ttft_s) == pytest.approx((rate, tpot, ttft))
+    assert 1 <= result.batch <= min(memory, MAX_BATCH)
     if slo is not None:
-        assert found.tpot_s <= slo.tpot_s
-        assert found.ttft_s <= slo.ttft_s
+        assert result.tpot_s <= slo.tpot_s
+        assert result.ttft_s <= slo.ttft_s
 
 
 @pytest.mark.parametrize("largest", range(20, MAX_BATCH, 67))
 def test_little_is_lost_below_an_objective(largest: int) -> None:
     """The rate is proportional to the batch, and TPOT allows exactly this one."""
     timer = Line(token_s=0.0, context_s=0.0, crowd_s=1e-12)
-    found = best_operating(timer, 10, 10, 10 * MAX_BATCH, Slo(10.0, 5e-3 + 1e-12 * (largest + 0.5) ** 2))
-    assert found is not None
-    assert largest / 1.125 <= found.batch <= largest
+    result = best_operating(timer, 10, 10, 10 * MAX_BATCH, Slo(10.0, 5e-3 + 1e-12 * (largest + 0.5) ** 2))
+    assert result is not None
+    assert largest / 1.125 <= result.batch <= largest
 
 
 @given(timers, st.integers(1, 4000), st.integers(1, 1000), st.integers(1, 1500), slos, st.floats(1.0, 5.0))
@@ -139,8 +139,8 @@ def test_loosening_never_lowers_the_rate(
     assert rate_of(best_operating(timer, tokens_in, tokens_out, memory, None)) >= tight_rate
 
 
-def rate_of(found: OperatingPoint | None) -> float:
-    return 0.0 if found is None else found.requests_per_s
+def rate_of(operating_point: OperatingPoint | None) -> float:
+    return 0.0 if operating_point is None else operating_point.requests_per_s
 
 
 LIMITS = [
@@ -157,13 +157,13 @@ LIMITS = [
 
 @pytest.mark.parametrize(("timer", "memory", "slo", "limit"), LIMITS)
 def test_what_stops_the_rate_has_its_name(timer: Line, memory: int, slo: Slo | None, limit: str) -> None:
-    found = best_operating(timer, 200, 200, memory, slo)
-    assert found is not None
-    assert found.limit == limit
+    result = best_operating(timer, 200, 200, memory, slo)
+    assert result is not None
+    assert result.limit == limit
     if limit == "memory":
-        assert found.batch == memory
+        assert result.batch == memory
     if limit == "batch":
-        assert found.batch == MAX_BATCH
+        assert result.batch == MAX_BATCH
 
 
 @dataclass(frozen=True)
@@ -176,10 +176,10 @@ class Waves(Line):
 
 def test_a_dent_in_the_rate_does_not_hide_the_objective() -> None:
     """At 64 a wave is full and 65 serves less, but 128 would serve more: TPOT is what stops it there."""
-    found = best_operating(Waves(), 200, 200, 1000, Slo(100.0, 6e-3), "decode")
-    assert found is not None
-    assert found.batch <= 64
-    assert found.limit == "tpot"
+    result = best_operating(Waves(), 200, 200, 1000, Slo(100.0, 6e-3), "decode")
+    assert result is not None
+    assert result.batch <= 64
+    assert result.limit == "tpot"
 
 
 @pytest.mark.parametrize("role", ["mixed", "prefill", "decode"])
@@ -204,18 +204,18 @@ def test_an_impossible_objective(role: Role, slo: Slo) -> None:
 @pytest.mark.parametrize(("ttft_s", "prompts"), [(1.0, 8), (0.1, 4), (0.03, 1)])
 def test_a_prefill_replica_takes_prompts_together(ttft_s: float, prompts: int) -> None:
     """As many as its budget has room for, and as leave the first token in time."""
-    found = best_operating(Line(), 1000, 300, 50, Slo(ttft_s, 1e-9), "prefill")
-    assert found is not None
-    assert found.batch == prompts
-    assert found.ttft_s == pytest.approx(5e-3 + 2e-5 * 1000 * prompts)
-    assert found.requests_per_s == pytest.approx(prompts / found.ttft_s)
+    result = best_operating(Line(), 1000, 300, 50, Slo(ttft_s, 1e-9), "prefill")
+    assert result is not None
+    assert result.batch == prompts
+    assert result.ttft_s == pytest.approx(5e-3 + 2e-5 * 1000 * prompts)
+    assert result.requests_per_s == pytest.approx(prompts / result.ttft_s)
 
 
 def test_a_prompt_beyond_the_budget_is_prefilled_in_chunks() -> None:
-    found = best_operating(Line(), STEP_TOKENS + 100, 300, 50, None, "prefill")
-    assert found is not None
+    result = best_operating(Line(), STEP_TOKENS + 100, 300, 50, None, "prefill")
+    assert result is not None
     chunks_s = 2 * 5e-3 + 2e-5 * (STEP_TOKENS + 100) + 2e-8 * 100 * STEP_TOKENS
-    assert 1 / found.requests_per_s == found.ttft_s == pytest.approx(chunks_s)
+    assert 1 / result.requests_per_s == result.ttft_s == pytest.approx(chunks_s)
 
 
 @given(timers, st.integers(2, 4000), st.integers(2, 1000), st.integers(1, 500))
@@ -233,24 +233,24 @@ def test_whole_chunks_cost_no_less_than_the_same_tokens_spread_evenly(
 
 
 def test_a_decode_replica_pays_for_no_prompt() -> None:
-    found, mixed = (best_operating(Line(), 1000, 300, 64, None, role) for role in ("decode", "mixed"))
-    assert found is not None
+    result, mixed = (best_operating(Line(), 1000, 300, 64, None, role) for role in ("decode", "mixed"))
+    assert result is not None
     assert mixed is not None
     step = 5e-3 + 64 * (2e-5 + 2e-8 * 1150)
-    assert (found.batch, found.chunk_tokens) == (64, 0.0)
-    assert found.tpot_s == pytest.approx(step)
-    assert found.requests_per_s == pytest.approx(64 / (300 * step))
-    assert found.requests_per_s > mixed.requests_per_s
+    assert (result.batch, result.chunk_tokens) == (64, 0.0)
+    assert result.tpot_s == pytest.approx(step)
+    assert result.requests_per_s == pytest.approx(64 / (300 * step))
+    assert result.requests_per_s > mixed.requests_per_s
 
 
 def test_prompts_beyond_the_budget_pace_the_replica() -> None:
     """4,000 tokens in, 1 out: however many decode, no more prompts finish than the chunks let through."""
     timer = Line(context_s=0.0)
-    found = best_operating(timer, 4000, 1, 500, None)
-    assert found is not None
+    result = best_operating(timer, 4000, 1, 500, None)
+    assert result is not None
     fastest = CHUNK_TOKENS / (5e-3 + 2e-5 * CHUNK_TOKENS) / 4000
-    assert found.chunk_tokens == CHUNK_TOKENS - found.batch
-    assert found.requests_per_s == pytest.approx(fastest, rel=0.02)
+    assert result.chunk_tokens == CHUNK_TOKENS - result.batch
+    assert result.requests_per_s == pytest.approx(fastest, rel=0.02)
 
 
 SLO = Slo(2.5, 0.1, 0.9)
@@ -261,9 +261,9 @@ def timer(node: str, tp: int) -> StepTimer:
 
 
 def step_s(each: StepTimer, budget: int, slo: Slo) -> float:
-    found = best_operating(each, 1155, 211, 60, slo)
-    assert found is not None
-    return float(chunked_iteration_s(each, budget - found.batch, 0.0, found.batch, 1155 + 211 / 2)[0])
+    result = best_operating(each, 1155, 211, 60, slo)
+    assert result is not None
+    return float(chunked_iteration_s(each, budget - result.batch, 0.0, result.batch, 1155 + 211 / 2)[0])
 
 
 @pytest.mark.parametrize("tpot_s", [0.06, 0.08, 0.1, 0.15])
@@ -300,7 +300,7 @@ NODES = {nodes.canonical(name): nodes.node_type(name) for name in ("2xRTX4090", 
 def timer_of(*layers: int) -> PipelineTimer:
     kinds = sorted(NODES)
     stages = [
-        Stage(each, (StageNode(kinds[i % 2], NODES[kinds[i % 2]].gpus),)) for i, each in enumerate(layers)
+        Stage(layer, (StageNode(kinds[i % 2], NODES[kinds[i % 2]].gpus),)) for i, layer in enumerate(layers)
     ]
     return pipeline(MODEL, Layout(tuple(stages)), NODES)
 
@@ -320,10 +320,10 @@ TIMERS = (timer_of(30, 30), timer_of(25, 20, 15))
 def test_turns_keep_the_objective_by_the_formula(
     timer: PipelineTimer, new: int, output: int, room: int, ttft_s: float, tpot_s: float
 ) -> None:
-    found = together(timer, RequestLengths(new, 0, output, new), room, Slo(ttft_s, tpot_s))
-    if found is None:
+    result = together(timer, RequestLengths(new, 0, output, new), room, Slo(ttft_s, tpot_s))
+    if result is None:
         return
-    lanes, batch, chunk = len(timer.stages), found.batch, found.chunk_tokens
+    lanes, batch, chunk = len(timer.stages), result.batch, result.chunk_tokens
     assert lanes * batch <= room
 
     def turn_s(tokens: int) -> float:
@@ -335,10 +335,10 @@ def test_turns_keep_the_objective_by_the_formula(
 
     used = batch * new / output / chunk
     assert used < 1
-    assert found.tpot_s == pytest.approx(used * turn_s(chunk) + (1 - used) * turn_s(0))
-    assert found.tpot_s <= PACED * tpot_s
-    assert ceil(new / chunk) * turn_s(chunk) <= found.ttft_s <= ttft_s
-    assert found.requests_per_s == pytest.approx(lanes * batch / output / found.tpot_s)
+    assert result.tpot_s == pytest.approx(used * turn_s(chunk) + (1 - used) * turn_s(0))
+    assert result.tpot_s <= PACED * tpot_s
+    assert ceil(new / chunk) * turn_s(chunk) <= result.ttft_s <= ttft_s
+    assert result.requests_per_s == pytest.approx(lanes * batch / output / result.tpot_s)
 
 
 def test_what_cannot_be_in_time_is_not_offered() -> None:

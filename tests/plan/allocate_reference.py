@@ -157,12 +157,12 @@ def _flow_rows(program: FlowProgram, text: Text, n: dict[ColumnKey, int], theta:
                 text.row(-INF, [*bits, (-float(cards[key.template]) / 1e9, n[key])], 0.0)
 
 
-def check(program: FlowProgram, found: Allocation, fraction: float = 1.0) -> None:
+def check(program: FlowProgram, allocation: Allocation, fraction: float = 1.0) -> None:
     """Everything a plan must keep, counted from its own numbers."""
     fleet, groups = program.fleet, program.models
     used = np.zeros(fleet.available.shape)
     rent = cost = 0.0
-    counts, running = dict(found.counts), dict(program.running)
+    counts, running = dict(allocation.counts), dict(program.running)
     for key, count in counts.items():
         assert isinstance(count, int)
         assert count > 0
@@ -171,35 +171,35 @@ def check(program: FlowProgram, found: Allocation, fraction: float = 1.0) -> Non
         rent += price * count
         cost += price * count + program.init_penalty * price * max(0, count - running.get(key, 0))
     assert (used <= fleet.available).all()
-    assert rent == approx(found.rent_usd_per_h)
+    assert rent == approx(allocation.rent_usd_per_h)
     if program.budget_usd_per_h is not None:
         assert rent <= program.budget_usd_per_h * (1 + 1e-7) + 1e-7
     for pin in program.pins:
         have = counts.get(pin.key, 0)
         assert have == pin.copies if pin.exactly else have >= pin.copies
-    cost += _check_flows(program, found, counts, fraction)
-    assert cost == approx(found.cost_usd_per_h)
+    cost += _check_flows(program, allocation, counts, fraction)
+    assert cost == approx(allocation.cost_usd_per_h)
 
 
 def _check_flows(
-    program: FlowProgram, found: Allocation, counts: dict[ColumnKey, int], fraction: float
+    program: FlowProgram, allocation: Allocation, counts: dict[ColumnKey, int], fraction: float
 ) -> float:
     egress = 0.0
     for key, count in counts.items():
-        spent = sum(share.copies for share in found.shares if share.key == key)
+        spent = sum(share.copies for share in allocation.shares if share.key == key)
         assert spent <= program.headroom * count * (1 + 1e-6) + 1e-6
         model = program.models[key.group]
         for phase, cards in (("prefill", model.sends_bits_per_s), ("decode", model.takes_bits_per_s)):
-            mine = [s for s in found.shares if s.key == key and s.phase == phase]
+            mine = [s for s in allocation.shares if s.key == key and s.phase == phase]
             bits = sum(s.rate_per_s * model.buckets[s.bucket].kv_bits for s in mine)
             assert cards is None or bits <= cards[key.template] * count * (1 + 1e-6) + 1e-3
-    assert {share.key for share in found.shares} <= set(counts)
+    assert {share.key for share in allocation.shares} <= set(counts)
     carried = [0.0] * len(program.links)
     for m, model in enumerate(program.models):
         tables = {"prefill": model.prefill_per_s, "decode": model.decode_per_s, "closed": model.closed_per_s}
         for b, bucket in enumerate(model.buckets):
-            shares = [s for s in found.shares if s.key.group == m and s.bucket == b]
-            flows = [f for f in found.flows if f.model == m and f.bucket == b]
+            shares = [s for s in allocation.shares if s.key.group == m and s.bucket == b]
+            flows = [f for f in allocation.flows if f.model == m and f.bucket == b]
             for s in shares:
                 assert s.rate_per_s == approx(s.copies * tables[s.phase][s.key.template, b])
             inside = sum(s.rate_per_s for s in shares if s.phase == "closed")

@@ -17,7 +17,7 @@ def an_ask(
     slo: Slo | None = None,
     lengths: tuple[tuple[float, float, float], ...] = CHAT,
 ) -> ModelDemand:
-    traffic = Traffic(name, rate_per_s, tuple(LengthBin(*each) for each in lengths))
+    traffic = Traffic(name, rate_per_s, tuple(LengthBin(*length) for length in lengths))
     return model_demand(name, models.model(model), slo or Slo(2.0, 0.06), traffic)
 
 
@@ -33,10 +33,10 @@ def a_problem(
     chosen = offers or {
         "east": {"1xL40S": (1.86, 8), "1xA10G": (1.0, 16), "2xL4": (1.6, 8), "1xH100": (6.9, 4)}
     }
-    types = {nodes.canonical(node): nodes.node_type(node) for each in chosen.values() for node in each}
+    types = {nodes.canonical(node): nodes.node_type(node) for item in chosen.values() for node in item}
     regions = tuple(
-        Region(name, tuple(NodeOffer(nodes.canonical(node), price, n) for node, (price, n) in each.items()))
-        for name, each in chosen.items()
+        Region(name, tuple(NodeOffer(nodes.canonical(node), price, n) for node, (price, n) in item.items()))
+        for name, item in chosen.items()
     )
     return PlanningProblem(
         asks or (an_ask(),),

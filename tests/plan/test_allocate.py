@@ -47,17 +47,17 @@ def test_the_bound_is_below_the_optimum_wherever_it_stops(
 ) -> None:
     program = kind(seed)
     ticking: Iterator[int] = iter(range(1_000_000))
-    found = solve(program, time_limit_s=float(ticks), gap_target=gap, clock=lambda: float(next(ticking)))
+    result = solve(program, time_limit_s=float(ticks), gap_target=gap, clock=lambda: float(next(ticking)))
     best = reference(program)
     if best is None:
-        assert not found.found
+        assert not result.found
         return
-    assert found.status != "infeasible"
-    assert found.lower_bound_usd_per_h <= best * (1 + 1e-6) + 1e-6
-    if found.found:
-        check(program, found)
-        assert found.cost_usd_per_h >= best * (1 - 1e-6) - 1e-6
-        assert found.gap <= max(gap, 1.0)
+    assert result.status != "infeasible"
+    assert result.lower_bound_usd_per_h <= best * (1 + 1e-6) + 1e-6
+    if result.found:
+        check(program, result)
+        assert result.cost_usd_per_h >= best * (1 - 1e-6) - 1e-6
+        assert result.gap <= max(gap, 1.0)
 
 
 @pytest.mark.parametrize("kind", [random_closed, random_flow])
@@ -75,9 +75,9 @@ def test_the_time_limit_holds_even_if_every_solve_uses_all_it_may(
         monkeypatch.setattr(module, "solve_milp", slow, raising=True)
     for seed in range(6):
         now[0] = 0.0
-        found = solve(kind(seed), time_limit_s=10.0, clock=lambda: now[0])
+        result = solve(kind(seed), time_limit_s=10.0, clock=lambda: now[0])
         assert now[0] <= 10.0 + 5 * highs.MIN_TIME_S
-        assert found.status in ("optimal", "feasible", "infeasible", "unknown")
+        assert result.status in ("optimal", "feasible", "infeasible", "unknown")
 
 
 def test_the_penalty_keeps_what_runs() -> None:
@@ -109,11 +109,11 @@ def test_pins() -> None:
 
 def test_a_budget_that_does_not_suffice_is_what_binds() -> None:
     program = FlowProgram(fleet([[1.0]], [[9]]), (demand("m", 4.0, [[1]], [1.0]),), budget_usd_per_h=3.5)
-    found = solve(program)
-    assert found.status == "infeasible"
-    assert found.shortfall is not None
-    assert found.shortfall.fraction == pytest.approx(0.75)
-    assert [binding.name for binding in found.shortfall.binding] == ["budget"]
+    result = solve(program)
+    assert result.status == "infeasible"
+    assert result.shortfall is not None
+    assert result.shortfall.fraction == pytest.approx(0.75)
+    assert [binding.name for binding in result.shortfall.binding] == ["budget"]
     assert solve(replace(program, budget_usd_per_h=4.0)).status == "optimal"
 
 
@@ -146,36 +146,36 @@ def test_flows_cross_a_link_and_a_narrow_link_binds() -> None:
 
 
 def test_without_a_link_the_demand_is_named() -> None:
-    found = solve(linked(0.0))
-    assert found.status == "infeasible"
-    assert found.shortfall is not None
-    assert found.shortfall.unserved == ("m/short",)
-    assert "no template" in str(found.shortfall)
+    result = solve(linked(0.0))
+    assert result.status == "infeasible"
+    assert result.shortfall is not None
+    assert result.shortfall.unserved == ("m/short",)
+    assert "no template" in str(result.shortfall)
 
 
 def test_scarce_nodes_are_named_dearest_first() -> None:
     program = FlowProgram(fleet([[5.0, 1.0]], [[2, 8]]), (demand("m", 6.0, [[1, 0]], [1.0]),))
-    found = solve(program)
-    assert found.status == "infeasible"
-    assert found.shortfall is not None
-    assert found.shortfall.fraction == pytest.approx(2 / 6)
-    assert [binding.name for binding in found.shortfall.binding] == ["us-east: 8xH100"]
-    assert found.shortfall.binding[0].fraction_per_unit == pytest.approx(1 / 6)
-    assert "33.3%" in str(found.shortfall)
+    result = solve(program)
+    assert result.status == "infeasible"
+    assert result.shortfall is not None
+    assert result.shortfall.fraction == pytest.approx(2 / 6)
+    assert [binding.name for binding in result.shortfall.binding] == ["us-east: 8xH100"]
+    assert result.shortfall.binding[0].fraction_per_unit == pytest.approx(1 / 6)
+    assert "33.3%" in str(result.shortfall)
 
 
 def test_shadow_prices_of_scarce_nodes() -> None:
     """A node of the cheap type more replaces one of the dear type."""
     one = demand("m", 4.0, [[1, 0], [0, 1]], [1.0, 1.0])
-    found = solve(FlowProgram(fleet([[1.0, 3.0]], [[2, 9]]), (one,)))
-    assert found.cost_usd_per_h == pytest.approx(8.0)
-    assert found.node_prices_usd_per_h == pytest.approx(np.array([[2.0, 0.0]]))
+    result = solve(FlowProgram(fleet([[1.0, 3.0]], [[2, 9]]), (one,)))
+    assert result.cost_usd_per_h == pytest.approx(8.0)
+    assert result.node_prices_usd_per_h == pytest.approx(np.array([[2.0, 0.0]]))
 
 
 def test_nothing_asked_costs_nothing() -> None:
     program = FlowProgram(fleet([[1.0]], [[1]]), (demand("m", 0.0, [[1]], [1.0]),))
-    for found in (solve(program), solve(FlowProgram(program.fleet, ()))):
-        assert (found.status, found.cost_usd_per_h, found.counts) == ("optimal", 0.0, ())
+    for result in (solve(program), solve(FlowProgram(program.fleet, ()))):
+        assert (result.status, result.cost_usd_per_h, result.counts) == ("optimal", 0.0, ())
 
 
 def test_absurd_values_are_refused() -> None:

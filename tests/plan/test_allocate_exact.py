@@ -16,29 +16,29 @@ LIMIT_S = 60.0
 
 def agrees(program: FlowProgram) -> str:
     """Solve, recheck and compare; the status."""
-    found, best = solve(program, time_limit_s=LIMIT_S), reference(program)
+    result, best = solve(program, time_limit_s=LIMIT_S), reference(program)
     if best is not None:
-        assert found.status == "optimal"
-        assert found.cost_usd_per_h == pytest.approx(best, rel=1e-6, abs=1e-6)
-        assert found.lower_bound_usd_per_h <= best * (1 + 1e-6) + 1e-6
-        check(program, found)
-        return found.status
-    assert found.status == "infeasible"
-    assert found.shortfall is not None
+        assert result.status == "optimal"
+        assert result.cost_usd_per_h == pytest.approx(best, rel=1e-6, abs=1e-6)
+        assert result.lower_bound_usd_per_h <= best * (1 + 1e-6) + 1e-6
+        check(program, result)
+        return result.status
+    assert result.status == "infeasible"
+    assert result.shortfall is not None
     fraction = reference(program, fraction=True)
     if fraction is None:
-        assert found.shortfall.overpinned
+        assert result.shortfall.overpinned
         return "overpinned"
-    assert found.shortfall.fraction == pytest.approx(fraction, abs=1e-5)
-    assert found.shortfall.fraction_bound == pytest.approx(fraction, abs=1e-5)
-    check(program, found, found.shortfall.fraction)
+    assert result.shortfall.fraction == pytest.approx(fraction, abs=1e-5)
+    assert result.shortfall.fraction_bound == pytest.approx(fraction, abs=1e-5)
+    check(program, result, result.shortfall.fraction)
     if fraction > 1e-3:  # and nobody pays more than that much of the demand costs
-        least = reference(program.scaled(found.shortfall.fraction * (1 - 1e-5)))
-        most = reference(program.scaled(found.shortfall.fraction * (1 - 1e-7)))
+        least = reference(program.scaled(result.shortfall.fraction * (1 - 1e-5)))
+        most = reference(program.scaled(result.shortfall.fraction * (1 - 1e-7)))
         assert least is not None
-        assert found.cost_usd_per_h >= least * (1 - 1e-6) - 1e-6
-        assert most is None or found.cost_usd_per_h <= most * (1 + 1e-6) + 1e-6
-    return found.status
+        assert result.cost_usd_per_h >= least * (1 - 1e-6) - 1e-6
+        assert most is None or result.cost_usd_per_h <= most * (1 + 1e-6) + 1e-6
+    return result.status
 
 
 @pytest.mark.parametrize("block", range(2))
@@ -95,7 +95,7 @@ def test_tiny_programs_equal_brute_force(seed: int) -> None:
         enough = all(met[d] >= program.models[d].buckets[0].rate_per_s for d in range(2))
         if enough and (used <= program.fleet.available[0]).all():
             best = min(best, cost)
-    found = solve(program, time_limit_s=LIMIT_S)
-    assert found.found == np.isfinite(best)
-    if found.found:
-        assert found.cost_usd_per_h == pytest.approx(best)
+    result = solve(program, time_limit_s=LIMIT_S)
+    assert result.found == np.isfinite(best)
+    if result.found:
+        assert result.cost_usd_per_h == pytest.approx(best)

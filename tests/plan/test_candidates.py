@@ -45,14 +45,14 @@ def plan(request: pytest.FixtureRequest) -> Plan:
 
 
 def test_candidates_are_the_strategys_and_cover_every_pair_of_types(plan: Plan) -> None:
-    made = {each.name for each in templates_of(plan.strategy)}
-    used = {each.name for each in plan.templates}
-    names = {each.name for each in plan.candidates}
+    made = {template.name for template in templates_of(plan.strategy)}
+    used = {template.name for template in plan.templates}
+    names = {candidate.name for candidate in plan.candidates}
     assert names <= made
     assert not names & used
     assert 0 < len(names) <= MOST
-    types = {frozenset(each.node_counts) for each in templates_of(plan.strategy)}
-    assert {frozenset(each.node_counts) for each in plan.repertoire} == types
+    types = {frozenset(template.node_counts) for template in templates_of(plan.strategy)}
+    assert {frozenset(item.node_counts) for item in plan.repertoire} == types
     again = plan_from_json(plan_to_json(plan))
     assert again == plan
 
@@ -60,15 +60,15 @@ def test_candidates_are_the_strategys_and_cover_every_pair_of_types(plan: Plan) 
 def test_nothing_is_left_out_that_would_be_better_on_the_same_nodes(plan: Plan) -> None:
     """Brute force: no template that was left out does more than every one that was kept of its nodes."""
     for left in templates_of(plan.strategy):
-        rivals = [each for each in plan.repertoire if set(each.node_counts) == set(left.node_counts)]
-        if left.name in {each.name for each in rivals} or len(plan.candidates) == MOST:
+        rivals = [item for item in plan.repertoire if set(item.node_counts) == set(left.node_counts)]
+        if left.name in {rival.name for rival in rivals} or len(plan.candidates) == MOST:
             continue
         assert any(
-            all(each.node_counts[n] <= left.node_counts[n] for n in each.node_counts)
+            all(rival.node_counts[n] <= left.node_counts[n] for n in rival.node_counts)
             and all(
-                a.closed_per_s >= b.closed_per_s for a, b in zip(each.capacity, left.capacity, strict=True)
+                a.closed_per_s >= b.closed_per_s for a, b in zip(rival.capacity, left.capacity, strict=True)
             )
-            for each in rivals
+            for rival in rivals
         )
 
 
@@ -78,8 +78,8 @@ def test_what_is_started_is_the_best_cover_of_all_on_offer(plan: Plan, seed: int
     chance = random.Random(seed)
     regions = tuple(market(*(chance.randint(0, 2) for _ in USD_PER_H), region=name) for name in ("a", "b"))
     few = replace(plan, templates=plan.templates[:1], candidates=plan.candidates[:4])
-    found = startable(few, "m", {0: 1.0}, regions, ())
-    offers = options(few, found, regions)
+    result = startable(few, "m", {0: 1.0}, regions, ())
+    offers = options(few, result, regions)
     free = {(r.name, o.node): o.available for r in regions for o in r.offers}
     deficit = chance.uniform(1.0, 30.0)
     best, least = None, float("inf")
@@ -119,21 +119,26 @@ def test_weights_are_the_strategys_programs(plan: Plan) -> None:
 
 
 def test_every_strategy_that_has_kinds_is_a_strategy() -> None:
-    assert [name for name, each in STRATEGIES.items() if each.templates is None] == ["homo", "thunderserve"]
+    assert [name for name, strategy in STRATEGIES.items() if strategy.templates is None] == [
+        "homo",
+        "thunderserve",
+    ]
 
 
 def test_tokens_per_dollar_of_deployments_add_up_to_the_plans(plan: Plan) -> None:
     """Weighed by what each costs: prompts and answers are counted once, whoever does which phase."""
-    found = tokens_json(PROBLEM, plan)
+    result = tokens_json(PROBLEM, plan)
     prices = {offer.node: offer.price_usd_per_h for offer in PROBLEM.regions[0].offers}
     prompts = answers = 0.0
-    for each in plan.deployments:
-        usd = sum(prices[n.node] * n.count for n in plan.template(each.template).nodes) * each.count
-        first, second = copy_tokens_per_usd(PROBLEM, plan, each)
+    for deployment in plan.deployments:
+        usd = (
+            sum(prices[n.node] * n.count for n in plan.template(deployment.template).nodes) * deployment.count
+        )
+        first, second = copy_tokens_per_usd(PROBLEM, plan, deployment)
         prompts, answers = prompts + first * usd, answers + second * usd
     assert prompts == pytest.approx(6.4 * 1155 * 3600, rel=1e-3)
     assert answers == pytest.approx(6.4 * 77 * 3600, rel=1e-3)
-    whole = found["plan"]
+    whole = result["plan"]
     assert isinstance(whole, dict)
     assert whole["prompt"] == pytest.approx(prompts / plan.cost_usd_per_h, rel=1e-3)
     assert whole["answer"] == pytest.approx(answers / plan.cost_usd_per_h, rel=1e-3)

@@ -23,17 +23,17 @@ LIMIT_S = 60.0
 @given(st.integers(0, 10**6))
 def test_programs_with_cards_equal_the_reference(seed: int) -> None:
     program = random_cards(seed)
-    found, best = solve(program, time_limit_s=LIMIT_S), reference(program)
+    result, best = solve(program, time_limit_s=LIMIT_S), reference(program)
     if best is not None:
-        assert found.status == "optimal"
-        assert found.cost_usd_per_h == pytest.approx(best, rel=1e-6, abs=1e-6)
-        check(program, found)
+        assert result.status == "optimal"
+        assert result.cost_usd_per_h == pytest.approx(best, rel=1e-6, abs=1e-6)
+        check(program, result)
         return
-    assert found.shortfall is not None
+    assert result.shortfall is not None
     fraction = reference(program, fraction=True)
     if fraction is not None:
-        assert found.shortfall.fraction == pytest.approx(fraction, abs=1e-5)
-        check(program, found, found.shortfall.fraction)
+        assert result.shortfall.fraction == pytest.approx(fraction, abs=1e-5)
+        check(program, result, result.shortfall.fraction)
 
 
 @settings(max_examples=60, deadline=None)
@@ -109,13 +109,13 @@ def two_sides(card_bits_per_s: float) -> FlowProgram:
 
 @pytest.mark.parametrize(("gbps", "nodes"), [(10.0, 2), (7.9, 4), (2.0, 8), (1.9, 0)])
 def test_thin_cards_take_more_nodes_or_none_suffice(gbps: float, nodes: int) -> None:
-    found = solve(two_sides(gbps * 1e9), time_limit_s=LIMIT_S)
-    assert found.found == bool(nodes)
+    result = solve(two_sides(gbps * 1e9), time_limit_s=LIMIT_S)
+    assert result.found == bool(nodes)
     if nodes:
-        assert found.cost_usd_per_h == pytest.approx(nodes)
+        assert result.cost_usd_per_h == pytest.approx(nodes)
     else:  # four and five of nine nodes carry 7.6 of the 8 Gbit/s
-        assert found.shortfall is not None
-        assert found.shortfall.fraction == pytest.approx(4 * 1.9 / 8)
+        assert result.shortfall is not None
+        assert result.shortfall.fraction == pytest.approx(4 * 1.9 / 8)
 
 
 def test_cards_need_a_positive_rate_each() -> None:

@@ -37,12 +37,12 @@ def a_fleet(each: ModelDemand, gpus: int = 1, available: int = 8) -> PlanningPro
 
 @pytest.mark.parametrize("lengths", [(1155, 77), (315, 322), (122, 2700)])
 def test_pairs_are_ranked_by_equation_15_in_their_better_direction(lengths: tuple[int, int]) -> None:
-    each = an_ask(lengths=lengths)
-    factory = TemplateFactory(a_fleet(each))
-    found = factory.ranked(each)
-    model = CauchyModel.from_model(each.model)
+    item = an_ask(lengths=lengths)
+    factory = TemplateFactory(a_fleet(item))
+    result = factory.ranked(item)
+    model = CauchyModel.from_model(item.model)
     batches = {
-        t.nodes[0].node: _batch(each, t) for t in factory.phased(each) if t.replicas[0].role == "decode"
+        t.nodes[0].node: _batch(item, t) for t in factory.phased(item) if t.replicas[0].role == "decode"
     }
 
     def printed(first: str, second: str) -> float:
@@ -51,31 +51,33 @@ def test_pairs_are_ranked_by_equation_15_in_their_better_direction(lengths: tupl
         )
         return ce(model, batches[second], *lengths, a, b)
 
-    assert [r.ce_tokens_per_usd for r in found] == sorted((r.ce_tokens_per_usd for r in found), reverse=True)
-    assert all(r.printed for r in found)
-    assert len({frozenset((r.prefill, r.decode)) for r in found}) == len(found)
-    for r in found:
+    assert [r.ce_tokens_per_usd for r in result] == sorted(
+        (r.ce_tokens_per_usd for r in result), reverse=True
+    )
+    assert all(r.printed for r in result)
+    assert len({frozenset((r.prefill, r.decode)) for r in result}) == len(result)
+    for r in result:
         assert r.ce_tokens_per_usd == pytest.approx(printed(r.prefill, r.decode))
         if r.prefill in batches and r.decode != r.prefill:
             assert printed(r.decode, r.prefill) <= r.ce_tokens_per_usd * (1 + 1e-9)
 
 
 def test_a_model_beyond_the_closed_form_is_ranked_by_what_it_serves() -> None:
-    each = an_ask(model="GPT-OSS-20B")
-    found = TemplateFactory(a_fleet(each)).ranked(each)
-    assert found
-    assert not any(r.printed for r in found)
+    item = an_ask(model="GPT-OSS-20B")
+    result = TemplateFactory(a_fleet(item)).ranked(item)
+    assert result
+    assert not any(r.printed for r in result)
 
 
 def test_gpus_of_one_phase_are_one_instance_and_nodes_are_filled() -> None:
-    each = an_ask()
-    factory = TemplateFactory(a_fleet(each, gpus=8))
-    made = gpu_combos(factory.problem, each, factory.ranked(each)[:4], unwritten(each))
+    item = an_ask()
+    factory = TemplateFactory(a_fleet(item, gpus=8))
+    made = gpu_combos(factory.problem, item, factory.ranked(item)[:4], unwritten(item))
     assert made
     for template in made:
         gpus = sum(n.tp for r in template.replicas for s in r.layout.stages for n in s.nodes)
         assert gpus == 8 * sum(count.count for count in template.nodes)
-        for claimed, real in zip(template.capacity, retimed(factory.problem, each, template), strict=True):
+        for claimed, real in zip(template.capacity, retimed(factory.problem, item, template), strict=True):
             assert claimed.closed_per_s <= real.closed_per_s * (1 + 1e-9)
     two_four = next(t for t in made if "<2 H800, 4 H20>" in t.name)
     tps = {r.role: r.layout.stages[0].nodes[0].tp for r in two_four.replicas}
@@ -83,18 +85,18 @@ def test_gpus_of_one_phase_are_one_instance_and_nodes_are_filled() -> None:
 
 
 def test_two_sides_on_one_node_use_no_network_card() -> None:
-    each = an_ask()
-    fleet = a_fleet(each, gpus=8)
+    item = an_ask()
+    fleet = a_fleet(item, gpus=8)
     thin = replace(fleet, nodes=tuple(replace(node, network_gbps=0.01) for node in fleet.nodes))
-    pairs = TemplateFactory(fleet).ranked(each)
+    pairs = TemplateFactory(fleet).ranked(item)
     alike = [pair for pair in pairs if pair.prefill == pair.decode]
-    inside = {t.name: t for t in gpu_combos(thin, each, alike, unwritten(each)) if t.nodes[0].count == 1}
+    inside = {t.name: t for t in gpu_combos(thin, item, alike, unwritten(item)) if t.nodes[0].count == 1}
     assert inside
-    before = {t.name: t for t in gpu_combos(fleet, each, alike, unwritten(each))}
+    before = {t.name: t for t in gpu_combos(fleet, item, alike, unwritten(item))}
     for name, template in inside.items():
         assert template.capacity == before[name].capacity
     assert not [
-        t for t in gpu_combos(thin, each, pairs, unwritten(each)) if sum(n.count for n in t.nodes) > 1
+        t for t in gpu_combos(thin, item, pairs, unwritten(item)) if sum(n.count for n in t.nodes) > 1
     ]
 
 
@@ -112,24 +114,24 @@ def test_how_far_a_choice_is_from_the_cheapest_combos_is_said() -> None:
 
 
 def test_much_demand_goes_to_the_pair_that_equation_15_puts_first() -> None:
-    each = an_ask(rate_per_s=200.0)
-    factory = TemplateFactory(a_fleet(each, available=64))
-    first = factory.ranked(each)[0]
+    item = an_ask(rate_per_s=200.0)
+    factory = TemplateFactory(a_fleet(item, available=64))
+    first = factory.ranked(item)[0]
     assert (first.prefill, first.decode) == ("1xH800", "1xH20")
     plan = STRATEGIES["cauchy-ce"](factory, SolveSettings(time_limit_s=10)).plan
     assert verify(factory.problem, plan) == ()
     assert plan.fraction == 1.0
-    shortlist = {frozenset((r.prefill, r.decode)) for r in factory.ranked(each)[:4]}
+    shortlist = {frozenset((r.prefill, r.decode)) for r in factory.ranked(item)[:4]}
     for deployment in plan.deployments:
         assert frozenset(plan.template(deployment.template).node_counts) in shortlist
 
 
 def test_what_runs_stays_to_be_chosen() -> None:
-    each = an_ask()
-    factory = TemplateFactory(a_fleet(each))
+    item = an_ask()
+    factory = TemplateFactory(a_fleet(item))
     plan = STRATEGIES["cauchy-mc"](factory, SolveSettings(time_limit_s=10)).plan
     only = plan.deployments[0].template
-    others = {"m": [t for t in factory.combos(each) if t.name != only]}
+    others = {"m": [t for t in factory.combos(item) if t.name != only]}
     merged = with_running(factory.problem, others, plan)
     again = next(t for t in merged["m"] if t.name == only)
     assert again.capacity == plan.template(only).capacity

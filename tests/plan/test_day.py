@@ -46,7 +46,7 @@ def test_the_cheapest_round_is_the_cheapest_of_all(data: st.DataObject) -> None:
         return sum(cost[t][p] + change[chosen[t - 1]][p] for t, p in enumerate(chosen))
 
     chosen, best = cheapest_round(cost, change)
-    assert best == pytest.approx(min(total(each) for each in itertools.product(range(plans), repeat=parts)))
+    assert best == pytest.approx(min(total(item) for item in itertools.product(range(plans), repeat=parts)))
     assert total(chosen) == pytest.approx(best)
 
 

@@ -24,21 +24,21 @@ SHOP = TemplateFactory(a_problem(an_ask(rate_per_s=5.0)))
 
 def busy(problem: PlanningProblem, plan: Plan) -> dict[tuple[str, str], float]:
     """Share of their time that each deployment's copies work."""
-    found: dict[tuple[str, str], float] = {}
+    result: dict[tuple[str, str], float] = {}
     counts = {(d.template, d.region): d.count for d in plan.deployments}
     for share in plan.shares:
         capacity = plan.template(share.template).capacity[share.bucket]
         rate = getattr(capacity, f"{share.phase}_per_s")
         key = (share.template, share.region)
-        found[key] = found.get(key, 0.0) + share.rate_per_s / rate / counts[key]
-    return found
+        result[key] = result.get(key, 0.0) + share.rate_per_s / rate / counts[key]
+    return result
 
 
 def test_unlike_copies_are_equally_busy() -> None:
     problem = a_problem(an_ask(rate_per_s=4.0, lengths=ONE_BUCKET))
     shop = TemplateFactory(problem)
-    found = [t for t in shop.mixed(problem.asks[0]) if t.nodes[0].node in ("1xL40S", "1xA10G")]
-    big, small = sorted(found, key=lambda t: -t.capacity[0].closed_per_s)
+    result = [t for t in shop.mixed(problem.asks[0]) if t.nodes[0].node in ("1xL40S", "1xA10G")]
+    big, small = sorted(result, key=lambda t: -t.capacity[0].closed_per_s)
     # Everything on the big one, nothing on the small one: allowed, as the big one is within its headroom.
     base = STRATEGIES["melange"](shop, SETTINGS).plan
     prices = {"1xL40S": 1.86, "1xA10G": 1.0}

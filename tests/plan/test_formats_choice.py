@@ -52,9 +52,9 @@ def cheapest(problem: PlanningProblem) -> float | None:
     price = {offer.node: offer.price_usd_per_h for offer in region.offers}
     there = {offer.node: offer.available for offer in region.offers}
     best: float | None = None
-    for each in product(*(ask.variants for ask in problem.asks)):
-        shop = TemplateFactory(replace(problem, asks=each))
-        ways = [list(_ways(shop, ask, problem.headroom, there)) for ask in each]
+    for item in product(*(ask.variants for ask in problem.asks)):
+        shop = TemplateFactory(replace(problem, asks=item))
+        ways = [list(_ways(shop, ask, problem.headroom, there)) for ask in item]
         for chosen in product(*ways):
             used = {node: sum(way.get(node, 0) for way in chosen) for node in there}
             if all(used[node] <= there[node] for node in there):
@@ -88,28 +88,28 @@ def test_the_choice_is_that_of_brute_force_and_no_member_is_cheaper(
 ) -> None:
     offers = {"1xL4": (prices[0], 4), "1xA100-80": (prices[1], 2)}
     problem = a_problem(allowing(rate_per_s, formats), offers={"east": offers})
-    found = solved(problem)
+    result = solved(problem)
     best = cheapest(problem)
-    assert (found.plan.fraction >= 1) == (best is not None)
+    assert (result.plan.fraction >= 1) == (best is not None)
     if best is None:
         return
-    assert found.plan.cost_usd_per_h == pytest.approx(best, rel=1e-6)
-    assert verify(problem, found.plan) == ()
-    assert found.plan.format_of("chat") in formats
-    for each in formats:
-        alone = solved(a_problem(allowing(rate_per_s, (each,)), offers={"east": offers})).plan
-        assert alone.fraction < 1 or found.plan.cost_usd_per_h <= alone.cost_usd_per_h * (1 + 1e-9)
+    assert result.plan.cost_usd_per_h == pytest.approx(best, rel=1e-6)
+    assert verify(problem, result.plan) == ()
+    assert result.plan.format_of("chat") in formats
+    for item in formats:
+        alone = solved(a_problem(allowing(rate_per_s, (item,)), offers={"east": offers})).plan
+        assert alone.fraction < 1 or result.plan.cost_usd_per_h <= alone.cost_usd_per_h * (1 + 1e-9)
 
 
 def test_two_models_choose_together() -> None:
     """Nodes are few, so that what one takes the other lacks."""
     asks = allowing(5.0, ("bf16", "fp8")), allowing(4.0, ("fp8", "bf16"), "other")
     problem = a_problem(*asks, offers={"east": ROOMY})
-    found = solved(problem)
-    assert found.plan.cost_usd_per_h == pytest.approx(cheapest(problem), rel=1e-6)
-    assert len(found.tried) == 4
-    assert min(each.usd_per_h for each in found.tried if each.served_fraction >= 1) == pytest.approx(
-        found.plan.total_usd_per_h
+    result = solved(problem)
+    assert result.plan.cost_usd_per_h == pytest.approx(cheapest(problem), rel=1e-6)
+    assert len(result.tried) == 4
+    assert min(item.usd_per_h for item in result.tried if item.served_fraction >= 1) == pytest.approx(
+        result.plan.total_usd_per_h
     )
 
 
@@ -128,9 +128,9 @@ def problem() -> PlanningProblem:
 
 @pytest.fixture(scope="module")
 def outcome(problem: PlanningProblem) -> PlanOutcome:
-    found = solved(problem)
-    assert found.plan.formats == (("chat", "fp8"),), "an L40S has FP8 units"
-    return found
+    plan_outcome = solved(problem)
+    assert plan_outcome.plan.formats == (("chat", "fp8"),), "an L40S has FP8 units"
+    return plan_outcome
 
 
 def test_a_plan_says_its_formats_and_is_held_to_them(problem: PlanningProblem, outcome: PlanOutcome) -> None:
@@ -138,9 +138,9 @@ def test_a_plan_says_its_formats_and_is_held_to_them(problem: PlanningProblem, o
     assert verify(problem, plan) == ()
     assert plan_from_json(plan_to_json(plan)) == plan
     assert any(
-        "nobody allowed" in each for each in verify(problem, replace(plan, formats=(("chat", "int4"),)))
+        "nobody allowed" in item for item in verify(problem, replace(plan, formats=(("chat", "int4"),)))
     )
-    assert any("does not say" in each for each in verify(problem, replace(plan, formats=())))
+    assert any("does not say" in item for item in verify(problem, replace(plan, formats=())))
     slower = verify(problem, replace(plan, formats=(("chat", "bf16"),)))
     assert slower, "the same copies do less with larger weights"
 
@@ -150,14 +150,17 @@ def test_reasons_candidates_and_answers_stay_in_the_format(
 ) -> None:
     shop = TemplateFactory(problem)
     reasons = explain(shop, outcome, STRATEGIES["melange"], SolveSettings(time_limit_s=4.0))
-    assert {each.formats for each in reasons.formats} == {(("chat", "bf16"),), (("chat", "fp8"),)}
+    assert {item.formats for item in reasons.formats} == {(("chat", "bf16"),), (("chat", "fp8"),)}
     offered = with_candidates(shop, outcome.plan)
     settled = problem.in_formats(outcome.plan.formats).asks[0]
     own = {
-        each.name: each.capacity
-        for each in TemplateFactory(problem).settled(outcome.plan).homogeneous(settled)
+        homogeneou.name: homogeneou.capacity
+        for homogeneou in TemplateFactory(problem).settled(outcome.plan).homogeneous(settled)
     }
-    assert any(each.name in own and each.capacity == own[each.name] for each in offered.candidates)
+    assert any(
+        candidate.name in own and candidate.capacity == own[candidate.name]
+        for candidate in offered.candidates
+    )
     rerouted, _ = at_once(problem, outcome.plan, SolveSettings(time_limit_s=2.0))
     assert rerouted.plan.formats == outcome.plan.formats
     assert rerouted.served_fraction == pytest.approx(1.0)
@@ -214,16 +217,16 @@ def test_engines_are_told_or_what_they_cannot_make_is_refused(
 def test_a_checkpoint_with_small_experts_is_not_taken_for_one_of_16_bits() -> None:
     """vLLM refuses `--quantization` for such a one when it starts."""
     assert models.model("GPT-OSS-120B").weights_are == "bf16"
-    found = [models.model(name).mostly for name in ("GPT-OSS-120B", "DeepSeek-V3", "Llama-3.1-8B")]
-    assert found == ["mxfp4", "fp8_block", "bf16"]
+    mostlies = [models.model(name).mostly for name in ("GPT-OSS-120B", "DeepSeek-V3", "Llama-3.1-8B")]
+    assert mostlies == ["mxfp4", "fp8_block", "bf16"]
 
 
 def test_an_engine_that_acts_as_another_is_told_the_format() -> None:
-    said = EmulatedReplica("Llama-3.1-8B", single("1xL40S", 1, 32), weights="int8")
+    emulated_replica = EmulatedReplica("Llama-3.1-8B", single("1xL40S", 1, 32), weights="int8")
     for text, weights in (
         ("1xL40S:llama-3.1-8b@fp8:1", "fp8"),
         ("1xL40S:llama-3.1-8b:1", "bf16"),
-        (dumps(encode(said)), "int8"),
+        (dumps(encode(emulated_replica)), "int8"),
     ):
         assert pretence(text).model.weights_are == weights
     with pytest.raises(InputError, match="fp9"):

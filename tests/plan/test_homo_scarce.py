@@ -12,8 +12,8 @@ BRIEF = SolveSettings(time_limit_s=10)
 
 def types(available: int, rate_per_s: float) -> tuple[set[str], float]:
     """Node types of the plan, and the fraction it serves, with so many of the best type."""
-    each = an_ask(rate_per_s=rate_per_s)
-    problem = a_problem(each, offers={"east": {"1xL40S": (0.5, available), "1xA10G": (1.0, 40)}})
+    item = an_ask(rate_per_s=rate_per_s)
+    problem = a_problem(item, offers={"east": {"1xL40S": (0.5, available), "1xA10G": (1.0, 40)}})
     plan = STRATEGIES["homo"](TemplateFactory(problem), BRIEF).plan
     assert verify(problem, plan) == ()
     return {node for _, node in plan.nodes}, plan.fraction

@@ -48,7 +48,7 @@ def test_what_is_kept_is_what_is_timed(
 
 
 def times(ask: ModelDemand, factor: float) -> ModelDemand:
-    demands = tuple(replace(each, rate_per_s=each.rate_per_s * factor) for each in ask.demands)
+    demands = tuple(replace(demand, rate_per_s=demand.rate_per_s * factor) for demand in ask.demands)
     return replace(ask, demands=demands)
 
 
@@ -79,7 +79,7 @@ def test_what_times_follow_from_has_another_book(problem: PlanningProblem) -> No
         opened.of(replace(problem, nodes=problem.nodes[:-1]), ask),
         opened.of(problem, replace(ask, model=replace(ask.model, weight_bits=8.0))),
     ]
-    assert len({each.key for each in other}) == len(other)
+    assert len({item.key for item in other}) == len(other)
     assert opened.of(problem, replace(times(ask, 2.0), name="another")) is other[0]
 
 

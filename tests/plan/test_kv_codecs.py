@@ -65,9 +65,9 @@ def test_the_spec_says_which_codecs_may_be_used_and_raw_always_may(
 
 @pytest.mark.parametrize("written", ["[fp8]", "[raw, int2]", "[int8, int8]", "3", "{raw: true}", "null"])
 def test_what_is_no_codec_is_refused_with_its_line(written: str) -> None:
-    with pytest.raises(Exception, match=r":4: kv_codecs") as found:
+    with pytest.raises(Exception, match=r":4: kv_codecs") as result:
         parse_spec((SPEC + f"kv_codecs: {written}").encode(), file="potluck.yaml")
-    assert "Traceback" not in str(found.value)
+    assert "Traceback" not in str(result.value)
 
 
 @pytest.mark.parametrize("path", [*EXAMPLES, *SHIPPED], ids=lambda path: path.stem)
@@ -115,9 +115,9 @@ def test_a_lossy_plan_is_found_out_where_nobody_allowed_it() -> None:
     exact = replace(exact, links=tuple(replace(link, gbps=2.0) for link in exact.links))
     free = replace(exact, codecs=CODECS)
     plan = planned(free)
-    assert {each.codec for each in lossy_crossings(plan)} == {"int8"}
+    assert {lossy_crossing.codec for lossy_crossing in lossy_crossings(plan)} == {"int8"}
     assert verify(free, plan) == ()
-    assert any("kv_codecs does not allow" in each for each in verify(exact, plan))
+    assert any("kv_codecs does not allow" in item for item in verify(exact, plan))
     whole = planned(exact)
     assert lossy_crossings(whole) == ()
     assert whole.fraction < plan.fraction

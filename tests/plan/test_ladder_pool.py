@@ -26,7 +26,7 @@ MACHINES = (("a", "A40", 4), ("b", "A5000", 4), ("c", "RTX3090Ti", 4), ("d", "A5
 
 
 def a_pool() -> Pool:
-    nodes = tuple(replace(catalog_node(*each), price_usd_per_h=0.4 * each[2]) for each in MACHINES)
+    nodes = tuple(replace(catalog_node(*machine), price_usd_per_h=0.4 * machine[2]) for machine in MACHINES)
     gbps = np.random.default_rng(3).choice([5.0, 10.0, 40.0], (5, 5))
     rtt_s = ((2e-4,) * 5,) * 5
     return Pool(nodes, tuple(map(tuple, np.minimum(gbps, gbps.T).tolist())), rtt_s)

@@ -69,7 +69,7 @@ def test_running_templates_join_what_is_stored(tmp_path: Path) -> None:
     joined = pipeline_libraries(MODEL, NODES, SLO, 768, 195, max_nodes=3, folder=tmp_path, running=[running])
     number = plain[0].space.id_of([1, 1, 1])
     assert number not in plain[0].ids
-    assert all(number in each.ids for each in joined)
+    assert all(number in item.ids for item in joined)
 
 
 def test_the_key_depends_on_everything(rates: StageRates) -> None:

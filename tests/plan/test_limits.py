@@ -37,7 +37,7 @@ def small(seed: int) -> FlowProgram:
         rng.uniform(0.5, 4.0, (regions, 2)).round(2),
         rng.integers(1, 4, (regions, 2)),
     )
-    found = []
+    result = []
     for m in range(models):
         buckets = tuple(
             DemandBucket(f"b{b}", float(rng.uniform(0.2, 1.5)), float(rng.uniform(1e8, 2e9)))
@@ -49,9 +49,9 @@ def small(seed: int) -> FlowProgram:
             tables[0][1] = tables[1][0] = tables[2][:] = 0.0
         else:
             tables[0][:] = tables[1][:] = 0.0
-        found.append(ModelColumns(f"m{m}", buckets, uses, *tables))
+        result.append(ModelColumns(f"m{m}", buckets, uses, *tables))
     links = (LinkRow(0, 1, float(rng.uniform(1e8, 4e9))),) if regions > 1 else ()
-    return FlowProgram(fleet, tuple(found), links, headroom=0.8)
+    return FlowProgram(fleet, tuple(result), links, headroom=0.8)
 
 
 def plans(program: FlowProgram) -> Iterator[dict[ColumnKey, int]]:
@@ -84,9 +84,9 @@ def served(program: FlowProgram, counts: dict[ColumnKey, int]) -> float:
     plain = replace(
         program, pins=pins, limits=(), helpers=(), outages=(), spare=(), running=(), budget_usd_per_h=None
     )
-    found = reference(plain, fraction=True)
-    assert found is not None
-    return found
+    result = reference(plain, fraction=True)
+    assert result is not None
+    return result
 
 
 def shared(program: FlowProgram, shares: tuple[float, ...]) -> FlowProgram:
@@ -99,19 +99,19 @@ def shared(program: FlowProgram, shares: tuple[float, ...]) -> FlowProgram:
 
 def left(program: FlowProgram, counts: dict[ColumnKey, int]) -> float:
     """The share of what is asked for that is served after the worst of the losses."""
-    found = [1.0]
+    result = [1.0]
     for outage in program.outages:
         rest = {
             key: n
             for key, n in counts.items()
             if not gone_columns(program, outage, key.group)[key.template, key.region]
         }
-        found.append(served(shared(program, outage.shares), rest))
+        result.append(served(shared(program, outage.shares), rest))
     for key in counts if program.spare else ():
         shares = tuple(program.spare[m] if m == key.group else 0.0 for m in range(len(program.models)))
         if shares[key.group]:
-            found.append(served(shared(program, shares), counts | {key: counts[key] - 1}))
-    return min(found)
+            result.append(served(shared(program, shares), counts | {key: counts[key] - 1}))
+    return min(result)
 
 
 def usd_per_h(program: FlowProgram, counts: dict[ColumnKey, int]) -> float:
@@ -153,19 +153,19 @@ def cheapest(program: FlowProgram) -> float | None:
 
 
 def agree(program: FlowProgram) -> str:
-    found, best = solve(program, time_limit_s=60.0), cheapest(program)
-    counts = dict(found.counts)
+    result, best = solve(program, time_limit_s=60.0), cheapest(program)
+    counts = dict(result.counts)
     if best is None:
-        assert found.status == "infeasible"
-        able = [each for each in plans(program) if within(program, each)]
-        most = max((min(served(program, each), left(program, each)) for each in able), default=None)
-        assert found.shortfall is not None
-        assert found.shortfall.fraction == pytest.approx(most or 0.0, abs=1e-5)
+        assert result.status == "infeasible"
+        able = [plan for plan in plans(program) if within(program, plan)]
+        most = max((min(served(program, item), left(program, item)) for item in able), default=None)
+        assert result.shortfall is not None
+        assert result.shortfall.fraction == pytest.approx(most or 0.0, abs=1e-5)
         assert most is None or within(program, counts)
-        assert not counts or left(program, counts) >= found.shortfall.fraction - 1e-5
+        assert not counts or left(program, counts) >= result.shortfall.fraction - 1e-5
         return "infeasible"
-    assert found.status == "optimal"
-    assert found.cost_usd_per_h == pytest.approx(best, rel=1e-6, abs=1e-6)
+    assert result.status == "optimal"
+    assert result.cost_usd_per_h == pytest.approx(best, rel=1e-6, abs=1e-6)
     assert left(program, counts) > 1 - 2e-6
     assert within(program, counts)
     return "optimal"
@@ -244,7 +244,7 @@ def kinds(program: FlowProgram, most: int) -> FlowProgram:
 @pytest.mark.parametrize("seed", range(300, 304))
 def test_at_most_so_many_kinds(seed: int) -> None:
     program = small(seed)
-    found = solve(kinds(program, 1), time_limit_s=60.0)
+    result = solve(kinds(program, 1), time_limit_s=60.0)
     best = None
     for counts in sorted(plans(program), key=lambda each: usd_per_h(program, each)):
         used = {
@@ -253,17 +253,17 @@ def test_at_most_so_many_kinds(seed: int) -> None:
         if len(used) <= 1 and served(program, counts) > 1 - 1e-6:
             best = usd_per_h(program, counts)
             break
-    assert (found.status == "optimal") == (best is not None)
+    assert (result.status == "optimal") == (best is not None)
     if best is not None:
-        assert found.cost_usd_per_h == pytest.approx(best, rel=1e-6, abs=1e-6)
+        assert result.cost_usd_per_h == pytest.approx(best, rel=1e-6, abs=1e-6)
 
 
 def test_limits_that_nothing_keeps_are_named() -> None:
     program = small(1)
     tables = tuple(np.ones((len(m.uses), len(program.fleet.regions))) for m in program.models)
-    found = solve(replace(program, limits=(CountLimit("at least 999 copies", 999.0, np.inf, tables),)))
-    assert found.shortfall is not None
-    assert "at least 999 copies" in str(found.shortfall)
+    result = solve(replace(program, limits=(CountLimit("at least 999 copies", 999.0, np.inf, tables),)))
+    assert result.shortfall is not None
+    assert "at least 999 copies" in str(result.shortfall)
 
 
 def test_tables_that_do_not_fit_are_refused() -> None:
@@ -286,9 +286,9 @@ def test_firm_demand_is_met_first(seed: int) -> None:
     )
     firm = replace(more[0], buckets=tuple(replace(b, firm=True) for b in more[0].buckets))
     spare = (0.5, 0.5) if seed % 4 else ()
-    found = solve(replace(plain, models=(firm, more[1]), spare=spare), time_limit_s=60.0)
+    result = solve(replace(plain, models=(firm, more[1]), spare=spare), time_limit_s=60.0)
     plain = replace(plain, models=more)
-    first, second = (shared(plain, each) for each in ((1.0, 0.0), (0.0, 1.0)))
+    first, second = (shared(plain, item) for item in ((1.0, 0.0), (0.0, 1.0)))
     most = None
     for counts in plans(plain):
         if (
@@ -299,11 +299,11 @@ def test_firm_demand_is_met_first(seed: int) -> None:
         rest = min(served(second, counts), left(replace(plain, spare=(0.0, 0.5)[: len(spare)]), counts))
         most = rest if most is None else max(most, rest)
     if most is None:
-        assert found.status == "infeasible"
-        assert found.shortfall is not None
-        assert found.shortfall.fraction == 0
+        assert result.status == "infeasible"
+        assert result.shortfall is not None
+        assert result.shortfall.fraction == 0
     elif most > 1 - 1e-6:
-        assert found.status == "optimal"
+        assert result.status == "optimal"
     else:
-        assert found.shortfall is not None
-        assert found.shortfall.fraction == pytest.approx(most, abs=1e-5)
+        assert result.shortfall is not None
+        assert result.shortfall.fraction == pytest.approx(most, abs=1e-5)

@@ -49,7 +49,7 @@ def splits(layers: int, stages: int) -> Iterator[tuple[int, ...]]:
 
 def all_pipelines(problem: PlanningProblem, ask: ModelDemand) -> list[Template]:
     """Every prefill pipeline of the few nodes there are, timed by the plan's rule."""
-    found = []
+    templates = []
     layouts = {
         Layout(
             tuple(
@@ -68,7 +68,7 @@ def all_pipelines(problem: PlanningProblem, ask: ModelDemand) -> list[Template]:
         capacity = replica_capacity(ask, layout, problem.by_name, "prefill", problem.headroom)
         if useful(capacity):
             counts = tuple(NodeCount(name, n) for name, n in sorted(layout.node_counts.items()))
-            found.append(
+            templates.append(
                 Template(
                     f"{ask.name}: prefill {place}",
                     "pipeline",
@@ -79,7 +79,7 @@ def all_pipelines(problem: PlanningProblem, ask: ModelDemand) -> list[Template]:
                     "assumed",
                 )
             )
-    return found
+    return templates
 
 
 @pytest.mark.parametrize(("ttft_s", "prompt", "rate_per_s"), [(0.4, 1000, 25.0), (0.9, 2200, 8.0)])
@@ -87,7 +87,11 @@ def test_no_plan_is_lost(ttft_s: float, prompt: int, rate_per_s: float, tmp_path
     ask = an_ask(rate_per_s=rate_per_s, slo=Slo(ttft_s, 0.06), lengths=((prompt, 100, 1.0),))
     problem = a_problem(ask, offers=FLEET)
     prices = {offer.node: offer.price_usd_per_h for offer in problem.regions[0].offers}
-    single = [each for each in homogeneous(problem, ask, unwritten(ask)) if each.replicas[0].role != "mixed"]
+    single = [
+        homogeneou
+        for homogeneou in homogeneous(problem, ask, unwritten(ask))
+        if homogeneou.replicas[0].role != "mixed"
+    ]
     made = [
         t for t in pipelines(problem, ask, prices, few=20, folder=tmp_path) if t.replicas[0].role == "prefill"
     ]
@@ -109,7 +113,11 @@ def test_nodes_too_slow_alone_serve_as_pipelines() -> None:
     ask = an_ask(rate_per_s=25.0, slo=Slo(0.5, 0.06), lengths=((1000, 100, 1.0),))
     problem = a_problem(ask, offers=FLEET)
     prices = {offer.node: offer.price_usd_per_h for offer in problem.regions[0].offers}
-    single = [each for each in homogeneous(problem, ask, unwritten(ask)) if each.replicas[0].role != "mixed"]
+    single = [
+        homogeneou
+        for homogeneou in homogeneous(problem, ask, unwritten(ask))
+        if homogeneou.replicas[0].role != "mixed"
+    ]
     assert not any(t.nodes[0].node == "1xL4" and t.replicas[0].role == "prefill" for t in single)
     _, answer = solved(
         problem, {ask.name: [*single, *pipelines(problem, ask, prices, few=20)]}, time_limit_s=20

@@ -82,10 +82,10 @@ def test_nothing_is_lost_with_needless_columns(seed: int) -> None:
         assert not model.allowed[half:].any()
         assert (stand[stand] == stand).all()
     keys = {ColumnKey(0, len(stands[0]) // 2, 0): 2, ColumnKey(0, 0, 0): 1}
-    told = told_in(keys, stands)
-    assert sum(told.values()) == 3
-    assert all(thin.models[0].allowed[key.template, key.region] for key in told)  # type: ignore[index]
-    found, best = solve(program, time_limit_s=30.0), reference(program)
-    assert found.found == (best is not None)
+    message = told_in(keys, stands)
+    assert sum(message.values()) == 3
+    assert all(thin.models[0].allowed[key.template, key.region] for key in message)  # type: ignore[index]
+    result, best = solve(program, time_limit_s=30.0), reference(program)
+    assert result.found == (best is not None)
     if best is not None:
-        assert found.cost_usd_per_h == pytest.approx(best, rel=1e-6, abs=1e-6)
+        assert result.cost_usd_per_h == pytest.approx(best, rel=1e-6, abs=1e-6)

@@ -31,10 +31,10 @@ def made(
     rtt_s: dict[str, dict[str, float]], classes: dict[str, Slo] | None = None, slo: Slo = SLO
 ) -> ModelDemand:
     shares = tuple((name, 1.0 / len(rtt_s)) for name in rtt_s)
-    lengths = tuple(LengthBin(*each) for each in CHAT)
+    lengths = tuple(LengthBin(*item) for item in CHAT)
     kinds = tuple((name, 0.25) for name in classes or {})
     traffic = Traffic("chat", 6.0, lengths, classes=kinds, origins=shares)
-    far = {name: tuple(each.items()) for name, each in rtt_s.items()}
+    far = {name: tuple(item.items()) for name, item in rtt_s.items()}
     return model_demand("chat", models.model("Llama-3.1-8B"), slo, traffic, promises=classes, rtt_s=far)
 
 
@@ -60,22 +60,22 @@ def test_how_far_requests_travel_is_the_best_of_all_choices(far_s: float) -> Non
     plan = melange(TemplateFactory(problem), SETTINGS).plan
     names = [region.name for region in problem.regions]
     sets = chain.from_iterable(combinations(names, size) for size in (1, 2, 3))
-    tried = [outcome.plan for each in sets if (outcome := at(problem, each)) is not None]
-    best = min(each.cost_usd_per_h for each in tried if each.fraction == 1)
+    tried = [outcome.plan for item in sets if (outcome := at(problem, item)) is not None]
+    best = min(item.cost_usd_per_h for item in tried if item.fraction == 1)
     assert plan.fraction == 1
     assert plan.cost_usd_per_h == pytest.approx(best)
     assert verify(problem, plan) == ()
-    (said,) = plan.predictions
+    (text,) = plan.predictions
     served = {share.region for share in plan.shares}
-    assert said.ttft_s > min(problem.asks[0].mean_far_s(region) for region in served)
+    assert text.ttft_s > min(problem.asks[0].mean_far_s(region) for region in served)
 
 
 def test_a_plan_whose_users_are_too_far_is_told() -> None:
     rtt_s = {"here": {"near": 0.0, "middle": 0.0, "far": 0.0}}
     plan = melange(TemplateFactory(a_problem(made(rtt_s), offers=OFFERS)), SETTINGS).plan
     away = made({"here": {"near": 0.0, "middle": 0.0, "far": 1.59}})
-    found = verify(a_problem(away, offers=OFFERS), plan)
-    assert any("reach the farthest users" in line for line in found)
+    result = verify(a_problem(away, offers=OFFERS), plan)
+    assert any("reach the farthest users" in line for line in result)
     nowhere = made({"here": {"near": 2.0, "middle": 2.0, "far": 2.0}})
     with pytest.raises(CapacityError, match="no region is near enough"):
         melange(TemplateFactory(a_problem(nowhere, offers=OFFERS)), SETTINGS)
@@ -85,7 +85,7 @@ def test_the_strictest_class_is_planned_for_and_has_its_price() -> None:
     strict, loose = Slo(1.6, 0.04, 0.95), Slo(60.0, 2.0, 0.5)
     one = made({"here": dict.fromkeys(OFFERS, 0.0)}, {"interactive": strict, "batch": loose})
     assert one.slo == Slo(1.6, 0.04, 0.95)
-    assert [(each.name, each.share) for each in one.classes] == [
+    assert [(item.name, item.share) for item in one.classes] == [
         ("interactive", 0.25),
         ("batch", 0.25),
         ("standard", 0.5),
@@ -95,7 +95,7 @@ def test_the_strictest_class_is_planned_for_and_has_its_price() -> None:
     factory = TemplateFactory(problem)
     outcome = melange(factory, SETTINGS)
     prices = term_prices(factory, outcome, melange, SETTINGS)
-    assert [each.words for each in prices] == ["what class interactive was promised"]
+    assert [price.words for price in prices] == ["what class interactive was promised"]
     plain = melange(
         TemplateFactory(a_problem(made({"x": dict.fromkeys(OFFERS, 0.0)}), offers=OFFERS)), SETTINGS
     )

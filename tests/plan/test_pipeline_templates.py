@@ -48,12 +48,12 @@ def random_rates(rng: np.random.Generator, stages: int, kinds: int, layers: int)
 
 def instances(seed: int, count: int, most_layers: int = 7) -> list[tuple[Ints, int]]:
     rng = np.random.default_rng(seed)
-    found = []
+    result = []
     for _ in range(count):
         max_nodes, kinds, layers = (int(rng.integers(1, top + 1)) for top in (4, 3, most_layers))
         layers = max(layers, int(rng.integers(1, 5)))
-        found.append((random_rates(rng, int(rng.integers(1, max_nodes + 1)), kinds, layers), max_nodes))
-    return found
+        result.append((random_rates(rng, int(rng.integers(1, max_nodes + 1)), kinds, layers), max_nodes))
+    return result
 
 
 def all_optima(rates: Ints, max_nodes: int, *, prune: bool = False) -> tuple[Ints, NDArray[np.uint8]]:
@@ -105,8 +105,8 @@ def test_long_stacks_equal_the_second_search(noise: float) -> None:
         units, stages = all_optima(rates, 6)
         space = multisets(5, 6)
         for number in rng.integers(space.offsets[4], space.count, 12):
-            found = best_placement(rates, space.types_of(int(number)))
-            assert units[number] == (found.units if found else 0)
+            result = best_placement(rates, space.types_of(int(number)))
+            assert units[number] == (result.units if result else 0)
             again = best_placement(rates, space.types_of(int(number)), stages=int(stages[number]))
             assert again is None or again.units == units[number]
 
@@ -119,8 +119,8 @@ def test_other_numbers_of_nodes_equal_the_second_search(kinds: int, max_nodes: i
         rates = random_rates(rng, max_nodes, kinds, layers)
         units, _ = all_optima(rates, max_nodes)
         for number in {*rng.integers(1, space.count, 6).tolist(), space.count - 1}:
-            found = best_placement(rates, space.types_of(number))
-            assert units[number] == (found.units if found else 0)
+            result = best_placement(rates, space.types_of(number))
+            assert units[number] == (result.units if result else 0)
 
 
 def splits(types: tuple[int, ...]) -> set[tuple[tuple[int, ...], tuple[int, ...]]]:

@@ -49,17 +49,17 @@ def pools(draw: st.DrawFn) -> PlanningProblem:
 def test_auto_is_never_beaten_by_the_search_and_both_are_sound(problem: PlanningProblem) -> None:
     factory = TemplateFactory(problem)
     best = STRATEGIES["auto"](factory, QUICK).plan
-    found = STRATEGIES["thunderserve"](factory, QUICK).plan
-    for plan in (best, found):
+    result = STRATEGIES["thunderserve"](factory, QUICK).plan
+    for plan in (best, result):
         assert verify(problem, plan) == ()
         assert plan_from_json(plan_to_json(plan)) == plan
         stood = [
             m for d in plan.deployments for m in plan.template(d.template).machines for _ in range(d.count)
         ]
         assert len(stood) == len(set(stood))
-    assert best.fraction >= found.fraction - 1e-6
-    if found.fraction >= 1 - 1e-9:
-        assert best.cost_usd_per_h <= found.cost_usd_per_h * (1 + 1e-6)
+    assert best.fraction >= result.fraction - 1e-6
+    if result.fraction >= 1 - 1e-9:
+        assert best.cost_usd_per_h <= result.cost_usd_per_h * (1 + 1e-6)
 
 
 def two_machines(gbps: float = 40.0) -> PlanningProblem:
@@ -104,9 +104,9 @@ def test_the_checker_refuses_what_machines_cannot_hold() -> None:
     assert "rents 1" in broken(replicas=(on("a"), on("a")))
     assert "must name" in broken(replicas=(on(""),))
     twice = replace(plan, deployments=(Deployment(template.name, "pool", 2),))
-    assert any("'a'" in each for each in verify(problem, twice))
+    assert any("'a'" in item for item in verify(problem, twice))
     moved = replace(problem.pool, nodes=tuple(replace(n, region="far") for n in problem.pool.nodes))  # type: ignore[type-var, union-attr]
-    assert any("is in far" in each for each in verify(replace(problem, pool=moved), plan))
+    assert any("is in far" in item for item in verify(replace(problem, pool=moved), plan))
     greedy = tuple(replace(c, closed_per_s=c.closed_per_s * 1.01) for c in template.capacity)
     assert "closed_per_s" in broken(capacity=greedy)
 
@@ -132,8 +132,8 @@ def reference(
 def test_a_thin_link_limits_a_pair_of_replicas(gbps: float, codec: Codec) -> None:
     problem = two_machines(gbps)
     replicas = [on("a", role="prefill"), on("b", role="decode")]
-    found = group_capacity(problem, problem.asks[0], replicas, codec)[0].closed_per_s
-    assert found == pytest.approx(reference(problem, problem.asks[0], replicas, codec), rel=1e-6)
+    result = group_capacity(problem, problem.asks[0], replicas, codec)[0].closed_per_s
+    assert result == pytest.approx(reference(problem, problem.asks[0], replicas, codec), rel=1e-6)
 
 
 def test_kv_within_a_machine_does_not_touch_the_links() -> None:
@@ -173,8 +173,8 @@ def test_more_replicas_never_serve_less_and_routing_keeps_within_rates() -> None
 
 def test_components_hang_together() -> None:
     members = [on("a"), on("b"), on("b", 2), on("c"), on("d")]
-    found = {frozenset(each) for each in components(members, [(3, 0)])}
-    assert found == {frozenset({0, 3}), frozenset({1, 2}), frozenset({4})}
+    result = {frozenset(component) for component in components(members, [(3, 0)])}
+    assert result == {frozenset({0, 3}), frozenset({1, 2}), frozenset({4})}
 
 
 def test_machines_of_a_fleet_without_a_pool_have_names() -> None:
@@ -183,9 +183,9 @@ def test_machines_of_a_fleet_without_a_pool_have_names() -> None:
     assert pool is not None
     assert [node.name for node in pool.nodes] == ["us/east/1xL40S/0", "us/east/1xL40S/1"]
     for node in pool.nodes:
-        found = machine_of(problem, node.name)
-        assert found is not None
-        assert (found.region, found.type.name) == ("us/east", "1xL40S")
+        machine = machine_of(problem, node.name)
+        assert machine is not None
+        assert (machine.region, machine.type.name) == ("us/east", "1xL40S")
     assert machine_of(problem, "us/east/1xL40S/2") is None
     assert machine_of(problem, "us/east/2xL4/0") is None
     whole = named(problem)
@@ -242,15 +242,15 @@ def test_flows_that_do_not_add_up_or_overload_a_replica_are_found() -> None:
     made = group_template(problem, problem.asks[0], replicas, "int4")
     assert made is not None
     assert sum(flow.share for flow in made.flows) == pytest.approx(1.0)
-    found = columns(problem, {problem.asks[0].name: [made]})
-    plan = plan_of(found, solve(found.program, time_limit_s=10.0), "test")
+    result = columns(problem, {problem.asks[0].name: [made]})
+    plan = plan_of(result, solve(result.program, time_limit_s=10.0), "test")
     assert verify(problem, plan) == ()
 
     def told(flows: tuple[TemplateFlow, ...]) -> str:
         return " ".join(verify(problem, replace(plan, templates=(replace(made, flows=flows),))))
 
-    prefill = next(i for i, each in enumerate(made.replicas) if each.role == "prefill")
-    decode = next(i for i, each in enumerate(made.replicas) if each.role == "decode")
+    prefill = next(i for i, replica in enumerate(made.replicas) if replica.role == "prefill")
+    decode = next(i for i, replica in enumerate(made.replicas) if replica.role == "decode")
     assert len(made.flows) == 2
     assert "add up to" in told(made.flows[:1])
     assert f"replica {prefill} is sent" in told((TemplateFlow(0, prefill, decode, 1.0),))

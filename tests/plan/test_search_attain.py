@@ -38,46 +38,46 @@ def searched() -> tuple[PoolEvaluator, SearchResult]:
 
 
 def test_the_closed_form_handed_in_changes_nothing(searched: tuple[PoolEvaluator, SearchResult]) -> None:
-    evaluator, found = searched
-    groups = found.state.groups
+    evaluator, result = searched
+    groups = result.state.groups
     score, routed = evaluator.weighed(groups, evaluator.attained(groups))
-    assert score == found.score
-    assert routed == found.orchestration
+    assert score == result.score
+    assert routed == result.orchestration
     half = {pair: share / 2 for pair, share in evaluator.attained(groups).items()}
-    assert evaluator.weighed(groups, half)[0].attainment == pytest.approx(found.score.attainment / 2)
-    assert evaluator.orchestrated(groups) == found.orchestration  # what is weighed once is not remembered
+    assert evaluator.weighed(groups, half)[0].attainment == pytest.approx(result.score.attainment / 2)
+    assert evaluator.orchestrated(groups) == result.orchestration  # what is weighed once is not remembered
 
 
 def test_every_pair_is_tried_once_at_a_rate_that_it_can_take(
     searched: tuple[PoolEvaluator, SearchResult],
 ) -> None:
-    evaluator, found = searched
+    evaluator, result = searched
     asked: list[tuple[PlannedReplica, PlannedReplica, float]] = []
 
     def estimate(prefill: PlannedReplica, decode: PlannedReplica, rate_per_s: float) -> float:
         asked.append((prefill, decode, rate_per_s))
         return 1.0
 
-    tried(evaluator, found, estimate)
+    tried(evaluator, result, estimate)
     assert len({(prefill, decode) for prefill, decode, _ in asked}) == len(asked) > 0
-    rates = [evaluator.deduced(group) for state in (found.state, *found.others) for group in state.groups]
-    most = 0.8 * max(each.rate_per_s for each in rates if each is not None)
+    rates = [evaluator.deduced(group) for state in (result.state, *result.others) for group in state.groups]
+    most = 0.8 * max(item.rate_per_s for item in rates if item is not None)
     assert all((p.role, d.role) == ("prefill", "decode") and 0 < rate <= most for p, d, rate in asked)
 
 
 def test_what_fails_when_tried_is_not_chosen(searched: tuple[PoolEvaluator, SearchResult]) -> None:
-    evaluator, found = searched
-    assert found.others
-    phases = zip(found.state.groups, found.configurations, strict=True)
+    evaluator, result = searched
+    assert result.others
+    phases = zip(result.state.groups, result.configurations, strict=True)
     first = [group.takes[0][0] for group, _ in phases if group.phase == PREFILL]
     chosen = {POOL.nodes[node].name for node in first}
 
     def estimate(prefill: PlannedReplica, decode: PlannedReplica, rate_per_s: float) -> float:
         return 0.0 if {n.machine for s in prefill.layout.stages for n in s.nodes} & chosen else 0.9
 
-    best, attained = tried(evaluator, found, estimate)
-    assert best.state in found.others
-    assert 0 < best.score.attainment < found.score.attainment
+    best, attained = tried(evaluator, result, estimate)
+    assert best.state in result.others
+    assert 0 < best.score.attainment < result.score.attainment
     problem = pool_problem(POOL, WANTED)
     templates = to_templates(problem, WANTED, POOL, best, attained=attained)
     assert templates
@@ -97,8 +97,8 @@ def test_a_plans_groups_are_those_that_held_when_tried() -> None:
         return 0.5
 
     problem = pool_problem(POOL, WANTED)
-    templates, found = search_groups(problem, WANTED, 1.0, 0, estimate)
+    templates, result = search_groups(problem, WANTED, 1.0, 0, estimate)
     assert asked
-    (region,) = found
-    assert {pairing.attained for pairing in found[region].orchestration.pairings} == {0.5}
+    (region,) = result
+    assert {pairing.attained for pairing in result[region].orchestration.pairings} == {0.5}
     assert templates

@@ -33,13 +33,13 @@ def allocated_per_s(pool: Pool, work: PoolWorkload) -> float:
     uses, rates = [], []
     for takes in groups_of(pool):
         for phase in (PREFILL, DECODE, MIXED):
-            found = source.best(takes, phase)
-            if found is not None:
+            result = source.best(takes, phase)
+            if result is not None:
                 row = np.zeros(len(pool.nodes), np.uint8)
                 for node, count in takes:
                     row[node] = count
                 uses.append(row)
-                rates.append([found.rate_per_s if phase == each else 0.0 for each in range(3)])
+                rates.append([result.rate_per_s if phase == index else 0.0 for index in range(3)])
     table = np.array(rates)
     fleet = NodeSupply(
         ("pool",),
@@ -73,8 +73,8 @@ def test_the_bound_is_reached_where_links_do_not_bind(seed: int) -> None:
     members = [catalog_node(f"n{i}", str(rng.choice(KINDS)), 2) for i in range(3)]
     pool = uniform_pool(members, 1e4)
     work = small(1e3, LOOSE)
-    found = search(pool, work, SearchSettings(seed=seed, timing=PeakCosts(), limits=SearchLimits(walks=8)))
-    assert found.score.goodput_per_s == pytest.approx(exact_bound(pool, work, PeakCosts()), rel=1e-3)
+    result = search(pool, work, SearchSettings(seed=seed, timing=PeakCosts(), limits=SearchLimits(walks=8)))
+    assert result.score.goodput_per_s == pytest.approx(exact_bound(pool, work, PeakCosts()), rel=1e-3)
 
 
 @pytest.mark.parametrize("seed", range(3))

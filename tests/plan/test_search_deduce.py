@@ -94,8 +94,8 @@ def random_takes(rng: np.random.Generator, source: ConfigurationSearch) -> tuple
     return tuple(takes)
 
 
-def goodput(found: GroupConfiguration | None) -> float:
-    return found.goodput_per_s if found else 0.0
+def goodput(group_configuration: GroupConfiguration | None) -> float:
+    return group_configuration.goodput_per_s if group_configuration else 0.0
 
 
 def test_configuration_equals_enumeration_on_random_groups() -> None:
@@ -108,9 +108,9 @@ def test_configuration_equals_enumeration_on_random_groups() -> None:
             if not takes:
                 continue
             for phase in (PREFILL, DECODE):
-                found = source.best(takes, phase)
+                result = source.best(takes, phase)
                 wanted = best_goodput(source, takes, phase)
-                assert goodput(found) == pytest.approx(wanted, rel=1e-9, abs=1e-15)
+                assert goodput(result) == pytest.approx(wanted, rel=1e-9, abs=1e-15)
                 useful += wanted > 0
             compared += 1
     assert compared >= 200
@@ -122,11 +122,11 @@ def test_mixed_keeps_both_promises_and_the_best_cycle() -> None:
     for _ in range(20):
         source = deducer(random_pool(rng, 8, KINDS), small_work(rng), PeakCosts())
         takes = random_takes(rng, source)
-        found = source.best(takes, MIXED) if takes else None
-        if found is not None:
-            assert found.service_s <= MARGIN * source.work.slo.tpot_s  # as admission does
-            assert found.latency_s <= source.work.slo.ttft_s
-            assert found.rate_per_s <= best_goodput(source, takes, MIXED) * (1 + 1e-9)
+        result = source.best(takes, MIXED) if takes else None
+        if result is not None:
+            assert result.service_s <= MARGIN * source.work.slo.tpot_s  # as admission does
+            assert result.latency_s <= source.work.slo.ttft_s
+            assert result.rate_per_s <= best_goodput(source, takes, MIXED) * (1 + 1e-9)
 
 
 def test_order_equals_all_orders() -> None:
@@ -140,9 +140,9 @@ def test_order_equals_all_orders() -> None:
         def way_s(order: tuple[int, ...], hop: np.ndarray = hop, back: np.ndarray = back) -> float:
             return sum(hop[a, b] for a, b in pairwise(order)) + back[order[-1], order[0]]
 
-        found = best_order(per_node, hop, back)
-        assert sorted(found) == stages
-        assert way_s(found) == pytest.approx(min(way_s(order) for order in set(permutations(stages))))
+        result = best_order(per_node, hop, back)
+        assert sorted(result) == stages
+        assert way_s(result) == pytest.approx(min(way_s(order) for order in set(permutations(stages))))
 
 
 def test_a_hub_is_visited_between_its_spokes() -> None:
@@ -161,11 +161,11 @@ def test_stages_hold_the_model_within_nodes() -> None:
     source = deducer(paper_pool(), workload(), CalibratedCosts())
     for takes in (((4, 8),), ((2, 2), (5, 2)), ((0, 4), (1, 3))):
         for phase in (PREFILL, DECODE, MIXED):
-            found = source.best(takes, phase)
-            assert found is not None
-            assert sum(stage.layers for stage in found.stages) == 60
+            result = source.best(takes, phase)
+            assert result is not None
+            assert sum(stage.layers for stage in result.stages) == 60
             for node, count in takes:
-                assert sum(stage.tp for stage in found.stages if stage.node == node) == count
+                assert sum(stage.tp for stage in result.stages if stage.node == node) == count
 
 
 def test_a_group_too_small_can_do_nothing() -> None:
@@ -177,8 +177,8 @@ def test_a_loaded_configuration_is_timed_as_it_was_found() -> None:
     source = deducer(paper_pool(), workload(), PeakCosts())
     for takes in (((4, 4),), ((2, 2), (5, 2)), ((4, 2), (6, 2))):
         for phase in (PREFILL, DECODE):
-            found = source.best(takes, phase)
-            assert found is not None
-            assert source.fixed(found.stages, phase) == found
-            other = source.fixed(found.stages, DECODE if phase == PREFILL else PREFILL)
+            result = source.best(takes, phase)
+            assert result is not None
+            assert source.fixed(result.stages, phase) == result
+            other = source.fixed(result.stages, DECODE if phase == PREFILL else PREFILL)
             assert goodput(other) <= goodput(source.best(takes, 1 - phase)) * (1 + 1e-12)

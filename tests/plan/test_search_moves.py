@@ -51,10 +51,10 @@ def test_neighbours_keep_the_gpus_and_the_limits(seed: int) -> None:
     rng = Random(seed)
     state = dealt_state(evaluator, PHASES, rng, kinds_of(pool), 6)
     assert gpus_of(state) == everything(pool)
-    for each in all_near(moves, state, rng):
-        assert gpus_of(each) == everything(pool)
-        assert all(size_of(group.takes) <= 6 and moves.possible(group.takes) for group in each.groups)
-        assert each.groups == tuple(sorted(each.groups))
+    for item in all_near(moves, state, rng):
+        assert gpus_of(item) == everything(pool)
+        assert all(size_of(group.takes) <= 6 and moves.possible(group.takes) for group in item.groups)
+        assert item.groups == tuple(sorted(item.groups))
 
 
 @pytest.mark.parametrize("seed", range(4))
@@ -65,7 +65,7 @@ def test_a_climb_ends_where_no_single_move_is_better(seed: int) -> None:
     hunt._climb(start, evaluator.score(start.groups).value)
     top = hunt.best or start
     value = evaluator.score(top.groups).value
-    best = max(evaluator.score(each.groups).value for each in all_near(moves, top, Random(0)))
+    best = max(evaluator.score(item.groups).value for item in all_near(moves, top, Random(0)))
     assert best <= value + 1e-12
 
 
@@ -104,4 +104,4 @@ def test_where_only_flips_are_allowed_every_neighbour_has_the_same_groups() -> N
     state = make_state([GpuGroup(((place, 1),), place % 3) for place in range(places)], ())
     near = list(all_near(moves, state, Random(0)))
     assert len(near) == 2 * places
-    assert all({g.takes for g in each.groups} == {g.takes for g in state.groups} for each in near)
+    assert all({g.takes for g in item.groups} == {g.takes for g in state.groups} for item in near)

@@ -115,12 +115,12 @@ def test_routing_adds_up_and_keeps_links(gbps: float) -> None:
     for source in x:
         assert sum(share for (i, _), share in y.items() if i == source) == pytest.approx(1.0)
     load: dict[tuple[int, int], float] = {}
-    for each in routed.pairings:
-        if each.source != each.target:
-            ends = [evaluator.deduced(GROUPS[place]) for place in (each.source, each.target)]
+    for pairing in routed.pairings:
+        if pairing.source != pairing.target:
+            ends = [evaluator.deduced(GROUPS[place]) for place in (pairing.source, pairing.target)]
             nodes = [[s.node for s in end.stages for _ in range(s.layers)] for end in ends if end]
             for link in zip(*nodes, strict=True):
-                load[link] = load.get(link, 0.0) + each.rate_per_s * work.kv_bytes_per_layer
+                load[link] = load.get(link, 0.0) + pairing.rate_per_s * work.kv_bytes_per_layer
     for (a, b), bytes_per_s in load.items():
         assert a == b or bytes_per_s * 8 <= gbps * 1e9
 
@@ -132,9 +132,9 @@ def test_the_fast_score_is_that_of_the_plain_program() -> None:
     score = evaluator.score(groups)
     rates = [[], []]
     for group in groups:
-        found = evaluator.deduced(group)
-        assert found is not None
-        rates[group.phase].append(found.rate_per_s * work.headroom)
+        result = evaluator.deduced(group)
+        assert result is not None
+        rates[group.phase].append(result.rate_per_s * work.headroom)
     routed = {(p.source, p.target): p.attained for p in evaluator.orchestrated(groups).pairings}
     weight = float(np.mean(list(routed.values())))
     flat = np.full((2, 2), weight)

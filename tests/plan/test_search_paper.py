@@ -42,15 +42,15 @@ def test_table_5(timing: LayerTiming, vendor: bool) -> None:
     assert all(group.takes == ACROSS for group in thin.groups)
 
 
-def prefilling(found: SearchResult, gpu: str) -> int:
+def prefilling(search_result: SearchResult, gpu: str) -> int:
     mine = [place for place, (name, _) in enumerate(CLOUD) if name == gpu]
-    taken = [group.takes for group in found.state.groups if group.phase == 0]
+    taken = [group.takes for group in search_result.state.groups if group.phase == 0]
     return sum(count for takes in taken for place, count in takes if place in mine)
 
 
 def test_table_3_in_groups_of_four() -> None:
     settings = SearchSettings(phases=PAPER.phases, timing=PAPER.timing, limits=PAPER.limits, max_group_gpus=4)
-    plans = [search(paper_pool(), workload(lengths=each), settings) for each in (CONVERSATION, CODING)]
+    plans = [search(paper_pool(), workload(lengths=item), settings) for item in (CONVERSATION, CODING)]
     conversation, coding = ([group.phase for group in plan.state.groups] for plan in plans)
     assert conversation.count(1) > conversation.count(0)
     assert coding.count(0) > coding.count(1)

@@ -112,13 +112,13 @@ def test_templates_of_whole_machines(phases: tuple[str, ...]) -> None:
     settings = SearchSettings(
         phases=phases, timing=CalibratedCosts(), limits=SearchLimits(walks=3, patience=30)
     )
-    found = search(pool, workload_of(wanted, "int4"), settings)
-    templates = to_templates(pool_problem(pool, wanted), wanted, pool, found)
+    result = search(pool, workload_of(wanted, "int4"), settings)
+    templates = to_templates(pool_problem(pool, wanted), wanted, pool, result)
     assert {template.kind for template in templates} == {"group"}
     stood = [machine for template in templates for machine in template.machines]
     assert len(stood) == len(set(stood)), "two templates share a machine"
     for template in templates:
-        assert sum(each.count for each in template.nodes) == len(template.machines)
+        assert sum(node.count for node in template.nodes) == len(template.machines)
         assert {replica.layout.layer_count for replica in template.replicas} == {wanted.model.layer_count}
         for machine, gpus in template.machines.items():
             assert gpus <= pool.nodes[pool.index(machine)].gpus
@@ -126,20 +126,20 @@ def test_templates_of_whole_machines(phases: tuple[str, ...]) -> None:
 
 def test_what_runs_comes_back_as_the_search_speaks_of_it() -> None:
     pool, wanted = chat()
-    found = search(
+    result = search(
         pool, workload_of(wanted, "int4"), SearchSettings(limits=SearchLimits(walks=2, patience=20))
     )
-    again = found_of(pool, replicas_of(pool, found))
-    assert again.state == found.state
-    assert [c.stages for c in again.configurations] == [c.stages for c in found.configurations]
+    again = found_of(pool, replicas_of(pool, result))
+    assert again.state == result.state
+    assert [c.stages for c in again.configurations] == [c.stages for c in result.configurations]
 
 
 def test_a_trace_is_attainment_and_never_falls() -> None:
     pool, wanted = chat()
-    found = search(
+    result = search(
         pool, workload_of(wanted, "int4"), SearchSettings(limits=SearchLimits(walks=2, patience=20))
     )
-    values = [value for _, value in attainment_trace(found)]
+    values = [value for _, value in attainment_trace(result)]
     assert values == sorted(values)
-    assert values[-1] == pytest.approx(found.score.attainment, abs=1e-3)
+    assert values[-1] == pytest.approx(result.score.attainment, abs=1e-3)
     assert all(0 <= value <= 1 for value in values)

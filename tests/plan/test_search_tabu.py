@@ -61,8 +61,8 @@ def test_finds_the_best_of_all_states_on_tiny_pools(seed: int) -> None:
     rng = np.random.default_rng(seed)
     pool = random_pool(rng, 5, KINDS, largest=3)
     evaluator = PoolEvaluator(deducer(pool, small_workload(), PeakCosts()))
-    found = search_with(evaluator, SearchSettings(seed=seed))
-    assert found.score.value == pytest.approx(best_of_all(evaluator), rel=1e-9)
+    result = search_with(evaluator, SearchSettings(seed=seed))
+    assert result.score.value == pytest.approx(best_of_all(evaluator), rel=1e-9)
 
 
 @pytest.mark.parametrize("seed", range(4))
@@ -70,11 +70,11 @@ def test_within_three_percent_of_the_bound_on_pools_of_twelve(seed: int) -> None
     rng = np.random.default_rng(100 + seed)
     pool = random_pool(rng, 12, KINDS)
     work = small_workload(500.0)
-    found = search(pool, work, SearchSettings(seed=seed, timing=PeakCosts()))
-    known = 0.97 * found.score.goodput_per_s
+    result = search(pool, work, SearchSettings(seed=seed, timing=PeakCosts()))
+    known = 0.97 * result.score.goodput_per_s
     bound = exact_bound(pool, work, PeakCosts(), known_per_s=known, time_limit_s=600.0)
-    assert found.score.goodput_per_s <= bound * (1 + 1e-3)
-    assert found.score.goodput_per_s >= 0.97 * bound
+    assert result.score.goodput_per_s <= bound * (1 + 1e-3)
+    assert result.score.goodput_per_s >= 0.97 * bound
 
 
 def test_same_seed_same_answer_and_the_trace_rises() -> None:
@@ -94,28 +94,30 @@ def test_the_time_limit_is_kept() -> None:
         now[0] += 0.01
         return now[0]
 
-    found = search(
+    result = search(
         paper_pool(),
         workload(),
         SearchSettings(timing=PeakCosts(), limits=SearchLimits(time_limit_s=1.0), clock=clock),
     )
-    assert not found.converged
+    assert not result.converged
     assert now[0] <= 1.1
 
 
 def test_every_gpu_is_in_one_group_or_idle() -> None:
     pool = paper_pool()
-    found = search(pool, workload(), SearchSettings(timing=CalibratedCosts(), limits=SHORT, max_group_gpus=6))
-    everything = joined([*(group.takes for group in found.state.groups), found.state.idle])
+    result = search(
+        pool, workload(), SearchSettings(timing=CalibratedCosts(), limits=SHORT, max_group_gpus=6)
+    )
+    everything = joined([*(group.takes for group in result.state.groups), result.state.idle])
     assert everything == tuple((i, node.gpus) for i, node in enumerate(pool.nodes))
-    assert all(size_of(group.takes) <= 6 for group in found.state.groups)
-    assert found.orchestration.rate_per_s <= workload().rate_per_s * (1 + 1e-9)
+    assert all(size_of(group.takes) <= 6 for group in result.state.groups)
+    assert result.orchestration.rate_per_s <= workload().rate_per_s * (1 + 1e-9)
 
 
 def test_without_mixed_replicas_when_told_so() -> None:
     settings = SearchSettings(phases=("prefill", "decode"), timing=PeakCosts(), limits=SHORT)
-    found = search(paper_pool(), workload(), settings)
-    assert {group.phase for group in found.state.groups} == {0, 1}
+    result = search(paper_pool(), workload(), settings)
+    assert {group.phase for group in result.state.groups} == {0, 1}
 
 
 def test_clusters_keep_to_fast_links() -> None:

@@ -52,7 +52,7 @@ def priced() -> tuple[PlanningProblem, ProgramColumns]:
 
 
 def every(problem: PlanningProblem, name: str, few: int) -> list[Template]:
-    ask = next(each for each in problem.asks if each.name == name)
+    ask = next(item for item in problem.asks if item.name == name)
     return pipelines(problem, ask, TemplateFactory(problem).prices, few=few)
 
 
@@ -65,8 +65,8 @@ def everything() -> tuple[Template, ...]:
 @settings(max_examples=15, deadline=None)
 @given(seed=st.integers(0, 1 << 30), factor=st.sampled_from([0.0, 1.0, 1.3]))
 def test_a_placement_costs_what_its_column_would(seed: int, factor: float) -> None:
-    problem, found = priced()
-    program, draw = found.program, np.random.default_rng(seed)
+    problem, result = priced()
+    program, draw = result.program, np.random.default_rng(seed)
     bins = sum(len(model.buckets) for model in program.models)
     shape = program.fleet.available.shape
     duals = Duals(
@@ -80,7 +80,7 @@ def test_a_placement_costs_what_its_column_would(seed: int, factor: float) -> No
     )
     pricer = Pricer(program)
     assert len(program.limits) > 5
-    for m, group in enumerate(found.templates):
+    for m, group in enumerate(result.templates):
         uses = np.array([[t.node_counts.get(node.name, 0) for node in problem.nodes] for t in group])
         expected = pricer.reduced(m, duals, factor) + pricer.earnings(m, duals)
         mine = copy_costs(problem, m, uses, program.fleet, duals, factor).T

@@ -59,7 +59,7 @@ def test_the_simulator_times_it(plan: Plan) -> None:
     resolved = ResolvedPlan(
         plan, {"deep": ASK.model}, PROBLEM.by_name, PROBLEM.regions, (), {"deep": ASK.slo}
     )
-    load = of_traffic([Traffic("deep", 20.0, tuple(LengthBin(*each) for each in LENGTHS))], 600, 1)
+    load = of_traffic([Traffic("deep", 20.0, tuple(LengthBin(*length) for length in LENGTHS))], 600, 1)
     result = simulate(resolved, load, settings=Running())
     assert (result.records.outcome == 1).all()
     tpot_s = (result.records.finish_s - result.records.first_token_s) / (load.output_tokens - 1)

@@ -111,7 +111,7 @@ def test_pins_are_kept() -> None:
     factory = TemplateFactory(a_problem())
     name = factory.mixed(factory.problem.asks[0])[0].name
     plan = STRATEGIES["auto"](factory, SolveSettings(pins=(Deployment(name, "east", 2),))).plan
-    assert next(each.count for each in plan.deployments if each.template == name) >= 2
+    assert next(deployment.count for deployment in plan.deployments if deployment.template == name) >= 2
 
 
 def test_remote_prefill_crosses_a_link_only_when_there_is_one() -> None:

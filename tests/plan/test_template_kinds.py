@@ -96,9 +96,9 @@ def test_a_combo_serves_what_its_slower_side_can() -> None:
 
 
 def test_only_the_better_direction_of_a_pair_of_types_is_kept() -> None:
-    found = combos(PROBLEM, ASK, SINGLE, PRICES)
+    result = combos(PROBLEM, ASK, SINGLE, PRICES)
     directions: dict[frozenset[str], set[str]] = {}
-    for template in found:
+    for template in result:
         if "->" in template.name:
             first, second = (part.split()[-1] for part in template.name.split(": combo ")[1].split(" -> "))
             if first != second:
@@ -119,10 +119,10 @@ def test_efficiency_is_tokens_over_dollars() -> None:
 
 def test_a_pair_is_never_worse_than_its_high_end_alone() -> None:
     alone = {t.nodes[0].node: t for t in of("mixed")}
-    found = pairs(PROBLEM, ASK, SINGLE, unwritten(ASK))
-    assert found
+    result = pairs(PROBLEM, ASK, SINGLE, unwritten(ASK))
+    assert result
     better = 0
-    for template in found:
+    for template in result:
         high = alone[template.nodes[1].node]
         for mine, single in zip(template.capacity, high.capacity, strict=True):
             if mine.closed_per_s:
@@ -139,15 +139,15 @@ def test_pipelines_serve_a_model_that_fits_no_single_node() -> None:
     problem = a_problem(big, offers={"east": {"1xL40S": (1.86, 8), "1xA10G": (1.0, 16)}})
     prices = {"1xL40S": 1.86, "1xA10G": 1.0}
     assert not homogeneous(problem, big, unwritten(big))
-    found = pipelines(problem, big, prices, few=20)
-    assert {t.replicas[0].role for t in found} == {"prefill", "decode"}
-    for template in found:
+    result = pipelines(problem, big, prices, few=20)
+    assert {t.replicas[0].role for t in result} == {"prefill", "decode"}
+    for template in result:
         layout = template.replicas[0].layout
         assert layout.layer_count == big.model.layer_count
         assert {n.node: n.count for n in template.nodes} == layout.node_counts
-    unlike = [t for t in found if len(t.nodes) > 1]
+    unlike = [t for t in result if len(t.nodes) > 1]
     assert unlike, "pipelines of unlike nodes are the point"
-    both = list(aggregated(problem, big, found, unwritten(big)))
+    both = list(aggregated(problem, big, result, unwritten(big)))
     assert both
     assert len({t.name for t in both}) == len({t.replicas[0].layout for t in both}) == len(both)
     for template in both:

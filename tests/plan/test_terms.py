@@ -39,7 +39,7 @@ def sound(problem: PlanningProblem) -> Plan:
 
 
 def copies(plan: Plan) -> int:
-    return sum(each.count for each in plan.deployments)
+    return sum(deployment.count for deployment in plan.deployments)
 
 
 PLAIN = asked(ModelTerms())
@@ -76,7 +76,7 @@ def test_spot_nodes_of_a_type_are_of_that_type_for_homo() -> None:
 
 def test_a_region_may_go() -> None:
     plan = sound(asked(ModelTerms(survive="region", survive_share=0.5)))
-    assert {each.region for each in plan.deployments} == {"east", "west"}
+    assert {deployment.region for deployment in plan.deployments} == {"east", "west"}
 
 
 def test_a_share_on_spot() -> None:
@@ -146,13 +146,13 @@ def test_money_beside_rent_decides_where() -> None:
     east, west = PLAIN.regions
     regions = (replace(east, head_usd_per_h=50.0, storage_usd_per_gb_month=1.0), west)
     plan = sound(replace(PLAIN, regions=regions))
-    assert {each.region for each in plan.deployments} == {"west"}
+    assert {deployment.region for deployment in plan.deployments} == {"west"}
     forced = replace(PLAIN, regions=(regions[0],))
     there = sound(forced)
-    said = {charge.what: charge.usd_per_h for charge in there.charges}
-    assert said["head nodes"] == 50.0
-    assert said["weights in storage"] == pytest.approx(16.06 / 730, rel=0.01)
-    assert there.total_usd_per_h == pytest.approx(there.cost_usd_per_h + sum(said.values()))
+    text = {charge.what: charge.usd_per_h for charge in there.charges}
+    assert text["head nodes"] == 50.0
+    assert text["weights in storage"] == pytest.approx(16.06 / 730, rel=0.01)
+    assert there.total_usd_per_h == pytest.approx(there.cost_usd_per_h + sum(text.values()))
 
 
 def test_egress_is_paid_for_and_shown() -> None:
@@ -185,7 +185,10 @@ def test_every_term_has_its_price() -> None:
     problem = asked(ModelTerms(survive="node", regions=("west",)))
     factory = TemplateFactory(problem)
     outcome = STRATEGIES["melange"](factory, SETTINGS)
-    prices = {each.term: each for each in term_prices(factory, outcome, STRATEGIES["melange"], SETTINGS)}
+    prices = {
+        term_price.term: term_price
+        for term_price in term_prices(factory, outcome, STRATEGIES["melange"], SETTINGS)
+    }
     assert set(prices) == {"redundancy", "regions"}
     for price in prices.values():
         assert price.extra_usd_per_h is not None
@@ -204,7 +207,7 @@ def test_strategies_with_rules_of_their_own_refuse(strategy: str) -> None:
 def test_cauchy_keeps_to_regions() -> None:
     problem = asked(ModelTerms(regions=("west",)))
     plan = planned(problem, "cauchy").plan
-    assert {each.region for each in plan.deployments} == {"west"}
+    assert {deployment.region for deployment in plan.deployments} == {"west"}
     assert verify(problem, plan) == ()
     moved = replace(plan, deployments=(Deployment(plan.deployments[0].template, "east", 1),), shares=())
     assert any("let it run" in line for line in verify(problem, moved))
@@ -229,11 +232,13 @@ def test_who_has_priority_is_served_first(spare: bool) -> None:
     assert plan.fraction_of("high") == 1
     assert plan.fraction == plan.fraction_of("low") < alike.fraction
     assert verify(problem, plan) == ()
-    wrong = replace(plan, predictions=tuple(replace(each, fraction=1.0) for each in plan.predictions))
+    wrong = replace(
+        plan, predictions=tuple(replace(prediction, fraction=1.0) for prediction in plan.predictions)
+    )
     assert any(line.startswith("low bucket") for line in verify(problem, wrong))
 
 
 def test_priorities_change_nothing_where_all_fits() -> None:
     plan = planned(two(ModelTerms(priority=-3), ModelTerms(priority=5), 16)).plan
     assert plan.fraction == 1
-    assert all(each.fraction is None for each in plan.predictions)
+    assert all(prediction.fraction is None for prediction in plan.predictions)

@@ -95,14 +95,14 @@ def test_the_allocation_program_finds_the_same_optimum() -> None:
         (ModelColumns("1T", buckets, uses, prefill, decode, none),),
         (LinkRow(0, 1, 100e9),),
     )
-    found = solve(program, time_limit_s=30.0)
-    assert found.shortfall is not None
+    result = solve(program, time_limit_s=30.0)
+    assert result.shortfall is not None
     best = optimum(SITE, LENGTHS)
-    assert found.shortfall.fraction * asked == pytest.approx(best.rate_per_s, rel=0.04)
-    counts = {(key.template, key.region): count for key, count in found.counts}
+    assert result.shortfall.fraction * asked == pytest.approx(best.rate_per_s, rel=0.04)
+    counts = {(key.template, key.region): count for key, count in result.counts}
     assert counts == {(0, 0): 4, (1, 1): 3, (2, 1): 5}
-    away = {flow.bucket for flow in found.flows if flow.source == 0 and flow.rate_per_s > 1e-6}
-    home = {flow.bucket for flow in found.flows if flow.source == 1 and flow.rate_per_s > 1e-6}
+    away = {flow.bucket for flow in result.flows if flow.source == 0 and flow.rate_per_s > 1e-6}
+    home = {flow.bucket for flow in result.flows if flow.source == 1 and flow.rate_per_s > 1e-6}
     assert min(away) >= max(home), "a threshold falls out of the solve"
     assert 13_000 <= tokens[min(away)] <= 24_000
 

@@ -33,9 +33,9 @@ def test_requests_beyond_the_context_are_left_out_and_told() -> None:
     assert [demand.rate_per_s for demand in problem.asks[0].demands] == pytest.approx([1.8, 0.0])
     assert "10 % of its requests are longer than its context" in notes[0]
     assert within_context(problem) == (problem, ())
-    _, outcome, said = planned_rest(PLAN, TemplateFactory(a_problem(ask)), QUICK)
+    _, outcome, text = planned_rest(PLAN, TemplateFactory(a_problem(ask)), QUICK)
     assert outcome.plan.fraction == 1
-    assert said == notes
+    assert text == notes
 
 
 def test_the_budget_that_would_do_is_what_a_plan_without_one_costs() -> None:
@@ -55,7 +55,7 @@ def test_nothing_is_rented_for_nothing() -> None:
     assert none.deployments == ()
     some = PLAN(TemplateFactory(a_problem(an_ask(rate_per_s=500.0), budget_usd_per_h=17.0)), QUICK).plan
     busy = {(share.template, share.region) for share in some.shares if share.rate_per_s > 0}
-    assert {(each.template, each.region) for each in some.deployments} == busy
+    assert {(deployment.template, deployment.region) for deployment in some.deployments} == busy
 
 
 @pytest.mark.parametrize("strategy", ["melange", "auto"])

@@ -19,8 +19,8 @@ PLAN = STRATEGIES["coral"](TemplateFactory(PROBLEM), SolveSettings()).plan
 
 
 def says(plan: Plan, words: str) -> None:
-    found = verify(PROBLEM, plan)
-    assert any(words in each for each in found), found
+    result = verify(PROBLEM, plan)
+    assert any(words in item for item in result), result
 
 
 def test_a_solved_plan_is_sound() -> None:
@@ -30,7 +30,7 @@ def test_a_solved_plan_is_sound() -> None:
 
 
 def test_too_many_nodes() -> None:
-    many = tuple(replace(each, count=each.count + 50) for each in PLAN.deployments)
+    many = tuple(replace(deployment, count=deployment.count + 50) for deployment in PLAN.deployments)
     says(replace(PLAN, deployments=many), "available")
 
 
@@ -40,13 +40,16 @@ def test_a_wrong_price() -> None:
 
 def test_over_budget() -> None:
     poor = replace(PROBLEM, budget_usd_per_h=PLAN.cost_usd_per_h / 2)
-    assert any("budget" in each for each in verify(poor, PLAN))
+    assert any("budget" in item for item in verify(poor, PLAN))
 
 
 def test_busier_than_the_headroom_allows() -> None:
-    fewer = [each for each in PLAN.deployments if each.count > 1]
+    fewer = [deployment for deployment in PLAN.deployments if deployment.count > 1]
     assert fewer, "the case needs a template with several copies"
-    cut = tuple(replace(each, count=1) if each == fewer[0] else each for each in PLAN.deployments)
+    cut = tuple(
+        replace(deployment, count=1) if deployment == fewer[0] else deployment
+        for deployment in PLAN.deployments
+    )
     says(replace(PLAN, deployments=cut), "copies busy")
 
 
@@ -63,14 +66,14 @@ def test_a_link_that_is_too_thin_or_missing() -> None:
     crossing = [flow for flow in PLAN.flows if flow.prefill_region != flow.decode_region]
     assert crossing, "the case needs flows between the regions"
     thin = replace(PROBLEM, links=tuple(replace(link, gbps=1e-6) for link in LINKS))
-    assert any("Gbps" in each for each in verify(thin, PLAN))
-    assert any("no link" in each for each in verify(replace(PROBLEM, links=()), PLAN))
+    assert any("Gbps" in item for item in verify(thin, PLAN))
+    assert any("no link" in item for item in verify(replace(PROBLEM, links=()), PLAN))
 
 
 @pytest.mark.parametrize("name", ["prefill_per_s", "decode_per_s", "closed_per_s"])
 def test_a_template_that_promises_too_much(name: str) -> None:
     first = PLAN.templates[0]
-    wild = tuple(replace(each, **{name: 1e6}) for each in first.capacity)
+    wild = tuple(replace(item, **{name: 1e6}) for item in first.capacity)
     says(replace(PLAN, templates=(replace(first, capacity=wild), *PLAN.templates[1:])), name)
 
 
@@ -85,14 +88,14 @@ def test_names_that_do_not_exist() -> None:
 def test_a_model_that_does_not_fit() -> None:
     """The same layout, but every weight four times as wide."""
     wide = replace(PROBLEM.asks[0], model=replace(PROBLEM.asks[0].model, weight_bits=64.0))
-    assert any("does not fit" in each for each in verify(replace(PROBLEM, asks=(wide,)), PLAN))
+    assert any("does not fit" in item for item in verify(replace(PROBLEM, asks=(wide,)), PLAN))
 
 
 def test_a_layout_of_another_model() -> None:
     other = a_problem(an_ask("chat", "Llama-3-70B"), offers=TWO, links=LINKS)
-    assert any("layers" in each for each in verify(other, PLAN))
+    assert any("layers" in item for item in verify(other, PLAN))
 
 
 def test_an_empty_plan_serves_nothing() -> None:
     nothing = Plan("none", (), (), (), (), (), (), 0.0, 0.0)
-    assert any("served" in each for each in verify(PROBLEM, nothing))
+    assert any("served" in item for item in verify(PROBLEM, nothing))

@@ -30,8 +30,8 @@ def strengthened(program: FlowProgram) -> tuple[FlowProgram, float, float] | Non
         return None
     plain = relax_flow(pricer, deadline(), at_cost=True, keys=most.keys)
     assert plain is not None
-    found = with_whole_rows(pricer, plain, deadline())
-    return None if found is None else (found[0].program, plain.bound, found[1].bound)
+    rows = with_whole_rows(pricer, plain, deadline())
+    return None if rows is None else (rows[0].program, plain.bound, rows[1].bound)
 
 
 @pytest.mark.parametrize("make", [random_flow, random_cards])
@@ -40,10 +40,10 @@ def test_no_plan_breaks_a_row(make: type[FlowProgram]) -> None:
     rng, seen = np.random.default_rng(7), 0
     for seed in range(900, 908):
         program = make(seed, extras=False)  # type: ignore[call-arg]
-        found = strengthened(program)
-        if found is None:
+        result = strengthened(program)
+        if result is None:
             continue
-        rows = found[0].limits[len(program.limits) :]
+        rows = result[0].limits[len(program.limits) :]
         keys = [
             ColumnKey(m, t, r)
             for m, model in enumerate(program.models)
@@ -72,10 +72,10 @@ def test_a_tenth_of_a_copy_is_paid_for_as_one() -> None:
     none, one = np.zeros((1, 1)), np.array([[10.0]])
     model = ModelColumns("m", (DemandBucket("b", 1.0, 0.0),), np.ones((1, 1), np.uint8), none, none, one)
     fleet = NodeSupply(("here",), ("a",), np.array([[7.0]]), np.array([[5]]))
-    found = strengthened(FlowProgram(fleet, (model,)))
-    assert found is not None
-    assert found[1] == pytest.approx(0.7)
-    assert found[2] == pytest.approx(7.0)
+    result = strengthened(FlowProgram(fleet, (model,)))
+    assert result is not None
+    assert result[1] == pytest.approx(0.7)
+    assert result[2] == pytest.approx(7.0)
 
 
 def test_prices_are_those_of_single_units() -> None:
@@ -83,7 +83,7 @@ def test_prices_are_those_of_single_units() -> None:
     none, one = np.zeros((1, 1)), np.array([[10.0]])
     model = ModelColumns("m", (DemandBucket("b", 1.0, 0.0),), np.ones((1, 1), np.uint8), none, none, one)
     fleet = NodeSupply(("here",), ("a",), np.array([[7.0]]), np.array([[5]]))
-    found = solve_flow(FlowProgram(fleet, (model,)), deadline(), 0.0, [], [])
-    assert found.upper == pytest.approx(7.0)
-    assert found.prices is not None
-    assert found.prices.duals.demand.tolist() == pytest.approx([0.7])
+    flow = solve_flow(FlowProgram(fleet, (model,)), deadline(), 0.0, [], [])
+    assert flow.upper == pytest.approx(7.0)
+    assert flow.prices is not None
+    assert flow.prices.duals.demand.tolist() == pytest.approx([0.7])

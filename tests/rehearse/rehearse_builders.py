@@ -25,8 +25,8 @@ def a_traffic(name: str = "chat", rate_per_s: float = 8.0) -> Traffic:
 
 def a_problem(*traffic: Traffic, offers: dict[str, tuple[float, int]] | None = None) -> PlanningProblem:
     asks = tuple(
-        model_demand(each.model, models.model("Llama-3.1-8B"), Slo(1.0, 0.06), each)
-        for each in traffic or (a_traffic(),)
+        model_demand(item.model, models.model("Llama-3.1-8B"), Slo(1.0, 0.06), item)
+        for item in traffic or (a_traffic(),)
     )
     chosen = offers or OFFERS
     types = tuple(nodes.node_type(name) for name in chosen)
@@ -40,11 +40,11 @@ def a_trial(
     plan = melange(TemplateFactory(problem), SETTINGS).plan
     world = ResolvedPlan(
         plan,
-        {each.name: each.model for each in problem.asks},
+        {ask.name: ask.model for ask in problem.asks},
         problem.by_name,
         problem.regions,
         (),
-        {each.name: each.slo for each in problem.asks},
-        {each.model: (each.mean_input_tokens, each.mean_output_tokens) for each in traffic},
+        {ask.name: ask.slo for ask in problem.asks},
+        {item.model: (item.mean_input_tokens, item.mean_output_tokens) for item in traffic},
     )
     return TrialSetup(world, made_up(traffic, cv, requests), Policy(admission=False), Running())

@@ -90,10 +90,10 @@ def test_finds_the_least_that_holds_when_more_is_better(needed: float, copy: flo
         assert bracket.held is None
         return
     assert bracket.held in tried
-    found = ceil(bracket.held / copy)
+    result = ceil(bracket.held / copy)
     least = max(ceil(FLOOR / copy), ceil(needed / copy))
     # At most the tolerance above the least, and a copy for rounding.
-    assert least <= found <= max(least * (1 + TOLERANCE), least + 1)
+    assert least <= result <= max(least * (1 + TOLERANCE), least + 1)
 
 
 @given(truth=st.lists(st.booleans(), min_size=60, max_size=60))

@@ -83,7 +83,7 @@ def test_bursts_ask_for_margins_until_few_enough_are_expected_late() -> None:
     real = restored(bursty.outcome.plan, PROBLEM, bursty.factors)
     fewer, before = late(PROBLEM, real, 6.0)["chat"], late(PROBLEM, first.plan, 6.0)["chat"]
     assert fewer < before
-    asked = [each for each in rounds if each == "planning with margins"]
+    asked = [item for item in rounds if item == "planning with margins"]
     assert fewer <= SURE * (1 - ASK.slo.attainment) or len(asked) == TRIES
 
 
@@ -96,9 +96,9 @@ def test_margins_that_were_not_needed_are_given_back() -> None:
     assert roomy.plan.cost_usd_per_h > plain.plan.cost_usd_per_h
     known = [(factors, roomy), ({"chat": 1.0}, plain)]
     calm = a_trial(PROBLEM, traffic, cv=0.1)
-    found = rehearse(factory, melange, SETTINGS, calm, RehearsalRules(runs=2, first=True), known=known)
-    assert [step.factors["chat"] for step in found.steps] == [2.0, 1.0]
-    assert found.best.cost_usd_per_h == pytest.approx(plain.plan.cost_usd_per_h)
+    result = rehearse(factory, melange, SETTINGS, calm, RehearsalRules(runs=2, first=True), known=known)
+    assert [step.factors["chat"] for step in result.steps] == [2.0, 1.0]
+    assert result.best.cost_usd_per_h == pytest.approx(plain.plan.cost_usd_per_h)
     wild = a_trial(PROBLEM, traffic, cv=6.0)
-    found = rehearse(factory, melange, SETTINGS, wild, RehearsalRules(runs=2, first=True), known=known)
-    assert found.best.cost_usd_per_h > plain.plan.cost_usd_per_h
+    result = rehearse(factory, melange, SETTINGS, wild, RehearsalRules(runs=2, first=True), known=known)
+    assert result.best.cost_usd_per_h > plain.plan.cost_usd_per_h

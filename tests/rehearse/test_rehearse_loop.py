@@ -36,8 +36,8 @@ Judge = Callable[[TrialSetup, Plan, Sequence[int], object], tuple[Evidence, ...]
 
 def spare(plan: Plan, model: str) -> float:
     """What a plan serves within the planner's headroom, over the demand."""
-    found = next(each for each in plan.predictions if each.model == model)
-    return found.capacity_per_s * 0.8 / found.demand_per_s
+    prediction = next(item for item in plan.predictions if item.model == model)
+    return prediction.capacity_per_s * 0.8 / prediction.demand_per_s
 
 
 def judging(needed: dict[str, float], fresh_needed: dict[str, float] | None = None) -> Judge:
@@ -45,11 +45,11 @@ def judging(needed: dict[str, float], fresh_needed: dict[str, float] | None = No
 
     def judge(trial: TrialSetup, plan: Plan, runs: Sequence[int], *said: object) -> tuple[Evidence, ...]:
         limits = (fresh_needed or needed) if runs[0] >= FRESH else needed
-        found = []
-        for each in sorted(plan.predictions, key=lambda p: p.model):
-            share = 1.0 if spare(plan, each.model) >= limits[each.model] * (1 - 1e-9) else 0.5
-            found.append(Evidence(each.model, 0.9, (share,) * len(runs), 10_000))
-        return tuple(found)
+        result = []
+        for prediction in sorted(plan.predictions, key=lambda p: p.model):
+            share = 1.0 if spare(plan, prediction.model) >= limits[prediction.model] * (1 - 1e-9) else 0.5
+            result.append(Evidence(prediction.model, 0.9, (share,) * len(runs), 10_000))
+        return tuple(result)
 
     return judge
 
@@ -58,13 +58,13 @@ def judging(needed: dict[str, float], fresh_needed: dict[str, float] | None = No
 def every_factor() -> list[tuple[float, Plan]]:
     """(USD an hour, plan) for every factor on a grid."""
     shop = TemplateFactory(a_problem(a_traffic()))
-    found = []
+    result = []
     for place in range(20):
         factors = {"chat": 0.8 * 1.15**place}
         problem = scaled(shop.problem, factors)
         raw = evened(problem, melange(replace(shop, problem=problem), SETTINGS).plan, SETTINGS.time_limit_s)
-        found.append((raw.cost_usd_per_h, restored(raw, shop.problem, factors)))
-    return found
+        result.append((raw.cost_usd_per_h, restored(raw, shop.problem, factors)))
+    return result
 
 
 @pytest.mark.parametrize("needed", [0.5, 1.3, 7.0])
@@ -77,44 +77,44 @@ def test_as_cheap_as_trying_every_factor(
     monkeypatch.setattr(rehearsal, "evidence_of", judge)
     trial = a_trial(problem, traffic)
     shop = TemplateFactory(problem)
-    found = rehearse(shop, melange, SETTINGS, trial, RULES)
-    assert found.chosen is not None
-    assert found.chosen.fresh
-    cost = found.chosen.cost_usd_per_h
+    result = rehearse(shop, melange, SETTINGS, trial, RULES)
+    assert result.chosen is not None
+    assert result.chosen.fresh
+    cost = result.chosen.cost_usd_per_h
     held = [usd_per_h for usd_per_h, plan in every_factor if judge(trial, plan, [0], None)[0].holds]
     assert cost >= min(held) - 1e-9
     # Factors closer than the tolerance are not told apart, so the cost may be that of so much more.
     more = {"chat": max(needed, 0.8) * (1 + RULES.tolerance)}
     assert cost <= melange(replace(shop, problem=scaled(problem, more)), SETTINGS).plan.cost_usd_per_h + 1e-9
-    assert verify(found.problem, found.best.outcome.plan) == ()
+    assert verify(result.problem, result.best.outcome.plan) == ()
 
 
 def test_models_are_searched_apart_and_put_together(monkeypatch: pytest.MonkeyPatch) -> None:
     traffic = (a_traffic("chat", 8.0), a_traffic("code", 5.0))
     problem = a_problem(*traffic)
     monkeypatch.setattr(rehearsal, "evidence_of", judging({"chat": 2.5, "code": 0.7}))
-    found = rehearse(TemplateFactory(problem), melange, SETTINGS, a_trial(problem, traffic), RULES)
-    assert found.chosen is not None
-    assert spare(found.chosen.plan, "chat") >= 2.5 / 1.0001
-    assert found.chosen.factors["code"] <= 1.0 < found.chosen.factors["chat"]
-    assert verify(found.problem, found.chosen.outcome.plan) == ()
+    result = rehearse(TemplateFactory(problem), melange, SETTINGS, a_trial(problem, traffic), RULES)
+    assert result.chosen is not None
+    assert spare(result.chosen.plan, "chat") >= 2.5 / 1.0001
+    assert result.chosen.factors["code"] <= 1.0 < result.chosen.factors["chat"]
+    assert verify(result.problem, result.chosen.outcome.plan) == ()
     alone = []
-    for each, needed in zip(traffic, (2.5, 0.7), strict=True):
-        one = a_problem(each)
-        monkeypatch.setattr(rehearsal, "evidence_of", judging({each.model: needed}))
-        single = rehearse(TemplateFactory(one), melange, SETTINGS, a_trial(one, (each,)), RULES)
+    for item, needed in zip(traffic, (2.5, 0.7), strict=True):
+        one = a_problem(item)
+        monkeypatch.setattr(rehearsal, "evidence_of", judging({item.model: needed}))
+        single = rehearse(TemplateFactory(one), melange, SETTINGS, a_trial(one, (item,)), RULES)
         alone.append(single.best.cost_usd_per_h)
-    assert found.chosen.cost_usd_per_h == pytest.approx(sum(alone), rel=0.06)
+    assert result.chosen.cost_usd_per_h == pytest.approx(sum(alone), rel=0.06)
 
 
 def test_what_fresh_runs_refute_is_not_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
     traffic = (a_traffic(),)
     problem = a_problem(*traffic)
     monkeypatch.setattr(rehearsal, "evidence_of", judging({"chat": 1.3}, {"chat": 1.9}))
-    found = rehearse(TemplateFactory(problem), melange, SETTINGS, a_trial(problem, traffic), RULES)
-    assert found.chosen is not None
-    assert spare(found.chosen.plan, "chat") >= 1.9 / 1.0001
-    fresh = [step for step in found.steps if step.fresh]
+    result = rehearse(TemplateFactory(problem), melange, SETTINGS, a_trial(problem, traffic), RULES)
+    assert result.chosen is not None
+    assert spare(result.chosen.plan, "chat") >= 1.9 / 1.0001
+    fresh = [step for step in result.steps if step.fresh]
     assert len(fresh) > 1
     assert [step.holds for step in fresh] == [False] * (len(fresh) - 1) + [True]
 
@@ -123,33 +123,33 @@ def test_a_fleet_too_small_is_told_with_the_best_there_is(monkeypatch: pytest.Mo
     traffic = (a_traffic(),)
     problem = a_problem(*traffic, offers={"1xA10G": (1.0, 5)})
     monkeypatch.setattr(rehearsal, "evidence_of", judging({"chat": 40.0}))
-    found = rehearse(TemplateFactory(problem), melange, SETTINGS, a_trial(problem, traffic), RULES)
-    assert found.chosen is None
-    assert "no more nodes" in found.reason
-    assert found.best in found.steps
+    result = rehearse(TemplateFactory(problem), melange, SETTINGS, a_trial(problem, traffic), RULES)
+    assert result.chosen is None
+    assert "no more nodes" in result.reason
+    assert result.best in result.steps
 
 
 def test_more_than_any_factor_gives_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     traffic = (a_traffic(rate_per_s=0.5),)
     problem = a_problem(*traffic, offers={"1xA10G": (1.0, 500)})
     monkeypatch.setattr(rehearsal, "evidence_of", judging({"chat": 400.0}))
-    found = rehearse(TemplateFactory(problem), melange, SETTINGS, a_trial(problem, traffic), RULES)
-    assert found.chosen is None
-    assert "16 times" in found.reason
+    result = rehearse(TemplateFactory(problem), melange, SETTINGS, a_trial(problem, traffic), RULES)
+    assert result.chosen is None
+    assert "16 times" in result.reason
 
 
 def test_a_bursty_model_gets_more_in_real_runs() -> None:
     traffic = (a_traffic(rate_per_s=10.0),)
     problem = a_problem(*traffic)
     trial = a_trial(problem, traffic, cv=6.0, requests=500)
-    found = rehearse(TemplateFactory(problem), melange, SETTINGS, trial, RULES)
-    assert not found.first.holds
-    assert found.chosen is not None
-    assert found.chosen.cost_usd_per_h > found.first.cost_usd_per_h
-    held = [step for step in found.steps if step.holds and not step.fresh]
-    refuted = {step.cost_usd_per_h for step in found.steps if step.fresh and not step.holds}
+    result = rehearse(TemplateFactory(problem), melange, SETTINGS, trial, RULES)
+    assert not result.first.holds
+    assert result.chosen is not None
+    assert result.chosen.cost_usd_per_h > result.first.cost_usd_per_h
+    held = [step for step in result.steps if step.holds and not step.fresh]
+    refuted = {step.cost_usd_per_h for step in result.steps if step.fresh and not step.holds}
     unrefuted = [step.cost_usd_per_h for step in held if step.cost_usd_per_h not in refuted]
-    assert found.chosen.cost_usd_per_h == min(unrefuted)
+    assert result.chosen.cost_usd_per_h == min(unrefuted)
 
 
 def test_the_same_twice() -> None:
@@ -193,11 +193,11 @@ def test_a_plan_that_fresh_runs_refuted_is_never_tried_again(monkeypatch: pytest
         return (Evidence("chat", 0.9, (share,) * len(runs), 10_000),)
 
     monkeypatch.setattr(rehearsal, "evidence_of", lucky)
-    found = rehearse(TemplateFactory(problem), melange, SETTINGS, a_trial(problem, traffic), RULES)
-    assert found.chosen is not None
+    result = rehearse(TemplateFactory(problem), melange, SETTINGS, a_trial(problem, traffic), RULES)
+    assert result.chosen is not None
     assert len(verdicts) == 3
     assert len({plan.deployments for plan in verdicts}) == 3
-    assert found.chosen.cost_usd_per_h > found.first.cost_usd_per_h
+    assert result.chosen.cost_usd_per_h > result.first.cost_usd_per_h
 
 
 def test_of_plans_as_cheap_the_one_with_more_to_spare_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -212,9 +212,9 @@ def test_of_plans_as_cheap_the_one_with_more_to_spare_is_taken(monkeypatch: pyte
     seen: list[Plan] = []
     monkeypatch.setattr(rehearsal, "evidence_of", slower)
     monkeypatch.setattr(rehearsal, "_parts", lambda plan, models: dict.fromkeys(models, object()))
-    found = rehearse(TemplateFactory(problem), melange, SETTINGS, a_trial(problem, traffic), RULES)
-    assert found.chosen is not None
-    assert found.chosen.factors == found.first.factors
+    result = rehearse(TemplateFactory(problem), melange, SETTINGS, a_trial(problem, traffic), RULES)
+    assert result.chosen is not None
+    assert result.chosen.factors == result.first.factors
 
 
 def test_a_short_one_takes_the_first_plan_that_holds(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -247,11 +247,11 @@ def test_a_plainer_plan_is_tried_where_the_first_misses(monkeypatch: pytest.Monk
 
     monkeypatch.setattr(rehearsal, "evidence_of", judge)
     rules, shop = replace(RULES, first=True), TemplateFactory(problem)
-    found = rehearse(shop, melange, SETTINGS, a_trial(problem, traffic), rules, plainer=plain)
-    assert found.chosen is not None
-    assert found.chosen.plan.strategy == "plain"
-    others = [step for step in found.steps if step.plan.strategy != "plain"]
-    assert all(step.cost_usd_per_h < found.chosen.cost_usd_per_h for step in others)
+    result = rehearse(shop, melange, SETTINGS, a_trial(problem, traffic), rules, plainer=plain)
+    assert result.chosen is not None
+    assert result.chosen.plan.strategy == "plain"
+    others = [step for step in result.steps if step.plan.strategy != "plain"]
+    assert all(step.cost_usd_per_h < result.chosen.cost_usd_per_h for step in others)
 
 
 def test_a_model_that_holds_keeps_its_part_and_is_not_run_again(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -264,14 +264,14 @@ def test_a_model_that_holds_keeps_its_part_and_is_not_run_again(monkeypatch: pyt
         load = trial.source(0)
         asked.append({load.models[place] for place in set(load.model.tolist())})
         of = {template.name: template.model for template in plan.templates}
-        parts.append({each for each in plan.deployments if of[each.template] == "chat"})
+        parts.append({deployment for deployment in plan.deployments if of[deployment.template] == "chat"})
         shares = {"chat": 1.0, "code": 1.0 if len(asked) > 2 else 0.0}
         return tuple(Evidence(name, 0.9, (shares[name],) * len(runs), 10_000) for name in sorted(asked[-1]))
 
     monkeypatch.setattr(rehearsal, "evidence_of", judge)
     rules = replace(RULES, first=True)
-    found = rehearse(TemplateFactory(problem), melange, SETTINGS, a_trial(problem, traffic), rules)
-    assert found.chosen is not None
+    result = rehearse(TemplateFactory(problem), melange, SETTINGS, a_trial(problem, traffic), rules)
+    assert result.chosen is not None
     assert asked == [{"chat", "code"}, {"code"}, {"code"}]
     assert parts[0] == parts[1] == parts[2]
 
@@ -281,10 +281,10 @@ def test_it_ends_when_told_that_it_is_enough(monkeypatch: pytest.MonkeyPatch) ->
     problem = a_problem(*traffic)
     monkeypatch.setattr(rehearsal, "evidence_of", judging({"chat": 7.0}))
     trial = a_trial(problem, traffic)
-    found = rehearse(TemplateFactory(problem), melange, SETTINGS, trial, RULES, enough=lambda: True)
-    assert len(found.steps) == 1
-    assert found.chosen is None
-    assert "no time" in found.reason
+    result = rehearse(TemplateFactory(problem), melange, SETTINGS, trial, RULES, enough=lambda: True)
+    assert len(result.steps) == 1
+    assert result.chosen is None
+    assert "no time" in result.reason
 
 
 TRAFFIC = Traffic("big", 1.5, (LengthBin(800, 100, 1.0),))
@@ -300,7 +300,7 @@ def test_a_plan_of_such_pipelines_runs_as_planned() -> None:
     ).plan
     assert plan.fraction == 1
     assert verify(problem, plan) == ()
-    (template,) = {plan.template(each.template) for each in plan.deployments}
+    (template,) = {plan.template(deployment.template) for deployment in plan.deployments}
     assert template.replicas[0].role == "mixed"
     assert len(template.replicas[0].layout.stages) > 1
     world = ResolvedPlan(
@@ -320,4 +320,8 @@ def test_a_plan_of_such_pipelines_runs_as_planned() -> None:
     (seen,) = summarise(result).models
     assert seen.attainment is not None
     assert seen.attainment >= wanted.slo.attainment
-    assert not [each for each in disagreements(compared(world, result, "learned")) if each.what != "rate"]
+    assert not [
+        disagreement
+        for disagreement in disagreements(compared(world, result, "learned"))
+        if disagreement.what != "rate"
+    ]

@@ -113,8 +113,8 @@ def test_replicas_are_packed_onto_nodes_and_named_machines_stay_one() -> None:
     assert first == third != second
     assert len(first) == 1, "both stages stand on one machine"
     parts = (("1xL4", 1, "c"), ("1xL4", 1, "d"), ("4xL4", 1, "a"), ("4xL4", 1, "b"))
-    found = places(group(*parts, nodes=(("1xL4", 2), ("4xL4", 2))), NODES)
-    assert len(set(found)) == 4, "machines of one type are apart, whatever those of another have taken"
+    result = places(group(*parts, nodes=(("1xL4", 2), ("4xL4", 2))), NODES)
+    assert len(set(result)) == 4, "machines of one type are apart, whatever those of another have taken"
     apart = group(("4xL4", 2, ""), nodes=(("4xL4", 2),))
     assert places(apart, NODES) == ((("4xL4", 0), ("4xL4", 1)),), "unnamed stages stand on nodes of their own"
     assert places(pair(), NODES) == ((("1xL4", 0),), (("1xH100-SXM", 0),))
@@ -197,11 +197,13 @@ def test_paced_engines_take_steps_that_fit_the_objective() -> None:
         return {key: replica_model.engine for key, replica_model in replica_models.replica_models.items()}
 
     slow = ("chat: mixed 1xL4", 0)
-    found = engines(paced)
-    assert found[slow].slots <= found[slow].token_budget < DEFAULT_ENGINE.token_budget
+    result = engines(paced)
+    assert result[slow].slots <= result[slow].token_budget < DEFAULT_ENGINE.token_budget
     prompts = ("chat: combo 1P1D", 0)
-    assert found.pop(prompts) == PROMPT_ENGINE, "no answers wait for its steps"
-    assert all(engine == DEFAULT_ENGINE for key, engine in found.items() if key != slow), "nobody waits there"
+    assert result.pop(prompts) == PROMPT_ENGINE, "no answers wait for its steps"
+    assert all(engine == DEFAULT_ENGINE for key, engine in result.items() if key != slow), (
+        "nobody waits there"
+    )
     named = EngineSetup(token_budget=4096)
     assert engines(replace(paced, engines={slow: named}))[slow] == named
     assert (
@@ -261,14 +263,14 @@ def test_an_objective_for_whole_answers_tightens_what_admits() -> None:
         resolved = replace(problem(plan), slos={MODEL: Slo(2.0, 0.06, e2e_s=e2e_s)})
         replica_models = ReplicaModels(resolved)
         replica_models.learn(plan)
-        found = replica_models.facts().models[MODEL]
-        assert found.slo == resolved.slos[MODEL], "which is what answers are held to"
+        model = replica_models.facts().models[MODEL]
+        assert model.slo == resolved.slos[MODEL], "which is what answers are held to"
         if factor is None:
-            assert found.limits is None
+            assert model.limits is None
         else:  # 2 s and 210 gaps of 0.06 s are 14.6 s
-            assert found.limits is not None
-            assert found.limits.tpot_s == pytest.approx(0.06 * factor)
-            assert found.limits.ttft_s == pytest.approx(2.0 * factor)
+            assert model.limits is not None
+            assert model.limits.tpot_s == pytest.approx(0.06 * factor)
+            assert model.limits.ttft_s == pytest.approx(2.0 * factor)
 
 
 FAST = ReplicaFacts(1e-12, 0.0, 1e-9, 64, 10**9, 10**9)

@@ -47,13 +47,13 @@ def test_a_log_replays_and_reads_back() -> None:
     assert replayed.events == len(lines) - 1
     assert replayed.runs == 1
     assert replayed.actions >= 60
-    told = list(read(lines))
-    assert isinstance(told[0][1], PlanReceived)
-    arrived = [event.request for _, event, _ in told if isinstance(event, RequestArrived)]
+    message = list(read(lines))
+    assert isinstance(message[0][1], PlanReceived)
+    arrived = [event.request for _, event, _ in message if isinstance(event, RequestArrived)]
     assert [int(request.id) for request in arrived] == list(range(60))
     assert arrived[0].blocks
-    assert sum(isinstance(action, Run) for _, _, actions in told for action in actions) > 30
-    for at_s, event, actions in told:
+    assert sum(isinstance(action, Run) for _, _, actions in message for action in actions) > 30
+    for at_s, event, actions in message:
         assert lines_.line(at_s, event, actions).rstrip("\n") in lines
 
 
@@ -112,12 +112,12 @@ def test_a_live_log_goes_on_after_a_kill(tmp_path: Path) -> None:
     lines = [text + "\n" for text in a_log()]
     path = tmp_path / "gateway.log"
     facts, policy = _facts_of(lines[0])
-    told = list(read(lines))
+    message = list(read(lines))
     first = LogFiles(path)
     mind = brain_log.LoggedBrain(
         Brain(facts, policy), first, facts, policy, zero_utc_s=1e9 + 0.1, flush_s=1.0
     )
-    for at_s, event, _ in told[:50]:
+    for at_s, event, _ in message[:50]:
         mind.on(at_s, event)
     first.flush()
     assert path.stat().st_mode & 0o077 == 0
@@ -125,20 +125,20 @@ def test_a_live_log_goes_on_after_a_kill(tmp_path: Path) -> None:
     first.close()
     facts, policy = _facts_of(lines[0])
     again = brain_log.LoggedBrain(Brain(facts, policy), LogFiles(path), facts, policy, zero_utc_s=1e9 + 60.3)
-    for at_s, event, _ in told:
+    for at_s, event, _ in message:
         again.on(at_s, event)
     again.close()
-    with log_lines([path]) as found:
-        replayed = replay(found, Brain)
+    with log_lines([path]) as result:
+        replayed = replay(result, Brain)
     assert (replayed.difference, replayed.runs) == ("", 2)
-    assert (replayed.events, replayed.cuts) == (49 + len(told), (51,))
-    with log_lines([path]) as found:
-        heads = [entry for entry in LogReader(found) if isinstance(entry, LogHead)]
+    assert (replayed.events, replayed.cuts) == (49 + len(message), (51,))
+    with log_lines([path]) as result:
+        heads = [entry for entry in LogReader(result) if isinstance(entry, LogHead)]
     assert [head.zero_utc_s for head in heads] == [1e9 + 0.1, 1e9 + 60.3]
     packed = tmp_path / "gateway.log.1.gz"
     packed.write_bytes(gzip.compress(path.read_bytes()))
-    with log_lines([packed, path]) as found:
-        assert replay(found, Brain).runs == 4
+    with log_lines([packed, path]) as result:
+        assert replay(result, Brain).runs == 4
 
 
 def _facts_of(text: str) -> tuple[FleetFacts, Policy]:
@@ -166,19 +166,19 @@ class Disk(io.StringIO):
 def test_a_log_reaches_the_system_once_a_second_and_trouble_does_not_stop_the_brain() -> None:
     lines = a_log()
     facts, policy = _facts_of(lines[0])
-    told = list(read(lines))
+    message = list(read(lines))
     disk = Disk()
     mind = brain_log.LoggedBrain(Brain(facts, policy), disk, facts, policy, flush_s=1.0)
-    for at_s, event, _ in told:
+    for at_s, event, _ in message:
         mind.on(at_s, event)
-    span_s = told[-1][0]
+    span_s = message[-1][0]
     assert span_s / 2 <= disk.flushes <= span_s + 1
     assert mind.trouble == ""
     facts, policy = _facts_of(lines[0])
     full = Disk()
     full.room = 20
     mind = brain_log.LoggedBrain(Brain(facts, policy), full, facts, policy)
-    for at_s, event, actions in told:
+    for at_s, event, actions in message:
         assert mind.on(at_s, event) == actions
     assert "No space left" in mind.trouble
     assert replay(full.getvalue().splitlines(), Brain).events == 19
@@ -295,11 +295,11 @@ def test_any_event_and_action_comes_back_from_its_line(at_s: float, event: Any, 
     assert written.count("\n") == 1
     assert written.isascii()
     assert kind_of(written) == type(event).__name__
-    found = read_line(written, "line 1")
-    assert found == (at_s, event, actions)
-    assert [type(each) for each in found[2]] == [type(each) for each in actions]
+    result = read_line(written, "line 1")
+    assert result == (at_s, event, actions)
+    assert [type(item) for item in result[2]] == [type(action) for action in actions]
     # Equal numbers may still differ: 0.0 and -0.0, 1 and 1.0.
-    assert repr(found) == repr((at_s, event, actions))
+    assert repr(result) == repr((at_s, event, actions))
 
 
 def test_all_that_can_be_told_or_asked_for_is_known() -> None:

@@ -45,8 +45,8 @@ def a_log(policy: Policy, requests: int = 80) -> list[str]:
 
 
 POLICIES = [
-    *(Policy(balance=each) for each in get_args(str)),
-    *(Policy(scaling=each, window_s=5.0, replan_s=5.0) for each in get_args(str)),
+    *(Policy(balance=item) for item in get_args(str)),
+    *(Policy(scaling=item, window_s=5.0, replan_s=5.0) for item in get_args(str)),
     Policy(hedge=1.0, rebalance=True, standby=1, grants=True),
     Policy(split_rule="printed", opportunistic=False, admission=False),
 ]
@@ -100,11 +100,11 @@ def _written(folder: Path, monkeypatch: pytest.MonkeyPatch, most_bytes: int = 10
     lines = a_log(Policy(), 200)
     count = 0
     for _ in range(times):
-        (head, *told) = LogReader(lines)
+        (head, *message) = LogReader(lines)
         assert isinstance(head, LogHead)
         pieces = LogFiles(folder / NAME, 8_000, most_bytes)
         mind = LoggedBrain(Brain(head.facts, head.policy), pieces, head.facts, head.policy, zero_utc_s=1e9)
-        for entry in told:
+        for entry in message:
             assert isinstance(entry, LogEntry)
             mind.on(entry.at_s, entry.event)
             count += 1
@@ -127,11 +127,11 @@ def test_pieces_are_packed_and_replay_as_one_log(tmp_path: Path, monkeypatch: py
     count = _written(tmp_path, monkeypatch, times=2)
     pieces = pieces_of(tmp_path / NAME)
     assert len(pieces) > 4
-    assert [each.suffix for each in pieces] == [".gz"] * (len(pieces) - 1) + [".log"]
-    assert all(each.stat().st_mode & 0o077 == 0 for each in pieces)
-    found = _replayed(tmp_path)
-    assert (found.difference, found.events, found.runs, found.since_s) == ("", count, 2, 0.0)
-    assert {_begins(each) for each in pieces} == {"run", "facts", "state"}
+    assert [piece.suffix for piece in pieces] == [".gz"] * (len(pieces) - 1) + [".log"]
+    assert all(piece.stat().st_mode & 0o077 == 0 for piece in pieces)
+    replayed = _replayed(tmp_path)
+    assert (replayed.difference, replayed.events, replayed.runs, replayed.since_s) == ("", count, 2, 0.0)
+    assert {_begins(piece) for piece in pieces} == {"run", "facts", "state"}
     with log_lines([tmp_path]) as lines:
         assert len(from_log(lines).workload.arrival_s) == 400
 
@@ -141,24 +141,24 @@ def test_where_old_pieces_were_dropped_a_log_begins_at_the_first_state_that_is_l
 ) -> None:
     (tmp_path / "all").mkdir()
     count = _written(tmp_path / "all", monkeypatch)
-    most = int(0.7 * sum(each.stat().st_size for each in pieces_of(tmp_path / "all" / NAME)[:-1]))
+    most = int(0.7 * sum(piece.stat().st_size for piece in pieces_of(tmp_path / "all" / NAME)[:-1]))
     _written(tmp_path, monkeypatch, most_bytes=most)
     pieces = pieces_of(tmp_path / NAME)
-    assert sum(each.stat().st_size for each in pieces[:-1]) <= most
+    assert sum(piece.stat().st_size for piece in pieces[:-1]) <= most
     assert not pieces[0].name.endswith("000001.gz"), "the oldest went"
-    found = _replayed(tmp_path)
-    assert found.difference == ""
-    assert 0 < found.events < count
-    assert found.since_s > 0
-    whole = next(each for each in pieces if _begins(each) == "state")
+    replayed = _replayed(tmp_path)
+    assert replayed.difference == ""
+    assert 0 < replayed.events < count
+    assert replayed.since_s > 0
+    whole = next(piece for piece in pieces if _begins(piece) == "state")
     assert _replayed(whole).difference == "", "a piece with a state stands alone"
     with log_lines([tmp_path]) as lines:
         assert from_log(lines).workload.arrival_s[0] == 0.0
     ran = CliRunner().invoke(cli, ["replay", str(tmp_path), "--json"])
-    assert json.loads(ran.output)["since_s"] == found.since_s
+    assert json.loads(ran.output)["since_s"] == replayed.since_s
     ran = CliRunner().invoke(cli, ["replay", str(tmp_path)])
     assert "older pieces were dropped" in ran.output
-    gone = next((each for each in pieces if _begins(each) == "facts"), None)
+    gone = next((piece for piece in pieces if _begins(piece) == "facts"), None)
     if gone is not None:
         with pytest.raises(InputError, match="goes on with a run"):
             _replayed(gone)
@@ -173,16 +173,16 @@ def test_whatever_a_crash_leaves_is_put_in_order(tmp_path: Path, monkeypatch: py
     second.with_suffix("").write_bytes(gzip.decompress(second.read_bytes()))
     second.rename(second.with_name(second.name + ".part"))
     os.truncate(last, last.stat().st_size - 9)
-    found = _replayed(tmp_path)
-    assert (found.difference, found.events, len(found.cuts)) == ("", count - 1, 1), "as it lies"
+    replayed = _replayed(tmp_path)
+    assert (replayed.difference, replayed.events, len(replayed.cuts)) == ("", count - 1, 1), "as it lies"
     again = LogFiles(tmp_path / NAME)
     again.close()
     assert not plain.exists()
     assert not list(tmp_path.glob("*.part"))
-    assert [each.suffix for each in pieces_of(tmp_path / NAME)[:2]] == [".gz", ".gz"]
+    assert [piece.suffix for piece in pieces_of(tmp_path / NAME)[:2]] == [".gz", ".gz"]
     count = count - 1 + _written(tmp_path, monkeypatch)
-    found = _replayed(tmp_path)
-    assert (found.difference, found.events, found.runs) == ("", count, 2)
+    replayed = _replayed(tmp_path)
+    assert (replayed.difference, replayed.events, replayed.runs) == ("", count, 2)
 
 
 def test_nothing_is_cut_off_that_another_process_writes_to(tmp_path: Path) -> None:

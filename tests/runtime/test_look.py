@@ -17,13 +17,13 @@ MEANINGS = ("prefill", "decode", "mixed", "kv", "bad", "queue", "c0")
 
 
 def palette(dark: bool) -> dict[str, str]:
-    found = re.findall(r"--([\w-]+): light-dark\((#[0-9a-f]{6}), (#[0-9a-f]{6})\)", base_css())
-    return {name: other if dark else light for name, light, other in found}
+    result = re.findall(r"--([\w-]+): light-dark\((#[0-9a-f]{6}), (#[0-9a-f]{6})\)", base_css())
+    return {name: other if dark else light for name, light, other in result}
 
 
 def linear(colour: str) -> tuple[float, ...]:
     parts = (int(colour[at : at + 2], 16) / 255 for at in (1, 3, 5))
-    return tuple(each / 12.92 if each <= 0.04045 else ((each + 0.055) / 1.055) ** 2.4 for each in parts)
+    return tuple(part / 12.92 if part <= 0.04045 else ((part + 0.055) / 1.055) ** 2.4 for part in parts)
 
 
 def luminance(colour: str) -> float:
@@ -43,7 +43,7 @@ def lab(colour: str) -> tuple[float, float, float]:
     x = (0.4124 * red + 0.3576 * green + 0.1805 * blue) / 0.9505
     y = 0.2126 * red + 0.7152 * green + 0.0722 * blue
     z = (0.0193 * red + 0.1192 * green + 0.9505 * blue) / 1.089
-    fx, fy, fz = (each ** (1 / 3) if each > 0.008856 else 7.787 * each + 16 / 116 for each in (x, y, z))
+    fx, fy, fz = (item ** (1 / 3) if item > 0.008856 else 7.787 * item + 16 / 116 for item in (x, y, z))
     return 116 * fy - 16, 500 * (fx - fy), 200 * (fy - fz)
 
 
@@ -54,15 +54,15 @@ def test_black_on_white_is_as_published() -> None:
 
 @pytest.mark.parametrize("dark", [False, True])
 def test_colours_are_seen_on_their_ground_and_told_from_each_other(dark: bool) -> None:
-    found = palette(dark)
+    result = palette(dark)
     for common in ("paper", "panel"):
         for text in ("ink", "dim", "bad"):
-            assert contrast(found[text], found[common]) >= 4.5, (text, common)
+            assert contrast(result[text], result[common]) >= 4.5, (text, common)
         for mark in (*MEANINGS, *(f"c{at}" for at in range(6))):
-            assert contrast(found[mark], found[common]) >= 3.0, (mark, common)
-    assert contrast(found["ink"], found["notice"]) >= 4.5
+            assert contrast(result[mark], result[common]) >= 3.0, (mark, common)
+    assert contrast(result["ink"], result["notice"]) >= 4.5
     for one, other in combinations(MEANINGS, 2):
-        assert dist(lab(found[one]), lab(found[other])) >= 20, (one, other)
+        assert dist(lab(result[one]), lab(result[other])) >= 20, (one, other)
 
 
 def test_page_and_report_have_the_same_style_sheet() -> None:

@@ -34,10 +34,10 @@ def touches(seed: int, requests: int, limits: BatchLimits, step_s: float) -> lis
     room = limits.total_blocks * limits.block_tokens
     most = max(20, min(room // 3, 400))
     rate = rng.choice([0.02, 0.05, 0.3, 1.0, 4.0]) / step_s
-    now_s, found = 0.0, []
+    now_s, result = 0.0, []
 
     def put(at_s: float, what: str, *figures: float) -> None:
-        found.append((at_s, len(found), what, figures))
+        result.append((at_s, len(result), what, figures))
 
     for key in range(requests):
         now_s += rng.expovariate(rate)
@@ -64,7 +64,7 @@ def touches(seed: int, requests: int, limits: BatchLimits, step_s: float) -> lis
             put(now_s + rng.uniform(0.0, 50.0) * step_s, "status")
         if rng.random() < 0.05:
             put(now_s + rng.uniform(0.0, 50.0) * step_s, "speed", rng.choice([0.5, 1.0, 3.0]))
-    return sorted(found)
+    return sorted(result)
 
 
 def live(

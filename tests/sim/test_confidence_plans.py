@@ -62,15 +62,15 @@ def attained(problem: PlanningProblem, plan: Plan) -> float:
         gpu: slower(MODEL, 1, gpu, "transferred", 0.9) for gpu in map(str, gpus_of(problem, plan).values())
     }
     slow = [
-        Fault(0.0, "slow", replica=each.id, factor=factors[gpus_of(problem, plan)[each.template]])
-        for each in simulate(resolved, load).replicas
+        Fault(0.0, "slow", replica=item.id, factor=factors[gpus_of(problem, plan)[item.template]])
+        for item in simulate(resolved, load).replicas
     ]
     return summarise(simulate(resolved, load, faults=Faults(tuple(slow)))).models[0].attainment or 0.0
 
 
 def gpus_of(problem: PlanningProblem, plan: Plan) -> dict[str, str]:
     """By template."""
-    return {each.name: problem.by_name[each.nodes[0].node].gpu.name for each in plan.templates}
+    return {template.name: problem.by_name[template.nodes[0].node].gpu.name for template in plan.templates}
 
 
 def test_where_steps_are_slow_a_plan_for_that_keeps_more_promises() -> None:
@@ -80,6 +80,6 @@ def test_where_steps_are_slow_a_plan_for_that_keeps_more_promises() -> None:
 
 
 def test_what_a_plan_could_do_has_a_bar() -> None:
-    (usual,), (sure,) = (planned(each)[1].predictions for each in (0.5, 0.9))
+    (usual,), (sure,) = (planned(item)[1].predictions for item in (0.5, 0.9))
     assert usual.slowest_per_s < usual.capacity_per_s < usual.fastest_per_s
     assert sure.capacity_per_s == pytest.approx(sure.slowest_per_s, rel=1e-6), "it counts on the slow end"

@@ -25,8 +25,8 @@ availability: [{at_s: 1800, region: east, node: 1xL40S, available: 3}]
 
 
 def test_a_whole_file() -> None:
-    found = parse_faults(WHOLE)
-    assert [fault.kind for fault in found.faults] == [
+    result = parse_faults(WHOLE)
+    assert [fault.kind for fault in result.faults] == [
         "replica",
         "node",
         "region",
@@ -37,12 +37,12 @@ def test_a_whole_file() -> None:
         "spot",
         "cancel",
     ]
-    assert found.faults[1].notice_s == 5.0
-    assert found.faults[6].replica == "*"
-    assert (found.faults[7].notice_s, found.faults[7].count) == (30.0, 2)
-    assert found.random == FaultRates(replica_per_h=2.0)
-    assert found.prices[0].usd_per_h == 2.5
-    assert found.availability[0].available == 3
+    assert result.faults[1].notice_s == 5.0
+    assert result.faults[6].replica == "*"
+    assert (result.faults[7].notice_s, result.faults[7].count) == (30.0, 2)
+    assert result.random == FaultRates(replica_per_h=2.0)
+    assert result.prices[0].usd_per_h == 2.5
+    assert result.availability[0].available == 3
     assert parse_faults("{}") == Faults()
 
 
@@ -87,14 +87,14 @@ def test_a_bad_file_is_answered_in_one_line(text: str, says: str) -> None:
 
 def test_chance_keeps_its_rates_and_its_seed() -> None:
     rates = FaultRates(*[3600.0] * 6)
-    found = random_faults(rates, 1, 2000.0)
-    assert found == random_faults(rates, 1, 2000.0)
-    assert found != random_faults(rates, 2, 2000.0)
+    result = random_faults(rates, 1, 2000.0)
+    assert result == random_faults(rates, 1, 2000.0)
+    assert result != random_faults(rates, 2, 2000.0)
     for kind in ("replica", "node", "link", "slow", "reports", "spot"):
-        own = [fault for fault in found if fault.kind == kind]
+        own = [fault for fault in result if fault.kind == kind]
         assert 2000 - 5 * 45 < len(own) < 2000 + 5 * 45
         assert all(0 <= fault.at_s <= 2000 and fault.pick is not None for fault in own)
     more = random_faults(FaultRates(*[3600.0] * 5, 0.0), 1, 2000.0)
-    assert [f for f in more if f.kind == "link"] == [f for f in found if f.kind == "link"]
+    assert [f for f in more if f.kind == "link"] == [f for f in result if f.kind == "link"]
     drawn = Faults((Fault(5.0, "cancel", request=1),), rates).drawn(1, 10.0)
     assert [fault.at_s for fault in drawn] == sorted(fault.at_s for fault in drawn)

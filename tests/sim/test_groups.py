@@ -104,9 +104,9 @@ def steady(count: int, rate_per_s: float, prompt: int = 1000, output: int = 100)
 def test_a_group_runs_as_planned_over_the_links_between_its_machines() -> None:
     world = scene()
     result = simulate(world, steady(1200, 4.0))
-    found = compared(world, result)
-    assert not disagreements(found), disagreements(found)
-    assert {each.what for each in found} == {"served", "attainment", "rate", "flow", "busy", "link"}
+    outcome = compared(world, result)
+    assert not disagreements(outcome), disagreements(outcome)
+    assert {item.what for item in outcome} == {"served", "attainment", "rate", "flow", "busy", "link"}
     replica_models = ReplicaModels(world)
     replica_models.learn(world.plan)
     sent = {(link.source, link.target): link.sent_bytes for link in result.links if link.sent_bytes}
@@ -145,12 +145,14 @@ def test_a_lost_machine_is_noticed_when_its_heartbeat_is_missing_and_stays_lost(
         for wait_s in (0.0, 5.0)
     ]
     for run, wait_s in zip(runs, (0.0, 5.0), strict=True):
-        first = [each for each in run.replicas if each.changes[-1][1] == "lost" and each.ready_s == 0.0]
-        assert [each.changes[-1][0] for each in first] == [100.0 + wait_s]
+        first = [
+            replica for replica in run.replicas if replica.changes[-1][1] == "lost" and replica.ready_s == 0.0
+        ]
+        assert [item.changes[-1][0] for item in first] == [100.0 + wait_s]
         # Every later try to have it back comes to nothing: there is no other machine c.
-        again = [each for each in run.replicas if each.began_s > 0]
+        again = [replica for replica in run.replicas if replica.began_s > 0]
         assert again
-        assert all(each.changes[-1][1] == "lost" for each in again)
+        assert all(item.changes[-1][1] == "lost" for item in again)
         # Those that were there do all of it again in the end.
         met = judge(run.records, run.slos, run.end_s).met
         assert met[run.records.arrival_s > 200].mean() > 0.95
@@ -164,11 +166,11 @@ def test_a_shift_to_long_prompts_flips_a_decoder() -> None:
     prompts = np.where(arrival_s < 100, 600, 1900)
     outputs = np.where(arrival_s < 100, 100, 8)
     load = workload("chat", arrival_s, prompts, outputs)
-    runs = [simulate(world, load, Policy(scaling=each, window_s=30.0)) for each in ("none", "flips")]
+    runs = [simulate(world, load, Policy(scaling=item, window_s=30.0)) for item in ("none", "flips")]
     end = arrival_s > 200
     met = [judge(run.records, run.slos, run.end_s).met[end].mean() for run in runs]
     assert met[1] > met[0] + 0.1
-    flips = [each for each in runs[1].replicas if len({role for _, _, role in each.changes}) > 1]
+    flips = [replica for replica in runs[1].replicas if len({role for _, _, role in replica.changes}) > 1]
     assert flips
 
 
@@ -221,19 +223,19 @@ def served(plan: Plan) -> SimResult:
 def late(result: SimResult) -> int:
     """Of those who came in the last three minutes, how many were not served in time."""
     records = result.records
-    came = records.arrival_s > 420
+    received = records.arrival_s > 420
     in_time = records.first_token_s - records.arrival_s <= SLO.ttft_s
-    return int((came & ~in_time).sum())
+    return int((received & ~in_time).sum())
 
 
 def test_more_is_started_of_what_there_is_and_serves(plan: Plan) -> None:
-    own = {each.name for each in plan.templates}
+    own = {item.name for item in plan.templates}
     assert own == {"m: mixed 1xL4 tp1"}, "the cheap ones, of which there are few"
     alone, offered = served(replace(plan, candidates=())), served(plan)
-    assert {each.template for each in alone.replicas} == own
-    begun = {each.template for each in offered.replicas} - own
+    assert {replica.template for replica in alone.replicas} == own
+    begun = {replica.template for replica in offered.replicas} - own
     assert begun
-    assert all(each.busy_s > 0 for each in offered.replicas if each.template in begun)
+    assert all(replica.busy_s > 0 for replica in offered.replicas if replica.template in begun)
     assert late(alone) > 400
     assert late(offered) < 120, "a tenth may be late: the rule leaves a fifth more than is planned for alone"
 
@@ -255,9 +257,9 @@ MARKET = Faults(
 
 
 def offer(moment: PlanQuestion, node: str) -> NodeOffer:
-    found = next(region for region in moment.regions if region.name == "east").offer(node)
-    assert found is not None
-    return found
+    node_offer = next(region for region in moment.regions if region.name == "east").offer(node)
+    assert node_offer is not None
+    return node_offer
 
 
 def test_the_planner_sees_the_moment_and_what_is_left() -> None:
@@ -280,7 +282,7 @@ def test_the_planner_sees_the_moment_and_what_is_left() -> None:
     assert (offer(first, FAST_NODE).price_usd_per_h, offer(first, FAST_NODE).available) == (9.0, 1)
     assert offer(first, SLOW_NODE).price_usd_per_h == 0.1
     assert first.running.deployments == (Deployment(PLAN.templates[0].name, "east", 2),)
-    counts = {each.template: each.count for each in later.running.deployments}
+    counts = {deployment.template: deployment.count for deployment in later.running.deployments}
     assert counts == {PLAN.templates[0].name: 1, mixed(SLOW).name: 1}, "one machine went, and one was started"
     (began,) = [replica for replica in result.replicas if replica.began_s > 0]
     (ready_s,) = [at_s for at_s, state, _ in began.changes if state == "ready"]
@@ -290,12 +292,12 @@ def test_the_planner_sees_the_moment_and_what_is_left() -> None:
 
 
 def test_the_brain_is_told_once_for_all_that_changes_in_a_moment() -> None:
-    told: list[tuple[float, MarketReported]] = []
+    message: list[tuple[float, MarketReported]] = []
 
     class Listening(Around):
         def on(self, at_s: float, event: Event) -> list[Action]:
             if isinstance(event, MarketReported):
-                told.append((at_s, event))
+                message.append((at_s, event))
             return self.brain.on(at_s, event)
 
     result = simulate(
@@ -304,7 +306,7 @@ def test_the_brain_is_told_once_for_all_that_changes_in_a_moment() -> None:
         faults=MARKET,
         mind=lambda replica_models, policy: Listening(replica_models.facts(), policy),
     )
-    assert [at_s for at_s, _ in told] == [300.0, 600.0]
+    assert [at_s for at_s, _ in message] == [300.0, 600.0]
     assert len(result.replicas) == 2, "nothing is started where there is no machine"
 
 

@@ -146,7 +146,7 @@ def attained(
 
 def test_any_node_of_a_plan_with_one_to_spare_may_die() -> None:
     problem, plan = planned(ModelTerms(survive="node"))
-    units = sum(each.count for each in plan.deployments)
+    units = sum(deployment.count for deployment in plan.deployments)
     assert units >= 2
     kept = [attained(problem, plan, None)]
     for unit in range(units):

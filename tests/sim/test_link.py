@@ -54,12 +54,12 @@ class Slow:
 
     def go(self, to_s: float) -> None:
         while True:
-            each = self.each()
-            key = min(self.left, key=lambda k: self.left[k] / each[k] if each[k] else inf, default=None)
-            due_s = self.at_s + self.left[key] / each[key] if key is not None and each[key] > 0 else inf
+            item = self.each()
+            key = min(self.left, key=lambda k: self.left[k] / item[k] if item[k] else inf, default=None)
+            due_s = self.at_s + self.left[key] / item[key] if key is not None and item[key] > 0 else inf
             step_s = min(due_s, to_s) - self.at_s
             for k in self.left:
-                self.left[k] -= step_s * each[k]
+                self.left[k] -= step_s * item[k]
             self.at_s = min(due_s, to_s)
             if due_s > to_s or key is None:
                 return
@@ -95,8 +95,8 @@ def test_shares_like_the_slow_one_and_conserves_bytes(ops: list[Op]) -> None:
         elif what == "rate":
             pipe.set_rate(now_s, value)
             slow.rate = value
-        told = pipe.sent_bytes + pipe.open_bytes(now_s)
-        assert told == pytest.approx(pipe.served_bytes, rel=1e-9, abs=1e-6)
+        message = pipe.sent_bytes + pipe.open_bytes(now_s)
+        assert message == pytest.approx(pipe.served_bytes, rel=1e-9, abs=1e-6)
     pipe.set_rate(now_s, 10.0)
     slow.rate = 10.0
     go(now_s + 1e6)
@@ -181,10 +181,10 @@ def popped(events: EventQueue) -> Entry:
 @given(PUSH_OR_POP, st.sampled_from([0.0, 2.0**-3, 1.0, 4.0, 8.0, 2.0**20]))
 def test_order_is_that_of_one_heap(what: list[float | None], per_s: float) -> None:
     events, heap, now_s = EventQueue(per_s), list[tuple[float, int]](), 0.0
-    for each in what:
-        if each is not None:  # nothing is put down for a time that is over
-            events.push(max(each, now_s), CALL, None)
-            heappush(heap, (max(each, now_s), events.sequence))
+    for item in what:
+        if item is not None:  # nothing is put down for a time that is over
+            events.push(max(item, now_s), CALL, None)
+            heappush(heap, (max(item, now_s), events.sequence))
         elif heap:
             at_s, sequence, *_ = popped(events)
             assert (at_s, sequence) == heappop(heap)

@@ -143,14 +143,14 @@ def test_the_whole_time_of_an_answer_counts_where_it_is_promised() -> None:
 def test_one_run_tells_the_attainment_at_every_scale(rows: list[Row], scale: float) -> None:
     rows = [row for row in rows if row[5] != OPEN]
     slos = {MODELS[0]: Slo(2.0, 0.06, 0.9, e2e_s=3.0), MODELS[1]: Slo(0.8, 0.05)}
-    found = scan(result_of(rows, slos=slos))
+    result = scan(result_of(rows, slos=slos))
     longer = {name: slo.scaled(scale) for name, slo in slos.items()}
     place, judged = SCALES.index(scale), summarise(result_of(rows, slos=longer)).total
-    parts = {part.name: part for part in found.parts}
+    parts = {part.name: part for part in result.parts}
     shares = (judged.ttft_attainment, judged.tpot_attainment, judged.attainment)
     for name, share in zip(("TTFT", "TPOT", "all"), shares, strict=True):
         assert parts[name].attainment[place] == pytest.approx(share or 0.0)
-    for level, least in zip(found.levels, parts["all"].least, strict=True):
+    for level, least in zip(result.levels, parts["all"].least, strict=True):
         if least is not None and least > 0:
             for factor, enough in ((least * (1 + 1e-9), True), (least * (1 - 1e-9), False)):
                 strict = {name: slo.scaled(factor) for name, slo in slos.items()}
@@ -230,10 +230,10 @@ def test_gaps_between_tokens_against_the_gaps_themselves(gaps: list[float], repl
     spread = gap_spread(merge_gaps(held))
     assert spread is not None
     assert spread.count == len(gaps)
-    for level, found in ((0.5, spread.p50), (0.9, spread.p90), (0.99, spread.p99)):
+    for level, result in ((0.5, spread.p50), (0.9, spread.p90), (0.99, spread.p99)):
         exact = float(np.quantile(gaps, level, method="inverted_cdf"))
-        assert exact <= found * (1 + 1e-9)
-        assert found <= exact * width * (1 + 1e-9)
+        assert exact <= result * (1 + 1e-9)
+        assert result <= exact * width * (1 + 1e-9)
     assert spread.mean <= np.mean(gaps) * width * (1 + 1e-9)
 
 

@@ -68,19 +68,19 @@ def found_in(
     resolved: ResolvedPlan, requests: Workload, ran: ResolvedPlan | None = None
 ) -> dict[str, list[PlanDeviation]]:
     result = simulate(ran or resolved, requests)
-    found: dict[str, list[PlanDeviation]] = {}
-    for each in compared(resolved, result):
-        found.setdefault(each.what, []).append(each)
-    return found
+    outcome: dict[str, list[PlanDeviation]] = {}
+    for item in compared(resolved, result):
+        outcome.setdefault(item.what, []).append(item)
+    return outcome
 
 
 def test_a_plan_that_is_followed_agrees_in_everything() -> None:
     resolved = problem(flow_plan((prefill_only(), "east", 1), (decode_only(), "west", 1)))
-    found = found_in(resolved, load(2000, 10.0, prompt=(900, 1100), output=(80, 120)))
-    assert set(found) == {"served", "attainment", "rate", "flow", "busy", "link"}
-    wrong = disagreements(each for part in found.values() for each in part)
+    result = found_in(resolved, load(2000, 10.0, prompt=(900, 1100), output=(80, 120)))
+    assert set(result) == {"served", "attainment", "rate", "flow", "busy", "link"}
+    wrong = disagreements(item for part in result.values() for item in part)
     assert not wrong, wrong
-    (link,) = found["link"]
+    (link,) = result["link"]
     assert link.name == "east -> west"
     assert link.ran > 1e9
 
@@ -88,39 +88,39 @@ def test_a_plan_that_is_followed_agrees_in_everything() -> None:
 def test_a_replica_that_is_counted_on_and_gets_nothing_is_broken() -> None:
     resolved = two_kinds()
     other = replace(resolved, plan=named(resolved.plan, H100=10.0))
-    found = found_in(resolved, load(1000, 10.0), other)
-    (idle,) = found["work"]
+    result = found_in(resolved, load(1000, 10.0), other)
+    (idle,) = result["work"]
     assert idle.verdict == "broken"
     assert "L4" in idle.name
     assert described(idle) == (f"{idle.planned.low:.0f} requests", "none")
-    assert disagreements(each for part in found.values() for each in part)[0] is idle
+    assert disagreements(item for part in result.values() for item in part)[0] is idle
 
 
 def test_bytes_that_were_not_planned_are_named() -> None:
     ends = (prefill_only(), "east", 1), (decode_only(), "west", 1)
-    found = found_in(problem(flow_plan(*ends, codec="int4")), load(500, 10.0), problem(flow_plan(*ends)))
-    (link,) = found["link"]
+    result = found_in(problem(flow_plan(*ends, codec="int4")), load(500, 10.0), problem(flow_plan(*ends)))
+    (link,) = result["link"]
     assert link.verdict == "differs"
     assert link.ran > 3 * link.planned.high
 
 
 def test_a_link_that_carries_nothing_is_named() -> None:
     ends = (prefill_only(), "east", 1), (decode_only(), "west", 1)
-    found = found_in(problem(flow_plan(*ends)), load(500, 10.0), problem(closed_plan((mixed(), "east", 1))))
-    (link,) = found["link"]
+    result = found_in(problem(flow_plan(*ends)), load(500, 10.0), problem(closed_plan((mixed(), "east", 1))))
+    (link,) = result["link"]
     assert (link.ran, link.verdict) == (0.0, "differs")
 
 
 def test_what_is_not_served_is_named() -> None:
     resolved = replace(problem(closed_plan((mixed(SLOW), "east", 1))), slos={MODEL: Slo(1.0, 0.06)})
-    found = found_in(resolved, load(1500, 10.0))
-    assert [each.verdict for each in found["served"] + found["attainment"]] == ["differs", "differs"]
+    result = found_in(resolved, load(1500, 10.0))
+    assert [item.verdict for item in result["served"] + result["attainment"]] == ["differs", "differs"]
 
 
 def test_fewer_requests_than_planned_are_no_disagreement() -> None:
-    found = found_in(problem(closed_plan((mixed(), "east", 1))), load(400, 2.0))
-    assert not disagreements(each for part in found.values() for each in part)
-    assert found["rate"][0].planned.high < 3.0
+    result = found_in(problem(closed_plan((mixed(), "east", 1))), load(400, 2.0))
+    assert not disagreements(item for part in result.values() for item in part)
+    assert result["rate"][0].planned.high < 3.0
 
 
 def test_a_fleet_that_changed_is_not_compared() -> None:
@@ -164,10 +164,10 @@ def test_random_specs_run_as_planned(
     path = tmp_path / f"{kind}.yaml"
     path.write_text(planned_specs.spec_text(kind, number), encoding="utf-8")
     runs = list(planned.tried(kind, path, strategies, 60.0))
-    assert {each.strategy for each in runs} == set(strategies)
-    for each in runs:
-        wrong = [one for part in planned.PARTS.values() for one in each.wrong(part)]
-        assert not wrong, (each.strategy, wrong)
+    assert {item.strategy for item in runs} == set(strategies)
+    for run in runs:
+        wrong = [one for part in planned.PARTS.values() for one in run.wrong(part)]
+        assert not wrong, (run.strategy, wrong)
 
 
 def test_specs_are_the_same_for_the_same_seed(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -199,7 +199,7 @@ def test_what_is_planned_is_kept_and_more_is_borne_than_decoders_bear(tmp_path: 
     spec = read_spec(path)
     problem = load_problem(spec, 0.8, None, (), 0.0)
     plan = STRATEGIES["coral"](TemplateFactory(problem), SolveSettings()).plan
-    used = [plan.template(each.template) for each in plan.deployments]
+    used = [plan.template(deployment.template) for deployment in plan.deployments]
     roles = {replica.role for template in used for replica in template.replicas}
     assert roles == {"prefill", "decode"}
     resolved, slo = scene_of(SimulationInputs(spec, problem, plan)), spec.models[0].slo
@@ -232,11 +232,11 @@ def a_problem(gbps: float, rate_per_s: float = 8.0) -> PlanningProblem:
 def scene(problem: PlanningProblem, plan: Plan) -> ResolvedPlan:
     return ResolvedPlan(
         plan,
-        {each.name: each.model for each in problem.asks},
+        {ask.name: ask.model for ask in problem.asks},
         problem.by_name,
         problem.regions,
         problem.links,
-        {each.name: each.slo for each in problem.asks},
+        {ask.name: ask.slo for ask in problem.asks},
         {"chat": (TRAFFIC.mean_input_tokens, TRAFFIC.mean_output_tokens)},
     )
 

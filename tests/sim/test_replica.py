@@ -109,12 +109,12 @@ def test_a_lone_request_takes_its_prefill_and_its_decode_steps() -> None:
     timer = roofline(models.model("Llama-3.1-8B"), nodes.node_type("1xH100-SXM"), 1)
     replica = SimEngine(step_table(timer), BatchLimits(10_000))
     replica.add(1.0, 0, 1155, 0, 211)
-    found = {kind: at_s for at_s, kind, _ in replica.advance(100.0)}
+    result = {kind: at_s for at_s, kind, _ in replica.advance(100.0)}
     first_s = float(prefill_s(timer, 1155)[0])
-    assert found[FIRST] == pytest.approx(1.0 + first_s, rel=1e-9)
+    assert result[FIRST] == pytest.approx(1.0 + first_s, rel=1e-9)
     contexts = np.arange(1155, 1155 + 210)
     decode_s = float(decode_step_s(timer, np.ones(210), contexts).sum())
-    assert found[FINISHED] == pytest.approx(1.0 + first_s + decode_s, rel=2e-3)
+    assert result[FINISHED] == pytest.approx(1.0 + first_s + decode_s, rel=2e-3)
     assert replica.next_s() == inf
     assert (replica.computed_tokens, replica.decoded_tokens, replica.used_blocks) == (1155, 210, 0)
 
@@ -128,9 +128,9 @@ def test_an_arrival_waits_for_the_step_under_way() -> None:
     replica.add(first_s + 0.3 * step_s, 1, 10, 0, 1)
     assert replica.advance(first_s + step_s) == []
     beside_s = replica.table.step_s([(1, 10, 0)], 1, 101)
-    found = replica.advance(replica.next_s())
-    assert [(kind, key) for _, kind, key in found] == [(FIRST, 1), (FINISHED, 1)]
-    assert found[0][0] == pytest.approx(first_s + step_s + beside_s)
+    result = replica.advance(replica.next_s())
+    assert [(kind, key) for _, kind, key in result] == [(FIRST, 1), (FINISHED, 1)]
+    assert result[0][0] == pytest.approx(first_s + step_s + beside_s)
 
 
 def test_a_question_changes_nothing() -> None:
@@ -141,8 +141,8 @@ def test_a_question_changes_nothing() -> None:
         now_s = asked.next_s()
         for share in (0.2, 0.5, 0.9):
             asked.status(asked._start_s + share * (now_s - asked._start_s))
-        found = asked.advance(now_s)
-    assert found[-1][0] == pytest.approx(left_alone.advance(1e9)[-1][0], rel=1e-12)
+        result = asked.advance(now_s)
+    assert result[-1][0] == pytest.approx(left_alone.advance(1e9)[-1][0], rel=1e-12)
 
 
 def test_a_slow_replica_is_slow_from_the_next_step_on() -> None:
@@ -175,11 +175,11 @@ def test_a_preempted_request_has_one_long_gap() -> None:
     replica = SimEngine(step_table(Plain()), limits)
     for key in range(2):
         replica.add(0.0, key, 100, 0, 100)
-    found = replica.advance(100.0)
-    assert [kind for _, kind, key in found if key == 1] == [FIRST, PREEMPTED, FINISHED]
+    result = replica.advance(100.0)
+    assert [kind for _, kind, key in result if key == 1] == [FIRST, PREEMPTED, FINISHED]
     counts = np.array(replica.gaps.counts)
     assert counts.sum() == 2 * 99
-    waited_s = found[-1][0] - next(at_s for at_s, kind, _ in found if kind == PREEMPTED)
+    waited_s = result[-1][0] - next(at_s for at_s, kind, _ in result if kind == PREEMPTED)
     longest_s = EDGES_S[np.flatnonzero(counts)[-1]]
     assert 0.05 < longest_s < waited_s
 
@@ -200,7 +200,7 @@ def ends_s(arrivals_s: list[float], outputs: list[int], slots: int, step_s: floa
     """When a replica is done with each request, all with a prompt of one token."""
     limits = BatchLimits(1 << 24, token_budget=1 << 20, max_running=slots)
     replica = SimEngine(step_table(Steady(step_s)), limits)
-    found = [0.0] * len(arrivals_s)
+    result = [0.0] * len(arrivals_s)
     place, count = 0, len(arrivals_s)
     while True:
         due_s = replica.next_s()
@@ -210,19 +210,19 @@ def ends_s(arrivals_s: list[float], outputs: list[int], slots: int, step_s: floa
         elif due_s < inf:
             for at_s, kind, key in replica.advance(due_s):
                 if kind == FINISHED:
-                    found[key] = at_s
+                    result[key] = at_s
         else:
-            return np.array(found)
+            return np.array(result)
 
 
 def servers_ends_s(arrivals_s: list[float], services_s: list[float], servers: int) -> Floats:
     """The same for so many servers behind one queue, first come first served."""
     free_s = [0.0] * servers
-    found = []
+    result = []
     for arrival_s, service_s in zip(arrivals_s, services_s, strict=True):
-        found.append(max(arrival_s, free_s[0]) + service_s)
-        heapreplace(free_s, found[-1])
-    return np.array(found)
+        result.append(max(arrival_s, free_s[0]) + service_s)
+        heapreplace(free_s, result[-1])
+    return np.array(result)
 
 
 def waits_s(gaps_s: Floats, service_s: float) -> Floats:

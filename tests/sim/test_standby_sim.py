@@ -56,12 +56,14 @@ def served(plan: Plan, standby: int, factor: float) -> SimResult:
 def kept(result: SimResult) -> float:
     """Of those that came from the jump on, how many got their first token in time."""
     records = result.records
-    came = records.arrival_s >= JUMP_S
-    return float((came & (records.first_token_s - records.arrival_s <= SLO.ttft_s)).sum() / came.sum())
+    received = records.arrival_s >= JUMP_S
+    return float(
+        (received & (records.first_token_s - records.arrival_s <= SLO.ttft_s)).sum() / received.sum()
+    )
 
 
 def states(result: SimResult) -> list[list[tuple[float, str]]]:
-    return [[(at_s, state) for at_s, state, _ in each.changes] for each in result.replicas]
+    return [[(at_s, state) for at_s, state, _ in replica.changes] for replica in result.replicas]
 
 
 def test_a_copy_on_standby_serves_a_jump_a_start_up_sooner_for_its_rent(plan: Plan) -> None:
@@ -85,7 +87,7 @@ def test_what_is_too_much_after_a_peak_goes_back_on_standby(plan: Plan) -> None:
     policy = Policy(scaling="cauchy", window_s=30.0, standby=1)
     result = simulate(replace(scene_of(plan), regions=region_of(4)), load, policy)
     assert len(result.replicas) == 4, "there is no node for another"
-    changes = sorted(change for each in states(result) for change in each)
+    changes = sorted(change for item in states(result) for change in item)
     assert [state for at_s, state in changes if 0 < at_s < 180] == ["ready"]
     fell = [state for at_s, state in changes if at_s > 180]
     assert fell[0] == "standby", "the first that is too much is not drained"
@@ -94,8 +96,8 @@ def test_what_is_too_much_after_a_peak_goes_back_on_standby(plan: Plan) -> None:
 
 def test_a_plan_is_not_blamed_for_what_stood_by(plan: Plan) -> None:
     result = served(plan, 1, 1.0)
-    (idle,) = [each for each in result.replicas if each.stood_by]
+    (idle,) = [replica for replica in result.replicas if replica.stood_by]
     assert idle.busy_s == 0.0
-    found = compared(scene_of(plan), result)
-    assert {each.what for each in found} >= {"served", "attainment", "busy"}
-    assert {each.verdict for each in found} == {"agrees"}
+    outcome = compared(scene_of(plan), result)
+    assert {item.what for item in outcome} >= {"served", "attainment", "busy"}
+    assert {item.verdict for item in outcome} == {"agrees"}

@@ -77,10 +77,10 @@ def as_steps(made: list[Made]) -> StepBatch:
 def test_a_table_is_near_its_timer(case: tuple[str, str, int] | None) -> None:
     source = unlike() if case is None else timer(*case)
     table, made = StepTable(source.unlaunched, source.least_s), list(random_steps(600, 1))
-    ours = np.array([table.step_s(*each) for each in made])
+    ours = np.array([table.step_s(*item) for item in made])
     error = np.abs(ours / source.step_s(as_steps(made)) - 1.0)
-    chunks = np.array([len(each[0]) for each in made])
-    decodes = np.array([each[1] for each in made])
+    chunks = np.array([len(item[0]) for item in made])
+    decodes = np.array([item[1] for item in made])
     assert error[chunks == 0].max() < 0.003
     # Latent attention bends between the contexts that are asked for, and beside few decodes.
     latent = case is not None and case[0] == "DeepSeek-V3"
@@ -102,7 +102,7 @@ def test_a_table_of_something_linear_is_exact() -> None:
             return 1e-3 + 1e-5 * batch.tokens + 1e-9 * pairs + 1e-7 * batch.decode_context
 
     table, made = StepTable(Linear()), list(random_steps(200, 2))
-    ours = [table.step_s(*each) for each in made]
+    ours = [table.step_s(*item) for item in made]
     assert ours == pytest.approx(Linear().step_s(as_steps(made)).tolist(), rel=1e-9)
 
 
@@ -199,7 +199,7 @@ def test_decodes_spread_over_the_lanes(decodes: int) -> None:
 MODEL, CONTEXT, ROUNDS = models.model("Llama-3.1-8B"), 1200, 200
 
 
-KINDS = {nodes.canonical(each): nodes.node_type(each) for each in ("1xL4", "1xA10", "1xL40S", "1xA100-80")}
+KINDS = {nodes.canonical(item): nodes.node_type(item) for item in ("1xL4", "1xA10", "1xL40S", "1xA100-80")}
 
 
 def a_pipeline(*stages: tuple[int, str]) -> PipelineTimer:

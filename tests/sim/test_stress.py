@@ -174,7 +174,7 @@ def test_going_to_the_prefix_is_sooner_than_taking_turns(seed: int) -> None:
 
 
 def losses() -> list[tuple[str, Plan, Sequence[Fault]]]:
-    each = alone(FAST, 24.0)
+    item = alone(FAST, 24.0)
     half = [Fault(5.0, "replica", replica=f"*#{n}/0") for n in range(8)]
     torn = [
         Fault(5.0 + 2.0 * n, "link", source="west", target="east", factor=0.0, duration_s=0.5)
@@ -183,10 +183,10 @@ def losses() -> list[tuple[str, Plan, Sequence[Fault]]]:
     return [
         (
             "a region",
-            closed_plan((each, "east", 8), (each, "west", 8)),
+            closed_plan((item, "east", 8), (item, "west", 8)),
             [Fault(5.0, "region", region="west")],
         ),
-        ("half of a region", closed_plan((each, "east", 16)), half),
+        ("half of a region", closed_plan((item, "east", 16)), half),
         ("links", flow_plan((prefill_only(), "west", 2), (decode_only(), "east", 2)), torn),
     ]
 

@@ -112,12 +112,14 @@ class Mortal:
         known = {view.member for view in self.brain.fleet.views.values()}
         self.brain = Brain(self._kits.facts(), self._policy)
         started = self.brain.on(at_s, PlanReceived(self._plan))
-        assert {each.member for each in started if isinstance(each, StartReplica)} == known, "the same names"
+        assert {entry.member for entry in started if isinstance(entry, StartReplica)} == known, (
+            "the same names"
+        )
         actions: list[Action] = []
         for replica in self._ready:
             actions += self._noted(self.brain.on(at_s, ReplicaReady(replica)))
-        for each in list(self._known.values()):
-            event = each.told()
+        for item in list(self._known.values()):
+            event = item.told()
             self.adopted += isinstance(event, RequestAdopted)
             actions += self._noted(self.brain.on(at_s, event))
         return actions
@@ -161,7 +163,7 @@ def test_a_log_with_an_adoption_in_it_replays() -> None:
     out = io.StringIO()
     logged = LoggedBrain(Brain(replica_models.facts(), policy), out, replica_models.facts(), policy)
     members = [
-        each.member.id for each in logged.on(0.0, PlanReceived(plan)) if isinstance(each, StartReplica)
+        item.member.id for item in logged.on(0.0, PlanReceived(plan)) if isinstance(item, StartReplica)
     ]
     for replica in members:
         logged.on(0.1, ReplicaReady(replica))
@@ -169,6 +171,6 @@ def test_a_log_with_an_adoption_in_it_replays() -> None:
     logged.on(0.2, RequestAdopted(request, 1, 4, handed_over(members[0], members[1], 104), 1, False))
     logged.on(0.3, RequestAdopted(Request("s", "chat", 0.0, 100, 20), 2, 5, None))
     logged.on(0.4, AttemptFailed("r", 1, "replica", members[1], 9))
-    found = replay(io.StringIO(out.getvalue()), Brain)
-    assert (found.difference, found.runs) == ("", 1)
-    assert found.actions > len(members)
+    result = replay(io.StringIO(out.getvalue()), Brain)
+    assert (result.difference, result.runs) == ("", 1)
+    assert result.actions > len(members)

@@ -78,17 +78,17 @@ def test_a_flood_of_another_tenant_harms_nobody_and_all_is_told_by_tenant_and_cl
     policy = Policy(tenants=(Tenant("chat", 2.0),))
     result = simulate(problem, made, policy, log=log)
     summary = summarise(result)
-    tenants = {each.model: each for each in summary.tenants}
-    classes = {each.model: each for each in summary.classes}
+    tenants = {tenant.model: tenant for tenant in summary.tenants}
+    classes = {item.model: item for item in summary.classes}
     assert tenants.keys() == {"chat", "flood"}
     assert classes.keys() == {"interactive", "batch"}
     assert (tenants["chat"].attainment or 0) >= 0.95
     assert tenants["flood"].outcomes.answered > 0
-    assert sum(each.requests for each in summary.tenants) == summary.total.requests
+    assert sum(tenant.requests for tenant in summary.tenants) == summary.total.requests
     assert classes["batch"].attainment == tenants["flood"].attainment
     log.seek(0)
-    found = replay(log, Brain)
-    assert found.difference == ""
+    outcome = replay(log, Brain)
+    assert outcome.difference == ""
 
 
 def test_overload_is_refused_and_the_rest_is_served_in_time() -> None:
@@ -114,8 +114,8 @@ interpreted = pytest.mark.skipif(
 
 
 def in_codec(plan: Plan, codec: Codec) -> Plan:
-    templates = tuple(replace(each, codec=codec) for each in plan.templates)
-    return replace(plan, templates=templates, flows=tuple(replace(each, codec=codec) for each in plan.flows))
+    templates = tuple(replace(template, codec=codec) for template in plan.templates)
+    return replace(plan, templates=templates, flows=tuple(replace(flow, codec=codec) for flow in plan.flows))
 
 
 PLANS = {
@@ -128,15 +128,15 @@ PLANS = {
 
 def crossed(monkeypatch: pytest.MonkeyPatch) -> list[tuple[bool, Codec]]:
     """Of every hand-over: whether its request must stay exact, and its codec."""
-    found: list[tuple[bool, Codec]] = []
+    result: list[tuple[bool, Codec]] = []
     expect = SimHandovers.expect
 
     def noted(self: SimHandovers, now_s: float, running: SimAttempt, size_bytes: float, codec: Codec) -> None:
-        found.append((running.request.exact, codec))
+        result.append((running.request.exact, codec))
         expect(self, now_s, running, size_bytes, codec)
 
     monkeypatch.setattr(SimHandovers, "expect", noted)
-    return found
+    return result
 
 
 @interpreted
@@ -157,8 +157,8 @@ def test_whatever_fails_and_is_done_again_exact_requests_cross_whole(
         work = replace(load(COUNT, 6.0, seed, blocks=blocks), labels=replace(same_labels(COUNT), exact=exact))
         rates = Faults(random=FaultRates(*[100.0] * 6)) if faults else None
         simulate(problem(in_codec(PLANS[name], codec)), work, Policy(hedge=1.0), seed=seed, faults=rates)
-    assert {told for must, told in seen if must} <= {"fp16"}
-    assert {told for must, told in seen if not must} <= {codec, "fp16"}
+    assert {message for must, message in seen if must} <= {"fp16"}
+    assert {message for must, message in seen if not must} <= {codec, "fp16"}
 
 
 def test_exact_requests_weigh_what_they_weigh_where_nothing_is_lossy() -> None:

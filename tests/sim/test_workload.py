@@ -389,9 +389,9 @@ def test_a_simulated_log_gives_its_workload_back() -> None:
     )
     work = replace(work, labels=labels, priority=rng.integers(0, 3, 80).astype(np.int32))
     lines = logged(work, faults=Faults(random=FaultRates(*[300.0] * 6)))
-    found = from_log(lines)
-    again = found.workload
-    assert found.answered > 40
+    result = from_log(lines)
+    again = result.workload
+    assert result.answered > 40
     assert again.models == work.models
     for name in ("arrival_s", "prompt_tokens", "output_tokens", "priority"):
         assert (getattr(again, name) == getattr(work, name)).all(), name
@@ -427,13 +427,13 @@ def test_answers_are_as_long_as_they_were_and_the_rest_as_asked() -> None:
     )
     # Started again 100 s later: the same ids are other requests.
     second = live(asked("a", 0.5, (wide[0], 9)), (2.0, RequestFinished("a", 2, 0)), zero_utc_s=1e9 + 100)
-    found = from_log([*first, '[5.0,["Finis', *second])
-    assert (found.runs, found.answered, found.cuts) == (2, 2, (8,))
-    assert found.workload.arrival_s.tolist() == [1.0, 2.0, 2.5, 100.5]
-    assert found.workload.output_tokens.tolist() == [7, 500, 500, 1]
-    assert found.workload.labels is None
-    assert found.workload.blocks is not None
-    blocks = [found.workload.blocks.of(i) for i in range(4)]
+    result = from_log([*first, '[5.0,["Finis', *second])
+    assert (result.runs, result.answered, result.cuts) == (2, 2, (8,))
+    assert result.workload.arrival_s.tolist() == [1.0, 2.0, 2.5, 100.5]
+    assert result.workload.output_tokens.tolist() == [7, 500, 500, 1]
+    assert result.workload.labels is None
+    assert result.workload.blocks is not None
+    blocks = [result.workload.blocks.of(i) for i in range(4)]
     assert blocks[0][0] == blocks[3][0]
     assert len({*blocks[0], *blocks[3]}) == 3
 

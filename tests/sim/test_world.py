@@ -337,10 +337,10 @@ def test_events_and_actions_have_all_their_fields_though_some_are_made_without_t
     class Watching(Around):
         def on(self, at_s: float, event: Event) -> list[Action]:
             actions = self.brain.on(at_s, event)
-            for each in (event, *actions):
-                seen.add(type(each))
-                assert type(each)(*each) == each
-                assert len(each) == len(each._fields)
+            for action in (event, *actions):
+                seen.add(type(action))
+                assert type(action)(*action) == action
+                assert len(action) == len(action._fields)
             return actions
 
     simulate(
@@ -462,9 +462,9 @@ def test_first_tokens_are_seen_as_late_as_users_are_far() -> None:
     later = np.where(labels.from_origin == 0, 0.1, 0.3)
     assert far.records.first_token_s == pytest.approx(near.records.first_token_s + later)
     assert far.records.finish_s == pytest.approx(near.records.finish_s + later)
-    classes = {each.model: each for each in summarise(far).classes}
+    classes = {item.model: item for item in summarise(far).classes}
     assert set(classes) == {"interactive", "batch", "standard"}
-    assert all(each.attainment is not None for each in classes.values())
+    assert all(item.attainment is not None for item in classes.values())
 
 
 FOUR = fleets.problem(fleets.closed_plan((fleets.mixed(), "east", 4)))
@@ -476,8 +476,8 @@ ACROSS = fleets.problem(
 
 
 def attainment(result: SimResult) -> float:
-    found = judge(result.records, result.slos, result.end_s)
-    return float(found.met.sum() / found.judged.sum())
+    outcome = judge(result.records, result.slos, result.end_s)
+    return float(outcome.met.sum() / outcome.judged.sum())
 
 
 def test_paces_come_to_the_true_ones_and_a_slow_replica_gets_what_it_can_do() -> None:
@@ -505,12 +505,12 @@ def test_paces_come_to_the_true_ones_and_a_slow_replica_gets_what_it_can_do() ->
 
 def test_a_slow_link_is_no_worse_than_a_dead_one() -> None:
     requests = fleets.load(400, 14.0, seed=2)
-    found = {}
+    result = {}
     for factor in (0.3, 0.1, 0.02, 0.0):
         fault = Fault(8.0, "link", source="west", target="east", factor=factor, duration_s=15.0)
-        found[factor] = attainment(simulate(ACROSS, requests, faults=Faults((fault,))))
-    assert min(found.values()) >= found[0.0] - 0.005, found
-    assert found[0.0] > 0.99
+        result[factor] = attainment(simulate(ACROSS, requests, faults=Faults((fault,))))
+    assert min(result.values()) >= result[0.0] - 0.005, result
+    assert result[0.0] > 0.99
 
 
 def test_the_same_run_learns_the_same() -> None:
@@ -526,8 +526,8 @@ def test_a_combo_that_lost_a_side_goes_on_and_comes_back() -> None:
     gone = Faults((Fault(30.0, "replica", replica="*#0/0"),))
     result = simulate(problem(plan), requests, Policy(scaling="flips"), faults=gone)
     changes: dict[str, list[tuple[float, Role]]] = {}
-    for each in result.replicas:
-        changes[each.id] = [(at_s, role) for at_s, state, role in each.changes if state == "ready"]
+    for item in result.replicas:
+        changes[item.id] = [(at_s, role) for at_s, state, role in item.changes if state == "ready"]
     left = [roles for name, roles in changes.items() if name.endswith(("#0/1", "#0/2"))]
     assert any(role != "decode" for roles in left for _, role in roles), "somebody took over"
     first_s = min(at_s for roles in left for at_s, role in roles if role != "decode")

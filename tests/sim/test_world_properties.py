@@ -73,28 +73,28 @@ class Watched:
 
 @st.composite
 def faults(draw: st.DrawFn, horizon_s: float, requests: int) -> Faults:
-    found = []
+    result = []
     for _ in range(draw(st.integers(0, 5))):
         kind = draw(st.sampled_from(KINDS))
         at_s = draw(st.floats(0.0, horizon_s))
         pick, duration_s = draw(st.floats(0.0, 0.999)), draw(st.floats(0.01, 20.0))
         if kind == "region":
-            found.append(Fault(at_s, "region", region=draw(st.sampled_from(["east", "west"]))))
+            result.append(Fault(at_s, "region", region=draw(st.sampled_from(["east", "west"]))))
         elif kind == "cancel":
-            found.append(Fault(at_s, "cancel", request=draw(st.integers(0, requests + 3))))
+            result.append(Fault(at_s, "cancel", request=draw(st.integers(0, requests + 3))))
         elif kind == "link":
             factor = draw(st.sampled_from([0.0, 0.01, 0.3]))
-            found.append(Fault(at_s, "link", factor=factor, duration_s=duration_s, pick=pick))
+            result.append(Fault(at_s, "link", factor=factor, duration_s=duration_s, pick=pick))
         else:
             factor = draw(st.sampled_from([0.5, 3.0, 20.0]))
             notice_s = draw(st.sampled_from([0.0, 1.0, 30.0]))
             fault = Fault(at_s, kind, factor=factor, duration_s=duration_s, notice_s=notice_s, pick=pick)
-            found.append(fault)
+            result.append(fault)
     changes = ()
     if draw(st.booleans()):
         changes = (SupplyChange(horizon_s / 2, "east", "1xH100-SXM", draw(st.integers(0, 2)), 1.0),)
     return Faults(
-        tuple(found), prices=(PriceChange(horizon_s / 3, "east", "1xH100-SXM", 9.0),), availability=changes
+        tuple(result), prices=(PriceChange(horizon_s / 3, "east", "1xH100-SXM", 9.0),), availability=changes
     )
 
 
@@ -231,7 +231,7 @@ class Along(Fixed):
     def on(self, at_s: float, event: Event) -> list[Action]:
         if isinstance(event, RequestArrived):
             name, tokens = event.request.id, event.request.prompt_tokens
-            first, second = (f"{MIXED}#{each}/0" for each in self.pairs[int(name)])
+            first, second = (f"{MIXED}#{item}/0" for item in self.pairs[int(name)])
             return [Run(name, handed_over(first, second, tokens), 0, tokens, 0)]
         if isinstance(event, AttemptFailed):
             self.failed.append((at_s, event))

@@ -59,9 +59,9 @@ def problems(text: str | bytes, folder: Path = Path()) -> tuple[SpecProblem, ...
 
 def complaint(text: str | bytes, folder: Path = Path()) -> str:
     """The only complaint about a spec, as it is printed."""
-    found = problems(text, folder)
-    assert len(found) == 1, [str(problem) for problem in found]
-    return str(found[0])
+    result = problems(text, folder)
+    assert len(result) == 1, [str(problem) for problem in result]
+    return str(result[0])
 
 
 def data_folder() -> Path:

@@ -137,5 +137,5 @@ def test_any_trace(tmp_path_factory: Any, raw: bytes) -> None:
             load_trace(path)
             continue
         except InputError as error:
-            said = str(error)
-        assert said.startswith("fuzz.csv")
+            message = str(error)
+        assert message.startswith("fuzz.csv")

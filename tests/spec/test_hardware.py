@@ -32,8 +32,8 @@ def test_a_misspelt_own_gpu_is_suggested() -> None:
 
 
 def test_an_own_gpu_may_not_pass_for_another() -> None:
-    said = complaint(OWN.replace("MyGPU", "l40s") + GOOD)
-    assert "potluck.yaml:2: gpus[0].name: 'L40S' is in the catalog; choose another name" in said
+    text = complaint(OWN.replace("MyGPU", "l40s") + GOOD)
+    assert "potluck.yaml:2: gpus[0].name: 'L40S' is in the catalog; choose another name" in text
     assert "gpus[1].name: duplicate GPU 'MyGPU'" in complaint(OWN + OWN.split("\n", 1)[1] + GOOD)
 
 
@@ -78,10 +78,10 @@ def test_a_region_that_the_catalog_knows_brings_its_own_price() -> None:
 
 def test_a_price_that_nobody_knows_must_be_given() -> None:
     text = OWN + changed("2xL40S", "2xMyGPU").replace("          price_usd_per_h: 3.5\n", "")
-    said = complaint(text)
+    message = complaint(text)
     assert (
         "price_usd_per_h: is missing, and the catalog has no price for '2xMyGPU'; add it, 0 if you own it"
-        in said
+        in message
     )
 
 
@@ -107,9 +107,9 @@ def test_a_model_beside_the_spec(written: str, tmp_path: Path) -> None:
     text = changed("model: Llama-3.1-8B\n    name: chat", f"model: {written}")
     assert good(text, tmp_path).models[0].model.layer_count == 4
     path.write_text(json.dumps({k: v for k, v in CONFIG.items() if k != "num_hidden_layers"}), "utf-8")
-    said = complaint(text, tmp_path)
-    assert said.startswith("potluck.yaml:2: models[0].model: ")
-    assert "num_hidden_layers" in said
+    message = complaint(text, tmp_path)
+    assert message.startswith("potluck.yaml:2: models[0].model: ")
+    assert "num_hidden_layers" in message
 
 
 def test_the_hugging_face_id_of_a_catalog_model() -> None:

@@ -217,8 +217,8 @@ def test_a_fleet_without_gpus() -> None:
 
 
 def test_missing_sections() -> None:
-    found = [str(problem) for problem in problems("links: []\n")]
-    assert found == ["potluck.yaml:1: models: is missing", "potluck.yaml:1: fleet: is missing"]
+    result = [str(problem) for problem in problems("links: []\n")]
+    assert result == ["potluck.yaml:1: models: is missing", "potluck.yaml:1: fleet: is missing"]
     assert "models: needs at least one entry" in complaint("models: []\nfleet:" + GOOD.split("fleet:")[1])
 
 
@@ -267,9 +267,13 @@ def test_known_keys_follow_lists_options_and_unions() -> None:
 
 def test_a_models_files_lie_beside_the_spec(tmp_path: Path) -> None:
     path = tmp_path / "fleet.yaml"
-    for said, found in (("files: words", str(tmp_path / "words")), ("files: shipped", "shipped"), ("", None)):
-        path.write_text(changed("    slo: ", f"    {said}\n    slo: "), "utf-8")
-        assert load_spec(path).models[0].files == found
+    for text, result in (
+        ("files: words", str(tmp_path / "words")),
+        ("files: shipped", "shipped"),
+        ("", None),
+    ):
+        path.write_text(changed("    slo: ", f"    {text}\n    slo: "), "utf-8")
+        assert load_spec(path).models[0].files == result
 
 
 def test_files(tmp_path: Path) -> None:
@@ -303,8 +307,8 @@ def values(text: str) -> object:
 
 def test_values_and_lines() -> None:
     text = "a: 1\nb:\n  - x\n  - {c: 2.5, d: [~, true]}\n"
-    found, lines = read_marked(text.encode(), "f.yaml")
-    assert found == {"a": 1, "b": ["x", {"c": 2.5, "d": [None, True]}]}
+    result, lines = read_marked(text.encode(), "f.yaml")
+    assert result == {"a": 1, "b": ["x", {"c": 2.5, "d": [None, True]}]}
     assert lines.line_of(("a",)) == 1
     assert lines.line_of(("b", 0)) == 3
     assert lines.line_of(("b", 1, "d", 1)) == 4
@@ -443,14 +447,14 @@ def test_nothing_written_is_the_default() -> None:
 
 
 def test_every_rule_may_be_written() -> None:
-    assert {*PolicyIn.model_fields} - {"at"} == {each.name for each in fields(Policy)}
+    assert {*PolicyIn.model_fields} - {"at"} == {field.name for field in fields(Policy)}
 
 
 def test_what_is_written_counts() -> None:
     policy = good(GOOD + SECTION).policy
     assert (policy.balance, policy.max_wait_s, policy.admission) == ("token", 12, False)
     assert policy.tenants == (Tenant("search", 3), Tenant("chat"))
-    classes = {each.name: each for each in policy.classes}
+    classes = {item.name: item for item in policy.classes}
     assert list(classes) == ["interactive", "standard", "batch", "nightly"]
     assert classes["nightly"].late
     assert classes["batch"].slo == Slo(9.0, 0.3)
@@ -497,17 +501,19 @@ def test_all_tenants_and_all_models_may_share() -> None:
 )
 def test_every_complaint_has_its_line(old: str, new: str, says: str) -> None:
     assert old in SECTION
-    found = problems(GOOD + SECTION.replace(old, new, 1))
+    result = problems(GOOD + SECTION.replace(old, new, 1))
     line = next(i for i, text in enumerate((GOOD + SECTION).splitlines(), 1) if old in text)
-    assert [f"potluck.yaml:{line}: {says}" in str(each) for each in found] == [True], [str(p) for p in found]
+    assert [f"potluck.yaml:{line}: {says}" in str(item) for item in result] == [True], [
+        str(p) for p in result
+    ]
 
 
 def test_every_rule_can_be_written() -> None:
-    assert {each.name for each in fields(Policy)} <= set(PolicyIn.model_fields)
+    assert {field.name for field in fields(Policy)} <= set(PolicyIn.model_fields)
 
 
 def test_no_tenant_is_in_two_circles_of_one_model() -> None:
     circles = "[{tenants: [a, b], models: [chat]}, {tenants: [b, c]}]"
-    (found,) = problems(f"{GOOD}policy: {{shared_prefixes: {circles}}}\n")
+    (result,) = problems(f"{GOOD}policy: {{shared_prefixes: {circles}}}\n")
     says = "policy.shared_prefixes: has two entries for the same tenant and model; make them one"
-    assert says in str(found)
+    assert says in str(result)

@@ -140,10 +140,10 @@ def test_money_beside_rent() -> None:
     ],
 )
 def test_complaints_name_line_and_fix(written: str, line: int, problem: str) -> None:
-    found = problems(written)
-    assert len(found) == 1
-    assert found[0].line == line
-    assert problem in str(found[0])
+    result = problems(written)
+    assert len(result) == 1
+    assert result[0].line == line
+    assert problem in str(result[0])
 
 
 def test_rates_by_hour_bring_their_own_peak() -> None:
@@ -153,8 +153,8 @@ def test_rates_by_hour_bring_their_own_peak() -> None:
     assert model.traffic.rate_per_s == 7
     both = GOOD.replace("rate_per_s: 4", "rate_per_s: 4\n      rate_by_hour: [1, 2]")
     assert good(both).model("chat").traffic.rate_per_s == 4
-    (found,) = problems(GOOD.replace("rate_per_s: 4", "rate_by_hour: [1]"))
-    assert "rate_by_hour" in str(found)
+    (result,) = problems(GOOD.replace("rate_per_s: 4", "rate_by_hour: [1]"))
+    assert "rate_by_hour" in str(result)
 
 
 def test_a_trace_over_hours_has_rates_by_hour() -> None:
@@ -203,6 +203,6 @@ def test_classes_and_origins_of_a_models_users() -> None:
     ],
 )
 def test_complaints_about_classes_and_origins(old: str, new: str, line: int, problem: str) -> None:
-    found = problems(PLACES.replace(old, new))
-    assert found[0].line == line
-    assert problem in " ".join(str(each) for each in found)
+    result = problems(PLACES.replace(old, new))
+    assert result[0].line == line
+    assert problem in " ".join(str(item) for item in result)

@@ -105,12 +105,12 @@ def test_whatever_json_is_given_it_is_read_or_refused(
     tmp_path_factory: pytest.TempPathFactory, entry: object
 ) -> None:
     path = write(tmp_path_factory.mktemp("share"), json.dumps([entry]), "t.json")
-    told = ""
+    message = ""
     try:
         assert len(load_trace(path)) == 1
     except InputError as error:
-        told = str(error)
-    assert "\n" not in told
+        message = str(error)
+    assert "\n" not in message
 
 
 tokens = st.integers(1, 10**6)
@@ -194,17 +194,17 @@ def test_stats_of_public_traces(name: str) -> None:
     if not path.is_file():
         pytest.skip("the public traces are not here; set POTLUCK_DATA to their folder")
     known = json.loads((data_folder() / "summary_stats.json").read_text("utf-8"))[name.split(".")[0]]
-    found = trace_stats(load_trace(path))
-    assert found.gap_cv == pytest.approx(known["interarrival_cv"], abs=0.002)
-    assert found.window_cv == pytest.approx(known["count_60s_cv"], abs=0.002)
-    assert found.window_peak_to_mean == pytest.approx(known["peak_to_mean_60s"], abs=0.002)
-    for spread, side in ((found.input_tokens, "input"), (found.output_tokens, "output")):
+    result = trace_stats(load_trace(path))
+    assert result.gap_cv == pytest.approx(known["interarrival_cv"], abs=0.002)
+    assert result.window_cv == pytest.approx(known["count_60s_cv"], abs=0.002)
+    assert result.window_peak_to_mean == pytest.approx(known["peak_to_mean_60s"], abs=0.002)
+    for spread, side in ((result.input_tokens, "input"), (result.output_tokens, "output")):
         for level in ("p50", "p90", "p99", "max"):
             assert getattr(spread, level) == pytest.approx(known[side][level], rel=1e-3)
 
 
 def test_stats_without_times(tmp_path: Path) -> None:
-    found = trace_stats(load_trace(write(tmp_path, json.dumps(SHARE), "t.json")))
-    assert found.rate_per_s is None
-    assert found.gap_cv is None
-    assert found.window_cv is None
+    result = trace_stats(load_trace(write(tmp_path, json.dumps(SHARE), "t.json")))
+    assert result.rate_per_s is None
+    assert result.gap_cv is None
+    assert result.window_cv is None

@@ -29,14 +29,14 @@ def table(folder: Path, factor: float, gpu: str = "L40S") -> Path:
     ]
     path = folder / "runs.csv"
     path.write_text("\n".join([HEAD, *rows]), encoding="utf-8")
-    runs = [placed(each) for each in read_runs(path).runs]
-    dense = [each for each in stored_runs().engines if (each.engine, each.kind) == ("vllm", "dense")]
+    runs = [placed(item) for item in read_runs(path).runs]
+    dense = [item for item in stored_runs().engines if (item.engine, item.kind) == ("vllm", "dense")]
     fit = max(dense, key=lambda each: numbers(each.version))
-    found = served(works(runs), fit.host, fit.client)
+    result = served(works(runs), fit.host, fit.client)
     lines = [
-        f"{each.run.model},{gpu},1,{each.run.input_tokens},200,{each.run.concurrency},"
-        f"{found.ttft_s[i] * 1e3 * factor},{found.tpot_s[i] * 1e3 * factor}"
-        for i, each in enumerate(runs)
+        f"{item.run.model},{gpu},1,{item.run.input_tokens},200,{item.run.concurrency},"
+        f"{result.ttft_s[i] * 1e3 * factor},{result.tpot_s[i] * 1e3 * factor}"
+        for i, item in enumerate(runs)
     ]
     path.write_text("\n".join([HEAD, *lines]), encoding="utf-8")
     return path
@@ -53,9 +53,9 @@ def test_runs_far_from_what_is_predicted_are_told_with_an_exit_code(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert ask("--score", str(table(tmp_path, 2.0)), "--json") == 1
-    said = json.loads(capsys.readouterr().out)
-    assert said["holds"] is False
-    assert said["found"]["bias"]["rate"] == pytest.approx(1.0, abs=0.01)
+    body = json.loads(capsys.readouterr().out)
+    assert body["holds"] is False
+    assert body["found"]["bias"]["rate"] == pytest.approx(1.0, abs=0.01)
     assert ask("--score", str(table(tmp_path, 2.0))) == 1
     assert "promise too much: plan with --confidence 0.9" in capsys.readouterr().out
 

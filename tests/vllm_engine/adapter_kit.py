@@ -38,8 +38,8 @@ class Stand:
         self.heard: list[dict[str, object]] = []
 
     def asked(self, **body: object) -> Any:
-        said = {"request": "r", "model": "m", "tokens": list(range(100)), **body}
-        return self.client.post("/segments", json=said)
+        text = {"request": "r", "model": "m", "tokens": list(range(100)), **body}
+        return self.client.post("/segments", json=text)
 
     async def lines(self, **body: object) -> tuple[int, list[Any]]:
         async with self.asked(**body) as answer:
@@ -89,8 +89,8 @@ async def standing(tmp_path: Path, answer: Answer, **limits: float) -> AsyncIter
 async def streamed(request: web.Request, *said: object) -> web.StreamResponse:
     response = web.StreamResponse()
     await response.prepare(request)
-    for each in said:
-        await response.write(b"data: " + json.dumps(each).encode() + b"\n\n")
+    for item in said:
+        await response.write(b"data: " + json.dumps(item).encode() + b"\n\n")
     await response.write(b"data: [DONE]\n\n")
     return response
 

@@ -60,16 +60,16 @@ def test_penalties_biases_and_formats_are_said_in_vllms_words_and_only_where_ask
         "logit_bias": [[7, -100.0]],
         "json_schema": "{}",
     }
-    said = {
+    text = {
         "presence_penalty": 1.5,
         "repetition_penalty": 1.1,
         "logit_bias": {"7": -100.0},
         "structured_outputs": {"json": "{}"},
     }
     body = body_of(part(max_tokens=3, sampling=way), None, 1.0, 60.0)
-    assert {name: body[name] for name in said} == said
+    assert {name: body[name] for name in text} == text
     assert "frequency_penalty" not in body
-    assert not said.keys() & body_of(part(max_tokens=3), None, 1.0, 60.0).keys()
+    assert not text.keys() & body_of(part(max_tokens=3), None, 1.0, 60.0).keys()
 
 
 def test_whole_requests_say_nothing_of_hand_overs() -> None:
@@ -78,22 +78,22 @@ def test_whole_requests_say_nothing_of_hand_overs() -> None:
 
 def test_events_are_read_wherever_they_are_cut() -> None:
     logprobs = {"token_logprobs": [-1.5], "top_logprobs": [{"token_id:9": -1.0, "token_id:5": -1.5}]}
-    said = [
+    text = [
         {"choices": [{"token_ids": [5], "logprobs": logprobs, "finish_reason": None}]},
         {"choices": [{"token_ids": [6, 7], "finish_reason": "length"}]},
         {"choices": [], "usage": {"prompt_tokens_details": {"cached_tokens": 64}}},
     ]
-    data = b"".join(b"data: " + json.dumps(each).encode() + b"\n\n" for each in said) + b"data: [DONE]\n\n"
-    events, found = VllmEventReader(), []
+    data = b"".join(b"data: " + json.dumps(item).encode() + b"\n\n" for item in text) + b"data: [DONE]\n\n"
+    events, result = VllmEventReader(), []
     for place in range(0, len(data), 7):
-        found += map(heard_of, events.feed(data[place : place + 7]))
-    assert [line for heard in found for line in heard.lines] == [
+        result += map(heard_of, events.feed(data[place : place + 7]))
+    assert [line for heard in result for line in heard.lines] == [
         {"token": 5, "logprob": -1.5, "top": [[9, -1.0], [5, -1.5]]},
         {"token": 6},
         {"token": 7},
     ]
-    assert [heard.reason for heard in found] == [None, "length", None]
-    assert found[-1].cached_tokens == 64
+    assert [heard.reason for heard in result] == [None, "length", None]
+    assert result[-1].cached_tokens == 64
     with pytest.raises(HttpRefusal, match="engine is dead"):
         VllmEventReader().feed(b'data: {"error": {"message": "engine is dead"}}\n\n')
 
@@ -110,8 +110,8 @@ def test_events_are_read_wherever_they_are_cut() -> None:
 def test_errors_of_vllm_mean_what_those_of_an_engine_do(
     status: int, said: bytes, means: tuple[int, str | None]
 ) -> None:
-    found = refusal_of(status, said)
-    assert (found.status, found.code) == means
+    refusal = refusal_of(status, said)
+    assert (refusal.status, refusal.code) == means
 
 
 def test_a_layout_becomes_flags() -> None:
@@ -128,8 +128,8 @@ def test_a_layout_becomes_flags() -> None:
     ):
         assert words[words.index(flag) + 1] == value
     assert words[-1] == "--x"
-    told = json.loads(words[words.index("--kv-transfer-config") + 1])["kv_connector_extra_config"]
-    assert told["tls"] == ["/c.pem", "/c.key", "/ca.pem"]
+    load = json.loads(words[words.index("--kv-transfer-config") + 1])["kv_connector_extra_config"]
+    assert load["tls"] == ["/c.pem", "/c.key", "/ca.pem"]
     assert environment(settings)["VLLM_PP_LAYER_PARTITION"] == "20,12"
     assert (shape.workers, GpuShape(4).workers) == (4, 4)
     with pytest.raises(InputError, match="every stage needs a layer"):
@@ -155,13 +155,21 @@ def test_tokens_and_an_end_that_adds_up(tmp_path: Path) -> None:
                 name: lines[-1][name] for name in ("ended", "prompt_tokens", "cached_tokens", "output_tokens")
             }
             assert end == {"ended": "length", "prompt_tokens": 100, "cached_tokens": 32, "output_tokens": 3}
-            told = await (await stand.client.get("/status")).json()
-            assert (told["state"], told["free_blocks"], told["total_blocks"]) == ("ready", 100, 100)
+            document = await (await stand.client.get("/status")).json()
+            assert (document["state"], document["free_blocks"], document["total_blocks"]) == (
+                "ready",
+                100,
+                100,
+            )
             async with stand.service.admitted(40):
-                told = await (await stand.client.get("/status")).json()
-                assert (told["free_blocks"], told["todo_tokens"], told["waiting"]) == (75, 40, 1)
-            told = await (await stand.client.get("/status")).json()
-            assert (told["kv"], told["fingerprint"], told["todo_tokens"]) == ("127.0.0.1:9000", "vllm-1", 0)
+                document = await (await stand.client.get("/status")).json()
+                assert (document["free_blocks"], document["todo_tokens"], document["waiting"]) == (75, 40, 1)
+            document = await (await stand.client.get("/status")).json()
+            assert (document["kv"], document["fingerprint"], document["todo_tokens"]) == (
+                "127.0.0.1:9000",
+                "vllm-1",
+                0,
+            )
 
     asyncio.run(play())
 
@@ -244,8 +252,8 @@ def test_what_is_wrong_with_a_segment_is_named(tmp_path: Path) -> None:
                 ({"stop": 70, "handle": "short"}, 400, "handle"),
                 ({"tokens": [], "max_tokens": 3}, 400, "tokens"),
             ):
-                found, lines = await stand.lines(**body)  # type: ignore[arg-type]
-                assert (found, names in lines[0]["error"]["message"]) == (status, True), lines
+                result, lines = await stand.lines(**body)  # type: ignore[arg-type]
+                assert (result, names in lines[0]["error"]["message"]) == (status, True), lines
             assert (await stand.client.post("/role", json={"role": "cook"})).status == 400
             assert (await (await stand.client.post("/role", json={"role": "prefill"})).json())[
                 "role"
@@ -260,16 +268,16 @@ def test_what_vllm_holds_is_told_until_it_is_gone(tmp_path: Path) -> None:
 
     async def play() -> None:
         async with standing(tmp_path, three_tokens) as stand:
-            index, told, epoch = PrefixIndex(), 0, -1
+            index, sequence, epoch = PrefixIndex(), 0, -1
 
             async def held() -> int:
                 """As a gateway asks, every now and then."""
-                nonlocal told, epoch
-                body = await (await stand.client.get(f"/cache?epoch={max(0, epoch)}&after={told}")).read()
+                nonlocal sequence, epoch
+                body = await (await stand.client.get(f"/cache?epoch={max(0, epoch)}&after={sequence}")).read()
                 epoch, reports = read_cache("r", body)
                 for report in reports:
                     index.apply(report, "here")
-                    told = report.sequence
+                    sequence = report.sequence
                 return index.held_by("r", block_hashes(tokens, "vllm-1", salt="s"))
 
             assert await held() == 0

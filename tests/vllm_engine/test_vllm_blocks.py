@@ -128,8 +128,8 @@ def test_layers_are_known_by_number() -> None:
 def specs(**kinds: dict[str, object]) -> SimpleNamespace:
     """As vLLM tells its groups: a kind of cache each, with what it says of itself."""
     groups = [
-        SimpleNamespace(layer_names=[name], kv_cache_spec=type(name, (), {"block_size": 4, **said})())
-        for name, said in kinds.items()
+        SimpleNamespace(layer_names=[name], kv_cache_spec=type(name, (), {"block_size": 4, **kind})())
+        for name, kind in kinds.items()
     ]
     return SimpleNamespace(kv_cache_groups=groups)
 

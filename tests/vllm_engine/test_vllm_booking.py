@@ -55,9 +55,9 @@ def test_what_is_held_already_is_asked_for_all_the_same_so_that_the_sender_is_do
     booking, request = TransferScheduler(1), taker(stop=64)
     booking.came(request)
     assert booking.matched(request, 96) == (0, False)
-    found = orders(booking)
-    assert [(ask.have, ask.stop) for ask in found.asks] == [(63, 64)]
-    assert found.places == [PlaceBlocks("t")]
+    result = orders(booking)
+    assert [(ask.have, ask.stop) for ask in result.asks] == [(63, 64)]
+    assert result.places == [PlaceBlocks("t")]
 
 
 @pytest.mark.parametrize("computed", [0, 96], ids=["evicted since", "held since"])
@@ -82,9 +82,9 @@ def test_a_failure_before_blocks_were_taken_means_to_compute() -> None:
 def test_a_giver_is_read_up_to_its_stop_and_keeps_its_blocks_until_then() -> None:
     booking, request = TransferScheduler(1), giver()
     booking.came(request)
-    found = orders(booking, g=40, other=3)
-    assert [offer.stop for offer in found.offers] == [70]
-    assert found.reads == [ReadBlocks("g", ((7, 8, 9),), 40)]
+    result = orders(booking, g=40, other=3)
+    assert [offer.stop for offer in result.offers] == [70]
+    assert result.reads == [ReadBlocks("g", ((7, 8, 9),), 40)]
     request.num_computed_tokens = 40
     assert orders(booking, g=60).reads == [ReadBlocks("g", ((7, 8, 9),), 70)]
     assert booking.finished(request, [[7, 8, 9]], whole=True)
@@ -98,8 +98,8 @@ def test_requests_that_end_early_leave_nothing_behind() -> None:
         booking.came(request)
         booking.matched(request, 0)
         assert not booking.finished(request, [], whole=False)
-    found = orders(booking)
-    assert (found.drops, found.cancels, len(booking)) == (["g"], ["t"], 0)
+    result = orders(booking)
+    assert (result.drops, result.cancels, len(booking)) == (["g"], ["t"], 0)
     booking.heard(WorkerNews(come={"t": 1}, failed={"t"}, lossy={"t"}))  # too late: nobody minds
 
 

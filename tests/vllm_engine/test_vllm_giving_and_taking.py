@@ -83,7 +83,7 @@ class Pair:
         return next(line["state"] for line in self.told if "gave" in line)
 
     def whole(self, first: int = 0) -> bool:
-        return all(torch.equal(self.held(at, first), each[first:]) for at, each in self.values.items())
+        return all(torch.equal(self.held(at, first), value[first:]) for at, value in self.values.items())
 
 
 @pytest.fixture
@@ -138,7 +138,7 @@ def test_codecs_make_it_small_and_are_told_of(pair: Pair) -> None:
     assert news is not None
     assert news.lossy == {"t"}
     assert not pair.whole()
-    assert all(torch.allclose(pair.held(at), each, atol=0.05) for at, each in pair.values.items())
+    assert all(torch.allclose(pair.held(at), value, atol=0.05) for at, value in pair.values.items())
 
 
 def test_without_room_in_the_host_blocks_stay_until_somebody_comes(pair: Pair) -> None:

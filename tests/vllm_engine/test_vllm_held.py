@@ -67,6 +67,6 @@ def test_an_index_that_follows_holds_what_vllm_does(steps: list[tuple[int, int, 
         changes = held.changes()
         index.apply(CacheReported("r", number, changes.added, changes.removed), "here")
         for tokens, counts in zip(prompts, copies, strict=True):
-            shared = sum(each[0] for each in copies)
+            shared = sum(copy[0] for copy in copies)
             expected = next((place for place, count in enumerate([shared, *counts[1:]]) if not count), 3)
             assert index.held_by("r", block_hashes(tokens, "m")) == 2 * expected

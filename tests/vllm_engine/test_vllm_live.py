@@ -43,10 +43,10 @@ def trio(model: Path) -> Iterator[tuple[Instance, Instance, Instance]]:
         Instance(model, folder / "plain.log", connector=False),
     )
     try:
-        yield tuple(each.ready() for each in made)  # type: ignore[misc]
+        yield tuple(entry.ready() for entry in made)  # type: ignore[misc]
     finally:
-        for each in made:
-            each.end()
+        for item in made:
+            item.end()
 
 
 @pytest.fixture
@@ -88,9 +88,9 @@ def test_any_cut_gives_the_tokens_of_one_instance(
     for giver, taker, seed in ((first, second, 1), (second, first, 2)):
         tokens = prompt((length, cut, seed), length)
         before = taker.sources()
-        found, _ = handed(threads, giver, taker, tokens, cut)
+        result, _ = handed(threads, giver, taker, tokens, cut)
         after = taker.sources()
-        assert found == plain.ask(tokens)
+        assert result == plain.ask(tokens)
         assert after["external_kv_transfer"] - before["external_kv_transfer"] == cut
         assert after["local_compute"] - before["local_compute"] == length - cut
 
@@ -103,11 +103,11 @@ def test_many_at_once_in_all_directions(trio: Trio, threads: ThreadPoolExecutor)
         tokens = prompt(seed, drawn.randrange(40, 600))
         ends = (first, second) if drawn.random() < 0.5 else (second, first)
         work.append((tokens, drawn.randrange(1, len(tokens) + 1), ends))
-    before = [each.sources()["external_kv_transfer"] for each in (first, second)]
+    before = [item.sources()["external_kv_transfer"] for item in (first, second)]
     with ThreadPoolExecutor(32) as others:
-        found = list(others.map(lambda each: handed(threads, *each[2], each[0], each[1])[0], work))
-    after = [each.sources()["external_kv_transfer"] for each in (first, second)]
-    assert found == [plain.ask(tokens) for tokens, _, _ in work]
+        result = list(others.map(lambda each: handed(threads, *each[2], each[0], each[1])[0], work))
+    after = [item.sources()["external_kv_transfer"] for item in (first, second)]
+    assert result == [plain.ask(tokens) for tokens, _, _ in work]
     assert sum(after) - sum(before) == sum(cut for _, cut, _ in work)
     until_free(first)
     until_free(second)
@@ -124,8 +124,8 @@ def test_prefixes_that_either_side_holds_are_used(trio: Trio, threads: ThreadPoo
     gained = {kind: after[kind] - before[kind] for kind in after}
     assert gained == {"local_compute": 100, "local_cache_hit": 192, "external_kv_transfer": 108}
     # Now the second holds all, and what comes is not needed; the first holds what it gives.
-    found, giver = handed(threads, first, second, tokens, 300)
-    assert (found, len(giver.result(60))) == (expected, 1)
+    outcome, giver = handed(threads, first, second, tokens, 300)
+    assert (outcome, len(giver.result(60))) == (expected, 1)
     assert second.sources()["external_kv_transfer"] == after["external_kv_transfer"]
 
 
@@ -138,8 +138,8 @@ def test_codecs_make_kv_small_and_leave_no_trace(
     expected = plain.ask(tokens)
     came_bytes = second.metric("potluck:kv_received_bytes_total")
     before = second.sources()["external_kv_transfer"]
-    found, _ = handed(threads, first, second, tokens, 400, codec)
-    assert len(found) == len(expected)
+    result, _ = handed(threads, first, second, tokens, 400, codec)
+    assert len(result) == len(expected)
     assert second.sources()["external_kv_transfer"] - before == 400
     moved_bytes = second.metric("potluck:kv_received_bytes_total") - came_bytes
     assert 0 < moved_bytes <= share * 400 * TOKEN_BYTES

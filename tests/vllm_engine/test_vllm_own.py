@@ -15,9 +15,9 @@ async def called(request: web.Request) -> web.StreamResponse:
     """As vLLM calls a tool."""
     body = await request.json()
     assert (body["return_token_ids"], body["n"], body["tools"]) == (True, 1, ["t"])
-    said = {"tool_calls": [{"index": 0}]}
+    text = {"tool_calls": [{"index": 0}]}
     if not body.get("stream"):
-        choice = {"index": 0, "message": said, "token_ids": [5, 6], "finish_reason": "tool_calls"}
+        choice = {"index": 0, "message": text, "token_ids": [5, 6], "finish_reason": "tool_calls"}
         return web.json_response(
             {"choices": [choice], "usage": {"prompt_tokens": 81}, "prompt_token_ids": [1]}
         )
@@ -25,7 +25,7 @@ async def called(request: web.Request) -> web.StreamResponse:
     return await streamed(
         request,
         {"choices": [{"index": 0, "delta": {"role": "assistant"}}], "prompt_token_ids": [1]},
-        {"choices": [{"index": 0, "delta": said, "token_ids": [5, 6], "finish_reason": "tool_calls"}]},
+        {"choices": [{"index": 0, "delta": text, "token_ids": [5, 6], "finish_reason": "tool_calls"}]},
         {"choices": [], "usage": {"prompt_tokens": 81, "prompt_tokens_details": {"cached_tokens": 70}}},
     )
 
@@ -42,9 +42,9 @@ def test_a_clients_own_request_is_answered_in_vllms_words_beside_its_tokens(
             }
             status, lines = await stand.lines(own=own)
             assert (status, [line["token"] for line in lines if "token" in line]) == (200, [5, 6])
-            said = [line["said"] for line in lines if "said" in line]
-            assert not any("token_ids" in str(each) for each in said), "those are ours"
-            assert "tool_calls" in str(said)
+            text = [line["said"] for line in lines if "said" in line]
+            assert not any("token_ids" in str(item) for item in text), "those are ours"
+            assert "tool_calls" in str(text)
             end = lines[-1]
             assert (end["ended"], end["prompt_tokens"], end["output_tokens"]) == ("stop", 81, 2)
 
@@ -79,8 +79,8 @@ def test_kv_is_taken_where_vllm_makes_the_same_prompt_and_else_its_own_is_told(t
 def test_adapters_are_served_and_told_of(tmp_path: Path) -> None:
     async def play() -> None:
         async with standing(tmp_path, three_tokens) as stand:
-            told = await (await stand.client.get("/status")).json()
-            assert (told["own"], told["adapters"], told["max_tokens"]) == (True, ["lora"], 99)
+            document = await (await stand.client.get("/status")).json()
+            assert (document["own"], document["adapters"], document["max_tokens"]) == (True, ["lora"], 99)
             assert (await stand.lines(model="lora", max_tokens=3))[0] == 200
 
     asyncio.run(play())
@@ -110,7 +110,7 @@ def test_an_answer_that_takes_long_shows_that_vllm_goes_on(
                 over.set()
                 lines = [json.loads(line) async for line in answer.content]
             refused = [line["refused"] for line in lines if "refused" in line]
-            assert [each["error"]["param"] for each in refused] == ["tools"]
+            assert [item["error"]["param"] for item in refused] == ["tools"]
             assert lines[-1]["ended"] == "error"
 
     asyncio.run(play())

@@ -77,16 +77,16 @@ class Up:
         return done.stdout
 
     def replicas(self) -> dict[str, dict[str, Any]]:
-        found = json.loads(self.cli("status", "--json"))["replicas"]
-        return {str(each["replica"]): each for each in found}
+        load = json.loads(self.cli("status", "--json"))["replicas"]
+        return {str(item["replica"]): item for item in load}
 
     def until(self, what: Callable[[dict[str, dict[str, Any]]], bool]) -> dict[str, dict[str, Any]]:
         until_s = time.monotonic() + WITHIN_S
         while True:
-            found = self.replicas()
-            if what(found):
-                return found
-            assert time.monotonic() < until_s, found
+            result = self.replicas()
+            if what(result):
+                return result
+            assert time.monotonic() < until_s, result
             time.sleep(1.0)
 
     def kill(self, engine: str) -> None:
@@ -142,7 +142,7 @@ def service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Up, Plai
         line = process.stdout.readline()
         assert line, (folder / "up.log").read_text()[-3000:]
         up = Up(state, json.loads(line)["url"], process)
-        up.until(lambda found: [each["state"] for each in found.values()].count("ready") == 4)
+        up.until(lambda result: [item["state"] for item in result.values()].count("ready") == 4)
         yield up, plain.ready()  # type: ignore[misc]
     finally:
         watchdog.cancel()
@@ -170,37 +170,37 @@ def chat(
     body = {"model": model, "messages": messages, "temperature": 0, **more}
     if not stream:
         with client(url) as asking:
-            found = asking.chat.completions.create(**body)
+            result = asking.chat.completions.create(**body)
         return [
             (
-                each.message.content or "",
+                item.message.content or "",
                 [
                     (call.function.name, json.loads(call.function.arguments))
-                    for call in each.message.tool_calls or []
+                    for call in item.message.tool_calls or []
                 ],
-                each.finish_reason,
-                len(each.logprobs.content) if each.logprobs else 0,
+                item.finish_reason,
+                len(item.logprobs.content) if item.logprobs else 0,
             )
-            for each in found.choices
+            for item in result.choices
         ]
-    told: dict[int, list[Any]] = {}
+    report: dict[int, list[Any]] = {}
     names = set()
     with client(url) as asking:
         events = list(asking.chat.completions.create(stream=True, **body))
     for event in events:
         names.add(event.id)
-        for each in event.choices:
-            mine = told.setdefault(each.index, ["", "", "", None, 0])
-            mine[0] += each.delta.content or ""
-            for call in each.delta.tool_calls or []:
+        for choice in event.choices:
+            mine = report.setdefault(choice.index, ["", "", "", None, 0])
+            mine[0] += choice.delta.content or ""
+            for call in choice.delta.tool_calls or []:
                 mine[1] += call.function.name or ""
                 mine[2] += call.function.arguments or ""
-            mine[3] = each.finish_reason or mine[3]
-            mine[4] += len(each.logprobs.content) if each.logprobs else 0
+            mine[3] = choice.finish_reason or mine[3]
+            mine[4] += len(choice.logprobs.content) if choice.logprobs else 0
     assert len(names) == 1
     return [
         (text, [(name, json.loads(arguments))] if name else [], reason, logs)
-        for text, name, arguments, reason, logs in told.values()
+        for text, name, arguments, reason, logs in report.values()
     ]
 
 
@@ -241,11 +241,11 @@ def test_the_official_client_gets_what_vllm_offers(service: tuple[Up, Plain], st
     below = f"http://127.0.0.1:{plain.port}"
     for place, (what, more) in enumerate(ASKED.items()):
         for messages in (said(f"{place} " + "word " * 30), HISTORY):
-            found = chat(up.url, messages, stream=stream, **more)
+            result = chat(up.url, messages, stream=stream, **more)
             if more.get("n", 1) == 1:
-                assert found == chat(below, messages, stream=stream, **more), what
+                assert result == chat(below, messages, stream=stream, **more), what
             else:
-                assert len({text for text, *_ in found}) == 2, "each is drawn by itself"
+                assert len({text for text, *_ in result}) == 2, "each is drawn by itself"
     calls = chat(up.url, said("call"), stream=stream, **ASKED["a named tool"])[0][1]
     assert calls[0][0] == "look"
     assert set(calls[0][1]) == {"city", "n"}
@@ -254,13 +254,13 @@ def test_the_official_client_gets_what_vllm_offers(service: tuple[Up, Plain], st
 def test_adapters_are_models_by_their_own_names(service: tuple[Up, Plain]) -> None:
     up, plain = service
     with client(up.url) as asking:
-        assert {each.id for each in asking.models.list()} == {MODEL, "lora"}
+        assert {item.id for item in asking.models.list()} == {MODEL, "lora"}
     below = f"http://127.0.0.1:{plain.port}"
     for place, more in enumerate(({"max_tokens": 12}, ASKED["a named tool"])):
         messages = said("word " * 40 + str(place))
         for name in ("lora", MODEL, "lora"):
-            found = chat(up.url, messages, stream=False, model=name, **more)
-            assert found == chat(below, messages, stream=False, model=name, **more)
+            result = chat(up.url, messages, stream=False, model=name, **more)
+            assert result == chat(below, messages, stream=False, model=name, **more)
     bare = [
         chat(up.url, said("word " * 20), stream=True, model=name, max_tokens=12) for name in ("lora", MODEL)
     ]
@@ -292,10 +292,10 @@ def ask(url: str, place: int) -> object:
         return chat(url, messages, stream=place % 8 == 7, **ASKED["a named tool"])
     prompt = drawn.choices(range(3, VOCAB), k=drawn.randrange(40, 600))
     with client(url) as asking:
-        found = asking.completions.create(
+        result = asking.completions.create(
             model=MODEL, prompt=prompt, temperature=0, max_tokens=30, extra_body={"ignore_eos": True}
         )
-    return found.choices[0].text
+    return result.choices[0].text
 
 
 def test_a_kill_and_a_flip_under_load_change_no_answer(service: tuple[Up, Plain]) -> None:
@@ -310,21 +310,21 @@ def test_a_kill_and_a_flip_under_load_change_no_answer(service: tuple[Up, Plain]
             done.release()
 
     before = up.replicas()
-    victim = next(name for name, each in before.items() if each["role"] == "decode")
-    flipped = next(name for name, each in before.items() if each["role"] == "prefill")
+    victim = next(name for name, item in before.items() if item["role"] == "decode")
+    flipped = next(name for name, item in before.items() if item["role"] == "prefill")
     with ThreadPoolExecutor(8) as threads:
         asked = [threads.submit(one, place) for place in range(count)]
         for _ in range(count // 6):
             done.acquire()
         up.kill(str(before[victim]["engine"]))  # in the middle of answers
         up.cli("flip", flipped, "decode")
-        found = [each.result(WITHIN_S) for each in asked]
+        outcome = [item.result(WITHIN_S) for item in asked]
     below = f"http://127.0.0.1:{plain.port}"
     with ThreadPoolExecutor(8) as threads:
-        assert found == list(threads.map(lambda place: ask(below, place), range(count)))
+        assert outcome == list(threads.map(lambda place: ask(below, place), range(count)))
     assert up.replicas()[flipped]["role"] == "decode"
-    after = up.until(lambda now: [each["state"] for each in now.values()].count("ready") == 4)
-    engines = {str(each["engine"]) for each in after.values()}
+    after = up.until(lambda now: [item["state"] for item in now.values()].count("ready") == 4)
+    engines = {str(item["engine"]) for item in after.values()}
     assert str(before[victim]["engine"]) not in engines, "another took its place"
     assert len(engines) == 4
     again = range(count, count + 12)

@@ -30,8 +30,8 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair]:
     try:
         yield made[0].ready(), made[1].ready()
     finally:
-        for each in made:
-            each.end()
+        for item in made:
+            item.end()
 
 
 @pytest.fixture
@@ -77,17 +77,17 @@ def test_preempted_requests_give_and_take_all_the_same(pair: Pair, threads: Thre
         tokens = prompt(("p", seed), drawn.choice((200, 260, 600)))
         ends = (first, second) if seed % 2 else (second, first)
         work.append((tokens, drawn.randrange(100, len(tokens)), ends))
-    before = [each.metric("vllm:num_preemptions_total") for each in pair]
+    before = [item.metric("vllm:num_preemptions_total") for item in pair]
     with ThreadPoolExecutor(32) as others:
-        found = list(others.map(lambda w: handed(threads, *w[2], w[0], w[1], output=160)[0], work))
+        result = list(others.map(lambda w: handed(threads, *w[2], w[0], w[1], output=160)[0], work))
     assert all(
-        each.metric("vllm:num_preemptions_total") > count for each, count in zip(pair, before, strict=True)
+        item.metric("vllm:num_preemptions_total") > count for item, count in zip(pair, before, strict=True)
     )
     with ThreadPoolExecutor(4) as others:
         expected = list(others.map(lambda w: alone(first, w[0], 160), work))
-    assert found == expected
+    assert result == expected
     until_s = time.monotonic() + 60
-    while not all(each.blocks_free() for each in pair):
+    while not all(item.blocks_free() for item in pair):
         assert time.monotonic() < until_s, "blocks are still held"
         time.sleep(0.1)
 
@@ -104,7 +104,7 @@ def test_damaged_kv_would_be_seen_and_is_found_out(
         give = {"request": "d", "give": {"handle": handle, "stop": 250}}
         threads.submit(first.ask, tokens[:250], 1, give)
         take = {"kv": relay.kv, "handle": handle, "stop": 250, "within_s": 30}
-        found = second.ask(tokens, moves={"request": "d", "take": take}, cache_salt=handle)
+        result = second.ask(tokens, moves={"request": "d", "take": take}, cache_salt=handle)
         after = second.sources()
     finally:
         relay.close()
@@ -112,7 +112,7 @@ def test_damaged_kv_would_be_seen_and_is_found_out(
     expected = alone(first, tokens)
     computed = after["local_compute"] - before["local_compute"]
     if fitting:  # no checksum can tell: so what comes is what is used, and wrong KV changes tokens
-        assert (found != expected, computed) == (True, 50)
+        assert (result != expected, computed) == (True, 50)
     else:
-        assert (found, computed) == (expected, 300)
+        assert (result, computed) == (expected, 300)
         assert second.metric("potluck:kv_failed_fetches_total") == failed + 1

@@ -98,9 +98,9 @@ def make_model(folder: Path, config: Mapping[str, object] = LLAMA) -> Path:
     tokenizer.decoder = decoders.ByteLevel()
     tokenizer.add_special_tokens(["<unk>", "<s>", "</s>"])
     tokenizer.save(str(folder / "tokenizer.json"))
-    said = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "</s>", "unk_token": "<unk>"}
-    said["chat_template"] = TEMPLATE
-    (folder / "tokenizer_config.json").write_text(json.dumps(said))
+    text = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "</s>", "unk_token": "<unk>"}
+    text["chat_template"] = TEMPLATE
+    (folder / "tokenizer_config.json").write_text(json.dumps(text))
     return folder
 
 
@@ -179,7 +179,7 @@ class Instance:
         ]
 
     def _connected(self) -> list[str]:
-        said = {
+        text = {
             "kv_connector": "PotluckConnector",
             "kv_connector_module_path": "potluck.vllm.connector",
             "kv_role": "kv_both",
@@ -189,7 +189,7 @@ class Instance:
                 "tls": self._tls,
             },
         }  # fmt: skip
-        return ["--kv-transfer-config", json.dumps(said)]
+        return ["--kv-transfer-config", json.dumps(text)]
 
     @property
     def kv(self) -> str:
@@ -231,8 +231,8 @@ class Instance:
         }  # fmt: skip
         if moves is not None:
             body["kv_transfer_params"] = {"potluck": moves}
-        found = self.call("/v1/completions", body)
-        return list(found["choices"][0]["token_ids"])  # type: ignore[index,call-overload]
+        result = self.call("/v1/completions", body)
+        return list(result["choices"][0]["token_ids"])  # type: ignore[index,call-overload]
 
     def call(self, path: str, body: object) -> dict[str, object]:
         request = urllib.request.Request(
@@ -241,20 +241,20 @@ class Instance:
             {"Content-Type": "application/json"},
         )
         with urllib.request.urlopen(request, timeout=120) as answer:
-            found: dict[str, object] = json.load(answer)
-            return found
+            result: dict[str, object] = json.load(answer)
+            return result
 
     def get(self, path: str) -> dict[str, object]:
         with urllib.request.urlopen(f"http://127.0.0.1:{self.port}{path}", timeout=30) as answer:
-            found: dict[str, object] = json.load(answer)
-            return found
+            result: dict[str, object] = json.load(answer)
+            return result
 
     def metric(self, name: str, label: str = "") -> float:
         """All of a metric's samples with this in their labels, summed up."""
         with urllib.request.urlopen(f"http://127.0.0.1:{self.port}/metrics", timeout=30) as answer:
             lines = answer.read().decode().splitlines()
-        found = [line for line in lines if line.startswith(f"{name}{{") and label in line]
-        return sum(float(line.split()[-1]) for line in found)
+        result = [line for line in lines if line.startswith(f"{name}{{") and label in line]
+        return sum(float(line.split()[-1]) for line in result)
 
     def sources(self) -> dict[str, float]:
         """Prompt tokens by where their KV came from."""
@@ -318,16 +318,16 @@ class Follower:
     def held(self, tokens: Tokens, expected: int, salt: str = "") -> int:
         """How many blocks of 16 tokens it has of a prompt, once that is what is expected, or after a while."""
         for _ in range(50):
-            said = self._engine.get(f"/cache?epoch={self._epoch}&after={self._after}")
-            self._epoch, reports = read_cache("r", json.dumps(said).encode())
+            text = self._engine.get(f"/cache?epoch={self._epoch}&after={self._after}")
+            self._epoch, reports = read_cache("r", json.dumps(text).encode())
             for report in reports:
                 self._index.apply(report, "here")
                 self._after = report.sequence
-            found = self._index.held_by("r", block_hashes(tokens, self._mark, salt=salt))
-            if found == expected:
+            result = self._index.held_by("r", block_hashes(tokens, self._mark, salt=salt))
+            if result == expected:
                 break
             time.sleep(0.1)
-        return found
+        return result
 
 
 def handed(

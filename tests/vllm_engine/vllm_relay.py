@@ -26,10 +26,10 @@ class Relay:
         return f"127.0.0.1:{self._listener.getsockname()[1]}"
 
     def close(self) -> None:
-        for each in self._open:
+        for item in self._open:
             with suppress(OSError):
-                each.shutdown(socket.SHUT_RDWR)
-            each.close()
+                item.shutdown(socket.SHUT_RDWR)
+            item.close()
 
     def _accept(self) -> None:
         with suppress(OSError):
@@ -54,7 +54,7 @@ class Relay:
                 message = read_head(raw, prefix, head)
                 if isinstance(message, ChunkPiece) and data:
                     self.damaged += 1
-                    data[3::4] = bytes(each ^ 0x80 for each in data[3::4])  # the signs of its float32
+                    data[3::4] = bytes(datum ^ 0x80 for datum in data[3::4])  # the signs of its float32
                     if self._fitting:
                         raw, head = frame(replace(message, sums=sums(data))), b""
                 target.sendall(raw + head + data)

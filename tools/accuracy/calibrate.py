@@ -157,11 +157,11 @@ def fit_operator(
     for row, key in enumerate(index):
         sparsity[row, shared + key * own : shared + (key + 1) * own] = 1
     start = np.concatenate([start_shapes, np.tile(start_scales, len(keys))])
-    found = least_squares(
+    outcome = least_squares(
         residuals, start, loss="soft_l1", f_scale=0.1, jac_sparsity=sparsity, x_scale=0.3, max_nfev=60
     )
-    scales = found.x[shared:].reshape(len(keys), own)
-    return OperatorFit(rows.operator, found.x[:shared], dict(zip(keys, scales, strict=True)))
+    scales = outcome.x[shared:].reshape(len(keys), own)
+    return OperatorFit(rows.operator, outcome.x[:shared], dict(zip(keys, scales, strict=True)))
 
 
 def _balanced(rows: Measurements, sample: int, seed: int) -> tuple[Measurements, np.ndarray, list[Key]]:
@@ -258,13 +258,13 @@ def _scales_of(gpu: str, fits: dict[Operator, OperatorFit]) -> GpuScales:
 
 def fit_residuals(rows: Measurements, fit: OperatorFit, chips: dict[str, ChipFigures]) -> dict[Key, Residual]:
     """A residual surface for every (GPU, harness)."""
-    found: dict[Key, Residual] = {}
+    result: dict[Key, Residual] = {}
     for gpu, harness in fit.scales:
         part = rows.where((rows.gpu == gpu) & (rows.harness == harness))
         ratio = np.log(part.seconds / fit.predict(part, chips))
         knots = (24, 16) if rows.operator == "decode" else (16, 12)
-        found[gpu, harness] = fit_residual(*features(part), ratio, knots=knots)
-    return found
+        result[gpu, harness] = fit_residual(*features(part), ratio, knots=knots)
+    return result
 
 
 def calibrate(folder: Path, gpus: dict[str, Gpu], errors: dict[str, ExpectedError]) -> Calibration:

@@ -100,12 +100,12 @@ def together(works: Sequence[RunWork]) -> RunWork:
 
 def _columns(change: Callable[[list[Floats]], Floats], works: Sequence[RunWork]) -> RunWork:
     """Every column changed alike."""
-    steps = [each.steps for each in works]
-    parts = {each.name: change([getattr(step, each.name) for step in steps]) for each in fields(MixedSteps)}
+    steps = [item.steps for item in works]
+    parts = {item.name: change([getattr(step, item.name) for step in steps]) for item in fields(MixedSteps)}
     plain: dict[str, Any] = {"steps": MixedSteps(**parts)}
-    for each in fields(RunWork):
-        if each.name not in plain:
-            plain[each.name] = change([getattr(work, each.name) for work in works])
+    for field in fields(RunWork):
+        if field.name not in plain:
+            plain[field.name] = change([getattr(work, field.name) for work in works])
     return RunWork(**plain)
 
 

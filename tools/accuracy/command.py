@@ -81,15 +81,15 @@ def _study(folder: Path, save: bool) -> tuple[Score, ...]:
 
     sheet = {name: gpus.gpu(name) for name in gpus.names()}
     check = StepCheck(models.model("Llama-3.1-8B"), nodes.node_type("RTX4090"))
-    with progress(STEPS) as said:
-        scores = study(folder, sheet, check, said)
+    with progress(STEPS) as text:
+        scores = study(folder, sheet, check, text)
         if save:
-            said("fitting")
+            text("fitting")
             save_calibration(calibrate(folder, sheet, expected_errors(scores)))
             save_scores(scores)
         runs = folder / RUNS
         if runs.is_file():
-            study_table(runs, scores, save, said)
+            study_table(runs, scores, save, text)
     return scores
 
 
@@ -112,9 +112,9 @@ def placed(run: MeasuredRun) -> Placed:
 
     named = SUFFIX.search(run.model)
     model = models.model(SUFFIX.sub("", run.model))
-    said = run.format.lower() or (named[1].lower() if named else "")
-    if "fp8" in said or "int8" in said or "w8a8" in said:
-        kind: Format = "fp8_block" if "block" in said else "fp8" if "fp8" in said else "int8"
+    text = run.format.lower() or (named[1].lower() if named else "")
+    if "fp8" in text or "int8" in text or "w8a8" in text:
+        kind: Format = "fp8_block" if "block" in text else "fp8" if "fp8" in text else "int8"
         experts = kind if model.expert_bits > 8.0 else model.expert_format
         bits = min(model.expert_bits, 8.0)
         model = replace(model, weight_bits=8.0, expert_bits=bits, weight_format=kind, expert_format=experts)
@@ -132,10 +132,10 @@ def study_table(path: Path, scores: tuple[Score, ...], save: bool, said: Callabl
     from potluck.perf.error_bars import ErrorBars
 
     table_read = read_runs(path)
-    found = [placed(run) for run in table_read.runs]
-    study, errors = study_runs(found, table_read.left_out, said)
+    result = [placed(run) for run in table_read.runs]
+    study, errors = study_runs(result, table_read.left_out, said)
     if save:
-        save_runs(study, ErrorBars(found[0].node.gpu.name, errors, deviations(scores)))
+        save_runs(study, ErrorBars(result[0].node.gpu.name, errors, deviations(scores)))
 
 
 def score_table(path: Path, as_json: bool) -> int:
@@ -147,18 +147,18 @@ def score_table(path: Path, as_json: bool) -> int:
     from potluck.core.errors import InputError
 
     read = read_runs(path)
-    found = []
+    result = []
     for run in read.runs:
         try:
-            found.append(placed(run))
+            result.append(placed(run))
         except InputError as error:
             raise InputError(f"{path.name}: {error.field}", error.problem) from error
-    said = verdict(found, stored_runs().engines)
+    text = verdict(result, stored_runs().engines)
     if as_json:
-        emit_json({"file": path.name, "left_out": read.left_out, "holds": said.holds, "found": encode(said)})
+        emit_json({"file": path.name, "left_out": read.left_out, "holds": text.holds, "found": encode(text)})
     else:
-        _show_verdict(path, read.left_out, said)
-    return 0 if said.holds else 1
+        _show_verdict(path, read.left_out, text)
+    return 0 if text.holds else 1
 
 
 def _show_verdict(path: Path, left_out: int, said: RunVerdict) -> None:

@@ -45,13 +45,13 @@ def with_extras(calibration: Calibration, rows: dict[str, Measurements], *, surf
     entries = []
     calibration = replace(calibration, gpus=tuple(replace(s, extras=()) for s in calibration.gpus))
     for scales in calibration.gpus:
-        found = []
+        result = []
         for every in rows.values():
             part = every.where(every.gpu == scales.gpu)
             if len(part):
-                found.append(_fit(part, calibration.spec(scales.gpu), calibration, surfaces))
-                calibration = _with_extra(calibration, scales.gpu, found[-1])
-        entries.append(replace(scales, extras=tuple(found)))
+                result.append(_fit(part, calibration.spec(scales.gpu), calibration, surfaces))
+                calibration = _with_extra(calibration, scales.gpu, result[-1])
+        entries.append(replace(scales, extras=tuple(result)))
     return replace(calibration, gpus=tuple(entries))
 
 
@@ -73,8 +73,8 @@ def _fit(rows: Measurements, gpu: Gpu, calibration: Calibration, surface: bool) 
         # The pull to the start decides only what the rows do not show.
         return np.concatenate([np.log(predict(part, gpu, curves, extra)) - target, pull * (x - start)])
 
-    found = least_squares(residuals, start, loss="soft_l1", f_scale=0.15, x_scale=0.3, max_nfev=25)
-    extra = ExtraOperator(operator, tuple(float(f"{v:.4g}") for v in np.exp(found.x)))
+    result = least_squares(residuals, start, loss="soft_l1", f_scale=0.15, x_scale=0.3, max_nfev=25)
+    extra = ExtraOperator(operator, tuple(float(f"{v:.4g}") for v in np.exp(result.x)))
     if not surface:
         return extra
     rows = _some(rows, SURFACE_SAMPLE)

@@ -50,7 +50,7 @@ def _column(table: Table, name: str) -> Floats:
 def _gemms(folder: Path, name: str, gpu: str) -> list[Measurements]:
     table = read_table(folder, f"aic_{name}_gemm_all_dtypes")
     kinds, m = np.asarray(table["gemm_dtype"], str), _column(table, "m")
-    found = []
+    gemms = []
     for kind in GEMM_FORMATS:
         mask = kinds == kind
         if kind == "fp8_block":
@@ -59,15 +59,15 @@ def _gemms(folder: Path, name: str, gpu: str) -> list[Measurements]:
         columns: dict[str, Floats | float] = {axis: _column(table, axis)[mask] for axis in "mnk"}
         seconds = _column(table, "latency")[mask] * 1e-3
         warm = float(gpu in AIC_WARM) / 6
-        found.append(rows_of(f"gemm:{kind}", gpu, HARNESS, seconds, m[mask], columns, warm=warm))
-    return found
+        gemms.append(rows_of(f"gemm:{kind}", gpu, HARNESS, seconds, m[mask], columns, warm=warm))
+    return gemms
 
 
 def _experts(folder: Path, name: str, gpu: str) -> list[Measurements]:
     table = read_table(folder, f"aic_{name}_moe")
     kinds, routing = np.asarray(table["moe_dtype"], str), np.asarray(table["distribution"], str)
     skews = np.array([SKEWS[kind] for kind in routing])
-    found = []
+    experts = []
     for kind, called in EXPERT_FORMATS.items():
         mask = kinds == kind
         if not mask.any():
@@ -83,8 +83,8 @@ def _experts(folder: Path, name: str, gpu: str) -> list[Measurements]:
             "tokens": tokens,
         }
         seconds = _column(table, "latency")[mask] * 1e-3
-        found.append(rows_of(f"experts:{called}", gpu, HARNESS, seconds, tokens, columns))
-    return found
+        experts.append(rows_of(f"experts:{called}", gpu, HARNESS, seconds, tokens, columns))
+    return experts
 
 
 def _windowed(folder: Path, name: str, gpu: str) -> Measurements:
@@ -106,7 +106,7 @@ def _windowed(folder: Path, name: str, gpu: str) -> Measurements:
 
 def _latent(folder: Path, name: str, gpu: str) -> list[Measurements]:
     """Whole modules of DeepSeek-V3 with its projections; `heads` of its 128 stand for a tensor-parallel rank."""
-    found = []
+    latent = []
     for phase, table_name in (("prefill", "context"), ("decode", "generation")):
         table = read_table(folder, f"aic_{name}_mla_{table_name}_module")
         new, step = _column(table, "isl"), _column(table, "step")
@@ -120,5 +120,5 @@ def _latent(folder: Path, name: str, gpu: str) -> list[Measurements]:
             "blocks": (np.asarray(table["gemm_type"], str) == "fp8_block").astype(np.float64),
         }
         seconds = _column(table, "latency") * 1e-3
-        found.append(rows_of(f"latent:{phase}", gpu, HARNESS, seconds, batch * new, columns))
-    return found
+        latent.append(rows_of(f"latent:{phase}", gpu, HARNESS, seconds, batch * new, columns))
+    return latent

@@ -42,15 +42,17 @@ class Collectives:
 
 def read_collectives(folder: Path) -> list[Collectives]:
     """All-reduce as vLLM does it in a graph, and NCCL's all-to-all; sizes in the tables count bf16 elements."""
-    found = []
+    collectives = []
     for name, gpu in AIC_GPUS.items():
         table = read_table(folder, f"aic_{name}_allreduce")
         graph = np.asarray(table["backend"], str) == "vllm_graph"
-        found.append(_collectives(gpu, "all_reduce", table, graph))
+        collectives.append(_collectives(gpu, "all_reduce", table, graph))
         table = read_table(folder, f"aic_{name}_nccl")
         half = np.asarray(table["nccl_dtype"], str) == "half"
-        found.append(_collectives(gpu, "all_to_all", table, half & (_names(table, "op_name") == "alltoall")))
-    return found
+        collectives.append(
+            _collectives(gpu, "all_to_all", table, half & (_names(table, "op_name") == "alltoall"))
+        )
+    return collectives
 
 
 def _names(table: dict[str, np.ndarray], column: str) -> Strings:
@@ -78,18 +80,20 @@ def fit_networks(folder: Path, rows: list[Collectives]) -> tuple[NodeNetwork, ..
     by_gpu: dict[str, dict[str, Collectives]] = {}
     for part in rows:
         by_gpu.setdefault(part.gpu, {})[part.op] = part
-    found: list[NodeNetwork] = []
+    node_networks: list[NodeNetwork] = []
     for gpu, parts in by_gpu.items():
         reduce, shuffle, link = parts["all_reduce"], parts["all_to_all"], LINKS[gpu]
         if link.kind == "nvswitch":
-            found.append(_fit("nvswitch", link, reduce, shuffle, ("library", "direct", "split")))
+            node_networks.append(_fit("nvswitch", link, reduce, shuffle, ("library", "direct", "split")))
             continue
         pair, more = (reduce.where(reduce.ranks == 2), reduce.where(reduce.ranks > 2))
         host = _fit("host", link, more, shuffle.where(shuffle.ranks > 2), ("library",))
-        found.append(host)
+        node_networks.append(host)
         start = _fit("pcie", link, pair, shuffle.where(shuffle.ranks == 2), ("library", "direct"))
-        found += [_with_peers(folder, cluster, rate, start, host) for cluster, rate in VIDUR_PCIE.items()]
-    return tuple(found)
+        node_networks += [
+            _with_peers(folder, cluster, rate, start, host) for cluster, rate in VIDUR_PCIE.items()
+        ]
+    return tuple(node_networks)
 
 
 def _fit(

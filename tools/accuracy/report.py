@@ -75,9 +75,9 @@ def _summary(scores: tuple[Score, ...]) -> str:
     for kind in (*plain, *KIND_TARGETS):
         cells = []
         for question, target in KIND_TARGETS.get(kind, TARGETS).items():
-            found = [s for s in scores if s.question == question and s.kind == kind and not s.group]
-            worst = max(found, key=lambda s: s.median)
-            middle = _percent(median(s.median for s in found))
+            result = [s for s in scores if s.question == question and s.kind == kind and not s.group]
+            worst = max(result, key=lambda s: s.median)
+            middle = _percent(median(s.median for s in result))
             cells.append(f"{middle} | {target * 100:.0f} % | {_percent(worst.median)} ({worst.gpu})")
         lines.append(f"| {kind} | {' | '.join(cells)} |")
     return "\n".join(lines) + "\n"
@@ -287,8 +287,8 @@ def own_section() -> str:
     """How to score a table of one's own."""
     from accuracy.runs import COLUMNS
 
-    told = {fact: names for fact, names in COLUMNS.items() if fact != "source"}
-    rows = (f"| {fact} | {', '.join(f'`{name}`' for name in names)} |" for fact, names in told.items())
+    message = {fact: names for fact, names in COLUMNS.items() if fact != "source"}
+    rows = (f"| {fact} | {', '.join(f'`{name}`' for name in names)} |" for fact, names in message.items())
     return OWN + "\n".join(rows) + "\n"
 
 
@@ -327,9 +327,9 @@ def _by_degree(scores: Iterable[RunScore]) -> str:
         "| degree | runs | throughput | TTFT | TPOT |",
         "|---|---|---|---|---|",
     ]
-    found = [s for s in scores if not s.kind]
-    for tp in sorted({s.tp for s in found}):
-        mine = {s.metric: s for s in found if s.tp == tp}
+    result = [s for s in scores if not s.kind]
+    for tp in sorted({s.tp for s in result}):
+        mine = {s.metric: s for s in result if s.tp == tp}
         biases = " | ".join(_signed(mine[metric].bias) for metric in ("rate", "ttft", "tpot"))
         lines.append(f"| {tp} | {mine['rate'].runs} | {biases} |")
     return "\n".join(lines) + "\n"
@@ -355,11 +355,11 @@ def _fitted(study: RunStudy) -> str:
         "| engine | models | runs | host, a step | a sequence | launching a layer | burst | ahead | a request |",
         "|---|---|---|---|---|---|---|---|---|",
     ]
-    for each in study.engines:
-        host, client = each.host, each.client
+    for item in study.engines:
+        host, client = item.host, item.client
         times = f"{host.fixed_s * 1e3:.2f} ms | {host.sequence_s * 1e6:.0f} µs | {host.launch_s * 1e3:.2f} ms"
         sent = f"{client.burst:.2f} | {client.ahead:.1f} | {client.request_s * 1e3:.0f} ms"
-        lines.append(f"| {each.engine} {each.version} | {each.kind} | {each.runs} | {times} | {sent} |")
+        lines.append(f"| {item.engine} {item.version} | {item.kind} | {item.runs} | {times} | {sent} |")
     return "\n".join(lines) + "\n"
 
 

@@ -24,16 +24,18 @@ def fit_residual(
     penalty = 0.3 * np.eye(size + 1)
     penalty[:size, :size] += smoothing * _roughness(len(xs), len(ys))
     weights: Floats = np.ones(len(log_ratio))
-    found: Floats = np.zeros(size + 1)
+    floats: Floats = np.zeros(size + 1)
     for _ in range(8):
         weighted = design * weights[:, None]
-        found = np.asarray(np.linalg.solve(design.T @ weighted + penalty, weighted.T @ log_ratio), np.float64)
-        left = log_ratio - design @ found
+        floats = np.asarray(
+            np.linalg.solve(design.T @ weighted + penalty, weighted.T @ log_ratio), np.float64
+        )
+        left = log_ratio - design @ floats
         scale = max(1.4826 * float(np.median(np.abs(left))), 1e-3)
         weights = 1.0 / np.maximum(1.0, np.abs(left) / (1.5 * scale))
-    grid = found[:size].reshape(len(xs), len(ys)).round(4)
+    grid = floats[:size].reshape(len(xs), len(ys)).round(4)
     rows = tuple(tuple(map(float, row)) for row in grid)
-    return Residual(tuple(map(float, xs)), tuple(map(float, ys)), rows, round(float(found[size]), 4))
+    return Residual(tuple(map(float, xs)), tuple(map(float, ys)), rows, round(float(floats[size]), 4))
 
 
 def _knots(value: Floats, count: int) -> Floats:

@@ -91,10 +91,10 @@ def read_runs(path: Path) -> RunTable:
     if not (columns["tpot"] or columns["throughput"] or columns["tokens_per_s"]):
         raise InputError(f"{path.name}: tpot", "nothing measured; ttft_ms and tpot_ms are the usual columns")
     read = [_run(_Row(row, columns, f"{path.name}: row {i}")) for i, row in enumerate(rows, 2)]
-    found = [run for run in read if run is not None]
-    if not found:
+    result = [run for run in read if run is not None]
+    if not result:
         raise InputError(path.name, "no row says model, gpu, lengths, concurrency and a measured time")
-    return RunTable(tuple(dict.fromkeys(found)), len(rows) - len(found))
+    return RunTable(tuple(dict.fromkeys(result)), len(rows) - len(result))
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,24 +112,24 @@ class _Row:
         return ""
 
     def number(self, fact: str) -> float | None:
-        said = self.text(fact)
-        if not said:
+        message = self.text(fact)
+        if not message:
             return None
         name, scale = next(
-            each for each in self.columns[fact] if str(self.values.get(each[0])).strip() == said
+            column for column in self.columns[fact] if str(self.values.get(column[0])).strip() == message
         )
         try:
-            value = float(said.replace(",", "")) * scale
+            value = float(message.replace(",", "")) * scale
         except ValueError:
-            raise InputError(f"{self.where}: {name}", f"must be a number, is {said!r}") from None
+            raise InputError(f"{self.where}: {name}", f"must be a number, is {message!r}") from None
         if value < 0:
-            raise InputError(f"{self.where}: {name}", f"must not be negative, is {said}")
+            raise InputError(f"{self.where}: {name}", f"must not be negative, is {message}")
         return value
 
 
 def _run(row: _Row) -> MeasuredRun | None:
-    said = CONCURRENCY.search(row.text("source"))
-    concurrency = float(said[1]) if said else row.number("concurrency")
+    message = CONCURRENCY.search(row.text("source"))
+    concurrency = float(message[1]) if message else row.number("concurrency")
     tp, ep, dp = (row.number(fact) or 1.0 for fact in ("tp", "ep", "dp"))
     isl, osl, model, gpu = row.number("isl"), row.number("osl"), row.text("model"), row.text("gpu")
     if not (concurrency and isl and osl and model and gpu):
@@ -144,7 +144,7 @@ def _run(row: _Row) -> MeasuredRun | None:
         if ttft_s is None or tpot_s is None or not ttft_s + tpot_s > 0:
             return None
         per_s = concurrency / (ttft_s + (osl - 1) * tpot_s)
-    formats = dict.fromkeys(each for each in (row.text("format"), row.text("experts_format")) if each)
+    formats = dict.fromkeys(item for item in (row.text("format"), row.text("experts_format")) if item)
     return MeasuredRun(
         model=model,
         gpu=gpu,

@@ -50,8 +50,8 @@ def stored_runs() -> RunStudy:
 
 def save_runs(study: RunStudy, bars: ErrorBars, folder: Path | None = None) -> None:
     """Write what was learnt from serving runs: hosts, errors and scores."""
-    dense = [each for each in study.engines if each.kind == "dense"]
-    newest = {each.engine: each.host for each in sorted(dense, key=lambda e: numbers(e.version))}
+    dense = [item for item in study.engines if item.kind == "dense"]
+    newest = {item.engine: item.host for item in sorted(dense, key=lambda e: numbers(e.version))}
     for name, value, form, place in (
         ("hosts", newest, HOSTS_FORMAT, SHIPPED),
         ("bars", bars, BARS_FORMAT, SHIPPED),

@@ -112,9 +112,9 @@ class RunStudy:
 def works(placed: Sequence[Placed]) -> RunWork:
     """The GPU's part of every run."""
     timers: dict[tuple[Model, str, int, str], RooflineTimer] = {}
-    found = []
-    for each in placed:
-        run, model, node = each.run, each.model, each.node
+    result = []
+    for item in placed:
+        run, model, node = item.run, item.model, item.node
         key = (model, node.name, run.tp, run.ep)
         if key not in timers:
             timers[key] = roofline(model, node, run.tp, host=NO_HOST, ep=run.ep)
@@ -122,8 +122,8 @@ def works(placed: Sequence[Placed]) -> RunWork:
         tokens = run.input_tokens + run.output_tokens / 2
         room = max_requests(model, stage_memory(model, node, run.tp, ep=run.ep), run.tp, tokens, ep=run.ep)
         lengths = (run.concurrency, run.input_tokens, run.output_tokens)
-        found.append(run_work(timers[key], model.layer_count, *lengths, room))
-    return together(found)
+        result.append(run_work(timers[key], model.layer_count, *lengths, room))
+    return together(result)
 
 
 def study_runs(
@@ -132,7 +132,7 @@ def study_runs(
     """Fit, score what was left out, and see what bars hold."""
     work = works(placed)
     versions = _versions(placed)
-    half = np.array([crc32(" ".join(each.run.configuration).encode()) % 2 for each in placed])
+    half = np.array([crc32(" ".join(item.run.configuration).encode()) % 2 for item in placed])
     ratios = np.zeros((len(METRICS), len(placed)))
     engines = []
     for version in _fitted_versions(versions):
@@ -159,40 +159,40 @@ def fit(work: RunWork, runs: Sequence[MeasuredRun]) -> tuple[EngineHost, BenchCl
 
     def misses(logs: Floats) -> Floats:
         values = np.exp(logs)
-        found = _times(served(work, EngineHost(*values[:3]), BenchClient(*values[3:])))
-        parts = [WEIGHTS[m] * np.nan_to_num(np.log(found[m] / measured[m])) for m in METRICS]
+        times = _times(served(work, EngineHost(*values[:3]), BenchClient(*values[3:])))
+        parts = [WEIGHTS[m] * np.nan_to_num(np.log(times[m] / measured[m])) for m in METRICS]
         return np.concatenate([*parts, PULL * (logs - usual)])
 
     best = None
     for burst in (0.15, 0.9):
         usual = np.log([*START[:3], burst, *START[4:]])
-        found = least_squares(misses, usual, loss="soft_l1", f_scale=0.1, diff_step=1e-3)
-        best = found if best is None or found.cost < best.cost else best
+        result = least_squares(misses, usual, loss="soft_l1", f_scale=0.1, diff_step=1e-3)
+        best = result if best is None or result.cost < best.cost else best
     assert best is not None
     values = [float(f"{value:.3g}") for value in np.exp(best.x)]
     return EngineHost(*values[:3]), BenchClient(*values[3:])
 
 
-def log_ratios(found: BenchReport, placed: Sequence[Placed], mask: Mask) -> Floats:
+def log_ratios(bench_report: BenchReport, placed: Sequence[Placed], mask: Mask) -> Floats:
     """log(measured time / predicted time) for every metric; NaN where nothing was measured."""
-    runs = [each.run for each, wanted in zip(placed, mask, strict=True) if wanted]
-    times = _times(found)
+    runs = [item.run for item, wanted in zip(placed, mask, strict=True) if wanted]
+    times = _times(bench_report)
     return np.stack([np.log(_measured(runs, metric) / times[metric]) for metric in METRICS])
 
 
 def run_scores(placed: Sequence[Placed], ratios: Floats) -> tuple[RunScore, ...]:
     """By kind, engine, format and degree, and over all of them."""
     groups: dict[tuple[str, str, str, int, int], list[int]] = {}
-    for i, each in enumerate(placed):
-        run, gpu = each.run, each.node.gpu.name
+    for i, item in enumerate(placed):
+        run, gpu = item.run, item.node.gpu.name
         keys = [
-            (each.kind, gpu, run.engine, each.bits, run.tp),
-            (each.kind, gpu, "", 0, 0),
+            (item.kind, gpu, run.engine, item.bits, run.tp),
+            (item.kind, gpu, "", 0, 0),
             ("", gpu, "", 0, run.tp),
         ]
         for key in keys:
             groups.setdefault(key, []).append(i)
-    found = []
+    result = []
     for (kind, gpu, engine, bits, tp), rows in sorted(groups.items()):
         for m, metric in enumerate(METRICS):
             part = ratios[m, rows]
@@ -202,19 +202,19 @@ def run_scores(placed: Sequence[Placed], ratios: Floats) -> tuple[RunScore, ...]
             off = np.exp(-part) - 1.0 if metric != "rate" else np.exp(part) - 1.0
             median, p90 = np.quantile(np.abs(off), [0.5, 0.9])
             figures = (round(float(v), 4) for v in (median, np.median(off), p90))
-            found.append(RunScore(metric, kind, gpu, engine, bits, tp, len(part), *figures))
-    return tuple(found)
+            result.append(RunScore(metric, kind, gpu, engine, bits, tp, len(part), *figures))
+    return tuple(result)
 
 
 def run_errors(placed: Sequence[Placed], ratios: Floats, mask: Mask | None = None) -> tuple[RunErrors, ...]:
     """Quantiles of every group that has runs and configurations enough."""
     groups: dict[tuple[str, int, int], list[int]] = {}
-    for i, each in enumerate(placed):
+    for i, item in enumerate(placed):
         if mask is None or mask[i]:
-            kind, bits, tp = each.kind, each.bits, each.run.tp
+            kind, bits, tp = item.kind, item.bits, item.run.tp
             for key in ((kind, bits, tp), (kind, bits, 0), (kind, 0, tp), (kind, 0, 0), ("", 0, 0)):
                 groups.setdefault(key, []).append(i)
-    found = []
+    result = []
     for key, rows in sorted(groups.items()):
         configurations = {placed[i].run.configuration for i in rows}
         enough = len(rows) >= LEAST_RUNS and len(configurations) >= LEAST_CONFIGURATIONS
@@ -223,8 +223,8 @@ def run_errors(placed: Sequence[Placed], ratios: Floats, mask: Mask | None = Non
             part = part[np.isfinite(part)]
             if len(part) and (enough or key == ("", 0, 0)):
                 at = tuple(round(float(v), 4) for v in np.quantile(part, _widened(len(configurations))))
-                found.append(RunErrors(metric, *key, len(part), at))
-    return tuple(found)
+                result.append(RunErrors(metric, *key, len(part), at))
+    return tuple(result)
 
 
 def _widened(configurations: int) -> Floats:
@@ -236,23 +236,27 @@ def _widened(configurations: int) -> Floats:
 
 def coverage(placed: Sequence[Placed], ratios: Floats) -> dict[str, float]:
     """Of left-out runs, how many lie within the bar of 80 % that errors of other configurations make."""
-    fold = np.array([crc32(" ".join(reversed(each.run.configuration)).encode()) % FOLDS for each in placed])
+    fold = np.array([crc32(" ".join(reversed(entry.run.configuration)).encode()) % FOLDS for entry in placed])
     inside: dict[str, list[bool]] = {}
     for k in range(FOLDS):
         made = ErrorBars(placed[0].node.gpu.name, run_errors(placed, ratios, fold != k), {})
         for i in np.flatnonzero(fold == k):
-            each = placed[int(i)]
+            item = placed[int(i)]
             for m, metric in enumerate(METRICS):
                 if np.isfinite(ratios[m, i]):
-                    within = bar(metric, each.model, each.run.tp, made.gpu, "measured", bars=made)
+                    within = bar(metric, item.model, item.run.tp, made.gpu, "measured", bars=made)
                     hit = bool(np.log(within.low) <= ratios[m, i] <= np.log(within.high))
-                    for name in (metric, f"{metric}, {each.kind}"):
+                    for name in (metric, f"{metric}, {item.kind}"):
                         inside.setdefault(name, []).append(hit)
     return {name: round(float(np.mean(hits)), 3) for name, hits in sorted(inside.items())}
 
 
-def _times(found: BenchReport) -> dict[Metric, Floats]:
-    return {"rate": 1.0 / found.requests_per_s, "ttft": found.ttft_s, "tpot": found.tpot_s}
+def _times(bench_report: BenchReport) -> dict[Metric, Floats]:
+    return {
+        "rate": 1.0 / bench_report.requests_per_s,
+        "ttft": bench_report.ttft_s,
+        "tpot": bench_report.tpot_s,
+    }
 
 
 def _measured(runs: Sequence[MeasuredRun], metric: Metric) -> Floats:
@@ -272,7 +276,7 @@ def numbers(version: str) -> tuple[int, ...]:
 def _versions(placed: Sequence[Placed]) -> NDArray[np.str_]:
     """Kind of model, engine and version of each run; where none is told, the newest of the engine's that are."""
     newest: dict[str, str] = {}
-    for run in (each.run for each in placed):
+    for run in (item.run for item in placed):
         newest[run.engine] = max(newest.get(run.engine, ""), run.version, key=numbers)
     return np.array([f"{p.kind} {p.run.engine} {p.run.version or newest[p.run.engine]}" for p in placed])
 
@@ -288,6 +292,6 @@ def _stand_in(version: str, versions: NDArray[np.str_]) -> str:
         return version
     kind, engine, _ = version.split(" ", 2)
     for like in (f"{kind} {engine} ", f"dense {engine} ", ""):
-        if found := [each for each in known if each.startswith(like)]:
-            return max(found, key=numbers)
+        if result := [item for item in known if item.startswith(like)]:
+            return max(result, key=numbers)
     raise AssertionError(version)

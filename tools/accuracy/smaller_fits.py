@@ -38,9 +38,9 @@ def fit_power(shares: dict[str, float], gpus: dict[str, Gpu]) -> PowerLimit:
         return np.concatenate([fit, 0.05 * (x[1:] - np.log(1.2)), [0.1 * (x[0] - np.log(0.95))]])
 
     start = np.log([0.95] + [1.2] * len(families))
-    found = power(least_squares(residuals, start, loss="soft_l1", f_scale=0.1).x)
-    energies = {family: round(value, 4) for family, value in found.watts_per_tflops.items()}
-    return PowerLimit(round(found.ceiling, 4), energies)
+    result = power(least_squares(residuals, start, loss="soft_l1", f_scale=0.1).x)
+    energies = {family: round(value, 4) for family, value in result.watts_per_tflops.items()}
+    return PowerLimit(round(result.ceiling, 4), energies)
 
 
 def layer_scales(folder: Path, gpus: dict[str, Gpu], calibration: Calibration) -> list[GpuScales]:
@@ -53,7 +53,7 @@ def layer_scales(folder: Path, gpus: dict[str, Gpu], calibration: Calibration) -
         raise InputError("data", f"{path.name} is not in the folder of measurements")
     with path.open() as file:
         rows = [row for row in csv.DictReader(file) if row["node"] in HELIX_GPUS and float(row["c1"]) > 0]
-    found = []
+    gpu_scale = []
     for node, name in HELIX_GPUS.items():
         gpu = gpus[name]
         if not calibration.gpus:
@@ -82,5 +82,5 @@ def layer_scales(folder: Path, gpus: dict[str, Gpu], calibration: Calibration) -
                     else replace(gemm, bandwidth=gemm.bandwidth * factor)
                 )
         scales = (float(gemm.compute), float(gemm.bandwidth), float(gemm.fixed_s))
-        found.append(GpuScales(name, tuple(float(f"{v:.4g}") for v in scales), coarse=True))  # type: ignore[arg-type]
-    return found
+        gpu_scale.append(GpuScales(name, tuple(float(f"{v:.4g}") for v in scales), coarse=True))  # type: ignore[arg-type]
+    return gpu_scale

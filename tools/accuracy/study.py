@@ -96,8 +96,8 @@ def study(
     scores = list(_calibrated(rows, chips, progress))
     for gpu in sorted({str(name) for name in rows["gemm"].gpu}):
         progress(f"without {gpu}")
-        found, calibration = _without_gpu(gpu, rows, gpus, chips, folder)
-        scores += found
+        result, calibration = _without_gpu(gpu, rows, gpus, chips, folder)
+        scores += result
         if any((part.gpu == gpu).any() for part in formats.values()):
             errors = left_out_errors(gpus[gpu], calibration, formats)
             scores += [_format_score("GPU left out", error) for error in errors]
@@ -139,8 +139,8 @@ def deviations(scores: Iterable[Score]) -> dict[Confidence, float]:
 
     A step sums many operators; what is wrong with a GPU is wrong with most of them, so nothing averages out.
     """
-    found = expected_errors(scores)
-    measured, transferred = found["measured"].median / 0.6745, found["transferred"].median / 0.6745
+    result = expected_errors(scores)
+    measured, transferred = result["measured"].median / 0.6745, result["transferred"].median / 0.6745
     return {
         "measured": round(measured, 3),
         "transferred": round(transferred, 3),
@@ -160,14 +160,14 @@ def expected_errors(scores: Iterable[Score]) -> dict[str, ExpectedError]:
 
 def _scores(question: Question, rows: Measurements, seconds: Floats, group: str = "") -> list[Score]:
     error = np.abs(seconds / rows.seconds - 1.0)
-    found = []
+    scores = []
     for kind, wanted in kinds_of(rows).items():
         for gpu, harness in sorted(set(keys_of(rows))):
             mask = wanted & (rows.gpu == gpu) & (rows.harness == harness)
             if mask.sum() >= 10:
                 median, p90 = (round(float(v), 4) for v in np.quantile(error[mask], [0.5, 0.9]))
-                found.append(Score(question, kind, gpu, harness, group, int(mask.sum()), median, p90))
-    return found
+                scores.append(Score(question, kind, gpu, harness, group, int(mask.sum()), median, p90))
+    return scores
 
 
 def _calibrated(
@@ -193,15 +193,15 @@ def _without_gpu(
     fits = {op: fit_operator(part.where(part.gpu != gpu), chips, sample=400) for op, part in rows.items()}
     calibration = build(fits, gpus, folder, leave_out=frozenset(SIBLINGS.get(gpu, {gpu})))
     curves = curves_for(gpus[gpu], calibration)
-    found = []
+    result = []
     for operator, part in rows.items():
         test = part.where(part.gpu == gpu)
         if operator == "stream" or not len(test):
             continue
         scales = {key: _carried(operator, key[1], curves, fits, calibration) for key in set(keys_of(test))}
         fit = OperatorFit(operator, fits[operator].shapes, scales)
-        found += _scores("GPU left out", test, fit.predict(test, chips))
-    return found, calibration
+        result += _scores("GPU left out", test, fit.predict(test, chips))
+    return result, calibration
 
 
 def _steps(question: Question, folder: Path, check: StepCheck, calibration: Calibration) -> list[Score]:
@@ -209,7 +209,7 @@ def _steps(question: Question, folder: Path, check: StepCheck, calibration: Cali
     timer = roofline(check.model, check.node, 1, calibration=calibration, host=NO_HOST)
     error = np.abs(timer.step_s(measured.batch) / measured.seconds - 1.0)
     prefill = measured.batch.chunk_new.sum(axis=1) > 0
-    found = []
+    steps = []
     kinds: tuple[tuple[Kind, NDArray[np.bool_]], ...] = (
         ("step with prefill", prefill),
         ("decode step", ~prefill),
@@ -217,8 +217,8 @@ def _steps(question: Question, folder: Path, check: StepCheck, calibration: Cali
     for kind, mask in kinds:
         median, p90 = (round(float(v), 4) for v in np.quantile(error[mask], [0.5, 0.9]))
         score = Score(question, kind, measured.gpu, "llmservingsim", "", int(mask.sum()), median, p90)
-        found.append(score)
-    return found
+        steps.append(score)
+    return steps
 
 
 def _collectives(folder: Path) -> list[Score]:
@@ -228,20 +228,29 @@ def _collectives(folder: Path) -> list[Score]:
     halves = [random.random(len(part.seconds)) < 0.5 for part in rows]
     seen = [part.where(mask) for part, mask in zip(rows, halves, strict=True)]
     fitted = fit_networks(folder, seen)
-    found = []
+    collectives = []
     for part, mask in zip(rows, halves, strict=True):
         link, rest = LINKS[part.gpu], part.where(~mask)
-        found.append(_link_score("calibrated", rest, predict(rest, link, fitted)))
+        collectives.append(_link_score("calibrated", rest, predict(rest, link, fitted)))
         if link.kind == "nvswitch":
             others = fit_networks(folder, [other for other in rows if other.gpu != part.gpu])
-            found.append(_link_score("GPU left out", part, predict(part, link, others)))
-    return found
+            collectives.append(_link_score("GPU left out", part, predict(part, link, others)))
+    return collectives
 
 
-def _format_score(question: Question, found: FormatScore) -> Score:
-    median, p90 = (round(float(v), 4) for v in np.quantile(found.errors, [0.5, 0.9]))
-    kind: Kind = found.kind  # type: ignore[assignment]
-    return Score(question, kind, found.gpu, "aiconfigurator", found.group, len(found.errors), median, p90)
+def _format_score(question: Question, format_score: FormatScore) -> Score:
+    median, p90 = (round(float(v), 4) for v in np.quantile(format_score.errors, [0.5, 0.9]))
+    kind: Kind = format_score.kind  # type: ignore[assignment]
+    return Score(
+        question,
+        kind,
+        format_score.gpu,
+        "aiconfigurator",
+        format_score.group,
+        len(format_score.errors),
+        median,
+        p90,
+    )
 
 
 def _link_score(question: Question, rows: Collectives, seconds: Floats) -> Score:
@@ -281,10 +290,10 @@ def _carried(
 
 def _without_model(rows: Measurements, chips: dict[str, ChipFigures]) -> list[Score]:
     """Only Vidur measured several models on one GPU."""
-    found: list[Score] = []
+    scores: list[Score] = []
     part = rows.where(rows.harness == "vidur")
     for model in sorted(set(map(str, part.group))):
         fit = fit_operator(part.where(part.group != model), chips)
         test = part.where(part.group == model)
-        found += _scores("model left out", test, fit.predict(test, chips), group=model)
-    return found
+        scores += _scores("model left out", test, fit.predict(test, chips), group=model)
+    return scores

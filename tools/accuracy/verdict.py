@@ -48,9 +48,9 @@ def verdict(placed: Sequence[Placed], engines: Sequence[EngineFit]) -> RunVerdic
     """Runs predicted with the host and client of their engine's newest version that is known."""
     ratios = np.zeros((len(METRICS), len(placed)))
     work = works(placed)
-    fits = [_fit(each, engines) for each in placed]
+    fits = [_fit(item, engines) for item in placed]
     for fit in dict.fromkeys(fits):
-        mine = np.array([each == fit for each in fits])
+        mine = np.array([item == fit for item in fits])
         ratios[:, mine] = log_ratios(served(work.where(mine), fit.host, fit.client), placed, mine)
     within: dict[str, float] = {}
     bias: dict[str, float] = {}
@@ -66,13 +66,13 @@ def verdict(placed: Sequence[Placed], engines: Sequence[EngineFit]) -> RunVerdic
 
 def _hit(metric: Metric, each: Placed, ratio: float) -> bool:
     timer = roofline(each.model, each.node, each.run.tp, ep=each.run.ep)
-    found = bar(metric, each.model, each.run.tp, each.node.gpu.name, timer.confidence, SHARE)
-    return log(found.low) <= ratio <= log(found.high)
+    result = bar(metric, each.model, each.run.tp, each.node.gpu.name, timer.confidence, SHARE)
+    return log(result.low) <= ratio <= log(result.high)
 
 
 def _fit(placed: Placed, engines: Sequence[EngineFit]) -> EngineFit:
     """Of the same engine and kind of model, the newest; else of the same kind; else of vLLM."""
     for like in ((placed.run.engine, placed.kind), (placed.run.engine, "dense"), ("vllm", placed.kind)):
-        if found := [each for each in engines if (each.engine, each.kind) == like]:
-            return max(found, key=lambda each: numbers(each.version))
+        if result := [item for item in engines if (item.engine, item.kind) == like]:
+            return max(result, key=lambda each: numbers(each.version))
     return engines[-1]

@@ -120,8 +120,8 @@ def _moved(page: str, target: str, into: Path) -> str:
     if place.startswith("files/") and (ROOT / path).is_file():
         (into / place).parent.mkdir(parents=True, exist_ok=True)
         shutil.copy(ROOT / path, into / place)
-    found = posixpath.relpath(place, posixpath.dirname(place_of(page)) or ".")
-    return f"{found}#{anchor}" if anchor else found
+    result = posixpath.relpath(place, posixpath.dirname(place_of(page)) or ".")
+    return f"{result}#{anchor}" if anchor else result
 
 
 def _pointing(text: str, page: str) -> str:
@@ -129,17 +129,17 @@ def _pointing(text: str, page: str) -> str:
     up = posixpath.relpath(".", posixpath.dirname(page) or ".")
     seen: set[str] = set()
 
-    def command(found: re.Match[str]) -> str:
-        name = found[1]
+    def command(result: re.Match[str]) -> str:
+        name = result[1]
         if name in seen or name not in COMMANDS or page == f"docs/commands/{name}.md":
-            return found[0]
+            return result[0]
         seen.add(name)
-        return f"[{found[0]}]({up}/docs/commands/{name}.md)"
+        return f"[{result[0]}]({up}/docs/commands/{name}.md)"
 
     def line(words: str) -> str:
         if words.startswith("#"):
             return words
-        words = BARE.sub(lambda found: f"[{found[1]}]({up}/{found[0]})", words)
+        words = BARE.sub(lambda outcome: f"[{outcome[1]}]({up}/{outcome[0]})", words)
         return CALLED.sub(command, words)
 
     return outside_code(text, line)
@@ -169,8 +169,8 @@ def _tables() -> dict[str, str]:
 
 
 def _decisions() -> str:
-    found = sorted(path.name for path in (ROOT / "docs/decisions").glob("*.md"))
-    tree = "\n".join(["```{toctree}", ":titlesonly:", "", *found, "```"])
+    paths = sorted(path.name for path in (ROOT / "docs/decisions").glob("*.md"))
+    tree = "\n".join(["```{toctree}", ":titlesonly:", "", *paths, "```"])
     return f"# Decisions\n\nChoices that others may question, half a page each.\n\n{tree}\n"
 
 
@@ -182,8 +182,8 @@ def _write(path: Path, text: str) -> None:
 def unlinked(cover: str) -> set[str]:
     """Written pages that no section of the cover has."""
     known = {page for _, pages in sections(cover) for page in pages}
-    found = {place_of(page) for page in written()}
-    return {page for page in found - known if not page.startswith("decisions/") and page != "index.md"}
+    result = {place_of(page) for page in written()}
+    return {page for page in result - known if not page.startswith("decisions/") and page != "index.md"}
 
 
 def broken_links(root: Path, pages: Iterable[str]) -> Iterator[str]:

@@ -47,9 +47,9 @@ def pages() -> dict[str, str]:
         texts.setdefault(words[0], []).append(
             f"{level} potluck {' '.join(words)}\n\n{_told(command, context)}"
         )
-    found = {f"commands/{name}.md": "\n".join(parts) for name, parts in texts.items()}
-    found["commands/index.md"] = _index()
-    return found
+    result = {f"commands/{name}.md": "\n".join(parts) for name, parts in texts.items()}
+    result["commands/index.md"] = _index()
+    return result
 
 
 def _index() -> str:
@@ -83,22 +83,22 @@ def _told(command: click.Command, context: click.Context) -> str:
     usage = " ".join(command.collect_usage_pieces(context))
     lines = ["```text", f"{context.command_path} {usage}", "```", "", *_help(command), ""]
     options = [
-        each for each in command.get_params(context) if isinstance(each, click.Option) and not each.hidden
+        param for param in command.get_params(context) if isinstance(param, click.Option) and not param.hidden
     ]
     if options:
         lines += ["| option | what it is | default |", "|---|---|---|"]
-        lines += [_row(each, context) for each in options if "--help" not in each.opts]
+        lines += [_row(option, context) for option in options if "--help" not in option.opts]
     return "\n".join(lines) + "\n"
 
 
 def _help(command: click.Command) -> list[str]:
     """A command's words: paragraphs, and those marked as they are (\\b) as blocks."""
-    found: list[str] = []
+    result: list[str] = []
     for part in re.split(r"\n\s*\n", inspect.cleandoc(command.help or "")):
         if part.startswith("\b"):
             title, *rest = part.split("\n")[1:]
             heading, block = ([title], rest) if title.endswith(":") and rest else ([], [title, *rest])
-            found += [
+            result += [
                 *heading,
                 "",
                 "```console",
@@ -107,27 +107,27 @@ def _help(command: click.Command) -> list[str]:
                 "",
             ]
         else:
-            found += [_escaped(" ".join(part.split())), ""]
-    return found
+            result += [_escaped(" ".join(part.split())), ""]
+    return result
 
 
 def _row(option: click.Option, context: click.Context) -> str:
     kind = "" if option.is_flag or option.count else f" {option.make_metavar(context)}"
     names = ", ".join(f"`{name}{kind}`" for name in option.opts)
     names += "".join(f", `{name}`" for name in option.secondary_opts)
-    said = [_escaped(option.help or "")]
+    text = [_escaped(option.help or "")]
     if isinstance(option.type, click.IntRange | click.FloatRange) and "<=" not in kind:
-        said.append(f"({option.type._describe_range()})")
-    said.append("Several may be given." if option.multiple else "")
-    return _cells(names, " ".join(each for each in said if each), _default(option, context))
+        text.append(f"({option.type._describe_range()})")
+    text.append("Several may be given." if option.multiple else "")
+    return _cells(names, " ".join(item for item in text if item), _default(option, context))
 
 
 def _default(option: click.Option, context: click.Context) -> str:
-    said = option.get_default(context, call=False)
-    if said is True:
+    default = option.get_default(context, call=False)
+    if default is True:
         return f"`{option.opts[0]}`"
-    plain = isinstance(said, str | int | float) and said is not False and said != ""
-    return f"`{said}`" if plain else ""
+    plain = isinstance(default, str | int | float) and default is not False and default != ""
+    return f"`{default}`" if plain else ""
 
 
 def _cells(*cells: str) -> str:

@@ -30,15 +30,15 @@ class Entry:
 
 def entries(page: str) -> list[Entry]:
     """All rows of the glossary's tables."""
-    found: list[Entry] = []
+    result: list[Entry] = []
     section = ""
     for line in page.splitlines():
         if line.startswith("## "):
             section = line[3:]
         elif line.startswith("| ") and not line.startswith("| word |"):
             words, meaning = (cell.strip() for cell in line.strip().strip("|").split("|"))
-            found.append(Entry(section, tuple(word.strip() for word in words.split(", ")), meaning))
-    return found
+            result.append(Entry(section, tuple(word.strip() for word in words.split(", ")), meaning))
+    return result
 
 
 def as_directive(page: str) -> str:
@@ -70,21 +70,21 @@ def linked(page: str, words: dict[str, str]) -> str:
             return text
         kept: list[str] = []
 
-        def keep(found: re.Match[str]) -> str:
-            kept.append(found[0])
+        def keep(answer: re.Match[str]) -> str:
+            kept.append(answer[0])
             return f"\0{len(kept) - 1}\0"
 
         text = _KEPT.sub(keep, text)
         for word in [word for word in left if word in text]:
-            found = re.search(rf"(?<![\w-]){re.escape(word)}(?![\w-])", text)
-            if found and word in left:
+            outcome = re.search(rf"(?<![\w-]){re.escape(word)}(?![\w-])", text)
+            if outcome and word in left:
                 entry = left.pop(word)
                 for other in [other for other, same in left.items() if same == entry]:
                     del left[other]
                 kept.append(f"{{term}}`{word} <{entry}>`")
-                text = f"{text[: found.start()]}\0{len(kept) - 1}\0{text[found.end() :]}"
+                text = f"{text[: outcome.start()]}\0{len(kept) - 1}\0{text[outcome.end() :]}"
         while "\0" in text:
-            text = re.sub("\0(\\d+)\0", lambda found: kept[int(found[1])], text)
+            text = re.sub("\0(\\d+)\0", lambda result: kept[int(result[1])], text)
         return text
 
     return outside_code(page, line)

@@ -24,8 +24,8 @@ COMMAND = ("plan", "potluck.yaml", "--out", "plan.json")
 def spec() -> str:
     """The one file that the tutorial lets its reader write."""
     text = (ROOT / "docs" / "tutorial.md").read_text("utf-8")
-    (found,) = [block.text for block in blocks(text) if block.language == "yaml"]
-    return found
+    (result,) = [block.text for block in blocks(text) if block.language == "yaml"]
+    return result
 
 
 def in_page() -> str:
@@ -35,8 +35,8 @@ def in_page() -> str:
 
 def heads(output: str) -> list[list[str]]:
     """The columns of each table that was printed."""
-    found = [above for above, below in pairwise(output.splitlines()) if below.startswith("───")]
-    return [re.split(r"\s{2,}", line.strip()) for line in found]
+    result = [above for above, below in pairwise(output.splitlines()) if below.startswith("───")]
+    return [re.split(r"\s{2,}", line.strip()) for line in result]
 
 
 def printed() -> str:

@@ -39,13 +39,13 @@ def calls(page: str) -> Iterator[Call]:
         if block.language in ("", "console", "sh"):
             text = block.text.replace("\\\n", " ")
             for offset, line in enumerate(text.splitlines()):
-                found = CALL.match(line)
-                if found:
-                    yield from _call(block.line + offset, found["words"], True)
+                result = CALL.match(line)
+                if result:
+                    yield from _call(block.line + offset, result["words"], True)
     for line, phrase in phrases(page):
-        found = CALL.match(phrase)
-        if found:
-            yield from _call(line, found["words"], False)
+        result = CALL.match(phrase)
+        if result:
+            yield from _call(line, result["words"], False)
 
 
 def _call(line: int, text: str, whole: bool) -> Iterator[Call]:
@@ -76,10 +76,10 @@ def trouble(call: Call, root: Path) -> str | None:
     try:
         while isinstance(command, click.Group) and words and not words[0].startswith("-"):
             name = words.pop(0)
-            found = command.get_command(context, name)
-            if found is None:
+            result = command.get_command(context, name)
+            if result is None:
                 return f"there is no {context.command_path} {name}"
-            command = found
+            command = result
             context = click.Context(command, info_name=name, parent=context)
         if isinstance(command, click.Group):
             return None
@@ -90,12 +90,12 @@ def trouble(call: Call, root: Path) -> str | None:
     except (click.exceptions.Exit, click.exceptions.NoArgsIsHelpError):
         return None
     except click.ClickException as error:
-        said = error.format_message()
-        if "does not exist" in said:
+        text = error.format_message()
+        if "does not exist" in text:
             return None  # a file of the reader's own
-        named = any(word.isupper() and f"'{word}' is not " in said for word in call.words)
-        cut = "requires an argument" in said
-        return None if not call.whole and (named or cut) else said
+        named = any(word.isupper() and f"'{word}' is not " in text for word in call.words)
+        cut = "requires an argument" in text
+        return None if not call.whole and (named or cut) else text
     return None
 
 
@@ -154,8 +154,8 @@ def same(said: str, printed: str) -> bool:
 
 def alike(said: str, printed: str, home: str) -> bool:
     """Whether an output is what is shown but for figures that nobody can foresee, and where lines are folded."""
-    for each in SOMETIMES:
-        printed = each.sub("", printed)
+    for sometime in SOMETIMES:
+        printed = sometime.sub("", printed)
     wanted, at = "", 0
     text = said.strip().replace(HOME, home)
     for piece in _PIECE.finditer(text):

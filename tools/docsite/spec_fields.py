@@ -52,28 +52,26 @@ def sections() -> list[type[Written]]:
 
 
 def section(name: str) -> type[Written]:
-    found = getattr(schema, name, None)
-    if isinstance(found, type) and issubclass(found, Written):
-        return found
+    result = getattr(schema, name, None)
+    if isinstance(result, type) and issubclass(result, Written):
+        return result
     raise KeyError(f"{WORDS.name}: {name} is no section of the schema")
 
 
 def all_sections() -> set[str]:
     """Names of all mappings that a person may write."""
-    found = {
-        name: each
-        for name, each in vars(schema).items()
-        if isinstance(each, type) and issubclass(each, Written)
+    result = {
+        name: var for name, var in vars(schema).items() if isinstance(var, type) and issubclass(var, Written)
     }
     roots = {"Written", "FleetSpecIn"}  # what all are made of; the same as SpecIn
-    return set(found) - roots
+    return set(result) - roots
 
 
 @cache
 def words() -> dict[str, Any]:
-    found = yaml.safe_load(WORDS.read_text("utf-8"))
-    assert isinstance(found, dict)
-    return found
+    result = yaml.safe_load(WORDS.read_text("utf-8"))
+    assert isinstance(result, dict)
+    return result
 
 
 def written_name(name: str, field: FieldInfo) -> tuple[str, ...]:
@@ -98,7 +96,7 @@ def docstrings(kind: type) -> dict[str, str]:
     """The text below each attribute of a class."""
     body = ast.parse(textwrap.dedent(inspect.getsource(kind))).body[0]
     assert isinstance(body, ast.ClassDef)
-    found: dict[str, str] = {}
+    result: dict[str, str] = {}
     for before, after in zip(body.body, body.body[1:], strict=False):
         text = (
             after.value.value
@@ -110,27 +108,29 @@ def docstrings(kind: type) -> dict[str, str]:
             and isinstance(before.target, ast.Name)
             and isinstance(text, str)
         ):
-            found[before.target.id] = " ".join(text.split())
-    return found
+            result[before.target.id] = " ".join(text.split())
+    return result
 
 
 def rows(kind: type[Written]) -> list[FieldText]:
     """The fields of one section; words that are missing everywhere are an error."""
-    told = words()[kind.__name__]["fields"]
+    word = words()[kind.__name__]["fields"]
     shapes = kind.model_json_schema(by_alias=True)
     value = VALUES.get(kind.__name__)
-    defaults = {each.name: each.default for each in fields(value)} if value else {}
-    found = []
+    defaults = {item.name: item.default for item in fields(value)} if value else {}
+    field_texts = []
     for written, name in field_names(kind).items():
         field = kind.model_fields[name]
-        says = told[written].get("says") or docstrings(value or kind).get(name)
+        says = word[written].get("says") or docstrings(value or kind).get(name)
         if not says:
             raise KeyError(f"{WORDS.name}: {kind.__name__}.{written} needs `says`")
         names = written_name(name, field)
         shape = shapes["properties"][written]
         default = "needed" if field.is_required() else _default(field, defaults.get(name))
-        found.append(FieldText(written, names[1:], says, _kind(shape), default, told[written]["example"]))
-    return found
+        field_texts.append(
+            FieldText(written, names[1:], says, _kind(shape), default, word[written]["example"])
+        )
+    return field_texts
 
 
 def _default(field: FieldInfo, value: object) -> str:
@@ -151,11 +151,11 @@ def _kind(shape: dict[str, Any]) -> str:
         return _section_link(shape["$ref"].rpartition("/")[2])
     for key in ("anyOf", "oneOf"):
         if key in shape:
-            return " or ".join(_kind(each) for each in shape[key] if each.get("type") != "null")
+            return " or ".join(_kind(item) for item in shape[key] if item.get("type") != "null")
     if "const" in shape:
         return f"`{shape['const']}`"
     if "enum" in shape:
-        return "one of " + ", ".join(f"`{each}`" for each in shape["enum"])
+        return "one of " + ", ".join(f"`{item}`" for item in shape["enum"])
     if shape.get("type") == "array":
         least, most = shape.get("minItems"), shape.get("maxItems")
         many = f"{least} " if least and least == most else ""
@@ -168,7 +168,7 @@ def _kind(shape: dict[str, Any]) -> str:
 
 def _plain(shape: dict[str, Any]) -> str:
     kind = {"number": "number", "integer": "whole number", "string": "text", "boolean": "true or false"}
-    said = kind.get(shape.get("type", ""), "number or matrix")
+    text = kind.get(shape.get("type", ""), "number or matrix")
     bounds = (
         ("exclusiveMinimum", "above"),
         ("minimum", "from"),
@@ -176,7 +176,7 @@ def _plain(shape: dict[str, Any]) -> str:
         ("maximum", "up to"),
     )
     limits = [f"{word} {shape[key]:,g}" for key, word in bounds if key in shape]
-    return f"{said} {', '.join(limits)}" if limits else said
+    return f"{text} {', '.join(limits)}" if limits else text
 
 
 def _section_link(name: str) -> str:
@@ -209,9 +209,9 @@ def pages() -> dict[str, str]:
             default = (
                 "; needed" if row.default == "needed" else f"; default {row.default}" if row.default else ""
             )
-            told = f"{row.says}<br>*{row.kind}{default}*<br>`{shown(row.example)}`"
+            text = f"{row.says}<br>*{row.kind}{default}*<br>`{shown(row.example)}`"
             lines.append(
-                "| " + " | ".join(each.replace("|", "\\|") for each in (f"`{row.name}`{also}", told)) + " |"
+                "| " + " | ".join(item.replace("|", "\\|") for item in (f"`{row.name}`{also}", text)) + " |"
             )
         parts.append("\n".join(lines) + "\n")
     return {"reference/spec.md": "\n".join(parts)}

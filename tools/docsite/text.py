@@ -65,16 +65,16 @@ def phrases(text: str) -> Iterator[tuple[int, str]]:
 
 def headings(text: str) -> list[tuple[int, str]]:
     """Level and words of every heading."""
-    found: list[tuple[int, str]] = []
+    result: list[tuple[int, str]] = []
     level = 0
     for token in _PARSER.parse(text):
         if token.type == "heading_open":
             level = int(token.tag[1:])
         elif token.type == "inline" and level:
             words = (child.content for child in token.children or () if child.type in ("text", "code_inline"))
-            found.append((level, "".join(words)))
+            result.append((level, "".join(words)))
             level = 0
-    return found
+    return result
 
 
 def slug(words: str) -> str:
@@ -85,13 +85,13 @@ def slug(words: str) -> str:
 
 def anchors(text: str) -> set[str]:
     """All anchors of a page: those that are written, and headings; the second one of a name gets a number."""
-    found = set(re.findall(r"^\(([\w-]+)\)=$", text, flags=re.MULTILINE))
+    matches = set(re.findall(r"^\(([\w-]+)\)=$", text, flags=re.MULTILINE))
     for _, words in headings(text):
         name, number = slug(words), 0
-        while (unique := f"{name}-{number}" if number else name) in found:
+        while (unique := f"{name}-{number}" if number else name) in matches:
             number += 1
-        found.add(unique)
-    return found
+        matches.add(unique)
+    return matches
 
 
 def outside_code(text: str, change: Callable[[str], str]) -> str:
@@ -118,6 +118,6 @@ def relinked(text: str, change: Callable[[str], str]) -> str:
     """The page with the target of every link changed."""
 
     def line(words: str) -> str:
-        return LINK.sub(lambda found: found[1] + change(found[2]) + found[3], words)
+        return LINK.sub(lambda result: result[1] + change(result[2]) + result[3], words)
 
     return outside_code(text, line)

@@ -58,12 +58,12 @@ def _classes(hint: Any) -> Iterator[type]:
 
 
 def _section(kind: type) -> str:
-    hints, said = get_type_hints(kind), docstrings(kind)
+    hints, message = get_type_hints(kind), docstrings(kind)
     text = " ".join((inspect.getdoc(kind) or "").split("\n\n")[0].split())
     lines = [f"(value-{kind.__name__.lower()})=", f"### {kind.__name__}", "", text, ""]
     lines += ["| field | what it is | kind | default |", "|---|---|---|---|"]
     for field in fields(kind):
-        cells = (f"`{field.name}`", said.get(field.name, ""), _kind(hints[field.name]), _default(field))
+        cells = (f"`{field.name}`", message.get(field.name, ""), _kind(hints[field.name]), _default(field))
         lines.append("| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |")
     return "\n".join(lines) + "\n"
 
@@ -71,11 +71,11 @@ def _section(kind: type) -> str:
 def _kind(hint: Any) -> str:
     origin, inner = get_origin(hint), get_args(hint)
     if origin in (Union, types.UnionType):
-        return " or ".join("null" if each is type(None) else _kind(each) for each in inner)
+        return " or ".join("null" if item is type(None) else _kind(item) for item in inner)
     if origin is Literal:
-        return ", ".join(f"`{each}`" for each in inner)
+        return ", ".join(f"`{item}`" for item in inner)
     if origin is tuple:
-        shown = [_kind(each) for each in inner if each is not ...]
+        shown = [_kind(item) for item in inner if item is not ...]
         return f"list of {shown[0]}" if ... in inner else "list: " + ", ".join(shown)
     if origin is dict or (origin is not None and issubclass(origin, dict)):
         return f"{_kind(inner[0])} to {_kind(inner[1])}"

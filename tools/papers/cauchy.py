@@ -130,14 +130,14 @@ def latencies(
     problem: ResolvedPlan, load: Load, policy: Policy, rate_per_s: float, effort: Effort
 ) -> Latencies:
     """At one rate, averaged over seeds."""
-    found = []
+    result = []
     for seed in effort.seeds:
         total = _summary(problem, load.requests(rate_per_s, effort.spans, seed), policy).total
         assert total.e2e_s is not None
         assert total.ttft_s is not None
         assert total.tbt_s is not None
-        found.append((total.e2e_s.mean, total.ttft_s.mean, total.tbt_s.mean))
-    return Latencies(*np.mean(found, axis=0).tolist())
+        result.append((total.e2e_s.mean, total.ttft_s.mean, total.tbt_s.mean))
+    return Latencies(*np.mean(result, axis=0).tolist())
 
 
 def combo_goodputs(load: Load, effort: Effort) -> list[float]:
@@ -151,14 +151,14 @@ def combo_goodputs(load: Load, effort: Effort) -> list[float]:
 def figure9_latencies(load: Load, effort: Effort) -> tuple[float, dict[str, Latencies]]:
     """The rate, and the mean latencies of each way to choose a combo."""
     goodputs = combo_goodputs(load, effort)
-    total_per_s = sum(each * count for each, (_, count) in zip(goodputs, COMBOS, strict=True))
+    total_per_s = sum(goodput * count for goodput, (_, count) in zip(goodputs, COMBOS, strict=True))
     problem = figure9_problem(load, goodputs)
     rate_per_s = LOAD_SHARE * total_per_s
-    found: dict[str, Latencies] = {}
+    result: dict[str, Latencies] = {}
     for balance in BALANCES:
         policy = Policy(balance=balance, admission=False, opportunistic=False)
-        found[balance] = latencies(problem, load, policy, rate_per_s, effort)
-    return rate_per_s, found
+        result[balance] = latencies(problem, load, policy, rate_per_s, effort)
+    return rate_per_s, result
 
 
 def _goodput(problem: ResolvedPlan, load: Load, policy: Policy, effort: Effort, seed: int) -> float:
@@ -208,7 +208,7 @@ def _named(name: str, weight_per_s: float) -> Template:
 def _problem(load: Load, fleet: Sequence[tuple[Template, int]]) -> ResolvedPlan:
     where = [_node("H800"), _node("H20"), _node("A800-PCIe"), _node("A800-PCIe", 2)]
     engine = EngineSetup(slots=SLOTS, host=FITTED_HOST)
-    engines = {(each.name, index): engine for each, _ in fleet for index in range(len(each.replicas))}
+    engines = {(item.name, index): engine for item, _ in fleet for index in range(len(item.replicas))}
     return fleets.problem(
         MODEL, where, fleet, engines, load.mean_tokens, slo=load.slo, price_usd_per_h=PRICES_USD_PER_H
     )

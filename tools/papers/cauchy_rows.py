@@ -74,8 +74,8 @@ class CauchyMeasured:
 
     def figure9_change(self, load: str, against: str) -> float:
         """Of the mean latency, with turns by goodput."""
-        found = self.figure9[load][1]
-        return _change((found[against].e2e_s, found["goodput"].e2e_s))
+        result = self.figure9[load][1]
+        return _change((result[against].e2e_s, result["goodput"].e2e_s))
 
 
 def measure(effort: Effort, said: Said = quiet) -> CauchyMeasured:
@@ -99,15 +99,15 @@ def reproduce(effort: Effort, said: Said = quiet) -> Reproduction:
 
 
 def rows(measured: CauchyMeasured) -> tuple[Row, ...]:
-    found = []
+    result = []
     for decodes, pair in measured.table3.items():
-        found += _table3_rows(decodes, pair)
+        result += _table3_rows(decodes, pair)
     for load, (rate_per_s, by_balance) in measured.figure9.items():
         where = f"{load}, {rate_per_s:.3g} requests/s"
-        for balance, each in by_balance.items():
+        for balance, item in by_balance.items():
             note = "drawn, not printed"
-            found.append(
-                Row("Figure 9", f"{where}, {balance}", "mean E2E latency", "s", None, each.e2e_s, note)
+            result.append(
+                Row("Figure 9", f"{where}, {balance}", "mean E2E latency", "s", None, item.e2e_s, note)
             )
         for against in by_balance:
             if against != "goodput":
@@ -115,8 +115,8 @@ def rows(measured: CauchyMeasured) -> tuple[Row, ...]:
                 note = FIGURE9_TEXT.get((load, against), "")
                 label = f"mean E2E latency, goodput against {against}"
                 published = FIGURE9.get((load, against))
-                found.append(Row("Figure 9", where, label, "change", published, ours, note))
-    return tuple(found)
+                result.append(Row("Figure 9", where, label, "change", published, ours, note))
+    return tuple(result)
 
 
 def _table3_rows(decodes: int, pair: Pair) -> list[Row]:
@@ -133,15 +133,17 @@ def _table3_rows(decodes: int, pair: Pair) -> list[Row]:
         ("mean TTFT", "s", published.ttft_s, (basic.ttft_s, other.ttft_s), at),
         ("mean TBT", "s", published.tbt_s, (basic.tbt_s, other.tbt_s), at),
     )
-    found = []
+    table3_rows = []
     for metric, unit, theirs, ours, note in figures:
         for place, way in enumerate(("round robin", "opportunistic")):
-            found.append(
+            table3_rows.append(
                 Row("Table 3", f"1P{decodes}D, {way}", metric, unit, theirs[place], ours[place], note)
             )
         label = f"{metric}, opportunistic against round robin"
-        found.append(Row("Table 3", f"1P{decodes}D", label, "change", _change(theirs), _change(ours), note))
-    return found
+        table3_rows.append(
+            Row("Table 3", f"1P{decodes}D", label, "change", _change(theirs), _change(ours), note)
+        )
+    return table3_rows
 
 
 def _change(pair: tuple[float, float]) -> float:

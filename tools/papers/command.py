@@ -16,8 +16,8 @@ STAGES = {"cauchy": 6, "cronus": 8}
 
 def reproduce(paper: str, folder: Path | None, quick: bool, seed: int, as_json: bool) -> None:
     """Run a paper's experiments and print its figures beside ours."""
-    with progress(STAGES[paper]) as said:
-        result = _cauchy(quick, seed, said) if paper == "cauchy" else _cronus(folder, quick, seed, said)
+    with progress(STAGES[paper]) as text:
+        result = _cauchy(quick, seed, text) if paper == "cauchy" else _cronus(folder, quick, seed, text)
     if as_json:
         emit_json({"paper": result.paper, "rows": [asdict(row) for row in result.rows]})
         return

@@ -119,7 +119,7 @@ def trace_requests(path: Path) -> RequestLengthList:
     if len(trace) < REQUESTS:
         raise InputError(str(path), f"has {len(trace)} requests, not {REQUESTS}")
     lengths = (trace.input_tokens[:REQUESTS], trace.output_tokens[:REQUESTS])
-    prompt, output = (each.astype(np.int64) for each in lengths)
+    prompt, output = (length.astype(np.int64) for length in lengths)
     return RequestLengthList(prompt, output, f"the first {REQUESTS} of {path.name}")
 
 
@@ -197,14 +197,14 @@ def _nodes(low: str) -> tuple[NodeType, NodeType]:
 def _problem(setting: Setting, approach: str, host: EngineHost) -> ResolvedPlan:
     where = _nodes(setting.low)
     fleet, engines = _fleet(setting, approach, host)
-    return fleets.problem(setting.model, where, [(each, 1) for each in fleet], engines, MEAN_TOKENS)
+    return fleets.problem(setting.model, where, [(item, 1) for item in fleet], engines, MEAN_TOKENS)
 
 
 def _fleet(
     setting: Setting, approach: str, host: EngineHost
 ) -> tuple[list[Template], dict[tuple[str, int], EngineSetup]]:
     high, low = _nodes(setting.low)
-    on_high, on_low = (fleets.alone(each, setting.model) for each in (high, low))
+    on_high, on_low = (fleets.alone(item, setting.model) for item in (high, low))
     chunked = EngineSetup(CHUNK_TOKENS, SLOTS, host)
     if approach == DP:
         fleet = [

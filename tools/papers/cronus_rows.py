@@ -63,7 +63,7 @@ class CronusMeasured:
 
     def reduction(self, setting: str, rate: str, metric: str, other: str) -> float | None:
         """By how much Cronus's figure is below another's, as a share of it; None where that was not run."""
-        mine, theirs = (self.latencies.get((setting, rate, each)) for each in (CRONUS, other))
+        mine, theirs = (self.latencies.get((setting, rate, item)) for item in (CRONUS, other))
         if mine is None or theirs is None:
             return None
         return 1.0 - _p99(mine, metric) / _p99(theirs, metric)
@@ -77,22 +77,22 @@ def measure(
     fitted_only: bool = False,
 ) -> CronusMeasured:
     """Run everything, or only what the fitted host time is used for."""
-    fitted, plain, serial, found = {}, {}, {}, {}
+    fitted, plain, serial, result = {}, {}, {}, {}
     for setting in settings:
         said(f"CRONUS, {setting.name}: throughput")
         name = setting.name
-        fitted[name] = {each: throughput_per_s(setting, each, requests) for each in APPROACHES}
+        fitted[name] = {item: throughput_per_s(setting, item, requests) for item in APPROACHES}
         if not fitted_only:
             plain[name] = {
-                each: throughput_per_s(setting, each, requests, DEFAULT_HOST) for each in APPROACHES
+                item: throughput_per_s(setting, item, requests, DEFAULT_HOST) for item in APPROACHES
             }
             serial[name] = throughput_per_s(setting, SERIAL_PP, requests)
         said(f"CRONUS, {setting.name}: latencies")
         for rate, rate_per_s in rates_per_s(fitted[name]).items():
-            for each in APPROACHES:
-                if fitted[name][each] > rate_per_s:
-                    found[name, rate, each] = latency(setting, each, requests, rate_per_s)
-    return CronusMeasured(fitted, plain, serial, found)
+            for approach in APPROACHES:
+                if fitted[name][approach] > rate_per_s:
+                    result[name, rate, approach] = latency(setting, approach, requests, rate_per_s)
+    return CronusMeasured(fitted, plain, serial, result)
 
 
 def rates_per_s(throughputs: Mapping[str, float]) -> dict[str, float]:
@@ -104,9 +104,11 @@ def rates_per_s(throughputs: Mapping[str, float]) -> dict[str, float]:
 
 def largest_reduction(measured: CronusMeasured, metric: str, other: str, low: str) -> float | None:
     """Over settings with that low-end GPU and both rates: the paper's "up to"; None where none was run."""
-    names = [each.name for each in SETTINGS if each.name in measured.fitted and low in ("", each.low)]
-    found = [measured.reduction(name, rate, metric, other) for name in names for rate in (EASY, BUSY)]
-    return max((each for each in found if each is not None), default=None)
+    names = [
+        setting.name for setting in SETTINGS if setting.name in measured.fitted and low in ("", setting.low)
+    ]
+    result = [measured.reduction(name, rate, metric, other) for name in names for rate in (EASY, BUSY)]
+    return max((item for item in result if item is not None), default=None)
 
 
 def order_inversions(measured: CronusMeasured, without: str = "", tie: float = 0.0) -> int:
@@ -132,7 +134,7 @@ def rows(measured: CronusMeasured, requests: RequestLengthList) -> tuple[Row, ..
 
 
 def _throughput_rows(measured: CronusMeasured, requests: RequestLengthList) -> list[Row]:
-    found = []
+    throughput_rows = []
     unit, fitted_ms, plain = "requests/s", FITTED_HOST_S * 1e3, DEFAULT_HOST
     for title, values, basis in (
         ("Table 2", measured.fitted, f"host {fitted_ms:g} ms a step, fitted on DP, {SETTINGS[0].name}"),
@@ -142,24 +144,26 @@ def _throughput_rows(measured: CronusMeasured, requests: RequestLengthList) -> l
             f"host {plain.fixed_s * 1e3:g} ms a step, {plain.sequence_s * 1e3:g} a sequence",
         ),
     ):
-        for setting in (each for each in SETTINGS if each.name in values):
+        for setting in (item for item in SETTINGS if item.name in values):
             for approach in APPROACHES:
                 ours, published = values[setting.name][approach], setting.published_per_s[approach]
                 far = abs(ours / published - 1.0) > 0.25
                 note = WHY[approach] if far and approach in WHY else f"{basis}; {requests.source}"
-                found.append(
+                throughput_rows.append(
                     Row(title, f"{setting.name}, {approach}", "max throughput", unit, published, ours, note)
                 )
     note = "chosen after seeing the rows above; counts in no target"
-    for setting in (each for each in SETTINGS if each.name in measured.serial_per_s):
+    for setting in (item for item in SETTINGS if item.name in measured.serial_per_s):
         where, ours = f"{setting.name}, {SERIAL_PP}", measured.serial_per_s[setting.name]
         published = setting.published_per_s[PP]
-        found.append(Row("Table 2, a guess at PP", where, "max throughput", unit, published, ours, note))
-    return found
+        throughput_rows.append(
+            Row("Table 2, a guess at PP", where, "max throughput", unit, published, ours, note)
+        )
+    return throughput_rows
 
 
 def _latency_rows(measured: CronusMeasured) -> list[Row]:
-    found = []
+    latency_rows = []
     for metric, other, low, published in CLAIMS:
         ours = largest_reduction(measured, metric, other, low)
         if ours is None:
@@ -167,26 +171,26 @@ def _latency_rows(measured: CronusMeasured) -> list[Row]:
         where = f"A100+{low}" if low else "all settings"
         label = f"{metric.upper()} p99, Cronus below {other}, up to"
         note = "largest over settings and the two rates; the paper prints no rates"
-        found.append(Row("Figure 4", where, label, "share", published, ours, note))
-    for (setting, rate, approach), each in measured.latencies.items():
-        where = f"{setting}, {approach}, {rate}: {each.rate_per_s:.2f} requests/s"
+        latency_rows.append(Row("Figure 4", where, label, "share", published, ours, note))
+    for (setting, rate, approach), item in measured.latencies.items():
+        where = f"{setting}, {approach}, {rate}: {item.rate_per_s:.2f} requests/s"
         for metric in ("ttft", "tbt"):
-            value = _p99(each, metric)
-            found.append(
+            value = _p99(item, metric)
+            latency_rows.append(
                 Row("Figure 4", where, f"{metric.upper()} p99", "s", None, value, "drawn, not printed")
             )
-    return found
+    return latency_rows
 
 
 def wrong_directions(measured: CronusMeasured) -> list[str]:
     """Comparisons at the rates above that point the other way than the paper's text, setting by setting."""
-    found = []
+    result = []
     for name in measured.fitted:
         for metric, other in dict.fromkeys((metric, other) for metric, other, _, _ in CLAIMS):
-            found += _wrong(measured, name, metric, other, better=True)
+            result += _wrong(measured, name, metric, other, better=True)
         for metric, other in BEST:
-            found += _wrong(measured, name, metric, other, better=False)
-    return found
+            result += _wrong(measured, name, metric, other, better=False)
+    return result
 
 
 def _wrong(measured: CronusMeasured, name: str, metric: str, other: str, *, better: bool) -> list[str]:

@@ -40,14 +40,14 @@ def template(
     """Replicas that work together; `weight_per_s` is what goodput-weighted turns go by."""
     counts: dict[str, int] = {}
     for _, layout in parts:
-        for each, count in layout.node_counts.items():
-            counts[each] = counts.get(each, 0) + count
+        for item, count in layout.node_counts.items():
+            counts[item] = counts.get(item, 0) + count
     capacity = BucketCapacity(0, 0.0, 0.0, weight_per_s, 0.0, 0.0)
     return Template(
         name,
         kind,
         MODEL,
-        tuple(NodeCount(each, count) for each, count in counts.items()),
+        tuple(NodeCount(entry, count) for entry, count in counts.items()),
         tuple(PlannedReplica(role, layout) for role, layout in parts),
         (capacity,),
         "measured",
@@ -68,8 +68,8 @@ def problem(
     prices = price_usd_per_h or {}
     plan = Plan(
         "by hand",
-        tuple(each for each, _ in fleet),
-        tuple(Deployment(each.name, REGION, count) for each, count in fleet),
+        tuple(item for item, _ in fleet),
+        tuple(Deployment(item.name, REGION, count) for item, count in fleet),
         (LengthBucket(MODEL, 0, LONGEST_TOKENS, 1.0),),
         (),
         (),
@@ -77,11 +77,11 @@ def problem(
         0.0,
         0.0,
     )
-    offers = tuple(NodeOffer(each.name, prices.get(each.name, 0.0), 1000) for each in where)
+    offers = tuple(NodeOffer(item.name, prices.get(item.name, 0.0), 1000) for item in where)
     return ResolvedPlan(
         plan,
         {MODEL: models.model(model)},
-        {each.name: each for each in where},
+        {item.name: item for item in where},
         (Region(REGION, offers),),
         slos={} if slo is None else {MODEL: slo},
         mean_tokens={MODEL: mean_tokens},

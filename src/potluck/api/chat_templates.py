@@ -91,7 +91,7 @@ class ChatTemplates:
                     **(values or {}),
                     "messages": [_with_reasoning(message) for message in messages],
                     "tools": None if tools is None else [dict(tool) for tool in tools],
-                    "documents": None if documents is None else [dict(each) for each in documents],
+                    "documents": None if documents is None else [dict(document) for document in documents],
                     "add_generation_prompt": add_generation_prompt,
                     "strftime_now": lambda form: now().strftime(form),
                 }
@@ -106,28 +106,28 @@ class ChatTemplates:
 def read_templates(directory: str | Path, settings: Mapping[str, Any]) -> ChatTemplates | None:
     specials = special_tokens(settings)
     folder = Path(directory)
-    found: dict[str, str] = {}
+    texts: dict[str, str] = {}
     single = folder / "chat_template.jinja"
     if single.is_file():
-        found[DEFAULT] = _read(single)
+        texts[DEFAULT] = _read(single)
     more = folder / "additional_chat_templates"
     if more.is_dir():
-        found |= {path.stem: _read(path) for path in sorted(more.glob("*.jinja"))}
-    if not found:
-        found = _in_settings(settings.get("chat_template"))
-    return ChatTemplates(found, specials) if found else None
+        texts |= {path.stem: _read(path) for path in sorted(more.glob("*.jinja"))}
+    if not texts:
+        texts = _in_settings(settings.get("chat_template"))
+    return ChatTemplates(texts, specials) if texts else None
 
 
 def special_tokens(settings: Mapping[str, Any]) -> dict[str, str]:
     """The special tokens that tokenizer_config.json names, each as a text or as an object with `content`."""
-    found = {}
+    texts = {}
     for name in SPECIAL_TOKENS:
         value = settings.get(name)
         if isinstance(value, dict):
             value = value.get("content")
         if isinstance(value, str):
-            found[name] = value
-    return found
+            texts[name] = value
+    return texts
 
 
 def _in_settings(value: object) -> dict[str, str]:
@@ -139,14 +139,14 @@ def _in_settings(value: object) -> dict[str, str]:
     pairs = (
         value.items()
         if isinstance(value, dict)
-        else [(each.get("name"), each.get("template")) for each in value if isinstance(each, dict)]
+        else [(item.get("name"), item.get("template")) for item in value if isinstance(item, dict)]
         if isinstance(value, list)
         else []
     )
-    found = {name: text for name, text in pairs if isinstance(name, str) and isinstance(text, str)}
-    if not isinstance(value, list | dict) or len(found) != len(value) or not found:
+    settings = {name: text for name, text in pairs if isinstance(name, str) and isinstance(text, str)}
+    if not isinstance(value, list | dict) or len(settings) != len(value) or not settings:
         raise FormatError(where, "must be a template, or a list of objects with a name and a template each")
-    return found
+    return settings
 
 
 def _read(path: Path) -> str:

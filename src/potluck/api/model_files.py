@@ -46,9 +46,9 @@ class JsonMembers:
 
     def numbers(self, name: str) -> tuple[float, ...]:
         value = self._values.get(name)
-        if not isinstance(value, list) or any(type(each) not in (int, float) for each in value):
+        if not isinstance(value, list) or any(type(item) not in (int, float) for item in value):
             raise FormatError(f"{self._where}: {name}", "must be a list of numbers")
-        return tuple(float(each) for each in value)
+        return tuple(float(item) for item in value)
 
     def flag(self, name: str, default: bool = False) -> bool:
         value = self._values.get(name)
@@ -81,10 +81,10 @@ class JsonMembers:
 
     def tokens(self, name: str) -> tuple[int, ...]:
         value = self._values.get(name)
-        found = value if isinstance(value, list) else [] if value is None else [value]
-        if any(isinstance(item, bool) or not isinstance(item, int) for item in found):
+        result = value if isinstance(value, list) else [] if value is None else [value]
+        if any(isinstance(item, bool) or not isinstance(item, int) for item in result):
             raise FormatError(f"{self._where}: {name}", "must be a token or a list of tokens")
-        return tuple(found)
+        return tuple(result)
 
 
 FILE = "generation_config.json"

@@ -85,10 +85,10 @@ def part_choice(
     logs = _logs(head, delta.choices, text, offset) if logprobs and delta.choices else None
     base: Json = {"index": index, "finish_reason": delta.finish, "logprobs": logs}
     if head.chat:
-        said: Json = {"role": "assistant"} if first else {}
+        message: Json = {"role": "assistant"} if first else {}
         if delta.text or first:
-            said["content"] = delta.text
-        return {**base, "delta": said}
+            message["content"] = delta.text
+        return {**base, "delta": message}
     return {**base, "text": delta.text}
 
 
@@ -160,15 +160,15 @@ class ChoiceChunks:
     def first(self, text: str, usage: str = "null") -> bytes:
         if self._key == '"text":':
             return self.part(text, usage)
-        said = f'"delta":{{"role":"assistant","content":{quoted(text)}'
-        return f'{self._open}null,"logprobs":null,{said}{self._end(usage)}'.encode()
+        message = f'"delta":{{"role":"assistant","content":{quoted(text)}'
+        return f'{self._open}null,"logprobs":null,{message}{self._end(usage)}'.encode()
 
     def last(self, text: str, finish: str, usage: str = "null") -> bytes:
         """It is over; not for a choice that has said nothing so far."""
-        said = self._key + quoted(text)
+        message = self._key + quoted(text)
         if not text and self._key != '"text":':
-            said = '"delta":{'
-        return f'{self._open}"{finish}","logprobs":null,{said}{self._end(usage)}'.encode()
+            message = '"delta":{'
+        return f'{self._open}"{finish}","logprobs":null,{message}{self._end(usage)}'.encode()
 
     def _end(self, usage: str) -> str:
         after = self._after
@@ -177,11 +177,13 @@ class ChoiceChunks:
 
 def whole_reply(head: ReplyHead, text: str, finish: str, usage: str) -> bytes:
     kind = "chat.completion" if head.chat else "text_completion"
-    said = quoted(text)
-    said = (
-        f'"message":{{"role":"assistant","content":{said},"refusal":null}}' if head.chat else f'"text":{said}'
+    message = quoted(text)
+    message = (
+        f'"message":{{"role":"assistant","content":{message},"refusal":null}}'
+        if head.chat
+        else f'"text":{message}'
     )
     return (
         f'{{"id":{quoted(head.id)},"object":"{kind}","created":{head.created_s},"model":{quoted(head.model)},'
-        f'"choices":[{{"index":0,"finish_reason":"{finish}","logprobs":null,{said}}}],"usage":{usage}}}'
+        f'"choices":[{{"index":0,"finish_reason":"{finish}","logprobs":null,{message}}}],"usage":{usage}}}'
     ).encode()

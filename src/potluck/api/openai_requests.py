@@ -97,7 +97,7 @@ def goes_beyond(body: dict[str, object], able: EngineAbilities, read: frozenset[
             kind = value.get("type") if isinstance(value, dict) else None
             if not isinstance(kind, str) or kind not in able.formats:
                 return True
-        elif name not in able.fields and not any(_same(value, each) for each in KNOWN.get(name, ())):
+        elif name not in able.fields and not any(_same(value, item) for item in KNOWN.get(name, ())):
             return True
     return False
 
@@ -108,14 +108,14 @@ def _settled(name: str, value: object, able: EngineAbilities) -> bool:
         if not isinstance(kind, str) or kind not in able.formats:
             raise InputError(name, f"must have a type of {', '.join(sorted(able.formats))} for this engine")
         return True
-    if name not in able.fields and not any(_same(value, each) for each in KNOWN[name]):
+    if name not in able.fields and not any(_same(value, item) for item in KNOWN[name]):
         raise InputError(name, "is not supported by this engine; leave it out")
     return True
 
 
 def _said(value: object) -> object:
     return (
-        {key: each for key, each in value.items() if each is not None} if isinstance(value, dict) else value
+        {key: item for key, item in value.items() if item is not None} if isinstance(value, dict) else value
     )
 
 
@@ -330,14 +330,14 @@ SCHEMA_KEYS = frozenset({"name", "description", "schema", "strict"})
 def bias_of(value: object) -> tuple[tuple[int, float], ...]:
     if not isinstance(value, dict):
         raise FormatError("logit_bias", 'must be an object of tokens and biases, such as {"50": -100}')
-    found = []
+    result = []
     for name, bias in value.items():
         if not (name.isascii() and name.isdigit()) or len(name) > 10:
             raise FormatError("logit_bias", f"{name[:40]!r} is not the number of a token")
         if isinstance(bias, bool) or not isinstance(bias, int | float):
             raise FormatError("logit_bias", f"must be a number for token {name}")
-        found.append((int(name), float(bias)))
-    return tuple(sorted(found))
+        result.append((int(name), float(bias)))
+    return tuple(sorted(result))
 
 
 def schema_of(value: object) -> str:
@@ -448,8 +448,8 @@ def _word(key: str) -> str:
 # read as far as whoever plans routes must know; the engine gets them as they came, and has the last word. The prompt
 # is made here as well, since a route is cut by its tokens.
 
-READ_CHAT = frozenset(each.name for each in fields(ChatRequest)) - DRAWN | {"messages"}
-READ_COMPLETION = frozenset(each.name for each in fields(CompletionRequest)) - DRAWN | {"prompt"}
+READ_CHAT = frozenset(field.name for field in fields(ChatRequest)) - DRAWN | {"messages"}
+READ_COMPLETION = frozenset(field.name for field in fields(CompletionRequest)) - DRAWN | {"prompt"}
 KEPT_BACK = frozenset(
     {"best_of", "cache_salt", "n", "priority", "prompt_cache_key", "request_id", "seed", "service_tier"}
 )
@@ -463,7 +463,9 @@ def is_own(body: Mapping[str, object], able: EngineAbilities, *, chat: bool) -> 
     if goes_beyond(dict(body), able, READ_CHAT if chat else READ_COMPLETION):
         return True
     messages = body.get("messages") if chat else None
-    return isinstance(messages, list) and any(_calls(each) for each in messages if isinstance(each, dict))
+    return isinstance(messages, list) and any(
+        _calls(message) for message in messages if isinstance(message, dict)
+    )
 
 
 def _calls(message: dict[str, object]) -> bool:
@@ -506,15 +508,15 @@ def templated(
 ) -> tuple[list[Message], dict[str, Any]]:
     """What a chat template is given, as vLLM gives it: messages, and what else it is told."""
     tools, documents, values = (body.get(name) for name in ("tools", "documents", "chat_template_kwargs"))
-    told = dict(values) if isinstance(values, dict) else {}
+    report = dict(values) if isinstance(values, dict) else {}
     effort = body.get("reasoning_effort")
     if effort is not None:
-        told = {"enable_thinking": effort != "none", **told, "reasoning_effort": effort}
-    more: dict[str, Any] = {"values": told}
+        report = {"enable_thinking": effort != "none", **report, "reasoning_effort": effort}
+    more: dict[str, Any] = {"values": report}
     if isinstance(tools, list) and tools:
-        more["tools"] = [_tool(each, f"tools[{place}]") for place, each in enumerate(tools)]
+        more["tools"] = [_tool(tool, f"tools[{place}]") for place, tool in enumerate(tools)]
     if isinstance(documents, list):
-        more["documents"] = [each for each in documents if isinstance(each, dict)]
+        more["documents"] = [document for document in documents if isinstance(document, dict)]
     if body.get("add_generation_prompt") is False:
         more["add_generation_prompt"] = False
     return [_with_arguments(message) for message in messages], more
@@ -535,7 +537,7 @@ def _with_arguments(message: Message) -> Message:
     calls = message.get("tool_calls")
     if not isinstance(calls, list):
         return message
-    return {**message, "tool_calls": [_with_object(each) for each in calls]}
+    return {**message, "tool_calls": [_with_object(call) for call in calls]}
 
 
 def _with_object(call: object) -> object:

@@ -51,7 +51,7 @@ class SamplingBody:
 
     @property
     def sampling(self) -> Sampling:
-        return Sampling(**{each.name: getattr(self, each.name) for each in fields(self)})
+        return Sampling(**{item.name: getattr(self, item.name) for item in fields(self)})
 
 
 @dataclass(frozen=True, slots=True)

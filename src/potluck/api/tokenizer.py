@@ -71,10 +71,10 @@ class TokenBoundaries:
     def cuts(self, text: str, apart_chars: int) -> Iterator[tuple[int, int]]:
         """(place, characters before it that the next part must be tokenised behind), at least so far apart. They
         depend on what stands before them alone."""
-        found = self._pattern.search(text, apart_chars)
-        while found is not None and found.end() < len(text):
-            yield found.end(), len(found[0]) if found[0] in self._tokens else 0
-            found = self._pattern.search(text, found.end() + apart_chars)
+        result = self._pattern.search(text, apart_chars)
+        while result is not None and result.end() < len(text):
+            yield result.end(), len(result[0]) if result[0] in self._tokens else 0
+            result = self._pattern.search(text, result.end() + apart_chars)
 
 
 def seams_of(tokenizer: Tokenizer) -> TokenBoundaries | None:
@@ -95,7 +95,9 @@ def seams_of(tokenizer: Tokenizer) -> TokenBoundaries | None:
         and _kinds(finisher, "processors") <= FINISHERS
     )
     added = list(tokenizer.get_added_tokens_decoder().values())
-    if not known or any(each.single_word or each.content != each.content.strip() for each in added):
+    if not known or any(
+        added_token.single_word or added_token.content != added_token.content.strip() for added_token in added
+    ):
         return None
     tokens, lines = _clean(added), normalizer is None and _by_line(splitter or {}, added)
     return TokenBoundaries(tokens, lines) if tokens or lines else None
@@ -109,26 +111,26 @@ def _kinds(part: Any, inner: str) -> set[str]:
     if part is None:
         return set()
     if part.get("type") == "Sequence":
-        return {kind for each in part.get(inner, [{}]) for kind in _kinds(each, inner)}
+        return {kind for item in part.get(inner, [{}]) for kind in _kinds(item, inner)}
     return {str(part.get("type"))}
 
 
 def _clean(added: Sequence[AddedToken]) -> frozenset[str]:
     """Added tokens that are found wherever they stand."""
-    first = [each for each in added if not each.normalized and each.content]
-    contents = {each.content for each in first}
+    first = [added_token for added_token in added if not added_token.normalized and added_token.content]
+    contents = {added_token.content for added_token in first}
     ends = {content[place:] for content in contents for place in range(1, len(content))}
     return frozenset(
-        each.content
-        for each in first
-        if not each.rstrip
-        and not any(each.content in other for other in contents - {each.content})
-        and not any(each.content[:place] in ends for place in range(1, len(each.content)))
+        added_token.content
+        for added_token in first
+        if not added_token.rstrip
+        and not any(added_token.content in other for other in contents - {added_token.content})
+        and not any(added_token.content[:place] in ends for place in range(1, len(added_token.content)))
     )
 
 
 def _by_line(part: Mapping[str, Any], added: Sequence[AddedToken]) -> bool:
-    if any("\n" in each.content or each.lstrip or each.rstrip for each in added):
+    if any("\n" in added_token.content or added_token.lstrip or added_token.rstrip for added_token in added):
         return False
     if part.get("type") == "Sequence":
         steps = part.get("pretokenizers", [])
@@ -170,8 +172,8 @@ class IncrementalTokenizer:
         tokens = list(self._before) if special else []
         start = behind = 0
         for stop, next_behind in self._seams.cuts(text, STRETCH_CHARS):
-            found = self._stretch(text[start - behind : stop], apart)
-            tokens.extend(found[1:] if behind else found)
+            stretch = self._stretch(text[start - behind : stop], apart)
+            tokens.extend(stretch[1:] if behind else stretch)
             start, behind = stop, next_behind
         # The last one ends where the text does: when more is said it will be another.
         last = self._tokenised(text[start - behind :])
@@ -183,21 +185,21 @@ class IncrementalTokenizer:
     def _stretch(self, text: str, apart: str) -> array[int]:
         key = (apart, text)
         with self._lock:
-            found = self._known.get(key)
-            if found is not None:
+            stretch = self._known.get(key)
+            if stretch is not None:
                 self._known.move_to_end(key)
                 self.hits += 1
-                return found
-        found = array("I", self._tokenised(text))
+                return stretch
+        stretch = array("I", self._tokenised(text))
         with self._lock:
             self.misses += 1
             if key not in self._known:
-                self._known[key] = found
-                self.held_bytes += _bytes(text, found)
+                self._known[key] = stretch
+                self.held_bytes += _bytes(text, stretch)
             while self.held_bytes > self._most_bytes:
                 (_, old_text), old = self._known.popitem(last=False)
                 self.held_bytes -= _bytes(old_text, old)
-        return found
+        return stretch
 
     def _tokenised(self, text: str) -> list[int]:
         ids: list[int] = self._tokenizer.encode(text, add_special_tokens=False).ids
@@ -346,7 +348,7 @@ def _settings(path: Path) -> dict[str, Any]:
     try:
         if path.stat().st_size > LARGEST_FILE_BYTES:
             raise FormatError(str(path), "is too large")
-        found = json.loads(path.read_text("utf-8"))
+        document = json.loads(path.read_text("utf-8"))
     except (OSError, ValueError, RecursionError) as error:
         raise FormatError(str(path), f"is not JSON ({str(error).splitlines()[0][:120]})") from error
-    return found if isinstance(found, dict) else {}
+    return document if isinstance(document, dict) else {}

@@ -65,10 +65,10 @@ def sources() -> dict[str, FigureSource]:
 
 
 def source(key: str) -> FigureSource:
-    found = sources().get(key)
-    if found is None:
+    figure_source = sources().get(key)
+    if figure_source is None:
         raise UnknownNameError("source", key, sources())
-    return found
+    return figure_source
 
 
 def plain(name: str) -> str:
@@ -105,7 +105,7 @@ class CatalogNames:
         if not self._index:
             for key, entry in self._entries().items():
                 self._index.update({plain(spelling): key for spelling in (key, *entry.get("aliases", ()))})
-        found = self._index.get(plain(name))
-        if found is None:
+        text = self._index.get(plain(name))
+        if text is None:
             raise UnknownNameError(self._field, name, self.spellings())
-        return found
+        return text

@@ -429,14 +429,19 @@ def _bits(
     kv_bits = plain if plain >= 16 else 16.0
     scheme = outer.part("quantization_config") or fields.part("quantization_config")
     if scheme is not None:
-        found = quantised_of(scheme.values, plain, scheme.where)
+        quantised = quantised_of(scheme.values, plain, scheme.where)
     elif modelopt is not None:
-        found = quantised_of(modelopt_scheme(modelopt.values), plain, modelopt.where)
+        quantised = quantised_of(modelopt_scheme(modelopt.values), plain, modelopt.where)
     else:
         kind: Format | None = "fp16" if dtype.removeprefix("torch.") in ("float16", "half") else None
         return plain, plain, kv_bits, (kind, kind)
-    kv_bits = kv_bits if found.kv_bits is None else found.kv_bits
-    return found.weight_bits, found.expert_bits, kv_bits, (found.weight_format, found.expert_format)
+    kv_bits = kv_bits if quantised.kv_bits is None else quantised.kv_bits
+    return (
+        quantised.weight_bits,
+        quantised.expert_bits,
+        kv_bits,
+        (quantised.weight_format, quantised.expert_format),
+    )
 
 
 MOST = 1_000_000_000

@@ -81,11 +81,11 @@ def regions() -> tuple[str, ...]:
 def in_region(region: str) -> tuple[Price, ...]:
     """The prices of `aws/us-east-1`, `aws:us-east-1`, `us-east-1` or a whole cloud such as `runpod`."""
     wanted = region.strip().casefold().replace(":", "/")
-    found = tuple(price for price in prices() if wanted in (price.place, price.region, price.cloud))
-    if not found:
+    result = tuple(price for price in prices() if wanted in (price.place, price.region, price.cloud))
+    if not result:
         known = {spelling for price in prices() for spelling in (price.place, price.region, price.cloud)}
         raise UnknownNameError("region", region, known)
-    return found
+    return result
 
 
 def price_usd_per_h(node: str, region: str | None = None, spot: bool = False) -> Price:
@@ -164,12 +164,12 @@ def installed(folder: Path | None = None) -> tuple[Path, ...]:
     """The files of the newest schema that SkyPilot has fetched."""
     root = INSTALLED if folder is None else folder
     versions = sorted(root.glob("v[0-9]*"), key=lambda each: int(re.sub(r"\D", "", each.name) or 0))
-    found = tuple(sorted(versions[-1].glob("*/vms.csv"))) if versions else ()
-    if not found:
+    paths = tuple(sorted(versions[-1].glob("*/vms.csv"))) if versions else ()
+    if not paths:
         raise InputError(
             "--from", f"no catalog of SkyPilot in {root}; run `sky gpus list` once, or name a file"
         )
-    return found
+    return paths
 
 
 def read_all(paths: Iterable[Path]) -> SkyPilotPrices:
@@ -177,9 +177,9 @@ def read_all(paths: Iterable[Path]) -> SkyPilotPrices:
     prices: list[Price] = []
     left_out: Counter[str] = Counter()
     for path in paths:
-        found = read(path)
-        prices += found.prices
-        left_out.update(dict(found.left_out))
+        received = read(path)
+        prices += received.prices
+        left_out.update(dict(received.left_out))
     return SkyPilotPrices(tuple(prices), tuple(left_out.most_common()))
 
 
@@ -187,12 +187,12 @@ def read(path: Path) -> SkyPilotPrices:
     """One cloud's file; the cloud is named by its folder (`aws/vms.csv`) or by itself (`aws.csv`)."""
     cloud = path.parent.name if path.stem == "vms" else path.stem
     try:
-        found = path.stat()
-        if found.st_size > MOST_BYTES:
+        result = path.stat()
+        if result.st_size > MOST_BYTES:
             raise InputError(
                 "--from", f"{path} is larger than {MOST_BYTES >> 20} MiB; is it SkyPilot's vms.csv?"
             )
-        date = datetime.fromtimestamp(found.st_mtime, UTC).date().isoformat()
+        date = datetime.fromtimestamp(result.st_mtime, UTC).date().isoformat()
         with path.open(encoding="utf-8", newline="") as file:
             rows = csv.DictReader(file)
             missing = [name for name in COLUMNS if name not in (rows.fieldnames or ())]
@@ -234,9 +234,9 @@ def _node(name: str, row: Mapping[str, str | None], where: str) -> str:
     except UnknownNameError:
         return f"!{name}: unknown to the catalog"
     info = row.get("GpuInfo") or row.get("GPUInfo") or ""
-    said = MEMORY.search(info)
-    if said is not None:
-        there_gb, known_gb = int(said[1]) * 2**20 / 1e9, gpus.gpu(gpu).memory_gb
+    text = MEMORY.search(info)
+    if text is not None:
+        there_gb, known_gb = int(text[1]) * 2**20 / 1e9, gpus.gpu(gpu).memory_gb
         if abs(there_gb - known_gb) > NEAR * known_gb:
             return f"!{name}: has {there_gb:.0f} GB, the catalog's {gpu} {known_gb:g} GB"
     if count is None or count != int(count) or count < 1:
@@ -260,7 +260,7 @@ def _cheapest(
             best[node, region] = price
             continue
         kept = min(before, price, key=lambda each: each.price_usd_per_h)
-        known = [each.spot_usd_per_h for each in (before, price) if each.spot_usd_per_h is not None]
+        known = [item.spot_usd_per_h for item in (before, price) if item.spot_usd_per_h is not None]
         best[node, region] = replace(kept, spot_usd_per_h=min(known, default=None))
     return tuple(best.values())
 
@@ -283,13 +283,13 @@ def _number(row: Mapping[str, str | None], column: str, where: str) -> float | N
 def offer_price(prices: Iterable[Price], node: str, region: str, spot: bool) -> Price | None:
     """The cheapest of a node type in a region, named with its cloud or without; on demand, or as spot."""
     wanted = region.strip().casefold().replace(":", "/")
-    found = [
-        replace(each, price_usd_per_h=each.spot_usd_per_h)
-        if spot and each.spot_usd_per_h is not None
-        else each
-        for each in prices
-        if each.node == node
-        and wanted in (each.region.casefold(), each.place.casefold())
-        and (not spot or each.spot_usd_per_h is not None)
+    result = [
+        replace(price, price_usd_per_h=price.spot_usd_per_h)
+        if spot and price.spot_usd_per_h is not None
+        else price
+        for price in prices
+        if price.node == node
+        and wanted in (price.region.casefold(), price.place.casefold())
+        and (not spot or price.spot_usd_per_h is not None)
     ]
-    return min(found, key=lambda each: each.price_usd_per_h, default=None)
+    return min(result, key=lambda each: each.price_usd_per_h, default=None)

@@ -130,21 +130,21 @@ def bench(
         load_client.shoot(url, shots := list(made), within_s=within_s)
     else:
         shots = load_client.shoot_in_turns(url, made, concurrency or 1, seconds=seconds, within_s=within_s)
-    found = load_client.measured(shots, slo)
+    load_result = load_client.measured(shots, slo)
     if plot is not None:
-        _write(plot, _page(url, shots, found, slo))
+        _write(plot, _page(url, shots, load_result, slo))
     if as_json:
-        render.emit_json(_json(url, model, found, slo, open_loop, concurrency))
+        render.emit_json(_json(url, model, load_result, slo, open_loop, concurrency))
     else:
-        _show(url, model, found, slo, None if open_loop else concurrency or 1)
-    _keep(found, slo if slo_text else None, as_json)
-    if not found.answered:
+        _show(url, model, load_result, slo, None if open_loop else concurrency or 1)
+    _keep(load_result, slo if slo_text else None, as_json)
+    if not load_result.answered:
         raise click.exceptions.Exit(1)
 
 
-def _keep(found: LoadResult, slo: Slo | None, as_json: bool) -> None:
+def _keep(load_result: LoadResult, slo: Slo | None, as_json: bool) -> None:
     """A promise that is not kept is an exit code, and the last line."""
-    attained = found.attainment or 0.0
+    attained = load_result.attainment or 0.0
     if slo is None or attained >= slo.attainment:
         return
     if not as_json:
@@ -171,7 +171,7 @@ def _model(url: str, model: str | None, key: str) -> str:
         asked.add_header("Authorization", f"Bearer {key}")
     try:
         with urllib.request.urlopen(asked, timeout=ASK_S) as answer:
-            names = [str(each["id"]) for each in json.load(answer)["data"]]
+            names = [str(item["id"]) for item in json.load(answer)["data"]]
     except urllib.error.HTTPError as error:
         if model is not None and error.code in (404, 405):
             return model
@@ -216,30 +216,33 @@ def _traced(
     return [row for row in zip(*columns, strict=True) if seconds is None or row[0] <= seconds]
 
 
-def _show(url: str, model: str, found: LoadResult, slo: Slo | None, at_once: int | None) -> None:
-    times = (("TTFT", found.ttft_s), ("TPOT", found.tpot_s), ("E2E", found.e2e_s))
+def _show(url: str, model: str, load_result: LoadResult, slo: Slo | None, at_once: int | None) -> None:
+    times = (("TTFT", load_result.ttft_s), ("TPOT", load_result.tpot_s), ("E2E", load_result.e2e_s))
     rows = [
-        (name, *(figures.seconds(value) for value in asdict(each).values()))
-        for name, each in times
-        if each is not None
+        (name, *(figures.seconds(value) for value in asdict(percentiles).values()))
+        for name, percentiles in times
+        if percentiles is not None
     ]
     if rows:
         render.table(f"{model} at {url}", ("", "mean", "p50", "p90", "p99", "most"), rows)
     click.echo(
-        f"{found.answered:,} of {found.requests:,} requests answered in {figures.seconds(found.span_s)}: "
-        f"{render.count(found.requests_per_s)} requests/s, "
-        f"{render.count(found.output_tokens_per_s)} output tokens/s"
+        f"{load_result.answered:,} of {load_result.requests:,} requests answered "
+        f"in {figures.seconds(load_result.span_s)}: "
+        f"{render.count(load_result.requests_per_s)} requests/s, "
+        f"{render.count(load_result.output_tokens_per_s)} output tokens/s"
     )
-    if found.attainment is not None:
-        click.echo(f"objective kept by {render.percent(found.attainment)} of all requests ({_said(slo)})")
-    examples = dict(found.examples)
-    for kind, count in found.errors:
+    if load_result.attainment is not None:
+        click.echo(
+            f"objective kept by {render.percent(load_result.attainment)} of all requests ({_said(slo)})"
+        )
+    examples = dict(load_result.examples)
+    for kind, count in load_result.errors:
         click.echo(f"  {count:,} x {kind}" + (f": {examples[kind]}" if examples[kind] else ""))
     if at_once is None:
         click.echo("open loop: times count from when each request should have been sent")
-        if found.late_s > LATE_S:
+        if load_result.late_s > LATE_S:
             click.echo(
-                f"note: this client was late by up to {figures.seconds(found.late_s)}; that is counted in"
+                f"note: this client was late by up to {figures.seconds(load_result.late_s)}; that is counted in"
             )
     else:
         line = "a slow server was asked less, so users would wait longer than this says"
@@ -253,12 +256,12 @@ def _said(slo: Slo | None) -> str:
 
 def _parts(slo: Slo) -> list[tuple[str, float | None]]:
     """Its times; None where nothing was said."""
-    said = (("TTFT", slo.ttft_s), ("TPOT", slo.tpot_s), ("E2E", slo.e2e_s))
-    return [(name, limit_s if limit_s is not None and limit_s < UNSAID_S else None) for name, limit_s in said]
+    text = (("TTFT", slo.ttft_s), ("TPOT", slo.tpot_s), ("E2E", slo.e2e_s))
+    return [(name, limit_s if limit_s is not None and limit_s < UNSAID_S else None) for name, limit_s in text]
 
 
 def _json(
-    url: str, model: str, found: LoadResult, slo: Slo | None, open_loop: bool, concurrency: int | None
+    url: str, model: str, load_result: LoadResult, slo: Slo | None, open_loop: bool, concurrency: int | None
 ) -> dict[str, Any]:
     return {
         "url": url,
@@ -266,22 +269,22 @@ def _json(
         "loop": "open" if open_loop else "closed",
         "times_count_from": "when it should have been sent" if open_loop else "when it was sent",
         "concurrency": None if open_loop else concurrency or 1,
-        **asdict(found),
-        "errors": dict(found.errors),
-        "examples": dict(found.examples),
-        "attainment": found.attainment,
+        **asdict(load_result),
+        "errors": dict(load_result.errors),
+        "examples": dict(load_result.examples),
+        "attainment": load_result.attainment,
         "objective": None
         if slo is None
         else {
             **{f"{name.lower()}_s": limit_s for name, limit_s in _parts(slo)},
             "attainment": slo.attainment,
         },
-        "requests_per_s": found.requests_per_s,
-        "output_tokens_per_s": found.output_tokens_per_s,
+        "requests_per_s": load_result.requests_per_s,
+        "output_tokens_per_s": load_result.output_tokens_per_s,
     }
 
 
-def _page(url: str, shots: Sequence[TimedRequest], found: LoadResult, slo: Slo | None) -> str:
+def _page(url: str, shots: Sequence[TimedRequest], load_result: LoadResult, slo: Slo | None) -> str:
     """Distributions as one page that needs nothing else."""
     import numpy as np
 
@@ -311,7 +314,8 @@ def _page(url: str, shots: Sequence[TimedRequest], found: LoadResult, slo: Slo |
         for name, values, limit_s in columns
         if values
     )
-    words = f"{found.answered:,} of {found.requests:,} requests answered in {figures.seconds(found.span_s)}"
+    span = figures.seconds(load_result.span_s)
+    words = f"{load_result.answered:,} of {load_result.requests:,} requests answered in {span}"
     return sheet(
         f"Potluck bench of {url}",
         f"<header><h1>{escape(url)}</h1><p>{words}</p>{THEME}</header>\n"

@@ -152,7 +152,7 @@ def _usage(error: click.ClickException) -> str:
 
 def _internal(error: Exception) -> int:
     text = " ".join(str(error).split())[:200]
-    if isinstance(error, MemoryError) or any(each in text for each in NO_MEMORY):
+    if isinstance(error, MemoryError) or any(item in text for item in NO_MEMORY):
         what = f" ({text})" if text else ""
         click.echo(f"potluck: error: no memory is left{what}; end something else, or allow more", err=True)
         return BAD_INPUT

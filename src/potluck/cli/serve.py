@@ -147,50 +147,50 @@ def files_of(spec: Spec, pairs: tuple[str, ...]) -> dict[str, Path]:
     """Where each model's tokenizer lies: as the spec says, or stronger, as the command line does."""
     from potluck.engine.shipped_model import shipped_model
 
-    found = {}
+    paths = {}
     for model in spec.models:
         if model.files is not None:
             folder = shipped_model() if model.files == SHIPPED else Path(model.files)
             if not folder.is_dir():
                 raise InputError(f"models: {model.name}: files", f"{folder} is not a directory that is there")
-            found[model.name] = folder
+            paths[model.name] = folder
     for pair in pairs:
         name, sign, given = pair.partition("=")
         if not sign or not Path(given).is_dir():
             raise InputError("--files", f"{pair!r} is not MODEL=DIR with a directory that is there")
         if name not in {model.name for model in spec.models}:
             raise UnknownNameError("--files", name, [model.name for model in spec.models])
-        found[name] = Path(given)
-    return found
+        paths[name] = Path(given)
+    return paths
 
 
 def _history(file: Path | None, spec: Spec) -> dict[str, tuple[float, ...]]:
     if file is None:
         return {}
     try:
-        found = json.loads(read_text(file, "--history"))
+        document = json.loads(read_text(file, "--history"))
     except (ValueError, RecursionError) as error:
         raise InputError("--history", f"{file} is not JSON") from error
     try:
-        rates = {str(name): tuple(float(each) for each in listed) for name, listed in found.items()}
+        rates = {str(name): tuple(float(item) for item in listed) for name, listed in document.items()}
     except (AttributeError, TypeError, ValueError) as error:
         raise InputError("--history", f"{file} must be an object of lists of rates") from error
-    if not all(0 <= each < 1e9 for listed in rates.values() for each in listed):
+    if not all(0 <= value < 1e9 for listed in rates.values() for value in listed):
         raise InputError("--history", f"{file}: rates must not be negative")
     known = {model.name for model in spec.models}
     return {name: listed for name, listed in rates.items() if name in known}
 
 
 def _secret(file: Path) -> bytes:
-    found = read_bytes(file, "--secret-file").strip()
-    if len(found) < 16:
+    text = read_bytes(file, "--secret-file").strip()
+    if len(text) < 16:
         raise InputError("--secret-file", f"{file} must have at least 16 bytes that nobody can guess")
-    return found
+    return text
 
 
 def _admin_key(file: Path | None, host: str) -> str | None:
-    said = os.environ.get(ADMIN_VARIABLE) or None
-    key = said if file is None else key_in(file, "--admin-key-file")
+    text = os.environ.get(ADMIN_VARIABLE) or None
+    key = text if file is None else key_in(file, "--admin-key-file")
     if host not in LOOPBACK and key is None:
         raise InputError("--admin-host", f"{host} is open to others; give --admin-key-file")
     return key

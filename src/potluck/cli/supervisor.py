@@ -96,8 +96,8 @@ class _Supervisor:
         """Whether somebody told it to end."""
         self._reviver = 0
         self._woken, self._wake = socket.socketpair()
-        for each in (self._woken, self._wake):
-            each.setblocking(False)
+        for item in (self._woken, self._wake):
+            item.setblocking(False)
         signal.set_wakeup_fd(self._wake.fileno(), warn_on_full_buffer=False)
         for number in (*FORWARDED, signal.SIGCHLD):
             signal.signal(number, _noted)
@@ -111,11 +111,11 @@ class _Supervisor:
                 self._revive()
             ready, _, _ = select.select(listened, [], [], LOOK_S if alone else None)
             if link in ready:
-                said, numbers, _, _ = socket.recv_fds(link, MOST_BYTES, MOST_SOCKETS)
+                text, numbers, _, _ = socket.recv_fds(link, MOST_BYTES, MOST_SOCKETS)
                 if numbers:
-                    self.held.told(said, list(numbers))
+                    self.held.told(text, list(numbers))
                     alone = False
-                elif not said:
+                elif not text:
                     listened = [self._woken]
             if self._woken in ready:
                 self._pass_on(self._woken.recv(4096), pid)

@@ -60,12 +60,12 @@ class UsageReader:
                     continue
                 with path.open("rb") as file:
                     while left > 0:
-                        found, taken = self._take(file, path.name, min(left, AT_ONCE_BYTES))
+                        usage_read, taken = self._take(file, path.name, min(left, AT_ONCE_BYTES))
                         if not taken:
                             self._done[path.name] = stamp
                             break
                         left -= taken
-                        records, garbled = records + found.records, garbled + found.garbled
+                        records, garbled = records + usage_read.records, garbled + usage_read.garbled
             except OSError:
                 continue  # renamed or removed meanwhile; the next look finds it, or nobody does
             if left <= 0:
@@ -102,7 +102,7 @@ class UsageReader:
             db.executemany(
                 f"INSERT INTO usage (hour, {', '.join(NAMES)}, {', '.join(_SUMS)}) "
                 "VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?) ON CONFLICT DO UPDATE SET "
-                + ", ".join(f"{each} = {each} + excluded.{each}" for each in _SUMS),
+                + ", ".join(f"{item} = {item} + excluded.{item}" for item in _SUMS),
                 [(*of, *sums) for of, sums in counts],
             )
             db.execute(
@@ -139,20 +139,20 @@ def counted(
             continue
         records += 1
         sums.setdefault(of, Counter()).update(figures)
-    return [(of, tuple(found[each] for each in _SUMS)) for of, found in sums.items()], records, garbled
+    return [(of, tuple(counter[item] for item in _SUMS)) for of, counter in sums.items()], records, garbled
 
 
 def _record(line: bytes) -> tuple[str, tuple[Any, ...], dict[str, int]]:
-    found = json.loads(line)
-    hour = int(datetime.fromisoformat(found["time"]).timestamp() // HOUR_S)
-    names = [found[name] for name in NAMES]
-    figures = {name: found[name] for name in FIGURES}
-    id = found.get("id", "")
-    if not all(type(each) is str for each in (id, *names)):
+    document = json.loads(line)
+    hour = int(datetime.fromisoformat(document["time"]).timestamp() // HOUR_S)
+    names = [document[name] for name in NAMES]
+    figures = {name: document[name] for name in FIGURES}
+    id = document.get("id", "")
+    if not all(type(item) is str for item in (id, *names)):
         raise TypeError
-    if not all(type(each) is int and 0 <= each < 1 << 40 for each in figures.values()):
+    if not all(type(figure) is int and 0 <= figure < 1 << 40 for figure in figures.values()):
         raise ValueError
-    return id, (hour, *names), {"requests": 1, **figures, "estimated": int(found["estimated"] is True)}
+    return id, (hour, *names), {"requests": 1, **figures, "estimated": int(document["estimated"] is True)}
 
 
 def used(
@@ -162,19 +162,19 @@ def used(
 
     `by` has names and periods; tokens of requests that were refused count only where `outcome` is among them.
     """
-    for each in by:
-        if each not in (*NAMES, *PERIODS):
-            raise InputError("--by", f"{each!r} is none of {', '.join((*PERIODS, *NAMES))}")
-    listed = ", ".join(f"'{each}'" for each in SERVED)
+    for item in by:
+        if item not in (*NAMES, *PERIODS):
+            raise InputError("--by", f"{item!r} is none of {', '.join((*PERIODS, *NAMES))}")
+    listed = ", ".join(f"'{entry}'" for entry in SERVED)
     counts = "" if "outcome" in by else f" * (outcome IN ({listed}))"
-    answered = ", ".join(f"'{each}'" for each in ANSWERED)
+    answered = ", ".join(f"'{entry}'" for entry in ANSWERED)
     columns = [
-        *(f"{PERIODS.get(each, each)} AS {each}_" for each in by),
+        *(f"{PERIODS.get(entry, entry)} AS {entry}_" for entry in by),
         "SUM(requests)",
         f"SUM(requests * (outcome IN ({answered})))",
-        *(f"SUM({each}{counts})" for each in (*FIGURES, "estimated")),
+        *(f"SUM({figure}{counts})" for figure in (*FIGURES, "estimated")),
     ]
-    groups = ", ".join(f"{each}_" for each in by)
+    groups = ", ".join(f"{entry}_" for entry in by)
     rows = store.rows(
         f"SELECT {', '.join(columns)} FROM usage WHERE hour >= ? AND hour < ?"
         + (f" GROUP BY {groups} ORDER BY {groups}" if by else " HAVING COUNT(*) > 0"),
@@ -251,8 +251,8 @@ class KeptKey:
 
     @property
     def ends_s(self) -> float | None:
-        found = [each for each in (self.expires_s, self.revoked_s) if each is not None]
-        return min(found) if found else None
+        values = [value for value in (self.expires_s, self.revoked_s) if value is not None]
+        return min(values) if values else None
 
     def holds(self, now_s: float) -> bool:
         return self.ends_s is None or self.ends_s > now_s
@@ -272,7 +272,7 @@ def set_open(store: StateStore, folder: Path, opened: bool, now_s: float) -> boo
         return False
 
     def change(db: sqlite3.Connection, known: tuple[KeptKey, ...]) -> None:
-        if not opened and not any(each.holds(now_s) for each in known):
+        if not opened and not any(kept_key.holds(now_s) for kept_key in known):
             raise InputError("keys", "none holds, so that nobody could get in; `potluck keys add NAME` first")
         _open(db, opened)
 
@@ -285,7 +285,7 @@ def add_key(store: StateStore, folder: Path, key: KeptKey) -> None:
     """From then on every client needs one."""
 
     def change(db: sqlite3.Connection, known: tuple[KeptKey, ...]) -> None:
-        if any(each.name == key.name and each.holds(key.made_s) for each in known):
+        if any(kept_key.name == key.name and kept_key.holds(key.made_s) for kept_key in known):
             raise InputError(key.name, "has a key already; `potluck keys rotate` or `revoke` it")
         _insert(db, key)
         _open(db, False)
@@ -300,13 +300,13 @@ def rotate_key(
     made: list[KeptKey] = []
 
     def change(db: sqlite3.Connection, known: tuple[KeptKey, ...]) -> None:
-        mine = [each for each in _named(name, known) if each.holds(now_s)]
+        mine = [key for key in _named(name, known) if key.holds(now_s)]
         if not mine:
             raise InputError(name, "has no key that holds; `potluck keys add` makes one")
         last = mine[-1]
-        for each in mine:
-            ends_s = min(now_s + grace_s, each.ends_s or now_s + grace_s)
-            db.execute("UPDATE keys SET expires_s = ? WHERE sha256 = ?", (ends_s, each.sha256))
+        for kept_key in mine:
+            ends_s = min(now_s + grace_s, kept_key.ends_s or now_s + grace_s)
+            db.execute("UPDATE keys SET expires_s = ? WHERE sha256 = ?", (ends_s, kept_key.sha256))
         made.append(replace(last, sha256=sha256, made_s=now_s))
         _insert(db, made[0])
 
@@ -321,7 +321,7 @@ def revoke_key(store: StateStore, folder: Path, name: str, now_s: float) -> int:
     ended: list[str] = []
 
     def change(db: sqlite3.Connection, known: tuple[KeptKey, ...]) -> None:
-        ended.extend(each.sha256 for each in _named(name, known) if each.holds(now_s))
+        ended.extend(kept_key.sha256 for kept_key in _named(name, known) if kept_key.holds(now_s))
         if not ended:
             raise InputError(name, "has no key that holds")
         db.execute("UPDATE keys SET revoked_s = ? WHERE name = ? AND revoked_s IS NULL", (now_s, name))
@@ -383,10 +383,10 @@ def _insert(db: sqlite3.Connection, key: KeptKey) -> None:
 
 
 def _named(name: str, known: tuple[KeptKey, ...]) -> list[KeptKey]:
-    found = [each for each in known if each.name == name]
-    if not found:
-        raise UnknownNameError("keys", name, [each.name for each in known])
-    return found
+    named = [kept_key for kept_key in known if kept_key.name == name]
+    if not named:
+        raise UnknownNameError("keys", name, [kept_key.name for kept_key in known])
+    return named
 
 
 def _text(keys: tuple[KeptKey, ...], opened: bool) -> str:
@@ -396,19 +396,23 @@ def _text(keys: tuple[KeptKey, ...], opened: bool) -> str:
     """
     if not keys:
         return HEADER + OPEN
-    newest = {each.name: each.line for each in keys}
-    listed = [each for each in keys if each.revoked_s is None and each.line == newest[each.name]]
-    return HEADER + (OPEN_BESIDE if opened else "") + "".join(_line(each) for each in listed or keys[-1:])
+    newest = {key.name: key.line for key in keys}
+    listed = [key for key in keys if key.revoked_s is None and key.line == newest[key.name]]
+    return (
+        HEADER
+        + (OPEN_BESIDE if opened else "")
+        + "".join(_line(kept_key) for kept_key in listed or keys[-1:])
+    )
 
 
 def _listed(text: str, path: Path, now_s: float) -> list[KeptKey]:
-    found = []
+    listed = []
     for number, line in enumerate(text.splitlines(), 1):
         if not line.strip() or line.lstrip().startswith("#") or line in (OPEN.strip(), OPEN_BESIDE.strip()):
             continue
         try:
-            said = dict(json.loads(line))
-            name, sha256, expires = said.pop("name"), said.pop("sha256"), said.pop("expires", None)
+            message = dict(json.loads(line))
+            name, sha256, expires = message.pop("name"), message.pop("sha256"), message.pop("expires", None)
             ends_s = None if expires is None else datetime.fromisoformat(expires)
             if not isinstance(name, str) or len(bytes.fromhex(sha256)) != SHA256_BYTES:
                 raise ValueError
@@ -418,8 +422,8 @@ def _listed(text: str, path: Path, now_s: float) -> list[KeptKey]:
             ) from None
         if ends_s is not None and ends_s.tzinfo is None:
             ends_s = ends_s.replace(tzinfo=UTC)
-        found.append(KeptKey(sha256, name, said, now_s, None if ends_s is None else ends_s.timestamp()))
-    return found
+        listed.append(KeptKey(sha256, name, message, now_s, None if ends_s is None else ends_s.timestamp()))
+    return listed
 
 
 def _line(key: KeptKey) -> str:

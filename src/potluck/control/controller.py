@@ -103,7 +103,7 @@ class Controller:
 
     def _learn_of(self, wanted: dict[str, Any]) -> None:
         """Templates of a plan that somebody else wrote down and told."""
-        if any(each["template"] not in self._templates for each in wanted.get("replicas", ())):
+        if any(item["template"] not in self._templates for item in wanted.get("replicas", ())):
             newest = self._store.plan()
             if newest is not None:
                 self.learn(newest.plan)
@@ -124,7 +124,7 @@ class Controller:
         self._heed_notices(instances, wanted)
         self._learn_of(wanted)
         wants = wants_of(wanted, self._templates)
-        found = step(
+        reconciler_step = step(
             wants,
             instances,
             self._memory,
@@ -134,9 +134,9 @@ class Controller:
             leaving=leaving(self._store),
             silent=() if problem else silent - _reached(wanted, instances),
         )
-        self._memory = found.memory
-        done = tuple(order for order in found.orders if self._lease.held and self._do(order))
-        for line in found.waiting:
+        self._memory = reconciler_step.memory
+        done = tuple(order for order in reconciler_step.orders if self._lease.held and self._do(order))
+        for line in reconciler_step.waiting:
             cut = line.find(
                 ": ", line.find("@")
             )  # a replica's name may have a colon of its own, before its region
@@ -150,22 +150,28 @@ class Controller:
         self._accounts.turn()
         failing = stuck(wants, there, self._memory.failures)
         self._keep_stuck(failing)
-        up = {each.replica for each in there if each.state == "up"}
+        up = {engine_instance.replica for engine_instance in there if engine_instance.state == "up"}
         return ControllerTurn(
-            True, len(wants), sum(want.replica in up for want in wants), done, found.waiting, problem, failing
+            True,
+            len(wants),
+            sum(want.replica in up for want in wants),
+            done,
+            reconciler_step.waiting,
+            problem,
+            failing,
         )
 
     def _keep_stuck(self, failing: tuple[StuckReplica, ...]) -> None:
         """For `potluck status`, which says why something is missing and when it is tried again."""
         kept = {
-            each.replica: {
-                "count": each.failures.count,
-                "alike": each.failures.alike,
-                "why": each.failures.why,
-                "again_s": each.failures.again_s,
-                "engine": each.failures.engine,
+            stuck_replica.replica: {
+                "count": stuck_replica.failures.count,
+                "alike": stuck_replica.failures.alike,
+                "why": stuck_replica.failures.why,
+                "again_s": stuck_replica.failures.again_s,
+                "engine": stuck_replica.failures.engine,
             }
-            for each in failing
+            for stuck_replica in failing
         }
         if kept != (self._store.get(STUCK) or {}):
             self._store.set(STUCK, kept)
@@ -184,7 +190,7 @@ class Controller:
     def _seen(self) -> tuple[tuple[EngineInstance, ...], frozenset[str]]:
         """What the launcher finds, written down where it is new; and which of them do nothing that can be seen."""
         silent: set[str] = set()
-        instances = {each.name: each for each in self._store.instances()}
+        instances = {instance.name: instance for instance in self._store.instances()}
         for seen in self._launcher.look(self._store.places()):
             before = instances.get(seen.name)
             if before is None or before.state == "dead":
@@ -210,14 +216,14 @@ class Controller:
             case LaunchEngine(want, why):
                 return self._launch(want, why)
             case AssignEngine(name, replica, why):
-                found = self._one(name)
-                if found is not None:
-                    self._store.put(replace(found, replica=replica))
+                one = self._one(name)
+                if one is not None:
+                    self._store.put(replace(one, replica=replica))
                     self._note("assign", f"{name} serves as {replica}" if replica else f"{name} is free", why)
             case StopEngine(name, why, insist):
-                found = self._one(name)
-                if insist and found is not None and not found.problem:
-                    self._store.put(replace(found, problem=why))  # what it dies of is known already
+                one = self._one(name)
+                if insist and one is not None and not one.problem:
+                    self._store.put(replace(one, problem=why))  # what it dies of is known already
                 self._end(name, insist)
                 self._note_once(f"stop {name}", "stop", why)
             case ForgetEngine(name, why):
@@ -246,15 +252,15 @@ class Controller:
 
     def _kill(self, replicas: frozenset[str]) -> None:
         """Somebody wants these replicas' engines gone at once, to see what becomes of it."""
-        for each in self._store.instances() if replicas else ():
-            if each.replica not in replicas or each.state == "dead":
+        for instance in self._store.instances() if replicas else ():
+            if instance.replica not in replicas or instance.state == "dead":
                 continue
-            self._end(each.name, insist=True)
-            self._note_once(f"kill {each.name}", "kill", f"{each.replica} by hand")
+            self._end(instance.name, insist=True)
+            self._note_once(f"kill {instance.name}", "kill", f"{instance.replica} by hand")
 
     def _let_go(self, instances: tuple[EngineInstance, ...], urls: frozenset[str]) -> None:
         """Somebody had these engines' replicas drained: they are not used again, and fresh ones come."""
-        going = {each.name for each in instances if each.url in urls and each.state != "dead"}
+        going = {instance.name for instance in instances if instance.url in urls and instance.state != "dead"}
         new = going - leaving(self._store)
         if new:
             leave(self._store, new)
@@ -262,7 +268,7 @@ class Controller:
                 self._note("drain", name, "its replica was drained by hand")
 
     def _one(self, name: str) -> EngineInstance | None:
-        return next((each for each in self._store.instances() if each.name == name), None)
+        return next((instance for instance in self._store.instances() if instance.name == name), None)
 
     def _tell(self, instances: tuple[EngineInstance, ...]) -> str:
         try:
@@ -281,8 +287,8 @@ class Controller:
         if self._market.problem:
             self._note_once("market", "market", f"{self._market.problem}; what was read last holds")
         regions = self._market.regions
-        told = [encode(each) for each in regions]
-        if wanted.get("market") == told or (wanted.get("market") is None and regions == self._market.spec):
+        message = [encode(region) for region in regions]
+        if wanted.get("market") == message or (wanted.get("market") is None and regions == self._market.spec):
             return wanted
         try:
             self._gateway.set_market(regions)
@@ -294,37 +300,40 @@ class Controller:
 
     def _heed_notices(self, instances: tuple[EngineInstance, ...], wanted: dict[str, Any]) -> None:
         """Replicas on machines that will vanish are emptied before, and their engines not used again."""
-        living = [each for each in instances if each.state != "dead"]
+        living = [instance for instance in instances if instance.state != "dead"]
         going = self._news()
         if self._market is not None and self._market.market.notices:
             going |= {
-                name: each.at_s - self._clock() for name, each in self._market.market.leaving(living).items()
+                name: vanish_notice.at_s - self._clock()
+                for name, vanish_notice in self._market.market.leaving(living).items()
             }
         new = going.keys() - leaving(self._store)
         if not new:
             return
         leave(self._store, new)
         ready = {
-            each["id"] for each in wanted.get("replicas", ()) if each.get("url") and not each["draining"]
+            item["id"] for item in wanted.get("replicas", ()) if item.get("url") and not item["draining"]
         }
-        for each in living:
-            if each.name not in new:
+        for engine_instance in living:
+            if engine_instance.name not in new:
                 continue
             self._note(
-                "notice", each.name, f"its machine goes in {going[each.name]:.0f} s; it is emptied before"
+                "notice",
+                engine_instance.name,
+                f"its machine goes in {going[engine_instance.name]:.0f} s; it is emptied before",
             )
-            if each.replica in ready:
+            if engine_instance.replica in ready:
                 try:
-                    self._gateway.drain(each.replica)
+                    self._gateway.drain(engine_instance.replica)
                 except PotluckError as error:
-                    self._note("notice", f"{each.replica} could not be drained", str(error))
+                    self._note("notice", f"{engine_instance.replica} could not be drained", str(error))
 
     def _news(self) -> dict[str, float]:
         going: dict[str, float] = {}
-        for each in self._launcher.news():
-            self._note(each.kind, each.node, each.why)
-            if each.kind == "notice":
-                going |= dict.fromkeys(each.engines, each.notice_s)
+        for node_news in self._launcher.news():
+            self._note(node_news.kind, node_news.node, node_news.why)
+            if node_news.kind == "notice":
+                going |= dict.fromkeys(node_news.engines, node_news.notice_s)
         return going
 
     # Plans.
@@ -382,5 +391,5 @@ class Controller:
 
 def _reached(wanted: dict[str, Any], instances: Iterable[EngineInstance]) -> frozenset[str]:
     """Engines that the gateway has for replicas: to it they answer."""
-    urls = {each.get("url") for each in wanted.get("replicas", ())} - {"", None}
-    return frozenset(each.name for each in instances if each.url in urls)
+    urls = {item.get("url") for item in wanted.get("replicas", ())} - {"", None}
+    return frozenset(instance.name for instance in instances if instance.url in urls)

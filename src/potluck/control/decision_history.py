@@ -44,26 +44,26 @@ class DecisionHistory:
     def turn(self) -> None:
         read = self._store.get(READ) or {}
         try:
-            said = self._gateway.decisions(int(read.get("number", 0)))
+            text = self._gateway.decisions(int(read.get("number", 0)))
         except PotluckError:
             return  # it is asked again at the next turn
-        if said.get("epoch") != read.get("epoch"):  # another gateway: all that it says is new
-            read = {"epoch": said.get("epoch"), "number": 0, "ended": {}}
+        if text.get("epoch") != read.get("epoch"):  # another gateway: all that it says is new
+            read = {"epoch": text.get("epoch"), "number": 0, "ended": {}}
             try:
-                said = self._gateway.decisions(0)
+                text = self._gateway.decisions(0)
             except PotluckError:
                 return
-        self._paces(said.get("paces", ()))
+        self._paces(text.get("paces", ()))
         number = int(read.get("number", 0))
-        for each in said.get("decisions", ()):
-            if each["number"] > number:
-                self._store.note(each["at_s"], "brain", str(each["what"]), str(each["why"]))
-                number = each["number"]
-        thinks = str(said.get("thinks", ""))
+        for item in text.get("decisions", ()):
+            if item["number"] > number:
+                self._store.note(item["at_s"], "brain", str(item["what"]), str(item["why"]))
+                number = item["number"]
+        thinks = str(text.get("thinks", ""))
         if thinks:
             # What only differs in its figures was said before.
             self._note_once("brain scaling", "brain", thinks)
-        now = {**read, "number": number, **self._counted(read, said.get("ended") or {})}
+        now = {**read, "number": number, **self._counted(read, text.get("ended") or {})}
         if now != read:
             self._store.set(READ, now)
 
@@ -92,20 +92,20 @@ def gist(line: str) -> str:
 def history_of(store: StateStore, now_s: float, bins: int = HISTORY_BINS) -> dict[str, tuple[float, ...]]:
     """Each model's rates up to now, for forecasts: from the first bin that was seen, without gaps."""
     last = int(now_s // BIN_S) - 1
-    found = {model: without_gaps(store.rates(model, last, bins)) for model in store.rated_models()}
-    return {model: rates for model, rates in found.items() if rates}
+    result = {model: without_gaps(store.rates(model, last, bins)) for model in store.rated_models()}
+    return {model: rates for model, rates in result.items() if rates}
 
 
 def without_gaps(rates: Sequence[float | None]) -> tuple[float, ...]:
     """Bins in which nobody looked are as on the day before, or else as the last one that was seen."""
-    found: list[float] = []
+    values: list[float] = []
     for rate in rates:
-        if rate is None and not found:
+        if rate is None and not values:
             continue
         if rate is None:
-            rate = found[-DAY_BINS] if len(found) >= DAY_BINS else found[-1]
-        found.append(rate)
-    return tuple(found)
+            rate = values[-DAY_BINS] if len(values) >= DAY_BINS else values[-1]
+        values.append(rate)
+    return tuple(values)
 
 
 PACES = "paces"
@@ -139,12 +139,12 @@ class ObservedSpeeds:
             return
         self._next_s = now_s + LOOK_S
         kinds: Json = {}
-        for each in said:
-            kind = self._kind(each)
+        for item in said:
+            kind = self._kind(item)
             name, learned_s, planned_s = (
-                str(each["replica"]),
-                float(each["learned_s"]),
-                float(each["planned_s"]),
+                str(item["replica"]),
+                float(item["learned_s"]),
+                float(item["planned_s"]),
             )
             if kind is None or planned_s < LEAST_PLANNED_S or self._heard.get(name) == learned_s:
                 continue
@@ -153,7 +153,7 @@ class ObservedSpeeds:
                 kinds = self._kept()
             replicas = kinds.setdefault(kind, {})
             mean, looks, _ = replicas.pop(name, (None, 0, 0.0))
-            ratio = float(each["observed_s"]) / planned_s
+            ratio = float(item["observed_s"]) / planned_s
             replicas[name] = [ratio if mean is None else mean + SHARE * (ratio - mean), looks + 1, now_s]
             for old in list(replicas)[:-MOST_REPLICAS]:
                 del replicas[old]
@@ -181,15 +181,15 @@ class ObservedSpeeds:
 
 
 def paces_of(store: StateStore, now_s: float) -> tuple[ObservedSpeed, ...]:
-    found = []
+    observed_speeds = []
     for kind, replicas in sorted(_kinds(store).items()):
         means = [
             mean for mean, looks, at_s in replicas.values() if looks >= ENOUGH and now_s - at_s < FORGET_S
         ]
         if means:
             model, node, tp = kind.split("\n")
-            found.append(ObservedSpeed(model, node, int(tp), median(means), len(means)))
-    return tuple(found)
+            observed_speeds.append(ObservedSpeed(model, node, int(tp), median(means), len(means)))
+    return tuple(observed_speeds)
 
 
 def _kinds(store: StateStore) -> Json:

@@ -57,9 +57,14 @@ class GatewayClient:
 
     def set_fleet(self, instances: Iterable[EngineInstance]) -> None:
         entries = [
-            {"url": each.url, "replica": each.replica, "model": each.make.model, "region": each.make.region}
-            for each in instances
-            if each.state == "up" and each.replica
+            {
+                "url": instance.url,
+                "replica": instance.replica,
+                "model": instance.make.model,
+                "region": instance.make.region,
+            }
+            for instance in instances
+            if instance.state == "up" and instance.replica
         ]
         self._ask("PUT", "/fleet", {"engines": entries})
 
@@ -69,7 +74,7 @@ class GatewayClient:
         self._ask("PUT", f"/plan?{words}", json.loads(plan_to_json(plan)))
 
     def set_market(self, regions: Iterable[Region]) -> None:
-        self._ask("PUT", "/market", {"regions": [encode(each) for each in regions]})
+        self._ask("PUT", "/market", {"regions": [encode(region) for region in regions]})
 
     def decisions(self, after: int) -> dict[str, Any]:
         return self._ask("GET", f"/decisions?after={after}")
@@ -116,12 +121,12 @@ class GatewayClient:
 
     def _ask(self, method: str, path: str, body: object = None) -> dict[str, Any]:
         try:
-            found = json.loads(self._said(method, path, body))
+            document = json.loads(self._said(method, path, body))
         except ValueError:
-            found = None
-        if not isinstance(found, dict):
+            document = None
+        if not isinstance(document, dict):
             raise FormatError(f"gateway {method} {path}", "did not answer with an object")
-        return found
+        return document
 
     def _said(self, method: str, path: str, body: object = None) -> bytes:
         with self._call(method, path, body, ASK_S) as answer:
@@ -135,13 +140,13 @@ class GatewayClient:
             yield answer
 
     def _refuse(self, what: str, answer: HttpAnswer) -> NoReturn:
-        said = answer.read(MOST_LINE_BYTES)
+        received = answer.read(MOST_LINE_BYTES)
         if answer.status == 401:
             wrong = "is needed" if self._key is None else "is not the one"
             raise KeyRefused("--key-file", f"{wrong}: the gateway at {self.url} asks for the operators' key")
-        if answer.status in (400, 403, 404, 422) and (line := _message(said)):
+        if answer.status in (400, 403, 404, 422) and (line := _message(received)):
             raise KeyRefused("", line) if answer.status == 403 else InputError("", line)
-        text = " ".join(said[:300].decode("utf-8", "replace").split())
+        text = " ".join(received[:300].decode("utf-8", "replace").split())
         raise FormatError(what, f"was answered with {answer.status}: {text}")
 
 
@@ -154,15 +159,15 @@ def _message(said: bytes) -> str:
 
 def wants_of(wanted: Mapping[str, Any], templates: Mapping[str, Template]) -> tuple[WantedReplica, ...]:
     """What is wanted, with what each replica is; those of templates that nobody knows are left out."""
-    found = []
-    for each in wanted.get("replicas", ()):
-        template = templates.get(each["template"])
+    wanted_replicas = []
+    for item in wanted.get("replicas", ()):
+        template = templates.get(item["template"])
         if template is None:
             continue
-        layout = template.replicas[each["index"]].layout
-        make = EngineSpec(each["model"], layout, each["region"], each.get("step_tokens", 0))
-        found.append(WantedReplica(each["id"], make, each["role"], each["draining"]))
-    return tuple(found)
+        layout = template.replicas[item["index"]].layout
+        make = EngineSpec(item["model"], layout, item["region"], item.get("step_tokens", 0))
+        wanted_replicas.append(WantedReplica(item["id"], make, item["role"], item["draining"]))
+    return tuple(wanted_replicas)
 
 
 Labels = tuple[tuple[str, str], ...]

@@ -39,8 +39,8 @@ class HeldSockets:
 
     def told(self, said: bytes, numbers: list[int]) -> None:
         with contextlib.suppress(ValueError, KeyError, TypeError):
-            told = json.loads(said)
-            count, self.folder = int(told["clients"]), str(told.get("folder", self.folder))
+            document = json.loads(said)
+            count, self.folder = int(document["clients"]), str(document.get("folder", self.folder))
             self.close()
             made = [socket.socket(fileno=number) for number in numbers]
             self.clients, self.operators = made[:count], made[count:]
@@ -50,10 +50,10 @@ class HeldSockets:
         with closing_link() as link:
             try:
                 connect(link, path)
-                said, numbers, _, _ = socket.recv_fds(link, MOST_BYTES, MOST_SOCKETS)
+                text, numbers, _, _ = socket.recv_fds(link, MOST_BYTES, MOST_SOCKETS)
             except OSError:
                 return False
-        self.told(said, list(numbers))
+        self.told(text, list(numbers))
         return bool(self)
 
     def give(self, folder: Path) -> None:
@@ -61,9 +61,11 @@ class HeldSockets:
         self.folder = str(folder)
         if self.link is None:
             return
-        said = json.dumps({"clients": len(self.clients), "folder": self.folder}).encode()
+        text = json.dumps({"clients": len(self.clients), "folder": self.folder}).encode()
         with contextlib.suppress(OSError):
-            socket.send_fds(self.link, [said], [each.fileno() for each in (*self.clients, *self.operators)])
+            socket.send_fds(
+                self.link, [text], [client.fileno() for client in (*self.clients, *self.operators)]
+            )
 
     def passed(self) -> tuple[list[int], dict[str, str]]:
         """Files for a process that is started, and the variables by which it finds them; to be closed after that."""
@@ -73,7 +75,7 @@ class HeldSockets:
         first = HIGH
         while any(_is_open(first + place) for place in range(len(every))):
             first += len(every)
-        files = [fcntl.fcntl(each, fcntl.F_DUPFD, first + place) for place, each in enumerate(every)]
+        files = [fcntl.fcntl(item, fcntl.F_DUPFD, first + place) for place, item in enumerate(every)]
         names = ["clients"] * len(self.clients) + ["operators"] * len(self.operators)
         return files, {
             "LISTEN_FDS": str(len(files)),
@@ -82,8 +84,8 @@ class HeldSockets:
         }
 
     def close(self) -> None:
-        for each in (*self.clients, *self.operators):
-            each.close()
+        for client in (*self.clients, *self.operators):
+            client.close()
         self.clients, self.operators = [], []
 
 
@@ -132,13 +134,13 @@ LOOK_S = 0.05
 def launched(
     folder: Path, command: list[str], place: Mapping[str, object], held: HeldSockets
 ) -> dict[str, object]:
-    files, said = held.passed()
-    marks = {GATEWAY_MARK: str(folder.resolve()), **said}
+    files, texts = held.passed()
+    marks = {GATEWAY_MARK: str(folder.resolve()), **texts}
     try:
         pid = spawn(command, marks, folder / "logs" / "gateway.log", files=files)
     finally:
-        for each in files:
-            os.close(each)
+        for file in files:
+            os.close(file)
     return {**place, "pid": pid.number, "started": pid.started, "command": command}
 
 

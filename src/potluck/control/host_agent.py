@@ -56,12 +56,12 @@ class HostClient:
         self._key, self._tls = key, tls
 
     def host(self, url: str) -> HostReport:
-        said = self._object(url, "GET", "/host")
-        gpus = said.get("gpus", ())
-        if not isinstance(gpus, list) or not all(isinstance(each, str) for each in gpus):
+        text = self._object(url, "GET", "/host")
+        gpus = text.get("gpus", ())
+        if not isinstance(gpus, list) or not all(isinstance(gpu, str) for gpu in gpus):
             raise FormatError(url, "does not say which GPUs it has")
         return HostReport(
-            url, str(said.get("name")), str(said.get("region")), tuple(gpus), str(said.get("version"))
+            url, str(text.get("name")), str(text.get("region")), tuple(gpus), str(text.get("version"))
         )
 
     def measure(self, source: str, target: str) -> HostLink:
@@ -85,9 +85,9 @@ class HostClient:
 
     def _sent(self, connection: HttpConnection, url: str, size: int) -> float:
         pieces = (bytes(min(PIECE_BYTES, size - at)) for at in range(0, size, PIECE_BYTES))
-        said = self._said(connection, url, "POST", "/take", pieces, size)
-        took_s = said.get("took_s")
-        if not isinstance(took_s, float) or said.get("bytes") != size:
+        text = self._said(connection, url, "POST", "/take", pieces, size)
+        took_s = text.get("took_s")
+        if not isinstance(took_s, float) or text.get("bytes") != size:
             raise FormatError(url, "does not say what it took")
         return took_s
 
@@ -112,12 +112,12 @@ class HostClient:
             connection.request(method, path, body, headers)
             answer = connection.getresponse()
             text = answer.read(MOST_BODY_BYTES)
-            found = json.loads(text)
+            document = json.loads(text)
         except (*NO_ANSWER, ValueError) as error:
             raise InputError(url, f"does not answer as a host ({error})") from error
-        if answer.status != 200 or not isinstance(found, dict):
-            raise InputError(url, f"answered {answer.status}: {found}")
-        return found
+        if answer.status != 200 or not isinstance(document, dict):
+            raise InputError(url, f"answered {answer.status}: {document}")
+        return document
 
 
 def _way(said: Mapping[str, Any], url: str) -> HostLink:
@@ -176,15 +176,15 @@ class Handler(BaseHTTPRequestHandler):
             self._say(401, {"problem": "no key, or a wrong one"})
             return
         try:
-            found = work()
+            result = work()
         except (PotluckError, ValueError) as error:
             self.close_connection = True
             self._say(400, {"problem": str(error)[:200]})
             return
-        self._say(200 if found is not None else 404, found or {"problem": "there is nothing here"})
+        self._say(200 if result is not None else 404, result or {"problem": "there is nothing here"})
 
-    def _say(self, status: int, found: dict[str, object]) -> None:
-        text = json.dumps(found).encode()
+    def _say(self, status: int, result: dict[str, object]) -> None:
+        text = json.dumps(result).encode()
         self.send_response(status)
         self.send_header("Content-Type", "application/json")
         self.send_header("Content-Length", str(len(text)))

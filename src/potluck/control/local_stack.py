@@ -86,8 +86,8 @@ def owner_of(store: StateStore) -> str:
 def gateways_of(store: StateStore) -> list[ProcessId]:
     """The gateway's supervisor, and whoever answers, which may outlive it."""
     written = pid_of(store.get("gateway"))
-    found = [pid for pid, _ in marked(GATEWAY_MARK, str(store.path.parent.resolve()))]
-    return list(dict.fromkeys([*([written] if written is not None else []), *found]))
+    process_ids = [pid for pid, _ in marked(GATEWAY_MARK, str(store.path.parent.resolve()))]
+    return list(dict.fromkeys([*([written] if written is not None else []), *process_ids]))
 
 
 def stop_all(store: StateStore, why: str, within_s: float = DRAIN_S, launcher: Launcher | None = None) -> int:
@@ -99,10 +99,10 @@ def stop_all(store: StateStore, why: str, within_s: float = DRAIN_S, launcher: L
     wait(gateways, within_s)
     places = store.places()
     elsewhere = 0 if launcher is None else _ended(launcher, places)
-    found = [pid_of(place) for place in places.values()]
+    process_ids = [pid_of(place) for place in places.values()]
     # Those that were started and never written down carry the mark all the same.
-    found += engines_of(owner_of(store))
-    pids = list({pid for pid in [*gateways, *found] if pid is not None})
+    process_ids += engines_of(owner_of(store))
+    pids = list({pid for pid in [*gateways, *process_ids] if pid is not None})
     for pid in pids:
         end(pid)
     left = wait(pids, ENGINES_S)
@@ -119,7 +119,9 @@ def stop_all(store: StateStore, why: str, within_s: float = DRAIN_S, launcher: L
 
 def _dead(launcher: Launcher, places: dict[str, Place]) -> set[str]:
     """Those that are known to be; one that nothing is heard of may still be there."""
-    return {each.name for each in launcher.look(places) if each.state == "dead"}
+    return {
+        engine_sighting.name for engine_sighting in launcher.look(places) if engine_sighting.state == "dead"
+    }
 
 
 def _ended(launcher: Launcher, places: dict[str, Place]) -> int:
@@ -242,9 +244,9 @@ class LocalStack:
             return
         style = self._settings.maker.style
         planned = sum(
-            each.count * (sum(replica.layout.node_counts.values()) if style == "gpu" else 1)
-            for each in self.plan.deployments
-            for replica in self.plan.template(each.template).replicas
+            deployment.count * (sum(replica.layout.node_counts.values()) if style == "gpu" else 1)
+            for deployment in self.plan.deployments
+            for replica in self.plan.template(deployment.template).replicas
         )
         there = sum(
             str(place.get("chip", "")).count(",") + 1
@@ -319,12 +321,12 @@ class LocalStack:
 
     def _port(self, before: Mapping[str, object]) -> int:
         """Where the gateway was told to be, where it was, or where it can be."""
-        told, known = self._settings.port, before.get("port")
-        if not told and isinstance(known, int) and (told is None or not taken(known)):
-            told = known
-        if told is None:
+        number, known = self._settings.port, before.get("port")
+        if not number and isinstance(known, int) and (number is None or not taken(known)):
+            number = known
+        if number is None:
             return self._next(USUAL_PORT, "port")
-        port = told or free_port()
+        port = number or free_port()
         must_be_free(port)
         return port
 
@@ -410,10 +412,12 @@ class LocalStack:
     def running(self) -> list[str]:
         """What lives, by name; as far as the state can still be read."""
         try:
-            found = ["gateway"] if living(self.store.get("gateway")) else []
+            texts = ["gateway"] if living(self.store.get("gateway")) else []
             if self._settings.launcher is not None:
-                return found + [each.name for each in self.store.instances() if each.state != "dead"]
-            return found + [name for name, place in self.store.places().items() if living(place)]
+                return texts + [
+                    instance.name for instance in self.store.instances() if instance.state != "dead"
+                ]
+            return texts + [name for name, place in self.store.places().items() if living(place)]
         except PotluckError:
             return ["what was started"]
 

@@ -30,7 +30,7 @@ def is_by_hand(version: PlanVersion | None) -> bool:
 
 
 def planned_last(store: StateStore) -> PlanVersion | None:
-    number = next((each for each, reason in store.versions() if not reason.startswith(BY_HAND)), None)
+    number = next((item for item, reason in store.versions() if not reason.startswith(BY_HAND)), None)
     return None if number is None else store.plan(number)
 
 
@@ -59,26 +59,33 @@ def scaled(
 
     `available` says how many nodes there are, (region, node) to a number: what cannot be had is refused.
     """
-    names = [each.name for each in plan.templates]
+    names = [item.name for item in plan.templates]
     if template not in names:
         raise UnknownNameError("template", template, names)
     if region not in usd_per_h:
         there = {name for name, _ in available or ()}
         if region not in there:
             raise UnknownNameError("REGION", region, sorted(there) or usd_per_h)
-        nodes = ", ".join(each.node for each in plan.template(template).nodes)
+        nodes = ", ".join(node_count.node for node_count in plan.template(template).nodes)
         where = ", ".join(usd_per_h) or "no region"
         raise InputError("REGION", f"{region} has not all that a copy needs ({nodes}); {where} has")
     if count < 0:
         raise InputError("COUNT", f"must not be negative, is {count}")
     _must_be_there(plan, template, region, count, available or {})
-    rest = tuple(each for each in plan.deployments if (each.template, each.region) != (template, region))
-    before = sum(each.count for each in plan.deployments) - sum(each.count for each in rest)
+    rest = tuple(
+        deployment
+        for deployment in plan.deployments
+        if (deployment.template, deployment.region) != (template, region)
+    )
+    before = sum(deployment.count for deployment in plan.deployments) - sum(
+        deployment.count for deployment in rest
+    )
     deployments = (*rest, Deployment(template, region, count)) if count else rest
     cost = max(0.0, plan.cost_usd_per_h + (count - before) * usd_per_h[region])
-    kept = tuple(each for each in plan.shares if (each.template, each.region) != (template, region))
+    kept = tuple(share for share in plan.shares if (share.template, share.region) != (template, region))
     new = tuple(
-        replace(each, rate_per_s=each.rate_per_s * count) for each in _copy_shares(plan, template, region)
+        replace(copy_share, rate_per_s=copy_share.rate_per_s * count)
+        for copy_share in _copy_shares(plan, template, region)
     )
     return replace(plan, deployments=deployments, shares=kept + (new if count else ()), cost_usd_per_h=cost)
 
@@ -90,15 +97,17 @@ def _must_be_there(
     others = replace(
         plan,
         deployments=tuple(
-            each for each in plan.deployments if (each.template, each.region) != (template, region)
+            deployment
+            for deployment in plan.deployments
+            if (deployment.template, deployment.region) != (template, region)
         ),
     ).nodes
     fits = []
-    for each in plan.template(template).nodes:
-        place = (region, each.node)
+    for node_count in plan.template(template).nodes:
+        place = (region, node_count.node)
         if place in available:
             free = max(0, available[place] - others.get(place, 0))
-            fits.append((free // each.count, each.node))
+            fits.append((free // node_count.count, node_count.node))
     if not fits or count <= min(fits)[0]:
         return
     most, node = min(fits)
@@ -118,24 +127,39 @@ def _copy_shares(plan: Plan, template: str, region: str) -> tuple[PlannedShare, 
     """
     if not plan.shares:
         return ()
-    counts = {(each.template, each.region): each.count for each in plan.deployments if each.count}
-    others = [each for name, each in counts if name == template and each != region]
+    counts = {
+        (deployment.template, deployment.region): deployment.count
+        for deployment in plan.deployments
+        if deployment.count
+    }
+    others = [item for name, item in counts if name == template and item != region]
     for place in (region, *others):
-        found = [each for each in plan.shares if (each.template, each.region) == (template, place)]
-        if found and (template, place) in counts:
+        result = [share for share in plan.shares if (share.template, share.region) == (template, place)]
+        if result and (template, place) in counts:
             count = counts[template, place]
-            return tuple(replace(each, region=region, rate_per_s=each.rate_per_s / count) for each in found)
+            return tuple(
+                replace(share, region=region, rate_per_s=share.rate_per_s / count) for share in result
+            )
     able = plan.template(template).capacity
     shares = (
-        *(PlannedShare(template, region, each.bucket, "prefill", each.prefill_per_s) for each in able),
-        *(PlannedShare(template, region, each.bucket, "decode", each.decode_per_s) for each in able),
-        *(PlannedShare(template, region, each.bucket, "closed", each.closed_per_s) for each in able),
+        *(
+            PlannedShare(template, region, bucket_capacity.bucket, "prefill", bucket_capacity.prefill_per_s)
+            for bucket_capacity in able
+        ),
+        *(
+            PlannedShare(template, region, bucket_capacity.bucket, "decode", bucket_capacity.decode_per_s)
+            for bucket_capacity in able
+        ),
+        *(
+            PlannedShare(template, region, bucket_capacity.bucket, "closed", bucket_capacity.closed_per_s)
+            for bucket_capacity in able
+        ),
     )
-    return tuple(each for each in shares if each.rate_per_s > 0)
+    return tuple(share for share in shares if share.rate_per_s > 0)
 
 
 def leave(store: StateStore, names: Iterable[str]) -> None:
-    there = {each.name for each in store.instances()}
+    there = {instance.name for instance in store.instances()}
     before = [name for name in store.get(LEAVING) or [] if name in there]
     store.set(LEAVING, sorted({*before, *names}))
 
@@ -158,15 +182,15 @@ class KeptCordons:
 
     def heed(self, wanted: Mapping[str, Any]) -> str:
         """At every turn; why it could not be told, else nothing."""
-        told, up_s = set(wanted.get("cordoned", ())), float(wanted.get("up_s", 0.0))
+        message, up_s = set(wanted.get("cordoned", ())), float(wanted.get("up_s", 0.0))
         fresh, kept = up_s < self._up_s, set(self._store.get(CORDONED) or ())
-        if fresh and kept - told:
+        if fresh and kept - message:
             try:
-                self._tell(kept - told)
+                self._tell(kept - message)
             except PotluckError as error:
                 return str(error)
-        elif not fresh and kept != told:
-            self._store.set(CORDONED, sorted(told))
+        elif not fresh and kept != message:
+            self._store.set(CORDONED, sorted(message))
         self._up_s = up_s
         return ""
 
@@ -185,20 +209,22 @@ class UpgradeTurn:
 def turns(snapshot: Snapshot) -> tuple[UpgradeTurn, ...]:
     """All copies that serve, those of which there are most first: what goes wrong is seen where it costs least."""
     units: dict[str, list[Mapping[str, Any]]] = {}
-    for each in _serving(snapshot):
-        units.setdefault(str(each["unit"]), []).append(each)
-    alike = Counter(_kind(found[0]) for found in units.values())
-    ordered = sorted(units.values(), key=lambda found: -alike[_kind(found[0])])
+    for item in _serving(snapshot):
+        units.setdefault(str(item["unit"]), []).append(item)
+    alike = Counter(_kind(unit[0]) for unit in units.values())
+    ordered = sorted(units.values(), key=lambda mappings: -alike[_kind(mappings[0])])
     return tuple(
-        UpgradeTurn(tuple(str(each["replica"]) for each in found), tuple(str(each["url"]) for each in found))
-        for found in ordered
+        UpgradeTurn(
+            tuple(str(entry["replica"]) for entry in result), tuple(str(entry["url"]) for entry in result)
+        )
+        for result in ordered
     )
 
 
 def due(snapshot: Snapshot, passed_s: float) -> tuple[UpgradeTurn, ...]:
     """Copies with an engine that was there before the upgrade began, so long ago. One that was lost meanwhile and
     came back is a new one already."""
-    since = {str(each["url"]): float(each["uptime_s"]) for each in snapshot["engines"]}
+    since = {str(item["url"]): float(item["uptime_s"]) for item in snapshot["engines"]}
     return tuple(
         turn for turn in turns(snapshot) if any(since.get(url, 0.0) >= passed_s for url in turn.urls)
     )
@@ -206,13 +232,13 @@ def due(snapshot: Snapshot, passed_s: float) -> tuple[UpgradeTurn, ...]:
 
 def lacks(snapshot: Snapshot, before: Snapshot, turn: UpgradeTurn, passed_s: float) -> str:
     """What is still waited for, so long after a copy was asked to drain; empty when another is in its place."""
-    left = {str(each["replica"]) for each in snapshot["replicas"]} & set(turn.replicas)
+    left = {str(item["replica"]) for item in snapshot["replicas"]} & set(turn.replicas)
     if left:
         return f"{min(left)} still has requests"
-    engines = {str(each["url"]): each for each in snapshot["engines"]}
+    engines = {str(item["url"]): item for item in snapshot["engines"]}
     for url in turn.urls:
-        found = engines.get(url)
-        if found is not None and not (found["up"] and float(found["uptime_s"]) < passed_s):
+        engine = engines.get(url)
+        if engine is not None and not (engine["up"] and float(engine["uptime_s"]) < passed_s):
             return f"no other engine has come up at {url}"
     missing = Counter(map(_kind, _serving(before))) - Counter(map(_kind, _serving(snapshot)))
     for (template, _, region), count in missing.items():
@@ -221,7 +247,7 @@ def lacks(snapshot: Snapshot, before: Snapshot, turn: UpgradeTurn, passed_s: flo
 
 
 def _serving(snapshot: Snapshot) -> Sequence[Mapping[str, Any]]:
-    return [each for each in snapshot["replicas"] if each["state"] == "ready" and each["url"] is not None]
+    return [item for item in snapshot["replicas"] if item["state"] == "ready" and item["url"] is not None]
 
 
 def _kind(replica: Mapping[str, Any]) -> tuple[str, int, str]:

@@ -59,38 +59,40 @@ class Market:
     notices: tuple[VanishNotice, ...] = ()
 
     def regions(self, spec: Sequence[Region]) -> tuple[Region, ...]:
-        told = {(each.region, each.node): each for each in self.quotes}
+        message = {(quote.region, quote.node): quote for quote in self.quotes}
         return tuple(
-            replace(region, offers=tuple(_quoted(o, told.get((region.name, o.node))) for o in region.offers))
+            replace(
+                region, offers=tuple(_quoted(o, message.get((region.name, o.node))) for o in region.offers)
+            )
             for region in spec
         )
 
     def leaving(self, instances: Iterable[EngineInstance]) -> dict[str, VanishNotice]:
         """Engines whose machines will vanish. Of a type, those go that were noticed first to be up."""
         ranked = sorted(instances, key=lambda each: (each.since_s, each.name))
-        found = {
-            each.name: notice
+        vanish_notices = {
+            engine_instance.name: notice
             for notice in self.notices
             if notice.engine
-            for each in ranked
-            if each.name == notice.engine
+            for engine_instance in ranked
+            if engine_instance.name == notice.engine
         }
         for notice in self.notices:
             if notice.engine:
                 continue
             alike = [
-                each
-                for each in ranked
-                if each.make.region == notice.region
-                and each.name not in found
-                and _stands_on(each, notice.node)
+                engine_instance
+                for engine_instance in ranked
+                if engine_instance.make.region == notice.region
+                and engine_instance.name not in vanish_notices
+                and _stands_on(engine_instance, notice.node)
             ]
-            found |= {each.name: notice for each in alike[: notice.count]}
-        return found
+            vanish_notices |= {engine_instance.name: notice for engine_instance in alike[: notice.count]}
+        return vanish_notices
 
 
 def _stands_on(instance: EngineInstance, node: str) -> bool:
-    return any(each.node == node for stage in instance.make.layout.stages for each in stage.nodes)
+    return any(stage_node.node == node for stage in instance.make.layout.stages for stage_node in stage.nodes)
 
 
 def _quoted(offer: NodeOffer, quote: Quote | None) -> NodeOffer:
@@ -108,8 +110,8 @@ def read_market(text: str, where: str, spec: Sequence[Region]) -> Market:
     """A file's text, checked against the regions and nodes that the spec has."""
     offers, notices = market_lines(text, where, OFFER_KEYS, NOTICE_KEYS)
     return Market(
-        tuple(quote_of(each, at, spec) for each, at in offers),
-        tuple(_notice(each, at, spec) for each, at in notices),
+        tuple(quote_of(item, at, spec) for item, at in offers),
+        tuple(_notice(item, at, spec) for item, at in notices),
     )
 
 
@@ -131,13 +133,13 @@ def _listed(data: dict[str, Any], name: str, known: set[str], where: str) -> Lin
         return []
     if not isinstance(listed, list) or len(listed) > MOST_LINES:
         raise FormatError(f"{where}: {name}", f"must be a list of at most {MOST_LINES}")
-    found = []
-    for place, each in enumerate(listed):
+    lines = []
+    for place, item in enumerate(listed):
         at = f"{where}: {name}[{place}]"
-        if not isinstance(each, dict) or {str(key) for key in each} - known:
+        if not isinstance(item, dict) or {str(key) for key in item} - known:
             raise FormatError(at, f"must be a mapping of {', '.join(sorted(known))}")
-        found.append((each, at))
-    return found
+        lines.append((item, at))
+    return lines
 
 
 def quote_of(each: dict[str, Any], at: str, spec: Sequence[Region]) -> Quote:
@@ -264,10 +266,10 @@ class MarketFile:
 
     def _stamped(self) -> tuple[int, int, int] | None:
         try:
-            found = self._path.stat()
+            result = self._path.stat()
         except OSError:
             return None
-        return found.st_mtime_ns, found.st_size, found.st_ino
+        return result.st_mtime_ns, result.st_size, result.st_ino
 
 
 NOTICE_S = 30.0
@@ -298,11 +300,11 @@ class MarketSchedule:
     leaves: tuple[NodesLeave, ...] = ()
 
     def regions(self, spec: Sequence[Region], at_s: float = 0.0) -> tuple[Region, ...]:
-        found = tuple(spec)
+        result = tuple(spec)
         for change in self.changes:
             if change.at_s <= at_s:
-                found = Market((change.quote,)).regions(found)
-        return found
+                result = Market((change.quote,)).regions(result)
+        return result
 
 
 def read_schedule(text: str, where: str, spec: Sequence[Region]) -> MarketSchedule:
@@ -310,20 +312,20 @@ def read_schedule(text: str, where: str, spec: Sequence[Region]) -> MarketSchedu
     offers, notices = market_lines(text, where, OFFER_KEYS | timed, (NOTICE_KEYS | timed) - {"engine", "at"})
     changes = [
         MarketChange(
-            _seconds(each, "at_s", 0.0, at),
-            quote_of(each, at, spec),
-            _seconds(each, "notice_s", NOTICE_S, at),
+            _seconds(item, "at_s", 0.0, at),
+            quote_of(item, at, spec),
+            _seconds(item, "notice_s", NOTICE_S, at),
         )
-        for each, at in offers
+        for item, at in offers
     ]
     leaves = [
         NodesLeave(
-            _seconds(each, "at_s", None, at),
-            *place_of(each, at, spec),
-            count_of(each, at),
-            _seconds(each, "notice_s", NOTICE_S, at),
+            _seconds(item, "at_s", None, at),
+            *place_of(item, at, spec),
+            count_of(item, at),
+            _seconds(item, "notice_s", NOTICE_S, at),
         )
-        for each, at in notices
+        for item, at in notices
     ]
     return MarketSchedule(tuple(sorted(changes, key=lambda each: each.at_s)), tuple(leaves))
 
@@ -424,7 +426,11 @@ class ClusterMarket:
         if self._below is not None:
             self._below.look()
             self.problem, notices = self._below.problem, self._below.market.notices
-            prices = {(each.region, each.node): each.price_usd_per_h for each in self._below.market.quotes}
+            prices = {
+                (quote.region, quote.node): quote.price_usd_per_h for quote in self._below.market.quotes
+            }
         there = quotes_of(self._there(), self._spellings, self.spec)
-        quotes = tuple(replace(each, price_usd_per_h=prices.get((each.region, each.node))) for each in there)
+        quotes = tuple(
+            replace(quote, price_usd_per_h=prices.get((quote.region, quote.node))) for quote in there
+        )
         self.market = Market(quotes, notices)

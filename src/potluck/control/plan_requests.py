@@ -132,9 +132,9 @@ class PlanRequests:
 def _short(plan: Plan, regions: tuple[Region, ...] | None) -> str:
     """Which nodes a plan wants more of than there are; empty where there are enough."""
     needed: Counter[tuple[str, str]] = Counter()
-    for each in plan.deployments:
-        for node in plan.template(each.template).nodes:
-            needed[each.region, node.node] += each.count * node.count
+    for deployment in plan.deployments:
+        for node in plan.template(deployment.template).nodes:
+            needed[deployment.region, node.node] += deployment.count * node.count
     for region in regions or ():
         for offer in region.offers:
             count = needed[region.name, offer.node]
@@ -149,9 +149,9 @@ def _running(planned: Plan | None, wanted: dict[str, Any]) -> Plan | None:
         return None
     known = {template.name for template in planned.repertoire}
     units = {
-        each["unit"]: (each["template"], each["region"])
-        for each in wanted.get("replicas", ())
-        if not each.get("draining") and not each.get("standby") and each["template"] in known
+        item["unit"]: (item["template"], item["region"])
+        for item in wanted.get("replicas", ())
+        if not item.get("draining") and not item.get("standby") and item["template"] in known
     }
     counts: dict[tuple[str, str], int] = {}
     for key in units.values():
@@ -163,8 +163,8 @@ def _asked(
     asked: dict[str, Any], regions: tuple[Region, ...] | None, running: Plan | None, planned: Plan | None
 ) -> PlanRequest:
     lengths = tuple(
-        SeenLengths(each["model"], each["output_tokens"], tuple((a, b) for a, b in each["prompts"]))
-        for each in asked.get("lengths", ())
+        SeenLengths(item["model"], item["output_tokens"], tuple((a, b) for a, b in item["prompts"]))
+        for item in asked.get("lengths", ())
     )
     return PlanRequest(
         dict(asked.get("rates_per_s", {})), str(asked.get("reason", "")), lengths, regions, running, planned
@@ -172,4 +172,7 @@ def _asked(
 
 
 def _listed(plan: Plan) -> str:
-    return ", ".join(f"{each.count} x {each.template} in {each.region}" for each in plan.deployments)
+    return ", ".join(
+        f"{deployment.count} x {deployment.template} in {deployment.region}"
+        for deployment in plan.deployments
+    )

@@ -79,7 +79,7 @@ def stuck(
     instances: Iterable[EngineInstance],
     failures: Mapping[EngineSpec, StartFailures],
 ) -> tuple[StuckReplica, ...]:
-    there = {each.replica for each in instances if each.state != "dead"}
+    there = {instance.replica for instance in instances if instance.state != "dead"}
     return tuple(
         StuckReplica(want.replica, failures[want.make])
         for want in wants
@@ -135,35 +135,37 @@ def step(
     living: list[EngineInstance] = []
     memory = replace(memory, silent_since_s={name: memory.silent_since_s.get(name, now_s) for name in silent})
     late = f"was not ready after {start_s:g} s"
-    for each in instances:
+    for instance in instances:
         stuck = ""
-        if each.state == "starting" and now_s - each.since_s > start_s:
+        if instance.state == "starting" and now_s - instance.since_s > start_s:
             stuck = late
-        elif now_s - memory.silent_since_s.get(each.name, now_s) >= silent_s and not each.pinned:
+        elif now_s - memory.silent_since_s.get(instance.name, now_s) >= silent_s and not instance.pinned:
             stuck = f"was silent for {silent_s:g} s"
-        if each.state == "dead" or stuck:
-            why = each.problem or stuck or "ended by itself"
+        if instance.state == "dead" or stuck:
+            why = instance.problem or stuck or "ended by itself"
             orders.append(
-                ForgetEngine(each.name, why) if each.state == "dead" else StopEngine(each.name, why, True)
+                ForgetEngine(instance.name, why)
+                if instance.state == "dead"
+                else StopEngine(instance.name, why, True)
             )
             # It never was up: a start that failed. Of one that was late that is known when it ends.
-            if (stuck == late and not each.problem) or (
-                each.state == "dead" and not each.url and why != late
+            if (stuck == late and not instance.problem) or (
+                instance.state == "dead" and not instance.url and why != late
             ):
-                memory = memory.failed(each.make, now_s, why, each.name)
+                memory = memory.failed(instance.make, now_s, why, instance.name)
         else:
-            living.append(each)
-            if each.state == "up" and each.make in memory.failures:
-                left = {make: found for make, found in memory.failures.items() if make != each.make}
+            living.append(instance)
+            if instance.state == "up" and instance.make in memory.failures:
+                left = {make: failure for make, failure in memory.failures.items() if make != instance.make}
                 memory = replace(memory, failures=left)
     taken, lacking = _matched(wants, living)
-    free = sorted((each for each in living if each.name not in taken), key=_usefulness)
+    free = sorted((item for item in living if item.name not in taken), key=_usefulness)
     waiting: list[str] = []
     for want in lacking:
-        found = next((each for each in free if each.make == want.make and each.name not in leaving), None)
-        if found is not None:
-            free.remove(found)
-            orders.append(AssignEngine(found.name, want.replica, "it was there and free"))
+        result = next((item for item in free if item.make == want.make and item.name not in leaving), None)
+        if result is not None:
+            free.remove(result)
+            orders.append(AssignEngine(result.name, want.replica, "it was there and free"))
         elif want.draining:
             continue
         elif now_s < (again_s := memory.failures.get(want.make, StartFailures()).again_s):
@@ -176,14 +178,22 @@ def step(
             )
         else:
             orders.append(LaunchEngine(want, "the plan wants it, and no engine is free for it"))
-    idle = {each.name: memory.idle_since_s.get(each.name, now_s) for each in free}
-    for each in free:
-        if each.replica:
-            orders.append(AssignEngine(each.name, "", f"{each.replica} is not wanted any more"))
-        if each.name in leaving and not each.pinned:
-            orders.append(StopEngine(each.name, "its replica was drained by hand, or its machine goes"))
-        elif now_s - idle[each.name] >= linger_s and not each.pinned:
-            orders.append(StopEngine(each.name, f"is not wanted since {now_s - idle[each.name]:.0f} s"))
+    idle = {item.name: memory.idle_since_s.get(item.name, now_s) for item in free}
+    for engine_instance in free:
+        if engine_instance.replica:
+            orders.append(
+                AssignEngine(engine_instance.name, "", f"{engine_instance.replica} is not wanted any more")
+            )
+        if engine_instance.name in leaving and not engine_instance.pinned:
+            orders.append(
+                StopEngine(engine_instance.name, "its replica was drained by hand, or its machine goes")
+            )
+        elif now_s - idle[engine_instance.name] >= linger_s and not engine_instance.pinned:
+            orders.append(
+                StopEngine(
+                    engine_instance.name, f"is not wanted since {now_s - idle[engine_instance.name]:.0f} s"
+                )
+            )
     return ReconcilerStep(tuple(orders), replace(memory, idle_since_s=idle), tuple(waiting))
 
 
@@ -191,13 +201,13 @@ def _matched(
     wants: Sequence[WantedReplica], living: Iterable[EngineInstance]
 ) -> tuple[set[str], list[WantedReplica]]:
     """(engines that are a wanted replica, wanted replicas without one)"""
-    by_replica = {each.replica: each for each in living if each.replica}
+    by_replica = {instance.replica: instance for instance in living if instance.replica}
     taken: set[str] = set()
     lacking = []
     for want in wants:
-        found = by_replica.get(want.replica)
-        if found is not None and found.make == want.make:
-            taken.add(found.name)
+        engine_instance = by_replica.get(want.replica)
+        if engine_instance is not None and engine_instance.make == want.make:
+            taken.add(engine_instance.name)
         else:
             lacking.append(want)
     return taken, lacking

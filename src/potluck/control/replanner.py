@@ -94,7 +94,11 @@ class Replanner:
 
 def _inherited(plan: Plan, before: Plan) -> Plan:
     """What is left of a plan is still its strategy's, and so is what may be started, if lengths are cut as before."""
-    cuts = [[(b.model, b.longest_tokens) for b in each.buckets] for each in (plan, before)]
+    cuts = [[(b.model, b.longest_tokens) for b in item.buckets] for item in (plan, before)]
     there = {template.name for template in plan.templates}
-    kept = tuple(each for each in before.candidates if each.name not in there) if cuts[0] == cuts[1] else ()
+    kept = (
+        tuple(candidate for candidate in before.candidates if candidate.name not in there)
+        if cuts[0] == cuts[1]
+        else ()
+    )
     return replace(plan, strategy=before.strategy, candidates=kept)

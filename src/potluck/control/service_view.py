@@ -68,7 +68,7 @@ class ServiceView:
                 "reason": version.reason,
                 "strategy": version.plan.strategy,
                 "cost_usd_per_h": version.plan.cost_usd_per_h,
-                "deployments": [encode(each) for each in version.plan.deployments],
+                "deployments": [encode(deployment) for deployment in version.plan.deployments],
                 "notices": [*lossy_notices(version.plan)],
             },
             "scaling": snapshot.get("scaling"),
@@ -81,20 +81,26 @@ class ServiceView:
             "open_requests": snapshot.get("open_requests"),
             "engines": [
                 {
-                    "name": each.name,
-                    "state": each.state,
-                    "since_s": each.since_s,
-                    "url": each.url,
-                    "replica": each.replica,
+                    "name": instance.name,
+                    "state": instance.state,
+                    "since_s": instance.since_s,
+                    "url": instance.url,
+                    "replica": instance.replica,
                 }
-                for each in instances
+                for instance in instances
             ],
             "slowdown": snapshot.get("slowdown"),
             "notices": list(snapshot.get("notices", ())),
-            "problems": [each for each in (problem, *snapshot.get("problems", ())) if each],
+            "problems": [item for item in (problem, *snapshot.get("problems", ())) if item],
             "notes": [
-                {"id": each.id, "at_s": each.at_s, "kind": each.kind, "what": each.what, "why": each.why}
-                for each in happenings[-NOTES:]
+                {
+                    "id": happening.id,
+                    "at_s": happening.at_s,
+                    "kind": happening.kind,
+                    "what": happening.what,
+                    "why": happening.why,
+                }
+                for happening in happenings[-NOTES:]
             ],
         }
 
@@ -105,8 +111,8 @@ class ServiceView:
         """Each with the last lines of the engine that failed."""
         logs = self.folder / "logs"
         return [
-            {**each, "log": last_lines(logs / f"{each['engine']}.log", LOG_LINES)} if each["engine"] else each
-            for each in lacking
+            {**item, "log": last_lines(logs / f"{item['engine']}.log", LOG_LINES)} if item["engine"] else item
+            for item in lacking
         ]
 
     def close(self) -> None:
@@ -121,16 +127,16 @@ def _key(path: Path) -> str | None:
 
 
 def replicas_of(snapshot: Json, wanted: Json, instances: Sequence[EngineInstance]) -> list[Json]:
-    engines = {each.replica: each for each in instances if each.replica}
-    seen = {each["replica"]: each for each in snapshot.get("replicas", ())}
-    names = {each["id"]: each for each in wanted.get("replicas", ())}
-    found = []
+    engines = {instance.replica: instance for instance in instances if instance.replica}
+    seen = {item["replica"]: item for item in snapshot.get("replicas", ())}
+    names = {item["id"]: item for item in wanted.get("replicas", ())}
+    replicas = []
     for name in sorted({*seen, *names}):
         view, want = seen.get(name, {}), names.get(name, {})
         status = view.get("status") or {}
         total = status.get("total_blocks") or 0
         engine = engines.get(name)
-        found.append(
+        replicas.append(
             {
                 "replica": name,
                 "model": view.get("model", want.get("model")),
@@ -149,7 +155,7 @@ def replicas_of(snapshot: Json, wanted: Json, instances: Sequence[EngineInstance
                 "kv_used": 1.0 - status["free_blocks"] / total if total else 0.0,
             }
         )
-    return found
+    return replicas
 
 
 def lacking_of(
@@ -161,23 +167,23 @@ def lacking_of(
     stuck: Mapping[str, Json],
 ) -> list[Json]:
     """What is wanted and not there, each with the reason, and with the engine that failed where one did."""
-    ready = {each["replica"] for each in snapshot.get("replicas", ()) if each.get("state") == "ready"}
-    engines = {each.replica: each for each in instances if each.replica}
-    notes = {each["url"]: each["note"] for each in snapshot.get("engines", ()) if each.get("note")}
-    found = []
+    ready = {item["replica"] for item in snapshot.get("replicas", ()) if item.get("state") == "ready"}
+    engines = {instance.replica: instance for instance in instances if instance.replica}
+    notes = {item["url"]: item["note"] for item in snapshot.get("engines", ()) if item.get("note")}
+    lacking = []
     for want in wanted.get("replicas", ()):
         name = want["id"]
         if name in ready or want.get("draining"):
             continue
         engine = engines.get(name)
         if engine is None and name in stuck:
-            found.append({"what": name, "why": _tries(stuck[name], now_s), "engine": stuck[name]["engine"]})
+            lacking.append({"what": name, "why": _tries(stuck[name], now_s), "engine": stuck[name]["engine"]})
             continue
-        found.append({"what": name, "why": _why(name, engine, notes, happenings, now_s), "engine": None})
+        lacking.append({"what": name, "why": _why(name, engine, notes, happenings, now_s), "engine": None})
     for line in snapshot.get("notes", ()):
         cut = line.find(": ", line.find("@"))  # a template's name may have a colon of its own
-        found.append({"what": line[:cut], "why": line[cut + 2 :], "engine": None})
-    return found
+        lacking.append({"what": line[:cut], "why": line[cut + 2 :], "engine": None})
+    return lacking
 
 
 def _tries(failed: Json, now_s: float) -> str:
@@ -195,9 +201,14 @@ def _why(
     now_s: float,
 ) -> str:
     if engine is None:
-        for each in reversed(happenings):
-            if name in f"{each.what} {each.why}" and each.kind in ("waits", "failed", "clear", "dead"):
-                return f"no engine: {each.why}"
+        for happening in reversed(happenings):
+            if name in f"{happening.what} {happening.why}" and happening.kind in (
+                "waits",
+                "failed",
+                "clear",
+                "dead",
+            ):
+                return f"no engine: {happening.why}"
         return "no engine is there for it"
     if engine.state == "starting":
         return f"{engine.name} is starting, since {max(0.0, now_s - engine.since_s):.0f} s"

@@ -242,7 +242,7 @@ class StateStore:
                 last_bin,
             )
         )
-        return tuple(rows.get(each) for each in range(last_bin - bins + 1, last_bin + 1))
+        return tuple(rows.get(index) for index in range(last_bin - bins + 1, last_bin + 1))
 
     def rated_models(self) -> tuple[str, ...]:
         return tuple(model for (model,) in self.rows("SELECT DISTINCT model FROM rates ORDER BY model"))
@@ -288,11 +288,11 @@ class StateStore:
 def _instance(row: tuple[Any, ...]) -> EngineInstance:
     name, make, state, since_s, url, replica, problem, pinned = row
     try:
-        found = decode(EngineSpec, json.loads(make), f"state: instance {name}")
+        document = decode(EngineSpec, json.loads(make), f"state: instance {name}")
     except ValueError as error:
         raise FormatError(f"state: instance {name}", "has a garbled make") from error
     return EngineInstance(
-        name, found, cast(InstanceState, state), since_s, url, replica, problem, bool(pinned)
+        name, document, cast(InstanceState, state), since_s, url, replica, problem, bool(pinned)
     )
 
 
@@ -376,13 +376,13 @@ VERSION = len(MIGRATIONS)
 
 def migrate(connection: sqlite3.Connection, where: str) -> None:
     """Bring a file to this release's version; one of a newer release is left alone."""
-    (found,) = connection.execute("PRAGMA user_version").fetchone()
-    if found > VERSION:
+    (result,) = connection.execute("PRAGMA user_version").fetchone()
+    if result > VERSION:
         raise FormatError(
             where,
-            f"was written by a newer release (version {found}, this one knows {VERSION}); upgrade potluck",
+            f"was written by a newer release (version {result}, this one knows {VERSION}); upgrade potluck",
         )
-    for version, statements in enumerate(MIGRATIONS[found:], found + 1):
+    for version, statements in enumerate(MIGRATIONS[result:], result + 1):
         with connection:
             connection.execute("BEGIN IMMEDIATE")
             # Another process may have done it while this one waited.

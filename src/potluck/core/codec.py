@@ -62,9 +62,9 @@ def loads(kind: type[T], text: str, *, format_name: str, version: int) -> T:
             raise FormatError(key, "is missing")
     if document["format"] != format_name:
         raise FormatError("format", f"is {_show(document['format'])}, expected {format_name!r}")
-    found = document["version"]
-    if type(found) is not int or found != version:
-        raise FormatError("version", f"is {_show(found)}, this release reads {version}; write the file anew")
+    number = document["version"]
+    if type(number) is not int or number != version:
+        raise FormatError("version", f"is {_show(number)}, this release reads {version}; write the file anew")
     return decode(kind, document["value"], "value")
 
 
@@ -180,12 +180,12 @@ def _known_keys(data: dict[str, object], known: Any, path: str) -> None:
 
 
 def _no_repeats(pairs: list[tuple[str, object]]) -> dict[str, object]:
-    found: dict[str, object] = {}
+    no_repeats: dict[str, object] = {}
     for key, value in pairs:
-        if key in found:
+        if key in no_repeats:
             raise ValueError(f"the key {_show(key)} stands twice in one object")
-        found[key] = value
-    return found
+        no_repeats[key] = value
+    return no_repeats
 
 
 def _no_constant(text: str) -> float:

@@ -83,31 +83,31 @@ class FleetLook:
 
     def ready(self, role: str = "", region: str = "") -> tuple[ReplicaLook, ...]:
         return tuple(
-            each
-            for each in self.replicas
-            if each.state == "ready" and role in ("", each.role) and region in ("", each.region)
+            replica
+            for replica in self.replicas
+            if replica.state == "ready" and role in ("", replica.role) and region in ("", replica.region)
         )
 
     @property
     def calm(self) -> bool:
         """Nothing is about to come."""
-        return not any(each.state == "starting" for each in self.replicas)
+        return not any(replica.state == "starting" for replica in self.replicas)
 
     def count_on(self, node: str, region: str) -> int:
         """Replicas that stay."""
-        stay = [each for each in self.replicas if each.state in ("starting", "ready")]
-        return sum(node in each.template and each.region == region for each in stay)
+        stay = [replica for replica in self.replicas if replica.state in ("starting", "ready")]
+        return sum(node in replica_look.template and replica_look.region == region for replica_look in stay)
 
 
 def look_at(client: GatewayClient, far: str, link: str, last: int) -> FleetLook:
     """`far` is where KV comes from that crosses the `link`; `last` the latest decision that is known."""
-    said = client.snapshot()
+    text = client.snapshot()
     metrics = client.metrics().splitlines()
     return FleetLook(
         time.time(),
-        tuple(ReplicaLook(*(each[name] for name in REPLICA)) for each in said["replicas"]),
-        sum(each["usd_per_h"] for each in said["models"].values()),
-        max((each["tokens"] for each in said["thresholds"] if each["link"] == link), default=0.0),
+        tuple(ReplicaLook(*(item[name] for name in REPLICA)) for item in text["replicas"]),
+        sum(item["usd_per_h"] for item in text["models"].values()),
+        max((item["tokens"] for item in text["thresholds"] if item["link"] == link), default=0.0),
         _total(metrics, MOVED_KV, f'source="[^"]*@{far}#'),
         round(_total(metrics, RETRIED, "")),
         last,
@@ -121,8 +121,8 @@ def _total(lines: Sequence[str], name: str, label: str) -> float:
 
 
 def decided_since(client: GatewayClient, number: int) -> tuple[LoggedDecision, ...]:
-    found: Sequence[dict[str, Any]] = client.decisions(number)["decisions"]
-    return tuple(LoggedDecision(each["number"], each["kind"], each["what"], each["why"]) for each in found)
+    result: Sequence[dict[str, Any]] = client.decisions(number)["decisions"]
+    return tuple(LoggedDecision(item["number"], item["kind"], item["what"], item["why"]) for item in result)
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,9 +144,10 @@ class ActEvidence:
     def of(self, *kinds: str) -> tuple[LoggedDecision, ...]:
         """Of remarks only those on what may cross: paces are remarked on too."""
         return tuple(
-            each
-            for each in self.decided
-            if each.kind in kinds and (each.kind != "remark" or CROSSES.search(each.what))
+            logged_decision
+            for logged_decision in self.decided
+            if logged_decision.kind in kinds
+            and (logged_decision.kind != "remark" or CROSSES.search(logged_decision.what))
         )
 
     @property
@@ -157,8 +158,11 @@ class ActEvidence:
     @property
     def changed_roles(self) -> int:
         """Replicas that were there before, in another role."""
-        roles = {each.name: each.role for each in self.before.replicas}
-        return sum(roles.get(each.name, each.role) != each.role for each in self.now.ready())
+        roles = {replica.name: replica.role for replica in self.before.replicas}
+        return sum(
+            roles.get(replica_look.name, replica_look.role) != replica_look.role
+            for replica_look in self.now.ready()
+        )
 
     @property
     def moved(self) -> int:
@@ -173,7 +177,7 @@ class ActEvidence:
     def raised(self) -> LoggedDecision | None:
         """What was said when clearly fewer prompts might cross than before; else the most that was said."""
         remarks, enough = self.of("remark"), RAISED * self.before.threshold_tokens
-        first = next((each for each in remarks if _crossing(each) >= enough), None)
+        first = next((remark for remark in remarks if _crossing(remark) >= enough), None)
         return first or max(remarks, key=_crossing, default=None)
 
     @property
@@ -184,8 +188,8 @@ class ActEvidence:
 
 def _crossing(remark: LoggedDecision) -> float:
     """From which length on prompts may cross, of a remark that says so."""
-    found = CROSSES.search(remark.what)
-    return float(found[1]) if found else 0.0
+    result = CROSSES.search(remark.what)
+    return float(result[1]) if result else 0.0
 
 
 # By what it shows.
@@ -202,7 +206,10 @@ def usual(seen: ActEvidence) -> bool:
 
 
 def crossed(seen: ActEvidence) -> bool:
-    return seen.crossed_gb > 0 and sum(each.requests for each in seen.by_tenant.values()) >= LEAST_SEEN
+    return (
+        seen.crossed_gb > 0
+        and sum(request_counts.requests for request_counts in seen.by_tenant.values()) >= LEAST_SEEN
+    )
 
 
 def grown(seen: ActEvidence) -> bool:
@@ -211,15 +218,24 @@ def grown(seen: ActEvidence) -> bool:
 
 def reshaped(seen: ActEvidence) -> bool:
     """A plan for the lengths that were seen, and something that was done for it."""
-    plans = [each.number for each in seen.of("plan") if LENGTHS.search(each.why)]
+    plans = [
+        logged_decision.number for logged_decision in seen.of("plan") if LENGTHS.search(logged_decision.why)
+    ]
     return bool(plans) and any(
-        each.number > plans[0] for each in seen.of("recast", "flip", "ready", "drain", "stop")
+        logged_decision.number > plans[0]
+        for logged_decision in seen.of("recast", "flip", "ready", "drain", "stop")
     )
 
 
 def replaced(seen: ActEvidence) -> bool:
-    lost = [each.number for each in seen.of("lost") if each.what.startswith(seen.victim)]
-    return bool(lost) and any(each.number > lost[0] for each in seen.of("ready", "plan"))
+    lost = [
+        logged_decision.number
+        for logged_decision in seen.of("lost")
+        if logged_decision.what.startswith(seen.victim)
+    ]
+    return bool(lost) and any(
+        logged_decision.number > lost[0] for logged_decision in seen.of("ready", "plan")
+    )
 
 
 def kept_near(seen: ActEvidence) -> bool:
@@ -237,7 +253,7 @@ def fair(seen: ActEvidence) -> bool:
 
 def moved_to_cheaper(seen: ActEvidence) -> bool:
     cheaper = bool(seen.of("plan")) and saved_since(seen) > LEAST_USD
-    return cheaper and any(CHEAP in each.template for each in seen.now.ready(region=NEAR))
+    return cheaper and any(CHEAP in replica_look.template for replica_look in seen.now.ready(region=NEAR))
 
 
 # What came of it.
@@ -245,9 +261,9 @@ def moved_to_cheaper(seen: ActEvidence) -> bool:
 
 def far_share(seen: ActEvidence) -> str:
     usd, alone = seen.now.usd_per_h, seen.near_usd_per_h
-    told = f"Longer prompts are computed in {FAR}, and their KV crosses to {NEAR}: {seen.crossed_gb:.1f} GB so far."
+    text = f"Longer prompts are computed in {FAR}, and their KV crosses to {NEAR}: {seen.crossed_gb:.1f} GB so far."
     price = f" The fleet costs ${usd:.2f} an hour instead of ${alone:.2f} in {NEAR} alone."
-    return told + (price if alone > usd else "")
+    return text + (price if alone > usd else "")
 
 
 def peak(seen: ActEvidence) -> str:
@@ -263,7 +279,7 @@ def in_place(seen: ActEvidence) -> str:
 
 
 def went_on(seen: ActEvidence) -> str:
-    lost = sum(each.lost for each in seen.by_tenant.values())
+    lost = sum(request_counts.lost for request_counts in seen.by_tenant.values())
     moved = _many(seen.moved, "attempt", "attempts")
     return f"{moved} went on at another replica; {_many(lost, 'request was', 'requests were')} lost."
 
@@ -380,11 +396,15 @@ def chosen(act: Act, seen: ActEvidence) -> str:
     lines: list[str] = []
     for kind in act.told:
         if kind == "no":
-            lines += [f"{tenant} is told: {each.no}" for tenant, each in seen.by_tenant.items() if each.no]
+            lines += [
+                f"{tenant} is told: {request_counts.no}"
+                for tenant, request_counts in seen.by_tenant.items()
+                if request_counts.no
+            ]
         elif kind == "remark":
             lines += [] if seen.raised is None else [seen.raised.line]
         else:
-            lines += [each.line for each in seen.of(kind)[-1:]]
+            lines += [logged_decision.line for logged_decision in seen.of(kind)[-1:]]
     return "; ".join(lines[:MOST_TOLD])
 
 
@@ -408,14 +428,14 @@ def _kill(means: DemoControls, look: FleetLook) -> str:
 
 def _thin(means: DemoControls, look: FleetLook) -> str:
     """All who send over the link share it."""
-    urls = [each.url for each in look.ready(region=FAR)]
+    urls = [replica_look.url for replica_look in look.ready(region=FAR)]
     means.network(urls, THIN_GBPS / max(1, len(urls)))
     return ""
 
 
 def _wide(means: DemoControls, look: FleetLook) -> str:
     """The link is as it was; no further GPU of the usual kind can be had."""
-    means.network([each.url for each in look.ready(region=FAR)], WIDE_GBPS)
+    means.network([replica_look.url for replica_look in look.ready(region=FAR)], WIDE_GBPS)
     means.quote(NEAR, USUAL, look.count_on(USUAL, NEAR), USUAL_USD_PER_H)
     return ""
 

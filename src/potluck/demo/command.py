@@ -36,9 +36,9 @@ FORMAT, VERSION = "potluck.demo", 2
 def told(outcomes: Sequence[tuple[ActOutcome, RequestCounts]], as_json: bool) -> int:
     """Say it; the exit code, 0 where every act of the day showed its answer and nothing was lost."""
     lost = sum(counts.lost for _, counts in outcomes)
-    whole = len(outcomes) == len(the_day()) and all(each.shown for each, _ in outcomes)
+    whole = len(outcomes) == len(the_day()) and all(act_outcome.shown for act_outcome, _ in outcomes)
     if as_json:
-        rows = [_row(each, counts) for each, counts in outcomes]
+        rows = [_row(act_outcome, counts) for act_outcome, counts in outcomes]
         emit_json({"format": FORMAT, "version": VERSION, "acts": rows, "lost": lost, "shown": whole})
     elif outcomes:
         _table(outcomes)
@@ -86,17 +86,17 @@ def _table(outcomes: Sequence[tuple[ActOutcome, RequestCounts]]) -> None:
         ("act", "requests", "in time", "refused", "lost", "moved", "replicas", "USD/h", "what it showed"),
         [
             (
-                each.act.name,
+                act_outcome.act.name,
                 counts.requests,
                 f"{counts.attained:.0%}",
                 counts.refused,
                 counts.lost,
-                each.moved,
-                f"{each.replicas[0]} > {each.replicas[1]}",
-                f"${each.usd_per_h[0]:.2f} > ${each.usd_per_h[1]:.2f}",
-                each.result if each.shown else f"NOT SHOWN: {each.result}",
+                act_outcome.moved,
+                f"{act_outcome.replicas[0]} > {act_outcome.replicas[1]}",
+                f"${act_outcome.usd_per_h[0]:.2f} > ${act_outcome.usd_per_h[1]:.2f}",
+                act_outcome.result if act_outcome.shown else f"NOT SHOWN: {act_outcome.result}",
             )
-            for each, counts in outcomes
+            for act_outcome, counts in outcomes
         ],
     )
 
@@ -210,25 +210,25 @@ class _Day:
 
 
 def _play(folder: Path, seconds: float, port: int, stay: bool, as_json: bool) -> int:
-    found = _stood(folder, seconds, port, stay, as_json)
-    stand = found.stand
+    stood = _stood(folder, seconds, port, stay, as_json)
+    stand = stood.stand
     for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, lambda *_: found.interrupt())
+        signal.signal(number, lambda *_: stood.interrupt())
     try:
         stand.must_have_room()
-        stand.run(found.stop.is_set, found.seen)
-        if found.story is not None:
-            found.story.join()
+        stand.run(stood.stop.is_set, stood.seen)
+        if stood.story is not None:
+            stood.story.join()
         stand.down()
     finally:
         with suppress(PotluckError):
             stand.down()
             stand.close()
-    outcomes = [] if found.player is None else found.player.told()
-    if found.failed:
-        click.echo(f"potluck: {found.failed}", err=True)
+    outcomes = [] if stood.player is None else stood.player.told()
+    if stood.failed:
+        click.echo(f"potluck: {stood.failed}", err=True)
     code = told(outcomes, as_json)
-    return INTERRUPTED if found.interrupted else max(code, int(bool(found.failed)))
+    return INTERRUPTED if stood.interrupted else max(code, int(bool(stood.failed)))
 
 
 def _stood(folder: Path, seconds: float, port: int, stay: bool, as_json: bool) -> _Day:
@@ -248,13 +248,17 @@ def _stood(folder: Path, seconds: float, port: int, stay: bool, as_json: bool) -
     click.echo("planning", err=True)
     spec = read_one_spec((day(),))
     problem = load_problem(spec, HEADROOM, None, (), 0.0)
-    alone = replace(problem, regions=tuple(each for each in problem.regions if each.name == NEAR), links=())
+    alone = replace(
+        problem, regions=tuple(region for region in problem.regions if region.name == NEAR), links=()
+    )
     plan, near = (
-        STRATEGIES[STRATEGY](TemplateFactory(each), SolveSettings(time_limit_s=PLAN_S)).plan
-        for each in (problem, alone)
+        STRATEGIES[STRATEGY](TemplateFactory(planning_problem), SolveSettings(time_limit_s=PLAN_S)).plan
+        for planning_problem in (problem, alone)
     )
     files = tuple((model.name, shipped_model()) for model in spec.models)
-    maker = EngineCommands("pretended", files, tuple((each.name, each.model.name) for each in spec.models))
+    maker = EngineCommands(
+        "pretended", files, tuple((model_spec.name, model_spec.model.name) for model_spec in spec.models)
+    )
     market = folder / "market.yaml"
     rules = {
         "window_s": max(LEAST_WINDOW_S, seconds * WINDOW_SHARE),

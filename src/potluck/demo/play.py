@@ -133,18 +133,26 @@ class Player:
             time.sleep(LOOK_S)
 
     def told(self) -> list[tuple[ActOutcome, RequestCounts]]:
-        return [(each, self.counts(each.act)) for each in self.outcomes]
+        return [(outcome, self.counts(outcome.act)) for outcome in self.outcomes]
 
     def counts(self, act: Act) -> RequestCounts:
         """Of its requests that have ended."""
-        return counted([each for each in self.traffic.of(act.name) if each.shot.done_s >= 0], self.slo)
+        return counted(
+            [sent_request for sent_request in self.traffic.of(act.name) if sent_request.shot.done_s >= 0],
+            self.slo,
+        )
 
     def _seen(self, act: Act, before: FleetLook, victim: str = "") -> ActEvidence:
-        ended = [each for each in self.traffic.of(act.name) if each.shot.done_s >= 0]
+        ended = [sent_request for sent_request in self.traffic.of(act.name) if sent_request.shot.done_s >= 0]
         during, earlier = (
             {
                 tenant: counted(
-                    (each for each in ended if (each.tenant, each.before) == (tenant, so)), self.slo
+                    (
+                        sent_request
+                        for sent_request in ended
+                        if (sent_request.tenant, sent_request.before) == (tenant, so)
+                    ),
+                    self.slo,
                 )
                 for tenant in (SHOP, LAB)
             }
@@ -156,10 +164,10 @@ class Player:
         return ActEvidence(before, self._look(), decided, during, earlier, victim, self.near_usd_per_h)
 
     def _decided(self, since: int) -> tuple[LoggedDecision, ...]:
-        found = decided_since(self.means.client, since)
-        if found:
-            self._last = found[-1].number
-        return found
+        decided = decided_since(self.means.client, since)
+        if decided:
+            self._last = decided[-1].number
+        return decided
 
     def _look(self) -> FleetLook:
         def look() -> FleetLook:

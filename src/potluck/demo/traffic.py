@@ -79,20 +79,22 @@ def counted(sent: Iterable[SentRequest], slo: Slo) -> RequestCounts:
     """All of them have ended."""
     requests = in_time = refused = lost = 0
     ttfts_s: list[float] = []
-    said = Counter[str]()
-    for each in sent:
-        shot = each.shot
+    counter = Counter[str]()
+    for sent_request in sent:
+        shot = sent_request.shot
         requests += 1
         in_time += kept(shot, slo)
         if whole(shot):
             ttfts_s.append(shot.ttft_s)
         elif shot.status in REFUSED:
             refused += 1
-            said[_message(shot.problem)] += 1
+            counter[_message(shot.problem)] += 1
         else:
             lost += 1
     slow_s = sorted(ttfts_s)[ceil(MOST * len(ttfts_s)) - 1] if ttfts_s else 0.0
-    return RequestCounts(requests, in_time, refused, lost, slow_s, said.most_common(1)[0][0] if said else "")
+    return RequestCounts(
+        requests, in_time, refused, lost, slow_s, counter.most_common(1)[0][0] if counter else ""
+    )
 
 
 def _message(body: str) -> str:
@@ -127,7 +129,7 @@ class DemoTraffic:
         self._now = (act, before, asks)
 
     def of(self, act: str) -> list[SentRequest]:
-        return [each for each in list(self.sent) if each.act == act]
+        return [sent_request for sent_request in list(self.sent) if sent_request.act == act]
 
     def close(self, wait: bool = True) -> None:
         """Send no more; those under way are waited for, or given up."""
@@ -148,7 +150,7 @@ class DemoTraffic:
         due_s = 0.0
         while not self._over.is_set():
             act, before, asks = self._now
-            rate = sum(each.rate_per_s for each in asks)
+            rate = sum(demo_load.rate_per_s for demo_load in asks)
             if rate <= 0:
                 due_s = to.now_s
                 await asyncio.sleep(IDLE_S)
@@ -156,7 +158,7 @@ class DemoTraffic:
             # Even rather than by chance: what the acts do is what is to be noticed, not noise.
             due_s = max(due_s + self.chance.gammavariate(EVEN, 1.0 / (EVEN * rate)), to.now_s - 1.0)
             await to.wait(due_s)
-            ask = self.chance.choices(asks, [each.rate_per_s for each in asks])[0]
+            ask = self.chance.choices(asks, [demo_load.rate_per_s for demo_load in asks])[0]
             shot = self._shot(ask, due_s)
             self.sent.append(SentRequest(act, ask.tenant, shot, before))
             task = asyncio.create_task(to.shoot(shot))

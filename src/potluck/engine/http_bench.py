@@ -67,7 +67,7 @@ class HttpBench:
         """Contexts before chunks are made whole chunks, since only then is the last step one chunk."""
         self._bounds = bounds
         before = sorted({-(-cached // self._chunk) * self._chunk for cached in what.cached})
-        for cached in (each for each in before if each + what.chunks[-1] < bounds.max_tokens):
+        for cached in (number for number in before if number + what.chunks[-1] < bounds.max_tokens):
             base = await self._prompts_s(cached) if cached else 0.0
             for new in what.chunks:
                 seconds = await self._prompts_s(cached + new) - base
@@ -82,10 +82,10 @@ class HttpBench:
         """What it says there; None where there is nothing."""
         try:
             async with self._client.get(f"{self._url}{path}", timeout=ClientTimeout(total=10)) as answer:
-                found = json.loads(await answer.content.read(1 << 20)) if answer.status == 200 else None
+                document = json.loads(await answer.content.read(1 << 20)) if answer.status == 200 else None
         except (ClientError, TimeoutError, OSError, ValueError) as error:
             raise InputError(self._url, f"does not answer {path} ({type(error).__name__})") from error
-        return found if isinstance(found, dict) else None
+        return document if isinstance(document, dict) else None
 
     async def run(self, prompt: int, tokens: int) -> list[float]:
         """One request; when its tokens came."""
@@ -95,12 +95,12 @@ class HttpBench:
 
     async def _prompts_s(self, tokens: int) -> float:
         """Seconds from beginning to first token, of prompts one after the other."""
-        found = []
+        values = []
         for _ in range(self._repeats + 1):
             stream = _Stream()
             await self._run(tokens, 1, stream)
-            found.append(_worked_s(stream))
-        return median(found[1:])
+            values.append(_worked_s(stream))
+        return median(values[1:])
 
     async def _decodes(self, batch: int, context: int, new: int) -> ProfilePoint:
         """Requests that decode together; with `new`, prompts of that length arrive among them."""
@@ -157,27 +157,27 @@ class HttpBench:
 
     def _line(self, line: bytes, stream: _Stream) -> None:
         try:
-            said = json.loads(line)
+            body = json.loads(line)
         except ValueError as error:
             raise FormatError(self._url, "answers with something that is not JSON") from error
-        if "token" in said:
+        if "token" in body:
             stream.times_s.append(time.perf_counter())
-        elif "ended" in said:
-            stream.ended = said
+        elif "ended" in body:
+            stream.ended = body
 
     async def _status(self) -> dict[str, object]:
         try:
             async with self._client.get(f"{self._url}/status", timeout=ClientTimeout(total=10)) as answer:
                 if answer.status != 200:
                     raise InputError(self._url, f"answers /status with {answer.status}; is it an engine?")
-                found: object = json.loads(await answer.content.read(1 << 20))
+                result: object = json.loads(await answer.content.read(1 << 20))
         except (ClientError, TimeoutError, OSError) as error:
             raise InputError(self._url, f"cannot be reached ({error or type(error).__name__})") from error
         except ValueError as error:
             raise FormatError(f"{self._url}/status", "is not JSON; is it an engine?") from error
-        if not isinstance(found, dict):
+        if not isinstance(result, dict):
             raise FormatError(f"{self._url}/status", "is not what an engine says")
-        return found
+        return result
 
 
 def _worked_s(stream: _Stream) -> float:
@@ -243,15 +243,15 @@ class ReportedStepBench:
 
     async def _prompt(self, total: int) -> ProfilePoint:
         """The last step of a prompt, which has all tokens that were not computed before."""
-        found: dict[int, list[float]] = {}
+        result: dict[int, list[float]] = {}
         for place in range(REPEATS + 1):
             await self._bench.run(total, 2)
             alone = [step for step in await self._new() if step.sequences == 1 and step.tokens > 1]
             if place and alone:
-                found.setdefault(alone[-1].tokens, []).append(alone[-1].seconds)
-        if not found:
+                result.setdefault(alone[-1].tokens, []).append(alone[-1].seconds)
+        if not result:
             raise InputError("/steps", f"tell of no step of a prompt of {total} tokens")
-        new, times = max(found.items(), key=lambda each: len(each[1]))
+        new, times = max(result.items(), key=lambda each: len(each[1]))
         return ProfilePoint(new, total - new, 0, 0, median(times), len(times))
 
     async def _decodes(self, batch: int, context: int, new: int, bounds: EngineBounds) -> ProfilePoint:
@@ -265,36 +265,42 @@ class ReportedStepBench:
         finally:
             for run in runs:
                 run.cancel()
-        told = await self._new()
-        beside = [step for step in told if (step.tokens, step.sequences) == (new + batch, batch + 1)]
-        together = [step for step in told if step.tokens == step.sequences == batch]
+        reported_steps = await self._new()
+        beside = [
+            step for step in reported_steps if (step.tokens, step.sequences) == (new + batch, batch + 1)
+        ]
+        together = [step for step in reported_steps if step.tokens == step.sequences == batch]
         if new and beside:
-            reached = _reached(told, beside[len(beside) // 2], batch)
+            reached = _reached(reported_steps, beside[len(beside) // 2], batch)
             seconds = median(step.seconds for step in beside)
             return ProfilePoint(new, 0, batch, batch * (context + reached), seconds, len(beside))
         if not together:
             raise InputError("/steps", f"tell of no step of {batch} decodes; the engine may have other work")
-        reached = _reached(told, together[len(together) // 2], batch)
+        reached = _reached(reported_steps, together[len(together) // 2], batch)
         seconds = median(step.seconds for step in together)
         return ProfilePoint(0, 0, batch, batch * (context + reached), seconds, len(together))
 
     async def _new(self) -> list[ReportedStep]:
         """Those since the last look."""
         await asyncio.sleep(SETTLE_S)
-        said = await self._bench.ask(f"/steps?after={self._seen}")
+        text = await self._bench.ask(f"/steps?after={self._seen}")
         try:
-            assert said is not None
-            listed: Any = said["steps"]
-            found = [
-                ReportedStep(int(each[0]), int(each[1]), int(each[2]), float(each[3])) for each in listed
+            assert text is not None
+            listed: Any = text["steps"]
+            reported_steps = [
+                ReportedStep(int(item[0]), int(item[1]), int(item[2]), float(item[3])) for item in listed
             ]
-            self._seen = int(str(said["count"]))
+            self._seen = int(str(text["count"]))
         except (AssertionError, KeyError, TypeError, ValueError, IndexError) as error:
             raise FormatError("/steps", "do not say numbers, tokens, sequences and seconds") from error
-        return found
+        return reported_steps
 
 
 def _reached(told: list[ReportedStep], step: ReportedStep, batch: int) -> int:
     """Tokens that each of the decodes had made by then, on average: those of all steps before that only decoded."""
-    made = sum(each.sequences for each in told if each.number < step.number and each.tokens == each.sequences)
+    made = sum(
+        reported_step.sequences
+        for reported_step in told
+        if reported_step.number < step.number and reported_step.tokens == reported_step.sequences
+    )
     return made // batch

@@ -68,18 +68,18 @@ def grid(bounds: EngineBounds, quick: bool = False) -> ShapeGrid:
     cached = (0, *(c for c in contexts if c + chunks[-1] <= room and c % BLOCK_TOKENS == 0))
     beside = [b for b in fits if b < bounds.max_running][1::2]
     mixed = tuple((new, b) for new in chunks[1::2] for b in beside if new + b <= bounds.chunk_tokens)
-    found = ShapeGrid(tuple(chunks), cached[: 3 if quick else 5], tuple(fits), tuple(contexts), mixed)
-    if not chunks or not fits or found.count < MIN_POINTS:
+    shape_grid = ShapeGrid(tuple(chunks), cached[: 3 if quick else 5], tuple(fits), tuple(contexts), mixed)
+    if not chunks or not fits or shape_grid.count < MIN_POINTS:
         raise CapacityError("the engine holds too few tokens to be measured; give it more KV blocks")
-    return found
+    return shape_grid
 
 
 def _powers(first: int, last: int) -> list[int]:
-    found = []
+    powers = []
     while first <= last:
-        found.append(first)
+        powers.append(first)
         first *= 2
-    return found
+    return powers
 
 
 class LocalBench:

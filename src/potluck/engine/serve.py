@@ -238,6 +238,9 @@ async def serve_all(
         _on_signals(asyncio.get_running_loop(), stop.set)
         for server in servers:
             ready(server.address)
-        while not (stop.is_set() or all(each.ends_drained and each.drained for each in services)):
+        while not (
+            stop.is_set()
+            or all(engine_service.ends_drained and engine_service.drained for engine_service in services)
+        ):
             with suppress(TimeoutError):
                 await asyncio.wait_for(stop.wait(), LOOK_S if services[0].ends_drained else None)

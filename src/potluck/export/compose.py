@@ -24,20 +24,20 @@ def files(
     def host_of(box: RentedMachine) -> str:
         return addresses.get(box.name, box.name)
 
-    found: dict[str, str] = {}
+    texts: dict[str, str] = {}
     for number, box in enumerate(fleet.boxes):
         services = _services(fleet, box, wording, host_of, image)
         if not number:
             services["gateway"] = _gateway(image, wording, served)
-        found[f"compose-{box.name}.yaml"] = _text(box, services)
-    found["engines.yaml"] = roster(
+        texts[f"compose-{box.name}.yaml"] = _text(box, services)
+    texts["engines.yaml"] = roster(
         fleet, lambda placement: f"http://{host_of(placement.box)}:{placement.port}", wording.key_file
     )
-    return found
+    return texts
 
 
 def _text(box: RentedMachine, services: dict[str, Any]) -> str:
-    used = {each["source"] for service in services.values() for each in service.get("secrets", ())}
+    used = {item["source"] for service in services.values() for item in service.get("secrets", ())}
     data = {
         "name": "potluck",
         "services": services,
@@ -50,31 +50,33 @@ def _text(box: RentedMachine, services: dict[str, Any]) -> str:
 def _services(
     fleet: PlacedPlan, box: RentedMachine, wording: CommandOptions, host_of: HostOf, image: str
 ) -> dict[str, dict[str, Any]]:
-    found: dict[str, dict[str, Any]] = {}
+    services: dict[str, dict[str, Any]] = {}
     for placement in fleet.placements:
         if placement.alone:
             if placement.box == box:
                 command = wording.engine(placement, host_of(box), host_of)
-                found[placement.name] = _service(
+                services[placement.name] = _service(
                     image, command, wording, SECRETS[:1], placement.port, host_of(box)
                 )
-                gpus = tuple(gpu for each in placement.footings for gpu in each.gpus)
-                found[placement.name] |= _gpus(gpus)
+                gpus = tuple(gpu for machine_share in placement.footings for gpu in machine_share.gpus)
+                services[placement.name] |= _gpus(gpus)
             continue
-        for number, each in enumerate(placement.footings):
-            if each.box == box:
+        for number, footing in enumerate(placement.footings):
+            if footing.box == box:
                 command = [
                     "sh",
                     "-c",
                     f"exec {' '.join(wording.worker(placement, host_of(box)))} < {wording.secret_file}",
                 ]
-                found[f"{placement.name}-worker{number}"] = _service(
+                services[f"{placement.name}-worker{number}"] = _service(
                     image, command, wording, SECRETS[1:]
-                ) | _gpus(each.gpus)
+                ) | _gpus(footing.gpus)
         if placement.box == box:
             command = wording.engine(placement, host_of(box), host_of)
-            found[placement.name] = _service(image, command, wording, SECRETS, placement.port, host_of(box))
-    return found
+            services[placement.name] = _service(
+                image, command, wording, SECRETS, placement.port, host_of(box)
+            )
+    return services
 
 
 def _models(wording: CommandOptions) -> list[str]:

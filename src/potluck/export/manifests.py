@@ -114,7 +114,7 @@ def _stateful(
 ) -> Manifest:
     first = placements[0]
     command = wording.engine(first, "$(POD_IP)", lambda box: box.name)
-    gpus = sum(len(each.gpus) for each in first.footings)
+    gpus = sum(len(footing.gpus) for footing in first.footings)
     return _named("apps/v1", "StatefulSet", name, cluster) | {
         "spec": {
             "serviceName": name,
@@ -141,13 +141,13 @@ def _group_of_pods(
 ) -> Manifest:
     """One machine a pod; all machines alike, since a LeaderWorkerSet has one template for all but its leader."""
     first = placements[0]
-    kinds = {each.box.node.name for each in first.footings[1:]}
-    if len(kinds) > 1 or len({each.box for each in first.footings}) < len(first.footings):
+    kinds = {footing.box.node.name for footing in first.footings[1:]}
+    if len(kinds) > 1 or len({footing.box for footing in first.footings}) < len(first.footings):
         raise InputError(
             f"template {first.template}",
             "has workers on unlike machines, or several on one: a LeaderWorkerSet cannot say that; export commands",
         )
-    numbers = {each.box.name: number for number, each in enumerate(first.footings)}
+    numbers = {footing.box.name: number for number, footing in enumerate(first.footings)}
 
     def host_of(box: RentedMachine) -> str:
         number = numbers[box.name]
@@ -166,7 +166,7 @@ def _group_of_pods(
         }
     )
     leads, follows = (
-        worker_container(stage_port(first), len(each.gpus), cluster) for each in first.footings[:2]
+        worker_container(stage_port(first), len(footing.gpus), cluster) for footing in first.footings[:2]
     )
     last = first.footings[-1].box
     return _named("leaderworkerset.x-k8s.io/v1", "LeaderWorkerSet", name, cluster) | {

@@ -71,7 +71,7 @@ class EnginePlacement:
     @property
     def alone(self) -> bool:
         """Whether all of it is on one box."""
-        return all(each.box == self.box for each in self.footings)
+        return all(footing.box == self.box for footing in self.footings)
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,17 +136,22 @@ class _Ground:
             raise InputError(f"plan: region {region}", "is not in the spec; give the plan's own spec")
         if template.machines:
             lies = [
-                node for each in template.replicas for stage in each.layout.stages for node in stage.nodes
+                node
+                for replica in template.replicas
+                for stage in replica.layout.stages
+                for node in stage.nodes
             ]
             kinds = {node.machine: node.node for node in lies}
             return [RentedMachine(label(name), region, self._type(kind)) for name, kind in kinds.items()]
-        found: list[RentedMachine] = []
+        rented_machines: list[RentedMachine] = []
         for wanted in template.nodes:
             offer = self.regions[region].offer(wanted.node)
             for _ in range(wanted.count):
                 spot = offer is not None and offer.spot
-                found.append(RentedMachine(f"{stem}-box{len(found)}", region, self._type(wanted.node), spot))
-        return found
+                rented_machines.append(
+                    RentedMachine(f"{stem}-box{len(rented_machines)}", region, self._type(wanted.node), spot)
+                )
+        return rented_machines
 
     def _type(self, name: str) -> NodeType:
         if name not in self.types:
@@ -230,8 +235,8 @@ class CommandOptions:
         """`--stages` of a pipeline whose workers run on their own: all of them, the engine's machine's too."""
         parts = []
         for number, stage in enumerate(placement.layout.stages):
-            workers = [each for each in placement.footings if each.stage == number]
-            at = "+".join(f"{host_of(each.box)}:{stage_port(placement)}" for each in workers)
+            workers = [footing for footing in placement.footings if footing.stage == number]
+            at = "+".join(f"{host_of(worker.box)}:{stage_port(placement)}" for worker in workers)
             parts.append(f"{stage.layers}@{at}")
         return ",".join(parts)
 
@@ -261,4 +266,4 @@ def roster(fleet: PlacedPlan, url_of: Callable[[EnginePlacement], str], key_file
 
 def visible(placement: EnginePlacement, box: RentedMachine) -> str:
     """CUDA_VISIBLE_DEVICES of what runs on a box for an engine."""
-    return ",".join(str(gpu) for each in placement.footings if each.box == box for gpu in each.gpus)
+    return ",".join(str(gpu) for footing in placement.footings if footing.box == box for gpu in footing.gpus)

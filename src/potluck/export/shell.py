@@ -21,12 +21,12 @@ def files(fleet: PlacedPlan, wording: CommandOptions, addresses: Mapping[str, st
     def host_of(box: RentedMachine) -> str:
         return addresses.get(box.name, box.name)
 
-    found = {f"{box.name}.sh": _box(fleet, box, wording, host_of) for box in fleet.boxes}
-    found["engines.yaml"] = roster(
+    texts = {f"{box.name}.sh": _box(fleet, box, wording, host_of) for box in fleet.boxes}
+    texts["engines.yaml"] = roster(
         fleet, lambda placement: f"http://{host_of(placement.box)}:{placement.port}", wording.key_file
     )
-    found["gateway.sh"] = _gateway(wording)
-    return found
+    texts["gateway.sh"] = _gateway(wording)
+    return texts
 
 
 def _box(fleet: PlacedPlan, box: RentedMachine, wording: CommandOptions, host_of: HostOf) -> str:
@@ -36,9 +36,11 @@ def _box(fleet: PlacedPlan, box: RentedMachine, wording: CommandOptions, host_of
     )
     lines = [HEAD.format(what=what, needs=needs)]
     for placement in fleet.placements:
-        workers = [each for each in placement.footings if each.box == box] if not placement.alone else []
-        for each in workers:
-            gpus = ",".join(map(str, each.gpus))
+        workers = (
+            [footing for footing in placement.footings if footing.box == box] if not placement.alone else []
+        )
+        for machine_share in workers:
+            gpus = ",".join(map(str, machine_share.gpus))
             command = _line(wording.worker(placement, host_of(box)))
             lines.append(f"CUDA_VISIBLE_DEVICES={gpus} {command} < {wording.secret_file} &")
         if placement.box == box:

@@ -35,13 +35,13 @@ def files(fleet: PlacedPlan, wording: CommandOptions, infra: Mapping[str, str], 
                 f"template {placement.template}",
                 "is a pipeline over several machines, whose addresses SkyPilot gives out late; export commands",
             )
-    found = {f"{box.name}.yaml": _task(fleet, box, wording, infra, setup) for box in fleet.boxes}
+    texts = {f"{box.name}.yaml": _task(fleet, box, wording, infra, setup) for box in fleet.boxes}
     listed = roster(
         fleet, lambda placement: f"http://{_variable(placement.box)}:{placement.port}", "./engine.key"
     )
-    found["engines.yaml.in"] = listed
-    found["launch.sh"] = _launch(fleet, wording)
-    return found
+    texts["engines.yaml.in"] = listed
+    texts["launch.sh"] = _launch(fleet, wording)
+    return texts
 
 
 def _variable(box: RentedMachine) -> str:

@@ -166,8 +166,8 @@ class DecisionLog:
                 thought = self._thinks() if isinstance(event, Tick) else "its role is the plan's again"
                 self.say("flip", f"{replica} becomes {role}", why or thought)
             case Reassign(member):
-                came = self._stands_by(member) and not member.standby
-                if member.standby or came:
+                stands = self._stands_by(member) and not member.standby
+                if member.standby or stands:
                     what = "goes on standby" if member.standby else "serves, from standby"
                     self.say("standby", f"{member.id} {what}", why or self._thinks())
                 else:
@@ -296,9 +296,9 @@ class GatewayCore:
     def price_usd_per_h(self, region: str, node: str) -> float:
         if self.market is None:
             return self.replica_models.resolved.price_usd_per_h(region, node)
-        offers = {(each.name, offer.node): offer for each in self.market for offer in each.offers}
-        found = offers.get((region, node))
-        return 0.0 if found is None else found.price_usd_per_h
+        offers = {(item.name, offer.node): offer for item in self.market for offer in item.offers}
+        node_offer = offers.get((region, node))
+        return 0.0 if node_offer is None else node_offer.price_usd_per_h
 
     def enlist(self, entries: tuple[EngineEntry, ...]) -> None:
         if self._memory is not None:
@@ -318,14 +318,14 @@ class GatewayCore:
         return CODECS[self.replica_models.codecs.get((model, source_region, target_region), "fp16")]
 
     def codec_inside(self, template: str) -> str:
-        found = self.replica_models.templates.get(template)
-        return CODECS["fp16" if found is None else found.codec]
+        result = self.replica_models.templates.get(template)
+        return CODECS["fp16" if result is None else result.codec]
 
     def lacking(self, model: str) -> str:
         """Why a model cannot be served now; empty when it can."""
-        if any(each.model == model for each in self.registry.endpoints):
+        if any(endpoint.model == model for endpoint in self.registry.endpoints):
             return ""
-        notes = {each.note for each in self.registry.engines if each.note}
+        notes = {engine.note for engine in self.registry.engines if engine.note}
         return f"no replica of {model} is ready" + (f" ({'; '.join(sorted(notes))[:300]})" if notes else "")
 
     async def close(self) -> None:

@@ -36,23 +36,23 @@ class OperatorState:
         self._keep("plan", {"plan": encode(plan), "version": version, "why": why})
 
     def plan(self) -> tuple[Plan | None, int, str]:
-        found = self._read("plan")
-        if found is None:
+        result = self._read("plan")
+        if result is None:
             return None, 0, ""
-        return decode(Plan, found["plan"], "plan"), found["version"], found["why"]
+        return decode(Plan, result["plan"], "plan"), result["version"], result["why"]
 
     def enlisted(self, entries: tuple[EngineEntry, ...]) -> None:
-        names = [each.name for each in fields(EngineEntry) if each.name != "address"]
+        names = [field.name for field in fields(EngineEntry) if field.name != "address"]
         self._keep("roster", [{name: getattr(entry, name) for name in names} for entry in entries])
 
     def entries(self) -> tuple[EngineEntry, ...] | None:
-        found: list[dict[str, Any]] | None = self._read("roster")
-        if found is None:
+        result: list[dict[str, Any]] | None = self._read("roster")
+        if result is None:
             return None
-        return tuple(EngineEntry(address=address_of(each["url"], "roster"), **each) for each in found)
+        return tuple(EngineEntry(address=address_of(item["url"], "roster"), **item) for item in result)
 
     def quoted(self, regions: tuple[Region, ...]) -> None:
-        self._keep("market", [encode(each) for each in regions])
+        self._keep("market", [encode(region) for region in regions])
 
     def market(self) -> tuple[Region, ...] | None:
         return self._kept("market", tuple[Region, ...])
@@ -69,8 +69,8 @@ class OperatorState:
         os.replace(made, self._folder / name)
 
     def _kept(self, name: str, kind: type[T]) -> T | None:
-        found = self._read(name)
-        return None if found is None else decode(kind, found, name)
+        result = self._read(name)
+        return None if result is None else decode(kind, result, name)
 
     def _read(self, name: str) -> Any:
         try:
@@ -103,7 +103,7 @@ class Cordons:
         marks = body.get("marks")
         if marks is None:
             self._marks.add(self._named(body.get("replica"), body.get("node")))
-        elif isinstance(marks, list) and all(isinstance(each, str) for each in marks):
+        elif isinstance(marks, list) and all(isinstance(mark, str) for mark in marks):
             self._marks.update(marks)
         else:
             raise InputError("marks", "must be a list of names")
@@ -128,13 +128,13 @@ class Cordons:
         self._settled()
 
     def _settled(self) -> list[str]:
-        found = []
+        settled = []
         for name, view in tuple(self._views.items()):
             cordoned = bool(self._marks) and not self._marks.isdisjoint(self._places(name))
             if view.state == "ready" and view.cordoned != cordoned:
                 self._tell(OperatorOrdered(name, "cordon" if cordoned else "uncordon"))
-                found.append(name)
-        return found
+                settled.append(name)
+        return settled
 
     def _named(self, replica: object, node: object) -> str:
         """By what it is remembered: an engine's address, or the name of a machine."""
@@ -149,7 +149,7 @@ class Cordons:
             if not address:
                 raise InputError("replica", f"{replica} has no engine; only one that is ready takes orders")
             return address
-        hosts = {each.entry.address.host for each in self._registry.engines}
+        hosts = {engine.entry.address.host for engine in self._registry.engines}
         known = self._marks | hosts.union(*(view.member.nodes for view in self._views.values()))
         if not isinstance(node, str) or node not in known:
             raise UnknownNameError("node", str(node), known)
@@ -161,5 +161,5 @@ class Cordons:
         return {address, address.rpartition(":")[0], *named} - {""}
 
     def _address(self, replica: str) -> str:
-        found = self._registry.find(replica)
-        return "" if found is None else f"{found.address.host}:{found.address.port}"
+        endpoint = self._registry.find(replica)
+        return "" if endpoint is None else f"{endpoint.address.host}:{endpoint.address.port}"

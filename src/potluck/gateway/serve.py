@@ -109,14 +109,14 @@ class AdminServer:
         return {families.KEYS: len(self._keys), families.KEYS_BROKEN: float(bool(self._keys.problem))}
 
     def _notes(self) -> dict[str, object]:
-        found: dict[str, object] = {}
+        notes: dict[str, object] = {}
         if self._keys is not None:
-            found["keys"] = {"known": len(self._keys), "problem": self._keys.problem}
+            notes["keys"] = {"known": len(self._keys), "problem": self._keys.problem}
         if self._usage is not None:
-            said = [(self._usage.problem, self._usage.lost), *self.meter.usage_notes.values()]
-            problem = next((why for why, _ in said if why), "")
-            found["usage"] = {"lost": sum(lost for _, lost in said), "problem": problem}
-        return found
+            text = [(self._usage.problem, self._usage.lost), *self.meter.usage_notes.values()]
+            problem = next((why for why, _ in text if why), "")
+            notes["usage"] = {"lost": sum(lost for _, lost in text), "problem": problem}
+        return notes
 
     def _watched(self, read: bool) -> None:
         self.meter.published = self.feed.publish if read else None
@@ -133,8 +133,8 @@ class AdminServer:
             build_admin(self._office), access_log=None, shutdown_timeout=1.0, handler_cancellation=True
         )
         await self._runner.setup()
-        for each in sockets:
-            await web.SockSite(self._runner, each, ssl_context=tls).start()
+        for item in sockets:
+            await web.SockSite(self._runner, item, ssl_context=tls).start()
         return url_of(sockets[0], tls)
 
     async def leave(self) -> None:
@@ -161,13 +161,15 @@ def notes_of(
     engine_list: tuple[EngineEntry, ...],
     pretended: bool = False,
 ) -> tuple[ModelCardNote, ...]:
-    found = []
+    card_notes = []
     for name, model in resolved.models.items():
         kinds = {entry.kind for entry in engine_list if entry.model in ("", name)}
         folder = str(files[name].absolute()) if name in files else None
         plain = kinds == {"openai"}
-        found.append(ModelCardNote(name, model.max_context_tokens, model.vocab, plain, folder, pretended))
-    return tuple(found)
+        card_notes.append(
+            ModelCardNote(name, model.max_context_tokens, model.vocab, plain, folder, pretended)
+        )
+    return tuple(card_notes)
 
 
 class SingleWorker:
@@ -187,7 +189,7 @@ class SingleWorker:
             outgoing,
             meter,
             settings,
-            frozenset(each.name for each in core.policy.classes),
+            frozenset(request_class.name for request_class in core.policy.classes),
             core.policy.shared_prefixes,
             core.lacking,
             core.brain_loop.line,

@@ -182,7 +182,7 @@ class MissingParts:
     """The books of one hand-over."""
 
     def __init__(self, wanted: Mapping[tuple[int, str], Range]) -> None:
-        self._gaps: dict[tuple[int, str], list[Range]] = {key: [each] for key, each in wanted.items()}
+        self._gaps: dict[tuple[int, str], list[Range]] = {key: [item] for key, item in wanted.items()}
 
     @property
     def missing(self) -> int:
@@ -202,7 +202,7 @@ class MissingParts:
                 break
             if gap[0] <= piece[0] < piece[1] <= gap[1]:
                 rest = (gap[0], piece[0]), (piece[1], gap[1])
-                gaps[place : place + 1] = [each for each in rest if each[0] < each[1]]
+                gaps[place : place + 1] = [item for item in rest if item[0] < item[1]]
                 break
         else:
             lacking = ", ".join(f"[{first}, {stop})" for first, stop in gaps[:3])

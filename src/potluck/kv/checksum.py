@@ -74,8 +74,8 @@ def load() -> None:
 def _rest_of(connection: socket.socket, into: memoryview, got: int) -> int:
     """What comes behind the first `got` bytes, until it gives up."""
     with contextlib.suppress(BlockingIOError):
-        while got < len(into) and (came := connection.recv_into(into[got:], 0, _WAITALL)):
-            got += came
+        while got < len(into) and (recv := connection.recv_into(into[got:], 0, _WAITALL)):
+            got += recv
     return got
 
 

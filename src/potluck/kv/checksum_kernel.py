@@ -54,10 +54,10 @@ def receive(fd: int, words: Words, columns: Words, piece: int, flags: int) -> An
     whole, address = words.shape[0] * 8, words.ctypes.data
     got = done = 0
     while got < whole:
-        came = _recv(fd, address + got, min(piece, whole - got), flags)
-        if came <= 0:
+        recv = _recv(fd, address + got, min(piece, whole - got), flags)
+        if recv <= 0:
             break
-        got += came
+        got += recv
         a, b = rows(words, columns, done, got // (8 * ROW))
         columns[ROW] += a
         columns[ROW + 1] += b

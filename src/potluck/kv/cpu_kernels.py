@@ -87,8 +87,8 @@ def widen_by_hand(bits):  # type: ignore[no-untyped-def]
     sign = U(U(bits & np.uint16(0x8000)) << U(16))
     normal = U(size + U(0x38000000))
     small = F(U(size + U(0x38800000)).view(np.float32) - F(2.0**-14))
-    found = small.view(np.uint32) if size < U(0x00800000) else normal
-    return U(U(found) | sign).view(np.float32)
+    result = small.view(np.uint32) if size < U(0x00800000) else normal
+    return U(U(result) | sign).view(np.float32)
 
 
 @numba.njit
@@ -99,9 +99,9 @@ def narrow_by_hand(number):  # type: ignore[no-untyped-def]
     odd = U(U(size >> U(13)) & U(1))
     normal = U(U(size + U(U(0xC8000FFF) + odd)) >> U(13))
     small = U(F(size.view(np.float32) + F(0.5)).view(np.uint32) - U(0x3F000000))
-    found = small if size < U(0x38800000) else normal
-    found = U(0x7BFF) if size > U(0x477FE000) else found
-    return np.uint16(U(found) | sign)
+    result = small if size < U(0x38800000) else normal
+    result = U(0x7BFF) if size > U(0x477FE000) else result
+    return np.uint16(U(result) | sign)
 
 
 _half_to_float = widen_by_processor if HAS_HALF else widen_by_hand
@@ -114,9 +114,9 @@ def _float_to_brain(number):  # type: ignore[no-untyped-def]
     sign = U(U(bits >> U(16)) & U(0x8000))
     size = U(bits & U(0x7FFFFFFF))
     odd = U(U(size >> U(16)) & U(1))
-    found = U(U(size + U(U(0x7FFF) + odd)) >> U(16))
-    found = U(0x7F7F) if found > U(0x7F7F) else found
-    return np.int16(np.uint16(U(found) | sign))
+    result = U(U(size + U(U(0x7FFF) + odd)) >> U(16))
+    result = U(0x7F7F) if result > U(0x7F7F) else result
+    return np.int16(np.uint16(U(result) | sign))
 
 
 @overload(load)
@@ -234,9 +234,9 @@ def encode_columns(  # type: ignore[no-untyped-def]
             for i in range(first, first + count):
                 row = source[offset + i * stride + left : offset + i * stride + left + width]
                 for j in range(width):
-                    found = order(row[j])
-                    least[j] = min(least[j], found)
-                    greatest[j] = max(greatest[j], found)
+                    result = order(row[j])
+                    least[j] = min(least[j], result)
+                    greatest[j] = max(greatest[j], result)
             for j in range(width):
                 if greatest[j] > finite or least[j] < -finite - 1:
                     return False
@@ -308,9 +308,9 @@ def _encode_group(source, start, count, share, finite, out, place, packed):  # t
     row = source[start : start + count]
     least, greatest = np.int32(0x7FFFFFFF), np.int32(-0x80000000)
     for j in range(count):
-        found = order(row[j])
-        least = min(least, found)
-        greatest = max(greatest, found)
+        result = order(row[j])
+        least = min(least, result)
+        greatest = max(greatest, result)
     low = _low(from_order(least, source[0]))
     spread = F(from_order(greatest, source[0]) - low)
     scale = _scale(spread, share)

@@ -106,7 +106,7 @@ class DiskTier:
             return
         self.used_bytes -= size
         if isinstance(name, Checkpoint):
-            left = [each for each in self._rests[name.after] if each != name]
+            left = [checkpoint for checkpoint in self._rests[name.after] if checkpoint != name]
             if left:
                 self._rests[name.after] = left
             else:
@@ -128,7 +128,7 @@ class DiskTier:
 
     def _scan(self) -> None:
         """What earlier processes left, as far as heads can tell; data is checked when it is read."""
-        found = []
+        result = []
         for path in self._folder.iterdir():
             try:
                 status = path.stat()
@@ -142,8 +142,8 @@ class DiskTier:
             if name is None or path != self._path(name):
                 path.unlink(missing_ok=True)
                 continue
-            found.append((status.st_mtime_ns, path.name, name, status.st_size))
-        for _, _, name, size in sorted(found, key=lambda item: item[:2]):
+            result.append((status.st_mtime_ns, path.name, name, status.st_size))
+        for _, _, name, size in sorted(result, key=lambda item: item[:2]):
             self._note(name, size)
         while self.used_bytes > self.capacity_bytes:
             self.forget(next(iter(self._sizes)))

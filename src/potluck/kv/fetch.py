@@ -251,19 +251,19 @@ class KvFetch:
         """`whole` is called when all is there, before the connections are ended, which takes a while."""
         for thread in self._threads:
             thread.start()
-        moved_bytes = told = 0
+        moved_bytes = number = 0
         try:
             while (next_one := self._await()) is not None:
                 index, parcel = next_one
                 assert self.opening is not None
-                if not told:
+                if not number:
                     opened(self.opening.manifest)
-                    told = 1
+                    number = 1
                 sink(parcel)
                 moved_bytes += len(parcel.data) + len(parcel.parameters)
                 self._used_up(index)
             assert self.opening is not None
-            if not told:
+            if not number:
                 opened(self.opening.manifest)
             if whole is not None:
                 whole()

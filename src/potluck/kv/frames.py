@@ -341,7 +341,7 @@ class FrameReader:
 
     def feed(self, data: bytes) -> list[tuple[Message, bytes]]:
         self._buffer += data
-        found: list[tuple[Message, bytes]] = []
+        result: list[tuple[Message, bytes]] = []
         while len(self._buffer) >= PREFIX.size:
             raw = bytes(self._buffer[: PREFIX.size])
             prefix = read_prefix(raw)
@@ -351,9 +351,9 @@ class FrameReader:
             message = read_head(raw, prefix, bytes(self._buffer[PREFIX.size : body]))
             if len(self._buffer) < body + prefix.data_bytes:
                 break
-            found.append((message, bytes(self._buffer[body : body + prefix.data_bytes])))
+            result.append((message, bytes(self._buffer[body : body + prefix.data_bytes])))
             del self._buffer[: body + prefix.data_bytes]
-        return found
+        return result
 
     def close(self) -> None:
         """The stream has ended: it must not do so within a frame."""

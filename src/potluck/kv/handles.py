@@ -49,8 +49,8 @@ def directory_mark(folder: Path) -> str:
 
 def _weights(folder: Path) -> list[Path]:
     for suffix in WEIGHTS:
-        if found := sorted(folder.glob(f"*{suffix}")):
-            return found
+        if paths := sorted(folder.glob(f"*{suffix}")):
+            return paths
     return []
 
 

@@ -136,8 +136,8 @@ def warm(dtypes: Sequence[str] = tuple(STORED)) -> None:
     for dtype in dtypes:
         for codec in ("int8", "int4"):
             data = bytes(2 * 2 * np.dtype(STORED[dtype]).itemsize)
-            found = encode(data, "kv", dtype, (2, 2, 1, 1), codec)
-            decode(found.parameters, found.payload, "kv", dtype, (2, 2, 1, 1), codec)
+            encoded_part = encode(data, "kv", dtype, (2, 2, 1, 1), codec)
+            decode(encoded_part.parameters, encoded_part.payload, "kv", dtype, (2, 2, 1, 1), codec)
 
 
 def _quantise(source: Any, matrix: QuantizedMatrix, finite: int, lows: Any, scales: Any, out: Any) -> bool:
@@ -146,10 +146,10 @@ def _quantise(source: Any, matrix: QuantizedMatrix, finite: int, lows: Any, scal
     m = matrix
     share = share_of(LEVELS[m.bits])
     if not m.down:
-        found = cpu_kernels.encode_rows(
+        result = cpu_kernels.encode_rows(
             source, m.rows, m.columns, m.stride, m.offset, share, finite, lows, scales, out, m.bits == 4
         )
-        return bool(found)
+        return bool(result)
     ints, floats = np.empty((2, cpu_kernels.WIDTH), np.int32), np.empty((2, cpu_kernels.WIDTH), np.float32)
     return bool(
         cpu_kernels.encode_columns(
@@ -189,16 +189,16 @@ def _restore(source: Any, matrix: QuantizedMatrix, lows: Any, scales: Any, targe
 def _cut(
     matrices: tuple[QuantizedMatrix, ...], parameters: Any, payload: Any
 ) -> list[tuple[QuantizedMatrix, Any, Any, Any]]:
-    found = []
+    cut = []
     at, place = 0, 0
     for matrix in matrices:
         count = prod(matrix.groups)
         lows = parameters[at : at + count].reshape(matrix.groups)
         scales = parameters[at + count : at + 2 * count].reshape(matrix.groups)
-        found.append((matrix, lows, scales, payload[place : place + matrix.payload_bytes]))
+        cut.append((matrix, lows, scales, payload[place : place + matrix.payload_bytes]))
         at += 2 * count
         place += matrix.payload_bytes
-    return found
+    return cut
 
 
 def check_parameters(parameters: Buffer, part: Part, dtype: str, shape: Sequence[int], codec: Codec) -> None:
@@ -223,17 +223,17 @@ def _check(part: Part, lows: Any, scales: Any, levels: int) -> None:
 
 def _readable(view: memoryview, kind: type[np.generic]) -> npt.NDArray[Any]:
     """An aligned array that cannot be written to: numba compiles anew for every other kind."""
-    found = np.require(np.frombuffer(view, kind), requirements="A")
-    found.flags.writeable = False
-    return found
+    readable = np.require(np.frombuffer(view, kind), requirements="A")
+    readable.flags.writeable = False
+    return readable
 
 
 def _writable(out: bytearray | memoryview | None, count: int, kind: type[np.generic]) -> npt.NDArray[Any]:
     """An array over `out` itself where that can be, else a new one."""
     if out is not None and memoryview(out).nbytes == count * np.dtype(kind).itemsize:
-        found = np.frombuffer(memoryview(out).cast("B"), kind)
-        if found.flags.writeable and found.flags.aligned:
-            return found
+        writable = np.frombuffer(memoryview(out).cast("B"), kind)
+        if writable.flags.writeable and writable.flags.aligned:
+            return writable
     return np.empty(count, kind)
 
 
@@ -256,8 +256,8 @@ def packed(parcel: KvChunk, codec: Codec) -> KvChunk:
         return parcel
     if parcel.codec != "raw":
         raise InputError("codec", f"layer {parcel.layer} {parcel.part} is {parcel.codec} already")
-    found = encode(parcel.data, parcel.part, parcel.dtype, parcel.shape, codec)
-    return replace(parcel, data=found.payload, codec=codec, parameters=found.parameters)
+    encoded_part = encode(parcel.data, parcel.part, parcel.dtype, parcel.shape, codec)
+    return replace(parcel, data=encoded_part.payload, codec=codec, parameters=encoded_part.parameters)
 
 
 def restored(parcel: KvChunk, out: bytearray | memoryview | None = None) -> KvChunk:

@@ -150,16 +150,16 @@ class KvConnection:
         got = 0
         while got < count:
             try:
-                came = self._secure.recv_into(view[got:]) if self._secure else self._now(view[got:])
+                recv = self._secure.recv_into(view[got:]) if self._secure else self._now(view[got:])
             except BlockingIOError:
                 self._until_readable(deadline_s)
                 continue
-            if got + came < count and time.monotonic() >= deadline_s:
+            if got + recv < count and time.monotonic() >= deadline_s:
                 raise TimeoutError("says too little at a time")
-            if not came:
+            if not recv:
                 raise ConnectionResetError("closed the connection")
             self.heard_s = time.monotonic()
-            got += came
+            got += recv
         return bytes(buffer)
 
     def _now(self, into: memoryview) -> int:
@@ -184,23 +184,23 @@ class KvConnection:
     def _receive(self, into: memoryview) -> checksum.Sums:
         got = 0
         if self._secure is None and checksum.NATIVE:
-            got, found = checksum.receive(self.connection, into)
+            got, result = checksum.receive(self.connection, into)
             if got == len(into):
                 self.heard_s = time.monotonic()
-                return found
+                return result
             if got:  # The last of it came a look ago, at the latest.
                 self.heard_s = max(self.heard_s, time.monotonic() - self.silence_s / LOOKS)
         while got < len(into):
             try:
-                came = self.connection.recv_into(into[got:], 0, 0 if self._secure else _WAITALL)
+                recv = self.connection.recv_into(into[got:], 0, 0 if self._secure else _WAITALL)
             except BlockingIOError as error:
                 if time.monotonic() - self.heard_s < self.silence_s:
                     continue
                 raise TimeoutError(f"said nothing for {self.silence_s:g} s") from error
-            if not came:
+            if not recv:
                 raise ConnectionResetError("closed the connection")
             self.heard_s = time.monotonic()
-            got += came
+            got += recv
         return checksum.sums(into)
 
 

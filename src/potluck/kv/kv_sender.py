@@ -171,14 +171,14 @@ class OutgoingTransfer:
 
     def _ask(self, have: int) -> None:
         try:
-            found = self._opened(have)
+            opened = self._opened(have)
         except Exception as error:
             with self.room.changed:
                 self.problem = " ".join(str(error).split()) or type(error).__name__
                 self.end("failed")
             return
         with self.room.changed:
-            self._manifest = found
+            self._manifest = opened
             self.room.changed.notify_all()
 
     def end(self, state: State) -> None:
@@ -494,13 +494,15 @@ class KvSender:
         until_s = now_s + min(hello.wait_ms / 1000, self.limits.attach_s)
         while not self._closed:
             with self._changed:
-                found = self._handles.claim(hello.handle, hello.bound, hello.session, now_s)
+                outgoing_transfer = self._handles.claim(hello.handle, hello.bound, hello.session, now_s)
                 chunk_bytes = hello.chunk_bytes
-                if found is not None and found.state == "offered":
+                if outgoing_transfer is not None and outgoing_transfer.state == "offered":
                     chunk_bytes = self._chunk_bytes(conn.peer, chunk_bytes)
-                if found is not None and found.attach(chunk_bytes, self.limits.most_lanes, now_s):
-                    found.peer = conn.peer
-                    return found
+                if outgoing_transfer is not None and outgoing_transfer.attach(
+                    chunk_bytes, self.limits.most_lanes, now_s
+                ):
+                    outgoing_transfer.peer = conn.peer
+                    return outgoing_transfer
                 if now_s >= until_s:
                     return None
                 self._changed.wait(min(self.limits.beat_s, until_s - now_s))

@@ -255,9 +255,9 @@ class PeerConnections:
     def borrow(self, address: Address, within_s: float = inf) -> tuple[KvConnection, bool]:
         """A connection, and whether it was used before: that one may be dead without anybody's fault."""
         self.checked(address)
-        found = self._idle(address)
-        if found is not None:
-            return found, True
+        idle = self._idle(address)
+        if idle is not None:
+            return idle, True
         connection = connect(*address, max(SOON_S, min(self.limits.connect_s, within_s)), self._tls)
         try:
             conn = KvConnection(connection, self.limits.stall_s, next(self._keys))

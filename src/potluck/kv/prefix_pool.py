@@ -236,10 +236,10 @@ class PrefixPool:
         for blocks in range(reach, -1, -1):
             start = blocks * self.index.block_tokens
             fitting = [
-                each
-                for each in disk.behind(hashes[blocks - 1] if blocks else root)
-                if start + len(each.rest) <= most_tokens
-                and tuple(tokens[start : start + len(each.rest)]) == each.rest
+                checkpoint
+                for checkpoint in disk.behind(hashes[blocks - 1] if blocks else root)
+                if start + len(checkpoint.rest) <= most_tokens
+                and tuple(tokens[start : start + len(checkpoint.rest)]) == checkpoint.rest
             ]
             if fitting:
                 return blocks, max(fitting, key=lambda each: len(each.rest))

@@ -90,9 +90,9 @@ def join(shared: SharedMemoryOffer, slot_bytes: int) -> SharedSlots | None:
     except OSError:
         return None
     try:
-        found = os.fstat(fd)
-        private = stat.S_ISREG(found.st_mode) and stat.S_IMODE(found.st_mode) == 0o600
-        if not private or found.st_uid != os.geteuid() or found.st_size != size:
+        result = os.fstat(fd)
+        private = stat.S_ISREG(result.st_mode) and stat.S_IMODE(result.st_mode) == 0o600
+        if not private or result.st_uid != os.geteuid() or result.st_size != size:
             return None
         memory = mmap.mmap(fd, size)
     except OSError:

@@ -70,16 +70,16 @@ class LinkThrottle:
         flow.asked_s = now_s
         if self._tokens <= 0.0:
             return -self._tokens / self.bytes_per_s + 1e-6
-        for other, each in self._flows.items():
-            if each.wants and (each.tag, other) < (flow.tag, key):
-                if now_s - each.asked_s < FORGOTTEN_S:
+        for other, item in self._flows.items():
+            if item.wants and (item.tag, other) < (flow.tag, key):
+                if now_s - item.asked_s < FORGOTTEN_S:
                     return TURN_S
-                each.wants = False
+                item.wants = False
         return 0.0
 
     def sent(self, key: int, size_bytes: int) -> None:
         flow = self._flows[key]
-        alike = sum(each.tenant == flow.tenant for each in self._flows.values())
+        alike = sum(item.tenant == flow.tenant for item in self._flows.values())
         self._tag = flow.tag
         flow.tag += size_bytes * alike / flow.weight
         self._tokens -= size_bytes

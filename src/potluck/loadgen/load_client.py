@@ -150,11 +150,11 @@ class _Shooting(asyncio.Protocol):
     def _piece(self, event: bytes, now_s: float) -> None:
         shot = self._shot
         if b'"completion_tokens"' in event:
-            said = json.loads(event[5:])
-            usage = said.get("usage") or {}
+            body = json.loads(event[5:])
+            usage = body.get("usage") or {}
             shot.told_tokens = int(usage.get("completion_tokens", 0))
             shot.cached_tokens = int((usage.get("prompt_tokens_details") or {}).get("cached_tokens") or 0)
-            if not said.get("choices"):
+            if not body.get("choices"):
                 return
         if shot.chat and (b'"content"' not in event or b'"content":""' in event or b'"content": ""' in event):
             return  # who speaks, or why it ended: no text
@@ -346,15 +346,15 @@ def poisson(numbers: Random, rate_per_s: float, count: int | None, seconds: floa
     """Times at which requests come, independently of each other: so many, or as long as told."""
     if rate_per_s <= 0:
         raise InputError("--rate", f"must be above 0, is {rate_per_s:g}")
-    found: list[float] = []
+    values: list[float] = []
     at_s = 0.0
-    while count is None or len(found) < count:
-        if found:
+    while count is None or len(values) < count:
+        if values:
             at_s += numbers.expovariate(rate_per_s)
         if seconds is not None and at_s > seconds:
             break
-        found.append(at_s)
-    return found
+        values.append(at_s)
+    return values
 
 
 def shots(
@@ -509,10 +509,10 @@ def _told(shot: TimedRequest) -> str:
     """What a server said that went wrong, in one line."""
     text = shot.problem[shot.problem.find("{") :] if "{" in shot.problem else ""
     try:
-        said = json.loads(text)["error"]["message"]
+        load = json.loads(text)["error"]["message"]
     except (ValueError, KeyError, TypeError):
-        said = shot.problem
-    return " ".join(str(said).split())[:MOST_WORDS]
+        load = shot.problem
+    return " ".join(str(load).split())[:MOST_WORDS]
 
 
 def _length(shot: TimedRequest) -> int:

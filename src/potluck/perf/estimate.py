@@ -94,18 +94,18 @@ def estimate(
     asked = (input_tokens, output_tokens, slo, role, profiles)
     if tp is not None:
         return _told(_serve(model, node, tp, ep, *asked), *asked[:2], price_usd_per_h, role)
-    found: list[_Served] = []
+    serveds: list[_Served] = []
     refused: CapacityError | None = None
     for degree in _degrees(model, node, ep):
         try:
-            found.append(_serve(model, node, degree, ep, *asked))
+            serveds.append(_serve(model, node, degree, ep, *asked))
         except CapacityError as error:
             refused = error
-    if not found:
+    if not serveds:
         if refused is None and ep != "none":
             check_tp(model, node, node.gpus, ep)
         raise refused or InputError("tp", f"no degree divides the heads of {model.name}")
-    best = max(found, key=lambda each: (each.requests_per_s, -each.prefill_s))
+    best = max(serveds, key=lambda each: (each.requests_per_s, -each.prefill_s))
     return _told(best, *asked[:2], price_usd_per_h, role)
 
 
@@ -124,8 +124,8 @@ def _profiled(profiles: Sequence[Profile], line: RooflineTimer) -> tuple[Profile
     """What was measured of this model on such a node, where something was."""
     from potluck.perf.timers.profile import ProfileTimer, profile_for  # most estimates have none
 
-    found = profile_for(profiles, line.model, line.node, line.tp)
-    return found, line if found is None else ProfileTimer(found)
+    result = profile_for(profiles, line.model, line.node, line.tp)
+    return result, line if result is None else ProfileTimer(result)
 
 
 @dataclass(frozen=True, slots=True)

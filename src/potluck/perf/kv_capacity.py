@@ -70,8 +70,8 @@ def max_requests(
 ) -> int:
     """How many requests of so many tokens have room for their KV at once."""
     ways = attention_ways(tp, ep)
-    each = kv_bytes_per_gpu(model, tokens, ways, layers)
-    return max(0, floor(memory.kv_bytes / each)) * (tp // ways) if each > 0 else 1 << 20
+    value = kv_bytes_per_gpu(model, tokens, ways, layers)
+    return max(0, floor(memory.kv_bytes / value)) * (tp // ways) if value > 0 else 1 << 20
 
 
 def kv_tokens(
@@ -79,8 +79,8 @@ def kv_tokens(
 ) -> float:
     """Tokens of KV that `tp` GPUs have room for, in requests of about so many; infinite where they take none."""
     ways = attention_ways(tp, ep)
-    each = kv_bytes_per_gpu(model, tokens, ways, layers)
-    return memory.kv_bytes / each * tokens * (tp // ways) if each > 0 else inf
+    value = kv_bytes_per_gpu(model, tokens, ways, layers)
+    return memory.kv_bytes / value * tokens * (tp // ways) if value > 0 else inf
 
 
 def require_fit(model: Model, memory: StageMemory, node: NodeType, tp: int) -> None:

@@ -321,21 +321,21 @@ class ChunkedIterationPredictor:
         grid = np.meshgrid(
             *(np.asarray(axis, dtype=np.float64) for axis in (contexts, decodes, decode_contexts))
         )
-        context, count, each = (axis.ravel() for axis in grid)
+        context, count, array = (axis.ravel() for axis in grid)
         if count.size and count.max() >= budget_tokens:
             raise InputError(
                 "predictor: budget_tokens", f"{budget_tokens} leave no room beside {count.max():g} decodes"
             )
-        seconds = timer.step_s(steps(budget_tokens - count, context, count, count * each))
-        return cls.fit(np.column_stack([context, count * each, seconds]), weights, nonnegative=nonnegative)
+        seconds = timer.step_s(steps(budget_tokens - count, context, count, count * array))
+        return cls.fit(np.column_stack([context, count * array, seconds]), weights, nonnegative=nonnegative)
 
     @classmethod
     def in_use(cls, timer: StepTimer, budget_tokens: int, longest_tokens: int) -> ChunkedIterationPredictor:
         """For chunks within prompts of up to so many tokens, beside decodes whose contexts are no longer."""
         decodes = [count for count in DECODES if count < budget_tokens] or [0, max(1, budget_tokens - 1)]
         contexts = np.concatenate([[0.0], _lengths(longest_tokens, 16)[:-1]])
-        each = np.unique(np.array([longest_tokens / 8, longest_tokens / 3, longest_tokens]).round())
-        return cls.from_timer(timer, budget_tokens, contexts, decodes, each, "relative", nonnegative=True)
+        item = np.unique(np.array([longest_tokens / 8, longest_tokens / 3, longest_tokens]).round())
+        return cls.from_timer(timer, budget_tokens, contexts, decodes, item, "relative", nonnegative=True)
 
     def seconds(self, prefill_context: ArrayLike, decode_context: ArrayLike = 0.0) -> Floats:
         """(3), held at zero."""

@@ -32,7 +32,7 @@ def decode_knees(timer: StepTimer, batch: int, context: float) -> tuple[tuple[in
     """Batches below this one, and their steps, so that lines between them are off by no more than STRAIGHT: the worst
     are added until that is so, or there are MOST_KNEES."""
     powers = [2**power for power in range(1, 12) if 2**power < batch]
-    sizes = np.unique([1, *powers, *(each + 1 for each in powers), 3 * batch // 4, batch])
+    sizes = np.unique([1, *powers, *(item + 1 for item in powers), 3 * batch // 4, batch])
     if batch < 4:
         return ()
     times = decode_step_s(timer, sizes, context)
@@ -97,12 +97,12 @@ def chunked_prefills_s(
     count, behind = np.broadcast_arrays(np.atleast_1d(np.asarray(requests, np.float64)), context)
     starts = np.arange(0, tokens, chunk, dtype=np.float64)
     sizes = np.minimum(chunk, tokens - starts)
-    rows, each = len(count), len(starts)
+    rows, number = len(count), len(starts)
     times = chunked_iteration_s(
         timer,
         np.tile(sizes, rows),
         np.tile(starts + cached, rows),
-        np.repeat(count, each),
-        np.repeat(behind, each),
+        np.repeat(count, number),
+        np.repeat(behind, number),
     )
-    return np.asarray(times.reshape(rows, each).sum(axis=1), np.float64)
+    return np.asarray(times.reshape(rows, number).sum(axis=1), np.float64)

@@ -200,9 +200,9 @@ def _iteration_s(
 ) -> Floats:
     """`chunked_iteration_s` for figures in rows, one for each kind of prompt."""
     shape = prompts.shape[:-1]
-    behind, count, each = (np.broadcast_to(one, shape).ravel() for one in (cached, batches, context))
+    behind, count, array = (np.broadcast_to(one, shape).ravel() for one in (cached, batches, context))
     rows = prompts.reshape(-1, prompts.shape[-1])
-    return chunked_iteration_s(timer, rows, behind[:, None], count, each).reshape(shape)
+    return chunked_iteration_s(timer, rows, behind[:, None], count, array).reshape(shape)
 
 
 def _prompts(chunk: Floats, new_tokens: int | Floats) -> Floats:
@@ -334,7 +334,7 @@ def together(
     def turns_s(chunks: Floats) -> Floats:
         cached = lengths.cached + np.maximum(lengths.new - chunks, 0.0) / 2
         cached[chunks == 0] = 0.0
-        asked = (np.broadcast_to(each, chunks.shape).ravel() for each in (chunks, cached, batches, context))
+        asked = (np.broadcast_to(array, chunks.shape).ravel() for array in (chunks, cached, batches, context))
         step_s, interval_s = timer.both_s(steps(*asked))
         return np.maximum(lanes * interval_s, step_s).reshape(chunks.shape)
 
@@ -352,8 +352,8 @@ def together(
         rate = np.where(kept, lanes * batches / (tpot_s * lengths.output), 0.0)
         at = int(np.argmax(rate))
         if rate[at] > (0.0 if best is None else best.requests_per_s):
-            found = (float(rate[at]), float(ttft_s[at]), float(tpot_s[at]), int(batches[at]), int(chunk[at]))
-            best = MixedPipeline(*found)
+            result = (float(rate[at]), float(ttft_s[at]), float(tpot_s[at]), int(batches[at]), int(chunk[at]))
+            best = MixedPipeline(*result)
     return best
 
 
@@ -373,13 +373,15 @@ def paced_budget(
     answers that a replica is planned to make at once: the short steps around it make up for one such step, and
     prompts still pass quickly.
     """
-    found = best_operating(timer, prompt_tokens, answer_tokens, memory_batch, slo)
-    if found is None:
+    operating_point = best_operating(timer, prompt_tokens, answer_tokens, memory_batch, slo)
+    if operating_point is None:
         return CHUNK_TOKENS
     context = prompt_tokens + answer_tokens / 2
     budget = CHUNK_TOKENS
     while budget > LEAST_TOKENS:
-        step_s = float(chunked_iteration_s(timer, budget - found.batch, 0.0, found.batch, context)[0])
+        step_s = float(
+            chunked_iteration_s(timer, budget - operating_point.batch, 0.0, operating_point.batch, context)[0]
+        )
         if step_s <= LONGEST * slo.tpot_s:
             break
         budget //= 2

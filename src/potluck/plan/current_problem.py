@@ -69,8 +69,8 @@ def longest_start_s(problem: PlanningProblem, startups: Startups | None = None) 
     """Of any model, on one node."""
     costs = startups or {}
     return max(
-        startup_s(weight_bytes(each.model), costs=costs.get(each.name, DEFAULT_COSTS)).total_s
-        for each in problem.asks
+        startup_s(weight_bytes(ask.model), costs=costs.get(ask.name, DEFAULT_COSTS)).total_s
+        for ask in problem.asks
     )
 
 
@@ -83,8 +83,8 @@ def problem_now(
     startups: Startups | None = None,
 ) -> PlanningProblem:
     """A problem for the rates and lengths now seen, at the prices and with the nodes of now; starts cost K."""
-    seen = {each.model: each for each in lengths}
-    asks = tuple(ask_now(each, rates_per_s.get(each.name), seen.get(each.name)) for each in problem.asks)
+    seen = {length.model: length for length in lengths}
+    asks = tuple(ask_now(ask, rates_per_s.get(ask.name), seen.get(ask.name)) for ask in problem.asks)
     regions = problem.regions if regions is None else regions
     if not any(offer.available for region in regions for offer in region.offers):
         raise CapacityError("no region has any node at present")
@@ -102,16 +102,16 @@ def ask_now(known: ModelDemand, rate_per_s: float | None, seen: SeenLengths | No
     if known.rate_per_s <= 0:
         return known
     factor = rate / known.rate_per_s
-    demands = tuple(replace(each, rate_per_s=each.rate_per_s * factor) for each in known.demands)
+    demands = tuple(replace(demand, rate_per_s=demand.rate_per_s * factor) for demand in known.demands)
     return replace(known, demands=demands)
 
 
 def drifted(known: ModelDemand, seen: SeenLengths) -> bool:
     """Whether requests are so much longer or shorter than the spec has them that plans must follow."""
-    count = sum(each for _, each in seen.prompts)
+    count = sum(value for _, value in seen.prompts)
     if count <= 0 or known.rate_per_s <= 0:
         return False
-    prompt = sum(tokens * each for tokens, each in seen.prompts) / count
+    prompt = sum(tokens * value for tokens, value in seen.prompts) / count
     planned_prompt = sum(d.new_tokens * d.rate_per_s for d in known.demands) / known.rate_per_s
     planned_output = sum(d.output_tokens * d.rate_per_s for d in known.demands) / known.rate_per_s
     off = max(abs(prompt / planned_prompt - 1), abs(seen.output_tokens / planned_output - 1))
@@ -119,10 +119,10 @@ def drifted(known: ModelDemand, seen: SeenLengths) -> bool:
 
 
 def _traffic(known: ModelDemand, rate_per_s: float, seen: SeenLengths) -> Traffic:
-    count = sum(each for _, each in seen.prompts)
+    count = sum(value for _, value in seen.prompts)
     bins = tuple(
-        LengthBin(max(1.0, tokens), max(1.0, seen.output_tokens), each / count)
-        for tokens, each in seen.prompts
+        LengthBin(max(1.0, tokens), max(1.0, seen.output_tokens), value / count)
+        for tokens, value in seen.prompts
     )
     return Traffic(known.name, rate_per_s, bins)
 
@@ -138,20 +138,22 @@ class TemplateFactories:
 
     def at(self, problem: PlanningProblem) -> TemplateFactory:
         lengths = tuple(
-            (each.name, d.input_tokens, d.longest_tokens, d.output_tokens, d.promised)
-            for each in problem.asks
-            for d in each.demands
+            (ask.name, d.input_tokens, d.longest_tokens, d.output_tokens, d.promised)
+            for ask in problem.asks
+            for d in ask.demands
         )
         prices = tuple(
             (r.name, o.node, o.price_usd_per_h) for r in problem.regions for o in r.offers if o.available
         )
         if self._timed[0] != lengths:
             self._timed = (lengths, {})
-        found = self._kept.pop((prices, lengths), None) or TemplateFactory(problem, timed=self._timed[1])
-        self._kept[prices, lengths] = found
+        template_factory = self._kept.pop((prices, lengths), None) or TemplateFactory(
+            problem, timed=self._timed[1]
+        )
+        self._kept[prices, lengths] = template_factory
         for old in list(self._kept)[:-KEPT]:
             del self._kept[old]
-        return replace(found, problem=problem)
+        return replace(template_factory, problem=problem)
 
 
 MOST = 24
@@ -162,14 +164,14 @@ def with_candidates(factory: TemplateFactory, plan: Plan) -> Plan:
     """The plan with what scaling may start; of a strategy that is not known here it has none."""
     factory = factory.settled(plan)
     used = {template.name for template in plan.templates}
-    found: list[Template] = []
+    result: list[Template] = []
     for ask in factory.problem.asks:
         strategy = STRATEGIES.get(plan.strategy)
         if strategy is None or strategy.templates is None:
             continue
-        made = [each for each in strategy.templates(factory, ask) if each.name not in used]
-        found += shortlist(factory, plan.strategy, ask, made)
-    return replace(plan, candidates=tuple(found))
+        made = [item for item in strategy.templates(factory, ask) if item.name not in used]
+        result += shortlist(factory, plan.strategy, ask, made)
+    return replace(plan, candidates=tuple(result))
 
 
 def shortlist(
@@ -177,17 +179,17 @@ def shortlist(
 ) -> list[Template]:
     """At most MOST of them, the best first, with each set of node types before a second of any."""
     prices = factory.prices
-    able = [each for each in made if not each.machines and _on_offer(factory, ask, each)]
+    able = [entry for entry in made if not entry.machines and _on_offer(factory, ask, entry)]
     ranked = sorted(
         _undominated(able), key=lambda each: (_per_request(strategy, ask, each, prices), each.name)
     )
     seen: dict[tuple[tuple[str, ...], str], int] = {}
     order = []
-    for place, each in enumerate(ranked):
-        kind = (tuple(sorted(each.node_counts)), _phase(each))
+    for place, template in enumerate(ranked):
+        kind = (tuple(sorted(template.node_counts)), _phase(template))
         seen[kind] = seen.get(kind, 0) + 1
-        order.append((seen[kind] > 1, place, each))
-    chosen = [each for *_, each in sorted(order, key=lambda item: item[:2])[:MOST]]
+        order.append((seen[kind] > 1, place, template))
+    chosen = [entry for *_, entry in sorted(order, key=lambda item: item[:2])[:MOST]]
     return sorted(chosen, key=ranked.index)
 
 
@@ -197,8 +199,8 @@ def _on_offer(factory: TemplateFactory, ask: ModelDemand, template: Template) ->
         region.name
         for region in factory.problem.regions
         if all(
-            (offer := region.offer(each.node)) is not None and offer.available >= each.count
-            for each in template.nodes
+            (offer := region.offer(node_count.node)) is not None and offer.available >= node_count.count
+            for node_count in template.nodes
         )
     ]
     return bool(there) and all(runs_in(factory.problem, ask, template, region) for region in there)
@@ -211,7 +213,9 @@ def _undominated(templates: Sequence[Template]) -> list[Template]:
     for _, group in groupby(ordered, key=lambda each: sorted(each.node_counts)):
         mine = list(group)
         kept += [
-            each for each in mine if not any(_dominates(other, each) for other in mine if other is not each)
+            template
+            for template in mine
+            if not any(_dominates(other, template) for other in mine if other is not template)
         ]
     return kept
 
@@ -246,8 +250,8 @@ def _per_request(strategy: str, ask: ModelDemand, template: Template, prices: Ma
     if serves <= 0:
         return inf
     price = 0.0
-    for each in template.nodes:
-        price += each.count * prices.get(each.node, inf)
+    for node_count in template.nodes:
+        price += node_count.count * prices.get(node_count.node, inf)
     return weight(strategy, template, price, serves) / serves
 
 
@@ -261,7 +265,9 @@ MIXED = ((256, 16), (1024, 64), (2048, 4), (512, 256))
 
 def observed(problem: PlanningProblem, paces: Sequence[ObservedSpeed], day: str) -> PlanningProblem:
     """The problem with the paces that matter; of models and nodes that it does not have, none does."""
-    known = {(each.model, each.node) for each in paces if each.matters}
+    known = {
+        (observed_speed.model, observed_speed.node) for observed_speed in paces if observed_speed.matters
+    }
     asks = tuple(
         replace(
             ask,
@@ -300,4 +306,4 @@ def _points(timer: StepTimer, pace: float, most_tokens: int) -> list[ProfilePoin
         shapes.append((min(new, most_tokens), 0, batch, batch * min(context, most_tokens)))
     unique = list(dict.fromkeys(shapes))
     taken_s = timer.step_s(steps(*zip(*unique, strict=True)))
-    return [ProfilePoint(*shape, float(each) * pace) for shape, each in zip(unique, taken_s, strict=True)]
+    return [ProfilePoint(*shape, float(item) * pace) for shape, item in zip(unique, taken_s, strict=True)]

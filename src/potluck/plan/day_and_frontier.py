@@ -121,15 +121,15 @@ def _steps(
 
 
 def _rounded_up(asked: Sequence[Peaks], part: Peaks) -> Peaks:
-    found = []
+    values = []
     for place, rate in enumerate(part):
-        most = max(each[place] for each in asked)
+        most = max(item[place] for item in asked)
         levels = sorted({most * (i + 1) / LEVELS for i in range(LEVELS)} | {0.0})
-        known = sorted({each[place] for each in asked})
+        known = sorted({item[place] for item in asked})
         # Few different rates are planned for as they are.
         choices = known if len(known) <= LEVELS else levels
-        found.append(next((level for level in choices if level >= rate * (1 - 1e-9)), most))
-    return tuple(found)
+        values.append(next((level for level in choices if level >= rate * (1 - 1e-9)), most))
+    return tuple(values)
 
 
 def peak_of(parts: Sequence[Peaks]) -> Peaks:
@@ -142,7 +142,7 @@ def at_rates(problem: PlanningProblem, rates_per_s: Peaks) -> PlanningProblem:
 
     def at(ask: ModelDemand, rate: float) -> ModelDemand:
         factor = rate / ask.rate_per_s if ask.rate_per_s > 0 else 0.0
-        demands = tuple(replace(each, rate_per_s=each.rate_per_s * factor) for each in ask.demands)
+        demands = tuple(replace(demand, rate_per_s=demand.rate_per_s * factor) for demand in ask.demands)
         return replace(ask, demands=demands)
 
     asks = tuple(at(ask, rate) for ask, rate in zip(problem.asks, rates_per_s, strict=True))
@@ -164,9 +164,9 @@ def change_usd(problem: PlanningProblem, before: Plan, after: Plan) -> float:
                 continue
             template = plan.template(name)
             price = sum(
-                offer.price_usd_per_h * each.count
-                for each in template.nodes
-                if (offer := offers.get((region, each.node))) is not None
+                offer.price_usd_per_h * node_count.count
+                for node_count in template.nodes
+                if (offer := offers.get((region, node_count.node))) is not None
             )
             start_s = startup_s(weight_bytes(asks[template.model].model)).total_s
             total += extra * price * (DEFAULT_COSTS.drain_s if drains else start_s) / 3600
@@ -185,15 +185,15 @@ def cheapest_round(
         if cost[0][first] >= best:
             continue
         value = [cost[0][plan] if plan == first else inf for plan in range(count)]
-        came: list[list[int]] = []
+        received: list[list[int]] = []
         for part in cost[1:]:
             ways = [min((value[b] + change[b][a], b) for b in range(count)) for a in range(count)]
             value = [usd + part[a] for a, (usd, _) in enumerate(ways)]
-            came.append([b for _, b in ways])
+            received.append([b for _, b in ways])
         total, last = min((value[a] + change[a][first], a) for a in range(count))
         if total < best:
             best, chosen = total, [last]
-            for before in reversed(came):
+            for before in reversed(received):
                 chosen.append(before[chosen[-1]])
             chosen.reverse()
     return chosen, best
@@ -258,11 +258,11 @@ def frontier(
 
 def dominated(points: Sequence[FrontierPoint], *, less_is_more: bool) -> frozenset[int]:
     """Places of points beside which another asks for as much, serves as much and costs less."""
-    found = set()
+    numbers = set()
     for place, point in enumerate(points):
         for other in points:
             harder = other.value < point.value if less_is_more else other.value > point.value
             enough = other.plan.fraction >= point.plan.fraction - 1e-9
             if harder and enough and other.usd_per_h < point.usd_per_h * (1 - LEAST):
-                found.add(place)
-    return frozenset(found)
+                numbers.add(place)
+    return frozenset(numbers)

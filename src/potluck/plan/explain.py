@@ -60,7 +60,7 @@ def term_prices(
     factory: TemplateFactory, outcome: PlanOutcome, planner: Planner, settings: SolveSettings
 ) -> tuple[TermPrice, ...]:
     """Every term of every model, priced by planning without it."""
-    found = []
+    prices = []
     for ask in factory.problem.asks:
         for term, words, changed in _changes(ask):
             fresh = changed.slo != ask.slo or changed.origins != ask.origins  # templates are timed anew
@@ -71,30 +71,33 @@ def term_prices(
             extra = outcome.plan.total_usd_per_h - other.plan.total_usd_per_h if whole else None
             exact = max(outcome.plan.gap, other.plan.gap) < settings.gap_target + 1e-9
             more = max(0.0, other.plan.fraction - outcome.plan.fraction)
-            found.append(TermPrice(ask.name, term, words, extra, more, exact))
-    return tuple(found)
+            prices.append(TermPrice(ask.name, term, words, extra, more, exact))
+    return tuple(prices)
 
 
 def _changes(ask: ModelDemand) -> Iterator[tuple[str, str, ModelDemand]]:
     """Every term with its words, and what is asked without it."""
     for term, words in ask.terms.asked.items():
         yield term, words, replace(ask, terms=ask.terms.without(term))
-    for each in ask.classes:
-        if (left := ask.without_class(each.name)).slo != ask.slo:
-            yield "class", f"what class {each.name} was promised", left
+    for class_demand in ask.classes:
+        if (left := ask.without_class(class_demand.name)).slo != ask.slo:
+            yield "class", f"what class {class_demand.name} was promised", left
     if ask.origins:
         places = ", ".join(f"{origin.share:.0%} {origin.name}" for origin in ask.origins)
         yield "origins", f"users have places: {places}", replace(ask, origins=())
 
 
 def _with(problem: PlanningProblem, ask: ModelDemand) -> PlanningProblem:
-    return replace(problem, asks=tuple(ask if each.name == ask.name else each for each in problem.asks))
+    return replace(
+        problem,
+        asks=tuple(ask if model_demand.name == ask.name else model_demand for model_demand in problem.asks),
+    )
 
 
 def spot_risks(problem: PlanningProblem, plan: Plan) -> tuple[SpotRisk, ...]:
     """Models with spot nodes, how often these go, and what is left without them."""
-    offers, found = offers_of(problem), []
-    cells = [cell for _, each in domains(problem)["spot"] for cell in each]
+    offers, risks = offers_of(problem), []
+    cells = [cell for _, item in domains(problem)["spot"] for cell in item]
     for ask in problem.asks if cells else ():
         copies: dict[tuple[str, str], int] = {}
         nodes = spot = 0
@@ -104,16 +107,19 @@ def spot_risks(problem: PlanningProblem, plan: Plan) -> tuple[SpotRisk, ...]:
             if template.model != ask.name:
                 continue
             copies[deployment.template, deployment.region] = deployment.count
-            for each in template.nodes:
-                held, offer = each.count * deployment.count, offers.get((deployment.region, each.node))
+            for node_count in template.nodes:
+                held, offer = (
+                    node_count.count * deployment.count,
+                    offers.get((deployment.region, node_count.node)),
+                )
                 nodes += held
                 if offer is not None and offer.spot:
                     spot += held
                     often += held * offer.preemptions_per_h
         if spot:
             left = served_share(problem, plan, ask, copies_without(plan, copies, cells))
-            found.append(SpotRisk(ask.name, spot, nodes, often, left))
-    return tuple(found)
+            risks.append(SpotRisk(ask.name, spot, nodes, often, left))
+    return tuple(risks)
 
 
 ASKING_SHARE = 0.5
@@ -180,20 +186,20 @@ def explain(
 def without_nodes(problem: PlanningProblem, region: str, node: str, available: int) -> PlanningProblem:
     """The problem with another number of a node type."""
     regions = tuple(
-        _changed(each, node, available) if each.name == region else each for each in problem.regions
+        _changed(item, node, available) if item.name == region else item for item in problem.regions
     )
     return replace(problem, regions=regions)
 
 
 def describe(plan: Plan, model: str) -> tuple[str, ...]:
     """`3 x prefill 4xL40S tp1 in us-east`, busiest first."""
-    found = []
+    result = []
     for deployment in plan.deployments:
         template = plan.template(deployment.template)
         if template.model == model:
             short = template.name.split(": ", 1)[-1]
-            found.append((-deployment.count, f"{deployment.count} x {short} in {deployment.region}"))
-    return tuple(text for _, text in sorted(found))
+            result.append((-deployment.count, f"{deployment.count} x {short} in {deployment.region}"))
+    return tuple(text for _, text in sorted(result))
 
 
 def _changed(region: Region, node: str, available: int) -> Region:
@@ -210,7 +216,7 @@ def _model(
         if plan.template(share.template).model == model:
             rates[share.template] = rates.get(share.template, 0.0) + share.rate_per_s
     main = plan.template(max(rates, key=lambda name: rates[name])) if rates else None
-    barred = () if main is None else tuple(each.node for each in main.nodes)
+    barred = () if main is None else tuple(node_count.node for node_count in main.nodes)
     # With less on offer no more is served: where that falls short already, there is nothing to ask.
     ask = bool(barred) and plan.fraction >= 1
     other = _without_nodes(factory, planner, settings, model, barred) if ask else None
@@ -246,7 +252,9 @@ def range_of(prediction: Prediction) -> tuple[float, float]:
 
 def usd_range(problem: PlanningProblem, plan: Plan) -> tuple[float, float]:
     """The same of a whole plan, in USD an hour; models are taken to err alike."""
-    costs = [(_usd_per_h(problem, plan, each.model), range_of(each)) for each in plan.predictions]
+    costs = [
+        (_usd_per_h(problem, plan, prediction.model), range_of(prediction)) for prediction in plan.predictions
+    ]
     return sum(cost * low for cost, (low, _) in costs), sum(cost * high for cost, (_, high) in costs)
 
 
@@ -277,18 +285,20 @@ def copy_tokens_per_usd(problem: PlanningProblem, plan: Plan, deployment: Deploy
 
 def tokens_json(problem: PlanningProblem, plan: Plan) -> dict[str, object]:
     """Prompt and answer tokens per dollar: of the whole plan, of each model and of each deployment."""
-    models = {each.model: tokens_per_usd(problem, plan, each.model) for each in plan.predictions}
+    models = {
+        prediction.model: tokens_per_usd(problem, plan, prediction.model) for prediction in plan.predictions
+    }
     served = 3600 / plan.cost_usd_per_h if plan.cost_usd_per_h > 0 else 0.0
     shares = [(d, plan.fraction_of(ask.name)) for ask in problem.asks for d in ask.demands]
     prompts = sum(d.rate_per_s * d.input_tokens * share for d, share in shares)
     answers = sum(d.rate_per_s * d.output_tokens * share for d, share in shares)
-    copies = [(each, copy_tokens_per_usd(problem, plan, each)) for each in plan.deployments]
+    copies = [(deployment, copy_tokens_per_usd(problem, plan, deployment)) for deployment in plan.deployments]
     return {
         "plan": {"prompt": prompts * served, "answer": answers * served},
-        "models": {name: {"prompt": each[0], "answer": each[1]} for name, each in models.items()},
+        "models": {name: {"prompt": item[0], "answer": item[1]} for name, item in models.items()},
         "deployments": [
-            {"template": d.template, "region": d.region, "prompt": each[0], "answer": each[1]}
-            for d, each in copies
+            {"template": d.template, "region": d.region, "prompt": item[0], "answer": item[1]}
+            for d, item in copies
         ],
     }
 
@@ -300,8 +310,8 @@ def _usd_per_h(problem: PlanningProblem, plan: Plan, model: str) -> float:
     for deployment in plan.deployments:
         template = plan.template(deployment.template)
         if template.model == model:
-            each = sum(prices[deployment.region, n.node] * n.count for n in template.nodes)
-            cost += each * deployment.count
+            total = sum(prices[deployment.region, n.node] * n.count for n in template.nodes)
+            cost += total * deployment.count
     return cost
 
 
@@ -325,7 +335,7 @@ def _nodes(
 ) -> list[NodeValue]:
     problem, plan = factory.problem, outcome.plan
     fleet, rented = outcome.columns.program.fleet, plan.nodes
-    found = []
+    node_values = []
     for row, region in enumerate(problem.regions):
         for offer in region.offers:
             shadow = float(outcome.allocation.node_prices_usd_per_h[row, fleet.nodes.index(offer.node)])
@@ -338,23 +348,28 @@ def _nodes(
                 other = planner(TemplateFactory(less, factory.made, books=factory.books), settings)
                 if other.plan.fraction >= 1:
                     fewer = other.plan.total_usd_per_h - plan.total_usd_per_h
-            found.append(
+            node_values.append(
                 NodeValue(
                     region.name, offer.node, count, offer.available, offer.price_usd_per_h, shadow, fewer
                 )
             )
-    return found
+    return node_values
 
 
 def _last_node(problem: PlanningProblem, offer: NodeOffer, rented: int) -> bool:
     """Whether nothing at all would be left on offer with one fewer than is rented of this one."""
-    others = sum(each.available for region in problem.regions for each in region.offers if each is not offer)
+    others = sum(
+        node_offer.available
+        for region in problem.regions
+        for node_offer in region.offers
+        if node_offer is not offer
+    )
     return rented == 1 and others == 0
 
 
 def why_not(problem: PlanningProblem, model: str) -> str:
     """Why nothing on offer can serve a model at all."""
-    ask = next(each for each in problem.asks if each.name == model)
+    ask = next(model_demand for model_demand in problem.asks if model_demand.name == model)
     fastest: list[tuple[float, float]] = []
     for node in problem.offered:
         for tp in (d for d in range(node.gpus, 0, -1) if node.gpus % d == 0):
@@ -371,7 +386,7 @@ def why_not(problem: PlanningProblem, model: str) -> str:
                 break
     if not fastest:
         return f"{model}: its weights fit on no node on offer, nor on a pipeline of them within the objective"
-    ttft_s, tpot_s = min(each[0] for each in fastest), min(each[1] for each in fastest)
+    ttft_s, tpot_s = min(item[0] for item in fastest), min(item[1] for item in fastest)
     wanted = f"TTFT {ask.slo.ttft_s * 1e3:.4g} ms, TPOT {ask.slo.tpot_s * 1e3:.4g} ms"
     if ask.slo.e2e_s is not None:
         wanted += f", E2E {ask.slo.e2e_s * 1e3:.4g} ms"

@@ -126,8 +126,12 @@ class ModelDemand:
 
     def without_class(self, name: str) -> ModelDemand:
         """Its requests as they are, held to what the other classes were promised."""
-        left = tuple(each for each in self.classes if each.name != name)
-        return self if not left else replace(self, classes=left, slo=strictest([each.slo for each in left]))
+        left = tuple(class_demand for class_demand in self.classes if class_demand.name != name)
+        return (
+            self
+            if not left
+            else replace(self, classes=left, slo=strictest([class_demand.slo for class_demand in left]))
+        )
 
     def in_format(self, weights: Format) -> ModelDemand:
         """Settled on one of its formats."""
@@ -136,7 +140,7 @@ class ModelDemand:
     @property
     def variants(self) -> tuple[ModelDemand, ...]:
         """Itself in each of its formats."""
-        return tuple(self.in_format(each) for each in self.formats) or (self,)
+        return tuple(self.in_format(item) for item in self.formats) or (self,)
 
     @property
     def key(self) -> str:
@@ -173,17 +177,17 @@ class PlanningProblem:
             raise InputError("fleet", "has no GPUs: every node's `available` is 0")
         if not 0 < self.headroom <= 1:
             raise InputError("headroom", f"must be above 0 and at most 1, is {self.headroom}")
-        if not self.codecs or list(self.codecs) != [each for each in CODECS if each in self.codecs]:
+        if not self.codecs or list(self.codecs) != [codec for codec in CODECS if codec in self.codecs]:
             raise InputError("codecs", f"must be some of {', '.join(CODECS)}, in this order")
 
     def in_formats(self, formats: Sequence[tuple[str, Format]]) -> PlanningProblem:
         """The problem with models' weights settled, as a plan has them."""
         chosen = dict(formats)
-        if not any(each.formats and each.name in chosen for each in self.asks):
+        if not any(ask.formats and ask.name in chosen for ask in self.asks):
             return self
         asks = (
-            each.in_format(chosen[each.name]) if each.formats and each.name in chosen else each
-            for each in self.asks
+            ask.in_format(chosen[ask.name]) if ask.formats and ask.name in chosen else ask
+            for ask in self.asks
         )
         return replace(self, asks=tuple(asks))
 
@@ -203,10 +207,10 @@ class PlanningProblem:
 
 def strictest(slos: Sequence[Slo]) -> Slo:
     """What keeps all of them: requests of all classes share replicas, and a replica's steps are everybody's."""
-    found = slos[0]
-    for each in slos[1:]:
-        found = found.stricter(each)
-    return found
+    result = slos[0]
+    for slo in slos[1:]:
+        result = result.stricter(slo)
+    return result
 
 
 def model_demand(
@@ -227,13 +231,13 @@ def model_demand(
     def limits(one: Slo) -> Slo:
         return one.within_e2e(promised_output(traffic, one.attainment))
 
-    shares = [(each, share) for each, share in traffic.classes if share > 0]
-    classes = [ClassDemand(each, share, limits((promises or {}).get(each, slo))) for each, share in shares]
+    shares = [(item, share) for item, share in traffic.classes if share > 0]
+    classes = [ClassDemand(item, share, limits((promises or {}).get(item, slo))) for item, share in shares]
     rest = 1.0 - sum(share for _, share in shares)
     if rest > SHARE_LEFT:
         classes.append(ClassDemand(DEFAULT_CLASS, rest, limits((promises or {}).get(DEFAULT_CLASS, slo))))
-    kept = strictest([each.slo for each in classes]) if shares else limits(slo)
-    origins = tuple(UserOrigin(each, share, (rtt_s or {}).get(each, ())) for each, share in traffic.origins)
+    kept = strictest([class_demand.slo for class_demand in classes]) if shares else limits(slo)
+    origins = tuple(UserOrigin(item, share, (rtt_s or {}).get(item, ())) for item, share in traffic.origins)
     demands = _promised(demands_of(name, model, traffic), kept.attainment)
     return ModelDemand(
         name, model, kept, demands, terms=terms, classes=tuple(classes) if shares else (), origins=origins
@@ -244,10 +248,10 @@ def promised_output(traffic: Traffic, attainment: float) -> float:
     """Tokens of the longest answer that is among the attained share."""
     reached = 0.0
     bins = sorted(traffic.lengths, key=lambda each: each.output_tokens)
-    for each in bins:
-        reached += each.share
+    for length_bin in bins:
+        reached += length_bin.share
         if reached >= attainment - 1e-9:
-            return each.output_tokens
+            return length_bin.output_tokens
     return bins[-1].output_tokens
 
 
@@ -259,11 +263,11 @@ def demands_of(
     works = prefill_work(model, np.array([b.input_tokens for b in bins]))
     groups: list[list[LengthBin]] = []
     first = 0.0
-    for each, work in zip(bins, works, strict=True):
+    for length_bin, work in zip(bins, works, strict=True):
         if not groups or work > work_ratio * first:
             groups.append([])
             first = float(work)
-        groups[-1].append(each)
+        groups[-1].append(length_bin)
     return tuple(_demand(name, model, traffic, i, group) for i, group in enumerate(groups))
 
 

@@ -66,14 +66,14 @@ def settled(problem: PlanningProblem, running: Plan) -> PlanningProblem:
 
 def left_of(problem: PlanningProblem, running: Plan) -> Left:
     """The replicas of the plan's groups whose machines are all there."""
-    found: Left = {}
+    left: Left = {}
     for deployment in running.deployments:
         template = running.template(deployment.template)
         if template.kind == "group":
             there = _machines(problem, deployment.region)
-            alive = [each for each in template.replicas if set(each.layout.machines) <= there]
-            found.setdefault((deployment.region, template.model), []).extend(alive)
-    return found
+            alive = [replica for replica in template.replicas if set(replica.layout.machines) <= there]
+            left.setdefault((deployment.region, template.model), []).extend(alive)
+    return left
 
 
 def surviving(problem: PlanningProblem, running: Plan) -> Plan:
@@ -87,7 +87,7 @@ def surviving(problem: PlanningProblem, running: Plan) -> Plan:
             continue
         ask = _pool_demand(problem, template.model)
         there = _machines(problem, deployment.region)
-        alive = [each for each in template.replicas if set(each.layout.machines) <= there]
+        alive = [replica for replica in template.replicas if set(replica.layout.machines) <= there]
         kept = None if ask is None or not alive else group_template(problem, ask, alive, problem.codecs[-1])
         if kept is not None:
             templates[kept.name] = kept
@@ -111,7 +111,7 @@ def flipped(
             after = reschedule(groups_left(pool, before, {}), before, work, settings)
         except CapacityError:
             continue
-        made += [(region, each) for each in templates_of(problem, ask, replicas_of(pool, after))]
+        made += [(region, template) for template in templates_of(problem, ask, replicas_of(pool, after))]
     return made
 
 
@@ -125,13 +125,13 @@ def changed_roles(left: Left, templates: Iterable[Template]) -> int:
 def new_replicas(left: Left, template: Template) -> list[PlannedReplica]:
     """The replicas of a group whose weights are not loaded already."""
     loaded = Counter(replica.layout for replicas in left.values() for replica in replicas)
-    found = []
+    planned_replicas = []
     for replica in template.replicas:
         if loaded[replica.layout] > 0:
             loaded[replica.layout] -= 1
         else:
-            found.append(replica)
-    return found
+            planned_replicas.append(replica)
+    return planned_replicas
 
 
 def moved(left: Left, templates: Iterable[Template]) -> tuple[int, int]:
@@ -142,7 +142,7 @@ def moved(left: Left, templates: Iterable[Template]) -> tuple[int, int]:
 
 
 def _machines(problem: PlanningProblem, region: str) -> set[str]:
-    if region not in {each.name for each in problem.regions}:
+    if region not in {item.name for item in problem.regions}:
         return set()
     pool = region_pool(problem, region)
     return set() if pool is None else {node.name for node in pool.nodes}
@@ -239,9 +239,9 @@ def survivors(problem: PlanningProblem, running: Plan) -> tuple[Deployment, ...]
     while True:
         used: dict[tuple[str, str], int] = {}
         for (name, region), count in counts.items():
-            for each in running.template(name).nodes:
-                key = (region, each.node)
-                used[key] = used.get(key, 0) + each.count * count
+            for node_count in running.template(name).nodes:
+                key = (region, node_count.node)
+                used[key] = used.get(key, 0) + node_count.count * count
         over = next((key for key, count in used.items() if count > available.get(key, 0)), None)
         if over is None:
             break
@@ -284,14 +284,14 @@ def _flip(
         ask = _asked(problem, template.model)
         if ask is None or template.kind == "group":
             continue
-        alias = {each.node: f"{each.node}{MARK}{place}" for each in template.nodes}
-        for each in template.nodes:
-            price = _price(problem, deployment.region, each.node)
+        alias = {item.node: f"{item.node}{MARK}{place}" for item in template.nodes}
+        for node_count in template.nodes:
+            price = _price(problem, deployment.region, node_count.node)
             offers[deployment.region].append(
-                NodeOffer(alias[each.node], price, each.count * deployment.count)
+                NodeOffer(alias[node_count.node], price, node_count.count * deployment.count)
             )
-            types.append(replace(problem.node(each.node), name=alias[each.node]))
-        nodes = tuple(NodeCount(alias[each.node], each.count) for each in template.nodes)
+            types.append(replace(problem.node(node_count.node), name=alias[node_count.node]))
+        nodes = tuple(NodeCount(alias[item.node], item.count) for item in template.nodes)
         templates += [
             replace(variant, nodes=nodes, name=f"{variant.name}{MARK}{place}")
             for variant in _roles(problem, ask, template)
@@ -303,7 +303,7 @@ def _flip(
     types += [
         replace(problem.node(node), name=f"{node}{MARK}") for node in sorted({node for _, node in machines})
     ]
-    regions = tuple(Region(name, tuple(found)) for name, found in offers.items())
+    regions = tuple(Region(name, tuple(offer)) for name, offer in offers.items())
     if not templates:
         return _answer("flip", _nothing(), running, left, 0.0, costs.role_flip_s, 0)
     inside = replace(problem, regions=regions, nodes=tuple(types), budget_usd_per_h=None)
@@ -322,18 +322,20 @@ def _group_roles(
     settings: SolveSettings,
 ) -> tuple[list[Template], dict[tuple[str, str], int]]:
     """Groups as they are and in new roles, on nodes of their own; and those nodes, (region, type) to how many."""
-    found = [(d.region, running.template(d.template)) for d in left]
-    found = [
-        (region, _timed(problem, t)) for region, t in found if t.kind == "group" and _asked(problem, t.model)
+    result = [(d.region, running.template(d.template)) for d in left]
+    result = [
+        (region, _timed(problem, t)) for region, t in result if t.kind == "group" and _asked(problem, t.model)
     ]
-    found += flipped(problem, loaded, settings.seed, settings.time_limit_s / 4)
+    result += flipped(problem, loaded, settings.seed, settings.time_limit_s / 4)
     templates: dict[str, Template] = {}
-    for _, template in found:
-        nodes = tuple(NodeCount(f"{each.node}{MARK}", each.count) for each in template.nodes)
+    for _, template in result:
+        nodes = tuple(
+            NodeCount(f"{node_count.node}{MARK}", node_count.count) for node_count in template.nodes
+        )
         templates[template.name] = replace(template, nodes=nodes, name=f"{template.name}{MARK}")
     machines: dict[tuple[str, str], int] = {}
-    for region in {region for region, _ in found}:
-        mine = [replica for where, template in found if where == region for replica in template.replicas]
+    for region in {region for region, _ in result}:
+        mine = [replica for where, template in result if where == region for replica in template.replicas]
         for node, count in machine_counts(mine).items():
             machines[region, node] = count
     return list(templates.values()), machines
@@ -367,7 +369,7 @@ def _reallocate(
                 slowest_s = max(slowest_s, takes_s)
                 started_usd += _rent(problem, deployment.region, replica) * takes_s / 3600
             continue
-        takes_s = startup_s(weights, sum(each.count for each in template.nodes), costs).total_s
+        takes_s = startup_s(weights, sum(node_count.count for node_count in template.nodes), costs).total_s
         rent = sum(_price(problem, deployment.region, n.node) * n.count for n in template.nodes)
         slowest_s = max(slowest_s, takes_s)
         started_usd += new * rent * takes_s / 3600
@@ -412,14 +414,14 @@ def _roles(problem: PlanningProblem, ask: ModelDemand, template: Template) -> li
     layout, copies = template.replicas[0].layout, len(template.replicas)
     timer = layout_timer(ask, layout, problem.by_name)
     roles = ROLES if len(layout.stages) == 1 else ("prefill", "decode")
-    found = []
+    templates = []
     for role in roles:
         capacity = replica_capacity(ask, layout, problem.by_name, role, problem.headroom, copies, timer=timer)
         name = template.name if role == template.replicas[0].role else f"{template.name} as {role}"
-        found.append(
+        templates.append(
             replace(template, name=name, replicas=(PlannedReplica(role, layout),) * copies, capacity=capacity)
         )
-    return found
+    return templates
 
 
 def _timed(problem: PlanningProblem, template: Template) -> Template:
@@ -464,7 +466,7 @@ def _solved(
         by_model.setdefault(template.model, []).append(template)
     # What is left is used as well as it can be; what was asked of a plan is for the next plan to keep.
     plain = replace(problem, asks=tuple(replace(ask, terms=NO_TERMS) for ask in problem.asks))
-    found, answer = solved(
+    program_columns, answer = solved(
         plain,
         by_model,
         pins=settings.pins,
@@ -473,7 +475,7 @@ def _solved(
         gap_target=1e-3,
         clock=settings.clock,
     )
-    return plan_of(found, answer, "ladder")
+    return plan_of(program_columns, answer, "ladder")
 
 
 def _nothing() -> Plan:
@@ -484,7 +486,9 @@ def _unmarked(plan: Plan, problem: PlanningProblem) -> Plan:
     """The plan with nodes and templates under their own names again; what became alike is added up."""
     templates: dict[str, Template] = {}
     for template in plan.templates:
-        nodes = tuple(NodeCount(each.node.split(MARK)[0], each.count) for each in template.nodes)
+        nodes = tuple(
+            NodeCount(node_count.node.split(MARK)[0], node_count.count) for node_count in template.nodes
+        )
         name = template.name.rsplit(MARK, 1)[0]
         templates[name] = replace(template, name=name, nodes=nodes)
     counts: dict[tuple[str, str], int] = {}

@@ -44,12 +44,12 @@ def broken_terms(problem: PlanningProblem, plan: Plan) -> Iterator[str]:
 
 
 def _mine(plan: Plan, model: str) -> dict[tuple[str, str], int]:
-    found: dict[tuple[str, str], int] = {}
+    mine: dict[tuple[str, str], int] = {}
     for deployment in plan.deployments:
         if plan.template(deployment.template).model == model:
             key = (deployment.template, deployment.region)
-            found[key] = found.get(key, 0) + deployment.count
-    return found
+            mine[key] = mine.get(key, 0) + deployment.count
+    return mine
 
 
 def _placed(problem: PlanningProblem, plan: Plan, ask: ModelDemand) -> Iterator[str]:
@@ -96,9 +96,9 @@ def after_losses(problem: PlanningProblem, plan: Plan, ask: ModelDemand) -> Iter
     if ask.terms.survive == "node":
         for key in mine:
             yield f"a node of {key[0]}@{key[1]}", mine | {key: mine[key] - 1}
-    for domain, each in domains(problem).items():
+    for domain, item in domains(problem).items():
         if share_asked(ask.terms, domain) > 0:
-            for name, cells in each:
+            for name, cells in item:
                 yield name, copies_without(plan, mine, cells)
 
 
@@ -149,13 +149,13 @@ def served_share(problem: PlanningProblem, plan: Plan, ask: ModelDemand, copies:
                 sent[what][spent] = rate * float(bits[capacity.bucket]) / 1e9
         rows.append((-INFINITY, problem.headroom * count, time))
         rows += [
-            (-INFINITY, busy * cards.all_bits_per_s * count / 1e9, each) for each in sent.values() if each
+            (-INFINITY, busy * cards.all_bits_per_s * count / 1e9, item) for item in sent.values() if item
         ]
     loads = _flows(problem, ask, bits, phase, met, variable)
     for link in problem.links:
         if load := loads.get((link.source, link.target)):
             rows.append((-INFINITY, link_bits_per_s(link, problem.headroom) / 1e9, load))
-    rows += [(0.0, INFINITY, each) for each in (*met.values(), *phase.values())]
+    rows += [(0.0, INFINITY, item) for item in (*met.values(), *phase.values())]
     return _largest(cost, upper, rows)
 
 
@@ -194,7 +194,7 @@ def _largest(
     cost: list[float], upper: list[float], rows: list[tuple[float, float, dict[int, float]]]
 ) -> float:
     entries = [(i, column, value) for i, (*_, terms) in enumerate(rows) for column, value in terms.items()]
-    row, column, value = (np.array(each) for each in zip(*entries, strict=True))
+    row, column, value = (np.array(item) for item in zip(*entries, strict=True))
     answer = solve_milp(
         Milp(
             cost=np.array(cost),
@@ -214,11 +214,13 @@ def _largest(
 
 
 def _charges(problem: PlanningProblem, plan: Plan) -> Iterator[str]:
-    real = {each.what: each.usd_per_h for each in charges_of(problem, plan, egress_usd_per_h(problem, plan))}
-    said = {each.what: each.usd_per_h for each in plan.charges}
-    for what in sorted({*real, *said}):
-        if abs(real.get(what, 0.0) - said.get(what, 0.0)) > 1e-6 * max(1.0, real.get(what, 0.0)):
-            yield f"charges ${real.get(what, 0.0):.4f}/h for {what}, not ${said.get(what, 0.0):.4f}/h"
+    real = {
+        charge.what: charge.usd_per_h for charge in charges_of(problem, plan, egress_usd_per_h(problem, plan))
+    }
+    values = {charge.what: charge.usd_per_h for charge in plan.charges}
+    for what in sorted({*real, *values}):
+        if abs(real.get(what, 0.0) - values.get(what, 0.0)) > 1e-6 * max(1.0, real.get(what, 0.0)):
+            yield f"charges ${real.get(what, 0.0):.4f}/h for {what}, not ${values.get(what, 0.0):.4f}/h"
 
 
 ROLES: tuple[Role, Role, Role] = ("prefill", "decode", "mixed")
@@ -251,7 +253,7 @@ def _names(problem: PlanningProblem, plan: Plan) -> Iterator[str]:
             yield f"deployment in an unknown region {deployment.region!r}"
         if int(deployment.count) != deployment.count or deployment.count < 1:
             yield f"{deployment.template}@{deployment.region}: {deployment.count} copies"
-    deployed = {(each.template, each.region) for each in plan.deployments}
+    deployed = {(item.template, item.region) for item in plan.deployments}
     for share in plan.shares:
         if (share.template, share.region) not in deployed:
             yield f"{share.template}@{share.region} takes requests but is not deployed"
@@ -307,8 +309,8 @@ def _machines(problem: PlanningProblem, plan: Plan) -> Iterator[str]:
             if gpus > rented * problem.node(name).gpus or named > rented:
                 yield f"{template.name}: needs {gpus} GPUs on {named or 'some'} {name}, rents {rented}"
         for name, machine in sorted(stood):
-            found = machine_of(problem, machine) if machine else None
-            if machine and (found is None or found.type.name != name):
+            named_machine = machine_of(problem, machine) if machine else None
+            if machine and (named_machine is None or named_machine.type.name != name):
                 yield f"{template.name}: there is no {name} named {machine!r}"
         if template.kind == "group" and not all(machine for _, machine in stood):
             yield f"{template.name}: a group must name its machines"
@@ -318,13 +320,13 @@ def _machines(problem: PlanningProblem, plan: Plan) -> Iterator[str]:
         for machine, gpus in plan.template(deployment.template).machines.items():
             taken[machine] = taken.get(machine, 0) + gpus * deployment.count
             holders[machine] = holders.get(machine, 0) + deployment.count
-            found = machine_of(problem, machine)
-            if found is not None and found.region != deployment.region:
-                yield f"{deployment.template}: {machine!r} is in {found.region}, not in {deployment.region}"
+            named_machine = machine_of(problem, machine)
+            if named_machine is not None and named_machine.region != deployment.region:
+                yield f"{deployment.template}: {machine!r} is in {named_machine.region}, not in {deployment.region}"
     for machine, gpus in sorted(taken.items()):
-        found = machine_of(problem, machine)
-        if found is not None and gpus > found.gpus:
-            yield f"machine {machine!r}: {gpus} GPUs taken of {found.gpus}"
+        named_machine = machine_of(problem, machine)
+        if named_machine is not None and gpus > named_machine.gpus:
+            yield f"machine {machine!r}: {gpus} GPUs taken of {named_machine.gpus}"
         elif holders[machine] > 1:
             yield f"machine {machine!r} is rented {holders[machine]} times"
 
@@ -347,9 +349,9 @@ def _capacity(problem: PlanningProblem, plan: Plan) -> Iterator[str]:
             continue
         for claimed, real in zip(template.capacity, retimed(problem, ask, template), strict=True):
             for name in ("prefill_per_s", "decode_per_s", "closed_per_s"):
-                said, seen = getattr(claimed, name), getattr(real, name)
-                if said > seen * (1 + SLACK) + SLACK:
-                    yield f"{template.name}: {name} of bucket {claimed.bucket} is {seen:.4g}, not {said:.4g}"
+                text, seen = getattr(claimed, name), getattr(real, name)
+                if text > seen * (1 + SLACK) + SLACK:
+                    yield f"{template.name}: {name} of bucket {claimed.bucket} is {seen:.4g}, not {text:.4g}"
 
 
 def _shared(problem: PlanningProblem, plan: Plan) -> Iterator[str]:
@@ -390,12 +392,14 @@ def retimed(problem: PlanningProblem, ask: ModelDemand, template: Template) -> t
     if template.kind == "group":
         return group_capacity(problem, ask, template.replicas, template.codec)
     sides = [_role(problem, ask, template, role) for role in ROLES]
-    found = []
+    bucket_capacities = []
     for bucket in range(len(ask.demands)):
         prefill, decode, mixed = (side[bucket][0] for side in sides)
         ttft_s, tpot_s = (max(side[bucket][place] for side in sides) for place in (1, 2))
-        found.append(BucketCapacity(bucket, prefill, decode, min(prefill, decode) + mixed, ttft_s, tpot_s))
-    return tuple(found)
+        bucket_capacities.append(
+            BucketCapacity(bucket, prefill, decode, min(prefill, decode) + mixed, ttft_s, tpot_s)
+        )
+    return tuple(bucket_capacities)
 
 
 def _role(
@@ -410,11 +414,14 @@ def _role(
         rates = replica_capacity(ask, layout, problem.by_name, role, problem.headroom, copies, timer=timer)
         total = [
             (
-                rate + each.prefill_per_s + each.decode_per_s + each.closed_per_s,
-                max(ttft_s, each.ttft_s),
-                max(tpot_s, each.tpot_s),
+                rate
+                + bucket_capacity.prefill_per_s
+                + bucket_capacity.decode_per_s
+                + bucket_capacity.closed_per_s,
+                max(ttft_s, bucket_capacity.ttft_s),
+                max(tpot_s, bucket_capacity.tpot_s),
             )
-            for (rate, ttft_s, tpot_s), each in zip(total, rates, strict=True)
+            for (rate, ttft_s, tpot_s), bucket_capacity in zip(total, rates, strict=True)
         ]
     return total
 

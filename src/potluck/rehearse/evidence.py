@@ -111,7 +111,7 @@ class Evidence:
     @property
     def runs_kept(self) -> int:
         """Runs that kept the promise by themselves."""
-        return sum(each >= self.promised for each in self.attained)
+        return sum(value >= self.promised for value in self.attained)
 
     @property
     def margin(self) -> float:
@@ -131,7 +131,7 @@ def bound(shares: Sequence[float], requests: int) -> float:
     mean = sum(shares) / count if count else 0.0
     if count < 2:
         return 0.0 if not count else wilson(mean, requests)
-    spread = sqrt(sum((each - mean) ** 2 for each in shares) / (count - 1))
+    spread = sqrt(sum((share - mean) ** 2 for share in shares) / (count - 1))
     return min(mean - student_t(count - 1) * spread / sqrt(count), wilson(mean, requests))
 
 
@@ -232,15 +232,17 @@ def evidence_of(
 
 def _disagreed(world: ResolvedPlan, result: SimResult, policy: Policy) -> dict[str, list[str]]:
     """By model; what two models share is told of both."""
-    found: dict[str, list[str]] = {}
-    for each in disagreements(compared(world, result, policy.balance)):
-        if each.what == "attainment":
+    disagreed: dict[str, list[str]] = {}
+    for disagreement in disagreements(compared(world, result, policy.balance)):
+        if disagreement.what == "attainment":
             continue
-        said, ran = described(each)
-        names = [name for name in world.slos if each.name.startswith(name)] or list(world.slos)
+        text, ran = described(disagreement)
+        names = [name for name in world.slos if disagreement.name.startswith(name)] or list(world.slos)
         for name in names:
-            found.setdefault(name, []).append(f"{each.what} of {each.name}: {said} planned, {ran} ran")
-    return found
+            disagreed.setdefault(name, []).append(
+                f"{disagreement.what} of {disagreement.name}: {text} planned, {ran} ran"
+            )
+    return disagreed
 
 
 REQUESTS = 400
@@ -267,7 +269,9 @@ class PairTrial:
     seed: int = 0
 
     def __call__(self, prefill: PlannedReplica, decode: PlannedReplica, rate_per_s: float) -> float:
-        ask = next(each for each in self.problem.asks if each.name == self.traffic.model)
+        ask = next(
+            model_demand for model_demand in self.problem.asks if model_demand.name == self.traffic.model
+        )
         members = (prefill,) if prefill == decode else (prefill, decode)
         template = group_template(self.problem, ask, members, self.problem.codecs[-1])
         if template is None:
@@ -297,19 +301,19 @@ def _rate(ask: ModelDemand, template: Template) -> float:
 
 def pair_plan(problem: PlanningProblem, ask: ModelDemand, template: Template, rate_per_s: float) -> Plan:
     """One copy of a template that takes so many of a model's requests."""
-    found = machine_of(problem, next(iter(template.machines)))
-    assert found is not None, "a group names machines of its pool"
+    machine = machine_of(problem, next(iter(template.machines)))
+    assert machine is not None, "a group names machines of its pool"
     rates = [rate_per_s * demand.rate_per_s / ask.rate_per_s for demand in ask.demands]
     return Plan(
         strategy="pair",
         templates=(template,),
-        deployments=(Deployment(template.name, found.region, 1),),
+        deployments=(Deployment(template.name, machine.region, 1),),
         buckets=tuple(
             LengthBucket(ask.name, demand.bucket, demand.longest_tokens, rate)
             for demand, rate in zip(ask.demands, rates, strict=True)
         ),
         shares=tuple(
-            PlannedShare(template.name, found.region, demand.bucket, "closed", rate)
+            PlannedShare(template.name, machine.region, demand.bucket, "closed", rate)
             for demand, rate in zip(ask.demands, rates, strict=True)
         ),
         flows=(),

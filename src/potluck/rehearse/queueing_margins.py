@@ -27,7 +27,7 @@ def scaled(problem: PlanningProblem, factors: Factors) -> PlanningProblem:
     asks = []
     for ask in problem.asks:
         factor = factors.get(ask.name, 1.0)
-        demands = tuple(replace(each, rate_per_s=each.rate_per_s * factor) for each in ask.demands)
+        demands = tuple(replace(demand, rate_per_s=demand.rate_per_s * factor) for demand in ask.demands)
         asks.append(replace(ask, demands=demands))
     return replace(problem, asks=tuple(asks))
 
@@ -86,7 +86,9 @@ def assembled(parts: Mapping[str, Plan], problem: PlanningProblem) -> Plan:
         tuple(bucket for name in names for bucket in parts[name].buckets if bucket.model == name),
         tuple(share for name in names for share in parts[name].shares if share.template in of[name]),
         tuple(flow for name in names for flow in parts[name].flows if flow.model == name),
-        tuple(each for name in names for each in parts[name].predictions if each.model == name),
+        tuple(
+            prediction for name in names for prediction in parts[name].predictions if prediction.model == name
+        ),
         sum(cost_by_model(parts[name], problem)[name] for name in names),
         max(parts[name].gap for name in names),
     )
@@ -95,12 +97,12 @@ def assembled(parts: Mapping[str, Plan], problem: PlanningProblem) -> Plan:
 def cost_by_model(plan: Plan, problem: PlanningProblem) -> dict[str, float]:
     """USD an hour of what is deployed for each model."""
     prices = {(r.name, o.node): o.price_usd_per_h for r in problem.regions for o in r.offers}
-    found = {ask.name: 0.0 for ask in problem.asks}
+    cost = {ask.name: 0.0 for ask in problem.asks}
     for deployment in plan.deployments:
         template = plan.template(deployment.template)
-        each = sum(prices[deployment.region, node.node] * node.count for node in template.nodes)
-        found[template.model] += each * deployment.count
-    return found
+        total = sum(prices[deployment.region, node.node] * node.count for node in template.nodes)
+        cost[template.model] += total * deployment.count
+    return cost
 
 
 TRIES = 3
@@ -128,21 +130,21 @@ def margined(
 ) -> MarginedPlan:
     """The plan for as much more demand as queueing asks for; the one given where none is, or nodes are too few."""
     problem = factory.problem
-    found = MarginedPlan({ask.name: 1.0 for ask in problem.asks}, outcome)
+    margined_plan = MarginedPlan({ask.name: 1.0 for ask in problem.asks}, outcome)
     if outcome.plan.fraction < 1 or not outcome.plan.deployments:
-        return found
+        return margined_plan
     for _ in range(TRIES):
-        real = restored(found.outcome.plan, problem, found.factors)
+        real = restored(margined_plan.outcome.plan, problem, margined_plan.factors)
         needed = asked(problem, real, cv)
         if all(more <= 1.0 for more in needed.values()):
             break
-        factors = {name: factor * needed.get(name, 1.0) for name, factor in found.factors.items()}
+        factors = {name: factor * needed.get(name, 1.0) for name, factor in margined_plan.factors.items()}
         factory.said("planning with margins")
         other = planner(replace(factory, problem=scaled(problem, factors)), settings)
         if other.plan.fraction < 1 or not other.plan.deployments:
             break
-        found = MarginedPlan(factors, other)
-    return found
+        margined_plan = MarginedPlan(factors, other)
+    return margined_plan
 
 
 def with_margins(
@@ -153,9 +155,9 @@ def with_margins(
     def planned(factory: TemplateFactory, settings: SolveSettings) -> PlanOutcome:
         outcome = planner(factory, settings)
         shop = factory.settled(outcome.plan)
-        found = margined(shop, outcome, planner, replace(settings, start_s=None), cv)
-        plan = restored(found.outcome.plan, shop.problem, found.factors)
-        return replace(found.outcome, plan=plan)
+        margined_plan = margined(shop, outcome, planner, replace(settings, start_s=None), cv)
+        plan = restored(margined_plan.outcome.plan, shop.problem, margined_plan.factors)
+        return replace(margined_plan.outcome, plan=plan)
 
     return planned
 
@@ -163,13 +165,13 @@ def with_margins(
 def asked(problem: PlanningProblem, plan: Plan, cv: float) -> dict[str, float]:
     """By how much each model's replicas should be less busy; 1 where they are idle enough."""
     allowed = {ask.name: SURE * (1.0 - ask.slo.attainment) for ask in problem.asks}
-    found = dict.fromkeys(late(problem, plan, cv), 1.0)
-    waiting = set(found)
+    values = dict.fromkeys(late(problem, plan, cv), 1.0)
+    waiting = set(values)
     while waiting:
-        seen = late(problem, plan, cv, found)
-        waiting = {name for name in waiting if seen[name] > allowed[name] and found[name] < MOST}
-        found |= {name: min(found[name] * STEP, MOST) for name in waiting}
-    return found
+        seen = late(problem, plan, cv, values)
+        waiting = {name for name in waiting if seen[name] > allowed[name] and values[name] < MOST}
+        values |= {name: min(values[name] * STEP, MOST) for name in waiting}
+    return values
 
 
 BESIDE, APART = 2.0, 0.6
@@ -222,13 +224,13 @@ def late(
     problem: PlanningProblem, plan: Plan, cv: float = 1.0, headroom: Mapping[str, float] | None = None
 ) -> dict[str, float]:
     """Model to the share of its requests that is expected to be late. `headroom` divides how busy they are."""
-    found = {}
+    result = {}
     for ask in problem.asks:
         if ask.rate_per_s > 0:
             less = (headroom or {}).get(ask.name, 1.0)
             queues = tuple(queues_of(problem, plan, ask))
-            found[ask.name] = min(1.0, sum(queue.share * _late(queue, ask, cv, less) for queue in queues))
-    return found
+            result[ask.name] = min(1.0, sum(queue.share * _late(queue, ask, cv, less) for queue in queues))
+    return result
 
 
 def queues_of(problem: PlanningProblem, plan: Plan, ask: ModelDemand) -> Iterator[DeploymentQueue]:
@@ -237,20 +239,20 @@ def queues_of(problem: PlanningProblem, plan: Plan, ask: ModelDemand) -> Iterato
         template = plan.template(deployment.template)
         if template.model != ask.name:
             continue
-        capacity = {each.bucket: each for each in template.capacity}
+        capacity = {bucket_capacity.bucket: bucket_capacity for bucket_capacity in template.capacity}
         for phase in PHASES:
             shares = _shares(plan, deployment, phase)
             rate = sum(shares.values())
             if not rate > 0 or any(_rate(capacity[bucket], phase) <= 0 for bucket in shares):
                 continue
             times = {bucket: 1.0 / _rate(capacity[bucket], phase) for bucket in shares}
-            mean_s = sum(each * times[bucket] for bucket, each in shares.items()) / rate
-            square = sum(each * times[bucket] ** 2 for bucket, each in shares.items()) / rate
+            mean_s = sum(share * times[bucket] for bucket, share in shares.items()) / rate
+            square = sum(share * times[bucket] ** 2 for bucket, share in shares.items()) / rate
             answer_s = sum(
-                each * demands[bucket].output_tokens * capacity[bucket].tpot_s
-                for bucket, each in shares.items()
+                share * demands[bucket].output_tokens * capacity[bucket].tpot_s
+                for bucket, share in shares.items()
             )
-            own_s = sum(each * capacity[bucket].ttft_s for bucket, each in shares.items()) / rate
+            own_s = sum(share * capacity[bucket].ttft_s for bucket, share in shares.items()) / rate
             replicas = len(template.replicas)
             yield DeploymentQueue(
                 phase,
@@ -270,9 +272,9 @@ def _shares(plan: Plan, deployment: Deployment, phase: str) -> dict[int, float]:
     """Bucket to requests a second."""
     where = (deployment.template, deployment.region, phase)
     return {
-        each.bucket: each.rate_per_s
-        for each in plan.shares
-        if (each.template, each.region, each.phase) == where and each.rate_per_s > 0
+        share.bucket: share.rate_per_s
+        for share in plan.shares
+        if (share.template, share.region, share.phase) == where and share.rate_per_s > 0
     }
 
 

@@ -146,15 +146,15 @@ class RehearsedPlan:
 
     @property
     def holds(self) -> bool:
-        return all(each.holds for each in self.evidence)
+        return all(item.holds for item in self.evidence)
 
     @property
     def margin(self) -> float:
         """Of the model that is worst off."""
-        return min((each.margin for each in self.evidence), default=0.0)
+        return min((item.margin for item in self.evidence), default=0.0)
 
     def margin_of(self, model: str) -> float:
-        return next((each.margin for each in self.evidence if each.model == model), 0.0)
+        return next((item.margin for item in self.evidence if item.model == model), 0.0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -285,10 +285,10 @@ class _RehearsalSearch:
     def _kept(self, plan: Plan, factors: dict[str, float]) -> Plan:
         """The plan with parts that models held in, where any that holds will do, they cost no more and all fit."""
         held = {
-            each.model: step.outcome.plan
+            item.model: step.outcome.plan
             for step in self.steps
-            for each in step.evidence
-            if each.holds and abs(step.factors[each.model] - factors[each.model]) < SAME_FACTOR
+            for item in step.evidence
+            if item.holds and abs(step.factors[item.model] - factors[item.model]) < SAME_FACTOR
         }
         if not self.rules.first or not held or plan.fraction < 1:
             return plan
@@ -303,7 +303,7 @@ class _RehearsalSearch:
         parts = _parts(plan, self.brackets)
         known = [self.seen[key] for key in parts.values() if key in self.seen]
         # Where any plan that holds will do, one with a part that is known to miss need not be run.
-        hopeless = self.rules.first and not all(each.holds for each in known)
+        hopeless = self.rules.first and not all(entry.holds for entry in known)
         if len(known) < len(parts) and not hopeless:
             runs = range(self.rules.runs)
             named = partial(self._named, f"round {number}:")
@@ -311,8 +311,8 @@ class _RehearsalSearch:
             if fresh & (joined := crossing(plan)):
                 fresh |= joined & set(parts)  # they share links
             trial = self.trial if fresh == set(parts) else of_models(self.trial, fresh)
-            for each in evidence_of(trial, plan, runs, named, self.far):
-                self.seen.setdefault(parts[each.model], each)
+            for item in evidence_of(trial, plan, runs, named, self.far):
+                self.seen.setdefault(parts[item.model], item)
         evidence = tuple(
             self.seen[key] for _, key in sorted(parts.items(), key=lambda part: part[0]) if key in self.seen
         )
@@ -331,7 +331,7 @@ class _RehearsalSearch:
         self.steps.append(verdict)
         parts = _parts(step.plan, self.brackets)
         # Tried again with ever new runs, anything passes some day: what was refuted stays so.
-        self.seen.update({parts[each.model]: each for each in evidence if not each.holds})
+        self.seen.update({parts[item.model]: item for item in evidence if not item.holds})
         return verdict
 
     def _made(self, factors: dict[str, float]) -> PlanOutcome | None:
@@ -353,7 +353,7 @@ class _RehearsalSearch:
 
     def _learn(self, step: RehearsedPlan) -> None:
         cost = cost_by_model(step.plan, self.factory.problem)
-        verdicts = {each.model: each.holds for each in step.evidence}
+        verdicts = {item.model: item.holds for item in step.evidence}
         for model, bracket in self.brackets.items():
             holds = verdicts.get(model, True)
             if step.short and not holds:
@@ -382,19 +382,19 @@ class _RehearsalSearch:
     def _refute(self, step: RehearsedPlan) -> bool:
         """Settled factors did not hold together: whether there is more to try."""
         cost = cost_by_model(step.plan, self.factory.problem)
-        for each in step.evidence:
-            if each.holds:
+        for item in step.evidence:
+            if item.holds:
                 continue
-            bracket = refuted(self.brackets[each.model], step.factors[each.model], cost[each.model])
-            self.brackets[each.model] = bracket
-            self.held_in.pop(each.model, None)
+            bracket = refuted(self.brackets[item.model], step.factors[item.model], cost[item.model])
+            self.brackets[item.model] = bracket
+            self.held_in.pop(item.model, None)
             if bracket.done:
                 return False
         return True
 
     def _stuck(self, step: RehearsedPlan) -> bool:
         """Whether models that miss for want of nodes are all that is left: nobody else can give any up."""
-        missing = {each.model for each in step.evidence if not each.holds}
+        missing = {item.model for item in step.evidence if not item.holds}
         return all(bracket.done for model, bracket in self.brackets.items() if model not in missing)
 
 
@@ -422,9 +422,11 @@ def rehearse(
     chosen, reason = search.run()
     if chosen is None and search.sure is not None:
         chosen, reason = search.sure, HELD
-    found = Rehearsal(tuple(search.steps), chosen, reason, factory.problem)
-    asked = {name: factor / found.best.outcome.plan.fraction for name, factor in found.best.factors.items()}
-    return replace(found, problem=scaled(factory.problem, asked))
+    rehearsal = Rehearsal(tuple(search.steps), chosen, reason, factory.problem)
+    asked = {
+        name: factor / rehearsal.best.outcome.plan.fraction for name, factor in rehearsal.best.factors.items()
+    }
+    return replace(rehearsal, problem=scaled(factory.problem, asked))
 
 
 def _alike(a: Factors, b: Factors) -> bool:

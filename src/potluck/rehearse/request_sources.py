@@ -32,7 +32,7 @@ Source = Callable[[int], Workload]
 
 def made_up(traffic: Sequence[Traffic], cv: float = 1.0, requests: int | None = None) -> Source:
     """Every model at its rate, gaps gamma-distributed with this coefficient of variation (1: Poisson)."""
-    asked = [each for each in traffic if each.rate_per_s > 0]
+    asked = [item for item in traffic if item.rate_per_s > 0]
     count = requests or enough(asked)
 
     def source(run: int) -> Workload:
@@ -43,7 +43,7 @@ def made_up(traffic: Sequence[Traffic], cv: float = 1.0, requests: int | None = 
 
 def enough(traffic: Sequence[Traffic]) -> int:
     """So many requests that the rarest model has a few hundred and the run takes a while, within reason."""
-    rates = [each.rate_per_s for each in traffic if each.rate_per_s > 0]
+    rates = [item.rate_per_s for item in traffic if item.rate_per_s > 0]
     if not rates:
         raise InputError("traffic", "has no requests to rehearse; give a model a rate_per_s above 0")
     for_all = LEAST_REQUESTS * sum(rates) / min(rates)
@@ -56,9 +56,9 @@ def few(traffic: Sequence[Traffic], promised: Mapping[str, float]) -> int:
 
     The more is promised, the more it takes to see it kept: `promised` has the share that must be in time.
     """
-    asked = [each for each in traffic if each.rate_per_s > 0]
-    rate = sum(each.rate_per_s for each in asked)
-    for_all = [short_of(promised.get(each.model, 0.0)) * rate / each.rate_per_s for each in asked]
+    asked = [item for item in traffic if item.rate_per_s > 0]
+    rate = sum(item.rate_per_s for item in asked)
+    for_all = [short_of(promised.get(item.model, 0.0)) * rate / item.rate_per_s for item in asked]
     return round(min(max([SHORT_REQUESTS, *for_all]), SHORT_MOST))
 
 
@@ -78,9 +78,9 @@ def recorded(
 
     `most` requests of a piece at most, where it has more: the first of it.
     """
-    fitted = {each.model: _fitted(traces[each.model], each) for each in traffic if each.model in traces}
+    fitted = {item.model: _fitted(traces[item.model], item) for item in traffic if item.model in traces}
     piece_s = min(made.span_s for made in fitted.values()) / (2 * runs)
-    others = [each for each in traffic if each.model not in fitted and each.rate_per_s > 0]
+    others = [item for item in traffic if item.model not in fitted and item.rate_per_s > 0]
     if min(len(made) for made in fitted.values()) < 2 * runs * 20:
         raise InputError("trace", f"is too short to be cut into {2 * runs} pieces of 20 requests or more")
 
@@ -89,7 +89,7 @@ def recorded(
         piece = 2 * (run % FRESH % runs) + fresh
         parts = [_piece(made, piece, piece_s) for made in fitted.values()]
         if others:
-            rate = sum(each.rate_per_s for each in others)
+            rate = sum(item.rate_per_s for item in others)
             parts.append(of_traffic(others, max(1, round(rate * piece_s)), run, cv))
         whole = merge(parts)
         return whole if most is None or len(whole) <= most else first(whole, most)

@@ -61,7 +61,7 @@ def checkpoint(root: object) -> dict[str, Any]:
     """
     writer = _Writer()
     value = writer.value(root)
-    return {"root": value, "things": [writer.thing(each) for each in writer.found]}  # they grow on the way
+    return {"root": value, "things": [writer.thing(item) for item in writer.found]}  # they grow on the way
 
 
 class _Writer:
@@ -92,7 +92,7 @@ class _Writer:
         return ["ref", number]
 
     def _values(self, values: Iterable[Any]) -> list[Any]:
-        return [each if type(each) in PLAIN else self.value(each) for each in values]
+        return [item if type(item) in PLAIN else self.value(item) for item in values]
 
     def thing(self, thing: Any) -> list[Any]:
         kind = type(thing)
@@ -114,13 +114,13 @@ class _Writer:
 
 def _attributes(kind: type[Any]) -> tuple[str, ...]:
     """Names of what its objects hold outside a `__dict__`; compiled classes have a list of their own."""
-    found: dict[str, None] = {}
-    for each in kind.__mro__:
-        slots = each.__dict__.get("__slots__", ())
-        for name in (*((slots,) if isinstance(slots, str) else slots), *getattr(each, "__mypyc_attrs__", ())):
+    result: dict[str, None] = {}
+    for item in kind.__mro__:
+        slots = item.__dict__.get("__slots__", ())
+        for name in (*((slots,) if isinstance(slots, str) else slots), *getattr(item, "__mypyc_attrs__", ())):
             private = name.startswith("__") and not name.endswith("__")
-            found[f"_{each.__name__.lstrip('_')}{name}" if private else name] = None
-    return tuple(name for name in found if name not in ("__dict__", "__weakref__"))
+            result[f"_{item.__name__.lstrip('_')}{name}" if private else name] = None
+    return tuple(name for name in result if name not in ("__dict__", "__weakref__"))
 
 
 def _name(what: Any) -> str:
@@ -141,7 +141,7 @@ def restored(data: Any, where: str) -> Any:
 class _Reader:
     def __init__(self, things: list[Any]) -> None:
         self._written = things
-        self._things = [_empty(each) for each in things]
+        self._things = [_empty(thing) for thing in things]
 
     def read(self, root: Any) -> Any:
         """Objects are filled first: what is looked up by its value must have it."""
@@ -151,7 +151,7 @@ class _Reader:
                     object.__setattr__(thing, name, self._value(value))
         for thing, (kind, *rest) in zip(self._things, self._written, strict=True):
             if kind == "dict":
-                values = [self._value(each) for each in rest[0]]
+                values = [self._value(item) for item in rest[0]]
                 thing.update(zip(values[::2], values[1::2], strict=True))
             elif kind == "set":
                 thing.update(map(self._value, rest[0]))
@@ -167,11 +167,11 @@ class _Reader:
             case "ref":
                 return self._things[rest[0]]
             case "tuple":
-                return tuple([self._value(each) for each in rest])
+                return tuple([self._value(item) for item in rest])
             case "frozenset":
-                return frozenset([self._value(each) for each in rest])
+                return frozenset([self._value(item) for item in rest])
             case "made":
-                return tuple.__new__(_found(rest[0]), [self._value(each) for each in rest[1:]])
+                return tuple.__new__(_found(rest[0]), [self._value(item) for item in rest[1:]])
             case "enum":
                 return _found(rest[0])[rest[1]]
             case "core":
@@ -207,12 +207,12 @@ def _found(name: str) -> Any:
     module, _, path = name.partition(":")
     if not module.startswith(CORE):
         raise ValueError(f"names {name}, which is not of the core")
-    found: Any = import_module(module)
+    result: Any = import_module(module)
     for part in path.split("."):
-        found = getattr(found, part)
-    if getattr(found, "__module__", None) != module:
+        result = getattr(result, part)
+    if getattr(result, "__module__", None) != module:
         raise ValueError(f"names {name}, which is not of the core")
-    return found
+    return result
 
 
 FORMAT, VERSION = "potluck.log", 4
@@ -320,15 +320,15 @@ def header(
 def facts_body(facts: FleetFacts) -> dict[str, Any]:
     """The facts as plain values."""
     return {
-        "models": {name: encode(each) for name, each in facts.models.items()},
-        "replicas": [[*key, encode(each)] for key, each in facts.replicas.items()],
-        "splits": {name: encode(each) for name, each in facts.splits.items()},
+        "models": {name: encode(model) for name, model in facts.models.items()},
+        "replicas": [[*key, encode(replica)] for key, replica in facts.replicas.items()],
+        "splits": {name: encode(split) for name, split in facts.splits.items()},
         "links": [[*ends, gbps] for ends, gbps in facts.links_gbps.items()],
         "regions": [encode(region) for region in facts.regions],
         "history": {name: list(rates) for name, rates in facts.history.items()},
-        "places": [[*key, list(each)] for key, each in facts.places.items()],
+        "places": [[*key, list(place)] for key, place in facts.places.items()],
         "zones": dict(facts.zones),
-        "groups": {name: encode(each) for name, each in facts.groups.items()},
+        "groups": {name: encode(group) for name, group in facts.groups.items()},
     }
 
 
@@ -404,7 +404,7 @@ class LogFiles:
             self._packing.join()
 
     def _next(self) -> int:
-        return max((_number(each) for each in pieces_of(self._path)[:-1]), default=0) + 1
+        return max((_number(piece) for piece in pieces_of(self._path)[:-1]), default=0) + 1
 
     def _pack(self) -> None:
         before = self._packing
@@ -433,12 +433,12 @@ def _open(path: Path) -> IO[str]:
 
 def pieces_of(path: Path) -> list[Path]:
     """All that there is of a log, oldest first; where a piece is there packed and not, it is taken packed."""
-    found: dict[int, Path] = {}
-    for each in sorted(path.parent.glob(f"{path.name}.*")):
-        number = _number(each)
+    paths: dict[int, Path] = {}
+    for item in sorted(path.parent.glob(f"{path.name}.*")):
+        number = _number(item)
         if number:
-            found[number] = each
-    return [*(found[number] for number in sorted(found)), *([path] if path.exists() else [])]
+            paths[number] = item
+    return [*(paths[number] for number in sorted(paths)), *([path] if path.exists() else [])]
 
 
 def _number(piece: Path) -> int:
@@ -456,8 +456,8 @@ def pack(path: Path, most_bytes: int) -> None:
                 shutil.copyfileobj(source, out, CHUNK_BYTES)
             half.rename(packed)
             plain.unlink()
-    kept = [each for each in pieces_of(path) if each.suffix == PACKED]
-    size = sum(each.stat().st_size for each in kept)
+    kept = [piece for piece in pieces_of(path) if piece.suffix == PACKED]
+    size = sum(item.stat().st_size for item in kept)
     for oldest in kept:
         if size <= most_bytes:
             break

@@ -24,8 +24,8 @@ from potluck.core.values.types import Region, Request
 dumps: Callable[[Any], str] = json.JSONEncoder(separators=(",", ":")).encode
 
 EVENTS: dict[str, type[Any]] = {
-    each.__name__: each
-    for each in (
+    item.__name__: item
+    for item in (
         events.RequestArrived,
         events.RequestAdopted,
         events.SegmentDone,
@@ -49,8 +49,8 @@ EVENTS: dict[str, type[Any]] = {
     )
 }
 ACTIONS: dict[str, type[Any]] = {
-    each.__name__: each
-    for each in (
+    item.__name__: item
+    for item in (
         actions.Run,
         actions.Hedge,
         actions.Refuse,
@@ -71,13 +71,13 @@ ACTIONS: dict[str, type[Any]] = {
 
 def line(at_s: float, event: Event, answer: Sequence[Action]) -> str:
     """What was told when, and what was asked for."""
-    said = written(answer) if answer else "[]"
-    return f"[{number(at_s)},{_WRITERS.get(type(event), _other)(event)},{said}]\n"
+    text = written(answer) if answer else "[]"
+    return f"[{number(at_s)},{_WRITERS.get(type(event), _other)(event)},{text}]\n"
 
 
 def written(answer: Sequence[Action]) -> str:
     """Actions alone."""
-    return f"[{','.join([_WRITERS.get(type(each), _other)(each) for each in answer])}]"
+    return f"[{','.join([_WRITERS.get(type(item), _other)(item) for item in answer])}]"
 
 
 def number(value: float) -> str:
@@ -92,7 +92,7 @@ def names(blocks: Sequence[int]) -> str:
 
 def blocks_of(said: str) -> tuple[int, ...]:
     """What `names` wrote."""
-    return tuple([int(each, 16) for each in said.split()])
+    return tuple([int(part, 16) for part in said.split()])
 
 
 def _arrived(event: events.RequestArrived) -> str:
@@ -110,8 +110,8 @@ def _request(r: Request) -> str:
 
 def _adopted(event: events.RequestAdopted) -> str:
     route = "null" if event.route is None else _route(event.route)
-    said = f"{event.attempt},{event.streamed_tokens},{route},{event.done},{dumps(event.first)}"
-    return f'["RequestAdopted",[{_request(event.request)}],{said}]'
+    text = f"{event.attempt},{event.streamed_tokens},{route},{event.done},{dumps(event.first)}"
+    return f'["RequestAdopted",[{_request(event.request)}],{text}]'
 
 
 def _first_token(event: events.FirstToken) -> str:
@@ -149,10 +149,10 @@ def _run(action: actions.Run | actions.Hedge) -> str:
 
 
 def _route(route: Route) -> str:
-    said = [
+    texts = [
         f"[{text_of(s.replica)},{s.start},{'null' if s.stop is None else s.stop}]" for s in route.segments
     ]
-    return f"[{','.join(said)}]"
+    return f"[{','.join(texts)}]"
 
 
 def _copy_prefix(action: actions.CopyPrefix) -> str:
@@ -208,7 +208,7 @@ def read_line(text: str, place: str) -> tuple[float, Event, list[Action]]:
     return (
         float(data[0]),
         _unpack(EVENTS, data[1], place),
-        [_unpack(ACTIONS, each, place) for each in data[2]],
+        [_unpack(ACTIONS, datum, place) for datum in data[2]],
     )
 
 
@@ -220,7 +220,7 @@ def _unpack(kinds: dict[str, type[Any]], data: Any, place: str) -> Any:
     try:
         if reader is not None:
             return reader(fields, place)
-        return kinds[name](*(tuple(each) if isinstance(each, list) else each for each in fields))
+        return kinds[name](*(tuple(field) if isinstance(field, list) else field for field in fields))
     except (TypeError, ValueError, AttributeError, IndexError) as error:
         raise FormatError(place, f"{name}: {error}") from error
 
@@ -241,13 +241,13 @@ def _read_adopted(fields: list[Any], place: str) -> events.RequestAdopted:
 
 
 def _read_route(said: list[Any]) -> Route:
-    return Route(tuple(Segment(*each) for each in said))
+    return Route(tuple(Segment(*item) for item in said))
 
 
 def _read_cached(fields: list[Any], place: str) -> events.CacheReported:
     replica, sequence, added, removed, marked, unmarked, epoch, whole = fields
-    came, went, marks, unmarks = (blocks_of(each) for each in (added, removed, marked, unmarked))
-    return events.CacheReported(replica, sequence, came, went, marks, unmarks, epoch, whole)
+    numbers, went, marks, unmarks = (blocks_of(item) for item in (added, removed, marked, unmarked))
+    return events.CacheReported(replica, sequence, numbers, went, marks, unmarks, epoch, whole)
 
 
 def _read_run(fields: list[Any], place: str) -> actions.Run:
@@ -276,7 +276,7 @@ _READERS: dict[str, Callable[[list[Any], str], Any]] = {
     "ReplicaReported": lambda fields, _: events.ReplicaReported(fields[0], events.ReplicaStatus(*fields[1:])),
     "PlanReceived": lambda fields, place: events.PlanReceived(decode(Plan, fields[0], place)),
     "MarketReported": lambda fields, place: events.MarketReported(
-        tuple(decode(Region, each, place) for each in fields[0])
+        tuple(decode(Region, field, place) for field in fields[0])
     ),
     "Reassign": lambda fields, place: actions.Reassign(decode(ReplicaSpec, fields[0], place)),
     "StartReplica": lambda fields, place: actions.StartReplica(decode(ReplicaSpec, fields[0], place)),

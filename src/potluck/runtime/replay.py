@@ -70,7 +70,7 @@ class LogReader:
                 continue
             try:
                 head = _read_header(text, place) if text.startswith("{") else None
-                told = LogEntry(number, *read_line(text, place)) if head is None else None
+                log_entry = LogEntry(number, *read_line(text, place)) if head is None else None
             except FormatError as error:
                 if half is not None or not isinstance(error.__cause__, json.JSONDecodeError):
                     raise half or error from None
@@ -85,7 +85,7 @@ class LogReader:
             if not begun and not new_run:
                 raise FormatError(place, "goes on with a run; name the file that it begins in first")
             begun = True
-            yield cast(LogHead | LogEntry, head or told)
+            yield cast(LogHead | LogEntry, head or log_entry)
         if not begun:
             raise half or FormatError("log", "is empty")
         if half is not None:
@@ -239,15 +239,15 @@ def _read_header(text: str, where: str) -> LogHead:
         )
     try:
         facts = FleetFacts(
-            {name: decode(ModelFacts, each, f"models.{name}") for name, each in data["models"].items()},
-            {(name, place): decode(ReplicaFacts, each, "replicas") for name, place, each in data["replicas"]},
-            {name: decode(SplitFacts, each, f"splits.{name}") for name, each in data["splits"].items()},
+            {name: decode(ModelFacts, datum, f"models.{name}") for name, datum in data["models"].items()},
+            {(name, place): decode(ReplicaFacts, item, "replicas") for name, place, item in data["replicas"]},
+            {name: decode(SplitFacts, datum, f"splits.{name}") for name, datum in data["splits"].items()},
             {(source, target): gbps for source, target, gbps in data["links"]},
-            tuple(decode(Region, each, "regions") for each in data["regions"]),
-            {name: tuple(each) for name, each in data["history"].items()},
-            {(name, index): tuple(each) for name, index, each in data["places"]},
+            tuple(decode(Region, datum, "regions") for datum in data["regions"]),
+            {name: tuple(datum) for name, datum in data["history"].items()},
+            {(name, index): tuple(item) for name, index, item in data["places"]},
             {name: str(zone) for name, zone in data.get("zones", {}).items()},
-            {name: decode(GroupFacts, each, "groups") for name, each in data.get("groups", {}).items()},
+            {name: decode(GroupFacts, datum, "groups") for name, datum in data.get("groups", {}).items()},
         )
         begins, zero_utc_s = data["begins"], data["zero_utc_s"]
         if begins not in get_args(Begins):

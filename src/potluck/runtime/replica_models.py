@@ -265,7 +265,7 @@ class ReplicaModels:
             return PROMPT_ENGINE
         if not resolved.paced or slo is None or replica.role != "mixed":
             return DEFAULT_ENGINE
-        model, (prompt, answer) = resolved.model(template.model), (max(1, round(each)) for each in mean)
+        model, (prompt, answer) = resolved.model(template.model), (max(1, round(value)) for value in mean)
         room = (
             total_blocks(model, replica.layout, resolved.nodes, sum(mean)) * BLOCK_TOKENS // (prompt + answer)
         )
@@ -291,7 +291,10 @@ def planned_chunk(template: Template, index: int, mean: tuple[float, float]) -> 
     alone = {flow.bucket: flow.share for flow in template.flows if flow.prefill == flow.decode == index}
     if len(stages) < 2 or not alone:
         return 0
-    per_s = max(each.closed_per_s * alone.get(each.bucket, 0.0) * each.tpot_s for each in template.capacity)
+    per_s = max(
+        bucket_capacity.closed_per_s * alone.get(bucket_capacity.bucket, 0.0) * bucket_capacity.tpot_s
+        for bucket_capacity in template.capacity
+    )
     return max(CHUNK_STEP, ceil(per_s * sum(mean) / lanes / CHUNK_STEP) * CHUNK_STEP)
 
 
@@ -330,12 +333,14 @@ def total_blocks(model: Model, layout: Layout, nodes: Mapping[str, NodeType], to
 
 def places(template: Template, nodes: Mapping[str, NodeType]) -> tuple[tuple[tuple[str, int], ...], ...]:
     """For each replica the nodes of the copy that it stands on, packed in order; named machines stay one."""
-    free = {each.node: [nodes[each.node].gpus] * each.count for each in template.nodes}
+    free = {
+        node_count.node: [nodes[node_count.node].gpus] * node_count.count for node_count in template.nodes
+    }
     named: dict[tuple[str, str], int] = {}
-    found = []
+    result = []
     for replica in template.replicas:
         own: list[tuple[str, int]] = []
-        for member in (each for stage in replica.layout.stages for each in stage.nodes):
+        for member in (stage_node for stage in replica.layout.stages for stage_node in stage.nodes):
             rooms = free.setdefault(member.node, [nodes[member.node].gpus])
             place = named.get((member.node, member.machine)) if member.machine else None
             if place is None:
@@ -350,8 +355,8 @@ def places(template: Template, nodes: Mapping[str, NodeType]) -> tuple[tuple[tup
             rooms[place] -= member.tp
             if (member.node, place) not in own:
                 own.append((member.node, place))
-        found.append(tuple(own))
-    return tuple(found)
+        result.append(tuple(own))
+    return tuple(result)
 
 
 def longest_in_use(plan: Plan, name: str, model: Model, mean_tokens: float) -> int:
@@ -359,7 +364,9 @@ def longest_in_use(plan: Plan, name: str, model: Model, mean_tokens: float) -> i
 
     Beyond that few prompts are left, and a line that follows them misjudges all others.
     """
-    asked = [each.longest_tokens for each in plan.buckets if each.model == name and each.rate_per_s > 0]
+    asked = [
+        bucket.longest_tokens for bucket in plan.buckets if bucket.model == name and bucket.rate_per_s > 0
+    ]
     longest = min(max(asked, default=model.max_context_tokens), model.max_context_tokens)
     return min(longest, max(512, round(8 * mean_tokens)))
 
@@ -419,8 +426,8 @@ def _replica_facts(
             fixed_s = max(0.0, line.b_p + (line.k_p - paced.k_p) * prompt)
         timer = PipelineRounds(timer)
     room = max(1, min(slots, floor(blocks * BLOCK_TOKENS / (prompt + answer))))
-    found = best_operating(timer, prompt, answer, room, slo, "decode")
-    batch = room if found is None else found.batch
+    operating_point = best_operating(timer, prompt, answer, room, slo, "decode")
+    batch = room if operating_point is None else operating_point.batch
     step_s = float(decode_step_s(timer, batch, prompt + answer / 2)[0])
     longest = min(model.max_context_tokens, blocks * BLOCK_TOKENS)
     first_s = float(decode_step_s(timer, 1, prompt + answer / 2)[0])

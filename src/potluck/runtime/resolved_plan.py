@@ -87,6 +87,6 @@ class ResolvedPlan:
 
     def price_usd_per_h(self, region: str, node: str) -> float:
         """What a node costs there; 0 where nothing is said."""
-        found = next((each for each in self.regions if each.name == region), None)
-        offer = None if found is None else found.offer(node)
+        result = next((item for item in self.regions if item.name == region), None)
+        offer = None if result is None else result.offer(node)
         return 0.0 if offer is None else offer.price_usd_per_h

@@ -45,29 +45,29 @@ def check(world: SimWorld) -> list[str]:
 
 def midway(world: SimWorld) -> list[str]:
     """What holds at any time: no replica over its memory, no pipe with more or less than it was given."""
-    found = []
+    texts = []
     for site in world.sites.values():
         replica = site.replica
         if not 0 <= replica.used_blocks <= replica.total_blocks:
-            found.append(f"{site.id} uses {replica.used_blocks} of {replica.total_blocks} blocks")
+            texts.append(f"{site.id} uses {replica.used_blocks} of {replica.total_blocks} blocks")
     for pipe in world.network.pipes:
-        told = pipe.sent_bytes + pipe.open_bytes(world.now_s)
-        if abs(told - pipe.served_bytes) > RELATIVE * max(told, 1.0):
-            found.append(f"{pipe.name} carried {pipe.served_bytes:.0f} bytes for {told:.0f} asked")
-    return found
+        value = pipe.sent_bytes + pipe.open_bytes(world.now_s)
+        if abs(value - pipe.served_bytes) > RELATIVE * max(value, 1.0):
+            texts.append(f"{pipe.name} carried {pipe.served_bytes:.0f} bytes for {value:.0f} asked")
+    return texts
 
 
 def _requests(world: SimWorld) -> list[str]:
     ledger, load = world.ledger, world.workload
     records = ledger.records(load)
-    found = []
+    requests = []
     still = int((records.outcome[: world.arrived] == OPEN).sum())
     if still != len(world.attempts.open):
-        found.append(f"{still} requests without an outcome, {len(world.attempts.open)} open")
+        requests.append(f"{still} requests without an outcome, {len(world.attempts.open)} open")
     answered = records.outcome == ANSWERED
     short = answered & (records.streamed_tokens != records.output_tokens)
     if short.any():
-        found.append(
+        requests.append(
             f"{int(short.sum())} answers have not the tokens asked for, such as {np.flatnonzero(short)[:3]}"
         )
     with np.errstate(invalid="ignore"):
@@ -82,30 +82,30 @@ def _requests(world: SimWorld) -> list[str]:
         ("ended too early", early),
     ):
         if mask.any():
-            found.append(f"{int(mask.sum())} requests with {what}, such as {np.flatnonzero(mask)[:3]}")
+            requests.append(f"{int(mask.sum())} requests with {what}, such as {np.flatnonzero(mask)[:3]}")
     unreasoned = (records.outcome == 2) & (records.reason == 0)
     if unreasoned.any():
-        found.append(f"{int(unreasoned.sum())} refusals without a reason")
-    return found
+        requests.append(f"{int(unreasoned.sum())} refusals without a reason")
+    return requests
 
 
 def _idle(world: SimWorld) -> list[str]:
     """With no request open, nothing may be left anywhere."""
     if world.attempts.open:
         return []
-    found = []
+    idle = []
     for site in world.fleet.all_sites:
         left = len(site.attempts) + len(site.computing) + sum(not hand.over for hand in site.waiting)
         if left:
-            found.append(f"{site.id} still has {left} requests")
+            idle.append(f"{site.id} still has {left} requests")
         if site.there and site.replica.used_blocks:
-            found.append(f"{site.id} still uses {site.replica.used_blocks} blocks")
-    found += [
+            idle.append(f"{site.id} still uses {site.replica.used_blocks} blocks")
+    idle += [
         f"{pipe.name} still has {len(pipe)} transfers"
         for pipe in world.network.pipes
         if any(isinstance(world.handovers.what(key), SimHandover) for key in pipe.keys)
     ]
-    return found
+    return idle
 
 
 MINDS = Callable[[ReplicaModels, Policy], Decider]
@@ -146,7 +146,9 @@ def simulate(
         if wrong:
             raise AssertionError(f"the simulation's books do not balance: {wrong[0]}")
         result = result_of(world, seed)
-    return replace(result, classes={each.name: each for each in (policy or Policy()).classes})
+    return replace(
+        result, classes={request_class.name: request_class for request_class in (policy or Policy()).classes}
+    )
 
 
 @contextmanager
@@ -222,7 +224,7 @@ def reads_reports(plan: Plan, workload: Workload, policy: Policy) -> bool:
         return True
     used = {deployment.template for deployment in plan.deployments if deployment.count}
     return any(
-        replica.role != "mixed" for each in plan.templates if each.name in used for replica in each.replicas
+        replica.role != "mixed" for item in plan.templates if item.name in used for replica in item.replicas
     )
 
 

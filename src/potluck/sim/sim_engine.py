@@ -213,10 +213,10 @@ class SimEngine:
                 gaps.gaps_s.append((end_s - self._start_s) / steps)
                 gaps.tokens.append(tokens)
                 self.decoded_tokens += tokens
-                found = batch.advance(steps)
+                committed = batch.advance(steps)
             else:
-                found = self._committed(step)
-            for what, key in found:
+                committed = self._committed(step)
+            for what, key in committed:
                 if what == RESUMED:
                     gaps.add(end_s - self._paused.pop(key), 1)
                 else:

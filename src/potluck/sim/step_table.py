@@ -99,24 +99,24 @@ class DecodeRow:
         linear = start + slope * context - half
         # j linear + half j^2 = seconds, as if the whole run lay in this cell
         inside = linear * linear + 4.0 * half * seconds
-        found = ceil(2.0 * seconds / (linear + sqrt(inside))) if inside > 0.0 else most
-        if found < 1:
-            found = 1
-        elif found > most:
-            found = most
+        number = ceil(2.0 * seconds / (linear + sqrt(inside))) if inside > 0.0 else most
+        if number < 1:
+            number = 1
+        elif number > most:
+            number = most
         # and now what it really is: `run_s`, written out for the cell
-        if context + (found - 1) * n < self.edge[cell]:
-            found_s = found * (start + slope * (context + 0.5 * n * (found - 1)))
-            before_s = (found - 1) * (start + slope * (context + 0.5 * n * (found - 2)))
+        if context + (number - 1) * n < self.edge[cell]:
+            found_s = number * (start + slope * (context + 0.5 * n * (number - 1)))
+            before_s = (number - 1) * (start + slope * (context + 0.5 * n * (number - 2)))
         else:
-            found_s, before_s = self.run_s(context, found), self.run_s(context, found - 1)
-        if found_s < seconds and found < most:
-            found = self._search(context, seconds, found, most)
-            return found, self.run_s(context, found)
-        if found > 1 and before_s >= seconds:
-            found = self._search(context, seconds, 0, found)
-            return found, self.run_s(context, found)
-        return found, found_s
+            found_s, before_s = self.run_s(context, number), self.run_s(context, number - 1)
+        if found_s < seconds and number < most:
+            number = self._search(context, seconds, number, most)
+            return number, self.run_s(context, number)
+        if number > 1 and before_s >= seconds:
+            number = self._search(context, seconds, 0, number)
+            return number, self.run_s(context, number)
+        return number, found_s
 
     def _search(self, context: int, seconds: float, low: int, high: int) -> int:
         """Between `low`, which is too few, and `high`, which is the most."""
@@ -163,8 +163,8 @@ class StepTable:
 
     def row(self, decodes: int) -> DecodeRow:
         """Steps of so many decodes and nothing else."""
-        found = self.rows.get(decodes)
-        return found if found is not None else self._make_rows(decodes)
+        decode_row = self.rows.get(decodes)
+        return decode_row if decode_row is not None else self._make_rows(decodes)
 
     def step_s(self, chunks: Chunks, decodes: int, context: int) -> float:
         """A step of chunks beside decodes whose contexts add up to `context` tokens."""
@@ -249,20 +249,20 @@ class StepTable:
         The timer is asked at every length up to 64 and then at 65, 80, 81, 96, ...: GPUs work on tiles of a multiple
         of 16, and within one, times grow evenly or not at all.
         """
-        each = 1 if new <= LARGEST_TILE else TILE
-        low = (new - 1) // (LENGTHS * each) * LENGTHS * each
-        known = self._edges.get((low, copies, each))
+        number = 1 if new <= LARGEST_TILE else TILE
+        low = (new - 1) // (LENGTHS * number) * LENGTHS * number
+        known = self._edges.get((low, copies, number))
         if known is None:
-            starts = np.arange(low + 1, low + LENGTHS * each + 1, each, dtype=np.float64)
-            count = np.repeat(np.column_stack([starts, starts + each - 1]).ravel(), len(grid))
+            starts = np.arange(low + 1, low + LENGTHS * number + 1, number, dtype=np.float64)
+            count = np.repeat(np.column_stack([starts, starts + number - 1]).ravel(), len(grid))
             behind = np.tile(np.array(grid, np.float64), 2 * LENGTHS)
             shape = (len(count), copies)
             batch = steps(np.broadcast_to(count[:, None], shape), np.broadcast_to(behind[:, None], shape))
             seconds = self.timer.step_s(batch).reshape(2 * LENGTHS, len(grid)) / copies
-            known = self._edges[(low, copies, each)] = (seconds - seconds[:, :1]).tolist()
-        place, within = divmod(new - low - 1, each)
-        found = table[new] = (known[2 * place], known[2 * place + 1], within / max(each - 1, 1))
-        return found
+            known = self._edges[(low, copies, number)] = (seconds - seconds[:, :1]).tolist()
+        place, within = divmod(new - low - 1, number)
+        fill = table[new] = (known[2 * place], known[2 * place + 1], within / max(number - 1, 1))
+        return fill
 
 
 def _between(grid: list[int], line: Line, at: float) -> float:
@@ -334,14 +334,14 @@ class RoundTable:
         self.rows: dict[int, DecodeRow] = {}
 
     def row(self, decodes: int) -> DecodeRow:
-        found = self.rows.get(decodes)
-        return found if found is not None else self._make_rows(decodes)
+        decode_row = self.rows.get(decodes)
+        return decode_row if decode_row is not None else self._make_rows(decodes)
 
     def step_s(self, chunks: Chunks, decodes: int, context: int) -> float:
         if not chunks:
             return self.row(decodes).step_s(context)
-        each, more = divmod(decodes, self.lanes)
-        counts = [each + (lane < more) for lane in range(self.lanes)]
+        number, more = divmod(decodes, self.lanes)
+        counts = [number + (lane < more) for lane in range(self.lanes)]
         given: list[list[tuple[int, int, int]]] = [[] for _ in counts]
         loads = list(counts)
         for chunk in chunks:
@@ -364,10 +364,10 @@ class RoundTable:
         batch = steps(decodes=count, decode_context=count * np.tile(CONTEXTS, largest + 1))
         shape = (largest + 1, len(CONTEXTS))
         latency, pace = self.timer.step_s(batch).reshape(shape), self.timer.interval_s(batch).reshape(shape)
-        for each in block:
-            full, more = divmod(each, self.lanes)
+        for number in block:
+            full, more = divmod(number, self.lanes)
             longest = latency[full + 1] if more else latency[full]
             total = more * pace[full + 1] if more else np.zeros(len(CONTEXTS))
             total = total + (self.lanes - more) * pace[full]
-            self.rows[each] = DecodeRow(each, np.maximum(longest, total))
+            self.rows[number] = DecodeRow(number, np.maximum(longest, total))
         return self.rows[decodes]

@@ -230,6 +230,6 @@ def _model_in(annotation: Any) -> type[BaseModel] | None:
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
         return annotation
     if get_origin(annotation) in (list, Union, types.UnionType) or hasattr(annotation, "__metadata__"):
-        found = (_model_in(choice) for choice in get_args(annotation))
-        return next((model for model in found if model is not None), None)
+        result = (_model_in(choice) for choice in get_args(annotation))
+        return next((model for model in result if model is not None), None)
     return None

@@ -49,11 +49,11 @@ class TermNames:
 
     def node_names(self) -> dict[str, tuple[str, ...]]:
         """A node's name, its type's without zone or spot, or its GPU's, to the nodes that it means."""
-        found: dict[str, set[str]] = {}
+        result: dict[str, set[str]] = {}
         for node in self.nodes:
             for name in (node.name, f"{node.gpus}x{node.gpu.name}", node.gpu.name):
-                found.setdefault(name, set()).add(node.name)
-        return {name: tuple(sorted(each)) for name, each in found.items()}
+                result.setdefault(name, set()).add(node.name)
+        return {name: tuple(sorted(names)) for name, names in result.items()}
 
 
 def places_of(written: SpecIn, pooled: ResolvedPool, regions: Sequence[str]) -> TermNames:
@@ -64,12 +64,12 @@ def places_of(written: SpecIn, pooled: ResolvedPool, regions: Sequence[str]) -> 
 
 def beside(region: RegionIn, hardware: SpecHardware) -> Iterator[tuple[OfferIn, NodeType]]:
     """A region's offers with their nodes; those of one type that are spot or in another zone are named so."""
-    found = [(offer, hardware.node(offer.node, (*offer.at, "node"))) for offer in region.nodes]
-    named = [node.name for _, node in found if node is not None]
-    for offer, node in found:
+    result = [(offer, hardware.node(offer.node, (*offer.at, "node"))) for offer in region.nodes]
+    named = [node.name for _, node in result if node is not None]
+    for offer, node in result:
         if node is None:
             continue
-        kinds = {(o.spot, o.zone) for o, n in found if n is not None and n.name == node.name}
+        kinds = {(o.spot, o.zone) for o, n in result if n is not None and n.name == node.name}
         if named.count(node.name) > 1 and len(kinds) > 1:
             name = node.name + (f" {offer.zone}" if offer.zone else "") + (" spot" if offer.spot else "")
             node = hardware.nodes.setdefault(name, replace(node, name=name))
@@ -121,8 +121,8 @@ def resolve_terms(entry: ModelIn, places: TermNames, problems: SpecProblems) -> 
 def _allowed_regions(limits: LimitsIn, places: TermNames, problems: SpecProblems) -> tuple[str, ...] | None:
     """The regions that are left; None when nothing is said."""
     at, clouds = limits.at, places.clouds
-    said = (limits.only_regions, limits.only_clouds, limits.no_regions or None, limits.no_clouds or None)
-    if all(each is None for each in said):
+    text = (limits.only_regions, limits.only_clouds, limits.no_regions or None, limits.no_clouds or None)
+    if all(item is None for item in text):
         return None
     left = set(places.regions)
     for field, names, known, allowed in (
@@ -151,7 +151,7 @@ def _nodes(limits: LimitsIn, places: TermNames, problems: SpecProblems) -> tuple
     ):
         if written is None or (not written and not allowed):
             continue
-        spelt = [_spelt(each, names) for each in written]
+        spelt = [_spelt(item, names) for item in written]
         asked = _known(spelt, set(names), "node", (*limits.at, field), problems)
         mine = {node for name in asked for node in names[name]}
         left = left & mine if allowed else left - mine
@@ -166,11 +166,11 @@ def _spelt(name: str, known: Collection[str]) -> str:
         return name
     for gpu in (True, False):
         try:
-            found = gpus.gpu(name).name if gpu else nodes.canonical(name)
+            spelt = gpus.gpu(name).name if gpu else nodes.canonical(name)
         except InputError:
             continue
-        if found in known:
-            return found
+        if spelt in known:
+            return spelt
     return name
 
 
@@ -315,12 +315,12 @@ def _price(
     """(price, where it came from); the catalog's when the spec gives none."""
     if offer.price_usd_per_h is not None:
         return offer.price_usd_per_h, "spec"
-    found = hardware.catalog_price(node, region.name, region.cloud, offer.spot)
-    if found is None:
+    price = hardware.catalog_price(node, region.name, region.cloud, offer.spot)
+    if price is None:
         kind = "spot price" if offer.spot else "price"
         problem = f"is missing, and the catalog has no {kind} for {shown(node.name)}; add it, 0 if you own it"
         problems.add((*offer.at, "price_usd_per_h"), problem)
-    return found
+    return price
 
 
 def _links(written: list[LinkIn], regions: list[str], problems: SpecProblems) -> list[Link]:
@@ -379,8 +379,8 @@ def _models(
             model = in_format(model, formats[0])
         terms = resolve_terms(entry, places, problems)
         by_hour = tuple(entry.traffic.rate_by_hour or ())
-        told = (lengths_from, trace, files, entry.idle_s, weights, by_hour, terms, formats, stored)
-        models.append(ModelSpec(name, model, entry.slo.value(), traffic, *told))
+        message = (lengths_from, trace, files, entry.idle_s, weights, by_hour, terms, formats, stored)
+        models.append(ModelSpec(name, model, entry.slo.value(), traffic, *message))
     return models
 
 
@@ -430,15 +430,15 @@ def resolve_policy(written: PolicyIn | None, models: Sequence[str], problems: Sp
             if entry.name in seen:
                 problems.add((*entry.at, "name"), f"duplicate name {shown(entry.name)} in {kind}; keep one")
             seen.add(entry.name)
-    shared = tuple(_sharing(each, models, problems) for each in written.shared_prefixes)
+    shared = tuple(_sharing(shared_prefix, models, problems) for shared_prefix in written.shared_prefixes)
     classes = [
-        made_of(RequestClass, each, problems, slo=None if each.slo is None else each.slo.value())
-        for each in written.classes
+        made_of(RequestClass, item, problems, slo=None if item.slo is None else item.slo.value())
+        for item in written.classes
     ]
     if problems.found:
         return Policy()
     tenants = tuple(Tenant(tenant.name, tenant.weight) for tenant in written.tenants)
-    own = with_built_in(tuple(each for each in classes if each is not None))
+    own = with_built_in(tuple(item for item in classes if item is not None))
     lists = {"tenants": tenants, "classes": own, "shared_prefixes": shared}
     return made_of(Policy, written, problems, **lists) or Policy()
 

@@ -77,12 +77,12 @@ def derived(called: str, kind: type[Any], unset: bool = False, **shapes: tuple[A
     what else the dataclass refuses, it says itself when it is made (`resolve`).
     """
     hints, made = get_type_hints(kind), dict[str, Any]()
-    for each in fields(kind):
-        hint = hints[each.name]
+    for field in fields(kind):
+        hint = hints[field.name]
         if {float, int} & {hint, *get_args(hint)}:
             hint = Annotated[hint, Field(le=MOST)]
-        default = ... if each.default is MISSING else each.default
-        made[each.name] = shapes.get(each.name) or ((hint | None, None) if unset else (hint, default))
+        default = ... if field.default is MISSING else field.default
+        made[field.name] = shapes.get(field.name) or ((hint | None, None) if unset else (hint, default))
     return create_model(called, __base__=Written, __doc__=kind.__doc__, __module__=__name__, **made)
 
 
@@ -193,7 +193,7 @@ LengthField = Annotated[LengthsIn | None, BeforeValidator(_bare_number)]
 
 def _named(value: object) -> object:
     """A mapping of names that are no keys of ours: without the note of where it stood."""
-    return {key: each for key, each in value.items() if key != AT} if isinstance(value, dict) else value
+    return {key: item for key, item in value.items() if key != AT} if isinstance(value, dict) else value
 
 
 Shares = Annotated[dict[Name, Annotated[float, Field(ge=0, le=1)]], BeforeValidator(_named)]

@@ -223,7 +223,14 @@ def _nodes(
             continue
         region = machine.region or REGION
         price = _price(machine, node, region, hardware)
-        like = next((each for each in nodes if (each.region, each.type.name) == (region, node.name)), None)
+        like = next(
+            (
+                pool_node
+                for pool_node in nodes
+                if (pool_node.region, pool_node.type.name) == (region, node.name)
+            ),
+            None,
+        )
         if like is not None and like.price_usd_per_h != price[0]:
             problem = f"{price[0]:g} is not what {shown(like.name)} costs, {like.price_usd_per_h:g}"
             fix = "machines of one type and region have one price; give this one its own region or type name"
@@ -237,11 +244,11 @@ def _price(machine: MachineIn, node: NodeType, region: str, hardware: SpecHardwa
     """(price, where it came from): the machines of a pool are there already, so one without a price costs nothing."""
     if machine.price_usd_per_h is not None:
         return machine.price_usd_per_h, "spec"
-    found = hardware.catalog_price(node, region, None, False)
-    if found is None:
+    price = hardware.catalog_price(node, region, None, False)
+    if price is None:
         hardware.note(f"{node.name}: nobody lists a price, so it is taken as owned and costs nothing")
         return 0.0, "owned: nothing"
-    return found
+    return price
 
 
 def _matrix(written: PoolIn, field: str, size: int, most: float, problems: SpecProblems) -> Matrix | None:
@@ -263,9 +270,9 @@ def _matrix(written: PoolIn, field: str, size: int, most: float, problems: SpecP
             problems.add((*at, i), f"{square}; row {i + 1} {has}")
             sound = False
             continue
-        good = [i == j or _number(each, field, most, (*at, i, j), problems) for j, each in enumerate(row)]
+        good = [i == j or _number(item, field, most, (*at, i, j), problems) for j, item in enumerate(row)]
         sound = sound and all(good)
-        rows.append(tuple(1.0 if i == j else float(each) for j, each in enumerate(row)) if all(good) else ())
+        rows.append(tuple(1.0 if i == j else float(item) for j, item in enumerate(row)) if all(good) else ())
     return tuple(rows) if sound else None
 
 
@@ -286,13 +293,13 @@ def _number(value: object, field: str, most: float, at: Loc, problems: SpecProbl
 
 def _on_slowest(kind: NodeType, nodes: list[PoolNode], gbps: Matrix) -> NodeType:
     """A type with the slowest link that its machines have within their regions, where they have one."""
-    found = [
+    values = [
         min(gbps[a][b], gbps[b][a])
         for a, node in enumerate(nodes)
         for b, other in enumerate(nodes)
         if a != b and node.type.name == kind.name and node.region == other.region
     ]
-    return replace(kind, network_gbps=min(found)) if found else kind
+    return replace(kind, network_gbps=min(values)) if values else kind
 
 
 def _regions(nodes: tuple[PoolNode, ...]) -> tuple[Region, ...]:

@@ -227,8 +227,8 @@ class _Builder:
             self.refuse(line, f"tag {shown(event.tag)} is not allowed; write the plain value")
 
     def refuse(self, line: int, problem: str) -> NoReturn:
-        found = SpecProblem(self.problems.file, line, "", one_line(problem))
-        raise SpecError([*self.problems.found, found])
+        spec_problem = SpecProblem(self.problems.file, line, "", one_line(problem))
+        raise SpecError([*self.problems.found, spec_problem])
 
 
 def read_marked(raw: bytes, file: str) -> tuple[dict[str, Any], SpecProblems]:

@@ -97,8 +97,10 @@ class Spec:
         """The spec whose models' weights are in these formats, as a plan has them; others stay as they are."""
         chosen = dict(formats)
         models = tuple(
-            replace(each, model=in_format(each.model, chosen[each.name])) if each.name in chosen else each
-            for each in self.models
+            replace(model_spec, model=in_format(model_spec.model, chosen[model_spec.name]))
+            if model_spec.name in chosen
+            else model_spec
+            for model_spec in self.models
         )
         return replace(self, models=models)
 
@@ -113,8 +115,8 @@ class Spec:
         return next((k for k in self.links if (k.source, k.target) == (source, target)), None)
 
     def price_source(self, region: str, node: str) -> str:
-        found = (note.source for note in self.price_notes if (note.region, note.node) == (region, node))
-        return next(found, "")
+        sources = (note.source for note in self.price_notes if (note.region, note.node) == (region, node))
+        return next(sources, "")
 
 
 def _named(field: str, name: str, known: dict[str, T]) -> T:

@@ -119,9 +119,9 @@ def rates_by_hour(trace: Trace, parts: int = 24) -> tuple[float, ...]:
         held_s[int(edge) % parts] += min((edge + 1) * part_s, last) - max(edge * part_s, first)
     seen = held_s > part_s / 4
     rates = counts[seen] / held_s[seen]
-    found = np.full(parts, rates.min())
-    found[seen] = rates
-    return tuple(found.tolist())
+    result = np.full(parts, rates.min())
+    result[seen] = rates
+    return tuple(result.tolist())
 
 
 LABELS = ("Tenant", "Class", "Deadline ms")

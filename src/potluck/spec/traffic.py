@@ -139,9 +139,9 @@ def resolve_origins(
     written: Sequence[OriginIn], regions: Sequence[str], problems: SpecProblems
 ) -> tuple[tuple[str, Distances], ...]:
     """Every place with its distance to every region."""
-    found: dict[str, Distances] = {}
+    result: dict[str, Distances] = {}
     for origin in written:
-        if origin.name in found:
+        if origin.name in result:
             problems.add((*origin.at, "name"), f"duplicate origin {shown(origin.name)}; keep one")
         for region in origin.rtt_ms:
             if regions and region not in regions:
@@ -150,8 +150,8 @@ def resolve_origins(
         missing = [region for region in regions if region not in origin.rtt_ms]
         if missing:
             problems.add((*origin.at, "rtt_ms"), f"says nothing of {shown(missing[0])}; add it")
-        found[origin.name] = tuple((region, ms / 1000) for region, ms in origin.rtt_ms.items())
-    return tuple(found.items())
+        result[origin.name] = tuple((region, ms / 1000) for region, ms in origin.rtt_ms.items())
+    return tuple(result.items())
 
 
 def with_shares(
@@ -162,7 +162,7 @@ def with_shares(
     problems: SpecProblems,
 ) -> list[ModelSpec]:
     """Models whose traffic knows its classes and origins."""
-    classes = [each.name for each in policy.classes]
+    classes = [request_class.name for request_class in policy.classes]
     for entry in written:
         at = entry.traffic.at
         _check(entry.traffic.classes, classes, "class", (*at, "classes"), problems)
@@ -338,5 +338,5 @@ def _edge(law: LengthLaw, level: float) -> float:
 def _exact(groups: list[Group], mean: float) -> list[Group]:
     """Take the last digits' error out, so that shares add up to 1 and means to the law's mean."""
     total = sum(share for share, _ in groups)
-    found = sum(share * tokens for share, tokens in groups) / total
-    return [(share / total, tokens * mean / found) for share, tokens in groups]
+    value = sum(share * tokens for share, tokens in groups) / total
+    return [(share / total, tokens * mean / value) for share, tokens in groups]

@@ -36,7 +36,7 @@ def line_of(event: Any, group: int | None) -> tuple[object, ...] | None:
         return ("0",)
     if group is None or event.group_idx not in (None, group):
         return None
-    hashes = [_text(each) for each in event.block_hashes]
+    hashes = [_text(block_hash) for block_hash in event.block_hashes]
     if kind == "BlockRemoved":
         return ("-", hashes)
     if kind != "BlockStored" or event.lora_name is not None:
@@ -108,9 +108,9 @@ class HeldBlocks:
         self._copies.clear()
 
     def changes(self) -> CacheChanges:
-        found = CacheChanges(tuple(self._added), tuple(self._removed))
+        cache_changes = CacheChanges(tuple(self._added), tuple(self._removed))
         self._added, self._removed = {}, {}
-        return found
+        return cache_changes
 
     def everything(self) -> CacheChanges:
         return CacheChanges(tuple(name for names in self._names.values() for name in names))

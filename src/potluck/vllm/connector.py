@@ -141,11 +141,11 @@ class AdapterChannel:
         """All that was gathered, in lines that are not too long."""
         lines = []
         while self._gathered:
-            found: dict[str, list[object]] = {}
+            result: dict[str, list[object]] = {}
             for _ in range(min(AT_ONCE, len(self._gathered))):
                 kind, value = self._gathered.popleft()
-                found.setdefault(kind, []).append(value)
-            lines.append(json.dumps(found, separators=(",", ":")).encode() + b"\n")
+                result.setdefault(kind, []).append(value)
+            lines.append(json.dumps(result, separators=(",", ":")).encode() + b"\n")
         return b"".join(lines)
 
     def _read(self, heard: Heard) -> None:
@@ -187,9 +187,9 @@ class PromMetrics(KVConnectorPromMetrics):
         super().__init__(config, kinds, labels, engines)
         self._counters = {
             name: create_metric_per_engine(
-                self._counter_cls(name=f"potluck:kv_{name}", documentation=said, labelnames=labels), engines
+                self._counter_cls(name=f"potluck:kv_{name}", documentation=count, labelnames=labels), engines
             )
-            for name, said in COUNTS.items()
+            for name, count in COUNTS.items()
         }
 
     def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:
@@ -298,8 +298,8 @@ class PotluckConnector(KVConnectorBase_V1, SupportsHMA):
                 self._channel.soon("cache", line)
 
     def take_events(self) -> list[Any]:
-        found, self._events = self._events, []
-        return found
+        events, self._events = self._events, []
+        return events
 
     def update_connector_output(self, connector_output: Any) -> None:
         meta = connector_output.kv_connector_worker_meta
@@ -363,7 +363,7 @@ class PotluckConnector(KVConnectorBase_V1, SupportsHMA):
                 "kv": [host, at],
                 "fingerprint": mark,
                 "layers": len(self._layers),
-                "token_bytes": sum(each.shape.token_bytes for each in self._layers.values()),
+                "token_bytes": sum(layer.shape.token_bytes for layer in self._layers.values()),
                 "block_tokens": shape.block_tokens,
                 "blocks": self._kv_cache_config.num_blocks,
                 "dtype": shape.dtype,

@@ -69,8 +69,8 @@ class IncomingKv:
             if self.cancelled:
                 raise TransferError("hand-over: was cancelled")
             self._fetching = fetching
-        found = fetching.run(self._opened, self._sink)
-        self.moved_bytes, self.wall_s = found.moved_bytes, found.wall_s
+        completed = fetching.run(self._opened, self._sink)
+        self.moved_bytes, self.wall_s = completed.moved_bytes, completed.wall_s
         if self.wanted:
             self._pieces.must_be_whole()
 
@@ -179,16 +179,16 @@ class ReceiveWorker:
         if not self._news:
             return None
         with self._lock:
-            found, self._news = self._news, WorkerNews()
-            return found
+            worker_news, self._news = self._news, WorkerNews()
+            return worker_news
 
     def counts(self) -> dict[str, int]:
         """What came, since this was last asked."""
         if not self._counts:
             return {}
         with self._lock:
-            found, self._counts = self._counts, {}
-            return found
+            numbers, self._counts = self._counts, {}
+            return numbers
 
     def rest(self, most_s: float) -> None:
         """Until there is news, while vLLM has nothing to compute: else it asks a thousand times a second."""

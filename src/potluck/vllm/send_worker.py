@@ -52,7 +52,7 @@ class HostCopies:
         if device.type == "cuda":
             self._stream = torch.cuda.Stream(device)
             room = torch.empty(SLOTS, PAGE_BYTES, dtype=torch.uint8, device=device)
-            self._slots.extend(_HostSlot(each, torch.cuda.Event()) for each in room)
+            self._slots.extend(_HostSlot(item, torch.cuda.Event()) for item in room)
             self._porters = ThreadPoolExecutor(PORTERS, thread_name_prefix="potluck-kv-host")
             threading.Thread(target=self._pin, name="potluck-kv-pin", daemon=True).start()
 
@@ -229,7 +229,7 @@ class SendWorker:
         """Requests whose blocks may go."""
         if not self._outgoing and not self._finished:
             return set()
-        found, self._finished = self._finished, set()
+        texts, self._finished = self._finished, set()
         for key, departure in list(self._outgoing.items()):
             kept = departure.kept
             if kept is None:
@@ -243,9 +243,9 @@ class SendWorker:
                 del self._outgoing[key]
             if departure.over:
                 self._forget(departure)
-            found.add(key)
+            texts.add(key)
             self._pump(departure)
-        return found
+        return texts
 
     def close(self) -> None:
         self._sender.close()
@@ -271,14 +271,14 @@ class SendWorker:
             if departure.transfer is not None:
                 departure.transfer.fail(" ".join(str(error).split()))
             return False
-        departure.copying.extend(each.copied for each in copies if each.copied is not None)
+        departure.copying.extend(host_rows.copied for host_rows in copies if host_rows.copied is not None)
         with self._lock:
             if departure.over:
                 self._aside_bytes -= size
                 return False
-            for each in copies:
-                stop = first + each.rows
-                piece = _Piece(layer, first, stop, each.rows * kept.shape.token_bytes, each.values)
+            for copy in copies:
+                stop = first + copy.rows
+                piece = _Piece(layer, first, stop, copy.rows * kept.shape.token_bytes, copy.values)
                 departure.pieces.append(piece)
                 first = stop
             departure.read_to[layer] = read.upto

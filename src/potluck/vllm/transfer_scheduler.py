@@ -76,12 +76,12 @@ class TransferParams:
 
 def moves_of(params: Mapping[str, object] | None) -> TransferParams | None:
     """What a request's `kv_transfer_params` say; None where they say nothing to us."""
-    found = (params or {}).get(KEY)
-    if found is None:
+    param = (params or {}).get(KEY)
+    if param is None:
         return None
-    if not isinstance(found, dict):
+    if not isinstance(param, dict):
         raise FormatError(KEY, "must be an object with request, give, take")
-    body = {key: value for key, value in found.items() if value is not None}
+    body = {key: value for key, value in param.items() if value is not None}
     for key, kind in (("give", "SendParams"), ("take", "FetchParams")):
         if isinstance(body.get(key), dict):
             body[key] = {"type": kind, **body[key]}
@@ -238,7 +238,7 @@ class TransferScheduler:
         if moves is None:
             return
         prompt = request.prompt_token_ids
-        stops = [each.stop for each in (moves.give, moves.take) if each is not None]
+        stops = [item.stop for item in (moves.give, moves.take) if item is not None]
         if prompt is None or any(stop > len(prompt) for stop in stops):
             raise InputError("kv_transfer_params", "hand over more tokens than the prompt has")
         if self._windows and moves.take is not None and moves.take.stop == len(prompt):
@@ -284,10 +284,10 @@ class TransferScheduler:
 
     def orders(self, scheduled: Mapping[str, int], tables_of: Callable[[str], Groups | None]) -> WorkerOrders:
         """What the workers do with this step, in which so many tokens of these requests are computed."""
-        found, self._orders = self._orders, WorkerOrders()
-        found.idle = not scheduled
+        worker_orders, self._orders = self._orders, WorkerOrders()
+        worker_orders.idle = not scheduled
         if not self._live:
-            return found
+            return worker_orders
         for key, tokens in scheduled.items():
             live = self._live.get(key)
             give = live.moves.give if live is not None else None
@@ -296,8 +296,8 @@ class TransferScheduler:
             tables = tables_of(key)
             upto = min(live.request.num_computed_tokens + tokens, give.stop)
             if tables is not None:
-                found.reads.append(ReadBlocks(key, _kept(tables), upto))
-        return found
+                worker_orders.reads.append(ReadBlocks(key, _kept(tables), upto))
+        return worker_orders
 
     def heard(self, news: WorkerNews) -> list[VllmRequest]:
         """What the workers say; the requests whose KV is not exact."""

@@ -115,8 +115,8 @@ class VllmLayer:
 def slots(table: Table, first: int, stop: int, size: int, pinned: bool) -> Tensor:
     """Each token's block and its place in that, 2 x tokens. All layers ask for the same, one after the other."""
     places = torch.arange(first, stop)
-    found = torch.stack((torch.tensor(table, dtype=torch.long)[places // size], places % size))
-    return found.pin_memory() if pinned else found
+    result = torch.stack((torch.tensor(table, dtype=torch.long)[places // size], places % size))
+    return result.pin_memory() if pinned else result
 
 
 class PlainBlocks:
@@ -129,8 +129,8 @@ class PlainBlocks:
 
     def read(self, table: Table, first: int, stop: int) -> Tensor:
         blocks, places = self._slots(table, first, stop)
-        found = self._cache[blocks, :, places]
-        return self._split(found).contiguous()
+        tensor = self._cache[blocks, :, places]
+        return self._split(tensor).contiguous()
 
     def write(self, table: Table, first: int, values: Tensor) -> None:
         blocks, places = self._slots(table, first, first + len(values))
@@ -138,15 +138,15 @@ class PlainBlocks:
             values = values.permute(0, 2, 1, 3).reshape(len(values), self.shape.heads, -1)
         self._cache[blocks, :, places] = values.to(self._cache.device)
 
-    def _split(self, found: Tensor) -> Tensor:
+    def _split(self, tensor: Tensor) -> Tensor:
         if self.shape.part != "kv":
-            return found
-        return found.view(len(found), self.shape.heads, 2, self.shape.width).permute(0, 2, 1, 3)
+            return tensor
+        return tensor.view(len(tensor), self.shape.heads, 2, self.shape.width).permute(0, 2, 1, 3)
 
     def _slots(self, table: Table, first: int, stop: int) -> tuple[Tensor, Tensor]:
         """Launched and not waited for: whoever computes calls this between two layers."""
-        found = slots(table, first, stop, self.shape.block_tokens, self.device.type == "cuda")
-        blocks, places = found.to(self.device, non_blocking=True)
+        tensor = slots(table, first, stop, self.shape.block_tokens, self.device.type == "cuda")
+        blocks, places = tensor.to(self.device, non_blocking=True)
         return blocks, places
 
 
@@ -162,11 +162,11 @@ class PackedBlocks:
         shape, size = self.shape, self.shape.block_tokens
         used = torch.tensor(table[first // size : -(-stop // size)], dtype=torch.long)
         halves = self._halves[used]
-        each = [halves[:, :, half, self._order[half]] for half in (0, 1)]
-        found = torch.stack(each, 1).view(len(used), 2, shape.heads, size, shape.width)
-        found = found.permute(0, 3, 1, 2, 4).reshape(len(used) * size, 2, shape.heads, shape.width)
+        tensors = [halves[:, :, half, self._order[half]] for half in (0, 1)]
+        result = torch.stack(tensors, 1).view(len(used), 2, shape.heads, size, shape.width)
+        result = result.permute(0, 3, 1, 2, 4).reshape(len(used) * size, 2, shape.heads, shape.width)
         skipped = first // size * size
-        return found[first - skipped : stop - skipped].contiguous()
+        return result[first - skipped : stop - skipped].contiguous()
 
     def write(self, table: Table, first: int, values: Tensor) -> None:
         blocks, places = slots(table, first, first + len(values), self.shape.block_tokens, False)
@@ -179,17 +179,17 @@ def order(cache: Tensor, write: Write) -> tuple[Tensor, Tensor]:
     _, heads, tokens, content = cache.shape
     width = content // 2
     number = torch.arange(tokens * width).view(tokens, 1, width).expand(tokens, heads, width)
-    found = torch.zeros(2, tokens * width, dtype=torch.long)
+    tensor = torch.zeros(2, tokens * width, dtype=torch.long)
     digits = 1
     while digits < tokens * width:
         trial = torch.zeros(2, heads, tokens, content, dtype=cache.dtype)
         digit = (number // digits % DIGIT).to(cache.dtype).contiguous()
         write(digit, digit.clone(), trial, torch.arange(tokens, 2 * tokens))
-        found += trial[1].view(heads, 2, -1)[-1].float().round().long() * digits
+        tensor += trial[1].view(heads, 2, -1)[-1].float().round().long() * digits
         digits *= DIGIT
-    if not all(torch.equal(half.sort().values, torch.arange(tokens * width)) for half in found):
+    if not all(torch.equal(half.sort().values, torch.arange(tokens * width)) for half in tensor):
         raise InputError("vLLM", "lays out its blocks in a way that this connector cannot follow")
-    return found[0].argsort(), found[1].argsort()
+    return tensor[0].argsort(), tensor[1].argsort()
 
 
 def format_of(cache: Tensor) -> str:
@@ -234,27 +234,27 @@ def layers_of(kv_caches: Mapping[str, Tensor], kv_cache_config: Any, config: Any
     """By their numbers in the model."""
     context = config.compilation_config.static_forward_context
     specs = {name: (group, spec) for group, name, spec in _specs(kv_cache_config)}
-    found: dict[int, VllmLayer] = {}
+    layers: dict[int, VllmLayer] = {}
     for name, cache in kv_caches.items():
         number = layer_of(name)
-        if number in found:
+        if number in layers:
             raise InputError("vLLM", f"has two caches for layer {number}; that cannot be handed over")
         if name not in specs:
             raise InputError("vLLM", f"has a cache of {name}, which is in none of its groups")
         group, spec = specs[name]
         window = int(spec.sliding_window) if type(spec).__name__ in WINDOWED else None
         blocks = _blocks(cache, int(spec.block_size), context[name], latent=config.model_config.use_mla)
-        found[number] = VllmLayer(blocks, group, window)
-    return found
+        layers[number] = VllmLayer(blocks, group, window)
+    return layers
 
 
 def _specs(kv_cache_config: Any) -> Iterator[tuple[int, str, Any]]:
     """(group, layer, what is kept of it)"""
     groups = kv_cache_config.kv_cache_groups if kv_cache_config is not None else ()
     for number, group in enumerate(groups):
-        each = getattr(group.kv_cache_spec, "kv_cache_specs", None)
+        item = getattr(group.kv_cache_spec, "kv_cache_specs", None)
         for name in group.layer_names:
-            yield number, name, group.kv_cache_spec if each is None else each[name]
+            yield number, name, group.kv_cache_spec if item is None else item[name]
 
 
 def _blocks(cache: Tensor, block_tokens: int, layer: Any, *, latent: bool) -> LayerBlocks:
@@ -279,11 +279,11 @@ def _blocks(cache: Tensor, block_tokens: int, layer: Any, *, latent: bool) -> La
 LAYER = re.compile(r"\.(\d+)\.")
 
 
-def check_version(found: str, *, anyway: bool = False) -> str:
+def check_version(text: str, *, anyway: bool = False) -> str:
     """A line of warning, or nothing; InputError for a vLLM that this was not tried with."""
-    if found.split("+")[0] in TESTED:
+    if text.split("+")[0] in TESTED:
         return ""
-    line = f"this connector was tried with {', '.join(TESTED)}, not with {found}"
+    line = f"this connector was tried with {', '.join(TESTED)}, not with {text}"
     if not anyway:
         raise InputError("vLLM", f'{line}; to try, set "any_version": true in kv_connector_extra_config')
     return line
@@ -325,15 +325,15 @@ def fingerprint(
 ) -> str:
     """Of one worker. `all_of_windows`: vLLM keeps them as if they were none, so more crosses."""
     dtypes = sorted({layer.shape.dtype for layer in layers.values()})
-    said = []
+    texts = []
     if share.size > 1:
-        said.append(f"tensor {share.tensor_rank + 1}/{share.tensor_size}")
-        said.append(f"stage {share.stage + 1}/{share.stages}")
+        texts.append(f"tensor {share.tensor_rank + 1}/{share.tensor_size}")
+        texts.append(f"stage {share.stage + 1}/{share.stages}")
     if share.stages > 1:
-        said.append(f"layers {min(layers)}-{max(layers)}")
+        texts.append(f"layers {min(layers)}-{max(layers)}")
     if all_of_windows:
-        said.append("with all of its windows")
-    return fingerprint_of(mark, "-".join(dtypes), " ".join(said))
+        texts.append("with all of its windows")
+    return fingerprint_of(mark, "-".join(dtypes), " ".join(texts))
 
 
 def _digest(said: object) -> str:
@@ -342,7 +342,7 @@ def _digest(said: object) -> str:
 
 def layer_of(name: str) -> int:
     """The number in a layer's name, such as model.layers.3.self_attn.attn."""
-    found = LAYER.findall(f"{name}.")
-    if len(found) != 1:
+    result = LAYER.findall(f"{name}.")
+    if len(result) != 1:
         raise InputError("vLLM", f"has a layer {name!r}, in whose name there is not one number")
-    return int(found[0])
+    return int(result[0])

@@ -42,12 +42,12 @@ def read_bytes(path: Path, option: str = "") -> bytes:
     where = f"{option}: {path}" if option else str(path)
     try:
         with path.open("rb") as file:
-            found = file.read(MOST_BYTES + 1)
+            received = file.read(MOST_BYTES + 1)
     except OSError as error:
         raise InputError(where, f"cannot be read: {error.strerror or error}") from error
-    if len(found) > MOST_BYTES:
+    if len(received) > MOST_BYTES:
         raise InputError(where, f"is larger than {MOST_BYTES >> 20} MiB; name another file")
-    return found
+    return received
 
 
 def read_text(path: Path, option: str = "") -> str:
@@ -91,7 +91,9 @@ class OutputFiles:
 
     def complain(self) -> None:
         if self.wrong:
-            raise InputError(self.wrong[0].field, "; ".join(each.problem for each in self.wrong))
+            raise InputError(
+                self.wrong[0].field, "; ".join(input_error.problem for input_error in self.wrong)
+            )
 
 
 def _whole(path: Path, write: Callable[[Path], object]) -> None:

@@ -67,17 +67,15 @@ def load_problem(
             m.traffic,
             m.terms,
             promises={
-                each.name: promised
-                for each in spec.policy.classes
-                if (promised := each.objective(m.slo)) is not None
+                request_class.name: promised
+                for request_class in spec.policy.classes
+                if (promised := request_class.objective(m.slo)) is not None
             },
             rtt_s=dict(spec.origins),
         )
         for m in spec.models
     )
-    asks = tuple(
-        replace(each, sure=sure, formats=m.formats) for each, m in zip(asks, spec.models, strict=True)
-    )
+    asks = tuple(replace(ask, sure=sure, formats=m.formats) for ask, m in zip(asks, spec.models, strict=True))
     limit = budget if budget is not None else spec.budget_usd_per_h
     problem = PlanningProblem(
         asks,
@@ -95,8 +93,8 @@ def load_problem(
         if match is None:
             raise InputError("what-if", f"{text!r} is not REGION:NODE=COUNT, such as us-east-1:8xH100=0")
         region, node = match["region"], node_name(problem, match["node"], "what-if")
-        if region not in {each.name for each in problem.regions}:
-            raise UnknownNameError("what-if: region", region, (each.name for each in problem.regions))
+        if region not in {item.name for item in problem.regions}:
+            raise UnknownNameError("what-if: region", region, (item.name for item in problem.regions))
         problem = without_nodes(problem, region, node, int(match["count"]))
     return problem
 
@@ -146,8 +144,10 @@ def scaled(spec: Spec, factor: float) -> Spec:
     if factor == 1.0:
         return spec
     classes = tuple(
-        each if each.slo is None else replace(each, slo=each.slo.scaled(factor))
-        for each in spec.policy.classes
+        request_class
+        if request_class.slo is None
+        else replace(request_class, slo=request_class.slo.scaled(factor))
+        for request_class in spec.policy.classes
     )
     return replace(
         spec,
@@ -158,9 +158,9 @@ def scaled(spec: Spec, factor: float) -> Spec:
 
 def written_slo(text: str, option: str = "--slo") -> Slo:
     """The objective that somebody wrote on a command line; what it does not name is not promised."""
-    said: dict[str, float] = {}
+    values: dict[str, float] = {}
     for part in text.split(","):
-        name, equals, value = (each.strip() for each in part.partition("="))
+        name, equals, value = (item.strip() for item in part.partition("="))
         if not equals:
             raise InputError(
                 option, f"{part.strip()!r} is not NAME=VALUE, such as ttft=2s or attainment=0.95"
@@ -168,13 +168,13 @@ def written_slo(text: str, option: str = "--slo") -> Slo:
         if name not in (*TIMES, *SHARES):
             raise UnknownNameError(option, name, (*TIMES, *SHARES))
         name = SHARES[0] if name in SHARES else name
-        if name in said:
+        if name in values:
             raise InputError(option, f"{name} stands there twice")
-        said[name] = _share(value, name, option) if name in SHARES else _time_s(value, name, option)
-    if not any(name in said for name in TIMES):
+        values[name] = _share(value, name, option) if name in SHARES else _time_s(value, name, option)
+    if not any(name in values for name in TIMES):
         raise InputError(option, "must have one of ttft, tpot, e2e, such as ttft=2s")
-    ttft_s, tpot_s = (said.get(name, UNSAID_S) for name in ("ttft", "tpot"))
-    return Slo(ttft_s, tpot_s, said.get(SHARES[0], Slo(1.0, 1.0).attainment), said.get("e2e"))
+    ttft_s, tpot_s = (values.get(name, UNSAID_S) for name in ("ttft", "tpot"))
+    return Slo(ttft_s, tpot_s, values.get(SHARES[0], Slo(1.0, 1.0).attainment), values.get("e2e"))
 
 
 def _time_s(value: str, name: str, option: str) -> float:

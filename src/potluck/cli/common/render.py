@@ -110,7 +110,7 @@ def _parts(columns: list[_Column], width: int) -> list[list[_Column]]:
     """The columns, or groups of them that fit, each with the first; numbered where that does not tell rows apart."""
 
     def takes(part: list[_Column]) -> int:
-        return sum(each.least + PADDING for each in part)
+        return sum(item.least + PADDING for item in part)
 
     if takes(columns) <= width:
         return [columns]
@@ -131,9 +131,9 @@ def _grid(columns: list[_Column], width: int) -> list[str]:
     widths = _widths(columns, width)
     heads, *rows = (
         [_folded(cell, room) for cell, room in zip(row, widths, strict=True)]
-        for row in zip(*([each.head, *each.cells] for each in columns), strict=True)
+        for row in zip(*([column.head, *column.cells] for column in columns), strict=True)
     )
-    right = [each.numeric for each in columns]
+    right = [column.numeric for column in columns]
     high = max(map(len, heads))
     heads = [[""] * (high - len(head)) + head for head in heads]
     lines = [bold(line) for line in _lines(heads, widths, right)]
@@ -146,11 +146,11 @@ def _grid(columns: list[_Column], width: int) -> list[str]:
 def _widths(columns: list[_Column], width: int) -> list[int]:
     """As wide as what they hold; where that is too much, heads of figures are folded, then the widest words."""
     room = width - PADDING * len(columns) + 2
-    if sum(each.widest for each in columns) <= room:
-        return [each.widest for each in columns]
-    least = [min(each.least, width - 2) for each in columns]
-    words = [low if each.numeric else 1 for low, each in zip(least, columns, strict=True)]
-    widths = [low if each.numeric else each.widest for low, each in zip(least, columns, strict=True)]
+    if sum(column.widest for column in columns) <= room:
+        return [column.widest for column in columns]
+    least = [min(column.least, width - 2) for column in columns]
+    words = [low if column.numeric else 1 for low, column in zip(least, columns, strict=True)]
+    widths = [low if column.numeric else column.widest for low, column in zip(least, columns, strict=True)]
     for floor in (least, words):
         spare = [place for place, low in enumerate(floor) if widths[place] > low]
         while sum(widths) > room and spare:

@@ -77,7 +77,7 @@ class Emulation:
         if len(nodes) != len(stages):
             raise InputError("emulate", f"names {len(nodes)} stages, the pipeline has {len(stages)}")
         few = sum(stage.layers for stage in stages)
-        found, first = [], 0
+        pipeline_stages, first = [], 0
         for place, stage in enumerate(stages):
             last = first + stage.layers
             kinds = nodes[place] * len(stage.places) if len(nodes[place]) == 1 else nodes[place]
@@ -89,12 +89,12 @@ class Emulation:
             before = nodes[place - 1] if place else ()
             likes = [self._like(node, layers, before) for node in kinds]
             places = tuple(
-                replace(each, emulate=like, weight=speed)
-                for each, (like, speed) in zip(stage.places, likes, strict=True)
+                replace(worker_place, emulate=like, weight=speed)
+                for worker_place, (like, speed) in zip(stage.places, likes, strict=True)
             )
-            found.append(replace(stage, places=places))
+            pipeline_stages.append(replace(stage, places=places))
             first = last
-        return tuple(found)
+        return tuple(pipeline_stages)
 
     def _like(self, node: NodeType, layers: range, before: Sequence[NodeType]) -> tuple[EmulatedGpu, float]:
         from potluck.engine.pipeline.pipeline_messages import EmulatedGpu
@@ -106,10 +106,10 @@ class Emulation:
         token_bytes = self.model.hidden * 2.0
         hops = [handover_s([0.0, token_bytes], source, node) for source in before]
         fixed = max((float(hop[0]) for hop in hops), default=0.0)
-        each = max((float(hop[1] - hop[0]) for hop in hops), default=0.0)
+        value = max((float(hop[1] - hop[0]) for hop in hops), default=0.0)
         tp = self._tp(node)
         like = EmulatedGpu(
-            self.model, node, tp, layers.start, layers.stop, self.speed_up, hop_s=fixed, hop_s_per_token=each
+            self.model, node, tp, layers.start, layers.stop, self.speed_up, hop_s=fixed, hop_s_per_token=value
         )
         timer = roofline(self.model, node, tp, layers=layers, host=NO_HOST)
         return like, 1.0 / float(decode_step_s(timer, 16, 1024)[0])
@@ -158,10 +158,10 @@ def emulation(text: str, speed_up: float = 1.0) -> Emulation:
     model = models.model(name)
     if weights:
         model = in_format(model, format_named(weights, "emulate"))
-    found = Emulation(named, model, int(parts[2]) if len(parts) == 3 else None, speed_up)
-    for node in (each for stage in named for each in stage):
-        check_tp(found.model, node, found._tp(node))
-    return found
+    result = Emulation(named, model, int(parts[2]) if len(parts) == 3 else None, speed_up)
+    for node in (item for stage in named for item in stage):
+        check_tp(result.model, node, result._tp(node))
+    return result
 
 
 def pretence(text: str, speed_up: float = 1.0, mean_output_tokens: int = 0) -> MockModel:
@@ -179,18 +179,18 @@ def pretence(text: str, speed_up: float = 1.0, mean_output_tokens: int = 0) -> M
     from potluck.perf.timers.pipeline_timer import layout_hops
 
     try:
-        said = decode(EmulatedReplica, json.loads(text), "--emulate")
+        body = decode(EmulatedReplica, json.loads(text), "--emulate")
     except ValueError as error:
         raise FormatError("--emulate", f"is not JSON ({error})") from error
-    named = {each.node for stage in said.layout.stages for each in stage.nodes}
-    found = {name: nodes.node_type(name) for name in sorted(named)}
-    gbps = {(source, target): (rate, rtt_s) for source, target, rate, rtt_s in said.links}
-    model = models.model(said.model)
+    named = {stage_node.node for stage in body.layout.stages for stage_node in stage.nodes}
+    node_types = {name: nodes.node_type(name) for name in sorted(named)}
+    gbps = {(source, target): (rate, rtt_s) for source, target, rate, rtt_s in body.links}
+    model = models.model(body.model)
     return MockModel(
-        model if said.weights is None else in_format(model, said.weights),
-        said.layout,
-        tuple(found.values()),
-        layout_hops(said.layout, found, gbps),
+        model if body.weights is None else in_format(model, body.weights),
+        body.layout,
+        tuple(node_types.values()),
+        layout_hops(body.layout, node_types, gbps),
         speed_up,
         mean_output_tokens,
     )
@@ -246,7 +246,7 @@ def _secret(file: Path | None, stages: Sequence[PipelineStage] | None) -> bytes 
         if elsewhere:
             raise InputError("--secret-file", "is needed for workers that run elsewhere")
         return None
-    found = read_text(file, "--secret-file").strip().encode()
-    if len(found) < 16:
+    secret = read_text(file, "--secret-file").strip().encode()
+    if len(secret) < 16:
         raise InputError("--secret-file", f"{file} must hold 16 characters or more")
-    return found
+    return secret

@@ -242,8 +242,8 @@ def serve(
         generation_of(directory) if generation_config == "auto" else None,
     )
     services = pretending(common, options) if pretend else [computing(common, options)]
-    for each in services:
-        each.ends_drained = end_when_drained
+    for service in services:
+        service.ends_drained = end_when_drained
     ready = announce(common.name, services[0].role, as_json, host)
     asyncio.run(
         serve_all(services, host, port, api_key=key, ready=ready, names=frozenset(allow_host), tls=secure)
@@ -265,10 +265,10 @@ def generation_of(directory: Path) -> GenerationConfig:
     """What the model's makers say about drawing tokens, with a warning where it cannot be done."""
     from potluck.api.model_files import FILE, read_generation
 
-    found = read_generation(directory)
-    if found.left_out:
-        click.echo(f"potluck: warning: {FILE}: left out: {', '.join(found.left_out)}", err=True)
-    return found
+    generation = read_generation(directory)
+    if generation.left_out:
+        click.echo(f"potluck: warning: {FILE}: left out: {', '.join(generation.left_out)}", err=True)
+    return generation
 
 
 @engine.command(context_settings={"ignore_unknown_options": True})

@@ -155,8 +155,8 @@ def _forked(arguments: list[str], log: str) -> int:
     try:
         os.setsid()
         Path("/proc/self/comm").write_text(ENGINE_TITLE)
-        for each in (signal.SIGCHLD, signal.SIGINT, signal.SIGTERM):
-            signal.signal(each, signal.SIG_DFL)
+        for item in (signal.SIGCHLD, signal.SIGINT, signal.SIGTERM):
+            signal.signal(item, signal.SIG_DFL)
         out = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
         nothing = os.open(os.devnull, os.O_RDONLY)
         for source, target in ((nothing, 0), (out, 1), (out, 2)):

@@ -78,7 +78,7 @@ def api_key(file: Path | None, option: str = "--api-key-file") -> str | None:
 
 
 def key_in(file: Path, field: str) -> str:
-    found = read_text(file, field).strip()
-    if not found:
+    text = read_text(file, field).strip()
+    if not text:
         raise InputError(field, f"{file} is empty")
-    return found
+    return text

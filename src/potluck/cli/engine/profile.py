@@ -28,25 +28,34 @@ def write_live(state: Path | None, out: Path, as_json: bool) -> None:
     """A file for each kind of node that enough was seen of: `out`, or several beside it."""
     from potluck.perf.timers.profile import profile_to_json
 
-    found = _observed(state)
+    observed = _observed(state)
     files = []
-    for pace, profile in found:
-        path = out if len(found) == 1 else out.with_stem(f"{out.stem}-{pace.model}-{pace.node}-tp{pace.tp}")
+    for pace, profile in observed:
+        path = (
+            out if len(observed) == 1 else out.with_stem(f"{out.stem}-{pace.model}-{pace.node}-tp{pace.tp}")
+        )
         try:
             path.write_text(profile_to_json(profile), "utf-8")
         except OSError as error:
             raise InputError("--out", f"{path} cannot be written ({error.strerror or error})") from error
         files.append(path)
     rows = [
-        [each.model, each.node, each.tp, f"{each.pace:.2f}", each.replicas, path]
-        for (each, _), path in zip(found, files, strict=True)
+        [
+            observed_speed.model,
+            observed_speed.node,
+            observed_speed.tp,
+            f"{observed_speed.pace:.2f}",
+            observed_speed.replicas,
+            path,
+        ]
+        for (observed_speed, _), path in zip(observed, files, strict=True)
     ]
     names = ("model", "node", "tp", "pace", "replicas", "file")
     if as_json:
         emit_json(
             [
                 dict(zip(names, [*row[:3], pace.pace, pace.replicas, str(row[-1])], strict=True))
-                for row, (pace, _) in zip(rows, found, strict=True)
+                for row, (pace, _) in zip(rows, observed, strict=True)
             ]
         )
         return
@@ -68,7 +77,7 @@ def _observed(state: Path | None) -> list[tuple[ObservedSpeed, Profile]]:
         raise nothing(
             f"too little was seen in {folder} yet: replicas must work for {ENOUGH * LOOK_S:.0f} s or more"
         )
-    profiles = tuple(Path(each) for each in known.get("profiles", ()))
+    profiles = tuple(Path(item) for item in known.get("profiles", ()))
     problem = measured(load_problem(read_spec(Path(known["path"])), 0.8, None, (), 0.0), profiles)
     day = datetime.now(UTC).date().isoformat()
     asks = {ask.name: ask for ask in problem.asks}
@@ -148,14 +157,14 @@ def profile(
         return
     try:
         flags = ProfileOptions(**options)  # type: ignore[arg-type]
-        found = _remote(url, flags) if url is not None else _local(flags)
+        remote = _remote(url, flags) if url is not None else _local(flags)
     except ModuleNotFoundError as error:
         raise InputError("profile", f"needs {error.name}; install potluck[engine]") from error
     try:
-        out.write_text(profile_to_json(found), "utf-8")
+        out.write_text(profile_to_json(remote), "utf-8")
     except OSError as error:
         raise InputError("--out", f"{out} cannot be written ({error.strerror or error})") from error
-    _show(found, out, as_json)
+    _show(remote, out, as_json)
 
 
 def _local(options: ProfileOptions) -> Profile:
@@ -184,10 +193,10 @@ def _local(options: ProfileOptions) -> Profile:
     bench = LocalBench(executor, options.repeats)
     what = grid(bench.bounds, options.quick)
     points = []
-    with progress(what.count) as said:
+    with progress(what.count) as progress_bar:
         for point in bench.points(what):
             points.append(point)
-            said(_words(point))
+            progress_bar(_words(point))
     executor.shutdown()
     name = options.name or directory.resolve().name
     return _profile(_device_name(options.device), name, options, {"torch": str(torch.__version__)}, points)
@@ -220,11 +229,11 @@ def _remote(url: str, options: ProfileOptions) -> Profile:
             )
             what = grid(bounds, options.quick)
             points = []
-            told = await steps_told(bench)
-            with progress(what.count) as said:
-                async for point in (told or bench).points(what, bounds):
+            step_bench = await steps_told(bench)
+            with progress(what.count) as progress_bar:
+                async for point in (step_bench or bench).points(what, bounds):
                     points.append(point)
-                    said(_words(point))
+                    progress_bar(_words(point))
             name = options.name or bench.model
             kind = "vllm" if "vLLM" in bench.version else "potluck"
             return _profile("", name, options, {"engine": bench.version}, points, kind)
@@ -266,23 +275,23 @@ def _words(point: ProfilePoint) -> str:
     return f"{', '.join(parts)}: {seconds(point.seconds)}"
 
 
-def _show(found: Profile, out: Path, as_json: bool) -> None:
+def _show(result: Profile, out: Path, as_json: bool) -> None:
     from potluck.perf.timers.profile import ProfileTimer
 
-    timer = ProfileTimer(found)
+    timer = ProfileTimer(result)
     if as_json:
         emit_json(
             {
                 "out": str(out),
-                "gpu": found.gpu,
-                "model": found.model,
-                "points": len(found.points),
+                "gpu": result.gpu,
+                "model": result.model,
+                "points": len(result.points),
                 "fit_error": timer.fit_mape,
             }
         )
         return
-    prefills = [p for p in found.points if p.chunk_new and not p.decodes and not p.chunk_cached]
-    decodes = [p for p in found.points if p.decodes and not p.chunk_new]
+    prefills = [p for p in result.points if p.chunk_new and not p.decodes and not p.chunk_cached]
+    decodes = [p for p in result.points if p.decodes and not p.chunk_new]
     shortest = min((p.decode_context / p.decodes for p in decodes), default=0.0)
     rows = [(f"prompt of {p.chunk_new}", seconds(p.seconds), _rate(p.chunk_new, p)) for p in prefills]
     rows += [
@@ -290,7 +299,9 @@ def _show(found: Profile, out: Path, as_json: bool) -> None:
         for p in decodes
         if p.decode_context / p.decodes <= shortest * 1.5
     ]
-    table(f"{found.model} on {found.gpu}: {len(found.points)} steps measured", ("step", "time", "rate"), rows)
+    table(
+        f"{result.model} on {result.gpu}: {len(result.points)} steps measured", ("step", "time", "rate"), rows
+    )
     click.echo(f"{out}: written; a smooth formula alone fits it to {percent(timer.fit_mape)} on average")
 
 

@@ -96,31 +96,39 @@ def find(urls: tuple[str, ...], key_file: Path, ca: Path | None, out: Path | Non
     from potluck.control.host_agent import HostClient, matrix
 
     asking = HostClient(key_in(key_file, "--key-file"), None if ca is None else client_tls(ca, "--ca"))
-    found = [asking.host(url.rstrip("/")) for url in urls]
-    names = [each.name for each in found]
+    host_reports = [asking.host(url.rstrip("/")) for url in urls]
+    names = [report.name for report in host_reports]
     if len(set(names)) != len(names):
         raise InputError("--name", f"two hosts have the same one: {', '.join(sorted(names))}")
-    ways = matrix(asking, [each.url for each in found])
+    ways = matrix(asking, [report.url for report in host_reports])
     if out is not None:
-        out.write_text(pool_text(found, ways), "utf-8")
+        out.write_text(pool_text(host_reports, ways), "utf-8")
     if as_json:
-        render.emit_json(_as_json(found, ways))
+        render.emit_json(_as_json(host_reports, ways))
         return
-    for each in found:
+    for host_report in host_reports:
         click.echo(
-            f"{each.name} in {each.region}: {', '.join(each.gpus) or 'no GPU'}; version {each.version}"
+            f"{host_report.name} in {host_report.region}: {', '.join(host_report.gpus) or 'no GPU'}; "
+            f"version {host_report.version}"
         )
     for (source, target), way in ways.items():
-        here, there = (next(each.name for each in found if each.url == url) for url in (source, target))
+        here, there = (
+            next(report.name for report in host_reports if report.url == url) for url in (source, target)
+        )
         click.echo(f"{here} -> {there}: {way.gbps:.3g} Gbit/s, {way.rtt_ms:.2g} ms")
 
 
-def _as_json(found: list[HostReport], ways: dict[tuple[str, str], HostLink]) -> dict[str, object]:
-    names = {each.url: each.name for each in found}
+def _as_json(host_reports: list[HostReport], ways: dict[tuple[str, str], HostLink]) -> dict[str, object]:
+    names = {host_report.url: host_report.name for host_report in host_reports}
     return {
         "hosts": [
-            {"name": each.name, "region": each.region, "gpus": list(each.gpus), "version": each.version}
-            for each in found
+            {
+                "name": host_report.name,
+                "region": host_report.region,
+                "gpus": list(host_report.gpus),
+                "version": host_report.version,
+            }
+            for host_report in host_reports
         ],
         "links": [
             {"from": names[source], "to": names[target], "gbps": way.gbps, "rtt_ms": way.rtt_ms}
@@ -129,17 +137,18 @@ def _as_json(found: list[HostReport], ways: dict[tuple[str, str], HostLink]) -> 
     }
 
 
-def pool_text(found: list[HostReport], ways: dict[tuple[str, str], HostLink]) -> str:
+def pool_text(host_reports: list[HostReport], ways: dict[tuple[str, str], HostLink]) -> str:
     """The `pool:` of a spec. A host's GPUs must be alike; one without any is left out."""
-    having = [each for each in found if each.gpus]
+    having = [report for report in host_reports if report.gpus]
     lines = ["pool:", "  machines:"]
-    for each in having:
-        if len(set(each.gpus)) > 1:
+    for host_report in having:
+        if len(set(host_report.gpus)) > 1:
             raise InputError(
-                each.name, f"has unlike GPUs ({', '.join(sorted(set(each.gpus)))}); list it by hand"
+                host_report.name,
+                f"has unlike GPUs ({', '.join(sorted(set(host_report.gpus)))}); list it by hand",
             )
-        node = f"{len(each.gpus)}x{each.gpus[0]}"
-        machine = {"name": each.name, "node": node, "region": each.region}
+        node = f"{len(host_report.gpus)}x{host_report.gpus[0]}"
+        machine = {"name": host_report.name, "node": node, "region": host_report.region}
         lines.append(f"    - {json.dumps(machine)}")
     if not having:
         raise InputError("URL", "none of these hosts has a GPU; there is nothing to plan with")

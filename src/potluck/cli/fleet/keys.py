@@ -92,7 +92,7 @@ def add(
         sha256 = rest.pop("sha256")
         rest.pop("name")
         shuts = is_open(service.store) and not any(
-            each.name == name and each.holds(time.time()) for each in kept_keys(service.store)
+            kept_key.name == name and kept_key.holds(time.time()) for kept_key in kept_keys(service.store)
         )
         if shuts:
             _say_shut(service.gateway_lives and not yes)
@@ -134,7 +134,7 @@ def revoke(name: str, state: Path | None, as_json: bool) -> None:
 
     with _store(state) as (service, note):
         count = revoke_key(service.store, service.folder, name, time.time())
-        left = sum(each.holds(time.time()) for each in kept_keys(service.store))
+        left = sum(key.holds(time.time()) for key in kept_keys(service.store))
         shut = not left and not is_open(service.store)
     if as_json:
         render.emit_json({"name": name, "revoked": count, "left": left, "nobody_gets_in": shut})
@@ -191,20 +191,20 @@ def listed(state: Path | None, as_json: bool) -> None:
     from potluck.control.accounts import is_open, kept_keys
 
     with _store(state) as (service, _note):
-        found, without = kept_keys(service.store), is_open(service.store)
+        result, without = kept_keys(service.store), is_open(service.store)
     now_s = time.time()
-    rows = [_row(each, now_s) for each in found]
+    rows = [_row(kept_key, now_s) for kept_key in result]
     if as_json:
         render.emit_json({"open": without, "keys": rows})
     elif not rows:
         click.echo("no keys: the gateway asks for none; `potluck keys add NAME` makes one")
     else:
         names = ("name", "tenant", "holds", "made", "ends", "limits", "sha256")
-        table = [[*(row[each] for each in names[:-1]), str(row["sha256"])[:12]] for row in rows]
+        table = [[*(row[name] for name in names[:-1]), str(row["sha256"])[:12]] for row in rows]
         render.narrow(names, [["" if cell is None else str(cell) for cell in row] for row in table])
         if without:
             click.echo("clients without a key are let in; `potluck keys close` ends that")
-        elif not any(each.holds(now_s) for each in found):
+        elif not any(kept_key.holds(now_s) for kept_key in result):
             click.echo(NOBODY)
 
 
@@ -332,8 +332,8 @@ def moment(text: str, now_s: float, field: str) -> float:
     if span is not None:
         return max(0.0, now_s - int(span[1]) * UNITS_S[span[2]])
     try:
-        found = datetime.fromisoformat(text)
-        return max(0.0, (found if found.tzinfo else found.replace(tzinfo=UTC)).timestamp())
+        result = datetime.fromisoformat(text)
+        return max(0.0, (result if result.tzinfo else result.replace(tzinfo=UTC)).timestamp())
     except (ValueError, OverflowError):
         raise InputError(
             field, f"{text!r} is no day, time or span, such as 2031-01-31, 2031-01-31T12:00, 24h or 30d"

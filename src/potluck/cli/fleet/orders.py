@@ -37,8 +37,8 @@ def _with_gateway(service: ServiceView) -> ServiceView:
 
 def _replica(service: ServiceView, text: str) -> str:
     """The replica that is meant: its name, a part that only it has (`east#1/0`), or its engine's name."""
-    names = [str(each["replica"]) for each in _with_gateway(service).client.snapshot().get("replicas", ())]
-    engines = {each.name: each.replica for each in service.store.instances() if each.replica}
+    names = [str(item["replica"]) for item in _with_gateway(service).client.snapshot().get("replicas", ())]
+    engines = {instance.name: instance.replica for instance in service.store.instances() if instance.replica}
     if text in engines:
         return engines[text]
     return meant("REPLICA", text, names)
@@ -48,12 +48,12 @@ def meant(field: str, text: str, names: list[str]) -> str:
     """The only name that has this as a part of it."""
     if not text:
         raise InputError(field, f"is empty; there are {', '.join(names) or 'none'}")
-    found = [text] if text in names else [name for name in names if text in name]
-    if len(found) > 1:
-        raise InputError(field, f"{text!r} is a part of several: {', '.join(found)}")
-    if not found:
+    texts = [text] if text in names else [name for name in names if text in name]
+    if len(texts) > 1:
+        raise InputError(field, f"{text!r} is a part of several: {', '.join(texts)}")
+    if not texts:
         raise UnknownNameError(field, text, names)
-    return found[0]
+    return texts[0]
 
 
 def _note(service: ServiceView, kind: str, what: str) -> None:
@@ -76,23 +76,25 @@ def drain(replica: str, state: Path | None, as_json: bool) -> None:
 
     with opened(state) as service:
         replica = _replica(service, replica)
-        engines = {each.replica: each.name for each in service.store.instances() if each.replica}
+        engines = {
+            instance.replica: instance.name for instance in service.store.instances() if instance.replica
+        }
         client, mine = service.client, [engines[replica]] if replica in engines else []
         leave(service.store, mine)  # before it is empty, which it may be at once
         try:
-            said = client.drain(replica)
+            text = client.drain(replica)
         except PotluckError:
             stay(service.store, mine)
             raise
-        leave(service.store, (engines[each] for each in said.get("with_it", ()) if each in engines))
+        leave(service.store, (engines[entry] for entry in text.get("with_it", ()) if entry in engines))
         _note(service, "drain", replica)
         lives = service.controller_lives
     if as_json:
-        render.emit_json(said)
+        render.emit_json(text)
         return
-    click.echo(f"{replica} drains; {said.get('open_requests', 0)} requests are open there")
-    for each in said.get("with_it", ()):
-        click.echo(f"  with it {each}, of the same copy")
+    click.echo(f"{replica} drains; {text.get('open_requests', 0)} requests are open there")
+    for item in text.get("with_it", ()):
+        click.echo(f"  with it {item}, of the same copy")
     _unless(lives, "its engine is stopped and replaced")
 
 
@@ -108,14 +110,14 @@ def flip(replica: str, role: str, state: Path | None, as_json: bool) -> None:
     """
     with opened(state) as service:
         replica = _replica(service, replica)
-        said = service.client.flip(replica, role)
-        _note(service, "flip", f"{replica} from {said.get('before')} to {said.get('role')}")
+        text = service.client.flip(replica, role)
+        _note(service, "flip", f"{replica} from {text.get('before')} to {text.get('role')}")
     if as_json:
-        render.emit_json(said)
-    elif said.get("role") == said.get("planned"):
-        click.echo(f"{replica} is {said['role']}, as planned; rules may change that again")
+        render.emit_json(text)
+    elif text.get("role") == text.get("planned"):
+        click.echo(f"{replica} is {text['role']}, as planned; rules may change that again")
     else:
-        click.echo(f"{replica} is {said.get('role')} until you flip it back to {said.get('planned')}")
+        click.echo(f"{replica} is {text.get('role')} until you flip it back to {text.get('planned')}")
 
 
 @click.command()
@@ -137,19 +139,19 @@ def scale(what: str | None, state: Path | None, auto: bool, as_json: bool) -> No
     if auto == (what is not None):
         raise InputError("TEMPLATE@REGION=COUNT", "is needed, or --auto, and not both")
     with opened(state) as service:
-        said = _handed_back(service) if what is None else _scaled(_with_gateway(service), what)
+        handed_back = _handed_back(service) if what is None else _scaled(_with_gateway(service), what)
         lives = service.controller_lives
     if as_json:
-        render.emit_json(said)
+        render.emit_json(handed_back)
         return
-    click.echo(said["line"])
-    for model in said.get("unserved", ()):
+    click.echo(handed_back["line"])
+    for model in handed_back.get("unserved", ()):
         click.echo(f"note: nothing is left to serve {model}")
     if what is not None:
         _unless(lives, "engines are started and stopped")
-        if said["scaling"] not in (None, "none"):
+        if handed_back["scaling"] not in (None, "none"):
             click.echo(
-                f"note: scaling ({said['scaling']}) goes on from there, and says so in `potluck events`"
+                f"note: scaling ({handed_back['scaling']}) goes on from there, and says so in `potluck events`"
             )
 
 
@@ -163,13 +165,13 @@ def _scaled(service: ServiceView, what: str) -> dict[str, Any]:
     newest = service.store.plan()
     if newest is None:
         raise nothing(f"there is no plan in {service.folder} yet")
-    template = meant("TEMPLATE", template, [each.name for each in newest.plan.templates])
+    template = meant("TEMPLATE", template, [item.name for item in newest.plan.templates])
     what = f"{template}@{region}={number}"
     snapshot = service.client.snapshot()
     costs = {
-        each["region"]: each["usd_per_h"]
-        for each in snapshot.get("copies", ())
-        if each["template"] == template
+        item["region"]: item["usd_per_h"]
+        for item in snapshot.get("copies", ())
+        if item["template"] == template
     }
     available: Counter[tuple[str, str]] = Counter()
     for place in snapshot.get("regions", ()):
@@ -196,8 +198,8 @@ def _scaled(service: ServiceView, what: str) -> dict[str, Any]:
 
 def _unserved(plan: Plan) -> list[str]:
     """Models of the plan without any copy."""
-    served = {plan.template(each.template).model for each in plan.deployments if each.count}
-    return sorted({each.model for each in plan.templates} - served)
+    served = {plan.template(deployment.template).model for deployment in plan.deployments if deployment.count}
+    return sorted({item.model for item in plan.templates} - served)
 
 
 def _handed_back(service: ServiceView) -> dict[str, Any]:
@@ -328,32 +330,34 @@ def _told(
     lift: bool,
 ) -> None:
     if at is not None:
-        said = _ask(client_at(at, key_file, ca, state), {}, name, lift)
+        text = _ask(client_at(at, key_file, ca, state), {}, name, lift)
     else:
         with opened(state) as service:
             if not service.gateway_lives:
                 raise nothing(f"no gateway runs in {service.folder}; `potluck status` says what does")
-            engines = {each.name: each.replica for each in service.store.instances() if each.replica}
-            said = _ask(service.client, engines, name, lift)
+            engines = {
+                instance.name: instance.replica for instance in service.store.instances() if instance.replica
+            }
+            text = _ask(service.client, engines, name, lift)
     if as_json:
-        render.emit_json(said)
+        render.emit_json(text)
         return
-    for each in said["changed"]:
-        click.echo(f"{each} is sent {'requests again' if lift else 'nothing new'}")
-    if not said["changed"]:
+    for item in text["changed"]:
+        click.echo(f"{item} is sent {'requests again' if lift else 'nothing new'}")
+    if not text["changed"]:
         click.echo("no replica changes by that now")
-    click.echo(f"cordoned: {', '.join(said['cordoned']) or 'nothing'}")
+    click.echo(f"cordoned: {', '.join(text['cordoned']) or 'nothing'}")
 
 
 def _ask(client: GatewayClient, engines: dict[str, str], name: str, lift: bool) -> dict[str, Any]:
     """A host or a mark that is there by its whole name; else a replica by a part of its own, or by its engine's."""
     snapshot = client.snapshot()
     marks = snapshot.get("wanted", {}).get("cordoned", ())
-    hosts = {urlsplit(str(each["url"])).hostname for each in snapshot.get("engines", ())}
+    hosts = {urlsplit(str(item["url"])).hostname for item in snapshot.get("engines", ())}
     if name in hosts or name in marks:
         return client.cordon(name, node=True, lift=lift)
-    names = [str(each["replica"]) for each in snapshot.get("replicas", ())]
-    if name not in engines and not any(name in each for each in names):
+    names = [str(item["replica"]) for item in snapshot.get("replicas", ())]
+    if name not in engines and not any(name in item for item in names):
         return client.cordon(name, node=True, lift=lift)
     return client.cordon(engines.get(name) or meant("REPLICA", name, names), node=False, lift=lift)
 
@@ -389,7 +393,9 @@ def upgrade(
         from potluck.control.manual_changes import leave
 
         def drain(replica: str) -> None:
-            engines = {each.replica: each.name for each in service.store.instances() if each.replica}
+            engines = {
+                instance.replica: instance.name for instance in service.store.instances() if instance.replica
+            }
             unit = replica.rpartition("/")[0]
             leave(service.store, (name for of, name in engines.items() if of.rpartition("/")[0] == unit))
             service.client.drain(replica)

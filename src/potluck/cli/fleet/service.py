@@ -78,12 +78,12 @@ def running_url() -> str | None:
     """Where clients ask the only service that runs here; None where there is none, or several."""
     from potluck.control.service_view import ServiceView
 
-    found = []
+    texts = []
     for folder in _known():
         service = ServiceView(folder)
-        found += [service.url] if service.gateway_lives else []
+        texts += [service.url] if service.gateway_lives else []
         service.close()
-    return found[0] if len(found) == 1 else None
+    return texts[0] if len(texts) == 1 else None
 
 
 def _known() -> list[Path]:
@@ -104,11 +104,11 @@ def _folder(state: Path | None, running: bool, left: bool) -> Path:
         raise InputError("--state", f"is needed, several run: {', '.join(map(str, alive))}")
     if not alive and running:
         raise nothing("nothing runs; start it with `potluck up`")
-    found = alive or known
-    if len(found) > 1:
-        several = ", ".join(map(str, found))
+    paths = alive or known
+    if len(paths) > 1:
+        several = ", ".join(map(str, paths))
         raise InputError("--state", f"is needed: nothing runs now, and several have ended: {several}")
-    return found[0]
+    return paths[0]
 
 
 def _runs(folder: Path, left: bool) -> bool:

@@ -47,17 +47,17 @@ def status(state: Path | None, as_json: bool) -> None:
     """
     with opened(state) as service:
         now_s = time.time()
-        found = service.status(now_s)
+        result = service.status(now_s)
     if as_json:
-        render.emit_json(found)
+        render.emit_json(result)
     else:
-        _show(found, now_s)
+        _show(result, now_s)
 
 
-def _show(found: dict[str, Any], now_s: float) -> None:
-    plan = found["plan"]
-    lives = ", ".join(f"{name} {'runs' if found[name] else 'is gone'}" for name in ("gateway", "controller"))
-    click.echo(f"{found['url'] or 'no address yet'}  ({lives}; state in {found['state']})")
+def _show(result: dict[str, Any], now_s: float) -> None:
+    plan = result["plan"]
+    lives = ", ".join(f"{name} {'runs' if result[name] else 'is gone'}" for name in ("gateway", "controller"))
+    click.echo(f"{result['url'] or 'no address yet'}  ({lives}; state in {result['state']})")
     if plan is not None:
         ago = figures.seconds(max(0.0, now_s - plan["since_s"]))
         click.echo(
@@ -66,15 +66,15 @@ def _show(found: dict[str, Any], now_s: float) -> None:
         )
         for line in plan["notices"]:
             click.echo(f"notice: {line}")
-        for each in plan["deployments"]:
-            click.echo(f"  {each['count']} x {each['template']} in {each['region']}")
-        standby = found["standby"] or {"copies": ()}
-        for each in standby["copies"]:
-            click.echo(f"  {each['count']} x {each['template']} in {each['region']} on standby")
+        for item in plan["deployments"]:
+            click.echo(f"  {item['count']} x {item['template']} in {item['region']}")
+        standby = result["standby"] or {"copies": ()}
+        for entry in standby["copies"]:
+            click.echo(f"  {entry['count']} x {entry['template']} in {entry['region']} on standby")
         if standby["copies"]:
             whole = plan["cost_usd_per_h"] + standby["usd_per_h"]
             click.echo(f"  standby is ${standby['usd_per_h']:.2f}/h more, ${whole:.2f}/h in all")
-    for name, model in found["models"].items():
+    for name, model in result["models"].items():
         slo = model.get("slo")
         aim = ""
         if slo:
@@ -82,22 +82,22 @@ def _show(found: dict[str, Any], now_s: float) -> None:
             if slo.get("e2e_s"):
                 aim += f", E2E <= {figures.seconds(slo['e2e_s'])}"
         click.echo(f"model {name}: {'ready' if model['ready'] else model['why']}{aim}")
-    for line in found["notices"]:
+    for line in result["notices"]:
         render.paragraph(f"notice: {line}")
     click.echo()
-    if found["replicas"]:
+    if result["replicas"]:
         columns = ("replica", "role", "state", "engine", "pace", "open", "KV")
-        only = next(iter(found["models"])) if len(found["models"]) == 1 else None
-        render.narrow(columns, [_row(each, only) for each in found["replicas"]])
-    for each in found["lacking"]:
-        click.echo(f"missing: {each['what']}: {each['why']}")
-        for line in each.get("log", ()):
+        only = next(iter(result["models"])) if len(result["models"]) == 1 else None
+        render.narrow(columns, [_row(one_item, only) for one_item in result["replicas"]])
+    for element in result["lacking"]:
+        click.echo(f"missing: {element['what']}: {element['why']}")
+        for line in element.get("log", ()):
             click.echo(f"    {line}")
-        if each.get("log"):
-            click.echo(f"    (`potluck logs {each['engine']}` has all of it)")
-    for line in found["problems"]:
+        if element.get("log"):
+            click.echo(f"    (`potluck logs {element['engine']}` has all of it)")
+    for line in result["problems"]:
         click.echo(f"problem: {line}")
-    for note in found["notes"]:
+    for note in result["notes"]:
         click.echo(_line(note["at_s"], note["kind"], note["what"], note["why"]))
 
 
@@ -138,13 +138,13 @@ def _past(service: ServiceView, lines: int, follow: bool, as_json: bool) -> None
     last, waiting = 0, list(service.store.happenings(most=lines))
     while True:
         settled_s = time.time() - SETTLE_S if follow else inf
-        for each in sorted(waiting, key=lambda each: (each.at_s, each.id)):
-            last = max(last, each.id)
-            if each.at_s <= settled_s:
-                click.echo(_happening(each, as_json))
+        for recorded_event in sorted(waiting, key=lambda each: (each.at_s, each.id)):
+            last = max(last, recorded_event.id)
+            if recorded_event.at_s <= settled_s:
+                click.echo(_happening(recorded_event, as_json))
         if not follow:
             return
-        waiting = [each for each in waiting if each.at_s > settled_s]
+        waiting = [event for event in waiting if event.at_s > settled_s]
         time.sleep(LOOK_S)
         waiting += service.store.happenings(after=last)
 
@@ -215,25 +215,25 @@ def _list(files: dict[str, Path], as_json: bool) -> None:
 
 def _files(service: ServiceView) -> dict[str, Path]:
     """Logs by who wrote them, the newest last."""
-    found = [path for path in (service.folder / "logs").glob("*.log") if path.is_file()]
-    return {path.stem: path for path in sorted(found, key=lambda path: path.stat().st_mtime)}
+    paths = [path for path in (service.folder / "logs").glob("*.log") if path.is_file()]
+    return {path.stem: path for path in sorted(paths, key=lambda path: path.stat().st_mtime)}
 
 
 def _log_of(service: ServiceView, files: dict[str, Path], name: str) -> Path:
-    replicas = {each.replica: each.name for each in service.store.instances() if each.replica}
-    found = meant("NAME", name, [*files, *replicas, CONTROLLER])
-    path = files.get(replicas.get(found, found))
+    replicas = {instance.replica: instance.name for instance in service.store.instances() if instance.replica}
+    text = meant("NAME", name, [*files, *replicas, CONTROLLER])
+    path = files.get(replicas.get(text, text))
     if path is None:
-        raise nothing(f"{found} has written nothing yet")
+        raise nothing(f"{text} has written nothing yet")
     return path
 
 
 def _last(path: Path, lines: int) -> list[str]:
     """The end of a log, and of the one before it where it was rotated lately."""
     text = ""
-    for each in (path.with_name(f"{path.name}.1"), path):
-        if each.is_file():
-            with each.open("rb") as file:
+    for item in (path.with_name(f"{path.name}.1"), path):
+        if item.is_file():
+            with item.open("rb") as file:
                 file.seek(max(0, file.seek(0, 2) - TAIL_BYTES))
                 text += file.read().decode("utf-8", "replace")
     return text.splitlines()[-lines:]
@@ -248,9 +248,9 @@ def _follow(path: Path) -> Iterator[str]:
         if size > at:
             with path.open("rb") as file:
                 file.seek(at)
-                said = file.read()
-            at += len(said)
-            *lines, rest = (rest + said.decode("utf-8", "replace")).split("\n")
+                received = file.read()
+            at += len(received)
+            *lines, rest = (rest + received.decode("utf-8", "replace")).split("\n")
             yield from lines
 
 
@@ -322,7 +322,7 @@ def _figures(service: ServiceView, snapshot: dict[str, Any], recent: RecentMetri
         "span_s": recent.span_s,
         "controller": service.controller_lives,
         "models": {name: _model(name, recent) for name in snapshot.get("models", {})},
-        "replicas": [_replica(each) for each in snapshot.get("replicas", ())],
+        "replicas": [_replica(item) for item in snapshot.get("replicas", ())],
         "links": list(snapshot.get("links") or ()),
     }
 
@@ -367,7 +367,7 @@ def _frame(shown: dict[str, Any]) -> Group:
         head += "  no controller"
     grids = (_models(shown["models"]), _replicas(shown["replicas"]), _links(shown["links"]))
     parts = [(Text(""), grid) for grid in grids if grid is not None]
-    return Group(Text(head, style="bold"), *(each for part in parts for each in part))
+    return Group(Text(head, style="bold"), *(item for part in parts for item in part))
 
 
 def _grid(*columns: str, gap: int = 2) -> Table:
@@ -384,15 +384,15 @@ def _grid(*columns: str, gap: int = 2) -> Table:
 
 def _models(models: dict[str, Any]) -> Table:
     grid = _grid("model", "req/s", "tok/s", "TTFT p50", "p90", "TPOT p50", "p90", "run", "wait", "$/Mtok")
-    for name, each in models.items():
-        usd = each["usd_per_million_tokens"]
+    for name, model in models.items():
+        usd = model["usd_per_million_tokens"]
         grid.add_row(
             name,
-            f"{each['requests_per_s']:.1f}",
-            render.count(round(each["output_tokens_per_s"])),
-            *(_seconds(each[f"{what}_s"]) for what in ("ttft_p50", "ttft_p90", "tpot_p50", "tpot_p90")),
-            f"{each['running']:.0f}",
-            f"{each['waiting']:.0f}",
+            f"{model['requests_per_s']:.1f}",
+            render.count(round(model["output_tokens_per_s"])),
+            *(_seconds(model[f"{what}_s"]) for what in ("ttft_p50", "ttft_p90", "tpot_p50", "tpot_p90")),
+            f"{model['running']:.0f}",
+            f"{model['waiting']:.0f}",
             "-" if usd is None else render.usd(usd),
         )
     return grid
@@ -401,16 +401,16 @@ def _models(models: dict[str, Any]) -> Table:
 def _replicas(replicas: list[dict[str, Any]]) -> Table:
     grid = _grid("replica", "role", "state", "busy", "wait", "KV", "pace", "step", gap=1)
     shown = sorted(replicas, key=lambda each: -each["open_requests"])[:MOST_ROWS]
-    for each in sorted(shown, key=lambda each: str(each["replica"])):
+    for item in sorted(shown, key=lambda each: str(each["replica"])):
         grid.add_row(
-            _short(each["replica"]),
-            each["role"],
-            each["state"] + ("?" if each["doubted"] else ""),
-            str(each["open_requests"]),
-            str(each["waiting"]),
-            "-" if each["kv_used"] is None else f"{each['kv_used']:.0%}",
-            f"{each['pace']:.2f}",
-            _seconds(each["step_s"]),
+            _short(item["replica"]),
+            item["role"],
+            item["state"] + ("?" if item["doubted"] else ""),
+            str(item["open_requests"]),
+            str(item["waiting"]),
+            "-" if item["kv_used"] is None else f"{item['kv_used']:.0%}",
+            f"{item['pace']:.2f}",
+            _seconds(item["step_s"]),
         )
     return grid
 
@@ -420,12 +420,12 @@ def _links(links: list[dict[str, Any]]) -> Table | None:
     if not links:
         return None
     grid = _grid("link", "used", "Gbit/s", "KV that waits")
-    for each in sorted(links, key=lambda each: -each["utilisation"])[:MOST_ROWS]:
+    for link in sorted(links, key=lambda each: -each["utilisation"])[:MOST_ROWS]:
         grid.add_row(
-            f"{_short(each['source'], 26)} > {_short(each['target'], 26)}",
-            f"{each['utilisation']:.0%}",
-            f"{each['gbps']:.3g}",
-            render.bytes_(each["queued_bytes"]),
+            f"{_short(link['source'], 26)} > {_short(link['target'], 26)}",
+            f"{link['utilisation']:.0%}",
+            f"{link['gbps']:.3g}",
+            render.bytes_(link["queued_bytes"]),
         )
     return grid
 

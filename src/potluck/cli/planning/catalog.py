@@ -59,7 +59,7 @@ def _gpu_row(gpus: Any, key: str) -> tuple[str, ...]:
     recalled = sum(figure.source.kind == "recall" for figure in facts.figures)
     mark = ("!" if facts.doubt else "") + (f"~{recalled}" if recalled else "")
     figures = (gpu.fp16_tflops, gpu.fp8_tflops, gpu.memory_gb, gpu.bandwidth_gb_per_s, gpu.tdp_w or None)
-    return (key, gpu.architecture, *("-" if each is None else f"{each:g}" for each in figures), mark)
+    return (key, gpu.architecture, *("-" if item is None else f"{item:g}" for item in figures), mark)
 
 
 def _node_row(nodes: Any, key: str) -> tuple[str, ...]:
@@ -72,14 +72,14 @@ def _node_row(nodes: Any, key: str) -> tuple[str, ...]:
 def _model_row(models: Any, key: str) -> tuple[str, ...]:
     sums, context = _totals(key), models.model(key).max_context_tokens
     billions = (sums["parameters"], sums["active_parameters"], sums["weight_bytes"])
-    figures = (*(f"{each / 1e9:.1f}" for each in billions), f"{sums['kv_bytes_per_token'] / 2**10:.2f}")
+    figures = (*(f"{billion / 1e9:.1f}" for billion in billions), f"{sums['kv_bytes_per_token'] / 2**10:.2f}")
     state = f"{sums['state_bytes'] / 2**20:.1f}"
     return (key, str(sums["layers"]), *figures, state, str(context), "!" if models.facts(key).doubt else "")
 
 
 def _workload_row(workloads: Any, key: str) -> tuple[str, ...]:
     entry = workloads.workload(key)
-    means = (f"{each.mean_tokens:,.0f}" for each in (entry.lengths.prompt, entry.lengths.output))
+    means = (f"{item.mean_tokens:,.0f}" for item in (entry.lengths.prompt, entry.lengths.output))
     rate = "-" if entry.rate_per_s is None else f"{entry.rate_per_s:g}"
     mark = "!" if workloads.facts(key).assumed else ""
     return (key, *means, rate, f"{entry.gap_cv:g}", entry.about, mark)
@@ -216,18 +216,18 @@ def prices_command(
     if there is not None and source is not None and spec_path is not None:
         offers.write_offers(offers.offers_for(read_spec(spec_path), there.prices, source[1]), out)
         return
-    found: Iterable[Price]
+    placed: Iterable[Price]
     if there is not None:
-        found = there.prices if region is None else _placed(there.prices, region)
+        placed = there.prices if region is None else _placed(there.prices, region)
     else:
-        found = prices.prices() if region is None else prices.in_region(region)
+        placed = prices.prices() if region is None else prices.in_region(region)
     if node is not None:
         wanted = nodes.canonical(node)
-        found = (price for price in found if price.node == wanted)
+        placed = (price for price in placed if price.node == wanted)
     if gpu is not None:
         name = gpus.canonical(gpu)
-        found = (price for price in found if nodes.parse(price.node)[1] == name)
-    chosen = [price for price in found if price.listed or not listed]
+        placed = (price for price in placed if nodes.parse(price.node)[1] == name)
+    chosen = [price for price in placed if price.listed or not listed]
     if as_json:
         rest = [] if there is None else [{"left_out": why, "rows": count} for why, count in there.left_out]
         emit_json([_price_json(price) for price in chosen] + rest)
@@ -243,7 +243,7 @@ def prices_command(
 
 def _placed(prices: Iterable[Price], region: str) -> list[Price]:
     wanted = region.strip().casefold().replace(":", "/")
-    return [each for each in prices if wanted in (each.place, each.region, each.cloud)]
+    return [price for price in prices if wanted in (price.place, price.region, price.cloud)]
 
 
 def _price_row(price: Price) -> tuple[str, ...]:
@@ -364,8 +364,8 @@ def write_offers(offered: MarketOffers, out: Path | None) -> None:
         except OSError as error:
             raise InputError("--out", f"{out} cannot be written ({error.strerror})") from error
         click.echo(f"{out}: {offered.found} offers; `potluck plan SPEC --market {out}` takes them")
-    for each in offered.kept:
-        click.echo(f"not listed, keeps its price: {each}", err=True)
+    for name in offered.kept:
+        click.echo(f"not listed, keeps its price: {name}", err=True)
 
 
 def show_left_out(listed: SkyPilotPrices) -> None:

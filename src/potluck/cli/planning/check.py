@@ -41,10 +41,10 @@ def check(context: click.Context, spec: Path, as_json: bool) -> None:
     except SpecError as error:
         if not as_json:
             raise
-        found = [
+        result = [
             {"file": p.file, "line": p.line, "field": p.field, "problem": p.problem} for p in error.problems
         ]
-        emit_json({"valid": False, "file": str(spec), "errors": found, "warnings": []})
+        emit_json({"valid": False, "file": str(spec), "errors": result, "warnings": []})
         context.exit(2)
     if as_json:
         emit_json(summary(loaded, str(spec)))
@@ -176,19 +176,19 @@ def _kind(offer: NodeOffer) -> str:
 
 def warnings(spec: Spec) -> list[str]:
     """What is allowed but probably not meant."""
-    found = [text for model in spec.models for text in _model_warnings(model, spec)]
+    texts = [text for model in spec.models for text in _model_warnings(model, spec)]
     for a, b in combinations([region.name for region in spec.regions], 2):
         if spec.link(a, b) is None and spec.link(b, a) is None:
-            found.append(f"no link between {a} and {b}: no KV cache will cross between them")
+            texts.append(f"no link between {a} and {b}: no KV cache will cross between them")
     offers = [offer for region in spec.regions for offer in region.offers if offer.available]
     cheapest = min(offer.price_usd_per_h for offer in offers)
     if spec.budget_usd_per_h is not None and spec.budget_usd_per_h < cheapest:
-        found.append(f"the budget is below {usd(cheapest)} per hour, the price of the cheapest node")
-    return found
+        texts.append(f"the budget is below {usd(cheapest)} per hour, the price of the cheapest node")
+    return texts
 
 
 def _model_warnings(model: ModelSpec, spec: Spec) -> list[str]:
-    found = []
+    model_warnings = []
     weights = _weight_bytes(model.model)
     per_region = [
         [(_memory_bytes(spec, offer.node), offer.available) for offer in region.offers if offer.available]
@@ -200,18 +200,18 @@ def _model_warnings(model: ModelSpec, spec: Spec) -> list[str]:
         problem = (
             f"no region holds its {bytes_(weights)} of weights, the largest has {bytes_(largest_region)}"
         )
-        found.append(f"{model.name}: {problem}")
+        model_warnings.append(f"{model.name}: {problem}")
     elif weights > largest_node:
         problem = f"no single node holds its {bytes_(weights)} of weights, it needs a pipeline over several"
-        found.append(f"{model.name}: {problem}")
+        model_warnings.append(f"{model.name}: {problem}")
     longest = max(bin_.input_tokens + bin_.output_tokens for bin_ in model.traffic.lengths)
     limit = model.model.max_context_tokens
     if longest > limit:
         problem = f"some requests have {count(round(longest))} tokens, its context ends at {count(limit)}"
-        found.append(f"{model.name}: {problem}")
+        model_warnings.append(f"{model.name}: {problem}")
     if model.traffic.rate_per_s == 0:
-        found.append(f"{model.name}: rate_per_s is 0, nothing will be rented for it")
-    return found
+        model_warnings.append(f"{model.name}: rate_per_s is 0, nothing will be rented for it")
+    return model_warnings
 
 
 def _memory_bytes(spec: Spec, node: str) -> float:

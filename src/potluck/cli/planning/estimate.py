@@ -91,7 +91,7 @@ def estimate(
     if weights_in is not None:
         model = in_format(model, format_named(weights_in, "--weights"))
     price, price_from = _price(node.name, price_usd_per_h, region)
-    found = estimate_node(
+    result = estimate_node(
         model,
         node,
         input_tokens=input_tokens,
@@ -104,11 +104,13 @@ def estimate(
         profiles=read_profiles(profile_paths, [model], [node]),
     )
     if as_json:
-        emit_json({**_as_json(found, input_tokens, output_tokens, price_from), **_formats(model, node)})
+        emit_json({**_as_json(result, input_tokens, output_tokens, price_from), **_formats(model, node)})
     else:
-        _show(found, input_tokens, output_tokens, price_from)
-        said = _formats(model, node)
-        click.echo("; ".join(str(words) for words in (f"Weights in {said['weights_are']}", *said["said"])))
+        _show(result, input_tokens, output_tokens, price_from)
+        formats = _formats(model, node)
+        click.echo(
+            "; ".join(str(words) for words in (f"Weights in {formats['weights_are']}", *formats["said"]))
+        )
 
 
 def read_profiles(
@@ -119,23 +121,23 @@ def read_profiles(
         return ()
     from potluck.perf.timers.profile import profile_for, profile_from_json
 
-    found = []
+    profiles = []
     for path in paths:
         profile = named(path, profile_from_json, "--profile")
         if not any(profile_for([profile], model, node, profile.tp) for model in models for node in nodes):
             raise InputError(
                 "--profile", f"{path} is of {profile.model} on {profile.gpu}, which is not asked about"
             )
-        found.append(profile)
-    return tuple(found)
+        profiles.append(profile)
+    return tuple(profiles)
 
 
 def measured(problem: PlanningProblem, paths: tuple[Path, ...]) -> PlanningProblem:
     """With the step times in profiles, where they apply."""
-    if paths and (open_ := [each.name for each in problem.asks if len(each.formats) > 1]):
+    if paths and (open_ := [ask.name for ask in problem.asks if len(ask.formats) > 1]):
         raise InputError("--profile", f"was measured in one format; name one `precision` for {open_[0]}")
-    found = read_profiles(paths, [each.model for each in problem.asks], problem.nodes)
-    return replace(problem, asks=tuple(replace(each, profiles=found) for each in problem.asks))
+    result = read_profiles(paths, [ask.model for ask in problem.asks], problem.nodes)
+    return replace(problem, asks=tuple(replace(ask, profiles=result) for ask in problem.asks))
 
 
 def find_model(name: str) -> Model:
@@ -167,12 +169,15 @@ def _price(node: str, given_usd_per_h: float | None, region: str | None) -> tupl
             raise InputError("price", f"must not be negative, is {given_usd_per_h:g}")
         return given_usd_per_h, "given"
     try:
-        found = prices.price_usd_per_h(node, region)
+        price_usd = prices.price_usd_per_h(node, region)
     except InputError:
         if region is not None:
             raise
         return None, "none known; give one with --price"
-    return found.price_usd_per_h, f"{found.cloud}/{found.region}, {found.date}, {found.basis}"
+    return (
+        price_usd.price_usd_per_h,
+        f"{price_usd.cloud}/{price_usd.region}, {price_usd.date}, {price_usd.basis}",
+    )
 
 
 def _formats(model: Model, node: NodeType) -> dict[str, Any]:
@@ -183,87 +188,93 @@ def _formats(model: Model, node: NodeType) -> dict[str, Any]:
     kinds = [model.weights_are]
     if any(isinstance(layer.ffn, MoeFfn) for layer in model.layers) and model.experts_are not in kinds:
         kinds.append(model.experts_are)
-    said = [units_for(kind, node.gpu).said for kind in kinds]
-    return {"weights_are": " and ".join(kinds), "said": [words for words in said if words]}
+    saids = [units_for(kind, node.gpu).said for kind in kinds]
+    return {"weights_are": " and ".join(kinds), "said": [words for words in saids if words]}
 
 
-def _as_json(found: Estimate, input_tokens: int, output_tokens: int, price_from: str) -> dict[str, Any]:
+def _as_json(result: Estimate, input_tokens: int, output_tokens: int, price_from: str) -> dict[str, Any]:
     from potluck.core.codec import encode
 
-    body = encode(found)
+    body = encode(result)
     assert isinstance(body, dict)
     body.pop("type")
     return {"input_tokens": input_tokens, "output_tokens": output_tokens, "price_from": price_from, **body}
 
 
-def _show(found: Estimate, input_tokens: int, output_tokens: int, price_from: str) -> None:
-    at = found.operating
-    attention = "data" if found.ep == "dp" else "tensor"
-    experts = "" if found.ep == "none" else f", experts spread over {found.tp}"
-    gpus = f"{attention} parallelism {found.tp}{experts}, {found.replicas} replica(s)"
-    title = f"{found.model} on {found.node} ({gpus}), {input_tokens} in / {output_tokens} out, {found.role}"
-    prefill_s, decode_s = found.prefill_s, found.decode_step_s
+def _show(result: Estimate, input_tokens: int, output_tokens: int, price_from: str) -> None:
+    at = result.operating
+    attention = "data" if result.ep == "dp" else "tensor"
+    experts = "" if result.ep == "none" else f", experts spread over {result.tp}"
+    gpus = f"{attention} parallelism {result.tp}{experts}, {result.replicas} replica(s)"
+    title = (
+        f"{result.model} on {result.node} ({gpus}), {input_tokens} in / {output_tokens} out, {result.role}"
+    )
+    prefill_s, decode_s = result.prefill_s, result.decode_step_s
     rows: list[tuple[str, str, str]] = [
-        ("prefill of one prompt", seconds(prefill_s), _time(found.rate_bar, prefill_s, found.prefill_bound)),
-        ("decode step, alone", seconds(decode_s), _time(found.rate_bar, decode_s)),
-        ("weights", bytes_(found.weight_bytes), "per replica"),
-        ("KV memory", bytes_(found.kv_bytes), f"{count(found.max_batch)} such requests per replica"),
+        (
+            "prefill of one prompt",
+            seconds(prefill_s),
+            _time(result.rate_bar, prefill_s, result.prefill_bound),
+        ),
+        ("decode step, alone", seconds(decode_s), _time(result.rate_bar, decode_s)),
+        ("weights", bytes_(result.weight_bytes), "per replica"),
+        ("KV memory", bytes_(result.kv_bytes), f"{count(result.max_batch)} such requests per replica"),
     ]
     if at is not None:
-        chunk = f"{at.chunk_tokens:.0f} prompt tokens per step" if found.role == "mixed" else ""
+        chunk = f"{at.chunk_tokens:.0f} prompt tokens per step" if result.role == "mixed" else ""
         rows += [
             ("batch per replica", count(at.batch), chunk),
-            ("TTFT, without queueing", seconds(at.ttft_s), _time(found.ttft_bar, at.ttft_s)),
-            ("TPOT", seconds(at.tpot_s), _time(found.tpot_bar, at.tpot_s, found.decode_bound))
+            ("TTFT, without queueing", seconds(at.ttft_s), _time(result.ttft_bar, at.ttft_s)),
+            ("TPOT", seconds(at.tpot_s), _time(result.tpot_bar, at.tpot_s, result.decode_bound))
             if at.tpot_s
             else ("TPOT", "-", ""),
             (
                 "requests per second",
-                f"{found.requests_per_s:.3g}",
-                _rate(found.rate_bar, found.requests_per_s),
+                f"{result.requests_per_s:.3g}",
+                _rate(result.rate_bar, result.requests_per_s),
             ),
-            ("tokens per second", count(round(found.total_tokens_per_s)), "input and output"),
+            ("tokens per second", count(round(result.total_tokens_per_s)), "input and output"),
         ]
-        if found.output_tokens_per_s:
-            rows.append(("output tokens per second", count(round(found.output_tokens_per_s)), ""))
-    rows.append(("what binds", found.binds, ""))
-    if found.price_usd_per_h is not None:
-        rows.append(("price per hour", usd(found.price_usd_per_h), price_from))
-        if found.usd_per_million_tokens is not None:
-            cost = found.usd_per_million_tokens
-            rows.append(("cost per million tokens", usd(cost), _cost(found.rate_bar, cost)))
-        if found.usd_per_million_output_tokens is not None:
-            rows.append(("cost per million output tokens", usd(found.usd_per_million_output_tokens), ""))
+        if result.output_tokens_per_s:
+            rows.append(("output tokens per second", count(round(result.output_tokens_per_s)), ""))
+    rows.append(("what binds", result.binds, ""))
+    if result.price_usd_per_h is not None:
+        rows.append(("price per hour", usd(result.price_usd_per_h), price_from))
+        if result.usd_per_million_tokens is not None:
+            cost = result.usd_per_million_tokens
+            rows.append(("cost per million tokens", usd(cost), _cost(result.rate_bar, cost)))
+        if result.usd_per_million_output_tokens is not None:
+            rows.append(("cost per million output tokens", usd(result.usd_per_million_output_tokens), ""))
     else:
         rows.append(("price per hour", "unknown", price_from))
-    rows.append(("confidence", found.confidence, confidence_words(found)))
+    rows.append(("confidence", result.confidence, confidence_words(result)))
     table(title, ("", "estimate", ""), rows)
 
 
-def _time(found: ErrorBar | None, time_s: float, bound: str = "") -> str:
+def _time(error_bar: ErrorBar | None, time_s: float, bound: str = "") -> str:
     words = f"{bound}-bound" if bound else ""
-    if found is None:
+    if error_bar is None:
         return words
-    low_s, high_s = found.around(time_s)
+    low_s, high_s = error_bar.around(time_s)
     return ", ".join(part for part in (f"{seconds(low_s)} to {seconds(high_s)}", words) if part)
 
 
-def _rate(found: ErrorBar | None, rate: float) -> str:
-    if found is None:
+def _rate(error_bar: ErrorBar | None, rate: float) -> str:
+    if error_bar is None:
         return "whole node"
-    low, high = found.around_rate(rate)
+    low, high = error_bar.around_rate(rate)
     return f"{low:.3g} to {high:.3g}, whole node"
 
 
-def _cost(found: ErrorBar | None, price_usd: float) -> str:
-    if found is None:
+def _cost(error_bar: ErrorBar | None, price_usd: float) -> str:
+    if error_bar is None:
         return "input and output"
-    low, high = found.around(price_usd)
+    low, high = error_bar.around(price_usd)
     return f"{usd(low)} to {usd(high)}, input and output"
 
 
-def confidence_words(found: Estimate) -> str:
+def confidence_words(result: Estimate) -> str:
     """What the confidence means for this estimate."""
-    if found.rate_bar is None:
-        return f"{found.basis}; error unknown"
-    return f"{found.basis}; 8 in 10 are within the ranges above, by {found.rate_bar.basis}"
+    if result.rate_bar is None:
+        return f"{result.basis}; error unknown"
+    return f"{result.basis}; 8 in 10 are within the ranges above, by {result.rate_bar.basis}"

@@ -67,12 +67,12 @@ def export(
     made = read_plan(plan)
     loaded, text = read_spec(spec), read_text(plan)
     fleet = roomed(made, loaded.node_types, loaded.regions)
-    folders = {each.name: f"{models.rstrip('/')}/{each.name}" for each in loaded.models}
+    folders = {model.name: f"{models.rstrip('/')}/{model.name}" for model in loaded.models}
     key_file = "" if kind == "skypilot" else KEY_FILE
     style_ = cast("Literal['vllm', 'embedded']", style)
     wording = CommandOptions(style_, folders, key_file, weights=weights_in(loaded, made))
     served = {"plan.json": text, "potluck.yaml": read_text(spec), **_traces(spec, loaded)}
-    regions, boxes = {each.name for each in loaded.regions}, {each.name for each in fleet.boxes}
+    regions, boxes = {region.name for region in loaded.regions}, {box.name for box in fleet.boxes}
     where = _pairs("--address", addresses, boxes)
     if kind == "commands":
         files = shell.files(fleet, wording, where)
@@ -81,7 +81,7 @@ def export(
     elif kind == "skypilot":
         files = skypilot.files(fleet, wording, _pairs("--infra", infra, regions), setup)
     else:
-        names = _pairs("--gpu-label", labels, {each.node.gpu.name for each in fleet.boxes})
+        names = _pairs("--gpu-label", labels, {box.node.gpu.name for box in fleet.boxes})
         cluster = ManifestOptions(image, namespace, gpu_names=names)
         files = manifests.files(fleet, wording, cluster, served)
     if kind != "kubernetes":
@@ -92,18 +92,18 @@ def export(
 
 def _traces(spec: Path, loaded: Spec) -> dict[str, str]:
     """What the spec reads beside itself, by the names it has for it."""
-    found = {}
+    traces = {}
     for model in loaded.models:
         if model.trace is not None:
             try:
                 name = model.trace.resolve().relative_to(spec.parent.resolve()).as_posix()
-                found[name] = read_text(model.trace)
+                traces[name] = read_text(model.trace)
             except (ValueError, InputError) as error:
                 raise InputError(
                     f"model {model.name}: trace",
                     "must be text beside the spec to travel with it; or write lengths",
                 ) from error
-    return found
+    return traces
 
 
 def _say(as_json: bool, out: Path, files: dict[str, str], boxes: int, engines: int) -> None:
@@ -115,17 +115,17 @@ def _say(as_json: bool, out: Path, files: dict[str, str], boxes: int, engines: i
 
 
 def _pairs(option: str, said: tuple[str, ...], known: set[str]) -> dict[str, str]:
-    found = {}
-    for each in said:
-        name, equals, value = each.partition("=")
+    pairs = {}
+    for item in said:
+        name, equals, value = item.partition("=")
         if not equals or not value:
-            raise InputError(option, f"{each!r} is not NAME=VALUE")
+            raise InputError(option, f"{item!r} is not NAME=VALUE")
         if name not in known:
             raise InputError(
                 option, f"there is no {name!r} in this plan; there are {', '.join(sorted(known))}"
             )
-        found[name] = value
-    return found
+        pairs[name] = value
+    return pairs
 
 
 def _must_be_empty(out: Path) -> None:

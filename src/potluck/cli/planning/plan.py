@@ -120,26 +120,26 @@ def plan(
     before = None if running is None else read_plan(running)
     estimate = estimate_of(spec, problem, asked, posed.seed)
     settings = posed.settings(running=before, pins=tuple(map(_pin, pinned)), estimate=estimate)
-    with progress(4 * len(problem.asks) + 1) as said:
-        factory, outcome, notes = planned_rest(planner, TemplateFactory(problem, said=said), settings)
+    with progress(4 * len(problem.asks) + 1) as progress_bar:
+        factory, outcome, notes = planned_rest(planner, TemplateFactory(problem, said=progress_bar), settings)
         problem, notes = factory.problem, notes + _remarks(planner, factory, outcome, settings)
         notes = (*spec.notes, *notes)
         require_service(problem, outcome, posed.limit_s, notes)
-        tried = rehearsed(spec, factory, outcome, planner, settings, asked, said.far)
+        tried = rehearsed(spec, factory, outcome, planner, settings, asked, progress_bar.far)
         if tried is not None:
             factory, outcome = replace(factory, problem=tried.problem), tried.best.outcome
         require_sound(factory.problem, outcome.plan)
         if tried is not None:
             outcome = replace(outcome, plan=tried.best.plan)
         outcome = _offering(factory, outcome, spec)
-        found = noted(outcome.plan, tried, spec, problem, asked.cv)
-        notes = (*lossy_notices(found), *notes)
-        saves.text("--out", out, lambda: plan_to_json(found))
+        result = noted(outcome.plan, tried, spec, problem, asked.cv)
+        notes = (*lossy_notices(result), *notes)
+        saves.text("--out", out, lambda: plan_to_json(result))
         searched = dict(factory.searched)
         saves("--trace", trace_path, lambda to: write_trace(to, searched))
-        said("asking what else there was")
+        progress_bar("asking what else there was")
         reasons = explain(factory, outcome, planner, settings) if explained else None
-        saves("--html", html_path, lambda to: draw_plan(to, factory.problem, found, reasons))
+        saves("--html", html_path, lambda to: draw_plan(to, factory.problem, result, reasons))
     if as_json:
         body = _as_json(factory.problem, outcome, reasons, spec.policy.standby)
         emit_json(body | rehearsal_json(tried) | ({"notes": list(notes)} if notes else {}))
@@ -310,12 +310,14 @@ def compare(html_path: Path | None, as_json: bool, **options: Any) -> None:
     require_html(html_path)
     require_writable("--html", html_path)
     problem = posed.problem(spec)
-    with progress(4 * len(problem.asks) + 12) as said:
-        factory, solved, left_out, notes = _solved(problem, posed, said)
+    with progress(4 * len(problem.asks) + 12) as progress_bar:
+        factory, solved, left_out, notes = _solved(problem, posed, progress_bar)
         problem = factory.problem
-        shown = {} if asked.averages else _rehearsed(spec, problem, solved, asked, posed.seed, said)
-    rows = [_row(problem, name, each, shown.get(name, ())) for name, each in solved.items()]
-    plans = {name: each.outcome.plan for name, each in solved.items()}
+        shown = {} if asked.averages else _rehearsed(spec, problem, solved, asked, posed.seed, progress_bar)
+    rows = [
+        _row(problem, name, solved_strategy, shown.get(name, ())) for name, solved_strategy in solved.items()
+    ]
+    plans = {name: solved_strategy.outcome.plan for name, solved_strategy in solved.items()}
     saves.text("--html", html_path, lambda: compared_html(rows, problem, plans))
     if as_json:
         from potluck.core.codec import encode
@@ -343,16 +345,16 @@ def _solved(
     from potluck.plan.strategies import STRATEGIES, TemplateFactory
 
     factory = TemplateFactory(problem, said=said)
-    found, left_out = _others(factory, posed, said)
+    solved_strategies, left_out = _others(factory, posed, said)
     # `auto` begins from what the others found, so that it is never the worse.
-    known = tuple(each.outcome.plan for each in found.values())
+    known = tuple(solved_strategy.outcome.plan for solved_strategy in solved_strategies.values())
     start_s = time.process_time()
     said("auto")
     rest, outcome, notes = planned_rest(STRATEGIES["auto"], factory, posed.settings(starts=known))
     best = SolvedStrategy(outcome, time.process_time() - start_s)
     if rest.problem != problem:  # what nothing can serve is left out for all
-        found, left_out = _others(rest, posed, said)
-    return rest, {"auto": best} | found, left_out, notes
+        solved_strategies, left_out = _others(rest, posed, said)
+    return rest, {"auto": best} | solved_strategies, left_out, notes
 
 
 def _others(
@@ -361,9 +363,9 @@ def _others(
     """Every strategy's plan but that of `auto`, and what is said of those that this spec is not for."""
     from potluck.plan.strategies import STRATEGIES
 
-    found: dict[str, SolvedStrategy] = {}
+    solved_strategies: dict[str, SolvedStrategy] = {}
     left_out: list[str] = []
-    for name in (each for each in STRATEGIES if each != "auto"):
+    for name in (strategy for strategy in STRATEGIES if strategy != "auto"):
         start_s = time.process_time()
         said(name)
         try:
@@ -374,8 +376,8 @@ def _others(
                 raise
             left_out.append(error.problem)
             continue
-        found[name] = SolvedStrategy(outcome, time.process_time() - start_s)
-    return found, left_out
+        solved_strategies[name] = SolvedStrategy(outcome, time.process_time() - start_s)
+    return solved_strategies, left_out
 
 
 def _rehearsed(
@@ -390,17 +392,17 @@ def _rehearsed(
     if not any(ask.rate_per_s > 0 for ask in problem.asks):
         return {}
     known: dict[object, tuple[Evidence, ...]] = {}
-    found = {}
+    result = {}
     trial, _ = trial_of(spec, problem, solved["auto"].outcome.plan, asked, seed)
-    for name, each in solved.items():
-        plan = each.outcome.plan
+    for name, solved_strategy in solved.items():
+        plan = solved_strategy.outcome.plan
         if plan.fraction < 1 or not plan.deployments:
             continue
         key = _same(plan)
         if key not in known:
             known[key] = tried(trial, plan, RUNS, partial(_told, said, name), said.far)
-        found[name] = known[key]
-    return found
+        result[name] = known[key]
+    return result
 
 
 def _told(said: ProgressBar, name: str, what: str) -> None:
@@ -417,26 +419,26 @@ def _row(
     from potluck.plan.explain import usd_range
     from potluck.plan.verify import verify
 
-    found = solved.outcome.plan
-    tokens_per_h = sum(ask.tokens_per_s * found.fraction_of(ask.name) for ask in problem.asks) * 3600
-    low, high = usd_range(problem, found)
+    result = solved.outcome.plan
+    tokens_per_h = sum(ask.tokens_per_s * result.fraction_of(ask.name) for ask in problem.asks) * 3600
+    low, high = usd_range(problem, result)
     worst = min(shown, key=lambda each: each.mean - each.promised, default=None)
     return ComparedStrategy(
         strategy=name,
-        cost_usd_per_h=found.cost_usd_per_h,
-        usd_per_million_tokens=found.cost_usd_per_h / tokens_per_h * 1e6 if tokens_per_h else None,
-        served_fraction=found.fraction,
-        goodput_per_s=max(0.0, sum(ask.rate_per_s * found.fraction_of(ask.name) for ask in problem.asks)),
-        nodes=sum(found.nodes.values()),
-        gap=found.gap,
+        cost_usd_per_h=result.cost_usd_per_h,
+        usd_per_million_tokens=result.cost_usd_per_h / tokens_per_h * 1e6 if tokens_per_h else None,
+        served_fraction=result.fraction,
+        goodput_per_s=max(0.0, sum(ask.rate_per_s * result.fraction_of(ask.name) for ask in problem.asks)),
+        nodes=sum(result.nodes.values()),
+        gap=result.gap,
         cpu_s=solved.cpu_s,
-        violations=verify(problem, found),
+        violations=verify(problem, result),
         attained=None if worst is None else worst.mean,
         promised=None if worst is None else worst.promised,
         model="" if worst is None else worst.model,
-        requests=sum(each.requests for each in shown),
+        requests=sum(evidence.requests for evidence in shown),
         range_usd_per_million_tokens=(low / tokens_per_h * 1e6, high / tokens_per_h * 1e6)
         if tokens_per_h
         else None,
-        formats=found.formats,
+        formats=result.formats,
     )

@@ -116,14 +116,17 @@ def _where(problem: PlanningProblem, plan: Plan, head: str = "<h2>Who runs where
     prices = {(r.name, o.node): o.price_usd_per_h for r in problem.regions for o in r.offers}
     boxes = []
     for region in problem.regions:
-        held = [each for each in plan.deployments if each.region == region.name and each.count]
+        held = [item for item in plan.deployments if item.region == region.name and item.count]
         if not held:
             continue
         copies = ""
-        for each in held:
-            template = plan.template(each.template)
-            cost = sum(prices.get((each.region, n.node), 0.0) * n.count for n in template.nodes) * each.count
-            title = f"{each.count} × {template.model}: {template.kind}, {usd(cost)}/h"
+        for deployment in held:
+            template = plan.template(deployment.template)
+            cost = (
+                sum(prices.get((deployment.region, n.node), 0.0) * n.count for n in template.nodes)
+                * deployment.count
+            )
+            title = f"{deployment.count} × {template.model}: {template.kind}, {usd(cost)}/h"
             copies += f'<div class="copy"><h3>{_text(title)}</h3>{_replicas(template)}</div>'
         boxes.append(f'<section class="region"><h3>{_text(region.name)}</h3>{copies}</section>')
     note = '<p class="note">Each box is one kind of copy; a replica\'s stages are as wide as they have layers.</p>'
@@ -132,8 +135,8 @@ def _where(problem: PlanningProblem, plan: Plan, head: str = "<h2>Who runs where
 
 def _replicas(template: Template) -> str:
     return "".join(
-        f'<div class="replica"><span class="role {each.role}">{each.role}</span>{_stages(each.layout)}</div>'
-        for each in template.replicas
+        f'<div class="replica"><span class="role {replica.role}">{replica.role}</span>{_stages(replica.layout)}</div>'
+        for replica in template.replicas
     )
 
 
@@ -160,20 +163,20 @@ def _expected(problem: PlanningProblem, plan: Plan) -> str:
 
     slos = {ask.name: ask.slo for ask in problem.asks}
     rows = []
-    for each in plan.predictions:
-        slo = slos[each.model]
+    for prediction in plan.predictions:
+        slo = slos[prediction.model]
         rows.append(
             (
-                each.model,
+                prediction.model,
                 _bar(
-                    each.demand_per_s,
-                    each.capacity_per_s,
-                    f"{each.demand_per_s:.3g} of {each.capacity_per_s:.3g} requests/s",
+                    prediction.demand_per_s,
+                    prediction.capacity_per_s,
+                    f"{prediction.demand_per_s:.3g} of {prediction.capacity_per_s:.3g} requests/s",
                 ),
-                _bar(each.ttft_s, slo.ttft_s, f"{seconds(each.ttft_s)} of {seconds(slo.ttft_s)}"),
-                _bar(each.tpot_s, slo.tpot_s, f"{seconds(each.tpot_s)} of {seconds(slo.tpot_s)}"),
-                usd(usd_per_million_tokens(problem, plan, each.model)),
-                each.confidence,
+                _bar(prediction.ttft_s, slo.ttft_s, f"{seconds(prediction.ttft_s)} of {seconds(slo.ttft_s)}"),
+                _bar(prediction.tpot_s, slo.tpot_s, f"{seconds(prediction.tpot_s)} of {seconds(slo.tpot_s)}"),
+                usd(usd_per_million_tokens(problem, plan, prediction.model)),
+                prediction.confidence,
             )
         )
     columns = (
@@ -190,36 +193,38 @@ def _expected(problem: PlanningProblem, plan: Plan) -> str:
 def _reasons(reasons: Explanation) -> str:
     models = [
         (
-            each.model,
-            "; ".join(each.served_by) or "nothing is asked of it",
-            "; ".join(each.next_best) or "-",
-            "-" if each.next_best_usd_per_h is None else f"+{usd(max(0.0, each.next_best_usd_per_h))}/h",
+            model_reason.model,
+            "; ".join(model_reason.served_by) or "nothing is asked of it",
+            "; ".join(model_reason.next_best) or "-",
+            "-"
+            if model_reason.next_best_usd_per_h is None
+            else f"+{usd(max(0.0, model_reason.next_best_usd_per_h))}/h",
         )
-        for each in reasons.models
+        for model_reason in reasons.models
     ]
-    most = max((each.shadow_usd_per_h for each in reasons.nodes), default=0.0)
+    most = max((node_value.shadow_usd_per_h for node_value in reasons.nodes), default=0.0)
     nodes = [
         (
-            each.region,
-            each.node,
-            _bar(each.rented, each.available, f"{each.rented} of {each.available}"),
-            usd(each.price_usd_per_h),
-            _bar(each.shadow_usd_per_h, most, usd(each.shadow_usd_per_h)),
+            node_value.region,
+            node_value.node,
+            _bar(node_value.rented, node_value.available, f"{node_value.rented} of {node_value.available}"),
+            usd(node_value.price_usd_per_h),
+            _bar(node_value.shadow_usd_per_h, most, usd(node_value.shadow_usd_per_h)),
         )
-        for each in reasons.nodes
+        for node_value in reasons.nodes
     ]
     terms = [
         (
-            each.model,
-            each.words,
-            "-" if each.extra_usd_per_h is None else f"{usd(max(0.0, each.extra_usd_per_h))}/h",
+            term.model,
+            term.words,
+            "-" if term.extra_usd_per_h is None else f"{usd(max(0.0, term.extra_usd_per_h))}/h",
         )
-        for each in reasons.terms
+        for term in reasons.terms
     ]
-    said = _table(("model", "served by", "the next best", "costs more"), models, right=(3,))
+    table = _table(("model", "served by", "the next best", "costs more"), models, right=(3,))
     binds = _table(("region", "node", "rented", "price", "one more saves up to"), nodes, right=(3,))
     priced = f"<h2>What each condition costs</h2>{_table(('model', 'condition', 'costs'), terms, right=(2,))}"
-    return f"<h2>Why these GPUs</h2>{said}<h2>What binds</h2>{binds}{priced if terms else ''}"
+    return f"<h2>Why these GPUs</h2>{table}<h2>What binds</h2>{binds}{priced if terms else ''}"
 
 
 # HTML.
@@ -289,12 +294,13 @@ def show_search(searched: Mapping[str, SearchResult]) -> None:
         return  # nor is the search loaded
     from potluck.plan.search.search_templates import attainment_trace
 
-    for region, found in searched.items():
-        points = attainment_trace(found)
-        ended = "converged" if found.converged else "out of time"
+    for region, search_result in searched.items():
+        points = attainment_trace(search_result)
+        ended = "converged" if search_result.converged else "out of time"
         paragraph(
             f"search in {region}: {sparkline(points)} {percent(points[-1][1])} of requests within the objective "
-            f"at mean lengths (on averages), best after {seconds(points[-1][0])}, {found.evaluated:,} states, {ended}"
+            f"at mean lengths (on averages), best after {seconds(points[-1][0])}, "
+            f"{search_result.evaluated:,} states, {ended}"
         )
     click.echo()
 
@@ -308,7 +314,7 @@ def write_trace(path: Path | None, searched: Mapping[str, SearchResult]) -> None
     if not searched:
         problem = "nothing was searched; only thunderserve, and auto on a spec with `pool:`, search"
         raise InputError("trace", problem)
-    series = {region: attainment_trace(found) for region, found in searched.items()}
+    series = {region: attainment_trace(search_result) for region, search_result in searched.items()}
     if path.suffix == ".json":
         rows = [
             {"region": region, "trace": [{"time_s": t, "attainment": a} for t, a in points]}
@@ -326,12 +332,12 @@ def write_trace(path: Path | None, searched: Mapping[str, SearchResult]) -> None
 def sparkline(points: Points, letters: int = LETTERS) -> str:
     """The course in so many letters, from nothing to everything attained."""
     end_s = points[-1][0]
-    found = []
+    texts = []
     for i in range(letters):
         now = [value for at_s, value in points if at_s <= end_s * (i + 1) / letters]
         value = now[-1] if now else 0.0
-        found.append(LEVELS[min(len(LEVELS) - 1, int(value * len(LEVELS)))])
-    return "".join(found)
+        texts.append(LEVELS[min(len(LEVELS) - 1, int(value * len(LEVELS)))])
+    return "".join(texts)
 
 
 def svg(series: Mapping[str, Points]) -> str:

@@ -92,9 +92,9 @@ def frontier(
             return posed.problem(scaled(spec, value))
         return with_value(plain, against, value, domain)  # type: ignore[arg-type]
 
-    with progress(len(asked)) as said:
+    with progress(len(asked)) as progress_bar:
         points = frontier(
-            problem_at, asked, planner, settings, share_templates=against != "objective", said=said
+            problem_at, asked, planner, settings, share_templates=against != "objective", said=progress_bar
         )
     words = WORDS[against].format(domain=domain)
     basis = untried_basis(averages)
@@ -110,16 +110,16 @@ def frontier(
 
 def _values(text: str, against: str) -> tuple[float, ...]:
     try:
-        found = tuple(sorted({float(each) for each in text.split(",")}))
+        values = tuple(sorted({float(part) for part in text.split(",")}))
     except ValueError:
         raise InputError(
             "--values", f"{text!r} is not numbers with commas between, such as 0.5,1,2"
         ) from None
     low, high = (1e-3, 1e3) if against == "objective" else (0.0, 1.0)
-    wrong = next((each for each in found if not low <= each <= high), None)
+    wrong = next((value for value in values if not low <= value <= high), None)
     if wrong is not None:
         raise InputError("--values", f"must be between {low:g} and {high:g}, one is {wrong:g}")
-    return found
+    return values
 
 
 def _possible(problem: PlanningProblem, against: str, domain: str) -> None:
@@ -262,17 +262,19 @@ def schedule(strategy: str, out: Path | None, averages: bool, as_json: bool, **o
     problem = posed.problem(spec)
     if out is not None:
         out.mkdir(parents=True, exist_ok=True)
-    with progress(4 * len(problem.asks) + day_and_frontier.LEVELS) as said:
-        factory = TemplateFactory(problem, said=said)
-        found = day_and_frontier.schedule(factory, planner, settings, rates, said)
+    with progress(4 * len(problem.asks) + day_and_frontier.LEVELS) as progress_bar:
+        factory = TemplateFactory(problem, said=progress_bar)
+        day_schedule = day_and_frontier.schedule(factory, planner, settings, rates, progress_bar)
     if out is not None:
-        plans = {f"plan-{_clock(step.from_h).replace(':', '')}.json": step.plan for step in found.steps}
-        for name, plan in (plans | {"static.json": found.static}).items():
+        plans = {
+            f"plan-{_clock(step.from_h).replace(':', '')}.json": step.plan for step in day_schedule.steps
+        }
+        for name, plan in (plans | {"static.json": day_schedule.static}).items():
             saves.text("--out", out / name, lambda plan=plan: plan_to_json(plan))  # type: ignore[misc]
     if as_json:
-        emit_json(_as_json_schedule(found) | {"basis": untried_basis(averages)})
+        emit_json(_as_json_schedule(day_schedule) | {"basis": untried_basis(averages)})
     else:
-        _show(found, untried_basis(averages))
+        _show(day_schedule, untried_basis(averages))
     saves.complain()
 
 
@@ -284,7 +286,7 @@ def hourly_rates(spec: Spec) -> list[dict[str, float]]:
         fix = "add traffic: {rate_by_hour: [...]} to one, or a trace of several hours"
         raise InputError("models", f"none says how its demand changes over the day; {fix}")
     parts = max(len(rates) for rates in by_model.values())
-    found = []
+    result = []
     for part in range(parts):
         rates = {}
         for model in spec.models:
@@ -294,8 +296,8 @@ def hourly_rates(spec: Spec) -> list[dict[str, float]]:
             else:  # the part's share of the model's own, coarser or equal, parts
                 low, high = part * len(own) / parts, (part + 1) * len(own) / parts
                 rates[model.name] = max(own[i] for i in range(int(low), max(int(low) + 1, round(high))))
-        found.append(rates)
-    return found
+        result.append(rates)
+    return result
 
 
 def _own_rates(model: ModelSpec) -> tuple[float, ...]:
@@ -326,25 +328,25 @@ def _cells_schedule(step: DayStep) -> tuple[str, str, str, str, str]:
     return hours, asked, usd(step.plan.total_usd_per_h), usd(step.change_usd), what + served
 
 
-def _show(found: DaySchedule, basis: str) -> None:
-    steps = sorted(found.steps, key=lambda step: step.from_h)
+def _show(day_schedule: DaySchedule, basis: str) -> None:
+    steps = sorted(day_schedule.steps, key=lambda step: step.from_h)
     models = ", ".join(steps[0].rates_per_s)
-    saved = found.static_usd_per_day - found.usd_per_day
-    title = f"A day: {usd(found.usd_per_day)}, {basis}"
+    saved = day_schedule.static_usd_per_day - day_schedule.usd_per_day
+    title = f"A day: {usd(day_schedule.usd_per_day)}, {basis}"
     paragraph(f"req/s are of {models}, in this order.")
     listing(title, ("hours", "req/s", "USD/h", "change", "nodes"), [_cells_schedule(step) for step in steps])
-    share = saved / found.static_usd_per_day if found.static_usd_per_day > 0 else 0.0
-    one = f"The best plan that stays the same costs {usd(found.static.total_usd_per_h)}/h"
-    click.echo(f"{one}, {usd(found.static_usd_per_day)} a day:")
+    share = saved / day_schedule.static_usd_per_day if day_schedule.static_usd_per_day > 0 else 0.0
+    one = f"The best plan that stays the same costs {usd(day_schedule.static.total_usd_per_h)}/h"
+    click.echo(f"{one}, {usd(day_schedule.static_usd_per_day)} a day:")
     click.echo(f"the schedule saves {usd(saved)} ({percent(share)}).\n")
 
 
-def _as_json_schedule(found: DaySchedule) -> dict[str, object]:
+def _as_json_schedule(day_schedule: DaySchedule) -> dict[str, object]:
     from potluck.core.codec import encode
 
     return {
-        "usd_per_day": found.usd_per_day,
-        "static": {"usd_per_day": found.static_usd_per_day, "plan": encode(found.static)},
+        "usd_per_day": day_schedule.usd_per_day,
+        "static": {"usd_per_day": day_schedule.static_usd_per_day, "plan": encode(day_schedule.static)},
         "steps": [
             {
                 "from_h": step.from_h,
@@ -354,6 +356,6 @@ def _as_json_schedule(found: DaySchedule) -> dict[str, object]:
                 "usd_per_h": step.plan.total_usd_per_h,
                 "plan": encode(step.plan),
             }
-            for step in found.steps
+            for step in day_schedule.steps
         ],
     }

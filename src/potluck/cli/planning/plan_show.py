@@ -22,13 +22,14 @@ if TYPE_CHECKING:
 
 def show_money(problem: PlanningProblem, plan: Plan) -> None:
     """Who gets how much where not all fits, charges beside rent, nodes that are paid for already."""
-    if any(each.fraction is not None for each in plan.predictions):
+    if any(prediction.fraction is not None for prediction in plan.predictions):
         parts = ", ".join(
-            f"{each.model} {percent(plan.fraction_of(each.model))}" for each in plan.predictions
+            f"{prediction.model} {percent(plan.fraction_of(prediction.model))}"
+            for prediction in plan.predictions
         )
         _say(f"Of the demand is served, by priority: {parts}.")
     if plan.charges:
-        parts = ", ".join(f"{each.what} {usd(each.usd_per_h)}" for each in plan.charges)
+        parts = ", ".join(f"{charge.what} {usd(charge.usd_per_h)}" for charge in plan.charges)
         _say(f"Beside rent, per hour: {parts}; {usd(plan.total_usd_per_h)} in all.")
     for region in problem.regions:
         for offer in region.offers:
@@ -44,7 +45,10 @@ def show_classes(problem: PlanningProblem) -> None:
     """What requests of each class were promised, where there are several: all are planned for the strictest."""
     for ask in problem.asks:
         if len(ask.classes) > 1:
-            parts = [f"{each.name} {percent(each.share)} ({_times(each.slo)})" for each in ask.classes]
+            parts = [
+                f"{class_demand.name} {percent(class_demand.share)} ({_times(class_demand.slo)})"
+                for class_demand in ask.classes
+            ]
             _say(f"{ask.name}: {', '.join(parts)}; planned for the strictest of all, {_times(ask.slo)}.")
 
 
@@ -56,12 +60,12 @@ def show_risk(problem: PlanningProblem, plan: Plan) -> None:
     """How often spot nodes go, and what is left without them."""
     from potluck.plan.explain import spot_risks
 
-    for each in spot_risks(problem, plan):
-        often = f"one is taken away every {1 / each.preemptions_per_h:.3g} h"
-        if each.preemptions_per_h <= 0:
+    for spot_risk in spot_risks(problem, plan):
+        often = f"one is taken away every {1 / spot_risk.preemptions_per_h:.3g} h"
+        if spot_risk.preemptions_per_h <= 0:
             often = "none is expected to be taken away"
-        line = f"{each.model}: {each.spot_nodes} of {each.nodes} nodes are spot; {often} on average"
-        _say(f"{line}, and without all of them {percent(each.served_without)} of its demand is served.")
+        line = f"{spot_risk.model}: {spot_risk.spot_nodes} of {spot_risk.nodes} nodes are spot; {often} on average"
+        _say(f"{line}, and without all of them {percent(spot_risk.served_without)} of its demand is served.")
 
 
 def show_terms(prices: Sequence[TermPrice]) -> None:
@@ -69,14 +73,14 @@ def show_terms(prices: Sequence[TermPrice]) -> None:
     if not prices:
         return
     rows = []
-    for each in prices:
-        if each.extra_fraction > 1e-6:
-            cost = f"{percent(each.extra_fraction)} of demand"
-        elif each.extra_usd_per_h is None:
+    for price in prices:
+        if price.extra_fraction > 1e-6:
+            cost = f"{percent(price.extra_fraction)} of demand"
+        elif price.extra_usd_per_h is None:
             cost = "nothing"
         else:
-            cost = ("" if each.exact else "about ") + f"{usd(max(0.0, each.extra_usd_per_h))}/h"
-        rows.append((each.model, cost, each.words))
+            cost = ("" if price.exact else "about ") + f"{usd(max(0.0, price.extra_usd_per_h))}/h"
+        rows.append((price.model, cost, price.words))
     listing("What was asked costs (by planning again without it)", ("model", "costs", "asked"), rows)
 
 
@@ -210,7 +214,7 @@ def _columns(plan: Plan) -> str:
     """What a strategy chooses from: of these its proof is, and of no others."""
     from potluck.plan.strategies import STRATEGIES
 
-    if plan.strategy == "cauchy-ce" and any(each.ce_tokens_per_usd <= 0 for each in plan.templates):
+    if plan.strategy == "cauchy-ce" and any(template.ce_tokens_per_usd <= 0 for template in plan.templates):
         return STRATEGIES["cauchy"].chooses_from  # its fallback
     known = STRATEGIES.get(plan.strategy)
     return "its own columns" if known is None else known.chooses_from
@@ -219,14 +223,14 @@ def _columns(plan: Plan) -> str:
 def _show_deployments(problem: PlanningProblem, outcome: PlanOutcome, basis: str) -> None:
     from potluck.plan.explain import copy_tokens_per_usd
 
-    found = outcome.plan
+    result = outcome.plan
     prices = {(r.name, o.node): o.price_usd_per_h for r in problem.regions for o in r.offers}
     rows = []
-    for deployment in found.deployments:
-        template = found.template(deployment.template)
+    for deployment in result.deployments:
+        template = result.template(deployment.template)
         rate = sum(
             s.rate_per_s
-            for s in found.shares
+            for s in result.shares
             if (s.template, s.region) == (deployment.template, deployment.region)
         )
         cost = sum(prices[deployment.region, n.node] * n.count for n in template.nodes) * deployment.count
@@ -236,28 +240,28 @@ def _show_deployments(problem: PlanningProblem, outcome: PlanOutcome, basis: str
                 deployment.region,
                 deployment.count,
                 template.name.split(": ", 1)[-1],
-                *([found.format_of(template.model) or "as stored"] if found.formats else []),
+                *([result.format_of(template.model) or "as stored"] if result.formats else []),
                 f"{rate:.3g}",
                 usd(cost),
-                *(short(each) for each in copy_tokens_per_usd(problem, found, deployment)),
+                *(short(copy_token) for copy_token in copy_tokens_per_usd(problem, result, deployment)),
                 template.confidence,
             )
         )
-    columns = _columns(found)
+    columns = _columns(result)
     proof = f"{basis} proven cheapest of {columns}"
-    if found.gap >= 1e-6:
-        proof = f"{basis} of {columns} none is more than {percent(found.gap)} cheaper"
-    if found.strategy == "thunderserve" and found.gap < 1e-6:
+    if result.gap >= 1e-6:
+        proof = f"{basis} of {columns} none is more than {percent(result.gap)} cheaper"
+    if result.strategy == "thunderserve" and result.gap < 1e-6:
         proof = "the cheapest use of the groups found"  # a search proves nothing about others
-    if found.fraction < 1:
-        part = percent(found.fraction) if found.fraction > 0 else "what can be served"
+    if result.fraction < 1:
+        part = percent(result.fraction) if result.fraction > 0 else "what can be served"
         proof = f"for {part} of the demand"
-    title = f"Plan ({found.strategy}): {usd(found.cost_usd_per_h)}/h, {proof}"
+    title = f"Plan ({result.strategy}): {usd(result.cost_usd_per_h)}/h, {proof}"
     if problem.init_penalty > 0:
-        starts = f"{usd(found.start_usd_per_h)}/h for starts (K = {problem.init_penalty:.2g})"
-        title = f"Plan ({found.strategy}): {usd(found.cost_usd_per_h)}/h of rent and {starts}, {proof}"
+        starts = f"{usd(result.start_usd_per_h)}/h for starts (K = {problem.init_penalty:.2g})"
+        title = f"Plan ({result.strategy}): {usd(result.cost_usd_per_h)}/h of rent and {starts}, {proof}"
     tokens = ("prompt tokens/$", "answer tokens/$")
-    weights = ("weights",) if found.formats else ()
+    weights = ("weights",) if result.formats else ()
     names = ("model", "region", "copies", "template", *weights, "req/s", "USD/h", *tokens, "confidence")
     table(title, names, rows)
 
@@ -273,8 +277,8 @@ def _between(low: float, high: float) -> str:
 def _show_predictions(problem: PlanningProblem, outcome: PlanOutcome) -> None:
     from potluck.plan.explain import range_of, tokens_per_usd, usd_per_million_tokens
 
-    found = outcome.plan
-    cost = {p.model: usd_per_million_tokens(problem, found, p.model) for p in found.predictions}
+    result = outcome.plan
+    cost = {p.model: usd_per_million_tokens(problem, result, p.model) for p in result.predictions}
     rows = [
         (
             p.model,
@@ -287,10 +291,10 @@ def _show_predictions(problem: PlanningProblem, outcome: PlanOutcome) -> None:
             seconds(p.tpot_s),
             usd(cost[p.model]),
             _usd_between(range_of(p), cost[p.model]),
-            *(short(each) for each in tokens_per_usd(problem, found, p.model)),
+            *(short(token) for token in tokens_per_usd(problem, result, p.model)),
             p.confidence,
         )
-        for p in found.predictions
+        for p in result.predictions
     ]
     table(
         "What to expect",
@@ -311,7 +315,7 @@ def _show_predictions(problem: PlanningProblem, outcome: PlanOutcome) -> None:
         ),
         rows,
     )
-    _show_waits(found)
+    _show_waits(result)
 
 
 def _show_waits(plan: Plan) -> None:
@@ -319,7 +323,7 @@ def _show_waits(plan: Plan) -> None:
     apart: dict[str, set[bool]] = {}
     for deployment in plan.deployments:
         template = plan.template(deployment.template)
-        queued = template.kind == "pair" or any(each.role != "mixed" for each in template.replicas)
+        queued = template.kind == "pair" or any(replica.role != "mixed" for replica in template.replicas)
         apart.setdefault(template.model, set()).add(queued)
     behind = ", ".join(model for model, kinds in apart.items() if kinds == {True})
     alone = ", ".join(model for model, kinds in apart.items() if kinds == {False})
@@ -339,14 +343,18 @@ def show_reasons(reasons: Explanation | None) -> None:
     show_terms(reasons.terms)
     _show_formats(reasons.formats)
     rows = []
-    for each in reasons.models:
-        if not each.served_by:
+    for model_reason in reasons.models:
+        if not model_reason.served_by:
             extra = "nothing is asked of it"
-        elif each.next_best_usd_per_h is None:
+        elif model_reason.next_best_usd_per_h is None:
             extra = "demand could not be met"
         else:
-            extra = f"+{usd(max(0.0, each.next_best_usd_per_h))}/h: {'; '.join(each.next_best)}"
-        rows.append((each.model, "; ".join(each.served_by), ", ".join(each.without), extra))
+            extra = (
+                f"+{usd(max(0.0, model_reason.next_best_usd_per_h))}/h: {'; '.join(model_reason.next_best)}"
+            )
+        rows.append(
+            (model_reason.model, "; ".join(model_reason.served_by), ", ".join(model_reason.without), extra)
+        )
     table("Why these GPUs", ("model", "served by", "without", "the next best"), rows)
     values = [
         (
@@ -376,11 +384,11 @@ def _show_formats(tried: Sequence[FormatPrice]) -> None:
     """What each format would cost, where the spec leaves a choice."""
     rows = [
         (
-            ", ".join(f"{model} in {weights}" for model, weights in each.formats),
-            percent(each.served_fraction),
-            usd(each.usd_per_h),
+            ", ".join(f"{model} in {weights}" for model, weights in format_price.formats),
+            percent(format_price.served_fraction),
+            usd(format_price.usd_per_h),
         )
-        for each in tried
+        for format_price in tried
     ]
     if rows:
         table("Weights in the formats that the spec allows", ("weights", "served", "USD/h"), rows)

@@ -64,7 +64,7 @@ class PlanningOptions:
 
 def posed_of(options: Mapping[str, Any]) -> tuple[PlanningOptions, dict[str, Any]]:
     """A command's options: those that pose the problem, and the others."""
-    own = {each.name for each in fields(PlanningOptions)}
+    own = {field.name for field in fields(PlanningOptions)}
     mine = {name: value for name, value in options.items() if name in own}
     return PlanningOptions(**mine), {name: value for name, value in options.items() if name not in own}
 
@@ -75,7 +75,7 @@ def posing_options(
     """The options that `PlanningOptions` is made of, and what a spec is named by."""
 
     def options(command: Command) -> Command:
-        for each in (
+        for report in (
             option("--time-limit", "time_limit_s", type=float, default=limit_s, help=limit_help),
             option("--headroom", type=float, default=0.8, help="How busy replicas may be."),
             option(
@@ -92,7 +92,7 @@ def posing_options(
             scale_option,
             argument("spec_path", metavar="[SPEC]", required=False, type=PATH),
         ):
-            command = each(command)
+            command = report(command)
         return command
 
     return options

@@ -47,21 +47,21 @@ def evidence_line(seen: Tried) -> str:
 
 
 def noted(
-    plan: Plan, found: Rehearsal | None, spec: Spec, problem: PlanningProblem, gap_cv: float | None
+    plan: Plan, rehearsal: Rehearsal | None, spec: Spec, problem: PlanningProblem, gap_cv: float | None
 ) -> Plan:
     """The plan with what it was seen to do, for whoever reads it later."""
     from potluck.core.values.plan import Rehearsed
 
-    if found is None:
+    if rehearsal is None:
         return plan
-    shown = tuple(each.told(found.best.fresh, gap_cv) for each in found.best.evidence)
+    shown = tuple(item.told(rehearsal.best.fresh, gap_cv) for item in rehearsal.best.evidence)
     return replace(plan, rehearsed=Rehearsed(mark_of_trial(plan, spec, problem), shown))
 
 
 def known_of(plan: Plan, spec: Spec, problem: PlanningProblem) -> tuple[Tried, ...]:
     """What a plan brings along of how it fared with this very spec; nothing where it was tried with another one."""
-    told = plan.rehearsed
-    return told.models if told is not None and told.of == mark_of_trial(plan, spec, problem) else ()
+    message = plan.rehearsed
+    return message.models if message is not None and message.of == mark_of_trial(plan, spec, problem) else ()
 
 
 def mark_of_trial(plan: Plan, spec: Spec, problem: PlanningProblem) -> str:
@@ -115,7 +115,7 @@ averages_option = option(
 
 def rehearsal_options(command: Command) -> Command:
     """What `plan` takes beside `--rehearse`."""
-    for each in (
+    for report in (
         option("--runs", type=click.IntRange(2, 1000), help="Per round: else 3, or 5 with --rehearse."),
         requests_option,
         cv_option,
@@ -128,7 +128,7 @@ def rehearsal_options(command: Command) -> Command:
         averages_option,
         option("--rehearse", is_flag=True, help="Find the cheapest plan that holds, proven in fresh runs."),
     ):
-        command = each(command)
+        command = report(command)
     return command
 
 
@@ -196,10 +196,10 @@ def _plainer(
     least = made.plan.cost_usd_per_h * (1 - made.plan.gap)
 
     def planned(factory: TemplateFactory, settings: SolveSettings) -> PlanOutcome:
-        found = single_nodes(factory, settings)
-        cost = found.plan.cost_usd_per_h
-        gap = max(found.plan.gap, 1 - least / cost if cost > 0 else 0.0)
-        return replace(found, plan=replace(found.plan, gap=gap))
+        plan_outcome = single_nodes(factory, settings)
+        cost = plan_outcome.plan.cost_usd_per_h
+        gap = max(plan_outcome.plan.gap, 1 - least / cost if cost > 0 else 0.0)
+        return replace(plan_outcome, plan=replace(plan_outcome.plan, gap=gap))
 
     return planned
 
@@ -312,13 +312,13 @@ def _left_out(problem: PlanningProblem) -> dict[str, list[tuple[int, bool]]]:
 
 def _means(problem: PlanningProblem, names: Collection[str]) -> dict[str, tuple[float, float]]:
     """Mean prompt and answer of what is left."""
-    found = {}
+    means = {}
     for ask in problem.asks:
         if ask.name in names and ask.rate_per_s > 0:
-            prompts = sum(each.rate_per_s * each.input_tokens for each in ask.demands)
-            answers = sum(each.rate_per_s * each.output_tokens for each in ask.demands)
-            found[ask.name] = (prompts / ask.rate_per_s, answers / ask.rate_per_s)
-    return found
+            prompts = sum(demand.rate_per_s * demand.input_tokens for demand in ask.demands)
+            answers = sum(demand.rate_per_s * demand.output_tokens for demand in ask.demands)
+            means[ask.name] = (prompts / ask.rate_per_s, answers / ask.rate_per_s)
+    return means
 
 
 def _without(load: Workload, left_out: Mapping[str, Sequence[tuple[int, bool]]]) -> Workload:
@@ -333,68 +333,70 @@ def _without(load: Workload, left_out: Mapping[str, Sequence[tuple[int, bool]]])
     return load.take(np.flatnonzero(kept))
 
 
-def basis_of(found: Rehearsal | None) -> str:
+def basis_of(rehearsal: Rehearsal | None) -> str:
     """For which demand a plan was made: proofs are about that."""
-    factors = {} if found is None else found.best.factors
+    factors = {} if rehearsal is None else rehearsal.best.factors
     more = [f"{name} x {factor:.3g}" for name, factor in factors.items() if abs(factor - 1) > 1e-3]
     return f"for demand with headroom ({', '.join(more)})" if more else "on averages"
 
 
-def show_rehearsal(found: Rehearsal | None, asked: RehearsalOptions, plan: Plan) -> None:
+def show_rehearsal(rehearsal: Rehearsal | None, asked: RehearsalOptions, plan: Plan) -> None:
     """Every round where there were several, and what came of it."""
-    if found is None and not plan.deployments:
+    if rehearsal is None and not plan.deployments:
         return
-    if found is None:
+    if rehearsal is None:
         short = "" if plan.fraction >= 1 or asked.averages else ", as it serves a part of the demand"
         paragraph(f"on averages: what is expected was not rehearsed in simulation{short}.")
         return
-    if len(found.steps) > 1:
-        _show_rounds(found)
-    best, first = found.best, found.first
-    for each in best.evidence:
-        paragraph(f"{evidence_line(each.told(best.fresh, asked.cv))}.")
-    wrong = dict.fromkeys(line for each in best.evidence for line in each.disagreed)
+    if len(rehearsal.steps) > 1:
+        _show_rounds(rehearsal)
+    best, first = rehearsal.best, rehearsal.first
+    for item in best.evidence:
+        paragraph(f"{evidence_line(item.told(best.fresh, asked.cv))}.")
+    wrong = dict.fromkeys(line for entry in best.evidence for line in entry.disagreed)
     for line in list(wrong)[:MOST_LINES]:
         paragraph(f"Not as planned: {line}.")
-    if found.chosen is None:
-        dearest = max(step.cost_usd_per_h for step in found.steps)
+    if rehearsal.chosen is None:
+        dearest = max(step.cost_usd_per_h for step in rehearsal.steps)
         more = f" up to {usd(dearest)}/h" if dearest > best.cost_usd_per_h * 1.005 else ""
         paragraph(
-            f"Warning: no plan{more} held in simulation: {found.reason}. This is the cheapest of those that came "
+            f"Warning: no plan{more} held in simulation: {rehearsal.reason}. This is the cheapest of those that came "
             "closest."
         )
-    elif len(found.steps) > 1:
+    elif len(rehearsal.steps) > 1:
         change = best.cost_usd_per_h - first.cost_usd_per_h
         before = f"{usd(abs(change))}/h {'more' if change > 0 else 'less'} than"
         if abs(change) < 0.005:
             before = "as much as"
-        missed = any(each.told().verdict == "misses" for each in first.evidence)
+        missed = any(entry.told().verdict == "misses" for entry in first.evidence)
         kept = "held" if first.holds else "missed" if missed else "was not sure to hold"
-        paragraph(f"The plan {found.reason}: {before} the first plan, which {kept} with the same requests.")
+        paragraph(
+            f"The plan {rehearsal.reason}: {before} the first plan, which {kept} with the same requests."
+        )
     click.echo()
 
 
-def _show_rounds(found: Rehearsal) -> None:
+def _show_rounds(rehearsal: Rehearsal) -> None:
     """A row for each model of each round."""
     rows = []
-    for step in found.steps:
-        runs = max((len(each.attained) for each in step.evidence), default=0)
-        told = (f"{step.number}", f"{runs} fresh" if step.fresh else f"{runs}", usd(step.cost_usd_per_h))
-        for each in step.evidence:
-            promised = each.promised
-            verdict = f"{KEPT[each.told().verdict]} {percent(promised)}"
-            refused = "" if each.answers else ", refuses"
-            shares = (percent(each.mean, promised), percent(each.lower, promised))
-            cells = (f"x {step.factors[each.model]:.3g}", *shares, f"{verdict}{refused}")
-            rows.append((*told, each.model, *cells))
-            told = ("", "", "")
+    for step in rehearsal.steps:
+        runs = max((len(entry.attained) for entry in step.evidence), default=0)
+        message = (f"{step.number}", f"{runs} fresh" if step.fresh else f"{runs}", usd(step.cost_usd_per_h))
+        for item in step.evidence:
+            promised = item.promised
+            verdict = f"{KEPT[item.told().verdict]} {percent(promised)}"
+            refused = "" if item.answers else ", refuses"
+            shares = (percent(item.mean, promised), percent(item.lower, promised))
+            cells = (f"x {step.factors[item.model]:.3g}", *shares, f"{verdict}{refused}")
+            rows.append((*message, item.model, *cells))
+            message = ("", "", "")
     columns = ("round", "runs", "USD/h", "model", "headroom", "attained", "at least", "objective")
     table("Rehearsal", columns, rows)
 
 
-def rehearsal_json(found: Rehearsal | None) -> dict[str, object]:
+def rehearsal_json(rehearsal: Rehearsal | None) -> dict[str, object]:
     """For `--json`; nothing without a rehearsal."""
-    if found is None:
+    if rehearsal is None:
         return {}
     steps = [
         {
@@ -405,20 +407,20 @@ def rehearsal_json(found: Rehearsal | None) -> dict[str, object]:
             "holds": step.holds,
             "models": [
                 {
-                    "model": each.model,
-                    "promised": each.promised,
-                    "attained": each.mean,
-                    "at_least": each.lower,
-                    "answered": sum(each.answered) / max(1, len(each.answered)),
-                    "runs": len(each.attained),
-                    "runs_kept": each.runs_kept,
-                    "requests": each.requests,
-                    "holds": each.holds,
-                    "disagreed": list(each.disagreed),
+                    "model": item.model,
+                    "promised": item.promised,
+                    "attained": item.mean,
+                    "at_least": item.lower,
+                    "answered": sum(item.answered) / max(1, len(item.answered)),
+                    "runs": len(item.attained),
+                    "runs_kept": item.runs_kept,
+                    "requests": item.requests,
+                    "holds": item.holds,
+                    "disagreed": list(item.disagreed),
                 }
-                for each in step.evidence
+                for item in step.evidence
             ],
         }
-        for step in found.steps
+        for step in rehearsal.steps
     ]
-    return {"rehearsal": {"holds": found.chosen is not None, "reason": found.reason, "steps": steps}}
+    return {"rehearsal": {"holds": rehearsal.chosen is not None, "reason": rehearsal.reason, "steps": steps}}

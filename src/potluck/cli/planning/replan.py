@@ -53,8 +53,10 @@ def spec_now(spec: Spec, problem: PlanningProblem) -> Spec:
     """The spec with the nodes, links and rates that there are after what happened."""
     rates = {ask.name: ask.rate_per_s for ask in problem.asks}
     models = tuple(
-        replace(each, traffic=replace(each.traffic, rate_per_s=rates.get(each.name, each.traffic.rate_per_s)))
-        for each in spec.models
+        replace(
+            model, traffic=replace(model.traffic, rate_per_s=rates.get(model.name, model.traffic.rate_per_s))
+        )
+        for model in spec.models
     )
     return replace(spec, models=models, regions=problem.regions, links=problem.links, pool=problem.pool)
 
@@ -67,8 +69,10 @@ def rehearsing(planner: Planner, spec: Spec) -> Planner:
         if not outcome.plan.deployments:
             return outcome
         now = spec_now(spec, factory.problem)
-        found = rehearsed(now, factory, outcome, planner, replace(settings, start_s=None), RehearsalOptions())
-        return outcome if found is None else replace(found.best.outcome, plan=found.best.plan)
+        rehearsal = rehearsed(
+            now, factory, outcome, planner, replace(settings, start_s=None), RehearsalOptions()
+        )
+        return outcome if rehearsal is None else replace(rehearsal.best.outcome, plan=rehearsal.best.plan)
 
     return planned
 
@@ -81,17 +85,17 @@ def best_tried(
     now = spec_now(spec, problem)
     most = max(answer.served_fraction for answer in answers)
     seen: dict[object, tuple[Tried, ...]] = {}
-    found: list[tuple[int, ReplanOption, tuple[Tried, ...]]] = []
+    result: list[tuple[int, ReplanOption, tuple[Tried, ...]]] = []
     for answer in answers:
         if answer.served_fraction < most - SERVES_AS_MUCH:
             continue
         key = (answer.plan.deployments, answer.plan.shares, answer.plan.flows)
         if key not in seen:
             seen[key] = _tried(answer.plan, now, problem, said)
-        found.append((max(map(_rank, seen[key]), default=0), answer, seen[key]))
-        if found[-1][0] == 0:
+        result.append((max(map(_rank, seen[key]), default=0), answer, seen[key]))
+        if result[-1][0] == 0:
             break
-    _, best, shown = min(found, key=lambda each: each[0])
+    _, best, shown = min(result, key=lambda each: each[0])
     return best, shown
 
 
@@ -99,7 +103,7 @@ def _tried(plan: Plan, spec: Spec, problem: PlanningProblem, said: Said) -> tupl
     if not any(model.traffic.rate_per_s > 0 for model in spec.models):
         return ()
     trial, _ = trial_of(spec, problem, plan, RehearsalOptions())
-    return tuple(each.told() for each in tried(trial, plan, SHORT_RUNS, said))
+    return tuple(evidence.told() for evidence in tried(trial, plan, SHORT_RUNS, said))
 
 
 def _rank(each: Tried) -> int:
@@ -190,13 +194,13 @@ def replan(
             problem = with_paces(measured(problem, now.profiles), now)
         problem = changed_problem(problem, running, changes)
         settings = SolveSettings(time_limit_s=time_limit_s, seed=seed)
-        found = _answered(problem, running, spec, settings, averages, now.style if now else "")
-        saves.text("--out", out, lambda: plan_to_json(found.best.plan))
-        refused = applied and found.misses and not anyway
+        answered = _answered(problem, running, spec, settings, averages, now.style if now else "")
+        saves.text("--out", out, lambda: plan_to_json(answered.best.plan))
+        refused = applied and answered.misses and not anyway
         done = REFUSED if refused else ""
         if now is not None and applied and not refused:
-            done = apply(service, now, found.best)
-    _print(found, now, done, as_json)
+            done = apply(service, now, answered.best)
+    _print(answered, now, done, as_json)
     saves.complain()
     if refused:
         missed()
@@ -213,25 +217,25 @@ class Answered:
 
     @property
     def misses(self) -> bool:
-        return any(each.verdict == "misses" for each in self.tried or ())
+        return any(item.verdict == "misses" for item in self.tried or ())
 
 
-def _print(found: Answered, now: LiveService | None, done: str, as_json: bool) -> None:
+def _print(answered: Answered, now: LiveService | None, done: str, as_json: bool) -> None:
     if as_json:
         from potluck.core.codec import encode
 
         body: dict[str, object] = {
-            "best": found.best.step,
-            "answers": [encode(answer) for answer in found.answers],
-            "rehearsed": [{**asdict(each), "verdict": each.verdict} for each in found.tried or ()],
+            "best": answered.best.step,
+            "answers": [encode(answer) for answer in answered.answers],
+            "rehearsed": [{**asdict(entry), "verdict": entry.verdict} for entry in answered.tried or ()],
         }
         emit_json(body | ({} if now is None else {"version": now.version, "done": done}))
         return
     if now is not None:
         said_of(now)
-    _show(found)
-    for each in found.tried or ():
-        paragraph(f"{evidence_line(each)}.")
+    _show(answered)
+    for item in answered.tried or ():
+        paragraph(f"{evidence_line(item)}.")
     if done:
         paragraph(done)
 
@@ -245,8 +249,8 @@ def _answered(
     from potluck.plan.strategies import STRATEGIES
     from potluck.plan.verify import verify
 
-    with progress(3) as said:
-        said("rerouting, flipping, reallocating")
+    with progress(3) as progress_bar:
+        progress_bar("rerouting, flipping, reallocating")
         auto = for_engines(STRATEGIES["auto"], style)
         planner = auto if averages else rehearsing(auto, spec)
         answers = ladder(problem, running, planner, settings)
@@ -263,11 +267,11 @@ def _answered(
             )
         if averages:
             return Answered(answers, best, None)
-        return Answered(answers, *best_tried(answers, spec, problem, said))
+        return Answered(answers, *best_tried(answers, spec, problem, progress_bar))
 
 
-def _show(found: Answered) -> None:
-    best = found.best
+def _show(answered: Answered) -> None:
+    best = answered.best
     rows = [
         (
             f"{answer.step} (best)" if answer is best else answer.step,
@@ -279,19 +283,19 @@ def _show(found: Answered) -> None:
             answer.starts,
             answer.stops,
         )
-        for answer in found.answers
+        for answer in answered.answers
     ]
     columns = ("answer", "served", "USD/h", "in force", "to start", "flips", "starts", "stops")
     judged = (
         "served on averages, not rehearsed"
-        if found.tried is None
+        if answered.tried is None
         else "served on averages, the best rehearsed"
     )
     table(f"Answers, from cheap to dear; {judged}", columns, rows)
     table(
         f"With {best.step}",
         ("region", "copies", "template"),
-        [(each.region, each.count, each.template) for each in best.plan.deployments],
+        [(deployment.region, deployment.count, deployment.template) for deployment in best.plan.deployments],
     )
     show_groups(best.plan)
 
@@ -374,11 +378,15 @@ def _with_lengths(model: ModelSpec, bins: Sequence[LengthBin], words: str) -> Mo
     most = model.model.max_context_tokens
     cut = 0.0
     kept = []
-    for each in bins:
-        output = min(each.output_tokens, most - 1.0)
-        prompt = min(each.input_tokens, most - output)
-        cut += each.share if (prompt, output) != (each.input_tokens, each.output_tokens) else 0.0
-        kept.append(replace(each, input_tokens=prompt, output_tokens=output))
+    for length_bin in bins:
+        output = min(length_bin.output_tokens, most - 1.0)
+        prompt = min(length_bin.input_tokens, most - output)
+        cut += (
+            length_bin.share
+            if (prompt, output) != (length_bin.input_tokens, length_bin.output_tokens)
+            else 0.0
+        )
+        kept.append(replace(length_bin, input_tokens=prompt, output_tokens=output))
     if cut > 0:
         note = f"{cut:.0%} of the requests are longer than {model.model.name}'s context of {most:,} tokens"
         click.echo(f"note: {words}: {note} and were cut to it", err=True)
@@ -428,16 +436,16 @@ def _with_offer(
     problem: PlanningProblem, region: str, node: str, *, lose: int = 0, price_usd_per_h: float | None = None
 ) -> PlanningProblem:
     regions = []
-    for each in problem.regions:
+    for item in problem.regions:
         offers = []
-        for offer in each.offers:
-            if (each.name, offer.node) == (region, node):
+        for offer in item.offers:
+            if (item.name, offer.node) == (region, node):
                 if lose > offer.available:
                     raise InputError("lose", f"{region} has only {offer.available} {node}")
                 money = offer.price_usd_per_h if price_usd_per_h is None else price_usd_per_h
                 offer = replace(offer, available=offer.available - lose, price_usd_per_h=money)
             offers.append(offer)
-        regions.append(replace(each, offers=tuple(offers)))
+        regions.append(replace(item, offers=tuple(offers)))
     return replace(problem, regions=tuple(regions))
 
 
@@ -450,15 +458,15 @@ def _with_link(problem: PlanningProblem, text: str) -> PlanningProblem:
     machines = [] if problem.pool is None else [node.name for node in problem.pool.nodes]
     if problem.pool is not None and set(ends) <= set(machines):
         return replace(problem, pool=problem.pool.with_link(*ends, gbps))
-    known = {(each.source, each.target) for each in problem.links}
+    known = {(link.source, link.target) for link in problem.links}
     if ends not in known:
-        names = [":".join(each) for each in known]
+        names = [":".join(item) for item in known]
         wrong = [end for end in ends if end not in machines]
         if machines and not known:
             raise UnknownNameError("link: machine", wrong[0], machines)
         raise UnknownNameError("link", ":".join(ends), names)
     links = tuple(
-        replace(each, gbps=gbps) if (each.source, each.target) == ends else each for each in problem.links
+        replace(link, gbps=gbps) if (link.source, link.target) == ends else link for link in problem.links
     )
     return replace(problem, links=links)
 
@@ -514,7 +522,7 @@ def live_of(service: ServiceView) -> LiveService:
         for model, rates in sorted(seen.items())
         if model in models and rates[-1] >= LEAST_PER_S
     )
-    profiles = tuple(Path(each) for each in known.get("profiles", ()))
+    profiles = tuple(Path(item) for item in known.get("profiles", ()))
     paces = paces_of(service.store, now_s)
     style = str(known.get("style", ""))
     return LiveService(newest.version, newest.plan, Path(known["path"]), profiles, rates, paces, style)
@@ -568,7 +576,11 @@ def apply(service: ServiceView, running: LiveService, best: ReplanOption) -> str
 def is_no_better(plan: Plan, running: Plan) -> bool:
     """The same copies for the same demand, and no more of it served: other shares alone make no version."""
     asked, before = (
-        {(each.model, each.bucket): each.rate_per_s for each in one.buckets} for one in (plan, running)
+        {
+            (length_bucket.model, length_bucket.bucket): length_bucket.rate_per_s
+            for length_bucket in one.buckets
+        }
+        for one in (plan, running)
     )
     same = asked.keys() == before.keys() and all(
         isclose(asked[key], before[key], rel_tol=0.01) for key in asked

@@ -51,7 +51,7 @@ SAMPLES = 200
 
 def options(command: Command) -> Command:
     """The options that every command which simulates has."""
-    for each in (
+    for report in (
         option("--json", "as_json", is_flag=True, help="Print JSON."),
         profile_option,
         scale_option,
@@ -77,7 +77,7 @@ def options(command: Command) -> Command:
             help="NAME of the catalog or a trace FILE; MODEL=NAME where there are several.",
         ),
     ):
-        command = each(command)
+        command = report(command)
     return command
 
 
@@ -143,13 +143,13 @@ def simulate(
 
     _require_sound(rate_per_s, report, records, log)
     rules, saves, faults = policy_of(policy), OutputFiles(), read_faults(faults_path)
-    with progress(100) as said, ExitStack() as stack:
-        asked = workload, rate_per_s, count, seed, cv, logs, said
+    with progress(100) as progress_bar, ExitStack() as stack:
+        asked = workload, rate_per_s, count, seed, cv, logs, progress_bar
 
         def make(spec: Spec) -> Workload:
             return requests(spec, *asked)
 
-        inputs, load = read_inputs(paths, time_limit_s, said, make, profile_paths, market, slo_scale)
+        inputs, load = read_inputs(paths, time_limit_s, progress_bar, make, profile_paths, market, slo_scale)
         rules = policy_of(policy, inputs.spec.policy)
         resolved = replace(scene_of(offered(inputs, rules)), paced=paced)
         result = run(
@@ -161,15 +161,15 @@ def simulate(
             faults=with_schedule(faults, inputs.schedule),
             planner=planner_of(inputs, rules, time_limit_s),
             log=None if log is None else stack.enter_context(log.open("w", encoding="utf-8")),
-            progress=_counting(said),
+            progress=_counting(progress_bar),
         )
-        said("summing up")
+        progress_bar("summing up")
         summary = summarise(result, warm_up_s)
         _write(saves, summary, result, report, records)
-    found = compared(resolved, result, rules.balance)
-    _show(summary, result, found, scan(result, warm_up_s) if scans else None, as_json)
+    plan_deviations = compared(resolved, result, rules.balance)
+    _show(summary, result, plan_deviations, scan(result, warm_up_s) if scans else None, as_json)
     saves.complain()
-    _complain(found, summary)
+    _complain(plan_deviations, summary)
 
 
 def _require_sound(
@@ -219,9 +219,9 @@ def _settings(
     )
 
 
-def _complain(found: tuple[PlanDeviation, ...], summary: RunSummary) -> None:
+def _complain(plan_deviations: tuple[PlanDeviation, ...], summary: RunSummary) -> None:
     """Replicas that the plan counts on and that got nothing are an error; objectives that are missed are told."""
-    idle = [each.name for each in found if each.verdict == "broken"]
+    idle = [plan_deviation.name for plan_deviation in plan_deviations if plan_deviation.verdict == "broken"]
     if idle:
         others = f" (nor did {len(idle) - 1} more)" if len(idle) > 1 else ""
         click.echo(f"potluck: error: the plan counts on {idle[0]}, which got no request{others}", err=True)
@@ -233,12 +233,12 @@ def _complain(found: tuple[PlanDeviation, ...], summary: RunSummary) -> None:
 def _show(
     summary: RunSummary,
     result: SimResult,
-    found: tuple[PlanDeviation, ...],
+    plan_deviations: tuple[PlanDeviation, ...],
     scanned: ScaleScan | None,
     as_json: bool,
 ) -> None:
     if as_json:
-        body = {**json.loads(summary.to_json())["value"], "planned": encode(found)}
+        body = {**json.loads(summary.to_json())["value"], "planned": encode(plan_deviations)}
         emit_json(body if scanned is None else body | {"slo_scan": encode(scanned)})
         return
     from potluck.cli.simulating.simulate_output import show_planned, show_scan, show_summary
@@ -246,7 +246,7 @@ def _show(
     show_summary(summary, result)
     if scanned is not None:
         show_scan(scanned)
-    show_planned(found)
+    show_planned(plan_deviations)
 
 
 def require_positive(field: str, value: float | None) -> None:
@@ -343,12 +343,12 @@ def goodput(
     if not 0 < tolerance < 1:
         raise InputError("--tolerance", f"must be above 0 and below 1, is {tolerance:g}")
     policy_of(policy)
-    with progress(20) as said:
+    with progress(20) as progress_bar:
         inputs, load = read_inputs(
             paths,
             time_limit_s,
-            said,
-            lambda spec: requests(spec, workload, rate_per_s, count, seed, cv, logs, said),
+            progress_bar,
+            lambda spec: requests(spec, workload, rate_per_s, count, seed, cv, logs, progress_bar),
             profile_paths,
             slo_scale=slo_scale,
         )
@@ -361,7 +361,7 @@ def goodput(
             raise InputError("--workload", "all requests come at one moment, so there is no rate to vary")
 
         def tried(scale: float) -> RateTrial:
-            said(f"{base_per_s * scale:.3g} requests/s")
+            progress_bar(f"{base_per_s * scale:.3g} requests/s")
             result = simulate(problem, faster(load, scale), rules, seed=seed, settings=how, planner=planner)
             return step_of(summarise(result), scale, base_per_s)
 
@@ -480,29 +480,30 @@ def replay(context: click.Context, logs: tuple[Path, ...], as_json: bool) -> Non
     from potluck.runtime.replay import log_lines
     from potluck.runtime.replay import replay as run
 
-    with progress(1000) as said, log_lines(logs) as lines:
-        found = run(lines, Brain, lambda events: said(f"{events:,} events"))
+    with progress(1000) as progress_bar, log_lines(logs) as lines:
+        completed = run(lines, Brain, lambda events: progress_bar(f"{events:,} events"))
     if as_json:
         emit_json(
             {
-                "same": not found.difference,
-                "events": found.events,
-                "actions": found.actions,
-                "runs": found.runs,
-                "difference": found.difference or None,
-                "cut_lines": list(found.cuts),
-                "since_s": found.since_s,
+                "same": not completed.difference,
+                "events": completed.events,
+                "actions": completed.actions,
+                "runs": completed.runs,
+                "difference": completed.difference or None,
+                "cut_lines": list(completed.cuts),
+                "since_s": completed.since_s,
             }
         )
     else:
-        for number in found.cuts:
+        for number in completed.cuts:
             click.echo(f"potluck: note: line {number} of the log is cut off and was passed over", err=True)
-        if found.since_s:
+        if completed.since_s:
             click.echo(
-                f"potluck: note: the log begins {found.since_s:,.0f} s into its first run; older pieces were dropped",
+                f"potluck: note: the log begins {completed.since_s:,.0f} s into its first run; "
+                "older pieces were dropped",
                 err=True,
             )
-        runs = f"{found.runs} runs" if found.runs > 1 else "1 run"
-        verdict = found.difference or "all the same"
-        click.echo(f"{found.events:,} events and {found.actions:,} actions in {runs}: {verdict}")
-    context.exit(1 if found.difference else 0)
+        runs = f"{completed.runs} runs" if completed.runs > 1 else "1 run"
+        verdict = completed.difference or "all the same"
+        click.echo(f"{completed.events:,} events and {completed.actions:,} actions in {runs}: {verdict}")
+    context.exit(1 if completed.difference else 0)

@@ -47,31 +47,37 @@ def show_summary(summary: RunSummary, result: SimResult) -> None:
         table("Also", ("what", "how often"), notes)
 
 
-def show_planned(found: Sequence[PlanDeviation]) -> None:
+def show_planned(plan_deviations: Sequence[PlanDeviation]) -> None:
     """Where the plan and the run disagree; nothing where they do not."""
     from potluck.sim.results.plan_comparison import described, disagreements
 
-    wrong = disagreements(found)
-    rows = [(str(each.what), *described(each), each.name) for each in wrong[:MOST_ROWS]]
+    wrong = disagreements(plan_deviations)
+    rows = [
+        (str(plan_deviation.what), *described(plan_deviation), plan_deviation.name)
+        for plan_deviation in wrong[:MOST_ROWS]
+    ]
     if len(wrong) > MOST_ROWS:
         rows.append(("", "", "", f"and {len(wrong) - MOST_ROWS} more (--json has all)"))
     if rows:
         listing("Not as planned", ("what", "planned", "ran", "of"), rows)
 
 
-def show_scan(found: ScaleScan) -> None:
+def show_scan(scale_scan: ScaleScan) -> None:
     """Attainment against SLO scale, and from which scale on it is enough."""
-    names = [part.name for part in found.parts]
+    names = [part.name for part in scale_scan.parts]
     rows = []
-    for place, scale in enumerate(found.scales):
-        shares = [part.attainment[place] for part in found.parts]
+    for place, scale in enumerate(scale_scan.scales):
+        shares = [part.attainment[place] for part in scale_scan.parts]
         rows.append((f"x {scale:g}", *map(percent, shares)))
         if min(shares) == 1.0:
             break
     table("Within objectives of this scale", ("SLO scale", *names), rows)
     least = [
-        (percent(level), *("none" if s is None else f"x {s:.3g}" for s in (p.least[i] for p in found.parts)))
-        for i, level in enumerate(found.levels)
+        (
+            percent(level),
+            *("none" if s is None else f"x {s:.3g}" for s in (p.least[i] for p in scale_scan.parts)),
+        )
+        for i, level in enumerate(scale_scan.levels)
     ]
     table("Least SLO scale", ("to attain", *names), least)
 

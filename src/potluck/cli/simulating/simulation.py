@@ -104,10 +104,12 @@ def _at_first(spec: Spec, market: Path | None) -> tuple[Spec, MarketSchedule | N
 def read_plan_and_spec(plan: Path, spec: Spec, profiles: tuple[Path, ...] = ()) -> SimulationInputs:
     problem = measured(load_problem(spec, 0.8, None, (), 0.0), profiles)
     inputs = SimulationInputs(spec, problem, read_plan(plan))
-    for each in lossy_crossings(inputs.plan):
-        if each.codec not in spec.kv_codecs:
-            what = f"sends KV {each.where} in {each.codec}, which the spec does not allow"
-            raise InputError(str(plan), f"{what}; plan again, or write kv_codecs: [raw, {each.codec}] in it")
+    for lossy_crossing in lossy_crossings(inputs.plan):
+        if lossy_crossing.codec not in spec.kv_codecs:
+            what = f"sends KV {lossy_crossing.where} in {lossy_crossing.codec}, which the spec does not allow"
+            raise InputError(
+                str(plan), f"{what}; plan again, or write kv_codecs: [raw, {lossy_crossing.codec}] in it"
+            )
     return inputs
 
 
@@ -207,9 +209,9 @@ def requests(
         return _logged(spec, logs, rate_per_s, count, said)
     if not workloads:
         traffic = [model.traffic for model in spec.models]
-        total = sum(each.rate_per_s for each in traffic)
+        total = sum(item.rate_per_s for item in traffic)
         if rate_per_s is not None and total > 0:
-            traffic = [replace(each, rate_per_s=each.rate_per_s * rate_per_s / total) for each in traffic]
+            traffic = [replace(item, rate_per_s=item.rate_per_s * rate_per_s / total) for item in traffic]
         return of_traffic(traffic, count or DEFAULT_REQUESTS, seed, 1.0 if cv is None else cv)
     names = [model.name for model in spec.models]
     parts = []
@@ -231,10 +233,10 @@ def _logged(
     from potluck.sim.load.workload import at_rate, first, from_log
 
     with log_lines(logs) as lines:
-        found = from_log(lines, None if said is None else lambda seen: said(f"{seen:,} requests of the log"))
-    for number in found.cuts:
+        log = from_log(lines, None if said is None else lambda seen: said(f"{seen:,} requests of the log"))
+    for number in log.cuts:
         click.echo(f"potluck: note: line {number} of the log is cut off and was passed over", err=True)
-    made = found.workload
+    made = log.workload
     for name in made.models:
         if name not in {model.name for model in spec.models}:
             raise UnknownNameError("log: model", name, [model.name for model in spec.models])
@@ -259,13 +261,13 @@ def _rate(spec: Spec, model: str, parts: int, rate_per_s: float | None) -> float
     """One workload takes the rate whole; several share it as the spec's traffic does."""
     if rate_per_s is None or parts == 1:
         return rate_per_s
-    total = sum(each.traffic.rate_per_s for each in spec.models)
+    total = sum(model_spec.traffic.rate_per_s for model_spec in spec.models)
     return rate_per_s * spec.model(model).traffic.rate_per_s / total if total > 0 else rate_per_s / parts
 
 
 def policy_of(pairs: tuple[str, ...], base: Policy | None = None) -> Policy:
     """`--policy balance=goodput --policy opportunistic=false`, over the spec's rules."""
-    known = [each.name for each in fields(Policy) if each.name not in LISTS]
+    known = [item.name for item in fields(Policy) if item.name not in LISTS]
     values: dict[str, object] = {}
     for pair in pairs:
         name, sign, text = pair.partition("=")
@@ -275,14 +277,14 @@ def policy_of(pairs: tuple[str, ...], base: Policy | None = None) -> Policy:
             raise UnknownNameError("--policy", name, known)
         values[name] = _plain(text)
     try:
-        said = decode(Policy, values, "--policy")
+        body = decode(Policy, values, "--policy")
     except FormatError as error:
         raise InputError(error.field, error.problem) from error
     for name, rules in (("balance", tuple(BALANCES)), ("scaling", tuple(SCALERS))):
-        if getattr(said, name) not in rules:
-            hint = did_you_mean(getattr(said, name), rules)
-            raise InputError(f"--policy.{name}", f"{getattr(said, name)!r} is not one of its values{hint}")
-    return replace(base or Policy(), **{name: getattr(said, name) for name in values})
+        if getattr(body, name) not in rules:
+            hint = did_you_mean(getattr(body, name), rules)
+            raise InputError(f"--policy.{name}", f"{getattr(body, name)!r} is not one of its values{hint}")
+    return replace(base or Policy(), **{name: getattr(body, name) for name in values})
 
 
 def planner_of(inputs: SimulationInputs, policy: Policy, time_limit_s: float) -> Planner | None:
@@ -324,36 +326,38 @@ def with_schedule(faults: Faults | None, schedule: MarketSchedule | None) -> Fau
     if schedule is None:
         return faults
     faults = Faults() if faults is None else faults
-    later = [(each, each.quote) for each in schedule.changes if each.at_s > 0]
+    later = [(change, change.quote) for change in schedule.changes if change.at_s > 0]
     return replace(
         faults,
         faults=(
             *faults.faults,
             *(
                 Fault(
-                    max(0.0, each.at_s - each.notice_s),
+                    max(0.0, leaf.at_s - leaf.notice_s),
                     "spot",
-                    region=each.region,
-                    node=each.node,
-                    count=each.count,
-                    notice_s=each.notice_s,
+                    region=leaf.region,
+                    node=leaf.node,
+                    count=leaf.count,
+                    notice_s=leaf.notice_s,
                 )
-                for each in schedule.leaves
+                for leaf in schedule.leaves
             ),
         ),
         prices=(
             *faults.prices,
             *(
-                PriceChange(each.at_s, quote.region, quote.node, quote.price_usd_per_h)
-                for each, quote in later
+                PriceChange(market_change.at_s, quote.region, quote.node, quote.price_usd_per_h)
+                for market_change, quote in later
                 if quote.price_usd_per_h is not None
             ),
         ),
         availability=(
             *faults.availability,
             *(
-                SupplyChange(each.at_s, quote.region, quote.node, quote.available, each.notice_s)
-                for each, quote in later
+                SupplyChange(
+                    market_change.at_s, quote.region, quote.node, quote.available, market_change.notice_s
+                )
+                for market_change, quote in later
                 if quote.available is not None
             ),
         ),

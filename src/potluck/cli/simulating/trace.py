@@ -44,11 +44,11 @@ def stats_command(file: Path, as_json: bool) -> None:
     from potluck.spec.traces import load_trace, trace_stats
 
     loaded = load_trace(file)
-    found = trace_stats(loaded)
+    stats = trace_stats(loaded)
     if as_json:
-        emit_json({"file": file.name} | asdict(found))
+        emit_json({"file": file.name} | asdict(stats))
         return
-    _show(file.name, found)
+    _show(file.name, stats)
     if loaded.span_s > 0:
         _plot_rate(loaded)
     _plot_lengths("prompt", loaded.input_tokens)
@@ -142,8 +142,8 @@ def _write(made: Trace, out: Path, to: str | None, as_json: bool) -> None:
     write_trace(made, out, chosen)
     blocks_left_out = made.block_ids is not None and chosen != "mooncake"
     if as_json:
-        said = {"file": str(out), "format": chosen, "requests": len(made), "rate_per_s": made.rate_per_s}
-        emit_json(said | {"blocks_left_out": blocks_left_out})
+        text = {"file": str(out), "format": chosen, "requests": len(made), "rate_per_s": made.rate_per_s}
+        emit_json(text | {"blocks_left_out": blocks_left_out})
         return
     rate = f", {made.rate_per_s:.4g} requests/s" if made.rate_per_s else ""
     click.echo(f"{out}: {len(made):,} requests{rate}, {chosen}", err=True)
@@ -151,31 +151,35 @@ def _write(made: Trace, out: Path, to: str | None, as_json: bool) -> None:
         click.echo(f"{out}: prefix block ids are left out, {chosen} has no column for them", err=True)
 
 
-def _show(name: str, found: TraceStats) -> None:
+def _show(name: str, trace_stats: TraceStats) -> None:
     rows = [
-        ("format", found.format_name),
-        ("requests", count(found.requests)),
-        ("span", seconds(found.span_s) if found.span_s else "-"),
-        ("rate", f"{found.rate_per_s:.4g} requests/s" if found.rate_per_s else "-"),
-        ("CV of gaps", _figure(found.gap_cv), "1 is Poisson, above it bursts"),
-        ("CV of counts in 60 s", _figure(found.window_cv)),
-        ("peak to mean in 60 s", _figure(found.window_peak_to_mean)),
-        ("dispersion in 60 s", _figure(found.dispersion), "variance to mean of the counts; 1 is Poisson"),
+        ("format", trace_stats.format_name),
+        ("requests", count(trace_stats.requests)),
+        ("span", seconds(trace_stats.span_s) if trace_stats.span_s else "-"),
+        ("rate", f"{trace_stats.rate_per_s:.4g} requests/s" if trace_stats.rate_per_s else "-"),
+        ("CV of gaps", _figure(trace_stats.gap_cv), "1 is Poisson, above it bursts"),
+        ("CV of counts in 60 s", _figure(trace_stats.window_cv)),
+        ("peak to mean in 60 s", _figure(trace_stats.window_peak_to_mean)),
+        (
+            "dispersion in 60 s",
+            _figure(trace_stats.dispersion),
+            "variance to mean of the counts; 1 is Poisson",
+        ),
         (
             "prefix-hit share",
-            "-" if found.prefix_hit_share is None else percent(found.prefix_hit_share),
+            "-" if trace_stats.prefix_hit_share is None else percent(trace_stats.prefix_hit_share),
             "prompt tokens that an endless cache would have held",
         ),
     ]
-    if found.empty_outputs:
-        rows.append(("without output", count(found.empty_outputs), "counted as one token each"))
-    if found.format_name == "sharegpt":
-        rows.append(("passed over", count(found.passed_over), "no question with an answer"))
+    if trace_stats.empty_outputs:
+        rows.append(("without output", count(trace_stats.empty_outputs), "counted as one token each"))
+    if trace_stats.format_name == "sharegpt":
+        rows.append(("passed over", count(trace_stats.passed_over), "no question with an answer"))
         rows.append(("token counts", "estimated", "4 bytes of text each, where the file has no counts"))
     table(name, ("", "", ""), [(*row, "")[:3] for row in rows])
     lengths = [
         (label, *(count(round(value, 1)) for value in (one.mean, one.p50, one.p90, one.p99, one.max)))
-        for label, one in (("prompt", found.input_tokens), ("answer", found.output_tokens))
+        for label, one in (("prompt", trace_stats.input_tokens), ("answer", trace_stats.output_tokens))
     ]
     table("Tokens", ("", "mean", "p50", "p90", "p99", "max"), lengths)
 

@@ -85,16 +85,17 @@ def asked(entries: tuple[EngineEntry, ...], file: Path, folder: Path) -> tuple[S
     """A spec and a plan of what the servers say they are, and the roster with it."""
     from potluck.cli.common.inputs import load_problem
 
-    found = ask_all(entries)
-    for each in found:
-        _said(
-            f"{each.entry.url} serves {each.model} ({'an engine' if each.kind == 'face' else 'plain OpenAI'})"
-        )
+    found_servers = ask_all(entries)
+    for found_server in found_servers:
+        kind = "an engine" if found_server.kind == "face" else "plain OpenAI"
+        _said(f"{found_server.entry.url} serves {found_server.model} ({kind})")
     spec_path, engine_list = folder / "spec.yaml", folder / "servers.yaml"
-    spec_path.write_text(spec_text(found), "utf-8")
-    engine_list.write_text(roster_text(found, file.resolve().parent, read_text(file, "--attach")), "utf-8")
+    spec_path.write_text(spec_text(found_servers), "utf-8")
+    engine_list.write_text(
+        roster_text(found_servers, file.resolve().parent, read_text(file, "--attach")), "utf-8"
+    )
     spec = read_one_spec((spec_path,))
-    plan = plan_of(found, {model.name: len(model.model.layers) for model in spec.models})
+    plan = plan_of(found_servers, {model.name: len(model.model.layers) for model in spec.models})
     return SimulationInputs(spec, load_problem(spec, 0.8, None, (), 0.0), plan), engine_list
 
 
@@ -191,7 +192,7 @@ def _get(entry: EngineEntry, path: str) -> dict[str, Any] | None:
         with urllib.request.urlopen(
             urllib.request.Request(entry.url + path, headers=headers), timeout=WITHIN_S
         ) as answer:
-            found = json.loads(answer.read(1 << 20))
+            document = json.loads(answer.read(1 << 20))
     except urllib.error.HTTPError as error:
         if error.code in (401, 403):
             raise InputError(entry.url, "wants a key; say its key_file in the roster") from error
@@ -200,19 +201,19 @@ def _get(entry: EngineEntry, path: str) -> dict[str, Any] | None:
         if isinstance(error, ValueError):
             return None
         raise InputError(entry.url, f"does not answer ({getattr(error, 'reason', error)})") from error
-    return found if isinstance(found, dict) else None
+    return document if isinstance(document, dict) else None
 
 
-def spec_text(found: Sequence[FoundServer]) -> str:
+def spec_text(found_servers: Sequence[FoundServer]) -> str:
     models = []
-    for name in dict.fromkeys(each.model for each in found):
-        mine = [each for each in found if each.model == name]
-        directory = next((each.directory for each in mine if each.directory), "")
+    for name in dict.fromkeys(found_server.model for found_server in found_servers):
+        mine = [found_server for found_server in found_servers if found_server.model == name]
+        directory = next((found_server.directory for found_server in mine if found_server.directory), "")
         made: dict[str, object] = {"model": directory or _catalog_name(name), "name": name}
         if directory and (Path(directory) / TOKENIZER).is_file():
             made["files"] = directory
         models.append({**made, "slo": SLO, "traffic": TRAFFIC})
-    nodes = [{"node": NODE, "available": len(found), "price_usd_per_h": 1.0}]
+    nodes = [{"node": NODE, "available": len(found_servers), "price_usd_per_h": 1.0}]
     body = {"models": models, "fleet": {"regions": [{"name": REGION, "nodes": nodes}]}}
     return yaml.safe_dump(body, sort_keys=False)
 
@@ -227,14 +228,14 @@ def _catalog_name(name: str) -> str:
         return STAND_IN
 
 
-def plan_of(found: Sequence[FoundServer], layers: dict[str, int]) -> Plan:
+def plan_of(found_servers: Sequence[FoundServer], layers: dict[str, int]) -> Plan:
     """Every server a copy of its own; engines that prefill and decode apart are one copy together."""
     templates: list[Template] = []
     for name in layers:
-        mine = [each for each in found if each.model == name]
-        apart = [each for each in mine if each.role != "mixed"]
-        if len({each.role for each in apart}) == 2:
-            roles = sorted((each.role for each in apart), reverse=True)
+        mine = [found_server for found_server in found_servers if found_server.model == name]
+        apart = [found_server for found_server in mine if found_server.role != "mixed"]
+        if len({found_server.role for found_server in apart}) == 2:
+            roles = sorted((found_server.role for found_server in apart), reverse=True)
             templates.append(_template(name, f"{name}: apart", roles, layers[name]))
         else:
             apart = []
@@ -243,12 +244,12 @@ def plan_of(found: Sequence[FoundServer], layers: dict[str, int]) -> Plan:
     return Plan(
         "attached",
         tuple(templates),
-        tuple(Deployment(each.name, REGION, 1) for each in templates),
+        tuple(Deployment(template.name, REGION, 1) for template in templates),
         tuple(LengthBucket(name, 0, LONGEST_TOKENS, 1.0) for name in layers),
-        tuple(PlannedShare(each.name, REGION, 0, "closed", 1.0) for each in templates),
+        tuple(PlannedShare(template.name, REGION, 0, "closed", 1.0) for template in templates),
         (),
         (),
-        float(len(found)),
+        float(len(found_servers)),
         0.0,
     )
 
@@ -260,15 +261,20 @@ def _template(model: str, name: str, roles: Sequence[str], layers: int) -> Templ
     return Template(name, kind, model, (NodeCount(NODE, len(roles)),), replicas, capacity, "assumed")
 
 
-def roster_text(found: Sequence[FoundServer], folder: Path, given: str) -> str:
+def roster_text(found_servers: Sequence[FoundServer], folder: Path, given: str) -> str:
     """The roster with what was learned: which kind each is, and whose model."""
     data = yaml.safe_load(given)
     listed = data["engines"] if isinstance(data, dict) else data
     made = []
-    for each, said in zip(found, listed, strict=True):
-        entry = {**said, "kind": each.kind, "model": each.model, "served_model": each.served_model}
-        if each.kind == "openai":
-            entry["token_ids"] = each.token_ids
+    for found_server, text in zip(found_servers, listed, strict=True):
+        entry = {
+            **text,
+            "kind": found_server.kind,
+            "model": found_server.model,
+            "served_model": found_server.served_model,
+        }
+        if found_server.kind == "openai":
+            entry["token_ids"] = found_server.token_ids
         else:
             entry.pop("served_model")
         if "key_file" in entry:

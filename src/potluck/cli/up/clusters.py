@@ -30,7 +30,7 @@ _F = TypeVar("_F", bound=Callable[..., Any])
 
 def elsewhere_options(command: _F) -> _F:
     """What `up` is told about where engines run."""
-    for each in reversed(
+    for report in reversed(
         [
             option(
                 "--on",
@@ -57,7 +57,7 @@ def elsewhere_options(command: _F) -> _F:
             option("--host", default="127.0.0.1", help="Where clients reach it."),
         ]
     ):
-        command = each(command)
+        command = report(command)
     return command
 
 
@@ -76,7 +76,7 @@ class ClusterTarget:
     @classmethod
     def of(cls, options: dict[str, Any]) -> ClusterTarget:
         """Take what is ours out of a command's options."""
-        return cls(**{each.name: options.pop(each.name) for each in fields(cls)})
+        return cls(**{field.name: options.pop(field.name) for field in fields(cls)})
 
     def spec_there(self, spec: Spec) -> Spec:
         """With as many nodes as the cluster has."""
@@ -108,7 +108,7 @@ class ClusterTarget:
             written(key_file, secrets.token_urlsafe(32))
         maker = replace(settings.maker, tls=self.engine_tls)
         launcher = self._launcher(
-            maker, self._spellings(spec), [each.name for each in spec.regions], settings.folder
+            maker, self._spellings(spec), [region.name for region in spec.regions], settings.folder
         )
         # The gateway reads the spec as it is written; it is told what the cluster has instead.
         written_regions = load_spec(settings.spec).regions
@@ -120,41 +120,41 @@ class ClusterTarget:
 
     def remembered(self, store: StateStore) -> None:
         """For whoever ends this service without us."""
-        told: Mapping[str, Any] = store.get(ON) or {}
-        before = str(told.get("on", "here"))
+        message: Mapping[str, Any] = store.get(ON) or {}
+        before = str(message.get("on", "here"))
         if before != self.on and store.instances():
             raise InputError(
                 "--on", f"{self.on}: engines of this state are on {before}; `potluck down` first"
             )
         secured = list(self.engine_tls or ())
-        if told.get("engine_tls", []) != secured and store.instances():
+        if message.get("engine_tls", []) != secured and store.instances():
             raise InputError("--engine-tls", "is not as engines of this state have it; `potluck down` first")
-        said = {"on": self.on, "cluster": self.cluster, "namespace": self.namespace}
-        store.set(ON, {**said, "engine_tls": secured})
+        texts = {"on": self.on, "cluster": self.cluster, "namespace": self.namespace}
+        store.set(ON, {**texts, "engine_tls": secured})
 
     def _spellings(self, spec: Spec) -> Spellings:
         from potluck.catalog import gpus
         from potluck.control.market import spellings_of
 
         names = {node.gpu.name for node in spec.node_types}
-        found = spellings_of(spec.node_types, _aliases(gpus), _pairs(self.gpu_labels, names))
+        spellings = spellings_of(spec.node_types, _aliases(gpus), _pairs(self.gpu_labels, names))
         if self.on == "kubernetes":
             from potluck.control.launchers.kubernetes_pods import spelled_out
 
-            return {node: spelled_out(each) for node, each in found.items()}
-        return found
+            return {node: spelled_out(type_labels) for node, type_labels in spellings.items()}
+        return spellings
 
     def _nodes_there(self, spec: Spec) -> tuple[ClusterNode, ...]:
         if self.on == "kubernetes":
             from potluck.control.launchers.kube_api import connect as connected
             from potluck.control.launchers.kubernetes_pods import there_now
 
-            return there_now(connected(self.cluster), [each.name for each in spec.regions])
+            return there_now(connected(self.cluster), [region.name for region in spec.regions])
         from potluck.control.launchers.ray_actors import cluster_nodes, must_name_regions
         from potluck.control.launchers.ray_launcher import connect
 
         nodes = connect(self.cluster).nodes()
-        must_name_regions(nodes, {each.name for each in spec.regions})
+        must_name_regions(nodes, {region.name for region in spec.regions})
         return cluster_nodes(nodes)
 
     def _launcher(
@@ -178,36 +178,38 @@ class ClusterTarget:
 
 def launcher_of(store: StateStore) -> Launcher | None:
     """Who can end the engines of a state; None: they are processes of this machine."""
-    told: Mapping[str, Any] = store.get(ON) or {}
-    if told.get("on", "here") == "here":
+    message: Mapping[str, Any] = store.get(ON) or {}
+    if message.get("on", "here") == "here":
         return None
     from potluck.control.launchers.engine_command import EngineCommands
 
     elsewhere = ClusterTarget(
-        str(told["on"]), str(told.get("cluster", "auto")), namespace=str(told.get("namespace", "potluck"))
+        str(message["on"]),
+        str(message.get("cluster", "auto")),
+        namespace=str(message.get("namespace", "potluck")),
     )
-    found: Launcher = elsewhere._launcher(EngineCommands(), {}, (), store.path.parent)
-    return found
+    launcher: Launcher = elsewhere._launcher(EngineCommands(), {}, (), store.path.parent)
+    return launcher
 
 
 def _aliases(gpus: Any) -> Callable[[str], Sequence[str]]:
     def aliases(name: str) -> Sequence[str]:
         try:
-            found: Sequence[str] = gpus.facts(name).aliases
+            texts: Sequence[str] = gpus.facts(name).aliases
         except UnknownNameError:  # the spec has figures of its own for it
             return ()
-        return found
+        return texts
 
     return aliases
 
 
 def _pairs(said: Sequence[str], known: set[str]) -> dict[str, str]:
-    found = {}
-    for each in said:
-        name, equals, value = each.partition("=")
+    pairs = {}
+    for item in said:
+        name, equals, value = item.partition("=")
         if not equals or not value:
-            raise InputError("--gpu-label", f"{each!r} is not GPU=NAME")
+            raise InputError("--gpu-label", f"{item!r} is not GPU=NAME")
         if name not in known:
             raise UnknownNameError("--gpu-label", name, known)
-        found[name] = value
-    return found
+        pairs[name] = value
+    return pairs

@@ -84,14 +84,14 @@ def _must_have_memory(chip: LocalGpu, name: str) -> None:
 
 
 def found_chips() -> tuple[LocalGpu, ...]:
-    found = find_chips()
-    if not found:
+    chips = find_chips()
+    if not chips:
         raise InputError(
             "--model",
             "no GPU was found here (nvidia-smi lists none); `potluck engine serve --model DIR` computes on the CPU, "
             "`potluck up SPEC` acts as the GPUs of a spec",
         )
-    return found
+    return chips
 
 
 def spec_text(
@@ -169,12 +169,12 @@ def prepared_for_gpus(
         rate_per_s = _rounded(rate_per_s * LESS**attempt)
         written(path, text(rate_per_s, slo))
         spec = load_spec(path)
-        found = tried_as_it_is(make(spec), wishes, said)
-        if found.holds:
+        tried = tried_as_it_is(make(spec), wishes, said)
+        if tried.holds:
             break
     what = f"planned for {rate_per_s:g} requests/s of about {INPUT['mean']} tokens in, {OUTPUT['mean']} out ({path})"
-    lines = (*notes, what, *found.lines)
-    return GpuSetup(path, PreparedPlan(found.inputs, lines), maker_of(spec, chips, device), profiles, wishes)
+    lines = (*notes, what, *tried.lines)
+    return GpuSetup(path, PreparedPlan(tried.inputs, lines), maker_of(spec, chips, device), profiles, wishes)
 
 
 def _within_reach(
@@ -202,7 +202,7 @@ def _rounded(rate_per_s: float) -> float:
 def maker_of(spec: Spec, chips: Sequence[LocalGpu] | None, device: str = "cuda") -> EngineCommands:
     """How engines of a spec's models are made on these chips; without, on those that somebody else hands out."""
     mine = tuple((f"1x{gpu_of(chip)}", chip.uuid) for chip in chips or ())
-    for node in (each.name for each in spec.node_types if chips is not None):
+    for node in (node_type.name for node_type in spec.node_types if chips is not None):
         if node not in {kind for kind, _ in mine}:
             there = ", ".join(sorted({kind for kind, _ in mine}))
             raise InputError("--engine", f"gpu: the spec has {node}, this machine has {there}")
@@ -235,11 +235,11 @@ def must_have_chips(plan: Plan, maker: EngineCommands) -> None:
     """Refuse a plan for more GPUs than this machine has."""
     there = Counter(kind for kind, _ in maker.chips)
     wanted: Counter[str] = Counter()
-    for each in plan.deployments:
-        for replica in plan.template(each.template).replicas:
-            make = EngineSpec(plan.template(each.template).model, replica.layout, each.region)
+    for deployment in plan.deployments:
+        for replica in plan.template(deployment.template).replicas:
+            make = EngineSpec(plan.template(deployment.template).model, replica.layout, deployment.region)
             for kind in maker.chips_for(make):
-                wanted[kind] += each.count
+                wanted[kind] += deployment.count
     for kind, count in wanted.items():
         if count > there[kind]:
             raise InputError(
@@ -263,12 +263,12 @@ def weights_of(model: ModelSpec) -> Path:
         mounted = "; is it mounted?" if where.place == "store" else ""
         raise InputError(field, f"{root} is no directory that is there{mounted}")
     names = dict.fromkeys((model.name, model.model.name))
-    found = [folder for folder in (root, *(root / name for name in names)) if (folder / CONFIG).is_file()]
-    if not found:
+    paths = [folder for folder in (root, *(root / name for name in names)) if (folder / CONFIG).is_file()]
+    if not paths:
         raise InputError(field, f"{root} has no {CONFIG}, nor a directory {' or '.join(names)} with one")
-    if not any(found[0].glob("*.safetensors")):
-        raise InputError(field, f"{found[0]} has no weights (*.safetensors)")
-    return found[0]
+    if not any(paths[0].glob("*.safetensors")):
+        raise InputError(field, f"{paths[0]} has no weights (*.safetensors)")
+    return paths[0]
 
 
 def for_this_machine(wishes: PlanChoices, spec: Spec) -> PlanChoices:
@@ -283,13 +283,13 @@ def for_this_machine(wishes: PlanChoices, spec: Spec) -> PlanChoices:
 
 def must_run_here(plan: Plan, style: str) -> None:
     """Refuse what no engine of this machine can be before anything is started."""
-    for each in plan.deployments:
-        template = plan.template(each.template)
+    for deployment in plan.deployments:
+        template = plan.template(deployment.template)
         for replica in template.replicas:
             if style == "gpu":
-                nodes_of(EngineSpec(template.model, replica.layout, each.region))
+                nodes_of(EngineSpec(template.model, replica.layout, deployment.region))
             elif style == "vllm":
-                parallel_of(EngineSpec(template.model, replica.layout, each.region))
+                parallel_of(EngineSpec(template.model, replica.layout, deployment.region))
             elif style == "emulated" and len(replica.layout.stages) > 1:
                 raise InputError(
                     "--engine",
@@ -303,7 +303,7 @@ def flags_of(spec: Spec) -> Callable[[EngineSpec], tuple[str, ...]]:
     from potluck.perf.memory import kv_bytes_per_gpu
     from potluck.perf.timers.pipeline_timer import stage_layers
 
-    models = {each.name: each.model for each in spec.models}
+    models = {model_spec.name: model_spec.model for model_spec in spec.models}
     nodes = {node.name: node for node in spec.node_types}
 
     def flags(make: EngineSpec) -> tuple[str, ...]:
@@ -313,9 +313,9 @@ def flags_of(spec: Spec) -> Callable[[EngineSpec], tuple[str, ...]]:
         for stage, layers in stage_layers(model, make.layout):
             for member in stage.nodes:
                 memory = stage_memory(model, nodes[member.node], 1, layers)
-                each = kv_bytes_per_gpu(model, float(context), 1, layers) / context
-                if each > 0:
-                    blocks.append(int(KV_SHARE * max(0.0, memory.kv_bytes) / each / BLOCK_TOKENS))
+                value = kv_bytes_per_gpu(model, float(context), 1, layers) / context
+                if value > 0:
+                    blocks.append(int(KV_SHARE * max(0.0, memory.kv_bytes) / value / BLOCK_TOKENS))
         return (
             *("--kv-blocks", str(max(1, min(blocks))), "--max-running", str(MAX_RUNNING)),
             *("--token-budget", str(TOKEN_BUDGET)),

@@ -64,9 +64,9 @@ def tried_as_it_is(inputs: SimulationInputs, wishes: PlanChoices, said: Said) ->
     shown = known_of(inputs.plan, inputs.spec, inputs.problem)
     if not shown:
         trial, _ = trial_of(inputs.spec, inputs.problem, inputs.plan, RehearsalOptions())
-        shown = tuple(each.told() for each in tried(trial, inputs.plan, SHORT_RUNS, said))
+        shown = tuple(evidence.told() for evidence in tried(trial, inputs.plan, SHORT_RUNS, said))
     return PreparedPlan(
-        inputs, tuple(map(evidence_line, shown)), all(each.verdict == "holds" for each in shown)
+        inputs, tuple(map(evidence_line, shown)), all(item.verdict == "holds" for item in shown)
     )
 
 
@@ -143,7 +143,7 @@ def limit(factory: TemplateFactory, wishes: PlanChoices) -> None:
     from potluck.plan.strategies.pool_strategy import machines_key
 
     problem = factory.problem
-    for ask in (variant for each in problem.asks for variant in each.variants):
+    for ask in (variant for model_demand in problem.asks for variant in model_demand.variants):
         if wishes.single:
             factory.made["pipeline", ask.key] = []
         if wishes.here:
@@ -167,26 +167,26 @@ def _rehearsed(
     from potluck.cli.planning.rehearsal import RehearsalOptions, evidence_line, rehearsed
     from potluck.plan.strategies import STRATEGIES
 
-    found = rehearsed(spec, factory, outcome, STRATEGIES["auto"], settings, RehearsalOptions())
-    if found is None:
+    result = rehearsed(spec, factory, outcome, STRATEGIES["auto"], settings, RehearsalOptions())
+    if result is None:
         return outcome.plan, ()
-    best = found.best
-    lines = tuple(evidence_line(each.told()) for each in best.evidence)
-    more = best.cost_usd_per_h - found.first.cost_usd_per_h
-    if found.chosen is None:
-        lines = (*lines, f"no plan held in simulation ({found.reason}); this one came closest")
+    best = result.best
+    lines = tuple(evidence_line(item.told()) for item in best.evidence)
+    more = best.cost_usd_per_h - result.first.cost_usd_per_h
+    if result.chosen is None:
+        lines = (*lines, f"no plan held in simulation ({result.reason}); this one came closest")
     elif more > 0.005:
         lines = (*lines, f"${more:.2f}/h of it is headroom that the rehearsal asked for")
     return best.plan, lines
 
 
 def with_offers(
-    found: PreparedPlan, rules: Policy, shop: Callable[[PlanningProblem], TemplateFactory]
+    prepared_plan: PreparedPlan, rules: Policy, shop: Callable[[PlanningProblem], TemplateFactory]
 ) -> PreparedPlan:
     """With what scaling may start, and a line on what is on standby."""
     from potluck.core.scaling.standby import spoken
 
-    inputs = found.inputs
+    inputs = prepared_plan.inputs
     standby = spoken(inputs.plan, rules.standby, inputs.spec.regions)
-    lines = (*found.lines, standby) if standby else found.lines
-    return replace(found, inputs=offered(inputs, rules, shop(inputs.problem)), lines=lines)
+    lines = (*prepared_plan.lines, standby) if standby else prepared_plan.lines
+    return replace(prepared_plan, inputs=offered(inputs, rules, shop(inputs.problem)), lines=lines)

@@ -112,9 +112,9 @@ def show_ready(served: ServiceSummary) -> None:
     click.echo(f"ready after {seconds(served.ready_s)}; {cost}; Ctrl-C drains")
     for line in lossy_notices(plan):
         click.echo(line)
-    for each in plan.deployments:
-        click.echo(f"  {each.count} x {each.template} in {each.region}")
-    for flow in sorted({(each.prefill_region, each.decode_region) for each in plan.flows}):
+    for deployment in plan.deployments:
+        click.echo(f"  {deployment.count} x {deployment.template} in {deployment.region}")
+    for flow in sorted({(item.prefill_region, item.decode_region) for item in plan.flows}):
         if flow[0] != flow[1]:
             click.echo(f"  prompts computed in {flow[0]} are answered in {flow[1]}")
     for line in served.lines:
@@ -190,13 +190,13 @@ def ask(url: str, model: str, key: str = "") -> FirstAnswer:
     try:
         with urllib.request.urlopen(request, timeout=ANSWER_S) as answer:
             for line in answer:
-                found = _piece(line)
-                if found and not text:
+                piece = _piece(line)
+                if piece and not text:
                     first_s = time.monotonic() - began_s
-                text += found
+                text += piece
     except urllib.error.HTTPError as error:
-        said = " ".join(error.read(500).decode("utf-8", "replace").split())
-        raise CapacityError(f"{model} answered with {error.code}: {said}") from error
+        message = " ".join(error.read(500).decode("utf-8", "replace").split())
+        raise CapacityError(f"{model} answered with {error.code}: {message}") from error
     except OSError as error:
         raise CapacityError(f"{url} did not answer ({error})") from error
     if not text:
@@ -320,21 +320,21 @@ def _up(
     if port and not (folder / "state.db").is_file():  # else its own gateway may be there
         must_be_free(port)
     with ExitStack() as whole, ExitStack() as until_ready:
-        said = until_ready.enter_context(startup(2 * SHORT_RUNS + 12))
+        report = until_ready.enter_context(startup(2 * SHORT_RUNS + 12))
         # It loads while the plan is made.
         fork_server = fork_server_of(folder, style if model is None and here else "gpu")
         if fork_server is not None:
             whole.callback(fork_server.close)
         wishes = PlanChoices(time_limit_s, averages)
         if model is not None:
-            ready = prepared_for_gpus(model, folder, wishes, device, said, measure=measure)
+            ready = prepared_for_gpus(model, folder, wishes, device, report, measure=measure)
         else:
             below = (vllm_python, vllm_flags)
-            ready = prepared_for(paths, spec_path, style, device, below, wishes, policy, said, elsewhere)
+            ready = prepared_for(paths, spec_path, style, device, below, wishes, policy, report, elsewhere)
         spec = ready.prepared.inputs.spec
         rules = policy_of(policy, spec.policy)
         if fork_server is not None:
-            said("loading the engine")
+            report("loading the engine")
             fork_server = fork_server if fork_server.wait_ready() else None
         ruled = (*policy, "advise=true") if advise else policy
         settings = LocalStackSettings(
@@ -342,7 +342,7 @@ def _up(
             ready.spec_path.resolve(),
             port,
             ready.maker,
-            (*ready.maker.gateway_words(), *(f"--policy={each}" for each in ruled)),
+            (*ready.maker.gateway_words(), *(f"--policy={item}" for item in ruled)),
             advise,
             None if market is None else MarketFile(market, spec.regions),
             profiles=ready.profiles,
@@ -353,11 +353,11 @@ def _up(
         )
         settings = elsewhere.settled(settings, spec)
         shop = partial(workshop_of, wishes=ready.wishes)
-        found = told_slow(with_offers(ready.prepared, rules, shop), fork_server)
-        planner = planner_of(found.inputs, rules, time_limit_s, shop)
-        stand = LocalStack(settings, found.inputs.plan, planner, fork_server)
+        slow = told_slow(with_offers(ready.prepared, rules, shop), fork_server)
+        planner = planner_of(slow.inputs, rules, time_limit_s, shop)
+        stand = LocalStack(settings, slow.inputs.plan, planner, fork_server)
         elsewhere.remembered(stand.store)
-        _run(_Show(stand, found, as_json, began_s, check, within_s, said, until_ready.close))
+        _run(_Show(stand, slow, as_json, began_s, check, within_s, report, until_ready.close))
 
 
 @dataclass(slots=True)
@@ -398,7 +398,9 @@ class _Show:
             self.quiet()
             self._ready(now_s)
         elif self.stand.fresh and (
-            failed := next((each for each in turn.stuck if each.failures.in_vain), None)
+            failed := next(
+                (stuck_replica for stuck_replica in turn.stuck if stuck_replica.failures.in_vain), None
+            )
         ):
             self.failed = self._in_vain(failed)
             self.stop.set()
@@ -418,11 +420,11 @@ class _Show:
         """Why something is not there, and where its log is."""
         for line in turn.waiting:
             return line
-        for each in self.stand.store.instances():
-            if each.state != "up":
-                since = time.time() - each.since_s
-                log = self.stand.launcher.log_of(each.name)
-                return f"{each.name} is {each.state} since {since:.0f} s (its log: {log})"
+        for instance in self.stand.store.instances():
+            if instance.state != "up":
+                since = time.time() - instance.since_s
+                log = self.stand.launcher.log_of(instance.name)
+                return f"{instance.name} is {instance.state} since {since:.0f} s (its log: {log})"
         return turn.problem or "`potluck status` says what is missing"
 
     def _ready(self, now_s: float) -> None:
@@ -452,11 +454,15 @@ class _Show:
             self.failed = str(error)
             return
         if self.as_json:
-            click.echo(json.dumps(ready_json(served) | {"answers": [asdict(each) for each in answers]}))
+            click.echo(
+                json.dumps(
+                    ready_json(served) | {"answers": [asdict(first_answer) for first_answer in answers]}
+                )
+            )
             return
         show_ready(served)
-        for each in answers:
-            show_answer(each)
+        for answer in answers:
+            show_answer(answer)
 
 
 def _run(show: _Show) -> None:
@@ -527,20 +533,20 @@ def prepared_for(
         maker = vllm_maker(spec, find_chips() if here else (), below[0], tuple(shlex.split(below[1])))
     else:
         files = tuple((model.name, shipped_model()) for model in spec.models)
-        names = tuple((each.name, each.model.name) for each in spec.models)
+        names = tuple((model_spec.name, model_spec.model.name) for model_spec in spec.models)
         maker = EngineCommands(style, files, names, links=() if spec.pool is None else spec.pool.links)
     chosen = replace(wishes, here=True, single=True) if style == "emulated" else wishes
     try:
-        found = prepared(paths, spec, chosen, said)
+        prepared_plan = prepared(paths, spec, chosen, said)
     except CapacityError:
         if chosen != wishes:  # would it do with what cannot be emulated?
             must_run_here(prepared(paths, spec, replace(wishes, averages=True), said).inputs.plan, style)
         raise
-    must_run_here(found.inputs.plan, style)
+    must_run_here(prepared_plan.inputs.plan, style)
     if here:
-        must_have_chips(found.inputs.plan, maker)
-    maker = replace(maker, weights=weights_in(spec, found.inputs.plan))
-    return GpuSetup(spec_path, found, maker, (), chosen)
+        must_have_chips(prepared_plan.inputs.plan, maker)
+    maker = replace(maker, weights=weights_in(spec, prepared_plan.inputs.plan))
+    return GpuSetup(spec_path, prepared_plan, maker, (), chosen)
 
 
 def must_have_vllm(python: str) -> None:
@@ -573,15 +579,15 @@ def start_s(ready: GpuSetup) -> float:
     return max(START_S, SLACK * longest_start_s(inputs.problem, startups_of(inputs.spec)))
 
 
-def told_slow(found: PreparedPlan, fork_server: ForkServer | None) -> PreparedPlan:
+def told_slow(prepared_plan: PreparedPlan, fork_server: ForkServer | None) -> PreparedPlan:
     """With a line, before anything is served, where this machine is too slow for the plan's GPUs."""
     from potluck.control.launchers.local_capacity import cpu_count, slow_line
 
     if fork_server is None or fork_server.cpu is None:
-        return found
-    traffic = [model.traffic for model in found.inputs.spec.models]
-    line = slow_line(found.inputs.plan, traffic, fork_server.cpu, cpu_count())
-    return replace(found, lines=(*found.lines, line)) if line else found
+        return prepared_plan
+    traffic = [model.traffic for model in prepared_plan.inputs.spec.models]
+    line = slow_line(prepared_plan.inputs.plan, traffic, fork_server.cpu, cpu_count())
+    return replace(prepared_plan, lines=(*prepared_plan.lines, line)) if line else prepared_plan
 
 
 def must_be_nobodys(folder: Path) -> None:

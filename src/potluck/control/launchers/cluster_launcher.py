@@ -45,8 +45,8 @@ class ClusterLauncher:
         return self._folder / f"{name}.log"
 
     def news(self) -> tuple[NodeNews, ...]:
-        found, self._news = tuple(self._news), []
-        return found
+        node_news, self._news = tuple(self._news), []
+        return node_news
 
     def _spelling(self, node: StageNode) -> NodeTypeLabels:
         """What the cluster calls a node type's GPUs."""
@@ -84,23 +84,23 @@ def over_machines(
         f"{stage.layers}@{'+'.join(f'%{next(numbers)}%' for _ in stage.nodes)}"
         for stage in make.layout.stages
     ]
-    found = list(words)
-    found[found.index("--stages") + 1] = ",".join(parts)
-    return [*found, "--secret-file", secret_file]
+    texts = list(words)
+    texts[texts.index("--stages") + 1] = ",".join(parts)
+    return [*texts, "--secret-file", secret_file]
 
 
 def with_addresses(words: Sequence[str], addresses: Iterable[str]) -> list[str]:
-    found = list(words)
+    texts = list(words)
     for number, address in enumerate(addresses):
-        found = [word.replace(f"%{number}%", address) for word in found]
-    return found
+        texts = [word.replace(f"%{number}%", address) for word in texts]
+    return texts
 
 
 def node_changes(
-    before: Collection[str], now: Collection[str], gone: str, came: str, short: int | None = None
+    before: Collection[str], now: Collection[str], gone: str, text: str, short: int | None = None
 ) -> Iterator[NodeNews]:
     """Nodes that left or joined; `short`: letters of a name that are shown."""
     for name in sorted(set(before) - set(now)):
         yield NodeNews("gone", name[:short], gone)
     for name in sorted(set(now) - set(before)):
-        yield NodeNews("came", name[:short], came)
+        yield NodeNews("came", name[:short], text)

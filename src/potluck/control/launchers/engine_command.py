@@ -150,10 +150,10 @@ def parallel_of(make: EngineSpec) -> tuple[str, ...]:
         raise InputError(
             "layout", "vLLM with KV hand-overs spreads experts over tensor parallel GPUs (tp) or not at all"
         )
-    found: tuple[str, ...] = ("--tensor-parallel", str(wide.pop()))
+    texts: tuple[str, ...] = ("--tensor-parallel", str(wide.pop()))
     if "tp" in spread:
-        found = (*found, "--expert-parallel")
-    return found if len(stages) == 1 else (*found, "--stages", ",".join(str(each.layers) for each in stages))
+        texts = (*texts, "--expert-parallel")
+    return texts if len(stages) == 1 else (*texts, "--stages", ",".join(str(item.layers) for item in stages))
 
 
 def stages_of(make: EngineSpec) -> tuple[str, ...]:
@@ -202,5 +202,5 @@ def emulate_text(
         if only.ep == "none":
             return f"{only.node}:{model}@{weights}:{only.tp}" if weights else f"{only.node}:{model}:{only.tp}"
     mine = make.layout.machines
-    inside = tuple(each for each in links if each[0] in mine and each[1] in mine)
+    inside = tuple(link for link in links if link[0] in mine and link[1] in mine)
     return json.dumps(encode(EmulatedReplica(model, make.layout, inside, weights)), separators=(",", ":"))

@@ -55,8 +55,8 @@ class KubeApi:
 
     def ask(self, method: str, path: str, body: Json | None = None, **query: object) -> Json:
         with self._call(method, path, query, body) as answer:
-            found = self._object(answer.read())
-        return found if isinstance(found, dict) else {}
+            result = self._object(answer.read())
+        return result if isinstance(result, dict) else {}
 
     def text(self, path: str, **query: object) -> str:
         """What a call answers with that is no object: a log."""
@@ -88,11 +88,11 @@ class KubeApi:
         words = urlencode({name: value for name, value in query.items() if value != ""})
         with self._http.call(method, f"{path}?{words}" if query else path, timeout_s, body) as answer:
             if answer.status >= 300:
-                said = answer.read(MOST_LINE_BYTES)
+                received = answer.read(MOST_LINE_BYTES)
                 try:
-                    why = str(json.loads(said)["message"])
+                    why = str(json.loads(received)["message"])
                 except (ValueError, KeyError, TypeError):
-                    why = said[:200].decode("utf-8", "replace")
+                    why = received[:200].decode("utf-8", "replace")
                 line = f"Kubernetes refuses {method} {path}: {' '.join(why.split())[:300]}"
                 raise ApiRefused(answer.status, line)
             yield answer
@@ -103,7 +103,7 @@ def connect(address: str) -> KubeApi:
     if address.startswith(("http://", "https://")):
         return KubeApi(address)
     if address == "auto" and (INSIDE / "token").is_file():
-        host, port = (os.environ.get(f"KUBERNETES_SERVICE_{each}", "") for each in ("HOST", "PORT"))
+        host, port = (os.environ.get(f"KUBERNETES_SERVICE_{item}", "") for item in ("HOST", "PORT"))
         tls = ssl.create_default_context(cafile=str(INSIDE / "ca.crt"))
         host = f"[{host}]" if ":" in host else host
         return KubeApi(f"https://{host}:{port}", lambda: (INSIDE / "token").read_text("utf-8").strip(), tls)
@@ -115,10 +115,10 @@ def connect(address: str) -> KubeApi:
 
 def _configured(path: Path) -> KubeApi:
     try:
-        said = yaml.safe_load(path.read_text("utf-8"))
-        chosen = _named(said["contexts"], said["current-context"])["context"]
-        cluster = _named(said["clusters"], chosen["cluster"])["cluster"]
-        user = _named(said["users"], chosen["user"])["user"]
+        text = yaml.safe_load(path.read_text("utf-8"))
+        chosen = _named(text["contexts"], text["current-context"])["context"]
+        cluster = _named(text["clusters"], chosen["cluster"])["cluster"]
+        user = _named(text["users"], chosen["user"])["user"]
         url = str(cluster["server"])
     except OSError as error:
         raise InputError("--cluster", f"{path} cannot be read; name a kubeconfig, or a URL") from error
@@ -139,7 +139,7 @@ def _configured(path: Path) -> KubeApi:
 
 
 def _named(entries: list[Json], name: str) -> Json:
-    return next(each for each in entries if each["name"] == name)
+    return next(entry for entry in entries if entry["name"] == name)
 
 
 def _data(entry: Json, name: str) -> str:
@@ -197,12 +197,12 @@ class ObjectCache:
                 self._stop.wait(AGAIN_S)
 
     def _list(self) -> str:
-        said = self._api.ask("GET", self._path, labelSelector=self._selector)
+        text = self._api.ask("GET", self._path, labelSelector=self._selector)
         with self._lock:
-            self._objects = {each["metadata"]["name"]: each for each in said.get("items", ())}
+            self._objects = {item["metadata"]["name"]: item for item in text.get("items", ())}
         self.problem = ""
         self._synced.set()
-        return str(said.get("metadata", {}).get("resourceVersion", ""))
+        return str(text.get("metadata", {}).get("resourceVersion", ""))
 
     def _follow(self, version: str) -> None:
         """From one version on, for as long as the server goes along."""
@@ -218,22 +218,22 @@ class ObjectCache:
             for event in events:
                 if event.get("type") == "ERROR":  # too old: list anew
                     return
-                found = event["object"]
-                version = str(found["metadata"].get("resourceVersion", version))
-                self._apply(str(event["type"]), found)
+                result = event["object"]
+                version = str(result["metadata"].get("resourceVersion", version))
+                self._apply(str(event["type"]), result)
                 if self._stop.is_set():
                     return
             if time.monotonic() - began_s < AGAIN_S:
                 self._stop.wait(AGAIN_S)
 
-    def _apply(self, kind: str, found: Json) -> None:
+    def _apply(self, kind: str, result: Json) -> None:
         if kind == "BOOKMARK":
             return
         with self._lock:
             if kind == "DELETED":
-                self._objects.pop(found["metadata"]["name"], None)
+                self._objects.pop(result["metadata"]["name"], None)
             else:
-                self._objects[found["metadata"]["name"]] = found
+                self._objects[result["metadata"]["name"]] = result
 
     def close(self) -> None:
         self._stop.set()

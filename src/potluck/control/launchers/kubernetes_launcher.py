@@ -123,9 +123,9 @@ class KubernetesLauncher(ClusterLauncher):
         names = [f"{place['pod']}-w{number}" for number in range(len(nodes))]
         workers = [
             self._pod(
-                each, "worker", (gpu, region), worker_container(STAGE_PORT, node.tp, self._cluster), "Always"
+                item, "worker", (gpu, region), worker_container(STAGE_PORT, node.tp, self._cluster), "Always"
             )
-            for each, gpu, node in zip(names, gpus, nodes, strict=True)
+            for item, gpu, node in zip(names, gpus, nodes, strict=True)
         ]
         self._create(workers)
         return {**place, "workers": names, "lead": lead}
@@ -156,11 +156,11 @@ class KubernetesLauncher(ClusterLauncher):
         """The engine's own pod, once all of its workers listen."""
         name, names, lead = str(place.get("pod", "")), workers_of(place), place.get("lead")
         begun = name in pods or name in self._made_s or name in self._ending
-        workers = [pods[each] for each in names if each in pods and is_ready(pods[each])]
+        workers = [pods[item] for item in names if item in pods and is_ready(pods[item])]
         if begun or not isinstance(lead, dict) or len(workers) < len(names):
             return
         with suppress(CapacityError):  # it is tried again at the next look
-            addresses = [f"{each['status']['podIP']}:{STAGE_PORT}" for each in workers]
+            addresses = [f"{worker['status']['podIP']}:{STAGE_PORT}" for worker in workers]
             (engine,) = lead["spec"]["containers"]
             engine = {**engine, "command": with_addresses(engine["command"], addresses)}
             self._create([{**lead, "spec": {**lead["spec"], "containers": [engine]}}])
@@ -172,7 +172,7 @@ class KubernetesLauncher(ClusterLauncher):
             "kind": "Secret",
             "metadata": {"name": self._cluster.secret, "labels": {OWNER: self._mark}},
             "data": {
-                name: base64.b64encode(each.encode()).decode() for name, each in self._secrets().items()
+                name: base64.b64encode(item.encode()).decode() for name, item in self._secrets().items()
             },
         }
         try:
@@ -197,12 +197,12 @@ class KubernetesLauncher(ClusterLauncher):
             self._begin(place, pods)
         self._ask_engines(pods, now_s)
         self._look_at_nodes(pods, places, now_s)
-        found = tuple(self._seen(name, place, pods, now_s) for name, place in places.items())
-        known = {each for place in places.values() for each in (place.get("pod"), *workers_of(place))}
+        engine_sightings = tuple(self._seen(name, place, pods, now_s) for name, place in places.items())
+        known = {worker for place in places.values() for worker in (place.get("pod"), *workers_of(place))}
         for name in pods.keys() - known:
             # Started, and never written down: nobody counts on it.
             self._delete(name)
-        return found
+        return engine_sightings
 
     def _ask_engines(self, pods: Mapping[str, Manifest], now_s: float) -> None:
         engines = {name: pod for name, pod in pods.items() if part_of(pod) == "engine"}
@@ -221,8 +221,8 @@ class KubernetesLauncher(ClusterLauncher):
         pod = pods.get(pod_name)
         lame = self._lame(place, pods, now_s)
         if lame:
-            for each in (pod_name, *workers_of(place)):
-                self._delete(each, insist=True)
+            for worker in (pod_name, *workers_of(place)):
+                self._delete(worker, insist=True)
             return EngineSighting(name, "dead", problem=lame)
         if pod is None and workers_of(place) and pod_name not in self._made_s:
             return EngineSighting(name, "starting")
@@ -269,12 +269,14 @@ class KubernetesLauncher(ClusterLauncher):
         self._silent = {node: at_s for node, at_s in self._silent.items() if now_s - at_s < BAN_S}
         nodes = self._nodes.now()
         engines = {
-            each: name for name, place in places.items() for each in (place.get("pod"), *workers_of(place))
+            worker: name
+            for name, place in places.items()
+            for worker in (place.get("pod"), *workers_of(place))
         }
         for name, node in nodes.items():
             if is_cordoned(node) and not self._known.get(name):
                 here = tuple(
-                    engines[pod] for pod, each in pods.items() if node_of(each) == name and pod in engines
+                    engines[pod] for pod, item in pods.items() if node_of(item) == name and pod in engines
                 )
                 why = "it is cordoned; its engines are emptied"
                 self._news.append(NodeNews("notice", name, why, float(GRACE_S), here))
@@ -286,8 +288,8 @@ class KubernetesLauncher(ClusterLauncher):
 
     def _keep_last_words(self, name: str, pod: str) -> None:
         with suppress(PotluckError, OSError):
-            said = self._api.text(f"{self._path}/pods/{pod}/log", tailLines=200)
-            self._keep_log(name, said.encode(), anew=True)
+            message = self._api.text(f"{self._path}/pods/{pod}/log", tailLines=200)
+            self._keep_log(name, message.encode(), anew=True)
 
     # Ending.
 
@@ -337,16 +339,16 @@ def node_of(pod: Mapping[str, Any]) -> str:
 
 
 def last_state(status: Mapping[str, Any]) -> str:
-    for each in status.get("containerStatuses", ()):
-        ended = each.get("state", {}).get("terminated")
+    for item in status.get("containerStatuses", ()):
+        ended = item.get("state", {}).get("terminated")
         if ended:
-            said = " ".join(str(ended.get("message") or ended.get("reason") or "").split())[-300:]
-            return f"ended with {ended.get('exitCode')}: {said or 'it printed nothing'}"
+            text = " ".join(str(ended.get("message") or ended.get("reason") or "").split())[-300:]
+            return f"ended with {ended.get('exitCode')}: {text or 'it printed nothing'}"
     return str(status.get("message") or status.get("reason") or "ended and printed nothing")
 
 
 def unplaced(status: Mapping[str, Any]) -> str:
-    for each in status.get("conditions", ()):
-        if each.get("type") == "PodScheduled" and each.get("status") != "True":
-            return str(each.get("message") or each.get("reason") or "no reason was given")
+    for item in status.get("conditions", ()):
+        if item.get("type") == "PodScheduled" and item.get("status") != "True":
+            return str(item.get("message") or item.get("reason") or "no reason was given")
     return "no reason was given"

@@ -110,8 +110,8 @@ def worker_container(port: int, gpus: int, cluster: ManifestOptions) -> Manifest
 
 
 def workers_of(place: Mapping[str, object]) -> list[str]:
-    found: Any = place.get("workers")
-    return [str(each) for each in found] if isinstance(found, list) else []
+    result: Any = place.get("workers")
+    return [str(item) for item in result] if isinstance(result, list) else []
 
 
 GPUS = "nvidia.com/gpu"
@@ -124,14 +124,14 @@ def cluster_nodes(
     nodes: Iterable[Mapping[str, Any]], gpu_label: str, region_label: str, silent: Collection[str] = ()
 ) -> tuple[ClusterNode, ...]:
     """What the API server says; those that are cordoned, not ready or `silent` are not well."""
-    found = []
+    result = []
     for node in nodes:
         name, labels = str(node["metadata"]["name"]), node["metadata"].get("labels", {})
         count = int(node.get("status", {}).get("allocatable", {}).get(GPUS, 0))
         gpus = ((labels[gpu_label], count),) if gpu_label in labels and count else ()
         well = is_ready(node) and not is_cordoned(node) and name not in silent
-        found.append(ClusterNode(name, labels.get(region_label, ""), gpus, well))
-    return tuple(found)
+        result.append(ClusterNode(name, labels.get(region_label, ""), gpus, well))
+    return tuple(result)
 
 
 def there_now(api: KubeApi, regions: Collection[str]) -> tuple[ClusterNode, ...]:
@@ -140,12 +140,12 @@ def there_now(api: KubeApi, regions: Collection[str]) -> tuple[ClusterNode, ...]
         nodes = api.ask("GET", "/api/v1/nodes").get("items", ())
     except PotluckError as error:
         raise CapacityError(f"--on: kubernetes: {error}") from error
-    found = cluster_nodes(nodes, GPU_LABEL, REGION_LABEL)
-    if len(regions) > 1 and not any(node.region for node in found):
+    result = cluster_nodes(nodes, GPU_LABEL, REGION_LABEL)
+    if len(regions) > 1 and not any(node.region for node in result):
         raise InputError(
             "--on", f"kubernetes: no node has the label {REGION_LABEL}, and the spec has several regions"
         )
-    return found
+    return result
 
 
 def is_ready(each: Mapping[str, Any]) -> bool:

@@ -41,18 +41,18 @@ def cost_of(said: object) -> CpuCost | None:
     """As a fork server says it; None where it does not."""
     if not isinstance(said, Mapping):
         return None
-    found = [said.get(each.name) for each in fields(CpuCost)]
-    numbers = [each for each in found if isinstance(each, int | float) and isfinite(each) and each >= 0]
-    return CpuCost(*numbers) if len(numbers) == len(found) else None
+    result = [said.get(field.name) for field in fields(CpuCost)]
+    numbers = [item for item in result if isinstance(item, int | float) and isfinite(item) and item >= 0]
+    return CpuCost(*numbers) if len(numbers) == len(result) else None
 
 
 def needed_cpus(plan: Plan, traffic: Iterable[Traffic], cost: CpuCost) -> float:
-    step_s = {each.model: each.tpot_s for each in plan.predictions}
+    step_s = {prediction.model: prediction.tpot_s for prediction in plan.predictions}
     answering: dict[str, int] = {}
-    for each in plan.deployments:
-        template = plan.template(each.template)
+    for deployment in plan.deployments:
+        template = plan.template(deployment.template)
         decoders = sum(replica.role != "prefill" for replica in template.replicas)
-        answering[template.model] = answering.get(template.model, 0) + decoders * each.count
+        answering[template.model] = answering.get(template.model, 0) + decoders * deployment.count
     total = 0.0
     for asked in traffic:
         prompts = asked.rate_per_s * asked.mean_input_tokens
@@ -69,11 +69,11 @@ def slow_line(plan: Plan, traffic: Iterable[Traffic], cost: CpuCost, cpus: int) 
     times = needed_cpus(plan, asked, cost) / max(1, cpus)
     if times < SLOW:
         return ""
-    rate = sum(each.rate_per_s for each in asked)
+    rate = sum(item.rate_per_s for item in asked)
     low, high = 0.0, 1.0  # shares of that rate; what is needed grows with it, and not evenly
     for _ in range(HALVINGS):
         share = (low + high) / 2
-        less = (replace(each, rate_per_s=share * each.rate_per_s) for each in asked)
+        less = (replace(item, rate_per_s=share * item.rate_per_s) for item in asked)
         low, high = (share, high) if needed_cpus(plan, less, cost) <= cpus else (low, share)
     return (
         f"this machine would have to compute {times:.1f} times faster to stand for these GPUs at the planned "
@@ -105,8 +105,8 @@ Free = Callable[[], int | None]
 
 def free_bytes(meminfo: Path = MEMINFO, cgroup: Path = CGROUP) -> int | None:
     """What can still be taken: of the machine, and within the limit of a container; None where nobody says."""
-    found = [each for each in (_of_machine(meminfo), _of_container(cgroup)) if each is not None]
-    return min(found) if found else None
+    numbers = [number for number in (_of_machine(meminfo), _of_container(cgroup)) if number is not None]
+    return min(numbers) if numbers else None
 
 
 def _of_machine(path: Path) -> int | None:
@@ -170,10 +170,10 @@ def find_chips(environment: Mapping[str, str] | None = None) -> tuple[LocalGpu, 
     except (OSError, subprocess.TimeoutExpired) as error:
         raise CapacityError(f"nvidia-smi does not answer ({error}); is the driver well?") from error
     if done.returncode:
-        said = " ".join((done.stderr or done.stdout).split())[:200]
-        raise CapacityError(f"nvidia-smi failed with {done.returncode}: {said or 'it printed nothing'}")
-    found = tuple(_chip(line) for line in done.stdout.splitlines() if line.strip())
-    return _visible(found, variables.get(VISIBLE))
+        message = " ".join((done.stderr or done.stdout).split())[:200]
+        raise CapacityError(f"nvidia-smi failed with {done.returncode}: {message or 'it printed nothing'}")
+    lines = tuple(_chip(line) for line in done.stdout.splitlines() if line.strip())
+    return _visible(lines, variables.get(VISIBLE))
 
 
 def _chip(line: str) -> LocalGpu:

@@ -72,8 +72,8 @@ class ForkServer:
     def wait_ready(self, within_s: float = READY_S) -> bool:
         """Whether it has loaded everything by then; if not it is given up."""
         if not self._ready:
-            said = self._line(within_s)
-            self._ready, self.cpu = said.get("ready") is True, cost_of(said.get("cpu"))
+            line = self._line(within_s)
+            self._ready, self.cpu = line.get("ready") is True, cost_of(line.get("cpu"))
         if not self._ready:
             self.close()
         return self._ready
@@ -108,10 +108,10 @@ class ForkServer:
             self._read += more
         line, _, self._read = self._read.partition(b"\n")
         try:
-            found = json.loads(line)
+            document = json.loads(line)
         except ValueError:
             return {}
-        return found if isinstance(found, dict) else {}
+        return document if isinstance(document, dict) else {}
 
     def close(self) -> None:
         """End it; its engines go on."""
@@ -173,31 +173,31 @@ class LocalLauncher:
     def _chips_for(self, make: EngineSpec) -> str:
         """A GPU of the right kind for each of an engine's workers that no other engine has, in their order."""
         taken = {chip for chips in self._chips.values() for chip in chips.split(",")}
-        found: list[str] = []
+        texts: list[str] = []
         for node in self._maker.chips_for(make):
             mine = [chip for kind, chip in self._maker.chips if kind == node]
             free = [chip for chip in mine if chip not in taken]
             if not free:
                 raise CapacityError(f"all {len(mine)} GPUs of type {node} on this machine are in use")
-            found.append(free[0])
+            texts.append(free[0])
             taken.add(free[0])
-        return ",".join(found)
+        return ",".join(texts)
 
     def look(self, places: dict[str, Place]) -> tuple[EngineSighting, ...]:
-        found = [self._seen(name, place) for name, place in places.items()]
+        engine_sightings = [self._seen(name, place) for name, place in places.items()]
         known = {place.get("pid") for place in places.values()}
         for pid in engines_of(self._owner):
             if pid.number not in known:
                 # Started, and never written down: nobody counts on it.
                 end(pid)
         self._insist(places)
-        lost = {seen.name for seen in found if seen.state == "dead"}
+        lost = {seen.name for seen in engine_sightings if seen.state == "dead"}
         self._chips = {
             name: str(place["chip"])
             for name, place in places.items()
             if place.get("chip") and name not in lost
         }
-        return tuple(found)
+        return tuple(engine_sightings)
 
     def _seen(self, name: str, place: Place) -> EngineSighting:
         pid = _pid(place)
@@ -240,15 +240,15 @@ class LocalLauncher:
 
 def engines_of(owner: str) -> Iterator[ProcessId]:
     """Engines that bear this mark, whether anybody wrote them down or not; and workers that outlived theirs."""
-    found = [
+    process_ids = [
         pid
         for pid, variables in marked(OWNER_MARK, owner)
         # One that was forked has its fork server's variables, and a title of its own.
         if NAME_MARK in variables or (FORK_MARK in variables and title_of(pid) == FORKED_TITLE)
     ]
     # Workers of a pipeline have their engine's variables, and end with it.
-    engines = {pid.number for pid in found}
-    yield from (pid for pid in found if parent_of(pid) not in engines)
+    engines = {pid.number for pid in process_ids}
+    yield from (pid for pid in process_ids if parent_of(pid) not in engines)
 
 
 def _pid(place: Place) -> ProcessId | None:

@@ -160,7 +160,9 @@ def marked(name: str, value: str) -> Iterator[tuple[ProcessId, dict[str, str]]]:
         # Only the first of a session was started by us; the others are its children.
         if started is None or os.getsid(int(folder.name)) != int(folder.name):
             continue
-        pairs = (each.decode("utf-8", "replace").partition("=") for each in variables if b"=" in each)
+        pairs = (
+            variable.decode("utf-8", "replace").partition("=") for variable in variables if b"=" in variable
+        )
         yield ProcessId(int(folder.name), started), {key: text for key, _, text in pairs}
 
 
@@ -213,7 +215,7 @@ class Ports:
                 probe.bind((self._host, 0))
                 port = cast(int, probe.getsockname()[1])
             row = range(port, port + count)
-            if not any(each in self._leased for each in row) and all(map(self._is_free, row[1:])):
+            if not any(number in self._leased for number in row) and all(map(self._is_free, row[1:])):
                 self._leased |= dict.fromkeys(row, now_s + LEASE_S)
                 return port
         raise CapacityError("no port is free on this machine")

@@ -48,14 +48,14 @@ def cluster_nodes(
     nodes: Iterable[Mapping[str, Any]], silent: Collection[str] = ()
 ) -> tuple[ClusterNode, ...]:
     """What `ray.nodes()` says; those that are `silent` are not well, whatever Ray thinks."""
-    found = []
+    result = []
     for node in nodes:
         resources, labels = node.get("Resources", {}), node.get("Labels", {})
-        region = next((labels[each] for each in REGION_LABELS if each in labels), "")
+        region = next((labels[region_label] for region_label in REGION_LABELS if region_label in labels), "")
         name = str(node["NodeID"])
         well = bool(node.get("Alive")) and name not in silent
-        found.append(ClusterNode(name, region, tuple(_gpus(resources, labels).items()), well))
-    return tuple(found)
+        result.append(ClusterNode(name, region, tuple(_gpus(resources, labels).items()), well))
+    return tuple(result)
 
 
 def _gpus(resources: Mapping[str, float], labels: Mapping[str, str]) -> dict[str, int]:
@@ -83,13 +83,18 @@ def ask_of(
     there = [node for node in nodes if node.get("Alive")]
     labels: dict[str, str] = {}
     key = next(
-        (each for each in REGION_LABELS if any(each in node.get("Labels", {}) for node in there)), None
+        (
+            region_label
+            for region_label in REGION_LABELS
+            if any(region_label in node.get("Labels", {}) for node in there)
+        ),
+        None,
     )
     if key is not None:
         labels[key] = region
     if machine:
         labels[MACHINE_LABEL] = machine
-    known = sorted(each for each in silent if any(node["NodeID"] == each for node in there))
+    known = sorted(item for item in silent if any(node["NodeID"] == item for node in there))
     if known:
         labels[NODE_LABEL] = f"!in({','.join(known)})"
     for name in kind.names:
@@ -159,8 +164,8 @@ class ProcessActor:
             ports = Ports(self._host)
             self._port = ports.free() if PORT in words else 0
             filled = self._filled(words, ports.free(kv_ports) if KV_PORT in words else 0)
-            told = f"{self._secret}\n" if self._errand == "worker" else ""
-            self._pid = spawn(filled, self._environment, self._log, told=told, with_us=True)
+            text = f"{self._secret}\n" if self._errand == "worker" else ""
+            self._pid = spawn(filled, self._environment, self._log, told=text, with_us=True)
         except (PotluckError, OSError) as error:
             self._problem = " ".join(str(error).split())[:300]
 
@@ -171,12 +176,12 @@ class ProcessActor:
             with open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "w") as file:
                 file.write(self._secret)
             values[SECRET_FILE] = str(path)
-        found = []
+        filled = []
         for word in words:
             for token, value in values.items():
                 word = word.replace(token, value)
-            found.append(word)
-        return found
+            filled.append(word)
+        return filled
 
     def report(self, after: int = 0) -> Report:
         rotate(self._log)
@@ -204,8 +209,8 @@ class ProcessActor:
         if self._pid is None:
             return "starting", ""
         if self._errand == "worker":
-            said = self._first_line()
-            return ("up", f"{self._host}:{said}") if said.isdecimal() else ("starting", "")
+            line = self._first_line()
+            return ("up", f"{self._host}:{line}") if line.isdecimal() else ("starting", "")
         address = f"{self._host}:{self._port}"
         well = healthy(f"{self._scheme}://{address}", authority=self._authority)
         return ("up", address) if well else ("starting", address)
@@ -279,7 +284,7 @@ class EngineActors:
     def __init__(self, ray: Any, space: str, name: str, count: int, now_s: float) -> None:
         self._ray, self._space, self.name = ray, space, name
         workers = [f"{name}/{number}" for number in range(count)]
-        self.members = [EngineActor(each) for each in (*workers, name)]
+        self.members = [EngineActor(worker) for worker in (*workers, name)]
         self.began = False
         """Whether the engine itself was told to start."""
         self.since_s = now_s

@@ -76,8 +76,8 @@ def connect(address: str) -> Any:
         try:
             ray.init(address=address, log_to_driver=False, configure_logging=False)
         except (ConnectionError, ValueError, RuntimeError) as error:
-            said = " ".join(str(error).split())[:160]
-            problem = f"ray: no cluster answers at {address!r} ({said}); `ray start --head` on one machine"
+            text = " ".join(str(error).split())[:160]
+            problem = f"ray: no cluster answers at {address!r} ({text}); `ray start --head` on one machine"
             raise CapacityError(f"--on: {problem}") from error
     return ray
 
@@ -162,9 +162,9 @@ class RayLauncher(ClusterLauncher):
             self._actors(name, place)
         self._hear(places, now_s)
         self._look_at_nodes(now_s)
-        found = tuple(self._seen(name, place, now_s) for name, place in places.items())
+        engine_sightings = tuple(self._seen(name, place, now_s) for name, place in places.items())
         self._sweep(places, now_s)
-        return found
+        return engine_sightings
 
     def _actors(self, name: str, place: Place) -> EngineActors | None:
         """An engine's actors, also where another controller started them."""
@@ -175,7 +175,7 @@ class RayLauncher(ClusterLauncher):
 
     def _hear(self, places: Mapping[str, Place], now_s: float) -> None:
         engines = [actors for name, actors in self._engines.items() if name in places]
-        awaited = [each for actors in engines for each in actors.ask()]
+        awaited = [item for actors in engines for item in actors.ask()]
         ready: set[Any] = set()
         if awaited:
             done, _ = self._ray.wait(awaited, num_returns=len(awaited), timeout=WAIT_S)
@@ -202,10 +202,10 @@ class RayLauncher(ClusterLauncher):
             return EngineSighting(name, "dead", problem="was asked to end" if asked else problem)
         if actors.stopped_s is not None and now_s - actors.stopped_s > GRACE_S:
             actors.tell(actors.lead, "stop", True)
-        said = actors.lead.said
+        text = actors.lead.said
         return (
-            EngineSighting(name, "up", self._url(said))
-            if said["state"] == "up"
+            EngineSighting(name, "up", self._url(text))
+            if text["state"] == "up"
             else EngineSighting(name, "starting")
         )
 
@@ -262,10 +262,13 @@ class RayLauncher(ClusterLauncher):
         if now_s - self._swept_s < SWEEP_S:
             return
         self._swept_s = now_s
-        for each in self._ray.util.list_named_actors(all_namespaces=True):
-            if each["namespace"] == self._space and each["name"].partition("/")[0] not in places:
+        for named_actor in self._ray.util.list_named_actors(all_namespaces=True):
+            if (
+                named_actor["namespace"] == self._space
+                and named_actor["name"].partition("/")[0] not in places
+            ):
                 with suppress(ValueError, self._ray.exceptions.RayError):
-                    self._ray.kill(self._ray.get_actor(each["name"], self._space))
+                    self._ray.kill(self._ray.get_actor(named_actor["name"], self._space))
 
     # Ending.
 
@@ -282,4 +285,4 @@ class RayLauncher(ClusterLauncher):
 
 
 def _listed(value: object) -> Sequence[str]:
-    return [str(each) for each in value] if isinstance(value, list) else []
+    return [str(item) for item in value] if isinstance(value, list) else []

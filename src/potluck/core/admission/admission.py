@@ -102,7 +102,9 @@ class Admission:
         self._table = table
         self._router = router
         self.weights = {tenant.name: tenant.weight for tenant in policy.tenants}
-        self.classes: dict[str, RequestClass] = {each.name: each for each in policy.classes}
+        self.classes: dict[str, RequestClass] = {
+            request_class.name: request_class for request_class in policy.classes
+        }
         self.room = room
         self.queues: dict[str, RequestQueue] = {}
         """By model; only those that somebody waits in."""
@@ -211,14 +213,14 @@ class Admission:
 
     def _expired(self, at_s: float) -> list[Refusal]:
         """Those whose waiting has ended."""
-        found = []
+        expired = []
         while self._ends and self._ends[0][0] <= at_s:
             place = heappop(self._ends)[2]
             if place.req.place is place:
-                found.append(self._too_late(at_s, place))
-        if len(self._ends) > 64 and len(self._ends) > 4 * sum(each.count for each in self.queues.values()):
+                expired.append(self._too_late(at_s, place))
+        if len(self._ends) > 64 and len(self._ends) > 4 * sum(queue.count for queue in self.queues.values()):
             self._ends = sorted(end for end in self._ends if end[2].req.place is end[2])
-        return found
+        return expired
 
     def watch(self, req: RequestState) -> None:
         """It is to be stopped at its deadline if its class says so."""
@@ -228,12 +230,12 @@ class Admission:
 
     def overdue(self, at_s: float, flights: dict[str, RequestState]) -> list[RequestState]:
         """Running requests whose deadline has passed and that are to be stopped."""
-        found = []
+        request_states = []
         while self._deadlines and self._deadlines[0][0] <= at_s:
             req = flights.get(heappop(self._deadlines)[1])
             if req is not None and req.state == RUNNING:
-                found.append(req)
-        return found
+                request_states.append(req)
+        return request_states
 
     def line_up(self, at_s: float, req: RequestState, table: ModelRoutes) -> list[Action]:
         """Let a request wait for room, or refuse it, or another in its place."""
@@ -248,12 +250,12 @@ class Admission:
     def _turn_away(self, at_s: float, refusals: Iterable[Refusal]) -> list[Action]:
         """Refuse those that waited, but for whoever is in time somewhere still."""
         actions: list[Action] = []
-        for each in refusals:
-            if each.reason == "overloaded" and self._in_time(at_s, each.req):
-                self._went(at_s, each.req)
-                actions.append(self.run(at_s, each.req))
+        for refusal in refusals:
+            if refusal.reason == "overloaded" and self._in_time(at_s, refusal.req):
+                self._went(at_s, refusal.req)
+                actions.append(self.run(at_s, refusal.req))
             else:
-                actions += self.refuse(at_s, each)
+                actions += self.refuse(at_s, refusal)
         return actions
 
     def _in_time(self, at_s: float, req: RequestState, flows: bool = False) -> bool:
@@ -298,23 +300,27 @@ class Admission:
         misses = 0
         self.room.tenants.now_s = at_s
         router, table = self._router, self._table.models.get(model)
-        while table is not None and (found := self._next(at_s, model)) is not None:
-            if isinstance(found, Refusal):
-                actions += self._turn_away(at_s, [found])
+        while table is not None and (request_state := self._next(at_s, model)) is not None:
+            if isinstance(request_state, Refusal):
+                actions += self._turn_away(at_s, [request_state])
                 continue
-            answer = router.send(found, table) if target is None else router.send_to(target, found, table)
+            answer = (
+                router.send(request_state, table)
+                if target is None
+                else router.send_to(target, request_state, table)
+            )
             if answer is RoutingResult.FULL:
-                self._stuck(found)
+                self._stuck(request_state)
                 misses += 1
                 if misses >= MOST_MISSES:
                     self.queues[model].cut = True
                     break
                 continue
-            self._take(at_s, found)
+            self._take(at_s, request_state)
             if answer is SENT:
-                actions.append(self.run(at_s, found))
+                actions.append(self.run(at_s, request_state))
             else:
-                self.hold(at_s, found)
+                self.hold(at_s, request_state)
         return actions
 
     def _too_late(self, at_s: float, place: QueuePosition) -> Refusal:
@@ -356,8 +362,8 @@ class Admission:
         """Made when somebody waits for the first time."""
         rate = self._rates.get(model)
         if rate is None:
-            found = [view.facts for view in self._table.ready(model)]
-            known = [facts for facts in found if facts is not None]
+            replica_fact = [view.facts for view in self._table.ready(model)]
+            known = [facts for facts in replica_fact if facts is not None]
             prior = prompts_s = steps_s = 0.0
             for facts in known:
                 prompt_s = max(facts.prefill_s_per_token, 1e-12)

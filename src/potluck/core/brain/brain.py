@@ -231,30 +231,32 @@ class OperatorNotes:
         self._thresholds: dict[tuple[str, str], LengthThreshold] = {}
 
     def paces(self, fleet: FleetState) -> list[Action]:
-        found: list[Action] = []
+        actions: list[Action] = []
         for name, view in fleet.views.items():
             if name not in self._slow and view.pace >= SLOW:
                 self._slow.add(name)
-                said = f"takes {view.pace:.1f} times as long as planned"
-                found.append(OperatorNote(f"{name} {said}", "it is sent less: requests there took so long"))
+                text = f"takes {view.pace:.1f} times as long as planned"
+                actions.append(OperatorNote(f"{name} {text}", "it is sent less: requests there took so long"))
             elif name in self._slow and view.pace < FINE:
                 self._slow.discard(name)
-                found.append(
+                actions.append(
                     OperatorNote(f"{name} is about as fast as planned again", f"pace {view.pace:.2f}")
                 )
         if self._slow:
             self._slow &= fleet.views.keys()
-        return found
+        return actions
 
     def planned(self, links: dict[str, dict[str, LengthThreshold]]) -> None:
         """A plan brought these with it."""
         self._thresholds = {
-            (model, link): each for model, mine in links.items() for link, each in mine.items()
+            (model, link): length_threshold
+            for model, mine in links.items()
+            for link, length_threshold in mine.items()
         }
 
     def thresholds(self, links: dict[str, dict[str, LengthThreshold]], thinks: str) -> list[Action]:
         """Those that moved since they were last spoken of; `thinks` is what scaling thought at last."""
-        found: list[Action] = []
+        actions: list[Action] = []
         for model, mine in links.items():
             for link, now in mine.items():
                 before = self._thresholds.get((model, link))
@@ -262,8 +264,8 @@ class OperatorNotes:
                     continue
                 self._thresholds[model, link] = now
                 what = f"only prompts of {model} beyond {now.tokens:.0f} tokens go over {link} now"
-                found.append(OperatorNote(what, _why(before, now, thinks)))
-        return found
+                actions.append(OperatorNote(what, _why(before, now, thinks)))
+        return actions
 
 
 def _moved(before: LengthThreshold, now: LengthThreshold) -> bool:

@@ -135,7 +135,7 @@ class Hedging:
         self._sequence += 1
         heappush(self._due, (due_s, self._sequence, req.request.id, req.attempt))
         if len(self._due) > self._most:
-            self._due = [each for each in self._due if self._waits(each[2], each[3]) is not None]
+            self._due = [item for item in self._due if self._waits(item[2], item[3]) is not None]
             heapify(self._due)
             self._most = LEAST_NOTES + 2 * len(self._due)
 
@@ -156,12 +156,12 @@ class Hedging:
             req = self._waits(request, attempt)
             if req is None:
                 continue
-            found: list[Action] = []
+            second: list[Action] = []
             if len(self.hedges) < max(1.0, SHARE * len(self._open)):
-                found = self._send_second(at_s, req)
+                second = self._send_second(at_s, req)
             if not req.hedged:
                 self._note(at_s + AGAIN_S, req)
-            actions += found
+            actions += second
         return actions
 
     def _send_second(self, at_s: float, req: RequestState) -> list[Action]:

@@ -76,8 +76,8 @@ class PrefixCaches:
         """A request came; what somebody holds of it was used once more."""
         if not self._policy.rebalance or not len(self.index):
             return
-        found = self.index.longest(request.blocks)
-        depth = max((match.blocks for match in found.values()), default=0)
+        prefix_matches = self.index.longest(request.blocks)
+        depth = max((match.blocks for match in prefix_matches.values()), default=0)
         if depth:
             heat = self._heat.get(request.model)
             if heat is None:
@@ -110,10 +110,10 @@ class PrefixCaches:
             if load is not None:
                 loads[view.member.id] = load
         hot = [
-            each
-            for each in heat.hottest(HOTTEST, at_s)
-            if self._worth(each, views, facts.block_tokens)
-            and not any((each.block, replica) in self._copied_s for replica in loads)
+            hot_prefix
+            for hot_prefix in heat.hottest(HOTTEST, at_s)
+            if self._worth(hot_prefix, views, facts.block_tokens)
+            and not any((hot_prefix.block, replica) in self._copied_s for replica in loads)
         ]
         if not hot:
             return []
@@ -195,8 +195,8 @@ class PrefixHeat:
     def hottest(self, count: int, now_s: float) -> list[HotPrefix]:
         """Those whose use stands for most work: uses x blocks."""
         per_s = 0.6931471805599453 / self._half_life_s
-        found = [HotPrefix(one[0], self._now(one, now_s) * per_s) for one in self._uses.values()]
-        return nlargest(count, found, key=lambda hot: (hot.uses_per_s * hot.blocks, hot.block))
+        hot_prefixes = [HotPrefix(one[0], self._now(one, now_s) * per_s) for one in self._uses.values()]
+        return nlargest(count, hot_prefixes, key=lambda hot: (hot.uses_per_s * hot.blocks, hot.block))
 
     def _now(self, one: tuple[tuple[int, ...], float, float], now_s: float) -> float:
         return self._faded(one[1], one[2], now_s)

@@ -323,20 +323,32 @@ class AttemptQueries:
                     hopeless.append(req)
                 else:
                     actions.append(self._ask(at_s, req, questions))
-        silent = [each for each in self._silent(at_s) if each.state == RUNNING and each not in hopeless]
-        actions += [self._ask(at_s, each, 0) for each in silent if each.request.id not in self._asked]
+        silent = [
+            request_state
+            for request_state in self._silent(at_s)
+            if request_state.state == RUNNING and request_state not in hopeless
+        ]
+        actions += [
+            self._ask(at_s, request_state, 0)
+            for request_state in silent
+            if request_state.request.id not in self._asked
+        ]
         return actions, hopeless
 
     def _silent(self, at_s: float) -> list[RequestState]:
         due = {view for due_s, view in self._gone if due_s <= at_s}
         if due:
-            self._gone = [each for each in self._gone if each[1] not in due]
+            self._gone = [item for item in self._gone if item[1] not in due]
             return [req for req in self._open.values() if not due.isdisjoint(req.views())]
         if not self._round:
             self._round = list(self._open)
         names, self._round = self._round[-LOOKS:], self._round[:-LOOKS]
         looked = [self._open.get(name) for name in names]
-        return [each for each in looked if each is not None and at_s - each.heard_s >= SILENCE_S]
+        return [
+            request_state
+            for request_state in looked
+            if request_state is not None and at_s - request_state.heard_s >= SILENCE_S
+        ]
 
     def _ask(self, at_s: float, req: RequestState, questions: int) -> Action:
         self._asked[req.request.id] = (req.attempt, questions + 1, at_s + ANSWER_S)
@@ -402,7 +414,9 @@ class RecentLosses:
             regions: dict[str, list[ReplicaSpec]] = {}
             for _, member in self._recent.values():
                 regions.setdefault(member.region, []).append(member)
-            self._suspects = frozenset(name for each in regions.values() for name in smallest(each))
+            self._suspects = frozenset(
+                name for replica_specs in regions.values() for name in smallest(replica_specs)
+            )
         return self._suspects
 
     def alone(self, at_s: float, replica: str, visited: frozenset[str]) -> bool:

@@ -144,14 +144,14 @@ class Requests:
     def _resumed(self, req: RequestState, route: Route, done: int, first: bool) -> bool:
         """Count it where it is under way; False where one of its replicas is not known."""
         views = [self._fleet.views.get(segment.replica) for segment in route.segments]
-        found = [view for view in views if view is not None]
-        if len(found) < len(views):
+        replica_states = [view for view in views if view is not None]
+        if len(replica_states) < len(views):
             return False
-        last = found.pop()
+        last = replica_states.pop()
         req.route, req.state, req.last = route, RUNNING, last
         req.earlier = tuple(
             (view, segment.stop - segment.start)
-            for view, segment in zip(found, route.segments[:-1], strict=True)
+            for view, segment in zip(replica_states, route.segments[:-1], strict=True)
             if segment.stop is not None
         )
         req.done = len(req.earlier) if first else min(done, len(req.earlier))
@@ -465,10 +465,10 @@ class WaitingRequests:
         """With more notes than this, those of requests that wait no longer are dropped."""
 
     def __len__(self) -> int:
-        return sum(len(each) for each in self._models.values())
+        return sum(len(model) for model in self._models.values())
 
     def counts(self) -> dict[str, int]:
-        return {model: len(each) for model, each in self._models.items() if each}
+        return {model: len(item) for model, item in self._models.items() if item}
 
     def add(self, at_s: float, req: RequestState, policy: Policy) -> None:
         """Hold a request until somebody can take it."""
@@ -495,7 +495,7 @@ class WaitingRequests:
         req.patience = self._sequence
         heappush(self._expiries, (expiry_s, self._sequence, req.request.id))
         if len(self._expiries) > self._most:
-            self._expiries = [each for each in self._expiries if self._waits(*each[1:]) is not None]
+            self._expiries = [expiry for expiry in self._expiries if self._waits(*expiry[1:]) is not None]
             heapify(self._expiries)
             self._most = LEAST_NOTES + 2 * len(self._expiries)
 
@@ -511,18 +511,18 @@ class WaitingRequests:
         return taken
 
     def models(self) -> list[str]:
-        return [model for model, each in self._models.items() if each]
+        return [model for model, item in self._models.items() if item]
 
     def expired(self, at_s: float) -> list[RequestState]:
         """Those that wait and whose time is over; they are no longer held."""
-        found = []
+        request_states = []
         while self._expiries and self._expiries[0][0] <= at_s:
             _, sequence, name = heappop(self._expiries)
             req = self._waits(sequence, name)
             if req is not None:
                 self.remove(req)
-                found.append(req)
-        return found
+                request_states.append(req)
+        return request_states
 
     def _waits(self, sequence: int, name: str) -> RequestState | None:
         """Whom a note is about, while it is about the present wait."""

@@ -88,17 +88,17 @@ class Batcher(Sequences):
         clock = decoding.clock + 1
         decoding.clock = clock
         decoding.context_tokens += decoding.count
-        found: list[Happening] = []
+        happenings: list[Happening] = []
         if self._newcomers:
             for sequence in self._newcomers:
                 if sequence.state == DECODE:
                     self.todo_tokens -= 1
                     sequence.todo = 0
-                    found.append((FIRST, sequence.key))
+                    happenings.append((FIRST, sequence.key))
             self._newcomers = []
         ends = decoding.ends
         if ends and ends[0][0] <= clock:
-            decoding.ended(found, by_key)
+            decoding.ended(happenings, by_key)
             self.blocked = False
         for key, tokens, _ in step.chunks:
             prefill = by_key.get(key)
@@ -107,8 +107,8 @@ class Batcher(Sequences):
                 prefill.held += tokens
                 prefill.todo -= tokens
                 if not prefill.todo:
-                    self._computed(prefill, found)
-        return found
+                    self._computed(prefill, happenings)
+        return happenings
 
     # What only a simulator needs.
 
@@ -132,11 +132,11 @@ class Batcher(Sequences):
         clock = decoding.clock + steps
         decoding.clock = clock
         decoding.context_tokens += steps * decoding.count
-        found: list[Happening] = []
+        happenings: list[Happening] = []
         if decoding.ends[0][0] <= clock:
-            decoding.ended(found, self._by_key)
+            decoding.ended(happenings, self._by_key)
             self.blocked = False
-        return found
+        return happenings
 
     def lone(self, steps: int) -> tuple[int, int, int] | None:
         """The only one that waits, if after so many steady steps it is sure to begin, and whole.
@@ -161,7 +161,7 @@ class Batcher(Sequences):
         """Somebody waits that goes before prompts that have begun: these go on with what is left of the budget."""
         head = head_of(self._queue)
         least = head.priority if head is not None else LOWEST
-        first = [each for each in self._prefills if each.priority >= least]
+        first = [prefill for prefill in self._prefills if prefill.priority >= least]
         rest = self._prefills[len(first) :]
         budget = self._go_on(first, budget, chunks)
         if rest:
@@ -186,7 +186,7 @@ class Batcher(Sequences):
         for sequence in self._prefills:
             begun.setdefault(sequence.tenant, []).append(sequence)
         wants = {
-            tenant: sum(min(each.todo, self._chunk) for each in begun.get(tenant, ()))
+            tenant: sum(min(item.todo, self._chunk) for item in begun.get(tenant, ()))
             + (budget if head_of(line) is not None or self._own else 0)
             for tenant, line in shares.lines.items()
         }
@@ -275,16 +275,16 @@ class Batcher(Sequences):
             place -= 1
         begun.insert(place, sequence)
 
-    def _computed(self, sequence: Sequence, found: list[Happening]) -> None:
+    def _computed(self, sequence: Sequence, happenings: list[Happening]) -> None:
         """The last chunk of a prompt is done."""
         self._prefills.remove(sequence)
         asked, left, key = sequence.asked, sequence.left, sequence.key
         if not asked:
             sequence.state = KEPT
-            found.append((DONE, key))
+            happenings.append((DONE, key))
             self.blocked = False
             return
-        found.append((FIRST if left == asked else RESUMED, key))
+        happenings.append((FIRST if left == asked else RESUMED, key))
         self._other_blocks -= sequence.blocks
         if left > 1:
             sequence.left = left - 1
@@ -292,7 +292,7 @@ class Batcher(Sequences):
             return
         sequence.state = GONE
         del self._by_key[key]
-        found.append((FINISHED, key))
+        happenings.append((FINISHED, key))
         self.blocked = False
 
     def _make_room(self) -> list[int]:

@@ -217,7 +217,7 @@ class BlockPool:
     def changes(self) -> CacheChanges:
         """What the world should hear, since it was last asked for. What came and went in between is in neither."""
         blocks, marks = self._block_news, self._mark_news
-        found = CacheChanges(
+        cache_changes = CacheChanges(
             tuple(name for name, here in blocks.items() if here),
             tuple(name for name, here in blocks.items() if not here),
             tuple(name for name, here in marks.items() if here),
@@ -225,7 +225,7 @@ class BlockPool:
         )
         blocks.clear()
         marks.clear()
-        return found
+        return cache_changes
 
     def everything(self) -> CacheChanges:
         """All there is, for one who has lost track; `changes` goes on from here."""
@@ -369,8 +369,8 @@ def chain_root(model: str = "", salt: str = "") -> bytes:
     if not salt:
         return root
     # Under a person of its own, since a salt may read like the tokens of a block.
-    said = salt.encode("utf-8", "surrogatepass")
-    return blake2b(root + said, digest_size=HASH_BYTES, person=b"potluck salt").digest()
+    text = salt.encode("utf-8", "surrogatepass")
+    return blake2b(root + text, digest_size=HASH_BYTES, person=b"potluck salt").digest()
 
 
 def block_hashes(
@@ -391,9 +391,9 @@ def names_behind(
     count = len(tokens) // block_tokens
     if most is not None:
         count = min(count, most)
-    found: list[int] = []
-    _chain(before, _packed(tokens, count * block_tokens), 8 * block_tokens, found)
-    return tuple(found)
+    numbers: list[int] = []
+    _chain(before, _packed(tokens, count * block_tokens), 8 * block_tokens, numbers)
+    return tuple(numbers)
 
 
 def as_bytes(name: int) -> bytes:
@@ -420,7 +420,7 @@ class BlockNamer:
         data = _packed(tokens, len(tokens) // self._block_tokens * self._block_tokens)
         run_bytes, known = RUN_BLOCKS * size, self._known
         name, start = chain_root(model, salt), 0
-        found: list[int] = []
+        numbers: list[int] = []
         while start + run_bytes <= len(data):
             piece = data[start : start + run_bytes]
             key = sha256(name + piece).digest()
@@ -431,17 +431,17 @@ class BlockNamer:
                 run = b"".join([as_bytes(number) for number in named])
                 if len(known) >= self._most:
                     del known[next(iter(known))]
-                found += named
+                numbers += named
             else:
-                found += [
+                numbers += [
                     int.from_bytes(run[place : place + HASH_BYTES], "little")
                     for place in range(0, len(run), HASH_BYTES)
                 ]
             known[key] = run
             name = run[-HASH_BYTES:]
             start += run_bytes
-        _chain(name, data[start:], size, found)
-        return tuple(found)
+        _chain(name, data[start:], size, numbers)
+        return tuple(numbers)
 
 
 def _packed(tokens: Sequence[int], count: int) -> bytes:
@@ -451,12 +451,12 @@ def _packed(tokens: Sequence[int], count: int) -> bytes:
         raise InputError("tokens", "must be whole numbers of 64 bits") from error
 
 
-def _chain(name: bytes, data: bytes, size: int, found: list[int]) -> bytes:
+def _chain(name: bytes, data: bytes, size: int, numbers: list[int]) -> bytes:
     """The names of blocks of so many bytes behind `name`; the last one as it is hashed."""
     hashed, number = blake2b, int.from_bytes
     for start in range(0, len(data), size):
         name = hashed(name + data[start : start + size], digest_size=HASH_BYTES).digest()
-        found.append(number(name, "little"))
+        numbers.append(number(name, "little"))
     return name
 
 
@@ -554,24 +554,24 @@ class PoolLayout:
 
 def pool_layout(model: Model, element_bytes: int = 2, block_tokens: int = BLOCK_TOKENS) -> PoolLayout:
     """The groups of a model whose KV has elements of so many bytes."""
-    found: dict[tuple[Kind, int | None], list[int]] = {}
+    result: dict[tuple[Kind, int | None], list[int]] = {}
     for place, layer in enumerate(model.layers):
-        found.setdefault(_kind(layer.attention), []).append(place)
+        result.setdefault(_kind(layer.attention), []).append(place)
     groups = []
-    for (kind, window), places in found.items():
+    for (kind, window), places in result.items():
         sizes = [_sizes(model.layers[place].attention, element_bytes) for place in places]
         per_token, state = sum(size[0] for size in sizes), sum(size[1] for size in sizes)
         groups.append(LayerGroup(kind, tuple(places), per_token, state, window))
     return PoolLayout(tuple(groups), block_tokens)
 
 
-def checkpoints_at(found: PrefixHit, blocks: int) -> tuple[int, ...]:
+def checkpoints_at(prefix_hit: PrefixHit, blocks: int) -> tuple[int, ...]:
     """After how many blocks a prompt of so many whole ones, of which `found` was there, should leave checkpoints.
 
     At its end, where its own continuation will look; and where it left a way that others had come: what two prompts
     share a third is likely to share, and nobody put a state aside there.
     """
-    branch = {found.shared_blocks} if found.shared_blocks > found.blocks else set()
+    branch = {prefix_hit.shared_blocks} if prefix_hit.shared_blocks > prefix_hit.blocks else set()
     return tuple(sorted(branch | ({blocks} if blocks else set())))
 
 

@@ -193,8 +193,8 @@ class Sequences:
             return
         shares = self._shares
         if shares is None:
-            for each in self._by_key.values():
-                each.tenant = self._tenant
+            for item in self._by_key.values():
+                item.tenant = self._tenant
             shares = self._shares = TenantShares(self._tenant, self._queue)
             self._queue = []
         shares.come(tenant, weight)
@@ -431,7 +431,7 @@ class DecodeLockstep:
             steps += 1
         return steps
 
-    def ended(self, found: list[Happening], by_key: dict[int, Sequence]) -> None:
+    def ended(self, happenings: list[Happening], by_key: dict[int, Sequence]) -> None:
         """Let go of those that made their last token."""
         ends, clock = self.ends, self.clock
         while ends and ends[0][0] <= clock:
@@ -445,7 +445,7 @@ class DecodeLockstep:
                 self._edges -= edge
                 sequence.state = GONE
                 del by_key[key]
-                found.append((FINISHED, key))
+                happenings.append((FINISHED, key))
 
 
 MOST_WEIGHT: Final = 1e9

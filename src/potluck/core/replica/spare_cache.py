@@ -103,13 +103,13 @@ class SpareCache:
 
     def _victims(self, over_tokens: float) -> list[int]:
         """The least recently used whose going frees so much, where some have a state."""
-        found = []
+        victims = []
         for block, state in self._held.items():
             if over_tokens <= 0:
                 break
             over_tokens -= self.block_tokens + (self.state_tokens if state else 0.0)
-            found.append(block)
-        return found
+            victims.append(block)
+        return victims
 
     @property
     def changed(self) -> bool:
@@ -117,10 +117,10 @@ class SpareCache:
 
     def changes(self) -> CacheChanges:
         """What came and went since the last call, net: what did both in between may be among what went."""
-        found = CacheChanges(*_apart(self._news), *_apart(self._marks))
+        cache_changes = CacheChanges(*_apart(self._news), *_apart(self._marks))
         self._news.clear()
         self._marks.clear()
-        return found
+        return cache_changes
 
     def everything(self) -> CacheChanges:
         """All there is. Nothing is left to tell then."""

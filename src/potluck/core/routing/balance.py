@@ -224,7 +224,7 @@ class LeastLoaded:
         place.stamp, place.key = self._stamp, key
         heappush(self._heap, (key, self._stamp, place))
         if len(self._heap) > 2 * len(self._places) + 32:
-            self._heap = [(each.key, each.stamp, each) for each in self._places.values()]
+            self._heap = [(item.key, item.stamp, item) for item in self._places.values()]
             heapify(self._heap)
 
     def pick(self) -> Target | None:
@@ -258,7 +258,7 @@ def unfailed(chooser: Balancer, req: RequestState) -> Target | None:
         target = chooser.pick()
         if target is not None and not avoided(target, req.avoid):
             return target
-    others = [each for each in chooser.members() if not avoided(each, req.avoid)]
+    others = [member for member in chooser.members() if not avoided(member, req.avoid)]
     return min(others, key=lambda each: each.load * each.pace, default=None)
 
 

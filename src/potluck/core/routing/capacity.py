@@ -93,7 +93,9 @@ class ReplicaCapacity:
     def __init__(self, policy: Policy, table: RoutingTable) -> None:
         self._facts = table.facts
         self._fleet = table.fleet
-        self._classes: Mapping[str, RequestClass] = {each.name: each for each in policy.classes}
+        self._classes: Mapping[str, RequestClass] = {
+            request_class.name: request_class for request_class in policy.classes
+        }
         self._overflow = policy.split_overflow
         self._histories: dict[tuple[str, str], TenantHistory] = {}
         self._owed: dict[ReplicaState, tuple[float, float]] = {}
@@ -189,7 +191,7 @@ class ReplicaCapacity:
             return self.tenants.other(chooser, picked, req)
         if self.fits(picked, req, phase):
             return picked
-        return next((each for each in chooser.members() if self.fits(each, req, phase)), None)
+        return next((member for member in chooser.members() if self.fits(member, req, phase)), None)
 
     def _view(self, view: ReplicaState, req: RequestState, slo: Slo, fill: float, phase: int) -> bool:
         facts = view.facts
@@ -342,8 +344,12 @@ class TenantPlacement:
             return
         token_s = self._token_s.get(model, 0.0)
         if not token_s:
-            found = next((view.facts for view in self._table.ready(model) if view.facts is not None), None)
-            token_s = self._token_s[model] = found.prefill_s_per_token if found is not None else 0.0
+            replica_facts = next(
+                (view.facts for view in self._table.ready(model) if view.facts is not None), None
+            )
+            token_s = self._token_s[model] = (
+                replica_facts.prefill_s_per_token if replica_facts is not None else 0.0
+            )
         prompt_s = req.prompt_tokens * token_s
         self.isolation.asks(at_s, req, prompt_s if prompt_s > LONG * slo.tpot_s else 0.0)
 
@@ -401,20 +407,24 @@ class TenantPlacement:
     def other(self, chooser: Balancer, picked: Target, req: RequestState) -> Target | None:
         """Instead of the one whose turn it is: where there is room and others are disturbed least."""
         model, tenant = req.request.model, req.request.tenant
-        roomy = [each for each in chooser.members() if self._room.fits(each, req)]
+        roomy = [member for member in chooser.members() if self._room.fits(member, req)]
         apart = self.isolation.views(model)
         if self._is_long(req, picked.views()[0]) and not self.crowded and (req.heavy or not apart):
             if req.heavy:
                 self.isolation.may_go(
                     model,
-                    [each.view for each in chooser.members() if each.view is not None and each.view.serves],
+                    [
+                        member.view
+                        for member in chooser.members()
+                        if member.view is not None and member.view.serves
+                    ],
                 )
-            idle = [each for each in roomy if not _open(each)]
+            idle = [target for target in roomy if not _open(target)]
             if idle:
                 return picked if picked in idle else idle[0]
             if apart:
-                roomy = [each for each in roomy if each.view in apart]
-                free = [each for each in roomy if not self._answers(each)]
+                roomy = [target for target in roomy if target.view in apart]
+                free = [target for target in roomy if not self._answers(target)]
                 if free:
                     return min(free, key=_open)
             if not roomy or self.now_s < self._next_s.get((model, tenant), 0.0) or not self._share:
@@ -423,7 +433,7 @@ class TenantPlacement:
         if not roomy:
             return None
         calm = [
-            each for each in roomy if each.view not in apart and not self._disturbed(each, tenant)
+            target for target in roomy if target.view not in apart and not self._disturbed(target, tenant)
         ] or roomy
         return picked if picked in calm else min(calm, key=_open)
 
@@ -436,19 +446,19 @@ class TenantPlacement:
         if not self.isolation.goes_away(req, self._is_long(req, apart[0])):
             return None
         members = chooser.members()
-        firsts = [each for each in members if each.view in apart and self._begins(each.view, slo)]
+        firsts = [target for target in members if target.view in apart and self._begins(target.view, slo)]
         if not firsts:
             return None
         first = min(firsts, key=_open_prefill)
         assert first.view is not None
         region = first.view.member.region
         seconds = [
-            each
-            for each in members
-            if each.view is not None
-            and each.view not in apart
-            and each.view.member.region == region
-            and self._room.fits(each, req, DECODE)
+            target
+            for target in members
+            if target.view is not None
+            and target.view not in apart
+            and target.view.member.region == region
+            and self._room.fits(target, req, DECODE)
         ]
         if not seconds:
             return None
@@ -493,9 +503,9 @@ class TenantPlacement:
         prompt_s = view.facts.prefill_s_per_token * req.prompt_tokens
         ready = self._table.ready(key[0])
         idle = 0.0
-        for each in ready:
-            if self._beside(each, key[1]) > (each is view):
-                idle += self._idle(each, req)
+        for replica_state in ready:
+            if self._beside(replica_state, key[1]) > (replica_state is view):
+                idle += self._idle(replica_state, req)
         if not idle:  # nobody else is there
             return
         time_s = prompt_s / (self._share * idle)

@@ -71,7 +71,7 @@ def parts(
     if (as_planned(template, serving) and not shifted) or known is None:
         return planned_parts(template, serving, bucket)
     now = rated(facts, template.name, serving, lengths)
-    roles: dict[int, Role] = {place: each.role for place, each in enumerate(template.replicas)}
+    roles: dict[int, Role] = {place: replica.role for place, replica in enumerate(template.replicas)}
     whole = sum(rate for *_, rate in rated(facts, template.name, roles, lengths))
     served = sum(rate for *_, rate in now)
     if served <= 0:
@@ -93,7 +93,7 @@ def rated(
     pace = ready or GroupRates(facts, template, lengths)
     first = [place for place, role in serving.items() if role == "prefill"]
     second = [place for place, role in serving.items() if role == "decode"]
-    found = [(k, k, pace.mixed(k)) for k, role in serving.items() if role == "mixed"]
+    result = [(k, k, pace.mixed(k)) for k, role in serving.items() if role == "mixed"]
     pairs = [
         KvPair(x, y, *pace.crossing(i, j))
         for x, i in enumerate(first)
@@ -101,8 +101,8 @@ def rated(
         if pace.in_time(i, j)
     ]
     flows = orchestrated([pace.prefill(i) for i in first], [pace.decode(j) for j in second], pairs)
-    found += [(first[p.prefill], second[p.decode], flow) for p, flow in zip(pairs, flows, strict=True)]
-    return [each for each in found if each[2] > 0]
+    result += [(first[p.prefill], second[p.decode], flow) for p, flow in zip(pairs, flows, strict=True)]
+    return [item for item in result if item[2] > 0]
 
 
 class GroupRates:
@@ -249,11 +249,11 @@ def maximised(
             break  # unbounded: cannot be, as every pair has limits
         _pivot(table, right, gain, leaving, entering)
         basis[leaving], outside[entering] = outside[entering], basis[leaving]
-    found = [0.0] * columns
+    values = [0.0] * columns
     for row, name in enumerate(basis):
         if name < columns:
-            found[name] = right[row]
-    return found
+            values[name] = right[row]
+    return values
 
 
 def _entering(gain: list[float], outside: list[int], careful: bool) -> int:

@@ -96,9 +96,13 @@ class LinkStates:
             return inf
         before, codec = 0.0, self.codec(req, source, target)
         if source == target:
-            cards = [each.facts.card_gbps for each in (holder, first) if each.facts is not None]
+            cards = [
+                replica_state.facts.card_gbps
+                for replica_state in (holder, first)
+                if replica_state.facts is not None
+            ]
             gbps = min((card for card in cards if card > 0), default=LOCAL_GBPS)
-            before = max(self._cards.get(each.member.id, 0.0) for each in (holder, first))
+            before = max(self._cards.get(replica_state.member.id, 0.0) for replica_state in (holder, first))
         else:
             link = f"{source}->{target}"
             gbps = self._gbps.get(link, self._facts.links_gbps.get((source, target), 0.0))
@@ -222,15 +226,15 @@ class LinkStates:
         planned = self._facts.links_gbps.get((event.source, event.target), 0.0)
         if not 0 < event.gbps < SLOW * planned:
             return []
-        found: list[tuple[str, float]] = []
+        result: list[tuple[str, float]] = []
         before: dict[str, float] = {}
         link = f"{event.source}->{event.target}"
         for req, size in self._open.get(link, {}).items():
             tenant = req.request.tenant
             own = before[tenant] = before.get(tenant, 0.0) + size
             passed = own + self._others_bytes(link, tenant, req.weight, own)
-            found.append((req.request.id, passed * 8e-9 / event.gbps))
-        return found[::-1]
+            result.append((req.request.id, passed * 8e-9 / event.gbps))
+        return result[::-1]
 
     def codec(self, req: RequestState, source: str, target: str) -> Codec:
         """In which a request's KV crosses: as the plan says, unless it must stay exact."""
@@ -278,12 +282,12 @@ class LinkAvoidance:
     ) -> float:
         """Until the request's prompt is computed where no link is needed; infinite if that is nowhere."""
         spare = [self._table.ways(table, bucket, req.total_tokens) for bucket in (CLOSED, ANY)]
-        choosers = [each.closed.prefills for each in spare]
+        choosers = [route_options.closed.prefills for route_options in spare]
         if ways is not None:
             choosers += [way.prefills for way in (ways.closed, *ways.flows) if not way.crosses]
         tokens = req.prompt_tokens + before_tokens / max(1, *map(len, choosers))
-        found = [chooser.pick() for chooser in choosers]
-        return min((prefilled_s(each, tokens) for each in found if each is not None), default=inf)
+        targets = [chooser.pick() for chooser in choosers]
+        return min((prefilled_s(target, tokens) for target in targets if target is not None), default=inf)
 
 
 GRANTED: Final = 0.9
@@ -300,16 +304,16 @@ LEAST: Final = 0.25
 def grants(link_bytes_per_s: float, wants_bytes_per_s: Mapping[str, float]) -> dict[str, float]:
     """Bytes a second that each sender may put on a link; together GRANTED of its bandwidth."""
     left = GRANTED * link_bytes_per_s
-    found: dict[str, float] = {}
+    values: dict[str, float] = {}
     waiting = len(wants_bytes_per_s)
     least = KEPT * left / max(1, waiting)
     for sender, wanted in sorted(wants_bytes_per_s.items(), key=lambda each: (each[1], each[0])):
-        found[sender] = min(max(least, wanted), left / waiting)
-        left -= found[sender]
+        values[sender] = min(max(least, wanted), left / waiting)
+        left -= values[sender]
         waiting -= 1
-    for sender in found:
-        found[sender] += left / len(found)
-    return found
+    for sender in values:
+        values[sender] += left / len(values)
+    return values
 
 
 def eased(share: float, lost: float) -> float:

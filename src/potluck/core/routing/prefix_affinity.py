@@ -81,12 +81,12 @@ class PrefixAffinity:
         """Tokens cached by some replica of each region that ways over links begin or end in."""
         if not req.request.blocks or self._policy.affinity == 0 or not len(self._index):
             return {}
-        found: dict[str, int] = {}
+        numbers: dict[str, int] = {}
         for way in ways.flows:
             for region in (way.source, way.target) if way.crosses else ():
-                if region not in found:
-                    found[region] = self._cached_in(req, region)
-        return found
+                if region not in numbers:
+                    numbers[region] = self._cached_in(req, region)
+        return numbers
 
     def to_compute(self, req: RequestState, view: ReplicaState, start: int, stop: int) -> int:
         """Tokens of [start, stop) that a replica is not known to hold; the last one is always computed."""
@@ -171,7 +171,7 @@ class PrefixAffinity:
             return view is not None and view.member.model == model and wanted(view)
 
         _, holders = self._index.deepest(blocks, accepts, exact=self._exact(req))
-        return max((self.cached(self._fleet.views[each], req) for each in holders), default=0)
+        return max((self.cached(self._fleet.views[holder], req) for holder in holders), default=0)
 
     def _cached_in(self, req: RequestState, region: str) -> int:
         return self._cached_where(req, lambda view: view.serves and view.member.region == region)

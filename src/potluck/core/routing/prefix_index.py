@@ -145,7 +145,7 @@ class PrefixIndex:
         high = _leading(blocks, len(blocks), known, fresh)
         if not high:
             return {}
-        found = {}
+        prefix_matches = {}
         for cluster, bits in self._clusters.items():
             bits &= fresh
             depth = high
@@ -155,10 +155,10 @@ class PrefixIndex:
                 depth -= 1
             if depth:
                 holders = (self._marks if exact else known)[blocks[depth - 1]] & bits
-                found[cluster] = PrefixMatch(depth, self._who(holders))
+                prefix_matches[cluster] = PrefixMatch(depth, self._who(holders))
         if 4 * len(known) > 3 * self._most_blocks:
             self._touch(blocks[:high])
-        return found
+        return prefix_matches
 
     def deepest(
         self, blocks: Sequence[int], accepts: Accepts, *, exact: bool = False
@@ -168,8 +168,8 @@ class PrefixIndex:
         high = _leading(blocks, len(blocks), known, fresh)
         if not high:
             return 0, []
-        found = [*filter(accepts, self._who(known[blocks[high - 1]] & fresh))]
-        if not found:
+        texts = [*filter(accepts, self._who(known[blocks[high - 1]] & fresh))]
+        if not texts:
 
             def nobody(name: int) -> bool:
                 return not any(map(accepts, self._who(known.get(name, 0) & fresh)))
@@ -179,11 +179,11 @@ class PrefixIndex:
             high -= 1
         if not high:
             return 0, []
-        if exact or not found:
-            found = [*filter(accepts, self.holders(blocks[high - 1], exact=exact))]
+        if exact or not texts:
+            texts = [*filter(accepts, self.holders(blocks[high - 1], exact=exact))]
         if 4 * len(known) > 3 * self._most_blocks:
             self._touch(blocks[:high])
-        return high, found
+        return high, texts
 
     def held_by(self, replica: str, blocks: Sequence[int], *, exact: bool = False) -> int:
         """How many leading blocks one replica can resume from."""
@@ -288,12 +288,12 @@ class PrefixIndex:
         self._bits, self._dead = len(order), 0
 
     def _who(self, bits: int) -> tuple[str, ...]:
-        found = []
+        texts = []
         while bits:
             low = bits & -bits
-            found.append(self._names[low.bit_length() - 1])
+            texts.append(self._names[low.bit_length() - 1])
             bits ^= low
-        return tuple(found)
+        return tuple(texts)
 
 
 def _leading(blocks: Sequence[int], most: int, known: Mapping[int, int], bits: int) -> int:

@@ -155,7 +155,7 @@ class WeightedRoundRobin(Generic[Member]):
             return
         self.total -= entry.weight
         if self.total < 1e-6 * entry.weight:
-            self.total = sum(each.weight for each in self._entries.values())
+            self.total = sum(item.weight for item in self._entries.values())
         self._now += lag / self.total
         self._only = next(iter(self._entries)) if len(self._entries) == 1 else None
         self._compact()

@@ -168,8 +168,8 @@ class Router:
             turns = [ways.remote, ways.local] if away else [ways.local, ways.remote]
             if 0 < len(away) < len(choices):
                 shut = frozenset(link for link, choice in choices.items() if not choice.remote)
-        for each in turns:
-            way = self._way(each, req, ways, table, shut)
+        for turn in turns:
+            way = self._way(turn, req, ways, table, shut)
             ways_left = [] if way is None else [way]
             while ways_left:
                 now = ways_left.pop()
@@ -178,7 +178,7 @@ class Router:
                 if answer is not RoutingResult.NOBODY:
                     return answer
                 if self._full and not tried:
-                    others = [other for other in each.members() if other is not way]
+                    others = [other for other in turn.members() if other is not way]
                     ways_left, tried = [other for other in others if self._open(other, req, shut)], True
         return RoutingResult.NOBODY
 
@@ -252,12 +252,12 @@ class Router:
         alien = view is not None and phase == CLOSED_WAY and view.role == "decode"  # it may bear no prompts
         if calm and not alien:
             return picked
-        found = room.other(chooser, picked, req, phase)
-        if found is None:
+        roomy = room.other(chooser, picked, req, phase)
+        if roomy is None:
             self._full = True
-        elif found is not picked:
-            chooser.swap(picked, found)
-        return found
+        elif roomy is not picked:
+            chooser.swap(picked, roomy)
+        return roomy
 
     def _target(self, chooser: Balancer, req: RequestState, phase: int = CLOSED_WAY) -> Target | None:
         """Whose turn it is, unless it is full, failed the request before, or another holds much of its prefix."""

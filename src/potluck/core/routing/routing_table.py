@@ -107,8 +107,12 @@ class RoutingTable:
             elif any(self._templates[name].model == model for name, _ in live):
                 fresh[model] = table.offers
         self.models = {
-            model: ModelRoutes(each, self._limits(each), planned(each) if self._by_length else None)
-            for model, each in fresh.items()
+            model: ModelRoutes(
+                model_weights,
+                self._limits(model_weights),
+                planned(model_weights) if self._by_length else None,
+            )
+            for model, model_weights in fresh.items()
         }
         for target in (*self.singles.values(), *self.groups.values()):
             target.indexes.clear()
@@ -227,15 +231,15 @@ class RoutingTable:
             single = self.singles.get(view.member.id)
             if single is not None and weight > 0 and self._fits(table, [view], length_class):
                 singles[view.member.index] = single
-        serving = {place: each.view.role for place, each in singles.items() if each.view is not None}
+        serving = {place: target.view.role for place, target in singles.items() if target.view is not None}
         known = self.facts.groups.get(unit.template)
         lengths = self._lengths.get(unit.model)
         if lengths is None:
             prompt = bucket_tokens(table.longest_tokens, bucket, known)
             lengths = MeanLengths(prompt, known.output_tokens if known is not None else 256.0)
         pairs, alone = [], dict.fromkeys(singles, 0.0)
-        found = parts(self.facts, template, serving, bucket, lengths, unit.model in self._lengths)
-        for first, second, share in found:
+        group_shares = parts(self.facts, template, serving, bucket, lengths, unit.model in self._lengths)
+        for first, second, share in group_shares:
             if first == second:
                 alone[first] += share * weight
             else:
@@ -372,7 +376,7 @@ class RoutingTable:
 
 def _most_closed(template: Template) -> float:
     """What a copy serves by itself at best, shared among its replicas when each is a target; 1 if not known."""
-    best = max((each.closed_per_s for each in template.capacity), default=0.0)
+    best = max((bucket_capacity.closed_per_s for bucket_capacity in template.capacity), default=0.0)
     share = len(template.replicas) if kind_of(template) == PLAIN else 1
     return best / share if best > 0 else 1.0
 

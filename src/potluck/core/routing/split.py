@@ -50,7 +50,7 @@ def partial_tokens(
         return _by_bisection(prompt_tokens, facts, chunk, base_s, most)
     return min(
         (_nearest(prompt_tokens, facts, chunk, base_s, n) for n in range(most + 1)),
-        key=lambda found: (found[1], found[0]),
+        key=lambda result: (result[1], result[0]),
     )[0]
 
 
@@ -131,8 +131,8 @@ def _by_bisection(prompt: int, facts: SplitFacts, chunk: int, base_s: float, mos
         else:
             low = middle + 1
     counts = [n for n in (low - 1, low, low + 1) if 0 <= n <= most]
-    found = [_nearest(prompt, facts, chunk, base_s, n) for n in counts]
-    return min(found, key=lambda each: (each[1], each[0]))[0]
+    result = [_nearest(prompt, facts, chunk, base_s, n) for n in counts]
+    return min(result, key=lambda each: (each[1], each[0]))[0]
 
 
 def _longest(prompt: int, chunk: int, n: int) -> int:

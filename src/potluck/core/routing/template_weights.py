@@ -63,8 +63,8 @@ class ModelWeights:
     """What a copy of any template takes that the plan counts on nowhere, or not in that region: scaling began it."""
 
     def copy(self, key: Key) -> TemplateWeights | None:
-        found = self.copies.get(key)
-        return self.spare.get(key[0]) if found is None else found
+        template_weights = self.copies.get(key)
+        return self.spare.get(key[0]) if template_weights is None else template_weights
 
     def bucket(self, prompt_tokens: float) -> int:
         return min(bisect_left(self.longest_tokens, prompt_tokens), len(self.longest_tokens) - 1)
@@ -112,9 +112,11 @@ def _model(plan: Plan, model: str, rule: BalanceRule) -> ModelWeights:
             key: tuple[Key, Phase] = ((share.template, share.region), share.phase)
             rates.setdefault(key, [0.0] * len(longest))[share.bucket] += share.rate_per_s
     counts: dict[Key, int] = {}
-    for each in plan.deployments:
-        if each.template in templates:
-            counts[each.template, each.region] = counts.get((each.template, each.region), 0) + each.count
+    for deployment in plan.deployments:
+        if deployment.template in templates:
+            counts[deployment.template, deployment.region] = (
+                counts.get((deployment.template, deployment.region), 0) + deployment.count
+            )
     for place, _ in rates:
         counts.setdefault(place, 1)
     copies = {
@@ -126,8 +128,8 @@ def _model(plan: Plan, model: str, rule: BalanceRule) -> ModelWeights:
     spare = {}
     if plan.candidates:
         mix = [bucket.rate_per_s for bucket in buckets] or [1.0]
-        mine = [each for each in plan.repertoire if each.model == model and not each.machines]
-        spare = {each.name: _spare(each, mix if any(mix) else [1.0] * len(mix), rule) for each in mine}
+        mine = [item for item in plan.repertoire if item.model == model and not item.machines]
+        spare = {item.name: _spare(item, mix if any(mix) else [1.0] * len(mix), rule) for item in mine}
     return ModelWeights(model, longest, copies, _flows(plan, model, len(longest)), spare)
 
 
@@ -137,7 +139,7 @@ def _spare(template: Template, mix: Sequence[float], rule: BalanceRule) -> Templ
     One that does whole requests does nothing else. With m the mix, its time is shared so that it serves
     m_b / (sum of m / C) of each bucket.
     """
-    capacities = {each.bucket: each for each in template.capacity}
+    capacities = {bucket_capacity.bucket: bucket_capacity for bucket_capacity in template.capacity}
 
     def weights(phase: Phase) -> tuple[float, ...]:
         able = [_capacity(capacities.get(bucket), phase) for bucket in range(len(mix))]
@@ -166,30 +168,30 @@ def _copy(
     template: Template, rates: Mapping[Phase, list[float] | None], count: int, buckets: int, rule: BalanceRule
 ) -> TemplateWeights:
     """The weights of one copy, from what all copies are sent."""
-    found: dict[Phase, list[float]] = {phase: [0.0] * buckets for phase in PHASES}
-    capacities = {each.bucket: each for each in template.capacity}
+    result: dict[Phase, list[float]] = {phase: [0.0] * buckets for phase in PHASES}
+    capacities = {bucket_capacity.bucket: bucket_capacity for bucket_capacity in template.capacity}
     uses: dict[tuple[Phase, int], float] = {}
     for phase, planned in rates.items():
         for bucket, rate in enumerate(planned or ()):
             if rate <= 0:
                 continue
             capacity = _capacity(capacities.get(bucket), phase)
-            found[phase][bucket] = rate / max(1, count)
+            result[phase][bucket] = rate / max(1, count)
             if capacity > 0:
                 uses[phase, bucket] = rate / max(1, count) / capacity
     busy = sum(uses.values())
-    for phase, weights in found.items():
+    for phase, weights in result.items():
         for bucket, weight in enumerate(weights):
             if weight > 0 and rule.weights == "goodput" and (phase, bucket) in uses:
                 weights[bucket] = weight / busy
             elif weight > 0 and rule.weights == "even":
                 weights[bucket] = 1.0
-    return TemplateWeights(tuple(found["closed"]), tuple(found["prefill"]), tuple(found["decode"]))
+    return TemplateWeights(tuple(result["closed"]), tuple(result["prefill"]), tuple(result["decode"]))
 
 
 def _unplanned(template: Template, buckets: int, rule: BalanceRule) -> TemplateWeights:
     """A plan without shares, written by hand: whatever a template can do, it may be sent."""
-    capacities = {each.bucket: each for each in template.capacity}
+    capacities = {bucket_capacity.bucket: bucket_capacity for bucket_capacity in template.capacity}
 
     def weights(phase: Phase) -> tuple[float, ...]:
         known = [_capacity(capacities.get(bucket), phase) for bucket in range(buckets)]

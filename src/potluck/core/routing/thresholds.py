@@ -47,7 +47,9 @@ class LengthThresholds:
             if self._table.divide(model, LengthThreshold(tokens, tokens)):
                 self._take(model, {})
             return
-        self.links[model] = {link: rebased(each, tokens) for link, each in self.links[model].items()}
+        self.links[model] = {
+            link: rebased(length_threshold, tokens) for link, length_threshold in self.links[model].items()
+        }
 
     def linked(self, event: LinkReported) -> None:
         """A link said how it fares."""
@@ -62,14 +64,14 @@ class LengthThresholds:
         if not links:
             return NONE
         prompt, cached = req.prompt_tokens, self._affinity.by_region(req, ways)
-        found = {}
+        prefill_choices = {}
         for way in ways.flows:
             threshold = links.get(way.link) if way.crosses else None
             if threshold is not None:
-                found[way.link] = decide(
+                prefill_choices[way.link] = decide(
                     threshold, prompt, cached.get(way.target, 0), cached.get(way.source, 0)
                 )
-        return found
+        return prefill_choices
 
     def _take(self, model: str, before: dict[str, LengthThreshold]) -> None:
         table = self._table.models[model]

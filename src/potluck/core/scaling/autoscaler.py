@@ -112,11 +112,11 @@ class Autoscaler:
         self._known.update(blueprints(plan))
         self.scale_to_zero = self._sleep.any
         if self.watches:
-            for model in sorted({each.model for each in plan.templates}):
+            for model in sorted({template.model for template in plan.templates}):
                 known = self._facts.models.get(model)
                 self.window.watch(at_s, model, known.slo if known is not None else None)
         reassign = reassignments(self._fleet, self._wanted, self._known, self.by_hand)
-        settled = {each.member.id for each in reassign} | self.by_hand.keys()
+        settled = {item.member.id for item in reassign} | self.by_hand.keys()
         return (*reassign, *(flip for flip in restored(self._fleet) if flip.replica not in settled))
 
     def quoted(self, at_s: float, regions: tuple[Region, ...]) -> tuple[Action, ...]:
@@ -127,7 +127,7 @@ class Autoscaler:
 
     def ordered(self, view: ReplicaState, role: Role) -> tuple[Action, ...]:
         """A person gives a replica a role; with the planned one it is the rules' again."""
-        self.by_hand = {name: each for name, each in self.by_hand.items() if name in self._fleet.views}
+        self.by_hand = {name: item for name, item in self.by_hand.items() if name in self._fleet.views}
         if role == view.member.role:
             self.by_hand.pop(view.member.id, None)
         else:
@@ -238,7 +238,7 @@ class Autoscaler:
         zones = {self._facts.zones.get(machine, "") for machine in named}
         return replace(
             member,
-            nodes=tuple(sorted(named)) or tuple(f"{member.unit}/{each}" for each in own),
+            nodes=tuple(sorted(named)) or tuple(f"{member.unit}/{name}" for name in own),
             zone=zones.pop() if len(zones) == 1 else "",
         )
 
@@ -256,7 +256,7 @@ def _lengths(observed: ObservedTraffic) -> tuple[SeenLengths, ...]:
         SeenLengths(
             seen.model,
             seen.mean_output_tokens,
-            tuple((each.mean_tokens, float(each.count)) for each in seen.lengths if each.count),
+            tuple((length.mean_tokens, float(length.count)) for length in seen.lengths if length.count),
         )
         for seen in observed.models
         if seen.finished >= LEAST_SEEN and seen.mean_output_tokens > 0
@@ -275,16 +275,16 @@ class ScaleToZero:
 
     @property
     def any(self) -> bool:
-        return any(each.idle_s is not None for each in self._models.values())
+        return any(model.idle_s is not None for model in self._models.values())
 
     def asked(self, at_s: float, model: str) -> None:
         self._active_s[model] = at_s
 
     def tick(self, at_s: float, fleet: FleetState, held: Mapping[str, int]) -> tuple[list[Action], bool]:
         """What to say of it, and whether another number of copies is wanted."""
-        found: list[Action] = []
+        actions: list[Action] = []
         if not self.any:
-            return found, False
+            return actions, False
         busy = {view.member.model for view in fleet.views.values() if view.open_requests}
         for model, facts in self._models.items():
             if facts.idle_s is None:
@@ -294,8 +294,8 @@ class ScaleToZero:
             idle_s = at_s - self._active_s[model]
             if model not in self.asleep and idle_s >= facts.idle_s:
                 self.asleep.add(model)
-                found.append(OperatorNote(f"{model} sleeps", f"no request came for {idle_s:.0f} s"))
+                actions.append(OperatorNote(f"{model} sleeps", f"no request came for {idle_s:.0f} s"))
             elif model in self.asleep and idle_s < facts.idle_s:
                 self.asleep.discard(model)
-                found.append(OperatorNote(f"{model} wakes", "a request came"))
-        return found, bool(found)
+                actions.append(OperatorNote(f"{model} wakes", "a request came"))
+        return actions, bool(actions)

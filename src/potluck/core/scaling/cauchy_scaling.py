@@ -118,7 +118,7 @@ class CauchyScaling(Scaler):
             rates = tuple((seen.model, asked_per_s(seen, False)) for seen in observed.models)
             decisions.append(AskReplan(rates, QUOTED))
         stable = []
-        for model in sorted({each.model for each in plan.templates}):
+        for model in sorted({item.model for item in plan.templates}):
             seen = observed.of(model)
             if seen is None:
                 self._notes.say(model, "no request seen yet")
@@ -150,7 +150,7 @@ class CauchyScaling(Scaler):
         mix = {bucket.bucket: share for bucket, share in zip(buckets, shares, strict=True)}
         if not any(mix.values()):
             mix = {bucket.bucket: 1.0 for bucket in buckets}
-        templates = {each.name: each for each in plan.repertoire if each.model == model}
+        templates = {item.name: item for item in plan.repertoire if item.model == model}
         there: dict[Key, int] = {}
         moving = 0
         for unit in fleet.units.values():
@@ -164,9 +164,9 @@ class CauchyScaling(Scaler):
         keys = {*counts, *(key for key in self._wanted if key[0] in templates)}
         known = {key: rates_of(templates[key[0]], mix) for key in keys if key[0] in templates}
         rates = {key: rates for key, rates in known.items() if rates.known}
-        found = startable(plan, model, mix, self._regions, keys)
-        able = {key: each for key, each in found.items() if each.known}
-        planned = frozenset((each.template, each.region) for each in plan.deployments)
+        copy_rate = startable(plan, model, mix, self._regions, keys)
+        able = {key: copy_rates for key, copy_rates in copy_rate.items() if copy_rates.known}
+        planned = frozenset((deployment.template, deployment.region) for deployment in plan.deployments)
         return _Standing(counts, rates, moving, able, busy_copies(plan, model, mix), planned)
 
     def _resizes(
@@ -262,11 +262,11 @@ class CauchyScaling(Scaler):
                 missing -= n * getattr(standing.rates[key], phase)
             if missing <= 0:
                 continue
-            found = cheapest_cover(offers, missing, free)
-            if found is None:
-                found, partly = largest_within(offers, free or {}), True
-            _take(free, offers, found)
-            for key, n in found.items():
+            numbers = cheapest_cover(offers, missing, free)
+            if numbers is None:
+                numbers, partly = largest_within(offers, free or {}), True
+            _take(free, offers, numbers)
+            for key, n in numbers.items():
                 more[key] = more.get(key, 0) + n
         return more, partly
 
@@ -285,14 +285,14 @@ class CauchyScaling(Scaler):
         assert standing.busy is not None
         rate_per_s = demand / self._policy.headroom
         offers = options(plan, standing.startable, self._regions)
-        weights = {each.key: each.weight for each in offers}
+        weights = {offer.key: offer.weight for offer in offers}
         added = {key: n for key, n in standing.counts.items() if key not in standing.planned}
         alone = total(standing.rates.get(key, NOTHING).times(n) for key, n in added.items()).served_per_s
-        needs = {each.key: each.needs for each in offers if each.key in standing.planned}
+        needs = {offer.key: offer.needs for offer in offers if offer.key in standing.planned}
         first = taken_by_parts(ready, standing.busy, standing.counts, rate_per_s - alone)
         counts = _sum(standing.counts, first)
         more, partly = missing_copies(standing.busy, counts, rate_per_s - alone, needs, free)
-        whole = [each for each in offers if each.key not in standing.planned]
+        whole = [offer for offer in offers if offer.key not in standing.planned]
         missing = rate_per_s - standing.serves(counts).served_per_s
         other = cheapest_cover(whole, missing, free) if whole and missing > 0 else None
         if other and (partly or _weighs(other, weights) < _weighs(more, weights)):
@@ -302,7 +302,7 @@ class CauchyScaling(Scaler):
     def _phases(self, standing: _Standing) -> tuple[str, ...]:
         """Copies that serve alone are scaled as such; prefill and decode apart, each by its own deficit."""
         rates = standing.rates or standing.startable
-        if any(each.closed_per_s > 0 for each in rates.values()):
+        if any(rate.closed_per_s > 0 for rate in rates.values()):
             return ("closed_per_s",)
         return ("prefill_per_s", "decode_per_s")
 
@@ -346,7 +346,7 @@ class CauchyScaling(Scaler):
         limits = available_nodes(self._regions)
         if limits is None:
             return None
-        used = used_nodes(fleet.units, {each.name: each for each in plan.repertoire})
+        used = used_nodes(fleet.units, {template.name: template for template in plan.repertoire})
         return {key: n - used.get(key, 0) for key, n in limits.items()}
 
     def _refine(self, at_s: float, stable: list[str], observed: ObservedTraffic) -> AskReplan:
@@ -414,7 +414,7 @@ def cheapest_cover(
     """How many of each; None when no cover within the free nodes was found. Without `free` they are plenty."""
     useful = undominated(
         sorted(
-            (each for each in options if each.serves_per_s > 0),
+            (copy_option for copy_option in options if copy_option.serves_per_s > 0),
             key=lambda o: (o.weight / o.serves_per_s, -o.serves_per_s, o.key),
         )
     )
@@ -444,16 +444,16 @@ def _dominates(one: CopyOption, other: CopyOption) -> bool:
 
 def largest_within(options: Sequence[CopyOption], free: Mapping[Resource, int]) -> dict[Key, int]:
     """As much capacity as the free nodes hold, taken greedily in order of cost per capacity."""
-    left, found = dict(free), {}
+    left, largest = dict(free), {}
     for option in sorted(
         options, key=lambda o: (o.weight / max(o.serves_per_s, 1e-30), -o.serves_per_s, o.key)
     ):
         count = _most(option, left)
         if count and option.serves_per_s > 0:
-            found[option.key] = count
+            largest[option.key] = count
             for node, need in option.needs.items():
                 left[node] = left.get(node, 0) - need * count
-    return found
+    return largest
 
 
 def _most(option: CopyOption, free: Mapping[Resource, int] | None) -> int:
@@ -521,14 +521,14 @@ def startable(
     Without candidates only what the plan has, where it has it. Copies that prefill or decode for others are begun
     where the plan has others that they work with.
     """
-    templates = {each.name: each for each in plan.repertoire if each.model == model and not each.machines}
+    templates = {item.name: item for item in plan.repertoire if item.model == model and not item.machines}
     if not plan.candidates or not regions:
         keys = [key for key in wanted if key[0] in templates]
         return {key: rates_of(templates[key[0]], mix) for key in sorted(keys)}
     sources = {flow.prefill_region for flow in plan.flows if flow.model == model}
     targets = {flow.decode_region for flow in plan.flows if flow.model == model}
-    found = {}
-    used = {each.name for each in plan.templates}
+    copy_rate = {}
+    used = {item.name for item in plan.templates}
     for name, template in sorted(templates.items()):
         if name not in used and not _serves_all(template, mix):
             continue
@@ -539,8 +539,8 @@ def startable(
                 rates.decode_per_s > 0 and region.name in targets
             )
             if (alone or joins) and unit_price_usd_per_h(template, region.name, regions) is not None:
-                found[name, region.name] = rates
-    return found
+                copy_rate[name, region.name] = rates
+    return copy_rate
 
 
 def _serves_all(template: Template, mix: Mapping[int, float]) -> bool:
@@ -554,26 +554,26 @@ def options(
     plan: Plan, known: Mapping[Key, CopyRates], regions: tuple[Region, ...], phase: str = "closed_per_s"
 ) -> list[CopyOption]:
     """One more copy of each, weighed by the strategy; without prices by its nodes."""
-    templates = {each.name: each for each in plan.repertoire}
+    templates = {item.name: item for item in plan.repertoire}
     strategy = plan.strategy
     if strategy == "cauchy-ce" and any(templates[name].ce_tokens_per_usd <= 0 for name, _ in known):
         strategy = "cauchy-mc"  # as the planner's fallback: the least cost, where not all are ranked
-    found = []
+    copy_options = []
     for key, rates in sorted(known.items()):
         template = templates[key[0]]
         serves = getattr(rates, phase)
         price = (
             unit_price_usd_per_h(template, key[1], regions)
             if available_nodes(regions) is not None
-            else float(sum(each.count for each in template.nodes))
+            else float(sum(node.count for node in template.nodes))
         )
         if price is None or template.machines:
             continue  # it cannot be had there; or stands on machines with names, which cannot be had twice
         worth = weight(strategy, template, price, serves)
         if worth < inf:
-            found.append(CopyOption(key, serves, worth, needs_of(template, key[1])))
-    return found
+            copy_options.append(CopyOption(key, serves, worth, needs_of(template, key[1])))
+    return copy_options
 
 
 def needs_of(template: Template, region: str) -> dict[Resource, int]:
-    return {(region, each.node): each.count for each in template.nodes}
+    return {(region, node_count.node): node_count.count for node_count in template.nodes}

@@ -55,7 +55,7 @@ class CopyMeasure:
             or any(view.role != view.member.role for view in unit.views)
         }
         ours = {name: known[name] for name, _ in wanted if name in known}
-        self._counted |= {each.template.model for each in ours.values() if not each.rates.known}
+        self._counted |= {mine.template.model for mine in ours.values() if not mine.rates.known}
         parts: dict[str, list[CopyRates]] = {}
         for (name, _), count in wanted.items():
             if name in ours:
@@ -79,10 +79,10 @@ class CopyMeasure:
 
 
 def _by_roles(roles: Iterable[str]) -> CopyRates:
-    found = set(roles)
-    if found == {"prefill"}:
+    texts = set(roles)
+    if texts == {"prefill"}:
         return CopyRates(prefill_per_s=1.0)
-    return CopyRates(decode_per_s=1.0) if found == {"decode"} else CopyRates(closed_per_s=1.0)
+    return CopyRates(decode_per_s=1.0) if texts == {"decode"} else CopyRates(closed_per_s=1.0)
 
 
 class FreeNodes:
@@ -99,7 +99,7 @@ class FreeNodes:
     def take(self, key: Key) -> bool:
         """Set a copy's nodes aside if all are free."""
         needs = _needs(self._known[key[0]].template, key[1])
-        if any(self._free.get(each, count) < count for each, count in needs.items()):
+        if any(self._free.get(item, count) < count for item, count in needs.items()):
             return False
         self._add(needs, -1)
         return True
@@ -115,12 +115,12 @@ class FreeNodes:
             return False
         holds = _needs(self._known[unit.template].template, unit.region)
         needs = _needs(self._known[key[0]].template, key[1])
-        return any(self._free.get(each, count) < count for each, count in needs.items() if each in holds)
+        return any(self._free.get(item, count) < count for item, count in needs.items() if item in holds)
 
     def _add(self, needs: Mapping[Resource, int], sign: int) -> None:
-        for each, count in needs.items():
-            if each in self._free:
-                self._free[each] += sign * count
+        for item, count in needs.items():
+            if item in self._free:
+                self._free[item] += sign * count
 
 
 def room_in(
@@ -138,23 +138,23 @@ def room_in(
     held: dict[Resource, int] = {}
     for unit in fleet.units.values():
         if unit.template in known and not all(view.member.id in stopped for view in unit.views):
-            for each, count in _needs(known[unit.template].template, unit.region).items():
-                held[each] = held.get(each, 0) + count
+            for item, count in _needs(known[unit.template].template, unit.region).items():
+                held[item] = held.get(item, 0) + count
     asked: dict[Resource, int] = {}
     for (name, region), copies in wanted.items():
-        for each, count in _needs(known[name].template, region).items() if name in known else ():
-            asked[each] = asked.get(each, 0) + count * copies
+        for element, count in _needs(known[name].template, region).items() if name in known else ():
+            asked[element] = asked.get(element, 0) + count * copies
     free = {}
-    for each in {*held, *asked}:
-        if each[1].startswith(MACHINE):
-            free[each] = max(held.get(each, 0), asked.get(each, 0)) - held.get(each, 0)
+    for entry in {*held, *asked}:
+        if entry[1].startswith(MACHINE):
+            free[entry] = max(held.get(entry, 0), asked.get(entry, 0)) - held.get(entry, 0)
         elif available is not None:
-            free[each] = available.get(each, 0) - held.get(each, 0)
+            free[entry] = available.get(entry, 0) - held.get(entry, 0)
     return FreeNodes(known, free)
 
 
 def _needs(template: Template, region: str) -> dict[Resource, int]:
-    needs = {(region, each.node): each.count for each in template.nodes}
+    needs = {(region, node_count.node): node_count.count for node_count in template.nodes}
     needs.update({(region, MACHINE + name): gpus for name, gpus in template.machines.items()})
     return needs
 
@@ -186,8 +186,8 @@ NOTHING = CopyRates()
 
 
 def total(each: Iterable[CopyRates]) -> CopyRates:
-    found = list(each)
-    return CopyRates(*(sum(column) for column in zip(*found, strict=True))) if found else NOTHING
+    copy_rate = list(each)
+    return CopyRates(*(sum(column) for column in zip(*copy_rate, strict=True))) if copy_rate else NOTHING
 
 
 def rates_of(template: Template, mix: Mapping[int, float]) -> CopyRates:
@@ -232,10 +232,12 @@ def busy_copies(plan: Plan, model: str, mix: Mapping[int, float]) -> dict[Key, f
     """u of every deployment of a model; None where each takes all lengths alike and whole copies add up."""
     planned = {b.bucket: b.rate_per_s for b in plan.buckets if b.model == model and b.rate_per_s > 0}
     capacity = {
-        t.name: {each.bucket: each for each in t.capacity} for t in plan.templates if t.model == model
+        t.name: {bucket_capacity.bucket: bucket_capacity for bucket_capacity in t.capacity}
+        for t in plan.templates
+        if t.model == model
     }
     taken: dict[tuple[Key, str], set[int]] = {}
-    found: dict[Key, float] = {}
+    result: dict[Key, float] = {}
     for share in plan.shares:
         able = capacity.get(share.template, {}).get(share.bucket)
         rate = 0.0 if able is None else getattr(able, f"{share.phase}_per_s")
@@ -244,12 +246,12 @@ def busy_copies(plan: Plan, model: str, mix: Mapping[int, float]) -> dict[Key, f
         key = (share.template, share.region)
         taken.setdefault((key, share.phase), set()).add(share.bucket)
         part = share.rate_per_s / planned[share.bucket]
-        found[key] = found.get(key, 0.0) + mix.get(share.bucket, 0.0) * part / rate
+        result[key] = result.get(key, 0.0) + mix.get(share.bucket, 0.0) * part / rate
     whole = all(buckets == set(planned) for buckets in taken.values())
     alike = len({phase == "closed" for _, phase in taken}) <= 1
     if not taken or (whole and alike):
         return None
-    return {key: used for key, used in found.items() if used > 0}
+    return {key: used for key, used in result.items() if used > 0}
 
 
 def served_by(busy: Mapping[Key, float], counts: Mapping[Key, int]) -> CopyRates:
@@ -275,9 +277,9 @@ def missing_copies(
             continue
         had = wanted if key in needs else 0
         if left is not None and key in needs:
-            had = max(0, min([wanted, *(left.get(node, 0) // each for node, each in needs[key].items())]))
-            for node, each in needs[key].items():
-                left[node] = left.get(node, 0) - each * had
+            had = max(0, min([wanted, *(left.get(node, 0) // number for node, number in needs[key].items())]))
+            for node, need in needs[key].items():
+                left[node] = left.get(node, 0) - need * had
         partly |= had < wanted
         if had:
             more[key] = had

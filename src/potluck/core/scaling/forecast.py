@@ -125,9 +125,9 @@ class Forecaster:
         over = place - self._bin
         if over > 0:
             # Nobody looked for longer than a bin: what came is spread evenly over those that passed.
-            each = (arrivals_ever - self._since) / over / BIN_S
+            value = (arrivals_ever - self._since) / over / BIN_S
             for _ in range(min(over, KEPT)):
-                self._close(each)
+                self._close(value)
             self._bin, self._since = place, arrivals_ever
 
     def outlook(self, now_per_s: float, noise: float, span_s: float, share: float) -> RateForecast:

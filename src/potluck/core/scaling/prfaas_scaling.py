@@ -54,12 +54,15 @@ class ClusterBalance:
 
 def split_lengths(lengths: Sequence[LengthCount], threshold_tokens: int) -> tuple[float, float, float]:
     """(p, l_long, l_short) of a threshold that falls between two bins."""
-    away = [each for each in lengths if each.low_tokens > threshold_tokens]
-    stay = [each for each in lengths if each.low_tokens <= threshold_tokens]
-    n_away, n_stay = sum(each.count for each in away), sum(each.count for each in stay)
+    away = [length for length in lengths if length.low_tokens > threshold_tokens]
+    stay = [length for length in lengths if length.low_tokens <= threshold_tokens]
+    n_away, n_stay = (
+        sum(length_count.count for length_count in away),
+        sum(length_count.count for length_count in stay),
+    )
     p = n_away / max(n_away + n_stay, 1)
-    long = sum(each.tokens for each in away) / n_away if n_away else 0.0
-    short = sum(each.tokens for each in stay) / n_stay if n_stay else 0.0
+    long = sum(length_count.tokens for length_count in away) / n_away if n_away else 0.0
+    short = sum(length_count.tokens for length_count in stay) / n_stay if n_stay else 0.0
     return p, long, short
 
 
@@ -75,7 +78,7 @@ def best_threshold(
 ) -> tuple[float, int]:
     """(Λ_max, t): the largest rate, and of equal ones the longest threshold, which spares the link."""
     parts = _parts(site, decoders)
-    tries = [0, *(each.high_tokens - 1 for each in lengths[:-1])] if site.remote else []
+    tries = [0, *(length.high_tokens - 1 for length in lengths[:-1])] if site.remote else []
     return max((_rate_per_s(site, lengths, t, *parts), t) for t in [*tries, NEVER_TOKENS])
 
 
@@ -83,15 +86,15 @@ def best_split(
     site: ClusterBalance, lengths: Sequence[LengthCount], most: int = MAX_FLIPS
 ) -> tuple[float, int, list[tuple[str, Role]]]:
     """(Λ_max, t, flips): the best number of local prefill replicas within so many flips, and its threshold."""
-    now = [each.role == "decode" for each in site.local]
+    now = [item.role == "decode" for item in site.local]
     prefills_now = len(now) - sum(now)
     best_rate, best_t = best_threshold(site, lengths, now)
     best_flips: list[tuple[str, Role]] = []
     for prefills in range(max(1, prefills_now - most), min(len(now), prefills_now + most + 1)):
         wanted = [place >= prefills for place in range(len(now))]
         flips: list[tuple[str, Role]] = [
-            (each.replica, "decode" if decodes else "prefill")
-            for each, was, decodes in zip(site.local, now, wanted, strict=True)
+            (item.replica, "decode" if decodes else "prefill")
+            for item, was, decodes in zip(site.local, now, wanted, strict=True)
             if was != decodes
         ]
         if len(flips) <= most and _keeps_roles(site, wanted):
@@ -104,8 +107,8 @@ def best_split(
 def _parts(site: ClusterBalance, decoders: Sequence[bool]) -> tuple[Counter[ReplicaFacts], float]:
     """The local replicas that prefill, alike ones counted together, and the decode rate of the others."""
     both = list(zip(site.local, decoders, strict=True))
-    prefill = Counter(each.facts for each, decodes in both if not decodes)
-    return prefill, sum(each.decode_per_s for each, decodes in both if decodes)
+    prefill = Counter(item.facts for item, decodes in both if not decodes)
+    return prefill, sum(item.decode_per_s for item, decodes in both if decodes)
 
 
 def _rate_per_s(
@@ -118,18 +121,18 @@ def _rate_per_s(
     p, long, short = split_lengths(lengths, threshold_tokens)
     remote = local = inf
     if p > 0:
-        compute = sum(n / each.prompt_s(long) for each, n in site.remote.items())
+        compute = sum(n / replica_facts.prompt_s(long) for replica_facts, n in site.remote.items())
         cargo = site.model.wire_bytes(long, site.codec)
         remote = min(compute, site.egress_bytes_per_s / cargo if cargo > 0 else inf) / p
     if p < 1:
-        local = sum(n / each.prompt_s(short) for each, n in prefill.items()) / (1 - p)
+        local = sum(n / replica_facts.prompt_s(short) for replica_facts, n in prefill.items()) / (1 - p)
     return min(remote, local, theta_decode)
 
 
 def _keeps_roles(site: ClusterBalance, decoders: Sequence[bool]) -> bool:
     """Regions that prefill and decode now do so afterwards."""
-    before = {(each.region, each.role == "decode") for each in site.local}
-    after = {(each.region, decodes) for each, decodes in zip(site.local, decoders, strict=True)}
+    before = {(item.region, item.role == "decode") for item in site.local}
+    after = {(item.region, decodes) for item, decodes in zip(site.local, decoders, strict=True)}
     return before <= after
 
 
@@ -153,7 +156,7 @@ class PrfaasScaling(Scaler):
             self._short_s.clear()
             self._long_s.clear()
         decisions: list[ScaleDecision] = []
-        for model in sorted({each.model for each in plan.templates}):
+        for model in sorted({template.model for template in plan.templates}):
             short_s = self._short_s.setdefault(model, at_s)
             long_s = self._long_s.setdefault(model, at_s)
             if at_s - short_s < self._policy.window_s:
@@ -177,7 +180,7 @@ class PrfaasScaling(Scaler):
 
     def _short(self, seen: ModelTraffic, site: ClusterBalance) -> list[ScaleDecision]:
         """The threshold alone."""
-        now = [each.role == "decode" for each in site.local]
+        now = [item.role == "decode" for item in site.local]
         rate, threshold = best_threshold(site, seen.lengths, now)
         old = self._thresholds.get(seen.model)
         if old is not None:
@@ -190,7 +193,7 @@ class PrfaasScaling(Scaler):
 
     def _long(self, seen: ModelTraffic, site: ClusterBalance) -> list[ScaleDecision]:
         """The split, and the threshold with it."""
-        now = [each.role == "decode" for each in site.local]
+        now = [item.role == "decode" for item in site.local]
         before, _ = best_threshold(site, seen.lengths, now)
         rate, threshold, flips = best_split(site, seen.lengths)
         if not flips or rate < before * (1 + _least(LEAST_GAIN_LONG, seen)):
@@ -217,28 +220,32 @@ class PrfaasScaling(Scaler):
         if untimed or cargo is None:
             self._notes.say(model, f"no balance: no times are known of {', '.join(untimed) or 'its KV'}")
             return None
-        here = {each.region for each in replicas if each.role == "decode"}
-        local = [each for each in replicas if each.region in here]
-        if not any(each.role == "prefill" for each in local) or not here:
+        here = {replica.region for replica in replicas if replica.role == "decode"}
+        local = [replica for replica in replicas if replica.region in here]
+        if not any(item.role == "prefill" for item in local) or not here:
             self._notes.say(model, "no balance: no region both prefills and decodes")
             return None
         local.sort(key=lambda each: (-each.prefill_per_s / each.decode_per_s, each.role == "decode"))
-        remote = [each for each in replicas if each.region not in here]
-        away = {each.region for each in remote}
+        remote = [replica for replica in replicas if replica.region not in here]
+        away = {item.region for item in remote}
         gbps = dict(self._facts.links_gbps)
         gbps.update({(link.source, link.target): link.gbps for link in observed.links})
         egress = sum(rate for (source, target), rate in gbps.items() if source in away and target in here)
         crossing = [f.codec for f in plan.flows if f.model == model and f.prefill_region != f.decode_region]
         codec = crossing[0] if crossing else "fp16"
         return ClusterBalance(
-            Counter(each.facts for each in remote), tuple(local), egress * 1e9 / 8, cargo, codec
+            Counter(item.facts for item in remote), tuple(local), egress * 1e9 / 8, cargo, codec
         )
 
 
 def _planned(plan: Plan, policy: Policy) -> dict[str, int]:
     """Where routing begins: the plan's own threshold, of models that have one."""
-    found = {model: planned(each) for model, each in offers(plan, policy.balance).items()}
-    return {model: round(each.base_tokens) for model, each in found.items() if each is not None}
+    length_thresholds = {model: planned(offer) for model, offer in offers(plan, policy.balance).items()}
+    return {
+        model: round(length_threshold.base_tokens)
+        for model, length_threshold in length_thresholds.items()
+        if length_threshold is not None
+    }
 
 
 def _least(gain: float, seen: ModelTraffic) -> float:

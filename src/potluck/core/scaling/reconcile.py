@@ -45,8 +45,10 @@ ROUNDING = 1e-9
 def wanted_counts(plan: Plan, before: Mapping[Key, int] | None = None) -> dict[Key, int]:
     """The plan's copies; none of what was wanted before and is not in it."""
     wanted = dict.fromkeys(before or {}, 0)
-    for each in plan.deployments:
-        wanted[each.template, each.region] = wanted.get((each.template, each.region), 0) + each.count
+    for deployment in plan.deployments:
+        wanted[deployment.template, deployment.region] = (
+            wanted.get((deployment.template, deployment.region), 0) + deployment.count
+        )
     return wanted
 
 
@@ -285,7 +287,9 @@ class _ReconcileWork(ReconcileDraft):
         key = (unit.template, unit.region)
         spare = self.spare.setdefault(key, [])
         planned = all(view.role == view.member.role for view in unit.views)
-        if not planned or sum(each.id in self.whole for each in spare) >= self.standby.get(key, 0):
+        if not planned or sum(template_copy.id in self.whole for template_copy in spare) >= self.standby.get(
+            key, 0
+        ):
             return False
         self.actions += reassign(unit, True)
         self._serve(unit, -1)
@@ -331,11 +335,11 @@ class _ReconcileWork(ReconcileDraft):
 
     def candidates(self) -> list[TemplateCopy]:
         """Copies of what there is too much of: first those that do not serve, then the least loaded, the youngest."""
-        found: list[TemplateCopy] = []
+        template_copies: list[TemplateCopy] = []
         for key, units in self.live.items():
             if len(units) > self.wanted[key]:
-                found += units
-        return self._idlest(found)
+                template_copies += units
+        return self._idlest(template_copies)
 
     def start_missing(self, room: FreeNodes, dip: float) -> bool:
         """Whether there were nodes for all of it."""
@@ -420,16 +424,16 @@ class _ReconcileWork(ReconcileDraft):
     def _yielded(self, key: Key, room: FreeNodes) -> bool:
         """Whether copies on standby go, so that one of these can start."""
         trial, units = room.copy(), list[TemplateCopy]()
-        for unit in self._idlest([each for mine in self.spare.values() for each in mine]):
+        for unit in self._idlest([item for mine in self.spare.values() for item in mine]):
             if not trial.helps(key, unit):
                 continue
             trial.give(unit)
             units.append(unit)
             if trial.take(key):
-                for each in units:
-                    self.spare[each.template, each.region].remove(each)
-                    self.leave(each)
-                    room.give(each)
+                for template_copy in units:
+                    self.spare[template_copy.template, template_copy.region].remove(template_copy)
+                    self.leave(template_copy)
+                    room.give(template_copy)
                 return room.take(key)
         return False
 
@@ -502,7 +506,7 @@ def reassignments(
         if key in wanted and len(units) > wanted[key] and _plain(known, key)
     }
     left = {key: len(live[key]) - wanted[key] for key in spare}
-    found: list[Reassign] = []
+    reassigns: list[Reassign] = []
     for key in sorted(key for key in wanted if _plain(known, key)):
         template = known[key[0]].template
         for _ in range(wanted[key] - len(live.get(key, ()))):
@@ -512,8 +516,8 @@ def reassignments(
             source, unit, places = best
             spare[source].remove(unit)
             left[source] -= 1
-            found += [_reassigned(view, template, index) for index, view in enumerate(places)]
-    return tuple(found)
+            reassigns += [_reassigned(view, template, index) for index, view in enumerate(places)]
+    return tuple(reassigns)
 
 
 def _plain(known: Mapping[str, TemplateCapacity], key: Key) -> bool:
@@ -553,15 +557,15 @@ def _placed(
     views = list(unit.views)
     if len(views) != len(new):
         return None
-    found = []
+    placed = []
     for replica in new:
         alike = [view for view in views if old[view.member.index].layout == replica.layout]
         if not alike:
             return None
         chosen = next((view for view in alike if view.role == replica.role), alike[0])
         views.remove(chosen)
-        found.append(chosen)
-    return found
+        placed.append(chosen)
+    return placed
 
 
 def _reassigned(view: ReplicaState, template: Template, index: int) -> Reassign:

@@ -99,10 +99,10 @@ class PredictiveReplan(Scaler):
         return (AskReplan(tuple(needs.items()), reason),)
 
     def _forecaster(self, model: str) -> Forecaster:
-        found = self._forecasters.get(model)
-        if found is None:
-            found = self._forecasters[model] = Forecaster(self._facts.history.get(model, ()))
-        return found
+        forecaster = self._forecasters.get(model)
+        if forecaster is None:
+            forecaster = self._forecasters[model] = Forecaster(self._facts.history.get(model, ()))
+        return forecaster
 
     def _need(self, at_s: float, seen: ModelTraffic, fleet: FleetState) -> float:
         """The rate to plan for; never nothing, or the model's last copy would go."""
@@ -171,7 +171,7 @@ class PeriodicReplan(Scaler):
     ) -> tuple[ScaleDecision, ...]:
         if self._looked_s is None:
             self._looked_s = self._asked_s = at_s
-            self._rates = {each.model: each.demand_per_s for each in plan.predictions}
+            self._rates = {prediction.model: prediction.demand_per_s for prediction in plan.predictions}
         assert self._asked_s is not None
         for seen in observed.models:
             if seen.arrivals or seen.arrivals_ever:
@@ -182,7 +182,7 @@ class PeriodicReplan(Scaler):
             return ()
         self._looked_s = at_s
         known = [seen for seen in observed.models if self._known(at_s, seen)]
-        reasons = [said for seen in known for said in (self._moved(seen), self._shifted(seen)) if said]
+        reasons = [text for seen in known for text in (self._moved(seen), self._shifted(seen)) if text]
         missing = missing_copies(fleet, plan)
         if missing:
             reasons.append(f"{missing} copies of the plan are not there")

@@ -78,7 +78,7 @@ class ShiftFlips(Scaler):
             self._last_s.clear()
             self._towards.clear()
         decisions: list[ScaleDecision] = []
-        for model in sorted({each.model for each in plan.templates}):
+        for model in sorted({template.model for template in plan.templates}):
             seen = observed.of(model)
             if seen is None or seen.finished < LEAST_SEEN or at_s - self._since_s < self._policy.window_s:
                 self._notes.say(model, "has not seen a window of requests yet")
@@ -168,11 +168,11 @@ class ShiftFlips(Scaler):
                 for view in ready[unit.id]
                 if best[view.member.index] != view.role
             ]
-        flips = [each for each in decisions if isinstance(each, FlipRole)]
+        flips = [decision for decision in decisions if isinstance(decision, FlipRole)]
         if flips:
             self._last_s[model] = at_s
-        said = f"flips {', '.join(each.replica for each in flips)}" if flips else "roles stay"
-        self._notes.say(model, f"{shift}; {said}")
+        text = f"flips {', '.join(flip.replica for flip in flips)}" if flips else "roles stay"
+        self._notes.say(model, f"{shift}; {text}")
         return decisions
 
     def _moved(self, groups: list[TemplateCopy], lengths: MeanLengths) -> bool:
@@ -225,19 +225,19 @@ def best_flips(
     left = list(replicas)
     flips: list[tuple[str, Role]] = []
     while len(flips) < most:
-        prefill = sum(each.prefill_per_s for each in left if each.role == "prefill")
-        decode = sum(each.decode_per_s for each in left if each.role == "decode")
+        prefill = sum(entry.prefill_per_s for entry in left if entry.role == "prefill")
+        decode = sum(entry.decode_per_s for entry in left if entry.role == "decode")
         stay = last_of_role(left) | {name for name, _ in flips}
         now = min(prefill, decode)
         best, best_rank = None, (0.0, -(10**9))
-        for place, each in enumerate(left):
-            if each.replica in stay:
+        for place, item in enumerate(left):
+            if item.replica in stay:
                 continue
-            sign = -1 if each.role == "prefill" else 1
-            served = min(prefill + sign * each.prefill_per_s, decode - sign * each.decode_per_s)
-            needed = max(gain, BACK_GAIN) if back is not None and back != each.role and not flips else gain
-            if served >= (1 + needed) * now and (served, -each.load) > best_rank:
-                best, best_rank = place, (served, -each.load)
+            sign = -1 if item.role == "prefill" else 1
+            served = min(prefill + sign * item.prefill_per_s, decode - sign * item.decode_per_s)
+            needed = max(gain, BACK_GAIN) if back is not None and back != item.role and not flips else gain
+            if served >= (1 + needed) * now and (served, -item.load) > best_rank:
+                best, best_rank = place, (served, -item.load)
         if best is None:
             break
         role: Role = "decode" if left[best].role == "prefill" else "prefill"
@@ -284,11 +284,11 @@ class _Choices:
 
     def served(self, roles: Mapping[int, Role]) -> float:
         key = tuple(roles.values())
-        found = self.known.get(key)
-        if found is None:
+        total = self.known.get(key)
+        if total is None:
             routed = rated(self._facts, self._template, roles, self._lengths, self._pace)
-            found = self.known[key] = sum(rate for *_, rate in routed)
-        return found
+            total = self.known[key] = sum(rate for *_, rate in routed)
+        return total
 
 
 def best_roles(
@@ -312,16 +312,16 @@ def _all(choices: _Choices, now: Mapping[int, Role], before: float) -> tuple[Rol
     places = list(now)
     ranked = sorted(
         (
-            (choices.bound(dict(zip(places, each, strict=True))), each)
-            for each in product(ROLES, repeat=len(places))
+            (choices.bound(dict(zip(places, entry, strict=True))), entry)
+            for entry in product(ROLES, repeat=len(places))
         ),
         key=lambda pair: -pair[0],
     )
     best, most = dict(now), before
-    for bound, each in ranked:
+    for bound, item in ranked:
         if bound <= most * (1.0 - ALIKE):
             break
-        roles = dict(zip(places, each, strict=True))
+        roles = dict(zip(places, item, strict=True))
         served = choices.served(roles)
         if served > most:
             best, most = roles, served
@@ -363,8 +363,8 @@ def _fewest(choices: _Choices, now: Mapping[int, Role], best: Roles, enough: flo
     """Of all choices that were looked at and serve enough, the one nearest to the present roles."""
     places, here = list(now), tuple(now.values())
     flips = [
-        (sum(new != old for new, old in zip(each, here, strict=True)), -served, each)
-        for each, served in choices.known.items()
+        (sum(new != old for new, old in zip(item, here, strict=True)), -served, item)
+        for item, served in choices.known.items()
         if served >= enough
     ]
     return dict(zip(places, min(flips)[2], strict=True)) if flips else best

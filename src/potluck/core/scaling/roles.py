@@ -80,7 +80,7 @@ def flippable(
     codec: Codec = "fp16",
 ) -> tuple[list[Flippable], list[str]]:
     """A model's replicas that prefill or decode alone and are ready; and the templates nobody timed."""
-    found: list[Flippable] = []
+    flippables: list[Flippable] = []
     untimed: set[str] = set()
     for view in fleet.views.values():
         member = view.member
@@ -100,15 +100,15 @@ def flippable(
         if min(rates) <= 0:
             untimed.add(member.template)
             continue
-        found.append(Flippable(member.id, member.region, view.role, _load(view), *rates, timed))
-    return sorted(found, key=lambda each: each.replica), sorted(untimed)
+        flippables.append(Flippable(member.id, member.region, view.role, _load(view), *rates, timed))
+    return sorted(flippables, key=lambda each: each.replica), sorted(untimed)
 
 
 def last_of_role(replicas: list[Flippable]) -> set[str]:
     """Replicas that are the only ones of their role in their region: without them KV would have to cross."""
     seen: dict[tuple[str, Role], list[str]] = {}
-    for each in replicas:
-        seen.setdefault((each.region, each.role), []).append(each.replica)
+    for item in replicas:
+        seen.setdefault((item.region, item.role), []).append(item.replica)
     return {names[0] for names in seen.values() if len(names) == 1}
 
 
@@ -152,20 +152,20 @@ class CopyRoles:
     def on_tick(
         self, at_s: float, observed: ObservedTraffic, fleet: FleetState, plan: Plan
     ) -> list[FlipRole]:
-        found: list[FlipRole] = []
+        flip_roles: list[FlipRole] = []
         self._changed = {unit: when for unit, when in self._changed.items() if unit in fleet.units}
         for seen in observed.models:
             mine = [u for u in fleet.units.values() if u.model == seen.model and not u.standby]
             combos = [unit for unit in mine if _split(unit)]
             if combos and seen.mean_output_tokens > 0:
-                found += self._model(at_s, seen, combos, fleet, plan)
-        return found
+                flip_roles += self._model(at_s, seen, combos, fleet, plan)
+        return flip_roles
 
     def _model(
         self, at_s: float, seen: ModelTraffic, combos: Sequence[TemplateCopy], fleet: FleetState, plan: Plan
     ) -> list[FlipRole]:
         model = seen.model
-        codecs = {each.name: each.codec for each in plan.repertoire}
+        codecs = {item.name: item.codec for item in plan.repertoire}
         able = {unit.id: self._able(unit, seen, codecs.get(unit.template, "fp16")) for unit in combos}
         known = [unit for unit in combos if able[unit.id]]
         now = {unit.id: served(able[unit.id], _present(unit)) for unit in known}
@@ -252,7 +252,7 @@ class CopyRoles:
         prompt = seen.recent_prompt_tokens or seen.mean_prompt_tokens
         output = seen.recent_output_tokens or seen.mean_output_tokens
         cards = self._card_per_s(unit, prompt, codec)
-        found: dict[str, RoleRates] = {}
+        able: dict[str, RoleRates] = {}
         for view in unit.views:
             facts = view.facts
             if not view.serves:
@@ -261,21 +261,21 @@ class CopyRoles:
                 return {}
             most = cards(facts)
             prefill = prefill_per_s(facts, prompt) / view.pace
-            found[view.member.id] = RoleRates(
+            able[view.member.id] = RoleRates(
                 min(prefill, most), min(decode_per_s(facts, output) / view.pace, most)
             )
-        return found
+        return able
 
     def _card_per_s(self, unit: TemplateCopy, prompt: float, codec: Codec) -> CardLimit:
         """How many prompts' KV a replica's network cards carry; without a limit on one node, or if not known."""
-        places = {each for view in unit.views for each in view.member.nodes}
+        places = {node for view in unit.views for node in view.member.nodes}
         known = self._facts.models.get(unit.model)
         size = 0.0 if known is None or len(places) == 1 else known.wire_bytes(prompt, codec)
         return CardLimit(size)
 
     def _others(self, model: str, fleet: FleetState, plan: Plan) -> float:
         """What copies serve that are no combos, for the planned mix."""
-        templates = {each.name: each for each in plan.repertoire}
+        templates = {item.name: item for item in plan.repertoire}
         mix, prefill, decode, closed = planned_mix(plan, model), 0.0, 0.0, 0.0
         for unit in fleet.units.values():
             if unit.model != model or unit.standby or _split(unit):
@@ -324,13 +324,13 @@ def served(able: Mapping[str, RoleRates], roles: Mapping[str, Role]) -> float:
     """What a copy's replicas serve together in these roles."""
     prefill = decode = alone = 0.0
     for name, role in roles.items():
-        each = able[name]
+        role_rates = able[name]
         if role == "prefill":
-            prefill += min(each.prefill_per_s, each.card_per_s)
+            prefill += min(role_rates.prefill_per_s, role_rates.card_per_s)
         elif role == "decode":
-            decode += min(each.decode_per_s, each.card_per_s)
-        elif each.prefill_per_s > 0 and each.decode_per_s > 0:
-            alone += MIXED / (1.0 / each.prefill_per_s + 1.0 / each.decode_per_s)
+            decode += min(role_rates.decode_per_s, role_rates.card_per_s)
+        elif role_rates.prefill_per_s > 0 and role_rates.decode_per_s > 0:
+            alone += MIXED / (1.0 / role_rates.prefill_per_s + 1.0 / role_rates.decode_per_s)
     return min(prefill, decode) + alone
 
 
@@ -342,10 +342,10 @@ def best_inside(able: Mapping[str, RoleRates], unit: TemplateCopy) -> tuple[Role
     views = [view for view in unit.views if view.member.id in able]
     if not views:
         return {}, 0.0
-    found: list[tuple[float, int, Roles]] = []
+    result: list[tuple[float, int, Roles]] = []
     if len(views) < len(unit.places):
         both: Roles = {view.member.id: "mixed" for view in views}
-        found.append((served(able, both), len(views), both))
+        result.append((served(able, both), len(views), both))
     groups: dict[RoleRates, list[ReplicaState]] = {}
     for view in views:
         groups.setdefault(able[view.member.id], []).append(view)
@@ -361,12 +361,12 @@ def best_inside(able: Mapping[str, RoleRates], unit: TemplateCopy) -> tuple[Role
             roles |= {v.member.id: "prefill" if i < count else "decode" for i, v in enumerate(ordered)}
         changed = [view for view in views if roles[view.member.id] != view.role]
         if len({roles[view.member.id] for view in changed}) < 2:
-            found.append((served(able, roles), len(changed), roles))
-    most = max((value for value, *_ in found), default=0.0)
-    if not found:
+            result.append((served(able, roles), len(changed), roles))
+    most = max((value for value, *_ in result), default=0.0)
+    if not result:
         return _present(unit), 0.0
     value, _, chosen = min(
-        (each for each in found if each[0] >= most * (1 - 1e-9)), key=lambda each: (each[1], -each[0])
+        (item for item in result if item[0] >= most * (1 - 1e-9)), key=lambda each: (each[1], -each[0])
     )
     return chosen, value
 

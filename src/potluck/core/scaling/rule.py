@@ -94,8 +94,8 @@ class RuleNotes:
         return "; ".join(f"{topic}: {self._line(topic)}" for topic in topics) or "not asked yet"
 
     def _line(self, topic: str) -> str:
-        said, waits = self._lines.get(topic), self._waits.get(topic)
-        return f"{said} ({waits})" if said and waits else said or waits or ""
+        text, waits = self._lines.get(topic), self._waits.get(topic)
+        return f"{text} ({waits})" if text and waits else text or waits or ""
 
 
 class Scaler:
@@ -136,9 +136,9 @@ def used_nodes(units: Mapping[str, TemplateCopy], templates: Mapping[str, Templa
     used: Nodes = {}
     for unit in units.values():
         template = templates.get(unit.template)
-        for each in template.nodes if template else ():
-            key = (unit.region, each.node)
-            used[key] = used.get(key, 0) + each.count
+        for node_count in template.nodes if template else ():
+            key = (unit.region, node_count.node)
+            used[key] = used.get(key, 0) + node_count.count
     return used
 
 
@@ -146,11 +146,11 @@ def unit_price_usd_per_h(template: Template, region: str, regions: tuple[Region,
     """Rent of one copy; None where the region does not offer one of its nodes."""
     place = next((r for r in regions if r.name == region), None)
     price = 0.0
-    for each in template.nodes:
-        offer = place.offer(each.node) if place else None
+    for node_count in template.nodes:
+        offer = place.offer(node_count.node) if place else None
         if offer is None:
             return None
-        price += each.count * offer.price_usd_per_h
+        price += node_count.count * offer.price_usd_per_h
     return price
 
 

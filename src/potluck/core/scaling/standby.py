@@ -24,11 +24,11 @@ def standby_counts(plan: Plan, copies: int, regions: tuple[Region, ...]) -> dict
     """What is to be on standby beside a plan's copies, so many for each model."""
     if copies <= 0:
         return {}
-    templates = {each.name: each for each in plan.templates if not each.machines}
+    templates = {item.name: item for item in plan.templates if not item.machines}
     deployed = sorted(
         {(d.template, d.region) for d in plan.deployments if d.count and d.template in templates}
     )
-    found: dict[Key, int] = {}
+    numbers: dict[Key, int] = {}
     for model in sorted({templates[key[0]].model for key in deployed}):
         mix = planned_mix(plan, model)
         mine = {key: rates_of(templates[key[0]], mix) for key in deployed if templates[key[0]].model == model}
@@ -36,19 +36,19 @@ def standby_counts(plan: Plan, copies: int, regions: tuple[Region, ...]) -> dict
         if busy_copies(plan, model, mix) is not None:
             chosen = list(mine)
         else:
-            closed = _best({key: each.closed_per_s for key, each in mine.items()}, prices)
+            closed = _best({key: copy_rates.closed_per_s for key, copy_rates in mine.items()}, prices)
             chosen = closed or [
-                *_best({key: each.prefill_per_s for key, each in mine.items()}, prices),
-                *_best({key: each.decode_per_s for key, each in mine.items()}, prices),
+                *_best({key: copy_rates.prefill_per_s for key, copy_rates in mine.items()}, prices),
+                *_best({key: copy_rates.decode_per_s for key, copy_rates in mine.items()}, prices),
             ]
         # Where nobody knows what they serve, any may be short.
-        found.update(dict.fromkeys(chosen or mine, copies))
-    return found
+        numbers.update(dict.fromkeys(chosen or mine, copies))
+    return numbers
 
 
 def standby_usd_per_h(plan: Plan, counts: Mapping[Key, int], regions: tuple[Region, ...]) -> float:
     """Their rent, beside the plan's own."""
-    templates = {each.name: each for each in plan.repertoire}
+    templates = {template.name: template for template in plan.repertoire}
     rent = 0.0
     for key, count in counts.items():
         rent += count * (unit_price_usd_per_h(templates[key[0]], key[1], regions) or 0.0)
@@ -72,12 +72,12 @@ def reassign(unit: TemplateCopy, standby: bool) -> list[Action]:
 
 def ready_copies(fleet: FleetState, model: str) -> dict[Key, int]:
     """Copies on standby that could serve at once."""
-    found: dict[Key, int] = {}
+    numbers: dict[Key, int] = {}
     for unit in fleet.units.values():
         if unit.model == model and unit.standby and unit.whole:
             key = (unit.template, unit.region)
-            found[key] = found.get(key, 0) + 1
-    return found
+            numbers[key] = numbers.get(key, 0) + 1
+    return numbers
 
 
 def taken_first(
@@ -85,32 +85,32 @@ def taken_first(
 ) -> dict[Key, int]:
     """Of those that are ready, as many as cover what is missing of a phase, largest first; `ready` keeps the rest."""
     able = {key: float(getattr(rates[key], phase)) for key in ready if key in rates}
-    found: dict[Key, int] = {}
+    numbers: dict[Key, int] = {}
     for key in sorted((key for key in able if able[key] > 0), key=lambda key: (-able[key], key)):
         while ready[key] and missing_per_s > ROUNDING:
             ready[key] -= 1
-            found[key] = found.get(key, 0) + 1
+            numbers[key] = numbers.get(key, 0) + 1
             missing_per_s -= able[key]
-    return found
+    return numbers
 
 
 def taken_by_parts(
     ready: Mapping[Key, int], busy: Mapping[Key, float], counts: Mapping[Key, int], rate_per_s: float
 ) -> dict[Key, int]:
     """The same where copies take different requests: of each what it lacks for the rate."""
-    found: dict[Key, int] = {}
+    taken: dict[Key, int] = {}
     for key, used in busy.items():
         lacks = ceil(rate_per_s * used - ROUNDING) - counts.get(key, 0)
         if lacks > 0 and ready.get(key, 0):
-            found[key] = min(lacks, ready[key])
-    return found
+            taken[key] = min(lacks, ready[key])
+    return taken
 
 
 def _price(plan: Plan, key: Key, regions: tuple[Region, ...]) -> float:
     """Rent, or nodes where there are no prices."""
     template = plan.template(key[0])
     price = unit_price_usd_per_h(template, key[1], regions)
-    return float(sum(each.count for each in template.nodes)) if price is None else price
+    return float(sum(node.count for node in template.nodes)) if price is None else price
 
 
 def _best(able_per_s: Mapping[Key, float], prices: Mapping[Key, float]) -> list[Key]:

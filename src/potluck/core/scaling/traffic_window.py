@@ -100,7 +100,7 @@ class ObservedTraffic:
     links: tuple[LinkReported, ...] = ()
 
     def of(self, model: str) -> ModelTraffic | None:
-        return next((each for each in self.models if each.model == model), None)
+        return next((model_traffic for model_traffic in self.models if model_traffic.model == model), None)
 
 
 @dataclass(slots=True)
@@ -209,11 +209,13 @@ class TrafficWindow:
 
     def observed(self, at_s: float, held: Mapping[str, int] | None = None) -> ObservedTraffic:
         """What the windows show now. Costs as much as there are slots and models, not arrivals."""
-        found = []
+        model_traffics = []
         for model in sorted(self._watches):
             _count(self._at(at_s, model))
-            found.append(self._model(at_s, model, (held or {}).get(model, 0)))
-        return ObservedTraffic(at_s, tuple(found), tuple(self._links[key] for key in sorted(self._links)))
+            model_traffics.append(self._model(at_s, model, (held or {}).get(model, 0)))
+        return ObservedTraffic(
+            at_s, tuple(model_traffics), tuple(self._links[key] for key in sorted(self._links))
+        )
 
     def _at(self, at_s: float, model: str) -> _JumpWatch:
         """A model's watch, after moving its windows up to now."""
@@ -246,7 +248,7 @@ class TrafficWindow:
         mean_output = output / finished if finished else written / ended if ended else 0.0
         mean_prompt = sum(slot.prompt_tokens for slot in slots) / max(arrivals, 1)
         lengths = _histogram(slots)
-        prompt_squares = sum(each.tokens * each.mean_tokens for each in lengths)
+        prompt_squares = sum(length.tokens * length.mean_tokens for length in lengths)
         output_squares = sum(slot.output_squares for slot in slots)
         return ModelTraffic(
             model,
@@ -366,10 +368,12 @@ def _edges(place: int) -> tuple[int, int]:
 
 def _below(lengths: Sequence[LengthCount], tokens: int) -> float:
     """How many prompts have at most so many tokens; a bin that is cut counts in part."""
-    found = 0.0
-    for each in lengths:
-        if each.high_tokens <= tokens + 1:
-            found += each.count
-        elif each.low_tokens <= tokens:
-            found += each.count * (tokens + 1 - each.low_tokens) / (each.high_tokens - each.low_tokens)
-    return found
+    below = 0.0
+    for length in lengths:
+        if length.high_tokens <= tokens + 1:
+            below += length.count
+        elif length.low_tokens <= tokens:
+            below += (
+                length.count * (tokens + 1 - length.low_tokens) / (length.high_tokens - length.low_tokens)
+            )
+    return below

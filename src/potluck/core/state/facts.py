@@ -174,5 +174,5 @@ class ObservedSpeed:
 
 def spoken(paces: Sequence[ObservedSpeed]) -> str:
     """What is planned with, in a line; empty where it is the facts."""
-    listed = ", ".join(str(each) for each in paces if each.matters)
+    listed = ", ".join(str(pace) for pace in paces if pace.matters)
     return f"plans with {listed}" if listed else ""

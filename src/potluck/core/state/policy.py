@@ -125,7 +125,7 @@ class Policy:
             raise InputError("policy: queue_requests", f"must be at least 1, is {self.queue_requests}")
         for kind, names in (
             ("tenants", [tenant.name for tenant in self.tenants]),
-            ("classes", [each.name for each in self.classes]),
+            ("classes", [request_class.name for request_class in self.classes]),
         ):
             if len(set(names)) < len(names):
                 raise InputError(f"policy: {kind}", "must have names of their own")

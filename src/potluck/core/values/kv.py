@@ -76,17 +76,17 @@ def codecs_between(plan: Plan) -> dict[tuple[str, str, str], Codec]:
 
 def lossy_crossings(plan: Plan) -> tuple[LossyHop, ...]:
     """All of them: between regions as its flows say, and within templates; of what scaling may start as well."""
-    found = [
+    lossy_hops = [
         LossyHop(flow.model, _between(flow.prefill_region, flow.decode_region), flow.codec)
         for flow in plan.flows
         if flow.codec != LOSSLESS
     ]
-    found += [
-        LossyHop(each.model, f"within {each.name}", each.codec)
-        for each in plan.repertoire
-        if each.codec != LOSSLESS and each.hands_over
+    lossy_hops += [
+        LossyHop(template.model, f"within {template.name}", template.codec)
+        for template in plan.repertoire
+        if template.codec != LOSSLESS and template.hands_over
     ]
-    return tuple(dict.fromkeys(found))
+    return tuple(dict.fromkeys(lossy_hops))
 
 
 def _between(source: str, target: str) -> str:
@@ -96,6 +96,6 @@ def _between(source: str, target: str) -> str:
 def lossy_notices(plan: Plan) -> tuple[str, ...]:
     """A line for each; nothing where all KV crosses as it is."""
     return tuple(
-        f"KV of {each.model} crosses {each.where} in {each.codec} (lossy: allowed by kv_codecs)"
-        for each in lossy_crossings(plan)
+        f"KV of {crossing.model} crosses {crossing.where} in {crossing.codec} (lossy: allowed by kv_codecs)"
+        for crossing in lossy_crossings(plan)
     )

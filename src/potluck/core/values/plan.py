@@ -137,7 +137,7 @@ class Template:
 
     @property
     def node_counts(self) -> dict[str, int]:
-        return {each.node: each.count for each in self.nodes}
+        return {node_count.node: node_count.count for node_count in self.nodes}
 
     @property
     def hands_over(self) -> bool:
@@ -315,11 +315,13 @@ class Plan:
 
     def format_of(self, model: str) -> Format | None:
         """In which a model's weights are, where that was asked or chosen; None: as its checkpoint has them."""
-        return next((each for name, each in self.formats if name == model), None)
+        return next((item for name, item in self.formats if name == model), None)
 
     def fraction_of(self, model: str) -> float:
         """Share of a model's demand that is met."""
-        own = next((each.fraction for each in self.predictions if each.model == model), None)
+        own = next(
+            (prediction.fraction for prediction in self.predictions if prediction.model == model), None
+        )
         return self.fraction if own is None else own
 
     @property
@@ -335,9 +337,9 @@ class Plan:
     def holding(self, counts: Mapping[tuple[str, str], int]) -> Plan:
         """The plan with these copies, (template, region) to how many, of templates in its repertoire."""
         there = tuple(Deployment(*key, count) for key, count in sorted(counts.items()) if count)
-        names = {each.template for each in there}
-        begun = tuple(each for each in self.candidates if each.name in names)
-        left = tuple(each for each in self.candidates if each.name not in names)
+        names = {deployment.template for deployment in there}
+        begun = tuple(candidate for candidate in self.candidates if candidate.name in names)
+        left = tuple(candidate for candidate in self.candidates if candidate.name not in names)
         return replace(self, templates=self.templates + begun, deployments=there, candidates=left)
 
     @property
@@ -345,9 +347,9 @@ class Plan:
         """(region, node type) to how many are rented."""
         counts: dict[tuple[str, str], int] = {}
         for deployment in self.deployments:
-            for each in self.template(deployment.template).nodes:
-                key = (deployment.region, each.node)
-                counts[key] = counts.get(key, 0) + each.count * deployment.count
+            for node_count in self.template(deployment.template).nodes:
+                key = (deployment.region, node_count.node)
+                counts[key] = counts.get(key, 0) + node_count.count * deployment.count
         return counts
 
 
@@ -384,8 +386,8 @@ def copies_changed(before: Plan, after: Plan) -> str:
     """Which copies come and go: `2 more L4 (decode) in near, 1 fewer A10 (prefill) in far`."""
     counts: Counter[tuple[str, str]] = Counter()
     for plan, sign in ((before, -1), (after, 1)):
-        for each in plan.deployments:
-            counts[_said(plan.template(each.template)), each.region] += sign * each.count
+        for deployment in plan.deployments:
+            counts[_said(plan.template(deployment.template)), deployment.region] += sign * deployment.count
     lines = [
         f"{abs(more)} {'more' if more > 0 else 'fewer'} {what} in {region}"
         for (what, region), more in sorted(counts.items(), key=lambda each: (-each[1], each[0]))

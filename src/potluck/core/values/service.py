@@ -91,7 +91,7 @@ CLASSES = (
 
 def with_built_in(own: tuple[RequestClass, ...]) -> tuple[RequestClass, ...]:
     """A policy's classes: those of ours, replaced by own ones of the same name, and the other own ones."""
-    named = {each.name: each for each in (*CLASSES, *own)}
+    named = {request_class.name: request_class for request_class in (*CLASSES, *own)}
     return tuple(named.values())
 
 

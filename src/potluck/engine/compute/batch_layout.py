@@ -131,8 +131,8 @@ def lay_out(
     for group, cut in enumerate(pieces):
         table = tables.table(group)
         slots = table[rows, blocks] * BLOCK_TOKENS + places
-        found = _pieces(packed, sizes, firsts, tables, group, device, dtype) if cut else ()
-        groups.append(GroupStep(_tensor(slots, device), tuple(found), slots, table))
+        result = _pieces(packed, sizes, firsts, tables, group, device, dtype) if cut else ()
+        groups.append(GroupStep(_tensor(slots, device), tuple(result), slots, table))
     packing = _packing(works, order) if order != sorted(order) else None
     return BatchLayout(
         order=order,
@@ -179,16 +179,16 @@ def _wanted(
     works: Sequence[SequenceWork], order: list[int], firsts: np.ndarray, device: torch.device
 ) -> Tensor | None:
     place = {index: int(firsts[rank]) for rank, index in enumerate(order)}
-    found: list[int] = []
+    numbers: list[int] = []
     for index, work in enumerate(works):
         first, size = place[index], len(work.tokens)
         if work.logits == "last":
-            found.append(first + size - 1)
+            numbers.append(first + size - 1)
         elif work.logits == "all":
-            found.extend(range(first, first + size))
-    if len(found) == firsts[-1] and found == list(range(len(found))):
+            numbers.extend(range(first, first + size))
+    if len(numbers) == firsts[-1] and numbers == list(range(len(numbers))):
         return None
-    return torch.tensor(found, dtype=torch.int64, device=device)
+    return torch.tensor(numbers, dtype=torch.int64, device=device)
 
 
 def _span(window: int | None, first: int, last: int) -> tuple[int, int]:
@@ -247,13 +247,13 @@ class _Maker:
 
     def batches(self, singles: list[SequenceWork]) -> list[tuple[int, list[SequenceWork]]]:
         """Sequences that can go together: keys of similar number, all in place at even distances or all gathered."""
-        found: list[tuple[int, list[SequenceWork]]] = []
+        result: list[tuple[int, list[SequenceWork]]] = []
         used = most = stride = base = cut = 0
         for index, work in enumerate(singles):
             low, columns = _span(self.window, work.start, work.start)
             own = cut_of(work.start - low) if columns > HALF else -1
             here = self._base(work.row)
-            batch = found[-1][1] if found else []
+            batch = result[-1][1] if result else []
             padded, present = (len(batch) + 1) * max(most, columns), used + columns
             fits = bool(batch) and own == cut and padded <= MOST_PADDING * present
             step = here - base
@@ -262,9 +262,9 @@ class _Maker:
                 batch.append(work)
                 used, most, stride, base = used + columns, max(most, columns), here - base, here
             else:
-                found.append((index, [work]))
+                result.append((index, [work]))
                 used, most, stride, base, cut = columns, columns, 0, here, own
-        return found
+        return result
 
     def _base(self, row: int) -> int:
         """The slot of the row's first token, or -1 when its blocks must be gathered."""

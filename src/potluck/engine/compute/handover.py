@@ -40,16 +40,16 @@ from potluck.kv.assembly import MissingParts, Range, first_needed
 
 def ranges(model: Model, start: int, stop: int) -> dict[tuple[int, str], Range]:
     """What each layer of a model hands over of the tokens [start, stop), by layer and part."""
-    found: dict[tuple[int, str], Range] = {}
-    for layer, each in enumerate(model.layers):
-        attention = each.attention
+    result: dict[tuple[int, str], Range] = {}
+    for layer, item in enumerate(model.layers):
+        attention = item.attention
         if isinstance(attention, LinearAttention):
-            found[layer, "conv"] = found[layer, "memory"] = (stop, stop)
+            result[layer, "conv"] = result[layer, "memory"] = (stop, stop)
         elif isinstance(attention, FullAttention):
-            found[layer, "kv"] = (first_needed(start, stop, attention.window), stop)
+            result[layer, "kv"] = (first_needed(start, stop, attention.window), stop)
         else:
-            found[layer, "latent"] = (start, stop)
-    return found
+            result[layer, "latent"] = (start, stop)
+    return result
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,7 +138,7 @@ class IncomingHandover:
             for layer in layers
             for expected in _expected(runner, layer, about.start, about.stop)
         }
-        self._pieces = MissingParts({key: (each.first, about.stop) for key, each in self._wanted.items()})
+        self._pieces = MissingParts({key: (item.first, about.stop) for key, item in self._wanted.items()})
 
     @torch.inference_mode()
     def accept(self, chunk: KvChunk) -> None:

@@ -174,13 +174,13 @@ class Grammars:
 
     def compiled(self, schema: str) -> JsonGuide:
         """One thread's affair."""
-        found = self._known.get(schema)
-        if found is None:
-            found = self._known[schema] = self._compile(schema)
+        json_guide = self._known.get(schema)
+        if json_guide is None:
+            json_guide = self._known[schema] = self._compile(schema)
             if len(self._known) > MOST_KEPT:
                 self._known.popitem(last=False)
         self._known.move_to_end(schema)
-        return found.copy()
+        return json_guide.copy()
 
     def _compile(self, schema: str) -> JsonGuide:
         if self._text is None or not self._ends:

@@ -38,7 +38,7 @@ def sample(
 ) -> list[SampledToken]:
     """One token for each row of `logits`; `positions` are the places that the tokens will take. `edits`: of each row,
     or none at all. Log probabilities are the model's own."""
-    said, logits = logits, _without_barred(_edited(logits, edits), ways, positions)
+    tensor, logits = logits, _without_barred(_edited(logits, edits), ways, positions)
     # On a CPU numpy's argmax is ten times as fast as torch's.
     best = logits.float().numpy().argmax(-1) if logits.device.type == "cpu" else logits.argmax(-1)
     tokens: list[int] = best.tolist()
@@ -51,7 +51,7 @@ def sample(
             tokens[row] = token
     if all(way.logprobs is None for way in ways):
         return [SampledToken(token) for token in tokens]
-    return _with_logprobs(said, ways, tokens)
+    return _with_logprobs(tensor, ways, tokens)
 
 
 def _edited(logits: Tensor, edits: Sequence[LogitEdit | None]) -> Tensor:

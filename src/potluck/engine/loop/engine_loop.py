@@ -273,8 +273,8 @@ class EngineLoop:
 
     def flush(self) -> None:
         if self._said:
-            said, self._said = self._said, []
-            self._tell(said)
+            text, self._said = self._said, []
+            self._tell(text)
 
     def next_expiry_s(self) -> float | None:
         """When a lease ends, if nothing else happens before."""
@@ -408,13 +408,13 @@ class EngineLoop:
         if clock is not None:
             self._now_s = clock()
         microbatch.step = None
-        found = microbatch.batcher.commit(running.step)
+        result = microbatch.batcher.commit(running.step)
         for run in running.left:
             self.microbatches.cancel(run.job.key)
             self._rows.close(run)
         for key, choice in choices.items():
             self._drew(key, choice)
-        for what, key in found:
+        for what, key in result:
             if what == FINISHED and key in self._runs:
                 self._end(key, "length")
             elif what == DONE and key in self._runs:

@@ -98,7 +98,7 @@ class EngineStatus:
 
 def step_times(counters: EngineCounters) -> tuple[float, float]:
     """(mean, 99th percentile) of the latest steps, in seconds."""
-    found = sorted(seconds for _, _, seconds in tuple(counters.recent))
-    if not found:
+    values = sorted(seconds for _, _, seconds in tuple(counters.recent))
+    if not values:
         return 0.0, 0.0
-    return sum(found) / len(found), found[min(len(found) - 1, int(len(found) * 0.99))]
+    return sum(values) / len(values), values[min(len(values) - 1, int(len(values) * 0.99))]

@@ -81,14 +81,16 @@ class Microbatches:
     def __init__(self, limits: BatchLimits, wanted: int, longest_tokens: int) -> None:
         room = limits.total_blocks * limits.block_tokens // longest_tokens
         count = max(1, min(wanted, room, limits.max_running))
-        each = replace(
+        batch_limits = replace(
             limits, total_blocks=limits.total_blocks // count, max_running=limits.max_running // count
         )
-        self.all = [Microbatch(each) for _ in range(count)]
+        self.all = [Microbatch(batch_limits) for _ in range(count)]
         self.limits = replace(
-            limits, total_blocks=count * each.total_blocks, max_running=count * each.max_running
+            limits,
+            total_blocks=count * batch_limits.total_blocks,
+            max_running=count * batch_limits.max_running,
         )
-        self.most_tokens = each.total_blocks * each.block_tokens
+        self.most_tokens = batch_limits.total_blocks * batch_limits.block_tokens
         """Of one sequence."""
         self._turn = 0
         self._of: dict[int, Microbatch] = {}

@@ -69,27 +69,27 @@ Kept = Pages | LinearStates
 
 def windows_of(model: Model, first: int, last: int) -> tuple[int | None, ...]:
     """The groups that the layers [first, last) make: everything first, then windows by size."""
-    found: set[int | None] = set()
+    numbers: set[int | None] = set()
     for layer in model.layers[first:last]:
         if isinstance(layer.attention, FullAttention):
-            found.add(layer.attention.window)
+            numbers.add(layer.attention.window)
         elif isinstance(layer.attention, LatentAttention):
-            found.add(None)
-    return tuple(sorted(found, key=lambda window: (window is not None, window or 0)))
+            numbers.add(None)
+    return tuple(sorted(numbers, key=lambda window: (window is not None, window or 0)))
 
 
 def groups_of(
     model: Model, first: int, last: int, *, blocks: int, rows: int, max_chunk_tokens: int
 ) -> tuple[WindowGroup, ...]:
     """Groups with their blocks: `blocks` where everything is kept, and for windows what all rows can need at once."""
-    found = []
+    window_groups = []
     for window in windows_of(model, first, last):
         if window is None:
-            found.append(WindowGroup(None, blocks))
+            window_groups.append(WindowGroup(None, blocks))
         else:
             most = (window + max_chunk_tokens) // BLOCK_TOKENS + 2
-            found.append(WindowGroup(window, min(blocks, most * rows)))
-    return tuple(found)
+            window_groups.append(WindowGroup(window, min(blocks, most * rows)))
+    return tuple(window_groups)
 
 
 def _zeros(*shape: int) -> Tensor:

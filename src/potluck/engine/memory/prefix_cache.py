@@ -44,19 +44,19 @@ def expected_parts(
     model: Model, start: int, stop: int
 ) -> dict[tuple[int, Part], tuple[int, tuple[int, ...]]]:
     """(layer, part) to the first token and the shape of what must come for blocks [start, stop)."""
-    found: dict[tuple[int, Part], tuple[int, tuple[int, ...]]] = {}
+    result: dict[tuple[int, Part], tuple[int, tuple[int, ...]]] = {}
     for place, layer in enumerate(model.layers):
         kind = layer.attention
         if isinstance(kind, LatentAttention):
             shape = (stop - start, 1, kind.kv_lora_rank + kind.qk_rope_head_dim)
-            found[place, "latent"] = start, shape
+            result[place, "latent"] = start, shape
         elif isinstance(kind, FullAttention):
             first = start if kind.window is None else max(0, stop - kind.window + 1)
-            found[place, "kv"] = first, (stop - first, 2, kind.kv_heads, kind.head_dim)
+            result[place, "kv"] = first, (stop - first, 2, kind.kv_heads, kind.head_dim)
         elif isinstance(kind, LinearAttention):
-            found[place, "conv"] = stop, (kind.conv_kernel - 1, kind.conv_channels)
-            found[place, "memory"] = stop, (kind.value_heads, kind.key_head_dim, kind.value_head_dim)
-    return found
+            result[place, "conv"] = stop, (kind.conv_kernel - 1, kind.conv_channels)
+            result[place, "memory"] = stop, (kind.value_heads, kind.key_head_dim, kind.value_head_dim)
+    return result
 
 
 class PrefixReceiver(Protocol):
@@ -86,8 +86,8 @@ class ReceivedPrefix:
         if chunk.codec != "raw":
             raise FormatError(where, f"came as {chunk.codec}; what is kept for others must be exact")
         if (chunk.first, chunk.stop, tuple(chunk.shape)) != (expected[0], self.stop, expected[1]):
-            said = f"[{chunk.first}, {chunk.stop}) {list(chunk.shape)}"
-            raise FormatError(where, f"is {said}, expected [{expected[0]}, {self.stop}) {list(expected[1])}")
+            text = f"[{chunk.first}, {chunk.stop}) {list(chunk.shape)}"
+            raise FormatError(where, f"is {text}, expected [{expected[0]}, {self.stop}) {list(expected[1])}")
         fixed = "float32" if chunk.part == "memory" else self._format
         if chunk.dtype not in FORMATS or (fixed and chunk.dtype != fixed):
             raise FormatError(where, f"is {chunk.dtype}, expected {fixed or ' or '.join(FORMATS)}")
@@ -109,14 +109,14 @@ class ReceivedPrefix:
 
     def read(self, layer: int, start: int, stop: int) -> tuple[KvChunk, ...]:
         """What came of a layer, of one that keeps every token only [start, stop)."""
-        found = []
+        kv_chunks = []
         for chunk in self._chunks[layer]:
             if chunk.first == self.start < start and chunk.shape[0] == self.stop - self.start:
                 skipped = len(chunk.data) // chunk.shape[0] * (start - self.start)
                 shape = (stop - start, *chunk.shape[1:])
                 chunk = replace(chunk, first=start, shape=shape, data=memoryview(chunk.data)[skipped:])
-            found.append(chunk)
-        return tuple(found)
+            kv_chunks.append(chunk)
+        return tuple(kv_chunks)
 
 
 def _all_finite(raw: NDArray[np.uint8], dtype: str) -> bool:
@@ -153,7 +153,7 @@ class PrefixStore(Protocol):
 
     def gathering(self, start: int, stop: int) -> PrefixReceiver: ...
 
-    def adopt(self, names: tuple[int, ...], came: PrefixReceiver) -> int: ...
+    def adopt(self, names: tuple[int, ...], prefix_receiver: PrefixReceiver) -> int: ...
 
     def changes(self) -> CacheChanges: ...
 
@@ -214,8 +214,12 @@ class PrefixCache:
         if self._pool is None or most_tokens < 1:
             return 0, []
         hashes = self._hashes(tokens[:most_tokens], salt)
-        found = self._pool.find(tokens, hashes, most_tokens, self._root(salt))
-        return (found.tokens, self._chunks(self._pool, hashes, found)) if found.tokens else (0, [])
+        prefix_hit = self._pool.find(tokens, hashes, most_tokens, self._root(salt))
+        return (
+            (prefix_hit.tokens, self._chunks(self._pool, hashes, prefix_hit))
+            if prefix_hit.tokens
+            else (0, [])
+        )
 
     def keep(self, tokens: Sequence[int], held: int, read: Read, salt: str = "") -> None:
         """Keep what a row has of its first `held` tokens, which is all that it holds."""
@@ -245,29 +249,31 @@ class PrefixCache:
     def lend(self, names: Sequence[int], start: int) -> list[KvChunk]:
         """The chunks of these blocks from token `start` on."""
         stop = len(names) * BLOCK_TOKENS
-        found = None if self._pool is None else self._pool.find((), names, stop)
-        if self._pool is None or found is None or found.tokens != stop:
+        prefix_hit = None if self._pool is None else self._pool.find((), names, stop)
+        if self._pool is None or prefix_hit is None or prefix_hit.tokens != stop:
             raise InputError("prefix", "is no longer held here")
-        return self._chunks(self._pool, names, found, start // BLOCK_TOKENS)
+        return self._chunks(self._pool, names, prefix_hit, start // BLOCK_TOKENS)
 
     def gathering(self, start: int, stop: int) -> ReceivedPrefix:
         """For what is to come of the blocks of tokens [start, stop)."""
         return ReceivedPrefix(self._model, start, stop)
 
-    def adopt(self, names: tuple[int, ...], came: PrefixReceiver) -> int:
+    def adopt(self, names: tuple[int, ...], prefix_receiver: PrefixReceiver) -> int:
         """Keep what came of these blocks; how many tokens of them can be resumed now."""
-        assert isinstance(came, ReceivedPrefix), "as `gathering` made it"
-        came.finish()
+        assert isinstance(prefix_receiver, ReceivedPrefix), "as `gathering` made it"
+        prefix_receiver.finish()
         depth = 0 if self._pool is None else self._pool.index.depth(names)
-        if depth * BLOCK_TOKENS < came.start:
+        if depth * BLOCK_TOKENS < prefix_receiver.start:
             raise CapacityError("the blocks before those that came have gone meanwhile")
         if self._kinds and any(
-            kind.dtype != came.read(kind.layer, came.start, came.stop)[0].dtype for kind, _ in self._kinds
+            kind.dtype
+            != prefix_receiver.read(kind.layer, prefix_receiver.start, prefix_receiver.stop)[0].dtype
+            for kind, _ in self._kinds
         ):
             raise FormatError("prefix", f"is not in this engine's format, {self._kinds[0][0].dtype}")
-        self._keep_blocks(names, came.read)
+        self._keep_blocks(names, prefix_receiver.read)
         if self.exact:
-            self._keep_rest((), names, came.stop, came.read, 0)
+            self._keep_rest((), names, prefix_receiver.stop, prefix_receiver.read, 0)
         return self.held(names)
 
     # What there is.
@@ -332,20 +338,20 @@ class PrefixCache:
         return self._pool
 
     def _chunks(
-        self, pool: PrefixPool, hashes: Sequence[int], found: PrefixHit, skip: int = 0
+        self, pool: PrefixPool, hashes: Sequence[int], prefix_hit: PrefixHit, skip: int = 0
     ) -> list[KvChunk]:
         """Those of [0, found), but of layers that keep every token without the first blocks."""
         # Copies, since they may be put aside while others use the pool.
-        tail = [] if found.checkpoint is None else _unpacked(bytes(pool.read(found.checkpoint)))
+        tail = [] if prefix_hit.checkpoint is None else _unpacked(bytes(pool.read(prefix_hit.checkpoint)))
         chunks = [chunk for chunk in tail if chunk.layer in self._others]
         ends = {chunk.layer: chunk.data for chunk in tail if chunk.layer not in self._others}
-        blocks = [memoryview(pool.read(name)) for name in hashes[skip : found.blocks]]
+        blocks = [memoryview(pool.read(name)) for name in hashes[skip : prefix_hit.blocks]]
         at, first = 0, skip * BLOCK_TOKENS
         for kind, size in self._kinds:
             pieces = [block[at : at + size] for block in blocks]
             data = b"".join([*pieces, ends[kind.layer]] if kind.layer in ends else pieces)
-            shape = (found.tokens - first, *kind.shape[1:])
-            chunks.append(replace(kind, first=first, stop=found.tokens, shape=shape, data=data))
+            shape = (prefix_hit.tokens - first, *kind.shape[1:])
+            chunks.append(replace(kind, first=first, stop=prefix_hit.tokens, shape=shape, data=data))
             at += size
         return chunks
 
@@ -354,8 +360,8 @@ def _unpacked(content: bytes) -> list[KvChunk]:
     """The chunks of a checkpoint."""
     view = memoryview(content)
     start = 4 + int.from_bytes(view[:4], "little")
-    found = []
+    unpacked = []
     for layer, part, first, stop, dtype, shape, size in json.loads(bytes(view[4:start])):
-        found.append(KvChunk(layer, part, first, stop, dtype, tuple(shape), view[start : start + size]))
+        unpacked.append(KvChunk(layer, part, first, stop, dtype, tuple(shape), view[start : start + size]))
         start += size
-    return found
+    return unpacked

@@ -98,8 +98,8 @@ class RoundDurations(StepDurations):
     def _mixed_s(self, works: Sequence[SequenceWork]) -> float:
         chunks = [(len(work.tokens), work.start) for work in works if len(work.tokens) > 1 or not work.start]
         contexts = [work.start for work in works if len(work.tokens) == 1 and work.start]
-        each, more = divmod(len(contexts), self.microbatches)
-        counts = [each + (microbatch < more) for microbatch in range(self.microbatches)]
+        number, more = divmod(len(contexts), self.microbatches)
+        counts = [number + (microbatch < more) for microbatch in range(self.microbatches)]
         given: list[list[tuple[int, int]]] = [[] for _ in counts]
         loads = list(counts)
         for new, cached in chunks:
@@ -121,7 +121,7 @@ class RoundDurations(StepDurations):
     def _decodes_s(self, count: int) -> Floats:
         full, more = divmod(count, self.microbatches)
         most = full + 1 if more else full
-        large, small = (steps(0.0, 0.0, each, self._means * each) for each in (most, full))
+        large, small = (steps(0.0, 0.0, number, self._means * number) for number in (most, full))
         paced_s = (more or self.microbatches) * self._pipeline.interval_s(large)
         if more:
             paced_s = paced_s + (self.microbatches - more) * self._pipeline.interval_s(small)
@@ -165,8 +165,10 @@ class MockModel:
         """Room for KV; the tightest stage decides, its nodes add up."""
         return min(
             sum(
-                emulated_blocks(self.model, self._kinds[each.node], each.tp, layers, each.ep)
-                for each in stage.nodes
+                emulated_blocks(
+                    self.model, self._kinds[stage_node.node], stage_node.tp, layers, stage_node.ep
+                )
+                for stage_node in stage.nodes
             )
             for stage, layers in stage_layers(self.model, self.layout)
         )

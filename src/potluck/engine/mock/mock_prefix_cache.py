@@ -40,9 +40,9 @@ class MockReceivedPrefix:
             raise FormatError(where, "is not expected, or came before")
         count = (self.stop - self.start) // BLOCK_TOKENS
         expected = ("raw", DTYPE, (count, 2), self.start, self.stop, 8 * count)
-        said = (chunk.codec, chunk.dtype, tuple(chunk.shape), chunk.first, chunk.stop, len(chunk.data))
-        if said != expected:
-            raise FormatError(where, f"is {said}, expected {expected}")
+        text = (chunk.codec, chunk.dtype, tuple(chunk.shape), chunk.first, chunk.stop, len(chunk.data))
+        if text != expected:
+            raise FormatError(where, f"is {text}, expected {expected}")
         histories = struct.unpack(f"<{count}Q", bytes(chunk.data))
         if self.histories not in (None, histories):
             raise FormatError(where, "is not the KV of the same tokens as another layer's")
@@ -131,13 +131,13 @@ class MockPrefixCache:
         """For what is to come of the blocks of tokens [start, stop)."""
         return MockReceivedPrefix(self._sizes.layers, start, stop)
 
-    def adopt(self, names: tuple[int, ...], came: PrefixReceiver) -> int:
+    def adopt(self, names: tuple[int, ...], prefix_receiver: PrefixReceiver) -> int:
         """Keep what came of these blocks; how many tokens of them can be resumed now."""
-        assert isinstance(came, MockReceivedPrefix), "as `gathering` made it"
-        histories = came.finish()
-        if self._depth(names) * BLOCK_TOKENS < came.start:
+        assert isinstance(prefix_receiver, MockReceivedPrefix), "as `gathering` made it"
+        histories = prefix_receiver.finish()
+        if self._depth(names) * BLOCK_TOKENS < prefix_receiver.start:
             raise CapacityError("the blocks before those that came have gone meanwhile")
-        self._histories.update(zip(names[came.start // BLOCK_TOKENS :], histories, strict=True))
+        self._histories.update(zip(names[prefix_receiver.start // BLOCK_TOKENS :], histories, strict=True))
         self._cache.keep(names)
         self._fit()
         return self.held(names)

@@ -76,13 +76,13 @@ class NicSchedule:
 
 def _joined(spans: list[tuple[float, float]]) -> list[tuple[float, float]]:
     """Those that touch become one."""
-    found: list[tuple[float, float]] = []
+    joined: list[tuple[float, float]] = []
     for begin_s, end_s in spans:
-        if found and begin_s <= found[-1][1]:
-            found[-1] = (found[-1][0], max(end_s, found[-1][1]))
+        if joined and begin_s <= joined[-1][1]:
+            joined[-1] = (joined[-1][0], max(end_s, joined[-1][1]))
         else:
-            found.append((begin_s, end_s))
-    return found
+            joined.append((begin_s, end_s))
+    return joined
 
 
 @dataclass(slots=True)
@@ -238,7 +238,7 @@ class KvSizes:
 
     @cached_property
     def _kinds(self) -> dict[tuple[int, int], tuple[tuple[Attention, int], ...]]:
-        found = {}
+        kinds = {}
         many, few = self.model.layer_count, self.layers
         for place in range(few):
             layers = range(place * many // few, (place + 1) * many // few)
@@ -246,8 +246,8 @@ class KvSizes:
             for layer in layers:
                 attention = self.model.layers[layer].attention
                 counts[attention] = counts.get(attention, 0) + 1
-            found[layers.start, layers.stop] = tuple(counts.items())
-        return found
+            kinds[layers.start, layers.stop] = tuple(counts.items())
+        return kinds
 
     def _one_bytes(self, attention: Attention, tokens: int, ending: int | None) -> float:
         """Of one layer of a kind; any such layer of the model will do to ask."""

@@ -58,7 +58,7 @@ class FullLayer:
         parts = [query[order][:, :dim][:, pairs], key[:, pairs], value]
         if part.output_gate:
             parts.append(query[order][:, dim:])
-        packed = torch.cat([each.flatten(0, 1) for each in parts])
+        packed = torch.cat([tensor.flatten(0, 1) for tensor in parts])
         self._weight = across(packed[:, :hidden])
         self._bias = packed[:, hidden].contiguous() if part.bias else None
         out = load.take("o_proj.weight", hidden, heads * dim).view(hidden, heads, dim)
@@ -232,14 +232,14 @@ class LatentLayer:
         turned = turn(queries[..., plain:].clone(), by)
         out = attend(torch.cat([lowered, turned], -1)[:, :, None], kept, group.pieces, self._scale)
         latents = out.view(tokens, part.heads, entry)[..., :rank]
-        found = add_product(residual, per_head(latents, self._from_latent).reshape(tokens, -1), self._out)
-        return found if wanted is None else found.index_select(0, wanted)
+        tensor = add_product(residual, per_head(latents, self._from_latent).reshape(tokens, -1), self._out)
+        return tensor if wanted is None else tensor.index_select(0, wanted)
 
 
 def attend(queries: Tensor, pages: Pages, pieces: tuple[AttentionCall, ...], scale: float) -> Tensor:
     """[tokens, G, heads, dim] packed queries over pages to [tokens, G x heads x dim]."""
-    found = [_piece(queries, pages, piece, scale) for piece in pieces]
-    return found[0] if len(found) == 1 else torch.cat(found)
+    tensors = [_piece(queries, pages, piece, scale) for piece in pieces]
+    return tensors[0] if len(tensors) == 1 else torch.cat(tensors)
 
 
 def _piece(queries: Tensor, pages: Pages, piece: AttentionCall, scale: float) -> Tensor:

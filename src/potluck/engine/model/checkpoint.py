@@ -98,8 +98,8 @@ class SafetensorsSource:
 
     def _block(self) -> tuple[int, int] | None:
         if not self._blocks:
-            found = read_quantised(self._folder)
-            self._blocks = [None if found is None else found.block]
+            quantised = read_quantised(self._folder)
+            self._blocks = [None if quantised is None else quantised.block]
         return self._blocks[0]
 
     def _read(self, name: str) -> tuple[Tensor, str]:

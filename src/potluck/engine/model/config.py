@@ -303,11 +303,12 @@ def read_quantised(directory: str | Path, config: Mapping[str, object] | None = 
 
 def must_be_readable(directory: str | Path, config: Mapping[str, object]) -> None:
     """Raises InputError for weights that the engine cannot bring back to numbers."""
-    found = read_quantised(directory, config)
-    if found is not None and not found.fp8:
+    quantised = read_quantised(directory, config)
+    if quantised is not None and not quantised.fp8:
         raise InputError(
             "config.json: quantization_config",
-            f"weights made by {found.method} ({found.weight_bits:g} bits) cannot be run; 8-bit floats (fp8) can",
+            f"weights made by {quantised.method} ({quantised.weight_bits:g} bits) cannot be run; "
+            "8-bit floats (fp8) can",
         )
 
 

@@ -98,10 +98,10 @@ class MoeLayer:
         )
         experts = [load.under(f"experts.{index}") for index in range(part.experts)]
         self._weights = [
-            negated(each.take(f"{gate}.weight", width, hidden), each.take(f"{up}.weight", width, hidden))
-            for each in experts
+            negated(expert.take(f"{gate}.weight", width, hidden), expert.take(f"{up}.weight", width, hidden))
+            for expert in experts
         ]
-        self._downs = [across(each.take(f"{down}.weight", hidden, width)) for each in experts]
+        self._downs = [across(expert.take(f"{down}.weight", hidden, width)) for expert in experts]
         self._shared = self._shared_gate = None
         if part.shared_intermediate:
             name = "shared_expert" if part.shared_gate else "shared_experts"
@@ -125,13 +125,13 @@ class MoeLayer:
         """Tokens sorted by expert, one product per expert in use, and back; a token's experts add up in its order."""
         chosen = experts.flatten()
         order = chosen.argsort(stable=True)
-        found = torch.empty(len(chosen), x.shape[1], dtype=x.dtype, device=x.device)
+        tensor = torch.empty(len(chosen), x.shape[1], dtype=x.dtype, device=x.device)
         first = 0
         for expert, count in enumerate(torch.bincount(chosen, minlength=self._part.experts).tolist()):
             if count:
                 places = order[first : first + count]
                 rows = gated(x.index_select(0, places // self._part.active), self._weights[expert])
-                found.index_copy_(0, places, product(rows, self._downs[expert]))
+                tensor.index_copy_(0, places, product(rows, self._downs[expert]))
                 first += count
-        found = found.view(*experts.shape, -1) * weights[..., None]
-        return found.sum(1)
+        tensor = tensor.view(*experts.shape, -1) * weights[..., None]
+        return tensor.sum(1)

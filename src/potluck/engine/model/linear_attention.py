@@ -72,8 +72,8 @@ class LinearLayer:
             packed.dtype
         )
         out = rms_norm(out, self._norm, self._eps).view(tokens, -1) * silu(gate)
-        found = add_product(residual, out, self._out)
-        return found if wanted is None else found.index_select(0, wanted)
+        tensor = add_product(residual, out, self._out)
+        return tensor if wanted is None else tensor.index_select(0, wanted)
 
     def _convolve(self, new: Tensor, kept: LinearStates, step: LinearStep) -> Tensor:
         inputs = torch.cat([kept.conv.index_select(0, step.rows).flatten(0, 1), new])

@@ -58,13 +58,13 @@ class Stack:
             self._head = across(weight)
 
     def _dims(self, config: EngineModelConfig) -> set[int]:
-        found = set()
+        dims = set()
         for layer in config.model.layers[self.first : self.last]:
             if isinstance(layer.attention, FullAttention):
-                found.add(rotated(config, layer.attention))
+                dims.add(rotated(config, layer.attention))
             elif isinstance(layer.attention, LatentAttention):
-                found.add(layer.attention.qk_rope_head_dim)
-        return found
+                dims.add(layer.attention.qk_rope_head_dim)
+        return dims
 
     @property
     def embeds(self) -> bool:

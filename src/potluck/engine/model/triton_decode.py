@@ -72,7 +72,7 @@ def _follow(  # type: ignore[no-untyped-def]
     first = tl.maximum(last - window + 1, 0) if window > 0 else last * 0
     most = tl.full([rows], float("-inf"), tl.float32)
     total = tl.zeros([rows], tl.float32)
-    found = tl.zeros([rows, width], tl.float32)
+    result = tl.zeros([rows, width], tl.float32)
     for start in range(first // keys * keys, last + 1, keys):
         at = start + key
         seen = (at <= last) & (at >= first)
@@ -88,7 +88,7 @@ def _follow(  # type: ignore[no-untyped-def]
         shrink = tl.exp(most - new)
         total = total * shrink + tl.sum(weight, 1)
         v = tl.load(here + heads * dim, mask=wanted, other=0.0)
-        found = found * shrink[:, None] + tl.dot(weight.to(v.dtype), v, input_precision="ieee")
+        result = result * shrink[:, None] + tl.dot(weight.to(v.dtype), v, input_precision="ieee")
         most = new
-    found = found / total[:, None]
-    tl.store(out + sequence * groups * heads * dim + place, found.to(out.dtype.element_ty), mask=inside)
+    result = result / total[:, None]
+    tl.store(out + sequence * groups * heads * dim + place, result.to(out.dtype.element_ty), mask=inside)

@@ -168,10 +168,10 @@ def filling_for(dtype: torch.dtype) -> RowPadding | None:
 
 def exactness(device: torch.device, dtype: torch.dtype, *, latent: bool = False) -> Exactness:
     """Of a model; `latent`: whether it has latent layers, whose attention is left to torch."""
-    found = filling_for(dtype) if device.type == "cpu" else None
-    if found is None:
+    filling = filling_for(dtype) if device.type == "cpu" else None
+    if filling is None:
         return Exactness(False, PLAIN.name)
-    return Exactness(not latent or _latent_holds(dtype, torch.get_num_threads()), found.name)
+    return Exactness(not latent or _latent_holds(dtype, torch.get_num_threads()), filling.name)
 
 
 def together(parts: list[Exactness]) -> Exactness:
@@ -202,7 +202,7 @@ def rows_are_independent(dtype: torch.dtype, filling: RowPadding) -> bool:
         def onto_each(rows: slice, x: Tensor = x, weight: Tensor = weight, added: Tensor = added) -> Tensor:
             return multiply(x[rows], weight, filling, added[rows])
 
-        if not all(_cut_alike(each) for each in (alone, onto_one, onto_each)):
+        if not all(_cut_alike(report) for report in (alone, onto_one, onto_each)):
             return False
     return True
 

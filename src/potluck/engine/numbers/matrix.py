@@ -175,7 +175,7 @@ def over_threads(count: int, threads: int, call: Callable[[int, int], None]) -> 
         return
     cuts = [count * part // threads for part in range(threads + 1)]
     ranges = [(begin, stop) for begin, stop in pairwise(cuts) if begin < stop]
-    others = [_pool(threads - 1).submit(call, *each) for each in ranges[1:]]
+    others = [_pool(threads - 1).submit(call, *item) for item in ranges[1:]]
     call(*ranges[0])
     for other in others:
         other.result()

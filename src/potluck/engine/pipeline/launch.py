@@ -57,20 +57,20 @@ class PipelineStage:
 def parse_stages(text: str) -> tuple[PipelineStage, ...]:
     """Stages as a person writes them: `3,5x2` is one worker with 3 layers, then two that share 5 layers;
     `3@10.0.0.5:7000,5@10.0.0.6:7000+10.0.0.7:7000` names workers that listen elsewhere."""
-    found = []
+    pipeline_stages = []
     for part in text.split(","):
         count, at, addresses = part.strip().partition("@")
         layers, times, workers = count.partition("x")
         if not layers.isdecimal() or (times and (at or not workers.isdecimal())) or len(count) > 12:
             raise InputError("stages", f"{part!r} is not like 5, 5x2 or 5@host:port+host:port")
         if at:
-            places = tuple(WorkerPlace(_address(each)) for each in addresses.split("+"))
+            places = tuple(WorkerPlace(_address(name)) for name in addresses.split("+"))
         else:
             places = (WorkerPlace(),) * int(workers or "1")
         if not int(layers) or not 1 <= len(places) <= 64:
             raise InputError("stages", f"{part!r} needs at least one layer and 1 to 64 workers")
-        found.append(PipelineStage(int(layers), places))
-    return tuple(found)
+        pipeline_stages.append(PipelineStage(int(layers), places))
+    return tuple(pipeline_stages)
 
 
 def _address(text: str) -> tuple[str, int]:
@@ -118,7 +118,7 @@ class WorkerStarter:
             for place, reached in enumerate(row):
                 self.remotes[-1].append(self._remote(stage, place, reached, self.inbox))
         mine = [
-            (s, p) for s, row in enumerate(addresses) for p, each in enumerate(row) if each[1] is not None
+            (s, p) for s, row in enumerate(addresses) for p, item in enumerate(row) if item[1] is not None
         ]
         self._device = dict(zip(mine, devices_of(self._means.device, len(mine)), strict=True))
 
@@ -131,7 +131,9 @@ class WorkerStarter:
         prints = {answer.fingerprint for answer in ready}
         if len(prints) != 1:
             raise InputError("workers", "do not have the same weights; is the directory the same everywhere?")
-        return prints.pop(), together([Exactness(each.exact, each.products) for each in ready])
+        return prints.pop(), together(
+            [Exactness(worker_ready.exact, worker_ready.products) for worker_ready in ready]
+        )
 
     def join(self) -> None:
         """Connect each stage to the next."""
@@ -217,19 +219,19 @@ class WorkerStarter:
 
 def _answers(inbox: queue.SimpleQueue[Event], count: int) -> list[msg.WorkerReady | msg.CommandDone]:
     deadline = time.monotonic() + LOAD_S
-    found: list[msg.WorkerReady | msg.CommandDone] = []
-    while len(found) < count:
+    answers: list[msg.WorkerReady | msg.CommandDone] = []
+    while len(answers) < count:
         try:
             _, answer, _ = inbox.get(timeout=max(0.0, deadline - time.monotonic()))
         except queue.Empty:
-            raise LinkError(f"workers: {count - len(found)} are not ready after {LOAD_S:g} s") from None
+            raise LinkError(f"workers: {count - len(answers)} are not ready after {LOAD_S:g} s") from None
         if isinstance(answer, str):
             raise LinkError(f"{answer} while it was set up; does it serve another driver?")
         if isinstance(answer, msg.CommandFailed):
             raise msg.error_of(answer)
         if isinstance(answer, msg.WorkerReady | msg.CommandDone):
-            found.append(answer)
-    return found
+            answers.append(answer)
+    return answers
 
 
 def launch(
@@ -263,7 +265,7 @@ def launch(
         fingerprint, exact = starter.set_up()
         starter.join()
     except BaseException:
-        for remote in (each for row in starter.remotes for each in row):
+        for remote in (remote_worker for row in starter.remotes for remote_worker in row):
             remote.stop()
         for process in processes:
             end_worker(process)
@@ -314,11 +316,11 @@ def _ranges(config: EngineModelConfig, stages: Sequence[PipelineStage]) -> list[
     total = sum(stage.layers for stage in stages)
     if total != config.model.layer_count:
         raise InputError("stages", f"have {total} layers, the model has {config.model.layer_count}")
-    found, first = [], 0
+    ranges, first = [], 0
     for stage in stages:
-        found.append(range(first, first + stage.layers))
+        ranges.append(range(first, first + stage.layers))
         first += stage.layers
-    return found
+    return ranges
 
 
 def _addresses(

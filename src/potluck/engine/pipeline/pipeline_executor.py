@@ -111,11 +111,13 @@ class PipelineExecutor(Executor):
         for stage, turns in zip(self._stages, self._turns, strict=True):
             place = turns.pick()
             if place is None:
-                raise CapacityError(f"no worker is left: {next(each.lost for each in stage)}")
+                raise CapacityError(
+                    f"no worker is left: {next(remote_worker.lost for remote_worker in stage)}"
+                )
             path.append(place)
         row = self._free.pop()
         remotes = tuple(stage[place] for stage, place in zip(self._stages, path, strict=True))
-        self._rows[row] = _PipelineRow(tuple(path), remotes, tuple(each.open() for each in remotes))
+        self._rows[row] = _PipelineRow(tuple(path), remotes, tuple(remote.open() for remote in remotes))
         return row
 
     def close(self, row: int) -> None:
@@ -205,12 +207,12 @@ class PipelineExecutor(Executor):
         deadline = time.monotonic() + LAST_WORD_S
         while True:
             try:
-                remote, said, body = self._inbox.get(timeout=max(0.0, deadline - time.monotonic()))
+                remote, text, body = self._inbox.get(timeout=max(0.0, deadline - time.monotonic()))
             except queue.Empty:
-                remote, said, body = source, answer.problem, bytearray()
-            self._hear((remote, said, body))
-            if isinstance(said, str):
-                return remote.lost or said
+                remote, text, body = source, answer.problem, bytearray()
+            self._hear((remote, text, body))
+            if isinstance(text, str):
+                return remote.lost or text
 
     def _settle(self, works: Sequence[SequenceWork], run: PipelineStep, failure: StepFailed) -> WorkerLost:
         """After a step that failed: which rows are lost; the others are as they were before."""
@@ -266,13 +268,13 @@ class PipelineExecutor(Executor):
     def health(self) -> str:
         """A stage without workers ends it all; while each has one, the others' requests go to those."""
         for place, stage in enumerate(self._stages):
-            gone = [each.gone for each in stage]
+            gone = [remote_worker.gone for remote_worker in stage]
             if all(gone) and not (self._rejoining is not None and self._rejoining.awaited(place)):
                 return f"stage {place} has no worker left: {gone[-1]}"
         return ""
 
     def degraded(self) -> str:
-        gone = [text for each in self._remotes if (text := each.gone)]
+        gone = [text for remote in self._remotes if (text := remote.gone)]
         if not gone or self.health():
             return ""
         return f"{len(gone)} of {len(self._remotes)} workers are lost; {gone[0]}"
@@ -311,14 +313,14 @@ class PipelineExecutor(Executor):
         self._answers[call] = None
         remote.post(command(call), bodies)
         deadline = time.monotonic() + self._wait_s
-        while remote.lost is None and (found := self._answers[call]) is None:
+        while remote.lost is None and (answer := self._answers[call]) is None:
             self._next(deadline, remote)
-        found = self._answers.pop(call)
-        if found is None:
+        answer = self._answers.pop(call)
+        if answer is None:
             raise WorkerLost(() if row is None else (row,), remote.lost or "")
-        if isinstance(found[0], msg.CommandFailed):
-            raise msg.error_of(found[0])
-        return found
+        if isinstance(answer[0], msg.CommandFailed):
+            raise msg.error_of(answer[0])
+        return answer
 
     def _next(self, deadline_s: float, awaited: RemoteWorker) -> bool:
         """Hear one event; whether anybody waited for it. When none comes in time, the awaited worker is to blame."""
@@ -341,11 +343,13 @@ class PipelineExecutor(Executor):
         if self._rejoining is not None:
             self._rejoining.taken_in(remote.stage)
         self._stages[remote.stage][remote.place] = remote
-        for each in before:
-            if each.lost is None and remote.lost is None:
+        for remote_worker in before:
+            if remote_worker.lost is None and remote.lost is None:
                 with suppress(WorkerLost):  # it will connect by itself when it comes back
                     self.ask(
-                        None, each, lambda call: msg.ReconnectStage(call, remote.place, at.host, at.port)
+                        None,
+                        remote_worker,
+                        lambda call: msg.ReconnectStage(call, remote.place, at.host, at.port),
                     )
         if remote.lost is None:
             self._turns[remote.stage].set(remote.place, self._weights[remote.stage][remote.place])

@@ -272,10 +272,10 @@ def read_states(head: bytes) -> HiddenStates:
 
 def _json(head: bytes) -> object:
     try:
-        found: object = json.loads(head)
+        result: object = json.loads(head)
     except (ValueError, RecursionError) as error:
         raise FormatError("message", "is not JSON") from error
-    return found
+    return result
 
 
 def numbers(values: Sequence[int] | Sequence[Sequence[int]] | np.ndarray) -> bytes:
@@ -297,7 +297,7 @@ def edit_bytes(edit: LogitEdit) -> bytes:
 
 def read_edits(sizes: Sequence[EditSize], ways: int, body: memoryview) -> list[LogitEdit | None]:
     """For each way."""
-    found: list[LogitEdit | None] = [None] * ways
+    edits: list[LogitEdit | None] = [None] * ways
     for size in sizes:
         if not 0 <= size.way < ways or size.tokens < 0 or size.allowed_bytes < 0:
             raise FormatError("edits", "are of no way, or of no size")
@@ -305,11 +305,11 @@ def read_edits(sizes: Sequence[EditSize], ways: int, body: memoryview) -> list[L
         arrays = np.frombuffer(body[:end], "<f4").reshape(4, size.tokens).copy()
         tokens, bias, repetition, penalty = arrays
         allowed = bytes(body[end : end + size.allowed_bytes])
-        found[size.way] = LogitEdit(tokens.view("<i4"), bias, repetition, penalty, allowed)
+        edits[size.way] = LogitEdit(tokens.view("<i4"), bias, repetition, penalty, allowed)
         body = body[end + size.allowed_bytes :]
     if body:
         raise FormatError("edits", f"leave {len(body)} bytes of the message")
-    return found
+    return edits
 
 
 def label_of(chunk: KvChunk) -> LayerPartHeader:
@@ -323,13 +323,13 @@ def chunk_of(label: LayerPartHeader, data: bytes | memoryview) -> KvChunk:
 
 def chunks_of(message: LayerParts, body: bytearray) -> tuple[KvChunk, ...]:
     """Chunks with their parts of the body."""
-    found, begin, view = [], 0, memoryview(body)
+    kv_chunks, begin, view = [], 0, memoryview(body)
     for label in message.labels:
         if label.size < 0 or begin + label.size > len(body):
             raise FormatError("chunks", "are longer than the message")
-        found.append(chunk_of(label, view[begin : begin + label.size]))
+        kv_chunks.append(chunk_of(label, view[begin : begin + label.size]))
         begin += label.size
-    return tuple(found)
+    return tuple(kv_chunks)
 
 
 def work_row(work: SequenceWork, row: int, before: int, behind: int, position: int) -> tuple[int, ...]:

@@ -156,7 +156,7 @@ class PipelineStep:
         self.failed = self.failed or StepFailed(call, why)
 
     def involves(self, remote: RemoteWorker) -> bool:
-        return any(each is remote for _, each, _ in self._posted)
+        return any(remote_worker is remote for _, remote_worker, _ in self._posted)
 
     def rows_of(self, call: int) -> set[int]:
         """Rows of one micro-batch."""
@@ -226,21 +226,21 @@ def cut(
     batches = max(1, min(batches, total // worth))
     goal = max(1, -(-total // batches))
     order = sorted(range(len(works)), key=lambda i: paths[i])
-    found: list[list[StepPart]] = [[]]
+    result: list[list[StepPart]] = [[]]
     room = goal
     for index in order:
         left = works[index]
         while True:
-            if room <= 0 and len(found) < batches:
-                found.append([])
+            if room <= 0 and len(result) < batches:
+                result.append([])
                 room = goal
             size, take = len(left.tokens), max(room, LEAST_TOKENS)
-            if len(found) == batches or size - take < LEAST_TOKENS:
-                found[-1].append(StepPart(index, paths[index], left, True))
+            if len(result) == batches or size - take < LEAST_TOKENS:
+                result[-1].append(StepPart(index, paths[index], left, True))
                 room -= size
                 break
             head = replace(left, tokens=left.tokens[:take], logits="none")
-            found[-1].append(StepPart(index, paths[index], head, False))
+            result[-1].append(StepPart(index, paths[index], head, False))
             left = replace(left, start=left.start + take, tokens=left.tokens[take:])
             room = 0
-    return [batch for batch in found if batch]
+    return [batch for batch in result if batch]

@@ -209,16 +209,16 @@ def worker_port(process: subprocess.Popen[bytes], within_s: float = START_S) -> 
 
 
 def _line(stream: IO[bytes], deadline_s: float) -> bytes:
-    found = b""
-    while not found.endswith(b"\n") and len(found) < 16:
+    text = b""
+    while not text.endswith(b"\n") and len(text) < 16:
         left = deadline_s - time.monotonic()
         if left <= 0 or not select.select([stream], [], [], left)[0]:
             return b""
         byte = stream.read(1)
         if not byte:
             return b""
-        found += byte
-    return found
+        text += byte
+    return text
 
 
 def end_worker(process: subprocess.Popen[bytes], within_s: float = 0.0) -> None:

@@ -318,22 +318,22 @@ class PipelineWorker:
         assert self._setup is not None
         runner, self_call = self._ready, part.command.call
         width = runner.config.model.hidden
-        found: Tensor | None = None
+        tensor: Tensor | None = None
         for sender in sorted(set(part.before)):
             works = [work for work, before in enumerate(part.before) if before == sender]
             states = _tensor(*self._inputs.take(self_call, sender, self._setup.wait_s), width)
             if len(works) == len(part.works):
-                found = states
+                tensor = states
                 break
             places = part.places(works)
             if len(states) != len(places):
                 raise FormatError("states", f"are {len(states)}, expected {len(places)}")
-            if found is None:
-                found = torch.empty(part.tokens, width, dtype=states.dtype)
-            found[places] = states
+            if tensor is None:
+                tensor = torch.empty(part.tokens, width, dtype=states.dtype)
+            tensor[places] = states
         self._inputs.forget_before(self_call)
-        assert found is not None
-        return found
+        assert tensor is not None
+        return tensor
 
     def _pass_on(
         self, part: _Part, states: Callable[[list[int]], tuple[msg.HiddenStates, Sequence[Bytes]]]

@@ -168,7 +168,7 @@ async def open_server(
     """Listen for a service's clients; `names` are those under which it is reached beside its address."""
     sockets = await _bound(host, port)
     first = sockets[0].getsockname()
-    loopback = all(ServedNames().has(str(each.getsockname()[0])) for each in sockets)
+    loopback = all(ServedNames().has(str(entry.getsockname()[0])) for entry in sockets)
     own = frozenset() if loopback else frozenset({socket.gethostname().lower()})
     served = ServedNames(loopback, frozenset(name.lower() for name in names) | own, api_key is not None)
     try:
@@ -180,8 +180,8 @@ async def open_server(
         )
         await runner.setup()
     except BaseException:
-        for each in sockets:
-            each.close()
+        for item in sockets:
+            item.close()
         raise
     assert runner.server is not None
     shown = f"[{first[0]}]" if ":" in first[0] else first[0]
@@ -194,12 +194,12 @@ async def _bound(host: str, port: int) -> list[socket.socket]:
     made: list[socket.socket] = []
     try:
         loop = asyncio.get_running_loop()
-        found = await loop.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
-        for family, _, _, _, address in dict.fromkeys(found):
+        result = await loop.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+        for family, _, _, _, address in dict.fromkeys(result):
             at = (address[0], made[0].getsockname()[1] if made else port, *address[2:])
             made.append(socket.create_server(at, family=family, backlog=BACKLOG))
     except OSError as error:
-        for each in made:
-            each.close()
+        for item in made:
+            item.close()
         raise InputError("--port", f"{host}:{port} cannot be used ({error.strerror or error})") from error
     return made

@@ -380,7 +380,7 @@ class EngineListener:
         self._told: Counter[str] = Counter()
         self._told_s = -LOG_S
         self._watching = self._loop.call_later(WATCH_S, self._watch)
-        self._accepting = {each: self._loop.create_task(self._accept(each)) for each in sockets}
+        self._accepting = {item: self._loop.create_task(self._accept(item)) for item in sockets}
 
     async def close(self) -> None:
         """Accept nobody any more; those who are here are the server's."""
@@ -390,8 +390,8 @@ class EngineListener:
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
-        for each in self._sockets:
-            each.close()
+        for item in self._sockets:
+            item.close()
 
     def drop(self, why: str) -> None:
         """Counted, and told of now and then."""
@@ -457,10 +457,10 @@ class EngineListener:
             if why:
                 self.drop(why)
                 visit.end(why)
-        for each, task in self._accepting.items():
+        for item, task in self._accepting.items():
             if task.done():  # A fault of ours; an engine that nobody can reach would be worse.
                 log.error("accepting failed", exc_info=task.exception())
-                self._accepting[each] = self._loop.create_task(self._accept(each))
+                self._accepting[item] = self._loop.create_task(self._accept(item))
         self._tell()
 
 

@@ -216,9 +216,9 @@ class KvConnector:
             return about
 
         def closed(state: State) -> None:
-            found = None if state == "fetched" else self._undelivered(transfer, state)
+            undelivered = None if state == "fetched" else self._undelivered(transfer, state)
             with suppress(RuntimeError):  # The event loop is closed: nobody is left to be told.
-                self._loop.call_soon_threadsafe(_settle, fate, found)
+                self._loop.call_soon_threadsafe(_settle, fate, undelivered)
 
         transfer = self._sender.offer(handle, bound, opened, lasts_s, closed, *whose)
         self._outgoing[handle] = transfer
@@ -353,9 +353,9 @@ class KvConnector:
         fetching = KvFetch(self._links, address, wanted, degree=degree, deadline_s=self._handover_s)
         running = self._loop.run_in_executor(self._fetches, fetching.run, opened, sink, complete)
         try:
-            found = await asyncio.shield(running)
-            self._transfer.fetched(peer, moved_bytes, found.wall_s)
-            return replace(found, moved_bytes=moved_bytes)
+            fetch_result = await asyncio.shield(running)
+            self._transfer.fetched(peer, moved_bytes, fetch_result.wall_s)
+            return replace(fetch_result, moved_bytes=moved_bytes)
         except asyncio.CancelledError:
             fetching.cancel()
             for future in waiting:
@@ -375,9 +375,9 @@ class KvConnector:
             pool.shutdown(wait=False, cancel_futures=True)
 
 
-def _settle(fate: Fate, found: KvNotDelivered | None) -> None:
+def _settle(fate: Fate, not_delivered: KvNotDelivered | None) -> None:
     if not fate.done():
-        fate.set_result(found)
+        fate.set_result(not_delivered)
 
 
 async def _whole(what: Awaitable[None]) -> None:

@@ -126,9 +126,9 @@ async def chat_completions(request: web.Request) -> web.StreamResponse:
 
 def _head(service: EngineService, asked: CompletionRequest | ChatRequest) -> ReplyHead:
     chat, options = isinstance(asked, ChatRequest), asked.stream_options
-    said = options.include_usage or options.continuous_usage_stats
+    text = options.include_usage or options.continuous_usage_stats
     name = f"{'chatcmpl' if chat else 'cmpl'}-{secrets.token_hex(12)}"
-    return ReplyHead(name, int(time.time()), service.name, chat, said)
+    return ReplyHead(name, int(time.time()), service.name, chat, text)
 
 
 def _must_decode(service: EngineService) -> None:
@@ -190,13 +190,13 @@ async def _reply(request: web.Request, reply: OpenAIReply) -> web.StreamResponse
     service, head, shown = reply.service, reply.head, reply.asked.shown
     async with asyncio.TaskGroup() as group:
         tasks = [group.create_task(whole_answer(service, job, shown)) for job in reply.jobs]
-    found = [task.result() for task in tasks]
+    text_deltas = [task.result() for task in tasks]
     choices = [
         whole_choice(head, index, delta, service.text, logprobs=reply.logprobs)
-        for index, delta in enumerate(found)
+        for index, delta in enumerate(text_deltas)
     ]
-    output = sum(len(delta.choices) for delta in found)
-    cached = sum(delta.cached_tokens for delta in found)
+    output = sum(len(delta.choices) for delta in text_deltas)
+    cached = sum(delta.cached_tokens for delta in text_deltas)
     return web.json_response(
         head.reply(choices, chunk=False, usage=usage(reply.prompt_tokens, output, cached))
     )

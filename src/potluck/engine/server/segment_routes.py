@@ -368,16 +368,18 @@ async def _fetch_prefix(
     held, have = await hub.ask(lambda loop, _: (loop.prefixes.held(names), loop.prefixes.lacks_from(names)))
     if held == stop:
         return stop, 0
-    came: list[PrefixReceiver] = []
+    prefix_receivers: list[PrefixReceiver] = []
 
     async def begin(about: KvManifest) -> None:
         sound = 0 <= about.start < about.stop <= stop and not about.start % BLOCK_TOKENS
         if not sound or about.stop % BLOCK_TOKENS:
             raise FormatError("prefix", f"is of [{about.start}, {about.stop}), which are no blocks of these")
-        came.append(await hub.ask(lambda loop, _: loop.prefixes.gathering(about.start, about.stop)))
+        prefix_receivers.append(
+            await hub.ask(lambda loop, _: loop.prefixes.gathering(about.start, about.stop))
+        )
 
     def accept(chunk: KvChunk) -> Future[None]:
-        came[0].accept(chunk)
+        prefix_receivers[0].accept(chunk)
         done: Future[None] = Future()
         done.set_result(None)
         return done
@@ -385,10 +387,12 @@ async def _fetch_prefix(
     wanted = FetchRequest(
         checked_handle(source.handle), request, service.fingerprint, chain_hash(names), have
     )
-    found: FetchResult = await kv_connector.fetch(address_of(source.kv, "source.kv"), wanted, begin, accept)
+    fetch_result: FetchResult = await kv_connector.fetch(
+        address_of(source.kv, "source.kv"), wanted, begin, accept
+    )
 
     def adopt(loop: EngineLoop, _: float) -> int:
-        loop.counters.received_bytes += found.moved_bytes
-        return loop.prefixes.adopt(names[: came[0].stop // BLOCK_TOKENS], came[0])
+        loop.counters.received_bytes += fetch_result.moved_bytes
+        return loop.prefixes.adopt(names[: prefix_receivers[0].stop // BLOCK_TOKENS], prefix_receivers[0])
 
-    return await hub.ask(adopt), found.moved_bytes
+    return await hub.ask(adopt), fetch_result.moved_bytes

@@ -64,11 +64,11 @@ class FeedReader:
             return b": nothing\n\n"
         self._news.clear()
         lost, self._lost = self._lost, 0
-        said = [*self._events]
+        datas = [*self._events]
         self._events.clear()
         if lost:
-            said.insert(0, b'event: lost\ndata: {"events":%d}\n\n' % lost)
-        return b"".join(said)
+            datas.insert(0, b'event: lost\ndata: {"events":%d}\n\n' % lost)
+        return b"".join(datas)
 
     def close(self) -> None:
         self._feed.leave(self)

@@ -93,21 +93,21 @@ class Counters:
 
     def histogram(self, family: Family, labels: Labels) -> Histogram:
         series = self._histograms.setdefault(family.name, {})
-        found = series.get(labels)
-        if found is None:
+        result = series.get(labels)
+        if result is None:
             if len(series) >= MOST_SERIES:
                 labels = (OTHER,) * len(labels)
-            found = series.setdefault(labels, Histogram(family.buckets))
-        return found
+            result = series.setdefault(labels, Histogram(family.buckets))
+        return result
 
     def came(self, model: str, tenant: str) -> None:
         self.open += 1
 
     def gaps(self, model: str) -> Callable[[float], None]:
-        found = self._gaps.get(model)
-        if found is None:
-            found = self._gaps[model] = []
-        return found.append
+        gap = self._gaps.get(model)
+        if gap is None:
+            gap = self._gaps[model] = []
+        return gap.append
 
     def answered(self, told: RequestOutcome) -> None:
         if self._record is not None:
@@ -139,46 +139,58 @@ class Counters:
         of: dict[str, list[tuple[float, int, bool]]] = {}
         for replica, took_s, tokens, failed in noted:
             of.setdefault(replica, []).append((took_s, tokens, failed))
-        for replica, each in of.items():
-            failures = sum(failed for _, _, failed in each)
+        for replica, item in of.items():
+            failures = sum(failed for _, _, failed in item)
             self.count(known.SEGMENTS, (replica, "failed"), failures)
-            self.count(known.SEGMENTS, (replica, "done"), len(each) - failures)
-            self.count(known.SEGMENT_TOKENS, (replica,), sum(tokens for _, tokens, _ in each))
-            self.histogram(known.SEGMENT_TIME, (replica,)).see_all([took_s for took_s, _, _ in each])
+            self.count(known.SEGMENTS, (replica, "done"), len(item) - failures)
+            self.count(known.SEGMENT_TOKENS, (replica,), sum(tokens for _, tokens, _ in item))
+            self.histogram(known.SEGMENT_TIME, (replica,)).see_all([took_s for took_s, _, _ in item])
 
     def _settle_ended(self) -> None:
         noted, self._ended = self._ended, []
         of: dict[tuple[str, str], list[RequestOutcome]] = {}
-        for told in noted:
-            of.setdefault((told.model, told.tenant), []).append(told)
-        for (model, tenant), each in of.items():
-            self._settle_tenant(model, tenant, each)
+        for request_outcome in noted:
+            of.setdefault((request_outcome.model, request_outcome.tenant), []).append(request_outcome)
+        for (model, tenant), request_outcomes in of.items():
+            self._settle_tenant(model, tenant, request_outcomes)
 
     def _settle_tenant(self, model: str, tenant: str, all_told: list[RequestOutcome]) -> None:
         for (request_class, outcome), number in Counter(
-            (told.request_class, told.outcome) for told in all_told
+            (request_outcome.request_class, request_outcome.outcome) for request_outcome in all_told
         ).items():
             self.count(known.REQUESTS, (model, request_class, outcome), number)
             if outcome in ANSWERED:
                 self.count(known.SUCCESS, (model, outcome), number)
-        begun = [told for told in all_told if told.first_s is not None]
-        waited_s = [told.first_s - told.came_s for told in begun if told.first_s is not None]
+        begun = [request_outcome for request_outcome in all_told if request_outcome.first_s is not None]
+        waited_s = [
+            request_outcome.first_s - request_outcome.came_s
+            for request_outcome in begun
+            if request_outcome.first_s is not None
+        ]
         self.histogram(known.TTFT, (model,)).see_all(waited_s)
         self.histogram(known.TENANT_TTFT, (tenant,)).see_all(waited_s)
         self.histogram(known.TPOT, (model,)).see_all(
             [
-                (told.ended_s - told.first_s) / (told.output_tokens / told.choices - 1)
-                for told in begun
-                if told.first_s is not None and told.output_tokens > told.choices
+                (request_outcome.ended_s - request_outcome.first_s)
+                / (request_outcome.output_tokens / request_outcome.choices - 1)
+                for request_outcome in begun
+                if request_outcome.first_s is not None
+                and request_outcome.output_tokens > request_outcome.choices
             ]
         )
-        whole = [told for told in all_told if told.outcome in ANSWERED]
-        self.histogram(known.WHOLE, (model,)).see_all([told.ended_s - told.came_s for told in whole])
-        self.histogram(known.PROMPT, (model,)).see_all([told.prompt_tokens for told in whole])
-        self.histogram(known.OUTPUT, (model,)).see_all([told.output_tokens for told in whole])
-        prompt = sum(told.prompt_tokens for told in whole)
-        cached = sum(told.cached_tokens for told in whole)
-        output = sum(told.output_tokens for told in all_told)
+        whole = [request_outcome for request_outcome in all_told if request_outcome.outcome in ANSWERED]
+        self.histogram(known.WHOLE, (model,)).see_all(
+            [request_outcome.ended_s - request_outcome.came_s for request_outcome in whole]
+        )
+        self.histogram(known.PROMPT, (model,)).see_all(
+            [request_outcome.prompt_tokens for request_outcome in whole]
+        )
+        self.histogram(known.OUTPUT, (model,)).see_all(
+            [request_outcome.output_tokens for request_outcome in whole]
+        )
+        prompt = sum(request_outcome.prompt_tokens for request_outcome in whole)
+        cached = sum(request_outcome.cached_tokens for request_outcome in whole)
+        output = sum(request_outcome.output_tokens for request_outcome in all_told)
         self.count(known.TENANT_REQUESTS, (model, tenant), len(all_told))
         self.count(known.PROMPTS, (model,), prompt)
         self.count(known.QUERIED, (model,), prompt)
@@ -206,7 +218,7 @@ class Counters:
         if stop is not None:
             self.histogram(known.SPLITS, (asked.model,)).see(stop)
         if self.published is not None:
-            segments = [[each.replica, each.start, each.stop] for each in run.route.segments]
+            segments = [[segment.replica, segment.start, segment.stop] for segment in run.route.segments]
             route = {"kind": kind, "attempt": run.attempt, "segments": segments}
             self.published("route", {"request": asked.id, "model": asked.model, **route})
 
@@ -236,8 +248,8 @@ class Counters:
         if len(self._segments) >= MOST_NOTED:
             self._settle_segments()
         if self.published is not None:
-            told = {"request": asked.id, "replica": replica, "took_s": ended_s - began_s, "tokens": tokens}
-            self.published("segment", {**told, "problem": problem})
+            message = {"request": asked.id, "replica": replica, "took_s": ended_s - began_s, "tokens": tokens}
+            self.published("segment", {**message, "problem": problem})
         if self.span is not None:
             self.span("segment", asked, (replica, began_s, ended_s, tokens, problem))
 
@@ -270,10 +282,10 @@ class Counters:
             for labels, value in series.items()
         ]
         histograms = [
-            [name, list(labels), each.counts, each.total]
+            [name, list(labels), histogram.counts, histogram.total]
             for name, series in self._histograms.items()
-            for labels, each in series.items()
-            if any(each.counts)
+            for labels, histogram in series.items()
+            if any(histogram.counts)
         ]
         self._counts, self._histograms = {}, {}
         return {"counts": counts, "histograms": histograms, "open": self.open}

@@ -90,10 +90,10 @@ class GatewayMetrics:
                 yield gauge
 
     def _now(self) -> dict[str, dict[Labels, float]]:
-        found: dict[str, Counter[Labels]] = {}
+        result: dict[str, Counter[Labels]] = {}
 
         def add(family: Family, labels: Labels, value: float) -> None:
-            found.setdefault(family.name, Counter())[labels] += value  # type: ignore[assignment]
+            result.setdefault(family.name, Counter())[labels] += value  # type: ignore[assignment]
 
         for replica in self._operations.replicas():
             add(known.REPLICAS, (replica.model, replica.state), 1)
@@ -107,14 +107,14 @@ class GatewayMetrics:
             add(known.RUNNING, (queue.model,), queue.running)
         for model, usd in self._operations.usd_per_h().items():
             add(known.USD_PER_H, (model,), usd)
-            each = self._costs.usd_per_million(usd, model)
-            if each is not None:
-                add(known.USD_PER_M, (model,), each)
+            item = self._costs.usd_per_million(usd, model)
+            if item is not None:
+                add(known.USD_PER_M, (model,), item)
         for family, value in self._gauges().items():
             add(family, (), value)
-        if known.OPEN.name not in found:
+        if known.OPEN.name not in result:
             add(known.OPEN, (), self.counters.open)
-        return {name: dict(series) for name, series in found.items()}
+        return {name: dict(series) for name, series in result.items()}
 
 
 class _All(Collector):
@@ -130,12 +130,12 @@ class _All(Collector):
 
 def _histogram(family: Family, series: dict[Labels, Histogram]) -> HistogramMetricFamily:
     made = HistogramMetricFamily(family.name, family.meaning, labels=family.labels)
-    for labels, each in series.items():
+    for labels, histogram in series.items():
         below, buckets = 0, []
-        for bound, count in zip([*map(str, family.buckets), "+Inf"], each.counts, strict=True):
+        for bound, count in zip([*map(str, family.buckets), "+Inf"], histogram.counts, strict=True):
             below += count
             buckets.append((bound, below))
-        made.add_metric(labels, buckets=buckets, sum_value=each.total)
+        made.add_metric(labels, buckets=buckets, sum_value=histogram.total)
     return made
 
 

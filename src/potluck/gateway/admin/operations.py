@@ -77,15 +77,15 @@ class Operations:
             yield QueueView(model, tenant, waiting[model, tenant], running[model, tenant])
 
     def usd_per_h(self) -> Mapping[str, float]:
-        replica_models, found = self._core.replica_models, Counter[str]()
+        replica_models, counter = self._core.replica_models, Counter[str]()
         copies = {view.member.unit: view.member for view in self._core.brain.fleet.views.values()}
         for member in copies.values():
             template = replica_models.templates.get(member.template)
             if template is not None:
-                for each in template.nodes:
-                    price = self._core.price_usd_per_h(member.region, each.node)
-                    found[member.model] += each.count * price  # type: ignore[assignment]
-        return dict(found)
+                for node_count in template.nodes:
+                    price = self._core.price_usd_per_h(member.region, node_count.node)
+                    counter[member.model] += node_count.count * price  # type: ignore[assignment]
+        return dict(counter)
 
     def snapshot(self) -> Json:
         core, slos = self._core, self._core.replica_models.resolved.slos
@@ -95,7 +95,7 @@ class Operations:
                 "version": core.plan_version,
                 "strategy": core.plan.strategy,
                 "cost_usd_per_h": core.plan.cost_usd_per_h,
-                "deployments": [encode(each) for each in core.plan.deployments],
+                "deployments": [encode(deployment) for deployment in core.plan.deployments],
             },
             "scaling": core.policy.scaling,
             "standby": {
@@ -106,7 +106,7 @@ class Operations:
                 "usd_per_h": core.brain.autoscaler.standby_usd_per_h,
             },
             "copies": self._copies(),
-            "regions": [encode(each) for each in core.regions],
+            "regions": [encode(item) for item in core.regions],
             "models": {
                 name: {
                     "ready": not core.lacking(name),
@@ -117,13 +117,18 @@ class Operations:
                 for name in core.replica_models.resolved.models
             },
             "replicas": [self._replica(name) for name in core.brain.fleet.views],
-            "links": [each._asdict() for each in core.watch.links],
+            "links": [link_reported._asdict() for link_reported in core.watch.links],
             "thresholds": [
-                {"model": model, "link": link, "tokens": each.tokens, "planned_tokens": each.base_tokens}
+                {
+                    "model": model,
+                    "link": link,
+                    "tokens": length_threshold.tokens,
+                    "planned_tokens": length_threshold.base_tokens,
+                }
                 for model, mine in core.brain.router.thresholds.links.items()
-                for link, each in mine.items()
+                for link, length_threshold in mine.items()
             ],
-            "queues": [each._asdict() for each in self.queues()],
+            "queues": [queue._asdict() for queue in self.queues()],
             **self.fleet(),
             "wanted": self._wanted(),
             "open_requests": core.brain_loop.open_requests,
@@ -140,17 +145,18 @@ class Operations:
                 "template": template.name,
                 "region": region.name,
                 "usd_per_h": sum(
-                    each.count * self._core.price_usd_per_h(region.name, each.node) for each in template.nodes
+                    node_count.count * self._core.price_usd_per_h(region.name, node_count.node)
+                    for node_count in template.nodes
                 ),
             }
             for template in self._core.plan.holding(self._live()).templates
             for region in resolved.regions
-            if all(region.offer(each.node) is not None for each in template.nodes)
+            if all(region.offer(node_count.node) is not None for node_count in template.nodes)
         ]
 
     def _live(self) -> dict[tuple[str, str], int]:
-        found = Counter((unit.template, unit.region) for unit in self._core.brain.fleet.units.values())
-        return dict(found)
+        counter = Counter((unit.template, unit.region) for unit in self._core.brain.fleet.units.values())
+        return dict(counter)
 
     def _problems(self) -> Iterable[str]:
         core = self._core
@@ -174,7 +180,7 @@ class Operations:
         }
 
     def fleet(self) -> Json:
-        return {"engines": [self._engine(each) for each in self._core.registry.engines]}
+        return {"engines": [self._engine(engine) for engine in self._core.registry.engines]}
 
     @staticmethod
     def _engine(engine: EngineRecord) -> Json:
@@ -190,11 +196,11 @@ class Operations:
     def set_fleet(self, body: Json) -> Json:
         if self._core.engine_list is not None:
             raise InputError("engines", "are listed in a file (--engines); change that, or start without it")
-        before = {each.entry.url for each in self._core.registry.engines}
-        told = read_roster(json.dumps(body), "fleet")
-        entries = tuple(replace(each, key=self._engine_key) for each in told)
+        before = {engine.entry.url for engine in self._core.registry.engines}
+        roster = read_roster(json.dumps(body), "fleet")
+        entries = tuple(replace(engine_entry, key=self._engine_key) for engine_entry in roster)
         self._core.enlist(entries)
-        after = {each.url for each in entries}
+        after = {engine_entry.url for engine_entry in entries}
         return {"engines": len(after), "came": sorted(after - before), "went": sorted(before - after)}
 
     def set_plan(self, body: Json, why: str = "", version: int = 0) -> Json:
@@ -213,7 +219,7 @@ class Operations:
     def drain(self, body: Json) -> Json:
         view = self._ready(body)
         unit = self._core.brain.fleet.units[view.member.unit]
-        others = sorted(each.member.id for each in unit.views if each is not view)
+        others = sorted(replica_state.member.id for replica_state in unit.views if replica_state is not view)
         drains, registry = self._core.drains, self._core.registry
         for name in (view.member.id, *others):  # before it is empty, which it may be at once
             endpoint = registry.find(name)
@@ -243,12 +249,12 @@ class Operations:
             )
         peers = self._core.brain.fleet.views.values()
         others = [
-            each.role
-            for each in peers
-            if each.member.model == member.model and each.serves and each is not view
+            peer.role
+            for peer in peers
+            if peer.member.model == member.model and peer.serves and peer is not view
         ]
         for needed, says in (("decode", "prefill"), ("prefill", "decode")):
-            if role == says and all(each == says for each in others):
+            if role == says and all(item == says for item in others):
                 raise InputError("role", f"{says} would leave no replica to {needed} for {member.model}")
         before = view.role
         self._core.brain_loop.tell(OperatorOrdered(member.id, "prefill" if role == "prefill" else "decode"))
@@ -302,9 +308,9 @@ class Operations:
         now_s, drains = self._core.brain_loop.now_s(), self._core.drains
         for url in [url for url, at_s in drains.items() if now_s - at_s > DRAINED_S]:
             del drains[url]
-        found = self._core.registry.wanted()
+        wanted_fleet = self._core.registry.wanted()
         return {
-            "version": found.version,
+            "version": wanted_fleet.version,
             "plan_version": self._core.plan_version,
             "plan_mark": self._core.plan_mark,
             "replicas": [
@@ -315,21 +321,21 @@ class Operations:
                     "url": url,
                     "step_tokens": self._step_tokens(member),
                 }
-                for member, role, draining, url in found.replicas
+                for member, role, draining, url in wanted_fleet.replicas
             ],
-            "idle": list(found.stop),
+            "idle": list(wanted_fleet.stop),
             "kill": sorted(self._core.kills),
             "cordoned": self._core.cordons.marks,
             "up_s": now_s,
             "leave": sorted(drains),
             "replan": None
-            if found.replan is None
+            if wanted_fleet.replan is None
             else {
-                "rates_per_s": dict(found.replan.rates_per_s),
-                "reason": found.replan.reason,
-                "lengths": [each._asdict() for each in found.replan.lengths],
+                "rates_per_s": dict(wanted_fleet.replan.rates_per_s),
+                "reason": wanted_fleet.replan.reason,
+                "lengths": [length._asdict() for length in wanted_fleet.replan.lengths],
             },
-            "market": None if self._core.market is None else [encode(each) for each in self._core.market],
+            "market": None if self._core.market is None else [encode(region) for region in self._core.market],
         }
 
     def _step_tokens(self, member: ReplicaSpec) -> int:
@@ -340,7 +346,7 @@ class Operations:
         listed = body.get("regions")
         if set(body) != {"regions"} or not isinstance(listed, list):
             raise InputError("regions", "is the only key: a list of regions with their offers")
-        regions = tuple(decode(Region, each, f"regions[{place}]") for place, each in enumerate(listed))
+        regions = tuple(decode(Region, item, f"regions[{place}]") for place, item in enumerate(listed))
         known = {region.name: region for region in self._core.replica_models.resolved.regions}
         for region in regions:
             if region.name not in known:
@@ -349,15 +355,15 @@ class Operations:
             for offer in region.offers:
                 if offer.node not in nodes:
                     raise UnknownNameError(f"regions: {region.name}: node", offer.node, nodes)
-        told = {region.name: region for region in regions}
-        self._core.quote(tuple(told.get(name, region) for name, region in known.items()))
+        message = {region.name: region for region in regions}
+        self._core.quote(tuple(message.get(name, region) for name, region in known.items()))
         return {"regions": len(regions)}
 
     def decisions(self, after: int) -> Json:
         decision_log = self._core.decision_log
         return {
             "epoch": decision_log.epoch,
-            "decisions": [each._asdict() for each in decision_log.kept if each.number > after],
+            "decisions": [decision._asdict() for decision in decision_log.kept if decision.number > after],
             "thinks": self._core.brain.autoscaler.why(),
             "paces": [
                 {
@@ -377,6 +383,6 @@ def fields_of(value: object, *names: str) -> Json:
 
 
 def encode_member(member: object) -> Json:
-    found = encode(member)
-    assert isinstance(found, dict)
-    return {name: value for name, value in found.items() if name != "type"}
+    result = encode(member)
+    assert isinstance(result, dict)
+    return {name: value for name, value in result.items() if name != "type"}

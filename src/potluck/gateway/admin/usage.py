@@ -153,13 +153,13 @@ class UsageFile:
     def _open(self) -> None:
         """At a line's beginning: whoever wrote before may have been killed, or found no room, within one."""
         file = os.open(self._path, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o600)
-        found = os.fstat(file)
+        result = os.fstat(file)
         first = not self._day
         self._file, self._synced_bytes = file, -1
-        if found.st_size and os.pread(file, 1, found.st_size - 1) != b"\n":
+        if result.st_size and os.pread(file, 1, result.st_size - 1) != b"\n":
             os.write(file, b"\n")
         # Later, what lies there was begun a moment ago, by this process or another.
-        self._dated(found.st_mtime if first and found.st_size else self._calendar())
+        self._dated(result.st_mtime if first and result.st_size else self._calendar())
 
     def _dated(self, at_s: float) -> None:
         self._day, self._ends_s = _day(at_s), (at_s // DAY_S + 1) * DAY_S
@@ -188,8 +188,8 @@ class UsageFile:
         number = 0
         while True:
             name = f"{stem}-{self._day}{f'.{number}' if number else ''}{suffix}"
-            if not (found := self._path.with_name(name)).exists():
-                return found
+            if not (free_name := self._path.with_name(name)).exists():
+                return free_name
             number += 1
 
 

@@ -200,31 +200,31 @@ class SilenceMonitor:
 
     def _look(self, now_s: float, pulse: EnginePulse) -> None:
         debtors = list(pulse.debtors)
-        silent_s = now_s - max(pulse.heard_s, min(each.since_s for each in debtors))
+        silent_s = now_s - max(pulse.heard_s, min(reply.since_s for reply in debtors))
         if silent_s > GONE_S and self._directory.find(pulse.replica) is None:
             _stall(debtors, "replica")
             return
-        owing = [each for each in debtors if each.owes]
-        flowing = [each for each in owing if each.flows]
+        owing = [reply for reply in debtors if reply.owes]
+        flowing = [reply for reply in owing if reply.flows]
         gap_s = pulse.gap_limit_s
-        first_s = pulse.first_limit_s(sum(each.tokens for each in owing if not each.flows))
+        first_s = pulse.first_limit_s(sum(reply.tokens for reply in owing if not reply.flows))
         limit_s, asked = (gap_s, flowing) if flowing else (first_s, owing)
-        if asked and now_s - max(pulse.heard_s, min(each.since_s for each in asked)) > limit_s:
+        if asked and now_s - max(pulse.heard_s, min(reply.since_s for reply in asked)) > limit_s:
             _stall(debtors, "replica")
             return
-        for each in owing:
-            alone_s = ALONE * gap_s if each.flows else max(first_s, MOST_FIRST_S)
-            if now_s - each.heard_s > alone_s:
-                _stall([each], "timeout")
-        for each in debtors:
-            if now_s > each.until_s and each.pulse is pulse:
-                each.undelivered()
+        for awaiting_reply in owing:
+            alone_s = ALONE * gap_s if awaiting_reply.flows else max(first_s, MOST_FIRST_S)
+            if now_s - awaiting_reply.heard_s > alone_s:
+                _stall([awaiting_reply], "timeout")
+        for debtor in debtors:
+            if now_s > debtor.until_s and debtor.pulse is pulse:
+                debtor.undelivered()
 
 
 def _stall(debtors: list[AwaitingReply], kind: FailureKind) -> None:
-    for each in debtors:
-        if each.pulse is not None:  # One that fails may take others of its request with it.
-            each.stalled(kind)
+    for debtor in debtors:
+        if debtor.pulse is not None:  # One that fails may take others of its request with it.
+            debtor.stalled(kind)
 
 
 log = logging.getLogger(__name__)

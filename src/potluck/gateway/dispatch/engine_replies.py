@@ -104,37 +104,37 @@ class LineReader:
         """What the lines that are whole now say, in order; nothing is read behind garbage."""
         lines = (self._rest + data if self._rest else data).split(b"\n")
         self._rest = lines.pop()
-        found: list[Said | InvalidReply] = []
+        result: list[Said | InvalidReply] = []
         vocab = self._vocab
         for line in lines:
             if line[:9] == TOKEN and line[-1:] == b"}" and (number := line[9:-1]).isdigit():
                 if len(number) < 11 and (token := int(number)) < vocab:
-                    found.append(SampledToken(token))
+                    result.append(SampledToken(token))
                     continue
-                return [*found, InvalidReply("a token outside of the vocabulary")]
+                return [*result, InvalidReply("a token outside of the vocabulary")]
             if not line:
                 continue
             try:
-                found.append(self._read(line))
+                result.append(self._read(line))
             except (ValueError, RecursionError):
-                return [*found, InvalidReply("a line that is not JSON")]
+                return [*result, InvalidReply("a line that is not JSON")]
             except InvalidReply as error:
-                return [*found, error]
+                return [*result, error]
         if len(self._rest) > self._longest:
-            found.append(InvalidReply("a line without an end"))
-        return found
+            result.append(InvalidReply("a line without an end"))
+        return result
 
     def _read(self, line: bytes) -> Said:
         if len(line) > self._longest:
             raise InvalidReply("a line that is too long")
-        said = json.loads(line)
-        if not isinstance(said, dict):
+        body = json.loads(line)
+        if not isinstance(body, dict):
             raise InvalidReply("a line that is no object")
-        if "token" in said:
-            return self._choice(said)
-        if "ended" in said:
-            return _last(said)
-        return said
+        if "token" in body:
+            return self._choice(body)
+        if "ended" in body:
+            return _last(body)
+        return body
 
     def _choice(self, said: dict[str, object]) -> SampledToken:
         token = self._token(said["token"])

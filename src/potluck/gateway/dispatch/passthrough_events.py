@@ -87,9 +87,9 @@ class ChoiceSoFar:
         else:
             made["delta"] = self._delta(told)
         logs = {
-            name: found
+            name: result
             for name in LISTS
-            if name in self.lists and (found := self.lists[name][len(told.lists.get(name, ())) :])
+            if name in self.lists and (result := self.lists[name][len(told.lists.get(name, ())) :])
         }
         if logs:
             made["logprobs"] = logs
@@ -157,11 +157,11 @@ class MergedEvents:
         self._now = ChoiceSoFar()
 
     def event(self, said: Json) -> bytes:
-        choices = [each for each in said.get("choices") or () if isinstance(each, dict)]
+        choices = [item for item in said.get("choices") or () if isinstance(item, dict)]
         if self._now is not None:
             choices = self._news(choices)
         else:
-            choices = [each for each in choices if _says(each)]
+            choices = [choice for choice in choices if _says(choice)]
             self._told += choices
         usage = said.get("usage") if self._usage else None
         if not choices and usage is None:
@@ -173,11 +173,11 @@ class MergedEvents:
         assert self._whole is not None
         for choice in choices:
             self._now.add(choice)
-        found = self._now.beyond(self._whole)
-        if found is None:
+        result = self._now.beyond(self._whole)
+        if result is None:
             return []
         self._whole.cover(self._now)
-        return [found]
+        return [result]
 
     def _named(self, said: Json, choices: list[Json], usage: object) -> Json:
         if self._created is None:
@@ -195,10 +195,10 @@ class MergedEvents:
 
 def _says(choice: Json) -> bool:
     delta = choice.get("delta")
-    told = (
+    message = (
         choice.get("text") or choice.get("finish_reason") or choice.get("token_ids") or choice.get("logprobs")
     )
-    return bool(told or (isinstance(delta, dict) and any(value is not None for value in delta.values())))
+    return bool(message or (isinstance(delta, dict) and any(value is not None for value in delta.values())))
 
 
 def _text(body: Json) -> bytes:

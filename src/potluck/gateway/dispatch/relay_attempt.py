@@ -62,21 +62,21 @@ def forwarded(body: bytes, model: str, served: str, extra: bytes = b"", salt: st
         if b"cache_salt" in body:
             asked = {name: value for name, value in json.loads(body).items() if name != "cache_salt"}
             body = json.dumps(asked, separators=(",", ":")).encode()
-        said = b'"cache_salt":' + json.dumps(salt).encode()
-        extra = extra + b"," + said if extra else said
+        text = b'"cache_salt":' + json.dumps(salt).encode()
+        extra = extra + b"," + text if extra else text
     if served and served != model:
-        found = MODEL_NAME.search(body)
-        if found is None or len(MODEL.findall(body)) > 1:
+        result = MODEL_NAME.search(body)
+        if result is None or len(MODEL.findall(body)) > 1:
             body = json.dumps({**json.loads(body), "model": served}, separators=(",", ":")).encode()
         else:
-            body = body[: found.start(1)] + json.dumps(served)[1:-1].encode() + body[found.end(1) :]
+            body = body[: result.start(1)] + json.dumps(served)[1:-1].encode() + body[result.end(1) :]
     if extra:
         body = body.rstrip()[:-1] + b"," + extra + b"}"
     return body
 
 
 def ids_of(text: bytes | None) -> list[int]:
-    return [int(each) for each in text.split(b",")] if text else []
+    return [int(part) for part in text.split(b",")] if text else []
 
 
 def continuation(
@@ -108,9 +108,9 @@ def continuation(
 
 class EventRewriter:
     def __init__(self, first: bytes, chat: bool, prompt_tokens: int, before_tokens: int) -> None:
-        said = event_of(first)
+        event = event_of(first)
         self._head: dict[str, Any] = {
-            name: said[name] for name in ("id", "object", "created", "model") if name in said
+            name: event[name] for name in ("id", "object", "created", "model") if name in event
         }
         self._chat = chat
         self._prompt_tokens, self._before = prompt_tokens, before_tokens
@@ -118,20 +118,20 @@ class EventRewriter:
     def event(self, event: bytes) -> bytes:
         if event.startswith(DONE):
             return event
-        said = event_of(event)
-        choices = [self._choice(each) for each in said.get("choices", [])]
+        text = event_of(event)
+        choices = [self._choice(item) for item in text.get("choices", [])]
         made: dict[str, Any] = {**self._head, "choices": choices}
-        if "usage" in said:
-            made["usage"] = self._usage(said["usage"])
+        if "usage" in text:
+            made["usage"] = self._usage(text["usage"])
         return b"data: " + json.dumps(made, separators=(",", ":")).encode() + b"\n\n"
 
     def closing(self, body: bytes) -> bytes:
         last: dict[str, Any] = {"index": 0, "text": "", "logprobs": None, "finish_reason": "length"}
-        said = [{**self._head, "choices": [self._choice(last)]}]
+        text = [{**self._head, "choices": [self._choice(last)]}]
         options = json.loads(body).get("stream_options") or {}
         if options.get("include_usage"):
-            said.append({**self._head, "choices": [], "usage": self._usage({"completion_tokens": 0})})
-        events = [b"data: " + json.dumps(each, separators=(",", ":")).encode() + b"\n\n" for each in said]
+            text.append({**self._head, "choices": [], "usage": self._usage({"completion_tokens": 0})})
+        events = [b"data: " + json.dumps(item, separators=(",", ":")).encode() + b"\n\n" for item in text]
         return b"".join(events) + DONE + b"\n\n"
 
     def _choice(self, said: dict[str, Any]) -> dict[str, Any]:
@@ -156,12 +156,12 @@ class EventRewriter:
 def event_of(event: bytes) -> dict[str, Any]:
     text = event.strip()
     try:
-        said = json.loads(text[5:]) if text.startswith(b"data:") else None
+        body = json.loads(text[5:]) if text.startswith(b"data:") else None
     except (ValueError, RecursionError) as error:
         raise FormatError("answer", "an event is not JSON") from error
-    if not isinstance(said, dict) or not isinstance(said.get("choices", []), list):
+    if not isinstance(body, dict) or not isinstance(body.get("choices", []), list):
         raise FormatError("answer", "an event is no part of an answer")
-    return said
+    return body
 
 
 def _chat_logs(logs: dict[str, Any]) -> dict[str, Any]:
@@ -398,9 +398,9 @@ class RelayAttempt(RunningAttempt, AwaitingReply):
         stream = self.stream
         stream.begun = True
         stream.first = data.split(EVENT_END, 1)[0]
-        found = PROMPT_IDS.search(stream.first) if self._asks_ids else None
-        if found is not None and found[1]:
-            stream.prompt_ids, stream.knows_ids = ids_of(found[1]), True
+        result = PROMPT_IDS.search(stream.first) if self._asks_ids else None
+        if result is not None and result[1]:
+            stream.prompt_ids, stream.knows_ids = ids_of(result[1]), True
             stream.first = TOKEN_IDS.sub(b"", PROMPT_IDS.sub(b"", stream.first))
         self._request.answer.relay_begin(200, self._kind)
 
@@ -412,9 +412,9 @@ class RelayAttempt(RunningAttempt, AwaitingReply):
         """The tokens of an event count once their text is shown."""
         if ANOTHER.search(event):
             self.stream.knows_ids = False
-        found = TOKEN_IDS.search(event)
-        if found is not None:
-            self._pending += ids_of(found[1])
+        result = TOKEN_IDS.search(event)
+        if result is not None:
+            self._pending += ids_of(result[1])
         if self._pending and SHOWS.search(event):
             self._request.output += self._pending
             self._pending = []
@@ -433,10 +433,10 @@ class RelayAttempt(RunningAttempt, AwaitingReply):
 
     def _length(self, said: bytes) -> int:
         stream, asked = self.stream, self._request.asked
-        found = said.rfind(b'"completion_tokens":')
+        number = said.rfind(b'"completion_tokens":')
         tokens = 0
-        if found >= 0:
-            digits = said[found + 20 : found + 32].lstrip().split(b",")[0].split(b"}")[0]
+        if number >= 0:
+            digits = said[number + 20 : number + 32].lstrip().split(b",")[0].split(b"}")[0]
             tokens = int(digits) if digits.isdigit() else 0
         if not tokens:
             tokens = len(self._request.output) or max(stream.events - (asked.path == CHAT), 1)

@@ -62,7 +62,7 @@ LONGEST_LINE = 64 << 20
 OTHER_PROMPT = "other_prompt"
 MOST_PROMPT = 1 << 24
 DEFAULTS = Sampling()
-DRAWS = tuple(each.name for each in fields(SamplingBody))
+DRAWS = tuple(field.name for field in fields(SamplingBody))
 
 
 # What a segment's engine is asked: the body of POST /segments (docs/engine.md).
@@ -90,16 +90,16 @@ class HandoverTicket:
 
 def stretches(segments: Sequence[Segment], prompt_tokens: int) -> list[SegmentWork]:
     """Who does what. Whoever decodes computes the last token itself, so a segment of that one alone is left out."""
-    found: list[SegmentWork] = []
+    segment_works: list[SegmentWork] = []
     for place, segment in enumerate(segments):
-        start = found[-1].stop if found and found[-1].stop is not None else 0
+        start = segment_works[-1].stop if segment_works and segment_works[-1].stop is not None else 0
         if segment.stop is not None and min(segment.stop, prompt_tokens - 1) <= start:
             continue
-        if found and found[-1].replica == segment.replica:
-            found[-1] = SegmentWork(place, segment.replica, found[-1].start, segment.stop)
+        if segment_works and segment_works[-1].replica == segment.replica:
+            segment_works[-1] = SegmentWork(place, segment.replica, segment_works[-1].start, segment.stop)
         else:
-            found.append(SegmentWork(place, segment.replica, start, segment.stop))
-    return found
+            segment_works.append(SegmentWork(place, segment.replica, start, segment.stop))
+    return segment_works
 
 
 def segment_body(
@@ -410,8 +410,8 @@ def _prompt(tokens: list[object], vocab: int) -> tuple[int, ...]:
     most = vocab or 1 << 31
     if len(tokens) > MOST_PROMPT:
         return ()
-    found = [token for token in tokens if type(token) is int and 0 <= token < most]
-    return tuple(found) if len(found) == len(tokens) else ()
+    numbers = [token for token in tokens if type(token) is int and 0 <= token < most]
+    return tuple(numbers) if len(numbers) == len(tokens) else ()
 
 
 def _code(error: bytes) -> object:
@@ -450,7 +450,7 @@ class SegmentAttempt(RunningAttempt):
 
     def start(self) -> None:
         run, asked, context = self.run, self.asked, self._context
-        there = dict(zip((each.replica for each in run.route.segments), self.endpoints, strict=True))
+        there = dict(zip((segment.replica for segment in run.route.segments), self.endpoints, strict=True))
         self._hops = [
             self._hop(work, there[work.replica]) for work in stretches(run.route.segments, self.prompt_tokens)
         ]
@@ -509,7 +509,7 @@ class SegmentAttempt(RunningAttempt):
         hop, self._paused = self._hops[-1], False
         if hop.call is not None and not hop.over:
             hop.call.resume()
-            if self._streams or all(each.over for each in self._hops[:-1]):
+            if self._streams or all(item.over for item in self._hops[:-1]):
                 hop.expect(self.now_s())
 
     # What the hops tell.

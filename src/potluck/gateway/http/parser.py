@@ -52,44 +52,44 @@ def _request_line(line: bytes) -> tuple[bytes, bytes, bytes, bool]:
     if target == b"*" and method != b"OPTIONS":
         raise HttpRefusal(400, "the request's first line cannot be read: the path must begin with /")
     path, _, query = target.partition(b"?")
-    found = (method, path, query, version == b"1.1")
+    result = (method, path, query, version == b"1.1")
     if len(line) <= KEPT_BYTES:
         if len(_requests_read) >= KEPT_LINES:
             _requests_read.clear()
-        _requests_read[line] = found
-    return found
+        _requests_read[line] = result
+    return result
 
 
 def status_line(line: bytes) -> tuple[int, bool]:
-    found = _statuses_read.get(line)
-    if found is not None:
-        return found
+    result = _statuses_read.get(line)
+    if result is not None:
+        return result
     match = _STATUS.fullmatch(line)
     if match is None:
         raise HttpRefusal(400, "the answer's first line cannot be read")
-    found = (int(match[2]), match[1] == b"1")
+    result = (int(match[2]), match[1] == b"1")
     if len(line) <= KEPT_BYTES:
         if len(_statuses_read) >= KEPT_LINES:
             _statuses_read.clear()
-        _statuses_read[line] = found
-    return found
+        _statuses_read[line] = result
+    return result
 
 
 def fields(lines: Sequence[bytes]) -> dict[bytes, bytes]:
-    found = dict(map(_fields_read.__getitem__, lines))
-    return found if len(found) == len(lines) else _joined(lines)
+    datas = dict(map(_fields_read.__getitem__, lines))
+    return datas if len(datas) == len(lines) else _joined(lines)
 
 
 def _joined(lines: Sequence[bytes]) -> dict[bytes, bytes]:
-    found: dict[bytes, bytes] = {}
+    joined: dict[bytes, bytes] = {}
     for line in lines:
         name, value = _fields_read[line]
-        if name in found:
+        if name in joined:
             if name in ONCE:
                 raise HttpRefusal(400, f"{name.decode()} comes twice")
-            value = found[name] + b", " + value
-        found[name] = value
-    return found
+            value = joined[name] + b", " + value
+        joined[name] = value
+    return joined
 
 
 def field(line: bytes) -> tuple[bytes, bytes]:
@@ -126,12 +126,12 @@ def length_of(headers: dict[bytes, bytes], v11: bool) -> int:
 
 
 def stays(headers: dict[bytes, bytes], v11: bool) -> bool:
-    said = headers.get(b"connection")
-    if said is None or not v11:
+    header = headers.get(b"connection")
+    if header is None or not v11:
         return v11
-    return said in (b"keep-alive", b"Keep-Alive") or b"close" not in said.lower().replace(b" ", b"").split(
-        b","
-    )
+    return header in (b"keep-alive", b"Keep-Alive") or b"close" not in header.lower().replace(
+        b" ", b""
+    ).split(b",")
 
 
 _SIZE = re.compile(rb"([0-9A-Fa-f]{1,8})(?:[ \t]*;[\t\x20-\x7e\x80-\xff]*)?")

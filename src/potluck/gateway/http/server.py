@@ -490,9 +490,9 @@ class ClientListener:
         limit_s = None if tls is None else self.limits.head_s
         self._handshake_s = limit_s or 0.0
         make = partial(ClientConnection, self)
-        for each in sockets:
+        for item in sockets:
             server = await loop.create_server(
-                make, sock=each, ssl=tls, backlog=BACKLOG, ssl_handshake_timeout=limit_s
+                make, sock=item, ssl=tls, backlog=BACKLOG, ssl_handshake_timeout=limit_s
             )
             self._servers.append(server)
         self._watching = loop.call_later(self._watch_s, self._watch)
@@ -505,13 +505,13 @@ class ClientListener:
         connection may wait is limited as ever.
         """
         self.closing, self._gentle = True, gently
-        held = [each.dup() for each in self.sockets] if for_good else []
+        held = [entry.dup() for entry in self.sockets] if for_good else []
         for server in self._servers:
             server.close()
-        for each in held:
+        for item in held:
             with suppress(OSError):
-                each.shutdown(socket.SHUT_RDWR)
-            each.close()
+                item.shutdown(socket.SHUT_RDWR)
+            item.close()
         if gently:
             # Those that still shake hands are not among them yet, and do it in this time or not at all.
             await asyncio.sleep(min(within_s, self._handshake_s))
@@ -606,8 +606,8 @@ async def open_port(
     try:
         await made.listen(sockets, tls)
     except BaseException:
-        for each in sockets:
-            each.close()
+        for item in sockets:
+            item.close()
         raise
     return made
 
@@ -623,12 +623,12 @@ async def bound(host: str, port: int, shared: bool = False) -> list[socket.socke
     made: list[socket.socket] = []
     try:
         loop = asyncio.get_running_loop()
-        found = await loop.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
-        for family, _, _, _, address in dict.fromkeys(found):
+        result = await loop.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+        for family, _, _, _, address in dict.fromkeys(result):
             at = (address[0], made[0].getsockname()[1] if made else port, *address[2:])
             made.append(socket.create_server(at, family=family, backlog=BACKLOG, reuse_port=shared))
     except OSError as error:
-        for each in made:
-            each.close()
+        for item in made:
+            item.close()
         raise InputError("--port", f"{host}:{port} cannot be used ({error.strerror or error})") from error
     return made

@@ -65,9 +65,9 @@ def take_over(path: Path) -> InheritedSockets | None:
     try:
         with _short(path) as address:
             link.connect(address)
-        said, numbers, _, _ = socket.recv_fds(link, MOST_BYTES, MOST_SOCKETS)
-        told = json.loads(said)
-        count, cordons = told["clients"], tuple(map(str, told.get("cordons", ())))
+        text, numbers, _, _ = socket.recv_fds(link, MOST_BYTES, MOST_SOCKETS)
+        document = json.loads(text)
+        count, cordons = document["clients"], tuple(map(str, document.get("cordons", ())))
     except (FileNotFoundError, ConnectionRefusedError):
         link.close()
         return None
@@ -117,9 +117,9 @@ class SocketHandover:
         try:
             link, _ = self._door.accept()
             self._links.add(link)
-            told = json.dumps({"clients": len(self._clients), "cordons": list(self._cordons())}).encode()
-            sockets = [each.fileno() for each in (*self._clients, *self._operators)]
-            socket.send_fds(link, [told], sockets)
+            message = json.dumps({"clients": len(self._clients), "cordons": list(self._cordons())}).encode()
+            sockets = [client.fileno() for client in (*self._clients, *self._operators)]
+            socket.send_fds(link, [message], sockets)
             link.setblocking(False)
             self._loop.add_reader(link, self._told, link)
         except OSError:
@@ -127,11 +127,11 @@ class SocketHandover:
 
     def _told(self, link: socket.socket) -> None:
         try:
-            said = link.recv(64)
+            received = link.recv(64)
         except OSError:
-            said = b""
+            received = b""
         self._drop(link)
-        if said == SERVING:
+        if received == SERVING:
             self.handed = True
             self._on_handed()
 

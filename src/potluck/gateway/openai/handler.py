@@ -120,7 +120,7 @@ UNSERVED = frozenset(
 
 @dataclass(frozen=True, slots=True)
 class HandlerSettings:
-    classes: frozenset[str] = frozenset(each.name for each in CLASSES)
+    classes: frozenset[str] = frozenset(request_class.name for request_class in CLASSES)
     secret: bytes = b""
     sharing: tuple[PrefixSharing, ...] = ()
     """Which tenants may use each other's cached prefixes."""
@@ -216,8 +216,8 @@ class ClientHandler(OpenRequests):
         if origin is None and site is None and host in self._hosts:
             return
         texts = {"Host": host, "Origin": origin, "Sec-Fetch-Site": site}
-        said = {name: value.decode("latin-1") for name, value in texts.items() if value is not None}
-        check_origin(method.decode("latin-1"), said, self._settings.served)
+        text = {name: value.decode("latin-1") for name, value in texts.items() if value is not None}
+        check_origin(method.decode("latin-1"), text, self._settings.served)
         if origin is None and site is None and host is not None and len(self._hosts) < 64:
             self._hosts.add(host)
 
@@ -265,13 +265,13 @@ class ClientHandler(OpenRequests):
                 self._begin(exchange, answering, key, validated, [])
                 return
 
-        def then(found: list[tuple[int, ...]] | Exception) -> None:
+        def then(result: list[tuple[int, ...]] | Exception) -> None:
             if answering.over:  # the client left meanwhile
                 return
             try:
-                if isinstance(found, Exception):
-                    raise found
-                self._begin(exchange, answering, key, validated, found)
+                if isinstance(result, Exception):
+                    raise result
+                self._begin(exchange, answering, key, validated, result)
             except Exception as error:
                 known = refusal(error) or self._unexpected(error)
                 answering.fail(known, _outcome(known))
@@ -295,10 +295,10 @@ class ClientHandler(OpenRequests):
         return card
 
     def _adapters(self) -> dict[str, ModelCard]:
-        found = {} if self._directory is None else self._directory.adapters()
+        texts = {} if self._directory is None else self._directory.adapters()
         return {
             name: replace(self._cards[base], name=name, base=base)
-            for name, base in found.items()
+            for name, base in texts.items()
             if base in self._cards and name not in self._cards
         }
 
@@ -355,9 +355,9 @@ class ClientHandler(OpenRequests):
     def _circle(self, tenant: str, model: str) -> str:
         """Those who share a salt: a tenant alone, or with others; nobody's name has such a character. Whoever leaves
         a circle finds nothing of it any more, as it is another one then."""
-        for each in self._settings.sharing:
-            if each.covers(tenant, model):
-                return "".join(f"\x01{name}" for name in each.tenants)
+        for prefix_sharing in self._settings.sharing:
+            if prefix_sharing.covers(tenant, model):
+                return "".join(f"\x01{name}" for name in prefix_sharing.tenants)
         return tenant
 
     def _salt(self, tenant: str, own: str | None) -> str:
@@ -367,8 +367,8 @@ class ClientHandler(OpenRequests):
         if not own:
             if not tenant:
                 return ""
-            if (found := self._salts.get(tenant)) is not None:
-                return found
+            if (salt := self._salts.get(tenant)) is not None:
+                return salt
         made = hmac.new(self._secret, f"{tenant}\0{own or ''}".encode(), hashlib.sha256).hexdigest()[:32]
         if not own:
             if len(self._salts) >= MOST_SALTS:
@@ -427,10 +427,10 @@ class ClientHandler(OpenRequests):
 
 
 def openapi(models: Iterable[str]) -> bytes:
-    found = json.loads(resources.files("potluck.gateway").joinpath("data/openapi.json").read_bytes())
+    document = json.loads(resources.files("potluck.gateway").joinpath("data/openapi.json").read_bytes())
     for name in ("CompletionRequest", "ChatRequest", "ResponseRequest"):
-        found["components"]["schemas"][name]["properties"]["model"]["enum"] = list(models)
-    return compact(found)
+        document["components"]["schemas"][name]["properties"]["model"]["enum"] = list(models)
+    return compact(document)
 
 
 def _outcome(error: HttpRefusal) -> str:

@@ -45,15 +45,15 @@ Frame = tuple[bytes, bytes]
 
 
 def frames_of(data: bytes, start: int = 0) -> tuple[list[Frame], int]:
-    found, at = [], start
+    result, at = [], start
     while at + _FRAME.size <= len(data):
         kind, size = _FRAME.unpack_from(data, at)
         stop = at + _FRAME.size + size
         if stop > len(data):
             break
-        found.append((kind, data[at + _FRAME.size : stop]))
+        result.append((kind, data[at + _FRAME.size : stop]))
         at = stop
-    return found, at
+    return result, at
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,9 +132,9 @@ class AnswerReader:
         data = os.pread(self._file, MOST_ANSWER_BYTES, self._at)
         self._at += len(data)
         self._rest += data
-        found, stop = frames_of(self._rest)
+        frames, stop = frames_of(self._rest)
         self._rest = self._rest[stop:]
-        return found
+        return frames
 
     @property
     def forsaken(self) -> bool:
@@ -165,9 +165,9 @@ class KeptAnswers:
                     if kept is not None:
                         return kept
                     continue
-                found = self._found(path, file, asked)
-                if found is not None:
-                    return found
+                kept_answer = self._found(path, file, asked)
+                if kept_answer is not None:
+                    return kept_answer
         except OSError as error:
             log.warning("answers cannot be kept: %s", error.strerror or error)
         return None
@@ -207,7 +207,7 @@ class KeptAnswers:
             fcntl.flock(file, fcntl.LOCK_EX)
             kept.add((META, json.dumps({"digest": asked.digest}).encode()))
             if had is not None:
-                kept.add(*((TOKENS, tokens_text(each)) for each in had.tokens))
+                kept.add(*((TOKENS, tokens_text(token)) for token in had.tokens))
             if not kept.open:  # the disk is full
                 made.unlink()
             elif instead:
@@ -232,11 +232,11 @@ class KeptAnswers:
 
     def _sweep(self) -> None:
         self.later(SWEEP_S, self._sweep)
-        with contextlib.suppress(OSError), os.scandir(self._folder) as found:
-            for each in found:
+        with contextlib.suppress(OSError), os.scandir(self._folder) as scandir_iterator:
+            for dir_entry in scandir_iterator:
                 with contextlib.suppress(OSError):
-                    if time.time() - each.stat().st_mtime > KEPT_S:
-                        self._remove(each.path)
+                    if time.time() - dir_entry.stat().st_mtime > KEPT_S:
+                        self._remove(dir_entry.path)
 
     @staticmethod
     def _remove(path: str) -> None:
@@ -249,7 +249,7 @@ class KeptAnswers:
 
 
 def tokens_text(choices: Sequence[SampledToken]) -> bytes:
-    return json.dumps([[each.token, each.logprob, each.top] for each in choices]).encode()
+    return json.dumps([[choice.token, choice.logprob, choice.top] for choice in choices]).encode()
 
 
 def _meta(frames: Sequence[Frame]) -> dict[str, object]:
@@ -264,10 +264,10 @@ def _had(meta: dict[str, object], frames: Sequence[Frame]) -> PartialAnswer | No
     word, created_s, seed = meta.get("word"), meta.get("created_s"), meta.get("seed")
     if not isinstance(word, str) or not isinstance(created_s, float):
         return None
-    told = [json.loads(payload) for kind, payload in frames if kind == TOKENS]
+    message = [json.loads(payload) for kind, payload in frames if kind == TOKENS]
     tokens = (
-        tuple(SampledToken(token, logprob, tuple(map(tuple, top))) for token, logprob, top in each)
-        for each in told
+        tuple(SampledToken(token, logprob, tuple(map(tuple, top))) for token, logprob, top in item)
+        for item in message
     )
     return PartialAnswer(word, created_s, seed if isinstance(seed, int) else None, tuple(tokens))
 
@@ -379,12 +379,12 @@ class AnswerRecording:
         had = self._kept.had
         tokens = () if had is None or had.seed is None else had.tokens
         self._continued = bool(tokens)
-        for each in tokens:
-            if answer.tokens(each):
+        for sampled_tokens in tokens:
+            if answer.tokens(sampled_tokens):
                 return  # a stop string was all that was missing
         taped = _RecordedBody(answer, self._kept)
         if tokens:
-            driver.resume(asked, taped, [choice.token for each in tokens for choice in each])
+            driver.resume(asked, taped, [choice.token for item in tokens for choice in item])
         else:
             driver.begin(asked, taped)
 
@@ -438,8 +438,8 @@ class AnswerFollower:
 
     def _pass_on(self, kind: bytes, payload: bytes) -> None:
         if kind == HEAD:
-            status, whole, said = json.loads(payload)
-            pairs = [(name.encode("latin-1"), value.encode("latin-1")) for name, value in said]
+            status, whole, text = json.loads(payload)
+            pairs = [(name.encode("latin-1"), value.encode("latin-1")) for name, value in text]
             pairs += [(OWN, self._request.encode())]
             pairs += [] if REPLAYED in pairs else [REPLAYED]
             self._head = (status, pairs, whole)
@@ -486,15 +486,15 @@ def meet(
     own = exchange.headers.get(OWN) == request.encode()
     key = exchange.headers.get(b"idempotency-key")
     asked = asked_of(tenant, key, request if own else None, exchange.path, exchange.body)
-    found = None if asked is None else repeats.claim(asked)
-    if asked is None or found is None:
+    kept_answer = None if asked is None else repeats.claim(asked)
+    if asked is None or kept_answer is None:
         return exchange
-    if isinstance(found, KeptAnswer):
-        return AnswerRecording(exchange, found, lasting=asked.lasting)
-    AnswerFollower(exchange, found, request, repeats, again).look()
+    if isinstance(kept_answer, KeptAnswer):
+        return AnswerRecording(exchange, kept_answer, lasting=asked.lasting)
+    AnswerFollower(exchange, kept_answer, request, repeats, again).look()
     return None
 
 
 def _head(status: int, headers: Iterable[tuple[bytes, bytes]], *, whole: bool) -> Frame:
-    said = [(name.decode("latin-1"), value.decode("latin-1")) for name, value in headers if name != OWN]
-    return HEAD, json.dumps([status, whole, said]).encode()
+    text = [(name.decode("latin-1"), value.decode("latin-1")) for name, value in headers if name != OWN]
+    return HEAD, json.dumps([status, whole, text]).encode()

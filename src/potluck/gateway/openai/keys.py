@@ -200,10 +200,10 @@ class KeyRing:
     def who(self, authorization: bytes | None, now_s: float) -> ApiKey:
         if now_s >= self._next_look_s:
             self.look(now_s)
-        found = self._recent.get(authorization) or self._find(authorization)
-        if found.expires_s is not None and self._clock() >= found.expires_s:
+        api_key = self._recent.get(authorization) or self._find(authorization)
+        if api_key.expires_s is not None and self._clock() >= api_key.expires_s:
             raise HttpRefusal(401, "this key has expired", "expired_api_key", "authorization")
-        return found
+        return api_key
 
     def _find(self, authorization: bytes | None) -> ApiKey:
         if authorization is None or authorization[:7].lower() != BEARER:
@@ -212,14 +212,14 @@ class KeyRing:
             )
         shown = authorization[7:].strip()
         digest = hashlib.sha256(shown[: LONGEST_KEY + 1]).digest()
-        found = self._by_digest.get(digest)
+        api_key = self._by_digest.get(digest)
         # The table finds by hash, which tells nothing of the key; whether it is the one is said in constant time.
-        known = hmac.compare_digest(digest, found.digest if found is not None else bytes(32))
-        if found is None or not known:
+        known = hmac.compare_digest(digest, api_key.digest if api_key is not None else bytes(32))
+        if api_key is None or not known:
             raise HttpRefusal(401, "this key is not known", "invalid_api_key", "authorization")
         if len(self._recent) < MOST_RECENT:
-            self._recent[authorization] = found
-        return found
+            self._recent[authorization] = api_key
+        return api_key
 
     def look(self, now_s: float) -> None:
         self._next_look_s = now_s + LOOK_S
@@ -239,10 +239,10 @@ class KeyRing:
 
     def _stamp(self) -> tuple[int, int, int] | None:
         try:
-            found = os.stat(self._path)
+            result = os.stat(self._path)
         except OSError:
             return None
-        return found.st_mtime_ns, found.st_size, found.st_ino
+        return result.st_mtime_ns, result.st_size, result.st_ino
 
     def _read(self, now_s: float) -> dict[bytes, ApiKey]:
         lines, opened = read_lines(self._path)
@@ -251,7 +251,7 @@ class KeyRing:
                 str(self._path),
                 "lets clients in without a key, and others can reach this gateway; `potluck keys add` or `close`",
             )
-        found: dict[bytes, ApiKey] = {}
+        api_keys: dict[bytes, ApiKey] = {}
         kept: dict[str, KeyRecord] = {}
         for line in lines:
             first = kept.setdefault(line.name, line)
@@ -269,11 +269,11 @@ class KeyRing:
             allowance.change(quota, now_s)
             digest = bytes.fromhex(line.sha256)
             classes = None if line.classes is None else frozenset(line.classes)
-            found[digest] = ApiKey(line.name, line.tenant, allowance, classes, _expiry_s(line), digest)
+            api_keys[digest] = ApiKey(line.name, line.tenant, allowance, classes, _expiry_s(line), digest)
         for name in self._allowances.keys() - kept.keys():
             del self._allowances[name]
         self.open = opened
-        return found
+        return api_keys
 
 
 def read_lines(path: Path) -> tuple[list[KeyRecord], bool]:
@@ -302,13 +302,13 @@ def read_lines(path: Path) -> tuple[list[KeyRecord], bool]:
 
 def _line(text: str, where: str) -> KeyRecord:
     try:
-        found = json.loads(text)
+        document = json.loads(text)
     except (ValueError, RecursionError):
         raise FormatError(where, "is not a JSON object on one line") from None
-    if not isinstance(found, dict) or "type" in found:
+    if not isinstance(document, dict) or "type" in document:
         raise FormatError(where, "is not a key: it must have name and sha256")
     try:
-        line = decode(KeyRecord, found)
+        line = decode(KeyRecord, document)
         Quota(line.requests_per_min, line.tokens_per_min, line.concurrent)
         _expiry_s(line)
     except InputError as error:
@@ -490,5 +490,5 @@ class KeyQuota:
         requests, tokens = self._requests, self._tokens
         if requests is None:
             return b"" if tokens is None else TOKENS_LEFT % tokens.left(now_s)
-        told = requests.left(now_s)
-        return REQUESTS_LEFT % told if tokens is None else ALL_LEFT % (told + tokens.left(now_s))
+        message = requests.left(now_s)
+        return REQUESTS_LEFT % message if tokens is None else ALL_LEFT % (message + tokens.left(now_s))

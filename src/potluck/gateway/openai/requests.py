@@ -81,12 +81,12 @@ class LengthEstimates:
         self._kept: dict[tuple[str, str], TenantLength] = {}
 
     def of(self, model: str, tenant: str) -> TenantLength:
-        found = self._kept.get((model, tenant))
-        if found is None:
+        tenant_length = self._kept.get((model, tenant))
+        if tenant_length is None:
             if len(self._kept) >= MOST_KEPT:
                 self._kept.clear()
-            found = self._kept[model, tenant] = TenantLength()
-        return found
+            tenant_length = self._kept[model, tenant] = TenantLength()
+        return tenant_length
 
 
 ENGINES = EngineAbilities(frozenset({"service_tier"}), most_logprobs=MOST_LOGPROBS, draws=True)
@@ -135,10 +135,10 @@ def read_card(
     if (folder / "config.json").is_file():
         members = JsonMembers(read_json(folder / "config.json"))
         inner = members.part("text_config")
-        for each in (members, inner):
-            ends.update(each.tokens("eos_token_id"))
-            context = context or int(each.number("max_position_embeddings", 0))
-            vocab = vocab or int(each.number("vocab_size", 0))
+        for json_members in (members, inner):
+            ends.update(json_members.tokens("eos_token_id"))
+            context = context or int(json_members.number("max_position_embeddings", 0))
+            vocab = vocab or int(json_members.number("vocab_size", 0))
         if members.text("model_type", default="") == OWN_FORM:
             own, model = members.part("config"), members.part("config").part("model")
             ends.update(own.tokens("eos_tokens"))
@@ -262,9 +262,11 @@ def _chars(prompts: list[Prompt], messages: list[Message] | None) -> int:
 
 def understand(validated: ValidatedRequest) -> CompletionRequest | ChatRequest:
     try:
-        found = validate(replace(validated.card, plain=False), validated.body, chat=validated.chat).asked
-        assert found is not None
-        return found
+        completion_request = validate(
+            replace(validated.card, plain=False), validated.body, chat=validated.chat
+        ).asked
+        assert completion_request is not None
+        return completion_request
     except PotluckError:  # It took what engines do not: of that the text alone is shown.
         return (ChatRequest if validated.chat else CompletionRequest)(validated.card.name, validated.stream)
 
@@ -371,10 +373,10 @@ def options_of(
 
 
 def _switch(given: bytes | None) -> bool:
-    found = False if given is None else SWITCH.get(given)
-    if found is None:
+    switch = False if given is None else SWITCH.get(given)
+    if switch is None:
         raise InputError("x-potluck-exact", "must be 1, 0, true or false")
-    return found
+    return switch
 
 
 def _deadline_s(given: bytes | None, came_s: float) -> float | None:

@@ -72,8 +72,8 @@ def counted(data: bytes) -> TokenCounts:
     start = data.rfind(b'"usage"')
     if start < 0:
         return NOTHING_SAID
-    found = dict(reversed(NUMBERS.findall(data, start)))
-    prompt, output, cached = found.get(b"prompt"), found.get(b"completion"), found.get(b"cached")
+    result = dict(reversed(NUMBERS.findall(data, start)))
+    prompt, output, cached = result.get(b"prompt"), result.get(b"completion"), result.get(b"cached")
     return TokenCounts(
         None if prompt is None else int(prompt),
         None if output is None else int(output),
@@ -89,22 +89,22 @@ class EventParser:
 
     def feed(self, data: bytes) -> list[dict[str, object]]:
         *lines, self._held = (self._held + data).split(b"\n")
-        found = []
+        result = []
         for line in lines:
             value = line.strip()
             if value.startswith(PART) and (value := value[len(PART) :].strip()) != b"[DONE]":
-                found.append(parsed(value))
-        return found
+                result.append(parsed(value))
+        return result
 
 
 def parsed(data: bytes) -> dict[str, object]:
     try:
-        found = json.loads(data)
+        document = json.loads(data)
     except (ValueError, RecursionError) as error:
         raise FormatError("answer", "the server's answer is not JSON") from error
-    if not isinstance(found, dict):
+    if not isinstance(document, dict):
         raise FormatError("answer", "the server's answer is not an object")
-    return found
+    return document
 
 
 GONE = 499
@@ -507,8 +507,8 @@ class ChoiceWriter:
         self._offset = offset_behind(made, self._offset)
         asked = self._validated.asked
         counts = asked is not None and asked.stream_options.continuous_usage_stats
-        told = usage(answering.prompt_tokens, answering.output, 0) if counts else None
-        answering.say(event(answering.head.reply([made], chunk=True, usage=told)))
+        message = usage(answering.prompt_tokens, answering.output, 0) if counts else None
+        answering.say(event(answering.head.reply([made], chunk=True, usage=message)))
 
     def _end(self, text: str, finish: str, cached_tokens: int) -> None:
         answering = self._answering
@@ -613,13 +613,13 @@ class ChoiceWriter:
         if self._pieces is not None:
             body = b"".join(self._pieces)
             try:
-                found = parsed(body)
+                result = parsed(body)
             except FormatError as error:
                 answering.fail(HttpRefusal(502, str(error), "upstream_failed"), "upstream")
                 return
-            choices = found.get("choices")
+            choices = result.get("choices")
             if 400 <= self._status < 500:
-                answering.fail(_refusal(self._status, found), "upstream")
+                answering.fail(_refusal(self._status, result), "upstream")
                 return
             if self._status >= 400 or not isinstance(choices, list) or not choices:
                 line = f"the server answered with status {self._status} and no choice"

@@ -71,7 +71,7 @@ def _format(value: object) -> Json | None:
         return form
     return {
         "type": "json_schema",
-        "json_schema": {name: each for name, each in form.items() if name != "type"},
+        "json_schema": {name: item for name, item in form.items() if name != "type"},
     }
 
 
@@ -81,13 +81,13 @@ def _check_options(value: object) -> None:
 
 
 def _messages(instructions: object, given: object) -> list[Json]:
-    found: list[Json] = []
+    jsons: list[Json] = []
     if instructions is not None:
         if not isinstance(instructions, str):
             raise FormatError("instructions", "must be text")
-        found.append({"role": "system", "content": instructions})
+        jsons.append({"role": "system", "content": instructions})
     if isinstance(given, str):
-        return [*found, {"role": "user", "content": given}]
+        return [*jsons, {"role": "user", "content": given}]
     if not isinstance(given, list) or not given:
         raise FormatError("input", "must be text, or a list of messages")
     for place, item in enumerate(given):
@@ -96,8 +96,8 @@ def _messages(instructions: object, given: object) -> list[Json]:
             raise InputError(where, "may only be a message")
         if item.get("role") not in ROLES:
             raise InputError(f"{where}.role", f"must be one of {', '.join(ROLES)}")
-        found.append({"role": item["role"], "content": _content(item.get("content"), f"{where}.content")})
-    return found
+        jsons.append({"role": item["role"], "content": _content(item.get("content"), f"{where}.content")})
+    return jsons
 
 
 def _content(content: object, where: str) -> str:
@@ -170,11 +170,11 @@ class ResponsesExchange:
         if self._over:
             return
         try:
-            said = b"".join(self._said(part) for part in self._parts.feed(data))
+            text = b"".join(self._said(part) for part in self._parts.feed(data))
         except PotluckError as error:
-            said = self._failed(error_object(502, str(error), code="upstream_failed")["error"])
-        if said:
-            self._exchange.write(said)
+            text = self._failed(error_object(502, str(error), code="upstream_failed")["error"])
+        if text:
+            self._exchange.write(text)
 
     def end(self) -> None:
         if not self._over and self._response:
@@ -203,7 +203,7 @@ class ResponsesExchange:
     def _said(self, part: Json) -> bytes:
         if "error" in part:
             return self._failed(part["error"])
-        said = b""
+        event = b""
         if not self._response:
             self._response = {
                 "id": part.get("id"),
@@ -211,24 +211,24 @@ class ResponsesExchange:
                 "model": part.get("model"),
             }
             begun = self._object(self._response, "in_progress", [])
-            said = self._event("response.created", response=begun)
-            said += self._event("response.in_progress", response=begun)
-            said += self._event(
+            event = self._event("response.created", response=begun)
+            event += self._event("response.in_progress", response=begun)
+            event += self._event(
                 "response.output_item.added", output_index=0, item=self._item("in_progress", ())
             )
-            said += self._place("response.content_part.added", part=_text_part(""))
+            event += self._place("response.content_part.added", part=_text_part(""))
         self._usage = part.get("usage") or self._usage
         choices = part.get("choices")
         choice = choices[0] if isinstance(choices, list) and choices else {}
         if not isinstance(choice, dict):
-            return said
+            return event
         self._finish = str(choice.get("finish_reason") or self._finish)
         delta = choice.get("delta")
         text = delta.get("content") if isinstance(delta, dict) else None
         if isinstance(text, str) and text:
             self._text += text
-            said += self._place("response.output_text.delta", delta=text, logprobs=[])
-        return said
+            event += self._place("response.output_text.delta", delta=text, logprobs=[])
+        return event
 
     def _completed(self) -> bytes:
         self._over = True
@@ -243,11 +243,11 @@ class ResponsesExchange:
 
     def _failed(self, error: object) -> bytes:
         self._over = True
-        found = error if isinstance(error, dict) else {"message": str(error)}
-        told = {"code": found.get("code") or "server_error", "message": found.get("message")}
+        result = error if isinstance(error, dict) else {"message": str(error)}
+        message = {"code": result.get("code") or "server_error", "message": result.get("message")}
         if not self._response:
-            return self._event("error", **told, param=None)
-        failed = {**self._object(self._response, "failed", []), "error": told}
+            return self._event("error", **message, param=None)
+        failed = {**self._object(self._response, "failed", []), "error": message}
         return self._event("response.failed", response=failed)
 
     def _place(self, kind: str, **fields: object) -> bytes:

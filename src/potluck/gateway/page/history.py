@@ -59,16 +59,18 @@ class PageHistory:
         self._noted.clear()
         by_model: dict[str, list[RequestOutcome]] = {name: [] for name in tables.get("models", {})}
         tokens: Counter[str] = Counter()
-        for told in ended:
-            if told.model:
-                by_model.setdefault(told.model, []).append(told)
-                tokens[told.tenant] += told.prompt_tokens + told.output_tokens
+        for request_outcome in ended:
+            if request_outcome.model:
+                by_model.setdefault(request_outcome.model, []).append(request_outcome)
+                tokens[request_outcome.tenant] += (
+                    request_outcome.prompt_tokens + request_outcome.output_tokens
+                )
         self._tenants.append(tokens)
         point = {
             "at_s": round(now_s, 2),
             "models": {
-                name: self._figures(each, span_s, name, tables.get("models", {}).get(name, {}))
-                for name, each in by_model.items()
+                name: self._figures(request_outcomes, span_s, name, tables.get("models", {}).get(name, {}))
+                for name, request_outcomes in by_model.items()
             },
         }
         self._points.append(point)
@@ -83,25 +85,25 @@ class PageHistory:
         slo = self._slos.get(model)
         ttft_s, tpot_s, in_time, tokens = [], [], 0, 0
         classes: dict[str, list[int]] = {}
-        for told in ended:
-            tokens += told.output_tokens
-            mine = classes.setdefault(told.request_class, [0, 0])
+        for request_outcome in ended:
+            tokens += request_outcome.output_tokens
+            mine = classes.setdefault(request_outcome.request_class, [0, 0])
             mine[0] += 1
-            if told.first_s is None:
+            if request_outcome.first_s is None:
                 continue
-            waited_s = told.first_s - told.came_s
-            each = told.output_tokens / max(1, told.choices)
-            gap_s = (told.ended_s - told.first_s) / (each - 1) if each > 1 else 0.0
+            waited_s = request_outcome.first_s - request_outcome.came_s
+            value = request_outcome.output_tokens / max(1, request_outcome.choices)
+            gap_s = (request_outcome.ended_s - request_outcome.first_s) / (value - 1) if value > 1 else 0.0
             ttft_s.append(waited_s)
-            if each > 1:
+            if value > 1:
                 tpot_s.append(gap_s)
-            if told.outcome in ANSWERED and (
-                slo is None or slo.kept(waited_s, gap_s, told.ended_s - told.came_s)
+            if request_outcome.outcome in ANSWERED and (
+                slo is None or slo.kept(waited_s, gap_s, request_outcome.ended_s - request_outcome.came_s)
             ):
                 in_time += 1
                 mine[1] += 1
-        answered = sum(told.outcome in ANSWERED for told in ended)
-        prompts = sum(told.prompt_tokens for told in ended if told.outcome in ANSWERED)
+        answered = sum(message.outcome in ANSWERED for message in ended)
+        prompts = sum(message.prompt_tokens for message in ended if message.outcome in ANSWERED)
         usd_per_h = float(row.get("usd_per_h") or 0.0)
         whole = tokens + prompts
         return {
@@ -184,9 +186,9 @@ class Waterfall:
         if isinstance(event, RequestArrived):
             self._arrived(at_s, event.request)
         elif isinstance(event, _HEARD):
-            found = self._came_s.get(event.request)
-            if found is not None:
-                self._heard(at_s - found, event)
+            value = self._came_s.get(event.request)
+            if value is not None:
+                self._heard(at_s - value, event)
         for action in actions:
             if type(action) is Run or type(action) is Hedge:
                 self._sent(at_s, action)
@@ -204,9 +206,9 @@ class Waterfall:
         return {name: row for name, row in self._rows.items() if name in wanted}
 
     def changed(self) -> dict[str, Row]:
-        found = {name: self._rows[name] for name in self._changed if name in self._rows}
+        result = {name: self._rows[name] for name in self._changed if name in self._rows}
         self._changed = {}
-        return found
+        return result
 
     # One request.
 
@@ -249,8 +251,8 @@ class Waterfall:
                 "attempt": run.attempt,
                 "sent_s": _short(at_s - came_s),
                 "segments": [
-                    {"replica": each.replica, "start": each.start, "stop": each.stop}
-                    for each in run.route.segments
+                    {"replica": segment.replica, "start": segment.start, "stop": segment.stop}
+                    for segment in run.route.segments
                 ],
             }
         )
@@ -263,14 +265,14 @@ class Waterfall:
             case SegmentDone(request, attempt, place):
                 self._mark(request, attempt, place, "handed_s", after_s)
             case FirstToken(request, attempt):
-                found = self._attempt(request, attempt)
-                if found is not None:
-                    found["first_s"] = _short(after_s)
+                result = self._attempt(request, attempt)
+                if result is not None:
+                    result["first_s"] = _short(after_s)
                     self._rows[request].setdefault("first_s", _short(after_s))
             case AttemptFailed(request, attempt, kind, where, streamed):
-                found = self._attempt(request, attempt)
-                if found is not None:
-                    found.update(failed=kind, where=where, ended_s=_short(after_s), streamed=streamed)
+                result = self._attempt(request, attempt)
+                if result is not None:
+                    result.update(failed=kind, where=where, ended_s=_short(after_s), streamed=streamed)
                 self._shown.add(request)
             case RequestFinished(request, _, output_tokens):
                 self._over(after_s, request, "done", {"output_tokens": output_tokens}, since=0.0)
@@ -279,15 +281,15 @@ class Waterfall:
         self._touch(event.request)
 
     def _mark(self, request: str, attempt: int, place: int, field: str, after_s: float) -> None:
-        found = self._attempt(request, attempt)
-        if found is not None and place < len(found["segments"]):
-            found["segments"][place].setdefault(field, _short(after_s))
+        result = self._attempt(request, attempt)
+        if result is not None and place < len(result["segments"]):
+            result["segments"][place].setdefault(field, _short(after_s))
 
     def _attempt(self, request: str, attempt: int) -> Row | None:
         row = self._rows.get(request)
         if row is None:
             return None
-        return next((each for each in reversed(row["attempts"]) if each["attempt"] == attempt), None)
+        return next((item for item in reversed(row["attempts"]) if item["attempt"] == attempt), None)
 
     def _over(
         self, at_s: float, request: str, state: str, more: Mapping[str, Any], since: float | None = None

@@ -59,13 +59,13 @@ class StaticFile(NamedTuple):
 
 @cache
 def files() -> dict[str, StaticFile]:
-    found = {BASE: _read_file(BASE, base_css().encode())}
-    for each in sorted(
+    static_files = {BASE: _read_file(BASE, base_css().encode())}
+    for path in sorted(
         resources.files("potluck.gateway.page").joinpath("data").iterdir(), key=lambda one: one.name
     ):
-        if each.name[each.name.rfind(".") :] in KINDS:
-            found[each.name] = _read_file(each.name, each.read_bytes())
-    return found
+        if path.name[path.name.rfind(".") :] in KINDS:
+            static_files[path.name] = _read_file(path.name, path.read_bytes())
+    return static_files
 
 
 def _read_file(name: str, body: bytes) -> StaticFile:
@@ -138,10 +138,10 @@ def add_page(app: web.Application, page: PageRoutes) -> None:
             at_s = float("nan")
         if not isfinite(at_s):
             raise InputError("at", "must be a time, in seconds since 1970")
-        found = show.moment(at_s)
-        if found is None:
+        result = show.moment(at_s)
+        if result is None:
             raise HttpRefusal(404, "nothing is known of that time", "not_found")
-        return _json(found)
+        return _json(result)
 
     async def one(request: web.Request) -> web.StreamResponse:
         row = show.requests.row(request.query.get("id", ""))
@@ -161,13 +161,13 @@ def add_page(app: web.Application, page: PageRoutes) -> None:
 
 
 async def _file(request: web.Request) -> web.StreamResponse:
-    found = files().get(request.match_info.get("name", FIRST))
-    if found is None:
+    file = files().get(request.match_info.get("name", FIRST))
+    if file is None:
         raise HttpRefusal(404, "there is no such file", "not_found")
-    headers = {**HEADERS, "Content-Type": found.kind, "ETag": found.tag}
-    if request.headers.get("If-None-Match") == found.tag:
+    headers = {**HEADERS, "Content-Type": file.kind, "ETag": file.tag}
+    if request.headers.get("If-None-Match") == file.tag:
         return web.Response(status=304, headers=headers)
-    return web.Response(body=found.body, headers=headers)
+    return web.Response(body=file.body, headers=headers)
 
 
 async def _live(request: web.Request, show: PageStream) -> web.StreamResponse:
@@ -186,9 +186,9 @@ async def _live(request: web.Request, show: PageStream) -> web.StreamResponse:
         await response.prepare(request)
         over = False
         while not over:
-            said = await watcher.next(QUIET_S)
+            text = await watcher.next(QUIET_S)
             over = watcher.over
-            await response.write(said)
+            await response.write(text)
         return response
     except ConnectionError:
         return response

@@ -42,10 +42,10 @@ class Rates(Generic[Key]):
     def look(self, span_s: float) -> dict[Key, float]:
         keep = max(0.0, 1.0 - span_s / self._over_s)
         new, self._new = self._new, Counter()
-        found = {
+        values = {
             key: self._rates.get(key, 0.0) * keep + new[key] / self._over_s for key in {*self._rates, *new}
         }
-        self._rates = {key: rate for key, rate in found.items() if rate > self._least}
+        self._rates = {key: rate for key, rate in values.items() if rate > self._least}
         return self._rates
 
 
@@ -138,8 +138,8 @@ class FleetSnapshot:
         rented: Counter[tuple[str, str]] = Counter()
         for unit in core.brain.fleet.units.values():
             template = core.replica_models.templates.get(unit.template)
-            for each in () if template is None else template.nodes:
-                rented[unit.region, each.node] += each.count
+            for node_count in () if template is None else template.nodes:
+                rented[unit.region, node_count.node] += node_count.count
         return {
             region.name: {
                 "offers": [
@@ -156,12 +156,12 @@ class FleetSnapshot:
         }
 
     def _models(self, queues: list[QueueView], usd: Mapping[str, float]) -> dict[str, Row]:
-        core, found = self._core, {}
-        said = {each.model: each for each in core.plan.predictions}
+        core, result = self._core, {}
+        text = {prediction.model: prediction for prediction in core.plan.predictions}
         for name, model in core.replica_models.resolved.models.items():
-            slo, promise = core.replica_models.resolved.slos.get(name), said.get(name)
+            slo, promise = core.replica_models.resolved.slos.get(name), text.get(name)
             why = core.lacking(name)
-            found[name] = {
+            result[name] = {
                 "weights": model.name,
                 "layers": model.layer_count,
                 "ready": not why,
@@ -177,20 +177,20 @@ class FleetSnapshot:
                     "confidence": promise.confidence,
                 },
                 "usd_per_h": round(usd.get(name, 0.0), 3),
-                "running": sum(each.running for each in queues if each.model == name),
-                "waiting": sum(each.waiting for each in queues if each.model == name),
+                "running": sum(queue.running for queue in queues if queue.model == name),
+                "waiting": sum(queue.waiting for queue in queues if queue.model == name),
             }
-        return found
+        return result
 
     def _tenants(self, queues: list[QueueView], tokens: Mapping[str, int]) -> dict[str, Row]:
-        weights = {each.name: each.weight for each in self._core.policy.tenants}
-        names = {*weights, *tokens, *(each.tenant for each in queues)}
+        weights = {item.name: item.weight for item in self._core.policy.tenants}
+        names = {*weights, *tokens, *(queue.tenant for queue in queues)}
         whole = sum(tokens.values())
         return {
             name: {
                 "weight": weights.get(name, 1.0),
-                "running": sum(each.running for each in queues if each.tenant == name),
-                "waiting": sum(each.waiting for each in queues if each.tenant == name),
+                "running": sum(queue.running for queue in queues if queue.tenant == name),
+                "waiting": sum(queue.waiting for queue in queues if queue.tenant == name),
                 "tokens_last_min": tokens.get(name, 0),
                 "share": round(tokens.get(name, 0) / whole, 3) if whole else 0.0,
             }
@@ -199,19 +199,19 @@ class FleetSnapshot:
 
     def _links(self, span_s: float) -> dict[str, Row]:
         planned, weight = self._core.links_gbps, min(1.0, span_s / FLOW_S)
-        for each in self._core.watch.links:
-            before = self._used.get((each.source, each.target), 0.0)
-            self._used[each.source, each.target] = before + (each.utilisation - before) * weight
+        for link in self._core.watch.links:
+            before = self._used.get((link.source, link.target), 0.0)
+            self._used[link.source, link.target] = before + (link.utilisation - before) * weight
         return {
-            f"{each.source} > {each.target}": {
-                "source": each.source,
-                "target": each.target,
-                "used": round(self._used[each.source, each.target], 2),
-                "gbps": float(f"{each.gbps:.3g}"),
-                "planned_gbps": planned.get((each.source, each.target), each.gbps),
-                "waiting_mb": round(each.queued_bytes / 1e6, 1),
+            f"{link_reported.source} > {link_reported.target}": {
+                "source": link_reported.source,
+                "target": link_reported.target,
+                "used": round(self._used[link_reported.source, link_reported.target], 2),
+                "gbps": float(f"{link_reported.gbps:.3g}"),
+                "planned_gbps": planned.get((link_reported.source, link_reported.target), link_reported.gbps),
+                "waiting_mb": round(link_reported.queued_bytes / 1e6, 1),
             }
-            for each in self._core.watch.links
+            for link_reported in self._core.watch.links
         }
 
     # Replicas.
@@ -234,7 +234,7 @@ class FleetSnapshot:
                     row |= {"busy": 0.0, "tokens_per_s": 0.0}
                 rows[name] = row
         self._busy = {name: busy for name, busy in self._busy.items() if name in rows}
-        self._plain = {name: each for name, each in self._plain.items() if name in views}
+        self._plain = {name: item for name, item in self._plain.items() if name in views}
         self._rows = rows
         return rows
 
@@ -291,24 +291,29 @@ def stages_of(layout: Layout) -> list[Row]:
 
 
 def deployments_of(plan: Plan, price: Any) -> dict[str, Row]:
-    found = {}
-    longest = {(each.model, each.bucket): each.longest_tokens for each in plan.buckets}
-    for each in plan.deployments:
-        template = plan.template(each.template)
+    result = {}
+    longest = {
+        (length_bucket.model, length_bucket.bucket): length_bucket.longest_tokens
+        for length_bucket in plan.buckets
+    }
+    for deployment in plan.deployments:
+        template = plan.template(deployment.template)
         shares = [
-            share for share in plan.shares if (share.template, share.region) == (each.template, each.region)
+            share
+            for share in plan.shares
+            if (share.template, share.region) == (deployment.template, deployment.region)
         ]
-        found[f"{each.template}@{each.region}"] = {
+        result[f"{deployment.template}@{deployment.region}"] = {
             "model": template.model,
-            "region": each.region,
+            "region": deployment.region,
             "kind": template.kind,
-            "count": each.count,
+            "count": deployment.count,
             "confidence": template.confidence,
             "replicas": [
                 {"role": replica.role, "gpu": gpu_of(replica.layout), "stages": stages_of(replica.layout)}
                 for replica in template.replicas
             ],
-            "usd_per_h": round(each.count * _copy_usd_per_h(template, each.region, price), 3),
+            "usd_per_h": round(deployment.count * _copy_usd_per_h(template, deployment.region, price), 3),
             "shares": [
                 {
                     "up_to_tokens": longest.get((template.model, share.bucket)),
@@ -318,11 +323,11 @@ def deployments_of(plan: Plan, price: Any) -> dict[str, Row]:
                 for share in shares
             ],
         }
-    return found
+    return result
 
 
 def _copy_usd_per_h(template: Template, region: str, price: Any) -> float:
-    return sum(each.count * float(price(region, each.node)) for each in template.nodes)
+    return sum(node_count.count * float(price(region, node_count.node)) for node_count in template.nodes)
 
 
 def notices(core: GatewayCore, settings: GatewaySettings) -> Iterator[str]:

@@ -64,9 +64,9 @@ class PageReader:
         except TimeoutError:
             return b": nothing\n\n"
         self._news.clear()
-        found = b"".join(self._messages)
+        text = b"".join(self._messages)
         self._messages.clear()
-        return found
+        return text
 
 
 class PageStream:
@@ -112,14 +112,14 @@ class PageStream:
             "version": VERSION,
             "at_s": self._clock(),
             "points": self.hour.columns(),
-            "events": [event_of(each) for each in self._core.decision_log.kept],
+            "events": [event_of(decision) for decision in self._core.decision_log.kept],
         }
 
     def moment(self, at_s: float) -> Row | None:
-        found = self.hour.frame(at_s)
-        if found is None:
+        result = self.hour.frame(at_s)
+        if result is None:
             return None
-        return {"format": FORMAT, "version": VERSION, "at_s": found[0], "tables": found[1]}
+        return {"format": FORMAT, "version": VERSION, "at_s": result[0], "tables": result[1]}
 
     # Who watches.
 
@@ -158,7 +158,9 @@ class PageStream:
 
     def goodbye(self) -> None:
         """The last line to all who watch: that the gateway was asked to end, or what was said of it."""
-        last = next((each for each in reversed(self._core.decision_log.kept) if each.kind == "end"), None)
+        last = next(
+            (decision for decision in reversed(self._core.decision_log.kept) if decision.kind == "end"), None
+        )
         what, why = STOPPED if last is None else (last.what, last.why)
         line = message("bye", {"what": what, "why": why})
         self._rest()
@@ -178,7 +180,9 @@ class PageStream:
                 "tables": self._before,
                 "requests": self.requests.latest(),
                 "events": [
-                    event_of(each) for each in self._core.decision_log.kept if each.number <= self._event
+                    event_of(decision)
+                    for decision in self._core.decision_log.kept
+                    if decision.number <= self._event
                 ],
                 "points": self.hour.columns(),
             },
@@ -186,8 +190,8 @@ class PageStream:
 
     def _tick(self) -> None:
         self._ticking = asyncio.get_running_loop().call_later(self._tick_s, self._tick)
-        said = self.news()
-        line = message("news", said)
+        text = self.news()
+        line = message("news", text)
         for watcher in self._watchers:
             watcher.put(line)
         if any(watcher.late for watcher in self._watchers):
@@ -201,20 +205,20 @@ class PageStream:
         after = self._tables(now_s)
         changed, gone = changes(self._before, after)
         self._before = after
-        found: Row = {"at_s": round(now_s, 3)}
+        row: Row = {"at_s": round(now_s, 3)}
         if changed:
-            found["set"] = changed
+            row["set"] = changed
         if gone:
-            found["gone"] = gone
+            row["gone"] = gone
         if rows := self.requests.changed():
-            found["requests"] = rows
-        new = [each for each in self._core.decision_log.kept if each.number > self._event]
+            row["requests"] = rows
+        new = [decision for decision in self._core.decision_log.kept if decision.number > self._event]
         if new:
             self._event = new[-1].number
-            found["events"] = [event_of(each) for each in new]
+            row["events"] = [event_of(decision) for decision in new]
         if self._point is not None:
-            found["point"], self._point = self._point, None
-        return found
+            row["point"], self._point = self._point, None
+        return row
 
 
 def changes(before: Tables, after: Tables) -> tuple[dict[str, dict[str, Row]], dict[str, list[str]]]:

@@ -27,7 +27,9 @@ class ReplicaDirectory:
         return "" if endpoint is None else endpoint.region
 
     def refresh(self) -> None:
-        self._by_segments = frozenset(each.model for each in self._endpoints.values() if each.kind == "face")
+        self._by_segments = frozenset(
+            endpoint.model for endpoint in self._endpoints.values() if endpoint.kind == "face"
+        )
         self._own, self._adapters = abilities_of(self._endpoints.values())
 
     def segments(self, model: str) -> bool:
@@ -51,13 +53,13 @@ class ReplicaDirectory:
 def abilities_of(endpoints: Iterable[Endpoint]) -> tuple[frozenset[str], dict[str, str]]:
     """Models all of whose engines take clients' own requests; adapters that all engines of a model have."""
     by_model: dict[str, list[Endpoint]] = {}
-    for each in endpoints:
-        by_model.setdefault(each.model, []).append(each)
-    own = frozenset(model for model, found in by_model.items() if all(each.own for each in found))
+    for endpoint in endpoints:
+        by_model.setdefault(endpoint.model, []).append(endpoint)
+    own = frozenset(model for model, result in by_model.items() if all(item.own for item in result))
     adapters = {
         name: model
-        for model, found in by_model.items()
-        for name in frozenset.intersection(*(frozenset(each.adapters) for each in found))
+        for model, result in by_model.items()
+        for name in frozenset.intersection(*(frozenset(item.adapters) for item in result))
         if name not in by_model
     }
     return own, adapters

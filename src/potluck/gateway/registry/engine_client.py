@@ -102,7 +102,7 @@ def read_status(body: bytes, host: str = "") -> StatusReport:
         _whole(data, "max_tokens"),
         _whole(data, "block_tokens"),
         status,
-        tuple(_link(each) for each in links if isinstance(each, dict)),
+        tuple(_link(link) for link in links if isinstance(link, dict)),
         _text(data, "problem")[:200],
         data.get("own") is True,
         _words(data, "adapters"),
@@ -134,14 +134,16 @@ def read_cache(replica: str, body: bytes) -> tuple[int, tuple[CacheReported, ...
     epoch, reports = data.get("epoch"), data.get("reports")
     if type(epoch) is not int or not isinstance(reports, list):
         raise FormatError("cache", "has no epoch or no reports")
-    found = []
-    for each in reports:
-        if not isinstance(each, dict) or type(each.get("sequence")) is not int:
+    cache_reporteds = []
+    for report in reports:
+        if not isinstance(report, dict) or type(report.get("sequence")) is not int:
             raise FormatError("cache: reports", "one has no sequence")
-        added, removed, marked, unmarked = (_names(each, kind) for kind in KINDS)
-        whole = each.get("whole") is True
-        found.append(CacheReported(replica, each["sequence"], added, removed, marked, unmarked, 1, whole))
-    return epoch, tuple(found)
+        added, removed, marked, unmarked = (_names(report, kind) for kind in KINDS)
+        whole = report.get("whole") is True
+        cache_reporteds.append(
+            CacheReported(replica, report["sequence"], added, removed, marked, unmarked, 1, whole)
+        )
+    return epoch, tuple(cache_reporteds)
 
 
 def _names(data: dict[str, Any], kind: str) -> tuple[int, ...]:
@@ -170,10 +172,10 @@ def _text(data: dict[str, Any], name: str) -> str:
 
 
 def _words(data: dict[str, Any], name: str) -> tuple[str, ...]:
-    found = data.get(name, [])
-    if not isinstance(found, list) or len(found) > MOST_ADAPTERS:
+    datum = data.get(name, [])
+    if not isinstance(datum, list) or len(datum) > MOST_ADAPTERS:
         raise FormatError(f"status: {name}", f"must be a list of at most {MOST_ADAPTERS} names")
-    return tuple(sorted(each for each in found if isinstance(each, str) and 0 < len(each) <= LONGEST_NAME))
+    return tuple(sorted(item for item in datum if isinstance(item, str) and 0 < len(item) <= LONGEST_NAME))
 
 
 def _number(data: dict[str, Any], name: str) -> float:
@@ -236,13 +238,15 @@ class EngineClient:
         data = b"" if body is None else json.dumps(body).encode()
         try:
             where = (self._outgoing, entry.address, method, path, data)
-            status, _, said = await fetch(*where, headers=headers, within_s=within_s, most_bytes=MOST_BYTES)
+            status, _, message = await fetch(
+                *where, headers=headers, within_s=within_s, most_bytes=MOST_BYTES
+            )
         except (PotluckError, OSError) as error:
             raise EngineNoAnswer(" ".join(str(error).split())[:200]) from error
         if not 200 <= status < 300:
-            text = " ".join(said[:200].decode("utf-8", "replace").split())
+            text = " ".join(message[:200].decode("utf-8", "replace").split())
             raise EngineNoAnswer(f"{path.decode()} was answered with {status}: {text}")
-        return said
+        return message
 
     async def status(self, engine: EngineRecord) -> StatusReport:
         return read_status(await self.ask(engine, b"GET", b"/status"), engine.entry.address.host)
@@ -259,8 +263,8 @@ class EngineClient:
         if engine.cache_epoch is not None:
             query = f"?epoch={engine.cache_epoch}&after={engine.cache_after}".encode()
         replica = engine.replica
-        found = await self.ask(engine, b"GET", b"/cache" + query)
-        epoch, reports = read_cache(replica, found)
+        result = await self.ask(engine, b"GET", b"/cache" + query)
+        epoch, reports = read_cache(replica, result)
         engine.cache_epoch = epoch
         if reports:
             engine.cache_after = reports[-1].sequence

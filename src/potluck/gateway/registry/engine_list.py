@@ -57,11 +57,11 @@ class EngineEntry:
 
     @property
     def precise(self) -> int:
-        said = (self.model, self.template, self.region, "" if self.index is None else "index")
-        return 8 * bool(self.replica) + sum(map(bool, said))
+        text = (self.model, self.template, self.region, "" if self.index is None else "index")
+        return 8 * bool(self.replica) + sum(map(bool, text))
 
 
-_WRITTEN = {each.name for each in fields(EngineEntry)} - {"address", "key"} | {"key_file"}
+_WRITTEN = {item.name for item in fields(EngineEntry)} - {"address", "key"} | {"key_file"}
 
 
 def read_roster(text: str, where: str, folder: Path | None = None) -> tuple[EngineEntry, ...]:
@@ -79,12 +79,12 @@ def read_roster(text: str, where: str, folder: Path | None = None) -> tuple[Engi
         raise FormatError(where, "must be a list under `engines:`")
     if len(listed) > MOST_ENGINES:
         raise InputError(where, f"at most {MOST_ENGINES} engines, got {len(listed)}")
-    found = [_entry(each, f"{where}: engines[{place}]", folder) for place, each in enumerate(listed)]
-    urls = [each.url for each in found]
+    engine_entries = [_entry(item, f"{where}: engines[{place}]", folder) for place, item in enumerate(listed)]
+    urls = [engine_entry.url for engine_entry in engine_entries]
     for url in urls:
         if urls.count(url) > 1:
             raise InputError(where, f"{url} is there twice")
-    return tuple(found)
+    return tuple(engine_entries)
 
 
 def _entry(data: object, where: str, folder: Path | None) -> EngineEntry:
@@ -121,10 +121,10 @@ def _entry(data: object, where: str, folder: Path | None) -> EngineEntry:
 
 
 def _flag(values: dict[str, object], name: str, default: bool, where: str) -> bool:
-    found = values.pop(name, default)
-    if type(found) is not bool:
+    value = values.pop(name, default)
+    if type(value) is not bool:
         raise FormatError(f"{where}.{name}", "must be true or false")
-    return found
+    return value
 
 
 def _key(file: str | None, where: str, folder: Path | None) -> str:
@@ -158,13 +158,13 @@ def matched(
     """Who becomes which engine: those that say most about where they belong choose first."""
     left = sorted(free, key=lambda entry: -entry.precise)
     members = {member.id: member for member in wanted}
-    found = []
+    result = []
     for entry in left:
-        member = next((each for each in members.values() if entry.suits(each)), None)
+        member = next((replica_spec for replica_spec in members.values() if entry.suits(replica_spec)), None)
         if member is not None:
-            found.append((member, entry))
+            result.append((member, entry))
             del members[member.id]
-    return found
+    return result
 
 
 class EngineListFile:
@@ -183,20 +183,20 @@ class EngineListFile:
             return False
         self._stamp = stamp
         try:
-            found = self._read()
+            engine_entries = self._read()
         except PotluckError as error:
             self.problem = str(error)
             return False
         self.problem = ""
-        before, self.entries = self.entries, found
-        return found != before
+        before, self.entries = self.entries, engine_entries
+        return engine_entries != before
 
     def _stamped(self) -> tuple[int, int, int] | None:
         try:
-            found = self._path.stat()
+            result = self._path.stat()
         except OSError:
             return None
-        return found.st_mtime_ns, found.st_size, found.st_ino
+        return result.st_mtime_ns, result.st_size, result.st_ino
 
     def _read(self) -> tuple[EngineEntry, ...]:
         try:

@@ -55,18 +55,18 @@ def link_reports(
     Layers cross as they are computed, so a transfer is often slower than its link: the rate seen counts only where
     many bytes wait for the link. A link that nobody waits for is as fast as planned.
     """
-    found = []
+    link_reporteds = []
     for ends, gbps in planned_gbps.items():
-        each = passed.get(ends, LinkTraffic())
+        link_traffic = passed.get(ends, LinkTraffic())
         room_bytes = gbps * 1e9 / 8 * period_s
-        share = min(1.0, each.moved_bytes / room_bytes) if room_bytes > 0 else 1.0
-        busy_s = min(period_s, each.busy_s)
-        if each.queued_bytes > LEAST_QUEUE_S * gbps * 1e9 / 8 and busy_s >= LEAST_BUSY * period_s:
-            gbps = min(gbps, each.moved_bytes * 8e-9 / busy_s)
-        resent_bytes = each.resent_segments * SEGMENT_BYTES
-        lost = resent_bytes / (each.moved_bytes + resent_bytes) if resent_bytes > 0 else 0.0
-        found.append(LinkReported(*ends, share, each.queued_bytes, gbps, lost))
-    return found
+        share = min(1.0, link_traffic.moved_bytes / room_bytes) if room_bytes > 0 else 1.0
+        busy_s = min(period_s, link_traffic.busy_s)
+        if link_traffic.queued_bytes > LEAST_QUEUE_S * gbps * 1e9 / 8 and busy_s >= LEAST_BUSY * period_s:
+            gbps = min(gbps, link_traffic.moved_bytes * 8e-9 / busy_s)
+        resent_bytes = link_traffic.resent_segments * SEGMENT_BYTES
+        lost = resent_bytes / (link_traffic.moved_bytes + resent_bytes) if resent_bytes > 0 else 0.0
+        link_reporteds.append(LinkReported(*ends, share, link_traffic.queued_bytes, gbps, lost))
+    return link_reporteds
 
 
 POLL_S = 0.5
@@ -134,8 +134,8 @@ class HealthChecker:
             self._shares[ends] = eased(self._shares.get(ends, 1.0), report.lost_share)
         gbps = {ends: full * self._shares[ends] for ends, full in self._planned_gbps.items()}
         wants = {
-            ends: {replica: size / period_s for replica, size in each.by_sender.items()}
-            for ends, each in passed.items()
+            ends: {replica: size / period_s for replica, size in link_traffic.by_sender.items()}
+            for ends, link_traffic in passed.items()
         }
         self._granted = granted(self._registry.endpoints, gbps, wants)
 
@@ -153,21 +153,21 @@ class HealthChecker:
             await self._prompt(engine, caller.ask(engine, b"GET", b"/health"))
             registry.heard(engine)
             return
-        said, before = await self._prompt(engine, caller.status(engine)), engine.said
-        engine.said = said
-        self.lateness.told(engine.entry.url, said.predicted_s, said.took_s)
+        status_report, before = await self._prompt(engine, caller.status(engine)), engine.said
+        engine.said = status_report
+        self.lateness.told(engine.entry.url, status_report.predicted_s, status_report.took_s)
         if before is not None and engine.replica:
-            if said.uptime_s < before.uptime_s:
+            if status_report.uptime_s < before.uptime_s:
                 registry.lost(engine, "was restarted")
-            elif said.fingerprint != before.fingerprint or said.model != before.model:
+            elif status_report.fingerprint != before.fingerprint or status_report.model != before.model:
                 registry.lost(engine, "serves something else than before")
-            elif said.state == "failed":
-                registry.lost(engine, said.problem or "has failed")
+            elif status_report.state == "failed":
+                registry.lost(engine, status_report.problem or "has failed")
         registry.heard(engine)
         replica = engine.replica
         if not replica or registry.find(replica) is None:
             return
-        self._report(engine, ReplicaReported(replica, said.status))
+        self._report(engine, ReplicaReported(replica, status_report.status))
         if self._grants and replica in self._granted:
             with suppress(EngineNoAnswer):  # one that knows no grants sends as it always did
                 await caller.grants(engine, self._granted[replica], LASTS_S)
@@ -179,8 +179,8 @@ class HealthChecker:
     def _report(self, engine: EngineRecord, report: ReplicaReported) -> None:
         """What says nothing new is told now and then: it is written down each time."""
         now_s = time.monotonic()
-        told_s, told = engine.told
-        if report != told or now_s - told_s >= SAME_S:
+        told_s, replica_reported = engine.told
+        if report != replica_reported or now_s - told_s >= SAME_S:
             engine.told = now_s, report
             self._tell(report)
 
@@ -208,8 +208,8 @@ class HealthChecker:
 
     def _passed(self) -> dict[tuple[str, str], LinkTraffic]:
         registry = self._registry
-        senders = {each.kv: each for each in registry.endpoints if each.kv}
-        found: dict[tuple[str, str], LinkTraffic] = {}
+        senders = {item.kv: item for item in registry.endpoints if item.kv}
+        link_traffics: dict[tuple[str, str], LinkTraffic] = {}
         for engine in registry.engines:
             endpoint = registry.find(engine.replica) if engine.replica else None
             if endpoint is None or engine.said is None:
@@ -221,7 +221,7 @@ class HealthChecker:
                     engine.resent[link.peer] = link.retransmits
                     for ends in self._planned_gbps:
                         if ends[0] == endpoint.region:
-                            passed = found.setdefault(ends, LinkTraffic())
+                            passed = link_traffics.setdefault(ends, LinkTraffic())
                             passed.queued_bytes += link.queue_bytes
                             passed.resent_segments += again
                             passed.wants(endpoint.replica, link.queue_bytes)
@@ -233,13 +233,13 @@ class HealthChecker:
                 moved_bytes, took_s = link.moved_bytes - moved_before, max(0.0, busy_s - busy_before)
                 if moved_bytes <= 0:  # nothing, or it was restarted
                     continue
-                passed = found.setdefault((sender.region, endpoint.region), LinkTraffic())
+                passed = link_traffics.setdefault((sender.region, endpoint.region), LinkTraffic())
                 passed.moved_bytes += moved_bytes
                 passed.wants(sender.replica, moved_bytes)
                 passed.busy_s += took_s
                 codec = registry.codec(sender, endpoint)
                 self.moved(sender.replica, endpoint.replica, codec, round(moved_bytes), took_s)
-        return found
+        return link_traffics
 
 
 LASTS_S = 15.0
@@ -248,13 +248,13 @@ Ends = tuple[str, str]
 
 def hosts_of(endpoints: Iterable[Endpoint]) -> dict[str, frozenset[str]]:
     """The machines of each region that senders know by their address; one of two regions is in neither."""
-    found: dict[str, set[str]] = {}
-    for each in endpoints:
-        if each.kv:
-            found.setdefault(each.region, set()).add(each.kv.rpartition(":")[0].strip("[]"))
+    result: dict[str, set[str]] = {}
+    for endpoint in endpoints:
+        if endpoint.kv:
+            result.setdefault(endpoint.region, set()).add(endpoint.kv.rpartition(":")[0].strip("[]"))
     return {
-        region: frozenset(mine - set().union(*(hosts for other, hosts in found.items() if other != region)))
-        for region, mine in found.items()
+        region: frozenset(mine - set().union(*(hosts for other, hosts in result.items() if other != region)))
+        for region, mine in result.items()
     }
 
 
@@ -266,19 +266,21 @@ def granted(
     """By replica, the body's `grants` of PUT /grants. All that could send over a link have a share of it."""
     known = tuple(endpoints)
     hosts = hosts_of(known)
-    found: dict[str, list[dict[str, object]]] = {}
+    result: dict[str, list[dict[str, object]]] = {}
     for (source, target), bandwidth in sorted(gbps.items()):
         peers = sorted(hosts.get(target, ()))
         wants = wants_bytes_per_s.get((source, target), {})
         senders = {
-            each.replica: wants.get(each.replica, 0.0) for each in known if each.region == source and each.kv
+            endpoint.replica: wants.get(endpoint.replica, 0.0)
+            for endpoint in known
+            if endpoint.region == source and endpoint.kv
         }
         if not peers or not senders or bandwidth <= 0:
             continue
         for replica, rate in grants(bandwidth * 1e9 / 8, senders).items():
-            said = {"link": f"{source}->{target}", "peers": peers, "bytes_per_s": max(1, round(rate))}
-            found.setdefault(replica, []).append(said)
-    return found
+            text = {"link": f"{source}->{target}", "peers": peers, "bytes_per_s": max(1, round(rate))}
+            result.setdefault(replica, []).append(text)
+    return result
 
 
 WINDOW_S = 30.0

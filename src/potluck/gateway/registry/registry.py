@@ -105,7 +105,11 @@ class ReplicaRegistry(ReplicaDirectory):
             (slot.member, slot.role, slot.draining, slot.engine.entry.url if slot.engine else "")
             for slot in self._slots.values()
         )
-        idle = tuple(each.entry.url for each in self.engines if each.up and not each.replica)
+        idle = tuple(
+            engine_record.entry.url
+            for engine_record in self.engines
+            if engine_record.up and not engine_record.replica
+        )
         return WantedFleet(replicas, idle, self._replan, self._version)
 
     # The roster.
@@ -183,7 +187,7 @@ class ReplicaRegistry(ReplicaDirectory):
         source, target = (self._slots.get(name) for name in (action.source, action.target))
         if source is None or target is None or source.engine is None or target.engine is None:
             return
-        ends = [self._endpoints.get(each.member.id) for each in (source, target)]
+        ends = [self._endpoints.get(replica_slot.member.id) for replica_slot in (source, target)]
         if ends[0] is None or ends[1] is None:
             return
         codec = self.codec(ends[0], ends[1])
@@ -200,14 +204,14 @@ class ReplicaRegistry(ReplicaDirectory):
         if not engine.replica:
             self.bind()
             return
-        slot, said = self._slots.get(engine.replica), engine.said
-        if slot is None or not slot.ready or said is None:
+        slot, status_report = self._slots.get(engine.replica), engine.said
+        if slot is None or not slot.ready or status_report is None:
             return
-        if said.role != slot.role:
+        if status_report.role != slot.role:
             self._spawn(self._call(self.caller.role(engine, slot.role)))  # a call before did not reach it
         endpoint = self._endpoints.get(engine.replica)
-        if endpoint is not None and endpoint.adapters != said.adapters:
-            self._endpoints[engine.replica] = replace(endpoint, adapters=said.adapters)
+        if endpoint is not None and endpoint.adapters != status_report.adapters:
+            self._endpoints[engine.replica] = replace(endpoint, adapters=status_report.adapters)
             self._changed()
 
     def _emptied_elsewhere(self, engine: EngineRecord) -> None:
@@ -269,9 +273,13 @@ class ReplicaRegistry(ReplicaDirectory):
             return
         self._binding = True
         try:
-            free = {each.entry.url: each for each in self._engines.values() if self._is_free(each)}
+            free = {
+                engine_record.entry.url: engine_record
+                for engine_record in self._engines.values()
+                if self._is_free(engine_record)
+            }
             lacking = [slot.member for slot in self._slots.values() if slot.engine is None]
-            for member, entry in matched(lacking, [each.entry for each in free.values()]):
+            for member, entry in matched(lacking, [engine_record.entry for engine_record in free.values()]):
                 engine, slot = free[entry.url], self._slots[member.id]
                 problem = self._unsuited(engine, member)
                 if problem:
@@ -291,23 +299,25 @@ class ReplicaRegistry(ReplicaDirectory):
             return ""
         mark = engine.said.fingerprint
         others = {
-            each.fingerprint
-            for each in self._endpoints.values()
-            if each.model == member.model and each.fingerprint
+            endpoint.fingerprint
+            for endpoint in self._endpoints.values()
+            if endpoint.model == member.model and endpoint.fingerprint
         }
         if mark and others and mark not in others:
             return f"has other weights than the replicas of {member.model} that serve"
         return ""
 
     async def _ready(self, engine: EngineRecord, slot: ReplicaSlot) -> None:
-        member, said = slot.member, engine.said
+        member, status_report = slot.member, engine.said
         try:
             served = engine.entry.served_model
             if engine.entry.kind == "face":
-                if engine.drained or (said is not None and said.state in ("draining", "drained")):
+                if engine.drained or (
+                    status_report is not None and status_report.state in ("draining", "drained")
+                ):
                     await self.caller.drain(engine, resume=True)
                     engine.drained = False
-                if said is None or said.role != slot.role:
+                if status_report is None or status_report.role != slot.role:
                     await self.caller.role(engine, slot.role)
                 await self._introduce()
             elif not served:
@@ -323,30 +333,39 @@ class ReplicaRegistry(ReplicaDirectory):
             member.region,
             engine.entry.address,
             engine.entry.kind,
-            said.kv if said else "",
-            said.fingerprint if said else "",
-            served or (said.model if said else ""),
+            status_report.kv if status_report else "",
+            status_report.fingerprint if status_report else "",
+            served or (status_report.model if status_report else ""),
             key=engine.entry.key,
             token_ids=engine.entry.token_ids,
             cache_salt=engine.entry.cache_salt,
             unit=member.unit,
             codec=self._codec_inside(member.template),
-            own=said is not None and said.own,
-            adapters=said.adapters if said else (),
+            own=status_report is not None and status_report.own,
+            adapters=status_report.adapters if status_report else (),
         )
         slot.ready = True
         self._version += 1
         self._changed()
-        self._tell(ReplicaReady(member.id, said.kv_version if said else 0))
+        self._tell(ReplicaReady(member.id, status_report.kv_version if status_report else 0))
 
     async def _introduce(self) -> None:
-        there = [each for each in self._engines.values() if each.up and each.said and each.said.kv]
-        known = frozenset(each.said.kv for each in there if each.said)
-        unaware = [each for each in there if each.peers != known]
+        there = [
+            engine_record
+            for engine_record in self._engines.values()
+            if engine_record.up and engine_record.said and engine_record.said.kv
+        ]
+        known = frozenset(engine_record.said.kv for engine_record in there if engine_record.said)
+        unaware = [engine_record for engine_record in there if engine_record.peers != known]
         for engine in unaware:
             engine.peers = known
-        told = [self.caller.peers(each, known - {each.said.kv if each.said else ""}) for each in unaware]
-        for engine, outcome in zip(unaware, await asyncio.gather(*told, return_exceptions=True), strict=True):
+        coroutines = [
+            self.caller.peers(engine_record, known - {engine_record.said.kv if engine_record.said else ""})
+            for engine_record in unaware
+        ]
+        for engine, outcome in zip(
+            unaware, await asyncio.gather(*coroutines, return_exceptions=True), strict=True
+        ):
             if isinstance(outcome, BaseException):
                 engine.peers = None
 

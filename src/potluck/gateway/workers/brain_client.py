@@ -183,12 +183,12 @@ def _alone(replica: str) -> Route:
 
 
 def endpoints_text(endpoints: Iterable[Endpoint], codecs: Codecs) -> str:
-    said = [_said_of(each) for each in endpoints]
-    return json.dumps({"endpoints": said, "codecs": [[*key, codec] for key, codec in codecs.items()]})
+    text = [_said_of(endpoint) for endpoint in endpoints]
+    return json.dumps({"endpoints": text, "codecs": [[*key, codec] for key, codec in codecs.items()]})
 
 
 def _said_of(endpoint: Endpoint) -> dict[str, object]:
-    return {each.name: getattr(endpoint, each.name) for each in fields(endpoint)}
+    return {field.name: getattr(endpoint, field.name) for field in fields(endpoint)}
 
 
 class RemoteDirectory(ReplicaDirectory):
@@ -202,17 +202,17 @@ class RemoteDirectory(ReplicaDirectory):
         data = json.loads(text)
         self._codecs = {(model, source, target): codec for model, source, target, codec in data["codecs"]}
         self._endpoints.clear()
-        for each in data["endpoints"]:
-            address, adapters = Address(*each.pop("address")), tuple(each.pop("adapters"))
-            endpoint = Endpoint(address=address, adapters=adapters, **each)
+        for datum in data["endpoints"]:
+            address, adapters = Address(*datum.pop("address")), tuple(datum.pop("adapters"))
+            endpoint = Endpoint(address=address, adapters=adapters, **datum)
             self._endpoints[endpoint.replica] = endpoint
         self.refresh()
 
     def named(self, endpoint: Endpoint) -> str | None:
         """What the engine behind an endpoint is called now; another Brain may have given it another name."""
-        for each in self._endpoints.values():
-            if each.address == endpoint.address and each.fingerprint == endpoint.fingerprint:
-                return each.replica
+        for item in self._endpoints.values():
+            if item.address == endpoint.address and item.fingerprint == endpoint.fingerprint:
+                return item.replica
         return None
 
 

@@ -65,8 +65,8 @@ class BrainProcessContext:
         return str(self.home / "brain")
 
     def close(self) -> None:
-        for each in (self.brain_loop, *self.operators, *(each for held in self.clients for each in held)):
-            each.close()
+        for operator in (self.brain_loop, *self.operators, *(item for held in self.clients for item in held)):
+            operator.close()
         shutil.rmtree(self.home, ignore_errors=True)
 
 
@@ -79,8 +79,8 @@ async def make_post(places: ListenAddresses, takeover: Path | None = None) -> Br
     taken = None if takeover is None else take_over(takeover)
     held, operators = inherited()
     if taken is not None:
-        for each in (*held, *operators):
-            each.close()
+        for item in (*held, *operators):
+            item.close()
         held, operators = taken.clients, taken.operators
     operators = operators or await bound(places.admin_host, places.admin_port)
     clients, port = [], places.port
@@ -238,24 +238,24 @@ class Supervisor:
             return bool(self._brain.pid) and self._brain.ended() is None
         code = self._brain.look(now_s)
         if code is not None:
-            said = self._brain.said
-            if SERVES not in said and not self._post.again:
-                text = said.decode("utf-8", "replace")
+            message = self._brain.said
+            if SERVES not in message and not self._post.again:
+                text = message.decode("utf-8", "replace")
                 raise PotluckError(text or f"the Brain's process ended with {code}; its log says why")
             if code == 0:  # It was told to end, or another gateway serves.
                 return False
             self._post.again = True
             self._brain.look(now_s)
-        for each in self._workers:
-            if each.look(now_s) is not None:
-                each.look(now_s)
+        for process in self._workers:
+            if process.look(now_s) is not None:
+                process.look(now_s)
         return True
 
     def _end(self) -> None:
         self._stopping = True
         self._brain.end(0.0)
-        for each in self._workers:
-            each.end(LEAVE_S)
+        for process in self._workers:
+            process.end(LEAVE_S)
         os.close(self._alive)
         os.close(self._post.life)
         self._post.close()

@@ -135,7 +135,7 @@ class WorkerPool:
             settings.places.host,
             int(self._post.clients[0][0].getsockname()[1]),
             self._cards,
-            tuple(each.name for each in self.core.policy.classes),
+            tuple(request_class.name for request_class in self.core.policy.classes),
             self.core.policy.shared_prefixes,
             None if settings.keys is None else str(settings.keys.absolute()),
             None if certificate is None else str(certificate.absolute()),
@@ -160,9 +160,9 @@ class WorkerPool:
         return json.dumps({model: why for model in models if (why := self.core.lacking(model))})
 
     def _changed(self) -> None:
-        said = self._endpoints()
+        endpoints = self._endpoints()
         for seat in self._seats:
-            seat.channel.send(brain_client.ENDPOINTS, said)
+            seat.channel.send(brain_client.ENDPOINTS, endpoints)
         self._look()
 
     def _lost(self, replica: str) -> None:

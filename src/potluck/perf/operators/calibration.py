@@ -270,8 +270,8 @@ def _extras(
     experts' share of the arithmetic as it is, for their kernels stay below what power allows. Windowed attention
     does not carry over: it follows the GPU's own.
     """
-    found = {extra.name: extra for extra in (own.extras if own else ())}
-    known = {extra.name for s in calibration.gpus for extra in s.extras} - set(found) - {WINDOWED}
+    extra_operators = {extra.name: extra for extra in (own.extras if own else ())}
+    known = {extra.name for s in calibration.gpus for extra in s.extras} - set(extra_operators) - {WINDOWED}
     for name in sorted(known):
         # H100 has a kernel for experts with per-tensor FP8 that takes thrice as long as its relatives.
         like = "experts:fp8_block" if name == "experts:fp8" and _kernels(gpu) != "hopper" else name
@@ -284,10 +284,10 @@ def _extras(
             if s.gemm is not None
         ]
         compute, bandwidth, *rest = _mean(ratios)
-        found[name] = ExtraOperator(
+        extra_operators[name] = ExtraOperator(
             name, (compute * (1.0 if own_share else gemm[0]), bandwidth * gemm[1], *rest)
         )
-    return found
+    return extra_operators
 
 
 def _kernels(gpu: Gpu) -> str:

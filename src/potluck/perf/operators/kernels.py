@@ -242,10 +242,10 @@ def gemm_s(
     stream = chip.bytes_per_s * curve.bandwidth
     sms = chip.sm_count
     if picked:
-        found = [
+        arrays = [
             _tiled_s(rows, cols, depth, many, sms, rate, stream, curve, (t,), splits) for _, t in PICKED_TILES
         ]
-        compute = np.select([rows <= most for most, _ in PICKED_TILES], found)
+        compute = np.select([rows <= most for most, _ in PICKED_TILES], arrays)
     else:
         compute = _tiled_s(rows, cols, depth, many, sms, rate, stream, curve, tiles, splits)
     weights = many * cols * depth * weight_bytes

@@ -54,8 +54,8 @@ def units_for(kind: Format, gpu: Gpu) -> MathUnits:
     """The units of a GPU that multiply with weights of a format."""
     plain = gpu.fp16_tflops * 1e12
     if kind in ("bf16", "fp16", "fp32"):
-        said = "" if gpu.bf16 or kind == "fp16" else f"{gpu.name} has no bf16: fp16 instead"
-        return MathUnits("bf16", plain, 2.0, False, said)
+        text = "" if gpu.bf16 or kind == "fp16" else f"{gpu.name} has no bf16: fp16 instead"
+        return MathUnits("bf16", plain, 2.0, False, text)
     if kind in ("fp8", "fp8_block"):
         if gpu.fp8_tflops:
             return MathUnits(kind, gpu.fp8_tflops * 1e12, 1.0, True)

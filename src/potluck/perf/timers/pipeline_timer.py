@@ -200,11 +200,11 @@ def stage_layers(model: Model, layout: Layout) -> list[tuple[Stage, range]]:
         raise InputError(
             "layout: stages", f"hold {layout.layer_count} layers, {model.name} has {model.layer_count}"
         )
-    found, start = [], 0
+    result, start = [], 0
     for stage in layout.stages:
-        found.append((stage, range(start, start + stage.layers)))
+        result.append((stage, range(start, start + stage.layers)))
         start += stage.layers
-    return found
+    return result
 
 
 def layout_requests(model: Model, layout: Layout, nodes: Mapping[str, NodeType], tokens: float) -> int:

@@ -111,8 +111,10 @@ def profile_from_json(text: str) -> Profile:
 def profile_for(profiles: Sequence[Profile], model: Model, node: NodeType, tp: int) -> Profile | None:
     """The profile of this model on this kind of GPU, sharded alike; the last one where there are several."""
     key = (node.gpu.name.lower(), model.name.lower(), tp)
-    found = [each for each in profiles if (each.gpu.lower(), each.model.lower(), each.tp) == key]
-    return found[-1] if found else None
+    result = [
+        profile for profile in profiles if (profile.gpu.lower(), profile.model.lower(), profile.tp) == key
+    ]
+    return result[-1] if result else None
 
 
 class ProfileTimer:

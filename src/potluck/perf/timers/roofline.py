@@ -102,7 +102,7 @@ class RooflineTimer:
     @property
     def _carried(self) -> list[str]:
         needed = needed_extras(self.model, self.node.gpu)
-        return [said for name, said in needed.items() if name in self.curves.carried]
+        return [text for name, text in needed.items() if name in self.curves.carried]
 
     @property
     def _unlike_link(self) -> bool:
@@ -115,15 +115,15 @@ class RooflineTimer:
     @property
     def basis(self) -> str:
         """Where the figures come from, in words."""
-        said = self.curves.basis
+        text = self.curves.basis
         carried = [*self._carried, *(["all-reduce over such a link"] if self._unlike_link else [])]
         if self.curves.confidence == "measured" and carried:
-            said += f"; carried over: {', '.join(carried)}"
+            text += f"; carried over: {', '.join(carried)}"
         parts = (
             *unmeasured_parts(self.model, self.node.gpu),
             *(["expert parallelism"] if self.ep != "none" else []),
         )
-        return f"{said}; not measured: {', '.join(parts)}" if parts else said
+        return f"{text}; not measured: {', '.join(parts)}" if parts else text
 
     def step_s(self, batch: StepBatch) -> Floats:
         result = np.empty(len(batch))
@@ -276,29 +276,29 @@ def check_tp(model: Model, node: NodeType, tp: int, ep: Ep = "none") -> None:
 
 def needed_extras(model: Model, gpu: Gpu) -> dict[str, str]:
     """Operators besides the 16-bit ones that a model needs on a GPU, by name, in words."""
-    found = {}
+    texts = {}
     dense = units_for(model.weights_are, gpu)
     if dense.makes_small:
-        found[f"gemm:{dense.family}"] = f"{model.weights_are} products"
+        texts[f"gemm:{dense.family}"] = f"{model.weights_are} products"
     if any(isinstance(layer.ffn, MoeFfn) for layer in model.layers):
-        found[f"experts:{units_for(model.experts_are, gpu).family}"] = f"{model.experts_are} experts"
+        texts[f"experts:{units_for(model.experts_are, gpu).family}"] = f"{model.experts_are} experts"
     if any(isinstance(layer.attention, LatentAttention) for layer in model.layers):
-        found["latent:decode"] = "latent attention"
-    return found
+        texts["latent:decode"] = "latent attention"
+    return texts
 
 
 def unmeasured_parts(model: Model, gpu: Gpu) -> tuple[str, ...]:
     """What no measurement behind the calibration has: it follows the bare formulas, or another format's figures."""
-    found = []
+    texts = []
     if any(isinstance(layer.attention, LinearAttention) for layer in model.layers):
-        found.append("linear attention")
+        texts.append("linear attention")
     dense, experts = units_for(model.weights_are, gpu), units_for(model.experts_are, gpu)
     if not (dense.plain or (dense.makes_small and dense.family == model.weights_are)):
-        found.append(f"{model.weights_are} products{'' if dense.makes_small else ', weights only'}")
+        texts.append(f"{model.weights_are} products{'' if dense.makes_small else ', weights only'}")
     mixture = any(isinstance(layer.ffn, MoeFfn) for layer in model.layers)
     if mixture and not (experts.plain or experts.family == model.experts_are):
-        found.append(f"{model.experts_are} experts")
-    return tuple(found)
+        texts.append(f"{model.experts_are} experts")
+    return tuple(texts)
 
 
 def _dense_s(

@@ -105,11 +105,11 @@ class ModelDecomposition:
         return float((mu * self.program.fleet.available).sum())
 
     def _best(self, m: int, mu: Floats) -> float:
-        return min((each.at(mu) for each in self.choices[m]), default=INFINITY)
+        return min((choice.at(mu) for choice in self.choices[m]), default=INFINITY)
 
     def costs(self, mu: Floats) -> list[float] | None:
         """z_m at these prices, or bounds on them; what models choose joins. None when time is over before."""
-        found = []
+        values = []
         for m in range(len(self.program.models)):
             # No price is lower than it was there, so neither is what the model costs.
             known = max((z for at, z in self.seen[m] if (at <= mu + NOUGHT).all()), default=-INFINITY)
@@ -119,8 +119,8 @@ class ModelDecomposition:
                 known = max(known, self._alone(m, mu, self.deadline.part(1 / (len(self.choices) - m))))
             if known == -INFINITY:
                 return None
-            found.append(known)
-        return found
+            values.append(known)
+        return values
 
     @property
     def _gap(self) -> float:
@@ -133,11 +133,11 @@ class ModelDecomposition:
         fleet = self.program.fleet
         priced = replace(fleet, price_usd_per_h=fleet.price_usd_per_h + mu)
         known = sorted(self.choices[m], key=lambda each: each.at(mu))[:1]
-        found = self._solved([m], priced, [each.counts for each in known], deadline)
-        if found.counts is not None:
-            self._add(m, found.counts, found.upper, mu)
-        self.seen[m].append((mu, found.lower))
-        return found.lower
+        solved = self._solved([m], priced, [model_choice.counts for model_choice in known], deadline)
+        if solved.counts is not None:
+            self._add(m, solved.counts, solved.upper, mu)
+        self.seen[m].append((mu, solved.lower))
+        return solved.lower
 
     def _tighten(self) -> None:
         """At the best prices, the models that were not solved to the end, with all the time there is."""
@@ -156,11 +156,11 @@ class ModelDecomposition:
         """Some of the models on some fleet; counts are told in the numbers of the whole program."""
         place = {m: at for at, m in enumerate(some)}
         program = replace(self.program, models=tuple(self.program.models[m] for m in some), fleet=fleet)
-        near = [{key._replace(group=place[key.group]): n for key, n in each.items()} for each in starts]
-        found = solve_flow(program, deadline, self._gap, [key for each in near for key in each], near)
-        if found.counts is not None:
-            found.counts = {key._replace(group=some[key.group]): n for key, n in found.counts.items()}
-        return found
+        near = [{key._replace(group=place[key.group]): n for key, n in start.items()} for start in starts]
+        flow = solve_flow(program, deadline, self._gap, [key for numbers in near for key in numbers], near)
+        if flow.counts is not None:
+            flow.counts = {key._replace(group=some[key.group]): n for key, n in flow.counts.items()}
+        return flow
 
     def _uses(self, counts: dict[ColumnKey, int]) -> Floats:
         uses = np.zeros(self.program.fleet.available.shape)
@@ -169,7 +169,7 @@ class ModelDecomposition:
         return uses
 
     def _add(self, m: int, counts: dict[ColumnKey, int], value: float, mu: Floats) -> None:
-        if all(each.counts != counts for each in self.choices[m]):
+        if all(choice.counts != counts for choice in self.choices[m]):
             uses = self._uses(counts)
             self.choices[m].append(ModelChoice(counts, uses, value - float((uses * mu).sum())))
 
@@ -184,9 +184,12 @@ class ModelDecomposition:
 
     def _offer(self) -> None:
         """The best whole mix of choices, where it is a plan and better than what is known."""
-        found = cheapest_mix(self.program, self.choices, self.state.upper, self.deadline)
-        if found is not None:
-            offer_counts(self.state, {key: n for each in found for key, n in each.counts.items()})
+        model_choices = cheapest_mix(self.program, self.choices, self.state.upper, self.deadline)
+        if model_choices is not None:
+            offer_counts(
+                self.state,
+                {key: n for model_choice in model_choices for key, n in model_choice.counts.items()},
+            )
 
     def _in_turn(self) -> None:
         """A plan, if there is time: one model after the other on the nodes that are left, the dearest first."""
@@ -194,10 +197,10 @@ class ModelDecomposition:
         for _, m in sorted(((z, m) for m, z in enumerate(self.least)), reverse=True):
             left = fleet.available - self._uses(taken).astype(np.int64)
             priced = replace(fleet, available=left, price_usd_per_h=fleet.price_usd_per_h + self.mu)
-            found = self._solved([m], priced, [], self.deadline.part(0.1))
-            if found.counts is None or self.deadline.over:
+            solved = self._solved([m], priced, [], self.deadline.part(0.1))
+            if solved.counts is None or self.deadline.over:
                 return
-            taken |= found.counts
+            taken |= solved.counts
         offer_counts(self.state, taken)
         if self.state.counts is not None:
             self._take(self.state.counts)
@@ -216,10 +219,10 @@ class ModelDecomposition:
             before = {key: n for key, n in state.counts.items() if key.group in some}
             rest = {key: n for key, n in state.counts.items() if key.group not in some}
             left = replace(fleet, available=fleet.available - self._uses(rest).astype(np.int64))
-            found = self._solved(some, left, [before], self.deadline.part(0.25))
-            if found.counts is not None and found.counts != before:
+            solved = self._solved(some, left, [before], self.deadline.part(0.25))
+            if solved.counts is not None and solved.counts != before:
                 upper = state.upper
-                offer_counts(state, rest | found.counts)
+                offer_counts(state, rest | solved.counts)
                 if state.upper < upper:
                     tried.clear()
 
@@ -240,16 +243,16 @@ class ModelDecomposition:
 
 def _mix(program: FlowProgram, choices: list[list[ModelChoice]]) -> tuple[list[ModelChoice], Milp]:
     """One choice for each model, within the nodes there are."""
-    every = [(m, each) for m, group in enumerate(choices) for each in group]
+    every = [(m, choice) for m, group in enumerate(choices) for choice in group]
     models, nodes = len(choices), program.fleet.available.size
     entries: list[tuple[int, int, float]] = []
-    for place, (m, each) in enumerate(every):
-        used = np.flatnonzero(each.uses.ravel())
+    for place, (m, model_choice) in enumerate(every):
+        used = np.flatnonzero(model_choice.uses.ravel())
         entries.append((m, place, 1.0))
-        entries += [(models + int(c), place, float(each.uses.ravel()[c])) for c in used]
-    row, column, value = (np.array(each) for each in zip(*entries, strict=True))
+        entries += [(models + int(c), place, float(model_choice.uses.ravel()[c])) for c in used]
+    row, column, value = (np.array(item) for item in zip(*entries, strict=True))
     problem = Milp(
-        cost=np.array([each.usd_per_h for _, each in every]),
+        cost=np.array([choice.usd_per_h for _, choice in every]),
         lower=np.zeros(len(every)),
         upper=np.full(len(every), INFINITY),
         integer=np.ones(len(every), bool),
@@ -259,7 +262,7 @@ def _mix(program: FlowProgram, choices: list[list[ModelChoice]]) -> tuple[list[M
         column=column.astype(np.int64),
         value=value.astype(np.float64),
     )
-    return [each for _, each in every], problem
+    return [choice for _, choice in every], problem
 
 
 def cheapest_mix(
@@ -272,7 +275,7 @@ def cheapest_mix(
     answer = solve_milp(problem, time_limit_s=deadline.final_s)
     if answer.x is None or answer.objective >= below * (1 - NOUGHT):
         return None
-    return [each for each, y in zip(every, answer.x, strict=True) if y > 0.5]
+    return [model_choice for model_choice, y in zip(every, answer.x, strict=True) if y > 0.5]
 
 
 def master(

@@ -224,7 +224,7 @@ def settle(
 def offer_counts(state: FlowState, counts: dict[ColumnKey, int]) -> None:
     """An earlier plan, where it still is one and better than what is known."""
     program = state.pricer.program
-    fixed = {each.key for each in program.running} | {pin.key for pin in program.pins}
+    fixed = {column_count.key for column_count in program.running} | {pin.key for pin in program.pins}
     rows = FlowRows(program, sorted({*counts, *fixed}))
     x = start_vector(rows, counts)
     if (x > np.array(rows.entries.upper) + 0.5).any():

@@ -129,13 +129,14 @@ class FlowRows:
         """Limits with their helpers, and nodes that are paid for already; columns put themselves in."""
         program, entries = self.program, self.entries
         self.helpers = [
-            entries.new_variable(each.usd_per_h, each.upper, each.whole) for each in program.helpers
+            entries.new_variable(extra_variable.usd_per_h, extra_variable.upper, extra_variable.whole)
+            for extra_variable in program.helpers
         ]
         for variable, helper in zip(self.helpers, program.helpers, strict=True):
             entries.put(
                 self.budget, variable, helper.usd_per_h if program.budget_usd_per_h is not None else 0.0
             )
-        self.limits = [entries.new_row(each.low, each.high) for each in program.limits]
+        self.limits = [entries.new_row(count_limit.low, count_limit.high) for count_limit in program.limits]
         for row, limit in zip(self.limits, program.limits, strict=True):
             entries.put(row, THETA, -limit.theta)
             for place, value in limit.helpers:
@@ -268,12 +269,12 @@ class FlowRows:
 
     def counts(self, x: Floats) -> dict[ColumnKey, int]:
         """n_j > 0 of a solution, running and new together."""
-        found: dict[ColumnKey, int] = {}
+        numbers: dict[ColumnKey, int] = {}
         for variables in (self.new, self.old):
             for key, variable in variables.items():
                 if n := round(float(x[variable])):
-                    found[key] = found.get(key, 0) + n
-        return found
+                    numbers[key] = numbers.get(key, 0) + n
+        return numbers
 
     def read(self, x: Floats) -> tuple[tuple[ColumnShare, ...], tuple[FlowRate, ...]]:
         """Shares and flows of a solution, without what is nought."""

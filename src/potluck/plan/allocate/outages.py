@@ -74,10 +74,10 @@ class AfterLoss:
 
 def losses(program: FlowProgram, keys: Mapping[ColumnKey, float]) -> list[NodeLoss]:
     """All losses that a plan with these columns must survive."""
-    found = [
-        NodeLoss(each.name, shares, each, None)
-        for each in program.outages
-        for shares in _apart(program, each.shares)
+    node_losses = [
+        NodeLoss(outage.name, shares, outage, None)
+        for outage in program.outages
+        for shares in _apart(program, outage.shares)
         if any(shares)
     ]
     for key in keys:
@@ -86,8 +86,8 @@ def losses(program: FlowProgram, keys: Mapping[ColumnKey, float]) -> list[NodeLo
             shares = tuple(share if m == key.group else 0.0 for m in range(len(program.models)))
             model = program.models[key.group].name
             where = program.fleet.regions[key.region]
-            found.append(NodeLoss(f"a copy of {model}[{key.template}]@{where}", shares, None, key))
-    return found
+            node_losses.append(NodeLoss(f"a copy of {model}[{key.template}]@{where}", shares, None, key))
+    return node_losses
 
 
 def _apart(program: FlowProgram, shares: tuple[float, ...]) -> list[tuple[float, ...]]:
@@ -222,13 +222,13 @@ def broken(
     single: bool = True,
 ) -> list[tuple[NodeLoss, AfterLoss]]:
     """The losses after which less than `theta` of what is asked for would be served."""
-    found = []
+    result = []
     for loss in losses(program, counts if single else {}):
         left = left_after(program, counts, loss, deadline)
         wanted = 1.0 if _is_firm(program, loss) else theta
         if left is not None and left.theta < wanted - SHORT:
-            found.append((loss, left))
-    return found
+            result.append((loss, left))
+    return result
 
 
 def survives(program: FlowProgram, counts: Mapping[ColumnKey, int], theta: float, deadline: Deadline) -> bool:
@@ -236,9 +236,9 @@ def survives(program: FlowProgram, counts: Mapping[ColumnKey, int], theta: float
     return not program.guarded or not broken(program, counts, theta, deadline)
 
 
-def with_cuts(program: FlowProgram, found: list[tuple[NodeLoss, AfterLoss]], at_cost: bool) -> FlowProgram:
+def with_cuts(program: FlowProgram, result: list[tuple[NodeLoss, AfterLoss]], at_cost: bool) -> FlowProgram:
     limits = []
-    for loss, left in found:
+    for loss, left in result:
         program, limit = cut_of(program, loss, left)
         limits.append(limit)
         if loss.copy is not None and at_cost and (more := row_for_all(program, loss, left)) is not None:
@@ -257,17 +257,17 @@ def guarded(program: FlowProgram, deadline: Deadline, attempt: Attempt, *, at_co
         if state.counts is None:
             break
         counts = state.counts
-        found = broken(program, counts, _theta(state), deadline)
-        if not found and not state.done and not deadline.over:
+        result = broken(program, counts, _theta(state), deadline)
+        if not result and not state.done and not deadline.over:
             # Sound but not proven: the same once more with all the time there is, from here.
             state = attempt(program, deadline, counts)
             counts = state.counts or counts
-            found = broken(program, counts, _theta(state), deadline) if state.counts else []
-        if not found:
+            result = broken(program, counts, _theta(state), deadline) if state.counts else []
+        if not result:
             return state
-        if state.at_cost and (mended := _mended(program, counts, found, deadline)):
+        if state.at_cost and (mended := _mended(program, counts, result, deadline)):
             best = mended
-        program = with_cuts(program, found, at_cost)
+        program = with_cuts(program, result, at_cost)
         if deadline.over:
             break
     if best:
@@ -301,11 +301,11 @@ def _root(program: FlowProgram, deadline: Deadline) -> FlowProgram:
         for key, variable in rows.old.items():
             counts[key] += float(answer.x[variable])
         counts = {key: count for key, count in counts.items() if count > SHORT}
-        found = broken(program, counts, 1.0, deadline, single=False)
+        result = broken(program, counts, 1.0, deadline, single=False)
         more = _short_of_any(program, counts, deadline)
-        if not (found or more) or deadline.over:
+        if not (result or more) or deadline.over:
             return program
-        program, keys = with_cuts(program, found, True), relaxed.keys
+        program, keys = with_cuts(program, result, True), relaxed.keys
         program = replace(program, limits=(*program.limits, *more))
     return program
 
@@ -314,7 +314,7 @@ def _short_of_any(
     program: FlowProgram, counts: Mapping[ColumnKey, float], deadline: Deadline
 ) -> list[CountLimit]:
     """Per model the row for the loss of any copy, at the prices of all copies, where fractions of copies break it."""
-    found = []
+    short = []
     for m, share in enumerate(program.spare):
         if not share:
             continue
@@ -327,19 +327,19 @@ def _short_of_any(
             continue
         have = sum(n * float(table[key.template, key.region]) for key, n in counts.items() if key.group == m)
         if have < row.low - SHORT:
-            found.append(row)
-    return found
+            short.append(row)
+    return short
 
 
 def _mended(
     program: FlowProgram,
     counts: Mapping[ColumnKey, int],
-    found: list[tuple[NodeLoss, AfterLoss]],
+    result: list[tuple[NodeLoss, AfterLoss]],
     deadline: Deadline,
 ) -> dict[ColumnKey, int]:
     """One more copy wherever losing one leaves too little; empty where nodes, budget or another loss forbid it."""
     mended = dict(counts)
-    for loss, _ in found:
+    for loss, _ in result:
         if loss.copy is None:
             return {}
         mended[loss.copy] += 1

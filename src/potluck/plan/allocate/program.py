@@ -292,17 +292,17 @@ def card_rows(model: ModelColumns, headroom: float) -> tuple[tuple[Floats, Float
     A limit is infinite where a copy that is busy all its planned time stays within it: such a row never binds.
     """
     bits = np.array([bucket.kv_bits for bucket in model.buckets])
-    found = []
+    result = []
     for table, cards in (
         (model.prefill_per_s, model.sends_bits_per_s),
         (model.decode_per_s, model.takes_bits_per_s),
     ):
         if cards is None:
-            found.append((table, np.full(len(table), np.inf)))
+            result.append((table, np.full(len(table), np.inf)))
             continue
         made = table * bits
-        found.append((made, np.where(made.max(axis=1, initial=0.0) * headroom <= cards, np.inf, cards)))
-    return tuple(found)
+        result.append((made, np.where(made.max(axis=1, initial=0.0) * headroom <= cards, np.inf, cards)))
+    return tuple(result)
 
 
 def paid_usd_per_h(program: FlowProgram, counts: Mapping[ColumnKey, int]) -> float:
@@ -345,7 +345,7 @@ def check_limits(
             )
     if spare and len(spare) != len(shapes):
         raise InputError("spare", "needs a share per model")
-    for share in (*spare, *(each for outage in outages for each in outage.shares)):
+    for share in (*spare, *(value for outage in outages for value in outage.shares)):
         if not 0 <= share <= 1:
             raise InputError("share", f"must be between 0 and 1, is {share}")
 

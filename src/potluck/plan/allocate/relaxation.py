@@ -274,20 +274,20 @@ def with_whole_rows(
     """
     rows = [row for m in range(len(pricer.program.models)) for row in _alone(pricer, m)]
     rows += _at(pricer, relaxed.duals)
-    found = _relaxed(pricer, rows, relaxed, deadline)
+    result = _relaxed(pricer, rows, relaxed, deadline)
     for _ in range(ROUNDS):
-        if found is None:
+        if result is None:
             return None
-        kept, best = found
+        kept, best = result
         if not (more := _at(pricer, best.duals)):
             break
         again = _relaxed(pricer, [*kept, *more], best, deadline)
         if again is None or again[1].bound <= best.bound * (1 + SLACK):
             break
-        found = again
-    if found is None:
+        result = again
+    if result is None:
         return None
-    return Pricer(replace(pricer.program, limits=(*pricer.program.limits, *found[0]))), found[1]
+    return Pricer(replace(pricer.program, limits=(*pricer.program.limits, *result[0]))), result[1]
 
 
 def _relaxed(
@@ -299,13 +299,13 @@ def _relaxed(
     again = Pricer(program)
     # With these rows the columns there are may not suffice: those that do join first.
     most = relax_flow(again, deadline, at_cost=False, keys=before.keys)
-    found = None if most is None else relax_flow(again, deadline, at_cost=True, keys=most.keys)
-    if found is None:
+    relaxation = None if most is None else relax_flow(again, deadline, at_cost=True, keys=most.keys)
+    if relaxation is None:
         return None
-    binding = np.flatnonzero(found.duals.limits[own:])
-    limits = np.concatenate([found.duals.limits[:own], found.duals.limits[own:][binding]])
+    binding = np.flatnonzero(relaxation.duals.limits[own:])
+    limits = np.concatenate([relaxation.duals.limits[:own], relaxation.duals.limits[own:][binding]])
     kept = [rows[place] for place in binding.tolist()]
-    return kept, replace(found, duals=replace(found.duals, limits=limits))
+    return kept, replace(relaxation, duals=replace(relaxation.duals, limits=limits))
 
 
 def _alone(pricer: Pricer, m: int) -> Iterator[CountLimit]:
@@ -318,13 +318,13 @@ def _alone(pricer: Pricer, m: int) -> Iterator[CountLimit]:
 
 def _at(pricer: Pricer, duals: Duals) -> list[CountLimit]:
     """Each model's phases alone and both, at the least price that any region has for them."""
-    found = []
+    count_limits = []
     for m in range(len(pricer.program.models)):
         span = slice(int(pricer.first_bin[m]), int(pricer.first_bin[m + 1]))
         prefill, decode = duals.phase[0, span].min(axis=1), duals.phase[1, span].min(axis=1)
         for w, v in ((prefill, decode), (prefill, 0 * decode), (0 * prefill, decode)):
-            found += _rows(pricer, m, w, v)
-    return found
+            count_limits += _rows(pricer, m, w, v)
+    return count_limits
 
 
 def _rows(pricer: Pricer, m: int, prefill: Floats, decode: Floats) -> list[CountLimit]:

@@ -65,8 +65,8 @@ def solve(
         raise InputError("gap_target", f"must be at least 0 and below 1, is {gap_target}")
     deadline = Deadline(time_limit_s, clock)
     program, stands = without_needless(program)
-    begin = [told_in(each, stands) for each in starts]
-    keys = sorted({key for each in begin for key in each})
+    begin = [told_in(start, stands) for start in starts]
+    keys = sorted({key for numbers in begin for key in numbers})
     state = solve_guarded(program, deadline, gap_target, keys, begin)
     counts, shortfall = state.counts or {}, None
     if state.counts is None and in_part and (state.infeasible or starts or not deadline.over):
@@ -76,10 +76,10 @@ def solve(
             shortfall = None
         else:
             counts = _cheapest_for(program, shortfall.fraction, counts, deadline, gap_target)
-    found = state.counts is not None or (shortfall is None and bool(counts))
+    result = state.counts is not None or (shortfall is None and bool(counts))
     counts = without_idle(program, counts, shortfall.fraction if shortfall else 1.0, deadline)
-    routed = reroute(program, counts, found, deadline) if counts else None
-    return _answer(program, state, counts, found, shortfall, routed)
+    routed = reroute(program, counts, result, deadline) if counts else None
+    return _answer(program, state, counts, result, shortfall, routed)
 
 
 def _cheapest_for(
@@ -132,7 +132,7 @@ def _answer(
     program: FlowProgram,
     state: FlowState,
     counts: dict[ColumnKey, int],
-    found: bool,
+    result: bool,
     shortfall: Shortfall | None,
     routed: Routed | None,
 ) -> Allocation:
@@ -140,10 +140,10 @@ def _answer(
     rent, cost = cost_of(program, counts.items())
     cost += egress
     lower = max(state.lower, 0.0)
-    lower = min(lower, cost) if found else lower
-    gap = (max(cost - lower, 0.0) / cost if cost > 0 else 0.0) if found else np.inf
+    lower = min(lower, cost) if result else lower
+    gap = (max(cost - lower, 0.0) / cost if cost > 0 else 0.0) if result else np.inf
     status: Status = "unknown"
-    if found:
+    if result:
         status = "optimal" if gap <= OPTIMAL else "feasible"
     elif state.infeasible or (shortfall is not None and shortfall.fraction_bound < 1 - OPTIMAL):
         status = "infeasible"
@@ -219,11 +219,11 @@ def without_needless(program: FlowProgram) -> tuple[FlowProgram, list[Ints]]:
 
 def told_in(counts: Mapping[ColumnKey, int], stands: Sequence[Ints]) -> dict[ColumnKey, int]:
     """A plan with needless columns replaced by those that stand for them."""
-    found: dict[ColumnKey, int] = {}
+    numbers: dict[ColumnKey, int] = {}
     for key, n in counts.items():
         other = key._replace(template=int(stands[key.group][key.template]))
-        found[other] = found.get(other, 0) + n
-    return found
+        numbers[other] = numbers.get(other, 0) + n
+    return numbers
 
 
 def _stands(model: ModelColumns, kept: set[int]) -> Ints:
@@ -290,7 +290,7 @@ def _most(
     """The largest theta; without a relaxation when not even nothing at all keeps the limits, or time ran out."""
     pricer = Pricer(program)
     state = FlowState(pricer, deadline, gap_target, at_cost=False)
-    keys = sorted({*pricer.first_keys(), *(key for each in starts for key in each)})
+    keys = sorted({*pricer.first_keys(), *(key for start in starts for key in start)})
     state.relaxed = relax_flow(pricer, deadline, at_cost=False, keys=keys, theta_cap=UNCAPPED)
     for counts in starts:
         if counts:
@@ -354,19 +354,19 @@ def unserved(program: FlowProgram, pricer: Pricer) -> tuple[str, ...]:
 def _binding(program: FlowProgram, relaxed: Relaxation) -> tuple[BindingResource, ...]:
     """Resources with a price, dearest first by what all of them together are worth."""
     fleet, duals = program.fleet, relaxed.duals
-    found: list[tuple[float, BindingResource]] = []
+    result: list[tuple[float, BindingResource]] = []
     for r, c in np.argwhere(duals.nodes > 1e-12):
-        each = float(duals.nodes[r, c])
+        value = float(duals.nodes[r, c])
         # A type of which there is none at all still names what is missing.
-        worth = each * max(int(fleet.available[r, c]), 1)
-        found.append((worth, BindingResource(fleet.node_label(int(r), int(c)), each)))
+        worth = value * max(int(fleet.available[r, c]), 1)
+        result.append((worth, BindingResource(fleet.node_label(int(r), int(c)), value)))
     for link, price in zip(program.links, duals.links.tolist(), strict=True):
         if price * link.bits_per_s > 1e-12:
             name = f"link {fleet.regions[link.source]}->{fleet.regions[link.target]}"
-            found.append((price * link.bits_per_s, BindingResource(name, price * GBIT)))
+            result.append((price * link.bits_per_s, BindingResource(name, price * GBIT)))
     for limit, dual in zip(program.limits, duals.limits.tolist(), strict=True):
         if abs(dual) > 1e-12:
-            found.append((abs(dual), BindingResource(limit.name, abs(dual))))
+            result.append((abs(dual), BindingResource(limit.name, abs(dual))))
     if duals.budget > 1e-12 and program.budget_usd_per_h is not None:
-        found.append((duals.budget * program.budget_usd_per_h, BindingResource("budget", duals.budget)))
-    return tuple(binding for _, binding in sorted(found, key=lambda pair: (-pair[0], pair[1].name)))
+        result.append((duals.budget * program.budget_usd_per_h, BindingResource("budget", duals.budget)))
+    return tuple(binding for _, binding in sorted(result, key=lambda pair: (-pair[0], pair[1].name)))

@@ -51,9 +51,9 @@ def alike(problem: PlanningProblem, short: Shortfall) -> bool:
     return len(levels(problem)) < 2 and (short.fraction > NOUGHT or asked < 2)
 
 
-def first_usd_per_h(found: ProgramColumns, model: int) -> float:
+def first_usd_per_h(program_columns: ProgramColumns, model: int) -> float:
     """What the least costs that serves anything of a model: a copy that does both phases, or one of each."""
-    fleet, mine = found.program.fleet, found.program.models[model]
+    fleet, mine = program_columns.program.fleet, program_columns.program.models[model]
     here = np.where((mine.uses[:, None, :] <= fleet.available[None]).all(axis=2), 1.0, np.inf)
     cost = (mine.uses.astype(float) @ fleet.price_usd_per_h.T + 1e-9) * here
 
@@ -71,8 +71,8 @@ def by_priority(
     `first` is what a first copy of each model costs.
     """
     given: dict[str, float] = {ask.name: 0.0 for ask in problem.asks}
-    found: tuple[ProgramColumns, Allocation] | None = None
-    told, ranks = short, levels(problem)
+    program_column: tuple[ProgramColumns, Allocation] | None = None
+    message, ranks = short, levels(problem)
     todo = [[a.name for a in problem.asks if a.terms.priority == rank and a.rate_per_s > 0] for rank in ranks]
     fraction, nothing = 0.0, len(ranks) < 2  # one level, and it is known that nothing is left to all of it
     while todo:
@@ -83,29 +83,29 @@ def by_priority(
             if cut is None and not tried[1].found:
                 return None  # no time
             fraction = 1.0 if cut is None else cut.fraction
-            told = told if cut is None else cut
-            found = tried if fraction > NOUGHT or found is None else found
+            message = message if cut is None else cut
+            program_column = tried if fraction > NOUGHT or program_column is None else program_column
             given.update(dict.fromkeys(mine, fraction if fraction >= 1 else fraction * (1 - SPARE)))
         if len(mine) > 1 and (nothing or fraction <= NOUGHT):
             todo = [[name] for name in sorted(mine, key=lambda name: first[name])] + todo
         nothing = False
-    if found is None or not any(given.values()):
+    if program_column is None or not any(given.values()):
         return None
     least = min(given[ask.name] for ask in problem.asks if ask.rate_per_s > 0)
-    bound = max(least, told.fraction_bound)
-    words = replace(told, fraction=least, fraction_bound=bound, unserved=short.unserved)
-    answer = replace(found[1], status="infeasible", shortfall=words)
-    return replace(found[0], problem=problem, fractions=given), answer
+    bound = max(least, message.fraction_bound)
+    words = replace(message, fraction=least, fraction_bound=bound, unserved=short.unserved)
+    answer = replace(program_column[1], status="infeasible", shortfall=words)
+    return replace(program_column[0], problem=problem, fractions=given), answer
 
 
 def served(problem: PlanningProblem, plan: Plan) -> tuple[float, ...]:
     """How much a plan serves, for comparing: level by level the least share of a model, then the mean of all."""
-    found: list[float] = []
+    values: list[float] = []
     for rank in levels(problem):
         mine = [ask for ask in problem.asks if ask.terms.priority == rank and ask.rate_per_s > 0]
         shares = [plan.fraction_of(ask.name) for ask in mine]
-        found += [round(min(shares), DIGITS), round(sum(shares) / len(shares), DIGITS)]
-    return tuple(found)
+        values += [round(min(shares), DIGITS), round(sum(shares) / len(shares), DIGITS)]
+    return tuple(values)
 
 
 DIGITS = 6
@@ -168,12 +168,12 @@ def solved(
         )
 
     parts = len(levels(problem)) + 1 if len(levels(problem)) > 1 else 1
-    found, answer = once(problem)
+    program_columns, answer = once(problem)
     if answer.shortfall is None or alike(problem, answer.shortfall):
-        return found, answer
+        return program_columns, answer
     parts = len(problem.asks)
-    first = {each.name: first_usd_per_h(found, m) for m, each in enumerate(problem.asks)}
-    return by_priority(problem, once, answer.shortfall, first) or (found, answer)
+    first = {ask.name: first_usd_per_h(program_columns, m) for m, ask in enumerate(problem.asks)}
+    return by_priority(problem, once, answer.shortfall, first) or (program_columns, answer)
 
 
 def _solved(
@@ -190,63 +190,66 @@ def _solved(
     books: RateCaches | None,
     in_part: bool,
 ) -> tuple[ProgramColumns, Allocation]:
-    smallest = dict.fromkeys((each.name for each in problem.asks), problem.codecs[-1])
-    found = columns(
+    smallest = dict.fromkeys((ask.name for ask in problem.asks), problem.codecs[-1])
+    program_columns = columns(
         problem, templates, running=running, pins=pins, exactly=exactly, codecs=smallest, books=books
     )
     answer = solve(
-        found.program,
-        starts=[counts for plan in starts if (counts := found.counts_of(plan)) is not None],
+        program_columns.program,
+        starts=[counts for plan in starts if (counts := program_columns.counts_of(plan)) is not None],
         time_limit_s=time_limit_s,
         gap_target=gap_target,
         clock=clock,
         in_part=in_part,
     )
     if len(problem.codecs) < 2 or not answer.counts:
-        return found, answer
-    return _put_back(found, answer, Deadline(SETTLE_S, clock))
+        return program_columns, answer
+    return _put_back(program_columns, answer, Deadline(SETTLE_S, clock))
 
 
 def _put_back(
-    found: ProgramColumns, answer: Allocation, deadline: Deadline
+    program_columns: ProgramColumns, answer: Allocation, deadline: Deadline
 ) -> tuple[ProgramColumns, Allocation]:
     """The same copies with KV as exact as it may be."""
-    problem, best = found.problem, (found, answer)
-    names = [each.name for m, each in enumerate(problem.asks) if _crosses(found, answer, m)]
-    chosen = dict(found.codecs)
-    chosen.update((each.name, LOSSLESS) for each in problem.asks if each.name not in names)
+    problem, best = program_columns.problem, (program_columns, answer)
+    names = [ask.name for m, ask in enumerate(problem.asks) if _crosses(program_columns, answer, m)]
+    chosen = dict(program_columns.codecs)
+    chosen.update((ask.name, LOSSLESS) for ask in problem.asks if ask.name not in names)
     if len(names) > 1:  # nearly always nothing is short, and one look is enough
         all_exact = chosen | dict.fromkeys(names, problem.codecs[0])
-        if (other := _rerouted(found, answer, all_exact, deadline)) is not None:
+        if (other := _rerouted(program_columns, answer, all_exact, deadline)) is not None:
             return other
     for name in names:
         for codec in problem.codecs:
-            other = _rerouted(found, answer, chosen | {name: codec}, deadline)
+            other = _rerouted(program_columns, answer, chosen | {name: codec}, deadline)
             if other is not None:
                 chosen, best = chosen | {name: codec}, other
                 break
     return best
 
 
-def _crosses(found: ProgramColumns, answer: Allocation, model: int) -> bool:
+def _crosses(program_columns: ProgramColumns, answer: Allocation, model: int) -> bool:
     """Whether any of a model's KV is handed over in this plan, within a template or between them."""
     inside = any(
-        key.group == model and found.templates[model][key.template].hands_over for key, _ in answer.counts
+        key.group == model and program_columns.templates[model][key.template].hands_over
+        for key, _ in answer.counts
     )
     return inside or any(flow.model == model for flow in answer.flows)
 
 
 def _rerouted(
-    found: ProgramColumns, answer: Allocation, codecs: Mapping[str, Codec], deadline: Deadline
+    program_columns: ProgramColumns, answer: Allocation, codecs: Mapping[str, Codec], deadline: Deadline
 ) -> tuple[ProgramColumns, Allocation] | None:
     """The same copies with KV in these codecs; None when they would serve less."""
-    used = [sorted({key.template for key, _ in answer.counts if key.group == m}) for m in _models(found)]
-    problem = found.problem
+    used = [
+        sorted({key.template for key, _ in answer.counts if key.group == m}) for m in _models(program_columns)
+    ]
+    problem = program_columns.problem
     few = columns(
         problem,
-        {each.name: [found.templates[m][t] for t in used[m]] for m, each in enumerate(problem.asks)},
+        {ask.name: [program_columns.templates[m][t] for t in used[m]] for m, ask in enumerate(problem.asks)},
         codecs=codecs,
-        books=found.books,
+        books=program_columns.books,
     )
     counts = {
         ColumnKey(key.group, used[key.group].index(key.template), key.region): n for key, n in answer.counts
@@ -263,12 +266,12 @@ def _rerouted(
     kept = tuple(ColumnCount(key, n) for key, n in sorted(counts.items()))
     there = tuple(
         ColumnCount(ColumnKey(key.group, used[key.group].index(key.template), key.region), n)
-        for key, n in found.program.running
+        for key, n in program_columns.program.running
         if key.template in used[key.group]
     )
     few = replace(few, program=replace(few.program, running=there))
     return few, replace(answer, counts=kept, shares=shares, flows=flows)
 
 
-def _models(found: ProgramColumns) -> range:
-    return range(len(found.problem.asks))
+def _models(program_columns: ProgramColumns) -> range:
+    return range(len(program_columns.problem.asks))

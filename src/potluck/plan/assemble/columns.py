@@ -174,10 +174,12 @@ class ProgramColumns:
         }
         regions = self.program.fleet.regions
         counts: dict[ColumnKey, int] = {}
-        for each in plan.deployments:
-            if each.template not in places or each.region not in regions:
+        for deployment in plan.deployments:
+            if deployment.template not in places or deployment.region not in regions:
                 return None
-            counts[ColumnKey(*places[each.template], regions.index(each.region))] = each.count
+            counts[ColumnKey(*places[deployment.template], regions.index(deployment.region))] = (
+                deployment.count
+            )
         return counts
 
 
@@ -232,13 +234,13 @@ def columns(
     what is not named crosses as it is.
     """
     books = RateCaches(None) if books is None else books
-    chosen = {each.name: (codecs or {}).get(each.name, LOSSLESS) for each in problem.asks}
+    chosen = {ask.name: (codecs or {}).get(ask.name, LOSSLESS) for ask in problem.asks}
     groups = tuple(
         tuple(
-            _in_codec(problem, each, template, chosen[each.name], books)
-            for template in templates.get(each.name, ())
+            _in_codec(problem, ask, template, chosen[ask.name], books)
+            for template in templates.get(ask.name, ())
         )
-        for each in problem.asks
+        for ask in problem.asks
     )
     named = {
         machine
@@ -249,21 +251,21 @@ def columns(
     }
     fleet = fleet_of(problem, sorted(named))
     models = tuple(
-        model_columns(problem, each, group, fleet, chosen[each.name], books.of(problem, each))
-        for each, group in zip(problem.asks, groups, strict=True)
+        model_columns(problem, ask, group, fleet, chosen[ask.name], books.of(problem, ask))
+        for ask, group in zip(problem.asks, groups, strict=True)
     )
     links = links_of(problem.links, fleet.regions, problem.headroom)
     bare = with_terms(problem, groups, FlowProgram(fleet, models, links))
-    found = ProgramColumns(problem, groups, bare, chosen, books=books)
+    program_columns = ProgramColumns(problem, groups, bare, chosen, books=books)
     counts = tuple(
         ColumnCount(key, deployment.count)
         for deployment in (running.deployments if running else ())
-        if (key := found.key(deployment.template, deployment.region)) is not None
+        if (key := program_columns.key(deployment.template, deployment.region)) is not None
     )
     program = replace(
         bare,
         running=counts,
-        pins=tuple(_pin(found, pin, exactly) for pin in pins),
+        pins=tuple(_pin(program_columns, pin, exactly) for pin in pins),
         init_penalty=problem.init_penalty,
         headroom=problem.headroom,
         budget_usd_per_h=problem.budget_usd_per_h,
@@ -289,8 +291,8 @@ def _in_codec(
 
 def codecs_of(plan: Plan) -> dict[str, Codec]:
     """In which each model's KV crosses in a plan."""
-    found = {t.model: t.codec for t in plan.templates if t.kind in CROSSING and t.hands_over}
-    return found | {flow.model: flow.codec for flow in plan.flows}
+    result = {t.model: t.codec for t in plan.templates if t.kind in CROSSING and t.hands_over}
+    return result | {flow.model: flow.codec for flow in plan.flows}
 
 
 def links_of(links: Sequence[Link], regions: Sequence[str], headroom: float) -> tuple[LinkRow, ...]:
@@ -306,18 +308,18 @@ def links_of(links: Sequence[Link], regions: Sequence[str], headroom: float) -> 
     )
 
 
-def plan_of(found: ProgramColumns, allocation: Allocation, strategy: str) -> Plan:
+def plan_of(program_columns: ProgramColumns, allocation: Allocation, strategy: str) -> Plan:
     """The plan that an allocation describes, with only the templates it uses."""
-    problem = found.problem
-    regions = found.program.fleet.regions
+    problem = program_columns.problem
+    regions = program_columns.program.fleet.regions
     used: dict[str, Template] = {}
     deployments = []
     for key, count in allocation.counts:
         if count:
-            template = found.templates[key.group][key.template]
+            template = program_columns.templates[key.group][key.template]
             used[template.name] = template
             deployments.append(Deployment(template.name, regions[key.region], count))
-    shares = _trimmed(found, allocation)
+    shares = _trimmed(program_columns, allocation)
     flows = tuple(
         PlannedFlow(
             problem.asks[f.model].name,
@@ -325,7 +327,7 @@ def plan_of(found: ProgramColumns, allocation: Allocation, strategy: str) -> Pla
             regions[f.source],
             regions[f.target],
             f.rate_per_s,
-            found.codecs.get(problem.asks[f.model].name, LOSSLESS),
+            program_columns.codecs.get(problem.asks[f.model].name, LOSSLESS),
         )
         for f in allocation.flows
         if f.rate_per_s > 0
@@ -340,17 +342,17 @@ def plan_of(found: ProgramColumns, allocation: Allocation, strategy: str) -> Pla
         tuple(sorted(deployments, key=lambda d: (d.template, d.region))),
         tuple(
             LengthBucket(demand.model, demand.bucket, demand.longest_tokens, demand.rate_per_s)
-            for each in problem.asks
-            for demand in each.demands
+            for ask in problem.asks
+            for demand in ask.demands
         ),
         shares,
         flows,
-        tuple(_prediction(found, each, used, deployments, shares) for each in problem.asks),
+        tuple(_prediction(program_columns, ask, used, deployments, shares) for ask in problem.asks),
         allocation.rent_usd_per_h,
         max(0.0, gap),
         fraction,
-        _starts_usd_per_h(found.program, allocation),
-        formats=tuple((each.name, each.model.weights_are) for each in problem.asks if each.formats),
+        _starts_usd_per_h(program_columns.program, allocation),
+        formats=tuple((ask.name, ask.model.weights_are) for ask in problem.asks if ask.formats),
     )
     return replace(plan, charges=charges_of(problem, plan, egress_usd_per_h(problem, plan)))
 
@@ -358,7 +360,7 @@ def plan_of(found: ProgramColumns, allocation: Allocation, strategy: str) -> Pla
 def egress_usd_per_h(problem: PlanningProblem, plan: Plan) -> float:
     """What the KV that crosses between regions costs."""
     prices = {(link.source, link.target): link.egress_usd_per_gb for link in problem.links}
-    asks, total = {each.name: each for each in problem.asks}, 0.0
+    asks, total = {ask.name: ask for ask in problem.asks}, 0.0
     for flow in plan.flows:
         price = prices.get((flow.prefill_region, flow.decode_region), 0.0)
         if price:
@@ -377,7 +379,7 @@ def _starts_usd_per_h(program: FlowProgram, allocation: Allocation) -> float:
     return program.init_penalty * cost
 
 
-def _trimmed(found: ProgramColumns, allocation: Allocation) -> tuple[PlannedShare, ...]:
+def _trimmed(program_columns: ProgramColumns, allocation: Allocation) -> tuple[PlannedShare, ...]:
     """Shares without the slack that a linear program may leave: no more is prefilled than flows on."""
     wanted: dict[tuple[int, int, str, int], float] = {}
     for flow in allocation.flows:
@@ -395,22 +397,22 @@ def _trimmed(found: ProgramColumns, allocation: Allocation) -> tuple[PlannedShar
         if share.phase != "closed":
             rate *= min(1.0, wanted.get(key, 0.0) / max(offered[key], 1e-30))
         if rate > 1e-12:
-            template = found.templates[share.key.group][share.key.template].name
-            place = found.program.fleet.regions[share.key.region]
+            template = program_columns.templates[share.key.group][share.key.template].name
+            place = program_columns.program.fleet.regions[share.key.region]
             kept.append(PlannedShare(template, place, share.bucket, share.phase, rate))
     return tuple(kept)
 
 
-def _pin(found: ProgramColumns, pin: Deployment, exactly: bool) -> ColumnPin:
-    key = found.key(pin.template, pin.region)
+def _pin(program_columns: ProgramColumns, pin: Deployment, exactly: bool) -> ColumnPin:
+    key = program_columns.key(pin.template, pin.region)
     if key is None:
-        known = [template.name for group in found.templates for template in group]
+        known = [template.name for group in program_columns.templates for template in group]
         raise UnknownNameError("pin", f"{pin.template}@{pin.region}", known)
     return ColumnPin(key, pin.count, exactly)
 
 
 def _prediction(
-    found: ProgramColumns,
+    program_columns: ProgramColumns,
     each: ModelDemand,
     used: Mapping[str, Template],
     deployments: Sequence[Deployment],
@@ -423,26 +425,28 @@ def _prediction(
     prefilled = sum(share.rate_per_s for share in mine if share.phase == "prefill")
     ttft = _mean([(s.rate_per_s, _capacity(used, s).ttft_s) for s in mine if s.phase != "decode"])
     if prefilled > 0:
-        bits = wire_bits(each, found.codecs.get(each.name, LOSSLESS))
+        bits = wire_bits(each, program_columns.codecs.get(each.name, LOSSLESS))
         copies = {(d.template, d.region): d.count for d in deployments}
         begun = sum(share.rate_per_s for share in mine if share.phase != "decode")
-        ttft += late_s(each, bits, found.problem.by_name, used, copies, mine) * prefilled / begun
+        ttft += late_s(each, bits, program_columns.problem.by_name, used, copies, mine) * prefilled / begun
     tpot = _mean([(s.rate_per_s, _capacity(used, s).tpot_s) for s in finished])
     trust = [used[d.template].confidence for d in deployments if used[d.template].model == each.name]
     confidence: Confidence = max(trust, key=ORDER.index) if trust else "assumed"
     tokens = {demand.bucket: (demand.input_tokens, demand.output_tokens) for demand in each.demands}
-    own = found.fractions.get(each.name) if found.fractions else None
+    own = program_columns.fractions.get(each.name) if program_columns.fractions else None
     return Prediction(
         each.name,
         each.rate_per_s,
-        served / found.problem.headroom,
+        served / program_columns.problem.headroom,
         ttft,
         tpot,
         confidence,
         sum(share.rate_per_s * tokens[share.bucket][0] for share in finished),
         sum(share.rate_per_s * tokens[share.bucket][1] for share in finished),
         own,
-        *range_per_s(each, mine, used, found.problem.by_name, served / found.problem.headroom),
+        *range_per_s(
+            each, mine, used, program_columns.problem.by_name, served / program_columns.problem.headroom
+        ),
     )
 
 

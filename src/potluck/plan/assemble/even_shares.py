@@ -52,11 +52,11 @@ def evened(
             names = {template.name for template in plan.templates if template.model == ask.name}
             shares += [share for share in plan.shares if share.template in names]
             flows += [flow for flow in plan.flows if flow.model == ask.name]
-            predictions += [each for each in plan.predictions if each.model == ask.name]
+            predictions += [prediction for prediction in plan.predictions if prediction.model == ask.name]
             continue
-        shares += [replace(each, rate_per_s=each.rate_per_s / times) for each in most.shares]
-        flows += [replace(each, rate_per_s=each.rate_per_s / times) for each in most.flows]
-        predictions += [replace(each, demand_per_s=ask.rate_per_s) for each in most.predictions]
+        shares += [replace(item, rate_per_s=item.rate_per_s / times) for item in most.shares]
+        flows += [replace(item, rate_per_s=item.rate_per_s / times) for item in most.flows]
+        predictions += [replace(prediction, demand_per_s=ask.rate_per_s) for prediction in most.predictions]
     better = replace(plan, shares=tuple(shares), flows=tuple(flows), predictions=tuple(predictions))
     return plan if verify(problem, better) else better
 
@@ -75,7 +75,7 @@ def _most(
         replace(r, offers=tuple(replace(o, available=held.get((r.name, o.node), 0)) for o in r.offers))
         for r in problem.regions
     )
-    demands = tuple(replace(each, rate_per_s=each.rate_per_s * MORE) for each in ask.demands)
+    demands = tuple(replace(demand, rate_per_s=demand.rate_per_s * MORE) for demand in ask.demands)
     alone = replace(
         problem,
         asks=(replace(ask, demands=demands, terms=NO_TERMS),),
@@ -83,21 +83,21 @@ def _most(
         budget_usd_per_h=None,
         init_penalty=0.0,
     )
-    found = columns(alone, {ask.name: templates}, pins=pins, exactly=True, codecs=codecs_of(plan))
+    program_columns = columns(alone, {ask.name: templates}, pins=pins, exactly=True, codecs=codecs_of(plan))
 
     def best(one: ProgramColumns) -> Plan:
         return plan_of(one, solve(one.program, time_limit_s=time_limit_s, clock=clock), plan.strategy)
 
     if plan.strategy == BY_LENGTH and _crosses(plan, ask.name):
-        tried = [best(_divided(found, plan, cut)) for cut in range(len(ask.demands))]
-        able = [each for each in tried if each.fraction * MORE >= 1 and _told_by_length(each, ask.name)]
+        tried = [best(_divided(program_columns, plan, cut)) for cut in range(len(ask.demands))]
+        able = [item for item in tried if item.fraction * MORE >= 1 and _told_by_length(item, ask.name)]
         if able:
             return max(able, key=lambda each: each.fraction)
-    return best(found)
+    return best(program_columns)
 
 
 def _crosses(plan: Plan, model: str) -> bool:
-    return any(each.model == model and each.prefill_region != each.decode_region for each in plan.flows)
+    return any(flow.model == model and flow.prefill_region != flow.decode_region for flow in plan.flows)
 
 
 def _told_by_length(plan: Plan, model: str) -> bool:
@@ -105,11 +105,11 @@ def _told_by_length(plan: Plan, model: str) -> bool:
     return planned(offers(plan, "fixed")[model]) is not None
 
 
-def _divided(found: ProgramColumns, plan: Plan, cut: int) -> ProgramColumns:
+def _divided(program_columns: ProgramColumns, plan: Plan, cut: int) -> ProgramColumns:
     """The program where buckets below the cut stay at home, and those above it go elsewhere if they can."""
-    (model,) = found.program.models
-    regions = range(len(found.program.fleet.regions))
-    names = found.program.fleet.regions
+    (model,) = program_columns.program.models
+    regions = range(len(program_columns.program.fleet.regions))
+    names = program_columns.program.fleet.regions
     away = frozenset((a, b) for a in regions for b in regions if a != b)
     targets = {flow.decode_region for flow in plan.flows if flow.prefill_region != flow.decode_region}
     home = frozenset((a, a) for a in regions if names[a] in targets)
@@ -119,4 +119,6 @@ def _divided(found: ProgramColumns, plan: Plan, cut: int) -> ProgramColumns:
     buckets: tuple[DemandBucket, ...] = tuple(
         replace(bucket, barred=bucket.barred | more) for bucket, more in zip(model.buckets, bars, strict=True)
     )
-    return replace(found, program=replace(found.program, models=(replace(model, buckets=buckets),)))
+    return replace(
+        program_columns, program=replace(program_columns.program, models=(replace(model, buckets=buckets),))
+    )

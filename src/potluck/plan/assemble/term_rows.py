@@ -99,15 +99,15 @@ def limit_prices(problem: PlanningProblem, fleet: NodeSupply, duals: Floats) -> 
     types = len(fleet.nodes)
     probes = np.vstack([np.zeros((1, types), np.int64), np.eye(types, dtype=np.int64)])
     limits = _rows(problem, [probes] * len(problem.asks), fleet).limits
-    found = []
+    result = []
     for m in range(len(problem.asks)):
         total = np.zeros((1 + types, len(fleet.regions)))
         for limit, dual in zip(limits, duals.tolist(), strict=True):
             table = limit.copies[m]
             if table is not None and dual:
                 total -= dual * table
-        found.append((total[0], (total[1:] - total[0]).T))
-    return found
+        result.append((total[0], (total[1:] - total[0]).T))
+    return result
 
 
 def unsupported(problem: PlanningProblem) -> str:
@@ -121,9 +121,9 @@ def unsupported(problem: PlanningProblem) -> str:
 
 def require_rows(problem: PlanningProblem, strategy: str) -> None:
     """Refuses what a strategy that counts its own copies cannot keep."""
-    if found := unsupported(problem):
+    if text := unsupported(problem):
         raise InputError(
-            "strategy", f"{strategy} picks its copies by its own rule and cannot keep {found}; use auto"
+            "strategy", f"{strategy} picks its copies by its own rule and cannot keep {text}; use auto"
         )
 
 
@@ -153,19 +153,19 @@ def _allowed(
 ) -> NDArray[np.bool_] | None:
     if not ask.terms.asked:
         return None
-    found = [[runs_in(problem, ask, template, region) for region in fleet.regions] for template in group]
-    return np.array(found, dtype=bool).reshape(len(group), len(fleet.regions))
+    result = [[runs_in(problem, ask, template, region) for region in fleet.regions] for template in group]
+    return np.array(result, dtype=bool).reshape(len(group), len(fleet.regions))
 
 
 def loss_usd_per_h(problem: PlanningProblem, ask: ModelDemand, template: Template, region: str) -> float:
     """What preemptions of its spot nodes cost one copy: rent while it starts anew and for answers it makes twice."""
     offers = offers_of(problem)
     often = price = 0.0
-    for each in template.nodes:
-        offer = offers.get((region, each.node))
+    for node_count in template.nodes:
+        offer = offers.get((region, node_count.node))
         if offer is not None:
-            often += each.count * (offer.preemptions_per_h if offer.spot else 0.0)
-            price += each.count * offer.price_usd_per_h
+            often += node_count.count * (offer.preemptions_per_h if offer.spot else 0.0)
+            price += node_count.count * offer.price_usd_per_h
     if not often:
         return 0.0
     return often * _lost_h(ask) * price
@@ -184,14 +184,14 @@ def losses_usd_per_h(
 ) -> Floats:
     """[regions, templates]: the same of copies that use so many nodes."""
     offers = offers_of(problem)
-    found = np.zeros((len(fleet.regions), len(uses)))
+    losses_usd = np.zeros((len(fleet.regions), len(uses)))
     for r, region in enumerate(fleet.regions):
         there = [offers.get((region, node)) for node in fleet.nodes]
         often = np.array([o.preemptions_per_h if o is not None and o.spot else 0.0 for o in there])
         if often.any():
             price = np.array([0.0 if o is None else o.price_usd_per_h for o in there])
-            found[r] = (uses @ often) * (uses @ price) * _lost_h(ask)
-    return found
+            losses_usd[r] = (uses @ often) * (uses @ price) * _lost_h(ask)
+    return losses_usd
 
 
 def _fees(
@@ -235,13 +235,13 @@ def _kinds(
 
 
 def _gpu_of(problem: PlanningProblem, node: str) -> str:
-    found = problem.by_name.get(node)
-    return "" if found is None else found.gpu.name
+    node_type = problem.by_name.get(node)
+    return "" if node_type is None else node_type.gpu.name
 
 
 def storage_usd_per_h(problem: PlanningProblem, ask: ModelDemand, region: str) -> float:
     """What a model's weights cost in a region's storage while it runs there."""
-    price = next(each.storage_usd_per_gb_month for each in problem.regions if each.name == region)
+    price = next(item.storage_usd_per_gb_month for item in problem.regions if item.name == region)
     return float(weight_bytes(ask.model)) / 1e9 * price / HOURS_PER_MONTH
 
 
@@ -293,19 +293,19 @@ def share_asked(terms: ModelTerms, domain: str) -> float:
 
 
 def _outages(problem: PlanningProblem, fleet: NodeSupply) -> tuple[Outage, ...]:
-    found = []
-    for domain, each in domains(problem).items():
+    outages = []
+    for domain, item in domains(problem).items():
         shares = tuple(share_asked(ask.terms, domain) for ask in problem.asks)
         if not any(shares):
             continue
-        for name, cells in each:
+        for name, cells in item:
             gone = np.zeros(fleet.available.shape, dtype=bool)
             for region, node in cells:
                 gone[fleet.regions.index(region), fleet.nodes.index(node)] = True
             if domain == "region":  # named machines are nodes of their own
                 gone[fleet.regions.index(cells[0][0])] = True
-            found.append(Outage(name, gone, shares))
-    return tuple(found)
+            outages.append(Outage(name, gone, shares))
+    return tuple(outages)
 
 
 def charges_of(problem: PlanningProblem, plan: Plan, egress_usd_per_h: float) -> tuple[Charge, ...]:

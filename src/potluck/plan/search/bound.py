@@ -119,10 +119,10 @@ def best_value(
     if not columns:
         return 0.0
     table = GroupColumns(
-        np.array([each.phase for each in columns]),
-        np.array([each.rate for each in columns]),
-        np.array([each.share for each in columns]),
-        np.array([each.uses for each in columns]),
+        np.array([column.phase for column in columns]),
+        np.array([column.rate for column in columns]),
+        np.array([column.share for column in columns]),
+        np.array([column.uses for column in columns]),
     )
     value, loss = _relaxed(table, limits, offered_per_s, time_limit_s)
     order = np.argsort(loss, kind="stable")
@@ -135,7 +135,7 @@ def best_value(
         part = table.some(near), chosen, limits, offered_per_s
         # With links it is tighter, but where it is large it may not be solved in time: then once without, too.
         tries = (links,) if links is None or len(near) <= FEW_COLUMNS else (None, links)
-        whole = min(_whole(*part, each, time_limit_s / len(tries)) for each in tries)
+        whole = min(_whole(*part, place_links, time_limit_s / len(tries)) for place_links in tries)
     return float(min(offered_per_s, value, max(known_per_s, beyond, whole)))
 
 
@@ -226,9 +226,9 @@ def _add_links(rows: ProgramRows, columns: list[GroupColumn], links: PlaceLinks,
     numbers = first + np.arange(nodes * nodes).reshape(nodes, nodes)
     for phase, axis in ((PREFILL, 0), (DECODE, 1)):
         held = np.zeros((nodes, count))
-        for j, each in enumerate(columns):
-            if each.phase == phase:
-                for node, layers in each.layers:
+        for j, group_column in enumerate(columns):
+            if group_column.phase == phase:
+                for node, layers in group_column.layers:
                     held[node, j] += layers
         for node in range(nodes):
             mine = np.flatnonzero(held[node])
@@ -359,11 +359,15 @@ def groups_of(pool: Pool) -> Iterator[Takes]:
                 yield tuple((node, count) for (node, _), count in zip(nodes, counts, strict=True))
 
 
-def kv_free_share(work: PoolWorkload, phase: int, found: GroupConfiguration) -> float:
+def kv_free_share(work: PoolWorkload, phase: int, group_configuration: GroupConfiguration) -> float:
     """D_j: the share within TTFT if KV took no time; 0 for a decoder, whose requests others count."""
     if phase == PREFILL:
-        return float(attained(work.headroom, found.service_s, work.slo.ttft_s - found.latency_s))
-    return 0.0 if phase == DECODE else found.attained
+        return float(
+            attained(
+                work.headroom, group_configuration.service_s, work.slo.ttft_s - group_configuration.latency_s
+            )
+        )
+    return 0.0 if phase == DECODE else group_configuration.attained
 
 
 def _columns(
@@ -376,23 +380,25 @@ def _columns(
     for role in phases:
         phase = PHASES[role]
         source = sources[phase]
-        found = source.best(takes, phase)
-        if found is not None:
-            rate = source.work.headroom * found.rate_per_s
-            layers = tuple((owner[stage.node], stage.layers) for stage in found.stages)
+        configuration = source.best(takes, phase)
+        if configuration is not None:
+            rate = source.work.headroom * configuration.rate_per_s
+            layers = tuple((owner[stage.node], stage.layers) for stage in configuration.stages)
             parts = tuple(owner[node] for node, _ in takes)
-            yield GroupColumn(phase, rate, kv_free_share(source.work, phase, found), uses, layers, parts)
+            yield GroupColumn(
+                phase, rate, kv_free_share(source.work, phase, configuration), uses, layers, parts
+            )
 
 
 def _links(source: ConfigurationSearch, members: list[list[int]] | None) -> PlaceLinks | None:
     """Layers of KV a second that links carry, between nodes or classes; None when KV has no size."""
-    each = source.work.kv_bytes_per_layer
-    if each <= 0:
+    value = source.work.kv_bytes_per_layer
+    if value <= 0:
         return None
     size = len(source.pool.nodes)
     most = np.full((size, size), np.inf)
     apart = ~np.eye(size, dtype=bool)
-    most[apart] = 1.0 / (source.wires.kv_s_per_byte[apart] * each)
+    most[apart] = 1.0 / (source.wires.kv_s_per_byte[apart] * value)
     if members is None:
         return PlaceLinks(most, np.full_like(most, np.inf), np.full_like(most, np.inf))
     tables = [np.full((len(members),) * 2, np.inf) for _ in range(3)]

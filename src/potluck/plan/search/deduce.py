@@ -274,14 +274,14 @@ def _desk() -> ListingScratch:
 
 def even_cuts(count: int, degrees: tuple[int, ...]) -> list[tuple[int, ...]]:
     """For every degree, as many stages of it as there are GPUs for, then smaller ones for the rest."""
-    found = []
+    result = []
     for largest in degrees:
         way: list[int] = []
         for degree in sorted((d for d in degrees if d <= largest), reverse=True):
             way += [degree] * ((count - sum(way)) // degree)
         if largest <= count:
-            found.append(tuple(way))
-    return found
+            result.append(tuple(way))
+    return result
 
 
 def best_order(per_node: Takes, hop_s: Floats, back_s: Floats) -> tuple[int, ...]:

@@ -84,26 +84,26 @@ class Orchestration:
 
     @property
     def rate_per_s(self) -> float:
-        return sum(each.rate_per_s for each in self.pairings)
+        return sum(pairing.rate_per_s for pairing in self.pairings)
 
     @property
     def goodput_per_s(self) -> float:
-        return sum(each.rate_per_s * each.attained for each in self.pairings)
+        return sum(pairing.rate_per_s * pairing.attained for pairing in self.pairings)
 
     def x(self) -> dict[int, float]:
         """X: share of the requests that each replica takes in first; they add up to 1."""
         total = self.rate_per_s
         shares: dict[int, float] = {}
-        for each in self.pairings:
-            shares[each.source] = shares.get(each.source, 0.0) + each.rate_per_s / total
+        for pairing in self.pairings:
+            shares[pairing.source] = shares.get(pairing.source, 0.0) + pairing.rate_per_s / total
         return shares
 
     def y(self) -> dict[tuple[int, int], float]:
         """Y: of what a replica takes in, the share that each other decodes; they add up to 1 per replica."""
         total, mine = self.rate_per_s, self.x()
         return {
-            (each.source, each.target): each.rate_per_s / (total * mine[each.source])
-            for each in self.pairings
+            (pairing.source, pairing.target): pairing.rate_per_s / (total * mine[pairing.source])
+            for pairing in self.pairings
         }
 
 
@@ -111,17 +111,17 @@ def shares_of(
     flow: Floats, weight: Floats, pre: Sequence[int], dec: Sequence[int], mix: Sequence[int]
 ) -> Orchestration:
     """Flows as they leave the program, with the places of the replicas among the groups."""
-    found = []
+    pairings = []
     for x, i in enumerate(pre):
         for y, j in enumerate(dec):
             column = x * len(dec) + y
             if flow[column] > 1e-12:
-                found.append(Pairing(i, j, float(flow[column]), float(weight[column])))
+                pairings.append(Pairing(i, j, float(flow[column]), float(weight[column])))
     for z, k in enumerate(mix):
         column = len(pre) * len(dec) + z
         if flow[column] > 1e-12:
-            found.append(Pairing(k, k, float(flow[column]), float(weight[column])))
-    return Orchestration(tuple(found))
+            pairings.append(Pairing(k, k, float(flow[column]), float(weight[column])))
+    return Orchestration(tuple(pairings))
 
 
 def transport(
@@ -286,8 +286,8 @@ class PoolEvaluator:
         """The group's row in the store."""
         known = self.numbers.get(group)
         if known is None:
-            found = self.deducer.best(group.takes, group.phase)
-            known = self.numbers[group] = -1 if found is None else self._add(found)
+            configuration = self.deducer.best(group.takes, group.phase)
+            known = self.numbers[group] = -1 if configuration is None else self._add(configuration)
         return known
 
     def _score(self, groups: tuple[GpuGroup, ...]) -> PoolScore:
@@ -318,7 +318,7 @@ class PoolEvaluator:
         offered = self.deducer.work.rate_per_s
         evaluate(pre, dec, mix, offered, self._store, self._program, self._result)
 
-    def _add(self, found: GroupConfiguration) -> int:
+    def _add(self, group_configuration: GroupConfiguration) -> int:
         number = self._used
         if number == len(self._store.rate):
             parts = {name: getattr(self._store, name) for name in PER_NUMBER}
@@ -327,12 +327,12 @@ class PoolEvaluator:
             }
             self._store = self._store._replace(**grown)
         self._used += 1
-        owner = [stage.node for stage in found.stages for _ in range(stage.layers)]
+        owner = [stage.node for stage in group_configuration.stages for _ in range(stage.layers)]
         self._store.owner[number] = owner
-        self._store.rate[number] = found.rate_per_s
-        self._store.latency_s[number] = found.latency_s
-        self._store.service_s[number] = found.service_s
-        self._store.attained[number] = found.attained
+        self._store.rate[number] = group_configuration.rate_per_s
+        self._store.latency_s[number] = group_configuration.latency_s
+        self._store.service_s[number] = group_configuration.service_s
+        self._store.attained[number] = group_configuration.attained
         return number
 
     @property
@@ -361,8 +361,8 @@ def describe(state: PoolUse, evaluator: PoolEvaluator) -> list[str]:
     lines = []
     for group in state.groups:
         gpus = "+".join(f"{count}x{pool.nodes[node].name}" for node, count in group.takes)
-        found = evaluator.deduced(group)
-        stages = " ".join(f"tp{s.tp}:{s.layers}" for s in found.stages) if found else "-"
-        rate = found.rate_per_s if found else 0.0
+        configuration = evaluator.deduced(group)
+        stages = " ".join(f"tp{s.tp}:{s.layers}" for s in configuration.stages) if configuration else "-"
+        rate = configuration.rate_per_s if configuration else 0.0
         lines.append(f"{NAMES[group.phase]:<8}{gpus:<28}{stages:<32}{rate:.3f}/s")
     return lines

@@ -429,11 +429,11 @@ def load_links(pre: Ints, dec: Ints, store: ConfigurationStore, program: Transpo
         for y in range(len(dec)):
             flow = program.flow[x * len(dec) + y]
             if flow > 0.0:
-                each = flow * store.layer_bytes
+                item = flow * store.layer_bytes
                 for layer in range(layers):
                     a, b = store.owner[pre[x], layer], store.owner[dec[y], layer]
                     if a != b:
-                        program.load[a, b] += each * store.kv_s_per_byte[a, b]
+                        program.load[a, b] += item * store.kv_s_per_byte[a, b]
 
 
 @compiled
@@ -471,14 +471,14 @@ def state(
     layers = store.owner.shape[1]
     for k in range(linked):
         a, b = program.links[k] // nodes, program.links[k] % nodes
-        each = store.layer_bytes * store.kv_s_per_byte[a, b]
+        item = store.layer_bytes * store.kv_s_per_byte[a, b]
         for x in range(m):
             for y in range(n):
                 count = 0
                 for layer in range(layers):
                     if store.owner[pre[x], layer] == a and store.owner[dec[y], layer] == b:
                         count += 1
-                tableau[rows + k, x * n + y] = count * each
+                tableau[rows + k, x * n + y] = count * item
         tableau[rows + k, columns] = 1.0
     rows += linked
     for column in range(columns):

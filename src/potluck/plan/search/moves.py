@@ -102,8 +102,8 @@ def clusters(pool: Pool, holds: Callable[[Takes], bool]) -> list[Takes]:
         if not members or len(partners) < 2:
             break
         first, second = _closest(pool, members, partners)
-        for each in (first, second):
-            (members if each in members else done).remove(each)
+        for item in (first, second):
+            (members if item in members else done).remove(item)
         members.append(joined((first, second)))
     return sorted(done + members)
 
@@ -378,7 +378,7 @@ def _cut(takes: Takes, rng: Random) -> tuple[Takes, Takes]:
         first = tuple((node, int(count * share + rng.random())) for node, count in takes)
         first = tuple((node, min(count, dict(takes)[node])) for node, count in first if count)
     else:
-        first = tuple(each for each in takes if rng.random() < 0.5)
+        first = tuple(take for take in takes if rng.random() < 0.5)
     return first, without(takes, first)
 
 

@@ -87,8 +87,8 @@ def recombined(
 def _learn(evaluator: PoolEvaluator, state: PoolUse, learnt: dict[GpuGroup, float]) -> None:
     """What decoders get where it is less than their fair part of what prefill replicas hand over."""
     got = [0.0] * len(state.groups)
-    for each in evaluator.orchestrated(state.groups).pairings:
-        got[each.target] += each.rate_per_s
+    for pairing in evaluator.orchestrated(state.groups).pairings:
+        got[pairing.target] += pairing.rate_per_s
     worth = [min(_worth(evaluator, group), learnt.get(group, INFINITY)) for group in state.groups]
     sums = [
         sum(w for w, group in zip(worth, state.groups, strict=True) if group.phase == phase)
@@ -125,10 +125,10 @@ def _mixture(
 
 
 def _worth(evaluator: PoolEvaluator, group: GpuGroup) -> float:
-    found, work = evaluator.deduced(group), evaluator.deducer.work
-    assert found is not None
-    share = 1.0 if group.phase == DECODE else kv_free_share(work, group.phase, found)
-    return work.headroom * found.rate_per_s * share
+    configuration, work = evaluator.deduced(group), evaluator.deducer.work
+    assert configuration is not None
+    share = 1.0 if group.phase == DECODE else kv_free_share(work, group.phase, configuration)
+    return work.headroom * configuration.rate_per_s * share
 
 
 def _coefficients(worth: Floats, phases: Ints, uses: Floats) -> Floats:

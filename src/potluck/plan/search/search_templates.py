@@ -39,11 +39,11 @@ from potluck.plan.search.tabu import SearchResult
 from potluck.plan.templates.group import Attained, components, group_template, route
 
 
-def replicas_of(pool: Pool, found: SearchResult) -> tuple[PlannedReplica, ...]:
+def replicas_of(pool: Pool, search_result: SearchResult) -> tuple[PlannedReplica, ...]:
     """One replica per group, in their order."""
     return tuple(
         PlannedReplica(NAMES[group.phase], layout_of(pool, mine))
-        for group, mine in zip(found.state.groups, found.configurations, strict=True)
+        for group, mine in zip(search_result.state.groups, search_result.configurations, strict=True)
     )
 
 
@@ -51,11 +51,11 @@ def to_templates(
     problem: PlanningProblem,
     ask: ModelDemand,
     pool: Pool,
-    found: SearchResult,
+    search_result: SearchResult,
     attained: Attained | None = None,
 ) -> tuple[Template, ...]:
     """One template per set of groups that hang together; those that serve nothing are left out."""
-    return templates_of(problem, ask, replicas_of(pool, found), attained)
+    return templates_of(problem, ask, replicas_of(pool, search_result), attained)
 
 
 def templates_of(
@@ -70,7 +70,7 @@ def templates_of(
     """
     codec = problem.codecs[-1]
     routed = route(problem, ask, replicas, codec, attained)
-    flows = {(i, j) for each in routed for i, j, _ in each.flows}
+    flows = {(i, j) for routed_bucket in routed for i, j, _ in routed_bucket.flows}
     busy = {place for flow in flows for place in flow}
     kept = [place for place in range(len(replicas)) if place in busy]
     places = {place: number for number, place in enumerate(kept)}
@@ -83,10 +83,10 @@ def templates_of(
     return tuple(template for template in made if template is not None)
 
 
-def layout_of(pool: Pool, found: GroupConfiguration) -> Layout:
+def layout_of(pool: Pool, group_configuration: GroupConfiguration) -> Layout:
     """A configuration as stages on named machines."""
     stages = []
-    for stage in found.stages:
+    for stage in group_configuration.stages:
         node = pool.nodes[stage.node]
         stages.append(Stage(stage.layers, (StageNode(node.type.name, stage.tp, node.name),)))
     return Layout(tuple(stages))
@@ -109,10 +109,12 @@ def found_of(pool: Pool, replicas: Sequence[PlannedReplica]) -> SearchResult:
     return SearchResult(state, nothing, tuple(configurations), Orchestration(()), (), 0, 0, converged=True)
 
 
-def attainment_trace(found: SearchResult) -> tuple[tuple[float, float], ...]:
+def attainment_trace(search_result: SearchResult) -> tuple[tuple[float, float], ...]:
     """(seconds, attainment) whenever the search found better, without the tie-break in its score."""
     # A score is attained + w * attainable; the two are the same until all that is offered is attained.
-    return tuple((at_s, min(1.0, max(0.0, value) / (1.0 + TIE_WEIGHT))) for at_s, value in found.trace)
+    return tuple(
+        (at_s, min(1.0, max(0.0, value) / (1.0 + TIE_WEIGHT))) for at_s, value in search_result.trace
+    )
 
 
 def _takes(stages: Sequence[StageTake]) -> Takes:
@@ -128,20 +130,24 @@ SHORTLIST = 6
 """States that are tried."""
 
 
-def tried(evaluator: PoolEvaluator, found: SearchResult, estimate: Estimate) -> tuple[SearchResult, Attained]:
+def tried(
+    evaluator: PoolEvaluator, search_result: SearchResult, estimate: Estimate
+) -> tuple[SearchResult, Attained]:
     """The best of what a search ended with when every pair is tried, and what was seen of its pairs."""
     known: dict[tuple[PlannedReplica, PlannedReplica], float] = {}
-    best, seen = found, None
-    for state in (found.state, *found.others)[:SHORTLIST]:
+    best, seen = search_result, None
+    for state in (search_result.state, *search_result.others)[:SHORTLIST]:
         matrix = _matrix(evaluator, state, estimate, known)
         score, routed = evaluator.weighed(state.groups, matrix)
         if seen is None or score > best.score:
             configurations = tuple(evaluator.deduced(group) for group in state.groups)
             best = replace(
-                found,
+                search_result,
                 state=state,
                 score=score,
-                configurations=tuple(each for each in configurations if each is not None),
+                configurations=tuple(
+                    configuration for configuration in configurations if configuration is not None
+                ),
                 orchestration=routed,
             )
             replicas = _replicas(evaluator, state)
@@ -158,25 +164,25 @@ def _matrix(
     """D by places of the groups; pairs that the closed form leaves no hope are not tried."""
     replicas, closed = _replicas(evaluator, state), evaluator.attained(state.groups)
     work = evaluator.deducer.work
-    found = {}
+    matrix = {}
     for (i, j), hope in closed.items():
         pair = (replicas[i], replicas[j])
         if hope > 0.0 and pair not in known:
             slower = min(_rate(evaluator, state, place) for place in (i, j))
             known[pair] = estimate(*pair, min(work.headroom * slower, work.rate_per_s))
-        found[i, j] = known[pair] if hope > 0.0 else 0.0
-    return found
+        matrix[i, j] = known[pair] if hope > 0.0 else 0.0
+    return matrix
 
 
 def _rate(evaluator: PoolEvaluator, state: PoolUse, place: int) -> float:
-    found = evaluator.deduced(state.groups[place])
-    return 0.0 if found is None else found.rate_per_s
+    configuration = evaluator.deduced(state.groups[place])
+    return 0.0 if configuration is None else configuration.rate_per_s
 
 
 def _replicas(evaluator: PoolEvaluator, state: PoolUse) -> list[PlannedReplica]:
     made = []
     for group in state.groups:
-        found = evaluator.deduced(group)
-        assert found is not None, "a state with a score has configurations"
-        made.append(PlannedReplica(NAMES[group.phase], layout_of(evaluator.deducer.pool, found)))
+        configuration = evaluator.deduced(group)
+        assert configuration is not None, "a state with a score has configurations"
+        made.append(PlannedReplica(NAMES[group.phase], layout_of(evaluator.deducer.pool, configuration)))
     return made

@@ -218,14 +218,14 @@ class TabuSearch:
         better = True
         while better and state not in self.peaks:
             better = False
-            for tried, each in enumerate(all_near(self.moves, state, self.rng)):
+            for tried, pool_use in enumerate(all_near(self.moves, state, self.rng)):
                 if tried % self.settings.limits.neighbours == 0:
                     self.steps += 1
                     if self._over():
                         return
-                worth = self.evaluator.score(each.groups).value
+                worth = self.evaluator.score(pool_use.groups).value
                 if worth > value + 1e-12:
-                    state, value, better = each, worth, True
+                    state, value, better = pool_use, worth, True
                     self._offer(state)
                     break
         self.peaks.add(state)
@@ -263,7 +263,7 @@ class TabuSearch:
         return SearchResult(
             self.best,
             self.best_score,
-            tuple(each for each in configurations if each is not None),
+            tuple(configuration for configuration in configurations if configuration is not None),
             self.evaluator.orchestrated(self.best.groups),
             tuple(self.trace),
             self.evaluator.evaluated,
@@ -275,13 +275,13 @@ class TabuSearch:
     def _others(self) -> tuple[PoolUse, ...]:
         """States that are worth the same differ in nothing but which of two like machines they use."""
         known = {round(self.best_score.value, 9)}
-        found = []
+        pool_uses = []
         ranked = ((self.evaluator.score(state.groups), state) for state in self.peaks)
         for score, state in sorted(ranked, key=lambda each: (-each[0].value, each[1])):
             if round(score.value, 9) not in known and score.goodput_per_s > 0:
                 known.add(round(score.value, 9))
-                found.append(state)
-        return tuple(found[:MOST_OTHERS])
+                pool_uses.append(state)
+        return tuple(pool_uses[:MOST_OTHERS])
 
 
 MOST_COMBINATIONS = 3000
@@ -298,7 +298,7 @@ class PoolSurvivors:
 
 
 def groups_left(
-    pool: Pool, found: SearchResult, lost: Mapping[str, int], dead: Collection[int] | None = None
+    pool: Pool, search_result: SearchResult, lost: Mapping[str, int], dead: Collection[int] | None = None
 ) -> PoolSurvivors:
     """Who survives losing so many GPUs of each named node.
 
@@ -308,12 +308,12 @@ def groups_left(
     """
     rest = pool.without(lost)
     free = {node: rest.nodes[node].gpus for node in range(len(rest.nodes))}
-    groups = found.state.groups
+    groups = search_result.state.groups
     hit = set(dead or ())
     if not hit <= set(range(len(groups))):
         raise InputError("reschedule: dead", f"names a group beyond the {len(groups)} there are")
     if dead is None:
-        hit = _fewest(groups, found.state.idle, {pool.index(name): n for name, n in lost.items()})
+        hit = _fewest(groups, search_result.state.idle, {pool.index(name): n for name, n in lost.items()})
     kept = tuple(place for place in range(len(groups)) if place not in hit)
     used = joined(groups[place].takes for place in kept)
     if any(count > free[node] for node, count in used):
@@ -337,13 +337,16 @@ def _fewest(groups: tuple[GpuGroup, ...], idle: Takes, lost: Mapping[int, int]) 
 
 
 def reschedule(
-    left: PoolSurvivors, found: SearchResult, work: PoolWorkload, settings: SearchSettings | None = None
+    left: PoolSurvivors,
+    search_result: SearchResult,
+    work: PoolWorkload,
+    settings: SearchSettings | None = None,
 ) -> SearchResult:
     """New phases and routing for the groups that are left, for the same or another workload."""
     chosen = settings or SearchSettings()
     source = deducer(left.pool, work, chosen.timing)
     phases = tuple(PHASES[role] for role in chosen.phases)
-    stages = [found.configurations[place].stages for place in left.kept]
+    stages = [search_result.configurations[place].stages for place in left.kept]
     # Groups are named by their place: two of the same GPUs may be loaded unlike.
     for place, mine in enumerate(stages):
         for phase in phases:
@@ -354,23 +357,25 @@ def reschedule(
     if not working:
         raise CapacityError("no group that is left can serve within the objective; search the pool anew")
     hunt = TabuSearch(evaluator, flips_only(left.pool, work, phases), chosen)
-    hunt.try_all(_combinations(working, able, found, left))
-    return _named(hunt.found(), left, found)
+    hunt.try_all(_combinations(working, able, search_result, left))
+    return _named(hunt.found(), left, search_result)
 
 
 def _combinations(
-    working: list[int], able: list[list[int]], found: SearchResult, left: PoolSurvivors
+    working: list[int], able: list[list[int]], search_result: SearchResult, left: PoolSurvivors
 ) -> list[PoolUse]:
     """The present designation, and all others if they are few."""
     size = 1
     now = []
     for place in working:
         size *= len(able[place])
-        phase = found.state.groups[left.kept[place]].phase
+        phase = search_result.state.groups[left.kept[place]].phase
         now.append(phase if phase in able[place] else able[place][0])
     choices = [tuple(now)]
     if size <= MOST_COMBINATIONS:
-        choices += [each for each in product(*(able[place] for place in working)) if each != tuple(now)]
+        choices += [
+            numbers for numbers in product(*(able[place] for place in working)) if numbers != tuple(now)
+        ]
     return [
         make_state([GpuGroup(((w, 1),), p) for w, p in zip(working, chosen, strict=True)], ())
         for chosen in choices

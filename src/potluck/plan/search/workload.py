@@ -238,10 +238,10 @@ def costs_of(pool: Pool, work: PoolWorkload, timing: LayerTiming) -> StageCosts:
         batches,
         kinds,
         tuple(degrees),
-        np.array([_prefill(work, timing, *each) for each in members]),
-        np.array([_decode(work, timing, batches, *each) for each in members]),
-        np.array([_mixed(work, timing, batches, chunk, *each) for each in members]),
-        np.array([_room(model, *each) for each in members]),
+        np.array([_prefill(work, timing, *member) for member in members]),
+        np.array([_decode(work, timing, batches, *member) for member in members]),
+        np.array([_mixed(work, timing, batches, chunk, *member) for member in members]),
+        np.array([_room(model, *member) for member in members]),
         np.array([_layer_bytes(model, tp) for _, tp in members]),
         np.array([_kv_bytes(work, tp) for _, tp in members]),
         chunk,
@@ -260,8 +260,8 @@ def _batches(pool: Pool, work: PoolWorkload) -> Floats:
     """1, 2, ... up to what all GPUs together could keep, in steps of at most an eighth beyond 16."""
     tokens = float(work.input_tokens + work.output_tokens)
     memory = sum(node.gpus * node.type.gpu.memory_bytes for node in pool.nodes)
-    each = float(kv_bytes_per_gpu(work.model, tokens, 1))
-    most = int(min(MAX_BATCH, max(1.0, memory / each if each > 0 else MAX_BATCH)))
+    value = float(kv_bytes_per_gpu(work.model, tokens, 1))
+    most = int(min(MAX_BATCH, max(1.0, memory / value if value > 0 else MAX_BATCH)))
     grid = [1]
     while grid[-1] < most:
         grid.append(min(most, grid[-1] + max(1, grid[-1] // 8 if grid[-1] >= DENSE_BATCHES else 1)))

@@ -37,13 +37,18 @@ BOUND_SHARE = 0.25
 
 def efficient(factory: TemplateFactory, ask: ModelDemand) -> list[Template]:
     """Combos counted in GPUs, each with equation 15 of its two types."""
-    ranks = {(each.prefill, each.decode): each.ce_tokens_per_usd for each in factory.ranked(ask)}
+    ranks = {
+        (ranked_pair.prefill, ranked_pair.decode): ranked_pair.ce_tokens_per_usd
+        for ranked_pair in factory.ranked(ask)
+    }
 
     def ends(template: Template) -> tuple[str, str]:
         first, last = template.replicas[0].layout, template.replicas[-1].layout
         return first.stages[0].nodes[0].node, last.stages[0].nodes[0].node
 
-    return [replace(each, ce_tokens_per_usd=ranks[ends(each)]) for each in factory.gpu_combos(ask)]
+    return [
+        replace(gpu_combo, ce_tokens_per_usd=ranks[ends(gpu_combo)]) for gpu_combo in factory.gpu_combos(ask)
+    ]
 
 
 def cauchy_co(factory: TemplateFactory, settings: SolveSettings) -> PlanOutcome:
@@ -116,7 +121,7 @@ Columns = list[tuple[ModelDemand, Template, str, float]]
 
 def _columns(factory: TemplateFactory, templates: ByModel) -> Columns:
     """(ask, combo, region, price) for every combo that a region could host."""
-    found: Columns = []
+    columns: Columns = []
     for ask in factory.problem.asks:
         for template in templates[ask.name]:
             if served_per_s(ask, template) <= 0:
@@ -124,13 +129,13 @@ def _columns(factory: TemplateFactory, templates: ByModel) -> Columns:
             for region in factory.problem.regions:
                 if not runs_in(factory.problem, ask, template, region.name):
                     continue
-                offers = [region.offer(each.node) for each in template.nodes]
+                offers = [region.offer(node_count.node) for node_count in template.nodes]
                 if all(o and o.available >= n.count for o, n in zip(offers, template.nodes, strict=True)):
                     price = sum(
                         o.price_usd_per_h * n.count for o, n in zip(offers, template.nodes, strict=True) if o
                     )
-                    found.append((ask, template, region.name, price))
-    return found
+                    columns.append((ask, template, region.name, price))
+    return columns
 
 
 def _choose(
@@ -140,8 +145,8 @@ def _choose(
     weight: Weight,
     efficiency: Efficiency,
 ) -> tuple[Deployment, ...] | None:
-    problem, found = factory.problem, _columns(factory, templates)
-    if not found:
+    problem, result = factory.problem, _columns(factory, templates)
+    if not result:
         return None
     rows = {("demand", ask.name): i for i, ask in enumerate(problem.asks)}
     lower = [ask.rate_per_s for ask in problem.asks]
@@ -153,12 +158,15 @@ def _choose(
             upper.append(float(offer.available))
     entries: list[tuple[int, int, float]] = []
     cost = []
-    for column, (ask, template, region_name, price) in enumerate(found):
+    for column, (ask, template, region_name, price) in enumerate(result):
         cost.append(weight(price, efficiency(ask, template)))
         goodput = served_per_s(ask, template) * problem.headroom
         entries.append((rows["demand", ask.name], column, goodput))
-        entries += [(rows[region_name, each.node], column, float(each.count)) for each in template.nodes]
-    row, place, value = (np.array(each) for each in zip(*entries, strict=True))
+        entries += [
+            (rows[region_name, node_count.node], column, float(node_count.count))
+            for node_count in template.nodes
+        ]
+    row, place, value = (np.array(item) for item in zip(*entries, strict=True))
     scale = max(cost) or 1.0
     answer = solve_milp(
         Milp(
@@ -180,7 +188,7 @@ def _choose(
     counts = answer.x.round().astype(int)
     return tuple(
         Deployment(template.name, region, int(n))
-        for n, (_, template, region, _) in zip(counts, found, strict=True)
+        for n, (_, template, region, _) in zip(counts, result, strict=True)
         if n
     )
 

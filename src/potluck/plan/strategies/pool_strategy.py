@@ -82,12 +82,12 @@ def search_groups(
         how = SearchSettings(seed=seed, limits=SearchLimits(time_limit_s=time_limit_s / len(problem.regions)))
         evaluator = PoolEvaluator(deducer(pool, work, how.timing))
         try:
-            found = search_with(evaluator, how)
+            search_result = search_with(evaluator, how)
         except CapacityError:
             continue
         attained = None
         if estimate is not None:
-            found, attained = tried(evaluator, found, estimate)
-        searched[region.name] = found
-        templates += to_templates(problem, ask, pool, found, attained)
+            search_result, attained = tried(evaluator, search_result, estimate)
+        searched[region.name] = search_result
+        templates += to_templates(problem, ask, pool, search_result, attained)
     return templates, searched

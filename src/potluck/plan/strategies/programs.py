@@ -54,7 +54,7 @@ def auto(factory: TemplateFactory, settings: SolveSettings) -> PlanOutcome:
         tried = [allocated(factory, settings.within(SINGLE_SHARE), "auto", single)]
         if not tried[0].plan.deployments:  # many models and little time: a plan comes before a better one
             tried = [allocated(factory, settings.within(FALLBACK_SHARE), "auto", single)]
-        first += tuple(each.plan for each in tried if each.plan.deployments)
+        first += tuple(plan_outcome.plan for plan_outcome in tried if plan_outcome.plan.deployments)
     before_s = settings.left_s
     whole = allocated(factory, replace(settings.within(FIRST_SHARE), starts=first), "auto", templates)
     longer = factory.within(settings, settings.left_s - SOLVES_AGAIN * (before_s - settings.left_s))
@@ -74,11 +74,13 @@ def auto(factory: TemplateFactory, settings: SolveSettings) -> PlanOutcome:
     tried += [thunderserve(factory, settings.within(RIVALS_SHARE))] if pooled and not inside else []
     if (not _settled(whole) or factory.left_out) and not settings.asking:
         rivals = (*RIVALS, thunderserve) if inside else RIVALS
-        for each in rivals:
+        for rival in rivals:
             if not settings.late:
-                tried.append(each(factory, settings.within(RIVALS_SHARE / len(rivals))))
+                tried.append(rival(factory, settings.within(RIVALS_SHARE / len(rivals))))
         if not settings.late:
-            known = tuple(each.plan for each in (whole, *tried) if each.plan.deployments)
+            known = tuple(
+                plan_outcome.plan for plan_outcome in (whole, *tried) if plan_outcome.plan.deployments
+            )
             more = replace(settings, starts=(*settings.starts, *known))
             whole = _proven(allocated(factory, more, "auto", templates), whole)
     best = max([whole, *tried], key=lambda each: rank_of(problem, each))
@@ -135,10 +137,10 @@ def made_in_turn(factory: TemplateFactory) -> None:
 
 def _settled(outcome: PlanOutcome) -> bool:
     """Whether no plan of the same columns can be better, beyond rounding."""
-    found, short = outcome.allocation, outcome.allocation.shortfall
+    result, short = outcome.allocation, outcome.allocation.shortfall
     if short is not None:
         return False  # the most may be proven, but not that it costs the least
-    return found.found and found.gap <= PROVEN
+    return result.found and result.gap <= PROVEN
 
 
 PROVEN = 1e-6
@@ -262,12 +264,12 @@ def _cheapest_types(factory: TemplateFactory, ask: ModelDemand) -> list[Template
 
 def _alike(problem: PlanningProblem, single: Sequence[Template]) -> dict[str, list[str]]:
     """Node types by what they are: spot and on-demand nodes, and those of several zones, are one type."""
-    found: dict[str, list[str]] = {}
+    alike: dict[str, list[str]] = {}
     for name in sorted({template.nodes[0].node for template in single}):
         node = problem.node(name)
-        twin = next((other for other in found if replace(problem.node(other), name=name) == node), name)
-        found.setdefault(twin, []).append(name)
-    return found
+        twin = next((other for other in alike if replace(problem.node(other), name=name) == node), name)
+        alike.setdefault(twin, []).append(name)
+    return alike
 
 
 def _phases(templates: Sequence[Template]) -> list[Template]:

@@ -150,12 +150,12 @@ class TemplateFactory:
     @property
     def prices(self) -> dict[str, float]:
         """The lowest price of each node type over regions that have some: what efficiency is judged by."""
-        found: dict[str, float] = {}
+        values: dict[str, float] = {}
         for region in self.problem.regions:
             for offer in region.offers:
                 if offer.available > 0:
-                    found[offer.node] = min(found.get(offer.node, float("inf")), offer.price_usd_per_h)
-        return found
+                    values[offer.node] = min(values.get(offer.node, float("inf")), offer.price_usd_per_h)
+        return values
 
     def book(self, ask: ModelDemand) -> RateCache:
         return self.books.of(self.problem, ask)
@@ -183,7 +183,7 @@ class TemplateFactory:
 
         def make() -> list[Template]:
             pairs = self.ranked(ask)[:SHORTLIST]
-            alike = {each.prefill for each in pairs if each.prefill == each.decode}
+            alike = {pair.prefill for pair in pairs if pair.prefill == pair.decode}
             alone = [t for t in self.combos(ask) if len(t.nodes) == 1 and t.nodes[0].node in alike]
             alone = [t for t in alone if t.replicas[0].role == "mixed"]
             return [*alone, *gpu_combos(self.problem, ask, pairs, self.book(ask))]
@@ -226,11 +226,11 @@ class TemplateFactory:
         share = 0.5 if first else 0.1
 
         def make() -> list[Template]:
-            made, found = search_groups(
+            made, search_results = search_groups(
                 self.problem, ask, settings.left_s * share, settings.seed, settings.estimate
             )
             self.searched.clear()
-            self.searched.update(found)
+            self.searched.update(search_results)
             known = {template.name for template in made}
             return made + [t for t in self.running if t.model == ask.name and t.name not in known]
 
@@ -248,11 +248,13 @@ class TemplateFactory:
             self.books.keep()
         # They may have been made for a problem that had more node types than this one.
         here = self.prices
-        found = [each for each in self.made[key] if all(count.node in here for count in each.nodes)]
+        once = [
+            template for template in self.made[key] if all(count.node in here for count in template.nodes)
+        ]
         if not ask.terms.asked:
-            return found
+            return once
         regions = [region.name for region in self.problem.regions]
-        return [t for t in found if any(runs_in(self.problem, ask, t, region) for region in regions)]
+        return [t for t in once if any(runs_in(self.problem, ask, t, region) for region in regions)]
 
 
 Planner = Callable[[TemplateFactory, SolveSettings], PlanOutcome]
@@ -270,7 +272,7 @@ def allocated(
 
     What runs already stays to be chosen, also where it is no longer among what is made.
     """
-    found, answer = solved(
+    program_columns, answer = solved(
         factory.problem,
         with_running(factory.problem, templates, settings.running),
         running=settings.running,
@@ -283,12 +285,12 @@ def allocated(
         in_part=not settings.asking,
     )
     factory.books.keep()
-    plan = plan_of(found, answer, strategy)
+    plan = plan_of(program_columns, answer, strategy)
     if (
-        found.program.guarded and answer.found
+        program_columns.program.guarded and answer.found
     ):  # a spare copy that never works would be cold when it is needed
         plan = evened(factory.problem, plan, settings.time_limit_s, settings.clock)
-    return PlanOutcome(plan, answer, found)
+    return PlanOutcome(plan, answer, program_columns)
 
 
 def with_running(
@@ -300,15 +302,19 @@ def with_running(
     deployed = {deployment.template for deployment in running.deployments}
     merged = {model: list(group) for model, group in templates.items()}
     for template in running.templates:
-        ask = next((each for each in problem.asks if each.name == template.model), None)
+        ask = next(
+            (model_demand for model_demand in problem.asks if model_demand.name == template.model), None
+        )
         mine = merged.setdefault(template.model, [])
-        known = template.name in {each.name for each in mine}
+        known = template.name in {item.name for item in mine}
         there = all(node in problem.by_name for node in template.node_counts)
         if ask is None or known or not there or template.kind == "group" or template.name not in deployed:
             continue
         capacity = retimed(problem, ask, template)
         if len({replica.role for replica in template.replicas}) > 1:  # a closed group offers no phase alone
-            capacity = tuple(replace(each, prefill_per_s=0.0, decode_per_s=0.0) for each in capacity)
+            capacity = tuple(
+                replace(bucket_capacity, prefill_per_s=0.0, decode_per_s=0.0) for bucket_capacity in capacity
+            )
         mine.append(replace(template, capacity=capacity))
     return merged
 

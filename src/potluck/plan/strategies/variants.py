@@ -46,14 +46,14 @@ def choosing_formats(strategy: Planner) -> Planner:
         if combinations == [()]:
             return strategy(factory, settings)
         settings = settings.begun if len(combinations) > 1 else settings
-        found = []
+        plan_outcomes = []
         for place, formats in enumerate(combinations):
             there = replace(factory, problem=factory.problem.in_formats(formats))
             left = len(combinations) - place
             mine = settings if left == 1 else settings.within(1 / left)
-            starts = tuple(each for each in settings.starts if each.formats == formats)
-            found.append(strategy(there, replace(mine, starts=starts)))
-        return best_of(found)
+            starts = tuple(start for start in settings.starts if start.formats == formats)
+            plan_outcomes.append(strategy(there, replace(mine, starts=starts)))
+        return best_of(plan_outcomes)
 
     return planned
 
@@ -62,11 +62,11 @@ def formats_of(problem: PlanningProblem, running: Plan | None = None) -> list[Fo
     """Every combination of the formats that models may have, those of the spec's first formats first."""
     asks = [ask for ask in problem.asks if ask.formats]
     allowed = [_allowed(ask, running) for ask in asks]
-    count = prod(len(each) for each in allowed)
+    count = prod(len(item) for item in allowed)
     if count > MOST:
         raise InputError("precision", f"{count} combinations of formats are more than {MOST}; name fewer")
     names = [ask.name for ask in asks]
-    return [tuple(zip(names, each, strict=True)) for each in product(*allowed)]
+    return [tuple(zip(names, item, strict=True)) for item in product(*allowed)]
 
 
 def _allowed(ask: ModelDemand, running: Plan | None) -> Sequence[Format]:
@@ -76,16 +76,23 @@ def _allowed(ask: ModelDemand, running: Plan | None) -> Sequence[Format]:
 
 def best_of(outcomes: Iterable[PlanOutcome]) -> PlanOutcome:
     """The best of plans in different formats, with a proof over all of them."""
-    found = list(outcomes)
-    best = max(found, key=_rank)
-    if len(found) == 1:
+    plan_outcomes = list(outcomes)
+    best = max(plan_outcomes, key=_rank)
+    if len(plan_outcomes) == 1:
         return best
-    prices = ((each.plan.formats, each.plan.fraction, each.plan.total_usd_per_h) for each in found)
-    best = replace(best, tried=tuple(FormatPrice(*each) for each in prices))
+    prices = (
+        (plan_outcome.plan.formats, plan_outcome.plan.fraction, plan_outcome.plan.total_usd_per_h)
+        for plan_outcome in plan_outcomes
+    )
+    best = replace(best, tried=tuple(FormatPrice(*price) for price in prices))
     if not best.allocation.found:
         return best
     cost = best.plan.total_usd_per_h
-    bound = min(each.allocation.lower_bound_usd_per_h for each in found if each.allocation.found)
+    bound = min(
+        plan_outcome.allocation.lower_bound_usd_per_h
+        for plan_outcome in plan_outcomes
+        if plan_outcome.allocation.found
+    )
     bound = min(bound, best.allocation.lower_bound_usd_per_h, cost)
     gap = max(best.plan.gap, (cost - bound) / cost if cost > 0 else 0.0)
     return replace(best, plan=replace(best.plan, gap=gap))
@@ -103,16 +110,18 @@ def near_users(strategy: Planner) -> Planner:
         problem = factory.problem
         if not any(ask.origins for ask in problem.asks):
             return strategy(factory, settings)
-        found = []
+        plan_outcomes = []
         for far_s in distances(problem):
             there = within(problem, far_s)
             known = factory.near.setdefault(far_s, TemplateFactory(there, said=factory.said))
-            found.append(strategy(replace(known, problem=there), settings))
-        if not found:
+            plan_outcomes.append(strategy(replace(known, problem=there), settings))
+        if not plan_outcomes:
             raise CapacityError(
                 "no region is near enough to all users for the objective; allow a longer TTFT"
             )
-        best = max(found, key=lambda each: (served(factory.problem, each.plan), -each.plan.total_usd_per_h))
+        best = max(
+            plan_outcomes, key=lambda each: (served(factory.problem, each.plan), -each.plan.total_usd_per_h)
+        )
         return replace(best, plan=_seen_by_users(problem, best.plan))
 
     return planned
@@ -121,7 +130,7 @@ def near_users(strategy: Planner) -> Planner:
 def _able(problem: PlanningProblem, ask: ModelDemand) -> list[float]:
     """Distances of regions where a model may run and some TTFT is left."""
     far = {ask.far_s(region.name) for region in problem.regions if ask.terms.allows(region.name)}
-    return sorted(each for each in far if each < ask.slo.ttft_s)
+    return sorted(value for value in far if value < ask.slo.ttft_s)
 
 
 def distances(problem: PlanningProblem) -> list[float]:
@@ -129,7 +138,7 @@ def distances(problem: PlanningProblem) -> list[float]:
     able = [_able(problem, ask) for ask in problem.asks if ask.origins]
     if not all(able):
         return []
-    return sorted({far_s for each in able for far_s in each if far_s >= max(first[0] for first in able)})
+    return sorted({far_s for values in able for far_s in values if far_s >= max(first[0] for first in able)})
 
 
 def within(problem: PlanningProblem, far_s: float) -> PlanningProblem:
@@ -138,7 +147,7 @@ def within(problem: PlanningProblem, far_s: float) -> PlanningProblem:
     def near(ask: ModelDemand) -> ModelDemand:
         if not ask.origins:
             return ask
-        own_s = max(each for each in _able(problem, ask) if each <= far_s)
+        own_s = max(value for value in _able(problem, ask) if value <= far_s)
         regions = tuple(
             region.name
             for region in problem.regions
@@ -159,9 +168,9 @@ def _seen_by_users(problem: PlanningProblem, plan: Plan) -> Plan:
         if share.phase != "decode" and ask.origins:
             far.setdefault(ask.name, []).append((share.rate_per_s, ask.mean_far_s(share.region)))
     predictions = []
-    for each in plan.predictions:
-        parts = far.get(each.model, [])
+    for prediction in plan.predictions:
+        parts = far.get(prediction.model, [])
         total = sum(rate for rate, _ in parts)
         mean_s = sum(rate * far_s for rate, far_s in parts) / total if total > 0 else 0.0
-        predictions.append(replace(each, ttft_s=each.ttft_s + mean_s))
+        predictions.append(replace(prediction, ttft_s=prediction.ttft_s + mean_s))
     return replace(plan, predictions=tuple(predictions))

@@ -53,7 +53,7 @@ def combos(
     KV crosses in the smallest codec that is allowed; whether a more exact one does is seen once counts are known.
     """
     best = {role: _best_per_node(ask, single, role) for role in ("prefill", "decode", "mixed")}
-    found = [replace(template, kind="combo") for template in best["mixed"].values()]
+    templates = [replace(template, kind="combo") for template in best["mixed"].values()]
     for first in best["prefill"]:
         for second in best["decode"]:
             forward = _pair(problem, ask, best["prefill"][first], best["decode"][second])
@@ -62,14 +62,14 @@ def combos(
                 forward = max((forward, backward), key=lambda ts: _best_efficiency(ask, ts, prices))
             elif first > second and first in best["decode"] and second in best["prefill"]:
                 continue  # that pair was settled the other way round
-            found += forward
-    return found
+            templates += forward
+    return templates
 
 
 def efficiency_tokens_per_usd(ask: ModelDemand, template: Template, prices: dict[str, float]) -> float:
     """Tokens per dollar when a template serves the model's mix of buckets by itself."""
     rate = served_per_s(ask, template)
-    cost = sum(each.count * prices[each.node] for each in template.nodes)
+    cost = sum(node_count.count * prices[node_count.node] for node_count in template.nodes)
     tokens = ask.tokens_per_s / ask.rate_per_s if ask.rate_per_s else 0.0
     return rate * tokens * 3600.0 / cost if cost > 0 else float("inf")
 
@@ -88,14 +88,14 @@ def served_per_s(ask: ModelDemand, template: Template) -> float:
 
 def _best_per_node(ask: ModelDemand, single: Sequence[Template], role: Role) -> dict[str, Template]:
     """One template per node type: the paper shards a phase over all of a server's GPUs or not at all."""
-    found: dict[str, Template] = {}
+    best: dict[str, Template] = {}
     for template in single:
         if template.replicas[0].role != role or template.model != ask.name:
             continue
         node = template.nodes[0].node
-        if node not in found or _total(template) > _total(found[node]):
-            found[node] = template
-    return found
+        if node not in best or _total(template) > _total(best[node]):
+            best[node] = template
+    return best
 
 
 def _total(template: Template) -> float:
@@ -128,7 +128,7 @@ def _one_node(problem: PlanningProblem, replicas: Sequence[PlannedReplica]) -> b
     """Whether all of them stand on one node, which then is all that they rent: their KV uses no network card."""
     members = [node for replica in replicas for stage in replica.layout.stages for node in stage.nodes]
     first = members[0].node
-    return all(each.node == first for each in members) and sum(each.tp for each in members) <= (
+    return all(member.node == first for member in members) and sum(member.tp for member in members) <= (
         problem.node(first).gpus
     )
 
@@ -155,8 +155,8 @@ def _side(
     total = [BucketCapacity(demand.bucket, 0.0, 0.0, 0.0, 0.0, 0.0) for demand in ask.demands]
     for layout in {replica.layout for replica in members}:
         copies = sum(1 for replica in members if replica.layout == layout)
-        found = book.replica(problem, ask, layout, role).times(copies).capacity
-        total = [_added(one, other) for one, other in zip(total, found, strict=True)]
+        bucket_capacities = book.replica(problem, ask, layout, role).times(copies).capacity
+        total = [_added(one, other) for one, other in zip(total, bucket_capacities, strict=True)]
     return _Side(total, len(members), cards_of(members, problem.by_name))
 
 
@@ -219,19 +219,19 @@ def _closed(
     busy = min(asked, default=problem.headroom)
     narrow = min(prefill.cards.all_bits_per_s, decode.cards.all_bits_per_s)
     slow = min(prefill.cards.one_bits_per_s, decode.cards.one_bits_per_s)
-    found = []
+    closed = []
     for (demand, p, d), limit in zip(pairs, limits, strict=True):
         rate = min(p.prefill_per_s, d.decode_per_s)
         kv_bits = float(bits[demand.bucket])
         if kv_bits > 0:
             rate = min(rate, busy * narrow / (problem.headroom * kv_bits))
         if not (rate > 0 and limit > 0):
-            found.append(BucketCapacity(demand.bucket, 0.0, 0.0, 0.0, 0.0, 0.0))
+            closed.append(BucketCapacity(demand.bucket, 0.0, 0.0, 0.0, 0.0, 0.0))
             continue
         used = problem.headroom * rate * kv_bits / narrow
         late_s = max(0.0, sojourn_s(kv_bits / slow, used) - prefill.copies / p.prefill_per_s)
-        found.append(BucketCapacity(demand.bucket, 0.0, 0.0, rate, p.ttft_s + late_s, d.tpot_s))
-    return found
+        closed.append(BucketCapacity(demand.bucket, 0.0, 0.0, rate, p.ttft_s + late_s, d.tpot_s))
+    return closed
 
 
 def _busy(
@@ -254,7 +254,7 @@ def _busy(
 
 
 def _best_efficiency(ask: ModelDemand, templates: Sequence[Template], prices: dict[str, float]) -> float:
-    return max((efficiency_tokens_per_usd(ask, each, prices) for each in templates), default=0.0)
+    return max((efficiency_tokens_per_usd(ask, template, prices) for template in templates), default=0.0)
 
 
 SHORTLIST = 4
@@ -286,29 +286,31 @@ def ranked(
         role: sorted({t.nodes[0].node for t in single_node if t.replicas[0].role == role})
         for role in ("prefill", "decode")
     }
-    found: dict[frozenset[str], RankedPair] = {}
+    ranked_pairs: dict[frozenset[str], RankedPair] = {}
     for first in able["prefill"]:
         for second in able["decode"]:
             value = _efficiency(problem, ask, single_node, prices, first, second, book)
-            best = found.get(frozenset((first, second)))
+            best = ranked_pairs.get(frozenset((first, second)))
             if best is None or value.ce_tokens_per_usd > best.ce_tokens_per_usd:
-                found[frozenset((first, second))] = value
-    return sorted(found.values(), key=lambda each: (-each.ce_tokens_per_usd, each.prefill, each.decode))
+                ranked_pairs[frozenset((first, second))] = value
+    return sorted(
+        ranked_pairs.values(), key=lambda each: (-each.ce_tokens_per_usd, each.prefill, each.decode)
+    )
 
 
 def gpu_combos(
     problem: PlanningProblem, ask: ModelDemand, pairs: Sequence[RankedPair], book: RateCache
 ) -> list[Template]:
     """The combos of some pairs of types, counted in GPUs."""
-    found: dict[str, Template] = {}
+    templates: dict[str, Template] = {}
     for pair in pairs:
         first, second = problem.node(pair.prefill), problem.node(pair.decode)
         for n_p in PREFILL_UNITS:
             for n_d in DECODE_UNITS:
                 template = _combo(problem, ask, (first, second), n_p, n_d, book)
                 if template is not None:
-                    found.setdefault(template.name, template)
-    return list(found.values())
+                    templates.setdefault(template.name, template)
+    return list(templates.values())
 
 
 def _combo(
@@ -343,7 +345,7 @@ def _combo(
         return None
     known = [book.replica(problem, ask, side[0].layout, side[0].role) for side in (prefill, decode)]
     name = f"{times} x <{gpus_p} {first.gpu.name}, {gpus_d} {second.gpu.name}>"
-    on = " + ".join(f"{each.count} {each.node}" for each in nodes)
+    on = " + ".join(f"{node_count.count} {node_count.node}" for node_count in nodes)
     return Template(
         name=f"{ask.name}: combo {name} on {on}",
         kind="combo",
@@ -351,7 +353,7 @@ def _combo(
         nodes=nodes,
         replicas=replicas,
         capacity=capacity,
-        confidence=max((each.confidence for each in known), key=ORDER.index),
+        confidence=max((rated_layout.confidence for rated_layout in known), key=ORDER.index),
         codec=codec,
     )
 
@@ -412,7 +414,7 @@ def _efficiency(
     except InputError:  # not covered, or free of charge
         pair = [RankedPair(first, second, 0.0, False)]
         made = gpu_combos(problem, ask, pair, book)
-        best = max((efficiency_tokens_per_usd(ask, each, dict(prices)) for each in made), default=0.0)
+        best = max((efficiency_tokens_per_usd(ask, template, dict(prices)) for template in made), default=0.0)
         return RankedPair(first, second, best, False)
     batch = max(_batch(ask, t) for t in single_node if _is(t, second, "decode"))
     return RankedPair(first, second, ce(model, batch, r_in, r_out, sides[0], sides[1]), True)

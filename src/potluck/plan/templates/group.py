@@ -67,7 +67,7 @@ def group_capacity(
     problem: PlanningProblem, ask: ModelDemand, replicas: Sequence[PlannedReplica], codec: Codec
 ) -> tuple[BucketCapacity, ...]:
     """What replicas on named machines serve by themselves, bucket by bucket."""
-    return tuple(each.capacity for each in route(problem, ask, replicas, codec))
+    return tuple(routed_bucket.capacity for routed_bucket in route(problem, ask, replicas, codec))
 
 
 def route(
@@ -105,7 +105,7 @@ def group_template(
     """
     members = tuple(sorted(replicas, key=repr))
     routed = route(problem, ask, members, codec, attained)
-    capacity = tuple(each.capacity for each in routed)
+    capacity = tuple(routed_bucket.capacity for routed_bucket in routed)
     if not useful(capacity):
         return None
     counts = machine_counts(members)
@@ -123,7 +123,7 @@ def group_template(
         nodes=tuple(NodeCount(node, count) for node, count in sorted(counts.items())),
         replicas=members,
         capacity=capacity,
-        confidence=max((timer_of(problem, ask, each).confidence for each in layouts), key=ORDER.index),
+        confidence=max((timer_of(problem, ask, item).confidence for item in layouts), key=ORDER.index),
         codec=codec,
         flows=flows_of(routed),
     )
@@ -131,13 +131,15 @@ def group_template(
 
 def flows_of(routed: Iterable[RoutedBucket]) -> tuple[TemplateFlow, ...]:
     """X and Y of every bucket; what is less than a millionth of it is rounding."""
-    found = []
-    for each in routed:
-        total = sum(rate for *_, rate in each.flows)
-        kept = [flow for flow in each.flows if flow[2] > 1e-6 * total]
+    template_flows = []
+    for routed_bucket in routed:
+        total = sum(rate for *_, rate in routed_bucket.flows)
+        kept = [flow for flow in routed_bucket.flows if flow[2] > 1e-6 * total]
         whole = sum(rate for *_, rate in kept)
-        found += [TemplateFlow(each.capacity.bucket, i, j, rate / whole) for i, j, rate in kept]
-    return tuple(found)
+        template_flows += [
+            TemplateFlow(routed_bucket.capacity.bucket, i, j, rate / whole) for i, j, rate in kept
+        ]
+    return tuple(template_flows)
 
 
 def machine_counts(replicas: Iterable[PlannedReplica]) -> dict[str, int]:
@@ -169,10 +171,10 @@ def components(replicas: Sequence[PlannedReplica], joined: Iterable[tuple[int, i
         edges += [(first.setdefault(machine, place), place) for machine in replica.layout.machines]
     for a, b in edges:
         leader[find(a)] = find(b)
-    found: dict[int, list[int]] = {}
+    result: dict[int, list[int]] = {}
     for place in range(len(replicas)):
-        found.setdefault(find(place), []).append(place)
-    return list(found.values())
+        result.setdefault(find(place), []).append(place)
+    return list(result.values())
 
 
 def _bucket(
@@ -188,7 +190,7 @@ def _bucket(
     worth = [1.0] * len(pairs)
     if attained is not None:
         ends = [(replicas[pair.prefill].layout, replicas[pair.decode].layout) for pair in pairs]
-        worth = [attained.get(each, 1.0) for each in ends]
+        worth = [attained.get(end, 1.0) for end in ends]
     mixed = [k for k, rate in enumerate(rates) if rate.closed_per_s > 0]
     flow = _transport(problem.headroom, pairs, worth, mixed, rates)
     flows = [(p.prefill, p.decode, f) for p, f in zip(pairs, flow, strict=False) if f > 0]
@@ -215,7 +217,7 @@ def _pairs(
     limit_s = ask.slo.ttft_s if demand.promised else UNPROMISED_TTFT_S
     layer_bytes = crossing_bytes(ask.model, demand.kv_bytes, codec) / ask.model.layer_count
     known: dict[tuple[Layout, Layout], tuple[tuple[tuple[str, str, float], ...], float]] = {}
-    found = []
+    pairs = []
     for i, first in enumerate(rates):
         for j, second in enumerate(rates):
             if first.prefill_per_s > 0 and second.decode_per_s > 0:
@@ -224,8 +226,8 @@ def _pairs(
                     known[ends] = _crossing(problem, *ends, layer_bytes)
                 busy_s, handover_s = known[ends]
                 if first.ttft_s + handover_s <= limit_s:
-                    found.append(KvRoute(i, j, busy_s, handover_s))
-    return found
+                    pairs.append(KvRoute(i, j, busy_s, handover_s))
+    return pairs
 
 
 def _crossing(
@@ -271,7 +273,7 @@ def _transport(
         entry(("decode", str(j)), headroom * rates[j].decode_per_s, column, 1.0)
         for a, b, seconds in pair.busy_s:
             entry(("link", a, b), 1.0, column, seconds)
-    row, place, value = (np.array(each) for each in zip(*entries, strict=True))
+    row, place, value = (np.array(item) for item in zip(*entries, strict=True))
     answer = solve_milp(
         Milp(
             cost=np.array(

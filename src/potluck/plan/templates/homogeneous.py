@@ -25,11 +25,11 @@ WORDS: dict[Ep, str] = {"none": "tp{}", "tp": "tp{0} ep{0}", "dp": "dp{0} ep{0}"
 
 def homogeneous(problem: PlanningProblem, ask: ModelDemand, book: RateCache) -> list[Template]:
     """All useful single-node templates of a model."""
-    found: list[Template] = []
+    templates: list[Template] = []
     for node in problem.offered:
         for role in ROLES:
-            found += best_of(_of_node(problem, ask, node, role, book))
-    return found
+            templates += best_of(_of_node(problem, ask, node, role, book))
+    return templates
 
 
 def _of_node(

@@ -107,7 +107,7 @@ def cached_stage_rates(
     made = stage_rates(
         model, nodes, slo, *lengths, max_stages=max_stages, calibration=calibration, rule=rule, sure=sure
     )
-    order = np.array([ORDER.index(each) for each in made[0].confidences], np.int64)
+    order = np.array([ORDER.index(confidence) for confidence in made[0].confidences], np.int64)
     save(folder, key, {"prefill": made[0].units, "decode": made[1].units, "confidences": order})
     return made
 

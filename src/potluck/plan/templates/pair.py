@@ -42,15 +42,15 @@ def pairs(
     """One low-end and one high-end node, for every two unlike GPU types that can take their parts."""
     low = {t.nodes[0].node: t for t in single if t.replicas[0].role == "prefill" and t.model == ask.name}
     high = {t.nodes[0].node: t for t in single if t.replicas[0].role == "mixed" and t.model == ask.name}
-    found = []
+    templates = []
     for weak, first in low.items():
         for strong, second in high.items():
             if not _weaker(problem.node(weak), problem.node(strong)):
                 continue
             template = _pair(problem, ask, first, second, book)
             if useful(template.capacity):
-                found.append(template)
-    return found
+                templates.append(template)
+    return templates
 
 
 def _weaker(low: NodeType, high: NodeType) -> bool:
@@ -108,7 +108,10 @@ def _rated(
         len(low),
         layout_timer(ask, layout, problem.by_name),
         len(high),
-        NetworkCards(min(each.one_bits_per_s for each in both), min(each.all_bits_per_s for each in both)),
+        NetworkCards(
+            min(network_cards.one_bits_per_s for network_cards in both),
+            min(network_cards.all_bits_per_s for network_cards in both),
+        ),
         codec,
     )
     rooms = [
@@ -141,8 +144,8 @@ def _balanced(work: _PairWork, demand: BucketDemand, room: int, alone: BucketCap
     best, whole, new = alone, alone.closed_per_s, demand.new_tokens
     parts = sorted({min(max(1, round(new * share)), new - 1) for share in GRID} - {0})
     firsts = _firsts(work, demand, parts)
-    slos = [replace(work.ask.slo, ttft_s=each.left_s) for each in firsts]
-    there = [demand.cached_tokens + each.tokens for each in firsts]
+    slos = [replace(work.ask.slo, ttft_s=item.left_s) for item in firsts]
+    there = [demand.cached_tokens + item.tokens for item in firsts]
     rests = best_shared(work.high, demand.input_tokens, demand.output_tokens, room, slos, there)
     for first, rest in zip(firsts, rests, strict=True):
         if rest is None:
@@ -170,7 +173,7 @@ def _firsts(work: _PairWork, demand: BucketDemand, parts: Sequence[int]) -> list
     """Those that leave any time."""
     ask, headroom = work.ask, work.problem.headroom
     limit_s = ask.slo.ttft_s if demand.promised else UNPROMISED_TTFT_S
-    found = []
+    firsts = []
     for part, service_s in zip(parts, prefill_s(work.low, parts, demand.cached_tokens).tolist(), strict=True):
         bits = _wire_bits(ask, part + demand.cached_tokens, work.codec)
         low_rate = min(work.low_copies / service_s, work.cards.all_bits_per_s / max(bits, 1e-9))
@@ -178,8 +181,8 @@ def _firsts(work: _PairWork, demand: BucketDemand, parts: Sequence[int]) -> list
         crossing_s = sojourn_s(bits / work.cards.one_bits_per_s, busy)
         first_s = service_s * (wait_factor(headroom) - 1.0) + max(service_s, crossing_s)
         if first_s < limit_s:
-            found.append(_First(part, low_rate, first_s, limit_s - first_s))
-    return found
+            firsts.append(_First(part, low_rate, first_s, limit_s - first_s))
+    return firsts
 
 
 def _wire_bits(ask: ModelDemand, tokens: int, codec: Codec) -> float:

@@ -185,12 +185,12 @@ class PipelineLibrary:
     def placement(self, index: int) -> Layout:
         """The layout that reaches the throughput of a template; a node with several groups is there often."""
         types = self.space.types_of(int(self.ids[index]))
-        found = best_placement(
+        result = best_placement(
             self.rates.units, types, stages=int(self.stages[index]), target=int(self.units[index])
         )
-        if found is None or found.units != self.units[index]:
+        if result is None or result.units != self.units[index]:
             raise InputError("library", "does not belong to these stage rates; build it anew")
-        return Layout(tuple(Stage(layers, self._members(group)) for layers, group in found.stages))
+        return Layout(tuple(Stage(layers, self._members(group)) for layers, group in result.stages))
 
     def _members(self, group: tuple[int, ...]) -> tuple[StageNode, ...]:
         nodes, tps = self.rates.nodes, self.rates.tps
@@ -215,7 +215,7 @@ class PipelineLibrary:
         )
         types = self.space.types_of(int(self.ids[index]))
         nodes = tuple(NodeCount(rates.nodes[g].name, types.count(g)) for g in sorted(set(types)))
-        listed = " + ".join(f"{each.count} {each.node}" for each in nodes)
+        listed = " + ".join(f"{node_count.count} {node_count.node}" for node_count in nodes)
         return Template(
             name=f"{name}: {rates.phase} pipeline {listed}",
             kind="pipeline",
@@ -255,9 +255,9 @@ def with_running(library: PipelineLibrary, running: Iterable[Mapping[str, int]])
         number = library.space.id_of(types)
         if number in known or number in added:
             continue
-        found = best_placement(library.rates.units, types)
-        if found is not None:
-            added[number] = found.units, len(found.stages)
+        placement = best_placement(library.rates.units, types)
+        if placement is not None:
+            added[number] = placement.units, len(placement.stages)
     if not added:
         return library
     ids = np.concatenate([library.ids, np.fromiter(added, np.int64)])
@@ -486,13 +486,13 @@ class Multisets:
 
     def counts(self, ids: NDArray[np.int64]) -> NDArray[np.uint8]:
         """(len(ids), kinds) how many nodes of each type."""
-        found = np.zeros((len(ids), self.kinds), np.uint8)
+        array = np.zeros((len(ids), self.kinds), np.uint8)
         sizes, rows = self.sizes(ids), np.arange(len(ids))
         for i in range(self.most):
             there = sizes > i
             # One place at a time: a row occurs once in each, so plain indexing counts right.
-            found[rows[there], self.members[ids[there], i]] += 1
-        return found
+            array[rows[there], self.members[ids[there], i]] += 1
+        return array
 
     def id_of(self, types: Iterable[int]) -> int:
         """The id of a multiset, given in any order."""

@@ -78,8 +78,8 @@ def scratch(max_nodes: int, layers: int) -> PipelineScratch:
 @compiled
 def code(value: int, shift: int) -> int:
     """The leading bits of a number as a float: they grow with it, in even steps between powers of two."""
-    found: int = np.float64(value).view(np.int64) >> shift  # type: ignore[assignment]
-    return found
+    number: int = np.float64(value).view(np.int64) >> shift  # type: ignore[assignment]
+    return number
 
 
 @compiled
@@ -161,9 +161,9 @@ def solve_all(
             for s in range(2, min(size, t.rates.shape[0], layers) + 1):
                 if not _may_beat(t, c, holds, rests, size, s, level, value + 1):
                     continue
-                found = _best_partition(t, c, holds, size, s, level, value)
-                if found > value:
-                    value, count = found, s
+                best_partition = _best_partition(t, c, holds, size, s, level, value)
+                if best_partition > value:
+                    value, count = best_partition, s
                     level = _level(t, value + 1)
             best[number] = value
             stages[number] = count
@@ -245,9 +245,9 @@ def _best_partition(
             c.parts[stage] = t.masks[row, stage]
             c.caps[stage] = c.held[t.masks[row, stage]]
         row += 1
-        found = _settle(t, c, s, value)
-        if found > value:
-            value = found
+        settle = _settle(t, c, s, value)
+        if settle > value:
+            value = settle
             if _level(t, value + 1) > level:
                 level = _level(t, value + 1)
                 _gather(t, c, holds, size, s, level)
@@ -413,7 +413,13 @@ Floats = NDArray[np.float64]
 
 @compiled
 def best_rates(
-    layer_s: Floats, rest_s: Floats, wire_s: Floats, most: Ints, within_s: Floats, units: float, found: Floats
+    layer_s: Floats,
+    rest_s: Floats,
+    wire_s: Floats,
+    most: Ints,
+    within_s: Floats,
+    units: float,
+    floats: Floats,
 ) -> None:
     """found[S-1, j-1] = max B·units / τ_j(B) over the batches B that S stages of j layers allow.
 
@@ -421,7 +427,7 @@ def best_rates(
     what S allows is also allowed with fewer stages, so a batch is noted at the largest S that allows it and carried
     down at the end.
     """
-    max_stages, layers = found.shape
+    max_stages, layers = floats.shape
     for j in range(1, layers + 1):
         widest = most[0, j - 1]
         if max_stages > 1:
@@ -429,14 +435,14 @@ def best_rates(
         for b in range(1, min(widest, layer_s.shape[0]) + 1):
             step_s = j * layer_s[b - 1] + rest_s[b - 1]
             rate = b * units / step_s
-            if step_s <= within_s[0] and b <= most[0, j - 1] and rate > found[0, j - 1]:
-                found[0, j - 1] = rate
+            if step_s <= within_s[0] and b <= most[0, j - 1] and rate > floats[0, j - 1]:
+                floats[0, j - 1] = rate
             stages = max_stages
             while stages > 1 and (
                 step_s + 2.0 * wire_s[b - 1] > within_s[stages - 1] or b > most[stages - 1, j - 1]
             ):
                 stages -= 1
-            if stages > 1 and rate > found[stages - 1, j - 1]:
-                found[stages - 1, j - 1] = rate
+            if stages > 1 and rate > floats[stages - 1, j - 1]:
+                floats[stages - 1, j - 1] = rate
         for stages in range(max_stages - 1, 1, -1):
-            found[stages - 1, j - 1] = max(found[stages - 1, j - 1], found[stages, j - 1])
+            floats[stages - 1, j - 1] = max(floats[stages - 1, j - 1], floats[stages, j - 1])

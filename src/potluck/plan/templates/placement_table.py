@@ -61,7 +61,7 @@ def aggregated(
         capacity = book.rated(f"both {layout_text(layout)}", partial(_rated, problem, ask, template)).capacity
         if not useful(capacity):
             continue
-        listed = " + ".join(f"{each.count} {each.node}" for each in template.nodes)
+        listed = " + ".join(f"{node_count.count} {node_count.node}" for node_count in template.nodes)
         name = f"{ask.name}: mixed pipeline {listed}"
         if name in names:
             name += f", {'+'.join(str(stage.layers) for stage in layout.stages)} layers"
@@ -92,10 +92,12 @@ def _bucket(
     lengths = RequestLengths(
         demand.new_tokens, demand.cached_tokens, demand.output_tokens, demand.longest_tokens
     )
-    found = together(timer, lengths, room, slo, problem.headroom)
-    if found is None:
+    mixed_pipeline = together(timer, lengths, room, slo, problem.headroom)
+    if mixed_pipeline is None:
         return BucketCapacity(demand.bucket, 0.0, 0.0, 0.0, 0.0, 0.0)
-    return BucketCapacity(demand.bucket, 0.0, 0.0, found.requests_per_s, found.ttft_s, found.tpot_s)
+    return BucketCapacity(
+        demand.bucket, 0.0, 0.0, mixed_pipeline.requests_per_s, mixed_pipeline.ttft_s, mixed_pipeline.tpot_s
+    )
 
 
 MAX_NODES = 6
@@ -161,7 +163,7 @@ class PlacementTable:
 
     def _told_apart(self, template: Template) -> Template:
         """Of several placements of the same nodes, all but the first are named by their layers."""
-        if all(each.name != template.name for each in self.mine.values()):
+        if all(item.name != template.name for item in self.mine.values()):
             return template
         layers = "+".join(str(stage.layers) for stage in template.replicas[0].layout.stages)
         return replace(template, name=f"{template.name}, {layers} layers")
@@ -208,13 +210,13 @@ class PlacementTable:
             fine &= self.uses.sum(axis=1) <= terms.max_nodes
         if terms.max_stages is not None:
             fine &= self.stages <= terms.max_stages
-        found: list[NDArray[np.bool_]] = []
+        there: list[NDArray[np.bool_]] = []
         for region in problem.regions:
             offers = {offer.node: offer.available for offer in region.offers}
             usable = [terms.nodes is None or name in terms.nodes for name in names]
             available = np.array([offers.get(name, 0) for name in names]) * usable * terms.allows(region.name)
-            found.append(fine & np.asarray((self.uses <= available).all(axis=1), bool))
-        return found
+            there.append(fine & np.asarray((self.uses <= available).all(axis=1), bool))
+        return there
 
     def _best(self, value: Floats, rank: Floats, few: int, ceiling: float) -> Integers:
         chosen: list[Integers] = []
@@ -251,7 +253,7 @@ def shelf_of(
     books: RateCaches | None = None,
 ) -> PlacementTable:
     """Every pipeline of several nodes for every bucket that something is asked of."""
-    found: list[PipelineLibrary] = []
+    result: list[PipelineLibrary] = []
     parts: list[tuple[NDArray[np.integer], ...]] = []
     rates: list[Floats] = []
     for demand, library in _all(problem, ask, max_nodes, folder):
@@ -263,17 +265,17 @@ def shelf_of(
             (
                 rows * (0 if prefill else 1),
                 rows * demand,
-                rows * len(found),
+                rows * len(result),
                 several,
                 library.stages[several].astype(np.int64),
                 library.counts[several],
             )
         )
         rates.append(library.tokens_per_s[several] / tokens)
-        found.append(library)
+        result.append(library)
     kinds = len(problem.offered)
     empty = (*(np.zeros(0, np.int64) for _ in range(5)), np.zeros((0, kinds), np.int64))
-    columns = [np.concatenate(each) for each in zip(empty, *parts, strict=True)]
+    columns = [np.concatenate(item) for item in zip(empty, *parts, strict=True)]
     per_s = np.concatenate([np.zeros(0), *rates])
     phase, bucket, library_of, index, stages, offered = columns
     uses = np.zeros((len(offered), len(problem.nodes)), np.int64)
@@ -282,7 +284,7 @@ def shelf_of(
     known: Timed = {} if timed is None else timed
     book = (RateCaches(None) if books is None else books).of(problem, ask)
     return PlacementTable(
-        problem, ask, uses, stages, phase, bucket, per_s, library_of, index, found, open_, book, known
+        problem, ask, uses, stages, phase, bucket, per_s, library_of, index, result, open_, book, known
     )
 
 
@@ -295,7 +297,9 @@ def demand_tokens(library: PipelineLibrary) -> int:
 def _all(
     problem: PlanningProblem, ask: ModelDemand, max_nodes: int, folder: Path | None
 ) -> Iterator[tuple[int, PipelineLibrary]]:
-    for demand in [each for each in ask.demands if each.rate_per_s > 0] or ask.demands[:1]:
+    for demand in [
+        bucket_demand for bucket_demand in ask.demands if bucket_demand.rate_per_s > 0
+    ] or ask.demands[:1]:
         for library in libraries(problem, ask, demand, max_nodes, folder):
             yield demand.bucket, library
 
@@ -338,7 +342,7 @@ def timed_template(
     if not useful(rated.capacity):
         return None
     nodes = tuple(NodeCount(name, count) for name, count in sorted(layout.node_counts.items()))
-    listed = " + ".join(f"{each.count} {each.node}" for each in nodes)
+    listed = " + ".join(f"{node_count.count} {node_count.node}" for node_count in nodes)
     return Template(
         name=f"{ask.name}: {phase} pipeline {listed}",
         kind="pipeline",

@@ -49,7 +49,7 @@ def region_pool(problem: PlanningProblem, region_name: str) -> Pool | None:
 
     A pool may know more machines than the region still has of a type; then the last are left out.
     """
-    region = next(each for each in problem.regions if each.name == region_name)
+    region = next(item for item in problem.regions if item.name == region_name)
     if problem.pool is not None:
         left = {offer.node: offer.available for offer in region.offers}
         places = []

@@ -110,12 +110,12 @@ def busy_limits(
     ask: ModelDemand, bits: Floats, cards: NetworkCards, headroom: float
 ) -> tuple[float, tuple[bool, ...]]:
     """(how busy these cards may be, which buckets may pass them): busy as the tightest bucket that is asked for."""
-    each = [
+    values = [
         busy_limit(bit / cards.one_bits_per_s, room_s(ask, demand, headroom), headroom)
         for bit, demand in zip(bits, ask.demands, strict=True)
     ]
-    asked = [u for u, demand in zip(each, ask.demands, strict=True) if u > 0 and demand.rate_per_s > 0]
-    return min(asked, default=min(headroom, MOST_BUSY)), tuple(u > 0 for u in each)
+    asked = [u for u, demand in zip(values, ask.demands, strict=True) if u > 0 and demand.rate_per_s > 0]
+    return min(asked, default=min(headroom, MOST_BUSY)), tuple(u > 0 for u in values)
 
 
 def sojourn_s(alone_s: float, busy: float) -> float:

@@ -61,12 +61,12 @@ def load(folder: Path | None, key: str) -> Arrays | None:
     path = folder / f"{key}.npz"
     try:
         stored = np.load(BytesIO(path.read_bytes()), allow_pickle=False)
-        found = {name: stored[name] for name in stored.files} if isinstance(stored, NpzFile) else None
+        arrays = {name: stored[name] for name in stored.files} if isinstance(stored, NpzFile) else None
     except (OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile):
         return None
     with suppress(OSError):
         os.utime(path)  # used just now
-    return found
+    return arrays
 
 
 def save(folder: Path | None, key: str, arrays: Arrays) -> bool:
@@ -95,13 +95,13 @@ def trim(folder: Path, most_bytes: int = MOST_BYTES) -> None:
         there = [(entry.stat(), entry.path) for entry in os.scandir(folder) if entry.name.endswith(".npz")]
     except OSError:
         return
-    size = sum(each.st_size for each, _ in there)
+    size = sum(element.st_size for element, _ in there)
     if size <= most_bytes:
         return
-    for each, path in sorted(there, key=lambda one: one[0].st_mtime):
+    for item, path in sorted(there, key=lambda one: one[0].st_mtime):
         with suppress(OSError):
             os.unlink(path)
-        size -= each.st_size
+        size -= item.st_size
         if size <= most_bytes * 3 // 4:
             return
 
@@ -150,7 +150,7 @@ class RatedLayout(NamedTuple):
         """So many of it beside each other."""
         if copies == 1:
             return self
-        each = tuple(
+        bucket_capacities = tuple(
             replace(
                 c,
                 prefill_per_s=c.prefill_per_s * copies,
@@ -159,7 +159,7 @@ class RatedLayout(NamedTuple):
             )
             for c in self.capacity
         )
-        return RatedLayout(each, self.confidence)
+        return RatedLayout(bucket_capacities, self.confidence)
 
 
 @dataclass(slots=True, eq=False)
@@ -187,10 +187,10 @@ class RateCache:
 
     def rated(self, name: str, time: Callable[[], RatedLayout]) -> RatedLayout:
         """What is known by this name; timed where nothing is."""
-        found = self.known.get(name)
-        if found is None:
-            found = self.known[name] = time()
-        return found
+        rated_layout = self.known.get(name)
+        if rated_layout is None:
+            rated_layout = self.known[name] = time()
+        return rated_layout
 
     def replica(self, problem: PlanningProblem, ask: ModelDemand, layout: Layout, role: Role) -> RatedLayout:
         """One replica in one role; it does nothing where it does not fit."""
@@ -253,7 +253,10 @@ def layout_text(layout: Layout) -> str:
     """One layout, one line."""
     return " > ".join(
         f"{stage.layers}: "
-        + ", ".join(f"{each.node} tp{each.tp} {each.ep} {each.machine}".strip() for each in stage.nodes)
+        + ", ".join(
+            f"{stage_node.node} tp{stage_node.tp} {stage_node.ep} {stage_node.machine}".strip()
+            for stage_node in stage.nodes
+        )
         for stage in layout.stages
     )
 
@@ -272,13 +275,13 @@ def _lengths(demand: BucketDemand) -> BucketDemand:
 def _arrays(known: dict[str, RatedLayout]) -> Arrays:
     kept = list(known.items())[:MOST]
     figures = [
-        [(c.prefill_per_s, c.decode_per_s, c.closed_per_s, c.ttft_s, c.tpot_s) for c in each.capacity]
-        for _, each in kept
+        [(c.prefill_per_s, c.decode_per_s, c.closed_per_s, c.ttft_s, c.tpot_s) for c in rated_layout.capacity]
+        for _, rated_layout in kept
     ]
     return {
         "names": np.frombuffer("\n".join(name for name, _ in kept).encode(), np.uint8),
         "figures": np.array(figures, np.float64),
-        "confidences": np.array([ORDER.index(each.confidence) for _, each in kept], np.int64),
+        "confidences": np.array([ORDER.index(rated_layout.confidence) for _, rated_layout in kept], np.int64),
     }
 
 

@@ -138,13 +138,13 @@ def _bucket(
         rate, ttft_s, tpot_s = _pipeline_mixed(timer, demand, batch, slo)
         return BucketCapacity(demand.bucket, 0.0, 0.0, rate * copies, ttft_s, tpot_s)
     lengths = (demand.input_tokens, demand.output_tokens)
-    found = best_operating(timer, *lengths, batch, slo, role, cached_tokens=demand.cached_tokens)
-    if found is None:
+    operating_point = best_operating(timer, *lengths, batch, slo, role, cached_tokens=demand.cached_tokens)
+    if operating_point is None:
         return nothing
-    rate = found.requests_per_s * copies
+    rate = operating_point.requests_per_s * copies
     if role == "decode":
-        return BucketCapacity(demand.bucket, 0.0, rate, 0.0, 0.0, found.tpot_s)
-    return BucketCapacity(demand.bucket, 0.0, 0.0, rate, found.ttft_s, found.tpot_s)
+        return BucketCapacity(demand.bucket, 0.0, rate, 0.0, 0.0, operating_point.tpot_s)
+    return BucketCapacity(demand.bucket, 0.0, 0.0, rate, operating_point.ttft_s, operating_point.tpot_s)
 
 
 def _prefill(

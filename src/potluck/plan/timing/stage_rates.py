@@ -284,12 +284,12 @@ def _node_rates(
     """
     from potluck.plan.templates.pipeline_kernel import best_rates  # numba is slow to load
 
-    found = np.zeros(most.shape)
+    array = np.zeros(most.shape)
     if most.max() > 0:
         units = float(UNITS_PER_TOKEN * tokens * (timer.node.gpus // timer.tp))
         each_s = timed.layers_s / timer.model.layer_count
-        best_rates(each_s, timed.whole_s - timed.layers_s, timed.wire_s, most, stage_s, units, found)
-    return np.floor(found).astype(np.int64)
+        best_rates(each_s, timed.whole_s - timed.layers_s, timed.wire_s, most, stage_s, units, array)
+    return np.floor(array).astype(np.int64)
 
 
 def _check(

@@ -123,11 +123,11 @@ class SimHandovers:
     def stuck(self, now_s: float) -> list[SimHandover]:
         """The longest waiting at each replica that has no room for it and nothing to do that would make some."""
         self._waiting = [hand for hand in self._waiting if not hand.over and not hand.reserved]
-        found: dict[int, SimHandover] = {}
+        handovers: dict[int, SimHandover] = {}
         for hand in self._waiting:
             if now_s - hand.waits_s >= STUCK_S and hand.target.replica.idle:
-                found.setdefault(hand.target.index, hand)
-        return list(found.values())
+                handovers.setdefault(hand.target.index, hand)
+        return list(handovers.values())
 
     def pipe_due(self, now_s: float, pipe: SharedPipe) -> None:
         """The agenda says that a pipe has something to tell."""

@@ -114,7 +114,7 @@ class SharedPipe:
 
     def done(self, now_s: float) -> list[int]:
         """The transfers that have ended by now, in the order of their ends."""
-        found: list[int] = []
+        numbers: list[int] = []
         while True:
             due_s, tenant = self._next()
             if due_s > now_s:
@@ -126,9 +126,9 @@ class SharedPipe:
             # The clock and the sum of shares differ by rounding; the end is the better number.
             lane.virtual = end
             self._close(key)
-            found.append(key)
+            numbers.append(key)
         self._advance(now_s)
-        return found
+        return numbers
 
     def abort(self, now_s: float, key: int) -> float:
         """Break a transfer off; the bytes it had got. Unknown ones are ignored."""

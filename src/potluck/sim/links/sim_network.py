@@ -124,10 +124,10 @@ class SimNetwork:
         if not self.resolved.machine_gbps or source.member.region != target.member.region:
             return ()
         key = (source.member.id, target.member.id)
-        found = self._ways.get(key)
-        if found is None:
-            found = self._ways[key] = self._side_by_side(source, target)
-        return found
+        way = self._ways.get(key)
+        if way is None:
+            way = self._ways[key] = self._side_by_side(source, target)
+        return way
 
     def _side_by_side(self, source: SimReplica, target: SimReplica) -> tuple[tuple[SharedPipe, float], ...]:
         first, second = source.replica_model.owners, target.replica_model.owners
@@ -136,23 +136,23 @@ class SimNetwork:
         layers: dict[tuple[str, str], int] = {}
         for ends in zip(first, second, strict=True):
             layers[ends] = layers.get(ends, 0) + 1
-        found = []
+        result = []
         for ends, count in layers.items():
             if ends[0] == ends[1]:
                 continue
             pipe = self._between(ends)
             if pipe is None:
                 return ()
-            found.append((count / len(first) / max(pipe.rate_bytes_per_s, 1.0), pipe, count / len(first)))
-        found.sort(key=lambda each: (-each[0], each[1].name))
-        return tuple([(pipe, share) for _, pipe, share in found])
+            result.append((count / len(first) / max(pipe.rate_bytes_per_s, 1.0), pipe, count / len(first)))
+        result.sort(key=lambda each: (-each[0], each[1].name))
+        return tuple([(pipe, share) for _, pipe, share in result])
 
     def _between(self, ends: tuple[str, str]) -> SharedPipe | None:
         if ends not in self._machines:
-            said = self.resolved.machine_gbps.get(ends)
-            if said is None:
+            gbp = self.resolved.machine_gbps.get(ends)
+            if gbp is None:
                 return None
-            path = alpha_beta(said[0], said[1])
+            path = alpha_beta(gbp[0], gbp[1])
             self._machines[ends] = self._add(SharedPipe("card", *ends, path.beta_bytes_per_s, path.alpha_s))
         return self._machines[ends]
 

@@ -111,19 +111,19 @@ def drawn_labels(
         return None
     left = 1.0 - sum(share for _, share in classes)
     kinds = [*classes, *([(DEFAULT_CLASS, left)] if left > 1e-6 else [])]
-    found = []
+    arrays = []
     for shares in (kinds, list(origins) or [("", 1.0)]):
         weight = np.array([share for _, share in shares])
-        found.append(numbers.choice(len(shares), size=count, p=weight / weight.sum()).astype(np.int32))
+        arrays.append(numbers.choice(len(shares), size=count, p=weight / weight.sum()).astype(np.int32))
     none = np.zeros(count, dtype=np.int32)
     return RequestLabels(
         (DEFAULT_TENANT,),
         none,
         tuple(name for name, _ in kinds),
-        found[0],
+        arrays[0],
         np.full(count, np.inf),
         tuple(name for name, _ in origins) or ("",),
-        found[1],
+        arrays[1],
     )
 
 
@@ -158,7 +158,12 @@ def joined_labels(parts: Sequence[RequestLabels | None], counts: Sequence[int]) 
         np.concatenate([part.wait_s for part in whole]),
         origins,
         np.concatenate([_moved(part.origins, origins)[part.from_origin] for part in whole]),
-        np.concatenate([np.zeros(len(each), bool) if each.exact is None else each.exact for each in whole]),
+        np.concatenate(
+            [
+                np.zeros(len(request_labels), bool) if request_labels.exact is None else request_labels.exact
+                for request_labels in whole
+            ]
+        ),
     )
 
 
@@ -531,10 +536,10 @@ def from_log(lines: Iterable[str], progress: Callable[[int], None] | None = None
 
 
 def _workload(rows: _Rows) -> Workload:
-    found = rows.requests
-    models = {name: place for place, name in enumerate(dict.fromkeys(each.model for each in found))}
-    output = [max(1, rows.answered.get(i, each.max_output_tokens)) for i, each in enumerate(found)]
-    prompt = [each.prompt_tokens for each in found]
+    result = rows.requests
+    models = {name: place for place, name in enumerate(dict.fromkeys(request.model for request in result))}
+    output = [max(1, rows.answered.get(i, request.max_output_tokens)) for i, request in enumerate(result)]
+    prompt = [request.prompt_tokens for request in result]
     if max(max(prompt), max(output)) > MOST_TOKENS:
         raise InputError("log: tokens", f"must be at most {MOST_TOKENS:,}")
     if min(rows.arrival_s) < 0:
@@ -542,26 +547,32 @@ def _workload(rows: _Rows) -> Workload:
     return Workload(
         tuple(models),
         np.maximum.accumulate(np.array(rows.arrival_s, dtype=np.float64)),
-        np.array([models[each.model] for each in found], dtype=np.int32),
+        np.array([models[request.model] for request in result], dtype=np.int32),
         np.array(prompt, dtype=np.int32),
         np.array(output, dtype=np.int32),
-        np.array([each.priority for each in found], dtype=np.int32),
+        np.array([request.priority for request in result], dtype=np.int32),
         _blocks(rows),
         _labels(rows),
     )
 
 
 def _labels(rows: _Rows) -> RequestLabels | None:
-    found = rows.requests
+    result = rows.requests
     plain = (DEFAULT_TENANT, DEFAULT_CLASS, None, False)
-    if all((each.tenant, each.request_class, each.deadline_s, each.exact) == plain for each in found):
+    if all(
+        (request.tenant, request.request_class, request.deadline_s, request.exact) == plain
+        for request in result
+    ):
         return None
-    waits = np.array([_wait_s(each) for each in found])
+    waits = np.array([_wait_s(request) for request in result])
     named = named_labels(
-        [each.tenant for each in found], [each.request_class for each in found], waits, len(found)
+        [request.tenant for request in result],
+        [request.request_class for request in result],
+        waits,
+        len(result),
     )
     assert named is not None
-    return replace(named, exact=np.array([each.exact for each in found]))
+    return replace(named, exact=np.array([request.exact for request in result]))
 
 
 def _wait_s(request: Request) -> float:
@@ -573,17 +584,17 @@ def _wait_s(request: Request) -> float:
     if wait_s <= 0:
         return 5e-324
     near = (wait_s, nextafter(wait_s, inf), nextafter(wait_s, 0.0))
-    return next((each for each in near if arrival_s + each == deadline_s and each > 0), wait_s)
+    return next((value for value in near if arrival_s + value == deadline_s and value > 0), wait_s)
 
 
 def _blocks(rows: _Rows) -> PrefixBlocks | None:
-    if not any(each.blocks for each in rows.requests):
+    if not any(request.blocks for request in rows.requests):
         return None
     if len(rows.block_tokens) != 1:
-        said = ", ".join(f"{tokens} ({model})" for tokens, model in rows.block_tokens.items())
-        raise InputError("log: block_tokens", f"must be the same for all models, are {said or 'not told'}")
-    starts = np.array([0, *accumulate(len(each.blocks) for each in rows.requests)], dtype=np.int64)
-    flat = [block for each in rows.requests for block in each.blocks]
+        text = ", ".join(f"{tokens} ({model})" for tokens, model in rows.block_tokens.items())
+        raise InputError("log: block_tokens", f"must be the same for all models, are {text or 'not told'}")
+    starts = np.array([0, *accumulate(len(request.blocks) for request in rows.requests)], dtype=np.int64)
+    flat = [block for request in rows.requests for block in request.blocks]
     if max(flat) >= 2**63 or min(flat) < -(2**63):
         # Live names are wider than a column; which of them are equal is all that matters.
         known = {name: place for place, name in enumerate(dict.fromkeys(flat))}

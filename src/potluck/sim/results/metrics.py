@@ -72,15 +72,15 @@ def hardware_use(replicas: Sequence[ReplicaRecord], end_s: float) -> tuple[Hardw
     groups: dict[str, list[ReplicaRecord]] = {}
     for replica in replicas:
         groups.setdefault("+".join(sorted(set(replica.nodes))) or "unknown", []).append(replica)
-    found = []
+    hardware_uses = []
     for nodes, members in sorted(groups.items()):
         busy_s = sum(member.busy_s * member.gpus for member in members)
         there_s = sum(serving_s(member, end_s) * member.gpus for member in members)
         lost = sum(member.changes[-1][1] == "lost" for member in members)
         share = min(busy_s / there_s, 1.0) if there_s > 0 else 0.0
         gpus = sum(member.gpus for member in members)
-        found.append(HardwareUse(nodes, len(members), gpus, share, there_s / 3600.0, lost))
-    return tuple(found)
+        hardware_uses.append(HardwareUse(nodes, len(members), gpus, share, there_s / 3600.0, lost))
+    return tuple(hardware_uses)
 
 
 def serving_s(replica: ReplicaRecord, end_s: float) -> float:
@@ -91,15 +91,17 @@ def serving_s(replica: ReplicaRecord, end_s: float) -> float:
 
 def link_use(result: SimResult) -> tuple[LinkUse, ...]:
     span_s = result.end_s
-    found = []
+    link_uses = []
     for link in result.links:
         if link.kind == "card" and link.sent_bytes == 0:
             continue
         most_bytes = link.gbps * 1e9 / 8 * span_s
         share = min(link.sent_bytes / most_bytes, 1.0) if most_bytes > 0 else 0.0
         busy = min(link.busy_s / span_s, 1.0) if span_s > 0 else 0.0
-        found.append(LinkUse(link.source, link.target, link.kind, link.gbps, link.sent_bytes, share, busy))
-    return tuple(found)
+        link_uses.append(
+            LinkUse(link.source, link.target, link.kind, link.gbps, link.sent_bytes, share, busy)
+        )
+    return tuple(link_uses)
 
 
 Floats = NDArray[np.float64]
@@ -501,8 +503,8 @@ def scan(result: SimResult, warm_up_s: float = 0.0, scales: tuple[float, ...] = 
     if bool((limits_s[2][counted] < inf).any()):
         parts["E2E"] = own[2]
     parts["all"] = np.maximum.reduce(own)
-    found = tuple(_part(name, np.sort(values), scales) for name, values in parts.items())
-    return ScaleScan(int(counted.sum()), scales, LEVELS, found)
+    scale_parts = tuple(_part(name, np.sort(values), scales) for name, values in parts.items())
+    return ScaleScan(int(counted.sum()), scales, LEVELS, scale_parts)
 
 
 def _part(name: str, ranked: Floats, scales: tuple[float, ...]) -> ScalePart:

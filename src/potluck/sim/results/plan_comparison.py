@@ -183,10 +183,10 @@ def promises(
                         replica_models, template, ends, mine[0], lengths.get((template.model, bucket)), links
                     )
     return PlanExpectations(
-        tuple(_model(plan, each.model, replica_models) for each in plan.predictions),
+        tuple(_model(plan, prediction.model, replica_models) for prediction in plan.predictions),
         tuple(
-            _replica(plan.template(place[0]), place, each, replica_models, lengths)
-            for place, each in work.items()
+            _replica(plan.template(place[0]), place, expected_work, replica_models, lengths)
+            for place, expected_work in work.items()
         ),
         (*_regions(plan), *(_pair(ends, rate) for ends, rate in pairs.items())),
         tuple(
@@ -201,13 +201,15 @@ def copy_rates(
 ) -> dict[tuple[str, str], dict[tuple[Phase, int], tuple[float, float]]]:
     """Per copy, phase and bucket: requests a second by the program, and by the weights that routing has."""
     counts: dict[tuple[str, str], int] = {}
-    for each in plan.deployments:
-        counts[each.template, each.region] = counts.get((each.template, each.region), 0) + each.count
+    for deployment in plan.deployments:
+        counts[deployment.template, deployment.region] = (
+            counts.get((deployment.template, deployment.region), 0) + deployment.count
+        )
     planned: dict[tuple[str, str, Phase, int], float] = {}
     for share in plan.shares:
         part = (share.template, share.region, share.phase, share.bucket)
         planned[part] = planned.get(part, 0.0) + share.rate_per_s
-    found: dict[tuple[str, str], dict[tuple[Phase, int], tuple[float, float]]] = {}
+    result: dict[tuple[str, str], dict[tuple[Phase, int], tuple[float, float]]] = {}
     for mine in read.values():
         for phase in PHASES:
             for bucket in range(len(mine.longest_tokens)):
@@ -216,10 +218,10 @@ def copy_rates(
                     rate = sum(planned.get((*key, phase, bucket), 0.0) for key in keys)
                     weight = sum(mine.copies[key].weights(phase)[bucket] * counts[key] for key in keys)
                     for key in keys:
-                        said = planned.get((*key, phase, bucket), 0.0) / counts[key]
+                        value = planned.get((*key, phase, bucket), 0.0) / counts[key]
                         own = rate * mine.copies[key].weights(phase)[bucket] / weight
-                        found.setdefault(key, {})[phase, bucket] = (said, own)
-    return found
+                        result.setdefault(key, {})[phase, bucket] = (value, own)
+    return result
 
 
 def _scaled(plan: Plan, scale: Mapping[str, float]) -> Plan:
@@ -227,11 +229,11 @@ def _scaled(plan: Plan, scale: Mapping[str, float]) -> Plan:
     return replace(
         plan,
         shares=tuple(
-            replace(each, rate_per_s=each.rate_per_s * scale.get(model_of[each.template], 1.0))
-            for each in plan.shares
+            replace(share, rate_per_s=share.rate_per_s * scale.get(model_of[share.template], 1.0))
+            for share in plan.shares
         ),
         flows=tuple(
-            replace(each, rate_per_s=each.rate_per_s * scale.get(each.model, 1.0)) for each in plan.flows
+            replace(flow, rate_per_s=flow.rate_per_s * scale.get(flow.model, 1.0)) for flow in plan.flows
         ),
     )
 
@@ -239,7 +241,7 @@ def _scaled(plan: Plan, scale: Mapping[str, float]) -> Plan:
 def _groups(
     mine: ModelWeights, phase: Phase, bucket: int, counts: Mapping[tuple[str, str], int]
 ) -> list[list[tuple[str, str]]]:
-    keys = [k for k, each in mine.copies.items() if counts.get(k) and each.weights(phase)[bucket] > 0]
+    keys = [k for k, copy in mine.copies.items() if counts.get(k) and copy.weights(phase)[bucket] > 0]
     if phase == "closed":
         return [keys] if keys else []
     return [[key for key in keys if key[1] == region] for region in dict.fromkeys(key[1] for key in keys)]
@@ -268,8 +270,8 @@ def _parts(first: int | None, second: int | None) -> list[tuple[int, bool, bool]
     """(replica, whether it has the prompt, whether it has the answer)"""
     if first is not None and first == second:
         return [(first, True, True)]
-    found = [] if first is None else [(first, True, False)]
-    return found if second is None else [*found, (second, False, True)]
+    result = [] if first is None else [(first, True, False)]
+    return result if second is None else [*result, (second, False, True)]
 
 
 def _replica(
@@ -279,7 +281,7 @@ def _replica(
     replica_models: ReplicaModels,
     lengths: Mapping[tuple[str, int], BucketLengths],
 ) -> ReplicaExpectation:
-    said, spread = work.requests
+    value, spread = work.requests
     busy: ValueRange | None = None
     if template.flows or template.kind not in ("combo", "pair"):
         timer = replica_models.replica_models[template.name, place[2]].timer
@@ -288,9 +290,9 @@ def _replica(
             busy_span(template.model, timer, work.prompts, work.answers, lengths, side, budget)
             for side in (0, 1)
         ]
-        busy = ValueRange(min(each.low for each in spans), max(each.high for each in spans))
-    rate = ValueRange(min(said, spread), max(said, spread))
-    return ReplicaExpectation(place, template.model, rate, said, busy, not template.flows)
+        busy = ValueRange(min(span.low for span in spans), max(span.high for span in spans))
+    rate = ValueRange(min(value, spread), max(value, spread))
+    return ReplicaExpectation(place, template.model, rate, value, busy, not template.flows)
 
 
 def busy_span(
@@ -305,17 +307,17 @@ def busy_span(
     """How busy prompts and answers at these rates keep a replica whose steps hold so many tokens."""
     least = most = alone = 0.0
     for bucket, rates in prompts.items():
-        each = lengths.get((model, bucket))
-        if each is not None:
-            fast_s, slow_s = prompt_s(timer, each, budget, shared=not answers)
+        length = lengths.get((model, bucket))
+        if length is not None:
+            fast_s, slow_s = prompt_s(timer, length, budget, shared=not answers)
             least += rates[side] * fast_s
             most += rates[side] * slow_s
     for bucket, rates in answers.items():
-        each = lengths.get((model, bucket))
-        if each is not None:
-            context = each.context_tokens + each.output_tokens / 2
+        length = lengths.get((model, bucket))
+        if length is not None:
+            context = length.context_tokens + length.output_tokens / 2
             step_s = float(decode_step_s(timer, 1, context)[0])
-            alone += rates[side] * each.output_tokens * step_s
+            alone += rates[side] * length.output_tokens * step_s
     least, most = min(least, 1.0), min(most, 1.0)
     return ValueRange(1.0 - (1.0 - least) * exp(-alone), min(1.0, most + alone))
 
@@ -337,10 +339,12 @@ def prompt_s(
 
 
 def _model(plan: Plan, model: str, replica_models: ReplicaModels) -> ModelExpectation:
-    said = next(each for each in plan.predictions if each.model == model)
+    prediction = next(item for item in plan.predictions if item.model == model)
     slo = replica_models.resolved.slos.get(model)
     attained = None if slo is None else slo.attainment
-    return ModelExpectation(model, said.demand_per_s, said.demand_per_s * plan.fraction_of(model), attained)
+    return ModelExpectation(
+        model, prediction.demand_per_s, prediction.demand_per_s * plan.fraction_of(model), attained
+    )
 
 
 def _regions(plan: Plan) -> list[FlowExpectation]:
@@ -360,14 +364,14 @@ def _between(
     plan: Plan, replica_models: ReplicaModels, lengths: Mapping[tuple[str, int], BucketLengths]
 ) -> dict[tuple[str, str], float]:
     """Bytes a second over links between regions."""
-    found: dict[tuple[str, str], float] = {}
+    values: dict[tuple[str, str], float] = {}
     for flow in plan.flows:
-        each = lengths.get((flow.model, flow.bucket))
-        if flow.prefill_region != flow.decode_region and each is not None:
-            size = replica_models.kv[flow.model].wire_bytes(0, round(each.context_tokens), flow.codec)
+        length = lengths.get((flow.model, flow.bucket))
+        if flow.prefill_region != flow.decode_region and length is not None:
+            size = replica_models.kv[flow.model].wire_bytes(0, round(length.context_tokens), flow.codec)
             ends = (flow.prefill_region, flow.decode_region)
-            found[ends] = found.get(ends, 0.0) + flow.rate_per_s * size
-    return found
+            values[ends] = values.get(ends, 0.0) + flow.rate_per_s * size
+    return values
 
 
 def _cross(
@@ -423,21 +427,27 @@ def compared(
         replica_models = ReplicaModels(resolved)
         replica_models.learn(plan)
     span_s = _span_s(result)
-    came = {name: int((records.model == place).sum()) / span_s for place, name in enumerate(records.models)}
+    values = {name: int((records.model == place).sum()) / span_s for place, name in enumerate(records.models)}
     scale = {
-        each.model: min(1.0, came.get(each.model, 0.0) / (each.demand_per_s * plan.fraction_of(each.model)))
-        for each in plan.predictions
-        if each.demand_per_s * plan.fraction_of(each.model) > 0
+        prediction.model: min(
+            1.0,
+            values.get(prediction.model, 0.0)
+            / (prediction.demand_per_s * plan.fraction_of(prediction.model)),
+        )
+        for prediction in plan.predictions
+        if prediction.demand_per_s * plan.fraction_of(prediction.model) > 0
     }
-    said = promises(plan, replica_models, lengths_of(records, offers(plan, balance)), balance, scale)
+    expectations = promises(plan, replica_models, lengths_of(records, offers(plan, balance)), balance, scale)
     over = {
-        each.model for each in said.models if came.get(each.model, 0.0) > each.served_per_s * (1 + SERVED)
+        expectation.model
+        for expectation in expectations.models
+        if values.get(expectation.model, 0.0) > expectation.served_per_s * (1 + SERVED)
     }
     return (
-        *_models(said, result, came),
-        *_replicas(said, result, span_s, over),
-        *_flows(said, result, span_s, over),
-        *_links(said, result, span_s, bool(over)),
+        *_models(expectations, result, values),
+        *_replicas(expectations, result, span_s, over),
+        *_flows(expectations, result, span_s, over),
+        *_links(expectations, result, span_s, bool(over)),
     )
 
 
@@ -456,21 +466,21 @@ def described(each: PlanDeviation) -> tuple[str, str]:
     return f"{planned} req/s", f"{ran:.3g} req/s"
 
 
-def disagreements(found: Iterable[PlanDeviation]) -> tuple[PlanDeviation, ...]:
+def disagreements(plan_deviations: Iterable[PlanDeviation]) -> tuple[PlanDeviation, ...]:
     """Those to speak of, the worst first."""
-    wrong = [each for each in found if each.verdict != "agrees"]
+    wrong = [plan_deviation for plan_deviation in plan_deviations if plan_deviation.verdict != "agrees"]
     return tuple(sorted(wrong, key=lambda each: each.verdict != "broken"))
 
 
 def steady(replicas: tuple[ReplicaRecord, ...]) -> bool:
     """Whether all replicas were there in their role from the first moment to the last."""
     return all(
-        each.ready_s == 0.0
-        and {state for _, state, _ in each.changes} <= {"starting", "ready"}
+        replica.ready_s == 0.0
+        and {state for _, state, _ in replica.changes} <= {"starting", "ready"}
         # a flip is a change to the state that it has already
-        and len({role for _, _, role in each.changes}) == 1
-        for each in replicas
-        if not each.stood_by
+        and len({role for _, _, role in replica.changes}) == 1
+        for replica in replicas
+        if not replica.stood_by
     )
 
 
@@ -478,7 +488,7 @@ def lengths_of(
     records: RequestRecords, read: Mapping[str, ModelWeights]
 ) -> dict[tuple[str, int], BucketLengths]:
     """Mean lengths of what came, by model and bucket."""
-    found: dict[tuple[str, int], BucketLengths] = {}
+    lengths: dict[tuple[str, int], BucketLengths] = {}
     for place, name in enumerate(records.models):
         mine = read.get(name)
         if mine is None:
@@ -491,8 +501,8 @@ def lengths_of(
                 whole = float(records.prompt_tokens[rows].mean())
                 cached = float(records.cached_tokens[rows].mean())
                 output = float(records.output_tokens[rows].mean())
-                found[name, bucket] = BucketLengths(max(1.0, whole - cached), output, whole)
-    return found
+                lengths[name, bucket] = BucketLengths(max(1.0, whole - cached), output, whole)
+    return lengths
 
 
 def _span_s(result: SimResult) -> float:
@@ -503,21 +513,27 @@ def _span_s(result: SimResult) -> float:
     return span_s if span_s > MOMENT_S else max(result.end_s, MOMENT_S)
 
 
-def _models(said: PlanExpectations, result: SimResult, came: Mapping[str, float]) -> Iterable[PlanDeviation]:
+def _models(
+    said: PlanExpectations, result: SimResult, values: Mapping[str, float]
+) -> Iterable[PlanDeviation]:
     records = result.records
     verdict = judge(records, result.slos, result.end_s, result.classes)
-    for each in said.models:
-        rows = records.model == records.models.index(each.model) if each.model in records.models else None
+    for expectation in said.models:
+        rows = (
+            records.model == records.models.index(expectation.model)
+            if expectation.model in records.models
+            else None
+        )
         if rows is None or not rows.any():
             continue
         asked = rows & (records.outcome != CANCELLED)
         answered = int((asked & (records.outcome == ANSWERED)).sum()) / max(1, int(asked.sum()))
-        planned = _share(each, came[each.model])
-        yield _at_least("served", each.model, planned, answered, SERVED)
+        planned = _share(expectation, values[expectation.model])
+        yield _at_least("served", expectation.model, planned, answered, SERVED)
         judged = int((rows & verdict.judged).sum())
-        if each.attainment is not None and judged:
+        if expectation.attainment is not None and judged:
             kept = int((rows & verdict.met).sum()) / judged
-            yield _at_least("attainment", each.model, each.attainment * planned, kept, 0.0)
+            yield _at_least("attainment", expectation.model, expectation.attainment * planned, kept, 0.0)
 
 
 def _share(each: ModelExpectation, came_per_s: float) -> float:
@@ -539,32 +555,40 @@ def _replicas(
     first = np.bincount(records.prefill_replica[records.prefill_replica >= 0], minlength=size)
     both = records.prefill_replica == records.decode_replica
     second = np.bincount(records.decode_replica[(records.decode_replica >= 0) & ~both], minlength=size)
-    promised: dict[Place, ReplicaExpectation] = {each.place: each for each in said.replicas}
+    promised: dict[Place, ReplicaExpectation] = {item.place: item for item in said.replicas}
     alike: dict[tuple[str, ReplicaExpectation], list[int]] = {}
     for number, replica in enumerate(result.replicas):
-        each = promised.get(place_of(replica))
-        if each is not None and not replica.stood_by:
-            kind = replace(each, place=(*each.place[:2], 0)) if each.interchangeable else each
+        expectation = promised.get(place_of(replica))
+        if expectation is not None and not replica.stood_by:
+            kind = (
+                replace(expectation, place=(*expectation.place[:2], 0))
+                if expectation.interchangeable
+                else expectation
+            )
             alike.setdefault((replica.unit, kind), []).append(number)
-    for (_, each), numbers in alike.items():
+    for (_, expectation), numbers in alike.items():
         one, count = result.replicas[numbers[0]], len(numbers)
         name = one.id if count == 1 else f"{one.id} and {count - 1} like it"
         got = sum(int(first[number] + second[number]) for number in numbers) / count
-        expected = float(round(each.counted_per_s * span_s))
+        expected = float(round(expectation.counted_per_s * span_s))
         if not got and expected >= LEAST_REQUESTS:
             yield PlanDeviation("work", name, ValueRange(expected, expected), 0.0, "broken")
-        if each.busy is None:
+        if expectation.busy is None:
             continue
         open_end = one.model in over
-        rate = each.rate_per_s
+        rate = expectation.rate_per_s
         slack = max(RATE * rate.high, NOISE * sqrt(rate.high / span_s))
         yield _within("rate", name, rate, got / span_s, slack, open_end)
         busy_s = sum(result.replicas[number].busy_s for number in numbers) / count
         share = min(1.0, busy_s / result.end_s) if result.end_s > 0 else 0.0
         # Chance in how many came while it ran.
-        noise = NOISE * each.busy.high / sqrt(max(rate.high * span_s, 1.0)) if each.busy.high < 1 else 0.0
+        noise = (
+            NOISE * expectation.busy.high / sqrt(max(rate.high * span_s, 1.0))
+            if expectation.busy.high < 1
+            else 0.0
+        )
         # Where one of those alike has most of the answers, they share steps, and all together are less busy.
-        busy = ValueRange((1.0 - (1.0 - each.busy.low) ** count) / count, each.busy.high)
+        busy = ValueRange((1.0 - (1.0 - expectation.busy.low) ** count) / count, expectation.busy.high)
         yield _within("busy", name, busy, share, BUSY + min(noise, BUSY), open_end)
 
 
@@ -585,23 +609,25 @@ def _flows(
         for source, target in ((a.region, b.region) if first != second else ("", ""), tuple(names)):
             key = (a.model, source, target)
             seen[key] = seen.get(key, 0) + int(count)
-    for each in said.flows:
-        ran = seen.get((each.model, each.source, each.target), 0) / span_s
-        slack = max(RATE * each.rate_per_s, NOISE * sqrt(each.rate_per_s / span_s))
-        planned = ValueRange(each.rate_per_s, each.rate_per_s)
-        name = f"{each.source} -> {each.target}"
-        yield _within("flow", name, planned, ran, slack, each.model in over)
+    for flow in said.flows:
+        ran = seen.get((flow.model, flow.source, flow.target), 0) / span_s
+        slack = max(RATE * flow.rate_per_s, NOISE * sqrt(flow.rate_per_s / span_s))
+        planned = ValueRange(flow.rate_per_s, flow.rate_per_s)
+        name = f"{flow.source} -> {flow.target}"
+        yield _within("flow", name, planned, ran, slack, flow.model in over)
 
 
 def _links(said: PlanExpectations, result: SimResult, span_s: float, over: bool) -> Iterable[PlanDeviation]:
     records = {(link.source, link.target): link for link in result.links}
-    for each in said.links:
-        found = records.get((each.source, each.target))
-        ran = 0.0 if found is None else found.sent_bytes / span_s
-        noise = NOISE / sqrt(found.transfers) if found is not None and found.transfers else 0.0
-        slack = each.bytes_per_s * (BYTES + noise)
-        planned = ValueRange(each.bytes_per_s, each.bytes_per_s)
-        yield _within("link", f"{each.source} -> {each.target}", planned, ran, slack, over)
+    for link_expectation in said.links:
+        record = records.get((link_expectation.source, link_expectation.target))
+        ran = 0.0 if record is None else record.sent_bytes / span_s
+        noise = NOISE / sqrt(record.transfers) if record is not None and record.transfers else 0.0
+        slack = link_expectation.bytes_per_s * (BYTES + noise)
+        planned = ValueRange(link_expectation.bytes_per_s, link_expectation.bytes_per_s)
+        yield _within(
+            "link", f"{link_expectation.source} -> {link_expectation.target}", planned, ran, slack, over
+        )
 
 
 def _within(

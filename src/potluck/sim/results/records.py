@@ -83,11 +83,11 @@ class RequestRecords:
 
     def columns(self) -> dict[str, NDArray[np.generic]]:
         """Name to column, in the order above."""
-        names = [each.name for each in fields(self) if each.name not in ("models", "labels")]
-        found = {name: getattr(self, name) for name in names}
+        names = [item.name for item in fields(self) if item.name not in ("models", "labels")]
+        result = {name: getattr(self, name) for name in names}
         if self.labels is not None:
-            found |= {"tenant": self.labels.tenant, "request_class": self.labels.request_class}
-        return found
+            result |= {"tenant": self.labels.tenant, "request_class": self.labels.request_class}
+        return result
 
 
 @dataclass(frozen=True, slots=True)

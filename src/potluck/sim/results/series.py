@@ -136,14 +136,14 @@ def _curves(records: RequestRecords, slos: dict[str, Slo], what: str) -> tuple[L
         values = np.where(records.outcome == ANSWERED, tpot(records), np.nan)
     else:
         values = np.where(records.outcome == ANSWERED, records.finish_s - records.arrival_s, np.nan)
-    found = []
+    latency_curves = []
     for index, model in enumerate(records.models):
         own = values[(records.model == index) & ~np.isnan(values)]
         slo = slos.get(model)
         limits = {"ttft": slo.ttft_s, "tpot": slo.tpot_s, "e2e": slo.e2e_s} if slo else {}
         if len(own):
-            found.append(LatencyCurve(model, curve(own), limits.get(what)))
-    return tuple(found)
+            latency_curves.append(LatencyCurve(model, curve(own), limits.get(what)))
+    return tuple(latency_curves)
 
 
 def curve(values: Floats, points: int = POINTS) -> tuple[tuple[float, float], ...]:
@@ -158,7 +158,7 @@ def bands(replicas: Sequence[ReplicaRecord], end_s: float, most: int = ROWS) -> 
     if len(replicas) > most:
         by_events = sorted(chosen, key=lambda i: (-len(replicas[i].changes), i))
         chosen = sorted(by_events[:most])
-    found = []
+    replica_bands = []
     for index in chosen:
         replica = replicas[index]
         spans, lost_s = [], None
@@ -170,8 +170,8 @@ def bands(replicas: Sequence[ReplicaRecord], end_s: float, most: int = ROWS) -> 
             if state not in ("lost", "stopped") and min(to_s, end_s) > from_s:
                 spans.append((from_s, min(to_s, end_s), state, role))
         what = f"{replica.model}, {' + '.join(replica.nodes)}, {replica.region}"
-        found.append(ReplicaBand(replica.id, what, tuple(spans), lost_s))
-    return tuple(found)
+        replica_bands.append(ReplicaBand(replica.id, what, tuple(spans), lost_s))
+    return tuple(replica_bands)
 
 
 def _heat_maps(result: SimResult, edges: Floats) -> tuple[HeatMap | None, HeatMap | None, HeatMap | None]:
@@ -207,8 +207,8 @@ def _at(samples: StateSamples, values: Floats, edges: Floats) -> Floats:
 
 def _presence(replicas: Sequence[ReplicaRecord], edges: Floats) -> NDArray[np.bool_]:
     """Bins x replicas: whether it was ready in any part of the bin."""
-    from_s = np.array([np.inf if each.ready_s is None else each.ready_s for each in replicas])
-    to_s = np.array([each.ended_s(float(edges[-1])) for each in replicas])
+    from_s = np.array([np.inf if replica.ready_s is None else replica.ready_s for replica in replicas])
+    to_s = np.array([replica.ended_s(float(edges[-1])) for replica in replicas])
     there: NDArray[np.bool_] = (from_s[None, :] < edges[1:, None]) & (to_s[None, :] > edges[:-1, None])
     return there
 
@@ -250,11 +250,11 @@ def _links(result: SimResult, edges: Floats) -> tuple[PlotLine, ...]:
     count = min(samples.link_bytes.shape[1], len(result.links))
     order = sorted(range(count), key=lambda i: (result.links[i].kind != "link", -result.links[i].sent_bytes))
     sent = _at(samples, samples.link_bytes[:, :count], edges)
-    found = []
+    plot_lines = []
     for index in [i for i in order if result.links[i].sent_bytes > 0][:MOST_LINKS]:
         link = result.links[index]
         per_s = np.diff(sent[:, index]) / np.diff(edges) * 8 / 1e9
         label = f"{link.source} → {link.target}" if link.kind == "link" else f"card of {link.source}"
         shares = np.clip(per_s / link.gbps, 0.0, 1.0)
-        found.append(PlotLine(f"{label}, {link.gbps:g} Gbps", tuple(shares.round(4).tolist())))
-    return tuple(found)
+        plot_lines.append(PlotLine(f"{label}, {link.gbps:g} Gbps", tuple(shares.round(4).tolist())))
+    return tuple(plot_lines)

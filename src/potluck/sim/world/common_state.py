@@ -65,12 +65,12 @@ class StatusReports:
                 continue
             status = site.replica.status(at_s)
             site.peak_blocks = max(site.peak_blocks, status.total_blocks - status.free_blocks)
-            said = self._cached(site)
+            cached = self._cached(site)
             if at_s < site.muted_until_s:
-                self.lost += 1 + len(said)
+                self.lost += 1 + len(cached)
                 continue
             events.append(ReplicaReported(site.id, status))
-            events += said
+            events += cached
         self._news.clear()
         events += self._link_reports(at_s)
         if events:
@@ -81,15 +81,15 @@ class StatusReports:
         cache = site.cache
         if cache is None or not (cache.changed or site.recount):
             return []
-        said = [site.announcer.report(cache.changes())]
+        cache_reporteds = [site.announcer.report(cache.changes())]
         if site.recount:
             site.recount = False
-            said.append(site.announcer.snapshot(cache.everything()))
-        return said
+            cache_reporteds.append(site.announcer.snapshot(cache.everything()))
+        return cache_reporteds
 
     def _link_reports(self, at_s: float) -> list[Event]:
         """Links that carried something or changed since they last reported, and once more when they fall quiet."""
-        found: list[Event] = []
+        events: list[Event] = []
         for ends, pipe in self._network.links.items():
             rate = pipe.rate_bytes_per_s
             before_bytes, before_rate, before_s, was_busy = self._links.get(ends, (0.0, rate, 0.0, False))
@@ -102,10 +102,10 @@ class StatusReports:
             room_bytes = rate * span_s
             share = min(1.0, passed_bytes / room_bytes) if room_bytes > 0 else float(busy)
             self._links[ends] = (pipe.served_bytes, rate, at_s, busy)
-            found.append(LinkReported(*ends, share, queued_bytes, self._network.gbps_of(ends)))
+            events.append(LinkReported(*ends, share, queued_bytes, self._network.gbps_of(ends)))
             if busy and not self._planned:
                 self._plan(at_s)
-        return found
+        return events
 
     def _plan(self, at_s: float) -> None:
         """Look at the end of this period."""
@@ -137,5 +137,5 @@ class CommonState:
 
 
 def _replicas(plan: Plan) -> int:
-    each = {template.name: len(template.replicas) for template in plan.templates}
-    return sum(deployment.count * each[deployment.template] for deployment in plan.deployments)
+    numbers = {template.name: len(template.replicas) for template in plan.templates}
+    return sum(deployment.count * numbers[deployment.template] for deployment in plan.deployments)

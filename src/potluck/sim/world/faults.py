@@ -113,28 +113,28 @@ class Faults:
 
 def random_faults(rates: FaultRates, seed: int, horizon_s: float) -> tuple[Fault, ...]:
     """Poisson faults of every kind up to a time; whom they hit is picked when they come."""
-    found: list[Fault] = []
+    faults: list[Fault] = []
     streams = np.random.default_rng(np.random.SeedSequence((seed, 0xFA))).spawn(len(fields(FaultRates)))
-    for each, stream in zip(fields(FaultRates), streams, strict=True):
-        rate_per_s = getattr(rates, each.name) / 3600.0
+    for field, stream in zip(fields(FaultRates), streams, strict=True):
+        rate_per_s = getattr(rates, field.name) / 3600.0
         count = int(stream.poisson(rate_per_s * horizon_s)) if rate_per_s > 0 else 0
         for at_s in np.sort(stream.random(count) * horizon_s).tolist():
             pick, size, long = stream.random(3).tolist()
             duration_s = -np.log1p(-long) * 30.0
-            kind = each.name.removesuffix("_per_h")
+            kind = field.name.removesuffix("_per_h")
             if kind == "link":
-                found.append(
+                faults.append(
                     Fault(at_s, "link", factor=max(0.0, size * 1.2 - 0.2), duration_s=duration_s, pick=pick)
                 )
             elif kind == "slow":
-                found.append(Fault(at_s, "slow", factor=1.0 + 4.0 * size, duration_s=duration_s, pick=pick))
+                faults.append(Fault(at_s, "slow", factor=1.0 + 4.0 * size, duration_s=duration_s, pick=pick))
             elif kind == "reports":
-                found.append(Fault(at_s, "reports", duration_s=duration_s, pick=pick))
+                faults.append(Fault(at_s, "reports", duration_s=duration_s, pick=pick))
             elif kind == "spot":
-                found.append(Fault(at_s, "spot", notice_s=NOTICE_S, pick=pick))
+                faults.append(Fault(at_s, "spot", notice_s=NOTICE_S, pick=pick))
             else:
-                found.append(Fault(at_s, "replica" if kind == "replica" else "node", pick=pick))
-    return tuple(found)
+                faults.append(Fault(at_s, "replica" if kind == "replica" else "node", pick=pick))
+    return tuple(faults)
 
 
 NEEDS: dict[str, tuple[str, ...]] = {
@@ -164,7 +164,7 @@ def parse_faults(text: str, name: str = "faults") -> Faults:
         raise InputError(name, f"is not YAML: {' '.join(str(error).split())}") from error
     if not isinstance(data, dict):
         raise InputError(name, "must have `faults:`, `random:`, `prices:` or `availability:` at the top")
-    known = [each.name for each in fields(Faults)]
+    known = [field.name for field in fields(Faults)]
     for key in data:
         if key not in known:
             raise UnknownNameError(name, str(key), known)
@@ -173,7 +173,7 @@ def parse_faults(text: str, name: str = "faults") -> Faults:
         tuple(_fault(entry, where) for where, entry in _entries(data, "faults", name)),
         None
         if random is None
-        else FaultRates(**_numbers(random, [each.name for each in fields(FaultRates)], f"{name}: random")),
+        else FaultRates(**_numbers(random, [field.name for field in fields(FaultRates)], f"{name}: random")),
         tuple(_change(PriceChange, entry, where) for where, entry in _entries(data, "prices", name)),
         tuple(_change(SupplyChange, entry, where) for where, entry in _entries(data, "availability", name)),
     )
@@ -183,13 +183,13 @@ def _entries(data: Mapping[str, Any], key: str, name: str) -> list[tuple[str, di
     entries = data.get(key) or []
     if not isinstance(entries, list):
         raise InputError(f"{name}: {key}", "must be a list")
-    found = []
+    result = []
     for place, entry in enumerate(entries):
         where = f"{name}: {key}[{place}]"
         if not isinstance(entry, dict):
             raise InputError(where, "must be a mapping such as {at_s: 60, ...}")
-        found.append((where, {str(k): v for k, v in entry.items()}))
-    return found
+        result.append((where, {str(k): v for k, v in entry.items()}))
+    return result
 
 
 def _fault(entry: dict[str, Any], where: str) -> Fault:
@@ -215,7 +215,7 @@ def _fault(entry: dict[str, Any], where: str) -> Fault:
 
 
 def _change(kind: type[Any], entry: dict[str, Any], where: str) -> Any:
-    names = [each.name for each in fields(kind)]
+    names = [field.name for field in fields(kind)]
     _keys(entry, [n for n in names if n != "notice_s"], names, where)
     return kind(**{key: _value(key, value, where) for key, value in entry.items()})
 
@@ -289,7 +289,7 @@ class ExternalEvents:
         for fault in faults.drawn(seed, horizon_s):
             ends = (fault.source, fault.target)
             if fault.kind == "link" and fault.pick is None and ends not in self._common.network.links:
-                known = ("->".join(each) for each in self._common.network.links)
+                known = ("->".join(link) for link in self._common.network.links)
                 raise UnknownNameError("faults: link", "->".join(ends), known)
             self._common.events.push(fault.at_s, FAULT, fault)
         changes: tuple[PriceChange | SupplyChange, ...] = (*faults.prices, *faults.availability)
@@ -358,7 +358,7 @@ class ExternalEvents:
         if fault.pick is not None:
             machine = machines[int(fault.pick * len(machines))] if machines else None
         else:
-            machine = next((each for each in machines if fnmatchcase(each.name, fault.node)), None)
+            machine = next((item for item in machines if fnmatchcase(item.name, fault.node)), None)
         if machine is None:
             self._note(at_s, f"no node {fault.node or 'is there'} to lose")
             return
@@ -419,8 +419,8 @@ class ExternalEvents:
 
     def _reports(self, at_s: float, fault: Fault) -> None:
         if fault.pick is not None:
-            found = self._site(fault)
-            sites = [] if found is None else [found]
+            result = self._site(fault)
+            sites = [] if result is None else [result]
         else:
             sites = [site for site in self._common.sites.values() if fnmatchcase(site.id, fault.replica)]
         for site in sites:

@@ -181,16 +181,16 @@ class SimFleet:
     ) -> SimMachine:
         # Machines that a plan names are those of a pool; of others as many can be had as there are.
         name = given or machine_name(unit, node, place)
-        found = self.machines.get(name)
-        if found is None:
+        machine = self.machines.get(name)
+        if machine is None:
             common = self._common
             card = common.network.card(name, common.replica_models.resolved.node(node).network_gbps)
-            found = SimMachine(name, unit, node, region, at_s, card)
-            self.machines[name] = found
+            machine = SimMachine(name, unit, node, region, at_s, card)
+            self.machines[name] = machine
             common.costs.rent(
                 at_s, region, node, common.replica_models.resolved.price_usd_per_h(region, node)
             )
-        return found
+        return machine
 
     def _cache(self, model: str) -> SpareCache:
         facts = self._common.replica_models.facts().models[model]
@@ -221,15 +221,15 @@ Planner = Callable[[PlanQuestion], Plan | None]
 def running_of(plan: Plan, sites: Iterable[SimReplica]) -> Plan:
     """A plan with the copies that are up or coming up whole; those on their way out or on standby are none."""
     replicas = {template.name: len(template.replicas) for template in plan.repertoire}
-    found: dict[str, tuple[str, str, int]] = {}
+    result: dict[str, tuple[str, str, int]] = {}
     """Copy to its template, region and how many of its replicas are there."""
     for site in sites:
         member = site.member
         if site.state in ("starting", "ready") and member.template in replicas and not member.standby:
-            count = found[member.unit][2] if member.unit in found else 0
-            found[member.unit] = (member.template, member.region, count + 1)
+            count = result[member.unit][2] if member.unit in result else 0
+            result[member.unit] = (member.template, member.region, count + 1)
     copies: dict[tuple[str, str], int] = {}
-    for template, region, count in found.values():
+    for template, region, count in result.values():
         if count >= replicas[template]:
             copies[template, region] = copies.get((template, region), 0) + 1
     return plan.holding(copies)

@@ -143,8 +143,8 @@ class SimReplica:
     def become(self, at_s: float, state: SiteState) -> None:
         self.state = state
         self.serves = state in ("ready", "draining", "leaving")
-        told = "standby" if state == "ready" and self.member.standby else state
-        self.changes.append((at_s, told, self.role))
+        text = "standby" if state == "ready" and self.member.standby else state
+        self.changes.append((at_s, text, self.role))
 
 
 class SimAttempt:

@@ -80,9 +80,9 @@ async def steps(request: web.Request) -> web.Response:
     after = request.query.get("after", "0")
     if not after.isascii() or not after.isdigit() or len(after) > 18:
         raise InputError("after", "must be the number of a step")
-    found = request.app[SERVICE].connector_events.steps
+    vllm_steps = request.app[SERVICE].connector_events.steps
     return web.json_response(
-        {"count": found.count, "steps": [each for each in found.recent if each[0] > int(after)]}
+        {"count": vllm_steps.count, "steps": [item for item in vllm_steps.recent if item[0] > int(after)]}
     )
 
 

@@ -105,8 +105,8 @@ async def _answer(
                 raise refusal_of(answer.status, await answer.content.read(1 << 14))
             events = VllmEventReader()
             async for data in answer.content.iter_any():
-                for said in events.feed(data):
-                    yield heard_of(said)
+                for text in events.feed(data):
+                    yield heard_of(text)
     except (aiohttp.ClientError, ConnectionError) as error:
         raise HttpRefusal(503, f"vLLM broke off ({type(error).__name__})", "try_again") from error
 
@@ -115,7 +115,7 @@ async def _decode(
     request: web.Request, service: AdapterService, part: PromptPart, held: ActiveSegment
 ) -> web.StreamResponse:
     telling, came_s = SegmentLines(request, service), time.monotonic()
-    reason, cached, told, first_s = None, 0, 0, None
+    reason, cached, number, first_s = None, 0, 0, None
     try:
         async with asyncio.timeout(service.limits.deadline_s):
             async for heard in _answer(service, part, None):
@@ -125,19 +125,19 @@ async def _decode(
                     if first_s is None:
                         first_s = time.monotonic()
                         held.computed()
-                    told += len(heard.lines)
+                    number += len(heard.lines)
                     await telling.say(*heard.lines)
-        if reason not in ("stop", "length") or not told:
+        if reason not in ("stop", "length") or not number:
             raise HttpRefusal(503, f"vLLM ended the request ({reason or 'without a word'})", "try_again")
     except (HttpRefusal, TimeoutError) as error:
         if not telling.begun:
             raise
         code = error.code if isinstance(error, HttpRefusal) else "deadline"
         line = str(error) or f"it took longer than {service.limits.deadline_s:g} s"
-        return await telling.end(end_of("error", part, cached, told) | {"code": code, "problem": line})
+        return await telling.end(end_of("error", part, cached, number) | {"code": code, "problem": line})
     service.prompt_tokens += len(part.tokens)
-    service.output_tokens += told
-    end = end_of(reason, part, cached, told)
+    service.output_tokens += number
+    end = end_of(reason, part, cached, number)
     if first_s is not None:
         end["ttft_s"] = first_s - came_s
     return await telling.end(end)
@@ -247,16 +247,16 @@ class PassthroughEvent:
 
 def said_of(said: Json, *, ids: bool) -> PassthroughEvent:
     """`ids`: whether the client itself wants tokens."""
-    found = PassthroughEvent(said, cached=cached_of(said))
+    passthrough_event = PassthroughEvent(said, cached=cached_of(said))
     usage = said.get("usage")
     if isinstance(usage, dict) and isinstance(usage.get("prompt_tokens"), int):
-        found.prompt_tokens = usage["prompt_tokens"]
+        passthrough_event.prompt_tokens = usage["prompt_tokens"]
     choices = said.get("choices")
     shown = {name: value for name, value in said.items() if name != "kv_transfer_params"}
     if isinstance(choices, list) and choices:
         choice = choices[0]
-        found.tokens = list(choice.get("token_ids") or ())
-        found.reason = choice.get("finish_reason")
+        passthrough_event.tokens = list(choice.get("token_ids") or ())
+        passthrough_event.reason = choice.get("finish_reason")
         if not ids:
             kept = {
                 name: value for name, value in choice.items() if name not in ("token_ids", "prompt_token_ids")
@@ -264,15 +264,15 @@ def said_of(said: Json, *, ids: bool) -> PassthroughEvent:
             shown["choices"] = [kept]
     if not ids:
         shown.pop("prompt_token_ids", None)
-    found.shown = shown
-    return found
+    passthrough_event.shown = shown
+    return passthrough_event
 
 
 async def answer_own(
     request: web.Request, service: AdapterService, part: PromptPart, own: ClientBody, held: ActiveSegment
 ) -> web.StreamResponse:
     telling, came_s = SegmentLines(request, service), time.monotonic()
-    told, cached, prompt_tokens = 0, 0, len(part.tokens)
+    number, cached, prompt_tokens = 0, 0, len(part.tokens)
     reason: str | None = None
     first_s: float | None = None
     try:
@@ -284,15 +284,15 @@ async def answer_own(
                     problem = "vLLM makes another prompt of these messages"
                     end = end_of("error", part, 0, 0) | {"code": OTHER_PROMPT, "problem": problem}
                     return await telling.end(end)
-            async for said in _answer_own(service, part, own, telling):
-                cached, reason = said.cached or cached, said.reason or reason
-                prompt_tokens = said.prompt_tokens or prompt_tokens
-                if said.tokens and first_s is None:
+            async for event in _answer_own(service, part, own, telling):
+                cached, reason = event.cached or cached, event.reason or reason
+                prompt_tokens = event.prompt_tokens or prompt_tokens
+                if event.tokens and first_s is None:
                     first_s = time.monotonic()
                     held.computed()
-                told += len(said.tokens)
-                await telling.say(*said.lines)
-        if reason in GIVEN_UP or not told:
+                number += len(event.tokens)
+                await telling.say(*event.lines)
+        if reason in GIVEN_UP or not number:
             raise HttpRefusal(503, f"vLLM ended the request ({reason or 'without a word'})", "try_again")
     except (HttpRefusal, TimeoutError) as error:
         if not telling.begun:
@@ -301,10 +301,10 @@ async def answer_own(
         line = str(error) or f"it took longer than {service.limits.deadline_s:g} s"
         if isinstance(error, HttpRefusal) and error.status == 400:
             await telling.say({"refused": error_object(400, line, param=error.param, code=code)})
-        return await telling.end(end_of("error", part, cached, told) | {"code": code, "problem": line})
+        return await telling.end(end_of("error", part, cached, number) | {"code": code, "problem": line})
     service.prompt_tokens += prompt_tokens
-    service.output_tokens += told
-    end = end_of("length" if reason == "length" else "stop", part, cached, told)
+    service.output_tokens += number
+    end = end_of("length" if reason == "length" else "stop", part, cached, number)
     end |= {"prompt_tokens": prompt_tokens, "ttft_s": (first_s or time.monotonic()) - came_s}
     return await telling.end(end)
 
@@ -321,8 +321,8 @@ async def _prompt(service: AdapterService, part: PromptPart, own: ClientBody) ->
             )
             if answer.status in (400, 422):
                 raise refusal_of(answer.status, text)
-            found = json.loads(text).get("token_ids") if answer.status == 200 else None
-            return found if isinstance(found, list) else None
+            load = json.loads(text).get("token_ids") if answer.status == 200 else None
+            return load if isinstance(load, list) else None
     except (aiohttp.ClientError, ConnectionError, ValueError) as error:
         raise HttpRefusal(503, f"vLLM broke off ({type(error).__name__})", "try_again") from error
 
@@ -341,8 +341,8 @@ async def _answer_own(
                 return
             events = VllmEventReader()
             async for data in answer.content.iter_any():
-                for said in events.feed(data):
-                    yield said_of(said, ids=ids)
+                for text in events.feed(data):
+                    yield said_of(text, ids=ids)
     except (aiohttp.ClientError, ConnectionError) as error:
         raise HttpRefusal(503, f"vLLM broke off ({type(error).__name__})", "try_again") from error
     finally:

@@ -173,11 +173,11 @@ class ConnectorEvents:
                 self.here.set()
 
     def _cached(self, lines: list[Any]) -> None:
-        for kind, *said in lines:
+        for kind, *text in lines:
             if kind == "+":
-                self.held.stored(*said)
+                self.held.stored(*text)
             elif kind == "-":
-                self.held.removed(*said)
+                self.held.removed(*text)
             else:
                 self.held.cleared()
 
@@ -342,7 +342,7 @@ class AdapterService:
         async with self.session.get(f"{self.server.base}/v1/models", timeout=timeout) as answer:
             models = (await answer.json())["data"]
         self.max_tokens = int(models[0].get("max_model_len") or 0)
-        self.adapters = tuple(sorted(str(each["id"]) for each in models if each.get("parent")))
+        self.adapters = tuple(sorted(str(model["id"]) for model in models if model.get("parent")))
 
     async def status(self) -> dict[str, object]:
         figures = await self.figures()
@@ -425,17 +425,17 @@ class ActiveSegment:
 
 def summed(text: str) -> dict[str, float]:
     """Prometheus text to a number for each name."""
-    found: dict[str, float] = {}
+    values: dict[str, float] = {}
     for line in text.splitlines():
         if line.startswith("#") or not line:
             continue
         name, _, value = line.rpartition(" ")
         name = name.partition("{")[0]
         try:
-            found[name] = found.get(name, 0.0) + float(value)
+            values[name] = values.get(name, 0.0) + float(value)
         except ValueError:
             continue
-    return found
+    return values
 
 
 SERVICE = web.AppKey("service", AdapterService)

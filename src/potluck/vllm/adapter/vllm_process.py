@@ -80,13 +80,13 @@ class VllmSettings:
     def running(self) -> int:
         """Requests at once, as far as it was said."""
         words = " ".join(self.more).replace("=", " ").split()
-        said = words[words.index(SEQUENCES) + 1 :][:1] if SEQUENCES in words else []
-        return self.max_running or (int(said[0]) if said and said[0].isdigit() else USUAL_RUNNING)
+        word = words[words.index(SEQUENCES) + 1 :][:1] if SEQUENCES in words else []
+        return self.max_running or (int(word[0]) if word and word[0].isdigit() else USUAL_RUNNING)
 
 
 def command(settings: VllmSettings, port: int, channel: Path) -> list[str]:
     shape = settings.shape
-    found = [
+    texts = [
         *(settings.python, "-m", "vllm.entrypoints.openai.api_server"),
         *("--model", settings.model, "--served-model-name", settings.name),
         *("--host", "127.0.0.1", "--port", str(port)),
@@ -109,17 +109,17 @@ def command(settings: VllmSettings, port: int, channel: Path) -> list[str]:
         ("--gpu-memory-utilization", settings.memory_share),
     ]
     if shape.experts:
-        found.append("--enable-expert-parallel")
+        texts.append("--enable-expert-parallel")
     for flag, value in options:
         if value is not None:
-            found += [flag, str(value)]
-    return [*found, *settings.more]
+            texts += [flag, str(value)]
+    return [*texts, *settings.more]
 
 
 def transfer(settings: VllmSettings, channel: Path) -> dict[str, object]:
     extra: dict[str, object] = {"host": settings.kv_host, "port": settings.kv_port, "channel": str(channel)}
     if settings.kv_tls:
-        extra["tls"] = [str(each.absolute()) for each in settings.kv_tls]
+        extra["tls"] = [str(path.absolute()) for path in settings.kv_tls]
     if settings.any_version:
         extra["any_version"] = True
     return {
@@ -133,10 +133,10 @@ def transfer(settings: VllmSettings, channel: Path) -> dict[str, object]:
 
 def environment(settings: VllmSettings) -> dict[str, str]:
     """What is set beside what there is."""
-    found = {"VLLM_NO_USAGE_STATS": "1"}
+    texts = {"VLLM_NO_USAGE_STATS": "1"}
     if settings.shape.stages:
-        found["VLLM_PP_LAYER_PARTITION"] = ",".join(map(str, settings.shape.stages))
-    return found
+        texts["VLLM_PP_LAYER_PARTITION"] = ",".join(map(str, settings.shape.stages))
+    return texts
 
 
 class VllmProcess:
@@ -203,12 +203,12 @@ class VllmProcess:
         code = self._process.returncode if self._process is not None else None
         if code is not None and code < 0:
             return f"signal {-code} ended it"
-        said = [line for line in self._lines if "Error" in line or "error:" in line]
-        ours = [line.partition(OURS)[2] for line in said if OURS in line]
+        lines = [line for line in self._lines if "Error" in line or "error:" in line]
+        ours = [line.partition(OURS)[2] for line in lines if OURS in line]
         if ours:
             return ours[-1][:300]
-        said = [line for line in said if not any(words in line for words in SAYS_NOTHING)] or said
-        return said[-1][:300] if said else f"exit code {code}; its log says more"
+        lines = [line for line in lines if not any(words in line for words in SAYS_NOTHING)] or lines
+        return lines[-1][:300] if lines else f"exit code {code}; its log says more"
 
     async def end(self) -> None:
         process = self._process

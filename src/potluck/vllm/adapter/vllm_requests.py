@@ -59,8 +59,8 @@ def moves_of(part: PromptPart, handle: str | None, lasts_s: float, within_s: flo
     if handle is not None:
         give = {"handle": handle, "stop": part.whole, "codec": asked.codec}
         moves["give"] = give | {"lasts_s": lasts_s}
-    found: Json = {"kv_transfer_params": {"potluck": moves}} if len(moves) > 1 else {}
-    return found | {"cache_salt": asked.salt} if asked.salt else found
+    result: Json = {"kv_transfer_params": {"potluck": moves}} if len(moves) > 1 else {}
+    return result | {"cache_salt": asked.salt} if asked.salt else result
 
 
 def folded(seed: int) -> int:
@@ -107,14 +107,14 @@ def body_of(part: PromptPart, handle: str | None, lasts_s: float, within_s: floa
 
 def _edits(sampling: SamplingBody) -> Json:
     """Biases, penalties and a format, in vLLM's words; only those that are asked for."""
-    found: Json = {
+    result: Json = {
         "presence_penalty": sampling.presence_penalty or None,
         "frequency_penalty": sampling.frequency_penalty or None,
         "repetition_penalty": None if sampling.repetition_penalty == 1 else sampling.repetition_penalty,
         "logit_bias": {str(token): bias for token, bias in sampling.logit_bias} or None,
         "structured_outputs": {"json": sampling.json_schema} if sampling.json_schema else None,
     }
-    return {name: value for name, value in found.items() if value is not None}
+    return {name: value for name, value in result.items() if value is not None}
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,13 +138,13 @@ class VllmEventReader:
         if len(self._rest) > LONGEST_EVENT:
             raise HttpRefusal(502, "vLLM sent an event without an end", "try_again")
         events = [part for part in parts if part.startswith(EVENT) and part != LAST]
-        found: list[Json] = [json.loads(event[len(EVENT) :]) for event in events]
-        for said in found:
-            if "error" in said:
-                error = said["error"]
+        jsons: list[Json] = [json.loads(event[len(EVENT) :]) for event in events]
+        for text in jsons:
+            if "error" in text:
+                error = text["error"]
                 code = error.get("code") if isinstance(error, dict) else None
-                raise refusal_of(code if isinstance(code, int) else 500, json.dumps(said).encode())
-        return found
+                raise refusal_of(code if isinstance(code, int) else 500, json.dumps(text).encode())
+        return jsons
 
 
 def cached_of(said: Json) -> int | None:
@@ -167,22 +167,22 @@ def heard_of(said: Json) -> SegmentEvent:
 def _lines(tokens: Sequence[int], logprobs: object) -> tuple[Json, ...]:
     if not isinstance(logprobs, dict):
         return tuple({"token": token} for token in tokens)
-    found = []
+    result = []
     for place, token in enumerate(tokens):
         line: Json = {"token": token, "logprob": logprobs["token_logprobs"][place]}
         top = (logprobs.get("top_logprobs") or [{}] * len(tokens))[place] or {}
         pairs = [[int(name.removeprefix(PREFIX)), value] for name, value in top.items()]
         line["top"] = sorted(pairs, key=lambda pair: -pair[1])
-        found.append(line)
-    return tuple(found)
+        result.append(line)
+    return tuple(result)
 
 
 def refusal_of(status: int, text: bytes) -> HttpRefusal:
     """What vLLM's error means to whoever plans routes; what is wrong with a client's request, in vLLM's words."""
     param: object = None
     try:
-        said = json.loads(text)
-        error = said.get("error", said)
+        body = json.loads(text)
+        error = body.get("error", body)
         line = str(error.get("message", "")) if isinstance(error, dict) else str(error)
         param = error.get("param") if isinstance(error, dict) else None
     except (ValueError, AttributeError):

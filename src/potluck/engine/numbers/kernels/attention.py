@@ -262,10 +262,10 @@ def _weigh(spot, blocks, begin, stop, scale, most):  # type: ignore[no-untyped-d
 
 @compiled
 def _sum(spot, blocks):  # type: ignore[no-untyped-def]
-    found = load(spot)
+    result = load(spot)
     for block in range(1, blocks):
-        found = found + load(spot + block * BYTES)
-    return total(found)
+        result = result + load(spot + block * BYTES)
+    return total(result)
 
 
 @compiled

@@ -42,7 +42,7 @@ def available() -> bool:
 def _emit(name: str, operands: Callable[[Any, Any], Sequence[Any]]) -> Callable[..., Any]:
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         given = operands(builder, arguments)
-        kind = ir.FunctionType(ir.VoidType(), [each.type for each in given])
+        kind = ir.FunctionType(ir.VoidType(), [item.type for item in given])
         function = cgutils.get_or_insert_function(builder.module, kind, f"llvm.x86.{name}")  # type: ignore[no-untyped-call]
         builder.call(function, given)
         return context.get_dummy_value()

@@ -66,8 +66,8 @@ def walk(rows, firsts, sizes, sides, memory, query, key, value, decay, rate, out
                 shrink, pace = spread_from(decay + 4 * place), spread_from(rate + 4 * place)
                 for column in range(0, width, BYTES):
                     wanted = load(value + place * width + column)
-                    found = _step(state + column, width, key_dim, q, k, shrink, pace, wanted)
-                    store(out + place * width + column, found)
+                    step = _step(state + column, width, key_dim, q, k, shrink, pace, wanted)
+                    store(out + place * width + column, step)
 
 
 @compiled
@@ -78,9 +78,9 @@ def _step(state, width, key_dim, query, key, shrink, pace, wanted):  # type: ign
         entry = load(state + number * width) * shrink
         store(state + number * width, entry)
         known = multiply_add(spread_from(key + 4 * number), entry, known)
-    change, found = (wanted - known) * pace, spread(_ZERO)
+    change, step = (wanted - known) * pace, spread(_ZERO)
     for number in range(key_dim):
         entry = multiply_add(spread_from(key + 4 * number), change, load(state + number * width))
         store(state + number * width, entry)
-        found = multiply_add(spread_from(query + 4 * number), entry, found)
-    return found
+        step = multiply_add(spread_from(query + 4 * number), entry, step)
+    return step

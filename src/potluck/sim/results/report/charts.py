@@ -63,8 +63,8 @@ def log_ticks(low: float, high: float) -> list[float]:
     """1, 2 and 5 times powers of ten within a range; only the powers when there are many, its ends when none."""
     powers = range(floor(log10(low)), ceil(log10(high)) + 1)
     factors = (1, 2, 5) if len(powers) <= 4 else (1,)
-    found = [f * 10.0**p for p in powers for f in factors if low * 0.999 <= f * 10.0**p <= high * 1.001]
-    return found or [low, high]
+    values = [f * 10.0**p for p in powers for f in factors if low * 0.999 <= f * 10.0**p <= high * 1.001]
+    return values or [low, high]
 
 
 def time_ticks(end_s: float, about: int = 10) -> list[AxisTick]:
@@ -253,8 +253,8 @@ def distribution(curves: Sequence[LatencyCurve], title: str) -> str:
     parts = [axes(frame, x_ticks, [AxisTick(at / 4, f"{at * 25} %") for at in range(5)], title)]
     for index, curve in enumerate(curves):
         if curve.limit_s is not None:
-            told = f"≤ {short(seconds(curve.limit_s))}"
-            parts.append(limit(frame, curve.limit_s, told, f"c{index % 6}", index))
+            text = f"≤ {short(seconds(curve.limit_s))}"
+            parts.append(limit(frame, curve.limit_s, text, f"c{index % 6}", index))
     for index, curve in enumerate(curves):
         parts.append(line(frame, [(max(x, low), y) for x, y in curve.points], f"c{index % 6}"))
     hover = {
@@ -281,10 +281,10 @@ def timeline(bands: Sequence[ReplicaBand], end_s: float, faults: Sequence[tuple[
         parts.append(_row_label(band.label, band.what, y, row))
         for from_s, to_s, state, role in band.spans:
             x, width = frame.x(from_s), max(frame.x(to_s) - frame.x(from_s), 0.8)
-            told = escape(f"{band.label}: {state}, {role}, {seconds(to_s - from_s)} ({band.what})")
+            message = escape(f"{band.label}: {state}, {role}, {seconds(to_s - from_s)} ({band.what})")
             parts.append(
                 f'<rect class="span {escape(state)} {escape(role)}" x="{x:.1f}" y="{y + 1:.1f}" '
-                f'width="{width:.1f}" height="{row - 2:.1f}"><title>{told}</title></rect>'
+                f'width="{width:.1f}" height="{row - 2:.1f}"><title>{message}</title></rect>'
             )
         if band.lost_s is not None:
             x, middle, arm = frame.x(band.lost_s), y + row / 2, min(row / 2 - 1, 5.0)
@@ -394,10 +394,10 @@ def _row_height(rows: int) -> float:
 
 def _row_label(label: str, what: str, y: float, row: float) -> str:
     size = min(11.5, row - 1.0)
-    told = f"<title>{escape(label)}: {escape(what)}</title>"
+    message = f"<title>{escape(label)}: {escape(what)}</title>"
     place = f'x="{GUTTER - 8:g}" y="{y + row / 2 + size * 0.35:.1f}"'
     text = escape(clipped(label, LABEL_LETTERS))
-    return f'<text class="row" style="font-size:{size:g}px" {place} text-anchor="end">{text}{told}</text>'
+    return f'<text class="row" style="font-size:{size:g}px" {place} text-anchor="end">{text}{message}</text>'
 
 
 def _at(curve: LatencyCurve, level: float) -> float:
