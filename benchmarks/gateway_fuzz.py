@@ -37,7 +37,6 @@ TARGETS = {"crashes": ("==", 0.0), "growth_mb": ("<=", 8.0), "unanswered": ("=="
 PATHS = (
     "/v1/completions",
     "/v1/chat/completions",
-    "/v1/responses",
     "/v1/models",
     "/v1/embeddings",
     "/ready",

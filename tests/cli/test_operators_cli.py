@@ -75,10 +75,6 @@ class Port:
                     port.scraped += 1
                     text = METRICS.format(n=10 * port.scraped, tokens=1000 * port.scraped)
                     self.say(200, text.encode())
-                elif self.path == "/events":
-                    self.say(
-                        200, b': listening\n\nid: 1\nevent: fleet\ndata: {"n":1,"what":"t is ready"}\n\n'
-                    )
                 else:
                     self.say(200, json.dumps(SNAPSHOT).encode())
 
@@ -237,10 +233,9 @@ def test_logs_by_engine_replica_and_role(folder: Path, capsys: pytest.CaptureFix
     assert "did you mean 'words-1'" in _said(capsys, "logs", "words-9", "--state", folder, rc=2)
 
 
-def test_events_of_the_past_and_of_now(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    text = _said(capsys, "events", "--live", "--state", folder)
+def test_events_of_the_past(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    text = _said(capsys, "events", "--state", folder)
     assert "start    words-2 for t@east#1/0  (the plan wants it)" in text
-    assert "fleet    what=t is ready" in text
     (line,) = _said(capsys, "events", "--json", "--state", folder).splitlines()
     assert json.loads(line)["why"] == "the plan wants it"
 

@@ -169,8 +169,8 @@ def test_without_a_spec_servers_are_asked_what_they_are(
     ]
     assert entries[0].key == "secret"
     assert [(entry.kind, entry.model) for entry in entries[2:]] == [
-        ("face", "e"),
-        ("face", "e"),
+        ("segments", "e"),
+        ("segments", "e"),
         ("openai", "e"),
     ]
     with pytest.raises(InputError, match="names no model"):

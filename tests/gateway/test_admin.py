@@ -1,4 +1,4 @@
-"""What operators see: metrics that add up across processes, events that are bounded, records one can bill from."""
+"""What operators see: metrics that add up across processes, records one can bill from."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from potluck.core.errors import InputError
 from potluck.core.state.actions import Run
 from potluck.core.values.route import Route, Segment, aggregated, handed_over
 from potluck.gateway.admin import families as known
-from potluck.gateway.admin.app import MOST_READERS, AdminContext, EventFeed, build_admin
+from potluck.gateway.admin.app import AdminContext, build_admin
 from potluck.gateway.admin.counters import MOST_SERIES, Counters, Spans
 from potluck.gateway.admin.families import FAMILIES
 from potluck.gateway.admin.metrics import GatewayMetrics
@@ -185,45 +185,14 @@ def test_tallies_of_several_processes_add_up(told: list[tuple[int, str, float]])
                 assert main.seen(family)[labels].total == pytest.approx(histogram.total)
 
 
-def test_a_slow_reader_of_events_loses_the_oldest_and_is_told() -> None:
-    async def scenario() -> None:
-        read: list[bool] = []
-        missed: list[None] = []
-        feed = EventFeed(read.append, lambda: 5.0, lambda: missed.append(None))
-        feed.publish("route", {})
-        reader = feed.watch(frozenset({"route"}), most=3)
-        assert reader is not None
-        for number in range(5):
-            feed.publish("route", {"number": number})
-            feed.publish("other", {})
-        body = (await reader.next(1.0)).decode()
-        assert body.startswith('event: lost\ndata: {"events":2}\n\n')
-        assert [json.loads(line[6:])["number"] for line in body.splitlines() if '"number"' in line] == [
-            2,
-            3,
-            4,
-        ]
-        assert (feed.lost, len(missed)) == (2, 2)
-        assert await reader.next(0.01) == b": nothing\n\n"
-        others = [feed.watch() for _ in range(MOST_READERS)]
-        assert others[-1] is None
-        for item in [reader, *others[:-1]]:
-            assert item is not None
-            item.close()
-        assert read[0] is True
-        assert read[-1] is False
-
-    asyncio.run(scenario())
-
-
 @asynccontextmanager
-async def office(key: str | None = None) -> AsyncIterator[tuple[ClientSession, Fleet, EventFeed, Counters]]:
-    fleet, feed, meter = Fleet(), EventFeed(), Counters()
+async def office(key: str | None = None) -> AsyncIterator[tuple[ClientSession, Fleet, Counters]]:
+    fleet, meter = Fleet(), Counters()
     built = build_admin(
-        AdminContext(GatewayMetrics(meter, fleet), fleet, feed, lambda: {"keys": {"problem": ""}}, key)
+        AdminContext(GatewayMetrics(meter, fleet), fleet, lambda: {"keys": {"problem": ""}}, key)
     )
     async with TestServer(built) as server, ClientSession(server.make_url("")) as session:
-        yield session, fleet, feed, meter
+        yield session, fleet, meter
 
 
 def played(scenario: Callable[[], Awaitable[None]]) -> None:
@@ -232,7 +201,7 @@ def played(scenario: Callable[[], Awaitable[None]]) -> None:
 
 def test_the_operators_port() -> None:
     async def scenario() -> None:
-        async with office() as (session, fleet, feed, meter):
+        async with office() as (session, fleet, meter):
             meter.answered(TOLD)
             async with session.get("/metrics") as reply:
                 assert b"vllm:time_to_first_token_seconds" in await reply.read()
@@ -255,13 +224,6 @@ def test_the_operators_port() -> None:
                 assert reply.headers["x-request-id"]
             async with session.put("/plan", json={}, headers={"Origin": "http://evil"}) as reply:
                 assert reply.status == 403
-            async with session.get("/events", params={"kinds": "request"}) as reply:
-                assert await reply.content.readline() == b": listening\n"
-                meter.published = feed.publish
-                meter.decided("start r3", "the queue grows")
-                meter.answered(TOLD)
-                lines = [await reply.content.readline() for _ in range(4)]
-                assert b"event: request\n" in lines
 
     played(scenario)
 
@@ -295,21 +257,15 @@ def test_the_operators_port_has_a_key_of_its_own() -> None:
     played(scenario)
 
 
-def test_everything_that_happens_is_published_without_prompts() -> None:
-    text: list[tuple[str, dict[str, object]]] = []
+def test_what_happens_is_counted() -> None:
     request_outcomes: list[RequestOutcome] = []
     meter = Counters(told=request_outcomes.append)
-    meter.published = lambda kind, what: text.append((kind, what))
-    secret = ASKED._replace(prompt=(987_654,), body=b"my secret")
-    meter.routed(secret, run(handed_over("a", "b", 4)))
-    meter.segment(secret, "a", 1.0, 2.0, 30)
-    meter.failed(secret, "b", "replica", "it died")
+    meter.routed(ASKED, run(handed_over("a", "b", 4)))
+    meter.segment(ASKED, "a", 1.0, 2.0, 30)
+    meter.failed(ASKED, "b", "replica", "it died")
     meter.moved("a", "b", "int8", 1000, 0.5)
     meter.decided("start r3", "the queue grows")
     meter.answered(TOLD)
-    assert [kind for kind, _ in text] == ["route", "segment", "failure", "transfer", "decision", "request"]
-    assert "987654" not in json.dumps(text)
-    assert "secret" not in json.dumps(text)
     assert request_outcomes == [TOLD]
     assert meter.counted(known.KV_BYTES) == {("a", "b", "int8"): 1000}
     assert meter.counted(known.SEGMENT_TOKENS) == {("a",): 30}

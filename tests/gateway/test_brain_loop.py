@@ -86,10 +86,7 @@ def test_nothing_is_remembered_of_requests_that_ended() -> None:
     brain_loop, mind = _desk()
     heard: list[Action] = []
     line = brain_loop.line(heard.extend)
-    for name, ending in (
-        ("a", RequestFinished("a", 0, 3)),
-        ("b", RequestCancelled("b")),
-    ):
+    for name, ending in (("a", RequestFinished("a", 0, 3)), ("b", RequestCancelled("b"))):
         line.tell(RequestArrived(_request(name)))
         line.tell(ending)
     mind.answers = [[Refuse("c", "overloaded", "full")]]

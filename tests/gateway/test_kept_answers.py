@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from openai_helpers import NAME, SERVER, FakeExchange, Scene, choices, refusing, saying, tokens
+from openai_helpers import SERVER, Scene, choices, refusing, saying, tokens
 
 from potluck.gateway.openai import kept_answers
 from potluck.gateway.openai.kept_answers import AnswerReader, KeptAnswer, KeptAnswers, RepeatKey, frames_of
@@ -292,12 +292,3 @@ def test_of_two_that_find_nothing_one_writes(tmp_path: Path) -> None:
     assert json.dumps({"digest": "d"}).encode() not in b"".join(
         path.read_bytes() for path in tmp_path.iterdir()
     )
-
-
-def test_responses_are_kept_as_their_clients_read_them(tmp_path: Path) -> None:
-    worker = Worker(tmp_path, saying("world", "stop"))
-    body = {"model": NAME, "input": "Hello"}
-    fake_exchanges: list[FakeExchange] = [worker.ask("/v1/responses", body, **named()) for _ in range(2)]
-    assert fake_exchanges[0].json["object"] == "response"
-    assert fake_exchanges[1].data == fake_exchanges[0].data
-    assert len(worker.driver.asked) == 1

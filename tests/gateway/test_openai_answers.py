@@ -52,13 +52,7 @@ def test_a_whole_completion() -> None:
         message.prompt_tokens,
         message.cached_tokens,
         message.output_tokens,
-    ) == (
-        "length",
-        200,
-        5,
-        3,
-        5,
-    )
+    ) == ("length", 200, 5, 3, 5)
     assert resolved.door.open == 0
 
 
@@ -317,18 +311,16 @@ def test_while_closing_nothing_new_is_taken() -> None:
     assert resolved.ask("/ready", method="GET").status == 503
 
 
-def test_classes_deadlines_and_sessions() -> None:
+def test_classes_and_deadlines() -> None:
     resolved = Scene()
     resolved.now_s = 5.0
-    resolved.complete(
-        headers={"x-potluck-class": "interactive", "x-potluck-deadline-ms": "1500", "x-potluck-session": "s"}
-    )
+    resolved.complete(headers={"x-potluck-class": "interactive", "x-potluck-deadline-ms": "1500"})
     resolved.complete(service_tier="flex", prompt_cache_key="k")
     resolved.complete()
     first, second, third = resolved.driver.asked
-    assert (first.request_class, first.deadline_s, first.session) == ("interactive", 6.5, "s")
-    assert (second.request_class, second.deadline_s, second.session) == ("batch", None, "k")
-    assert (third.request_class, third.session) == ("standard", "")
+    assert (first.request_class, first.deadline_s) == ("interactive", 6.5)
+    assert (second.request_class, second.deadline_s) == ("batch", None)
+    assert third.request_class == "standard"
     assert resolved.complete(headers={"x-potluck-class": "bach"}).status == 400
     assert resolved.complete(headers={"x-potluck-deadline-ms": "soon"}).status == 400
 
@@ -504,10 +496,8 @@ def test_formats_and_penalties_are_a_part_of_how_tokens_are_drawn() -> None:
         "x", presence_penalty=1, frequency_penalty=-0.5, repetition_penalty=1.2, logit_bias=biases
     )
     resolved.chat("x", response_format=form)
-    resolved.ask("/v1/responses", {"model": NAME, "input": "x", "text": {"format": {"type": "json_object"}}})
-    flat = {"type": "json_schema", "name": "x", "schema": {"type": "object"}}
-    resolved.ask("/v1/responses", {"model": NAME, "input": "x", "text": {"format": flat}})
+    resolved.chat("x", response_format={"type": "json_object"})
     ways = [asked.sampling for asked in resolved.driver.asked]
     assert (ways[0].presence_penalty, ways[0].frequency_penalty, ways[0].repetition_penalty) == (1, -0.5, 1.2)
     assert ways[0].logit_bias == ((3, 2.5), (7, -100.0))
-    assert [way.json_schema for way in ways] == ["", *['{"type":"object"}'] * 3]
+    assert [way.json_schema for way in ways] == ["", *['{"type":"object"}'] * 2]

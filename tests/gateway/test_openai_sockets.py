@@ -98,67 +98,6 @@ def test_openais_client_is_served() -> None:
     asyncio.run(scenario())
 
 
-def test_openais_client_gets_responses() -> None:
-    async def scenario() -> None:
-        async with served(later(ANSWER)) as (client, driver):
-            asks: dict[str, Any] = {
-                "model": NAME,
-                "instructions": "Be kind",
-                "input": [
-                    {"role": "user", "content": "Hi"},
-                    {"role": "assistant", "content": [{"type": "output_text", "text": "Yes?"}]},
-                    {"role": "user", "content": [{"type": "input_text", "text": "Well"}]},
-                ],
-                "max_output_tokens": 5,
-                "store": False,
-            }
-            whole = await client.responses.create(**asks)
-            assert (whole.output_text, whole.status) == ("Hello", "incomplete")
-            assert whole.usage is not None
-            assert (whole.usage.output_tokens, whole.usage.input_tokens_details.cached_tokens) == (5, 2)
-            message = "Be kind\n\nUser: Hi\nAssistant: Yes?\nUser: Well\nAssistant:"
-            assert len(driver.asked[0].prompt) == len(message.replace("\n", ""))
-            text, kinds = "", []
-            async for event in await client.responses.create(**asks, stream=True):
-                kinds.append(event.type)
-                if event.type == "response.output_text.delta":
-                    text += event.delta
-                assert event.sequence_number == len(kinds) - 1
-            assert text == "Hello"
-            assert kinds[:4] == [
-                "response.created",
-                "response.in_progress",
-                "response.output_item.added",
-                "response.content_part.added",
-            ]
-            assert (kinds[-1], event.type) == ("response.incomplete",) * 2
-            assert event.response.output_text == "Hello"
-            assert event.response.usage is not None
-            async with client.responses.stream(model=NAME, input="Hi") as stream:
-                async for _ in stream:
-                    pass
-                assert (await stream.get_final_response()).output_text == ANSWER
-            for wrong in ({"tools": [{"type": "web_search"}]}, {"previous_response_id": "x"}, {"input": []}):
-                with pytest.raises(BadRequestError) as bad:
-                    await client.responses.create(**{**asks, **wrong})
-                assert bad.value.param == next(iter(wrong))
-
-    asyncio.run(scenario())
-
-
-def test_a_response_that_breaks_off_says_so() -> None:
-    scenario = Scene()
-    result = scenario.ask("/v1/responses", {"model": NAME, "input": "Hi", "stream": True})
-    scenario.driver.answer.tokens(choices("ab"))
-    scenario.driver.answer.refused(Refuse(scenario.driver.asked[0].id, "lost", "it died"))
-    assert result.over
-    last = result.data.decode().split("\n\n")[-2]
-    assert last.startswith("event: response.failed\ndata: ")
-    assert json.loads(last.split("data: ")[1])["response"]["error"]["message"] == "it died"
-    refused = scenario.ask("/v1/responses", {"model": "gpt", "input": "Hi"})
-    assert (refused.status, refused.json["error"]["param"]) == (404, "model")
-
-
 def test_openais_client_hears_what_goes_wrong() -> None:
     async def scenario() -> None:
         def script(asked: ChoiceRequest, answer: AnswerSink) -> None:
@@ -206,60 +145,6 @@ def test_https(tmp_path: Path) -> None:
         server_tls(certificate, certificate)
 
 
-LOAD: dict[str, dict[str, Any]] = {
-    "vllm bench serve, openai": {
-        "model": NAME,
-        "prompt": "1 2 3",
-        "max_tokens": 5,
-        "temperature": 0.0,
-        "repetition_penalty": 1.0,
-        "logprobs": None,
-        "stream": True,
-        "stream_options": {"include_usage": True},
-        "ignore_eos": True,
-    },
-    "vllm bench serve, openai-chat": {
-        "model": NAME,
-        "messages": [{"role": "user", "content": [{"type": "text", "text": "1 2 3"}]}],
-        "max_completion_tokens": 5,
-        "temperature": 0.0,
-        "stream": True,
-        "stream_options": {"include_usage": True},
-    },
-    "guidellm": {
-        "model": NAME,
-        "messages": [{"role": "user", "content": [{"type": "text", "text": "1 2 3"}]}],
-        "max_completion_tokens": 5,
-        "ignore_eos": True,
-        "stop": None,
-        "stream": True,
-        "stream_options": {"include_usage": True, "continuous_usage_stats": True},
-    },
-    "aiperf": {
-        "model": NAME,
-        "messages": [{"role": "user", "name": "a", "content": "1 2 3"}],
-        "max_completion_tokens": 5,
-        "min_tokens": 5,
-        "ignore_eos": True,
-        "stream": True,
-        "stream_options": {"include_usage": True},
-    },
-}
-
-
-@pytest.mark.parametrize("who", LOAD)
-def test_what_load_generators_send(who: str) -> None:
-    body = LOAD[who]
-    scenario = Scene(saying("abcde"))
-    path = "/v1/completions" if "prompt" in body else "/v1/chat/completions"
-    result = scenario.ask(path, body)
-    assert result.status == 200
-    *parts, last = result.events
-    assert last["usage"]["completion_tokens"] == 5
-    if "continuous_usage_stats" in body["stream_options"]:
-        assert [part["usage"]["completion_tokens"] for part in parts] == [1, 2, 3, 4, 5, 5]
-
-
 ODD = st.recursive(
     st.none() | st.booleans() | st.integers(-(10**30), 10**30) | st.floats() | st.text(max_size=6),
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=6), inner, max_size=3),
@@ -268,27 +153,20 @@ ODD = st.recursive(
 WORDS = """
 prompt messages n stop stream stream_options max_tokens max_completion_tokens temperature top_p top_k seed logprobs
 top_logprobs stop_token_ids min_tokens ignore_eos priority service_tier prompt_cache_key best_of response_format tools
-logit_bias add_special_tokens user input instructions max_output_tokens text
+logit_bias add_special_tokens user text
 """
 FIELDS = st.sampled_from(WORDS.split())
 
 
 @settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(
-    st.sampled_from(["/v1/completions", "/v1/chat/completions", "/v1/responses", "/v1/embeddings", "/ready"]),
+    st.sampled_from(["/v1/completions", "/v1/chat/completions", "/v1/embeddings", "/ready"]),
     st.sampled_from([NAME, SERVER, "gpt", 5]),
     st.dictionaries(FIELDS, ODD, max_size=5),
     st.booleans(),
     st.dictionaries(
         st.sampled_from(
-            [
-                "x-potluck-class",
-                "x-potluck-deadline-ms",
-                "x-potluck-session",
-                "x-potluck-exact",
-                "x-request-id",
-                "origin",
-            ]
+            ["x-potluck-class", "x-potluck-deadline-ms", "x-potluck-exact", "x-request-id", "origin"]
         ),
         st.text(st.characters(codec="latin-1"), max_size=9),
         max_size=2,
@@ -298,7 +176,7 @@ def test_no_body_is_answered_with_500(
     path: str, model: object, fields: dict[str, Any], valid: bool, headers: dict[str, str]
 ) -> None:
     def script(asked: ChoiceRequest, answer: AnswerSink) -> None:
-        json.dumps([asked.id, asked.prompt, asked.max_output_tokens, asked.session])
+        json.dumps([asked.id, asked.prompt, asked.max_output_tokens])
         answer.tokens(choices("ab"))
         answer.finished("stop", 0)
 
@@ -306,11 +184,7 @@ def test_no_body_is_answered_with_500(
     body: dict[str, Any] = {"model": model, **fields}
     if valid:
         message = [{"role": "user", "content": "Hi"}]
-        body = (
-            {**body, "prompt": "x"}
-            if path == "/v1/completions"
-            else {**body, "messages": message, "input": "x"}
-        )
+        body |= {"prompt": "x"} if path == "/v1/completions" else {"messages": message}
     result = scenario.ask(path, json.dumps(body).encode(), **headers)
     assert result.status is not None
     assert result.status < 500
@@ -320,7 +194,7 @@ def test_no_body_is_answered_with_500(
 
 
 @settings(max_examples=40, deadline=None)
-@given(st.binary(max_size=60), st.sampled_from(["/v1/completions", "/v1/chat/completions", "/v1/responses"]))
+@given(st.binary(max_size=60), st.sampled_from(["/v1/completions", "/v1/chat/completions"]))
 def test_rubbish_is_answered(body: bytes, path: str) -> None:
     result = Scene(saying("x")).ask(path, body)
     assert result.status is not None
@@ -332,14 +206,6 @@ AIPERF = {
     "x_correlation_id": "76f94f1e-efee-4704-9652-b0062ffab021",
     "x_session_affinity": "76f94f1e-efee-4704-9652-b0062ffab021",
     "accept": "text/event-stream",
-}
-INPUT: dict[str, list[dict[str, Any]]] = {
-    "guidellm": [{"role": "user", "content": [{"type": "input_text", "text": "1 2 3"}]}],
-    "aiperf": [{"role": "user", "content": "1 2 3", "type": "message"}],
-}
-RESPONSES: dict[str, dict[str, Any]] = {
-    "guidellm": {"stream": True, "max_output_tokens": 5, "ignore_eos": True},
-    "aiperf": {"stream": True, "max_output_tokens": 5, "stream_options": {"include_usage": True}},
 }
 USAGE = {"include_usage": True}
 ASKED: dict[str, dict[str, Any]] = {
@@ -360,25 +226,13 @@ def test_completions_and_chats(who: str, chat: bool) -> None:
     headers = AIPERF if who == "aiperf" else {}
     result = resolved.ask(path, {"model": NAME, "stream": True, **asked, **most, **ASKED[who]}, **headers)
     assert result.status == 200
-    assert result.events[-1]["usage"]["completion_tokens"] == 5
+    *parts, last = result.events
+    assert last["usage"]["completion_tokens"] == 5
+    if who == "guidellm":
+        assert [part["usage"]["completion_tokens"] for part in parts] == [1, 2, 3, 4, 5, 5]
     if headers:
         assert result.sent["x-request-id"] == AIPERF["x_request_id"]
     assert (resolved.driver.asked[0].max_output_tokens, resolved.driver.asked[0].ignore_eos) == (5, True)
-
-
-@pytest.mark.parametrize("who", RESPONSES)
-def test_responses(who: str) -> None:
-    resolved = Scene(saying("abcde"))
-    result = resolved.ask("/v1/responses", {"model": NAME, "input": INPUT[who], **RESPONSES[who]})
-    assert result.status == 200, result.data
-    last = result.data.decode().split("\n\n")[-2]
-    load = json.loads(last.split("data: ")[1])["response"]
-    assert load["usage"]["output_tokens"] == 5
-    assert resolved.driver.asked[0].ignore_eos == (who == "guidellm")
-    refused = resolved.ask("/v1/responses", {"model": NAME, "input": "Hi", "stream_options": {"colour": 1}})
-    assert (refused.status, refused.json["error"]["param"]) == (400, "stream_options")
-    refused = resolved.ask("/v1/responses", {"model": NAME, "input": "Hi", "min_tokens": 1e9})
-    assert (refused.status, refused.json["error"]["param"]) == (400, "min_tokens")
 
 
 @pytest.mark.parametrize("method", ["GET", "HEAD"])
@@ -398,7 +252,7 @@ def test_what_no_model_here_can_do() -> None:
     for path in ("/v1/embeddings", "/v1/rerank", "/v1/audio/speech", "/v1/images/generations"):
         result = Scene().ask(path, {"model": NAME, "input": "Hi"})
         assert (result.status, result.json["error"]["code"]) == (400, "unsupported")
-    for path in ("/v1/responses/resp_1", "/v1/responses/resp_1/cancel", "/v1/files"):
+    for path in ("/v1/responses", "/v1/files"):
         assert Scene().ask(path, method="GET").status == 404
 
 

@@ -19,7 +19,7 @@ from potluck.core.state.policy import Policy
 from potluck.core.values.layout import single
 from potluck.core.values.plan import Deployment, NodeCount, Plan, PlannedReplica, ReplicaSpec, Template
 from potluck.core.values.types import NodeOffer, Region, Role
-from potluck.gateway.admin.app import AdminContext, EventFeed, build_admin
+from potluck.gateway.admin.app import AdminContext, build_admin
 from potluck.gateway.admin.counters import Counters
 from potluck.gateway.admin.metrics import GatewayMetrics
 from potluck.gateway.admin.operations import Operations
@@ -187,12 +187,7 @@ def test_both_are_posted_to_the_operators_port_with_its_key() -> None:
     fleet = Fleet("prefill", "prefill", "decode")
     heard: list[Event] = []
     fleet.brain_loop.watchers.append(lambda at_s, event, actions: heard.append(event))
-    office = AdminContext(
-        GatewayMetrics(Counters(), fleet.oversight),
-        fleet.oversight,
-        EventFeed(),
-        key="k",
-    )
+    office = AdminContext(GatewayMetrics(Counters(), fleet.oversight), fleet.oversight, key="k")
 
     async def run() -> list[tuple[int, Any]]:
         result = []
@@ -228,7 +223,7 @@ def test_the_market_is_told_and_decisions_are_read_over_http() -> None:
         quote=message.append,
     )
     oversight = Operations(core)  # type: ignore[arg-type]
-    office = AdminContext(GatewayMetrics(Counters(), oversight), oversight, EventFeed())
+    office = AdminContext(GatewayMetrics(Counters(), oversight), oversight)
 
     async def run() -> list[tuple[int, Any]]:
         result = []

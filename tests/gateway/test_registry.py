@@ -476,9 +476,7 @@ def test_one_that_was_started_for_a_replica_is_that_one_or_none() -> None:
     st.lists(st.tuples(st.sampled_from("tu"), st.integers(0, 2), st.sampled_from(["e", "w"])), max_size=8),
     st.lists(
         st.tuples(
-            st.sampled_from(["", "t", "u"]),
-            st.sampled_from([None, 0, 1, 2]),
-            st.sampled_from(["", "e", "w"]),
+            st.sampled_from(["", "t", "u"]), st.sampled_from([None, 0, 1, 2]), st.sampled_from(["", "e", "w"])
         ),
         max_size=8,
     ),

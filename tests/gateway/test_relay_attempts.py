@@ -349,7 +349,7 @@ class Noted:
         self.heard.append(("failed", where, kind))
 
 
-@pytest.mark.parametrize("kind", ["openai", "face"])
+@pytest.mark.parametrize("kind", ["openai", "segments"])
 def test_what_became_of_every_attempt_is_counted_once(kind: str) -> None:
     stage, meter = Stage(), Noted()
     for item in ("x", "y"):

@@ -251,7 +251,7 @@ def test_actions_and_endpoints_cross_as_they_are() -> None:
         assert "\n" not in brain_client.actions_text([alone])
         assert brain_client.actions_of(brain_client.actions_text([alone])) == [alone]
     endpoint = Endpoint(
-        "a", "m", "here", Address("::1", 9, True), "face", "h:1", "f", "s", key="k", token_ids=True
+        "a", "m", "here", Address("::1", 9, True), "segments", "h:1", "f", "s", key="k", token_ids=True
     )
     directory = RemoteDirectory()
     directory.learn(brain_client.endpoints_text([endpoint], {("m", "here", "there"): "int4"}))

@@ -248,7 +248,7 @@ def test_reading_is_open_here_and_orders_never_are() -> None:
         with_key = {"Authorization": f"Bearer {KEY}"}
         for path in ("/", "/page/main.js", "/history", "/moment?at=1e12"):
             assert await asked(client, "GET", url + path) in (200, 404)
-        for path in ("/snapshot", "/metrics", "/fleet", "/wanted", "/events", "/decisions"):
+        for path in ("/snapshot", "/metrics", "/fleet", "/wanted", "/decisions"):
             assert await asked(client, "GET", url + path) == 401, path
         for path in ("/drain", "/cordon", "/uncordon", "/flip", "/kill", "/note"):
             assert await asked(client, "POST", url + path) == 401, path

@@ -20,7 +20,6 @@ from potluck.core.values.plan import Plan, Template, plan_to_json
 from potluck.core.values.types import Region
 
 ASK_S = 5.0
-QUIET_S = 60.0
 """A gateway says something at least every 15 s to whoever reads its events."""
 MOST_LINE_BYTES = 1_000_000
 MOST_WHY = 400
@@ -107,17 +106,6 @@ class GatewayClient:
 
     def metrics(self) -> str:
         return self._said("GET", "/metrics").decode("utf-8", "replace")
-
-    def events(self, quiet_s: float = QUIET_S) -> Iterator[tuple[str, dict[str, Any]]]:
-        """What happens, as it happens: (kind, what), until the gateway ends."""
-        with self._call("GET", "/events", None, quiet_s) as answer:
-            kind = ""
-            while line := answer.readline(MOST_LINE_BYTES):
-                name, _, text = line.decode("utf-8", "replace").rstrip("\r\n").partition(": ")
-                if name == "event":
-                    kind = text
-                elif name == "data":
-                    yield kind, json.loads(text)
 
     def _ask(self, method: str, path: str, body: object = None) -> dict[str, Any]:
         try:

@@ -15,7 +15,7 @@ from aiohttp import web
 from potluck.api.http import ServedNames, server_tls
 from potluck.core.state.policy import Policy
 from potluck.gateway.admin import families
-from potluck.gateway.admin.app import AdminContext, EventFeed, build_admin
+from potluck.gateway.admin.app import AdminContext, build_admin
 from potluck.gateway.admin.counters import Counters, Spans
 from potluck.gateway.admin.metrics import GatewayMetrics
 from potluck.gateway.admin.operations import Operations
@@ -65,12 +65,10 @@ class AdminServer:
         if settings.keys is not None:
             unreachable = settings.places.unreachable
             self._keys = KeyRing(settings.keys, time.monotonic(), time.time, may_open=unreachable)
-        self.feed = EventFeed(self._watched, lost=lambda: self.meter.count(families.LOST_EVENTS))
         self.metrics = GatewayMetrics(self.meter, Operations(core), self._gauges)
         self._office = AdminContext(
             self.metrics,
             Operations(core, settings.engine_key),
-            self.feed,
             self._notes,
             key=settings.admin_key,
             served=ServedNames(keyed=settings.admin_key is not None),
@@ -117,9 +115,6 @@ class AdminServer:
             problem = next((why for why, _ in text if why), "")
             notes["usage"] = {"lost": sum(lost for _, lost in text), "problem": problem}
         return notes
-
-    def _watched(self, read: bool) -> None:
-        self.meter.published = self.feed.publish if read else None
 
     async def listen(self, sockets: Sequence[socket.socket] = ()) -> str:
         places = self._settings.places

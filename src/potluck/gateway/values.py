@@ -22,7 +22,7 @@ class Address(NamedTuple):
         return f"{'https' if self.tls else 'http'}://{host}:{self.port}"
 
 
-EngineKind = Literal["face", "openai"]
+EngineKind = Literal["segments", "openai"]
 """Whether it runs segments (docs/engine.md), or whole requests over plain OpenAI."""
 
 
@@ -34,7 +34,7 @@ class Endpoint:
     model: str
     region: str
     address: Address
-    kind: EngineKind = "face"
+    kind: EngineKind = "segments"
     kv: str = ""
     """HOST:PORT of its caches; empty where it has none."""
     fingerprint: str = ""
@@ -81,8 +81,6 @@ class ChoiceRequest(NamedTuple):
     priority: int = 0
     deadline_s: float | None = None
     """By the monotonic clock, as all times of the gateway."""
-    session: str = ""
-    """Requests that name the same one belong together."""
     salt: str = ""
     """Prefixes are shared among requests with the same one."""
     path: bytes = b""

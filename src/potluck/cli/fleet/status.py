@@ -123,14 +123,11 @@ def _line(at_s: float, kind: str, what: str, why: str) -> str:
 @state_option
 @option("--lines", default=50, type=click.IntRange(1, 100_000))
 @option("--follow", "-f", is_flag=True, help="Go on with what happens, until Ctrl-C.")
-@option("--live", is_flag=True, help="Of the gateway as well: routes, failures, decisions, as they are.")
 @option("--json", "as_json", is_flag=True, help="One JSON object per line.")
-def events(state: Path | None, lines: int, follow: bool, live: bool, as_json: bool) -> None:
+def events(state: Path | None, lines: int, follow: bool, as_json: bool) -> None:
     """What was done to the service, by whom and why; oldest first."""
-    with opened(state, running=live or follow) as service:
-        _past(service, lines, follow and not live, as_json)
-        if live:
-            _live(service, as_json)
+    with opened(state, running=follow) as service:
+        _past(service, lines, follow, as_json)
 
 
 def _past(service: ServiceView, lines: int, follow: bool, as_json: bool) -> None:
@@ -153,18 +150,6 @@ def _happening(each: RecordedEvent, as_json: bool) -> str:
     if not as_json:
         return _line(each.at_s, each.kind, each.what, each.why)
     return json.dumps({"at_s": each.at_s, "kind": each.kind, "what": each.what, "why": each.why})
-
-
-def _live(service: ServiceView, as_json: bool) -> None:
-    if not service.gateway_lives:
-        raise nothing("no gateway runs there, so there are no live events")
-    for kind, what in service.client.events():
-        if as_json:
-            click.echo(json.dumps({"kind": kind, **what}))
-        else:
-            rest = {name: value for name, value in what.items() if name not in ("n", "time_s")}
-            text = " ".join(f"{name}={value}" for name, value in rest.items())
-            click.echo(_line(float(what.get("time_s", time.time())), kind, text, ""))
 
 
 @click.command()

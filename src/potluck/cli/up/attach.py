@@ -2,7 +2,7 @@
 
 Nothing is started or stopped here. The spec says on which nodes they run and what they cost; without one the servers
 are asked what they are (`up_asked.py`). A server of plain OpenAI computes whole requests, so the plan has whole
-replicas alone unless every server has an engine's face.
+replicas alone unless every server runs segments.
 """
 
 from __future__ import annotations
@@ -87,7 +87,7 @@ def asked(entries: tuple[EngineEntry, ...], file: Path, folder: Path) -> tuple[S
 
     found_servers = ask_all(entries)
     for found_server in found_servers:
-        kind = "an engine" if found_server.kind == "face" else "plain OpenAI"
+        kind = "an engine" if found_server.kind == "segments" else "plain OpenAI"
         _said(f"{found_server.entry.url} serves {found_server.model} ({kind})")
     spec_path, engine_list = folder / "spec.yaml", folder / "servers.yaml"
     spec_path.write_text(spec_text(found_servers), "utf-8")
@@ -164,7 +164,7 @@ def _asked(entry: EngineEntry) -> FoundServer:
         served, role = str(status.get("model", "")), str(status.get("role", "mixed"))
         directory = _listed(entry)[1]
         # Whoever tokenises for it must have its tokenizer; without that it does so itself.
-        kind = "face" if directory or role != "mixed" else "openai"
+        kind = "segments" if directory or role != "mixed" else "openai"
         return FoundServer(entry, kind, entry.model or served, served, role, directory)
     served, directory, vllm = _listed(entry)
     if not served:

@@ -1,4 +1,4 @@
-"""The operators' port: metrics, a snapshot, events, the fleet, the plan, the page. An ordinary web application.
+"""The operators' port: metrics, a snapshot, the fleet, the plan, the page. An ordinary web application.
 
 It has a key of its own, and without one it only listens on the loopback address. What the page reads needs none
 there; orders always do.
@@ -10,8 +10,7 @@ import asyncio
 import hmac
 import json
 import logging
-import time
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field, replace
 
@@ -35,97 +34,16 @@ from potluck.gateway.admin.metrics import CONTENT_TYPE, GatewayMetrics, figures
 from potluck.gateway.admin.operations import Json, Operations
 from potluck.gateway.page.routes import PageRoutes, add_page, is_file, is_reading
 
-MOST_EVENTS = 1_000
-MOST_READERS = 32
-
-
-class FeedReader:
-    def __init__(self, feed: EventFeed, kinds: frozenset[str] | None, most: int) -> None:
-        self._feed, self._kinds = feed, kinds
-        self._events: deque[bytes] = deque(maxlen=most)
-        self._lost = 0
-        self._news = asyncio.Event()
-
-    def put(self, kind: str, line: bytes) -> bool:
-        if self._kinds is not None and kind not in self._kinds:
-            return False
-        full = len(self._events) == self._events.maxlen
-        self._lost += full
-        self._events.append(line)
-        self._news.set()
-        return full
-
-    async def next(self, wait_s: float) -> bytes:
-        """All that has happened since, as server-sent events; a comment where nothing has for so long."""
-        try:
-            async with asyncio.timeout(wait_s):
-                await self._news.wait()
-        except TimeoutError:
-            return b": nothing\n\n"
-        self._news.clear()
-        lost, self._lost = self._lost, 0
-        datas = [*self._events]
-        self._events.clear()
-        if lost:
-            datas.insert(0, b'event: lost\ndata: {"events":%d}\n\n' % lost)
-        return b"".join(datas)
-
-    def close(self) -> None:
-        self._feed.leave(self)
-
-
-class EventFeed:
-    """Where events go. `changed` hears whether anybody reads, so that others make them only then."""
-
-    def __init__(
-        self,
-        changed: Callable[[bool], None] = lambda read: None,
-        clock: Callable[[], float] = time.time,
-        lost: Callable[[], None] = lambda: None,
-    ) -> None:
-        self._changed, self._clock, self._missed = changed, clock, lost
-        self._readers: set[FeedReader] = set()
-        self._number = 0
-        self.lost = 0
-
-    def publish(self, kind: str, what: dict[str, object]) -> None:
-        if not self._readers:
-            return
-        self._number += 1
-        body = {"n": self._number, "time_s": self._clock(), **what}
-        data = json.dumps(body, separators=(",", ":"), default=str)
-        line = f"id: {self._number}\nevent: {kind}\ndata: {data}\n\n".encode()
-        for reader in self._readers:
-            if reader.put(kind, line):
-                self.lost += 1
-                self._missed()
-
-    def watch(self, kinds: frozenset[str] | None = None, most: int = MOST_EVENTS) -> FeedReader | None:
-        if len(self._readers) >= MOST_READERS:
-            return None
-        reader = FeedReader(self, kinds, most)
-        self._readers.add(reader)
-        self._changed(True)
-        return reader
-
-    def leave(self, reader: FeedReader) -> None:
-        self._readers.discard(reader)
-        if not self._readers:
-            self._changed(False)
-
-
 log = logging.getLogger(__name__)
 
 BODY_BYTES = 64_000_000
 MOST_WHY = 400
-QUIET_S = 15.0
 
 
 @dataclass(frozen=True, slots=True)
 class AdminContext:
     metrics: GatewayMetrics
     operations: Operations
-    feed: EventFeed
     notes: Callable[[], Json] = dict
     """What else belongs into the snapshot: problems with files, how many keys, ..."""
     key: str | None = field(default=None, repr=False)
@@ -155,9 +73,6 @@ def build_admin(office: AdminContext) -> web.Application:
 
     async def metrics(request: web.Request) -> web.StreamResponse:
         return web.Response(body=office.metrics.text(), headers={"Content-Type": CONTENT_TYPE})
-
-    async def events(request: web.Request) -> web.StreamResponse:
-        return await _events(request, office.feed)
 
     def snapshot(request: web.Request) -> Json:
         counted = {"counters": figures(counters)}
@@ -190,7 +105,6 @@ def build_admin(office: AdminContext) -> web.Application:
     app = web.Application(middlewares=[guard], client_max_size=BODY_BYTES)
     add = app.router
     add.add_get("/metrics", metrics)
-    add.add_get("/events", events)
     add.add_get("/health", _show(lambda request: {"status": "ok", "version": __version__}))
     add.add_get("/snapshot", _show(snapshot))
     add.add_get("/decisions", _show(decisions))
@@ -226,29 +140,6 @@ def _whole(request: web.Request, name: str) -> int:
     if not (text.isascii() and text.isdigit() and len(text) <= 18):
         raise InputError(name, "must be a whole number")
     return int(text)
-
-
-async def _events(request: web.Request, feed: EventFeed) -> web.StreamResponse:
-    given = request.query.get("kinds")
-    reader = feed.watch(None if not given else frozenset(given.split(",")[:32]))
-    if reader is None:
-        raise HttpRefusal(429, "too many read the events already; close one", "too_many_readers")
-    try:
-        response = web.StreamResponse(
-            headers={
-                "Content-Type": "text/event-stream",
-                "Cache-Control": "no-cache",
-                HEADER: request_id(request.headers.get(HEADER)),
-            }
-        )
-        await response.prepare(request)
-        await response.write(b": listening\n\n")
-        while True:
-            await response.write(await reader.next(QUIET_S))
-    except ConnectionError:
-        return response
-    finally:
-        reader.close()
 
 
 def _check(request: web.Request, office: AdminContext) -> None:

@@ -69,8 +69,6 @@ class Counters:
         """`record` writes down what this process answered; `told` hears of other processes' answers as well; `span`
         of segments and failures."""
         self._region_of, self._record, self.told, self.span = region_of, record, told, span
-        self.published: Callable[[str, dict[str, object]], None] | None = None
-        """Whoever watches what happens; None while nobody does."""
         self.usage_notes: dict[object, tuple[str, int]] = {}
         """What other processes say of their records: what is wrong, and how many were lost."""
         self._counts: dict[str, Counter[Labels]] = {}
@@ -116,8 +114,6 @@ class Counters:
         self._ended.append(told)
         if len(self._ended) >= MOST_NOTED:
             self._settle_ended()
-        if self.published is not None:
-            self.published("request", told._asdict())
         if self.told is not None:
             self.told(told)
 
@@ -207,20 +203,15 @@ class Counters:
         self.count(known.REPLAYED)
 
     def routed(self, asked: ChoiceRequest, run: Run) -> None:
-        if run.attempt == 0 and len(run.route.segments) == 1 and self.published is None:
+        if run.attempt == 0 and len(run.route.segments) == 1:
             self._routes[asked.model, "in_place"] += 1  # Most of them.
             return
-        kind = self.route_kind(run)
-        self.count(known.ROUTES, (asked.model, kind))
+        self.count(known.ROUTES, (asked.model, self.route_kind(run)))
         if run.attempt > 0:
             self.count(known.RETRIES, (asked.model,))
         stop = run.route.segments[0].stop
         if stop is not None:
             self.histogram(known.SPLITS, (asked.model,)).see(stop)
-        if self.published is not None:
-            segments = [[segment.replica, segment.start, segment.stop] for segment in run.route.segments]
-            route = {"kind": kind, "attempt": run.attempt, "segments": segments}
-            self.published("route", {"request": asked.id, "model": asked.model, **route})
 
     def hedged(self, asked: ChoiceRequest, run: Run) -> None:
         self.count(known.HEDGES, (asked.model,))
@@ -247,30 +238,20 @@ class Counters:
         self._segments.append((replica, ended_s - began_s, tokens, bool(problem)))
         if len(self._segments) >= MOST_NOTED:
             self._settle_segments()
-        if self.published is not None:
-            message = {"request": asked.id, "replica": replica, "took_s": ended_s - began_s, "tokens": tokens}
-            self.published("segment", {**message, "problem": problem})
         if self.span is not None:
             self.span("segment", asked, (replica, began_s, ended_s, tokens, problem))
 
     def failed(self, asked: ChoiceRequest, where: str, kind: FailureKind, why: str) -> None:
         self.count(known.FAILURES, (where, kind))
-        if self.published is not None:
-            self.published("failure", {"request": asked.id, "where": where, "kind": kind, "why": why})
         if self.span is not None:
             self.span("failed", asked, (where, kind, why))
 
     def moved(self, source: str, target: str, codec: str, moved_bytes: int, took_s: float) -> None:
         self.count(known.KV_BYTES, (source, target, codec), moved_bytes)
         self.count(known.KV_TIME, (source, target, codec), took_s)
-        if self.published is not None:
-            ends = {"source": source, "target": target, "codec": codec}
-            self.published("transfer", {**ends, "bytes": moved_bytes, "took_s": took_s})
 
     def decided(self, what: str, why: str) -> None:
         self.count(known.DECISIONS)
-        if self.published is not None:
-            self.published("decision", {"what": what, "why": why})
 
     # Between processes.
 

@@ -93,7 +93,6 @@ KV_BYTES = _count("potluck_kv_bytes", "KV that crossed between replicas.", "sour
 KV_TIME = _count("potluck_kv_seconds", "Time that KV took to cross.", "source", "target", "codec")
 DECISIONS = _count("potluck_decisions", "Decisions about the fleet.")
 REPLAYED = _count("potluck_replayed", "Requests that were answered by what was computed for an earlier one.")
-LOST_EVENTS = _count("potluck_events_lost", "Events that slow readers of /events did not get.")
 
 OPEN = _gauge("potluck_open_requests", "Requests that were let in and have not ended.")
 QUEUED = _gauge("potluck_queued_requests", "Requests that wait before the replicas.", "model", "tenant")

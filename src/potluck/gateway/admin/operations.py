@@ -210,11 +210,7 @@ class Operations:
             if template.model not in core.replica_models.resolved.models:
                 raise UnknownNameError("plan: model", template.model, core.replica_models.resolved.models)
         core.adopt(plan, why, version)
-        return {
-            "version": core.plan_version,
-            "cost_usd_per_h": plan.cost_usd_per_h,
-            "wanted": self._wanted(),
-        }
+        return {"version": core.plan_version, "cost_usd_per_h": plan.cost_usd_per_h, "wanted": self._wanted()}
 
     def drain(self, body: Json) -> Json:
         view = self._ready(body)

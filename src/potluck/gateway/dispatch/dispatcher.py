@@ -117,7 +117,7 @@ class Dispatcher:
             if endpoint is None:
                 return CannotStart(segment.replica, "cannot be reached")
             endpoints.append(endpoint)
-            by_segments += endpoint.kind == "face"
+            by_segments += endpoint.kind == "segments"
         last = endpoints[-1]
         if by_segments and last.fingerprint:
             self._fingerprints[last.model] = last.fingerprint

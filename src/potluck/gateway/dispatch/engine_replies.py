@@ -35,7 +35,7 @@ OF_CODE: dict[str, tuple[FailureKind, Blame]] = {
     "context_length_exceeded": ("memory", "self"),
     "deadline": ("timeout", "self"),
 }
-"""What the face's codes mean (docs/engine.md); all others (`try_again`, `role`, ...): it cannot be used now."""
+"""What the codes of segments mean (docs/engine.md); all others (`try_again`, `role`, ...): it cannot be used now."""
 
 OF_STATUS: dict[int, tuple[FailureKind, Blame]] = {
     400: ("memory", "self"),

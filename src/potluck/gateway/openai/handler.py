@@ -58,7 +58,6 @@ from potluck.gateway.openai.response import (
     reply_error,
     reply_json,
 )
-from potluck.gateway.openai.responses_api import ResponsesExchange
 from potluck.gateway.registry.directory import ReplicaDirectory
 
 T = TypeVar("T")
@@ -111,7 +110,7 @@ log = logging.getLogger(__name__)
 
 Ready = Callable[[str], str]
 MOST_SALTS = 100_000
-POST_ONLY = frozenset({b"/v1/completions", b"/v1/chat/completions", b"/v1/responses"})
+POST_ONLY = frozenset({b"/v1/completions", b"/v1/chat/completions"})
 UNSERVED = frozenset(
     {b"/v1/embeddings", b"/v1/audio/speech", b"/v1/images/generations", b"/v1/moderations", b"/v1/rerank"}
 )
@@ -178,14 +177,8 @@ class ClientHandler(OpenRequests):
                         self._meter.replayed()
                         return
                     exchange = met
-                recording = exchange if isinstance(exchange, AnswerRecording) else None
-                if path == b"/v1/responses":
-                    exchange = responding = ResponsesExchange(exchange)
-                    answering = self._enter(exchange, name, key)
-                    responding.read()
-                else:
-                    answering = self._enter(exchange, name, key)
-                answering.recording = recording
+                answering = self._enter(exchange, name, key)
+                answering.recording = exchange if isinstance(exchange, AnswerRecording) else None
                 self._generate(exchange, answering, key, chat=path != b"/v1/completions")
             else:
                 self._other(exchange, (b"x-request-id", name.encode()))
@@ -428,7 +421,7 @@ class ClientHandler(OpenRequests):
 
 def openapi(models: Iterable[str]) -> bytes:
     document = json.loads(resources.files("potluck.gateway").joinpath("data/openapi.json").read_bytes())
-    for name in ("CompletionRequest", "ChatRequest", "ResponseRequest"):
+    for name in ("CompletionRequest", "ChatRequest"):
         document["components"]["schemas"][name]["properties"]["model"]["enum"] = list(models)
     return compact(document)
 

@@ -157,12 +157,11 @@ def read_card(
     )
 
 
-CLASS, DEADLINE, SESSION = b"x-potluck-class", b"x-potluck-deadline-ms", b"x-potluck-session"
-EXACT = b"x-potluck-exact"
+CLASS, DEADLINE, EXACT = b"x-potluck-class", b"x-potluck-deadline-ms", b"x-potluck-exact"
 SWITCH: Mapping[bytes, bool] = {b"1": True, b"true": True, b"0": False, b"false": False}
 TIERS = {"auto": DEFAULT_CLASS, "default": DEFAULT_CLASS, "flex": "batch", "priority": "interactive"}
 """OpenAI's service tiers, as classes."""
-LONGEST_SESSION = 256
+LONGEST_WORD = 256
 MOST_DEADLINE_MS = 86_400_000
 MOST_PRIORITY = 1_000
 Prompt = str | tuple[int, ...]
@@ -172,7 +171,6 @@ class RequestOptions(NamedTuple):
     request_class: str = DEFAULT_CLASS
     priority: int = 0
     deadline_s: float | None = None
-    session: str = ""
     exact: bool = False
     """Whether KV may only cross as it is."""
 
@@ -342,10 +340,8 @@ def options_of(
 ) -> RequestOptions:
     """What the headers and a few fields say; raises for a class that is not known, or not this key's."""
     tier, priority = body.get("service_tier"), body.get("priority")
-    given, deadline = headers.get(CLASS), headers.get(DEADLINE)
-    session, thread = headers.get(SESSION), body.get("prompt_cache_key")
-    exact = headers.get(EXACT)
-    if tier is priority is given is deadline is session is thread is exact is None and key.classes is None:
+    given, deadline, exact = headers.get(CLASS), headers.get(DEADLINE), headers.get(EXACT)
+    if tier is priority is given is deadline is exact is None and key.classes is None:
         return PLAIN
     request_class = DEFAULT_CLASS
     if given is not None:
@@ -364,12 +360,7 @@ def options_of(
         priority = 0
     elif type(priority) is not int or abs(priority) > MOST_PRIORITY:
         raise InputError("priority", f"must be a whole number from {-MOST_PRIORITY} to {MOST_PRIORITY}")
-    name = ""
-    if session is not None:
-        name = _word(session, "x-potluck-session")
-    elif isinstance(thread, str):
-        name = thread[:LONGEST_SESSION]
-    return RequestOptions(request_class, priority, _deadline_s(deadline, came_s), name, _switch(exact))
+    return RequestOptions(request_class, priority, _deadline_s(deadline, came_s), _switch(exact))
 
 
 def _switch(given: bytes | None) -> bool:
@@ -389,8 +380,8 @@ def _deadline_s(given: bytes | None, came_s: float) -> float | None:
 
 def _word(value: bytes, name: str) -> str:
     text = value.decode("latin-1")
-    if not 1 <= len(text) <= LONGEST_SESSION or not text.isprintable():
-        raise InputError(name, f"must have 1 to {LONGEST_SESSION} characters that can be shown")
+    if not 1 <= len(text) <= LONGEST_WORD or not text.isprintable():
+        raise InputError(name, f"must have 1 to {LONGEST_WORD} characters that can be shown")
     return text
 
 
@@ -505,7 +496,6 @@ class Submission:
             manner.request_class,
             manner.priority,
             manner.deadline_s,
-            manner.session,
             self._salt,
             self._path,
             body,

@@ -28,7 +28,7 @@ class ReplicaDirectory:
 
     def refresh(self) -> None:
         self._by_segments = frozenset(
-            endpoint.model for endpoint in self._endpoints.values() if endpoint.kind == "face"
+            endpoint.model for endpoint in self._endpoints.values() if endpoint.kind == "segments"
         )
         self._own, self._adapters = abilities_of(self._endpoints.values())
 

@@ -32,7 +32,7 @@ KINDS = get_args(EngineKind)
 class EngineEntry:
     url: str
     address: Address
-    kind: EngineKind = "face"
+    kind: EngineKind = "segments"
     model: str = ""
     template: str = ""
     index: int | None = None
@@ -102,7 +102,7 @@ def _entry(data: object, where: str, folder: Path | None) -> EngineEntry:
     for name, value in values.items():
         if not isinstance(value, str) or len(value) > 500:
             raise FormatError(f"{where}.{name}", "must be text")
-    kind = values.pop("kind", "face")
+    kind = values.pop("kind", "segments")
     if kind not in KINDS:
         raise InputError(f"{where}.kind", f"must be one of {', '.join(KINDS)}, is {kind!r}")
     url = values.pop("url", "")

@@ -171,7 +171,7 @@ class ReplicaRegistry(ReplicaDirectory):
 
     def _change_role(self, slot: ReplicaSlot, role: Role) -> None:
         slot.role = role
-        if slot.engine is not None and slot.engine.entry.kind == "face":
+        if slot.engine is not None and slot.engine.entry.kind == "segments":
             self._spawn(self._call(self.caller.role(slot.engine, role)))
 
     def planned(self) -> None:
@@ -262,7 +262,7 @@ class ReplicaRegistry(ReplicaDirectory):
             if slot.draining and slot.ready and not self._busy(replica):
                 slot.ready = False
                 engine = slot.engine
-                if engine is not None and engine.entry.kind == "face" and not engine.drained_elsewhere:
+                if engine is not None and engine.entry.kind == "segments" and not engine.drained_elsewhere:
                     engine.drained = True
                     self._spawn(self._call(self.caller.drain(engine, resume=False)))
                 self._tell(ReplicaDrained(replica))
@@ -311,7 +311,7 @@ class ReplicaRegistry(ReplicaDirectory):
         member, status_report = slot.member, engine.said
         try:
             served = engine.entry.served_model
-            if engine.entry.kind == "face":
+            if engine.entry.kind == "segments":
                 if engine.drained or (
                     status_report is not None and status_report.state in ("draining", "drained")
                 ):

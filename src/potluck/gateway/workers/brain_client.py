@@ -123,8 +123,8 @@ Codecs = dict[tuple[str, str, str], str]
 PATIENT = (FirstToken, SegmentComputed, SegmentDone, RequestFinished)
 """What the Brain learns from, and may learn a few milliseconds later."""
 EVENT, ACTIONS, ENDPOINTS, REASONS, GONE = "e", "a", "d", "r", "g"
-SETUP, READY, HELLO, CLOSE, WATCH = "s", "l", "h", "c", "w"
-COUNTS, USED, SPAN, WATCHED = "t", "u", "o", "p"
+SETUP, READY, HELLO, CLOSE = "s", "l", "h", "c"
+COUNTS, USED, SPAN = "t", "u", "o"
 LASTING = frozenset({COUNTS, USED, SPAN})
 """What another Brain is told if one dies before it can be."""
 
@@ -251,8 +251,7 @@ class RemoteBrainClient:
 
 class WorkerMeter(Counters):
     """It counts by itself, and its counts are added to the Brain's process's now and then. Records of use it writes
-    itself, as that process may die. One by one it hears how answers went; of spans and what is watched, where
-    somebody wants them."""
+    itself, as that process may die. One by one it hears how answers went; of spans, where somebody wants them."""
 
     def __init__(
         self,
@@ -285,12 +284,6 @@ class WorkerMeter(Counters):
         """Another Brain has to hear how many are open, although nothing changed."""
         self._sent = ""
 
-    def watch(self, read: bool) -> None:
-        self.published = self._publish if read else None
-
-    def _publish(self, kind: str, what: dict[str, object]) -> None:
-        self._channel.later(WATCHED, json.dumps([kind, what]))
-
     def _send_span(self, name: str, asked: ChoiceRequest, what: Sequence[Any]) -> None:
         """Never with a prompt."""
         self._channel.later(SPAN, json.dumps([name, asked.id, asked.model, asked.request_class, *what]))
@@ -306,7 +299,7 @@ class WorkerMeterReceiver:
     def heard(self, letter: str, text: str) -> bool:
         """False: it is about something else."""
         meter = self._meter
-        if letter not in (COUNTS, USED, SPAN, WATCHED):
+        if letter not in (COUNTS, USED, SPAN):
             return False
         value = json.loads(text)
         if letter == COUNTS:
@@ -320,8 +313,6 @@ class WorkerMeterReceiver:
         elif letter == SPAN and meter.span is not None:
             name, request, model, request_class, *what = value
             meter.span(name, ChoiceRequest(request, model, (), 0, 0, request_class=request_class), what)
-        elif letter == WATCHED and meter.published is not None:
-            meter.published(*value)
         return True
 
     def gone(self) -> None:

@@ -71,7 +71,6 @@ class WorkerPool:
         self._all: asyncio.Event = asyncio.Event()
         self._none: asyncio.Event = asyncio.Event()
         self._reasons = ""
-        self._watched = False
         self._closing = False
         core.registry.on_endpoints.append(self._changed)
         core.registry.on_gone.append(self._lost)
@@ -109,7 +108,6 @@ class WorkerPool:
         seat.channel.send(brain_client.SETUP, self._setup(seat.place).text())
         seat.channel.send(brain_client.ENDPOINTS, self._endpoints())
         seat.channel.send(brain_client.REASONS, self._lacking())
-        seat.channel.send(brain_client.WATCH, json.dumps(self._watched))
         if self._closing:
             seat.channel.send(brain_client.CLOSE, "")
 
@@ -175,8 +173,3 @@ class WorkerPool:
             self._reasons = reasons
             for seat in self._seats:
                 seat.channel.send(brain_client.REASONS, reasons)
-        watched = self.meter.published is not None
-        if watched != self._watched:
-            self._watched = watched
-            for seat in self._seats:
-                seat.channel.send(brain_client.WATCH, json.dumps(watched))

@@ -53,7 +53,6 @@ class WorkerProcess:
         """True: in order; False: the Brain is gone."""
         self.worker: Worker | None = None
         self.meter: WorkerMeter | None = None
-        self.watched = False
 
     def heard(self, letter: str, text: str) -> None:
         if letter == brain_client.ACTIONS:
@@ -72,10 +71,6 @@ class WorkerProcess:
                 self._joined(setup_of(text))
             else:
                 self.setup.set_result(setup_of(text))
-        elif letter == brain_client.WATCH:
-            self.watched = json.loads(text)
-            if self.meter is not None:
-                self.meter.watch(self.watched)
         elif letter == brain_client.CLOSE:
             self._end(True)
 
@@ -169,7 +164,6 @@ async def work(path: str, place: int, sockets: Sequence[socket.socket], serves: 
     setup = await process.setup
     usage = None if setup.usage is None else UsageFile(setup.usage, time.time)
     process.meter = meter = WorkerMeter(channel, process.directory.region_of, spans=setup.spans, usage=usage)
-    meter.watch(process.watched)
     settings = setup.settings
     outgoing = calls_of(settings)
     worker = process.worker = Worker(
