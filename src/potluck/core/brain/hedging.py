@@ -171,7 +171,7 @@ class Hedging:
         if table is None:
             return []
         hedge = RequestState(request)
-        hedge.weight = req.weight
+        hedge.weight, hedge.heavy = req.weight, req.heavy
         hedge.failed_by, hedge.failures, hedge.losses = req.failed_by, req.failures, req.losses
         hedge.lost_on = req.lost_on
         hedge.avoid = req.failed_by | frozenset(req.workers())

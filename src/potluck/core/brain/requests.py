@@ -110,23 +110,18 @@ class Requests:
             late = f"came after its deadline at {request.deadline_s:g} s"
             return [self._refusal(at_s, req, "deadline", late)]
         self.open[name] = req
-        self._note_tenant(req)
+        self._note_tenant(at_s, req)
         return self._send(at_s, req, table)
 
-    def _note_tenant(self, req: RequestState) -> None:
+    def _note_tenant(self, at_s: float, req: RequestState) -> None:
         """Whose request was accepted: its weight, and its deadline if it is to be stopped then."""
         request = req.request
         if request.deadline_s is not None:
             self._admission.watch(req)
         if self._weights:
             req.weight = self._weights.get(request.tenant, 1.0)
-        room = self._room
-        if room.tenant is None:
-            room.tenant = request.tenant
-        elif request.tenant != room.tenant and not room.several and self._bounded:
-            room.several = True
-            for earlier in self.open.values():
-                self._tenants.sent(earlier)
+        if self._bounded and (self._room.several or request.tenant is not self._room.tenant):
+            self._tenants.asks(at_s, req)
 
     def adopted(self, at_s: float, event: told.RequestAdopted) -> list[Action]:
         """A request of an earlier Brain, whose process is gone: it goes on where it is, or is sent as after a
@@ -137,7 +132,7 @@ class Requests:
         req = self.open[request.id] = RequestState(request)
         req.attempt, req.streamed_tokens = event.attempt, event.streamed_tokens
         req.prompt_tokens += event.streamed_tokens
-        self._note_tenant(req)
+        self._note_tenant(at_s, req)
         if event.route is not None and self._resumed(req, event.route, event.done, event.first):
             req.heard_s = at_s
             if self._room.several:
@@ -250,7 +245,7 @@ class Requests:
         else:
             self._fleet.close(view, 0, 0)
         req.done += 1
-        if req.long_at is not None:
+        if req.long or req.light_tokens:
             self._tenants.computed(req)
         going_on = req.done < len(req.earlier)
         onto = req.earlier[req.done][0] if going_on else req.last
@@ -292,7 +287,7 @@ class Requests:
                 if req.sent[0] >= 0:
                     self._speeds.computed(at_s, req, req.last)
             self._speeds.began(at_s, req, req.last)
-            if req.long_at is not None:
+            if req.long or req.light_tokens:
                 self._tenants.computed(req)
             if self._queues:
                 actions += self._admission.freed(at_s, req.last)
@@ -309,7 +304,9 @@ class Requests:
         last = req.last
         if last is not None and last.strikes:
             self._fleet.answered_again(last)
-        if last is not None and req.first_s >= 0 and crowded(last):
+        if req.mixed:
+            self._tenants.isolation.answered(req, event.output_tokens)
+        if last is not None and req.first_s >= 0 and (crowded(last) or req.heavy):
             self._room.ended(at_s, req, last, event.output_tokens)
         if self._watches:
             self._autoscaler.finished(at_s, req, event.output_tokens)
@@ -350,7 +347,7 @@ class Requests:
                 req.earlier, req.done = (), 0
             self._fleet.close(req.last, req.last_tokens, req.total_tokens)
             last, req.last = req.last, None
-            if req.counted:
+            if req.mixed:
                 self._tenants.left(req)
         req.watched_s = -1.0
         if req.yielding is not None:

@@ -10,7 +10,7 @@ A replica that makes n answers at once also computes n prompts in their time, so
 
     gap(n) = s(n) + n rho        s(n)  a decode step of n answers, rho  prompt seconds per output token
 
-rho is observed, per model. Prompt times are multiplied by the replica's pace, gaps by what was seen.
+rho is observed, per model and tenant. Prompt times are multiplied by the replica's pace, gaps by what was seen.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from collections.abc import Mapping
 from typing import Final
 
 from potluck.core.routing.balance import Balancer
+from potluck.core.routing.isolation import TenantIsolation
 from potluck.core.routing.opportunistic import step_seconds
 from potluck.core.routing.routing_table import RoutingTable
 from potluck.core.routing.split import MOST_IN_LOW
@@ -51,8 +52,26 @@ LEAST_TOKENS: Final = 16
 UNBOUNDED: Final = 1 << 60
 
 
-class RecentLengths:
-    """What requests to a model were like lately."""
+class TenantMix:
+    """Whose requests a replica has, once there are several tenants."""
+
+    __slots__ = ("answers", "count", "light_tokens", "long", "requests", "rho")
+
+    def __init__(self) -> None:
+        self.count = 0
+        self.rho = 0.0
+        """The sum of theirs, each as it was when it was sent."""
+        self.requests: dict[str, int] = {}
+        self.long: dict[str, int] = {}
+        """Long prompts that are not computed."""
+        self.answers = 0
+        """Answers of tenants that are not heavy."""
+        self.light_tokens = 0
+        """Tokens of their prompts that are not computed."""
+
+
+class TenantHistory:
+    """What a tenant's requests to a model were like lately."""
 
     __slots__ = ("_count", "answer_tokens", "prompt_tokens")
 
@@ -78,9 +97,11 @@ class ReplicaCapacity:
             request_class.name: request_class for request_class in policy.classes
         }
         self._overflow = policy.split_overflow
-        self._lengths: dict[str, RecentLengths] = {}
+        self._histories: dict[tuple[str, str], TenantHistory] = {}
         self._owed: dict[ReplicaState, tuple[float, float]] = {}
         """Decoding replicas that computed prompts: when last, and how many seconds of them count then."""
+        self.mixes: dict[ReplicaState, TenantMix] = {}
+        """Whose requests replicas have; written by `between`."""
         self.several = False
         """Whether there was ever more than one tenant."""
         self.tenant: str | None = None
@@ -110,10 +131,11 @@ class ReplicaCapacity:
     def seen(self, req: RequestState) -> None:
         """A request came when things were not easy."""
         request = req.request
-        lengths = self._lengths.get(request.model)
-        if lengths is None:
-            lengths = self._lengths[request.model] = RecentLengths()
-        lengths.add(request.prompt_tokens, request.max_output_tokens)
+        key = request.model, request.tenant
+        history = self._histories.get(key)
+        if history is None:
+            history = self._histories[key] = TenantHistory()
+        history.add(request.prompt_tokens, request.max_output_tokens)
 
     def ended(self, at_s: float, req: RequestState, view: ReplicaState, output_tokens: int) -> None:
         """An answer is complete, where there was much to do: how long did its tokens take?"""
@@ -123,7 +145,7 @@ class ReplicaCapacity:
         phase = CLOSED
         if req.earlier and req.route is not None:
             phase = DECODE if req.route.segments[-1].start >= req.prompt_tokens else SPLIT
-        reckoned_s = self.gap_s(req, view.facts, view.open_requests, phase)
+        reckoned_s = self.gap_s(view, req, view.facts, view.open_requests, phase)
         if reckoned_s > 0:
             self._fleet.gap(view, (at_s - req.first_s) / (tokens - 1) / reckoned_s)
 
@@ -178,6 +200,8 @@ class ReplicaCapacity:
         if phase in (CLOSED, PREFILL):
             tokens = view.open_prefill_tokens - view.yielding_tokens
             ahead_s = view.pace * facts.prefill_s_per_token * tokens
+            if req.heavy:
+                ahead_s /= 1.0 - self.tenants.isolation.taken(req, view)
             if ahead_s > (AHEAD_APART if view.role == "prefill" else AHEAD) * slo.ttft_s * fill:
                 return False
         if phase == CLOSED and view.role == "decode" and not self.bears(view, req, req.prompt_tokens):
@@ -213,8 +237,8 @@ class ReplicaCapacity:
         return seconds * max(0.0, 1.0 - (req.request.arrival_s - then_s) / span_s)
 
     def _answer_tokens(self, req: RequestState) -> float:
-        lengths = self._lengths.get(req.request.model)
-        return max(1.0, lengths.answer_tokens if lengths is not None else float(req.output_tokens))
+        history = self._histories.get((req.request.model, req.request.tenant))
+        return max(1.0, history.answer_tokens if history is not None else float(req.output_tokens))
 
     def keeps_pace(self, view: ReplicaState, req: RequestState, busy: float) -> bool:
         """Whether one answer more, be it the first, keeps its pace where prompts take `busy` of the time."""
@@ -232,16 +256,38 @@ class ReplicaCapacity:
         room_tokens = facts.total_blocks * BLOCK_TOKENS * fill
         if view.open_context_tokens + req.total_tokens > room_tokens:
             return False
-        gap_s = view.gap_pace * self.gap_s(req, facts, view.open_requests + 1, phase)
+        gap_s = view.gap_pace * self.gap_s(view, req, facts, view.open_requests + 1, phase)
         return gap_s <= MARGIN * slo.tpot_s * fill
 
-    def gap_s(self, req: RequestState, facts: ReplicaFacts, n: int, phase: int) -> float:
+    def gap_s(self, view: ReplicaState, req: RequestState, facts: ReplicaFacts, n: int, phase: int) -> float:
         """gap(n), as reckoned."""
-        gap_s, part, lengths = step_seconds(facts, n), PROMPTS[phase], self._lengths.get(req.request.model)
-        if not part or lengths is None:
-            return gap_s
-        rho = lengths.prompt_tokens / lengths.answer_tokens
-        return gap_s + part * (n * rho * facts.prefill_s_per_token)
+        part = PROMPTS[phase]
+        if req.heavy:  # a full KV takes as long to read as the planned batch does, however few share it
+            filled = view.open_context_tokens / max(1, facts.total_blocks * BLOCK_TOKENS)
+            gap_s = step_seconds(facts, max(n, int(filled * facts.decode_batch)))
+            return (gap_s + part * self._prompts_s(view, req, facts, n)) / (
+                1.0 - self.tenants.isolation.taken(req, view)
+            )
+        gap_s = step_seconds(facts, n)
+        return gap_s + part * self._prompts_s(view, req, facts, n) if part else gap_s
+
+    def _prompts_s(self, view: ReplicaState, req: RequestState, facts: ReplicaFacts, n: int) -> float:
+        """n rho, of the tenants whose requests are there."""
+        model, tenant = req.request.model, req.request.tenant
+        if not self.several:
+            return n * self.rho(model, tenant) * facts.prefill_s_per_token
+        mix, total, noted = self.mixes.get(view), self.rho(model, tenant), 1
+        if mix is not None:
+            total += mix.rho
+            noted += mix.count
+        if noted < n and self.tenant is not None:  # those from when there was one tenant
+            total += (n - noted) * self.rho(model, self.tenant)
+        return total * facts.prefill_s_per_token
+
+    def rho(self, model: str, tenant: str) -> float:
+        """Prompt tokens for each output token."""
+        history = self._histories.get((model, tenant))
+        return history.prompt_tokens / history.answer_tokens if history is not None else 0.0
 
 
 def _alone_s(view: ReplicaState, facts: ReplicaFacts, tokens: int) -> float:
@@ -264,21 +310,21 @@ def easy(view: ReplicaState) -> bool:
 
 
 LONG: Final = 2.0
-"""Of the TPOT objective: a prompt that takes longer is long, others' answers wait noticeably for it."""
+SOON: Final = 0.45
+"""Of the TTFT objective: prompts of other tenants that may lie before another on a replica that is set apart."""
 
 
 class TenantPlacement:
-    """Several tenants on one fleet: one's long prompts go to idle replicas, or beside others' answers so seldom that
-    these get slower by `disturbance` at most. What it keeps, the Brain changes through it."""
+    """Several tenants on one fleet. What it keeps, the Brain changes through it."""
 
     def __init__(self, room: ReplicaCapacity, policy: Policy, table: RoutingTable) -> None:
-        self._room, self._table = room, table
+        self._room = room
+        self._table = table
         self._share = policy.disturbance / (1.0 + policy.disturbance)
         """Of the replicas' time, for one tenant's long prompts beside others."""
-        self._open: dict[str, dict[str, int]] = {}
-        """Model to tenant to its open requests."""
-        self._long: dict[ReplicaState, dict[str, int]] = {}
-        """Replica to tenant to its long prompts that are not computed there."""
+        self.isolation = TenantIsolation(policy.disturbance if policy.set_apart else 0.0)
+        self._token_s: dict[str, float] = {}
+        """Seconds that a token of a prompt takes, by model."""
         self._next_s: dict[tuple[str, str], float] = {}
         """From when on a tenant may send a long prompt beside others, by model and tenant."""
         self.now_s = 0.0
@@ -286,72 +332,190 @@ class TenantPlacement:
         self.crowded = False
         """Whether another tenant waits for its turn beside the one that is asked for."""
 
+    def asks(self, at_s: float, req: RequestState) -> None:
+        """Whose request it is; from the second tenant on, it is noted where each one's requests are."""
+        model, tenant = req.request.model, req.request.tenant
+        if self._room.tenant is None:
+            self._room.tenant = tenant
+        elif tenant != self._room.tenant:
+            self._room.several = True
+        slo = self._room.slo(model)
+        if not self._room.several or slo is None:
+            return
+        token_s = self._token_s.get(model, 0.0)
+        if not token_s:
+            replica_facts = next(
+                (view.facts for view in self._table.ready(model) if view.facts is not None), None
+            )
+            token_s = self._token_s[model] = (
+                replica_facts.prefill_s_per_token if replica_facts is not None else 0.0
+            )
+        prompt_s = req.prompt_tokens * token_s
+        self.isolation.asks(at_s, req, prompt_s if prompt_s > LONG * slo.tpot_s else 0.0)
+
     def sent(self, req: RequestState) -> None:
         """Note where it is."""
         if req.last is None:
             return
-        first = req.earlier[0][0] if req.earlier else req.last
-        if self._is_long(req, first):
-            if first.open_requests > 1:
-                self._charge(req, first)
-            req.long_at = first
-            _add(self._long.setdefault(first, {}), req.request.tenant, 1)
-        req.counted = True
-        _add(self._open.setdefault(req.request.model, {}), req.request.tenant, 1)
+        earlier = [view for view, _ in req.earlier if view is not req.last]
+        req.mixed = (*dict.fromkeys(earlier), req.last)
+        tenant = req.request.tenant
+        first = req.mixed[0]
+        req.long = self._is_long(req, first)
+        if req.long and first.open_requests > 1:
+            self._charge(req, first)
+        req.rho = self._room.rho(req.request.model, tenant)
+        for view in req.mixed:
+            mix = self._room.mixes.setdefault(view, TenantMix())
+            mix.requests[tenant] = mix.requests.get(tenant, 0) + 1
+            mix.count += 1
+            mix.rho += req.rho
+        mix = self._room.mixes[first]
+        if req.long:
+            mix.long[tenant] = mix.long.get(tenant, 0) + 1
+        self.isolation.sent(req, req.last is not first)
+        if not req.heavy:
+            self._room.mixes[req.last].answers += 1
+            req.light_tokens = req.prompt_tokens
+            mix.light_tokens += req.light_tokens
 
     def computed(self, req: RequestState) -> None:
-        """Its prompt is computed, or given up."""
-        if req.long_at is not None:
-            counts = self._long[req.long_at]
-            _add(counts, req.request.tenant, -1)
-            if not counts:
-                del self._long[req.long_at]
-            req.long_at = None
+        """Its prompt is computed."""
+        if req.light_tokens and req.mixed:
+            self._room.mixes[req.mixed[0]].light_tokens -= req.light_tokens
+            req.light_tokens = 0
+        if req.long and req.mixed:
+            req.long = False
+            _less(self._room.mixes[req.mixed[0]].long, req.request.tenant)
 
     def left(self, req: RequestState) -> None:
         """It is nowhere any more."""
         self.computed(req)
-        req.counted = False
-        _add(self._open[req.request.model], req.request.tenant, -1)
+        if req.mixed and not req.heavy:
+            self._room.mixes[req.mixed[-1]].answers -= 1
+        for view in req.mixed:
+            mix = self._room.mixes[view]
+            _less(mix.requests, req.request.tenant)
+            mix.count -= 1
+            mix.rho -= req.rho
+            if not mix.requests and not mix.long:
+                del self._room.mixes[view]
+        req.mixed = ()
+
+    # Where to.
 
     def other(self, chooser: Balancer, picked: Target, req: RequestState) -> Target | None:
         """Instead of the one whose turn it is: where there is room and others are disturbed least."""
         model, tenant = req.request.model, req.request.tenant
         roomy = [member for member in chooser.members() if self._room.fits(member, req)]
-        if not self._is_long(req, picked.views()[0]) or self.crowded:
-            calm = [target for target in roomy if not self._disturbed(target, tenant)] or roomy
-            return picked if picked in calm else min(calm, key=_open, default=None)
-        idle = [target for target in roomy if not _open(target)]
-        if idle:
-            return picked if picked in idle else idle[0]
-        if self.now_s < self._next_s.get((model, tenant), 0.0) or not self._share:
+        apart = self.isolation.views(model)
+        if self._is_long(req, picked.views()[0]) and not self.crowded and (req.heavy or not apart):
+            if req.heavy:
+                self.isolation.may_go(
+                    model,
+                    [
+                        member.view
+                        for member in chooser.members()
+                        if member.view is not None and member.view.serves
+                    ],
+                )
+            idle = [target for target in roomy if not _open(target)]
+            if idle:
+                return picked if picked in idle else idle[0]
+            if apart:
+                roomy = [target for target in roomy if target.view in apart]
+                free = [target for target in roomy if not self._answers(target)]
+                if free:
+                    return min(free, key=_open)
+            if not roomy or self.now_s < self._next_s.get((model, tenant), 0.0) or not self._share:
+                return None
+            return min(roomy, key=lambda each: self._foreign(each, tenant))
+        if not roomy:
             return None
-        mine = [t for t in roomy if any(tenant in self._long.get(view, ()) for view in t.views())]
-        return min(mine or roomy, key=_open, default=None)
+        calm = [
+            target for target in roomy if target.view not in apart and not self._disturbed(target, tenant)
+        ] or roomy
+        return picked if picked in calm else min(calm, key=_open)
+
+    def via(self, chooser: Balancer, req: RequestState) -> tuple[Target, Target] | None:
+        """Where its prompt is computed and where it is answered, if that is not to be in one place: on a replica that
+        is set apart for heavy tenants, and on one that is not."""
+        apart, slo = self.isolation.views(req.request.model), self._room.slo(req.request.model)
+        if not apart or slo is None or req.heavy:
+            return None
+        if not self.isolation.goes_away(req, self._is_long(req, apart[0])):
+            return None
+        members = chooser.members()
+        firsts = [target for target in members if target.view in apart and self._begins(target.view, slo)]
+        if not firsts:
+            return None
+        first = min(firsts, key=_open_prefill)
+        assert first.view is not None
+        region = first.view.member.region
+        seconds = [
+            target
+            for target in members
+            if target.view is not None
+            and target.view not in apart
+            and target.view.member.region == region
+            and self._room.fits(target, req, DECODE)
+        ]
+        if not seconds:
+            return None
+        if req.place is None:
+            self._room.seen(req)
+        return first, min(seconds, key=_load)
+
+    def _begins(self, view: ReplicaState | None, slo: Slo) -> bool:
+        """Whether a replica that is set apart computes a prompt soon; its tenant has half of it at least."""
+        if view is None or view.facts is None:
+            return False
+        mix = self._room.mixes.get(view)
+        ahead = 2 * (mix.light_tokens if mix is not None else 0)
+        return view.pace * view.facts.prefill_s_per_token * ahead <= SOON * slo.ttft_s
+
+    def _answers(self, target: Target) -> int:
+        """Answers there of tenants that are not heavy."""
+        mixes = [self._room.mixes.get(view) for view in target.views()]
+        return sum(mix.answers for mix in mixes if mix is not None)
+
+    def _foreign(self, target: Target, tenant: str) -> int:
+        """Requests of others there."""
+        return sum(self._beside(view, tenant) for view in target.views())
+
+    def _beside(self, view: ReplicaState, tenant: str) -> int:
+        mix = self._room.mixes.get(view)
+        return view.open_requests - (mix.requests.get(tenant, 0) if mix is not None else 0)
 
     def _disturbed(self, target: Target, tenant: str) -> bool:
         """Whether another tenant has a long prompt there."""
-        return any(name != tenant for view in target.views() for name in self._long.get(view, ()))
+        for view in target.views():
+            mix = self._room.mixes.get(view)
+            if mix is not None and any(name != tenant for name in mix.long):
+                return True
+        return False
 
     def _charge(self, req: RequestState, view: ReplicaState) -> None:
         """A long prompt goes beside others: when its tenant may send the next."""
-        model, tenant = req.request.model, req.request.tenant
-        others = any(name != tenant for name in self._open.get(model, ()))
-        if view.facts is None or not self._share or not others:
+        if view.facts is None or not self._share:
             return
+        key = req.request.model, req.request.tenant
+        prompt_s = view.facts.prefill_s_per_token * req.prompt_tokens
+        ready = self._table.ready(key[0])
         idle = 0.0
-        for replica_state in self._table.ready(model):
-            if replica_state.open_requests > (replica_state is view):
+        for replica_state in ready:
+            if self._beside(replica_state, key[1]) > (replica_state is view):
                 idle += self._idle(replica_state, req)
-        if idle:
-            time_s = view.facts.prefill_s_per_token * req.prompt_tokens / (self._share * idle)
-            self._next_s[model, tenant] = max(self.now_s, self._next_s.get((model, tenant), 0.0)) + time_s
+        if not idle:  # nobody else is there
+            return
+        time_s = prompt_s / (self._share * idle)
+        self._next_s[key] = max(self.now_s, self._next_s.get(key, 0.0)) + time_s
 
     def _idle(self, view: ReplicaState, req: RequestState) -> float:
         """First step / gap there."""
         if view.facts is None or not view.facts.decode_first_s > 0:
             return 0.5
-        gap_s = view.gap_pace * self._room.gap_s(req, view.facts, view.open_requests, CLOSED)
+        gap_s = view.gap_pace * self._room.gap_s(view, req, view.facts, view.open_requests, CLOSED)
         return min(1.0, view.facts.decode_first_s / gap_s)
 
     def _is_long(self, req: RequestState, view: ReplicaState) -> bool:
@@ -361,11 +525,19 @@ class TenantPlacement:
         return req.prompt_tokens * facts.prefill_s_per_token > LONG * slo.tpot_s
 
 
-def _add(counts: dict[str, int], name: str, more: int) -> None:
-    counts[name] = counts.get(name, 0) + more
+def _less(counts: dict[str, int], name: str) -> None:
+    counts[name] -= 1
     if not counts[name]:
         del counts[name]
 
 
 def _open(target: Target) -> int:
     return sum(view.open_requests for view in target.views())
+
+
+def _open_prefill(target: Target) -> int:
+    return sum(view.open_prefill_tokens for view in target.views())
+
+
+def _load(target: Target) -> tuple[float, int]:
+    return target.load * target.pace, _open(target)

@@ -153,6 +153,10 @@ class Router:
 
     def _through(self, ways: RouteOptions, req: RequestState, table: ModelRoutes) -> RoutingResult:
         if ways.simple:
+            if self._room is not None and self._room.several and not req.attempt:
+                via = self._room.tenants.via(ways.closed.prefills, req)
+                if via is not None and 2 * self._affinity.most_cached(req) <= req.prompt_tokens:
+                    return self._over(*via, req)
             target = self._target(ways.closed.prefills, req)
             return self.to(target, req) if target is not None else RoutingResult.NOBODY
         turns, tried = [ways.turns], False

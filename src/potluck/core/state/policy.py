@@ -68,6 +68,9 @@ class Policy:
     """Requests of one tenant for one model that may wait for their turn."""
     disturbance: float = 0.08
     """How much slower, on average, other tenants' tokens may get for one tenant's long prompts; 0: not at all."""
+    set_apart: bool = True
+    """Set replicas apart for tenants that send little but long prompts. Others' prompts are computed there too and
+    handed over within the region, which their engines must be able to do."""
     tenants: tuple[Tenant, ...] = ()
     """Tenants with weights; any other weighs 1."""
     classes: tuple[RequestClass, ...] = CLASSES

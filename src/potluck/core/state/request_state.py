@@ -55,10 +55,14 @@ class RequestState:
     """That replica's `done_s`, `done_prompts` and open requests then."""
     sent: tuple[float, float, int] = (-1.0, 0.0, 0)
     """When it was sent to where it is computed whole, and that replica's `done_s` and `done_prompts` then."""
-    counted = False
-    """Whether it is among its tenant's open ones, once there are several tenants."""
-    long_at: ReplicaState | None = None
-    """Where its prompt, a long one, is not computed yet; the same."""
+    mixed: tuple[ReplicaState, ...] = ()
+    """Replicas that count it among its tenant's."""
+    long = False
+    """Whether it has a long prompt there that is not computed."""
+    heavy = False
+    """Whether its tenant sends little but long prompts (`core/routing/isolation.py`)."""
+    light_tokens = 0
+    """Of its prompt, not computed where it was sent first, if its tenant is not heavy."""
     yielding: tuple[ReplicaState, int] | None = None
     """Where its prompt lets others go before it, and how many tokens that is (`core/routing/deadlines.py`)."""
     link = ""
@@ -89,6 +93,8 @@ class RequestState:
     """The link that its attempt was recalled from; its driver is to say where the user is."""
     place: QueuePosition | None = None
     """Where it waits for room."""
+    rho = 0.0
+    """Prompt tokens for each output token that it counts for there."""
     weight = 1.0
     """Of its tenant."""
 
