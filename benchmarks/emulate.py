@@ -16,15 +16,16 @@ import itertools
 import statistics
 import sys
 import time
+from collections.abc import Callable
 
 from parts.common import run
 from potluck.catalog import models, nodes
 from potluck.cli.engine.emulate import emulation
 from potluck.core.replica.sequences import BatchLimits
 from potluck.core.values.model import DenseFfn, FullAttention, Layer, Model
-from potluck.core.values.sampling import Sampling
+from potluck.core.values.sampling import SampledToken, Sampling
 from potluck.engine.compute.emulated import StepPacer, steps_of
-from potluck.engine.compute.executor import Executor, RunnerSize, SequenceWork, TokenDraw
+from potluck.engine.compute.executor import Executor, RunnerSize, SequenceWork, StepInputs, TokenDraw
 from potluck.engine.compute.local_executor import LocalExecutor
 from potluck.engine.compute.runner import Runner
 from potluck.engine.loop.engine_loop import EngineLoop
@@ -32,7 +33,6 @@ from potluck.engine.loop.jobs import Job, OutputToken
 from potluck.engine.model.checkpoint import RandomSource
 from potluck.engine.model.config import EngineModelConfig
 from potluck.engine.pipeline.launch import launch, parse_stages
-from potluck.engine.pipeline.pipeline_step import PipelineStep
 from potluck.perf.phases import decode_step_s
 from potluck.perf.step_timer import StepTimer
 from potluck.perf.timers.engine_host import NO_HOST
@@ -123,22 +123,22 @@ def overlap(rounds: int) -> dict[str, float]:
         executor.grow(row, 2 * rounds + 20)
     executor.step([SequenceWork(row, 0, [1] * 8, "none") for lane in lanes for row in lane], [])
 
-    def begin(lane: list[int]) -> PipelineStep:
+    def begin(lane: list[int]) -> Callable[[], list[SampledToken]]:
         works = [SequenceWork(row, executor.held(row), [1]) for row in lane]
-        return executor.submit(works, [TokenDraw(Sampling(), 1)] * len(works))
+        return executor.begin(StepInputs(works, [TokenDraw(Sampling(), 1)] * len(works)))
 
     began = time.monotonic()
     for _ in range(rounds):
-        executor.collect(begin(lanes[0]))
+        begin(lanes[0])()
     alone_s = time.monotonic() - began
     began = time.monotonic()
-    flying = [begin(lane) for lane in lanes]
+    under_way = [begin(lane) for lane in lanes]
     for _ in range(rounds - 1):
         for index, lane in enumerate(lanes):
-            executor.collect(flying[index])
-            flying[index] = begin(lane)
-    for run_ in flying:
-        executor.collect(run_)
+            under_way[index]()
+            under_way[index] = begin(lane)
+    for land in under_way:
+        land()
     both_s = time.monotonic() - began
     for row in (item for lane in lanes for item in lane):
         executor.close(row)

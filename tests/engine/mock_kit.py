@@ -10,11 +10,12 @@ from server_kit import NAME, TRIAL
 
 from potluck.catalog import models, nodes
 from potluck.core.replica.sequences import BatchLimits
+from potluck.core.values.layout import single
 from potluck.core.values.model import Model
 from potluck.engine.compute.emulated import Clock
 from potluck.engine.compute.executor import RunnerSize
 from potluck.engine.loop.engine_loop import EngineLoop
-from potluck.engine.mock.mock_engine import LAYER, StepDurations, mock_engine, on_node
+from potluck.engine.mock.mock_engine import LAYER, MockModel, StepDurations, mock_engine
 from potluck.engine.mock.mock_executor import MockExecutor, Vocabulary
 from potluck.engine.mock.mock_prefix_cache import MockPrefixCache
 from potluck.engine.mock.mock_transfer import KvSizes
@@ -34,6 +35,7 @@ WORDS = Vocabulary(VOCAB, tuple(range(3, VOCAB)), 2)
 TIMER = roofline(LLAMA, A100, 1)
 FAST = 50.0
 """So many times as fast as the GPU, where a test has to wait for it."""
+LLAMA_ON_A100 = MockModel(LLAMA, single("A100", 1, LLAMA.layer_count), (A100,), speed_up=FAST)
 
 
 def executor(
@@ -76,5 +78,5 @@ def pretend_service(
     limits: RequestLimits | None = None, *, mean_output: int = 0, **fields: Any
 ) -> EngineService:
     settings = EngineSettings(**{"max_running": 8, **fields})
-    what = replace(on_node(LLAMA, A100, 1, FAST), mean_output_tokens=mean_output)
+    what = replace(LLAMA_ON_A100, mean_output_tokens=mean_output)
     return mock_engine(shipped_model(), what, settings, name=NAME, limits=limits, kv=TRIAL)

@@ -24,7 +24,7 @@ from potluck.engine.compute.emulated import (
     emulated_blocks,
     steps_of,
 )
-from potluck.engine.compute.executor import CacheExport, Executor, SequenceWork
+from potluck.engine.compute.executor import CacheExport, Executor, SequenceWork, StepInputs
 from potluck.engine.compute.local_executor import LocalExecutor
 from potluck.engine.model.checkpoint import RandomSource
 from potluck.engine.pipeline.launch import launch, parse_stages
@@ -171,7 +171,8 @@ def test_layers_go_out_over_the_step() -> None:
     def deliver(_: int, chunks: tuple[KvChunk, ...]) -> None:
         seen[chunks[0].layer] = fake.now_s - 100.0
 
-    paced.step([SequenceWork(row, 0, PROMPTS[2][:50], "none")], [], [CacheExport(row, 0, 50)], deliver)
+    work = SequenceWork(row, 0, PROMPTS[2][:50], "none")
+    paced.begin(StepInputs([work], [], [CacheExport(row, 0, 50)], deliver))()
     whole = float(timer.step_s(steps(50))[0])
     assert [seen[layer] for layer in range(5)] == pytest.approx([whole * part / 5 for part in range(1, 6)])
 

@@ -13,7 +13,7 @@ from typing import Any
 import jsonschema
 import pytest
 from engine_models import EXACT
-from mock_kit import A100, FAST, LLAMA
+from mock_kit import LLAMA_ON_A100
 from pipeline_workers import SECRET, placed, standing
 from server_kit import TRIAL, Client, face, make_service, tokens_in
 
@@ -22,7 +22,7 @@ from potluck.api.tokenizer import ModelTokenizer
 from potluck.catalog.huggingface import read_model
 from potluck.engine.compute.executor import Executor, RunnerSize
 from potluck.engine.compute.logit_edits import Grammars, JsonGuide, UnfitFormat
-from potluck.engine.mock.mock_engine import mock_engine, on_node
+from potluck.engine.mock.mock_engine import mock_engine
 from potluck.engine.model.checkpoint import WeightSource
 from potluck.engine.model.config import EngineModelConfig
 from potluck.engine.pipeline.launch import launch
@@ -309,7 +309,7 @@ async def test_a_grammar_that_fails_on_the_way_ends_its_request_alone(
 
 async def test_a_mock_engine_keeps_a_format_too() -> None:
     schema = {"type": "array", "items": {"enum": ["sea", "king", 7]}, "minItems": 2, "maxItems": 3}
-    service = mock_engine(WORDS, on_node(LLAMA, A100, 1, FAST), EngineSettings(), name="tiny", kv=TRIAL)
+    service = mock_engine(WORDS, LLAMA_ON_A100, EngineSettings(), name="tiny", kv=TRIAL)
 
     async with face(service) as one:
         for place in range(5):

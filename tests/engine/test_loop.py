@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Callable
 
 import pytest
 from loop_kit import KINDS, VOCAB, carry, desk, prompt
 
 from potluck.core.errors import CapacityError, InputError
-from potluck.core.values.sampling import Sampling
-from potluck.engine.compute.executor import SequenceWork, TokenDraw, WorkerLost
+from potluck.core.values.sampling import SampledToken, Sampling
+from potluck.engine.compute.executor import SequenceWork, StepInputs, TokenDraw, WorkerLost
 from potluck.engine.loop.jobs import Job
 
 LENGTH, OUTPUT = 150, 12
@@ -225,13 +226,13 @@ def test_a_worker_that_is_lost_fails_its_own_requests_only() -> None:
     engine.turn()
     begin, calls = engine.executor.begin, []
 
-    def broken(works: list, *rest: object) -> object:  # type: ignore[type-arg]
-        calls.append(len(works))
-        if len(works) == 3:
-            raise WorkerLost([works[1].row], "worker 1 is gone")
-        return begin(works, *rest)  # type: ignore[arg-type]
+    def broken(step: StepInputs) -> Callable[[], list[SampledToken]]:
+        calls.append(len(step.works))
+        if len(step.works) == 3:
+            raise WorkerLost([step.works[1].row], "worker 1 is gone")
+        return begin(step)
 
-    engine.executor.begin = broken  # type: ignore[method-assign, assignment]
+    engine.executor.begin = broken  # type: ignore[method-assign]
     engine.run()
     assert [engine.end(key).reason for key in keys] == ["length", "error", "length"]
     assert engine.end(keys[1]).problem == "worker 1 is gone"

@@ -14,9 +14,9 @@ from potluck.core.replica.sequences import BatchLimits, BatchStep
 from potluck.core.values.sampling import SampledToken, Sampling
 from potluck.engine.compute.executor import (
     CacheExport,
-    Deliver,
     RunnerSize,
     SequenceWork,
+    StepInputs,
     TokenDraw,
     WorkerLost,
 )
@@ -41,23 +41,11 @@ class Late(LocalExecutor):
         self.most_at_once = 0
         self.lose: Callable[[set[int]], Sequence[int]] = lambda _: ()
 
-    def step(
-        self,
-        works: Sequence[SequenceWork],
-        draws: Sequence[TokenDraw],
-        exports: Sequence[CacheExport] = (),
-        deliver: Deliver | None = None,
-    ) -> list[SampledToken]:
-        return super().begin(works, draws, exports, deliver)()
+    def step(self, works: Sequence[SequenceWork], draws: Sequence[TokenDraw]) -> list[SampledToken]:
+        return super().begin(StepInputs(works, draws))()
 
-    def begin(
-        self,
-        works: Sequence[SequenceWork],
-        draws: Sequence[TokenDraw],
-        exports: Sequence[CacheExport] = (),
-        deliver: Deliver | None = None,
-    ) -> Callable[[], list[SampledToken]]:
-        mine = {work.row for work in works}
+    def begin(self, step: StepInputs) -> Callable[[], list[SampledToken]]:
+        mine = {work.row for work in step.works}
         assert not mine & self.under_way
         self.under_way |= mine
         self.most_at_once = max(self.most_at_once, len(self.under_way))
@@ -67,7 +55,7 @@ class Late(LocalExecutor):
             lost = self.lose(mine)
             if lost:
                 raise WorkerLost(lost, "worker 2 is gone")
-            return self.step(works, draws, exports, deliver)
+            return super(Late, self).begin(step)()
 
         return land
 

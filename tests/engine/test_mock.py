@@ -17,7 +17,7 @@ from potluck.core.state.facts import BLOCK_TOKENS
 from potluck.core.values.model import Model
 from potluck.core.values.sampling import Sampling
 from potluck.engine.compute.emulated import steps_of
-from potluck.engine.compute.executor import CacheExport, RunnerSize, SequenceWork, TokenDraw
+from potluck.engine.compute.executor import CacheExport, RunnerSize, SequenceWork, StepInputs, TokenDraw
 from potluck.engine.loop.jobs import JobComputed, JobEnded, LayerSent, RowReady
 from potluck.engine.mock.mock_engine import StepDurations
 from potluck.engine.mock.mock_executor import (
@@ -257,7 +257,7 @@ def test_steps_take_the_time_that_is_predicted() -> None:
     works = [SequenceWork(row, 0, prompt(512), "last"), *(SequenceWork(row, 512 + n, [1]) for n in range(40))]
     expected_s = 0.0
     for place, work in enumerate(works):
-        land = made.begin([work], [TokenDraw(Sampling(), 0)])
+        land = made.begin(StepInputs([work], [TokenDraw(Sampling(), 0)]))
         expected_s += float(TIMER.step_s(steps_of([work]))[0])
         assert made.due_s is not None
         assert made.due_s - 50.0 == pytest.approx(expected_s, rel=2e-3)
@@ -324,7 +324,7 @@ def test_a_changed_pace_counts_from_the_next_step() -> None:
     lengths = []
     for start, pace in ((0, 1.0), (16, 3.0), (32, 1.0)):
         one.change_pace(pace)
-        one.begin([SequenceWork(row, start, tuple(range(3, 19)), "none")], [])
+        one.begin(StepInputs([SequenceWork(row, start, tuple(range(3, 19)), "none")], []))
         lengths.append(
             one._pacer._length_s / one._lasts([SequenceWork(row, start, tuple(range(3, 19)), "none")])
         )
@@ -416,7 +416,7 @@ def test_a_hand_over_takes_what_the_formula_says(cards: tuple[float, float], lat
         now_s += late_s / 2
         here_s.append(receiver.here_s("peer", left) - late_s / 2)
 
-    made.begin([work], [], [CacheExport(row, 0, 800)], deliver)
+    made.begin(StepInputs([work], [], [CacheExport(row, 0, 800)], deliver))
     while len(here_s) < cargo.layers:
         now_s = max(now_s, made.due_s or 0.0)
         made.deliver(now_s)
@@ -435,7 +435,7 @@ def test_a_receiver_that_comes_while_the_step_is_under_way_gets_the_layers_as_th
     row = made.open()
     made.grow(row, 64)
     assert not made.join(CacheExport(row, 0, 64))  # nothing is under way
-    made.begin([SequenceWork(row, 0, prompt_handover(64), "none")], [], [], desk_tells)
+    made.begin(StepInputs([SequenceWork(row, 0, prompt_handover(64), "none")], [], [], desk_tells))
     length_s = made.due_s
     assert length_s is not None
     layer_s = length_s / cargo.layers
@@ -458,13 +458,10 @@ def test_layers_leave_while_their_step_is_under_way() -> None:
     row, layers = made.open(), KvSizes(LLAMA).layers
     made.grow(row, 64)
     sent: list[tuple[float, int]] = []
-    land = made.begin(
-        [SequenceWork(row, 0, prompt_handover(64), "none")],
-        [],
-        [CacheExport(row, 0, 64)],
-        lambda _row, chunks: sent.append((now_s, chunks[0].layer)),
-    )
-    length_s = float(TIMER.step_s(steps_of([SequenceWork(row, 0, prompt_handover(64), "none")]))[0])
+    works = [SequenceWork(row, 0, prompt_handover(64), "none")]
+    tells = lambda _row, chunks: sent.append((now_s, chunks[0].layer))  # noqa: E731
+    land = made.begin(StepInputs(works, [], [CacheExport(row, 0, 64)], tells))
+    length_s = float(TIMER.step_s(steps_of(works))[0])
     while made.due_s is not None and len(sent) < layers:
         now_s = made.due_s
         made.deliver(now_s)

@@ -32,13 +32,20 @@ from pipeline_workers import (
 
 from potluck.core.errors import CapacityError, InputError, PotluckError
 from potluck.core.values.sampling import SampledToken, Sampling
-from potluck.engine.compute.executor import CacheExport, Executor, SequenceWork, TokenDraw, WorkerLost
+from potluck.engine.compute.executor import (
+    CacheExport,
+    Executor,
+    SequenceWork,
+    StepInputs,
+    TokenDraw,
+    WorkerLost,
+)
 from potluck.engine.compute.local_executor import LocalExecutor
 from potluck.engine.pipeline import worker
 from potluck.engine.pipeline.launch import launch, microbatches_for, parse_stages
 from potluck.engine.pipeline.pipeline_connection import LinkError
 from potluck.engine.pipeline.pipeline_executor import PipelineExecutor
-from potluck.engine.pipeline.pipeline_step import LEAST_TOKENS, PipelineStep, cut
+from potluck.engine.pipeline.pipeline_step import LEAST_TOKENS, cut
 from potluck.engine.pipeline.remote_worker import RemoteWorker
 from potluck.engine.pipeline.worker import serve
 from potluck.kv.chunks import KvChunk, KvManifest, token_hash
@@ -180,7 +187,7 @@ def test_layers_go_out_while_the_step_runs_in_order(shared: PipelineExecutor, al
             result[name] += [replace(chunk, data=bytes(chunk.data)) for chunk in chunks]
 
         works = [SequenceWork(other, 0, TOKENS[:50], "none"), SequenceWork(row, 0, TOKENS, "none")]
-        executor.step(works, [], [CacheExport(row, 0, len(TOKENS))], deliver)
+        executor.begin(StepInputs(works, [], [CacheExport(row, 0, len(TOKENS))], deliver))()
         assert result[name] == cargo(executor, row, 0, len(TOKENS))
         executor.close(row)
         executor.close(other)
@@ -199,15 +206,16 @@ def test_steps_under_way_at_once_do_not_disturb_each_other(
     for row in (item for group in rows for item in group):
         shared.grow(row, 150)
 
-    def begin(group: int) -> PipelineStep:
+    def begin(group: int) -> Callable[[], list[SampledToken]]:
         held = [shared.held(row) for row in rows[group]]
         works = [SequenceWork(r, h, t[h:]) for r, h, t in zip(rows[group], held, tokens[group], strict=True)]
-        return shared.submit(works, [TokenDraw(Sampling(), len(item)) for item in tokens[group]])
+        draws = [TokenDraw(Sampling(), len(item)) for item in tokens[group]]
+        return shared.begin(StepInputs(works, draws))
 
     runs = [begin(0), begin(1)]
     for turn in range(12):
         group = turn % 2
-        for sequence, choice in zip(tokens[group], shared.collect(runs[group]), strict=True):
+        for sequence, choice in zip(tokens[group], runs[group](), strict=True):
             sequence.append(choice.token)
         if turn < 10:
             runs[group] = begin(group)

@@ -48,7 +48,7 @@ async def nothing_left(*engines: Client) -> None:
     for engine in engines:
         await engine.until_idle()
         for _ in range(300):
-            sender = engine.service.kv_connector._sender  # type: ignore[union-attr]
+            sender = engine.service.kv_connector.sender  # type: ignore[union-attr]
             if not (engine.service.lent or engine.service.fetching or sender.transfers or sender.held_bytes):
                 break
             await asyncio.sleep(0.01)

@@ -10,8 +10,7 @@ Its packages, in the order in which to read them:
     mock/       the same without computing
     loop/       jobs come in, steps are made of them, tokens go out; one thread
     server/     HTTP
-    measure/    how long steps take
-    serve.py    all of it put together
+    serve.py    all of it put together;  local_bench.py, http_bench.py: how long steps take
 """
 
 import os

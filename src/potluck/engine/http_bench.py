@@ -32,10 +32,7 @@ SAFE_VOCAB = 128
 
 @dataclass(slots=True)
 class _Stream:
-    """One request while it runs."""
-
     times_s: list[float] = field(default_factory=list)
-    """When each token came."""
     ended: dict[str, object] = field(default_factory=dict)
 
 
@@ -51,14 +48,15 @@ class HttpBench:
         self._asked = 0
 
     async def look(self) -> EngineBounds:
-        """What the engine is and can hold."""
-        status = await self._status()
+        status = await self.ask("/status") or {}
         try:
             self.model, self.version = str(status["model"]), str(status["version"])
             blocks, size = int(str(status["total_blocks"])), int(str(status["block_tokens"]))
             most, running = int(str(status["max_tokens"])), int(str(status["max_running"]))
         except (KeyError, ValueError) as error:
-            raise FormatError(f"{self._url}/status", "does not say what an engine of ours says") from error
+            raise FormatError(
+                f"{self._url}/status", "does not say what an engine of ours says; is it an engine?"
+            ) from error
         if status.get("running") or status.get("waiting"):
             raise InputError(self._url, "is at work; an engine is measured while it has nothing else to do")
         return EngineBounds(most, running, self._chunk, blocks * size)
@@ -79,27 +77,18 @@ class HttpBench:
                 yield await self._decodes(batch, context, new)
 
     async def ask(self, path: str) -> dict[str, object] | None:
-        """What it says there; None where there is nothing."""
         try:
             async with self._client.get(f"{self._url}{path}", timeout=ClientTimeout(total=10)) as answer:
                 document = json.loads(await answer.content.read(1 << 20)) if answer.status == 200 else None
-        except (ClientError, TimeoutError, OSError, ValueError) as error:
-            raise InputError(self._url, f"does not answer {path} ({type(error).__name__})") from error
+        except (ClientError, TimeoutError, OSError) as error:
+            raise InputError(self._url, f"cannot be reached ({error or type(error).__name__})") from error
+        except ValueError as error:
+            raise FormatError(f"{self._url}{path}", "is not JSON; is it an engine?") from error
         return document if isinstance(document, dict) else None
-
-    async def run(self, prompt: int, tokens: int) -> list[float]:
-        """One request; when its tokens came."""
-        stream = _Stream()
-        await self._run(prompt, tokens, stream)
-        return stream.times_s
 
     async def _prompts_s(self, tokens: int) -> float:
         """Seconds from beginning to first token, of prompts one after the other."""
-        values = []
-        for _ in range(self._repeats + 1):
-            stream = _Stream()
-            await self._run(tokens, 1, stream)
-            values.append(_worked_s(stream))
+        values = [_worked_s(await self.run(tokens, 1)) for _ in range(self._repeats + 1)]
         return median(values[1:])
 
     async def _decodes(self, batch: int, context: int, new: int) -> ProfilePoint:
@@ -109,15 +98,12 @@ class HttpBench:
         steps = batch * context // self._chunk + STEADY_TOKENS + (8 * self._repeats if new else 0)
         tokens = max(2, min(steps + 2, self._bounds.max_tokens - context))
         streams = [_Stream() for _ in range(batch)]
-        runs = [asyncio.create_task(self._run(context, tokens, stream)) for stream in streams]
+        runs = [asyncio.create_task(self.run(context, tokens, stream)) for stream in streams]
         try:
             while not all(stream.times_s for stream in streams):
                 await self._still(runs)
-            extra_s, at = [], len(streams[-1].times_s)
-            for _ in range(self._repeats if new else 0):
-                extra = _Stream()
-                await self._run(new, 1, extra)
-                extra_s.append(_worked_s(extra))
+            at = len(streams[-1].times_s)
+            extra_s = [_worked_s(await self.run(new, 1)) for _ in range(self._repeats if new else 0)]
             await asyncio.gather(*runs)
         finally:
             for run in runs:
@@ -127,13 +113,15 @@ class HttpBench:
         gaps, reached = _steady(streams)
         return ProfilePoint(0, 0, batch, round(batch * (context + reached)), median(gaps), len(gaps))
 
-    async def _still(self, runs: list[asyncio.Task[None]]) -> None:
+    async def _still(self, runs: list[asyncio.Task[_Stream]]) -> None:
         """A moment; an error as soon as one of them has one."""
         done, _ = await asyncio.wait(runs, timeout=0.002, return_when=asyncio.FIRST_EXCEPTION)
         for run in done:
             run.result()
 
-    async def _run(self, prompt: int, tokens: int, stream: _Stream) -> None:
+    async def run(self, prompt: int, tokens: int, stream: _Stream | None = None) -> _Stream:
+        """One request. `stream` is written while it runs."""
+        stream = stream or _Stream()
         self._asked += 1
         body = {
             "request": f"profile-{self._asked}",
@@ -154,6 +142,7 @@ class HttpBench:
             raise InputError(self._url, f"cannot be reached ({error or type(error).__name__})") from error
         if "problem" in stream.ended or not stream.ended:
             raise InputError(self._url, f"a request failed ({stream.ended.get('problem', 'it was cut off')})")
+        return stream
 
     def _line(self, line: bytes, stream: _Stream) -> None:
         try:
@@ -164,20 +153,6 @@ class HttpBench:
             stream.times_s.append(time.perf_counter())
         elif "ended" in body:
             stream.ended = body
-
-    async def _status(self) -> dict[str, object]:
-        try:
-            async with self._client.get(f"{self._url}/status", timeout=ClientTimeout(total=10)) as answer:
-                if answer.status != 200:
-                    raise InputError(self._url, f"answers /status with {answer.status}; is it an engine?")
-                result: object = json.loads(await answer.content.read(1 << 20))
-        except (ClientError, TimeoutError, OSError) as error:
-            raise InputError(self._url, f"cannot be reached ({error or type(error).__name__})") from error
-        except ValueError as error:
-            raise FormatError(f"{self._url}/status", "is not JSON; is it an engine?") from error
-        if not isinstance(result, dict):
-            raise FormatError(f"{self._url}/status", "is not what an engine says")
-        return result
 
 
 def _worked_s(stream: _Stream) -> float:
@@ -265,42 +240,35 @@ class ReportedStepBench:
         finally:
             for run in runs:
                 run.cancel()
-        reported_steps = await self._new()
-        beside = [
-            step for step in reported_steps if (step.tokens, step.sequences) == (new + batch, batch + 1)
-        ]
-        together = [step for step in reported_steps if step.tokens == step.sequences == batch]
+        told = await self._new()
+        beside = [step for step in told if (step.tokens, step.sequences) == (new + batch, batch + 1)]
+        together = [step for step in told if step.tokens == step.sequences == batch]
         if new and beside:
-            reached = _reached(reported_steps, beside[len(beside) // 2], batch)
-            seconds = median(step.seconds for step in beside)
+            reached, seconds = _middle(told, beside, batch)
             return ProfilePoint(new, 0, batch, batch * (context + reached), seconds, len(beside))
         if not together:
             raise InputError("/steps", f"tell of no step of {batch} decodes; the engine may have other work")
-        reached = _reached(reported_steps, together[len(together) // 2], batch)
-        seconds = median(step.seconds for step in together)
+        reached, seconds = _middle(told, together, batch)
         return ProfilePoint(0, 0, batch, batch * (context + reached), seconds, len(together))
 
     async def _new(self) -> list[ReportedStep]:
-        """Those since the last look."""
         await asyncio.sleep(SETTLE_S)
         text = await self._bench.ask(f"/steps?after={self._seen}")
         try:
             assert text is not None
             listed: Any = text["steps"]
-            reported_steps = [
+            steps = [
                 ReportedStep(int(item[0]), int(item[1]), int(item[2]), float(item[3])) for item in listed
             ]
             self._seen = int(str(text["count"]))
         except (AssertionError, KeyError, TypeError, ValueError, IndexError) as error:
             raise FormatError("/steps", "do not say numbers, tokens, sequences and seconds") from error
-        return reported_steps
+        return steps
 
 
-def _reached(told: list[ReportedStep], step: ReportedStep, batch: int) -> int:
-    """Tokens that each of the decodes had made by then, on average: those of all steps before that only decoded."""
-    made = sum(
-        reported_step.sequences
-        for reported_step in told
-        if reported_step.number < step.number and reported_step.tokens == reported_step.sequences
-    )
-    return made // batch
+def _middle(told: list[ReportedStep], some: list[ReportedStep], batch: int) -> tuple[int, float]:
+    """Of some steps: tokens that each of the decodes had made by the middle one, on average (those of all steps
+    before it that only decoded); and the median time."""
+    number = some[len(some) // 2].number
+    made = sum(step.sequences for step in told if step.number < number and step.tokens == step.sequences)
+    return made // batch, median(step.seconds for step in some)

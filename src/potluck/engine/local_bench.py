@@ -24,8 +24,6 @@ WARM_UP = 2
 
 @dataclass(frozen=True, slots=True)
 class EngineBounds:
-    """What can be asked of an engine."""
-
     max_tokens: int
     """Of one sequence."""
     max_running: int
@@ -37,8 +35,6 @@ class EngineBounds:
 
 @dataclass(frozen=True, slots=True)
 class ShapeGrid:
-    """Which shapes are measured."""
-
     chunks: tuple[int, ...]
     cached: tuple[int, ...]
     """Contexts before a chunk."""
@@ -50,7 +46,6 @@ class ShapeGrid:
 
     @property
     def count(self) -> int:
-        """Points that it makes."""
         decodes = len(self.contexts) * len(self.batches)
         return len(self.chunks) * len(self.cached) + decodes + len(self.contexts) * len(self.mixed)
 
@@ -75,16 +70,10 @@ def grid(bounds: EngineBounds, quick: bool = False) -> ShapeGrid:
 
 
 def _powers(first: int, last: int) -> list[int]:
-    powers = []
-    while first <= last:
-        powers.append(first)
-        first *= 2
-    return powers
+    return [first << place for place in range(32) if first << place <= last]
 
 
 class LocalBench:
-    """Measures an executor in this process."""
-
     def __init__(
         self,
         executor: Executor,
@@ -101,7 +90,6 @@ class LocalBench:
         return EngineBounds(size.max_tokens, size.rows - 1, size.max_chunk_tokens, size.blocks * BLOCK_TOKENS)
 
     def points(self, what: ShapeGrid) -> Iterator[ProfilePoint]:
-        """All shapes of a grid, one after the other."""
         for cached in what.cached:
             for new in what.chunks:
                 yield self._chunk(new, cached)
@@ -121,7 +109,6 @@ class LocalBench:
         return [self._chance.randrange(vocab) for _ in range(count)]
 
     def _filled(self, tokens: int) -> int:
-        """A row that holds so many tokens."""
         row = self._executor.open()
         while (held := self._executor.held(row)) < tokens:
             part = self._tokens(min(self.bounds.chunk_tokens, tokens - held))

@@ -42,7 +42,6 @@ if TYPE_CHECKING:
     from potluck.engine.model.checkpoint import WeightSource
 
 LOOK_S = 0.2
-"""How often engines look whether they are drained."""
 SMALL_HIDDEN = 1024
 """Models narrower than this have such short products that threads lose more by waiting for each other than they
 win, above all on a busy machine."""
@@ -59,7 +58,6 @@ class EngineSettings:
     """Of one request."""
     kv_blocks: int | None = None
     token_budget: int = 1024
-    """Tokens of one step."""
     chunk_tokens: int | None = None
     prefix_cache_bytes: int = 64_000_000
     prefix_cache_dir: Path | None = None
@@ -186,7 +184,6 @@ def service_of(
     kv: KvSettings | None = None,
     generation: GenerationConfig | None = None,
 ) -> EngineService:
-    """A service around an executor."""
     limits = limits or RequestLimits()
     size = executor.size
     batch = BatchLimits(size.blocks, settings.token_budget, settings.max_running, settings.chunk_tokens)

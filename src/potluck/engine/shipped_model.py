@@ -9,7 +9,6 @@ from potluck.core.errors import InputError
 
 
 def shipped_model() -> Path:
-    """Its directory."""
     path = Path(str(resources.files("potluck.engine") / "data" / "words"))
     if not (path / "config.json").is_file():
         raise InputError("--model", "this installation ships no model; give a model's directory")

@@ -131,8 +131,8 @@ def lay_out(
     for group, cut in enumerate(pieces):
         table = tables.table(group)
         slots = table[rows, blocks] * BLOCK_TOKENS + places
-        result = _pieces(packed, sizes, firsts, tables, group, device, dtype) if cut else ()
-        groups.append(GroupStep(_tensor(slots, device), tuple(result), slots, table))
+        calls = _Calls(tables, group, device, dtype).all(packed, firsts) if cut else []
+        groups.append(GroupStep(_tensor(slots, device), tuple(calls), slots, table))
     packing = _packing(works, order) if order != sorted(order) else None
     return BatchLayout(
         order=order,
@@ -214,43 +214,31 @@ def _next_stop(window: int | None, start: int) -> int:
     return next_cut(start)
 
 
-def _pieces(
-    packed: list[SequenceWork],
-    sizes: list[int],
-    firsts: np.ndarray,
-    tables: BlockTables,
-    group: int,
-    device: torch.device,
-    dtype: torch.dtype,
-) -> list[AttentionCall]:
-    maker = _Maker(tables, group, device, dtype)
-    singles = sum(size == 1 for size in sizes)
-    pieces = [maker.decodes(first, batch) for first, batch in maker.batches(packed[:singles])]
-    for index in range(singles, len(packed)):
-        work, offset = packed[index], int(firsts[index]) - packed[index].start
-        start, end = work.start, work.start + sizes[index]
-        while start < end:
-            stop = min(end, _next_stop(maker.window, start))
-            pieces.append(maker.chunk(offset + start, work.row, start, stop))
-            start = stop
-    return pieces
-
-
-class _Maker:
-    """Makes the pieces of one group."""
-
+class _Calls:
     def __init__(self, tables: BlockTables, group: int, device: torch.device, dtype: torch.dtype) -> None:
-        self.window = tables.groups[group].window
+        self._window = tables.groups[group].window
         self._tables, self._group, self._device, self._dtype = tables, group, device, dtype
         self._table = tables.table(group)
         self._slots = (tables.groups[group].blocks + 1) * BLOCK_TOKENS
 
-    def batches(self, singles: list[SequenceWork]) -> list[tuple[int, list[SequenceWork]]]:
+    def all(self, packed: list[SequenceWork], firsts: np.ndarray) -> list[AttentionCall]:
+        """Of single tokens, which come first, then of the chunks."""
+        singles = sum(len(work.tokens) == 1 for work in packed)
+        calls = [self._decodes(first, batch) for first, batch in self._batches(packed[:singles])]
+        for work, first in zip(packed[singles:], firsts[singles:].tolist(), strict=False):
+            start, end = work.start, work.start + len(work.tokens)
+            while start < end:
+                stop = min(end, _next_stop(self._window, start))
+                calls.append(self._chunk(first - work.start + start, work.row, start, stop))
+                start = stop
+        return calls
+
+    def _batches(self, singles: list[SequenceWork]) -> list[tuple[int, list[SequenceWork]]]:
         """Sequences that can go together: keys of similar number, all in place at even distances or all gathered."""
         result: list[tuple[int, list[SequenceWork]]] = []
         used = most = stride = base = cut = 0
         for index, work in enumerate(singles):
-            low, columns = _span(self.window, work.start, work.start)
+            low, columns = _span(self._window, work.start, work.start)
             own = cut_of(work.start - low) if columns > HALF else -1
             here = self._base(work.row)
             batch = result[-1][1] if result else []
@@ -272,8 +260,8 @@ class _Maker:
             return -1
         return int(self._table[row, 0]) * BLOCK_TOKENS
 
-    def decodes(self, first: int, batch: list[SequenceWork]) -> AttentionCall:
-        spans = [_span(self.window, work.start, work.start) for work in batch]
+    def _decodes(self, first: int, batch: list[SequenceWork]) -> AttentionCall:
+        spans = [_span(self._window, work.start, work.start) for work in batch]
         columns = max(span[1] for span in spans)
         ends = np.array([work.start - span[0] for work, span in zip(batch, spans, strict=True)])
         mask = self._mask(_tensor(ends, self._device).view(-1, 1, 1, 1), columns)
@@ -286,8 +274,8 @@ class _Maker:
         blocks = self._gather(np.array(rows), lows, columns)
         return AttentionCall(first, len(rows), 1, columns, mask, blocks=blocks)
 
-    def chunk(self, first: int, row: int, start: int, stop: int) -> AttentionCall:
-        low, columns = _span(self.window, start, stop - 1)
+    def _chunk(self, first: int, row: int, start: int, stop: int) -> AttentionCall:
+        low, columns = _span(self._window, start, stop - 1)
         ends = torch.arange(start - low, stop - low, device=self._device).view(1, 1, -1, 1)
         mask, base = self._mask(ends, columns), self._base(row)
         if 0 <= base <= self._slots - columns:
@@ -303,8 +291,8 @@ class _Maker:
         """`ends` is each query's own column."""
         keys = torch.arange(columns, device=self._device)
         hidden = keys > ends
-        if self.window is not None:
-            hidden |= keys <= ends - self.window
+        if self._window is not None:
+            hidden |= keys <= ends - self._window
         return torch.zeros(hidden.shape, device=self._device, dtype=self._dtype).masked_fill_(
             hidden, -torch.inf
         )

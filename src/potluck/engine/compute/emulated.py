@@ -69,7 +69,6 @@ class StepPacer:
         self.late_steps = 0
         """Steps that took longer than they should have, in spite of no sleep at all."""
         self.late_s = 0.0
-        """How much longer, added up."""
         self.predicted_s = 0.0
         """Of all steps together, as they are paced."""
         self.took_s = 0.0
@@ -86,7 +85,6 @@ class StepPacer:
         self._speed_up = speed_up
 
     def begin(self, works: Sequence[SequenceWork]) -> None:
-        """A step starts now."""
         assert self._timer is not None
         self.start(float(self._timer.step_s(steps_of(works))[0]))
 

@@ -84,7 +84,18 @@ class CacheExport:
 
 
 Deliver = Callable[[int, tuple[KvChunk, ...]], None]
-"""(row, the chunks of one layer). Called from the thread that called `step`, before `step` returns."""
+"""(row, the chunks of one layer). Called from the loop's thread, before the step's end was awaited."""
+
+
+@dataclass(frozen=True, slots=True)
+class StepInputs:
+    """What a step computes. `draws` are for the works that ask for their last logits, in the order of the works; what
+    `exports` names is delivered layer by layer, each as soon as it can be."""
+
+    works: Sequence[SequenceWork]
+    draws: Sequence[TokenDraw]
+    exports: Sequence[CacheExport] = ()
+    deliver: Deliver | None = None
 
 
 class WorkerLost(PotluckError):
@@ -135,26 +146,12 @@ class Executor(Protocol):
     def grow(self, row: int, tokens: int, since: int = 0) -> None:
         """Room for `tokens`; windows need none for what no query from `since` on can see."""
 
-    def step(
-        self,
-        works: Sequence[SequenceWork],
-        draws: Sequence[TokenDraw],
-        exports: Sequence[CacheExport] = (),
-        deliver: Deliver | None = None,
-    ) -> list[SampledToken]:
-        """Compute all works and draw a token for each that asks for its last logits, in the order of the works.
-        What `exports` names is delivered layer by layer, each as soon as it can be."""
-        return self.begin(works, draws, exports, deliver)()
+    def step(self, works: Sequence[SequenceWork], draws: Sequence[TokenDraw]) -> list[SampledToken]:
+        return self.begin(StepInputs(works, draws))()
 
-    def begin(
-        self,
-        works: Sequence[SequenceWork],
-        draws: Sequence[TokenDraw],
-        exports: Sequence[CacheExport] = (),
-        deliver: Deliver | None = None,
-    ) -> Callable[[], list[SampledToken]]:
-        """`step` in two halves: what is returned waits for its end. Until then its rows must not be touched;
-        other rows may, and deliveries may be made meanwhile, whatever is called."""
+    def begin(self, step: StepInputs) -> Callable[[], list[SampledToken]]:
+        """What is returned waits for the step's end. Until then its rows must not be touched; other rows may, and
+        deliveries may be made meanwhile, whatever is called."""
 
     def export(self, row: int, layer: int, start: int, stop: int) -> tuple[KvChunk, ...]:
         """What a layer has of a row that is not being stepped."""
@@ -177,5 +174,4 @@ class Executor(Protocol):
         return {}
 
     def shutdown(self) -> None:
-        """Stop what it started."""
         return

@@ -29,27 +29,20 @@ from potluck.core.errors import FormatError, InputError
 from potluck.core.state.facts import BLOCK_TOKENS
 from potluck.engine.compute.executor import check_manifest
 from potluck.engine.memory.kv_cache import LinearStates, Pages
+from potluck.engine.memory.prefix_cache import expected_parts
 from potluck.kv.chunks import KvChunk, KvManifest, token_hash
 from potluck.kv.codec_layout import Part
 
 if TYPE_CHECKING:
     from potluck.engine.compute.runner import Runner
-from potluck.core.values.model import FullAttention, LinearAttention, Model
+from potluck.core.values.model import Model
 from potluck.kv.assembly import MissingParts, Range, first_needed
 
 
 def ranges(model: Model, start: int, stop: int) -> dict[tuple[int, str], Range]:
     """What each layer of a model hands over of the tokens [start, stop), by layer and part."""
-    result: dict[tuple[int, str], Range] = {}
-    for layer, item in enumerate(model.layers):
-        attention = item.attention
-        if isinstance(attention, LinearAttention):
-            result[layer, "conv"] = result[layer, "memory"] = (stop, stop)
-        elif isinstance(attention, FullAttention):
-            result[layer, "kv"] = (first_needed(start, stop, attention.window), stop)
-        else:
-            result[layer, "latent"] = (start, stop)
-    return result
+    parts = expected_parts(model, start, stop).items()
+    return {key: (max(start, first), stop) for key, (first, _) in parts}
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,10 +60,8 @@ def manifest(runner: Runner, tokens: Sequence[int], start: int, stop: int) -> Kv
 def pack(
     runner: Runner, row: int, layer: int, start: int, stop: int, whole: int | None = None
 ) -> tuple[KvChunk, ...]:
-    """What a layer has of a row's tokens [start, stop). States exist at the row's present length only.
-
-    Of a hand-over up to `whole`, which `stop` is not: what its receiver will need of them, which may be nothing.
-    """
+    """What a layer has of a row's tokens [start, stop). States exist at the row's present length only. Of a hand-over
+    up to `whole`, beyond `stop`: what its receiver will need of them, which may be nothing."""
     kept = runner.cache.layer(layer)
     held = runner.tables.lengths[row]
     last = whole in (None, stop)
@@ -142,7 +133,6 @@ class IncomingHandover:
 
     @torch.inference_mode()
     def accept(self, chunk: KvChunk) -> None:
-        """Check a chunk and put it in its place."""
         where = f"hand-over: layer {chunk.layer} {chunk.part}"
         wanted = self._wanted.get((chunk.layer, chunk.part))
         if wanted is None:
@@ -167,7 +157,6 @@ class IncomingHandover:
             kept.write(slots, tensor.view(len(slots), -1))
 
     def finish(self) -> None:
-        """All chunks are there: the row holds [0, stop)."""
         self._pieces.must_be_whole()
         self._runner.tables.advance(self._row, self._about.stop)
         self._runner.tables.trim(self._row)

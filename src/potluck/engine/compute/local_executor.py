@@ -6,15 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 from potluck.core.values.sampling import SampledToken
 from potluck.engine.compute.emulated import EmulatedNic, StepPacer
-from potluck.engine.compute.executor import (
-    CacheExport,
-    Deliver,
-    Executor,
-    IncomingCache,
-    RunnerSize,
-    SequenceWork,
-    TokenDraw,
-)
+from potluck.engine.compute.executor import Executor, IncomingCache, RunnerSize, StepInputs
 from potluck.engine.compute.handover import IncomingHandover, pack
 from potluck.engine.compute.runner import Runner
 from potluck.engine.compute.sample import sample
@@ -47,19 +39,13 @@ class LocalExecutor(Executor):
     def check(self) -> None:
         self.runner.tables.check()
 
-    def begin(
-        self,
-        works: Sequence[SequenceWork],
-        draws: Sequence[TokenDraw],
-        exports: Sequence[CacheExport] = (),
-        deliver: Deliver | None = None,
-    ) -> Callable[[], list[SampledToken]]:
-        on_layer, pacer = None, self.pacer
-        if exports and deliver is not None:
-            send, layers = deliver, self.config.model.layer_count
+    def begin(self, step: StepInputs) -> Callable[[], list[SampledToken]]:
+        on_layer, pacer, draws = None, self.pacer, step.draws
+        if step.exports and step.deliver is not None:
+            send, layers = step.deliver, self.config.model.layer_count
 
             def on_layer(layer: int) -> None:
-                for item in exports:
+                for item in step.exports:
                     chunks = pack(self.runner, item.row, layer, item.start, item.stop, item.end)
                     if chunks and pacer is not None:  # not before that part of the step would be done
                         pacer.reach((layer + 1) / layers)
@@ -67,8 +53,8 @@ class LocalExecutor(Executor):
                         send(item.row, chunks)
 
         if pacer is not None:
-            pacer.begin(works)
-        logits = self.runner.step(works, on_layer=on_layer)
+            pacer.begin(step.works)
+        logits = self.runner.step(step.works, on_layer=on_layer)
         choices: list[SampledToken] = []
         if draws:
             ways, places = [draw.way for draw in draws], [draw.position for draw in draws]

@@ -30,8 +30,6 @@ from potluck.core.values.sampling import Sampling
 
 
 class UnfitFormat(HttpRefusal):
-    """A `response_format` that cannot be kept."""
-
     def __init__(self, problem: str) -> None:
         super().__init__(400, f"response_format: {problem}", UNSUPPORTED, "response_format")
 
@@ -49,7 +47,6 @@ class LogitEdit:
     """A bit for each token, the first in the lowest bit; empty: all are."""
 
     def allows(self, vocab: int) -> np.ndarray:
-        """Whether each token is allowed."""
         return np.unpackbits(np.frombuffer(self.allowed, np.uint8), count=vocab, bitorder="little") > 0
 
 
@@ -76,7 +73,6 @@ class LogitEdits:
         self.drew(prompt[split:])
 
     def drew(self, tokens: Sequence[int]) -> None:
-        """More of the output."""
         if self._follows:
             for token in tokens:
                 place = self._place(token)
@@ -86,7 +82,6 @@ class LogitEdits:
             self._guide.consume(tokens)
 
     def next(self) -> LogitEdit:
-        """What changes for the next token."""
         way, size = self._way, len(self._places)
         counts = self._counts[:size]
         return LogitEdit(
@@ -155,8 +150,6 @@ class JsonGuide:
 
 
 class Grammars:
-    """Of one model."""
-
     def __init__(self, text: ModelTokenizer | None, vocab: int, ends: frozenset[int]) -> None:
         self._text, self._vocab = text, vocab
         self._ends = sorted(token for token in ends if 0 <= token < vocab)

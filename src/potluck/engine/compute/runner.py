@@ -75,10 +75,7 @@ class Runner:
                 parted(source, config), self.device, self.dtype, norm_plus_one=config.norm_plus_one
             )
             self.stack = Stack(config, load, first, last)
-            groups = groups_of(
-                model, first, last, blocks=size.blocks, rows=size.rows, max_chunk_tokens=size.max_chunk_tokens
-            )
-            self.tables = BlockTables(groups, size.rows, size.max_tokens)
+            self.tables = BlockTables(groups_of(model, first, last, size), size.rows, size.max_tokens)
             self.cache = LayerCaches(model, first, last, self.tables, self.device, self.dtype)
         kernels = {
             p.attention.conv_kernel
@@ -96,12 +93,9 @@ class Runner:
     def step(
         self, works: Sequence[SequenceWork], hidden: Tensor | None = None, on_layer: OnLayer | None = None
     ) -> Tensor:
-        """Compute all works at once.
-
-        The first stage of a pipeline takes tokens, the others `hidden`, the states [tokens, hidden] that the stage
-        before returned for the same works in the same order; there a work's tokens are only counted. The last stage
-        returns logits [rows asked for, vocabulary], work by work; the others hidden states.
-        """
+        """The first stage of a pipeline takes tokens, the others `hidden`, the states [tokens, hidden] that the stage
+        before returned for the same works; there a work's tokens are only counted. The last stage returns logits
+        [rows asked for, vocabulary], work by work; the others hidden states."""
         vocab = self.config.model.vocab
         for work in works if self.stack.embeds else ():
             if min(work.tokens, default=0) < 0 or max(work.tokens, default=0) >= vocab:
@@ -186,10 +180,9 @@ class _Recorded:
 class DecodeGraphs:
     """Decode steps of a runner as CUDA graphs: recorded once for each number of sequences, then replayed.
 
-    A small step is a few hundred launches, which take longer to ask for than to do. A graph's tensors stay where they
-    are, so a step's numbers are copied into them in one go; sequences are filled up to the next recorded number by
-    repeating the last one, to no effect. A mixture of experts and latent layers, whose launches or shapes change, are
-    not recorded. Without a GPU the same steps are run as they are, to check by.
+    A graph's tensors stay where they are, so a step's numbers are copied into them in one go; sequences are filled up
+    to the next recorded number by repeating the last one, to no effect. Without a GPU the same steps are run as they
+    are, to check by.
     """
 
     def __init__(

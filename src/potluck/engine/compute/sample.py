@@ -163,7 +163,6 @@ def _pick(weights: Tensor, chances: Sequence[float]) -> Tensor:
 
 
 def _likeliest(values: Tensor, count: int) -> tuple[Tensor, Tensor]:
-    """The `count` largest of each row in order."""
     best, names = _in_order(*values.topk(count, -1))
     crowded = (values >= best[:, -1:]).sum(-1) > count
     if crowded.any():

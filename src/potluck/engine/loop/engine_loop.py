@@ -30,6 +30,7 @@ from potluck.engine.compute.executor import (
     Executor,
     IncomingCache,
     SequenceWork,
+    StepInputs,
     TokenDraw,
     WorkerLost,
 )
@@ -48,7 +49,7 @@ from potluck.engine.loop.jobs import (
     RunningJob,
 )
 from potluck.engine.loop.microbatches import Microbatch, Microbatches, RunningStep
-from potluck.engine.memory.prefix_cache import PrefixCache, PrefixStore
+from potluck.engine.memory.prefix_cache import PrefixCache
 from potluck.kv.chunks import KvChunk, KvManifest, data_bytes, token_hash
 
 
@@ -61,7 +62,6 @@ class HandoverGate:
         self.inside: set[int] = set()
 
     def next(self) -> list[int]:
-        """Those that may enter, in order."""
         free = self._places - len(self.inside)
         return [self.waiting[place] for place in range(min(free, len(self.waiting)))]
 
@@ -126,7 +126,7 @@ class EngineLoop:
         limits: BatchLimits,
         tell: Tell,
         *,
-        prefixes: PrefixStore | None = None,
+        prefixes: PrefixCache | None = None,
         lease_s: float = 60.0,
         weigh: Callable[[KvChunk], int] = data_bytes,
         awaits: bool = True,
@@ -146,7 +146,7 @@ class EngineLoop:
         self.microbatches = Microbatches(replace(limits, chunk_tokens=chunk), executor.microbatches, longest)
         self._tell, self._weigh, self._join = tell, weigh, join
         self._awaits = awaits and len(self.microbatches.all) == 1
-        self.prefixes: PrefixStore = prefixes or PrefixCache(executor.config, 0)
+        self.prefixes = prefixes or PrefixCache(executor.config, 0)
         self._rows = CacheRows(executor, self.prefixes, chunk, self.counters)
         self._lease_s, self._now_s = lease_s, 0.0
         self._runs: dict[int, RunningJob] = {}
@@ -174,7 +174,6 @@ class EngineLoop:
             self.microbatches.add(job.key, job.whole, 0, job.output_tokens, *job.standing)
 
     def cancel(self, key: int, now_s: float, problem: str = "", *, reason: str = "") -> None:
-        """End a request, in whatever state; an unknown one has ended already."""
         self._now_s = now_s
         if key in self._runs:
             self._end(key, reason or ("error" if problem else "cancelled"), problem)
@@ -215,7 +214,6 @@ class EngineLoop:
         self._let_in()
 
     def expect(self, key: int, about: KvManifest) -> None:
-        """The sender has said what will come for `key`, which has room by now."""
         run = self._here(key)
         if run.row is None or run.incoming is not None or about.stop != run.job.received:
             raise InputError(
@@ -229,7 +227,6 @@ class EngineLoop:
         self.counters.received_bytes += self._weigh(chunk)
 
     def arrived(self, key: int) -> None:
-        """All chunks are there: the request may run."""
         self._incoming(key).finish()
         run = self._here(key)
         run.incoming, job = None, run.job
@@ -363,7 +360,6 @@ class EngineLoop:
         return RunningStep(step, self._now_s, works, draws, exports)
 
     def _ready(self, run: RunningJob, goal: int) -> tuple[int, int]:
-        """The job's row, with room up to `goal`, and what it holds."""
         row = self._rows.begin(run, run.whole - 1) if run.row is None else run.row
         if run.times.began_s is None:
             run.times = replace(run.times, began_s=self._now_s)
@@ -379,7 +375,8 @@ class EngineLoop:
         """Put a step under way, without the rows that turn out to be lost."""
         while running.works:
             try:
-                running.land = self.executor.begin(running.works, running.draws, running.exports, self._send)
+                step = StepInputs(running.works, running.draws, running.exports, self._send)
+                running.land = self.executor.begin(step)
                 return
             except FAILURES as error:
                 self._leave_out(running, error)
@@ -402,7 +399,6 @@ class EngineLoop:
         running.without(lost)
 
     def _land(self, microbatch: Microbatch, running: RunningStep, clock: Callable[[], float] | None) -> None:
-        """The end of a step: what was drawn, who is done."""
         size, count = running.tokens, len(running.works)
         choices = self._landed(running)
         if clock is not None:
@@ -456,7 +452,6 @@ class EngineLoop:
             self._end(key, "stop")
 
     def _done(self, run: RunningJob, running: RunningStep) -> None:
-        """A segment that hands on is computed."""
         run.computed = True
         self.counters.prompt_tokens += run.job.whole - run.job.received
         self._keep(run)

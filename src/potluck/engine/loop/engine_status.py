@@ -20,7 +20,6 @@ class EngineCounters:
 
     accepted: int = 0
     ended: dict[str, int] = field(default_factory=dict)
-    """By reason."""
     prompt_tokens: int = 0
     output_tokens: int = 0
     preemptions: int = 0
@@ -63,7 +62,6 @@ class EngineStatus:
     running: int
     context_tokens: int
     todo_tokens: int
-    """Prompt tokens not computed."""
     free_blocks: int
     total_blocks: int
     block_tokens: int

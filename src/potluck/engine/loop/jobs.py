@@ -11,11 +11,10 @@ from potluck.core.values.sampling import SampledToken, Sampling
 from potluck.engine.compute.executor import CacheExport, Executor, IncomingCache, SequenceWork, TokenDraw
 from potluck.engine.compute.logit_edits import JsonGuide, LogitEdits
 from potluck.engine.loop.engine_status import EngineCounters
-from potluck.engine.memory.prefix_cache import PrefixStore
+from potluck.engine.memory.prefix_cache import PrefixCache
 from potluck.kv.chunks import KvChunk, KvManifest, token_hash
 
 NOT_FETCHED = "not_fetched"
-"""The code of a cache that nobody came for."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,7 +34,6 @@ class Job:
     """At most so many; only where there is no stop."""
     sampling: Sampling = field(default_factory=Sampling)
     ends: frozenset[int] = frozenset()
-    """Tokens that end the output."""
     priority: int = 0
     """Higher first."""
     tenant: str = ""
@@ -115,8 +113,6 @@ class JobTimes:
 
 @dataclass(frozen=True, slots=True)
 class OutputToken:
-    """One more output token."""
-
     choice: SampledToken
     gap_s: float | None = None
     """Since the one before; None for the first."""
@@ -171,7 +167,6 @@ class RunningJob:
     def __init__(self, job: Job, now_s: float) -> None:
         self.job = job
         self.tokens = list(job.prompt)
-        """The prompt and what was drawn behind it."""
         way = job.sampling
         self.edits = (
             LogitEdits(way, job.prompt, job.generated, job.guide) if way.edits and not job.hands_on else None
@@ -216,18 +211,14 @@ class RunningJob:
 
 
 class CacheRows:
-    """Who has which row."""
-
     def __init__(
-        self, executor: Executor, prefixes: PrefixStore, chunk_tokens: int, counters: EngineCounters
+        self, executor: Executor, prefixes: PrefixCache, chunk_tokens: int, counters: EngineCounters
     ) -> None:
         self._executor, self._prefixes = executor, prefixes
         self._chunk, self._counters = chunk_tokens, counters
         self.keys: dict[int, int] = {}
-        """Row to job."""
 
     def find(self, run: RunningJob, most_tokens: int) -> tuple[int, list[KvChunk]]:
-        """What is known of the job's first tokens, and how many those are."""
         return self._prefixes.find(run.tokens, most_tokens, run.job.salt)
 
     def begin(self, run: RunningJob, most_tokens: int) -> int:

@@ -35,8 +35,6 @@ class LoopStopped(PotluckError):
 
 
 class LoopThread:
-    """Runs a loop in a thread of its own until `stop`."""
-
     def __init__(self, loop: EngineLoop, clock: Callable[[], float] = time.monotonic) -> None:
         self._loop = loop
         self._clock = clock
@@ -135,11 +133,8 @@ MOST_TURNS = 64
 
 
 class TimerLoop(LoopThread):
-    """A driver without a thread, for an executor whose steps end by themselves: an event loop's timers turn the loop.
-
-    Everything happens in the event loop that serves HTTP, so that a step costs one wake-up, and many engines can
-    share a process. What is asked by other threads (those of hand-overs) is brought there.
-    """
+    """A driver without a thread, for an executor whose steps end by themselves: timers of the event loop that serves
+    HTTP turn the loop, so that many engines can share a process. What other threads ask is brought there."""
 
     def __init__(
         self, loop: EngineLoop, timed: MockExecutor, clock: Callable[[], float] = time.monotonic
@@ -189,7 +184,6 @@ class TimerLoop(LoopThread):
             self._events.call_soon(self._look)
 
     def _look(self) -> None:
-        """Do what was asked and what is due; then come back when something is due again."""
         self._soon = False
         if self._timer is not None:
             self._timer.cancel()

@@ -33,7 +33,6 @@ class RunningStep:
     draws: list[TokenDraw]
     exports: list[CacheExport]
     land: Callable[[], list[SampledToken]] | None = None
-    """Waits for its end."""
     left: list[RunningJob] = field(default_factory=list)
     """Those that ended meanwhile; their rows are closed when it lands."""
 
@@ -44,7 +43,6 @@ class RunningStep:
         return rows if rows & mine else rows | mine
 
     def without(self, lost: set[int]) -> None:
-        """Leave rows out."""
         kept = [row not in lost for row in self.drawn]
         self.draws = [draw for draw, keep in zip(self.draws, kept, strict=True) if keep]
         self.works = [work for work in self.works if work.row not in lost]
@@ -56,7 +54,6 @@ class RunningStep:
 
     @property
     def drawn(self) -> list[int]:
-        """Rows for which a token is drawn, in order."""
         return [work.row for work in self.works if work.logits == "last"]
 
     def let_out(self, run: RunningJob, join: Callable[[CacheExport], bool]) -> None:
@@ -96,7 +93,6 @@ class Microbatches:
         self._of: dict[int, Microbatch] = {}
 
     def next(self) -> Microbatch:
-        """Whose turn it is."""
         self._turn = (self._turn + 1) % len(self.all)
         return self.all[self._turn]
 
@@ -128,7 +124,6 @@ class Microbatches:
             microbatch.batcher.cancel(key)
 
     def step_of(self, key: int, row: int | None) -> RunningStep | None:
-        """The step under way that a request has a part in."""
         microbatch = self._of.get(key)
         step = None if microbatch is None else microbatch.step
         return step if step is not None and any(work.row == row for work in step.works) else None

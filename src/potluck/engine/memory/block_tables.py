@@ -33,8 +33,6 @@ class WindowGroup:
 
 
 class BlockTables:
-    """Rows and their blocks; the only one who gives out and takes back either."""
-
     def __init__(self, groups: tuple[WindowGroup, ...], rows: int, max_tokens: int) -> None:
         for group in groups:
             if group.blocks < 1 or rows < 1:
@@ -50,7 +48,6 @@ class BlockTables:
         self._pools = [_Pool(group, rows, max_tokens) for group in groups]
 
     def open(self) -> int:
-        """A row for a new sequence."""
         if not self._free_rows:
             raise CapacityError(f"all {self.rows} rows are taken")
         row = heappop(self._free_rows)
@@ -102,7 +99,6 @@ class BlockTables:
         return pool.window is None and pool.unbroken[row] == pool.stop[row]
 
     def room(self, group: int, row: int) -> int:
-        """Tokens for which the row has blocks."""
         return self._pools[group].stop[row] * BLOCK_TOKENS
 
     def check(self) -> None:
@@ -115,8 +111,6 @@ class BlockTables:
 
 
 class _Pool:
-    """The blocks of one group."""
-
     def __init__(self, group: WindowGroup, rows: int, max_tokens: int) -> None:
         width = -(-max_tokens // BLOCK_TOKENS) + SPARE_COLUMNS
         self.window = group.window

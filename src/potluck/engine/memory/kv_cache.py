@@ -15,6 +15,7 @@ from torch import Tensor
 from potluck.core.errors import InputError
 from potluck.core.state.facts import BLOCK_TOKENS
 from potluck.core.values.model import FullAttention, LatentAttention, LinearAttention, Model
+from potluck.engine.compute.executor import RunnerSize
 from potluck.engine.memory.block_tables import BlockTables, WindowGroup
 from potluck.engine.numbers.exact import LANE
 
@@ -56,8 +57,6 @@ class Pages:
 
 @dataclass(frozen=True, slots=True)
 class LinearStates:
-    """What one linear layer keeps per sequence."""
-
     conv: Tensor
     """[rows, taps - 1, channels]: the latest inputs of the convolution, the oldest first."""
     memory: Tensor
@@ -78,18 +77,14 @@ def windows_of(model: Model, first: int, last: int) -> tuple[int | None, ...]:
     return tuple(sorted(numbers, key=lambda window: (window is not None, window or 0)))
 
 
-def groups_of(
-    model: Model, first: int, last: int, *, blocks: int, rows: int, max_chunk_tokens: int
-) -> tuple[WindowGroup, ...]:
-    """Groups with their blocks: `blocks` where everything is kept, and for windows what all rows can need at once."""
-    window_groups = []
-    for window in windows_of(model, first, last):
-        if window is None:
-            window_groups.append(WindowGroup(None, blocks))
-        else:
-            most = (window + max_chunk_tokens) // BLOCK_TOKENS + 2
-            window_groups.append(WindowGroup(window, min(blocks, most * rows)))
-    return tuple(window_groups)
+def groups_of(model: Model, first: int, last: int, size: RunnerSize) -> tuple[WindowGroup, ...]:
+    """Groups with their blocks: all where everything is kept, and for windows what all rows can need at once."""
+
+    def blocks(window: int | None) -> int:
+        most = ((window or 0) + size.max_chunk_tokens) // BLOCK_TOKENS + 2
+        return size.blocks if window is None else min(size.blocks, most * size.rows)
+
+    return tuple(WindowGroup(window, blocks(window)) for window in windows_of(model, first, last))
 
 
 def _zeros(*shape: int) -> Tensor:
@@ -142,7 +137,6 @@ class LayerCaches:
         self.states = [kept for kept in self.layers if isinstance(kept, LinearStates)]
 
     def layer(self, index: int) -> Kept:
-        """What layer `index` of the model keeps."""
         if not self.first <= index < self.first + len(self.layers):
             last = self.first + len(self.layers) - 1
             raise InputError("layer", f"{index} is not one of this stage's {self.first} to {last}")

@@ -13,7 +13,6 @@ import json
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from math import prod
-from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -29,7 +28,6 @@ from potluck.kv.disk_tier import DiskTier
 from potluck.kv.prefix_pool import PrefixPool
 
 FORMATS = {"float32": 4, "float16": 2, "bfloat16": 2}
-"""Bytes of a number."""
 INFINITE_BFLOAT16 = 0x7F80
 """The exponent of what is not finite."""
 
@@ -59,15 +57,6 @@ def expected_parts(
     return result
 
 
-class PrefixReceiver(Protocol):
-    """What takes the chunks of a prefix as they come; the cache that made it knows the rest."""
-
-    @property
-    def stop(self) -> int: ...
-
-    def accept(self, chunk: KvChunk) -> None: ...
-
-
 class ReceivedPrefix:
     """The chunks of tokens [start, stop) as they come, in any order."""
 
@@ -78,7 +67,6 @@ class ReceivedPrefix:
         self._format = ""
 
     def accept(self, chunk: KvChunk) -> None:
-        """Check a chunk and keep a copy of it."""
         where = f"prefix: layer {chunk.layer} {chunk.part}"
         expected = self._missing.get((chunk.layer, chunk.part))
         if expected is None:
@@ -129,41 +117,6 @@ Read = Callable[[int, int, int], tuple[KvChunk, ...]]
 """(layer, start, stop) to what that layer has of a row."""
 
 
-class PrefixStore(Protocol):
-    """What the loop needs of a prefix cache; the one below, or a mock."""
-
-    @property
-    def exact(self) -> bool: ...
-
-    @property
-    def enabled(self) -> bool: ...
-
-    @property
-    def used_bytes(self) -> int: ...
-
-    def find(self, tokens: Sequence[int], most_tokens: int, salt: str = "") -> tuple[int, list[KvChunk]]: ...
-
-    def keep(self, tokens: Sequence[int], held: int, read: Read, salt: str = "") -> None: ...
-
-    def held(self, names: Sequence[int]) -> int: ...
-
-    def lacks_from(self, names: Sequence[int]) -> int: ...
-
-    def lend(self, names: Sequence[int], start: int) -> list[KvChunk]: ...
-
-    def gathering(self, start: int, stop: int) -> PrefixReceiver: ...
-
-    def adopt(self, names: tuple[int, ...], prefix_receiver: PrefixReceiver) -> int: ...
-
-    def changes(self) -> CacheChanges: ...
-
-    def everything(self) -> CacheChanges: ...
-
-    def verify(self) -> None: ...
-
-    def flush(self) -> None: ...
-
-
 def keeps_all(attention: Attention) -> bool:
     """Whether the layer's cache is one entry per token, all kept."""
     if isinstance(attention, FullAttention):
@@ -172,8 +125,6 @@ def keeps_all(attention: Attention) -> bool:
 
 
 class PrefixCache:
-    """Chunks by prefix. Changed by the engine's loop alone."""
-
     def __init__(
         self,
         config: EngineModelConfig,
@@ -215,11 +166,7 @@ class PrefixCache:
             return 0, []
         hashes = self._hashes(tokens[:most_tokens], salt)
         prefix_hit = self._pool.find(tokens, hashes, most_tokens, self._root(salt))
-        return (
-            (prefix_hit.tokens, self._chunks(self._pool, hashes, prefix_hit))
-            if prefix_hit.tokens
-            else (0, [])
-        )
+        return prefix_hit.tokens, self._chunks(self._pool, hashes, prefix_hit) if prefix_hit.tokens else []
 
     def keep(self, tokens: Sequence[int], held: int, read: Read, salt: str = "") -> None:
         """Keep what a row has of its first `held` tokens, which is all that it holds."""
@@ -247,7 +194,6 @@ class PrefixCache:
         return min(self._pool.index.depth(names), most) * BLOCK_TOKENS
 
     def lend(self, names: Sequence[int], start: int) -> list[KvChunk]:
-        """The chunks of these blocks from token `start` on."""
         stop = len(names) * BLOCK_TOKENS
         prefix_hit = None if self._pool is None else self._pool.find((), names, stop)
         if self._pool is None or prefix_hit is None or prefix_hit.tokens != stop:
@@ -255,25 +201,21 @@ class PrefixCache:
         return self._chunks(self._pool, names, prefix_hit, start // BLOCK_TOKENS)
 
     def gathering(self, start: int, stop: int) -> ReceivedPrefix:
-        """For what is to come of the blocks of tokens [start, stop)."""
         return ReceivedPrefix(self._model, start, stop)
 
-    def adopt(self, names: tuple[int, ...], prefix_receiver: PrefixReceiver) -> int:
+    def adopt(self, names: tuple[int, ...], came: ReceivedPrefix) -> int:
         """Keep what came of these blocks; how many tokens of them can be resumed now."""
-        assert isinstance(prefix_receiver, ReceivedPrefix), "as `gathering` made it"
-        prefix_receiver.finish()
+        came.finish()
         depth = 0 if self._pool is None else self._pool.index.depth(names)
-        if depth * BLOCK_TOKENS < prefix_receiver.start:
+        if depth * BLOCK_TOKENS < came.start:
             raise CapacityError("the blocks before those that came have gone meanwhile")
-        if self._kinds and any(
-            kind.dtype
-            != prefix_receiver.read(kind.layer, prefix_receiver.start, prefix_receiver.stop)[0].dtype
-            for kind, _ in self._kinds
+        if any(
+            kind.dtype != came.read(kind.layer, came.start, came.stop)[0].dtype for kind, _ in self._kinds
         ):
             raise FormatError("prefix", f"is not in this engine's format, {self._kinds[0][0].dtype}")
-        self._keep_blocks(names, prefix_receiver.read)
+        self._keep_blocks(names, came.read)
         if self.exact:
-            self._keep_rest((), names, prefix_receiver.stop, prefix_receiver.read, 0)
+            self._keep_rest((), names, came.stop, came.read, 0)
         return self.held(names)
 
     # What there is.
@@ -357,7 +299,6 @@ class PrefixCache:
 
 
 def _unpacked(content: bytes) -> list[KvChunk]:
-    """The chunks of a checkpoint."""
     view = memoryview(content)
     start = 4 + int.from_bytes(view[:4], "little")
     unpacked = []

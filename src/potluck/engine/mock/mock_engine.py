@@ -22,7 +22,7 @@ import numpy as np
 from potluck.api.model_files import GenerationConfig, JsonMembers, read_json
 from potluck.api.tokenizer import ModelTokenizer
 from potluck.core.replica.sequences import BatchLimits
-from potluck.core.values.layout import Layout, single
+from potluck.core.values.layout import Layout
 from potluck.core.values.model import DenseFfn, FullAttention, Layer, Model
 from potluck.core.values.types import NodeType
 from potluck.engine.compute.emulated import Clock, emulated_blocks, steps_of
@@ -45,13 +45,10 @@ from potluck.perf.timers.roofline import roofline
 from potluck.perf.transfer import AlphaBeta, alpha_beta
 
 LONGEST = 1 << 20
-"""Tokens of context of one decode."""
 POINTS = 160
 
 
 class StepDurations:
-    """Of one node."""
-
     microbatches = 1
 
     def __init__(self, timer: StepTimer) -> None:
@@ -61,7 +58,6 @@ class StepDurations:
         self._tables: dict[int, list[float]] = {}
 
     def __call__(self, works: Sequence[SequenceWork]) -> float:
-        """Seconds."""
         context = 0
         for work in works:
             if len(work.tokens) != 1 or not work.start:
@@ -88,8 +84,6 @@ class StepDurations:
 
 
 class RoundDurations(StepDurations):
-    """Of a pipeline."""
-
     def __init__(self, timer: PipelineTimer) -> None:
         super().__init__(timer)
         self._pipeline = timer
@@ -129,7 +123,6 @@ class RoundDurations(StepDurations):
 
 
 def lasting(timer: StepTimer) -> StepDurations:
-    """For any timer."""
     if isinstance(timer, PipelineTimer) and sum(map(len, timer.stages)) > 1:
         return RoundDurations(timer)
     return StepDurations(timer)
@@ -142,12 +135,9 @@ LAYER = Layer(FullAttention(1, 1, 1, 1), DenseFfn(1))
 
 @dataclass(frozen=True, slots=True)
 class MockModel:
-    """What is emulated: a model on nodes."""
-
     model: Model
     layout: Layout
     nodes: tuple[NodeType, ...]
-    """The kinds that the layout names."""
     hops: tuple[Hop, ...] = ()
     """Between the stages of a pipeline, where its machines are known."""
     speed_up: float = 1.0
@@ -183,15 +173,9 @@ class MockModel:
         return {node.name: node for node in self.nodes}
 
 
-def on_node(model: Model, node: NodeType, tp: int, speed_up: float = 1.0) -> MockModel:
-    """So many GPUs of one node have all of a model."""
-    return MockModel(model, single(node.name, tp, model.layer_count), (node,), speed_up=speed_up)
-
-
 def words_of(
     directory: Path, text: ModelTokenizer | None, mock_model: MockModel
 ) -> tuple[Vocabulary, tuple[int, ...]]:
-    """What can be drawn, and what ends an output, by a model's directory."""
     ends = _ends(directory)
     if text is None:
         vocab = mock_model.model.vocab

@@ -39,6 +39,7 @@ from potluck.engine.compute.executor import (
     IncomingCache,
     RunnerSize,
     SequenceWork,
+    StepInputs,
     TokenDraw,
     check_manifest,
 )
@@ -58,7 +59,6 @@ FEW = 12
 
 
 def after(history: int, tokens: Sequence[int]) -> int:
-    """The hash that goes on with these tokens."""
     if len(tokens) <= FEW:
         for token in tokens:
             history = (history * FACTOR + (token + 1) * SPREAD) & MASK
@@ -71,7 +71,6 @@ def after(history: int, tokens: Sequence[int]) -> int:
 
 @lru_cache(maxsize=32)
 def _powers(count: int) -> npt.NDArray[np.uint64]:
-    """FACTOR to the power of 0, 1, 2, ..."""
     powers = np.full(count, FACTOR, np.uint64)
     powers[0] = 1
     return np.cumprod(powers, dtype=np.uint64)
@@ -114,10 +113,8 @@ UNTOLD = ChunkTimes()
 def chunk_of(
     history: int, layer: int, start: int, stop: int, since: int | None = None, times: ChunkTimes = UNTOLD
 ) -> KvChunk:
-    """What stands for a layer's KV of the tokens [start, stop), which have this hash at their end.
-
-    They end a hand-over that began at `since`, by default at `start`; or it is MORE.
-    """
+    """What stands for a layer's KV of the tokens [start, stop), which have this hash at their end. They end a
+    hand-over that began at `since`, by default at `start`; or it is MORE."""
     content = CONTENT.pack(mixed(history ^ layer), start, stop, start if since is None else since, *times)
     return KvChunk(layer, "latent", start, stop, DTYPE, SHAPE, content.ljust(RAW_BYTES, b"\0"))
 
@@ -163,11 +160,8 @@ LIKELY, LIKELIER = 0.5, 0.4
 
 @dataclass(frozen=True, slots=True)
 class Vocabulary:
-    """What can be drawn."""
-
     vocab: int
     ordinary: tuple[int, ...]
-    """Tokens of plain text."""
     end: int | None = None
     """A token that ends the output ..."""
     mean_tokens: int = 0
@@ -186,7 +180,6 @@ class Vocabulary:
         return hashlib.sha256(struct.pack(f"<{len(numbers)}q", *numbers)).hexdigest()
 
     def draw(self, history: int, way: Sampling, position: int, edit: LogitEdit | None = None) -> SampledToken:
-        """The token behind a hash, which will take this place."""
         number = mixed(history)
         if way.temperature > 0:
             number = mixed(number ^ mixed((way.seed + 1) & MASK))
@@ -230,8 +223,6 @@ class _MockRow:
 
 
 class OutgoingLayer(NamedTuple):
-    """A layer's KV that goes out when it is computed."""
-
     when_s: float
     began_s: float
     layer: int
@@ -314,34 +305,18 @@ class MockExecutor(Executor):
             return None
         return self._leaving[0].when_s if self._leaving else self._pacer.due_s
 
-    def step(
-        self,
-        works: Sequence[SequenceWork],
-        draws: Sequence[TokenDraw],
-        exports: Sequence[CacheExport] = (),
-        deliver: Deliver | None = None,
-    ) -> list[SampledToken]:
+    def step(self, works: Sequence[SequenceWork], draws: Sequence[TokenDraw]) -> list[SampledToken]:
         """At once; the time that it would take is added to the next step that is waited for."""
         choices = self._advance(works, draws)
         self._owed_s += self._lasts(works)
-        if deliver is not None:
-            for layer in range(self.config.model.layer_count):
-                for export in exports:
-                    deliver(export.row, self._part(export, layer, self._now()))
         return choices
 
-    def begin(
-        self,
-        works: Sequence[SequenceWork],
-        draws: Sequence[TokenDraw],
-        exports: Sequence[CacheExport] = (),
-        deliver: Deliver | None = None,
-    ) -> Callable[[], list[SampledToken]]:
-        choices = self._advance(works, draws)
-        self._step_s = self._pacer.start(self._owed_s + self._lasts(works))
-        self._owed_s, self._under_way, self._deliver = 0.0, True, deliver
-        if exports and deliver is not None:
-            self._leaving.extend(self._due(exports))
+    def begin(self, step: StepInputs) -> Callable[[], list[SampledToken]]:
+        choices = self._advance(step.works, step.draws)
+        self._step_s = self._pacer.start(self._owed_s + self._lasts(step.works))
+        self._owed_s, self._under_way, self._deliver = 0.0, True, step.deliver
+        if step.exports and step.deliver is not None:
+            self._leaving.extend(self._due(step.exports))
 
         def land() -> list[SampledToken]:
             self.deliver(inf)
@@ -374,7 +349,6 @@ class MockExecutor(Executor):
         ]
 
     def deliver(self, now_s: float) -> None:
-        """Hand out what is due by now of the step that is under way."""
         leaving = self._leaving
         while leaving and leaving[0].when_s <= now_s:
             when_s, began_s, layer, export = leaving.popleft()

@@ -7,10 +7,8 @@ layers, computed one after the other, each of which leaves as soon as it is comp
     F_m = max(F_m-1, C_m) + t        so, with C_1 .. C_k evenly apart,  F_k = max(F_0 + k t, C_1 + k t, C_k + t)
 
 The receiver takes layer m from when its first byte left, F_m - t, at its own rate. What comes from one sender comes
-in order; between senders the card is free whenever nothing is there to be taken, so that one who sends over a thin
-link holds up nobody else. All of this is reckoned from the times that chunks carry: they themselves, a few bytes,
-go at once over real connections, and wait at the receiver until they would be there. What those connections say of
-themselves (how many, how far, how often something was lost) stays; bytes and rates are replaced.
+in order; a sender over a thin link holds up no other. All of this is reckoned from the times that chunks carry: they
+themselves, a few bytes, go at once over real connections, and wait at the receiver until they would be there.
 """
 
 from __future__ import annotations
@@ -18,6 +16,7 @@ from __future__ import annotations
 import threading
 import time
 from bisect import insort
+from collections import Counter
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 
@@ -161,7 +160,6 @@ class MockKvTransfer(KvTransfer):
         self._moved(peer, kv_bytes, wall_s)
 
     def told(self, report: LinkReport) -> LinkReport:
-        """A report as it would be."""
         total = self._totals.get(report.peer, _LinkTotals())
         rate = total.moved_bytes / total.busy_s if total.busy_s > 0 else 0.0
         waiting_s = max(0.0, self._free_s - self._clock())
@@ -188,8 +186,6 @@ large model's layers would be there is reckoned below, so few are enough."""
 
 @dataclass(frozen=True)
 class KvSizes:
-    """The KV of a model."""
-
     model: Model
 
     @cached_property
@@ -204,7 +200,6 @@ class KvSizes:
 
     @cached_property
     def token_bytes(self) -> float:
-        """Of one more token, in layers that keep all."""
         return kv_bytes_per_token(self.model)
 
     @cached_property
@@ -219,35 +214,24 @@ class KvSizes:
         return state / self.token_bytes if self.token_bytes else float(BLOCK_TOKENS)
 
     def stands_for(self, chunk: KvChunk) -> int:
-        """How many layers of the large model."""
-        many, few = self.model.layer_count, self.layers
-        return (chunk.layer + 1) * many // few - chunk.layer * many // few
+        return self._kinds[chunk.layer].total()
 
     def kv_bytes(self, chunk: KvChunk, since: int | None) -> int:
         """What a chunk would weigh on the wire: its tokens, and at the end of a hand-over that began at `since`
         the windows and states, too."""
-        many, few = self.model.layer_count, self.layers
-        layers = range(chunk.layer * many // few, (chunk.layer + 1) * many // few)
         tokens = chunk.stop - chunk.first
         ending = None if since is None else chunk.stop - since
         total = 0.0
-        for attention, count in self._kinds[layers.start, layers.stop]:
-            one_bytes = self._one_bytes(attention, tokens, ending)
-            total += count * one_bytes * _share(attention, chunk.codec)
+        for attention, count in self._kinds[chunk.layer].items():
+            total += count * self._one_bytes(attention, tokens, ending) * _share(attention, chunk.codec)
         return round(total)
 
     @cached_property
-    def _kinds(self) -> dict[tuple[int, int], tuple[tuple[Attention, int], ...]]:
-        kinds = {}
+    def _kinds(self) -> list[Counter[Attention]]:
+        """What each layer of the mock model stands for."""
         many, few = self.model.layer_count, self.layers
-        for place in range(few):
-            layers = range(place * many // few, (place + 1) * many // few)
-            counts: dict[Attention, int] = {}
-            for layer in layers:
-                attention = self.model.layers[layer].attention
-                counts[attention] = counts.get(attention, 0) + 1
-            kinds[layers.start, layers.stop] = tuple(counts.items())
-        return kinds
+        parts = (self.model.layers[n * many // few : (n + 1) * many // few] for n in range(few))
+        return [Counter(layer.attention for layer in part) for part in parts]
 
     def _one_bytes(self, attention: Attention, tokens: int, ending: int | None) -> float:
         """Of one layer of a kind; any such layer of the model will do to ask."""
@@ -271,7 +255,6 @@ def _rates(model: Model, place: int) -> tuple[float, float, int | None]:
 
 @lru_cache(maxsize=256)
 def _share(attention: Attention, codec: Codec) -> float:
-    """What a codec leaves."""
     part: Part
     shape: tuple[int, ...]
     if isinstance(attention, FullAttention):

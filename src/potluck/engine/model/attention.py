@@ -88,12 +88,12 @@ class FullLayer:
             queries_keys.copy_(rms_norm(queries_keys, self._qk_norm, self._eps))
         group = step.groups[kept.group]
         if kept.keys is not None:
-            self._place(packed, queries_keys, kept, kept.keys, step, turned_by)
+            self._place(packed, queries_keys, kept, step, turned_by)
             rows, places = step.rows, step.places
             if wanted is not None:
                 residual, packed = residual.index_select(0, wanted), packed.index_select(0, wanted)
                 rows, places = rows[wanted.numpy()], places[wanted.numpy()]
-            out = self._attend(packed, kept, kept.keys, group.table, rows, places)
+            out = self._attend(packed, kept, group.table, rows, places)
         else:
             turn(queries_keys, turned_by.by(self._turned))
             kept.entries.index_copy_(0, group.slots, packed[:, heads * dim : (heads + 2 * kv_heads) * dim])
@@ -111,23 +111,18 @@ class FullLayer:
         return residual if self._out_bias is None else residual.add_(self._out_bias)
 
     def _place(
-        self,
-        packed: Tensor,
-        queries_keys: Tensor,
-        kept: Pages,
-        keys: Tensor,
-        step: BatchLayout,
-        turned_by: RopeAngles,
+        self, packed: Tensor, queries_keys: Tensor, kept: Pages, step: BatchLayout, turned_by: RopeAngles
     ) -> None:
         """Turn queries and keys, and keep keys and values, by kernels/attention.py."""
         from potluck.engine.numbers.kernels.attention import place
 
+        assert kept.keys is not None
         turned = self._turned
         if turned % (2 * LANE):
             turn(queries_keys, turned_by.by(turned))
             turned = 0
         angles = turned_by.tables[self._turned].data_ptr()
-        slots, cache = step.groups[kept.group].places, (keys.data_ptr(), kept.entries.data_ptr())
+        slots, cache = step.groups[kept.group].places, (kept.keys.data_ptr(), kept.entries.data_ptr())
         place(*self._packed(packed), angles, turned, step.places, slots, *cache)
 
     def _packed(self, packed: Tensor) -> tuple[int, int, int, int, int]:
@@ -135,21 +130,15 @@ class FullLayer:
         return packed.data_ptr(), 4 * packed.stride(0), part.heads, part.kv_heads, part.head_dim
 
     def _attend(
-        self,
-        packed: Tensor,
-        kept: Pages,
-        keys: Tensor,
-        table: np.ndarray,
-        rows: np.ndarray,
-        places: np.ndarray,
+        self, packed: Tensor, kept: Pages, table: np.ndarray, rows: np.ndarray, places: np.ndarray
     ) -> Tensor:
-        """Attention of packed tokens at these rows and places, by kernels/attention.py."""
         from potluck.engine.numbers.kernels import attention
 
+        assert kept.keys is not None
         part = self._part
         out = torch.empty(len(rows), part.heads * part.head_dim)
         address, stride, *sizes = self._packed(packed)
-        cache = keys.data_ptr(), kept.entries.data_ptr(), self._scale
+        cache = kept.keys.data_ptr(), kept.entries.data_ptr(), self._scale
 
         def some(begin: int, stop: int) -> None:
             scores, state = torch.empty(2 * attention.TILE), np.empty((attention.TOGETHER, 4), np.float32)
@@ -271,11 +260,8 @@ def _keys_and_values(pages: Pages, piece: AttentionCall) -> tuple[Tensor, Tensor
 
 
 def attend_decodes(queries: Tensor, pages: Pages, followed: KeyLocations, scale: float) -> Tensor:
-    """The same of one query each, where the step's shapes must not change (`DecodeGraphs`).
-
-    A GPU runs one program for each sequence and key head: it follows the sequence's table through memory, 64 keys at
-    a time, with a running maximum and sum. Elsewhere the same is done with gathered keys, to check by.
-    """
+    """The same of one query each, where the step's shapes must not change (`DecodeGraphs`): by triton_decode.py on a
+    GPU, with gathered keys elsewhere, to check by."""
     if queries.device.type == "cuda":
         from potluck.engine.model import triton_decode  # only torch's builds for GPUs have Triton
 

@@ -1,4 +1,4 @@
-"""Tensors by name: from safetensors files, from a seed, or from memory.
+"""Tensors by name: from safetensors files, or from a seed.
 
 Every layer asks a source for what it needs, by the name that Hugging Face gives it and with the shape that it must
 have, and for nothing else: so a stage of a pipeline reads only its own layers, and a file that is cut short, damaged
@@ -32,8 +32,6 @@ SUFFIXES = ("_scale_inv", "_scale")
 
 
 class WeightSource(Protocol):
-    """Where weights come from."""
-
     @property
     def fingerprint(self) -> str:
         """Text that differs when the weights do."""
@@ -103,7 +101,6 @@ class SafetensorsSource:
         return self._blocks[0]
 
     def _read(self, name: str) -> tuple[Tensor, str]:
-        """A tensor as it is stored, and where that is."""
         file = self._file_of.get(name)
         if file is None:
             raise FormatError(str(self._folder), f"has no tensor {name}; is config.json of another model?")
@@ -144,31 +141,7 @@ class RandomSource:
         return values * float(self.spread * 2 / shape[-1] ** 0.5)
 
 
-@dataclass(frozen=True, slots=True)
-class InMemorySource:
-    """Tensors at hand, such as those that were just trained."""
-
-    tensors: Mapping[str, Tensor]
-
-    @property
-    def fingerprint(self) -> str:
-        digest = hashlib.sha256()
-        for name in sorted(self.tensors):
-            digest.update(name.encode())
-            digest.update(self.tensors[name].detach().cpu().contiguous().view(torch.uint8).numpy().tobytes())
-        return digest.hexdigest()
-
-    def has(self, name: str) -> bool:
-        return name in self.tensors
-
-    def take(self, name: str, *shape: int) -> Tensor:
-        if name not in self.tensors:
-            raise FormatError("weights", f"have no tensor {name}")
-        return checked(self.tensors[name].detach(), name, shape, "weights")
-
-
 def checked(tensor: Tensor, name: str, shape: tuple[int, ...], where: str) -> Tensor:
-    """The tensor, if it has the shape that the configuration asks for and holds numbers."""
     if tuple(tensor.shape) != shape:
         raise FormatError(where, f"{name} has shape {list(tensor.shape)}, config.json asks for {list(shape)}")
     if not tensor.is_floating_point():
@@ -274,7 +247,6 @@ class SplitSource:
 
 
 def parted(source: WeightSource, config: EngineModelConfig) -> WeightSource:
-    """The source as layers ask it."""
     return SplitSource(source, config.model) if config.family in FUSED else source
 
 

@@ -64,8 +64,6 @@ class RopeConfig:
 
 @dataclass(frozen=True, slots=True)
 class ExpertRouting:
-    """How a token picks its experts."""
-
     scoring: Literal["softmax", "sigmoid"] = "softmax"
     normalised: bool = True
     """Whether the weights of the chosen experts are made to add up to 1."""
@@ -77,8 +75,6 @@ class ExpertRouting:
 
 @dataclass(frozen=True, slots=True)
 class EngineModelConfig:
-    """A model as the engine runs it."""
-
     model: Model
     norm_eps: float = 1e-6
     rope: RopeConfig = RopeConfig()
@@ -158,7 +154,6 @@ def read_config(directory: str | Path, model: Model | None = None) -> EngineMode
 
 
 def write_config(directory: str | Path, config: EngineModelConfig) -> None:
-    """A config.json of our own kind."""
     document = {"model_type": OWN_KIND, "config": encode(config)}
     Path(directory, "config.json").write_text(json.dumps(document, indent=1) + "\n", "utf-8")
 
@@ -374,7 +369,6 @@ READ_BY: dict[str, frozenset[str]] = {family: READ | keys for family, keys in {
     "deepseek_v3": _LATENT | {"norm_topk_prob", "rope_interleave"},
     "kimi_k2": _LATENT | {"norm_topk_prob", "rope_interleave"},
 }.items()}
-"""The keys that count, by family."""
 
 NEUTRAL: dict[str, tuple[object, ...]] = {
     "add_cross_attention": (False,), "attention_bias": (False,), "is_decoder": (False, True),
@@ -416,7 +410,6 @@ PHI_ROPE_KEYS = ROPE_KEYS | {"short_factor", "long_factor"}
 
 
 def check_keys(values: Mapping[str, object], family: str, model: Model) -> None:
-    """Raises InputError for the first key that is not understood."""
     own = NEUTRAL_IN.get(family, {})
     for key in MUST_HAVE.get(family, ()):
         if key not in values:

@@ -32,7 +32,6 @@ def negated(gate: Tensor, up: Tensor) -> Matrix:
 
 
 def gated(x: Tensor, weight: Matrix, bias: Tensor | None = None) -> Tensor:
-    """silu(gate x) * up x, from the negated weights."""
     packed = product(x, weight, bias)
     half = packed.shape[1] // 2
     if in_vectors(packed, half):

@@ -79,7 +79,6 @@ class RopeAngles:
 
     def __init__(self, tables: dict[int, Tensor], positions: Tensor) -> None:
         self.tables = tables
-        """`angles` of all positions."""
         self._positions = positions
         self._found: dict[int, tuple[Tensor, Tensor]] = {}
 

@@ -79,11 +79,8 @@ class Stack:
         return F.embedding(tokens, self._embedding)
 
     def __call__(self, x: Tensor, step: BatchLayout, cache: LayerCaches, on_layer: OnLayer | None) -> Tensor:
-        """Hidden states in, hidden states out; `on_layer` hears of each layer whose cache entries are complete.
-
-        Where the head is, only states of tokens whose logits are wanted come out, in that order: of the others the
-        last layer needs no more than their cache entries.
-        """
+        """Hidden states in, hidden states out; `on_layer` hears of each layer whose cache entries are complete. Where
+        the head is, only states of tokens whose logits are wanted come out, in that order."""
         turned_by = RopeAngles(self._angles, step.positions)
         for index, layer in enumerate(self._layers):
             last = self.has_head and index == len(self._layers) - 1

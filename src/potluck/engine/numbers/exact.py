@@ -1,35 +1,27 @@
 """Why the answer does not depend on how the work was cut.
 
-A prompt may be computed whole, in chunks of any size, on two machines, beside any neighbours; its greedy tokens
-must be the same each time. It is not enough that the results are nearly the same, since two logits may be nearly
-the same too. So on a CPU every row of a step is made bit for bit independent of the rows beside it.
+A prompt may be computed whole, in chunks of any size, on two machines, beside any neighbours; its greedy tokens must
+be the same each time. So on a CPU every row of a step is bit for bit independent of the rows beside it. Most of it by
+loops of our own (kernels/), in which every row, and every query, is computed by itself in one fixed order. What is
+left to a library takes more care:
 
-Most of it by loops of our own (kernels/), in which every row, and every query of attention, is computed by itself in
-one fixed order: norms, gates, full and window attention, the delta rule, and products with weights of 16 bits where
-the processor has matrix tiles. What is left to a library takes more care:
-
-- Matrix products. A library picks its algorithm by shape, and another algorithm adds up in another order. Measured
-  with MKL in float32: rows of a product differ in the last bits between 1, 8 and 64 rows. In its strict mode
-  (`MKL_CBWR=AUTO,STRICT`, set in `__init__.py`) they do not, at the same speed from 16 rows up and about half the
-  speed for one row. With OpenBLAS, on ARM, only a single row differs from all other numbers. `RowPadding` finds out
-  what it takes here, and whether that is enough; `/status` says so.
-- Sums over the context, in attention of latent layers. Keys beyond a query's own position are masked, that is, added
-  as zeros. Zeros change nothing as long as the sum is cut into the same parts. Measured: torch's attention goes
-  through keys 512 at a time; a product over at most 384 terms is one sum; one over 512 is two halves. So the last
-  part of a call has at most 384 columns or all 512 (`padded_columns`), and queries that end between 256 and 384
-  within a part, which the second half would cut, go in calls of their own (`cut_of`). Short windows are always
-  one sum (`batch_layout.py`).
-- Queries of a chunk, there too. torch's attention takes them 32 (or 64, or 256) at a time, and OpenBLAS multiplies a
-  block of a single one in another way. So a lone last one is computed twice (`chunk_attention`).
-- Functions. torch's sigmoid, silu and complex product take another path for the last few elements of a tensor, with
-  another rounding; exp, and any single addition or product, does not. So `sigmoid` is made of exp here, and positions
-  are turned in real numbers.
+- Matrix products. A library picks its algorithm, and so the order of its sums, by shape. With MKL in float32, rows of
+  a product differ between 1, 8 and 64 rows, but not in its strict mode (`MKL_CBWR=AUTO,STRICT`, set in
+  `__init__.py`): as fast from 16 rows up, half as fast for one. With OpenBLAS, on ARM, only a single row differs.
+  `RowPadding` finds out what it takes here, and whether that is enough; `/status` says so.
+- Sums over the context, in attention of latent layers. Masked keys are added as zeros, which change nothing as long
+  as the sum is cut into the same parts. torch's attention goes through keys 512 at a time; a product over at most 384
+  terms is one sum; one over 512 is two halves. So the last part of a call has at most 384 columns or all 512
+  (`padded_columns`), and queries that end between 256 and 384 within a part, which the second half would cut, go in
+  calls of their own (`cut_of`). Short windows are always one sum (`batch_layout.py`).
+- Queries of a chunk, there too: taken 32 (or 64, or 256) at a time, and OpenBLAS multiplies a block of a single one
+  in another way. So a lone last one is computed twice (`chunk_attention`).
+- Functions. torch's sigmoid, silu and complex product round otherwise at the last few elements of a tensor; exp does
+  not. So `sigmoid` is made of exp here, and positions are turned in real numbers.
 - Products of one row per head (`per_head`) take another path than those of many rows, so there are always many.
-- Linear attention is computed token by token, never in a chunked form that would round differently.
 
-Machines with and without matrix tiles differ in the last bits, as do those with different vector instructions.
-
-On a GPU nothing of this is promised: there the results are equal up to rounding.
+Machines with and without matrix tiles differ in the last bits, as do those with different vector instructions. On a
+GPU results are equal up to rounding.
 """
 
 from __future__ import annotations
@@ -175,7 +167,6 @@ def exactness(device: torch.device, dtype: torch.dtype, *, latent: bool = False)
 
 
 def together(parts: list[Exactness]) -> Exactness:
-    """Of a pipeline whose workers found these."""
     names = sorted({part.products for part in parts})
     return Exactness(all(part.holds for part in parts), "+".join(names))
 

@@ -28,8 +28,6 @@ TILED = WIDE * ROWS
 
 @dataclass(frozen=True, slots=True)
 class Norm:
-    """x / sqrt(mean(x²) + eps) * weight."""
-
     weight: Tensor
     eps: float
 
@@ -62,7 +60,6 @@ class TiledMatrix:
         tiles, depth, columns = self.operand
 
         def some(begin: int, stop: int) -> None:
-            """Columns by the 64."""
             parts, shapes = _scratch(self.depth)
             place = 4 * TILED * begin
             weight = (tiles + 2 * TILED * begin * self.depth, depth, WIDE * (stop - begin))

@@ -9,6 +9,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import chain
 
 from potluck.core.errors import InputError, PotluckError
 from potluck.engine.compute.executor import RunnerSize
@@ -80,38 +81,25 @@ def _address(text: str) -> tuple[str, int]:
     return host, int(port)
 
 
-@dataclass(frozen=True, slots=True)
-class WorkerOptions:
-    """What every worker is set up with."""
-
-    directory: str | None
-    seed: int
-    threads: int
-    device: str
-    wait_s: float
-    key: bytes
-    tls: TlsPair | None = None
-    """For workers that run elsewhere."""
-
-
 class WorkerStarter:
     def __init__(
         self,
-        config: EngineModelConfig,
         stages: Sequence[PipelineStage],
-        layers: Sequence[range],
-        size: RunnerSize,
-        means: WorkerOptions,
+        settings: msg.WorkerSettings,
+        device: str,
+        key: bytes,
+        tls: TlsPair | None,
     ) -> None:
-        self._config, self._stages, self._layers = config, stages, layers
-        self._size, self._means = size, means
+        """`tls` is for workers that run elsewhere."""
+        self._stages, self._settings, self._device = stages, settings, device
+        self._key, self._tls = key, tls
+        self.layers = _ranges(settings.config, stages)
         self._addresses: list[list[Reached]] = []
-        self._device: dict[tuple[int, int], str] = {}
+        self._devices: dict[tuple[int, int], str] = {}
         self.inbox: queue.SimpleQueue[Event] = queue.SimpleQueue()
         self.remotes: list[list[RemoteWorker]] = []
 
     def reach(self, addresses: list[list[Reached]]) -> None:
-        """Connect to every worker."""
         self._addresses = addresses
         for stage, row in enumerate(addresses):
             self.remotes.append([])
@@ -120,7 +108,7 @@ class WorkerStarter:
         mine = [
             (s, p) for s, row in enumerate(addresses) for p, item in enumerate(row) if item[1] is not None
         ]
-        self._device = dict(zip(mine, devices_of(self._means.device, len(mine)), strict=True))
+        self._devices = dict(zip(mine, devices_of(self._device, len(mine)), strict=True))
 
     def set_up(self) -> tuple[str, Exactness]:
         """Give each worker its layers; the fingerprint that all of them must have, and how exact they are."""
@@ -131,22 +119,18 @@ class WorkerStarter:
         prints = {answer.fingerprint for answer in ready}
         if len(prints) != 1:
             raise InputError("workers", "do not have the same weights; is the directory the same everywhere?")
-        return prints.pop(), together(
-            [Exactness(worker_ready.exact, worker_ready.products) for worker_ready in ready]
-        )
+        return prints.pop(), together([Exactness(answer.exact, answer.products) for answer in ready])
 
     def join(self) -> None:
-        """Connect each stage to the next."""
         asked = [remote for row in self.remotes[:-1] for remote in row]
         for number, remote in enumerate(asked, 1):
             remote.post(self._connect(number, remote.stage))
         _answers(self.inbox, len(asked))
 
     def again(self, lost: RemoteWorker, fingerprint: str) -> tuple[RemoteWorker, WorkerReturned]:
-        """Another worker in the place of one that is lost."""
         (address, process), inbox = self._addresses[lost.stage][lost.place], queue.SimpleQueue[Event]()
         if process is not None:
-            process = start_worker(self._means.key)
+            process = start_worker(self._key)
             address = ("127.0.0.1", worker_port(process))
         try:
             remote = self._remote(lost.stage, lost.place, (address, process), inbox)
@@ -171,50 +155,24 @@ class WorkerStarter:
     def _remote(
         self, stage: int, place: int, reached: Reached, inbox: queue.SimpleQueue[Event]
     ) -> RemoteWorker:
-        size, layers = self._size, self._layers[stage]
-        groups = groups_of(
-            self._config.model,
-            layers.start,
-            layers.stop,
-            blocks=size.blocks,
-            rows=size.rows,
-            max_chunk_tokens=size.max_chunk_tokens,
-        )
+        size, layers = self._settings.size, self.layers[stage]
+        groups = groups_of(self._settings.config.model, layers.start, layers.stop, size)
         name = f"stage {stage} worker {place}"
-        tls = self._means.tls if reached[1] is None else None
-        link = connect(reached[0], self._means.key, DRIVER, name, tls)
+        link = connect(reached[0], self._key, DRIVER, name, self._tls if reached[1] is None else None)
         tables = BlockTables(groups, size.rows, size.max_tokens)
         return RemoteWorker(name, stage, place, link, tables, inbox, reached[1])
 
     def _setup(self, call: int, remote: RemoteWorker) -> msg.WorkerInit:
-        stage, place, size, means = remote.stage, remote.place, self._size, self._means
-        return msg.WorkerInit(
-            call,
-            stage,
-            place,
-            self._config,
-            means.directory,
-            means.seed,
-            self._layers[stage].start,
-            self._layers[stage].stop,
-            size.rows,
-            size.blocks,
-            size.max_tokens,
-            size.max_chunk_tokens,
-            means.wait_s,
-            means.threads,
-            self._device.get((stage, place), means.device),
-            self._stages[stage].places[place].emulate,
-        )
+        stage, place = remote.stage, remote.place
+        device, layers = self._devices.get((stage, place), self._device), self.layers[stage]
+        like = self._stages[stage].places[place].emulate
+        return msg.WorkerInit(call, stage, place, layers.start, layers.stop, device, self._settings, like)
 
     def _connect(self, call: int, stage: int) -> msg.ConnectStage:
         """To all workers of the stage behind that are there."""
-        there = [
-            address if remote.gone is None else ("", 0)
-            for (address, _), remote in zip(self._addresses[stage + 1], self.remotes[stage + 1], strict=True)
-        ]
-        hosts, ports = zip(*there, strict=True)
-        return msg.ConnectStage(call, tuple(hosts), tuple(ports))
+        workers = zip(self._addresses[stage + 1], self.remotes[stage + 1], strict=True)
+        there = (address if remote.gone is None else ("", 0) for (address, _), remote in workers)
+        return msg.ConnectStage(call, tuple(there))
 
 
 def _answers(inbox: queue.SimpleQueue[Event], count: int) -> list[msg.WorkerReady | msg.CommandDone]:
@@ -255,17 +213,16 @@ def launch(
     A step is cut into at most `batches` micro-batches, by default one per stage, of at least `worth_tokens` each.
     Workers that are lost come back unless `returns` is False. `tls` is for those that run elsewhere.
     """
-    layers = _ranges(config, stages)
     key = secrets.token_hex(32).encode() if secret is None else secret
     processes: list[subprocess.Popen[bytes]] = []
-    means = WorkerOptions(directory, seed, threads, device, wait_s, key, tls)
-    starter = WorkerStarter(config, stages, layers, size, means)
+    settings = msg.WorkerSettings(config, size, directory, seed, threads, wait_s)
+    starter = WorkerStarter(stages, settings, device, key, tls)
     try:
         starter.reach(_addresses(stages, key, processes))
         fingerprint, exact = starter.set_up()
         starter.join()
     except BaseException:
-        for remote in (remote_worker for row in starter.remotes for remote_worker in row):
+        for remote in chain.from_iterable(starter.remotes):
             remote.stop()
         for process in processes:
             end_worker(process)
@@ -277,7 +234,7 @@ def launch(
         starter.remotes,
         [[place.weight for place in stage.places] for stage in stages],
         starter.inbox,
-        layers=layers,
+        layers=starter.layers,
         wait_s=wait_s,
         batches=batches or len(stages),
         worth_tokens=worth_tokens,
@@ -288,11 +245,8 @@ def launch(
 
 
 def microbatches_for(stages: Sequence[PipelineStage]) -> int:
-    """Batches that may go round at once, as long as none waits for another at the slowest stage.
-
-    A batch that goes round alone takes the sum of its stages' times. With n of them a round takes n times the slowest
-    stage's if that is more; and their steps are hardly shorter where weights are what takes the time.
-    """
+    """Batches that may go round at once, as long as none waits for another at the slowest stage: one alone takes the
+    sum of its stages' times, n of them at least n times the slowest stage's."""
     times = [
         stage.layers
         if stage.places[0].emulate is None

@@ -69,7 +69,6 @@ class PipelineConnection:
             _keep_alive(sock)
 
     def send(self, head: Bytes, bodies: Sequence[Bytes] = (), within_s: float = FRAME_S) -> None:
-        """One frame; its body is the given pieces, one after the other."""
         pieces = [memoryview(piece).cast("B") for piece in bodies]
         size = sum(map(len, pieces))
         if len(head) > MOST_HEAD_BYTES or size > MOST_BODY_BYTES:

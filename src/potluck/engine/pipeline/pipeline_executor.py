@@ -1,7 +1,7 @@
 """PipelineExecutor: the workers of a pipeline as one executor for the engine's loop.
 
-A step may be begun before the last one has ended (`submit`, `collect`), as long as no row is in both: so that all
-stages have work while a batch of decodes goes round. `step` does both at once.
+A step may be begun before the last one has ended, as long as no row is in both: so that all stages have work while a
+batch of decodes goes round.
 
 The loop's thread is the only caller; each worker has a thread that reads its answers into one inbox. When a worker is
 gone, the rows that it had are lost and everybody else's go on: they are set back to where they were before the step,
@@ -23,15 +23,7 @@ from potluck.core.errors import CapacityError, FormatError, InputError, PotluckE
 from potluck.core.routing.round_robin import WeightedRoundRobin
 from potluck.core.values.model import LinearAttention
 from potluck.core.values.sampling import SampledToken
-from potluck.engine.compute.executor import (
-    CacheExport,
-    Deliver,
-    Executor,
-    RunnerSize,
-    SequenceWork,
-    TokenDraw,
-    WorkerLost,
-)
+from potluck.engine.compute.executor import Executor, RunnerSize, SequenceWork, StepInputs, WorkerLost
 from potluck.engine.compute.handover import ranges
 from potluck.engine.memory.kv_cache import windows_of
 from potluck.engine.model.config import EngineModelConfig
@@ -85,7 +77,6 @@ class PipelineExecutor(Executor):
         self._flying: list[PipelineStep] = []
         self._calls = itertools.count(1)
         self._answers: dict[int, tuple[msg.Answer, bytearray] | None] = {}
-        """What was asked and is waited for."""
         self._rows: dict[int, _PipelineRow] = {}
         self._free = list(range(size.rows - 1, -1, -1))
         self._turns: list[WeightedRoundRobin[int]] = []
@@ -146,38 +137,22 @@ class PipelineExecutor(Executor):
 
     # Steps.
 
-    def begin(
-        self,
-        works: Sequence[SequenceWork],
-        draws: Sequence[TokenDraw],
-        exports: Sequence[CacheExport] = (),
-        deliver: Deliver | None = None,
-    ) -> Callable[[], list[SampledToken]]:
-        run = self.submit(works, draws, exports, deliver)
-        return lambda: self.collect(run)
-
-    def submit(
-        self,
-        works: Sequence[SequenceWork],
-        draws: Sequence[TokenDraw],
-        exports: Sequence[CacheExport] = (),
-        deliver: Deliver | None = None,
-    ) -> PipelineStep:
-        """Begin a step. Others may be begun before it is collected, of other rows: so that all stages have work."""
+    def begin(self, step: StepInputs) -> Callable[[], list[SampledToken]]:
         self._look()
-        must_be_sound(works, draws, self.config.model.vocab, self.workers)
+        works = step.works
+        must_be_sound(works, step.draws, self.config.model.vocab, self.workers)
         gone = [work.row for work in works if self._lost_of(work.row)]
         if gone:
             raise WorkerLost(self._rows_lost(), self._lost_of(gone[0]) or "")
-        run = PipelineStep(works, draws, exports, deliver, time.monotonic())
+        run = PipelineStep(step, time.monotonic())
         self._flying.append(run)
         paths = [self._rows[work.row].path for work in works]
         for batch in cut(works, paths, self._batches, self._worth):
             self._post(run, batch)
-        return run
+        return partial(self._collect, run)
 
-    def collect(self, run: PipelineStep) -> list[SampledToken]:
-        """The end of a step that was begun; deliveries of others under way are made meanwhile, too."""
+    def _collect(self, run: PipelineStep) -> list[SampledToken]:
+        """The end of a step; deliveries of others under way are made meanwhile, too."""
         deadline = time.monotonic() + self._wait_s
         while run.awaited and run.failed is None:
             if self._next(deadline, next(iter(run.awaited))[1]):
@@ -192,7 +167,6 @@ class PipelineExecutor(Executor):
         return run.choices()
 
     def _post(self, run: PipelineStep, batch: list[StepPart]) -> None:
-        """A micro-batch to all workers that have a part in it."""
         call = next(self._calls)
         self._micro_batches += 1
         for stage, remotes in enumerate(self._stages):
@@ -331,7 +305,6 @@ class PipelineExecutor(Executor):
         return self._hear(event)
 
     def _look(self) -> None:
-        """Take note of what came in meanwhile."""
         while not self._inbox.empty():
             self._hear(self._inbox.get())
         while self._back:

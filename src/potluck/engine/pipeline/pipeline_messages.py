@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
@@ -17,7 +18,7 @@ from potluck.core.errors import CapacityError, FormatError, InputError, PotluckE
 from potluck.core.values.model import Model
 from potluck.core.values.sampling import Drawing, SampledToken
 from potluck.core.values.types import NodeType
-from potluck.engine.compute.executor import SequenceWork
+from potluck.engine.compute.executor import RunnerSize, SequenceWork
 from potluck.engine.compute.logit_edits import LogitEdit
 from potluck.engine.model.config import EngineModelConfig
 from potluck.engine.pipeline.pipeline_connection import LinkError
@@ -46,24 +47,28 @@ class EmulatedGpu:
 
 
 @dataclass(frozen=True, slots=True)
+class WorkerSettings:
+    """What all workers have in common. Weights are read from a directory, or made from a seed."""
+
+    config: EngineModelConfig
+    size: RunnerSize
+    directory: str | None
+    seed: int
+    threads: int
+    wait_s: float
+
+
+@dataclass(frozen=True, slots=True)
 class WorkerInit:
-    """Become worker `place` of stage `stage`. Weights are read from a directory, or made from a seed."""
+    """Become worker `place` of stage `stage`, with the layers [first, last)."""
 
     call: int
     stage: int
     place: int
-    config: EngineModelConfig
-    directory: str | None
-    seed: int
     first: int
     last: int
-    rows: int
-    blocks: int
-    max_tokens: int
-    max_chunk_tokens: int
-    wait_s: float
-    threads: int = 0
-    device: str = "cpu"
+    device: str
+    settings: WorkerSettings
     emulate: EmulatedGpu | None = None
 
 
@@ -72,14 +77,11 @@ class ConnectStage:
     """Connect to the workers of the next stage; no host: to none in that place, which is lost."""
 
     call: int
-    hosts: tuple[str, ...]
-    ports: tuple[int, ...]
+    addresses: tuple[tuple[str, int], ...]
 
 
 @dataclass(frozen=True, slots=True)
 class ReconnectStage:
-    """One of the workers of the next stage is another from now on."""
-
     call: int
     place: int
     host: str
@@ -166,8 +168,6 @@ class AcceptPart:
 
 @dataclass(frozen=True, slots=True)
 class FinishHandover:
-    """A hand-over is over; or given up."""
-
     call: int
     row: int
     whole: bool
@@ -183,16 +183,14 @@ class StopWorker:
     call: int
 
 
+_Handovers = PackRow | BeginHandover | AcceptPart | FinishHandover
 Command = (
     WorkerInit
     | ConnectStage
     | ReconnectStage
     | RowChanges
     | StepCommand
-    | PackRow
-    | BeginHandover
-    | AcceptPart
-    | FinishHandover
+    | _Handovers
     | CheckWorker
     | StopWorker
 )
@@ -204,7 +202,6 @@ class WorkerReady:
     fingerprint: str
     dtype: str
     exact: bool
-    """As in `numbers.filling.Exactness`."""
     products: str
 
 
@@ -270,12 +267,11 @@ def read_states(head: bytes) -> HiddenStates:
     return decode(HiddenStates, _json(head), "states")
 
 
-def _json(head: bytes) -> object:
+def _json(head: bytes) -> Any:
     try:
-        result: object = json.loads(head)
+        return json.loads(head)
     except (ValueError, RecursionError) as error:
         raise FormatError("message", "is not JSON") from error
-    return result
 
 
 def numbers(values: Sequence[int] | Sequence[Sequence[int]] | np.ndarray) -> bytes:
@@ -283,7 +279,6 @@ def numbers(values: Sequence[int] | Sequence[Sequence[int]] | np.ndarray) -> byt
 
 
 def read_numbers(body: bytearray | memoryview, *shape: int) -> np.ndarray:
-    """The whole body as numbers of one shape."""
     size = int(np.prod(shape)) * 4
     if len(body) != size:
         raise FormatError("message", f"has a body of {len(body)} bytes, expected {size}")
@@ -296,7 +291,6 @@ def edit_bytes(edit: LogitEdit) -> bytes:
 
 
 def read_edits(sizes: Sequence[EditSize], ways: int, body: memoryview) -> list[LogitEdit | None]:
-    """For each way."""
     edits: list[LogitEdit | None] = [None] * ways
     for size in sizes:
         if not 0 <= size.way < ways or size.tokens < 0 or size.allowed_bytes < 0:
@@ -322,7 +316,6 @@ def chunk_of(label: LayerPartHeader, data: bytes | memoryview) -> KvChunk:
 
 
 def chunks_of(message: LayerParts, body: bytearray) -> tuple[KvChunk, ...]:
-    """Chunks with their parts of the body."""
     kv_chunks, begin, view = [], 0, memoryview(body)
     for label in message.labels:
         if label.size < 0 or begin + label.size > len(body):
@@ -339,15 +332,13 @@ def work_row(work: SequenceWork, row: int, before: int, behind: int, position: i
 def failure(call: int, error: Exception) -> CommandFailed:
     """An error as it crosses: its kind and its text, nothing of the process that it comes from."""
     if isinstance(error, InputError):
-        return CommandFailed(
-            call, "format" if isinstance(error, FormatError) else "input", error.field, error.problem
-        )
+        kind = "format" if isinstance(error, FormatError) else "input"
+        return CommandFailed(call, kind, error.field, error.problem)
     if isinstance(error, CapacityError | LinkError):
         return CommandFailed(call, "capacity" if isinstance(error, CapacityError) else "link", "", str(error))
     text = " ".join(str(error).split())[:300]
-    return CommandFailed(
-        call, "internal", "", text if isinstance(error, PotluckError) else f"{type(error).__name__}: {text}"
-    )
+    text = text if isinstance(error, PotluckError) else f"{type(error).__name__}: {text}"
+    return CommandFailed(call, "internal", "", text)
 
 
 def error_of(failed: CommandFailed) -> PotluckError:

@@ -4,19 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
 
 from potluck.core.errors import FormatError, InputError
 from potluck.core.values.sampling import Drawing, SampledToken, Sampling
 from potluck.engine.compute.batch_layout import check
-from potluck.engine.compute.executor import CacheExport, Deliver, SequenceWork, TokenDraw
+from potluck.engine.compute.executor import SequenceWork, StepInputs, TokenDraw
 from potluck.engine.compute.logit_edits import LogitEdit
 from potluck.engine.pipeline import pipeline_messages as msg
 from potluck.engine.pipeline.remote_worker import RemoteWorker
 from potluck.kv.chunks import KvChunk
-
-if TYPE_CHECKING:
-    pass
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,26 +24,17 @@ class StepFailed:
 
 
 class PipelineStep:
-    """The driver posts and listens; this keeps the books."""
-
-    def __init__(
-        self,
-        works: Sequence[SequenceWork],
-        draws: Sequence[TokenDraw],
-        exports: Sequence[CacheExport],
-        deliver: Deliver | None,
-        began_s: float,
-    ) -> None:
-        self.works, self.began_s = works, began_s
+    def __init__(self, step: StepInputs, began_s: float) -> None:
+        self.works, self.began_s = step.works, began_s
         self.failed: StepFailed | None = None
         self.awaited: dict[tuple[int, RemoteWorker], list[StepPart]] = {}
         """By micro-batch and worker, the earliest stage first: who has not answered yet, for what."""
         self.busy_s = 0.0
         self.late = 0
-        self._deliver = deliver
-        asking = [index for index, work in enumerate(works) if work.logits == "last"]
-        self._draws = dict(zip(asking, draws, strict=True))
-        self._exports = {item.row: item for item in exports} if deliver is not None else {}
+        self._deliver = step.deliver
+        asking = [index for index, work in enumerate(step.works) if work.logits == "last"]
+        self._draws = dict(zip(asking, step.draws, strict=True))
+        self._exports = {item.row: item for item in step.exports} if step.deliver is not None else {}
         self._found: dict[int, SampledToken] = {}
         self._waiting: dict[int, dict[int, tuple[KvChunk, ...]]] = {}
         self._next_layer: dict[int, int] = {}
@@ -100,7 +87,6 @@ class PipelineStep:
             remote.tables.trim(row)
 
     def hear(self, source: RemoteWorker, answer: msg.Answer, body: bytearray) -> bool:
-        """Whether an answer belongs to this step."""
         pieces = self.awaited.get((answer.call, source))
         if pieces is None:
             return False
@@ -119,10 +105,8 @@ class PipelineStep:
         return True
 
     def _hand_out(self, row: int, chunks: tuple[KvChunk, ...]) -> None:
-        """Deliver layer by layer: a later stage's may be heard before an earlier one's.
-
-        Order only matters at the end of a hand-over, which the last layer's chunks are taken for.
-        """
+        """A later stage's may be heard before an earlier one's. Order only matters at the end of a hand-over, which
+        the last layer's chunks are taken for."""
         if not chunks or self._deliver is None:
             return
         if not self._exports[row].last:
@@ -148,7 +132,6 @@ class PipelineStep:
             self._found[work] = choice
 
     def choices(self) -> list[SampledToken]:
-        """Of the works that asked for one, in their order."""
         return [self._found[work] for work in self._draws]
 
     def fail(self, call: int, why: str) -> None:
@@ -159,7 +142,6 @@ class PipelineStep:
         return any(remote_worker is remote for _, remote_worker, _ in self._posted)
 
     def rows_of(self, call: int) -> set[int]:
-        """Rows of one micro-batch."""
         return {piece.part.row for number, _, pieces in self._posted if number == call for piece in pieces}
 
 
@@ -215,7 +197,6 @@ class StepPart:
     path: Path
     part: SequenceWork
     last: bool
-    """Whether it completes the work."""
 
 
 def cut(

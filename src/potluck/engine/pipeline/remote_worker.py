@@ -46,7 +46,6 @@ class RemoteWorker:
         self.name, self.stage, self.place = name, stage, place
         self.tables = tables
         self.lost: str | None = None
-        """Why it is gone."""
         self._silent: str | None = None
         """The same, as soon as its connection has ended."""
         self._link, self._inbox, self.process = link, inbox, process
@@ -123,7 +122,6 @@ class RemoteWorker:
         return f"{self.name} is gone: {why.removeprefix(f'{self.name}: ')}"
 
     def stop(self) -> None:
-        """An orderly end."""
         if self.lost is None:
             self.post(msg.StopWorker(0))
             self._link.close()
@@ -199,7 +197,6 @@ def start_worker(secret: bytes) -> subprocess.Popen[bytes]:
 
 
 def worker_port(process: subprocess.Popen[bytes], within_s: float = START_S) -> int:
-    """The port that a worker listens on, once it does."""
     assert process.stdout is not None
     line = _line(process.stdout, time.monotonic() + within_s)
     if not line.strip().isdigit():
@@ -222,7 +219,6 @@ def _line(stream: IO[bytes], deadline_s: float) -> bytes:
 
 
 def end_worker(process: subprocess.Popen[bytes], within_s: float = 0.0) -> None:
-    """Wait for a process that was told to stop; then make it."""
     try:
         process.wait(within_s)
     except subprocess.TimeoutExpired:

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from potluck.core.errors import FormatError, InputError, PotluckError
 from potluck.engine.compute.emulated import StepPacer
-from potluck.engine.compute.executor import RunnerSize, SequenceWork
+from potluck.engine.compute.executor import SequenceWork
 from potluck.engine.compute.handover import IncomingHandover, pack
 from potluck.engine.compute.runner import Runner
 from potluck.engine.compute.sample import sample
@@ -52,7 +52,6 @@ class WorkerListener:
     def __init__(self, listener: socket.socket, secret: bytes, tls: TlsPair | None = None) -> None:
         self.drivers: queue.SimpleQueue[PipelineConnection] = queue.SimpleQueue()
         self.inputs = StageInputs()
-        """Where states go: those of the driver that is being served."""
         self.free = threading.Semaphore(1)
         """Whether no driver is being served."""
         self._listener, self._secret, self._tls = listener, secret, tls
@@ -104,7 +103,6 @@ def read_into(inputs: StageInputs, link: PipelineConnection, sender: int) -> Non
 
 
 def serve(listener: socket.socket, secret: bytes, stay: bool = False, tls: TlsPair | None = None) -> None:
-    """Be a worker for one driver, or for one after the other."""
     door = WorkerListener(listener, secret, tls)
     try:
         while True:
@@ -140,7 +138,6 @@ class PipelineWorker:
         self._commands: queue.SimpleQueue[Received | None] = queue.SimpleQueue()
 
     def run(self) -> None:
-        """Until the driver says stop or is gone."""
         threading.Thread(target=self._read, daemon=True).start()
         try:
             self._obey()
@@ -164,7 +161,6 @@ class PipelineWorker:
             self._driver.send(msg.to_bytes(answer), data)
 
     def _read(self) -> None:
-        """The driver's commands, until its connection ends."""
         try:
             while True:
                 head, body = self._driver.receive()
@@ -215,14 +211,14 @@ class PipelineWorker:
         return self._arrivals[row]
 
     def _set_up(self, setup: msg.WorkerInit) -> msg.WorkerReady:
-        if setup.threads:
-            torch.set_num_threads(setup.threads)
-        source = RandomSource(setup.seed) if setup.directory is None else SafetensorsSource(setup.directory)
-        size = RunnerSize(setup.rows, setup.blocks, setup.max_tokens, setup.max_chunk_tokens)
+        settings, self._setup = setup.settings, setup
+        if settings.threads:
+            torch.set_num_threads(settings.threads)
+        folder, size = settings.directory, settings.size
+        source = RandomSource(settings.seed) if folder is None else SafetensorsSource(folder)
         self._runner = Runner(
-            setup.config, source, size, first=setup.first, last=setup.last, device=setup.device
+            settings.config, source, size, first=setup.first, last=setup.last, device=setup.device
         )
-        self._setup = setup
         if setup.emulate is not None:
             like = setup.emulate
             # What the host does between steps is the driver's, and real.
@@ -242,7 +238,7 @@ class PipelineWorker:
                 before.close()
             self._next[command.place] = self._behind(command.place, command.host, command.port)
             return msg.CommandDone(command.call)
-        for place, address in enumerate(zip(command.hosts, command.ports, strict=True)):
+        for place, address in enumerate(command.addresses):
             self._next.append(self._behind(place, *address) if address[0] else None)
         return msg.CommandDone(command.call)
 
@@ -321,7 +317,7 @@ class PipelineWorker:
         tensor: Tensor | None = None
         for sender in sorted(set(part.before)):
             works = [work for work, before in enumerate(part.before) if before == sender]
-            states = _tensor(*self._inputs.take(self_call, sender, self._setup.wait_s), width)
+            states = _tensor(*self._inputs.take(self_call, sender, self._setup.settings.wait_s), width)
             if len(works) == len(part.works):
                 tensor = states
                 break
@@ -367,8 +363,6 @@ class PipelineWorker:
 
 
 class _Part:
-    """This worker's part of a micro-batch, unpacked."""
-
     def __init__(self, command: msg.StepCommand, body: bytearray, first_stage: bool) -> None:
         view = memoryview(body)
         split = command.works * msg.WORK_NUMBERS * 4

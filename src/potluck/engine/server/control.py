@@ -22,7 +22,7 @@ from potluck.engine.loop.engine_status import role_of
 from potluck.engine.server.engine_metrics import CONTENT_TYPE
 from potluck.engine.server.engine_service import SERVICE, EngineService
 from potluck.engine.server.http_connection import read_object
-from potluck.engine.server.kv_connector import KvConnector, address_of, written
+from potluck.engine.server.kv_connector import address_of, written
 from potluck.kv.kv_sender import BandwidthGrant
 from potluck.kv.prefix_pool import as_json, place_in
 
@@ -120,7 +120,6 @@ async def change_network(request: web.Request) -> web.Response:
 async def _changed(
     request: web.Request, name: str, bounds: tuple[float, float], change: Callable[[float], None] | None
 ) -> web.Response:
-    """A number that a mock engine goes by from now on."""
     body = await read_object(request)
     value = body.get(name)
     number = float(value) if isinstance(value, int | float) and not isinstance(value, bool) else -1.0
@@ -176,16 +175,10 @@ async def change_peers(request: web.Request) -> web.Response:
 # seconds and is given again while it is meant: an engine that nobody tells anything sends as fast as it can.
 
 
-def _connector(request: web.Request) -> KvConnector:
-    connector = request.app[SERVICE].kv_connector
-    assert connector is not None
-    return connector
-
-
 async def show_grants(request: web.Request) -> web.Response:
     grants = [
         {"link": grant.link, "peers": sorted(grant.peers), "bytes_per_s": grant.bytes_per_s}
-        for grant in _connector(request).grants
+        for grant in request.app[SERVICE].connector.sender.grants
     ]
     return web.json_response({"grants": grants})
 
@@ -202,7 +195,7 @@ async def change_grants(request: web.Request) -> web.Response:
     now_s = time.monotonic()
     until_s = now_s + _number(body.get("lasts_s"), "lasts_s", LONGEST_S)
     grants = [_grant(grant, f"grants[{place}]", until_s) for place, grant in enumerate(given)]
-    _connector(request).granted(grants, now_s)
+    request.app[SERVICE].connector.sender.granted(grants, now_s)
     return await show_grants(request)
 
 

@@ -114,7 +114,7 @@ async def _running(app: web.Application) -> AsyncIterator[None]:
     limits = service.limits
     kv = replace(service.kv, sender=replace(service.kv.sender, attach_s=limits.attach_s))
     service.kv_connector = KvConnector(kv, service.driver, service.kv_transfer, limits.handover_s)
-    service.kv_connector.allow(service.peers | service.always)
+    service.kv_connector.links.allow(service.peers | service.always)
     service.hub.bind(service.driver)
     service.driver.start()
     watch = asyncio.create_task(_watch(service))
@@ -142,8 +142,6 @@ SHUTDOWN_S = 5.0
 
 
 class EngineServer:
-    """An engine's application at its port."""
-
     def __init__(self, runner: web.AppRunner, listener: EngineListener, address: str) -> None:
         self._runner, self.listener, self.address = runner, listener, address
         self._open = True

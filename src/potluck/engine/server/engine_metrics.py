@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
 
 from prometheus_client import CollectorRegistry, Histogram, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
@@ -26,20 +25,15 @@ TOKENS = tuple(float(digit * 10**power) for power in range(6) for digit in (1, 2
 REASONS = {"stop": "stop", "length": "length", "cancelled": "abort", "error": "error"}
 
 
-@dataclass(frozen=True, slots=True)
-class LiveFigures:
-    """What is read at the moment of asking."""
-
-    status: Callable[[], EngineStatus]
-    counters: Callable[[], EngineCounters]
-    dropped: Counter[str]
+Live = Callable[[], tuple[EngineStatus, EngineCounters]]
+"""Figures at the moment of asking."""
 
 
 class EngineMetrics:
-    def __init__(self, model: str, live: LiveFigures) -> None:
+    def __init__(self, model: str, live: Live, dropped: Counter[str]) -> None:
         names = (model, "0")
         self._registry = CollectorRegistry()
-        self._registry.register(_LiveGauges(names, live))
+        self._registry.register(_LiveGauges(names, live, dropped))
 
         def histogram(name: str, text: str, buckets: tuple[float, ...] = SECONDS) -> Histogram:
             return Histogram(f"vllm:{name}", text, LABELS, registry=self._registry, buckets=buckets).labels(
@@ -80,17 +74,15 @@ class EngineMetrics:
 
 
 class _LiveGauges(Collector):
-    """Figures as they are at the moment of asking."""
-
-    def __init__(self, names: tuple[str, str], live: LiveFigures) -> None:
-        self._names, self._live = names, live
+    def __init__(self, names: tuple[str, str], live: Live, dropped: Counter[str]) -> None:
+        self._names, self._live, self._dropped = names, live, dropped
 
     def describe(self) -> Iterable[Metric]:
         """Nothing: asking for figures while registering would be too early."""
         return ()
 
     def collect(self) -> Iterable[Metric]:
-        status, counters = self._live.status(), self._live.counters()
+        status, counters = self._live()
         used = 1 - status.free_blocks / status.total_blocks
         gauges = [
             ("vllm:num_requests_running", "Requests in execution.", status.running),
@@ -120,7 +112,7 @@ class _LiveGauges(Collector):
             yield self._counter(name, text, {"": count})
         ended = {REASONS.get(why, why): count for why, count in sorted(counters.ended.items())}
         yield self._counter("vllm:request_success", "Requests that ended.", ended, "finished_reason")
-        dropped = dict(sorted(self._live.dropped.items()))
+        dropped = dict(sorted(self._dropped.items()))
         yield self._counter("potluck:connections_dropped", "Connections that were ended.", dropped, "why")
 
     def _counter(self, name: str, text: str, counts: dict[str, int], label: str = "") -> Metric:

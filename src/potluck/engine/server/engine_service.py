@@ -23,7 +23,7 @@ from potluck.engine.loop.engine_loop import EngineLoop
 from potluck.engine.loop.engine_status import EngineCounters, EngineStatus, Role, step_times
 from potluck.engine.loop.jobs import Job
 from potluck.engine.loop.loop_thread import LoopThread
-from potluck.engine.server.engine_metrics import EngineMetrics, LiveFigures
+from potluck.engine.server.engine_metrics import EngineMetrics
 from potluck.engine.server.http_connection import RequestLimits, Uploads
 from potluck.engine.server.kv_connector import KvConnector, KvSettings, KvTransfer
 from potluck.engine.server.request_channels import RequestChannel, RequestChannels
@@ -66,8 +66,7 @@ class EngineService:
         self.started_s = time.monotonic()
         self.created_s = int(time.time())
         self.dropped: Counter[str] = Counter()
-        """Connections that were ended, by why."""
-        self.metrics = EngineMetrics(name, LiveFigures(self.status, lambda: self.counters, self.dropped))
+        self.metrics = EngineMetrics(name, lambda: (self.status(), self.counters), self.dropped)
         self.kv = kv or KvSettings()
         self.kv_connector: KvConnector | None = None
         """As long as the application runs."""
@@ -90,7 +89,6 @@ class EngineService:
 
     @property
     def drained(self) -> bool:
-        """Whether nothing is under way, nor will be."""
         return self.draining and self._loop.idle and not self.open_requests
 
     def must_be(self, model: str) -> None:
@@ -111,7 +109,7 @@ class EngineService:
     def peers(self, peers: frozenset[Address]) -> None:
         self._peers = peers
         if self.kv_connector is not None:
-            self.kv_connector.allow(peers | self.always)
+            self.kv_connector.links.allow(peers | self.always)
 
     def must_be_peer(self, address: Address) -> None:
         """Said before anything is tried, so that nobody learns what listens where."""
@@ -137,7 +135,6 @@ class EngineService:
 
     @asynccontextmanager
     async def admitted(self) -> AsyncIterator[None]:
-        """The place of one request; there are so many."""
         if self.problem:
             raise HttpRefusal(503, f"the engine has failed ({self.problem})", "failed")
         if self.draining:
@@ -152,7 +149,6 @@ class EngineService:
 
     @asynccontextmanager
     async def run(self, job: Job) -> AsyncIterator[RequestChannel]:
-        """A job on its way through the loop, watched by the metrics."""
         async with self.hub.run(job, self.limits.deadline_s) as channel:
             try:
                 yield channel
@@ -230,6 +226,11 @@ class EngineService:
             problem=problem or degraded,
             notes=dict(loop.executor.notes()),
         )
+
+    @property
+    def connector(self) -> KvConnector:
+        assert self.kv_connector is not None
+        return self.kv_connector
 
     @property
     def counters(self) -> EngineCounters:

@@ -48,7 +48,6 @@ NEVER_S = 1e6
 
 
 def arrived(request: web.Request) -> None:
-    """The request is whole: from now on its connection is busy."""
     if isinstance(request.protocol, HttpConnection):
         request.protocol.works()
 
@@ -148,7 +147,6 @@ class HttpConnection(RequestHandler):
         self._listener.crowd.works(self)
 
     def overdue(self, now_s: float) -> str:
-        """Why it is to end now, if it is."""
         limits = self._limits
         self._look(now_s)
         if self._stalled_s is not None and now_s - self._stalled_s > limits.stalled_s:
@@ -192,7 +190,6 @@ class HttpConnection(RequestHandler):
 
     @staticmethod
     def canned(status: int, line: str, code: str | None = None) -> bytes:
-        """An answer to what never became a request."""
         body = json.dumps(error_object(status, line, code=code)).encode()
         head = f"HTTP/1.1 {status} {HTTPStatus(status).phrase}\r\nContent-Type: application/json\r\n"
         head += f"Content-Length: {len(body)}\r\nConnection: close\r\n{HEADER}: {request_id(None)}\r\n"
@@ -228,7 +225,6 @@ BODY_S = 30.0
 
 
 async def read_object(request: web.Request, *, optional: bool = False) -> dict[str, object]:
-    """The body as a JSON object, within its time and size."""
     try:
         async with asyncio.timeout(BODY_S):
             raw = await _read(request)
@@ -262,7 +258,6 @@ log = logging.getLogger(__name__)
 
 
 def ended(end: JobEnded) -> HttpRefusal:
-    """A request that the loop could not complete."""
     if end.code == UNSUPPORTED:
         return HttpRefusal(400, end.problem, end.code, "response_format")
     why = f"the request could not be completed ({end.problem or end.reason})"
@@ -304,8 +299,6 @@ def error_response(error: Exception) -> web.Response:
 
 @dataclass(frozen=True, slots=True)
 class RequestLimits:
-    """What a client may ask for."""
-
     body_bytes: int = 8_000_000
     bodies_bytes: int = 256_000_000
     """Of all bodies that have not come whole."""
@@ -353,13 +346,9 @@ server_log.addFilter(_our_fault)
 
 
 class EngineListener:
-    """Accepts connections on some sockets, for one server.
-
-    aiohttp waits for ever for the rest of a request's head, accepts as many connections as there are file
-    descriptors, and asyncio writes a traceback for each one that it then cannot accept. So connections are accepted
-    here, no more than there is room for (`api/http.py` says who gives way), and each is watched: for
-    heads that do not come, for clients that stop reading, for idle ones.
-    """
+    """Accepts connections, no more than there is room for (`api/http.py` says who gives way), and watches each: for
+    heads that do not come, for clients that stop reading, for idle ones. aiohttp alone would wait for ever, and take
+    as many as there are file descriptors."""
 
     def __init__(
         self,
@@ -394,7 +383,6 @@ class EngineListener:
             item.close()
 
     def drop(self, why: str) -> None:
-        """Counted, and told of now and then."""
         self._dropped[why] += 1
 
     def _tell(self) -> None:
@@ -415,7 +403,7 @@ class EngineListener:
                 continue
             except (
                 OSError
-            ):  # No file descriptor is left, or no memory. Asking again at once would be in vain.
+            ):  # No file descriptor is left, or no memory; asking again at once would be in vain.
                 self.drop("no_files")
                 self._make_room()
                 await asyncio.sleep(REST_S)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import ipaddress
 import time
-from collections.abc import Awaitable, Callable, Coroutine, Iterable
+from collections.abc import Callable, Coroutine
 from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
@@ -26,7 +26,7 @@ from potluck.kv.chunks import KvChunk, KvManifest, TransferError
 from potluck.kv.codec_layout import Codec
 from potluck.kv.fetch import FetchRequest, FetchResult, KvFetch
 from potluck.kv.kv_codec import packed, restored
-from potluck.kv.kv_sender import BandwidthGrant, KvSender, OutgoingTransfer, SenderLimits, State
+from potluck.kv.kv_sender import KvSender, OutgoingTransfer, SenderLimits, State
 from potluck.kv.peer_connections import (
     Address,
     LinkLimits,
@@ -48,7 +48,6 @@ class KvTransfer:
         self._nic = nic
 
     def kv_bytes(self, chunk: KvChunk) -> int:
-        """What it counts as on the wire."""
         return len(chunk.data) + len(chunk.parameters)
 
     def packed(self, chunk: KvChunk, codec: Codec) -> KvChunk:
@@ -62,7 +61,6 @@ class KvTransfer:
         return None if self._nic is None else self._nic.due_s(chunk)
 
     def leaves(self, peer: str, chunk: KvChunk) -> KvChunk:
-        """It goes there now: the chunk as it goes."""
         return chunk
 
     def here_s(self, peer: str, chunk: KvChunk) -> float | None:
@@ -73,7 +71,6 @@ class KvTransfer:
         """A cache came whole from there."""
 
     def told(self, report: LinkReport) -> LinkReport:
-        """What is said of a link."""
         return report
 
 
@@ -134,7 +131,6 @@ class KvSettings:
     fleet: tuple[Address, ...] = ()
     """From whom caches may always come; a port of 0 stands for any."""
     degree: int = 2
-    """Connections per fetch."""
     identity: tuple[Path, Path, Path] | None = None
     """For TLS: this engine's certificate and key, and the authority that signed the fleet's."""
     sender: SenderLimits = field(default_factory=SenderLimits)
@@ -156,7 +152,7 @@ class KvConnector:
         if files is not None:
             tls = server_context(*files), client_context(*files)
         try:
-            self._sender = KvSender(
+            self.sender = KvSender(
                 settings.host,
                 settings.port,
                 limits=settings.sender,
@@ -167,7 +163,7 @@ class KvConnector:
             raise InputError(
                 "--kv-port", f"{settings.host}:{settings.port} cannot be used ({error.strerror or error})"
             ) from error
-        self._links = PeerConnections(
+        self.links = PeerConnections(
             settings.fleet,
             limits=settings.links,
             tls=tls[1] if tls else None,
@@ -182,21 +178,12 @@ class KvConnector:
     @property
     def address(self) -> str:
         """Where others fetch from this engine."""
-        return written(self._sender.address)
+        return written(self.sender.address)
 
     def reports(self) -> tuple[LinkReport, ...]:
-        """How the links fare, both ways."""
-        return tuple(map(self._transfer.told, self._sender.links() + self._links.reports()))
+        return tuple(map(self._transfer.told, self.sender.links() + self.links.reports()))
 
     # What is handed on.
-
-    def granted(self, grants: Iterable[BandwidthGrant], now_s: float) -> None:
-        """What may be sent over which links from now on."""
-        self._sender.granted(grants, now_s)
-
-    @property
-    def grants(self) -> tuple[BandwidthGrant, ...]:
-        return self._sender.grants
 
     def offer(
         self,
@@ -220,7 +207,7 @@ class KvConnector:
             with suppress(RuntimeError):  # The event loop is closed: nobody is left to be told.
                 self._loop.call_soon_threadsafe(_settle, fate, undelivered)
 
-        transfer = self._sender.offer(handle, bound, opened, lasts_s, closed, *whose)
+        transfer = self.sender.offer(handle, bound, opened, lasts_s, closed, *whose)
         self._outgoing[handle] = transfer
         return fate
 
@@ -244,7 +231,7 @@ class KvConnector:
             with suppress(RuntimeError):  # The event loop is closed: nobody counts any more.
                 self._loop.call_soon_threadsafe(over)
 
-        transfer = self._sender.offer(handle, bound, opened, lasts_s, closed)
+        transfer = self.sender.offer(handle, bound, opened, lasts_s, closed)
 
     async def _put(self, transfer: OutgoingTransfer, chunks: list[KvChunk]) -> None:
         try:
@@ -264,7 +251,7 @@ class KvConnector:
         self._driver.ask(lambda loop, _: loop.host_kv.taken(channel.key))
         if channel.ended is None or channel.ended.problem:
             transfer.fail(channel.ended.problem if channel.ended else "the request was cancelled")
-        self._sender.withdraw(handle)
+        self.sender.withdraw(handle)
 
     def _send_off(self, work: Coroutine[None, None, None]) -> None:
         task = self._loop.create_task(work)
@@ -272,7 +259,6 @@ class KvConnector:
         task.add_done_callback(self._tasks.discard)
 
     async def _carry(self, channel: RequestChannel, transfer: OutgoingTransfer, codec: Codec) -> None:
-        """From the channel into the transfer, until the last."""
         try:
             async with asyncio.timeout(self._handover_s):
                 while not transfer.over:
@@ -308,17 +294,11 @@ class KvConnector:
             return call(chunk, more)
         return await self._loop.run_in_executor(self._puts, call, chunk, more)
 
-    # What is fetched.
-
-    def allow(self, fleet: Iterable[Address]) -> None:
-        """From now on, only from these."""
-        self._links.allow(fleet)
-
     async def fetch(
         self,
         address: Address,
         wanted: FetchRequest,
-        begin: Callable[[KvManifest], Awaitable[None]],
+        begin: Callable[[KvManifest], Coroutine[None, None, None]],
         accept: Callable[[KvChunk], Future[None]],
         whole: Callable[[], Future[None]] | None = None,
     ) -> FetchResult:
@@ -326,7 +306,7 @@ class KvConnector:
         waiting: list[Future[None]] = []
 
         def opened(about: KvManifest) -> None:
-            waiting.append(asyncio.run_coroutine_threadsafe(_whole(begin(about)), self._loop))
+            waiting.append(asyncio.run_coroutine_threadsafe(begin(about), self._loop))
             _result(waiting[0], self._handover_s)
 
         moved_bytes, last_s, peer = 0, 0.0, f"{address[0]}:{address[1]}"
@@ -350,7 +330,7 @@ class KvConnector:
                 _result(whole(), ASK_S)
 
         degree = self._settings.degree
-        fetching = KvFetch(self._links, address, wanted, degree=degree, deadline_s=self._handover_s)
+        fetching = KvFetch(self.links, address, wanted, degree=degree, deadline_s=self._handover_s)
         running = self._loop.run_in_executor(self._fetches, fetching.run, opened, sink, complete)
         try:
             fetch_result = await asyncio.shield(running)
@@ -369,8 +349,8 @@ class KvConnector:
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
-        self._links.close()
-        await asyncio.to_thread(self._sender.close)
+        self.links.close()
+        await asyncio.to_thread(self.sender.close)
         for pool in (self._fetches, self._puts):
             pool.shutdown(wait=False, cancel_futures=True)
 
@@ -378,10 +358,6 @@ class KvConnector:
 def _settle(fate: Fate, not_delivered: KvNotDelivered | None) -> None:
     if not fate.done():
         fate.set_result(not_delivered)
-
-
-async def _whole(what: Awaitable[None]) -> None:
-    await what
 
 
 def _result(future: Future[None], within_s: float) -> None:

@@ -62,7 +62,6 @@ async def answer(service: EngineService, job: Job, shown: TextRules) -> AsyncGen
 
 
 async def whole_answer(service: EngineService, job: Job, shown: TextRules) -> TextDelta:
-    """All of it at once."""
     texts: list[str] = []
     choices: list[SampledToken] = []
     finish, cached = None, 0
@@ -74,7 +73,6 @@ async def whole_answer(service: EngineService, job: Job, shown: TextRules) -> Te
 
 
 EMBEDDED = EngineAbilities(most_logprobs=MOST_LOGPROBS, draws=True)
-"""What this engine can do."""
 
 
 async def models(request: web.Request) -> web.Response:
@@ -167,8 +165,6 @@ async def _jobs(
 
 @dataclass(frozen=True, slots=True)
 class OpenAIReply:
-    """All that is needed to answer once the jobs are known."""
-
     service: EngineService
     head: ReplyHead
     asked: CompletionRequest | ChatRequest
@@ -243,7 +239,6 @@ async def _stream(request: web.Request, reply: OpenAIReply) -> web.StreamRespons
 
 
 async def _merged(reply: OpenAIReply) -> AsyncGenerator[tuple[int, TextDelta]]:
-    """The parts of all answers, as they come."""
     if len(reply.jobs) == 1:
         async with aclosing(answer(reply.service, reply.jobs[0], reply.asked.shown)) as deltas:
             async for delta in deltas:

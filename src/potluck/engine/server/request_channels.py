@@ -50,14 +50,12 @@ class RequestChannel:
             self.chunks.put_nowait(event)
 
     async def end(self) -> JobEnded:
-        """Skip what else was said, up to the end."""
         async for event in self:
             if isinstance(event, JobEnded):
                 return event
         raise AssertionError("a channel ends with an end")
 
     async def __aiter__(self) -> AsyncIterator[Event]:
-        """All events up to the end."""
         while True:
             event = await self.events.get()
             yield event
@@ -66,8 +64,6 @@ class RequestChannel:
 
 
 class RequestChannels:
-    """The channels of one driver, for one asyncio loop."""
-
     def __init__(self) -> None:
         self._loop: asyncio.AbstractEventLoop | None = None
         self._channels: dict[int, RequestChannel] = {}
@@ -131,7 +127,6 @@ class RequestChannels:
         asyncio.get_running_loop().call_later(LAST_WORD_S, _fail, channel, line)
 
     def fail_all(self, why: str) -> None:
-        """The loop is dead and will say nothing more."""
         for channel in self._channels.values():
             _fail(channel, why)
 

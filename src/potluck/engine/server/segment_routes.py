@@ -32,7 +32,7 @@ from potluck.core.errors import FormatError, InputError, PotluckError
 from potluck.core.state.facts import BLOCK_TOKENS
 from potluck.engine.loop.engine_loop import EngineLoop
 from potluck.engine.loop.jobs import Job, JobComputed, JobEnded, OutputToken
-from potluck.engine.memory.prefix_cache import PrefixReceiver, chain_hash
+from potluck.engine.memory.prefix_cache import ReceivedPrefix, chain_hash
 from potluck.engine.server.engine_service import SERVICE, EngineService
 from potluck.engine.server.http_connection import ended, read_object
 from potluck.engine.server.kv_connector import ASK_S, RECEIVER_GONE, Fate, KvNotDelivered, address_of
@@ -63,11 +63,10 @@ async def segments(request: web.Request) -> web.StreamResponse:
         channel = await stack.enter_async_context(service.run(job))
         if handle is not None:
             bound = bound_to(asked.request, service.fingerprint, token_hash(job.prompt[: job.whole]))
-            kv_connector = service.kv_connector
-            assert kv_connector is not None
+            connector = service.connector
             whose = asked.tenant, asked.weight
-            fate = kv_connector.offer(handle, bound, channel, service.limits.deadline_s, asked.codec, whose)
-            stack.callback(kv_connector.withdraw, handle, channel)
+            fate = connector.offer(handle, bound, channel, service.limits.deadline_s, asked.codec, whose)
+            stack.callback(connector.withdraw, handle, channel)
             stack.push_async_callback(_stop, asyncio.create_task(_watch(service, job, channel, fate)))
         if asked.source is not None:
             fetching = asyncio.create_task(_fetch(service, job, channel, asked, asked.source))
@@ -225,8 +224,7 @@ async def _receive(
     service: EngineService, job: Job, channel: RequestChannel, request: str, source: KvSource
 ) -> None:
     """Room is only taken when the first bytes come: a sender may be long in coming, or never come."""
-    kv_connector, hub = service.kv_connector, service.hub
-    assert kv_connector is not None
+    hub = service.hub
     address = address_of(source.kv, "source.kv")
     have = await hub.ask(lambda loop, _: loop.look_up(job.key))
     tokens = token_hash(job.prompt[: job.received])
@@ -239,7 +237,9 @@ async def _receive(
     def whole() -> Future[None]:
         return hub.driver.ask(lambda loop, _: loop.arrived(job.key))
 
-    await kv_connector.fetch(address, wanted, lambda about: _begin(service, channel, about), accept, whole)
+    await service.connector.fetch(
+        address, wanted, lambda about: _begin(service, channel, about), accept, whole
+    )
 
 
 async def _begin(service: EngineService, channel: RequestChannel, about: KvManifest) -> None:
@@ -253,8 +253,6 @@ NAME = re.compile(r"[0-9a-f]{1,32}")
 
 @dataclass(frozen=True, slots=True)
 class PrefixRequest:
-    """The body of both calls, beside the blocks."""
-
     request: str
     model: str | None = None
     """Checked if given; names are of one model's blocks in any case."""
@@ -295,14 +293,12 @@ async def lend_prefix(request: web.Request) -> web.Response:
     def over() -> None:
         service.lent -= 1
 
-    kv_connector = service.kv_connector
-    assert kv_connector is not None
-    kv_connector.lend(
+    service.connector.lend(
         handle, bound_to(asked.request, service.fingerprint, about), read, service.limits.lease_s, over
     )
     service.lent += 1
     return web.json_response(
-        {"handle": handle, "blocks": len(lent), "tokens": tokens, "kv": kv_connector.address}
+        {"handle": handle, "blocks": len(lent), "tokens": tokens, "kv": service.connector.address}
     )
 
 
@@ -362,24 +358,21 @@ async def _fetch_prefix(
     service: EngineService, request: str, names: tuple[int, ...], source: KvSource
 ) -> tuple[int, int]:
     """Tokens that can be resumed now, and the bytes that came for it."""
-    kv_connector, hub = service.kv_connector, service.hub
-    assert kv_connector is not None
+    hub = service.hub
     stop = len(names) * BLOCK_TOKENS
     held, have = await hub.ask(lambda loop, _: (loop.prefixes.held(names), loop.prefixes.lacks_from(names)))
     if held == stop:
         return stop, 0
-    prefix_receivers: list[PrefixReceiver] = []
+    came: list[ReceivedPrefix] = []
 
     async def begin(about: KvManifest) -> None:
         sound = 0 <= about.start < about.stop <= stop and not about.start % BLOCK_TOKENS
         if not sound or about.stop % BLOCK_TOKENS:
             raise FormatError("prefix", f"is of [{about.start}, {about.stop}), which are no blocks of these")
-        prefix_receivers.append(
-            await hub.ask(lambda loop, _: loop.prefixes.gathering(about.start, about.stop))
-        )
+        came.append(await hub.ask(lambda loop, _: loop.prefixes.gathering(about.start, about.stop)))
 
     def accept(chunk: KvChunk) -> Future[None]:
-        prefix_receivers[0].accept(chunk)
+        came[0].accept(chunk)
         done: Future[None] = Future()
         done.set_result(None)
         return done
@@ -387,12 +380,12 @@ async def _fetch_prefix(
     wanted = FetchRequest(
         checked_handle(source.handle), request, service.fingerprint, chain_hash(names), have
     )
-    fetch_result: FetchResult = await kv_connector.fetch(
+    fetch_result: FetchResult = await service.connector.fetch(
         address_of(source.kv, "source.kv"), wanted, begin, accept
     )
 
     def adopt(loop: EngineLoop, _: float) -> int:
         loop.counters.received_bytes += fetch_result.moved_bytes
-        return loop.prefixes.adopt(names[: prefix_receivers[0].stop // BLOCK_TOKENS], prefix_receivers[0])
+        return loop.prefixes.adopt(names[: came[0].stop // BLOCK_TOKENS], came[0])
 
     return await hub.ask(adopt), fetch_result.moved_bytes

@@ -199,12 +199,8 @@ def _tile(queries, begin, stop, lies, scale, spots, state, targets):  # type: ig
 def _scores(queries, kv_heads, dim, table, keys, coming, fetches, spots):  # type: ignore[no-untyped-def]
     """Products of two queries with the keys of four blocks. Where a row has no block, the table has the empty one."""
     size = kv_heads * dim * BYTES
-    k0, k1, k2, k3 = (
-        keys + table[0] * size,
-        keys + table[1] * size,
-        keys + table[2] * size,
-        keys + table[3] * size,
-    )
+    k0, k1 = keys + table[0] * size, keys + table[1] * size
+    k2, k3 = keys + table[2] * size, keys + table[3] * size
     later, base = coming[0], coming[1]
     n0, n1 = base + later[0] * size, base + later[1] * size
     n2, n3 = base + later[2] * size, base + later[3] * size
@@ -303,7 +299,6 @@ def _mix_four(table, begin, stop, width, values, coming, fetches, spots, shrink_
 
 @compiled
 def _mix_one(table, begin, stop, width, values, spots, shrink_a, shrink_b, targets):  # type: ignore[no-untyped-def]
-    """The same for 16 numbers."""
     a0, b0 = load(targets[0]) * shrink_a, load(targets[1]) * shrink_b
     for key in range(begin, stop):
         v = load(values + (table[key // COUNT] * COUNT + key % COUNT) * width)

@@ -66,7 +66,6 @@ def shape_tiles(typing: Any, address: Any) -> Any:
 
 @instruction
 def release_tiles(typing: Any) -> Any:
-    """No tile is in use any more: the system need not save them."""
     return types.void(), _emit("tilerelease", lambda b, a: [])
 
 

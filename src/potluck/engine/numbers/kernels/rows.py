@@ -72,7 +72,6 @@ def walk(rows, firsts, sizes, sides, memory, query, key, value, decay, rate, out
 
 @compiled
 def _step(state, width, key_dim, query, key, shrink, pace, wanted):  # type: ignore[no-untyped-def]
-    """One token for sixteen columns of the state."""
     known = spread(_ZERO)
     for number in range(key_dim):
         entry = load(state + number * width) * shrink

@@ -135,7 +135,6 @@ def store(builder: Any, address: Any, lanes: Any) -> None:
 
 @emits(LANES(types.float32))
 def spread(builder: Any, number: Any) -> Any:
-    """The same number in all places."""
     return _spread(builder, number)
 
 
@@ -154,7 +153,6 @@ def fetch(builder: Any, address: Any) -> None:
 
 @emits(types.void(types.int64, types.int64))
 def copy_one(builder: Any, source: Any, target: Any) -> None:
-    """One number."""
     number = builder.load(_pointer(builder, source, _FLOAT), align=4)
     builder.store(number, _pointer(builder, target, _FLOAT), align=4)
 
