@@ -37,8 +37,9 @@ from potluck.gateway.core import GatewayCore
 from potluck.gateway.http.connection_pool import ConnectionPool, EngineCall, EngineConnection
 from potluck.gateway.http.limits import HttpLimits, calm
 from potluck.gateway.http.server import ClientConnection, ClientListener
-from potluck.gateway.serve import AdminServer, SingleWorker, notes_of
+from potluck.gateway.serve import AdminServer, cards_of, worker_beside
 from potluck.gateway.settings import GatewaySettings, ListenAddresses
+from potluck.gateway.workers.worker import WorkerContext
 
 ENGINES = 16
 TOKENS = 64
@@ -108,9 +109,9 @@ class Stage:
         self.core = GatewayCore(resolved, rules, self.calls, engine_list=settings.engines)
         operators = AdminServer(self.core, settings)
         assert self.core.engine_list is not None
-        notes = notes_of(resolved, {}, self.core.engine_list.entries)
-        alone = SingleWorker(self.core, self.calls, operators.meter, settings, notes)
-        self.port = ClientListener(alone._worker.door, HttpLimits())
+        cards = cards_of(resolved, settings, self.core.engine_list.entries)
+        worker = worker_beside(self.core, WorkerContext(settings, rules, cards), self.calls, operators.meter)
+        self.port = ClientListener(worker.door, HttpLimits())
         self.sink = Sink()
         self.visit = ClientConnection(self.port)
 

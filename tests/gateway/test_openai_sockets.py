@@ -29,7 +29,7 @@ from potluck.gateway.http.server import open_port
 from potluck.gateway.openai.handler import ClientHandler
 from potluck.gateway.openai.requests import read_card
 from potluck.gateway.values import AnswerSink, ChoiceRequest
-from potluck.gateway.workers.worker import ModelCardNote
+from potluck.gateway.workers.worker import model_card
 
 ANSWER = "Hello, you there"
 
@@ -263,7 +263,7 @@ def test_shipped_models_are_read_as_the_engine_reads_them(model: str) -> None:
     assert card.context_tokens == config.model.max_context_tokens
     assert card.vocab == config.model.vocab
     assert card.ends == frozenset(config.eos_tokens)
-    acts_as = ModelCardNote(model, 131_072, 0, False, str(folder), pretended=True).card()
+    acts_as = model_card(model, 131_072, 0, False, folder, tokenizer_only=True)
     assert (acts_as.context_tokens, acts_as.vocab) == (131_072, card.vocab), (
         "of its files only the tokenizer counts"
     )

@@ -9,6 +9,7 @@ import os
 import signal
 import time
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -44,7 +45,7 @@ from potluck.gateway.workers.brain_client import (
     WorkerMeterReceiver,
 )
 from potluck.gateway.workers.supervisor import BrainProcessContext, make_post, worker
-from potluck.gateway.workers.worker import ModelCardNote
+from potluck.gateway.workers.worker import WorkerContext, model_card
 from potluck.gateway.workers.worker_pool import WorkerPool
 
 ANSWER = b'{"choices":[{"index":0,"message":{"role":"assistant","content":"hi"}}]}'
@@ -112,12 +113,12 @@ async def until(holds: Any) -> None:
         await asyncio.sleep(0.01)
 
 
-def looked_after(post: BrainProcessContext, count: int) -> int:
+def looked_after(context: WorkerContext, post: BrainProcessContext) -> int:
     """A process that has so many workers forked, and again when they die, until it is killed; its number."""
     pid = os.fork()
     if pid:
         return pid
-    children = [worker(post, place) for place in range(count)]
+    children = [worker(context, post, place) for place in range(context.settings.places.workers)]
     while os.getppid() != 1:
         for child in children:
             child.look(time.monotonic())
@@ -139,12 +140,8 @@ def test_workers_share_the_brain_and_the_limits_and_are_replaced(tmp_path: Path)
         mind, meter = Mind(), Counters()
         upstream = await asyncio.start_server(engine, "127.0.0.1", 0)
         core = center_of(mind, upstream.sockets[0].getsockname()[1])
-        keys = tmp_path / "keys"
-        digest = hashlib.sha256(KEY.encode()).hexdigest()
-        keys.write_text(json.dumps({"name": "one", "sha256": digest, "concurrent": 24}) + "\n")
-        settings = GatewaySettings(places, keys=keys, drain_s=1.0)
-        crew = WorkerPool(core, meter, settings, (ModelCardNote("m", 4096, 0, True, None),), post)
-        url = await crew.start()
+        pool = WorkerPool(core, meter, settings, post)
+        url = await pool.start()
         try:
             served = [(await ask(url, "hello"))[0] for _ in range(30)]
             assert served == [200] * 30
@@ -162,32 +159,36 @@ def test_workers_share_the_brain_and_the_limits_and_are_replaced(tmp_path: Path)
 
             # One dies: its requests are cancelled, those of the other go on, and somebody takes its place. Meanwhile
             # its port is open: whoever comes there waits.
-            seat = crew._seats[0]
+            seat = pool._seats[0]
             os.kill(workers_of(supervisor)[seat.place], signal.SIGKILL)
             waiting = [asyncio.create_task(ask(url, "hello")) for _ in range(10)]
             lost = {request for request, line in owners.items() if line is seat.line}
             await until(lambda: set(mind.requests) >= set(owners) - lost and not set(mind.requests) & lost)
             assert {event.request for event in mind.heard if isinstance(event, RequestCancelled)} >= lost
             assert 0 not in [status for status, _ in await asyncio.gather(*waiting)], "nobody was cut off"
-            await until(lambda: len(crew._seats) == 2)
-            await until(lambda: len(crew._listening) == 2)
+            await until(lambda: len(pool._seats) == 2)
+            await until(lambda: len(pool._listening) == 2)
             await asyncio.sleep(0.3)
             assert [(await ask(url, "hello"))[0] for _ in range(10)] == [200] * 10
             for _, writer in open_ones:
                 writer.close()
         finally:
-            await crew.close(0.1)
+            await pool.close(0.1)
             upstream.close()
 
     async def limited(post: BrainProcessContext, supervisor: int) -> None:
         async with asyncio.timeout(120):
             await run(post, supervisor)
 
-    places = ListenAddresses(port=0, admin_port=0, workers=2)
-    post = asyncio.run(make_post(places))
+    keys = tmp_path / "keys"
+    digest = hashlib.sha256(KEY.encode()).hexdigest()
+    keys.write_text(json.dumps({"name": "one", "sha256": digest, "concurrent": 24}) + "\n")
+    settings = GatewaySettings(ListenAddresses(port=0, admin_port=0, workers=2), keys=keys, drain_s=1.0)
+    context = WorkerContext(settings, Policy(), (partial(model_card, "m", 4096, 0, True, None),))
+    post = asyncio.run(make_post(settings.places))
     home = post.home
     assert home.stat().st_mode & 0o777 == 0o700
-    supervisor = looked_after(post, 2)
+    supervisor = looked_after(context, post)
     try:
         uvloop.run(limited(post, supervisor))
     finally:

@@ -7,7 +7,8 @@ import contextlib
 import signal
 import socket
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 
 from aiohttp import web
@@ -26,14 +27,15 @@ from potluck.gateway.http.limits import allow_open_files, calm
 from potluck.gateway.http.server import bound, url_of
 from potluck.gateway.http.takeover import SocketHandover
 from potluck.gateway.openai.keys import KeyRing
+from potluck.gateway.openai.requests import ModelCard
 from potluck.gateway.operator_state import OperatorState
 from potluck.gateway.page.routes import PageRoutes
 from potluck.gateway.page.snapshot import notices
 from potluck.gateway.page.stream import PageStream
-from potluck.gateway.registry.engine_list import EngineEntry
+from potluck.gateway.registry.engine_list import EngineEntry, EngineListFile
 from potluck.gateway.settings import LOOPBACK, GatewaySettings
-from potluck.gateway.workers.supervisor import FOLLOWED, SERVES, BrainProcessContext, Supervisor, answers_in
-from potluck.gateway.workers.worker import ModelCardNote, Worker, calls_of
+from potluck.gateway.workers.supervisor import FOLLOWED, SERVES, BrainProcessContext, Supervisor
+from potluck.gateway.workers.worker import Worker, WorkerContext, calls_of, model_card
 from potluck.gateway.workers.worker_pool import WorkerPool
 from potluck.runtime.resolved_plan import ResolvedPlan
 
@@ -150,72 +152,46 @@ class AdminServer:
             self._spans.close()
 
 
-def notes_of(
-    resolved: ResolvedPlan,
-    files: Mapping[str, Path],
-    engine_list: tuple[EngineEntry, ...],
-    pretended: bool = False,
-) -> tuple[ModelCardNote, ...]:
-    card_notes = []
+def cards_of(
+    resolved: ResolvedPlan, settings: GatewaySettings, engine_list: tuple[EngineEntry, ...]
+) -> tuple[Callable[[], ModelCard], ...]:
+    cards = []
     for name, model in resolved.models.items():
-        kinds = {entry.kind for entry in engine_list if entry.model in ("", name)}
-        folder = str(files[name].absolute()) if name in files else None
-        plain = kinds == {"openai"}
-        card_notes.append(
-            ModelCardNote(name, model.max_context_tokens, model.vocab, plain, folder, pretended)
-        )
-    return tuple(card_notes)
+        plain = {entry.kind for entry in engine_list if entry.model in ("", name)} == {"openai"}
+        folder, only = settings.files.get(name), settings.pretended
+        cards.append(partial(model_card, name, model.max_context_tokens, model.vocab, plain, folder, only))
+    return tuple(cards)
 
 
-class SingleWorker:
-    def __init__(
-        self,
-        core: GatewayCore,
-        outgoing: ConnectionPool,
-        meter: Counters,
-        settings: GatewaySettings,
-        notes: tuple[ModelCardNote, ...],
-        answers: Path | None = None,
-    ) -> None:
-        self._settings = settings
-        self._worker = Worker(
-            {note.name: note.card() for note in notes},
-            core.registry,
-            outgoing,
-            meter,
-            settings,
-            frozenset(request_class.name for request_class in core.policy.classes),
-            core.policy.shared_prefixes,
-            core.lacking,
-            core.brain_loop.line,
-            answers=answers,
-        )
-        core.registry.on_gone.append(lambda replica: self._worker.dispatcher.gone(replica))
-
-    async def start(self, sockets: Sequence[socket.socket]) -> str:
-        return await self._worker.listen(self._settings, sockets)
-
-    @property
-    def sockets(self) -> list[socket.socket]:
-        return [] if self._worker.port is None else self._worker.port.sockets
-
-    async def close(self, within_s: float, followed: bool) -> None:
-        await self._worker.close(within_s, followed=followed, for_good=not followed)
+def worker_beside(
+    core: GatewayCore,
+    context: WorkerContext,
+    outgoing: ConnectionPool,
+    meter: Counters,
+    answers: Path | None = None,
+) -> Worker:
+    """The one for clients in the Brain's own process."""
+    worker = Worker(
+        context, core.registry, outgoing, meter, core.lacking, core.brain_loop.line, answers=answers
+    )
+    core.registry.on_gone.append(worker.dispatcher.gone)
+    return worker
 
 
 async def serve(
-    resolved: ResolvedPlan, policy: Policy, settings: GatewaySettings, ready: Ready, post: BrainProcessContext
+    resolved: ResolvedPlan, context: WorkerContext, ready: Ready, post: BrainProcessContext
 ) -> None:
     """Serve until a signal says to end; `ready` hears the addresses.
 
     A parent looks after this process, and holds its ports; where the post is for several workers they have processes
     of their own.
     """
+    settings = context.settings
     allow_open_files()
     outgoing = calls_of(settings)
     core = GatewayCore(
         resolved,
-        policy,
+        context.policy,
         outgoing,
         engine_list=settings.engines,
         log=settings.log,
@@ -224,14 +200,11 @@ async def serve(
         plan_version=settings.plan_version,
     )
     operators = AdminServer(core, settings)
-    entries = () if core.engine_list is None else core.engine_list.entries
-    notes = notes_of(resolved, settings.files, entries, settings.pretended)
-    workers: SingleWorker | WorkerPool
+    workers: Worker | WorkerPool
     if settings.places.workers == 1:
-        answers = answers_in(settings, post)
-        workers = SingleWorker(core, outgoing, operators.meter, settings, notes, answers)
+        workers = worker_beside(core, context, outgoing, operators.meter, settings.answers_in(post.home))
     else:
-        workers = WorkerPool(core, operators.meter, settings, notes, post)
+        workers = WorkerPool(core, operators.meter, settings, post)
     stop = asyncio.Event()
     loop = asyncio.get_running_loop()
     for number in (signal.SIGINT, signal.SIGTERM):
@@ -240,7 +213,7 @@ async def serve(
         loop.add_reader(post.life, _parent_is_gone, loop, post, stop, settings.takeover is not None)
     heritage: SocketHandover | None = None
     try:
-        if isinstance(workers, SingleWorker):
+        if isinstance(workers, Worker):
             url, admin, heritage = await _succeed(core, workers, operators, settings, post, stop)
         else:
             url, admin = await workers.start(), await operators.listen(post.operators)
@@ -258,10 +231,7 @@ async def serve(
             heritage.close()
         if followed:
             await operators.leave()
-        if isinstance(workers, SingleWorker):
-            await workers.close(HANDED_S if followed else settings.drain_s, followed)
-        else:
-            await workers.close(settings.drain_s)
+        await workers.close(HANDED_S if followed else settings.drain_s, followed)
         await core.close()
         await operators.close(followed)
         await outgoing.close()
@@ -282,7 +252,7 @@ def _memory(settings: GatewaySettings, post: BrainProcessContext) -> OperatorSta
 
 async def _succeed(
     core: GatewayCore,
-    workers: SingleWorker,
+    worker: Worker,
     operators: AdminServer,
     settings: GatewaySettings,
     post: BrainProcessContext,
@@ -299,13 +269,13 @@ async def _succeed(
             async with asyncio.timeout(KNOWN_S if taken is not None else MET_S if post.again else 0.0):
                 while any(map(core.lacking, core.replica_models.resolved.models)):
                     await asyncio.sleep(LOOK_S)
-    url = await workers.start(post.clients[0])
+    url = await worker.listen(post.clients[0])
     admin = await operators.listen(post.operators)
     heritage = None
     if settings.takeover is not None:
         marks = core.cordons
         heritage = SocketHandover(
-            settings.takeover, workers.sockets, operators.sockets, stop.set, lambda: marks.marks
+            settings.takeover, post.clients[0], operators.sockets, stop.set, lambda: marks.marks
         )
     if taken is not None:
         taken.serving()
@@ -325,12 +295,15 @@ def _parent_is_gone(
 def serve_forever(resolved: ResolvedPlan, policy: Policy, settings: GatewaySettings, ready: Ready) -> None:
     import uvloop
 
-    def brain_loop(post: BrainProcessContext) -> None:
+    engine_list = () if settings.engines is None else EngineListFile(settings.engines).entries
+    context = WorkerContext(settings, policy, cards_of(resolved, settings, engine_list))
+
+    def brain(post: BrainProcessContext) -> None:
         def said(url: str, admin: str) -> None:
             if not post.again:
                 ready(url, admin)
 
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-            runner.run(serve(resolved, policy, settings, said, post))
+            runner.run(serve(resolved, context, said, post))
 
-    Supervisor(settings.places, brain_loop, settings.takeover).run()
+    Supervisor(context, brain).run()

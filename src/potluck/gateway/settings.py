@@ -51,3 +51,6 @@ class GatewaySettings:
     """A directory that outlives the gateway: which engines there are, and answers for whoever asks again."""
     takeover: Path | None = None
     """Where a gateway hands its ports to the next one, or gets them from the one before."""
+
+    def answers_in(self, home: Path) -> Path:
+        return (self.state or home) / "answers"

@@ -123,7 +123,7 @@ Codecs = dict[tuple[str, str, str], str]
 PATIENT = (FirstToken, SegmentComputed, SegmentDone, RequestFinished)
 """What the Brain learns from, and may learn a few milliseconds later."""
 EVENT, ACTIONS, ENDPOINTS, REASONS, GONE = "e", "a", "d", "r", "g"
-SETUP, READY, HELLO, CLOSE = "s", "l", "h", "c"
+START, READY, HELLO, CLOSE = "s", "l", "h", "c"
 COUNTS, USED, SPAN = "t", "u", "o"
 LASTING = frozenset({COUNTS, USED, SPAN})
 """What another Brain is told if one dies before it can be."""

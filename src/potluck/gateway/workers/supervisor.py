@@ -32,8 +32,9 @@ from potluck.core.errors import PotluckError
 from potluck.gateway.http.limits import calm
 from potluck.gateway.http.server import bound
 from potluck.gateway.http.takeover import InheritedSockets, inherited, take_over
-from potluck.gateway.settings import GatewaySettings, ListenAddresses
+from potluck.gateway.settings import ListenAddresses
 from potluck.gateway.workers import worker_process
+from potluck.gateway.workers.worker import WorkerContext
 
 AGAIN_S = (0.0, 0.2, 1.0)
 """Before one is started again that did not come to serve: the longer, the more often."""
@@ -60,18 +61,10 @@ class BrainProcessContext:
     tell: Callable[[bytes], None] = lambda said: None
     """In a child: the parent hears it."""
 
-    @property
-    def path(self) -> str:
-        return str(self.home / "brain")
-
     def close(self) -> None:
         for operator in (self.brain_loop, *self.operators, *(item for held in self.clients for item in held)):
             operator.close()
         shutil.rmtree(self.home, ignore_errors=True)
-
-
-def answers_in(settings: GatewaySettings, post: BrainProcessContext) -> Path:
-    return (settings.state or post.home) / "answers"
 
 
 async def make_post(places: ListenAddresses, takeover: Path | None = None) -> BrainProcessContext:
@@ -90,7 +83,7 @@ async def make_post(places: ListenAddresses, takeover: Path | None = None) -> Br
         clients.append(mine)
     home = Path(tempfile.mkdtemp(prefix="potluck-"))
     brain_loop = socket.socket(socket.AF_UNIX)
-    brain_loop.bind(str(home / "brain"))
+    brain_loop.bind(str(home / worker_process.BRAIN))
     brain_loop.listen(BACKLOG)
     return BrainProcessContext(home, brain_loop, clients, operators, taken=taken)
 
@@ -174,30 +167,33 @@ class SupervisedProcess:
 
 
 def worker(
-    post: BrainProcessContext, place: int, first: Callable[[], None] = lambda: None
+    context: WorkerContext,
+    post: BrainProcessContext,
+    place: int,
+    first: Callable[[], None] = lambda: None,
 ) -> SupervisedProcess:
     def run(tell: Callable[[bytes], None]) -> None:
         first()
-        worker_process.run(post.path, place, post.clients[place], lambda: tell(SERVES))
+        worker_process.run(context, post.home, place, post.clients[place], lambda: tell(SERVES))
 
     return SupervisedProcess(f"{worker_process.__name__} {place}", run)
 
 
-Desk = Callable[[BrainProcessContext], None]
-
-
 class Supervisor:
-    def __init__(self, places: ListenAddresses, brain_loop: Desk, takeover: Path | None = None) -> None:
-        self._post = asyncio.run(make_post(places, takeover))
+    def __init__(self, context: WorkerContext, brain: Callable[[BrainProcessContext], None]) -> None:
+        places = context.settings.places
+        self._post = asyncio.run(make_post(places, context.settings.takeover))
         self._post.life, self._alive = os.pipe()
-        self._run_brain = brain_loop
+        self._run_brain = brain
         self._stopping = False
         self._brain = SupervisedProcess(
             "potluck-gateway" if places.workers == 1 else "potluck-gateway-brain", self._be_brain
         )
         self._workers: list[SupervisedProcess] = []
         if places.workers > 1:
-            self._workers = [worker(self._post, place, self._forked) for place in range(places.workers)]
+            self._workers = [
+                worker(context, self._post, place, self._forked) for place in range(places.workers)
+            ]
 
     def _forked(self) -> None:
         """In a child: only the parent keeps the end of the pipe by which it is known to live."""

@@ -1,19 +1,17 @@
-"""What a process for clients has: a driver, a door, a port."""
+"""What a process for clients has: a dispatcher, a handler, a port."""
 
 from __future__ import annotations
 
 import asyncio
-import json
 import socket
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from potluck.api.http import client_tls, server_tls
-from potluck.core.codec import decode, encode
 from potluck.core.state.actions import Action
-from potluck.core.values.service import PrefixSharing
+from potluck.core.state.policy import Policy
 from potluck.gateway.admin.counters import Counters
 from potluck.gateway.core import Act
 from potluck.gateway.dispatch.dispatcher import BrainClient, Dispatcher
@@ -24,28 +22,35 @@ from potluck.gateway.openai.kept_answers import KeptAnswers
 from potluck.gateway.openai.keys import KeyRing, SharedUse
 from potluck.gateway.openai.requests import ModelCard, read_card
 from potluck.gateway.registry.directory import ReplicaDirectory
-from potluck.gateway.settings import GatewaySettings, ListenAddresses
+from potluck.gateway.settings import GatewaySettings
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerContext:
+    """What every process for clients is set up with; those beside the Brain's get it by being forked."""
+
+    settings: GatewaySettings
+    policy: Policy
+    cards: tuple[Callable[[], ModelCard], ...]
+    """Made in the process itself: tokenizers have threads."""
 
 
 class Worker:
     def __init__(
         self,
-        cards: Mapping[str, ModelCard],
+        context: WorkerContext,
         directory: ReplicaDirectory,
         outgoing: ConnectionPool,
         meter: Counters,
-        settings: GatewaySettings,
-        classes: frozenset[str],
-        sharing: tuple[PrefixSharing, ...],
         ready: Callable[[str], str],
         connect: Callable[[Act], BrainClient],
-        *,
-        shared_use: SharedUse | None = None,
         answers: Path | None = None,
+        shared_use: SharedUse | None = None,
     ) -> None:
-        """`connect` makes the line to the Brain from what the Brain's orders go to. With other workers beside it, all
-        have a `shared_use` for their keys' limits. In `answers` they lie for whoever asks again."""
+        """`connect` makes the line to the Brain from what the Brain's orders go to. `answers` are kept there for
+        whoever asks again. Workers beside others share their keys' limits."""
         loop = asyncio.get_running_loop()
+        settings, policy = context.settings, context.policy
         line = connect(_too_early)
         self.dispatcher = Dispatcher(line, directory, outgoing, time.monotonic, loop.call_later, meter)
         line.act = self.dispatcher.act
@@ -60,30 +65,37 @@ class Worker:
                 gateways=settings.gateways,
             )
         self.door = ClientHandler(
-            cards,
+            {card.name: card for card in [make() for make in context.cards]},
             self.dispatcher,
             meter,
             keys=self.keys,
-            settings=HandlerSettings(classes=classes, secret=settings.secret, sharing=sharing),
+            settings=HandlerSettings(
+                frozenset(request_class.name for request_class in policy.classes),
+                settings.secret,
+                policy.shared_prefixes,
+            ),
             ready=ready,
             directory=directory,
             repeats=None if answers is None else KeptAnswers(answers, loop.call_later),
         )
         self.port: ClientListener | None = None
+        self._settings = settings
 
-    async def listen(self, settings: GatewaySettings, sockets: Sequence[socket.socket] = ()) -> str:
-        places = settings.places
-        tls = None if settings.tls is None else server_tls(*settings.tls)
+    async def listen(self, sockets: Sequence[socket.socket] = ()) -> str:
+        places = self._settings.places
+        tls = None if self._settings.tls is None else server_tls(*self._settings.tls)
         self.port = await open_port(self.door, places.host, places.port, tls=tls, taken=sockets)
         return self.port.address
 
-    async def close(self, within_s: float, *, followed: bool = False, for_good: bool = False) -> None:
-        """Nothing new is taken; what is open may end. Where a successor has the port, what comes by connections that
-        were made before is answered too: their clients need not know."""
+    async def close(self, within_s: float, followed: bool = False, *, for_good: bool | None = None) -> None:
+        """Nothing new is taken; what is open may end. Where a successor has the port (`followed`), what comes by
+        connections that were made before is answered too."""
         if not followed:
             self.door.closing = "the gateway is shutting down; try again"
         if self.port is not None:
-            await self.port.close(within_s, gently=followed, for_good=for_good)
+            await self.port.close(
+                within_s, gently=followed, for_good=not followed if for_good is None else for_good
+            )
         self.door.close()
 
 
@@ -93,76 +105,15 @@ def calls_of(settings: GatewaySettings) -> ConnectionPool:
     return ConnectionPool(tls=None if named is None else client_tls(named, "--engine-ca"))
 
 
-@dataclass(frozen=True, slots=True)
-class ModelCardNote:
-    name: str
-    context_tokens: int
-    vocab: int
-    plain: bool
-    folder: str | None
-    pretended: bool = False
-    """Engines act as a larger model than the files are of, and answer as long requests as that would."""
-
-    def card(self) -> ModelCard:
-        created_s = int(time.time())
-        if self.folder is not None:
-            context = self.context_tokens if self.pretended else 0
-            return read_card(
-                self.name, self.folder, context_tokens=context, plain=self.plain, created_s=created_s
-            )
-        return ModelCard(
-            self.name, self.context_tokens, plain=self.plain, vocab=self.vocab, created_s=created_s
-        )
-
-
-@dataclass(frozen=True, slots=True)
-class WorkerSetup:
-    place: int
-    workers: int
-    host: str
-    port: int
-    cards: tuple[ModelCardNote, ...]
-    classes: tuple[str, ...]
-    sharing: tuple[PrefixSharing, ...]
-    keys: str | None
-    certificate: str | None
-    key: str | None
-    engine_ca: str | None
-    secret: str
-    shared_use: str
-    start_s: float
-    """When the Brain's time began, by the monotonic clock."""
-    drain_s: float
-    gateways: int
-    spans: bool
-    usage: str | None = None
-    """Where records of use are written."""
-    answers: str | None = None
-
-    def text(self) -> str:
-        return json.dumps(encode(self))
-
-    @property
-    def settings(self) -> GatewaySettings:
-        tls = None
-        if self.certificate is not None and self.key is not None:
-            tls = (Path(self.certificate), Path(self.key))
-        keys = None if self.keys is None else Path(self.keys)
-        secret = bytes.fromhex(self.secret)
-        engine_ca = None if self.engine_ca is None else Path(self.engine_ca)
-        return GatewaySettings(
-            ListenAddresses(self.host, self.port),
-            keys=keys,
-            tls=tls,
-            engine_ca=engine_ca,
-            secret=secret,
-            drain_s=self.drain_s,
-            gateways=self.gateways,
-        )
-
-
-def setup_of(text: str) -> WorkerSetup:
-    return decode(WorkerSetup, json.loads(text), "setup")
+def model_card(
+    name: str, context_tokens: int, vocab: int, plain: bool, folder: Path | None, tokenizer_only: bool = False
+) -> ModelCard:
+    """`tokenizer_only`: engines act as a larger model than the files are of, and take as long requests as that."""
+    now_s = int(time.time())
+    if folder is None:
+        return ModelCard(name, context_tokens, plain=plain, vocab=vocab, created_s=now_s)
+    context_tokens = context_tokens if tokenizer_only else 0
+    return read_card(name, folder, context_tokens=context_tokens, plain=plain, created_s=now_s)
 
 
 def _too_early(actions: Sequence[Action]) -> None:

@@ -18,8 +18,7 @@ from potluck.gateway.core import GatewayCore
 from potluck.gateway.settings import GatewaySettings
 from potluck.gateway.workers import brain_client
 from potluck.gateway.workers.brain_client import WorkerChannel, WorkerMeterReceiver
-from potluck.gateway.workers.supervisor import BrainProcessContext, answers_in
-from potluck.gateway.workers.worker import ModelCardNote, WorkerSetup
+from potluck.gateway.workers.supervisor import BrainProcessContext
 
 START_S = 60.0
 
@@ -58,13 +57,10 @@ class WorkerPool:
         core: GatewayCore,
         meter: Counters,
         settings: GatewaySettings,
-        cards: tuple[ModelCardNote, ...],
         post: BrainProcessContext,
     ) -> None:
         self.core, self.meter = core, meter
-        self._settings, self._cards = settings, cards
         self._count = settings.places.workers
-        self._secret = settings.secret.hex()
         self._post = post
         self._seats: list[WorkerSlot] = []
         self._listening: dict[int, str] = {}
@@ -91,7 +87,7 @@ class WorkerPool:
             raise PotluckError(f"workers did not start within {START_S:g} s; the log says why") from None
         return self._listening[0]
 
-    async def close(self, within_s: float) -> None:
+    async def close(self, within_s: float, followed: bool = False) -> None:
         self._closing = True
         for seat in self._seats:
             seat.channel.send(brain_client.CLOSE, "")
@@ -105,7 +101,7 @@ class WorkerPool:
 
     def joined(self, seat: WorkerSlot) -> None:
         self._seats.append(seat)
-        seat.channel.send(brain_client.SETUP, self._setup(seat.place).text())
+        seat.channel.send(brain_client.START, repr(self.core.brain_loop.start_s))
         seat.channel.send(brain_client.ENDPOINTS, self._endpoints())
         seat.channel.send(brain_client.REASONS, self._lacking())
         if self._closing:
@@ -123,31 +119,6 @@ class WorkerPool:
                 self._none.set()
 
     # What they must know.
-
-    def _setup(self, place: int) -> WorkerSetup:
-        settings = self._settings
-        certificate, key = settings.tls or (None, None)
-        return WorkerSetup(
-            place,
-            self._count,
-            settings.places.host,
-            int(self._post.clients[0][0].getsockname()[1]),
-            self._cards,
-            tuple(request_class.name for request_class in self.core.policy.classes),
-            self.core.policy.shared_prefixes,
-            None if settings.keys is None else str(settings.keys.absolute()),
-            None if certificate is None else str(certificate.absolute()),
-            None if key is None else str(key.absolute()),
-            None if settings.engine_ca is None else str(settings.engine_ca.absolute()),
-            self._secret,
-            str(self._post.home / "slate"),
-            self.core.brain_loop.start_s,
-            settings.drain_s,
-            settings.gateways,
-            settings.otlp is not None,
-            None if settings.usage is None else str(settings.usage.absolute()),
-            str(answers_in(settings, self._post).absolute()),
-        )
 
     def _endpoints(self) -> str:
         codecs = {key: self.core.codec(*key) for key in self.core.replica_models.codecs}

@@ -27,19 +27,21 @@ from potluck.gateway.workers.brain_client import (
     WorkerChannel,
     WorkerMeter,
 )
-from potluck.gateway.workers.worker import Worker, WorkerSetup, calls_of, setup_of
+from potluck.gateway.workers.worker import Worker, WorkerContext, calls_of
 
 FLUSH_S = 0.25
 LONELY_S = 10.0
 """How long another Brain is waited for."""
 ORPHAN_S = 5.0
 RETRY_S = 0.02
+BRAIN = "brain"
+"""The socket of the Brain's process, in the gateway's folder."""
 
 log = logging.getLogger(__name__)
 
 
 class WorkerProcess:
-    def __init__(self, path: str, place: int) -> None:
+    def __init__(self, path: Path, place: int) -> None:
         self._path, self._place = path, place
         self._loop = asyncio.get_running_loop()
         self.channel = WorkerChannel(self.heard, self.gone, brain_client.LASTING)
@@ -48,7 +50,8 @@ class WorkerProcess:
         self._joining: asyncio.Task[None] | None = None
         self.directory = RemoteDirectory()
         self.reasons: dict[str, str] = {}
-        self.setup: asyncio.Future[WorkerSetup] = self._loop.create_future()
+        self.start_s: asyncio.Future[float] = self._loop.create_future()
+        """When the Brain's time began, by the monotonic clock."""
         self.ending: asyncio.Future[bool] = self._loop.create_future()
         """True: in order; False: the Brain is gone."""
         self.worker: Worker | None = None
@@ -66,11 +69,11 @@ class WorkerProcess:
         elif letter == brain_client.GONE:
             if self.worker is not None:
                 self.worker.dispatcher.gone(json.loads(text))
-        elif letter == brain_client.SETUP:
-            if self.setup.done():
-                self._joined(setup_of(text))
+        elif letter == brain_client.START:
+            if self.start_s.done():
+                self._joined(float(text))
             else:
-                self.setup.set_result(setup_of(text))
+                self.start_s.set_result(float(text))
         elif letter == brain_client.CLOSE:
             self._end(True)
 
@@ -85,7 +88,7 @@ class WorkerProcess:
             self._joining = self._loop.create_task(self._join())
 
     async def join(self) -> None:
-        await self._loop.create_unix_connection(lambda: self.channel, self._path)
+        await self._loop.create_unix_connection(lambda: self.channel, str(self._path))
         self.channel.send(brain_client.HELLO, str(self._place))
 
     async def _join(self) -> None:
@@ -102,17 +105,17 @@ class WorkerProcess:
             log.error("the Brain is gone, and no other came")
             self._end(False)
 
-    def _joined(self, setup: WorkerSetup) -> None:
+    def _joined(self, start_s: float) -> None:
         line, worker = self.line, self.worker
         assert line is not None
         assert worker is not None
-        if setup.start_s == line.start_s:
+        if start_s == line.start_s:
             log.error("the Brain lost this worker, and took its requests for cancelled")
             self._end(False)
             return
         if self.meter is not None:
             self.meter.renew()
-        line.start_s, line.joined = setup.start_s, True
+        line.start_s, line.joined = start_s, True
         line.untold = set(worker.dispatcher.names())
         line.waiting = self._soon
         self.tell_anew()
@@ -142,53 +145,51 @@ class WorkerProcess:
     def _end(self, told: bool) -> None:
         if not self.ending.done():
             self.ending.set_result(told)
-        if not self.setup.done():
-            self.setup.cancel()
+        if not self.start_s.done():
+            self.start_s.cancel()
 
     def connect(self, act: Act) -> RemoteBrainClient:
-        self.line = RemoteBrainClient(self.channel, self.setup.result().start_s, act)
+        self.line = RemoteBrainClient(self.channel, self.start_s.result(), act)
         return self.line
 
     def lacking(self, model: str) -> str:
         return self.reasons.get(model, "")
 
 
-async def work(path: str, place: int, sockets: Sequence[socket.socket], serves: Callable[[], None]) -> None:
-    loop = asyncio.get_running_loop()
+async def work(
+    context: WorkerContext,
+    home: Path,
+    place: int,
+    sockets: Sequence[socket.socket],
+    serves: Callable[[], None],
+) -> None:
+    loop, settings = asyncio.get_running_loop(), context.settings
     for number in (signal.SIGINT, signal.SIGTERM):
         loop.add_signal_handler(number, lambda: None)  # The Brain's process says when to end.
     allow_open_files()
-    process = WorkerProcess(path, place)
-    channel = process.channel
+    process = WorkerProcess(home / BRAIN, place)
+    channel, directory = process.channel, process.directory
     await process.join()
-    setup = await process.setup
-    usage = None if setup.usage is None else UsageFile(setup.usage, time.time)
-    process.meter = meter = WorkerMeter(channel, process.directory.region_of, spans=setup.spans, usage=usage)
-    settings = setup.settings
+    await process.start_s
+    usage = None if settings.usage is None else UsageFile(settings.usage, time.time)
+    spans = settings.otlp is not None
+    process.meter = meter = WorkerMeter(channel, directory.region_of, spans=spans, usage=usage)
     outgoing = calls_of(settings)
+    shared_use = SharedUse(home / "quotas", place, settings.places.workers)
+    answers = settings.answers_in(home)
     worker = process.worker = Worker(
-        {note.name: note.card() for note in setup.cards},
-        process.directory,
-        outgoing,
-        meter,
-        settings,
-        frozenset(setup.classes),
-        setup.sharing,
-        process.lacking,
-        process.connect,
-        shared_use=SharedUse(setup.shared_use, setup.place, setup.workers),
-        answers=None if setup.answers is None else Path(setup.answers),
+        context, directory, outgoing, meter, process.lacking, process.connect, answers, shared_use
     )
     flushing = loop.create_task(_flush(meter))
     try:
-        process.url = await worker.listen(settings, sockets)
+        process.url = await worker.listen(sockets)
         channel.send(brain_client.READY, process.url)
         serves()
         calm()
         in_order = await process.ending
     finally:
         flushing.cancel()
-    within_s = setup.drain_s if in_order else min(setup.drain_s, ORPHAN_S)
+    within_s = settings.drain_s if in_order else min(settings.drain_s, ORPHAN_S)
     await worker.close(within_s, for_good=in_order)
     meter.flush()
     if usage is not None:
@@ -203,8 +204,14 @@ async def _flush(meter: WorkerMeter) -> None:
         meter.flush()
 
 
-def run(path: str, place: int, sockets: Sequence[socket.socket], serves: Callable[[], None]) -> None:
+def run(
+    context: WorkerContext,
+    home: Path,
+    place: int,
+    sockets: Sequence[socket.socket],
+    serves: Callable[[], None],
+) -> None:
     import uvloop
 
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        runner.run(work(path, place, sockets, serves))
+        runner.run(work(context, home, place, sockets, serves))
