@@ -89,7 +89,7 @@ class Bench(ConnectionPool):
         super().__init__()
         self.waiting: list[EngineConnection] = []
 
-    def _open(self, call: EngineCall) -> None:
+    def open(self, call: EngineCall) -> None:
         call.fresh = True
         wire = EngineConnection(self, call.address)
         wire.connection_made(cast(asyncio.Transport, Answering(wire, self.waiting)))

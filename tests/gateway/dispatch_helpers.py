@@ -296,7 +296,6 @@ class Fleet:
         listener: ResponseListener,
         *,
         headers: Iterable[tuple[bytes, bytes]] = (),
-        silence_s: float = 60.0,
     ) -> Call:
         replica = next(
             endpoint.replica for endpoint in self.endpoints.values() if endpoint.address == address

@@ -1,4 +1,4 @@
-"""Requests to engines: connections kept, stale ones, silence, and what is told of each failure."""
+"""Requests to engines: connections kept, stale ones, and what is told of each failure."""
 
 from __future__ import annotations
 
@@ -190,35 +190,6 @@ def test_what_an_engine_says(said: bytes, heard: bytes, why: str) -> None:
     engine(talk, work)
 
 
-def test_silence_is_noticed_before_and_in_an_answer_and_not_while_we_rest() -> None:
-    async def talk(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        path = (await request(reader)).split(b" ")[1]
-        if path == b"/slow":
-            for _ in range(8):
-                writer.write(b"HTTP/1.1 200 OK\r\n\r\n" if _ == 0 else b"x")
-                await asyncio.sleep(0.05)
-            return
-        if path == b"/half":
-            writer.write(b"HTTP/1.1 200 OK\r\n\r\nx")
-        await reader.read(-1)
-
-    async def work(calls: ConnectionPool, address: Address) -> None:
-        slow, half, mute, rests = Ear(), Ear(), Ear(), Ear()
-        calls.send(address, b"GET", b"/slow", b"", slow, silence_s=0.2)
-        calls.send(address, b"GET", b"/half", b"", half, silence_s=0.2)
-        calls.send(address, b"GET", b"/mute", b"", mute, silence_s=0.2)
-        calls.send(address, b"GET", b"/mute", b"", rests, silence_s=0.2).pause()
-        for ear in (slow, half, mute):
-            await ear.ended.wait()
-        assert (slow.why, slow.heard) == ("", b"x" * 7)
-        assert half.heard == b"x"
-        assert "said nothing for 0.2 s" in half.why
-        assert "said nothing for 0.2 s" in mute.why
-        assert not rests.ended.is_set()
-
-    engine(talk, work)
-
-
 def test_cancelling_closes_the_connection_and_nobody_hears() -> None:
     ended = asyncio.Event()
 
@@ -348,8 +319,6 @@ def test_an_answer_of_garbage_is_refused_or_awaited(data: bytes) -> None:
 
 
 def test_nothing_of_a_request_is_kept_when_it_was_answered() -> None:
-    """Silence is watched for by connection: a body must not wait in memory until its time would have been up."""
-
     async def talk(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         while True:
             await request(reader)
@@ -359,34 +328,8 @@ def test_nothing_of_a_request_is_kept_when_it_was_answered() -> None:
         gc.collect()  # What other tests left is not this one's.
         for _ in range(20):
             ear = Ear()
-            calls.send(address, b"POST", b"/", b"x" * 1000, ear, silence_s=600)
+            calls.send(address, b"POST", b"/", b"x" * 1000, ear)
             await ear.ended.wait()
         assert not [item for item in gc.get_objects() if type(item) is EngineCall]
-        assert sum(len(slot) for slot in calls.wheel._slots.values()) == 1
 
     engine(talk, work)
-
-
-def test_a_short_patience_counts_on_a_connection_that_was_watched_for_long() -> None:
-    asked: list[bytes] = []
-
-    async def talk(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        for _ in range(2):
-            asked.append(await request(reader))
-            writer.write(OK)
-        asked.append(await request(reader))
-        await reader.read()
-
-    async def work(calls: ConnectionPool, address: Address) -> None:
-        for silence_s in (600, 60):
-            ear = Ear()
-            calls.send(address, b"POST", b"/", b"", ear, silence_s=silence_s)
-            await ear.ended.wait()
-            assert ear.status == 200
-        ear = Ear()
-        calls.send(address, b"POST", b"/", b"", ear, silence_s=0.2)
-        await ear.ended.wait()
-        assert "said nothing for 0.2 s" in ear.why
-
-    engine(talk, work)
-    assert len(asked) == 3

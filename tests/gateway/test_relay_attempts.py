@@ -19,6 +19,7 @@ from potluck.core.state.events import (
 )
 from potluck.core.values.route import aggregated
 from potluck.gateway.dispatch import relay_attempt
+from potluck.gateway.dispatch.active_request import BACKSTOP_S
 from potluck.gateway.dispatch.dispatcher import Dispatcher
 from potluck.gateway.registry.engine_list import read_roster
 from potluck.gateway.values import ChoiceRequest
@@ -466,3 +467,14 @@ def test_the_roster_says_who_takes_salts() -> None:
     assert flags(", token_ids: true, cache_salt: false") == (True, False)
     with pytest.raises(FormatError, match="cache_salt"):
         flags(", cache_salt: yes please")
+
+
+def test_a_whole_answer_that_never_comes_is_given_up_unless_its_reader_rests() -> None:
+    stage, what = plain("x", "y"), wanted(stream=False)
+    stage.begin(what, aggregated("x"))
+    stage.begin(what._replace(id="other"), aggregated("y"))
+    stage.dispatcher.room("other", False)
+    stage.clock.pass_s(BACKSTOP_S - 1)
+    before = len(stage.news)
+    stage.clock.pass_s(2)
+    assert stage.news[before:] == [AttemptFailed("r", 0, "replica", "x", 0)]

@@ -64,6 +64,8 @@ ALONE = 5.0
 GONE_S = 1.0
 HEARD_S, GAPS = 0.5, 3.0
 HANDOVER_S = 60.0
+BACKSTOP_S = 600.0
+"""After which silence counts even where nothing is owed: a whole answer, a wait for KV."""
 START_GAP_S, START_TOKEN_S = 0.2, 2e-3
 RECENT = 16
 """What was observed lately counts as much as so many observations."""
@@ -73,6 +75,7 @@ class AwaitingReply(ABC):
     pulse: EnginePulse | None = None
     owes = False
     flows = False
+    paused = False
     since_s = 0.0
     """Since when it owes, or last was read again."""
     heard_s = 0.0
@@ -96,8 +99,8 @@ class AwaitingReply(ABC):
         self.owes = True
         self.since_s = self.heard_s = now_s
 
-    def rest(self) -> None:
-        self.owes = False
+    def rest(self, paused: bool = False) -> None:
+        self.owes, self.paused = False, paused
 
     def hear(self, now_s: float) -> None:
         pulse = self.pulse
@@ -217,8 +220,10 @@ class SilenceMonitor:
             if now_s - awaiting_reply.heard_s > alone_s:
                 _stall([awaiting_reply], "timeout")
         for debtor in debtors:
-            if now_s > debtor.until_s and debtor.pulse is pulse:
+            if debtor.pulse is pulse and now_s > debtor.until_s:
                 debtor.undelivered()
+            elif not debtor.paused and now_s - debtor.heard_s > BACKSTOP_S:
+                _stall([debtor], "replica")
 
 
 def _stall(debtors: list[AwaitingReply], kind: FailureKind) -> None:

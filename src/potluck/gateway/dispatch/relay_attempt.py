@@ -176,7 +176,6 @@ def _chat_logs(logs: dict[str, Any]) -> dict[str, Any]:
     return {"content": content}
 
 
-SILENCE_S = 600.0
 MOST_BYTES = 64 << 20
 """Of an answer that is not streamed, and of one event."""
 CLIENTS_FAULT = frozenset(range(400, 500)) - {401, 403, 404, 408, 429}
@@ -252,9 +251,7 @@ class RelayAttempt(RunningAttempt, AwaitingReply):
         headers: tuple[tuple[bytes, bytes], ...] = (JSON, (b"x-request-id", asked.id.encode()))
         if endpoint.key:
             headers += ((b"authorization", b"Bearer " + endpoint.key.encode()),)
-        call = self._context.pool.send(
-            endpoint.address, b"POST", path, body, self, headers=headers, silence_s=SILENCE_S
-        )
+        call = self._context.pool.send(endpoint.address, b"POST", path, body, self, headers=headers)
         if self._over:
             call.cancel()
         else:
@@ -270,11 +267,13 @@ class RelayAttempt(RunningAttempt, AwaitingReply):
     def pause(self) -> None:
         if self._call is not None:
             self._call.pause()
-            self.rest()
+            self.rest(paused=True)
 
     def resume(self) -> None:
         if self._call is not None:
             self._call.resume()
+            self.paused = False
+            self.heard_s = self._now_s()
             if self._request.asked.stream:
                 self.expect(self._now_s())
 
@@ -293,6 +292,7 @@ class RelayAttempt(RunningAttempt, AwaitingReply):
             return
         if not self._streams:
             self._size += len(data)
+            self.heard_s = self._now_s()
             if self._size > MOST_BYTES:
                 self._lied("an answer without an end")
             else:

@@ -48,8 +48,6 @@ from potluck.gateway.http.parser import Headers
 from potluck.gateway.values import ChoiceRequest, Endpoint, TokenCounts
 
 GRACE_S = 0.25
-BACKSTOP_S = 300.0
-"""Silence after which a connection is given up whatever the watch thinks; longer than all its limits."""
 GIVEN_UP = "given up"
 JSON = (b"content-type", b"application/json")
 SEGMENTS = b"/segments"
@@ -485,9 +483,7 @@ class SegmentAttempt(RunningAttempt):
         headers = [JSON]
         if endpoint.key:
             headers.append((b"authorization", b"Bearer " + endpoint.key.encode()))
-        call = self._context.pool.send(
-            endpoint.address, b"POST", SEGMENTS, body, hop, headers=headers, silence_s=BACKSTOP_S
-        )
+        call = self._context.pool.send(endpoint.address, b"POST", SEGMENTS, body, hop, headers=headers)
         if self._over:
             call.cancel()
         else:
@@ -503,12 +499,14 @@ class SegmentAttempt(RunningAttempt):
         hop, self._paused = self._hops[-1], True
         if hop.call is not None and not hop.over:
             hop.call.pause()
-            hop.rest()
+            hop.rest(paused=True)
 
     def resume(self) -> None:
         hop, self._paused = self._hops[-1], False
         if hop.call is not None and not hop.over:
             hop.call.resume()
+            hop.paused = False
+            hop.heard_s = self.now_s()
             if self._streams or all(item.over for item in self._hops[:-1]):
                 hop.expect(self.now_s())
 

@@ -2,7 +2,7 @@
 
 The connection used last is used next, so that those too many fall idle and are closed. An idle one is closed before
 the engine would do it (uvicorn waits 5 s); should it have been quicker all the same, the request goes once more over
-a new one.
+a new one. Silence is noticed by whoever waits.
 """
 
 from __future__ import annotations
@@ -20,76 +20,12 @@ from potluck.gateway.http.limits import SHARE_OF_FILES, open_files
 from potluck.gateway.http.parser import Headers, ResponseReader
 from potluck.gateway.values import Address
 
-TICK_S = 0.05
 STALE_S = 1.0
 """A kept connection that the engine had closed already shows so at once; one that fails later was a failure."""
 CONNECT_S = 5.0
 IDLE_S = 4.0
 SWEEP_S = 1.0
 log = logging.getLogger(__name__)
-
-
-class TimerWheel:
-    """Silence, noticed at the cost of one timer for all.
-
-    A connection is put into the slot of the moment at which it would be silent for too long. When that comes, those
-    that were heard in between move on to their next slot: hearing something costs one assignment. Time in which the
-    event loop itself stood still does not count: what came meanwhile has not been read yet.
-    """
-
-    def __init__(self) -> None:
-        self.now_s = 0.0
-        """Time in which there was somebody to listen."""
-        self._slots: dict[int, list[EngineConnection]] = {}
-        self._slot = 0
-        self._ticked_s = 0.0
-        self._timer: asyncio.TimerHandle | None = None
-
-    def watch(self, watched: EngineConnection) -> None:
-        """From now on, as long as something is awaited of it. Need not be called for one whose slot comes in time."""
-        watched.heard_s = self.now_s
-        self._put(watched)
-
-    def close(self) -> None:
-        if self._timer is not None:
-            self._timer.cancel()
-            self._timer = None
-        self._slots.clear()
-
-    def _put(self, watched: EngineConnection) -> None:
-        if self._timer is None:
-            self._ticked_s = time.monotonic()
-            self._timer = asyncio.get_running_loop().call_later(TICK_S, self._tick)
-        slot = max(int((watched.heard_s + watched.silence_s) / TICK_S) + 1, self._slot + 1)
-        watched.slot = slot
-        self._slots.setdefault(slot, []).append(watched)
-
-    def _tick(self) -> None:
-        now_s = time.monotonic()
-        self.now_s += min(now_s - self._ticked_s, 2 * TICK_S)
-        self._ticked_s = now_s
-        last = int(self.now_s / TICK_S)
-        while self._slot < last:
-            self._slot += 1
-            for watched in self._slots.pop(self._slot, ()):
-                if watched.slot == self._slot:  # else it was to be looked at sooner, and was
-                    watched.slot = 0
-                    self._look(watched)
-        if self._slots:
-            self._timer = asyncio.get_running_loop().call_later(TICK_S, self._tick)
-        else:
-            self._timer = None
-
-    def _look(self, watched: EngineConnection) -> None:
-        counts = watched.awaited()
-        if counts is None:
-            return
-        if not counts:
-            watched.heard_s = self.now_s
-        if self.now_s - watched.heard_s >= watched.silence_s:
-            watched.silent()
-        else:
-            self._put(watched)
 
 
 class ResponseListener(Protocol):
@@ -103,7 +39,7 @@ class ResponseListener(Protocol):
     def done(self) -> None: ...
 
     def lost(self, why: str) -> None:
-        """No connection, cut off, not HTTP, or silent for too long; one line."""
+        """No connection, cut off, or not HTTP; one line."""
 
 
 class _Deaf:
@@ -123,24 +59,13 @@ DEAF = _Deaf()
 
 class EngineCall:
     __slots__ = (
-        "_calls", "address", "bodiless", "connecting", "data", "fresh", "listener", "over", "paused", "sent_s",
-        "silence_s", "wire",
+        "address", "bodiless", "connecting", "data", "fresh", "listener", "over", "paused", "sent_s", "wire",
     )  # fmt: skip
 
-    def __init__(
-        self,
-        calls: ConnectionPool,
-        address: Address,
-        data: bytes,
-        listener: ResponseListener,
-        silence_s: float,
-        bodiless: bool,
-    ) -> None:
-        self._calls = calls
+    def __init__(self, address: Address, data: bytes, listener: ResponseListener, bodiless: bool) -> None:
         self.paused = False
-        self.address, self.data = address, data
+        self.address, self.data, self.bodiless = address, data, bodiless
         self.listener: ResponseListener = listener
-        self.silence_s, self.bodiless = silence_s, bodiless
         self.sent_s = 0.0
         self.wire: EngineConnection | None = None
         self.connecting: asyncio.Task[None] | None = None
@@ -167,7 +92,6 @@ class EngineCall:
         if not self.over and self.paused:
             self.paused = False
             if self.wire is not None:
-                self.wire.heard_s = self._calls.wheel.now_s
                 self.wire.resume()
 
     def lose(self, why: str) -> None:
@@ -184,16 +108,12 @@ class EngineCall:
 
 class EngineConnection(asyncio.Protocol):
     __slots__ = (
-        "_call", "_calls", "_paused", "_reader", "_transport", "_wheel", "address", "heard_s", "kept_s", "silence_s",
-        "slot",
+        "_call", "_calls", "_paused", "_reader", "_transport", "address", "kept_s",
     )  # fmt: skip
 
     def __init__(self, calls: ConnectionPool, address: Address) -> None:
         self._calls = calls
-        self._wheel = calls.wheel
         self.address = address
-        self.heard_s = self.silence_s = 0.0
-        self.slot = 0
         self._transport: asyncio.Transport | None = None
         self._call: EngineCall | None = None
         self._reader = ResponseReader(False)
@@ -205,23 +125,10 @@ class EngineConnection(asyncio.Protocol):
         self._call = call
         self._reader = ResponseReader(call.bodiless)
         call.wire = self
-        call.sent_s = self.heard_s = now_s = self._wheel.now_s
-        self.silence_s = call.silence_s
-        if not 0 < self.slot <= (now_s + call.silence_s) / TICK_S + 1:
-            self._wheel.watch(self)
+        call.sent_s = time.monotonic()
         self._transport.write(call.data)
         if call.paused:
             self.pause()
-
-    # For the wheel.
-
-    def awaited(self) -> bool | None:
-        """Whether its silence counts; None when nothing is awaited."""
-        return None if self._call is None else not self._call.paused
-
-    def silent(self) -> None:
-        if self._call is not None:
-            self._call.lose(f"said nothing for {self.silence_s:g} s")
 
     def pause(self) -> None:
         wire = self._transport
@@ -257,7 +164,6 @@ class EngineConnection(asyncio.Protocol):
         if call is None:  # Nobody asked.
             self.abort()
             return
-        self.heard_s = self._wheel.now_s
         reader = self._reader
         headless = not reader.status
         try:
@@ -300,7 +206,7 @@ class EngineConnection(asyncio.Protocol):
     def connection_lost(self, exc: Exception | None) -> None:
         self._calls.gone(self)
         self._ended(f"broke the connection off ({plain(exc)})" if exc else "closed the connection")
-        self._transport = None  # The wheel may know this one for a while.
+        self._transport = None
 
     def _ended(self, why: str) -> None:
         call = self._call
@@ -313,8 +219,8 @@ class EngineConnection(asyncio.Protocol):
         call.wire = None
         self.abort()
         untouched = not reader.status and not call.fresh
-        if untouched and self._calls.wheel.now_s - call.sent_s < STALE_S:
-            self._calls.again(call)
+        if untouched and time.monotonic() - call.sent_s < STALE_S:
+            self._calls.open(call)
         else:
             call.lose(f"{why} before its answer" if not reader.status else f"{why} in its answer")
 
@@ -332,7 +238,6 @@ class ConnectionPool:
         idle_s: float = IDLE_S,
         most: float | None = None,
     ) -> None:
-        self.wheel = TimerWheel()
         self._tls = tls
         self._connect_s, self._idle_s = connect_s, idle_s
         self._most = open_files() * SHARE_OF_FILES if most is None else most
@@ -354,7 +259,6 @@ class ConnectionPool:
         listener: ResponseListener,
         *,
         headers: Iterable[tuple[bytes, bytes]] = (),
-        silence_s: float = 60.0,
     ) -> EngineCall:
         head = self._heads.get((address, method, path)) or self._head(address, method, path)
         parts = [head]
@@ -368,12 +272,12 @@ class ConnectionPool:
             data = b"".join((fields, b"content-length: %d\r\n\r\n" % len(body), body))
         else:
             data = fields + b"\r\n"
-        call = EngineCall(self, address, data, listener, silence_s, method == b"HEAD")
+        call = EngineCall(address, data, listener, method == b"HEAD")
         kept = self._kept.get(address)
         if kept:
             kept.pop().take(call)
         else:
-            self._open(call)
+            self.open(call)
         return call
 
     async def close(self) -> None:
@@ -382,7 +286,6 @@ class ConnectionPool:
         for task in tuple(self._connecting):
             task.cancel()
         await asyncio.gather(*self._connecting, return_exceptions=True)
-        self.wheel.close()
         if self._sweeping is not None:
             self._sweeping.cancel()
 
@@ -403,9 +306,6 @@ class ConnectionPool:
         if kept and wire in kept:
             kept.remove(wire)
 
-    def again(self, call: EngineCall) -> None:
-        self._open(call)
-
     # Connections.
 
     def _head(self, address: Address, method: bytes, path: bytes) -> bytes:
@@ -420,7 +320,7 @@ class ConnectionPool:
         self._heads[address, method, path] = line
         return line
 
-    def _open(self, call: EngineCall) -> None:
+    def open(self, call: EngineCall) -> None:
         call.fresh = True
         loop = asyncio.get_running_loop()
         if len(self) >= self._most and not self._make_room():
@@ -519,7 +419,7 @@ async def fetch(
     most_bytes: int = 64_000_000,
 ) -> tuple[int, Headers, bytes]:
     whole = _Whole(most_bytes)
-    call = outgoing.send(address, method, path, body, whole, headers=headers, silence_s=within_s)
+    call = outgoing.send(address, method, path, body, whole, headers=headers)
     try:
         async with asyncio.timeout(within_s):
             return await whole.answer
