@@ -155,12 +155,8 @@ class FakeMeter(Counters):
         super().__init__()
         self.told: list[RequestOutcome] = []
         self.seen_s: list[float] = []
-        self.let_in: list[tuple[str, str]] = []
         self.turned: list[tuple[int, str]] = []
         self.replays = 0
-
-    def came(self, model: str, tenant: str) -> None:
-        self.let_in.append((model, tenant))
 
     def answered(self, told: RequestOutcome) -> None:
         self.told.append(told)

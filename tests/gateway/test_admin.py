@@ -82,7 +82,7 @@ def test_metrics_have_the_names_people_know() -> None:
     counters = Counters()
     metrics = GatewayMetrics(counters, Fleet(), lambda: {known.KEYS: 7.0}, clock=lambda: now_s[0])
     metrics.look()
-    counters.came("m", "co")
+    counters.came()
     counters.gaps("m")(0.03)
     counters.answered(TOLD)
     counters.turned_away(401, "invalid_api_key")

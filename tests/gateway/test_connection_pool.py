@@ -90,7 +90,7 @@ def test_a_connection_is_used_again_and_the_request_is_whole() -> None:
     async def work(calls: ConnectionPool, address: Address) -> None:
         for _ in range(3):
             got = await fetch(calls, address, b"POST", b"/x?y", b"body", headers=[(b"a", b"b")])
-            assert (got[0], got[2]) == (200, b"hi")
+            assert got == (200, b"hi")
         assert len(calls) == 1
 
     engine(talk, work)
@@ -111,7 +111,7 @@ def test_a_stale_connection_is_replaced_once_and_unseen() -> None:
 
     async def work(calls: ConnectionPool, address: Address) -> None:
         for _ in range(2):
-            assert (await fetch(calls, address, b"GET", b"/"))[2] == b"hi"
+            assert (await fetch(calls, address, b"GET", b"/"))[1] == b"hi"
 
     engine(talk, work)
     assert len(visits) == 2

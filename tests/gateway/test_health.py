@@ -40,9 +40,7 @@ from potluck.gateway.registry.health import (
 )
 from potluck.gateway.values import Address, Endpoint
 
-SAID = StatusReport(
-    "m", "f", "mixed", "ready", "", 1.0, 100, 16, ReplicaStatus(0, 0, 0, 0, 1, 1, 0.0), (), ""
-)
+SAID = StatusReport("m", "f", "mixed", "ready", "", 1.0, ReplicaStatus(0, 0, 0, 0, 1, 1, 0.0), (), "")
 
 
 def _watch() -> tuple[HealthChecker, EngineRecord, list[tuple[Any, ...]]]:

@@ -97,9 +97,7 @@ class Yard:
     ) -> None:
         engine = self.engine(port)
         status = ReplicaStatus(0, 0, 0, 0, 10, 10, 0.0)
-        engine.said = StatusReport(
-            "m", fingerprint, role, state, f"h:{port + 1000}", 1.0, 100, 16, status, (), ""
-        )
+        engine.said = StatusReport("m", fingerprint, role, state, f"h:{port + 1000}", 1.0, status, (), "")
         self.registry.heard(engine)
         await settle()
 

@@ -18,41 +18,9 @@ from pathlib import Path
 from typing import NamedTuple
 
 from potluck.core.brain.brain import Brain
-from potluck.core.state.actions import (
-    Abort,
-    Action,
-    CopyPrefix,
-    DrainReplica,
-    FlipReplica,
-    Hedge,
-    OperatorNote,
-    QueryAttempt,
-    Reassign,
-    Refuse,
-    Replan,
-    ResyncCache,
-    Run,
-    StartReplica,
-    StopReplica,
-)
-from potluck.core.state.events import (
-    AttemptFailed,
-    Event,
-    FirstToken,
-    MarketReported,
-    OperatorOrdered,
-    PlanReceived,
-    ReplicaDrained,
-    ReplicaLost,
-    ReplicaReady,
-    ReplicaReported,
-    RequestAdopted,
-    RequestArrived,
-    RequestCancelled,
-    RequestFinished,
-    SegmentDone,
-    Tick,
-)
+from potluck.core.state import actions, events
+from potluck.core.state.actions import Action
+from potluck.core.state.events import Event
 from potluck.core.state.policy import Policy
 from potluck.core.values.plan import Plan, ReplicaSpec, copies_changed, plan_mark
 from potluck.core.values.types import Region
@@ -68,7 +36,17 @@ from potluck.runtime.resolved_plan import ResolvedPlan
 MOST_KEPT = 1_000
 MOST_LOST = 200
 _FREQUENT = frozenset(
-    {RequestArrived, SegmentDone, FirstToken, RequestFinished, ReplicaReported, Run, Hedge, Refuse, Abort}
+    {
+        events.RequestArrived,
+        events.SegmentDone,
+        events.FirstToken,
+        events.RequestFinished,
+        events.ReplicaReported,
+        actions.Run,
+        actions.Hedge,
+        actions.Refuse,
+        actions.Abort,
+    }
 )
 """What comes by the thousand a second, and says nothing of the fleet."""
 
@@ -115,23 +93,23 @@ class DecisionLog:
         self.lost[replica] = (self._clock(), reason)
         self.say("lost", f"{replica} is lost", reason)
 
-    def __call__(self, at_s: float, event: Event, actions: Sequence[Action]) -> None:
-        if type(event) in _FREQUENT and (not actions or type(actions[0]) in _FREQUENT):
+    def __call__(self, at_s: float, event: Event, orders: Sequence[Action]) -> None:
+        if type(event) in _FREQUENT and (not orders or type(orders[0]) in _FREQUENT):
             return
         match event:
-            case ReplicaReady(replica=replica):
+            case events.ReplicaReady(replica=replica):
                 self.say("ready", f"{replica} is ready", "its engine answers")
-            case ReplicaLost(replica, reason):
+            case events.ReplicaLost(replica, reason):
                 self._is_lost(replica, reason)
-            case ReplicaDrained(replica):
+            case events.ReplicaDrained(replica):
                 self.say("drain", f"{replica} is empty", "it was asked to drain")
-            case OperatorOrdered(replica, what):
+            case events.OperatorOrdered(replica, what):
                 self.say("order", f"{replica}: {what}", "by hand")
-            case PlanReceived(plan):
+            case events.PlanReceived(plan):
                 self._adopted(plan)
-            case MarketReported():
+            case events.MarketReported():
                 self.say("market", "prices or offers of GPUs changed", "the market says so")
-        for action in actions:
+        for action in orders:
             self._act(action, event)
 
     def _adopted(self, plan: Plan) -> None:
@@ -148,41 +126,41 @@ class DecisionLog:
 
     def _act(self, action: Action, event: Event) -> None:
         why = ""
-        if isinstance(event, OperatorOrdered):
+        if isinstance(event, events.OperatorOrdered):
             why = "by hand"
-        elif isinstance(event, PlanReceived):
+        elif isinstance(event, events.PlanReceived):
             why = "the plan asks for it"
         match action:
-            case StartReplica(member):
+            case actions.StartReplica(member):
                 self._stands_by(member)
                 wanted = "is wanted on standby" if member.standby else "is wanted"
                 self.say("start", f"{member.id} {wanted}", why or f"{member.template} in {member.region}")
-            case DrainReplica(replica):
+            case actions.DrainReplica(replica):
                 self.say("drain", f"{replica} drains", why or "the plan or scaling needs it no more")
-            case StopReplica(replica):
+            case actions.StopReplica(replica):
                 self._standby.discard(replica)
                 self.say("stop", f"{replica} stops", "it is empty or its grace is over")
-            case FlipReplica(replica, role):
-                thought = self._thinks() if isinstance(event, Tick) else "its role is the plan's again"
+            case actions.FlipReplica(replica, role):
+                thought = self._thinks() if isinstance(event, events.Tick) else "its role is the plan's again"
                 self.say("flip", f"{replica} becomes {role}", why or thought)
-            case Reassign(member):
+            case actions.Reassign(member):
                 stands = self._stands_by(member) and not member.standby
                 if member.standby or stands:
                     what = "goes on standby" if member.standby else "serves, from standby"
                     self.say("standby", f"{member.id} {what}", why or self._thinks())
                 else:
                     self.say("recast", f"{member.id} becomes {member.role} of {member.template}", why)
-            case Replan(_, reason):
+            case actions.Replan(_, reason):
                 self.say("replan", "another plan is asked for", reason)
-            case OperatorNote(what, reason):
+            case actions.OperatorNote(what, reason):
                 self.say("remark", what, reason)
-            case CopyPrefix(blocks, source, target):
+            case actions.CopyPrefix(blocks, source, target):
                 self.say(
                     "cache",
                     f"{len(blocks)} blocks are copied from {source} to {target}",
                     "they are in demand",
                 )
-            case ResyncCache(replica):
+            case actions.ResyncCache(replica):
                 self.say("cache", f"{replica} is asked for all it caches", "a report was lost")
 
 
@@ -263,8 +241,8 @@ class GatewayCore:
         if entries is not None:
             self.registry.enlist(entries)
         if self.market is not None:
-            self.brain_loop.tell(MarketReported(self.market))
-        self.brain_loop.tell(PlanReceived(self.plan))
+            self.brain_loop.tell(events.MarketReported(self.market))
+        self.brain_loop.tell(events.PlanReceived(self.plan))
         self.watch.meet()
         self.brain_loop.start(asyncio.get_running_loop())
 
@@ -281,13 +259,13 @@ class GatewayCore:
         self.replica_models.learn(plan)
         self.plan, self.plan_mark = plan, mark
         self.registry.planned()
-        self.brain_loop.tell(PlanReceived(plan))
+        self.brain_loop.tell(events.PlanReceived(plan))
 
     def quote(self, regions: tuple[Region, ...]) -> None:
         self.market = regions
         if self._memory is not None:
             self._memory.quoted(regions)
-        self.brain_loop.tell(MarketReported(regions))
+        self.brain_loop.tell(events.MarketReported(regions))
 
     @property
     def regions(self) -> tuple[Region, ...]:
@@ -337,8 +315,9 @@ class GatewayCore:
 
 Act = Callable[[Sequence[Action]], None]
 Watcher = Callable[[float, Event, Sequence[Action]], None]
-_OF_REQUESTS = (Run, Hedge, Refuse, Abort, QueryAttempt)
-_ENDINGS = (RequestFinished, AttemptFailed, RequestCancelled)
+_OF_REQUESTS = (actions.Run, actions.Hedge, actions.Refuse, actions.Abort, actions.QueryAttempt)
+_ARRIVALS = (events.RequestArrived, events.RequestAdopted)
+_ENDINGS = (events.RequestFinished, events.AttemptFailed, events.RequestCancelled)
 
 
 class BrainLoop:
@@ -377,13 +356,13 @@ class BrainLoop:
         self._acting = True
         try:
             while True:
-                if line is not None and (type(event) is RequestArrived or type(event) is RequestAdopted):
+                if line is not None and isinstance(event, _ARRIVALS):
                     self._owners[event.request.id] = line
-                actions = self._mind.on(at_s, event)
+                orders = self._mind.on(at_s, event)
                 for watcher in self.watchers:
-                    watcher(at_s, event, actions)
-                if actions:
-                    self._act(actions)
+                    watcher(at_s, event, orders)
+                if orders:
+                    self._act(orders)
                 if isinstance(event, _ENDINGS) and event.request not in self._flights:
                     self._owners.pop(event.request, None)
                 if not self._news:
@@ -392,20 +371,20 @@ class BrainLoop:
         finally:
             self._acting = False
 
-    def _act(self, actions: Sequence[Action]) -> None:
-        for action in actions:
+    def _act(self, orders: Sequence[Action]) -> None:
+        for action in orders:
             if not isinstance(action, _OF_REQUESTS):
                 self.manage((action,))
                 continue
             owner = self._owners.get(action.request)
             if owner is not None:
                 owner.act((action,))
-            if type(action) is Refuse:
+            if type(action) is actions.Refuse:
                 self._owners.pop(action.request, None)
 
     def lost(self, line: LocalBrainClient) -> None:
         for request in [request for request, owner in self._owners.items() if owner is line]:
-            self.tell(RequestCancelled(request))
+            self.tell(events.RequestCancelled(request))
             self._owners.pop(request, None)
 
     # Time.
@@ -415,7 +394,7 @@ class BrainLoop:
 
     def _tick(self, loop: asyncio.AbstractEventLoop) -> None:
         self._ticking = loop.call_later(self._tick_s, self._tick, loop)
-        self.tell(Tick())
+        self.tell(events.Tick())
         for call in self.at_ticks:
             call()
 
@@ -437,5 +416,5 @@ class LocalBrainClient:
         self.tell = partial(brain_loop.tell, line=self)
 
 
-def _nobody(actions: Sequence[Action]) -> None:
+def _nobody(orders: Sequence[Action]) -> None:
     """Before the keeper is there: what is wanted is asked for again at the next plan."""

@@ -36,10 +36,6 @@ class Histogram:
         self.counts = [0] * (len(bounds) + 1)
         self.total = 0.0
 
-    def see(self, value: float) -> None:
-        self.counts[bisect_left(self.bounds, value)] += 1
-        self.total += value
-
     def see_all(self, values: Sequence[float]) -> None:
         bounds, counts = self.bounds, self.counts
         for value in values:
@@ -98,14 +94,11 @@ class Counters:
             result = series.setdefault(labels, Histogram(family.buckets))
         return result
 
-    def came(self, model: str, tenant: str) -> None:
+    def came(self) -> None:
         self.open += 1
 
     def gaps(self, model: str) -> Callable[[float], None]:
-        gap = self._gaps.get(model)
-        if gap is None:
-            gap = self._gaps[model] = []
-        return gap.append
+        return self._gaps.setdefault(model, []).append
 
     def answered(self, told: RequestOutcome) -> None:
         if self._record is not None:
@@ -145,56 +138,44 @@ class Counters:
     def _settle_ended(self) -> None:
         noted, self._ended = self._ended, []
         of: dict[tuple[str, str], list[RequestOutcome]] = {}
-        for request_outcome in noted:
-            of.setdefault((request_outcome.model, request_outcome.tenant), []).append(request_outcome)
-        for (model, tenant), request_outcomes in of.items():
-            self._settle_tenant(model, tenant, request_outcomes)
+        for ended in noted:
+            of.setdefault((ended.model, ended.tenant), []).append(ended)
+        for (model, tenant), outcomes in of.items():
+            self._settle_tenant(model, tenant, outcomes)
 
-    def _settle_tenant(self, model: str, tenant: str, all_told: list[RequestOutcome]) -> None:
+    def _settle_tenant(self, model: str, tenant: str, ended: list[RequestOutcome]) -> None:
         for (request_class, outcome), number in Counter(
-            (request_outcome.request_class, request_outcome.outcome) for request_outcome in all_told
+            (one.request_class, one.outcome) for one in ended
         ).items():
             self.count(known.REQUESTS, (model, request_class, outcome), number)
             if outcome in ANSWERED:
                 self.count(known.SUCCESS, (model, outcome), number)
-        begun = [request_outcome for request_outcome in all_told if request_outcome.first_s is not None]
-        waited_s = [
-            request_outcome.first_s - request_outcome.came_s
-            for request_outcome in begun
-            if request_outcome.first_s is not None
+        begun = [(one, one.first_s) for one in ended if one.first_s is not None]
+        whole = [one for one in ended if one.outcome in ANSWERED]
+        waited_s = [first_s - one.came_s for one, first_s in begun]
+        per_token_s = [
+            (one.ended_s - first_s) / (one.output_tokens / one.choices - 1)
+            for one, first_s in begun
+            if one.output_tokens > one.choices
         ]
-        self.histogram(known.TTFT, (model,)).see_all(waited_s)
         self.histogram(known.TENANT_TTFT, (tenant,)).see_all(waited_s)
-        self.histogram(known.TPOT, (model,)).see_all(
-            [
-                (request_outcome.ended_s - request_outcome.first_s)
-                / (request_outcome.output_tokens / request_outcome.choices - 1)
-                for request_outcome in begun
-                if request_outcome.first_s is not None
-                and request_outcome.output_tokens > request_outcome.choices
-            ]
-        )
-        whole = [request_outcome for request_outcome in all_told if request_outcome.outcome in ANSWERED]
-        self.histogram(known.WHOLE, (model,)).see_all(
-            [request_outcome.ended_s - request_outcome.came_s for request_outcome in whole]
-        )
-        self.histogram(known.PROMPT, (model,)).see_all(
-            [request_outcome.prompt_tokens for request_outcome in whole]
-        )
-        self.histogram(known.OUTPUT, (model,)).see_all(
-            [request_outcome.output_tokens for request_outcome in whole]
-        )
-        prompt = sum(request_outcome.prompt_tokens for request_outcome in whole)
-        cached = sum(request_outcome.cached_tokens for request_outcome in whole)
-        output = sum(request_outcome.output_tokens for request_outcome in all_told)
-        self.count(known.TENANT_REQUESTS, (model, tenant), len(all_told))
-        self.count(known.PROMPTS, (model,), prompt)
-        self.count(known.QUERIED, (model,), prompt)
-        self.count(known.HITS, (model,), cached)
+        for family, values in (
+            (known.TTFT, waited_s),
+            (known.TPOT, per_token_s),
+            (known.WHOLE, [one.ended_s - one.came_s for one in whole]),
+            (known.PROMPT, [one.prompt_tokens for one in whole]),
+            (known.OUTPUT, [one.output_tokens for one in whole]),
+        ):
+            self.histogram(family, (model,)).see_all(values)
+        prompt = sum(one.prompt_tokens for one in whole)
+        cached = sum(one.cached_tokens for one in whole)
+        output = sum(one.output_tokens for one in ended)
+        self.count(known.TENANT_REQUESTS, (model, tenant), len(ended))
+        for family, tokens in ((known.PROMPTS, prompt), (known.QUERIED, prompt), (known.HITS, cached)):
+            self.count(family, (model,), tokens)
         self.count(known.OUTPUTS, (model,), output)
-        self.count(known.TENANT_TOKENS, (model, tenant, "prompt"), prompt)
-        self.count(known.TENANT_TOKENS, (model, tenant, "cached"), cached)
-        self.count(known.TENANT_TOKENS, (model, tenant, "output"), output)
+        for kind, tokens in (("prompt", prompt), ("cached", cached), ("output", output)):
+            self.count(known.TENANT_TOKENS, (model, tenant, kind), tokens)
 
     def turned_away(self, status: int, code: str) -> None:
         self.count(known.TURNED_AWAY, (str(status), code))
@@ -211,7 +192,7 @@ class Counters:
             self.count(known.RETRIES, (asked.model,))
         stop = run.route.segments[0].stop
         if stop is not None:
-            self.histogram(known.SPLITS, (asked.model,)).see(stop)
+            self.histogram(known.SPLITS, (asked.model,)).see_all([stop])
 
     def hedged(self, asked: ChoiceRequest, run: Run) -> None:
         self.count(known.HEDGES, (asked.model,))
@@ -290,9 +271,7 @@ class Spans:
     """OpenTelemetry spans, one for each segment, sent to where `--otlp URL` says. All of an answer are in one trace,
     whose number is made from the answer's name. Nothing of a prompt is told."""
 
-    def __init__(
-        self, url: str, offset_s: Callable[[], float] = lambda: time.time() - time.monotonic()
-    ) -> None:
+    def __init__(self, url: str) -> None:
         try:
             from opentelemetry import trace
             from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
@@ -309,7 +288,6 @@ class Spans:
         )
         self._provider.add_span_processor(BatchSpanProcessor(OTLPSpanExporter(endpoint=url)))
         self._tracer = self._provider.get_tracer("potluck.gateway")
-        self._offset_s = offset_s
 
     def __call__(self, name: str, asked: ChoiceRequest, what: Sequence[Any]) -> None:
         getattr(self, f"_{name}")(asked, *what)
@@ -317,19 +295,17 @@ class Spans:
     def _segment(
         self, asked: ChoiceRequest, replica: str, began_s: float, ended_s: float, tokens: int, problem: str
     ) -> None:
-        offset_s = self._offset_s()
-        attributes: dict[str, str | int] = {
-            "gen_ai.request.model": asked.model,
-            "potluck.request": asked.id,
-            "potluck.replica": replica,
-            "potluck.tokens": tokens,
-            "potluck.class": asked.request_class,
-        }
-        span = self._tracer.start_span(
-            "segment",
-            context=self._trace_of(asked.id),
-            start_time=int((began_s + offset_s) * 1e9),
-            attributes=attributes,
+        offset_s = time.time() - time.monotonic()
+        began_ns = int((began_s + offset_s) * 1e9)
+        span = self._tracer.start_span("segment", context=self._trace_of(asked.id), start_time=began_ns)
+        span.set_attributes(
+            {
+                "gen_ai.request.model": asked.model,
+                "potluck.request": asked.id,
+                "potluck.replica": replica,
+                "potluck.tokens": tokens,
+                "potluck.class": asked.request_class,
+            }
         )
         if problem:
             span.set_status(self._trace.Status(self._trace.StatusCode.ERROR, problem[:200]))

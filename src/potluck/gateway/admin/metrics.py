@@ -48,7 +48,7 @@ class TokenCosts:
         return None if tokens <= 0 else usd_per_h * (last_s - first_s) / 3600 / tokens * 1e6
 
 
-class GatewayMetrics:
+class GatewayMetrics(Collector):
     def __init__(
         self,
         counters: Counters,
@@ -61,7 +61,7 @@ class GatewayMetrics:
         self._gauges, self._clock = gauges, clock
         self._costs = TokenCosts()
         self._registry = CollectorRegistry()
-        self._registry.register(_All(self))
+        self._registry.register(self)
         ProcessCollector(registry=self._registry)
         PlatformCollector(registry=self._registry)
         GCCollector(registry=self._registry)
@@ -71,6 +71,9 @@ class GatewayMetrics:
 
     def text(self) -> bytes:
         return generate_latest(self._registry)
+
+    def describe(self) -> Iterable[Metric]:
+        return ()
 
     def collect(self) -> Iterable[Metric]:
         for family in FAMILIES.values():
@@ -115,17 +118,6 @@ class GatewayMetrics:
         if known.OPEN.name not in result:
             add(known.OPEN, (), self.counters.open)
         return {name: dict(series) for name, series in result.items()}
-
-
-class _All(Collector):
-    def __init__(self, metrics: GatewayMetrics) -> None:
-        self._metrics = metrics
-
-    def describe(self) -> Iterable[Metric]:
-        return ()
-
-    def collect(self) -> Iterable[Metric]:
-        return self._metrics.collect()
 
 
 def _histogram(family: Family, series: dict[Labels, Histogram]) -> HistogramMetricFamily:

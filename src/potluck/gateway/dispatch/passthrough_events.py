@@ -13,6 +13,8 @@ Json = dict[str, Any]
 TEXTS = ("content", "reasoning", "reasoning_content", "refusal")
 HIDDEN = ("prompt_token_ids", "kv_transfer_params")
 ONCE = ("finish_reason", "stop_reason")
+NUMBERS = ("token_logprobs", "top_logprobs", "content")
+"""They may differ in their last bits."""
 LISTS = ("tokens", "token_logprobs", "top_logprobs", "text_offset", "content", "refusal")
 
 
@@ -72,11 +74,7 @@ class ChoiceSoFar:
         for name in told.texts.keys() & self.texts.keys():
             _must_begin_alike(self.texts[name], told.texts[name])
         for name in told.lists.keys() & self.lists.keys():
-            if name not in (
-                "token_logprobs",
-                "top_logprobs",
-                "content",
-            ):  # numbers may differ in their last bits
+            if name not in NUMBERS:
                 _must_begin_alike(self.lists[name], told.lists[name])
         for name in told.facts.keys() & self.facts.keys():
             if self.facts[name] != told.facts[name] and not name.startswith("id "):
@@ -210,36 +208,34 @@ DONE = b"data: [DONE]\n\n"
 WANTS_USAGE = b'"include_usage":true'
 
 
-class PassthroughEvents:
+class PassthroughEvents(MergedEvents):
+    """The same, written to the client."""
+
     def __init__(self, asked: ChoiceRequest, answer: AnswerSink) -> None:
         kind = "cmpl" if asked.path.endswith(b"/v1/completions") else "chatcmpl"
-        model = asked.adapter or asked.model
-        self._retold = MergedEvents(f"{kind}-{asked.id}", model, usage=WANTS_USAGE in asked.body)
+        usage = WANTS_USAGE in asked.body
+        super().__init__(f"{kind}-{asked.id}", asked.adapter or asked.model, usage=usage)
         self._answer = answer
-        self._whole: bytes | None = None
-
-    @property
-    def begun(self) -> bool:
-        return self._retold.begun
+        self._body: bytes | None = None
 
     def again(self) -> None:
-        self._retold.again()
-        self._whole = None
+        super().again()
+        self._body = None
 
-    def say(self, events: list[dict[str, Any]], *, stream: bool) -> None:
+    def say(self, events: list[Json], *, stream: bool) -> None:
         if not stream:
-            self._whole = self._retold.whole(events[-1])
+            self._body = self.whole(events[-1])
             return
-        begun = self._retold.begun
-        data = b"".join(map(self._retold.event, events))
+        begun = self.begun
+        data = b"".join(map(self.event, events))
         if data and not begun:
             self._answer.relay_begin(200, EVENTS)
         if data:
             self._answer.relay(data)
 
     def end(self, counts: TokenCounts) -> None:
-        if self._whole is not None:
-            self._answer.relay_whole(200, JSON, self._whole, counts)
+        if self._body is not None:
+            self._answer.relay_whole(200, JSON, self._body, counts)
         else:
             self._answer.relay(DONE)
             self._answer.relay_end(counts)

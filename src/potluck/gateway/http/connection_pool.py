@@ -382,15 +382,14 @@ class NoResponse(PotluckError):
 
 class _Whole:
     def __init__(self, most_bytes: int) -> None:
-        self.answer: asyncio.Future[tuple[int, Headers, bytes]] = asyncio.get_running_loop().create_future()
+        self.answer: asyncio.Future[tuple[int, bytes]] = asyncio.get_running_loop().create_future()
         self._most_bytes = most_bytes
         self._status = 0
-        self._headers: Headers = {}
         self._parts: list[bytes] = []
         self._bytes = 0
 
     def head(self, status: int, headers: Headers) -> None:
-        self._status, self._headers = status, headers
+        self._status = status
 
     def data(self, data: bytes) -> None:
         self._parts.append(data)
@@ -400,7 +399,7 @@ class _Whole:
 
     def done(self) -> None:
         if not self.answer.done():
-            self.answer.set_result((self._status, self._headers, b"".join(self._parts)))
+            self.answer.set_result((self._status, b"".join(self._parts)))
 
     def lost(self, why: str) -> None:
         if not self.answer.done():
@@ -417,7 +416,7 @@ async def fetch(
     headers: Iterable[tuple[bytes, bytes]] = (),
     within_s: float = 5.0,
     most_bytes: int = 64_000_000,
-) -> tuple[int, Headers, bytes]:
+) -> tuple[int, bytes]:
     whole = _Whole(most_bytes)
     call = outgoing.send(address, method, path, body, whole, headers=headers)
     try:

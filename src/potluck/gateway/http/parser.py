@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
+from functools import lru_cache
 
 from potluck.api.http import HttpRefusal
 from potluck.gateway.http.limits import HttpLimits
@@ -20,7 +21,7 @@ ONCE = frozenset(b"host content-length transfer-encoding authorization content-t
 FRAMING = frozenset({b"content-length", b"transfer-encoding"})
 """Fields that say where a body ends: written without tabs, and never after the body."""
 SECRET = frozenset({b"authorization", b"proxy-authorization", b"x-api-key", b"cookie"})
-KEPT_LINES = 2048
+KEPT_LINES, KEPT_STATUSES = 2048, 64
 KEPT_BYTES = 256
 CHUNKED = -1
 NO_LENGTH = -2
@@ -34,12 +35,6 @@ class _Fields(dict[bytes, tuple[bytes, bytes]]):
 
 
 _fields_read = _Fields()
-_requests_read: dict[bytes, tuple[bytes, bytes, bytes, bool]] = {}
-_statuses_read: dict[bytes, tuple[int, bool]] = {}
-
-
-def request_line(line: bytes) -> tuple[bytes, bytes, bytes, bool]:
-    return _requests_read.get(line) or _request_line(line)
 
 
 def _request_line(line: bytes) -> tuple[bytes, bytes, bytes, bool]:
@@ -52,27 +47,22 @@ def _request_line(line: bytes) -> tuple[bytes, bytes, bytes, bool]:
     if target == b"*" and method != b"OPTIONS":
         raise HttpRefusal(400, "the request's first line cannot be read: the path must begin with /")
     path, _, query = target.partition(b"?")
-    result = (method, path, query, version == b"1.1")
-    if len(line) <= KEPT_BYTES:
-        if len(_requests_read) >= KEPT_LINES:
-            _requests_read.clear()
-        _requests_read[line] = result
-    return result
+    return method, path, query, version == b"1.1"
 
 
+_kept_request_line = lru_cache(KEPT_LINES)(_request_line)
+
+
+def request_line(line: bytes) -> tuple[bytes, bytes, bytes, bool]:
+    return _kept_request_line(line) if len(line) <= KEPT_BYTES else _request_line(line)
+
+
+@lru_cache(KEPT_STATUSES)
 def status_line(line: bytes) -> tuple[int, bool]:
-    result = _statuses_read.get(line)
-    if result is not None:
-        return result
     match = _STATUS.fullmatch(line)
     if match is None:
         raise HttpRefusal(400, "the answer's first line cannot be read")
-    result = (int(match[2]), match[1] == b"1")
-    if len(line) <= KEPT_BYTES:
-        if len(_statuses_read) >= KEPT_LINES:
-            _statuses_read.clear()
-        _statuses_read[line] = result
-    return result
+    return int(match[2]), match[1] == b"1"
 
 
 def fields(lines: Sequence[bytes]) -> dict[bytes, bytes]:
@@ -411,9 +401,8 @@ class ResponseReader:
                 stop = data.find(b"\r\n", 0, 10)
                 size = SIZES.get(data[:stop])
                 if size is not None and len(data) == size + stop + 4 and data.endswith(b"\r\n"):
-                    return data[
-                        stop + 2 : -2
-                    ]  # Just one chunk, as most tokens come: `ChunkedReader.feed`, written out.
+                    # Just one chunk, as most tokens come: `ChunkedReader.feed`, written out.
+                    return data[stop + 2 : -2]
             piece = chunks.feed(data)
             if chunks.over:
                 self._ends(bool(chunks.rest))

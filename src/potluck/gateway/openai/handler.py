@@ -246,7 +246,7 @@ class ClientHandler(OpenRequests):
             validated = validate(card, body, chat=chat, owns=owns)
         validated.manner = options_of(exchange.headers, body, exchange.came_s, self._settings.classes, key)
         answering.validated = validated
-        self._meter.came(card.name, key.tenant)
+        self._meter.came()
         chars = validated.chars
         if chars > card.most_chars:
             card.must_fit(chars)

@@ -37,6 +37,8 @@ MOST_ADAPTERS = 1024
 KINDS = ("added", "removed", "marked", "unmarked")
 EVERYWHERE = ("0.0.0.0", "[::]", "::")
 FIRST_KV_VERSION = 2
+COUNTS = ("waiting", "running", "todo_tokens", "context_tokens", "free_blocks", "total_blocks")
+LINK_NUMBERS = ("moved_bytes", "goodput_bytes_per_s", "queue_bytes", "retransmits")
 STATES = ("ready", "degraded", "draining", "drained", "failed")
 
 
@@ -57,8 +59,6 @@ class StatusReport:
     state: str
     kv: str
     uptime_s: float
-    max_tokens: int
-    block_tokens: int
     status: ReplicaStatus
     links: tuple[LinkCounters, ...]
     problem: str
@@ -75,15 +75,8 @@ class StatusReport:
 def read_status(body: bytes, host: str = "") -> StatusReport:
     data = _object(body)
     idle = not _number(data, "running") and not _number(data, "waiting")
-    status = ReplicaStatus(
-        _whole(data, "waiting"),
-        _whole(data, "running"),
-        _whole(data, "todo_tokens"),
-        _whole(data, "context_tokens"),
-        _whole(data, "free_blocks"),
-        _whole(data, "total_blocks"),
-        0.0 if idle else _number(data, "step_mean_s"),
-    )
+    step_s = 0.0 if idle else _number(data, "step_mean_s")
+    status = ReplicaStatus._make([*(_whole(data, name) for name in COUNTS), step_s])
     state = _text(data, "state")
     if state not in STATES:
         raise FormatError("status: state", f"is none of {', '.join(STATES)}")
@@ -99,8 +92,6 @@ def read_status(body: bytes, host: str = "") -> StatusReport:
         state,
         _reached(_text(data, "kv"), host),
         _number(data, "uptime_s"),
-        _whole(data, "max_tokens"),
-        _whole(data, "block_tokens"),
         status,
         tuple(_link(link) for link in links if isinstance(link, dict)),
         _text(data, "problem")[:200],
@@ -119,13 +110,7 @@ def _reached(kv: str, host: str) -> str:
 
 
 def _link(data: dict[str, Any]) -> LinkCounters:
-    return LinkCounters(
-        _text(data, "peer"),
-        _number(data, "moved_bytes"),
-        _number(data, "goodput_bytes_per_s"),
-        _number(data, "queue_bytes"),
-        _number(data, "retransmits") if "retransmits" in data else 0.0,
-    )
+    return LinkCounters(_text(data, "peer"), *(_number(data, name) for name in LINK_NUMBERS))
 
 
 def read_cache(replica: str, body: bytes) -> tuple[int, tuple[CacheReported, ...]]:
@@ -134,16 +119,14 @@ def read_cache(replica: str, body: bytes) -> tuple[int, tuple[CacheReported, ...
     epoch, reports = data.get("epoch"), data.get("reports")
     if type(epoch) is not int or not isinstance(reports, list):
         raise FormatError("cache", "has no epoch or no reports")
-    cache_reporteds = []
+    made = []
     for report in reports:
         if not isinstance(report, dict) or type(report.get("sequence")) is not int:
             raise FormatError("cache: reports", "one has no sequence")
         added, removed, marked, unmarked = (_names(report, kind) for kind in KINDS)
         whole = report.get("whole") is True
-        cache_reporteds.append(
-            CacheReported(replica, report["sequence"], added, removed, marked, unmarked, 1, whole)
-        )
-    return epoch, tuple(cache_reporteds)
+        made.append(CacheReported(replica, report["sequence"], added, removed, marked, unmarked, 1, whole))
+    return epoch, tuple(made)
 
 
 def _names(data: dict[str, Any], kind: str) -> tuple[int, ...]:
@@ -190,8 +173,6 @@ def _whole(data: dict[str, Any], name: str) -> int:
 
 
 ASK_S = 2.0
-MOST_BYTES = 64_000_000
-"""Of one answer; a cache that holds a million prefixes says so in half of that."""
 MOVE_S = 30.0
 
 
@@ -220,9 +201,9 @@ class EngineRecord:
     told: tuple[float, ReplicaReported | None] = (0.0, None)
     """When the Brain was last told how it fares, and what."""
     links: dict[str, tuple[float, float]] = field(default_factory=dict)
+    """Peer to (bytes moved, seconds busy) when last looked at."""
     resent: dict[str, float] = field(default_factory=dict)
     """Segments of TCP sent again, by receiver."""
-    """Peer to (bytes moved, seconds busy) when last looked at."""
 
 
 class EngineClient:
@@ -237,9 +218,8 @@ class EngineClient:
         headers = [(b"authorization", b"Bearer " + entry.key.encode())] if entry.key else []
         data = b"" if body is None else json.dumps(body).encode()
         try:
-            where = (self._outgoing, entry.address, method, path, data)
-            status, _, message = await fetch(
-                *where, headers=headers, within_s=within_s, most_bytes=MOST_BYTES
+            status, message = await fetch(
+                self._outgoing, entry.address, method, path, data, headers=headers, within_s=within_s
             )
         except (PotluckError, OSError) as error:
             raise EngineNoAnswer(" ".join(str(error).split())[:200]) from error
@@ -263,9 +243,7 @@ class EngineClient:
         if engine.cache_epoch is not None:
             query = f"?epoch={engine.cache_epoch}&after={engine.cache_after}".encode()
         replica = engine.replica
-        result = await self.ask(engine, b"GET", b"/cache" + query)
-        epoch, reports = read_cache(replica, result)
-        engine.cache_epoch = epoch
+        engine.cache_epoch, reports = read_cache(replica, await self.ask(engine, b"GET", b"/cache" + query))
         if reports:
             engine.cache_after = reports[-1].sequence
         return reports
